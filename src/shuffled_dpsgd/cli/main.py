@@ -1,0 +1,36 @@
+"""Registers the verbs. Verb modules import nothing heavy at the top, so `--help` is instant."""
+
+from __future__ import annotations
+
+import typer
+
+from shuffled_dpsgd import __version__
+
+app = typer.Typer(
+    name="shuffled-dpsgd",
+    help="Differentially private training of Transformers, with weight shuffling.",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: bool = typer.Option(
+        False, "--version", help="Print the version.", callback=_version, is_eager=True
+    ),
+) -> None:
+    """Differentially private training of Transformers, with weight shuffling."""
+
+
+def main() -> None:
+    """Entry point of the `shuffled-dpsgd` command."""
+    app()

@@ -1,0 +1,63 @@
+"""Every error this library raises on purpose.
+
+Each message names the thing at fault, what was expected, what was found, and what to do. All of
+them derive from `ShuffledDPError`, so the command line can print them without a traceback.
+"""
+
+from __future__ import annotations
+
+
+class ShuffledDPError(Exception):
+    """Base of every error raised on purpose."""
+
+
+class InvalidArgumentError(ShuffledDPError, ValueError):
+    """An argument is out of range or contradicts another.
+
+    >>> raise InvalidArgumentError("epsilon", expected="a positive number", got=-1, remedy="use 1")
+    Traceback (most recent call last):
+        ...
+    shuffled_dpsgd.errors.InvalidArgumentError: epsilon: expected a positive number, got -1; use 1
+    """
+
+    def __init__(self, argument: str, *, expected: str, got: object, remedy: str = "") -> None:
+        self.argument = argument
+        self.expected = expected
+        self.got = got
+        self.remedy = remedy
+        tail = f"; {remedy}" if remedy else ""
+        super().__init__(f"{argument}: expected {expected}, got {got!r}{tail}")
+
+
+class UnsupportedModuleError(ShuffledDPError):
+    """A module or parameter cannot be handled exactly, so it is not handled at all."""
+
+    def __init__(self, path: str, *, expected: str, got: object, remedy: str) -> None:
+        self.path = path
+        super().__init__(f"{path or '<root>'}: expected {expected}, got {got}; {remedy}")
+
+
+class InvarianceError(ShuffledDPError):
+    """A permutation that should leave the model's function unchanged does not."""
+
+
+class BudgetExhaustedError(ShuffledDPError):
+    """Another step would spend more privacy than the plan allows."""
+
+
+class CheckpointError(ShuffledDPError):
+    """A checkpoint is torn, foreign or disagrees with the plan it should resume."""
+
+
+class DivergenceError(ShuffledDPError):
+    """Loss or weights stopped being finite."""
+
+
+class MissingExtraError(ShuffledDPError, ImportError):
+    """An optional dependency is needed for what was asked."""
+
+    def __init__(self, package: str, *, extra: str, purpose: str) -> None:
+        super().__init__(
+            f"{package} is needed for {purpose}; install it with "
+            f"`pip install 'shuffled-dpsgd[{extra}]'`"
+        )

@@ -1,0 +1,91 @@
+"""Dependencies point one way; this reads every import in `src` and fails on any other edge."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).resolve().parents[2] / "src"
+CORE = {"errors"}
+BUILDING_BLOCKS = {"permutation", "clipping", "accounting"}
+TRAINING = CORE | BUILDING_BLOCKS | {"training"}
+ALLOWED = {
+    "errors": set(),
+    "permutation": CORE,
+    "clipping": CORE,
+    "accounting": CORE,
+    "training": CORE | BUILDING_BLOCKS,
+    "integrations": TRAINING | {"reports"},
+    "auditing": TRAINING,
+    "reports": TRAINING,
+    "experiments": TRAINING | {"integrations", "auditing", "reports"},
+    "cli": TRAINING | {"integrations", "auditing", "reports", "experiments"},
+}
+TORCH_FREE = ("accounting", "auditing/estimators")
+
+
+def room_of(module: str) -> str:
+    """The room a dotted module name belongs to."""
+    parts = module.split(".")
+    if parts[0] == "shuffled_dpsgd_experiments":
+        return "experiments"
+    return parts[1] if len(parts) > 1 else ""
+
+
+def module_of(path: Path) -> str:
+    parts = path.relative_to(SOURCE).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imports_of(path: Path) -> set[str]:
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import; write the full name"
+            found.add(node.module or "")
+    return found
+
+
+FILES = sorted(SOURCE.rglob("*.py"))
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(SOURCE)))
+def test_imports_point_one_way(path: Path) -> None:
+    room = room_of(module_of(path))
+    if room == "":
+        return
+    for target in imports_of(path):
+        if not target.startswith("shuffled_dpsgd"):
+            continue
+        other = room_of(target)
+        assert other in ("", room) or other in ALLOWED[room], f"{room} must not import {target}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(SOURCE)))
+def test_torch_free_rooms_stay_torch_free(path: Path) -> None:
+    inside = str(path.relative_to(SOURCE / "shuffled_dpsgd")) if "dpsgd/" in str(path) else ""
+    if inside.startswith(TORCH_FREE):
+        assert not {t for t in imports_of(path) if t.split(".")[0] == "torch"}
+
+
+@pytest.mark.parametrize(
+    ("statement", "unwanted"),
+    [
+        ("import shuffled_dpsgd", ("torch", "numpy", "scipy")),
+        ("import shuffled_dpsgd.cli.main", ("torch", "numpy", "scipy", "matplotlib")),
+        ("import shuffled_dpsgd.accounting", ("torch",)),
+        ("import shuffled_dpsgd.clipping", ("transformers", "dp_accounting")),
+        ("import shuffled_dpsgd.permutation", ("transformers", "dp_accounting")),
+        ("import shuffled_dpsgd.training", ("transformers", "dp_accounting")),
+    ],
+)
+def test_import_is_light(statement: str, unwanted: tuple[str, ...]) -> None:
+    code = f"{statement}; import sys; print([m for m in {unwanted!r} if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

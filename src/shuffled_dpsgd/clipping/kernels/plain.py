@@ -1,0 +1,187 @@
+"""The numeric primitives of per-sample clipping in plain torch: the fallback, and the definition.
+
+Shapes: B samples, T tokens, D input features, P output features, V rows of an embedding table.
+Results are float64 for float64 inputs and float32 for everything else, whatever the inputs'
+precision: norms, factors and sums never live in half precision.
+
+A sample whose factor is zero contributes exactly zero to every weighted sum, even where its
+activations or gradients are infinite or NaN.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+# Temporaries of the quadratic primitives are cut to about this many elements.
+MAX_TEMPORARY_ELEMENTS = 1 << 25
+
+
+def accumulator_dtype(*tensors: Tensor) -> torch.dtype:
+    """float64 when any tensor is float64, else float32."""
+    if any(tensor.dtype == torch.float64 for tensor in tensors):
+        return torch.float64
+    return torch.float32
+
+
+def widen(tensor: Tensor) -> Tensor:
+    """`tensor` in the precision its sums are accumulated in."""
+    return tensor.to(accumulator_dtype(tensor))
+
+
+def slices(length: int, elements_each: int) -> Iterator[slice]:
+    """Cut `range(length)` so that a slice times `elements_each` stays a bounded temporary."""
+    step = max(1, MAX_TEMPORARY_ELEMENTS // max(1, elements_each))
+    for start in range(0, length, step):
+        yield slice(start, min(start + step, length))
+
+
+def inner_products(a_BTD: Tensor, b_BSD: Tensor) -> Tensor:
+    """<a_t, b_s> for every pair of tokens of a sample, (B, T, S), accumulated wide."""
+    if a_BTD.is_cuda and a_BTD.dtype in (torch.bfloat16, torch.float16):
+        return torch.bmm(a_BTD, b_BSD.to(a_BTD.dtype).mT, out_dtype=torch.float32)
+    return torch.bmm(widen(a_BTD), widen(b_BSD).mT)
+
+
+def gram_sq_norms(x_BTD: Tensor, g_BTP: Tensor, bias: bool) -> Tensor:
+    """||sum_t g_t x_t^T||^2 of each sample (plus ||sum_t g_t||^2 with `bias`), by Gram matrices.
+
+    sum_{t,s} <x_t, x_s> <g_t, g_s>; the bias adds 1 to every <x_t, x_s>.
+    """
+    B, T, _ = x_BTD.shape
+    total_B = torch.zeros(B, dtype=accumulator_dtype(x_BTD, g_BTP), device=x_BTD.device)
+    for rows in slices(T, B * T):
+        x_gram = inner_products(x_BTD[:, rows], x_BTD)
+        g_gram = inner_products(g_BTP[:, rows], g_BTP)
+        if bias:
+            x_gram = x_gram + 1.0
+        total_B = total_B + (x_gram * g_gram).sum((1, 2))
+    return total_B.clamp_(min=0.0)
+
+
+def tile_sq_norms(x_BTD: Tensor, g_BTP: Tensor, bias: bool) -> Tensor:
+    """The same norms from tiles of the weight gradient; no tile outlives its square."""
+    B, _, D = x_BTD.shape
+    x_BTD, g_BTP = widen(x_BTD), widen(g_BTP)
+    total_B = torch.zeros(B, dtype=accumulator_dtype(x_BTD, g_BTP), device=x_BTD.device)
+    for columns in slices(g_BTP.shape[2], B * D):
+        total_B = total_B + torch.bmm(g_BTP[:, :, columns].mT, x_BTD).square().sum((1, 2))
+    if bias:
+        total_B = total_B + g_BTP.sum(1).square().sum(1)
+    return total_B
+
+
+def embedding_sq_norms(ids_BT: Tensor, g_BTD: Tensor, padding_idx: int | None) -> Tensor:
+    """Squared norm of each sample's table gradient: tokens that share a row add up first.
+
+    sum_{t,s} [id_t = id_s] <g_t, g_s>, without the tokens equal to `padding_idx`.
+    """
+    B, T = ids_BT.shape
+    total_B = torch.zeros(B, dtype=accumulator_dtype(g_BTD), device=g_BTD.device)
+    counted_BT = torch.ones_like(ids_BT, dtype=torch.bool)
+    if padding_idx is not None:
+        counted_BT = ids_BT != padding_idx
+    for rows in slices(T, B * T):
+        same = (ids_BT[:, rows, None] == ids_BT[:, None, :]) & counted_BT[:, rows, None]
+        gram = inner_products(g_BTD[:, rows], g_BTD)
+        total_B = total_B + torch.where(same, gram, 0.0).sum((1, 2))
+    return total_B.clamp_(min=0.0)
+
+
+def tied_cross_terms(
+    x_BTD: Tensor, gl_BTV: Tensor, ids_BS: Tensor, ge_BSD: Tensor, padding_idx: int | None
+) -> Tensor:
+    """<head's gradient, embedding's gradient> of each sample, for a table that serves as both.
+
+    sum_{t,s} gl_t[id_s] <x_t, ge_s>; the squared norm of the tied table needs twice this.
+    """
+    B, S = ids_BS.shape
+    T = x_BTD.shape[1]
+    total_B = torch.zeros(B, dtype=accumulator_dtype(x_BTD, ge_BSD), device=x_BTD.device)
+    if padding_idx is not None:
+        ge_BSD = torch.where((ids_BS != padding_idx)[:, :, None], ge_BSD, 0.0)
+    for rows in slices(T, B * S):
+        x_rows = x_BTD[:, rows]
+        picked = gl_BTV[:, rows].gather(2, ids_BS[:, None, :].expand(-1, x_rows.shape[1], -1))
+        products = torch.bmm(widen(x_rows), widen(ge_BSD).mT)
+        total_B = total_B + (widen(picked) * products).sum((1, 2))
+    return total_B
+
+
+def scaled_rows(g_BTP: Tensor, factors_B: Tensor) -> Tensor:
+    """f_b g_b in wide precision, exactly zero where f_b is zero."""
+    factors = factors_B.to(accumulator_dtype(g_BTP))[:, None, None]
+    return torch.where(factors == 0, 0.0, widen(g_BTP) * factors)
+
+
+def weighted_outer_sum(
+    x_BTD: Tensor, g_BTP: Tensor, factors_B: Tensor, out_PD: Tensor | None = None
+) -> Tensor:
+    """sum_b f_b g_b^T x_b, (P, D); added into `out_PD` when that is given."""
+    scaled = scaled_rows(g_BTP, factors_B).flatten(0, 1)
+    kept = torch.where((factors_B == 0)[:, None, None], 0.0, widen(x_BTD)).flatten(0, 1)
+    if out_PD is None:
+        return scaled.mT @ kept
+    return out_PD.addmm_(scaled.mT, kept)
+
+
+def weighted_row_sum(g_BTP: Tensor, factors_B: Tensor, out_P: Tensor | None = None) -> Tensor:
+    """sum_b f_b sum_t g_bt, (P,); added into `out_P` when that is given."""
+    total_P = scaled_rows(g_BTP, factors_B).sum((0, 1))
+    return total_P if out_P is None else out_P.add_(total_P)
+
+
+def weighted_embedding_sum(
+    ids_BT: Tensor, g_BTD: Tensor, factors_B: Tensor, padding_idx: int | None, out_VD: Tensor
+) -> Tensor:
+    """Add sum_b f_b [row id_bt += g_bt] into `out_VD`, leaving row `padding_idx` alone."""
+    scaled = scaled_rows(g_BTD, factors_B)
+    if padding_idx is not None:
+        scaled = torch.where((ids_BT == padding_idx)[:, :, None], 0.0, scaled)
+    return out_VD.index_add_(0, ids_BT.flatten(), scaled.flatten(0, 1).to(out_VD.dtype))
+
+
+def layer_norm_backward(
+    x_BTD: Tensor,
+    g_BTD: Tensor,
+    weight_D: Tensor | None,
+    mean_BT1: Tensor,
+    rstd_BT1: Tensor,
+    needs_grad_x: bool = True,
+) -> tuple[Tensor | None, Tensor, Tensor]:
+    """Gradient of a layer norm over the last axis: (grad_x, weight's (B, D), bias's (B, D))."""
+    grad_x = None
+    if needs_grad_x:
+        grad_x = torch.ops.aten.native_layer_norm_backward(
+            g_BTD,
+            x_BTD,
+            [x_BTD.shape[-1]],
+            mean_BT1,
+            rstd_BT1,
+            weight_D,
+            None,
+            [True, False, False],
+        )[0]
+    wide_g = widen(g_BTD)
+    x_hat = (widen(x_BTD) - mean_BT1) * rstd_BT1
+    return grad_x, (wide_g * x_hat).sum(1), wide_g.sum(1)
+
+
+def rms_norm_backward(
+    x_BTD: Tensor,
+    g_BTD: Tensor,
+    weight_D: Tensor | None,
+    rstd_BT1: Tensor,
+    needs_grad_x: bool = True,
+) -> tuple[Tensor | None, Tensor]:
+    """Gradient of an RMS norm over the last axis: (grad_x, weight's (B, D))."""
+    wide_g = widen(g_BTD)
+    x_hat = widen(x_BTD) * rstd_BT1
+    grad_x = None
+    if needs_grad_x:
+        scaled = wide_g if weight_D is None else wide_g * weight_D
+        grad_x = rstd_BT1 * (scaled - x_hat * (scaled * x_hat).mean(-1, keepdim=True))
+        grad_x = grad_x.to(x_BTD.dtype)
+    return grad_x, (wide_g * x_hat).sum(1)

@@ -1,0 +1,194 @@
+"""The numeric primitives against sums written out in float64, one sample at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from shuffled_dpsgd.clipping import kernels
+from shuffled_dpsgd.clipping.kernels import plain
+
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-5}
+SHAPES = st.tuples(*(st.integers(1, 9) for _ in range(4)))
+DTYPES = st.sampled_from(list(TOLERANCE))
+
+
+def draw(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def assert_close(found: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    assert found.dtype == wide
+    scale = expected.norm().clamp(min=1e-30)
+    assert (found.double() - expected).norm() / scale <= TOLERANCE[dtype]
+
+
+def outer(x: Tensor, g: Tensor) -> Tensor:
+    """Each sample's weight gradient, (B, P, D), in float64."""
+    return torch.einsum("btp,btd->bpd", g.double(), x.double())
+
+
+def table_gradients(ids: Tensor, g: Tensor, rows: int, padding_idx: int | None) -> Tensor:
+    """Each sample's embedding gradient, (B, V, D), in float64."""
+    out = torch.zeros(ids.shape[0], rows, g.shape[-1], dtype=torch.float64)
+    for b in range(ids.shape[0]):
+        for t in range(ids.shape[1]):
+            if int(ids[b, t]) != padding_idx:
+                out[b, int(ids[b, t])] += g[b, t].double()
+    return out
+
+
+@pytest.mark.parametrize("sq_norms", [kernels.gram_sq_norms, kernels.tile_sq_norms])
+@pytest.mark.parametrize("bias", [False, True])
+@settings(max_examples=20, deadline=None)
+@given(shape=SHAPES, dtype=DTYPES)
+def test_linear_norms(
+    sq_norms: Callable[..., Tensor],
+    bias: bool,
+    shape: tuple[int, int, int, int],
+    dtype: torch.dtype,
+) -> None:
+    B, T, D, P = shape
+    x, g = draw(B, T, D, dtype=dtype), draw(B, T, P, dtype=dtype, seed=1)
+    expected = outer(x, g).square().sum((1, 2))
+    if bias:
+        expected = expected + g.double().sum(1).square().sum(1)
+    # Gram matrices cancel where the tokens of a sample do: compare on the scale of their sizes.
+    size = x.double().norm() * g.double().norm()
+    found = sq_norms(x, g, bias)
+    assert found.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    assert (found.double() - expected).abs().max() <= TOLERANCE[dtype] * size.square()
+
+
+@settings(max_examples=20, deadline=None)
+@given(shape=SHAPES, dtype=DTYPES, padding_idx=st.sampled_from([None, 0, 2]))
+def test_embedding_norms_and_sums(
+    shape: tuple[int, int, int, int], dtype: torch.dtype, padding_idx: int | None
+) -> None:
+    B, T, D, rows = shape
+    rows += 2
+    ids = torch.randint(rows, (B, T), generator=torch.Generator().manual_seed(2))
+    g, factors = draw(B, T, D, dtype=dtype), draw(B, seed=3).abs()
+    gradients = table_gradients(ids, g, rows, padding_idx)
+    norms = kernels.embedding_sq_norms(ids, g, padding_idx)
+    assert_close(norms, gradients.square().sum((1, 2)), dtype)
+    out = torch.ones(rows, D, dtype=norms.dtype)
+    kernels.weighted_embedding_sum(ids, g, factors, padding_idx, out)
+    assert_close(out, 1 + torch.einsum("b,bvd->vd", factors, gradients), dtype)
+
+
+@settings(max_examples=20, deadline=None)
+@given(shape=SHAPES, dtype=DTYPES, padding_idx=st.sampled_from([None, 1]))
+def test_tied_cross_terms(
+    shape: tuple[int, int, int, int], dtype: torch.dtype, padding_idx: int | None
+) -> None:
+    B, T, D, rows = shape
+    rows += 1
+    ids = torch.randint(rows, (B, T), generator=torch.Generator().manual_seed(2))
+    x, g_embedding = draw(B, T, D, dtype=dtype), draw(B, T, D, dtype=dtype, seed=4)
+    g_logits = draw(B, T, rows, dtype=dtype, seed=5)
+    expected = (outer(x, g_logits) * table_gradients(ids, g_embedding, rows, padding_idx)).sum(
+        (1, 2)
+    )
+    found = kernels.tied_cross_terms(x, g_logits, ids, g_embedding, padding_idx)
+    size = x.double().norm() * g_logits.double().norm() * g_embedding.double().norm()
+    assert (found.double() - expected).abs().max() <= TOLERANCE[dtype] * size
+
+
+@settings(max_examples=20, deadline=None)
+@given(shape=SHAPES, dtype=DTYPES)
+def test_weighted_sums(shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
+    B, T, D, P = shape
+    x, g, factors = draw(B, T, D, dtype=dtype), draw(B, T, P, dtype=dtype, seed=1), draw(B, seed=2)
+    expected = torch.einsum("b,bpd->pd", factors, outer(x, g))
+    found = kernels.weighted_outer_sum(x, g, factors)
+    assert_close(found, expected, dtype)
+    kernels.weighted_outer_sum(x, g, factors, found)
+    assert_close(found, 2 * expected, dtype)
+    rows = kernels.weighted_row_sum(g, factors)
+    assert_close(rows, torch.einsum("b,btp->p", factors, g.double()), dtype)
+    kernels.weighted_row_sum(g, factors, rows)
+    assert_close(rows, 2 * torch.einsum("b,btp->p", factors, g.double()), dtype)
+
+
+@pytest.mark.parametrize("poison", [float("nan"), float("inf")])
+def test_a_sample_of_factor_zero_contributes_nothing(poison: float) -> None:
+    x, g, factors = draw(3, 4, 5), draw(3, 4, 6, seed=1), torch.tensor([1.0, 0.0, 0.5])
+    keep = [0, 2]
+    ids = torch.arange(4).repeat(3, 1)
+    x[1], g[1] = poison, poison
+    expected = kernels.weighted_outer_sum(x[keep], g[keep], factors[keep])
+    torch.testing.assert_close(kernels.weighted_outer_sum(x, g, factors), expected)
+    expected = kernels.weighted_row_sum(g[keep], factors[keep])
+    torch.testing.assert_close(kernels.weighted_row_sum(g, factors), expected)
+    found, expected = torch.zeros(4, 6).double(), torch.zeros(4, 6).double()
+    kernels.weighted_embedding_sum(ids, g, factors, None, found)
+    kernels.weighted_embedding_sum(ids[keep], g[keep], factors[keep], None, expected)
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("affine", [True, False])
+def test_layer_norm_backward_agrees_with_autograd(dtype: torch.dtype, affine: bool) -> None:
+    B, T, D = 3, 4, 6
+    x, g = draw(B, T, D, dtype=dtype).requires_grad_(), draw(B, T, D, dtype=dtype, seed=1)
+    weight = draw(D, dtype=dtype, seed=2).requires_grad_() if affine else None
+    _, mean, rstd = torch.native_layer_norm(x, [D], weight, None, 1e-5)
+    grad_x, gw, gb = kernels.layer_norm_backward(x.detach(), g, weight, mean, rstd)
+    out = torch.nn.functional.layer_norm(x, [D], weight, None, 1e-5)
+    torch.testing.assert_close(grad_x, torch.autograd.grad(out, x, g)[0])
+    torch.testing.assert_close(gb, g.sum(1))
+    for b in range(B if weight is not None else 0):
+        out = torch.nn.functional.layer_norm(x[b], [D], weight, None, 1e-5)
+        torch.testing.assert_close(gw[b], torch.autograd.grad(out, weight, g[b])[0])
+    assert kernels.layer_norm_backward(x.detach(), g, weight, mean, rstd, False)[0] is None
+
+
+def test_rms_norm_backward_agrees_with_autograd() -> None:
+    B, T, D = 3, 4, 6
+    x, g = draw(B, T, D).requires_grad_(), draw(B, T, D, seed=1)
+    weight = draw(D, seed=2).requires_grad_()
+    rstd = (x.detach().square().mean(-1, keepdim=True) + 1e-6).rsqrt()
+    grad_x, gw = kernels.rms_norm_backward(x.detach(), g, weight.detach(), rstd)
+    out = torch.nn.functional.rms_norm(x, [D], weight, 1e-6)
+    torch.testing.assert_close(grad_x, torch.autograd.grad(out, x, g)[0])
+    for b in range(B):
+        out = torch.nn.functional.rms_norm(x[b], [D], weight, 1e-6)
+        torch.testing.assert_close(gw[b], torch.autograd.grad(out, weight, g[b])[0])
+
+
+def test_quadratic_temporaries_are_cut_without_changing_the_result(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    x, g, ids = draw(2, 7, 3), draw(2, 7, 5, seed=1), torch.arange(14).reshape(2, 7) % 4
+    whole = [
+        plain.gram_sq_norms(x, g, True),
+        plain.tile_sq_norms(x, g, True),
+        plain.embedding_sq_norms(ids, x, 1),
+        plain.tied_cross_terms(x, g, ids, x, 1),
+    ]
+    monkeypatch.setattr(plain, "MAX_TEMPORARY_ELEMENTS", 30)
+    cut = [
+        plain.gram_sq_norms(x, g, True),
+        plain.tile_sq_norms(x, g, True),
+        plain.embedding_sq_norms(ids, x, 1),
+        plain.tied_cross_terms(x, g, ids, x, 1),
+    ]
+    for a, b in zip(whole, cut, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("tokens", [0, 3])
+def test_empty_batches_give_zeros(tokens: int) -> None:
+    x, g, factors = torch.zeros(0, tokens, 4), torch.zeros(0, tokens, 5), torch.zeros(0)
+    assert kernels.gram_sq_norms(x, g, True).shape == (0,)
+    assert kernels.tile_sq_norms(x, g, True).shape == (0,)
+    assert torch.equal(kernels.weighted_outer_sum(x, g, factors), torch.zeros(5, 4))
+    assert torch.equal(kernels.weighted_row_sum(g, factors), torch.zeros(5))

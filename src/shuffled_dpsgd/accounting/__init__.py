@@ -1,1 +1,34 @@
+"""Accounting: what a run costs, by proven methods and by the paper's formula, never confused.
 
+Numpy and scipy only; `dp_accounting` is imported when a claim is first priced; torch never.
+"""
+
+from __future__ import annotations
+
+from shuffled_dpsgd.accounting.certified import (
+    Bracket,
+    calibrate_certified,
+    certified_bracket,
+    certified_claim,
+    certified_curve,
+)
+from shuffled_dpsgd.accounting.claim import Adjacency, Calibration, Kind, PrivacyClaim
+from shuffled_dpsgd.accounting.events import SampledGaussian, smallest_noise
+from shuffled_dpsgd.accounting.paper import PaperCalibration, calibrate_paper, paper_claim
+
+__all__ = [
+    "Adjacency",
+    "Bracket",
+    "Calibration",
+    "Kind",
+    "PaperCalibration",
+    "PrivacyClaim",
+    "SampledGaussian",
+    "calibrate_certified",
+    "calibrate_paper",
+    "certified_bracket",
+    "certified_claim",
+    "certified_curve",
+    "paper_claim",
+    "smallest_noise",
+]

@@ -1,0 +1,100 @@
+"""What leaves this room: an ε that says how it was obtained and how far it can be trusted.
+
+A bare number invites the reader to take it for a guarantee. A `PrivacyClaim` therefore carries the
+word that tells the three apart: `proven` (a theorem holds under the stated assumptions),
+`heuristic` (an estimate nobody has proved) or `measured` (an empirical bound from an attack).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, Literal, get_args
+
+from shuffled_dpsgd.errors import InvalidArgumentError
+
+Kind = Literal["proven", "heuristic", "measured"]
+Adjacency = Literal["add-remove", "replace-one"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrivacyClaim:
+    """An (ε, δ) statement with its method, its kind, and everything it rests on.
+
+    `inputs` holds the quantities the number was computed from, so that a reader can recompute it.
+    An infinite `epsilon` is allowed and means that nothing is claimed.
+
+    >>> claim = PrivacyClaim(epsilon=1.0, delta=1e-5, method="PLD", kind="proven")
+    >>> claim.describe()
+    'ε = 1 (proven) at δ = 1e-05 by PLD'
+    """
+
+    epsilon: float
+    delta: float
+    method: str
+    kind: Kind
+    assumptions: tuple[str, ...] = ()
+    inputs: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.kind not in get_args(Kind):
+            raise InvalidArgumentError("kind", expected=f"one of {get_args(Kind)}", got=self.kind)
+        if math.isnan(self.epsilon) or self.epsilon < 0.0:
+            raise InvalidArgumentError("epsilon", expected="a number >= 0", got=self.epsilon)
+        if not 0.0 <= self.delta < 1.0:
+            raise InvalidArgumentError("delta", expected="a number in [0, 1)", got=self.delta)
+        object.__setattr__(self, "assumptions", tuple(self.assumptions))
+        object.__setattr__(self, "inputs", MappingProxyType(dict(self.inputs)))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle through the constructor: a read-only mapping cannot be pickled itself."""
+        return (_rebuild, (self.to_json(),))
+
+    def describe(self) -> str:
+        """One line that always contains the kind."""
+        return f"ε = {self.epsilon:.4g} ({self.kind}) at δ = {self.delta:.3g} by {self.method}"
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data; the kind travels with the number."""
+        return {
+            "epsilon": self.epsilon,
+            "delta": self.delta,
+            "method": self.method,
+            "kind": self.kind,
+            "assumptions": list(self.assumptions),
+            "inputs": dict(self.inputs),
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> PrivacyClaim:
+        """The inverse of `to_json`; a null epsilon reads as infinite, as JSON has no infinity."""
+        epsilon = math.inf if data["epsilon"] is None else float(data["epsilon"])
+        return cls(
+            epsilon=epsilon,
+            delta=float(data["delta"]),
+            method=data["method"],
+            kind=data["kind"],
+            assumptions=tuple(data["assumptions"]),
+            inputs=data["inputs"],
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calibration:
+    """The smallest noise multiplier found for a target, and the claim it supports.
+
+    `claim.epsilon` never exceeds the target it was asked for.
+    """
+
+    noise_multiplier: float
+    claim: PrivacyClaim
+
+    def to_json(self) -> dict[str, Any]:
+        """The claim's data with the noise multiplier beside it."""
+        return {"noise_multiplier": self.noise_multiplier, **self.claim.to_json()}
+
+
+def _rebuild(data: dict[str, Any]) -> PrivacyClaim:
+    return PrivacyClaim.from_json(data)

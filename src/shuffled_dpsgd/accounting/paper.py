@@ -1,0 +1,227 @@
+"""The paper's accountant: Theorem 3 inside a step, then sampling and composition. Heuristic.
+
+Nothing here is a guarantee for d > 1: the theorem bounds δ from the wrong side and fails on its own
+worst-case pair (docs/claims.md, `shuffled-dpsgd examine`). It is implemented faithfully because the
+paper's experiments are calibrated with it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from shuffled_dpsgd.accounting.claim import PrivacyClaim
+from shuffled_dpsgd.accounting.composition import (
+    check_split,
+    step_budget,
+    step_delta,
+    total_epsilon,
+)
+from shuffled_dpsgd.accounting.events import SampledGaussian, check_delta, check_epsilon
+from shuffled_dpsgd.accounting.theorem import check_theorem, smallest_epsilon, smallest_sigma
+from shuffled_dpsgd.errors import InvalidArgumentError
+
+METHOD = "paper's theorem 3"
+DeltaSplit = float | Literal["optimised"]
+ASSUMPTIONS = (
+    "the paper's theorem 3, which approximates a lower bound of delta and so proves nothing",
+    "all d coordinates are shuffled by one uniform permutation of d elements",
+    "the summed gradient of the shuffled block is clipped to batch_clip * clip_norm",
+    "coordinates that do not move received the unshuffled noise multiplier",
+    "advanced composition and amplification by Poisson sampling (Steinke 2022, Thms. 22 and 29)",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PaperCalibration:
+    """σ and σ0 by the paper's route.
+
+    `noise_multiplier` is what Algorithm 1 uses for the shuffled block: the theorem's σ, or σ0 when
+    the theorem asks for at least as much (`falls_back`). `unshuffled_noise_multiplier` is σ0, for
+    every coordinate that does not move. `theorem_noise_multiplier` is the theorem's σ regardless.
+    """
+
+    noise_multiplier: float
+    unshuffled_noise_multiplier: float
+    theorem_noise_multiplier: float
+    falls_back: bool
+    step_epsilon: float
+    step_delta: float
+    delta_split: float
+    claim: PrivacyClaim
+
+    def to_json(self) -> dict[str, Any]:
+        """The claim's data with both noise multipliers and the per-step budget beside it."""
+        return {
+            "noise_multiplier": self.noise_multiplier,
+            "unshuffled_noise_multiplier": self.unshuffled_noise_multiplier,
+            "theorem_noise_multiplier": self.theorem_noise_multiplier,
+            "falls_back": self.falls_back,
+            "step_epsilon": self.step_epsilon,
+            "step_delta": self.step_delta,
+            "delta_split": self.delta_split,
+            **self.claim.to_json(),
+        }
+
+
+def paper_claim(
+    *,
+    noise_multiplier: float,
+    sampling_prob: float,
+    num_steps: int,
+    delta: float,
+    dimension: int,
+    batch_clip: float,
+    delta_split: DeltaSplit = 0.5,
+) -> PrivacyClaim:
+    """The paper's ε for a run with this noise. Heuristic, whatever the inputs.
+
+    If the theorem gives more than the unshuffled mechanism does at the same noise, the unshuffled
+    value is reported and `inputs["falls_back"]` is true, as in Algorithm 1.
+    """
+    facts = SampledGaussian(
+        noise_multiplier=noise_multiplier, sampling_prob=sampling_prob, num_steps=num_steps
+    )
+    check_delta(delta)
+    check_theorem(dimension, batch_clip)
+    if noise_multiplier == 0.0:
+        return _no_noise(facts, delta, dimension, batch_clip)
+
+    def total(share: float, coordinates: int) -> float:
+        inner_delta = step_delta(delta, sampling_prob, num_steps, share)
+        inner = smallest_epsilon(
+            noise_multiplier, inner_delta, dimension=coordinates, batch_clip=batch_clip
+        )
+        return total_epsilon(
+            inner,
+            delta=delta,
+            sampling_prob=sampling_prob,
+            num_steps=num_steps,
+            delta_split=share,
+        )
+
+    share = _resolve_split(delta_split, lambda s: total(s, dimension))
+    shuffled, unshuffled = total(share, dimension), total(share, 1)
+    inner_delta = step_delta(delta, sampling_prob, num_steps, share)
+    falls_back = shuffled >= unshuffled
+    inner = smallest_epsilon(
+        noise_multiplier,
+        inner_delta,
+        dimension=1 if falls_back else dimension,
+        batch_clip=batch_clip,
+    )
+    inputs = {
+        **facts.to_json(),
+        "dimension": dimension,
+        "batch_clip": batch_clip,
+        "delta_split": share,
+        "step_epsilon": inner,
+        "step_delta": inner_delta,
+        "falls_back": falls_back,
+    }
+    return _heuristic(min(shuffled, unshuffled), delta, inputs)
+
+
+def calibrate_paper(
+    *,
+    epsilon: float,
+    delta: float,
+    sampling_prob: float,
+    num_steps: int,
+    dimension: int,
+    batch_clip: float,
+    delta_split: DeltaSplit = 0.5,
+) -> PaperCalibration:
+    """σ for the shuffled block and σ0 for the rest, so that the paper's ε is `epsilon`.
+
+    Both come from one per-step budget; an optimised split therefore minimises their product.
+    """
+    check_epsilon(epsilon)
+    check_delta(delta)
+    check_theorem(dimension, batch_clip)
+
+    def sigma(share: float, coordinates: int) -> float:
+        budget = step_budget(
+            epsilon=epsilon,
+            delta=delta,
+            sampling_prob=sampling_prob,
+            num_steps=num_steps,
+            delta_split=share,
+        )
+        return smallest_sigma(
+            budget.epsilon, budget.delta, dimension=coordinates, batch_clip=batch_clip
+        )
+
+    share = _resolve_split(delta_split, lambda s: sigma(s, dimension) * sigma(s, 1))
+    theorem, unshuffled = sigma(share, dimension), sigma(share, 1)
+    noise = min(theorem, unshuffled)
+    budget = step_budget(
+        epsilon=epsilon,
+        delta=delta,
+        sampling_prob=sampling_prob,
+        num_steps=num_steps,
+        delta_split=share,
+    )
+    inputs = {
+        **SampledGaussian(
+            noise_multiplier=noise, sampling_prob=sampling_prob, num_steps=num_steps
+        ).to_json(),
+        "dimension": dimension,
+        "batch_clip": batch_clip,
+        "delta_split": share,
+        "unshuffled_noise_multiplier": unshuffled,
+        "step_epsilon": budget.epsilon,
+        "step_delta": budget.delta,
+        "falls_back": theorem >= unshuffled,
+    }
+    return PaperCalibration(
+        noise_multiplier=noise,
+        unshuffled_noise_multiplier=unshuffled,
+        theorem_noise_multiplier=theorem,
+        falls_back=theorem >= unshuffled,
+        step_epsilon=budget.epsilon,
+        step_delta=budget.delta,
+        delta_split=share,
+        claim=_heuristic(epsilon, delta, inputs),
+    )
+
+
+def _resolve_split(delta_split: DeltaSplit, cost: Callable[[float], float]) -> float:
+    """A fixed share, or the one that minimises `cost` (noise or ε) over the logit of the share."""
+    if delta_split == "optimised":
+        from scipy.optimize import minimize_scalar
+
+        found = minimize_scalar(
+            lambda logit: cost(1.0 / (1.0 + math.exp(-logit))),
+            bounds=(-9.0, 9.0),
+            method="bounded",
+            options={"xatol": 1e-3},
+        )
+        share = 1.0 / (1.0 + math.exp(-float(found.x)))
+        return share if cost(share) <= cost(0.5) else 0.5
+    if isinstance(delta_split, str):
+        raise InvalidArgumentError(
+            "delta_split", expected="a share in (0, 1) or 'optimised'", got=delta_split
+        )
+    check_split(delta_split)
+    return float(delta_split)
+
+
+def _heuristic(epsilon: float, delta: float, inputs: dict[str, Any]) -> PrivacyClaim:
+    return PrivacyClaim(
+        epsilon=epsilon,
+        delta=delta,
+        method=METHOD,
+        kind="heuristic",
+        assumptions=ASSUMPTIONS,
+        inputs=inputs,
+    )
+
+
+def _no_noise(
+    facts: SampledGaussian, delta: float, dimension: int, batch_clip: float
+) -> PrivacyClaim:
+    inputs = {**facts.to_json(), "dimension": dimension, "batch_clip": batch_clip}
+    return _heuristic(math.inf, delta, inputs)

@@ -1,0 +1,98 @@
+"""Smallest noise for a target: root finding that always ends on the private side."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from shuffled_dpsgd.accounting.events import check_epsilon
+from shuffled_dpsgd.errors import InvalidArgumentError
+
+SIGMA_ACCURACY = 5e-4
+SMALLEST_SIGMA = 1e-3
+LARGEST_SIGMA = 1e6
+
+Pricing = Callable[[float], float]
+
+
+def smallest_noise_multiplier(
+    epsilon: float, *, coarse: Pricing, fine: Pricing, guess: float
+) -> float:
+    """The smallest σ with `fine(σ) <= epsilon`, to `SIGMA_ACCURACY` relative and never below.
+
+    `fine` must decrease in σ; `coarse` is a cheap upper estimate that brings the search close.
+    Both are seen on logarithmic axes, where ε(σ) is nearly straight, so few evaluations are needed.
+    """
+    check_epsilon(epsilon)
+    start = min(max(guess, SMALLEST_SIGMA), LARGEST_SIGMA)
+    _, near = _bracketed(epsilon, coarse, start, spread=1.2, accuracy=20 * SIGMA_ACCURACY)
+    _, sigma = _bracketed(epsilon, fine, near, spread=1.01, accuracy=SIGMA_ACCURACY)
+    return sigma
+
+
+def _bracketed(
+    epsilon: float, pricing: Pricing, start: float, *, spread: float, accuracy: float
+) -> tuple[float, float]:
+    """A pair (too little noise, enough noise) closer together than `accuracy`, relative."""
+    low, high, low_gap, high_gap = _expand(epsilon, pricing, start, spread)
+    while high > low * (1.0 + accuracy):
+        middle = _interpolate(low, high, low_gap, high_gap, accuracy)
+        gap = _gap(pricing(middle), epsilon)
+        if gap > 0.0:
+            low, low_gap = middle, gap
+        else:
+            high, high_gap = middle, gap
+    return low, high
+
+
+def _expand(
+    epsilon: float, pricing: Pricing, start: float, spread: float
+) -> tuple[float, float, float, float]:
+    """Walk outwards from `start`, in growing strides, until the target lies in between."""
+    sigma, gap = start, _gap(pricing(start), epsilon)
+    direction = 1.0 if gap > 0.0 else -1.0
+    stride = math.log(spread)
+    while True:
+        further = sigma * math.exp(direction * stride)
+        if not SMALLEST_SIGMA <= further <= LARGEST_SIGMA:
+            raise unreachable(epsilon, too_strict=direction > 0)
+        further_gap = _gap(pricing(further), epsilon)
+        if (further_gap > 0.0) != (gap > 0.0):
+            ends = sorted([(sigma, gap), (further, further_gap)])
+            return ends[0][0], ends[1][0], ends[0][1], ends[1][1]
+        sigma, gap, stride = further, further_gap, 2.0 * stride
+
+
+def _interpolate(
+    low: float, high: float, low_gap: float, high_gap: float, accuracy: float
+) -> float:
+    """Regula falsi in log-log, aimed slightly to the private side and kept off the ends."""
+    width = math.log(high / low)
+    if math.isfinite(low_gap) and math.isfinite(high_gap) and low_gap > high_gap:
+        share = low_gap / (low_gap - high_gap) + 0.4 * accuracy / width
+    else:
+        share = 0.5
+    return low * math.exp(width * min(max(share, 0.05), 0.95))
+
+
+def _gap(epsilon: float, target: float) -> float:
+    if epsilon <= 0.0:
+        return -50.0
+    return math.log(epsilon / target) if math.isfinite(epsilon) else math.inf
+
+
+def unreachable(epsilon: float, *, too_strict: bool) -> InvalidArgumentError:
+    """The error for a target that no noise in the supported range meets exactly."""
+    if too_strict:
+        return InvalidArgumentError(
+            "epsilon",
+            expected=f"a budget that a noise multiplier up to {LARGEST_SIGMA:g} reaches",
+            got=epsilon,
+            remedy="raise epsilon or delta, or take fewer steps or smaller batches",
+        )
+    return InvalidArgumentError(
+        "epsilon",
+        expected=f"a budget that needs a noise multiplier of at least {SMALLEST_SIGMA:g}",
+        got=epsilon,
+        remedy="ask for a smaller epsilon; at this one the noise would protect nothing",
+    )

@@ -1,25 +1,34 @@
 """The numeric primitives of per-sample clipping, each picked for the tensors it is given.
 
-`plain` defines them all in ordinary torch operations and runs anywhere.
+`plain` defines them all in ordinary torch operations and runs anywhere; `triton_linear` and
+`triton_norms` are faster on a GPU; `dispatch` chooses.
 """
 
 from __future__ import annotations
 
-from shuffled_dpsgd.clipping.kernels.plain import (
-    embedding_sq_norms,
+from shuffled_dpsgd.clipping.kernels.dispatch import (
+    add_weighted_outer_sums,
+    add_weighted_row_sums,
     gram_sq_norms,
+    gram_sq_norms_of,
     layer_norm_backward,
     rms_norm_backward,
-    tied_cross_terms,
-    tile_sq_norms,
-    weighted_embedding_sum,
     weighted_outer_sum,
     weighted_row_sum,
 )
+from shuffled_dpsgd.clipping.kernels.plain import (
+    embedding_sq_norms,
+    tied_cross_terms,
+    tile_sq_norms,
+    weighted_embedding_sum,
+)
 
 __all__ = [
+    "add_weighted_outer_sums",
+    "add_weighted_row_sums",
     "embedding_sq_norms",
     "gram_sq_norms",
+    "gram_sq_norms_of",
     "layer_norm_backward",
     "rms_norm_backward",
     "tied_cross_terms",

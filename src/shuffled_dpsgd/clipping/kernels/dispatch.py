@@ -1,0 +1,202 @@
+"""Picks, for the tensors at hand, between the Triton kernels and the plain torch definitions.
+
+Triton serves half-precision linear layers and any layer norm on a CUDA device; everything else,
+and every machine without Triton, is served by `plain`, whose results agree to float32 rounding.
+Shapes as in `plain`; L is a number of layers.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+from collections.abc import Sequence
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from shuffled_dpsgd.clipping.kernels import plain
+
+HALF = (torch.bfloat16, torch.float16)
+ROW_ALIGNMENT_BYTES = 16
+# Below these a product is too small, or a sample too short, for blocks of 16 tokens to pay.
+MIN_TOKENS, MIN_WIDTH = 8, 16
+# One program per sample reads a layer's rows alone; past this width a batched product is faster.
+MAX_GRAM_WIDTH = 16384
+
+
+@functools.cache
+def triton_available() -> bool:
+    """Whether Triton can be imported; SHUFFLED_DPSGD_TRITON=0 says no."""
+    if os.environ.get("SHUFFLED_DPSGD_TRITON", "1") == "0":
+        return False
+    return importlib.util.find_spec("triton") is not None
+
+
+@functools.cache
+def triton_linear() -> ModuleType:
+    from shuffled_dpsgd.clipping.kernels import triton_linear
+
+    return triton_linear
+
+
+@functools.cache
+def triton_norms() -> ModuleType:
+    from shuffled_dpsgd.clipping.kernels import triton_norms
+
+    return triton_norms
+
+
+def aligned(tensor: Tensor) -> bool:
+    """Whether every row starts at a multiple of 16 bytes and its elements lie side by side."""
+    return (
+        tensor.stride(-1) == 1
+        and tensor.data_ptr() % ROW_ALIGNMENT_BYTES == 0
+        and all(
+            stride * tensor.element_size() % ROW_ALIGNMENT_BYTES == 0
+            for stride in tensor.stride()[:-1]
+        )
+    )
+
+
+def fits_triton_linear(x_BTD: Tensor, g_BTP: Tensor) -> bool:
+    """Whether the Triton kernels take this pair."""
+    B, T, D = x_BTD.shape
+    return (
+        x_BTD.is_cuda
+        and x_BTD.dtype == g_BTP.dtype
+        and x_BTD.dtype in HALF
+        and B > 0
+        and T >= MIN_TOKENS
+        and min(D, g_BTP.shape[2]) >= MIN_WIDTH
+        and triton_available()
+        and aligned(x_BTD)
+        and aligned(g_BTP)
+    )
+
+
+def alike(pairs: Sequence[tuple[Tensor, Tensor]], labels: Sequence[object]) -> list[list[int]]:
+    """Indices of `pairs` in runs that one launch can serve: same shapes, strides and label."""
+    runs: dict[object, list[int]] = {}
+    for index, ((x, g), label) in enumerate(zip(pairs, labels, strict=True)):
+        key = (x.shape, g.shape, x.stride(), g.stride(), x.dtype, g.dtype, label)
+        runs.setdefault(key, []).append(index)
+    return list(runs.values())
+
+
+def gram_sq_norms_of(
+    pairs: Sequence[tuple[Tensor, Tensor]], biases: Sequence[bool]
+) -> list[Tensor]:
+    """`plain.gram_sq_norms` of each (x_BTD, g_BTP), layers of one shape in one launch."""
+    found: list[Tensor | None] = [None] * len(pairs)
+    for run in alike(pairs, biases):
+        x, g = pairs[run[0]]
+        if fits_triton_linear(x, g) and g.shape[2] <= MAX_GRAM_WIDTH:
+            xs, gs = zip(*(pairs[i] for i in run), strict=True)
+            norms_LB = triton_linear().gram_sq_norms(xs, gs, biases[run[0]])
+            for i, norms in zip(run, norms_LB, strict=True):
+                found[i] = norms
+        else:
+            for i in run:
+                found[i] = plain.gram_sq_norms(*pairs[i], biases[i])
+    return [norms for norms in found if norms is not None]
+
+
+def add_weighted_outer_sums(
+    pairs: Sequence[tuple[Tensor, Tensor]], factors_B: Tensor, outs: Sequence[Tensor]
+) -> None:
+    """Add each pair's sum_b f_b g_b^T x_b into its contiguous (P, D) `out`."""
+    for run in alike(pairs, [out.dtype for out in outs]):
+        x, g = pairs[run[0]]
+        chosen = [outs[i] for i in run]
+        if fits_triton_linear(x, g) and all(
+            out.dtype == torch.float32 and out.is_contiguous() and out.data_ptr() % 16 == 0
+            for out in chosen
+        ):
+            xs, gs = zip(*(pairs[i] for i in run), strict=True)
+            triton_linear().weighted_outer_sums(xs, gs, factors_B.float(), chosen)
+        else:
+            for i in run:
+                plain.weighted_outer_sum(*pairs[i], factors_B, outs[i])
+
+
+def add_weighted_row_sums(gs: Sequence[Tensor], factors_B: Tensor, outs: Sequence[Tensor]) -> None:
+    """Add each sum_b f_b sum_t g_bt into its (P,) `out`."""
+    for run in alike([(g, g) for g in gs], [out.dtype for out in outs]):
+        g = gs[run[0]]
+        if fits_triton_linear(g, g) and outs[run[0]].dtype == torch.float32:
+            chosen = [gs[i] for i in run]
+            triton_linear().weighted_row_sums(chosen, factors_B.float(), [outs[i] for i in run])
+        else:
+            for i in run:
+                plain.weighted_row_sum(gs[i], factors_B, outs[i])
+
+
+def gram_sq_norms(x_BTD: Tensor, g_BTP: Tensor, bias: bool) -> Tensor:
+    """`plain.gram_sq_norms` by the fastest means at hand."""
+    return gram_sq_norms_of([(x_BTD, g_BTP)], [bias])[0]
+
+
+def weighted_outer_sum(
+    x_BTD: Tensor, g_BTP: Tensor, factors_B: Tensor, out_PD: Tensor | None = None
+) -> Tensor:
+    """`plain.weighted_outer_sum` by the fastest means at hand."""
+    if out_PD is None:
+        dtype = plain.accumulator_dtype(x_BTD, g_BTP)
+        shape = (g_BTP.shape[2], x_BTD.shape[2])
+        out_PD = torch.zeros(shape, dtype=dtype, device=x_BTD.device)
+    add_weighted_outer_sums([(x_BTD, g_BTP)], factors_B, [out_PD])
+    return out_PD
+
+
+def weighted_row_sum(g_BTP: Tensor, factors_B: Tensor, out_P: Tensor | None = None) -> Tensor:
+    """`plain.weighted_row_sum` by the fastest means at hand."""
+    if out_P is None:
+        out_P = torch.zeros(
+            g_BTP.shape[2], dtype=plain.accumulator_dtype(g_BTP), device=g_BTP.device
+        )
+    add_weighted_row_sums([g_BTP], factors_B, [out_P])
+    return out_P
+
+
+def fits_triton_norm(x_BTD: Tensor, g_BTD: Tensor) -> bool:
+    """Whether the Triton norm kernel takes these tensors."""
+    return (
+        x_BTD.is_cuda
+        and x_BTD.numel() > 0
+        and torch.float64 not in (x_BTD.dtype, g_BTD.dtype)
+        and triton_available()
+        and x_BTD.shape[-1] <= triton_norms().MAX_WIDTH
+        and x_BTD.is_contiguous()
+    )
+
+
+def layer_norm_backward(
+    x_BTD: Tensor,
+    g_BTD: Tensor,
+    weight_D: Tensor | None,
+    mean_BT1: Tensor,
+    rstd_BT1: Tensor,
+    needs_grad_x: bool = True,
+) -> tuple[Tensor | None, Tensor, Tensor]:
+    """`plain.layer_norm_backward` by the fastest means at hand."""
+    arguments = (weight_D, mean_BT1, rstd_BT1, needs_grad_x)
+    if fits_triton_norm(x_BTD, g_BTD):
+        return triton_norms().layer_norm_backward(x_BTD, g_BTD.contiguous(), *arguments)
+    return plain.layer_norm_backward(x_BTD, g_BTD, *arguments)
+
+
+def rms_norm_backward(
+    x_BTD: Tensor,
+    g_BTD: Tensor,
+    weight_D: Tensor | None,
+    rstd_BT1: Tensor,
+    needs_grad_x: bool = True,
+) -> tuple[Tensor | None, Tensor]:
+    """`plain.rms_norm_backward` by the fastest means at hand."""
+    if fits_triton_norm(x_BTD, g_BTD):
+        return triton_norms().rms_norm_backward(
+            x_BTD, g_BTD.contiguous(), weight_D, rstd_BT1, needs_grad_x
+        )
+    return plain.rms_norm_backward(x_BTD, g_BTD, weight_D, rstd_BT1, needs_grad_x)

@@ -1,1 +1,33 @@
+"""Weight permutations that leave a model's function unchanged: find, draw, apply, verify."""
 
+from __future__ import annotations
+
+from shuffled_dpsgd.permutation.apply import apply, apply_to_tensors
+from shuffled_dpsgd.permutation.discover import discover
+from shuffled_dpsgd.permutation.draw import Permutation, draw, from_groups, identity
+from shuffled_dpsgd.permutation.spec import (
+    AxisLayout,
+    Block,
+    Group,
+    Kind,
+    Member,
+    PermutationSpec,
+    Scope,
+)
+
+__all__ = [
+    "AxisLayout",
+    "Block",
+    "Group",
+    "Kind",
+    "Member",
+    "Permutation",
+    "PermutationSpec",
+    "Scope",
+    "apply",
+    "apply_to_tensors",
+    "discover",
+    "draw",
+    "from_groups",
+    "identity",
+]

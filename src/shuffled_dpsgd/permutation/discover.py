@@ -1,0 +1,83 @@
+"""From a model to its spec: known families first, then what can be traced; nothing else moves."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from shuffled_dpsgd.errors import InvalidArgumentError, UnsupportedModuleError
+from shuffled_dpsgd.permutation.families import HEADS, LAYERS, STEMS
+from shuffled_dpsgd.permutation.families.describe import (
+    describe_chain,
+    describe_layer,
+    describe_stream,
+    join,
+)
+from shuffled_dpsgd.permutation.ports import class_name
+from shuffled_dpsgd.permutation.sketch import Sketch
+from shuffled_dpsgd.permutation.spec import SCOPES, PermutationSpec, Scope
+
+# Wrappers that call what they wrap and add nothing, with the attribute that holds it.
+_WRAPPERS = {
+    "torch.nn.parallel.distributed.DistributedDataParallel": "module",
+    "torch._dynamo.eval_frame.OptimizedModule": "_orig_mod",
+    "peft.tuners.lora.model.LoraModel": "model",
+}
+
+
+def discover(model: nn.Module, scope: Scope = "paper") -> PermutationSpec:
+    """Find every weight permutation of `model` that provably leaves its function unchanged.
+
+    `scope="paper"` gives Theorems 1-2 (hidden units; query-key dimensions per head; one value
+    permutation shared by the heads). `scope="full"` adds per-head value permutations, whole heads
+    and the residual stream. The function is the model's logits and loss; what it may also return
+    (hidden states, attention maps, caches) moves along. Frozen parameters move like any others.
+
+    Works on the meta device. A parameter no group moves is listed in `unmoved` with the reason;
+    a model nothing is known about gives a spec without groups, not an error.
+    """
+    if scope not in SCOPES:
+        raise InvalidArgumentError("scope", expected="'paper' or 'full'", got=scope)
+    sketch = Sketch(model, scope)
+    for path, module in sketch.modules.items():
+        if (names := LAYERS.get(class_name(module))) is not None:
+            try:
+                describe_layer(sketch, path, names)
+            except UnsupportedModuleError as error:
+                sketch.refuse(path, str(error))
+    _describe_root(sketch, model)
+    return sketch.finish()
+
+
+def _describe_root(sketch: Sketch, model: nn.Module) -> None:
+    path, root = unwrap(model)
+    head = HEADS.get(class_name(root))
+    if head is None:
+        if class_name(root) in STEMS:
+            sketch.note("residual stream: not permuted, it is the model's output")
+        return
+    for name in (*head.reads, *(chain.down for chain in head.chains)):
+        sketch.refuse(join(path, name), "runs over classes, whose order is the model's output")
+    try:
+        for chain in head.chains:
+            describe_chain(sketch, path, chain)
+        if sketch.scope == "full":
+            stem = STEMS[class_name(sketch.modules[join(path, head.stem)])]
+            describe_stream(sketch, path, head, stem, LAYERS)
+    except UnsupportedModuleError as error:
+        sketch.note(f"residual stream: not permuted, {error}")
+
+
+def unwrap(model: nn.Module) -> tuple[str, nn.Module]:
+    """The model inside wrappers that only pass calls on, and the path to it."""
+    path = ""
+    while (name := _inner(model)) is not None:
+        model = getattr(model, name)
+        path = join(path, name)
+    return path, model
+
+
+def _inner(model: nn.Module) -> str | None:
+    kind = class_name(model)
+    if kind.startswith("peft.peft_model.PeftModel"):
+        return "base_model"
+    return _WRAPPERS.get(kind)

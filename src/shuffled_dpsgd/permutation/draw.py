@@ -1,0 +1,244 @@
+"""Draw a uniform element of a spec's group; compose and invert elements.
+
+A `Permutation` holds one index vector per `AxisLayout`, packed into a single tensor. Every
+operation is a handful of kernels whatever the number of groups, and none waits for the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from shuffled_dpsgd.errors import InvalidArgumentError
+from shuffled_dpsgd.permutation.spec import AxisLayout, Block, PermutationSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Level:
+    """Groups that touch no common position, so that they act at once.
+
+    Position p takes the value at `base[p] + step[p] * drawn[slot[p]]`, where `drawn` holds the
+    groups' permutations one after another.
+    """
+
+    base: torch.Tensor
+    slot: torch.Tensor
+    step: torch.Tensor
+
+    def to(self, device: torch.device) -> _Level:
+        return _Level(
+            base=self.base.to(device), slot=self.slot.to(device), step=self.step.to(device)
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Packing:
+    """Where each layout's index vector lies in the packed tensor, and how groups fill it."""
+
+    starts: tuple[int, ...]
+    length: int
+    offsets: torch.Tensor
+    levels: tuple[_Level, ...]
+    sizes: dict[int, torch.Tensor]
+
+    def to(self, device: torch.device) -> _Packing:
+        return _Packing(
+            starts=self.starts,
+            length=self.length,
+            offsets=self.offsets.to(device),
+            levels=tuple(level.to(device) for level in self.levels),
+            sizes={size: order.to(device) for size, order in self.sizes.items()},
+        )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Permutation:
+    """An element of the spec's group: new[i] = old[index[i]] along every moving axis."""
+
+    spec: PermutationSpec
+    packed: torch.Tensor
+
+    @cached_property
+    def indices(self) -> tuple[torch.Tensor, ...]:
+        """One index vector per `spec.layouts` entry."""
+        return tuple(self.packed.split([layout.size for layout in self.spec.layouts]))
+
+    def index(self, parameter: str, axis: int) -> torch.Tensor:
+        """The index vector along one axis of one parameter.
+
+        Raises `InvalidArgumentError` if that axis does not move.
+        """
+        for moving, layout in self.spec.axes_of.get(parameter, ()):
+            if moving == axis:
+                return self.indices[layout]
+        raise InvalidArgumentError(
+            "parameter", expected="an axis that moves", got=(parameter, axis)
+        )
+
+    def then(self, other: Permutation) -> Permutation:
+        """First self, then `other`: applying the result equals applying both in that order."""
+        if other.spec is not self.spec and other.spec != self.spec:
+            raise InvalidArgumentError(
+                "other", expected="a permutation of the same spec", got="another spec"
+            )
+        packing = packing_of(self.spec, self.packed.device)
+        return Permutation(
+            spec=self.spec,
+            packed=self.packed[other.packed.to(self.packed.device) + packing.offsets],
+        )
+
+    def inverse(self) -> Permutation:
+        """The element that undoes this one bit for bit."""
+        packing = packing_of(self.spec, self.packed.device)
+        here = torch.arange(packing.length, device=self.packed.device) - packing.offsets
+        undone = torch.empty_like(self.packed)
+        undone[self.packed + packing.offsets] = here
+        return Permutation(spec=self.spec, packed=undone)
+
+    def to(self, device: torch.device | str) -> Permutation:
+        """The same element with its indices on `device`."""
+        packed = self.packed.to(device, non_blocking=True)
+        return self if packed is self.packed else Permutation(spec=self.spec, packed=packed)
+
+
+def identity(spec: PermutationSpec, device: torch.device | str = "cpu") -> Permutation:
+    """The element that moves nothing."""
+    packing = packing_of(spec, torch.device(device))
+    here = torch.arange(packing.length, device=device)
+    return Permutation(spec=spec, packed=here - packing.offsets)
+
+
+def draw(spec: PermutationSpec, generator: torch.Generator) -> Permutation:
+    """Draw uniformly from the spec's group, on the generator's device.
+
+    Each group's permutation sorts independent 63-bit keys; two equal keys, the only departure
+    from uniformity, have probability below size² / 2⁶⁴ in a group.
+    """
+    packing = packing_of(spec, generator.device)
+    drawn = torch.empty(
+        sum(group.size for group in spec.groups), dtype=torch.int64, device=generator.device
+    )
+    for size, slots in packing.sizes.items():
+        keys = torch.empty(slots.shape[0], size, dtype=torch.int64, device=generator.device)
+        drawn[slots] = keys.random_(generator=generator).argsort(dim=1)
+    return Permutation(spec=spec, packed=_pack(drawn, packing))
+
+
+def from_groups(spec: PermutationSpec, permutations: Sequence[torch.Tensor]) -> Permutation:
+    """Build an element from one permutation of `arange(size)` per group, in the spec's order."""
+    if len(permutations) != len(spec.groups):
+        raise InvalidArgumentError(
+            "permutations", expected=f"{len(spec.groups)} of them", got=len(permutations)
+        )
+    for group, permutation in zip(spec.groups, permutations, strict=True):
+        if sorted(permutation.tolist()) != list(range(group.size)):
+            raise InvalidArgumentError(
+                "permutations",
+                expected=f"a permutation of {group.size} slots for {group.name}",
+                got=tuple(permutation.shape),
+            )
+    if not permutations:
+        return identity(spec)
+    drawn = torch.cat([p.to(torch.int64) for p in permutations])
+    return Permutation(spec=spec, packed=_pack(drawn, packing_of(spec, drawn.device)))
+
+
+def packing_of(spec: PermutationSpec, device: torch.device) -> _Packing:
+    """The spec's packing on `device`, built once per spec and device."""
+    cache: dict[torch.device, _Packing] = spec.__dict__.setdefault("_packings", {})
+    if device not in cache:
+        on_cpu = cache.setdefault(torch.device("cpu"), _build_packing(spec))
+        cache[device] = on_cpu if device.type == "cpu" else on_cpu.to(device)
+    return cache[device]
+
+
+def _pack(drawn: torch.Tensor, packing: _Packing) -> torch.Tensor:
+    packed = torch.arange(packing.length, device=drawn.device)
+    for level in packing.levels:
+        packed = packed[torch.addcmul(level.base, level.step, drawn[level.slot])]
+    return packed - packing.offsets
+
+
+def _build_packing(spec: PermutationSpec) -> _Packing:
+    starts: list[int] = []
+    length = 0
+    for layout in spec.layouts:
+        starts.append(length)
+        length += layout.size
+    first_slot: list[int] = []
+    slots = 0
+    by_size: dict[int, list[int]] = {}
+    for group in spec.groups:
+        first_slot.append(slots)
+        by_size.setdefault(group.size, []).append(slots)
+        slots += group.size
+    offsets = torch.zeros(length, dtype=torch.int64)
+    for start, layout in zip(starts, spec.layouts, strict=True):
+        offsets[start : start + layout.size] = start
+    level_of = _levels(spec)
+    tables: list[_Level] = []
+    for level in range(max(level_of, default=-1) + 1):
+        table = _Level(
+            base=torch.arange(length),
+            slot=torch.zeros(length, dtype=torch.int64),
+            step=torch.zeros(length, dtype=torch.int64),
+        )
+        for start, layout in zip(starts, spec.layouts, strict=True):
+            _fill(table, start, layout, spec, [lv == level for lv in level_of], first_slot)
+        tables.append(table)
+    return _Packing(
+        starts=tuple(starts),
+        length=length,
+        offsets=offsets,
+        levels=tuple(tables),
+        sizes={
+            size: torch.tensor(firsts)[:, None] + torch.arange(size)
+            for size, firsts in by_size.items()
+        },
+    )
+
+
+def _fill(
+    table: _Level,
+    start: int,
+    layout: AxisLayout,
+    spec: PermutationSpec,
+    chosen: list[bool],
+    first_slot: list[int],
+) -> None:
+    for index, block in layout.pieces:
+        if not chosen[index]:
+            continue
+        size = spec.groups[index].size
+        where = start + _positions(block, size)
+        slots = first_slot[index] + torch.arange(size)
+        table.base[where] = where[:, :1, :].expand_as(where)
+        table.slot[where] = slots[:, None].expand_as(where)
+        table.step[where] = block.width
+
+
+def _positions(block: Block, size: int) -> torch.Tensor:
+    """Positions owned, of shape repeats x slots x width."""
+    repeats = block.repeat_every * torch.arange(block.repeats)
+    slots = block.width * torch.arange(size)
+    return block.start + repeats[:, None, None] + slots[:, None] + torch.arange(block.width)
+
+
+def _levels(spec: PermutationSpec) -> list[int]:
+    """For each group, the first level after every earlier group that shares a position with it."""
+    sites: list[list[tuple[int, Block]]] = [[] for _ in spec.groups]
+    for layout_index, layout in enumerate(spec.layouts):
+        for group_index, block in layout.pieces:
+            sites[group_index].append((layout_index, block))
+    free = [torch.zeros(layout.size, dtype=torch.int64) for layout in spec.layouts]
+    levels: list[int] = []
+    for group, where in zip(spec.groups, sites, strict=True):
+        touched = [(free[layout], _positions(block, group.size)) for layout, block in where]
+        level = max(int(depth[positions].max()) for depth, positions in touched)
+        for depth, positions in touched:
+            depth[positions] = level + 1
+        levels.append(level)
+    return levels

@@ -14,6 +14,7 @@ from shuffled_dpsgd.permutation.spec import (
     PermutationSpec,
     Scope,
 )
+from shuffled_dpsgd.permutation.verify import Verification, verify
 
 __all__ = [
     "AxisLayout",
@@ -24,10 +25,12 @@ __all__ = [
     "Permutation",
     "PermutationSpec",
     "Scope",
+    "Verification",
     "apply",
     "apply_to_tensors",
     "discover",
     "draw",
     "from_groups",
     "identity",
+    "verify",
 ]

@@ -55,8 +55,9 @@ def _describe_root(sketch: Sketch, model: nn.Module) -> None:
         if class_name(root) in STEMS:
             sketch.note("residual stream: not permuted, it is the model's output")
         return
-    for name in (*head.reads, *(chain.down for chain in head.chains)):
-        sketch.refuse(join(path, name), "runs over classes, whose order is the model's output")
+    if sketch.scope == "full":
+        for name in (*head.reads, *(chain.down for chain in head.chains)):
+            sketch.refuse(join(path, name), "runs over classes, whose order is the model's output")
     try:
         for chain in head.chains:
             describe_chain(sketch, path, chain)

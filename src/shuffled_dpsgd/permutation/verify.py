@@ -1,0 +1,239 @@
+"""Check on a probe batch that a spec's permutations leave the model's function unchanged."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from shuffled_dpsgd.errors import InvalidArgumentError, InvarianceError
+from shuffled_dpsgd.permutation.apply import apply, apply_to_tensors
+from shuffled_dpsgd.permutation.discover import discover
+from shuffled_dpsgd.permutation.draw import draw
+from shuffled_dpsgd.permutation.spec import PermutationSpec, Scope
+
+# Outputs that carry the model's inner axes and therefore move along with the weights.
+_INNER_OUTPUTS = frozenset(
+    {
+        "attentions",
+        "cross_attentions",
+        "encoder_hidden_states",
+        "hidden_states",
+        "last_hidden_state",
+        "past_key_values",
+    }
+)
+# Summation order changes, so results agree to rounding; deep models lose a few digits more.
+_TOLERANCE = {
+    torch.float64: 1e-10,
+    torch.float32: 1e-3,
+    torch.bfloat16: 1e-1,
+    torch.float16: 5e-2,
+}
+_GRADIENT_FLOOR = 1e-2
+
+Loss = Callable[[Any], torch.Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verification:
+    """Worst deviations over all draws, each relative to the largest entry of what it compares.
+
+    A parameter's gradient counts relative to its own largest entry, or to a hundredth of the
+    largest entry of any gradient if that is more: below it lies rounding. `worst_parameter` names
+    the parameter where gradients differ most.
+    """
+
+    num_draws: int
+    output_deviation: float
+    loss_deviation: float
+    gradient_deviation: float
+    worst_parameter: str
+    tolerance: float
+
+    @property
+    def worst_deviation(self) -> float:
+        """The largest of the three."""
+        return max(self.output_deviation, self.loss_deviation, self.gradient_deviation)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data for reports."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Result:
+    outputs: tuple[torch.Tensor, ...]
+    loss: torch.Tensor
+    gradients: dict[str, torch.Tensor]
+
+
+def verify(
+    model: nn.Module,
+    batch: Any,
+    spec: PermutationSpec | None = None,
+    *,
+    scope: Scope = "paper",
+    loss: Loss | None = None,
+    num_draws: int = 2,
+    seed: int = 0,
+    tolerance: float | None = None,
+) -> Verification:
+    """Permute, compare outputs, loss and all gradients with those before, and put weights back.
+
+    `batch` is what the model is called with: a mapping of keywords, a sequence of positional
+    arguments, or one tensor. `loss` maps the model's output to per-sample losses or a scalar; by
+    default it is the output's own loss if it has one, plus a fixed random weighting of all
+    outputs, so that no output goes unnoticed. Dropout is off and frozen parameters are included.
+    Gradients make the check sharp: a parameter that is zero everywhere still has one.
+
+    Raises `InvarianceError` beyond `tolerance` (default by dtype). The weights are restored bit
+    for bit either way; `.grad` is not touched.
+    """
+    spec = discover(model, scope=scope) if spec is None else spec
+    parameters = dict(model.named_parameters())
+    tolerance = _default_tolerance(parameters) if tolerance is None else tolerance
+    generator = torch.Generator().manual_seed(seed)
+    worst = Verification(
+        num_draws=num_draws,
+        output_deviation=0.0,
+        loss_deviation=0.0,
+        gradient_deviation=0.0,
+        worst_parameter="",
+        tolerance=tolerance,
+    )
+    with _probing(model):
+        before = _evaluate(model, batch, loss, seed)
+        for _ in range(num_draws):
+            permutation = draw(spec, generator)
+            apply(permutation, model)
+            try:
+                after = _evaluate(model, batch, loss, seed)
+            finally:
+                apply(permutation.inverse(), model)
+            expected = {name: g.clone() for name, g in before.gradients.items()}
+            apply_to_tensors(permutation, expected)
+            worst = _worse(worst, before, after, expected)
+    if not worst.worst_deviation <= tolerance:
+        raise InvarianceError(
+            f"permuting changed the model: outputs by {worst.output_deviation:.2e}, loss by "
+            f"{worst.loss_deviation:.2e}, gradients by {worst.gradient_deviation:.2e} (most in "
+            f"{worst.worst_parameter}); expected at most {tolerance:.0e}; a group of the spec is "
+            "wrong for this model, or the model is not deterministic"
+        )
+    return worst
+
+
+def _default_tolerance(parameters: Mapping[str, torch.Tensor]) -> float:
+    return max((_TOLERANCE.get(p.dtype, 0.0) for p in parameters.values()), default=1e-10)
+
+
+@contextmanager
+def _probing(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode, every parameter differentiable, `.grad` set aside; all put back after."""
+    modes = {module: module.training for module in model.modules()}
+    kept = {p: (p.requires_grad, p.grad) for p in model.parameters()}
+    try:
+        model.eval()
+        for parameter in kept:
+            parameter.grad = None
+            if parameter.is_floating_point():
+                parameter.requires_grad_(True)
+        yield
+    finally:
+        for module, training in modes.items():
+            module.training = training
+        for parameter, (requires_grad, grad) in kept.items():
+            parameter.requires_grad_(requires_grad)
+            parameter.grad = grad
+
+
+def _evaluate(model: nn.Module, batch: Any, loss: Loss | None, seed: int) -> _Result:
+    with torch.enable_grad():
+        output = _call(model, batch)
+        outputs = tuple(_function_outputs(output))
+        value = _default_loss(output, outputs, seed) if loss is None else loss(output)
+        names = [name for name, p in model.named_parameters() if p.requires_grad]
+        found = torch.autograd.grad(
+            value.sum(), [p for p in model.parameters() if p.requires_grad], allow_unused=True
+        )
+    gradients = {name: g for name, g in zip(names, found, strict=True) if g is not None}
+    return _Result(
+        outputs=tuple(o.detach() for o in outputs), loss=value.detach(), gradients=gradients
+    )
+
+
+def _call(model: nn.Module, batch: Any) -> Any:
+    if isinstance(batch, Mapping):
+        return model(**batch)
+    if isinstance(batch, torch.Tensor):
+        return model(batch)
+    return model(*batch)
+
+
+def _function_outputs(output: Any) -> Iterator[torch.Tensor]:
+    """The floating-point tensors that are the model's function, inner states left out."""
+    if isinstance(output, torch.Tensor):
+        if output.is_floating_point():
+            yield output
+    elif isinstance(output, Mapping):
+        for key, value in output.items():
+            if key not in _INNER_OUTPUTS or len(output) == 1:
+                yield from _function_outputs(value)
+    elif isinstance(output, Sequence) and not isinstance(output, str):
+        for value in output:
+            yield from _function_outputs(value)
+
+
+def _default_loss(output: Any, outputs: tuple[torch.Tensor, ...], seed: int) -> torch.Tensor:
+    own = getattr(output, "loss", None)
+    total: torch.Tensor | None = own.sum() if isinstance(own, torch.Tensor) else None
+    generator = torch.Generator().manual_seed(seed)
+    for tensor in outputs:
+        weight = torch.randn(tensor.shape, generator=generator).to(tensor)
+        part = (weight * tensor).sum() / max(tensor.numel(), 1) ** 0.5
+        total = part if total is None else total + part
+    if total is None:
+        raise InvalidArgumentError(
+            "batch", expected="a batch for which the model returns a tensor", got=type(output)
+        )
+    return total
+
+
+def _worse(
+    worst: Verification, before: _Result, after: _Result, expected: dict[str, torch.Tensor]
+) -> Verification:
+    scale = max((float(g.abs().max()) for g in expected.values()), default=0.0)
+    by_name = {
+        name: _gap(after.gradients.get(name), g, max(float(g.abs().max()), _GRADIENT_FLOOR * scale))
+        for name, g in expected.items()
+    }
+    name = max(by_name, key=lambda n: by_name[n], default="")
+    gradient = by_name.get(name, 0.0)
+    outputs = [_gap(a, b, None) for a, b in zip(after.outputs, before.outputs, strict=True)]
+    further = gradient > worst.gradient_deviation
+    return Verification(
+        num_draws=worst.num_draws,
+        output_deviation=max(worst.output_deviation, *outputs, 0.0),
+        loss_deviation=max(worst.loss_deviation, _gap(after.loss, before.loss, None)),
+        gradient_deviation=max(worst.gradient_deviation, gradient),
+        worst_parameter=name if further else worst.worst_parameter,
+        tolerance=worst.tolerance,
+    )
+
+
+def _gap(found: torch.Tensor | None, expected: torch.Tensor, scale: float | None) -> float:
+    """Largest difference over `scale` (default: the largest expected entry); NaN is infinite."""
+    if found is None or found.shape != expected.shape:
+        return float("inf")
+    if expected.numel() == 0:
+        return 0.0
+    largest = float(expected.abs().max()) if scale is None else scale
+    gap = float((found - expected).abs().max())
+    if gap != gap:
+        return float("inf")
+    return gap / largest if largest > 0 else gap

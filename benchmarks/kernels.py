@@ -1,0 +1,115 @@
+"""Checks and times the GPU kernels alone, on the shapes of real layers.
+
+    python -m benchmarks.kernels
+
+Each line gives the relative error against float64 and the time beside what plain torch needs.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from shuffled_dpsgd.clipping import kernels
+from shuffled_dpsgd.clipping.kernels import plain
+
+# (name, layers, batch, tokens, inputs, outputs)
+LINEAR_SHAPES = (
+    ("gpt2 c_attn", 12, 32, 128, 768, 2304),
+    ("gpt2 c_proj", 12, 32, 128, 768, 768),
+    ("gpt2 c_fc", 12, 32, 128, 768, 3072),
+    ("gpt2-large c_fc", 12, 32, 128, 1280, 5120),
+    ("vit fc", 12, 128, 197, 768, 3072),
+    ("vit query", 48, 128, 197, 768, 768),
+    ("gpt2 c_fc long", 12, 8, 1024, 768, 3072),
+)
+
+
+def milliseconds(run: Callable[[], object], repeats: int = 10) -> float:
+    """Median time of one call by device events, after two warm-up calls."""
+    for _ in range(2):
+        run()
+    times = []
+    for _ in range(repeats):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        run()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end))
+    return sorted(times)[repeats // 2]
+
+
+def relative_error(found: Tensor, expected: Tensor) -> float:
+    return float((found.double() - expected).norm() / expected.norm())
+
+
+def check_linear(name: str, L: int, B: int, T: int, D: int, P: int) -> None:
+    xs = [torch.randn(B, T, D, device="cuda", dtype=torch.bfloat16) for _ in range(L)]
+    gs = [torch.randn(B, T, P, device="cuda", dtype=torch.bfloat16) for _ in range(L)]
+    factors = torch.rand(B, device="cuda")
+    factors[0] = 0.0
+    outs = [torch.zeros(P, D, device="cuda") for _ in range(L)]
+    pairs = list(zip(xs, gs, strict=True))
+
+    norms = kernels.gram_sq_norms_of(pairs[:1], [True])[0]
+    weights = torch.bmm(gs[0][:2].double().mT, xs[0][:2].double())
+    expected = weights.square().sum((1, 2)) + gs[0][:2].double().sum(1).square().sum(1)
+    norm_error = relative_error(norms[:2], expected)
+    kernels.add_weighted_outer_sums(pairs[:1], factors, outs[:1])
+    scaled = (gs[0].double() * factors.double()[:, None, None]).flatten(0, 1)
+    sum_error = relative_error(outs[0], scaled.mT @ xs[0].double().flatten(0, 1))
+
+    gram = milliseconds(lambda: kernels.gram_sq_norms_of(pairs, [True] * L))
+    tile = milliseconds(lambda: plain.tile_sq_norms(*pairs[0], True), 3) * L
+    outer = milliseconds(lambda: kernels.add_weighted_outer_sums(pairs, factors, outs))
+    flat = [(g.flatten(0, 1), x.flatten(0, 1)) for x, g in pairs]
+    unscaled = milliseconds(lambda: [g.mT @ x for g, x in flat])
+    tera = 2e-9 * L * B * T * D * P
+    print(
+        f"{name:18} Gram error {norm_error:.1e} {gram:7.3f} ms (tiles {tile:7.2f}) | sum error "
+        f"{sum_error:.1e} {outer:7.3f} ms {tera / outer:5.0f} TFLOP/s (unscaled product "
+        f"{unscaled:7.3f} ms {tera / unscaled:5.0f})",
+        flush=True,
+    )
+
+
+def check_layer_norm(B: int, T: int, D: int, dtype: torch.dtype) -> None:
+    x = torch.randn(B, T, D, device="cuda", dtype=dtype)
+    g, weight = torch.randn_like(x), torch.randn(D, device="cuda")
+    _, mean, rstd = torch.native_layer_norm(x.float(), [D], weight, None, 1e-5)
+    found = kernels.layer_norm_backward(x, g, weight, mean, rstd)
+    wide = [tensor.double() for tensor in (x, g, weight, mean, rstd)]
+    expected = plain.layer_norm_backward(*wide)
+    errors = [relative_error(a, b) for a, b in zip(found, expected, strict=True)]
+    ours = milliseconds(lambda: kernels.layer_norm_backward(x, g, weight, mean, rstd))
+    mask = [True, True, True]
+    if dtype == torch.float32:
+        stock = milliseconds(
+            lambda: torch.ops.aten.native_layer_norm_backward(
+                g, x, [D], mean, rstd, weight, weight, mask
+            )
+        )
+    else:
+        stock = float("nan")
+    worst = max(errors)
+    print(f"layer norm {B}x{T}x{D} {dtype} error {worst:.1e} {ours:.3f} ms (stock {stock:.3f})")
+
+
+def main() -> int:
+    if not torch.cuda.is_available():
+        raise SystemExit("these kernels need a CUDA device")
+    for shape in LINEAR_SHAPES:
+        check_linear(*shape)
+    for dtype in (torch.float32, torch.bfloat16):
+        check_layer_norm(32, 128, 768, dtype)
+        check_layer_norm(128, 197, 768, dtype)
+        check_layer_norm(8, 1024, 1280, dtype)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

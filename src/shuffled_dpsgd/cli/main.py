@@ -5,6 +5,7 @@ from __future__ import annotations
 import typer
 
 from shuffled_dpsgd import __version__
+from shuffled_dpsgd.cli.audit import app as audit_app
 
 app = typer.Typer(
     name="shuffled-dpsgd",
@@ -29,6 +30,9 @@ def options(
     ),
 ) -> None:
     """Differentially private training of Transformers, with weight shuffling."""
+
+
+app.add_typer(audit_app)
 
 
 def main() -> None:

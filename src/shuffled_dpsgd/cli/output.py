@@ -18,10 +18,14 @@ R = TypeVar("R")
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 
 
+def json_text(value: Any) -> str:
+    """`value` as one indented JSON object and a newline; non-finite numbers become null."""
+    return json.dumps(_finite(value), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+
+
 def print_json(value: Any) -> None:
-    """Write `value` as one indented JSON object; non-finite numbers become null."""
-    json.dump(_finite(value), sys.stdout, indent=2, ensure_ascii=False, allow_nan=False)
-    sys.stdout.write("\n")
+    """Write `json_text(value)` to standard output."""
+    sys.stdout.write(json_text(value))
 
 
 def _finite(value: Any) -> Any:

@@ -1,0 +1,73 @@
+"""Trade-off and ROC curves of an audit, with the curve each claim allows drawn over them.
+
+A measured curve that passes below a claim's trade-off curve (above it in the ROC) contradicts the
+claim as far as the eye can tell; the verdict, with its confidence, is in the report.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from shuffled_dpsgd.auditing.estimators.curves import claim_trade_off, roc
+from shuffled_dpsgd.auditing.estimators.scores import Floats, ScorePair
+from shuffled_dpsgd.auditing.verdict import AuditReport
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+FLOOR = 1e-4
+CLAIM_STYLES = {"proven": ("black", "-"), "heuristic": ("crimson", "--"), "measured": ("grey", ":")}
+
+
+def draw(report: AuditReport) -> Figure:
+    """Trade-off curves (type II over type I error) on the left, ROC on logarithmic axes right."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11.5, 5.0), layout="constrained")
+    FigureCanvasAgg(figure)
+    trade_off, logarithmic = figure.subplots(1, 2)
+    grid = np.concatenate([[0.0], np.geomspace(FLOOR, 1.0, 400)])
+    for attack in report.attacks:
+        if isinstance(attack.evidence.scores, ScorePair):
+            curve = roc(attack.evidence.scores)
+            fpr, tpr = curve.false_positive_rate, curve.true_positive_rate
+            trade_off.plot(fpr, 1.0 - tpr, linewidth=1.2, label=attack.label)
+            logarithmic.plot(_visible(fpr), _visible(tpr), linewidth=1.2)
+    for claim in report.claims:
+        color, dashes = CLAIM_STYLES[claim.kind]
+        least = claim_trade_off(grid, epsilon=claim.epsilon, delta=claim.delta)
+        label = f"claim: ε = {claim.epsilon:.3g} ({claim.kind})"
+        trade_off.plot(grid, least, color=color, linestyle=dashes, linewidth=1.8, label=label)
+        logarithmic.plot(
+            _visible(grid), _visible(1.0 - least), color=color, linestyle=dashes, linewidth=1.8
+        )
+    _label(trade_off, "type I error (false alarms)", "type II error (misses)", "Trade-off")
+    _label(logarithmic, "false-positive rate", "true-positive rate", "ROC, logarithmic")
+    logarithmic.set(xscale="log", yscale="log", xlim=(FLOOR, 1.0), ylim=(FLOOR, 1.2))
+    figure.legend(loc="outside lower center", ncols=3, fontsize=8, frameon=False)
+    figure.suptitle(f"Audit of {report.unit}: what each adversary can tell apart")
+    return figure
+
+
+def save(report: AuditReport, stem: Path) -> tuple[Path, ...]:
+    """Write the drawing as PNG and SVG beside each other; returns what was written."""
+    figure = draw(report)
+    stem.parent.mkdir(parents=True, exist_ok=True)
+    written = tuple(stem.with_suffix(suffix) for suffix in (".png", ".svg"))
+    for path in written:
+        figure.savefig(path, dpi=150)
+    return written
+
+
+def _visible(rates: Floats) -> Floats:
+    return np.maximum(rates, FLOOR)
+
+
+def _label(axes: Axes, across: str, up: str, title: str) -> None:
+    axes.set(xlabel=across, ylabel=up, title=title)
+    axes.grid(alpha=0.25)

@@ -1,0 +1,165 @@
+"""Claims held against audited bounds: data, and the one rule that decides.
+
+A claim is refuted at 95 % when some assumption-free bound exceeds it with the error level divided
+among all of them (Bonferroni): a table of many adversaries must not refute by its size. Every
+single bound is also reported at its own 95 %.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from shuffled_dpsgd.accounting.claim import PrivacyClaim
+from shuffled_dpsgd.auditing.adversaries import ThreatModel
+from shuffled_dpsgd.auditing.estimators.one_run import Inclusion
+from shuffled_dpsgd.auditing.estimators.scores import AuditedBound, ScorePair
+from shuffled_dpsgd.errors import InvalidArgumentError
+
+
+class Estimator(Protocol):
+    """Draws a bound from the scores of two worlds, or from the canaries of one run."""
+
+    @property
+    def name(self) -> str: ...
+
+    def lower_bound(self, scores: Any, *, delta: float, confidence: float) -> AuditedBound: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evidence:
+    """What one adversary got out of one canary under one threat model."""
+
+    adversary: str
+    canary: str
+    threat_model: ThreatModel
+    scores: ScorePair | Inclusion
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attack:
+    """Evidence with its bounds: each at the stated confidence, and the joint ones that judge."""
+
+    evidence: Evidence
+    bounds: tuple[AuditedBound, ...]
+    joint: tuple[AuditedBound, ...]
+
+    @property
+    def label(self) -> str:
+        return f"{self.evidence.adversary} ({self.evidence.canary})"
+
+    @property
+    def strongest(self) -> float:
+        """Largest joint, assumption-free bound."""
+        return max((bound.epsilon for bound in self.joint), default=0.0)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "adversary": self.evidence.adversary,
+            "canary": self.evidence.canary,
+            "threat_model": self.evidence.threat_model.value,
+            "bounds": {bound.method: bound.to_json() for bound in self.bounds},
+            "joint_bounds": {bound.method: bound.to_json() for bound in self.joint},
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """Whether a claim survived, and the attack that came closest."""
+
+    claim: PrivacyClaim
+    refuted: bool
+    confidence: float
+    strongest_bound: float
+    strongest_attack: str
+
+    @property
+    def outcome(self) -> str:
+        return f"refuted at {100 * self.confidence:g} %" if self.refuted else "consistent"
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "claim": self.claim.to_json(),
+            "outcome": self.outcome,
+            "strongest_bound": self.strongest_bound,
+            "strongest_attack": self.strongest_attack,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class AuditReport:
+    """One audit: what was audited, which claims were on trial, what was found."""
+
+    unit: str
+    setting: Mapping[str, Any]
+    claims: tuple[PrivacyClaim, ...]
+    attacks: tuple[Attack, ...]
+    verdicts: tuple[Verdict, ...]
+    seconds: float
+    notes: tuple[str, ...] = field(default=())
+
+    @property
+    def refutes_a_proven_claim(self) -> bool:
+        """True means a bug of ours, since a theorem cannot be refuted."""
+        return any(v.refuted and v.claim.kind == "proven" for v in self.verdicts)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "unit": self.unit,
+            "setting": dict(self.setting),
+            "claims": [claim.to_json() for claim in self.claims],
+            "attacks": [attack.to_json() for attack in self.attacks],
+            "verdicts": [verdict.to_json() for verdict in self.verdicts],
+            "seconds": self.seconds,
+            "notes": list(self.notes),
+        }
+
+
+def assess(
+    evidence: Sequence[Evidence],
+    estimators: Sequence[Estimator],
+    *,
+    delta: float,
+    confidence: float = 0.95,
+) -> tuple[Attack, ...]:
+    """Every estimator on every piece of evidence, at the stated and at the joint level."""
+    tables = [
+        [one.lower_bound(item.scores, delta=delta, confidence=confidence) for one in estimators]
+        for item in evidence
+    ]
+    comparisons = sum(bound.assumption_free for bounds in tables for bound in bounds)
+    joint_confidence = 1.0 - (1.0 - confidence) / max(comparisons, 1)
+    attacks = []
+    for item, bounds in zip(evidence, tables, strict=True):
+        joint = tuple(
+            estimator.lower_bound(item.scores, delta=delta, confidence=joint_confidence)
+            for estimator, bound in zip(estimators, bounds, strict=True)
+            if bound.assumption_free
+        )
+        attacks.append(Attack(evidence=item, bounds=tuple(bounds), joint=joint))
+    return tuple(attacks)
+
+
+def judge(
+    claims: Sequence[PrivacyClaim], attacks: Sequence[Attack], *, confidence: float = 0.95
+) -> tuple[Verdict, ...]:
+    """One verdict per claim; the bounds must have been drawn at the claim's own δ."""
+    verdicts = []
+    for claim in claims:
+        deltas = {bound.delta for attack in attacks for bound in attack.joint}
+        if deltas - {claim.delta}:
+            raise InvalidArgumentError(
+                "claims", expected=f"the δ of the bounds, {sorted(deltas)}", got=claim.delta
+            )
+        closest = max(attacks, key=lambda attack: attack.strongest)
+        verdicts.append(
+            Verdict(
+                claim=claim,
+                refuted=closest.strongest > claim.epsilon,
+                confidence=confidence,
+                strongest_bound=closest.strongest,
+                strongest_attack=closest.label,
+            )
+        )
+    return tuple(verdicts)

@@ -1,0 +1,105 @@
+"""How an audit is shown to people: claims first, then adversaries × estimators, then verdicts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from shuffled_dpsgd.auditing.paper_audit import PaperRow, PaperSetting
+    from shuffled_dpsgd.auditing.verdict import AuditReport
+
+
+def show_report(report: AuditReport, console: Console | None = None) -> None:
+    """Certified ε, the paper's estimate, audited lower bounds, verdicts: in that order."""
+    out = console or Console()
+    out.print(f"[bold]Audit of {report.unit}[/bold] ({report.seconds:.1f} s)")
+    out.print("  " + ", ".join(f"{key} {_brief(value)}" for key, value in report.setting.items()))
+    for claim in report.claims:
+        out.print(f"  claim: {claim.describe()}")
+    out.print(_attack_table(report))
+    for verdict in report.verdicts:
+        colour = "red" if verdict.refuted else "green"
+        out.print(
+            f"  ε = {verdict.claim.epsilon:.4g} ({verdict.claim.kind}): "
+            f"[{colour}]{verdict.outcome}[/{colour}], strongest joint bound "
+            f"{verdict.strongest_bound:.2f} (measured) by {verdict.strongest_attack}"
+        )
+    for note in report.notes:
+        out.print(f"  note: {note}")
+
+
+def _brief(value: object) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _attack_table(report: AuditReport) -> Table:
+    confidences = {
+        bound.confidence for attack in report.attacks for bound in attack.bounds if bound.confidence
+    }
+    level = f" at {100 * min(confidences):g} % each" if confidences else ""
+    table = Table(
+        title=f"ε (measured), lower bounds{level}",
+        caption="* holds under an assumption only   † a point estimate, bounds nothing",
+        title_justify="left",
+        caption_justify="left",
+        box=SIMPLE_HEAD,
+        pad_edge=False,
+    )
+    table.add_column("adversary (canary)")
+    table.add_column("sees")
+    for bound in report.attacks[0].bounds if report.attacks else ():
+        mark = "†" if bound.confidence is None else "" if bound.assumption_free else "*"
+        table.add_column(bound.method.replace("-", "\n", 1) + mark, justify="right")
+    for attack in report.attacks:
+        table.add_row(
+            attack.label,
+            attack.evidence.threat_model.value,
+            *(f"{bound.epsilon:.2f}" for bound in attack.bounds),
+        )
+    return table
+
+
+def show_paper(rows: list[PaperRow], setting: PaperSetting, console: Console | None = None) -> None:
+    """Table 6 of the paper beside what its estimator prints on pure noise."""
+    out = console or Console()
+    table = Table(
+        title="The paper's audit: Dirac canary read at a fixed index, "
+        f"{setting.num_observations}+{setting.num_observations} steps, "
+        f"d = {setting.dimension:,}, c'/c = {setting.batch_clip:g}",
+        title_justify="left",
+        box=SIMPLE_HEAD,
+        pad_edge=False,
+    )
+    table.add_column("claimed ε of the run (heuristic)")
+    for row in rows:
+        table.add_column(f"{row.run_epsilon:g}", justify="right")
+    lines: tuple[tuple[str, Callable[[PaperRow], str]], ...] = (
+        ("ε of one step by its formula (heuristic)", lambda row: f"{row.step_epsilon:.3f}"),
+        ("noise multiplier", lambda row: f"{row.noise_multiplier:.3f}"),
+        (
+            "audited ε printed in the paper",
+            lambda row: f"{row.printed:.4f}" if row.printed else "–",
+        ),
+        ("its estimator, this run (measured, no level)", lambda row: f"{row.estimate.epsilon:.3f}"),
+        ("  5 to 95 % of repetitions", lambda row: _range(row.estimate_quantiles)),
+        ("  5 to 95 % on pure noise", lambda row: _range(row.noise_quantiles)),
+        ("Clopper–Pearson at 95 % (measured)", lambda row: f"{row.bound.epsilon:.3f}"),
+    )
+    for label, cell in lines:
+        table.add_row(label, *(cell(row) for row in rows))
+    out.print(table)
+    for lack in rows[0].estimate.assumptions if rows else ():
+        out.print(f"  lacks: {lack}")
+
+
+def _range(quantiles: tuple[float, float, float]) -> str:
+    return f"{quantiles[0]:.2f} – {quantiles[2]:.2f}"
+
+
+def _printed(value: float | None) -> str:
+    return "–" if value is None else f"{value:.4f}"

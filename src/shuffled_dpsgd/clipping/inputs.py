@@ -1,0 +1,31 @@
+"""The batch size of a call of the model, read off its inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from shuffled_dpsgd.errors import InvalidArgumentError
+
+# Inputs that carry the batch on axis 0 by convention, looked at before any other keyword.
+PRIMARY_INPUTS = ("input_ids", "inputs_embeds", "pixel_values", "input_values", "input_features")
+
+
+def find_batch(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[int, str]:
+    """(batch size, device type) of a call: axis 0 of the primary input, else of the first tensor.
+
+    A wrong guess is not silent: every layer checks its own input against the batch size.
+    """
+    for name in PRIMARY_INPUTS:
+        value = kwargs.get(name)
+        if isinstance(value, Tensor):
+            return value.shape[0], value.device.type
+    for leaf in tree_leaves((args, dict(kwargs))):
+        if isinstance(leaf, Tensor) and leaf.dim() > 0:
+            return leaf.shape[0], leaf.device.type
+    raise InvalidArgumentError(
+        "inputs", expected="a tensor with the batch on axis 0", got="no tensor at all"
+    )

@@ -1,0 +1,28 @@
+"""One rule per layer kind, found by the module's type (Hugging Face's by qualified name)."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from shuffled_dpsgd.clipping.rules.base import Slot
+from shuffled_dpsgd.clipping.rules.embedding import EmbeddingSlot
+from shuffled_dpsgd.clipping.rules.linear import Conv1DSlot, LinearSlot
+from shuffled_dpsgd.clipping.rules.norms import LayerNormSlot
+
+BY_TYPE: dict[type[nn.Module], type[Slot]] = {
+    nn.Linear: LinearSlot,
+    nn.Embedding: EmbeddingSlot,
+    nn.LayerNorm: LayerNormSlot,
+}
+BY_NAME: dict[str, type[Slot]] = {
+    "transformers.pytorch_utils.Conv1D": Conv1DSlot,
+}
+
+
+def find_rule(module: nn.Module) -> type[Slot] | None:
+    """The rule of a module, or None. A subclass counts only while its forward is inherited."""
+    for kind in type(module).__mro__:
+        rule = BY_TYPE.get(kind) or BY_NAME.get(f"{kind.__module__}.{kind.__qualname__}")
+        if rule is not None:
+            return rule if type(module).forward is kind.forward else None
+    return None

@@ -1,0 +1,94 @@
+"""What every layer rule shares: a slot stands for one module of the model under an engine.
+
+While the engine is active the slot's `forward` replaces the module's. It runs the same operation
+through an `autograd.Function` whose backward computes the gradient of the input only and hands
+the pair (input, output gradient) to the batch; the parameter's own gradient is never formed.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from shuffled_dpsgd.clipping import cost
+from shuffled_dpsgd.clipping.captures import Contribution
+from shuffled_dpsgd.errors import UnsupportedModuleError
+
+if TYPE_CHECKING:
+    from shuffled_dpsgd.clipping.batch import Batch
+    from shuffled_dpsgd.clipping.recorder import Recorder
+
+Saved = tuple[Any, ...]
+
+
+class Slot:
+    """One module whose trainable parameters a rule handles.
+
+    `names` maps the module's own name of each trainable parameter to its name in the model (one
+    name per tensor, so that tied parameters meet).
+    """
+
+    kind = "generic"
+
+    def __init__(
+        self, *, index: int, path: str, module: nn.Module, names: dict[str, str], recorder: Recorder
+    ) -> None:
+        self.index = index
+        self.path = path
+        self.module = module
+        self.names = names
+        self.recorder = recorder
+        self.parameters = module._parameters
+        self.plain = module.forward
+        self.shared = False
+        self.last_shape: tuple[int, int, int] | None = None
+
+    @abstractmethod
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's forward, with book-keeping in its backward."""
+
+    @abstractmethod
+    def contributions(self, saved: Saved) -> Iterator[tuple[str, Contribution]]:
+        """What one call contributes to each parameter, by model name."""
+
+    def sq_norms(self, saved: Saved, choose: cost.Chooser) -> Tensor:
+        """(B,) squared norms over all parameters of the slot, when none of them is shared."""
+        norms = [part.sq_norms(choose) for _, part in self.contributions(saved)]
+        return norms[0] if len(norms) == 1 else torch.stack(norms).sum(0)
+
+    def compact(self, saved: Saved, choose: cost.Chooser) -> Saved:
+        """Store per-sample gradients in place of `saved` where the cost rule says so."""
+        return saved
+
+    def batch(self) -> Batch:
+        """The batch this call belongs to; counts the call unless it is a recomputation."""
+        batch = self.recorder.batch
+        if batch is None:
+            return self.recorder.recomputed_batch(self.path)
+        batch.calls[self.index] += 1
+        return batch
+
+    def refuse_batch_axis(self, size: int, shape: torch.Size) -> UnsupportedModuleError:
+        """The error for an input whose first axis is neither the batch nor broadcast over it."""
+        return UnsupportedModuleError(
+            self.path,
+            expected=f"an input whose first axis is the batch of {size} samples",
+            got=f"shape {tuple(shape)}",
+            remedy="keep the batch on axis 0, or freeze this module with requires_grad_(False)",
+        )
+
+    def over_batch(self, tensor: Tensor, size: int) -> Tensor:
+        """`tensor` with the batch on its first axis: as it is, or expanded from length one.
+
+        An input of length one is used by every sample; expanding it before the layer keeps the
+        samples' gradients apart, while after the layer they would already be summed.
+        """
+        if tensor.shape[0] == size:
+            return tensor
+        if tensor.shape[0] == 1:
+            return tensor.expand(size, *tensor.shape[1:])
+        raise self.refuse_batch_axis(size, tensor.shape)

@@ -1,0 +1,160 @@
+"""Linear maps: `nn.Linear` and Hugging Face's transposed `Conv1D`.
+
+Shapes: B samples, T positions (all axes between the first and the last), D inputs, P outputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shuffled_dpsgd.clipping import cost, kernels
+from shuffled_dpsgd.clipping.captures import (
+    Contribution,
+    DenseGrad,
+    OuterGrad,
+    RowSumGrad,
+    positions,
+    stored_outer,
+)
+from shuffled_dpsgd.clipping.rules.base import Saved, Slot
+
+if TYPE_CHECKING:
+    from shuffled_dpsgd.clipping.batch import Batch
+
+
+class LinearFunction(torch.autograd.Function):
+    """F.linear whose backward computes the input's gradient and records (input, gradient)."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        cast: bool,
+        slot: LinearSlot,
+        batch: Batch,
+    ) -> Tensor:
+        if cast:
+            weight = weight.to(x.dtype)
+            bias = None if bias is None else bias.to(x.dtype)
+        ctx.slot, ctx.batch = slot, batch
+        ctx.save_for_backward(x if slot.keeps_input else None, weight)
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:  # type: ignore[override]
+        x, weight = ctx.saved_tensors
+        ctx.slot.recorder.record(ctx.batch, ctx.slot, (x, g))
+        grad_x = g.matmul(weight) if ctx.needs_input_grad[0] else None
+        return grad_x, None, None, None, None, None
+
+
+class TransposedLinearFunction(torch.autograd.Function):
+    """The same for a weight stored as (inputs, outputs)."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor,
+        cast: bool,
+        slot: LinearSlot,
+        batch: Batch,
+    ) -> Tensor:
+        if cast:
+            weight, bias = weight.to(x.dtype), bias.to(x.dtype)
+        ctx.slot, ctx.batch = slot, batch
+        ctx.save_for_backward(x if slot.keeps_input else None, weight)
+        flat = torch.addmm(bias, x.reshape(-1, x.shape[-1]), weight)
+        return flat.view(*x.shape[:-1], weight.shape[1])
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:  # type: ignore[override]
+        x, weight = ctx.saved_tensors
+        ctx.slot.recorder.record(ctx.batch, ctx.slot, (x, g))
+        grad_x = g.matmul(weight.t()) if ctx.needs_input_grad[0] else None
+        return grad_x, None, None, None, None, None
+
+
+def _bias_grads(g_BTP: Tensor) -> Tensor:
+    return RowSumGrad(grad_BTP=g_BTP).stored(g_BTP.shape[2:])
+
+
+class LinearSlot(Slot):
+    """A linear map with a trainable weight, a trainable bias, or both."""
+
+    kind = "linear"
+    function: type[torch.autograd.Function] = LinearFunction
+    transposed = False
+
+    def __init__(self, **site: Any) -> None:
+        super().__init__(**site)
+        self.weight_name = self.names.get("weight")
+        self.bias_name = self.names.get("bias")
+        self.keeps_input = self.weight_name is not None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not torch.is_grad_enabled():
+            return self.plain(x)
+        batch = self.batch()
+        if x.shape[0] != batch.size:
+            x = self.over_batch(x, batch.size)
+        cast = torch.is_autocast_enabled(batch.device) and x.dtype is not torch.float64
+        if cast:
+            x = x.to(torch.get_autocast_dtype(batch.device))
+        owned = self.parameters
+        return self.function.apply(x, owned["weight"], owned["bias"], cast, self, batch)
+
+    def contributions(self, saved: Saved) -> Iterator[tuple[str, Contribution]]:
+        if len(saved) == 3:
+            _, weight_grads, bias_grads = saved
+            if self.weight_name is not None:
+                yield self.weight_name, DenseGrad(grads_BS=weight_grads)
+            if self.bias_name is not None:
+                yield self.bias_name, DenseGrad(grads_BS=bias_grads)
+            return
+        x, g = saved
+        g_BTP = positions(g)
+        if self.weight_name is not None:
+            x_BTD = positions(x)
+            left, right = (x_BTD, g_BTP) if self.transposed else (g_BTP, x_BTD)
+            yield self.weight_name, OuterGrad(left_BTR=left, right_BTC=right)
+        if self.bias_name is not None:
+            yield self.bias_name, RowSumGrad(grad_BTP=g_BTP)
+
+    def sq_norms(self, saved: Saved, choose: cost.Chooser) -> Tensor:
+        if len(saved) == 3 or self.weight_name is None:
+            return super().sq_norms(saved, choose)
+        x_BTD, g_BTP = positions(saved[0]), positions(saved[1])
+        bias = self.bias_name is not None
+        if choose(x_BTD.shape[1], g_BTP.shape[2], x_BTD.shape[2]) is cost.Route.GRAM:
+            return kernels.gram_sq_norms(x_BTD, g_BTP, bias)
+        return kernels.tile_sq_norms(x_BTD, g_BTP, bias)
+
+    def compact(self, saved: Saved, choose: cost.Chooser) -> Saved:
+        x, g = saved
+        if self.weight_name is None:
+            return (None, None, _bias_grads(positions(g)))
+        T = x.numel() // (x.shape[0] * x.shape[-1])
+        self.last_shape = (T, g.shape[-1], x.shape[-1])
+        if choose(*self.last_shape) is not cost.Route.INSTANTIATE:
+            return saved
+        g_BTP, x_BTD = positions(g), positions(x)
+        left, right = (x_BTD, g_BTP) if self.transposed else (g_BTP, x_BTD)
+        bias_grads = None if self.bias_name is None else _bias_grads(g_BTP)
+        return (None, stored_outer(left, right), bias_grads)
+
+
+class Conv1DSlot(LinearSlot):
+    """Hugging Face's Conv1D, a linear map with its weight stored as (inputs, outputs)."""
+
+    kind = "conv1d-hf"
+    function = TransposedLinearFunction
+    transposed = True

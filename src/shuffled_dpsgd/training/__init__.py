@@ -1,1 +1,58 @@
+"""Private training: Algorithm 1 end to end, with its plan, ledger, checkpoints and card."""
 
+from __future__ import annotations
+
+from shuffled_dpsgd.training.assemble import assemble, make_private
+from shuffled_dpsgd.training.card import AuditedBound, PrivacyCard, write_card
+from shuffled_dpsgd.training.checkpoint import (
+    find_checkpoints,
+    latest_checkpoint,
+    load_checkpoint,
+    save_checkpoint,
+)
+from shuffled_dpsgd.training.data import Batch
+from shuffled_dpsgd.training.ledger import Ledger
+from shuffled_dpsgd.training.loop import LoopSettings, Outcome, Progress, train
+from shuffled_dpsgd.training.mechanism import Mechanism, Release, ShuffledGaussianMechanism
+from shuffled_dpsgd.training.metrics import StepMetrics
+from shuffled_dpsgd.training.noise import GaussianNoise
+from shuffled_dpsgd.training.physical import find_physical_batch_size
+from shuffled_dpsgd.training.plan import NoiseBlock, PrivacyPlan
+from shuffled_dpsgd.training.planning import PlanRequest, make_plan
+from shuffled_dpsgd.training.private import PrivateTraining
+from shuffled_dpsgd.training.randomness import RandomStreams
+from shuffled_dpsgd.training.sampler import PoissonSampler, Sampler
+from shuffled_dpsgd.training.spending import SpendingCurve
+
+__all__ = [
+    "AuditedBound",
+    "Batch",
+    "GaussianNoise",
+    "Ledger",
+    "LoopSettings",
+    "Mechanism",
+    "NoiseBlock",
+    "Outcome",
+    "PlanRequest",
+    "PoissonSampler",
+    "PrivacyCard",
+    "PrivacyPlan",
+    "PrivateTraining",
+    "Progress",
+    "RandomStreams",
+    "Release",
+    "Sampler",
+    "ShuffledGaussianMechanism",
+    "SpendingCurve",
+    "StepMetrics",
+    "assemble",
+    "find_checkpoints",
+    "find_physical_batch_size",
+    "latest_checkpoint",
+    "load_checkpoint",
+    "make_plan",
+    "make_private",
+    "save_checkpoint",
+    "train",
+    "write_card",
+]

@@ -1,0 +1,230 @@
+"""The privacy card: what may be claimed about a run, in fixed order and with fixed words.
+
+Certified epsilon first (proven, shuffling credited with nothing), then the paper's estimate
+(heuristic, with its c', d and delta split), then audited lower bounds (measured), then the
+verdict per claim; then the sampler, the threat model and what nothing here covers.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from shuffled_dpsgd.accounting import PrivacyClaim
+from shuffled_dpsgd.permutation import PermutationSpec
+from shuffled_dpsgd.training.plan import PrivacyPlan
+
+THREAT_MODEL = (
+    "the adversary sees the weights after every step and knows the model, the code, the plan and "
+    "every record but one; it does not see sampled indices, unnoised gradients, the optimizer's "
+    "inputs or the random numbers"
+)
+NOT_COVERED = (
+    "hyper-parameter search: every further run on the same data spends privacy of its own",
+    "pre-training data: initial weights are taken as public",
+    "training metrics (loss, gradient norms, shares clipped) and held-out scores: they are "
+    "computed from data without noise",
+    "the number of records, which the sampling probability and the plan reveal",
+    "several records of one person: the unit of protection is one record",
+    "side channels: timing, memory, and the lowest bits of floating-point noise",
+)
+CERTIFIED_METHOD_NOTE = "shuffling credited with nothing"
+
+
+@dataclass(frozen=True, kw_only=True)
+class AuditedBound:
+    """A lower bound on epsilon that an attack demonstrated, at a confidence."""
+
+    adversary: str
+    estimator: str
+    epsilon: float
+    delta: float
+    confidence: float
+
+    def describe(self) -> str:
+        """One line with the word measured."""
+        return (
+            f"ε ≥ {self.epsilon:.4g} (measured) by {self.adversary}, {self.estimator}, "
+            f"{self.confidence:.0%} confidence, δ = {self.delta:.3g}"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrivacyCard:
+    """Claims, bounds and their conditions; `str(card)` for people, `to_json()` for machines."""
+
+    certified: PrivacyClaim | None
+    why_not_certified: tuple[str, ...]
+    paper: PrivacyClaim | None
+    audits: tuple[AuditedBound, ...]
+    steps_released: int
+    steps_planned: int
+    target: str
+    sampler: str
+    mechanism: tuple[str, ...]
+    shuffle: str
+    randomness: str
+    threat_model: str = THREAT_MODEL
+    not_covered: tuple[str, ...] = NOT_COVERED
+
+    def with_audits(self, *bounds: AuditedBound) -> PrivacyCard:
+        """The same card with audited bounds added; verdicts follow from them."""
+        return replace(self, audits=(*self.audits, *bounds))
+
+    @property
+    def verdicts(self) -> dict[str, str]:
+        """Per claim: `claim refuted` when an audited bound exceeds it, else what the audit says."""
+        claims = {"certified": self.certified, "paper": self.paper}
+        return {name: self._verdict(claim) for name, claim in claims.items() if claim is not None}
+
+    def _verdict(self, claim: PrivacyClaim) -> str:
+        if not self.audits:
+            return "not audited"
+        # A bound at a larger delta also holds at every smaller one, never the other way round.
+        comparable = [bound for bound in self.audits if bound.delta >= claim.delta]
+        if not comparable:
+            return "not audited at this δ"
+        strongest = max(comparable, key=lambda bound: bound.epsilon)
+        return "claim refuted" if strongest.epsilon > claim.epsilon else "consistent with the audit"
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data in the card's order; every epsilon sits beside its kind."""
+        return {
+            "certified": None if self.certified is None else _claim_json(self.certified),
+            "why_not_certified": list(self.why_not_certified),
+            "paper": None if self.paper is None else _claim_json(self.paper),
+            "audits": [{**asdict(bound), "kind": "measured"} for bound in self.audits],
+            "verdicts": self.verdicts,
+            "steps_released": self.steps_released,
+            "steps_planned": self.steps_planned,
+            "target": self.target,
+            "sampler": self.sampler,
+            "mechanism": list(self.mechanism),
+            "shuffle": self.shuffle,
+            "randomness": self.randomness,
+            "threat_model": self.threat_model,
+            "not_covered": list(self.not_covered),
+        }
+
+    def dumps(self) -> str:
+        """The card as a JSON document."""
+        return json.dumps(self.to_json(), indent=2, ensure_ascii=False, allow_nan=False)
+
+    def __str__(self) -> str:
+        lines = [
+            f"Privacy card after {self.steps_released} of {self.steps_planned} steps",
+            f"  certified ε       {self._certified_line()}",
+            f"  paper's estimate  {self._paper_line()}",
+        ]
+        audits = [bound.describe() for bound in self.audits] or ["none run"]
+        lines += _labelled("audited bounds", audits)
+        verdicts = [f"{name}: {verdict}" for name, verdict in self.verdicts.items()]
+        lines += _labelled("verdict", verdicts or ["nothing is claimed"])
+        lines += _labelled("target", [self.target])
+        lines += _labelled("sampler", [self.sampler])
+        lines += _labelled("mechanism", list(self.mechanism))
+        lines += _labelled("shuffle", [self.shuffle])
+        lines += _labelled("randomness", [self.randomness])
+        lines += _labelled("threat model", [self.threat_model])
+        if self.certified is not None:
+            lines += _labelled("assumptions", list(self.certified.assumptions))
+        lines += _labelled("not covered", list(self.not_covered))
+        return "\n".join(lines)
+
+    def _certified_line(self) -> str:
+        if self.certified is None:
+            return f"none: {'; '.join(self.why_not_certified)}"
+        return f"{self.certified.describe()}, {CERTIFIED_METHOD_NOTE}"
+
+    def _paper_line(self) -> str:
+        if self.paper is None:
+            return "none: the formula needs Poisson sampling, a clip and noise"
+        inputs = self.paper.inputs
+        if "dimension" not in inputs:
+            return self.paper.describe()
+        if inputs["dimension"] == 1:
+            return (
+                f"{self.paper.describe()}, with d = 1 (the unshuffled mechanism), "
+                f"δ split {inputs['delta_split']:g}; not a guarantee"
+            )
+        return (
+            f"{self.paper.describe()}, with c' = {inputs['batch_clip']:g} c, "
+            f"d = {inputs['dimension']}, δ split {inputs['delta_split']:g}; not a guarantee"
+        )
+
+
+def write_card(
+    plan: PrivacyPlan, *, num_steps: int, spec: PermutationSpec | None = None
+) -> PrivacyCard:
+    """The card of a run that made `num_steps` releases under `plan`."""
+    return PrivacyCard(
+        certified=plan.certified(num_steps),
+        why_not_certified=plan.uncertifiable,
+        paper=plan.paper_estimate(num_steps),
+        audits=(),
+        steps_released=num_steps,
+        steps_planned=plan.num_steps,
+        target=_target(plan),
+        sampler=_sampler(plan),
+        mechanism=tuple(_mechanism(plan)),
+        shuffle=_shuffle(plan, spec),
+        randomness=_randomness(plan),
+    )
+
+
+def _target(plan: PrivacyPlan) -> str:
+    if plan.epsilon is None:
+        return "none: the noise multiplier was given"
+    kind = "proven" if plan.accounting == "certified" else "heuristic, the paper's estimate"
+    return f"ε = {plan.epsilon:g} ({kind}) at δ = {plan.delta:.3g} over {plan.num_steps} steps"
+
+
+def _sampler(plan: PrivacyPlan) -> str:
+    if plan.sampling != "poisson":
+        return "the user's own batches, unaccounted"
+    return (
+        f"Poisson, every record joins each batch with probability {plan.sampling_prob:.6g} "
+        f"(expected batch {plan.expected_batch_size} of {plan.dataset_size}); "
+        f"adjacency {plan.adjacency}"
+    )
+
+
+def _mechanism(plan: PrivacyPlan) -> list[str]:
+    lines = [f"per-sample clip {plan.clip} at {plan.clip_norm:g} over all trainable parameters"]
+    for block in plan.blocks:
+        clip = block.batch_clip_norm
+        batch = "no batch clip" if clip is None else f"batch clip {clip:g}"
+        lines.append(
+            f"block {block.name}: {block.dimension} coordinates, noise multiplier "
+            f"{block.noise_multiplier:.6g}, {batch}"
+        )
+    if plan.falls_back:
+        lines.append("Algorithm 1 fell back to plain DP-SGD: shuffling would need more noise")
+    return lines
+
+
+def _shuffle(plan: PrivacyPlan, spec: PermutationSpec | None) -> str:
+    if not plan.permutes or spec is None:
+        return "off" if plan.shuffle == "off" else "off (fallback)"
+    return (
+        f"{plan.shuffle}, scope {plan.scope}: {spec.moved_parameters} of {spec.total_parameters} "
+        f"parameters live in tensors that move, 10^{spec.log10_group_order:.0f} permutations"
+    )
+
+
+def _randomness(plan: PrivacyPlan) -> str:
+    if plan.secure:
+        return "operating system, fresh for every step; nothing stored can reproduce the noise"
+    return "seeded: whoever learns the seed can remove the noise; every claim assumes it is secret"
+
+
+def _labelled(label: str, lines: list[str]) -> list[str]:
+    first, *more = lines
+    return [f"  {label:<17} {first}", *(f"  {'':<17} {line}" for line in more)]
+
+
+def _claim_json(claim: PrivacyClaim) -> dict[str, Any]:
+    data = claim.to_json()
+    return data if math.isfinite(claim.epsilon) else {**data, "epsilon": None}

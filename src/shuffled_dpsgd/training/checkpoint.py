@@ -1,0 +1,255 @@
+"""Checkpoints: everything a run needs to go on as if nothing had happened.
+
+A checkpoint is a directory written under a temporary name, synced, then renamed: it exists whole
+or not at all. Its manifest holds a hash per file, so a torn or altered one is refused with the
+reason. Weights are safetensors; nothing is unpickled beyond tensors and plain data.
+
+A secure run stores no randomness of ours: it resumes with fresh noise, and the ledger counts the
+steps that were taken after the checkpoint and are lost. A seeded run repeats them bit for bit.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import re
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+
+from shuffled_dpsgd.errors import CheckpointError, InvalidArgumentError
+from shuffled_dpsgd.permutation import Permutation
+from shuffled_dpsgd.training.ledger import fsync_directory
+from shuffled_dpsgd.training.private import PrivateTraining
+
+FORMAT = 1
+_NAME = re.compile(r"checkpoint-(\d{8})")
+_WEIGHTS, _STATE, _RUN, _MANIFEST = "model.safetensors", "state.pt", "run.json", "manifest.json"
+
+
+class Stateful(Protocol):
+    """Anything with a state of its own that should travel along: a learning-rate scheduler."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> object: ...
+
+
+def save_checkpoint(
+    private: PrivateTraining,
+    directory: str | Path,
+    *,
+    extras: Mapping[str, Stateful] | None = None,
+    keep: int = 2,
+) -> Path:
+    """Write `directory/checkpoint-<step>` atomically, and prune all but the newest `keep`.
+
+    Only between steps: a partial logical batch is not part of the state.
+    """
+    if keep < 1:
+        raise InvalidArgumentError("keep", expected="at least 1", got=keep)
+    root = Path(directory)
+    root.mkdir(parents=True, exist_ok=True)
+    target = root / f"checkpoint-{private.steps_taken:08d}"
+    temporary = root / f".{target.name}.{os.getpid()}.tmp"
+    for leftover in root.glob(".checkpoint-*.tmp"):
+        shutil.rmtree(leftover)
+    temporary.mkdir()
+    save_file(_weights(private.model), temporary / _WEIGHTS)
+    torch.save(_state(private, extras or {}), temporary / _STATE)
+    (temporary / _RUN).write_text(json.dumps(_run(private), indent=1), encoding="utf-8")
+    hashes = {name: _hash(temporary / name) for name in (_WEIGHTS, _STATE, _RUN)}
+    manifest = {"format": FORMAT, "files": hashes}
+    (temporary / _MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
+    for name in (*hashes, _MANIFEST):
+        _fsync_file(temporary / name)
+    fsync_directory(temporary)
+    if target.exists():
+        os.rename(target, root / f".{target.name}.replaced.tmp")
+    os.rename(temporary, target)
+    fsync_directory(root)
+    for old in find_checkpoints(root)[:-keep]:
+        shutil.rmtree(old)
+    return target
+
+
+def find_checkpoints(directory: str | Path) -> list[Path]:
+    """Complete checkpoints in `directory`, oldest first."""
+    root = Path(directory)
+    found = root.iterdir() if root.is_dir() else ()
+    return sorted(path for path in found if _NAME.fullmatch(path.name))
+
+
+def latest_checkpoint(directory: str | Path) -> Path | None:
+    """The newest complete checkpoint, or None."""
+    found = find_checkpoints(directory)
+    return found[-1] if found else None
+
+
+def load_checkpoint(
+    private: PrivateTraining,
+    path: str | Path,
+    *,
+    extras: Mapping[str, Stateful] | None = None,
+) -> None:
+    """Put a freshly assembled run where the checkpoint left it.
+
+    The plan, the parameters and the symmetries must be those of the checkpoint; the ledger must
+    know at least its releases. Everything is checked before anything is changed.
+    """
+    source = Path(path)
+    _verify_files(source)
+    run = json.loads((source / _RUN).read_text(encoding="utf-8"))
+    differing = private.plan.differences(run["plan"])
+    if differing:
+        raise CheckpointError(
+            f"{source}: belongs to another plan, which differs in {', '.join(differing)}; "
+            "resume with the settings of the checkpoint, or start in a fresh directory"
+        )
+    if run["spec"] != _spec_hash(private):
+        raise CheckpointError(f"{source}: the model's permutation groups differ from this model's")
+    weights = load_file(source / _WEIGHTS)
+    _check_weights(source, private.model, weights)
+    state = torch.load(source / _STATE, map_location="cpu", weights_only=True)
+    wanted = set(extras or {})
+    if set(state["extras"]) != wanted:
+        raise CheckpointError(
+            f"{source}: holds the state of {sorted(state['extras'])}, asked for {sorted(wanted)}"
+        )
+    private.ledger.adopt(tuple(run["releases"]), durable=run["durable_ledger"])
+    _restore(private, weights, state)
+    for name, extra in (extras or {}).items():
+        extra.load_state_dict(state["extras"][name])
+
+
+def _restore(
+    private: PrivateTraining, weights: Mapping[str, torch.Tensor], state: dict[str, Any]
+) -> None:
+    with torch.no_grad():
+        for name, tensor in _named_tensors(private.model).items():
+            tensor.copy_(weights[name])
+    private.optimizer.load_state_dict(state["optimizer"])
+    private.steps_taken = state["steps_taken"]
+    private.released = state["released"]
+    if private.frame is not None:
+        packed = state["frame"].to(private.device)
+        private.frame = Permutation(spec=private.frame.spec, packed=packed)
+    _set_global_randomness(state["randomness"])
+
+
+def _weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    # Tied tensors appear once in named_parameters(), as safetensors requires.
+    return {name: t.detach().cpu().contiguous() for name, t in _named_tensors(model).items()}
+
+
+def _named_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    persistent = model.state_dict(keep_vars=True)
+    buffers = {name: b for name, b in model.named_buffers() if name in persistent}
+    return {**dict(model.named_parameters()), **buffers}
+
+
+def _state(private: PrivateTraining, extras: Mapping[str, Stateful]) -> dict[str, Any]:
+    return {
+        "optimizer": private.optimizer.state_dict(),
+        "steps_taken": private.steps_taken,
+        "released": private.released,
+        "frame": None if private.frame is None else private.frame.packed.cpu(),
+        "randomness": _global_randomness(),
+        "extras": {name: extra.state_dict() for name, extra in extras.items()},
+    }
+
+
+def _run(private: PrivateTraining) -> dict[str, Any]:
+    return {
+        "plan": private.plan.field_fingerprints(),
+        "spec": _spec_hash(private),
+        "releases": list(private.ledger.tokens()),
+        "durable_ledger": private.ledger.path is not None,
+    }
+
+
+def _global_randomness() -> dict[str, Any]:
+    """The generators that dropout and data augmentation use; never those of noise or sampling."""
+    version, words, next_gauss = random.getstate()
+    kind, keys, at, has_gauss, gauss = np.random.get_state(legacy=True)  # noqa: NPY002
+    words32 = np.asarray(keys, dtype=np.int64)
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+        "python": [version, list(words), next_gauss],
+        "numpy": [kind, torch.from_numpy(words32), at, has_gauss, gauss],
+    }
+
+
+def _set_global_randomness(state: dict[str, Any]) -> None:
+    torch.set_rng_state(state["torch"])
+    if state["cuda"] and torch.cuda.is_available():
+        torch.cuda.set_rng_state_all(state["cuda"])
+    version, words, next_gauss = state["python"]
+    random.setstate((version, tuple(words), next_gauss))
+    kind, keys, at, has_gauss, gauss = state["numpy"]
+    words32 = keys.numpy().astype(np.uint32)
+    np.random.set_state((kind, words32, at, has_gauss, gauss))  # noqa: NPY002
+
+
+def _verify_files(source: Path) -> None:
+    manifest_path = source / _MANIFEST
+    if not manifest_path.is_file():
+        raise CheckpointError(
+            f"{source}: no {_MANIFEST}, so not a complete checkpoint; use an earlier one"
+        )
+    try:
+        manifest = json.loads(manifest_path.read_text(encoding="utf-8"))
+        version, files = manifest["format"], dict(manifest["files"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{manifest_path}: not a manifest of ours; {error}") from error
+    if version != FORMAT:
+        raise CheckpointError(f"{source}: format {version}, this version reads {FORMAT}")
+    for name in (_WEIGHTS, _STATE, _RUN):
+        if not (source / name).is_file():
+            raise CheckpointError(f"{source}: {name} is missing; use an earlier checkpoint")
+        if _hash(source / name) != files.get(name):
+            raise CheckpointError(
+                f"{source / name}: does not match its hash in the manifest; the file is torn or "
+                "was altered: use an earlier checkpoint"
+            )
+
+
+def _check_weights(
+    source: Path, model: torch.nn.Module, weights: Mapping[str, torch.Tensor]
+) -> None:
+    tensors = _named_tensors(model)
+    if set(tensors) != set(weights):
+        odd = sorted(set(tensors) ^ set(weights))
+        raise CheckpointError(
+            f"{source}: the model's tensors differ from the checkpoint's, first {odd[0]}"
+        )
+    for name, tensor in tensors.items():
+        stored = weights[name]
+        if stored.shape != tensor.shape or stored.dtype != tensor.dtype:
+            raise CheckpointError(
+                f"{source}: {name} is {tuple(stored.shape)} {stored.dtype} in the checkpoint and "
+                f"{tuple(tensor.shape)} {tensor.dtype} in the model"
+            )
+
+
+def _spec_hash(private: PrivateTraining) -> str:
+    spec = None if private.spec is None else private.spec.to_json()
+    return hashlib.sha256(json.dumps(spec, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def _hash(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _fsync_file(path: Path) -> None:
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())

@@ -1,0 +1,162 @@
+"""The ledger: what has been released, written down before it is released.
+
+An entry is on disk (fsync) before the noise of its step is drawn, so a crash at any moment can
+only over-count. Every entry carries the hash of the one before it: a ledger that was edited,
+truncated in the middle or glued together is refused.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from shuffled_dpsgd.errors import BudgetExhaustedError, CheckpointError
+
+
+class Ledger:
+    """Counts releases against a budget of `max_releases`; with a path, survives a crash.
+
+    A release is known by its token. Recording a known token again is a repetition of the very
+    same release (a seeded run after a crash) and costs nothing; a new token costs one release.
+
+    >>> ledger = Ledger(plan_fingerprint="p", max_releases=1)
+    >>> ledger.record(step=0, token="a")
+    >>> ledger.record(step=0, token="a")
+    >>> ledger.spent, ledger.remaining
+    (1, 0)
+    >>> ledger.record(step=1, token="b")
+    Traceback (most recent call last):
+        ...
+    shuffled_dpsgd.errors.BudgetExhaustedError: step 1 would be release 2 of 1; \
+the budget is spent: stop here, or start a run with a larger plan
+    """
+
+    def __init__(
+        self, *, plan_fingerprint: str, max_releases: int, path: str | Path | None = None
+    ) -> None:
+        self._fingerprint = plan_fingerprint
+        self._max_releases = max_releases
+        self._path = Path(path) if path is not None else None
+        self._tokens: dict[str, int] = {}
+        self._chain = ""
+        if self._path is not None:
+            if self._path.exists():
+                self._read(self._path)
+            if not self._chain:
+                self._append({"plan": plan_fingerprint, "max_releases": max_releases})
+
+    @property
+    def spent(self) -> int:
+        """Number of distinct releases so far, those of crashed attempts included."""
+        return len(self._tokens)
+
+    @property
+    def remaining(self) -> int:
+        """Number of releases the budget still allows."""
+        return self._max_releases - self.spent
+
+    @property
+    def path(self) -> Path | None:
+        """The file, or None when the ledger lives in memory only."""
+        return self._path
+
+    def allows(self, token: str) -> bool:
+        """Whether recording `token` would stay within the budget."""
+        return token in self._tokens or self.remaining > 0
+
+    def record(self, *, step: int, token: str) -> None:
+        """Account for a release before it happens; returns once the entry is durable."""
+        if token in self._tokens:
+            return
+        if self.remaining <= 0:
+            raise BudgetExhaustedError(
+                f"step {step} would be release {self.spent + 1} of {self._max_releases}; "
+                "the budget is spent: stop here, or start a run with a larger plan"
+            )
+        self._append({"step": step, "token": token})
+        self._tokens[token] = step
+
+    def tokens(self) -> tuple[str, ...]:
+        """Every release so far, in order; part of a checkpoint."""
+        return tuple(self._tokens)
+
+    def adopt(self, tokens: tuple[str, ...], *, durable: bool) -> None:
+        """Count the releases a checkpoint knows of.
+
+        `durable` says that run kept its ledger on disk. Such a file is always ahead of its
+        checkpoints, and knows of steps taken after the last one; so it must be here and must
+        contain them, or steps would go unaccounted.
+        """
+        unknown = [token for token in tokens if token not in self._tokens]
+        if unknown and durable:
+            raise CheckpointError(
+                f"{self._path or 'ledger'}: {len(unknown)} releases of the checkpoint are not in "
+                "the ledger; it is missing, cut, or of another run: put back the ledger that was "
+                "written next to the checkpoint"
+            )
+        for token in unknown:
+            self.record(step=-1, token=token)
+
+    def _append(self, body: dict[str, Any]) -> None:
+        self._chain = _link(self._chain, body)
+        if self._path is None:
+            return
+        created = not self._path.exists()
+        line = json.dumps({**body, "chain": self._chain}) + "\n"
+        with open(self._path, "ab") as file:
+            file.write(line.encode())
+            file.flush()
+            os.fsync(file.fileno())
+        if created:
+            fsync_directory(self._path.parent)
+
+    def _read(self, path: Path) -> None:
+        raw = path.read_bytes()
+        whole, _, torn = raw.rpartition(b"\n")
+        for number, line in enumerate(whole.split(b"\n") if whole else []):
+            self._read_line(path, number, line)
+        if torn:
+            # The entry's fsync never returned, so the release it announces never happened.
+            with open(path, "r+b") as file:
+                file.truncate(len(raw) - len(torn))
+                os.fsync(file.fileno())
+
+    def _read_line(self, path: Path, number: int, line: bytes) -> None:
+        try:
+            body = json.loads(line)
+            chain = body.pop("chain")
+        except (ValueError, KeyError, AttributeError) as error:
+            raise CheckpointError(
+                f"{path}: line {number + 1} is not a ledger entry; restore the file"
+            ) from error
+        if chain != _link(self._chain, body):
+            raise CheckpointError(
+                f"{path}: line {number + 1} does not follow from the line before; "
+                "the ledger was edited or cut: restore the file"
+            )
+        self._chain = chain
+        if number == 0:
+            if body.get("plan") != self._fingerprint:
+                raise CheckpointError(
+                    f"{path}: ledger of plan {body.get('plan')}, this run has plan "
+                    f"{self._fingerprint}; use a fresh directory, or the settings of that run"
+                )
+        else:
+            self._tokens[str(body["token"])] = int(body["step"])
+
+
+def fsync_directory(directory: Path) -> None:
+    """Make a creation or rename inside `directory` durable."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _link(previous: str, body: dict[str, Any]) -> str:
+    text = previous + json.dumps(body, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:24]

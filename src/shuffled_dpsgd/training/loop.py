@@ -1,0 +1,234 @@
+"""The reference loop: batches, losses, steps, checkpoints, signals.
+
+Everything here can be written by hand around `PrivateTraining`; this is the version the command
+line uses. Ctrl-C and SIGTERM finish the step in progress and write a checkpoint.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any, Literal
+
+import torch
+
+from shuffled_dpsgd.accounting import PrivacyClaim
+from shuffled_dpsgd.errors import InvalidArgumentError
+from shuffled_dpsgd.training.checkpoint import (
+    Stateful,
+    latest_checkpoint,
+    load_checkpoint,
+    save_checkpoint,
+)
+from shuffled_dpsgd.training.data import MapStyle
+from shuffled_dpsgd.training.metrics import StepMetrics
+from shuffled_dpsgd.training.physical import PerSampleLoss, find_physical_batch_size
+from shuffled_dpsgd.training.private import PrivateTraining
+from shuffled_dpsgd.training.spending import SpendingCurve
+
+Precision = Literal["float32", "bf16"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """What a callback sees after each update.
+
+    `certified` is proven and `paper` heuristic, both for everything released so far; the metrics
+    come from private data without noise.
+    """
+
+    metrics: StepMetrics
+    sample_norms: torch.Tensor
+    seconds: float
+    learning_rate: float
+    certified: PrivacyClaim | None
+    paper: PrivacyClaim | None
+
+
+Callback = Callable[[Progress], object]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoopSettings:
+    """How to run, none of which changes what is released.
+
+    `checkpoint_dir` turns on checkpoints every `checkpoint_every` steps and at the end or at a
+    signal. `physical_batch="find"` tries sizes until one fits. `price_steps=False` leaves
+    epsilon out of the progress, so that no accountant is needed.
+    """
+
+    checkpoint_dir: str | Path | None = None
+    checkpoint_every: int = 100
+    keep_checkpoints: int = 2
+    precision: Precision = "float32"
+    physical_batch: Literal["as-planned", "find"] = "as-planned"
+    collate: Callable[[list[Any]], Any] | None = None
+    num_workers: int = 0
+    price_steps: bool = True
+    extras: Mapping[str, Stateful] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """How a call of `train` ended: the plan finished, or a signal's name."""
+
+    steps_taken: int
+    finished: bool
+    interrupted_by: str | None
+    checkpoint: Path | None
+
+
+def train(
+    private: PrivateTraining,
+    data: MapStyle,
+    per_sample_loss: PerSampleLoss,
+    *,
+    settings: LoopSettings | None = None,
+    callbacks: Sequence[Callback] = (),
+    scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
+    resume: bool = False,
+) -> Outcome:
+    """Run `private` to the end of its plan, or until a signal; `release()` when it is done.
+
+    `per_sample_loss(model, batch)` returns one loss per record. With `resume`, continue from the
+    newest checkpoint in `settings.checkpoint_dir`, if there is one.
+    """
+    settings = settings or LoopSettings()
+    extras = dict(settings.extras) | ({} if scheduler is None else {"scheduler": scheduler})
+    if resume:
+        _resume(private, settings, extras)
+    if settings.physical_batch == "find":
+        find_physical_batch_size(private, data, per_sample_loss, collate=settings.collate)
+    with _signals() as received:
+        observer = _Observer(private, settings, callbacks, scheduler, extras, received)
+        stop_observing = private.on_update(observer)
+        try:
+            if not private.finished:
+                _run(private, data, per_sample_loss, settings, received)
+        finally:
+            stop_observing()
+    if private.finished:
+        private.release()
+        observer.save()
+    return Outcome(
+        steps_taken=private.steps_taken,
+        finished=private.finished,
+        interrupted_by=received[0] if received else None,
+        checkpoint=observer.saved,
+    )
+
+
+def _run(
+    private: PrivateTraining,
+    data: MapStyle,
+    per_sample_loss: PerSampleLoss,
+    settings: LoopSettings,
+    received: list[str],
+) -> None:
+    for batch in private.batches(data, collate=settings.collate, num_workers=settings.num_workers):
+        with _autocast(settings.precision, private.device):
+            losses = per_sample_loss(private.model, batch)
+        private.backward(losses)
+        if private.step() and received:
+            return
+
+
+class _Observer:
+    """Runs after every update, those of empty batches included: schedule, report, save."""
+
+    def __init__(
+        self,
+        private: PrivateTraining,
+        settings: LoopSettings,
+        callbacks: Sequence[Callback],
+        scheduler: torch.optim.lr_scheduler.LRScheduler | None,
+        extras: Mapping[str, Stateful],
+        received: list[str],
+    ) -> None:
+        self.saved: Path | None = None
+        self._private = private
+        self._settings = settings
+        self._callbacks = callbacks
+        self._scheduler = scheduler
+        self._extras = extras
+        self._received = received
+        self._curve = SpendingCurve(private.plan) if settings.price_steps else None
+        self._started = time.perf_counter()
+
+    def __call__(self) -> None:
+        learning_rate = float(self._private.optimizer.param_groups[0]["lr"])
+        if self._scheduler is not None:
+            self._scheduler.step()
+        progress = self._progress(learning_rate)
+        for callback in self._callbacks:
+            callback(progress)
+        if self._received or self._private.steps_taken % self._settings.checkpoint_every == 0:
+            self.save()
+        self._started = time.perf_counter()
+
+    def save(self) -> None:
+        """Write a checkpoint, if asked for any."""
+        if self._settings.checkpoint_dir is not None:
+            self.saved = save_checkpoint(
+                self._private,
+                self._settings.checkpoint_dir,
+                extras=self._extras,
+                keep=self._settings.keep_checkpoints,
+            )
+
+    def _progress(self, learning_rate: float) -> Progress:
+        private, curve = self._private, self._curve
+        assert private.last_metrics is not None
+        return Progress(
+            metrics=private.last_metrics,
+            sample_norms=private.last_sample_norms,
+            seconds=time.perf_counter() - self._started,
+            learning_rate=learning_rate,
+            certified=None if curve is None else curve.certified(private.ledger.spent),
+            paper=None if curve is None else curve.paper(private.ledger.spent),
+        )
+
+
+def _resume(
+    private: PrivateTraining, settings: LoopSettings, extras: Mapping[str, Stateful]
+) -> None:
+    if settings.checkpoint_dir is None:
+        raise InvalidArgumentError("resume", expected="a checkpoint_dir to resume from", got=None)
+    newest = latest_checkpoint(settings.checkpoint_dir)
+    if newest is not None:
+        load_checkpoint(private, newest, extras=extras)
+
+
+def _autocast(precision: Precision, device: torch.device) -> AbstractContextManager[Any]:
+    if precision == "bf16":
+        return torch.autocast(device.type, dtype=torch.bfloat16)
+    return nullcontext()
+
+
+@contextmanager
+def _signals() -> Iterator[list[str]]:
+    """Collect SIGINT and SIGTERM instead of dying of them; a second one acts as usual."""
+    received: list[str] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield received
+        return
+    previous = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def note(number: int, frame: FrameType | None) -> None:
+        received.append(signal.Signals(number).name)
+        for each, handler in previous.items():
+            signal.signal(each, handler)
+
+    for number in previous:
+        signal.signal(number, note)
+    try:
+        yield received
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)

@@ -1,0 +1,91 @@
+"""What a step looked like from inside.
+
+Loss, norms and shares are computed from private data and carry no noise: they are for whoever
+holds the data, and publishing them is not covered by any epsilon.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from shuffled_dpsgd.training.mechanism import Release
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepMetrics:
+    """One update. `loss` is the mean over the logical batch, None when it was not observed.
+
+    `loss` is seen by `private.backward` only; a plain `backward()` leaves it None.
+    """
+
+    step: int
+    batch_size: int
+    loss: float | None
+    mean_norm: float | None
+    median_norm: float | None
+    clipped_share: float | None
+    num_nonfinite: int
+    signal_to_noise: float
+    release: Release
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data; an infinite signal-to-noise (no noise) becomes None."""
+        ratio = self.signal_to_noise
+        return {
+            "step": self.step,
+            "batch_size": self.batch_size,
+            "loss": self.loss,
+            "mean_norm": self.mean_norm,
+            "median_norm": self.median_norm,
+            "clipped_share": self.clipped_share,
+            "num_nonfinite": self.num_nonfinite,
+            "signal_to_noise": ratio if math.isfinite(ratio) else None,
+            "batch_clip_factors": {b.name: b.batch_clip_factor for b in self.release.blocks},
+        }
+
+
+class LossMeter:
+    """Adds up per-sample losses over the physical batches of a logical one."""
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self._total: torch.Tensor | None = None
+        self._count = 0
+
+    def add(self, losses: torch.Tensor, *, count: int, mean: bool) -> None:
+        """Add a vector of losses, or one scalar that stands for `count` samples."""
+        observed = losses.detach()
+        total = torch.nan_to_num(observed.double(), nan=0.0, posinf=0.0, neginf=0.0).sum()
+        total = total * count if mean else total
+        self._total = total if self._total is None else self._total + total
+        self._count += count
+
+    def mean(self) -> float | None:
+        """The mean loss, non-finite samples counted as zero; None when nothing was added."""
+        return float(self._total) / self._count if self._total is not None else None
+
+
+def describe_step(
+    *, step: int, norms: torch.Tensor, clip_norm: float, loss: float | None, release: Release
+) -> StepMetrics:
+    """Summarise one update from the per-sample norms and the record of its release."""
+    finite = norms[torch.isfinite(norms)]
+    known = finite.numel() > 0
+    return StepMetrics(
+        step=step,
+        batch_size=norms.numel(),
+        loss=loss,
+        mean_norm=float(finite.mean()) if known else None,
+        median_norm=float(finite.median()) if known else None,
+        clipped_share=float((finite > clip_norm).double().mean()) if known else None,
+        num_nonfinite=norms.numel() - finite.numel(),
+        signal_to_noise=release.signal_to_noise,
+        release=release,
+    )

@@ -1,0 +1,117 @@
+"""Which optimizers a shuffled run may use.
+
+Permuting weights, gradients and state commutes with an update that treats every coordinate alike
+and on its own. For those, moving the moments along is exact; for the others the shuffle would
+change the training itself, so they are refused with the reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from shuffled_dpsgd.errors import InvalidArgumentError
+
+_ELEMENTWISE = (
+    torch.optim.SGD,
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.Adamax,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.RMSprop,
+    torch.optim.Rprop,
+    torch.optim.Adagrad,
+    torch.optim.Adadelta,
+    torch.optim.ASGD,
+)
+_CLOSURE = "it evaluates the loss again inside its step, and every evaluation would need new noise"
+_REASONS: Mapping[str, str] = {
+    "muon": "it orthogonalises whole matrices, so a coordinate's update depends on the others",
+    "shampoo": "it preconditions with matrix roots, so a coordinate's update depends on the others",
+    "soap": "it rotates into the eigenbasis of a preconditioner that a shuffle does not rotate",
+    "kfac": "it preconditions with layer statistics that a shuffle does not move",
+    "galore": "it projects gradients on a subspace that a shuffle does not rotate",
+    "adafactor": "it keeps row and column averages, which are not shaped like the parameter",
+    "adam_mini": "it shares one second moment among blocks that a shuffle takes apart",
+    "sparseadam": "it takes sparse gradients, and noise is dense",
+}
+_REMEDY = "use SGD, Adam(W) or another elementwise optimizer, or shuffle='off'"
+
+
+def check_optimizer(optimizer: torch.optim.Optimizer, *, shuffled: bool) -> None:
+    """Refuse an optimizer whose step needs a closure, or does not commute with permutations.
+
+    Torch's elementwise optimizers pass by type, known others are refused by name; anything else
+    is tried: its class, with its own settings, must commute with a permutation of coordinates.
+    """
+    name = type(optimizer).__name__
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise _refusal(name, _CLOSURE, remedy="use SGD or Adam(W)")
+    if not shuffled or type(optimizer) in _ELEMENTWISE:
+        return
+    for known, reason in _REASONS.items():
+        if known in name.lower().replace("-", "_"):
+            raise _refusal(name, reason, remedy=_REMEDY)
+    if not _commutes(optimizer):
+        reason = "its step does not commute with a permutation of coordinates"
+        raise _refusal(name, reason, remedy=_REMEDY)
+
+
+def check_parameters(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Refuse unless the optimizer holds exactly the model's trainable parameters."""
+    names = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
+    held = {id(p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
+    if not names:
+        raise InvalidArgumentError("model", expected="at least one trainable parameter", got="none")
+    forgotten = sorted(names[key] for key in names.keys() - held)
+    if forgotten:
+        raise InvalidArgumentError(
+            "optimizer",
+            expected="every trainable parameter of the model",
+            got=f"{len(forgotten)} missing, first {forgotten[0]}",
+            remedy="add them, or freeze them with requires_grad_(False)",
+        )
+    if held - names.keys():
+        raise InvalidArgumentError(
+            "optimizer",
+            expected="parameters of the model only",
+            got=f"{len(held - names.keys())} others",
+            remedy="build the optimizer from model.parameters(), after any wrapping of the model",
+        )
+
+
+def _refusal(name: str, reason: str, *, remedy: str) -> InvalidArgumentError:
+    return InvalidArgumentError(
+        "optimizer", expected=f"an elementwise optimizer ({reason})", got=name, remedy=remedy
+    )
+
+
+def _commutes(optimizer: torch.optim.Optimizer) -> bool:
+    generator = torch.Generator().manual_seed(0)
+    shape = (4, 6)
+    start = torch.randn(shape, generator=generator, dtype=torch.float64)
+    gradients = [torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(3)]
+    order = torch.randperm(start.numel(), generator=generator)
+
+    def moved(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.flatten()[order].view(shape)
+
+    plain = _trajectory(optimizer, start, gradients)
+    permuted = _trajectory(optimizer, moved(start), [moved(g) for g in gradients])
+    return torch.allclose(moved(plain), permuted, rtol=1e-9, atol=1e-12)
+
+
+def _trajectory(
+    like: torch.optim.Optimizer, start: torch.Tensor, gradients: list[torch.Tensor]
+) -> torch.Tensor:
+    parameter = torch.nn.Parameter(start.clone())
+    try:
+        probe = type(like)([parameter], **like.defaults)
+        for gradient in gradients:
+            parameter.grad = gradient.clone()
+            probe.step()
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise _refusal(type(like).__name__, f"trying it failed: {error}", remedy=_REMEDY) from error
+    return parameter.detach()

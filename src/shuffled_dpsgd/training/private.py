@@ -1,0 +1,362 @@
+"""What a user holds during a run. The model and the optimizer keep their types and names.
+
+`PrivateTraining` owns no arithmetic: it passes clipped sums from the engine through the mechanism
+to the user's own optimizer, and writes the ledger before each release. Its parts are attributes,
+so that a test can replace one and watch the audits catch it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from shuffled_dpsgd.clipping import ClippingEngine
+from shuffled_dpsgd.errors import BudgetExhaustedError, DivergenceError, InvalidArgumentError
+from shuffled_dpsgd.permutation import Permutation, PermutationSpec, apply, draw, identity
+from shuffled_dpsgd.training.card import PrivacyCard, write_card
+from shuffled_dpsgd.training.data import (
+    LogicalBatch,
+    MapStyle,
+    PhysicalBatch,
+    physical_batches,
+    shaped,
+    to_device,
+)
+from shuffled_dpsgd.training.ledger import Ledger
+from shuffled_dpsgd.training.mechanism import Mechanism
+from shuffled_dpsgd.training.metrics import LossMeter, StepMetrics, describe_step
+from shuffled_dpsgd.training.plan import PrivacyPlan
+from shuffled_dpsgd.training.randomness import RandomStreams
+from shuffled_dpsgd.training.sampler import Sampler
+
+DIVERGENCE_ADVICE = (
+    "try a smaller learning rate, a larger expected_batch_size (noise is divided by it), "
+    "a learning-rate warm-up, or float32 where bfloat16 overflows; "
+    "resume from the last checkpoint, the budget spent so far stays spent"
+)
+
+
+class PrivateTraining:
+    """One private run: Poisson batches in, noisy updates out, Algorithm 1 in between.
+
+    Invariants: a step's ledger entry is durable before its noise is drawn; the batches are those
+    of the sampler the plan accounts for; the optimizer only ever sees privatized gradients.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        plan: PrivacyPlan,
+        engine: ClippingEngine,
+        sampler: Sampler,
+        mechanism: Mechanism,
+        ledger: Ledger,
+        streams: RandomStreams,
+        spec: PermutationSpec | None,
+        physical_batch_size: int,
+    ) -> None:
+        self.model = model
+        self.optimizer = optimizer
+        self.plan = plan
+        self.engine = engine
+        self.sampler = sampler
+        self.mechanism = mechanism
+        self.ledger = ledger
+        self.streams = streams
+        self.spec = spec
+        self.physical_batch_size = physical_batch_size
+        self.steps_taken = 0
+        self.released = False
+        self.frame: Permutation | None = None
+        if plan.noise_frame == "unshuffled" and plan.permutes and spec is not None:
+            self.frame = identity(spec, self.device)
+        self.last_metrics: StepMetrics | None = None
+        self.last_sample_norms = torch.empty(0)
+        self._trainable = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        self._callbacks: list[Callable[[], object]] = []
+        self._losses = LossMeter()
+        self._current: PhysicalBatch | None = None
+        self._drawn = 0
+        self._depth = 0
+        self._updating = False
+        self._guard = optimizer.register_step_pre_hook(self._refuse_foreign_step)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model lives, and batches are moved to."""
+        return next(self.model.parameters()).device
+
+    @property
+    def finished(self) -> bool:
+        """Whether the plan allows no further step."""
+        return self._affordable_steps() == 0
+
+    def batches(
+        self,
+        data: MapStyle,
+        *,
+        num_steps: int | None = None,
+        collate: Callable[[list[Any]], Any] | None = None,
+        num_workers: int = 0,
+        pin_memory: bool = False,
+    ) -> Iterator[Any]:
+        """Draw logical batches by Poisson sampling and yield them in physical batches.
+
+        Runs to the end of the plan, or for `num_steps` logical batches. Tuple samples come as
+        `Batch` (unpack, or `.x` and `.y`), dictionaries as dictionaries, tensors on the model's
+        device. A logical batch may be empty: its step (noise only) happens here, between two
+        yields, and nothing is yielded for it; `on_update` callbacks see it.
+        """
+        if self.plan.sampling != "poisson":
+            raise InvalidArgumentError(
+                "sampling",
+                expected="'poisson' for private.batches",
+                got=self.plan.sampling,
+                remedy="feed your own batches inside `with private:`, or plan Poisson sampling",
+            )
+        if len(data) != self.plan.dataset_size:
+            raise InvalidArgumentError(
+                "data",
+                expected=f"the {self.plan.dataset_size} records the plan accounts for",
+                got=len(data),
+                remedy="pass dataset_size=len(data) to make_private",
+            )
+        if self.finished:
+            raise BudgetExhaustedError(
+                f"all {self.plan.num_steps} steps of the plan are taken "
+                f"({self.ledger.spent} releases): start a run with a larger plan"
+            )
+        steps = self._affordable_steps()
+        steps = steps if num_steps is None else min(steps, num_steps)
+        return self._batches(
+            data,
+            range(self.steps_taken, self.steps_taken + steps),
+            {"collate": collate, "num_workers": num_workers, "pin_memory": pin_memory},
+        )
+
+    def backward(self, losses: torch.Tensor) -> None:
+        """Back-propagate one loss per sample; `losses.sum().backward()` does the same.
+
+        With `loss_reduction="mean"` declared, one scalar: the mean over the physical batch.
+        """
+        count = self._check_losses(losses)
+        self._losses.add(losses, count=count, mean=self.plan.loss_reduction == "mean")
+        self.engine.backward(losses)
+
+    def step(self) -> bool:
+        """Clip, batch clip, noise, update, shuffle; False until the logical batch is complete.
+
+        With `sampling="unaccounted"` every call updates with whatever was accumulated.
+        """
+        if self.plan.sampling == "poisson":
+            if self._current is None:
+                raise InvalidArgumentError(
+                    "step",
+                    expected="one call per batch of private.batches(data)",
+                    got="a call without a batch",
+                    remedy="the sampler accounted for must be the sampler used",
+                )
+            if not self._current.completes:
+                return False
+        self._update()
+        return True
+
+    def on_update(self, callback: Callable[[], object]) -> Callable[[], None]:
+        """Call `callback` after every update, those of empty batches included.
+
+        The exact place for a learning-rate scheduler: `private.on_update(scheduler.step)`.
+        Returns a function that takes the callback off again.
+        """
+        self._callbacks.append(callback)
+        return lambda: self._callbacks.remove(callback)
+
+    def release(self) -> None:
+        """End the run: with `shuffle="at-release"`, draw one permutation and apply it.
+
+        By equivariance the released weights then have the distribution that shuffling after
+        every step gives. No step can follow. Calling it again does nothing.
+        """
+        if self.released:
+            return
+        if self.plan.shuffle == "at-release" and self.plan.permutes:
+            self._permute(self.plan.num_steps)
+        self.released = True
+
+    def card(self) -> PrivacyCard:
+        """What may be said about everything released so far."""
+        return write_card(self.plan, num_steps=self.ledger.spent, spec=self.spec)
+
+    def close(self) -> None:
+        """Detach from the model and the optimizer; nothing of ours stays on them."""
+        while self._depth:
+            self.__exit__(None, None, None)
+        self._guard.remove()
+
+    def __enter__(self) -> PrivateTraining:
+        if self._depth == 0:
+            self.engine.__enter__()
+        self._depth += 1
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._depth -= 1
+        if self._depth == 0:
+            self.engine.__exit__(kind, error, trace)
+
+    def _affordable_steps(self) -> int:
+        planned = self.plan.num_steps - self.steps_taken
+        # A seeded run repeats steps it has already paid for; a secure one pays again.
+        return min(planned, self.ledger.remaining) if self.plan.secure else planned
+
+    def _batches(self, data: MapStyle, steps: range, options: dict[str, Any]) -> Iterator[Any]:
+        logical = (
+            LogicalBatch(step=step, indices=tuple(self.sampler.indices(step).tolist()))
+            for step in steps
+        )
+        with self:
+            self._forget_partial_batch()
+            loaded = physical_batches(
+                data,
+                logical,
+                physical_batch_size=self.physical_batch_size,
+                generator=self.streams.torch("loader", self.steps_taken),
+                **options,
+            )
+            try:
+                for part in loaded:
+                    self._current = part
+                    self._drawn += part.size
+                    if part.data is None:
+                        self._update()
+                        continue
+                    yield to_device(shaped(part.data), self.device)
+                    self._check_stepped(part)
+            finally:
+                self._forget_partial_batch()
+
+    def _forget_partial_batch(self) -> None:
+        self.engine.reset()
+        self._losses.reset()
+        self._current = None
+        self._drawn = 0
+
+    def _check_stepped(self, part: PhysicalBatch) -> None:
+        if part.completes and self.steps_taken <= part.step:
+            raise InvalidArgumentError(
+                "step",
+                expected="private.step() once per physical batch",
+                got=f"no call for the batch that completes step {part.step}",
+            )
+
+    def _check_losses(self, losses: torch.Tensor) -> int:
+        expected = None if self._current is None else self._current.size
+        if self.plan.loss_reduction == "mean":
+            if losses.dim() != 0 or expected is None:
+                raise InvalidArgumentError(
+                    "losses",
+                    expected="one scalar, as declared by loss_reduction='mean'",
+                    got=tuple(losses.shape),
+                )
+            return expected
+        if losses.dim() != 1 or expected not in (None, losses.shape[0]):
+            raise InvalidArgumentError(
+                "losses",
+                expected=f"one loss per sample, shape ({'B' if expected is None else expected},)",
+                got=tuple(losses.shape),
+                remedy="use reduction='none' and reduce over everything but the batch, "
+                "or declare loss_reduction='mean'",
+            )
+        return int(losses.shape[0])
+
+    def _update(self) -> None:
+        if self.released:
+            raise InvalidArgumentError(
+                "step", expected="no step after release()", got=f"step {self.steps_taken}"
+            )
+        norms = self.engine.sample_norms.detach().cpu()
+        self._check_samples(norms)
+        step = self.steps_taken
+        clipped = self.engine.clipped_sum()
+        sums = {name: clipped[name].contiguous() for name in self._trainable}
+        self.ledger.record(step=step, token=self.streams.token(step))
+        release = self.mechanism.privatize(sums, step=step, frame=self.frame)
+        self._optimize(sums)
+        self.last_sample_norms = norms
+        self.last_metrics = describe_step(
+            step=step,
+            norms=norms,
+            clip_norm=self.plan.clip_norm,
+            loss=self._losses.mean(),
+            release=release,
+        )
+        self.steps_taken += 1
+        if self.plan.shuffle == "every-step" and self.plan.permutes:
+            self._permute(step)
+        self._forget_partial_batch()
+        self._check_weights()
+        for callback in tuple(self._callbacks):
+            callback()
+
+    def _optimize(self, gradients: dict[str, torch.Tensor]) -> None:
+        for name, parameter in self._trainable.items():
+            parameter.grad = gradients[name].to(parameter.dtype)
+        self._updating = True
+        try:
+            self.optimizer.step()
+        finally:
+            self._updating = False
+        for parameter in self._trainable.values():
+            parameter.grad = None
+
+    def _permute(self, step: int) -> None:
+        assert self.spec is not None, "a plan that permutes has a spec"
+        generator = self.streams.torch("permutation", step, device=self.device)
+        permutation = draw(self.spec, generator)
+        apply(permutation, self.model, self.optimizer)
+        if self.frame is not None:
+            self.frame = self.frame.then(permutation)
+
+    def _check_samples(self, norms: torch.Tensor) -> None:
+        if self.plan.sampling == "poisson" and norms.numel() != self._drawn:
+            raise InvalidArgumentError(
+                "backward",
+                expected=f"gradients of the {self._drawn} records drawn",
+                got=norms.numel(),
+                remedy="run the forward and backward of every physical batch inside the loop",
+            )
+        num_nonfinite = int((~torch.isfinite(norms)).sum())
+        if 2 * num_nonfinite > norms.numel():
+            raise DivergenceError(
+                f"step {self.steps_taken}: {num_nonfinite} of {norms.numel()} records have a "
+                f"non-finite gradient; {DIVERGENCE_ADVICE}"
+            )
+
+    def _check_weights(self) -> None:
+        weights = [p.detach() for p in self._trainable.values()]
+        if not bool(torch.stack([torch.isfinite(w).all() for w in weights]).all()):
+            broken = [n for n, p in self._trainable.items() if not torch.isfinite(p).all()]
+            raise DivergenceError(
+                f"step {self.steps_taken - 1}: {len(broken)} parameters are no longer finite, "
+                f"first {broken[0]}; {DIVERGENCE_ADVICE}"
+            )
+
+    def _refuse_foreign_step(
+        self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any
+    ) -> None:
+        if not self._updating:
+            raise InvalidArgumentError(
+                "optimizer.step",
+                expected="private.step(), which privatizes the gradient first",
+                got="a direct call",
+                remedy="call private.close() when the private run is over",
+            )

@@ -1,0 +1,91 @@
+"""Where every random stream of a run comes from: sampling, noise and permutations.
+
+A seeded run derives each stream from (seed, purpose, step, index), so that no generator has a
+position to lose: resuming at step t draws exactly what the uninterrupted run drew at step t. A
+secure run derives each stream from fresh operating-system entropy, so nothing on disk can
+reproduce it and no stream is ever used twice.
+
+Torch's CPU generator keeps only the low 32 bits of a seed, few enough to try them all and to
+collide by chance in a long run. Streams here therefore carry at least 128 bits of key: Philox
+through numpy on the CPU, the full Mersenne state where a `torch.Generator` is required. On an
+accelerator torch's Philox takes a 64-bit key.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+
+from shuffled_dpsgd.errors import InvalidArgumentError
+
+Purpose = Literal["sampling", "noise", "permutation", "loader"]
+_PURPOSES: dict[Purpose, int] = {"sampling": 0, "noise": 1, "permutation": 2, "loader": 3}
+_MERSENNE_WORDS = 624
+_MERSENNE_OFFSET = 24
+_MERSENNE_BYTES = 5056
+
+
+@dataclass(frozen=True, kw_only=True)
+class RandomStreams:
+    """The random streams of one run; `seed=None` means secure.
+
+    A seeded run is reproducible by anyone who knows the seed, and its noise removable: use it for
+    experiments, or keep the seed as secret as the data.
+    """
+
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.seed is not None and self.seed < 0:
+            raise InvalidArgumentError("seed", expected="a non-negative integer", got=self.seed)
+
+    @property
+    def secure(self) -> bool:
+        """Whether every stream is drawn from the operating system."""
+        return self.seed is None
+
+    def numpy(self, purpose: Purpose, step: int, index: int = 0) -> np.random.Generator:
+        """The stream of one purpose at one step, as a numpy generator (Philox, 128-bit key)."""
+        return np.random.Generator(np.random.Philox(self._sequence(purpose, step, index)))
+
+    def torch(
+        self, purpose: Purpose, step: int, index: int = 0, *, device: torch.device | str = "cpu"
+    ) -> torch.Generator:
+        """The stream of one purpose at one step, as a torch generator on `device`."""
+        sequence = self._sequence(purpose, step, index)
+        generator = torch.Generator(device)
+        if generator.device.type == "cpu":
+            _fill_mersenne_state(generator, sequence)
+        else:
+            low, high = (int(word) for word in sequence.generate_state(2, np.uint32))
+            generator.manual_seed(low | high << 32)
+        return generator
+
+    def token(self, step: int) -> str:
+        """What the ledger knows a release by.
+
+        Equal tokens are the same release: a seeded run repeats itself after a crash, so its
+        repeated steps reveal nothing new. In a secure run no two tokens are equal.
+        """
+        if self.seed is None:
+            return secrets.token_hex(16)
+        return hashlib.sha256(f"{self.seed}:{step}".encode()).hexdigest()[:32]
+
+    def _sequence(self, purpose: Purpose, step: int, index: int) -> np.random.SeedSequence:
+        if self.seed is None:
+            return np.random.SeedSequence(secrets.randbits(256))
+        return np.random.SeedSequence(self.seed, spawn_key=(_PURPOSES[purpose], step, index))
+
+
+def _fill_mersenne_state(generator: torch.Generator, sequence: np.random.SeedSequence) -> None:
+    state = generator.get_state()
+    assert state.numel() == _MERSENNE_BYTES, "torch changed the layout of its CPU generator"
+    words = sequence.generate_state(_MERSENNE_WORDS, np.uint32).astype(np.int64)
+    size = 8 * _MERSENNE_WORDS
+    state[_MERSENNE_OFFSET : _MERSENNE_OFFSET + size] = torch.from_numpy(words).view(torch.uint8)
+    generator.set_state(state)

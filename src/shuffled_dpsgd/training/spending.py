@@ -1,0 +1,37 @@
+"""Epsilon along a run, priced once and looked up at every step."""
+
+from __future__ import annotations
+
+import bisect
+import math
+
+from shuffled_dpsgd.accounting import PrivacyClaim
+from shuffled_dpsgd.training.plan import PrivacyPlan
+
+_KNOTS = 24
+
+
+class SpendingCurve:
+    """Certified claim and paper's estimate after any number of releases of a plan.
+
+    Priced at a few step counts; in between, the next priced count above is charged. Both curves
+    grow with the number of releases, so what is shown is never below what is spent.
+    """
+
+    def __init__(self, plan: PrivacyPlan) -> None:
+        even = {math.ceil(plan.num_steps * (i / _KNOTS) ** 2) for i in range(1, _KNOTS + 1)}
+        self._knots = [0, *sorted(even)]
+        certified = plan.certified_along(self._knots)
+        self._certified: list[PrivacyClaim] | list[None] = certified or [None] * len(self._knots)
+        self._paper = [plan.paper_estimate(knot) for knot in self._knots]
+
+    def certified(self, releases: int) -> PrivacyClaim | None:
+        """Proven after at most `releases`; None where nothing can be certified."""
+        return self._certified[self._knot(releases)]
+
+    def paper(self, releases: int) -> PrivacyClaim | None:
+        """The paper's estimate, heuristic, after at most `releases`."""
+        return self._paper[self._knot(releases)]
+
+    def _knot(self, releases: int) -> int:
+        return bisect.bisect_left(self._knots, releases)

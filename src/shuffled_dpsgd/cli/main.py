@@ -6,6 +6,7 @@ import typer
 
 from shuffled_dpsgd import __version__
 from shuffled_dpsgd.cli.audit import app as audit_app
+from shuffled_dpsgd.cli.inspect import inspect
 
 app = typer.Typer(
     name="shuffled-dpsgd",
@@ -33,6 +34,7 @@ def options(
 
 
 app.add_typer(audit_app)
+app.command("inspect")(inspect)
 
 
 def main() -> None:

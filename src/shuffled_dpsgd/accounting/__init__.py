@@ -5,6 +5,13 @@ Numpy and scipy only; `dp_accounting` is imported when a claim is first priced; 
 
 from __future__ import annotations
 
+from shuffled_dpsgd.accounting.accountants import (
+    Accountant,
+    Target,
+    accountants,
+    compare,
+    compare_calibrations,
+)
 from shuffled_dpsgd.accounting.certified import (
     Bracket,
     calibrate_certified,
@@ -17,6 +24,7 @@ from shuffled_dpsgd.accounting.events import SampledGaussian, smallest_noise
 from shuffled_dpsgd.accounting.paper import PaperCalibration, calibrate_paper, paper_claim
 
 __all__ = [
+    "Accountant",
     "Adjacency",
     "Bracket",
     "Calibration",
@@ -24,11 +32,15 @@ __all__ = [
     "PaperCalibration",
     "PrivacyClaim",
     "SampledGaussian",
+    "Target",
+    "accountants",
     "calibrate_certified",
     "calibrate_paper",
     "certified_bracket",
     "certified_claim",
     "certified_curve",
+    "compare",
+    "compare_calibrations",
     "paper_claim",
     "smallest_noise",
 ]

@@ -1,11 +1,8 @@
 """The guarantee anyone can rely on: privacy-loss distributions of the Poisson-sampled Gaussian.
 
 The shuffle is a post-processing of the Gaussian mechanism and is credited with nothing. Every
-figure here is pessimistic: the distribution is rounded upwards (connect-the-dots, Doroshenko et
-al. 2022), so refining the grid can only lower ε. The grid is refined until the rounding costs less
-than `RELATIVE_ERROR`; coarse grids cost milliseconds, so most of a calibration is coarse.
-
-Legend: σ noise_multiplier, q sampling_prob, T num_steps, h grid spacing of the privacy loss.
+ε here is an upper bound; its rounding error is below `RELATIVE_ERROR`. Coarse grids cost
+milliseconds, so a calibration is coarse until it is close.
 """
 
 from __future__ import annotations
@@ -14,11 +11,10 @@ import math
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any
 
 from shuffled_dpsgd.accounting.claim import Adjacency, Calibration, PrivacyClaim
 from shuffled_dpsgd.accounting.events import SampledGaussian, check_delta, check_epsilon
+from shuffled_dpsgd.accounting.pld import epsilon_at, optimistic, price, refine
 from shuffled_dpsgd.accounting.search import smallest_noise_multiplier
 from shuffled_dpsgd.errors import InvalidArgumentError
 
@@ -28,9 +24,6 @@ CALIBRATION_ERROR = 3e-4
 COARSE_ERROR = 5e-3
 # Below this the float64 Fourier transform's own rounding is no longer negligible against delta.
 SMALLEST_DELTA = 1e-12
-# dp_accounting drops tails of probability e^-50, that is beyond about ten standard deviations.
-TAIL_DEVIATIONS = 10.0
-LARGEST_GRID = 4_000_000
 CURVE_KNOTS = 24
 ASSUMPTIONS = (
     "every example joins each step independently with probability sampling_prob (Poisson)",
@@ -96,9 +89,9 @@ def certified_curve(
         adjacency=adjacency,
     )
     knots = _knots(sorted(set(steps)))
-    spacing, _ = _refine(longest, delta, RELATIVE_ERROR)
+    spacing, _ = refine(longest, delta, RELATIVE_ERROR)
     priced = {
-        knot: _epsilon(_with_steps(longest, knot), delta, spacing, pessimistic=True)
+        knot: epsilon_at(_with_steps(longest, knot), delta, spacing, pessimistic=True)
         for knot in knots
     }
     claims = []
@@ -149,7 +142,7 @@ def certified_bracket(
     """Optimistic and pessimistic roundings of the same distribution: the exact ε lies between.
 
     The upper end is `certified_claim`'s. The lower end rounds every privacy loss down
-    (privacy buckets), which shifts ε by up to T * h, so its grid is finer and still looser.
+    (privacy buckets), which is looser: about half a per cent below.
     """
     mechanism = SampledGaussian(
         noise_multiplier=noise_multiplier,
@@ -158,110 +151,9 @@ def certified_bracket(
         adjacency=adjacency,
     )
     _check_delta(delta)
-    if noise_multiplier == 0.0:
-        return Bracket(lower=math.inf, upper=math.inf)
-    spacing, upper = _refine(mechanism, delta, RELATIVE_ERROR)
-    wanted = 2.0 * COARSE_ERROR * upper / _composed(mechanism)[1]
-    finest = _loss_range(mechanism) / (LARGEST_GRID / 40)
-    lower_spacing = min(spacing, max(wanted, finest))
-    lower = _epsilon(mechanism, delta, lower_spacing, pessimistic=False)
+    upper = price(mechanism, delta, RELATIVE_ERROR)
+    lower = optimistic(mechanism, delta, COARSE_ERROR * upper)
     return Bracket(lower=min(lower, upper), upper=upper)
-
-
-def price(mechanism: SampledGaussian, delta: float, relative_error: float) -> float:
-    """The pessimistic ε with its rounding error held below `relative_error`; inf without noise."""
-    if mechanism.noise_multiplier == 0.0:
-        return math.inf
-    return _refine(mechanism, delta, relative_error)[1]
-
-
-@lru_cache(maxsize=4096)
-def _refine(mechanism: SampledGaussian, delta: float, relative_error: float) -> tuple[float, float]:
-    """Halve the grid until the rounding error is small: (spacing, ε)."""
-    spacing = _power_of_two(_loss_range(mechanism) / 2000.0)
-    finest = _power_of_two(_loss_range(mechanism) / LARGEST_GRID)
-    while True:
-        epsilon = _epsilon(mechanism, delta, spacing, pessimistic=True)
-        wanted = max(_spacing_for(mechanism, epsilon, delta, relative_error), finest)
-        if spacing <= wanted:
-            return spacing, epsilon
-        spacing = max(min(spacing / 2.0, _power_of_two(wanted)), finest)
-
-
-def _spacing_for(
-    mechanism: SampledGaussian, epsilon: float, delta: float, relative_error: float
-) -> float:
-    """The spacing whose rounding costs about `relative_error`.
-
-    Connecting the dots splits a loss between its two neighbours on the grid, which adds a variance
-    of about h²/6 a step. Reading the composed loss as Gaussian, ε = μ²/2 + zμ, that variance
-    T·h²/6 raises ε by T·h²/6 · (1/2 + z/(2μ)). An estimate: it steers accuracy, never soundness.
-    """
-    from scipy.special import ndtri
-
-    if not math.isfinite(epsilon):
-        return 0.0
-    allowed = max(relative_error * epsilon, 1e-7)
-    z = max(-float(ndtri(delta)), 1.0)
-    mu = math.sqrt(z * z + 2.0 * max(epsilon, 1e-6)) - z
-    slope = 0.5 + z / (2.0 * mu)
-    return math.sqrt(6.0 * allowed / (_composed(mechanism)[1] * slope))
-
-
-def _epsilon(
-    mechanism: SampledGaussian, delta: float, spacing: float, *, pessimistic: bool
-) -> float:
-    if mechanism.noise_multiplier == 0.0:
-        return math.inf
-    noise, count = _composed(mechanism)
-    distribution = _distribution(
-        noise, mechanism.sampling_prob, mechanism.adjacency, spacing, pessimistic
-    )
-    composed = distribution if count == 1 else distribution.self_compose(count)
-    return float(composed.get_epsilon_for_delta(delta))
-
-
-@lru_cache(maxsize=8)
-def _distribution(
-    noise_multiplier: float,
-    sampling_prob: float,
-    adjacency: Adjacency,
-    spacing: float,
-    pessimistic: bool,
-) -> Any:
-    from dp_accounting import NeighboringRelation
-    from dp_accounting.pld import privacy_loss_distribution
-
-    relation = {
-        "add-remove": NeighboringRelation.ADD_OR_REMOVE_ONE,
-        "replace-one": NeighboringRelation.REPLACE_ONE,
-    }[adjacency]
-    return privacy_loss_distribution.from_gaussian_mechanism(
-        noise_multiplier,
-        sampling_prob=sampling_prob,
-        value_discretization_interval=spacing,
-        pessimistic_estimate=pessimistic,
-        use_connect_dots=pessimistic,
-        neighboring_relation=relation,
-    )
-
-
-def _composed(mechanism: SampledGaussian) -> tuple[float, int]:
-    """Without sampling, T releases at σ are exactly one release at σ/√T."""
-    if mechanism.sampling_prob == 1.0:
-        return mechanism.noise_multiplier / math.sqrt(mechanism.num_steps), 1
-    return mechanism.noise_multiplier, mechanism.num_steps
-
-
-def _loss_range(mechanism: SampledGaussian) -> float:
-    noise = _composed(mechanism)[0]
-    shift = 1.0 if mechanism.adjacency == "add-remove" else 2.0
-    return shift * TAIL_DEVIATIONS / noise + 0.5 * (shift / noise) ** 2
-
-
-def _power_of_two(value: float) -> float:
-    """The largest power of two not above `value`: grids then nest, and refining only lowers ε."""
-    return 2.0 ** math.floor(math.log2(value))
 
 
 def _knots(steps: list[int]) -> list[int]:

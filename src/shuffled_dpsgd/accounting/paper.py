@@ -14,12 +14,18 @@ from typing import Any, Literal
 
 from shuffled_dpsgd.accounting.claim import PrivacyClaim
 from shuffled_dpsgd.accounting.composition import (
+    StepBudget,
     check_split,
     step_budget,
     step_delta,
     total_epsilon,
 )
-from shuffled_dpsgd.accounting.events import SampledGaussian, check_delta, check_epsilon
+from shuffled_dpsgd.accounting.events import (
+    check_delta,
+    check_epsilon,
+    check_noise_multiplier,
+    check_sampling,
+)
 from shuffled_dpsgd.accounting.theorem import check_theorem, smallest_epsilon, smallest_sigma
 from shuffled_dpsgd.errors import InvalidArgumentError
 
@@ -81,47 +87,28 @@ def paper_claim(
     If the theorem gives more than the unshuffled mechanism does at the same noise, the unshuffled
     value is reported and `inputs["falls_back"]` is true, as in Algorithm 1.
     """
-    facts = SampledGaussian(
-        noise_multiplier=noise_multiplier, sampling_prob=sampling_prob, num_steps=num_steps
-    )
-    check_delta(delta)
-    check_theorem(dimension, batch_clip)
-    if noise_multiplier == 0.0:
-        return _no_noise(facts, delta, dimension, batch_clip)
-
-    def total(share: float, coordinates: int) -> float:
-        inner_delta = step_delta(delta, sampling_prob, num_steps, share)
-        inner = smallest_epsilon(
-            noise_multiplier, inner_delta, dimension=coordinates, batch_clip=batch_clip
-        )
-        return total_epsilon(
-            inner,
-            delta=delta,
-            sampling_prob=sampling_prob,
-            num_steps=num_steps,
-            delta_split=share,
-        )
-
-    share = _resolve_split(delta_split, lambda s: total(s, dimension))
-    shuffled, unshuffled = total(share, dimension), total(share, 1)
-    inner_delta = step_delta(delta, sampling_prob, num_steps, share)
-    falls_back = shuffled >= unshuffled
-    inner = smallest_epsilon(
-        noise_multiplier,
-        inner_delta,
-        dimension=1 if falls_back else dimension,
+    run = _Run(
+        sampling_prob=sampling_prob,
+        num_steps=num_steps,
+        delta=delta,
+        dimension=dimension,
         batch_clip=batch_clip,
     )
-    inputs = {
-        **facts.to_json(),
-        "dimension": dimension,
-        "batch_clip": batch_clip,
-        "delta_split": share,
-        "step_epsilon": inner,
-        "step_delta": inner_delta,
-        "falls_back": falls_back,
-    }
-    return _heuristic(min(shuffled, unshuffled), delta, inputs)
+    check_noise_multiplier(noise_multiplier)
+    if noise_multiplier == 0.0:
+        return run.claim(math.inf, noise_multiplier=0.0)
+    share = _resolve_split(delta_split, lambda s: run.epsilon(noise_multiplier, s, dimension))
+    shuffled = run.epsilon(noise_multiplier, share, dimension)
+    unshuffled = run.epsilon(noise_multiplier, share, 1)
+    falls_back = shuffled >= unshuffled
+    return run.claim(
+        min(shuffled, unshuffled),
+        noise_multiplier=noise_multiplier,
+        delta_split=share,
+        step_epsilon=run.step_epsilon(noise_multiplier, share, 1 if falls_back else dimension),
+        step_delta=step_delta(delta, sampling_prob, num_steps, share),
+        falls_back=falls_back,
+    )
 
 
 def calibrate_paper(
@@ -139,53 +126,100 @@ def calibrate_paper(
     Both come from one per-step budget; an optimised split therefore minimises their product.
     """
     check_epsilon(epsilon)
-    check_delta(delta)
-    check_theorem(dimension, batch_clip)
-
-    def sigma(share: float, coordinates: int) -> float:
-        budget = step_budget(
-            epsilon=epsilon,
-            delta=delta,
-            sampling_prob=sampling_prob,
-            num_steps=num_steps,
-            delta_split=share,
-        )
-        return smallest_sigma(
-            budget.epsilon, budget.delta, dimension=coordinates, batch_clip=batch_clip
-        )
-
-    share = _resolve_split(delta_split, lambda s: sigma(s, dimension) * sigma(s, 1))
-    theorem, unshuffled = sigma(share, dimension), sigma(share, 1)
-    noise = min(theorem, unshuffled)
-    budget = step_budget(
-        epsilon=epsilon,
-        delta=delta,
+    run = _Run(
         sampling_prob=sampling_prob,
         num_steps=num_steps,
-        delta_split=share,
+        delta=delta,
+        dimension=dimension,
+        batch_clip=batch_clip,
     )
-    inputs = {
-        **SampledGaussian(
-            noise_multiplier=noise, sampling_prob=sampling_prob, num_steps=num_steps
-        ).to_json(),
-        "dimension": dimension,
-        "batch_clip": batch_clip,
-        "delta_split": share,
-        "unshuffled_noise_multiplier": unshuffled,
-        "step_epsilon": budget.epsilon,
-        "step_delta": budget.delta,
-        "falls_back": theorem >= unshuffled,
-    }
+    share = _resolve_split(
+        delta_split, lambda s: run.noise(epsilon, s, dimension) * run.noise(epsilon, s, 1)
+    )
+    theorem, unshuffled = run.noise(epsilon, share, dimension), run.noise(epsilon, share, 1)
+    noise, falls_back = min(theorem, unshuffled), theorem >= unshuffled
+    budget = run.budget(epsilon, share)
     return PaperCalibration(
         noise_multiplier=noise,
         unshuffled_noise_multiplier=unshuffled,
         theorem_noise_multiplier=theorem,
-        falls_back=theorem >= unshuffled,
+        falls_back=falls_back,
         step_epsilon=budget.epsilon,
         step_delta=budget.delta,
         delta_split=share,
-        claim=_heuristic(epsilon, delta, inputs),
+        claim=run.claim(
+            epsilon,
+            noise_multiplier=noise,
+            unshuffled_noise_multiplier=unshuffled,
+            delta_split=share,
+            step_epsilon=budget.epsilon,
+            step_delta=budget.delta,
+            falls_back=falls_back,
+        ),
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Run:
+    """The facts of a run that both directions share; `coordinates` is d, or 1 for unshuffled."""
+
+    sampling_prob: float
+    num_steps: int
+    delta: float
+    dimension: int
+    batch_clip: float
+
+    def __post_init__(self) -> None:
+        check_sampling(self.sampling_prob, self.num_steps)
+        check_delta(self.delta)
+        check_theorem(self.dimension, self.batch_clip)
+
+    def step_epsilon(self, noise_multiplier: float, share: float, coordinates: int) -> float:
+        inner_delta = step_delta(self.delta, self.sampling_prob, self.num_steps, share)
+        return smallest_epsilon(
+            noise_multiplier, inner_delta, dimension=coordinates, batch_clip=self.batch_clip
+        )
+
+    def epsilon(self, noise_multiplier: float, share: float, coordinates: int) -> float:
+        return total_epsilon(
+            self.step_epsilon(noise_multiplier, share, coordinates),
+            delta=self.delta,
+            sampling_prob=self.sampling_prob,
+            num_steps=self.num_steps,
+            delta_split=share,
+        )
+
+    def budget(self, epsilon: float, share: float) -> StepBudget:
+        return step_budget(
+            epsilon=epsilon,
+            delta=self.delta,
+            sampling_prob=self.sampling_prob,
+            num_steps=self.num_steps,
+            delta_split=share,
+        )
+
+    def noise(self, epsilon: float, share: float, coordinates: int) -> float:
+        budget = self.budget(epsilon, share)
+        return smallest_sigma(
+            budget.epsilon, budget.delta, dimension=coordinates, batch_clip=self.batch_clip
+        )
+
+    def claim(self, epsilon: float, **found: Any) -> PrivacyClaim:
+        facts = {
+            "sampling_prob": self.sampling_prob,
+            "num_steps": self.num_steps,
+            "adjacency": "add-remove",
+            "dimension": self.dimension,
+            "batch_clip": self.batch_clip,
+        }
+        return PrivacyClaim(
+            epsilon=epsilon,
+            delta=self.delta,
+            method=METHOD,
+            kind="heuristic",
+            assumptions=ASSUMPTIONS,
+            inputs={**facts, **found},
+        )
 
 
 def _resolve_split(delta_split: DeltaSplit, cost: Callable[[float], float]) -> float:
@@ -207,21 +241,3 @@ def _resolve_split(delta_split: DeltaSplit, cost: Callable[[float], float]) -> f
         )
     check_split(delta_split)
     return float(delta_split)
-
-
-def _heuristic(epsilon: float, delta: float, inputs: dict[str, Any]) -> PrivacyClaim:
-    return PrivacyClaim(
-        epsilon=epsilon,
-        delta=delta,
-        method=METHOD,
-        kind="heuristic",
-        assumptions=ASSUMPTIONS,
-        inputs=inputs,
-    )
-
-
-def _no_noise(
-    facts: SampledGaussian, delta: float, dimension: int, batch_clip: float
-) -> PrivacyClaim:
-    inputs = {**facts.to_json(), "dimension": dimension, "batch_clip": batch_clip}
-    return _heuristic(math.inf, delta, inputs)

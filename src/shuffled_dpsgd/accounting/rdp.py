@@ -1,0 +1,75 @@
+"""Rényi differential privacy of the Poisson-sampled Gaussian, with orders that reach far enough.
+
+Proven, and looser than a privacy-loss distribution by about a tenth. Its moments also bound the
+tails of the privacy loss, which tells other accountants how wide a domain they need.
+
+Legend: σ noise_multiplier, q sampling_prob, T num_steps, α order, D_α Rényi divergence.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from shuffled_dpsgd.accounting.events import SampledGaussian
+
+Array: TypeAlias = npt.NDArray[np.float64]
+
+# Orders that stop at 63 miss the optimum for strong privacy: about 130 at ε = 0.1, 900 at 0.01.
+FRACTIONAL_ORDERS = tuple(1.0 + step / 20.0 for step in range(1, 20)) + tuple(
+    2.0 + step / 5.0 for step in range(1, 40) if step % 5
+)
+WHOLE_ORDERS = tuple(sorted({*range(2, 129), *np.geomspace(128, 30_000, 60).astype(int).tolist()}))
+
+
+def rdp_epsilon(mechanism: SampledGaussian, delta: float) -> float:
+    """ε by Rényi DP (Mironov, Talwar & Zhang 2019; conversion of Canonne et al. 2020)."""
+    from dp_accounting.rdp import rdp_privacy_accountant
+
+    if mechanism.noise_multiplier == 0.0:
+        return math.inf
+    orders, divergences = _divergences(mechanism.noise_multiplier, mechanism.sampling_prob)
+    epsilon, _ = rdp_privacy_accountant.compute_epsilon(
+        orders, mechanism.num_steps * divergences, delta
+    )
+    return float(epsilon)
+
+
+def loss_tail(mechanism: SampledGaussian, probability: float) -> float:
+    """A t with Pr[privacy loss of the run >= t] <= `probability`, in either direction.
+
+    Markov's inequality on e^{(α−1)·loss}, whose mean is e^{(α−1)·T·D_α}, at the best order.
+    """
+    orders, divergences = _divergences(mechanism.noise_multiplier, mechanism.sampling_prob)
+    bounds = mechanism.num_steps * divergences + math.log(1.0 / probability) / (orders - 1.0)
+    return float(np.min(bounds))
+
+
+@lru_cache(maxsize=64)
+def _divergences(noise: float, sampling_prob: float) -> tuple[Array, Array]:
+    """(orders, D_α of one step)."""
+    from dp_accounting.rdp import rdp_privacy_accountant
+
+    accountant = rdp_privacy_accountant.RdpAccountant(FRACTIONAL_ORDERS)
+    one_step = SampledGaussian(noise_multiplier=noise, sampling_prob=sampling_prob, num_steps=1)
+    accountant.compose(one_step.to_dp_event())
+    whole = np.array(WHOLE_ORDERS, dtype=np.float64)
+    moments = np.array([_log_moment(order, noise, sampling_prob) for order in WHOLE_ORDERS])
+    orders = np.concatenate([FRACTIONAL_ORDERS, whole])
+    return orders, np.concatenate([accountant.rdp, moments / (whole - 1.0)])
+
+
+def _log_moment(order: int, noise: float, sampling_prob: float) -> float:
+    """log E_Q[(P/Q)^α] for a whole α: a binomial sum of Gaussian moments, exact."""
+    from scipy.special import gammaln, logsumexp
+
+    if sampling_prob == 1.0:
+        return order * (order - 1) / (2.0 * noise**2)
+    k: Array = np.arange(order + 1, dtype=np.float64)
+    binomial = gammaln(order + 1.0) - gammaln(k + 1.0) - gammaln(order - k + 1.0)
+    weights = binomial + k * math.log(sampling_prob) + (order - k) * math.log1p(-sampling_prob)
+    return max(float(logsumexp(weights + k * (k - 1.0) / (2.0 * noise**2))), 0.0)

@@ -1,0 +1,114 @@
+"""The privacy card as HTML: the same order and words as the text card, nothing added."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from html import escape
+
+from shuffled_dpsgd.accounting import PrivacyClaim
+from shuffled_dpsgd.reports.page import page
+from shuffled_dpsgd.training.card import CERTIFIED_METHOD_NOTE, PrivacyCard
+
+CARD_CSS = """
+.card { border: 1px solid var(--line); border-radius: 10px; padding: 1.2rem 1.4rem; }
+.claims { display: grid; grid-template-columns: repeat(auto-fit, minmax(15rem, 1fr)); gap: 1rem; }
+.claim { border-left: 5px solid var(--line); padding: .2rem 0 .2rem .9rem; }
+.claim b { display: block; font-size: 1.7rem; line-height: 1.25; }
+.claim.proven { border-color: var(--proven); } .claim.proven b { color: var(--proven); }
+.claim.heuristic { border-color: var(--heuristic); } .claim.heuristic b { color: var(--heuristic); }
+.claim.measured { border-color: var(--measured); } .claim.measured b { color: var(--measured); }
+.kind { font-weight: 600; font-size: .8rem; letter-spacing: .02em; }
+.refuted { color: #b42318; font-weight: 700; }
+dl.terms { display: grid; grid-template-columns: 10rem 1fr; gap: .35rem 1rem; margin: 1.2rem 0 0; }
+dl.terms dt { color: var(--muted); } dl.terms dd { margin: 0; }
+dl.terms ul { margin: 0; padding-left: 1.1rem; }
+@media (max-width: 40rem) { dl.terms { grid-template-columns: 1fr; } }
+"""
+
+
+def card_fragment(card: PrivacyCard) -> str:
+    """The card as one `<section>`; `CARD_CSS` styles it."""
+    claims = [_certified(card), _paper(card), *(_audit(card))]
+    return (
+        f'<section class="card"><h2>Privacy card after {card.steps_released} of '
+        f"{card.steps_planned} steps</h2>"
+        f'<div class="claims">{"".join(claims)}</div>{_terms(card)}</section>'
+    )
+
+
+def card_page(card: PrivacyCard) -> str:
+    """The card as a self-contained page."""
+    return page(title="Privacy card", body=card_fragment(card), css=CARD_CSS)
+
+
+def _certified(card: PrivacyCard) -> str:
+    if card.certified is None:
+        why = escape("; ".join(card.why_not_certified))
+        return f'<div class="claim"><span class="kind">certified ε</span><b>none</b>{why}</div>'
+    return _claim("certified ε", card.certified, CERTIFIED_METHOD_NOTE)
+
+
+def _paper(card: PrivacyCard) -> str:
+    if card.paper is None:
+        return (
+            '<div class="claim"><span class="kind">paper’s estimate</span><b>none</b>'
+            "the formula needs Poisson sampling, a clip and noise</div>"
+        )
+    inputs = card.paper.inputs
+    note = "not a guarantee"
+    if "dimension" in inputs:
+        note = (
+            f"c' = {inputs['batch_clip']:g} c, d = {inputs['dimension']:,}, "
+            f"δ split {inputs['delta_split']:g}; not a guarantee"
+        )
+    return _claim("paper’s estimate", card.paper, note)
+
+
+def _claim(label: str, claim: PrivacyClaim, note: str) -> str:
+    return (
+        f'<div class="claim {claim.kind}"><span class="kind">{label} · {claim.kind}</span>'
+        f"<b>ε = {claim.epsilon:.4g}</b>δ = {claim.delta:.3g}, {escape(claim.method)}; "
+        f"{escape(note)}</div>"
+    )
+
+
+def _audit(card: PrivacyCard) -> Iterable[str]:
+    if not card.audits:
+        yield (
+            '<div class="claim"><span class="kind">audited bounds · measured</span>'
+            "<b>none run</b>an audit gives lower bounds on ε</div>"
+        )
+    for bound in card.audits:
+        yield (
+            '<div class="claim measured"><span class="kind">audited bound · measured</span>'
+            f"<b>ε ≥ {bound.epsilon:.4g}</b>{escape(bound.adversary)}, {escape(bound.estimator)}, "
+            f"{bound.confidence:.0%} confidence, δ = {bound.delta:.3g}</div>"
+        )
+
+
+def _terms(card: PrivacyCard) -> str:
+    verdicts = [
+        f'<span class="{"refuted" if verdict == "claim refuted" else ""}">'
+        f"{escape(name)}: {escape(verdict)}</span>"
+        for name, verdict in card.verdicts.items()
+    ]
+    assumptions = card.certified.assumptions if card.certified is not None else ()
+    rows = [
+        ("verdict", verdicts or ["nothing is claimed"]),
+        ("target", [escape(card.target)]),
+        ("sampler", [escape(card.sampler)]),
+        ("mechanism", [escape(line) for line in card.mechanism]),
+        ("shuffle", [escape(card.shuffle)]),
+        ("randomness", [escape(card.randomness)]),
+        ("threat model", [escape(card.threat_model)]),
+        ("assumptions", [escape(line) for line in assumptions] or ["none: nothing is certified"]),
+        ("not covered", [escape(line) for line in card.not_covered]),
+    ]
+    items = "".join(f"<dt>{label}</dt><dd>{_listed(lines)}</dd>" for label, lines in rows)
+    return f'<dl class="terms">{items}</dl>'
+
+
+def _listed(lines: list[str]) -> str:
+    if len(lines) == 1:
+        return lines[0]
+    return "<ul>" + "".join(f"<li>{line}</li>" for line in lines) + "</ul>"

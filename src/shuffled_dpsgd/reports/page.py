@@ -1,0 +1,44 @@
+"""The shell of every HTML page: one file, no script, nothing fetched from anywhere."""
+
+from __future__ import annotations
+
+from html import escape
+
+from shuffled_dpsgd.reports.style import HEURISTIC, INK, MUTED, PROVEN, TRAIN
+
+BASE_CSS = f"""
+:root {{ --ink: {INK}; --muted: {MUTED}; --line: #d8dde3; --proven: {PROVEN};
+  --heuristic: {HEURISTIC}; --measured: {TRAIN}; }}
+* {{ box-sizing: border-box; }}
+body {{ margin: 0 auto; padding: 2rem 1.2rem 4rem; max-width: 70rem; color: var(--ink);
+  background: #fff; font: 15px/1.5 system-ui, -apple-system, "Segoe UI", sans-serif; }}
+h1 {{ font-size: 1.7rem; margin: 0 0 .3rem; }} h2 {{ font-size: 1.15rem; margin: 0 0 .8rem; }}
+section {{ margin-top: 2rem; }} p {{ margin: .4rem 0; }}
+.muted {{ color: var(--muted); }}
+.warning {{ border-left: 5px solid var(--heuristic); background: #fdf4ee; padding: .6rem .9rem; }}
+table {{ border-collapse: collapse; }} th, td {{ padding: .25rem 1.2rem .25rem 0; text-align: left;
+  border-bottom: 1px solid var(--line); vertical-align: top; }} th {{ color: var(--muted);
+  font-weight: 500; }} td.number {{ text-align: right; font-variant-numeric: tabular-nums; }}
+.figures {{ display: grid; gap: 1rem;
+  grid-template-columns: repeat(auto-fit, minmax(24rem, 1fr)); }}
+figure {{ margin: 0; border: 1px solid var(--line); border-radius: 10px; padding: .6rem; }}
+figure svg {{ width: 100%; height: auto; }}
+figcaption {{ color: var(--muted); font-size: .85rem; padding: 0 .4rem .2rem; }}
+footer {{ margin-top: 3rem; color: var(--muted); font-size: .85rem; }}
+"""
+
+
+def page(*, title: str, body: str, css: str = "") -> str:
+    """A complete HTML document; `body` and `css` must already be safe to embed."""
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{escape(title)}</title><style>{BASE_CSS}{css}</style></head>"
+        f"<body>{body}</body></html>\n"
+    )
+
+
+def table(rows: list[tuple[str, str]]) -> str:
+    """Two columns, both escaped: a name and a value."""
+    cells = "".join(f"<tr><th>{escape(k)}</th><td>{escape(v)}</td></tr>" for k, v in rows)
+    return f"<table>{cells}</table>"

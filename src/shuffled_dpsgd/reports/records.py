@@ -1,0 +1,118 @@
+"""What a run writes down about each step: `metrics.jsonl`, one JSON object per line.
+
+Loss, gradient norms, clipped share and signal-to-noise are computed from the private training data
+and carry no noise of their own. They help whoever holds the data to steer a run; no ε covers
+publishing them, and every page drawn from them says so.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, Self
+
+from shuffled_dpsgd.errors import CheckpointError
+
+NORM_BINS_PER_DECADE = 10
+NORM_DECADES = (-4, 4)
+NUM_NORM_BINS = (NORM_DECADES[1] - NORM_DECADES[0]) * NORM_BINS_PER_DECADE
+
+
+def norm_bin_edges() -> list[float]:
+    """Edges of the logarithmic bins gradient norms are counted in.
+
+    >>> edges = norm_bin_edges()
+    >>> len(edges), edges[0], edges[-1]
+    (81, 0.0001, 10000.0)
+    """
+    low = NORM_DECADES[0] * NORM_BINS_PER_DECADE
+    return [10.0 ** ((low + i) / NORM_BINS_PER_DECADE) for i in range(NUM_NORM_BINS + 1)]
+
+
+def count_norms(norms: Iterable[float]) -> dict[int, int]:
+    """Count norms per logarithmic bin; what lies outside (zero, non-finite) goes to an end bin.
+
+    >>> count_norms([1.0, 1.1, 0.0, float("inf")])
+    {40: 2, 0: 1, 79: 1}
+    """
+    from math import floor, isfinite, log10
+
+    counts: dict[int, int] = {}
+    for norm in norms:
+        if not isfinite(norm):
+            index = NUM_NORM_BINS - 1
+        elif norm <= 0:
+            index = 0
+        else:
+            place = floor((log10(norm) - NORM_DECADES[0]) * NORM_BINS_PER_DECADE)
+            index = min(max(place, 0), NUM_NORM_BINS - 1)
+        counts[index] = counts.get(index, 0) + 1
+    return counts
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepRecord:
+    """One optimizer step. `None` means not measured at this step.
+
+    `certified_epsilon` is proven for everything released up to and including this step;
+    `paper_epsilon` is the paper's estimate for the same steps, heuristic.
+    """
+
+    step: int
+    batch_size: int
+    seconds: float
+    learning_rate: float
+    loss: float | None = None
+    clipped_share: float | None = None
+    median_norm: float | None = None
+    signal_to_noise: float | None = None
+    certified_epsilon: float | None = None
+    paper_epsilon: float | None = None
+    heldout_loss: float | None = None
+    heldout_score: float | None = None
+    norm_counts: Mapping[int, int] | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """As written to the file: measured fields only."""
+        return {key: value for key, value in asdict(self).items() if value is not None}
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Self:
+        """The inverse of `to_json`; unknown keys are refused."""
+        unknown = set(value) - {field.name for field in fields(cls)}
+        if unknown:
+            raise CheckpointError(f"metrics.jsonl has unknown fields {sorted(unknown)}")
+        data = dict(value)
+        if "norm_counts" in data:
+            data["norm_counts"] = {int(key): count for key, count in data["norm_counts"].items()}
+        return cls(**data)
+
+
+class MetricsLog:
+    """Appends records to a `metrics.jsonl`; a resumed run drops what its checkpoint never saw."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def append(self, record: StepRecord) -> None:
+        """Write one line and flush it."""
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(record.to_json(), allow_nan=False) + "\n")
+
+    def read(self) -> list[StepRecord]:
+        """All complete records; a last line torn by a crash is ignored."""
+        if not self.path.exists():
+            return []
+        *complete, _torn = self.path.read_text(encoding="utf-8").split("\n")
+        return [StepRecord.from_json(json.loads(line)) for line in complete if line]
+
+    def rewind(self, last_step: int) -> None:
+        """Keep the records up to `last_step`, atomically: resumed steps are written again."""
+        kept = [record for record in self.read() if record.step <= last_step]
+        temporary = self.path.with_suffix(".tmp")
+        lines = (json.dumps(record.to_json(), allow_nan=False) + "\n" for record in kept)
+        temporary.write_text("".join(lines), encoding="utf-8")
+        os.replace(temporary, self.path)

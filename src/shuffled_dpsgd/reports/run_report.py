@@ -1,0 +1,131 @@
+"""The report of a training run: one self-contained page, and its figures as files."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from shuffled_dpsgd import __version__
+from shuffled_dpsgd.permutation import PermutationSpec
+from shuffled_dpsgd.reports.card_html import CARD_CSS, card_fragment, card_page
+from shuffled_dpsgd.reports.figures import RunView, draw_all
+from shuffled_dpsgd.reports.page import page, table
+from shuffled_dpsgd.reports.style import save_figure, to_svg
+from shuffled_dpsgd.training.card import PrivacyCard
+
+CAPTIONS: Mapping[str, str] = {
+    "loss": "Mean loss of each Poisson batch, and of the held-out data.",
+    "score": "On data the model was not trained on.",
+    "epsilon": "What everything released up to each step may claim: the certified bound is "
+    "proven, the paper’s estimate is heuristic.",
+    "gradient_norms": "All samples of all steps; dark bars were scaled down to the clip norm.",
+    "clipped_share": "Samples of each batch whose gradient was longer than the clip norm.",
+    "signal_to_noise": "Below the dotted line the noise is longer than the sum it hides.",
+    "permutation": "Parameters in tensors each kind of symmetry moves; a tensor moved by two "
+    "kinds counts in both.",
+}
+PRIVATE_METRICS_WARNING = (
+    "Training loss, gradient norms, clipped shares and signal-to-noise are computed from the "
+    "training data without noise. No ε covers publishing them: this page is for whoever may see "
+    "the data. The privacy card alone is safe to publish."
+)
+
+
+def report_page(
+    view: RunView,
+    card: PrivacyCard,
+    *,
+    spec: PermutationSpec | None,
+    facts: Mapping[str, Any],
+) -> str:
+    """The page: card first, then results, figures, permutation and configuration."""
+    figures = draw_all(view)
+    drawn = "".join(
+        f"<figure>{to_svg(figure)}<figcaption>{escape(CAPTIONS[name])}</figcaption></figure>"
+        for name, figure in figures.items()
+    )
+    body = (
+        f"<h1>{escape(view.title)}</h1>"
+        '<p class="muted">Private training with shuffled DP-SGD</p>'
+        f"{card_fragment(card)}"
+        f"<section><h2>Results</h2>{table(_results(view))}</section>"
+        f'<section><h2>Curves</h2><p class="warning">{escape(PRIVATE_METRICS_WARNING)}</p>'
+        f'<br><div class="figures">{drawn}</div></section>'
+        f"<section><h2>Permutation</h2>{_permutation(spec)}</section>"
+        f"<section><h2>Settings</h2>{table(_flatten(facts))}</section>"
+        f"<footer>shuffled-dpsgd {__version__}; this file fetches nothing.</footer>"
+    )
+    return page(title=view.title, body=body, css=CARD_CSS)
+
+
+def write_report(
+    directory: Path,
+    view: RunView,
+    card: PrivacyCard,
+    *,
+    spec: PermutationSpec | None,
+    facts: Mapping[str, Any],
+) -> list[Path]:
+    """Write `report.html`, `privacy_card.{txt,json,html}` and `figures/`; return the paths."""
+    texts = {
+        "report.html": report_page(view, card, spec=spec, facts=facts),
+        "privacy_card.html": card_page(card),
+        "privacy_card.txt": f"{card}\n",
+        "privacy_card.json": card.dumps() + "\n",
+    }
+    written = []
+    for name, text in texts.items():
+        (directory / name).write_text(text, encoding="utf-8")
+        written.append(directory / name)
+    for name, figure in draw_all(view).items():
+        written += save_figure(figure, directory / "figures", name)
+    return written
+
+
+def _results(view: RunView) -> list[tuple[str, str]]:
+    rows = [("steps", str(len(view.records)))]
+    for name, label in (("heldout_score", view.score_name), ("heldout_loss", "loss")):
+        _, values = view.series(name)
+        if values:
+            best = min(values) if label in ("loss", "perplexity") else max(values)
+            rows.append((f"held-out {label}", f"{values[-1]:.4f} (best {best:.4f})"))
+    seconds = sum(record.seconds for record in view.records)
+    rows.append(("time in steps", f"{seconds:.1f} s"))
+    samples = sum(record.batch_size for record in view.records)
+    rows.append(("samples per second", f"{samples / seconds:,.0f}" if seconds else "not measured"))
+    return rows
+
+
+def _permutation(spec: PermutationSpec | None) -> str:
+    if spec is None:
+        return "<p>Off: no weights were permuted.</p>"
+    kinds = [
+        (
+            kind,
+            f"{counts['groups']:.0f} groups, {counts['moved_parameters']:,.0f} parameters, "
+            f"10^{counts['log10_group_order']:.0f} permutations",
+        )
+        for kind, counts in spec.count_by_kind().items()
+    ]
+    reasons: dict[str, int] = {}
+    for reason in spec.unmoved.values():
+        reasons[reason] = reasons.get(reason, 0) + 1
+    unmoved = [(f"{count} tensors not moved", reason) for reason, count in reasons.items()]
+    return (
+        f"<p>{spec.moved_parameters:,} of {spec.total_parameters:,} parameters "
+        f"({spec.shuffle_ratio:.1%}) live in tensors that move, in "
+        f"10^{spec.log10_group_order:.0f} ways. The certified ε credits this with nothing.</p>"
+        f"{table([*kinds, *unmoved])}"
+    )
+
+
+def _flatten(facts: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
+    rows: list[tuple[str, str]] = []
+    for key, value in facts.items():
+        if isinstance(value, Mapping):
+            rows += _flatten(value, f"{prefix}{key}.")
+        else:
+            rows.append((f"{prefix}{key}", str(value)))
+    return rows

@@ -1,0 +1,106 @@
+"""One loss per sample for Hugging Face models, whose own `.loss` is already averaged.
+
+Clipping bounds what one sample contributes, so the loss must be a sum of terms that each depend on
+one sample only. A token mean over the batch (GPT-2's `.loss`) divides by a length that depends on
+every sample; here each sample's tokens are averaged by themselves.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from shuffled_dpsgd.errors import InvalidArgumentError, UnsupportedModuleError
+
+Head = Literal["classification", "tokens", "next-token"]
+IGNORED_LABEL = -100
+
+_HEADS: tuple[tuple[str, Head], ...] = (
+    (r"For(Sequence|Image|Audio)Classification$", "classification"),
+    (r"ForMultipleChoice$", "classification"),
+    (r"For(TokenClassification|MaskedLM)$", "tokens"),
+    (r"(ForCausalLM|LMHeadModel)$", "next-token"),
+)
+
+
+def head_of(model: nn.Module) -> Head:
+    """Which loss a model's class name calls for; peft and compile wrappers are looked through."""
+    inner = unwrapped(model)
+    for pattern, head in _HEADS:
+        if re.search(pattern, type(inner).__name__):
+            return head
+    raise UnsupportedModuleError(
+        "",
+        expected="a model for sequence or image classification, token labels or causal LM",
+        got=type(inner).__name__,
+        remedy="pass per_sample_loss=function(outputs, labels) returning one loss per sample",
+    )
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model under peft's and torch.compile's wrappers."""
+    inner: Any = model
+    while True:
+        if hasattr(inner, "_orig_mod"):
+            inner = inner._orig_mod
+        elif hasattr(inner, "get_base_model"):
+            inner = inner.get_base_model()
+        else:
+            assert isinstance(inner, nn.Module)
+            return inner
+
+
+def classification_losses(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Cross entropy per sample; with a single logit, squared error; float labels per class, BCE.
+
+    >>> classification_losses(torch.zeros(3, 2), torch.tensor([0, 1, 1])).shape
+    torch.Size([3])
+    """
+    logits = logits.float()
+    if logits.shape[-1] == 1:
+        return F.mse_loss(logits.squeeze(-1), labels.float().reshape(-1), reduction="none")
+    if labels.is_floating_point():
+        return F.binary_cross_entropy_with_logits(logits, labels, reduction="none").mean(-1)
+    return F.cross_entropy(logits, labels.reshape(-1), reduction="none")
+
+
+def token_losses(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Cross entropy averaged over each sample's own labelled tokens; none labelled gives zero.
+
+    >>> labels = torch.tensor([[1, -100], [-100, -100]])
+    >>> token_losses(torch.zeros(2, 2, 4), labels).tolist() == [torch.tensor(4.0).log().item(), 0]
+    True
+    """
+    per_token = F.cross_entropy(
+        logits.float().transpose(1, 2), labels, ignore_index=IGNORED_LABEL, reduction="none"
+    )
+    counts = (labels != IGNORED_LABEL).sum(dim=1).clamp(min=1)
+    return per_token.sum(dim=1) / counts
+
+
+def next_token_losses(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """`token_losses` of predicting each token from those before it."""
+    return token_losses(logits[:, :-1], labels[:, 1:])
+
+
+def per_sample_losses(model: nn.Module, outputs: Any, labels: torch.Tensor) -> torch.Tensor:
+    """One loss per sample from a model's outputs, by the kind of head the model has."""
+    head = head_of(model)
+    logits = outputs["logits"] if isinstance(outputs, dict) else outputs.logits
+    if head == "classification":
+        losses = classification_losses(logits, labels)
+    elif head == "tokens":
+        losses = token_losses(logits, labels)
+    else:
+        losses = next_token_losses(logits, labels)
+    if losses.shape != labels.shape[:1]:
+        raise InvalidArgumentError(
+            "labels",
+            expected=f"one target per sample, {losses.shape[0]} in all",
+            got=tuple(labels.shape),
+        )
+    return losses

@@ -1,0 +1,251 @@
+"""A training run as frozen data, read from TOML: every key known, every unknown key refused.
+
+The file `docs/training_cli.md` describes each key. `RunConfig` holds no default for ε, δ or the
+batch clip of the paper's formula: those decide what may be claimed, so whoever runs decides them.
+"""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal, TypeVar, get_args, get_type_hints
+
+from shuffled_dpsgd.errors import InvalidArgumentError
+
+TaskName = Literal["digits", "image-classification", "text-classification", "causal-lm"]
+DataFormat = Literal["digits", "sst2", "qnli", "e2e", "dart", "cifar", "hub"]
+Accounting = Literal["certified", "paper"]
+Shuffle = Literal["every-step", "at-release", "off"]
+Scope = Literal["paper", "full"]
+OptimizerName = Literal["adamw", "adam", "sgd"]
+Precision = Literal["float32", "bf16"]
+Schedule = Literal["constant", "linear", "cosine"]
+Section = TypeVar("Section")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Which model: a hub name, a local folder, or the name of a preset built offline."""
+
+    name: str
+    from_scratch: bool = False
+    lora_rank: int | None = None
+    gradient_checkpointing: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Which data: a format, and the folder (or hub name) it is read from."""
+
+    format: DataFormat
+    path: str | None = None
+    subset: str | None = None
+    text_columns: tuple[str, ...] = ()
+    label_column: str = "label"
+    max_length: int = 128
+    max_train_examples: int | None = None
+    max_heldout_examples: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrivacyConfig:
+    """The budget and the mechanism; exactly one of `epsilon` and `noise_multiplier`."""
+
+    delta: float
+    clip_norm: float
+    epsilon: float | None = None
+    noise_multiplier: float | None = None
+    unshuffled_noise_multiplier: float | None = None
+    batch_clip_norm: float | None = None
+    accounting: Accounting = "certified"
+    shuffle: Shuffle = "every-step"
+    scope: Scope = "paper"
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """Optimizer and learning-rate schedule."""
+
+    name: OptimizerName = "adamw"
+    learning_rate: float = 1e-3
+    weight_decay: float = 0.0
+    momentum: float = 0.0
+    schedule: Schedule = "constant"
+    warmup_steps: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleConfig:
+    """How long and in what portions; exactly one of `epochs` and `num_steps`."""
+
+    expected_batch_size: int
+    epochs: int | None = None
+    num_steps: int | None = None
+    physical_batch_size: int | None = None
+    evaluate_every: int = 20
+    checkpoint_every: int = 50
+    precision: Precision = "float32"
+    device: str = "auto"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """One training run.
+
+    Without `seed` all noise comes from the operating system and nothing can reproduce it; with
+    one, whoever learns the seed can remove the noise. Initial weights follow `init_seed`.
+    """
+
+    task: TaskName
+    model: ModelConfig
+    data: DataConfig
+    privacy: PrivacyConfig
+    training: ScheduleConfig
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    seed: int | None = None
+
+    @property
+    def init_seed(self) -> int:
+        """Initial weights are public, so they may always be seeded."""
+        return self.seed or 0
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data; `parse_config` reads it back."""
+        return _without_none(asdict(self))
+
+    def without_seed(self) -> dict[str, Any]:
+        """`to_json` for what leaves the run's folder: whoever has the seed can remove the noise."""
+        return {key: value for key, value in self.to_json().items() if key != "seed"}
+
+
+SECTIONS: Mapping[str, type] = {
+    "model": ModelConfig,
+    "data": DataConfig,
+    "privacy": PrivacyConfig,
+    "training": ScheduleConfig,
+    "optimizer": OptimizerConfig,
+}
+
+
+def load_config(path: Path) -> RunConfig:
+    """Read a TOML file; relative folders in it are relative to the file."""
+    if not path.is_file():
+        raise InvalidArgumentError(
+            "--config", expected="a TOML file", got=str(path), remedy="check the path"
+        )
+    try:
+        raw = tomllib.loads(path.read_text(encoding="utf-8"))
+    except tomllib.TOMLDecodeError as error:
+        raise InvalidArgumentError(
+            "--config", expected="TOML", got=str(path), remedy=str(error)
+        ) from error
+    data = raw.get("data")
+    if isinstance(data, dict) and isinstance(data.get("path"), str) and data.get("format") != "hub":
+        data["path"] = str((path.parent / Path(data["path"]).expanduser()).resolve())
+    return parse_config(raw)
+
+
+def parse_config(raw: Mapping[str, Any]) -> RunConfig:
+    """Check plain data against the schema and freeze it."""
+    top = dict(raw)
+    sections: dict[str, Any] = {
+        name: _parse_section(name, kind, top.pop(name, {})) for name, kind in SECTIONS.items()
+    }
+    hints = {"task": TaskName, "seed": int}
+    _refuse_unknown("", top, [*hints, *SECTIONS])
+    if "task" not in top:
+        raise InvalidArgumentError("task", expected=f"one of {get_args(TaskName)}", got="nothing")
+    values = {key: _checked(key, hints[key], value) for key, value in top.items()}
+    config = RunConfig(**values, **sections)
+    _check_exclusive(config)
+    return config
+
+
+def _parse_section(name: str, kind: type[Section], raw: Any) -> Section:
+    if not isinstance(raw, Mapping):
+        raise InvalidArgumentError(name, expected=f"a table [{name}]", got=raw)
+    hints = get_type_hints(kind)
+    _refuse_unknown(f"{name}.", raw, list(hints))
+    values = {key: _checked(f"{name}.{key}", hints[key], value) for key, value in raw.items()}
+    required = [f.name for f in fields(kind) if _is_required(f)]  # type: ignore[arg-type]
+    for key in required:
+        if key not in values:
+            raise InvalidArgumentError(
+                f"{name}.{key}",
+                expected="a value",
+                got="nothing",
+                remedy=f"write `{key} = …` under [{name}]",
+            )
+    return kind(**values)
+
+
+def _is_required(item: Any) -> bool:
+    from dataclasses import MISSING
+
+    return item.default is MISSING and item.default_factory is MISSING
+
+
+def _refuse_unknown(prefix: str, raw: Mapping[str, Any], known: list[str]) -> None:
+    for key in raw:
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1)
+            remedy = f"did you mean `{near[0]}`?" if near else ""
+            raise InvalidArgumentError(
+                f"{prefix}{key}", expected=f"one of {sorted(known)}", got=key, remedy=remedy
+            )
+
+
+def _checked(name: str, hint: Any, value: Any) -> Any:
+    """`value` if it is of the hinted type; integers may stand for floats, lists for tuples."""
+    choices = get_args(hint)
+    if type(None) in choices:
+        (inner,) = [choice for choice in choices if choice is not type(None)]
+        return _checked(name, inner, value)
+    if choices and all(isinstance(choice, str) for choice in choices):
+        if value not in choices:
+            raise InvalidArgumentError(name, expected=f"one of {choices}", got=value)
+        return value
+    if choices:
+        if not isinstance(value, list | tuple) or not all(isinstance(v, str) for v in value):
+            raise InvalidArgumentError(name, expected="a list of strings", got=value)
+        return tuple(value)
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if not isinstance(value, hint) or (hint is int and isinstance(value, bool)):
+        raise InvalidArgumentError(name, expected=hint.__name__, got=value)
+    return value
+
+
+def _check_exclusive(config: RunConfig) -> None:
+    privacy, training = config.privacy, config.training
+    if (privacy.epsilon is None) == (privacy.noise_multiplier is None):
+        raise InvalidArgumentError(
+            "privacy.epsilon",
+            expected="exactly one of epsilon and noise_multiplier",
+            got=f"epsilon={privacy.epsilon}, noise_multiplier={privacy.noise_multiplier}",
+        )
+    if (training.epochs is None) == (training.num_steps is None):
+        raise InvalidArgumentError(
+            "training.epochs",
+            expected="exactly one of epochs and num_steps",
+            got=f"epochs={training.epochs}, num_steps={training.num_steps}",
+        )
+    if privacy.accounting == "paper" and privacy.batch_clip_norm is None:
+        raise InvalidArgumentError(
+            "privacy.batch_clip_norm",
+            expected="a value when accounting is 'paper'",
+            got=None,
+            remedy="the paper's formula depends on it and has no default; 1 × clip_norm is what "
+            "its text implies",
+        )
+
+
+def _without_none(value: dict[str, Any]) -> dict[str, Any]:
+    return {
+        key: _without_none(item) if isinstance(item, dict) else item
+        for key, item in value.items()
+        if item is not None
+    }

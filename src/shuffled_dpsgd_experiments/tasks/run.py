@@ -1,0 +1,186 @@
+"""One training run, from a configuration to a folder with everything it leaves behind.
+
+The folder holds `run.json` (the configuration), `ledger.jsonl` and `checkpoints/` while training,
+and at the end `model/` (weights), `metrics.jsonl`, `summary.json`, the privacy card, `report.html`
+and `figures/`. Interrupted runs resume from the folder alone.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shuffled_dpsgd.errors import CheckpointError, InvalidArgumentError
+from shuffled_dpsgd.reports import MetricsLog, RunView, StepRecord, write_report
+from shuffled_dpsgd.training import make_private
+from shuffled_dpsgd.training.loop import LoopSettings, Outcome, Progress, train
+from shuffled_dpsgd.training.private import PrivateTraining
+from shuffled_dpsgd_experiments.tasks.config import RunConfig, parse_config
+from shuffled_dpsgd_experiments.tasks.optimizers import build_optimizer, build_scheduler
+from shuffled_dpsgd_experiments.tasks.recorder import Recorder
+from shuffled_dpsgd_experiments.tasks.registry import build_task
+from shuffled_dpsgd_experiments.tasks.summary import save_weights, summarise
+from shuffled_dpsgd_experiments.tasks.task import Task
+
+CONFIG_FILE = "run.json"
+Observer = Callable[[StepRecord, Progress], object]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreparedRun:
+    """A run whose model is built and whose noise is calibrated, before its first step."""
+
+    config: RunConfig
+    directory: Path
+    task: Task
+    private: PrivateTraining
+    scheduler: torch.optim.lr_scheduler.LRScheduler
+    resumed: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunResult:
+    """How a run ended and what it wrote."""
+
+    outcome: Outcome
+    summary: dict[str, Any]
+    directory: Path
+
+
+def prepare(config: RunConfig, directory: Path, *, resume: bool = False) -> PreparedRun:
+    """Load data and model and calibrate; a fresh run needs an empty folder.
+
+    The folder's ledger knows what was already released from the data, so starting over in it
+    would forget spent privacy; that is refused.
+    """
+    if not resume:
+        _claim_directory(directory)
+    task = build_task(config)
+    task.model.to(_device(config.training.device))
+    optimizer = build_optimizer(task.model, config.optimizer)
+    privacy, training = config.privacy, config.training
+    private = make_private(
+        task.model,
+        optimizer,
+        dataset_size=len(task.train_data),
+        expected_batch_size=training.expected_batch_size,
+        epochs=training.epochs,
+        num_steps=training.num_steps,
+        epsilon=privacy.epsilon,
+        noise_multiplier=privacy.noise_multiplier,
+        unshuffled_noise_multiplier=privacy.unshuffled_noise_multiplier,
+        delta=privacy.delta,
+        clip_norm=privacy.clip_norm,
+        batch_clip_norm=privacy.batch_clip_norm,
+        accounting=privacy.accounting,
+        shuffle=privacy.shuffle,
+        scope=privacy.scope,
+        seed=config.seed,
+        physical_batch_size=training.physical_batch_size,
+        ledger_path=directory / "ledger.jsonl",
+    )
+    if not resume:
+        text = json.dumps(config.to_json(), indent=2) + "\n"
+        (directory / CONFIG_FILE).write_text(text, encoding="utf-8")
+    scheduler = build_scheduler(optimizer, config.optimizer, private.plan.num_steps)
+    return PreparedRun(
+        config=config,
+        directory=directory,
+        task=task,
+        private=private,
+        scheduler=scheduler,
+        resumed=resume,
+    )
+
+
+def load_run(directory: Path) -> RunConfig:
+    """The configuration of the run in `directory`."""
+    path = directory / CONFIG_FILE
+    if not path.is_file():
+        raise CheckpointError(
+            f"{directory}: no {CONFIG_FILE}, so not the folder of a run; "
+            "pass the folder an earlier run wrote to"
+        )
+    try:
+        return parse_config(json.loads(path.read_text(encoding="utf-8")))
+    except ValueError as error:
+        raise CheckpointError(f"{path}: not a run's configuration; {error}") from error
+
+
+def execute(run: PreparedRun, observers: tuple[Observer, ...] = ()) -> RunResult:
+    """Train to the end of the plan or to a signal, then write everything down."""
+    training = run.config.training
+    log = MetricsLog(run.directory / "metrics.jsonl")
+    recorder = Recorder(
+        log=log,
+        task=run.task,
+        model=run.private.model,
+        evaluate_every=training.evaluate_every,
+        num_steps=run.private.plan.num_steps,
+        observers=observers,
+    )
+    outcome = train(
+        run.private,
+        run.task.train_data,
+        run.task.losses,
+        settings=LoopSettings(
+            checkpoint_dir=run.directory / "checkpoints",
+            checkpoint_every=training.checkpoint_every,
+            precision=training.precision,
+            collate=run.task.collate,
+        ),
+        callbacks=(recorder,),
+        scheduler=run.scheduler,
+        resume=run.resumed,
+    )
+    if outcome.finished:
+        save_weights(run.task, run.private.model, run.directory / "model")
+    summary = _write_results(run, outcome, log.read())
+    return RunResult(outcome=outcome, summary=summary, directory=run.directory)
+
+
+def _write_results(run: PreparedRun, outcome: Outcome, records: list[StepRecord]) -> dict[str, Any]:
+    plan, spec, card = run.private.plan, run.private.spec, run.private.card()
+    moved = {} if spec is None else spec.count_by_kind()
+    view = RunView(
+        title=f"Private training: {run.task.name}",
+        records=records,
+        clip_norm=plan.clip_norm,
+        epsilon_budget=plan.epsilon,
+        budget_kind="proven" if plan.accounting == "certified" else "heuristic",
+        score_name=run.task.score_name,
+        moved_by_kind={kind: int(counts["moved_parameters"]) for kind, counts in moved.items()},
+        unmoved_parameters=0 if spec is None else spec.total_parameters - spec.moved_parameters,
+    )
+    write_report(run.directory, view, card, spec=spec, facts=run.config.without_seed())
+    summary = summarise(run.task, run.config, outcome, records, card)
+    text = json.dumps(summary, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+    (run.directory / "summary.json").write_text(text, encoding="utf-8")
+    return summary
+
+
+def _claim_directory(directory: Path) -> None:
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        raise InvalidArgumentError(
+            "--output",
+            expected="an empty or new folder",
+            got=str(directory),
+            remedy="choose another, or continue the run in it with --resume",
+        )
+    directory.mkdir(parents=True, exist_ok=True)
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        return torch.device(name)
+    except RuntimeError as error:
+        raise InvalidArgumentError(
+            "training.device", expected="auto, cpu or cuda", got=name
+        ) from error

@@ -1,0 +1,40 @@
+"""What a task is: a model, data to train on, a loss per sample and a held-out score."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from shuffled_dpsgd.training.data import MapStyle
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """Held-out results; computed without the training data, so free of privacy cost."""
+
+    loss: float
+    score: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """Everything a training run needs besides its privacy plan and optimizer.
+
+    `losses(model, batch)` returns one loss per sample, shape (B,); `evaluate(model)` sees only
+    held-out data. `collate` turns a list of samples of `train_data` into a batch, or is None for
+    torch's default. `save_assets` writes what belongs beside the weights (configuration,
+    tokenizer) into a folder.
+    """
+
+    name: str
+    model: nn.Module
+    train_data: MapStyle
+    losses: Callable[[nn.Module, Any], torch.Tensor]
+    evaluate: Callable[[nn.Module], Evaluation]
+    score_name: str
+    collate: Callable[[list[Any]], Any] | None = None
+    save_assets: Callable[[Any], None] | None = None

@@ -7,6 +7,8 @@ import typer
 from shuffled_dpsgd import __version__
 from shuffled_dpsgd.cli.audit import app as audit_app
 from shuffled_dpsgd.cli.inspect import inspect
+from shuffled_dpsgd.cli.train import EPILOG as TRAIN_EPILOG
+from shuffled_dpsgd.cli.train import train
 
 app = typer.Typer(
     name="shuffled-dpsgd",
@@ -35,6 +37,7 @@ def options(
 
 app.add_typer(audit_app)
 app.command("inspect")(inspect)
+app.command("train", epilog=TRAIN_EPILOG)(train)
 
 
 def main() -> None:

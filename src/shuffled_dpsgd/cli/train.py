@@ -1,0 +1,206 @@
+"""`shuffled-dpsgd train`: a private run from the embedded default, a TOML file or a folder."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from shuffled_dpsgd.cli.output import AsJson, print_json, reports_errors
+from shuffled_dpsgd.errors import InvalidArgumentError
+
+if TYPE_CHECKING:
+    from shuffled_dpsgd_experiments.tasks.config import RunConfig
+    from shuffled_dpsgd_experiments.tasks.run import PreparedRun, RunResult
+
+EPILOG = (
+    "Examples: [bold]shuffled-dpsgd train digits[/bold] · "
+    "[bold]shuffled-dpsgd train digits --epsilon 8 --shuffle at-release --output runs/eight[/bold]"
+    " · [bold]shuffled-dpsgd train --config sst2.toml[/bold] · "
+    "[bold]shuffled-dpsgd train --resume runs/eight[/bold]"
+)
+INTERRUPTED = 130
+
+Task = Annotated[str | None, typer.Argument(help="[bold]digits[/bold]: the embedded default.")]
+ConfigFile = Annotated[Path | None, typer.Option("--config", help="A TOML file with the run.")]
+Resume = Annotated[Path | None, typer.Option(help="Continue the run in this folder.")]
+Output = Annotated[Path | None, typer.Option(help="A new folder for everything the run writes.")]
+Epsilon = Annotated[float | None, typer.Option(help="Budget; the noise is calibrated to it.")]
+Delta = Annotated[float | None, typer.Option(help="δ of every claim.")]
+Accounting = Annotated[
+    str | None,
+    typer.Option(help="certified: proven ε. paper: the paper's own formula, heuristic."),
+]
+BatchClip = Annotated[
+    float | None, typer.Option(help="c', the clip of the whole shuffled block; paper needs it.")
+]
+ClipNorm = Annotated[float | None, typer.Option(help="c, the clip of each sample's gradient.")]
+Shuffle = Annotated[str | None, typer.Option(help="every-step, at-release or off.")]
+Scope = Annotated[str | None, typer.Option(help="paper: Theorems 1-2. full: all that is exact.")]
+Epochs = Annotated[int | None, typer.Option(help="Length in epochs.")]
+BatchSize = Annotated[int | None, typer.Option(help="Expected batch size of Poisson sampling.")]
+LearningRate = Annotated[float | None, typer.Option(help="Peak learning rate.")]
+Seed = Annotated[int | None, typer.Option(help="Repeatable noise, for experiments only.")]
+Secure = Annotated[bool, typer.Option("--secure", help="Noise from the operating system.")]
+
+
+@reports_errors
+def train(
+    task: Task = None,
+    config: ConfigFile = None,
+    resume: Resume = None,
+    output: Output = None,
+    epsilon: Epsilon = None,
+    delta: Delta = None,
+    accounting: Accounting = None,
+    clip_norm: ClipNorm = None,
+    batch_clip_norm: BatchClip = None,
+    shuffle: Shuffle = None,
+    scope: Scope = None,
+    epochs: Epochs = None,
+    batch_size: BatchSize = None,
+    learning_rate: LearningRate = None,
+    seed: Seed = None,
+    secure: Secure = False,
+    as_json: AsJson = False,
+) -> None:
+    """Train privately with weight shuffling, and leave weights, a privacy card and a report.
+
+    Noise is calibrated to a certified (proven) ε unless `--accounting paper` asks for the paper's
+    own formula, whose ε is heuristic. Ctrl-C finishes the step and writes a checkpoint.
+    """
+    overrides: dict[str, dict[str, Any]] = {
+        "privacy": {
+            "epsilon": epsilon,
+            "delta": delta,
+            "accounting": accounting,
+            "clip_norm": clip_norm,
+            "batch_clip_norm": batch_clip_norm,
+            "shuffle": shuffle,
+            "scope": scope,
+        },
+        "training": {"epochs": epochs, "expected_batch_size": batch_size},
+        "optimizer": {"learning_rate": learning_rate},
+    }
+    if resume is not None:
+        _refuse_with_resume(task, config, output, seed, secure, overrides)
+        run = _resumed(resume)
+    else:
+        chosen = _with_overrides(_chosen(task, config), overrides, seed=seed, secure=secure)
+        run = _fresh(chosen, output)
+    if not as_json:
+        _announce(run)
+    started = time.monotonic()
+    result = _execute(run, quiet=as_json)
+    summary = result.summary | {"output": str(result.directory)}
+    if as_json:
+        print_json(summary)
+    else:
+        _conclude(result, run, time.monotonic() - started)
+    if not result.outcome.finished:
+        raise typer.Exit(INTERRUPTED)
+
+
+def _chosen(task: str | None, config: Path | None) -> RunConfig:
+    from shuffled_dpsgd_experiments.tasks import digits
+    from shuffled_dpsgd_experiments.tasks.config import load_config
+
+    if config is not None:
+        if task is not None:
+            raise InvalidArgumentError("TASK", expected="nothing beside --config", got=task)
+        return load_config(config)
+    if task != "digits":
+        raise InvalidArgumentError(
+            "TASK",
+            expected="digits, or --config FILE, or --resume DIR",
+            got=task,
+            remedy="other tasks need data: name it in a TOML file",
+        )
+    return digits.default_config()
+
+
+def _with_overrides(
+    config: RunConfig, overrides: dict[str, dict[str, Any]], *, seed: int | None, secure: bool
+) -> RunConfig:
+    """The configuration with the command line's values, checked like a file's."""
+    from shuffled_dpsgd_experiments.tasks.config import parse_config
+
+    if secure and seed is not None:
+        raise InvalidArgumentError("--seed", expected="nothing beside --secure", got=seed)
+    raw = config.to_json()
+    for section, values in overrides.items():
+        raw[section].update({key: value for key, value in values.items() if value is not None})
+    if overrides["privacy"]["epsilon"] is not None:
+        raw["privacy"].pop("noise_multiplier", None)
+    if overrides["training"]["epochs"] is not None:
+        raw["training"].pop("num_steps", None)
+    if config.task == "digits" and raw["privacy"]["accounting"] == "paper":
+        # What the paper's text implies; the announcement prints it.
+        raw["privacy"].setdefault("batch_clip_norm", raw["privacy"]["clip_norm"])
+    parsed = parse_config(raw)
+    if secure:
+        return replace(parsed, seed=None)
+    return parsed if seed is None else replace(parsed, seed=seed)
+
+
+def _fresh(config: RunConfig, output: Path | None) -> PreparedRun:
+    from shuffled_dpsgd_experiments.tasks.run import prepare
+
+    stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
+    return prepare(config, output or Path("runs") / f"{config.task}-{stamp}")
+
+
+def _resumed(directory: Path) -> PreparedRun:
+    from shuffled_dpsgd_experiments.tasks.run import load_run, prepare
+
+    return prepare(load_run(directory), directory, resume=True)
+
+
+def _refuse_with_resume(
+    task: str | None,
+    config: Path | None,
+    output: Path | None,
+    seed: int | None,
+    secure: bool,
+    overrides: dict[str, dict[str, Any]],
+) -> None:
+    given = {"TASK": task, "--config": config, "--output": output, "--seed": seed}
+    given |= {f"{section}.{key}": v for section, o in overrides.items() for key, v in o.items()}
+    extra = [name for name, value in given.items() if value is not None] + ["--secure"] * secure
+    if extra:
+        raise InvalidArgumentError(
+            "--resume",
+            expected="no other setting: the folder holds them all",
+            got=", ".join(extra),
+            remedy="a resumed run keeps the plan its ledger was opened for",
+        )
+
+
+def _announce(run: PreparedRun) -> None:
+    from rich.console import Console
+
+    from shuffled_dpsgd.cli.training_display import announcement
+
+    Console().print(announcement(run))
+
+
+def _execute(run: PreparedRun, *, quiet: bool) -> RunResult:
+    from shuffled_dpsgd.cli.training_display import TrainingBar
+    from shuffled_dpsgd_experiments.tasks.run import execute
+
+    if quiet:
+        return execute(run)
+    with TrainingBar(run) as bar:
+        return execute(run, observers=(bar.update,))
+
+
+def _conclude(result: RunResult, run: PreparedRun, seconds: float) -> None:
+    from rich.console import Console
+
+    from shuffled_dpsgd.cli.training_display import conclusion
+
+    Console().print(conclusion(result, run, seconds))

@@ -1,0 +1,129 @@
+"""What `train` shows people: the plan, a progress bar, the result. Every ε carries its kind."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from rich.console import Group, RenderableType
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+
+if TYPE_CHECKING:
+    from shuffled_dpsgd.accounting import PrivacyClaim
+    from shuffled_dpsgd.reports import StepRecord
+    from shuffled_dpsgd_experiments.tasks.run import PreparedRun, RunResult
+
+COLOURS = {"proven": "green", "heuristic": "yellow", "measured": "cyan"}
+
+
+def announcement(run: PreparedRun) -> RenderableType:
+    """What will be trained, on what noise, and what that is worth."""
+    plan, model = run.private.plan, run.private.model
+    total = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    table = _facts()
+    table.add_row("task", f"{run.task.name}, {plan.dataset_size:,} training records")
+    table.add_row("model", f"{type(model).__name__}, {total:,} trainable parameters")
+    table.add_row(
+        "steps",
+        f"{plan.num_steps}, Poisson batches of {plan.expected_batch_size} expected "
+        f"(sampling probability {plan.sampling_prob:.4g})",
+    )
+    table.add_row("noise", _noise(run))
+    table.add_row("shuffle", run.private.card().shuffle)
+    table.add_row("certified ε", _claim(plan.certified(), "; ".join(plan.uncertifiable)))
+    table.add_row("paper's estimate", _claim(plan.paper_estimate(), "the formula does not apply"))
+    table.add_row("output", str(run.directory))
+    verb = "Resuming" if run.resumed else "Training"
+    return Group(Text(f"{verb} privately", style="bold"), table, Text())
+
+
+def _noise(run: PreparedRun) -> str:
+    plan = run.private.plan
+    parts = []
+    for block in plan.blocks:
+        clip = block.batch_clip_norm
+        batch = "" if clip is None else f", batch clip c' = {clip / plan.clip_norm:g} c"
+        parts.append(f"{block.noise_multiplier:.4g} on {block.dimension:,} ({block.name}{batch})")
+    if plan.epsilon is None:
+        source = "given"
+    elif plan.accounting == "certified":
+        source = "calibrated to the certified ε, which is proven"
+    else:
+        source = "calibrated by the paper's formula, which is heuristic: not a guarantee"
+    return f"multiplier {'; '.join(parts)}; {source}"
+
+
+def _claim(claim: PrivacyClaim | None, otherwise: str) -> Text:
+    if claim is None:
+        return Text(f"none: {otherwise}")
+    return Text(claim.describe(), style=COLOURS[claim.kind])
+
+
+def _facts() -> Table:
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column()
+    return table
+
+
+class TrainingBar:
+    """A progress bar with loss, held-out score and certified ε spent so far."""
+
+    def __init__(self, run: PreparedRun) -> None:
+        self._score_name = run.task.score_name
+        self._progress = Progress(
+            TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
+            BarColumn(),
+            TextColumn("{task.fields[status]}"),
+            TimeRemainingColumn(compact=True),
+        )
+        self._bar = self._progress.add_task("", total=run.private.plan.num_steps, status="")
+        self._score = ""
+
+    def __enter__(self) -> TrainingBar:
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._progress.stop()
+
+    def update(self, record: StepRecord, _: object) -> None:
+        """Show one finished step."""
+        if record.heldout_score is not None:
+            self._score = f"{self._score_name} {record.heldout_score:.3f}"
+        loss = "no loss" if record.loss is None else f"loss {record.loss:.3f}"
+        spent = record.certified_epsilon
+        epsilon = "[red]no certified ε[/]" if spent is None else f"[green]ε {spent:.3f} proven[/]"
+        status = " · ".join(part for part in (loss, self._score, epsilon) if part)
+        self._progress.update(self._bar, completed=record.step, status=status)
+
+
+def conclusion(result: RunResult, run: PreparedRun, seconds: float) -> RenderableType:
+    """The result, the claims in the order every surface keeps, and where everything is."""
+    card = run.private.card()
+    if not result.outcome.finished:
+        return Group(
+            Text(f"Stopped by {result.outcome.interrupted_by} after step", style="yellow bold"),
+            Text(
+                f"{result.outcome.steps_taken}; continue with "
+                f"`shuffled-dpsgd train --resume {result.directory}`"
+            ),
+            _claim(card.certified, "; ".join(card.why_not_certified)),
+        )
+    table = _facts()
+    score = result.summary["heldout_score"]
+    if score is not None:
+        table.add_row(f"held-out {run.task.score_name}", f"{score:.4f}")
+    table.add_row("time", f"{seconds:.1f} s")
+    table.add_row("certified ε", _claim(card.certified, "; ".join(card.why_not_certified)))
+    table.add_row("paper's estimate", _claim(card.paper, "the formula does not apply"))
+    table.add_row("report", str(result.directory / "report.html"))
+    table.add_row("weights", str(result.directory / "model"))
+    return Group(Text("Done", style="bold"), table)

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from enum import Enum
 
 from torch import Tensor
 
-from shuffled_dpsgd.clipping import cost
-from shuffled_dpsgd.clipping.captures import Contribution
 from shuffled_dpsgd.clipping.rules.base import Saved, Slot
+
+
+class Phase(Enum):
+    """Which backward over a batch is running."""
+
+    ONLY = "the only one"
+    NORMS = "the first of two: norms"
+    SUMS = "the second of two: sums"
 
 
 class Entry:
@@ -20,26 +26,48 @@ class Entry:
         self.slot = slot
         self.saved = saved
 
-    def contributions(self) -> Iterable[tuple[str, Contribution]]:
-        return self.slot.contributions(self.saved)
-
-    def sq_norms(self, choose: cost.Chooser) -> Tensor:
-        return self.slot.sq_norms(self.saved, choose)
-
 
 class Batch:
     """The samples of one forward: their number, the calls made, the entries recorded.
 
     `scale` is what a captured gradient must be multiplied by to be the gradient of that sample's
-    own loss (the batch size under a mean, one under a sum).
+    own loss (the batch size under a mean, one under a sum). `entries` are filed by group.
     """
 
-    __slots__ = ("calls", "closed", "device", "entries", "scale", "size")
+    __slots__ = (
+        "calls",
+        "closed",
+        "device",
+        "entries",
+        "factors",
+        "phase",
+        "scale",
+        "size",
+        "squares",
+    )
 
     def __init__(self, *, size: int, device: str, slots: int, scale: float) -> None:
         self.size = size
         self.device = device
         self.scale = scale
+        self.phase = Phase.ONLY
         self.calls = [0] * slots
-        self.entries: list[Entry] = []
+        self.entries: dict[int, list[Entry]] = {}
+        self.squares: dict[int, Tensor] = {}
+        self.factors: dict[int, Tensor] = {}
         self.closed = False
+
+    def file(self, entry: Entry) -> list[Entry]:
+        """Keep an entry; returns all kept so far of its group."""
+        found = self.entries.get(entry.slot.group)
+        if found is None:
+            found = self.entries[entry.slot.group] = []
+        found.append(entry)
+        return found
+
+    def close(self) -> None:
+        """Drop every captured tensor; the batch takes no further backward."""
+        self.closed = True
+        self.entries = {}
+        self.squares = {}
+        self.factors = {}

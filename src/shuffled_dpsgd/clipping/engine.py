@@ -2,22 +2,56 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from types import TracebackType
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from shuffled_dpsgd.clipping import cost, factors, sites
-from shuffled_dpsgd.clipping.batch import Batch, Entry
+from shuffled_dpsgd.clipping.batch import Batch, Entry, Phase
+from shuffled_dpsgd.clipping.grad_watch import GradWatch
+from shuffled_dpsgd.clipping.groups import group_slots
 from shuffled_dpsgd.clipping.inputs import find_batch
 from shuffled_dpsgd.clipping.recorder import Recorder
-from shuffled_dpsgd.clipping.tied import joint_sq_norms
-from shuffled_dpsgd.errors import InvalidArgumentError, UnsupportedModuleError
+from shuffled_dpsgd.clipping.schedules import (
+    ClippingRule,
+    GroupByGroup,
+    Schedule,
+    TwoPasses,
+    WholeGradient,
+)
+from shuffled_dpsgd.errors import InvalidArgumentError
 
 
 class ClippingEngine:
-    """Per-sample gradient clipping for an unmodified model."""
+    """Per-sample gradient clipping for an unmodified model.
+
+    While the engine is active (`with engine:`), calls of the model book-keep; every `backward()`
+    adds the clipped per-sample gradients of its batch to the running sum. Parameters receive no
+    `.grad`. Outside the context nothing is attached to the model.
+
+    What holds, for any model the constructor accepts and whose samples do not interact: the sum
+    equals the sum over samples of clip(gradient of that sample's loss) up to rounding, and no
+    sample contributes more than clip_norm·(1 + 1e-6) in Euclidean norm over all trainable
+    parameters (with `clip="none"`: any amount).
+
+    Args:
+        model: Any module; its trainable parameters are taken at construction.
+        clip_norm: Bound on a sample's contribution.
+        clip: "flat" (min(1, C/norm)), "automatic" (C/(norm + 0.01)), "per-layer" (flat, each of
+            the L layers to C/sqrt(L)) or "none".
+        strategy: "bookkeeping" (one backward, cheapest route per call), "mixed" (one backward,
+            the rule 2T² < PD), "instantiate" (per-sample gradients) or "ghost" (two backwards).
+        loss_reduction: Whether the scalar given to `backward()` is the sum or the mean of the
+            samples' losses.
+
+    Raises:
+        UnsupportedModuleError: some trainable parameter cannot be handled exactly.
+        InvalidArgumentError: an option is not one of the above.
+    """
 
     def __init__(
         self,
@@ -27,45 +61,44 @@ class ClippingEngine:
         strategy: str = "bookkeeping",
         loss_reduction: str = "sum",
     ) -> None:
-        _check_choice("clip", clip, factors.CLIP_FUNCTIONS)
-        _check_choice("strategy", strategy, cost.STRATEGIES)
-        _check_choice("loss_reduction", loss_reduction, ("sum", "mean"))
-        if not clip_norm > 0:
+        _require_choice("clip", clip, factors.CLIP_FUNCTIONS)
+        _require_choice("strategy", strategy, cost.STRATEGIES)
+        _require_choice("loss_reduction", loss_reduction, ("sum", "mean"))
+        if not 0 < clip_norm < float("inf"):
             raise InvalidArgumentError("clip_norm", expected="a positive number", got=clip_norm)
         self.model = model
         self.clip_norm = float(clip_norm)
         self.clip = clip
         self.strategy = strategy
         self.loss_reduction = loss_reduction
-        self._clip_function = factors.CLIP_FUNCTIONS[clip]
-        self._choose = cost.STRATEGIES[strategy]
-        self._parameters = {
-            name: parameter
-            for name, parameter in model.named_parameters()
-            if parameter.requires_grad
-        }
+        self._parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
         self._recorder = Recorder(receive=self._receive, finish=self._finish)
-        self._slots = sites.build_slots(model, self._recorder)
-        self._patches = [(slot.module.__dict__, slot.forward) for slot in self._slots]
-        self._hooks: list[Any] = []
-        self._sums: dict[str, Tensor] = {}
-        self._norms: list[Tensor] = []
         sites.refuse_batch_statistics(model)
+        self._slots = sites.build_slots(model, self._recorder)
+        shapes = {name: p.shape for name, p in self._parameters.items()}
+        self._rule = ClippingRule(
+            groups=group_slots(self._slots, shapes),
+            choose=cost.STRATEGIES[strategy],
+            clip=factors.CLIP_FUNCTIONS[clip],
+            clip_norm=self.clip_norm,
+            per_group=clip == "per-layer",
+        )
+        self._schedule = _schedule(strategy, self._rule)
+        self._watch = GradWatch(self._parameters)
+        self._patches = [(slot.module.__dict__, slot.forward) for slot in self._slots]
+        self._hooks: list[RemovableHandle] = []
+        self._was_entered = False
 
     def __enter__(self) -> Self:
+        if self._hooks:
+            raise InvalidArgumentError("engine", expected="one `with` at a time", got="a second")
         sites.refuse_batch_statistics(self.model)
         for attributes, forward in self._patches:
             attributes["forward"] = forward
-        self._hooks = [
-            self.model.register_forward_pre_hook(
-                self._begin_forward, prepend=True, with_kwargs=True
-            ),
-            self.model.register_forward_hook(self._end_forward),
-        ]
-        self._grads_before = {
-            name: (p.grad, p.grad._version if p.grad is not None else 0)
-            for name, p in self._parameters.items()
-        }
+        begin = self.model.register_forward_pre_hook(self._begin, prepend=True, with_kwargs=True)
+        self._hooks = [begin, self.model.register_forward_hook(self._end)]
+        self._watch.begin()
+        self._was_entered = True
         return self
 
     def __exit__(
@@ -79,13 +112,47 @@ class ClippingEngine:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
+        self._recorder.close_forward()
+        if error is None:
+            self._watch.check()
+
+    def backward(self, losses: Tensor, loss_scale: float = 1.0) -> None:
+        """Backward of per-sample losses, shape (B,): the call every strategy understands.
+
+        `loss_scale` multiplies the losses against underflow in float16 and is divided out again
+        of norms and sums. `loss_reduction` plays no part here.
+        """
+        batch = self._recorder.latest
+        if batch is None:
+            raise InvalidArgumentError(
+                "losses",
+                expected="losses of a forward made inside `with engine:`",
+                got="no forward at all",
+            )
+        if losses.shape != (batch.size,):
+            raise InvalidArgumentError(
+                "losses",
+                expected=f"one loss per sample, shape ({batch.size},)",
+                got=tuple(losses.shape),
+                remedy="reduce over positions, not over samples",
+            )
+        if batch.size == 0:
+            return
+        batch.scale = 1.0 / loss_scale
+        total = losses.sum() if loss_scale == 1.0 else losses.sum() * loss_scale
+        if self.strategy != "ghost":
+            total.backward()
+            return
+        batch.phase = Phase.NORMS
+        total.backward(retain_graph=True)
+        batch.phase = Phase.SUMS
+        total.backward()
 
     @property
     def sample_norms(self) -> Tensor:
-        """(B,) norms of every sample's gradient since the last reset, before clipping."""
-        if not self._norms:
-            return torch.zeros(0)
-        return torch.cat(self._norms)
+        """(B,) norms, before clipping, of all samples since the last reset."""
+        norms = self._rule.totals.norms
+        return torch.cat(norms) if norms else torch.zeros(0)
 
     @property
     def num_nonfinite(self) -> int:
@@ -93,61 +160,58 @@ class ClippingEngine:
         return int((~torch.isfinite(self.sample_norms)).sum())
 
     def clipped_sum(self) -> dict[str, Tensor]:
-        """The sum of clipped per-sample gradients since the last reset, by parameter name."""
-        for name, p in self._parameters.items():
-            if name not in self._sums:
-                wide = torch.float64 if p.dtype == torch.float64 else torch.float32
-                self._sums[name] = torch.zeros_like(p, dtype=wide)
-        return {name: self._sums[name] for name in self._parameters}
+        """The sum of clipped per-sample gradients since the last reset, by parameter name.
+
+        float32, or float64 for float64 parameters. The tensors are the running sums themselves:
+        a later backward adds to them until `reset()`. Parameters that took no part are zero.
+
+        Raises:
+            InvalidArgumentError: gradients were computed, but never inside `with engine:`.
+        """
+        if not self._was_entered and any(p.grad is not None for p in self._parameters.values()):
+            raise InvalidArgumentError(
+                "engine",
+                expected="forward and backward inside `with engine:`",
+                got="ordinary gradients only",
+                remedy="wrap the forward and backward, and clear the gradients with zero_grad()",
+            )
+        sums = self._rule.totals.sums
+        for name, parameter in self._parameters.items():
+            if name not in sums:
+                wide = torch.float64 if parameter.dtype == torch.float64 else torch.float32
+                sums[name] = torch.zeros_like(parameter, dtype=wide, requires_grad=False)
+        return {name: sums[name] for name in self._parameters}
 
     def reset(self) -> None:
-        """Forget norms and sums; the next backward starts a new batch."""
-        self._sums = {}
-        self._norms = []
+        """Forget norms and sums; tensors handed out by `clipped_sum` stay as they are."""
+        self._rule.totals.clear()
 
-    def backward(self, losses: Tensor) -> None:
-        """Backward of per-sample losses (B,)."""
-        losses.sum().backward()
-
-    def _begin_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def _begin(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if not torch.is_grad_enabled() or torch._C._current_graph_task_id() >= 0:
             return
         size, device = find_batch(args, kwargs)
         scale = float(size) if self.loss_reduction == "mean" else 1.0
         self._recorder.open(Batch(size=size, device=device, slots=len(self._slots), scale=scale))
 
-    def _end_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _end(self, module: nn.Module, args: Any, output: Any) -> None:
         self._recorder.close_forward()
 
     def _receive(self, batch: Batch, entry: Entry) -> None:
-        batch.entries.append(entry)
+        if batch.size > 0:
+            self._schedule.receive(batch, entry)
 
     def _finish(self, batch: Batch) -> None:
-        batch.closed = True
-        if batch.size == 0:
-            return
-        by_param: dict[str, list[Any]] = {}
-        for entry in batch.entries:
-            for name, part in entry.contributions():
-                by_param.setdefault(name, []).append(part)
-        norms = [
-            joint_sq_norms(parts, self._parameters[name].shape, self._choose)
-            for name, parts in by_param.items()
-        ]
-        norms_B = torch.stack(norms).sum(0).sqrt() * batch.scale
-        factors_B = self._clip_function(norms_B, self.clip_norm) * batch.scale
-        self._norms.append(norms_B)
-        for name, parts in by_param.items():
-            for part in parts:
-                self._sums[name] = part.weighted_sum(
-                    factors_B, self._parameters[name].shape, self._sums.get(name)
-                )
-        for name, p in self._parameters.items():
-            before, version = self._grads_before[name]
-            if p.grad is not None and (p.grad is not before or p.grad._version != version):
-                raise UnsupportedModuleError(name, expected="a", got="b", remedy="c")
+        if batch.size > 0:
+            self._schedule.finish(batch)
+        self._watch.check()
 
 
-def _check_choice(argument: str, value: str, allowed: Any) -> None:
+def _schedule(strategy: str, rule: ClippingRule) -> Schedule:
+    if strategy == "ghost":
+        return TwoPasses(rule)
+    return GroupByGroup(rule) if rule.per_group else WholeGradient(rule)
+
+
+def _require_choice(argument: str, value: str, allowed: Container[str]) -> None:
     if value not in allowed:
-        raise InvalidArgumentError(argument, expected=f"one of {sorted(allowed)}", got=value)
+        raise InvalidArgumentError(argument, expected=f"one of {allowed}", got=value)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -47,7 +48,7 @@ def clipped_sum_reference(
     """
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     grouped = [list(named)] if clip != "per-layer" else [list(names) for names in groups or ()]
-    if clip == "per-layer" and sorted(sum(grouped, [])) != sorted(named):
+    if clip == "per-layer" and sorted(chain(*grouped)) != sorted(named):
         raise InvalidArgumentError(
             "groups", expected="every trainable parameter in one group", got=grouped
         )

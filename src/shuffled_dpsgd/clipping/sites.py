@@ -76,19 +76,3 @@ def refuse_batch_statistics(model: nn.Module) -> None:
                 got=f"{type(module).__name__} with batch statistics",
                 remedy="replace it by GroupNorm or LayerNorm, or put it in eval mode",
             )
-
-
-def group_by_parameter(slots: list[Slot]) -> list[list[Slot]]:
-    """Slots connected by shared parameters, in order of first appearance."""
-    group_of: dict[str, list[Slot]] = {}
-    for slot in slots:
-        merged = [slot]
-        for name in slot.names.values():
-            for other in group_of.get(name, []):
-                if other not in merged:
-                    merged.append(other)
-        for member in merged:
-            for name in member.names.values():
-                group_of[name] = merged
-    unique = {id(group): group for group in group_of.values()}
-    return [sorted(group, key=lambda slot: slot.index) for group in unique.values()]

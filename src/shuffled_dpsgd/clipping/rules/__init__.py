@@ -24,5 +24,5 @@ def find_rule(module: nn.Module) -> type[Slot] | None:
     for kind in type(module).__mro__:
         rule = BY_TYPE.get(kind) or BY_NAME.get(f"{kind.__module__}.{kind.__qualname__}")
         if rule is not None:
-            return rule if type(module).forward is kind.forward else None
+            return rule if type(module).forward is vars(kind).get("forward") else None
     return None

@@ -44,6 +44,7 @@ class Slot:
         self.recorder = recorder
         self.parameters = module._parameters
         self.plain = module.forward
+        self.group = index
         self.shared = False
         self.last_shape: tuple[int, int, int] | None = None
 

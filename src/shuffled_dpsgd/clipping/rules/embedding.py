@@ -24,15 +24,13 @@ class EmbeddingFunction(torch.autograd.Function):
     """F.embedding whose backward records (ids, output gradient) and touches no table."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any, ids: Tensor, weight: Tensor, slot: EmbeddingSlot, batch: Batch
-    ) -> Tensor:
+    def forward(ctx: Any, ids: Tensor, weight: Tensor, slot: EmbeddingSlot, batch: Batch) -> Tensor:
         ctx.slot, ctx.batch = slot, batch
         ctx.save_for_backward(ids)
         return F.embedding(ids, weight)
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, g: Tensor) -> Any:
         ctx.slot.recorder.record(ctx.batch, ctx.slot, (ctx.saved_tensors[0], g))
         return None, None, None, None
 

@@ -31,7 +31,7 @@ class LinearFunction(torch.autograd.Function):
     """F.linear whose backward computes the input's gradient and records (input, gradient)."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any,
         x: Tensor,
         weight: Tensor,
@@ -48,7 +48,7 @@ class LinearFunction(torch.autograd.Function):
         return F.linear(x, weight, bias)
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, g: Tensor) -> Any:
         x, weight = ctx.saved_tensors
         ctx.slot.recorder.record(ctx.batch, ctx.slot, (x, g))
         grad_x = g.matmul(weight) if ctx.needs_input_grad[0] else None
@@ -59,7 +59,7 @@ class TransposedLinearFunction(torch.autograd.Function):
     """The same for a weight stored as (inputs, outputs)."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any,
         x: Tensor,
         weight: Tensor,
@@ -76,7 +76,7 @@ class TransposedLinearFunction(torch.autograd.Function):
         return flat.view(*x.shape[:-1], weight.shape[1])
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, g: Tensor) -> Any:
         x, weight = ctx.saved_tensors
         ctx.slot.recorder.record(ctx.batch, ctx.slot, (x, g))
         grad_x = g.matmul(weight.t()) if ctx.needs_input_grad[0] else None

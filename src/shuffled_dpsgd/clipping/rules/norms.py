@@ -24,7 +24,7 @@ class LayerNormFunction(torch.autograd.Function):
     """Layer norm whose backward records the per-sample gradients of weight and bias."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any,
         x: Tensor,
         weight: Tensor | None,
@@ -38,7 +38,7 @@ class LayerNormFunction(torch.autograd.Function):
         return y
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, g: Tensor) -> Any:
         x, weight, mean, rstd = ctx.saved_tensors
         B, D = x.shape[0], ctx.slot.width
         shape = (B, -1, D)

@@ -1,0 +1,178 @@
+"""When norms and sums are computed: at the end of the backward, group by group, or in two passes.
+
+A schedule receives every entry of a batch while its backward runs and turns them into running
+totals. All schedules compute the same sums; they differ in what they keep and for how long.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from shuffled_dpsgd.clipping import cost
+from shuffled_dpsgd.clipping.batch import Batch, Entry, Phase
+from shuffled_dpsgd.clipping.factors import ClipFunction
+from shuffled_dpsgd.clipping.groups import Group
+from shuffled_dpsgd.errors import InvalidArgumentError
+
+
+class Totals:
+    """Running results since the last reset."""
+
+    def __init__(self) -> None:
+        self.sums: dict[str, Tensor] = {}
+        self.norms: list[Tensor] = []
+
+    def clear(self) -> None:
+        self.sums = {}
+        self.norms = []
+
+
+class Schedule(Protocol):
+    """Turns a batch's entries into totals."""
+
+    def receive(self, batch: Batch, entry: Entry) -> None:
+        """Take one entry, during the backward."""
+        ...
+
+    def finish(self, batch: Batch) -> None:
+        """Settle what is left, after the backward."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClippingRule:
+    """What every schedule needs to know: the groups, how norms are found, how they are clipped.
+
+    With `per_group`, each group is bounded by clip_norm / sqrt(number of groups), so that a
+    sample's whole contribution stays within clip_norm.
+    """
+
+    groups: Sequence[Group]
+    choose: cost.Chooser
+    clip: ClipFunction
+    clip_norm: float
+    per_group: bool
+    totals: Totals = field(default_factory=Totals)
+
+    def norms(self, squares: Iterable[Tensor], batch: Batch) -> Tensor:
+        """(B,) norms from squared parts, in terms of each sample's own loss."""
+        parts = list(squares)
+        if len(parts) == 1:
+            norms_B = parts[0].sqrt()
+        else:
+            widest = max((p.dtype for p in parts), key=lambda dtype: torch.finfo(dtype).bits)
+            norms_B = torch.stack([part.to(widest) for part in parts]).sum(0).sqrt_()
+        return norms_B if batch.scale == 1.0 else norms_B.mul_(batch.scale)
+
+    def factors(self, norms_B: Tensor, batch: Batch) -> Tensor:
+        """(B,) factors for captured gradients, which still lack the batch's scale."""
+        bound = self.clip_norm
+        if self.per_group:
+            bound /= math.sqrt(len(self.groups))
+        factors_B = self.clip(norms_B, bound)
+        return factors_B if batch.scale == 1.0 else factors_B.mul_(batch.scale)
+
+
+class WholeGradient:
+    """Book-keeping: one factor per sample from the norm over all groups, at the backward's end."""
+
+    def __init__(self, rule: ClippingRule) -> None:
+        self.rule = rule
+
+    def receive(self, batch: Batch, entry: Entry) -> None:
+        entry.saved = entry.slot.compact(entry.saved, self.rule.choose)
+        batch.file(entry)
+
+    def finish(self, batch: Batch) -> None:
+        rule = self.rule
+        filed = [(rule.groups[index], entries) for index, entries in batch.entries.items()]
+        squares = [group.sq_norms(entries, rule.choose) for group, entries in filed]
+        norms_B = rule.norms(squares, batch)
+        factors_B = rule.factors(norms_B, batch)
+        rule.totals.norms.append(norms_B)
+        for group, entries in filed:
+            group.add_sums(entries, factors_B, rule.totals.sums)
+        batch.close()
+
+
+class GroupByGroup:
+    """Per-layer clipping: each group is clipped on its own, summed and freed at once.
+
+    A group whose calls are not all in (a module called again, checkpointing) waits for the end of
+    the backward.
+    """
+
+    def __init__(self, rule: ClippingRule) -> None:
+        self.rule = rule
+
+    def receive(self, batch: Batch, entry: Entry) -> None:
+        entry.saved = entry.slot.compact(entry.saved, self.rule.choose)
+        entries = batch.file(entry)
+        group = self.rule.groups[entry.slot.group]
+        if group.is_complete(batch, entries):
+            self._settle(batch, group)
+
+    def finish(self, batch: Batch) -> None:
+        for index in list(batch.entries):
+            self._settle(batch, self.rule.groups[index])
+        self.rule.totals.norms.append(self.rule.norms(batch.squares.values(), batch))
+        batch.close()
+
+    def _settle(self, batch: Batch, group: Group) -> None:
+        rule = self.rule
+        entries = batch.entries.pop(group.index)
+        squares_B = batch.squares[group.index] = group.sq_norms(entries, rule.choose)
+        factors_B = rule.factors(rule.norms([squares_B], batch), batch)
+        group.add_sums(entries, factors_B, rule.totals.sums)
+
+
+class TwoPasses:
+    """Ghost clipping: a first backward for the norms, a second for the sums, nothing kept between.
+
+    The second pass weights every layer's gradient by the sample's factor in float32, instead of
+    weighting the losses, so that half precision cannot push a contribution over the bound.
+    """
+
+    def __init__(self, rule: ClippingRule) -> None:
+        self.rule = rule
+
+    def receive(self, batch: Batch, entry: Entry) -> None:
+        group = self.rule.groups[entry.slot.group]
+        if batch.phase is Phase.SUMS:
+            group.add_sums([entry], batch.factors[group.index], self.rule.totals.sums)
+            return
+        if batch.phase is Phase.ONLY:
+            raise InvalidArgumentError(
+                "strategy",
+                expected="engine.backward(losses), because ghost clipping needs two backwards",
+                got="loss.backward() under strategy='ghost'",
+                remedy="call engine.backward(losses) or use strategy='bookkeeping'",
+            )
+        if group.is_complete(batch, batch.file(entry)):
+            self._settle(batch, group)
+
+    def finish(self, batch: Batch) -> None:
+        if batch.phase is Phase.SUMS:
+            batch.close()
+            return
+        for index in list(batch.entries):
+            self._settle(batch, self.rule.groups[index])
+        norms_B = self.rule.norms(batch.squares.values(), batch)
+        self.rule.totals.norms.append(norms_B)
+        whole_B = self.rule.factors(norms_B, batch)
+        for index, squares_B in batch.squares.items():
+            batch.factors[index] = (
+                self.rule.factors(self.rule.norms([squares_B], batch), batch)
+                if self.rule.per_group
+                else whole_B
+            )
+
+    def _settle(self, batch: Batch, group: Group) -> None:
+        entries = batch.entries.pop(group.index)
+        batch.squares[group.index] = group.sq_norms(entries, self.rule.choose)

@@ -1,0 +1,119 @@
+"""Undo the shuffle of released weights by matching them with weights the adversary knows.
+
+Every group of the permutation spec is a linear assignment problem: slots of the released tensors
+against slots of the known ones (weight matching as in Git Re-Basin, Ainsworth et al. 2023). Where
+another, still unknown group moves an axis, the tensor is summed over that axis first, which no
+permutation changes; so each group is solved on its own and no iteration is needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from shuffled_dpsgd.auditing.estimators.scores import Floats
+from shuffled_dpsgd.auditing.matching import Indices, assign, assignment_cost
+from shuffled_dpsgd.permutation import (
+    Group,
+    Member,
+    Permutation,
+    PermutationSpec,
+    apply_to_tensors,
+    from_groups,
+)
+
+Tensors = Mapping[str, torch.Tensor]
+STAGES: tuple[tuple[str, ...], ...] = (
+    ("residual",),
+    ("heads",),
+    ("mlp-hidden", "query-key", "value-output", "lora-rank"),
+)
+"""The residual stream is pinned by the embeddings, whole heads by sums over their dimensions; with
+those undone, the remaining groups have all their axes back."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Realignment:
+    """The permutation that was found, and the released tensors with it undone."""
+
+    permutation: Permutation
+    tensors: dict[str, torch.Tensor]
+
+    def recovered(self, truth: Permutation) -> float:
+        """Share of moving positions that were put back where they came from."""
+        return float((self.permutation.packed == truth.packed).double().mean())
+
+
+def realign(spec: PermutationSpec, known: Tensors, released: Tensors) -> Realignment:
+    """Find P such that `released` is nearest to P applied to `known`, group by group."""
+    current = {name: tensor.detach().clone() for name, tensor in released.items()}
+    found = [torch.arange(group.size) for group in spec.groups]
+    unsolved = set(range(len(spec.groups)))
+    for kinds in STAGES:
+        stage = [index for index in sorted(unsolved) if spec.groups[index].kind in kinds]
+        solved = [torch.arange(group.size) for group in spec.groups]
+        for index in stage:
+            slots = _solve(spec, index, unsolved - {index}, known, current)
+            # Known slot i lies at slots[i] now, as the shuffle set new[slots[i]] = old[i].
+            solved[index] = found[index] = torch.from_numpy(np.argsort(slots))
+        if stage:
+            apply_to_tensors(from_groups(spec, solved).inverse(), current)
+        unsolved -= set(stage)
+    assert not unsolved, "a kind of group that no stage solves"
+    return Realignment(permutation=from_groups(spec, found), tensors=current)
+
+
+def _solve(
+    spec: PermutationSpec, index: int, unsolved: set[int], known: Tensors, current: Tensors
+) -> Indices:
+    group = spec.groups[index]
+    cost: Floats | None = None
+    for member in group.members:
+        if member.parameter not in current:
+            continue
+        moving = _moving_axes(spec, unsolved, member)
+        inner = any(_acts_inside(spec.groups[other], member) for other in unsolved)
+        ours = slot_features(known[member.parameter], group, member, moving, inner)
+        theirs = slot_features(current[member.parameter], group, member, moving, inner)
+        part = assignment_cost(ours, theirs)
+        cost = part if cost is None else cost + part
+    if cost is None:
+        return np.arange(group.size)
+    return assign(cost)
+
+
+def slot_features(
+    tensor: torch.Tensor, group: Group, member: Member, moving: frozenset[int], inner: bool
+) -> Floats:
+    """One row of numbers per slot that no unsolved group can change."""
+    values = tensor.detach().to("cpu", torch.float64)
+    summed = sorted(axis for axis in moving if axis != member.axis)
+    rows = values.movedim(member.axis, 0)
+    if summed:
+        kept_first = [axis + 1 if axis < member.axis else axis for axis in summed]
+        rows = rows.sum(dim=kept_first)
+    positions = torch.tensor(member.block.positions(group.size))
+    slots = rows.reshape(rows.shape[0], -1)[positions]
+    features = slots.sum(dim=1) if inner else slots.reshape(group.size, -1)
+    return np.asarray(features.numpy())
+
+
+def _moving_axes(spec: PermutationSpec, unsolved: set[int], member: Member) -> frozenset[int]:
+    return frozenset(
+        other.axis
+        for index in unsolved
+        for other in spec.groups[index].members
+        if other.parameter == member.parameter
+    )
+
+
+def _acts_inside(group: Group, member: Member) -> bool:
+    """Whether `group` moves positions within the slots of `member`."""
+    if member.block.width * member.block.repeats == 1:
+        return False
+    return any(
+        other.parameter == member.parameter and other.axis == member.axis for other in group.members
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,14 @@ from shuffled_dpsgd.training.ledger import Ledger
 from shuffled_dpsgd.training.mechanism import ShuffledGaussianMechanism
 from shuffled_dpsgd.training.noise import GaussianNoise
 from shuffled_dpsgd.training.optimizers import check_optimizer, check_parameters
-from shuffled_dpsgd.training.plan import Accounting, Adjacency, NoiseFrame, Sampling, Shuffle
+from shuffled_dpsgd.training.plan import (
+    Accounting,
+    Adjacency,
+    NoiseFrame,
+    PrivacyPlan,
+    Sampling,
+    Shuffle,
+)
 from shuffled_dpsgd.training.planning import PlanRequest, check_request, make_plan
 from shuffled_dpsgd.training.private import PrivateTraining
 from shuffled_dpsgd.training.randomness import RandomStreams
@@ -120,17 +128,11 @@ def assemble(
         moved=frozenset() if spec is None else spec.moved_names,
     )
     streams = RandomStreams(seed=plan.seed)
-    engine_options: dict[str, Any] = {
-        "clip_norm": plan.clip_norm,
-        "clip": plan.clip,
-        "strategy": strategy,
-        "loss_reduction": plan.loss_reduction,
-    }
     return PrivateTraining(
         model=inner,
         optimizer=optimizer,
         plan=plan,
-        engine=ClippingEngine(inner, **engine_options),
+        engine=_engine(inner, plan, strategy),
         sampler=PoissonSampler(
             dataset_size=plan.dataset_size, sampling_prob=plan.sampling_prob, streams=streams
         ),
@@ -141,6 +143,17 @@ def assemble(
         streams=streams,
         spec=spec,
         physical_batch_size=_physical(physical_batch_size, plan.expected_batch_size),
+    )
+
+
+def _engine(model: torch.nn.Module, plan: PrivacyPlan, strategy: str) -> ClippingEngine:
+    unclipped = math.isinf(plan.clip_norm)
+    return ClippingEngine(
+        model,
+        clip_norm=1.0 if unclipped else plan.clip_norm,
+        clip="none" if unclipped else plan.clip,
+        strategy=strategy,
+        loss_reduction=plan.loss_reduction,
     )
 
 

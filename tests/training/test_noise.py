@@ -1,0 +1,99 @@
+"""Noise: the right distribution, per block, in float32 or better, in bounded memory."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from scipy import stats
+
+from shuffled_dpsgd.errors import InvalidArgumentError
+from shuffled_dpsgd.training import GaussianNoise, RandomStreams, make_private
+from training.cases import (
+    RECORDS,
+    Case,
+    FixedSampler,
+    Sentences,
+    classify_sentences,
+    distance,
+    make_bert,
+    run,
+    weights,
+)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_noise_is_gaussian_with_the_std_asked_for(dtype: torch.dtype) -> None:
+    sums = {"a": torch.zeros(700, 500, dtype=dtype), "b": torch.zeros(300_001, dtype=dtype)}
+    GaussianNoise(RandomStreams(seed=4)).add_(sums, {"a": 2.0, "b": 0.5}, step=3)
+    for name, std in {"a": 2.0, "b": 0.5}.items():
+        drawn = sums[name].flatten().double().numpy() / std
+        assert drawn.std() == pytest.approx(1.0, rel=0.01)
+        assert abs(drawn.mean()) < 5 / math.sqrt(drawn.size)
+        assert stats.kstest(drawn, "norm").pvalue > 1e-4
+
+
+def test_noise_differs_between_steps_and_tensors_and_repeats_with_the_seed() -> None:
+    def draw(step: int) -> dict[str, torch.Tensor]:
+        sums = {"a": torch.zeros(1000), "b": torch.zeros(1000)}
+        GaussianNoise(RandomStreams(seed=4)).add_(sums, {"a": 1.0, "b": 1.0}, step=step)
+        return sums
+
+    first, second, again = draw(0), draw(1), draw(0)
+    assert torch.equal(first["a"], again["a"])
+    for one, other in ((first["a"], second["a"]), (first["a"], first["b"])):
+        assert abs(float(torch.corrcoef(torch.stack([one, other]))[0, 1])) < 0.15
+
+
+def test_noise_needs_no_second_buffer_of_the_size_of_the_tensor() -> None:
+    import tracemalloc
+
+    sums = {"a": torch.zeros(8_000_000)}
+    tracemalloc.start()
+    with torch.profiler.profile(profile_memory=True) as profile:
+        GaussianNoise(RandomStreams(seed=4)).add_(sums, {"a": 1.0}, step=0)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    allocated = max(event.cpu_memory_usage for event in profile.key_averages())
+    assert max(peak, allocated) < 0.1 * sums["a"].numel() * 4
+
+
+def test_narrow_sums_and_forgotten_tensors_are_refused() -> None:
+    noise = GaussianNoise(RandomStreams(seed=4))
+    with pytest.raises(InvalidArgumentError, match="float32 or float64"):
+        noise.add_({"a": torch.zeros(4, dtype=torch.bfloat16)}, {"a": 1.0}, step=0)
+    with pytest.raises(InvalidArgumentError, match="'b'"):
+        noise.add_({"a": torch.zeros(4), "b": torch.zeros(4)}, {"a": 1.0}, step=0)
+
+
+def test_measured_std_of_an_update_per_block_is_within_one_percent() -> None:
+    """End to end on a model: an empty batch releases nothing but noise, divided by B."""
+    model = make_bert(hidden=64, vocabulary=2000)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    private = make_private(
+        model,
+        optimizer,
+        dataset_size=RECORDS,
+        expected_batch_size=8,
+        num_steps=1,
+        delta=1e-3,
+        noise_multiplier=0.4,
+        unshuffled_noise_multiplier=3.0,
+        accounting="paper",
+        clip_norm=0.5,
+        batch_clip_norm=2.0,
+        shuffle="at-release",
+        seed=1,
+    )
+    private.sampler = FixedSampler([])
+    before = weights(model)
+    case = Case(make=lambda: model, data=Sentences(), loss=classify_sentences)
+    assert run(private, case) == []
+    assert private.steps_taken == private.ledger.spent == 1
+    after = weights(model)
+    assert distance(before, after) > 0
+    for block, multiplier in zip(private.plan.blocks, (0.4, 3.0), strict=True):
+        moved = torch.cat([(after[n] - before[n]).flatten().double() for n in block.parameters])
+        assert moved.numel() == block.dimension > 50_000
+        assert float(moved.std()) == pytest.approx(multiplier * 0.5 / 8, rel=0.01)

@@ -21,6 +21,18 @@ from shuffled_dpsgd.accounting.certified import (
 )
 from shuffled_dpsgd.accounting.claim import Adjacency, Calibration, Kind, PrivacyClaim
 from shuffled_dpsgd.accounting.events import SampledGaussian, smallest_noise
+from shuffled_dpsgd.accounting.exact import (
+    DeltaEstimate,
+    Examination,
+    exact_delta,
+    examine_pair,
+)
+from shuffled_dpsgd.accounting.pairs import (
+    Pair,
+    constant_pair,
+    spike_pair,
+    vector_pair,
+)
 from shuffled_dpsgd.accounting.paper import PaperCalibration, calibrate_paper, paper_claim
 
 __all__ = [
@@ -28,7 +40,10 @@ __all__ = [
     "Adjacency",
     "Bracket",
     "Calibration",
+    "DeltaEstimate",
+    "Examination",
     "Kind",
+    "Pair",
     "PaperCalibration",
     "PrivacyClaim",
     "SampledGaussian",
@@ -41,6 +56,11 @@ __all__ = [
     "certified_curve",
     "compare",
     "compare_calibrations",
+    "constant_pair",
+    "exact_delta",
+    "examine_pair",
     "paper_claim",
     "smallest_noise",
+    "spike_pair",
+    "vector_pair",
 ]

@@ -171,10 +171,14 @@ def vector_pair(first: Sequence[float], second: Sequence[float]) -> Pair:
         )
     if not np.all(np.isfinite([*first, *second])):
         raise InvalidArgumentError("vectors", expected="finite entries", got="nan or infinity")
-    shapes = (_one_odd(first), _one_odd(second))
-    if shapes[0] is not None and shapes[1] is not None:
-        (odd0, base0), (odd1, base1) = shapes
-        return OneOddPair(name="given", dimension=len(first), odd=(odd0, odd1), base=(base0, base1))
+    here, there = _one_odd(first), _one_odd(second)
+    if here is not None and there is not None:
+        return OneOddPair(
+            name="given",
+            dimension=len(first),
+            odd=(here[0], there[0]),
+            base=(here[1], there[1]),
+        )
     if len(first) <= LARGEST_ARBITRARY:
         return ArbitraryPair(
             name="given", first=tuple(map(float, first)), second=tuple(map(float, second))

@@ -1,0 +1,301 @@
+"""`ShuffledDPTrainer`: the Hugging Face Trainer with private steps.
+
+The Trainer keeps its loop, logging, evaluation, callbacks and schedulers. What changes: one turn
+of its loop is one logical batch drawn by Poisson sampling, the loss is one number per sample, and
+the optimizer only sees privatized gradients. `gradient_accumulation_steps` keeps its meaning
+(logical batch = per-device batch × accumulation), but the splitting is done per logical batch,
+because Poisson batches have no fixed size.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+from shuffled_dpsgd.errors import BudgetExhaustedError, CheckpointError, InvalidArgumentError
+from shuffled_dpsgd.integrations.hf_conflicts import check_trainer_options, check_training_arguments
+from shuffled_dpsgd.integrations.model_card import update_readme
+from shuffled_dpsgd.integrations.per_sample_loss import head_of, per_sample_losses
+from shuffled_dpsgd.integrations.privacy_arguments import PrivacyArguments
+from shuffled_dpsgd.integrations.stepped_optimizer import SteppedOptimizer
+from shuffled_dpsgd.reports import card_page
+from shuffled_dpsgd.training import (
+    PrivacyCard,
+    PrivateTraining,
+    SpendingCurve,
+    latest_checkpoint,
+    load_checkpoint,
+    make_private,
+    save_checkpoint,
+)
+
+LEDGER_FILE = "privacy_ledger.jsonl"
+PRIVACY_FOLDER = "privacy"
+LossFunction = Callable[[Any, torch.Tensor], torch.Tensor]
+
+
+class ShuffledDPTrainer(Trainer):
+    """A `Trainer` whose `train()` is differentially private under a plan made from `privacy`.
+
+    `per_sample_loss(outputs, labels)` replaces the loss chosen by the model's head; it must return
+    one loss per sample, each depending on that sample only. Evaluation and prediction are the
+    Trainer's own and see no private data unless the user evaluates on it.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | None = None,
+        args: TrainingArguments | None = None,
+        *,
+        privacy: PrivacyArguments,
+        per_sample_loss: LossFunction | None = None,
+        **options: Any,
+    ) -> None:
+        if args is None or model is None:
+            raise InvalidArgumentError(
+                "args", expected="model= and args=TrainingArguments(...)", got=args
+            )
+        check_training_arguments(args)
+        check_trainer_options(options)
+        if per_sample_loss is None:
+            head_of(model)
+        self.privacy = privacy
+        self.private: PrivateTraining | None = None
+        self._per_sample_loss = per_sample_loss
+        self._spending: SpendingCurve | None = None
+        self._resuming = False
+        self._expected_batch_size = privacy.expected_batch_size or (
+            args.per_device_train_batch_size * args.gradient_accumulation_steps
+        )
+        # The logical batch is split here, not by the Trainer; the caller's arguments stay as given.
+        args = copy.copy(args)
+        args.gradient_accumulation_steps = 1
+        super().__init__(model=model, args=args, **options)
+        self.add_callback(_StopWhenSpent(self))
+
+    def card(self) -> PrivacyCard:
+        """What may be claimed about everything released so far."""
+        return self._started().card()
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> Any:
+        """Train to the end of the plan, then write the privacy card beside the model."""
+        if self.private is not None:
+            raise BudgetExhaustedError(
+                "this trainer has trained already; another run spends privacy of its own: "
+                "make a new trainer with a new output_dir"
+            )
+        self._resuming = bool(resume_from_checkpoint)
+        output = super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
+        private = self._started()
+        if private.finished:
+            private.release()
+        private.close()
+        self._write_card()
+        return output
+
+    def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
+        """Refused: every trial is a release of its own that no claim here would count."""
+        raise InvalidArgumentError(
+            "hyperparameter_search",
+            expected="one plan per trainer",
+            got="a search",
+            remedy="search on public data, or account for every trial",
+        )
+
+    # -- what the Trainer's loop calls ---------------------------------------------------------
+
+    def get_train_dataloader(self) -> Any:
+        """One empty item per logical batch: the records are drawn inside `training_step`."""
+        numbers = range(self._steps_per_epoch())
+        return DataLoader(numbers, batch_size=1, collate_fn=_nothing)  # type: ignore[arg-type]
+
+    def num_examples(self, dataloader: Any) -> int:
+        """Number of records; the training loader itself only counts steps."""
+        if isinstance(dataloader.dataset, range):
+            return self._dataset_size()
+        return int(super().num_examples(dataloader))
+
+    def get_total_train_batch_size(self, args: TrainingArguments) -> int:
+        """The expected size of a logical batch."""
+        return self._expected_batch_size
+
+    def create_optimizer(self, model: nn.Module | None = None) -> Any:
+        """The Trainer's own optimizer, made private; steps happen in `training_step`."""
+        if self.private is None:
+            optimizer = super().create_optimizer(model)
+            self.private = self._make_private(optimizer)
+            self.optimizer = SteppedOptimizer(optimizer)
+        return self.optimizer
+
+    def training_step(
+        self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None
+    ) -> torch.Tensor:
+        """One logical batch: forward, per-sample clip, noise, update, shuffle."""
+        private = self._started()
+        data, collate = self._training_data()
+        model.train()
+        for batch in private.batches(data, num_steps=1, collate=collate):
+            prepared = self._prepare_inputs(batch)
+            with self.compute_loss_context_manager():
+                losses = self.per_sample_losses(model, prepared)
+            private.backward(losses)
+            private.step()
+            self.current_flos += float(super().floating_point_ops(prepared))
+        assert private.last_metrics is not None
+        return torch.tensor(private.last_metrics.loss or 0.0, device=self.args.device)
+
+    def per_sample_losses(self, model: nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
+        """One loss per sample; the labels never reach the model, whose own loss is a mean."""
+        inputs = dict(inputs)
+        if "labels" not in inputs:
+            raise InvalidArgumentError(
+                "labels", expected="a `labels` entry in every batch", got=sorted(inputs)
+            )
+        labels = inputs.pop("labels")
+        outputs = model(**inputs)
+        if self._per_sample_loss is not None:
+            return self._per_sample_loss(outputs, labels)
+        return per_sample_losses(model, outputs, labels)
+
+    def floating_point_ops(self, inputs: Any) -> int:
+        """Counted batch by batch in `training_step`; the loop's own items are empty."""
+        return super().floating_point_ops(inputs) if inputs else 0
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Add what was spent, with its kind in the name, and drop the norm of a noised gradient."""
+        private = self.private
+        if "loss" in logs and private is not None and private.last_metrics is not None:
+            logs = {key: value for key, value in logs.items() if key != "grad_norm"}
+            logs |= self._privacy_logs(private)
+        super().log(logs, start_time)
+
+    # -- saving and resuming -------------------------------------------------------------------
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        extras = {"scheduler": self.lr_scheduler}
+        save_checkpoint(self._started(), Path(output_dir) / PRIVACY_FOLDER, extras=extras, keep=1)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return
+        newest = latest_checkpoint(Path(checkpoint) / PRIVACY_FOLDER)
+        if newest is None:
+            raise CheckpointError(
+                f"{checkpoint}: no {PRIVACY_FOLDER} folder, so not a checkpoint of a private run; "
+                "resume from one this trainer saved"
+            )
+        load_checkpoint(self._started(), newest, extras={"scheduler": self.lr_scheduler})
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """The Trainer's model card with the privacy section, ready for `push_to_hub`."""
+        super().create_model_card(*args, **kwargs)
+        if self.private is not None:
+            self._write_card()
+
+    def _write_card(self) -> None:
+        directory, card = Path(self.args.output_dir), self.card()
+        update_readme(directory, card, title=directory.name)
+        (directory / "privacy_card.txt").write_text(f"{card}\n", encoding="utf-8")
+        (directory / "privacy_card.json").write_text(card.dumps() + "\n", encoding="utf-8")
+        (directory / "privacy_card.html").write_text(card_page(card), encoding="utf-8")
+
+    # -- parts ---------------------------------------------------------------------------------
+
+    def _make_private(self, optimizer: torch.optim.Optimizer) -> PrivateTraining:
+        privacy, args = self.privacy, self.args
+        ledger = Path(args.output_dir) / LEDGER_FILE
+        if ledger.exists() and not self._resuming:
+            raise CheckpointError(
+                f"{ledger}: an earlier run spent privacy here; resume it "
+                "(resume_from_checkpoint=True) or choose another output_dir"
+            )
+        ledger.parent.mkdir(parents=True, exist_ok=True)
+        steps = args.max_steps
+        if steps <= 0:
+            steps = math.ceil(args.num_train_epochs * self._steps_per_epoch())
+        return make_private(
+            self.model,
+            optimizer,
+            dataset_size=self._dataset_size(),
+            expected_batch_size=self._expected_batch_size,
+            num_steps=steps,
+            epsilon=privacy.epsilon,
+            noise_multiplier=privacy.noise_multiplier,
+            unshuffled_noise_multiplier=privacy.unshuffled_noise_multiplier,
+            delta=privacy.delta,
+            clip_norm=privacy.clip_norm,
+            batch_clip_norm=privacy.batch_clip_norm,
+            accounting=privacy.accounting,
+            shuffle=privacy.shuffle,
+            scope=privacy.scope,
+            seed=privacy.noise_seed,
+            physical_batch_size=args.per_device_train_batch_size,
+            ledger_path=ledger,
+        )
+
+    def _started(self) -> PrivateTraining:
+        if self.private is None:
+            raise InvalidArgumentError(
+                "card", expected="a call of train() first", got="no private run yet"
+            )
+        return self.private
+
+    def _dataset_size(self) -> int:
+        data = self.train_dataset
+        if data is None or not hasattr(data, "__len__"):
+            raise InvalidArgumentError(
+                "train_dataset",
+                expected="a map-style data set (with len() and indexing)",
+                got=type(data).__name__,
+                remedy="Poisson sampling needs random access to every record",
+            )
+        return len(data)
+
+    def _steps_per_epoch(self) -> int:
+        return math.ceil(self._dataset_size() / self._expected_batch_size)
+
+    def _training_data(self) -> tuple[Any, Callable[[list[Any]], Any]]:
+        """Data and collator with the columns the model does not take removed."""
+        data: Any = self.train_dataset
+        if hasattr(data, "column_names"):
+            return self._remove_unused_columns(data, description="training"), self.data_collator
+        return data, self._get_collator_with_removed_columns(self.data_collator, "training")
+
+    def _privacy_logs(self, private: PrivateTraining) -> dict[str, float]:
+        if self._spending is None:
+            self._spending = SpendingCurve(private.plan)
+        metrics, spent = private.last_metrics, private.ledger.spent
+        assert metrics is not None
+        certified, paper = self._spending.certified(spent), self._spending.paper(spent)
+        values = {
+            "certified_epsilon_proven": None if certified is None else certified.epsilon,
+            "paper_epsilon_heuristic": None if paper is None else paper.epsilon,
+            "clipped_share": metrics.clipped_share,
+            "median_sample_norm": metrics.median_norm,
+        }
+        return {key: float(value) for key, value in values.items() if value is not None}
+
+
+class _StopWhenSpent(TrainerCallback):
+    """Ends training when the ledger allows no further step (lost steps of a crash count too)."""
+
+    def __init__(self, trainer: ShuffledDPTrainer) -> None:
+        self._trainer = trainer
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+        private = self._trainer.private
+        if private is not None and private.finished:
+            control.should_training_stop = True
+        return control
+
+
+def _nothing(_: list[int]) -> dict[str, Any]:
+    return {}

@@ -113,7 +113,10 @@ class DenseGrad:
     grads_BS: Tensor
 
     def sq_norms(self, choose: cost.Chooser) -> Tensor:
-        return self.grads_BS.flatten(1).square().sum(1)
+        grads_BN = self.grads_BS.flatten(1)
+        if grads_BN.dtype is not torch.float64:
+            grads_BN = grads_BN.float()
+        return grads_BN.square().sum(1)
 
     def stored(self, shape: torch.Size) -> Tensor:
         return self.grads_BS.view(-1, *shape)

@@ -14,6 +14,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from shuffled_dpsgd.clipping.recorder import Recorder
 from shuffled_dpsgd.clipping.rules import find_rule
 from shuffled_dpsgd.clipping.rules.base import Slot
+from shuffled_dpsgd.clipping.rules.broadcast import BroadcastSlot, can_broadcast
+from shuffled_dpsgd.clipping.rules.generic import GenericSlot, is_container
 from shuffled_dpsgd.errors import UnsupportedModuleError
 
 
@@ -23,43 +25,103 @@ def canonical_names(model: nn.Module) -> dict[int, str]:
 
 
 def build_slots(model: nn.Module, recorder: Recorder) -> list[Slot]:
-    """A slot for every module that must book-keep.
+    """A slot for every module that must book-keep, in the order of the module tree.
 
     Raises:
         UnsupportedModuleError: some trainable parameter cannot be handled exactly.
     """
     names = canonical_names(model)
     slots: list[Slot] = []
-    for path, module, owned in _handled(model, "", names):
-        rule = find_rule(module)
-        if rule is None:
-            raise UnsupportedModuleError(
-                path, expected="a module with a rule", got=type(module), remedy="freeze it"
-            )
+    for path, module, rule in _handled(model, "", names):
+        owned = _trainable(module, names, recurse=rule.takes_children)
         slots.append(
             rule(index=len(slots), path=path, module=module, names=owned, recorder=recorder)
         )
+    _refuse_unreachable(names, slots)
     return slots
+
+
+def _trainable(module: nn.Module, names: dict[int, str], recurse: bool) -> dict[str, str]:
+    return {
+        key: names[id(p)] for key, p in module.named_parameters(recurse=recurse) if id(p) in names
+    }
 
 
 def _handled(
     module: nn.Module, path: str, names: dict[int, str]
-) -> Iterator[tuple[str, nn.Module, dict[str, str]]]:
+) -> Iterator[tuple[str, nn.Module, type[Slot]]]:
+    """Every module that needs a slot, with its rule, from the outside in."""
     if not any(id(p) in names for p in module.parameters()):
         return
-    if "forward" in module.__dict__:
-        raise UnsupportedModuleError(
-            path,
-            expected="a module whose forward is its class's",
-            got="a forward replaced on the instance",
-            remedy="undo the replacement (another engine or a dispatch hook) first",
-        )
-    own = {key: names[id(p)] for key, p in module.named_parameters(recurse=False) if id(p) in names}
-    if own:
-        yield path, module, own
-        return
+    _refuse_known(module, path)
+    rule = find_rule(module)
+    if rule is None:
+        rule = _rule_for_bare_parameters(module, names)
+    if rule is not None:
+        if "forward" in module.__dict__:
+            raise UnsupportedModuleError(
+                path,
+                expected="a module whose forward is its class's",
+                got="a forward replaced on the instance",
+                remedy="undo the replacement (another engine or a dispatch hook) first",
+            )
+        yield path, module, rule
+        if rule.takes_children:
+            return
     for key, child in module.named_children():
         yield from _handled(child, f"{path}.{key}" if path else key, names)
+
+
+def _rule_for_bare_parameters(module: nn.Module, names: dict[int, str]) -> type[Slot] | None:
+    """How to handle parameters a module without a rule holds itself, or in a container.
+
+    A parameter that some descendant holds too is left to that descendant (BERT's prediction bias
+    is its decoder's); if the module used it after all, the engine would notice the gradient.
+    """
+    if is_container(module):
+        return None
+    held = dict(module.named_parameters(recurse=False))
+    own = {key: p for key, p in held.items() if id(p) in names}
+    contained = [
+        p
+        for child in module.children()
+        if isinstance(child, nn.ParameterList | nn.ParameterDict)
+        for p in child.parameters()
+        if id(p) in names
+    ]
+    if contained:
+        return GenericSlot
+    below = {id(p) for child in module.children() for p in child.parameters()}
+    own = {key: p for key, p in own.items() if id(p) not in below}
+    if not own:
+        return None
+    return BroadcastSlot if can_broadcast(own) else GenericSlot
+
+
+def _refuse_known(module: nn.Module, path: str) -> None:
+    """Refuse, by name, modules whose use of their parameters has no batch axis."""
+    if getattr(module, "has_relative_attention_bias", False):
+        table = getattr(module, "relative_attention_bias", None)
+        if table is not None and any(p.requires_grad for p in table.parameters()):
+            raise UnsupportedModuleError(
+                f"{path}.relative_attention_bias" if path else "relative_attention_bias",
+                expected="a table looked up per sample",
+                got=f"the relative position bias of {type(module).__name__}, which all samples "
+                "share without a batch axis",
+                remedy="freeze it: .relative_attention_bias.requires_grad_(False)",
+            )
+
+
+def _refuse_unreachable(names: dict[int, str], slots: list[Slot]) -> None:
+    covered = {name for slot in slots for name in slot.names.values()}
+    for name in names.values():
+        if name not in covered:
+            raise UnsupportedModuleError(
+                name,
+                expected="a parameter held by a module with a forward",
+                got="a parameter no module's forward can be blamed for",
+                remedy="hold it in the module that uses it, or freeze it",
+            )
 
 
 def refuse_batch_statistics(model: nn.Module) -> None:

@@ -33,6 +33,7 @@ class Slot:
     """
 
     kind = "generic"
+    takes_children = True
 
     def __init__(
         self, *, index: int, path: str, module: nn.Module, names: dict[str, str], recorder: Recorder

@@ -1,0 +1,106 @@
+"""Bare parameters that are broadcast over the batch: class tokens and position embeddings.
+
+A parameter of shape (1, ...) that a module adds or concatenates to every sample can be replaced,
+while that module runs, by one copy per sample; the module's children keep their own rules. For
+classes known to do just that the replacement is taken as right; for any other it is checked once,
+on the first batch, against the generic rule with different values in every copy.
+
+Shapes: B samples, S the parameter's shape without its leading one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten
+
+from shuffled_dpsgd.clipping.rules.generic import (
+    CopiesSlot,
+    agree,
+    in_eval_mode,
+    sample_by_sample,
+)
+from shuffled_dpsgd.errors import UnsupportedModuleError
+
+KNOWN = frozenset(
+    {
+        "transformers.models.vit.modeling_vit.ViTEmbeddings",
+        "transformers.models.deit.modeling_deit.DeiTEmbeddings",
+        "torchvision.models.vision_transformer.VisionTransformer",
+        "torchvision.models.vision_transformer.Encoder",
+    }
+)
+
+
+def can_broadcast(parameters: dict[str, nn.Parameter]) -> bool:
+    """Whether every one of a module's bare parameters has a leading axis of length one."""
+    return all(p.dim() >= 2 and p.shape[0] == 1 for p in parameters.values())
+
+
+class BroadcastSlot(CopiesSlot):
+    """A module that broadcasts its own bare parameters over the batch."""
+
+    kind = "broadcast"
+    takes_children = False
+
+    def __init__(self, **site: Any) -> None:
+        super().__init__(**site)
+        kind = type(self.module)
+        self._verified = f"{kind.__module__}.{kind.__qualname__}" in KNOWN
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return self.plain(*args, **kwargs)
+        if kwargs.get("interpolate_pos_encoding"):
+            raise UnsupportedModuleError(
+                self.path,
+                expected="position embeddings used as they are",
+                got="interpolate_pos_encoding=True",
+                remedy="resize the position embeddings once before training, or freeze them",
+            )
+        owned = {key: self.parameters[key] for key in self.names}
+        if not self._verified:
+            self._verify(owned, args, kwargs)
+        copies = self.copies(owned)
+        return self._with({key: c.squeeze(1) for key, c in copies.items()}, args, kwargs)
+
+    def _with(self, values: dict[str, Tensor], args: Any, kwargs: Any) -> Any:
+        # Shadowing in the instance dictionary leaves the registered parameter where it is.
+        attributes = self.module.__dict__
+        attributes.update(values)
+        try:
+            return self.plain(*args, **kwargs)
+        finally:
+            for key in values:
+                del attributes[key]
+
+    def _verify(self, owned: dict[str, Any], args: Any, kwargs: Any) -> None:
+        """Compare the replacement with one sample at a time, every sample its own parameters."""
+        if torch.compiler.is_compiling():
+            raise UnsupportedModuleError(
+                self.path,
+                expected="a module whose bare parameters are known to be broadcast",
+                got=f"{type(self.module).__name__}, not yet checked",
+                remedy="run one step without torch.compile first",
+            )
+        size = (self.recorder.batch or self.recorder.recomputed_batch(self.path)).size
+        leaves, spec = tree_flatten((args, kwargs))
+        with in_eval_mode(self.module), torch.random.fork_rng():
+            copies = {
+                key: p + torch.randn((size, *p.shape[1:]), dtype=p.dtype, device=p.device)
+                for key, p in owned.items()
+            }
+            together, _ = tree_flatten(self._with(copies, args, kwargs))
+            single = {key: copy.unsqueeze(1) for key, copy in copies.items()}
+            alone, _ = sample_by_sample(self, single, leaves, spec, size)
+        if len(alone) != len(together) or not all(map(agree, alone, together)):
+            raise UnsupportedModuleError(
+                self.path,
+                expected=f"{sorted(owned)} only broadcast over the batch",
+                got="another use of their leading axis",
+                remedy="store them without the leading axis of length one; the generic rule then "
+                "applies",
+            )
+        self._verified = True

@@ -1,0 +1,193 @@
+"""The exact rule for any module: run it once per sample, with per-sample copies of its parameters.
+
+The copies are views, so they cost no memory; their gradients are the per-sample gradients. The
+module and everything inside it run under `torch.func.vmap`, one sample at a time.
+
+Shapes: B samples, S any parameter shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, vmap
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from shuffled_dpsgd.clipping.captures import Contribution, DenseGrad
+from shuffled_dpsgd.clipping.rules.base import Saved, Slot
+from shuffled_dpsgd.errors import UnsupportedModuleError
+
+if TYPE_CHECKING:
+    from shuffled_dpsgd.clipping.batch import Batch
+
+_TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3}
+
+
+class CopiesFunction(torch.autograd.Function):
+    """One copy of a parameter per sample; the backward records the copies' gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: Tensor, name: str, slot: Slot, batch: Batch) -> Tensor:
+        ctx.name, ctx.slot, ctx.batch = name, slot, batch
+        return parameter.expand(batch.size, *parameter.shape)
+
+    @staticmethod
+    def backward(ctx: Any, grads_BS: Tensor) -> Any:
+        ctx.slot.recorder.record(ctx.batch, ctx.slot, (ctx.name, grads_BS))
+        return None, None, None, None
+
+
+class CopiesSlot(Slot):
+    """A slot whose entries are (parameter name, per-sample gradients)."""
+
+    def copies(self, parameters: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Per-sample copies of the slot's parameters, each one recorded call."""
+        batch = self.batch()
+        if self.recorder.batch is not None:
+            batch.calls[self.index] += len(parameters) - 1
+        return {
+            key: CopiesFunction.apply(p, self.names[key], self, batch)
+            for key, p in parameters.items()
+        }
+
+    def contributions(self, saved: Saved) -> Iterator[tuple[str, Contribution]]:
+        name, grads_BS = saved
+        yield name, DenseGrad(grads_BS=grads_BS)
+
+
+class Bare(nn.Module):
+    """A module's own forward, without its hooks and without a slot's replacement."""
+
+    def __init__(self, slot: Slot) -> None:
+        super().__init__()
+        self.inner = slot.module
+        self.own_forward = slot.plain
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.own_forward(*args, **kwargs)
+
+    def flat_call_with(
+        self, own: dict[str, Tensor], args: Any, kwargs: Any
+    ) -> tuple[list[Any], TreeSpec]:
+        """Flat outputs and their structure, with some of the module's parameters replaced."""
+        replaced = {f"inner.{key}": value for key, value in own.items()}
+        return tree_flatten(functional_call(self, replaced, args, kwargs))
+
+
+def batched_leaves(leaves: list[Any], size: int) -> list[int]:
+    """Positions of the tensors whose first axis has the length of the batch."""
+    return [i for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.dim() and len(x) == size]
+
+
+def sample_by_sample(
+    slot: Slot,
+    copies: dict[str, Tensor],
+    leaves: list[Any],
+    spec: TreeSpec,
+    size: int,
+) -> tuple[list[Tensor], TreeSpec]:
+    """The module under vmap over per-sample parameters and the inputs that have a batch axis."""
+    bare = Bare(slot)
+    mapped = batched_leaves(leaves, size)
+    out_spec: TreeSpec | None = None
+
+    def one_sample(own: dict[str, Tensor], *inputs: Tensor) -> tuple[Tensor, ...]:
+        nonlocal out_spec
+        filled = list(leaves)
+        for position, value in zip(mapped, inputs, strict=True):
+            filled[position] = value.unsqueeze(0)
+        args, kwargs = tree_unflatten(filled, spec)
+        outputs, out_spec = bare.flat_call_with(own, args, kwargs)
+        return tuple(_single(slot, output) for output in outputs)
+
+    outputs = vmap(one_sample, randomness="different")(copies, *(leaves[i] for i in mapped))
+    assert out_spec is not None
+    return list(outputs), out_spec
+
+
+def _single(slot: Slot, output: Any) -> Tensor:
+    if not isinstance(output, Tensor) or output.dim() == 0 or output.shape[0] != 1:
+        raise UnsupportedModuleError(
+            slot.path,
+            expected="outputs with the batch on axis 0",
+            got=tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__,
+            remedy="give the module outputs per sample, or freeze its parameters",
+        )
+    return output.squeeze(0)
+
+
+@contextmanager
+def in_eval_mode(module: nn.Module) -> Iterator[None]:
+    """Run without gradients and without dropout; every training flag is put back."""
+    modes = [(child, child.training) for child in module.modules()]
+    module.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for child, mode in modes:
+            child.training = mode
+
+
+class GenericSlot(CopiesSlot):
+    """Any module whose samples do not interact; its children have no slots of their own."""
+
+    kind = "generic"
+
+    def __init__(self, **site: Any) -> None:
+        super().__init__(**site)
+        self._checked: set[tuple[torch.Size, ...]] = set()
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return self.plain(*args, **kwargs)
+        batch_size = (self.recorder.batch or self.recorder.recomputed_batch(self.path)).size
+        leaves, spec = tree_flatten((args, kwargs))
+        trainable = {k: p for k, p in self.module.named_parameters() if k in self.names}
+        signature = tuple(leaf.shape for leaf in leaves if isinstance(leaf, Tensor))
+        if not torch.compiler.is_compiling() and signature not in self._checked:
+            self._check(trainable, leaves, spec, batch_size)
+            self._checked.add(signature)
+        outputs, out_spec = sample_by_sample(self, self.copies(trainable), leaves, spec, batch_size)
+        return tree_unflatten(outputs, out_spec)
+
+    def _check(
+        self, trainable: dict[str, Tensor], leaves: list[Any], spec: TreeSpec, size: int
+    ) -> None:
+        """Once per input shape: sample by sample the module must compute what it does in one go.
+
+        This is what catches inputs whose first axis has the length of the batch by accident.
+        """
+        with in_eval_mode(self.module):
+            copies = {key: p.expand(size, *p.shape) for key, p in trainable.items()}
+            alone, _ = sample_by_sample(self, copies, leaves, spec, size)
+            args, kwargs = tree_unflatten(leaves, spec)
+            together, _ = tree_flatten(self.plain(*args, **kwargs))
+        for one, other in zip(alone, together, strict=True):
+            if not agree(one, other):
+                raise UnsupportedModuleError(
+                    self.path,
+                    expected="a module that treats every sample on its own",
+                    got="other outputs sample by sample than in one batch",
+                    remedy="keep the batch on axis 0 of every input, or freeze its parameters",
+                )
+
+
+def agree(one: Tensor, other: Tensor) -> bool:
+    """Whether two outputs are the same up to rounding (of half precision, where that is used)."""
+    if one.shape != other.shape:
+        other = other.expand_as(one) if other.dim() == one.dim() and other.shape[0] == 1 else other
+    if one.shape != other.shape:
+        return False
+    tolerance = _TOLERANCE.get(one.dtype, 5e-2)
+    return torch.allclose(one, other, rtol=tolerance, atol=tolerance, equal_nan=True)
+
+
+def is_container(module: nn.Module) -> bool:
+    """Whether a module only holds others' parameters and is never called itself."""
+    containers = (nn.ParameterList, nn.ParameterDict, nn.ModuleList, nn.ModuleDict)
+    return isinstance(module, containers)

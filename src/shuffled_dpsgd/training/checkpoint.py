@@ -75,7 +75,7 @@ def save_checkpoint(
         os.rename(target, root / f".{target.name}.replaced.tmp")
     os.rename(temporary, target)
     fsync_directory(root)
-    for old in find_checkpoints(root)[:-keep]:
+    for old in (*root.glob(".checkpoint-*.tmp"), *find_checkpoints(root)[:-keep]):
         shutil.rmtree(old)
     return target
 

@@ -1,0 +1,87 @@
+"""The card: order, words, and verdicts."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from shuffled_dpsgd.training import AuditedBound, PlanRequest, PrivacyCard, make_plan, write_card
+
+
+def card(**changes: Any) -> PrivacyCard:
+    settings: dict[str, Any] = {
+        "dataset_size": 1000,
+        "expected_batch_size": 100,
+        "num_steps": 10,
+        "delta": 1e-5,
+        "epsilon": 1.0,
+        "accounting": "paper",
+        "batch_clip_norm": 1.0,
+    }
+    request = PlanRequest(**(settings | changes))
+    plan = make_plan(request, sizes={"a": 10_000, "b": 10}, moved=frozenset({"a"}))
+    return write_card(plan, num_steps=10)
+
+
+def bound(epsilon: float, delta: float = 1e-5) -> AuditedBound:
+    return AuditedBound(
+        adversary="axis sums",
+        estimator="Clopper-Pearson",
+        epsilon=epsilon,
+        delta=delta,
+        confidence=0.95,
+    )
+
+
+def test_claims_come_in_order_and_every_epsilon_has_its_word() -> None:
+    text = str(card().with_audits(bound(3.0)))
+    order = ["certified ε", "paper's estimate", "audited bounds", "verdict", "sampler"]
+    positions = [text.index(label) for label in [*order, "threat model", "not covered"]]
+    assert positions == sorted(positions)
+    for line in text.splitlines():
+        if "ε = " in line or "ε ≥ " in line:
+            assert any(word in line for word in ("proven", "heuristic", "measured")), line
+
+
+def test_the_paper_s_estimate_shows_what_it_depends_on() -> None:
+    line = next(line for line in str(card()).splitlines() if "paper's estimate" in line)
+    for part in ("heuristic", "c' = 1 c", "d = 10000", "δ split 0.5", "not a guarantee"):
+        assert part in line
+
+
+@pytest.mark.parametrize("subject", ["hyper-parameter search", "pre-training data", "metrics"])
+def test_what_is_not_covered_is_said(subject: str) -> None:
+    assert any(subject in line for line in card().not_covered)
+
+
+def test_an_audited_bound_above_a_claim_refutes_it() -> None:
+    plain = card()
+    assert plain.certified is not None
+    assert plain.paper is not None
+    assert plain.verdicts == {"certified": "not audited", "paper": "not audited"}
+    between = plain.with_audits(bound(0.5), bound((plain.certified.epsilon + 1.0) / 2))
+    assert between.verdicts["paper"] == "claim refuted"
+    assert between.verdicts["certified"] == "consistent with the audit"
+    above = plain.with_audits(bound(plain.certified.epsilon + 1.0))
+    assert above.verdicts["certified"] == "claim refuted"
+
+
+def test_a_bound_at_a_smaller_delta_refutes_nothing() -> None:
+    assert card().with_audits(bound(1e3, delta=1e-9)).verdicts["paper"] == "not audited at this δ"
+
+
+def test_json_keeps_the_kind_beside_every_epsilon() -> None:
+    data = json.loads(card().with_audits(bound(3.0)).dumps())
+    assert list(data)[:5] == ["certified", "why_not_certified", "paper", "audits", "verdicts"]
+    assert data["certified"]["kind"] == "proven"
+    assert data["paper"]["kind"] == "heuristic"
+    assert data["audits"][0]["kind"] == "measured"
+
+
+def test_seeded_runs_warn_and_never_print_the_seed() -> None:
+    seeded = card(seed=987_654_321)
+    assert "whoever learns the seed" in str(seeded)
+    assert "987654321" not in str(seeded) + seeded.dumps()
+    assert "operating system" in str(card(seed=None))

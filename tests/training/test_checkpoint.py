@@ -1,0 +1,175 @@
+"""Checkpoints: bit for bit, whole or not at all, and only of the same run."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from shuffled_dpsgd.errors import CheckpointError, InvalidArgumentError
+from shuffled_dpsgd.training import (
+    PrivateTraining,
+    find_checkpoints,
+    latest_checkpoint,
+    load_checkpoint,
+    make_private,
+    save_checkpoint,
+)
+from training.cases import Case, bert_case, mlp_case, run, vectors, weights
+
+
+def dropout_case() -> Case:
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(6, 10), nn.Dropout(0.3), nn.Tanh(), nn.Linear(10, 3))
+
+    return Case(make=make, data=vectors(), loss=mlp_case().loss)
+
+
+def start(case: Case, directory: Path | None = None, **changes: Any) -> PrivateTraining:
+    model = case.make()
+    settings: dict[str, Any] = {
+        "dataset_size": len(case.data),
+        "expected_batch_size": 8,
+        "num_steps": 6,
+        "delta": 1e-3,
+        "noise_multiplier": 1.0,
+        "shuffle": "off",
+        "seed": 3,
+        "ledger_path": None if directory is None else directory / "ledger.jsonl",
+    }
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    return make_private(model, optimizer, **(settings | changes))
+
+
+RESUMABLE = {
+    "dropout": (dropout_case, {}),
+    "every-step": (bert_case, {"shuffle": "every-step", "batch_clip_norm": 2.0}),
+    "unshuffled frame": (bert_case, {"shuffle": "every-step", "noise_frame": "unshuffled"}),
+    "at-release": (bert_case, {"shuffle": "at-release", "scope": "full"}),
+}
+
+
+@pytest.mark.parametrize(("make_case", "changes"), RESUMABLE.values(), ids=RESUMABLE)
+def test_resume_equals_the_uninterrupted_run_bit_for_bit(
+    tmp_path: Path, make_case: Any, changes: dict[str, Any]
+) -> None:
+    case = make_case()
+    whole = start(case, **changes)
+    torch.manual_seed(11)
+    run(whole, case)
+    whole.release()
+
+    first = start(case, tmp_path, **changes)
+    torch.manual_seed(11)
+    run(first, case, num_steps=2)
+    path = save_checkpoint(first, tmp_path)
+    run(first, case, num_steps=1)
+
+    torch.manual_seed(99)
+    second = start(case, tmp_path, **changes)
+    load_checkpoint(second, path)
+    assert second.steps_taken == 2
+    assert second.ledger.spent == 3
+    run(second, case)
+    second.release()
+    expected, found = weights(whole.model), weights(second.model)
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    assert second.ledger.spent == 6
+
+
+def test_a_secure_run_pays_for_the_steps_a_crash_lost(tmp_path: Path) -> None:
+    case = mlp_case()
+    first = start(case, tmp_path, seed=None)
+    run(first, case, num_steps=2)
+    path = save_checkpoint(first, tmp_path)
+    run(first, case, num_steps=3)
+    second = start(case, tmp_path, seed=None)
+    load_checkpoint(second, path)
+    assert (second.steps_taken, second.ledger.spent) == (2, 5)
+    run(second, case)
+    assert (second.steps_taken, second.ledger.spent) == (3, 6)
+    assert second.finished
+    assert second.card().steps_released == 6
+
+
+def test_schedulers_travel_along(tmp_path: Path) -> None:
+    def with_scheduler() -> tuple[PrivateTraining, Any]:
+        private = start(mlp_case())
+        scheduler = torch.optim.lr_scheduler.StepLR(private.optimizer, 1, gamma=0.5)
+        private.on_update(scheduler.step)
+        return private, scheduler
+
+    first, scheduler = with_scheduler()
+    run(first, mlp_case(), num_steps=3)
+    path = save_checkpoint(first, tmp_path, extras={"scheduler": scheduler})
+    second, other = with_scheduler()
+    with pytest.raises(CheckpointError, match="scheduler"):
+        load_checkpoint(second, path)
+    load_checkpoint(second, path, extras={"scheduler": other})
+    assert other.get_last_lr() == scheduler.get_last_lr() == [0.05 * 0.5**3]
+
+
+def saved(tmp_path: Path) -> Path:
+    private = start(mlp_case())
+    run(private, mlp_case(), num_steps=2)
+    return save_checkpoint(private, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "state.pt", "run.json", "manifest.json"])
+def test_torn_checkpoints_are_refused_with_the_reason(tmp_path: Path, name: str) -> None:
+    path = saved(tmp_path)
+    whole = (path / name).read_bytes()
+    (path / name).write_bytes(whole[: len(whole) // 2])
+    fresh = start(mlp_case())
+    before = weights(fresh.model)
+    with pytest.raises(CheckpointError, match=name.partition(".")[0]):
+        load_checkpoint(fresh, path)
+    (path / name).unlink()
+    with pytest.raises(CheckpointError, match=name):
+        load_checkpoint(fresh, path)
+    assert all(torch.equal(before[n], t) for n, t in weights(fresh.model).items())
+    assert fresh.steps_taken == 0
+
+
+def test_foreign_checkpoints_are_refused_with_the_reason(tmp_path: Path) -> None:
+    path = saved(tmp_path)
+    with pytest.raises(CheckpointError, match=r"differs in blocks"):
+        load_checkpoint(start(mlp_case(), noise_multiplier=2.0), path)
+    with pytest.raises(CheckpointError, match=r"differs in seed"):
+        load_checkpoint(start(mlp_case(), seed=4), path)
+    with pytest.raises(CheckpointError, match=r"float64"):
+        load_checkpoint(start(mlp_case(torch.float64)), path)
+    manifest = json.loads((path / "manifest.json").read_text())
+    (path / "manifest.json").write_text(json.dumps(manifest | {"format": 99}))
+    with pytest.raises(CheckpointError, match="format 99"):
+        load_checkpoint(start(mlp_case()), path)
+
+
+def test_a_lost_ledger_is_noticed(tmp_path: Path) -> None:
+    private = start(mlp_case(), tmp_path)
+    run(private, mlp_case(), num_steps=2)
+    path = save_checkpoint(private, tmp_path)
+    (tmp_path / "ledger.jsonl").unlink()
+    with pytest.raises(CheckpointError, match="put back the ledger"):
+        load_checkpoint(start(mlp_case(), tmp_path), path)
+
+
+def test_only_whole_checkpoints_are_found_and_old_ones_go(tmp_path: Path) -> None:
+    assert latest_checkpoint(tmp_path / "nowhere") is None
+    private = start(mlp_case())
+    for _ in range(3):
+        run(private, mlp_case(), num_steps=1)
+        save_checkpoint(private, tmp_path, keep=2)
+    names = [path.name for path in find_checkpoints(tmp_path)]
+    assert names == ["checkpoint-00000002", "checkpoint-00000003"]
+    shutil.copytree(tmp_path / names[0], tmp_path / ".checkpoint-00000009.1.tmp")
+    save_checkpoint(private, tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == names
+    with pytest.raises(InvalidArgumentError, match="keep"):
+        save_checkpoint(private, tmp_path, keep=0)

@@ -1,0 +1,95 @@
+"""The ledger: durable before a release, never above the budget, never edited unnoticed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from shuffled_dpsgd.errors import BudgetExhaustedError, CheckpointError
+from shuffled_dpsgd.training import Ledger
+
+
+def open_ledger(path: Path | None, plan: str = "plan", budget: int = 3) -> Ledger:
+    return Ledger(plan_fingerprint=plan, max_releases=budget, path=path)
+
+
+def test_budget_is_never_exceeded() -> None:
+    ledger = open_ledger(None)
+    for step in range(3):
+        ledger.record(step=step, token=str(step))
+    assert ledger.remaining == 0
+    with pytest.raises(BudgetExhaustedError, match="release 4 of 3"):
+        ledger.record(step=3, token="3")
+    assert ledger.spent == 3
+
+
+def test_releases_survive_and_repetitions_cost_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.jsonl"
+    first = open_ledger(path)
+    first.record(step=0, token="a")
+    first.record(step=1, token="b")
+    second = open_ledger(path)
+    assert second.spent == 2
+    second.record(step=1, token="b")
+    assert second.spent == 2
+    second.record(step=1, token="fresh noise for the same step")
+    assert second.remaining == 0
+    assert open_ledger(path).spent == 3
+
+
+def test_a_torn_last_line_announces_a_release_that_never_happened(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.jsonl"
+    ledger = open_ledger(path)
+    ledger.record(step=0, token="a")
+    whole = path.read_bytes()
+    ledger.record(step=1, token="b")
+    for cut in range(len(whole) + 1, len(path.read_bytes())):
+        torn = tmp_path / "torn.jsonl"
+        torn.write_bytes(path.read_bytes()[:cut])
+        again = open_ledger(torn)
+        assert again.spent == 1
+        again.record(step=1, token="c")
+        assert open_ledger(torn).spent == 2
+
+
+def test_a_torn_header_is_written_again(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.jsonl"
+    path.write_bytes(b'{"plan": "pl')
+    open_ledger(path).record(step=0, token="a")
+    assert open_ledger(path).spent == 1
+
+
+@pytest.mark.parametrize("line", [1, 2])
+def test_edited_and_cut_ledgers_are_refused(tmp_path: Path, line: int) -> None:
+    path = tmp_path / "ledger.jsonl"
+    ledger = open_ledger(path)
+    for step in range(3):
+        ledger.record(step=step, token=str(step))
+    lines = path.read_text().splitlines(keepends=True)
+    edited = json.loads(lines[line]) | {"token": "x"}
+    path.write_text("".join([*lines[:line], json.dumps(edited) + "\n", *lines[line + 1 :]]))
+    with pytest.raises(CheckpointError, match=f"line {line + 1}"):
+        open_ledger(path)
+    path.write_text("".join([*lines[:line], *lines[line + 1 :]]))
+    with pytest.raises(CheckpointError, match=f"line {line + 1}"):
+        open_ledger(path)
+    path.write_text("".join([*lines[:line], "not json\n", *lines[line + 1 :]]))
+    with pytest.raises(CheckpointError, match="not a ledger entry"):
+        open_ledger(path)
+
+
+def test_the_ledger_of_another_plan_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.jsonl"
+    open_ledger(path, plan="one")
+    with pytest.raises(CheckpointError, match="plan one"):
+        open_ledger(path, plan="other")
+
+
+def test_a_checkpoint_ahead_of_its_ledger_is_refused(tmp_path: Path) -> None:
+    ledger = open_ledger(tmp_path / "ledger.jsonl")
+    with pytest.raises(CheckpointError, match="2 releases"):
+        ledger.adopt(("a", "b"), durable=True)
+    ledger.adopt(("a", "b"), durable=False)
+    assert open_ledger(ledger.path).spent == 2

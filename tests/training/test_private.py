@@ -1,0 +1,249 @@
+"""What a user holds: the loop of the documentation, and what it refuses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from shuffled_dpsgd.errors import BudgetExhaustedError, DivergenceError, InvalidArgumentError
+from shuffled_dpsgd.training import PrivateTraining, make_private
+from training.cases import (
+    Case,
+    FixedSampler,
+    bert_case,
+    classify,
+    distance,
+    make_mlp,
+    mlp_case,
+    run,
+    vectors,
+    weights,
+)
+
+
+def private_mlp(lr: float = 0.1, **changes: Any) -> PrivateTraining:
+    model = make_mlp()
+    settings: dict[str, Any] = {
+        "dataset_size": 40,
+        "expected_batch_size": 8,
+        "num_steps": 4,
+        "delta": 1e-3,
+        "noise_multiplier": 1.0,
+        "shuffle": "off",
+        "seed": 3,
+        "physical_batch_size": 3,
+    }
+    return make_private(model, torch.optim.SGD(model.parameters(), lr=lr), **(settings | changes))
+
+
+def test_types_names_and_forwards_stay_as_they_were() -> None:
+    private = private_mlp()
+    model, plain = private.model, make_mlp()
+    run(private, mlp_case())
+    private.close()
+    assert type(model) is torch.nn.Sequential
+    assert list(model.state_dict()) == list(plain.state_dict())
+    assert all("forward" not in vars(module) for module in model.modules())
+    assert not model._forward_hooks
+    assert not model._forward_pre_hooks
+    assert all(p.grad is None for p in model.parameters())
+    assert not private.optimizer._optimizer_step_pre_hooks
+
+
+def test_private_backward_and_plain_backward_are_the_same() -> None:
+    finals = []
+    for plainly in (True, False):
+        private = private_mlp()
+        for batch in private.batches(vectors()):
+            losses = F.cross_entropy(private.model(batch.x), batch.y, reduction="none")
+            if plainly:
+                losses.sum().backward()
+            else:
+                private.backward(losses)
+            private.step()
+        finals.append(weights(private.model))
+    assert distance(*finals) == 0.0
+
+
+def test_the_size_of_physical_batches_does_not_matter() -> None:
+    finals = []
+    for size in (1, 4, 40):
+        private = private_mlp(physical_batch_size=size)
+        private.model.double()
+        run(private, mlp_case(torch.float64))
+        finals.append(weights(private.model))
+    assert distance(finals[0], finals[1]) < 1e-14
+    assert distance(finals[0], finals[2]) < 1e-14
+
+
+def test_steps_happen_once_per_logical_batch_and_metrics_describe_them() -> None:
+    private = private_mlp(num_steps=3, clip_norm=0.5)
+    private.sampler = FixedSampler([0, 1, 2, 3, 4, 5, 6], [], [9])
+    updates, seen = [], []
+    private.on_update(lambda: seen.append(private.last_metrics))
+    for batch in private.batches(vectors()):
+        private.backward(classify(private.model, batch))
+        updates.append(private.step())
+    assert updates == [False, False, True, True]
+    assert [metrics.batch_size for metrics in seen] == [7, 0, 1]
+    full, empty, _ = seen
+    assert full.loss == pytest.approx(1.1, abs=0.4)
+    assert 0.0 <= full.clipped_share <= 1.0
+    assert full.signal_to_noise > 0.0
+    assert (empty.loss, empty.mean_norm, empty.signal_to_noise) == (None, None, 0.0)
+    assert private.finished
+
+
+def test_learning_rate_schedulers_keep_working() -> None:
+    private = private_mlp(expected_batch_size=1)
+    scheduler = torch.optim.lr_scheduler.StepLR(private.optimizer, step_size=1, gamma=0.5)
+    private.on_update(scheduler.step)
+    private.sampler = FixedSampler([1], [])
+    run(private, mlp_case())
+    assert private.optimizer.param_groups[0]["lr"] == pytest.approx(0.1 * 0.5**4)
+
+
+def test_a_run_stops_at_its_budget() -> None:
+    private = private_mlp()
+    run(private, mlp_case(), num_steps=3)
+    assert (private.steps_taken, private.finished) == (3, False)
+    run(private, mlp_case(), num_steps=3)
+    assert (private.steps_taken, private.finished) == (4, True)
+    with pytest.raises(BudgetExhaustedError, match="4 steps"):
+        private.batches(vectors())
+
+
+def test_no_step_follows_a_release() -> None:
+    private = private_mlp()
+    run(private, mlp_case(), num_steps=1)
+    private.release()
+    with pytest.raises(InvalidArgumentError, match="release"):
+        run(private, mlp_case())
+    assert private.ledger.spent == 1
+
+
+def test_data_of_another_size_is_refused() -> None:
+    with pytest.raises(InvalidArgumentError, match="40 records"):
+        private_mlp().batches(vectors(count=41))
+
+
+def test_batches_from_elsewhere_are_refused_or_not_certified() -> None:
+    inputs, labels = vectors().tensors
+    private = private_mlp()
+    with private:
+        private.backward(F.cross_entropy(private.model(inputs), labels, reduction="none"))
+        with pytest.raises(InvalidArgumentError, match="sampler accounted for"):
+            private.step()
+    own = private_mlp(sampling="unaccounted")
+    with own:
+        own.backward(F.cross_entropy(own.model(inputs[:5]), labels[:5], reduction="none"))
+        own.backward(F.cross_entropy(own.model(inputs[5:]), labels[5:], reduction="none"))
+        assert own.step()
+    assert own.last_metrics is not None
+    assert own.last_metrics.batch_size == 40
+    card = own.card()
+    assert card.certified is None
+    assert "not drawn by the Poisson sampler" in str(card)
+    with pytest.raises(InvalidArgumentError, match="with private"):
+        own.batches(vectors())
+
+
+def test_a_forgotten_backward_or_step_is_noticed() -> None:
+    private = private_mlp(physical_batch_size=40)
+    stream = private.batches(vectors())
+    next(stream)
+    with pytest.raises(InvalidArgumentError, match="records drawn"):
+        private.step()
+    assert private.ledger.spent == 0
+    with pytest.raises(InvalidArgumentError, match="no call for the batch"):
+        next(stream)
+
+
+def test_the_optimizer_cannot_be_stepped_around_the_mechanism() -> None:
+    private = private_mlp()
+    with pytest.raises(InvalidArgumentError, match=r"private\.step"):
+        private.optimizer.step()
+    private.close()
+    private.optimizer.step()
+
+
+def test_reduced_losses_are_refused_or_declared() -> None:
+    private = private_mlp()
+    stream = private.batches(vectors())
+    batch = next(stream)
+    losses = classify(private.model, batch)
+    for wrong in (losses.mean(), losses[:-1], losses[:, None]):
+        with pytest.raises(InvalidArgumentError, match="one loss per sample"):
+            private.backward(wrong)
+    finals = []
+    for reduction in ("sum", "mean"):
+        declared = private_mlp(loss_reduction=reduction)
+        for batch in declared.batches(vectors()):
+            losses = classify(declared.model, batch)
+            declared.backward(losses.mean() if reduction == "mean" else losses)
+            declared.step()
+        finals.append(weights(declared.model))
+        assert declared.last_metrics is not None
+        assert declared.last_metrics.loss == pytest.approx(1.1, abs=0.4)
+    assert distance(*finals) < 1e-6
+
+
+def test_one_broken_record_is_survived_and_counted() -> None:
+    data = vectors()
+    data.tensors[0][5] = torch.nan
+    private = private_mlp(num_steps=1)
+    private.sampler = FixedSampler([4, 5, 6])
+    for batch in private.batches(data):
+        private.backward(classify(private.model, batch))
+        private.step()
+    assert private.last_metrics is not None
+    assert private.last_metrics.num_nonfinite == 1
+    assert all(torch.isfinite(p).all() for p in private.model.parameters())
+
+
+def test_divergence_stops_the_run_with_advice_before_spending() -> None:
+    data = vectors()
+    data.tensors[0][:] = torch.nan
+    private = private_mlp()
+    broken = Case(make=make_mlp, data=data, loss=classify)
+    with pytest.raises(DivergenceError, match="smaller learning rate"):
+        run(private, broken)
+    assert private.ledger.spent == 0
+    hot = private_mlp(lr=1e42)
+    with pytest.raises(DivergenceError, match="no longer finite"):
+        run(hot, mlp_case())
+    assert hot.ledger.spent == hot.steps_taken == 1
+
+
+def test_secure_runs_differ_and_seeded_runs_repeat() -> None:
+    finals = {}
+    for name, seed in {"a": None, "b": None, "c": 1, "d": 1}.items():
+        private = private_mlp(seed=seed)
+        run(private, mlp_case())
+        finals[name] = weights(private.model)
+    assert distance(finals["a"], finals["b"]) > 0
+    assert distance(finals["c"], finals["d"]) == 0
+
+
+def test_dictionaries_go_straight_into_the_model() -> None:
+    case = bert_case()
+    model = case.make()
+    private = make_private(
+        model,
+        torch.optim.AdamW(model.parameters(), lr=1e-3),
+        dataset_size=40,
+        expected_batch_size=8,
+        epochs=1,
+        epsilon=8.0,
+        delta=1e-3,
+        batch_clip_norm=4.0,
+        seed=0,
+    )
+    assert len(run(private, case)) == private.plan.num_steps == 5
+    card = private.card()
+    assert card.certified is not None
+    assert card.certified.epsilon <= 8.0
+    assert card.steps_released == 5

@@ -5,7 +5,11 @@ from __future__ import annotations
 import typer
 
 from shuffled_dpsgd import __version__
+from shuffled_dpsgd.cli.account import EPILOG as ACCOUNT_EPILOG
+from shuffled_dpsgd.cli.account import account
 from shuffled_dpsgd.cli.audit import app as audit_app
+from shuffled_dpsgd.cli.calibrate import EPILOG as CALIBRATE_EPILOG
+from shuffled_dpsgd.cli.calibrate import calibrate
 from shuffled_dpsgd.cli.inspect import inspect
 from shuffled_dpsgd.cli.train import EPILOG as TRAIN_EPILOG
 from shuffled_dpsgd.cli.train import train
@@ -36,6 +40,8 @@ def options(
 
 
 app.add_typer(audit_app)
+app.command("calibrate", epilog=CALIBRATE_EPILOG)(calibrate)
+app.command("account", epilog=ACCOUNT_EPILOG)(account)
 app.command("inspect")(inspect)
 app.command("train", epilog=TRAIN_EPILOG)(train)
 

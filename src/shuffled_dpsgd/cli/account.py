@@ -1,0 +1,113 @@
+"""`shuffled-dpsgd account`: the ε of a run, by every method, each with its kind."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from shuffled_dpsgd.cli.accounting_options import (
+    AdjacencyOption,
+    BatchClip,
+    BatchSize,
+    DatasetSize,
+    Delta,
+    DeltaSplitOption,
+    Dimension,
+    Epochs,
+    NumSteps,
+    SamplingProb,
+    parse_delta_split,
+    resolve_sampling,
+)
+from shuffled_dpsgd.cli.accounting_tables import number, price_each, print_comparison
+from shuffled_dpsgd.cli.output import AsJson, print_json, reports_errors
+
+if TYPE_CHECKING:
+    from shuffled_dpsgd.accounting import Accountant, PrivacyClaim, SampledGaussian
+
+EPILOG = (
+    "Example: [bold]shuffled-dpsgd account --noise-multiplier 2.33 --sampling-prob 0.02 "
+    "--num-steps 500 --delta 5e-6 --dimension 85800000 --batch-clip 100[/bold]"
+)
+
+
+@reports_errors
+def account(
+    noise_multiplier: Annotated[float, typer.Option(help="σ: noise std over the clip norm.")],
+    delta: Delta,
+    sampling_prob: SamplingProb = None,
+    num_steps: NumSteps = None,
+    dataset_size: DatasetSize = None,
+    batch_size: BatchSize = None,
+    epochs: Epochs = None,
+    dimension: Dimension = None,
+    batch_clip: BatchClip = None,
+    delta_split: DeltaSplitOption = "0.5",
+    adjacency: AdjacencyOption = "add-remove",
+    as_json: AsJson = False,
+) -> None:
+    """Price a run that was, or will be, trained with this noise.
+
+    The certified row is what may be claimed, with the interval its exact value lies in. The
+    paper's row appears when --dimension and --batch-clip are given.
+    """
+    from shuffled_dpsgd.accounting import SampledGaussian, accountants, certified_bracket
+
+    prob, steps = resolve_sampling(
+        sampling_prob=sampling_prob,
+        num_steps=num_steps,
+        dataset_size=dataset_size,
+        batch_size=batch_size,
+        epochs=epochs,
+    )
+    mechanism = SampledGaussian(
+        noise_multiplier=noise_multiplier,
+        sampling_prob=prob,
+        num_steps=steps,
+        adjacency=adjacency,
+    )
+    chosen = accountants(
+        dimension=dimension, batch_clip=batch_clip, delta_split=parse_delta_split(delta_split)
+    )
+    rows = price_each(chosen, lambda each: _row(each, mechanism, delta), quiet=as_json)
+    bracket = certified_bracket(**mechanism.to_json(), delta=delta)
+    rows["certified"]["bracket"] = [bracket.lower, bracket.upper]
+    if as_json:
+        print_json({"run": {**mechanism.to_json(), "delta": delta}, **rows})
+        return
+    title = f"σ = {noise_multiplier:g}, q = {prob:.6g}, T = {steps:,}, δ = {delta:g}, {adjacency}"
+    print_comparison(title, rows)
+    typer.echo(
+        f"The exact ε lies between {number(bracket.lower)} and {number(bracket.upper)} (proven)."
+    )
+
+
+def _row(accountant: Accountant, mechanism: SampledGaussian, delta: float) -> dict[str, Any]:
+    claim = accountant.claim(mechanism, delta)
+    row = {"noise_multiplier": mechanism.noise_multiplier, **claim.to_json()}
+    return {**row, **_paper_fields(claim)} if accountant.name == "paper" else row
+
+
+def _paper_fields(claim: PrivacyClaim) -> dict[str, Any]:
+    """The paper's per-step figures, and the σ0 that its route asks for at the same ε with d = 1."""
+    from shuffled_dpsgd.accounting import calibrate_paper
+
+    inputs = claim.inputs
+    unshuffled = None
+    if 0.0 < claim.epsilon < float("inf"):
+        unshuffled = calibrate_paper(
+            epsilon=claim.epsilon,
+            delta=claim.delta,
+            sampling_prob=inputs["sampling_prob"],
+            num_steps=inputs["num_steps"],
+            dimension=1,
+            batch_clip=inputs["batch_clip"],
+            delta_split=inputs["delta_split"],
+        ).noise_multiplier
+    return {
+        "step_epsilon": inputs.get("step_epsilon"),
+        "step_delta": inputs.get("step_delta"),
+        "unshuffled_noise_multiplier": unshuffled,
+        "falls_back": inputs.get("falls_back", False),
+    }

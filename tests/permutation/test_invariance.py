@@ -5,10 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
+from permutation.custom import CUSTOM
+from permutation.lora import ADAPTED
 from permutation.zoo import FAMILIES, Specimen
 from shuffled_dpsgd.permutation import Permutation, apply, apply_to_tensors, discover, draw
 
 SCOPES = ("paper", "full")
+MODELS = {**FAMILIES, **CUSTOM, **ADAPTED}
 
 
 def evaluate(
@@ -35,9 +38,9 @@ def shuffle(specimen: Specimen, scope: str, seed: int = 3) -> Permutation:
 
 
 @pytest.mark.parametrize("scope", SCOPES)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", MODELS)
 def test_function_and_gradients_are_unchanged_in_float64(family: str, scope: str) -> None:
-    specimen = FAMILIES[family]().double()
+    specimen = MODELS[family]().double()
     logits, losses, grads = evaluate(specimen)
     before = {n: p.detach().clone() for n, p in specimen.model.named_parameters()}
     permutation = shuffle(specimen, scope)
@@ -54,9 +57,9 @@ def test_function_and_gradients_are_unchanged_in_float64(family: str, scope: str
 
 
 @pytest.mark.parametrize("scope", SCOPES)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", MODELS)
 def test_function_is_unchanged_in_float32(family: str, scope: str) -> None:
-    specimen = FAMILIES[family]()
+    specimen = MODELS[family]()
     logits, losses, _ = evaluate(specimen)
     shuffle(specimen, scope)
     moved_logits, moved_losses, _ = evaluate(specimen)
@@ -65,9 +68,9 @@ def test_function_is_unchanged_in_float32(family: str, scope: str) -> None:
 
 
 @pytest.mark.parametrize("scope", SCOPES)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", MODELS)
 def test_inverse_restores_every_bit(family: str, scope: str) -> None:
-    specimen = FAMILIES[family]()
+    specimen = MODELS[family]()
     before = {n: p.detach().clone() for n, p in specimen.model.named_parameters()}
     permutation = shuffle(specimen, scope)
     apply(permutation.inverse(), specimen.model)

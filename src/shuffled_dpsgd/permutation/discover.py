@@ -5,16 +5,17 @@ from __future__ import annotations
 from torch import nn
 
 from shuffled_dpsgd.errors import InvalidArgumentError, UnsupportedModuleError
-from shuffled_dpsgd.permutation.families import HEADS, LAYERS, STEMS
+from shuffled_dpsgd.permutation import ports
+from shuffled_dpsgd.permutation.families import HEADS, LAYERS, STEMS, torch_nn
 from shuffled_dpsgd.permutation.families.describe import (
     describe_chain,
     describe_layer,
     describe_stream,
-    join,
 )
 from shuffled_dpsgd.permutation.ports import class_name
-from shuffled_dpsgd.permutation.sketch import Sketch
-from shuffled_dpsgd.permutation.spec import SCOPES, PermutationSpec, Scope
+from shuffled_dpsgd.permutation.sketch import Sketch, join
+from shuffled_dpsgd.permutation.spec import SCOPES, Block, PermutationSpec, Scope
+from shuffled_dpsgd.permutation.tracing import describe_traced
 
 # Wrappers that call what they wrap and add nothing, with the attribute that holds it.
 _WRAPPERS = {
@@ -38,18 +39,33 @@ def discover(model: nn.Module, scope: Scope = "paper") -> PermutationSpec:
     if scope not in SCOPES:
         raise InvalidArgumentError("scope", expected="'paper' or 'full'", got=scope)
     sketch = Sketch(model, scope)
-    for path, module in sketch.modules.items():
-        if (names := LAYERS.get(class_name(module))) is not None:
-            try:
-                describe_layer(sketch, path, names)
-            except UnsupportedModuleError as error:
-                sketch.refuse(path, str(error))
-    _describe_root(sketch, model)
+    for path in sketch.modules:
+        try:
+            _describe_block(sketch, path)
+        except UnsupportedModuleError as error:
+            sketch.refuse(path, str(error))
+    path, root = unwrap(model)
+    _describe_root(sketch, path, root)
+    describe_traced(sketch, path, skip=frozenset({*LAYERS, *STEMS, *HEADS}))
     return sketch.finish()
 
 
-def _describe_root(sketch: Sketch, model: nn.Module) -> None:
-    path, root = unwrap(model)
+def _describe_block(sketch: Sketch, path: str) -> None:
+    module = sketch.modules[path]
+    kind = class_name(module)
+    if kind in LAYERS:
+        describe_layer(sketch, path, LAYERS[kind])
+    elif kind == torch_nn.ATTENTION:
+        torch_nn.describe_attention(sketch, path, module)
+    elif kind in torch_nn.LAYERS:
+        torch_nn.describe_feed_forward(sketch, path, module)
+    for adapter, rank in ports.ranks(path, module).items():
+        if sketch.scope == "full":
+            name = join(path, f"rank.{adapter}")
+            sketch.add("lora-rank", name, sketch.size(rank[0]), [(rank, Block())])
+
+
+def _describe_root(sketch: Sketch, path: str, root: nn.Module) -> None:
     head = HEADS.get(class_name(root))
     if head is None:
         if class_name(root) in STEMS:

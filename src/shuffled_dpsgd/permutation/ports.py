@@ -1,7 +1,7 @@
 """Which axes of which parameters carry a module's input and output features.
 
 Modules are recognised by the exact qualified name of their class: a subclass may compute something
-else, so it is refused. Wrapped layers (LoRA, saved modules) answer for all their parts.
+else, so it is refused. Layers wrapped by LoRA answer for their factors too.
 """
 
 from __future__ import annotations
@@ -190,22 +190,10 @@ def _lora_embedding_out(path: str, module: Any) -> Iterator[Port]:
         yield Port(parameter=_join(path, f"lora_embedding_B.{adapter}"), axis=0)
 
 
-def _saved(rule: Callable[[str, nn.Module], _Ports]) -> _Rule:
-    """Both the original and the saved copies move, so either may be active."""
-
-    def ports(path: str, module: Any) -> Iterator[Port]:
-        yield from rule(_join(path, "original_module"), module.original_module)
-        for adapter, copy in module.modules_to_save.items():
-            yield from rule(_join(path, f"modules_to_save.{adapter}"), copy)
-
-    return ports
-
-
 _INPUTS: dict[str, _Rule] = {
     **dict.fromkeys(LINEAR, _linear_in),
     **dict.fromkeys(CONV1D, _conv1d_in),
     **dict.fromkeys(LORA_LINEAR, _lora_linear_in),
-    **dict.fromkeys(SAVED, _saved(inputs)),
 }
 _OUTPUTS: dict[str, _Rule] = {
     **dict.fromkeys(LINEAR, _linear_out),
@@ -215,5 +203,4 @@ _OUTPUTS: dict[str, _Rule] = {
     **dict.fromkeys(NORM, _norm_out),
     **dict.fromkeys(LORA_LINEAR, _lora_linear_out),
     **dict.fromkeys(LORA_EMBEDDING, _lora_embedding_out),
-    **dict.fromkeys(SAVED, _saved(outputs)),
 }

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
+from shuffled_dpsgd.errors import UnsupportedModuleError
 from shuffled_dpsgd.permutation import ports
 from shuffled_dpsgd.permutation.ports import Port
 from shuffled_dpsgd.permutation.spec import Block, Group, Kind, Member, PermutationSpec, Scope
@@ -37,6 +39,11 @@ class _Candidate:
     sites: frozenset[Site]
 
 
+def join(path: str, name: str) -> str:
+    """Dotted path of `name` below `path`."""
+    return f"{path}.{name}" if path and name else path or name
+
+
 class Sketch:
     """The description of one model in the making."""
 
@@ -53,18 +60,31 @@ class Sketch:
 
     def inputs(self, path: str) -> list[Port]:
         """Axes that read the input of the module at `path`."""
-        self._describe(path)
-        return ports.inputs(path, self.modules[path])
+        found = self._resolve(path)
+        return [port for place in found for port in ports.inputs(place, self.modules[place])]
 
     def outputs(self, path: str) -> list[Port]:
         """Axes that write the output of the module at `path`."""
-        self._describe(path)
-        return ports.outputs(path, self.modules[path])
+        found = self._resolve(path)
+        return [port for place in found for port in ports.outputs(place, self.modules[place])]
 
     def parameter(self, name: str, axis: int) -> Port:
         """An axis of a parameter that a known module uses directly."""
         self._described.add(name)
         return Port(parameter=name, axis=axis)
+
+    def canonical(self, alias: str) -> str:
+        """The name under which `named_parameters()` lists a parameter."""
+        return self._canonical[alias]
+
+    def aliases(self, canonical: str, path: str) -> list[str]:
+        """All names of a parameter below `path`."""
+        prefix = f"{path}." if path else ""
+        return [
+            alias
+            for alias, name in self._canonical.items()
+            if name == canonical and alias.startswith(prefix)
+        ]
 
     def size(self, port: Port) -> int:
         """Length of the axis."""
@@ -131,9 +151,34 @@ class Sketch:
             notes=tuple(self._notes),
         )
 
-    def _describe(self, path: str) -> None:
-        prefix = f"{path}." if path else ""
-        self._described |= {name for name in self.parameters if name.startswith(prefix)}
+    def _resolve(self, path: str) -> list[str]:
+        """The modules a path means: one, or every copy where a wrapper keeps several.
+
+        peft keeps the original beside the trained copy of a module; both move, so that either
+        may be active. Marks the parameters found as described.
+        """
+        places = [""]
+        for part in path.split("."):
+            places = [join(place, part) for place in places]
+            places = [copy for place in places for copy in self._copies(place)]
+        for place in places:
+            prefix = f"{place}." if place else ""
+            self._described |= {name for name in self.parameters if name.startswith(prefix)}
+        return places
+
+    def _copies(self, path: str) -> list[str]:
+        module: Any = self.modules.get(path)
+        if module is None:
+            raise UnsupportedModuleError(
+                path,
+                expected="a module of this name",
+                got="none",
+                remedy="what depends on it stays where it is",
+            )
+        if ports.class_name(module) not in ports.SAVED:
+            return [path]
+        saved = [join(path, f"modules_to_save.{name}") for name in module.modules_to_save]
+        return [join(path, "original_module"), *saved]
 
     def _merge(self) -> list[_Candidate]:
         """Unite candidates that put the same slots on the same axis of one parameter."""

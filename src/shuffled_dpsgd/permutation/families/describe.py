@@ -17,7 +17,7 @@ from shuffled_dpsgd.errors import UnsupportedModuleError
 from shuffled_dpsgd.permutation.elementwise import is_elementwise
 from shuffled_dpsgd.permutation.families.blocks import Attention, attention, feed_forward
 from shuffled_dpsgd.permutation.ports import Port, class_name
-from shuffled_dpsgd.permutation.sketch import Sketch
+from shuffled_dpsgd.permutation.sketch import Sketch, join
 from shuffled_dpsgd.permutation.spec import Block
 
 
@@ -180,11 +180,6 @@ def fitting(sketch: Sketch, path: str, alternatives: Sequence[Layer]) -> Layer:
         got=[name for name, _ in sketch.modules[path].named_children()],
         remedy="its parameters stay where they are",
     )
-
-
-def join(path: str, name: str) -> str:
-    """Dotted path of `name` below `path`."""
-    return f"{path}.{name}" if path and name else path or name
 
 
 def attribute(module: nn.Module, dotted: str) -> Any:

@@ -142,11 +142,16 @@ class PrivateTraining:
     def backward(self, losses: torch.Tensor) -> None:
         """Back-propagate one loss per sample; `losses.sum().backward()` does the same.
 
-        With `loss_reduction="mean"` declared, one scalar: the mean over the physical batch.
+        With `loss_reduction="mean"` declared, a scalar is taken as the mean over the physical
+        batch; without it, refused, as it would scale every gradient down before the clip.
         """
         count = self._check_losses(losses)
-        self._losses.add(losses, count=count, mean=self.plan.loss_reduction == "mean")
-        self.engine.backward(losses)
+        reduced = losses.dim() == 0
+        self._losses.add(losses, count=count, mean=reduced)
+        if reduced:
+            losses.backward()
+        else:
+            self.engine.backward(losses)
 
     def step(self) -> bool:
         """Clip, batch clip, noise, update, shuffle; False until the logical batch is complete.
@@ -260,14 +265,8 @@ class PrivateTraining:
 
     def _check_losses(self, losses: torch.Tensor) -> int:
         expected = None if self._current is None else self._current.size
-        if self.plan.loss_reduction == "mean":
-            if losses.dim() != 0 or expected is None:
-                raise InvalidArgumentError(
-                    "losses",
-                    expected="one scalar, as declared by loss_reduction='mean'",
-                    got=tuple(losses.shape),
-                )
-            return expected
+        if losses.dim() == 0 and self.plan.loss_reduction == "mean":
+            return expected or 1
         if losses.dim() != 1 or expected not in (None, losses.shape[0]):
             raise InvalidArgumentError(
                 "losses",

@@ -1,0 +1,107 @@
+"""Training works with what people use: LoRA, checkpointed and compiled models, frozen halves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from shuffled_dpsgd.training import PrivateTraining, make_private
+from training.cases import (
+    Case,
+    bert_case,
+    classify_sentences,
+    distance,
+    make_bert,
+    make_mlp,
+    mlp_case,
+    run,
+    weights,
+)
+
+
+def start(model: nn.Module, **changes: Any) -> PrivateTraining:
+    settings: dict[str, Any] = {
+        "dataset_size": 40,
+        "expected_batch_size": 8,
+        "num_steps": 3,
+        "delta": 1e-3,
+        "noise_multiplier": 1.0,
+        "batch_clip_norm": 2.0,
+        "seed": 3,
+    }
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    return make_private(model, torch.optim.AdamW(trainable, lr=0.01), **(settings | changes))
+
+
+def test_lora_factors_train_and_the_frozen_base_keeps_its_function() -> None:
+    peft = pytest.importorskip("peft")
+    case = bert_case()
+    config = peft.LoraConfig(r=2, target_modules=["query", "value"], task_type="SEQ_CLS")
+    model = peft.get_peft_model(make_bert(), config)
+    before = weights(model)
+    trainable = {name for name, p in model.named_parameters() if p.requires_grad}
+    private = start(model)
+    assert {name for block in private.plan.blocks for name in block.parameters} == trainable
+    run(private, case)
+    after = weights(model)
+    lora = [name for name in trainable if "lora_" in name]
+    assert lora
+    assert all(not torch.equal(before[name], after[name]) for name in lora)
+    unmoved = set(before) - trainable - private.spec.moved_names  # type: ignore[union-attr]
+    assert unmoved
+    assert all(torch.equal(before[name], after[name]) for name in unmoved)
+
+
+def test_gradient_checkpointing_changes_nothing() -> None:
+    finals = []
+    for checkpointed in (False, True):
+        case = bert_case()
+        model = make_bert()
+        model.train()
+        if checkpointed:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        private = start(model)
+        run(private, Case(make=case.make, data=case.data, loss=classify_sentences))
+        finals.append(weights(private.model))
+    assert distance(*finals) < 1e-6
+
+
+def test_compiled_models_are_trained_under_their_own_names() -> None:
+    finals = []
+    for compiled in (False, True):
+        case = mlp_case()
+        model = make_mlp()
+        called = torch.compile(model, backend="aot_eager") if compiled else model
+        private = start(called, shuffle="off", batch_clip_norm=None)
+        for batch in private.batches(case.data):
+            private.backward(case.loss(called, batch))
+            private.step()
+        finals.append(weights(private.model))
+        assert list(finals[-1]) == list(weights(make_mlp()))
+    assert distance(*finals) < 1e-6
+
+
+def test_a_frozen_half_is_left_alone() -> None:
+    case = mlp_case()
+    model = make_mlp()
+    model[0].requires_grad_(False)
+    before = weights(model)
+    private = start(model, shuffle="off", batch_clip_norm=None)
+    run(private, case)
+    after = weights(model)
+    assert torch.equal(before["0.weight"], after["0.weight"])
+    assert not torch.equal(before["2.weight"], after["2.weight"])
+    assert [block.parameters for block in private.plan.blocks] == [("2.weight", "2.bias")]
+
+
+def test_pure_bf16_weights_get_their_noise_in_float32() -> None:
+    case = mlp_case()
+    model = make_mlp().to(torch.bfloat16)
+    private = start(model, shuffle="off", batch_clip_norm=None)
+    data = torch.utils.data.TensorDataset(case.data.tensors[0].bfloat16(), case.data.tensors[1])
+    run(private, Case(make=make_mlp, data=data, loss=case.loss))
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    assert private.steps_taken == 3

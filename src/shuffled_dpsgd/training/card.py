@@ -128,7 +128,7 @@ class PrivacyCard:
         lines += _labelled("shuffle", [self.shuffle])
         lines += _labelled("randomness", [self.randomness])
         lines += _labelled("threat model", [self.threat_model])
-        if self.certified is not None:
+        if self.certified is not None and self.certified.assumptions:
             lines += _labelled("assumptions", list(self.certified.assumptions))
         lines += _labelled("not covered", list(self.not_covered))
         return "\n".join(lines)

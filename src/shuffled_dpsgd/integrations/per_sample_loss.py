@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from shuffled_dpsgd.errors import InvalidArgumentError, UnsupportedModuleError
+from shuffled_dpsgd.errors import UnsupportedModuleError
 
 Head = Literal["classification", "tokens", "next-token"]
 IGNORED_LABEL = -100
@@ -92,15 +92,7 @@ def per_sample_losses(model: nn.Module, outputs: Any, labels: torch.Tensor) -> t
     head = head_of(model)
     logits = outputs["logits"] if isinstance(outputs, dict) else outputs.logits
     if head == "classification":
-        losses = classification_losses(logits, labels)
-    elif head == "tokens":
-        losses = token_losses(logits, labels)
-    else:
-        losses = next_token_losses(logits, labels)
-    if losses.shape != labels.shape[:1]:
-        raise InvalidArgumentError(
-            "labels",
-            expected=f"one target per sample, {losses.shape[0]} in all",
-            got=tuple(labels.shape),
-        )
-    return losses
+        return classification_losses(logits, labels)
+    if head == "tokens":
+        return token_losses(logits, labels)
+    return next_token_losses(logits, labels)

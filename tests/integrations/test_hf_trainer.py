@@ -1,0 +1,253 @@
+"""The Trainer subclass trains privately, resumes to the same bits, and refuses what it must."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from shuffled_dpsgd.errors import BudgetExhaustedError, CheckpointError, InvalidArgumentError
+from shuffled_dpsgd.integrations import PrivacyArguments
+
+transformers = pytest.importorskip("transformers")
+
+NUM_RECORDS = 24
+
+
+def tiny_bert(dropout: float = 0.1) -> Any:
+    torch.manual_seed(0)
+    config = transformers.BertConfig(
+        vocab_size=40,
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=24,
+        max_position_embeddings=12,
+        hidden_dropout_prob=dropout,
+        attention_probs_dropout_prob=dropout,
+    )
+    return transformers.BertForSequenceClassification(config)
+
+
+def tiny_gpt2() -> Any:
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(
+        vocab_size=40,
+        n_embd=16,
+        n_layer=1,
+        n_head=2,
+        n_positions=12,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    return transformers.GPT2LMHeadModel(config)
+
+
+def records(num_records: int = NUM_RECORDS) -> list[dict[str, Any]]:
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(0, 40, (num_records, 8), generator=generator).tolist()
+    return [{"input_ids": row, "attention_mask": [1] * 8, "labels": row[0] % 2} for row in ids]
+
+
+def arguments(output: Path, **changes: Any) -> Any:
+    settings: dict[str, Any] = {
+        "output_dir": str(output),
+        "per_device_train_batch_size": 4,
+        "gradient_accumulation_steps": 2,
+        "num_train_epochs": 2,
+        "max_grad_norm": 0.0,
+        "learning_rate": 1e-2,
+        "logging_steps": 1,
+        "save_steps": 2,
+        "report_to": [],
+        "use_cpu": True,
+        "disable_tqdm": True,
+    }
+    return transformers.TrainingArguments(**(settings | changes))
+
+
+def privacy(**changes: Any) -> PrivacyArguments:
+    return PrivacyArguments(**({"delta": 1e-3, "noise_multiplier": 1.0, "noise_seed": 0} | changes))
+
+
+def build(output: Path, *, model: Any = None, data: Any = None, **options: Any) -> Any:
+    from shuffled_dpsgd.integrations import ShuffledDPTrainer
+
+    changes = options.pop("arguments", {})
+    return ShuffledDPTrainer(
+        model=tiny_bert() if model is None else model,
+        args=arguments(output, **changes),
+        train_dataset=records() if data is None else data,
+        privacy=options.pop("privacy", privacy()),
+        **options,
+    )
+
+
+def weights(trainer: Any) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+
+
+def test_trains_the_planned_steps_and_writes_the_card(tmp_path: Path) -> None:
+    trainer = build(tmp_path)
+    before = weights(trainer)
+    output = trainer.train()
+    assert output.global_step == trainer.private.plan.num_steps == 6
+    assert trainer.private.plan.expected_batch_size == 8
+    assert trainer.private.ledger.spent == 6
+    after = weights(trainer)
+    assert any(not torch.equal(before[name], after[name]) for name in before)
+    readme = (tmp_path / "README.md").read_text()
+    card = json.loads((tmp_path / "privacy_card.json").read_text())
+    assert str(trainer.card()) in readme
+    assert card["certified"]["kind"] == "proven"
+    assert card["certified"]["epsilon"] == trainer.card().certified.epsilon
+    assert "certified ε · proven" in (tmp_path / "privacy_card.html").read_text()
+
+
+def test_logs_carry_the_kind_of_every_epsilon(tmp_path: Path) -> None:
+    trainer = build(tmp_path, arguments={"save_strategy": "no"})
+    trainer.train()
+    steps = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert len(steps) == 6
+    spent = [entry["certified_epsilon_proven"] for entry in steps]
+    assert spent == sorted(spent)
+    assert spent[-1] == pytest.approx(trainer.card().certified.epsilon, rel=1e-6)
+    assert all("grad_norm" not in entry and "paper_epsilon_heuristic" in entry for entry in steps)
+
+
+def test_scheduler_drives_the_real_optimizer(tmp_path: Path) -> None:
+    trainer = build(tmp_path, arguments={"save_strategy": "no"})
+    trainer.train()
+    rates = [entry["learning_rate"] for entry in trainer.state.log_history if "loss" in entry]
+    assert rates == sorted(rates, reverse=True)
+    assert len(set(rates)) == len(rates)
+    assert trainer.private.optimizer.param_groups[0]["lr"] == pytest.approx(0.0)
+
+
+def test_resume_gives_the_same_bits(tmp_path: Path) -> None:
+    whole = build(tmp_path)
+    whole.train()
+    resumed = build(tmp_path)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    expected, got = weights(whole), weights(resumed)
+    assert all(torch.equal(expected[name], got[name]) for name in expected)
+    assert resumed.private.ledger.spent == 6
+
+
+def test_a_used_output_dir_is_not_started_over(tmp_path: Path) -> None:
+    build(tmp_path).train()
+    with pytest.raises(CheckpointError, match="earlier run spent privacy"):
+        build(tmp_path).train()
+
+
+def test_a_foreign_checkpoint_is_refused(tmp_path: Path) -> None:
+    build(tmp_path).train()
+    other = build(tmp_path, privacy=privacy(noise_multiplier=2.0))
+    with pytest.raises(CheckpointError, match="plan"):
+        other.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+
+
+def test_training_twice_is_refused(tmp_path: Path) -> None:
+    trainer = build(tmp_path, arguments={"save_strategy": "no"})
+    trainer.train()
+    with pytest.raises(BudgetExhaustedError, match="trained already"):
+        trainer.train()
+
+
+def test_without_noise_and_clip_it_is_the_plain_trainer(tmp_path: Path) -> None:
+    """Noise 0, no effective clip, every record in every batch: the loss falls as without privacy.
+
+    The plain Trainer averages over the batch; with batches of all records the expected batch size
+    is the batch size, so both take the same SGD steps.
+    """
+    shared: dict[str, Any] = {
+        "per_device_train_batch_size": NUM_RECORDS,
+        "gradient_accumulation_steps": 1,
+        "num_train_epochs": 3,
+        "optim": "sgd",
+        "lr_scheduler_type": "constant",
+        "save_strategy": "no",
+    }
+    plain = transformers.Trainer(
+        model=tiny_bert(dropout=0.0).double(),
+        args=arguments(tmp_path / "plain", **shared),
+        train_dataset=records(),
+    )
+    plain.train()
+    private = build(
+        tmp_path / "private",
+        model=tiny_bert(dropout=0.0).double(),
+        arguments=shared,
+        privacy=privacy(noise_multiplier=0.0, clip_norm=1e6, shuffle="off"),
+    )
+    private.train()
+    assert private.card().certified is None
+    expected, got = weights(plain), weights(private)
+    for name in expected:
+        torch.testing.assert_close(got[name], expected[name], rtol=1e-6, atol=1e-9)
+
+
+def test_causal_language_model(tmp_path: Path) -> None:
+    data = [{"input_ids": r["input_ids"], "labels": r["input_ids"]} for r in records()]
+    trainer = build(tmp_path, model=tiny_gpt2(), data=data, arguments={"save_strategy": "no"})
+    output = trainer.train()
+    assert output.global_step == 6
+    assert trainer.private.last_metrics.loss > 0
+
+
+def test_own_per_sample_loss(tmp_path: Path) -> None:
+    seen: list[int] = []
+
+    def loss(outputs: Any, labels: torch.Tensor) -> torch.Tensor:
+        seen.append(len(labels))
+        return torch.nn.functional.cross_entropy(outputs.logits, labels, reduction="none")
+
+    trainer = build(tmp_path, per_sample_loss=loss, arguments={"save_strategy": "no"})
+    trainer.train()
+    assert sum(seen) > 0
+    assert max(seen) <= 4
+
+
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        ({"max_grad_norm": 1.0}, "max_grad_norm"),
+        ({"label_smoothing_factor": 0.1}, "label_smoothing_factor"),
+        ({"auto_find_batch_size": True}, "auto_find_batch_size"),
+        ({"dataloader_num_workers": 2}, "dataloader_num_workers"),
+        ({"train_sampling_strategy": "group_by_length"}, "train_sampling_strategy"),
+    ],
+)
+def test_conflicts_are_refused_by_name(tmp_path: Path, changes: Any, name: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=name):
+        build(tmp_path, arguments=changes)
+
+
+def test_batch_losses_and_searches_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgumentError, match="compute_loss_func"):
+        build(tmp_path, compute_loss_func=lambda outputs, labels: outputs.loss)
+    with pytest.raises(InvalidArgumentError, match="hyperparameter_search"):
+        build(tmp_path).hyperparameter_search()
+    with pytest.raises(InvalidArgumentError, match="train\\(\\) first"):
+        build(tmp_path).card()
+
+
+def test_arguments_of_the_caller_stay_as_given(tmp_path: Path) -> None:
+    from shuffled_dpsgd.integrations import ShuffledDPTrainer
+
+    given = arguments(tmp_path)
+    ShuffledDPTrainer(model=tiny_bert(), args=given, train_dataset=records(), privacy=privacy())
+    assert given.gradient_accumulation_steps == 2
+
+
+def test_privacy_arguments_parse_from_a_command_line() -> None:
+    parser = transformers.HfArgumentParser(PrivacyArguments)
+    (parsed,) = parser.parse_args_into_dataclasses(
+        ["--delta", "1e-5", "--epsilon", "2", "--shuffle", "at-release", "--batch_clip_norm", "3"]
+    )
+    assert parsed == PrivacyArguments(
+        delta=1e-5, epsilon=2.0, shuffle="at-release", batch_clip_norm=3.0
+    )

@@ -1,0 +1,54 @@
+"""The privacy section enters a README once, and is replaced, not repeated."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from shuffled_dpsgd.accounting import PrivacyClaim
+from shuffled_dpsgd.integrations.model_card import (
+    BEGIN,
+    privacy_section,
+    update_readme,
+    with_privacy_section,
+)
+from shuffled_dpsgd.training import PrivacyCard
+
+
+def card(epsilon: float) -> PrivacyCard:
+    claim = PrivacyClaim(epsilon=epsilon, delta=1e-5, method="PLD", kind="proven")
+    return PrivacyCard(
+        certified=claim,
+        why_not_certified=(),
+        paper=None,
+        audits=(),
+        steps_released=1,
+        steps_planned=1,
+        target="none",
+        sampler="Poisson",
+        mechanism=("clip",),
+        shuffle="off",
+        randomness="seeded",
+    )
+
+
+def test_section_is_added_at_the_end() -> None:
+    text = with_privacy_section("# Model\n\nText.\n", card(1.0))
+    assert text.startswith("# Model\n\nText.\n")
+    assert privacy_section(card(1.0)) in text
+    assert "ε = 1 (proven)" in text
+
+
+def test_section_is_replaced_in_place() -> None:
+    first = with_privacy_section("# Model\n", card(1.0)) + "\n## After\n"
+    second = with_privacy_section(first, card(2.0))
+    assert second.count(BEGIN) == 1
+    assert "ε = 2 (proven)" in second
+    assert "ε = 1 (proven)" not in second
+    assert second.endswith("\n## After\n")
+    assert with_privacy_section(second, card(2.0)) == second
+
+
+def test_readme_is_created_with_metadata(tmp_path: Path) -> None:
+    path = update_readme(tmp_path, card(1.0), title="mine")
+    assert path.read_text().startswith("---\nlibrary_name: transformers\n")
+    assert "# mine" in path.read_text()

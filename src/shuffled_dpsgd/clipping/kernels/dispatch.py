@@ -22,7 +22,7 @@ HALF = (torch.bfloat16, torch.float16)
 ROW_ALIGNMENT_BYTES = 16
 # Below these a product is too small, or a sample too short, for blocks of 16 tokens to pay.
 MIN_TOKENS, MIN_WIDTH = 8, 16
-# One program per sample reads a layer's rows alone; past this width a batched product is faster.
+# One program per sample reads a layer's rows alone; past this width they are shared out.
 MAX_GRAM_WIDTH = 16384
 
 
@@ -92,7 +92,11 @@ def gram_sq_norms_of(
     found: list[Tensor | None] = [None] * len(pairs)
     for run in alike(pairs, biases):
         x, g = pairs[run[0]]
-        if fits_triton_linear(x, g) and g.shape[2] <= MAX_GRAM_WIDTH:
+        fits = fits_triton_linear(x, g)
+        if fits and g.shape[2] > MAX_GRAM_WIDTH and x.shape[1] <= triton_linear().GRAM_BLOCK:
+            for i in run:
+                found[i] = triton_linear().wide_gram_sq_norms(*pairs[i], biases[i])
+        elif fits:
             xs, gs = zip(*(pairs[i] for i in run), strict=True)
             norms_LB = triton_linear().gram_sq_norms(xs, gs, biases[run[0]])
             for i, norms in zip(run, norms_LB, strict=True):
@@ -169,34 +173,25 @@ def fits_triton_norm(x_BTD: Tensor, g_BTD: Tensor) -> bool:
         and triton_available()
         and x_BTD.shape[-1] <= triton_norms().MAX_WIDTH
         and x_BTD.is_contiguous()
+        and g_BTD.is_contiguous()
+        and aligned(x_BTD)
+        and aligned(g_BTD)
     )
 
 
-def layer_norm_backward(
-    x_BTD: Tensor,
-    g_BTD: Tensor,
-    weight_D: Tensor | None,
-    mean_BT1: Tensor,
-    rstd_BT1: Tensor,
-    needs_grad_x: bool = True,
-) -> tuple[Tensor | None, Tensor, Tensor]:
-    """`plain.layer_norm_backward` by the fastest means at hand."""
-    arguments = (weight_D, mean_BT1, rstd_BT1, needs_grad_x)
-    if fits_triton_norm(x_BTD, g_BTD):
-        return triton_norms().layer_norm_backward(x_BTD, g_BTD.contiguous(), *arguments)
-    return plain.layer_norm_backward(x_BTD, g_BTD, *arguments)
-
-
-def rms_norm_backward(
-    x_BTD: Tensor,
-    g_BTD: Tensor,
-    weight_D: Tensor | None,
-    rstd_BT1: Tensor,
-    needs_grad_x: bool = True,
-) -> tuple[Tensor | None, Tensor]:
-    """`plain.rms_norm_backward` by the fastest means at hand."""
-    if fits_triton_norm(x_BTD, g_BTD):
-        return triton_norms().rms_norm_backward(
-            x_BTD, g_BTD.contiguous(), weight_D, rstd_BT1, needs_grad_x
-        )
-    return plain.rms_norm_backward(x_BTD, g_BTD, weight_D, rstd_BT1, needs_grad_x)
+def norm_sums_of(
+    pairs: Sequence[tuple[Tensor, Tensor]], epsilons: Sequence[float], centred: Sequence[bool]
+) -> list[Tensor]:
+    """`plain.norm_sums` of each (x_BTD, g_BTD), layers of one shape in one launch."""
+    found: list[Tensor | None] = [None] * len(pairs)
+    for run in alike(pairs, list(zip(epsilons, centred, strict=True))):
+        x, g = pairs[run[0]]
+        if fits_triton_norm(x, g):
+            xs, gs = zip(*(pairs[i] for i in run), strict=True)
+            sums_LBCD = triton_norms().norm_sums(xs, gs, epsilons[run[0]], centred[run[0]])
+            for i, sums in zip(run, sums_LBCD, strict=True):
+                found[i] = sums
+        else:
+            for i in run:
+                found[i] = plain.norm_sums(*pairs[i], epsilons[i], centred[i])
+    return [sums for sums in found if sums is not None]

@@ -31,6 +31,21 @@ def widen(tensor: Tensor) -> Tensor:
     return tensor.to(accumulator_dtype(tensor))
 
 
+def tensor_core_slack(*widths: int) -> float:
+    """What squared norms from half-precision tensor cores are multiplied by, to err upwards.
+
+    The cores add 16 products at a time and cut the running sum off instead of rounding it, so a
+    sum of n squares comes out too small by up to n/16 units in the last place (1e-5 at n = 3072,
+    as measured on an H200). Norms found too small would let a sample exceed the clip norm.
+    """
+    return 1.0 + 2.0**-23 * sum(-(-width // 16) for width in widths)
+
+
+def on_tensor_cores(tensor: Tensor) -> bool:
+    """Whether products of this tensor are accumulated by half-precision tensor cores."""
+    return tensor.is_cuda and tensor.dtype in (torch.bfloat16, torch.float16)
+
+
 def slices(length: int, elements_each: int) -> Iterator[slice]:
     """Cut `range(length)` so that a slice times `elements_each` stays a bounded temporary."""
     step = max(1, MAX_TEMPORARY_ELEMENTS // max(1, elements_each))
@@ -40,7 +55,7 @@ def slices(length: int, elements_each: int) -> Iterator[slice]:
 
 def inner_products(a_BTD: Tensor, b_BSD: Tensor) -> Tensor:
     """<a_t, b_s> for every pair of tokens of a sample, (B, T, S), accumulated wide."""
-    if a_BTD.is_cuda and a_BTD.dtype in (torch.bfloat16, torch.float16):
+    if on_tensor_cores(a_BTD):
         return torch.bmm(a_BTD, b_BSD.to(a_BTD.dtype).mT, out_dtype=torch.float32)
     return torch.bmm(widen(a_BTD), widen(b_BSD).mT)
 
@@ -58,6 +73,8 @@ def gram_sq_norms(x_BTD: Tensor, g_BTP: Tensor, bias: bool) -> Tensor:
         if bias:
             x_gram = x_gram + 1.0
         total_B = total_B + (x_gram * g_gram).sum((1, 2))
+    if on_tensor_cores(x_BTD):
+        total_B = total_B * tensor_core_slack(x_BTD.shape[2], g_BTP.shape[2])
     return total_B.clamp_(min=0.0)
 
 
@@ -87,6 +104,8 @@ def embedding_sq_norms(ids_BT: Tensor, g_BTD: Tensor, padding_idx: int | None) -
         same = (ids_BT[:, rows, None] == ids_BT[:, None, :]) & counted_BT[:, rows, None]
         gram = inner_products(g_BTD[:, rows], g_BTD)
         total_B = total_B + torch.where(same, gram, 0.0).sum((1, 2))
+    if on_tensor_cores(g_BTD):
+        total_B = total_B * tensor_core_slack(g_BTD.shape[2])
     return total_B.clamp_(min=0.0)
 
 
@@ -185,3 +204,16 @@ def rms_norm_backward(
         grad_x = rstd_BT1 * (scaled - x_hat * (scaled * x_hat).mean(-1, keepdim=True))
         grad_x = grad_x.to(x_BTD.dtype)
     return grad_x, (wide_g * x_hat).sum(1)
+
+
+def norm_sums(x_BTD: Tensor, g_BTD: Tensor, eps: float, centred: bool) -> Tensor:
+    """Per-sample gradients of a norm's weight and, if it is `centred`, bias: (B, 2 or 1, D).
+
+    `centred` is a layer norm; otherwise nothing is subtracted, which is an RMS norm.
+    """
+    x, g = widen(x_BTD), widen(g_BTD)
+    if centred:
+        x = x - x.mean(-1, keepdim=True)
+    x_hat = x * (x.square().mean(-1, keepdim=True) + eps).rsqrt()
+    weight_BD = (g * x_hat).sum(1)
+    return torch.stack([weight_BD, g.sum(1)], 1) if centred else weight_BD.unsqueeze(1)

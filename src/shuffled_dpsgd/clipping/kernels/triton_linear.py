@@ -18,7 +18,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from shuffled_dpsgd.clipping.kernels import plain
+
 GRAM_BLOCK = 128
+# Enough programs to fill the largest current GPUs twice.
+TARGET_PROGRAMS = 264
 # Tokens a weighted sum takes from one sample at a time when the whole sample is too long.
 LONG_SEGMENT = 128
 ELEMENT = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
@@ -97,9 +101,48 @@ def gram_sq_norms(xs: Sequence[Tensor], gs: Sequence[Tensor], bias: bool) -> Ten
     gram_kernel[(num_blocks**2, B, L)](
         table[0], table[1], out, B, T, D, P, x.stride(0), x.stride(1), g.stride(0), g.stride(1),
         BIAS=bias, NUM_BLOCKS=num_blocks, BLOCK=block, STEP=64, ELEMENT=ELEMENT[x.dtype],
-        num_warps=8 if block == 128 else 4, num_stages=3,
+        num_warps=8 if block == 128 else 4, num_stages=4,
     )  # fmt: skip
-    return out.sum(2).clamp_(min=0.0)
+    return out.sum(2).clamp_(min=0.0).mul_(plain.tensor_core_slack(D, P))
+
+
+@triton.jit
+def split_gram_kernel(  # type: ignore[no-untyped-def]
+    g, out_SBTT, B, T, P, g_batch, g_row, share,
+    BLOCK: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
+    """The share of <g_t, g_s> that one slice of the features gives, for one sample."""
+    part, sample = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    t = tl.arange(0, BLOCK)
+    first = part * share
+    width = tl.minimum(share, P - first)
+    gram = gram_block(g + sample * g_batch + first, t, t, T, width, g_row, True, BLOCK, STEP)
+    out = out_SBTT + (part * B + sample) * T * T + t[:, None] * T + t[None, :]
+    tl.store(out, gram, mask=(t < T)[:, None] & (t < T)[None, :])
+
+
+def wide_gram_sq_norms(x_BTD: Tensor, g_BTP: Tensor, bias: bool) -> Tensor:
+    """`plain.gram_sq_norms` of one layer with very many outputs, such as a vocabulary head.
+
+    One program per sample would leave most of the GPU idle, so the features are shared out; the
+    (T, T) matrices are written down, which is small beside the gradient itself. T is at most
+    GRAM_BLOCK.
+    """
+    (B, T, _), P = x_BTD.shape, g_BTP.shape[2]
+    parts = max(1, min(16, triton.cdiv(TARGET_PROGRAMS, B)))
+    share = triton.cdiv(triton.cdiv(P, parts), 64) * 64
+    parts = triton.cdiv(P, share)
+    block = max(16, triton.next_power_of_2(T))
+    out = torch.empty(parts, B, T, T, dtype=torch.float32, device=g_BTP.device)
+    split_gram_kernel[(parts, B)](
+        g_BTP, out, B, T, P, g_BTP.stride(0), g_BTP.stride(1), share,
+        BLOCK=block, STEP=64, num_warps=8 if block == 128 else 4, num_stages=4,
+    )  # fmt: skip
+    x_gram = torch.bmm(x_BTD, x_BTD.mT, out_dtype=torch.float32)
+    if bias:
+        x_gram += 1.0
+    squares_B = (out.sum(0) * x_gram).sum((1, 2)).clamp_(min=0.0)
+    return squares_B.mul_(plain.tensor_core_slack(x_BTD.shape[2], share))
 
 
 @triton.jit
@@ -107,7 +150,10 @@ def outer_chunk(  # type: ignore[no-untyped-def]
     g, x, g_row, x_row, t, p, d, T, P, D, acc,
     EVEN_T: tl.constexpr, EVEN_P: tl.constexpr, EVEN_D: tl.constexpr,
 ):  # fmt: skip
-    """acc + g_t^T x_t over the tokens `t`."""
+    """acc + g_t^T x_t over the tokens `t`; EVEN says that an axis needs no mask when reading.
+
+    Features past the end only reach rows and columns of the output that are not stored.
+    """
     g_ptrs = g + t[:, None] * g_row + p[None, :]
     x_ptrs = x + t[:, None] * x_row + d[None, :]
     if EVEN_T and EVEN_P:
@@ -165,13 +211,20 @@ def outer_kernel(  # type: ignore[no-untyped-def]
     tl.store(out_ptrs, total, mask=inside)
 
 
+def may_read_past(tensor: Tensor, width: int) -> bool:
+    """Whether every row can be read `width` elements wide without leaving the tensor's memory."""
+    B, T, _ = tensor.shape
+    last = tensor.storage_offset() + (B - 1) * tensor.stride(0) + (T - 1) * tensor.stride(1) + width
+    return last * tensor.element_size() <= tensor.untyped_storage().nbytes()
+
+
 def segmentation(tokens: int) -> dict[str, int]:
     """How a sample's tokens are cut: few wasted rows for short samples, long segments else."""
     if tokens > 256:
         chunk = LONG_SEGMENT if -tokens % LONG_SEGMENT < 64 else 64
         return {"segments": -(-tokens // chunk), "SEGMENT": chunk, "FULL": 1, "CHUNK": chunk,
                 "TAIL": 0}  # fmt: skip
-    chunk = 128 if tokens % 128 == 0 else 64
+    chunk = 64
     full, rest = divmod(tokens, chunk)
     tail = max(16, triton.next_power_of_2(rest)) if rest else 0
     return {"segments": 1, "SEGMENT": tokens, "FULL": full, "CHUNK": chunk, "TAIL": tail}
@@ -190,7 +243,8 @@ def weighted_outer_sums(
         table[0], table[1], table[2], factors_B, B, T, D, P,
         x.stride(0), x.stride(1), g.stride(0), g.stride(1), **cut,
         EVEN_T=T % (cut["CHUNK"] * cut["segments"]) == 0 or cut["segments"] == 1,
-        EVEN_P=P % block_p == 0, EVEN_D=D % block_d == 0,
+        EVEN_P=may_read_past(g, triton.cdiv(P, block_p) * block_p),
+        EVEN_D=may_read_past(x, triton.cdiv(D, block_d) * block_d),
         BLOCK_P=block_p, BLOCK_D=block_d, ELEMENT=ELEMENT[x.dtype],
         num_warps=8, num_stages=3 if cut["FULL"] * cut["CHUNK"] + cut["TAIL"] <= 128 else 2,
     )  # fmt: skip

@@ -50,8 +50,9 @@ def test_classifiers_move_but_for_the_bias_over_classes(model: str) -> None:
 
 
 def test_a_saved_model_is_read_from_its_directory(tmp_path: Path) -> None:
-    config = transformers.GPT2Config(n_embd=12, n_layer=1, n_head=2, vocab_size=20, n_positions=8)
-    config.bos_token_id = config.eos_token_id = 1
+    config = transformers.GPT2Config(
+        n_embd=12, n_layer=1, n_head=2, vocab_size=20, n_positions=8, bos_token_id=1, eos_token_id=1
+    )
     transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path)
     found = run("--model", str(tmp_path), "--scope", "full")
     assert found["shuffle_ratio"] == 1.0

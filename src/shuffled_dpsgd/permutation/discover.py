@@ -71,10 +71,11 @@ def _describe_root(sketch: Sketch, path: str, root: nn.Module) -> None:
         if class_name(root) in STEMS:
             sketch.note("residual stream: not permuted, it is the model's output")
         return
-    if sketch.scope == "full":
-        for name in (*head.reads, *(chain.down for chain in head.chains)):
-            sketch.refuse(join(path, name), "runs over classes, whose order is the model's output")
     try:
+        if sketch.scope == "full":
+            for name in (*head.reads, *(chain.down for chain in head.chains)):
+                for place in sketch.places(join(path, name)):
+                    sketch.refuse(place, "runs over classes, whose order is the model's output")
         for chain in head.chains:
             describe_chain(sketch, path, chain)
         if sketch.scope == "full":

@@ -60,13 +60,28 @@ class Sketch:
 
     def inputs(self, path: str) -> list[Port]:
         """Axes that read the input of the module at `path`."""
-        found = self._resolve(path)
+        found = self.places(path)
         return [port for place in found for port in ports.inputs(place, self.modules[place])]
 
     def outputs(self, path: str) -> list[Port]:
         """Axes that write the output of the module at `path`."""
-        found = self._resolve(path)
+        found = self.places(path)
         return [port for place in found for port in ports.outputs(place, self.modules[place])]
+
+    def places(self, path: str) -> list[str]:
+        """The modules a path means: one, or every copy where a wrapper keeps several.
+
+        peft keeps the original beside the trained copy of a module; both move, so that either
+        may be active. Marks the parameters found as described.
+        """
+        places = [""]
+        for part in path.split("."):
+            places = [join(place, part) for place in places]
+            places = [copy for place in places for copy in self._copies(place)]
+        for place in places:
+            prefix = f"{place}." if place else ""
+            self._described |= {name for name in self.parameters if name.startswith(prefix)}
+        return places
 
     def parameter(self, name: str, axis: int) -> Port:
         """An axis of a parameter that a known module uses directly."""
@@ -151,21 +166,6 @@ class Sketch:
             notes=tuple(self._notes),
         )
 
-    def _resolve(self, path: str) -> list[str]:
-        """The modules a path means: one, or every copy where a wrapper keeps several.
-
-        peft keeps the original beside the trained copy of a module; both move, so that either
-        may be active. Marks the parameters found as described.
-        """
-        places = [""]
-        for part in path.split("."):
-            places = [join(place, part) for place in places]
-            places = [copy for place in places for copy in self._copies(place)]
-        for place in places:
-            prefix = f"{place}." if place else ""
-            self._described |= {name for name in self.parameters if name.startswith(prefix)}
-        return places
-
     def _copies(self, path: str) -> list[str]:
         module: Any = self.modules.get(path)
         if module is None:
@@ -204,6 +204,9 @@ class Sketch:
         members = {(self._canonical[s.alias], s.axis, s.block) for s in candidate.sites}
         uses = {(s.alias, s.axis, s.block) for s in candidate.sites}
         for name, axis, block in members:
+            if block.end(candidate.size) > self.parameters[name].shape[axis]:
+                self._drop(candidate, f"{name} has fewer entries than the group has slots")
+                return None
             for alias, canonical in self._canonical.items():
                 if canonical == name and (alias, axis, block) not in uses:
                     self._drop(candidate, f"shared with {alias}, which this group cannot follow")

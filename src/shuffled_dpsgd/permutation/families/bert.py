@@ -88,7 +88,12 @@ HEADS = {
     f"{_BERT}.BertForNextSentencePrediction": _pooled("bert", "cls.seq_relationship"),
     f"{_BERT}.BertForTokenClassification": Head(stem="bert", reads=("classifier",)),
     f"{_BERT}.BertForQuestionAnswering": Head(stem="bert", reads=("qa_outputs",)),
-    f"{_BERT}.BertForMaskedLM": Head(stem="bert", reads=(_BERT_MLM.up,), chains=(_BERT_MLM,)),
+    f"{_BERT}.BertForMaskedLM": Head(
+        stem="bert",
+        reads=(_BERT_MLM.up,),
+        chains=(_BERT_MLM,),
+        copies=("cls.predictions.bias",),
+    ),
     f"{_ROBERTA}.RobertaForSequenceClassification": Head(
         stem="roberta",
         reads=("classifier.dense",),
@@ -98,7 +103,10 @@ HEADS = {
     f"{_ROBERTA}.RobertaForTokenClassification": Head(stem="roberta", reads=("classifier",)),
     f"{_ROBERTA}.RobertaForQuestionAnswering": Head(stem="roberta", reads=("qa_outputs",)),
     f"{_ROBERTA}.RobertaForMaskedLM": Head(
-        stem="roberta", reads=(_ROBERTA_MLM.up,), chains=(_ROBERTA_MLM,)
+        stem="roberta",
+        reads=(_ROBERTA_MLM.up,),
+        chains=(_ROBERTA_MLM,),
+        copies=("lm_head.bias",),
     ),
     f"{_DISTILBERT}.DistilBertForSequenceClassification": Head(
         stem="distilbert", reads=("pre_classifier",), chains=(_PRE_CLASSIFIER,)

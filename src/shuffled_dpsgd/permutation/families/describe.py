@@ -77,11 +77,15 @@ class Chain:
 
 @dataclass(frozen=True, kw_only=True)
 class Head:
-    """A complete model: where its stem is, what reads the stream, and chains above it."""
+    """A complete model: where its stem is, what reads the stream, and chains above it.
+
+    `copies` are second names of parameters that only serve saving and loading.
+    """
 
     stem: str
     reads: tuple[str, ...]
     chains: tuple[Chain, ...] = ()
+    copies: tuple[str, ...] = ()
 
 
 def describe_layer(sketch: Sketch, path: str, alternatives: Sequence[Layer]) -> None:
@@ -159,7 +163,8 @@ def describe_stream(
             stream += sketch.outputs(join(path, name))
     for name in head.reads:
         stream += sketch.inputs(join(root, name))
-    if missing := sketch.undescribed(root):
+    copies = {join(root, name) for name in head.copies}
+    if missing := [name for name in sketch.undescribed(root) if name not in copies]:
         raise UnsupportedModuleError(
             missing[0],
             expected=f"only parts known of {class_name(sketch.modules[root])}",

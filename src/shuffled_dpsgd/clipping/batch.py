@@ -31,7 +31,9 @@ class Batch:
     """The samples of one forward: their number, the calls made, the entries recorded.
 
     `scale` is what a captured gradient must be multiplied by to be the gradient of that sample's
-    own loss (the batch size under a mean, one under a sum). `entries` are filed by group.
+    own loss (the batch size under a mean, one under a sum). `calls` and `traced` count, per slot,
+    the calls the forward made and those a compiled backward has recorded. `entries` are filed by
+    group.
     """
 
     __slots__ = (
@@ -44,6 +46,7 @@ class Batch:
         "scale",
         "size",
         "squares",
+        "traced",
     )
 
     def __init__(self, *, size: int, device: str, slots: int, scale: float) -> None:
@@ -52,6 +55,7 @@ class Batch:
         self.scale = scale
         self.phase = Phase.ONLY
         self.calls = [0] * slots
+        self.traced = [0] * slots
         self.entries: dict[int, list[Entry]] = {}
         self.squares: dict[int, Tensor] = {}
         self.factors: dict[int, Tensor] = {}

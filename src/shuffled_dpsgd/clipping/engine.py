@@ -75,6 +75,7 @@ class ClippingEngine:
         self._recorder = Recorder(receive=self._receive, finish=self._finish)
         sites.refuse_batch_statistics(model)
         self._slots = sites.build_slots(model, self._recorder)
+        self._recorder.slots = self._slots
         shapes = {name: p.shape for name, p in self._parameters.items()}
         self._rule = ClippingRule(
             groups=group_slots(self._slots, shapes),
@@ -98,6 +99,9 @@ class ClippingEngine:
         begin = self.model.register_forward_pre_hook(self._begin, prepend=True, with_kwargs=True)
         self._hooks = [begin, self.model.register_forward_hook(self._end)]
         self._watch.begin()
+        for parameter in self._parameters.values():
+            self._recorder.use_device(parameter.device)
+            break
         self._was_entered = True
         return self
 
@@ -187,14 +191,15 @@ class ClippingEngine:
         self._rule.totals.clear()
 
     def _begin(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if not torch.is_grad_enabled() or torch._C._current_graph_task_id() >= 0:
+        if not torch.is_grad_enabled() or _inside_backward():
             return
         size, device = find_batch(args, kwargs)
         scale = float(size) if self.loss_reduction == "mean" else 1.0
         self._recorder.open(Batch(size=size, device=device, slots=len(self._slots), scale=scale))
 
     def _end(self, module: nn.Module, args: Any, output: Any) -> None:
-        self._recorder.close_forward()
+        if torch.is_grad_enabled():
+            self._recorder.close_forward()
 
     def _receive(self, batch: Batch, entry: Entry) -> None:
         if batch.size > 0:
@@ -210,6 +215,10 @@ def _schedule(strategy: str, rule: ClippingRule) -> Schedule:
     if strategy == "ghost":
         return TwoPasses(rule)
     return GroupByGroup(rule) if rule.per_group else WholeGradient(rule)
+
+
+def _inside_backward() -> bool:
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() >= 0
 
 
 def _require_choice(argument: str, value: str, allowed: Container[str]) -> None:

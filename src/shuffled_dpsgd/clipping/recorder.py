@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
 from shuffled_dpsgd.clipping.batch import Batch, Entry
 from shuffled_dpsgd.clipping.rules.base import Saved, Slot
+from shuffled_dpsgd.clipping.traced import Sink, record
 from shuffled_dpsgd.errors import UnsupportedModuleError
 
 
@@ -29,7 +31,16 @@ class Recorder:
         self.finish = finish
         self.batch: Batch | None = None
         self.latest: Batch | None = None
+        self.slots: list[Slot] = []
+        self.tap = torch.zeros((), requires_grad=True)
+        self._sink = Sink(self._record_traced)
+        self._handle = self._sink.handle
         self._running: Batch | None = None
+
+    def use_device(self, device: torch.device) -> None:
+        """Keep the tap where the model is."""
+        if self.tap.device != device:
+            self.tap = torch.zeros((), device=device, requires_grad=True)
 
     def open(self, batch: Batch) -> None:
         """A forward of the model begins. What an interrupted backward left is dropped."""
@@ -59,8 +70,14 @@ class Recorder:
             self._join(self.latest)
         return self.latest
 
-    def record(self, batch: Batch, slot: Slot, saved: Saved) -> None:
-        """Pass on one call of one slot; called from the slot's backward."""
+    def record(self, batch: Batch, slot: Slot, saved: Saved, part: int = 0) -> Tensor | None:
+        """Pass on one call of one slot; called from the slot's backward.
+
+        Returns the gradient of the tap: nothing, or a zero while a compiler traces.
+        """
+        if torch.compiler.is_compiling():
+            tensors = [tensor for tensor in saved if isinstance(tensor, Tensor)]
+            return record(self._handle, slot.index, part, tensors)
         if self._running is not batch:
             self._join(batch)
         if torch.is_autocast_enabled(batch.device):
@@ -68,6 +85,19 @@ class Recorder:
                 self.receive(batch, Entry(slot, saved))
         else:
             self.receive(batch, Entry(slot, saved))
+        return None
+
+    def _record_traced(self, index: int, part: int, tensors: list[Tensor]) -> None:
+        batch, slot = self.latest, self.slots[index]
+        if batch is None or batch.traced[index] >= batch.calls[index]:
+            raise UnsupportedModuleError(
+                slot.path,
+                expected="one backward per forward of the compiled model, in turn",
+                got="a backward of an earlier forward",
+                remedy="call backward after each forward; the sums add up",
+            )
+        batch.traced[index] += 1
+        self.record(batch, slot, slot.restore(part, tensors))
 
     def _join(self, batch: Batch) -> None:
         _refuse_misuse(batch, self._running)
@@ -77,6 +107,7 @@ class Recorder:
 
     def _backward_done(self) -> None:
         batch, self._running = self._running, None
+        self.tap.grad = None
         if batch is not None:
             with torch.no_grad(), torch.autocast(batch.device, enabled=False):
                 self.finish(batch)

@@ -5,17 +5,38 @@ from __future__ import annotations
 from torch import nn
 
 from shuffled_dpsgd.clipping.rules.base import Slot
+from shuffled_dpsgd.clipping.rules.conv import ConvSlot
 from shuffled_dpsgd.clipping.rules.embedding import EmbeddingSlot
 from shuffled_dpsgd.clipping.rules.linear import Conv1DSlot, LinearSlot
-from shuffled_dpsgd.clipping.rules.norms import LayerNormSlot
+from shuffled_dpsgd.clipping.rules.norms import (
+    GroupNormSlot,
+    LayerNormSlot,
+    LlamaRMSNormSlot,
+    RMSNormSlot,
+)
 
 BY_TYPE: dict[type[nn.Module], type[Slot]] = {
     nn.Linear: LinearSlot,
     nn.Embedding: EmbeddingSlot,
     nn.LayerNorm: LayerNormSlot,
+    nn.RMSNorm: RMSNormSlot,
+    nn.GroupNorm: GroupNormSlot,
+    nn.Conv1d: ConvSlot,
+    nn.Conv2d: ConvSlot,
 }
 BY_NAME: dict[str, type[Slot]] = {
     "transformers.pytorch_utils.Conv1D": Conv1DSlot,
+    **{
+        f"transformers.models.{family}.modeling_{family}.{name}RMSNorm": LlamaRMSNormSlot
+        for family, name in {
+            "llama": "Llama",
+            "mistral": "Mistral",
+            "mixtral": "Mixtral",
+            "phi3": "Phi3",
+            "qwen2": "Qwen2",
+            "qwen3": "Qwen3",
+        }.items()
+    },
 }
 
 

@@ -66,6 +66,10 @@ class Slot:
         """Store per-sample gradients in place of `saved` where the cost rule says so."""
         return saved
 
+    def restore(self, part: int, tensors: list[Tensor]) -> Saved:
+        """What was saved, from the tensors (and the number) that left a compiled graph."""
+        return tuple(tensors)
+
     def batch(self) -> Batch:
         """The batch this call belongs to; counts the call unless it is a recomputation."""
         batch = self.recorder.batch

@@ -10,7 +10,7 @@ Shapes: B samples, S the parameter's shape without its leading one.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -60,7 +60,7 @@ class BroadcastSlot(CopiesSlot):
                 got="interpolate_pos_encoding=True",
                 remedy="resize the position embeddings once before training, or freeze them",
             )
-        owned = {key: self.parameters[key] for key in self.names}
+        owned = {key: cast(Tensor, self.parameters[key]) for key in self.names}
         if not self._verified:
             self._verify(owned, args, kwargs)
         copies = self.copies(owned)

@@ -24,15 +24,17 @@ class EmbeddingFunction(torch.autograd.Function):
     """F.embedding whose backward records (ids, output gradient) and touches no table."""
 
     @staticmethod
-    def forward(ctx: Any, ids: Tensor, weight: Tensor, slot: EmbeddingSlot, batch: Batch) -> Tensor:
+    def forward(
+        ctx: Any, ids: Tensor, weight: Tensor, tap: Tensor, slot: EmbeddingSlot, batch: Batch
+    ) -> Tensor:
         ctx.slot, ctx.batch = slot, batch
         ctx.save_for_backward(ids)
         return F.embedding(ids, weight)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
-        ctx.slot.recorder.record(ctx.batch, ctx.slot, (ctx.saved_tensors[0], g))
-        return None, None, None, None
+        tap = ctx.slot.recorder.record(ctx.batch, ctx.slot, (ctx.saved_tensors[0], g))
+        return None, None, tap, None, None
 
 
 class EmbeddingSlot(Slot):
@@ -59,7 +61,8 @@ class EmbeddingSlot(Slot):
         batch = self.batch()
         if ids.shape[0] != batch.size:
             ids = self.over_batch(ids, batch.size)
-        return cast(Tensor, EmbeddingFunction.apply(ids, self.parameters["weight"], self, batch))
+        weight, tap = self.parameters["weight"], self.recorder.tap
+        return cast(Tensor, EmbeddingFunction.apply(ids, weight, tap, self, batch))
 
     def contributions(self, saved: Saved) -> Iterator[tuple[str, Contribution]]:
         ids, g = saved

@@ -8,7 +8,7 @@ Shapes: B samples, S any parameter shape.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -31,32 +31,43 @@ class CopiesFunction(torch.autograd.Function):
     """One copy of a parameter per sample; the backward records the copies' gradients."""
 
     @staticmethod
-    def forward(ctx: Any, parameter: Tensor, name: str, slot: Slot, batch: Batch) -> Tensor:
-        ctx.name, ctx.slot, ctx.batch = name, slot, batch
+    def forward(
+        ctx: Any, parameter: Tensor, tap: Tensor, part: int, slot: CopiesSlot, batch: Batch
+    ) -> Tensor:
+        ctx.part, ctx.slot, ctx.batch = part, slot, batch
         return parameter.expand(batch.size, *parameter.shape)
 
     @staticmethod
     def backward(ctx: Any, grads_BS: Tensor) -> Any:
-        ctx.slot.recorder.record(ctx.batch, ctx.slot, (ctx.name, grads_BS))
-        return None, None, None, None
+        part = ctx.part
+        tap = ctx.slot.recorder.record(ctx.batch, ctx.slot, (part, grads_BS), part)
+        return None, tap, None, None, None
 
 
 class CopiesSlot(Slot):
-    """A slot whose entries are (parameter name, per-sample gradients)."""
+    """A slot whose entries are (which of its parameters, per-sample gradients)."""
 
-    def copies(self, parameters: dict[str, Tensor]) -> dict[str, Tensor]:
+    def __init__(self, **site: Any) -> None:
+        super().__init__(**site)
+        self.keys = list(self.names)
+        self.bare = Bare(self)
+
+    def copies(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Per-sample copies of the slot's parameters, each one recorded call."""
         batch = self.batch()
         if self.recorder.batch is not None:
             batch.calls[self.index] += len(parameters) - 1
         return {
-            key: CopiesFunction.apply(p, self.names[key], self, batch)
+            key: CopiesFunction.apply(p, self.recorder.tap, self.keys.index(key), self, batch)
             for key, p in parameters.items()
         }
 
+    def restore(self, part: int, tensors: list[Tensor]) -> Saved:
+        return (part, tensors[0])
+
     def contributions(self, saved: Saved) -> Iterator[tuple[str, Contribution]]:
-        name, grads_BS = saved
-        yield name, DenseGrad(grads_BS=grads_BS)
+        part, grads_BS = saved
+        yield self.names[self.keys[part]], DenseGrad(grads_BS=grads_BS)
 
 
 class Bare(nn.Module):
@@ -84,14 +95,14 @@ def batched_leaves(leaves: list[Any], size: int) -> list[int]:
 
 
 def sample_by_sample(
-    slot: Slot,
+    slot: CopiesSlot,
     copies: dict[str, Tensor],
     leaves: list[Any],
     spec: TreeSpec,
     size: int,
 ) -> tuple[list[Tensor], TreeSpec]:
     """The module under vmap over per-sample parameters and the inputs that have a batch axis."""
-    bare = Bare(slot)
+    bare = slot.bare
     mapped = batched_leaves(leaves, size)
     out_spec: TreeSpec | None = None
 
@@ -156,7 +167,7 @@ class GenericSlot(CopiesSlot):
         return tree_unflatten(outputs, out_spec)
 
     def _check(
-        self, trainable: dict[str, Tensor], leaves: list[Any], spec: TreeSpec, size: int
+        self, trainable: Mapping[str, Tensor], leaves: list[Any], spec: TreeSpec, size: int
     ) -> None:
         """Once per input shape: sample by sample the module must compute what it does in one go.
 
@@ -164,7 +175,15 @@ class GenericSlot(CopiesSlot):
         """
         with in_eval_mode(self.module):
             copies = {key: p.expand(size, *p.shape) for key, p in trainable.items()}
-            alone, _ = sample_by_sample(self, copies, leaves, spec, size)
+            try:
+                alone, _ = sample_by_sample(self, copies, leaves, spec, size)
+            except RuntimeError as error:
+                raise UnsupportedModuleError(
+                    self.path,
+                    expected="a module that torch.func.vmap can run sample by sample",
+                    got=f"{type(self.module).__name__}: {str(error).splitlines()[0]}",
+                    remedy="freeze its parameters, or build it from supported layers",
+                ) from error
             args, kwargs = tree_unflatten(leaves, spec)
             together, _ = tree_flatten(self.plain(*args, **kwargs))
         for one, other in zip(alone, together, strict=True):

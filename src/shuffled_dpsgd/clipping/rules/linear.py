@@ -36,6 +36,7 @@ class LinearFunction(torch.autograd.Function):
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
+        tap: Tensor,
         cast: bool,
         slot: LinearSlot,
         batch: Batch,
@@ -50,9 +51,9 @@ class LinearFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
         x, weight = ctx.saved_tensors
-        ctx.slot.recorder.record(ctx.batch, ctx.slot, (x, g))
+        tap = ctx.slot.recorder.record(ctx.batch, ctx.slot, (x, g))
         grad_x = g.matmul(weight) if ctx.needs_input_grad[0] else None
-        return grad_x, None, None, None, None, None
+        return grad_x, None, None, tap, None, None, None
 
 
 class TransposedLinearFunction(torch.autograd.Function):
@@ -64,6 +65,7 @@ class TransposedLinearFunction(torch.autograd.Function):
         x: Tensor,
         weight: Tensor,
         bias: Tensor,
+        tap: Tensor,
         cast: bool,
         slot: LinearSlot,
         batch: Batch,
@@ -78,9 +80,9 @@ class TransposedLinearFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
         x, weight = ctx.saved_tensors
-        ctx.slot.recorder.record(ctx.batch, ctx.slot, (x, g))
+        tap = ctx.slot.recorder.record(ctx.batch, ctx.slot, (x, g))
         grad_x = g.matmul(weight.t()) if ctx.needs_input_grad[0] else None
-        return grad_x, None, None, None, None, None
+        return grad_x, None, None, tap, None, None, None
 
 
 def _bias_grads(g_BTP: Tensor) -> Tensor:
@@ -110,7 +112,11 @@ class LinearSlot(Slot):
         if cast:
             x = x.to(torch.get_autocast_dtype(batch.device))
         owned = self.parameters
-        return self.function.apply(x, owned["weight"], owned["bias"], cast, self, batch)
+        weight, bias, tap = owned["weight"], owned["bias"], self.recorder.tap
+        return self.function.apply(x, weight, bias, tap, cast, self, batch)
+
+    def restore(self, part: int, tensors: list[Tensor]) -> Saved:
+        return (None, tensors[0]) if self.weight_name is None else tuple(tensors)
 
     def contributions(self, saved: Saved) -> Iterator[tuple[str, Contribution]]:
         if len(saved) == 3:

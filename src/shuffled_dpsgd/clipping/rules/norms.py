@@ -1,6 +1,6 @@
 """Normalisation layers: their per-sample gradients are as small as the layer, so they are kept.
 
-Shapes: B samples, T positions, D the normalised width.
+Shapes: B samples, T positions, D the normalised width, C channels.
 """
 
 from __future__ import annotations
@@ -10,48 +10,16 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shuffled_dpsgd.clipping import kernels
 from shuffled_dpsgd.clipping.captures import Contribution, DenseGrad
+from shuffled_dpsgd.clipping.kernels import plain
 from shuffled_dpsgd.clipping.rules.base import Saved, Slot
 
 if TYPE_CHECKING:
     from shuffled_dpsgd.clipping.batch import Batch
-
-
-class LayerNormFunction(torch.autograd.Function):
-    """Layer norm whose backward records the per-sample gradients of weight and bias."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        slot: LayerNormSlot,
-        batch: Batch,
-    ) -> Tensor:
-        y, mean, rstd = torch.native_layer_norm(x, slot.normalized_shape, weight, bias, slot.eps)
-        ctx.slot, ctx.batch = slot, batch
-        ctx.save_for_backward(x, weight, mean, rstd)
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Any:
-        x, weight, mean, rstd = ctx.saved_tensors
-        B, D = x.shape[0], ctx.slot.width
-        shape = (B, -1, D)
-        grad_x, weight_BD, bias_BD = kernels.layer_norm_backward(
-            x.reshape(shape),
-            g.reshape(shape),
-            None if weight is None else weight.view(D),
-            mean.view(B, -1, 1),
-            rstd.view(B, -1, 1),
-            ctx.needs_input_grad[0],
-        )
-        ctx.slot.recorder.record(ctx.batch, ctx.slot, (weight_BD, bias_BD))
-        return None if grad_x is None else grad_x.view(x.shape), None, None, None, None
 
 
 class NormSlot(Slot):
@@ -68,6 +36,46 @@ class NormSlot(Slot):
             yield self.weight_name, DenseGrad(grads_BS=weight_grads)
         if self.bias_name is not None:
             yield self.bias_name, DenseGrad(grads_BS=bias_grads)
+
+    def restore(self, part: int, tensors: list[Tensor]) -> Saved:
+        return (tensors[0], tensors[1] if len(tensors) > 1 else None)
+
+
+class LayerNormFunction(torch.autograd.Function):
+    """Layer norm whose backward records the per-sample gradients of weight and bias."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        tap: Tensor,
+        slot: LayerNormSlot,
+        batch: Batch,
+    ) -> Tensor:
+        y, mean, rstd = torch.native_layer_norm(x, slot.normalized_shape, weight, bias, slot.eps)
+        ctx.slot, ctx.batch = slot, batch
+        ctx.save_for_backward(x, weight, mean, rstd)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        x, weight, mean, rstd = ctx.saved_tensors
+        B, D = x.shape[0], ctx.slot.width
+        # A compiler fuses the plain form better than it could see through a hand-written kernel.
+        traced = torch.compiler.is_compiling()
+        backward = plain.layer_norm_backward if traced else kernels.layer_norm_backward
+        grad_x, weight_BD, bias_BD = backward(
+            x.reshape(B, -1, D),
+            g.reshape(B, -1, D),
+            None if weight is None else weight.view(D),
+            mean.view(B, -1, 1),
+            rstd.view(B, -1, 1),
+            ctx.needs_input_grad[0],
+        )
+        tap = ctx.slot.recorder.record(ctx.batch, ctx.slot, (weight_BD, bias_BD))
+        return None if grad_x is None else grad_x.view(x.shape), None, None, tap, None, None
 
 
 class LayerNormSlot(NormSlot):
@@ -91,7 +99,147 @@ class LayerNormSlot(NormSlot):
         if batch.device == "cuda" and torch.is_autocast_enabled("cuda"):
             x = x.float()
         owned = self.parameters
+        weight, bias, tap = owned["weight"], owned["bias"], self.recorder.tap
+        return cast(Tensor, LayerNormFunction.apply(x, weight, bias, tap, self, batch))
+
+
+class GainFunction(torch.autograd.Function):
+    """normed · weight (+ bias), recording the per-sample gradients of both."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        normed: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        tap: Tensor,
+        slot: GainSlot,
+        batch: Batch,
+    ) -> Tensor:
+        ctx.slot, ctx.batch = slot, batch
+        ctx.save_for_backward(normed, weight)
+        y = slot.spread(weight, normed) * normed
+        return y if bias is None else y + slot.spread(bias, normed)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        normed, weight = ctx.saved_tensors
+        slot = ctx.slot
+        wide_g = plain.widen(g)
+        weight_grads = slot.per_sample(wide_g * plain.widen(normed))
+        bias_grads = None if slot.bias_name is None else slot.per_sample(wide_g)
+        tap = slot.recorder.record(ctx.batch, slot, (weight_grads, bias_grads))
+        grad = (g * slot.spread(weight, g)).to(normed.dtype) if ctx.needs_input_grad[0] else None
+        return grad, None, None, tap, None, None
+
+
+class GainSlot(NormSlot):
+    """A norm without parameters, run as it is, followed by a recorded gain."""
+
+    def normalise(self, x: Tensor) -> Tensor:
+        """The layer's output before its gain."""
+        raise NotImplementedError
+
+    def spread(self, vector: Tensor, like: Tensor) -> Tensor:
+        """A gain shaped to multiply `like`: along the last axes unless a subclass says else."""
+        return vector
+
+    def per_sample(self, product: Tensor) -> Tensor:
+        """(B, width) sums over positions."""
+        shape = cast(Tensor, self.parameters["weight"]).shape
+        return product.reshape(product.shape[0], -1, *shape).sum(1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not torch.is_grad_enabled():
+            return cast(Tensor, self.plain(x))
+        batch = self.batch()
+        if x.shape[0] != batch.size:
+            x = self.over_batch(x, batch.size)
+        weight, bias = self.parameters["weight"], self.parameters.get("bias")
+        normed = self.normalise(x)
         return cast(
-            Tensor,
-            LayerNormFunction.apply(x, owned["weight"], owned["bias"], self, batch),
+            Tensor, GainFunction.apply(normed, weight, bias, self.recorder.tap, self, batch)
         )
+
+
+class RMSNormSlot(GainSlot):
+    """`nn.RMSNorm`."""
+
+    kind = "rms-norm"
+
+    def normalise(self, x: Tensor) -> Tensor:
+        layer = cast(nn.RMSNorm, self.module)
+        return F.rms_norm(x, list(layer.normalized_shape), None, layer.eps)
+
+
+class GroupNormSlot(GainSlot):
+    """`nn.GroupNorm`: the gain runs along axis 1."""
+
+    kind = "group-norm"
+
+    def normalise(self, x: Tensor) -> Tensor:
+        layer = cast(nn.GroupNorm, self.module)
+        return F.group_norm(x, layer.num_groups, None, None, layer.eps)
+
+    def spread(self, vector: Tensor, like: Tensor) -> Tensor:
+        return vector.view(-1, *(1,) * (like.dim() - 2))
+
+    def per_sample(self, product: Tensor) -> Tensor:
+        return product.reshape(*product.shape[:2], -1).sum(2)
+
+
+class LlamaRMSNormFunction(torch.autograd.Function):
+    """Hugging Face's RMS norm (float32 inside, gain in the input's type) with a fused backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, tap: Tensor, slot: LlamaRMSNormSlot, batch: Batch
+    ) -> Tensor:
+        wide = x.float()
+        rstd = torch.rsqrt(wide.square().mean(-1, keepdim=True) + slot.eps)
+        ctx.slot, ctx.batch = slot, batch
+        ctx.save_for_backward(x, weight, rstd)
+        return weight * (wide * rstd).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        x, weight, rstd = ctx.saved_tensors
+        B, D = x.shape[0], x.shape[-1]
+        backward = (
+            plain.rms_norm_backward if torch.compiler.is_compiling() else kernels.rms_norm_backward
+        )
+        grad_x, weight_BD = backward(
+            x.reshape(B, -1, D),
+            g.reshape(B, -1, D),
+            weight,
+            rstd.view(B, -1, 1),
+            ctx.needs_input_grad[0],
+        )
+        tap = ctx.slot.recorder.record(ctx.batch, ctx.slot, (weight_BD, None))
+        return None if grad_x is None else grad_x.view(x.shape), None, tap, None, None
+
+
+class LlamaRMSNormSlot(GainSlot):
+    """The RMS norm of Llama and its relatives, which normalises in float32 whatever comes in."""
+
+    kind = "rms-norm"
+
+    def __init__(self, **site: Any) -> None:
+        super().__init__(**site)
+        self.eps = float(cast(Any, self.module).variance_epsilon)
+
+    def normalise(self, x: Tensor) -> Tensor:
+        wide = x.to(torch.float32)
+        variance = wide.pow(2).mean(-1, keepdim=True)
+        return (wide * torch.rsqrt(variance + self.eps)).to(x.dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        # float64 models round to float32 in the middle; only the same operations in the same
+        # order give the same gradients to better than that.
+        if not torch.is_grad_enabled() or x.dtype is torch.float64:
+            return super().forward(x)
+        batch = self.batch()
+        if x.shape[0] != batch.size:
+            x = self.over_batch(x, batch.size)
+        weight, tap = self.parameters["weight"], self.recorder.tap
+        return cast(Tensor, LlamaRMSNormFunction.apply(x, weight, tap, self, batch))

@@ -1,0 +1,149 @@
+"""Convolutions, as linear maps of unfolded patches.
+
+Shapes: B samples, L output positions, R output channels, C weights per output channel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shuffled_dpsgd.clipping import cost
+from shuffled_dpsgd.clipping.captures import Contribution, DenseGrad, OuterGrad, RowSumGrad
+from shuffled_dpsgd.clipping.kernels.plain import widen
+from shuffled_dpsgd.clipping.rules.base import Saved, Slot
+
+if TYPE_CHECKING:
+    from shuffled_dpsgd.clipping.batch import Batch
+
+
+class ConvFunction(torch.autograd.Function):
+    """A convolution whose backward computes the input's gradient and records (input, gradient)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        tap: Tensor,
+        cast_weights: bool,
+        slot: ConvSlot,
+        batch: Batch,
+    ) -> Tensor:
+        if cast_weights:
+            weight = weight.to(x.dtype)
+            bias = None if bias is None else bias.to(x.dtype)
+        ctx.slot, ctx.batch = slot, batch
+        ctx.save_for_backward(x, weight)
+        zeros = [0] * len(slot.stride)
+        return torch.convolution(
+            x, weight, bias, slot.stride, slot.padding, slot.dilation, False, zeros, slot.groups
+        )
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        slot = ctx.slot
+        tap = slot.recorder.record(ctx.batch, slot, (x, g))
+        grad_x = None
+        if ctx.needs_input_grad[0]:
+            zeros = [0] * len(slot.stride)
+            grad_x = torch.ops.aten.convolution_backward(
+                g,
+                x,
+                weight,
+                None,
+                slot.stride,
+                slot.padding,
+                slot.dilation,
+                False,
+                zeros,
+                slot.groups,
+                [True, False, False],
+            )[0]
+        return grad_x, None, None, tap, None, None, None
+
+
+class ConvSlot(Slot):
+    """`nn.Conv1d` and `nn.Conv2d`, any stride, padding, dilation and number of groups."""
+
+    kind = "convolution"
+
+    def __init__(self, **site: Any) -> None:
+        super().__init__(**site)
+        layer = cast(nn.Conv2d, self.module)
+        self.stride, self.dilation = list(layer.stride), list(layer.dilation)
+        self.kernel, self.groups = list(layer.kernel_size), layer.groups
+        # Anything but plain zero padding is done beforehand, by the operation torch itself uses.
+        self.pads_first = layer.padding_mode != "zeros" or layer.padding == "same"
+        self.pad_mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
+        self.pad_widths = list(layer._reversed_padding_repeated_twice)
+        plain_padding = not self.pads_first and not isinstance(layer.padding, str)
+        self.padding = list(layer.padding) if plain_padding else [0] * len(self.stride)
+        self.weight_name = self.names.get("weight")
+        self.bias_name = self.names.get("bias")
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not torch.is_grad_enabled():
+            return cast(Tensor, self.plain(x))
+        batch = self.batch()
+        if x.dim() != len(self.stride) + 2:
+            raise self.refuse_batch_axis(batch.size, x.shape)
+        if x.shape[0] != batch.size:
+            x = self.over_batch(x, batch.size)
+        casts = torch.is_autocast_enabled(batch.device) and x.dtype is not torch.float64
+        if casts:
+            x = x.to(torch.get_autocast_dtype(batch.device))
+        if self.pads_first:
+            x = F.pad(x, self.pad_widths, mode=self.pad_mode)
+        owned = self.parameters
+        weight, bias, tap = owned["weight"], owned["bias"], self.recorder.tap
+        return cast(Tensor, ConvFunction.apply(x, weight, bias, tap, casts, self, batch))
+
+    def contributions(self, saved: Saved) -> Iterator[tuple[str, Contribution]]:
+        x, g = saved
+        g_BLR = g.flatten(2).mT
+        if self.weight_name is not None:
+            if isinstance(x, DenseGrad):
+                yield self.weight_name, x
+            elif self.groups > 1:
+                yield self.weight_name, DenseGrad(grads_BS=self._stored(x, g))
+            else:
+                patches_BLC = self._patches(x).mT
+                yield self.weight_name, OuterGrad(left_BTR=g_BLR, right_BTC=patches_BLC)
+        if self.bias_name is not None:
+            yield self.bias_name, RowSumGrad(grad_BTP=g_BLR)
+
+    def compact(self, saved: Saved, choose: cost.Chooser) -> Saved:
+        x, g = saved
+        if self.weight_name is None:
+            return saved
+        weight = cast(Tensor, self.parameters["weight"])
+        self.last_shape = (g[0, 0].numel(), weight.shape[0], weight[0].numel())
+        if self.groups == 1 and choose(*self.last_shape) is not cost.Route.INSTANTIATE:
+            return saved
+        return (DenseGrad(grads_BS=self._stored(x, g)), g)
+
+    def _patches(self, x: Tensor) -> Tensor:
+        """(B, channels·kernel, L): the inputs that meet each output position."""
+        one_dimensional = len(self.kernel) == 1
+        lead = [1] if one_dimensional else []
+        return F.unfold(
+            x.unsqueeze(2) if one_dimensional else x,
+            lead + self.kernel,
+            dilation=lead + self.dilation,
+            padding=([0] if one_dimensional else []) + self.padding,
+            stride=lead + self.stride,
+        )
+
+    def _stored(self, x: Tensor, g: Tensor) -> Tensor:
+        """Every sample's weight gradient, (B, *weight.shape)."""
+        weight = cast(Tensor, self.parameters["weight"])
+        patches = widen(self._patches(x)).unflatten(1, (self.groups, -1))
+        g_BGRL = widen(g.flatten(2)).unflatten(1, (self.groups, -1))
+        return (g_BGRL @ patches.mT).reshape(-1, *weight.shape)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from html import escape
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shuffled_dpsgd import __version__
 from shuffled_dpsgd.permutation import PermutationSpec
@@ -14,6 +14,9 @@ from shuffled_dpsgd.reports.figures import RunView, draw_all
 from shuffled_dpsgd.reports.page import page, table
 from shuffled_dpsgd.reports.style import save_figure, to_svg
 from shuffled_dpsgd.training.card import PrivacyCard
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 CAPTIONS: Mapping[str, str] = {
     "loss": "Mean loss of each Poisson batch, and of the held-out data.",
@@ -39,9 +42,13 @@ def report_page(
     *,
     spec: PermutationSpec | None,
     facts: Mapping[str, Any],
+    figures: Mapping[str, Figure] | None = None,
 ) -> str:
-    """The page: card first, then results, figures, permutation and configuration."""
-    figures = draw_all(view)
+    """The page: card first, then results, figures, permutation and configuration.
+
+    `figures` spares drawing them again when the caller has them.
+    """
+    figures = draw_all(view) if figures is None else figures
     drawn = "".join(
         f"<figure>{to_svg(figure)}<figcaption>{escape(CAPTIONS[name])}</figcaption></figure>"
         for name, figure in figures.items()
@@ -69,8 +76,9 @@ def write_report(
     facts: Mapping[str, Any],
 ) -> list[Path]:
     """Write `report.html`, `privacy_card.{txt,json,html}` and `figures/`; return the paths."""
+    figures = draw_all(view)
     texts = {
-        "report.html": report_page(view, card, spec=spec, facts=facts),
+        "report.html": report_page(view, card, spec=spec, facts=facts, figures=figures),
         "privacy_card.html": card_page(card),
         "privacy_card.txt": f"{card}\n",
         "privacy_card.json": card.dumps() + "\n",
@@ -79,7 +87,7 @@ def write_report(
     for name, text in texts.items():
         (directory / name).write_text(text, encoding="utf-8")
         written.append(directory / name)
-    for name, figure in draw_all(view).items():
+    for name, figure in figures.items():
         written += save_figure(figure, directory / "figures", name)
     return written
 

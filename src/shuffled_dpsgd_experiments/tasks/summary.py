@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import platform
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -24,11 +26,26 @@ def save_weights(task: Task, model: nn.Module, directory: Path) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     save_pretrained: Any = getattr(model, "save_pretrained", None)
     if save_pretrained is not None:
-        save_pretrained(directory)
+        with _no_progress_bars():
+            save_pretrained(directory)
     else:
         save_model(model, str(directory / "model.safetensors"))
     if task.save_assets is not None:
         task.save_assets(directory)
+
+
+@contextmanager
+def _no_progress_bars() -> Iterator[None]:
+    """transformers draws a bar of its own while it saves, through the one on screen."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
 def summarise(

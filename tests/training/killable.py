@@ -1,15 +1,19 @@
-"""A short private run in a process of its own, made to be killed and started again.
+"""Short private runs in processes of their own, made to be killed and started again.
 
-Arguments: directory, number of steps, seed ("none" for a secure run). Every update is noted in
-`released.txt`, after the fact, so that the parent can hold the ledger against it.
+For every line "directory steps seed" on stdin (seed "none" for a secure run), fork a run, print
+its process id, wait for it and print its exit code. Forking spares each run the import of torch.
+Every update is noted in `released.txt`, after the fact, so that the ledger can be held against it.
 """
 
 from __future__ import annotations
 
+import os
 import sys
+import traceback
 from pathlib import Path
 
 import torch
+import torch._dynamo  # optimizers import it at their first step: once here, not in every run
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -65,6 +69,22 @@ def main(directory: Path, num_steps: int, seed: int | None) -> None:
     )
 
 
+def serve() -> None:
+    for line in sys.stdin:
+        directory, num_steps, seed = line.split()
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                main(Path(directory), int(num_steps), None if seed == "none" else int(seed))
+                code = 0
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                os._exit(code)
+        print(child, flush=True)
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+
+
 if __name__ == "__main__":
-    given = sys.argv[3]
-    main(Path(sys.argv[1]), int(sys.argv[2]), None if given == "none" else int(given))
+    serve()

@@ -69,6 +69,7 @@ def test_gradient_checkpointing_changes_nothing() -> None:
     assert distance(*finals) < 1e-6
 
 
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 def test_compiled_models_are_trained_under_their_own_names() -> None:
     finals = []
     for compiled in (False, True):

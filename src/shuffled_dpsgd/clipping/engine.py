@@ -23,6 +23,7 @@ from shuffled_dpsgd.clipping.schedules import (
     TwoPasses,
     WholeGradient,
 )
+from shuffled_dpsgd.clipping.totals import Totals
 from shuffled_dpsgd.errors import InvalidArgumentError
 
 
@@ -83,6 +84,7 @@ class ClippingEngine:
             clip=factors.CLIP_FUNCTIONS[clip],
             clip_norm=self.clip_norm,
             per_group=clip == "per-layer",
+            totals=Totals(self._parameters),
         )
         self._schedule = _schedule(strategy, self._rule)
         self._watch = GradWatch(self._parameters)
@@ -179,12 +181,7 @@ class ClippingEngine:
                 got="ordinary gradients only",
                 remedy="wrap the forward and backward, and clear the gradients with zero_grad()",
             )
-        sums = self._rule.totals.sums
-        for name, parameter in self._parameters.items():
-            if name not in sums:
-                wide = torch.float64 if parameter.dtype == torch.float64 else torch.float32
-                sums[name] = torch.zeros_like(parameter, dtype=wide, requires_grad=False)
-        return {name: sums[name] for name in self._parameters}
+        return dict(self._rule.totals.sums)
 
     def reset(self) -> None:
         """Forget norms and sums; tensors handed out by `clipped_sum` stay as they are."""

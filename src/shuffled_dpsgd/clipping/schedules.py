@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -18,19 +18,9 @@ from shuffled_dpsgd.clipping import cost
 from shuffled_dpsgd.clipping.batch import Batch, Entry, Phase
 from shuffled_dpsgd.clipping.factors import ClipFunction
 from shuffled_dpsgd.clipping.groups import Group
+from shuffled_dpsgd.clipping.totals import Totals
+from shuffled_dpsgd.clipping.wholesale import Wholesale
 from shuffled_dpsgd.errors import InvalidArgumentError
-
-
-class Totals:
-    """Running results since the last reset."""
-
-    def __init__(self) -> None:
-        self.sums: dict[str, Tensor] = {}
-        self.norms: list[Tensor] = []
-
-    def clear(self) -> None:
-        self.sums = {}
-        self.norms = []
 
 
 class Schedule(Protocol):
@@ -58,7 +48,7 @@ class ClippingRule:
     clip: ClipFunction
     clip_norm: float
     per_group: bool
-    totals: Totals = field(default_factory=Totals)
+    totals: Totals
 
     def norms(self, squares: Iterable[Tensor], batch: Batch) -> Tensor:
         """(B,) norms from squared parts, in terms of each sample's own loss."""
@@ -92,12 +82,10 @@ class WholeGradient:
     def finish(self, batch: Batch) -> None:
         rule = self.rule
         filed = [(rule.groups[index], entries) for index, entries in batch.entries.items()]
-        squares = [group.sq_norms(entries, rule.choose) for group, entries in filed]
-        norms_B = rule.norms(squares, batch)
-        factors_B = rule.factors(norms_B, batch)
+        wholesale = Wholesale(filed, rule.choose)
+        norms_B = rule.norms(wholesale.squares(), batch)
         rule.totals.norms.append(norms_B)
-        for group, entries in filed:
-            group.add_sums(entries, factors_B, rule.totals.sums)
+        wholesale.add_sums(rule.factors(norms_B, batch), rule.totals.sums)
         batch.close()
 
 

@@ -1,0 +1,143 @@
+"""Norms and sums of many layers at once, when a whole backward is there to be settled.
+
+A GPU is slowed down less by the arithmetic than by the number of operations asked of it, and a
+Transformer repeats its few layer shapes dozens of times. So linear layers of one shape share a
+launch, and all small per-sample gradients are put side by side. What fits neither pattern is left
+to its group.
+
+Shapes: B samples, N coordinates of all small per-sample gradients together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from shuffled_dpsgd.clipping import cost, kernels
+from shuffled_dpsgd.clipping.batch import Entry
+from shuffled_dpsgd.clipping.captures import (
+    Contribution,
+    DenseGrad,
+    OuterGrad,
+    RowsGrad,
+    RowSumGrad,
+)
+from shuffled_dpsgd.clipping.groups import Group
+
+# Per-sample gradients larger than this are worth an operation of their own.
+_SMALL = 1 << 16
+Named = tuple[str, Contribution]
+Kind = TypeVar("Kind", OuterGrad, RowSumGrad)
+
+
+class Wholesale:
+    """The entries of one backward, sorted by how they are settled.
+
+    `filed` holds each group with its entries. `squares` must be asked for before `add_sums`, and
+    each only once.
+    """
+
+    def __init__(
+        self, filed: Iterable[tuple[Group, Sequence[Entry]]], choose: cost.Chooser
+    ) -> None:
+        self._choose = choose
+        self._parts: list[Named] = []
+        self._linear: list[tuple[OuterGrad, RowSumGrad | None]] = []
+        self._small: list[tuple[str, DenseGrad]] = []
+        self._grouped: list[tuple[Group, Sequence[Entry]]] = []
+        self._side_by_side_BN: Tensor | None = None
+        for group, entries in filed:
+            self._sort(group, entries)
+
+    def _sort(self, group: Group, entries: Sequence[Entry]) -> None:
+        parts = [part for entry in entries for part in entry.slot.contributions(entry.saved)]
+        alone = len(entries) == 1 and not group.shared
+        kinds = [type(part) for _, part in parts]
+        if alone and kinds in ([OuterGrad], [OuterGrad, RowSumGrad]) and self._is_gram(parts):
+            outer, bias = parts[0][1], parts[1][1] if len(parts) == 2 else None
+            assert isinstance(outer, OuterGrad)
+            assert bias is None or isinstance(bias, RowSumGrad)
+            self._linear.append((outer, bias))
+            self._parts += parts
+        elif alone and all(_is_small(part) for _, part in parts):
+            self._small += [(name, part) for name, part in parts if isinstance(part, DenseGrad)]
+        else:
+            self._grouped.append((group, entries))
+            self._parts += parts
+
+    def _is_gram(self, parts: Sequence[Named]) -> bool:
+        outer = parts[0][1]
+        assert isinstance(outer, OuterGrad)
+        _, T, R = outer.left_BTR.shape
+        return self._choose(T, R, outer.right_BTC.shape[2]) is cost.Route.GRAM
+
+    def squares(self) -> list[Tensor]:
+        """(B,) squared norms whose sum is the squared norm over all parameters."""
+        found = [group.sq_norms(entries, self._choose) for group, entries in self._grouped]
+        if self._linear:
+            pairs, biases = [], []
+            for outer, bias in self._linear:
+                left, right = outer.left_BTR, outer.right_BTC
+                # The bias belongs to the output gradient; a transposed weight has it on the right.
+                swap = bias is not None and bias.grad_BTP is right
+                pairs.append((left, right) if swap else (right, left))
+                biases.append(bias is not None)
+            found += kernels.gram_sq_norms_of(pairs, biases)
+        if self._small:
+            dtypes = {part.grads_BS.dtype for _, part in self._small}
+            wide = torch.float64 if torch.float64 in dtypes else torch.float32
+            rows = [part.grads_BS.flatten(1).to(wide) for _, part in self._small]
+            self._side_by_side_BN = torch.cat(rows, 1)
+            found.append(self._side_by_side_BN.square().sum(1))
+        return found
+
+    def add_sums(self, factors_B: Tensor, sums: dict[str, Tensor]) -> None:
+        """Add the factor-weighted sums over the batch to the running sums."""
+        for outers in _rounds(self._parts, OuterGrad):
+            kernels.add_weighted_outer_sums(
+                [(part.right_BTC, part.left_BTR) for _, part in outers],
+                factors_B,
+                [sums[name].view(part.left_BTR.shape[2], -1) for name, part in outers],
+            )
+        for biases in _rounds(self._parts, RowSumGrad):
+            kernels.add_weighted_row_sums(
+                [part.grad_BTP for _, part in biases],
+                factors_B,
+                [sums[name].view(-1) for name, _ in biases],
+            )
+        for name, part in self._parts:
+            if isinstance(part, RowsGrad | DenseGrad):
+                part.weighted_sum(factors_B, sums[name].shape, sums[name])
+        if self._side_by_side_BN is not None:
+            total_N = kernels.weighted_row_sum(self._side_by_side_BN.unsqueeze(1), factors_B)
+            self._add_small(total_N, sums)
+
+    def _add_small(self, total_N: Tensor, sums: dict[str, Tensor]) -> None:
+        sizes = [part.grads_BS[0].numel() for _, part in self._small]
+        targets = [sums[name].view(-1) for name, _ in self._small]
+        torch._foreach_add_(targets, list(total_N.split(sizes)))
+
+
+def _rounds(parts: Iterable[Named], kind: type[Kind]) -> Iterator[list[tuple[str, Kind]]]:
+    """The parts of one kind, so dealt out that no parameter comes twice in a round.
+
+    Layers of one round are summed by one launch, whose programs must not meet in an output.
+    """
+    left = [(name, part) for name, part in parts if isinstance(part, kind)]
+    while left:
+        taken: dict[str, Kind] = {}
+        later: list[tuple[str, Kind]] = []
+        for name, part in left:
+            if name in taken:
+                later.append((name, part))
+            else:
+                taken[name] = part
+        yield list(taken.items())
+        left = later
+
+
+def _is_small(part: Contribution) -> bool:
+    return isinstance(part, DenseGrad) and part.grads_BS[0].numel() <= _SMALL

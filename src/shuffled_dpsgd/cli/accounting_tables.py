@@ -50,7 +50,7 @@ def print_comparison(title: str, rows: Mapping[str, Mapping[str, Any]]) -> None:
     from rich.table import Table
 
     table = Table(title=title, title_justify="left")
-    table.add_column("method")
+    table.add_column("method", no_wrap=True)
     table.add_column("kind")
     table.add_column("ε", justify="right")
     table.add_column("noise multiplier", justify="right")
@@ -82,11 +82,11 @@ def number(value: float | None) -> str:
 def remark(name: str, row: Mapping[str, Any]) -> str:
     """What a reader must know about this row, in a few words."""
     if "refusal" in row:
-        return "refused, see below"
+        return "refused"
     return {
         "certified": "rely on this",
         "gdp": "under-states ε",
-        "paper": "estimate, see below",
+        "paper": "estimate",
     }.get(name, "")
 
 
@@ -94,7 +94,7 @@ def notes(rows: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """Lines under the table: why a method refused, and what the paper's estimate rests on."""
     lines = [f"{name}: {row['refusal']}" for name, row in rows.items() if "refusal" in row]
     paper = rows.get("paper", {})
-    if "inputs" in paper:
+    if paper.get("step_epsilon") is not None:
         inputs = paper["inputs"]
         lines.append(
             f"paper (heuristic, no guarantee): d = {inputs['dimension']:,}, "

@@ -10,7 +10,11 @@ from shuffled_dpsgd.cli.account import account
 from shuffled_dpsgd.cli.audit import app as audit_app
 from shuffled_dpsgd.cli.calibrate import EPILOG as CALIBRATE_EPILOG
 from shuffled_dpsgd.cli.calibrate import calibrate
+from shuffled_dpsgd.cli.examine import EPILOG as EXAMINE_EPILOG
+from shuffled_dpsgd.cli.examine import examine
 from shuffled_dpsgd.cli.inspect import inspect
+from shuffled_dpsgd.cli.reproduce import EPILOG as REPRODUCE_EPILOG
+from shuffled_dpsgd.cli.reproduce import reproduce
 from shuffled_dpsgd.cli.train import EPILOG as TRAIN_EPILOG
 from shuffled_dpsgd.cli.train import train
 
@@ -42,6 +46,8 @@ def options(
 app.add_typer(audit_app)
 app.command("calibrate", epilog=CALIBRATE_EPILOG)(calibrate)
 app.command("account", epilog=ACCOUNT_EPILOG)(account)
+app.command("examine", epilog=EXAMINE_EPILOG)(examine)
+app.command("reproduce", epilog=REPRODUCE_EPILOG)(reproduce)
 app.command("inspect")(inspect)
 app.command("train", epilog=TRAIN_EPILOG)(train)
 

@@ -1,0 +1,214 @@
+"""`shuffled-dpsgd examine`: the paper's claim for one step against the truth on actual pairs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from shuffled_dpsgd.cli.accounting_options import (
+    BatchSize,
+    DatasetSize,
+    Delta,
+    Epochs,
+    NumSteps,
+    SamplingProb,
+    resolve_sampling,
+)
+from shuffled_dpsgd.cli.accounting_tables import number
+from shuffled_dpsgd.cli.output import AsJson, print_json, reports_errors
+from shuffled_dpsgd.errors import InvalidArgumentError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from shuffled_dpsgd.accounting import Examination, Pair, PrivacyClaim
+
+EPILOG = (
+    "Example: [bold]shuffled-dpsgd examine --epsilon 1 --delta 5e-6 --dataset-size 50000 "
+    "--batch-size 1000 --epochs 10 --dimension 85800000 --batch-clip 1 --figure truth.png[/bold]"
+)
+
+
+@reports_errors
+def examine(
+    delta: Delta,
+    dimension: Annotated[int, typer.Option(help="Number d of shuffled coordinates.")],
+    batch_clip: Annotated[float, typer.Option(help="Ratio c'/c; never assumed.")],
+    epsilon: Annotated[
+        float | None, typer.Option(help="Calibrate the noise to this ε by the paper's formula.")
+    ] = None,
+    noise_multiplier: Annotated[float | None, typer.Option(help="Or: this noise.")] = None,
+    sampling_prob: SamplingProb = None,
+    num_steps: NumSteps = None,
+    dataset_size: DatasetSize = None,
+    batch_size: BatchSize = None,
+    epochs: Epochs = None,
+    vectors: Annotated[
+        Path | None, typer.Option(help='Also examine a JSON file {"first": […], "second": […]}.')
+    ] = None,
+    draws: Annotated[int, typer.Option(min=2, help="Draws per direction.")] = 20_000,
+    seed: Annotated[int, typer.Option(help="Seed of the draws.")] = 0,
+    figure: Annotated[
+        Path | None, typer.Option(help="Draw claim against truth here (.png, .svg or .pdf).")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Hold the paper's claim for one step against the exact truth, even with an ideal shuffle.
+
+    The theorem's own worst-case pair, constant vectors, and vectors of your own: the true δ in both
+    directions with confidence intervals, and what is proven for the whole run.
+    """
+    from shuffled_dpsgd.accounting import certified_claim, examine_pair
+
+    prob, steps = resolve_sampling(
+        sampling_prob=sampling_prob,
+        num_steps=num_steps,
+        dataset_size=dataset_size,
+        batch_size=batch_size,
+        epochs=epochs,
+    )
+    claim = _claim(epsilon, noise_multiplier, delta, prob, steps, dimension, batch_clip)
+    step = {
+        "noise_multiplier": claim.inputs["noise_multiplier"],
+        "step_epsilon": claim.inputs["step_epsilon"],
+        "step_delta": claim.inputs["step_delta"],
+    }
+    pairs = _pairs(dimension, batch_clip, vectors)
+    found = [examine_pair(pair, **step, draws=draws, seed=seed) for pair in pairs]
+    certified = certified_claim(
+        noise_multiplier=step["noise_multiplier"], sampling_prob=prob, num_steps=steps, delta=delta
+    )
+    result: dict[str, Any] = {
+        "claim": claim.to_json(),
+        "certified": certified.to_json(),
+        "examinations": [each.to_json() for each in found],
+        "verdict": next((e.verdict for e in found if e.refuted), "not refuted by these pairs"),
+    }
+    if figure is not None:
+        result["curves"] = _draw(figure, pairs, dimension, batch_clip, step, draws, seed)
+    if as_json:
+        print_json(result)
+        return
+    _print(claim, certified, found, result["verdict"])
+    if figure is not None:
+        typer.echo(f"drawn to {figure}")
+
+
+def _claim(
+    epsilon: float | None,
+    noise_multiplier: float | None,
+    delta: float,
+    sampling_prob: float,
+    num_steps: int,
+    dimension: int,
+    batch_clip: float,
+) -> PrivacyClaim:
+    from shuffled_dpsgd.accounting import calibrate_paper, paper_claim
+
+    if (epsilon is None) == (noise_multiplier is None):
+        raise InvalidArgumentError(
+            "epsilon",
+            expected="exactly one of --epsilon and --noise-multiplier",
+            got={"epsilon": epsilon, "noise_multiplier": noise_multiplier},
+            remedy="give a budget to calibrate to, or the noise that was used",
+        )
+    if epsilon is not None:
+        return calibrate_paper(
+            epsilon=epsilon,
+            delta=delta,
+            sampling_prob=sampling_prob,
+            num_steps=num_steps,
+            dimension=dimension,
+            batch_clip=batch_clip,
+        ).claim
+    if not noise_multiplier:
+        raise InvalidArgumentError(
+            "noise_multiplier",
+            expected="a positive number",
+            got=noise_multiplier,
+            remedy="without noise there is no claim to examine",
+        )
+    return paper_claim(
+        noise_multiplier=noise_multiplier,
+        sampling_prob=sampling_prob,
+        num_steps=num_steps,
+        delta=delta,
+        dimension=dimension,
+        batch_clip=batch_clip,
+    )
+
+
+def _pairs(dimension: int, batch_clip: float, vectors: Path | None) -> list[Pair]:
+    from shuffled_dpsgd.accounting import constant_pair, spike_pair, vector_pair
+
+    pairs: list[Pair] = [spike_pair(dimension, batch_clip), constant_pair(dimension, batch_clip)]
+    if vectors is not None:
+        try:
+            given = json.loads(vectors.read_text())
+            pairs.append(vector_pair(given["first"], given["second"]))
+        except (OSError, json.JSONDecodeError, KeyError, TypeError) as error:
+            raise InvalidArgumentError(
+                "vectors",
+                expected='a JSON file {"first": [numbers], "second": [numbers]}',
+                got=f"{vectors}: {error}",
+            ) from error
+    return pairs
+
+
+def _draw(
+    path: Path,
+    pairs: Sequence[Pair],
+    dimension: int,
+    batch_clip: float,
+    step: dict[str, float],
+    draws: int,
+    seed: int,
+) -> dict[str, Any]:
+    from shuffled_dpsgd_experiments.figures.examination import compute, draw
+    from shuffled_dpsgd_experiments.figures.output import save_drawing
+    from shuffled_dpsgd_experiments.figures.style import house_style
+
+    if path.suffix not in (".png", ".svg", ".pdf"):
+        raise InvalidArgumentError("figure", expected="a .png, .svg or .pdf path", got=str(path))
+    comparison = compute(
+        pairs, dimension=dimension, batch_clip=batch_clip, draws=draws, seed=seed, **step
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with house_style():
+        save_drawing(draw(comparison), [path])
+    return comparison.to_json()
+
+
+def _print(
+    claim: PrivacyClaim, certified: PrivacyClaim, found: Sequence[Examination], verdict: str
+) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    inputs = claim.inputs
+    console = Console()
+    table = Table(
+        title=f"one step at σ = {number(inputs['noise_multiplier'])}, said to be "
+        f"({number(inputs['step_epsilon'])}, {number(inputs['step_delta'])})",
+        title_justify="left",
+    )
+    for heading in ("pair", "direction", "claimed δ", "true δ", "interval", "kind", "verdict"):
+        table.add_column(heading, justify="right" if "δ" in heading else "left")
+    for each in found:
+        for truth in each.truth:
+            table.add_row(
+                each.pair,
+                "P‖Q" if truth.world == "first" else "Q‖P",
+                number(each.claimed_delta),
+                number(truth.delta),
+                "exact" if truth.kind == "proven" else f"{truth.low:.3f}–{truth.high:.3f}",
+                truth.kind,
+                "refuted" if truth.low > each.claimed_delta else "not refuted",
+            )
+    console.print(table)
+    console.print(f"whole run, paper:     {claim.describe()}", highlight=False)
+    console.print(f"whole run, certified: {certified.describe()}", highlight=False)
+    console.print(f"verdict: [bold]{verdict}[/bold]")

@@ -1,0 +1,160 @@
+"""What `examine` draws: the δ(ε) that the theorem claims for one step, against the true one.
+
+Not a figure of the paper. The claim is the theorem's formula (heuristic); the truth is measured by
+exact-likelihood draws on the theorem's own worst-case pair, and closed-form for constant vectors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from shuffled_dpsgd.accounting import DeltaEstimate, Pair, exact_delta
+from shuffled_dpsgd.accounting.theorem import theorem_delta
+from shuffled_dpsgd_experiments.figures.style import BLUE, GREEN, INK, MUTED, ORANGE, PURPLE, RED
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+POINTS = 41
+COLOURS = {"spike": (BLUE, PURPLE), "constant": (GREEN, GREEN), "given": (ORANGE, RED)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Truth:
+    """True δ(ε) of one pair in one direction along the axis of a `Comparison`."""
+
+    pair: str
+    direction: str
+    estimates: tuple[DeltaEstimate, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """Claimed and true δ over ε at one noise multiplier; (ε_s, δ_s) is the step's budget."""
+
+    dimension: int
+    batch_clip: float
+    noise_multiplier: float
+    step_epsilon: float
+    step_delta: float
+    epsilons: tuple[float, ...]
+    claimed: tuple[float, ...]
+    truths: tuple[Truth, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """The curves with the kind of each."""
+        return {
+            "epsilons": list(self.epsilons),
+            "claimed": {"kind": "heuristic", "delta": list(self.claimed)},
+            "truths": [
+                {
+                    "pair": truth.pair,
+                    "direction": truth.direction,
+                    "kind": truth.estimates[0].kind,
+                    "delta": [each.delta for each in truth.estimates],
+                    "low": [each.low for each in truth.estimates],
+                    "high": [each.high for each in truth.estimates],
+                }
+                for truth in self.truths
+            ],
+        }
+
+
+def compute(
+    pairs: Sequence[Pair],
+    *,
+    dimension: int,
+    batch_clip: float,
+    noise_multiplier: float,
+    step_epsilon: float,
+    step_delta: float,
+    draws: int,
+    seed: int,
+) -> Comparison:
+    """Curves from ε = 0 to the plain Gaussian's privacy loss, denser around the step's ε."""
+    reach = max(2.0 * step_epsilon, 0.5 / noise_multiplier**2 + 4.0 / noise_multiplier)
+    wide, near = np.linspace(0.0, reach, POINTS), np.linspace(0.0, 2.0 * step_epsilon, POINTS)
+    axis = tuple(float(value) for value in np.union1d(wide, near))
+    truths = []
+    for pair in pairs:
+        found = exact_delta(
+            pair, noise_multiplier=noise_multiplier, epsilons=axis, draws=draws, seed=seed
+        )
+        worlds = list(found.items())
+        for world, estimates in worlds[:1] if pair.constant_distance is not None else worlds:
+            direction = "P‖Q" if world == "first" else "Q‖P"
+            truths.append(Truth(pair=pair.name, direction=direction, estimates=tuple(estimates)))
+    return Comparison(
+        dimension=dimension,
+        batch_clip=batch_clip,
+        noise_multiplier=noise_multiplier,
+        step_epsilon=step_epsilon,
+        step_delta=step_delta,
+        epsilons=axis,
+        claimed=tuple(
+            theorem_delta(e, noise_multiplier, dimension=dimension, batch_clip=batch_clip)
+            for e in axis
+        ),
+        truths=tuple(truths),
+    )
+
+
+def draw(comparison: Comparison) -> Figure:
+    """Logarithmic δ; confidence as a band; the step's budget as a point."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7.0, 4.5), layout="constrained")
+    axes = figure.subplots()
+    for truth in comparison.truths:
+        _draw_truth(axes, comparison.epsilons, truth)
+    claimed = np.array(comparison.claimed)
+    axes.plot(
+        comparison.epsilons,
+        np.where(claimed > 0.0, claimed, np.nan),
+        "--",
+        color=INK,
+        label="claimed by the theorem (heuristic)",
+    )
+    axes.plot(comparison.step_epsilon, comparison.step_delta, "o", color=INK, markersize=6)
+    axes.annotate(
+        f"claimed for one step:\nε = {comparison.step_epsilon:.3g}, "
+        f"δ = {comparison.step_delta:.2g}",
+        (comparison.step_epsilon, comparison.step_delta),
+        xytext=(12, -2),
+        textcoords="offset points",
+        fontsize=8.5,
+        color=MUTED,
+        va="top",
+    )
+    axes.set(xlabel="ε of one step, before sampling", ylabel="δ", yscale="log", ylim=(1e-9, 2.0))
+    axes.set_xlim(left=0.0, right=comparison.epsilons[-1])
+    axes.set_title(
+        f"σ = {comparison.noise_multiplier:.3g}, d = {comparison.dimension:,}, "
+        f"c'/c = {comparison.batch_clip:g}"
+    )
+    axes.legend(loc="lower right")
+    return figure
+
+
+def _draw_truth(axes: Axes, epsilons: tuple[float, ...], truth: Truth) -> None:
+    colour = COLOURS[truth.pair][truth.direction != "P‖Q"]
+    kind = truth.estimates[0].kind
+    direction = "both directions" if truth.pair == "constant" else truth.direction
+    values, low, high = (
+        np.array([getattr(each, name) for each in truth.estimates])
+        for name in ("delta", "low", "high")
+    )
+    # Where the interval reaches zero the draws no longer resolve δ: draw nothing there.
+    resolved = low > 0.0
+    axes.plot(
+        epsilons,
+        np.where(resolved, values, np.nan),
+        color=colour,
+        label=f"true, {truth.pair}, {direction} ({kind})",
+    )
+    axes.fill_between(epsilons, low, high, where=resolved, color=colour, alpha=0.15, lw=0)

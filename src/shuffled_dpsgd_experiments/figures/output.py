@@ -1,0 +1,63 @@
+"""A reproduced figure on disk: PNG and SVG for eyes, JSON with every number that was drawn."""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from shuffled_dpsgd_experiments.figures.style import house_style
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+Data = TypeVar("Data")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FigureRecipe(Generic[Data]):
+    """How to reproduce one figure: compute its numbers, then draw them; never both at once."""
+
+    name: str
+    title: str
+    compute: Callable[[], Data]
+    draw: Callable[[Data], Figure]
+    to_json: Callable[[Data], dict[str, Any]]
+
+    def reproduce(self, directory: Path) -> list[Path]:
+        """Write `<name>.json`, `<name>.png` and `<name>.svg` under `directory`."""
+        directory.mkdir(parents=True, exist_ok=True)
+        data = self.compute()
+        record = {"figure": self.name, "title": self.title, **self.to_json(data)}
+        paths = [directory / f"{self.name}.{suffix}" for suffix in ("json", "png", "svg")]
+        paths[0].write_text(
+            json.dumps({**record, "environment": environment()}, indent=1, ensure_ascii=False)
+            + "\n"
+        )
+        with house_style():
+            save_drawing(self.draw(data), paths[1:])
+        return paths
+
+
+def save_drawing(figure: Figure, paths: list[Path]) -> None:
+    """Save to each path by its suffix; SVG without a date, so equal drawings are equal."""
+    for path in paths:
+        figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+
+
+def environment() -> dict[str, str]:
+    """What produced the numbers."""
+    packages = {
+        name: version(name) for name in ("shuffled-dpsgd", "numpy", "scipy", "dp-accounting")
+    }
+    return {
+        **packages,
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+        "date": datetime.now(UTC).date().isoformat(),
+    }

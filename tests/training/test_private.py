@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from shuffled_dpsgd.errors import BudgetExhaustedError, DivergenceError, InvalidArgumentError
-from shuffled_dpsgd.training import PrivateTraining, make_private
+from shuffled_dpsgd.training import LoopSettings, PrivateTraining, make_private, train
 from training.cases import (
     Case,
     FixedSampler,
@@ -226,6 +227,17 @@ def test_secure_runs_differ_and_seeded_runs_repeat() -> None:
         finals[name] = weights(private.model)
     assert distance(finals["a"], finals["b"]) > 0
     assert distance(finals["c"], finals["d"]) == 0
+
+
+def test_training_needs_no_accountant_when_the_noise_is_given(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "dp_accounting", None)
+    private = private_mlp()
+    train(private, vectors(), classify, settings=LoopSettings(price_steps=False))
+    assert private.finished
+    with pytest.raises(ImportError, match="dp_accounting"):
+        private_mlp(noise_multiplier=None, epsilon=0.123)
 
 
 def test_dictionaries_go_straight_into_the_model() -> None:

@@ -87,8 +87,7 @@ class ShuffledGaussianMechanism:
         self._noise.add_(sums, {name: stds[name] for name in sums}, step=step)
         if frame is not None:
             apply_to_tensors(frame, sums)
-        for tensor in sums.values():
-            tensor.div_(self._plan.expected_batch_size)
+        torch._foreach_div_(list(sums.values()), float(self._plan.expected_batch_size))
         return Release(blocks=blocks)
 
     def _clip(self, block: NoiseBlock, sums: Mapping[str, torch.Tensor]) -> BlockRelease:
@@ -97,8 +96,7 @@ class ShuffledGaussianMechanism:
         factor = 1.0
         if block.batch_clip_norm is not None and norm > block.batch_clip_norm:
             factor = block.batch_clip_norm / norm
-            for tensor in tensors:
-                tensor.mul_(factor)
+            torch._foreach_mul_(tensors, factor)
         return BlockRelease(
             name=block.name,
             sum_norm=norm,
@@ -110,5 +108,5 @@ class ShuffledGaussianMechanism:
 def _joint_norm(tensors: list[torch.Tensor]) -> float:
     if not tensors:
         return 0.0
-    norms = torch.stack([torch.linalg.vector_norm(t, dtype=torch.float64) for t in tensors])
-    return float(torch.linalg.vector_norm(norms))
+    norms = torch._foreach_norm(tensors, 2, dtype=torch.float64)
+    return float(torch.linalg.vector_norm(torch.stack(norms)))

@@ -7,6 +7,7 @@ so that a test can replace one and watch the audits catch it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any
@@ -341,8 +342,8 @@ class PrivateTraining:
             )
 
     def _check_weights(self) -> None:
-        weights = [p.detach() for p in self._trainable.values()]
-        if not bool(torch.stack([torch.isfinite(w).all() for w in weights]).all()):
+        largest = torch._foreach_norm([p.detach() for p in self._trainable.values()], math.inf)
+        if not bool(torch.isfinite(torch.stack([norm.float() for norm in largest])).all()):
             broken = [n for n, p in self._trainable.items() if not torch.isfinite(p).all()]
             raise DivergenceError(
                 f"step {self.steps_taken - 1}: {len(broken)} parameters are no longer finite, "

@@ -22,6 +22,8 @@ from shuffled_dpsgd.errors import InvalidArgumentError
 class ThreatModel(enum.Enum):
     """What the adversary sees. Each includes all that comes after it."""
 
+    MECHANISM_OUTPUT = "noisy sums"
+
     STEP_GRADIENTS = "step gradients"
     ITERATES = "iterates"
     FINAL_WITH_INITIAL = "final weights, initial weights known"

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -17,6 +18,7 @@ import torch
 from shuffled_dpsgd.auditing.estimators.scores import Floats
 from shuffled_dpsgd.auditing.matching import Indices, assign, assignment_cost
 from shuffled_dpsgd.permutation import (
+    Block,
     Group,
     Member,
     Permutation,
@@ -95,10 +97,15 @@ def slot_features(
     if summed:
         kept_first = [axis + 1 if axis < member.axis else axis for axis in summed]
         rows = rows.sum(dim=kept_first)
-    positions = torch.tensor(member.block.positions(group.size))
+    positions = _positions(member.block, group.size)
     slots = rows.reshape(rows.shape[0], -1)[positions]
     features = slots.sum(dim=1) if inner else slots.reshape(group.size, -1)
     return np.asarray(features.numpy())
+
+
+@lru_cache(maxsize=4096)
+def _positions(block: Block, size: int) -> torch.Tensor:
+    return torch.tensor(block.positions(size))
 
 
 def _moving_axes(spec: PermutationSpec, unsolved: set[int], member: Member) -> frozenset[int]:

@@ -1,7 +1,7 @@
 """Claims held against audited bounds: data, and the one rule that decides.
 
-A claim is refuted at 95 % when some assumption-free bound exceeds it with the error level divided
-among all of them (Bonferroni): a table of many adversaries must not refute by its size. Every
+A claim is refuted at 95 % when a bound that may refute it exceeds it, with the error level divided
+among all such bounds (Bonferroni): a table of many adversaries must not refute by its size. Every
 single bound is also reported at its own 95 %.
 """
 
@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from shuffled_dpsgd.accounting.claim import PrivacyClaim
 from shuffled_dpsgd.auditing.adversaries import ThreatModel
 from shuffled_dpsgd.auditing.estimators.one_run import Inclusion
-from shuffled_dpsgd.auditing.estimators.scores import AuditedBound, ScorePair
+from shuffled_dpsgd.auditing.estimators.scores import AuditedBound, Refutable, ScorePair
 from shuffled_dpsgd.errors import InvalidArgumentError
 
 
@@ -39,7 +39,7 @@ class Evidence:
 
 @dataclass(frozen=True, kw_only=True)
 class Attack:
-    """Evidence with its bounds: each at the stated confidence, and the joint ones that judge."""
+    """Evidence with its bounds: each at the stated confidence, and the joint ones for verdicts."""
 
     evidence: Evidence
     bounds: tuple[AuditedBound, ...]
@@ -49,10 +49,10 @@ class Attack:
     def label(self) -> str:
         return f"{self.evidence.adversary} ({self.evidence.canary})"
 
-    @property
-    def strongest(self) -> float:
-        """Largest joint, assumption-free bound."""
-        return max((bound.epsilon for bound in self.joint), default=0.0)
+    def strongest_against(self, claim: PrivacyClaim) -> float:
+        """Largest joint bound that may refute `claim`."""
+        admitted = (b.epsilon for b in self.joint if b.may_refute in refuters_of(claim))
+        return max(admitted, default=0.0)
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -116,6 +116,17 @@ class AuditReport:
         }
 
 
+def refuters_of(claim: PrivacyClaim) -> tuple[Refutable, ...]:
+    """Kinds of bounds that may refute `claim`.
+
+    A proven claim about steps without sampling asserts more than its (ε, δ): the whole trade-off
+    curve of the Gaussian mechanism. A point below that curve refutes it, whatever the mechanism is.
+    """
+    if claim.kind == "proven" and claim.inputs.get("sampling_prob") == 1.0:
+        return ("any claim", "Gaussian claims")
+    return ("any claim",)
+
+
 def assess(
     evidence: Sequence[Evidence],
     estimators: Sequence[Estimator],
@@ -128,14 +139,14 @@ def assess(
         [one.lower_bound(item.scores, delta=delta, confidence=confidence) for one in estimators]
         for item in evidence
     ]
-    comparisons = sum(bound.assumption_free for bounds in tables for bound in bounds)
+    comparisons = sum(bound.may_refute != "no claim" for bounds in tables for bound in bounds)
     joint_confidence = 1.0 - (1.0 - confidence) / max(comparisons, 1)
     attacks = []
     for item, bounds in zip(evidence, tables, strict=True):
         joint = tuple(
             estimator.lower_bound(item.scores, delta=delta, confidence=joint_confidence)
             for estimator, bound in zip(estimators, bounds, strict=True)
-            if bound.assumption_free
+            if bound.may_refute != "no claim"
         )
         attacks.append(Attack(evidence=item, bounds=tuple(bounds), joint=joint))
     return tuple(attacks)
@@ -152,14 +163,15 @@ def judge(
             raise InvalidArgumentError(
                 "claims", expected=f"the δ of the bounds, {sorted(deltas)}", got=claim.delta
             )
-        closest = max(attacks, key=lambda attack: attack.strongest)
+        bounds = [attack.strongest_against(claim) for attack in attacks]
+        strongest = max(bounds)
         verdicts.append(
             Verdict(
                 claim=claim,
-                refuted=closest.strongest > claim.epsilon,
+                refuted=strongest > claim.epsilon,
                 confidence=confidence,
-                strongest_bound=closest.strongest,
-                strongest_attack=closest.label,
+                strongest_bound=strongest,
+                strongest_attack=attacks[bounds.index(strongest)].label,
             )
         )
     return tuple(verdicts)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from shuffled_dpsgd.cli.output import AsJson, json_text, print_json, reports_errors
+from shuffled_dpsgd.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
     from shuffled_dpsgd.auditing.verdict import AuditReport
@@ -22,6 +25,8 @@ Seed = Annotated[int, typer.Option(help="Seed of every draw; it is written to th
 Output = Annotated[
     Path | None, typer.Option(help="Folder for report.json and the curves as PNG and SVG.")
 ]
+ConfigFile = Annotated[Path | None, typer.Option(help="A TOML file as `train --config` reads.")]
+STRATEGIES = ("bookkeeping", "ghost", "mixed", "instantiate")
 Confidence = Annotated[float, typer.Option(help="Level of every bound, and of the verdicts.")]
 
 
@@ -103,6 +108,133 @@ def paper(
         print_json(found)
     else:
         show_paper(rows, setting)
+
+
+@app.command()
+@reports_errors
+def run(
+    config: ConfigFile = None,
+    mode: Annotated[
+        str, typer.Option(help="step: one step, many releases. one-run: one run, many canaries.")
+    ] = "one-run",
+    epsilon: Annotated[
+        float | None, typer.Option(help="Calibrate the audited run to this budget instead.")
+    ] = None,
+    noise_multiplier: Annotated[
+        float | None, typer.Option("--sigma", "--noise-multiplier", help="Fix σ instead of ε.")
+    ] = None,
+    accounting: Annotated[
+        str | None, typer.Option(help="certified (proven) or paper (heuristic) calibration.")
+    ] = None,
+    batch_clip_norm: Annotated[
+        float | None, typer.Option(help="c', clip of the shuffled block; paper needs it.")
+    ] = None,
+    epochs: Annotated[int | None, typer.Option(help="Length of the audited run.")] = None,
+    observations: Annotated[int, typer.Option(help="step: releases with, and without.")] = 500,
+    canaries: Annotated[int, typer.Option(help="one-run: gradient canaries.")] = 500,
+    input_canaries: Annotated[int, typer.Option(help="one-run: mislabelled records.")] = 100,
+    confidence: Confidence = 0.95,
+    seed: Seed = 0,
+    output: Output = None,
+    as_json: AsJson = False,
+) -> None:
+    """Audit real training: the digits ViT by default, or the task, model and device of a file.
+
+    Exit status 1 means that a proven claim was refuted, which is a bug of this library.
+
+    Example: shuffled-dpsgd audit run --mode one-run --epsilon 1 --epochs 10
+    """
+    from shuffled_dpsgd.auditing.run import RunSetting, audit_one_run, audit_steps
+    from shuffled_dpsgd.cli.audit_target import build_target, chosen_config
+
+    modes = ("step", "one-run")
+    if mode not in modes:
+        raise InvalidArgumentError("--mode", expected=f"one of {modes}", got=mode)
+    chosen = chosen_config(
+        config,
+        seed=seed,
+        epsilon=epsilon,
+        noise_multiplier=noise_multiplier,
+        accounting=accounting,
+        batch_clip_norm=batch_clip_norm,
+        epochs=epochs,
+    )
+    setting = RunSetting(
+        num_observations=observations,
+        num_gradient_canaries=canaries,
+        num_input_canaries=input_canaries,
+        seed=seed,
+    )
+    audit = audit_steps if mode == "step" else audit_one_run
+    with progress(quiet=as_json) as on_progress:
+        report = audit(
+            build_target(chosen), setting, confidence=confidence, on_progress=on_progress
+        )
+    deliver(report, output, as_json)
+
+
+@app.command()
+@reports_errors
+def sensitivity(
+    config: ConfigFile = None,
+    model: Annotated[
+        str | None, typer.Option(help="A preset (bert-tiny, gpt2-tiny, …) on random records.")
+    ] = None,
+    strategy: Annotated[
+        list[str] | None, typer.Option(help="Engine strategies to replay; repeat. Default: all.")
+    ] = None,
+    clip: Annotated[str, typer.Option(help="flat, automatic or per-layer.")] = "flat",
+    clip_norm: Annotated[float, typer.Option(help="c, the bound under test.")] = 0.1,
+    batch_clip_norm: Annotated[float | None, typer.Option(help="c' of the shuffled block.")] = None,
+    records: Annotated[int, typer.Option(help="Records of the batch that is replayed.")] = 8,
+    single: Annotated[
+        bool, typer.Option("--single", help="Keep float32 instead of float64.")
+    ] = False,
+    output: Output = None,
+    as_json: AsJson = False,
+) -> None:
+    """Replay a step on neighbouring batches, noise off: does any record move it beyond c?
+
+    Exit status 1 if any check fails.
+
+    Example: shuffled-dpsgd audit sensitivity --model gpt2-tiny --strategy bookkeeping
+    """
+    from shuffled_dpsgd.cli.audit_tables import show_checks
+    from shuffled_dpsgd.cli.audit_target import replay_target
+
+    reports = replay_target(
+        config,
+        model=model,
+        strategies=tuple(strategy or STRATEGIES),
+        clip=clip,
+        clip_norm=clip_norm,
+        batch_clip_norm=batch_clip_norm,
+        num_records=records,
+        double=not single,
+    )
+    found = {"reports": [report.to_json() for report in reports]}
+    if output is not None:
+        write_json(found, output)
+    if as_json:
+        print_json(found)
+    else:
+        show_checks(reports)
+    if not all(report.passed for report in reports):
+        raise typer.Exit(1)
+
+
+@contextmanager
+def progress(*, quiet: bool) -> Iterator[Callable[[int, int], object] | None]:
+    """A bar over (done, total) on standard error, or nothing at all."""
+    if quiet:
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("auditing", total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
 def deliver(report: AuditReport, output: Path | None, as_json: bool) -> None:

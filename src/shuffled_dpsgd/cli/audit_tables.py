@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from rich.box import SIMPLE_HEAD
@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 if TYPE_CHECKING:
+    from shuffled_dpsgd.auditing.checks import CheckReport
     from shuffled_dpsgd.auditing.paper_audit import PaperRow, PaperSetting
     from shuffled_dpsgd.auditing.verdict import AuditReport
 
@@ -18,7 +19,10 @@ def show_report(report: AuditReport, console: Console | None = None) -> None:
     """Certified ε, the paper's estimate, audited lower bounds, verdicts: in that order."""
     out = console or Console()
     out.print(f"[bold]Audit of {report.unit}[/bold] ({report.seconds:.1f} s)")
-    out.print("  " + ", ".join(f"{key} {_brief(value)}" for key, value in report.setting.items()))
+    out.print("  " + _one_line(report.setting))
+    for block in report.setting.get("plan", {}).get("blocks", ()):
+        shown = ("dimension", "noise_multiplier", "batch_clip_norm")
+        out.print(f"  block {block['name']}: {_one_line({key: block[key] for key in shown})}")
     for claim in report.claims:
         out.print(f"  claim: {claim.describe()}")
     out.print(_attack_table(report))
@@ -33,8 +37,13 @@ def show_report(report: AuditReport, console: Console | None = None) -> None:
         out.print(f"  note: {note}")
 
 
-def _brief(value: object) -> str:
-    return f"{value:g}" if isinstance(value, float) else str(value)
+def _one_line(setting: Mapping[str, object]) -> str:
+    """Names and values; nested data stays in the JSON."""
+    return ", ".join(
+        f"{key} {value:g}" if isinstance(value, float) else f"{key} {value}"
+        for key, value in setting.items()
+        if not isinstance(value, dict)
+    )
 
 
 def _attack_table(report: AuditReport) -> Table:
@@ -53,7 +62,7 @@ def _attack_table(report: AuditReport) -> Table:
     table.add_column("adversary (canary)")
     table.add_column("sees")
     for bound in report.attacks[0].bounds if report.attacks else ():
-        mark = "†" if bound.confidence is None else "" if bound.assumption_free else "*"
+        mark = "†" if bound.confidence is None else "" if bound.may_refute == "any claim" else "*"
         table.add_column(bound.method.replace("-", "\n", 1) + mark, justify="right")
     for attack in report.attacks:
         table.add_row(
@@ -62,6 +71,24 @@ def _attack_table(report: AuditReport) -> Table:
             *(f"{bound.epsilon:.2f}" for bound in attack.bounds),
         )
     return table
+
+
+def show_checks(reports: list[CheckReport], console: Console | None = None) -> None:
+    """One table per report: what was measured, what is allowed, whether it holds."""
+    out = console or Console()
+    for report in reports:
+        table = Table(
+            title=f"{report.unit} ({report.seconds:.1f} s): {_one_line(report.setting)}",
+            title_justify="left",
+            box=SIMPLE_HEAD,
+            pad_edge=False,
+        )
+        for column in ("check", "measured", "allowed", ""):
+            table.add_column(column)
+        for check in report.checks:
+            word = "[green]holds[/green]" if check.passed else f"[red]fails[/red]: {check.detail}"
+            table.add_row(check.name, f"{check.measured:.7g}", f"{check.allowed:.7g}", word)
+        out.print(table)
 
 
 def show_paper(rows: list[PaperRow], setting: PaperSetting, console: Console | None = None) -> None:

@@ -1,7 +1,7 @@
 """From scores to lower bounds on ε. Nothing here imports torch.
 
-Each estimator states its confidence and its assumptions in the bound it returns; only bounds
-marked `assumption_free` may refute a claim.
+Each estimator states its confidence and its assumptions in the bound it returns, and which claims
+that bound may refute.
 """
 
 from __future__ import annotations

@@ -92,7 +92,7 @@ class ClopperPearson:
             delta=delta,
             method=self.name,
             confidence=confidence,
-            assumption_free=True,
+            may_refute="any claim",
             assumptions=("observations are independent",),
             counts={**errors.to_json(), "threshold": decision.threshold},
         )

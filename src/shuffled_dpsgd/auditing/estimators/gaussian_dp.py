@@ -97,7 +97,7 @@ class GaussianDP:
             delta=delta,
             method=self.name,
             confidence=confidence,
-            assumption_free=False,
+            may_refute="Gaussian claims",
             assumptions=("observations are independent", "the trade-off curve is Gaussian"),
             counts={**counts, "mu": best},
         )

@@ -103,7 +103,7 @@ class JointBeta:
             delta=delta,
             method=self.name,
             confidence=confidence,
-            assumption_free=True,
+            may_refute="no claim",
             assumptions=(
                 "observations are independent",
                 "credible level under a uniform prior; its frequency is checked, not proven",

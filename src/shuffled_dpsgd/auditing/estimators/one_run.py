@@ -129,7 +129,7 @@ class OneRun:
             delta=delta,
             method=self.name,
             confidence=confidence,
-            assumption_free=True,
+            may_refute="any claim",
             assumptions=("every canary is included by its own fair coin",),
             counts={
                 "num_canaries": inclusion.num_canaries,

@@ -135,7 +135,7 @@ class OneRunFDP:
             delta=delta,
             method=self.name,
             confidence=confidence,
-            assumption_free=not gaussian,
+            may_refute="Gaussian claims" if gaussian else "any claim",
             assumptions=(coins, "the trade-off curve is Gaussian") if gaussian else (coins,),
             counts={
                 "num_canaries": inclusion.num_canaries,

@@ -44,7 +44,7 @@ class PaperPoint:
             delta=delta,
             method=self.name,
             confidence=None,
-            assumption_free=False,
+            may_refute="no claim",
             assumptions=LACKS,
             counts={
                 "num_out": scores.num_out,

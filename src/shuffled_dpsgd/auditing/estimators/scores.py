@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +18,7 @@ from shuffled_dpsgd.accounting.claim import PrivacyClaim
 from shuffled_dpsgd.errors import InvalidArgumentError
 
 Floats = NDArray[np.float64]
+Refutable = Literal["any claim", "Gaussian claims", "no claim"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,15 +94,16 @@ class ErrorCounts:
 class AuditedBound:
     """ε is at least `epsilon` at level `confidence`, provided the `assumptions` hold.
 
-    `assumption_free` says that the bound holds for any mechanism whatever; only such bounds may
-    refute a claim. `confidence` is None for a point estimate, which bounds nothing.
+    `may_refute` says which claims it can overturn. A bound that holds for every mechanism: any. One
+    that reads a whole Gaussian trade-off curve off one point: only claims that assert that curve.
+    A point estimate or a credible level: none. `confidence` is None for a point estimate.
     """
 
     epsilon: float
     delta: float
     method: str
     confidence: float | None
-    assumption_free: bool
+    may_refute: Refutable
     assumptions: tuple[str, ...] = ()
     counts: Mapping[str, float | int] = field(default_factory=dict)
 
@@ -119,7 +122,7 @@ class AuditedBound:
         return {
             **self.as_claim().to_json(),
             "confidence": self.confidence,
-            "assumption_free": self.assumption_free,
+            "may_refute": self.may_refute,
         }
 
 

@@ -1,0 +1,59 @@
+"""The result of a check that either holds or does not, as the replay and sampler checks report."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Check:
+    """What was measured against what is allowed; `passed` is their comparison, nothing else."""
+
+    name: str
+    measured: float
+    allowed: float
+    detail: str = ""
+
+    @property
+    def passed(self) -> bool:
+        """False also for a measurement that is not a number."""
+        return self.measured <= self.allowed
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            "passed": self.passed,
+            "measured": self.measured,
+            "allowed": self.allowed,
+            "detail": self.detail,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckReport:
+    """Several checks of one thing."""
+
+    unit: str
+    setting: Mapping[str, Any]
+    checks: tuple[Check, ...]
+    seconds: float = field(default=0.0)
+
+    @property
+    def passed(self) -> bool:
+        return all(check.passed for check in self.checks)
+
+    @property
+    def failed(self) -> tuple[str, ...]:
+        """Names of the checks that do not hold."""
+        return tuple(check.name for check in self.checks if not check.passed)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "unit": self.unit,
+            "setting": dict(self.setting),
+            "passed": self.passed,
+            "checks": [check.to_json() for check in self.checks],
+            "seconds": self.seconds,
+        }

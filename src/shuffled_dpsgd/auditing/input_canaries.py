@@ -1,0 +1,85 @@
+"""Canaries in input space: records that a model only fits if it saw them.
+
+They go through the model like any record, so their gradients are clipped, noised and shuffled as
+in training; the adversary needs nothing but the model's loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from shuffled_dpsgd.errors import InvalidArgumentError
+from shuffled_dpsgd.training.data import MapStyle
+
+
+class Extended:
+    """A data set followed by extra records, without copying either."""
+
+    def __init__(self, data: MapStyle, extra: Sequence[Any]) -> None:
+        self._data = data
+        self._extra = extra
+
+    def __len__(self) -> int:
+        return len(self._data) + len(self._extra)
+
+    def __getitem__(self, index: int) -> Any:
+        size = len(self._data)
+        return self._data[index] if index < size else self._extra[index - size]
+
+
+def label_of(record: Any) -> int:
+    """The class of an (input, label) record; anything else is refused."""
+    if isinstance(record, tuple | list) and len(record) == 2:
+        label = record[1]
+        if isinstance(label, int) or (
+            isinstance(label, torch.Tensor) and label.ndim == 0 and not label.is_floating_point()
+        ):
+            return int(label)
+    raise InvalidArgumentError(
+        "record",
+        expected="an (input, integer label) pair",
+        got=type(record).__name__,
+        remedy="give your own canaries for other kinds of records",
+    )
+
+
+def mislabelled(data: MapStyle, count: int, rng: np.random.Generator) -> list[Any]:
+    """Records of `data` with a wrong label, drawn uniformly among the other classes."""
+    _check_count(data, count)
+    chosen = rng.choice(len(data), size=count, replace=False)
+    num_classes = 1 + max(label_of(data[int(i)]) for i in range(min(len(data), 2000)))
+    if num_classes < 2:
+        raise InvalidArgumentError("data", expected="at least two classes", got=num_classes)
+    return [
+        _with_label(data[int(i)], int(rng.integers(1, num_classes)), num_classes) for i in chosen
+    ]
+
+
+def blank(data: MapStyle, count: int, rng: np.random.Generator) -> list[Any]:
+    """Records whose input is zero everywhere, each with a label of `data`."""
+    _check_count(data, count)
+    records = []
+    for i in rng.choice(len(data), size=count, replace=False):
+        record = data[int(i)]
+        label_of(record)
+        if not isinstance(record[0], torch.Tensor) or not record[0].is_floating_point():
+            raise InvalidArgumentError(
+                "data", expected="floating-point inputs to blank", got=type(record[0]).__name__
+            )
+        records.append(type(record)((torch.zeros_like(record[0]), record[1])))
+    return records
+
+
+def _with_label(record: Any, shift: int, num_classes: int) -> Any:
+    label = (label_of(record) + shift) % num_classes
+    kept = torch.tensor(label) if isinstance(record[1], torch.Tensor) else label
+    return type(record)((record[0], kept))
+
+
+def _check_count(data: MapStyle, count: int) -> None:
+    if not 0 < count <= len(data):
+        raise InvalidArgumentError("count", expected=f"from 1 to {len(data)}", got=count)

@@ -1,0 +1,178 @@
+"""Canaries in the tensors of a real model, each with the adversary that reads it.
+
+The counterparts of `adversaries` on a permutation spec: the axis is the widest one that a group
+moves, the un-permuted tensor the largest that no group touches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from shuffled_dpsgd.auditing.adversaries import ThreatModel
+from shuffled_dpsgd.auditing.alignment import realign
+from shuffled_dpsgd.auditing.probes import ModelAttack, Seen, Tensors
+from shuffled_dpsgd.errors import InvalidArgumentError
+from shuffled_dpsgd.permutation import PermutationSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReadLine:
+    """One line of a tensor along a permuted axis: a single entry, its maximum, or its sum."""
+
+    name: str
+    canary_name: str
+    canary: Tensors
+    parameter: str
+    axis: int
+    how: str
+    threat_model: ThreatModel = ThreatModel.STEP_GRADIENTS
+
+    def read(self, seen: Seen) -> float:
+        # The line through the last other index, where `_line` plants its canaries.
+        line = seen.shuffled(self.parameter).movedim(self.axis, 0).flatten(1)[:, -1].double()
+        if self.how == "first":
+            return float(line[0])
+        return float(line.max() if self.how == "maximum" else line.sum() / len(line) ** 0.5)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReadInner:
+    """Inner product with the canary: in the shuffled release, or in what precedes the shuffle."""
+
+    name: str
+    canary_name: str
+    canary: Tensors
+    threat_model: ThreatModel = ThreatModel.STEP_GRADIENTS
+
+    def read(self, seen: Seen) -> float:
+        if self.threat_model is ThreatModel.MECHANISM_OUTPUT:
+            return inner(self.canary, seen.noisy)
+        return inner(self.canary, {name: seen.shuffled(name) for name in self.canary})
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReadDifference:
+    """Inner product with the difference of two steps: finds noise that repeats itself."""
+
+    canary: Tensors
+    name: str = "difference of two steps"
+    canary_name: str = "random-direction"
+    threat_model: ThreatModel = ThreatModel.MECHANISM_OUTPUT
+
+    def read(self, seen: Seen) -> float:
+        return inner(self.canary, seen.noisy) - inner(self.canary, seen.previous)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReadRealigned:
+    """Re-align the new weights with the old ones, then take the inner product with the step."""
+
+    canary: Tensors
+    spec: PermutationSpec
+    name: str = "re-alignment against W_t"
+    canary_name: str = "random-direction"
+    threat_model: ThreatModel = ThreatModel.ITERATES
+
+    def read(self, seen: Seen) -> float:
+        aligned = realign(self.spec, seen.weights, seen.new_weights()).tensors
+        step = {name: (seen.weights[name] - aligned[name]) / seen.step_size for name in self.canary}
+        return inner(self.canary, step)
+
+
+def inner(left: Tensors, right: Tensors) -> float:
+    """Σ ⟨left, right⟩ over the tensors of `left`, in float64."""
+    return sum(float((t.double() * right[name].double()).sum()) for name, t in left.items())
+
+
+def random_direction(shapes: Tensors, generator: torch.Generator) -> dict[str, torch.Tensor]:
+    """A unit vector spread evenly over the given tensors."""
+    drawn = {
+        name: torch.randn(t.shape, generator=generator, dtype=torch.float64).to(t.device)
+        for name, t in shapes.items()
+    }
+    return normalised(drawn)
+
+
+def normalised(tensors: Tensors) -> dict[str, torch.Tensor]:
+    """A user's own direction, scaled to joint norm one."""
+    norm = sum(float(t.double().square().sum()) for t in tensors.values()) ** 0.5
+    if not 0.0 < norm < float("inf"):
+        raise InvalidArgumentError("canary", expected="a finite, non-zero direction", got=norm)
+    return {name: tensor.double() / norm for name, tensor in tensors.items()}
+
+
+def step_attacks(weights: Tensors, spec: PermutationSpec | None, *, seed: int) -> list[ModelAttack]:
+    """Every adversary that the spec leaves room for, on the trainable tensors `weights`."""
+    generator = torch.Generator().manual_seed(seed)
+    attacks: list[ModelAttack] = []
+    moved = {n: w for n, w in weights.items() if spec is not None and n in spec.moved_names}
+    unmoved = {name: tensor for name, tensor in weights.items() if name not in moved}
+    if spec is not None and moved:
+        parameter, axis = widest_axis(spec, moved)
+        dirac = {parameter: _line(weights[parameter], axis, 1)}
+        constant = {parameter: _line(weights[parameter], axis, None)}
+        attacks += [
+            ReadLine(
+                name=name,
+                canary_name=kind,
+                canary=canary,
+                parameter=parameter,
+                axis=axis,
+                how=how,
+            )
+            for name, kind, canary, how in (
+                ("fixed index", "dirac", dirac, "first"),
+                ("orbit maximum", "dirac", dirac, "maximum"),
+                ("axis sum", "constant-on-axis", constant, "sum"),
+            )
+        ]
+        attacks.append(ReadRealigned(canary=random_direction(moved, generator), spec=spec))
+    if unmoved:
+        largest = max(unmoved, key=lambda name: unmoved[name].numel())
+        canary = random_direction({largest: unmoved[largest]}, generator)
+        attacks.append(
+            ReadInner(name="un-permuted tensor", canary_name="random-direction", canary=canary)
+        )
+    attacks.append(ReadDifference(canary=random_direction(weights, generator)))
+    return attacks
+
+
+def tensor_attacks(weights: Tensors, *, seed: int) -> list[ModelAttack]:
+    """One attack per tensor on the mechanism's output: finds noise that is missing somewhere."""
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        ReadInner(
+            name=f"noise on {name}",
+            canary_name="random-direction",
+            canary=random_direction({name: tensor}, generator),
+            threat_model=ThreatModel.MECHANISM_OUTPUT,
+        )
+        for name, tensor in weights.items()
+    ]
+
+
+def widest_axis(spec: PermutationSpec, moved: Mapping[str, torch.Tensor]) -> tuple[str, int]:
+    """Parameter and axis of a matrix that the largest group moves as a whole."""
+    for group in sorted(spec.groups, key=lambda group: -group.size):
+        for member in group.members:
+            tensor = moved.get(member.parameter)
+            if tensor is not None and tensor.ndim > 1 and tensor.shape[member.axis] == group.size:
+                return member.parameter, member.axis
+    raise InvalidArgumentError(
+        "spec", expected="a matrix with an axis that one group moves as a whole", got="none"
+    )
+
+
+def _line(like: torch.Tensor, axis: int, spikes: int | None) -> torch.Tensor:
+    """Zero but for one line along `axis`, there constant, or a spike at the first position."""
+    canary = torch.zeros(like.shape, dtype=torch.float64, device=like.device)
+    line = canary.movedim(axis, 0).flatten(1)
+    value = torch.zeros(like.shape[axis], dtype=torch.float64, device=like.device)
+    value[:spikes] = 1.0
+    index = torch.tensor(line.shape[1] - 1)
+    rebuilt = line.index_copy(1, index[None].to(like.device), (value / value.norm())[:, None])
+    others = [size for position, size in enumerate(like.shape) if position != axis]
+    return rebuilt.reshape(like.shape[axis], *others).movedim(0, axis).contiguous()

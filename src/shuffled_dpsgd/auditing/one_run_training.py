@@ -1,0 +1,186 @@
+"""One training run with canaries in it, and what each threat model reads from its releases.
+
+Gradient canaries join every step with the run's own sampling probability, as records do; input
+canaries are records. Each is in the run or not by its own fair coin, drawn before it starts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import default_collate
+
+from shuffled_dpsgd.auditing.adversaries import ThreatModel
+from shuffled_dpsgd.auditing.alignment import realign
+from shuffled_dpsgd.auditing.estimators import Inclusion
+from shuffled_dpsgd.auditing.gradient_canaries import CanaryField, InjectingEngine
+from shuffled_dpsgd.auditing.input_canaries import Extended, mislabelled
+from shuffled_dpsgd.auditing.probes import OnProgress, trainable
+from shuffled_dpsgd.auditing.sensitivity import RecordingMechanism
+from shuffled_dpsgd.auditing.verdict import Evidence
+from shuffled_dpsgd.errors import InvalidArgumentError
+from shuffled_dpsgd.permutation import Permutation, apply_to_tensors, draw, identity
+from shuffled_dpsgd.training.data import MapStyle, shaped, to_device
+from shuffled_dpsgd.training.physical import PerSampleLoss
+from shuffled_dpsgd.training.private import PrivateTraining
+
+SCORING_BATCH = 64
+
+
+class CanaryRun:
+    """Trains once; `evidence()` afterwards holds one entry per threat model."""
+
+    def __init__(
+        self,
+        *,
+        start: Callable[[int], PrivateTraining],
+        data: MapStyle,
+        losses: PerSampleLoss,
+        collate: Callable[[list[Any]], Any] | None,
+        num_gradient_canaries: int,
+        num_input_canaries: int,
+        seed: int,
+    ) -> None:
+        self._rng = np.random.default_rng([seed, 4])
+        self._losses, self._collate = losses, collate or default_collate
+        self._inputs = (
+            mislabelled(data, num_input_canaries, self._rng) if num_input_canaries else []
+        )
+        self._inputs_in = self._rng.random(len(self._inputs)) < 0.5
+        kept = [one for one, inside in zip(self._inputs, self._inputs_in, strict=True) if inside]
+        self._data = Extended(data, kept)
+        self.private = private = start(len(self._data))
+        if private.plan.secure and private.plan.permutes:
+            raise InvalidArgumentError(
+                "seed",
+                expected="a seeded run",
+                got="operating-system randomness",
+                remedy="canaries must move with the shuffle, so the auditor has to know its draws",
+            )
+        self._initial = trainable(private.model)
+        self._field = CanaryField(self._initial, num_gradient_canaries, self._rng)
+        self._included = self._rng.random(num_gradient_canaries) < 0.5
+        self._true_frame = self._found_frame = (
+            identity(private.spec, private.device) if private.spec is not None else None
+        )
+        self._recorder = RecordingMechanism(private.mechanism)
+        self._known = self._initial
+        self._iterate_scores = np.zeros(num_gradient_canaries)
+        private.engine = InjectingEngine(private.engine, self._injected)  # type: ignore[assignment]
+        private.mechanism = self._recorder
+
+    def train(self, on_progress: OnProgress | None = None) -> None:
+        """To the end of the plan, then release."""
+        private = self.private
+
+        def observe() -> None:
+            self._observe()
+            if on_progress is not None:
+                on_progress(private.steps_taken, private.plan.num_steps)
+
+        stop = private.on_update(observe)
+        for batch in private.batches(self._data, collate=self._collate):
+            private.backward(self._losses(private.model, batch))
+            private.step()
+        stop()
+        private.release()
+
+    def evidence(self) -> list[Evidence]:
+        """What every threat model guesses from, canaries in random order within each."""
+        final = trainable(self.private.model)
+        spec = self.private.spec
+        moved = frozenset() if spec is None else spec.moved_names
+        unmoved = frozenset(final) - moved
+        aligned = final if spec is None else realign(spec, self._initial, final).tensors
+        displacement = {name: self._initial[name] - aligned[name] for name in final}
+        negated = {name: -tensor for name, tensor in final.items()}
+        entries = [
+            ("re-alignment along the run", ThreatModel.STEP_GRADIENTS, self._iterate_scores),
+            (
+                "re-alignment against W_0",
+                ThreatModel.FINAL_WITH_INITIAL,
+                self._field.read(displacement),
+            ),
+        ]
+        if unmoved:
+            entries.append(
+                (
+                    "un-permuted tensors",
+                    ThreatModel.FINAL_WITHOUT_INITIAL,
+                    self._field.read(negated, only=unmoved),
+                )
+            )
+        found = [
+            Evidence(
+                adversary=name,
+                canary="gradient",
+                threat_model=threat,
+                scores=Inclusion(scores=scores, included=self._included),
+            )
+            for name, threat, scores in entries
+        ]
+        if len(self._inputs) > 1:
+            found.append(
+                Evidence(
+                    adversary="loss threshold",
+                    canary="mislabelled input",
+                    threat_model=ThreatModel.BLACK_BOX,
+                    scores=Inclusion(scores=-self._input_losses(), included=self._inputs_in),
+                )
+            )
+        return found
+
+    def notes(self) -> tuple[str, ...]:
+        """How well the adversary followed the shuffle."""
+        if self._true_frame is None or self._found_frame is None:
+            return ()
+        share = float((self._true_frame.packed == self._found_frame.packed).double().mean())
+        return (f"re-alignment along the run recovered {share:.1%} of the permuted positions",)
+
+    def _injected(self) -> dict[str, torch.Tensor]:
+        """The clipped gradients of the canaries drawn for this step, in the current frame."""
+        plan = self.private.plan
+        joined = self._rng.random(self._field.count) < plan.sampling_prob
+        sums = self._field.sum_of(joined & self._included)
+        sums = {name: plan.clip_norm * t.to(self.private.device) for name, t in sums.items()}
+        if self._true_frame is not None:
+            apply_to_tensors(self._true_frame, sums)
+        return sums
+
+    def _observe(self) -> None:
+        """After an update: follow the shuffle by matching W_{t+1} with W_t; read the release."""
+        private, spec = self.private, self.private.spec
+        released = dict(self._recorder.last)
+        current = trainable(private.model)
+        if spec is not None and self._found_frame is not None:
+            apply_to_tensors(self._found_frame.inverse(), released)
+            if private.plan.shuffle == "every-step" and private.plan.permutes:
+                self._true_frame = self._followed(private.steps_taken - 1)
+                step = realign(spec, self._known, current).permutation
+                self._found_frame = self._found_frame.then(step.to(private.device))
+        self._iterate_scores += self._field.read(released)
+        self._known = current
+
+    def _followed(self, step: int) -> Permutation:
+        """The frame after the shuffle of `step`, drawn again from the run's own stream."""
+        private = self.private
+        assert private.spec is not None
+        assert self._true_frame is not None
+        generator = private.streams.torch("permutation", step, device=private.device)
+        return self._true_frame.then(draw(private.spec, generator))
+
+    def _input_losses(self) -> np.ndarray:
+        private = self.private
+        was_training = private.model.training
+        private.model.eval()
+        losses = []
+        with torch.no_grad():
+            for first in range(0, len(self._inputs), SCORING_BATCH):
+                batch = self._collate(self._inputs[first : first + SCORING_BATCH])
+                batch = to_device(shaped(batch), private.device)
+                losses.append(self._losses(private.model, batch).double().cpu())
+        private.model.train(was_training)
+        return np.asarray(torch.cat(losses).numpy())

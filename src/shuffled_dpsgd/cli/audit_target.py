@@ -1,0 +1,180 @@
+"""From a configuration to what the audits take: the glue between tasks and auditing."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from shuffled_dpsgd.auditing.checks import CheckReport
+    from shuffled_dpsgd.auditing.run import Target
+    from shuffled_dpsgd.auditing.sensitivity import Records
+    from shuffled_dpsgd.training.private import PrivateTraining
+    from shuffled_dpsgd_experiments.tasks.config import RunConfig
+
+
+def chosen_config(
+    path: Path | None,
+    *,
+    seed: int,
+    epsilon: float | None,
+    noise_multiplier: float | None,
+    accounting: str | None,
+    batch_clip_norm: float | None,
+    epochs: int | None,
+) -> RunConfig:
+    """The file's configuration, or the digits default, with the command line's values."""
+    from shuffled_dpsgd_experiments.tasks import digits
+    from shuffled_dpsgd_experiments.tasks.config import load_config, parse_config
+
+    raw: dict[str, Any] = (digits.default_config() if path is None else load_config(path)).to_json()
+    given = {"accounting": accounting, "batch_clip_norm": batch_clip_norm}
+    raw["privacy"].update({key: value for key, value in given.items() if value is not None})
+    if epsilon is not None or noise_multiplier is not None:
+        for name, value in (("epsilon", epsilon), ("noise_multiplier", noise_multiplier)):
+            raw["privacy"].pop(name, None)
+            if value is not None:
+                raw["privacy"][name] = value
+    if epochs is not None:
+        raw["training"].pop("num_steps", None)
+        raw["training"]["epochs"] = epochs
+    return replace(parse_config(raw), seed=seed)
+
+
+def build_target(config: RunConfig) -> Target:
+    """Fresh runs of the configured task; every start builds the model anew from its seed."""
+    from shuffled_dpsgd.auditing.run import Target
+    from shuffled_dpsgd_experiments.tasks.registry import build_task
+
+    task = build_task(config)
+
+    def start(dataset_size: int) -> PrivateTraining:
+        return _private(config, dataset_size)
+
+    return Target(start=start, data=task.train_data, losses=task.losses, collate=task.collate)
+
+
+def _private(config: RunConfig, dataset_size: int) -> PrivateTraining:
+    from shuffled_dpsgd.training import make_private
+    from shuffled_dpsgd_experiments.tasks.optimizers import build_optimizer
+    from shuffled_dpsgd_experiments.tasks.registry import build_task
+
+    model = build_task(config).model.to(_device(config.training.device))
+    privacy, training = config.privacy, config.training
+    return make_private(
+        model,
+        build_optimizer(model, config.optimizer),
+        dataset_size=dataset_size,
+        expected_batch_size=training.expected_batch_size,
+        epochs=training.epochs,
+        num_steps=training.num_steps,
+        epsilon=privacy.epsilon,
+        noise_multiplier=privacy.noise_multiplier,
+        unshuffled_noise_multiplier=privacy.unshuffled_noise_multiplier,
+        delta=privacy.delta,
+        clip_norm=privacy.clip_norm,
+        batch_clip_norm=privacy.batch_clip_norm,
+        accounting=privacy.accounting,
+        shuffle=privacy.shuffle,
+        scope=privacy.scope,
+        seed=config.seed,
+        physical_batch_size=training.physical_batch_size,
+    )
+
+
+def replay_target(
+    path: Path | None,
+    *,
+    model: str | None,
+    strategies: tuple[str, ...],
+    clip: str,
+    clip_norm: float,
+    batch_clip_norm: float | None,
+    num_records: int,
+    double: bool,
+) -> list[CheckReport]:
+    """One replay report per engine strategy, on real or synthetic records."""
+    import torch
+
+    from shuffled_dpsgd.auditing.sensitivity import check_sensitivity, quiet_run
+    from shuffled_dpsgd.errors import InvalidArgumentError
+
+    if num_records < 2:
+        raise InvalidArgumentError("--records", expected="at least 2", got=num_records)
+    if path is not None and model is not None:
+        raise InvalidArgumentError("--model", expected="nothing beside --config", got=model)
+    network, records, device = (
+        _task_records(path, num_records) if model is None else _random_records(model, num_records)
+    )
+    network.to(device, torch.float64 if double else None).eval()
+    reports = []
+    for strategy in strategies:
+        private = quiet_run(
+            network,
+            clip=clip,
+            clip_norm=clip_norm,
+            batch_clip_norm=batch_clip_norm,
+            strategy=strategy,
+            expected_batch_size=num_records,
+        )
+        reports.append(check_sensitivity(private, records))
+        private.close()
+    return reports
+
+
+def _task_records(path: Path | None, count: int) -> tuple[nn.Module, Records, str]:
+    """The configured task's model and its first records."""
+    from shuffled_dpsgd.auditing.sensitivity import Records
+    from shuffled_dpsgd.errors import InvalidArgumentError
+    from shuffled_dpsgd_experiments.tasks import digits
+    from shuffled_dpsgd_experiments.tasks.config import load_config
+    from shuffled_dpsgd_experiments.tasks.registry import build_task
+
+    config = digits.default_config() if path is None else load_config(path)
+    task = build_task(config)
+    if count > len(task.train_data):
+        raise InvalidArgumentError(
+            "--records", expected=f"at most {len(task.train_data)}", got=count
+        )
+    examples = [task.train_data[i] for i in range(count)]
+    records = Records(examples=examples, losses=task.losses, collate=task.collate)
+    return task.model, records, _device(config.training.device)
+
+
+def _random_records(name: str, count: int) -> tuple[nn.Module, Records, str]:
+    """A preset with random weights, and random images or token sequences for it."""
+    import torch
+
+    from shuffled_dpsgd.auditing.sensitivity import Records
+    from shuffled_dpsgd.integrations.per_sample_loss import per_sample_losses
+    from shuffled_dpsgd_experiments.tasks.models import PRESETS, build_preset
+
+    generates = name in PRESETS and PRESETS[name].head == "causal-lm"
+    model: Any = build_preset(name, num_labels=None if generates else 10)
+    generator = torch.Generator().manual_seed(0)
+    examples: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for _ in range(count):
+        label = torch.randint(10, (), generator=generator)
+        if PRESETS[name].head == "image":
+            side = model.config.image_size
+            shape = (model.config.num_channels, side, side)
+            examples.append((torch.randn(shape, generator=generator), label))
+        else:
+            tokens = torch.randint(model.config.vocab_size, (16,), generator=generator)
+            examples.append((tokens, tokens if generates else label))
+
+    def losses(network: nn.Module, batch: Any) -> torch.Tensor:
+        return per_sample_losses(network, network(batch[0]), batch[1])
+
+    return model, Records(examples=examples, losses=losses), "cpu"
+
+
+def _device(name: str) -> str:
+    import torch
+
+    if name != "auto":
+        return name
+    return "cuda" if torch.cuda.is_available() else "cpu"

@@ -77,14 +77,15 @@ class ConvSlot(Slot):
     def __init__(self, **site: Any) -> None:
         super().__init__(**site)
         layer = cast(nn.Conv2d, self.module)
-        self.stride, self.dilation = list(layer.stride), list(layer.dilation)
-        self.kernel, self.groups = list(layer.kernel_size), layer.groups
+        self.stride, self.dilation = tuple(layer.stride), tuple(layer.dilation)
+        self.kernel, self.groups = tuple(layer.kernel_size), layer.groups
         # Anything but plain zero padding is done beforehand, by the operation torch itself uses.
         self.pads_first = layer.padding_mode != "zeros" or layer.padding == "same"
         self.pad_mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
         self.pad_widths = list(layer._reversed_padding_repeated_twice)
-        plain_padding = not self.pads_first and not isinstance(layer.padding, str)
-        self.padding = list(layer.padding) if plain_padding else [0] * len(self.stride)
+        none: tuple[int, ...] = (0,) * len(self.stride)
+        padding = layer.padding
+        self.padding = none if self.pads_first or isinstance(padding, str) else tuple(padding)
         self.weight_name = self.names.get("weight")
         self.bias_name = self.names.get("bias")
 
@@ -131,15 +132,11 @@ class ConvSlot(Slot):
 
     def _patches(self, x: Tensor) -> Tensor:
         """(B, channels·kernel, L): the inputs that meet each output position."""
-        one_dimensional = len(self.kernel) == 1
-        lead = [1] if one_dimensional else []
-        return F.unfold(
-            x.unsqueeze(2) if one_dimensional else x,
-            lead + self.kernel,
-            dilation=lead + self.dilation,
-            padding=([0] if one_dimensional else []) + self.padding,
-            stride=lead + self.stride,
-        )
+        if len(self.kernel) == 2:
+            return F.unfold(x, self.kernel, self.dilation, self.padding, self.stride)
+        lifted = x.unsqueeze(2)
+        kernel, dilation = (1, *self.kernel), (1, *self.dilation)
+        return F.unfold(lifted, kernel, dilation, (0, *self.padding), (1, *self.stride))
 
     def _stored(self, x: Tensor, g: Tensor) -> Tensor:
         """Every sample's weight gradient, (B, *weight.shape)."""

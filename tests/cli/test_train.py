@@ -1,0 +1,145 @@
+"""The train verb: output for people and machines, folders, resumption, refusals."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from shuffled_dpsgd.cli.main import app
+
+pytest.importorskip("transformers")
+pytest.importorskip("sklearn")
+
+SHORT = ["--epochs", "1", "--batch-size", "480"]
+NUM_SHORT_STEPS = 3
+
+
+def run(*arguments: object, code: int = 0) -> Any:
+    result = CliRunner().invoke(app, ["train", *map(str, arguments)])
+    assert result.exit_code == code, result.output
+    return result
+
+
+def test_digits_prints_certified_claim_and_writes_a_folder(tmp_path: Path) -> None:
+    printed = run("digits", *SHORT, "--output", tmp_path / "out").stdout
+    assert "calibrated to the certified ε, which is proven" in " ".join(printed.split())
+    assert "(proven)" in printed
+    assert "(heuristic)" in printed
+    assert (tmp_path / "out" / "report.html").exists()
+
+
+def test_json_is_one_object(tmp_path: Path) -> None:
+    result = run("digits", *SHORT, "--epsilon", 4, "--output", tmp_path / "out", "--json")
+    summary = json.loads(result.stdout)
+    assert summary["finished"] is True
+    assert summary["steps_taken"] == NUM_SHORT_STEPS
+    assert summary["output"] == str(tmp_path / "out")
+    certified = summary["privacy_card"]["certified"]
+    assert certified["kind"] == "proven"
+    assert 3.9 < certified["epsilon"] <= 4.0
+
+
+def test_paper_accounting_shows_certified_epsilon_beside_the_heuristic(tmp_path: Path) -> None:
+    result = run("digits", *SHORT, "--accounting", "paper", "--output", tmp_path / "out", "--json")
+    card = json.loads(result.stdout)["privacy_card"]
+    assert card["paper"]["kind"] == "heuristic"
+    assert card["paper"]["epsilon"] <= 3.0 * (1 + 1e-6)
+    assert card["paper"]["inputs"]["batch_clip"] == 1.0
+    assert card["certified"]["kind"] == "proven"
+    assert card["certified"]["epsilon"] > card["paper"]["epsilon"]
+    assert "not a guarantee" in (tmp_path / "out" / "privacy_card.txt").read_text()
+
+
+def test_a_config_file_is_run(tmp_path: Path) -> None:
+    config = tmp_path / "run.toml"
+    config.write_text(
+        """
+        task = "digits"
+        [model]
+        name = "vit-digits"
+        [data]
+        format = "digits"
+        [privacy]
+        noise_multiplier = 1.0
+        delta = 1e-4
+        clip_norm = 1.0
+        shuffle = "at-release"
+        scope = "full"
+        [optimizer]
+        name = "sgd"
+        learning_rate = 0.1
+        [training]
+        expected_batch_size = 64
+        num_steps = 2
+        """
+    )
+    result = run("--config", config, "--output", tmp_path / "out", "--json")
+    summary = json.loads(result.stdout)
+    assert summary["config"]["privacy"]["scope"] == "full"
+    assert summary["privacy_card"]["shuffle"].startswith("at-release")
+    assert summary["privacy_card"]["randomness"].startswith("operating system")
+
+
+def test_interrupt_tells_how_to_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from shuffled_dpsgd.cli import training_display
+
+    plain_update = training_display.TrainingBar.update
+
+    def interrupt(self: Any, record: Any, progress: Any) -> None:
+        plain_update(self, record, progress)
+        if record.step == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(training_display.TrainingBar, "update", interrupt)
+        stopped = run("digits", *SHORT, "--output", tmp_path / "out", code=130).stdout
+    assert "SIGINT" in stopped
+    assert "--resume" in stopped
+    summary = json.loads(run("--resume", tmp_path / "out", "--json").stdout)
+    assert summary["finished"] is True
+    assert summary["steps_taken"] == NUM_SHORT_STEPS
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["cifar"], "expected digits"),
+        ([], "expected digits"),
+        (["digits", "--config", "x.toml"], "nothing beside --config"),
+        (["--config", "absent.toml"], "a TOML file"),
+        (["digits", "--accounting", "rdp"], "privacy.accounting"),
+        (["digits", "--shuffle", "never"], "privacy.shuffle"),
+        (["digits", "--seed", "1", "--secure"], "nothing beside --secure"),
+        (["--resume", "absent"], "no run.json"),
+        (["--resume", "absent", "--epsilon", "2"], "privacy.epsilon"),
+        (["digits", "--epsilon", "-1", "--output", "out"], "epsilon"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_two(
+    arguments: list[str],
+    expected: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = run(*arguments, code=2)
+    assert expected in result.output
+    assert len(result.output.strip().splitlines()) == 1
+    assert result.output.startswith("error: ")
+
+
+def test_a_used_folder_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "something").touch()
+    assert "--resume" in run("digits", "--output", tmp_path, code=2).output
+
+
+def test_help_has_an_example() -> None:
+    result = CliRunner().invoke(app, ["train", "--help"], env={"COLUMNS": "200"})
+    assert "shuffled-dpsgd train digits" in result.stdout
+    assert "--resume" in result.stdout

@@ -6,6 +6,7 @@ written back into its own storage, so ties, views, dtype, device and `requires_g
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from torch import nn
 
 from shuffled_dpsgd.errors import InvalidArgumentError, UnsupportedModuleError
+from shuffled_dpsgd.permutation import fused
 from shuffled_dpsgd.permutation.draw import Permutation
 from shuffled_dpsgd.permutation.spec import PermutationSpec
 
@@ -116,13 +118,17 @@ def _unknown_state(where: str, got: str) -> UnsupportedModuleError:
 def _move(permutation: Permutation, moving: list[tuple[str, torch.Tensor]]) -> None:
     for name, tensor in moving:
         _check_movable(name, tensor)
-    on_device: dict[torch.device, tuple[torch.Tensor, ...]] = {}
+    on_device = functools.cache(permutation.to)
+    spec = permutation.spec
+    together: dict[tuple[torch.device, int], list[tuple[str, torch.Tensor]]] = {}
     for name, tensor in moving:
-        if tensor.device not in on_device:
-            on_device[tensor.device] = permutation.to(tensor.device).indices
-        indices = on_device[tensor.device]
-        axes = permutation.spec.axes_of[name]
-        gather_(tensor, [(axis, indices[layout]) for axis, layout in axes])
+        if fused.can_move(spec, name, tensor):
+            together.setdefault((tensor.device, tensor.element_size()), []).append((name, tensor))
+        else:
+            indices = on_device(tensor.device).indices
+            gather_(tensor, [(axis, indices[layout]) for axis, layout in spec.axes_of[name]])
+    for (device, _), tensors in together.items():
+        fused.move(on_device(device), tensors)
 
 
 def _check_movable(name: str, tensor: torch.Tensor) -> None:

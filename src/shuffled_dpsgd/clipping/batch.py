@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from enum import Enum
 
+import torch
 from torch import Tensor
 
 from shuffled_dpsgd.clipping.rules.base import Saved, Slot
@@ -33,7 +34,8 @@ class Batch:
     `scale` is what a captured gradient must be multiplied by to be the gradient of that sample's
     own loss (the batch size under a mean, one under a sum). `calls` and `traced` count, per slot,
     the calls the forward made and those a compiled backward has recorded. `entries` are filed by
-    group.
+    group; those in `unsummed` wait for others of their kind. `halves` are this forward's
+    half-precision copies of parameters, by the parameter's id.
     """
 
     __slots__ = (
@@ -42,11 +44,13 @@ class Batch:
         "device",
         "entries",
         "factors",
+        "halves",
         "phase",
         "scale",
         "size",
         "squares",
         "traced",
+        "unsummed",
     )
 
     def __init__(self, *, size: int, device: str, slots: int, scale: float) -> None:
@@ -59,7 +63,14 @@ class Batch:
         self.entries: dict[int, list[Entry]] = {}
         self.squares: dict[int, Tensor] = {}
         self.factors: dict[int, Tensor] = {}
+        self.halves: dict[int, Tensor] = {}
+        self.unsummed: list[Entry] = []
         self.closed = False
+
+    def cast(self, parameter: Tensor, dtype: torch.dtype) -> Tensor:
+        """The parameter detached and in `dtype`, from the copies made when the forward began."""
+        copy = self.halves.get(id(parameter)) if parameter.dtype is not dtype else None
+        return parameter.detach().to(dtype) if copy is None else copy
 
     def file(self, entry: Entry) -> list[Entry]:
         """Keep an entry; returns all kept so far of its group."""
@@ -72,6 +83,8 @@ class Batch:
     def close(self) -> None:
         """Drop every captured tensor; the batch takes no further backward."""
         self.closed = True
+        self.halves = {}
+        self.unsummed = []
         self.entries = {}
         self.squares = {}
         self.factors = {}

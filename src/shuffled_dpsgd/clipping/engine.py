@@ -14,8 +14,10 @@ from shuffled_dpsgd.clipping import cost, factors, sites
 from shuffled_dpsgd.clipping.batch import Batch, Entry, Phase
 from shuffled_dpsgd.clipping.grad_watch import GradWatch
 from shuffled_dpsgd.clipping.groups import group_slots
+from shuffled_dpsgd.clipping.half import HalfCopies
 from shuffled_dpsgd.clipping.inputs import find_batch
 from shuffled_dpsgd.clipping.recorder import Recorder
+from shuffled_dpsgd.clipping.rules.base import can_listen
 from shuffled_dpsgd.clipping.schedules import (
     ClippingRule,
     GroupByGroup,
@@ -87,6 +89,7 @@ class ClippingEngine:
             totals=Totals(self._parameters),
         )
         self._schedule = _schedule(strategy, self._rule)
+        self._halves = HalfCopies(self._slots)
         self._watch = GradWatch(self._parameters)
         self._patches = [(slot.module.__dict__, slot.forward) for slot in self._slots]
         self._hooks: list[RemovableHandle] = []
@@ -192,7 +195,10 @@ class ClippingEngine:
             return
         size, device = find_batch(args, kwargs)
         scale = float(size) if self.loss_reduction == "mean" else 1.0
-        self._recorder.open(Batch(size=size, device=device, slots=len(self._slots), scale=scale))
+        batch = Batch(size=size, device=device, slots=len(self._slots), scale=scale)
+        if device == "cuda" and torch.is_autocast_enabled(device) and can_listen():
+            batch.halves = self._halves.make(torch.get_autocast_dtype(device))
+        self._recorder.open(batch)
 
     def _end(self, module: nn.Module, args: Any, output: Any) -> None:
         if torch.is_grad_enabled():

@@ -7,6 +7,7 @@ on the entries of that batch as its backward runs, and asks autograd to call bac
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -86,6 +87,28 @@ class Recorder:
         else:
             self.receive(batch, Entry(slot, saved))
         return None
+
+    def listen(self, out: Tensor, batch: Batch, slot: Slot, x: Tensor | None) -> Tensor:
+        """Record `x` and the gradient of `out` when that arrives; returns `out`.
+
+        For ordinary eager operations on detached parameters: autograd's own backward then runs
+        undisturbed, at a fraction of the cost of a Python function per layer.
+        """
+        version = None if x is None else x._version
+        out.register_hook(partial(self._heard, batch, slot, x, version))
+        return out
+
+    def _heard(
+        self, batch: Batch, slot: Slot, x: Tensor | None, version: int | None, g: Tensor
+    ) -> None:
+        if x is not None and x._version != version:
+            raise UnsupportedModuleError(
+                slot.path,
+                expected="an input that stays as it was until the backward",
+                got="an input changed in place",
+                remedy="replace the in-place operation after this module by an ordinary one",
+            )
+        self.record(batch, slot, slot.heard(x, g))
 
     def _record_traced(self, index: int, part: int, tensors: list[Tensor]) -> None:
         batch, slot = self.latest, self.slots[index]

@@ -18,9 +18,13 @@ from shuffled_dpsgd.clipping import cost
 from shuffled_dpsgd.clipping.batch import Batch, Entry, Phase
 from shuffled_dpsgd.clipping.factors import ClipFunction
 from shuffled_dpsgd.clipping.groups import Group
+from shuffled_dpsgd.clipping.rules.norms import Unsummed, settle
 from shuffled_dpsgd.clipping.totals import Totals
 from shuffled_dpsgd.clipping.wholesale import Wholesale
 from shuffled_dpsgd.errors import InvalidArgumentError
+
+# Inputs and gradients of norm layers may wait for company up to this much memory.
+_MAX_UNSUMMED_BYTES = 1 << 29
 
 
 class Schedule(Protocol):
@@ -76,11 +80,23 @@ class WholeGradient:
         self.rule = rule
 
     def receive(self, batch: Batch, entry: Entry) -> None:
-        entry.saved = entry.slot.compact(entry.saved, self.rule.choose)
+        if isinstance(entry.saved[0], Unsummed):
+            batch.unsummed.append(entry)
+            if sum(waiting.saved[0].nbytes for waiting in batch.unsummed) > _MAX_UNSUMMED_BYTES:
+                self._settle(batch)
+        else:
+            entry.saved = entry.slot.compact(entry.saved, self.rule.choose)
         batch.file(entry)
+
+    def _settle(self, batch: Batch) -> None:
+        """Sum up the norm layers put off so far; together, because each is little work."""
+        waiting, batch.unsummed = batch.unsummed, []
+        for entry, saved in zip(waiting, settle([e.saved[0] for e in waiting]), strict=True):
+            entry.saved = saved
 
     def finish(self, batch: Batch) -> None:
         rule = self.rule
+        self._settle(batch)
         filed = [(rule.groups[index], entries) for index, entries in batch.entries.items()]
         wholesale = Wholesale(filed, rule.choose)
         norms_B = rule.norms(wholesale.squares(), batch)

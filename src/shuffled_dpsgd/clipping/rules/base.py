@@ -25,6 +25,18 @@ if TYPE_CHECKING:
 Saved = tuple[Any, ...]
 
 
+def can_listen() -> bool:
+    """Whether a layer may keep its input by itself instead of saving it through autograd.
+
+    Not while a compiler traces, and not under saved-tensor hooks (activation checkpointing,
+    off-loading), which want to see everything that is kept.
+    """
+    return (
+        not torch.compiler.is_compiling()
+        and torch._C._autograd._top_saved_tensors_default_hooks(False) is None
+    )
+
+
 class Slot:
     """One module whose trainable parameters a rule handles.
 
@@ -49,6 +61,11 @@ class Slot:
         self.shared = False
         self.last_shape: tuple[int, int, int] | None = None
 
+    @classmethod
+    def accepts(cls, module: nn.Module) -> bool:
+        """Whether the rule covers this instance of a type it is registered for."""
+        return True
+
     @abstractmethod
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward, with book-keeping in its backward."""
@@ -65,6 +82,10 @@ class Slot:
     def compact(self, saved: Saved, choose: cost.Chooser) -> Saved:
         """Store per-sample gradients in place of `saved` where the cost rule says so."""
         return saved
+
+    def heard(self, x: Tensor | None, g: Tensor) -> Saved:
+        """What is saved of an input and an output gradient that were listened for."""
+        return (x, g)
 
     def restore(self, part: int, tensors: list[Tensor]) -> Saved:
         """What was saved, from the tensors (and the number) that left a compiled graph."""

@@ -6,7 +6,7 @@ Shapes: B samples, T positions (all axes between the first and the last), D inpu
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +21,7 @@ from shuffled_dpsgd.clipping.captures import (
     positions,
     stored_outer,
 )
-from shuffled_dpsgd.clipping.rules.base import Saved, Slot
+from shuffled_dpsgd.clipping.rules.base import Saved, Slot, can_listen
 
 if TYPE_CHECKING:
     from shuffled_dpsgd.clipping.batch import Batch
@@ -37,11 +37,11 @@ class LinearFunction(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         tap: Tensor,
-        cast: bool,
+        lower: bool,
         slot: LinearSlot,
         batch: Batch,
     ) -> Tensor:
-        if cast:
+        if lower:
             weight = weight.to(x.dtype)
             bias = None if bias is None else bias.to(x.dtype)
         ctx.slot, ctx.batch = slot, batch
@@ -66,11 +66,11 @@ class TransposedLinearFunction(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor,
         tap: Tensor,
-        cast: bool,
+        lower: bool,
         slot: LinearSlot,
         batch: Batch,
     ) -> Tensor:
-        if cast:
+        if lower:
             weight, bias = weight.to(x.dtype), bias.to(x.dtype)
         ctx.slot, ctx.batch = slot, batch
         ctx.save_for_backward(x if slot.keeps_input else None, weight)
@@ -101,6 +101,8 @@ class LinearSlot(Slot):
         self.weight_name = self.names.get("weight")
         self.bias_name = self.names.get("bias")
         self.keeps_input = self.weight_name is not None
+        weight = cast(Tensor, self.parameters["weight"])
+        self.outputs = weight.shape[1 if self.transposed else 0]
 
     def forward(self, x: Tensor) -> Tensor:
         if not torch.is_grad_enabled():
@@ -108,12 +110,33 @@ class LinearSlot(Slot):
         batch = self.batch()
         if x.shape[0] != batch.size:
             x = self.over_batch(x, batch.size)
-        cast = torch.is_autocast_enabled(batch.device) and x.dtype is not torch.float64
-        if cast:
+        lower = torch.is_autocast_enabled(batch.device) and x.dtype is not torch.float64
+        if lower:
             x = x.to(torch.get_autocast_dtype(batch.device))
-        owned = self.parameters
-        weight, bias, tap = owned["weight"], owned["bias"], self.recorder.tap
-        return self.function.apply(x, weight, bias, tap, cast, self, batch)
+        weight, bias = cast(Tensor, self.parameters["weight"]), self.parameters["bias"]
+        if x.requires_grad and can_listen():
+            return self._listen(x, weight, bias, batch)
+        return self.function.apply(x, weight, bias, self.recorder.tap, lower, self, batch)
+
+    def _listen(self, x: Tensor, weight: Tensor, bias: Tensor | None, batch: Batch) -> Tensor:
+        """The same by autograd's own operations, for eager mode."""
+        weight = batch.cast(weight, x.dtype)
+        bias = None if bias is None else batch.cast(bias, x.dtype)
+        out = self.multiply(x, weight, bias)
+        self.recorder.listen(out, batch, self, x if self.keeps_input else None)
+        # A half-precision copy may have rows of zeros added for speed.
+        return out if out.shape[-1] == self.outputs else out[..., : self.outputs]
+
+    def heard(self, x: Tensor | None, g: Tensor) -> Saved:
+        return (x, g if g.shape[-1] == self.outputs else g[..., : self.outputs])
+
+    def multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """The layer's own operation."""
+        return F.linear(x, weight, bias)
+
+    def last_rows_uneven(self, block: int, minimum: int) -> bool:
+        """Whether the weight has many rows, but not a multiple of `block`."""
+        return not self.transposed and self.outputs >= minimum and self.outputs % block != 0
 
     def restore(self, part: int, tensors: list[Tensor]) -> Saved:
         return (None, tensors[0]) if self.weight_name is None else tuple(tensors)
@@ -164,3 +187,8 @@ class Conv1DSlot(LinearSlot):
     kind = "conv1d-hf"
     function = TransposedLinearFunction
     transposed = True
+
+    def multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        assert bias is not None
+        flat = torch.addmm(bias, x.reshape(-1, x.shape[-1]), weight)
+        return flat.view(*x.shape[:-1], weight.shape[1])

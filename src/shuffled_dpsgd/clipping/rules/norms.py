@@ -1,3 +1,4 @@
+# ruff: noqa: N815 (shape suffixes)
 """Normalisation layers: their per-sample gradients are as small as the layer, so they are kept.
 
 Shapes: B samples, T positions, D the normalised width, C channels.
@@ -6,7 +7,8 @@ Shapes: B samples, T positions, D the normalised width, C channels.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -16,10 +18,34 @@ from torch import Tensor, nn
 from shuffled_dpsgd.clipping import kernels
 from shuffled_dpsgd.clipping.captures import Contribution, DenseGrad
 from shuffled_dpsgd.clipping.kernels import plain
-from shuffled_dpsgd.clipping.rules.base import Saved, Slot
+from shuffled_dpsgd.clipping.rules.base import Saved, Slot, can_listen
 
 if TYPE_CHECKING:
     from shuffled_dpsgd.clipping.batch import Batch
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Unsummed:
+    """Input and output gradient of a norm over the last axis whose sums are still to be made."""
+
+    x_BTD: Tensor
+    g_BTD: Tensor
+    eps: float
+
+    @property
+    def nbytes(self) -> int:
+        """Memory held until the sums are made."""
+        return self.x_BTD.nbytes + self.g_BTD.nbytes
+
+
+def settle(pending: Sequence[Unsummed]) -> list[Saved]:
+    """(weight's, bias's) per-sample gradients of layer norms, those of one shape in one go."""
+    sums = kernels.norm_sums_of(
+        [(part.x_BTD, part.g_BTD) for part in pending],
+        [part.eps for part in pending],
+        [True] * len(pending),
+    )
+    return [(sums_B2D[:, 0], sums_B2D[:, 1]) for sums_B2D in sums]
 
 
 class NormSlot(Slot):
@@ -31,6 +57,8 @@ class NormSlot(Slot):
         self.bias_name = self.names.get("bias")
 
     def contributions(self, saved: Saved) -> Iterator[tuple[str, Contribution]]:
+        if isinstance(saved[0], Unsummed):
+            saved = settle([saved[0]])[0]
         weight_grads, bias_grads = saved
         if self.weight_name is not None:
             yield self.weight_name, DenseGrad(grads_BS=weight_grads)
@@ -96,11 +124,25 @@ class LayerNormSlot(NormSlot):
         batch = self.batch()
         if x.shape[0] != batch.size:
             x = self.over_batch(x, batch.size)
-        if batch.device == "cuda" and torch.is_autocast_enabled("cuda"):
-            x = x.float()
         owned = self.parameters
         weight, bias, tap = owned["weight"], owned["bias"], self.recorder.tap
+        if x.requires_grad and can_listen():
+            out = F.layer_norm(
+                x,
+                self.normalized_shape,
+                None if weight is None else weight.detach(),
+                None if bias is None else bias.detach(),
+                self.eps,
+            )
+            return self.recorder.listen(out, batch, self, x)
+        if batch.device == "cuda" and torch.is_autocast_enabled("cuda"):
+            x = x.float()
         return cast(Tensor, LayerNormFunction.apply(x, weight, bias, tap, self, batch))
+
+    def heard(self, x: Tensor | None, g: Tensor) -> Saved:
+        assert x is not None
+        shape = (x.shape[0], -1, self.width)
+        return (Unsummed(x_BTD=x.reshape(shape), g_BTD=g.reshape(shape), eps=self.eps),)
 
 
 class GainFunction(torch.autograd.Function):

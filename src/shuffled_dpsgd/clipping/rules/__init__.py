@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
+from shuffled_dpsgd.clipping.rules.attention import MultiheadAttentionSlot
 from shuffled_dpsgd.clipping.rules.base import Slot
 from shuffled_dpsgd.clipping.rules.conv import ConvSlot
 from shuffled_dpsgd.clipping.rules.embedding import EmbeddingSlot
@@ -23,6 +24,7 @@ BY_TYPE: dict[type[nn.Module], type[Slot]] = {
     nn.GroupNorm: GroupNormSlot,
     nn.Conv1d: ConvSlot,
     nn.Conv2d: ConvSlot,
+    nn.MultiheadAttention: MultiheadAttentionSlot,
 }
 BY_NAME: dict[str, type[Slot]] = {
     "transformers.pytorch_utils.Conv1D": Conv1DSlot,
@@ -45,5 +47,6 @@ def find_rule(module: nn.Module) -> type[Slot] | None:
     for kind in type(module).__mro__:
         rule = BY_TYPE.get(kind) or BY_NAME.get(f"{kind.__module__}.{kind.__qualname__}")
         if rule is not None:
-            return rule if type(module).forward is vars(kind).get("forward") else None
+            inherited = type(module).forward is vars(kind).get("forward")
+            return rule if inherited and rule.accepts(module) else None
     return None

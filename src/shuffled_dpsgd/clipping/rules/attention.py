@@ -1,0 +1,188 @@
+"""`nn.MultiheadAttention`, which uses its projections without calling them.
+
+Shapes: B samples, T and S positions, E the width, H heads.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shuffled_dpsgd.clipping.captures import Contribution, OuterGrad, RowSumGrad
+from shuffled_dpsgd.clipping.rules.base import Saved, Slot
+from shuffled_dpsgd.errors import UnsupportedModuleError
+
+if TYPE_CHECKING:
+    from shuffled_dpsgd.clipping.batch import Batch
+
+# The projections an entry can come from: all three of the packed weight, one third of it, or out.
+PACKED, QUERY, KEY, VALUE, OUT = range(5)
+
+
+class ProjectionFunction(torch.autograd.Function):
+    """One projection, recording (which one, input, output gradient)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        tap: Tensor,
+        part: int,
+        slot: MultiheadAttentionSlot,
+        batch: Batch,
+    ) -> Tensor:
+        if part in (QUERY, KEY, VALUE):
+            rows = slice(slot.width * (part - QUERY), slot.width * (part - QUERY + 1))
+            weight, bias = weight[rows], None if bias is None else bias[rows]
+        if torch.is_autocast_enabled(batch.device):
+            weight, bias = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
+        ctx.part, ctx.slot, ctx.batch = part, slot, batch
+        ctx.save_for_backward(x, weight)
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        part, slot = ctx.part, ctx.slot
+        tap = slot.recorder.record(ctx.batch, slot, (part, x, g), part)
+        grad_x = g.matmul(weight) if ctx.needs_input_grad[0] else None
+        return grad_x, None, None, tap, None, None, None
+
+
+class MultiheadAttentionSlot(Slot):
+    """Self- and cross-attention with a packed input projection."""
+
+    kind = "attention"
+
+    def __init__(self, **site: Any) -> None:
+        super().__init__(**site)
+        self.layer = cast(nn.MultiheadAttention, self.module)
+        self.width = self.layer.embed_dim
+        self.heads = self.layer.num_heads
+
+    @classmethod
+    def accepts(cls, module: nn.Module) -> bool:
+        """Whether all inputs share a width and nothing is appended to keys and values."""
+        layer = cast(nn.MultiheadAttention, module)
+        appended = layer.bias_k is not None or layer.add_zero_attn
+        return layer.in_proj_weight is not None and not appended
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        if not torch.is_grad_enabled():
+            return cast(
+                tuple[Tensor, Tensor | None],
+                self.plain(
+                    query,
+                    key,
+                    value,
+                    key_padding_mask=key_padding_mask,
+                    need_weights=need_weights,
+                    attn_mask=attn_mask,
+                    average_attn_weights=average_attn_weights,
+                    is_causal=is_causal,
+                ),
+            )
+        if query.dim() != 3 or (is_causal and attn_mask is None):
+            raise UnsupportedModuleError(
+                self.path,
+                expected="batched inputs, and an attn_mask wherever is_causal is set",
+                got=f"query of shape {tuple(query.shape)}, attn_mask {attn_mask}",
+                remedy="add the batch axis, pass the mask",
+            )
+        batch = self.batch()
+        q, k, v = self._projected(query, key, value, batch)
+        bias = _additive(attn_mask, key_padding_mask, q, self.heads)
+        dropout = self.layer.dropout if self.layer.training else 0.0
+        weights = None
+        if need_weights:
+            scores = q @ k.mT / math.sqrt(q.shape[-1])
+            weights = torch.softmax(scores if bias is None else scores + bias, -1)
+            weights = F.dropout(weights, dropout) if dropout else weights
+            mixed = weights @ v
+            weights = weights.mean(1) if average_attn_weights else weights
+        else:
+            mixed = F.scaled_dot_product_attention(q, k, v, bias, dropout)
+        out = self._project(mixed.transpose(1, 2).flatten(2), OUT, batch)
+        return out if self.layer.batch_first else out.transpose(0, 1), weights
+
+    def _projected(self, query: Tensor, key: Tensor, value: Tensor, batch: Batch) -> list[Tensor]:
+        """Queries, keys and values, each (B, H, T, E/H)."""
+        together = query is key and key is value
+        if self.recorder.batch is not None:
+            batch.calls[self.index] += 1 if together else 3
+        inputs = [query] if together else [query, key, value]
+        if not self.layer.batch_first:
+            inputs = [x.transpose(0, 1) for x in inputs]
+        inputs = [self.over_batch(x, batch.size) for x in inputs]
+        if together:
+            projected = list(self._project(inputs[0], PACKED, batch).chunk(3, -1))
+        else:
+            parts = (QUERY, KEY, VALUE)
+            projected = [self._project(x, p, batch) for x, p in zip(inputs, parts, strict=True)]
+        return [x.unflatten(2, (self.heads, -1)).transpose(1, 2) for x in projected]
+
+    def _project(self, x: Tensor, part: int, batch: Batch) -> Tensor:
+        if torch.is_autocast_enabled(batch.device) and x.dtype is not torch.float64:
+            x = x.to(torch.get_autocast_dtype(batch.device))
+        if part == OUT:
+            weight, bias = self.layer.out_proj.weight, self.layer.out_proj.bias
+        else:
+            weight, bias = self.layer.in_proj_weight, self.layer.in_proj_bias
+        tap = self.recorder.tap
+        return cast(Tensor, ProjectionFunction.apply(x, weight, bias, tap, part, self, batch))
+
+    def restore(self, part: int, tensors: list[Tensor]) -> Saved:
+        return (part, *tensors)
+
+    def contributions(self, saved: Saved) -> Iterator[tuple[str, Contribution]]:
+        part, x_BTE, g_BTP = saved
+        if part in (QUERY, KEY, VALUE):
+            # Zeros elsewhere put the three thirds on one footing with the packed projection.
+            before = self.width * (part - QUERY)
+            g_BTP = F.pad(g_BTP, (before, 2 * self.width - before))
+        weight, bias = ("out_proj.weight", "out_proj.bias") if part == OUT else PACKED_NAMES
+        if weight in self.names:
+            yield self.names[weight], OuterGrad(left_BTR=g_BTP, right_BTC=x_BTE)
+        if bias in self.names:
+            yield self.names[bias], RowSumGrad(grad_BTP=g_BTP)
+
+
+PACKED_NAMES = ("in_proj_weight", "in_proj_bias")
+
+
+def _additive(
+    mask: Tensor | None, padding_BS: Tensor | None, q_BHTD: Tensor, heads: int
+) -> Tensor | None:
+    """Both masks as one tensor to add to the scores, broadcast over (B, H, T, S)."""
+    parts = []
+    if mask is not None:
+        mask = _as_float(mask, q_BHTD.dtype)
+        parts.append(mask if mask.dim() == 2 else mask.unflatten(0, (-1, heads)))
+    if padding_BS is not None:
+        parts.append(_as_float(padding_BS, q_BHTD.dtype)[:, None, None, :])
+    if not parts:
+        return None
+    return parts[0] if len(parts) == 1 else parts[0] + parts[1]
+
+
+def _as_float(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    if mask.dtype != torch.bool:
+        return mask.to(dtype)
+    return torch.zeros_like(mask, dtype=dtype).masked_fill(mask, -torch.inf)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from shuffled_dpsgd.accounting import PrivacyClaim
@@ -11,24 +12,24 @@ from shuffled_dpsgd.integrations.model_card import (
     update_readme,
     with_privacy_section,
 )
-from shuffled_dpsgd.training import PrivacyCard
+from shuffled_dpsgd.training import PlanRequest, PrivacyCard, make_plan, write_card
 
 
 def card(epsilon: float) -> PrivacyCard:
-    claim = PrivacyClaim(epsilon=epsilon, delta=1e-5, method="PLD", kind="proven")
-    return PrivacyCard(
-        certified=claim,
-        why_not_certified=(),
-        paper=None,
-        audits=(),
-        steps_released=1,
-        steps_planned=1,
-        target="none",
-        sampler="Poisson",
-        mechanism=("clip",),
-        shuffle="off",
-        randomness="seeded",
+    plan = make_plan(
+        PlanRequest(
+            dataset_size=10,
+            expected_batch_size=2,
+            num_steps=1,
+            noise_multiplier=1.0,
+            delta=1e-5,
+            shuffle="off",
+        ),
+        sizes={"w": 4},
+        moved=frozenset(),
     )
+    claim = PrivacyClaim(epsilon=epsilon, delta=1e-5, method="PLD", kind="proven")
+    return replace(write_card(plan, num_steps=0), certified=claim)
 
 
 def test_section_is_added_at_the_end() -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 
 from shuffled_dpsgd.accounting import PrivacyClaim
 from shuffled_dpsgd.reports import RunView, StepRecord, count_norms
-from shuffled_dpsgd.training import PrivacyCard
+from shuffled_dpsgd.training import PlanRequest, PrivacyCard, make_plan, write_card
 
 
 def made_up_record(step: int) -> StepRecord:
@@ -44,11 +45,23 @@ def view() -> RunView:
 
 @pytest.fixture
 def card() -> PrivacyCard:
-    return PrivacyCard(
+    plan = make_plan(
+        PlanRequest(
+            dataset_size=100,
+            expected_batch_size=10,
+            num_steps=9,
+            noise_multiplier=1.0,
+            delta=1e-5,
+            shuffle="off",
+        ),
+        sizes={"w": 4},
+        moved=frozenset(),
+    )
+    return replace(
+        write_card(plan, num_steps=0),
         certified=PrivacyClaim(
             epsilon=3.0, delta=1e-5, method="PLD", kind="proven", assumptions=("one", "two")
         ),
-        why_not_certified=(),
         paper=PrivacyClaim(
             epsilon=0.5,
             delta=1e-5,
@@ -56,12 +69,6 @@ def card() -> PrivacyCard:
             kind="heuristic",
             inputs={"batch_clip": 1.0, "dimension": 1000, "delta_split": 0.5},
         ),
-        audits=(),
         steps_released=9,
-        steps_planned=9,
-        target="ε = 3 (proven)",
-        sampler="Poisson",
         mechanism=("clip <each> sample", "noise"),
-        shuffle="every-step",
-        randomness="seeded",
     )

@@ -13,6 +13,7 @@ from rich.text import Text
 if TYPE_CHECKING:
     from shuffled_dpsgd.accounting import PrivacyClaim
     from shuffled_dpsgd.reports import StepRecord
+    from shuffled_dpsgd.training import PrivacyPlan
     from shuffled_dpsgd_experiments.tasks.run import PreparedRun, RunResult
 
 COLOURS = {"proven": "green", "heuristic": "yellow", "measured": "cyan"}
@@ -21,6 +22,7 @@ COLOURS = {"proven": "green", "heuristic": "yellow", "measured": "cyan"}
 def announcement(run: PreparedRun) -> RenderableType:
     """What will be trained, on what noise, and what that is worth."""
     plan, model = run.private.plan, run.private.model
+    certified = plan.certified()
     total = sum(p.numel() for p in model.parameters() if p.requires_grad)
     table = _facts()
     table.add_row("task", f"{run.task.name}, {plan.dataset_size:,} training records")
@@ -32,11 +34,24 @@ def announcement(run: PreparedRun) -> RenderableType:
     )
     table.add_row("noise", _noise(run))
     table.add_row("shuffle", run.private.card().shuffle)
-    table.add_row("certified ε", _claim(plan.certified(), "; ".join(plan.uncertifiable)))
+    table.add_row("certified ε", _claim(certified, "; ".join(plan.uncertifiable)))
     table.add_row("paper's estimate", _claim(plan.paper_estimate(), "the formula does not apply"))
     table.add_row("output", str(run.directory))
     verb = "Resuming" if run.resumed else "Training"
-    return Group(Text(f"{verb} privately", style="bold"), table, Text())
+    return Group(Text(f"{verb} privately", style="bold"), table, _warning(plan, certified), Text())
+
+
+def _warning(plan: PrivacyPlan, certified: PrivacyClaim | None) -> Text:
+    """What is proven of noise that the paper's formula calibrated, if it misses the target."""
+    if plan.accounting != "paper" or plan.epsilon is None or certified is None:
+        return Text()
+    if certified.epsilon <= plan.epsilon:
+        return Text()
+    return Text(
+        f"What is proven of this noise is ε = {certified.epsilon:.4g}, not {plan.epsilon:g}. "
+        "For a guarantee at the target use --accounting certified.",
+        style="bold red",
+    )
 
 
 def _noise(run: PreparedRun) -> str:
@@ -109,12 +124,13 @@ def conclusion(result: RunResult, run: PreparedRun, seconds: float) -> Renderabl
     """The result, the claims in the order every surface keeps, and where everything is."""
     card = run.private.card()
     if not result.outcome.finished:
+        outcome = result.outcome
         return Group(
-            Text(f"Stopped by {result.outcome.interrupted_by} after step", style="yellow bold"),
             Text(
-                f"{result.outcome.steps_taken}; continue with "
-                f"`shuffled-dpsgd train --resume {result.directory}`"
+                f"Stopped by {outcome.interrupted_by} after step {outcome.steps_taken}",
+                style="bold yellow",
             ),
+            Text(f"continue with: shuffled-dpsgd train --resume {result.directory}"),
             _claim(card.certified, "; ".join(card.why_not_certified)),
         )
     table = _facts()

@@ -93,8 +93,13 @@ def _terms(card: PrivacyCard) -> str:
         for name, verdict in card.verdicts.items()
     ]
     assumptions = card.certified.assumptions if card.certified is not None else ()
+    blocks = [
+        f"block {name} alone: {escape(claim.describe())}"
+        for name, claim in card.paper_by_block.items()
+    ]
     rows = [
         ("verdict", verdicts or ["nothing is claimed"]),
+        *([("paper’s estimate", blocks)] if len(blocks) > 1 else []),
         ("target", [escape(card.target)]),
         ("sampler", [escape(card.sampler)]),
         ("mechanism", [escape(line) for line in card.mechanism]),

@@ -23,6 +23,7 @@ from shuffled_dpsgd.reports.style import (
 )
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 
@@ -114,14 +115,19 @@ def draw_epsilon(view: RunView) -> Figure | None:
         if view.epsilon_budget is not None:
             label = f"budget ({view.budget_kind})"
             axes.axhline(view.epsilon_budget, color=MUTED, linewidth=1, linestyle=":", label=label)
-        values = [value for value in [*certified, *paper] if value > 0]
-        if values and max(values) > 50 * min(values[-1], certified[-1]):
-            axes.set_yscale("log")
-        else:
-            axes.set_ylim(bottom=0)
+        _set_scale(axes, [certified[-1], *paper[-1:]])
         axes.set(title="Privacy spent", xlabel="step", ylabel="ε")
         axes.legend()
     return figure
+
+
+def _set_scale(axes: Axes, values: Sequence[float]) -> None:
+    """Logarithmic when the values to compare lie far apart, else linear from zero."""
+    if min(values) > 0 and max(values) > 8 * min(values):
+        axes.set_yscale("log")
+        axes.yaxis.set_major_formatter("{x:g}")
+    else:
+        axes.set_ylim(bottom=0)
 
 
 def draw_norms(view: RunView) -> Figure | None:
@@ -175,7 +181,7 @@ def draw_signal_to_noise(view: RunView) -> Figure | None:
         axes.plot(steps, ratios, color=SOFT, linewidth=1)
         axes.plot(steps, smooth(ratios), color=TRAIN)
         axes.axhline(1.0, color=MUTED, linewidth=1, linestyle=":", label="signal = noise")
-        axes.set_ylim(bottom=0)
+        _set_scale(axes, [1.0, *ratios])
         axes.set(title="Signal to noise", xlabel="step", ylabel="‖clipped sum‖ / E‖noise‖")
         axes.legend()
     return figure

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -58,6 +59,7 @@ class PrivacyCard:
     certified: PrivacyClaim | None
     why_not_certified: tuple[str, ...]
     paper: PrivacyClaim | None
+    paper_by_block: Mapping[str, PrivacyClaim]
     audits: tuple[AuditedBound, ...]
     steps_released: int
     steps_planned: int
@@ -95,6 +97,7 @@ class PrivacyCard:
             "certified": None if self.certified is None else _claim_json(self.certified),
             "why_not_certified": list(self.why_not_certified),
             "paper": None if self.paper is None else _claim_json(self.paper),
+            "paper_by_block": {n: _claim_json(c) for n, c in self.paper_by_block.items()},
             "audits": [{**asdict(bound), "kind": "measured"} for bound in self.audits],
             "verdicts": self.verdicts,
             "steps_released": self.steps_released,
@@ -115,8 +118,8 @@ class PrivacyCard:
     def __str__(self) -> str:
         lines = [
             f"Privacy card after {self.steps_released} of {self.steps_planned} steps",
-            f"  certified ε       {self._certified_line()}",
-            f"  paper's estimate  {self._paper_line()}",
+            *_labelled("certified ε", [self._certified_line()]),
+            *_labelled("paper's estimate", self._paper_lines()),
         ]
         audits = [bound.describe() for bound in self.audits] or ["none run"]
         lines += _labelled("audited bounds", audits)
@@ -138,21 +141,16 @@ class PrivacyCard:
             return f"none: {'; '.join(self.why_not_certified)}"
         return f"{self.certified.describe()}, {CERTIFIED_METHOD_NOTE}"
 
-    def _paper_line(self) -> str:
+    def _paper_lines(self) -> list[str]:
         if self.paper is None:
-            return "none: the formula needs Poisson sampling, a clip and noise"
-        inputs = self.paper.inputs
-        if "dimension" not in inputs:
-            return self.paper.describe()
-        if inputs["dimension"] == 1:
-            return (
-                f"{self.paper.describe()}, with d = 1 (the unshuffled mechanism), "
-                f"δ split {inputs['delta_split']:g}; not a guarantee"
-            )
-        return (
-            f"{self.paper.describe()}, with c' = {inputs['batch_clip']:g} c, "
-            f"d = {inputs['dimension']}, δ split {inputs['delta_split']:g}; not a guarantee"
-        )
+            return ["none: the formula needs Poisson sampling, a clip and noise"]
+        lines = [f"{_with_inputs(self.paper)}; not a guarantee"]
+        if len(self.paper_by_block) > 1:
+            lines += [
+                f"block {name} alone: {_with_inputs(claim)}"
+                for name, claim in self.paper_by_block.items()
+            ]
+        return lines
 
 
 def write_card(
@@ -163,6 +161,7 @@ def write_card(
         certified=plan.certified(num_steps),
         why_not_certified=plan.uncertifiable,
         paper=plan.paper_estimate(num_steps),
+        paper_by_block=plan.paper_by_block(num_steps),
         audits=(),
         steps_released=num_steps,
         steps_planned=plan.num_steps,
@@ -218,6 +217,18 @@ def _randomness(plan: PrivacyPlan) -> str:
     if plan.secure:
         return "operating system, fresh for every step; nothing stored can reproduce the noise"
     return "seeded: whoever learns the seed can remove the noise; every claim assumes it is secret"
+
+
+def _with_inputs(claim: PrivacyClaim) -> str:
+    """A paper claim with what decides it: c', d and the split of delta."""
+    inputs = claim.inputs
+    if "dimension" not in inputs:
+        return claim.describe()
+    if inputs["dimension"] == 1:
+        decided = "d = 1 (the unshuffled mechanism)"
+    else:
+        decided = f"c' = {inputs['batch_clip']:g} c, d = {inputs['dimension']}"
+    return f"{claim.describe()}, with {decided}, δ split {inputs['delta_split']:g}"
 
 
 def _labelled(label: str, lines: list[str]) -> list[str]:

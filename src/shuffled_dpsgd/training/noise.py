@@ -11,7 +11,7 @@ every low-order bit of a released sum is outside the model (Mironov 2012).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Protocol
 
 import torch
@@ -35,8 +35,10 @@ class NoiseSource(Protocol):
 class GaussianNoise:
     """Independent Gaussian noise for every coordinate, from the run's own streams.
 
-    The stream of a tensor is keyed by (run, step, its position among all the names given), so
-    what a tensor receives does not depend on how the others are sized or split.
+    On the CPU the stream of a tensor is keyed by (run, step, its position among all the names
+    given), so what it receives does not depend on how the others are sized or split. On an
+    accelerator all tensors of one standard deviation are served in turn from one stream keyed by
+    (run, step): a stream for each would cost more time than the noise.
     """
 
     def __init__(self, streams: RandomStreams) -> None:
@@ -51,23 +53,22 @@ class GaussianNoise:
             raise InvalidArgumentError(
                 "stds", expected="one standard deviation per tensor", got=f"mismatch at {missing}"
             )
+        for name, tensor in tensors.items():
+            if tensor.dtype not in _WIDE or not tensor.is_contiguous():
+                raise InvalidArgumentError(
+                    name, expected="a contiguous float32 or float64 sum", got=tensor.dtype
+                )
+        together: dict[tuple[torch.device, torch.dtype, float], list[torch.Tensor]] = {}
         for index, (name, tensor) in enumerate(tensors.items()):
-            self._add_one(name, tensor, stds[name], step=step, index=index)
-
-    def _add_one(
-        self, name: str, tensor: torch.Tensor, std: float, *, step: int, index: int
-    ) -> None:
-        if std == 0.0:
-            return
-        if tensor.dtype not in _WIDE or not tensor.is_contiguous():
-            raise InvalidArgumentError(
-                name, expected="a contiguous float32 or float64 sum", got=tensor.dtype
-            )
-        flat = tensor.view(-1)
-        if tensor.device.type == "cpu":
-            self._add_on_cpu(flat, std, step=step, index=index)
-        else:
-            self._add_on_accelerator(flat, std, step=step, index=index)
+            std, flat = stds[name], tensor.view(-1)
+            if std == 0.0 or tensor.numel() == 0:
+                continue
+            if tensor.device.type == "cpu":
+                self._add_on_cpu(flat, std, step=step, index=index)
+            else:
+                together.setdefault((tensor.device, tensor.dtype, std), []).append(flat)
+        for index, ((_, _, std), flats) in enumerate(together.items()):
+            self._add_on_accelerator(flats, std, step=step, index=index)
 
     def _add_on_cpu(self, flat: torch.Tensor, std: float, *, step: int, index: int) -> None:
         rng = self._streams.numpy("noise", step, index)
@@ -77,11 +78,26 @@ class GaussianNoise:
             rng.standard_normal(out=draw.numpy(), dtype=draw.numpy().dtype)
             part.add_(draw, alpha=std)
 
-    def _add_on_accelerator(self, flat: torch.Tensor, std: float, *, step: int, index: int) -> None:
-        generator = self._streams.torch("noise", step, index, device=flat.device)
-        size = min(flat.numel(), _SCRATCH_ELEMENTS_ACCELERATOR)
-        scratch = torch.empty(size, dtype=flat.dtype, device=flat.device)
-        for part in flat.split(_SCRATCH_ELEMENTS_ACCELERATOR):
-            draw = scratch[: part.numel()]
+    def _add_on_accelerator(
+        self, flats: list[torch.Tensor], std: float, *, step: int, index: int
+    ) -> None:
+        generator = self._streams.torch("noise", step, index, device=flats[0].device)
+        for parts in _packed(flats, _SCRATCH_ELEMENTS_ACCELERATOR):
+            sizes = [part.numel() for part in parts]
+            draw = torch.empty(sum(sizes), dtype=parts[0].dtype, device=parts[0].device)
             draw.normal_(generator=generator)
-            part.add_(draw, alpha=std)
+            torch._foreach_add_(parts, draw.split(sizes), alpha=std)
+
+
+def _packed(flats: list[torch.Tensor], size: int) -> Iterator[list[torch.Tensor]]:
+    """The tensors' pieces in order, in lists of at most `size` elements together."""
+    packed: list[torch.Tensor] = []
+    room = size
+    for piece in (piece for flat in flats for piece in flat.split(size)):
+        if piece.numel() > room:
+            yield packed
+            packed, room = [], size
+        packed.append(piece)
+        room -= piece.numel()
+    if packed:
+        yield packed

@@ -147,14 +147,20 @@ class PrivacyPlan:
         agree to 0.1 %. None where the formula has nothing to say: no Poisson sampling, no
         clipping, no noise.
         """
-        steps = self.num_steps if num_steps is None else num_steps
-        if self.uncertifiable:
+        claims = list(self.paper_by_block(num_steps).values())
+        if not claims:
             return None
-        if steps == 0:
-            return self._nothing_released("heuristic")
-        claims = [self._paper_claim(block, steps) for block in self.blocks]
         worst = max(claim.epsilon for claim in claims)
         return next(claim for claim in claims if claim.epsilon >= 0.999 * worst)
+
+    def paper_by_block(self, num_steps: int | None = None) -> dict[str, PrivacyClaim]:
+        """The paper's estimate of each block alone, heuristic; empty where there is none."""
+        steps = self.num_steps if num_steps is None else num_steps
+        if self.uncertifiable:
+            return {}
+        if steps == 0:
+            return {block.name: self._nothing_released("heuristic") for block in self.blocks}
+        return {block.name: self._paper_claim(block, steps) for block in self.blocks}
 
     def paper_dimension(self, block: NoiseBlock) -> int:
         """The `d` the paper's formula is evaluated at for a block."""
@@ -210,4 +216,6 @@ class PrivacyPlan:
         )
 
     def _nothing_released(self, kind: Literal["proven", "heuristic"]) -> PrivacyClaim:
-        return PrivacyClaim(epsilon=0.0, delta=self.delta, method="nothing released yet", kind=kind)
+        return PrivacyClaim(
+            epsilon=0.0, delta=self.delta, method="nothing being released yet", kind=kind
+        )

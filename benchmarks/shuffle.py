@@ -1,0 +1,328 @@
+"""Times the shuffle: one large matrix three ways, whole models, and its share of a training step.
+
+    PYTHONPATH=src python benchmarks/shuffle.py --output benchmarks/reports
+
+Writes a JSON file and a Markdown report. Full sizes on a GPU; on a CPU small ones, unless --full.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import gc
+import importlib.metadata
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+
+from shuffled_dpsgd.permutation import PermutationSpec, apply, discover, draw, fused
+from shuffled_dpsgd.permutation.apply import gather_
+from shuffled_dpsgd_experiments.models import build_model
+
+MODELS = ("vit-base", "bert-base", "gpt2", "gpt2-large")
+SMALL = {"n_embd": 256, "n_layer": 2, "n_head": 4}
+MIB = 1 << 20
+
+
+def synchronise(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def seconds(run: Callable[[], object], device: torch.device, *, repeats: int) -> float:
+    """Median seconds of one call, each call waited for, after one that does not count."""
+    run()
+    synchronise(device)
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        run()
+        synchronise(device)
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+def shuffle_matrix(device: torch.device, size: int, repeats: int) -> dict[str, Any]:
+    """Rows and columns of a square matrix, as the paper's Table 7 times it."""
+    matrix = torch.randn(size, size, device=device)
+    rows, cols = (torch.randperm(size, device=device) for _ in range(2))
+    expected = matrix[rows][:, cols]
+    dense = [torch.eye(size, device=device)[index] for index in (rows, cols)]
+    ones = torch.ones(size, device=device)
+    sparse = [
+        torch.sparse_coo_tensor(
+            torch.stack([torch.arange(size, device=device), index]),
+            ones,
+            (size, size),
+            check_invariants=True,
+        ).coalesce()
+        for index in (rows, cols)
+    ]
+    ways: dict[str, Callable[[], torch.Tensor]] = {
+        "index": lambda: matrix[rows][:, cols],
+        "dense matmul": lambda: dense[0] @ matrix @ dense[1].T,
+        "sparse matmul": lambda: (
+            torch.sparse.mm(sparse[1], torch.sparse.mm(sparse[0], matrix).T.contiguous()).T
+        ),
+    }
+    for name, way in ways.items():
+        if not torch.allclose(way(), expected):
+            raise RuntimeError(f"{name} does not permute the matrix as indexing does")
+    found: dict[str, Any] = {"size": size}
+    for name, way in ways.items():
+        found[name] = seconds(way, device, repeats=repeats)
+    order = [(0, rows), (1, cols)]
+    found["index in place"] = seconds(lambda: gather_(matrix, order), device, repeats=repeats)
+    return found
+
+
+@contextmanager
+def trained(name: str, device: torch.device, **settings: int) -> Iterator[tuple[Any, Any]]:
+    """A model and its AdamW, whose state exists, as in the middle of training."""
+    model = build_model(name, device=str(device), settings=settings).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=device.type == "cuda")
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, 1e-3)
+    optimizer.step()
+    optimizer.zero_grad()
+    try:
+        yield model, optimizer
+    finally:
+        del model, optimizer
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def shuffle_model(
+    name: str, device: torch.device, repeats: int, settings: dict[str, int]
+) -> dict[str, Any]:
+    """Draw and apply to weights and AdamW moments; time and extra memory."""
+    with trained(name, device, **settings) as (model, optimizer):
+        spec = discover(model, scope="full")
+        generator = torch.Generator(device=device).manual_seed(0)
+        parameters = list(model.parameters())
+        tensors = [*parameters, *(t for s in optimizer.state.values() for t in s.values())]
+        found: dict[str, Any] = {
+            "model": name,
+            "parameters": spec.total_parameters,
+            "shuffle_ratio": spec.shuffle_ratio,
+            "moved_mib": sum(t.nbytes for t in tensors if t.ndim) / MIB,
+            "largest_tensor_mib": max(p.nbytes for p in parameters) / MIB,
+            "draw_seconds": seconds(lambda: draw(spec, generator), device, repeats=repeats),
+        }
+        permutation = draw(spec, generator)
+        for key, state in (("weights", None), ("weights_and_state", optimizer)):
+            found[f"{key}_seconds"] = seconds(
+                lambda state=state: apply(permutation, model, state), device, repeats=repeats
+            )
+        if device.type == "cuda":
+            found["extra_mib"] = extra_memory(lambda: apply(permutation, model, optimizer)) / MIB
+            with mock.patch.object(fused, "can_move", return_value=False):
+                found["without_triton_seconds"] = seconds(
+                    lambda: apply(permutation, model, optimizer), device, repeats=repeats
+                )
+            check_kernels(spec, model, generator)
+        return found
+
+
+def extra_memory(run: Callable[[], object]) -> int:
+    """Bytes allocated at the peak beyond those allocated before."""
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    run()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
+def check_kernels(spec: PermutationSpec, model: Any, generator: torch.Generator) -> None:
+    """What the kernels move, plain indexing by the inverse puts back bit for bit."""
+    before = [p.detach().clone() for p in model.parameters()]
+    permutation = draw(spec, generator)
+    apply(permutation, model)
+    if all(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True)):
+        raise RuntimeError("nothing moved")
+    with mock.patch.object(fused, "can_move", return_value=False):
+        apply(permutation.inverse(), model)
+    if not all(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True)):
+        raise RuntimeError("the fused kernels and plain indexing disagree")
+
+
+def sweep_temporary(device: torch.device, repeats: int) -> dict[str, float]:
+    """Seconds for GPT-2 with temporaries of several sizes: the default should be near the best."""
+    found: dict[str, float] = {}
+    with trained("gpt2", device) as (model, optimizer):
+        for size in (8, 16, 32, 64, 128):
+            with mock.patch.object(fused, "TEMPORARY_BYTES", size * MIB):
+                spec = discover(model, scope="full")
+                permutation = draw(spec, torch.Generator(device=device))
+                found[f"{size} MiB"] = seconds(
+                    lambda permutation=permutation: apply(permutation, model, optimizer),
+                    device,
+                    repeats=repeats,
+                )
+    return found
+
+
+def share_of_step(
+    device: torch.device, batch_size: int, length: int, *, blocks: int, steps: int, **settings: int
+) -> dict[str, Any]:
+    """A non-private AdamW step with and without a shuffle after it, in turns."""
+    with trained("gpt2", device, **settings) as (model, optimizer):
+        spec = discover(model, scope="full")
+        generator = torch.Generator(device=device).manual_seed(0)
+        vocabulary = model.config.vocab_size
+        ids = torch.randint(vocabulary, (batch_size, length), device=device)
+
+        def step(shuffle: bool) -> None:
+            with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+                loss = model(input_ids=ids, labels=ids).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if shuffle:
+                apply(draw(spec, generator), model, optimizer)
+
+        plain, shuffled = [], []
+        for block in range(blocks + 1):
+            for shuffle, times in ((False, plain), (True, shuffled)):
+                synchronise(device)
+                start = time.perf_counter()
+                for _ in range(steps):
+                    step(shuffle)
+                synchronise(device)
+                if block > 0:
+                    times.append((time.perf_counter() - start) / steps)
+        alone = seconds(
+            lambda: apply(draw(spec, generator), model, optimizer), device, repeats=blocks * steps
+        )
+    without, with_shuffle = statistics.median(plain), statistics.median(shuffled)
+    return {
+        "batch": f"{batch_size}x{length}",
+        "precision": "bfloat16 autocast" if device.type == "cuda" else "float32",
+        "step_seconds": without,
+        "step_and_shuffle_seconds": with_shuffle,
+        "shuffle_alone_seconds": alone,
+        "ratio_in_loop": with_shuffle / without - 1,
+        "ratio_alone": alone / without,
+    }
+
+
+def environment(device: torch.device) -> dict[str, Any]:
+    versions = {}
+    for package in ("torch", "transformers", "triton"):
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            versions[package] = "absent"
+    hardware = platform.processor() or platform.machine()
+    if device.type == "cuda":
+        hardware = torch.cuda.get_device_name(device)
+    return {
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "hardware": hardware,
+        "threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+        "versions": versions,
+    }
+
+
+def measure(device: torch.device, *, full: bool) -> dict[str, Any]:
+    repeats = 20 if device.type == "cuda" else 3
+    small = {} if full else SMALL
+    batches = ((32, 128), (128, 128)) if full else ((4, 64),)
+    blocks, steps = (5, 8) if device.type == "cuda" else (2, 1)
+    return {
+        "environment": environment(device),
+        "matrix": shuffle_matrix(device, 10_000 if full else 1_000, repeats),
+        "models": [
+            shuffle_model(name, device, repeats, small) for name in (MODELS if full else ("gpt2",))
+        ],
+        "temporary": sweep_temporary(device, repeats) if device.type == "cuda" else {},
+        "steps": [
+            share_of_step(device, *batch, blocks=blocks, steps=steps, **small) for batch in batches
+        ],
+    }
+
+
+def render(found: dict[str, Any]) -> str:
+    """The report as Markdown."""
+    env = found["environment"]
+    versions = ", ".join(f"{name} {version}" for name, version in env["versions"].items())
+    lines = [
+        f"# Shuffle on {env['hardware']}, {env['date']}",
+        "",
+        f"Python {env['python']}, {versions}, {env['threads']} CPU threads. Times are medians in "
+        "milliseconds, each call waited for. Made by `benchmarks/shuffle.py`.",
+        "",
+        f"## Rows and columns of a {found['matrix']['size']:,} x {found['matrix']['size']:,} "
+        "float32 matrix",
+        "",
+        "| way | ms |",
+        "|---|---|",
+        *(f"| {n} | {1e3 * v:.3f} |" for n, v in found["matrix"].items() if n != "size"),
+        "",
+        "## Whole models, scope full, float32 weights and AdamW moments",
+        "",
+        "| model | parameters | moved MiB | largest tensor MiB | draw | weights | weights + state "
+        "| without Triton | extra MiB |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in found["models"]:
+        plain = row.get("without_triton_seconds")
+        extra = row.get("extra_mib")
+        lines.append(
+            f"| {row['model']} | {row['parameters']:,} | {row['moved_mib']:.0f} "
+            f"| {row['largest_tensor_mib']:.1f} | {1e3 * row['draw_seconds']:.2f} "
+            f"| {1e3 * row['weights_seconds']:.2f} | {1e3 * row['weights_and_state_seconds']:.2f} "
+            f"| {'' if plain is None else f'{1e3 * plain:.2f}'} "
+            f"| {'' if extra is None else f'{extra:.1f}'} |"
+        )
+    lines += [
+        "",
+        "## Share of a non-private GPT-2 step (AdamW; draw, weights and moments every step)",
+        "",
+        "| batch | precision | step | step + shuffle | shuffle alone | in the loop | alone |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    lines += [
+        f"| {row['batch']} | {row['precision']} | {1e3 * row['step_seconds']:.2f} "
+        f"| {1e3 * row['step_and_shuffle_seconds']:.2f} "
+        f"| {1e3 * row['shuffle_alone_seconds']:.2f} | {row['ratio_in_loop']:+.1%} "
+        f"| {row['ratio_alone']:.1%} |"
+        for row in found["steps"]
+    ]
+    if found["temporary"]:
+        sizes = ", ".join(f"{n}: {1e3 * v:.2f}" for n, v in found["temporary"].items())
+        lines += ["", f"GPT-2 with its moments, by size of the temporary (ms): {sizes}."]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--output", type=Path, default=Path("benchmarks/reports"))
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--full", action="store_true", help="full sizes on a CPU too")
+    options = parser.parse_args()
+    device = torch.device(options.device)
+    torch.set_float32_matmul_precision("highest")
+    found = measure(device, full=options.full or device.type == "cuda")
+    options.output.mkdir(parents=True, exist_ok=True)
+    stem = f"shuffle-{device.type}-{found['environment']['date']}"
+    (options.output / f"{stem}.json").write_text(json.dumps(found, indent=2) + "\n")
+    report = render(found)
+    (options.output / f"{stem}.md").write_text(report)
+    print(report)
+
+
+if __name__ == "__main__":
+    main()

@@ -14,6 +14,8 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
+from shuffled_dpsgd.clipping import kernels
+
 
 class Sink:
     """Receives (slot index, part, tensors) from compiled backwards; found by its integer handle."""
@@ -34,7 +36,7 @@ _SINKS: WeakValueDictionary[int, Sink] = WeakValueDictionary()
 )
 def record(handle: int, slot: int, part: int, tensors: Sequence[Tensor]) -> Tensor:
     # The compiler may reuse the tensors' memory as soon as this returns, hence the copies.
-    _SINKS[handle].receive(slot, part, [tensor.clone() for tensor in tensors])
+    _SINKS[handle].receive(slot, part, [kernels.aligned_copy(tensor) for tensor in tensors])
     return tensors[-1].new_zeros((), dtype=torch.float32)
 
 

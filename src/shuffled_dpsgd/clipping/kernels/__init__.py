@@ -9,6 +9,7 @@ from __future__ import annotations
 from shuffled_dpsgd.clipping.kernels.dispatch import (
     add_weighted_outer_sums,
     add_weighted_row_sums,
+    aligned_copy,
     gram_sq_norms,
     gram_sq_norms_of,
     norm_sums_of,
@@ -27,6 +28,7 @@ from shuffled_dpsgd.clipping.kernels.plain import (
 __all__ = [
     "add_weighted_outer_sums",
     "add_weighted_row_sums",
+    "aligned_copy",
     "embedding_sq_norms",
     "gram_sq_norms",
     "gram_sq_norms_of",

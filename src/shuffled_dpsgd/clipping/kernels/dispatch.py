@@ -20,6 +20,8 @@ from shuffled_dpsgd.clipping.kernels import plain
 
 HALF = (torch.bfloat16, torch.float16)
 ROW_ALIGNMENT_BYTES = 16
+# A whole number of the blocks the matrix kernels read.
+ROW_ROOM = 128
 # Below these a product is too small, or a sample too short, for blocks of 16 tokens to pay.
 MIN_TOKENS, MIN_WIDTH = 8, 16
 # One program per sample reads a layer's rows alone; past this width they are shared out.
@@ -58,6 +60,20 @@ def aligned(tensor: Tensor) -> bool:
             for stride in tensor.stride()[:-1]
         )
     )
+
+
+def aligned_copy(tensor: Tensor) -> Tensor:
+    """A copy whose rows are aligned, with unused room at their ends where that takes some.
+
+    Rows of odd length keep both Triton's and the vendor's matrix kernels from wide loads.
+    """
+    step = ROW_ALIGNMENT_BYTES // tensor.element_size()
+    width = tensor.shape[-1] if tensor.dim() else step
+    if not tensor.is_cuda or width < MIN_WIDTH or width % step == 0:
+        return tensor.clone(memory_format=torch.contiguous_format)
+    room = -(-width // ROW_ROOM) * ROW_ROOM
+    copy = tensor.new_empty((*tensor.shape[:-1], room))[..., :width]
+    return copy.copy_(tensor)
 
 
 def fits_triton_linear(x_BTD: Tensor, g_BTP: Tensor) -> bool:

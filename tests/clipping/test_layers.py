@@ -201,9 +201,10 @@ class CrossAttention(SelfAttention):
 
 @pytest.mark.parametrize("attention", [SelfAttention, CrossAttention])
 @pytest.mark.parametrize("bias", [True, False])
-def test_multihead_attention(attention: type[SelfAttention], bias: bool) -> None:
+@pytest.mark.parametrize("strategy", ["bookkeeping", "instantiate", "ghost"])
+def test_multihead_attention(attention: type[SelfAttention], bias: bool, strategy: str) -> None:
     torch.manual_seed(0)
-    check(attention(bias=bias), torch.randn(3, 5, 4))
+    check(attention(bias=bias), torch.randn(3, 5, 4), strategy=strategy)
 
 
 @pytest.mark.parametrize("masked", [False, True])

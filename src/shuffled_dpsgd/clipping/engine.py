@@ -16,6 +16,7 @@ from shuffled_dpsgd.clipping.grad_watch import GradWatch
 from shuffled_dpsgd.clipping.groups import group_slots
 from shuffled_dpsgd.clipping.half import HalfCopies
 from shuffled_dpsgd.clipping.inputs import find_batch
+from shuffled_dpsgd.clipping.plan import Plan, describe
 from shuffled_dpsgd.clipping.recorder import Recorder
 from shuffled_dpsgd.clipping.rules.base import can_listen
 from shuffled_dpsgd.clipping.schedules import (
@@ -185,6 +186,13 @@ class ClippingEngine:
                 remedy="wrap the forward and backward, and clear the gradients with zero_grad()",
             )
         return dict(self._rule.totals.sums)
+
+    def plan(self) -> Plan:
+        """How each parameter's norms are found, with the cost rule's figures; prints as a table.
+
+        Linear maps are decided anew by every call; the plan shows the latest.
+        """
+        return describe(self._rule.groups, self._rule.choose)
 
     def reset(self) -> None:
         """Forget norms and sums; tensors handed out by `clipped_sum` stay as they are."""

@@ -13,7 +13,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shuffled_dpsgd.clipping.captures import Contribution, OuterGrad, RowSumGrad
+from shuffled_dpsgd.clipping import cost
+from shuffled_dpsgd.clipping.captures import (
+    Contribution,
+    DenseGrad,
+    OuterGrad,
+    RowSumGrad,
+    stored_outer,
+)
 from shuffled_dpsgd.clipping.rules.base import Saved, Slot
 from shuffled_dpsgd.errors import UnsupportedModuleError
 
@@ -22,6 +29,7 @@ if TYPE_CHECKING:
 
 # The projections an entry can come from: all three of the packed weight, one third of it, or out.
 PACKED, QUERY, KEY, VALUE, OUT = range(5)
+PACKED_NAMES = ("in_proj_weight", "in_proj_bias")
 
 
 class ProjectionFunction(torch.autograd.Function):
@@ -60,6 +68,7 @@ class MultiheadAttentionSlot(Slot):
     """Self- and cross-attention with a packed input projection."""
 
     kind = "attention"
+    fixed_route = None
 
     def __init__(self, **site: Any) -> None:
         super().__init__(**site)
@@ -148,23 +157,36 @@ class MultiheadAttentionSlot(Slot):
         tap = self.recorder.tap
         return cast(Tensor, ProjectionFunction.apply(x, weight, bias, tap, part, self, batch))
 
+    def compact(self, saved: Saved, choose: cost.Chooser) -> Saved:
+        part, x_BTE, g_BTP = saved
+        g_BTP = self._padded(part, g_BTP)
+        shape = (x_BTE.shape[1], g_BTP.shape[2], x_BTE.shape[2])
+        if part != OUT:
+            self.last_shape = shape
+        if choose(*shape) is not cost.Route.INSTANTIATE:
+            return saved
+        return (part, DenseGrad(grads_BS=stored_outer(g_BTP, x_BTE)), saved[2])
+
     def restore(self, part: int, tensors: list[Tensor]) -> Saved:
         return (part, *tensors)
 
     def contributions(self, saved: Saved) -> Iterator[tuple[str, Contribution]]:
         part, x_BTE, g_BTP = saved
-        if part in (QUERY, KEY, VALUE):
-            # Zeros elsewhere put the three thirds on one footing with the packed projection.
-            before = self.width * (part - QUERY)
-            g_BTP = F.pad(g_BTP, (before, 2 * self.width - before))
+        g_BTP = self._padded(part, g_BTP)
         weight, bias = ("out_proj.weight", "out_proj.bias") if part == OUT else PACKED_NAMES
         if weight in self.names:
-            yield self.names[weight], OuterGrad(left_BTR=g_BTP, right_BTC=x_BTE)
+            stored = isinstance(x_BTE, DenseGrad)
+            outer = x_BTE if stored else OuterGrad(left_BTR=g_BTP, right_BTC=x_BTE)
+            yield self.names[weight], outer
         if bias in self.names:
             yield self.names[bias], RowSumGrad(grad_BTP=g_BTP)
 
-
-PACKED_NAMES = ("in_proj_weight", "in_proj_bias")
+    def _padded(self, part: int, g_BTP: Tensor) -> Tensor:
+        """The gradient of all three projections: zero but for the third that was used."""
+        if part not in (QUERY, KEY, VALUE):
+            return g_BTP
+        before = self.width * (part - QUERY)
+        return F.pad(g_BTP, (before, 2 * self.width - before))
 
 
 def _additive(

@@ -46,6 +46,8 @@ class Slot:
 
     kind = "generic"
     takes_children = True
+    # How norms are found, where the cost rule has no say.
+    fixed_route: str | None = "stored"
 
     def __init__(
         self, *, index: int, path: str, module: nn.Module, names: dict[str, str], recorder: Recorder

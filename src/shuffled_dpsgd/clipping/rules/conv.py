@@ -73,6 +73,7 @@ class ConvSlot(Slot):
     """`nn.Conv1d` and `nn.Conv2d`, any stride, padding, dilation and number of groups."""
 
     kind = "convolution"
+    fixed_route = None
 
     def __init__(self, **site: Any) -> None:
         super().__init__(**site)

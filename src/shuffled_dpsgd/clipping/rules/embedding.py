@@ -41,6 +41,7 @@ class EmbeddingSlot(Slot):
     """An embedding table."""
 
     kind = "embedding"
+    fixed_route = "gram"
 
     def __init__(self, **site: Any) -> None:
         super().__init__(**site)

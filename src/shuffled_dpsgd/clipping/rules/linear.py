@@ -95,6 +95,7 @@ class LinearSlot(Slot):
     kind = "linear"
     function: type[torch.autograd.Function] = LinearFunction
     transposed = False
+    fixed_route = None
 
     def __init__(self, **site: Any) -> None:
         super().__init__(**site)

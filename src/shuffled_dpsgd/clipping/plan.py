@@ -1,0 +1,77 @@
+"""What the engine does for every parameter, and why, as data and as a table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from shuffled_dpsgd.clipping import cost
+from shuffled_dpsgd.clipping.groups import Group
+from shuffled_dpsgd.clipping.rules.base import Slot
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanRow:
+    """One group of layers that share parameters; most are a single layer.
+
+    `operations` holds, for a linear map already seen, the operations per sample of each way to its
+    norm: (Gram matrices, tiles).
+    """
+
+    modules: tuple[str, ...]
+    kind: str
+    parameters: tuple[str, ...]
+    route: str
+    shape: tuple[int, int, int] | None
+    operations: tuple[int, int] | None
+
+    def why(self) -> str:
+        """The reason for the route, in words."""
+        if len(self.modules) > 1:
+            return "shared parameters: joint norm with cross terms"
+        if self.shape is None or self.operations is None:
+            return "not a matrix product" if self.route != "per call" else "decided by each call"
+        T, R, C = self.shape
+        gram, tiles = self.operations
+        return f"T={T}, {R}x{C}: Gram {gram:,}, tiles {tiles:,} operations a sample"
+
+
+class Plan(tuple[PlanRow, ...]):
+    """All rows, in the order of the model; prints as a table."""
+
+    def __str__(self) -> str:
+        header = ("modules", "kind", "route", "why")
+        lines = [header, *((", ".join(r.modules), r.kind, r.route, r.why()) for r in self)]
+        widths = [max(len(line[i]) for line in lines) for i in range(3)]
+        return "\n".join(
+            "  ".join([*(cell.ljust(w) for cell, w in zip(line, widths, strict=False)), line[3]])
+            for line in lines
+        )
+
+
+def describe(groups: Iterable[Group], choose: cost.Chooser) -> Plan:
+    """The plan for these groups, with the shapes of their latest calls."""
+    return Plan(_row(group, choose) for group in groups)
+
+
+def _row(group: Group, choose: cost.Chooser) -> PlanRow:
+    first = group.slots[0]
+    shape = first.last_shape if len(group.slots) == 1 else None
+    operations = None
+    if shape is not None:
+        T, R, C = shape
+        operations = (2 * T * T * (R + C), 2 * T * R * C)
+    return PlanRow(
+        modules=tuple(slot.path or "<root>" for slot in group.slots),
+        kind=" + ".join(dict.fromkeys(slot.kind for slot in group.slots)),
+        parameters=group.names,
+        route=" + ".join(dict.fromkeys(_route(slot, choose) for slot in group.slots)),
+        shape=shape,
+        operations=operations,
+    )
+
+
+def _route(slot: Slot, choose: cost.Chooser) -> str:
+    if slot.fixed_route is not None:
+        return slot.fixed_route
+    return "per call" if slot.last_shape is None else choose(*slot.last_shape).value

@@ -145,7 +145,7 @@ class PrivacyCard:
         if self.paper is None:
             return ["none: the formula needs Poisson sampling, a clip and noise"]
         lines = [f"{_with_inputs(self.paper)}; not a guarantee"]
-        if len(self.paper_by_block) > 1:
+        if len({claim.epsilon for claim in self.paper_by_block.values()}) > 1:
             lines += [
                 f"block {name} alone: {_with_inputs(claim)}"
                 for name, claim in self.paper_by_block.items()

@@ -10,7 +10,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -103,14 +103,15 @@ def train(
     extras = dict(settings.extras) | ({} if scheduler is None else {"scheduler": scheduler})
     if resume:
         _resume(private, settings, extras)
+    loss = _in_precision(per_sample_loss, settings.precision, private.device)
     if settings.physical_batch == "find":
-        find_physical_batch_size(private, data, per_sample_loss, collate=settings.collate)
+        find_physical_batch_size(private, data, loss, collate=settings.collate)
     with _signals() as received:
         observer = _Observer(private, settings, callbacks, scheduler, extras, received)
         stop_observing = private.on_update(observer)
         try:
             if not private.finished:
-                _run(private, data, per_sample_loss, settings, received)
+                _run(private, data, loss, settings, received)
         finally:
             stop_observing()
     if private.finished:
@@ -132,9 +133,7 @@ def _run(
     received: list[str],
 ) -> None:
     for batch in private.batches(data, collate=settings.collate, num_workers=settings.num_workers):
-        with _autocast(settings.precision, private.device):
-            losses = per_sample_loss(private.model, batch)
-        private.backward(losses)
+        private.backward(per_sample_loss(private.model, batch))
         if private.step() and received:
             return
 
@@ -205,10 +204,18 @@ def _resume(
         load_checkpoint(private, newest, extras=extras)
 
 
-def _autocast(precision: Precision, device: torch.device) -> AbstractContextManager[Any]:
-    if precision == "bf16":
-        return torch.autocast(device.type, dtype=torch.bfloat16)
-    return nullcontext()
+def _in_precision(
+    per_sample_loss: PerSampleLoss, precision: Precision, device: torch.device
+) -> PerSampleLoss:
+    """The forward under autocast if asked for; backward and update stay outside, as they must."""
+    if precision == "float32":
+        return per_sample_loss
+
+    def narrow(model: torch.nn.Module, batch: Any) -> torch.Tensor:
+        with torch.autocast(device.type, dtype=torch.bfloat16):
+            return per_sample_loss(model, batch)
+
+    return narrow
 
 
 @contextmanager

@@ -55,13 +55,13 @@ def _fits(
     batch = to_device(shaped(collate([data[i] for i in range(size)])), private.device)
     with private:
         try:
-            private.engine.backward(per_sample_loss(private.model, batch))
+            private.backward(per_sample_loss(private.model, batch))
         except torch.OutOfMemoryError:
             fits = False
         else:
             fits = True
         finally:
-            private.engine.reset()
+            private.discard()
     if not fits and private.device.type == "cuda":
         torch.cuda.empty_cache()
     return fits

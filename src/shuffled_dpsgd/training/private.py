@@ -172,6 +172,13 @@ class PrivateTraining:
         self._update()
         return True
 
+    def discard(self) -> None:
+        """Drop what was accumulated since the last update; nothing of it has been released."""
+        self.engine.reset()
+        self._losses.reset()
+        self._current = None
+        self._drawn = 0
+
     def on_update(self, callback: Callable[[], object]) -> Callable[[], None]:
         """Call `callback` after every update, those of empty batches included.
 
@@ -230,7 +237,7 @@ class PrivateTraining:
             for step in steps
         )
         with self:
-            self._forget_partial_batch()
+            self.discard()
             loaded = physical_batches(
                 data,
                 logical,
@@ -248,13 +255,7 @@ class PrivateTraining:
                     yield to_device(shaped(part.data), self.device)
                     self._check_stepped(part)
             finally:
-                self._forget_partial_batch()
-
-    def _forget_partial_batch(self) -> None:
-        self.engine.reset()
-        self._losses.reset()
-        self._current = None
-        self._drawn = 0
+                self.discard()
 
     def _check_stepped(self, part: PhysicalBatch) -> None:
         if part.completes and self.steps_taken <= part.step:
@@ -302,7 +303,7 @@ class PrivateTraining:
         self.steps_taken += 1
         if self.plan.shuffle == "every-step" and self.plan.permutes:
             self._permute(step)
-        self._forget_partial_batch()
+        self.discard()
         self._check_weights()
         for callback in tuple(self._callbacks):
             callback()

@@ -55,8 +55,7 @@ def positions(tensor: Tensor) -> Tensor:
 
 def stored_outer(left_BTR: Tensor, right_BTC: Tensor) -> Tensor:
     """Every sample's left^T right, accumulated in float32 or float64: (B, R, C)."""
-    wide = torch.float64 if left_BTR.dtype == torch.float64 else torch.float32
-    return torch.bmm(left_BTR.to(wide).mT, right_BTC.to(wide))
+    return kernels.outer_products(left_BTR, right_BTC)
 
 
 @dataclass(slots=True, eq=False, kw_only=True)

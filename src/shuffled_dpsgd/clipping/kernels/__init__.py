@@ -13,15 +13,16 @@ from shuffled_dpsgd.clipping.kernels.dispatch import (
     gram_sq_norms,
     gram_sq_norms_of,
     norm_sums_of,
+    tile_sq_norms,
     weighted_outer_sum,
     weighted_row_sum,
 )
 from shuffled_dpsgd.clipping.kernels.plain import (
     embedding_sq_norms,
     layer_norm_backward,
+    outer_products,
     rms_norm_backward,
     tied_cross_terms,
-    tile_sq_norms,
     weighted_embedding_sum,
 )
 
@@ -34,6 +35,7 @@ __all__ = [
     "gram_sq_norms_of",
     "layer_norm_backward",
     "norm_sums_of",
+    "outer_products",
     "rms_norm_backward",
     "tied_cross_terms",
     "tile_sq_norms",

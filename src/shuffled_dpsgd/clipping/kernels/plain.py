@@ -60,6 +60,13 @@ def inner_products(a_BTD: Tensor, b_BSD: Tensor) -> Tensor:
     return torch.bmm(widen(a_BTD), widen(b_BSD).mT)
 
 
+def outer_products(left_BTR: Tensor, right_BTC: Tensor) -> Tensor:
+    """Every sample's left^T right, (B, R, C), accumulated wide."""
+    if on_tensor_cores(left_BTR) and left_BTR.dtype == right_BTC.dtype:
+        return torch.bmm(left_BTR.mT, right_BTC, out_dtype=torch.float32)
+    return torch.bmm(widen(left_BTR).mT, widen(right_BTC))
+
+
 def gram_sq_norms(x_BTD: Tensor, g_BTP: Tensor, bias: bool) -> Tensor:
     """||sum_t g_t x_t^T||^2 of each sample (plus ||sum_t g_t||^2 with `bias`), by Gram matrices.
 

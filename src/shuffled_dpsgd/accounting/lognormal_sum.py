@@ -25,6 +25,7 @@ Cdf: TypeAlias = Callable[[npt.ArrayLike], Array]
 Moments: TypeAlias = tuple[float, float]
 
 KEPT = 512
+CHUNK = 1000
 EXACT_ADDITIONS = 500
 
 
@@ -49,12 +50,17 @@ class LognormalSum:
             raise InvalidArgumentError("std", expected="a positive number", got=self.std)
 
     def draw_log(self, draws: int, rng: np.random.Generator) -> Array:
-        """`draws` independent values of log S."""
+        """`draws` independent values of log S, in chunks that bound the memory."""
         first = self.spike + self.std * rng.standard_normal(draws)
         if self.dimension == 1:
             return first
-        others = draw_sums(self.dimension - 1, [self.std], draws, rng, kept=KEPT)
-        return np.logaddexp(first, others.log_exponential[:, 0])
+        others = [
+            draw_sums(
+                self.dimension - 1, [self.std], min(CHUNK, draws - start), rng, kept=KEPT
+            ).log_exponential[:, 0]
+            for start in range(0, draws, CHUNK)
+        ]
+        return np.logaddexp(first, np.concatenate(others))
 
 
 class Method(Protocol):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -22,6 +23,11 @@ from shuffled_dpsgd.cli.accounting_options import (
 )
 from shuffled_dpsgd.cli.accounting_tables import number, price_each, print_comparison
 from shuffled_dpsgd.cli.output import AsJson, print_json, reports_errors
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from shuffled_dpsgd.accounting import Target
 
 EPILOG = (
     "Example: [bold]shuffled-dpsgd calibrate --epsilon 1 --delta 5e-6 --dataset-size 50000 "
@@ -49,7 +55,7 @@ def calibrate(
     The certified row is the one to train with. The paper's row appears when --dimension and
     --batch-clip are given; it is an estimate, so the certified ε at its noise is printed too.
     """
-    from shuffled_dpsgd.accounting import Target, accountants, certified_claim
+    from shuffled_dpsgd.accounting import Target, accountants
 
     prob, steps = resolve_sampling(
         sampling_prob=sampling_prob,
@@ -65,33 +71,26 @@ def calibrate(
         dimension=dimension, batch_clip=batch_clip, delta_split=parse_delta_split(delta_split)
     )
     rows = price_each(chosen, lambda each: each.calibrate(target).to_json(), quiet=as_json)
-    result: dict[str, Any] = {
-        "target": {
-            "epsilon": epsilon,
-            "delta": delta,
-            "sampling_prob": prob,
-            "num_steps": steps,
-            "adjacency": adjacency,
-        },
-        **rows,
-    }
-    paper_noise = rows.get("paper", {}).get("noise_multiplier")
-    if paper_noise is not None:
-        at_paper = certified_claim(
-            noise_multiplier=paper_noise,
-            sampling_prob=prob,
-            num_steps=steps,
-            delta=delta,
-            adjacency=adjacency,
-        )
-        result["certified_at_paper_noise"] = {"noise_multiplier": paper_noise, **at_paper.to_json()}
+    at_paper = _certified_at_paper_noise(target, rows)
     if as_json:
-        print_json(result)
+        print_json({"target": asdict(target), **rows, **at_paper})
         return
     print_comparison(f"ε = {epsilon:g} at δ = {delta:g}, q = {prob:.6g}, T = {steps:,}", rows)
-    if paper_noise is not None:
+    for claim in at_paper.values():
         typer.echo(
-            f"At the paper's noise {number(paper_noise)} what is proven is "
-            f"ε = {number(result['certified_at_paper_noise']['epsilon'])} (proven), "
-            f"against {epsilon:g} (heuristic)."
+            f"At the paper's noise {number(claim['noise_multiplier'])} what is proven is "
+            f"ε = {number(claim['epsilon'])} (proven), against {epsilon:g} (heuristic)."
         )
+
+
+def _certified_at_paper_noise(
+    target: Target, rows: Mapping[str, Mapping[str, Any]]
+) -> dict[str, dict[str, Any]]:
+    """What can be relied on if one trains with the paper's noise; empty where it has none."""
+    from shuffled_dpsgd.accounting import certified_claim
+
+    noise = rows.get("paper", {}).get("noise_multiplier")
+    if noise is None:
+        return {}
+    claim = certified_claim(**target.mechanism(noise).to_json(), delta=target.delta)
+    return {"certified_at_paper_noise": {"noise_multiplier": noise, **claim.to_json()}}

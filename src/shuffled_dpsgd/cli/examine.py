@@ -61,8 +61,6 @@ def examine(
     The theorem's own worst-case pair, constant vectors, and vectors of your own: the true δ in both
     directions with confidence intervals, and what is proven for the whole run.
     """
-    from shuffled_dpsgd.accounting import certified_claim, examine_pair
-
     prob, steps = resolve_sampling(
         sampling_prob=sampling_prob,
         num_steps=num_steps,
@@ -70,16 +68,32 @@ def examine(
         batch_size=batch_size,
         epochs=epochs,
     )
+    if figure is not None and figure.suffix not in (".png", ".svg", ".pdf"):
+        raise InvalidArgumentError("figure", expected="a .png, .svg or .pdf path", got=str(figure))
     claim = _claim(epsilon, noise_multiplier, delta, prob, steps, dimension, batch_clip)
-    step = {
-        "noise_multiplier": claim.inputs["noise_multiplier"],
-        "step_epsilon": claim.inputs["step_epsilon"],
-        "step_delta": claim.inputs["step_delta"],
-    }
-    pairs = _pairs(dimension, batch_clip, vectors)
+    result, found = _examine(claim, _pairs(dimension, batch_clip, vectors), draws, seed, figure)
+    if as_json:
+        print_json(result)
+        return
+    _print(claim, result["certified"], found, result["verdict"])
+    if figure is not None:
+        typer.echo(f"drawn to {figure}")
+
+
+def _examine(
+    claim: PrivacyClaim, pairs: Sequence[Pair], draws: int, seed: int, figure: Path | None
+) -> tuple[dict[str, Any], list[Examination]]:
+    """The JSON object, and the examinations it came from."""
+    from shuffled_dpsgd.accounting import certified_claim, examine_pair
+
+    names = ("noise_multiplier", "step_epsilon", "step_delta")
+    step = {name: claim.inputs[name] for name in names}
     found = [examine_pair(pair, **step, draws=draws, seed=seed) for pair in pairs]
     certified = certified_claim(
-        noise_multiplier=step["noise_multiplier"], sampling_prob=prob, num_steps=steps, delta=delta
+        noise_multiplier=step["noise_multiplier"],
+        sampling_prob=claim.inputs["sampling_prob"],
+        num_steps=claim.inputs["num_steps"],
+        delta=claim.delta,
     )
     result: dict[str, Any] = {
         "claim": claim.to_json(),
@@ -88,13 +102,8 @@ def examine(
         "verdict": next((e.verdict for e in found if e.refuted), "not refuted by these pairs"),
     }
     if figure is not None:
-        result["curves"] = _draw(figure, pairs, dimension, batch_clip, step, draws, seed)
-    if as_json:
-        print_json(result)
-        return
-    _print(claim, certified, found, result["verdict"])
-    if figure is not None:
-        typer.echo(f"drawn to {figure}")
+        result["curves"] = _draw(figure, pairs, claim, step, draws, seed)
+    return result, found
 
 
 def _claim(
@@ -161,8 +170,7 @@ def _pairs(dimension: int, batch_clip: float, vectors: Path | None) -> list[Pair
 def _draw(
     path: Path,
     pairs: Sequence[Pair],
-    dimension: int,
-    batch_clip: float,
+    claim: PrivacyClaim,
     step: dict[str, float],
     draws: int,
     seed: int,
@@ -171,10 +179,13 @@ def _draw(
     from shuffled_dpsgd_experiments.figures.output import save_drawing
     from shuffled_dpsgd_experiments.figures.style import house_style
 
-    if path.suffix not in (".png", ".svg", ".pdf"):
-        raise InvalidArgumentError("figure", expected="a .png, .svg or .pdf path", got=str(path))
     comparison = compute(
-        pairs, dimension=dimension, batch_clip=batch_clip, draws=draws, seed=seed, **step
+        pairs,
+        dimension=claim.inputs["dimension"],
+        batch_clip=claim.inputs["batch_clip"],
+        draws=draws,
+        seed=seed,
+        **step,
     )
     path.parent.mkdir(parents=True, exist_ok=True)
     with house_style():
@@ -183,10 +194,12 @@ def _draw(
 
 
 def _print(
-    claim: PrivacyClaim, certified: PrivacyClaim, found: Sequence[Examination], verdict: str
+    claim: PrivacyClaim, certified: dict[str, Any], found: Sequence[Examination], verdict: str
 ) -> None:
     from rich.console import Console
     from rich.table import Table
+
+    from shuffled_dpsgd.accounting import PrivacyClaim
 
     inputs = claim.inputs
     console = Console()
@@ -210,5 +223,6 @@ def _print(
             )
     console.print(table)
     console.print(f"whole run, paper:     {claim.describe()}", highlight=False)
-    console.print(f"whole run, certified: {certified.describe()}", highlight=False)
+    proven = PrivacyClaim.from_json(certified).describe()
+    console.print(f"whole run, certified: {proven}", highlight=False)
     console.print(f"verdict: [bold]{verdict}[/bold]")

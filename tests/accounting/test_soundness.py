@@ -1,0 +1,121 @@
+"""Facts that decide what may be claimed, as tests; docs/claims.md tells them as prose."""
+
+from __future__ import annotations
+
+import pytest
+
+from shuffled_dpsgd.accounting import (
+    Examination,
+    calibrate_certified,
+    calibrate_paper,
+    certified_claim,
+    compare_calibrations,
+    constant_pair,
+    examine_pair,
+    spike_pair,
+)
+
+VIT = {"delta": 5e-6, "sampling_prob": 0.02, "num_steps": 500}
+D_VIT = 85_800_000
+
+
+def examine(dimension: int, batch_clip: float, draws: int = 8000) -> Examination:
+    step = calibrate_paper(epsilon=1.0, dimension=dimension, batch_clip=batch_clip, **VIT)
+    return examine_pair(
+        spike_pair(dimension, batch_clip),
+        noise_multiplier=step.noise_multiplier,
+        step_epsilon=step.step_epsilon,
+        step_delta=step.step_delta,
+        draws=draws,
+    )
+
+
+def test_the_theorem_fails_on_its_own_worst_case_pair() -> None:
+    """ViT, ε = 1, c' = c: said to be (0.36, 2.5e-7) a step; the truth is about 0.8."""
+    found = examine(D_VIT, 1.0)
+    forward, backward = found.truth
+    assert forward.delta == pytest.approx(0.80, abs=0.02)
+    assert backward.delta == pytest.approx(0.82, abs=0.025)
+    assert found.claimed_delta == pytest.approx(2.5e-7, rel=1e-3)
+    assert min(forward.low, backward.low) > 1e6 * found.claimed_delta
+    assert found.verdict == "claim refuted"
+
+
+@pytest.mark.parametrize(("batch_clip", "truth"), [(1.0, 0.686), (10.0, 0.265)])
+def test_it_fails_at_ten_thousand_coordinates_too(batch_clip: float, truth: float) -> None:
+    found = examine(10**4, batch_clip, draws=20_000)
+    assert max(each.delta for each in found.truth) == pytest.approx(truth, abs=0.012)
+    assert found.refuted
+
+
+def test_the_maximum_tells_the_worlds_apart() -> None:
+    """Why: the spike stands 7.3σ high, the largest of 85.8M noise values about 5.7σ."""
+    from scipy.special import ndtri
+
+    noise = calibrate_paper(epsilon=1.0, dimension=D_VIT, batch_clip=1.0, **VIT).noise_multiplier
+    assert 2.0 / noise == pytest.approx(7.3, abs=0.05)
+    assert -ndtri(0.5 / D_VIT) == pytest.approx(5.7, abs=0.1)
+
+
+def test_constant_vectors_keep_everything() -> None:
+    noise = calibrate_paper(epsilon=1.0, dimension=D_VIT, batch_clip=1.0, **VIT).noise_multiplier
+    found = examine_pair(
+        constant_pair(D_VIT, 1.0), noise_multiplier=noise, step_epsilon=0.36, step_delta=2.5e-7
+    )
+    assert found.truth[0].delta > 0.9
+    assert found.refuted
+
+
+@pytest.mark.parametrize(
+    ("noise", "epsilon", "accuracy"), [(0.273, 108.0, 1.0), (0.746, 5.9, 0.05), (2.33, 0.80, 0.01)]
+)
+def test_certified_epsilon_at_the_papers_noise(
+    noise: float, epsilon: float, accuracy: float
+) -> None:
+    claim = certified_claim(noise_multiplier=noise, **VIT)
+    assert claim.epsilon == pytest.approx(epsilon, abs=accuracy)
+
+
+@pytest.mark.parametrize(
+    ("epsilon", "noise"), [(1.0, 1.95), (0.5, 3.44), (0.25, 6.35), (0.1, 14.6)]
+)
+def test_plain_training_needs_little_noise_when_certified(epsilon: float, noise: float) -> None:
+    found = calibrate_certified(epsilon=epsilon, **VIT)
+    assert found.noise_multiplier == pytest.approx(noise, rel=2.5e-3)
+
+
+def test_the_papers_noise_barely_moves_while_the_truth_does() -> None:
+    strict, loose = (
+        calibrate_paper(epsilon=epsilon, dimension=D_VIT, batch_clip=1.0, **VIT).noise_multiplier
+        for epsilon in (0.1, 1.0)
+    )
+    assert strict / loose < 1.005
+
+
+def test_gaussian_dp_under_noises() -> None:
+    noise = compare_calibrations(epsilon=1.0, **VIT)
+    assert noise["gdp"].noise_multiplier == pytest.approx(1.87, abs=0.005)
+    assert noise["certified"].noise_multiplier == pytest.approx(1.946, abs=0.002)
+    real = certified_claim(noise_multiplier=noise["gdp"].noise_multiplier, **VIT)
+    assert real.epsilon > 1.04
+
+
+def test_orders_up_to_63_fail_at_strong_privacy_and_ours_do_not() -> None:
+    from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent
+    from dp_accounting.rdp import RdpAccountant
+
+    noise = compare_calibrations(epsilon=0.1, **VIT)
+    ours, certified = noise["rdp"].noise_multiplier, noise["certified"].noise_multiplier
+    assert certified < ours < 1.15 * certified
+    short = RdpAccountant([1 + step / 10 for step in range(1, 100)] + list(range(12, 64)))
+    short.compose(PoissonSampledDpEvent(0.02, GaussianDpEvent(ours)), 500)
+    assert short.get_epsilon(5e-6) > 0.13
+
+
+def test_a_loose_prv_error_target_wastes_noise_and_a_relative_one_does_not() -> None:
+    from shuffled_dpsgd.accounting import SampledGaussian
+    from shuffled_dpsgd.accounting.prv import prv_epsilon
+
+    mechanism = SampledGaussian(noise_multiplier=14.7, sampling_prob=0.02, num_steps=500)
+    assert prv_epsilon(mechanism, 5e-6) < 0.1
+    assert prv_epsilon(mechanism, 5e-6, relative_error=1.0) > 0.19

@@ -12,6 +12,7 @@ from torch.utils.hooks import RemovableHandle
 
 from shuffled_dpsgd.clipping import cost, factors, sites
 from shuffled_dpsgd.clipping.batch import Batch, Entry, Phase
+from shuffled_dpsgd.clipping.batch_axis import BatchAxisCheck
 from shuffled_dpsgd.clipping.grad_watch import GradWatch
 from shuffled_dpsgd.clipping.groups import group_slots
 from shuffled_dpsgd.clipping.half import HalfCopies
@@ -91,6 +92,7 @@ class ClippingEngine:
         )
         self._schedule = _schedule(strategy, self._rule)
         self._halves = HalfCopies(self._slots)
+        self._axis_check = BatchAxisCheck(model, self._slots)
         self._watch = GradWatch(self._parameters)
         self._patches = [(slot.module.__dict__, slot.forward) for slot in self._slots]
         self._hooks: list[RemovableHandle] = []
@@ -202,6 +204,9 @@ class ClippingEngine:
         if not torch.is_grad_enabled() or _inside_backward():
             return
         size, device = find_batch(args, kwargs)
+        if not self._axis_check.done and not torch.compiler.is_compiling() and size > 0:
+            self._axis_check.run(args, kwargs, size)
+            self._recorder.axis_checked = True
         scale = float(size) if self.loss_reduction == "mean" else 1.0
         batch = Batch(size=size, device=device, slots=len(self._slots), scale=scale)
         if device == "cuda" and torch.is_autocast_enabled(device) and can_listen():

@@ -33,6 +33,7 @@ class Recorder:
         self.batch: Batch | None = None
         self.latest: Batch | None = None
         self.slots: list[Slot] = []
+        self.axis_checked = False
         self.tap = torch.zeros((), requires_grad=True)
         self._sink = Sink(self._record_traced)
         self._handle = self._sink.handle

@@ -75,6 +75,7 @@ class MultiheadAttentionSlot(Slot):
         self.layer = cast(nn.MultiheadAttention, self.module)
         self.width = self.layer.embed_dim
         self.heads = self.layer.num_heads
+        self.batch_axis = 0 if self.layer.batch_first else 1
 
     @classmethod
     def accepts(cls, module: nn.Module) -> bool:

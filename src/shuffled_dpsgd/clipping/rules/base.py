@@ -46,6 +46,7 @@ class Slot:
 
     kind = "generic"
     takes_children = True
+    batch_axis = 0
     # How norms are found, where the cost rule has no say.
     fixed_route: str | None = "stored"
 

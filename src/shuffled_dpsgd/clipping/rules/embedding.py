@@ -6,6 +6,7 @@ Shapes: B samples, T positions, D the width.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -55,15 +56,42 @@ class EmbeddingSlot(Slot):
             )
         self.padding_idx = table.padding_idx
         self.weight_name = self.names["weight"]
+        # Set by the check of the batch axis: the ids have none, every sample uses them all.
+        self.shared_by_batch = False
+        self._expand_to: int | None = None
+
+    @contextmanager
+    def expanding(self, size: int) -> Iterator[None]:
+        """Give the ids a batch axis even without gradients."""
+        self._expand_to = size
+        try:
+            yield
+        finally:
+            self._expand_to = None
 
     def forward(self, ids: Tensor) -> Tensor:
         if not torch.is_grad_enabled():
+            if self._expand_to is not None:
+                ids = ids.expand(self._expand_to, *ids.shape)
             return cast(Tensor, self.plain(ids))
         batch = self.batch()
-        if ids.shape[0] != batch.size:
-            ids = self.over_batch(ids, batch.size)
+        if self.shared_by_batch or ids.dim() < 2 or ids.shape[0] != batch.size:
+            ids = self._over_batch(ids, batch.size)
         weight, tap = self.parameters["weight"], self.recorder.tap
         return cast(Tensor, EmbeddingFunction.apply(ids, weight, tap, self, batch))
+
+    def _over_batch(self, ids: Tensor, size: int) -> Tensor:
+        """Ids with the batch on axis 0, where they are shared by all samples or few of them."""
+        if self.shared_by_batch or (ids.dim() == 1 and ids.shape[0] != size):
+            return ids.expand(size, *ids.shape)
+        if ids.dim() == 1 and torch.compiler.is_compiling() and not self.recorder.axis_checked:
+            raise UnsupportedModuleError(
+                self.path,
+                expected="ids known to be one per sample",
+                got=f"ids of shape {tuple(ids.shape)}, which may as well be positions",
+                remedy="run one batch without torch.compile first, or use ids of shape (B, 1)",
+            )
+        return self.over_batch(ids, size) if ids.dim() else ids.expand(size)
 
     def contributions(self, saved: Saved) -> Iterator[tuple[str, Contribution]]:
         ids, g = saved

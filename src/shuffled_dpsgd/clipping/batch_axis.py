@@ -1,0 +1,125 @@
+"""Checks, once, that the first axis of every layer's input really is the batch.
+
+A table of positions looked up with ids of shape (T,), or a linear map of a (T, D) table, has no
+batch axis: its gradient arrives already summed over the samples. Where T differs from the batch
+size the shapes give that away; where it happens to be equal nothing does, and the clipping would
+be silently wrong. So the first batch is run once more, without gradients, with one sample added:
+inputs that carry the batch grow, all others do not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
+
+from shuffled_dpsgd.clipping.rules.base import Slot
+from shuffled_dpsgd.clipping.rules.embedding import EmbeddingSlot
+from shuffled_dpsgd.clipping.rules.generic import agree, in_eval_mode
+from shuffled_dpsgd.errors import UnsupportedModuleError
+
+
+class BatchAxisCheck:
+    """Runs the check on the first batch; afterwards `done` and never again."""
+
+    def __init__(self, model: nn.Module, slots: Sequence[Slot]) -> None:
+        self.done = False
+        self._model = model
+        self._slots = slots
+
+    def run(self, args: Any, kwargs: Mapping[str, Any], size: int) -> None:
+        """Probe the model with the inputs of a batch of `size` samples.
+
+        Raises:
+            UnsupportedModuleError: a layer's input does not grow with the batch, or the model
+                cannot be run with one sample more.
+        """
+        self.done = True
+        more_args, more_kwargs = _one_more(args, size), _one_more(dict(kwargs), size)
+        lengths: dict[int, set[int]] = {}
+        with in_eval_mode(self._model), _buffers_kept(self._model), torch.random.fork_rng():
+            with self._watching(lengths):
+                try:
+                    self._model.forward(*more_args, **more_kwargs)
+                except (RuntimeError, ValueError, IndexError) as error:
+                    raise UnsupportedModuleError(
+                        "",
+                        expected="a model that also runs with one sample more",
+                        got=f"{type(error).__name__}: {str(error).splitlines()[0]}",
+                        remedy="give every input that belongs to samples a batch axis 0, and no "
+                        "other input that length",
+                    ) from error
+            if self._mark(lengths, size + 1):
+                self._compare(args, kwargs, size)
+
+    @contextmanager
+    def _watching(self, lengths: dict[int, set[int]]) -> Iterator[None]:
+        with ExitStack() as hooks:
+            for slot in self._slots:
+
+                def note(_: nn.Module, args: Any, kwargs: Any, slot: Slot = slot) -> None:
+                    found = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+                    if found and found[0].dim() > slot.batch_axis:
+                        length = found[0].shape[slot.batch_axis]
+                        lengths.setdefault(slot.index, set()).add(length)
+
+                handle = slot.module.register_forward_pre_hook(note, with_kwargs=True)
+                hooks.callback(handle.remove)
+            yield
+
+    def _mark(self, lengths: dict[int, set[int]], size: int) -> bool:
+        """Note which embeddings are shared by the batch; refuse any other such layer."""
+        marked = False
+        for slot in self._slots:
+            others = lengths.get(slot.index, set()) - {1, size}
+            if not others:
+                continue
+            if not isinstance(slot, EmbeddingSlot) or size in lengths[slot.index]:
+                raise slot.refuse_batch_axis(size - 1, torch.Size([min(others)]))
+            slot.shared_by_batch = marked = True
+        return marked
+
+    def _compare(self, args: Any, kwargs: Mapping[str, Any], size: int) -> None:
+        """A shared lookup is given a batch axis; the model must compute the same with it."""
+        plain, _ = tree_flatten(self._model.forward(*args, **kwargs))
+        shared = [s for s in self._slots if isinstance(s, EmbeddingSlot) and s.shared_by_batch]
+        with ExitStack() as patches:
+            for slot in shared:
+                patches.enter_context(slot.expanding(size))
+            expanded, _ = tree_flatten(self._model.forward(*args, **kwargs))
+        same = len(plain) == len(expanded) and all(
+            agree(one, other) if isinstance(one, Tensor) else True
+            for one, other in zip(plain, expanded, strict=True)
+        )
+        if not same:
+            raise UnsupportedModuleError(
+                shared[0].path,
+                expected="a lookup that is only broadcast over the batch",
+                got="other outputs once its ids have a batch axis",
+                remedy="give the ids a leading axis of length one, or freeze the table",
+            )
+
+
+def _one_more(inputs: Any, size: int) -> Any:
+    """Inputs with the first sample repeated at the end of every tensor that has the batch."""
+
+    def grow(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] == size:
+            return torch.cat([leaf, leaf[:1]])
+        return leaf
+
+    return tree_map(grow, inputs)
+
+
+@contextmanager
+def _buffers_kept(model: nn.Module) -> Iterator[None]:
+    kept = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    try:
+        yield
+    finally:
+        for buffer, value in kept:
+            buffer.copy_(value)

@@ -1,0 +1,123 @@
+"""Inputs without a batch axis are found out, also where their length equals the batch size."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from clipping.compare import assert_exact, run
+from clipping.tiny_models import Inputs, bert_classifier
+from shuffled_dpsgd.clipping import ClippingEngine
+from shuffled_dpsgd.errors import UnsupportedModuleError
+
+
+class Positions(nn.Module):
+    """Adds position embeddings the way small GPTs do, with ids of shape (T,)."""
+
+    def __init__(self, how: str = "add") -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(9, 6)
+        self.positions = nn.Embedding(9, 6)
+        self.head = nn.Linear(6, 3)
+        self.how = how
+
+    def forward(self, ids: Tensor) -> Tensor:
+        where = self.positions(torch.arange(ids.shape[1]))
+        if self.how == "unsqueeze":
+            where = where.unsqueeze(0)
+        return self.head(torch.tanh(self.tokens(ids) + where))
+
+
+def losses(model: nn.Module, inputs: Inputs) -> Tensor:
+    return model(inputs["ids"]).square().flatten(1).sum(1)
+
+
+@pytest.mark.parametrize("length", [1, 3, 4, 5])
+def test_one_dimensional_position_ids(length: int) -> None:
+    torch.manual_seed(0)
+    inputs = {"ids": torch.randint(9, (4, length))}
+    assert_exact(Positions().double(), losses, inputs)
+
+
+def test_a_lookup_that_is_not_just_broadcast_is_refused() -> None:
+    engine = ClippingEngine(Positions("unsqueeze"))
+    with pytest.raises(UnsupportedModuleError, match="positions: expected a lookup"):
+        run(engine, losses, {"ids": torch.randint(9, (4, 4))})
+
+
+class TableThroughLinear(nn.Module):
+    """A linear map of a fixed (T, D) table, shared by all samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Buffer(torch.randn(4, 6))
+        self.mix = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.mix(self.table)
+
+
+@pytest.mark.parametrize("batch", [3, 4])
+def test_a_linear_map_without_batch_axis_is_refused_whatever_the_batch_size(batch: int) -> None:
+    engine = ClippingEngine(TableThroughLinear())
+    with pytest.raises(UnsupportedModuleError, match="mix"):
+        run(
+            engine,
+            lambda m, i: m(i["x"]).square().flatten(1).sum(1),
+            {"x": torch.randn(batch, 4, 6)},
+        )
+
+
+def test_batch_on_the_second_axis_is_refused_even_for_square_inputs() -> None:
+    layer = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0)  # (T, B, E)
+    engine = ClippingEngine(layer)
+    with pytest.raises(UnsupportedModuleError):
+        run(engine, lambda m, i: m(i["x"]).square().sum((0, 2)), {"x": torch.randn(4, 5, 4)})
+
+
+def test_ids_one_per_sample_are_left_alone() -> None:
+    class Users(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.users = nn.Embedding(9, 3)
+
+        def forward(self, ids: Tensor) -> Tensor:
+            return self.users(ids)
+
+    assert_exact(Users().double(), losses, {"ids": torch.tensor([1, 2, 2, 5])})
+
+
+def test_the_check_leaves_modes_buffers_and_random_state_alone() -> None:
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(3, 3)
+            self.drop = nn.Dropout(0.5)
+            self.calls = nn.Buffer(torch.zeros(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            return self.drop(self.layer(x))
+
+    model = Counting()
+    model.layer.eval()
+    torch.manual_seed(0)
+    wanted = model(torch.ones(2, 3))
+    torch.manual_seed(0)
+    with ClippingEngine(model):
+        got = model(torch.ones(2, 3))
+    assert torch.equal(got, wanted)
+    assert model.calls == 2
+    assert model.training
+    assert not model.layer.training
+
+
+def test_the_check_runs_once() -> None:
+    case = bert_classifier()
+    engine = ClippingEngine(case.model)
+    calls = []
+    case.model.classifier.register_forward_pre_hook(lambda *_: calls.append(1))
+    for _ in range(3):
+        run(engine, case.losses, case.inputs)
+    assert len(calls) == 4

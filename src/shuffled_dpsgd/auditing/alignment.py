@@ -3,7 +3,7 @@
 Every group of the permutation spec is a linear assignment problem: slots of the released tensors
 against slots of the known ones (weight matching as in Git Re-Basin, Ainsworth et al. 2023). Where
 another, still unknown group moves an axis, the tensor is summed over that axis first, which no
-permutation changes; so each group is solved on its own and no iteration is needed.
+permutation changes; so each group can be solved on its own, and no start has to be guessed.
 """
 
 from __future__ import annotations
@@ -25,9 +25,11 @@ from shuffled_dpsgd.permutation import (
     PermutationSpec,
     apply_to_tensors,
     from_groups,
+    identity,
 )
 
 Tensors = Mapping[str, torch.Tensor]
+MOST_REFINEMENTS = 10
 STAGES: tuple[tuple[str, ...], ...] = (
     ("residual",),
     ("heads",),
@@ -50,22 +52,44 @@ class Realignment:
 
 
 def realign(spec: PermutationSpec, known: Tensors, released: Tensors) -> Realignment:
-    """Find P such that `released` is nearest to P applied to `known`, group by group."""
+    """Find P such that `released` is nearest to P applied to `known`, group by group.
+
+    Stages first, each blind to the groups after it; where there were several, all groups once more
+    with nothing summed away, until nothing moves.
+    """
     current = {name: tensor.detach().clone() for name, tensor in released.items()}
-    found = [torch.arange(group.size) for group in spec.groups]
+    total = identity(spec, "cpu")
     unsolved = set(range(len(spec.groups)))
-    for kinds in STAGES:
-        stage = [index for index in sorted(unsolved) if spec.groups[index].kind in kinds]
-        solved = [torch.arange(group.size) for group in spec.groups]
-        for index in stage:
-            slots = _solve(spec, index, unsolved - {index}, known, current)
-            # Known slot i lies at slots[i] now, as the shuffle set new[slots[i]] = old[i].
-            solved[index] = found[index] = torch.from_numpy(np.argsort(slots))
-        if stage:
-            apply_to_tensors(from_groups(spec, solved).inverse(), current)
-        unsolved -= set(stage)
-    assert not unsolved, "a kind of group that no stage solves"
-    return Realignment(permutation=from_groups(spec, found), tensors=current)
+    stages = [{i for i in unsolved if spec.groups[i].kind in kinds} for kinds in STAGES]
+    assert unsolved == set().union(*stages), "a kind of group that no stage solves"
+    for stage in filter(None, stages):
+        total = _undo(spec, stage, unsolved, known, current).then(total)
+        unsolved -= stage
+    if any(stages[:-1]):
+        for _ in range(MOST_REFINEMENTS):
+            step = _undo(spec, set(range(len(spec.groups))), set(), known, current)
+            if torch.equal(step.packed, identity(spec, "cpu").packed):
+                break
+            total = step.then(total)
+    return Realignment(permutation=total, tensors=current)
+
+
+def _undo(
+    spec: PermutationSpec,
+    stage: set[int],
+    unsolved: set[int],
+    known: Tensors,
+    current: dict[str, torch.Tensor],
+) -> Permutation:
+    """Solve the groups of a stage, undo them in `current`, and return what was undone."""
+    solved = [torch.arange(group.size) for group in spec.groups]
+    for index in stage:
+        slots = _solve(spec, index, unsolved - {index}, known, current)
+        # Known slot i lies at slots[i] now, as the shuffle set new[slots[i]] = old[i].
+        solved[index] = torch.from_numpy(np.argsort(slots))
+    found = from_groups(spec, solved)
+    apply_to_tensors(found.inverse(), current)
+    return found
 
 
 def _solve(

@@ -136,8 +136,19 @@ def step_attacks(weights: Tensors, spec: PermutationSpec | None, *, seed: int) -
         attacks.append(
             ReadInner(name="un-permuted tensor", canary_name="random-direction", canary=canary)
         )
-    attacks.append(ReadDifference(canary=random_direction(weights, generator)))
-    return attacks
+    return attacks + noise_attacks(weights, seed=seed)
+
+
+def noise_attacks(weights: Tensors, *, seed: int) -> list[ModelAttack]:
+    """On the mechanism's output: one direction over all tensors, in one step and between two."""
+    canary = random_direction(weights, torch.Generator().manual_seed(seed))
+    direct = ReadInner(
+        name="noise on all tensors",
+        canary_name="random-direction",
+        canary=canary,
+        threat_model=ThreatModel.MECHANISM_OUTPUT,
+    )
+    return [direct, ReadDifference(canary=canary)]
 
 
 def tensor_attacks(weights: Tensors, *, seed: int) -> list[ModelAttack]:

@@ -14,7 +14,7 @@ from typing import Any
 
 from shuffled_dpsgd.accounting import PrivacyClaim, certified_claim
 from shuffled_dpsgd.auditing.estimators import OneRun, OneRunFDP
-from shuffled_dpsgd.auditing.model_attacks import step_attacks
+from shuffled_dpsgd.auditing.model_attacks import noise_attacks, step_attacks, tensor_attacks
 from shuffled_dpsgd.auditing.one_run_training import CanaryRun
 from shuffled_dpsgd.auditing.probes import OnProgress, Prober, probe, trainable
 from shuffled_dpsgd.auditing.step import ESTIMATORS
@@ -88,6 +88,37 @@ def audit_steps(
     )
 
 
+def audit_mechanism(
+    private: PrivateTraining,
+    *,
+    num_observations: int = 400,
+    num_sweep: int = 120,
+    seed: int = 0,
+    confidence: float = 0.95,
+) -> AuditReport:
+    """The mechanism's own output against its proven claim: noise too small, repeated or missing.
+
+    A direction over all tensors and the difference of two steps, `num_observations` each; then
+    every tensor on its own, `num_sweep` each (0 for none), enough to see noise that is missing.
+    """
+    started = time.perf_counter()
+    weights = trainable(private.model)
+    claim = certified_step(private.plan, private.plan.delta / private.plan.num_steps)
+    prober = Prober(private, seed=seed)
+    evidence = probe(prober, noise_attacks(weights, seed=seed), count=num_observations)
+    if num_sweep:
+        evidence += probe(prober, tensor_attacks(weights, seed=seed), count=num_sweep)
+    attacks = assess(evidence, ESTIMATORS, delta=claim.delta, confidence=confidence)
+    return AuditReport(
+        unit="the mechanism of a run",
+        setting={"num_observations": num_observations, "num_sweep": num_sweep, "seed": seed},
+        claims=(claim,),
+        attacks=attacks,
+        verdicts=judge((claim,), attacks, confidence=confidence),
+        seconds=time.perf_counter() - started,
+    )
+
+
 def audit_one_run(
     target: Target,
     setting: RunSetting,
@@ -133,9 +164,7 @@ def step_claims(plan: PrivacyPlan) -> tuple[PrivacyClaim, ...]:
     delta = plan.delta / plan.num_steps
     if paper is not None and "step_delta" in paper.inputs:
         delta = float(paper.inputs["step_delta"])
-    certified = certified_claim(
-        noise_multiplier=plan.smallest_noise_multiplier, sampling_prob=1.0, num_steps=1, delta=delta
-    )
+    certified = certified_step(plan, delta)
     if paper is None or "step_epsilon" not in paper.inputs:
         return (certified,)
     estimate = PrivacyClaim(
@@ -147,6 +176,13 @@ def step_claims(plan: PrivacyPlan) -> tuple[PrivacyClaim, ...]:
         inputs=paper.inputs,
     )
     return certified, estimate
+
+
+def certified_step(plan: PrivacyPlan, delta: float) -> PrivacyClaim:
+    """The proven ε of one step in which the canary takes part: the plain Gaussian mechanism."""
+    return certified_claim(
+        noise_multiplier=plan.smallest_noise_multiplier, sampling_prob=1.0, num_steps=1, delta=delta
+    )
 
 
 def card_bounds(report: AuditReport) -> tuple[CardBound, ...]:

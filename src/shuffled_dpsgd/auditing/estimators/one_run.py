@@ -15,8 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.special import expit
-from scipy.stats import binom
+from scipy.special import bdtrc, expit
 
 from shuffled_dpsgd.auditing.estimators.scores import AuditedBound, Floats, check_levels
 from shuffled_dpsgd.errors import InvalidArgumentError
@@ -65,12 +64,16 @@ def p_value(
     >>> round(p_value(0.0, delta=0.0, num_canaries=10, num_guesses=10, num_right=10), 9)
     0.000976562
     """
+    if num_right == 0:
+        return 1.0
     right_prob = float(expit(epsilon))
-    tail = float(binom.sf(num_right - 1, num_guesses, right_prob))
-    if delta == 0.0 or num_right == 0:
+    tail = float(bdtrc(num_right - 1, num_guesses, right_prob))
+    if delta == 0.0:
         return min(tail, 1.0)
-    below = binom.pmf(np.arange(num_right - 1, -1, -1), num_guesses, right_prob)
-    steepest = float((np.cumsum(below) / np.arange(1, num_right + 1)).max())
+    # Tails of the binomial at v−1, …, 0 minus that at v: the mass in between, summed downwards.
+    tails = bdtrc(np.arange(num_right - 2, -1, -1), num_guesses, right_prob)
+    below = np.append(tails, 1.0) - tail
+    steepest = float((below / np.arange(1, num_right + 1)).max())
     return min(tail + 2.0 * num_canaries * delta * steepest, 1.0)
 
 
@@ -94,7 +97,7 @@ def one_run_epsilon(
     if not refuted(0.0):
         return 0.0
     low, high = 0.0, LARGEST_EPSILON
-    while high - low > 1e-6:
+    while high - low > 1e-5:
         middle = 0.5 * (low + high)
         low, high = (middle, high) if refuted(middle) else (low, middle)
     return low

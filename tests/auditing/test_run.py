@@ -1,0 +1,176 @@
+"""Audits of real runs: canaries, threat models, re-alignment along the way, verdicts."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import TensorDataset
+
+from shuffled_dpsgd.auditing.adversaries import ThreatModel
+from shuffled_dpsgd.auditing.gradient_canaries import CanaryField
+from shuffled_dpsgd.auditing.input_canaries import Extended, blank, label_of, mislabelled
+from shuffled_dpsgd.auditing.model_attacks import (
+    normalised,
+    random_direction,
+    step_attacks,
+    widest_axis,
+)
+from shuffled_dpsgd.auditing.probes import Prober, trainable
+from shuffled_dpsgd.auditing.run import (
+    RunSetting,
+    Target,
+    audit_one_run,
+    audit_steps,
+    card_bounds,
+    step_claims,
+)
+from shuffled_dpsgd.errors import InvalidArgumentError
+from shuffled_dpsgd.training import make_private, write_card
+from shuffled_dpsgd_experiments.tasks.classification import classification_task
+from shuffled_dpsgd_experiments.tasks.models import build_preset
+
+
+def data(size: int = 300) -> TensorDataset:
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randn(size, 1, 8, 8, generator=generator)
+    return TensorDataset(images, torch.randint(10, (size,), generator=generator))
+
+
+def target(**privacy: object) -> Target:
+    records = data()
+    task = classification_task("noise", build_preset("vit-digits", num_labels=10), records, records)
+
+    def start(size: int):
+        model = build_preset("vit-digits", num_labels=10)
+        return make_private(
+            model,
+            torch.optim.SGD(model.parameters(), lr=0.05),
+            dataset_size=size,
+            expected_batch_size=60,
+            num_steps=privacy.get("num_steps", 12),
+            delta=1e-5,
+            seed=0,
+            **{key: value for key, value in privacy.items() if key != "num_steps"},
+        )
+
+    return Target(start=start, data=records, losses=task.losses)
+
+
+def test_paper_calibrated_steps_are_refuted_and_certified_ones_are_not() -> None:
+    aimed = target(epsilon=1.0, accounting="paper", batch_clip_norm=1.0)
+    report = audit_steps(aimed, RunSetting(num_observations=100, warmup_steps=2))
+    outcomes = {verdict.claim.kind: verdict.outcome for verdict in report.verdicts}
+    assert outcomes == {"proven": "consistent", "heuristic": "refuted at 95 %"}
+    found = {attack.label: attack.bounds for attack in report.attacks}
+    fixed = found["fixed index (dirac)"]
+    assert [b.epsilon for b in fixed if b.method == "clopper-pearson"] == [0.0]
+
+
+def test_one_run_at_little_noise_finds_the_canaries_through_the_shuffle() -> None:
+    aimed = target(noise_multiplier=0.05, num_steps=20)
+    setting = RunSetting(num_gradient_canaries=300, num_input_canaries=20)
+    report = audit_one_run(aimed, setting)
+    assert not report.refutes_a_proven_claim
+    by_threat = {attack.evidence.threat_model: attack for attack in report.attacks}
+    assert set(by_threat) == {
+        ThreatModel.STEP_GRADIENTS,
+        ThreatModel.FINAL_WITH_INITIAL,
+        ThreatModel.FINAL_WITHOUT_INITIAL,
+        ThreatModel.BLACK_BOX,
+    }
+    for threat in (ThreatModel.STEP_GRADIENTS, ThreatModel.FINAL_WITH_INITIAL):
+        assert by_threat[threat].bounds[0].epsilon > 2.0
+    assert report.notes == (
+        "re-alignment along the run recovered 100.0% of the permuted positions",
+    )
+
+
+def test_one_run_certified_for_one_is_consistent_and_fills_the_card() -> None:
+    aimed = target(epsilon=1.0)
+    report = audit_one_run(aimed, RunSetting(num_gradient_canaries=200, num_input_canaries=20))
+    assert not report.refutes_a_proven_claim
+    plan = aimed.start(300).plan
+    card = write_card(plan, num_steps=plan.num_steps).with_audits(*card_bounds(report))
+    assert card.verdicts["certified"] == "consistent with the audit"
+    assert "measured" in str(card)
+
+
+def test_one_run_without_shuffle_or_at_release_reads_the_same_canaries() -> None:
+    for shuffle in ("off", "at-release"):
+        aimed = target(noise_multiplier=0.05, num_steps=15, shuffle=shuffle)
+        report = audit_one_run(aimed, RunSetting(num_gradient_canaries=200, num_input_canaries=0))
+        final = {a.evidence.threat_model: a.bounds[0].epsilon for a in report.attacks}
+        assert final[ThreatModel.FINAL_WITH_INITIAL] > 1.5
+
+
+def test_progress_is_reported() -> None:
+    seen: list[tuple[int, int]] = []
+    aimed = target(noise_multiplier=1.0, num_steps=3)
+    setting = RunSetting(num_gradient_canaries=10, num_input_canaries=0)
+    audit_one_run(aimed, setting, on_progress=lambda done, total: seen.append((done, total)))
+    assert seen == [(1, 3), (2, 3), (3, 3)]
+
+
+def test_canary_field_is_orthonormal() -> None:
+    like = {"a": torch.zeros(5, 7), "b": torch.zeros(30)}
+    field = CanaryField(like, 6, np.random.default_rng(0))
+    gram = np.stack([field.read(field.sum_of(np.eye(6, dtype=bool)[j])) for j in range(6)])
+    np.testing.assert_allclose(gram, np.eye(6), atol=1e-12)
+    partial = field.read(field.sum_of(np.ones(6, dtype=bool)), only=frozenset({"a"}))
+    assert (partial < 1.0).all()
+    with pytest.raises(InvalidArgumentError, match="count"):
+        CanaryField(like, 60, np.random.default_rng(0))
+
+
+def test_model_canaries_have_norm_one_and_probes_see_them() -> None:
+    private = target(noise_multiplier=1e-6).start(300)
+    weights = trainable(private.model)
+    prober = Prober(private, seed=0)
+    for attack in step_attacks(weights, private.spec, seed=0):
+        norm = sum(float(t.square().sum()) for t in attack.canary.values())
+        assert norm == pytest.approx(1.0)
+        if attack.name != "fixed index":
+            assert attack.read(prober.release(attack.canary)) == pytest.approx(1.0, abs=1e-2)
+            assert attack.read(prober.release(None)) == pytest.approx(0.0, abs=1e-2)
+
+
+def test_widest_axis_and_given_directions() -> None:
+    private = target(noise_multiplier=1.0).start(300)
+    weights = trainable(private.model)
+    moved = {name: weights[name] for name in private.spec.moved_names}
+    parameter, axis = widest_axis(private.spec, moved)
+    assert weights[parameter].shape[axis] == max(group.size for group in private.spec.groups)
+    with pytest.raises(InvalidArgumentError, match="axis"):
+        widest_axis(private.spec, {})
+    with pytest.raises(InvalidArgumentError, match="non-zero"):
+        normalised({"w": torch.zeros(3)})
+    drawn = random_direction({"w": torch.zeros(2, 3)}, torch.Generator().manual_seed(0))
+    assert float(drawn["w"].norm()) == pytest.approx(1.0)
+
+
+def test_step_claims_follow_the_plan() -> None:
+    plan = target(epsilon=1.0, accounting="paper", batch_clip_norm=1.0).start(300).plan
+    certified, paper = step_claims(plan)
+    assert (certified.kind, paper.kind) == ("proven", "heuristic")
+    assert certified.delta == paper.delta
+    assert certified.inputs["noise_multiplier"] == plan.smallest_noise_multiplier
+
+
+def test_input_canaries() -> None:
+    records, rng = data(40), np.random.default_rng(0)
+    wrong = mislabelled(records, 10, rng)
+    originals = {tuple(x.flatten().tolist()): int(y) for x, y in records}
+    assert all(originals[tuple(x.flatten().tolist())] != int(y) for x, y in wrong)
+    assert all(not x.any() for x, _ in blank(records, 5, rng))
+    extended = Extended(records, wrong)
+    assert len(extended) == 50
+    assert torch.equal(extended[41][0], wrong[1][0])
+    assert torch.equal(extended[3][0], records[3][0])
+    assert label_of(([1, 2], 3)) == 3
+    with pytest.raises(InvalidArgumentError, match="pair"):
+        label_of({"labels": 3})
+    with pytest.raises(InvalidArgumentError, match="blank"):
+        blank([([1, 2], 0), ([3], 1)], 1, rng)
+    with pytest.raises(InvalidArgumentError, match="count"):
+        mislabelled(records, 41, rng)

@@ -1,0 +1,216 @@
+"""One step in isolation: the figures of docs/auditing.md, and the samplers behind them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from scipy.stats import kstest, norm
+
+from shuffled_dpsgd.accounting import PrivacyClaim
+from shuffled_dpsgd.auditing import canaries
+from shuffled_dpsgd.auditing.adversaries import (
+    AxisSum,
+    FixedIndex,
+    MatchedFilter,
+    OrbitLikelihoodRatio,
+    OrbitMaximum,
+)
+from shuffled_dpsgd.auditing.paper_audit import PaperSetting, paper_audit
+from shuffled_dpsgd.auditing.plots import save
+from shuffled_dpsgd.auditing.step import StepSetting, audit_step, place, step_claims
+from shuffled_dpsgd.auditing.verdict import AuditReport, judge, refuters_of
+from shuffled_dpsgd.auditing.worst_case import (
+    largest_of_normals,
+    spike_log_ratio,
+    spike_maximum,
+)
+from shuffled_dpsgd.errors import InvalidArgumentError
+
+PAPER = StepSetting(noise_multiplier=0.274, dimension=85_800_000, delta=2.5e-7)
+
+
+@pytest.fixture(scope="module")
+def paper_step() -> AuditReport:
+    return audit_step(PAPER, step_claims(PAPER, paper_epsilon=0.198))
+
+
+def bound(report: AuditReport, label: str, method: str = "clopper-pearson") -> float:
+    (attack,) = [attack for attack in report.attacks if attack.label == label]
+    (found,) = [one for one in attack.bounds if one.method == method]
+    return found.epsilon
+
+
+@pytest.mark.parametrize(
+    ("label", "low", "high"),
+    [
+        ("fixed index (dirac)", 0.0, 0.05),
+        ("orbit maximum (dirac)", 2.6, 3.6),
+        ("orbit likelihood ratio (dirac)", 2.6, 3.7),
+        ("axis sum (constant-on-axis)", 4.8, 6.3),
+        ("un-permuted tensor (random-direction)", 4.8, 6.3),
+        ("re-alignment against W_t (random-direction)", 4.8, 6.3),
+        ("orbit maximum, ideal shuffle (worst-case pair)", 4.5, 6.3),
+        ("orbit likelihood ratio, ideal shuffle (worst-case pair)", 4.5, 6.3),
+    ],
+)
+def test_the_papers_noise(paper_step: AuditReport, label: str, low: float, high: float) -> None:
+    assert low <= bound(paper_step, label) <= high
+
+
+def test_the_papers_claim_is_refuted_and_the_certified_one_is_not(paper_step: AuditReport) -> None:
+    certified, paper = paper_step.verdicts
+    assert (certified.claim.kind, certified.outcome) == ("proven", "consistent")
+    assert (paper.claim.kind, paper.outcome) == ("heuristic", "refuted at 95 %")
+    assert not paper_step.refutes_a_proven_claim
+    assert certified.strongest_bound > 0.5 * certified.claim.epsilon
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_nothing_refutes_a_certified_step(seed: int) -> None:
+    """σ = 1.95 is certified for ε = 1 over 500 steps at q = 0.02."""
+    setting = StepSetting(
+        noise_multiplier=1.95,
+        dimension=85_800_000,
+        delta=2.5e-7,
+        axis_size=256,
+        aligned_rows=16,
+        seed=seed,
+    )
+    report = audit_step(setting, step_claims(setting))
+    assert not report.refutes_a_proven_claim
+
+
+def test_too_little_noise_does_refute_a_proven_claim(paper_step: AuditReport) -> None:
+    """The audit can fail us: a proven claim made for twice the noise does not survive."""
+    generous = StepSetting(noise_multiplier=0.548, dimension=85_800_000, delta=2.5e-7)
+    verdicts = judge(step_claims(generous, paper_epsilon=1.0), paper_step.attacks)
+    assert verdicts[0].refuted
+
+
+def test_seeds_reproduce_and_differ() -> None:
+    small = {"noise_multiplier": 1.0, "dimension": 1000, "delta": 1e-5, "axis_size": 64}
+    claims = step_claims(StepSetting(**small))
+    one, same, other = (
+        audit_step(StepSetting(**small, num_observations=400, seed=seed), claims).to_json()
+        for seed in (1, 1, 2)
+    )
+    assert one["attacks"] == same["attacks"]
+    assert one["attacks"] != other["attacks"]
+
+
+def test_largest_of_normals_matches_brute_force_and_its_law() -> None:
+    rng = np.random.default_rng(0)
+    drawn = largest_of_normals(1000, 4000, rng)
+    brute = rng.standard_normal((4000, 1000)).max(axis=1)
+    assert kstest(drawn, brute).pvalue > 1e-3
+    assert kstest(drawn, lambda x: norm.cdf(x) ** 1000).pvalue > 1e-3
+
+
+def test_worst_case_scores_match_brute_force() -> None:
+    dimension, size, noise = 2000, 1500, 0.3
+    rng = np.random.default_rng(1)
+    observed = noise * rng.standard_normal((size, dimension))
+    observed[:, 0] += 2.0
+    maxima = spike_maximum(2.0, dimension, size, noise, rng)
+    assert kstest(maxima, observed.max(axis=1)).pvalue > 1e-3
+    sums = [
+        np.logaddexp.reduce(observed * h / noise**2, axis=1) - h * h / (2 * noise**2)
+        for h in (1.0, 2.0)
+    ]
+    ratios = spike_log_ratio(2.0, (1.0, 2.0), dimension, size, noise, rng)
+    assert kstest(ratios, sums[1] - sums[0]).pvalue > 1e-3
+
+
+def test_orbit_maximum_is_the_best_placement() -> None:
+    from itertools import permutations
+
+    rng = np.random.default_rng(0)
+    canary = canaries.random_direction(5, rng)
+    observed = rng.standard_normal((20, 5))
+    best = [max(row @ canary.vector[list(p)] for p in permutations(range(5))) for row in observed]
+    np.testing.assert_allclose(OrbitMaximum().scores(observed, canary, 1.0), best)
+
+
+def test_likelihood_ratio_is_exact() -> None:
+    rng = np.random.default_rng(0)
+    canary, noise = canaries.dirac(7), 0.5
+    observed = rng.standard_normal((10, 7))
+    density = norm(scale=noise).pdf
+    expected = [
+        np.mean([np.prod(density(row - np.eye(7)[i])) for i in range(7)]) / np.prod(density(row))
+        for row in observed
+    ]
+    found = OrbitLikelihoodRatio().scores(observed, canary, noise)
+    np.testing.assert_allclose(np.exp(found), expected, rtol=1e-9)
+    with pytest.raises(InvalidArgumentError, match="Dirac"):
+        OrbitLikelihoodRatio().scores(observed, canaries.constant(7), noise)
+
+
+def test_axis_sums_ignore_permutations_and_fixed_indices_do_not() -> None:
+    rng = np.random.default_rng(0)
+    constant, given = canaries.constant(9), canaries.given(np.arange(1.0, 10.0))
+    row = rng.standard_normal((1, 9))
+    moved = row[:, rng.permutation(9)]
+    assert AxisSum().scores(row, constant, 1.0) == pytest.approx(
+        AxisSum().scores(moved, constant, 1.0)
+    )
+    assert FixedIndex().scores(row, given, 1.0) == row[:, 8]
+    assert MatchedFilter().scores(row, given, 1.0)[0] == pytest.approx(float(row[0] @ given.vector))
+
+
+@pytest.mark.parametrize("name", ["dirac", "constant", "random", "given"])
+def test_placing_a_canary_keeps_its_values(name: str) -> None:
+    rng = np.random.default_rng(0)
+    canary = {
+        "dirac": canaries.dirac(6, index=2),
+        "constant": canaries.constant(6),
+        "random": canaries.random_direction(6, rng),
+        "given": canaries.given(np.array([1.0, 2.0, 2.0, 0.0, 0.0, 0.0])),
+    }[name]
+    placed = place(canary, 50, rng, permuted=True)
+    np.testing.assert_allclose(np.sort(placed, axis=1), np.tile(np.sort(canary.vector), (50, 1)))
+    assert np.linalg.norm(placed, axis=1) == pytest.approx(np.ones(50))
+    still = place(canary, 3, rng, permuted=False)
+    np.testing.assert_array_equal(still, np.tile(canary.vector, (3, 1)))
+
+
+def test_bad_canaries_and_settings_are_refused() -> None:
+    with pytest.raises(InvalidArgumentError, match="norm 1"):
+        canaries.AxisCanary(name="long", vector=np.ones(4))
+    with pytest.raises(InvalidArgumentError, match="non-zero"):
+        canaries.given(np.zeros(4))
+    for name in ("noise_multiplier", "batch_clip"):
+        with pytest.raises(InvalidArgumentError, match=name):
+            StepSetting(**{"noise_multiplier": 1.0, "dimension": 10, "delta": 1e-5, name: 0.0})
+    with pytest.raises(InvalidArgumentError, match="num_observations"):
+        StepSetting(noise_multiplier=1.0, dimension=10, delta=1e-5, num_observations=10)
+
+
+def test_verdicts_need_bounds_at_the_claims_delta(paper_step: AuditReport) -> None:
+    other = PrivacyClaim(epsilon=1.0, delta=1e-3, method="elsewhere", kind="heuristic")
+    with pytest.raises(InvalidArgumentError, match="claims"):
+        judge([other], paper_step.attacks)
+
+
+def test_gaussian_bounds_only_refute_gaussian_claims() -> None:
+    certified, paper = step_claims(PAPER, paper_epsilon=0.198)
+    assert "Gaussian claims" in refuters_of(certified)
+    assert refuters_of(paper) == ("any claim",)
+
+
+def test_the_papers_table_is_within_noise_and_its_bound_is_zero() -> None:
+    rows = paper_audit(PaperSetting(repetitions=40))
+    assert [row.printed for row in rows] == [0.4771, 0.7005]
+    assert rows[0].noise_multiplier == pytest.approx(0.274, abs=1e-3)
+    assert rows[0].step_epsilon == pytest.approx(0.198, abs=1e-3)
+    for row in rows:
+        low, _, high = row.noise_quantiles
+        assert low < row.printed < high
+        assert row.bound.epsilon == pytest.approx(0.0, abs=0.05)
+        assert "confidence interval" in " ".join(row.to_json()["lacks"])
+
+
+def test_curves_are_drawn(paper_step: AuditReport, tmp_path) -> None:
+    written = save(paper_step, tmp_path / "curves")
+    assert [path.suffix for path in written] == [".png", ".svg"]
+    assert all(path.stat().st_size > 10_000 for path in written)

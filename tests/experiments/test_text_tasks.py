@@ -74,6 +74,28 @@ def test_every_task_trains_from_a_folder(
     assert (tmp_path / "out" / "model" / "model.safetensors").exists()
 
 
+def test_low_rank_factors_train_and_are_saved_merged(data: Path, tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    from transformers import AutoModelForSequenceClassification
+
+    raw = config_for("text-classification", "bert-tiny", "sst2", data).to_json()
+    config = parse_config(raw | {"model": {"name": "bert-tiny", "lora_rank": 2}})
+    run = prepare(config, tmp_path / "out")
+    trained = {n for n, p in run.task.model.named_parameters() if p.requires_grad}
+    assert all("lora" in name or "classifier" in name for name in trained)
+    last: dict[str, torch.Tensor] = {}
+    inputs = {"input_ids": torch.tensor([[257, 97, 98, 258]])}
+
+    def remember(record: Any, _: Any) -> None:
+        with torch.no_grad():
+            last["logits"] = run.task.model.eval()(**inputs).logits
+
+    summary = execute(run, observers=(remember,)).summary
+    assert 0 < summary["trainable_parameters"] < summary["total_parameters"] / 2
+    saved = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out" / "model")
+    torch.testing.assert_close(saved.eval()(**inputs).logits, last["logits"], rtol=1e-3, atol=1e-4)
+
+
 def test_limits_are_respected(data: Path) -> None:
     config = config_for("text-classification", "bert-tiny", "sst2", data, max_train_examples=7)
     assert len(build_task(config).train_data) == 7

@@ -36,6 +36,18 @@ def check_trainer_options(options: Mapping[str, Any]) -> None:
         )
 
 
+def check_model(model: Any, shuffle: str) -> None:
+    """Refuse to shuffle under an adapter, which the Trainer saves without its base."""
+    if hasattr(model, "peft_config") and shuffle != "off":
+        raise InvalidArgumentError(
+            "shuffle",
+            expected="off for a model with adapters",
+            got=shuffle,
+            remedy="a shuffle moves the frozen weights too, so an adapter saved alone would no "
+            "longer fit the public model",
+        )
+
+
 def _conflicts(args: Any) -> list[tuple[str, Any, str, str]]:
     checkpointing = args.gradient_checkpointing_kwargs or {}
     rules = [

@@ -21,7 +21,11 @@ from torch.utils.data import DataLoader
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from shuffled_dpsgd.errors import BudgetExhaustedError, CheckpointError, InvalidArgumentError
-from shuffled_dpsgd.integrations.hf_conflicts import check_trainer_options, check_training_arguments
+from shuffled_dpsgd.integrations.hf_conflicts import (
+    check_model,
+    check_trainer_options,
+    check_training_arguments,
+)
 from shuffled_dpsgd.integrations.model_card import update_readme
 from shuffled_dpsgd.integrations.per_sample_loss import head_of, per_sample_losses
 from shuffled_dpsgd.integrations.privacy_arguments import PrivacyArguments
@@ -65,12 +69,14 @@ class ShuffledDPTrainer(Trainer):
             )
         check_training_arguments(args)
         check_trainer_options(options)
+        check_model(model, privacy.shuffle)
         if per_sample_loss is None:
             head_of(model)
         self.privacy = privacy
         self.private: PrivateTraining | None = None
         self._per_sample_loss = per_sample_loss
         self._spending: SpendingCurve | None = None
+        self._data: tuple[Any, Callable[[list[Any]], Any]] | None = None
         self._resuming = False
         self._expected_batch_size = privacy.expected_batch_size or (
             args.per_device_train_batch_size * args.gradient_accumulation_steps
@@ -263,11 +269,15 @@ class ShuffledDPTrainer(Trainer):
         return math.ceil(self._dataset_size() / self._expected_batch_size)
 
     def _training_data(self) -> tuple[Any, Callable[[list[Any]], Any]]:
-        """Data and collator with the columns the model does not take removed."""
-        data: Any = self.train_dataset
-        if hasattr(data, "column_names"):
-            return self._remove_unused_columns(data, description="training"), self.data_collator
-        return data, self._get_collator_with_removed_columns(self.data_collator, "training")
+        """Data and collator with the columns the model does not take removed; made once."""
+        if self._data is None:
+            data, collate = self.train_dataset, self.data_collator
+            if hasattr(data, "column_names"):
+                data = self._remove_unused_columns(data, description="training")
+            else:
+                collate = self._get_collator_with_removed_columns(collate, "training")
+            self._data = data, collate
+        return self._data
 
     def _privacy_logs(self, private: PrivateTraining) -> dict[str, float]:
         if self._spending is None:

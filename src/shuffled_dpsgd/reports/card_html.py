@@ -93,13 +93,12 @@ def _terms(card: PrivacyCard) -> str:
         for name, verdict in card.verdicts.items()
     ]
     assumptions = card.certified.assumptions if card.certified is not None else ()
-    blocks = [
-        f"block {name} alone: {escape(claim.describe())}"
-        for name, claim in card.paper_by_block.items()
-    ]
+    by_block = card.paper_by_block
+    differ = len({claim.epsilon for claim in by_block.values()}) > 1
+    blocks = [f"block {name} alone: {escape(by_block[name].describe())}" for name in by_block]
     rows = [
         ("verdict", verdicts or ["nothing is claimed"]),
-        *([("paper’s estimate", blocks)] if len(blocks) > 1 else []),
+        *([("paper’s estimate", blocks)] if differ else []),
         ("target", [escape(card.target)]),
         ("sampler", [escape(card.sampler)]),
         ("mechanism", [escape(line) for line in card.mechanism]),

@@ -43,10 +43,10 @@ def default_config() -> RunConfig:
         optimizer=OptimizerConfig(learning_rate=1e-2, schedule="cosine"),
         training=ScheduleConfig(
             expected_batch_size=288,
-            epochs=30,
+            epochs=50,
             physical_batch_size=512,
             evaluate_every=5,
-            checkpoint_every=30,
+            checkpoint_every=50,
         ),
         seed=0,
     )

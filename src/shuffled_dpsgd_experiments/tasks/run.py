@@ -138,9 +138,9 @@ def execute(run: PreparedRun, observers: tuple[Observer, ...] = ()) -> RunResult
         scheduler=run.scheduler,
         resume=run.resumed,
     )
+    summary = _write_results(run, outcome, log.read())
     if outcome.finished:
         save_weights(run.task, run.private.model, run.directory / "model")
-    summary = _write_results(run, outcome, log.read())
     return RunResult(outcome=outcome, summary=summary, directory=run.directory)
 
 

@@ -22,8 +22,15 @@ from shuffled_dpsgd_experiments.tasks.task import Task
 
 
 def save_weights(task: Task, model: nn.Module, directory: Path) -> None:
-    """Weights as safetensors; a Hugging Face model so that `from_pretrained` reads the folder."""
+    """Weights as safetensors; a Hugging Face model so that `from_pretrained` reads the folder.
+
+    Low-rank factors are merged into the weights, in place: a shuffle moves the frozen weights
+    too, so factors saved alone would no longer fit the model they were made for.
+    """
     directory.mkdir(parents=True, exist_ok=True)
+    merge: Any = getattr(model, "merge_and_unload", None)
+    if merge is not None:
+        model = merge()
     save_pretrained: Any = getattr(model, "save_pretrained", None)
     if save_pretrained is not None:
         with _no_progress_bars():

@@ -9,7 +9,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from shuffled_dpsgd.errors import BudgetExhaustedError, DivergenceError, InvalidArgumentError
+from shuffled_dpsgd.errors import (
+    BudgetExhaustedError,
+    DivergenceError,
+    InvalidArgumentError,
+    UnsupportedModuleError,
+)
 from shuffled_dpsgd.training import LoopSettings, PrivateTraining, make_private, train
 from training.cases import (
     Case,
@@ -217,6 +222,37 @@ def test_divergence_stops_the_run_with_advice_before_spending() -> None:
     with pytest.raises(DivergenceError, match="no longer finite"):
         run(hot, mlp_case())
     assert hot.ledger.spent == hot.steps_taken == 1
+
+
+class Remembering(torch.nn.Module):
+    """Keeps a running mean of what it sees: data that would leave without noise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(6, 3)
+        self.register_buffer("seen", torch.zeros(6))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.seen.mul_(0.9).add_(inputs.mean(dim=0), alpha=0.1)
+        return self.layer(inputs)
+
+
+def test_buffers_that_soak_up_data_are_refused_before_anything_is_released() -> None:
+    model = Remembering()
+    private = make_private(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        dataset_size=40,
+        expected_batch_size=8,
+        num_steps=4,
+        delta=1e-3,
+        noise_multiplier=1.0,
+        shuffle="off",
+        seed=3,
+    )
+    with pytest.raises(UnsupportedModuleError, match=r"seen.*written"):
+        run(private, Case(make=Remembering, data=vectors(), loss=classify))
+    assert private.ledger.spent == 0
 
 
 def test_secure_runs_differ_and_seeded_runs_repeat() -> None:

@@ -31,6 +31,10 @@ NOT_COVERED = (
     "several records of one person: the unit of protection is one record",
     "side channels: timing, memory, and the lowest bits of floating-point noise",
 )
+USE_ASSUMPTIONS = (
+    "the loss of a record depends on that record and the weights alone, not on its batch",
+    "the training data influence the weights through this run only",
+)
 CERTIFIED_METHOD_NOTE = "shuffling credited with nothing"
 
 
@@ -69,6 +73,7 @@ class PrivacyCard:
     shuffle: str
     randomness: str
     threat_model: str = THREAT_MODEL
+    use_assumptions: tuple[str, ...] = USE_ASSUMPTIONS
     not_covered: tuple[str, ...] = NOT_COVERED
 
     def with_audits(self, *bounds: AuditedBound) -> PrivacyCard:
@@ -108,6 +113,7 @@ class PrivacyCard:
             "shuffle": self.shuffle,
             "randomness": self.randomness,
             "threat_model": self.threat_model,
+            "use_assumptions": list(self.use_assumptions),
             "not_covered": list(self.not_covered),
         }
 

@@ -135,6 +135,7 @@ def _restore(
     with torch.no_grad():
         for name, tensor in _named_tensors(private.model).items():
             tensor.copy_(weights[name])
+    private.trust_buffers()
     private.optimizer.load_state_dict(state["optimizer"])
     private.steps_taken = state["steps_taken"]
     private.released = state["released"]

@@ -15,8 +15,13 @@ from typing import Any
 import torch
 
 from shuffled_dpsgd.clipping import ClippingEngine
-from shuffled_dpsgd.errors import BudgetExhaustedError, DivergenceError, InvalidArgumentError
+from shuffled_dpsgd.errors import (
+    BudgetExhaustedError,
+    DivergenceError,
+    InvalidArgumentError,
+)
 from shuffled_dpsgd.permutation import Permutation, PermutationSpec, apply, draw, identity
+from shuffled_dpsgd.training.buffers import BufferWatch
 from shuffled_dpsgd.training.card import PrivacyCard, write_card
 from shuffled_dpsgd.training.data import (
     LogicalBatch,
@@ -85,6 +90,7 @@ class PrivateTraining:
         self._drawn = 0
         self._depth = 0
         self._updating = False
+        self.trust_buffers()
         self._guard = optimizer.register_step_pre_hook(self._refuse_foreign_step)
 
     @property
@@ -178,6 +184,13 @@ class PrivateTraining:
         self._losses.reset()
         self._current = None
         self._drawn = 0
+
+    def trust_buffers(self) -> None:
+        """Take the model's buffers as they are now for public.
+
+        A forward that changes them afterwards is noticed at the next step and refused.
+        """
+        self._buffers = BufferWatch(self.model)
 
     def on_update(self, callback: Callable[[], object]) -> Callable[[], None]:
         """Call `callback` after every update, those of empty batches included.
@@ -335,6 +348,7 @@ class PrivateTraining:
                 got=norms.numel(),
                 remedy="run the forward and backward of every physical batch inside the loop",
             )
+        self._buffers.check()
         num_nonfinite = int((~torch.isfinite(norms)).sum())
         if 2 * num_nonfinite > norms.numel():
             raise DivergenceError(

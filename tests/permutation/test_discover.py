@@ -8,9 +8,11 @@ import math
 import pytest
 import torch
 import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 
-from permutation.zoo import FAMILIES, SMALL, text_batch
+from permutation.zoo import FAMILIES, SMALL, randomise, text_batch
 from shuffled_dpsgd.errors import InvalidArgumentError
 from shuffled_dpsgd.permutation import Group, PermutationSpec, apply, discover, draw, verify
 
@@ -121,7 +123,32 @@ def test_an_unknown_architecture_moves_only_what_is_proven() -> None:
     assert {group.kind for group in spec.groups} == {"mlp-hidden"}
     assert len(spec.groups) == 2
     assert "model.layers.0.self_attn.q_proj.weight" in spec.unmoved
+    assert any("MistralForCausalLM is not described" in note for note in spec.notes)
     verify(model, text_batch(), spec)
+
+
+@given(
+    num_kv_heads=st.integers(1, 3),
+    queries_per_group=st.integers(1, 3),
+    half_head_dim=st.integers(1, 4),
+    seed=st.integers(0, 2**32 - 1),
+)
+@settings(max_examples=10, deadline=None)
+def test_any_grouping_of_heads_is_exact(
+    num_kv_heads: int, queries_per_group: int, half_head_dim: int, seed: int
+) -> None:
+    config = transformers.LlamaConfig(
+        **{
+            **SMALL,
+            "num_hidden_layers": 1,
+            "num_attention_heads": num_kv_heads * queries_per_group,
+            "num_key_value_heads": num_kv_heads,
+            "head_dim": 2 * half_head_dim,
+        }
+    )
+    model = randomise(transformers.LlamaForCausalLM(config), seed)
+    found = verify(model, text_batch(), scope="full", seed=seed, num_draws=1)
+    assert found.worst_deviation < 1e-3
 
 
 def test_an_activation_that_is_not_elementwise_blocks_its_layer() -> None:

@@ -59,6 +59,23 @@ def test_compiled_kernels_agree_with_indexing(family: str, dtype: torch.dtype) -
         assert all(torch.equal(p.cpu(), expected[n]) for n, p in model.named_parameters())
 
 
+@pytest.mark.gpu
+def test_a_shuffle_never_waits_for_the_device() -> None:
+    model = FAMILIES["gpt2"]().model.cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), capturable=True)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    spec = discover(model, scope="full")
+    generator = torch.Generator(device="cuda").manual_seed(0)
+    apply(draw(spec, generator), model, optimizer)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        apply(draw(spec, generator), model, optimizer)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
 def test_every_tensor_of_the_families_is_served() -> None:
     for build in FAMILIES.values():
         for scope in ("paper", "full"):

@@ -93,7 +93,16 @@ class UsesTokenTwice(Block):
         return self.down(torch.relu(self.up(x) * self.token)), self.token * 2
 
 
+class AsksForType(Block):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.relu(self.up(x))
+        if isinstance(hidden, torch.Tensor):
+            hidden = hidden.cumsum(dim=-1)
+        return self.down(hidden)
+
+
 REFUSED = [
+    AsksForType,
     ReturnsHidden,
     ReusesWeight,
     Softmax,

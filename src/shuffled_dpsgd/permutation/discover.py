@@ -70,6 +70,8 @@ def _describe_root(sketch: Sketch, path: str, root: nn.Module) -> None:
     if head is None:
         if class_name(root) in STEMS:
             sketch.note("residual stream: not permuted, it is the model's output")
+        elif class_name(root).startswith("transformers."):
+            sketch.note(f"residual stream: not permuted, {type(root).__name__} is not described")
         return
     try:
         if sketch.scope == "full":

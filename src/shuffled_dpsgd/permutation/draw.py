@@ -158,7 +158,7 @@ def packing_of(spec: PermutationSpec, device: torch.device) -> _Packing:
 def _pack(drawn: torch.Tensor, packing: _Packing) -> torch.Tensor:
     packed = torch.arange(packing.length, device=drawn.device)
     for level in packing.levels:
-        packed = packed[torch.addcmul(level.base, level.step, drawn[level.slot])]
+        packed = packed[level.base + level.step * drawn[level.slot]]
     return packed - packing.offsets
 
 

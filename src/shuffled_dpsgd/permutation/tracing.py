@@ -34,13 +34,29 @@ _UNTRACEABLE = (
     TypeError,
     ValueError,
 )
+# A symbol answers these otherwise than a tensor would, or they ask for something that may change
+# between calls; a forward that uses them may take a branch the trace does not see.
+_QUESTIONS = frozenset(
+    {
+        "hasattr",
+        "is_autocast_enabled",
+        "is_compiling",
+        "is_grad_enabled",
+        "is_inference_mode_enabled",
+        "is_scripting",
+        "is_tensor",
+        "is_tracing",
+        "isinstance",
+        "type",
+    }
+)
 
 
 class _Tracer(fx.Tracer):
     """Does not look inside PyTorch's and other libraries' modules: rules know them, or nothing."""
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        return _is_foreign(m) or super().is_leaf_module(m, module_qualified_name)
+        return _is_known(m)
 
 
 def describe_traced(sketch: Sketch, path: str, skip: frozenset[str]) -> None:
@@ -58,8 +74,8 @@ def describe_traced(sketch: Sketch, path: str, skip: frozenset[str]) -> None:
             for graph in _graphs(module):
                 reader.read(graph)
         except _UNTRACEABLE as error:
-            first_line = (str(error).splitlines() or [type(error).__name__])[0]
-            sketch.note(f"{type(module).__name__}: forward cannot be traced ({first_line})")
+            reason = (str(error) or type(error).__name__).split("\n")[0].split(". ")[0]
+            sketch.note(f"{type(module).__name__}: forward cannot be traced ({reason})")
         else:
             for index, space in enumerate(spaces.roots()):
                 _add(sketch, path, index, space)
@@ -77,11 +93,22 @@ def _may_be_traced(module: nn.Module) -> bool:
     return True
 
 
+def _is_known(module: nn.Module) -> bool:
+    """Whether rules know the module, or nothing does: a trace does not look inside."""
+    return _is_foreign(module) or fx.Tracer().is_leaf_module(module, "")
+
+
 def _is_foreign(module: nn.Module) -> bool:
     return class_name(module).split(".")[0] in ("transformers", "peft")
 
 
 def _graphs(module: nn.Module) -> Iterator[fx.Graph]:
+    for inner in module.modules():
+        if inner is module or not _is_known(inner):
+            code = getattr(inspect.unwrap(type(inner).forward), "__code__", None)
+            asked = _QUESTIONS.intersection(code.co_names if code is not None else ())
+            if asked:
+                raise ValueError(f"it asks {', '.join(sorted(asked))}")
     defaults = {
         name: parameter.default
         for name, parameter in inspect.signature(module.forward).parameters.items()

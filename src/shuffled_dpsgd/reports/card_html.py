@@ -92,7 +92,6 @@ def _terms(card: PrivacyCard) -> str:
         f"{escape(name)}: {escape(verdict)}</span>"
         for name, verdict in card.verdicts.items()
     ]
-    assumptions = card.certified.assumptions if card.certified is not None else ()
     by_block = card.paper_by_block
     differ = len({claim.epsilon for claim in by_block.values()}) > 1
     blocks = [f"block {name} alone: {escape(by_block[name].describe())}" for name in by_block]
@@ -105,7 +104,7 @@ def _terms(card: PrivacyCard) -> str:
         ("shuffle", [escape(card.shuffle)]),
         ("randomness", [escape(card.randomness)]),
         ("threat model", [escape(card.threat_model)]),
-        ("assumptions", [escape(line) for line in assumptions] or ["none: nothing is certified"]),
+        ("assumptions", [escape(line) for line in card.assumptions]),
         ("not covered", [escape(line) for line in card.not_covered]),
     ]
     items = "".join(f"<dt>{label}</dt><dd>{_listed(lines)}</dd>" for label, lines in rows)

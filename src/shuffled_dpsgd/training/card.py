@@ -81,6 +81,12 @@ class PrivacyCard:
         return replace(self, audits=(*self.audits, *bounds))
 
     @property
+    def assumptions(self) -> tuple[str, ...]:
+        """What the certified claim was priced under, then what the user must see to."""
+        priced = () if self.certified is None else self.certified.assumptions
+        return (*priced, *self.use_assumptions)
+
+    @property
     def verdicts(self) -> dict[str, str]:
         """Per claim: `claim refuted` when an audited bound exceeds it, else what the audit says."""
         claims = {"certified": self.certified, "paper": self.paper}
@@ -113,7 +119,7 @@ class PrivacyCard:
             "shuffle": self.shuffle,
             "randomness": self.randomness,
             "threat_model": self.threat_model,
-            "use_assumptions": list(self.use_assumptions),
+            "assumptions": list(self.assumptions),
             "not_covered": list(self.not_covered),
         }
 

@@ -7,7 +7,6 @@ so that a test can replace one and watch the audits catch it.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any
@@ -17,11 +16,9 @@ import torch
 from shuffled_dpsgd.clipping import ClippingEngine
 from shuffled_dpsgd.errors import (
     BudgetExhaustedError,
-    DivergenceError,
     InvalidArgumentError,
 )
 from shuffled_dpsgd.permutation import Permutation, PermutationSpec, apply, draw, identity
-from shuffled_dpsgd.training.buffers import BufferWatch
 from shuffled_dpsgd.training.card import PrivacyCard, write_card
 from shuffled_dpsgd.training.data import (
     LogicalBatch,
@@ -31,18 +28,18 @@ from shuffled_dpsgd.training.data import (
     shaped,
     to_device,
 )
+from shuffled_dpsgd.training.guards import (
+    BufferWatch,
+    check_losses,
+    check_records,
+    check_weights,
+)
 from shuffled_dpsgd.training.ledger import Ledger
 from shuffled_dpsgd.training.mechanism import Mechanism
 from shuffled_dpsgd.training.metrics import LossMeter, StepMetrics, describe_step
 from shuffled_dpsgd.training.plan import PrivacyPlan
 from shuffled_dpsgd.training.randomness import RandomStreams
 from shuffled_dpsgd.training.sampler import Sampler
-
-DIVERGENCE_ADVICE = (
-    "try a smaller learning rate, a larger expected_batch_size (noise is divided by it), "
-    "a learning-rate warm-up, or float32 where bfloat16 overflows; "
-    "resume from the last checkpoint, the budget spent so far stays spent"
-)
 
 
 class PrivateTraining:
@@ -152,7 +149,11 @@ class PrivateTraining:
         With `loss_reduction="mean"` declared, a scalar is taken as the mean over the physical
         batch; without it, refused, as it would scale every gradient down before the clip.
         """
-        count = self._check_losses(losses)
+        count = check_losses(
+            losses,
+            expected=None if self._current is None else self._current.size,
+            may_be_mean=self.plan.loss_reduction == "mean",
+        )
         reduced = losses.dim() == 0
         self._losses.add(losses, count=count, mean=reduced)
         if reduced:
@@ -278,28 +279,16 @@ class PrivateTraining:
                 got=f"no call for the batch that completes step {part.step}",
             )
 
-    def _check_losses(self, losses: torch.Tensor) -> int:
-        expected = None if self._current is None else self._current.size
-        if losses.dim() == 0 and self.plan.loss_reduction == "mean":
-            return expected or 1
-        if losses.dim() != 1 or expected not in (None, losses.shape[0]):
-            raise InvalidArgumentError(
-                "losses",
-                expected=f"one loss per sample, shape ({'B' if expected is None else expected},)",
-                got=tuple(losses.shape),
-                remedy="use reduction='none' and reduce over everything but the batch, "
-                "or declare loss_reduction='mean'",
-            )
-        return int(losses.shape[0])
-
     def _update(self) -> None:
         if self.released:
             raise InvalidArgumentError(
                 "step", expected="no step after release()", got=f"step {self.steps_taken}"
             )
         norms = self.engine.sample_norms.detach().cpu()
-        self._check_samples(norms)
         step = self.steps_taken
+        drawn = self._drawn if self.plan.sampling == "poisson" else None
+        check_records(norms, drawn=drawn, step=step)
+        self._buffers.check()
         clipped = self.engine.clipped_sum()
         sums = {name: clipped[name].contiguous() for name in self._trainable}
         self.ledger.record(step=step, token=self.streams.token(step))
@@ -317,7 +306,7 @@ class PrivateTraining:
         if self.plan.shuffle == "every-step" and self.plan.permutes:
             self._permute(step)
         self.discard()
-        self._check_weights()
+        check_weights(self._trainable, step=step)
         for callback in tuple(self._callbacks):
             callback()
 
@@ -339,31 +328,6 @@ class PrivateTraining:
         apply(permutation, self.model, self.optimizer)
         if self.frame is not None:
             self.frame = self.frame.then(permutation)
-
-    def _check_samples(self, norms: torch.Tensor) -> None:
-        if self.plan.sampling == "poisson" and norms.numel() != self._drawn:
-            raise InvalidArgumentError(
-                "backward",
-                expected=f"gradients of the {self._drawn} records drawn",
-                got=norms.numel(),
-                remedy="run the forward and backward of every physical batch inside the loop",
-            )
-        self._buffers.check()
-        num_nonfinite = int((~torch.isfinite(norms)).sum())
-        if 2 * num_nonfinite > norms.numel():
-            raise DivergenceError(
-                f"step {self.steps_taken}: {num_nonfinite} of {norms.numel()} records have a "
-                f"non-finite gradient; {DIVERGENCE_ADVICE}"
-            )
-
-    def _check_weights(self) -> None:
-        largest = torch._foreach_norm([p.detach() for p in self._trainable.values()], math.inf)
-        if not bool(torch.isfinite(torch.stack([norm.float() for norm in largest])).all()):
-            broken = [n for n, p in self._trainable.items() if not torch.isfinite(p).all()]
-            raise DivergenceError(
-                f"step {self.steps_taken - 1}: {len(broken)} parameters are no longer finite, "
-                f"first {broken[0]}; {DIVERGENCE_ADVICE}"
-            )
 
     def _refuse_foreign_step(
         self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any

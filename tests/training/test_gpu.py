@@ -1,0 +1,70 @@
+"""The same laws on a CUDA device."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from shuffled_dpsgd.permutation import apply
+from shuffled_dpsgd.training import (
+    GaussianNoise,
+    PrivateTraining,
+    RandomStreams,
+    load_checkpoint,
+    make_private,
+    save_checkpoint,
+)
+from training.cases import Case, distance, run, vit_case, weights
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+def start(case: Case, **changes: Any) -> PrivateTraining:
+    model = case.make().cuda()
+    settings: dict[str, Any] = {
+        "dataset_size": len(case.data),
+        "expected_batch_size": 10,
+        "num_steps": 6,
+        "delta": 1e-3,
+        "noise_multiplier": 1.0,
+        "batch_clip_norm": 2.0,
+        "seed": 7,
+    }
+    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
+    return make_private(model, optimizer, **(settings | changes))
+
+
+def test_noise_on_the_device_has_the_std_asked_for() -> None:
+    sums = {"a": torch.zeros(1000, 2000, device="cuda"), "b": torch.zeros(500_000, device="cuda")}
+    GaussianNoise(RandomStreams(seed=1)).add_(sums, {"a": 2.0, "b": 0.5}, step=0)
+    assert float(sums["a"].std()) == pytest.approx(2.0, rel=0.01)
+    assert float(sums["b"].std()) == pytest.approx(0.5, rel=0.01)
+
+
+def test_shuffling_changes_no_loss_in_the_common_frame() -> None:
+    case = vit_case(torch.float64)
+    plain = start(case, shuffle="off")
+    shuffled = start(case, shuffle="every-step", noise_frame="unshuffled")
+    assert run(shuffled, case) == pytest.approx(run(plain, case), rel=1e-9)
+    assert shuffled.frame is not None
+    apply(shuffled.frame.inverse(), shuffled.model)
+    assert distance(weights(shuffled.model), weights(plain.model)) < 1e-7
+
+
+def test_resume_continues_the_run(tmp_path: Path) -> None:
+    case = vit_case(torch.float64)
+    whole = start(case)
+    run(whole, case)
+    first = start(case)
+    run(first, case, num_steps=3)
+    path = save_checkpoint(first, tmp_path)
+    second = start(case)
+    load_checkpoint(second, path)
+    run(second, case)
+    assert distance(weights(whole.model), weights(second.model)) < 1e-9

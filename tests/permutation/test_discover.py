@@ -140,6 +140,7 @@ def test_any_grouping_of_heads_is_exact(
     config = transformers.LlamaConfig(
         **{
             **SMALL,
+            "hidden_size": 36,
             "num_hidden_layers": 1,
             "num_attention_heads": num_kv_heads * queries_per_group,
             "num_key_value_heads": num_kv_heads,

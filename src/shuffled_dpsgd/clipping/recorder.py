@@ -82,6 +82,8 @@ class Recorder:
             return record(self._handle, slot.index, part, tensors)
         if self._running is not batch:
             self._join(batch)
+        if torch.is_grad_enabled():
+            _refuse_higher_derivatives()
         if torch.is_autocast_enabled(batch.device):
             with torch.autocast(batch.device, enabled=False):
                 self.receive(batch, Entry(slot, saved))
@@ -96,7 +98,11 @@ class Recorder:
         undisturbed, at a fraction of the cost of a Python function per layer.
         """
         version = None if x is None else x._version
-        out.register_hook(partial(self._heard, batch, slot, x, version))
+        # A hook on a view is lost, silently, when the view is changed in place; one on its base
+        # is not.
+        base = out._base
+        source = out if base is None else base
+        source.register_hook(partial(self._heard, batch, slot, x, version))
         return out
 
     def _heard(
@@ -109,7 +115,7 @@ class Recorder:
                 got="an input changed in place",
                 remedy="replace the in-place operation after this module by an ordinary one",
             )
-        self.record(batch, slot, slot.heard(x, g))
+        self.record(batch, slot, slot.heard(batch.size, x, g))
 
     def _record_traced(self, index: int, part: int, tensors: list[Tensor]) -> None:
         batch, slot = self.latest, self.slots[index]
@@ -154,10 +160,12 @@ def _refuse_misuse(batch: Batch, running: Batch | None) -> None:
             remedy="add the losses of one batch before calling backward; clipped one by one they "
             "would let a sample contribute more than clip_norm",
         )
-    if torch.is_grad_enabled():
-        raise UnsupportedModuleError(
-            "",
-            expected="a first-order backward",
-            got="backward(create_graph=True)",
-            remedy="per-sample clipping of higher derivatives is not supported",
-        )
+
+
+def _refuse_higher_derivatives() -> None:
+    raise UnsupportedModuleError(
+        "",
+        expected="a first-order backward",
+        got="backward(create_graph=True)",
+        remedy="per-sample clipping of higher derivatives is not supported",
+    )

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.utils.parametrize import is_parametrized
 
 from shuffled_dpsgd.clipping.recorder import Recorder
 from shuffled_dpsgd.clipping.rules import find_rule
@@ -80,6 +81,8 @@ def _rule_for_bare_parameters(module: nn.Module, names: dict[int, str]) -> type[
     """
     if is_container(module):
         return None
+    if is_parametrized(module):
+        return GenericSlot
     held = dict(module.named_parameters(recurse=False))
     own = {key: p for key, p in held.items() if id(p) in names}
     contained = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from shuffled_dpsgd.clipping.rules.attention import MultiheadAttentionSlot
 from shuffled_dpsgd.clipping.rules.base import Slot
@@ -43,7 +44,13 @@ BY_NAME: dict[str, type[Slot]] = {
 
 
 def find_rule(module: nn.Module) -> type[Slot] | None:
-    """The rule of a module, or None. A subclass counts only while its forward is inherited."""
+    """The rule of a module, or None.
+
+    A subclass counts only while its forward is inherited, a parametrised module never: its weight
+    is computed from parameters somewhere else.
+    """
+    if is_parametrized(module):
+        return None
     for kind in type(module).__mro__:
         rule = BY_TYPE.get(kind) or BY_NAME.get(f"{kind.__module__}.{kind.__qualname__}")
         if rule is not None:

@@ -67,7 +67,7 @@ class Slot:
     @classmethod
     def accepts(cls, module: nn.Module) -> bool:
         """Whether the rule covers this instance of a type it is registered for."""
-        return True
+        return "weight" in module._parameters
 
     @abstractmethod
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -86,7 +86,7 @@ class Slot:
         """Store per-sample gradients in place of `saved` where the cost rule says so."""
         return saved
 
-    def heard(self, x: Tensor | None, g: Tensor) -> Saved:
+    def heard(self, size: int, x: Tensor | None, g: Tensor) -> Saved:
         """What is saved of an input and an output gradient that were listened for."""
         return (x, g)
 

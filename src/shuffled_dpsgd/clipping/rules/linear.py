@@ -128,8 +128,10 @@ class LinearSlot(Slot):
         # A half-precision copy may have rows of zeros added for speed.
         return out if out.shape[-1] == self.outputs else out[..., : self.outputs]
 
-    def heard(self, x: Tensor | None, g: Tensor) -> Saved:
-        return (x, g if g.shape[-1] == self.outputs else g[..., : self.outputs])
+    def heard(self, size: int, x: Tensor | None, g: Tensor) -> Saved:
+        # The gradient may be that of the flat matrix product the output is a view of.
+        g_BTP = g.reshape(size, -1, g.shape[-1]) if g.dim() == 2 else g
+        return (x, g_BTP if g.shape[-1] == self.outputs else g_BTP[..., : self.outputs])
 
     def multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """The layer's own operation."""

@@ -139,7 +139,7 @@ class LayerNormSlot(NormSlot):
             x = x.float()
         return cast(Tensor, LayerNormFunction.apply(x, weight, bias, tap, self, batch))
 
-    def heard(self, x: Tensor | None, g: Tensor) -> Saved:
+    def heard(self, size: int, x: Tensor | None, g: Tensor) -> Saved:
         assert x is not None
         shape = (x.shape[0], -1, self.width)
         return (Unsummed(x_BTD=x.reshape(shape), g_BTD=g.reshape(shape), eps=self.eps),)

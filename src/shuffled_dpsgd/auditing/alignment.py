@@ -41,14 +41,14 @@ those undone, the remaining groups have all their axes back."""
 
 @dataclass(frozen=True, kw_only=True)
 class Realignment:
-    """The permutation that was found, and the released tensors with it undone."""
+    """The permutation that was found, and the released tensors with it undone, on the CPU."""
 
     permutation: Permutation
     tensors: dict[str, torch.Tensor]
 
     def recovered(self, truth: Permutation) -> float:
         """Share of moving positions that were put back where they came from."""
-        return float((self.permutation.packed == truth.packed).double().mean())
+        return float((self.permutation.packed == truth.packed.cpu()).double().mean())
 
 
 def realign(spec: PermutationSpec, known: Tensors, released: Tensors) -> Realignment:
@@ -57,7 +57,7 @@ def realign(spec: PermutationSpec, known: Tensors, released: Tensors) -> Realign
     Stages first, each blind to the groups after it; where there were several, all groups once more
     with nothing summed away, until nothing moves.
     """
-    current = {name: tensor.detach().clone() for name, tensor in released.items()}
+    current = {name: tensor.detach().to("cpu", copy=True) for name, tensor in released.items()}
     total = identity(spec, "cpu")
     unsolved = set(range(len(spec.groups)))
     stages = [{i for i in unsolved if spec.groups[i].kind in kinds} for kinds in STAGES]

@@ -7,13 +7,15 @@ in training; the adversary needs nothing but the model's loss.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 
 from shuffled_dpsgd.errors import InvalidArgumentError
 from shuffled_dpsgd.training.data import MapStyle
+
+InputCanary = Literal["mislabelled", "blank"]
 
 
 class Extended:

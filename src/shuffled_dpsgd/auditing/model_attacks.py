@@ -78,13 +78,13 @@ class ReadRealigned:
 
     def read(self, seen: Seen) -> float:
         aligned = realign(self.spec, seen.weights, seen.new_weights()).tensors
-        step = {name: (seen.weights[name] - aligned[name]) / seen.step_size for name in self.canary}
+        step = {n: (seen.weights[n].cpu() - aligned[n]) / seen.step_size for n in self.canary}
         return inner(self.canary, step)
 
 
 def inner(left: Tensors, right: Tensors) -> float:
     """Σ ⟨left, right⟩ over the tensors of `left`, in float64."""
-    return sum(float((t.double() * right[name].double()).sum()) for name, t in left.items())
+    return sum(float((t.double() * right[n].to(t.device).double()).sum()) for n, t in left.items())
 
 
 def random_direction(shapes: Tensors, generator: torch.Generator) -> dict[str, torch.Tensor]:

@@ -17,7 +17,7 @@ from shuffled_dpsgd.auditing.adversaries import ThreatModel
 from shuffled_dpsgd.auditing.alignment import realign
 from shuffled_dpsgd.auditing.estimators import Inclusion
 from shuffled_dpsgd.auditing.gradient_canaries import CanaryField, InjectingEngine
-from shuffled_dpsgd.auditing.input_canaries import Extended, mislabelled
+from shuffled_dpsgd.auditing.input_canaries import Extended, InputCanary, blank, mislabelled
 from shuffled_dpsgd.auditing.probes import OnProgress, trainable
 from shuffled_dpsgd.auditing.sensitivity import RecordingMechanism
 from shuffled_dpsgd.auditing.verdict import Evidence
@@ -42,13 +42,14 @@ class CanaryRun:
         collate: Callable[[list[Any]], Any] | None,
         num_gradient_canaries: int,
         num_input_canaries: int,
+        input_canary: InputCanary,
         seed: int,
     ) -> None:
         self._rng = np.random.default_rng([seed, 4])
         self._losses, self._collate = losses, collate or default_collate
-        self._inputs = (
-            mislabelled(data, num_input_canaries, self._rng) if num_input_canaries else []
-        )
+        plant = {"mislabelled": mislabelled, "blank": blank}[input_canary]
+        self._input_name = f"{input_canary} input"
+        self._inputs = plant(data, num_input_canaries, self._rng) if num_input_canaries else []
         self._inputs_in = self._rng.random(len(self._inputs)) < 0.5
         kept = [one for one, inside in zip(self._inputs, self._inputs_in, strict=True) if inside]
         self._data = Extended(data, kept)
@@ -95,7 +96,7 @@ class CanaryRun:
         moved = frozenset() if spec is None else spec.moved_names
         unmoved = frozenset(final) - moved
         aligned = final if spec is None else realign(spec, self._initial, final).tensors
-        displacement = {name: self._initial[name] - aligned[name] for name in final}
+        displacement = {n: self._initial[n].cpu() - aligned[n].cpu() for n in final}
         negated = {name: -tensor for name, tensor in final.items()}
         entries = [
             ("re-alignment along the run", ThreatModel.STEP_GRADIENTS, self._iterate_scores),
@@ -126,7 +127,7 @@ class CanaryRun:
             found.append(
                 Evidence(
                     adversary="loss threshold",
-                    canary="mislabelled input",
+                    canary=self._input_name,
                     threat_model=ThreatModel.BLACK_BOX,
                     scores=Inclusion(scores=-self._input_losses(), included=self._inputs_in),
                 )

@@ -8,17 +8,19 @@ threat model in turn which of them were there (Steinke et al. 2023; Mahloujifar 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, get_args
 
 from shuffled_dpsgd.accounting import PrivacyClaim, certified_claim
 from shuffled_dpsgd.auditing.estimators import OneRun, OneRunFDP
+from shuffled_dpsgd.auditing.input_canaries import InputCanary
 from shuffled_dpsgd.auditing.model_attacks import noise_attacks, step_attacks, tensor_attacks
 from shuffled_dpsgd.auditing.one_run_training import CanaryRun
 from shuffled_dpsgd.auditing.probes import OnProgress, Prober, probe, trainable
-from shuffled_dpsgd.auditing.step import ESTIMATORS
-from shuffled_dpsgd.auditing.verdict import AuditReport, assess, judge
+from shuffled_dpsgd.auditing.step import ESTIMATORS, composition_notes
+from shuffled_dpsgd.auditing.verdict import Attack, AuditReport, assess, judge
+from shuffled_dpsgd.errors import InvalidArgumentError
 from shuffled_dpsgd.training.card import AuditedBound as CardBound
 from shuffled_dpsgd.training.data import MapStyle
 from shuffled_dpsgd.training.physical import PerSampleLoss
@@ -48,7 +50,24 @@ class RunSetting:
     warmup_steps: int = 5
     num_gradient_canaries: int = 500
     num_input_canaries: int = 100
+    input_canary: InputCanary = "mislabelled"
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.input_canary not in get_args(InputCanary):
+            raise InvalidArgumentError(
+                "input_canary", expected=f"one of {get_args(InputCanary)}", got=self.input_canary
+            )
+        for name, least in (
+            ("num_observations", 20),
+            ("warmup_steps", 0),
+            ("num_gradient_canaries", 2),
+            ("num_input_canaries", 0),
+        ):
+            if getattr(self, name) < least:
+                raise InvalidArgumentError(
+                    name, expected=f"at least {least}", got=getattr(self, name)
+                )
 
 
 def audit_steps(
@@ -85,6 +104,12 @@ def audit_steps(
         attacks=assessed,
         verdicts=judge(claims, assessed, confidence=confidence),
         seconds=time.perf_counter() - started,
+        notes=composition_notes(
+            assessed,
+            sampling_prob=private.plan.sampling_prob,
+            num_steps=private.plan.num_steps,
+            delta=private.plan.delta,
+        ),
     )
 
 
@@ -135,6 +160,7 @@ def audit_one_run(
         collate=target.collate,
         num_gradient_canaries=setting.num_gradient_canaries,
         num_input_canaries=setting.num_input_canaries,
+        input_canary=setting.input_canary,
         seed=setting.seed,
     )
     run.train(on_progress)
@@ -151,6 +177,7 @@ def audit_one_run(
         verdicts=judge(claims, assessed, confidence=confidence),
         seconds=time.perf_counter() - started,
         notes=run.notes(),
+        card=run.private.card().with_audits(*card_bounds(assessed)),
     )
 
 
@@ -185,8 +212,8 @@ def certified_step(plan: PrivacyPlan, delta: float) -> PrivacyClaim:
     )
 
 
-def card_bounds(report: AuditReport) -> tuple[CardBound, ...]:
-    """The report's joint bounds that hold for any mechanism, in the privacy card's own words."""
+def card_bounds(attacks: Sequence[Attack]) -> tuple[CardBound, ...]:
+    """Joint bounds that hold for any mechanism, in the privacy card's own words."""
     return tuple(
         CardBound(
             adversary=attack.label,
@@ -195,7 +222,7 @@ def card_bounds(report: AuditReport) -> tuple[CardBound, ...]:
             delta=bound.delta,
             confidence=bound.confidence,
         )
-        for attack in report.attacks
+        for attack in attacks
         for bound in attack.joint
         if bound.may_refute == "any claim" and bound.confidence is not None
     )

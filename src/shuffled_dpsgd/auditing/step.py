@@ -9,8 +9,9 @@ theorem's own worst-case pair, where they add up to a spike of height `batch_cli
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from typing import TypedDict
 
 import numpy as np
 
@@ -29,9 +30,10 @@ from shuffled_dpsgd.auditing.adversaries import (
 )
 from shuffled_dpsgd.auditing.canaries import AxisCanary
 from shuffled_dpsgd.auditing.estimators import ClopperPearson, GaussianDP, JointBeta, PaperPoint
+from shuffled_dpsgd.auditing.estimators.gaussian_dp import composed_epsilon
 from shuffled_dpsgd.auditing.estimators.scores import Floats, ScorePair
 from shuffled_dpsgd.auditing.matching import match_rows
-from shuffled_dpsgd.auditing.verdict import AuditReport, Evidence, assess, judge
+from shuffled_dpsgd.auditing.verdict import Attack, AuditReport, Evidence, assess, judge
 from shuffled_dpsgd.auditing.worst_case import worst_case_evidence
 from shuffled_dpsgd.errors import InvalidArgumentError
 
@@ -80,6 +82,14 @@ class StepSetting:
                 )
 
 
+class RunLength(TypedDict):
+    """A run of Poisson-sampled steps, and the δ of its claims."""
+
+    sampling_prob: float
+    num_steps: int
+    delta: float
+
+
 def step_claims(
     setting: StepSetting, *, paper_epsilon: float | None = None
 ) -> tuple[PrivacyClaim, ...]:
@@ -114,11 +124,20 @@ def step_claims(
 
 
 def audit_step(
-    setting: StepSetting, claims: tuple[PrivacyClaim, ...], *, confidence: float = 0.95
+    setting: StepSetting,
+    claims: tuple[PrivacyClaim, ...],
+    *,
+    confidence: float = 0.95,
+    given: AxisCanary | None = None,
+    run: RunLength | None = None,
 ) -> AuditReport:
-    """Every adversary against one step, judged against `claims` (all at the setting's δ)."""
+    """Every adversary against one step, judged against `claims` (all at the setting's δ).
+
+    `given` is a canary of the user's own, of the setting's axis size, tried beside the others;
+    `run` adds what the step amounts to over a run.
+    """
     started = time.perf_counter()
-    evidence = [*axis_evidence(setting), aligned_evidence(setting), *worst_case(setting)]
+    evidence = [*axis_evidence(setting, given), aligned_evidence(setting), *worst_case(setting)]
     attacks = assess(evidence, ESTIMATORS, delta=setting.delta, confidence=confidence)
     return AuditReport(
         unit="one step",
@@ -127,14 +146,44 @@ def audit_step(
         attacks=attacks,
         verdicts=judge(claims, attacks, confidence=confidence),
         seconds=time.perf_counter() - started,
+        notes=() if run is None else composition_notes(attacks, **run),
+    )
+
+
+def composition_notes(
+    attacks: Sequence[Attack], *, sampling_prob: float, num_steps: int, delta: float
+) -> tuple[str, ...]:
+    """What the largest measured μ of a step amounts to over a run of sampled steps.
+
+    Holds if every step is Gaussian, as the certified claim has it; it refutes nothing else.
+    """
+    mus = [
+        float(bound.counts["mu"])
+        for attack in attacks
+        for bound in attack.joint
+        if bound.method == GaussianDP().name
+    ]
+    mu = max(mus, default=0.0)
+    epsilon = composed_epsilon(mu, sampling_prob=sampling_prob, num_steps=num_steps, delta=delta)
+    return (
+        f"μ ≥ {mu:.3f} of a step, composed over {num_steps} steps sampled at "
+        f"{sampling_prob:.4g}: ε ≥ {epsilon:.4g} (measured, if every step is Gaussian) "
+        f"at δ = {delta:.3g}",
     )
 
 
 def axis_attacks(
-    setting: StepSetting, rng: np.random.Generator
+    setting: StepSetting, given: AxisCanary | None, rng: np.random.Generator
 ) -> list[tuple[AxisCanary, bool, Adversary]]:
     """Canary, whether its tensor is permuted, adversary: what is tried on one axis."""
     size = setting.axis_size
+    if given is not None and given.size != size:
+        raise InvalidArgumentError("canary", expected=f"{size} entries", got=given.size)
+    own: list[tuple[AxisCanary, bool, Adversary]] = [
+        (canary, True, adversary)
+        for canary in (() if given is None else (given,))
+        for adversary in (OrbitMaximum(), AxisSum())
+    ]
     dirac, constant = canaries.dirac(size), canaries.constant(size)
     direction = canaries.random_direction(size, rng)
     return [
@@ -144,13 +193,14 @@ def axis_attacks(
         (direction, True, OrbitMaximum()),
         (constant, True, AxisSum()),
         (direction, False, MatchedFilter(name="un-permuted tensor")),
+        *own,
     ]
 
 
-def axis_evidence(setting: StepSetting) -> list[Evidence]:
+def axis_evidence(setting: StepSetting, given: AxisCanary | None = None) -> list[Evidence]:
     """All attacks on one axis, each on the same noise in both of its worlds."""
     rng = np.random.default_rng([setting.seed, 1])
-    attacks = axis_attacks(setting, rng)
+    attacks = axis_attacks(setting, given, rng)
     found: list[dict[bool, list[Floats]]] = [{False: [], True: []} for _ in attacks]
     for present in (False, True):
         for rows in _chunks(setting.num_observations, setting.axis_size):

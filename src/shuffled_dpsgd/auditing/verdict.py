@@ -8,14 +8,17 @@ single bound is also reported at its own 95 %.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
 
 from shuffled_dpsgd.accounting.claim import PrivacyClaim
 from shuffled_dpsgd.auditing.adversaries import ThreatModel
 from shuffled_dpsgd.auditing.estimators.one_run import Inclusion
 from shuffled_dpsgd.auditing.estimators.scores import AuditedBound, Refutable, ScorePair
 from shuffled_dpsgd.errors import InvalidArgumentError
+
+if TYPE_CHECKING:
+    from shuffled_dpsgd.training.card import PrivacyCard
 
 
 class Estimator(Protocol):
@@ -97,7 +100,8 @@ class AuditReport:
     attacks: tuple[Attack, ...]
     verdicts: tuple[Verdict, ...]
     seconds: float
-    notes: tuple[str, ...] = field(default=())
+    notes: tuple[str, ...] = ()
+    card: PrivacyCard | None = None
 
     @property
     def refutes_a_proven_claim(self) -> bool:
@@ -113,6 +117,7 @@ class AuditReport:
             "verdicts": [verdict.to_json() for verdict in self.verdicts],
             "seconds": self.seconds,
             "notes": list(self.notes),
+            "card": None if self.card is None else self.card.to_json(),
         }
 
 

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from shuffled_dpsgd.cli.output import AsJson, json_text, print_json, reports_errors
+from shuffled_dpsgd.cli.audit_delivery import deliver, progress, read_canary, write_json
+from shuffled_dpsgd.cli.output import AsJson, print_json, reports_errors
 from shuffled_dpsgd.errors import InvalidArgumentError
-
-if TYPE_CHECKING:
-    from shuffled_dpsgd.auditing.verdict import AuditReport
 
 app = typer.Typer(
     name="audit",
@@ -47,6 +43,14 @@ def step(
     ] = None,
     axis_size: Annotated[int, typer.Option(help="Length of the axis a permutation moves.")] = 3072,
     observations: Annotated[int, typer.Option(help="Releases with, and as many without.")] = 5000,
+    sampling_prob: Annotated[
+        float | None, typer.Option(help="With --num-steps: compose the measured μ over a run.")
+    ] = None,
+    num_steps: Annotated[int | None, typer.Option(help="Steps of that run.")] = None,
+    run_delta: Annotated[float, typer.Option(help="δ of that run.")] = 5e-6,
+    canary: Annotated[
+        Path | None, typer.Option(help="A canary of your own: .npy, one row of --axis-size.")
+    ] = None,
     confidence: Confidence = 0.95,
     seed: Seed = 0,
     output: Output = None,
@@ -58,7 +62,7 @@ def step(
 
     Example: shuffled-dpsgd audit step --dimension 85800000 --sigma 0.274 --claim 0.198
     """
-    from shuffled_dpsgd.auditing.step import StepSetting, audit_step, step_claims
+    from shuffled_dpsgd.auditing.step import RunLength, StepSetting, audit_step, step_claims
 
     setting = StepSetting(
         noise_multiplier=noise_multiplier,
@@ -69,8 +73,21 @@ def step(
         num_observations=observations,
         seed=seed,
     )
-    claims = step_claims(setting, paper_epsilon=claim)
-    deliver(audit_step(setting, claims, confidence=confidence), output, as_json)
+    if (sampling_prob is None) != (num_steps is None):
+        raise InvalidArgumentError(
+            "--sampling-prob", expected="both of it and --num-steps, or neither", got=sampling_prob
+        )
+    run_length: RunLength | None = None
+    if sampling_prob is not None and num_steps is not None:
+        run_length = {"sampling_prob": sampling_prob, "num_steps": num_steps, "delta": run_delta}
+    report = audit_step(
+        setting,
+        step_claims(setting, paper_epsilon=claim),
+        confidence=confidence,
+        given=None if canary is None else read_canary(canary),
+        run=run_length,
+    )
+    deliver(report, output, as_json)
 
 
 @app.command()
@@ -132,7 +149,8 @@ def run(
     epochs: Annotated[int | None, typer.Option(help="Length of the audited run.")] = None,
     observations: Annotated[int, typer.Option(help="step: releases with, and without.")] = 500,
     canaries: Annotated[int, typer.Option(help="one-run: gradient canaries.")] = 500,
-    input_canaries: Annotated[int, typer.Option(help="one-run: mislabelled records.")] = 100,
+    input_canaries: Annotated[int, typer.Option(help="one-run: canaries that are records.")] = 100,
+    input_canary: Annotated[str, typer.Option(help="mislabelled or blank.")] = "mislabelled",
     confidence: Confidence = 0.95,
     seed: Seed = 0,
     output: Output = None,
@@ -163,6 +181,7 @@ def run(
         num_observations=observations,
         num_gradient_canaries=canaries,
         num_input_canaries=input_canaries,
+        input_canary=input_canary,  # type: ignore[arg-type]  # checked by RunSetting
         seed=seed,
     )
     audit = audit_steps if mode == "step" else audit_one_run
@@ -221,41 +240,3 @@ def sensitivity(
         show_checks(reports)
     if not all(report.passed for report in reports):
         raise typer.Exit(1)
-
-
-@contextmanager
-def progress(*, quiet: bool) -> Iterator[Callable[[int, int], object] | None]:
-    """A bar over (done, total) on standard error, or nothing at all."""
-    if quiet:
-        yield None
-        return
-    from rich.console import Console
-    from rich.progress import Progress
-
-    with Progress(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("auditing", total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
-
-
-def deliver(report: AuditReport, output: Path | None, as_json: bool) -> None:
-    """Print, write, and exit with status 1 if a proven claim was refuted."""
-    from shuffled_dpsgd.cli.audit_tables import show_report
-
-    if output is not None:
-        from shuffled_dpsgd.auditing.plots import save
-
-        write_json(report.to_json(), output)
-        save(report, output / "curves")
-    if as_json:
-        print_json(report.to_json())
-    else:
-        show_report(report)
-    if report.refutes_a_proven_claim:
-        typer.secho("a proven claim is refuted: please report this as a bug", fg="red", err=True)
-        raise typer.Exit(1)
-
-
-def write_json(value: object, folder: Path) -> None:
-    """`report.json` in `folder`, as `--json` would print it."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "report.json").write_text(json_text(value), encoding="utf-8")

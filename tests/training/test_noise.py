@@ -58,6 +58,24 @@ def test_noise_differs_between_steps_and_tensors_and_repeats_with_the_seed() -> 
         assert abs(float(torch.corrcoef(torch.stack([one, other]))[0, 1])) < 0.15
 
 
+def test_the_number_of_threads_changes_no_bit() -> None:
+    def draw() -> torch.Tensor:
+        sums = {"a": torch.zeros(1_000_000), "b": torch.zeros(600_000)}
+        GaussianNoise(RandomStreams(seed=4)).add_(sums, {"a": 1.0, "b": 2.0}, step=1)
+        return torch.cat(list(sums.values()))
+
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        alone = draw()
+        torch.set_num_threads(3)
+        shared = draw()
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(alone, shared)
+    assert float(alone[:1_000_000].std()) == pytest.approx(1.0, rel=0.01)
+
+
 def test_noise_needs_no_second_buffer_of_the_size_of_the_tensor() -> None:
     import tracemalloc
 

@@ -12,7 +12,8 @@ every low-order bit of a released sum is outside the model (Mironov 2012).
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Protocol
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -22,6 +23,14 @@ from shuffled_dpsgd.training.randomness import RandomStreams
 _SCRATCH_ELEMENTS_CPU = 1 << 18
 _SCRATCH_ELEMENTS_ACCELERATOR = 1 << 24
 _WIDE = (torch.float32, torch.float64)
+
+
+class _Piece(NamedTuple):
+    """A part of a tensor small enough for one draw, and what its stream is keyed by."""
+
+    tensor: torch.Tensor
+    std: float
+    key: tuple[int, int]
 
 
 class NoiseSource(Protocol):
@@ -35,10 +44,11 @@ class NoiseSource(Protocol):
 class GaussianNoise:
     """Independent Gaussian noise for every coordinate, from the run's own streams.
 
-    On the CPU the stream of a tensor is keyed by (run, step, its position among all the names
-    given), so what it receives does not depend on how the others are sized or split. On an
-    accelerator all tensors of one standard deviation are served in turn from one stream keyed by
-    (run, step): a stream for each would cost more time than the noise.
+    On the CPU every piece of a tensor has a stream of its own, keyed by (run, step, position of
+    the tensor among the names given, position of the piece), so what it receives depends neither
+    on the other tensors nor on the number of threads that share the work. On an accelerator all
+    tensors of one standard deviation are served in turn from one stream keyed by (run, step): a
+    stream for each would cost more time than the noise.
     """
 
     def __init__(self, streams: RandomStreams) -> None:
@@ -59,24 +69,35 @@ class GaussianNoise:
                     name, expected="a contiguous float32 or float64 sum", got=tensor.dtype
                 )
         together: dict[tuple[torch.device, torch.dtype, float], list[torch.Tensor]] = {}
+        on_cpu: list[_Piece] = []
         for index, (name, tensor) in enumerate(tensors.items()):
             std, flat = stds[name], tensor.view(-1)
             if std == 0.0 or tensor.numel() == 0:
                 continue
             if tensor.device.type == "cpu":
-                self._add_on_cpu(flat, std, step=step, index=index)
+                pieces = enumerate(flat.split(_SCRATCH_ELEMENTS_CPU))
+                on_cpu += [_Piece(piece, std, (index, part)) for part, piece in pieces]
             else:
                 together.setdefault((tensor.device, tensor.dtype, std), []).append(flat)
+        self._add_on_cpu(on_cpu, step=step)
         for index, ((_, _, std), flats) in enumerate(together.items()):
             self._add_on_accelerator(flats, std, step=step, index=index)
 
-    def _add_on_cpu(self, flat: torch.Tensor, std: float, *, step: int, index: int) -> None:
-        rng = self._streams.numpy("noise", step, index)
-        scratch = torch.empty(min(flat.numel(), _SCRATCH_ELEMENTS_CPU), dtype=flat.dtype)
-        for part in flat.split(_SCRATCH_ELEMENTS_CPU):
-            draw = scratch[: part.numel()]
-            rng.standard_normal(out=draw.numpy(), dtype=draw.numpy().dtype)
-            part.add_(draw, alpha=std)
+    def _add_on_cpu(self, pieces: list[_Piece], *, step: int) -> None:
+        def add(piece: _Piece) -> None:
+            rng = self._streams.numpy("noise", step, *piece.key)
+            target = piece.tensor.detach().numpy()
+            draw = rng.standard_normal(target.size, dtype=target.dtype)
+            draw *= piece.std
+            target += draw
+
+        threads = min(torch.get_num_threads(), len(pieces))
+        if threads < 2:
+            for piece in pieces:
+                add(piece)
+        else:
+            with ThreadPoolExecutor(threads) as pool:
+                list(pool.map(add, pieces))
 
     def _add_on_accelerator(
         self, flats: list[torch.Tensor], std: float, *, step: int, index: int

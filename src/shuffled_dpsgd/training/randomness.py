@@ -1,6 +1,6 @@
 """Where every random stream of a run comes from: sampling, noise and permutations.
 
-A seeded run derives each stream from (seed, purpose, step, index), so that no generator has a
+A seeded run derives each stream from (seed, purpose, step, position), so that no generator has a
 position to lose: resuming at step t draws exactly what the uninterrupted run drew at step t. A
 secure run derives each stream from fresh operating-system entropy, so nothing on disk can
 reproduce it and no stream is ever used twice.
@@ -49,9 +49,11 @@ class RandomStreams:
         """Whether every stream is drawn from the operating system."""
         return self.seed is None
 
-    def numpy(self, purpose: Purpose, step: int, index: int = 0) -> np.random.Generator:
+    def numpy(
+        self, purpose: Purpose, step: int, index: int = 0, part: int = 0
+    ) -> np.random.Generator:
         """The stream of one purpose at one step, as a numpy generator (Philox, 128-bit key)."""
-        return np.random.Generator(np.random.Philox(self._sequence(purpose, step, index)))
+        return np.random.Generator(np.random.Philox(self._sequence(purpose, step, index, part)))
 
     def torch(
         self, purpose: Purpose, step: int, index: int = 0, *, device: torch.device | str = "cpu"
@@ -76,10 +78,13 @@ class RandomStreams:
             return secrets.token_hex(16)
         return hashlib.sha256(f"{self.seed}:{step}".encode()).hexdigest()[:32]
 
-    def _sequence(self, purpose: Purpose, step: int, index: int) -> np.random.SeedSequence:
+    def _sequence(
+        self, purpose: Purpose, step: int, index: int, part: int = 0
+    ) -> np.random.SeedSequence:
         if self.seed is None:
             return np.random.SeedSequence(secrets.randbits(256))
-        return np.random.SeedSequence(self.seed, spawn_key=(_PURPOSES[purpose], step, index))
+        key = (_PURPOSES[purpose], step, index, part)
+        return np.random.SeedSequence(self.seed, spawn_key=key)
 
 
 def _fill_mersenne_state(generator: torch.Generator, sequence: np.random.SeedSequence) -> None:

@@ -148,7 +148,7 @@ def from_groups(spec: PermutationSpec, permutations: Sequence[torch.Tensor]) -> 
 
 def packing_of(spec: PermutationSpec, device: torch.device) -> _Packing:
     """The spec's packing on `device`, built once per spec and device."""
-    cache: dict[torch.device, _Packing] = spec.__dict__.setdefault("_packings", {})
+    cache: dict[torch.device, _Packing] = spec.derived["packing"]
     if device not in cache:
         on_cpu = cache.setdefault(torch.device("cpu"), _build_packing(spec))
         cache[device] = on_cpu if device.type == "cpu" else on_cpu.to(device)

@@ -80,7 +80,7 @@ def can_move(spec: PermutationSpec, name: str, tensor: torch.Tensor) -> bool:
 
 def matrix_shape(spec: PermutationSpec, name: str) -> Shape | None:
     """How the kernels see a parameter; None if it moves along axes they do not serve."""
-    cache: dict[str, Shape | None] = spec.__dict__.setdefault("_matrix_shapes", {})
+    cache: dict[str, Shape | None] = spec.derived["matrix shape"]
     if name not in cache:
         cache[name] = _matrix_shape(spec.shapes[name], dict(spec.axes_of[name]))
     return cache[name]
@@ -137,7 +137,7 @@ def _matrix_shape(shape: tuple[int, ...], axes: dict[int, int]) -> Shape | None:
 
 def _plan(spec: PermutationSpec, names: tuple[str, ...], size: int, device: torch.device) -> _Plan:
     """The launches for these tensors, made once: they do not depend on addresses or draws."""
-    cache: dict[object, _Plan] = spec.__dict__.setdefault("_fused_plans", {})
+    cache: dict[object, _Plan] = spec.derived["launches"]
     key = (names, size, device)
     if key not in cache:
         shapes = [matrix_shape(spec, name) for name in names]

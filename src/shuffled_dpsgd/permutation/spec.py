@@ -9,7 +9,7 @@ act in the order in which the spec lists them, everywhere the same.
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -162,6 +162,11 @@ class PermutationSpec:
             for name, axis in layout.targets:
                 found.setdefault(name, []).append((axis, index))
         return {name: tuple(sorted(axes)) for name, axes in found.items()}
+
+    @cached_property
+    def derived(self) -> dict[str, dict[Any, Any]]:
+        """Tables that drawing and applying compute from the spec once, by purpose and key."""
+        return defaultdict(dict)
 
     def count_by_kind(self) -> dict[str, dict[str, float]]:
         """Per kind: number of groups, parameters in tensors it moves, log10 of its order.

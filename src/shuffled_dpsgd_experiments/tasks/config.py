@@ -89,6 +89,7 @@ class ScheduleConfig:
     checkpoint_every: int = 50
     precision: Precision = "float32"
     device: str = "auto"
+    num_threads: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

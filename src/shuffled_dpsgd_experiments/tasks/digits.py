@@ -47,6 +47,7 @@ def default_config() -> RunConfig:
             physical_batch_size=512,
             evaluate_every=5,
             checkpoint_every=50,
+            num_threads=1,  # tensors this small only wait for each other on more
         ),
         seed=0,
     )

@@ -60,6 +60,8 @@ def prepare(config: RunConfig, directory: Path, *, resume: bool = False) -> Prep
     """
     if not resume:
         _claim_directory(directory)
+    if config.training.num_threads is not None:
+        torch.set_num_threads(config.training.num_threads)
     task = build_task(config)
     task.model.to(_device(config.training.device))
     optimizer = build_optimizer(task.model, config.optimizer)

@@ -103,6 +103,35 @@ def bert_case(dtype: torch.dtype = torch.float32) -> Case:
     return Case(make=lambda: make_bert().to(dtype), data=Sentences(), loss=classify_sentences)
 
 
+def gpt2_case(dtype: torch.dtype = torch.float32) -> Case:
+    """A language model whose head is tied to its embedding."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        config = GPT2Config(
+            vocab_size=30,
+            n_positions=8,
+            n_embd=16,
+            n_layer=1,
+            n_head=2,
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
+            bos_token_id=0,
+            eos_token_id=0,
+        )
+        return GPT2LMHeadModel(config).to(dtype)
+
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        words = batch["input_ids"]
+        logits = model(input_ids=words).logits[:, :-1]
+        per_word = F.cross_entropy(logits.transpose(1, 2), words[:, 1:], reduction="none")
+        return per_word.mean(dim=1)
+
+    return Case(make=make, data=Sentences(), loss=loss)
+
+
 def make_vit() -> nn.Module:
     from transformers import ViTConfig, ViTForImageClassification
 

@@ -20,7 +20,7 @@ from shuffled_dpsgd.training import (
     make_private,
     save_checkpoint,
 )
-from training.cases import Case, bert_case, mlp_case, run, vectors, weights
+from training.cases import Case, bert_case, gpt2_case, mlp_case, run, vectors, weights
 
 
 def dropout_case() -> Case:
@@ -52,6 +52,7 @@ RESUMABLE = {
     "every-step": (bert_case, {"shuffle": "every-step", "batch_clip_norm": 2.0}),
     "unshuffled frame": (bert_case, {"shuffle": "every-step", "noise_frame": "unshuffled"}),
     "at-release": (bert_case, {"shuffle": "at-release", "scope": "full"}),
+    "tied weights": (gpt2_case, {"shuffle": "every-step", "scope": "full"}),
 }
 
 

@@ -10,9 +10,9 @@ import torch
 
 from shuffled_dpsgd.permutation import Permutation, apply, apply_to_tensors, draw, identity
 from shuffled_dpsgd.training import GaussianNoise, ShuffledGaussianMechanism, make_private
-from training.cases import Case, bert_case, distance, run, vit_case, weights
+from training.cases import Case, bert_case, distance, gpt2_case, run, vit_case, weights
 
-CASES = {"vit": vit_case, "bert": bert_case}
+CASES = {"vit": vit_case, "bert": bert_case, "tied gpt2": gpt2_case}
 PRIVATE = {"noise_multiplier": 1.0, "clip_norm": 1.0, "batch_clip_norm": 2.0}
 NON_PRIVATE = {"noise_multiplier": 0.0, "clip_norm": 1e6}
 

@@ -87,6 +87,16 @@ def test_the_ledger_of_another_plan_is_refused(tmp_path: Path) -> None:
         open_ledger(path, plan="other")
 
 
+def test_two_runs_on_one_ledger_are_noticed(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.jsonl"
+    one, other = open_ledger(path), open_ledger(path)
+    one.record(step=0, token="a")
+    with pytest.raises(CheckpointError, match="another process"):
+        other.record(step=0, token="b")
+    assert other.spent == 0
+    assert open_ledger(path).spent == 1
+
+
 def test_a_checkpoint_ahead_of_its_ledger_is_refused(tmp_path: Path) -> None:
     ledger = open_ledger(tmp_path / "ledger.jsonl")
     with pytest.raises(CheckpointError, match="2 releases"):

@@ -42,6 +42,7 @@ the budget is spent: stop here, or start a run with a larger plan
         self._path = Path(path) if path is not None else None
         self._tokens: dict[str, int] = {}
         self._chain = ""
+        self._size = 0
         if self._path is not None:
             if self._path.exists():
                 self._read(self._path)
@@ -101,27 +102,36 @@ the budget is spent: stop here, or start a run with a larger plan
             self.record(step=-1, token=token)
 
     def _append(self, body: dict[str, Any]) -> None:
-        self._chain = _link(self._chain, body)
-        if self._path is None:
-            return
-        created = not self._path.exists()
-        line = json.dumps({**body, "chain": self._chain}) + "\n"
-        with open(self._path, "ab") as file:
+        chain = _link(self._chain, body)
+        if self._path is not None:
+            self._write(self._path, json.dumps({**body, "chain": chain}) + "\n")
+        self._chain = chain
+
+    def _write(self, path: Path, line: str) -> None:
+        created = not path.exists()
+        with open(path, "ab") as file:
+            if os.fstat(file.fileno()).st_size != self._size:
+                raise CheckpointError(
+                    f"{path}: changed since it was read; another process runs on this ledger: "
+                    "stop one of them, or give each run a directory of its own"
+                )
             file.write(line.encode())
             file.flush()
             os.fsync(file.fileno())
+            self._size = file.tell()
         if created:
-            fsync_directory(self._path.parent)
+            fsync_directory(path.parent)
 
     def _read(self, path: Path) -> None:
         raw = path.read_bytes()
         whole, _, torn = raw.rpartition(b"\n")
         for number, line in enumerate(whole.split(b"\n") if whole else []):
             self._read_line(path, number, line)
+        self._size = len(raw) - len(torn)
         if torn:
             # The entry's fsync never returned, so the release it announces never happened.
             with open(path, "r+b") as file:
-                file.truncate(len(raw) - len(torn))
+                file.truncate(self._size)
                 os.fsync(file.fileno())
 
     def _read_line(self, path: Path, number: int, line: bytes) -> None:

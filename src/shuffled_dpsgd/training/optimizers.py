@@ -35,6 +35,7 @@ _REASONS: Mapping[str, str] = {
     "galore": "it projects gradients on a subspace that a shuffle does not rotate",
     "adafactor": "it keeps row and column averages, which are not shaped like the parameter",
     "adam_mini": "it shares one second moment among blocks that a shuffle takes apart",
+    "8bit": "it quantises its state in blocks that a shuffle takes apart",
     "sparseadam": "it takes sparse gradients, and noise is dense",
 }
 _REMEDY = "use SGD, Adam(W) or another elementwise optimizer, or shuffle='off'"

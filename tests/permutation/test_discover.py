@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 
+import peft
 import pytest
 import torch
 import transformers
@@ -12,8 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from permutation.custom import CUSTOM
 from permutation.zoo import FAMILIES, SMALL, randomise, text_batch
-from shuffled_dpsgd.errors import InvalidArgumentError
+from shuffled_dpsgd.errors import InvalidArgumentError, UnsupportedModuleError
 from shuffled_dpsgd.permutation import Group, PermutationSpec, apply, discover, draw, verify
 
 
@@ -175,6 +177,31 @@ def test_a_subclass_is_not_trusted() -> None:
     assert not of_kind(spec, "residual")
     assert any("Odd" in note for note in spec.notes)
     verify(model, text_batch(), spec)
+
+
+def test_weights_computed_by_hooks_are_not_trusted() -> None:
+    model = nn.Sequential(
+        torch.nn.utils.spectral_norm(nn.Linear(4, 6)), nn.ReLU(), nn.Linear(6, 5), nn.ReLU()
+    ).append(nn.Linear(5, 2))
+    spec = discover(model)
+    assert [group.size for group in spec.groups] == [5]
+    assert "0.weight_orig" in spec.unmoved
+    verify(model.eval(), torch.randn(3, 4), spec)
+
+
+def test_adapted_pytorch_attention_stays() -> None:
+    model = CUSTOM["encoder"]().model
+    config = peft.LoraConfig(r=2, target_modules=["self_attn"])
+    adapted = randomise(peft.get_peft_model(model, config))
+    spec = discover(adapted, scope="full")
+    assert {group.kind for group in spec.groups} == {"mlp-hidden", "lora-rank"}
+    assert "adds to its projections" in "".join(spec.unmoved.values())
+    verify(adapted, CUSTOM["encoder"]().batch, spec)
+
+
+def test_a_lazy_model_is_refused() -> None:
+    with pytest.raises(UnsupportedModuleError, match="pass one batch through the model first"):
+        discover(nn.Sequential(nn.LazyLinear(4), nn.ReLU(), nn.Linear(4, 2)))
 
 
 def test_cross_attention_keeps_the_stream() -> None:

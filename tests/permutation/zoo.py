@@ -136,6 +136,12 @@ FAMILIES: dict[str, Callable[[], Specimen]] = {
     "bert-mlm": lambda: _text(
         lambda: transformers.BertForMaskedLM(transformers.BertConfig(**SMALL)), _tokens
     ),
+    "bert-mlm-untied": lambda: _text(
+        lambda: transformers.BertForMaskedLM(
+            transformers.BertConfig(**SMALL, tie_word_embeddings=False)
+        ),
+        _tokens,
+    ),
     "bert-tokens": lambda: _text(
         lambda: transformers.BertForTokenClassification(transformers.BertConfig(**SMALL)),
         lambda logits: logits.square().sum(dim=(1, 2)),

@@ -53,6 +53,10 @@ def discover(model: nn.Module, scope: Scope = "paper") -> PermutationSpec:
 def _describe_block(sketch: Sketch, path: str) -> None:
     module = sketch.modules[path]
     kind = class_name(module)
+    owner = class_name(sketch.modules.get(path.rpartition(".")[0]))
+    if kind == torch_nn.ATTENTION and owner.startswith("peft."):
+        sketch.refuse(path, f"{owner} adds to its projections in a way that is not described")
+        return
     if kind in LAYERS:
         describe_layer(sketch, path, LAYERS[kind])
     elif kind == torch_nn.ATTENTION:

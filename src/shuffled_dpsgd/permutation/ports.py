@@ -99,8 +99,21 @@ def _ports(path: str, module: nn.Module, rules: dict[str, _Rule], expected: str)
 
 
 def _present(path: str, module: nn.Module, axes: dict[str, int]) -> Iterator[Port]:
+    """Those of the named parameters the module has, if it has no others.
+
+    Re-parametrisations by hooks keep the class, but compute `weight` from other parameters.
+    """
+    own = {name for name, parameter in module.named_parameters(recurse=False)}
+    computed = {name for name in axes if getattr(module, name, None) is not None} - own
+    if strange := sorted((own - {"weight", "bias"}) | computed):
+        raise UnsupportedModuleError(
+            path,
+            expected="plain parameters weight and bias",
+            got=f"{', '.join(strange)} besides or in their place",
+            remedy="its parameters stay where they are",
+        )
     for name, axis in axes.items():
-        if getattr(module, name, None) is not None:
+        if name in own:
             yield Port(parameter=_join(path, name), axis=axis)
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from shuffled_dpsgd.errors import UnsupportedModuleError
 from shuffled_dpsgd.permutation import ports
@@ -51,7 +52,17 @@ class Sketch:
         self.scope: Scope = scope
         self.modules = dict(model.named_modules(remove_duplicate=False))
         self.parameters = dict(model.named_parameters(remove_duplicate=False))
-        first: dict[int, str] = {id(p): name for name, p in model.named_parameters()}
+        for name, parameter in self.parameters.items():
+            if is_lazy(parameter):
+                raise UnsupportedModuleError(
+                    name,
+                    expected="an initialised parameter",
+                    got="a lazy one without a shape",
+                    remedy="pass one batch through the model first",
+                )
+        first: dict[int, str] = {}
+        for name, parameter in self.parameters.items():
+            first.setdefault(id(parameter), name)
         self._canonical = {name: first[id(p)] for name, p in self.parameters.items()}
         self._described: set[str] = set()
         self._candidates: list[_Candidate] = []
@@ -85,6 +96,13 @@ class Sketch:
 
     def parameter(self, name: str, axis: int) -> Port:
         """An axis of a parameter that a known module uses directly."""
+        if name not in self.parameters:
+            raise UnsupportedModuleError(
+                name,
+                expected="a parameter",
+                got="none of this name",
+                remedy="what depends on it stays where it is",
+            )
         self._described.add(name)
         return Port(parameter=name, axis=axis)
 

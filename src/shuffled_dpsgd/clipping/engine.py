@@ -78,7 +78,8 @@ class ClippingEngine:
         self.loss_reduction = loss_reduction
         self._parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
         self._recorder = Recorder(receive=self._receive, finish=self._finish)
-        sites.refuse_batch_statistics(model)
+        self._batch_norms = sites.batch_norms(model)
+        sites.refuse_batch_statistics(self._batch_norms)
         self._slots = sites.build_slots(model, self._recorder)
         self._recorder.slots = self._slots
         shapes = {name: p.shape for name, p in self._parameters.items()}
@@ -101,7 +102,7 @@ class ClippingEngine:
     def __enter__(self) -> Self:
         if self._hooks:
             raise InvalidArgumentError("engine", expected="one `with` at a time", got="a second")
-        sites.refuse_batch_statistics(self.model)
+        sites.refuse_batch_statistics(self._batch_norms)
         for attributes, forward in self._patches:
             attributes["forward"] = forward
         begin = self.model.register_forward_pre_hook(self._begin, prepend=True, with_kwargs=True)
@@ -210,7 +211,10 @@ class ClippingEngine:
         scale = float(size) if self.loss_reduction == "mean" else 1.0
         batch = Batch(size=size, device=device, slots=len(self._slots), scale=scale)
         if device == "cuda" and torch.is_autocast_enabled(device) and can_listen():
-            batch.halves = self._halves.make(torch.get_autocast_dtype(device))
+            latest = self._recorder.latest
+            batch.halves = self._halves.make(
+                torch.get_autocast_dtype(device), reuse=latest is None or latest.closed
+            )
         self._recorder.open(batch)
 
     def _end(self, module: nn.Module, args: Any, output: Any) -> None:

@@ -8,7 +8,7 @@ added, because matrix products of odd size run several times slower on tensor co
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -16,7 +16,6 @@ from torch import Tensor
 from shuffled_dpsgd.clipping.rules.base import Slot
 from shuffled_dpsgd.clipping.rules.linear import LinearSlot
 
-_ALIGNMENT = 64
 _ROW_BLOCK = 128
 # Fewer rows than this are not worth padding.
 _MIN_PADDED_ROWS = 4096
@@ -27,43 +26,52 @@ class HalfCopies:
 
     def __init__(self, slots: Iterable[Slot]) -> None:
         self._slots = [slot for slot in slots if isinstance(slot, LinearSlot)]
+        self._uneven: set[int] = set()
+        self._key: tuple[torch.dtype, list[int]] | None = None
+        self._copies: list[Tensor] = []
 
-    def make(self, dtype: torch.dtype) -> dict[int, Tensor]:
-        """Fresh copies of the float32 parameters, by the id of the parameter."""
-        flat: dict[int, Tensor] = {}
-        copies: dict[int, Tensor] = {}
+    @torch.no_grad()
+    def make(self, dtype: torch.dtype, *, reuse: bool) -> dict[int, Tensor]:
+        """Copies of the float32 parameters as they are now, by the id of the parameter.
+
+        With `reuse` the memory of the last copies is written again, which is right once no
+        backward can ask for them any more.
+        """
+        sources = self._sources()
+        ids = [id(parameter) for parameter in sources]
+        if not reuse or (dtype, ids) != self._key:
+            self._key, self._copies = (dtype, ids), _room_for(sources, self._uneven, dtype)
+        filled = [
+            copy if copy.shape == parameter.shape else copy[: parameter.shape[0]]
+            for copy, parameter in zip(self._copies, sources, strict=True)
+        ]
+        torch._foreach_copy_(filled, sources)
+        return dict(zip(ids, self._copies, strict=True))
+
+    def _sources(self) -> list[Tensor]:
+        found: dict[int, Tensor] = {}
+        self._uneven.clear()
         for slot in self._slots:
-            weight, bias = slot.parameters["weight"], slot.parameters["bias"]
-            assert weight is not None
-            uneven = slot.last_rows_uneven(_ROW_BLOCK, _MIN_PADDED_ROWS)
-            if weight.dtype is torch.float32 and uneven:
-                copies[id(weight)] = _with_zero_rows(weight, dtype)
-                if bias is not None:
-                    copies[id(bias)] = _with_zero_rows(bias, dtype)
-                continue
-            for parameter in (weight, bias):
+            for key in ("weight", "bias"):
+                parameter = slot.parameters[key]
                 if parameter is not None and parameter.dtype is torch.float32:
-                    flat[id(parameter)] = parameter.detach()
-        copies.update(zip(flat, _cast_together(list(flat.values()), dtype), strict=True))
-        return copies
+                    found[id(parameter)] = parameter
+                    if slot.last_rows_uneven(_ROW_BLOCK, _MIN_PADDED_ROWS):
+                        self._uneven.add(id(parameter))
+        return list(found.values())
 
 
-def _with_zero_rows(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    rows = -(-tensor.shape[0] // _ROW_BLOCK) * _ROW_BLOCK
-    padded = tensor.new_empty((rows, *tensor.shape[1:]), dtype=dtype, requires_grad=False)
-    padded[: tensor.shape[0]].copy_(tensor.detach())
-    padded[tensor.shape[0] :].zero_()
-    return padded
-
-
-def _cast_together(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    if not tensors:
-        return []
-    padded = [-(-tensor.numel() // _ALIGNMENT) * _ALIGNMENT for tensor in tensors]
-    buffer = tensors[0].new_empty(sum(padded), dtype=dtype)
-    copies = [
-        part[: tensor.numel()].view(tensor.shape)
-        for tensor, part in zip(tensors, buffer.split(padded), strict=True)
-    ]
-    torch._foreach_copy_(copies, list(tensors))
-    return copies
+def _room_for(
+    tensors: Sequence[Tensor], uneven: Container[int], dtype: torch.dtype
+) -> list[Tensor]:
+    """Uninitialised memory for copies; those of uneven tensors end in rows of zeros."""
+    room = []
+    for tensor in tensors:
+        if id(tensor) in uneven:
+            rows = -(-tensor.shape[0] // _ROW_BLOCK) * _ROW_BLOCK
+            padded = tensor.new_empty((rows, *tensor.shape[1:]), dtype=dtype, requires_grad=False)
+            padded[tensor.shape[0] :].zero_()
+            room.append(padded)
+        else:
+            room.append(torch.empty_like(tensor, dtype=dtype, requires_grad=False))
+    return room

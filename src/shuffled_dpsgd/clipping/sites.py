@@ -6,7 +6,7 @@ parameter no rule can handle exactly is refused here, before any training.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -127,14 +127,19 @@ def _refuse_unreachable(names: dict[int, str], slots: list[Slot]) -> None:
             )
 
 
-def refuse_batch_statistics(model: nn.Module) -> None:
+def batch_norms(model: nn.Module) -> list[tuple[str, _BatchNorm]]:
+    """The model's batch norms, by path."""
+    return [(path, m) for path, m in model.named_modules() if isinstance(m, _BatchNorm)]
+
+
+def refuse_batch_statistics(norms: Iterable[tuple[str, _BatchNorm]]) -> None:
     """Refuse layers whose output for one sample depends on the others.
 
     Raises:
         UnsupportedModuleError: a batch norm in training mode.
     """
-    for path, module in model.named_modules():
-        if isinstance(module, _BatchNorm) and (module.training or not module.track_running_stats):
+    for path, module in norms:
+        if module.training or not module.track_running_stats:
             raise UnsupportedModuleError(
                 path,
                 expected="layers that treat every sample on its own",

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-# Sums start at multiples of this many elements, so that kernels can read them in wide words.
+# Sums of so many elements, or a multiple, start where kernels can read them in wide words.
 _ALIGNMENT = 64
 
 
@@ -42,9 +42,10 @@ class Totals:
             places.setdefault((parameter.device, wide), []).append(name)
         found: dict[str, Tensor] = {}
         for (device, dtype), names in places.items():
-            sizes = [self._parameters[name].numel() for name in names]
-            padded = [-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes]
-            buffer = torch.zeros(sum(padded), dtype=dtype, device=device)
-            for name, size, part in zip(names, sizes, buffer.split(padded), strict=True):
-                found[name] = part[:size].view(self._parameters[name].shape)
+            # Whole blocks first, so that the odd sizes of small parameters misalign no other.
+            names.sort(key=lambda name: self._parameters[name].numel() % _ALIGNMENT != 0)
+            parameters = [self._parameters[name].detach() for name in names]
+            buffer = torch.zeros(sum(p.numel() for p in parameters), dtype=dtype, device=device)
+            views = torch._utils._unflatten_dense_tensors(buffer, parameters)
+            found.update(zip(names, views, strict=True))
         return {name: found[name] for name in self._parameters}

@@ -71,17 +71,17 @@ class GaussianNoise:
         together: dict[tuple[torch.device, torch.dtype, float], list[torch.Tensor]] = {}
         on_cpu: list[_Piece] = []
         for index, (name, tensor) in enumerate(tensors.items()):
-            std, flat = stds[name], tensor.view(-1)
+            std = stds[name]
             if std == 0.0 or tensor.numel() == 0:
                 continue
             if tensor.device.type == "cpu":
-                pieces = enumerate(flat.split(_SCRATCH_ELEMENTS_CPU))
+                pieces = enumerate(tensor.view(-1).split(_SCRATCH_ELEMENTS_CPU))
                 on_cpu += [_Piece(piece, std, (index, part)) for part, piece in pieces]
             else:
-                together.setdefault((tensor.device, tensor.dtype, std), []).append(flat)
+                together.setdefault((tensor.device, tensor.dtype, std), []).append(tensor)
         self._add_on_cpu(on_cpu, step=step)
-        for index, ((_, _, std), flats) in enumerate(together.items()):
-            self._add_on_accelerator(flats, std, step=step, index=index)
+        for index, ((_, _, std), group) in enumerate(together.items()):
+            self._add_on_accelerator(group, std, step=step, index=index)
 
     def _add_on_cpu(self, pieces: list[_Piece], *, step: int) -> None:
         def add(piece: _Piece) -> None:
@@ -100,25 +100,28 @@ class GaussianNoise:
                 list(pool.map(add, pieces))
 
     def _add_on_accelerator(
-        self, flats: list[torch.Tensor], std: float, *, step: int, index: int
+        self, tensors: list[torch.Tensor], std: float, *, step: int, index: int
     ) -> None:
-        generator = self._streams.torch("noise", step, index, device=flats[0].device)
-        for parts in _packed(flats, _SCRATCH_ELEMENTS_ACCELERATOR):
-            sizes = [part.numel() for part in parts]
-            draw = torch.empty(sum(sizes), dtype=parts[0].dtype, device=parts[0].device)
+        generator = self._streams.torch("noise", step, index, device=tensors[0].device)
+        for parts in _packed(tensors, _SCRATCH_ELEMENTS_ACCELERATOR):
+            size = sum(part.numel() for part in parts)
+            draw = torch.empty(size, dtype=parts[0].dtype, device=parts[0].device)
             draw.normal_(generator=generator)
-            torch._foreach_add_(parts, draw.split(sizes), alpha=std)
+            draws = torch._utils._unflatten_dense_tensors(draw, parts)
+            torch._foreach_add_(parts, list(draws), alpha=std)
 
 
-def _packed(flats: list[torch.Tensor], size: int) -> Iterator[list[torch.Tensor]]:
-    """The tensors' pieces in order, in lists of at most `size` elements together."""
+def _packed(tensors: list[torch.Tensor], size: int) -> Iterator[list[torch.Tensor]]:
+    """The tensors in order, cut where they are large, in lists of at most `size` elements."""
     packed: list[torch.Tensor] = []
     room = size
-    for piece in (piece for flat in flats for piece in flat.split(size)):
-        if piece.numel() > room:
-            yield packed
-            packed, room = [], size
-        packed.append(piece)
-        room -= piece.numel()
+    for tensor in tensors:
+        small = tensor.numel() <= size
+        for piece in (tensor,) if small else tensor.view(-1).split(size):
+            if piece.numel() > room:
+                yield packed
+                packed, room = [], size
+            packed.append(piece)
+            room -= piece.numel()
     if packed:
         yield packed

@@ -27,6 +27,7 @@ DIMENSION = 10**8
 SIGMA = 0.25
 FIT_DRAWS = 1000
 TRUTH_DRAWS = 20_000
+AXIS_DRAWS = 2000
 TRUTH = "monte-carlo"
 LOOK = {
     "monte-carlo": (INK, "-", 4.5),
@@ -65,7 +66,7 @@ def compute(dimension: int = DIMENSION, sigma: float = SIGMA, seed: int = 0) -> 
         draws = TRUTH_DRAWS if name == TRUTH else FIT_DRAWS
         cdfs[name] = method(total, draws=draws, seed=seed + (name == TRUTH))
         seconds[name] = time.perf_counter() - started
-    sample = total.draw_log(TRUTH_DRAWS, np.random.default_rng(seed + 1))
+    sample = total.draw_log(AXIS_DRAWS, np.random.default_rng(seed + 2))
     low, high = np.quantile(sample, [0.0005, 0.9995])
     axis = np.linspace(low - 0.35 * (high - low), high + 0.05 * (high - low), 400)
     values = {name: cdf(axis) for name, cdf in cdfs.items()}

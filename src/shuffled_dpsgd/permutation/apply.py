@@ -121,14 +121,25 @@ def _move(permutation: Permutation, moving: list[tuple[str, torch.Tensor]]) -> N
     on_device = functools.cache(permutation.to)
     spec = permutation.spec
     together: dict[tuple[torch.device, int], list[tuple[str, torch.Tensor]]] = {}
+    apart: dict[tuple[torch.device, torch.dtype], list[tuple[str, torch.Tensor]]] = {}
     for name, tensor in moving:
         if fused.can_move(spec, name, tensor):
             together.setdefault((tensor.device, tensor.element_size()), []).append((name, tensor))
         else:
-            indices = on_device(tensor.device).indices
-            gather_(tensor, [(axis, indices[layout]) for axis, layout in spec.axes_of[name]])
+            apart.setdefault((tensor.device, tensor.dtype), []).append((name, tensor))
     for (device, _), tensors in together.items():
         fused.move(on_device(device), tensors)
+    for (device, dtype), tensors in apart.items():
+        indices = on_device(device).indices
+        # One buffer for all: fresh memory for every tensor would cost more than moving it.
+        most = max(
+            _temporary_elements(tensor, [axis for axis, _ in spec.axes_of[name]])
+            for name, tensor in tensors
+        )
+        temporary = torch.empty(most, dtype=dtype, device=device)
+        for name, tensor in tensors:
+            axes = [(axis, indices[layout]) for axis, layout in spec.axes_of[name]]
+            gather_(tensor, axes, temporary)
 
 
 def _check_movable(name: str, tensor: torch.Tensor) -> None:
@@ -148,17 +159,33 @@ def _check_movable(name: str, tensor: torch.Tensor) -> None:
         )
 
 
-def gather_(tensor: torch.Tensor, axes: list[tuple[int, torch.Tensor]]) -> None:
-    """tensor[i, j, ...] = tensor[index_0[i], index_1[j], ...] in place, for the axes given."""
+def gather_(
+    tensor: torch.Tensor,
+    axes: list[tuple[int, torch.Tensor]],
+    temporary: torch.Tensor | None = None,
+) -> None:
+    """tensor[i, j, ...] = tensor[index_0[i], index_1[j], ...] in place, for the axes given.
+
+    `temporary` is a flat buffer to work in, of the tensor's dtype and at least its size.
+    """
+    if temporary is None:
+        temporary = tensor.new_empty(_temporary_elements(tensor, [axis for axis, _ in axes]))
     if len(axes) == 1:
         axis, index = axes[0]
         for part in _slices(tensor, axis):
-            torch.index_select(part.clone(), axis, index, out=part)
+            copied = temporary[: part.numel()].view(part.shape).copy_(part)
+            torch.index_select(copied, axis, index, out=part)
         return
-    moved = tensor
-    for axis, index in axes[:-1]:
-        moved = moved.index_select(axis, index)
-    torch.index_select(moved, axes[-1][0], axes[-1][1], out=tensor)
+    copied = temporary[: tensor.numel()].view(tensor.shape)
+    first, *between, last = axes
+    torch.index_select(tensor, *first, out=copied)
+    for axis, index in between:
+        copied.copy_(copied.index_select(axis, index))
+    torch.index_select(copied, *last, out=tensor)
+
+
+def _temporary_elements(tensor: torch.Tensor, axes: list[int]) -> int:
+    return tensor.numel() if len(axes) > 1 else _slices(tensor, axes[0])[0].numel()
 
 
 def _slices(tensor: torch.Tensor, axis: int) -> tuple[torch.Tensor, ...]:

@@ -15,7 +15,7 @@ from shuffled_dpsgd.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
     from shuffled_dpsgd_experiments.tasks.config import RunConfig
-    from shuffled_dpsgd_experiments.tasks.run import PreparedRun, RunResult
+    from shuffled_dpsgd_experiments.tasks.run import PreparedRun
 
 EPILOG = (
     "Examples: [bold]shuffled-dpsgd train digits[/bold] · "
@@ -92,16 +92,8 @@ def train(
     else:
         chosen = _with_overrides(_chosen(task, config), overrides, seed=seed, secure=secure)
         run = _fresh(chosen, output)
-    if not as_json:
-        _announce(run)
-    started = time.monotonic()
-    result = _execute(run, quiet=as_json)
-    summary = result.summary | {"output": str(result.directory)}
-    if as_json:
-        print_json(summary)
-    else:
-        _conclude(result, run, time.monotonic() - started)
-    if not result.outcome.finished:
+    finished = _train_quietly(run) if as_json else _train_on_screen(run)
+    if not finished:
         raise typer.Exit(INTERRUPTED)
 
 
@@ -180,27 +172,24 @@ def _refuse_with_resume(
         )
 
 
-def _announce(run: PreparedRun) -> None:
-    from rich.console import Console
-
-    from shuffled_dpsgd.cli.training_display import announcement
-
-    Console().print(announcement(run))
-
-
-def _execute(run: PreparedRun, *, quiet: bool) -> RunResult:
-    from shuffled_dpsgd.cli.training_display import TrainingBar
+def _train_quietly(run: PreparedRun) -> bool:
     from shuffled_dpsgd_experiments.tasks.run import execute
 
-    if quiet:
-        return execute(run)
-    with TrainingBar(run) as bar:
-        return execute(run, observers=(bar.update,))
+    result = execute(run)
+    print_json(result.summary | {"output": str(result.directory)})
+    return result.outcome.finished
 
 
-def _conclude(result: RunResult, run: PreparedRun, seconds: float) -> None:
+def _train_on_screen(run: PreparedRun) -> bool:
     from rich.console import Console
 
-    from shuffled_dpsgd.cli.training_display import conclusion
+    from shuffled_dpsgd.cli.training_display import TrainingBar, announcement, conclusion
+    from shuffled_dpsgd_experiments.tasks.run import execute
 
-    Console().print(conclusion(result, run, seconds))
+    console = Console()
+    console.print(announcement(run))
+    started = time.monotonic()
+    with TrainingBar(run) as bar:
+        result = execute(run, observers=(bar.update,))
+    console.print(conclusion(result, run, time.monotonic() - started))
+    return result.outcome.finished

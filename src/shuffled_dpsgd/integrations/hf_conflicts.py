@@ -1,4 +1,4 @@
-"""Settings of `TrainingArguments` that contradict private training, refused by name.
+"""Settings of the Trainer that contradict private training, refused by name.
 
 The Trainer has many knobs that quietly change what one record contributes or how often it is
 seen. Each is refused here rather than ignored, with what to use instead.
@@ -7,15 +7,87 @@ seen. Each is refused here rather than ignored, with what to use instead.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from shuffled_dpsgd.errors import InvalidArgumentError
 
 
+@dataclass(frozen=True, kw_only=True)
+class Conflict:
+    """A setting of `TrainingArguments` that may hold `allowed` only."""
+
+    name: str
+    allowed: object
+    remedy: str
+
+
+CONFLICTS = (
+    Conflict(
+        name="max_grad_norm",
+        allowed=0,
+        remedy="it clips after the noise; clip_norm of PrivacyArguments clips each sample, "
+        "so set max_grad_norm to 0",
+    ),
+    Conflict(
+        name="fp16", allowed=False, remedy="its gradient scaler rescales what is clipped: use bf16"
+    ),
+    Conflict(name="label_smoothing_factor", allowed=0, remedy="smooth inside per_sample_loss"),
+    Conflict(
+        name="auto_find_batch_size",
+        allowed=False,
+        remedy="set per_device_train_batch_size to what fits in memory",
+    ),
+    Conflict(
+        name="train_sampling_strategy",
+        allowed="random",
+        remedy="records must be drawn by Poisson sampling, the sampler accounted for",
+    ),
+    Conflict(
+        name="dataloader_num_workers",
+        allowed=0,
+        remedy="batches are drawn step by step; prepare the data beforehand",
+    ),
+    Conflict(
+        name="use_liger_kernel", allowed=False, remedy="fused kernels hide per-sample gradients"
+    ),
+    Conflict(name="world_size", allowed=1, remedy="run one process"),
+)
+UNSUPPORTED = {
+    "deepspeed": "run without it",
+    "fsdp": "run without it",
+}
+
+
 def check_training_arguments(args: Any) -> None:
     """Raise `InvalidArgumentError` for the first setting that private training cannot honour."""
-    for name, got, expected, remedy in _conflicts(args):
-        raise InvalidArgumentError(name, expected=expected, got=got, remedy=remedy)
+    for conflict in CONFLICTS:
+        got = getattr(args, conflict.name)
+        if got != conflict.allowed:
+            raise InvalidArgumentError(
+                conflict.name, expected=repr(conflict.allowed), got=got, remedy=conflict.remedy
+            )
+    for name, remedy in UNSUPPORTED.items():
+        if getattr(args, name):
+            raise InvalidArgumentError(
+                name, expected="nothing", got=getattr(args, name), remedy=remedy
+            )
+    if args.n_gpu > 1:
+        raise InvalidArgumentError(
+            "n_gpu",
+            expected="one device",
+            got=args.n_gpu,
+            remedy="restrict CUDA_VISIBLE_DEVICES to one",
+        )
+    if args.gradient_checkpointing and (args.gradient_checkpointing_kwargs or {}).get(
+        "use_reentrant"
+    ):
+        raise InvalidArgumentError(
+            "gradient_checkpointing_kwargs",
+            expected="use_reentrant=False",
+            got=args.gradient_checkpointing_kwargs,
+            remedy="reentrant checkpointing runs backward inside backward",
+        )
 
 
 def check_trainer_options(options: Mapping[str, Any]) -> None:
@@ -46,77 +118,3 @@ def check_model(model: Any, shuffle: str) -> None:
             remedy="a shuffle moves the frozen weights too, so an adapter saved alone would no "
             "longer fit the public model",
         )
-
-
-def _conflicts(args: Any) -> list[tuple[str, Any, str, str]]:
-    checkpointing = args.gradient_checkpointing_kwargs or {}
-    rules = [
-        (
-            "max_grad_norm",
-            bool(args.max_grad_norm),
-            args.max_grad_norm,
-            "0",
-            "clip_norm of PrivacyArguments clips each sample; set max_grad_norm to 0",
-        ),
-        (
-            "per_device_train_batch_size",
-            args.n_gpu > 1 or args.world_size > 1,
-            f"{args.n_gpu} GPUs, {args.world_size} processes",
-            "one process on one device",
-            "restrict CUDA_VISIBLE_DEVICES to one device",
-        ),
-        ("deepspeed", bool(args.deepspeed), args.deepspeed, "none", "run without it"),
-        ("fsdp", bool(args.fsdp), args.fsdp, "none", "run without it"),
-        (
-            "fp16",
-            args.fp16,
-            True,
-            "bf16 or float32",
-            "the gradient scaler of fp16 rescales what is clipped",
-        ),
-        (
-            "label_smoothing_factor",
-            bool(args.label_smoothing_factor),
-            args.label_smoothing_factor,
-            "0",
-            "smooth inside per_sample_loss",
-        ),
-        (
-            "auto_find_batch_size",
-            args.auto_find_batch_size,
-            True,
-            "False",
-            "set per_device_train_batch_size to what fits in memory",
-        ),
-        (
-            "train_sampling_strategy",
-            args.train_sampling_strategy != "random",
-            args.train_sampling_strategy,
-            "random",
-            "records must be drawn by Poisson sampling, the sampler accounted for",
-        ),
-        (
-            "dataloader_num_workers",
-            args.dataloader_num_workers > 0,
-            args.dataloader_num_workers,
-            "0",
-            "batches are drawn step by step; prepare the data beforehand",
-        ),
-        (
-            "use_liger_kernel",
-            args.use_liger_kernel,
-            True,
-            "False",
-            "fused kernels hide per-sample gradients",
-        ),
-        (
-            "gradient_checkpointing_kwargs",
-            args.gradient_checkpointing and bool(checkpointing.get("use_reentrant")),
-            checkpointing,
-            "use_reentrant=False",
-            "reentrant checkpointing runs backward inside backward",
-        ),
-    ]
-    return [
-        (name, got, expected, remedy) for name, clashes, got, expected, remedy in rules if clashes
-    ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +16,14 @@ from shuffled_dpsgd.errors import (
     InvalidArgumentError,
     UnsupportedModuleError,
 )
-from shuffled_dpsgd.training import LoopSettings, PrivateTraining, make_private, train
+from shuffled_dpsgd.training import (
+    LoopSettings,
+    Mechanism,
+    PrivateTraining,
+    Release,
+    make_private,
+    train,
+)
 from training.cases import (
     Case,
     FixedSampler,
@@ -118,8 +126,41 @@ def test_a_run_stops_at_its_budget() -> None:
     assert (private.steps_taken, private.finished) == (3, False)
     run(private, mlp_case(), num_steps=3)
     assert (private.steps_taken, private.finished) == (4, True)
-    with pytest.raises(BudgetExhaustedError, match="4 steps"):
+    with pytest.raises(BudgetExhaustedError, match="4 of the 4 releases"):
         private.batches(vectors())
+
+
+class Witness:
+    """Looks at the ledger on disk at the very moment a release is made."""
+
+    def __init__(self, inner: Mechanism, path: Path) -> None:
+        self._inner = inner
+        self._path = path
+        self.entries: list[int] = []
+
+    def privatize(self, sums: Any, *, step: int, frame: Any = None) -> Release:
+        self.entries.append(self._path.read_text().count("token"))
+        return self._inner.privatize(sums, step=step, frame=frame)
+
+
+def test_the_ledger_is_written_ahead_of_every_release(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.jsonl"
+    private = private_mlp(ledger_path=path)
+    witness = private.mechanism = Witness(private.mechanism, path)
+    run(private, mlp_case())
+    assert witness.entries == [1, 2, 3, 4]
+
+
+def test_starting_a_seeded_run_again_with_other_settings_is_not_free(tmp_path: Path) -> None:
+    """Step 0 starts from the same weights, so it is the same release; later ones are not."""
+    path = tmp_path / "ledger.jsonl"
+    run(private_mlp(num_steps=6, ledger_path=path), mlp_case(), num_steps=4)
+    again = private_mlp(num_steps=6, ledger_path=path)
+    run(again, mlp_case(), num_steps=4)
+    assert again.ledger.spent == 4
+    other = private_mlp(lr=0.2, num_steps=6, ledger_path=path)
+    run(other, mlp_case())
+    assert (other.steps_taken, other.ledger.spent, other.finished) == (3, 6, True)
 
 
 def test_no_step_follows_a_release() -> None:

@@ -45,6 +45,7 @@ def test_secure_streams_never_repeat() -> None:
 def test_seeded_tokens_name_the_step() -> None:
     assert RandomStreams(seed=1).token(4) == RandomStreams(seed=1).token(4)
     assert RandomStreams(seed=1).token(4) != RandomStreams(seed=2).token(4)
+    assert RandomStreams(seed=1).token(4, start="a") != RandomStreams(seed=1).token(4, start="b")
 
 
 def test_negative_seed_is_refused() -> None:

@@ -97,8 +97,8 @@ class PrivateTraining:
 
     @property
     def finished(self) -> bool:
-        """Whether the plan allows no further step."""
-        return self._affordable_steps() == 0
+        """Whether the plan and the ledger allow no further step."""
+        return self.steps_taken >= self.plan.num_steps or not self.ledger.allows(self._token())
 
     def batches(
         self,
@@ -132,14 +132,15 @@ class PrivateTraining:
             )
         if self.finished:
             raise BudgetExhaustedError(
-                f"all {self.plan.num_steps} steps of the plan are taken "
-                f"({self.ledger.spent} releases): start a run with a larger plan"
+                f"after {self.steps_taken} steps, {self.ledger.spent} of the "
+                f"{self.plan.num_steps} releases of the plan are spent: start a run with a "
+                "larger plan"
             )
-        steps = self._affordable_steps()
-        steps = steps if num_steps is None else min(steps, num_steps)
+        last = self.plan.num_steps
+        last = last if num_steps is None else min(last, self.steps_taken + num_steps)
         return self._batches(
             data,
-            range(self.steps_taken, self.steps_taken + steps),
+            range(self.steps_taken, last),
             {"collate": collate, "num_workers": num_workers, "pin_memory": pin_memory},
         )
 
@@ -240,10 +241,18 @@ class PrivateTraining:
         if self._depth == 0:
             self.engine.__exit__(kind, error, trace)
 
-    def _affordable_steps(self) -> int:
-        planned = self.plan.num_steps - self.steps_taken
-        # A seeded run repeats steps it has already paid for; a secure one pays again.
-        return min(planned, self.ledger.remaining) if self.plan.secure else planned
+    def _token(self) -> str:
+        """What the next release is known by.
+
+        In a seeded run the same step from the same weights is the same release. From other
+        weights (changed settings, a device that does not repeat itself) it is a new one, with
+        noise used before: it is counted.
+        """
+        if self.plan.secure:
+            return self.streams.token(self.steps_taken)
+        norms = torch._foreach_norm([p.detach() for p in self._trainable.values()], 2)
+        start = torch.stack([norm.double() for norm in norms]).tolist()
+        return self.streams.token(self.steps_taken, start=repr(start))
 
     def _batches(self, data: MapStyle, steps: range, options: dict[str, Any]) -> Iterator[Any]:
         logical = (
@@ -261,6 +270,8 @@ class PrivateTraining:
             )
             try:
                 for part in loaded:
+                    if self._drawn == 0 and not self.ledger.allows(self._token()):
+                        return
                     self._current = part
                     self._drawn += part.size
                     if part.data is None:
@@ -291,7 +302,7 @@ class PrivateTraining:
         self._buffers.check()
         clipped = self.engine.clipped_sum()
         sums = {name: clipped[name].contiguous() for name in self._trainable}
-        self.ledger.record(step=step, token=self.streams.token(step))
+        self.ledger.record(step=step, token=self._token())
         release = self.mechanism.privatize(sums, step=step, frame=self.frame)
         self._optimize(sums)
         self.last_sample_norms = norms

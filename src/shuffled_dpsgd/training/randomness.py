@@ -68,15 +68,15 @@ class RandomStreams:
             generator.manual_seed(low | high << 32)
         return generator
 
-    def token(self, step: int) -> str:
-        """What the ledger knows a release by.
+    def token(self, step: int, *, start: str = "") -> str:
+        """What the ledger knows a release by: the step, and the weights it starts from.
 
         Equal tokens are the same release: a seeded run repeats itself after a crash, so its
         repeated steps reveal nothing new. In a secure run no two tokens are equal.
         """
         if self.seed is None:
             return secrets.token_hex(16)
-        return hashlib.sha256(f"{self.seed}:{step}".encode()).hexdigest()[:32]
+        return hashlib.sha256(f"{self.seed}:{step}:{start}".encode()).hexdigest()[:32]
 
     def _sequence(
         self, purpose: Purpose, step: int, index: int, part: int = 0

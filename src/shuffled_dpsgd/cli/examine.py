@@ -216,7 +216,7 @@ def _print(
                 each.pair,
                 "P‖Q" if truth.world == "first" else "Q‖P",
                 number(each.claimed_delta),
-                number(truth.delta),
+                f"{truth.delta:.3g}",
                 "exact" if truth.kind == "proven" else f"{truth.low:.3f}–{truth.high:.3f}",
                 truth.kind,
                 "refuted" if truth.low > each.claimed_delta else "not refuted",

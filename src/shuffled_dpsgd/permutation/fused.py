@@ -23,7 +23,8 @@ from shuffled_dpsgd.permutation.spec import PermutationSpec
 # Data of this size stays in the GPU's cache between gather and copy. The temporary is never larger
 # than the largest tensor, and grows beyond this only for a tensor that needs it.
 TEMPORARY_BYTES = 32 << 20
-_ELEMENTS_PER_PROGRAM = 4096
+# Rows this long fill a program by themselves; shorter ones share it.
+_ELEMENTS_PER_PROGRAM = 1024
 _LONGEST_ROW = 16384
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -106,7 +107,7 @@ def move(permutation: Permutation, moving: Sequence[tuple[str, torch.Tensor]]) -
                 "FIELDS": code.JOB_FIELDS,
                 "ROWS": launch.block_rows,
                 "COLS": launch.block_cols,
-                "num_warps": 8,
+                "num_warps": 4 if launch.block_cols <= _ELEMENTS_PER_PROGRAM else 8,
             }
             known = (addresses, plan.jobs, launch.programs)
             if launch.in_place:

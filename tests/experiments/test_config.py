@@ -11,6 +11,7 @@ from shuffled_dpsgd.errors import InvalidArgumentError
 from shuffled_dpsgd_experiments.tasks.config import RunConfig, load_config, parse_config
 from shuffled_dpsgd_experiments.tasks.digits import default_config
 
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "configs"
 MINIMAL = """
 task = "text-classification"
 seed = 3
@@ -43,6 +44,17 @@ def test_a_file_is_read_with_folders_relative_to_it(tmp_path: Path) -> None:
     assert config.data.path == str(tmp_path / "sst2")
     assert config.optimizer.name == "adamw"
     assert config.seed == 3
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.toml")), ids=lambda path: path.stem)
+def test_example_files_parse(path: Path) -> None:
+    config = load_config(path)
+    assert config.privacy.epsilon is not None
+    assert config.seed is None
+
+
+def test_there_are_example_files() -> None:
+    assert len(list(EXAMPLES.glob("*.toml"))) >= 3
 
 
 def test_json_round_trip() -> None:

@@ -198,6 +198,18 @@ def test_causal_language_model(tmp_path: Path) -> None:
     assert trainer.private.last_metrics.loss > 0
 
 
+def test_empty_batches_are_steps_too(tmp_path: Path) -> None:
+    trainer = build(
+        tmp_path,
+        privacy=privacy(expected_batch_size=1),
+        arguments={"save_strategy": "no", "max_steps": 8},
+    )
+    output = trainer.train()
+    sizes = [len(trainer.private.sampler.indices(step)) for step in range(8)]
+    assert 0 in sizes
+    assert output.global_step == trainer.private.ledger.spent == 8
+
+
 def test_own_per_sample_loss(tmp_path: Path) -> None:
     seen: list[int] = []
 

@@ -134,6 +134,7 @@ def execute(run: PreparedRun, observers: tuple[Observer, ...] = ()) -> RunResult
             checkpoint_dir=run.directory / "checkpoints",
             checkpoint_every=training.checkpoint_every,
             precision=training.precision,
+            physical_batch="find" if _searches_batch(run) else "as-planned",
             collate=run.task.collate,
         ),
         callbacks=(recorder,),
@@ -164,6 +165,11 @@ def _write_results(run: PreparedRun, outcome: Outcome, records: list[StepRecord]
     text = json.dumps(summary, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
     (run.directory / "summary.json").write_text(text, encoding="utf-8")
     return summary
+
+
+def _searches_batch(run: PreparedRun) -> bool:
+    """On a GPU, running out of memory is an error to learn from; on a CPU it swaps."""
+    return run.config.training.physical_batch_size is None and run.private.device.type == "cuda"
 
 
 def _claim_directory(directory: Path) -> None:

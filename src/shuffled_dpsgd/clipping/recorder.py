@@ -79,7 +79,8 @@ class Recorder:
         """
         if torch.compiler.is_compiling():
             tensors = [tensor for tensor in saved if isinstance(tensor, Tensor)]
-            return record(self._handle, slot.index, part, tensors)
+            # Dynamo traces a function's backward where it is called, so that this numbers calls.
+            return record(self._handle, slot.index, part, batch.calls[slot.index], tensors)
         if self._running is not batch:
             self._join(batch)
         if torch.is_grad_enabled():
@@ -108,6 +109,8 @@ class Recorder:
     def _heard(
         self, batch: Batch, slot: Slot, x: Tensor | None, version: int | None, g: Tensor
     ) -> None:
+        if batch.size == 0:
+            return
         if x is not None and x._version != version:
             raise UnsupportedModuleError(
                 slot.path,

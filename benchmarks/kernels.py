@@ -55,7 +55,7 @@ def check_linear(name: str, L: int, B: int, T: int, D: int, P: int) -> None:
     outs = [torch.zeros(P, D, device="cuda") for _ in range(L)]
     pairs = list(zip(xs, gs, strict=True))
 
-    norms = kernels.gram_sq_norms_of(pairs[:1], [True])[0]
+    norms = kernels.gram_sq_norm_sums(pairs[:1], [True])[0]
     weights = torch.bmm(gs[0][:2].double().mT, xs[0][:2].double())
     expected = weights.square().sum((1, 2)) + gs[0][:2].double().sum(1).square().sum(1)
     norm_error = relative_error(norms[:2], expected)
@@ -63,7 +63,7 @@ def check_linear(name: str, L: int, B: int, T: int, D: int, P: int) -> None:
     scaled = (gs[0].double() * factors.double()[:, None, None]).flatten(0, 1)
     sum_error = relative_error(outs[0], scaled.mT @ xs[0].double().flatten(0, 1))
 
-    gram = milliseconds(lambda: kernels.gram_sq_norms_of(pairs, [True] * L))
+    gram = milliseconds(lambda: kernels.gram_sq_norm_sums(pairs, [True] * L))
     tile = milliseconds(lambda: plain.tile_sq_norms(*pairs[0], True), 3) * L
     outer = milliseconds(lambda: kernels.add_weighted_outer_sums(pairs, factors, outs))
     flat = [(g.flatten(0, 1), x.flatten(0, 1)) for x, g in pairs]

@@ -34,7 +34,8 @@ class Batch:
     `scale` is what a captured gradient must be multiplied by to be the gradient of that sample's
     own loss (the batch size under a mean, one under a sum). `calls` and `traced` count, per slot,
     the calls the forward made and those a compiled backward has recorded. `entries` are filed by
-    group; those in `unsummed` wait for others of their kind. `halves` are this forward's
+    group; norm layers wait in `unsummed` for others of their kind and then stand in `norm_runs`,
+    many layers with their (L, B, 2, D) per-sample gradients. `halves` are this forward's
     half-precision copies of parameters, by the parameter's id.
     """
 
@@ -45,12 +46,14 @@ class Batch:
         "entries",
         "factors",
         "halves",
+        "norm_runs",
         "phase",
         "scale",
         "size",
         "squares",
         "traced",
         "unsummed",
+        "unsummed_bytes",
     )
 
     def __init__(self, *, size: int, device: str, slots: int, scale: float) -> None:
@@ -65,6 +68,8 @@ class Batch:
         self.factors: dict[int, Tensor] = {}
         self.halves: dict[int, Tensor] = {}
         self.unsummed: list[Entry] = []
+        self.unsummed_bytes = 0
+        self.norm_runs: list[tuple[list[Slot], Tensor]] = []
         self.closed = False
 
     def cast(self, parameter: Tensor, dtype: torch.dtype) -> Tensor:
@@ -85,6 +90,7 @@ class Batch:
         self.closed = True
         self.halves = {}
         self.unsummed = []
+        self.norm_runs = []
         self.entries = {}
         self.squares = {}
         self.factors = {}

@@ -80,25 +80,29 @@ class WholeGradient:
         self.rule = rule
 
     def receive(self, batch: Batch, entry: Entry) -> None:
-        if isinstance(entry.saved[0], Unsummed):
-            batch.unsummed.append(entry)
-            if sum(waiting.saved[0].nbytes for waiting in batch.unsummed) > _MAX_UNSUMMED_BYTES:
-                self._settle(batch)
+        slot = entry.slot
+        if type(entry.saved[0]) is Unsummed:
+            if not slot.shared and batch.calls[slot.index] == 1 and len(slot.names) == 2:
+                batch.unsummed.append(entry)
+                batch.unsummed_bytes += entry.saved[0].nbytes
+                if batch.unsummed_bytes > _MAX_UNSUMMED_BYTES:
+                    self._settle(batch)
+                return
         else:
-            entry.saved = entry.slot.compact(entry.saved, self.rule.choose)
+            entry.saved = slot.compact(entry.saved, self.rule.choose)
         batch.file(entry)
 
     def _settle(self, batch: Batch) -> None:
         """Sum up the norm layers put off so far; together, because each is little work."""
-        waiting, batch.unsummed = batch.unsummed, []
-        for entry, saved in zip(waiting, settle([e.saved[0] for e in waiting]), strict=True):
-            entry.saved = saved
+        waiting, batch.unsummed, batch.unsummed_bytes = batch.unsummed, [], 0
+        for run, sums_LBCD in settle([entry.saved[0] for entry in waiting]):
+            batch.norm_runs.append(([waiting[i].slot for i in run], sums_LBCD))
 
     def finish(self, batch: Batch) -> None:
         rule = self.rule
         self._settle(batch)
         filed = [(rule.groups[index], entries) for index, entries in batch.entries.items()]
-        wholesale = Wholesale(filed, rule.choose)
+        wholesale = Wholesale(filed, batch.norm_runs, rule.choose)
         norms_B = rule.norms(wholesale.squares(), batch)
         rule.totals.norms.append(norms_B)
         wholesale.add_sums(rule.factors(norms_B, batch), rule.totals.sums)

@@ -26,6 +26,7 @@ from shuffled_dpsgd.clipping.captures import (
     RowSumGrad,
 )
 from shuffled_dpsgd.clipping.groups import Group
+from shuffled_dpsgd.clipping.rules.base import Slot
 
 # Per-sample gradients larger than this are worth an operation of their own.
 _SMALL = 1 << 16
@@ -41,9 +42,13 @@ class Wholesale:
     """
 
     def __init__(
-        self, filed: Iterable[tuple[Group, Sequence[Entry]]], choose: cost.Chooser
+        self,
+        filed: Iterable[tuple[Group, Sequence[Entry]]],
+        norm_runs: Sequence[tuple[Sequence[Slot], Tensor]],
+        choose: cost.Chooser,
     ) -> None:
         self._choose = choose
+        self._norm_runs = norm_runs
         self._parts: list[Named] = []
         self._linear: list[tuple[OuterGrad, RowSumGrad | None]] = []
         self._small: list[tuple[str, DenseGrad]] = []
@@ -85,11 +90,12 @@ class Wholesale:
                 swap = bias is not None and bias.grad_BTP is right
                 pairs.append((left, right) if swap else (right, left))
                 biases.append(bias is not None)
-            found += kernels.gram_sq_norms_of(pairs, biases)
+            found += kernels.gram_sq_norm_sums(pairs, biases)
+        found += [sums_LBCD.square().sum((0, 2, 3)) for _, sums_LBCD in self._norm_runs]
         if self._small:
             dtypes = {part.grads_BS.dtype for _, part in self._small}
             wide = torch.float64 if torch.float64 in dtypes else torch.float32
-            rows = [part.grads_BS.flatten(1).to(wide) for _, part in self._small]
+            rows = [_flat(part.grads_BS).to(wide) for _, part in self._small]
             self._side_by_side_BN = torch.cat(rows, 1)
             found.append(self._side_by_side_BN.square().sum(1))
         return found
@@ -100,24 +106,26 @@ class Wholesale:
             kernels.add_weighted_outer_sums(
                 [(part.right_BTC, part.left_BTR) for _, part in outers],
                 factors_B,
-                [sums[name].view(part.left_BTR.shape[2], -1) for name, part in outers],
+                [_matrix(sums[name], part.left_BTR.shape[2]) for name, part in outers],
             )
         for biases in _rounds(self._parts, RowSumGrad):
             kernels.add_weighted_row_sums(
                 [part.grad_BTP for _, part in biases],
                 factors_B,
-                [sums[name].view(-1) for name, _ in biases],
+                [_vector(sums[name]) for name, _ in biases],
             )
         for name, part in self._parts:
             if isinstance(part, RowsGrad | DenseGrad):
                 part.weighted_sum(factors_B, sums[name].shape, sums[name])
+        for slots, sums_LBCD in self._norm_runs:
+            _add_norm_run(slots, sums_LBCD, factors_B, sums)
         if self._side_by_side_BN is not None:
             total_N = kernels.weighted_row_sum(self._side_by_side_BN.unsqueeze(1), factors_B)
             self._add_small(total_N, sums)
 
     def _add_small(self, total_N: Tensor, sums: dict[str, Tensor]) -> None:
         sizes = [part.grads_BS[0].numel() for _, part in self._small]
-        targets = [sums[name].view(-1) for name, _ in self._small]
+        targets = [_vector(sums[name]) for name, _ in self._small]
         torch._foreach_add_(targets, list(total_N.split(sizes)))
 
 
@@ -137,6 +145,27 @@ def _rounds(parts: Iterable[Named], kind: type[Kind]) -> Iterator[list[tuple[str
                 taken[name] = part
         yield list(taken.items())
         left = later
+
+
+def _add_norm_run(
+    slots: Sequence[Slot], sums_LBCD: Tensor, factors_B: Tensor, sums: dict[str, Tensor]
+) -> None:
+    factors_B11 = factors_B[:, None, None]
+    total_LCD = torch.where(factors_B11 == 0, 0.0, sums_LBCD * factors_B11).sum(1)
+    names = [slot.names[key] for slot in slots for key in ("weight", "bias")]
+    torch._foreach_add_([_vector(sums[name]) for name in names], total_LCD.flatten(0, 1).unbind())
+
+
+def _vector(tensor: Tensor) -> Tensor:
+    return tensor if tensor.dim() == 1 else tensor.view(-1)
+
+
+def _matrix(tensor: Tensor, rows: int) -> Tensor:
+    return tensor if tensor.dim() == 2 else tensor.view(rows, -1)
+
+
+def _flat(grads_BS: Tensor) -> Tensor:
+    return grads_BS if grads_BS.dim() == 2 else grads_BS.flatten(1)
 
 
 def _is_small(part: Contribution) -> bool:

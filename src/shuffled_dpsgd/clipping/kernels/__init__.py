@@ -1,7 +1,7 @@
 """The numeric primitives of per-sample clipping, each picked for the tensors it is given.
 
-`plain` defines them all in ordinary torch operations and runs anywhere; `triton_linear` and
-`triton_norms` are faster on a GPU; `dispatch` chooses.
+`plain` defines them all in ordinary torch operations and runs anywhere; `triton_linear`,
+`triton_sums` and `triton_norms` are faster on a GPU; `dispatch` chooses.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from shuffled_dpsgd.clipping.kernels.dispatch import (
     add_weighted_outer_sums,
     add_weighted_row_sums,
     aligned_copy,
+    gram_sq_norm_sums,
     gram_sq_norms,
-    gram_sq_norms_of,
-    norm_sums_of,
+    norm_sum_runs,
     tile_sq_norms,
     weighted_outer_sum,
     weighted_row_sum,
@@ -31,10 +31,10 @@ __all__ = [
     "add_weighted_row_sums",
     "aligned_copy",
     "embedding_sq_norms",
+    "gram_sq_norm_sums",
     "gram_sq_norms",
-    "gram_sq_norms_of",
     "layer_norm_backward",
-    "norm_sums_of",
+    "norm_sum_runs",
     "outer_products",
     "rms_norm_backward",
     "tied_cross_terms",

@@ -44,6 +44,13 @@ def triton_linear() -> ModuleType:
 
 
 @functools.cache
+def triton_sums() -> ModuleType:
+    from shuffled_dpsgd.clipping.kernels import triton_sums
+
+    return triton_sums
+
+
+@functools.cache
 def triton_norms() -> ModuleType:
     from shuffled_dpsgd.clipping.kernels import triton_norms
 
@@ -101,32 +108,31 @@ def alike(pairs: Sequence[tuple[Tensor, Tensor]], labels: Sequence[object]) -> l
     return list(runs.values())
 
 
-def gram_sq_norms_of(
+def gram_sq_norm_sums(
     pairs: Sequence[tuple[Tensor, Tensor]], biases: Sequence[bool]
 ) -> list[Tensor]:
-    """`plain.gram_sq_norms` of each (x_BTD, g_BTP), layers of one shape in one launch."""
-    found: list[Tensor | None] = [None] * len(pairs)
+    """(B,) tensors that add up to the sum of all pairs' `plain.gram_sq_norms`.
+
+    Layers of one shape share a launch.
+    """
+    found: list[Tensor] = []
     for run in alike(pairs, biases):
         x, g = pairs[run[0]]
         fits = fits_triton_linear(x, g)
         if fits and g.shape[2] > MAX_GRAM_WIDTH and x.shape[1] <= triton_linear().GRAM_BLOCK:
-            for i in run:
-                found[i] = triton_linear().wide_gram_sq_norms(*pairs[i], biases[i])
+            found += [triton_linear().wide_gram_sq_norms(*pairs[i], biases[i]) for i in run]
         elif fits:
             xs, gs = zip(*(pairs[i] for i in run), strict=True)
-            norms_LB = triton_linear().gram_sq_norms(xs, gs, biases[run[0]])
-            for i, norms in zip(run, norms_LB, strict=True):
-                found[i] = norms
+            found.append(triton_linear().gram_sq_norms(xs, gs, biases[run[0]]).sum(0))
         else:
-            for i in run:
-                found[i] = plain.gram_sq_norms(*pairs[i], biases[i])
-    return [norms for norms in found if norms is not None]
+            found += [plain.gram_sq_norms(*pairs[i], biases[i]) for i in run]
+    return found
 
 
 def tile_sq_norms(x_BTD: Tensor, g_BTP: Tensor, bias: bool) -> Tensor:
     """`plain.tile_sq_norms` by the fastest means at hand."""
     if fits_triton_linear(x_BTD, g_BTP):
-        squares_B: Tensor = triton_linear().tile_sq_norms([x_BTD], [g_BTP], bias)[0]
+        squares_B: Tensor = triton_sums().tile_sq_norms([x_BTD], [g_BTP], bias)[0]
         return squares_B
     return plain.tile_sq_norms(x_BTD, g_BTP, bias)
 
@@ -143,7 +149,7 @@ def add_weighted_outer_sums(
             for out in chosen
         ):
             xs, gs = zip(*(pairs[i] for i in run), strict=True)
-            triton_linear().weighted_outer_sums(xs, gs, factors_B.float(), chosen)
+            triton_sums().weighted_outer_sums(xs, gs, factors_B.float(), chosen)
         else:
             for i in run:
                 plain.weighted_outer_sum(*pairs[i], factors_B, outs[i])
@@ -155,7 +161,7 @@ def add_weighted_row_sums(gs: Sequence[Tensor], factors_B: Tensor, outs: Sequenc
         g = gs[run[0]]
         if fits_triton_linear(g, g) and outs[run[0]].dtype == torch.float32:
             chosen = [gs[i] for i in run]
-            triton_linear().weighted_row_sums(chosen, factors_B.float(), [outs[i] for i in run])
+            triton_sums().weighted_row_sums(chosen, factors_B.float(), [outs[i] for i in run])
         else:
             for i in run:
                 plain.weighted_row_sum(gs[i], factors_B, outs[i])
@@ -163,7 +169,7 @@ def add_weighted_row_sums(gs: Sequence[Tensor], factors_B: Tensor, outs: Sequenc
 
 def gram_sq_norms(x_BTD: Tensor, g_BTP: Tensor, bias: bool) -> Tensor:
     """`plain.gram_sq_norms` by the fastest means at hand."""
-    return gram_sq_norms_of([(x_BTD, g_BTP)], [bias])[0]
+    return gram_sq_norm_sums([(x_BTD, g_BTP)], [bias])[0]
 
 
 def weighted_outer_sum(
@@ -203,19 +209,20 @@ def fits_triton_norm(x_BTD: Tensor, g_BTD: Tensor) -> bool:
     )
 
 
-def norm_sums_of(
+def norm_sum_runs(
     pairs: Sequence[tuple[Tensor, Tensor]], epsilons: Sequence[float], centred: Sequence[bool]
-) -> list[Tensor]:
-    """`plain.norm_sums` of each (x_BTD, g_BTD), layers of one shape in one launch."""
-    found: list[Tensor | None] = [None] * len(pairs)
+) -> list[tuple[list[int], Tensor]]:
+    """`plain.norm_sums` of every (x_BTD, g_BTD), stacked for layers of one shape.
+
+    Each result names the pairs it is of and holds their sums, (L, B, 2 or 1, D).
+    """
+    found: list[tuple[list[int], Tensor]] = []
     for run in alike(pairs, list(zip(epsilons, centred, strict=True))):
-        x, g = pairs[run[0]]
-        if fits_triton_norm(x, g):
+        eps, with_mean = epsilons[run[0]], centred[run[0]]
+        if fits_triton_norm(*pairs[run[0]]):
             xs, gs = zip(*(pairs[i] for i in run), strict=True)
-            sums_LBCD = triton_norms().norm_sums(xs, gs, epsilons[run[0]], centred[run[0]])
-            for i, sums in zip(run, sums_LBCD, strict=True):
-                found[i] = sums
+            sums_LBCD = triton_norms().norm_sums(xs, gs, eps, with_mean)
         else:
-            for i in run:
-                found[i] = plain.norm_sums(*pairs[i], epsilons[i], centred[i])
-    return [sums for sums in found if sums is not None]
+            sums_LBCD = torch.stack([plain.norm_sums(*pairs[i], eps, with_mean) for i in run])
+        found.append((run, sums_LBCD))
+    return found

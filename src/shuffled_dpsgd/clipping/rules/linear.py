@@ -104,6 +104,8 @@ class LinearSlot(Slot):
         self.keeps_input = self.weight_name is not None
         weight = cast(Tensor, self.parameters["weight"])
         self.outputs = weight.shape[1 if self.transposed else 0]
+        self._last_input: torch.Size | None = None
+        self._stores = False
 
     def forward(self, x: Tensor) -> Tensor:
         if not torch.is_grad_enabled():
@@ -174,9 +176,12 @@ class LinearSlot(Slot):
         x, g = saved
         if self.weight_name is None:
             return (None, None, _bias_grads(positions(g)))
-        T = x.numel() // (x.shape[0] * x.shape[-1])
-        self.last_shape = (T, g.shape[-1], x.shape[-1])
-        if choose(*self.last_shape) is not cost.Route.INSTANTIATE:
+        if x.shape != self._last_input:
+            self._last_input = x.shape
+            T = x.numel() // (x.shape[0] * x.shape[-1])
+            self.last_shape = (T, self.outputs, x.shape[-1])
+            self._stores = choose(*self.last_shape) is cost.Route.INSTANTIATE
+        if not self._stores:
             return saved
         g_BTP, x_BTD = positions(g), positions(x)
         left, right = (x_BTD, g_BTP) if self.transposed else (g_BTP, x_BTD)

@@ -38,14 +38,17 @@ class Unsummed:
         return self.x_BTD.nbytes + self.g_BTD.nbytes
 
 
-def settle(pending: Sequence[Unsummed]) -> list[Saved]:
-    """(weight's, bias's) per-sample gradients of layer norms, those of one shape in one go."""
-    sums = kernels.norm_sums_of(
+def settle(pending: Sequence[Unsummed]) -> list[tuple[list[int], Tensor]]:
+    """Per-sample gradients of layer norms, those of one shape in one go.
+
+    Each result names the positions in `pending` it is of and holds their (L, B, 2, D) gradients,
+    the weight's before the bias's.
+    """
+    return kernels.norm_sum_runs(
         [(part.x_BTD, part.g_BTD) for part in pending],
         [part.eps for part in pending],
         [True] * len(pending),
     )
-    return [(sums_B2D[:, 0], sums_B2D[:, 1]) for sums_B2D in sums]
 
 
 class NormSlot(Slot):
@@ -58,7 +61,7 @@ class NormSlot(Slot):
 
     def contributions(self, saved: Saved) -> Iterator[tuple[str, Contribution]]:
         if isinstance(saved[0], Unsummed):
-            saved = settle([saved[0]])[0]
+            saved = settle([saved[0]])[0][1][0].unbind(1)
         weight_grads, bias_grads = saved
         if self.weight_name is not None:
             yield self.weight_name, DenseGrad(grads_BS=weight_grads)
@@ -90,6 +93,8 @@ class LayerNormFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
         x, weight, mean, rstd = ctx.saved_tensors
+        if x.numel() == 0:
+            return torch.zeros_like(x), None, None, None, None, None
         B, D = x.shape[0], ctx.slot.width
         # A compiler fuses the plain form better than it could see through a hand-written kernel.
         traced = torch.compiler.is_compiling()
@@ -166,6 +171,8 @@ class GainFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
         normed, weight = ctx.saved_tensors
+        if normed.numel() == 0:
+            return torch.zeros_like(normed), None, None, None, None, None
         slot = ctx.slot
         wide_g = plain.widen(g)
         weight_grads = slot.per_sample(wide_g * plain.widen(normed))
@@ -246,6 +253,8 @@ class LlamaRMSNormFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
         x, weight, rstd = ctx.saved_tensors
+        if x.numel() == 0:
+            return torch.zeros_like(x), None, None, None, None
         B, D = x.shape[0], x.shape[-1]
         backward = (
             plain.rms_norm_backward if torch.compiler.is_compiling() else kernels.rms_norm_backward

@@ -1,7 +1,13 @@
-"""Exact per-sample gradient clipping in one backward pass."""
+"""Exact per-sample gradient clipping in one backward pass.
+
+`ClippingEngine` is what training uses; `clipped_sum_reference` computes the same one example at a
+time, slowly and with nothing but autograd.
+"""
 
 from __future__ import annotations
 
 from shuffled_dpsgd.clipping.engine import ClippingEngine
+from shuffled_dpsgd.clipping.plan import Plan, PlanRow
+from shuffled_dpsgd.clipping.reference import ReferenceSum, clipped_sum_reference
 
-__all__ = ["ClippingEngine"]
+__all__ = ["ClippingEngine", "Plan", "PlanRow", "ReferenceSum", "clipped_sum_reference"]

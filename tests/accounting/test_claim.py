@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import json
 import math
 import pickle
 
 import pytest
 
+from shuffled_dpsgd import accounting
 from shuffled_dpsgd.accounting import PrivacyClaim, certified_claim
 from shuffled_dpsgd.errors import InvalidArgumentError
 
@@ -46,6 +48,19 @@ def test_a_claim_cannot_be_edited_after_the_fact() -> None:
         claim.epsilon = 0.1  # type: ignore[misc]
     with pytest.raises(TypeError):
         claim.inputs["num_steps"] = 4  # type: ignore[index]
+
+
+def test_nothing_exported_returns_a_bare_number_but_noise() -> None:
+    functions = {name: getattr(accounting, name) for name in accounting.__all__}
+    returns = {
+        name: function.__annotations__["return"]
+        for name, function in functions.items()
+        if inspect.isfunction(function)
+    }
+    assert len(returns) > 10
+    assert [name for name, kind in returns.items() if "float" in kind] == ["smallest_noise"]
+    for name in ("PrivacyClaim", "Bracket", "DeltaEstimate"):
+        assert "kind" in {field.name for field in dataclasses.fields(functions[name])}
 
 
 def test_a_claim_survives_json_and_pickle() -> None:

@@ -12,7 +12,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shuffled_dpsgd.accounting.claim import Adjacency, Calibration, PrivacyClaim
+from shuffled_dpsgd.accounting.claim import Adjacency, Calibration, Kind, PrivacyClaim
 from shuffled_dpsgd.accounting.events import SampledGaussian, check_delta, check_epsilon
 from shuffled_dpsgd.accounting.pld import epsilon_at, optimistic, price, refine
 from shuffled_dpsgd.accounting.search import smallest_noise_multiplier
@@ -40,6 +40,7 @@ class Bracket:
 
     lower: float
     upper: float
+    kind: Kind = "proven"
 
 
 def certified_claim(

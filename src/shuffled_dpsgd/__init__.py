@@ -10,25 +10,51 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from shuffled_dpsgd.accounting import PrivacyClaim
     from shuffled_dpsgd.clipping import ClippingEngine
     from shuffled_dpsgd.permutation import apply, discover, draw, verify
+    from shuffled_dpsgd.training import (
+        PrivacyCard,
+        PrivacyPlan,
+        PrivateTraining,
+        load_checkpoint,
+        make_private,
+        save_checkpoint,
+        train,
+    )
 
 __version__ = "0.1.0"
 
 _HOME = {
-    "ClippingEngine": "shuffled_dpsgd.clipping",
-    "apply": "shuffled_dpsgd.permutation",
-    "discover": "shuffled_dpsgd.permutation",
-    "draw": "shuffled_dpsgd.permutation",
-    "verify": "shuffled_dpsgd.permutation",
+    "ClippingEngine": "clipping",
+    "PrivacyCard": "training",
+    "PrivacyClaim": "accounting",
+    "PrivacyPlan": "training",
+    "PrivateTraining": "training",
+    "apply": "permutation",
+    "discover": "permutation",
+    "draw": "permutation",
+    "load_checkpoint": "training",
+    "make_private": "training",
+    "save_checkpoint": "training",
+    "train": "training",
+    "verify": "permutation",
 }
 
 __all__ = [
     "ClippingEngine",
+    "PrivacyCard",
+    "PrivacyClaim",
+    "PrivacyPlan",
+    "PrivateTraining",
     "__version__",
     "apply",
     "discover",
     "draw",
+    "load_checkpoint",
+    "make_private",
+    "save_checkpoint",
+    "train",
     "verify",
 ]
 
@@ -36,7 +62,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(_HOME[name]), name)
+    value = getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
     globals()[name] = value
     return value
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -208,6 +211,14 @@ class TestRefusals:
         with ClippingEngine(model), pytest.raises(UnsupportedModuleError, match="own forward"):
             model[0](torch.randn(2, 3))
 
+    def test_a_parameter_made_trainable_behind_the_engine(self) -> None:
+        model = nn.Linear(3, 2)
+        model.bias.requires_grad_(False)
+        engine = ClippingEngine(model)
+        model.bias.requires_grad_(True)
+        with pytest.raises(UnsupportedModuleError, match="bias"), engine:
+            pass
+
     def test_forgotten_context(self) -> None:
         model = nn.Linear(3, 2)
         engine = ClippingEngine(model)
@@ -274,6 +285,36 @@ class TestNothingStaysBehind:
         assert engine.sample_norms.numel() == 0
         run(engine, losses, {"x": torch.randn(2, 3)})
         assert all(torch.equal(handed_out[name], kept[name]) for name in kept)
+
+
+def test_no_activation_outlives_the_backward() -> None:
+    kept: list[weakref.ref[Tensor]] = []
+
+    class Watched(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(
+                [nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4), nn.RMSNorm(4)]
+            )
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = torch.tanh(x)
+                kept.append(weakref.ref(x))
+                x = layer(x)
+            return x
+
+    model = Watched()
+    engine = ClippingEngine(model)
+    with engine:
+        model(torch.randn(2, 4))
+        kept.clear()
+        loss = losses(model, {"x": torch.randn(2, 4)})
+        engine.backward(loss)
+    gc.collect()
+    # The loss is still alive, and with it the graph; what the layers saw must not be.
+    assert loss.grad_fn is not None
+    assert [reference() for reference in kept] == [None] * 4
 
 
 def test_in_place_operation_after_a_layer_does_not_disturb_its_gradient() -> None:

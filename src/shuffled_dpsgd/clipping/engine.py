@@ -77,6 +77,7 @@ class ClippingEngine:
         self.strategy = strategy
         self.loss_reduction = loss_reduction
         self._parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        self._frozen = {n: p for n, p in model.named_parameters() if not p.requires_grad}
         self._recorder = Recorder(receive=self._receive, finish=self._finish)
         self._batch_norms = sites.batch_norms(model)
         sites.refuse_batch_statistics(self._batch_norms)
@@ -103,6 +104,7 @@ class ClippingEngine:
         if self._hooks:
             raise InvalidArgumentError("engine", expected="one `with` at a time", got="a second")
         sites.refuse_batch_statistics(self._batch_norms)
+        sites.refuse_thawed(self._frozen)
         for attributes, forward in self._patches:
             attributes["forward"] = forward
         begin = self.model.register_forward_pre_hook(self._begin, prepend=True, with_kwargs=True)

@@ -23,9 +23,10 @@ def find_batch(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[int, s
         value = kwargs.get(name)
         if isinstance(value, Tensor):
             return value.shape[0], value.device.type
-    for leaf in tree_leaves((args, dict(kwargs))):
-        if isinstance(leaf, Tensor) and leaf.dim() > 0:
-            return leaf.shape[0], leaf.device.type
+    tensors = [x for x in tree_leaves((args, dict(kwargs))) if isinstance(x, Tensor) and x.dim()]
+    # A leading axis of length one beside longer ones is broadcast, as position ids often are.
+    for tensor in sorted(tensors, key=lambda x: x.shape[0] == 1):
+        return tensor.shape[0], tensor.device.type
     raise InvalidArgumentError(
         "inputs", expected="a tensor with the batch on axis 0", got="no tensor at all"
     )

@@ -7,12 +7,11 @@ on the entries of that batch as its backward runs, and asks autograd to call bac
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
 import torch
 from torch import Tensor
 
-from shuffled_dpsgd.clipping.batch import Batch, Entry
+from shuffled_dpsgd.clipping.batch import Batch, Entry, Phase
 from shuffled_dpsgd.clipping.rules.base import Saved, Slot
 from shuffled_dpsgd.clipping.traced import Sink, record
 from shuffled_dpsgd.errors import UnsupportedModuleError
@@ -98,27 +97,12 @@ class Recorder:
         For ordinary eager operations on detached parameters: autograd's own backward then runs
         undisturbed, at a fraction of the cost of a Python function per layer.
         """
-        version = None if x is None else x._version
         # A hook on a view is lost, silently, when the view is changed in place; one on its base
         # is not.
         base = out._base
         source = out if base is None else base
-        source.register_hook(partial(self._heard, batch, slot, x, version))
+        source.register_hook(Listener(self, batch, slot, x))
         return out
-
-    def _heard(
-        self, batch: Batch, slot: Slot, x: Tensor | None, version: int | None, g: Tensor
-    ) -> None:
-        if batch.size == 0:
-            return
-        if x is not None and x._version != version:
-            raise UnsupportedModuleError(
-                slot.path,
-                expected="an input that stays as it was until the backward",
-                got="an input changed in place",
-                remedy="replace the in-place operation after this module by an ordinary one",
-            )
-        self.record(batch, slot, slot.heard(batch.size, x, g))
 
     def _record_traced(self, index: int, part: int, tensors: list[Tensor]) -> None:
         batch, slot = self.latest, self.slots[index]
@@ -144,6 +128,40 @@ class Recorder:
         if batch is not None:
             with torch.no_grad(), torch.autocast(batch.device, enabled=False):
                 self.finish(batch)
+
+
+class Listener:
+    """Waits for the gradient of one call's output, and holds the call's input until then.
+
+    A hook lives as long as the graph, which is as long as anybody keeps the loss; the input must
+    not, or the next forward would find two batches of activations in memory.
+    """
+
+    __slots__ = ("_batch", "_recorder", "_slot", "_version", "_x")
+
+    def __init__(self, recorder: Recorder, batch: Batch, slot: Slot, x: Tensor | None) -> None:
+        self._recorder = recorder
+        self._batch = batch
+        self._slot = slot
+        self._x = x
+        self._version = 0 if x is None else x._version
+
+    def __call__(self, g: Tensor) -> None:
+        batch, slot, x = self._batch, self._slot, self._x
+        if batch.size == 0:
+            return
+        if x is not None and x._version != self._version:
+            raise UnsupportedModuleError(
+                slot.path,
+                expected="an input that stays as it was until the backward",
+                got="an input changed in place",
+                remedy="replace the in-place operation after this module by an ordinary one",
+            )
+        if batch.closed:
+            _refuse_misuse(batch, None)
+        self._recorder.record(batch, slot, slot.heard(batch.size, x, g))
+        if batch.phase is not Phase.NORMS:
+            self._x = None
 
 
 def _refuse_misuse(batch: Batch, running: Batch | None) -> None:

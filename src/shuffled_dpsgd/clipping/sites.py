@@ -6,7 +6,7 @@ parameter no rule can handle exactly is refused here, before any training.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -145,4 +145,20 @@ def refuse_batch_statistics(norms: Iterable[tuple[str, _BatchNorm]]) -> None:
                 expected="layers that treat every sample on its own",
                 got=f"{type(module).__name__} with batch statistics",
                 remedy="replace it by GroupNorm or LayerNorm, or put it in eval mode",
+            )
+
+
+def refuse_thawed(frozen: Mapping[str, nn.Parameter]) -> None:
+    """Refuse parameters that were frozen when the slots were built and no longer are.
+
+    Raises:
+        UnsupportedModuleError: naming the first of them.
+    """
+    for name, parameter in frozen.items():
+        if parameter.requires_grad:
+            raise UnsupportedModuleError(
+                name,
+                expected="the parameters that were frozen at first to stay frozen",
+                got="a parameter made trainable later, which nobody would clip",
+                remedy="build a new engine after changing what is trainable",
             )

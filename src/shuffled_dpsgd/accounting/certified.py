@@ -1,8 +1,8 @@
 """The guarantee anyone can rely on: privacy-loss distributions of the Poisson-sampled Gaussian.
 
-The shuffle is a post-processing of the Gaussian mechanism and is credited with nothing. Every
-ε here is an upper bound; its rounding error is below `RELATIVE_ERROR`. Coarse grids cost
-milliseconds, so a calibration is coarse until it is close.
+The shuffle is a post-processing of the Gaussian mechanism and is credited with nothing. Every ε
+here is an upper bound whatever the grid; the grid is chosen to cost about `RELATIVE_ERROR`. Coarse
+grids take milliseconds, so a calibration is coarse until it is close.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def certified_claim(
     delta: float,
     adjacency: Adjacency = "add-remove",
 ) -> PrivacyClaim:
-    """The proven ε of a run: never below the exact one, and within `RELATIVE_ERROR` of it.
+    """The proven ε of a run: never below the exact one, and about `RELATIVE_ERROR` above it.
 
     Holds for one release of any checkpoint and for the release of all of them, since every step's
     output is assumed public. With `adjacency="replace-one"` both neighbouring data sets hold the

@@ -1,0 +1,80 @@
+"""Rényi, PRV and Gaussian DP against the libraries, the draws and the formulas they come from."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent
+from dp_accounting.rdp import RdpAccountant
+
+from shuffled_dpsgd.accounting import SampledGaussian, certified_bracket
+from shuffled_dpsgd.accounting.comparisons import (
+    advanced_composition_epsilon,
+    gaussian_epsilon,
+    gdp_epsilon,
+)
+from shuffled_dpsgd.accounting.prv import prv_epsilon
+from shuffled_dpsgd.accounting.rdp import FRACTIONAL_ORDERS, WHOLE_ORDERS, loss_tail, rdp_epsilon
+from shuffled_dpsgd.accounting.theorem import theorem_delta
+
+RUNS = [
+    SampledGaussian(noise_multiplier=noise, sampling_prob=prob, num_steps=steps)
+    for noise, prob, steps in [
+        (0.5, 0.01, 20),
+        (1.0, 0.05, 300),
+        (2.0, 0.2, 50),
+        (15.0, 0.02, 500),
+        (1.5, 1.0, 3),
+    ]
+]
+every_run = pytest.mark.parametrize("run", RUNS, ids=lambda run: f"{run.noise_multiplier:g}")
+
+
+@every_run
+def test_renyi_moments_are_dp_accountings(run: SampledGaussian) -> None:
+    orders = [*FRACTIONAL_ORDERS, *(order for order in WHOLE_ORDERS if order < 500)]
+    theirs = RdpAccountant(orders)
+    event = GaussianDpEvent(run.noise_multiplier)
+    theirs.compose(PoissonSampledDpEvent(run.sampling_prob, event), run.num_steps)
+    assert rdp_epsilon(run, 1e-5) == pytest.approx(theirs.get_epsilon(1e-5), rel=1e-6)
+
+
+@every_run
+def test_prv_lies_between_the_optimistic_bound_and_half_a_per_cent_more(
+    run: SampledGaussian,
+) -> None:
+    bracket = certified_bracket(**run.to_json(), delta=1e-6)
+    assert bracket.lower <= prv_epsilon(run, 1e-6) <= 1.005 * bracket.upper
+
+
+@pytest.mark.parametrize("direction", [1.0, -1.0])
+def test_the_tail_bound_holds_for_drawn_losses(direction: float) -> None:
+    noise, prob, steps = 1.0, 0.1, 20
+    rng = np.random.default_rng(0)
+    shape = (20_000, steps)
+    joined = (rng.random(shape) < prob) if direction > 0 else np.zeros(shape, dtype=bool)
+    x = joined + noise * rng.standard_normal(shape)
+    losses = direction * np.log1p(prob * np.expm1((2 * x - 1) / (2 * noise**2))).sum(axis=1)
+    run = SampledGaussian(noise_multiplier=noise, sampling_prob=prob, num_steps=steps)
+    for probability in (0.1, 0.01):
+        assert (losses >= loss_tail(run, probability)).mean() <= probability
+        assert (-losses >= loss_tail(run, probability)).mean() <= probability
+
+
+def test_gaussian_dp_is_exact_for_one_full_batch_in_the_limit() -> None:
+    run = SampledGaussian(noise_multiplier=30.0, sampling_prob=1.0, num_steps=1)
+    assert gdp_epsilon(run, 1e-5) == pytest.approx(gaussian_epsilon(30.0, 1e-5), rel=1e-3)
+    tiny = SampledGaussian(noise_multiplier=0.01, sampling_prob=0.1, num_steps=1)
+    assert gdp_epsilon(tiny, 1e-5) == math.inf
+
+
+def test_the_gaussian_epsilon_meets_its_delta() -> None:
+    epsilon = gaussian_epsilon(1.3, 1e-6)
+    assert theorem_delta(epsilon, 1.3, dimension=1, batch_clip=1.0) == pytest.approx(1e-6, rel=1e-9)
+
+
+def test_advanced_composition_of_one_full_batch_only_pays_for_the_split() -> None:
+    run = SampledGaussian(noise_multiplier=2.0, sampling_prob=1.0, num_steps=1)
+    assert advanced_composition_epsilon(run, 1e-5) == pytest.approx(gaussian_epsilon(2.0, 5e-6))

@@ -8,7 +8,7 @@ added, because matrix products of odd size run several times slower on tensor co
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -16,17 +16,13 @@ from torch import Tensor
 from shuffled_dpsgd.clipping.rules.base import Slot
 from shuffled_dpsgd.clipping.rules.linear import LinearSlot
 
-_ROW_BLOCK = 128
-# Fewer rows than this are not worth padding.
-_MIN_PADDED_ROWS = 4096
-
 
 class HalfCopies:
     """Casts the parameters of a model's linear layers together."""
 
     def __init__(self, slots: Iterable[Slot]) -> None:
         self._slots = [slot for slot in slots if isinstance(slot, LinearSlot)]
-        self._uneven: set[int] = set()
+        self._padded: dict[int, int] = {}
         self._key: tuple[torch.dtype, list[int]] | None = None
         self._copies: list[Tensor] = []
 
@@ -40,7 +36,7 @@ class HalfCopies:
         sources = self._sources()
         ids = [id(parameter) for parameter in sources]
         if not reuse or (dtype, ids) != self._key:
-            self._key, self._copies = (dtype, ids), _room_for(sources, self._uneven, dtype)
+            self._key, self._copies = (dtype, ids), _room_for(sources, self._padded, dtype)
         filled = [
             copy if copy.shape == parameter.shape else copy[: parameter.shape[0]]
             for copy, parameter in zip(self._copies, sources, strict=True)
@@ -50,25 +46,25 @@ class HalfCopies:
 
     def _sources(self) -> list[Tensor]:
         found: dict[int, Tensor] = {}
-        self._uneven.clear()
+        self._padded.clear()
         for slot in self._slots:
             for key in ("weight", "bias"):
                 parameter = slot.parameters[key]
                 if parameter is not None and parameter.dtype is torch.float32:
                     found[id(parameter)] = parameter
-                    if slot.last_rows_uneven(_ROW_BLOCK, _MIN_PADDED_ROWS):
-                        self._uneven.add(id(parameter))
+                    if slot.padded_outputs != slot.outputs:
+                        self._padded[id(parameter)] = slot.padded_outputs
         return list(found.values())
 
 
 def _room_for(
-    tensors: Sequence[Tensor], uneven: Container[int], dtype: torch.dtype
+    tensors: Sequence[Tensor], padded_rows: Mapping[int, int], dtype: torch.dtype
 ) -> list[Tensor]:
-    """Uninitialised memory for copies; those of uneven tensors end in rows of zeros."""
+    """Uninitialised memory for copies; those with `padded_rows` end in rows of zeros."""
     room = []
     for tensor in tensors:
-        if id(tensor) in uneven:
-            rows = -(-tensor.shape[0] // _ROW_BLOCK) * _ROW_BLOCK
+        rows = padded_rows.get(id(tensor))
+        if rows is not None:
             padded = tensor.new_empty((rows, *tensor.shape[1:]), dtype=dtype, requires_grad=False)
             padded[tensor.shape[0] :].zero_()
             room.append(padded)

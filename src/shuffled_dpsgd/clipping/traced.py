@@ -1,14 +1,16 @@
 """Book-keeping from inside a compiled backward, through one opaque operator.
 
 `torch.compile` traces the slots' functions like any other code; only what leaves the graph needs
-an operator it does not look into. The operator returns a zero that becomes the gradient of the
-recorder's tap, so the compiler cannot drop a call; the number of the call keeps it from merging
-two of one layer on one input; and it is marked unsafe for CUDA graphs, whose replay would skip it.
+an operator it does not look into. The operator returns a scalar that becomes the gradient of the
+recorder's tap, never read, so that the compiler cannot drop a call; the number of the call keeps
+it from merging two of one layer on one input; and it is marked unsafe for CUDA graphs, whose
+replay would skip it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import cast
 from weakref import WeakValueDictionary
 
 import torch
@@ -29,17 +31,29 @@ class Sink:
 _SINKS: WeakValueDictionary[int, Sink] = WeakValueDictionary()
 
 
-@torch.library.custom_op(
-    "shuffled_dpsgd::record",
-    mutates_args=(),
-    tags=(torch.Tag.cudagraph_unsafe,),
+# Defined by hand: `torch.library.custom_op` adds checks that cost more than the operator itself.
+_LIBRARY = torch.library.Library("shuffled_dpsgd", "DEF")
+_LIBRARY.define(
+    "record(int handle, int slot, int part, int call, Tensor[] tensors) -> Tensor",
+    tags=(torch.Tag.cudagraph_unsafe, torch.Tag.needs_fixed_stride_order),
 )
-def record(handle: int, slot: int, part: int, call: int, tensors: Sequence[Tensor]) -> Tensor:
+
+
+def _record(handle: int, slot: int, part: int, call: int, tensors: Sequence[Tensor]) -> Tensor:
     # The compiler may reuse the tensors' memory as soon as this returns, hence the copies.
     _SINKS[handle].receive(slot, part, [kernels.aligned_copy(tensor) for tensor in tensors])
-    return tensors[-1].new_zeros((), dtype=torch.float32)
+    return _record_fake(handle, slot, part, call, tensors)
 
 
-@record.register_fake
-def _(handle: int, slot: int, part: int, call: int, tensors: Sequence[Tensor]) -> Tensor:
+def _record_fake(handle: int, slot: int, part: int, call: int, tensors: Sequence[Tensor]) -> Tensor:
+    """A scalar nobody reads."""
     return tensors[-1].new_empty((), dtype=torch.float32)
+
+
+_LIBRARY.impl("record", _record, "CompositeExplicitAutograd")
+torch.library.register_fake("shuffled_dpsgd::record", _record_fake, lib=_LIBRARY)
+
+
+def record(handle: int, slot: int, part: int, call: int, tensors: Sequence[Tensor]) -> Tensor:
+    """Hand tensors to the sink of a handle, from inside a traced backward."""
+    return cast(Tensor, torch.ops.shuffled_dpsgd.record.default(handle, slot, part, call, tensors))

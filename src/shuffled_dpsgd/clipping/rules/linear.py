@@ -27,6 +27,11 @@ if TYPE_CHECKING:
     from shuffled_dpsgd.clipping.batch import Batch
 
 
+_ROW_BLOCK = 128
+# Fewer outputs than this are not worth padding.
+_MIN_PADDED_ROWS = 4096
+
+
 class LinearFunction(torch.autograd.Function):
     """F.linear whose backward computes the input's gradient and records (input, gradient)."""
 
@@ -42,16 +47,22 @@ class LinearFunction(torch.autograd.Function):
         batch: Batch,
     ) -> Tensor:
         if lower:
-            weight = weight.to(x.dtype)
-            bias = None if bias is None else bias.to(x.dtype)
+            weight = slot.lowered(weight, x.dtype)
+            bias = None if bias is None else slot.lowered(bias, x.dtype)
         ctx.slot, ctx.batch = slot, batch
         ctx.save_for_backward(x if slot.keeps_input else None, weight)
-        return F.linear(x, weight, bias)
+        out = F.linear(x, weight, bias)
+        return out if out.shape[-1] == slot.outputs else out[..., : slot.outputs]
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
         x, weight = ctx.saved_tensors
-        tap = ctx.slot.recorder.record(ctx.batch, ctx.slot, (x, g))
+        kept = g
+        if weight.shape[0] != g.shape[-1]:
+            g = F.pad(g, (0, weight.shape[0] - g.shape[-1]))
+            # What leaves a compiled graph is copied, and whole rows are copied faster.
+            kept = g if torch.compiler.is_compiling() else g[..., : kept.shape[-1]]
+        tap = ctx.slot.recorder.record(ctx.batch, ctx.slot, (x, kept))
         grad_x = g.matmul(weight) if ctx.needs_input_grad[0] else None
         return grad_x, None, None, tap, None, None, None
 
@@ -139,12 +150,29 @@ class LinearSlot(Slot):
         """The layer's own operation."""
         return F.linear(x, weight, bias)
 
-    def last_rows_uneven(self, block: int, minimum: int) -> bool:
-        """Whether the weight has many rows, but not a multiple of `block`."""
-        return not self.transposed and self.outputs >= minimum and self.outputs % block != 0
+    @property
+    def padded_outputs(self) -> int:
+        """The outputs, rounded up where many of them do not fill whole blocks.
+
+        Matrix products of odd size run several times slower on tensor cores; rows of zeros are
+        added to half-precision copies of such a weight (a vocabulary of 50,257).
+        """
+        if self.transposed or self.outputs < _MIN_PADDED_ROWS:
+            return self.outputs
+        return -(-self.outputs // _ROW_BLOCK) * _ROW_BLOCK
+
+    def lowered(self, parameter: Tensor, dtype: torch.dtype) -> Tensor:
+        """A half-precision copy, padded where that pays."""
+        lower = parameter.to(dtype)
+        rows = self.padded_outputs - self.outputs
+        if rows == 0 or not lower.is_cuda:
+            return lower
+        return F.pad(lower, (*(0, 0) * (lower.dim() - 1), 0, rows))
 
     def restore(self, part: int, tensors: list[Tensor]) -> Saved:
-        return (None, tensors[0]) if self.weight_name is None else tuple(tensors)
+        g = tensors[-1]
+        g = g if g.shape[-1] == self.outputs else g[..., : self.outputs]
+        return (None, g) if self.weight_name is None else (tensors[0], g)
 
     def contributions(self, saved: Saved) -> Iterator[tuple[str, Contribution]]:
         if len(saved) == 3:

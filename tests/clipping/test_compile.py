@@ -41,6 +41,7 @@ def test_compiled_gpt2_gives_the_same_sums() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_every_model_compiles(name: str, backend: str) -> None:
@@ -86,6 +87,7 @@ def test_every_rule_compiles(clip: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
 def test_every_rule_survives_inductor_reusing_its_buffers() -> None:
     torch.manual_seed(3)
     case = small().to(torch.float64)

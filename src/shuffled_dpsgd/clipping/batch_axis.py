@@ -9,7 +9,6 @@ inputs that carry the batch grow, all others do not.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -43,8 +42,7 @@ class BatchAxisCheck:
         more_args, more_kwargs = _one_more(args, size), _one_more(dict(kwargs), size)
         lengths: dict[int, set[int]] = {}
         with in_eval_mode(self._model), _buffers_kept(self._model), torch.random.fork_rng():
-            # The forward proper follows and will give any warning there is to give.
-            with self._watching(lengths), warnings.catch_warnings(action="ignore"):
+            with self._watching(lengths):
                 try:
                     self._model.forward(*more_args, **more_kwargs)
                 except (RuntimeError, ValueError, IndexError) as error:

@@ -8,6 +8,7 @@ Shapes: B samples, S any parameter shape.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -133,11 +134,14 @@ def _single(slot: Slot, output: Any) -> Tensor:
 
 @contextmanager
 def in_eval_mode(module: nn.Module) -> Iterator[None]:
-    """Run without gradients and without dropout; every training flag is put back."""
+    """Run without gradients, dropout or warnings; every training flag is put back.
+
+    For checks beforehand: the forward proper follows and will give any warning there is to give.
+    """
     modes = [(child, child.training) for child in module.modules()]
     module.eval()
     try:
-        with torch.no_grad():
+        with torch.no_grad(), warnings.catch_warnings(action="ignore"):
             yield
     finally:
         for child, mode in modes:

@@ -9,7 +9,8 @@ export HF_HUB_OFFLINE ?= 1
 .PHONY: demo test test-slow check format clean
 
 demo: $(STAMP)
-	$(BIN)/shuffled-dpsgd inspect --model gpt2 --scope full
+	rm -rf runs/demo
+	$(BIN)/shuffled-dpsgd train digits --output runs/demo
 
 test: check
 	$(BIN)/pytest -q -n 2 --dist worksteal

@@ -70,3 +70,12 @@ def test_rows_are_matched_in_batches() -> None:
     np.testing.assert_array_equal(
         np.take_along_axis(order, found, axis=1), np.tile(np.arange(6), (5, 1))
     )
+
+
+def test_a_full_width_axis_is_recovered_under_twice_its_own_drift() -> None:
+    """3072 hidden units of a ViT-B block (weights in, bias, weights out), drift of two std."""
+    rng = np.random.default_rng(0)
+    known = rng.standard_normal((3072, 768 + 1 + 768))
+    order = rng.permutation(3072)
+    released = (known + 2.0 * rng.standard_normal(known.shape))[order]
+    np.testing.assert_array_equal(order[match_rows(known, released)], np.arange(3072))

@@ -6,28 +6,33 @@ import numpy as np
 import pytest
 from scipy.stats import binom
 
-from auditing.known import Known, gaussian, laplace, leaky_response, randomized_response
+from auditing import coverage_report
+from auditing.coverage_report import (
+    CONFIDENCE,
+    GAUSSIAN_ONE_RUN,
+    GAUSSIAN_ONLY,
+    MECHANISMS,
+    NO_LEVEL,
+    ONE_RUN,
+    TWO_WORLDS,
+)
+from auditing.known import Known, gaussian, laplace, randomized_response
 from shuffled_dpsgd.auditing.estimators import (
     ClopperPearson,
-    Fixed,
     GaussianDP,
     JointBeta,
     OneRun,
     OneRunFDP,
-    PaperPoint,
 )
 
 REPETITIONS = 200
-CONFIDENCE = 0.95
-MECHANISMS = [
-    gaussian(1.0, 1e-5),
-    gaussian(3.0, 1e-5),
-    laplace(1.0),
-    randomized_response(0.3),
-    randomized_response(3.0),
-    leaky_response(0.5, 0.05),
-]
 GAUSSIANS = MECHANISMS[:2]
+
+
+def bounds(estimator: object, mechanism: Known, count: int, *, one_run: bool) -> np.ndarray:
+    return coverage_report.bounds(
+        estimator, mechanism, count, one_run=one_run, repetitions=REPETITIONS
+    )
 
 
 def most_misses() -> int:
@@ -35,44 +40,31 @@ def most_misses() -> int:
     return int(binom.ppf(0.999, REPETITIONS, 1.0 - CONFIDENCE))
 
 
-def bounds(estimator: object, mechanism: Known, count: int, *, one_run: bool) -> np.ndarray:
-    found = []
-    for repetition in range(REPETITIONS):
-        rng = np.random.default_rng([repetition, count])
-        seen = mechanism.inclusion(rng, count) if one_run else mechanism.scores(rng, count)
-        bound = estimator.lower_bound(seen, delta=mechanism.delta, confidence=CONFIDENCE)
-        found.append(bound.epsilon)
-    return np.array(found)
-
-
 @pytest.mark.parametrize("mechanism", MECHANISMS, ids=lambda m: m.name)
-@pytest.mark.parametrize(
-    "estimator",
-    [ClopperPearson(), ClopperPearson(rule=Fixed(thresholds=(0.5, 1.5))), JointBeta()],
-    ids=["held-out", "fixed", "joint-beta"],
-)
-def test_two_world_bounds_keep_their_level(estimator: object, mechanism: Known) -> None:
-    found = bounds(estimator, mechanism, 600, one_run=False)
+@pytest.mark.parametrize("name", TWO_WORLDS)
+def test_two_world_bounds_keep_their_level(name: str, mechanism: Known) -> None:
+    found = bounds(TWO_WORLDS[name], mechanism, 600, one_run=False)
     assert (found > mechanism.epsilon).sum() <= most_misses()
 
 
 @pytest.mark.parametrize("mechanism", GAUSSIANS, ids=lambda m: m.name)
 def test_gaussian_dp_keeps_its_level_on_gaussians_and_is_close(mechanism: Known) -> None:
-    found = bounds(GaussianDP(), mechanism, 2000, one_run=False)
+    found = bounds(GAUSSIAN_ONLY["gaussian-dp"], mechanism, 2000, one_run=False)
     assert (found > mechanism.epsilon).sum() <= most_misses()
     assert np.median(found) > 0.75 * mechanism.epsilon
 
 
 @pytest.mark.parametrize("mechanism", MECHANISMS, ids=lambda m: m.name)
-@pytest.mark.parametrize("estimator", [OneRun(), OneRunFDP()], ids=lambda e: e.name)
-def test_one_run_bounds_keep_their_level(estimator: object, mechanism: Known) -> None:
-    found = bounds(estimator, mechanism, 400, one_run=True)
+@pytest.mark.parametrize("name", ONE_RUN)
+def test_one_run_bounds_keep_their_level(name: str, mechanism: Known) -> None:
+    found = bounds(ONE_RUN[name], mechanism, 400, one_run=True)
     assert (found > mechanism.epsilon).sum() <= most_misses()
 
 
 @pytest.mark.parametrize("mechanism", GAUSSIANS, ids=lambda m: m.name)
 def test_one_run_gaussian_family_keeps_its_level(mechanism: Known) -> None:
-    found = bounds(OneRunFDP(family="gaussian"), mechanism, 400, one_run=True)
+    (estimator,) = GAUSSIAN_ONE_RUN.values()
+    found = bounds(estimator, mechanism, 400, one_run=True)
     assert (found > mechanism.epsilon).sum() <= most_misses()
 
 
@@ -110,5 +102,5 @@ def test_gaussian_dp_overstates_other_curves_so_it_may_not_refute() -> None:
 
 def test_paper_point_exceeds_the_truth_far_more_often_than_any_level() -> None:
     mechanism = randomized_response(1.0)
-    found = bounds(PaperPoint(), mechanism, 600, one_run=False)
+    found = bounds(NO_LEVEL["paper-point"], mechanism, 600, one_run=False)
     assert (found > mechanism.epsilon).mean() > 0.5

@@ -138,6 +138,6 @@ def test_bad_input_is_one_line_and_status_two(arguments: list[str], message: str
     assert len(result.stderr.strip().splitlines()) == 1
 
 
-@pytest.mark.parametrize("verb", ["step", "paper", "run", "sensitivity"])
+@pytest.mark.parametrize("verb", ["step", "composition", "paper", "run", "sensitivity"])
 def test_help_has_an_example(verb: str) -> None:
     assert "Example: shuffled-dpsgd audit" in " ".join(run(verb, "--help").stdout.split())

@@ -3,6 +3,8 @@
 Without the canary the sum is a spike of height `batch_clip`, with it one of `batch_clip` + 1, at a
 uniform place among d (Lemma of Theorem 3, up to an offset of order 1/d on every coordinate). The
 largest of d normal values is drawn exactly by inversion, so d = 85.8M costs one uniform number.
+The pair is the theorem's: its second sum is longer than the batch clip, so it is a counterexample
+to Theorem 3 as stated rather than two batches that Algorithm 1 would release.
 """
 
 from __future__ import annotations

@@ -57,7 +57,9 @@ def refutes(
     m, g, v = num_canaries, num_guesses, num_right
     right, wrong = level * v / m, level * (g - v) / m
     for i in range(v - 1, -1, -1):
-        needed = max(wrong, least_size(right))
+        needed = least_size(right)
+        if needed <= wrong:
+            return False  # nothing more is demanded here, so nothing further down either
         right += (needed - wrong) * i / (g - i)
         wrong = needed
         if right + wrong > g / m:

@@ -10,7 +10,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from shuffled_dpsgd.accounting import PrivacyClaim
+    from shuffled_dpsgd.accounting import (
+        PrivacyClaim,
+        calibrate_certified,
+        calibrate_paper,
+        certified_claim,
+        compare,
+    )
     from shuffled_dpsgd.clipping import ClippingEngine
     from shuffled_dpsgd.permutation import apply, discover, draw, verify
     from shuffled_dpsgd.training import (
@@ -32,6 +38,10 @@ _HOME = {
     "PrivacyPlan": "training",
     "PrivateTraining": "training",
     "apply": "permutation",
+    "calibrate_certified": "accounting",
+    "calibrate_paper": "accounting",
+    "certified_claim": "accounting",
+    "compare": "accounting",
     "discover": "permutation",
     "draw": "permutation",
     "load_checkpoint": "training",
@@ -49,6 +59,10 @@ __all__ = [
     "PrivateTraining",
     "__version__",
     "apply",
+    "calibrate_certified",
+    "calibrate_paper",
+    "certified_claim",
+    "compare",
     "discover",
     "draw",
     "load_checkpoint",

@@ -31,6 +31,7 @@ def test_step_prints_claims_then_bounds_then_verdicts() -> None:
     places = [text.index(word) for word in ("(proven)", "(heuristic)", "(measured)", "refuted at")]
     assert places == sorted(places)
     assert "batch_clip 1" in text
+    assert "% FPR" in text
     assert "consistent" in text
 
 
@@ -43,6 +44,8 @@ def test_step_json_has_seeds_counts_and_kinds(tmp_path: Path) -> None:
     bound = report["attacks"][0]["bounds"]["clopper-pearson"]
     assert bound["kind"] == "measured"
     assert bound["inputs"]["num_out"] == 300
+    strong = report["attacks"][5]["tpr_at_fpr"]["0.01"]
+    assert strong["lower_limit"] < strong["true_positive_rate"] <= 1.0
     assert [v["outcome"] for v in report["verdicts"]] == ["consistent", "refuted at 95 %"]
     assert "composed over 500 steps" in report["notes"][0]
     written = json.loads((output / "report.json").read_text())

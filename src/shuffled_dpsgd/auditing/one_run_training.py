@@ -90,7 +90,7 @@ class CanaryRun:
         private.release()
 
     def evidence(self) -> list[Evidence]:
-        """What every threat model guesses from, canaries in random order within each."""
+        """What every threat model guesses from: one score per canary, and whether it was there."""
         final = trainable(self.private.model)
         spec = self.private.spec
         moved = frozenset() if spec is None else spec.moved_names

@@ -8,17 +8,21 @@ single bound is also reported at its own 95 %.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from shuffled_dpsgd.accounting.claim import PrivacyClaim
 from shuffled_dpsgd.auditing.adversaries import ThreatModel
+from shuffled_dpsgd.auditing.estimators.curves import RateAt, tpr_at_fpr
 from shuffled_dpsgd.auditing.estimators.one_run import Inclusion
 from shuffled_dpsgd.auditing.estimators.scores import AuditedBound, Refutable, ScorePair
 from shuffled_dpsgd.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
     from shuffled_dpsgd.training.card import PrivacyCard
+
+
+LOW_RATES = (0.01, 0.001)
 
 
 class Estimator(Protocol):
@@ -57,6 +61,14 @@ class Attack:
         admitted = (b.epsilon for b in self.joint if b.may_refute in refuters_of(claim))
         return max(admitted, default=0.0)
 
+    @property
+    def true_positive_rates(self) -> dict[float, RateAt]:
+        """TPR at low FPR (Carlini et al. 2022); empty for one-run evidence."""
+        scores = self.evidence.scores
+        if not isinstance(scores, ScorePair):
+            return {}
+        return {rate: tpr_at_fpr(scores, rate) for rate in LOW_RATES}
+
     def to_json(self) -> dict[str, Any]:
         return {
             "adversary": self.evidence.adversary,
@@ -64,6 +76,9 @@ class Attack:
             "threat_model": self.evidence.threat_model.value,
             "bounds": {bound.method: bound.to_json() for bound in self.bounds},
             "joint_bounds": {bound.method: bound.to_json() for bound in self.joint},
+            "tpr_at_fpr": {
+                str(rate): asdict(found) for rate, found in self.true_positive_rates.items()
+            },
         }
 
 

@@ -59,17 +59,25 @@ def _attack_table(report: AuditReport) -> Table:
         box=SIMPLE_HEAD,
         pad_edge=False,
     )
-    table.add_column("adversary (canary)")
-    table.add_column("sees")
+    table.add_column("threat model: adversary (canary)")
     for bound in report.attacks[0].bounds if report.attacks else ():
         mark = "†" if bound.confidence is None else "" if bound.may_refute == "any claim" else "*"
-        table.add_column(bound.method.replace("-", "\n", 1) + mark, justify="right")
-    for attack in report.attacks:
-        table.add_row(
-            attack.label,
-            attack.evidence.threat_model.value,
-            *(f"{bound.epsilon:.2f}" for bound in attack.bounds),
-        )
+        table.add_column(bound.method.replace("-", "\n") + mark, justify="right")
+    rate = next((r for a in report.attacks for r in a.true_positive_rates), None)
+    if rate is not None:
+        table.add_column(f"TPR at\n{100 * rate:g} % FPR", justify="right")
+    threats = dict.fromkeys(attack.evidence.threat_model for attack in report.attacks)
+    for threat in threats:
+        table.add_row(f"[italic]{threat.value}[/italic]")
+        for attack in report.attacks:
+            if attack.evidence.threat_model is not threat:
+                continue
+            rates = attack.true_positive_rates
+            table.add_row(
+                f"  {attack.label}",
+                *(f"{bound.epsilon:.2f}" for bound in attack.bounds),
+                *([] if rate is None else [f"{100 * rates[rate].true_positive_rate:.1f} %"]),
+            )
     return table
 
 

@@ -86,3 +86,65 @@ def test_backward_inside_autocast_still_sums_in_float32() -> None:
     got = autocast_run(inside, case.losses, case.inputs, torch.bfloat16)
     for name, wanted in outside.clipped_sum().items():
         torch.testing.assert_close(got[name], wanted, rtol=1e-4, atol=1e-6)
+
+
+class TestCancellation:
+    """Gradients that are small differences of large terms must not escape their clipping."""
+
+    @pytest.mark.parametrize("strategy", ["bookkeeping", "ghost", "mixed", "instantiate"])
+    @pytest.mark.parametrize("spread", [1e-1, 1e-3, 1e-5, 0.0])
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    def test_linear(self, strategy: str, spread: float, dtype: torch.dtype) -> None:
+        torch.manual_seed(5)
+        model = nn.Linear(64, 64).to(dtype)
+        x = (torch.randn(64) + spread * torch.randn(1, 30, 64)).to(dtype)
+        weights = torch.randn(15, 64).repeat_interleave(2, 0)
+        weights[1::2] *= -1
+        engine = ClippingEngine(model, clip_norm=1e-3, strategy=strategy)
+        got = run(engine, lambda m, i: (m(i["x"]) * weights.to(dtype)).sum((1, 2)), {"x": x})
+        assert total_norm(got) <= 1e-3 * (1 + 1e-6)
+
+    @pytest.mark.gpu
+    @pytest.mark.parametrize("spread", [1e-1, 1e-2, 1e-3])
+    @pytest.mark.parametrize("width", [64, 768])
+    def test_linear_on_tensor_cores(self, spread: float, width: int) -> None:
+        torch.manual_seed(8)
+        model = nn.Linear(width, width).to("cuda", torch.bfloat16)
+        x = (torch.randn(width) + spread * torch.randn(2, 30, width)).to("cuda", torch.bfloat16)
+        weights = torch.randn(15, width).repeat_interleave(2, 0)
+        weights[1::2] *= -1
+        weights = weights.to("cuda", torch.bfloat16)
+        for strategy in ("bookkeeping", "ghost"):
+            engine = ClippingEngine(model, clip_norm=1e-3, strategy=strategy)
+            for one in x.split(1):
+                engine.reset()
+                got = run(engine, lambda m, i: (m(i["x"]) * weights).sum((1, 2)), {"x": one})
+                assert total_norm(got) <= 1e-3 * (1 + 1e-6)
+
+    def test_repeated_token(self) -> None:
+        torch.manual_seed(6)
+        model = nn.Embedding(3, 64)
+        weights = torch.randn(20, 64).repeat_interleave(2, 0)
+        weights[1::2] *= -1 + 1e-5
+        engine = ClippingEngine(model, clip_norm=1e-6)
+        ids = torch.ones(1, 40, dtype=torch.long)
+        got = run(engine, lambda m, i: (m(i["x"]) * weights).sum((1, 2)), {"x": ids})
+        assert 0.5e-6 <= total_norm(got) <= 1e-6 * (1 + 1e-6)
+
+    def test_head_against_embedding(self) -> None:
+        class Opposed(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.table = nn.Embedding(1, 64)
+                self.head = nn.Linear(64, 1, bias=False)
+                self.head.weight = self.table.weight
+
+            def forward(self, ids: Tensor) -> Tensor:
+                rows = self.table(ids)
+                return self.head(rows.detach()) - (1 + 1e-6) * (rows * rows.detach()).sum(2, True)
+
+        torch.manual_seed(7)
+        engine = ClippingEngine(Opposed(), clip_norm=1e-7)
+        ids = torch.zeros(1, 3, dtype=torch.long)
+        got = run(engine, lambda m, i: m(i["x"]).sum((1, 2)), {"x": ids})
+        assert total_norm(got) <= 1e-7 * (1 + 1e-6)

@@ -22,6 +22,8 @@ from shuffled_dpsgd.clipping.captures import (
     RowSumGrad,
 )
 
+_ROUNDING_ULPS = 4.0
+
 
 def joint_sq_norms(
     parts: Sequence[Contribution], shape: torch.Size, choose: cost.Chooser
@@ -43,7 +45,9 @@ def _head_and_embedding(head: OuterGrad, table: RowsGrad, choose: cost.Chooser) 
         head.right_BTC, head.left_BTR, table.ids_BT, table.grad_BTD, table.padding_idx
     )
     own_B = head.sq_norms(choose) + table.sq_norms(choose)
-    return (own_B + 2.0 * cross_B).clamp_(min=0.0)
+    # The two may cancel; what was rounded is each of them, so the head room is relative to that.
+    rounding = _ROUNDING_ULPS * torch.finfo(own_B.dtype).eps
+    return torch.maximum(own_B + 2.0 * cross_B, torch.zeros_like(own_B)) + rounding * own_B
 
 
 def _merge_outers(parts: Sequence[Contribution]) -> list[Contribution]:

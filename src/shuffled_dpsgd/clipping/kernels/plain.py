@@ -17,6 +17,8 @@ from torch import Tensor
 
 # Temporaries of the quadratic primitives are cut to about this many elements.
 MAX_TEMPORARY_ELEMENTS = 1 << 25
+# Head room, in units in the last place, for the rounding of sums.
+ROUNDING_ULPS = 2.0
 
 
 def accumulator_dtype(*tensors: Tensor) -> torch.dtype:
@@ -67,22 +69,57 @@ def outer_products(left_BTR: Tensor, right_BTC: Tensor) -> Tensor:
     return torch.bmm(widen(left_BTR).mT, widen(right_BTC))
 
 
+def exact_inner_products(a_BTD: Tensor, b_BSD: Tensor) -> Tensor:
+    """<a_t, b_s> for every pair of tokens of a sample, (B, T, S), in float64."""
+    B, T, D = a_BTD.shape
+    total = torch.zeros((B, T, b_BSD.shape[1]), dtype=torch.float64, device=a_BTD.device)
+    for columns in slices(D, B * (T + b_BSD.shape[1])):
+        a, b = a_BTD[:, :, columns].double(), b_BSD[:, :, columns].double()
+        total.baddbmm_(a, b.mT)
+    return total
+
+
+def not_too_small(squares_B: Tensor, reach_B: Tensor, dtype: torch.dtype) -> Tensor:
+    """Squared norms with head room for the rounding of the sums they are to bound.
+
+    Where a sample's gradient is a small difference of large terms, the rounding of its weighted
+    sum is relative to those terms, whose total length is `reach_B`; so is that of a float64 Gram
+    matrix of float64 inputs. In all other cases the head room is a few units in the last place.
+    """
+    rounding = ROUNDING_ULPS * torch.finfo(dtype).eps
+    if dtype == torch.float64:
+        return squares_B + rounding * reach_B.square()
+    return (squares_B.clamp(min=0.0).sqrt() + rounding * reach_B).square().to(dtype)
+
+
 def gram_sq_norms(x_BTD: Tensor, g_BTP: Tensor, bias: bool) -> Tensor:
     """||sum_t g_t x_t^T||^2 of each sample (plus ||sum_t g_t||^2 with `bias`), by Gram matrices.
 
-    sum_{t,s} <x_t, x_s> <g_t, g_s>; the bias adds 1 to every <x_t, x_s>.
+    sum_{t,s} <x_t, x_s> <g_t, g_s>; the bias adds 1 to every <x_t, x_s>. The terms may cancel to
+    any degree, so they are added in float64: in float32 a sample whose tokens' gradients nearly
+    cancel would be found arbitrarily small and escape its clipping.
     """
     B, T, _ = x_BTD.shape
-    total_B = torch.zeros(B, dtype=accumulator_dtype(x_BTD, g_BTP), device=x_BTD.device)
+    dtype = accumulator_dtype(x_BTD, g_BTP)
+    on_cores = on_tensor_cores(x_BTD)
+    products = inner_products if on_cores else exact_inner_products
+    total_B = torch.zeros(
+        B, dtype=torch.float32 if on_cores else torch.float64, device=x_BTD.device
+    )
     for rows in slices(T, B * T):
-        x_gram = inner_products(x_BTD[:, rows], x_BTD)
-        g_gram = inner_products(g_BTP[:, rows], g_BTP)
+        x_gram = products(x_BTD[:, rows], x_BTD)
+        g_gram = products(g_BTP[:, rows], g_BTP)
         if bias:
             x_gram = x_gram + 1.0
         total_B = total_B + (x_gram * g_gram).sum((1, 2))
-    if on_tensor_cores(x_BTD):
-        total_B = total_B * tensor_core_slack(x_BTD.shape[2], g_BTP.shape[2])
-    return total_B.clamp_(min=0.0)
+    x_BT = torch.linalg.vector_norm(x_BTD, dim=2, dtype=total_B.dtype)
+    if bias:
+        x_BT = (x_BT.square() + 1.0).sqrt()
+    reach_B = (x_BT * torch.linalg.vector_norm(g_BTP, dim=2, dtype=total_B.dtype)).sum(1)
+    if on_cores:
+        cut_off = tensor_core_slack(x_BTD.shape[2], g_BTP.shape[2]) - 1.0
+        return total_B.clamp_(min=0.0) + cut_off * reach_B.square()
+    return not_too_small(total_B, reach_B, dtype)
 
 
 def tile_sq_norms(x_BTD: Tensor, g_BTP: Tensor, bias: bool) -> Tensor:
@@ -103,17 +140,23 @@ def embedding_sq_norms(ids_BT: Tensor, g_BTD: Tensor, padding_idx: int | None) -
     sum_{t,s} [id_t = id_s] <g_t, g_s>, without the tokens equal to `padding_idx`.
     """
     B, T = ids_BT.shape
-    total_B = torch.zeros(B, dtype=accumulator_dtype(g_BTD), device=g_BTD.device)
+    on_cores = on_tensor_cores(g_BTD)
+    products = inner_products if on_cores else exact_inner_products
+    total_B = torch.zeros(
+        B, dtype=torch.float32 if on_cores else torch.float64, device=g_BTD.device
+    )
     counted_BT = torch.ones_like(ids_BT, dtype=torch.bool)
     if padding_idx is not None:
         counted_BT = ids_BT != padding_idx
     for rows in slices(T, B * T):
         same = (ids_BT[:, rows, None] == ids_BT[:, None, :]) & counted_BT[:, rows, None]
-        gram = inner_products(g_BTD[:, rows], g_BTD)
+        gram = products(g_BTD[:, rows], g_BTD)
         total_B = total_B + torch.where(same, gram, 0.0).sum((1, 2))
-    if on_tensor_cores(g_BTD):
-        total_B = total_B * tensor_core_slack(g_BTD.shape[2])
-    return total_B.clamp_(min=0.0)
+    reach_B = torch.linalg.vector_norm(g_BTD, dim=2, dtype=total_B.dtype).sum(1)
+    if on_cores:
+        cut_off = tensor_core_slack(g_BTD.shape[2]) - 1.0
+        return total_B.clamp_(min=0.0) + cut_off * reach_B.square()
+    return not_too_small(total_B, reach_B, accumulator_dtype(g_BTD))
 
 
 def tied_cross_terms(
@@ -125,15 +168,17 @@ def tied_cross_terms(
     """
     B, S = ids_BS.shape
     T = x_BTD.shape[1]
-    total_B = torch.zeros(B, dtype=accumulator_dtype(x_BTD, ge_BSD), device=x_BTD.device)
+    dtype = accumulator_dtype(x_BTD, ge_BSD)
+    products = inner_products if on_tensor_cores(x_BTD) else exact_inner_products
+    total_B = torch.zeros(B, dtype=torch.float64, device=x_BTD.device)
     if padding_idx is not None:
         ge_BSD = torch.where((ids_BS != padding_idx)[:, :, None], ge_BSD, 0.0)
     for rows in slices(T, B * S):
         x_rows = x_BTD[:, rows]
         picked = gl_BTV[:, rows].gather(2, ids_BS[:, None, :].expand(-1, x_rows.shape[1], -1))
-        products = torch.bmm(widen(x_rows), widen(ge_BSD).mT)
-        total_B = total_B + (widen(picked) * products).sum((1, 2))
-    return total_B
+        pairs = products(x_rows, ge_BSD)
+        total_B = total_B + (picked.to(pairs.dtype) * pairs).sum((1, 2))
+    return total_B.to(dtype)
 
 
 def scaled_rows(g_BTP: Tensor, factors_B: Tensor) -> Tensor:

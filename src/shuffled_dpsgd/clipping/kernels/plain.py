@@ -152,7 +152,8 @@ def embedding_sq_norms(ids_BT: Tensor, g_BTD: Tensor, padding_idx: int | None) -
         same = (ids_BT[:, rows, None] == ids_BT[:, None, :]) & counted_BT[:, rows, None]
         gram = products(g_BTD[:, rows], g_BTD)
         total_B = total_B + torch.where(same, gram, 0.0).sum((1, 2))
-    reach_B = torch.linalg.vector_norm(g_BTD, dim=2, dtype=total_B.dtype).sum(1)
+    lengths_BT = torch.linalg.vector_norm(g_BTD, dim=2, dtype=total_B.dtype)
+    reach_B = torch.where(counted_BT, lengths_BT, 0.0).sum(1)
     if on_cores:
         cut_off = tensor_core_slack(g_BTD.shape[2]) - 1.0
         return total_B.clamp_(min=0.0) + cut_off * reach_B.square()

@@ -44,27 +44,27 @@ def gram_block(  # type: ignore[no-untyped-def]
     base, rows, cols, T, WIDTH, stride, SAME: tl.constexpr, BLOCK: tl.constexpr,
     STEP: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """<a_row, a_col> of two blocks of tokens, (BLOCK, BLOCK) float32.
+    """<a_row, a_col> of two blocks of tokens, (BLOCK, BLOCK) float32; tokens past T give zero.
 
-    Tokens past the end stand for the last one: loads without a mask are faster, and the caller
-    drops those products. EVEN says that WIDTH is a multiple of STEP.
+    EVEN says that no load needs a mask: whole blocks of tokens, WIDTH a multiple of STEP.
     """
     acc = tl.zeros((BLOCK, BLOCK), dtype=tl.float32)
     k = tl.arange(0, STEP)
-    row_ptrs = base + tl.minimum(rows, T - 1)[:, None] * stride + k[None, :]
-    col_ptrs = base + tl.minimum(cols, T - 1)[:, None] * stride + k[None, :]
+    row_ptrs = base + rows[:, None] * stride + k[None, :]
+    col_ptrs = base + cols[:, None] * stride + k[None, :]
     for start in range(0, WIDTH, STEP):
+        inside = (start + k)[None, :] < WIDTH
         if EVEN:
             a = tl.load(row_ptrs + start)
         else:
-            a = tl.load(row_ptrs + start, mask=(start + k)[None, :] < WIDTH, other=0.0)
+            a = tl.load(row_ptrs + start, mask=(rows < T)[:, None] & inside, other=0.0)
         if SAME:
             acc = tl.dot(a, tl.trans(a), acc)
         else:
             if EVEN:
                 b = tl.load(col_ptrs + start)
             else:
-                b = tl.load(col_ptrs + start, mask=(start + k)[None, :] < WIDTH, other=0.0)
+                b = tl.load(col_ptrs + start, mask=(cols < T)[:, None] & inside, other=0.0)
             acc = tl.dot(a, tl.trans(b), acc)
     return acc
 
@@ -91,9 +91,8 @@ def gram_kernel(  # type: ignore[no-untyped-def]
     g_gram = gram_block(g, rows, cols, T, P, g_row, NUM_BLOCKS == 1, BLOCK, STEP, EVEN_P)
     if BIAS:
         x_gram += 1.0
-    # Each off-diagonal pair of blocks stands for two.
-    inside = (rows < T)[:, None] & (cols < T)[None, :]
-    total = tl.sum(tl.where(inside, x_gram * g_gram, 0.0))
+    # Tokens past the end have a zero row in g's Gram matrix; each off-diagonal pair counts twice.
+    total = tl.sum(x_gram * g_gram)
     tl.store(out, tl.where(i == j, total, 2.0 * total))
 
 
@@ -107,8 +106,8 @@ def gram_sq_norms(xs: Sequence[Tensor], gs: Sequence[Tensor], bias: bool) -> Ten
     out = torch.empty(L, B, num_blocks**2, dtype=torch.float32, device=x.device)
     gram_kernel[(num_blocks**2, B, L)](
         table[0], table[1], out, B, T, D, P, x.stride(0), x.stride(1), g.stride(0), g.stride(1),
-        BIAS=bias, NUM_BLOCKS=num_blocks, BLOCK=block, STEP=64, EVEN_D=D % 64 == 0,
-        EVEN_P=P % 64 == 0, ELEMENT=ELEMENT[x.dtype],
+        BIAS=bias, NUM_BLOCKS=num_blocks, BLOCK=block, STEP=64,
+        EVEN_D=T % block == 0 and D % 64 == 0, EVEN_P=T % block == 0 and P % 64 == 0, ELEMENT=ELEMENT[x.dtype],
         num_warps=8 if block == 128 else 4, num_stages=4,
     )  # fmt: skip
     return out.sum(2).clamp_(min=0.0).mul_(plain.tensor_core_slack(D, P))

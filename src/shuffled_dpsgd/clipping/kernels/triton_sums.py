@@ -268,7 +268,7 @@ def weighted_row_sums(gs: Sequence[Tensor], factors_B: Tensor, outs: Sequence[Te
     """Add sum_b f_b sum_t g_bt of L layers of one shape into their (P,) float32 `outs`."""
     (B, T, P), g = gs[0].shape, gs[0]
     table = address_table((gs, outs), g.device)
-    row_sum_kernel[(triton.cdiv(P, 64), len(gs))](
+    row_sum_kernel[(triton.cdiv(P, 128), len(gs))](
         table[0], table[1], factors_B, B, T, P, g.stride(0), g.stride(1),
-        BLOCK_T=64, BLOCK_P=64, ELEMENT=ELEMENT[g.dtype], num_warps=4, num_stages=4,
+        BLOCK_T=32, BLOCK_P=128, ELEMENT=ELEMENT[g.dtype], num_warps=4, num_stages=5,
     )  # fmt: skip

@@ -109,7 +109,7 @@ class ConvSlot(Slot):
 
     def contributions(self, saved: Saved) -> Iterator[tuple[str, Contribution]]:
         x, g = saved
-        g_BLR = g.flatten(2).mT
+        g_BLR = g.flatten(2).mT.contiguous()
         if self.weight_name is not None:
             if isinstance(x, DenseGrad):
                 yield self.weight_name, x
@@ -133,11 +133,22 @@ class ConvSlot(Slot):
 
     def _patches(self, x: Tensor) -> Tensor:
         """(B, channels·kernel, L): the inputs that meet each output position."""
+        if self.kernel == self.stride and not any(self.padding) and set(self.dilation) == {1}:
+            return self._tiles(x)
         if len(self.kernel) == 2:
             return F.unfold(x, self.kernel, self.dilation, self.padding, self.stride)
         lifted = x.unsqueeze(2)
         kernel, dilation = (1, *self.kernel), (1, *self.dilation)
         return F.unfold(lifted, kernel, dilation, (0, *self.padding), (1, *self.stride))
+
+    def _tiles(self, x: Tensor) -> Tensor:
+        """The same for kernels that tile the input, as a rearrangement in one operation."""
+        for axis, size in enumerate(self.kernel):
+            whole = x.shape[2 + 2 * axis] // size
+            x = x.narrow(2 + 2 * axis, 0, whole * size).unflatten(2 + 2 * axis, (whole, size))
+        places = range(2, 2 + 2 * len(self.kernel), 2)
+        inside = range(3, 3 + 2 * len(self.kernel), 2)
+        return x.permute(0, *places, 1, *inside).flatten(1, len(places)).flatten(2).mT
 
     def _stored(self, x: Tensor, g: Tensor) -> Tensor:
         """Every sample's weight gradient, (B, *weight.shape)."""

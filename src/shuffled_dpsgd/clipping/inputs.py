@@ -24,9 +24,12 @@ def find_batch(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[int, s
         if isinstance(value, Tensor):
             return value.shape[0], value.device.type
     tensors = [x for x in tree_leaves((args, dict(kwargs))) if isinstance(x, Tensor) and x.dim()]
-    # A leading axis of length one beside longer ones is broadcast, as position ids often are.
-    for tensor in sorted(tensors, key=lambda x: x.shape[0] == 1):
-        return tensor.shape[0], tensor.device.type
+    for tensor in tensors:
+        # A leading axis of length one beside longer ones is broadcast, as position ids often are.
+        if tensor.shape[0] != 1:
+            return tensor.shape[0], tensor.device.type
+    if tensors:
+        return 1, tensors[0].device.type
     raise InvalidArgumentError(
         "inputs", expected="a tensor with the batch on axis 0", got="no tensor at all"
     )

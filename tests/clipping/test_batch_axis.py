@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from clipping.compare import assert_exact, run
+from clipping.compare import assert_exact, run, total_norm
 from clipping.tiny_models import Inputs, bert_classifier
 from shuffled_dpsgd.clipping import ClippingEngine
 from shuffled_dpsgd.errors import UnsupportedModuleError
@@ -121,3 +121,20 @@ def test_the_check_runs_once() -> None:
     for _ in range(3):
         run(engine, case.losses, case.inputs)
     assert len(calls) == 4
+
+
+def test_a_batch_of_one_beside_a_longer_mask_stays_a_batch_of_one() -> None:
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            return mask @ self.layer(x)
+
+    model = Masked()
+    engine = ClippingEngine(model, clip_norm=0.1)
+    with engine:
+        model(torch.randn(1, 5, 4), torch.ones(5, 5).tril()).square().sum().backward()
+    assert engine.sample_norms.shape == (1,)
+    assert total_norm(engine.clipped_sum()) <= 0.1 * (1 + 1e-6)

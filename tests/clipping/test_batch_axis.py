@@ -138,3 +138,17 @@ def test_a_batch_of_one_beside_a_longer_mask_stays_a_batch_of_one() -> None:
         model(torch.randn(1, 5, 4), torch.ones(5, 5).tril()).square().sum().backward()
     assert engine.sample_norms.shape == (1,)
     assert total_norm(engine.clipped_sum()) <= 0.1 * (1 + 1e-6)
+
+
+def test_a_batch_of_one_behind_another_tensor_is_not_multiplied() -> None:
+    class MaskFirst(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, mask: Tensor, x: Tensor) -> Tensor:
+            return mask @ self.layer(x)
+
+    model = MaskFirst()
+    with ClippingEngine(model), pytest.raises(UnsupportedModuleError, match="samples first"):
+        model(torch.ones(5, 5).tril(), torch.randn(1, 5, 4))

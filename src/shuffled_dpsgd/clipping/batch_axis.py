@@ -75,6 +75,13 @@ class BatchAxisCheck:
 
     def _mark(self, lengths: dict[int, set[int]], size: int) -> bool:
         """Note which embeddings are shared by the batch; refuse any other such layer."""
+        if lengths and not any(size in found for found in lengths.values()):
+            raise UnsupportedModuleError(
+                "",
+                expected=f"the first tensor of the call to be a batch of {size - 1} samples",
+                got="no layer whose input grows with it",
+                remedy="pass the samples first, other tensors after them",
+            )
         marked = False
         for slot in self._slots:
             others = lengths.get(slot.index, set()) - {1, size}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Annotated, Literal
 
 import typer
@@ -80,7 +81,7 @@ def _from_sizes(dataset_size: int, batch_size: int, epochs: float) -> tuple[floa
     return batch_size / dataset_size, max(1, math.ceil(epochs * steps_per_epoch))
 
 
-def _contradiction(given: dict[str, object]) -> InvalidArgumentError:
+def _contradiction(given: Mapping[str, object]) -> InvalidArgumentError:
     return InvalidArgumentError(
         "sampling",
         expected="either --sampling-prob and --num-steps, "

@@ -75,11 +75,11 @@ class BatchAxisCheck:
 
     def _mark(self, lengths: dict[int, set[int]], size: int) -> bool:
         """Note which embeddings are shared by the batch; refuse any other such layer."""
-        if lengths and not any(size in found for found in lengths.values()):
+        if lengths and all(found == {1} for found in lengths.values()):
             raise UnsupportedModuleError(
                 "",
                 expected=f"the first tensor of the call to be a batch of {size - 1} samples",
-                got="no layer whose input grows with it",
+                got="layers whose inputs all have length one",
                 remedy="pass the samples first, other tensors after them",
             )
         marked = False

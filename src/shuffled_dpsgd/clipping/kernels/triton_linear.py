@@ -107,8 +107,8 @@ def gram_sq_norms(xs: Sequence[Tensor], gs: Sequence[Tensor], bias: bool) -> Ten
     gram_kernel[(num_blocks**2, B, L)](
         table[0], table[1], out, B, T, D, P, x.stride(0), x.stride(1), g.stride(0), g.stride(1),
         BIAS=bias, NUM_BLOCKS=num_blocks, BLOCK=block, STEP=64,
-        EVEN_D=T % block == 0 and D % 64 == 0, EVEN_P=T % block == 0 and P % 64 == 0, ELEMENT=ELEMENT[x.dtype],
-        num_warps=8 if block == 128 else 4, num_stages=4,
+        EVEN_D=T % block == 0 and D % 64 == 0, EVEN_P=T % block == 0 and P % 64 == 0,
+        ELEMENT=ELEMENT[x.dtype], num_warps=8 if block == 128 else 4, num_stages=4,
     )  # fmt: skip
     return out.sum(2).clamp_(min=0.0).mul_(plain.tensor_core_slack(D, P))
 

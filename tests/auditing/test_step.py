@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from scipy.stats import kstest, norm
+from scipy.stats import binom, kstest, norm
 
 from shuffled_dpsgd.accounting import PrivacyClaim
 from shuffled_dpsgd.auditing import canaries
@@ -214,3 +214,23 @@ def test_curves_are_drawn(paper_step: AuditReport, tmp_path) -> None:
     written = save(paper_step, tmp_path / "curves")
     assert [path.suffix for path in written] == [".png", ".svg"]
     assert all(path.stat().st_size > 10_000 for path in written)
+
+
+@pytest.mark.slow
+def test_verdicts_on_a_true_claim_keep_their_joint_level() -> None:
+    """200 whole tables at noise where the Gaussian bound is tight: the proven claim may fall in
+    5 % of them at most, whatever the number of rows."""
+    wrong = 0
+    for seed in range(200):
+        setting = StepSetting(
+            noise_multiplier=0.6,
+            dimension=10_000,
+            delta=1e-5,
+            axis_size=64,
+            aligned_rows=8,
+            aligned_width=8,
+            num_observations=600,
+            seed=seed,
+        )
+        wrong += audit_step(setting, step_claims(setting)).refutes_a_proven_claim
+    assert wrong <= binom.ppf(0.999, 200, 0.05)

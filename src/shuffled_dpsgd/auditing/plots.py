@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from shuffled_dpsgd.auditing.estimators.curves import claim_trade_off, roc
+from shuffled_dpsgd.auditing.estimators.one_run import Inclusion
 from shuffled_dpsgd.auditing.estimators.scores import Floats, ScorePair
 from shuffled_dpsgd.auditing.verdict import AuditReport
 
@@ -33,11 +34,10 @@ def draw(report: AuditReport) -> Figure:
     trade_off, logarithmic = figure.subplots(1, 2)
     grid = np.concatenate([[0.0], np.geomspace(FLOOR, 1.0, 400)])
     for attack in report.attacks:
-        if isinstance(attack.evidence.scores, ScorePair):
-            curve = roc(attack.evidence.scores)
-            fpr, tpr = curve.false_positive_rate, curve.true_positive_rate
-            trade_off.plot(fpr, 1.0 - tpr, linewidth=1.2, label=attack.label)
-            logarithmic.plot(_visible(fpr), _visible(tpr), linewidth=1.2)
+        curve = roc(_two_worlds(attack.evidence.scores))
+        fpr, tpr = curve.false_positive_rate, curve.true_positive_rate
+        trade_off.plot(fpr, 1.0 - tpr, linewidth=1.2, label=attack.label)
+        logarithmic.plot(_visible(fpr), _visible(tpr), linewidth=1.2)
     for claim in report.claims:
         color, dashes = CLAIM_STYLES[claim.kind]
         least = claim_trade_off(grid, epsilon=claim.epsilon, delta=claim.delta)
@@ -60,8 +60,16 @@ def save(report: AuditReport, stem: Path) -> tuple[Path, ...]:
     stem.parent.mkdir(parents=True, exist_ok=True)
     written = tuple(stem.with_suffix(suffix) for suffix in (".png", ".svg"))
     for path in written:
-        figure.savefig(path, dpi=150)
+        # Without a date, equal audits give equal drawings.
+        figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)
     return written
+
+
+def _two_worlds(scores: ScorePair | Inclusion) -> ScorePair:
+    """The canaries of one run as two worlds: those that were left out, and those that were not."""
+    if isinstance(scores, ScorePair):
+        return scores
+    return ScorePair(out=scores.scores[~scores.included], present=scores.scores[scores.included])
 
 
 def _visible(rates: Floats) -> Floats:

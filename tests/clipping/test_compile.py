@@ -121,3 +121,32 @@ def test_one_compiled_backward_over_two_forwards_is_refused() -> None:
     compiled = torch.compile(case.model, fullgraph=True, backend="aot_eager")
     with ClippingEngine(case.model), pytest.raises(UnsupportedModuleError, match="in turn"):
         (case.losses(compiled, case.inputs) + case.losses(compiled, case.inputs)).sum().backward()
+
+
+class Token(nn.Module):
+    """A class token, which only a check in eager mode can tell to be broadcast."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token = nn.Parameter(torch.randn(1, 1, 4))
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(torch.cat([self.token.expand(len(x), -1, -1), x], 1))
+
+
+def test_bare_parameters_compile_once_an_eager_batch_has_checked_them() -> None:
+    torch.manual_seed(5)
+    torch._dynamo.reset()
+    case = Case(model=Token(), inputs=small().inputs, losses=small().losses).to(torch.float64)
+    engine = ClippingEngine(case.model)
+    compiled = torch.compile(case.model, fullgraph=True, backend="aot_eager")
+    # The compiler reports our refusal in its own words, with the line that raises it.
+    with engine, pytest.raises(torch._dynamo.exc.Unsupported, match="UnsupportedModuleError"):
+        case.losses(compiled, case.inputs)
+    torch._dynamo.reset()
+    wanted = dict(run(engine, case.losses, case.inputs))
+    engine.reset()
+    with engine:
+        engine.backward(case.losses(compiled, case.inputs))
+    assert_same_sums(engine.clipped_sum(), wanted, 1e-9)

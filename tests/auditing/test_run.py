@@ -94,7 +94,9 @@ def test_one_run_certified_for_one_is_consistent_and_fills_the_card() -> None:
     assert report.card is not None
     assert report.card.verdicts["certified"] == "consistent with the audit"
     assert "measured" in str(report.card)
-    assert len(report.card.audits) == len(card_bounds(report.attacks)) > 0
+    assert len(report.card.audits) == len(report.attacks)
+    assert report.card.audits == card_bounds(report.attacks, confidence=0.95)
+    assert "95% confidence" in str(report.card)
 
 
 def test_one_run_without_shuffle_or_at_release_reads_the_same_canaries() -> None:

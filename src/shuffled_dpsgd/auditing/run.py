@@ -177,7 +177,7 @@ def audit_one_run(
         verdicts=judge(claims, assessed, confidence=confidence),
         seconds=time.perf_counter() - started,
         notes=run.notes(),
-        card=run.private.card().with_audits(*card_bounds(assessed)),
+        card=run.private.card().with_audits(*card_bounds(assessed, confidence=confidence)),
     )
 
 
@@ -212,19 +212,25 @@ def certified_step(plan: PrivacyPlan, delta: float) -> PrivacyClaim:
     )
 
 
-def card_bounds(attacks: Sequence[Attack]) -> tuple[CardBound, ...]:
-    """Joint bounds that hold for any mechanism, in the privacy card's own words."""
+def card_bounds(attacks: Sequence[Attack], *, confidence: float) -> tuple[CardBound, ...]:
+    """Each attack's strongest joint bound that holds for any mechanism, as the card words it.
+
+    The joint bounds hold all together at `confidence`, the level they were divided from.
+    """
+    strongest = [
+        (attack, max(admitted, key=lambda bound: bound.epsilon))
+        for attack in attacks
+        if (admitted := [b for b in attack.joint if b.may_refute == "any claim"])
+    ]
     return tuple(
         CardBound(
             adversary=attack.label,
             estimator=bound.method,
             epsilon=bound.epsilon,
             delta=bound.delta,
-            confidence=bound.confidence,
+            confidence=confidence,
         )
-        for attack in attacks
-        for bound in attack.joint
-        if bound.may_refute == "any claim" and bound.confidence is not None
+        for attack, bound in strongest
     )
 
 

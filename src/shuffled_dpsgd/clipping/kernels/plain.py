@@ -33,14 +33,17 @@ def widen(tensor: Tensor) -> Tensor:
     return tensor.to(accumulator_dtype(tensor))
 
 
-def tensor_core_slack(*widths: int) -> float:
-    """What squared norms from half-precision tensor cores are multiplied by, to err upwards.
+def above_cut_off(squares: Tensor, reach: Tensor, *widths: int) -> Tensor:
+    """Squared norms from half-precision tensor cores, made to err upwards.
 
     The cores add 16 products at a time and cut the running sum off instead of rounding it, so a
-    sum of n squares comes out too small by up to n/16 units in the last place (1e-5 at n = 3072,
-    as measured on an H200). Norms found too small would let a sample exceed the clip norm.
+    sum of n products comes out wrong by up to n/16 units in the last place of its terms' total
+    length (1e-5 of a sum of 3072 squares, as measured on an H200); `reach` is that length for a
+    sample's gradient, sum_t |x_t| |g_t|. Norms found too small would let a sample exceed the clip
+    norm; these are too large by a fraction of the rounding of bfloat16 itself.
     """
-    return 1.0 + 2.0**-23 * sum(-(-width // 16) for width in widths)
+    cut_off = 2.0**-23 * sum(-(-width // 16) for width in widths)
+    return squares.clamp(min=0.0) + cut_off * reach.square()
 
 
 def on_tensor_cores(tensor: Tensor) -> bool:
@@ -67,6 +70,12 @@ def outer_products(left_BTR: Tensor, right_BTC: Tensor) -> Tensor:
     if on_tensor_cores(left_BTR) and left_BTR.dtype == right_BTC.dtype:
         return torch.bmm(left_BTR.mT, right_BTC, out_dtype=torch.float32)
     return torch.bmm(widen(left_BTR).mT, widen(right_BTC))
+
+
+def reach(x_BTD: Tensor, g_BTP: Tensor) -> Tensor:
+    """(B,) sum_t |x_t| |g_t|: the length of all terms of a sample's gradient together."""
+    x_BT = torch.linalg.vector_norm(x_BTD, dim=2, dtype=torch.float32)
+    return (x_BT * torch.linalg.vector_norm(g_BTP, dim=2, dtype=torch.float32)).sum(1)
 
 
 def exact_inner_products(a_BTD: Tensor, b_BSD: Tensor) -> Tensor:
@@ -117,8 +126,7 @@ def gram_sq_norms(x_BTD: Tensor, g_BTP: Tensor, bias: bool) -> Tensor:
         x_BT = (x_BT.square() + 1.0).sqrt()
     reach_B = (x_BT * torch.linalg.vector_norm(g_BTP, dim=2, dtype=total_B.dtype)).sum(1)
     if on_cores:
-        cut_off = tensor_core_slack(x_BTD.shape[2], g_BTP.shape[2]) - 1.0
-        return total_B.clamp_(min=0.0) + cut_off * reach_B.square()
+        return above_cut_off(total_B, reach_B, x_BTD.shape[2], g_BTP.shape[2])
     return not_too_small(total_B, reach_B, dtype)
 
 
@@ -155,8 +163,7 @@ def embedding_sq_norms(ids_BT: Tensor, g_BTD: Tensor, padding_idx: int | None) -
     lengths_BT = torch.linalg.vector_norm(g_BTD, dim=2, dtype=total_B.dtype)
     reach_B = torch.where(counted_BT, lengths_BT, 0.0).sum(1)
     if on_cores:
-        cut_off = tensor_core_slack(g_BTD.shape[2]) - 1.0
-        return total_B.clamp_(min=0.0) + cut_off * reach_B.square()
+        return above_cut_off(total_B, reach_B, g_BTD.shape[2])
     return not_too_small(total_B, reach_B, accumulator_dtype(g_BTD))
 
 
@@ -170,7 +177,8 @@ def tied_cross_terms(
     B, S = ids_BS.shape
     T = x_BTD.shape[1]
     dtype = accumulator_dtype(x_BTD, ge_BSD)
-    products = inner_products if on_tensor_cores(x_BTD) else exact_inner_products
+    alike = on_tensor_cores(x_BTD) and x_BTD.dtype == ge_BSD.dtype
+    products = inner_products if alike else exact_inner_products
     total_B = torch.zeros(B, dtype=torch.float64, device=x_BTD.device)
     if padding_idx is not None:
         ge_BSD = torch.where((ids_BS != padding_idx)[:, :, None], ge_BSD, 0.0)

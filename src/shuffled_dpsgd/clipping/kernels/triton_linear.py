@@ -71,17 +71,21 @@ def gram_block(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def gram_kernel(  # type: ignore[no-untyped-def]
-    x_table, g_table, out_LBN, B, T, D, P, x_batch, x_row, g_batch, g_row,
+    x_table, g_table, out_LBN2, B, T, D, P, x_batch, x_row, g_batch, g_row,
     BIAS: tl.constexpr, NUM_BLOCKS: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
     EVEN_D: tl.constexpr, EVEN_P: tl.constexpr, ELEMENT: tl.constexpr,
 ):  # fmt: skip
-    """One pair of token blocks of one sample of one layer: sum of <x_t, x_s> <g_t, g_s>."""
+    """One pair of token blocks of one sample of one layer: sum of <x_t, x_s> <g_t, g_s>.
+
+    Beside it the sum of |x_t| |g_t|, the length of all the terms that may cancel.
+    """
     block, sample, layer = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
     i = block // NUM_BLOCKS
     j = block % NUM_BLOCKS
-    out = out_LBN + (layer * B + sample) * NUM_BLOCKS * NUM_BLOCKS + block
+    out = out_LBN2 + 2 * ((layer * B + sample) * NUM_BLOCKS * NUM_BLOCKS + block)
     if i > j:
         tl.store(out, 0.0)
+        tl.store(out + 1, 0.0)
         return
     rows = i * BLOCK + tl.arange(0, BLOCK)
     cols = j * BLOCK + tl.arange(0, BLOCK)
@@ -92,8 +96,11 @@ def gram_kernel(  # type: ignore[no-untyped-def]
     if BIAS:
         x_gram += 1.0
     # Tokens past the end have a zero row in g's Gram matrix; each off-diagonal pair counts twice.
-    total = tl.sum(x_gram * g_gram)
+    products = x_gram * g_gram
+    total = tl.sum(products)
     tl.store(out, tl.where(i == j, total, 2.0 * total))
+    lengths = tl.where(rows[:, None] == cols[None, :], tl.sqrt(tl.maximum(products, 0.0)), 0.0)
+    tl.store(out + 1, tl.sum(lengths))
 
 
 def gram_sq_norms(xs: Sequence[Tensor], gs: Sequence[Tensor], bias: bool) -> Tensor:
@@ -103,14 +110,15 @@ def gram_sq_norms(xs: Sequence[Tensor], gs: Sequence[Tensor], bias: bool) -> Ten
     block = min(GRAM_BLOCK, max(16, triton.next_power_of_2(T)))
     num_blocks = triton.cdiv(T, block)
     table = address_table((xs, gs), x.device)
-    out = torch.empty(L, B, num_blocks**2, dtype=torch.float32, device=x.device)
+    out = torch.empty(L, B, num_blocks**2, 2, dtype=torch.float32, device=x.device)
     gram_kernel[(num_blocks**2, B, L)](
         table[0], table[1], out, B, T, D, P, x.stride(0), x.stride(1), g.stride(0), g.stride(1),
         BIAS=bias, NUM_BLOCKS=num_blocks, BLOCK=block, STEP=64,
         EVEN_D=T % block == 0 and D % 64 == 0, EVEN_P=T % block == 0 and P % 64 == 0,
         ELEMENT=ELEMENT[x.dtype], num_warps=8 if block == 128 else 4, num_stages=4,
     )  # fmt: skip
-    return out.sum(2).clamp_(min=0.0).mul_(plain.tensor_core_slack(D, P))
+    squares_LB, reach_LB = out.sum(2).unbind(2)
+    return plain.above_cut_off(squares_LB, reach_LB, D, P)
 
 
 @triton.jit
@@ -148,5 +156,6 @@ def wide_gram_sq_norms(x_BTD: Tensor, g_BTP: Tensor, bias: bool) -> Tensor:
     x_gram = torch.bmm(x_BTD, x_BTD.mT, out_dtype=torch.float32)
     if bias:
         x_gram += 1.0
-    squares_B = (out.sum(0) * x_gram).sum((1, 2)).clamp_(min=0.0)
-    return squares_B.mul_(plain.tensor_core_slack(x_BTD.shape[2], share))
+    products = out.sum(0).mul_(x_gram)
+    reach_B = products.diagonal(dim1=1, dim2=2).clamp(min=0.0).sqrt().sum(1)
+    return plain.above_cut_off(products.sum((1, 2)), reach_B, x_BTD.shape[2], share)

@@ -234,7 +234,9 @@ def tile_sq_norms(xs: Sequence[Tensor], gs: Sequence[Tensor], bias: bool) -> Ten
         EVEN_D=may_read_past(x, triton.cdiv(D, block_d) * block_d), CHUNK=64,
         BLOCK_P=block_p, BLOCK_D=block_d, ELEMENT=ELEMENT[x.dtype], num_warps=8, num_stages=4,
     )  # fmt: skip
-    squares_LB = out.sum(2).mul_(plain.tensor_core_slack(T, T))
+    reach_LB = torch.stack([plain.reach(x, g) for x, g in zip(xs, gs, strict=True)])
+    # The cut-off is one of the gradient here, not of its square.
+    squares_LB = plain.above_cut_off(out.sum(2).sqrt_(), reach_LB.sqrt_(), T).square_()
     if bias:
         squares_LB += torch.stack([g.sum(1, dtype=torch.float32).square().sum(1) for g in gs])
     return squares_LB

@@ -1,0 +1,132 @@
+"""The GPU kernels against their plain definitions: on a GPU, else in Triton's interpreter.
+
+Skipped where Triton is not installed. The interpreter multiplies no bfloat16 matrices, so without
+a GPU the operands are float16.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+ON_GPU = torch.cuda.is_available()
+if not ON_GPU:
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+pytest.importorskip("triton")
+
+from shuffled_dpsgd.clipping import ClippingEngine, kernels  # noqa: E402
+from shuffled_dpsgd.clipping.kernels import (  # noqa: E402
+    dispatch,
+    plain,
+    triton_linear,
+    triton_norms,
+    triton_sums,
+)
+
+DEVICE = "cuda" if ON_GPU else "cpu"
+DTYPE = torch.bfloat16 if ON_GPU else torch.float16
+SHAPES = [(2, 3, 16, 64, 128), (1, 2, 37, 72, 136), (2, 2, 197, 64, 64), (1, 2, 300, 64, 40)]
+
+
+def draw(*shape: int, seed: int, dtype: torch.dtype = DTYPE) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator).to(DEVICE, dtype)
+
+
+def layers(L: int, B: int, T: int, D: int, P: int) -> tuple[list[Tensor], list[Tensor], Tensor]:
+    xs = [draw(B, T, D, seed=layer) for layer in range(L)]
+    gs = [draw(B, T, P, seed=100 + layer) for layer in range(L)]
+    return xs, gs, draw(B, seed=7, dtype=torch.float32).abs()
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("kernel", [triton_linear.gram_sq_norms, triton_sums.tile_sq_norms])
+def test_norms_are_right_and_never_too_small(
+    shape: tuple[int, ...], bias: bool, kernel: Callable[..., Tensor]
+) -> None:
+    xs, gs, _ = layers(*shape)
+    found = kernel(xs, gs, bias)
+    for norms, x, g in zip(found, xs, gs, strict=True):
+        expected = plain.tile_sq_norms(x.double(), g.double(), bias)
+        assert ((norms - expected) / expected).abs().max() < 1e-3
+        assert (norms >= expected * (1 - 1e-6)).all()
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("bulk", [False, True])
+def test_weighted_sums_are_added_to_what_is_there(shape: tuple[int, ...], bulk: bool) -> None:
+    if bulk and ON_GPU and not triton_sums.has_copy_engine(torch.device(DEVICE)):
+        pytest.skip("no copy engine")
+    xs, gs, factors = layers(*shape)
+    factors[0] = 0.0
+    gs[0][0] = float("nan")
+    outs = [torch.ones(g.shape[2], x.shape[2], device=DEVICE) for x, g in zip(xs, gs, strict=True)]
+    rows = [torch.ones(g.shape[2], device=DEVICE) for g in gs]
+    triton_sums.weighted_outer_sums(xs, gs, factors, outs, bulk=bulk)
+    triton_sums.weighted_row_sums(gs, factors, rows)
+    for x, g, out, row in zip(xs, gs, outs, rows, strict=True):
+        wide = (x.double(), g.double(), factors.double())
+        expected = 1 + plain.weighted_outer_sum(*wide)
+        assert (out - expected).norm() / expected.norm() < 1e-6
+        expected = 1 + plain.weighted_row_sum(*wide[1:])
+        assert (row - expected).norm() / expected.norm() < 1e-6
+
+
+@pytest.mark.parametrize("shape", [(2, 37, 72), (3, 5, 768), (1, 9, 4096)])
+@pytest.mark.parametrize("centred", [True, False])
+def test_norm_layers(shape: tuple[int, ...], centred: bool) -> None:
+    x, g = 1 + draw(*shape, seed=0, dtype=torch.float32), draw(*shape, seed=1)
+    found = triton_norms.norm_sums([x, x], [g, g], 1e-5, centred)
+    expected = plain.norm_sums(x.double(), g.double(), 1e-5, centred)
+    for sums in found:
+        assert (sums - expected).norm() / expected.norm() < 1e-6
+
+
+@pytest.mark.gpu
+def test_a_vocabulary_s_norms_on_a_gpu() -> None:
+    x, wide = draw(4, 100, 64, seed=0), draw(4, 100, 30_080, seed=1)
+    g = wide[..., :30_001]
+    found = kernels.gram_sq_norms(x, g, True)
+    expected = plain.tile_sq_norms(x.double(), g.double(), True)
+    assert ((found - expected) / expected).abs().max() < 1e-3
+    assert (found >= expected * (1 - 1e-6)).all()
+
+
+@pytest.mark.gpu
+def test_one_sample_contributes_at_most_the_clip_norm_under_bfloat16() -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(
+        torch.nn.Linear(64, 128), torch.nn.LayerNorm(128), torch.nn.Linear(128, 5003)
+    ).cuda()
+    x = torch.randn(1, 48, 64, device="cuda")
+    engine = ClippingEngine(model, clip_norm=1e-3)
+    with engine:
+        with torch.autocast("cuda", torch.bfloat16):
+            losses = model(x).float().square().sum((1, 2))
+        engine.backward(losses)
+    total = torch.stack([s.double().square().sum() for s in engine.clipped_sum().values()])
+    assert 0.99e-3 < float(total.sum().sqrt()) <= 1e-3 * (1 + 1e-6)
+
+
+@pytest.mark.gpu
+def test_kernels_agree_with_plain_torch_in_a_whole_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    layer = torch.nn.TransformerEncoderLayer(64, 4, 128, dropout=0.0, batch_first=True)
+    model = torch.nn.Sequential(layer, torch.nn.Linear(64, 4099)).cuda()
+    x = torch.randn(6, 40, 64, device="cuda")
+    found = []
+    for available in (True, False):
+        monkeypatch.setattr(dispatch, "triton_available", lambda available=available: available)
+        engine = ClippingEngine(model, clip_norm=0.5)
+        with engine:
+            with torch.autocast("cuda", torch.bfloat16):
+                losses = model(x).float().square().mean((1, 2))
+            engine.backward(losses)
+        found.append(engine.clipped_sum())
+    for name, total in found[0].items():
+        torch.testing.assert_close(total, found[1][name], rtol=1e-3, atol=1e-6)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from clipping.compare import run, split, total_norm
@@ -86,6 +88,36 @@ def test_backward_inside_autocast_still_sums_in_float32() -> None:
     got = autocast_run(inside, case.losses, case.inputs, torch.bfloat16)
     for name, wanted in outside.clipped_sum().items():
         torch.testing.assert_close(got[name], wanted, rtol=1e-4, atol=1e-6)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    length=st.integers(1, 40),
+    width=st.integers(1, 48),
+    exponent=st.integers(-6, 6),
+    repeats=st.integers(1, 4),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    strategy=st.sampled_from(["bookkeeping", "ghost", "mixed", "instantiate"]),
+    seed=st.integers(0, 2**31),
+)
+def test_the_bound_holds_for_any_shape_and_scale(
+    length: int,
+    width: int,
+    exponent: int,
+    repeats: int,
+    dtype: torch.dtype,
+    strategy: str,
+    seed: int,
+) -> None:
+    torch.manual_seed(seed)
+    model = nn.Sequential(
+        nn.Linear(width, 16), nn.Tanh(), nn.LayerNorm(16), nn.Linear(16, width)
+    ).to(dtype)
+    x = 10.0**exponent * torch.randn(1, length, width).repeat_interleave(repeats, 1)
+    weights = torch.randn(length * repeats, width).to(dtype)
+    engine = ClippingEngine(model, clip_norm=1e-3, strategy=strategy)
+    got = run(engine, lambda m, i: (m(i["x"]) * weights).sum((1, 2)), {"x": x.to(dtype)})
+    assert total_norm(got) <= 1e-3 * (1 + 1e-6)
 
 
 class TestCancellation:

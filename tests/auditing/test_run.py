@@ -9,7 +9,7 @@ from torch.utils.data import TensorDataset
 
 from shuffled_dpsgd.auditing.adversaries import ThreatModel
 from shuffled_dpsgd.auditing.gradient_canaries import CanaryField
-from shuffled_dpsgd.auditing.input_canaries import Extended, blank, label_of, mislabelled
+from shuffled_dpsgd.auditing.input_canaries import Extended, Leaving, blank, label_of, mislabelled
 from shuffled_dpsgd.auditing.model_attacks import (
     normalised,
     random_direction,
@@ -158,6 +158,16 @@ def test_step_claims_follow_the_plan() -> None:
     assert (certified.kind, paper.kind) == ("proven", "heuristic")
     assert certified.delta == paper.delta
     assert certified.inputs["noise_multiplier"] == plan.smallest_noise_multiplier
+
+
+def test_records_left_out_are_never_drawn_and_change_nothing_else() -> None:
+    sampler = target(noise_multiplier=1.0).start(300).sampler
+    left_out = np.array([3, 5, 299])
+    leaving = Leaving(sampler, left_out)
+    assert leaving.dataset_size == 300
+    for step in range(20):
+        drawn = sampler.indices(step).tolist()
+        assert leaving.indices(step).tolist() == [i for i in drawn if i not in left_out]
 
 
 def test_input_canaries() -> None:

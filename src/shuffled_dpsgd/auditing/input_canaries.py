@@ -11,9 +11,11 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from shuffled_dpsgd.errors import InvalidArgumentError
 from shuffled_dpsgd.training.data import MapStyle
+from shuffled_dpsgd.training.sampler import Sampler
 
 InputCanary = Literal["mislabelled", "blank"]
 
@@ -31,6 +33,22 @@ class Extended:
     def __getitem__(self, index: int) -> Any:
         size = len(self._data)
         return self._data[index] if index < size else self._extra[index - size]
+
+
+class Leaving:
+    """A sampler's own draws without some of the records: they take part in no step."""
+
+    def __init__(self, inner: Sampler, left_out: NDArray[np.integer[Any]]) -> None:
+        self._inner = inner
+        self._left_out = torch.from_numpy(np.asarray(left_out, dtype=np.int64))
+
+    @property
+    def dataset_size(self) -> int:
+        return self._inner.dataset_size
+
+    def indices(self, step: int) -> torch.Tensor:
+        drawn = self._inner.indices(step)
+        return drawn[~torch.isin(drawn, self._left_out.to(drawn.device))]
 
 
 def label_of(record: Any) -> int:

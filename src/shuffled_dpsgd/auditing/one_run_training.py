@@ -1,7 +1,8 @@
 """One training run with canaries in it, and what each threat model reads from its releases.
 
 Gradient canaries join every step with the run's own sampling probability, as records do; input
-canaries are records. Each is in the run or not by its own fair coin, drawn before it starts.
+canaries are records. Each is in the run or not by its own fair coin, drawn before it starts; one
+that is left out is never sampled, so that sampling probability and divisor do not depend on coins.
 """
 
 from __future__ import annotations
@@ -17,7 +18,13 @@ from shuffled_dpsgd.auditing.adversaries import ThreatModel
 from shuffled_dpsgd.auditing.alignment import realign
 from shuffled_dpsgd.auditing.estimators import Inclusion
 from shuffled_dpsgd.auditing.gradient_canaries import CanaryField, InjectingEngine
-from shuffled_dpsgd.auditing.input_canaries import Extended, InputCanary, blank, mislabelled
+from shuffled_dpsgd.auditing.input_canaries import (
+    Extended,
+    InputCanary,
+    Leaving,
+    blank,
+    mislabelled,
+)
 from shuffled_dpsgd.auditing.probes import OnProgress, trainable
 from shuffled_dpsgd.auditing.sensitivity import RecordingMechanism
 from shuffled_dpsgd.auditing.verdict import Evidence
@@ -51,9 +58,10 @@ class CanaryRun:
         self._input_name = f"{input_canary} input"
         self._inputs = plant(data, num_input_canaries, self._rng) if num_input_canaries else []
         self._inputs_in = self._rng.random(len(self._inputs)) < 0.5
-        kept = [one for one, inside in zip(self._inputs, self._inputs_in, strict=True) if inside]
-        self._data = Extended(data, kept)
+        self._data = Extended(data, self._inputs)
         self.private = private = start(len(self._data))
+        left_out = len(data) + np.flatnonzero(~self._inputs_in)
+        private.sampler = Leaving(private.sampler, left_out)
         if private.plan.secure and private.plan.permutes:
             raise InvalidArgumentError(
                 "seed",

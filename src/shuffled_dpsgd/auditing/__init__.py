@@ -10,6 +10,7 @@
         one_run_training, *_canaries   one run with many canaries
         alignment, matching            undoing the shuffle by linear assignment
     sensitivity, sampling              replayed neighbours, and tests of the sampler
+    ranges                             what a setting refuses
     verdict, plots                     what was found, judged and drawn
 
 Nothing is imported here: `audit step` needs neither torch nor a model.

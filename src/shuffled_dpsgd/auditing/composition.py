@@ -18,6 +18,7 @@ from shuffled_dpsgd.accounting import PrivacyClaim, certified_claim, paper_claim
 from shuffled_dpsgd.auditing.adversaries import ThreatModel
 from shuffled_dpsgd.auditing.estimators import ClopperPearson, JointBeta, PaperPoint
 from shuffled_dpsgd.auditing.estimators.scores import Floats, ScorePair
+from shuffled_dpsgd.auditing.ranges import require_at_least, require_positive
 from shuffled_dpsgd.auditing.verdict import AuditReport, Evidence, assess, judge
 from shuffled_dpsgd.errors import InvalidArgumentError
 
@@ -43,15 +44,8 @@ class CompositionSetting:
             raise InvalidArgumentError(
                 "sampling_prob", expected="a probability in (0, 1]", got=self.sampling_prob
             )
-        if not self.noise_multiplier > 0.0:
-            raise InvalidArgumentError(
-                "noise_multiplier", expected="a positive number", got=self.noise_multiplier
-            )
-        for name, least in (("num_steps", 1), ("axis_size", 2), ("num_observations", 100)):
-            if getattr(self, name) < least:
-                raise InvalidArgumentError(
-                    name, expected=f"at least {least}", got=getattr(self, name)
-                )
+        require_positive(self, "noise_multiplier")
+        require_at_least(self, num_steps=1, axis_size=2, num_observations=100)
 
 
 def run_claims(

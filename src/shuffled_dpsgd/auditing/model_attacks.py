@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
@@ -27,12 +28,12 @@ class ReadLine:
     canary: Tensors
     parameter: str
     axis: int
-    how: str
+    how: Literal["first", "maximum", "sum"]
     threat_model: ThreatModel = ThreatModel.STEP_GRADIENTS
 
     def read(self, seen: Seen) -> float:
-        # The line through the last other index, where `_line` plants its canaries.
-        line = seen.shuffled(self.parameter).movedim(self.axis, 0).flatten(1)[:, -1].double()
+        tensor = seen.shuffled(self.parameter)
+        line = tensor[_place(tensor.ndim, self.axis)].double()
         if self.how == "first":
             return float(line[0])
         return float(line.max() if self.how == "maximum" else line.sum() / len(line) ** 0.5)
@@ -114,6 +115,11 @@ def step_attacks(weights: Tensors, spec: PermutationSpec | None, *, seed: int) -
         parameter, axis = widest_axis(spec, moved)
         dirac = {parameter: _line(weights[parameter], axis, 1)}
         constant = {parameter: _line(weights[parameter], axis, None)}
+        lines: tuple[tuple[str, str, Tensors, Literal["first", "maximum", "sum"]], ...] = (
+            ("fixed index", "dirac", dirac, "first"),
+            ("orbit maximum", "dirac", dirac, "maximum"),
+            ("axis sum", "constant-on-axis", constant, "sum"),
+        )
         attacks += [
             ReadLine(
                 name=name,
@@ -123,11 +129,7 @@ def step_attacks(weights: Tensors, spec: PermutationSpec | None, *, seed: int) -
                 axis=axis,
                 how=how,
             )
-            for name, kind, canary, how in (
-                ("fixed index", "dirac", dirac, "first"),
-                ("orbit maximum", "dirac", dirac, "maximum"),
-                ("axis sum", "constant-on-axis", constant, "sum"),
-            )
+            for name, kind, canary, how in lines
         ]
         attacks.append(ReadRealigned(canary=random_direction(moved, generator), spec=spec))
     if unmoved:
@@ -180,10 +182,10 @@ def widest_axis(spec: PermutationSpec, moved: Mapping[str, torch.Tensor]) -> tup
 def _line(like: torch.Tensor, axis: int, spikes: int | None) -> torch.Tensor:
     """Zero but for one line along `axis`, there constant, or a spike at the first position."""
     canary = torch.zeros(like.shape, dtype=torch.float64, device=like.device)
-    line = canary.movedim(axis, 0).flatten(1)
-    value = torch.zeros(like.shape[axis], dtype=torch.float64, device=like.device)
-    value[:spikes] = 1.0
-    index = torch.tensor(line.shape[1] - 1)
-    rebuilt = line.index_copy(1, index[None].to(like.device), (value / value.norm())[:, None])
-    others = [size for position, size in enumerate(like.shape) if position != axis]
-    return rebuilt.reshape(like.shape[axis], *others).movedim(0, axis).contiguous()
+    canary[_place(like.ndim, axis)][:spikes] = 1.0
+    return canary / canary.norm()
+
+
+def _place(ndim: int, axis: int) -> tuple[slice | int, ...]:
+    """The line along `axis` through the last index of every other axis."""
+    return tuple(slice(None) if position == axis else -1 for position in range(ndim))

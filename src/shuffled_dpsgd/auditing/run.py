@@ -18,6 +18,7 @@ from shuffled_dpsgd.auditing.input_canaries import InputCanary
 from shuffled_dpsgd.auditing.model_attacks import noise_attacks, step_attacks, tensor_attacks
 from shuffled_dpsgd.auditing.one_run_training import CanaryRun
 from shuffled_dpsgd.auditing.probes import OnProgress, Prober, probe, trainable
+from shuffled_dpsgd.auditing.ranges import require_at_least
 from shuffled_dpsgd.auditing.step import ESTIMATORS, composition_notes
 from shuffled_dpsgd.auditing.verdict import Attack, AuditReport, assess, judge
 from shuffled_dpsgd.errors import InvalidArgumentError
@@ -58,16 +59,13 @@ class RunSetting:
             raise InvalidArgumentError(
                 "input_canary", expected=f"one of {get_args(InputCanary)}", got=self.input_canary
             )
-        for name, least in (
-            ("num_observations", 20),
-            ("warmup_steps", 0),
-            ("num_gradient_canaries", 2),
-            ("num_input_canaries", 0),
-        ):
-            if getattr(self, name) < least:
-                raise InvalidArgumentError(
-                    name, expected=f"at least {least}", got=getattr(self, name)
-                )
+        require_at_least(
+            self,
+            num_observations=20,
+            warmup_steps=0,
+            num_gradient_canaries=2,
+            num_input_canaries=0,
+        )
 
 
 def audit_steps(

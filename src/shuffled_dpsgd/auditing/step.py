@@ -33,6 +33,7 @@ from shuffled_dpsgd.auditing.estimators import ClopperPearson, GaussianDP, Joint
 from shuffled_dpsgd.auditing.estimators.gaussian_dp import composed_epsilon
 from shuffled_dpsgd.auditing.estimators.scores import Floats, ScorePair
 from shuffled_dpsgd.auditing.matching import match_rows
+from shuffled_dpsgd.auditing.ranges import require_at_least, require_positive
 from shuffled_dpsgd.auditing.verdict import Attack, AuditReport, Evidence, assess, judge
 from shuffled_dpsgd.auditing.worst_case import worst_case_evidence
 from shuffled_dpsgd.errors import InvalidArgumentError
@@ -64,22 +65,10 @@ class StepSetting:
     """Learning rate over batch size: how far one unit of gradient moves a weight."""
 
     def __post_init__(self) -> None:
-        for name in ("noise_multiplier", "batch_clip", "weight_std", "step_size"):
-            if not getattr(self, name) > 0.0:
-                raise InvalidArgumentError(
-                    name, expected="a positive number", got=getattr(self, name)
-                )
-        for name, least in (
-            ("dimension", 2),
-            ("axis_size", 2),
-            ("aligned_rows", 2),
-            ("aligned_width", 1),
-            ("num_observations", 100),
-        ):
-            if getattr(self, name) < least:
-                raise InvalidArgumentError(
-                    name, expected=f"at least {least}", got=getattr(self, name)
-                )
+        require_positive(self, "noise_multiplier", "batch_clip", "weight_std", "step_size")
+        require_at_least(
+            self, dimension=2, axis_size=2, aligned_rows=2, aligned_width=1, num_observations=100
+        )
 
 
 class RunLength(TypedDict):

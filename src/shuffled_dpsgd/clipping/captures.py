@@ -1,4 +1,3 @@
-# ruff: noqa: N815 (shape suffixes)
 """What one call of a layer leaves behind for one parameter, and what can be computed from it.
 
 Shapes: B samples, T positions, R and C the rows and columns of a weight, V embedding rows, D the

@@ -1,4 +1,3 @@
-# ruff: noqa: N815 (shape suffixes)
 """Normalisation layers: their per-sample gradients are as small as the layer, so they are kept.
 
 Shapes: B samples, T positions, D the normalised width, C channels.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,27 +18,21 @@ if TYPE_CHECKING:
 
 
 def chosen_config(
-    path: Path | None,
-    *,
-    seed: int,
-    epsilon: float | None,
-    noise_multiplier: float | None,
-    accounting: str | None,
-    batch_clip_norm: float | None,
-    epochs: int | None,
+    path: Path | None, *, seed: int, privacy: Mapping[str, object], epochs: int | None
 ) -> RunConfig:
-    """The file's configuration, or the digits default, with the command line's values."""
+    """The file's configuration, or the digits default, with the values of `privacy` not None.
+
+    A given ε takes the place of the file's noise multiplier, and the other way round.
+    """
     from shuffled_dpsgd_experiments.tasks import digits
     from shuffled_dpsgd_experiments.tasks.config import load_config, parse_config
 
     raw: dict[str, Any] = (digits.default_config() if path is None else load_config(path)).to_json()
-    given = {"accounting": accounting, "batch_clip_norm": batch_clip_norm}
-    raw["privacy"].update({key: value for key, value in given.items() if value is not None})
-    if epsilon is not None or noise_multiplier is not None:
-        for name, value in (("epsilon", epsilon), ("noise_multiplier", noise_multiplier)):
-            raw["privacy"].pop(name, None)
-            if value is not None:
-                raw["privacy"][name] = value
+    given = {key: value for key, value in privacy.items() if value is not None}
+    if given.keys() & {"epsilon", "noise_multiplier"}:
+        raw["privacy"].pop("epsilon", None)
+        raw["privacy"].pop("noise_multiplier", None)
+    raw["privacy"].update(given)
     if epochs is not None:
         raw["training"].pop("num_steps", None)
         raw["training"]["epochs"] = epochs

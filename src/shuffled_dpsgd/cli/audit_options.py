@@ -1,0 +1,68 @@
+"""The options of the audit verbs, each declared once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+NOISE = ("--sigma", "--noise-multiplier")
+
+Dimension = Annotated[int, typer.Option(help="Shuffled coordinates d of the paper's formula.")]
+Sigma = Annotated[float, typer.Option(*NOISE, help="Noise std over clip norm.")]
+Delta = Annotated[float, typer.Option(help="δ of what is audited.")]
+BatchClip = Annotated[float, typer.Option(help="c'/c; the paper's text implies 1. Always printed.")]
+Claim = Annotated[
+    float | None, typer.Option(help="Heuristic ε to put on trial instead of the formula's.")
+]
+AxisSize = Annotated[int, typer.Option(help="Length of the axis a permutation moves.")]
+Observations = Annotated[int, typer.Option(help="Releases with the canary, and as many without.")]
+SamplingProb = Annotated[float, typer.Option(help="Chance of a record to join a step.")]
+NumSteps = Annotated[int, typer.Option(help="Steps of the run.")]
+ComposeProb = Annotated[
+    float | None, typer.Option(help="With --num-steps: compose the measured μ over a run.")
+]
+ComposeSteps = Annotated[int | None, typer.Option(help="Steps of that run.")]
+ComposeDelta = Annotated[float, typer.Option(help="δ of that run.")]
+OwnCanary = Annotated[
+    Path | None, typer.Option(help="A canary of your own: .npy, one row of --axis-size.")
+]
+Confidence = Annotated[float, typer.Option(help="Level of every bound, and of the verdicts.")]
+Seed = Annotated[int, typer.Option(help="Seed of every draw; it is written to the JSON.")]
+Output = Annotated[
+    Path | None, typer.Option(help="Folder for report.json and the curves as PNG and SVG.")
+]
+
+Claims = Annotated[
+    list[float] | None, typer.Option(help="Claims of the run; repeat. Table 6 has 0.5 and 1.")
+]
+Repetitions = Annotated[int, typer.Option(help="Repeats that show the estimator's spread.")]
+
+ConfigFile = Annotated[Path | None, typer.Option(help="A TOML file as `train --config` reads.")]
+Mode = Annotated[
+    str, typer.Option(help="step: one step, many releases. one-run: one run, many canaries.")
+]
+Epsilon = Annotated[float | None, typer.Option(help="Calibrate the audited run to this budget.")]
+RunSigma = Annotated[float | None, typer.Option(*NOISE, help="Fix σ instead of ε.")]
+Accounting = Annotated[
+    str | None, typer.Option(help="certified (proven) or paper (heuristic) calibration.")
+]
+BatchClipNorm = Annotated[
+    float | None, typer.Option(help="c', clip of the shuffled block; paper needs it.")
+]
+Epochs = Annotated[int | None, typer.Option(help="Length of the audited run.")]
+GradientCanaries = Annotated[int, typer.Option(help="one-run: gradient canaries.")]
+InputCanaries = Annotated[int, typer.Option(help="one-run: canaries that are records.")]
+InputCanary = Annotated[str, typer.Option(help="mislabelled or blank.")]
+
+Preset = Annotated[
+    str | None, typer.Option(help="A preset (bert-tiny, gpt2-tiny, …) on random records.")
+]
+Strategies = Annotated[
+    list[str] | None, typer.Option(help="Engine strategies to replay; repeat. Default: all.")
+]
+Clip = Annotated[str, typer.Option(help="flat, automatic or per-layer.")]
+ClipNorm = Annotated[float, typer.Option(help="c, the bound under test.")]
+NumRecords = Annotated[int, typer.Option(help="Records of the batch that is replayed.")]
+Single = Annotated[bool, typer.Option("--single", help="Keep float32 instead of float64.")]

@@ -42,42 +42,15 @@ def chosen_config(
 def build_target(config: RunConfig) -> Target:
     """Fresh runs of the configured task; every start builds the model anew from its seed."""
     from shuffled_dpsgd.auditing.run import Target
+    from shuffled_dpsgd_experiments.tasks.privacy import start_private
     from shuffled_dpsgd_experiments.tasks.registry import build_task
 
     task = build_task(config)
 
     def start(dataset_size: int) -> PrivateTraining:
-        return _private(config, dataset_size)
+        return start_private(config, build_task(config).model, dataset_size=dataset_size)
 
     return Target(start=start, data=task.train_data, losses=task.losses, collate=task.collate)
-
-
-def _private(config: RunConfig, dataset_size: int) -> PrivateTraining:
-    from shuffled_dpsgd.training import make_private
-    from shuffled_dpsgd_experiments.tasks.optimizers import build_optimizer
-    from shuffled_dpsgd_experiments.tasks.registry import build_task
-
-    model = build_task(config).model.to(_device(config.training.device))
-    privacy, training = config.privacy, config.training
-    return make_private(
-        model,
-        build_optimizer(model, config.optimizer),
-        dataset_size=dataset_size,
-        expected_batch_size=training.expected_batch_size,
-        epochs=training.epochs,
-        num_steps=training.num_steps,
-        epsilon=privacy.epsilon,
-        noise_multiplier=privacy.noise_multiplier,
-        unshuffled_noise_multiplier=privacy.unshuffled_noise_multiplier,
-        delta=privacy.delta,
-        clip_norm=privacy.clip_norm,
-        batch_clip_norm=privacy.batch_clip_norm,
-        accounting=privacy.accounting,
-        shuffle=privacy.shuffle,
-        scope=privacy.scope,
-        seed=config.seed,
-        physical_batch_size=training.physical_batch_size,
-    )
 
 
 def replay_target(
@@ -126,6 +99,7 @@ def _task_records(path: Path | None, count: int) -> tuple[nn.Module, Records, st
     from shuffled_dpsgd.errors import InvalidArgumentError
     from shuffled_dpsgd_experiments.tasks import digits
     from shuffled_dpsgd_experiments.tasks.config import load_config
+    from shuffled_dpsgd_experiments.tasks.privacy import chosen_device
     from shuffled_dpsgd_experiments.tasks.registry import build_task
 
     config = digits.default_config() if path is None else load_config(path)
@@ -136,7 +110,7 @@ def _task_records(path: Path | None, count: int) -> tuple[nn.Module, Records, st
         )
     examples = [task.train_data[i] for i in range(count)]
     records = Records(examples=examples, losses=task.losses, collate=task.collate)
-    return task.model, records, _device(config.training.device)
+    return task.model, records, str(chosen_device(config.training.device))
 
 
 def _random_records(name: str, count: int) -> tuple[nn.Module, Records, str]:
@@ -165,11 +139,3 @@ def _random_records(name: str, count: int) -> tuple[nn.Module, Records, str]:
         return per_sample_losses(network, network(batch[0]), batch[1])
 
     return model, Records(examples=examples, losses=losses), "cpu"
-
-
-def _device(name: str) -> str:
-    import torch
-
-    if name != "auto":
-        return name
-    return "cuda" if torch.cuda.is_available() else "cpu"

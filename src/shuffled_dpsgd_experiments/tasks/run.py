@@ -17,11 +17,11 @@ import torch
 
 from shuffled_dpsgd.errors import CheckpointError, InvalidArgumentError
 from shuffled_dpsgd.reports import MetricsLog, RunView, StepRecord, write_report
-from shuffled_dpsgd.training import make_private
 from shuffled_dpsgd.training.loop import LoopSettings, Outcome, Progress, train
 from shuffled_dpsgd.training.private import PrivateTraining
 from shuffled_dpsgd_experiments.tasks.config import RunConfig, parse_config
-from shuffled_dpsgd_experiments.tasks.optimizers import build_optimizer, build_scheduler
+from shuffled_dpsgd_experiments.tasks.optimizers import build_scheduler
+from shuffled_dpsgd_experiments.tasks.privacy import start_private
 from shuffled_dpsgd_experiments.tasks.recorder import Recorder
 from shuffled_dpsgd_experiments.tasks.registry import build_task
 from shuffled_dpsgd_experiments.tasks.summary import save_weights, summarise
@@ -63,33 +63,16 @@ def prepare(config: RunConfig, directory: Path, *, resume: bool = False) -> Prep
     if config.training.num_threads is not None:
         torch.set_num_threads(config.training.num_threads)
     task = build_task(config)
-    task.model.to(_device(config.training.device))
-    optimizer = build_optimizer(task.model, config.optimizer)
-    privacy, training = config.privacy, config.training
-    private = make_private(
+    private = start_private(
+        config,
         task.model,
-        optimizer,
         dataset_size=len(task.train_data),
-        expected_batch_size=training.expected_batch_size,
-        epochs=training.epochs,
-        num_steps=training.num_steps,
-        epsilon=privacy.epsilon,
-        noise_multiplier=privacy.noise_multiplier,
-        unshuffled_noise_multiplier=privacy.unshuffled_noise_multiplier,
-        delta=privacy.delta,
-        clip_norm=privacy.clip_norm,
-        batch_clip_norm=privacy.batch_clip_norm,
-        accounting=privacy.accounting,
-        shuffle=privacy.shuffle,
-        scope=privacy.scope,
-        seed=config.seed,
-        physical_batch_size=training.physical_batch_size,
         ledger_path=directory / "ledger.jsonl",
     )
     if not resume:
         text = json.dumps(config.to_json(), indent=2) + "\n"
         (directory / CONFIG_FILE).write_text(text, encoding="utf-8")
-    scheduler = build_scheduler(optimizer, config.optimizer, private.plan.num_steps)
+    scheduler = build_scheduler(private.optimizer, config.optimizer, private.plan.num_steps)
     return PreparedRun(
         config=config,
         directory=directory,
@@ -181,14 +164,3 @@ def _claim_directory(directory: Path) -> None:
             remedy="choose another, or continue the run in it with --resume",
         )
     directory.mkdir(parents=True, exist_ok=True)
-
-
-def _device(name: str) -> torch.device:
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        return torch.device(name)
-    except RuntimeError as error:
-        raise InvalidArgumentError(
-            "training.device", expected="auto, cpu or cuda", got=name
-        ) from error

@@ -22,6 +22,8 @@ from shuffled_dpsgd.clipping.kernels import plain
 from shuffled_dpsgd.clipping.kernels.triton_linear import ELEMENT, address_table, tile_at
 
 BLOCK = 128
+# Tokens of a sample that fit into shared memory whole, twice: 2 x 2 x 128 features of 2 bytes each.
+MAX_SHORT = 208
 # Tokens a weighted sum takes from one sample at a time when the whole sample is too long.
 LONG_SEGMENT = 128
 
@@ -148,14 +150,14 @@ def may_read_past(tensor: Tensor, width: int) -> bool:
 
 def segmentation(tokens: int) -> dict[str, int]:
     """How a sample's tokens are cut: few wasted rows for short samples, long segments else."""
-    if tokens > 256:
-        chunk = LONG_SEGMENT if -tokens % LONG_SEGMENT < 64 else 64
-        return {"segments": -(-tokens // chunk), "SEGMENT": chunk, "FULL": 1, "CHUNK": chunk,
-                "TAIL": 0}  # fmt: skip
     chunk = 128 if tokens == 128 else 64
     full, rest = divmod(tokens, chunk)
     tail = max(16, triton.next_power_of_2(rest)) if rest else 0
-    return {"segments": 1, "SEGMENT": tokens, "FULL": full, "CHUNK": chunk, "TAIL": tail}
+    if full * chunk + tail <= MAX_SHORT:
+        return {"segments": 1, "SEGMENT": tokens, "FULL": full, "CHUNK": chunk, "TAIL": tail}
+    chunk = LONG_SEGMENT if -tokens % LONG_SEGMENT < 64 else 64
+    return {"segments": -(-tokens // chunk), "SEGMENT": chunk, "FULL": 1, "CHUNK": chunk,
+            "TAIL": 0}  # fmt: skip
 
 
 def weighted_outer_sums(

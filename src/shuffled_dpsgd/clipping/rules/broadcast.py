@@ -69,7 +69,8 @@ class BroadcastSlot(CopiesSlot):
     def _with(self, values: dict[str, Tensor], args: Any, kwargs: Any) -> Any:
         # Shadowing in the instance dictionary leaves the registered parameter where it is.
         attributes = self.module.__dict__
-        attributes.update(values)
+        for key, value in values.items():
+            attributes[key] = value
         try:
             return self.plain(*args, **kwargs)
         finally:

@@ -2,7 +2,8 @@
 
     python -m benchmarks.report benchmarks/reports/NAME.json
 
-writes NAME.md and NAME.svg beside the JSON. Nothing in them is typed by hand.
+writes NAME.md and NAME.svg beside the JSON. Every number in them comes from the JSON; so do the
+notes, a list of remarks that whoever ran the benchmark may add there.
 """
 
 from __future__ import annotations
@@ -164,9 +165,9 @@ def render(path: Path) -> None:
         f"# One training step, {facts['date']}, {facts['hardware']}",
         "",
         f"{autocast}, AdamW, Python {facts['python']}, {versions}, {facts['cpu_cores']} CPU cores, "
-        f"{facts['torch_threads']} threads. All adapters of a row ran one after the other in one "
-        "process. Each number is the median over blocks of steps; the spread is half the range of "
-        "the blocks. See [the benchmark's page](../README.md) for what is timed.",
+        f"{facts['torch_threads']} threads. Each number is the median over blocks of steps; the "
+        "spread is half the range of the blocks. See [the benchmark's page](../README.md) for what "
+        "is timed.",
         "",
         f"![throughput and memory]({path.stem}.svg)",
     ]
@@ -175,6 +176,8 @@ def render(path: Path) -> None:
     if any(n in table for n in SUITES["scaling"] if n not in SUITES["headline"]):
         lines += ["", "## Length and batch", "", *scaling_lines(table)]
     headline = {n: row for n, row in table.items() if n not in SUITES["scaling"] or len(row) > 2}
+    if document.get("notes"):
+        lines += ["", "## Notes", "", *(f"- {note}" for note in document["notes"])]
     lines += ["", "## Everything measured", "", *detail_lines(headline), ""]
     path.with_suffix(".md").write_text("\n".join(lines))
     plot(table, path.with_suffix(".svg"))

@@ -75,14 +75,16 @@ def write(path: Path, environment: dict[str, object], found: list[Measurement]) 
     """Write every measurement so far, keeping those of earlier runs with other names."""
     measurements = [entry.to_json() for entry in found]
     fresh = {(entry["workload"], entry["adapter"]) for entry in measurements}
+    notes: list[str] = []
     if path.exists():
         earlier = json.loads(path.read_text())
+        notes = earlier.get("notes", [])
         measurements = [
             entry
             for entry in earlier["measurements"]
             if (entry["workload"], entry["adapter"]) not in fresh
         ] + measurements
-    document = {"environment": environment, "measurements": measurements}
+    document = {"environment": environment, "notes": notes, "measurements": measurements}
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(document, indent=1) + "\n")
 

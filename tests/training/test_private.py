@@ -336,3 +336,78 @@ def test_dictionaries_go_straight_into_the_model() -> None:
     assert card.certified is not None
     assert card.certified.epsilon <= 8.0
     assert card.steps_released == 5
+
+
+def test_a_record_cannot_stand_in_for_another() -> None:
+    """Backward twice over one physical batch, none over the next: the total would be right."""
+    private = private_mlp()
+    private.sampler = FixedSampler([0, 1, 2, 3, 4, 5])
+    stream = private.batches(vectors())
+    batch = next(stream)
+    private.backward(classify(private.model, batch))
+    private.backward(classify(private.model, batch))
+    with pytest.raises(InvalidArgumentError, match="records drawn"):
+        private.step()
+    with pytest.raises(InvalidArgumentError, match="records drawn"):
+        next(stream)
+    assert private.ledger.spent == 0
+
+
+def test_a_loop_given_up_cannot_disturb_the_next() -> None:
+    """A debugger or a traceback may keep the old generator alive into the new loop."""
+    private = private_mlp(num_steps=1)
+    private.sampler = FixedSampler([0, 1, 2, 3, 4, 5])
+    old = private.batches(vectors())
+    next(old)
+    for number, batch in enumerate(private.batches(vectors())):
+        if number == 1:
+            old.close()  # type: ignore[attr-defined]
+        private.backward(classify(private.model, batch))
+        private.step()
+    assert private.last_metrics is not None
+    assert private.last_metrics.batch_size == 6
+    superseded, current = private_mlp(), private_mlp()
+    first = superseded.batches(vectors())
+    next(first)
+    next(superseded.batches(vectors()))
+    with pytest.raises(InvalidArgumentError, match="one loop"):
+        next(first)
+    current.close()
+
+
+def test_one_bad_record_stops_nothing_even_alone() -> None:
+    data = vectors()
+    data.tensors[0][5] = float("nan")
+    private = private_mlp(num_steps=1)
+    private.sampler = FixedSampler([5])
+    before = weights(private.model)
+    run(private, Case(make=make_mlp, data=data, loss=classify))
+    assert private.last_metrics is not None
+    assert private.last_metrics.num_nonfinite == 1
+    assert 0.0 < distance(before, weights(private.model)) < 1.0
+
+
+def test_the_same_noise_on_other_sums_is_another_release(tmp_path: Path) -> None:
+    """A seeded run over, from the same weights, with data or dropout masks that differ."""
+    path = tmp_path / "ledger.jsonl"
+    run(private_mlp(ledger_path=path), mlp_case(), num_steps=1)
+    again = private_mlp(ledger_path=path)
+    run(again, mlp_case(), num_steps=1)
+    assert again.ledger.spent == 1
+    data = vectors()
+    data.tensors[0].add_(0.1)
+    changed = private_mlp(ledger_path=path)
+    run(changed, Case(make=make_mlp, data=data, loss=classify), num_steps=1)
+    assert changed.ledger.spent == 2
+
+
+def test_a_repetition_that_differs_cannot_overspend(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.jsonl"
+    run(private_mlp(num_steps=1, ledger_path=path), mlp_case())
+    data = vectors()
+    data.tensors[0].add_(0.1)
+    changed = private_mlp(num_steps=1, ledger_path=path)
+    before = weights(changed.model)
+    outcome = train(changed, data, classify, settings=LoopSettings(price_steps=False))
+    assert (outcome.steps_taken, outcome.finished, changed.ledger.spent) == (0, True, 1)
+    assert distance(before, weights(changed.model)) == 0.0

@@ -1,4 +1,4 @@
-"""What is checked around a step: losses, records, buffers and weights, each with a remedy."""
+"""What is checked around a step: losses, records and weights, each with a remedy."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import torch
 
-from shuffled_dpsgd.errors import DivergenceError, InvalidArgumentError, UnsupportedModuleError
+from shuffled_dpsgd.errors import DivergenceError, InvalidArgumentError
 
 DIVERGENCE_ADVICE = (
     "try a smaller learning rate, a larger expected_batch_size (noise is divided by it), "
@@ -35,17 +35,27 @@ def check_losses(losses: torch.Tensor, *, expected: int | None, may_be_mean: boo
     return int(losses.shape[0])
 
 
-def check_records(norms: torch.Tensor, *, drawn: int | None, step: int) -> None:
-    """Refuse a sum that misses records the sampler drew, or of which most are not finite."""
-    if drawn is not None and norms.numel() != drawn:
+def check_count(count: int, *, drawn: int) -> None:
+    """Refuse unless every record the sampler drew has one gradient in the sum.
+
+    A record that went backward twice contributes twice the clip, and nothing else would notice.
+    """
+    if count != drawn:
         raise InvalidArgumentError(
             "backward",
             expected=f"gradients of the {drawn} records drawn",
-            got=norms.numel(),
-            remedy="run the forward and backward of every physical batch inside the loop",
+            got=count,
+            remedy="run the forward and backward of every physical batch inside the loop, once",
         )
+
+
+def check_finite(norms: torch.Tensor, *, step: int) -> None:
+    """Refuse to go on when most gradients are not finite; one bad record alone stops nothing.
+
+    If it did, whether a run stops would tell that the record is there.
+    """
     num_nonfinite = int((~torch.isfinite(norms)).sum())
-    if 2 * num_nonfinite > norms.numel():
+    if num_nonfinite > 1 and 2 * num_nonfinite > norms.numel():
         raise DivergenceError(
             f"step {step}: {num_nonfinite} of {norms.numel()} records have a non-finite "
             f"gradient; {DIVERGENCE_ADVICE}"
@@ -62,32 +72,3 @@ def check_weights(weights: Mapping[str, torch.Tensor], *, step: int) -> None:
         f"step {step}: {len(broken)} parameters are no longer finite, first {broken[0]}; "
         f"{DIVERGENCE_ADVICE}"
     )
-
-
-class BufferWatch:
-    """Remembers the contents of a model's buffers and refuses that they change.
-
-    Running statistics and caches are published with the weights, but no gradient passes through
-    them, so nothing clips them and no noise reaches them.
-    """
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        self._known = {
-            name: (buffer, buffer._version, buffer.detach().clone())
-            for name, buffer in model.named_buffers()
-        }
-
-    def check(self) -> None:
-        """Refuse if a buffer differs from what it was; contents are read only if it was touched."""
-        for name, (buffer, version, contents) in self._known.items():
-            if buffer._version == version:
-                continue
-            if not torch.equal(buffer, contents):
-                raise UnsupportedModuleError(
-                    name,
-                    expected="a buffer that training does not change",
-                    got="one written since the run began",
-                    remedy="it would release data without noise: remove it, or call "
-                    "private.trust_buffers() if you wrote it yourself from public values",
-                )
-            self._known[name] = (buffer, buffer._version, contents)

@@ -64,9 +64,9 @@ the budget is spent: stop here, or start a run with a larger plan
         """The file, or None when the ledger lives in memory only."""
         return self._path
 
-    def allows(self, token: str) -> bool:
-        """Whether recording `token` would stay within the budget."""
-        return token in self._tokens or self.remaining > 0
+    def allows(self, beginning: str) -> bool:
+        """Whether recording a token may stay within the budget, given what it begins with."""
+        return self.remaining > 0 or any(token.startswith(beginning) for token in self._tokens)
 
     def record(self, *, step: int, token: str) -> None:
         """Account for a release before it happens; returns once the entry is durable."""

@@ -19,7 +19,7 @@ from typing import Any, Literal
 import torch
 
 from shuffled_dpsgd.accounting import PrivacyClaim
-from shuffled_dpsgd.errors import InvalidArgumentError
+from shuffled_dpsgd.errors import BudgetExhaustedError, InvalidArgumentError
 from shuffled_dpsgd.training.checkpoint import (
     Stateful,
     latest_checkpoint,
@@ -132,10 +132,15 @@ def _run(
     settings: LoopSettings,
     received: list[str],
 ) -> None:
-    for batch in private.batches(data, collate=settings.collate, num_workers=settings.num_workers):
-        private.backward(per_sample_loss(private.model, batch))
-        if private.step() and received:
-            return
+    batches = private.batches(data, collate=settings.collate, num_workers=settings.num_workers)
+    try:
+        for batch in batches:
+            private.backward(per_sample_loss(private.model, batch))
+            if private.step() and received:
+                return
+    except BudgetExhaustedError:
+        # The last steps before a crash, repeated with other bits: there is no budget for them.
+        return
 
 
 class _Observer:

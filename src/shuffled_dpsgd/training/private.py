@@ -29,9 +29,9 @@ from shuffled_dpsgd.training.data import (
     to_device,
 )
 from shuffled_dpsgd.training.guards import (
-    BufferWatch,
+    check_count,
+    check_finite,
     check_losses,
-    check_records,
     check_weights,
 )
 from shuffled_dpsgd.training.ledger import Ledger
@@ -40,6 +40,7 @@ from shuffled_dpsgd.training.metrics import LossMeter, StepMetrics, describe_ste
 from shuffled_dpsgd.training.plan import PrivacyPlan
 from shuffled_dpsgd.training.randomness import RandomStreams
 from shuffled_dpsgd.training.sampler import Sampler
+from shuffled_dpsgd.training.watches import ModelWatch
 
 
 class PrivateTraining:
@@ -87,7 +88,9 @@ class PrivateTraining:
         self._drawn = 0
         self._depth = 0
         self._updating = False
-        self.trust_buffers()
+        self._exhausted = False
+        self._stream: object = None
+        self._watch = ModelWatch(model, optimizer)
         self._guard = optimizer.register_step_pre_hook(self._refuse_foreign_step)
 
     @property
@@ -98,7 +101,11 @@ class PrivateTraining:
     @property
     def finished(self) -> bool:
         """Whether the plan and the ledger allow no further step."""
-        return self.steps_taken >= self.plan.num_steps or not self.ledger.allows(self._token())
+        return (
+            self._exhausted
+            or self.steps_taken >= self.plan.num_steps
+            or not self.ledger.allows(self._token())
+        )
 
     def batches(
         self,
@@ -175,6 +182,7 @@ class PrivateTraining:
                     got="a call without a batch",
                     remedy="the sampler accounted for must be the sampler used",
                 )
+            check_count(self._count, drawn=self._drawn)
             if not self._current.completes:
                 return False
         self._update()
@@ -192,7 +200,7 @@ class PrivateTraining:
 
         A forward that changes them afterwards is noticed at the next step and refused.
         """
-        self._buffers = BufferWatch(self.model)
+        self._watch.trust_buffers()
 
     def on_update(self, callback: Callable[[], object]) -> Callable[[], None]:
         """Call `callback` after every update, those of empty batches included.
@@ -241,24 +249,30 @@ class PrivateTraining:
         if self._depth == 0:
             self.engine.__exit__(kind, error, trace)
 
-    def _token(self) -> str:
-        """What the next release is known by.
+    @property
+    def _count(self) -> int:
+        """Number of records whose gradients are in the engine's sums."""
+        return self.engine.sample_norms.numel()
 
-        In a seeded run the same step from the same weights is the same release. From other
-        weights (changed settings, a device that does not repeat itself) it is a new one, with
-        noise used before: it is counted.
+    def _token(self, sums: dict[str, torch.Tensor] | None = None) -> str:
+        """What the next release is known by; without `sums`, what its token begins with.
+
+        In a seeded run the same step from the same weights with the same sums is the same
+        release. From other weights or with other sums (changed settings or data, a device that
+        does not repeat itself) it is a new one, with noise used before: it is counted.
         """
         if self.plan.secure:
             return self.streams.token(self.steps_taken)
-        norms = torch._foreach_norm([p.detach() for p in self._trainable.values()], 2)
-        start = torch.stack([norm.double() for norm in norms]).tolist()
-        return self.streams.token(self.steps_taken, start=repr(start))
+        start = _summary([p.detach() for p in self._trainable.values()])
+        summary = None if sums is None else _summary(list(sums.values()))
+        return self.streams.token(self.steps_taken, start=start, sums=summary)
 
     def _batches(self, data: MapStyle, steps: range, options: dict[str, Any]) -> Iterator[Any]:
         logical = (
             LogicalBatch(step=step, indices=tuple(self.sampler.indices(step).tolist()))
             for step in steps
         )
+        stream = self._stream = object()
         with self:
             self.discard()
             loaded = physical_batches(
@@ -270,20 +284,30 @@ class PrivateTraining:
             )
             try:
                 for part in loaded:
-                    if self._drawn == 0 and not self.ledger.allows(self._token()):
-                        return
+                    if self._drawn == 0:
+                        if not self.ledger.allows(self._token()):
+                            return
+                        self._watch.begin(part.step)
                     self._current = part
                     self._drawn += part.size
                     if part.data is None:
                         self._update()
                         continue
                     yield to_device(shaped(part.data), self.device)
-                    self._check_stepped(part)
+                    self._check_stepped(part, stream)
             finally:
-                self.discard()
+                # A loop given up earlier may be closed only now, in the middle of another one.
+                if self._stream is stream:
+                    self.discard()
 
-    def _check_stepped(self, part: PhysicalBatch) -> None:
-        if part.completes and self.steps_taken <= part.step:
+    def _check_stepped(self, part: PhysicalBatch, stream: object) -> None:
+        if self._stream is not stream:
+            raise InvalidArgumentError(
+                "batches", expected="one loop over private.batches at a time", got="a second"
+            )
+        if not part.completes:
+            check_count(self._count, drawn=self._drawn)
+        elif self.steps_taken <= part.step:
             raise InvalidArgumentError(
                 "step",
                 expected="private.step() once per physical batch",
@@ -297,12 +321,13 @@ class PrivateTraining:
             )
         norms = self.engine.sample_norms.detach().cpu()
         step = self.steps_taken
-        drawn = self._drawn if self.plan.sampling == "poisson" else None
-        check_records(norms, drawn=drawn, step=step)
-        self._buffers.check()
+        if self.plan.sampling == "poisson":
+            check_count(norms.numel(), drawn=self._drawn)
+        check_finite(norms, step=step)
+        self._watch.check(step)
         clipped = self.engine.clipped_sum()
         sums = {name: clipped[name].contiguous() for name in self._trainable}
-        self.ledger.record(step=step, token=self._token())
+        self._record(sums)
         release = self.mechanism.privatize(sums, step=step, frame=self.frame)
         self._optimize(sums)
         self.last_sample_norms = norms
@@ -320,6 +345,13 @@ class PrivateTraining:
         check_weights(self._trainable, step=step)
         for callback in tuple(self._callbacks):
             callback()
+
+    def _record(self, sums: dict[str, torch.Tensor]) -> None:
+        try:
+            self.ledger.record(step=self.steps_taken, token=self._token(sums))
+        except BudgetExhaustedError:
+            self._exhausted = True
+            raise
 
     def _optimize(self, gradients: dict[str, torch.Tensor]) -> None:
         for name, parameter in self._trainable.items():
@@ -350,3 +382,10 @@ class PrivateTraining:
                 got="a direct call",
                 remedy="call private.close() when the private run is over",
             )
+
+
+def _summary(tensors: list[torch.Tensor]) -> str:
+    """Norm and sum of each tensor, to the last bit: differs, for all practical ends, if they do."""
+    norms = [norm.double() for norm in torch._foreach_norm(tensors, 2)]
+    totals = [tensor.sum(dtype=torch.float64) for tensor in tensors]
+    return repr(torch.stack(norms + totals).tolist())

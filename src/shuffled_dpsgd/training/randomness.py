@@ -68,15 +68,21 @@ class RandomStreams:
             generator.manual_seed(low | high << 32)
         return generator
 
-    def token(self, step: int, *, start: str = "") -> str:
-        """What the ledger knows a release by: the step, and the weights it starts from.
+    def token(self, step: int, *, start: str = "", sums: str | None = None) -> str:
+        """What the ledger knows a release by: the step, the weights it starts from, the sums.
 
         Equal tokens are the same release: a seeded run repeats itself after a crash, so its
-        repeated steps reveal nothing new. In a secure run no two tokens are equal.
+        repeated steps reveal nothing new. The same noise on other sums (changed data, other
+        dropout masks) is a new release. Without `sums`, what the tokens of all releases at this
+        step from these weights begin with. In a secure run no two tokens are equal.
         """
         if self.seed is None:
             return secrets.token_hex(16)
-        return hashlib.sha256(f"{self.seed}:{step}:{start}".encode()).hexdigest()[:32]
+        key = f"{self.seed}:{step}:{start}"
+        digest = hashlib.sha256(key.encode()).hexdigest()[:24]
+        if sums is None:
+            return digest
+        return digest + hashlib.sha256(f"{key}:{sums}".encode()).hexdigest()[:24]
 
     def _sequence(
         self, purpose: Purpose, step: int, index: int, part: int = 0

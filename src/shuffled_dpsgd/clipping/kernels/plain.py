@@ -190,10 +190,16 @@ def tied_cross_terms(
     return total_B.to(dtype)
 
 
+def may_hold_zeros(factors_B: Tensor) -> bool:
+    """Whether some factor may be zero; asked of the tensor only where that costs no waiting."""
+    return factors_B.device.type != "cpu" or not bool(factors_B.all())
+
+
 def scaled_rows(g_BTP: Tensor, factors_B: Tensor) -> Tensor:
     """f_b g_b in wide precision, exactly zero where f_b is zero."""
     factors = factors_B.to(accumulator_dtype(g_BTP))[:, None, None]
-    return torch.where(factors == 0, 0.0, widen(g_BTP) * factors)
+    scaled = widen(g_BTP) * factors
+    return torch.where(factors == 0, 0.0, scaled) if may_hold_zeros(factors_B) else scaled
 
 
 def weighted_outer_sum(
@@ -201,7 +207,10 @@ def weighted_outer_sum(
 ) -> Tensor:
     """sum_b f_b g_b^T x_b, (P, D); added into `out_PD` when that is given."""
     scaled = scaled_rows(g_BTP, factors_B).flatten(0, 1)
-    kept = torch.where((factors_B == 0)[:, None, None], 0.0, widen(x_BTD)).flatten(0, 1)
+    kept = widen(x_BTD)
+    if may_hold_zeros(factors_B):
+        kept = torch.where((factors_B == 0)[:, None, None], 0.0, kept)
+    kept = kept.flatten(0, 1)
     if out_PD is None:
         return scaled.mT @ kept
     return out_PD.addmm_(scaled.mT, kept)

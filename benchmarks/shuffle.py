@@ -8,6 +8,7 @@ Writes a JSON file and a Markdown report. Full sizes on a GPU; on a CPU small on
 from __future__ import annotations
 
 import argparse
+import copy
 import datetime
 import gc
 import importlib.metadata
@@ -17,13 +18,14 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
 
-from shuffled_dpsgd.permutation import PermutationSpec, apply, discover, draw, fused
+from shuffled_dpsgd.permutation import Permutation, PermutationSpec, apply, discover, draw, fused
 from shuffled_dpsgd.permutation.apply import gather_
 from shuffled_dpsgd_experiments.models import build_model
 
@@ -39,15 +41,23 @@ def synchronise(device: torch.device) -> None:
 
 def seconds(run: Callable[[], object], device: torch.device, *, repeats: int) -> float:
     """Median seconds of one call, each call waited for, after one that does not count."""
+    return host_and_total_seconds(run, device, repeats=repeats)[1]
+
+
+def host_and_total_seconds(
+    run: Callable[[], object], device: torch.device, *, repeats: int
+) -> tuple[float, float]:
+    """Median seconds until a call returns, and until its work on the device is done."""
     run()
     synchronise(device)
-    times = []
+    returned, done = [], []
     for _ in range(repeats):
         start = time.perf_counter()
         run()
+        returned.append(time.perf_counter() - start)
         synchronise(device)
-        times.append(time.perf_counter() - start)
-    return statistics.median(times)
+        done.append(time.perf_counter() - start)
+    return statistics.median(returned), statistics.median(done)
 
 
 def shuffle_matrix(device: torch.device, size: int, repeats: int) -> dict[str, Any]:
@@ -120,18 +130,27 @@ def shuffle_model(
             "draw_seconds": seconds(lambda: draw(spec, generator), device, repeats=repeats),
         }
         permutation = draw(spec, generator)
-        for key, state in (("weights", None), ("weights_and_state", optimizer)):
-            found[f"{key}_seconds"] = seconds(
-                lambda state=state: apply(permutation, model, state), device, repeats=repeats
-            )
+        found["weights_seconds"] = seconds(
+            lambda: apply(permutation, model), device, repeats=repeats
+        )
+        found["host_seconds"], found["weights_and_state_seconds"] = host_and_total_seconds(
+            lambda: apply(permutation, model, optimizer), device, repeats=repeats
+        )
         if device.type == "cuda":
             found["extra_mib"] = extra_memory(lambda: apply(permutation, model, optimizer)) / MIB
-            with mock.patch.object(fused, "can_move", return_value=False):
+            with plain_indexing(permutation) as same:
                 found["without_triton_seconds"] = seconds(
-                    lambda: apply(permutation, model, optimizer), device, repeats=repeats
+                    lambda: apply(same, model, optimizer), device, repeats=5
                 )
             check_kernels(spec, model, generator)
         return found
+
+
+@contextmanager
+def plain_indexing(permutation: Permutation) -> Iterator[Permutation]:
+    """The same permutation of a spec that has nothing prepared, while the kernels refuse all."""
+    with mock.patch.object(fused, "can_move", new=lambda *_: False):
+        yield replace(permutation, spec=copy.deepcopy(permutation.spec))
 
 
 def extra_memory(run: Callable[[], object]) -> int:
@@ -151,26 +170,10 @@ def check_kernels(spec: PermutationSpec, model: Any, generator: torch.Generator)
     apply(permutation, model)
     if all(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True)):
         raise RuntimeError("nothing moved")
-    with mock.patch.object(fused, "can_move", return_value=False):
-        apply(permutation.inverse(), model)
+    with plain_indexing(permutation.inverse()) as inverse:
+        apply(inverse, model)
     if not all(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True)):
         raise RuntimeError("the fused kernels and plain indexing disagree")
-
-
-def sweep_temporary(device: torch.device, repeats: int) -> dict[str, float]:
-    """Seconds for GPT-2 with temporaries of several sizes: the default should be near the best."""
-    found: dict[str, float] = {}
-    with trained("gpt2", device) as (model, optimizer):
-        for size in (8, 16, 32, 64, 128):
-            with mock.patch.object(fused, "TEMPORARY_BYTES", size * MIB):
-                spec = discover(model, scope="full")
-                permutation = draw(spec, torch.Generator(device=device))
-                found[f"{size} MiB"] = seconds(
-                    lambda permutation=permutation: apply(permutation, model, optimizer),
-                    device,
-                    repeats=repeats,
-                )
-    return found
 
 
 def share_of_step(
@@ -202,7 +205,7 @@ def share_of_step(
                 synchronise(device)
                 if block > 0:
                     times.append((time.perf_counter() - start) / steps)
-        alone = seconds(
+        host, alone = host_and_total_seconds(
             lambda: apply(draw(spec, generator), model, optimizer), device, repeats=blocks * steps
         )
     without, with_shuffle = statistics.median(plain), statistics.median(shuffled)
@@ -211,6 +214,7 @@ def share_of_step(
         "precision": "bfloat16 autocast" if device.type == "cuda" else "float32",
         "step_seconds": without,
         "step_and_shuffle_seconds": with_shuffle,
+        "shuffle_host_seconds": host,
         "shuffle_alone_seconds": alone,
         "ratio_in_loop": with_shuffle / without - 1,
         "ratio_alone": alone / without,
@@ -240,14 +244,13 @@ def measure(device: torch.device, *, full: bool) -> dict[str, Any]:
     repeats = 20 if device.type == "cuda" else 3
     small = {} if full else SMALL
     batches = ((32, 128), (128, 128)) if full else ((4, 64),)
-    blocks, steps = (5, 8) if device.type == "cuda" else (2, 1)
+    blocks, steps = (7, 6) if device.type == "cuda" else (2, 1)
     return {
         "environment": environment(device),
         "matrix": shuffle_matrix(device, 10_000 if full else 1_000, repeats),
         "models": [
             shuffle_model(name, device, repeats, small) for name in (MODELS if full else ("gpt2",))
         ],
-        "temporary": sweep_temporary(device, repeats) if device.type == "cuda" else {},
         "steps": [
             share_of_step(device, *batch, blocks=blocks, steps=steps, **small) for batch in batches
         ],
@@ -274,8 +277,8 @@ def render(found: dict[str, Any]) -> str:
         "## Whole models, scope full, float32 weights and AdamW moments",
         "",
         "| model | parameters | moved MiB | largest tensor MiB | draw | weights | weights + state "
-        "| without Triton | extra MiB |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| of which on the host | without Triton | extra MiB |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in found["models"]:
         plain = row.get("without_triton_seconds")
@@ -284,6 +287,7 @@ def render(found: dict[str, Any]) -> str:
             f"| {row['model']} | {row['parameters']:,} | {row['moved_mib']:.0f} "
             f"| {row['largest_tensor_mib']:.1f} | {1e3 * row['draw_seconds']:.2f} "
             f"| {1e3 * row['weights_seconds']:.2f} | {1e3 * row['weights_and_state_seconds']:.2f} "
+            f"| {1e3 * row['host_seconds']:.2f} "
             f"| {'' if plain is None else f'{1e3 * plain:.2f}'} "
             f"| {'' if extra is None else f'{extra:.1f}'} |"
         )
@@ -291,19 +295,18 @@ def render(found: dict[str, Any]) -> str:
         "",
         "## Share of a non-private GPT-2 step (AdamW; draw, weights and moments every step)",
         "",
-        "| batch | precision | step | step + shuffle | shuffle alone | in the loop | alone |",
-        "|---|---|---|---|---|---|---|",
+        "| batch | precision | step | step + shuffle | shuffle alone | of which on the host "
+        "| in the loop | alone |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     lines += [
         f"| {row['batch']} | {row['precision']} | {1e3 * row['step_seconds']:.2f} "
         f"| {1e3 * row['step_and_shuffle_seconds']:.2f} "
-        f"| {1e3 * row['shuffle_alone_seconds']:.2f} | {row['ratio_in_loop']:+.1%} "
+        f"| {1e3 * row['shuffle_alone_seconds']:.2f} | {1e3 * row['shuffle_host_seconds']:.2f} "
+        f"| {row['ratio_in_loop']:+.1%} "
         f"| {row['ratio_alone']:.1%} |"
         for row in found["steps"]
     ]
-    if found["temporary"]:
-        sizes = ", ".join(f"{n}: {1e3 * v:.2f}" for n, v in found["temporary"].items())
-        lines += ["", f"GPT-2 with its moments, by size of the temporary (ms): {sizes}."]
     return "\n".join(lines) + "\n"
 
 

@@ -1,6 +1,7 @@
 """The fused kernels move exactly what plain indexing moves.
 
-On a GPU they are compiled; where only Triton's interpreter is at hand, they run in it.
+On a GPU they are compiled; where only Triton's interpreter is at hand, they run in it. The
+interpreter runs one program after another, so that programs do not share elements is tested apart.
 """
 
 from __future__ import annotations
@@ -9,37 +10,50 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
+from torch import nn
 
 from permutation.zoo import FAMILIES
 from shuffled_dpsgd.permutation import apply, apply_to_tensors, discover, draw, fused
 
 TESTS = Path(__file__).resolve().parents[1]
+CPU = torch.device("cpu")
 
 INTERPRETED = """
 import torch
 from permutation.zoo import FAMILIES
 from shuffled_dpsgd.permutation import apply_to_tensors, discover, draw, fused
 
-for family in ("gpt2", "vit", "llama"):
-    for scope in ("paper", "full"):
-        for dtype in (torch.float32, torch.bfloat16):
+def agree(spec, seed, tensors):
+    permutation = draw(spec, torch.Generator().manual_seed(seed))
+    expected = {n: t.clone() for n, t in tensors.items()}
+    apply_to_tensors(permutation, expected)
+    fused.move(permutation, fused.prepare(spec, list(tensors.items())))
+    assert all(torch.equal(tensors[n], expected[n]) for n in tensors)
+
+for program_bytes in (16 << 10, 64):
+    fused.PROGRAM_BYTES = {"columns": program_bytes, "rows": program_bytes}
+    for family in ("gpt2", "vit", "llama"):
+        for scope, dtype in (("paper", torch.float32), ("full", torch.bfloat16)):
             model = FAMILIES[family]().model.to(dtype)
             spec = discover(model, scope=scope)
-            permutation = draw(spec, torch.Generator().manual_seed(0))
             moved = {n: p.detach() for n, p in model.named_parameters() if n in spec.axes_of}
-            expected = {n: t.clone() for n, t in moved.items()}
-            apply_to_tensors(permutation, expected)
-            fused.move(permutation, list(moved.items()))
-            assert all(torch.equal(moved[n], expected[n]) for n in moved)
+            agree(spec, 0, moved)
+            flat = torch.randn(1 + sum(t.numel() for t in moved.values())).to(dtype)
+            parts = flat[1:].split([t.numel() for t in moved.values()])
+            odd = {n: part.view(moved[n].shape) for n, part in zip(moved, parts)}
+            agree(spec, 1, odd)
+            assert flat[0] != 0
 """
 
 
 def test_interpreted_kernels_agree_with_indexing() -> None:
     pytest.importorskip("triton")
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(TESTS)}
+    paths = os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": paths}
     subprocess.run([sys.executable, "-c", INTERPRETED], check=True, env=environment)
 
 
@@ -49,9 +63,22 @@ def test_interpreted_kernels_agree_with_indexing() -> None:
 def test_compiled_kernels_agree_with_indexing(family: str, dtype: torch.dtype) -> None:
     assert fused.kernels() is not None
     model = FAMILIES[family]().model.to("cuda", dtype)
+    _assert_compiled_agrees(model, draws=5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("hidden", [3072, 5000])
+def test_compiled_kernels_agree_at_full_width(hidden: int, dtype: torch.dtype) -> None:
+    model = nn.Sequential(nn.Linear(768, hidden), nn.GELU(), nn.Linear(hidden, 768))
+    _assert_compiled_agrees(model.to("cuda", dtype), draws=10)
+
+
+def _assert_compiled_agrees(model: nn.Module, draws: int) -> None:
     spec = discover(model, scope="full")
     generator = torch.Generator(device="cuda").manual_seed(0)
-    for _ in range(5):
+    assert all(fused.can_move(spec, n, p) for n, p in model.named_parameters() if n in spec.axes_of)
+    for _ in range(draws):
         permutation = draw(spec, generator)
         expected = {n: p.detach().cpu() for n, p in model.named_parameters()}
         apply_to_tensors(permutation.to("cpu"), expected)
@@ -60,7 +87,7 @@ def test_compiled_kernels_agree_with_indexing(family: str, dtype: torch.dtype) -
 
 
 @pytest.mark.gpu
-def test_a_shuffle_never_waits_for_the_device() -> None:
+def test_a_shuffle_never_waits_for_the_device_nor_takes_memory() -> None:
     model = FAMILIES["gpt2"]().model.cuda()
     optimizer = torch.optim.AdamW(model.parameters(), capturable=True)
     for parameter in model.parameters():
@@ -68,7 +95,12 @@ def test_a_shuffle_never_waits_for_the_device() -> None:
     optimizer.step()
     spec = discover(model, scope="full")
     generator = torch.Generator(device="cuda").manual_seed(0)
-    apply(draw(spec, generator), model, optimizer)
+    permutation = draw(spec, generator)
+    apply(permutation, model, optimizer)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    apply(permutation, model, optimizer)
+    assert torch.cuda.max_memory_allocated() - before <= permutation.packed.nbytes
     torch.cuda.set_sync_debug_mode("error")
     try:
         apply(draw(spec, generator), model, optimizer)
@@ -83,10 +115,50 @@ def test_every_tensor_of_the_families_is_served() -> None:
             assert all(fused.matrix_shape(spec, name) for name in spec.axes_of)
 
 
-def test_the_temporary_is_no_larger_than_the_largest_tensor() -> None:
-    spec = discover(FAMILIES["bert"]().model, scope="full")
+@pytest.mark.parametrize("program_bytes", [16 << 10, 64])
+@pytest.mark.parametrize("family", ["bert", "vit", "gpt2", "llama"])
+def test_programs_share_no_element_and_miss_none(family: str, program_bytes: int) -> None:
+    spec = discover(FAMILIES[family]().model, scope="full")
     names = tuple(spec.axes_of)
-    plan = fused._plan(spec, names, 4, torch.device("cpu"))
-    largest = max(torch.Size(shape).numel() for shape in spec.shapes.values())
-    assert 0 < plan.temporary_elements <= largest
-    assert plan.jobs.shape == (len(names), 5)
+    sizes = {"columns": program_bytes, "rows": program_bytes}
+    with mock.patch.object(fused, "PROGRAM_BYTES", sizes):
+        launches = fused.launches(spec, names, 4, CPU)
+    for moving in ("columns", "rows"):
+        touched = {name: torch.zeros(spec.shapes[name], dtype=torch.int64) for name in names}
+        for launch in launches:
+            if launch.tile.moving == moving:
+                _touch(launch, [touched[name] for name in names])
+        for name in names:
+            shape = fused.matrix_shape(spec, name)
+            assert shape is not None
+            moves = shape.col_layout if moving == "columns" else shape.row_layout
+            assert (touched[name] == int(moves is not None)).all(), name
+
+
+def _touch(launch: fused.Launch, tensors: list[torch.Tensor]) -> None:
+    """Add one to every element a program of the launch owns, as the kernels take their share."""
+    tile = launch.tile
+    for program, job in enumerate(launch.programs.tolist()):
+        place, rows, cols, _, first = launch.jobs[job].tolist()
+        matrix = tensors[place].view(rows, cols)
+        block = program - first
+        if tile.moving == "columns":
+            assert cols <= tile.cols
+            matrix[block * tile.rows : (block + 1) * tile.rows] += 1
+        else:
+            assert rows <= tile.rows
+            matrix[:, block * tile.cols : (block + 1) * tile.cols] += 1
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, 8])
+def test_tiles_fit_and_tell_the_truth_about_alignment(size: int) -> None:
+    for rows in (1, 7, 768, 3072, 5120, 16384):
+        for cols in (1, 6, 768, 3072, 16384):
+            shape = fused.Shape(rows=rows, cols=cols, row_layout=0, col_layout=0)
+            for moving in ("columns", "rows"):
+                tile = fused.tile_of(shape, moving, size)
+                assert tile.rows * tile.cols * size <= 128 << 10
+                assert 4 <= fused.num_warps(tile, size) <= 32
+                assert tile.alignment >= size
+                assert cols * size % tile.alignment == 0
+                assert tile.moving == "columns" or tile.cols * size % tile.alignment == 0

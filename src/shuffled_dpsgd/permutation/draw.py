@@ -36,13 +36,17 @@ class _Level:
 
 @dataclass(frozen=True, kw_only=True)
 class _Packing:
-    """Where each layout's index vector lies in the packed tensor, and how groups fill it."""
+    """Where each layout's index vector lies in the packed tensor, and how groups fill it.
+
+    `by_size` lists the groups of each size; in that order their permutations are held one after
+    another when they fill the vectors.
+    """
 
     starts: tuple[int, ...]
     length: int
     offsets: torch.Tensor
     levels: tuple[_Level, ...]
-    sizes: dict[int, torch.Tensor]
+    by_size: dict[int, tuple[int, ...]]
 
     def to(self, device: torch.device) -> _Packing:
         return _Packing(
@@ -50,7 +54,7 @@ class _Packing:
             length=self.length,
             offsets=self.offsets.to(device),
             levels=tuple(level.to(device) for level in self.levels),
-            sizes={size: order.to(device) for size, order in self.sizes.items()},
+            by_size=self.by_size,
         )
 
 
@@ -118,13 +122,14 @@ def draw(spec: PermutationSpec, generator: torch.Generator) -> Permutation:
     from uniformity, have probability below size² / 2⁶⁴ in a group.
     """
     packing = packing_of(spec, generator.device)
-    drawn = torch.empty(
-        sum(group.size for group in spec.groups), dtype=torch.int64, device=generator.device
-    )
-    for size, slots in packing.sizes.items():
-        keys = torch.empty(slots.shape[0], size, dtype=torch.int64, device=generator.device)
-        drawn[slots] = keys.random_(generator=generator).argsort(dim=1)
-    return Permutation(spec=spec, packed=_pack(drawn, packing))
+    drawn = [
+        torch.empty(len(groups), size, dtype=torch.int64, device=generator.device)
+        .random_(generator=generator)
+        .argsort(dim=1)
+        .flatten()
+        for size, groups in packing.by_size.items()
+    ]
+    return _pack(spec, drawn, generator.device)
 
 
 def from_groups(spec: PermutationSpec, permutations: Sequence[torch.Tensor]) -> Permutation:
@@ -142,8 +147,13 @@ def from_groups(spec: PermutationSpec, permutations: Sequence[torch.Tensor]) -> 
             )
     if not permutations:
         return identity(spec)
-    drawn = torch.cat([p.to(torch.int64) for p in permutations])
-    return Permutation(spec=spec, packed=_pack(drawn, packing_of(spec, drawn.device)))
+    device = permutations[0].device
+    by_size = packing_of(spec, device).by_size
+    return _pack(
+        spec,
+        [permutations[g].to(torch.int64) for groups in by_size.values() for g in groups],
+        device,
+    )
 
 
 def packing_of(spec: PermutationSpec, device: torch.device) -> _Packing:
@@ -155,11 +165,18 @@ def packing_of(spec: PermutationSpec, device: torch.device) -> _Packing:
     return cache[device]
 
 
-def _pack(drawn: torch.Tensor, packing: _Packing) -> torch.Tensor:
-    packed = torch.arange(packing.length, device=drawn.device)
+def _pack(spec: PermutationSpec, drawn: list[torch.Tensor], device: torch.device) -> Permutation:
+    """The element whose groups' permutations, in the order of the packing, are `drawn`."""
+    packing = packing_of(spec, device)
+    if not drawn:
+        return identity(spec, device)
+    slots = torch.cat(drawn)
+    packed: torch.Tensor | None = None
     for level in packing.levels:
-        packed = packed[level.base + level.step * drawn[level.slot]]
-    return packed - packing.offsets
+        source = torch.addcmul(level.base, level.step, slots.index_select(0, level.slot))
+        packed = source if packed is None else packed.index_select(0, source)
+    assert packed is not None
+    return Permutation(spec=spec, packed=packed - packing.offsets)
 
 
 def _build_packing(spec: PermutationSpec) -> _Packing:
@@ -168,13 +185,15 @@ def _build_packing(spec: PermutationSpec) -> _Packing:
     for layout in spec.layouts:
         starts.append(length)
         length += layout.size
-    first_slot: list[int] = []
-    slots = 0
     by_size: dict[int, list[int]] = {}
-    for group in spec.groups:
-        first_slot.append(slots)
-        by_size.setdefault(group.size, []).append(slots)
-        slots += group.size
+    for index, group in enumerate(spec.groups):
+        by_size.setdefault(group.size, []).append(index)
+    first_slot = [0] * len(spec.groups)
+    slots = 0
+    for size, groups in by_size.items():
+        for index in groups:
+            first_slot[index] = slots
+            slots += size
     offsets = torch.zeros(length, dtype=torch.int64)
     for start, layout in zip(starts, spec.layouts, strict=True):
         offsets[start : start + layout.size] = start
@@ -194,10 +213,7 @@ def _build_packing(spec: PermutationSpec) -> _Packing:
         length=length,
         offsets=offsets,
         levels=tuple(tables),
-        sizes={
-            size: torch.tensor(firsts)[:, None] + torch.arange(size)
-            for size, firsts in by_size.items()
-        },
+        by_size={size: tuple(groups) for size, groups in by_size.items()},
     )
 
 

@@ -1,8 +1,9 @@
 """Moves all tensors of a model with a few launches, where Triton and a GPU are at hand.
 
-A launch per tensor and axis would cost more than the data it moves. Here tensors that move only
-along their rows' entries are done in place, all in one launch per row length; the others pass
-through one temporary, as many at a time as it holds.
+A launch per tensor and axis would cost more than the data it moves. Here one launch moves the
+columns of all tensors of similar row length, another the rows of all tensors with a similar number
+of them. Both work in place. What to launch is worked out once per spec; a step then looks up
+addresses and launches.
 """
 
 from __future__ import annotations
@@ -14,19 +15,23 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import ModuleType
+from typing import Literal
 
 import torch
 
 from shuffled_dpsgd.permutation.draw import Permutation, packing_of
 from shuffled_dpsgd.permutation.spec import PermutationSpec
 
-# Data of this size stays in the GPU's cache between gather and copy. The temporary is never larger
-# than the largest tensor, and grows beyond this only for a tensor that needs it.
-TEMPORARY_BYTES = 32 << 20
-# Rows this long fill a program by themselves; shorter ones share it.
-_ELEMENTS_PER_PROGRAM = 1024
-_LONGEST_ROW = 16384
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+# What one program holds. Columns: short rows share a program, which is small, so that many run at
+# once. Rows: all that registers take, for the widest slab is the best use of memory.
+PROGRAM_BYTES = {"columns": 8 << 10, "rows": 128 << 10}
+_BYTES_PER_WARP = {"columns": 2 << 10, "rows": 8 << 10}
+_WIDEST_SLAB_BYTES = 512
+_VECTOR_BYTES = 16
+_LONGEST_AXIS = 16384
+_ELEMENT_SIZES = (1, 2, 4, 8)
+
+Pass = Literal["columns", "rows"]
 
 
 @functools.cache
@@ -36,9 +41,9 @@ def kernels() -> ModuleType | None:
         return None
     if importlib.util.find_spec("triton") is None:
         return None
-    from shuffled_dpsgd.permutation import triton_gather
+    from shuffled_dpsgd.permutation import triton_permute
 
-    return triton_gather
+    return triton_permute
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,28 +57,35 @@ class Shape:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Launch:
-    """Jobs of one row length, small enough together for the temporary."""
+class Tile:
+    """What one program holds in a pass, and the alignment in bytes of every row of its tensors."""
 
-    in_place: bool
-    block_rows: int
-    block_cols: int
-    programs: torch.Tensor
+    moving: Pass
+    rows: int
+    cols: int
+    alignment: int
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Plan:
+class Launch:
+    """One pass over all tensors that share a tile."""
+
+    tile: Tile
     jobs: torch.Tensor
-    launches: tuple[_Launch, ...]
-    temporary_elements: int
+    programs: torch.Tensor
 
 
 def can_move(spec: PermutationSpec, name: str, tensor: torch.Tensor) -> bool:
-    """Whether the kernels can move a tensor shaped like the named parameter."""
+    """Whether the kernels can move a tensor shaped like the named parameter.
+
+    A subclass may hold its data elsewhere or in parts; its address would mean nothing.
+    """
     return (
         tensor.is_cuda
+        and type(tensor) in (torch.Tensor, torch.nn.Parameter)
+        and tensor.layout == torch.strided
         and tensor.is_contiguous()
-        and tensor.element_size() in _INTEGERS
+        and tensor.element_size() in _ELEMENT_SIZES
         and kernels() is not None
         and matrix_shape(spec, name) is not None
     )
@@ -87,116 +99,131 @@ def matrix_shape(spec: PermutationSpec, name: str) -> Shape | None:
     return cache[name]
 
 
-def move(permutation: Permutation, moving: Sequence[tuple[str, torch.Tensor]]) -> None:
-    """Permute tensors of one element size on one device, in place."""
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """Tensors of one element size on one device, ready to be moved while their addresses hold."""
+
+    launches: tuple[Launch, ...]
+    pointers: torch.Tensor
+    element_size: int
+    aligned: bool
+
+
+def prepare(spec: PermutationSpec, moving: Sequence[tuple[str, torch.Tensor]]) -> Prepared:
+    """Look up the launches for tensors of one element size and device; send their addresses."""
     device = moving[0][1].device
     size = moving[0][1].element_size()
-    plan = _plan(permutation.spec, tuple(name for name, _ in moving), size, device)
-    packed = permutation.to(device).packed
-    addresses = torch.tensor([tensor.data_ptr() for _, tensor in moving])
+    pointers = torch.tensor([tensor.data_ptr() for _, tensor in moving])
+    aligned = bool((pointers % _VECTOR_BYTES == 0).all())
     if device.type == "cuda":
-        addresses = addresses.pin_memory().to(device, non_blocking=True)
-    temporary = torch.empty(max(plan.temporary_elements, 1), dtype=_INTEGERS[size], device=device)
+        pointers = pointers.pin_memory().to(device, non_blocking=True)
+    return Prepared(
+        launches=launches(spec, tuple(name for name, _ in moving), size, device),
+        pointers=pointers,
+        element_size=size,
+        aligned=aligned,
+    )
+
+
+def move(permutation: Permutation, prepared: Prepared) -> None:
+    """Permute the tensors in place."""
     code = kernels()
     assert code is not None
-    with torch.cuda.device_of(addresses):
-        for launch in plan.launches:
+    pointers, size = prepared.pointers, prepared.element_size
+    packed = permutation.to(pointers.device).packed.to(torch.int32)
+    with torch.cuda.device_of(pointers):
+        for launch in prepared.launches:
+            tile = launch.tile
             grid = (launch.programs.shape[0],)
-            block = {
+            tables = (pointers, launch.jobs, launch.programs, packed)
+            constants = {
                 "ELEMENT": code.ELEMENT[size],
                 "FIELDS": code.JOB_FIELDS,
-                "ROWS": launch.block_rows,
-                "COLS": launch.block_cols,
-                "num_warps": 4 if launch.block_cols <= _ELEMENTS_PER_PROGRAM else 8,
+                "ROWS": tile.rows,
+                "COLS": tile.cols,
+                "num_warps": num_warps(tile, size),
             }
-            known = (addresses, plan.jobs, launch.programs)
-            if launch.in_place:
-                code.permute_columns[grid](*known, packed, **block)
+            if tile.moving == "columns":
+                code.permute_columns[grid](*tables, **constants)
             else:
-                code.gather_rows[grid](*known, packed, temporary, **block)
-                code.copy_rows[grid](*known, temporary, **block)
+                alignment = tile.alignment if prepared.aligned else size
+                code.permute_rows[grid](*tables, **constants, SIZE=size, ALIGNMENT=alignment)
+
+
+def num_warps(tile: Tile, size: int) -> int:
+    """Warps for a tile; an element takes a register of 4 bytes even if it is smaller."""
+    held = tile.rows * tile.cols * max(size, 4)
+    return min(max(held // _BYTES_PER_WARP[tile.moving], 4), 32)
 
 
 def _matrix_shape(shape: tuple[int, ...], axes: dict[int, int]) -> Shape | None:
     last = len(shape) - 1
     elements = math.prod(shape)
+    if any(shape[axis] > _LONGEST_AXIS for axis in axes):
+        return None
     if set(axes) == {last}:
-        seen = Shape(
+        return Shape(
             rows=elements // shape[last], cols=shape[last], row_layout=None, col_layout=axes[last]
         )
-    elif set(axes) == {0} or (set(axes) == {0, last} and last == 1):
-        seen = Shape(
+    if set(axes) == {0} or (set(axes) == {0, last} and last == 1):
+        return Shape(
             rows=shape[0],
             cols=elements // shape[0],
             row_layout=axes[0],
             col_layout=axes.get(last),
         )
-    else:
-        return None
-    return seen if seen.cols <= _LONGEST_ROW else None
+    return None
 
 
-def _plan(spec: PermutationSpec, names: tuple[str, ...], size: int, device: torch.device) -> _Plan:
+def launches(
+    spec: PermutationSpec, names: tuple[str, ...], size: int, device: torch.device
+) -> tuple[Launch, ...]:
     """The launches for these tensors, made once: they do not depend on addresses or draws."""
-    cache: dict[object, _Plan] = spec.derived["launches"]
+    cache: dict[object, tuple[Launch, ...]] = spec.derived["launches"]
     key = (names, size, device)
     if key not in cache:
         shapes = [matrix_shape(spec, name) for name in names]
-        cache[key] = _build_plan(spec, [s for s in shapes if s is not None], size, device)
+        starts = packing_of(spec, torch.device("cpu")).starts
+        cache[key] = _build_launches([s for s in shapes if s is not None], starts, size, device)
     return cache[key]
 
 
-def _build_plan(
-    spec: PermutationSpec, shapes: Sequence[Shape], size: int, device: torch.device
-) -> _Plan:
-    starts = packing_of(spec, torch.device("cpu")).starts
-    largest = max(shape.rows * shape.cols for shape in shapes)
-    limit = min(TEMPORARY_BYTES // size, largest)
-    fields: list[tuple[int, ...]] = []
-    launches: dict[tuple[bool, int, int], list[int]] = {}
-    filled: dict[int, list[int]] = {}
-    for job, shape in enumerate(shapes):
-        width = 1 << (shape.cols - 1).bit_length()
-        batch = place = 0
-        if shape.row_layout is not None:
-            batch, place = _reserve(filled.setdefault(width, [0]), shape.rows * shape.cols, limit)
-        launches.setdefault((shape.row_layout is None, width, batch), []).append(job)
-        row_start = -1 if shape.row_layout is None else starts[shape.row_layout]
-        col_start = -1 if shape.col_layout is None else starts[shape.col_layout]
-        fields.append((shape.rows, shape.cols, row_start, col_start, place))
-    return _Plan(
-        jobs=torch.tensor(fields).to(device),
-        launches=tuple(
-            _launch(shapes, jobs, in_place=in_place, width=width, device=device)
-            for (in_place, width, _), jobs in launches.items()
-        ),
-        temporary_elements=max(
-            (most for batches in filled.values() for most in batches), default=0
-        ),
-    )
+def _build_launches(
+    shapes: Sequence[Shape], starts: Sequence[int], size: int, device: torch.device
+) -> tuple[Launch, ...]:
+    """Columns first, then rows: the passes commute, and a tensor may need either or both."""
+    found: list[Launch] = []
+    for moving in ("columns", "rows"):
+        by_tile: dict[Tile, list[tuple[int, ...]]] = {}
+        for place, shape in enumerate(shapes):
+            layout = shape.col_layout if moving == "columns" else shape.row_layout
+            if layout is not None:
+                job = (place, shape.rows, shape.cols, starts[layout])
+                by_tile.setdefault(tile_of(shape, moving, size), []).append(job)
+        found += [_launch(tile, jobs, device) for tile, jobs in by_tile.items()]
+    return tuple(found)
 
 
-def _reserve(batches: list[int], elements: int, limit: int) -> tuple[int, int]:
-    """Place in the temporary for one more tensor: in the last batch, or in a new one."""
-    if batches[-1] and batches[-1] + elements > limit:
-        batches.append(0)
-    place = batches[-1]
-    batches[-1] += elements
-    return len(batches) - 1, place
+def tile_of(shape: Shape, moving: Pass, size: int) -> Tile:
+    """The region one program moves: whole along the moving axis, powers of two along both."""
+    whole = 1 << ((shape.cols if moving == "columns" else shape.rows) - 1).bit_length()
+    across = PROGRAM_BYTES[moving] // whole
+    if moving == "columns":
+        return Tile(moving=moving, rows=max(across // size, 1), cols=whole, alignment=size)
+    cols = max(min(across, _WIDEST_SLAB_BYTES) // size, 1)
+    alignment = math.gcd(shape.cols * size, cols * size, _VECTOR_BYTES)
+    return Tile(moving=moving, rows=whole, cols=cols, alignment=alignment)
 
 
-def _launch(
-    shapes: Sequence[Shape], jobs: list[int], *, in_place: bool, width: int, device: torch.device
-) -> _Launch:
-    block_rows = max(1, _ELEMENTS_PER_PROGRAM // width)
-    programs = [
-        torch.stack([torch.full((blocks,), job), torch.arange(blocks)], dim=1)
-        for job in jobs
-        for blocks in [-(-shapes[job].rows // block_rows)]
-    ]
-    return _Launch(
-        in_place=in_place,
-        block_rows=block_rows,
-        block_cols=width,
-        programs=torch.cat(programs).to(device),
+def _launch(tile: Tile, jobs: list[tuple[int, ...]], device: torch.device) -> Launch:
+    fields = torch.tensor(jobs)
+    rows, cols = fields[:, 1], fields[:, 2]
+    whole, block = (rows, tile.rows) if tile.moving == "columns" else (cols, tile.cols)
+    programs = (whole + block - 1) // block
+    first = programs.cumsum(0) - programs
+    owners = torch.arange(len(jobs), dtype=torch.int32).repeat_interleave(programs)
+    return Launch(
+        tile=tile,
+        jobs=torch.cat([fields, first[:, None]], dim=1).to(device),
+        programs=owners.to(device),
     )

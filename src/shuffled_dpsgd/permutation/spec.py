@@ -168,6 +168,10 @@ class PermutationSpec:
         """Tables that drawing and applying compute from the spec once, by purpose and key."""
         return defaultdict(dict)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """All but `derived`: a copy makes its own tables, on its own devices."""
+        return {key: value for key, value in vars(self).items() if key != "derived"}
+
     def count_by_kind(self) -> dict[str, dict[str, float]]:
         """Per kind: number of groups, parameters in tensors it moves, log10 of its order.
 

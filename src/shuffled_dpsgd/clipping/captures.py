@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from shuffled_dpsgd.clipping import cost, kernels
+from shuffled_dpsgd.clipping.precision import full_float32
 
 
 class Contribution(Protocol):
@@ -52,6 +53,7 @@ def positions(tensor: Tensor) -> Tensor:
     return tensor.flatten(1, -2)
 
 
+@full_float32()
 def stored_outer(left_BTR: Tensor, right_BTC: Tensor) -> Tensor:
     """Every sample's left^T right, accumulated in float32 or float64: (B, R, C)."""
     return kernels.outer_products(left_BTR, right_BTC)

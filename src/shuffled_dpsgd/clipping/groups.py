@@ -14,6 +14,7 @@ from torch import Tensor
 from shuffled_dpsgd.clipping import cost
 from shuffled_dpsgd.clipping.batch import Batch, Entry
 from shuffled_dpsgd.clipping.captures import Contribution
+from shuffled_dpsgd.clipping.precision import full_float32
 from shuffled_dpsgd.clipping.rules.base import Slot
 from shuffled_dpsgd.clipping.tied import joint_sq_norms
 
@@ -38,6 +39,7 @@ class Group:
         """Whether every call the forward made has been recorded, so that no more can come."""
         return len(entries) >= sum(batch.calls[slot.index] for slot in self.slots)
 
+    @full_float32()
     def sq_norms(self, entries: Sequence[Entry], choose: cost.Chooser) -> Tensor:
         """(B,) squared norms of the group's gradients, cross terms included."""
         if len(entries) == 1 and not self.shared:
@@ -50,6 +52,7 @@ class Group:
         norms = [joint_sq_norms(found, self.shapes[name], choose) for name, found in parts.items()]
         return norms[0] if len(norms) == 1 else torch.stack(norms).sum(0)
 
+    @full_float32()
     def add_sums(
         self, entries: Sequence[Entry], factors_B: Tensor, sums: dict[str, Tensor]
     ) -> None:

@@ -28,9 +28,16 @@ def knobs() -> tuple[str, str]:
 def test_shortcuts_are_off_inside_and_back_afterwards() -> None:
     before = knobs()
     assert before == ("tf32", "bf16")
-    with pytest.raises(RuntimeError, match="stop"), full_float32():
-        assert knobs() == ("ieee", "ieee")
+    inside: list[tuple[str, str]] = []
+
+    @full_float32()
+    def fails() -> None:
+        inside.append(knobs())
         raise RuntimeError("stop")
+
+    with pytest.raises(RuntimeError, match="stop"):
+        fails()
+    assert inside == [("ieee", "ieee")]
     assert knobs() == before
 
 

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
-_KNOBS = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)
+_KNOBS = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # type: ignore[attr-defined]
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from shuffled_dpsgd.clipping import cost
 from shuffled_dpsgd.clipping.batch import Batch, Entry, Phase
 from shuffled_dpsgd.clipping.factors import ClipFunction
 from shuffled_dpsgd.clipping.groups import Group
+from shuffled_dpsgd.clipping.precision import full_float32
 from shuffled_dpsgd.clipping.rules.norms import Unsummed, settle
 from shuffled_dpsgd.clipping.totals import Totals
 from shuffled_dpsgd.clipping.wholesale import Wholesale
@@ -98,6 +99,7 @@ class WholeGradient:
         for run, sums_LBCD in settle([entry.saved[0] for entry in waiting]):
             batch.norm_runs.append(([waiting[i].slot for i in run], sums_LBCD))
 
+    @full_float32()
     def finish(self, batch: Batch) -> None:
         rule = self.rule
         self._settle(batch)

@@ -26,7 +26,6 @@ from shuffled_dpsgd.clipping.captures import (
     RowSumGrad,
 )
 from shuffled_dpsgd.clipping.groups import Group
-from shuffled_dpsgd.clipping.precision import full_float32
 from shuffled_dpsgd.clipping.rules.base import Slot
 
 # Per-sample gradients larger than this are worth an operation of their own.
@@ -80,7 +79,6 @@ class Wholesale:
         _, T, R = outer.left_BTR.shape
         return self._choose(T, R, outer.right_BTC.shape[2]) is cost.Route.GRAM
 
-    @full_float32()
     def squares(self) -> list[Tensor]:
         """(B,) squared norms whose sum is the squared norm over all parameters."""
         found = [group.sq_norms(entries, self._choose) for group, entries in self._grouped]
@@ -102,7 +100,6 @@ class Wholesale:
             found.append(self._side_by_side_BN.square().sum(1))
         return found
 
-    @full_float32()
     def add_sums(self, factors_B: Tensor, sums: dict[str, Tensor]) -> None:
         """Add the factor-weighted sums over the batch to the running sums."""
         for outers in _rounds(self._parts, OuterGrad):

@@ -334,3 +334,12 @@ def test_in_place_operation_after_a_layer_does_not_disturb_its_gradient() -> Non
 
     x = torch.randn(3, 5, 4, dtype=torch.float64, requires_grad=True)
     assert_exact(InPlace().double(), losses, {"x": x})
+
+
+def test_gradient_hooks_on_parameters_are_refused() -> None:
+    model = nn.Linear(3, 2)
+    handle = model.weight.register_hook(lambda grad: grad * 0)
+    with pytest.raises(UnsupportedModuleError, match="gradient hooks"):
+        ClippingEngine(model)
+    handle.remove()
+    ClippingEngine(model)

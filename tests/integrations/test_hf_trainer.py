@@ -281,3 +281,26 @@ def test_privacy_arguments_parse_from_a_command_line() -> None:
     assert parsed == PrivacyArguments(
         delta=1e-5, epsilon=2.0, shuffle="at-release", batch_clip_norm=3.0
     )
+
+
+def test_a_loss_that_mixes_records_is_refused(tmp_path: Path) -> None:
+    def centred(outputs: Any, labels: torch.Tensor) -> torch.Tensor:
+        logits = outputs.logits - outputs.logits.mean(0)
+        return torch.nn.functional.cross_entropy(logits, labels, reduction="none")
+
+    trainer = build(tmp_path, model=tiny_bert(dropout=0.0), per_sample_loss=centred)
+    with pytest.raises(InvalidArgumentError, match="per_sample_loss"):
+        trainer.train()
+    assert trainer.private.ledger.spent == 0
+
+
+def test_a_run_stopped_early_is_shuffled_at_its_release(tmp_path: Path) -> None:
+    class Stop(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            control.should_training_stop = True
+
+    trainer = build(tmp_path, callbacks=[Stop()], privacy=privacy(shuffle="at-release"))
+    trainer.train()
+    assert trainer.private.released
+    assert trainer.card().steps_released == 1
+    assert "not yet applied" not in str(trainer.card())

@@ -87,3 +87,8 @@ def test_seeded_runs_warn_and_never_print_the_seed() -> None:
     assert "whoever learns the seed" in str(seeded)
     assert "987654321" not in str(seeded) + seeded.dumps()
     assert "operating system" in str(card(seed=None))
+
+
+def test_a_delta_that_protects_nobody_is_said() -> None:
+    assert any("not below 1/1000" in line for line in card(delta=1e-3).not_covered)
+    assert not any("not below" in line for line in card(delta=9e-4).not_covered)

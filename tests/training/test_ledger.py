@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import threading
 from pathlib import Path
 
 import pytest
@@ -103,3 +105,18 @@ def test_a_checkpoint_ahead_of_its_ledger_is_refused(tmp_path: Path) -> None:
         ledger.adopt(("a", "b"), durable=True)
     ledger.adopt(("a", "b"), durable=False)
     assert open_ledger(ledger.path).spent == 2
+
+
+def test_two_writers_take_turns(tmp_path: Path) -> None:
+    """The check that nobody else wrote and the writing itself are one, across processes."""
+    path = tmp_path / "ledger.jsonl"
+    ledger = open_ledger(path)
+    holder = open(path, "ab")  # noqa: SIM115 - closed below, to let the writer go on
+    fcntl.flock(holder, fcntl.LOCK_EX)
+    writer = threading.Thread(target=lambda: ledger.record(step=0, token="a"))
+    writer.start()
+    writer.join(timeout=0.2)
+    assert writer.is_alive()
+    holder.close()
+    writer.join()
+    assert ledger.spent == 1

@@ -411,3 +411,11 @@ def test_a_repetition_that_differs_cannot_overspend(tmp_path: Path) -> None:
     outcome = train(changed, data, classify, settings=LoopSettings(price_steps=False))
     assert (outcome.steps_taken, outcome.finished, changed.ledger.spent) == (0, True, 1)
     assert distance(before, weights(changed.model)) == 0.0
+
+
+def test_the_card_says_when_the_shuffle_is_still_to_come() -> None:
+    private = private_mlp(shuffle="at-release")
+    run(private, mlp_case())
+    assert "at-release (not yet applied)" in private.card().shuffle
+    private.release()
+    assert "not yet" not in private.card().shuffle

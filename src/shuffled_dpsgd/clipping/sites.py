@@ -32,6 +32,7 @@ def build_slots(model: nn.Module, recorder: Recorder) -> list[Slot]:
         UnsupportedModuleError: some trainable parameter cannot be handled exactly.
     """
     names = canonical_names(model)
+    _refuse_hooks(model)
     slots: list[Slot] = []
     for path, module, rule in _handled(model, "", names):
         owned = _trainable(module, names, recurse=rule.takes_children)
@@ -112,6 +113,20 @@ def _refuse_known(module: nn.Module, path: str) -> None:
                 got=f"the relative position bias of {type(module).__name__}, which all samples "
                 "share without a batch axis",
                 remedy="freeze it: .relative_attention_bias.requires_grad_(False)",
+            )
+
+
+def _refuse_hooks(model: nn.Module) -> None:
+    """Refuse hooks on the gradients of parameters, which never come to be one by one."""
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and (
+            parameter._backward_hooks or parameter._post_accumulate_grad_hooks
+        ):
+            raise UnsupportedModuleError(
+                name,
+                expected="a parameter without gradient hooks",
+                got="a hook that would see no gradient",
+                remedy="remove it; change gradients in the loss, or updates in the optimizer",
             )
 
 

@@ -35,6 +35,7 @@ from shuffled_dpsgd.training import (
     PrivacyCard,
     PrivateTraining,
     SpendingCurve,
+    check_independence,
     latest_checkpoint,
     load_checkpoint,
     make_private,
@@ -92,7 +93,10 @@ class ShuffledDPTrainer(Trainer):
         return self._started().card()
 
     def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> Any:
-        """Train to the end of the plan, then write the privacy card beside the model."""
+        """Train to the end of the plan, then write the privacy card beside the model.
+
+        What a callback ends early is released as it is: this trainer takes no further step.
+        """
         if self.private is not None:
             raise BudgetExhaustedError(
                 "this trainer has trained already; another run spends privacy of its own: "
@@ -101,8 +105,7 @@ class ShuffledDPTrainer(Trainer):
         self._resuming = bool(resume_from_checkpoint)
         output = super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
         private = self._started()
-        if private.finished:
-            private.release()
+        private.release()
         private.close()
         self._write_card()
         return output
@@ -269,13 +272,17 @@ class ShuffledDPTrainer(Trainer):
         return math.ceil(self._dataset_size() / self._expected_batch_size)
 
     def _training_data(self) -> tuple[Any, Callable[[list[Any]], Any]]:
-        """Data and collator with the columns the model does not take removed; made once."""
+        """Data and collator with the columns the model does not take removed; made once.
+
+        That is also when the loss is tried out on a few records.
+        """
         if self._data is None:
             data, collate = self.train_dataset, self.data_collator
             if hasattr(data, "column_names"):
                 data = self._remove_unused_columns(data, description="training")
             else:
                 collate = self._get_collator_with_removed_columns(collate, "training")
+            check_independence(self.model, data, self.per_sample_losses, collate=collate)
             self._data = data, collate
         return self._data
 

@@ -11,6 +11,7 @@ from shuffled_dpsgd.training.checkpoint import (
     save_checkpoint,
 )
 from shuffled_dpsgd.training.data import Batch
+from shuffled_dpsgd.training.independence import check_independence
 from shuffled_dpsgd.training.ledger import Ledger
 from shuffled_dpsgd.training.loop import LoopSettings, Outcome, Progress, train
 from shuffled_dpsgd.training.mechanism import Mechanism, Release, ShuffledGaussianMechanism
@@ -46,6 +47,7 @@ __all__ = [
     "SpendingCurve",
     "StepMetrics",
     "assemble",
+    "check_independence",
     "find_checkpoints",
     "find_physical_batch_size",
     "latest_checkpoint",

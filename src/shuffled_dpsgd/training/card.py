@@ -25,8 +25,10 @@ THREAT_MODEL = (
 NOT_COVERED = (
     "hyper-parameter search: every further run on the same data spends privacy of its own",
     "pre-training data: initial weights are taken as public",
-    "training metrics (loss, gradient norms, shares clipped) and held-out scores: they are "
-    "computed from data without noise",
+    "training metrics (loss, gradient norms, shares clipped): they are computed from the records "
+    "without noise",
+    "held-out records: scores, and choices made by them (best checkpoint, early stopping), are "
+    "computed from those without noise",
     "the number of records, which the sampling probability and the plan reveal",
     "several records of one person: the unit of protection is one record",
     "side channels: timing, memory, and the lowest bits of floating-point noise",
@@ -166,9 +168,16 @@ class PrivacyCard:
 
 
 def write_card(
-    plan: PrivacyPlan, *, num_steps: int, spec: PermutationSpec | None = None
+    plan: PrivacyPlan,
+    *,
+    num_steps: int,
+    spec: PermutationSpec | None = None,
+    released: bool = True,
 ) -> PrivacyCard:
-    """The card of a run that made `num_steps` releases under `plan`."""
+    """The card of a run that made `num_steps` releases under `plan`.
+
+    `released` says whether a shuffle planned for the release has happened.
+    """
     return PrivacyCard(
         certified=plan.certified(num_steps),
         why_not_certified=plan.uncertifiable,
@@ -180,8 +189,9 @@ def write_card(
         target=_target(plan),
         sampler=_sampler(plan),
         mechanism=tuple(_mechanism(plan)),
-        shuffle=_shuffle(plan, spec),
+        shuffle=_shuffle(plan, spec, released=released),
         randomness=_randomness(plan),
+        not_covered=(*NOT_COVERED, *_large_delta(plan)),
     )
 
 
@@ -216,12 +226,24 @@ def _mechanism(plan: PrivacyPlan) -> list[str]:
     return lines
 
 
-def _shuffle(plan: PrivacyPlan, spec: PermutationSpec | None) -> str:
+def _shuffle(plan: PrivacyPlan, spec: PermutationSpec | None, *, released: bool) -> str:
     if not plan.permutes or spec is None:
         return "off" if plan.shuffle == "off" else "off (fallback)"
+    pending = " (not yet applied)" if plan.shuffle == "at-release" and not released else ""
     return (
-        f"{plan.shuffle}, scope {plan.scope}: {spec.moved_parameters} of {spec.total_parameters} "
+        f"{plan.shuffle}{pending}, scope {plan.scope}: "
+        f"{spec.moved_parameters} of {spec.total_parameters} "
         f"parameters live in tensors that move, 10^{spec.log10_group_order:.0f} permutations"
+    )
+
+
+def _large_delta(plan: PrivacyPlan) -> tuple[str, ...]:
+    """What a delta of 1/N or more allows: publishing a record chosen at random meets it."""
+    if plan.delta * plan.dataset_size < 1.0:
+        return ()
+    return (
+        f"every single record: δ = {plan.delta:.3g} is not below 1/{plan.dataset_size}, and a "
+        "mechanism that publishes one record drawn at random meets such a δ",
     )
 
 

@@ -142,7 +142,7 @@ def _restore(
     if private.frame is not None:
         packed = state["frame"].to(private.device)
         private.frame = Permutation(spec=private.frame.spec, packed=packed)
-    _set_global_randomness(state["randomness"])
+    set_global_randomness(state["randomness"])
 
 
 def _weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -162,7 +162,7 @@ def _state(private: PrivateTraining, extras: Mapping[str, Stateful]) -> dict[str
         "steps_taken": private.steps_taken,
         "released": private.released,
         "frame": None if private.frame is None else private.frame.packed.cpu(),
-        "randomness": _global_randomness(),
+        "randomness": global_randomness(),
         "extras": {name: extra.state_dict() for name, extra in extras.items()},
     }
 
@@ -176,7 +176,7 @@ def _run(private: PrivateTraining) -> dict[str, Any]:
     }
 
 
-def _global_randomness() -> dict[str, Any]:
+def global_randomness() -> dict[str, Any]:
     """The generators that dropout and data augmentation use; never those of noise or sampling."""
     version, words, next_gauss = random.getstate()
     kind, keys, at, has_gauss, gauss = np.random.get_state(legacy=True)  # noqa: NPY002
@@ -189,7 +189,8 @@ def _global_randomness() -> dict[str, Any]:
     }
 
 
-def _set_global_randomness(state: dict[str, Any]) -> None:
+def set_global_randomness(state: dict[str, Any]) -> None:
+    """Put the generators back to where `global_randomness` found them."""
     torch.set_rng_state(state["torch"])
     if state["cuda"] and torch.cuda.is_available():
         torch.cuda.set_rng_state_all(state["cuda"])

@@ -110,6 +110,7 @@ the budget is spent: stop here, or start a run with a larger plan
     def _write(self, path: Path, line: str) -> None:
         created = not path.exists()
         with open(path, "ab") as file:
+            _lock(file.fileno())
             if os.fstat(file.fileno()).st_size != self._size:
                 raise CheckpointError(
                     f"{path}: changed since it was read; another process runs on this ledger: "
@@ -156,6 +157,13 @@ the budget is spent: stop here, or start a run with a larger plan
                 )
         else:
             self._tokens[str(body["token"])] = int(body["step"])
+
+
+def _lock(descriptor: int) -> None:
+    """Until the file is closed, no other process writes: of two, one sees the other's entry."""
+    import fcntl  # Here, because only a ledger on disk needs POSIX.
+
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
 
 
 def fsync_directory(directory: Path) -> None:

@@ -27,6 +27,7 @@ from shuffled_dpsgd.training.checkpoint import (
     save_checkpoint,
 )
 from shuffled_dpsgd.training.data import MapStyle
+from shuffled_dpsgd.training.independence import check_independence
 from shuffled_dpsgd.training.metrics import StepMetrics
 from shuffled_dpsgd.training.physical import PerSampleLoss, find_physical_batch_size
 from shuffled_dpsgd.training.private import PrivateTraining
@@ -96,10 +97,12 @@ def train(
 ) -> Outcome:
     """Run `private` to the end of its plan, or until a signal; `release()` when it is done.
 
-    `per_sample_loss(model, batch)` returns one loss per record. With `resume`, continue from the
+    `per_sample_loss(model, batch)` returns one loss per record; it is refused if it is seen to
+    depend on the other records of the batch. With `resume`, continue from the
     newest checkpoint in `settings.checkpoint_dir`, if there is one.
     """
     settings = settings or LoopSettings()
+    check_independence(private.model, data, per_sample_loss, collate=settings.collate)
     extras = dict(settings.extras) | ({} if scheduler is None else {"scheduler": scheduler})
     if resume:
         _resume(private, settings, extras)

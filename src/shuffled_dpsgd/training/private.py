@@ -225,7 +225,9 @@ class PrivateTraining:
 
     def card(self) -> PrivacyCard:
         """What may be said about everything released so far."""
-        return write_card(self.plan, num_steps=self.ledger.spent, spec=self.spec)
+        return write_card(
+            self.plan, num_steps=self.ledger.spent, spec=self.spec, released=self.released
+        )
 
     def close(self) -> None:
         """Detach from the model and the optimizer; nothing of ours stays on them."""

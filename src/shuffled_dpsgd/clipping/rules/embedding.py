@@ -52,7 +52,7 @@ class EmbeddingSlot(Slot):
                 self.path,
                 expected="a table whose gradient belongs to single samples",
                 got="max_norm or scale_grad_by_freq, which mix the samples of a batch",
-                remedy="set max_norm=None and scale_grad_by_freq=False, or freeze the table",
+                remedy="set max_norm=None and scale_grad_by_freq=False",
             )
         self.padding_idx = table.padding_idx
         self.weight_name = self.names["weight"]

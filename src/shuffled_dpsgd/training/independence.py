@@ -1,0 +1,87 @@
+"""Does a record's loss depend on that record alone? Tried out on a few records.
+
+Every claim assumes it. A contrastive loss, weights by the class counts of a batch, a mean over
+the tokens of a batch, padding without a mask: in each, one record changes the gradients of the
+others, by more than the clip allows, and no norm shows it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils.data import default_collate
+
+from shuffled_dpsgd.errors import InvalidArgumentError
+from shuffled_dpsgd.training.checkpoint import global_randomness, set_global_randomness
+from shuffled_dpsgd.training.data import MapStyle, shaped, to_device
+
+_RECORDS = 4
+# Wider than the rounding of the type; accelerators may compute float32 in TF32.
+_TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-4}
+_TF32_TOLERANCE = 1e-2
+_HALF_TOLERANCE = 1e-1
+
+
+def check_independence(
+    model: torch.nn.Module,
+    data: MapStyle,
+    per_sample_loss: Callable[[torch.nn.Module, Any], torch.Tensor],
+    *,
+    collate: Callable[[list[Any]], Any] | None = None,
+) -> None:
+    """Compare the losses of the first records in one batch with those of each alone.
+
+    In evaluation mode, without gradients; nothing is released and all global generators are put
+    back. A loss that is random by itself cannot be compared and passes. Passing proves nothing
+    about other records: it catches the mistakes that show everywhere.
+
+    Raises:
+        InvalidArgumentError: a loss changes with the company its record is in.
+    """
+    device = next(model.parameters()).device
+    gather = collate or default_collate
+    records = [data[i] for i in range(min(_RECORDS, len(data)))]
+
+    def losses(items: list[Any]) -> torch.Tensor:
+        return per_sample_loss(model, to_device(shaped(gather(items)), device)).detach()
+
+    with _evaluating(model):
+        together = losses(records)
+        if together.shape != (len(records),) or not _agree(together, losses(records)):
+            return
+        alone = torch.cat([losses([record]) for record in records])
+    if not _agree(together, alone):
+        worst = int((together - alone).abs().argmax())
+        raise InvalidArgumentError(
+            "per_sample_loss",
+            expected=f"the loss of record {worst} alone, {float(alone[worst]):.6g}, in a batch too",
+            got=f"{float(together[worst]):.6g}",
+            remedy="records must not see each other: average over a record's own tokens, weight "
+            "by fixed class weights, mask padding, do not compare records",
+        )
+
+
+@contextmanager
+def _evaluating(model: torch.nn.Module) -> Iterator[None]:
+    modes = [(module, module.training) for module in model.modules()]
+    before = global_randomness()
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        set_global_randomness(before)
+        for module, training in modes:
+            module.training = training
+
+
+def _agree(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if one.shape != other.shape:
+        return False
+    tolerance = _TOLERANCE.get(one.dtype, _HALF_TOLERANCE)
+    if one.dtype is torch.float32 and one.device.type != "cpu":
+        tolerance = _TF32_TOLERANCE
+    return torch.allclose(one, other, rtol=tolerance, atol=tolerance, equal_nan=True)

@@ -1,0 +1,108 @@
+"""Losses that mix the records of a batch are noticed before anything is released."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from shuffled_dpsgd.errors import InvalidArgumentError
+from shuffled_dpsgd.training import LoopSettings, check_independence, make_private, train
+from training.cases import (
+    bert_case,
+    classify,
+    gpt2_case,
+    make_bert,
+    make_mlp,
+    mlp_case,
+    vectors,
+    vit_case,
+)
+
+
+def contrastive(model: nn.Module, batch: Any) -> torch.Tensor:
+    similar = model(batch.x) @ model(batch.x).T
+    return F.cross_entropy(similar, torch.arange(len(similar)), reduction="none")
+
+
+def weighted_by_batch_counts(model: nn.Module, batch: Any) -> torch.Tensor:
+    counts = torch.bincount(batch.y, minlength=3)[batch.y]
+    return classify(model, batch) / counts
+
+
+def centred_by_the_batch(model: nn.Module, batch: Any) -> torch.Tensor:
+    logits = model(batch.x)
+    return F.cross_entropy(logits - logits.mean(0), batch.y, reduction="none")
+
+
+def divided_by_the_batch(model: nn.Module, batch: Any) -> torch.Tensor:
+    return classify(model, batch) / len(batch.x)
+
+
+@pytest.mark.parametrize(
+    "loss", [contrastive, weighted_by_batch_counts, centred_by_the_batch, divided_by_the_batch]
+)
+def test_losses_that_look_at_the_batch_are_refused(loss: Any) -> None:
+    model = make_mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    private = make_private(
+        model,
+        optimizer,
+        dataset_size=40,
+        expected_batch_size=8,
+        num_steps=2,
+        delta=1e-3,
+        noise_multiplier=1.0,
+        shuffle="off",
+    )
+    with pytest.raises(InvalidArgumentError, match="per_sample_loss"):
+        train(private, vectors(), loss, settings=LoopSettings(price_steps=False))
+    assert private.ledger.spent == 0
+
+
+class Ragged(list[torch.Tensor]):
+    """Sentences of different lengths."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.arange(3, 5 + length) for length in range(6))
+
+
+def padded(sentences: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+    ids = nn.utils.rnn.pad_sequence(sentences, batch_first=True)
+    return {"input_ids": ids, "attention_mask": (ids > 0).long()}
+
+
+def test_padding_without_a_mask_is_noticed() -> None:
+    model = make_bert(initializer_range=0.3)
+
+    def loss(mask: bool) -> Any:
+        def of(model: nn.Module, batch: Any) -> torch.Tensor:
+            inputs = batch if mask else {"input_ids": batch["input_ids"]}
+            return model(**inputs).logits.square().sum(1)
+
+        return of
+
+    check_independence(model, Ragged(), loss(True), collate=padded)
+    with pytest.raises(InvalidArgumentError, match="mask padding"):
+        check_independence(model, Ragged(), loss(False), collate=padded)
+
+
+@pytest.mark.parametrize("case", [mlp_case(), bert_case(), gpt2_case(), vit_case()])
+def test_honest_losses_pass_and_nothing_is_left_behind(case: Any) -> None:
+    model = case.make()
+    model[0].eval() if isinstance(model, nn.Sequential) else None
+    modes = [module.training for module in model.modules()]
+    state = torch.get_rng_state()
+    check_independence(model, case.data, case.loss)
+    assert [module.training for module in model.modules()] == modes
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_random_loss_cannot_be_compared() -> None:
+    def jittered(model: nn.Module, batch: Any) -> torch.Tensor:
+        return classify(model, batch) * torch.rand(len(batch.x))
+
+    check_independence(make_mlp(), vectors(), jittered)

@@ -90,6 +90,21 @@ def test_padding_without_a_mask_is_noticed() -> None:
         check_independence(model, Ragged(), loss(False), collate=padded)
 
 
+def test_a_mean_over_the_tokens_of_a_batch_is_no_mean_of_losses() -> None:
+    model = make_bert(initializer_range=0.3)
+
+    def over_tokens(model: nn.Module, batch: Any) -> torch.Tensor:
+        mask = batch["attention_mask"]
+        return (model(**batch).logits.square().sum(1) * mask.sum(1)).sum() / mask.sum()
+
+    def over_records(model: nn.Module, batch: Any) -> torch.Tensor:
+        return model(**batch).logits.square().sum(1).mean()
+
+    check_independence(model, Ragged(), over_records, collate=padded)
+    with pytest.raises(InvalidArgumentError, match="own tokens"):
+        check_independence(model, Ragged(), over_tokens, collate=padded)
+
+
 @pytest.mark.parametrize("case", [mlp_case(), bert_case(), gpt2_case(), vit_case()])
 def test_honest_losses_pass_and_nothing_is_left_behind(case: Any) -> None:
     model = case.make()

@@ -202,3 +202,16 @@ def test_weights_may_be_changed_by_hand_between_updates() -> None:
                 for parameter in private.model.parameters():
                     parameter.clamp_(-1.0, 1.0)
     assert private.finished
+
+
+def test_a_batch_norm_woken_in_the_middle_of_a_loop_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(6, 10), nn.BatchNorm1d(10), nn.Linear(10, 3)).eval()
+    model[1].requires_grad_(False)
+    private = private_run(model, physical_batch_size=40)
+    stream = private.batches(vectors())
+    batch = next(stream)
+    model.train()
+    private.backward(classify(model, batch))
+    with pytest.raises(UnsupportedModuleError, match="running_mean"):
+        private.step()
+    assert private.ledger.spent == 0

@@ -20,31 +20,43 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 from shuffled_dpsgd.clipping.rules.base import Slot
 from shuffled_dpsgd.clipping.rules.embedding import EmbeddingSlot
 from shuffled_dpsgd.clipping.rules.generic import agree, in_eval_mode
+from shuffled_dpsgd.clipping.sample_rows import (
+    Rows,
+    find_moved_rows,
+    refuse_moved_rows,
+    rows_of,
+)
 from shuffled_dpsgd.errors import UnsupportedModuleError
 
 
 class BatchAxisCheck:
-    """Runs the check on the first batch; afterwards `done` and never again."""
+    """Runs the check on the first batch, and that samples keep apart on the first of several."""
 
     def __init__(self, model: nn.Module, slots: Sequence[Slot]) -> None:
-        self.done = False
+        self._seen = 0
         self._model = model
         self._slots = slots
+
+    def is_due(self, size: int) -> bool:
+        """Whether a batch of `size` would show what no batch has shown yet."""
+        return min(size, 2) > self._seen
 
     def run(self, args: Any, kwargs: Mapping[str, Any], size: int) -> None:
         """Probe the model with the inputs of a batch of `size` samples.
 
         Raises:
-            UnsupportedModuleError: a layer's input does not grow with the batch, or the model
-                cannot be run with one sample more.
+            UnsupportedModuleError: a layer's input does not grow with the batch, samples change
+                places or see each other, or the model cannot be run with one sample more.
         """
-        self.done = True
+        self._seen = min(size, 2)
         more_args, more_kwargs = _one_more(args, size), _one_more(dict(kwargs), size)
         lengths: dict[int, set[int]] = {}
         with in_eval_mode(self._model), _buffers_kept(self._model), torch.random.fork_rng():
             with self._watching(lengths):
                 try:
-                    self._model.forward(*more_args, **more_kwargs)
+                    grown = rows_of(
+                        self._slots, lambda: self._model.forward(*more_args, **more_kwargs)
+                    )
                 except (RuntimeError, ValueError, IndexError) as error:
                     # An error of the model's own comes up here again, and is then raised as it is.
                     self._model.forward(*args, **kwargs)
@@ -57,6 +69,17 @@ class BatchAxisCheck:
                     ) from error
             if self._mark(lengths, size + 1):
                 self._compare(args, kwargs, size)
+            if size > 1:
+                self._check_rows(args, kwargs, size, grown)
+
+    def _check_rows(self, args: Any, kwargs: Mapping[str, Any], size: int, grown: Rows) -> None:
+        """Samples must keep their rows; a model that draws random numbers cannot be compared."""
+        plain = rows_of(self._slots, lambda: self._model.forward(*args, **kwargs))
+        if find_moved_rows(plain, grown, size) is None:
+            return
+        again = rows_of(self._slots, lambda: self._model.forward(*args, **kwargs))
+        if find_moved_rows(plain, again, size) is None:
+            refuse_moved_rows(self._slots, plain, grown, size)
 
     @contextmanager
     def _watching(self, lengths: dict[int, set[int]]) -> Iterator[None]:

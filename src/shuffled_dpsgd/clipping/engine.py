@@ -207,7 +207,7 @@ class ClippingEngine:
         if not torch.is_grad_enabled() or _inside_backward():
             return
         size, device = find_batch(args, kwargs)
-        if not self._axis_check.done and not torch.compiler.is_compiling() and size > 0:
+        if not torch.compiler.is_compiling() and self._axis_check.is_due(size):
             self._axis_check.run(args, kwargs, size)
             self._recorder.axis_checked = True
         scale = float(size) if self.loss_reduction == "mean" else 1.0

@@ -1,0 +1,99 @@
+"""Checks that row i of every layer's input and of the outputs belongs to sample i, and to it alone.
+
+A model that sorts its batch by length, flips or rolls it, or centres it, keeps every shape: but
+then one layer's row i is another layer's row j, norms are added up across samples, and a sample
+may contribute more than its bound. With one sample added at the end of the batch, no other row
+may change; each of the above changes some.
+
+Shapes: B samples, N all other elements of a tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from shuffled_dpsgd.clipping.rules.base import Slot
+from shuffled_dpsgd.errors import UnsupportedModuleError
+
+# Relative to the length of a row; wider than what another batch size does to rounding.
+_TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3}
+_HALF_TOLERANCE = 5e-2
+
+Rows = dict[int, list[Tensor]]
+OUTPUTS = -1
+
+
+def rows_of(slots: Sequence[Slot], forward: Callable[[], Any]) -> Rows:
+    """One number per row and its tolerance, (B, 2), for every call of a slot and every output."""
+    rows: Rows = {}
+    with _noting(slots, rows):
+        output = forward()
+    leaves = [x for x in tree_leaves(output) if isinstance(x, Tensor) and x.dim() > 0]
+    rows[OUTPUTS] = [_fingerprints(leaf, 0) for leaf in leaves]
+    return rows
+
+
+def refuse_moved_rows(slots: Sequence[Slot], plain: Rows, grown: Rows, size: int) -> None:
+    """Refuse if a row of the batch of `size` changed when a sample was added after it.
+
+    Raises:
+        UnsupportedModuleError: naming the first layer whose input shows it.
+    """
+    found = find_moved_rows(plain, grown, size)
+    if found is not None:
+        raise UnsupportedModuleError(
+            "" if found == OUTPUTS else slots[found].path,
+            expected="samples that keep their row and do not see each other",
+            got="other rows once a sample is added to the batch",
+            remedy="do not sort, reorder, centre or compare samples inside the model",
+        )
+
+
+def find_moved_rows(plain: Rows, other: Rows, size: int) -> int | None:
+    """The first slot (or `OUTPUTS`) with a row among the first `size` that differs."""
+    for index, calls in plain.items():
+        for before_B2, after_B2 in zip(calls, other.get(index, []), strict=False):
+            if len(before_B2) != size or len(after_B2) < size:
+                continue
+            before_B, tolerance_B = before_B2.unbind(1)
+            off_B = (after_B2[:size, 0] - before_B).abs() > tolerance_B
+            if bool(off_B.any()):
+                return index
+    return None
+
+
+@contextmanager
+def _noting(slots: Sequence[Slot], rows: Rows) -> Iterator[None]:
+    with ExitStack() as hooks:
+        for slot in slots:
+
+            def note(_: nn.Module, args: Any, kwargs: Any, slot: Slot = slot) -> None:
+                found = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+                if found and found[0].dim() > slot.batch_axis:
+                    marks = _fingerprints(found[0], slot.batch_axis)
+                    rows.setdefault(slot.index, []).append(marks)
+
+            handle = slot.module.register_forward_pre_hook(note, with_kwargs=True)
+            hooks.callback(handle.remove)
+        yield
+
+
+def _fingerprints(tensor: Tensor, axis: int) -> Tensor:
+    """(B, 2): a fixed odd combination of each row, and how far rounding may move it.
+
+    Plain sums would be blind after a normalisation, where every row sums to zero.
+    """
+    tolerance = _TOLERANCE.get(tensor.dtype, _HALF_TOLERANCE)
+    exact = not tensor.is_floating_point()
+    wide = tensor.double() if exact or tensor.dtype is torch.float64 else tensor.float()
+    x_BN = wide.movedim(axis, 0).reshape(tensor.shape[axis], -1)
+    weights_N = torch.arange(x_BN.shape[1], device=x_BN.device, dtype=x_BN.dtype).cos()
+    marks_B = (x_BN @ weights_N).double()
+    norms_B = torch.linalg.vector_norm(x_BN, dim=1, dtype=torch.float64)
+    return torch.stack([marks_B, norms_B * (1e-8 if exact else tolerance)], 1).nan_to_num(0.0)

@@ -1,0 +1,102 @@
+"""Models that move samples between rows, or let them meet, are found out on the first batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from clipping.compare import assert_exact, run
+from clipping.tiny_models import Inputs
+from shuffled_dpsgd.clipping import ClippingEngine
+from shuffled_dpsgd.errors import UnsupportedModuleError
+
+Inner = Callable[[nn.Module, Tensor], Tensor]
+
+
+class Around(nn.Module):
+    """Two layers, the second called in some way of its own."""
+
+    def __init__(self, inner: Inner) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 10)
+        self.norm = nn.LayerNorm(10)
+        self.second = nn.Linear(10, 3)
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(self.second, self.norm(torch.tanh(self.first(x))))
+
+
+def in_order(layer: nn.Module, h: Tensor) -> Tensor:
+    return layer(h)
+
+
+def sorted_by_content(layer: nn.Module, h: Tensor) -> Tensor:
+    order = h[:, 0].argsort()
+    return layer(h[order])[order.argsort()]
+
+
+def flipped(layer: nn.Module, h: Tensor) -> Tensor:
+    return layer(h.flip(0)).flip(0)
+
+
+def rolled(layer: nn.Module, h: Tensor) -> Tensor:
+    return layer(h.roll(1, 0)).roll(-1, 0)
+
+
+def centred(layer: nn.Module, h: Tensor) -> Tensor:
+    return layer(h - h.mean(0))
+
+
+def centred_outputs(layer: nn.Module, h: Tensor) -> Tensor:
+    outputs = layer(h)
+    return outputs - outputs.mean(0)
+
+
+def noisy(layer: nn.Module, h: Tensor) -> Tensor:
+    return layer(h + torch.randn_like(h))
+
+
+def losses(model: nn.Module, inputs: Inputs) -> Tensor:
+    return model(inputs["x"]).square().sum(1)
+
+
+def batch(size: int, dtype: torch.dtype = torch.float32) -> Inputs:
+    torch.manual_seed(size)
+    return {"x": torch.randn(size, 6, dtype=dtype)}
+
+
+@pytest.mark.parametrize("inner", [sorted_by_content, flipped, rolled, centred, centred_outputs])
+@pytest.mark.parametrize("size", [2, 5])
+def test_samples_that_move_or_meet_are_refused(inner: Inner, size: int) -> None:
+    """Unnoticed, the norms of one sample would be made of several samples' gradients."""
+    engine = ClippingEngine(Around(inner))
+    with pytest.raises(UnsupportedModuleError, match="keep their row"):
+        run(engine, losses, batch(size))
+
+
+def test_a_first_batch_of_one_does_not_hide_it() -> None:
+    engine = ClippingEngine(Around(flipped))
+    run(engine, losses, batch(1))
+    with pytest.raises(UnsupportedModuleError, match="keep their row"):
+        run(engine, losses, batch(4))
+
+
+def test_samples_that_keep_apart_pass() -> None:
+    assert_exact(Around(in_order).double(), losses, batch(4, torch.float64))
+
+
+def test_a_model_that_draws_random_numbers_is_not_blamed() -> None:
+    run(ClippingEngine(Around(noisy)), losses, batch(4))
+
+
+def test_broken_samples_are_not_blamed() -> None:
+    inputs = batch(4)
+    inputs["x"][1] = float("nan")
+    inputs["x"][2] = float("inf")
+    engine = ClippingEngine(Around(in_order))
+    run(engine, losses, inputs)
+    assert engine.num_nonfinite == 2

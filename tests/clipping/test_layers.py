@@ -226,3 +226,22 @@ def test_torch_transformer_encoder(masked: bool) -> None:
             return self.encoder(x, mask=causal, src_key_padding_mask=padding.to(x.dtype) * -1e9)
 
     check(Encoder(), torch.randn(3, 5, 4))
+
+
+class Temperature(nn.Module):
+    """A parameter that is a single number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(0.7))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale.exp()
+
+
+@pytest.mark.parametrize("strategy", ["bookkeeping", "mixed", "instantiate", "ghost"])
+def test_parameters_without_axes(strategy: str) -> None:
+    again, tied = Temperature(), Temperature()
+    tied.scale = again.scale
+    model = nn.Sequential(Temperature(), nn.Linear(4, 3), again, again, tied)
+    check(model, torch.randn(3, 4, dtype=torch.float64), strategy=strategy)

@@ -112,8 +112,12 @@ class DenseGrad:
 
     grads_BS: Tensor
 
+    def _rows(self) -> Tensor:
+        # A parameter that is a single number has no axis to flatten.
+        return self.grads_BS.flatten(1) if self.grads_BS.dim() > 1 else self.grads_BS.unsqueeze(1)
+
     def sq_norms(self, choose: cost.Chooser) -> Tensor:
-        grads_BN = self.grads_BS.flatten(1)
+        grads_BN = self._rows()
         if grads_BN.dtype is not torch.float64:
             grads_BN = grads_BN.float()
         return grads_BN.square().sum(1)
@@ -123,7 +127,7 @@ class DenseGrad:
 
     def weighted_sum(self, factors_B: Tensor, shape: torch.Size, out: Tensor | None) -> Tensor:
         flat = None if out is None else out.view(-1)
-        rows_B1S = self.grads_BS.flatten(1).unsqueeze(1)
+        rows_B1S = self._rows().unsqueeze(1)
         return kernels.weighted_row_sum(rows_B1S, factors_B, flat).view(shape)
 
 

@@ -165,7 +165,7 @@ def _matrix(tensor: Tensor, rows: int) -> Tensor:
 
 
 def _flat(grads_BS: Tensor) -> Tensor:
-    return grads_BS if grads_BS.dim() == 2 else grads_BS.flatten(1)
+    return grads_BS if grads_BS.dim() == 2 else grads_BS.reshape(len(grads_BS), -1)
 
 
 def _is_small(part: Contribution) -> bool:

@@ -18,6 +18,8 @@ from torch import nn
 
 from permutation.zoo import FAMILIES
 from shuffled_dpsgd.permutation import apply, apply_to_tensors, discover, draw, fused
+from shuffled_dpsgd.permutation.backend import triton_kernels
+from shuffled_dpsgd.permutation.draw import draw_fused
 
 TESTS = Path(__file__).resolve().parents[1]
 CPU = torch.device("cpu")
@@ -26,6 +28,15 @@ INTERPRETED = """
 import torch
 from permutation.zoo import FAMILIES
 from shuffled_dpsgd.permutation import apply_to_tensors, discover, draw, fused
+from shuffled_dpsgd.permutation.backend import triton_kernels
+from shuffled_dpsgd.permutation.draw import draw_fused
+
+def draws_agree(spec, seed):
+    generator = torch.Generator().manual_seed(seed)
+    slots = sum(group.size for group in spec.groups)
+    keys = torch.empty(slots, dtype=torch.int64).random_(generator=generator)
+    permutation = draw(spec, generator.manual_seed(seed))
+    assert torch.equal(draw_fused(spec, keys, triton_kernels()).packed, permutation.packed)
 
 def agree(spec, seed, tensors):
     permutation = draw(spec, torch.Generator().manual_seed(seed))
@@ -40,6 +51,7 @@ for program_bytes in (16 << 10, 64):
         for scope, dtype in (("paper", torch.float32), ("full", torch.bfloat16)):
             model = FAMILIES[family]().model.to(dtype)
             spec = discover(model, scope=scope)
+            draws_agree(spec, 2)
             moved = {n: p.detach() for n, p in model.named_parameters() if n in spec.axes_of}
             agree(spec, 0, moved)
             flat = torch.randn(1 + sum(t.numel() for t in moved.values())).to(dtype)
@@ -61,7 +73,7 @@ def test_interpreted_kernels_agree_with_indexing() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("family", ["bert", "vit", "gpt2", "llama"])
 def test_compiled_kernels_agree_with_indexing(family: str, dtype: torch.dtype) -> None:
-    assert fused.kernels() is not None
+    assert triton_kernels() is not None
     model = FAMILIES[family]().model.to("cuda", dtype)
     _assert_compiled_agrees(model, draws=5)
 
@@ -84,6 +96,19 @@ def _assert_compiled_agrees(model: nn.Module, draws: int) -> None:
         apply_to_tensors(permutation.to("cpu"), expected)
         apply(permutation, model)
         assert all(torch.equal(p.cpu(), expected[n]) for n, p in model.named_parameters())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("hidden", [3072, 5000])
+def test_a_compiled_draw_sorts_its_keys(hidden: int) -> None:
+    model = nn.Sequential(nn.Linear(8, hidden), nn.GELU(), nn.Linear(hidden, 8)).cuda()
+    spec = discover(model, scope="full")
+    code = triton_kernels()
+    assert code is not None
+    for bound in (2**62, 50):
+        keys = torch.randint(bound, (hidden,), device="cuda")
+        drawn = draw_fused(spec, keys, code)
+        assert torch.equal(drawn.packed[:hidden], keys.argsort(stable=True))
 
 
 @pytest.mark.gpu

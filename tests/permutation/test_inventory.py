@@ -18,6 +18,10 @@ from shuffled_dpsgd.permutation.inventory import take_inventory
 Held = tuple[PermutationSpec, nn.Sequential, torch.optim.AdamW]
 
 
+def _takes_all(*_: object) -> bool:
+    return True
+
+
 @pytest.fixture
 def held() -> Iterator[Held]:
     """A model in training whose tensors all take the fused route, as on a GPU."""
@@ -26,7 +30,7 @@ def held() -> Iterator[Held]:
     model(torch.ones(1, 4)).sum().backward()
     optimizer.step()
     optimizer.zero_grad()
-    with mock.patch.object(fused, "can_move", new=lambda *_: True):
+    with mock.patch.object(fused, "can_move", new=_takes_all):
         yield discover(model, scope="full"), model, optimizer
 
 

@@ -9,11 +9,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from types import ModuleType
 
 import torch
 
 from shuffled_dpsgd.errors import InvalidArgumentError
+from shuffled_dpsgd.permutation.backend import triton_kernels
 from shuffled_dpsgd.permutation.spec import AxisLayout, Block, PermutationSpec
+
+# Slots, or positions, one program of the Triton kernels works on.
+_BLOCK = 64
+# The kernel compares every two keys of a group: for larger groups sorting is quicker.
+_LARGEST_COMPARED = 8192
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +46,8 @@ class _Packing:
     """Where each layout's index vector lies in the packed tensor, and how groups fill it.
 
     `by_size` lists the groups of each size; in that order their permutations are held one after
-    another when they fill the vectors.
+    another when they fill the vectors. `sorting` and `stacked` are what the Triton kernels need to
+    know of that order and of the levels.
     """
 
     starts: tuple[int, ...]
@@ -47,6 +55,8 @@ class _Packing:
     offsets: torch.Tensor
     levels: tuple[_Level, ...]
     by_size: dict[int, tuple[int, ...]]
+    sorting: torch.Tensor
+    stacked: torch.Tensor
 
     def to(self, device: torch.device) -> _Packing:
         return _Packing(
@@ -55,6 +65,8 @@ class _Packing:
             offsets=self.offsets.to(device),
             levels=tuple(level.to(device) for level in self.levels),
             by_size=self.by_size,
+            sorting=self.sorting.to(device),
+            stacked=self.stacked.to(device),
         )
 
 
@@ -122,14 +134,39 @@ def draw(spec: PermutationSpec, generator: torch.Generator) -> Permutation:
     from uniformity, have probability below size² / 2⁶⁴ in a group.
     """
     packing = packing_of(spec, generator.device)
+    slots = sum(group.size for group in spec.groups)
+    keys = torch.empty(slots, dtype=torch.int64, device=generator.device)
+    keys.random_(generator=generator)
+    code = triton_kernels()
+    compared = 0 < max(packing.by_size, default=0) <= _LARGEST_COMPARED
+    if generator.device.type == "cuda" and code is not None and compared:
+        return draw_fused(spec, keys, code)
+    parts = keys.split([size * len(groups) for size, groups in packing.by_size.items()])
     drawn = [
-        torch.empty(len(groups), size, dtype=torch.int64, device=generator.device)
-        .random_(generator=generator)
-        .argsort(dim=1)
-        .flatten()
-        for size, groups in packing.by_size.items()
+        part.view(-1, size).argsort(dim=1).flatten()
+        for part, size in zip(parts, packing.by_size, strict=True)
     ]
     return _pack(spec, drawn, generator.device)
+
+
+def draw_fused(spec: PermutationSpec, keys: torch.Tensor, code: ModuleType) -> Permutation:
+    """The element the keys of all slots make, in two launches."""
+    packing = packing_of(spec, keys.device)
+    drawn = torch.empty_like(keys)
+    packed = torch.empty_like(packing.offsets)
+    blocks = -(-packing.length // _BLOCK)
+    with torch.cuda.device_of(keys):
+        code.sort_groups[(packing.sorting.shape[0],)](keys, drawn, packing.sorting, BLOCK=_BLOCK)
+        code.compose_levels[(blocks,)](
+            drawn,
+            packing.stacked,
+            packing.offsets,
+            packed,
+            packing.length,
+            LEVELS=len(packing.levels),
+            BLOCK=_BLOCK,
+        )
+    return Permutation(spec=spec, packed=packed)
 
 
 def from_groups(spec: PermutationSpec, permutations: Sequence[torch.Tensor]) -> Permutation:
@@ -189,10 +226,12 @@ def _build_packing(spec: PermutationSpec) -> _Packing:
     for index, group in enumerate(spec.groups):
         by_size.setdefault(group.size, []).append(index)
     first_slot = [0] * len(spec.groups)
+    sorting: list[tuple[int, int, int]] = []
     slots = 0
     for size, groups in by_size.items():
         for index in groups:
             first_slot[index] = slots
+            sorting += [(slots, size, start) for start in range(0, size, _BLOCK)]
             slots += size
     offsets = torch.zeros(length, dtype=torch.int64)
     for start, layout in zip(starts, spec.layouts, strict=True):
@@ -214,6 +253,10 @@ def _build_packing(spec: PermutationSpec) -> _Packing:
         offsets=offsets,
         levels=tuple(tables),
         by_size={size: tuple(groups) for size, groups in by_size.items()},
+        sorting=torch.tensor(sorting),
+        stacked=torch.stack([part for t in tables for part in (t.base, t.slot, t.step)])
+        if tables
+        else offsets[:0],
     )
 
 

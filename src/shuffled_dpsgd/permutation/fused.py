@@ -8,17 +8,14 @@ addresses and launches.
 
 from __future__ import annotations
 
-import functools
-import importlib.util
 import math
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Literal
 
 import torch
 
+from shuffled_dpsgd.permutation.backend import triton_kernels
 from shuffled_dpsgd.permutation.draw import Permutation, packing_of
 from shuffled_dpsgd.permutation.spec import PermutationSpec
 
@@ -32,18 +29,6 @@ _LONGEST_AXIS = 16384
 _ELEMENT_SIZES = (1, 2, 4, 8)
 
 Pass = Literal["columns", "rows"]
-
-
-@functools.cache
-def kernels() -> ModuleType | None:
-    """The Triton kernels, or None without Triton; SHUFFLED_DPSGD_TRITON=0 says none."""
-    if os.environ.get("SHUFFLED_DPSGD_TRITON", "1") == "0":
-        return None
-    if importlib.util.find_spec("triton") is None:
-        return None
-    from shuffled_dpsgd.permutation import triton_permute
-
-    return triton_permute
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +71,7 @@ def can_move(spec: PermutationSpec, name: str, tensor: torch.Tensor) -> bool:
         and tensor.layout == torch.strided
         and tensor.is_contiguous()
         and tensor.element_size() in _ELEMENT_SIZES
-        and kernels() is not None
+        and triton_kernels() is not None
         and matrix_shape(spec, name) is not None
     )
 
@@ -127,7 +112,7 @@ def prepare(spec: PermutationSpec, moving: Sequence[tuple[str, torch.Tensor]]) -
 
 def move(permutation: Permutation, prepared: Prepared) -> None:
     """Permute the tensors in place."""
-    code = kernels()
+    code = triton_kernels()
     assert code is not None
     pointers, size = prepared.pointers, prepared.element_size
     packed = permutation.to(pointers.device).packed.to(torch.int32)

@@ -101,6 +101,17 @@ def test_state_is_freed_with_its_optimizer(held: Held) -> None:
     assert momentum() is None
 
 
+def test_replaced_state_is_let_go(held: Held) -> None:
+    _, model, optimizer = held
+    take_inventory(*held)
+    moment = weakref.ref(optimizer.state[model[0].weight]["exp_avg"])
+    _load_state(model, optimizer)
+    _give_gradient(model, optimizer)
+    take_inventory(*held)
+    gc.collect()
+    assert moment() is None
+
+
 def test_a_copied_spec_starts_empty(held: Held) -> None:
     first = take_inventory(*held)
     again = copy.deepcopy(held[0])

@@ -65,6 +65,7 @@ def take_inventory(
     kept = cache.get(owner)
     if kept is not None and kept.holds(objects):
         return kept.inventory
+    cache.pop(owner, None)
     moving = _moving(spec, model, optimizer)
     inventory = sort_out(spec, moving)
     tensors = [tensor for _, tensor in moving]

@@ -120,7 +120,7 @@ def test_the_check_runs_once() -> None:
     case.model.classifier.register_forward_pre_hook(lambda *_: calls.append(1))
     for _ in range(3):
         run(engine, case.losses, case.inputs)
-    assert len(calls) == 5
+    assert len(calls) == 6
 
 
 def test_a_batch_of_one_beside_a_longer_mask_stays_a_batch_of_one() -> None:

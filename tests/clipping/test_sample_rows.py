@@ -71,7 +71,8 @@ def batch(size: int, dtype: torch.dtype = torch.float32) -> Inputs:
 
 @pytest.mark.parametrize("inner", [sorted_by_content, flipped, rolled, centred, centred_outputs])
 @pytest.mark.parametrize("size", [2, 5])
-def test_samples_that_move_or_meet_are_refused(inner: Inner, size: int) -> None:
+@pytest.mark.parametrize("seed", range(4))
+def test_samples_that_move_or_meet_are_refused(inner: Inner, size: int, seed: int) -> None:
     """Unnoticed, the norms of one sample would be made of several samples' gradients."""
     torch.manual_seed(0)  # a batch that happens to be sorted already would not move
     engine = ClippingEngine(Around(inner))

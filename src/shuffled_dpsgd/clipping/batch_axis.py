@@ -21,9 +21,11 @@ from shuffled_dpsgd.clipping.rules.base import Slot
 from shuffled_dpsgd.clipping.rules.embedding import EmbeddingSlot
 from shuffled_dpsgd.clipping.rules.generic import agree, in_eval_mode
 from shuffled_dpsgd.clipping.sample_rows import (
+    OUTPUTS,
     Rows,
     find_moved_rows,
-    refuse_moved_rows,
+    moved_rows,
+    repeats,
     rows_of,
 )
 from shuffled_dpsgd.errors import UnsupportedModuleError
@@ -74,12 +76,15 @@ class BatchAxisCheck:
 
     def _check_rows(self, args: Any, kwargs: Mapping[str, Any], size: int, grown: Rows) -> None:
         """Samples must keep their rows; a model that draws random numbers cannot be compared."""
-        plain = rows_of(self._slots, lambda: self._model.forward(*args, **kwargs))
-        if find_moved_rows(plain, grown, size) is None:
-            return
-        again = rows_of(self._slots, lambda: self._model.forward(*args, **kwargs))
-        if find_moved_rows(plain, again, size) is None:
-            refuse_moved_rows(self._slots, plain, grown, size)
+
+        def rows(args: Any, kwargs: Mapping[str, Any]) -> Rows:
+            return rows_of(self._slots, lambda: self._model.forward(*args, **kwargs))
+
+        plain = rows(args, kwargs)
+        flipped = rows(_back_to_front(args, size), _back_to_front(dict(kwargs), size))
+        found = find_moved_rows(plain, grown, flipped, size)
+        if found is not None and repeats(plain, rows(args, kwargs)):
+            raise moved_rows("" if found == OUTPUTS else self._slots[found].path)
 
     @contextmanager
     def _watching(self, lengths: dict[int, set[int]]) -> Iterator[None]:
@@ -145,6 +150,16 @@ def _one_more(inputs: Any, size: int) -> Any:
         return leaf
 
     return tree_map(grow, inputs)
+
+
+def _back_to_front(inputs: Any, size: int) -> Any:
+    """Inputs with the samples in reverse order."""
+
+    def flip(leaf: Any) -> Any:
+        has_batch = isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] == size
+        return leaf.flip(0) if has_batch else leaf
+
+    return tree_map(flip, inputs)
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from shuffled_dpsgd.clipping.grad_watch import GradWatch
 from shuffled_dpsgd.clipping.groups import group_slots
 from shuffled_dpsgd.clipping.half import HalfCopies
 from shuffled_dpsgd.clipping.inputs import find_batch
+from shuffled_dpsgd.clipping.loss_rows import LossCheck
 from shuffled_dpsgd.clipping.plan import Plan, describe
 from shuffled_dpsgd.clipping.recorder import Recorder
 from shuffled_dpsgd.clipping.rules.base import can_listen
@@ -95,6 +96,7 @@ class ClippingEngine:
         self._schedule = _schedule(strategy, self._rule)
         self._halves = HalfCopies(self._slots)
         self._axis_check = BatchAxisCheck(model, self._slots)
+        self._loss_check = LossCheck()
         self._watch = GradWatch(self._parameters)
         self._patches = [(slot.module.__dict__, slot.forward) for slot in self._slots]
         self._hooks: list[RemovableHandle] = []
@@ -153,6 +155,12 @@ class ClippingEngine:
             )
         if batch.size == 0:
             return
+        if not self._loss_check.done:
+            self._recorder.muted = True
+            try:
+                self._loss_check.run(losses)
+            finally:
+                self._recorder.muted = False
         batch.scale = 1.0 / loss_scale
         total = losses.sum() if loss_scale == 1.0 else losses.sum() * loss_scale
         if self.strategy != "ghost":
@@ -220,8 +228,12 @@ class ClippingEngine:
         self._recorder.open(batch)
 
     def _end(self, module: nn.Module, args: Any, output: Any) -> None:
-        if torch.is_grad_enabled():
-            self._recorder.close_forward()
+        if not torch.is_grad_enabled():
+            return
+        if not (self._loss_check.done or torch.compiler.is_compiling()):
+            batch = self._recorder.batch
+            self._loss_check.note(output, 0 if batch is None else batch.size)
+        self._recorder.close_forward()
 
     def _receive(self, batch: Batch, entry: Entry) -> None:
         if batch.size > 0:

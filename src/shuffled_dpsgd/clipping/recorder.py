@@ -33,6 +33,8 @@ class Recorder:
         self.latest: Batch | None = None
         self.slots: list[Slot] = []
         self.axis_checked = False
+        # While a gradient is only looked at, nothing is recorded.
+        self.muted = False
         self.tap = torch.zeros((), requires_grad=True)
         self._sink = Sink(self._record_traced)
         self._handle = self._sink.handle
@@ -148,7 +150,7 @@ class Listener:
 
     def __call__(self, g: Tensor) -> None:
         batch, slot, x = self._batch, self._slot, self._x
-        if batch.size == 0:
+        if batch.size == 0 or self._recorder.muted:
             return
         if x is not None and x._version != self._version:
             raise UnsupportedModuleError(

@@ -3,7 +3,8 @@
 A model that sorts its batch by length, flips or rolls it, or centres it, keeps every shape: but
 then one layer's row i is another layer's row j, norms are added up across samples, and a sample
 may contribute more than its bound. With one sample added at the end of the batch, no other row
-may change; each of the above changes some.
+may change; with the batch back to front, the same rows must come back to front. Each of the above
+breaks one of the two.
 
 Shapes: B samples, N all other elements of a tensor.
 """
@@ -39,33 +40,44 @@ def rows_of(slots: Sequence[Slot], forward: Callable[[], Any]) -> Rows:
     return rows
 
 
-def refuse_moved_rows(slots: Sequence[Slot], plain: Rows, grown: Rows, size: int) -> None:
-    """Refuse if a row of the batch of `size` changed when a sample was added after it.
+def find_moved_rows(plain: Rows, grown: Rows, flipped: Rows, size: int) -> int | None:
+    """The first slot (or `OUTPUTS`) with a row of the batch of `size` that is not where it was.
 
-    Raises:
-        UnsupportedModuleError: naming the first layer whose input shows it.
+    `grown` comes from the batch with one sample more, `flipped` from the batch back to front.
+    Tensors that did not grow have no batch axis and are passed over.
     """
-    found = find_moved_rows(plain, grown, size)
-    if found is not None:
-        raise UnsupportedModuleError(
-            "" if found == OUTPUTS else slots[found].path,
-            expected="samples that keep their row and do not see each other",
-            got="other rows once a sample is added to the batch",
-            remedy="do not sort, reorder, centre or compare samples inside the model",
-        )
-
-
-def find_moved_rows(plain: Rows, other: Rows, size: int) -> int | None:
-    """The first slot (or `OUTPUTS`) with a row among the first `size` that differs."""
     for index, calls in plain.items():
-        for before_B2, after_B2 in zip(calls, other.get(index, []), strict=False):
-            if len(before_B2) != size or len(after_B2) < size:
+        others = zip(grown.get(index, []), flipped.get(index, []), strict=False)
+        for rows_B2, (grown_B2, flipped_B2) in zip(calls, others, strict=False):
+            if (len(rows_B2), len(grown_B2), len(flipped_B2)) != (size, size + 1, size):
                 continue
-            before_B, tolerance_B = before_B2.unbind(1)
-            off_B = (after_B2[:size, 0] - before_B).abs() > tolerance_B
-            if bool(off_B.any()):
+            if _differ(rows_B2, grown_B2[:size]) or _differ(rows_B2, flipped_B2.flip(0)):
                 return index
     return None
+
+
+def repeats(one: Rows, other: Rows) -> bool:
+    """Whether two runs of one batch agree: a model that draws random numbers does not."""
+    return not any(
+        len(a_B2) == len(b_B2) and _differ(a_B2, b_B2)
+        for index, calls in one.items()
+        for a_B2, b_B2 in zip(calls, other.get(index, []), strict=False)
+    )
+
+
+def moved_rows(path: str) -> UnsupportedModuleError:
+    """The error for a layer (or, with an empty path, outputs) whose rows are not their samples."""
+    return UnsupportedModuleError(
+        path,
+        expected="samples that keep their row and do not see each other",
+        got="other rows once the batch is longer or in another order",
+        remedy="do not sort, reorder, centre or compare samples inside the model",
+    )
+
+
+def _differ(one_B2: Tensor, other_B2: Tensor) -> bool:
+    marks_B, tolerance_B = one_B2.unbind(1)
+    return bool(((other_B2[:, 0] - marks_B).abs() > tolerance_B).any())
 
 
 @contextmanager

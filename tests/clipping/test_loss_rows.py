@@ -1,0 +1,79 @@
+"""A loss that mixes samples outside the model is found out on the first backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from clipping.compare import assert_exact
+from clipping.tiny_models import Inputs
+from shuffled_dpsgd.clipping import ClippingEngine
+from shuffled_dpsgd.errors import UnsupportedModuleError
+
+
+def apart(outputs: Tensor) -> Tensor:
+    return outputs.square().sum(1)
+
+
+def contrastive(outputs: Tensor) -> Tensor:
+    return F.cross_entropy(outputs @ outputs.T, torch.arange(len(outputs)), reduction="none")
+
+
+def centred(outputs: Tensor) -> Tensor:
+    return (outputs - outputs.mean(0)).square().sum(1)
+
+
+def paired(outputs: Tensor) -> Tensor:
+    return (outputs - outputs.flip(0)).square().sum(1)
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3))
+
+
+def batch(size: int = 4) -> Tensor:
+    return torch.randn(size, 5, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("loss", [contrastive, centred, paired])
+@pytest.mark.parametrize("strategy", ["bookkeeping", "ghost"])
+def test_losses_that_mix_samples_are_refused(
+    loss: Callable[[Tensor], Tensor], strategy: str
+) -> None:
+    engine = ClippingEngine(model(), strategy=strategy)
+    with engine:
+        losses = loss(engine.model(batch()))
+        with pytest.raises(UnsupportedModuleError, match="that sample alone"):
+            engine.backward(losses)
+    assert not engine.sample_norms.numel()
+
+
+def test_a_batch_of_one_shows_nothing_and_settles_nothing() -> None:
+    engine = ClippingEngine(model())
+    with engine:
+        engine.backward(centred(engine.model(batch(1))))
+        losses = centred(engine.model(batch()))
+        with pytest.raises(UnsupportedModuleError, match="that sample alone"):
+            engine.backward(losses)
+
+
+@pytest.mark.parametrize("strategy", ["bookkeeping", "ghost", "mixed", "instantiate"])
+def test_looking_changes_nothing(strategy: str) -> None:
+    def losses(model: nn.Module, inputs: Inputs) -> Tensor:
+        return apart(model(inputs["x"]))
+
+    assert_exact(model().double(), losses, {"x": batch().double()}, strategy=strategy)
+
+
+def test_broken_samples_are_not_taken_for_mixing() -> None:
+    x = batch()
+    x[2] = float("inf")
+    engine = ClippingEngine(model())
+    with engine:
+        engine.backward(apart(engine.model(x)))
+    assert engine.num_nonfinite == 1

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from shuffled_dpsgd.clipping.rules.base import Saved, Slot
+from shuffled_dpsgd.clipping.taps import Capture, Signature, Taps
 
 
 class Phase(Enum):
@@ -33,7 +34,9 @@ class Batch:
 
     `scale` is what a captured gradient must be multiplied by to be the gradient of that sample's
     own loss (the batch size under a mean, one under a sum). `calls` and `traced` count, per slot,
-    the calls the forward made and those a compiled backward has recorded. `entries` are filed by
+    the calls the forward made and those a compiled backward has recorded through the operator,
+    which are described in `captures`; `taps` are those of a compiled forward that has them, and
+    `tapped` says whether their gradients have come. `entries` are filed by
     group; norm layers wait in `unsummed` for others of their kind and then stand in `norm_runs`,
     many layers with their (L, B, 2, D) per-sample gradients. `halves` are this forward's
     half-precision copies of parameters, by the parameter's id.
@@ -41,6 +44,7 @@ class Batch:
 
     __slots__ = (
         "calls",
+        "captures",
         "closed",
         "device",
         "entries",
@@ -49,8 +53,11 @@ class Batch:
         "norm_runs",
         "phase",
         "scale",
+        "signature",
         "size",
         "squares",
+        "tapped",
+        "taps",
         "traced",
         "unsummed",
         "unsummed_bytes",
@@ -63,6 +70,10 @@ class Batch:
         self.phase = Phase.ONLY
         self.calls = [0] * slots
         self.traced = [0] * slots
+        self.captures: list[Capture] = []
+        self.signature: Signature | None = None
+        self.taps: Taps | None = None
+        self.tapped = False
         self.entries: dict[int, list[Entry]] = {}
         self.squares: dict[int, Tensor] = {}
         self.factors: dict[int, Tensor] = {}

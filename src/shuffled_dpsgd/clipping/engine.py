@@ -28,6 +28,7 @@ from shuffled_dpsgd.clipping.schedules import (
     TwoPasses,
     WholeGradient,
 )
+from shuffled_dpsgd.clipping.taps import signature_of
 from shuffled_dpsgd.clipping.totals import Totals
 from shuffled_dpsgd.errors import InvalidArgumentError
 
@@ -94,6 +95,7 @@ class ClippingEngine:
             totals=Totals(self._parameters),
         )
         self._schedule = _schedule(strategy, self._rule)
+        self._recorder.may_tap = isinstance(self._schedule, WholeGradient)
         self._halves = HalfCopies(self._slots)
         self._axis_check = BatchAxisCheck(model, self._slots)
         self._loss_check = LossCheck()
@@ -225,7 +227,8 @@ class ClippingEngine:
             batch.halves = self._halves.make(
                 torch.get_autocast_dtype(device), reuse=latest is None or latest.closed
             )
-        self._recorder.open(batch)
+        traced = torch.compiler.is_compiling()
+        self._recorder.open(batch, signature_of(args, kwargs, device) if traced else None)
 
     def _end(self, module: nn.Module, args: Any, output: Any) -> None:
         if not torch.is_grad_enabled():

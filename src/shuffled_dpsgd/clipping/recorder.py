@@ -11,8 +11,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from shuffled_dpsgd.clipping import kernels
 from shuffled_dpsgd.clipping.batch import Batch, Entry, Phase
 from shuffled_dpsgd.clipping.rules.base import Saved, Slot
+from shuffled_dpsgd.clipping.taps import Capture, Signature, Taps, make_taps
 from shuffled_dpsgd.clipping.traced import Sink, record
 from shuffled_dpsgd.errors import UnsupportedModuleError
 
@@ -21,7 +23,8 @@ class Recorder:
     """Passes entries on under the batch whose backward runs.
 
     `receive(batch, entry)` is called for every recorded call, `finish(batch)` once after the
-    outermost backward. `batch` is the batch of the forward now running, else None.
+    outermost backward. `batch` is the batch of the forward now running, else None. With
+    `may_tap`, the captures of a compiled backward may all come at its end.
     """
 
     def __init__(
@@ -35,19 +38,29 @@ class Recorder:
         self.axis_checked = False
         # While a gradient is only looked at, nothing is recorded.
         self.muted = False
+        self.may_tap = False
         self.tap = torch.zeros((), requires_grad=True)
-        self._sink = Sink(self._record_traced)
+        self._taps: Taps | None = None
+        self._last_signature: Signature | None = None
+        self._sink = Sink(receive=self._record_traced, deliver=self._deliver)
         self._handle = self._sink.handle
         self._running: Batch | None = None
 
     def use_device(self, device: torch.device) -> None:
-        """Keep the tap where the model is."""
+        """Keep the taps where the model is."""
         if self.tap.device != device:
             self.tap = torch.zeros((), device=device, requires_grad=True)
+            self._taps = self._last_signature = None
 
-    def open(self, batch: Batch) -> None:
-        """A forward of the model begins. What an interrupted backward left is dropped."""
+    def open(self, batch: Batch, signature: Signature | None = None) -> None:
+        """A forward of the model begins. What an interrupted backward left is dropped.
+
+        A traced forward gives its `signature`; if there are taps for it, they are used.
+        """
         self._running = None
+        batch.signature = signature
+        if signature is not None and self._taps is not None:
+            batch.taps = self._taps if self._taps.signature == signature else None
         self.batch = self.latest = batch
 
     def close_forward(self) -> None:
@@ -73,15 +86,27 @@ class Recorder:
             self._join(self.latest)
         return self.latest
 
-    def record(self, batch: Batch, slot: Slot, saved: Saved, part: int = 0) -> Tensor | None:
+    def taps_of(self, batch: Batch, slot: Slot, part: int = 0) -> tuple[Tensor, ...]:
+        """What a slot's function takes as further inputs: taps, or one input for the operator."""
+        if batch.taps is None:
+            return (self.tap,)
+        return batch.taps.by_call.get((slot.index, part, batch.calls[slot.index]), (self.tap,))
+
+    def record(
+        self, batch: Batch, slot: Slot, saved: Saved, part: int = 0
+    ) -> tuple[Tensor | None, ...]:
         """Pass on one call of one slot; called from the slot's backward.
 
-        Returns the gradient of the tap: nothing, or a zero while a compiler traces.
+        Returns the gradients of what `taps_of` gave to the call: the captured tensors themselves,
+        a number nobody reads, or nothing outside a compiler.
         """
         if torch.compiler.is_compiling():
             tensors = [tensor for tensor in saved if isinstance(tensor, Tensor)]
             # Dynamo traces a function's backward where it is called, so that this numbers calls.
-            return record(self._handle, slot.index, part, batch.calls[slot.index], tensors)
+            call = batch.calls[slot.index]
+            if batch.taps is not None and (slot.index, part, call) in batch.taps.by_call:
+                return tuple(tensors)
+            return (record(self._handle, slot.index, part, call, tensors),)
         if self._running is not batch:
             self._join(batch)
         if torch.is_grad_enabled():
@@ -91,7 +116,7 @@ class Recorder:
                 self.receive(batch, Entry(slot, saved))
         else:
             self.receive(batch, Entry(slot, saved))
-        return None
+        return (None,)
 
     def listen(self, out: Tensor, batch: Batch, slot: Slot, x: Tensor | None) -> Tensor:
         """Record `x` and the gradient of `out` when that arrives; returns `out`.
@@ -106,17 +131,27 @@ class Recorder:
         source.register_hook(Listener(self, batch, slot, x))
         return out
 
-    def _record_traced(self, index: int, part: int, tensors: list[Tensor]) -> None:
+    def _record_traced(self, index: int, part: int, call: int, tensors: list[Tensor]) -> None:
         batch, slot = self.latest, self.slots[index]
         if batch is None or batch.traced[index] >= batch.calls[index]:
-            raise UnsupportedModuleError(
-                slot.path,
-                expected="one backward per forward of the compiled model, in turn",
-                got="a backward of an earlier forward",
-                remedy="call backward after each forward; the sums add up",
-            )
+            raise _not_in_turn(slot.path, "a backward of an earlier forward")
         batch.traced[index] += 1
+        specs = tuple((tensor.shape, tensor.dtype) for tensor in tensors)
+        batch.captures.append(Capture(call=(index, part, call), specs=specs))
         self.record(batch, slot, slot.restore(part, tensors))
+
+    def _deliver(self, grads: tuple[Tensor | None, ...]) -> None:
+        """Pass on the gradients of all taps: one compiled backward's captures."""
+        batch = self.latest
+        if batch is None or batch.taps is None or batch is not self._running:
+            raise _not_in_turn("", "captures of another")
+        batch.tapped = True
+        with torch.autocast(batch.device, enabled=False):
+            for (index, part, _), place in batch.taps.order:
+                tensors = [kernels.as_aligned(grad) for grad in grads[place] if grad is not None]
+                if tensors:
+                    slot = self.slots[index]
+                    self.receive(batch, Entry(slot, slot.restore(part, tensors)))
 
     def _join(self, batch: Batch) -> None:
         _refuse_misuse(batch, self._running)
@@ -127,9 +162,24 @@ class Recorder:
     def _backward_done(self) -> None:
         batch, self._running = self._running, None
         self.tap.grad = None
-        if batch is not None:
-            with torch.no_grad(), torch.autocast(batch.device, enabled=False):
-                self.finish(batch)
+        if batch is None:
+            return
+        if batch.taps is not None and not batch.tapped:
+            raise _not_in_turn("", "a backward that stops before the model's first layers")
+        with torch.no_grad(), torch.autocast(batch.device, enabled=False):
+            self.finish(batch)
+        if self.may_tap and self._taps is None and batch.signature is not None:
+            self._learn(batch, batch.signature)
+
+    def _learn(self, batch: Batch, signature: Signature) -> None:
+        """Make taps for the first signature that comes twice in a row, and keep to it.
+
+        Others go on through the operator: taps for every one of them would have the model compiled
+        again and again.
+        """
+        if signature == self._last_signature:
+            self._taps = make_taps(batch.captures, signature, self.tap, self._handle)
+        self._last_signature = signature
 
 
 class Listener:
@@ -164,6 +214,15 @@ class Listener:
         self._recorder.record(batch, slot, slot.heard(batch.size, x, g))
         if batch.phase is not Phase.NORMS:
             self._x = None
+
+
+def _not_in_turn(path: str, got: str) -> UnsupportedModuleError:
+    return UnsupportedModuleError(
+        path,
+        expected="one backward per forward of the compiled model, in turn",
+        got=got,
+        remedy="call backward after each forward; the sums add up",
+    )
 
 
 def _refuse_misuse(batch: Batch, running: Batch | None) -> None:

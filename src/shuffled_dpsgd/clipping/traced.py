@@ -20,15 +20,30 @@ from shuffled_dpsgd.clipping import kernels
 
 
 class Sink:
-    """Receives (slot index, part, tensors) from compiled backwards; found by its integer handle."""
+    """Where captures of compiled backwards go; found by its integer handle.
 
-    def __init__(self, receive: Callable[[int, int, list[Tensor]], None]) -> None:
+    `receive` takes (slot index, part, number of the call, tensors) from the operator, `deliver`
+    the gradients of all taps (see `taps`).
+    """
+
+    def __init__(
+        self,
+        *,
+        receive: Callable[[int, int, int, list[Tensor]], None],
+        deliver: Callable[[tuple[Tensor | None, ...]], None],
+    ) -> None:
         self.receive = receive
+        self.deliver = deliver
         self.handle = max(_SINKS, default=0) + 1
         _SINKS[self.handle] = self
 
 
 _SINKS: WeakValueDictionary[int, Sink] = WeakValueDictionary()
+
+
+def find_sink(handle: int) -> Sink:
+    """The sink of a handle, which lives as long as its engine."""
+    return _SINKS[handle]
 
 
 # Defined by hand: `torch.library.custom_op` adds checks that cost more than the operator itself.
@@ -41,7 +56,8 @@ _LIBRARY.define(
 
 def _record(handle: int, slot: int, part: int, call: int, tensors: Sequence[Tensor]) -> Tensor:
     # The compiler may reuse the tensors' memory as soon as this returns, hence the copies.
-    _SINKS[handle].receive(slot, part, [kernels.aligned_copy(tensor) for tensor in tensors])
+    copies = [kernels.aligned_copy(tensor) for tensor in tensors]
+    find_sink(handle).receive(slot, part, call, copies)
     return _record_fake(handle, slot, part, call, tensors)
 
 

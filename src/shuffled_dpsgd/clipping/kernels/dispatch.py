@@ -83,6 +83,13 @@ def aligned_copy(tensor: Tensor) -> Tensor:
     return copy.copy_(tensor)
 
 
+def as_aligned(tensor: Tensor) -> Tensor:
+    """The tensor itself where kernels can read it in place, else an aligned copy."""
+    if tensor.is_contiguous() and tensor.data_ptr() % ROW_ALIGNMENT_BYTES == 0:
+        return tensor
+    return aligned_copy(tensor)
+
+
 def fits_triton_linear(x_BTD: Tensor, g_BTP: Tensor) -> bool:
     """Whether the Triton kernels take this pair."""
     B, T, D = x_BTD.shape

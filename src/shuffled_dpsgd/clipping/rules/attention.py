@@ -41,10 +41,10 @@ class ProjectionFunction(torch.autograd.Function):
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        tap: Tensor,
         part: int,
         slot: MultiheadAttentionSlot,
         batch: Batch,
+        *taps: Tensor,
     ) -> Tensor:
         if part in (QUERY, KEY, VALUE):
             rows = slice(slot.width * (part - QUERY), slot.width * (part - QUERY + 1))
@@ -59,9 +59,9 @@ class ProjectionFunction(torch.autograd.Function):
     def backward(ctx: Any, g: Tensor) -> Any:
         x, weight = ctx.saved_tensors
         part, slot = ctx.part, ctx.slot
-        tap = slot.recorder.record(ctx.batch, slot, (part, x, g), part)
+        taps = slot.recorder.record(ctx.batch, slot, (part, x, g), part)
         grad_x = g.matmul(weight) if ctx.needs_input_grad[0] else None
-        return grad_x, None, None, tap, None, None, None
+        return grad_x, None, None, None, None, None, *taps
 
 
 class MultiheadAttentionSlot(Slot):
@@ -155,8 +155,8 @@ class MultiheadAttentionSlot(Slot):
             weight, bias = self.layer.out_proj.weight, self.layer.out_proj.bias
         else:
             weight, bias = self.layer.in_proj_weight, self.layer.in_proj_bias
-        tap = self.recorder.tap
-        return cast(Tensor, ProjectionFunction.apply(x, weight, bias, tap, part, self, batch))
+        taps = self.recorder.taps_of(batch, self, part)
+        return cast(Tensor, ProjectionFunction.apply(x, weight, bias, part, self, batch, *taps))
 
     def compact(self, saved: Saved, choose: cost.Chooser) -> Saved:
         part, x_BTE, g_BTP = saved

@@ -30,10 +30,10 @@ class ConvFunction(torch.autograd.Function):
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        tap: Tensor,
         cast_weights: bool,
         slot: ConvSlot,
         batch: Batch,
+        *taps: Tensor,
     ) -> Tensor:
         if cast_weights:
             weight = weight.to(x.dtype)
@@ -49,7 +49,7 @@ class ConvFunction(torch.autograd.Function):
     def backward(ctx: Any, g: Tensor) -> Any:
         x, weight = ctx.saved_tensors
         slot = ctx.slot
-        tap = slot.recorder.record(ctx.batch, slot, (x, g))
+        taps = slot.recorder.record(ctx.batch, slot, (x, g))
         grad_x = None
         if ctx.needs_input_grad[0]:
             zeros = [0] * len(slot.stride)
@@ -66,7 +66,7 @@ class ConvFunction(torch.autograd.Function):
                 slot.groups,
                 [True, False, False],
             )[0]
-        return grad_x, None, None, tap, None, None, None
+        return grad_x, None, None, None, None, None, *taps
 
 
 class ConvSlot(Slot):
@@ -104,8 +104,8 @@ class ConvSlot(Slot):
         if self.pads_first:
             x = F.pad(x, self.pad_widths, mode=self.pad_mode)
         owned = self.parameters
-        weight, bias, tap = owned["weight"], owned["bias"], self.recorder.tap
-        return cast(Tensor, ConvFunction.apply(x, weight, bias, tap, casts, self, batch))
+        weight, bias, taps = owned["weight"], owned["bias"], self.recorder.taps_of(batch, self)
+        return cast(Tensor, ConvFunction.apply(x, weight, bias, casts, self, batch, *taps))
 
     def contributions(self, saved: Saved) -> Iterator[tuple[str, Contribution]]:
         x, g = saved

@@ -26,7 +26,7 @@ class EmbeddingFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, ids: Tensor, weight: Tensor, tap: Tensor, slot: EmbeddingSlot, batch: Batch
+        ctx: Any, ids: Tensor, weight: Tensor, slot: EmbeddingSlot, batch: Batch, *taps: Tensor
     ) -> Tensor:
         ctx.slot, ctx.batch = slot, batch
         ctx.save_for_backward(ids)
@@ -34,8 +34,8 @@ class EmbeddingFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
-        tap = ctx.slot.recorder.record(ctx.batch, ctx.slot, (ctx.saved_tensors[0], g))
-        return None, None, tap, None, None
+        taps = ctx.slot.recorder.record(ctx.batch, ctx.slot, (ctx.saved_tensors[0], g))
+        return None, None, None, None, *taps
 
 
 class EmbeddingSlot(Slot):
@@ -77,8 +77,8 @@ class EmbeddingSlot(Slot):
         batch = self.batch()
         if self.shared_by_batch or ids.dim() < 2 or ids.shape[0] != batch.size:
             ids = self._over_batch(ids, batch.size)
-        weight, tap = self.parameters["weight"], self.recorder.tap
-        return cast(Tensor, EmbeddingFunction.apply(ids, weight, tap, self, batch))
+        weight, taps = self.parameters["weight"], self.recorder.taps_of(batch, self)
+        return cast(Tensor, EmbeddingFunction.apply(ids, weight, self, batch, *taps))
 
     def _over_batch(self, ids: Tensor, size: int) -> Tensor:
         """Ids with the batch on axis 0, where they are shared by all samples or few of them."""

@@ -33,7 +33,7 @@ class CopiesFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, parameter: Tensor, tap: Tensor, part: int, slot: CopiesSlot, batch: Batch
+        ctx: Any, parameter: Tensor, part: int, slot: CopiesSlot, batch: Batch, *taps: Tensor
     ) -> Tensor:
         ctx.part, ctx.slot, ctx.batch = part, slot, batch
         return parameter.expand(batch.size, *parameter.shape)
@@ -41,8 +41,8 @@ class CopiesFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grads_BS: Tensor) -> Any:
         part = ctx.part
-        tap = ctx.slot.recorder.record(ctx.batch, ctx.slot, (part, grads_BS), part)
-        return None, tap, None, None, None
+        taps = ctx.slot.recorder.record(ctx.batch, ctx.slot, (part, grads_BS), part)
+        return None, None, None, None, *taps
 
 
 class CopiesSlot(Slot):
@@ -58,10 +58,12 @@ class CopiesSlot(Slot):
         batch = self.batch()
         if self.recorder.batch is not None:
             batch.calls[self.index] += len(parameters) - 1
-        return {
-            key: CopiesFunction.apply(p, self.recorder.tap, self.keys.index(key), self, batch)
-            for key, p in parameters.items()
-        }
+        found = {}
+        for key, parameter in parameters.items():
+            part = self.keys.index(key)
+            taps = self.recorder.taps_of(batch, self, part)
+            found[key] = CopiesFunction.apply(parameter, part, self, batch, *taps)
+        return found
 
     def restore(self, part: int, tensors: list[Tensor]) -> Saved:
         return (part, tensors[0])

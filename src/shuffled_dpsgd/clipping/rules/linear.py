@@ -41,10 +41,10 @@ class LinearFunction(torch.autograd.Function):
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        tap: Tensor,
         lower: bool,
         slot: LinearSlot,
         batch: Batch,
+        *taps: Tensor,
     ) -> Tensor:
         if lower:
             weight = slot.lowered(weight, x.dtype)
@@ -60,11 +60,11 @@ class LinearFunction(torch.autograd.Function):
         kept = g
         if weight.shape[0] != g.shape[-1]:
             g = F.pad(g, (0, weight.shape[0] - g.shape[-1]))
-            # What leaves a compiled graph is copied, and whole rows are copied faster.
+            # What leaves a compiled graph should lie in whole, aligned rows.
             kept = g if torch.compiler.is_compiling() else g[..., : kept.shape[-1]]
-        tap = ctx.slot.recorder.record(ctx.batch, ctx.slot, (x, kept))
+        taps = ctx.slot.recorder.record(ctx.batch, ctx.slot, (x, kept))
         grad_x = g.matmul(weight) if ctx.needs_input_grad[0] else None
-        return grad_x, None, None, tap, None, None, None
+        return grad_x, None, None, None, None, None, *taps
 
 
 class TransposedLinearFunction(torch.autograd.Function):
@@ -76,10 +76,10 @@ class TransposedLinearFunction(torch.autograd.Function):
         x: Tensor,
         weight: Tensor,
         bias: Tensor,
-        tap: Tensor,
         lower: bool,
         slot: LinearSlot,
         batch: Batch,
+        *taps: Tensor,
     ) -> Tensor:
         if lower:
             weight, bias = weight.to(x.dtype), bias.to(x.dtype)
@@ -91,9 +91,9 @@ class TransposedLinearFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
         x, weight = ctx.saved_tensors
-        tap = ctx.slot.recorder.record(ctx.batch, ctx.slot, (x, g))
+        taps = ctx.slot.recorder.record(ctx.batch, ctx.slot, (x, g))
         grad_x = g.matmul(weight.t()) if ctx.needs_input_grad[0] else None
-        return grad_x, None, None, tap, None, None, None
+        return grad_x, None, None, None, None, None, *taps
 
 
 def _bias_grads(g_BTP: Tensor) -> Tensor:
@@ -130,7 +130,8 @@ class LinearSlot(Slot):
         weight, bias = cast(Tensor, self.parameters["weight"]), self.parameters["bias"]
         if x.requires_grad and can_listen():
             return self._listen(x, weight, bias, batch)
-        return self.function.apply(x, weight, bias, self.recorder.tap, lower, self, batch)
+        taps = self.recorder.taps_of(batch, self)
+        return self.function.apply(x, weight, bias, lower, self, batch, *taps)
 
     def _listen(self, x: Tensor, weight: Tensor, bias: Tensor | None, batch: Batch) -> Tensor:
         """The same by autograd's own operations, for eager mode."""

@@ -80,9 +80,9 @@ class LayerNormFunction(torch.autograd.Function):
         x: Tensor,
         weight: Tensor | None,
         bias: Tensor | None,
-        tap: Tensor,
         slot: LayerNormSlot,
         batch: Batch,
+        *taps: Tensor,
     ) -> Tensor:
         y, mean, rstd = torch.native_layer_norm(x, slot.normalized_shape, weight, bias, slot.eps)
         ctx.slot, ctx.batch = slot, batch
@@ -93,7 +93,7 @@ class LayerNormFunction(torch.autograd.Function):
     def backward(ctx: Any, g: Tensor) -> Any:
         x, weight, mean, rstd = ctx.saved_tensors
         if x.numel() == 0:
-            return torch.zeros_like(x), None, None, None, None, None
+            return torch.zeros_like(x), *(None,) * (len(ctx.needs_input_grad) - 1)
         B, D = x.shape[0], ctx.slot.width
         # A compiler fuses the plain form better than it could see through a hand-written kernel.
         traced = torch.compiler.is_compiling()
@@ -106,8 +106,8 @@ class LayerNormFunction(torch.autograd.Function):
             rstd.view(B, -1, 1),
             ctx.needs_input_grad[0],
         )
-        tap = ctx.slot.recorder.record(ctx.batch, ctx.slot, (weight_BD, bias_BD))
-        return None if grad_x is None else grad_x.view(x.shape), None, None, tap, None, None
+        taps = ctx.slot.recorder.record(ctx.batch, ctx.slot, (weight_BD, bias_BD))
+        return None if grad_x is None else grad_x.view(x.shape), None, None, None, None, *taps
 
 
 class LayerNormSlot(NormSlot):
@@ -129,7 +129,7 @@ class LayerNormSlot(NormSlot):
         if x.shape[0] != batch.size:
             x = self.over_batch(x, batch.size)
         owned = self.parameters
-        weight, bias, tap = owned["weight"], owned["bias"], self.recorder.tap
+        weight, bias = owned["weight"], owned["bias"]
         if x.requires_grad and can_listen():
             out = F.layer_norm(
                 x,
@@ -141,7 +141,8 @@ class LayerNormSlot(NormSlot):
             return self.recorder.listen(out, batch, self, x)
         if batch.device == "cuda" and torch.is_autocast_enabled("cuda"):
             x = x.float()
-        return cast(Tensor, LayerNormFunction.apply(x, weight, bias, tap, self, batch))
+        taps = self.recorder.taps_of(batch, self)
+        return cast(Tensor, LayerNormFunction.apply(x, weight, bias, self, batch, *taps))
 
     def heard(self, size: int, x: Tensor | None, g: Tensor) -> Saved:
         assert x is not None
@@ -158,9 +159,9 @@ class GainFunction(torch.autograd.Function):
         normed: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        tap: Tensor,
         slot: GainSlot,
         batch: Batch,
+        *taps: Tensor,
     ) -> Tensor:
         ctx.slot, ctx.batch = slot, batch
         ctx.save_for_backward(normed, weight)
@@ -171,14 +172,14 @@ class GainFunction(torch.autograd.Function):
     def backward(ctx: Any, g: Tensor) -> Any:
         normed, weight = ctx.saved_tensors
         if normed.numel() == 0:
-            return torch.zeros_like(normed), None, None, None, None, None
+            return torch.zeros_like(normed), *(None,) * (len(ctx.needs_input_grad) - 1)
         slot = ctx.slot
         wide_g = plain.widen(g)
         weight_grads = slot.per_sample(wide_g * plain.widen(normed))
         bias_grads = None if slot.bias_name is None else slot.per_sample(wide_g)
-        tap = slot.recorder.record(ctx.batch, slot, (weight_grads, bias_grads))
+        taps = slot.recorder.record(ctx.batch, slot, (weight_grads, bias_grads))
         grad = (g * slot.spread(weight, g)).to(normed.dtype) if ctx.needs_input_grad[0] else None
-        return grad, None, None, tap, None, None
+        return grad, None, None, None, None, *taps
 
 
 class GainSlot(NormSlot):
@@ -205,9 +206,8 @@ class GainSlot(NormSlot):
             x = self.over_batch(x, batch.size)
         weight, bias = self.parameters["weight"], self.parameters.get("bias")
         normed = self.normalise(x)
-        return cast(
-            Tensor, GainFunction.apply(normed, weight, bias, self.recorder.tap, self, batch)
-        )
+        taps = self.recorder.taps_of(batch, self)
+        return cast(Tensor, GainFunction.apply(normed, weight, bias, self, batch, *taps))
 
 
 class RMSNormSlot(GainSlot):
@@ -241,7 +241,7 @@ class LlamaRMSNormFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, tap: Tensor, slot: LlamaRMSNormSlot, batch: Batch
+        ctx: Any, x: Tensor, weight: Tensor, slot: LlamaRMSNormSlot, batch: Batch, *taps: Tensor
     ) -> Tensor:
         wide = x.float()
         rstd = torch.rsqrt(wide.square().mean(-1, keepdim=True) + slot.eps)
@@ -253,7 +253,7 @@ class LlamaRMSNormFunction(torch.autograd.Function):
     def backward(ctx: Any, g: Tensor) -> Any:
         x, weight, rstd = ctx.saved_tensors
         if x.numel() == 0:
-            return torch.zeros_like(x), None, None, None, None
+            return torch.zeros_like(x), *(None,) * (len(ctx.needs_input_grad) - 1)
         B, D = x.shape[0], x.shape[-1]
         backward = (
             plain.rms_norm_backward if torch.compiler.is_compiling() else kernels.rms_norm_backward
@@ -265,8 +265,8 @@ class LlamaRMSNormFunction(torch.autograd.Function):
             rstd.view(B, -1, 1),
             ctx.needs_input_grad[0],
         )
-        tap = ctx.slot.recorder.record(ctx.batch, ctx.slot, (weight_BD, None))
-        return None if grad_x is None else grad_x.view(x.shape), None, tap, None, None
+        taps = ctx.slot.recorder.record(ctx.batch, ctx.slot, (weight_BD, None))
+        return None if grad_x is None else grad_x.view(x.shape), None, None, None, *taps
 
 
 class LlamaRMSNormSlot(GainSlot):
@@ -291,5 +291,5 @@ class LlamaRMSNormSlot(GainSlot):
         batch = self.batch()
         if x.shape[0] != batch.size:
             x = self.over_batch(x, batch.size)
-        weight, tap = self.parameters["weight"], self.recorder.tap
-        return cast(Tensor, LlamaRMSNormFunction.apply(x, weight, tap, self, batch))
+        weight, taps = self.parameters["weight"], self.recorder.taps_of(batch, self)
+        return cast(Tensor, LlamaRMSNormFunction.apply(x, weight, self, batch, *taps))

@@ -74,7 +74,7 @@ def batch(size: int, dtype: torch.dtype = torch.float32) -> Inputs:
 @pytest.mark.parametrize("seed", range(4))
 def test_samples_that_move_or_meet_are_refused(inner: Inner, size: int, seed: int) -> None:
     """Unnoticed, the norms of one sample would be made of several samples' gradients."""
-    torch.manual_seed(0)  # a batch that happens to be sorted already would not move
+    torch.manual_seed(seed)
     engine = ClippingEngine(Around(inner))
     with pytest.raises(UnsupportedModuleError, match="keep their row"):
         run(engine, losses, batch(size))
@@ -102,3 +102,14 @@ def test_broken_samples_are_not_blamed() -> None:
     engine = ClippingEngine(Around(in_order))
     run(engine, losses, inputs)
     assert engine.num_nonfinite == 2
+
+
+@pytest.mark.parametrize("inner", [in_order, flipped])
+def test_half_precision_is_given_its_rounding(inner: Inner) -> None:
+    engine = ClippingEngine(Around(inner))
+    with torch.autocast("cpu", torch.bfloat16):
+        if inner is in_order:
+            run(engine, losses, batch(64))
+            return
+        with pytest.raises(UnsupportedModuleError, match="keep their row"):
+            run(engine, losses, batch(64))

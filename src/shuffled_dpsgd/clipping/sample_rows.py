@@ -24,7 +24,7 @@ from shuffled_dpsgd.errors import UnsupportedModuleError
 
 # Relative to the length of a row; wider than what another batch size does to rounding.
 _TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3}
-_HALF_TOLERANCE = 5e-2
+_HALF_TOLERANCE = 0.1
 
 Rows = dict[int, list[Tensor]]
 OUTPUTS = -1
@@ -33,10 +33,11 @@ OUTPUTS = -1
 def rows_of(slots: Sequence[Slot], forward: Callable[[], Any]) -> Rows:
     """One number per row and its tolerance, (B, 2), for every call of a slot and every output."""
     rows: Rows = {}
-    with _noting(slots, rows):
+    coarse = _computes_in_half(slots)
+    with _noting(slots, rows, coarse):
         output = forward()
     leaves = [x for x in tree_leaves(output) if isinstance(x, Tensor) and x.dim() > 0]
-    rows[OUTPUTS] = [_fingerprints(leaf, 0) for leaf in leaves]
+    rows[OUTPUTS] = [_fingerprints(leaf, 0, coarse) for leaf in leaves]
     return rows
 
 
@@ -81,14 +82,14 @@ def _differ(one_B2: Tensor, other_B2: Tensor) -> bool:
 
 
 @contextmanager
-def _noting(slots: Sequence[Slot], rows: Rows) -> Iterator[None]:
+def _noting(slots: Sequence[Slot], rows: Rows, coarse: bool) -> Iterator[None]:
     with ExitStack() as hooks:
         for slot in slots:
 
             def note(_: nn.Module, args: Any, kwargs: Any, slot: Slot = slot) -> None:
                 found = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
                 if found and found[0].dim() > slot.batch_axis:
-                    marks = _fingerprints(found[0], slot.batch_axis)
+                    marks = _fingerprints(found[0], slot.batch_axis, coarse)
                     rows.setdefault(slot.index, []).append(marks)
 
             handle = slot.module.register_forward_pre_hook(note, with_kwargs=True)
@@ -96,12 +97,21 @@ def _noting(slots: Sequence[Slot], rows: Rows) -> Iterator[None]:
         yield
 
 
-def _fingerprints(tensor: Tensor, axis: int) -> Tensor:
+def _computes_in_half(slots: Sequence[Slot]) -> bool:
+    """Whether float32 tensors may be sums of half-precision ones: autocast, half parameters."""
+    parameters = [p for slot in slots for p in slot.module.parameters()]
+    return any(
+        p.dtype in (torch.float16, torch.bfloat16) or torch.is_autocast_enabled(p.device.type)
+        for p in parameters
+    )
+
+
+def _fingerprints(tensor: Tensor, axis: int, coarse: bool) -> Tensor:
     """(B, 2): a fixed odd combination of each row, and how far rounding may move it.
 
     Plain sums would be blind after a normalisation, where every row sums to zero.
     """
-    tolerance = _TOLERANCE.get(tensor.dtype, _HALF_TOLERANCE)
+    tolerance = _HALF_TOLERANCE if coarse else _TOLERANCE.get(tensor.dtype, _HALF_TOLERANCE)
     exact = not tensor.is_floating_point()
     wide = tensor.double() if exact or tensor.dtype is torch.float64 else tensor.float()
     x_BN = wide.movedim(axis, 0).reshape(tensor.shape[axis], -1)

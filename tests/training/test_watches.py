@@ -215,3 +215,8 @@ def test_a_batch_norm_woken_in_the_middle_of_a_loop_is_refused() -> None:
     with pytest.raises(UnsupportedModuleError, match="running_mean"):
         private.step()
     assert private.ledger.spent == 0
+
+
+def test_replicated_models_are_refused() -> None:
+    with pytest.raises(UnsupportedModuleError, match="DataParallel"):
+        private_run(nn.DataParallel(make_mlp()))

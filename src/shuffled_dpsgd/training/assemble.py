@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from shuffled_dpsgd.clipping import ClippingEngine
-from shuffled_dpsgd.errors import InvalidArgumentError
+from shuffled_dpsgd.errors import InvalidArgumentError, UnsupportedModuleError
 from shuffled_dpsgd.permutation import PermutationSpec, discover
 from shuffled_dpsgd.training.ledger import Ledger
 from shuffled_dpsgd.training.mechanism import ShuffledGaussianMechanism
@@ -117,6 +117,7 @@ def assemble(
     """Build every part of a run from one request; what `make_private` does."""
     check_request(request)
     inner = _uncompiled(model)
+    _refuse_replicas(inner)
     check_optimizer(optimizer, shuffled=request.shuffle != "off")
     check_parameters(inner, optimizer)
     spec: PermutationSpec | None = None
@@ -169,6 +170,18 @@ def _uncompiled(model: torch.nn.Module) -> torch.nn.Module:
     """The module `torch.compile` wrapped: same parameters, names without its prefix."""
     inner = getattr(model, "_orig_mod", model)
     return inner if isinstance(inner, torch.nn.Module) else model
+
+
+def _refuse_replicas(model: torch.nn.Module) -> None:
+    """Replicas would each sample, noise and count for themselves, and drift apart unnoticed."""
+    parallel = (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel)
+    if isinstance(model, parallel) or type(model).__name__ == "FullyShardedDataParallel":
+        raise UnsupportedModuleError(
+            "",
+            expected="the model itself, on one device",
+            got=type(model).__name__,
+            remedy="pass the wrapped module and run one process",
+        )
 
 
 def _scope(name: str) -> Any:

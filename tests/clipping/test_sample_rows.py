@@ -56,8 +56,15 @@ def centred_outputs(layer: nn.Module, h: Tensor) -> Tensor:
     return outputs - outputs.mean(0)
 
 
+def centred_in_training(layer: nn.Module, h: Tensor) -> Tensor:
+    return centred(layer, h) if layer.training else layer(h)
+
+
 def noisy(layer: nn.Module, h: Tensor) -> Tensor:
     return layer(h + torch.randn_like(h))
+
+
+MIXING = (sorted_by_content, flipped, rolled, centred, centred_outputs, centred_in_training)
 
 
 def losses(model: nn.Module, inputs: Inputs) -> Tensor:
@@ -69,7 +76,7 @@ def batch(size: int, dtype: torch.dtype = torch.float32) -> Inputs:
     return {"x": torch.randn(size, 6, dtype=dtype)}
 
 
-@pytest.mark.parametrize("inner", [sorted_by_content, flipped, rolled, centred, centred_outputs])
+@pytest.mark.parametrize("inner", MIXING)
 @pytest.mark.parametrize("size", [2, 5])
 @pytest.mark.parametrize("seed", range(4))
 def test_samples_that_move_or_meet_are_refused(inner: Inner, size: int, seed: int) -> None:
@@ -113,3 +120,15 @@ def test_half_precision_is_given_its_rounding(inner: Inner) -> None:
             return
         with pytest.raises(UnsupportedModuleError, match="keep their row"):
             run(engine, losses, batch(64))
+
+
+def test_dropout_hides_nothing() -> None:
+    def dropped(layer: nn.Module, h: Tensor) -> Tensor:
+        return centred_in_training(layer, dropout(h))
+
+    dropout = nn.Dropout(0.5)
+    model = Around(dropped)
+    model.add_module("dropout", dropout)
+    with pytest.raises(UnsupportedModuleError, match="keep their row"):
+        run(ClippingEngine(model), losses, batch(4))
+    assert dropout.training

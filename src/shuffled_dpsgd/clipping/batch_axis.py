@@ -9,12 +9,14 @@ inputs that carry the batch grow, all others do not.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from shuffled_dpsgd.clipping.rules.base import Slot
@@ -56,9 +58,7 @@ class BatchAxisCheck:
         with in_eval_mode(self._model), _buffers_kept(self._model), torch.random.fork_rng():
             with self._watching(lengths):
                 try:
-                    grown = rows_of(
-                        self._slots, lambda: self._model.forward(*more_args, **more_kwargs)
-                    )
+                    self._model.forward(*more_args, **more_kwargs)
                 except (RuntimeError, ValueError, IndexError) as error:
                     # An error of the model's own comes up here again, and is then raised as it is.
                     self._model.forward(*args, **kwargs)
@@ -71,20 +71,36 @@ class BatchAxisCheck:
                     ) from error
             if self._mark(lengths, size + 1):
                 self._compare(args, kwargs, size)
-            if size > 1:
-                self._check_rows(args, kwargs, size, grown)
+        if size > 1:
+            self._check_rows(args, kwargs, size)
 
-    def _check_rows(self, args: Any, kwargs: Mapping[str, Any], size: int, grown: Rows) -> None:
-        """Samples must keep their rows; a model that draws random numbers cannot be compared."""
+    def _check_rows(self, args: Any, kwargs: Mapping[str, Any], size: int) -> None:
+        """As the model is, but for dropout layers; in evaluation mode if it is random even so."""
+        for mode in (_without_dropout, in_eval_mode):
+            with mode(self._model), _buffers_kept(self._model), torch.random.fork_rng():
+                if self._rows_are_kept(args, kwargs, size):
+                    return
 
-        def rows(args: Any, kwargs: Mapping[str, Any]) -> Rows:
-            return rows_of(self._slots, lambda: self._model.forward(*args, **kwargs))
+    def _rows_are_kept(self, args: Any, kwargs: Mapping[str, Any], size: int) -> bool:
+        """Whether samples keep their rows; False if random numbers forbid the comparison.
 
-        plain = rows(args, kwargs)
-        flipped = rows(_back_to_front(args, size), _back_to_front(dict(kwargs), size))
-        found = find_moved_rows(plain, grown, flipped, size)
-        if found is not None and repeats(plain, rows(args, kwargs)):
-            raise moved_rows("" if found == OUTPUTS else self._slots[found].path)
+        Raises:
+            UnsupportedModuleError: they do not.
+        """
+
+        def rows(change: Callable[[Any, int], Any]) -> Rows:
+            changed_args, changed_kwargs = change(args, size), change(dict(kwargs), size)
+            return rows_of(
+                self._slots, lambda: self._model.forward(*changed_args, **changed_kwargs)
+            )
+
+        plain = rows(_as_it_is)
+        found = find_moved_rows(plain, rows(_one_more), rows(_back_to_front), size)
+        if found is None:
+            return True
+        if not repeats(plain, rows(_as_it_is)):
+            return False
+        raise moved_rows("" if found == OUTPUTS else self._slots[found].path)
 
     @contextmanager
     def _watching(self, lengths: dict[int, set[int]]) -> Iterator[None]:
@@ -152,6 +168,10 @@ def _one_more(inputs: Any, size: int) -> Any:
     return tree_map(grow, inputs)
 
 
+def _as_it_is(inputs: Any, size: int) -> Any:
+    return inputs
+
+
 def _back_to_front(inputs: Any, size: int) -> Any:
     """Inputs with the samples in reverse order."""
 
@@ -160,6 +180,20 @@ def _back_to_front(inputs: Any, size: int) -> Any:
         return leaf.flip(0) if has_batch else leaf
 
     return tree_map(flip, inputs)
+
+
+@contextmanager
+def _without_dropout(model: nn.Module) -> Iterator[None]:
+    """Run without gradients or warnings as the model is, except that dropout layers pass on all."""
+    active = [m for m in model.modules() if isinstance(m, _DropoutNd) and m.training]
+    for dropout in active:
+        dropout.training = False
+    try:
+        with torch.no_grad(), warnings.catch_warnings(action="ignore"):
+            yield
+    finally:
+        for dropout in active:
+            dropout.training = True
 
 
 @contextmanager

@@ -37,7 +37,7 @@ def rows_of(slots: Sequence[Slot], forward: Callable[[], Any]) -> Rows:
     with _noting(slots, rows, coarse):
         output = forward()
     leaves = [x for x in tree_leaves(output) if isinstance(x, Tensor) and x.dim() > 0]
-    rows[OUTPUTS] = [_fingerprints(leaf, 0, coarse) for leaf in leaves]
+    rows[OUTPUTS] = [_fingerprints(leaf, 0, coarse) for leaf in leaves if leaf.numel()]
     return rows
 
 
@@ -88,7 +88,7 @@ def _noting(slots: Sequence[Slot], rows: Rows, coarse: bool) -> Iterator[None]:
 
             def note(_: nn.Module, args: Any, kwargs: Any, slot: Slot = slot) -> None:
                 found = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-                if found and found[0].dim() > slot.batch_axis:
+                if found and found[0].numel() and found[0].dim() > slot.batch_axis:
                     marks = _fingerprints(found[0], slot.batch_axis, coarse)
                     rows.setdefault(slot.index, []).append(marks)
 
@@ -113,9 +113,10 @@ def _fingerprints(tensor: Tensor, axis: int, coarse: bool) -> Tensor:
     """
     tolerance = _HALF_TOLERANCE if coarse else _TOLERANCE.get(tensor.dtype, _HALF_TOLERANCE)
     exact = not tensor.is_floating_point()
-    wide = tensor.double() if exact or tensor.dtype is torch.float64 else tensor.float()
-    x_BN = wide.movedim(axis, 0).reshape(tensor.shape[axis], -1)
-    weights_N = torch.arange(x_BN.shape[1], device=x_BN.device, dtype=x_BN.dtype).cos()
+    # Half precision stays as it is: a float32 copy of a language model's outputs would be large.
+    x_BN = (tensor.double() if exact else tensor).movedim(axis, 0)
+    x_BN = x_BN.reshape(tensor.shape[axis], -1)
+    weights_N = torch.arange(x_BN.shape[1], device=x_BN.device).double().cos().to(x_BN.dtype)
     marks_B = (x_BN @ weights_N).double()
     norms_B = torch.linalg.vector_norm(x_BN, dim=1, dtype=torch.float64)
     return torch.stack([marks_B, norms_B * (1e-8 if exact else tolerance)], 1).nan_to_num(0.0)

@@ -3,12 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 # Sums of so many elements, or a multiple, start where kernels can read them in wide words.
 _ALIGNMENT = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class Room:
+    """Parameters whose sums share an allocation: by name, and as they are to be cut from it."""
+
+    device: torch.device
+    dtype: torch.dtype
+    names: list[str]
+    shapes: list[Tensor]
+
+    def zeros(self) -> dict[str, Tensor]:
+        """New sums of zero."""
+        size = sum(tensor.numel() for tensor in self.shapes)
+        buffer = torch.zeros(size, dtype=self.dtype, device=self.device)
+        views = torch._utils._unflatten_dense_tensors(buffer, self.shapes)
+        return dict(zip(self.names, views, strict=True))
 
 
 class Totals:
@@ -21,6 +39,8 @@ class Totals:
     def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
         self._parameters = dict(parameters)
         self._sums: dict[str, Tensor] = {}
+        self._kinds: list[tuple[torch.device, torch.dtype]] = []
+        self._rooms: list[Room] = []
         self.norms: list[Tensor] = []
 
     @property
@@ -36,16 +56,24 @@ class Totals:
         self.norms = []
 
     def _zeros(self) -> dict[str, Tensor]:
+        kinds = [(p.device, p.dtype) for p in self._parameters.values()]
+        if kinds != self._kinds:
+            self._kinds, self._rooms = kinds, self._plan_rooms()
+        found: dict[str, Tensor] = {}
+        for room in self._rooms:
+            found |= room.zeros()
+        return {name: found[name] for name in self._parameters}
+
+    def _plan_rooms(self) -> list[Room]:
         places: dict[tuple[torch.device, torch.dtype], list[str]] = {}
         for name, parameter in self._parameters.items():
             wide = torch.float64 if parameter.dtype == torch.float64 else torch.float32
             places.setdefault((parameter.device, wide), []).append(name)
-        found: dict[str, Tensor] = {}
+        rooms = []
         for (device, dtype), names in places.items():
             # Whole blocks first, so that the odd sizes of small parameters misalign no other.
             names.sort(key=lambda name: self._parameters[name].numel() % _ALIGNMENT != 0)
-            parameters = [self._parameters[name].detach() for name in names]
-            buffer = torch.zeros(sum(p.numel() for p in parameters), dtype=dtype, device=device)
-            views = torch._utils._unflatten_dense_tensors(buffer, parameters)
-            found.update(zip(names, views, strict=True))
-        return {name: found[name] for name in self._parameters}
+            # Without memory: the parameters' own would be kept alive when they are moved.
+            shapes = [torch.empty(self._parameters[n].shape, device="meta") for n in names]
+            rooms.append(Room(device=device, dtype=dtype, names=names, shapes=shapes))
+        return rooms

@@ -124,8 +124,8 @@ class Wholesale:
             self._add_small(total_N, sums)
 
     def _add_small(self, total_N: Tensor, sums: dict[str, Tensor]) -> None:
-        sizes = [part.grads_BS[0].numel() for _, part in self._small]
         targets = [_vector(sums[name]) for name, _ in self._small]
+        sizes = [target.numel() for target in targets]
         torch._foreach_add_(targets, list(total_N.split(sizes)))
 
 
@@ -169,4 +169,6 @@ def _flat(grads_BS: Tensor) -> Tensor:
 
 
 def _is_small(part: Contribution) -> bool:
-    return isinstance(part, DenseGrad) and part.grads_BS[0].numel() <= _SMALL
+    if not isinstance(part, DenseGrad):
+        return False
+    return part.grads_BS.numel() <= _SMALL * part.grads_BS.shape[0]

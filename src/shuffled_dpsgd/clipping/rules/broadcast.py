@@ -39,6 +39,17 @@ def can_broadcast(parameters: dict[str, nn.Parameter]) -> bool:
     return all(p.dim() >= 2 and p.shape[0] == 1 for p in parameters.values())
 
 
+class StandIn:
+    """Takes a module's place as `self` in its forward, with some attributes replaced."""
+
+    def __init__(self, module: nn.Module, values: dict[str, Tensor]) -> None:
+        self._module = module
+        self._values = values
+
+    def __getattr__(self, name: str) -> Any:
+        return self._values[name] if name in self._values else getattr(self._module, name)
+
+
 class BroadcastSlot(CopiesSlot):
     """A module that broadcasts its own bare parameters over the batch."""
 
@@ -48,6 +59,7 @@ class BroadcastSlot(CopiesSlot):
     def __init__(self, **site: Any) -> None:
         super().__init__(**site)
         kind = type(self.module)
+        self._unbound: Any = kind.forward
         self._verified = f"{kind.__module__}.{kind.__qualname__}" in KNOWN
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -67,6 +79,9 @@ class BroadcastSlot(CopiesSlot):
         return self._with({key: c.squeeze(1) for key, c in copies.items()}, args, kwargs)
 
     def _with(self, values: dict[str, Tensor], args: Any, kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            # Not every version of the tracer follows changes to a module's dictionary.
+            return self._unbound(StandIn(self.module, values), *args, **kwargs)
         # Shadowing in the instance dictionary leaves the registered parameter where it is.
         attributes = self.module.__dict__
         for key, value in values.items():

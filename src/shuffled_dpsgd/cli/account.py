@@ -50,7 +50,7 @@ def account(
     """Price a run that was, or will be, trained with this noise.
 
     The certified row is what may be claimed, with the interval its exact value lies in. The
-    paper's row appears when --dimension and --batch-clip are given.
+    paper's row appears when --dimension and --batch-clip are given (null in JSON otherwise).
     """
     from shuffled_dpsgd.accounting import SampledGaussian, accountants, certified_bracket
 
@@ -74,7 +74,7 @@ def account(
     bracket = certified_bracket(**mechanism.to_json(), delta=delta)
     rows["certified"]["bracket"] = [bracket.lower, bracket.upper]
     if as_json:
-        print_json({"run": {**mechanism.to_json(), "delta": delta}, **rows})
+        print_json({"run": {**mechanism.to_json(), "delta": delta}, "paper": None, **rows})
         return
     title = f"σ = {noise_multiplier:g}, q = {prob:.6g}, T = {steps:,}, δ = {delta:g}, {adjacency}"
     print_comparison(title, rows)

@@ -73,7 +73,7 @@ def calibrate(
     rows = price_each(chosen, lambda each: each.calibrate(target).to_json(), quiet=as_json)
     at_paper = _certified_at_paper_noise(target, rows)
     if as_json:
-        print_json({"target": asdict(target), **rows, **at_paper})
+        print_json({"target": asdict(target), "paper": None, **rows, **at_paper})
         return
     print_comparison(f"ε = {epsilon:g} at δ = {delta:g}, q = {prob:.6g}, T = {steps:,}", rows)
     for claim in at_paper.values():

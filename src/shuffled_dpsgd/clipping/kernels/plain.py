@@ -10,7 +10,7 @@ activations or gradients are infinite or NaN.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -81,11 +81,28 @@ def reach(x_BTD: Tensor, g_BTP: Tensor) -> Tensor:
 def exact_inner_products(a_BTD: Tensor, b_BSD: Tensor) -> Tensor:
     """<a_t, b_s> for every pair of tokens of a sample, (B, T, S), in float64."""
     B, T, D = a_BTD.shape
+    cuts = list(slices(D, B * (T + b_BSD.shape[1])))
+    if len(cuts) == 1:
+        a_wide = a_BTD.double()
+        return torch.bmm(a_wide, a_wide.mT if a_BTD is b_BSD else b_BSD.double().mT)
     total = torch.zeros((B, T, b_BSD.shape[1]), dtype=torch.float64, device=a_BTD.device)
-    for columns in slices(D, B * (T + b_BSD.shape[1])):
-        a, b = a_BTD[:, :, columns].double(), b_BSD[:, :, columns].double()
-        total.baddbmm_(a, b.mT)
+    for columns in cuts:
+        total.baddbmm_(a_BTD[:, :, columns].double(), b_BSD[:, :, columns].double().mT)
     return total
+
+
+def tokens(tensor_BTD: Tensor, rows: slice) -> Tensor:
+    """Some tokens of every sample: the tensor itself if that is all of them."""
+    return tensor_BTD if rows == slice(0, tensor_BTD.shape[1]) else tensor_BTD[:, rows]
+
+
+def added_up(parts_B: Sequence[Tensor], of_BTD: Tensor) -> Tensor:
+    """The sum of the parts of a (B,) result about `of_BTD`; most often there is just one."""
+    if len(parts_B) == 1:
+        return parts_B[0]
+    wide = torch.float32 if on_tensor_cores(of_BTD) else torch.float64
+    zeros_B = torch.zeros(of_BTD.shape[0], dtype=wide, device=of_BTD.device)
+    return torch.stack([zeros_B, *parts_B]).sum(0)
 
 
 def not_too_small(squares_B: Tensor, reach_B: Tensor, dtype: torch.dtype) -> Tensor:
@@ -98,7 +115,8 @@ def not_too_small(squares_B: Tensor, reach_B: Tensor, dtype: torch.dtype) -> Ten
     rounding = ROUNDING_ULPS * torch.finfo(dtype).eps
     if dtype == torch.float64:
         return squares_B + rounding * reach_B.square()
-    return (squares_B.clamp(min=0.0).sqrt() + rounding * reach_B).square().to(dtype)
+    norms_B = squares_B.clamp(min=0.0).sqrt_()
+    return norms_B.add_(reach_B, alpha=rounding).square_().to(dtype)
 
 
 def gram_sq_norms(x_BTD: Tensor, g_BTP: Tensor, bias: bool) -> Tensor:
@@ -112,15 +130,13 @@ def gram_sq_norms(x_BTD: Tensor, g_BTP: Tensor, bias: bool) -> Tensor:
     dtype = accumulator_dtype(x_BTD, g_BTP)
     on_cores = on_tensor_cores(x_BTD)
     products = inner_products if on_cores else exact_inner_products
-    total_B = torch.zeros(
-        B, dtype=torch.float32 if on_cores else torch.float64, device=x_BTD.device
-    )
+    parts = []
     for rows in slices(T, B * T):
-        x_gram = products(x_BTD[:, rows], x_BTD)
-        g_gram = products(g_BTP[:, rows], g_BTP)
+        x_gram = products(tokens(x_BTD, rows), x_BTD)
         if bias:
-            x_gram = x_gram + 1.0
-        total_B = total_B + (x_gram * g_gram).sum((1, 2))
+            x_gram += 1.0
+        parts.append(x_gram.mul_(products(tokens(g_BTP, rows), g_BTP)).sum((1, 2)))
+    total_B = added_up(parts, x_BTD)
     x_BT = torch.linalg.vector_norm(x_BTD, dim=2, dtype=total_B.dtype)
     if bias:
         x_BT = (x_BT.square() + 1.0).sqrt()
@@ -150,18 +166,15 @@ def embedding_sq_norms(ids_BT: Tensor, g_BTD: Tensor, padding_idx: int | None) -
     B, T = ids_BT.shape
     on_cores = on_tensor_cores(g_BTD)
     products = inner_products if on_cores else exact_inner_products
-    total_B = torch.zeros(
-        B, dtype=torch.float32 if on_cores else torch.float64, device=g_BTD.device
-    )
-    counted_BT = torch.ones_like(ids_BT, dtype=torch.bool)
     if padding_idx is not None:
-        counted_BT = ids_BT != padding_idx
+        g_BTD = torch.where((ids_BT == padding_idx)[:, :, None], 0.0, g_BTD)
+    parts = []
     for rows in slices(T, B * T):
-        same = (ids_BT[:, rows, None] == ids_BT[:, None, :]) & counted_BT[:, rows, None]
-        gram = products(g_BTD[:, rows], g_BTD)
-        total_B = total_B + torch.where(same, gram, 0.0).sum((1, 2))
-    lengths_BT = torch.linalg.vector_norm(g_BTD, dim=2, dtype=total_B.dtype)
-    reach_B = torch.where(counted_BT, lengths_BT, 0.0).sum(1)
+        same = tokens(ids_BT, rows)[:, :, None] == ids_BT[:, None, :]
+        gram = products(tokens(g_BTD, rows), g_BTD)
+        parts.append(torch.where(same, gram, 0.0).sum((1, 2)))
+    total_B = added_up(parts, g_BTD)
+    reach_B = torch.linalg.vector_norm(g_BTD, dim=2, dtype=total_B.dtype).sum(1)
     if on_cores:
         return above_cut_off(total_B, reach_B, g_BTD.shape[2])
     return not_too_small(total_B, reach_B, accumulator_dtype(g_BTD))
@@ -183,8 +196,8 @@ def tied_cross_terms(
     if padding_idx is not None:
         ge_BSD = torch.where((ids_BS != padding_idx)[:, :, None], ge_BSD, 0.0)
     for rows in slices(T, B * S):
-        x_rows = x_BTD[:, rows]
-        picked = gl_BTV[:, rows].gather(2, ids_BS[:, None, :].expand(-1, x_rows.shape[1], -1))
+        x_rows = tokens(x_BTD, rows)
+        picked = tokens(gl_BTV, rows).gather(2, ids_BS[:, None, :].expand(-1, x_rows.shape[1], -1))
         pairs = products(x_rows, ge_BSD)
         total_B = total_B + (picked.to(pairs.dtype) * pairs).sum((1, 2))
     return total_B.to(dtype)

@@ -189,6 +189,14 @@ def test_one_compiled_backward_over_two_forwards_is_refused() -> None:
         (case.losses(compiled, case.inputs) + case.losses(compiled, case.inputs)).sum().backward()
 
 
+def test_taps_never_add_up_two_forwards_of_a_layer_called_twice() -> None:
+    case = small().to(torch.float64)
+    engine = assert_every_step_agrees(case, "aot_eager", 1e-9)
+    compiled = torch.compile(case.model, fullgraph=True, backend="aot_eager")
+    with engine, pytest.raises(UnsupportedModuleError, match="in turn"):
+        (case.losses(compiled, case.inputs) + case.losses(compiled, case.inputs)).sum().backward()
+
+
 def test_taps_never_add_up_two_forwards() -> None:
     engine, case, compiled = tapped_pair()
     with engine, pytest.raises(UnsupportedModuleError, match="in turn"):

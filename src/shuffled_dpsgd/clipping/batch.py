@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from shuffled_dpsgd.clipping.rules.base import Saved, Slot
-from shuffled_dpsgd.clipping.taps import Capture, Signature, Taps
+from shuffled_dpsgd.clipping.taps import Call, Signature, Spec, Taps
 
 
 class Phase(Enum):
@@ -33,13 +33,12 @@ class Batch:
     """The samples of one forward: their number, the calls made, the entries recorded.
 
     `scale` is what a captured gradient must be multiplied by to be the gradient of that sample's
-    own loss (the batch size under a mean, one under a sum). `calls` and `traced` count, per slot,
-    the calls the forward made and those a compiled backward has recorded through the operator,
-    which are described in `captures`; `taps` are those of a compiled forward that has them, and
-    `tapped` says whether their gradients have come. `entries` are filed by
-    group; norm layers wait in `unsummed` for others of their kind and then stand in `norm_runs`,
-    many layers with their (L, B, 2, D) per-sample gradients. `halves` are this forward's
-    half-precision copies of parameters, by the parameter's id.
+    own loss (the batch size under a mean, one under a sum). `calls` counts, per slot, those the
+    forward made; `captures` describes those a compiled backward has recorded through the operator.
+    `taps` are those of a compiled forward that has them, and `tapped` says whether their gradients
+    have come. `entries` are filed by group; norm layers wait in `unsummed` for others of their kind
+    and then stand in `norm_runs`, many layers with their (L, B, 2, D) per-sample gradients.
+    `halves` are this forward's half-precision copies of parameters, by the parameter's id.
     """
 
     __slots__ = (
@@ -58,7 +57,6 @@ class Batch:
         "squares",
         "tapped",
         "taps",
-        "traced",
         "unsummed",
         "unsummed_bytes",
     )
@@ -69,8 +67,7 @@ class Batch:
         self.scale = scale
         self.phase = Phase.ONLY
         self.calls = [0] * slots
-        self.traced = [0] * slots
-        self.captures: list[Capture] = []
+        self.captures: dict[Call, tuple[Spec, ...]] = {}
         self.signature: Signature | None = None
         self.taps: Taps | None = None
         self.tapped = False

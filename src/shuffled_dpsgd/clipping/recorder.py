@@ -14,7 +14,7 @@ from torch import Tensor
 from shuffled_dpsgd.clipping import kernels
 from shuffled_dpsgd.clipping.batch import Batch, Entry, Phase
 from shuffled_dpsgd.clipping.rules.base import Saved, Slot
-from shuffled_dpsgd.clipping.taps import Capture, Signature, Taps, make_taps
+from shuffled_dpsgd.clipping.taps import Signature, Taps, make_taps
 from shuffled_dpsgd.clipping.traced import Sink, record
 from shuffled_dpsgd.errors import UnsupportedModuleError
 
@@ -132,12 +132,10 @@ class Recorder:
         return out
 
     def _record_traced(self, index: int, part: int, call: int, tensors: list[Tensor]) -> None:
-        batch, slot = self.latest, self.slots[index]
-        if batch is None or batch.traced[index] >= batch.calls[index]:
+        batch, slot, key = self.latest, self.slots[index], (index, part, call)
+        if batch is None or call > batch.calls[index] or key in batch.captures:
             raise _not_in_turn(slot.path, "a backward of an earlier forward")
-        batch.traced[index] += 1
-        specs = tuple((tensor.shape, tensor.dtype) for tensor in tensors)
-        batch.captures.append(Capture(call=(index, part, call), specs=specs))
+        batch.captures[key] = tuple((tensor.shape, tensor.dtype) for tensor in tensors)
         self.record(batch, slot, slot.restore(part, tensors))
 
     def _deliver(self, grads: tuple[Tensor | None, ...]) -> None:

@@ -11,9 +11,9 @@ Taps need shapes, which only a first batch can tell; it goes through the operato
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -25,13 +25,6 @@ from shuffled_dpsgd.clipping.traced import find_sink
 Call = tuple[int, int, int]
 Spec = tuple[torch.Size, torch.dtype]
 Signature = tuple[object, ...]
-
-
-class Capture(NamedTuple):
-    """A call that a compiled backward recorded, and what its tensors looked like."""
-
-    call: Call
-    specs: tuple[Spec, ...]
 
 
 def signature_of(args: tuple[Any, ...], kwargs: dict[str, Any], device: str) -> Signature:
@@ -76,7 +69,7 @@ class TapSource(torch.autograd.Function):
 
 
 def make_taps(
-    captures: Sequence[Capture], signature: Signature, root: Tensor, handle: int
+    captures: Mapping[Call, tuple[Spec, ...]], signature: Signature, root: Tensor, handle: int
 ) -> Taps | None:
     """Taps for the calls of one backward, or None where there is nothing to gain.
 
@@ -84,23 +77,23 @@ def make_taps(
     that meet in one backward would be added up in the taps unnoticed. So do calls that capture
     token ids, which cannot be gradients.
     """
-    chosen = [
-        capture
-        for capture in captures[:-1]
-        if all(dtype.is_floating_point for _, dtype in capture.specs)
-    ]
+    chosen = {
+        call: specs
+        for call, specs in list(captures.items())[:-1]
+        if all(dtype.is_floating_point for _, dtype in specs)
+    }
     if not chosen:
         return None
-    specs = [spec for capture in chosen for spec in capture.specs]
+    flat = [spec for specs in chosen.values() for spec in specs]
     # The end of a backward, where taps are made, has gradients switched off.
     with torch.enable_grad():
-        tensors = cast(tuple[Tensor, ...], TapSource.apply(root, specs, handle))
+        tensors = cast(tuple[Tensor, ...], TapSource.apply(root, flat, handle))
     by_call: dict[Call, tuple[Tensor, ...]] = {}
     order: list[tuple[Call, slice]] = []
     first = 0
-    for capture in chosen:
-        place = slice(first, first + len(capture.specs))
-        by_call[capture.call] = tensors[place]
-        order.append((capture.call, place))
+    for call, specs in chosen.items():
+        place = slice(first, first + len(specs))
+        by_call[call] = tensors[place]
+        order.append((call, place))
         first = place.stop
     return Taps(signature=signature, by_call=by_call, order=tuple(order))

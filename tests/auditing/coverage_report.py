@@ -25,6 +25,7 @@ from shuffled_dpsgd.auditing.estimators import (
     OneRunFDP,
     PaperPoint,
 )
+from shuffled_dpsgd_experiments.environment import environment
 
 CONFIDENCE = 0.95
 MECHANISMS = [
@@ -87,4 +88,6 @@ def report(repetitions: int = 400, count: int = 2000) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    Path(sys.argv[1]).write_text(json.dumps(report(), indent=2) + "\n", encoding="utf-8")
+    Path(sys.argv[1]).write_text(
+        json.dumps({**report(), "environment": environment()}, indent=2) + "\n", encoding="utf-8"
+    )

@@ -15,6 +15,7 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from auditing.planted import BUGS, CHECKS, Plant
+from shuffled_dpsgd_experiments.environment import environment
 
 
 def row(plant: Plant) -> dict[str, Any]:
@@ -38,4 +39,6 @@ def report() -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    Path(sys.argv[1]).write_text(json.dumps(report(), indent=2) + "\n", encoding="utf-8")
+    Path(sys.argv[1]).write_text(
+        json.dumps({**report(), "environment": environment()}, indent=2) + "\n", encoding="utf-8"
+    )

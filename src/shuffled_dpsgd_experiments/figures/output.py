@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import platform
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+from shuffled_dpsgd_experiments.environment import environment
 from shuffled_dpsgd_experiments.figures.style import house_style
 
 if TYPE_CHECKING:
@@ -48,16 +46,3 @@ def save_drawing(figure: Figure, paths: list[Path]) -> None:
     """Save to each path by its suffix; SVG without a date, so equal drawings are equal."""
     for path in paths:
         figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
-
-
-def environment() -> dict[str, str]:
-    """What produced the numbers."""
-    packages = {
-        name: version(name) for name in ("shuffled-dpsgd", "numpy", "scipy", "dp-accounting")
-    }
-    return {
-        **packages,
-        "python": platform.python_version(),
-        "machine": platform.machine(),
-        "date": datetime.now(UTC).date().isoformat(),
-    }

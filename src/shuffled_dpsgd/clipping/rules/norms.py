@@ -6,6 +6,7 @@ Shapes: B samples, T positions, D the normalised width, C channels.
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
@@ -185,9 +186,9 @@ class GainFunction(torch.autograd.Function):
 class GainSlot(NormSlot):
     """A norm without parameters, run as it is, followed by a recorded gain."""
 
+    @abstractmethod
     def normalise(self, x: Tensor) -> Tensor:
         """The layer's output before its gain."""
-        raise NotImplementedError
 
     def spread(self, vector: Tensor, like: Tensor) -> Tensor:
         """A gain shaped to multiply `like`: along the last axes unless a subclass says else."""

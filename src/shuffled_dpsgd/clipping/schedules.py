@@ -19,6 +19,8 @@ from shuffled_dpsgd.clipping.batch import Batch, Entry, Phase
 from shuffled_dpsgd.clipping.factors import ClipFunction
 from shuffled_dpsgd.clipping.groups import Group
 from shuffled_dpsgd.clipping.precision import full_float32
+from shuffled_dpsgd.clipping.replay import Places, Replays, places_of
+from shuffled_dpsgd.clipping.rules.base import Slot
 from shuffled_dpsgd.clipping.rules.norms import Unsummed, settle
 from shuffled_dpsgd.clipping.totals import Totals
 from shuffled_dpsgd.clipping.wholesale import Wholesale
@@ -79,6 +81,7 @@ class WholeGradient:
 
     def __init__(self, rule: ClippingRule) -> None:
         self.rule = rule
+        self.replays = Replays()
 
     def receive(self, batch: Batch, entry: Entry) -> None:
         slot = entry.slot
@@ -94,21 +97,45 @@ class WholeGradient:
         batch.file(entry)
 
     def _settle(self, batch: Batch) -> None:
-        """Sum up the norm layers put off so far; together, because each is little work."""
-        waiting, batch.unsummed, batch.unsummed_bytes = batch.unsummed, [], 0
-        for run, sums_LBCD in settle([entry.saved[0] for entry in waiting]):
-            batch.norm_runs.append(([waiting[i].slot for i in run], sums_LBCD))
+        """Sum up the norm layers put off so far, to let go of their inputs and gradients."""
+        batch.norm_runs += _summed(batch.unsummed)
+        batch.unsummed, batch.unsummed_bytes = [], 0
+
+    def finish(self, batch: Batch) -> None:
+        sums = self.rule.totals.sums
+        places = self._places(batch, sums) if batch.device == "cuda" else None
+        norms_B = self.replays.run(places, lambda: self._settle_all(batch, sums))
+        self.rule.totals.norms.append(norms_B)
+        batch.close()
 
     @full_float32()
-    def finish(self, batch: Batch) -> None:
+    def _settle_all(self, batch: Batch, sums: dict[str, Tensor]) -> Tensor:
+        """Add the batch's clipped gradients to `sums`; returns the samples' norms.
+
+        Leaves the batch as it is, for a recording may be tried first.
+        """
         rule = self.rule
-        self._settle(batch)
         filed = [(rule.groups[index], entries) for index, entries in batch.entries.items()]
-        wholesale = Wholesale(filed, batch.norm_runs, rule.choose)
+        norm_runs = [*batch.norm_runs, *_summed(batch.unsummed)]
+        wholesale = Wholesale(filed, norm_runs, rule.choose)
         norms_B = rule.norms(wholesale.squares(), batch)
-        rule.totals.norms.append(norms_B)
-        wholesale.add_sums(rule.factors(norms_B, batch), rule.totals.sums)
-        batch.close()
+        wholesale.add_sums(rule.factors(norms_B, batch), sums)
+        return norms_B
+
+    def _places(self, batch: Batch, sums: dict[str, Tensor]) -> Places | None:
+        """Where everything lies that settling reads and writes."""
+        entries = [entry for filed in batch.entries.values() for entry in filed] + batch.unsummed
+        values = [value for entry in entries for value in entry.saved]
+        runs = [sums_LBCD for _, sums_LBCD in batch.norm_runs]
+        slots = [entry.slot.index for entry in entries]
+        slots += [slot.index for run, _ in batch.norm_runs for slot in run]
+        return places_of([*values, *runs, *sums.values()], batch.size, batch.scale, *slots)
+
+
+def _summed(waiting: Sequence[Entry]) -> list[tuple[list[Slot], Tensor]]:
+    """The per-sample gradients of norm layers; together, because each is little work."""
+    runs = settle([entry.saved[0] for entry in waiting])
+    return [([waiting[i].slot for i in run], sums_LBCD) for run, sums_LBCD in runs]
 
 
 class GroupByGroup:

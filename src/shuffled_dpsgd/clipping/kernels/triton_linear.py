@@ -9,7 +9,6 @@ This file has the norms by Gram matrices; `triton_sums` has what multiplies grad
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 
 import torch
@@ -18,33 +17,12 @@ import triton.language as tl
 from torch import Tensor
 
 from shuffled_dpsgd.clipping.kernels import plain
+from shuffled_dpsgd.clipping.kernels.addresses import address_table
 
 GRAM_BLOCK = 128
 # Enough programs to fill the largest current GPUs twice.
 TARGET_PROGRAMS = 264
 ELEMENT = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-
-
-def address_table(columns: Sequence[Sequence[Tensor]], device: torch.device) -> tuple[Tensor, ...]:
-    """The tensors' addresses, one table per column of tensors."""
-    rows = tuple(tuple([tensor.data_ptr() for tensor in column]) for column in columns)
-    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-    return _sent(rows, device, stream)
-
-
-@functools.lru_cache(maxsize=256)
-def _sent(
-    rows: tuple[tuple[int, ...], ...], device: torch.device, stream: int
-) -> tuple[Tensor, ...]:
-    """Numbers sent to a device without waiting for it, for use on one stream.
-
-    The allocator tends to give every step's tensors the addresses of the step before, and sending
-    a table takes longer than finding it again.
-    """
-    table = torch.tensor(rows, dtype=torch.int64)
-    if device.type == "cuda":
-        table = table.pin_memory().to(device, non_blocking=True)
-    return table.unbind()
 
 
 @triton.jit

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from shuffled_dpsgd.clipping.kernels.triton_linear import address_table
+from shuffled_dpsgd.clipping.kernels.addresses import address_table
 
 ROWS = 4
 # Enough programs to fill the largest current GPUs twice.

@@ -19,7 +19,8 @@ import triton.language as tl
 from torch import Tensor
 
 from shuffled_dpsgd.clipping.kernels import plain
-from shuffled_dpsgd.clipping.kernels.triton_linear import ELEMENT, address_table, tile_at
+from shuffled_dpsgd.clipping.kernels.addresses import address_table
+from shuffled_dpsgd.clipping.kernels.triton_linear import ELEMENT, tile_at
 
 BLOCK = 128
 # Tokens of a sample that fit into shared memory whole, twice: 2 x 2 x 128 features of 2 bytes each.
@@ -242,37 +243,3 @@ def tile_sq_norms(xs: Sequence[Tensor], gs: Sequence[Tensor], bias: bool) -> Ten
     if bias:
         squares_LB += torch.stack([g.sum(1, dtype=torch.float32).square().sum(1) for g in gs])
     return squares_LB
-
-
-@triton.jit
-def row_sum_kernel(  # type: ignore[no-untyped-def]
-    g_table, out_table, factors_B, B, T, P, g_batch, g_row,
-    BLOCK_T: tl.constexpr, BLOCK_P: tl.constexpr, ELEMENT: tl.constexpr,
-):  # fmt: skip
-    """One block of one layer's sum_b f_b sum_t g_bt, added to what the output holds."""
-    layer = tl.program_id(1)
-    p = tl.program_id(0) * BLOCK_P + tl.arange(0, BLOCK_P)
-    g = tile_at(g_table, layer, ELEMENT)
-    total = tl.zeros((BLOCK_T, BLOCK_P), dtype=tl.float32)
-    segments = tl.cdiv(T, BLOCK_T)
-    for step in range(B * segments):
-        sample = (step // segments).to(tl.int64)
-        t = (step % segments) * BLOCK_T + tl.arange(0, BLOCK_T)
-        factor = tl.load(factors_B + sample)
-        inside = (t < T)[:, None] & (p < P)[None, :]
-        tile = tl.load(
-            g + sample * g_batch + t[:, None] * g_row + p[None, :], mask=inside, other=0.0
-        )
-        total += tl.where(factor == 0.0, 0.0, factor * tile.to(tl.float32))
-    out = tl.load(out_table + layer).to(tl.pointer_type(tl.float32)) + p
-    tl.store(out, tl.load(out, mask=p < P, other=0.0) + tl.sum(total, 0), mask=p < P)
-
-
-def weighted_row_sums(gs: Sequence[Tensor], factors_B: Tensor, outs: Sequence[Tensor]) -> None:
-    """Add sum_b f_b sum_t g_bt of L layers of one shape into their (P,) float32 `outs`."""
-    (B, T, P), g = gs[0].shape, gs[0]
-    table = address_table((gs, outs), g.device)
-    row_sum_kernel[(triton.cdiv(P, 128), len(gs))](
-        table[0], table[1], factors_B, B, T, P, g.stride(0), g.stride(1),
-        BLOCK_T=32, BLOCK_P=128, ELEMENT=ELEMENT[g.dtype], num_warps=4, num_stages=5,
-    )  # fmt: skip

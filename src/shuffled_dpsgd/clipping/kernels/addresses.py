@@ -1,0 +1,72 @@
+"""Tables of addresses, through which one launch finds the tensors of many layers.
+
+Captured activations are read where they lie; only where that is has to be sent to the device.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+Rows = tuple[tuple[int, ...], ...]
+Tables = dict[Rows, tuple[Tensor, ...]]
+
+_held: Tables | None = None
+
+
+def address_table(columns: Sequence[Sequence[Tensor]], device: torch.device) -> tuple[Tensor, ...]:
+    """The tensors' addresses, one table per column of tensors."""
+    rows = tuple(tuple([tensor.data_ptr() for tensor in column]) for column in columns)
+    found = None if _held is None else _held.get(rows)
+    if found is not None:
+        return found
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return _written(rows, device)
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    found = _sent(rows, device, stream)
+    if _held is not None:
+        _held[rows] = found
+    return found
+
+
+@contextmanager
+def holding(tables: Tables) -> Iterator[None]:
+    """Keep in `tables` those that are asked for inside, and take from there those it has.
+
+    A recorded launch reads its tables again whenever it is replayed, so somebody must hold them.
+    """
+    global _held
+    before, _held = _held, tables
+    try:
+        yield
+    finally:
+        _held = before
+
+
+@functools.lru_cache(maxsize=256)
+def _sent(rows: Rows, device: torch.device, stream: int) -> tuple[Tensor, ...]:
+    """Numbers sent to a device without waiting for it, for use on one stream.
+
+    The allocator tends to give every step's tensors the addresses of the step before, and sending
+    a table takes longer than finding it again.
+    """
+    table = torch.tensor(rows, dtype=torch.int64)
+    if device.type == "cuda":
+        table = table.pin_memory().to(device, non_blocking=True)
+    return table.unbind()
+
+
+def _written(rows: Rows, device: torch.device) -> tuple[Tensor, ...]:
+    """Numbers written by launches, which a capture can keep, as it could not a host's memory.
+
+    Only for tensors that are made while the capture runs; there are few.
+    """
+    tables = [torch.empty(len(row), dtype=torch.int64, device=device) for row in rows]
+    for table, row in zip(tables, rows, strict=True):
+        for place, address in zip(table.unbind(), row, strict=True):
+            place.fill_(address)
+    return tuple(tables)

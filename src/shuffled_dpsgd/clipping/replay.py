@@ -1,0 +1,152 @@
+"""Settling by replay: what one backward launched, launched again as a whole for the next like it.
+
+Settling a backward takes a hundred small operations, and asking a GPU for them one by one takes
+longer than the GPU needs to do them. A CUDA graph asks once. It reads and writes fixed addresses,
+which is no hindrance: the allocator gives every step's tensors the places of the step before. So
+work is recorded under the *places* of all it reads and writes, and replayed only where every one
+of them is the same; anything else is done the ordinary way.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from shuffled_dpsgd.clipping.kernels.addresses import Tables, holding
+from shuffled_dpsgd.clipping.rules.norms import Unsummed
+
+# Several, because allocations may alternate between a few arrangements, and micro-batches do.
+MAX_RECORDINGS = 8
+Places = tuple[Hashable, ...]
+Work = Callable[[], Tensor]
+
+
+class Recording(Protocol):
+    """Work that can be done again, with the same places."""
+
+    def replay(self) -> Tensor:
+        """Do the work; the result is the caller's to keep."""
+        ...
+
+
+class Record(Protocol):
+    """Records work without doing it; raises RuntimeError where that cannot be."""
+
+    def __call__(self, work: Work) -> Recording: ...
+
+
+def place_of(value: Any) -> Hashable | None:
+    """All that a recorded launch depends on of one saved value; None if that is not known."""
+    if isinstance(value, Tensor):
+        return (value.data_ptr(), value.shape, value.stride(), value.dtype)
+    if isinstance(value, Unsummed):
+        inner = (place_of(value.x_BTD), place_of(value.g_BTD))
+        return None if None in inner else (*inner, value.eps)
+    return ("value", value) if value is None or isinstance(value, int | float | str) else None
+
+
+def places_of(values: Iterable[Any], *others: Hashable) -> Places | None:
+    """The places of all values, with whatever `others` the work depends on; None if unknown."""
+    found = [place_of(value) for value in values]
+    if None in found:
+        return None
+    return (torch.cuda.current_stream().cuda_stream, *others, *found)
+
+
+@dataclass(slots=True)
+class _Known:
+    """What is kept of work at some places: its tables of addresses, and its recording if made."""
+
+    tables: Tables = field(default_factory=dict)
+    recording: Recording | None = None
+
+
+class Replays:
+    """Does work, from a recording where its places have been seen before.
+
+    The first time, work is done as it is; the second time it is recorded. `record` is replaced in
+    tests. Should recording fail, a warning says so and the engine goes on without.
+    """
+
+    def __init__(self, record: Record | None = None) -> None:
+        self._record = record if record is not None else GraphRecorder()
+        self._known: OrderedDict[Places, _Known] = OrderedDict()
+        self.enabled = os.environ.get("SHUFFLED_DPSGD_CUDA_GRAPHS", "1") != "0"
+        self.replayed = 0
+
+    def run(self, places: Places | None, work: Work) -> Tensor:
+        """The result of `work`, which must depend on nothing but `places`."""
+        if places is None or not self.enabled:
+            return work()
+        known = self._known.get(places)
+        if known is None:
+            known = self._known[places] = _Known()
+            if len(self._known) > MAX_RECORDINGS:
+                self._known.popitem(last=False)
+            with holding(known.tables):
+                return work()
+        self._known.move_to_end(places)
+        if known.recording is None:
+            try:
+                with holding(known.tables):
+                    known.recording = self._record(work)
+            except RuntimeError as error:
+                self._give_up(error)
+                return work()
+        self.replayed += 1
+        return known.recording.replay()
+
+    def _give_up(self, error: RuntimeError) -> None:
+        self.enabled = False
+        self._known.clear()
+        warnings.warn(
+            f"Clipping goes on without CUDA graphs, more slowly: recording failed ({error}).",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
+
+class GraphRecorder:
+    """Records work as CUDA graphs that share one pool of memory.
+
+    Sharing is safe because no two of them run at once and each result is copied out.
+    """
+
+    def __init__(self) -> None:
+        self._pool: Any = None
+        self._stream: torch.cuda.Stream | None = None
+
+    def __call__(self, work: Work) -> Recording:
+        if self._stream is None:
+            self._stream, self._pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
+        graph = torch.cuda.CUDAGraph()
+        self._stream.wait_stream(torch.cuda.current_stream())
+        # `torch.cuda.graph` would empty the allocator's cache, and with it lose every place.
+        with torch.cuda.stream(self._stream):
+            # Other threads, such as a loader that pins memory, may use the device meanwhile.
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                result = work()
+            finally:
+                graph.capture_end()
+        torch.cuda.current_stream().wait_stream(self._stream)
+        return GraphRecording(graph, result)
+
+
+class GraphRecording:
+    """A CUDA graph and the tensor its result lies in."""
+
+    def __init__(self, graph: torch.cuda.CUDAGraph, result: Tensor) -> None:
+        self._graph = graph
+        self._result = result
+
+    def replay(self) -> Tensor:
+        self._graph.replay()
+        return self._result.clone()

@@ -24,6 +24,7 @@ from shuffled_dpsgd.clipping.kernels import (  # noqa: E402
     plain,
     triton_linear,
     triton_norms,
+    triton_rows,
     triton_sums,
 )
 
@@ -68,13 +69,30 @@ def test_weighted_sums_are_added_to_what_is_there(shape: tuple[int, ...], bulk: 
     outs = [torch.ones(g.shape[2], x.shape[2], device=DEVICE) for x, g in zip(xs, gs, strict=True)]
     rows = [torch.ones(g.shape[2], device=DEVICE) for g in gs]
     triton_sums.weighted_outer_sums(xs, gs, factors, outs, bulk=bulk)
-    triton_sums.weighted_row_sums(gs, factors, rows)
+    triton_rows.weighted_row_sums(gs, factors, rows)
     for x, g, out, row in zip(xs, gs, outs, rows, strict=True):
         wide = (x.double(), g.double(), factors.double())
         expected = 1 + plain.weighted_outer_sum(*wide)
         assert (out - expected).norm() / expected.norm() < 1e-6
         expected = 1 + plain.weighted_row_sum(*wide[1:])
         assert (row - expected).norm() / expected.norm() < 1e-6
+
+
+@pytest.mark.parametrize("target", [1, 20, 1000])
+@pytest.mark.parametrize("samples", [1, 5, 7])
+def test_bias_sums_do_not_depend_on_how_samples_are_shared_out(
+    samples: int, target: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(triton_rows, "TARGET_PROGRAMS", target)
+    gs = [draw(samples, 45, 264, seed=layer)[..., :200] for layer in range(3)]
+    factors = draw(samples, seed=7, dtype=torch.float32).abs()
+    factors[-1] = 0.0
+    gs[1][-1, 3] = float("nan")
+    outs = [torch.full((200,), 2.0, device=DEVICE) for _ in gs]
+    triton_rows.weighted_row_sums(gs, factors, outs)
+    for g, out in zip(gs, outs, strict=True):
+        expected = 2.0 + plain.weighted_row_sum(g.double(), factors.double())
+        assert (out - expected).norm() / expected.norm() < 1e-6
 
 
 @pytest.mark.parametrize("shape", [(2, 37, 72), (3, 5, 768), (1, 9, 4096)])

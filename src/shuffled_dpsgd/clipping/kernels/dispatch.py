@@ -51,6 +51,13 @@ def triton_sums() -> ModuleType:
 
 
 @functools.cache
+def triton_rows() -> ModuleType:
+    from shuffled_dpsgd.clipping.kernels import triton_rows
+
+    return triton_rows
+
+
+@functools.cache
 def triton_norms() -> ModuleType:
     from shuffled_dpsgd.clipping.kernels import triton_norms
 
@@ -168,7 +175,7 @@ def add_weighted_row_sums(gs: Sequence[Tensor], factors_B: Tensor, outs: Sequenc
         g = gs[run[0]]
         if fits_triton_linear(g, g) and outs[run[0]].dtype == torch.float32:
             chosen = [gs[i] for i in run]
-            triton_sums().weighted_row_sums(chosen, factors_B.float(), [outs[i] for i in run])
+            triton_rows().weighted_row_sums(chosen, factors_B.float(), [outs[i] for i in run])
         else:
             for i in run:
                 plain.weighted_row_sum(gs[i], factors_B, outs[i])

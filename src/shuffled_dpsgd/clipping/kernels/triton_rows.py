@@ -1,0 +1,82 @@
+"""Weighted sums of output gradients over samples and tokens on a GPU: the sums of biases.
+
+Shapes: L layers of one shape, B samples, S shares of the samples, T tokens, P output features.
+Operands are bfloat16 or float16; sums are float32. The gradients are read once and hardly worked
+on, so all that counts is that enough programs read at the same time: the samples are dealt out in
+shares, and a second small kernel adds up the shares in a fixed order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from shuffled_dpsgd.clipping.kernels.addresses import address_table
+from shuffled_dpsgd.clipping.kernels.triton_linear import ELEMENT, tile_at
+
+# Tokens and features a program reads at a time, and its warps: four 16-byte loads per thread.
+BLOCK_T, BLOCK_P, NUM_WARPS = 32, 128, 4
+# Enough programs to keep the memory of the largest current GPUs busy.
+TARGET_PROGRAMS = 4096
+
+
+@triton.jit
+def row_sum_kernel(  # type: ignore[no-untyped-def]
+    g_table, out_LSP, factors_B, B, T, P, g_batch, g_row, share,
+    BLOCK_T: tl.constexpr, BLOCK_P: tl.constexpr, ELEMENT: tl.constexpr,
+):  # fmt: skip
+    """One block of one layer's sum_b f_b sum_t g_bt over one share of the samples."""
+    part, layer = tl.program_id(1), tl.program_id(2)
+    p = tl.program_id(0) * BLOCK_P + tl.arange(0, BLOCK_P)
+    g = tile_at(g_table, layer, ELEMENT)
+    rows = tl.arange(0, BLOCK_T)
+    total = tl.zeros((BLOCK_T, BLOCK_P), dtype=tl.float32)
+    first_sample = part.to(tl.int64) * share
+    for step in range(tl.minimum(share, B - part * share)):
+        sample = first_sample + step
+        factor = tl.load(factors_B + sample)
+        g_b = g + sample * g_batch + p[None, :]
+        of_sample = tl.zeros((BLOCK_T, BLOCK_P), dtype=tl.float32)
+        for first in range(0, T, BLOCK_T):
+            t = first + rows
+            inside = (t < T)[:, None] & (p < P)[None, :]
+            tile = tl.load(g_b + t[:, None] * g_row, mask=inside, other=0.0)
+            of_sample += tile.to(tl.float32)
+        # A factor of zero must silence infinities and NaNs too.
+        total += tl.where(factor == 0.0, 0.0, factor * of_sample)
+    out = out_LSP + (layer * tl.num_programs(1) + part).to(tl.int64) * P + p
+    tl.store(out, tl.sum(total, 0), mask=p < P)
+
+
+@triton.jit
+def add_shares_kernel(  # type: ignore[no-untyped-def]
+    parts_LSP, out_table, S, P, BLOCK_P: tl.constexpr,
+):  # fmt: skip
+    """One block of one layer's shares, added up in order and then to what the output holds."""
+    layer = tl.program_id(1)
+    p = tl.program_id(0) * BLOCK_P + tl.arange(0, BLOCK_P)
+    parts = parts_LSP + layer.to(tl.int64) * S * P + p
+    total = tl.zeros((BLOCK_P,), dtype=tl.float32)
+    for part in range(S):
+        total += tl.load(parts + part * P, mask=p < P, other=0.0)
+    out = tl.load(out_table + layer).to(tl.pointer_type(tl.float32)) + p
+    tl.store(out, tl.load(out, mask=p < P, other=0.0) + total, mask=p < P)
+
+
+def weighted_row_sums(gs: Sequence[Tensor], factors_B: Tensor, outs: Sequence[Tensor]) -> None:
+    """Add sum_b f_b sum_t g_bt of L layers of one shape into their (P,) float32 `outs`."""
+    (B, T, P), g, L = gs[0].shape, gs[0], len(gs)
+    table = address_table((gs, outs), g.device)
+    blocks = triton.cdiv(P, BLOCK_P)
+    share = triton.cdiv(B, min(B, triton.cdiv(TARGET_PROGRAMS, blocks * L)))
+    shares = triton.cdiv(B, share)
+    parts = torch.empty(L, shares, P, dtype=torch.float32, device=g.device)
+    row_sum_kernel[(blocks, shares, L)](
+        table[0], parts, factors_B, B, T, P, g.stride(0), g.stride(1), share,
+        BLOCK_T=BLOCK_T, BLOCK_P=BLOCK_P, ELEMENT=ELEMENT[g.dtype], num_warps=NUM_WARPS,
+    )  # fmt: skip
+    add_shares_kernel[(blocks, L)](parts, table[1], shares, P, BLOCK_P=BLOCK_P, num_warps=4)

@@ -22,6 +22,7 @@ from shuffled_dpsgd.clipping import ClippingEngine, kernels  # noqa: E402
 from shuffled_dpsgd.clipping.kernels import (  # noqa: E402
     dispatch,
     plain,
+    triton_gram,
     triton_linear,
     triton_norms,
     triton_rows,
@@ -56,6 +57,38 @@ def test_norms_are_right_and_never_too_small(
         expected = plain.tile_sq_norms(x.double(), g.double(), bias)
         assert ((norms - expected) / expected).abs().max() < 1e-3
         assert (norms >= expected * (1 - 1e-6)).all()
+
+
+@pytest.mark.parametrize("tokens", [129, 191, 192, 193, 197, 208])
+@pytest.mark.parametrize("bias", [False, True])
+def test_norms_of_samples_cut_in_two_parts(tokens: int, bias: bool) -> None:
+    xs = [draw(2, tokens, 104, seed=layer)[..., :72] for layer in range(2)]
+    gs = [draw(2, tokens, 64, seed=100 + layer) for layer in range(2)]
+    found = triton_gram.gram_sq_norms(xs, gs, bias)
+    for norms, x, g in zip(found, xs, gs, strict=True):
+        expected = plain.gram_sq_norms(x.double(), g.double(), bias)
+        assert ((norms - expected) / expected).abs().max() < 1e-3
+        assert (norms >= expected * (1 - 1e-6)).all()
+
+
+def test_a_poisoned_sample_in_two_parts_is_seen_and_spoils_no_other() -> None:
+    x, g = draw(3, 197, 64, seed=0), draw(3, 197, 64, seed=1)
+    clean = triton_gram.gram_sq_norms([x], [g], True)[0]
+    g[1, 195, 3] = float("nan")
+    found = triton_gram.gram_sq_norms([x], [g], True)[0]
+    assert found.isnan().tolist() == [False, True, False]
+    assert torch.equal(found[[0, 2]], clean[[0, 2]])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [128, 129, 191, 192, 193, 197, 208, 209, 300])
+@pytest.mark.parametrize("bias", [False, True])
+def test_gram_norms_of_every_kind_of_length_on_a_gpu(tokens: int, bias: bool) -> None:
+    x, g = draw(3, tokens, 768, seed=0), draw(3, tokens, 328, seed=1)
+    found = kernels.gram_sq_norms(x, g, bias)
+    expected = plain.gram_sq_norms(x.double(), g.double(), bias)
+    assert ((found - expected) / expected).abs().max() < 1e-2
+    assert (found >= expected * (1 - 1e-6)).all()
 
 
 @pytest.mark.parametrize("shape", SHAPES)

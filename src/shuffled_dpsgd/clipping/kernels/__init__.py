@@ -1,7 +1,7 @@
 """The numeric primitives of per-sample clipping, each picked for the tensors it is given.
 
-`plain` defines them all in ordinary torch operations and runs anywhere; `triton_linear`,
-`triton_sums`, `triton_rows` and `triton_norms` are faster on a GPU; `dispatch` chooses.
+`plain` defines them all in ordinary torch operations and runs anywhere; the `triton_`
+modules are faster on a GPU; `dispatch` chooses.
 """
 
 from __future__ import annotations

@@ -44,6 +44,13 @@ def triton_linear() -> ModuleType:
 
 
 @functools.cache
+def triton_gram() -> ModuleType:
+    from shuffled_dpsgd.clipping.kernels import triton_gram
+
+    return triton_gram
+
+
+@functools.cache
 def triton_sums() -> ModuleType:
     from shuffled_dpsgd.clipping.kernels import triton_sums
 
@@ -137,7 +144,9 @@ def gram_sq_norm_sums(
             found += [triton_linear().wide_gram_sq_norms(*pairs[i], biases[i]) for i in run]
         elif fits:
             xs, gs = zip(*(pairs[i] for i in run), strict=True)
-            found.append(triton_linear().gram_sq_norms(xs, gs, biases[run[0]]).sum(0))
+            two_part = triton_gram().MIN_TOKENS <= x.shape[1] <= triton_gram().MAX_TOKENS
+            kernel = triton_gram() if two_part else triton_linear()
+            found.append(kernel.gram_sq_norms(xs, gs, biases[run[0]]).sum(0))
         else:
             found += [plain.gram_sq_norms(*pairs[i], biases[i]) for i in run]
     return found

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 
 import torch
 from torch import Tensor
@@ -15,21 +16,22 @@ from torch import Tensor
 Rows = tuple[tuple[int, ...], ...]
 Tables = dict[Rows, tuple[Tensor, ...]]
 
-_held: Tables | None = None
+_HELD: ContextVar[Tables | None] = ContextVar("_HELD", default=None)
 
 
 def address_table(columns: Sequence[Sequence[Tensor]], device: torch.device) -> tuple[Tensor, ...]:
     """The tensors' addresses, one table per column of tensors."""
     rows = tuple(tuple([tensor.data_ptr() for tensor in column]) for column in columns)
-    found = None if _held is None else _held.get(rows)
+    held = _HELD.get()
+    found = None if held is None else held.get(rows)
     if found is not None:
         return found
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return _written(rows, device)
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
     found = _sent(rows, device, stream)
-    if _held is not None:
-        _held[rows] = found
+    if held is not None:
+        held[rows] = found
     return found
 
 
@@ -39,12 +41,11 @@ def holding(tables: Tables) -> Iterator[None]:
 
     A recorded launch reads its tables again whenever it is replayed, so somebody must hold them.
     """
-    global _held
-    before, _held = _held, tables
+    token = _HELD.set(tables)
     try:
         yield
     finally:
-        _held = before
+        _HELD.reset(token)
 
 
 @functools.lru_cache(maxsize=256)

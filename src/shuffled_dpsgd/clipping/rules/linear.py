@@ -57,7 +57,7 @@ class LinearFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
         x, weight = ctx.saved_tensors
-        kept = g
+        g = kept = _in_rows(g)
         if weight.shape[0] != g.shape[-1]:
             g = F.pad(g, (0, weight.shape[0] - g.shape[-1]))
             # What leaves a compiled graph should lie in whole, aligned rows.
@@ -91,9 +91,18 @@ class TransposedLinearFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
         x, weight = ctx.saved_tensors
+        g = _in_rows(g)
         taps = ctx.slot.recorder.record(ctx.batch, ctx.slot, (x, g))
         grad_x = g.matmul(weight.t()) if ctx.needs_input_grad[0] else None
         return grad_x, None, None, None, None, None, *taps
+
+
+def _in_rows(g: Tensor) -> Tensor:
+    """What leaves a compiled graph, laid out by it as the kernels read it: row after row.
+
+    The gradient of attention's keys comes transposed; the product with the weight needs rows too.
+    """
+    return g.contiguous() if torch.compiler.is_compiling() else g
 
 
 def _bias_grads(g_BTP: Tensor) -> Tensor:

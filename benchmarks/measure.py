@@ -1,37 +1,251 @@
-"""How a step is timed: warm-up, then several blocks of steps, medians with their spread."""
+"""How steps are timed: all adapters of a workload are prepared, then run in interleaved rounds.
+
+A host's speed changes from minute to minute by more than the differences of interest. So every
+adapter runs one block of steps in every round, and adapters are compared within rounds only.
+"""
 
 from __future__ import annotations
 
 import gc
+import signal
 import statistics
 import time
-from dataclasses import asdict, dataclass
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from types import FrameType
 
 import torch
 
-from benchmarks.adapters import Setting, build
+from benchmarks.adapters import Setting, Step, build
+from benchmarks.workloads import Batch
+from shuffled_dpsgd.errors import ShuffledDPError
+
+# Whom the others are compared with, in every round in which both ran.
+BASELINES = ("plain", "plain:compiled", "opacus:ghost")
+HOST_STEPS = 5
+GIB = 2**30
+
+
+def failures() -> tuple[type[Exception], ...]:
+    """What may stop one adapter without stopping the benchmark."""
+    usual: tuple[type[Exception], ...] = (
+        ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, RuntimeError,
+        ShuffledDPError, TimeoutError, TypeError, ValueError,
+    )  # fmt: skip
+    try:
+        from triton.errors import TritonError
+    except ImportError:
+        return usual
+    return (*usual, TritonError)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """One adapter on one workload. Seconds are per step, one per block; memory is the peak."""
+    """One adapter on one workload in one run.
 
+    `block_seconds` has the seconds of a whole block of `steps` steps for every round;
+    `round_ratios` the throughput over that of each baseline of the same run, for every round.
+    `peak_gib` covers preparation and steps, `step_peak_gib` one step after the warm-up.
+    """
+
+    run: str
     workload: str
     adapter: str
     batch_size: int
-    block_seconds: tuple[float, ...] = ()
+    steps: int
+    preparation_seconds: float
+    peak_gib: float | None
+    step_peak_gib: float | None
+    host_seconds: tuple[float, ...]
+    block_seconds: tuple[float, ...]
+    round_ratios: dict[str, tuple[float, ...]]
+    error: str | None
+
+    @property
+    def step_seconds(self) -> float:
+        return statistics.median(self.block_seconds) / self.steps
+
+    def to_json(self) -> dict[str, object]:
+        return asdict(self)
+
+
+@dataclass(kw_only=True)
+class Contestant:
+    """One adapter while it is measured; its step is dropped once it fails or is done."""
+
+    adapter: str
+    step: Step | None = None
+    batch: Batch = field(default_factory=dict)
+    preparation_seconds: float = 0.0
     peak_gib: float | None = None
+    step_peak_gib: float | None = None
+    host_seconds: list[float] = field(default_factory=list)
+    block_seconds: list[float] = field(default_factory=list)
     error: str | None = None
 
     @property
-    def seconds(self) -> float:
-        return statistics.median(self.block_seconds)
+    def is_competitor(self) -> bool:
+        return not self.adapter.startswith(("ours", "plain"))
 
-    def to_json(self) -> dict[str, object]:
-        entry = asdict(self)
-        if self.error is None:
-            entry["samples_per_second"] = self.batch_size / self.seconds
-        return entry
+    def fail(self, error: Exception) -> None:
+        """Record the error and let go of the memory. Only a competitor's is no news."""
+        if not self.is_competitor:
+            traceback.print_exception(error)
+        self.error = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        self.drop()
+
+    def drop(self) -> None:
+        self.step, self.batch = None, {}
+
+
+class Contest:
+    """All adapters on one workload."""
+
+    def __init__(self, setting: Setting, adapters: Sequence[str]) -> None:
+        self.setting = setting
+        self.contestants = [Contestant(adapter=name) for name in dict.fromkeys(adapters)]
+
+    def prepare(self, *, warmup: int, limit_seconds: float) -> None:
+        """Build and warm up every adapter, so that nothing is compiled later.
+
+        An adapter that is not ready within `limit_seconds` of the first one's start has failed.
+        """
+        end = time.monotonic() + limit_seconds
+        for contestant in self.contestants:
+            start = time.monotonic()
+            try:
+                with interrupted_at(end, f"not prepared within {limit_seconds:.0f} s"):
+                    prepare(contestant, self.setting, warmup)
+            except failures() as error:
+                contestant.fail(error)
+            contestant.preparation_seconds = time.monotonic() - start
+            release(self.setting.device)
+
+    def time(self, *, rounds: int, steps: int) -> None:
+        """Run every adapter once per round, each round beginning with another one."""
+        device = self.setting.device
+        for contestant in self.running():
+            with recorded(contestant):
+                # The first step after a pause is slower than the others.
+                time_block(contestant, device, 1)
+                contestant.host_seconds = [time_host(contestant, device) for _ in range(HOST_STEPS)]
+        for number in range(rounds):
+            order = self.running()
+            first = number % max(1, len(order))
+            for contestant in order[first:] + order[:first]:
+                with recorded(contestant):
+                    contestant.block_seconds.append(time_block(contestant, device, steps))
+        for contestant in self.contestants:
+            contestant.drop()
+        release(device)
+
+    def running(self) -> list[Contestant]:
+        return [contestant for contestant in self.contestants if contestant.error is None]
+
+    def measurements(self, *, run: str, steps: int) -> list[Measurement]:
+        blocks = {c.adapter: c.block_seconds for c in self.contestants}
+        return [
+            Measurement(
+                run=run,
+                workload=self.setting.workload.name,
+                adapter=c.adapter,
+                batch_size=self.setting.workload.batch_size,
+                steps=steps,
+                preparation_seconds=c.preparation_seconds,
+                peak_gib=c.peak_gib,
+                step_peak_gib=c.step_peak_gib,
+                host_seconds=tuple(c.host_seconds),
+                block_seconds=tuple(c.block_seconds),
+                round_ratios=round_ratios(c.adapter, blocks),
+                error=c.error,
+            )
+            for c in self.contestants
+        ]
+
+
+def round_ratios(adapter: str, blocks: dict[str, list[float]]) -> dict[str, tuple[float, ...]]:
+    """Throughput of `adapter` over each baseline's, round by round, while both ran."""
+    found = {
+        baseline: tuple(
+            theirs / mine for mine, theirs in zip(blocks[adapter], blocks[baseline], strict=False)
+        )
+        for baseline in BASELINES
+        if baseline in blocks
+    }
+    return {baseline: ratios for baseline, ratios in found.items() if ratios}
+
+
+def prepare(contestant: Contestant, setting: Setting, warmup: int) -> None:
+    """Build the adapter, warm it up, and find its peak memory.
+
+    What other adapters hold is subtracted, so the peak is that of the adapter alone.
+    """
+    device, on_gpu = setting.device, setting.device.type == "cuda"
+    release(device)
+    held = 0
+    if on_gpu:
+        # Their workspaces would else count for whichever adapter comes first.
+        torch._C._cuda_clearCublasWorkspaces()
+        held = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+    torch.manual_seed(0)
+    with device:
+        model = setting.workload.build()
+    model.train()
+    step = build(contestant.adapter, model, setting)
+    batch = setting.workload.batch(device)
+    for _ in range(warmup):
+        step(batch)
+    warmup_peak = torch.cuda.max_memory_allocated(device) if on_gpu else 0
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats(device)
+    step(batch)
+    synchronise(device)
+    if on_gpu:
+        step_peak = torch.cuda.max_memory_allocated(device)
+        contestant.step_peak_gib = (step_peak - held) / GIB
+        contestant.peak_gib = (max(step_peak, warmup_peak) - held) / GIB
+    contestant.step, contestant.batch = step, batch
+
+
+@contextmanager
+def recorded(contestant: Contestant) -> Iterator[None]:
+    """A failure inside becomes the contestant's result."""
+    try:
+        yield
+    except failures() as error:
+        contestant.fail(error)
+
+
+@contextmanager
+def interrupted_at(end: float, message: str) -> Iterator[None]:
+    """Raise a TimeoutError inside, in the main thread, when the monotonic clock shows `end`."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise TimeoutError(message)
+
+    if end <= time.monotonic():
+        raise TimeoutError(message)
+    if end == float("inf"):
+        yield
+        return
+    before = signal.signal(signal.SIGALRM, stop)
+    # Again and again, for an exception that meets a finalizer is lost.
+    signal.setitimer(signal.ITIMER_REAL, end - time.monotonic(), 5.0)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def release(device: torch.device) -> None:
+    """Give back memory that nobody refers to any more."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def synchronise(device: torch.device) -> None:
@@ -39,42 +253,22 @@ def synchronise(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def measure(adapter: str, setting: Setting, *, warmup: int, blocks: int, steps: int) -> Measurement:
-    """Time `adapter`; a refusal or crash of a competitor is a result, recorded as its message."""
-    device = setting.device
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(device)
-    torch.manual_seed(0)
-    named = {
-        "workload": setting.workload.name,
-        "adapter": adapter,
-        "batch_size": setting.workload.batch_size,
-    }
-    try:
-        with device:
-            model = setting.workload.build()
-        model.train()
-        step = build(adapter, model, setting)
-        batch = setting.workload.batch(device)
-        for _ in range(warmup):
-            step(batch)
-        seconds = [time_block(step, batch, device, steps) for _ in range(blocks)]
-    except (RuntimeError, ValueError, NotImplementedError, TypeError, ImportError) as error:
-        if adapter.startswith(("ours", "plain")):
-            raise
-        return Measurement(**named, error=f"{type(error).__name__}: {str(error)[:300]}")
-    peak = torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else None
-    return Measurement(**named, block_seconds=tuple(seconds), peak_gib=peak)
-
-
-def time_block(step: object, batch: object, device: torch.device, steps: int) -> float:
-    """Mean seconds of `steps` steps between two synchronisations."""
-    assert callable(step)
+def time_block(contestant: Contestant, device: torch.device, steps: int) -> float:
+    """Seconds of `steps` steps between two synchronisations."""
+    step, batch = contestant.step, contestant.batch
+    assert step is not None
     synchronise(device)
     start = time.perf_counter()
     for _ in range(steps):
         step(batch)
     synchronise(device)
-    return (time.perf_counter() - start) / steps
+    return time.perf_counter() - start
+
+
+def time_host(contestant: Contestant, device: torch.device) -> float:
+    """Seconds until one step returns when nothing is queued before it."""
+    assert contestant.step is not None
+    synchronise(device)
+    start = time.perf_counter()
+    contestant.step(contestant.batch)
+    return time.perf_counter() - start

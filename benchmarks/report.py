@@ -1,188 +1,253 @@
 """Renders the numbers of `benchmarks.step` as a page with tables and a plot.
 
     python -m benchmarks.report benchmarks/reports/NAME.json
+    python -m benchmarks.report a.json b.json --output benchmarks/reports/NAME.json
 
-writes NAME.md and NAME.svg beside the JSON. Every number in them comes from the JSON; so do the
-notes, a list of remarks that whoever ran the benchmark may add there.
+writes NAME.md and NAME.svg, and the merged numbers as NAME.json. Every number comes from the JSON
+files; so do the notes. All ratios are of one run: where several runs have the same pair, the one
+with most rounds counts, of those the latest.
 """
 
 from __future__ import annotations
 
-import json
+import argparse
 import statistics
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from benchmarks.adapters import ADAPTERS
-from benchmarks.workloads import SUITES
+from benchmarks.results import Document, load, merge, save
+from benchmarks.table import Table, host_milliseconds, milliseconds
+from benchmarks.workloads import SUITES, workload
 
-Entry = dict[str, Any]
-Table = dict[str, dict[str, Entry]]
-EAGER_TARGET, COMPILED_TARGET, MEMORY_TARGET = 0.85, 0.90, 1.3
-
-
-def seconds(entry: Entry) -> float:
-    return statistics.median(entry["block_seconds"])
-
-
-def ratio(table: Table, workload: str, adapter: str, baseline: str) -> float | None:
-    """Throughput of `adapter` over that of `baseline`, where both were measured."""
-    row = table[workload]
-    pair = [row.get(name) for name in (adapter, baseline)]
-    if any(entry is None or entry["error"] for entry in pair):
-        return None
-    return seconds(row[baseline]) / seconds(row[adapter])
+EAGER_TARGET, COMPILED_TARGET, MEMORY_TARGET, CPU_TARGET = 0.85, 0.90, 1.3, 3.0
+MISSING = "–"
 
 
 def shown(value: float | None, form: str = "{:.2f}") -> str:
-    return "–" if value is None else form.format(value)
+    return MISSING if value is None else form.format(value)
 
 
-def measured(document: dict[str, Any]) -> Table:
-    table: Table = {}
-    for entry in document["measurements"]:
-        table.setdefault(entry["workload"], {})[entry["adapter"]] = entry
-    return table
+def ranged(ratios: Sequence[float]) -> str:
+    """Median and range."""
+    if not ratios:
+        return MISSING
+    return f"{statistics.median(ratios):.2f} ({min(ratios):.2f}–{max(ratios):.2f})"
 
 
-def detail_lines(table: Table) -> list[str]:
-    """One row per workload and adapter."""
-    lines = [
-        "| workload | adapter | samples/s | ms a step | spread | of plain eager "
-        "| of plain compiled | peak GiB | memory of plain |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
-    for workload, row in table.items():
-        for adapter in (name for name in ADAPTERS if name in row):
-            entry = row[adapter]
-            if entry["error"]:
-                lines.append(f"| {workload} | {adapter} | failed: {entry['error']} |||||||")
-                continue
-            blocks, median = entry["block_seconds"], seconds(entry)
-            plain = row.get("plain")
-            memory = None
-            if entry["peak_gib"] and plain is not None and plain["peak_gib"]:
-                memory = entry["peak_gib"] / plain["peak_gib"]
-            lines.append(
-                f"| {workload} | {adapter} | {entry['samples_per_second']:.1f} "
-                f"| {1e3 * median:.2f} | ±{(max(blocks) - min(blocks)) / 2 / median:.0%} "
-                f"| {shown(ratio(table, workload, adapter, 'plain'))} "
-                f"| {shown(ratio(table, workload, adapter, 'plain:compiled'))} "
-                f"| {shown(entry['peak_gib'])} | {shown(memory)} |"
-            )
-    return lines
+def judged(ratios: Sequence[float], target: float) -> str:
+    """Median and range, and whether the median misses the target."""
+    missed = bool(ratios) and statistics.median(ratios) < target
+    return ranged(ratios) + (" missed" if missed else "")
+
+
+def rows(*cells: Sequence[str]) -> list[str]:
+    """A table whose first row is its head."""
+    lines = ["| " + " | ".join(row) + " |" for row in cells]
+    return [lines[0], "|" + "---|" * len(cells[0]), *lines[1:]]
 
 
 def target_lines(table: Table) -> list[str]:
-    """The stated targets beside what was measured."""
-    lines = [
-        f"| workload | ours of plain, eager (target {EAGER_TARGET}) "
-        f"| ours of plain, compiled (target {COMPILED_TARGET}) "
-        f"| memory of plain, eager (target at most {MEMORY_TARGET}) | ours of Opacus ghost |",
-        "|---|---|---|---|---|",
+    """The stated targets of a GPU beside what was measured."""
+    head = (
+        "workload",
+        f"ours of plain, eager (at least {EAGER_TARGET})",
+        f"ours of plain, compiled (at least {COMPILED_TARGET})",
+        f"memory of plain, eager (at most {MEMORY_TARGET})",
+        f"memory of plain, compiled (at most {MEMORY_TARGET})",
+        "times Opacus ghost, eager",
+    )
+    body = []
+    for name in (name for name in SUITES["headline"] if name in table.workloads):
+        memories = (
+            table.memory(table.compared(name, "ours", "plain"), "plain"),
+            table.memory(table.compared(name, "ours:compiled", "plain:compiled"), "plain:compiled"),
+        )
+        body.append(
+            (
+                name,
+                judged(table.ratios(name, "ours", "plain"), EAGER_TARGET),
+                judged(table.ratios(name, "ours:compiled", "plain:compiled"), COMPILED_TARGET),
+                *(shown(m) + (" missed" if m and m > MEMORY_TARGET else "") for m in memories),
+                ranged(table.ratios(name, "ours", "opacus:ghost")),
+            )
+        )
+    return rows(head, *body)
+
+
+def cpu_lines(table: Table) -> list[str]:
+    """The stated target of a CPU beside what was measured."""
+    head = ("workload", f"times Opacus ghost (at least {CPU_TARGET:.0f})", "ours of plain")
+    body = [
+        (
+            name,
+            judged(table.ratios(name, "ours", "opacus:ghost"), CPU_TARGET),
+            ranged(table.ratios(name, "ours", "plain")),
+        )
+        for name in SUITES["cpu"]
+        if name in table.workloads
     ]
-    for workload in (name for name in SUITES["headline"] if name in table):
-        row = table[workload]
-        eager = ratio(table, workload, "ours", "plain")
-        compiled = ratio(table, workload, "ours:compiled", "plain:compiled")
-        memory = None
-        if eager is not None and row["plain"]["peak_gib"]:
-            memory = row["ours"]["peak_gib"] / row["plain"]["peak_gib"]
-        marks = [
-            shown(eager) + missed(eager is not None and eager < EAGER_TARGET),
-            shown(compiled) + missed(compiled is not None and compiled < COMPILED_TARGET),
-            shown(memory) + missed(memory is not None and memory > MEMORY_TARGET),
-            shown(ratio(table, workload, "ours", "opacus:ghost")),
-        ]
-        lines.append(f"| {workload} | " + " | ".join(marks) + " |")
-    return lines
-
-
-def missed(is_missed: bool) -> str:
-    return " (missed)" if is_missed else ""
+    return rows(head, *body)
 
 
 def scaling_lines(table: Table) -> list[str]:
-    """Throughput over length and batch, ours beside plain."""
-    lines = [
-        "| workload | plain samples/s | ours samples/s | of plain | memory of plain |",
-        "|---|---|---|---|---|",
-    ]
-    for workload in (name for name in SUITES["scaling"] if name in table):
-        row = table[workload]
-        if ratio(table, workload, "ours", "plain") is None:
-            continue
-        plain, ours = row["plain"], row["ours"]
-        memory = ours["peak_gib"] / plain["peak_gib"] if plain["peak_gib"] else None
-        lines.append(
-            f"| {workload} | {plain['samples_per_second']:.1f} | {ours['samples_per_second']:.1f} "
-            f"| {shown(ratio(table, workload, 'ours', 'plain'))} | {shown(memory)} |"
+    """Throughput over length and batch, ours beside plain of the same run."""
+    head = (
+        "length", "batch", "plain samples/s", "ours samples/s", "ours of plain",
+        "memory of plain", "host ms, plain", "host ms, ours",
+    )  # fmt: skip
+    found = [name for name in SUITES["scaling"] if table.compared(name, "ours", "plain")]
+    body = []
+    for case in sorted(map(workload, found), key=lambda w: (w.length, w.batch_size)):
+        ours = table.compared(case.name, "ours", "plain")
+        assert ours is not None
+        plain = next(e for e in table.of(case.name, "plain") if e["run"] == ours["run"])
+        speeds = [1e3 * case.batch_size / (milliseconds(entry) or 0.0) for entry in (plain, ours)]
+        body.append(
+            (
+                str(case.length),
+                str(case.batch_size),
+                *(f"{speed:.1f}" for speed in speeds),
+                judged(table.ratios(case.name, "ours", "plain"), EAGER_TARGET),
+                shown(table.memory(ours, "plain")),
+                *(shown(host_milliseconds(entry), "{:.1f}") for entry in (plain, ours)),
+            )
         )
-    return lines
+    return rows(head, *body)
+
+
+def detail_lines(table: Table, runs: Sequence[str]) -> list[str]:
+    """One row per measurement, its ratios taken within its run."""
+    head = (
+        "workload", "adapter", "run", "rounds × steps", "samples/s", "ms a step", "host ms a step",
+        "of plain eager", "of plain compiled", "of Opacus ghost", "peak GiB", "memory of plain",
+        "prepared in s",
+    )  # fmt: skip
+    body = []
+    for name in table.workloads:
+        for entry in (e for adapter in ADAPTERS for e in table.of(name, adapter)):
+            named = (name, entry["adapter"], str(1 + runs.index(entry["run"])))
+            if entry["error"]:
+                said = entry["error"].replace("|", "\\|")
+                body.append((*named, f"failed: {said}", *[""] * (len(head) - 4)))
+                continue
+            step = milliseconds(entry)
+            assert step is not None
+            ratios = [
+                ranged(entry["round_ratios"].get(baseline, ())) if entry["adapter"] != baseline
+                else MISSING
+                for baseline in ("plain", "plain:compiled", "opacus:ghost")
+            ]  # fmt: skip
+            body.append(
+                (
+                    *named,
+                    f"{len(entry['block_seconds'])} × {entry['steps']}",
+                    f"{1e3 * entry['batch_size'] / step:.1f}",
+                    f"{step:.2f}",
+                    shown(host_milliseconds(entry)),
+                    *ratios,
+                    shown(entry["peak_gib"]),
+                    shown(table.memory(entry, "plain")),
+                    f"{entry['preparation_seconds']:.0f}",
+                )
+            )
+    return rows(head, *body)
+
+
+def environment_lines(document: Document) -> list[str]:
+    """What each run ran on; runs on the same ground share a line."""
+    grounds: dict[str, list[str]] = {}
+    for number, facts in enumerate(document["runs"].values(), start=1):
+        versions = ", ".join(f"{name} {v}" for name, v in facts["versions"].items() if v)
+        autocast = "bfloat16 autocast" if facts["bfloat16_autocast"] else "float32"
+        ground = (
+            f"{facts['hardware']}, {facts['cpu_cores']} CPU cores, {facts['torch_threads']} "
+            f"threads, {facts['date']}: {autocast}, AdamW, Python {facts['python']}, {versions}."
+        )
+        grounds.setdefault(ground, []).append(str(number))
+    if len(grounds) == 1:
+        return list(grounds)
+    return [f"- Run {', '.join(numbers)}: {ground}" for ground, numbers in grounds.items()]
 
 
 def plot(table: Table, path: Path) -> None:
-    """Throughput, and memory where it was measured, as shares of plain eager."""
+    """Throughput as shares of plain eager, and memory where it was measured."""
     import matplotlib
 
     matplotlib.use("svg")
     matplotlib.rcParams["svg.hashsalt"] = "step"
     from matplotlib import pyplot as plt
 
-    workloads = [n for n in table if any(a != "plain" for a in table[n])]
-    workloads = [n for n in workloads if n not in SUITES["scaling"] or n in SUITES["headline"]]
-    adapters = [a for a in ADAPTERS if any(a in table[n] for n in workloads)]
+    scaled = set(SUITES["scaling"]) - set(SUITES["headline"])
+    names = [n for n in table.workloads if n not in scaled] or table.workloads
+    adapters = [a for a in ADAPTERS if any(table.of(n, a) for n in names)]
     figure, axes = plt.subplots(2, 1, figsize=(11, 8), layout="constrained")
     width = 0.8 / len(adapters)
     for place, adapter in enumerate(adapters):
-        at = [index + width * place for index in range(len(workloads))]
-        speeds = [ratio(table, n, adapter, "plain") or 0.0 for n in workloads]
-        axes[0].bar(at, speeds, width, label=adapter)
-        peaks = [
-            table[n][adapter]["peak_gib"] or 0.0
-            if adapter in table[n] and not table[n][adapter]["error"]
-            else 0.0
-            for n in workloads
-        ]
-        axes[1].bar(at, peaks, width)
+        at = [index + width * place for index in range(len(names))]
+        ratios = [table.ratios(n, adapter, "plain") or [0.0] for n in names]
+        medians = [statistics.median(found) for found in ratios]
+        below = [median - min(found) for median, found in zip(medians, ratios, strict=True)]
+        above = [max(found) - median for median, found in zip(medians, ratios, strict=True)]
+        axes[0].bar(at, medians, width, label=adapter, yerr=(below, above), capsize=2)
+        found_peaks = [[e["peak_gib"] or 0.0 for e in table.of(n, adapter)] for n in names]
+        axes[1].bar(at, [max(peaks, default=0.0) for peaks in found_peaks], width)
     axes[0].axhline(1.0, color="black", linewidth=0.8)
     axes[0].set_ylabel("throughput, share of plain eager")
     axes[1].set_ylabel("peak memory, GiB")
     for axis in axes:
-        axis.set_xticks([i + 0.4 - width / 2 for i in range(len(workloads))], workloads)
+        axis.set_xticks([i + 0.4 - width / 2 for i in range(len(names))], names)
     axes[0].legend(ncols=5, fontsize="small")
     figure.savefig(path, metadata={"Date": None})
 
 
-def render(path: Path) -> None:
-    """Write the page and the plot of one JSON file."""
-    document = json.loads(path.read_text())
-    table, facts = measured(document), document["environment"]
-    versions = ", ".join(f"{k} {v}" for k, v in facts["versions"].items() if v)
-    autocast = "bfloat16 autocast" if facts["bfloat16_autocast"] else "float32"
+def page(document: Document, plot_name: str) -> str:
+    table, runs = Table(document["measurements"]), list(document["runs"])
+    facts = document["runs"][runs[-1]]
     lines = [
         f"# One training step, {facts['date']}, {facts['hardware']}",
         "",
-        f"{autocast}, AdamW, Python {facts['python']}, {versions}, {facts['cpu_cores']} CPU cores, "
-        f"{facts['torch_threads']} threads. Each number is the median over blocks of steps; the "
-        "spread is half the range of the blocks. See [the benchmark's page](../README.md) for what "
-        "is timed.",
+        *environment_lines(document),
         "",
-        f"![throughput and memory]({path.stem}.svg)",
+        "All adapters of a run are prepared first and then take turns, one block of steps each in "
+        "every round. A ratio is of throughput within one round; given are the median of the "
+        "rounds and their range. Milliseconds are medians too. Host ms is the time until one step "
+        "returns when the device has nothing else to do. See [the benchmark's page](../README.md) "
+        "for what is timed.",
+        "",
+        f"![throughput and memory]({plot_name})",
     ]
-    if any(name in table for name in SUITES["headline"]):
+    if any(name in table.workloads for name in SUITES["headline"]):
         lines += ["", "## Targets", "", *target_lines(table)]
-    if any(n in table for n in SUITES["scaling"] if n not in SUITES["headline"]):
+    if any(name in table.workloads for name in SUITES["cpu"]):
+        lines += ["", "## Targets on a CPU", "", *cpu_lines(table)]
+    if any(n in table.workloads for n in SUITES["scaling"] if n not in SUITES["headline"]):
         lines += ["", "## Length and batch", "", *scaling_lines(table)]
-    headline = {n: row for n, row in table.items() if n not in SUITES["scaling"] or len(row) > 2}
-    if document.get("notes"):
+    if document["notes"]:
         lines += ["", "## Notes", "", *(f"- {note}" for note in document["notes"])]
-    lines += ["", "## Everything measured", "", *detail_lines(headline), ""]
-    path.with_suffix(".md").write_text("\n".join(lines))
-    plot(table, path.with_suffix(".svg"))
+    return "\n".join([*lines, "", "## Everything measured", "", *detail_lines(table, runs), ""])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("files", nargs="+", type=Path, metavar="FILE.json")
+    parser.add_argument("--output", type=Path, metavar="NAME.json", help="default: the one file")
+    options = parser.parse_args()
+    if options.output is None and len(options.files) > 1:
+        parser.error("several files: expected --output NAME.json")
+    output = options.output or options.files[0]
+    document = merge(load(path) for path in options.files)
+    if not document["measurements"]:
+        raise SystemExit(f"{', '.join(map(str, options.files))}: no measurements")
+    if options.output is not None:
+        save(output, document)
+    output.with_suffix(".md").write_text(page(document, f"{output.stem}.svg"))
+    plot(Table(document["measurements"]), output.with_suffix(".svg"))
+    return 0
 
 
 if __name__ == "__main__":
-    for name in sys.argv[1:]:
-        render(Path(name))
+    sys.exit(main())

@@ -7,112 +7,126 @@ python -m benchmarks.step --workload gpt2-small-8x64 --adapters plain ours opacu
 from __future__ import annotations
 
 import argparse
-import datetime
-import importlib.metadata
-import json
-import os
-import platform
+import statistics
 import sys
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import torch
 
 from benchmarks.adapters import ADAPTERS, Setting
-from benchmarks.measure import Measurement, measure
-from benchmarks.workloads import SUITES, workload
-
-
-def environment(device: torch.device) -> dict[str, object]:
-    """What the numbers depend on."""
-    versions: dict[str, str | None] = {}
-    for package in ("torch", "triton", "transformers", "opacus"):
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            versions[package] = None
-    hardware = platform.processor() or platform.machine()
-    if device.type == "cuda":
-        hardware = torch.cuda.get_device_name(device)
-    return {
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "hardware": hardware,
-        "cpu_cores": os.cpu_count(),
-        "torch_threads": torch.get_num_threads(),
-        "python": platform.python_version(),
-        "versions": versions,
-    }
+from benchmarks.measure import Contest, Measurement
+from benchmarks.results import add, document_of, environment, new_run
+from benchmarks.turns import Turns
+from benchmarks.workloads import DEFAULT_ADAPTERS, SUITES, workload
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--suite", choices=sorted(SUITES), action="append", default=[])
     parser.add_argument("--workload", nargs="*", default=[], help="e.g. gpt2-32x128")
-    parser.add_argument("--adapters", nargs="*", default=list(ADAPTERS))
+    parser.add_argument(
+        "--adapters", nargs="*", choices=ADAPTERS, metavar="ADAPTER",
+        help=f"of {', '.join(ADAPTERS)}; a suite has its own default, else all",
+    )  # fmt: skip
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--float32", action="store_true", help="no bfloat16 autocast")
-    parser.add_argument("--warmup", type=int, default=5)
-    parser.add_argument("--blocks", type=int, default=5)
+    parser.add_argument("--warmup", type=int, default=5, help="steps before any timing")
+    parser.add_argument("--rounds", type=int, default=8, help="blocks of every adapter")
     parser.add_argument("--steps", type=int, default=10, help="steps a block")
+    parser.add_argument(
+        "--prepare-seconds", type=float, default=float("inf"), metavar="S",
+        help="a workload's adapters that are not prepared by then have failed",
+    )  # fmt: skip
     parser.add_argument("--json", type=Path, help="add the numbers to this file")
-    return parser.parse_args()
+    turns = parser.add_argument_group("several processes, prepared at once and timed in turn")
+    turns.add_argument("--turns", type=Path, metavar="DIR", help="a new folder, shared by all")
+    turns.add_argument("--of", type=int, metavar="N", help="how many processes there are")
+    turns.add_argument(
+        "--turns-seconds", type=float, default=600.0, metavar="S",
+        help="how long to wait for the others to be prepared",
+    )  # fmt: skip
+    options = parser.parse_args()
+    if (options.turns is None) != (options.of is None):
+        parser.error("--turns and --of go together")
+    if min(options.rounds, options.steps) < 1:
+        parser.error("--rounds and --steps: expected at least 1")
+    return options
 
 
-def show(found: Measurement, baseline: Measurement | None) -> None:
+def planned(options: argparse.Namespace) -> dict[str, tuple[str, ...]]:
+    """The adapters of every workload asked for."""
+    plan: dict[str, tuple[str, ...]] = {}
+    for suite in options.suite:
+        for name in SUITES[suite]:
+            plan.setdefault(name, tuple(options.adapters or DEFAULT_ADAPTERS[suite]))
+    for name in options.workload:
+        plan.setdefault(name, tuple(options.adapters or ADAPTERS))
+    if options.turns is not None and len(plan) != 1:
+        raise SystemExit(
+            f"--turns: expected one workload a process, got {len(plan)}; a second one would be "
+            "prepared while another process is timed"
+        )
+    return plan
+
+
+def show(found: Measurement) -> None:
+    name = f"{found.workload:20} {found.adapter:16}"
     if found.error is not None:
-        print(f"{found.workload:22} {found.adapter:18} {found.error}", flush=True)
+        print(f"{name} failed after {found.preparation_seconds:.0f} s: {found.error}", flush=True)
         return
-    spread = (max(found.block_seconds) - min(found.block_seconds)) / found.seconds
-    ratio = baseline.seconds / found.seconds if baseline else float("nan")
-    memory = f"{found.peak_gib:7.2f} GiB" if found.peak_gib is not None else ""
+    against = ""
+    for baseline, ratios in found.round_ratios.items():
+        if baseline != found.adapter:
+            median, low, high = statistics.median(ratios), min(ratios), max(ratios)
+            against += f"  {median:.2f} ({low:.2f}-{high:.2f}) of {baseline}"
+    memory = f" {found.peak_gib:7.2f} GiB" if found.peak_gib is not None else ""
     print(
-        f"{found.workload:22} {found.adapter:18} {1e3 * found.seconds:9.2f} ms ±{spread:4.0%} "
-        f"{found.batch_size / found.seconds:9.1f}/s  {ratio:5.2f} of plain {memory}",
+        f"{name} {1e3 * found.step_seconds:8.2f} ms, host "
+        f"{1e3 * statistics.median(found.host_seconds):8.2f} ms{memory}, prepared in "
+        f"{found.preparation_seconds:4.0f} s{against}",
         flush=True,
     )
 
 
-def write(path: Path, environment: dict[str, object], found: list[Measurement]) -> None:
-    """Write every measurement so far, keeping those of earlier runs with other names."""
-    measurements = [entry.to_json() for entry in found]
-    fresh = {(entry["workload"], entry["adapter"]) for entry in measurements}
-    notes: list[str] = []
-    if path.exists():
-        earlier = json.loads(path.read_text())
-        notes = earlier.get("notes", [])
-        measurements = [
-            entry
-            for entry in earlier["measurements"]
-            if (entry["workload"], entry["adapter"]) not in fresh
-        ] + measurements
-    document = {"environment": environment, "notes": notes, "measurements": measurements}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(document, indent=1) + "\n")
+def run(
+    contest: Contest, options: argparse.Namespace, turn: AbstractContextManager[None], name: str
+) -> list[Measurement]:
+    """Prepare, wait for the turn, time."""
+    contest.prepare(warmup=options.warmup, limit_seconds=options.prepare_seconds)
+    try:
+        with turn:
+            contest.time(rounds=options.rounds, steps=options.steps)
+    except TimeoutError as error:
+        raise SystemExit(f"--turns: {error}") from error
+    return contest.measurements(run=name, steps=options.steps)
 
 
 def main() -> int:
     options = arguments()
+    plan = planned(options)
     device = torch.device(options.device)
-    names = [name for suite in options.suite for name in SUITES[suite]] + options.workload
-    facts = {**environment(device), "bfloat16_autocast": not options.float32}
+    facts, name = environment(device, bfloat16=not options.float32), new_run()
+    taking_part: AbstractContextManager[None] = nullcontext()
+    turn: AbstractContextManager[None] = nullcontext()
+    if options.turns is not None:
+        turns = Turns(folder=options.turns, total=options.of, limit_seconds=options.turns_seconds)
+        taking_part, turn = turns.taking_part(), turns.turn()
     found: list[Measurement] = []
-    for name in dict.fromkeys(names):
-        setting = Setting(workload=workload(name), device=device, bfloat16=not options.float32)
-        baseline = None
-        for adapter in options.adapters:
-            result = measure(
-                adapter,
-                setting,
-                warmup=options.warmup,
-                blocks=options.blocks,
-                steps=options.steps,
-            )
-            baseline = result if adapter == "plain" else baseline
-            show(result, baseline)
-            found.append(result)
+    with taking_part:
+        for named, adapters in plan.items():
+            setting = Setting(workload=workload(named), device=device, bfloat16=not options.float32)
+            fresh = run(Contest(setting, adapters), options, turn, name)
+            found += fresh
+            for entry in fresh:
+                show(entry)
             if options.json:
-                write(options.json, facts, found)
+                add(options.json, document_of(name, facts, found))
             torch.compiler.reset()
-    return 0
+    ours_failed = any(e.error and e.adapter.startswith(("ours", "plain")) for e in found)
+    return 1 if ours_failed else 0
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The benchmark's own arithmetic, and one small run of it from the command line."""
+"""Small runs of the step benchmark, with pretended steps where only the order matters."""
 
 from __future__ import annotations
 
@@ -6,64 +6,101 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-FACTS = {
-    "date": "2020-01-01",
-    "hardware": "a machine",
-    "cpu_cores": 2,
-    "torch_threads": 1,
-    "python": "3",
-    "versions": {"torch": "2"},
-    "bfloat16_autocast": True,
-}
+# Steps that only write down who was called, on a model of one layer.
+PRETENDED = """
+import os, sys, time
+import torch
+from benchmarks import measure, step
+calls = []
+def build(adapter, model, setting):
+    if adapter == "ours" and setting.workload.name == "bert-small-1x4":
+        raise RuntimeError("ours is broken")
+    if adapter == "ours:ghost":
+        time.sleep(30)
+    def run(batch):
+        if adapter == "opacus:hooks":
+            raise torch.OutOfMemoryError("no memory left")
+        calls.append(adapter)
+    return run
+class Workload:
+    batch_size = 2
+    def __init__(self, name):
+        self.name = name
+    def build(self):
+        return torch.nn.Linear(2, 2)
+    def batch(self, device):
+        return {}
+measure.build, step.workload = build, Workload
+status = step.main()
+print(" ".join(calls))
+sys.exit(status)
+"""
 
 
-def run(*arguments: str) -> None:
-    """Run a benchmark module from the root, where its package is found first."""
-    subprocess.run([sys.executable, "-m", *arguments], cwd=ROOT, check=True, capture_output=True)
+def python(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run Python from the root, where the package of the benchmarks is found first."""
+    return subprocess.run(
+        [sys.executable, *arguments], cwd=ROOT, check=False, capture_output=True, text=True
+    )
 
 
-def entry(adapter: str, seconds: float, peak_gib: float) -> dict[str, Any]:
-    return {
-        "workload": "gpt2-32x128",
-        "adapter": adapter,
-        "batch_size": 32,
-        "block_seconds": [seconds, 3 * seconds, 0.9 * seconds],
-        "peak_gib": peak_gib,
-        "error": None,
-        "samples_per_second": 32 / seconds,
-    }
+def test_adapters_take_turns_in_every_round_after_all_are_prepared() -> None:
+    done = python(
+        "-c", PRETENDED, "--device", "cpu", "--workload", "bert-small-2x4", "--warmup", "2",
+        "--rounds", "3", "--steps", "2", "--adapters", "plain", "ours", "opacus:ghost",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    calls = done.stdout.splitlines()[-1].split()
+    names = ("plain", "ours", "opacus:ghost")
+    prepared = [name for name in names for _ in range(3)]  # two to warm up, one for its memory
+    alone = [name for name in names for _ in range(6)]  # one thrown away, five for the host
+    rounds = [names[(place + number) % 3] for number in range(3) for place in range(3)]
+    assert calls == [*prepared, *alone, *(name for name in rounds for _ in range(2))]
 
 
-def test_the_report_says_what_was_missed(tmp_path: Path) -> None:
-    entries = [
-        entry("plain", 0.8, 10.0),
-        entry("ours", 1.0, 14.0),
-        entry("opacus:ghost", 4.0, 12.0),
-    ]
-    failed = {**entry("opacus:hooks", 1.0, 1.0), "block_seconds": [], "error": "out of memory"}
+def test_errors_are_recorded_and_only_ours_are_alarming(tmp_path: Path) -> None:
     path = tmp_path / "numbers.json"
-    document = {"environment": FACTS, "notes": ["A remark."], "measurements": [*entries, failed]}
-    path.write_text(json.dumps(document))
-    run("benchmarks.report", str(path))
-    page = path.with_suffix(".md").read_text()
-    assert "| gpt2-32x128 | 0.80 (missed) | – | 1.40 (missed) | 4.00 |" in page
-    assert "failed: out of memory" in page
-    assert "- A remark." in page
-    assert path.with_suffix(".svg").read_text().startswith("<?xml")
+    shared = (
+        "-c", PRETENDED, "--device", "cpu", "--warmup", "0", "--rounds", "2", "--steps", "1",
+        "--json", str(path),
+    )  # fmt: skip
+    theirs = python(*shared, "--workload", "bert-small-2x4", "--adapters", "plain", "opacus:hooks")
+    assert theirs.returncode == 0, theirs.stderr
+    assert "Traceback" not in theirs.stderr
+    both = ("--workload", "bert-small-1x4", "bert-small-2x4", "--prepare-seconds", "1")
+    ours = python(*shared, *both, "--adapters", "plain", "ours", "ours:ghost")
+    assert ours.returncode == 1
+    assert "Traceback" in ours.stderr
+    assert "ours is broken" in ours.stderr
+    document = json.loads(path.read_text())
+    found = {(e["workload"], e["adapter"], e["run"]): e for e in document["measurements"]}
+    first, second = document["runs"]
+    assert "no memory left" in found["bert-small-2x4", "opacus:hooks", first]["error"]
+    assert "ours is broken" in found["bert-small-1x4", "ours", second]["error"]
+    assert "not prepared within 1 s" in found["bert-small-2x4", "ours:ghost", second]["error"]
+    fine = found["bert-small-2x4", "ours", second]
+    plain = found["bert-small-2x4", "plain", second]
+    assert fine["round_ratios"]["plain"] == [
+        theirs / mine
+        for mine, theirs in zip(fine["block_seconds"], plain["block_seconds"], strict=True)
+    ]
+    assert len(plain["block_seconds"]) == 2
 
 
 @pytest.mark.slow
 def test_a_step_of_every_adapter_runs_on_a_cpu(tmp_path: Path) -> None:
     path = tmp_path / "numbers.json"
-    once = ("--warmup", "0", "--blocks", "1", "--steps", "1", "--float32", "--device", "cpu")
+    once = ("--warmup", "0", "--rounds", "1", "--steps", "1", "--float32", "--device", "cpu")
     adapters = ("plain", "ours", "ours:ghost", "ours:instantiate", "opacus:ghost", "opacus:hooks")
-    run("benchmarks.step", "--workload", "bert-small-2x16", "--json", str(path), *once,
-        "--adapters", *adapters)  # fmt: skip
+    done = python(
+        "-m", "benchmarks.step", "--workload", "bert-small-2x16", "--json", str(path), *once,
+        "--adapters", *adapters,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
     found = json.loads(path.read_text())["measurements"]
     assert [entry["adapter"] for entry in found] == list(adapters)
-    assert all(entry["error"] is None and entry["samples_per_second"] > 0 for entry in found)
+    assert all(entry["error"] is None and entry["round_ratios"]["plain"] for entry in found)

@@ -21,7 +21,6 @@ IGNORED_LABEL = -100
 
 _HEADS: tuple[tuple[str, Head], ...] = (
     (r"For(Sequence|Image|Audio)Classification$", "classification"),
-    (r"ForMultipleChoice$", "classification"),
     (r"For(TokenClassification|MaskedLM)$", "tokens"),
     (r"(ForCausalLM|LMHeadModel)$", "next-token"),
 )

@@ -118,6 +118,15 @@ def test_weighted_sums(shape: tuple[int, int, int, int], dtype: torch.dtype) -> 
     assert_close(rows, 2 * torch.einsum("b,btp->p", factors, g.double()), dtype)
 
 
+def test_weighted_sums_can_overwrite_what_is_there() -> None:
+    x, g, factors = draw(2, 3, 5), draw(2, 3, 4, seed=1), draw(2, seed=2)
+    out, row = torch.full((4, 5), float("nan")).double(), torch.full((4,), float("nan")).double()
+    kernels.add_weighted_outer_sums([(x, g)], factors, [out], accumulate=False)
+    kernels.add_weighted_row_sums([g], factors, [row], accumulate=False)
+    torch.testing.assert_close(out, torch.einsum("b,bpd->pd", factors, outer(x, g)))
+    torch.testing.assert_close(row, torch.einsum("b,btp->p", factors, g))
+
+
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
 def test_a_sample_of_factor_zero_contributes_nothing(poison: float) -> None:
     x, g, factors = draw(3, 4, 5), draw(3, 4, 6, seed=1), torch.tensor([1.0, 0.0, 0.5])

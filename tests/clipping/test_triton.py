@@ -111,6 +111,22 @@ def test_weighted_sums_are_added_to_what_is_there(shape: tuple[int, ...], bulk: 
         assert (row - expected).norm() / expected.norm() < 1e-6
 
 
+@pytest.mark.parametrize("bulk", [False, True])
+def test_weighted_sums_can_overwrite_what_is_there(bulk: bool) -> None:
+    if bulk and ON_GPU and not triton_sums.has_copy_engine(torch.device(DEVICE)):
+        pytest.skip("no copy engine")
+    xs, gs, factors = layers(2, 2, 37, 72, 136)
+    outs = [torch.full((136, 72), float("nan"), device=DEVICE) for _ in xs]
+    rows = [torch.full((136,), float("nan"), device=DEVICE) for _ in gs]
+    triton_sums.weighted_outer_sums(xs, gs, factors, outs, add=False, bulk=bulk)
+    triton_rows.weighted_row_sums(gs, factors, rows, add=False)
+    for x, g, out, row in zip(xs, gs, outs, rows, strict=True):
+        expected = plain.weighted_outer_sum(x.double(), g.double(), factors.double())
+        assert (out - expected).norm() / expected.norm() < 1e-6
+        expected = plain.weighted_row_sum(g.double(), factors.double())
+        assert (row - expected).norm() / expected.norm() < 1e-6
+
+
 @pytest.mark.parametrize("target", [1, 20, 1000])
 @pytest.mark.parametrize("samples", [1, 5, 7])
 def test_bias_sums_do_not_depend_on_how_samples_are_shared_out(
@@ -155,6 +171,31 @@ def test_sums_of_every_kind_of_length_on_a_gpu(tokens: int) -> None:
     found = kernels.weighted_outer_sum(x, g, factors)
     expected = plain.weighted_outer_sum(x.double(), g.double(), factors.double())
     assert (found - expected).norm() / expected.norm() < 1e-6
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("more", [0, 64])
+@pytest.mark.parametrize("tokens", [24, 64, 100, 128, 197, 208, 209, 256, 320])
+def test_sums_with_loading_and_multiplying_kept_apart(
+    tokens: int, more: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parted = dispatch.triton_parted()
+    if not parted.serves(torch.device(DEVICE)):
+        pytest.skip("written for another device")
+    monkeypatch.setattr(parted, "MORE_COLUMNS", more)
+    xs = [draw(3, tokens, 328, seed=layer)[..., :200] for layer in range(2)]
+    gs = [draw(3, tokens, 136, seed=10 + layer) for layer in range(2)]
+    factors = draw(3, seed=2, dtype=torch.float32).abs()
+    factors[1] = 0.0
+    xs[0][1] = float("nan")
+    gs[1][1, 2, 3] = float("inf")
+    for add in (True, False):
+        outs = [torch.ones(136, 200, device=DEVICE) for _ in xs]
+        parted.weighted_outer_sums(xs, gs, factors, outs, add=add)
+        for x, g, out in zip(xs, gs, outs, strict=True):
+            wide = (x.double(), g.double(), factors.double())
+            expected = plain.weighted_outer_sum(*wide) + (1.0 if add else 0.0)
+            assert (out - expected).norm() / expected.norm() < 1e-6
 
 
 @pytest.mark.gpu

@@ -24,6 +24,8 @@ ROW_ALIGNMENT_BYTES = 16
 ROW_ROOM = 128
 # Below these a product is too small, or a sample too short, for blocks of 16 tokens to pay.
 MIN_TOKENS, MIN_WIDTH = 8, 16
+# Whether weighted sums are formed by `triton_parted` where that serves the device.
+PARTED_SUMS = False
 # One program per sample reads a layer's rows alone; past this width they are shared out.
 MAX_GRAM_WIDTH = 16384
 
@@ -55,6 +57,19 @@ def triton_sums() -> ModuleType:
     from shuffled_dpsgd.clipping.kernels import triton_sums
 
     return triton_sums
+
+
+@functools.cache
+def triton_parted() -> ModuleType:
+    from shuffled_dpsgd.clipping.kernels import triton_parted
+
+    return triton_parted
+
+
+@functools.cache
+def outer_sums(device: torch.device) -> ModuleType:
+    """The module whose weighted sums are fastest on this device."""
+    return triton_parted() if PARTED_SUMS and triton_parted().serves(device) else triton_sums()
 
 
 @functools.cache
@@ -161,9 +176,15 @@ def tile_sq_norms(x_BTD: Tensor, g_BTP: Tensor, bias: bool) -> Tensor:
 
 
 def add_weighted_outer_sums(
-    pairs: Sequence[tuple[Tensor, Tensor]], factors_B: Tensor, outs: Sequence[Tensor]
+    pairs: Sequence[tuple[Tensor, Tensor]],
+    factors_B: Tensor,
+    outs: Sequence[Tensor],
+    accumulate: bool = True,
 ) -> None:
-    """Add each pair's sum_b f_b g_b^T x_b into its contiguous (P, D) `out`."""
+    """Add each pair's sum_b f_b g_b^T x_b into its contiguous (P, D) `out`.
+
+    Unless `accumulate`, what an `out` holds is overwritten, which saves filling it with zeros.
+    """
     for run in alike(pairs, [out.dtype for out in outs]):
         x, g = pairs[run[0]]
         chosen = [outs[i] for i in run]
@@ -172,22 +193,28 @@ def add_weighted_outer_sums(
             for out in chosen
         ):
             xs, gs = zip(*(pairs[i] for i in run), strict=True)
-            triton_sums().weighted_outer_sums(xs, gs, factors_B.float(), chosen)
+            kernel = outer_sums(x.device).weighted_outer_sums
+            kernel(xs, gs, factors_B.float(), chosen, accumulate)
         else:
             for i in run:
-                plain.weighted_outer_sum(*pairs[i], factors_B, outs[i])
+                out = outs[i] if accumulate else outs[i].zero_()
+                plain.weighted_outer_sum(*pairs[i], factors_B, out)
 
 
-def add_weighted_row_sums(gs: Sequence[Tensor], factors_B: Tensor, outs: Sequence[Tensor]) -> None:
-    """Add each sum_b f_b sum_t g_bt into its (P,) `out`."""
+def add_weighted_row_sums(
+    gs: Sequence[Tensor], factors_B: Tensor, outs: Sequence[Tensor], accumulate: bool = True
+) -> None:
+    """Add each sum_b f_b sum_t g_bt into its (P,) `out`, or overwrite it unless `accumulate`."""
     for run in alike([(g, g) for g in gs], [out.dtype for out in outs]):
         g = gs[run[0]]
         if fits_triton_linear(g, g) and outs[run[0]].dtype == torch.float32:
-            chosen = [gs[i] for i in run]
-            triton_rows().weighted_row_sums(chosen, factors_B.float(), [outs[i] for i in run])
+            kernel = triton_rows().weighted_row_sums
+            chosen = [outs[i] for i in run]
+            kernel([gs[i] for i in run], factors_B.float(), chosen, accumulate)
         else:
             for i in run:
-                plain.weighted_row_sum(gs[i], factors_B, outs[i])
+                out = outs[i] if accumulate else outs[i].zero_()
+                plain.weighted_row_sum(gs[i], factors_B, out)
 
 
 def gram_sq_norms(x_BTD: Tensor, g_BTP: Tensor, bias: bool) -> Tensor:
@@ -202,8 +229,10 @@ def weighted_outer_sum(
     if out_PD is None:
         dtype = plain.accumulator_dtype(x_BTD, g_BTP)
         shape = (g_BTP.shape[2], x_BTD.shape[2])
-        out_PD = torch.zeros(shape, dtype=dtype, device=x_BTD.device)
-    add_weighted_outer_sums([(x_BTD, g_BTP)], factors_B, [out_PD])
+        out_PD = torch.empty(shape, dtype=dtype, device=x_BTD.device)
+        add_weighted_outer_sums([(x_BTD, g_BTP)], factors_B, [out_PD], accumulate=False)
+    else:
+        add_weighted_outer_sums([(x_BTD, g_BTP)], factors_B, [out_PD])
     return out_PD
 
 

@@ -54,9 +54,9 @@ def row_sum_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def add_shares_kernel(  # type: ignore[no-untyped-def]
-    parts_LSP, out_table, S, P, BLOCK_P: tl.constexpr,
+    parts_LSP, out_table, S, P, ADD: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
-    """One block of one layer's shares, added up in order and then to what the output holds."""
+    """One block of one layer's shares, added up in order; with ADD, to what the output holds."""
     layer = tl.program_id(1)
     p = tl.program_id(0) * BLOCK_P + tl.arange(0, BLOCK_P)
     parts = parts_LSP + layer.to(tl.int64) * S * P + p
@@ -64,11 +64,18 @@ def add_shares_kernel(  # type: ignore[no-untyped-def]
     for part in range(S):
         total += tl.load(parts + part * P, mask=p < P, other=0.0)
     out = tl.load(out_table + layer).to(tl.pointer_type(tl.float32)) + p
-    tl.store(out, tl.load(out, mask=p < P, other=0.0) + total, mask=p < P)
+    if ADD:
+        total += tl.load(out, mask=p < P, other=0.0)
+    tl.store(out, total, mask=p < P)
 
 
-def weighted_row_sums(gs: Sequence[Tensor], factors_B: Tensor, outs: Sequence[Tensor]) -> None:
-    """Add sum_b f_b sum_t g_bt of L layers of one shape into their (P,) float32 `outs`."""
+def weighted_row_sums(
+    gs: Sequence[Tensor], factors_B: Tensor, outs: Sequence[Tensor], add: bool = True
+) -> None:
+    """Add sum_b f_b sum_t g_bt of L layers of one shape into their (P,) float32 `outs`.
+
+    Without `add`, what the outputs hold is overwritten.
+    """
     (B, T, P), g, L = gs[0].shape, gs[0], len(gs)
     table = address_table((gs, outs), g.device)
     blocks = triton.cdiv(P, BLOCK_P)
@@ -79,4 +86,6 @@ def weighted_row_sums(gs: Sequence[Tensor], factors_B: Tensor, outs: Sequence[Te
         table[0], parts, factors_B, B, T, P, g.stride(0), g.stride(1), share,
         BLOCK_T=BLOCK_T, BLOCK_P=BLOCK_P, ELEMENT=ELEMENT[g.dtype], num_warps=NUM_WARPS,
     )  # fmt: skip
-    add_shares_kernel[(blocks, L)](parts, table[1], shares, P, BLOCK_P=BLOCK_P, num_warps=4)
+    add_shares_kernel[(blocks, L)](
+        parts, table[1], shares, P, ADD=add, BLOCK_P=BLOCK_P, num_warps=4
+    )

@@ -56,9 +56,9 @@ def outer_kernel(  # type: ignore[no-untyped-def]
     x_table, g_table, out_table, factors_B, B, T, D, P, x_batch, x_row, g_batch, g_row,
     segments, SEGMENT: tl.constexpr, FULL: tl.constexpr, CHUNK: tl.constexpr, TAIL: tl.constexpr,
     EVEN_T: tl.constexpr, EVEN_P: tl.constexpr, EVEN_D: tl.constexpr,
-    BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr, ELEMENT: tl.constexpr,
+    BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr, ADD: tl.constexpr, ELEMENT: tl.constexpr,
 ):  # fmt: skip
-    """One tile of one layer's sum_b f_b g_b^T x_b, added to what the output holds.
+    """One tile of one layer's sum_b f_b g_b^T x_b, with ADD added to what the output holds.
 
     A sample's tokens come in `segments` segments of FULL chunks of CHUNK tokens and one of TAIL.
     """
@@ -91,7 +91,8 @@ def outer_kernel(  # type: ignore[no-untyped-def]
     out = tl.multiple_of(tl.load(out_table + layer).to(tl.pointer_type(tl.float32)), 16)
     out_ptrs = out + p.to(tl.int64)[:, None] * D + d[None, :]
     inside = (p < P)[:, None] & (d < D)[None, :]
-    total += tl.load(out_ptrs, mask=inside, other=0.0)
+    if ADD:
+        total += tl.load(out_ptrs, mask=inside, other=0.0)
     tl.store(out_ptrs, total, mask=inside)
 
 
@@ -99,7 +100,7 @@ def outer_kernel(  # type: ignore[no-untyped-def]
 def bulk_outer_kernel(  # type: ignore[no-untyped-def]
     x_table, g_table, out_table, factors_B, B, T, D, P, x_batch, x_row, g_batch, g_row,
     segments, SEGMENT: tl.constexpr, FULL: tl.constexpr, CHUNK: tl.constexpr, TAIL: tl.constexpr,
-    BLOCK: tl.constexpr, ELEMENT: tl.constexpr,
+    BLOCK: tl.constexpr, ADD: tl.constexpr, ELEMENT: tl.constexpr,
 ):  # fmt: skip
     """`outer_kernel` with the copy engine of Hopper and later, which fills in zeros by itself."""
     layer = tl.program_id(1)
@@ -133,7 +134,8 @@ def bulk_outer_kernel(  # type: ignore[no-untyped-def]
     cols = d + tl.arange(0, BLOCK)
     out_ptrs = out + rows.to(tl.int64)[:, None] * D + cols[None, :]
     inside = (rows < P)[:, None] & (cols < D)[None, :]
-    total += tl.load(out_ptrs, mask=inside, other=0.0)
+    if ADD:
+        total += tl.load(out_ptrs, mask=inside, other=0.0)
     tl.store(out_ptrs, total, mask=inside)
 
 
@@ -166,11 +168,13 @@ def weighted_outer_sums(
     gs: Sequence[Tensor],
     factors_B: Tensor,
     outs: Sequence[Tensor],
+    add: bool = True,
     bulk: bool | None = None,
 ) -> None:
     """Add sum_b f_b g_b^T x_b of L layers of one shape into their (P, D) float32 `outs`.
 
-    `bulk` picks the kernel by hand; by default the device decides.
+    Without `add`, what the outputs hold is overwritten. `bulk` picks the kernel by hand; by
+    default the device decides.
     """
     (B, T, D), P, L = xs[0].shape, gs[0].shape[2], len(xs)
     x, g = xs[0], gs[0]
@@ -183,7 +187,7 @@ def weighted_outer_sums(
         triton.set_allocator(scratch)
         bulk_outer_kernel[grid](
             table[0], table[1], table[2], factors_B, B, T, D, P, *strides, **cut,
-            BLOCK=BLOCK, ELEMENT=ELEMENT[x.dtype], num_warps=8, num_stages=stages,
+            BLOCK=BLOCK, ADD=add, ELEMENT=ELEMENT[x.dtype], num_warps=8, num_stages=stages,
         )  # fmt: skip
         return
     outer_kernel[grid](
@@ -191,7 +195,8 @@ def weighted_outer_sums(
         EVEN_T=T % (cut["CHUNK"] * cut["segments"]) == 0 or cut["segments"] == 1,
         EVEN_P=may_read_past(g, triton.cdiv(P, BLOCK) * BLOCK),
         EVEN_D=may_read_past(x, triton.cdiv(D, BLOCK) * BLOCK),
-        BLOCK_P=BLOCK, BLOCK_D=BLOCK, ELEMENT=ELEMENT[x.dtype], num_warps=8, num_stages=stages,
+        BLOCK_P=BLOCK, BLOCK_D=BLOCK, ADD=add, ELEMENT=ELEMENT[x.dtype],
+        num_warps=8, num_stages=stages,
     )  # fmt: skip
 
 

@@ -1,0 +1,239 @@
+"""Weighted sums of linear layers' gradients on Hopper, with loading and multiplying kept apart.
+
+Shapes: L layers of one shape, B samples, T tokens, D input features, P output features. The same
+sums as `triton_sums.weighted_outer_sums`: every sample's product in float32, then scaled.
+
+A block there multiplies, waits for the products, scales them, and multiplies again; meanwhile the
+matrix units idle for a third of the time. Here one warp loads, and two groups of four warps each
+have half of the block's rows: as neither waits for the other, one multiplies while the other
+scales. Written in Gluon, since plain Triton lets no group of warps run ahead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from shuffled_dpsgd.clipping.kernels.addresses import address_table
+from shuffled_dpsgd.clipping.kernels.triton_sums import scratch, segmentation
+
+# Gluon is experimental: another release may call things by other names.
+TRITON_VERSIONS = ("3.6.",)
+ELEMENT = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
+# Tokens in a load, rows of one group of warps, and registers of a group that multiplies.
+CHUNK = gl.constexpr(64)
+ROWS = gl.constexpr(64)
+MULTIPLYING_REGISTERS = gl.constexpr(232)
+LOADING_REGISTERS = gl.constexpr(24)
+# Columns of a block, as one wide and one narrow product (none if 0), and loads under way.
+COLUMNS, MORE_COLUMNS, STAGES = 128, 64, 5
+
+
+@gluon.jit
+def after(stage, phase, STAGES: gl.constexpr):  # type: ignore[no-untyped-def]
+    """The place in the ring of buffers after this one, and its phase."""
+    last = stage == STAGES - 1
+    return gl.where(last, 0, stage + 1), gl.where(last, phase ^ 1, phase)
+
+
+@gluon.jit
+def load(  # type: ignore[no-untyped-def]
+    x, g, steps, segments, B, T, D, P, x_batch, x_row, g_batch, g_row, p, d,
+    g_ring, x_ring, y_ring, ready, empty, CHUNKS: gl.constexpr, SEGMENT: gl.constexpr,
+    STAGES: gl.constexpr, WIDE: gl.constexpr, NARROW: gl.constexpr,
+):  # fmt: skip
+    """Fill the ring with all chunks of all samples; what lies outside is filled with zeros."""
+    gs = tma.make_tensor_descriptor(
+        g, [B, T, P], [g_batch, g_row, 1], [1, CHUNK, ROWS], g_ring.type.layout
+    )
+    xs = tma.make_tensor_descriptor(
+        x, [B, T, D], [x_batch, x_row, 1], [1, CHUNK, WIDE], x_ring.type.layout
+    )
+    if NARROW > 0:
+        ys = tma.make_tensor_descriptor(
+            x, [B, T, D], [x_batch, x_row, 1], [1, CHUNK, NARROW], y_ring.type.layout
+        )
+    stage = 0
+    phase = 0
+    for step in range(steps):
+        b = step // segments
+        first = (step % segments) * SEGMENT
+        for chunk in gl.static_range(CHUNKS):
+            t = first + chunk * CHUNK
+            bar = ready.index(stage)
+            mbarrier.wait(empty.index(stage), phase ^ 1)
+            mbarrier.expect(bar, CHUNK * (2 * ROWS + WIDE + NARROW) * 2)
+            tma.async_copy_global_to_shared(gs, [b, t, p], bar, g_ring.index(2 * stage))
+            tma.async_copy_global_to_shared(gs, [b, t, p + ROWS], bar, g_ring.index(2 * stage + 1))
+            tma.async_copy_global_to_shared(xs, [b, t, d], bar, x_ring.index(stage))
+            if NARROW > 0:
+                tma.async_copy_global_to_shared(ys, [b, t, d + WIDE], bar, y_ring.index(stage))
+            stage, phase = after(stage, phase, STAGES)
+
+
+@gluon.jit
+def write(out, total, rows_from, cols_from, P, D, ADD: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Store a block of the (P, D) output, with ADD added to what is there."""
+    layout: gl.constexpr = total.type.layout
+    rows = rows_from + gl.arange(0, total.shape[0], layout=gl.SliceLayout(1, layout))
+    cols = cols_from + gl.arange(0, total.shape[1], layout=gl.SliceLayout(0, layout))
+    ptrs = out + rows.to(gl.int64)[:, None] * D + cols[None, :]
+    inside = (rows < P)[:, None] & (cols < D)[None, :]
+    if ADD:
+        total += gl.load(ptrs, mask=inside, other=0.0)
+    gl.store(ptrs, total, mask=inside)
+
+
+@gluon.jit
+def multiply(  # type: ignore[no-untyped-def]
+    factors_B, out, steps, segments, D, P, p, d, g_ring, x_ring, y_ring, ready, empty,
+    GROUP: gl.constexpr, FULL: gl.constexpr, TAIL: gl.constexpr, STAGES: gl.constexpr,
+    WIDE: gl.constexpr, NARROW: gl.constexpr, ADD: gl.constexpr,
+):  # fmt: skip
+    """One group's rows of the block: the sum over samples of factor times product."""
+    wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDE, 16])
+    narrow: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, max(NARROW, 8), 16])
+    total = gl.zeros((ROWS, WIDE), gl.float32, wide)
+    part = gl.zeros((ROWS, WIDE), gl.float32, wide)
+    total_y = gl.zeros((ROWS, max(NARROW, 8)), gl.float32, narrow)
+    part_y = gl.zeros((ROWS, max(NARROW, 8)), gl.float32, narrow)
+    CHUNKS: gl.constexpr = FULL + (1 if TAIL > 0 else 0)
+    stage = 0
+    phase = 0
+    for step in range(steps):
+        factor = gl.load(factors_B + step // segments)
+        before = stage
+        for chunk in gl.static_range(CHUNKS):
+            mbarrier.wait(ready.index(stage), phase)
+            g = g_ring.index(2 * stage + GROUP).reshape([CHUNK, ROWS])
+            x = x_ring.index(stage).reshape([CHUNK, WIDE])
+            if chunk == FULL:
+                g = g.slice(0, TAIL)
+                x = x.slice(0, TAIL)
+            part = warpgroup_mma(g.permute([1, 0]), x, part, use_acc=chunk > 0, is_async=True)
+            if NARROW > 0:
+                y = y_ring.index(stage).reshape([CHUNK, NARROW])
+                if chunk == FULL:
+                    y = y.slice(0, TAIL)
+                part_y = warpgroup_mma(
+                    g.permute([1, 0]), y, part_y, use_acc=chunk > 0, is_async=True
+                )
+            if chunk > 0:
+                # The products of the chunk before are done: its buffers may be filled again.
+                if NARROW > 0:
+                    part, part_y = warpgroup_mma_wait(2, deps=[part, part_y])
+                else:
+                    part = warpgroup_mma_wait(1, deps=[part])
+                gl.thread_barrier()
+                mbarrier.arrive(empty.index(before), count=1)
+            before = stage
+            stage, phase = after(stage, phase, STAGES)
+        if NARROW > 0:
+            part, part_y = warpgroup_mma_wait(0, deps=[part, part_y])
+        else:
+            part = warpgroup_mma_wait(0, deps=[part])
+        gl.thread_barrier()
+        mbarrier.arrive(empty.index(before), count=1)
+        # A factor of zero must silence infinities and NaNs too.
+        if factor != 0.0:
+            total += factor * part
+            if NARROW > 0:
+                total_y += factor * part_y
+    write(out, total, p + GROUP * ROWS, d, P, D, ADD)
+    if NARROW > 0:
+        write(out, total_y, p + GROUP * ROWS, d + WIDE, P, D, ADD)
+
+
+@gluon.jit
+def parted_outer_kernel(  # type: ignore[no-untyped-def]
+    x_table, g_table, out_table, factors_B, B, T, D, P, x_batch, x_row, g_batch, g_row,
+    segments, SEGMENT: gl.constexpr, FULL: gl.constexpr, TAIL: gl.constexpr,
+    STAGES: gl.constexpr, WIDE: gl.constexpr, NARROW: gl.constexpr, ADD: gl.constexpr,
+    ELEMENT: gl.constexpr,
+):  # fmt: skip
+    """One block of one layer's sum_b f_b g_b^T x_b."""
+    layer = gl.program_id(1)
+    tiles_d = gl.cdiv(D, WIDE + NARROW)
+    p = (gl.program_id(0) // tiles_d) * (2 * ROWS)
+    d = (gl.program_id(0) % tiles_d) * (WIDE + NARROW)
+    x = gl.multiple_of(gl.load(x_table + layer).to(gl.pointer_type(ELEMENT)), 16)
+    g = gl.multiple_of(gl.load(g_table + layer).to(gl.pointer_type(ELEMENT)), 16)
+    out = gl.multiple_of(gl.load(out_table + layer).to(gl.pointer_type(gl.float32)), 16)
+    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, CHUNK, ROWS], ELEMENT)
+    g_ring = gl.allocate_shared_memory(ELEMENT, [2 * STAGES, 1, CHUNK, ROWS], layout)
+    x_ring = gl.allocate_shared_memory(ELEMENT, [STAGES, 1, CHUNK, WIDE], layout)
+    if NARROW > 0:
+        y_ring = gl.allocate_shared_memory(ELEMENT, [STAGES, 1, CHUNK, NARROW], layout)
+    else:
+        y_ring = x_ring
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(ready.index(stage), count=1)
+        mbarrier.init(empty.index(stage), count=2)
+    fence_async_shared()
+    steps = B * segments
+    CHUNKS: gl.constexpr = FULL + (1 if TAIL > 0 else 0)
+    gl.warp_specialize(
+        [
+            (multiply, (factors_B, out, steps, segments, D, P, p, d, g_ring, x_ring, y_ring,
+                        ready, empty, gl.constexpr(0), FULL, TAIL, STAGES, WIDE, NARROW,
+                        ADD)),
+            (multiply, (factors_B, out, steps, segments, D, P, p, d, g_ring, x_ring, y_ring,
+                        ready, empty, gl.constexpr(1), FULL, TAIL, STAGES, WIDE, NARROW,
+                        ADD)),
+            (load, (x, g, steps, segments, B, T, D, P, x_batch, x_row, g_batch, g_row, p, d,
+                    g_ring, x_ring, y_ring, ready, empty, CHUNKS, SEGMENT, STAGES, WIDE, NARROW)),
+        ],
+        [4, 1],
+        [MULTIPLYING_REGISTERS, LOADING_REGISTERS],
+    )  # fmt: skip
+
+
+def cut_of(tokens: int) -> dict[str, int]:
+    """How a sample's tokens are cut into chunks of CHUNK."""
+    cut = segmentation(tokens)
+    rows = cut["FULL"] * cut.pop("CHUNK")
+    return {**cut, "FULL": rows // CHUNK.value}
+
+
+def serves(device: torch.device) -> bool:
+    """Whether this device has the matrix units written for, and Triton the Gluon written in."""
+    hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+    return hopper and triton.__version__.startswith(TRITON_VERSIONS)
+
+
+def weighted_outer_sums(
+    xs: Sequence[Tensor],
+    gs: Sequence[Tensor],
+    factors_B: Tensor,
+    outs: Sequence[Tensor],
+    add: bool = True,
+) -> None:
+    """Add sum_b f_b g_b^T x_b of L layers of one shape into their (P, D) float32 `outs`.
+
+    Without `add`, what the outputs hold is overwritten.
+    """
+    (B, T, D), P, L = xs[0].shape, gs[0].shape[2], len(xs)
+    x, g = xs[0], gs[0]
+    table = address_table((xs, gs, outs), x.device)
+    triton.set_allocator(scratch)
+    grid = (triton.cdiv(P, 2 * ROWS.value) * triton.cdiv(D, COLUMNS + MORE_COLUMNS), L)
+    parted_outer_kernel[grid](
+        table[0], table[1], table[2], factors_B, B, T, D, P,
+        x.stride(0), x.stride(1), g.stride(0), g.stride(1), **cut_of(T),
+        STAGES=STAGES, WIDE=COLUMNS, NARROW=MORE_COLUMNS, ADD=add,
+        ELEMENT=ELEMENT[x.dtype], num_warps=4,
+    )  # fmt: skip

@@ -33,8 +33,7 @@ def private_step(model: nn.Module, setting: Setting, *, variant: str) -> Step:
                 per_sample = losses(model, batch)
             engine.backward(per_sample)
         sums = engine.clipped_sum()
-        noise.add_(sums, stds, step=steps)
-        torch._foreach_div_(list(sums.values()), float(setting.workload.batch_size))
+        noise.add_(sums, stds, step=steps, divide_by=float(setting.workload.batch_size))
         for name, total in sums.items():
             parameters[name].grad = total
         optimizer.step()

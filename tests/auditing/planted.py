@@ -84,9 +84,10 @@ class BentNoise:
         self._inner = GaussianNoise(private.streams)
         self._bend, self._step = bend, step
 
-    def add_(self, tensors, stds, *, step: int) -> None:
+    def add_(self, tensors, stds, *, step: int, divide_by: float = 1.0) -> None:
         bent = {name: self._bend(name, std) for name, std in stds.items()}
-        self._inner.add_(tensors, bent, step=step if self._step is None else self._step)
+        step = step if self._step is None else self._step
+        self._inner.add_(tensors, bent, step=step, divide_by=divide_by)
 
 
 def bent_noise(bend: Callable[[str, float], float], step: int | None = None) -> Plant:

@@ -119,8 +119,8 @@ def train_by_hand(
                 for name in block.parameters:
                     sums[name] *= block.batch_clip_norm / norm
         stds = {n: b.noise_multiplier * CLIP for b in private.plan.blocks for n in b.parameters}
-        for position, (name, parameter) in enumerate(trainable.items()):
-            rng = streams.numpy("noise", step, position)
+        rng = streams.numpy("noise", step)
+        for name, parameter in trainable.items():
             noise = rng.standard_normal(parameter.numel(), dtype=np.float64)
             noisy = sums[name] + stds[name] * torch.from_numpy(noise).view_as(parameter)
             parameter.grad = noisy / EXPECTED

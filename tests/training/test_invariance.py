@@ -63,10 +63,15 @@ class PulledBackNoise:
         self._frames = frames
 
     def add_(
-        self, tensors: Mapping[str, torch.Tensor], stds: Mapping[str, float], *, step: int
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        stds: Mapping[str, float],
+        *,
+        step: int,
+        divide_by: float = 1.0,
     ) -> None:
         apply_to_tensors(self._frames[step], tensors)
-        self._inner.add_(tensors, stds, step=step)
+        self._inner.add_(tensors, stds, step=step, divide_by=divide_by)
         apply_to_tensors(self._frames[step].inverse(), tensors)
 
 

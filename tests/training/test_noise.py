@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 
 import pytest
 import torch
@@ -10,6 +11,8 @@ from scipy import stats
 
 from shuffled_dpsgd.errors import InvalidArgumentError
 from shuffled_dpsgd.training import GaussianNoise, RandomStreams, make_private
+from shuffled_dpsgd.training.flat import abutting, merged
+from shuffled_dpsgd.training.noise import Stretch, _threads
 from training.cases import (
     RECORDS,
     Case,
@@ -38,12 +41,70 @@ def test_the_accelerator_s_draw_is_gaussian_and_reaches_every_coordinate() -> No
     """The code path of a GPU, on a CPU generator, with tensors larger and smaller than a pack."""
     sizes = (7, 3 << 23, 1 << 10, 400_000)
     flats = [torch.zeros(size) for size in sizes]
-    GaussianNoise(RandomStreams(seed=4))._add_on_accelerator(flats, 0.5, step=0, index=0)
+    stretches = [Stretch(flat, 2.0, 0) for flat in flats]
+    noise = GaussianNoise(RandomStreams(seed=4))
+    noise._add_on_accelerator(stretches, step=0, index=0, divide_by=4.0)
     for flat in flats:
         assert float((flat == 0.0).float().mean()) < 1e-5
     assert float(flats[1].std()) == pytest.approx(0.5, rel=0.001)
     assert stats.kstest(flats[3].numpy() / 0.5, "norm").pvalue > 1e-4
     assert abs(float(torch.corrcoef(torch.stack([flats[1][:400_000], flats[3]]))[0, 1])) < 0.01
+
+
+def drawn_into(tensors: dict[str, torch.Tensor], stds: dict[str, float]) -> torch.Tensor:
+    GaussianNoise(RandomStreams(seed=4)).add_(tensors, stds, step=2, divide_by=8.0)
+    return torch.cat([tensor.flatten() for tensor in tensors.values()])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_layout_in_memory_changes_no_bit(dtype: torch.dtype) -> None:
+    """In one buffer, in several, and in one buffer in another order; across borders of pieces."""
+    shapes = {"a": (70_001,), "b": (300, 500), "c": (3, 4, 5), "d": (40_000,)}
+    stds = {"a": 1.0, "b": 1.0, "c": 2.0, "d": 2.0}
+
+    def in_one_buffer(order: str) -> dict[str, torch.Tensor]:
+        like = [torch.empty(shapes[name]) for name in order]
+        buffer = torch.ones(sum(t.numel() for t in like), dtype=dtype)
+        views = dict(zip(order, torch._utils._unflatten_dense_tensors(buffer, like), strict=True))
+        return {name: views[name] for name in shapes}
+
+    together = in_one_buffer("abcd")
+    assert [flat.numel() for flat in merged(list(together.values()))] == [260_061]
+    apart = {name: torch.ones(shape, dtype=dtype) for name, shape in shapes.items()}
+    expected = drawn_into(apart, stds)
+    assert float(expected[:220_001].std()) == pytest.approx(1 / 8, rel=0.01)
+    assert float(expected[220_001:].std()) == pytest.approx(2 / 8, rel=0.02)
+    assert torch.equal(drawn_into(together, stds), expected)
+    assert torch.equal(drawn_into(in_one_buffer("dacb"), stds), expected)
+
+
+def test_only_neighbours_in_one_storage_are_merged() -> None:
+    buffer = torch.arange(24.0)
+    first, gap, last = buffer[:6].view(2, 3), buffer[7:12], buffer[12:24].view(3, 4)
+    assert [t.tolist() for t in merged([gap, last])] == [list(range(7, 24))]
+    assert len(merged([first, gap])) == 2
+    assert len(merged([last, gap])) == 2
+    assert len(merged([torch.zeros(2), torch.zeros(2)])) == 2
+    assert len(abutting([first.t(), buffer[6:12]])) == 2
+
+
+def test_the_sum_is_divided_even_where_there_is_no_noise() -> None:
+    sums = {"a": torch.full((5,), 6.0), "b": torch.full((5,), 6.0), "c": torch.zeros(0)}
+    noise = GaussianNoise(RandomStreams(seed=4))
+    noise.add_(sums, {"a": 0.0, "b": 1.0, "c": 1.0}, step=0, divide_by=4.0)
+    assert torch.equal(sums["a"], torch.full((5,), 1.5))
+    alone = {"x": torch.zeros(5), "b": torch.full((5,), 6.0)}
+    noise.add_(alone, {"x": 0.0, "b": 1.0}, step=0)
+    assert torch.equal(sums["b"], alone["b"] / 4)
+
+
+def test_a_forked_child_has_threads_of_its_own() -> None:
+    before = _threads(2)
+    assert before is _threads(2)
+    child = os.fork()
+    if child == 0:
+        os._exit(int(_threads(2) is before))
+    assert os.waitpid(child, 0)[1] == 0
 
 
 def test_noise_differs_between_steps_and_tensors_and_repeats_with_the_seed() -> None:

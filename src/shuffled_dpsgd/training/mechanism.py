@@ -10,6 +10,7 @@ Dividing by the expected batch size and permuting are post-processing.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from typing import Protocol
 import torch
 
 from shuffled_dpsgd.permutation import Permutation, apply_to_tensors
+from shuffled_dpsgd.training.flat import merged
 from shuffled_dpsgd.training.noise import NoiseSource
 from shuffled_dpsgd.training.plan import NoiseBlock, PrivacyPlan
 
@@ -27,9 +29,20 @@ class BlockRelease:
     """What one block went through: norm of its sum before and after the batch clip, and noise."""
 
     name: str
-    sum_norm: float
-    batch_clip_factor: float
+    norm_on_device: torch.Tensor
+    batch_clip_norm: float | None
     noise_norm: float
+
+    @functools.cached_property
+    def sum_norm(self) -> float:
+        """Norm of the block's sum; waits for the device, so it is read only where asked for."""
+        return float(self.norm_on_device)
+
+    @property
+    def batch_clip_factor(self) -> float:
+        """What the batch clip multiplied the sum by."""
+        clip = self.batch_clip_norm
+        return 1.0 if clip is None or not self.sum_norm > clip else clip / self.sum_norm
 
     @property
     def signal_norm(self) -> float:
@@ -84,29 +97,39 @@ class ShuffledGaussianMechanism:
         }
         if frame is not None:
             apply_to_tensors(frame.inverse(), sums)
-        self._noise.add_(sums, {name: stds[name] for name in sums}, step=step)
+        divide_by = float(self._plan.expected_batch_size)
+        self._noise.add_(sums, {name: stds[name] for name in sums}, step=step, divide_by=divide_by)
         if frame is not None:
             apply_to_tensors(frame, sums)
-        torch._foreach_div_(list(sums.values()), float(self._plan.expected_batch_size))
         return Release(blocks=blocks)
 
     def _clip(self, block: NoiseBlock, sums: Mapping[str, torch.Tensor]) -> BlockRelease:
-        tensors = [sums[name] for name in block.parameters]
-        norm = _joint_norm(tensors)
-        factor = 1.0
-        if block.batch_clip_norm is not None and norm > block.batch_clip_norm:
-            factor = block.batch_clip_norm / norm
-            torch._foreach_mul_(tensors, factor)
-        return BlockRelease(
+        flats = merged([sums[name] for name in block.parameters])
+        release = BlockRelease(
             name=block.name,
-            sum_norm=norm,
-            batch_clip_factor=factor,
+            norm_on_device=_joint_norm(flats),
+            batch_clip_norm=block.batch_clip_norm,
             noise_norm=block.noise_std(self._plan.clip_norm) * math.sqrt(block.dimension),
         )
+        if block.batch_clip_norm is not None and flats:
+            _project(flats, release.norm_on_device, block.batch_clip_norm)
+        return release
 
 
-def _joint_norm(tensors: list[torch.Tensor]) -> float:
+def _joint_norm(tensors: list[torch.Tensor]) -> torch.Tensor:
     if not tensors:
-        return 0.0
+        return torch.zeros((), dtype=torch.float64)
     norms = torch._foreach_norm(tensors, 2, dtype=torch.float64)
-    return float(torch.linalg.vector_norm(torch.stack(norms)))
+    return torch.linalg.vector_norm(torch.stack(norms))
+
+
+def _project(tensors: list[torch.Tensor], norm: torch.Tensor, radius: float) -> None:
+    """Scale to a joint norm of at most `radius`, where the device decides without being waited for.
+
+    Multiplying by one changes no bit.
+    """
+    factor = torch.where(norm > radius, radius / norm, 1.0)
+    if norm.device.type != "cpu" or float(factor) != 1.0:
+        for dtype in {tensor.dtype for tensor in tensors}:
+            alike = [tensor for tensor in tensors if tensor.dtype == dtype]
+            torch._foreach_mul_(alike, factor.to(dtype))

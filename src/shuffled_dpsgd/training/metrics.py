@@ -29,8 +29,12 @@ class StepMetrics:
     median_norm: float | None
     clipped_share: float | None
     num_nonfinite: int
-    signal_to_noise: float
     release: Release
+
+    @property
+    def signal_to_noise(self) -> float:
+        """Norm of what was released over the expected norm of its noise; waits for the device."""
+        return self.release.signal_to_noise
 
     def to_json(self) -> dict[str, Any]:
         """Plain data; an infinite signal-to-noise (no noise) becomes None."""
@@ -86,6 +90,5 @@ def describe_step(
         median_norm=float(finite.median()) if known else None,
         clipped_share=float((finite > clip_norm).double().mean()) if known else None,
         num_nonfinite=norms.numel() - finite.numel(),
-        signal_to_noise=release.signal_to_noise,
         release=release,
     )

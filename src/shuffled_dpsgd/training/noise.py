@@ -1,127 +1,215 @@
 """The only place where noise is drawn.
 
-Gaussian noise is added to a tensor in place, through a scratch buffer of bounded size, in float32
+Gaussian noise is added to tensors in place, through scratch buffers of bounded size, in float32
 or better: never in bfloat16, whose eight bits would let the noisy sum betray the sum it hides.
 
-On the CPU the draw is numpy's ziggurat, whose tail is exact; torch's float32 Box-Muller there
-never exceeds 5.8 standard deviations, which a model of 1e8 coordinates would notice. Floating
+The tails are kept: torch's float32 normals stop at 5.8 standard deviations on the CPU and at 6.7
+on a GPU, which a model of 1e8 coordinates would notice (`box_muller`, `triton_noise`). Floating
 point noise of any kind is not the real-valued Gaussian of the theorems: an adversary who reads
 every low-order bit of a released sum is outside the model (Mironov 2012).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import functools
+import itertools
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple, Protocol
 
 import torch
 
+from shuffled_dpsgd.clipping.kernels.dispatch import triton_available
 from shuffled_dpsgd.errors import InvalidArgumentError
+from shuffled_dpsgd.training.box_muller import standard_normal
+from shuffled_dpsgd.training.flat import merged
 from shuffled_dpsgd.training.randomness import RandomStreams
 
-_SCRATCH_ELEMENTS_CPU = 1 << 18
+_PIECE_CPU = 1 << 17
 _SCRATCH_ELEMENTS_ACCELERATOR = 1 << 24
 _WIDE = (torch.float32, torch.float64)
 
 
-class _Piece(NamedTuple):
-    """A part of a tensor small enough for one draw, and what its stream is keyed by."""
+class Stretch(NamedTuple):
+    """Coordinates of one standard deviation that lie side by side.
 
-    tensor: torch.Tensor
+    `first` is the place of the first among all coordinates of the release on this device and of
+    this dtype, in the order of the names: what a coordinate receives depends on its place and on
+    nothing about memory.
+    """
+
+    flat: torch.Tensor
     std: float
-    key: tuple[int, int]
+    first: int
 
 
 class NoiseSource(Protocol):
-    """Adds noise to named tensors in place."""
+    """Adds noise to named tensors in place and divides the result."""
 
     def add_(
-        self, tensors: Mapping[str, torch.Tensor], stds: Mapping[str, float], *, step: int
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        stds: Mapping[str, float],
+        *,
+        step: int,
+        divide_by: float = 1.0,
     ) -> None: ...
 
 
 class GaussianNoise:
     """Independent Gaussian noise for every coordinate, from the run's own streams.
 
-    On the CPU every piece of a tensor has a stream of its own, keyed by (run, step, position of
-    the tensor among the names given, position of the piece), so what it receives depends neither
-    on the other tensors nor on the number of threads that share the work. On an accelerator all
-    tensors of one standard deviation are served in turn from one stream keyed by (run, step): a
-    stream for each would cost more time than the noise.
+    The coordinates of a release are numbered through. On the CPU every 2^17 of them have a stream
+    of their own, keyed by (run, step, number of the piece), so that the number of threads that
+    share the work changes nothing. On a GPU one kernel turns (key of the step, number of the
+    coordinate) into noise; where Triton or float32 is missing, one torch generator per step
+    serves all coordinates in turn.
     """
 
     def __init__(self, streams: RandomStreams) -> None:
         self._streams = streams
 
     def add_(
-        self, tensors: Mapping[str, torch.Tensor], stds: Mapping[str, float], *, step: int
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        stds: Mapping[str, float],
+        *,
+        step: int,
+        divide_by: float = 1.0,
     ) -> None:
-        """Add N(0, stds[name]²) to every coordinate of every tensor; a std of 0 adds nothing."""
-        if set(tensors) != set(stds):
-            missing = sorted(set(tensors) ^ set(stds))
-            raise InvalidArgumentError(
-                "stds", expected="one standard deviation per tensor", got=f"mismatch at {missing}"
-            )
+        """Add N(0, stds[name]²) to every coordinate of every tensor, then divide.
+
+        A std of 0 adds nothing. One pass over memory does both.
+        """
+        _check(tensors, stds)
+        kinds: dict[tuple[torch.device, torch.dtype], list[str]] = {}
         for name, tensor in tensors.items():
-            if tensor.dtype not in _WIDE or not tensor.is_contiguous():
-                raise InvalidArgumentError(
-                    name, expected="a contiguous float32 or float64 sum", got=tensor.dtype
-                )
-        together: dict[tuple[torch.device, torch.dtype, float], list[torch.Tensor]] = {}
-        on_cpu: list[_Piece] = []
-        for index, (name, tensor) in enumerate(tensors.items()):
-            std = stds[name]
-            if std == 0.0 or tensor.numel() == 0:
-                continue
-            if tensor.device.type == "cpu":
-                pieces = enumerate(tensor.view(-1).split(_SCRATCH_ELEMENTS_CPU))
-                on_cpu += [_Piece(piece, std, (index, part)) for part, piece in pieces]
+            if tensor.numel():
+                kinds.setdefault((tensor.device, tensor.dtype), []).append(name)
+        for index, ((device, dtype), names) in enumerate(kinds.items()):
+            stretches = _stretches([tensors[n] for n in names], [stds[n] for n in names])
+            if device.type == "cpu":
+                self._add_on_cpu(stretches, step=step, index=index, divide_by=divide_by)
+            elif device.type == "cuda" and dtype == torch.float32 and triton_available():
+                self._add_by_kernel(stretches, step=step, index=index, divide_by=divide_by)
             else:
-                together.setdefault((tensor.device, tensor.dtype, std), []).append(tensor)
-        self._add_on_cpu(on_cpu, step=step)
-        for index, ((_, _, std), group) in enumerate(together.items()):
-            self._add_on_accelerator(group, std, step=step, index=index)
+                self._add_on_accelerator(stretches, step=step, index=index, divide_by=divide_by)
 
-    def _add_on_cpu(self, pieces: list[_Piece], *, step: int) -> None:
-        def add(piece: _Piece) -> None:
-            rng = self._streams.numpy("noise", step, *piece.key)
-            target = piece.tensor.detach().numpy()
-            draw = rng.standard_normal(target.size, dtype=target.dtype)
-            draw *= piece.std
-            target += draw
+    def _add_on_cpu(
+        self, stretches: Sequence[Stretch], *, step: int, index: int, divide_by: float
+    ) -> None:
+        total = stretches[-1].first + stretches[-1].flat.numel()
 
+        def add(piece: int, parts: list[Stretch]) -> None:
+            start = piece * _PIECE_CPU
+            draw = None
+            if any(part.std for part in parts):
+                rng = self._streams.numpy("noise", step, index, piece)
+                dtype = parts[0].flat.numpy().dtype
+                draw = standard_normal(rng, min(_PIECE_CPU, total - start), dtype)
+            for part in parts:
+                target = part.flat.numpy()
+                if part.std and draw is not None:
+                    noise = draw[part.first - start :][: target.size]
+                    noise *= part.std
+                    target += noise
+                if divide_by != 1.0:
+                    target /= divide_by
+
+        pieces = _by_piece(stretches, _PIECE_CPU)
         threads = min(torch.get_num_threads(), len(pieces))
         if threads < 2:
-            for piece in pieces:
-                add(piece)
+            for piece, parts in pieces.items():
+                add(piece, parts)
         else:
-            with ThreadPoolExecutor(threads) as pool:
-                list(pool.map(add, pieces))
+            list(_threads(torch.get_num_threads()).map(add, pieces.keys(), pieces.values()))
+
+    def _add_by_kernel(
+        self, stretches: Sequence[Stretch], *, step: int, index: int, divide_by: float
+    ) -> None:
+        from shuffled_dpsgd.training.triton_noise import add_normal_
+
+        key = self._streams.words("noise", step, index)
+        for flat, std, first in stretches:
+            add_normal_(flat, key=key, first=first, std=std, divide_by=divide_by)
 
     def _add_on_accelerator(
-        self, tensors: list[torch.Tensor], std: float, *, step: int, index: int
+        self, stretches: Sequence[Stretch], *, step: int, index: int, divide_by: float
     ) -> None:
-        generator = self._streams.torch("noise", step, index, device=tensors[0].device)
-        for parts in _packed(tensors, _SCRATCH_ELEMENTS_ACCELERATOR):
-            size = sum(part.numel() for part in parts)
-            draw = torch.empty(size, dtype=parts[0].dtype, device=parts[0].device)
-            draw.normal_(generator=generator)
-            draws = torch._utils._unflatten_dense_tensors(draw, parts)
-            torch._foreach_add_(parts, list(draws), alpha=std)
+        generator = self._streams.torch("noise", step, index, device=stretches[0].flat.device)
+        by_std: dict[float, list[torch.Tensor]] = {}
+        for stretch in stretches:
+            by_std.setdefault(stretch.std, []).append(stretch.flat)
+        for std, flats in by_std.items():
+            for parts in _packed(flats, _SCRATCH_ELEMENTS_ACCELERATOR):
+                if std:
+                    size = sum(part.numel() for part in parts)
+                    draw = torch.empty(size, dtype=parts[0].dtype, device=parts[0].device)
+                    draw.normal_(generator=generator)
+                    draws = draw.split([part.numel() for part in parts])
+                    torch._foreach_add_(parts, list(draws), alpha=std)
+                if divide_by != 1.0:
+                    torch._foreach_div_(parts, divide_by)
 
 
-def _packed(tensors: list[torch.Tensor], size: int) -> Iterator[list[torch.Tensor]]:
-    """The tensors in order, cut where they are large, in lists of at most `size` elements."""
+def _check(tensors: Mapping[str, torch.Tensor], stds: Mapping[str, float]) -> None:
+    if tensors.keys() != stds.keys():
+        missing = sorted(set(tensors) ^ set(stds))
+        raise InvalidArgumentError(
+            "stds", expected="one standard deviation per tensor", got=f"mismatch at {missing}"
+        )
+    for name, tensor in tensors.items():
+        if tensor.dtype not in _WIDE or not tensor.is_contiguous():
+            raise InvalidArgumentError(
+                name, expected="a contiguous float32 or float64 sum", got=tensor.dtype
+            )
+
+
+def _stretches(tensors: Sequence[torch.Tensor], stds: Sequence[float]) -> list[Stretch]:
+    """The tensors in order, joined where both memory and standard deviation allow."""
+    found: list[Stretch] = []
+    first = 0
+    pairs = zip(tensors, stds, strict=True)
+    for std, group in itertools.groupby(pairs, key=lambda pair: pair[1]):
+        for flat in merged([tensor for tensor, _ in group]):
+            found.append(Stretch(flat.detach(), std, first))
+            first += flat.numel()
+    return found
+
+
+def _by_piece(stretches: Sequence[Stretch], size: int) -> dict[int, list[Stretch]]:
+    """The stretches cut where coordinates are multiples of `size`, by the number of the piece."""
+    pieces: dict[int, list[Stretch]] = {}
+    for flat, std, first in stretches:
+        done = 0
+        while done < flat.numel():
+            piece, inside = divmod(first + done, size)
+            part = flat[done : done + size - inside]
+            pieces.setdefault(piece, []).append(Stretch(part, std, first + done))
+            done += part.numel()
+    return pieces
+
+
+def _packed(tensors: Sequence[torch.Tensor], size: int) -> Iterator[list[torch.Tensor]]:
+    """The vectors in order, cut where they are large, in lists of at most `size` elements."""
     packed: list[torch.Tensor] = []
     room = size
-    for tensor in tensors:
-        small = tensor.numel() <= size
-        for piece in (tensor,) if small else tensor.view(-1).split(size):
-            if piece.numel() > room:
-                yield packed
-                packed, room = [], size
-            packed.append(piece)
-            room -= piece.numel()
+    for piece in itertools.chain.from_iterable(tensor.split(size) for tensor in tensors):
+        if piece.numel() > room:
+            yield packed
+            packed, room = [], size
+        packed.append(piece)
+        room -= piece.numel()
     if packed:
         yield packed
+
+
+@functools.lru_cache(maxsize=1)
+def _threads(count: int) -> ThreadPoolExecutor:
+    """Kept from step to step: starting threads takes as long as noise for a small model."""
+    return ThreadPoolExecutor(count, thread_name_prefix="noise")
+
+
+# A forked child inherits the pool but not its threads, and would wait for them for ever.
+os.register_at_fork(after_in_child=_threads.cache_clear)

@@ -321,7 +321,9 @@ class PrivateTraining:
             raise InvalidArgumentError(
                 "step", expected="no step after release()", got=f"step {self.steps_taken}"
             )
+        # The one wait for the backward: nothing is released before its outcome is known.
         norms = self.engine.sample_norms.detach().cpu()
+        loss = self._losses.mean()
         step = self.steps_taken
         if self.plan.sampling == "poisson":
             check_count(norms.numel(), drawn=self._drawn)
@@ -337,7 +339,7 @@ class PrivateTraining:
             step=step,
             norms=norms,
             clip_norm=self.plan.clip_norm,
-            loss=self._losses.mean(),
+            loss=loss,
             release=release,
         )
         self.steps_taken += 1

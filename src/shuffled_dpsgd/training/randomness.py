@@ -7,8 +7,8 @@ reproduce it and no stream is ever used twice.
 
 Torch's CPU generator keeps only the low 32 bits of a seed, few enough to try them all and to
 collide by chance in a long run. Streams here therefore carry at least 128 bits of key: Philox
-through numpy on the CPU, the full Mersenne state where a `torch.Generator` is required. On an
-accelerator torch's Philox takes a 64-bit key.
+through numpy on the CPU and in the GPU kernel, the full Mersenne state where a `torch.Generator`
+is required. Only torch's own Philox on an accelerator takes no more than 64.
 """
 
 from __future__ import annotations
@@ -67,6 +67,15 @@ class RandomStreams:
             low, high = (int(word) for word in sequence.generate_state(2, np.uint32))
             generator.manual_seed(low | high << 32)
         return generator
+
+    def words(self, purpose: Purpose, step: int, index: int = 0) -> tuple[int, int, int, int]:
+        """The key of one purpose at one step as four 32-bit words, for a generator of our own.
+
+        They have nothing in common with the key of `torch` at the same place.
+        """
+        state = self._sequence(purpose, step, index, part=1).generate_state(4, np.uint32)
+        first, second, third, fourth = (int(word) for word in state)
+        return first, second, third, fourth
 
     def token(self, step: int, *, start: str = "", sums: str | None = None) -> str:
         """What the ledger knows a release by: the step, the weights it starts from, the sums.

@@ -1,0 +1,43 @@
+"""Tensors that lie side by side in memory, seen as one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+
+def abutting(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+    """The tensors in order, in runs whose elements follow one another in one storage.
+
+    A run can be seen whole by `as_flat`. Only views of one tensor are joined: two allocations may
+    border on each other by chance.
+    """
+    runs: list[list[Tensor]] = []
+    base: Tensor | None = None
+    end = -1
+    for tensor in tensors:
+        owner = tensor if tensor._base is None else tensor._base
+        start = int(tensor.storage_offset())
+        joins = owner is base and start == end and tensor.dtype == runs[-1][-1].dtype
+        contiguous = tensor.is_contiguous()
+        if joins and contiguous:
+            runs[-1].append(tensor)
+        else:
+            runs.append([tensor])
+        base, end = (owner, start + tensor.numel()) if contiguous else (None, -1)
+    return runs
+
+
+def as_flat(run: Sequence[Tensor]) -> Tensor:
+    """One run of `abutting` as a vector that shares its memory."""
+    first = run[0]
+    if len(run) == 1:
+        return first.view(-1)
+    size = sum(tensor.numel() for tensor in run)
+    return first.as_strided((size,), (1,), first.storage_offset())
+
+
+def merged(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Contiguous tensors as few vectors: one where all lie in one buffer, in order."""
+    return [as_flat(run) for run in abutting(tensors)]

@@ -1,0 +1,108 @@
+"""Noise and division on a GPU, in one pass over the sums.
+
+Coordinate i of a step gets a number that is a function of (key, i) alone: Philox4x32-10 makes
+four words for four coordinates, and two Box-Muller transforms make four normal numbers of them.
+Coordinates are taken in blocks of 4 x 1024; the words of counter c serve the coordinates at
+c mod 1024 of each of the four rows of block c // 1024, so that reads and writes are consecutive.
+
+The radius comes from 32 bits, and 32 more wherever the first 16 are zero, so that it is as fine-
+grained far out as at the centre and reaches 9.5 standard deviations; a normal number lies beyond
+with probability 3e-21. The angle comes from 32 bits. Everything is float32.
+
+The key has 128 bits: Philox's own 64, and two words of its counter, which leaves 63 bits to count.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+LANES = tl.constexpr(1024)
+BLOCK = tl.constexpr(4096)
+# Radius words below this are refined.
+TINY = tl.constexpr(1 << 16)
+# The middle of a word, for those that are not, and the bit that marks counters of refinements.
+HALF = tl.constexpr(1 << 31)
+PER_WORD = tl.constexpr(2.0**-32)
+PER_TWO_WORDS = tl.constexpr(2.0**-64)
+TURN = tl.constexpr(2.0 * math.pi * 2.0**-32)
+
+
+def add_normal_(
+    flat: Tensor, *, key: tuple[int, int, int, int], first: int, std: float, divide_by: float
+) -> None:
+    """flat = (flat + std * normal) / divide_by in place, for the coordinates from `first` on.
+
+    `flat` is a contiguous float32 vector, `key` four secret words of 32 bits.
+    """
+    count = flat.numel()
+    blocks = -(-(first + count) // BLOCK.value) - first // BLOCK.value
+    # As signed numbers all words have one type, whatever their values: no second compilation.
+    words = [word - (1 << 32) if word >> 31 else word for word in key]
+    with torch.cuda.device_of(flat):
+        _add_normal_kernel[(blocks,)](flat, count, first, *words, std, 1.0 / divide_by)
+
+
+@triton.jit
+def _radius(word, finer):  # type: ignore[no-untyped-def]
+    """sqrt(-2 log u) of u = (word + finer / 2^32) / 2^32; u is never zero, and rounds to 1 at most.
+
+    The logarithm of the hardware may be positive at 1 by its error.
+    """
+    u = word.to(tl.float32) * PER_WORD + (finer.to(tl.float32) + 0.5) * PER_TWO_WORDS
+    return tl.sqrt(tl.maximum(-2.0 * tl.log(u), 0.0))
+
+
+@triton.jit
+def _update(sums, row, low, high, whole, normal, std, scale):  # type: ignore[no-untyped-def]
+    """Add to one row of a block; of a block that is not `whole`, to the part within bounds."""
+    lanes = tl.arange(0, LANES)
+    if whole:
+        tl.store(sums + lanes, (tl.load(sums + lanes) + std * normal) * scale)
+    else:
+        inside = (row + lanes >= low) & (row + lanes < high)
+        found = tl.load(sums + lanes, mask=inside, other=0.0)
+        tl.store(sums + lanes, (found + std * normal) * scale, mask=inside)
+
+
+@triton.jit(do_not_specialize=["key_0", "key_1", "key_2", "key_3"])
+def _add_normal_kernel(  # type: ignore[no-untyped-def]
+    sums, count, first, key_0, key_1, key_2, key_3, std, scale
+):  # fmt: skip
+    block = tl.program_id(0).to(tl.int64) + first // BLOCK
+    group = block * LANES
+    zeros = tl.zeros((LANES,), dtype=tl.uint32)
+    # LANES divides 2^32: the low word never overflows within a block.
+    c0 = (group & 0xFFFFFFFF).to(tl.uint32) + tl.arange(0, LANES).to(tl.uint32)
+    c1 = zeros + (group >> 32).to(tl.uint32)
+    c2 = zeros + key_2.to(tl.uint32, bitcast=True)
+    c3 = zeros + key_3.to(tl.uint32, bitcast=True)
+    low_key = key_0.to(tl.uint32, bitcast=True).to(tl.uint64)
+    key = low_key | (key_1.to(tl.uint32, bitcast=True).to(tl.uint64) << 32)
+    w0, w1, w2, w3 = tl.philox(key, c0, c1, c2, c3)
+
+    finer_0 = zeros + HALF
+    finer_2 = finer_0
+    if tl.max((tl.minimum(w0, w2) < TINY).to(tl.int32)) > 0:
+        t0, _, t2, _ = tl.philox(key, c0, c1 | HALF, c2, c3)
+        finer_0 = tl.where(w0 < TINY, t0, finer_0)
+        finer_2 = tl.where(w2 < TINY, t2, finer_2)
+    radius_0 = _radius(w0, finer_0)
+    radius_2 = _radius(w2, finer_2)
+    angle_1 = w1.to(tl.float32) * TURN
+    angle_3 = w3.to(tl.float32) * TURN
+
+    # Where the block starts in `sums`: before it, when the first block is not whole.
+    start = block * BLOCK - first
+    whole = (start >= 0) & (start + BLOCK <= count)
+    low = tl.maximum(-start, 0).to(tl.int32)
+    high = tl.minimum(count - start, BLOCK).to(tl.int32)
+    sums += start
+    _update(sums, 0, low, high, whole, radius_0 * tl.cos(angle_1), std, scale)
+    _update(sums + LANES, LANES, low, high, whole, radius_0 * tl.sin(angle_1), std, scale)
+    _update(sums + 2 * LANES, 2 * LANES, low, high, whole, radius_2 * tl.cos(angle_3), std, scale)
+    _update(sums + 3 * LANES, 3 * LANES, low, high, whole, radius_2 * tl.sin(angle_3), std, scale)

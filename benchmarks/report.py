@@ -213,7 +213,8 @@ def page(document: Document, plot_name: str) -> str:
         "All adapters of a run are prepared first and then take turns, one block of steps each in "
         "every round. A ratio is of throughput within one round; given are the median of the "
         "rounds and their range. Milliseconds are medians too. Host ms is the time until one step "
-        "returns when the device has nothing else to do. See [the benchmark's page](../README.md) "
+        "returns when the device has nothing else to do. Rows of one run and workload were timed "
+        "together; no ratio is between runs. See [the benchmark's page](../README.md) "
         "for what is timed.",
         "",
         f"![throughput and memory]({plot_name})",

@@ -120,10 +120,10 @@ def main() -> int:
             setting = Setting(workload=workload(named), device=device, bfloat16=not options.float32)
             fresh = run(Contest(setting, adapters), options, turn, name)
             found += fresh
-            for entry in fresh:
-                show(entry)
             if options.json:
                 add(options.json, document_of(name, facts, found))
+            for entry in fresh:
+                show(entry)
             torch.compiler.reset()
     ours_failed = any(e.error and e.adapter.startswith(("ours", "plain")) for e in found)
     return 1 if ours_failed else 0

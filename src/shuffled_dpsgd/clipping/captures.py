@@ -117,10 +117,7 @@ class DenseGrad:
         return self.grads_BS.flatten(1) if self.grads_BS.dim() > 1 else self.grads_BS.unsqueeze(1)
 
     def sq_norms(self, choose: cost.Chooser) -> Tensor:
-        grads_BN = self._rows()
-        if grads_BN.dtype is not torch.float64:
-            grads_BN = grads_BN.float()
-        return grads_BN.square().sum(1)
+        return kernels.row_sq_norms(self._rows())
 
     def stored(self, shape: torch.Size) -> Tensor:
         return self.grads_BS.view(-1, *shape)

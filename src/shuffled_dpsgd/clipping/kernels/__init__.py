@@ -1,7 +1,7 @@
 """The numeric primitives of per-sample clipping, each picked for the tensors it is given.
 
-`plain` defines them all in ordinary torch operations and runs anywhere; the `triton_`
-modules are faster on a GPU; `dispatch` chooses.
+`plain` defines them all in ordinary torch operations and runs anywhere; `host` is faster on a
+CPU, the `triton_` modules on a GPU; `dispatch` chooses.
 """
 
 from __future__ import annotations
@@ -11,15 +11,16 @@ from shuffled_dpsgd.clipping.kernels.dispatch import (
     add_weighted_row_sums,
     aligned_copy,
     as_aligned,
+    embedding_sq_norms,
     gram_sq_norm_sums,
     gram_sq_norms,
     norm_sum_runs,
+    row_sq_norms,
     tile_sq_norms,
     weighted_outer_sum,
     weighted_row_sum,
 )
 from shuffled_dpsgd.clipping.kernels.plain import (
-    embedding_sq_norms,
     layer_norm_backward,
     outer_products,
     rms_norm_backward,
@@ -39,6 +40,7 @@ __all__ = [
     "norm_sum_runs",
     "outer_products",
     "rms_norm_backward",
+    "row_sq_norms",
     "tied_cross_terms",
     "tile_sq_norms",
     "weighted_embedding_sum",

@@ -1,7 +1,8 @@
-"""Picks, for the tensors at hand, between the Triton kernels and the plain torch definitions.
+"""Picks, for the tensors at hand, between Triton kernels, CPU forms and the plain definitions.
 
-Triton serves half-precision linear layers and any layer norm on a CUDA device; everything else,
-and every machine without Triton, is served by `plain`, whose results agree to float32 rounding.
+Triton serves half-precision linear layers and any layer norm on a CUDA device, `host` single and
+half precision on a CPU; everything else, and every GPU without Triton, is served by `plain`. All
+results agree to float32 rounding.
 Shapes as in `plain`; L is a number of layers.
 """
 
@@ -16,7 +17,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from shuffled_dpsgd.clipping.kernels import plain
+from shuffled_dpsgd.clipping.kernels import host, plain
 
 HALF = (torch.bfloat16, torch.float16)
 ROW_ALIGNMENT_BYTES = 16
@@ -163,7 +164,8 @@ def gram_sq_norm_sums(
             kernel = triton_gram() if two_part else triton_linear()
             found.append(kernel.gram_sq_norms(xs, gs, biases[run[0]]).sum(0))
         else:
-            found += [plain.gram_sq_norms(*pairs[i], biases[i]) for i in run]
+            module = host if host.serves(x, g) else plain
+            found += [module.gram_sq_norms(*pairs[i], biases[i]) for i in run]
     return found
 
 
@@ -215,6 +217,19 @@ def add_weighted_row_sums(
             for i in run:
                 out = outs[i] if accumulate else outs[i].zero_()
                 plain.weighted_row_sum(gs[i], factors_B, out)
+
+
+def embedding_sq_norms(ids_BT: Tensor, g_BTD: Tensor, padding_idx: int | None) -> Tensor:
+    """`plain.embedding_sq_norms` by the fastest means at hand."""
+    module = host if host.serves(g_BTD) else plain
+    return module.embedding_sq_norms(ids_BT, g_BTD, padding_idx)
+
+
+def row_sq_norms(rows_BN: Tensor) -> Tensor:
+    """(B,) squared lengths of rows, float64 for float64 and float32 for all else."""
+    if host.serves(rows_BN):
+        return host.row_sq_norms(rows_BN.float()).float()
+    return plain.widen(rows_BN).square().sum(1)
 
 
 def gram_sq_norms(x_BTD: Tensor, g_BTP: Tensor, bias: bool) -> Tensor:

@@ -1,0 +1,119 @@
+"""The primitives whose plain form wastes a CPU's time, for single and half precision.
+
+Same results as `plain`, shapes as there. What differs: products in float64 are kept to the narrow
+side of a layer, factors multiply the smaller operand, and temporaries stay within the caches.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from shuffled_dpsgd.clipping.kernels import plain
+
+# Elements of a temporary that is read at once where it was written.
+CACHED_ELEMENTS = 1 << 18
+# The norm of so many float32 numbers is summed in a row: longer sums round too much.
+NORM_BLOCK = 2048
+# Below every product of two float32 numbers, and representable.
+_TINY = 1e-200
+
+
+def serves(*tensors: Tensor) -> bool:
+    """Whether these are on the CPU, not empty, and not in double precision."""
+    return all(
+        tensor.device.type == "cpu" and tensor.dtype is not torch.float64 and tensor.numel() > 0
+        for tensor in tensors
+    )
+
+
+def row_sq_norms(rows_BN: Tensor) -> Tensor:
+    """(B,) squared lengths in float64, of float32 rows."""
+    whole = rows_BN.shape[1] // NORM_BLOCK * NORM_BLOCK
+    squares_B = torch.linalg.vector_norm(rows_BN[:, whole:], dim=1).double().square_()
+    if whole:
+        blocks = rows_BN[:, :whole].unflatten(1, (-1, NORM_BLOCK))
+        squares_B += torch.linalg.vector_norm(blocks, dim=2).double().square_().sum(1)
+    return squares_B
+
+
+def gram_sq_norms(x_BTD: Tensor, g_BTP: Tensor, bias: bool) -> Tensor:
+    """`plain.gram_sq_norms` with one Gram matrix instead of two.
+
+    Let X X^T = L L^T (Cholesky, float64) on the narrower side. Then ||G^T X|| = ||G^T L||, and
+    token t's row of L is as long as x_t, so that rounding the product G^T L to float32 costs a
+    norm no more than rounding G^T X itself would: an error relative to sum_t |x_t| |g_t|, which
+    the head room of `plain.not_too_small` covers. (Rounding both Gram matrices to float32 would
+    cost the *square* as much relative to the square of that sum.) Repeated tokens make X X^T
+    singular; its diagonal is therefore enlarged by what the rounding of the Gram matrix and of
+    its factor can amount to (Demmel 1989), about 1e-11 of it. That errs upwards.
+    """
+    narrow, wide = (x_BTD, g_BTP) if x_BTD.shape[2] <= g_BTP.shape[2] else (g_BTP, x_BTD)
+    _, T, width = narrow.shape
+    if T == 1 or width < T:
+        return plain.gram_sq_norms(x_BTD, g_BTP, bias)
+    gram_BTT = plain.exact_inner_products(narrow, narrow)
+    if bias and narrow is x_BTD:
+        gram_BTT += 1.0
+    diagonal_BT = gram_BTT.diagonal(dim1=1, dim2=2)
+    lengths_BT = diagonal_BT.sqrt()
+    diagonal_BT.mul_(1.0 + T * (T + width + 4) * 2.0**-52).clamp_(min=_TINY)
+    factor_BTT, failed_B = torch.linalg.cholesky_ex(gram_BTT)
+    if bool(failed_B.any()):
+        # Infinite or NaN somewhere; the definition knows what becomes of it.
+        return plain.gram_sq_norms(x_BTD, g_BTP, bias)
+    wide = wide.float()
+    squares_B = _product_sq_norms(factor_BTT.float().mT, wide)
+    wide_BT = torch.linalg.vector_norm(wide, dim=2).double()
+    if bias and narrow is g_BTP:
+        squares_B += factor_BTT.sum(1).square_().sum(1)
+        wide_BT = (wide_BT.square_() + 1.0).sqrt_()
+    return plain.not_too_small(squares_B, (lengths_BT * wide_BT).sum(1), torch.float32)
+
+
+def _product_sq_norms(left_BST: Tensor, right_BTC: Tensor) -> Tensor:
+    """(B,) squared norms of left @ right, float64, a cached block of columns at a time."""
+    B, S, _ = left_BST.shape
+    step = max(64, CACHED_ELEMENTS // (B * S))
+    squares_B = torch.zeros(B, dtype=torch.float64)
+    for columns_BTK in right_BTC.split(step, 2):
+        squares_B += row_sq_norms(torch.bmm(left_BST, columns_BTK).flatten(1))
+    return squares_B
+
+
+def embedding_sq_norms(ids_BT: Tensor, g_BTD: Tensor, padding_idx: int | None) -> Tensor:
+    """`plain.embedding_sq_norms` by adding up the tokens that share a row of a sample's table."""
+    B, _, D = g_BTD.shape
+    if padding_idx is not None:
+        g_BTD = torch.where((ids_BT == padding_idx)[:, :, None], 0.0, g_BTD)
+    ids_in_all = int(ids_BT.max()) + 1
+    shifted_BT = ids_BT + ids_in_all * torch.arange(B)[:, None]
+    rows_N, places = torch.unique(shifted_BT, return_inverse=True)
+    sums_ND = torch.zeros(len(rows_N), D, dtype=torch.float64)
+    sums_ND.index_add_(0, places.flatten(), g_BTD.flatten(0, 1).double())
+    squares_B = torch.zeros(B, dtype=torch.float64)
+    squares_B.index_add_(0, rows_N // ids_in_all, sums_ND.square_().sum(1))
+    reach_B = torch.linalg.vector_norm(g_BTD.float(), dim=2).double().sum(1)
+    return plain.not_too_small(squares_B, reach_B, torch.float32)
+
+
+def weighted_outer_sum(x_BTD: Tensor, g_BTP: Tensor, factors_B: Tensor, out_PD: Tensor) -> Tensor:
+    """`plain.weighted_outer_sum` with the factors on the smaller operand."""
+    if plain.may_hold_zeros(factors_B):
+        return plain.weighted_outer_sum(x_BTD, g_BTP, factors_B, out_PD)
+    x_BTD, g_BTP = plain.widen(x_BTD), plain.widen(g_BTP)
+    factors_B11 = factors_B.to(x_BTD.dtype)[:, None, None]
+    if x_BTD.shape[2] <= g_BTP.shape[2]:
+        x_BTD = x_BTD * factors_B11
+    else:
+        g_BTP = g_BTP * factors_B11
+    return out_PD.addmm_(g_BTP.flatten(0, 1).mT, x_BTD.flatten(0, 1))
+
+
+def weighted_row_sum(g_BTP: Tensor, factors_B: Tensor, out_P: Tensor) -> Tensor:
+    """`plain.weighted_row_sum` without a scaled copy."""
+    if plain.may_hold_zeros(factors_B):
+        return plain.weighted_row_sum(g_BTP, factors_B, out_P)
+    # Positions first, pairwise: a matrix-vector product over them all would add in one long row.
+    g_BP = g_BTP[:, 0].float() if g_BTP.shape[1] == 1 else g_BTP.sum(1, dtype=torch.float32)
+    return out_P.addmv_(g_BP.mT, factors_B.to(out_P.dtype))

@@ -1,0 +1,124 @@
+"""The CPU's own forms of the primitives, against sums in float64 and where rounding is worst."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from shuffled_dpsgd.clipping.kernels import host, plain
+
+
+def draw(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def exact_sq_norms(x: Tensor, g: Tensor, bias: bool) -> Tensor:
+    squares = torch.einsum("btp,btd->bpd", g.double(), x.double()).square().sum((1, 2))
+    return squares + g.double().sum(1).square().sum(1) if bias else squares
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    batch=st.integers(1, 4),
+    tokens=st.integers(1, 40),
+    widths=st.tuples(st.integers(1, 70), st.integers(1, 70)),
+    bias=st.booleans(),
+    exponent=st.integers(-12, 6),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    seed=st.integers(0, 2**31),
+)
+def test_gram_norms_are_exact_and_not_too_small(
+    batch: int,
+    tokens: int,
+    widths: tuple[int, int],
+    bias: bool,
+    exponent: int,
+    dtype: torch.dtype,
+    seed: int,
+) -> None:
+    x = 10.0**exponent * draw(batch, tokens, widths[0], seed=seed)
+    g = draw(batch, tokens, widths[1], seed=seed + 1, dtype=dtype)
+    x = x.to(dtype)
+    found, expected = host.gram_sq_norms(x, g, bias), exact_sq_norms(x, g, bias)
+    assert found.dtype == torch.float32
+    lengths = (x.double().square().sum(2) + bias).sqrt() * g.double().norm(dim=2)
+    assert (found.double() >= expected * (1 - 1e-6)).all()
+    assert (found.double().sqrt() <= expected.sqrt() * (1 + 1e-6) + 1e-6 * lengths.sum(1)).all()
+
+
+@pytest.mark.parametrize("spread", [1e-1, 1e-3, 1e-5, 1e-7, 0.0])
+@pytest.mark.parametrize("swap", [False, True])
+def test_cancelling_tokens_are_not_found_too_small(spread: float, swap: bool) -> None:
+    """The tokens' inputs are nearly one vector and their gradients nearly add up to nothing."""
+    x = draw(1, 1, 128, seed=0) + spread * draw(2, 64, 128, seed=1)
+    g = draw(2, 32, 256, seed=2).repeat_interleave(2, 1)
+    g[:, 1::2] *= -1
+    if swap:
+        x, g = g, x
+    found, expected = host.gram_sq_norms(x, g, False), exact_sq_norms(x, g, False)
+    rounding = 2e-6 * plain.reach(x, g)
+    assert (found.double() >= expected * (1 - 1e-6)).all()
+    assert (found.double().sqrt() <= expected.sqrt() * (1 + 1e-5) + rounding).all()
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_zero_and_repeated_tokens_have_a_factor(bias: bool) -> None:
+    x, g = draw(3, 12, 16, seed=3), draw(3, 12, 24, seed=4)
+    x[0], x[1, 4:] = 0.0, 0.0
+    x[2] = x[2, :1]
+    expected = exact_sq_norms(x, g, bias)
+    torch.testing.assert_close(host.gram_sq_norms(x, g, bias).double(), expected, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("poison", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("token", [0, 5, 11])
+@pytest.mark.parametrize("side", ["x", "g"])
+def test_non_finite_samples_have_non_finite_norms(poison: float, token: int, side: str) -> None:
+    x, g = draw(3, 12, 16, seed=5), draw(3, 12, 24, seed=6)
+    clean = host.gram_sq_norms(x, g, True)
+    (x if side == "x" else g)[1, token, 3] = poison
+    found = host.gram_sq_norms(x, g, True)
+    assert not torch.isfinite(found[1])
+    torch.testing.assert_close(found[[0, 2]], clean[[0, 2]])
+
+
+def test_wide_layers_are_cut_into_cached_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, g = draw(2, 9, 32, seed=7), draw(2, 9, 500, seed=8)
+    monkeypatch.setattr(host, "CACHED_ELEMENTS", 1)
+    found = host.gram_sq_norms(x, g, True).double()
+    torch.testing.assert_close(found, exact_sq_norms(x, g, True), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("length", [1, host.NORM_BLOCK, 3 * host.NORM_BLOCK + 7, 1 << 20])
+def test_long_rows_keep_their_length(length: int) -> None:
+    rows = 1.0 + 1e-3 * draw(2, length, seed=9)
+    expected = rows.double().square().sum(1)
+    torch.testing.assert_close(host.row_sq_norms(rows), expected, rtol=5e-7, atol=0)
+
+
+def test_long_sums_of_equal_rows_do_not_drift() -> None:
+    g, out = torch.full((2, 4096, 3), 0.1), torch.zeros(3)
+    host.weighted_row_sum(g, torch.tensor([1.0, 0.5]), out)
+    expected = torch.full((3,), 1.5 * 4096) * g[0, 0].double()
+    torch.testing.assert_close(out.double(), expected, rtol=5e-7, atol=0)
+
+
+def test_factors_on_either_operand_give_the_same_sum() -> None:
+    x, g, factors = draw(3, 5, 8, seed=10), draw(3, 5, 4, seed=11), torch.tensor([1.0, 0.3, 0.1])
+    for one, other in ((x, g), (g, x)):
+        out = torch.ones(other.shape[2], one.shape[2])
+        host.weighted_outer_sum(one, other, factors, out)
+        expected = torch.einsum("b,btp,btd->pd", factors, other, one) + 1
+        torch.testing.assert_close(out, expected)
+
+
+@pytest.mark.parametrize("padding_idx", [None, 0, 3])
+def test_tokens_of_one_row_add_up(padding_idx: int | None) -> None:
+    ids = torch.randint(5, (4, 30), generator=torch.Generator().manual_seed(12))
+    g = draw(4, 30, 6, seed=13)
+    expected = plain.embedding_sq_norms(ids, g.double(), padding_idx)
+    found = host.embedding_sq_norms(ids, g, padding_idx)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=0)

@@ -108,7 +108,7 @@ def main() -> int:
     options = arguments()
     plan = planned(options)
     device = torch.device(options.device)
-    facts, name = environment(device, bfloat16=not options.float32), new_run()
+    name = new_run()
     taking_part: AbstractContextManager[None] = nullcontext()
     turn: AbstractContextManager[None] = nullcontext()
     if options.turns is not None:
@@ -116,6 +116,7 @@ def main() -> int:
         taking_part, turn = turns.taking_part(), turns.turn()
     found: list[Measurement] = []
     with taking_part:
+        facts = environment(device, bfloat16=not options.float32)
         for named, adapters in plan.items():
             setting = Setting(workload=workload(named), device=device, bfloat16=not options.float32)
             fresh = run(Contest(setting, adapters), options, turn, name)

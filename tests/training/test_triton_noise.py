@@ -52,8 +52,10 @@ def expected_normals(key: tuple[int, int, int, int], blocks: range) -> tuple[np.
         refined += int(tiny.sum())
         low = np.where(tiny, finer[fine_word], 1 << 31)
         u = words[radius_word] * 2.0**-32 + (low + 0.5) * 2.0**-64
-        radius, angle = np.sqrt(-2 * np.log(u)), words[angle_word] * (2 * math.pi * 2.0**-32)
-        rows += [radius * np.cos(angle), radius * np.sin(angle)]
+        radius, turn = np.sqrt(-2 * np.log(u)), words[angle_word].astype(np.uint32)
+        angle = math.pi / 4 * (1 + (turn << np.uint32(2)).view(np.int32) * 2.0**-31)
+        for part, bit in ((np.cos(angle), 31), (np.sin(angle), 30)):
+            rows.append(radius * part * np.where(turn >> np.uint32(bit) & 1, -1, 1))
     return np.stack(rows).reshape(4, -1, 1024).transpose(1, 0, 2).reshape(-1), refined
 
 
@@ -82,22 +84,22 @@ def test_the_reference_is_philox() -> None:
 
 def test_every_number_is_that_of_its_key_and_place() -> None:
     expected, _ = expected_normals(KEY, range(5))
-    assert normals(5 * 4096).double().cpu().numpy() == pytest.approx(expected, rel=1e-5, abs=2e-6)
+    assert normals(5 * 4096).double().cpu().numpy() == pytest.approx(expected, rel=1e-5, abs=5e-5)
 
 
 def test_the_smallest_words_are_refined() -> None:
     block = next(b for b in range(1000) if expected_normals(KEY, range(b, b + 1))[1])
     expected, _ = expected_normals(KEY, range(block, block + 1))
-    assert np.abs(expected).max() > 4
+    assert np.hypot(*expected.reshape(2, 2, 1024).transpose(1, 0, 2)).max() > 4.7
     found = normals(4096, first=block * 4096).double().cpu().numpy()
-    assert found == pytest.approx(expected, rel=1e-5, abs=2e-6)
+    assert found == pytest.approx(expected, rel=1e-5, abs=5e-5)
 
 
 def test_places_past_32_bits_have_counters_of_their_own() -> None:
     block = (1 << 32) // 1024 + 3
     expected, _ = expected_normals(KEY, range(block, block + 1))
     found = normals(4096, first=block * 4096).double().cpu().numpy()
-    assert found == pytest.approx(expected, rel=1e-5, abs=2e-6)
+    assert found == pytest.approx(expected, rel=1e-5, abs=5e-5)
 
 
 @pytest.mark.parametrize(

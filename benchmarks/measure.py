@@ -25,6 +25,9 @@ from shuffled_dpsgd.errors import ShuffledDPError
 # Whom the others are compared with, in every round in which both ran.
 BASELINES = ("plain", "plain:compiled", "opacus:ghost")
 HOST_STEPS = 5
+# Steps at the start of a block that are not timed: the adapter before left its traces in the
+# caches of memory and of the allocator, as would happen to nobody in training.
+LEAD_STEPS = 2
 GIB = 2**30
 
 
@@ -254,9 +257,11 @@ def synchronise(device: torch.device) -> None:
 
 
 def time_block(contestant: Contestant, device: torch.device, steps: int) -> float:
-    """Seconds of `steps` steps between two synchronisations."""
+    """Seconds of `steps` steps between two synchronisations, after a few that do not count."""
     step, batch = contestant.step, contestant.batch
     assert step is not None
+    for _ in range(LEAD_STEPS):
+        step(batch)
     synchronise(device)
     start = time.perf_counter()
     for _ in range(steps):

@@ -29,6 +29,9 @@ def tiny_gpt2() -> Any:
 
 def test_next_token_losses_are_the_models_loss_sample_by_sample() -> None:
     model = tiny_gpt2()
+    with torch.no_grad():
+        # Losses far enough apart that how they are averaged shows.
+        model.lm_head.weight.mul_(50.0)
     ids = torch.randint(0, 20, (3, 8), generator=torch.Generator().manual_seed(0))
     labels = ids.clone()
     labels[0, :4] = IGNORED_LABEL

@@ -27,6 +27,7 @@ from shuffled_dpsgd.clipping.kernels import (  # noqa: E402
     triton_norms,
     triton_rows,
     triton_sums,
+    triton_tiles,
 )
 
 DEVICE = "cuda" if ON_GPU else "cpu"
@@ -47,7 +48,7 @@ def layers(L: int, B: int, T: int, D: int, P: int) -> tuple[list[Tensor], list[T
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("kernel", [triton_linear.gram_sq_norms, triton_sums.tile_sq_norms])
+@pytest.mark.parametrize("kernel", [triton_linear.gram_sq_norms, triton_tiles.tile_sq_norms])
 def test_norms_are_right_and_never_too_small(
     shape: tuple[int, ...], bias: bool, kernel: Callable[..., Tensor]
 ) -> None:
@@ -57,6 +58,17 @@ def test_norms_are_right_and_never_too_small(
         expected = plain.tile_sq_norms(x.double(), g.double(), bias)
         assert ((norms - expected) / expected).abs().max() < 1e-3
         assert (norms >= expected * (1 - 1e-6)).all()
+
+
+@pytest.mark.parametrize("shape", [*SHAPES, (1, 2, 70, 300, 24)])
+def test_the_length_of_all_terms_and_the_bias(shape: tuple[int, ...]) -> None:
+    xs, gs, _ = layers(*shape)
+    reach, bias = triton_tiles.reach_and_bias(xs, gs, True)
+    for layer, (x, g) in enumerate(zip(xs, gs, strict=True)):
+        torch.testing.assert_close(reach[layer], plain.reach(x, g), rtol=1e-5, atol=0.0)
+        squares = g.double().sum(1).square().sum(1)
+        torch.testing.assert_close(bias[layer].double(), squares, rtol=1e-5, atol=0.0)
+    assert int(triton_tiles.reach_and_bias(xs, gs, False)[1].count_nonzero()) == 0
 
 
 @pytest.mark.parametrize("tokens", [129, 191, 192, 193, 197, 208])

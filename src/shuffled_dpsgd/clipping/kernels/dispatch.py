@@ -54,6 +54,13 @@ def triton_gram() -> ModuleType:
 
 
 @functools.cache
+def triton_tiles() -> ModuleType:
+    from shuffled_dpsgd.clipping.kernels import triton_tiles
+
+    return triton_tiles
+
+
+@functools.cache
 def triton_sums() -> ModuleType:
     from shuffled_dpsgd.clipping.kernels import triton_sums
 
@@ -169,12 +176,21 @@ def gram_sq_norm_sums(
     return found
 
 
-def tile_sq_norms(x_BTD: Tensor, g_BTP: Tensor, bias: bool) -> Tensor:
-    """`plain.tile_sq_norms` by the fastest means at hand."""
-    if fits_triton_linear(x_BTD, g_BTP):
-        squares_B: Tensor = triton_sums().tile_sq_norms([x_BTD], [g_BTP], bias)[0]
-        return squares_B
-    return plain.tile_sq_norms(x_BTD, g_BTP, bias)
+def tile_sq_norm_sums(
+    pairs: Sequence[tuple[Tensor, Tensor]], biases: Sequence[bool]
+) -> list[Tensor]:
+    """(B,) tensors that add up to the sum of all pairs' `plain.tile_sq_norms`.
+
+    Layers of one shape share a launch.
+    """
+    found: list[Tensor] = []
+    for run in alike(pairs, biases):
+        if fits_triton_linear(*pairs[run[0]]):
+            xs, gs = zip(*(pairs[i] for i in run), strict=True)
+            found.append(triton_tiles().tile_sq_norms(xs, gs, biases[run[0]]).sum(0))
+        else:
+            found += [plain.tile_sq_norms(*pairs[i], biases[i]) for i in run]
+    return found
 
 
 def add_weighted_outer_sums(
@@ -235,6 +251,11 @@ def row_sq_norms(rows_BN: Tensor) -> Tensor:
 def gram_sq_norms(x_BTD: Tensor, g_BTP: Tensor, bias: bool) -> Tensor:
     """`plain.gram_sq_norms` by the fastest means at hand."""
     return gram_sq_norm_sums([(x_BTD, g_BTP)], [bias])[0]
+
+
+def tile_sq_norms(x_BTD: Tensor, g_BTP: Tensor, bias: bool) -> Tensor:
+    """`plain.tile_sq_norms` by the fastest means at hand."""
+    return tile_sq_norm_sums([(x_BTD, g_BTP)], [bias])[0]
 
 
 def weighted_outer_sum(

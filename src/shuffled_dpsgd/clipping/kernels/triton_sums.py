@@ -1,4 +1,4 @@
-"""Weighted sums and norms of linear layers' gradients on a GPU, multiplied out tile by tile.
+"""Weighted sums of linear layers' gradients on a GPU, multiplied out tile by tile.
 
 Shapes: L layers of one shape, B samples, T tokens, D input features, P output features. Operands
 are bfloat16 or float16; every product is accumulated in float32.
@@ -18,7 +18,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from shuffled_dpsgd.clipping.kernels import plain
 from shuffled_dpsgd.clipping.kernels.addresses import address_table
 from shuffled_dpsgd.clipping.kernels.triton_linear import ELEMENT, tile_at
 
@@ -204,47 +203,3 @@ def weighted_outer_sums(
 def has_copy_engine(device: torch.device) -> bool:
     """Whether the device has Hopper's tensor copy engine."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
-
-
-@triton.jit
-def tile_kernel(  # type: ignore[no-untyped-def]
-    x_table, g_table, out_LBN, B, T, D, P, x_batch, x_row, g_batch, g_row,
-    EVEN_T: tl.constexpr, EVEN_P: tl.constexpr, EVEN_D: tl.constexpr, CHUNK: tl.constexpr,
-    BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr, ELEMENT: tl.constexpr,
-):  # fmt: skip
-    """Squared norm of one tile of one sample's g^T x in one layer."""
-    tile, sample, layer = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
-    tiles_d = tl.cdiv(D, BLOCK_D)
-    p = (tile // tiles_d) * BLOCK_P + tl.arange(0, BLOCK_P)
-    d = (tile % tiles_d) * BLOCK_D + tl.arange(0, BLOCK_D)
-    x = tile_at(x_table, layer, ELEMENT) + sample * x_batch
-    g = tile_at(g_table, layer, ELEMENT) + sample * g_batch
-    acc = tl.zeros((BLOCK_P, BLOCK_D), dtype=tl.float32)
-    for first in range(0, T, CHUNK):
-        t = first + tl.arange(0, CHUNK)
-        acc = outer_chunk(g, x, g_row, x_row, t, p, d, T, P, D, acc, EVEN_T, EVEN_P, EVEN_D)
-    acc = tl.where((p < P)[:, None] & (d < D)[None, :], acc, 0.0)
-    at = (layer * B + sample) * tl.num_programs(0) + tile
-    tl.store(out_LBN + at, tl.sum(acc * acc))
-
-
-def tile_sq_norms(xs: Sequence[Tensor], gs: Sequence[Tensor], bias: bool) -> Tensor:
-    """`plain.tile_sq_norms` of L layers of one shape, (L, B)."""
-    (B, T, D), P, L = xs[0].shape, gs[0].shape[2], len(xs)
-    x, g = xs[0], gs[0]
-    block_p = block_d = BLOCK
-    tiles = triton.cdiv(P, block_p) * triton.cdiv(D, block_d)
-    table = address_table((xs, gs), x.device)
-    out = torch.empty(L, B, tiles, dtype=torch.float32, device=x.device)
-    tile_kernel[(tiles, B, L)](
-        table[0], table[1], out, B, T, D, P, x.stride(0), x.stride(1), g.stride(0), g.stride(1),
-        EVEN_T=T % 64 == 0, EVEN_P=may_read_past(g, triton.cdiv(P, block_p) * block_p),
-        EVEN_D=may_read_past(x, triton.cdiv(D, block_d) * block_d), CHUNK=64,
-        BLOCK_P=block_p, BLOCK_D=block_d, ELEMENT=ELEMENT[x.dtype], num_warps=8, num_stages=4,
-    )  # fmt: skip
-    reach_LB = torch.stack([plain.reach(x, g) for x, g in zip(xs, gs, strict=True)])
-    # The cut-off is one of the gradient here, not of its square.
-    squares_LB = plain.above_cut_off(out.sum(2).sqrt_(), reach_LB.sqrt_(), T).square_()
-    if bias:
-        squares_LB += torch.stack([g.sum(1, dtype=torch.float32).square().sum(1) for g in gs])
-    return squares_LB

@@ -152,6 +152,6 @@ class RowSumGrad:
 def outer_sq_norms(left_BTR: Tensor, right_BTC: Tensor, bias: bool, choose: cost.Chooser) -> Tensor:
     """Squared norms of left^T right (and of sum_t left_t with `bias`) by the cheaper route."""
     _, T, R = left_BTR.shape
-    if choose(T, R, right_BTC.shape[2]) is cost.Route.GRAM:
+    if choose(T, R, right_BTC.shape[2], left_BTR.device.type) is cost.Route.GRAM:
         return kernels.gram_sq_norms(right_BTC, left_BTR, bias)
     return kernels.tile_sq_norms(right_BTC, left_BTR, bias)

@@ -6,8 +6,10 @@ For T positions, R rows and C columns of the weight, per sample:
 - tiles:       2·T·R·C for the norm (tiles of the gradient, never stored), then 2·T·R·C again
 - instantiate: 2·T·R·C once, and R·C numbers written and read back twice
 
-The traffic of the last is weighed by `OPERATIONS_PER_NUMBER`, how many multiply-adds a current
-accelerator does while it moves one float32 number three times.
+The traffic of the last is weighed by how many operations a device does while it moves one float32
+number three times. On a CPU that is far fewer than on an accelerator, a Gram matrix of the
+narrower side is added in float64 at twice the price, and what is small runs at two thirds of the
+speed of large products (`kernels/host.py`; measured on AMD Zen 4 with MKL).
 """
 
 from __future__ import annotations
@@ -16,6 +18,9 @@ from collections.abc import Callable
 from enum import Enum
 
 OPERATIONS_PER_NUMBER = 1800
+OPERATIONS_PER_NUMBER_ON_CPU = 80
+# Stored gradients may take up to so many times the room of the inputs and gradients they replace.
+MEMORY_RATIO, MEMORY_RATIO_ON_CPU = 0.5, 2.0
 
 
 class Route(Enum):
@@ -26,38 +31,50 @@ class Route(Enum):
     INSTANTIATE = "instantiate"
 
 
-Chooser = Callable[[int, int, int], Route]
+# From T, R, C and the type of the device ("cpu", "cuda") the tensors lie on.
+Chooser = Callable[[int, int, int, str], Route]
 
 
-def cheapest(T: int, R: int, C: int) -> Route:
-    """The route with the fewest operations; instantiation only where it also saves memory.
+def operations(T: int, R: int, C: int, device: str) -> tuple[int, int, int]:
+    """What each route costs a sample beyond one product g^T x: (Gram, tiles, instantiate)."""
+    tiles = 2 * T * R * C
+    if device == "cpu":
+        gram = 3 * T * T * (2 * min(R, C) + max(R, C))
+        return gram, tiles, OPERATIONS_PER_NUMBER_ON_CPU * R * C
+    return 2 * T * T * (R + C), tiles, OPERATIONS_PER_NUMBER * R * C
 
-    >>> cheapest(128, 768, 3072), cheapest(4096, 768, 768)
+
+def cheapest(T: int, R: int, C: int, device: str) -> Route:
+    """The route with the fewest operations; instantiation only where its memory is bounded.
+
+    >>> cheapest(128, 768, 3072, "cuda"), cheapest(4096, 768, 768, "cuda")
+    (<Route.GRAM: 'gram'>, <Route.INSTANTIATE: 'instantiate'>)
+    >>> cheapest(64, 256, 8192, "cpu"), cheapest(512, 768, 768, "cpu")
     (<Route.GRAM: 'gram'>, <Route.INSTANTIATE: 'instantiate'>)
     """
-    gram = 2 * T * T * (R + C)
-    tiles = 2 * T * R * C
-    stored = OPERATIONS_PER_NUMBER * R * C
-    if stored < min(gram, tiles) and 2 * R * C <= T * (R + C):
+    gram, tiles, stored = operations(T, R, C, device)
+    ratio = MEMORY_RATIO_ON_CPU if device == "cpu" else MEMORY_RATIO
+    fits = ratio * T * (R + C) >= R * C
+    if stored < min(gram, tiles) and fits:
         return Route.INSTANTIATE
     return Route.GRAM if gram <= tiles else Route.TILES
 
 
-def mixed(T: int, R: int, C: int) -> Route:
+def mixed(T: int, R: int, C: int, device: str) -> Route:
     """The layerwise rule of mixed ghost clipping (Bu et al. 2022): Gram iff 2·T² < R·C.
 
-    >>> mixed(16, 32, 32), mixed(32, 32, 32)
+    >>> mixed(16, 32, 32, "cpu"), mixed(32, 32, 32, "cpu")
     (<Route.GRAM: 'gram'>, <Route.INSTANTIATE: 'instantiate'>)
     """
     return Route.GRAM if 2 * T * T < R * C else Route.INSTANTIATE
 
 
-def always_gram(T: int, R: int, C: int) -> Route:
+def always_gram(T: int, R: int, C: int, device: str) -> Route:
     """Ghost clipping: Gram matrices whatever the shape."""
     return Route.GRAM
 
 
-def always_instantiate(T: int, R: int, C: int) -> Route:
+def always_instantiate(T: int, R: int, C: int, device: str) -> Route:
     """Opacus-style per-sample gradients whatever the shape."""
     return Route.INSTANTIATE
 

@@ -15,7 +15,7 @@ class PlanRow:
     """One group of layers that share parameters; most are a single layer.
 
     `operations` holds, for a linear map already seen, the operations per sample of each way to its
-    norm: (Gram matrices, tiles).
+    norm, as the cost rule weighs them: (Gram matrices, tiles).
     """
 
     modules: tuple[str, ...]
@@ -59,8 +59,7 @@ def _row(group: Group, choose: cost.Chooser) -> PlanRow:
     shape = first.last_shape if len(group.slots) == 1 else None
     operations = None
     if shape is not None:
-        T, R, C = shape
-        operations = (2 * T * T * (R + C), 2 * T * R * C)
+        operations = cost.operations(*shape, _device(first))[:2]
     return PlanRow(
         modules=tuple(slot.path or "<root>" for slot in group.slots),
         kind=" + ".join(dict.fromkeys(slot.kind for slot in group.slots)),
@@ -74,4 +73,10 @@ def _row(group: Group, choose: cost.Chooser) -> PlanRow:
 def _route(slot: Slot, choose: cost.Chooser) -> str:
     if slot.fixed_route is not None:
         return slot.fixed_route
-    return "per call" if slot.last_shape is None else choose(*slot.last_shape).value
+    if slot.last_shape is None:
+        return "per call"
+    return choose(*slot.last_shape, _device(slot)).value
+
+
+def _device(slot: Slot) -> str:
+    return next(p.device.type for p in slot.parameters.values() if p is not None)

@@ -29,9 +29,14 @@ from shuffled_dpsgd.clipping.groups import Group
 from shuffled_dpsgd.clipping.rules.base import Slot
 
 # Per-sample gradients larger than this are worth an operation of their own.
-_SMALL = 1 << 16
+_SMALL, _SMALL_ON_CPU = 1 << 16, 1 << 12
 Named = tuple[str, Contribution]
 Kind = TypeVar("Kind", OuterGrad, RowSumGrad)
+# The norms that many linear layers find together.
+_LINEAR_NORMS = {
+    cost.Route.GRAM: kernels.gram_sq_norm_sums,
+    cost.Route.TILES: kernels.tile_sq_norm_sums,
+}
 
 
 class Wholesale:
@@ -50,7 +55,7 @@ class Wholesale:
         self._choose = choose
         self._norm_runs = norm_runs
         self._parts: list[Named] = []
-        self._linear: list[tuple[OuterGrad, RowSumGrad | None]] = []
+        self._linear: dict[cost.Route, list[tuple[OuterGrad, RowSumGrad | None]]] = {}
         self._small: list[tuple[str, DenseGrad]] = []
         self._grouped: list[tuple[Group, Sequence[Entry]]] = []
         self._side_by_side_BN: Tensor | None = None
@@ -61,11 +66,12 @@ class Wholesale:
         parts = [part for entry in entries for part in entry.slot.contributions(entry.saved)]
         alone = len(entries) == 1 and not group.shared
         kinds = [type(part) for _, part in parts]
-        if alone and kinds in ([OuterGrad], [OuterGrad, RowSumGrad]) and self._is_gram(parts):
+        linear = alone and kinds in ([OuterGrad], [OuterGrad, RowSumGrad])
+        if linear and (route := self._route(parts)) in _LINEAR_NORMS:
             outer, bias = parts[0][1], parts[1][1] if len(parts) == 2 else None
             assert isinstance(outer, OuterGrad)
             assert bias is None or isinstance(bias, RowSumGrad)
-            self._linear.append((outer, bias))
+            self._linear.setdefault(route, []).append((outer, bias))
             self._parts += parts
         elif alone and all(_is_small(part) for _, part in parts):
             self._small += [(name, part) for name, part in parts if isinstance(part, DenseGrad)]
@@ -73,24 +79,24 @@ class Wholesale:
             self._grouped.append((group, entries))
             self._parts += parts
 
-    def _is_gram(self, parts: Sequence[Named]) -> bool:
+    def _route(self, parts: Sequence[Named]) -> cost.Route:
         outer = parts[0][1]
         assert isinstance(outer, OuterGrad)
         _, T, R = outer.left_BTR.shape
-        return self._choose(T, R, outer.right_BTC.shape[2]) is cost.Route.GRAM
+        return self._choose(T, R, outer.right_BTC.shape[2], outer.left_BTR.device.type)
 
     def squares(self) -> list[Tensor]:
         """(B,) squared norms whose sum is the squared norm over all parameters."""
         found = [group.sq_norms(entries, self._choose) for group, entries in self._grouped]
-        if self._linear:
+        for route, layers in self._linear.items():
             pairs, biases = [], []
-            for outer, bias in self._linear:
+            for outer, bias in layers:
                 left, right = outer.left_BTR, outer.right_BTC
                 # The bias belongs to the output gradient; a transposed weight has it on the right.
                 swap = bias is not None and bias.grad_BTP is right
                 pairs.append((left, right) if swap else (right, left))
                 biases.append(bias is not None)
-            found += kernels.gram_sq_norm_sums(pairs, biases)
+            found += _LINEAR_NORMS[route](pairs, biases)
         found += [sums_LBCD.square().sum((0, 2, 3)) for _, sums_LBCD in self._norm_runs]
         if self._small:
             dtypes = {part.grads_BS.dtype for _, part in self._small}
@@ -171,4 +177,5 @@ def _flat(grads_BS: Tensor) -> Tensor:
 def _is_small(part: Contribution) -> bool:
     if not isinstance(part, DenseGrad):
         return False
-    return part.grads_BS.numel() <= _SMALL * part.grads_BS.shape[0]
+    largest = _SMALL_ON_CPU if part.grads_BS.device.type == "cpu" else _SMALL
+    return part.grads_BS.numel() <= largest * part.grads_BS.shape[0]

@@ -189,7 +189,8 @@ def tile_sq_norm_sums(
             xs, gs = zip(*(pairs[i] for i in run), strict=True)
             found.append(triton_tiles().tile_sq_norms(xs, gs, biases[run[0]]).sum(0))
         else:
-            found += [plain.tile_sq_norms(*pairs[i], biases[i]) for i in run]
+            module = host if host.serves(*pairs[run[0]]) else plain
+            found += [module.tile_sq_norms(*pairs[i], biases[i]) for i in run]
     return found
 
 

@@ -71,6 +71,16 @@ def gram_sq_norms(x_BTD: Tensor, g_BTP: Tensor, bias: bool) -> Tensor:
     return plain.not_too_small(squares_B, (lengths_BT * wide_BT).sum(1), torch.float32)
 
 
+def tile_sq_norms(x_BTD: Tensor, g_BTP: Tensor, bias: bool) -> Tensor:
+    """`plain.tile_sq_norms` with tiles that fit the caches."""
+    x_BTD, g_BTP = x_BTD.float(), g_BTP.float()
+    narrow, wide = (x_BTD, g_BTP) if x_BTD.shape[2] <= g_BTP.shape[2] else (g_BTP, x_BTD)
+    squares_B = _product_sq_norms(narrow.mT, wide)
+    if bias:
+        squares_B += row_sq_norms(g_BTP.sum(1))
+    return plain.not_too_small(squares_B, plain.reach(x_BTD, g_BTP, bias), torch.float32)
+
+
 def _product_sq_norms(left_BST: Tensor, right_BTC: Tensor) -> Tensor:
     """(B,) squared norms of left @ right, float64, a cached block of columns at a time."""
     B, S, _ = left_BST.shape

@@ -72,10 +72,16 @@ def outer_products(left_BTR: Tensor, right_BTC: Tensor) -> Tensor:
     return torch.bmm(widen(left_BTR).mT, widen(right_BTC))
 
 
-def reach(x_BTD: Tensor, g_BTP: Tensor) -> Tensor:
-    """(B,) sum_t |x_t| |g_t|: the length of all terms of a sample's gradient together."""
-    x_BT = torch.linalg.vector_norm(x_BTD, dim=2, dtype=torch.float32)
-    return (x_BT * torch.linalg.vector_norm(g_BTP, dim=2, dtype=torch.float32)).sum(1)
+def reach(x_BTD: Tensor, g_BTP: Tensor, bias: bool = False) -> Tensor:
+    """(B,) sum_t |x_t| |g_t|: the length of all terms of a sample's gradient together.
+
+    A bias sees one more input, which is always one.
+    """
+    wide = accumulator_dtype(x_BTD, g_BTP)
+    x_BT = torch.linalg.vector_norm(x_BTD, dim=2, dtype=wide)
+    if bias:
+        x_BT = (x_BT.square() + 1.0).sqrt()
+    return (x_BT * torch.linalg.vector_norm(g_BTP, dim=2, dtype=wide)).sum(1)
 
 
 def exact_inner_products(a_BTD: Tensor, b_BSD: Tensor) -> Tensor:
@@ -155,7 +161,7 @@ def tile_sq_norms(x_BTD: Tensor, g_BTP: Tensor, bias: bool) -> Tensor:
         total_B = total_B + torch.bmm(g_BTP[:, :, columns].mT, x_BTD).square().sum((1, 2))
     if bias:
         total_B = total_B + g_BTP.sum(1).square().sum(1)
-    return total_B
+    return not_too_small(total_B, reach(x_BTD, g_BTP, bias), total_B.dtype)
 
 
 def embedding_sq_norms(ids_BT: Tensor, g_BTD: Tensor, padding_idx: int | None) -> Tensor:

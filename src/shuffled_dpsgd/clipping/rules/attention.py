@@ -164,7 +164,7 @@ class MultiheadAttentionSlot(Slot):
         shape = (x_BTE.shape[1], g_BTP.shape[2], x_BTE.shape[2])
         if part != OUT:
             self.last_shape = shape
-        if choose(*shape) is not cost.Route.INSTANTIATE:
+        if choose(*shape, g_BTP.device.type) is not cost.Route.INSTANTIATE:
             return saved
         return (part, DenseGrad(grads_BS=stored_outer(g_BTP, x_BTE)), saved[2])
 

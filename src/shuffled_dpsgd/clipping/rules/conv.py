@@ -127,7 +127,8 @@ class ConvSlot(Slot):
             return saved
         weight = cast(Tensor, self.parameters["weight"])
         self.last_shape = (g[0, 0].numel(), weight.shape[0], weight[0].numel())
-        if self.groups == 1 and choose(*self.last_shape) is not cost.Route.INSTANTIATE:
+        route = choose(*self.last_shape, g.device.type)
+        if self.groups == 1 and route is not cost.Route.INSTANTIATE:
             return saved
         return (DenseGrad(grads_BS=self._stored(x, g)), g)
 

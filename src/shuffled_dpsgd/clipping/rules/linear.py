@@ -206,7 +206,8 @@ class LinearSlot(Slot):
             return super().sq_norms(saved, choose)
         x_BTD, g_BTP = positions(saved[0]), positions(saved[1])
         bias = self.bias_name is not None
-        if choose(x_BTD.shape[1], g_BTP.shape[2], x_BTD.shape[2]) is cost.Route.GRAM:
+        shape = (x_BTD.shape[1], g_BTP.shape[2], x_BTD.shape[2])
+        if choose(*shape, x_BTD.device.type) is cost.Route.GRAM:
             return kernels.gram_sq_norms(x_BTD, g_BTP, bias)
         return kernels.tile_sq_norms(x_BTD, g_BTP, bias)
 
@@ -218,7 +219,7 @@ class LinearSlot(Slot):
             self._last_input = x.shape
             T = x.numel() // (x.shape[0] * x.shape[-1])
             self.last_shape = (T, self.outputs, x.shape[-1])
-            self._stores = choose(*self.last_shape) is cost.Route.INSTANTIATE
+            self._stores = choose(*self.last_shape, x.device.type) is cost.Route.INSTANTIATE
         if not self._stores:
             return saved
         g_BTP, x_BTD = positions(g), positions(x)

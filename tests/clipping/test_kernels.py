@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from shuffled_dpsgd.clipping import kernels
-from shuffled_dpsgd.clipping.kernels import plain
+from shuffled_dpsgd.clipping.kernels import plain, tables
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-5}
 SHAPES = st.tuples(*(st.integers(1, 9) for _ in range(4)))
@@ -100,6 +100,37 @@ def test_tied_cross_terms(
     found = kernels.tied_cross_terms(x, g_logits, ids, g_embedding, padding_idx)
     size = x.double().norm() * g_logits.double().norm() * g_embedding.double().norm()
     assert (found.double() - expected).abs().max() <= TOLERANCE[dtype] * size
+
+
+@pytest.mark.parametrize("padding_idx", [None, 1])
+@pytest.mark.parametrize("rows", [1, 3, 50])
+def test_tables_without_products_in_float64(
+    rows: int, padding_idx: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plain, "MAX_TEMPORARY_ELEMENTS", 300)
+    B, T, D = 3, 21, 6
+    ids = torch.randint(max(rows, 2), (B, T), generator=torch.Generator().manual_seed(2)) % rows
+    x, ge = draw(B, T, D, dtype=torch.bfloat16), draw(B, T, D, dtype=torch.float32, seed=4)
+    gl = draw(B, T, rows, dtype=torch.bfloat16, seed=5)
+    gradients = table_gradients(ids, ge, rows, padding_idx)
+    norms = tables.summed_sq_norms(ids, ge, padding_idx)
+    expected = gradients.square().sum((1, 2))
+    torch.testing.assert_close(norms.double(), expected, rtol=1e-5, atol=1e-12)
+    assert (norms >= expected * (1 - 1e-7)).all()
+    found = tables.raised_cross_terms(x, gl, ids, ge, padding_idx).double()
+    expected = (outer(x, gl) * gradients).sum((1, 2))
+    size = x.double().norm() * gl.double().norm() * ge.double().norm()
+    assert (found - expected).abs().max() <= 1e-5 * size
+    assert (found >= expected).all()
+
+
+def test_a_poisoned_table_spoils_no_other_sample() -> None:
+    ids, g = torch.zeros(3, 4, dtype=torch.int64), draw(3, 4, 5, dtype=torch.float32)
+    clean = tables.summed_sq_norms(ids, g, None)
+    g[1, 2, 3] = float("nan")
+    found = tables.summed_sq_norms(ids, g, None)
+    assert found.isnan().tolist() == [False, True, False]
+    assert torch.equal(found[[0, 2]], clean[[0, 2]])
 
 
 @settings(max_examples=20, deadline=None)

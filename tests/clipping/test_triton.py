@@ -221,6 +221,22 @@ def test_a_vocabulary_s_norms_on_a_gpu() -> None:
 
 
 @pytest.mark.gpu
+def test_long_tables_tied_to_a_head_on_a_gpu() -> None:
+    B, T, D, V = 3, 300, 64, 500
+    ids = torch.randint(V, (B, T), generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    x, gl = draw(B, T, D, seed=0), draw(B, T, V, seed=1)
+    ge = draw(B, T, D, seed=2, dtype=torch.float32)
+    found = kernels.embedding_sq_norms(ids, ge, None)
+    expected = plain.embedding_sq_norms(ids, ge.double(), None)
+    assert ((found - expected) / expected).abs().max() < 1e-5
+    assert (found >= expected * (1 - 1e-6)).all()
+    cross = kernels.tied_cross_terms(x, gl, ids, ge, None)
+    expected = plain.tied_cross_terms(x.double(), gl.double(), ids, ge.double(), None)
+    assert (cross >= expected).all()
+    assert (cross - expected).max() < 1e-5 * x.norm() * gl.norm() * ge.norm()
+
+
+@pytest.mark.gpu
 def test_one_sample_contributes_at_most_the_clip_norm_under_bfloat16() -> None:
     torch.manual_seed(0)
     model = torch.nn.Sequential(

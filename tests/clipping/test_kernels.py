@@ -113,11 +113,11 @@ def test_tables_without_products_in_float64(
     x, ge = draw(B, T, D, dtype=torch.bfloat16), draw(B, T, D, dtype=torch.float32, seed=4)
     gl = draw(B, T, rows, dtype=torch.bfloat16, seed=5)
     gradients = table_gradients(ids, ge, rows, padding_idx)
-    norms = tables.summed_sq_norms(ids, ge, padding_idx)
+    norms = tables.embedding_sq_norms(ids, ge, padding_idx)
     expected = gradients.square().sum((1, 2))
     torch.testing.assert_close(norms.double(), expected, rtol=1e-5, atol=1e-12)
     assert (norms >= expected * (1 - 1e-7)).all()
-    found = tables.raised_cross_terms(x, gl, ids, ge, padding_idx).double()
+    found = tables.tied_cross_terms(x, gl, ids, ge, padding_idx).double()
     expected = (outer(x, gl) * gradients).sum((1, 2))
     size = x.double().norm() * gl.double().norm() * ge.double().norm()
     assert (found - expected).abs().max() <= 1e-5 * size
@@ -126,9 +126,9 @@ def test_tables_without_products_in_float64(
 
 def test_a_poisoned_table_spoils_no_other_sample() -> None:
     ids, g = torch.zeros(3, 4, dtype=torch.int64), draw(3, 4, 5, dtype=torch.float32)
-    clean = tables.summed_sq_norms(ids, g, None)
+    clean = tables.embedding_sq_norms(ids, g, None)
     g[1, 2, 3] = float("nan")
-    found = tables.summed_sq_norms(ids, g, None)
+    found = tables.embedding_sq_norms(ids, g, None)
     assert found.isnan().tolist() == [False, True, False]
     assert torch.equal(found[[0, 2]], clean[[0, 2]])
 

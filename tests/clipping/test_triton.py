@@ -191,7 +191,7 @@ def test_sums_of_every_kind_of_length_on_a_gpu(tokens: int) -> None:
 def test_sums_with_loading_and_multiplying_kept_apart(
     tokens: int, more: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    parted = dispatch.triton_parted()
+    parted = dispatch.triton("parted")
     if not parted.serves(torch.device(DEVICE)):
         pytest.skip("written for another device")
     monkeypatch.setattr(parted, "MORE_COLUMNS", more)

@@ -1,7 +1,7 @@
 """The numeric primitives of per-sample clipping, each picked for the tensors it is given.
 
 `plain` defines them all in ordinary torch operations and runs anywhere; `host` is faster on a
-CPU, the `triton_` modules on a GPU; `dispatch` chooses.
+CPU, `tables` and the `triton_` modules on a GPU; `dispatch` chooses.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from shuffled_dpsgd.clipping.kernels.dispatch import (
     gram_sq_norms,
     norm_sum_runs,
     row_sq_norms,
+    tied_cross_terms,
     tile_sq_norm_sums,
     tile_sq_norms,
     weighted_outer_sum,
@@ -25,7 +26,6 @@ from shuffled_dpsgd.clipping.kernels.plain import (
     layer_norm_backward,
     outer_products,
     rms_norm_backward,
-    tied_cross_terms,
     weighted_embedding_sum,
 )
 

@@ -9,6 +9,7 @@ Shapes as in `plain`; L is a number of layers.
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.util
 import os
 from collections.abc import Sequence
@@ -17,7 +18,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from shuffled_dpsgd.clipping.kernels import host, plain
+from shuffled_dpsgd.clipping.kernels import host, plain, tables
 
 HALF = (torch.bfloat16, torch.float16)
 ROW_ALIGNMENT_BYTES = 16
@@ -40,58 +41,15 @@ def triton_available() -> bool:
 
 
 @functools.cache
-def triton_linear() -> ModuleType:
-    from shuffled_dpsgd.clipping.kernels import triton_linear
-
-    return triton_linear
-
-
-@functools.cache
-def triton_gram() -> ModuleType:
-    from shuffled_dpsgd.clipping.kernels import triton_gram
-
-    return triton_gram
-
-
-@functools.cache
-def triton_tiles() -> ModuleType:
-    from shuffled_dpsgd.clipping.kernels import triton_tiles
-
-    return triton_tiles
-
-
-@functools.cache
-def triton_sums() -> ModuleType:
-    from shuffled_dpsgd.clipping.kernels import triton_sums
-
-    return triton_sums
-
-
-@functools.cache
-def triton_parted() -> ModuleType:
-    from shuffled_dpsgd.clipping.kernels import triton_parted
-
-    return triton_parted
+def triton(name: str) -> ModuleType:
+    """The module of Triton kernels of that name, imported when first asked for."""
+    return importlib.import_module(f"shuffled_dpsgd.clipping.kernels.triton_{name}")
 
 
 @functools.cache
 def outer_sums(device: torch.device) -> ModuleType:
     """The module whose weighted sums are fastest on this device."""
-    return triton_parted() if PARTED_SUMS and triton_parted().serves(device) else triton_sums()
-
-
-@functools.cache
-def triton_rows() -> ModuleType:
-    from shuffled_dpsgd.clipping.kernels import triton_rows
-
-    return triton_rows
-
-
-@functools.cache
-def triton_norms() -> ModuleType:
-    from shuffled_dpsgd.clipping.kernels import triton_norms
-
-    return triton_norms
+    return triton("parted") if PARTED_SUMS and triton("parted").serves(device) else triton("sums")
 
 
 def aligned(tensor: Tensor) -> bool:
@@ -163,12 +121,12 @@ def gram_sq_norm_sums(
     for run in alike(pairs, biases):
         x, g = pairs[run[0]]
         fits = fits_triton_linear(x, g)
-        if fits and g.shape[2] > MAX_GRAM_WIDTH and x.shape[1] <= triton_linear().GRAM_BLOCK:
-            found += [triton_linear().wide_gram_sq_norms(*pairs[i], biases[i]) for i in run]
+        if fits and g.shape[2] > MAX_GRAM_WIDTH and x.shape[1] <= triton("linear").GRAM_BLOCK:
+            found += [triton("linear").wide_gram_sq_norms(*pairs[i], biases[i]) for i in run]
         elif fits:
             xs, gs = zip(*(pairs[i] for i in run), strict=True)
-            two_part = triton_gram().MIN_TOKENS <= x.shape[1] <= triton_gram().MAX_TOKENS
-            kernel = triton_gram() if two_part else triton_linear()
+            two_part = triton("gram").MIN_TOKENS <= x.shape[1] <= triton("gram").MAX_TOKENS
+            kernel = triton("gram") if two_part else triton("linear")
             found.append(kernel.gram_sq_norms(xs, gs, biases[run[0]]).sum(0))
         else:
             module = host if host.serves(x, g) else plain
@@ -187,7 +145,7 @@ def tile_sq_norm_sums(
     for run in alike(pairs, biases):
         if fits_triton_linear(*pairs[run[0]]):
             xs, gs = zip(*(pairs[i] for i in run), strict=True)
-            found.append(triton_tiles().tile_sq_norms(xs, gs, biases[run[0]]).sum(0))
+            found.append(triton("tiles").tile_sq_norms(xs, gs, biases[run[0]]).sum(0))
         else:
             module = host if host.serves(*pairs[run[0]]) else plain
             found += [module.tile_sq_norms(*pairs[i], biases[i]) for i in run]
@@ -227,7 +185,7 @@ def add_weighted_row_sums(
     for run in alike([(g, g) for g in gs], [out.dtype for out in outs]):
         g = gs[run[0]]
         if fits_triton_linear(g, g) and outs[run[0]].dtype == torch.float32:
-            kernel = triton_rows().weighted_row_sums
+            kernel = triton("rows").weighted_row_sums
             chosen = [outs[i] for i in run]
             kernel([gs[i] for i in run], factors_B.float(), chosen, accumulate)
         else:
@@ -238,8 +196,19 @@ def add_weighted_row_sums(
 
 def embedding_sq_norms(ids_BT: Tensor, g_BTD: Tensor, padding_idx: int | None) -> Tensor:
     """`plain.embedding_sq_norms` by the fastest means at hand."""
-    module = host if host.serves(g_BTD) else plain
-    return module.embedding_sq_norms(ids_BT, g_BTD, padding_idx)
+    if host.serves(g_BTD):
+        return host.embedding_sq_norms(ids_BT, g_BTD, padding_idx)
+    if tables.serves_rows(g_BTD):
+        return tables.embedding_sq_norms(ids_BT, g_BTD, padding_idx)
+    return plain.embedding_sq_norms(ids_BT, g_BTD, padding_idx)
+
+
+def tied_cross_terms(
+    x_BTD: Tensor, gl_BTV: Tensor, ids_BS: Tensor, ge_BSD: Tensor, padding_idx: int | None
+) -> Tensor:
+    """`plain.tied_cross_terms` by the fastest means at hand; on matrix units it errs upwards."""
+    module = tables if tables.serves_ties(x_BTD, gl_BTV, ge_BSD) else plain
+    return module.tied_cross_terms(x_BTD, gl_BTV, ids_BS, ge_BSD, padding_idx)
 
 
 def row_sq_norms(rows_BN: Tensor) -> Tensor:
@@ -290,7 +259,7 @@ def fits_triton_norm(x_BTD: Tensor, g_BTD: Tensor) -> bool:
         and x_BTD.numel() > 0
         and torch.float64 not in (x_BTD.dtype, g_BTD.dtype)
         and triton_available()
-        and x_BTD.shape[-1] <= triton_norms().MAX_WIDTH
+        and x_BTD.shape[-1] <= triton("norms").MAX_WIDTH
         and x_BTD.is_contiguous()
         and g_BTD.is_contiguous()
         and aligned(x_BTD)
@@ -310,7 +279,7 @@ def norm_sum_runs(
         eps, with_mean = epsilons[run[0]], centred[run[0]]
         if fits_triton_norm(*pairs[run[0]]):
             xs, gs = zip(*(pairs[i] for i in run), strict=True)
-            sums_LBCD = triton_norms().norm_sums(xs, gs, eps, with_mean)
+            sums_LBCD = triton("norms").norm_sums(xs, gs, eps, with_mean)
         else:
             sums_LBCD = torch.stack([plain.norm_sums(*pairs[i], eps, with_mean) for i in run])
         found.append((run, sums_LBCD))

@@ -18,22 +18,15 @@ from shuffled_dpsgd.clipping.kernels import plain
 MIN_TOKENS = 256
 
 
-def embedding_sq_norms(ids_BT: Tensor, g_BTD: Tensor, padding_idx: int | None) -> Tensor:
-    """`plain.embedding_sq_norms` by the faster means."""
-    float32_on_gpu = g_BTD.is_cuda and g_BTD.dtype is torch.float32
-    if float32_on_gpu and ids_BT.shape[1] >= MIN_TOKENS:
-        return summed_sq_norms(ids_BT, g_BTD, padding_idx)
-    return plain.embedding_sq_norms(ids_BT, g_BTD, padding_idx)
+def serves_rows(g_BTD: Tensor) -> bool:
+    """Whether the rows of a table with these gradients are better added up."""
+    return g_BTD.is_cuda and g_BTD.dtype is torch.float32 and g_BTD.shape[1] >= MIN_TOKENS
 
 
-def tied_cross_terms(
-    x_BTD: Tensor, gl_BTV: Tensor, ids_BS: Tensor, ge_BSD: Tensor, padding_idx: int | None
-) -> Tensor:
-    """`plain.tied_cross_terms` by the faster means; on matrix units it errs upwards."""
-    alike = plain.on_tensor_cores(x_BTD) and x_BTD.dtype == gl_BTV.dtype
-    if alike and ge_BSD.dtype is not torch.float64:
-        return raised_cross_terms(x_BTD, gl_BTV, ids_BS, ge_BSD, padding_idx)
-    return plain.tied_cross_terms(x_BTD, gl_BTV, ids_BS, ge_BSD, padding_idx)
+def serves_ties(x_BTD: Tensor, gl_BTV: Tensor, ge_BSD: Tensor) -> bool:
+    """Whether matrix units can multiply a tied head's input and output gradient."""
+    halves = plain.on_tensor_cores(x_BTD) and x_BTD.dtype == gl_BTV.dtype
+    return halves and ge_BSD.dtype is not torch.float64
 
 
 def distinct_rows(ids_BT: Tensor) -> Tensor:
@@ -44,7 +37,7 @@ def distinct_rows(ids_BT: Tensor) -> Tensor:
     return torch.empty_like(number_BT).scatter_(1, order_BT, number_BT)
 
 
-def summed_sq_norms(ids_BT: Tensor, g_BTD: Tensor, padding_idx: int | None) -> Tensor:
+def embedding_sq_norms(ids_BT: Tensor, g_BTD: Tensor, padding_idx: int | None) -> Tensor:
     """`plain.embedding_sq_norms` of float32 gradients from the rows of the table themselves.
 
     A sample touches at most T rows, so they are added up in a table of T rows, in float64.
@@ -65,7 +58,7 @@ def summed_sq_norms(ids_BT: Tensor, g_BTD: Tensor, padding_idx: int | None) -> T
     return plain.not_too_small(total_B, reach_B, torch.float32)
 
 
-def raised_cross_terms(
+def tied_cross_terms(
     x_BTD: Tensor, gl_BTV: Tensor, ids_BS: Tensor, ge_BSD: Tensor, padding_idx: int | None
 ) -> Tensor:
     """`plain.tied_cross_terms` plus a bound on its error, for logits' gradients in x's precision.

@@ -182,8 +182,9 @@ def share_of_step(
     """A non-private AdamW step with and without a shuffle after it, in turns.
 
     The host's speed drifts by more than a shuffle takes, so each block with shuffles is compared
-    with the block without them just before. Blocks are long, for the last shuffle of a block is
-    waited for, where otherwise it runs beside the next step's launches.
+    with its neighbour without them, which comes before it and after it by turns. Blocks are long,
+    for the last shuffle of a block is waited for, where otherwise it runs beside the next step's
+    launches.
     """
     with trained("gpt2", device, **settings) as (model, optimizer):
         spec = discover(model, scope="full")
@@ -204,7 +205,8 @@ def share_of_step(
 
         plain, shuffled, on_host = [], [], []
         for block in range(blocks + 1):
-            for shuffle, times in ((False, plain), (True, shuffled)):
+            pair = ((False, plain), (True, shuffled))
+            for shuffle, times in pair if block % 2 else pair[::-1]:
                 synchronise(device)
                 start = time.perf_counter()
                 for _ in range(steps):
@@ -254,8 +256,10 @@ def measure(device: torch.device, *, full: bool) -> dict[str, Any]:
     repeats = 20 if device.type == "cuda" else 3
     small = {} if full else SMALL
     # Sizes of a batch, and steps in a block.
-    batches = ((32, 128, 16), (128, 128, 5)) if full else ((4, 64, 1),)
-    blocks = 7 if device.type == "cuda" else 2
+    gpu = device.type == "cuda"
+    on_gpu = ((8, 128, 16), (32, 128, 16), (128, 128, 5))
+    batches = on_gpu if gpu else ((8, 128, 1),) if full else ((4, 64, 1),)
+    blocks = 8 if gpu else 4
     return {
         "environment": environment(device),
         "matrix": shuffle_matrix(device, 10_000 if full else 1_000, repeats),

@@ -6,9 +6,12 @@ interpreter runs one program after another, so that programs do not share elemen
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
 
@@ -17,26 +20,38 @@ import torch
 from torch import nn
 
 from permutation.zoo import FAMILIES
-from shuffled_dpsgd.permutation import apply, apply_to_tensors, discover, draw, fused
+from shuffled_dpsgd.permutation import (
+    apply,
+    apply_to_tensors,
+    discover,
+    draw,
+    fused,
+    launches,
+    recording,
+)
 from shuffled_dpsgd.permutation.backend import triton_kernels
-from shuffled_dpsgd.permutation.draw import draw_fused
+from shuffled_dpsgd.permutation.draw import fused_drawing
+from shuffled_dpsgd.permutation.launches import Tuning
 
 TESTS = Path(__file__).resolve().parents[1]
 CPU = torch.device("cpu")
+FIELDS = [field.name for field in dataclasses.fields(launches.Job)]
 
 INTERPRETED = """
 import torch
 from permutation.zoo import FAMILIES
-from shuffled_dpsgd.permutation import apply_to_tensors, discover, draw, fused
+from shuffled_dpsgd.permutation import apply_to_tensors, discover, draw, fused, launches
 from shuffled_dpsgd.permutation.backend import triton_kernels
-from shuffled_dpsgd.permutation.draw import draw_fused
+from shuffled_dpsgd.permutation.draw import fused_drawing
 
 def draws_agree(spec, seed):
     generator = torch.Generator().manual_seed(seed)
     slots = sum(group.size for group in spec.groups)
     keys = torch.empty(slots, dtype=torch.int64).random_(generator=generator)
     permutation = draw(spec, generator.manual_seed(seed))
-    assert torch.equal(draw_fused(spec, keys, triton_kernels()).packed, permutation.packed)
+    drawing = fused_drawing(spec, keys.device, triton_kernels())
+    drawing.keys.copy_(keys)
+    assert torch.equal(drawing.result().packed, permutation.packed)
 
 def agree(spec, seed, tensors):
     permutation = draw(spec, torch.Generator().manual_seed(seed))
@@ -45,8 +60,10 @@ def agree(spec, seed, tensors):
     fused.move(permutation, fused.prepare(spec, list(tensors.items())))
     assert all(torch.equal(tensors[n], expected[n]) for n in tensors)
 
-for program_bytes in (16 << 10, 64):
-    fused.PROGRAM_BYTES = {"columns": program_bytes, "rows": program_bytes}
+for program_bytes, lag_bytes in ((16 << 10, None), (64, None), (16 << 10, 1), (64, 1 << 10)):
+    launches.TUNING = launches.Tuning(
+        column_bytes=program_bytes, row_bytes=program_bytes, lag_bytes=lag_bytes
+    )
     for family in ("gpt2", "vit", "llama"):
         for scope, dtype in (("paper", torch.float32), ("full", torch.bfloat16)):
             model = FAMILIES[family]().model.to(dtype)
@@ -69,21 +86,46 @@ def test_interpreted_kernels_agree_with_indexing() -> None:
     subprocess.run([sys.executable, "-c", INTERPRETED], check=True, env=environment)
 
 
+WAYS = {
+    "launched": (False, Tuning()),
+    "replayed": (True, Tuning()),
+    "replayed-small": (True, Tuning(row_bytes=64 << 10, column_bytes=16 << 10)),
+    "replayed-in-turns": (True, Tuning(row_bytes=64 << 10, lag_bytes=8 << 20)),
+}
+
+
+@pytest.fixture(params=WAYS)
+def way(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Launches issued or replayed, one pass after the other or in turns."""
+    replay, tuning = WAYS[request.param]
+    with (
+        mock.patch.object(recording, "REPLAY", replay),
+        mock.patch.object(launches, "TUNING", tuning),
+    ):
+        yield
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("family", ["bert", "vit", "gpt2", "llama"])
-def test_compiled_kernels_agree_with_indexing(family: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("family", ["bert", "vit", "llama"])
+def test_compiled_kernels_agree_with_indexing(family: str) -> None:
     assert triton_kernels() is not None
-    model = FAMILIES[family]().model.to("cuda", dtype)
-    _assert_compiled_agrees(model, draws=5)
+    _assert_compiled_agrees(FAMILIES[family]().model.cuda(), draws=5)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_every_way_and_dtype_agrees_with_indexing(dtype: torch.dtype) -> None:
+    _assert_compiled_agrees(FAMILIES["gpt2"]().model.to("cuda", dtype), draws=5)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("hidden", [3072, 5000])
-def test_compiled_kernels_agree_at_full_width(hidden: int, dtype: torch.dtype) -> None:
-    model = nn.Sequential(nn.Linear(768, hidden), nn.GELU(), nn.Linear(hidden, 768))
-    _assert_compiled_agrees(model.to("cuda", dtype), draws=10)
+def test_compiled_kernels_agree_at_full_width(hidden: int) -> None:
+    layers = [nn.Linear(768, hidden), nn.GELU(), nn.Linear(hidden, 768), nn.GELU()]
+    model = nn.Sequential(*layers, nn.Linear(768, 768))
+    _assert_compiled_agrees(model.to("cuda"), draws=10)
 
 
 def _assert_compiled_agrees(model: nn.Module, draws: int) -> None:
@@ -99,6 +141,40 @@ def _assert_compiled_agrees(model: nn.Module, draws: int) -> None:
 
 
 @pytest.mark.gpu
+def test_replaced_weights_are_moved_where_they_are_now() -> None:
+    """A recording of old addresses is never replayed for new ones."""
+    model = FAMILIES["gpt2"]().model.cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
+    spec = discover(model, scope="full")
+    generator = torch.Generator(device="cuda").manual_seed(0)
+
+    def shuffles_exactly() -> None:
+        for _ in range(3):
+            permutation = draw(spec, generator)
+            expected = {n: p.detach().cpu() for n, p in model.named_parameters()}
+            moments = {n: optimizer.state[p]["exp_avg"].cpu() for n, p in model.named_parameters()}
+            for tensors in (expected, moments):
+                apply_to_tensors(permutation.to("cpu"), tensors)
+            apply(permutation, model, optimizer)
+            for name, parameter in model.named_parameters():
+                assert torch.equal(parameter.cpu(), expected[name])
+                assert torch.equal(optimizer.state[parameter]["exp_avg"].cpu(), moments[name])
+
+    shuffles_exactly()
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
+    shuffles_exactly()
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    shuffles_exactly()
+    model.bfloat16()
+    shuffles_exactly()
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("hidden", [3072, 5000])
 def test_a_compiled_draw_sorts_its_keys(hidden: int) -> None:
     model = nn.Sequential(nn.Linear(8, hidden), nn.GELU(), nn.Linear(hidden, 8)).cuda()
@@ -107,8 +183,10 @@ def test_a_compiled_draw_sorts_its_keys(hidden: int) -> None:
     assert code is not None
     for bound in (2**62, 50):
         keys = torch.randint(bound, (hidden,), device="cuda")
-        drawn = draw_fused(spec, keys, code)
-        assert torch.equal(drawn.packed[:hidden], keys.argsort(stable=True))
+        drawing = fused_drawing(spec, keys.device, code)
+        drawing.keys.copy_(keys)
+        for _ in ("launched", "recorded", "replayed"):
+            assert torch.equal(drawing.result().packed[:hidden], keys.argsort(stable=True))
 
 
 @pytest.mark.gpu
@@ -121,11 +199,15 @@ def test_a_shuffle_never_waits_for_the_device_nor_takes_memory() -> None:
     spec = discover(model, scope="full")
     generator = torch.Generator(device="cuda").manual_seed(0)
     permutation = draw(spec, generator)
-    apply(permutation, model, optimizer)
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    apply(permutation, model, optimizer)
-    assert torch.cuda.max_memory_allocated() - before <= permutation.packed.nbytes
+    for parameter in model.parameters():
+        parameter.grad = None
+    torch.cuda.synchronize()
+    for _ in ("launched", "recorded", "replayed"):
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        apply(permutation, model, optimizer)
+        extra = torch.cuda.max_memory_allocated() - before
+    assert extra == 0
     torch.cuda.set_sync_debug_mode("error")
     try:
         apply(draw(spec, generator), model, optimizer)
@@ -140,50 +222,80 @@ def test_every_tensor_of_the_families_is_served() -> None:
             assert all(fused.matrix_shape(spec, name) for name in spec.axes_of)
 
 
+@pytest.mark.parametrize("lag_bytes", [None, 1, 1 << 12])
 @pytest.mark.parametrize("program_bytes", [16 << 10, 64])
 @pytest.mark.parametrize("family", ["bert", "vit", "gpt2", "llama"])
-def test_programs_share_no_element_and_miss_none(family: str, program_bytes: int) -> None:
+def test_programs_share_no_element_and_miss_none(
+    family: str, program_bytes: int, lag_bytes: int | None
+) -> None:
     spec = discover(FAMILIES[family]().model, scope="full")
     names = tuple(spec.axes_of)
-    sizes = {"columns": program_bytes, "rows": program_bytes}
-    with mock.patch.object(fused, "PROGRAM_BYTES", sizes):
-        launches = fused.launches(spec, names, 4, CPU)
-    for moving in ("columns", "rows"):
+    tuning = Tuning(column_bytes=program_bytes, row_bytes=program_bytes, lag_bytes=lag_bytes)
+    with mock.patch.object(launches, "TUNING", tuning):
+        found = fused.launches_for(spec, names, 4, CPU)
+    assert any(len(launch.tiles) == 2 for launch in found) == (lag_bytes is not None)
+    for number, moving in enumerate(("columns", "rows")):
         touched = {name: torch.zeros(spec.shapes[name], dtype=torch.int64) for name in names}
-        for launch in launches:
-            if launch.tile.moving == moving:
-                _touch(launch, [touched[name] for name in names])
+        for launch in found:
+            _touch(launch, moving, [touched[name] for name in names])
         for name in names:
             shape = fused.matrix_shape(spec, name)
             assert shape is not None
-            moves = shape.col_layout if moving == "columns" else shape.row_layout
+            moves = (shape.col_start, shape.row_start)[number]
             assert (touched[name] == int(moves is not None)).all(), name
 
 
-def _touch(launch: fused.Launch, tensors: list[torch.Tensor]) -> None:
+def _touch(launch: launches.Launch, moving: str, tensors: list[torch.Tensor]) -> None:
     """Add one to every element a program of the launch owns, as the kernels take their share."""
-    tile = launch.tile
-    for program, job in enumerate(launch.programs.tolist()):
-        place, rows, cols, _, first = launch.jobs[job].tolist()
-        matrix = tensors[place].view(rows, cols)
-        block = program - first
+    finished = [0] * launch.counters.numel()
+    for program, number in enumerate(launch.programs.tolist()):
+        job = launches.Job(**dict(zip(FIELDS, launch.jobs[number].tolist(), strict=True)))
+        tile = launch.tiles[0 if job.awaited < 0 else -1]
+        if len(launch.tiles) == 2:
+            # Whatever a program waits for was given to programs before it.
+            assert finished[job.counter] >= job.awaited
+            finished[job.counter] += tile.moving == "columns"
+        if tile.moving != moving:
+            continue
+        matrix = tensors[job.place].view(job.rows, job.cols)
+        block = program - job.first
         if tile.moving == "columns":
-            assert cols <= tile.cols
+            assert job.cols <= tile.cols
             matrix[block * tile.rows : (block + 1) * tile.rows] += 1
         else:
-            assert rows <= tile.rows
+            assert job.rows <= tile.rows
             matrix[:, block * tile.cols : (block + 1) * tile.cols] += 1
 
 
+def test_rows_wait_for_all_columns_of_their_tensor() -> None:
+    shape = launches.Shape(rows=70, cols=40, row_start=0, col_start=0)
+    tuning = Tuning(column_bytes_per_warp=64, row_bytes=1 << 12, lag_bytes=70 * 40 * 4)
+    with mock.patch.object(launches, "TUNING", tuning):
+        (launch,) = launches.build_launches([shape] * 3, 4, CPU)
+    jobs = [launches.Job(**dict(zip(FIELDS, row, strict=True))) for row in launch.jobs.tolist()]
+    assert [(job.place, job.awaited < 0) for job in jobs] == [
+        (0, True), (1, True), (0, False), (2, True), (1, False), (2, False),
+    ]  # fmt: skip
+    pieces = launch.tiles[0].pieces(shape)
+    assert pieces > 1
+    assert {job.awaited for job in jobs} == {-1, pieces}
+    assert len({job.counter for job in jobs}) == 3
+    assert launch.programs.bincount().tolist() == [
+        tile.pieces(shape) for tile in (launch.tiles[job.awaited >= 0] for job in jobs)
+    ]
+
+
+@pytest.mark.parametrize("row_bytes", [32 << 10, 64 << 10, 128 << 10])
 @pytest.mark.parametrize("size", [1, 2, 4, 8])
-def test_tiles_fit_and_tell_the_truth_about_alignment(size: int) -> None:
-    for rows in (1, 7, 768, 3072, 5120, 16384):
-        for cols in (1, 6, 768, 3072, 16384):
-            shape = fused.Shape(rows=rows, cols=cols, row_layout=0, col_layout=0)
-            for moving in ("columns", "rows"):
-                tile = fused.tile_of(shape, moving, size)
-                assert tile.rows * tile.cols * size <= 128 << 10
-                assert 4 <= fused.num_warps(tile, size) <= 32
-                assert tile.alignment >= size
-                assert cols * size % tile.alignment == 0
-                assert tile.moving == "columns" or tile.cols * size % tile.alignment == 0
+def test_tiles_fit_and_tell_the_truth_about_alignment(size: int, row_bytes: int) -> None:
+    with mock.patch.object(launches, "TUNING", Tuning(row_bytes=row_bytes)):
+        for rows in (1, 7, 768, 3072, 5120, 16384):
+            for cols in (1, 6, 768, 3072, 16384):
+                shape = launches.Shape(rows=rows, cols=cols, row_start=0, col_start=0)
+                for moving in ("columns", "rows"):
+                    tile = launches.tile_of(shape, moving, size)
+                    assert tile.rows * tile.cols * size <= 128 << 10
+                    assert 4 <= launches.num_warps(tile, size) <= 32
+                    assert tile.alignment >= size
+                    assert cols * size % tile.alignment == 0
+                    assert tile.moving == "columns" or tile.cols * size % tile.alignment == 0

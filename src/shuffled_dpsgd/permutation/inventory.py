@@ -7,10 +7,11 @@ tensors at the same addresses; otherwise everything is looked at anew.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from weakref import WeakKeyDictionary
+from itertools import chain, repeat
+from operator import attrgetter, is_, methodcaller
+from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import torch
 from torch import nn
@@ -35,20 +36,26 @@ class _Kept:
     """An inventory with all it was made from.
 
     Its objects may be the same and yet differ: a parameter's `.data` may have been replaced, by a
-    view of the same memory even.
+    view of the same memory even, or by another dtype at an address used before.
     """
 
+    model: ReferenceType[nn.Module]
+    below: Sequence[nn.Module]
     objects: list[object]
     parameters: Sequence[torch.Tensor]
-    tensors: list[torch.Tensor]
+    tensors: Sequence[torch.Tensor]
     views: list[object]
     inventory: Inventory
 
-    def holds(self, objects: list[object]) -> bool:
-        """Whether an inventory made from `objects` now would be this one."""
+    def holds(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> bool:
+        """Whether an inventory made now would be this one.
+
+        The modules are those of before if each still has the children it had.
+        """
         return (
-            len(objects) == len(self.objects)
-            and all(map(operator.is_, objects, self.objects))
+            self.model() is model
+            and _same(_held([model, *self.below], optimizer), self.objects)
+            and _no_gradients(self.parameters)
             and _views(self.parameters, self.tensors) == self.views
         )
 
@@ -61,19 +68,21 @@ def take_inventory(
     cache: WeakKeyDictionary[object, _Kept] = spec.derived["inventory"].setdefault(
         "by owner", WeakKeyDictionary()
     )
-    objects = _held(model, optimizer)
     kept = cache.get(owner)
-    if kept is not None and kept.holds(objects):
+    if kept is not None and kept.holds(model, optimizer):
         return kept.inventory
     cache.pop(owner, None)
     moving = _moving(spec, model, optimizer)
     inventory = sort_out(spec, moving)
-    tensors = [tensor for _, tensor in moving]
     # Gradients come and go with every step: to hold them would keep their memory.
     parameters = [*model.parameters()]
-    if not inventory.apart and all(parameter.grad is None for parameter in parameters):
+    if not inventory.apart and _no_gradients(parameters):
+        _, *below = model.modules()
+        tensors = [tensor for _, tensor in moving]
         cache[owner] = _Kept(
-            objects=objects,
+            model=ref(model),
+            below=below,
+            objects=_held([model, *below], optimizer),
             parameters=parameters,
             tensors=tensors,
             views=_views(parameters, tensors),
@@ -82,11 +91,41 @@ def take_inventory(
     return inventory
 
 
-def _views(parameters: Sequence[torch.Tensor], tensors: list[torch.Tensor]) -> list[object]:
+# Between two steps of training all of this has left the processor's caches, and what is touched
+# costs more than what is computed. So the check walks each kind of object once, and in C.
+_children = attrgetter("_modules")
+_own_parameters = attrgetter("_parameters")
+_values = methodcaller("values")
+_gradient = attrgetter("grad")
+_dtype = attrgetter("dtype")
+_shape = attrgetter("shape")
+
+
+def _held(modules: Sequence[nn.Module], optimizer: torch.optim.Optimizer | None) -> list[object]:
+    """Children, parameters and optimizer state as they are now, by identity and in order."""
+    found: list[object] = [*chain.from_iterable(map(_values, map(_children, modules)))]
+    found += chain.from_iterable(map(_values, map(_own_parameters, modules)))
+    if optimizer is not None:
+        found += optimizer.state
+        found += chain.from_iterable(map(_values, optimizer.state.values()))
+    return found
+
+
+def _same(found: list[object], kept: list[object]) -> bool:
+    return len(found) == len(kept) and all(map(is_, found, kept))
+
+
+def _no_gradients(parameters: Sequence[torch.Tensor]) -> bool:
+    return all(map(is_, map(_gradient, parameters), repeat(None)))
+
+
+def _views(parameters: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> list[object]:
+    """Where the tensors lie and how; one address space holds the memory of all devices."""
     return [
-        *map(torch.Tensor.size, parameters),
-        *map(torch.Tensor.stride, parameters),
         *map(torch.Tensor.data_ptr, tensors),
+        *map(_dtype, tensors),
+        *map(torch.Tensor.is_contiguous, tensors),
+        *map(_shape, parameters),
     ]
 
 
@@ -103,26 +142,6 @@ def sort_out(spec: PermutationSpec, moving: Sequence[Named]) -> Inventory:
     return Inventory(
         together=tuple(fused.prepare(spec, tensors) for tensors in together.values()), apart=apart
     )
-
-
-def _held(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> list[object]:
-    """Parameters, gradients and optimizer state as they are now, by identity and in order."""
-    modules = [model]
-    seen = {model}
-    found: list[object] = []
-    for module in modules:  # grows while it is walked
-        for child in module._modules.values():
-            if child is not None and child not in seen:
-                seen.add(child)
-                modules.append(child)
-        for parameter in module._parameters.values():
-            if parameter is not None:
-                found += (parameter, parameter.grad)
-    if optimizer is not None:
-        for owner, state in optimizer.state.items():
-            found.append(owner)
-            found += state.values()
-    return found
 
 
 def _moving(

@@ -50,7 +50,7 @@ def add_normal_(
     # As signed numbers all words have one type, whatever their values: no second compilation.
     words = [word - (1 << 32) if word >> 31 else word for word in key]
     with torch.cuda.device_of(flat):
-        _add_normal_kernel[(blocks,)](flat, count, first, *words, std, 1.0 / divide_by)
+        _add_normal_kernel[(blocks,)](flat, count, first, *words, std, 1.0 / divide_by, num_warps=8)
 
 
 @triton.jit
@@ -72,23 +72,31 @@ def _normal_pair(word, finer, angle):  # type: ignore[no-untyped-def]
     return first.to(tl.float32, bitcast=True), second.to(tl.float32, bitcast=True)
 
 
-@triton.jit
-def _update(sums, row, low, high, whole, normal, std, scale):  # type: ignore[no-untyped-def]
-    """Add to one row of a block; of a block that is not `whole`, to the part within bounds."""
-    lanes = tl.arange(0, LANES)
-    if whole:
-        tl.store(sums + lanes, (tl.load(sums + lanes) + std * normal) * scale)
-    else:
-        inside = (row + lanes >= low) & (row + lanes < high)
-        found = tl.load(sums + lanes, mask=inside, other=0.0)
-        tl.store(sums + lanes, (found + std * normal) * scale, mask=inside)
-
-
 @triton.jit(do_not_specialize=["key_0", "key_1", "key_2", "key_3"])
 def _add_normal_kernel(  # type: ignore[no-untyped-def]
     sums, count, first, key_0, key_1, key_2, key_3, std, scale
 ):  # fmt: skip
     block = tl.program_id(0).to(tl.int64) + first // BLOCK
+    # Where the block starts in `sums`: before it, when the first block is not whole.
+    start = block * BLOCK - first
+    low = tl.maximum(-start, 0).to(tl.int32)
+    high = tl.minimum(count - start, BLOCK).to(tl.int32)
+    # One element per thread and row: four at once would have to change hands before being stored.
+    lane = tl.max_contiguous(tl.arange(0, LANES), 1)
+    in_0 = (lane >= low) & (lane < high)
+    in_1 = (lane + LANES >= low) & (lane + LANES < high)
+    in_2 = (lane + 2 * LANES >= low) & (lane + 2 * LANES < high)
+    in_3 = (lane + 3 * LANES >= low) & (lane + 3 * LANES < high)
+    row_0 = sums + start + lane
+    row_1 = row_0 + LANES
+    row_2 = row_0 + 2 * LANES
+    row_3 = row_0 + 3 * LANES
+    # Before the arithmetic, which then hides how long reading takes.
+    sum_0 = tl.load(row_0, mask=in_0)
+    sum_1 = tl.load(row_1, mask=in_1)
+    sum_2 = tl.load(row_2, mask=in_2)
+    sum_3 = tl.load(row_3, mask=in_3)
+
     group = block * LANES
     zeros = tl.zeros((LANES,), dtype=tl.uint32)
     # LANES divides 2^32: the low word never overflows within a block.
@@ -108,14 +116,7 @@ def _add_normal_kernel(  # type: ignore[no-untyped-def]
         finer_2 = tl.where(w2 < TINY, t2, finer_2)
     normal_0, normal_1 = _normal_pair(w0, finer_0, w1)
     normal_2, normal_3 = _normal_pair(w2, finer_2, w3)
-
-    # Where the block starts in `sums`: before it, when the first block is not whole.
-    start = block * BLOCK - first
-    whole = (start >= 0) & (start + BLOCK <= count)
-    low = tl.maximum(-start, 0).to(tl.int32)
-    high = tl.minimum(count - start, BLOCK).to(tl.int32)
-    sums += start
-    _update(sums, 0, low, high, whole, normal_0, std, scale)
-    _update(sums + LANES, LANES, low, high, whole, normal_1, std, scale)
-    _update(sums + 2 * LANES, 2 * LANES, low, high, whole, normal_2, std, scale)
-    _update(sums + 3 * LANES, 3 * LANES, low, high, whole, normal_3, std, scale)
+    tl.store(row_0, (sum_0 + std * normal_0) * scale, mask=in_0)
+    tl.store(row_1, (sum_1 + std * normal_1) * scale, mask=in_1)
+    tl.store(row_2, (sum_2 + std * normal_2) * scale, mask=in_2)
+    tl.store(row_3, (sum_3 + std * normal_3) * scale, mask=in_3)

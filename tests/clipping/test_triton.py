@@ -71,6 +71,26 @@ def test_the_length_of_all_terms_and_the_bias(shape: tuple[int, ...]) -> None:
     assert int(triton_tiles.reach_and_bias(xs, gs, False)[1].count_nonzero()) == 0
 
 
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("tokens", [16, 21])
+def test_norms_of_a_vocabulary_shared_out(
+    tokens: int, bias: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(triton_linear, "multiprocessors", lambda device: 8)
+    x, room = draw(3, tokens, 64, seed=0), draw(3, tokens, 1024, seed=1)
+    room[..., 901:] = float("nan")
+    g = room[..., :901]
+    expected = plain.tile_sq_norms(x.double(), g.double(), bias)
+    found = triton_linear.wide_gram_sq_norms(x, g, bias)
+    assert ((found - expected) / expected).abs().max() < 1e-2
+    assert (found >= expected * (1 - 1e-6)).all()
+    found = triton_tiles.tile_sq_norms([x], [g], bias)[0]
+    assert ((found - expected) / expected).abs().max() < 1e-3
+    row = torch.zeros(901, device=DEVICE)
+    triton_rows.weighted_row_sums([g], torch.ones(3, device=DEVICE), [row])
+    assert (row - g.double().sum((0, 1))).norm() / row.norm() < 1e-6
+
+
 @pytest.mark.parametrize("tokens", [129, 191, 192, 193, 197, 208])
 @pytest.mark.parametrize("bias", [False, True])
 def test_norms_of_samples_cut_in_two_parts(tokens: int, bias: bool) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from shuffled_dpsgd.clipping.kernels.addresses import address_table
 from shuffled_dpsgd.clipping.kernels.triton_linear import ELEMENT, tile_at
+from shuffled_dpsgd.clipping.kernels.triton_sums import readable_width
 
 # Tokens and features a program reads at a time, and its warps: four 16-byte loads per thread.
 BLOCK_T, BLOCK_P, NUM_WARPS = 32, 128, 4
@@ -26,10 +27,13 @@ TARGET_PROGRAMS = 4096
 
 @triton.jit
 def row_sum_kernel(  # type: ignore[no-untyped-def]
-    g_table, out_LSP, factors_B, B, T, P, g_batch, g_row, share,
+    g_table, out_LSP, factors_B, B, T, P, readable, g_batch, g_row, share,
     BLOCK_T: tl.constexpr, BLOCK_P: tl.constexpr, ELEMENT: tl.constexpr,
 ):  # fmt: skip
-    """One block of one layer's sum_b f_b sum_t g_bt over one share of the samples."""
+    """One block of one layer's sum_b f_b sum_t g_bt over one share of the samples.
+
+    Features from P up to `readable` are read, for wide loads, and not stored.
+    """
     part, layer = tl.program_id(1), tl.program_id(2)
     p = tl.program_id(0) * BLOCK_P + tl.arange(0, BLOCK_P)
     g = tile_at(g_table, layer, ELEMENT)
@@ -43,7 +47,7 @@ def row_sum_kernel(  # type: ignore[no-untyped-def]
         of_sample = tl.zeros((BLOCK_T, BLOCK_P), dtype=tl.float32)
         for first in range(0, T, BLOCK_T):
             t = first + rows
-            inside = (t < T)[:, None] & (p < P)[None, :]
+            inside = (t < T)[:, None] & (p < readable)[None, :]
             tile = tl.load(g_b + t[:, None] * g_row, mask=inside, other=0.0)
             of_sample += tile.to(tl.float32)
         # A factor of zero must silence infinities and NaNs too.
@@ -83,7 +87,7 @@ def weighted_row_sums(
     shares = triton.cdiv(B, share)
     parts = torch.empty(L, shares, P, dtype=torch.float32, device=g.device)
     row_sum_kernel[(blocks, shares, L)](
-        table[0], parts, factors_B, B, T, P, g.stride(0), g.stride(1), share,
+        table[0], parts, factors_B, B, T, P, readable_width(g), g.stride(0), g.stride(1), share,
         BLOCK_T=BLOCK_T, BLOCK_P=BLOCK_P, ELEMENT=ELEMENT[g.dtype], num_warps=NUM_WARPS,
     )  # fmt: skip
     add_shares_kernel[(blocks, L)](

@@ -150,6 +150,16 @@ def may_read_past(tensor: Tensor, width: int) -> bool:
     return last * tensor.element_size() <= tensor.untyped_storage().nbytes()
 
 
+def readable_width(tensor: Tensor) -> int:
+    """The width rounded up to 16 where rows can be read that far, else the width.
+
+    A mask that may end anywhere keeps loads from being wide.
+    """
+    width = tensor.shape[2]
+    rounded = -(-width // 16) * 16
+    return rounded if rounded <= tensor.stride(1) and may_read_past(tensor, rounded) else width
+
+
 def segmentation(tokens: int) -> dict[str, int]:
     """How a sample's tokens are cut: few wasted rows for short samples, long segments else."""
     chunk = 128 if tokens == 128 else 64

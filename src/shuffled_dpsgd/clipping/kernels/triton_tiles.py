@@ -18,7 +18,11 @@ from torch import Tensor
 from shuffled_dpsgd.clipping.kernels import plain
 from shuffled_dpsgd.clipping.kernels.addresses import address_table
 from shuffled_dpsgd.clipping.kernels.triton_linear import ELEMENT, tile_at
-from shuffled_dpsgd.clipping.kernels.triton_sums import may_read_past, outer_chunk
+from shuffled_dpsgd.clipping.kernels.triton_sums import (
+    may_read_past,
+    outer_chunk,
+    readable_width,
+)
 
 # Rows and columns of a tile, tokens multiplied at a time, and stages of the pipeline.
 BLOCK_P, BLOCK_D, CHUNK, NUM_STAGES = 128, 128, 64, 4
@@ -51,10 +55,14 @@ def tile_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def token_kernel(  # type: ignore[no-untyped-def]
-    x_table, g_table, reach_LBS, sums_LBSP, B, T, D, P, x_batch, x_row, g_batch, g_row,
+    x_table, g_table, reach_LBS, sums_LBSP, B, T, D, P, readable_d, readable_p,
+    x_batch, x_row, g_batch, g_row,
     BIAS: tl.constexpr, SLICE: tl.constexpr, FEATURES: tl.constexpr, ELEMENT: tl.constexpr,
 ):  # fmt: skip
-    """The sum of |x_t| |g_t| over one slice of one sample of one layer; with BIAS also of g_t."""
+    """The sum of |x_t| |g_t| over one slice of one sample of one layer; with BIAS also of g_t.
+
+    Features past D and P up to the readable widths are read, for wide loads, and not used.
+    """
     part, sample, layer = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
     at = (layer * B + sample) * tl.num_programs(0) + part
     t = part * SLICE + tl.arange(0, SLICE)
@@ -63,13 +71,15 @@ def token_kernel(  # type: ignore[no-untyped-def]
     g = tile_at(g_table, layer, ELEMENT) + sample * g_batch + t[:, None] * g_row + k[None, :]
     x_squares = tl.zeros((SLICE, FEATURES), dtype=tl.float32)
     for start in range(0, D, FEATURES):
-        inside = (t < T)[:, None] & (start + k < D)[None, :]
+        inside = (t < T)[:, None] & (start + k < readable_d)[None, :]
         tile = tl.load(x + start, mask=inside, other=0.0).to(tl.float32)
+        tile = tl.where((start + k < D)[None, :], tile, 0.0)
         x_squares += tile * tile
     g_squares = tl.zeros((SLICE, FEATURES), dtype=tl.float32)
     for start in range(0, P, FEATURES):
-        inside = (t < T)[:, None] & (start + k < P)[None, :]
+        inside = (t < T)[:, None] & (start + k < readable_p)[None, :]
         tile = tl.load(g + start, mask=inside, other=0.0).to(tl.float32)
+        tile = tl.where((start + k < P)[None, :], tile, 0.0)
         g_squares += tile * tile
         if BIAS:
             tl.store(sums_LBSP + at * P + start + k, tl.sum(tile, 0), mask=start + k < P)
@@ -86,7 +96,7 @@ def reach_and_bias(xs: Sequence[Tensor], gs: Sequence[Tensor], bias: bool) -> tu
     reach = torch.empty(L, B, slices, dtype=torch.float32, device=x.device)
     sums = torch.empty(L, B, slices, P if bias else 0, dtype=torch.float32, device=x.device)
     token_kernel[(slices, B, L)](
-        table[0], table[1], reach, sums, B, T, D, P,
+        table[0], table[1], reach, sums, B, T, D, P, readable_width(x), readable_width(g),
         x.stride(0), x.stride(1), g.stride(0), g.stride(1), BIAS=bias, SLICE=SLICE,
         FEATURES=FEATURES, ELEMENT=ELEMENT[x.dtype], num_warps=READING_WARPS,
     )  # fmt: skip

@@ -11,9 +11,12 @@ import torch
 from shuffled_dpsgd.permutation import apply
 from shuffled_dpsgd.training import (
     GaussianNoise,
+    PlanRequest,
     PrivateTraining,
     RandomStreams,
+    ShuffledGaussianMechanism,
     load_checkpoint,
+    make_plan,
     make_private,
     save_checkpoint,
 )
@@ -45,6 +48,41 @@ def test_noise_on_the_device_has_the_std_asked_for() -> None:
     GaussianNoise(RandomStreams(seed=1)).add_(sums, {"a": 2.0, "b": 0.5}, step=0)
     assert float(sums["a"].std()) == pytest.approx(2.0, rel=0.01)
     assert float(sums["b"].std()) == pytest.approx(0.5, rel=0.01)
+
+
+@pytest.mark.parametrize("scale", [0.01, 10.0])
+def test_a_release_waits_for_nothing_and_is_that_of_the_cpu(scale: float) -> None:
+    """Batch clip, noise and division are queued; inside the ball and outside of it."""
+    request = PlanRequest(
+        dataset_size=100,
+        expected_batch_size=5,
+        num_steps=1,
+        delta=1e-5,
+        noise_multiplier=0.0,
+        batch_clip_norm=1.0,
+        seed=0,
+    )
+    plan = make_plan(request, sizes={"a": 1200, "b": 40}, moved=frozenset({"a"}))
+    mechanism = ShuffledGaussianMechanism(plan, GaussianNoise(RandomStreams(seed=0)))
+
+    def sums(device: str) -> dict[str, torch.Tensor]:
+        values = scale * torch.linspace(-1, 1, 1240)
+        return {"a": values[:1200].to(device), "b": values[1200:].to(device)}
+
+    mechanism.privatize(sums("cuda"), step=0)
+    found, expected = sums("cuda"), sums("cpu")
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        record = mechanism.privatize(found, step=0)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    same = mechanism.privatize(expected, step=0)
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name].cpu(), tensor)
+    for one, other in zip(record.blocks, same.blocks, strict=True):
+        assert one.sum_norm == pytest.approx(other.sum_norm)
+        assert one.batch_clip_factor == pytest.approx(other.batch_clip_factor)
+    assert (same.blocks[0].batch_clip_factor < 1.0) == (scale > 1.0)
 
 
 def test_shuffling_changes_no_loss_in_the_common_frame() -> None:

@@ -18,6 +18,7 @@ from shuffled_dpsgd.training import (
     ShuffledGaussianMechanism,
     make_plan,
 )
+from shuffled_dpsgd.training.mechanism import Release
 
 
 def plan(**changes: Any) -> PrivacyPlan:
@@ -83,3 +84,26 @@ def test_every_step_draws_noise_of_its_own() -> None:
     first, second = release(found, zero, step=0), release(found, zero, step=1)
     assert not torch.equal(first, second)
     assert torch.equal(first, release(found, zero, step=0))
+
+
+def test_blocks_are_clipped_and_measured_alike_wherever_their_sums_lie() -> None:
+    """In one buffer or apart, of one dtype or two."""
+    found = plan(batch_clip_norm=0.5)
+
+    def record(sums: dict[str, torch.Tensor]) -> tuple[Release, torch.Tensor]:
+        noise = GaussianNoise(RandomStreams(seed=1))
+        done = ShuffledGaussianMechanism(found, noise).privatize(sums, step=0)
+        return done, torch.cat([sums["moved"].double(), sums["fixed"].double()])
+
+    buffer = torch.arange(16.0)
+    apart = {"moved": buffer[:12].clone(), "fixed": buffer[12:].clone()}
+    mixed = {"moved": buffer[:12].double(), "fixed": buffer[12:].clone()}
+    together = {"moved": buffer[:12], "fixed": buffer[12:]}
+    expected, values = record(mixed)
+    assert expected.blocks[0].batch_clip_factor == pytest.approx(0.5 / math.sqrt(506))
+    assert expected.blocks[1].batch_clip_factor == 1.0
+    for sums in (apart, together):
+        other, same = record(sums)
+        assert torch.allclose(same, values, rtol=1e-6)
+        for one, two in zip(other.blocks, expected.blocks, strict=True):
+            assert one.sum_norm == pytest.approx(two.sum_norm, rel=1e-12)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from shuffled_dpsgd.clipping import ClippingEngine
+from shuffled_dpsgd.clipping import ClippingEngine, cost
 from shuffled_dpsgd.clipping.half import HalfCopies
 from shuffled_dpsgd.clipping.rules.linear import LinearSlot
 from shuffled_dpsgd.clipping.totals import Totals
@@ -76,3 +77,26 @@ def test_half_copies_follow_the_parameters_and_are_reused_only_when_told() -> No
     again = halves.make(torch.bfloat16, reuse=True)[id(model.weight)]
     assert again.data_ptr() == other.data_ptr()
     assert torch.equal(again, model.weight.detach().bfloat16())
+
+
+@pytest.mark.parametrize("route", [cost.Route.GRAM, cost.Route.TILES])
+def test_layers_settled_together_by_either_route_agree_with_stored_gradients(
+    route: cost.Route, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    layers = [nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6, bias=False), nn.Tanh(), nn.Linear(6, 4)]
+    model = nn.Sequential(*layers, nn.Linear(4, 6), nn.Linear(6, 6)).double()
+    x = torch.randn(3, 5, 6, dtype=torch.float64)
+
+    def clipped(strategy: str) -> tuple[Tensor, dict[str, Tensor]]:
+        engine = ClippingEngine(model, clip_norm=0.1, strategy=strategy)
+        with engine:
+            engine.backward(model(x).square().sum((1, 2)))
+        return engine.sample_norms, engine.clipped_sum()
+
+    expected_norms, expected = clipped("instantiate")
+    monkeypatch.setitem(cost.STRATEGIES, "bookkeeping", lambda T, R, C, device: route)
+    norms, sums = clipped("bookkeeping")
+    torch.testing.assert_close(norms, expected_norms)
+    for name, total in sums.items():
+        torch.testing.assert_close(total, expected[name])

@@ -79,3 +79,16 @@ def test_batches_can_be_empty_or_everything() -> None:
 def test_impossible_probabilities_are_refused(prob: float) -> None:
     with pytest.raises(InvalidArgumentError, match="sampling_prob"):
         sampler(5, prob)
+
+
+def test_key_words_differ_by_place_and_from_every_other_stream_s() -> None:
+    streams = RandomStreams(seed=5)
+    places = [("noise", 0, 0), ("noise", 1, 0), ("noise", 0, 1), ("permutation", 0, 0)]
+    keys = [streams.words(purpose, step, index) for purpose, step, index in places]  # type: ignore[arg-type]
+    assert len({word for key in keys for word in key}) == 16
+    assert all(0 <= word < 1 << 32 for key in keys for word in key)
+    assert streams.words("noise", 1) == keys[1]
+    state = streams._sequence("noise", 0, 0).generate_state(4, np.uint32).tolist()
+    assert not set(state) & set(keys[0])
+    secure = RandomStreams()
+    assert secure.words("noise", 0) != secure.words("noise", 0)

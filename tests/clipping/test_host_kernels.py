@@ -15,6 +15,10 @@ def draw(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
+def gram_sq_norms(x: Tensor, g: Tensor, bias: bool) -> Tensor:
+    return host.gram_sq_norms([(x, g)], bias)[0]
+
+
 def exact_sq_norms(x: Tensor, g: Tensor, bias: bool) -> Tensor:
     squares = torch.einsum("btp,btd->bpd", g.double(), x.double()).square().sum((1, 2))
     return squares + g.double().sum(1).square().sum(1) if bias else squares
@@ -42,7 +46,7 @@ def test_gram_norms_are_exact_and_not_too_small(
     x = 10.0**exponent * draw(batch, tokens, widths[0], seed=seed)
     g = draw(batch, tokens, widths[1], seed=seed + 1, dtype=dtype)
     x = x.to(dtype)
-    found, expected = host.gram_sq_norms(x, g, bias), exact_sq_norms(x, g, bias)
+    found, expected = gram_sq_norms(x, g, bias), exact_sq_norms(x, g, bias)
     assert found.dtype == torch.float32
     lengths = (x.double().square().sum(2) + bias).sqrt() * g.double().norm(dim=2)
     assert (found.double() >= expected * (1 - 1e-6)).all()
@@ -58,10 +62,19 @@ def test_cancelling_tokens_are_not_found_too_small(spread: float, swap: bool) ->
     g[:, 1::2] *= -1
     if swap:
         x, g = g, x
-    found, expected = host.gram_sq_norms(x, g, False), exact_sq_norms(x, g, False)
+    found, expected = gram_sq_norms(x, g, False), exact_sq_norms(x, g, False)
     rounding = 2e-6 * plain.reach(x, g)
     assert (found.double() >= expected * (1 - 1e-6)).all()
     assert (found.double().sqrt() <= expected.sqrt() * (1 + 1e-5) + rounding).all()
+
+
+@pytest.mark.parametrize("widths", [(16, 24), (24, 16)])
+def test_layers_of_one_input_share_its_factor_and_nothing_else(widths: tuple[int, int]) -> None:
+    x, other = draw(3, 12, widths[0], seed=20), draw(3, 12, widths[0], seed=21)
+    gs = [draw(3, 12, widths[1], seed=22 + i) for i in range(3)]
+    pairs = [(x, gs[0]), (x, gs[1]), (other, gs[1]), (other, gs[2])]
+    for found, (one, g) in zip(host.gram_sq_norms(pairs, True), pairs, strict=True):
+        assert torch.equal(found, gram_sq_norms(one, g, True))
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -70,7 +83,7 @@ def test_zero_and_repeated_tokens_have_a_factor(bias: bool) -> None:
     x[0], x[1, 4:] = 0.0, 0.0
     x[2] = x[2, :1]
     expected = exact_sq_norms(x, g, bias)
-    torch.testing.assert_close(host.gram_sq_norms(x, g, bias).double(), expected, rtol=1e-5, atol=0)
+    torch.testing.assert_close(gram_sq_norms(x, g, bias).double(), expected, rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize("poison", [float("nan"), float("inf"), -float("inf")])
@@ -78,9 +91,9 @@ def test_zero_and_repeated_tokens_have_a_factor(bias: bool) -> None:
 @pytest.mark.parametrize("side", ["x", "g"])
 def test_non_finite_samples_have_non_finite_norms(poison: float, token: int, side: str) -> None:
     x, g = draw(3, 12, 16, seed=5), draw(3, 12, 24, seed=6)
-    clean = host.gram_sq_norms(x, g, True)
+    clean = gram_sq_norms(x, g, True)
     (x if side == "x" else g)[1, token, 3] = poison
-    found = host.gram_sq_norms(x, g, True)
+    found = gram_sq_norms(x, g, True)
     assert not torch.isfinite(found[1])
     torch.testing.assert_close(found[[0, 2]], clean[[0, 2]])
 
@@ -88,7 +101,7 @@ def test_non_finite_samples_have_non_finite_norms(poison: float, token: int, sid
 def test_wide_layers_are_cut_into_cached_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     x, g = draw(2, 9, 32, seed=7), draw(2, 9, 500, seed=8)
     monkeypatch.setattr(host, "CACHED_ELEMENTS", 1)
-    found = host.gram_sq_norms(x, g, True).double()
+    found = gram_sq_norms(x, g, True).double()
     torch.testing.assert_close(found, exact_sq_norms(x, g, True), rtol=1e-5, atol=0)
 
 

@@ -124,8 +124,9 @@ def test_cost_rule_takes_the_cheaper_route() -> None:
 
 
 def test_cost_rule_stores_more_on_a_cpu_but_not_without_bound() -> None:
-    assert cost.cheapest(64, 256, 256, "cuda") is cost.Route.GRAM
-    assert cost.cheapest(64, 256, 256, "cpu") is cost.Route.INSTANTIATE
+    assert cost.cheapest(64, 256, 256, "cpu") is cost.Route.GRAM
+    assert cost.cheapest(128, 256, 256, "cuda") is cost.Route.GRAM
+    assert cost.cheapest(128, 256, 256, "cpu") is cost.Route.INSTANTIATE
     assert cost.cheapest(512, 256, 1024, "cuda") is cost.Route.TILES
     assert cost.cheapest(512, 256, 1024, "cpu") is cost.Route.INSTANTIATE
     assert cost.cheapest(64, 768, 50257, "cpu") is cost.Route.GRAM

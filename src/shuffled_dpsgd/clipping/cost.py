@@ -7,9 +7,9 @@ For T positions, R rows and C columns of the weight, per sample:
 - instantiate: 2·T·R·C once, and R·C numbers written and read back twice
 
 The traffic of the last is weighed by how many operations a device does while it moves one float32
-number three times. On a CPU that is far fewer than on an accelerator, a Gram matrix of the
-narrower side is added in float64 at twice the price, and what is small runs at two thirds of the
-speed of large products (`kernels/host.py`; measured on AMD Zen 4 with MKL).
+number three times. On a CPU that is far fewer than on an accelerator; and there one of the two
+Gram matrices, of the narrower side, is added in float64 at twice the price, while products this
+small run at four fifths of the speed of large ones (`kernels/host.py`; AMD Zen 4, MKL).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Callable
 from enum import Enum
 
 OPERATIONS_PER_NUMBER = 1800
-OPERATIONS_PER_NUMBER_ON_CPU = 80
+OPERATIONS_PER_NUMBER_ON_CPU = 160
 # Stored gradients may take up to so many times the room of the inputs and gradients they replace.
 MEMORY_RATIO, MEMORY_RATIO_ON_CPU = 0.5, 2.0
 
@@ -39,7 +39,7 @@ def operations(T: int, R: int, C: int, device: str) -> tuple[int, int, int]:
     """What each route costs a sample beyond one product g^T x: (Gram, tiles, instantiate)."""
     tiles = 2 * T * R * C
     if device == "cpu":
-        gram = 3 * T * T * (2 * min(R, C) + max(R, C))
+        gram = 5 * T * T * (2 * min(R, C) + max(R, C)) // 2
         return gram, tiles, OPERATIONS_PER_NUMBER_ON_CPU * R * C
     return 2 * T * T * (R + C), tiles, OPERATIONS_PER_NUMBER * R * C
 

@@ -128,9 +128,10 @@ def gram_sq_norm_sums(
             two_part = triton("gram").MIN_TOKENS <= x.shape[1] <= triton("gram").MAX_TOKENS
             kernel = triton("gram") if two_part else triton("linear")
             found.append(kernel.gram_sq_norms(xs, gs, biases[run[0]]).sum(0))
+        elif host.serves(x, g):
+            found += host.gram_sq_norms([pairs[i] for i in run], biases[run[0]])
         else:
-            module = host if host.serves(x, g) else plain
-            found += [module.gram_sq_norms(*pairs[i], biases[i]) for i in run]
+            found += [plain.gram_sq_norms(*pairs[i], biases[i]) for i in run]
     return found
 
 

@@ -6,6 +6,9 @@ side of a layer, factors multiply the smaller operand, and temporaries stay with
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -37,38 +40,69 @@ def row_sq_norms(rows_BN: Tensor) -> Tensor:
     return squares_B
 
 
-def gram_sq_norms(x_BTD: Tensor, g_BTP: Tensor, bias: bool) -> Tensor:
-    """`plain.gram_sq_norms` with one Gram matrix instead of two.
+class Factor(NamedTuple):
+    """L with L L^T = X X^T for each sample's tokens, and the tokens' lengths, in float64."""
+
+    lower_BTT: Tensor
+    lengths_BT: Tensor
+
+
+def gram_sq_norms(pairs: Sequence[tuple[Tensor, Tensor]], bias: bool) -> list[Tensor]:
+    """`plain.gram_sq_norms` of layers of one shape, with one Gram matrix each instead of two.
 
     Let X X^T = L L^T (Cholesky, float64) on the narrower side. Then ||G^T X|| = ||G^T L||, and
     token t's row of L is as long as x_t, so that rounding the product G^T L to float32 costs a
     norm no more than rounding G^T X itself would: an error relative to sum_t |x_t| |g_t|, which
     the head room of `plain.not_too_small` covers. (Rounding both Gram matrices to float32 would
-    cost the *square* as much relative to the square of that sum.) Repeated tokens make X X^T
-    singular; its diagonal is therefore enlarged by what the rounding of the Gram matrix and of
-    its factor can amount to (Demmel 1989), about 1e-11 of it. That errs upwards.
+    cost the *square* as much relative to the square of that sum.)
+
+    Layers with the same input (queries, keys and values) share its factor.
     """
-    narrow, wide = (x_BTD, g_BTP) if x_BTD.shape[2] <= g_BTP.shape[2] else (g_BTP, x_BTD)
-    _, T, width = narrow.shape
-    if T == 1 or width < T:
-        return plain.gram_sq_norms(x_BTD, g_BTP, bias)
-    gram_BTT = plain.exact_inner_products(narrow, narrow)
-    if bias and narrow is x_BTD:
+    factors: dict[int, Factor | None] = {}
+    found = []
+    for x_BTD, g_BTP in pairs:
+        inputs_narrow = x_BTD.shape[2] <= g_BTP.shape[2]
+        narrow, wide = (x_BTD, g_BTP) if inputs_narrow else (g_BTP, x_BTD)
+        if id(narrow) not in factors:
+            factors[id(narrow)] = _factor(narrow, bias and inputs_narrow)
+        factor = factors[id(narrow)]
+        if factor is None:
+            found.append(plain.gram_sq_norms(x_BTD, g_BTP, bias))
+        else:
+            found.append(_factored_sq_norms(factor, wide, bias and not inputs_narrow))
+    return found
+
+
+def _factor(x_BTD: Tensor, with_one: bool) -> Factor | None:
+    """The factor of the tokens' Gram matrix, each token with a one at its end if asked.
+
+    Repeated tokens make that matrix singular; its diagonal is therefore enlarged by what the
+    rounding of the matrix and of its factor can amount to (Demmel 1989), about 1e-11 of it. That
+    errs upwards. None where there are too many or too few tokens to gain by it, or where some are
+    not finite: `plain` knows what becomes of those.
+    """
+    _, T, D = x_BTD.shape
+    if T == 1 or D < T:
+        return None
+    gram_BTT = plain.exact_inner_products(x_BTD, x_BTD)
+    if with_one:
         gram_BTT += 1.0
     diagonal_BT = gram_BTT.diagonal(dim1=1, dim2=2)
     lengths_BT = diagonal_BT.sqrt()
-    diagonal_BT.mul_(1.0 + T * (T + width + 4) * 2.0**-52).clamp_(min=_TINY)
-    factor_BTT, failed_B = torch.linalg.cholesky_ex(gram_BTT)
-    if bool(failed_B.any()):
-        # Infinite or NaN somewhere; the definition knows what becomes of it.
-        return plain.gram_sq_norms(x_BTD, g_BTP, bias)
-    wide = wide.float()
-    squares_B = _product_sq_norms(factor_BTT.float().mT, wide)
-    wide_BT = torch.linalg.vector_norm(wide, dim=2).double()
-    if bias and narrow is g_BTP:
-        squares_B += factor_BTT.sum(1).square_().sum(1)
-        wide_BT = (wide_BT.square_() + 1.0).sqrt_()
-    return plain.not_too_small(squares_B, (lengths_BT * wide_BT).sum(1), torch.float32)
+    diagonal_BT.mul_(1.0 + T * (T + D + 4) * 2.0**-52).clamp_(min=_TINY)
+    lower_BTT, failed_B = torch.linalg.cholesky_ex(gram_BTT)
+    return None if bool(failed_B.any()) else Factor(lower_BTT, lengths_BT)
+
+
+def _factored_sq_norms(factor: Factor, wide_BTC: Tensor, with_one: bool) -> Tensor:
+    wide_BTC = wide_BTC.float()
+    squares_B = _product_sq_norms(factor.lower_BTT.float().mT, wide_BTC)
+    lengths_BT = torch.linalg.vector_norm(wide_BTC, dim=2).double()
+    if with_one:
+        squares_B += factor.lower_BTT.sum(1).square_().sum(1)
+        lengths_BT = (lengths_BT.square_() + 1.0).sqrt_()
+    reach_B = (factor.lengths_BT * lengths_BT).sum(1)
+    return plain.not_too_small(squares_B, reach_B, torch.float32)
 
 
 def tile_sq_norms(x_BTD: Tensor, g_BTP: Tensor, bias: bool) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from shuffled_dpsgd.clipping import ClippingEngine, cost
 from shuffled_dpsgd.clipping.half import HalfCopies
 from shuffled_dpsgd.clipping.rules.linear import LinearSlot
-from shuffled_dpsgd.clipping.totals import Totals
+from shuffled_dpsgd.clipping.totals import Room, Totals
 
 
 def parameters() -> dict[str, nn.Parameter]:
@@ -37,6 +37,46 @@ def test_sums_handed_out_survive_a_reset() -> None:
     totals.clear()
     assert float(totals.sums["matrix"].abs().max()) == 0.0
     assert float(kept.min()) == 5.0
+
+
+def test_new_sums_are_forgotten_when_nothing_comes_to_fill_them() -> None:
+    totals = Totals(parameters())
+
+    def fail() -> None:
+        with totals.adding() as (sums, new):
+            assert new
+            sums["matrix"].fill_(float("nan"))
+            raise ValueError("no sums today")
+
+    with pytest.raises(ValueError, match="no sums"):
+        fail()
+    assert all(float(total.abs().max()) == 0.0 for total in totals.sums.values())
+    totals.sums["matrix"].fill_(5.0)
+    with pytest.raises(AssertionError):
+        fail()
+    assert float(totals.sums["matrix"].min()) == 5.0
+
+
+def test_what_memory_held_before_reaches_no_sum(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = Room.made
+
+    def full_of_nan(room: Room, *, zero: bool) -> dict[str, Tensor]:
+        sums = made(room, zero=zero)
+        for total in sums.values():
+            total.fill_(0.0 if zero else float("nan"))
+        return sums
+
+    model = nn.Sequential(nn.Linear(4, 6), nn.LayerNorm(6), nn.Linear(6, 2), nn.Linear(2, 2))
+    model.unused = nn.Linear(3, 3)
+    x = torch.randn(5, 3, 4)
+    monkeypatch.setattr(Room, "made", full_of_nan)
+    engine = ClippingEngine(model)
+    model.forward = lambda x: model[3](model[3](model[:3](x)))  # type: ignore[method-assign]
+    for _ in range(2):
+        with engine:
+            engine.backward(model(x).square().sum((1, 2)))
+    assert all(total.isfinite().all() for total in engine.clipped_sum().values())
+    assert float(engine.clipped_sum()["unused.weight"].abs().max()) == 0.0
 
 
 def test_double_parameters_have_double_sums() -> None:

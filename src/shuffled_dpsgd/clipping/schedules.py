@@ -102,34 +102,35 @@ class WholeGradient:
         batch.unsummed, batch.unsummed_bytes = [], 0
 
     def finish(self, batch: Batch) -> None:
-        sums = self.rule.totals.sums
-        places = self._places(batch, sums) if batch.device == "cuda" else None
-        norms_B = self.replays.run(places, lambda: self._settle_all(batch, sums))
+        with self.rule.totals.adding() as (sums, new):
+            places = self._places(batch, sums, new) if batch.device == "cuda" else None
+            norms_B = self.replays.run(places, lambda: self._settle_all(batch, sums, new))
         self.rule.totals.norms.append(norms_B)
         batch.close()
 
     @full_float32()
-    def _settle_all(self, batch: Batch, sums: dict[str, Tensor]) -> Tensor:
+    def _settle_all(self, batch: Batch, sums: dict[str, Tensor], new: bool) -> Tensor:
         """Add the batch's clipped gradients to `sums`; returns the samples' norms.
 
-        Leaves the batch as it is, for a recording may be tried first.
+        Sums that are `new` hold nothing yet. The batch is left as it is, for this may be recorded
+        first and done again.
         """
         rule = self.rule
         filed = [(rule.groups[index], entries) for index, entries in batch.entries.items()]
         norm_runs = [*batch.norm_runs, *_summed(batch.unsummed)]
         wholesale = Wholesale(filed, norm_runs, rule.choose)
         norms_B = rule.norms(wholesale.squares(), batch)
-        wholesale.add_sums(rule.factors(norms_B, batch), sums)
+        wholesale.add_sums(rule.factors(norms_B, batch), sums, new)
         return norms_B
 
-    def _places(self, batch: Batch, sums: dict[str, Tensor]) -> Places | None:
+    def _places(self, batch: Batch, sums: dict[str, Tensor], new: bool) -> Places | None:
         """Where everything lies that settling reads and writes."""
         entries = [entry for filed in batch.entries.values() for entry in filed] + batch.unsummed
         values = [value for entry in entries for value in entry.saved]
         runs = [sums_LBCD for _, sums_LBCD in batch.norm_runs]
         slots = [entry.slot.index for entry in entries]
         slots += [slot.index for run, _ in batch.norm_runs for slot in run]
-        return places_of([*values, *runs, *sums.values()], batch.size, batch.scale, *slots)
+        return places_of([*values, *runs, *sums.values()], new, batch.size, batch.scale, *slots)
 
 
 def _summed(waiting: Sequence[Entry]) -> list[tuple[list[Slot], Tensor]]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -21,10 +22,11 @@ class Room:
     names: list[str]
     shapes: list[Tensor]
 
-    def zeros(self) -> dict[str, Tensor]:
-        """New sums of zero."""
+    def made(self, *, zero: bool) -> dict[str, Tensor]:
+        """New sums, of zero or of whatever the memory holds."""
         size = sum(tensor.numel() for tensor in self.shapes)
-        buffer = torch.zeros(size, dtype=self.dtype, device=self.device)
+        make = torch.zeros if zero else torch.empty
+        buffer = make(size, dtype=self.dtype, device=self.device)
         views = torch._utils._unflatten_dense_tensors(buffer, self.shapes)
         return dict(zip(self.names, views, strict=True))
 
@@ -47,21 +49,36 @@ class Totals:
     def sums(self) -> dict[str, Tensor]:
         """The sum of each parameter, float64 for float64 parameters and float32 for others."""
         if not self._sums:
-            self._sums = self._zeros()
+            self._sums = self._made(zero=True)
         return self._sums
+
+    @contextmanager
+    def adding(self) -> Iterator[tuple[dict[str, Tensor], bool]]:
+        """The sums to add to, and whether they are new and hold nothing yet, not even zeros.
+
+        New sums are forgotten again if what should have filled them fails.
+        """
+        new = not self._sums
+        if new:
+            self._sums = self._made(zero=False)
+        try:
+            yield self._sums, new
+        except BaseException:
+            self._sums = {} if new else self._sums
+            raise
 
     def clear(self) -> None:
         """Forget everything; tensors handed out before are left alone."""
         self._sums = {}
         self.norms = []
 
-    def _zeros(self) -> dict[str, Tensor]:
+    def _made(self, *, zero: bool) -> dict[str, Tensor]:
         kinds = [(p.device, p.dtype) for p in self._parameters.values()]
         if kinds != self._kinds:
             self._kinds, self._rooms = kinds, self._plan_rooms()
         found: dict[str, Tensor] = {}
         for room in self._rooms:
-            found |= room.zeros()
+            found |= room.made(zero=zero)
         return {name: found[name] for name in self._parameters}
 
     def _plan_rooms(self) -> list[Room]:

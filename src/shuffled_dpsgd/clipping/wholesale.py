@@ -106,13 +106,22 @@ class Wholesale:
             found.append(self._side_by_side_BN.square().sum(1))
         return found
 
-    def add_sums(self, factors_B: Tensor, sums: dict[str, Tensor]) -> None:
-        """Add the factor-weighted sums over the batch to the running sums."""
-        for outers in _rounds(self._parts, OuterGrad):
+    def add_sums(self, factors_B: Tensor, sums: dict[str, Tensor], new: bool = False) -> None:
+        """Add the factor-weighted sums over the batch to the running sums.
+
+        Sums that are `new` hold nothing yet, not even zeros.
+        """
+        rounds = list(_rounds(self._parts, OuterGrad))
+        if new:
+            # Large matrices are written rather than filled with zeros and added to.
+            written = dict(rounds[0]) if rounds else {}
+            torch._foreach_zero_([total for name, total in sums.items() if name not in written])
+        for number, outers in enumerate(rounds):
             kernels.add_weighted_outer_sums(
                 [(part.right_BTC, part.left_BTR) for _, part in outers],
                 factors_B,
                 [_matrix(sums[name], part.left_BTR.shape[2]) for name, part in outers],
+                accumulate=not new or number > 0,
             )
         for biases in _rounds(self._parts, RowSumGrad):
             kernels.add_weighted_row_sums(

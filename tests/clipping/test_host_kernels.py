@@ -126,6 +126,16 @@ def test_factors_on_either_operand_give_the_same_sum() -> None:
         host.weighted_outer_sum(one, other, factors, out)
         expected = torch.einsum("b,btp,btd->pd", factors, other, one) + 1
         torch.testing.assert_close(out, expected)
+        out.fill_(float("nan"))
+        host.weighted_outer_sum(one, other, factors, out, accumulate=False)
+        torch.testing.assert_close(out, expected - 1)
+
+
+def test_overwriting_sums_leave_samples_of_factor_zero_out() -> None:
+    x, g, out = draw(2, 5, 8, seed=14), draw(2, 5, 4, seed=15), torch.full((4, 8), float("nan"))
+    x[1], g[1] = float("inf"), float("nan")
+    host.weighted_outer_sum(x, g, torch.tensor([0.5, 0.0]), out, accumulate=False)
+    torch.testing.assert_close(out, 0.5 * g[0].mT @ x[0])
 
 
 @pytest.mark.parametrize("padding_idx", [None, 0, 3])

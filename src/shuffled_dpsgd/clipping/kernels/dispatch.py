@@ -173,6 +173,9 @@ def add_weighted_outer_sums(
             xs, gs = zip(*(pairs[i] for i in run), strict=True)
             kernel = outer_sums(x.device).weighted_outer_sums
             kernel(xs, gs, factors_B.float(), chosen, accumulate)
+        elif host.serves(x, g, chosen[0]):
+            for i in run:
+                host.weighted_outer_sum(*pairs[i], factors_B, outs[i], accumulate)
         else:
             for i in run:
                 out = outs[i] if accumulate else outs[i].zero_()

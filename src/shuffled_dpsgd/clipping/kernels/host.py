@@ -141,17 +141,24 @@ def embedding_sq_norms(ids_BT: Tensor, g_BTD: Tensor, padding_idx: int | None) -
     return plain.not_too_small(squares_B, reach_B, torch.float32)
 
 
-def weighted_outer_sum(x_BTD: Tensor, g_BTP: Tensor, factors_B: Tensor, out_PD: Tensor) -> Tensor:
-    """`plain.weighted_outer_sum` with the factors on the smaller operand."""
+def weighted_outer_sum(
+    x_BTD: Tensor, g_BTP: Tensor, factors_B: Tensor, out_PD: Tensor, accumulate: bool = True
+) -> Tensor:
+    """`plain.weighted_outer_sum` with the factors on the smaller operand.
+
+    Unless `accumulate`, what `out_PD` holds is overwritten.
+    """
     if plain.may_hold_zeros(factors_B):
-        return plain.weighted_outer_sum(x_BTD, g_BTP, factors_B, out_PD)
+        start_PD = out_PD if accumulate else out_PD.zero_()
+        return plain.weighted_outer_sum(x_BTD, g_BTP, factors_B, start_PD)
     x_BTD, g_BTP = plain.widen(x_BTD), plain.widen(g_BTP)
     factors_B11 = factors_B.to(x_BTD.dtype)[:, None, None]
     if x_BTD.shape[2] <= g_BTP.shape[2]:
         x_BTD = x_BTD * factors_B11
     else:
         g_BTP = g_BTP * factors_B11
-    return out_PD.addmm_(g_BTP.flatten(0, 1).mT, x_BTD.flatten(0, 1))
+    left, right = g_BTP.flatten(0, 1).mT, x_BTD.flatten(0, 1)
+    return out_PD.addmm_(left, right) if accumulate else torch.mm(left, right, out=out_PD)
 
 
 def weighted_row_sum(g_BTP: Tensor, factors_B: Tensor, out_P: Tensor) -> Tensor:

@@ -115,7 +115,9 @@ class Wholesale:
         if new:
             # Large matrices are written rather than filled with zeros and added to.
             written = dict(rounds[0]) if rounds else {}
-            torch._foreach_zero_([total for name, total in sums.items() if name not in written])
+            others = [total for name, total in sums.items() if name not in written]
+            if others:
+                torch._foreach_zero_(others)
         for number, outers in enumerate(rounds):
             kernels.add_weighted_outer_sums(
                 [(part.right_BTC, part.left_BTR) for _, part in outers],

@@ -259,7 +259,7 @@ def measure(device: torch.device, *, full: bool) -> dict[str, Any]:
     gpu = device.type == "cuda"
     on_gpu = ((8, 128, 16), (32, 128, 16), (128, 128, 5))
     batches = on_gpu if gpu else ((8, 128, 1),) if full else ((4, 64, 1),)
-    blocks = 8 if gpu else 4
+    blocks = 6 if gpu else 4
     return {
         "environment": environment(device),
         "matrix": shuffle_matrix(device, 10_000 if full else 1_000, repeats),

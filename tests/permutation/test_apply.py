@@ -139,14 +139,10 @@ def test_a_frozen_half_moves_along() -> None:
     torch.testing.assert_close(specimen.logits().detach(), before, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize(
-    "shape", [(40, 30), (7, 5, 300), (3, 50, 4, 60), (2000, 300), (2, 200_000)]
+    "shape", [(40, 30), (7, 5, 300), (3, 50, 4, 60), (2000, 300), (1100, 2000)]
 )
-def test_gathering_equals_plain_indexing(
-    shape: tuple[int, ...], threads: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+def test_gathering_equals_plain_indexing(shape: tuple[int, ...]) -> None:
     generator = torch.Generator().manual_seed(0)
     for axes in ([0], [len(shape) - 1], [0, len(shape) - 1], list(range(len(shape)))):
         for layout in (lambda t: t, lambda t: t.transpose(0, -1).contiguous().transpose(0, -1)):

@@ -7,9 +7,7 @@ written back into its own storage, so ties, views, dtype, device and `requires_g
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import nn
@@ -19,10 +17,9 @@ from shuffled_dpsgd.permutation import fused
 from shuffled_dpsgd.permutation.draw import Permutation
 from shuffled_dpsgd.permutation.inventory import Inventory, sort_out, take_inventory
 
-# A tensor that moves along one axis only is moved slice by slice: the temporary stays in cache.
+# A tensor that moves along one axis only is moved slice by slice: the temporary stays in cache, and
+# is large enough that threads seldom wait for each other.
 _SLICE_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 23}
-# Below this, handing work to threads costs more than it saves.
-_FEWEST_ELEMENTS_TO_SHARE = 1 << 18
 
 
 @torch.no_grad()
@@ -87,45 +84,15 @@ def gather_(
     if len(axes) == 1:
         axis, index = axes[0]
         for part in _slices(tensor, axis):
-            moved = temporary[: part.numel()].view(part.shape)
-            _select(part, axis, index, out=moved)
-            part.copy_(moved)
+            copied = temporary[: part.numel()].view(part.shape).copy_(part)
+            torch.index_select(copied, axis, index, out=part)
         return
     copied = temporary[: tensor.numel()].view(tensor.shape)
     first, *between, last = axes
-    _select(tensor, *first, out=copied)
+    torch.index_select(tensor, *first, out=copied)
     for axis, index in between:
         copied.copy_(copied.index_select(axis, index))
-    _select(copied, *last, out=tensor)
-
-
-def _select(source: torch.Tensor, axis: int, index: torch.Tensor, *, out: torch.Tensor) -> None:
-    """`index_select`, in as many threads as torch may use.
-
-    On a CPU torch itself shares out the first axis only.
-    """
-    workers = torch.get_num_threads()
-    shared = source.device.type == "cpu" and axis > 0 and workers > 1
-    if not shared or source.numel() < _FEWEST_ELEMENTS_TO_SHARE:
-        torch.index_select(source, axis, index, out=out)
-        return
-    chunks = zip(source.chunk(workers), out.chunk(workers), strict=True)
-    pool = _pool(workers, os.getpid())
-    jobs = [pool.submit(_select_chunk, *chunk, axis, index) for chunk in chunks]
-    for job in jobs:
-        job.result()
-
-
-# Gradients are switched off thread by thread.
-@torch.no_grad()
-def _select_chunk(source: torch.Tensor, out: torch.Tensor, axis: int, index: torch.Tensor) -> None:
-    torch.index_select(source, axis, index, out=out)
-
-
-@functools.cache
-def _pool(workers: int, process: int) -> ThreadPoolExecutor:
-    """Threads of this process: a fork has none of its parent's."""
-    return ThreadPoolExecutor(workers, thread_name_prefix="shuffle")
+    torch.index_select(copied, *last, out=tensor)
 
 
 def _temporary_elements(tensor: torch.Tensor, axes: list[int]) -> int:

@@ -6,6 +6,7 @@ on the entries of that batch as its backward runs, and asks autograd to call bac
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 
 import torch
@@ -127,8 +128,7 @@ class Recorder:
         # A hook on a view is lost, silently, when the view is changed in place; one on its base
         # is not.
         base = out._base
-        source = out if base is None else base
-        source.register_hook(Listener(self, batch, slot, x))
+        _hook(out if base is None else base, Listener(self, batch, slot, x))
         return out
 
     def _record_traced(self, index: int, part: int, call: int, tensors: list[Tensor]) -> None:
@@ -212,6 +212,23 @@ class Listener:
         self._recorder.record(batch, slot, slot.heard(batch.size, x, g))
         if batch.phase is not Phase.NORMS:
             self._x = None
+
+
+def _hook(tensor: Tensor, listener: Listener) -> None:
+    """`tensor.register_hook(listener)` without a handle that nobody keeps.
+
+    Handles of all layers together are objects enough to have Python look for garbage in every
+    step, in a heap that a compiler has made large.
+    """
+    node = tensor.grad_fn
+    if node is None or tensor._backward_hooks is not None:
+        tensor.register_hook(listener)
+        return
+    hooks: OrderedDict[int, Listener] = OrderedDict()
+    # Handles, should somebody add hooks of their own, count from zero.
+    hooks[-1] = listener
+    tensor._backward_hooks = hooks  # type: ignore[assignment]
+    node._register_hook_dict(tensor)
 
 
 def _not_in_turn(path: str, got: str) -> UnsupportedModuleError:

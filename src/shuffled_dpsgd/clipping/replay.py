@@ -42,22 +42,29 @@ class Record(Protocol):
     def __call__(self, work: Work) -> Recording: ...
 
 
-def place_of(value: Any) -> Hashable | None:
-    """All that a recorded launch depends on of one saved value; None if that is not known."""
-    if isinstance(value, Tensor):
-        return (value.data_ptr(), value.shape, value.stride(), value.dtype)
-    if isinstance(value, Unsummed):
-        inner = (place_of(value.x_BTD), place_of(value.g_BTD))
-        return None if None in inner else (*inner, value.eps)
-    return ("value", value) if value is None or isinstance(value, int | float | str) else None
-
-
 def places_of(values: Iterable[Any], *others: Hashable) -> Places | None:
-    """The places of all values, with whatever `others` the work depends on; None if unknown."""
-    found = [place_of(value) for value in values]
-    if None in found:
-        return None
-    return (torch.cuda.current_stream().cuda_stream, *others, *found)
+    """All that a recorded launch depends on: where values lie and how, and whatever `others`.
+
+    None if something among the values is of a kind that is not known.
+    """
+    # One flat tuple: thousands of small ones would have Python look for garbage in every step.
+    places: list[Hashable] = [*others]
+    for value in values:
+        if isinstance(value, Unsummed):
+            places.append(value.eps)
+            tensors: tuple[Any, ...] = (value.x_BTD, value.g_BTD)
+        else:
+            tensors = (value,)
+        for tensor in tensors:
+            if isinstance(tensor, Tensor):
+                places += (tensor.data_ptr(), tensor.dtype, tensor.dim())
+                places += tensor.shape
+                places += tensor.stride()
+            elif tensor is None or isinstance(tensor, int | float | str):
+                places.append(tensor)
+            else:
+                return None
+    return tuple(places)
 
 
 @dataclass(slots=True)

@@ -130,7 +130,9 @@ class WholeGradient:
         runs = [sums_LBCD for _, sums_LBCD in batch.norm_runs]
         slots = [entry.slot.index for entry in entries]
         slots += [slot.index for run, _ in batch.norm_runs for slot in run]
-        return places_of([*values, *runs, *sums.values()], new, batch.size, batch.scale, *slots)
+        stream = torch.cuda.current_stream().cuda_stream
+        others = (stream, new, batch.size, batch.scale, *slots)
+        return places_of([*values, *runs, *sums.values()], *others)
 
 
 def _summed(waiting: Sequence[Entry]) -> list[tuple[list[Slot], Tensor]]:

@@ -15,7 +15,7 @@ from torch import Tensor
 from shuffled_dpsgd.clipping.kernels import plain
 
 # Elements of a temporary that is read at once where it was written.
-CACHED_ELEMENTS = 1 << 18
+CACHED_ELEMENTS = 1 << 19
 # The norm of so many float32 numbers is summed in a row: longer sums round too much.
 NORM_BLOCK = 2048
 # Below every product of two float32 numbers, and representable.
@@ -32,11 +32,12 @@ def serves(*tensors: Tensor) -> bool:
 
 def row_sq_norms(rows_BN: Tensor) -> Tensor:
     """(B,) squared lengths in float64, of float32 rows."""
-    whole = rows_BN.shape[1] // NORM_BLOCK * NORM_BLOCK
-    squares_B = torch.linalg.vector_norm(rows_BN[:, whole:], dim=1).double().square_()
-    if whole:
-        blocks = rows_BN[:, :whole].unflatten(1, (-1, NORM_BLOCK))
-        squares_B += torch.linalg.vector_norm(blocks, dim=2).double().square_().sum(1)
+    B, N = rows_BN.shape
+    rest = N % NORM_BLOCK
+    blocks_BKN = rows_BN[:, : N - rest].reshape(B, -1, NORM_BLOCK)
+    squares_B = torch.linalg.vector_norm(blocks_BKN, dim=2).double().square_().sum(1)
+    if rest:
+        squares_B += torch.linalg.vector_norm(rows_BN[:, N - rest :], dim=1).double().square_()
     return squares_B
 
 
@@ -119,10 +120,11 @@ def _product_sq_norms(left_BST: Tensor, right_BTC: Tensor) -> Tensor:
     """(B,) squared norms of left @ right, float64, a cached block of columns at a time."""
     B, S, _ = left_BST.shape
     step = max(64, CACHED_ELEMENTS // (B * S))
-    squares_B = torch.zeros(B, dtype=torch.float64)
-    for columns_BTK in right_BTC.split(step, 2):
-        squares_B += row_sq_norms(torch.bmm(left_BST, columns_BTK).flatten(1))
-    return squares_B
+    parts = [
+        row_sq_norms(torch.bmm(left_BST, columns_BTK).flatten(1))
+        for columns_BTK in right_BTC.split(step, 2)
+    ]
+    return parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
 
 
 def embedding_sq_norms(ids_BT: Tensor, g_BTD: Tensor, padding_idx: int | None) -> Tensor:

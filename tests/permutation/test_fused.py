@@ -7,7 +7,6 @@ interpreter runs one program after another, so that programs do not share elemen
 from __future__ import annotations
 
 import copy
-import dataclasses
 import os
 import subprocess
 import sys
@@ -31,11 +30,9 @@ from shuffled_dpsgd.permutation import (
 )
 from shuffled_dpsgd.permutation.backend import triton_kernels
 from shuffled_dpsgd.permutation.draw import fused_drawing
-from shuffled_dpsgd.permutation.launches import Tuning
 
 TESTS = Path(__file__).resolve().parents[1]
 CPU = torch.device("cpu")
-FIELDS = [field.name for field in dataclasses.fields(launches.Job)]
 
 INTERPRETED = """
 import torch
@@ -60,10 +57,8 @@ def agree(spec, seed, tensors):
     fused.move(permutation, fused.prepare(spec, list(tensors.items())))
     assert all(torch.equal(tensors[n], expected[n]) for n in tensors)
 
-for program_bytes, lag_bytes in ((16 << 10, None), (64, None), (16 << 10, 1), (64, 1 << 10)):
-    launches.TUNING = launches.Tuning(
-        column_bytes=program_bytes, row_bytes=program_bytes, lag_bytes=lag_bytes
-    )
+for sizes in ({}, {"columns": 64, "rows": 64}):
+    launches.PROGRAM_BYTES.update(sizes)
     for family in ("gpt2", "vit", "llama"):
         for scope, dtype in (("paper", torch.float32), ("full", torch.bfloat16)):
             model = FAMILIES[family]().model.to(dtype)
@@ -86,22 +81,10 @@ def test_interpreted_kernels_agree_with_indexing() -> None:
     subprocess.run([sys.executable, "-c", INTERPRETED], check=True, env=environment)
 
 
-WAYS = {
-    "launched": (False, Tuning()),
-    "replayed": (True, Tuning()),
-    "replayed-small": (True, Tuning(row_bytes=64 << 10, column_bytes=16 << 10)),
-    "replayed-in-turns": (True, Tuning(row_bytes=64 << 10, lag_bytes=8 << 20)),
-}
-
-
-@pytest.fixture(params=WAYS)
-def way(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Launches issued or replayed, one pass after the other or in turns."""
-    replay, tuning = WAYS[request.param]
-    with (
-        mock.patch.object(recording, "REPLAY", replay),
-        mock.patch.object(launches, "TUNING", tuning),
-    ):
+@pytest.fixture(params=[False, True], ids=["launched", "replayed"])
+def replay(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Launches issued anew every time, or replayed."""
+    with mock.patch.object(recording, "REPLAY", request.param):
         yield
 
 
@@ -113,14 +96,14 @@ def test_compiled_kernels_agree_with_indexing(family: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.usefixtures("way")
+@pytest.mark.usefixtures("replay")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_every_way_and_dtype_agrees_with_indexing(dtype: torch.dtype) -> None:
+def test_every_dtype_agrees_with_indexing(dtype: torch.dtype) -> None:
     _assert_compiled_agrees(FAMILIES["gpt2"]().model.to("cuda", dtype), draws=5)
 
 
 @pytest.mark.gpu
-@pytest.mark.usefixtures("way")
+@pytest.mark.usefixtures("replay")
 @pytest.mark.parametrize("hidden", [3072, 5000])
 def test_compiled_kernels_agree_at_full_width(hidden: int) -> None:
     layers = [nn.Linear(768, hidden), nn.GELU(), nn.Linear(hidden, 768), nn.GELU()]
@@ -222,80 +205,57 @@ def test_every_tensor_of_the_families_is_served() -> None:
             assert all(fused.matrix_shape(spec, name) for name in spec.axes_of)
 
 
-@pytest.mark.parametrize("lag_bytes", [None, 1, 1 << 12])
 @pytest.mark.parametrize("program_bytes", [16 << 10, 64])
 @pytest.mark.parametrize("family", ["bert", "vit", "gpt2", "llama"])
-def test_programs_share_no_element_and_miss_none(
-    family: str, program_bytes: int, lag_bytes: int | None
-) -> None:
+def test_programs_share_no_element_and_miss_none(family: str, program_bytes: int) -> None:
     spec = discover(FAMILIES[family]().model, scope="full")
     names = tuple(spec.axes_of)
-    tuning = Tuning(column_bytes=program_bytes, row_bytes=program_bytes, lag_bytes=lag_bytes)
-    with mock.patch.object(launches, "TUNING", tuning):
+    sizes = {"columns": program_bytes, "rows": program_bytes}
+    with mock.patch.dict(launches.PROGRAM_BYTES, sizes):
         found = fused.launches_for(spec, names, 4, CPU)
-    assert any(len(launch.tiles) == 2 for launch in found) == (lag_bytes is not None)
-    for number, moving in enumerate(("columns", "rows")):
+    for moving in ("columns", "rows"):
         touched = {name: torch.zeros(spec.shapes[name], dtype=torch.int64) for name in names}
         for launch in found:
-            _touch(launch, moving, [touched[name] for name in names])
+            if launch.tile.moving == moving:
+                _touch(launch, [touched[name] for name in names])
         for name in names:
             shape = fused.matrix_shape(spec, name)
             assert shape is not None
-            moves = (shape.col_start, shape.row_start)[number]
+            moves = shape.col_start if moving == "columns" else shape.row_start
             assert (touched[name] == int(moves is not None)).all(), name
 
 
-def _touch(launch: launches.Launch, moving: str, tensors: list[torch.Tensor]) -> None:
+def _touch(launch: launches.Launch, tensors: list[torch.Tensor]) -> None:
     """Add one to every element a program of the launch owns, as the kernels take their share."""
-    finished = [0] * launch.counters.numel()
-    for program, number in enumerate(launch.programs.tolist()):
-        job = launches.Job(**dict(zip(FIELDS, launch.jobs[number].tolist(), strict=True)))
-        tile = launch.tiles[0 if job.awaited < 0 else -1]
-        if len(launch.tiles) == 2:
-            # Whatever a program waits for was given to programs before it.
-            assert finished[job.counter] >= job.awaited
-            finished[job.counter] += tile.moving == "columns"
-        if tile.moving != moving:
-            continue
-        matrix = tensors[job.place].view(job.rows, job.cols)
-        block = program - job.first
+    tile = launch.tile
+    for program, job in enumerate(launch.programs.tolist()):
+        place, rows, cols, _, first = launch.jobs[job].tolist()
+        matrix = tensors[place].view(rows, cols)
+        block = program - first
         if tile.moving == "columns":
-            assert job.cols <= tile.cols
+            assert cols <= tile.cols
             matrix[block * tile.rows : (block + 1) * tile.rows] += 1
         else:
-            assert job.rows <= tile.rows
+            assert rows <= tile.rows
             matrix[:, block * tile.cols : (block + 1) * tile.cols] += 1
 
 
-def test_rows_wait_for_all_columns_of_their_tensor() -> None:
-    shape = launches.Shape(rows=70, cols=40, row_start=0, col_start=0)
-    tuning = Tuning(column_bytes_per_warp=64, row_bytes=1 << 12, lag_bytes=70 * 40 * 4)
-    with mock.patch.object(launches, "TUNING", tuning):
-        (launch,) = launches.build_launches([shape] * 3, 4, CPU)
-    jobs = [launches.Job(**dict(zip(FIELDS, row, strict=True))) for row in launch.jobs.tolist()]
-    assert [(job.place, job.awaited < 0) for job in jobs] == [
-        (0, True), (1, True), (0, False), (2, True), (1, False), (2, False),
-    ]  # fmt: skip
-    pieces = launch.tiles[0].pieces(shape)
-    assert pieces > 1
-    assert {job.awaited for job in jobs} == {-1, pieces}
-    assert len({job.counter for job in jobs}) == 3
-    assert launch.programs.bincount().tolist() == [
-        tile.pieces(shape) for tile in (launch.tiles[job.awaited >= 0] for job in jobs)
-    ]
-
-
-@pytest.mark.parametrize("row_bytes", [32 << 10, 64 << 10, 128 << 10])
 @pytest.mark.parametrize("size", [1, 2, 4, 8])
-def test_tiles_fit_and_tell_the_truth_about_alignment(size: int, row_bytes: int) -> None:
-    with mock.patch.object(launches, "TUNING", Tuning(row_bytes=row_bytes)):
-        for rows in (1, 7, 768, 3072, 5120, 16384):
-            for cols in (1, 6, 768, 3072, 16384):
-                shape = launches.Shape(rows=rows, cols=cols, row_start=0, col_start=0)
-                for moving in ("columns", "rows"):
-                    tile = launches.tile_of(shape, moving, size)
-                    assert tile.rows * tile.cols * size <= 128 << 10
-                    assert 4 <= launches.num_warps(tile, size) <= 32
-                    assert tile.alignment >= size
-                    assert cols * size % tile.alignment == 0
-                    assert tile.moving == "columns" or tile.cols * size % tile.alignment == 0
+def test_tiles_fit_and_tell_the_truth_about_alignment(size: int) -> None:
+    for rows in (1, 7, 768, 3072, 5120, 16384):
+        for cols in (1, 6, 768, 3072, 16384):
+            shape = launches.Shape(rows=rows, cols=cols, row_start=0, col_start=0)
+            for moving in ("columns", "rows"):
+                tile = launches.tile_of(shape, moving, size)
+                assert tile.rows * tile.cols * size <= 128 << 10
+                assert 4 <= launches.num_warps(tile, size) <= 32
+                assert tile.alignment >= size
+                assert cols * size % tile.alignment == 0
+                assert tile.moving == "columns" or tile.cols * size % tile.alignment == 0
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, 8])
+def test_slabs_are_a_sector_wide_as_long_as_registers_take_that(size: int) -> None:
+    for rows, width in ((768, 64), (3072, 32), (4096, 32), (5120, 16), (16384, 8)):
+        shape = launches.Shape(rows=rows, cols=768, row_start=0, col_start=None)
+        assert launches.tile_of(shape, "rows", size).cols * size == width

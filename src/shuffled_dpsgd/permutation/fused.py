@@ -120,23 +120,19 @@ def issue_launches(
     for launch in launches:
         grid = (launch.programs.shape[0],)
         tables = (pointers, launch.jobs, launch.programs, packed)
-        first, last = launch.tiles[0], launch.tiles[-1]
+        tile = launch.tile
         constants = {
             "ELEMENT": code.ELEMENT[size],
             "FIELDS": code.JOB_FIELDS,
-            "ROWS": last.rows,
-            "COLS": first.cols,
+            "ROWS": tile.rows,
+            "COLS": tile.cols,
             "num_warps": launch.warps,
         }
-        truth = {"SIZE": size, "ALIGNMENT": last.alignment if aligned else size}
-        if first is not last:
-            pieces = {"ROWS_AT_ONCE": first.rows, "COLS_AT_ONCE": last.cols}
-            launch.counters.zero_()
-            code.permute_both[grid](*tables, launch.counters, **constants, **pieces, **truth)
-        elif last.moving == "columns":
+        if tile.moving == "columns":
             code.permute_columns[grid](*tables, **constants)
         else:
-            code.permute_rows[grid](*tables, **constants, **truth)
+            alignment = tile.alignment if aligned else size
+            code.permute_rows[grid](*tables, **constants, SIZE=size, ALIGNMENT=alignment)
 
 
 def launches_for(

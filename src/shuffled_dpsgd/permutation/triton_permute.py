@@ -13,7 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-JOB_FIELDS = 7
+JOB_FIELDS = 5
 ELEMENT = {1: tl.int8, 2: tl.int16, 4: tl.int32, 8: tl.int64}
 
 
@@ -24,7 +24,18 @@ def permute_columns(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Columns of ROWS whole rows; COLS is no less than the row's length."""
     job = jobs + tl.load(programs + tl.program_id(0)) * FIELDS
-    _columns(pointers, job, tl.program_id(0), packed, ELEMENT, ROWS, COLS)
+    base = tl.load(pointers + tl.load(job)).to(tl.pointer_type(ELEMENT))
+    rows = tl.load(job + 1)
+    cols = tl.load(job + 2)
+    index = packed + tl.load(job + 3)
+    row = (tl.program_id(0) - tl.load(job + 4)) * ROWS + tl.arange(0, ROWS)
+    col = tl.arange(0, COLS)
+    inside = (row[:, None] < rows) & (col[None, :] < cols)
+    source = tl.load(index + col, mask=col < cols, other=0)
+    line = base + row[:, None] * cols
+    moved = tl.load(line + source[None, :], mask=inside)
+    tl.debug_barrier()
+    tl.store(line + col[None, :], moved, mask=inside)
 
 
 @triton.jit
@@ -38,78 +49,19 @@ def permute_rows(  # type: ignore[no-untyped-def]
     All addresses and the lengths of all rows are multiples of ALIGNMENT bytes.
     """
     job = jobs + tl.load(programs + tl.program_id(0)) * FIELDS
-    _rows(pointers, job, tl.program_id(0), packed, ELEMENT, ROWS, COLS, SIZE, ALIGNMENT)
-
-
-@triton.jit
-def permute_both(  # type: ignore[no-untyped-def]
-    pointers, jobs, programs, packed, counters,
-    ELEMENT: tl.constexpr, FIELDS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
-    ROWS_AT_ONCE: tl.constexpr, COLS_AT_ONCE: tl.constexpr,
-    SIZE: tl.constexpr, ALIGNMENT: tl.constexpr,
-):  # fmt: skip
-    """Columns, then rows, of each tensor while it is still in the cache.
-
-    A program takes the next piece of work, by a count of those taken, and pieces are in such an
-    order that one waits only for pieces before it. So whatever a program waits for is being done
-    by one that runs already, and there is always one that need not wait. The last two fields of a
-    job are the place of its tensor's count of finished pieces, and how many of them its rows wait
-    for: -1 for columns, which do not wait.
-    """
-    ticket = tl.atomic_add(counters, 1)
-    job = jobs + tl.load(programs + ticket) * FIELDS
-    finished = counters + tl.load(job + 5)
-    awaited = tl.load(job + 6)
-    if awaited < 0:
-        _columns(pointers, job, ticket, packed, ELEMENT, ROWS_AT_ONCE, COLS)
-        tl.debug_barrier()
-        tl.atomic_add(finished, 1, sem="release")
-    else:
-        while tl.atomic_add(finished, 0, sem="acquire") < awaited:
-            pass
-        tl.debug_barrier()
-        _rows(pointers, job, ticket, packed, ELEMENT, ROWS, COLS_AT_ONCE, SIZE, ALIGNMENT)
-
-
-@triton.jit
-def _columns(  # type: ignore[no-untyped-def]
-    pointers, job, program, packed,
-    ELEMENT: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
-):  # fmt: skip
-    base = tl.load(pointers + tl.load(job)).to(tl.pointer_type(ELEMENT))
-    rows = tl.load(job + 1)
-    cols = tl.load(job + 2)
-    index = packed + tl.load(job + 3)
-    row = (program - tl.load(job + 4)) * ROWS + tl.arange(0, ROWS)
-    col = tl.arange(0, COLS)
-    inside = (row[:, None] < rows) & (col[None, :] < cols)
-    source = tl.load(index + col, mask=col < cols, other=0)
-    line = base + row[:, None] * cols
-    moved = tl.load(line + source[None, :], mask=inside)
-    tl.debug_barrier()
-    tl.store(line + col[None, :], moved, mask=inside)
-
-
-@triton.jit
-def _rows(  # type: ignore[no-untyped-def]
-    pointers, job, program, packed,
-    ELEMENT: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
-    SIZE: tl.constexpr, ALIGNMENT: tl.constexpr,
-):  # fmt: skip
     base = tl.load(pointers + tl.load(job)).to(tl.pointer_type(ELEMENT))
     rows = tl.load(job + 1)
     cols = tl.multiple_of(tl.load(job + 2), ALIGNMENT // SIZE)
     index = packed + tl.load(job + 3)
     row = tl.arange(0, ROWS)
-    col = (program - tl.load(job + 4)) * COLS + tl.arange(0, COLS)
+    col = (tl.program_id(0) - tl.load(job + 4)) * COLS + tl.arange(0, COLS)
     inside = (row[:, None] < rows) & (col[None, :] < cols)
     source = tl.load(index + row, mask=row < rows, other=0)
     # The compiler cannot know how addresses from a table are aligned; told so, it moves 16 bytes
     # per instruction, and the region fits into registers.
     there = tl.multiple_of(base + source[:, None] * cols + col[None, :], (1, ALIGNMENT))
     here = tl.multiple_of(base + row[:, None] * cols + col[None, :], (1, ALIGNMENT))
-    # Past the first-level cache, which may hold what was there before another program's columns.
-    moved = tl.load(there, mask=inside, cache_modifier=".cg")
+    moved = tl.load(there, mask=inside)
     tl.debug_barrier()
     tl.store(here, moved, mask=inside)
 

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from shuffled_dpsgd.clipping import kernels
 from shuffled_dpsgd.clipping.rules.base import Slot
 from shuffled_dpsgd.clipping.rules.linear import LinearSlot
 
@@ -41,7 +42,7 @@ class HalfCopies:
             copy if copy.shape == parameter.shape else copy[: parameter.shape[0]]
             for copy, parameter in zip(self._copies, sources, strict=True)
         ]
-        torch._foreach_copy_(filled, sources)
+        kernels.copy_all(filled, sources)
         return dict(zip(ids, self._copies, strict=True))
 
     def _sources(self) -> list[Tensor]:

@@ -81,8 +81,7 @@ def _add_normal_kernel(  # type: ignore[no-untyped-def]
     start = block * BLOCK - first
     low = tl.maximum(-start, 0).to(tl.int32)
     high = tl.minimum(count - start, BLOCK).to(tl.int32)
-    # One element per thread and row: four at once would have to change hands before being stored.
-    lane = tl.max_contiguous(tl.arange(0, LANES), 1)
+    lane = tl.arange(0, LANES)
     in_0 = (lane >= low) & (lane < high)
     in_1 = (lane + LANES >= low) & (lane + LANES < high)
     in_2 = (lane + 2 * LANES >= low) & (lane + 2 * LANES < high)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import importlib.metadata
 import importlib.util
 import os
 from collections.abc import Sequence
@@ -26,8 +27,8 @@ ROW_ALIGNMENT_BYTES = 16
 ROW_ROOM = 128
 # Below these a product is too small, or a sample too short, for blocks of 16 tokens to pay.
 MIN_TOKENS, MIN_WIDTH = 8, 16
-# Whether weighted sums are formed by `triton_parted` where that serves the device.
-PARTED_SUMS = False
+# Releases of Triton whose Gluon `triton_parted` is written in; others may call things otherwise.
+GLUON_VERSIONS = ("3.6.",)
 # One program per sample reads a layer's rows alone; past this width they are shared out.
 MAX_GRAM_WIDTH = 16384
 
@@ -49,7 +50,9 @@ def triton(name: str) -> ModuleType:
 @functools.cache
 def outer_sums(device: torch.device) -> ModuleType:
     """The module whose weighted sums are fastest on this device."""
-    return triton("parted") if PARTED_SUMS and triton("parted").serves(device) else triton("sums")
+    hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+    gluon = importlib.metadata.version("triton").startswith(GLUON_VERSIONS)
+    return triton("parted" if hopper and gluon else "sums")
 
 
 def aligned(tensor: Tensor) -> bool:
@@ -83,6 +86,29 @@ def as_aligned(tensor: Tensor) -> Tensor:
     if tensor.is_contiguous() and tensor.data_ptr() % ROW_ALIGNMENT_BYTES == 0:
         return tensor
     return aligned_copy(tensor)
+
+
+def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """`target.copy_(source)` of every pair; all targets are of one type and device."""
+    if not targets:
+        return
+    if targets[0].dtype in HALF and all(map(_fits_triton_cast, targets, sources)):
+        triton("casts").copy_all(targets, sources)
+    else:
+        torch._foreach_copy_(list(targets), list(sources))
+
+
+def _fits_triton_cast(target: Tensor, source: Tensor) -> bool:
+    return (
+        source.is_cuda
+        and source.dtype is torch.float32
+        and target.dtype in HALF
+        and source.is_contiguous()
+        and target.is_contiguous()
+        and source.data_ptr() % ROW_ALIGNMENT_BYTES == 0
+        and target.data_ptr() % ROW_ALIGNMENT_BYTES == 0
+        and triton_available()
+    )
 
 
 def fits_triton_linear(x_BTD: Tensor, g_BTP: Tensor) -> bool:

@@ -29,8 +29,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from shuffled_dpsgd.clipping.kernels.addresses import address_table
 from shuffled_dpsgd.clipping.kernels.triton_sums import scratch, segmentation
 
-# Gluon is experimental: another release may call things by other names.
-TRITON_VERSIONS = ("3.6.",)
 ELEMENT = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 # Tokens in a load, rows of one group of warps, and registers of a group that multiplies.
 CHUNK = gl.constexpr(64)
@@ -207,12 +205,6 @@ def cut_of(tokens: int) -> dict[str, int]:
     cut = segmentation(tokens)
     rows = cut["FULL"] * cut.pop("CHUNK")
     return {**cut, "FULL": rows // CHUNK.value}
-
-
-def serves(device: torch.device) -> bool:
-    """Whether this device has the matrix units written for, and Triton the Gluon written in."""
-    hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
-    return hopper and triton.__version__.startswith(TRITON_VERSIONS)
 
 
 def weighted_outer_sums(

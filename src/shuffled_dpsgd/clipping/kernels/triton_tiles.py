@@ -25,10 +25,10 @@ from shuffled_dpsgd.clipping.kernels.triton_sums import (
 )
 
 # Rows and columns of a tile, tokens multiplied at a time, and stages of the pipeline.
-BLOCK_P, BLOCK_D, CHUNK, NUM_STAGES = 128, 128, 64, 4
+BLOCK_P, BLOCK_D, CHUNK, NUM_STAGES = 128, 256, 64, 3
 # Tokens of a slice, features read at a time and warps of the kernel that reads tokens. Slices of
 # 64 make the sums of a bias's slices a thirty-second of what is read.
-SLICE, FEATURES, READING_WARPS = 64, 128, 8
+SLICE, FEATURES, READING_WARPS = 64, 128, 4
 
 
 @triton.jit

@@ -127,11 +127,12 @@ def test_held_tables_are_kept_and_found_again() -> None:
     assert list(tables) == [(tuple(tensor.data_ptr() for tensor in tensors),)]
 
 
-def encoder() -> nn.Module:
+def blocks() -> nn.Module:
+    """Linear and norm layers only: the backward of attention need not repeat itself bit for bit."""
     torch.manual_seed(0)
-    layers = [
-        nn.TransformerEncoderLayer(64, 4, 128, dropout=0.0, batch_first=True) for _ in range(2)
-    ]
+    layers: list[nn.Module] = []
+    for _ in range(2):
+        layers += [nn.LayerNorm(64), nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64)]
     return nn.Sequential(*layers, nn.Linear(64, 5003)).cuda()
 
 
@@ -153,24 +154,24 @@ def test_replayed_steps_equal_others_bit_for_bit(
 ) -> None:
     batches = [torch.randn(8, tokens, 64, device="cuda") for _ in range(10)]
     batches[8][2] = float("inf")
-    replaying = ClippingEngine(encoder(), clip_norm=0.1)
+    replaying = ClippingEngine(blocks(), clip_norm=0.1)
     got = [gpu_step(replaying, batch) for batch in batches]
     assert isinstance(replaying._schedule, WholeGradient)
     assert replaying._schedule.replays.replayed >= 4
     monkeypatch.setenv("SHUFFLED_DPSGD_CUDA_GRAPHS", "0")
-    ordinary = ClippingEngine(encoder(), clip_norm=0.1)
+    ordinary = ClippingEngine(blocks(), clip_norm=0.1)
     wanted = [gpu_step(ordinary, batch) for batch in batches]
     assert isinstance(ordinary._schedule, WholeGradient)
     assert ordinary._schedule.replays.replayed == 0
     for (norms, sums), (expected_norms, expected) in zip(got, wanted, strict=True):
-        assert torch.equal(norms, expected_norms)
+        assert torch.equal(norms.nan_to_num(), expected_norms.nan_to_num())
         assert all(torch.equal(sums[name], expected[name]) for name in expected)
         assert all(total.isfinite().all() for total in sums.values())
 
 
 @pytest.mark.gpu
 def test_sums_handed_out_stay_as_they_are_while_replays_go_on() -> None:
-    engine = ClippingEngine(encoder(), clip_norm=0.1)
+    engine = ClippingEngine(blocks(), clip_norm=0.1)
     batch = torch.randn(4, 32, 64, device="cuda")
     for _ in range(3):
         gpu_step(engine, batch)

@@ -2,7 +2,8 @@
 
 For T positions, R rows and C columns of the weight, per sample:
 
-- Gram:        2·T²·(R + C) operations for the norm, then 2·T·R·C for the clipped sum
+- Gram:        2·T²·(R + C) operations for the norm, half of that where symmetry is used, then
+               2·T·R·C for the clipped sum
 - tiles:       2·T·R·C for the norm (tiles of the gradient, never stored), then 2·T·R·C again
 - instantiate: 2·T·R·C once, and R·C numbers written and read back twice
 
@@ -10,6 +11,7 @@ The traffic of the last is weighed by how many operations a device does while it
 number three times. On a CPU that is far fewer than on an accelerator; and there one of the two
 Gram matrices, of the narrower side, is added in float64 at twice the price, while products this
 small run at four fifths of the speed of large ones (`kernels/host.py`; AMD Zen 4, MKL).
+On an accelerator each pair of blocks of tokens is multiplied once, Gram matrices being symmetric.
 """
 
 from __future__ import annotations
@@ -21,6 +23,8 @@ OPERATIONS_PER_NUMBER = 1800
 OPERATIONS_PER_NUMBER_ON_CPU = 160
 # Stored gradients may take up to so many times the room of the inputs and gradients they replace.
 MEMORY_RATIO, MEMORY_RATIO_ON_CPU = 0.5, 2.0
+# Gram matrices on an accelerator: each pair of blocks of tokens once, unless rows are very wide.
+SYMMETRIC_BLOCK, MAX_SYMMETRIC_WIDTH = 128, 16384
 
 
 class Route(Enum):
@@ -41,7 +45,10 @@ def operations(T: int, R: int, C: int, device: str) -> tuple[int, int, int]:
     if device == "cpu":
         gram = 5 * T * T * (2 * min(R, C) + max(R, C)) // 2
         return gram, tiles, OPERATIONS_PER_NUMBER_ON_CPU * R * C
-    return 2 * T * T * (R + C), tiles, OPERATIONS_PER_NUMBER * R * C
+    gram = T * (T + min(T, SYMMETRIC_BLOCK)) * (R + C)
+    if max(R, C) > MAX_SYMMETRIC_WIDTH and T > SYMMETRIC_BLOCK:
+        gram = 2 * T * T * (R + C)
+    return gram, tiles, OPERATIONS_PER_NUMBER * R * C
 
 
 def cheapest(T: int, R: int, C: int, device: str) -> Route:

@@ -60,11 +60,10 @@ def test_new_sums_are_forgotten_when_nothing_comes_to_fill_them() -> None:
 def test_what_memory_held_before_reaches_no_sum(monkeypatch: pytest.MonkeyPatch) -> None:
     made = Room.made
 
-    def full_of_nan(room: Room, *, zero: bool) -> dict[str, Tensor]:
-        sums = made(room, zero=zero)
-        for total in sums.values():
-            total.fill_(0.0 if zero else float("nan"))
-        return sums
+    def full_of_nan(room: Room, *, zero: bool) -> tuple[Tensor, dict[str, Tensor]]:
+        buffer, sums = made(room, zero=zero)
+        buffer.fill_(0.0 if zero else float("nan"))
+        return buffer, sums
 
     model = nn.Sequential(nn.Linear(4, 6), nn.LayerNorm(6), nn.Linear(6, 2), nn.Linear(2, 2))
     model.unused = nn.Linear(3, 3)

@@ -20,15 +20,19 @@ class Room:
     device: torch.device
     dtype: torch.dtype
     names: list[str]
-    shapes: list[Tensor]
+    shapes: list[torch.Size]
+    sizes: list[int]
 
-    def made(self, *, zero: bool) -> dict[str, Tensor]:
-        """New sums, of zero or of whatever the memory holds."""
-        size = sum(tensor.numel() for tensor in self.shapes)
+    def made(self, *, zero: bool) -> tuple[Tensor, dict[str, Tensor]]:
+        """New memory, of zeros or of whatever it holds, and the sums that lie in it."""
         make = torch.zeros if zero else torch.empty
-        buffer = make(size, dtype=self.dtype, device=self.device)
-        views = torch._utils._unflatten_dense_tensors(buffer, self.shapes)
-        return dict(zip(self.names, views, strict=True))
+        buffer = make(sum(self.sizes), dtype=self.dtype, device=self.device)
+        with torch.no_grad():
+            views = [
+                view if len(shape) == 1 else view.view(shape)
+                for view, shape in zip(buffer.split(self.sizes), self.shapes, strict=True)
+            ]
+        return buffer, dict(zip(self.names, views, strict=True))
 
 
 class Totals:
@@ -41,6 +45,7 @@ class Totals:
     def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
         self._parameters = dict(parameters)
         self._sums: dict[str, Tensor] = {}
+        self._buffers: list[Tensor] = []
         self._kinds: list[tuple[torch.device, torch.dtype]] = []
         self._rooms: list[Room] = []
         self.norms: list[Tensor] = []
@@ -64,12 +69,18 @@ class Totals:
         try:
             yield self._sums, new
         except BaseException:
-            self._sums = {} if new else self._sums
+            if new:
+                self._sums, self._buffers = {}, []
             raise
+
+    @property
+    def buffers(self) -> list[Tensor]:
+        """The memory that all sums lie in, each parameter's always at the same place of it."""
+        return self._buffers
 
     def clear(self) -> None:
         """Forget everything; tensors handed out before are left alone."""
-        self._sums = {}
+        self._sums, self._buffers = {}, []
         self.norms = []
 
     def _made(self, *, zero: bool) -> dict[str, Tensor]:
@@ -77,8 +88,11 @@ class Totals:
         if kinds != self._kinds:
             self._kinds, self._rooms = kinds, self._plan_rooms()
         found: dict[str, Tensor] = {}
+        self._buffers = []
         for room in self._rooms:
-            found |= room.made(zero=zero)
+            buffer, sums = room.made(zero=zero)
+            self._buffers.append(buffer)
+            found |= sums
         return {name: found[name] for name in self._parameters}
 
     def _plan_rooms(self) -> list[Room]:
@@ -90,7 +104,7 @@ class Totals:
         for (device, dtype), names in places.items():
             # Whole blocks first, so that the odd sizes of small parameters misalign no other.
             names.sort(key=lambda name: self._parameters[name].numel() % _ALIGNMENT != 0)
-            # Without memory: the parameters' own would be kept alive when they are moved.
-            shapes = [torch.empty(self._parameters[n].shape, device="meta") for n in names]
-            rooms.append(Room(device=device, dtype=dtype, names=names, shapes=shapes))
+            shapes = [self._parameters[name].shape for name in names]
+            sizes = [shape.numel() for shape in shapes]
+            rooms.append(Room(device=device, dtype=dtype, names=names, shapes=shapes, sizes=sizes))
         return rooms

@@ -7,25 +7,30 @@ from collections.abc import Sequence
 from torch import Tensor
 
 
-def abutting(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+def abutting(
+    tensors: Sequence[Tensor], labels: Sequence[object] | None = None
+) -> list[list[Tensor]]:
     """The tensors in order, in runs whose elements follow one another in one storage.
 
     A run can be seen whole by `as_flat`. Only views of one tensor are joined: two allocations may
-    border on each other by chance.
+    border on each other by chance. With `labels`, one per tensor, a run has a single label.
     """
     runs: list[list[Tensor]] = []
     base: Tensor | None = None
-    end = -1
-    for tensor in tensors:
-        owner = tensor if tensor._base is None else tensor._base
+    end, dtype, label = -1, None, None
+    for index, tensor in enumerate(tensors):
+        owner = tensor._base
+        owner = tensor if owner is None else owner
         start = int(tensor.storage_offset())
-        joins = owner is base and start == end and tensor.dtype == runs[-1][-1].dtype
+        mine = None if labels is None else labels[index]
         contiguous = tensor.is_contiguous()
-        if joins and contiguous:
+        alike = tensor.dtype is dtype and mine == label
+        if owner is base and start == end and alike and contiguous:
             runs[-1].append(tensor)
         else:
             runs.append([tensor])
         base, end = (owner, start + tensor.numel()) if contiguous else (None, -1)
+        dtype, label = tensor.dtype, mine
     return runs
 
 

@@ -23,7 +23,7 @@ import torch
 from shuffled_dpsgd.clipping.kernels.dispatch import triton_available
 from shuffled_dpsgd.errors import InvalidArgumentError
 from shuffled_dpsgd.training.box_muller import standard_normal
-from shuffled_dpsgd.training.flat import merged
+from shuffled_dpsgd.training.flat import abutting, as_flat
 from shuffled_dpsgd.training.randomness import RandomStreams
 
 _PIECE_CPU = 1 << 17
@@ -83,12 +83,7 @@ class GaussianNoise:
         A std of 0 adds nothing. One pass over memory does both.
         """
         _check(tensors, stds)
-        kinds: dict[tuple[torch.device, torch.dtype], list[str]] = {}
-        for name, tensor in tensors.items():
-            if tensor.numel():
-                kinds.setdefault((tensor.device, tensor.dtype), []).append(name)
-        for index, ((device, dtype), names) in enumerate(kinds.items()):
-            stretches = _stretches([tensors[n] for n in names], [stds[n] for n in names])
+        for index, ((device, dtype), stretches) in enumerate(_stretches(tensors, stds).items()):
             if device.type == "cpu":
                 self._add_on_cpu(stretches, step=step, index=index, divide_by=divide_by)
             elif device.type == "cuda" and dtype == torch.float32 and triton_available():
@@ -166,15 +161,21 @@ def _check(tensors: Mapping[str, torch.Tensor], stds: Mapping[str, float]) -> No
             )
 
 
-def _stretches(tensors: Sequence[torch.Tensor], stds: Sequence[float]) -> list[Stretch]:
-    """The tensors in order, joined where both memory and standard deviation allow."""
-    found: list[Stretch] = []
-    first = 0
-    pairs = zip(tensors, stds, strict=True)
-    for std, group in itertools.groupby(pairs, key=lambda pair: pair[1]):
-        for flat in merged([tensor for tensor, _ in group]):
-            found.append(Stretch(flat.detach(), std, first))
-            first += flat.numel()
+def _stretches(
+    tensors: Mapping[str, torch.Tensor], stds: Mapping[str, float]
+) -> dict[tuple[torch.device, torch.dtype], list[Stretch]]:
+    """The tensors in order, by device and type, joined where memory and std allow."""
+    found: dict[tuple[torch.device, torch.dtype], list[Stretch]] = {}
+    in_order = [stds[name] for name in tensors]
+    done = 0
+    for run in abutting(list(tensors.values()), in_order):
+        std, flat = in_order[done], as_flat(run).detach()
+        done += len(run)
+        if flat.numel() == 0:
+            continue
+        stretches = found.setdefault((flat.device, flat.dtype), [])
+        first = stretches[-1].first + stretches[-1].flat.numel() if stretches else 0
+        stretches.append(Stretch(flat, std, first))
     return found
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from enum import Enum
 
 import torch
 from torch import Tensor
 
+from shuffled_dpsgd.clipping import kernels
 from shuffled_dpsgd.clipping.rules.base import Saved, Slot
 from shuffled_dpsgd.clipping.taps import Call, Signature, Spec, Taps
 
@@ -29,6 +31,28 @@ class Entry:
         self.saved = saved
 
 
+class Late:
+    """Captures that left a compiled backward and have not been looked at yet.
+
+    Where settling is replayed nobody needs to; making entries of them takes longer than that.
+    """
+
+    __slots__ = ("_calls", "tensors")
+
+    def __init__(
+        self, calls: Sequence[tuple[Slot, int, slice]], tensors: Sequence[Tensor | None]
+    ) -> None:
+        self._calls = calls
+        self.tensors = tensors
+
+    def entries(self) -> Iterator[Entry]:
+        """One entry for every call that a loss depends on."""
+        for slot, part, place in self._calls:
+            found = [kernels.as_aligned(t) for t in self.tensors[place] if t is not None]
+            if found:
+                yield Entry(slot, slot.restore(part, found))
+
+
 class Batch:
     """The samples of one forward: their number, the calls made, the entries recorded.
 
@@ -36,8 +60,9 @@ class Batch:
     own loss (the batch size under a mean, one under a sum). `calls` counts, per slot, those the
     forward made; `captures` describes those a compiled backward has recorded through the operator.
     `taps` are those of a compiled forward that has them, and `tapped` says whether their gradients
-    have come. `entries` are filed by group; norm layers wait in `unsummed` for others of their kind
-    and then stand in `norm_runs`, many layers with their (L, B, 2, D) per-sample gradients.
+    have come; those wait in `late`. `entries` are filed by group; norm layers wait in `unsummed`
+    for others of their kind and then stand in `norm_runs`, many layers with their (L, B, 2, D)
+    per-sample gradients.
     `halves` are this forward's half-precision copies of parameters, by the parameter's id.
     """
 
@@ -49,6 +74,7 @@ class Batch:
         "entries",
         "factors",
         "halves",
+        "late",
         "norm_runs",
         "phase",
         "scale",
@@ -71,6 +97,7 @@ class Batch:
         self.signature: Signature | None = None
         self.taps: Taps | None = None
         self.tapped = False
+        self.late: Late | None = None
         self.entries: dict[int, list[Entry]] = {}
         self.squares: dict[int, Tensor] = {}
         self.factors: dict[int, Tensor] = {}
@@ -96,6 +123,7 @@ class Batch:
     def close(self) -> None:
         """Drop every captured tensor; the batch takes no further backward."""
         self.closed = True
+        self.late = None
         self.halves = {}
         self.unsummed = []
         self.norm_runs = []

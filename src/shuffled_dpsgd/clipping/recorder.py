@@ -12,8 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from shuffled_dpsgd.clipping import kernels
-from shuffled_dpsgd.clipping.batch import Batch, Entry, Phase
+from shuffled_dpsgd.clipping.batch import Batch, Entry, Late, Phase
 from shuffled_dpsgd.clipping.rules.base import Saved, Slot
 from shuffled_dpsgd.clipping.taps import Signature, Taps, make_taps
 from shuffled_dpsgd.clipping.traced import Sink, record
@@ -144,12 +143,21 @@ class Recorder:
         if batch is None or batch.taps is None or batch is not self._running:
             raise _not_in_turn("", "captures of another")
         batch.tapped = True
+        waiting = list(grads)
+        now: list[tuple[Slot, int, slice]] = []
+        later: list[tuple[Slot, int, slice]] = []
+        for (index, part, _), place in batch.taps.order:
+            slot = self.slots[index]
+            if slot.stores:
+                # What is stored in place of a capture frees it, so the sooner the better.
+                now.append((slot, part, place))
+                waiting[place] = [None] * len(waiting[place])
+            else:
+                later.append((slot, part, place))
+        batch.late = Late(later, waiting)
         with torch.autocast(batch.device, enabled=False):
-            for (index, part, _), place in batch.taps.order:
-                tensors = [kernels.as_aligned(grad) for grad in grads[place] if grad is not None]
-                if tensors:
-                    slot = self.slots[index]
-                    self.receive(batch, Entry(slot, slot.restore(part, tensors)))
+            for entry in Late(now, grads).entries():
+                self.receive(batch, entry)
 
     def _join(self, batch: Batch) -> None:
         _refuse_misuse(batch, self._running)

@@ -103,7 +103,7 @@ class WholeGradient:
 
     def finish(self, batch: Batch) -> None:
         with self.rule.totals.adding() as (sums, new):
-            places = self._places(batch, sums, new) if batch.device == "cuda" else None
+            places = self._places(batch, new) if batch.device == "cuda" else None
             norms_B = self.replays.run(places, lambda: self._settle_all(batch, sums, new))
         self.rule.totals.norms.append(norms_B)
         batch.close()
@@ -116,23 +116,28 @@ class WholeGradient:
         first and done again.
         """
         rule = self.rule
-        filed = [(rule.groups[index], entries) for index, entries in batch.entries.items()]
+        entries = {index: [*filed] for index, filed in batch.entries.items()}
+        for entry in batch.late.entries() if batch.late is not None else ():
+            entry.saved = entry.slot.compact(entry.saved, rule.choose)
+            entries.setdefault(entry.slot.group, []).append(entry)
+        filed = [(rule.groups[index], found) for index, found in entries.items()]
         norm_runs = [*batch.norm_runs, *_summed(batch.unsummed)]
         wholesale = Wholesale(filed, norm_runs, rule.choose)
         norms_B = rule.norms(wholesale.squares(), batch)
         wholesale.add_sums(rule.factors(norms_B, batch), sums, new)
         return norms_B
 
-    def _places(self, batch: Batch, sums: dict[str, Tensor], new: bool) -> Places | None:
+    def _places(self, batch: Batch, new: bool) -> Places | None:
         """Where everything lies that settling reads and writes."""
         entries = [entry for filed in batch.entries.values() for entry in filed] + batch.unsummed
         values = [value for entry in entries for value in entry.saved]
-        runs = [sums_LBCD for _, sums_LBCD in batch.norm_runs]
+        values += [sums_LBCD for _, sums_LBCD in batch.norm_runs]
+        values += batch.late.tensors if batch.late is not None else ()
         slots = [entry.slot.index for entry in entries]
         slots += [slot.index for run, _ in batch.norm_runs for slot in run]
         stream = torch.cuda.current_stream().cuda_stream
         others = (stream, new, batch.size, batch.scale, *slots)
-        return places_of([*values, *runs, *sums.values()], *others)
+        return places_of([*values, *self.rule.totals.buffers], *others)
 
 
 def _summed(waiting: Sequence[Entry]) -> list[tuple[list[Slot], Tensor]]:

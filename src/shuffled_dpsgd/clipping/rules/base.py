@@ -47,6 +47,8 @@ class Slot:
     kind = "generic"
     takes_children = True
     batch_axis = 0
+    # Whether the cost rule has per-sample gradients stored in place of what was captured.
+    stores = False
     # How norms are found, where the cost rule has no say.
     fixed_route: str | None = "stored"
 

@@ -125,7 +125,6 @@ class LinearSlot(Slot):
         weight = cast(Tensor, self.parameters["weight"])
         self.outputs = weight.shape[1 if self.transposed else 0]
         self._last_input: torch.Size | None = None
-        self._stores = False
 
     def forward(self, x: Tensor) -> Tensor:
         if not torch.is_grad_enabled():
@@ -219,8 +218,8 @@ class LinearSlot(Slot):
             self._last_input = x.shape
             T = x.numel() // (x.shape[0] * x.shape[-1])
             self.last_shape = (T, self.outputs, x.shape[-1])
-            self._stores = choose(*self.last_shape, x.device.type) is cost.Route.INSTANTIATE
-        if not self._stores:
+            self.stores = choose(*self.last_shape, x.device.type) is cost.Route.INSTANTIATE
+        if not self.stores:
             return saved
         g_BTP, x_BTD = positions(g), positions(x)
         left, right = (x_BTD, g_BTP) if self.transposed else (g_BTP, x_BTD)

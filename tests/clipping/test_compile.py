@@ -168,6 +168,43 @@ def test_taps_cost_one_more_compilation_and_then_none() -> None:
             assert_same_sums(engine.clipped_sum(), wanted, 1e-9)
 
 
+class ThreeReaders(nn.Module):
+    """Query, key and value of one input; the value layer is called once more on another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(3, 6)
+        self.query, self.key, self.value = (nn.Linear(6, 6) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x).tanh()
+        mixed = self.query(x) * self.key(x) + self.value(x)
+        return mixed + self.value(mixed)
+
+
+def test_an_input_that_several_layers_read_leaves_the_graph_once() -> None:
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    model = ThreeReaders().double()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    engine = ClippingEngine(model, clip_norm=0.5)
+    for _ in range(4):
+        x = torch.randn(4, 5, 3, dtype=torch.float64)
+        engine.reset()
+        with engine:
+            engine.backward(compiled(x).square().sum((1, 2)))
+        eager = ClippingEngine(model, clip_norm=0.5)
+        wanted = run(eager, lambda m, i: m(i["x"]).square().sum((1, 2)), {"x": x})
+        torch.testing.assert_close(engine.sample_norms, eager.sample_norms, rtol=1e-10, atol=0)
+        assert_same_sums(engine.clipped_sum(), wanted, 1e-9)
+    taps = engine._recorder._taps
+    assert taps is not None
+    of_layer: dict[str, list[int]] = {}
+    for (index, _, _), tensors in taps.by_call.items():
+        of_layer.setdefault(engine._slots[index].path, []).append(len(tensors))
+    assert of_layer == {"value": [2, 1], "key": [1], "query": [2]}
+
+
 def test_micro_batches_of_any_shape_add_up_beside_taps() -> None:
     engine, case, compiled = tapped_pair()
     eager = ClippingEngine(case.model)

@@ -47,8 +47,13 @@ class Late:
 
     def entries(self) -> Iterator[Entry]:
         """One entry for every call that a loss depends on."""
+        inputs = {slot.index: place.start for slot, part, place in self._calls if part == 0}
         for slot, part, place in self._calls:
             found = [kernels.as_aligned(t) for t in self.tensors[place] if t is not None]
+            if found and part < 0 and place.stop - place.start == 1:
+                shared = self.tensors[inputs[-1 - part]]
+                assert shared is not None
+                found.insert(0, kernels.as_aligned(shared))
             if found:
                 yield Entry(slot, slot.restore(part, found))
 

@@ -39,6 +39,9 @@ class Recorder:
         # While a gradient is only looked at, nothing is recorded.
         self.muted = False
         self.may_tap = False
+        # The latest input of a linear layer in a traced forward, and the layer that records it.
+        self._input: Tensor | None = None
+        self._input_owner = 0
         self.tap = torch.zeros((), requires_grad=True)
         self._taps: Taps | None = None
         self._last_signature: Signature | None = None
@@ -66,6 +69,19 @@ class Recorder:
     def close_forward(self) -> None:
         """The forward is over; later calls of layers must be recomputations."""
         self.batch = None
+        self._input = None
+
+    def input_part(self, batch: Batch, slot: Slot, x: Tensor) -> int:
+        """Under a compiler: zero for a call that records its input, or who records it already.
+
+        Query, key and value read one input; recorded once per layer, it would be written and kept
+        three times. The owner's index is given as a part below zero.
+        """
+        owner = self._input_owner
+        if x is self._input and batch.calls[owner] == batch.calls[slot.index] == 1:
+            return -1 - owner
+        self._input, self._input_owner = x, slot.index
+        return 0
 
     def recomputed_batch(self, path: str) -> Batch:
         """The batch of a layer that is called outside the model's forward.
@@ -105,7 +121,8 @@ class Recorder:
             # Dynamo traces a function's backward where it is called, so that this numbers calls.
             call = batch.calls[slot.index]
             if batch.taps is not None and (slot.index, part, call) in batch.taps.by_call:
-                return tuple(tensors)
+                # Fewer taps than tensors where another call gives the input.
+                return tuple(tensors[-len(batch.taps.by_call[(slot.index, part, call)]) :])
             return (record(self._handle, slot.index, part, call, tensors),)
         if self._running is not batch:
             self._join(batch)
@@ -143,20 +160,14 @@ class Recorder:
         if batch is None or batch.taps is None or batch is not self._running:
             raise _not_in_turn("", "captures of another")
         batch.tapped = True
-        waiting = list(grads)
-        now: list[tuple[Slot, int, slice]] = []
-        later: list[tuple[Slot, int, slice]] = []
-        for (index, part, _), place in batch.taps.order:
-            slot = self.slots[index]
-            if slot.stores:
-                # What is stored in place of a capture frees it, so the sooner the better.
-                now.append((slot, part, place))
-                waiting[place] = [None] * len(waiting[place])
-            else:
-                later.append((slot, part, place))
-        batch.late = Late(later, waiting)
+        calls = [(self.slots[index], part, place) for (index, part, _), place in batch.taps.order]
+        late = Late(calls, grads)
+        if not any(slot.stores for slot, _, _ in calls):
+            batch.late = late
+            return
+        # What is stored in place of a capture frees it, so the sooner the better.
         with torch.autocast(batch.device, enabled=False):
-            for entry in Late(now, grads).entries():
+            for entry in late.entries():
                 self.receive(batch, entry)
 
     def _join(self, batch: Batch) -> None:

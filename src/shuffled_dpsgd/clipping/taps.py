@@ -84,6 +84,10 @@ def make_taps(
     }
     if not chosen:
         return None
+    for (index, part, number), specs in chosen.items():
+        # A part below zero names the layer whose first call has the same input.
+        if part < 0 and (-1 - part, 0, 1) in chosen:
+            chosen[(index, part, number)] = specs[-1:]
     flat = [spec for specs in chosen.values() for spec in specs]
     # The end of a backward, where taps are made, has gradients switched off.
     with torch.enable_grad():

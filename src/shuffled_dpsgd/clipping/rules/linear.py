@@ -44,12 +44,13 @@ class LinearFunction(torch.autograd.Function):
         lower: bool,
         slot: LinearSlot,
         batch: Batch,
+        part: int,
         *taps: Tensor,
     ) -> Tensor:
         if lower:
             weight = slot.lowered(weight, x.dtype)
             bias = None if bias is None else slot.lowered(bias, x.dtype)
-        ctx.slot, ctx.batch = slot, batch
+        ctx.slot, ctx.batch, ctx.part = slot, batch, part
         ctx.save_for_backward(x if slot.keeps_input else None, weight)
         out = F.linear(x, weight, bias)
         return out if out.shape[-1] == slot.outputs else out[..., : slot.outputs]
@@ -62,9 +63,9 @@ class LinearFunction(torch.autograd.Function):
             g = F.pad(g, (0, weight.shape[0] - g.shape[-1]))
             # What leaves a compiled graph should lie in whole, aligned rows.
             kept = g if torch.compiler.is_compiling() else g[..., : kept.shape[-1]]
-        taps = ctx.slot.recorder.record(ctx.batch, ctx.slot, (x, kept))
+        taps = ctx.slot.recorder.record(ctx.batch, ctx.slot, (x, kept), ctx.part)
         grad_x = g.matmul(weight) if ctx.needs_input_grad[0] else None
-        return grad_x, None, None, None, None, None, *taps
+        return grad_x, None, None, None, None, None, None, *taps
 
 
 class TransposedLinearFunction(torch.autograd.Function):
@@ -79,11 +80,12 @@ class TransposedLinearFunction(torch.autograd.Function):
         lower: bool,
         slot: LinearSlot,
         batch: Batch,
+        part: int,
         *taps: Tensor,
     ) -> Tensor:
         if lower:
             weight, bias = weight.to(x.dtype), bias.to(x.dtype)
-        ctx.slot, ctx.batch = slot, batch
+        ctx.slot, ctx.batch, ctx.part = slot, batch, part
         ctx.save_for_backward(x if slot.keeps_input else None, weight)
         flat = torch.addmm(bias, x.reshape(-1, x.shape[-1]), weight)
         return flat.view(*x.shape[:-1], weight.shape[1])
@@ -92,9 +94,9 @@ class TransposedLinearFunction(torch.autograd.Function):
     def backward(ctx: Any, g: Tensor) -> Any:
         x, weight = ctx.saved_tensors
         g = _in_rows(g)
-        taps = ctx.slot.recorder.record(ctx.batch, ctx.slot, (x, g))
+        taps = ctx.slot.recorder.record(ctx.batch, ctx.slot, (x, g), ctx.part)
         grad_x = g.matmul(weight.t()) if ctx.needs_input_grad[0] else None
-        return grad_x, None, None, None, None, None, *taps
+        return grad_x, None, None, None, None, None, None, *taps
 
 
 def _in_rows(g: Tensor) -> Tensor:
@@ -132,14 +134,17 @@ class LinearSlot(Slot):
         batch = self.batch()
         if x.shape[0] != batch.size:
             x = self.over_batch(x, batch.size)
+        part = 0
+        if self.keeps_input and torch.compiler.is_compiling():
+            part = self.recorder.input_part(batch, self, x)
         lower = torch.is_autocast_enabled(batch.device) and x.dtype is not torch.float64
         if lower:
             x = x.to(torch.get_autocast_dtype(batch.device))
         weight, bias = cast(Tensor, self.parameters["weight"]), self.parameters["bias"]
         if x.requires_grad and can_listen():
             return self._listen(x, weight, bias, batch)
-        taps = self.recorder.taps_of(batch, self)
-        return self.function.apply(x, weight, bias, lower, self, batch, *taps)
+        taps = self.recorder.taps_of(batch, self, part)
+        return self.function.apply(x, weight, bias, lower, self, batch, part, *taps)
 
     def _listen(self, x: Tensor, weight: Tensor, bias: Tensor | None, batch: Batch) -> Tensor:
         """The same by autograd's own operations, for eager mode."""

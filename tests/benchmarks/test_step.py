@@ -57,9 +57,10 @@ def test_adapters_take_turns_in_every_round_after_all_are_prepared() -> None:
     calls = done.stdout.splitlines()[-1].split()
     names = ("plain", "ours", "opacus:ghost")
     prepared = [name for name in names for _ in range(3)]  # two to warm up, one for its memory
-    alone = [name for name in names for _ in range(6)]  # one thrown away, five for the host
+    # Two to lead in and one that is thrown away, then five for the host.
+    alone = [name for name in names for _ in range(2 + 1 + 5)]
     rounds = [names[(place + number) % 3] for number in range(3) for place in range(3)]
-    assert calls == [*prepared, *alone, *(name for name in rounds for _ in range(2))]
+    assert calls == [*prepared, *alone, *(name for name in rounds for _ in range(2 + 2))]
 
 
 def test_errors_are_recorded_and_only_ours_are_alarming(tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -21,7 +20,6 @@ pytest.importorskip("triton")
 
 from shuffled_dpsgd.clipping import ClippingEngine, kernels  # noqa: E402
 from shuffled_dpsgd.clipping.kernels import (  # noqa: E402
-    addresses,
     dispatch,
     plain,
     triton_gram,
@@ -112,85 +110,6 @@ def test_a_poisoned_sample_in_two_parts_is_seen_and_spoils_no_other() -> None:
     found = triton_gram.gram_sq_norms([x], [g], True)[0]
     assert found.isnan().tolist() == [False, True, False]
     assert torch.equal(found[[0, 2]], clean[[0, 2]])
-
-
-class Counted:
-    """A kernel that notes how many layers share an input in each of its launches."""
-
-    def __init__(self, kernel: Any, noted: list[int]) -> None:
-        self.kernel, self.noted = kernel, noted
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        def launch(*args: object, **options: Any) -> None:
-            self.noted.append(options["GROUP"])
-            self.kernel[grid](*args, **options)
-
-        return launch
-
-
-# One letter per layer; layers of one letter have one input.
-SHARED_INPUTS = ["a", "aa", "aaa", "aaaaa", "abacabd"]
-
-
-def layers_with_shared_inputs(inputs: str, tokens: int) -> list[tuple[Tensor, Tensor]]:
-    xs = {name: draw(2, tokens, 40, seed=ord(name)) for name in inputs}
-    return [(xs[name], draw(2, tokens, 24, seed=i)) for i, name in enumerate(inputs)]
-
-
-@pytest.mark.parametrize("inputs", SHARED_INPUTS)
-@pytest.mark.parametrize("tokens", [16, 100, 128, 197, 208, 300])
-@pytest.mark.parametrize("bias", [False, True])
-def test_layers_that_share_an_input_have_the_norms_they_have_alone(
-    inputs: str, tokens: int, bias: bool
-) -> None:
-    pairs = layers_with_shared_inputs(inputs, tokens)
-    module = triton_gram if tokens in (197, 208) else triton_linear
-    groups = addresses.sharers([x for x, _ in pairs], dispatch.MAX_SHARERS)
-    xs, gs = zip(*(pairs[i] for group in groups.values() for i in group), strict=True)
-    sharing = {size: len(group) for size, group in groups.items()}
-    found = module.gram_sq_norms(xs, gs, bias, sharing)
-    alone = [module.gram_sq_norms([x], [g], bias)[0] for x, g in zip(xs, gs, strict=True)]
-    assert torch.equal(found, torch.stack(alone))
-
-
-@pytest.mark.parametrize(
-    ("inputs", "expected"),
-    list(zip(SHARED_INPUTS, [[1], [2], [3], [3, 2], [3, 2, 1]], strict=True)),
-)
-@pytest.mark.parametrize("tokens", [16, 197])
-def test_inputs_are_multiplied_with_themselves_once_for_all_that_share_them(
-    inputs: str, expected: list[int], tokens: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    noted: list[int] = []
-    monkeypatch.setattr(dispatch, "fits_triton_linear", lambda x, g: True)
-    for module, name in ((triton_linear, "gram_kernel"), (triton_gram, "two_part_gram_kernel")):
-        monkeypatch.setattr(module, name, Counted(getattr(module, name), noted))
-    pairs = layers_with_shared_inputs(inputs, tokens)
-    found = kernels.gram_sq_norm_sums(pairs, [True] * len(pairs))
-    assert noted == expected
-    alone = [plain.gram_sq_norms(x.double(), g.double(), True) for x, g in pairs]
-    total, expected_total = torch.stack(found).sum(0), torch.stack(alone).sum(0)
-    torch.testing.assert_close(total.double(), expected_total, rtol=1e-3, atol=0.0)
-
-
-def test_only_inputs_of_one_layout_and_one_kind_of_bias_are_shared(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    noted: list[int] = []
-    monkeypatch.setattr(dispatch, "fits_triton_linear", lambda x, g: True)
-    monkeypatch.setattr(triton_linear, "gram_kernel", Counted(triton_linear.gram_kernel, noted))
-    x, gs = draw(2, 32, 40, seed=0), [draw(2, 16, 24, seed=i) for i in range(4)]
-    first_tokens, every_other = x[:, :16], x[:, ::2]
-    pairs = list(zip([first_tokens, first_tokens, first_tokens, every_other], gs, strict=True))
-    biases = [True, True, False, True]
-    found = kernels.gram_sq_norm_sums(pairs, biases)
-    assert sorted(noted) == [1, 1, 2]
-    alone = [
-        plain.gram_sq_norms(x.double(), g.double(), bias)
-        for (x, g), bias in zip(pairs, biases, strict=True)
-    ]
-    total, expected = torch.stack(found).sum(0), torch.stack(alone).sum(0)
-    torch.testing.assert_close(total.double(), expected, rtol=1e-3, atol=0.0)
 
 
 @pytest.mark.gpu

@@ -35,26 +35,6 @@ def address_table(columns: Sequence[Sequence[Tensor]], device: torch.device) -> 
     return found
 
 
-def sharers(tensors: Sequence[Tensor], most: int) -> dict[int, list[int]]:
-    """Indices of tensors of one layout in groups that are one tensor, under the groups' size.
-
-    The indices of a group follow each other; a group of more than `most` is cut.
-
-    >>> a, b = torch.ones(2), torch.ones(2)
-    >>> sharers([a, b, a, a, a], most=3)
-    {3: [0, 2, 3], 1: [4, 1]}
-    """
-    places: dict[int, list[int]] = {}
-    for index, tensor in enumerate(tensors):
-        places.setdefault(tensor.data_ptr(), []).append(index)
-    found: dict[int, list[int]] = {}
-    for indices in places.values():
-        for start in range(0, len(indices), most):
-            group = indices[start : start + most]
-            found.setdefault(len(group), []).extend(group)
-    return found
-
-
 @contextmanager
 def holding(tables: Tables) -> Iterator[None]:
     """Keep in `tables` those that are asked for inside, and take from there those it has.

@@ -19,7 +19,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from shuffled_dpsgd.clipping.kernels import addresses, host, plain, tables
+from shuffled_dpsgd.clipping.kernels import host, plain, tables
 
 HALF = (torch.bfloat16, torch.float16)
 ROW_ALIGNMENT_BYTES = 16
@@ -31,8 +31,6 @@ MIN_TOKENS, MIN_WIDTH = 8, 16
 GLUON_VERSIONS = ("3.6.",)
 # One program per sample reads a layer's rows alone; past this width they are shared out.
 MAX_GRAM_WIDTH = 16384
-# Layers whose common input is multiplied with itself once: query, key and value are three.
-MAX_SHARERS = 3
 
 
 @functools.cache
@@ -143,7 +141,7 @@ def gram_sq_norm_sums(
 ) -> list[Tensor]:
     """(B,) tensors that add up to the sum of all pairs' `plain.gram_sq_norms`.
 
-    Layers of one shape share a launch; those that share an input have one of their own.
+    Layers of one shape share a launch.
     """
     found: list[Tensor] = []
     for run in alike(pairs, biases):
@@ -152,22 +150,14 @@ def gram_sq_norm_sums(
         if fits and g.shape[2] > MAX_GRAM_WIDTH and x.shape[1] <= triton("linear").GRAM_BLOCK:
             found += [triton("linear").wide_gram_sq_norms(*pairs[i], biases[i]) for i in run]
         elif fits:
-            found.append(_triton_gram_sq_norms([pairs[i] for i in run], biases[run[0]]).sum(0))
+            xs, gs = zip(*(pairs[i] for i in run), strict=True)
+            two_part = triton("gram").MIN_TOKENS <= x.shape[1] <= triton("gram").MAX_TOKENS
+            kernel = triton("gram") if two_part else triton("linear")
+            found.append(kernel.gram_sq_norms(xs, gs, biases[run[0]]).sum(0))
         elif host.serves(x, g):
             found += host.gram_sq_norms([pairs[i] for i in run], biases[run[0]])
         else:
             found += [plain.gram_sq_norms(*pairs[i], biases[i]) for i in run]
-    return found
-
-
-def _triton_gram_sq_norms(pairs: Sequence[tuple[Tensor, Tensor]], bias: bool) -> Tensor:
-    """`plain.gram_sq_norms` of L layers of one shape, (L, B), those with one input side by side."""
-    groups = addresses.sharers([x for x, _ in pairs], MAX_SHARERS)
-    xs, gs = zip(*(pairs[i] for group in groups.values() for i in group), strict=True)
-    two_part = triton("gram").MIN_TOKENS <= xs[0].shape[1] <= triton("gram").MAX_TOKENS
-    kernel = triton("gram") if two_part else triton("linear")
-    sharing = {size: len(group) for size, group in groups.items()}
-    found: Tensor = kernel.gram_sq_norms(xs, gs, bias, sharing)
     return found
 
 

@@ -10,7 +10,7 @@ operand. That is half the products and two thirds of the reading.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 import triton
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from shuffled_dpsgd.clipping.kernels import plain
 from shuffled_dpsgd.clipping.kernels.addresses import address_table
-from shuffled_dpsgd.clipping.kernels.triton_linear import ELEMENT, gram_block, launches, tile_at
+from shuffled_dpsgd.clipping.kernels.triton_linear import ELEMENT, gram_block, tile_at
 
 # Where a sample is cut: the tokens of the first program, of the second, and of its narrow operand.
 HEAD, TAIL, NARROW = 128, 64, 16
@@ -81,66 +81,50 @@ def lengths_of(products):  # type: ignore[no-untyped-def]
 def two_part_gram_kernel(  # type: ignore[no-untyped-def]
     x_table, g_table, out_LB22, B, T, D, P, x_batch, x_row, g_batch, g_row,
     BIAS: tl.constexpr, HAS_NARROW: tl.constexpr, STEP: tl.constexpr,
-    EVEN_D: tl.constexpr, EVEN_P: tl.constexpr, ELEMENT: tl.constexpr, GROUP: tl.constexpr,
+    EVEN_D: tl.constexpr, EVEN_P: tl.constexpr, ELEMENT: tl.constexpr,
 ):  # fmt: skip
     """One of two parts of sum_ts <x_t, x_s> <g_t, g_s> for one sample of one layer.
 
     Beside it that part of the sum of |x_t| |g_t|. Tokens past the end have zeros in g's products.
-    Of GROUP layers with one x, the layers take turns with its products.
     """
-    part, sample, first = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2) * GROUP
-    x = tile_at(x_table, first, ELEMENT) + sample * x_batch
+    part, sample, layer = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
+    out = out_LB22 + 2 * (2 * (layer * B + sample) + part)
+    x = tile_at(x_table, layer, ELEMENT) + sample * x_batch
+    g = tile_at(g_table, layer, ELEMENT) + sample * g_batch
     one = 1.0 if BIAS else 0.0
     if part == 0:
         t = tl.arange(0, 128)
         x_gram = gram_block(x, t, t, T, D, x_row, True, 128, STEP, EVEN_D)
-        for layer in tl.static_range(GROUP):
-            g = tile_at(g_table, first + layer, ELEMENT) + sample * g_batch
-            products = (x_gram + one) * gram_block(g, t, t, T, P, g_row, True, 128, STEP, EVEN_P)
-            out = out_LB22 + 4 * ((first + layer) * B + sample)
-            tl.store(out, tl.sum(products))
-            tl.store(out + 1, lengths_of(products))
+        products = (x_gram + one) * gram_block(g, t, t, T, P, g_row, True, 128, STEP, EVEN_P)
+        tl.store(out, tl.sum(products))
+        tl.store(out + 1, lengths_of(products))
     else:
         x_th, x_tt, x_hn, x_tn, x_nn = rest_of_gram(x, T, D, x_row, HAS_NARROW, STEP, EVEN_D)
-        for layer in tl.static_range(GROUP):
-            g = tile_at(g_table, first + layer, ELEMENT) + sample * g_batch
-            g_th, g_tt, g_hn, g_tn, g_nn = rest_of_gram(g, T, P, g_row, HAS_NARROW, STEP, EVEN_P)
-            tt = (x_tt + one) * g_tt
-            across = tl.sum((x_th + one) * g_th)
-            within = tl.sum(tt)
-            lengths = lengths_of(tt)
-            if HAS_NARROW:
-                nn = (x_nn + one) * g_nn
-                across += tl.sum((x_hn + one) * g_hn) + tl.sum((x_tn + one) * g_tn)
-                within += tl.sum(nn)
-                lengths += lengths_of(nn)
-            # Pairs of tokens from different blocks were met once and count twice.
-            out = out_LB22 + 4 * ((first + layer) * B + sample) + 2
-            tl.store(out, 2.0 * across + within)
-            tl.store(out + 1, lengths)
+        g_th, g_tt, g_hn, g_tn, g_nn = rest_of_gram(g, T, P, g_row, HAS_NARROW, STEP, EVEN_P)
+        tt = (x_tt + one) * g_tt
+        across = tl.sum((x_th + one) * g_th)
+        within = tl.sum(tt)
+        lengths = lengths_of(tt)
+        if HAS_NARROW:
+            nn = (x_nn + one) * g_nn
+            across += tl.sum((x_hn + one) * g_hn) + tl.sum((x_tn + one) * g_tn)
+            within += tl.sum(nn)
+            lengths += lengths_of(nn)
+        # Pairs of tokens from different blocks were met once and count twice.
+        tl.store(out, 2.0 * across + within)
+        tl.store(out + 1, lengths)
 
 
-def gram_sq_norms(
-    xs: Sequence[Tensor],
-    gs: Sequence[Tensor],
-    bias: bool,
-    sharing: Mapping[int, int] | None = None,
-) -> Tensor:
-    """`plain.gram_sq_norms` of L layers of one shape, (L, B); T from MIN_TOKENS to MAX_TOKENS.
-
-    For `sharing` see `triton_linear.launches`.
-    """
+def gram_sq_norms(xs: Sequence[Tensor], gs: Sequence[Tensor], bias: bool) -> Tensor:
+    """`plain.gram_sq_norms` of L layers of one shape, (L, B); T from MIN_TOKENS to MAX_TOKENS."""
     (B, T, D), P, L = xs[0].shape, gs[0].shape[2], len(xs)
     x, g = xs[0], gs[0]
     table = address_table((xs, gs), x.device)
     out = torch.empty(L, B, 2, 2, dtype=torch.float32, device=x.device)
-    for size, part in launches(sharing, L):
-        two_part_gram_kernel[(2, B, (part.stop - part.start) // size)](
-            table[0][part], table[1][part], out[part], B, T, D, P,
-            x.stride(0), x.stride(1), g.stride(0), g.stride(1),
-            BIAS=bias, HAS_NARROW=T > HEAD + TAIL, STEP=STEP,
-            EVEN_D=D % STEP == 0, EVEN_P=P % STEP == 0, ELEMENT=ELEMENT[x.dtype], GROUP=size,
-            num_warps=NUM_WARPS, num_stages=NUM_STAGES,
-        )  # fmt: skip
+    two_part_gram_kernel[(2, B, L)](
+        table[0], table[1], out, B, T, D, P, x.stride(0), x.stride(1), g.stride(0), g.stride(1),
+        BIAS=bias, HAS_NARROW=T > HEAD + TAIL, STEP=STEP, EVEN_D=D % STEP == 0,
+        EVEN_P=P % STEP == 0, ELEMENT=ELEMENT[x.dtype], num_warps=NUM_WARPS, num_stages=NUM_STAGES,
+    )  # fmt: skip
     squares_LB, reach_LB = out.sum(2).unbind(2)
     return plain.above_cut_off(squares_LB, reach_LB, D, P)

@@ -10,7 +10,7 @@ This file has the norms by Gram matrices; `triton_sums` has what multiplies grad
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 import triton
@@ -64,78 +64,50 @@ def gram_block(  # type: ignore[no-untyped-def]
 def gram_kernel(  # type: ignore[no-untyped-def]
     x_table, g_table, out_LBN2, B, T, D, P, x_batch, x_row, g_batch, g_row,
     BIAS: tl.constexpr, NUM_BLOCKS: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
-    EVEN_D: tl.constexpr, EVEN_P: tl.constexpr, ELEMENT: tl.constexpr, GROUP: tl.constexpr,
+    EVEN_D: tl.constexpr, EVEN_P: tl.constexpr, ELEMENT: tl.constexpr,
 ):  # fmt: skip
     """One pair of token blocks of one sample of one layer: sum of <x_t, x_s> <g_t, g_s>.
 
-    Beside it the sum of |x_t| |g_t|, the length of all the terms that may cancel. Of GROUP layers
-    with one x, the layers take turns with its products.
+    Beside it the sum of |x_t| |g_t|, the length of all the terms that may cancel.
     """
-    block, sample, first = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2) * GROUP
+    block, sample, layer = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
     i = block // NUM_BLOCKS
     j = block % NUM_BLOCKS
+    out = out_LBN2 + 2 * ((layer * B + sample) * NUM_BLOCKS * NUM_BLOCKS + block)
     if i > j:
-        for layer in tl.static_range(GROUP):
-            out = out_LBN2 + 2 * (((first + layer) * B + sample) * NUM_BLOCKS * NUM_BLOCKS + block)
-            tl.store(out, 0.0)
-            tl.store(out + 1, 0.0)
+        tl.store(out, 0.0)
+        tl.store(out + 1, 0.0)
         return
     rows = i * BLOCK + tl.arange(0, BLOCK)
     cols = j * BLOCK + tl.arange(0, BLOCK)
-    x = tile_at(x_table, first, ELEMENT) + sample * x_batch
+    x = tile_at(x_table, layer, ELEMENT) + sample * x_batch
+    g = tile_at(g_table, layer, ELEMENT) + sample * g_batch
     x_gram = gram_block(x, rows, cols, T, D, x_row, NUM_BLOCKS == 1, BLOCK, STEP, EVEN_D)
+    g_gram = gram_block(g, rows, cols, T, P, g_row, NUM_BLOCKS == 1, BLOCK, STEP, EVEN_P)
     if BIAS:
         x_gram += 1.0
-    # Written out for each layer: inside a loop the matrix units would wait after every product.
-    for layer in tl.static_range(GROUP):
-        g = tile_at(g_table, first + layer, ELEMENT) + sample * g_batch
-        g_gram = gram_block(g, rows, cols, T, P, g_row, NUM_BLOCKS == 1, BLOCK, STEP, EVEN_P)
-        # Tokens past the end have a zero row in g's Gram matrix; off-diagonal pairs count twice.
-        products = x_gram * g_gram
-        total = tl.sum(products)
-        out = out_LBN2 + 2 * (((first + layer) * B + sample) * NUM_BLOCKS * NUM_BLOCKS + block)
-        tl.store(out, tl.where(i == j, total, 2.0 * total))
-        lengths = tl.where(rows[:, None] == cols[None, :], tl.sqrt(tl.maximum(products, 0.0)), 0.0)
-        tl.store(out + 1, tl.sum(lengths))
+    # Tokens past the end have a zero row in g's Gram matrix; each off-diagonal pair counts twice.
+    products = x_gram * g_gram
+    total = tl.sum(products)
+    tl.store(out, tl.where(i == j, total, 2.0 * total))
+    lengths = tl.where(rows[:, None] == cols[None, :], tl.sqrt(tl.maximum(products, 0.0)), 0.0)
+    tl.store(out + 1, tl.sum(lengths))
 
 
-def launches(sharing: Mapping[int, int] | None, L: int) -> Iterator[tuple[int, slice]]:
-    """The layers of each launch, with how many of them in a row have one x.
-
-    `sharing` says of how many layers that holds, for each such number and in the layers' order;
-    without it every layer has an x of its own.
-
-    >>> list(launches({3: 6, 1: 2}, 8)), list(launches(None, 8))
-    ([(3, slice(0, 6, None)), (1, slice(6, 8, None))], [(1, slice(0, 8, None))])
-    """
-    first = 0
-    for size, count in ({1: L} if sharing is None else sharing).items():
-        yield size, slice(first, first + count)
-        first += count
-
-
-def gram_sq_norms(
-    xs: Sequence[Tensor],
-    gs: Sequence[Tensor],
-    bias: bool,
-    sharing: Mapping[int, int] | None = None,
-) -> Tensor:
-    """`plain.gram_sq_norms` of L layers of one shape, (L, B); for `sharing` see `launches`."""
+def gram_sq_norms(xs: Sequence[Tensor], gs: Sequence[Tensor], bias: bool) -> Tensor:
+    """`plain.gram_sq_norms` of L layers of one shape, (L, B)."""
     (B, T, D), P, L = xs[0].shape, gs[0].shape[2], len(xs)
     x, g = xs[0], gs[0]
     block = min(GRAM_BLOCK, max(16, triton.next_power_of_2(T)))
     num_blocks = triton.cdiv(T, block)
     table = address_table((xs, gs), x.device)
     out = torch.empty(L, B, num_blocks**2, 2, dtype=torch.float32, device=x.device)
-    for size, part in launches(sharing, L):
-        gram_kernel[(num_blocks**2, B, (part.stop - part.start) // size)](
-            table[0][part], table[1][part], out[part], B, T, D, P,
-            x.stride(0), x.stride(1), g.stride(0), g.stride(1),
-            BIAS=bias, NUM_BLOCKS=num_blocks, BLOCK=block, STEP=64,
-            EVEN_D=T % block == 0 and D % 64 == 0, EVEN_P=T % block == 0 and P % 64 == 0,
-            ELEMENT=ELEMENT[x.dtype], GROUP=size,
-            num_warps=8 if block == 128 else 4, num_stages=4,
-        )  # fmt: skip
+    gram_kernel[(num_blocks**2, B, L)](
+        table[0], table[1], out, B, T, D, P, x.stride(0), x.stride(1), g.stride(0), g.stride(1),
+        BIAS=bias, NUM_BLOCKS=num_blocks, BLOCK=block, STEP=64,
+        EVEN_D=T % block == 0 and D % 64 == 0, EVEN_P=T % block == 0 and P % 64 == 0,
+        ELEMENT=ELEMENT[x.dtype], num_warps=8 if block == 128 else 4, num_stages=4,
+    )  # fmt: skip
     squares_LB, reach_LB = out.sum(2).unbind(2)
     return plain.above_cut_off(squares_LB, reach_LB, D, P)
 

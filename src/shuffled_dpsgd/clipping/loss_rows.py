@@ -35,7 +35,9 @@ class LossCheck:
         ]
 
     def run(self, losses: Tensor) -> None:
-        """Follow the first sample's loss back to the outputs, no further; it costs next to nothing.
+        """Follow the first sample's loss back to the outputs, no further.
+
+        That takes little time, but for a moment the memory of one more gradient of the outputs.
 
         Raises:
             UnsupportedModuleError: it arrives at other samples too.

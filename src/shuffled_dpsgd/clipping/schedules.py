@@ -128,7 +128,12 @@ class WholeGradient:
         return norms_B
 
     def _places(self, batch: Batch, new: bool) -> Places | None:
-        """Where everything lies that settling reads and writes."""
+        """Where everything lies that settling reads and writes; None where it is not to be asked.
+
+        Inside somebody else's capture the launches belong to that.
+        """
+        if torch.cuda.is_current_stream_capturing():
+            return None
         entries = [entry for filed in batch.entries.values() for entry in filed] + batch.unsummed
         values = [value for entry in entries for value in entry.saved]
         values += [sums_LBCD for _, sums_LBCD in batch.norm_runs]

@@ -6,12 +6,13 @@ all of them together about as much as one.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 
 import torch
 
-# False: every launch is issued anew.
-REPLAY = True
+# SHUFFLED_DPSGD_CUDA_GRAPHS=0: every launch is issued anew.
+REPLAY = os.environ.get("SHUFFLED_DPSGD_CUDA_GRAPHS", "1") != "0"
 
 
 class Recording:

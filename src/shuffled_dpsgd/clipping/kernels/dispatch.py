@@ -88,29 +88,6 @@ def as_aligned(tensor: Tensor) -> Tensor:
     return aligned_copy(tensor)
 
 
-def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """`target.copy_(source)` of every pair; all targets are of one type and device."""
-    if not targets:
-        return
-    if targets[0].dtype in HALF and all(map(_fits_triton_cast, targets, sources)):
-        triton("casts").copy_all(targets, sources)
-    else:
-        torch._foreach_copy_(list(targets), list(sources))
-
-
-def _fits_triton_cast(target: Tensor, source: Tensor) -> bool:
-    return (
-        source.is_cuda
-        and source.dtype is torch.float32
-        and target.dtype in HALF
-        and source.is_contiguous()
-        and target.is_contiguous()
-        and source.data_ptr() % ROW_ALIGNMENT_BYTES == 0
-        and target.data_ptr() % ROW_ALIGNMENT_BYTES == 0
-        and triton_available()
-    )
-
-
 def fits_triton_linear(x_BTD: Tensor, g_BTP: Tensor) -> bool:
     """Whether the Triton kernels take this pair."""
     B, T, D = x_BTD.shape

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -17,17 +19,48 @@ def parameters() -> dict[str, nn.Parameter]:
     return {name: nn.Parameter(torch.randn(shape)) for name, shape in shapes.items()}
 
 
-def test_sums_share_memory_without_overlap_and_whole_blocks_are_aligned() -> None:
+def test_sums_have_the_shapes_of_their_parameters_and_do_not_overlap() -> None:
     owned = parameters()
     sums = Totals(owned).sums
     assert list(sums) == list(owned)
-    assert len({total.untyped_storage().data_ptr() for total in sums.values()}) == 1
     for index, (name, total) in enumerate(sums.items()):
         assert total.shape == owned[name].shape
         total.fill_(index + 1)
     assert [float(total.max()) for total in sums.values()] == [1, 2, 3, 4]
-    for name in ("matrix", "wide"):
-        assert sums[name].data_ptr() % 16 == 0
+
+
+def test_sums_on_an_accelerator_share_memory_and_whole_blocks_are_aligned() -> None:
+    owned = {name: nn.Parameter(p.to("meta")) for name, p in parameters().items()}
+    totals = Totals(owned)
+    places = {name: total.storage_offset() for name, total in totals.sums.items()}
+    assert places == {"matrix": 0, "wide": 128, "odd": 256, "scalar": 259}
+    assert all(total._base is totals.buffers[0] for total in totals.sums.values())
+
+
+@pytest.mark.parametrize("hold", ["tensor", "view", "detached", "grad", "numpy"])
+def test_the_memory_of_sums_is_used_again_only_when_nobody_has_them(hold: str) -> None:
+    owned = parameters()
+    totals = Totals(owned)
+    places = {name: total.data_ptr() for name, total in totals.sums.items()}
+    kept: object = None
+    if hold == "grad":
+        owned["matrix"].grad = totals.sums["matrix"]
+    else:
+        total = totals.sums["matrix"]
+        kept = {
+            "tensor": lambda: total,
+            "view": lambda: total.view(-1),
+            "detached": lambda: total.detach()[1:],
+            "numpy": total.numpy,
+        }[hold]()
+        del total
+    totals.clear()
+    again = {name: total.data_ptr() for name, total in totals.sums.items()}
+    assert [name for name in places if again[name] != places[name]] == ["matrix"]
+    del kept
+    owned["matrix"].grad = None
+    totals.clear()
+    assert {name: total.data_ptr() for name, total in totals.sums.items()} == again
 
 
 def test_sums_handed_out_survive_a_reset() -> None:
@@ -60,9 +93,10 @@ def test_new_sums_are_forgotten_when_nothing_comes_to_fill_them() -> None:
 def test_what_memory_held_before_reaches_no_sum(monkeypatch: pytest.MonkeyPatch) -> None:
     made = Room.made
 
-    def full_of_nan(room: Room, *, zero: bool) -> tuple[Tensor, dict[str, Tensor]]:
-        buffer, sums = made(room, zero=zero)
-        buffer.fill_(0.0 if zero else float("nan"))
+    def full_of_nan(room: Room, *, zero: bool, **options: Any) -> tuple[Any, dict[str, Tensor]]:
+        buffer, sums = made(room, zero=zero, **options)
+        for total in sums.values():
+            total.fill_(0.0 if zero else float("nan"))
         return buffer, sums
 
     model = nn.Sequential(nn.Linear(4, 6), nn.LayerNorm(6), nn.Linear(6, 2), nn.Linear(2, 2))

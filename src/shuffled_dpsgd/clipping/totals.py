@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 # Sums of so many elements, or a multiple, start where kernels can read them in wide words.
 _ALIGNMENT = 64
+_HOLDERS_ARE_KNOWN = hasattr(Tensor, "_use_count") and hasattr(torch._C, "_storage_Use_Count")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,10 +26,25 @@ class Room:
     shapes: list[torch.Size]
     sizes: list[int]
 
-    def made(self, *, zero: bool) -> tuple[Tensor, dict[str, Tensor]]:
-        """New memory, of zeros or of whatever it holds, and the sums that lie in it."""
+    def made(
+        self, *, zero: bool, spare: Spare | None = None
+    ) -> tuple[Tensor | None, dict[str, Tensor]]:
+        """New memory, of zeros or of whatever it holds, and the sums that lie in it.
+
+        On a CPU every sum has memory of its own, the `spare` one where there is some, and the first
+        result is None.
+        """
         make = torch.zeros if zero else torch.empty
-        buffer = make(sum(self.sizes), dtype=self.dtype, device=self.device)
+        options: Any = {"dtype": self.dtype, "device": self.device}
+        if self.device.type == "cpu":
+            apart = {}
+            for name, shape in zip(self.names, self.shapes, strict=True):
+                found = None if spare is None else spare.take(name, shape, self.dtype)
+                if found is not None and zero:
+                    found.zero_()
+                apart[name] = make(shape, **options) if found is None else found
+            return None, apart
+        buffer = make(sum(self.sizes), **options)
         with torch.no_grad():
             views = [
                 view if len(shape) == 1 else view.view(shape)
@@ -35,17 +53,46 @@ class Room:
         return buffer, dict(zip(self.names, views, strict=True))
 
 
+class Spare:
+    """Sums that were forgotten, for their memory to be used again once nobody else has them.
+
+    An operating system hands memory out page by page, and a CPU waits for it as long as for half
+    of the products written there. Accelerators have allocators of their own that avoid that.
+    """
+
+    def __init__(self, sums: dict[str, Tensor]) -> None:
+        self._sums = {name: total for name, total in sums.items() if total.device.type == "cpu"}
+        # Held as the sums are, and never given to anybody.
+        self._sums[""] = torch.empty(1)
+
+    def take(self, name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor | None:
+        """The memory of this sum, unless it is held elsewhere or does not fit."""
+        if not _HOLDERS_ARE_KNOWN or name not in self._sums:
+            return None
+        if self._held(name) != self._held(""):
+            return None
+        found = self._sums.pop(name)
+        return found if (found.shape, found.dtype) == (shape, dtype) else None
+
+    def _held(self, name: str) -> tuple[int, int, int]:
+        """References from Python, from C++, and to the memory itself."""
+        memory = torch._C._storage_Use_Count(self._sums[name].untyped_storage()._cdata)
+        from_cpp = self._sums[name]._use_count()  # type: ignore[attr-defined]
+        return sys.getrefcount(self._sums[name]), from_cpp, memory
+
+
 class Totals:
     """Running results since the last reset.
 
-    The sums of all parameters on one device lie in one allocation, made when the first of them is
-    needed: filling one buffer with zeros is one operation, filling hundreds is hundreds.
+    The sums of all parameters on one accelerator lie in one allocation, made when the first of them
+    is needed: an operation on one buffer is one operation, on hundreds of tensors it is hundreds.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
         self._parameters = dict(parameters)
         self._sums: dict[str, Tensor] = {}
         self._buffers: list[Tensor] = []
+        self._spare: Spare | None = None
         self._kinds: list[tuple[torch.device, torch.dtype]] = []
         self._rooms: list[Room] = []
         self.norms: list[Tensor] = []
@@ -75,11 +122,13 @@ class Totals:
 
     @property
     def buffers(self) -> list[Tensor]:
-        """The memory that all sums lie in, each parameter's always at the same place of it."""
+        """The memory that sums on accelerators lie in, each always at the same place of it."""
         return self._buffers
 
     def clear(self) -> None:
         """Forget everything; tensors handed out before are left alone."""
+        if self._sums:
+            self._spare = Spare(self._sums)
         self._sums, self._buffers = {}, []
         self.norms = []
 
@@ -90,9 +139,10 @@ class Totals:
         found: dict[str, Tensor] = {}
         self._buffers = []
         for room in self._rooms:
-            buffer, sums = room.made(zero=zero)
-            self._buffers.append(buffer)
+            buffer, sums = room.made(zero=zero, spare=self._spare)
+            self._buffers += [] if buffer is None else [buffer]
             found |= sums
+        self._spare = None
         return {name: found[name] for name in self._parameters}
 
     def _plan_rooms(self) -> list[Room]:

@@ -61,7 +61,7 @@ class Spare:
     """
 
     def __init__(self, sums: dict[str, Tensor]) -> None:
-        self._sums = {name: total for name, total in sums.items() if total.device.type == "cpu"}
+        self._sums = dict(sums)
         # Held as the sums are, and never given to anybody.
         self._sums[""] = torch.empty(1)
 
@@ -127,7 +127,7 @@ class Totals:
 
     def clear(self) -> None:
         """Forget everything; tensors handed out before are left alone."""
-        if self._sums:
+        if self._sums and not self._buffers:
             self._spare = Spare(self._sums)
         self._sums, self._buffers = {}, []
         self.norms = []

@@ -1,20 +1,25 @@
-"""Checks and times the GPU kernels alone, on the shapes of real layers.
+"""Checks and times the kernels alone, on the shapes of real layers: a GPU's, or else a CPU's.
 
     python -m benchmarks.kernels
 
-Each line gives the relative error against float64 and the time beside what plain torch needs.
+Each line gives the relative error against float64 and the time beside what plain torch needs (on a
+CPU: beside the plain definition, and numpy's own normal numbers).
 """
 
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from benchmarks.results import environment
 from shuffled_dpsgd.clipping import kernels
-from shuffled_dpsgd.clipping.kernels import plain
+from shuffled_dpsgd.clipping.kernels import host, plain
+from shuffled_dpsgd.training.box_muller import standard_normal
 
 # (name, layers, batch, tokens, inputs, outputs)
 LINEAR_SHAPES = (
@@ -26,6 +31,13 @@ LINEAR_SHAPES = (
     ("vit query", 48, 128, 197, 768, 768),
     ("gpt2 c_fc long", 12, 8, 1024, 768, 3072),
 )
+# (name, batch, tokens, inputs, outputs)
+HOST_SHAPES = (
+    ("head of 8192 rows", 8, 64, 256, 8192),
+    ("256 to 1024", 8, 64, 256, 1024),
+    ("bert-base fc", 8, 128, 768, 3072),
+)
+NORMAL_NUMBERS = 1 << 22
 
 
 def milliseconds(run: Callable[[], object], repeats: int = 10) -> float:
@@ -95,9 +107,42 @@ def check_layer_norm(L: int, B: int, T: int, D: int) -> None:
     )
 
 
+def host_milliseconds(run: Callable[[], object], repeats: int = 9) -> float:
+    """Median time of one call on the CPU, after one that does not count."""
+    run()
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        run()
+        times.append(1e3 * (time.perf_counter() - start))
+    return sorted(times)[repeats // 2]
+
+
+def check_host(name: str, B: int, T: int, D: int, P: int) -> None:
+    x, g = torch.randn(B, T, D), torch.randn(B, T, P)
+    expected = plain.gram_sq_norms(x.double(), g.double(), True)
+    error = relative_error(host.gram_sq_norms([(x, g)], True)[0], expected)
+    ours = host_milliseconds(lambda: host.gram_sq_norms([(x, g)], True))
+    twice = host_milliseconds(lambda: plain.gram_sq_norms(x, g, True))
+    print(f"{name:18} Gram error {error:.1e} {ours:7.2f} ms (plain {twice:7.2f})", flush=True)
+
+
+def check_normal_numbers() -> None:
+    rng = np.random.Generator(np.random.Philox(0))
+    draw = host_milliseconds(lambda: standard_normal(rng, NORMAL_NUMBERS, np.dtype(np.float32)))
+    numpys = host_milliseconds(lambda: rng.standard_normal(NORMAL_NUMBERS, dtype=np.float32))
+    each = 1e6 / NORMAL_NUMBERS
+    print(f"normal numbers, one thread: {draw * each:.1f} ns each (numpy {numpys * each:.1f})")
+
+
 def main() -> int:
-    if not torch.cuda.is_available():
-        raise SystemExit("these kernels need a CUDA device")
+    on_gpu = torch.cuda.is_available()
+    print(environment(torch.device("cuda" if on_gpu else "cpu"), bfloat16=on_gpu))
+    if not on_gpu:
+        for host_shape in HOST_SHAPES:
+            check_host(*host_shape)
+        check_normal_numbers()
+        return 0
     for shape in LINEAR_SHAPES:
         check_linear(*shape)
     check_layer_norm(25, 32, 128, 768)

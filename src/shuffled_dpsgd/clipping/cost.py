@@ -19,12 +19,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from enum import Enum
 
+from shuffled_dpsgd.clipping.kernels.dispatch import MAX_GRAM_WIDTH
+
 OPERATIONS_PER_NUMBER = 1800
 OPERATIONS_PER_NUMBER_ON_CPU = 160
 # Stored gradients may take up to so many times the room of the inputs and gradients they replace.
 MEMORY_RATIO, MEMORY_RATIO_ON_CPU = 0.5, 2.0
 # Gram matrices on an accelerator: each pair of blocks of tokens once, unless rows are very wide.
-SYMMETRIC_BLOCK, MAX_SYMMETRIC_WIDTH = 128, 16384
+SYMMETRIC_BLOCK = 128
 
 
 class Route(Enum):
@@ -46,7 +48,7 @@ def operations(T: int, R: int, C: int, device: str) -> tuple[int, int, int]:
         gram = 5 * T * T * (2 * min(R, C) + max(R, C)) // 2
         return gram, tiles, OPERATIONS_PER_NUMBER_ON_CPU * R * C
     gram = T * (T + min(T, SYMMETRIC_BLOCK)) * (R + C)
-    if max(R, C) > MAX_SYMMETRIC_WIDTH and T > SYMMETRIC_BLOCK:
+    if max(R, C) > MAX_GRAM_WIDTH and T > SYMMETRIC_BLOCK:
         gram = 2 * T * T * (R + C)
     return gram, tiles, OPERATIONS_PER_NUMBER * R * C
 

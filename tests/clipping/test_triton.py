@@ -176,6 +176,35 @@ def test_bias_sums_do_not_depend_on_how_samples_are_shared_out(
         assert (out - expected).norm() / expected.norm() < 1e-6
 
 
+@pytest.mark.parametrize("add", [True, False])
+@pytest.mark.parametrize("samples", [1, 4, 9])
+def test_sums_of_stored_gradients(samples: int, add: bool) -> None:
+    grads = draw(samples, 1337, seed=0, dtype=torch.float32)
+    factors = draw(samples, seed=1, dtype=torch.float32).abs()
+    if samples > 1:
+        factors[1] = 0.0
+        grads[1, 5] = float("nan")
+    out = torch.full((1337,), 2.0, device=DEVICE)
+    triton_rows.weighted_stored_sum(grads, factors, out, add)
+    expected = plain.weighted_row_sum(grads.double().unsqueeze(1), factors.double())
+    expected += 2.0 if add else 0.0
+    assert (out - expected).norm() / expected.norm() < 1e-6
+
+
+@pytest.mark.gpu
+def test_large_stored_gradients_are_summed_and_measured_on_a_gpu() -> None:
+    grads = draw(3, 300, 400, seed=0, dtype=torch.float32)
+    assert dispatch.is_stored_gradient(grads.flatten(1).unsqueeze(1))
+    factors = draw(3, seed=1, dtype=torch.float32).abs()
+    found = kernels.weighted_row_sum(grads.flatten(1).unsqueeze(1), factors)
+    expected = (factors.double() @ grads.double().flatten(1)).cpu()
+    assert (found.cpu() - expected).norm() / expected.norm() < 1e-6
+    squares = grads.double().flatten(1).square().sum(1).cpu()
+    torch.testing.assert_close(
+        kernels.row_sq_norms(grads.flatten(1)).double().cpu(), squares, rtol=1e-6, atol=0
+    )
+
+
 @pytest.mark.parametrize("shape", [(2, 37, 72), (3, 5, 768), (1, 9, 4096)])
 @pytest.mark.parametrize("centred", [True, False])
 def test_norm_layers(shape: tuple[int, ...], centred: bool) -> None:

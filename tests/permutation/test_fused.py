@@ -212,7 +212,8 @@ def test_programs_share_no_element_and_miss_none(family: str, program_bytes: int
     names = tuple(spec.axes_of)
     sizes = {"columns": program_bytes, "rows": program_bytes}
     with mock.patch.dict(launches.PROGRAM_BYTES, sizes):
-        found = fused.launches_for(spec, names, 4, CPU)
+        branches = fused.branches_for(spec, names, 4, CPU)
+    found = [launch for branch in branches for launch in branch]
     for moving in ("columns", "rows"):
         touched = {name: torch.zeros(spec.shapes[name], dtype=torch.int64) for name in names}
         for launch in found:

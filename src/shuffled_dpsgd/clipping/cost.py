@@ -21,7 +21,7 @@ from enum import Enum
 
 from shuffled_dpsgd.clipping.kernels.dispatch import MAX_GRAM_WIDTH
 
-OPERATIONS_PER_NUMBER = 1800
+OPERATIONS_PER_NUMBER = 3000
 OPERATIONS_PER_NUMBER_ON_CPU = 160
 # Stored gradients may take up to so many times the room of the inputs and gradients they replace.
 MEMORY_RATIO, MEMORY_RATIO_ON_CPU = 0.5, 2.0

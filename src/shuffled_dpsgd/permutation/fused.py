@@ -18,7 +18,7 @@ import torch
 
 from shuffled_dpsgd.permutation.backend import triton_kernels
 from shuffled_dpsgd.permutation.draw import Permutation
-from shuffled_dpsgd.permutation.launches import Launch, Shape, build_launches
+from shuffled_dpsgd.permutation.launches import Launch, Shape, build_branches
 from shuffled_dpsgd.permutation.packing import packing_of
 from shuffled_dpsgd.permutation.recording import Recording
 from shuffled_dpsgd.permutation.spec import PermutationSpec
@@ -61,7 +61,7 @@ class Prepared:
     The kernels read their indices from `packed`.
     """
 
-    launches: tuple[Launch, ...]
+    branches: tuple[tuple[Launch, ...], ...]
     pointers: torch.Tensor
     packed: torch.Tensor
     element_size: int
@@ -72,7 +72,7 @@ class Prepared:
         """The launches, issued together."""
         issue = functools.partial(
             issue_launches,
-            self.launches,
+            self.branches,
             self.pointers,
             self.packed,
             size=self.element_size,
@@ -90,7 +90,7 @@ def prepare(spec: PermutationSpec, moving: Sequence[tuple[str, torch.Tensor]]) -
     if device.type == "cuda":
         pointers = pointers.pin_memory().to(device, non_blocking=True)
     return Prepared(
-        launches=launches_for(spec, tuple(name for name, _ in moving), size, device),
+        branches=branches_for(spec, tuple(name for name, _ in moving), size, device),
         pointers=pointers,
         packed=torch.empty(
             packing_of(spec, torch.device("cpu")).length, dtype=torch.int32, device=device
@@ -107,6 +107,32 @@ def move(permutation: Permutation, prepared: Prepared) -> None:
 
 
 def issue_launches(
+    branches: tuple[tuple[Launch, ...], ...],
+    pointers: torch.Tensor,
+    packed: torch.Tensor,
+    *,
+    size: int,
+    aligned: bool,
+) -> None:
+    """Move the tensors at `pointers` as `packed` says, all branches at the same time."""
+    if pointers.device.type != "cuda":
+        for branch in branches:
+            _issue(branch, pointers, packed, size=size, aligned=aligned)
+        return
+    main = torch.cuda.current_stream(pointers.device)
+    sides = []
+    for branch in branches[1:]:
+        side = torch.cuda.Stream(pointers.device)
+        side.wait_stream(main)
+        with torch.cuda.stream(side):
+            _issue(branch, pointers, packed, size=size, aligned=aligned)
+        sides.append(side)
+    _issue(branches[0], pointers, packed, size=size, aligned=aligned)
+    for side in sides:
+        main.wait_stream(side)
+
+
+def _issue(
     launches: tuple[Launch, ...],
     pointers: torch.Tensor,
     packed: torch.Tensor,
@@ -114,36 +140,35 @@ def issue_launches(
     size: int,
     aligned: bool,
 ) -> None:
-    """Move the tensors at `pointers` as `packed` says."""
     code = triton_kernels()
     assert code is not None
     for launch in launches:
-        grid = (launch.programs.shape[0],)
-        tables = (pointers, launch.jobs, launch.programs, packed)
         tile = launch.tile
-        constants = {
-            "ELEMENT": code.ELEMENT[size],
-            "FIELDS": code.JOB_FIELDS,
-            "ROWS": tile.rows,
-            "COLS": tile.cols,
-            "num_warps": launch.warps,
-        }
-        if tile.moving == "columns":
-            code.permute_columns[grid](*tables, **constants)
-        else:
-            alignment = tile.alignment if aligned else size
-            code.permute_rows[grid](*tables, **constants, SIZE=size, ALIGNMENT=alignment)
+        kernel = code.permute_columns if tile.moving == "columns" else code.permute_rows
+        kernel[(launch.programs.shape[0],)](
+            pointers,
+            launch.jobs,
+            launch.programs,
+            packed,
+            ELEMENT=code.ELEMENT[size],
+            FIELDS=code.JOB_FIELDS,
+            ROWS=tile.rows,
+            COLS=tile.cols,
+            SIZE=size,
+            ALIGNMENT=tile.alignment if aligned else size,
+            num_warps=launch.warps,
+        )
 
 
-def launches_for(
+def branches_for(
     spec: PermutationSpec, names: tuple[str, ...], size: int, device: torch.device
-) -> tuple[Launch, ...]:
+) -> tuple[tuple[Launch, ...], ...]:
     """The launches for these tensors, made once: they do not depend on addresses or draws."""
-    cache: dict[object, tuple[Launch, ...]] = spec.derived["launches"]
+    cache: dict[object, tuple[tuple[Launch, ...], ...]] = spec.derived["launches"]
     key = (names, size, device)
     if key not in cache:
         shapes = [matrix_shape(spec, name) for name in names]
-        cache[key] = build_launches([s for s in shapes if s is not None], size, device)
+        cache[key] = build_branches([s for s in shapes if s is not None], size, device)
     return cache[key]
 
 

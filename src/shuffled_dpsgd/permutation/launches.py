@@ -21,6 +21,10 @@ _MOST_BYTES = 128 << 10
 _SECTOR_BYTES = 32
 _WIDEST_SLAB_BYTES = 512
 _VECTOR_BYTES = 16
+# A tensor that moves along both axes is read and written twice. Few enough at a time, the second
+# pass finds them in the L2 cache; so many such chains at once keep the GPU busy between passes.
+CHUNK_BYTES = 8 << 20
+BRANCHES = 3
 
 Pass = Literal["columns", "rows"]
 
@@ -55,23 +59,61 @@ class Launch:
     programs: torch.Tensor
 
 
-def build_launches(shapes: Sequence[Shape], size: int, device: torch.device) -> tuple[Launch, ...]:
-    """Columns first, then rows: the passes commute, and a tensor may need either or both."""
-    columns: dict[Tile, list[tuple[int, ...]]] = {}
-    rows: dict[Tile, list[tuple[int, ...]]] = {}
+def build_branches(
+    shapes: Sequence[Shape], size: int, device: torch.device
+) -> tuple[tuple[Launch, ...], ...]:
+    """All launches for these tensors; those of one branch must follow one another.
+
+    Columns go before rows; the passes commute, and a tensor may need either or both. No tensor is
+    in two branches.
+    """
+    branches: list[list[Launch]] = [[] for _ in range(BRANCHES)]
+    chains = _chains(shapes, size)
+    for number, chain in enumerate(chains):
+        branches[number % BRANCHES] += [_launch(tile, jobs, size, device) for tile, jobs in chain]
+    return tuple(tuple(branch) for branch in branches if branch)
+
+
+# Tensors of one tile with their jobs, and the passes over them one after another.
+_Jobs = list[tuple[int, ...]]
+_Chain = list[tuple[Tile, _Jobs]]
+
+
+def _chains(shapes: Sequence[Shape], size: int) -> list[_Chain]:
+    """Tensors that take the same passes with the same tiles, in chunks where there are two."""
+    alike: dict[tuple[Tile | None, Tile | None], list[int]] = {}
     for place, shape in enumerate(shapes):
-        matrix = (place, shape.rows, shape.cols)
-        if shape.col_start is not None:
-            tile = tile_of(shape, "columns", size)
-            columns.setdefault(tile, []).append((*matrix, shape.col_start))
-        if shape.row_start is not None:
-            tile = tile_of(shape, "rows", size)
-            rows.setdefault(tile, []).append((*matrix, shape.row_start))
-    return tuple(
-        _launch(tile, jobs, size, device)
-        for by_tile in (columns, rows)
-        for tile, jobs in by_tile.items()
-    )
+        columns = tile_of(shape, "columns", size) if shape.col_start is not None else None
+        rows = tile_of(shape, "rows", size) if shape.row_start is not None else None
+        alike.setdefault((columns, rows), []).append(place)
+    chains: list[_Chain] = []
+    for tiles, places in alike.items():
+        both = None not in tiles
+        sizes = [shapes[place].rows * shapes[place].cols * size for place in places]
+        for chunk in _chunks(places, sizes, CHUNK_BYTES if both else sum(sizes)):
+            jobs = {
+                "columns": [_job(place, shapes[place], shapes[place].col_start) for place in chunk],
+                "rows": [_job(place, shapes[place], shapes[place].row_start) for place in chunk],
+            }
+            chains.append([(tile, jobs[tile.moving]) for tile in tiles if tile is not None])
+    return chains
+
+
+def _job(place: int, shape: Shape, start: int | None) -> tuple[int, ...]:
+    return place, shape.rows, shape.cols, -1 if start is None else start
+
+
+def _chunks(places: Sequence[int], sizes: Sequence[int], most: int) -> list[list[int]]:
+    """Cut so that a chunk holds at most so many bytes, or one tensor."""
+    chunks: list[list[int]] = []
+    room = 0
+    for place, nbytes in zip(places, sizes, strict=True):
+        if nbytes > room or not chunks:
+            chunks.append([])
+            room = most
+        chunks[-1].append(place)
+        room -= nbytes
+    return chunks
 
 
 def tile_of(shape: Shape, moving: Pass, size: int) -> Tile:
@@ -79,7 +121,8 @@ def tile_of(shape: Shape, moving: Pass, size: int) -> Tile:
     whole = 1 << ((shape.cols if moving == "columns" else shape.rows) - 1).bit_length()
     across = PROGRAM_BYTES[moving] // whole
     if moving == "columns":
-        return Tile(moving=moving, rows=max(across // size, 1), cols=whole, alignment=size)
+        alignment = math.gcd(shape.cols * size, _VECTOR_BYTES)
+        return Tile(moving=moving, rows=max(across // size, 1), cols=whole, alignment=alignment)
     across = max(across, min(_SECTOR_BYTES, _MOST_BYTES // whole))
     cols = max(min(across, _WIDEST_SLAB_BYTES) // size, 1)
     alignment = math.gcd(shape.cols * size, cols * size, _VECTOR_BYTES)

@@ -21,21 +21,30 @@ ELEMENT = {1: tl.int8, 2: tl.int16, 4: tl.int32, 8: tl.int64}
 def permute_columns(  # type: ignore[no-untyped-def]
     pointers, jobs, programs, packed,
     ELEMENT: tl.constexpr, FIELDS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+    SIZE: tl.constexpr, ALIGNMENT: tl.constexpr,
 ):  # fmt: skip
-    """Columns of ROWS whole rows; COLS is no less than the row's length."""
+    """Columns of ROWS whole rows; COLS is no less than the row's length.
+
+    Rows are read in order and gathered in shared memory: gathering from global memory would take
+    a transaction per element.
+    """
     job = jobs + tl.load(programs + tl.program_id(0)) * FIELDS
     base = tl.load(pointers + tl.load(job)).to(tl.pointer_type(ELEMENT))
     rows = tl.load(job + 1)
-    cols = tl.load(job + 2)
+    cols = tl.multiple_of(tl.load(job + 2), ALIGNMENT // SIZE)
     index = packed + tl.load(job + 3)
-    row = (tl.program_id(0) - tl.load(job + 4)) * ROWS + tl.arange(0, ROWS)
-    col = tl.arange(0, COLS)
-    inside = (row[:, None] < rows) & (col[None, :] < cols)
+    place = tl.arange(0, ROWS * COLS)
+    row = place // COLS
+    col = place % COLS
+    line = (tl.program_id(0) - tl.load(job + 4)) * ROWS + row
+    inside = (line < rows) & (col < cols)
+    here = tl.multiple_of(base + line * cols + col, ALIGNMENT)
+    held = tl.load(here, mask=inside)
     source = tl.load(index + col, mask=col < cols, other=0)
-    line = base + row[:, None] * cols
-    moved = tl.load(line + source[None, :], mask=inside)
+    # Of one axis: along one of two, the compiler would unroll a gather into thousands of shuffles.
+    moved = tl.gather(held, row * COLS + source, 0)
     tl.debug_barrier()
-    tl.store(line + col[None, :], moved, mask=inside)
+    tl.store(here, moved, mask=inside)
 
 
 @triton.jit

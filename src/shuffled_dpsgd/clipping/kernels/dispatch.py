@@ -27,6 +27,8 @@ ROW_ALIGNMENT_BYTES = 16
 ROW_ROOM = 128
 # Below these a product is too small, or a sample too short, for blocks of 16 tokens to pay.
 MIN_TOKENS, MIN_WIDTH = 8, 16
+# Fewer numbers than this are not worth a launch of their own.
+MIN_STORED = 1 << 16
 # Releases of Triton whose Gluon `triton_parted` is written in; others may call things otherwise.
 GLUON_VERSIONS = ("3.6.",)
 # One program per sample reads a layer's rows alone; past this width they are shared out.
@@ -185,6 +187,18 @@ def add_weighted_outer_sums(
                 plain.weighted_outer_sum(*pairs[i], factors_B, out)
 
 
+def is_stored_gradient(g_B1N: Tensor) -> bool:
+    """Whether these are large per-sample gradients that Triton sums."""
+    return (
+        g_B1N.is_cuda
+        and g_B1N.dtype is torch.float32
+        and g_B1N.shape[1] == 1
+        and g_B1N.shape[2] >= MIN_STORED
+        and g_B1N.is_contiguous()
+        and triton_available()
+    )
+
+
 def add_weighted_row_sums(
     gs: Sequence[Tensor], factors_B: Tensor, outs: Sequence[Tensor], accumulate: bool = True
 ) -> None:
@@ -195,6 +209,12 @@ def add_weighted_row_sums(
             kernel = triton("rows").weighted_row_sums
             chosen = [outs[i] for i in run]
             kernel([gs[i] for i in run], factors_B.float(), chosen, accumulate)
+        elif is_stored_gradient(g) and all(
+            outs[i].dtype == torch.float32 and outs[i].is_contiguous() for i in run
+        ):
+            for i in run:
+                kernel = triton("rows").weighted_stored_sum
+                kernel(gs[i].squeeze(1), factors_B.float(), outs[i], accumulate)
         else:
             for i in run:
                 out = outs[i] if accumulate else outs[i].zero_()
@@ -222,6 +242,9 @@ def row_sq_norms(rows_BN: Tensor) -> Tensor:
     """(B,) squared lengths of rows, float64 for float64 and float32 for all else."""
     if host.serves(rows_BN):
         return host.row_sq_norms(rows_BN.float()).float()
+    if rows_BN.is_cuda and rows_BN.dtype is torch.float32:
+        # One pass: squares of large gradients would be written down and read again.
+        return torch.linalg.vector_norm(rows_BN, dim=1).square_()
     return plain.widen(rows_BN).square().sum(1)
 
 

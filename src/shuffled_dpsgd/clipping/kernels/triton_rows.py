@@ -1,9 +1,10 @@
-"""Weighted sums of output gradients over samples and tokens on a GPU: the sums of biases.
+"""Weighted sums over samples on a GPU: of biases' gradients and of stored per-sample gradients.
 
-Shapes: L layers of one shape, B samples, S shares of the samples, T tokens, P output features.
-Operands are bfloat16 or float16; sums are float32. The gradients are read once and hardly worked
-on, so all that counts is that enough programs read at the same time: the samples are dealt out in
-shares, and a second small kernel adds up the shares in a fixed order.
+Shapes: L layers of one shape, B samples, S shares of the samples, T tokens, P output features, N
+numbers of a stored gradient. Sums are float32. What is summed is read once and hardly worked on,
+so all that counts is that enough programs read at the same time. Biases: operands are bfloat16 or
+float16, the samples are dealt out in shares, and a second small kernel adds up the shares in a
+fixed order. Stored gradients are float32, and large enough to be dealt out by their numbers.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from shuffled_dpsgd.clipping.kernels.triton_sums import readable_width
 BLOCK_T, BLOCK_P, NUM_WARPS = 32, 128, 4
 # Enough programs to keep the memory of the largest current GPUs busy.
 TARGET_PROGRAMS = 4096
+# Samples and numbers a program reads at a time from stored gradients: four 16-byte loads per thread.
+STORED_B, STORED_N = 4, 512
 
 
 @triton.jit
@@ -93,3 +96,35 @@ def weighted_row_sums(
     add_shares_kernel[(blocks, L)](
         parts, table[1], shares, P, ADD=add, BLOCK_P=BLOCK_P, num_warps=4
     )
+
+
+@triton.jit
+def stored_sum_kernel(  # type: ignore[no-untyped-def]
+    grads_BN, factors_B, out_N, B, N,
+    ADD: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """One block of sum_b f_b grads_b."""
+    n = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    total = tl.zeros((BLOCK_B, BLOCK_N), dtype=tl.float32)
+    for first in range(0, B, BLOCK_B):
+        b = first + tl.arange(0, BLOCK_B)
+        factor = tl.load(factors_B + b, mask=b < B, other=0.0)[:, None]
+        # A factor of zero must silence infinities and NaNs too.
+        inside = (factor != 0.0) & (n < N)[None, :]
+        rows = tl.load(grads_BN + b.to(tl.int64)[:, None] * N + n[None, :], mask=inside, other=0.0)
+        total += factor * rows
+    out = tl.sum(total, 0)
+    if ADD:
+        out += tl.load(out_N + n, mask=n < N, other=0.0)
+    tl.store(out_N + n, out, mask=n < N)
+
+
+def weighted_stored_sum(
+    grads_BN: Tensor, factors_B: Tensor, out_N: Tensor, add: bool = True
+) -> None:
+    """Add sum_b f_b grads_b into the float32 `out_N`; without `add`, overwrite what it holds."""
+    B, N = grads_BN.shape
+    stored_sum_kernel[(triton.cdiv(N, STORED_N),)](
+        grads_BN, factors_B, out_N, B, N,
+        ADD=add, BLOCK_B=STORED_B, BLOCK_N=STORED_N, num_warps=4,
+    )  # fmt: skip

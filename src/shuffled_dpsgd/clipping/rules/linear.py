@@ -52,15 +52,19 @@ class LinearFunction(torch.autograd.Function):
             bias = None if bias is None else slot.lowered(bias, x.dtype)
         ctx.slot, ctx.batch, ctx.part = slot, batch, part
         ctx.save_for_backward(x if slot.keeps_input else None, weight)
-        out = F.linear(x, weight, bias)
-        return out if out.shape[-1] == slot.outputs else out[..., : slot.outputs]
+        if weight.shape[0] == slot.outputs:
+            return F.linear(x, weight, bias)
+        # Cut while flat: with a view between the two, a compiler would keep what a loss makes of
+        # the outputs beside the outputs themselves.
+        flat = F.linear(x.reshape(-1, x.shape[-1]), weight, bias)[:, : slot.outputs]
+        return flat.view(*x.shape[:-1], slot.outputs)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
         x, weight = ctx.saved_tensors
         g = kept = _in_rows(g)
         if weight.shape[0] != g.shape[-1]:
-            g = F.pad(g, (0, weight.shape[0] - g.shape[-1]))
+            g = _padded(g, weight.shape[0])
             # What leaves a compiled graph should lie in whole, aligned rows.
             kept = g if torch.compiler.is_compiling() else g[..., : kept.shape[-1]]
         taps = ctx.slot.recorder.record(ctx.batch, ctx.slot, (x, kept), ctx.part)
@@ -105,6 +109,17 @@ def _in_rows(g: Tensor) -> Tensor:
     The gradient of attention's keys comes transposed; the product with the weight needs rows too.
     """
     return g.contiguous() if torch.compiler.is_compiling() else g
+
+
+def _padded(g: Tensor, width: int) -> Tensor:
+    """Rows with zeros appended.
+
+    Appended by `cat`, a compiler has whatever computes `g` write into the wider rows at once;
+    `F.pad` would be an operation of its own over all of them.
+    """
+    flat = g.reshape(-1, g.shape[-1])
+    flat = torch.cat([flat, flat.new_zeros(flat.shape[0], width - flat.shape[1])], 1)
+    return flat.view(*g.shape[:-1], width)
 
 
 def _bias_grads(g_BTP: Tensor) -> Tensor:

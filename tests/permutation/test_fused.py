@@ -7,6 +7,7 @@ interpreter runs one program after another, so that programs do not share elemen
 from __future__ import annotations
 
 import copy
+import itertools
 import os
 import subprocess
 import sys
@@ -224,6 +225,41 @@ def test_programs_share_no_element_and_miss_none(family: str, program_bytes: int
             assert shape is not None
             moves = shape.col_start if moving == "columns" else shape.row_start
             assert (touched[name] == int(moves is not None)).all(), name
+
+
+@pytest.mark.parametrize("cache_bytes", [1 << 12, 1 << 20, 1 << 30])
+def test_branches_share_no_tensor_and_columns_go_before_rows(cache_bytes: int) -> None:
+    spec = discover(FAMILIES["gpt2"]().model, scope="full")
+    shapes = [fused.matrix_shape(spec, name) for name in spec.axes_of]
+    kept = [shape for shape in shapes if shape is not None]
+    branches = launches.build_branches(kept, 4, CPU, cache_bytes)
+    places = [[launch.jobs[:, 0].tolist() for launch in branch] for branch in branches]
+    owners = [set(itertools.chain(*found)) for found in places]
+    assert sum(map(len, owners)) == len(kept) == len(set().union(*owners))
+    for branch, found in zip(branches, places, strict=True):
+        seen: dict[int, str] = {}
+        for launch, moved in zip(branch, found, strict=True):
+            for place in moved:
+                assert seen.get(place) in (None, "columns")
+                seen[place] = launch.tile.moving
+    in_flight = sum(max(_bytes_of_pairs(branch, kept), default=0) for branch in branches)
+    assert in_flight <= max(launches.CACHE_SHARE * cache_bytes, _largest(kept))
+
+
+def _bytes_of_pairs(branch: tuple[launches.Launch, ...], shapes: list[launches.Shape]) -> list[int]:
+    """What each launch moves of tensors that take two passes."""
+    return [
+        sum(4 * shapes[place].rows * shapes[place].cols for place in launch.jobs[:, 0].tolist())
+        for launch in branch
+        if all(
+            shapes[place].row_start is not None and shapes[place].col_start is not None
+            for place in launch.jobs[:, 0].tolist()
+        )
+    ]
+
+
+def _largest(shapes: list[launches.Shape]) -> int:
+    return max(4 * shape.rows * shape.cols for shape in shapes)
 
 
 def _touch(launch: launches.Launch, tensors: list[torch.Tensor]) -> None:

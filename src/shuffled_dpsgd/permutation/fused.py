@@ -1,9 +1,9 @@
-"""Moves all tensors of a model with a few launches, where Triton and a GPU are at hand.
+"""Moves all tensors of a model with few launches, where Triton and a GPU are at hand.
 
 A launch per tensor and axis would cost more than the data it moves. Here one launch moves the
-columns of all tensors of similar row length, another the rows of all tensors with a similar number
-of them. Both work in place. What to launch is worked out once per spec; a step then looks up
-addresses and launches.
+columns of many tensors of similar row length, another the rows of many tensors with a similar
+number of them. All work in place. What to launch is worked out once per spec; a step then looks up
+addresses and replays the launches.
 """
 
 from __future__ import annotations
@@ -168,8 +168,16 @@ def branches_for(
     key = (names, size, device)
     if key not in cache:
         shapes = [matrix_shape(spec, name) for name in names]
-        cache[key] = build_branches([s for s in shapes if s is not None], size, device)
+        moving = [shape for shape in shapes if shape is not None]
+        cache[key] = build_branches(moving, size, device, _cache_bytes(device))
     return cache[key]
+
+
+def _cache_bytes(device: torch.device) -> int:
+    """The size of the L2 cache; Triton's interpreter has none."""
+    if device.type != "cuda":
+        return 1 << 20
+    return int(torch.cuda.get_device_properties(device).L2_cache_size)
 
 
 def _matrix_shape(shape: tuple[int, ...], axes: dict[int, int]) -> Shape | None:

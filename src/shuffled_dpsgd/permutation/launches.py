@@ -15,16 +15,16 @@ import torch
 # What one program holds, in bytes, and how much of it a warp. Columns: short rows share a program,
 # which is small, so that many run at once. Rows: half of what registers take at most; but a sector
 # of memory wide at least, if they take that.
-PROGRAM_BYTES = {"columns": 16 << 10, "rows": 64 << 10}
+PROGRAM_BYTES = {"columns": 8 << 10, "rows": 64 << 10}
 BYTES_PER_WARP = {"columns": 2 << 10, "rows": 8 << 10}
 _MOST_BYTES = 128 << 10
 _SECTOR_BYTES = 32
 _WIDEST_SLAB_BYTES = 512
 _VECTOR_BYTES = 16
-# A tensor that moves along both axes is read and written twice. Few enough at a time, the second
-# pass finds them in the L2 cache; so many such chains at once keep the GPU busy between passes.
-CHUNK_BYTES = 8 << 20
+# Most chains of launches at a time, so that the GPU stays busy between the passes of one, and the
+# part of the L2 cache that their tensors may take together.
 BRANCHES = 3
+CACHE_SHARE = 0.6
 
 Pass = Literal["columns", "rows"]
 
@@ -59,61 +59,80 @@ class Launch:
     programs: torch.Tensor
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Chain:
+    """Tensors, by their places, that take the same passes one after another."""
+
+    passes: tuple[Tile, ...]
+    places: tuple[int, ...]
+    nbytes: int
+
+
 def build_branches(
-    shapes: Sequence[Shape], size: int, device: torch.device
+    shapes: Sequence[Shape], size: int, device: torch.device, cache_bytes: int
 ) -> tuple[tuple[Launch, ...], ...]:
     """All launches for these tensors; those of one branch must follow one another.
 
-    Columns go before rows; the passes commute, and a tensor may need either or both. No tensor is
-    in two branches.
+    Columns go before rows; the passes commute, and a tensor may need either or both. One that
+    needs both is read and written twice. So these are taken few at a time, that the second pass
+    may find them in a cache of `cache_bytes`. No tensor is in two branches.
     """
-    branches: list[list[Launch]] = [[] for _ in range(BRANCHES)]
-    chains = _chains(shapes, size)
-    for number, chain in enumerate(chains):
-        branches[number % BRANCHES] += [_launch(tile, jobs, size, device) for tile, jobs in chain]
+    room = int(CACHE_SHARE * cache_bytes)
+    twice, once = _chains(shapes, size, room // BRANCHES)
+    largest = max((chain.nbytes for chain in twice), default=1)
+    branches: list[list[Launch]] = [[] for _ in range(min(max(room // largest, 1), BRANCHES))]
+    load = [0] * len(branches)
+    for chain in (*twice, *once):
+        shortest = load.index(min(load))
+        load[shortest] += chain.nbytes * len(chain.passes)
+        for tile in chain.passes:
+            jobs = [_job(place, shapes[place], tile.moving) for place in chain.places]
+            branches[shortest].append(_launch(tile, jobs, size, device))
     return tuple(tuple(branch) for branch in branches if branch)
 
 
-# Tensors of one tile with their jobs, and the passes over them one after another.
-_Jobs = list[tuple[int, ...]]
-_Chain = list[tuple[Tile, _Jobs]]
-
-
-def _chains(shapes: Sequence[Shape], size: int) -> list[_Chain]:
-    """Tensors that take the same passes with the same tiles, in chunks where there are two."""
-    alike: dict[tuple[Tile | None, Tile | None], list[int]] = {}
+def _chains(
+    shapes: Sequence[Shape], size: int, most_bytes: int
+) -> tuple[list[_Chain], list[_Chain]]:
+    """Tensors that share their tiles: those of two passes in chunks, those of one all together."""
+    alike: dict[tuple[Tile, ...], list[int]] = {}
     for place, shape in enumerate(shapes):
-        columns = tile_of(shape, "columns", size) if shape.col_start is not None else None
-        rows = tile_of(shape, "rows", size) if shape.row_start is not None else None
-        alike.setdefault((columns, rows), []).append(place)
-    chains: list[_Chain] = []
-    for tiles, places in alike.items():
-        both = None not in tiles
+        columns = [tile_of(shape, "columns", size)] if shape.col_start is not None else []
+        rows = [tile_of(shape, "rows", size)] if shape.row_start is not None else []
+        alike.setdefault((*columns, *rows), []).append(place)
+    twice: list[_Chain] = []
+    once: list[_Chain] = []
+    for passes, places in alike.items():
         sizes = [shapes[place].rows * shapes[place].cols * size for place in places]
-        for chunk in _chunks(places, sizes, CHUNK_BYTES if both else sum(sizes)):
-            jobs = {
-                "columns": [_job(place, shapes[place], shapes[place].col_start) for place in chunk],
-                "rows": [_job(place, shapes[place], shapes[place].row_start) for place in chunk],
-            }
-            chains.append([(tile, jobs[tile.moving]) for tile in tiles if tile is not None])
-    return chains
+        if len(passes) == 1:
+            once.append(_Chain(passes=passes, places=tuple(places), nbytes=sum(sizes)))
+            continue
+        for first, last in _cuts(sizes, most_bytes):
+            nbytes = sum(sizes[first:last])
+            twice.append(_Chain(passes=passes, places=tuple(places[first:last]), nbytes=nbytes))
+    return twice, once
 
 
-def _job(place: int, shape: Shape, start: int | None) -> tuple[int, ...]:
-    return place, shape.rows, shape.cols, -1 if start is None else start
+def _cuts(sizes: Sequence[int], most: int) -> list[tuple[int, int]]:
+    """Runs of consecutive sizes that add up to no more than `most`, or are single.
 
-
-def _chunks(places: Sequence[int], sizes: Sequence[int], most: int) -> list[list[int]]:
-    """Cut so that a chunk holds at most so many bytes, or one tensor."""
-    chunks: list[list[int]] = []
+    >>> _cuts([3, 3, 3, 9, 1], 6)
+    [(0, 2), (2, 3), (3, 4), (4, 5)]
+    """
+    starts: list[int] = []
     room = 0
-    for place, nbytes in zip(places, sizes, strict=True):
-        if nbytes > room or not chunks:
-            chunks.append([])
+    for place, nbytes in enumerate(sizes):
+        if nbytes > room:
+            starts.append(place)
             room = most
-        chunks[-1].append(place)
         room -= nbytes
-    return chunks
+    return list(zip(starts, [*starts[1:], len(sizes)], strict=True))
+
+
+def _job(place: int, shape: Shape, moving: Pass) -> tuple[int, ...]:
+    start = shape.col_start if moving == "columns" else shape.row_start
+    assert start is not None
+    return place, shape.rows, shape.cols, start
 
 
 def tile_of(shape: Shape, moving: Pass, size: int) -> Tile:

@@ -24,7 +24,7 @@ from shuffled_dpsgd.clipping.kernels.triton_sums import readable_width
 BLOCK_T, BLOCK_P, NUM_WARPS = 32, 128, 4
 # Enough programs to keep the memory of the largest current GPUs busy.
 TARGET_PROGRAMS = 4096
-# Samples and numbers a program reads at a time from stored gradients: four 16-byte loads per thread.
+# Samples and numbers of stored gradients a program reads at a time: four 16-byte loads a thread.
 STORED_B, STORED_N = 4, 512
 
 

@@ -47,6 +47,10 @@ def build(name: str, model: nn.Module, setting: Setting) -> Step:
         from benchmarks.adapters.ours import private_step
 
         return private_step(model, setting, variant=variant or "bookkeeping")
+    if family == "training":
+        from benchmarks.adapters.training import training_step
+
+        return training_step(model, setting, compiled=variant == "compiled")
     if family == "opacus":
         from benchmarks.adapters.opacus import opacus_step
 
@@ -62,6 +66,8 @@ ADAPTERS = (
     "ours:ghost",
     "ours:mixed",
     "ours:instantiate",
+    "training",
+    "training:compiled",
     "opacus:hooks",
     "opacus:ghost",
 )

@@ -227,6 +227,14 @@ def test_programs_share_no_element_and_miss_none(family: str, program_bytes: int
             assert (touched[name] == int(moves is not None)).all(), name
 
 
+def test_rows_too_long_for_shared_memory_are_left_to_indexing() -> None:
+    wide = launches.Shape(rows=4, cols=9000, row_start=None, col_start=0)
+    assert fused.fits_shared_memory(wide, 4)
+    assert not fused.fits_shared_memory(wide, 8)
+    across = launches.Shape(rows=4, cols=9000, row_start=0, col_start=None)
+    assert fused.fits_shared_memory(across, 8)
+
+
 @pytest.mark.parametrize("cache_bytes", [1 << 12, 1 << 20, 1 << 30])
 def test_branches_share_no_tensor_and_columns_go_before_rows(cache_bytes: int) -> None:
     spec = discover(FAMILIES["gpt2"]().model, scope="full")

@@ -22,6 +22,7 @@ from shuffled_dpsgd.training import (
     PrivateTraining,
     Release,
     make_private,
+    save_checkpoint,
     train,
 )
 from training.cases import (
@@ -263,6 +264,37 @@ def test_divergence_stops_the_run_with_advice_before_spending() -> None:
     with pytest.raises(DivergenceError, match="no longer finite"):
         run(hot, mlp_case())
     assert hot.ledger.spent == hot.steps_taken == 1
+
+
+def diverged_unseen() -> PrivateTraining:
+    """A run whose first update breaks the weights, looked at as on a GPU: without waiting."""
+    private = private_mlp(lr=1e20, noise_multiplier=1e20)
+    ask = private._weights.ask
+    private._weights.ask = lambda step, wait: ask(step, wait=False)
+    for batch in private.batches(vectors(), num_steps=2):
+        private.backward(classify(private.model, batch))
+        if private.step():
+            break
+    assert not all(torch.isfinite(p).all() for p in private.model.parameters())
+    return private
+
+
+def test_divergence_unseen_at_first_stops_the_next_release() -> None:
+    private = diverged_unseen()
+    with pytest.raises(DivergenceError, match=r"step 0: .* no longer finite"):
+        run(private, mlp_case())
+    assert private.ledger.spent == private.steps_taken == 1
+
+
+def test_divergence_unseen_at_first_is_neither_released_nor_saved(tmp_path: Path) -> None:
+    with pytest.raises(DivergenceError, match="no longer finite"):
+        diverged_unseen().release()
+    with pytest.raises(DivergenceError, match="no longer finite"):
+        save_checkpoint(diverged_unseen(), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+    private = diverged_unseen()
+    with pytest.raises(DivergenceError, match="no longer finite"):
+        list(private.batches(vectors(), num_steps=0))
 
 
 class Remembering(torch.nn.Module):

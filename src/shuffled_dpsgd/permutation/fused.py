@@ -18,7 +18,7 @@ import torch
 
 from shuffled_dpsgd.permutation.backend import triton_kernels
 from shuffled_dpsgd.permutation.draw import Permutation
-from shuffled_dpsgd.permutation.launches import Launch, Shape, build_branches
+from shuffled_dpsgd.permutation.launches import Launch, Shape, build_branches, tile_of
 from shuffled_dpsgd.permutation.packing import packing_of
 from shuffled_dpsgd.permutation.recording import Recording
 from shuffled_dpsgd.permutation.spec import PermutationSpec
@@ -26,6 +26,8 @@ from shuffled_dpsgd.permutation.spec import PermutationSpec
 _VECTOR_BYTES = 16
 _LONGEST_AXIS = 16384
 _ELEMENT_SIZES = (1, 2, 4, 8)
+# Every GPU that Triton serves has as much shared memory for a row whose columns move.
+_SHARED_BYTES = 64 << 10
 
 
 def can_move(spec: PermutationSpec, name: str, tensor: torch.Tensor) -> bool:
@@ -33,6 +35,7 @@ def can_move(spec: PermutationSpec, name: str, tensor: torch.Tensor) -> bool:
 
     A subclass may hold its data elsewhere or in parts; its address would mean nothing.
     """
+    shape = matrix_shape(spec, name)
     return (
         tensor.is_cuda
         and type(tensor) in (torch.Tensor, torch.nn.Parameter)
@@ -40,8 +43,14 @@ def can_move(spec: PermutationSpec, name: str, tensor: torch.Tensor) -> bool:
         and tensor.is_contiguous()
         and tensor.element_size() in _ELEMENT_SIZES
         and triton_kernels() is not None
-        and matrix_shape(spec, name) is not None
+        and shape is not None
+        and fits_shared_memory(shape, tensor.element_size())
     )
+
+
+def fits_shared_memory(shape: Shape, size: int) -> bool:
+    """Whether a program can hold a whole row of elements of `size` bytes, if columns move."""
+    return shape.col_start is None or tile_of(shape, "columns", size).cols * size <= _SHARED_BYTES
 
 
 def matrix_shape(spec: PermutationSpec, name: str) -> Shape | None:

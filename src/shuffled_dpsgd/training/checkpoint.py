@@ -55,6 +55,7 @@ def save_checkpoint(
     """
     if keep < 1:
         raise InvalidArgumentError("keep", expected="at least 1", got=keep)
+    private.check()
     root = Path(directory)
     root.mkdir(parents=True, exist_ok=True)
     target = root / f"checkpoint-{private.steps_taken:08d}"

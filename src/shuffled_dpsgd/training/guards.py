@@ -62,13 +62,38 @@ def check_finite(norms: torch.Tensor, *, step: int) -> None:
         )
 
 
-def check_weights(weights: Mapping[str, torch.Tensor], *, step: int) -> None:
-    """Refuse to go on once a weight is not finite; one transfer from the device if all are."""
-    largest = torch._foreach_norm([weight.detach() for weight in weights.values()], math.inf)
-    if bool(torch.isfinite(torch.stack([norm.float() for norm in largest])).all()):
-        return
-    broken = [name for name, weight in weights.items() if not torch.isfinite(weight).all()]
-    raise DivergenceError(
-        f"step {step}: {len(broken)} parameters are no longer finite, first {broken[0]}; "
-        f"{DIVERGENCE_ADVICE}"
-    )
+class WeightCheck:
+    """Refuses to go on once a weight is not finite.
+
+    Waiting for a GPU after every update would leave it idle while the next forward is issued. So
+    `ask` has the device look, and `answer` reads what it found when the run waits for the device
+    anyway, before anything more is released or saved.
+    """
+
+    def __init__(self, weights: Mapping[str, torch.Tensor]) -> None:
+        self._weights = weights
+        self._finite: torch.Tensor | None = None
+        self._step = 0
+
+    def ask(self, step: int, *, wait: bool) -> None:
+        """Look at the weights as `step` has left them; with `wait`, answer at once."""
+        largest = torch._foreach_norm([w.detach() for w in self._weights.values()], math.inf)
+        self._finite = torch.isfinite(torch.stack([norm.float() for norm in largest])).all()
+        self._step = step
+        if wait:
+            self.answer()
+
+    def answer(self) -> None:
+        """Raise if the last look found a weight that is not finite; nothing asked, nothing raised.
+
+        Raises:
+            DivergenceError: naming the step and the first such parameter.
+        """
+        finite, self._finite = self._finite, None
+        if finite is None or bool(finite):
+            return
+        broken = [name for name, w in self._weights.items() if not torch.isfinite(w).all()]
+        raise DivergenceError(
+            f"step {self._step}: {len(broken)} parameters are no longer finite, first {broken[0]}; "
+            f"{DIVERGENCE_ADVICE}"
+        )

@@ -29,10 +29,10 @@ from shuffled_dpsgd.training.data import (
     to_device,
 )
 from shuffled_dpsgd.training.guards import (
+    WeightCheck,
     check_count,
     check_finite,
     check_losses,
-    check_weights,
 )
 from shuffled_dpsgd.training.ledger import Ledger
 from shuffled_dpsgd.training.mechanism import Mechanism
@@ -91,6 +91,7 @@ class PrivateTraining:
         self._exhausted = False
         self._stream: object = None
         self._watch = ModelWatch(model, optimizer)
+        self._weights = WeightCheck(self._trainable)
         self._guard = optimizer.register_step_pre_hook(self._refuse_foreign_step)
 
     @property
@@ -202,6 +203,13 @@ class PrivateTraining:
         """
         self._watch.trust_buffers()
 
+    def check(self) -> None:
+        """Wait for the last update and refuse weights that are not finite.
+
+        The next step does it too, as do `release`, checkpoints and the end of `batches`.
+        """
+        self._weights.answer()
+
     def on_update(self, callback: Callable[[], object]) -> Callable[[], None]:
         """Call `callback` after every update, those of empty batches included.
 
@@ -219,6 +227,7 @@ class PrivateTraining:
         """
         if self.released:
             return
+        self.check()
         if self.plan.shuffle == "at-release" and self.plan.permutes:
             self._permute(self.plan.num_steps)
         self.released = True
@@ -288,7 +297,7 @@ class PrivateTraining:
                 for part in loaded:
                     if self._drawn == 0:
                         if not self.ledger.allows(self._token()):
-                            return
+                            break
                         self._watch.begin(part.step)
                     self._current = part
                     self._drawn += part.size
@@ -297,6 +306,7 @@ class PrivateTraining:
                         continue
                     yield to_device(shaped(part.data), self.device)
                     self._check_stepped(part, stream)
+                self.check()
             finally:
                 # A loop given up earlier may be closed only now, in the middle of another one.
                 if self._stream is stream:
@@ -323,6 +333,7 @@ class PrivateTraining:
             )
         # The one wait for the backward: nothing is released before its outcome is known.
         norms = self.engine.sample_norms.detach().cpu()
+        self._weights.answer()
         loss = self._losses.mean()
         step = self.steps_taken
         if self.plan.sampling == "poisson":
@@ -346,7 +357,7 @@ class PrivateTraining:
         if self.plan.shuffle == "every-step" and self.plan.permutes:
             self._permute(step)
         self.discard()
-        check_weights(self._trainable, step=step)
+        self._weights.ask(step, wait=self.device.type == "cpu")
         for callback in tuple(self._callbacks):
             callback()
 

@@ -1,0 +1,43 @@
+"""This library as users meet it: `make_private`, its step and all its checks, shuffle included."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from benchmarks.adapters import CLIP_NORM, NOISE_MULTIPLIER, Setting, Step
+from benchmarks.workloads import Batch
+from shuffled_dpsgd.training import make_private
+
+# More than any benchmark takes; a run refuses steps beyond its plan.
+NUM_STEPS = 1_000_000
+
+
+def training_step(model: nn.Module, setting: Setting, *, compiled: bool) -> Step:
+    """A step of a planned run on batches that are fed, every parameter that can move shuffled."""
+    batch_size = setting.workload.batch_size
+    private = make_private(
+        model,
+        setting.optimizer(model),
+        dataset_size=1000 * batch_size,
+        expected_batch_size=batch_size,
+        num_steps=NUM_STEPS,
+        noise_multiplier=NOISE_MULTIPLIER,
+        clip_norm=CLIP_NORM,
+        delta=1e-6,
+        sampling="unaccounted",
+        scope="full",
+        physical_batch_size=batch_size,
+    )
+    losses = setting.workload.losses
+    if compiled:
+        losses = torch.compile(losses, fullgraph=True)
+
+    def step(batch: Batch) -> None:
+        with private:
+            with setting.autocast():
+                per_sample = losses(model, batch)
+            private.backward(per_sample)
+            private.step()
+
+    return step

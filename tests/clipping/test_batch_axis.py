@@ -42,7 +42,9 @@ def test_one_dimensional_position_ids(length: int) -> None:
 
 def test_a_lookup_that_is_not_just_broadcast_is_refused() -> None:
     engine = ClippingEngine(Positions("unsqueeze"))
-    with pytest.raises(UnsupportedModuleError, match="positions: expected a lookup"):
+    with pytest.raises(
+        UnsupportedModuleError, match="positions: expected a layer without batch axis"
+    ):
         run(engine, losses, {"ids": torch.randint(9, (4, 4))})
 
 

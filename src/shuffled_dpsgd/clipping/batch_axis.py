@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from shuffled_dpsgd.clipping.rules.base import Slot
 from shuffled_dpsgd.clipping.rules.embedding import EmbeddingSlot
-from shuffled_dpsgd.clipping.rules.generic import agree, in_eval_mode
+from shuffled_dpsgd.clipping.rules.generic import in_eval_mode, without_fast_attention
 from shuffled_dpsgd.clipping.sample_rows import (
     OUTPUTS,
     Rows,
@@ -30,6 +30,7 @@ from shuffled_dpsgd.clipping.sample_rows import (
     repeats,
     rows_of,
 )
+from shuffled_dpsgd.clipping.shared_inputs import check_shared
 from shuffled_dpsgd.errors import UnsupportedModuleError
 
 
@@ -69,8 +70,8 @@ class BatchAxisCheck:
                         remedy="give every input that belongs to samples a batch axis 0, and no "
                         "other input that length",
                     ) from error
-            if self._mark(lengths, size + 1):
-                self._compare(args, kwargs, size)
+            self._mark(lengths, size + 1)
+            self._check_shared(lengths, more_args, more_kwargs, size + 1)
         if size > 1:
             self._check_rows(args, kwargs, size)
 
@@ -117,44 +118,34 @@ class BatchAxisCheck:
                 hooks.callback(handle.remove)
             yield
 
-    def _mark(self, lengths: dict[int, set[int]], size: int) -> bool:
+    def _mark(self, lengths: dict[int, set[int]], size: int) -> None:
         """Note which embeddings are shared by the batch; refuse any other such layer."""
         if lengths and all(found == {1} for found in lengths.values()):
             raise UnsupportedModuleError(
                 "",
                 expected=f"the first tensor of the call to be a batch of {size - 1} samples",
                 got="layers whose inputs all have length one",
-                remedy="pass the samples first, other tensors after them",
+                remedy="pass the samples first, other tensors after them; expand what all samples "
+                "share before the first trainable layer",
             )
-        marked = False
         for slot in self._slots:
             others = lengths.get(slot.index, set()) - {1, size}
             if not others:
                 continue
             if not isinstance(slot, EmbeddingSlot) or size in lengths[slot.index]:
-                raise slot.refuse_batch_axis(size - 1, torch.Size([min(others)]))
-            slot.shared_by_batch = marked = True
-        return marked
+                raise slot.refuse_length(min(others), size)
+            slot.shared_by_batch = True
 
-    def _compare(self, args: Any, kwargs: Mapping[str, Any], size: int) -> None:
-        """A shared lookup is given a batch axis; the model must compute the same with it."""
-        plain, _ = tree_flatten(self._model.forward(*args, **kwargs))
-        shared = [s for s in self._slots if isinstance(s, EmbeddingSlot) and s.shared_by_batch]
-        with ExitStack() as patches:
-            for slot in shared:
-                patches.enter_context(slot.expanding(size))
-            expanded, _ = tree_flatten(self._model.forward(*args, **kwargs))
-        same = len(plain) == len(expanded) and all(
-            agree(one, other) if isinstance(one, Tensor) else True
-            for one, other in zip(plain, expanded, strict=True)
-        )
-        if not same:
-            raise UnsupportedModuleError(
-                shared[0].path,
-                expected="a lookup that is only broadcast over the batch",
-                got="other outputs once its ids have a batch axis",
-                remedy="give the ids a leading axis of length one, or freeze the table",
-            )
+    def _check_shared(
+        self, lengths: dict[int, set[int]], args: Any, kwargs: Mapping[str, Any], size: int
+    ) -> None:
+        """What layers compute once for all samples must only be broadcast over them."""
+        two_args, two_kwargs = _first_two(args, size), _first_two(dict(kwargs), size)
+        for slot in self._slots:
+            if lengths.get(slot.index, set()) - {size}:
+                check_shared(
+                    slot, self._slots, lambda: self._model.forward(*two_args, **two_kwargs)
+                )
 
 
 def _one_more(inputs: Any, size: int) -> Any:
@@ -166,6 +157,16 @@ def _one_more(inputs: Any, size: int) -> Any:
         return leaf
 
     return tree_map(grow, inputs)
+
+
+def _first_two(inputs: Any, size: int) -> Any:
+    """Inputs with the first two of `size` samples."""
+
+    def narrow(leaf: Any) -> Any:
+        has_batch = isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] == size
+        return leaf[:2] if has_batch else leaf
+
+    return tree_map(narrow, inputs)
 
 
 def _as_it_is(inputs: Any, size: int) -> Any:
@@ -189,7 +190,7 @@ def _without_dropout(model: nn.Module) -> Iterator[None]:
     for dropout in active:
         dropout.training = False
     try:
-        with torch.no_grad(), warnings.catch_warnings(action="ignore"):
+        with torch.no_grad(), without_fast_attention(), warnings.catch_warnings(action="ignore"):
             yield
     finally:
         for dropout in active:

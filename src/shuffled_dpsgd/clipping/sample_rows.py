@@ -66,6 +66,19 @@ def repeats(one: Rows, other: Rows) -> bool:
     )
 
 
+def row_differs(one: Rows, other: Rows, row: int, size: int) -> bool:
+    """Whether another run disagrees about one sample of `size`, wherever the first has that many.
+
+    Tensors of another length in the first run have no batch axis and are passed over.
+    """
+    return any(
+        len(a_B2) != len(b_B2) or _differ(a_B2[row : row + 1], b_B2[row : row + 1])
+        for index, calls in one.items()
+        for a_B2, b_B2 in zip(calls, other.get(index, []), strict=False)
+        if len(a_B2) == size
+    )
+
+
 def moved_rows(path: str) -> UnsupportedModuleError:
     """The error for a layer (or, with an empty path, outputs) whose rows are not their samples."""
     return UnsupportedModuleError(

@@ -113,6 +113,16 @@ class Slot:
             remedy="keep the batch on axis 0, or freeze this module with requires_grad_(False)",
         )
 
+    def refuse_length(self, length: int, samples: int) -> UnsupportedModuleError:
+        """The error for an input whose first axis does not grow with the batch as it should."""
+        return UnsupportedModuleError(
+            self.path,
+            expected="an input whose first axis is the batch",
+            got=f"an axis of length {length} in a trial with {samples} samples",
+            remedy="keep the batch on axis 0 (batch_first=True, no flattened positions), or freeze "
+            "this module with requires_grad_(False)",
+        )
+
     def over_batch(self, tensor: Tensor, size: int) -> Tensor:
         """`tensor` with the batch on its first axis: as it is, or expanded from length one.
 

@@ -6,7 +6,6 @@ Shapes: B samples, T positions, D the width.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -58,21 +57,9 @@ class EmbeddingSlot(Slot):
         self.weight_name = self.names["weight"]
         # Set by the check of the batch axis: the ids have none, every sample uses them all.
         self.shared_by_batch = False
-        self._expand_to: int | None = None
-
-    @contextmanager
-    def expanding(self, size: int) -> Iterator[None]:
-        """Give the ids a batch axis even without gradients."""
-        self._expand_to = size
-        try:
-            yield
-        finally:
-            self._expand_to = None
 
     def forward(self, ids: Tensor) -> Tensor:
         if not torch.is_grad_enabled():
-            if self._expand_to is not None:
-                ids = ids.expand(self._expand_to, *ids.shape)
             return cast(Tensor, self.plain(ids))
         batch = self.batch()
         if self.shared_by_batch or ids.dim() < 2 or ids.shape[0] != batch.size:

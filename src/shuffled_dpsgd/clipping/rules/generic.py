@@ -143,11 +143,25 @@ def in_eval_mode(module: nn.Module) -> Iterator[None]:
     modes = [(child, child.training) for child in module.modules()]
     module.eval()
     try:
-        with torch.no_grad(), warnings.catch_warnings(action="ignore"):
+        with torch.no_grad(), without_fast_attention(), warnings.catch_warnings(action="ignore"):
             yield
     finally:
         for child, mode in modes:
             child.training = mode
+
+
+@contextmanager
+def without_fast_attention() -> Iterator[None]:
+    """Have PyTorch's encoders call their layers, as in training, also where nothing is trained.
+
+    Their shortcut for inference packs a padded batch into a nested tensor, which has no shape.
+    """
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
 
 
 class GenericSlot(CopiesSlot):

@@ -71,6 +71,24 @@ def test_lora_weights_do_get_a_gradient(name: str) -> None:
     assert all(value.any() for value in got.values())
 
 
+@pytest.mark.parametrize("name", ["gpt2", "llama-untied"])
+def test_dora_is_exact(name: str) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(0)
+    case = CASES[name]().to(torch.float64)
+    target = "c_attn" if name == "gpt2" else "q_proj"
+    config = LoraConfig(
+        r=2, target_modules=[target], use_dora=True, fan_in_fan_out=name == "gpt2", lora_dropout=0.0
+    )
+    model = get_peft_model(case.model, config).double()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    engine = assert_exact(model, case.losses, case.inputs)
+    assert any("magnitude" in name for name in engine.clipped_sum())
+
+
 def test_lora_on_an_embedding_is_exact() -> None:
     from peft import LoraConfig, get_peft_model
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Iterable
+from numbers import Real
 from types import TracebackType
 from typing import Any, Self
 
@@ -71,15 +72,15 @@ class ClippingEngine:
         _require_choice("clip", clip, factors.CLIP_FUNCTIONS)
         _require_choice("strategy", strategy, cost.STRATEGIES)
         _require_choice("loss_reduction", loss_reduction, ("sum", "mean"))
-        if not 0 < clip_norm < float("inf"):
-            raise InvalidArgumentError("clip_norm", expected="a positive number", got=clip_norm)
         self.model = model
-        self.clip_norm = float(clip_norm)
+        self.clip_norm = _require_positive("clip_norm", clip_norm)
         self.clip = clip
         self.strategy = strategy
         self.loss_reduction = loss_reduction
         self._parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
         self._frozen = {n: p for n, p in model.named_parameters() if not p.requires_grad}
+        sites.refuse_unfit(self._parameters)
+        self._held = sites.held_parameters(model)
         self._recorder = Recorder(receive=self._receive, finish=self._finish)
         self._batch_norms = sites.batch_norms(model)
         sites.refuse_batch_statistics(self._batch_norms)
@@ -109,6 +110,8 @@ class ClippingEngine:
             raise InvalidArgumentError("engine", expected="one `with` at a time", got="a second")
         sites.refuse_batch_statistics(self._batch_norms)
         sites.refuse_thawed(self._frozen)
+        sites.refuse_changed(self.model, self._held)
+        sites.refuse_replaced(self._slots)
         for attributes, forward in self._patches:
             attributes["forward"] = forward
         begin = self.model.register_forward_pre_hook(self._begin, prepend=True, with_kwargs=True)
@@ -157,6 +160,13 @@ class ClippingEngine:
             )
         if batch.size == 0:
             return
+        if not losses.requires_grad:
+            raise InvalidArgumentError(
+                "losses",
+                expected="losses computed from trainable parameters with gradients enabled",
+                got="losses without a gradient",
+                remedy="compute them outside no_grad; merged adapters are not trained",
+            )
         if not self._loss_check.done:
             self._recorder.muted = True
             try:
@@ -167,11 +177,18 @@ class ClippingEngine:
         total = losses.sum() if loss_scale == 1.0 else losses.sum() * loss_scale
         if self.strategy != "ghost":
             total.backward()
-            return
-        batch.phase = Phase.NORMS
-        total.backward(retain_graph=True)
-        batch.phase = Phase.SUMS
-        total.backward()
+        else:
+            batch.phase = Phase.NORMS
+            total.backward(retain_graph=True)
+            batch.phase = Phase.SUMS
+            total.backward()
+        if not batch.closed:
+            raise InvalidArgumentError(
+                "losses",
+                expected="losses of the latest forward, through its trainable layers",
+                got="losses of an earlier forward, or of none",
+                remedy="call engine.backward after each forward, and reset() before going on",
+            )
 
     @property
     def sample_norms(self) -> Tensor:
@@ -191,8 +208,10 @@ class ClippingEngine:
         a later backward adds to them until `reset()`. Parameters that took no part are zero.
 
         Raises:
-            InvalidArgumentError: gradients were computed, but never inside `with engine:`.
+            InvalidArgumentError: gradients were computed, but never inside `with engine:`, or a
+                backward failed when parts of it were already in the sums.
         """
+        self._refuse_half_done()
         if not self._was_entered and any(p.grad is not None for p in self._parameters.values()):
             raise InvalidArgumentError(
                 "engine",
@@ -212,10 +231,13 @@ class ClippingEngine:
     def reset(self) -> None:
         """Forget norms and sums; tensors handed out by `clipped_sum` stay as they are."""
         self._rule.totals.clear()
+        if self._is_half_done():
+            self._recorder.latest = None
 
     def _begin(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if not torch.is_grad_enabled() or _inside_backward():
             return
+        self._refuse_half_done()
         size, device = find_batch(args, kwargs)
         if not torch.compiler.is_compiling() and self._axis_check.is_due(size):
             self._axis_check.run(args, kwargs, size)
@@ -238,6 +260,20 @@ class ClippingEngine:
             self._loss_check.note(output, 0 if batch is None else batch.size)
         self._recorder.close_forward()
 
+    def _is_half_done(self) -> bool:
+        """Whether a backward broke off that adds to the sums layer by layer."""
+        latest = self._recorder.latest
+        return latest is not None and not latest.closed and bool(latest.squares)
+
+    def _refuse_half_done(self) -> None:
+        if self._is_half_done():
+            raise InvalidArgumentError(
+                "engine",
+                expected="every backward to run to its end",
+                got="one that failed when some layers were already clipped and added",
+                remedy="call reset() and repeat the step; going on could count a sample twice",
+            )
+
     def _receive(self, batch: Batch, entry: Entry) -> None:
         if batch.size > 0:
             self._schedule.receive(batch, entry)
@@ -258,6 +294,12 @@ def _inside_backward() -> bool:
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() >= 0
 
 
-def _require_choice(argument: str, value: str, allowed: Container[str]) -> None:
-    if value not in allowed:
-        raise InvalidArgumentError(argument, expected=f"one of {allowed}", got=value)
+def _require_choice(argument: str, value: str, allowed: Iterable[str]) -> None:
+    if value not in tuple(allowed):
+        raise InvalidArgumentError(argument, expected=f"one of {tuple(allowed)}", got=value)
+
+
+def _require_positive(argument: str, value: Any) -> float:
+    if not isinstance(value, Real) or not 0 < float(value) < float("inf"):
+        raise InvalidArgumentError(argument, expected="a positive number", got=value)
+    return float(value)

@@ -41,5 +41,6 @@ class GradWatch:
                     name,
                     expected="a parameter used only by its own module",
                     got="an ordinary gradient from somewhere else",
-                    remedy="call the module instead of using its weight directly, or freeze it",
+                    remedy="make the forward inside `with engine:`, and call the module instead of "
+                    "using its weight directly; or freeze it",
                 )

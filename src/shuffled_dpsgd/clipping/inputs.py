@@ -28,5 +28,8 @@ def find_batch(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[int, s
         if isinstance(leaf, Tensor) and leaf.dim() > 0:
             return leaf.shape[0], leaf.device.type
     raise InvalidArgumentError(
-        "inputs", expected="a tensor with the batch on axis 0", got="no tensor at all"
+        "inputs",
+        expected="a tensor with the batch on axis 0",
+        got="no tensor at all",
+        remedy="pass tensors, or lists, tuples and dictionaries of them",
     )

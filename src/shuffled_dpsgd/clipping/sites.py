@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import is_parametrized
 
 from shuffled_dpsgd.clipping.recorder import Recorder
@@ -61,12 +62,7 @@ def _handled(
         rule = _rule_for_bare_parameters(module, names)
     if rule is not None:
         if "forward" in module.__dict__:
-            raise UnsupportedModuleError(
-                path,
-                expected="a module whose forward is its class's",
-                got="a forward replaced on the instance",
-                remedy="undo the replacement (another engine or a dispatch hook) first",
-            )
+            raise _already_replaced(path)
         yield path, module, rule
         if rule.takes_children:
             return
@@ -82,7 +78,8 @@ def _rule_for_bare_parameters(module: nn.Module, names: dict[int, str]) -> type[
     """
     if is_container(module):
         return None
-    if is_parametrized(module):
+    # DoRA computes its weight from its factors: they meet each other before they meet a sample.
+    if is_parametrized(module) or len(getattr(module, "lora_magnitude_vector", ())) > 0:
         return GenericSlot
     held = dict(module.named_parameters(recurse=False))
     own = {key: p for key, p in held.items() if id(p) in names}
@@ -161,6 +158,89 @@ def refuse_batch_statistics(norms: Iterable[tuple[str, _BatchNorm]]) -> None:
                 got=f"{type(module).__name__} with batch statistics",
                 remedy="replace it by GroupNorm or LayerNorm, or put it in eval mode",
             )
+
+
+def refuse_unfit(trainable: Mapping[str, nn.Parameter]) -> None:
+    """Refuse parameters without a shape or of complex numbers, and models with none at all.
+
+    Raises:
+        UnsupportedModuleError: naming the parameter.
+    """
+    if not trainable:
+        raise UnsupportedModuleError(
+            "",
+            expected="a model with something to train",
+            got="no parameter that requires a gradient",
+            remedy="call requires_grad_(True) on what is to be trained, before building the engine",
+        )
+    for name, parameter in trainable.items():
+        if is_lazy(parameter):
+            raise UnsupportedModuleError(
+                name,
+                expected="an initialised parameter",
+                got="a lazy one without a shape",
+                remedy="pass one batch through the model before building the engine",
+            )
+        if parameter.is_complex():
+            raise UnsupportedModuleError(
+                name,
+                expected="a real parameter",
+                got=str(parameter.dtype),
+                remedy="store real and imaginary parts (torch.view_as_real), or freeze it",
+            )
+
+
+def held_parameters(model: nn.Module) -> list[nn.Parameter | None]:
+    """Every parameter at every place it is held, in an order of its own but always the same.
+
+    Written out because it runs before every step; `named_parameters` takes five times as long.
+    """
+    waiting: list[nn.Module] = [model]
+    found: list[nn.Parameter | None] = []
+    while waiting:
+        module = waiting.pop()
+        found += module._parameters.values()
+        waiting += [child for child in module._modules.values() if child is not None]
+    return found
+
+
+def refuse_changed(model: nn.Module, held: list[nn.Parameter | None]) -> None:
+    """Refuse a model whose modules or parameters are not those the slots were built on.
+
+    Raises:
+        UnsupportedModuleError: naming the first that is new.
+    """
+    now = held_parameters(model)
+    if len(now) == len(held) and all(one is other for one, other in zip(now, held, strict=True)):
+        return
+    known = {id(parameter) for parameter in held}
+    added = [name for name, p in model.named_parameters() if id(p) not in known]
+    raise UnsupportedModuleError(
+        added[0] if added else "",
+        expected="the modules and parameters the engine was built on",
+        got="another parameter" if added else "fewer of them, or shared otherwise",
+        remedy="build a new engine after changing the model; nobody would clip what is new",
+    )
+
+
+def refuse_replaced(slots: Iterable[Slot]) -> None:
+    """Refuse modules whose forward is already replaced, for two engines would undo each other.
+
+    Raises:
+        UnsupportedModuleError: naming the first of them.
+    """
+    for slot in slots:
+        if "forward" in slot.module.__dict__:
+            raise _already_replaced(slot.path)
+
+
+def _already_replaced(path: str) -> UnsupportedModuleError:
+    return UnsupportedModuleError(
+        path,
+        expected="a module whose forward is its class's",
+        got="a forward replaced on the instance",
+        remedy="leave the other engine's `with` block, or undo the replacement, first",
+    )
 
 
 def refuse_thawed(frozen: Mapping[str, nn.Parameter]) -> None:

@@ -79,10 +79,12 @@ class MultiheadAttentionSlot(Slot):
 
     @classmethod
     def accepts(cls, module: nn.Module) -> bool:
-        """Whether all inputs share a width and nothing is appended to keys and values."""
+        """Whether all inputs share a width, nothing is appended to keys and values, nor wrapped."""
         layer = cast(nn.MultiheadAttention, module)
         appended = layer.bias_k is not None or layer.add_zero_attn
-        return layer.in_proj_weight is not None and not appended
+        known = {*PACKED_NAMES, "out_proj.weight", "out_proj.bias"}
+        wrapped = {name for name, _ in layer.named_parameters()} - known
+        return layer.in_proj_weight is not None and not appended and not wrapped
 
     def forward(
         self,

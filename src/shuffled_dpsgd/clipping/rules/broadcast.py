@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
 from shuffled_dpsgd.clipping.rules.generic import (
+    FAILURES,
     CopiesSlot,
-    agree,
+    all_agree,
     in_eval_mode,
     sample_by_sample,
 )
@@ -73,8 +74,9 @@ class BroadcastSlot(CopiesSlot):
                 remedy="resize the position embeddings once before training, or freeze them",
             )
         owned = {key: cast(Tensor, self.parameters[key]) for key in self.names}
-        if not self._verified:
-            self._verify(owned, args, kwargs)
+        batch = self.recorder.batch or self.recorder.recomputed_batch(self.path)
+        if not self._verified and batch.size > 0:
+            self._verify(owned, args, kwargs, batch.size)
         copies = self.copies(owned)
         return self._with({key: c.squeeze(1) for key, c in copies.items()}, args, kwargs)
 
@@ -92,7 +94,7 @@ class BroadcastSlot(CopiesSlot):
             for key in values:
                 del attributes[key]
 
-    def _verify(self, owned: dict[str, Any], args: Any, kwargs: Any) -> None:
+    def _verify(self, owned: dict[str, Any], args: Any, kwargs: Any, size: int) -> None:
         """Compare the replacement with one sample at a time, every sample its own parameters."""
         if torch.compiler.is_compiling():
             raise UnsupportedModuleError(
@@ -101,22 +103,29 @@ class BroadcastSlot(CopiesSlot):
                 got=f"{type(self.module).__name__}, not yet checked",
                 remedy="run one step without torch.compile first",
             )
-        size = (self.recorder.batch or self.recorder.recomputed_batch(self.path)).size
         leaves, spec = tree_flatten((args, kwargs))
         with in_eval_mode(self.module), torch.random.fork_rng():
+            self.plain(*args, **kwargs)  # An error of the module's own is raised here, as it is.
             copies = {
                 key: p + torch.randn((size, *p.shape[1:]), dtype=p.dtype, device=p.device)
                 for key, p in owned.items()
             }
-            together, _ = tree_flatten(self._with(copies, args, kwargs))
             single = {key: copy.unsqueeze(1) for key, copy in copies.items()}
-            alone, _ = sample_by_sample(self, single, leaves, spec, size)
-        if len(alone) != len(together) or not all(map(agree, alone, together)):
-            raise UnsupportedModuleError(
-                self.path,
-                expected=f"{sorted(owned)} only broadcast over the batch",
-                got="another use of their leading axis",
-                remedy="store them without the leading axis of length one; the generic rule then "
-                "applies",
-            )
+            try:
+                together, _ = tree_flatten(self._with(copies, args, kwargs))
+                alone, _ = sample_by_sample(self, single, leaves, spec, size)
+            except FAILURES as error:
+                reason = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+                raise self._refusal(owned, reason) from error
+        if not all_agree(alone, together):
+            raise self._refusal(owned, "another use of their leading axis")
         self._verified = True
+
+    def _refusal(self, owned: dict[str, Any], got: str) -> UnsupportedModuleError:
+        return UnsupportedModuleError(
+            self.path,
+            expected=f"{', '.join(sorted(owned))} only broadcast over the batch",
+            got=got,
+            remedy="use expand, not repeat; store them without the leading axis of length one, and "
+            "the generic rule applies; or freeze them",
+        )

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.utils.parametrize import is_parametrized
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from shuffled_dpsgd.clipping.captures import Contribution, DenseGrad
@@ -26,6 +28,17 @@ if TYPE_CHECKING:
     from shuffled_dpsgd.clipping.batch import Batch
 
 _TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3}
+_HALF_TOLERANCE = 5e-2
+# What vmap can run and differentiate everywhere: on a CPU the flash kernel gives masks no gradient.
+_MAPPED_ATTENTION = [
+    SDPBackend.MATH,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.CUDNN_ATTENTION,
+]
+# Outputs that are the same for every sample, and need no vmap.
+_CONSTANTS = (bool, float, int, str, type(None))
+# Ways in which a module fails that cannot be run one sample at a time.
+FAILURES = (RuntimeError, ValueError, IndexError, TypeError)
 
 
 class CopiesFunction(torch.autograd.Function):
@@ -103,24 +116,28 @@ def sample_by_sample(
     leaves: list[Any],
     spec: TreeSpec,
     size: int,
-) -> tuple[list[Tensor], TreeSpec]:
+) -> tuple[list[Any], TreeSpec]:
     """The module under vmap over per-sample parameters and the inputs that have a batch axis."""
     bare = slot.bare
     mapped = batched_leaves(leaves, size)
+    found: list[Any] = []
     out_spec: TreeSpec | None = None
 
     def one_sample(own: dict[str, Tensor], *inputs: Tensor) -> tuple[Tensor, ...]:
-        nonlocal out_spec
+        nonlocal found, out_spec
         filled = list(leaves)
         for position, value in zip(mapped, inputs, strict=True):
             filled[position] = value.unsqueeze(0)
         args, kwargs = tree_unflatten(filled, spec)
-        outputs, out_spec = bare.flat_call_with(own, args, kwargs)
-        return tuple(_single(slot, output) for output in outputs)
+        found, out_spec = bare.flat_call_with(own, args, kwargs)
+        return tuple(_single(slot, x) for x in found if not isinstance(x, _CONSTANTS))
 
-    outputs = vmap(one_sample, randomness="different")(copies, *(leaves[i] for i in mapped))
+    attention = nullcontext() if torch.compiler.is_compiling() else sdpa_kernel(_MAPPED_ATTENTION)
+    with attention:
+        outputs = vmap(one_sample, randomness="different")(copies, *(leaves[i] for i in mapped))
     assert out_spec is not None
-    return list(outputs), out_spec
+    tensors = iter(outputs)
+    return [x if isinstance(x, _CONSTANTS) else next(tensors) for x in found], out_spec
 
 
 def _single(slot: Slot, output: Any) -> Tensor:
@@ -179,12 +196,29 @@ class GenericSlot(CopiesSlot):
         batch_size = (self.recorder.batch or self.recorder.recomputed_batch(self.path)).size
         leaves, spec = tree_flatten((args, kwargs))
         trainable = {k: p for k, p in self.module.named_parameters() if k in self.names}
+        if batch_size == 0:
+            return self._run_empty(trainable, args, kwargs)
+        if torch.compiler.is_compiling():
+            mapped = sample_by_sample(self, self.copies(trainable), leaves, spec, batch_size)
+            return tree_unflatten(*mapped)
         signature = tuple(leaf.shape for leaf in leaves if isinstance(leaf, Tensor))
-        if not torch.compiler.is_compiling() and signature not in self._checked:
+        if signature not in self._checked:
             self._check(trainable, leaves, spec, batch_size)
             self._checked.add(signature)
-        outputs, out_spec = sample_by_sample(self, self.copies(trainable), leaves, spec, batch_size)
-        return tree_unflatten(outputs, out_spec)
+        try:
+            mapped = sample_by_sample(self, self.copies(trainable), leaves, spec, batch_size)
+        except torch.OutOfMemoryError:
+            raise
+        except FAILURES as error:
+            # The check before was without gradients and in evaluation mode.
+            raise self._cannot_map(error) from error
+        return tree_unflatten(*mapped)
+
+    def _run_empty(self, trainable: Mapping[str, Tensor], args: Any, kwargs: Any) -> Any:
+        """vmap takes no empty batch. Sums over no copies at all keep the graph in one piece."""
+        copies = self.copies(trainable)
+        values = {key: p.detach() + copies[key].sum(0) for key, p in trainable.items()}
+        return tree_unflatten(*self.bare.flat_call_with(values, args, kwargs))
 
     def _check(
         self, trainable: Mapping[str, Tensor], leaves: list[Any], spec: TreeSpec, size: int
@@ -194,35 +228,52 @@ class GenericSlot(CopiesSlot):
         This is what catches inputs whose first axis has the length of the batch by accident.
         """
         with in_eval_mode(self.module):
+            args, kwargs = tree_unflatten(leaves, spec)
+            together, _ = tree_flatten(self.plain(*args, **kwargs))
             copies = {key: p.expand(size, *p.shape) for key, p in trainable.items()}
             try:
                 alone, _ = sample_by_sample(self, copies, leaves, spec, size)
-            except RuntimeError as error:
-                raise UnsupportedModuleError(
-                    self.path,
-                    expected="a module that torch.func.vmap can run sample by sample",
-                    got=f"{type(self.module).__name__}: {str(error).splitlines()[0]}",
-                    remedy="freeze its parameters, or build it from supported layers",
-                ) from error
-            args, kwargs = tree_unflatten(leaves, spec)
-            together, _ = tree_flatten(self.plain(*args, **kwargs))
-        for one, other in zip(alone, together, strict=True):
-            if not agree(one, other):
-                raise UnsupportedModuleError(
-                    self.path,
-                    expected="a module that treats every sample on its own",
-                    got="other outputs sample by sample than in one batch",
-                    remedy="keep the batch on axis 0 of every input, or freeze its parameters",
-                )
+            except FAILURES as error:
+                raise self._cannot_map(error) from error
+        if not all_agree(alone, together):
+            raise UnsupportedModuleError(
+                self.path,
+                expected="a module that treats every sample on its own",
+                got="other outputs sample by sample than in one batch",
+                remedy="keep the batch on axis 0 of every input, or freeze its parameters",
+            )
+
+    def _cannot_map(self, error: Exception) -> UnsupportedModuleError:
+        own = [key for key, _ in self.module.named_parameters(recurse=False) if key in self.names]
+        # Without these, its children would be handled one by one.
+        has_children = any(True for _ in self.module.children())
+        holds = has_children and not is_parametrized(self.module)
+        freeze = f"freeze {', '.join(own)}" if own and holds else "freeze its parameters"
+        return UnsupportedModuleError(
+            self.path,
+            expected="a module that torch.func.vmap can run sample by sample",
+            got=f"{type(self.module).__name__}: {str(error).splitlines()[0]}",
+            remedy=f"{freeze}, or build it from supported layers",
+        )
 
 
-def agree(one: Tensor, other: Tensor) -> bool:
+def all_agree(alone: list[Any], together: list[Any]) -> bool:
+    """Whether the outputs of two runs are the same up to rounding."""
+    return len(alone) == len(together) and all(map(agree, alone, together))
+
+
+def agree(one: Any, other: Any) -> bool:
     """Whether two outputs are the same up to rounding (of half precision, where that is used)."""
+    if not isinstance(one, Tensor) or not isinstance(other, Tensor):
+        return type(one) is type(other) and bool(one == other)
     if one.shape != other.shape:
         other = other.expand_as(one) if other.dim() == one.dim() and other.shape[0] == 1 else other
     if one.shape != other.shape:
         return False
-    tolerance = _TOLERANCE.get(one.dtype, 5e-2)
+    halves = {one.dtype, other.dtype} & {torch.float16, torch.bfloat16}
+    coarse = bool(halves) or torch.is_autocast_enabled(one.device.type)
+    tolerance = _HALF_TOLERANCE if coarse else _TOLERANCE.get(one.dtype, 0.0)
+    other = other.to(one.dtype)
     return torch.allclose(one, other, rtol=tolerance, atol=tolerance, equal_nan=True)
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from clipping.compare import assert_exact
 from clipping.tiny_models import Inputs
@@ -77,3 +78,29 @@ def test_broken_samples_are_not_taken_for_mixing() -> None:
     with engine:
         engine.backward(apart(engine.model(x)))
     assert engine.num_nonfinite == 1
+
+
+class WithHidden(nn.Module):
+    """Returns what it computed half way too, as models with an encoder do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.decoder = nn.Linear(5, 6), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = torch.tanh(self.encoder(x))
+        return checkpoint(self.decoder, hidden, use_reentrant=False), hidden
+
+
+def test_the_way_back_ends_at_the_outputs_and_does_not_compute_checkpoints_again() -> None:
+    def losses(model: nn.Module, inputs: Inputs) -> Tensor:
+        return apart(model(inputs["x"])[0])
+
+    assert_exact(WithHidden().double(), losses, {"x": batch().double()})
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_every_output_that_the_loss_uses_is_looked_at(which: int) -> None:
+    engine = ClippingEngine(WithHidden())
+    with engine, pytest.raises(UnsupportedModuleError, match="that sample alone"):
+        engine.backward(centred(engine.model(batch())[which]))

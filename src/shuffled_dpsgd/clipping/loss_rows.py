@@ -46,7 +46,11 @@ class LossCheck:
         if not outputs or not losses.requires_grad:
             return
         self.done = True
-        grads = torch.autograd.grad(losses[0], outputs, retain_graph=True, allow_unused=True)
+        first = losses[0]
+        outputs = _first_reached(first, outputs)
+        if not outputs:
+            return
+        grads = torch.autograd.grad(first, outputs, retain_graph=True, allow_unused=True)
         if any(grad is not None and _reaches_others(grad) for grad in grads):
             raise UnsupportedModuleError(
                 "",
@@ -55,6 +59,27 @@ class LossCheck:
                 remedy="do not compare, centre or mix samples in the loss; no clip could bound "
                 "what one of them contributes",
             )
+
+
+def _first_reached(loss: Tensor, outputs: list[Tensor]) -> list[Tensor]:
+    """The outputs met on the way back from the loss, without those that lie behind them.
+
+    A decoder's model also returns what its encoder computed; the way there leads through the
+    decoder, and would have checkpointed layers computed again.
+    """
+    places = {(output.grad_fn, output.output_nr): output for output in outputs}
+    waiting = [(loss.grad_fn, loss.output_nr)]
+    seen = set(waiting)
+    found = []
+    while waiting:
+        place = waiting.pop()
+        if place in places:
+            found.append(places[place])
+            continue
+        behind = () if place[0] is None else place[0].next_functions
+        waiting += [step for step in behind if step not in seen]
+        seen.update(behind)
+    return found
 
 
 def _reaches_others(grad: Tensor) -> bool:

@@ -1,6 +1,6 @@
 """Times the shuffle: one large matrix three ways, whole models, and its share of a training step.
 
-    PYTHONPATH=src python benchmarks/shuffle.py --output benchmarks/reports
+    python -m benchmarks.shuffle --output benchmarks/reports
 
 Writes a JSON file and a Markdown report. Full sizes on a GPU; on a CPU small ones, unless --full.
 """
@@ -9,11 +9,8 @@ from __future__ import annotations
 
 import argparse
 import copy
-import datetime
 import gc
-import importlib.metadata
 import json
-import platform
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -25,6 +22,7 @@ from unittest import mock
 
 import torch
 
+from benchmarks.results import environment
 from shuffled_dpsgd.permutation import Permutation, PermutationSpec, apply, discover, draw, fused
 from shuffled_dpsgd.permutation.apply import gather_
 from shuffled_dpsgd_experiments.models import build_model
@@ -233,35 +231,16 @@ def share_of_step(
     }
 
 
-def environment(device: torch.device) -> dict[str, Any]:
-    versions = {}
-    for package in ("torch", "transformers", "triton"):
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            versions[package] = "absent"
-    hardware = platform.processor() or platform.machine()
-    if device.type == "cuda":
-        hardware = torch.cuda.get_device_name(device)
-    return {
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "hardware": hardware,
-        "threads": torch.get_num_threads(),
-        "python": platform.python_version(),
-        "versions": versions,
-    }
-
-
 def measure(device: torch.device, *, full: bool) -> dict[str, Any]:
     repeats = 20 if device.type == "cuda" else 3
     small = {} if full else SMALL
-    # Sizes of a batch, and steps in a block.
     gpu = device.type == "cuda"
+    # Sizes of a batch, and steps in a block.
     on_gpu = ((8, 128, 16), (32, 128, 16), (128, 128, 5))
     batches = on_gpu if gpu else ((8, 128, 1),) if full else ((4, 64, 1),)
     blocks = 6 if gpu else 4
     return {
-        "environment": environment(device),
+        "environment": environment(device, bfloat16=gpu),
         "matrix": shuffle_matrix(device, 10_000 if full else 1_000, repeats),
         "models": [
             shuffle_model(name, device, repeats, small) for name in (MODELS if full else ("gpt2",))
@@ -276,12 +255,13 @@ def measure(device: torch.device, *, full: bool) -> dict[str, Any]:
 def render(found: dict[str, Any]) -> str:
     """The report as Markdown."""
     env = found["environment"]
-    versions = ", ".join(f"{name} {version}" for name, version in env["versions"].items())
+    present = {name: version for name, version in env["versions"].items() if version}
+    versions = ", ".join(f"{name} {version}" for name, version in present.items())
     lines = [
         f"# Shuffle on {env['hardware']}, {env['date']}",
         "",
-        f"Python {env['python']}, {versions}, {env['threads']} CPU threads. Times are medians in "
-        "milliseconds, each call waited for. Made by `benchmarks/shuffle.py`.",
+        f"Python {env['python']}, {versions}, {env['torch_threads']} CPU threads. Times are "
+        "medians in milliseconds, each call waited for. Made by `python -m benchmarks.shuffle`.",
         "",
         f"## Rows and columns of a {found['matrix']['size']:,} x {found['matrix']['size']:,} "
         "float32 matrix",

@@ -133,6 +133,27 @@ def test_a_poisoned_table_spoils_no_other_sample() -> None:
     assert torch.equal(found[[0, 2]], clean[[0, 2]])
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("accumulate", [True, False])
+def test_weights_stored_either_way_are_summed_with_their_biases(
+    accumulate: bool, dtype: torch.dtype
+) -> None:
+    xs = [draw(2, 3, 5, dtype=dtype, seed=seed) for seed in range(3)]
+    gs = [draw(2, 3, 4, dtype=dtype, seed=10 + seed) for seed in range(3)]
+    factors = draw(2, seed=2)
+    held = 1.0 if accumulate else float("nan")
+    outs = [torch.full((4, 5), held).to(dtype), torch.full((5, 4), held).to(dtype).mT]
+    outs.append(torch.full((5, 4), held).to(dtype).mT)
+    biases = [torch.full((4,), held).to(dtype), None, torch.full((4,), held).to(dtype)]
+    pairs = list(zip(xs, gs, strict=True))
+    kernels.add_weighted_outer_sums(pairs, factors.to(dtype), outs, accumulate, biases)
+    for x, g, out, bias in zip(xs, gs, outs, biases, strict=True):
+        added = 1.0 if accumulate else 0.0
+        assert_close(out, added + torch.einsum("b,bpd->pd", factors, outer(x, g)), dtype)
+        if bias is not None:
+            assert_close(bias, added + torch.einsum("b,btp->p", factors, g.double()), dtype)
+
+
 @settings(max_examples=20, deadline=None)
 @given(shape=SHAPES, dtype=DTYPES)
 def test_weighted_sums(shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:

@@ -235,10 +235,12 @@ def test_sums_of_every_kind_of_length_on_a_gpu(tokens: int) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("more", [0, 64])
 @pytest.mark.parametrize("tokens", [24, 64, 100, 128, 197, 208, 209, 256, 320])
 def test_sums_with_loading_and_multiplying_kept_apart(
-    tokens: int, more: int, monkeypatch: pytest.MonkeyPatch
+    tokens: int, more: int, bias: bool, transposed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     parted = dispatch.outer_sums(torch.device(DEVICE))
     if parted is dispatch.triton("sums"):
@@ -251,12 +253,19 @@ def test_sums_with_loading_and_multiplying_kept_apart(
     xs[0][1] = float("nan")
     gs[1][1, 2, 3] = float("inf")
     for add in (True, False):
-        outs = [torch.ones(136, 200, device=DEVICE) for _ in xs]
-        parted.weighted_outer_sums(xs, gs, factors, outs, add=add)
+        held = 1.0 if add else 0.0
+        shape = (200, 136) if transposed else (136, 200)
+        outs = [torch.ones(shape, device=DEVICE) for _ in xs]
+        outs = [out.mT for out in outs] if transposed else outs
+        biases = [torch.ones(136, device=DEVICE) for _ in xs] if bias else []
+        parted.weighted_outer_sums(xs, gs, factors, outs, add, biases)
         for x, g, out in zip(xs, gs, outs, strict=True):
             wide = (x.double(), g.double(), factors.double())
-            expected = plain.weighted_outer_sum(*wide) + (1.0 if add else 0.0)
+            expected = plain.weighted_outer_sum(*wide) + held
             assert (out - expected).norm() / expected.norm() < 1e-6
+        for g, found in zip(gs, biases, strict=False):
+            expected = plain.weighted_row_sum(g.double(), factors.double()) + held
+            assert (found - expected).norm() / expected.norm() < 1e-6
 
 
 @pytest.mark.gpu

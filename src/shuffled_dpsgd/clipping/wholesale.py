@@ -56,6 +56,8 @@ class Wholesale:
         self._norm_runs = norm_runs
         self._parts: list[Named] = []
         self._linear: dict[cost.Route, list[tuple[OuterGrad, RowSumGrad | None]]] = {}
+        # The bias of a weight, both by name: they are summed together.
+        self._biases: dict[str, tuple[str, RowSumGrad]] = {}
         self._small: list[tuple[str, DenseGrad]] = []
         self._grouped: list[tuple[Group, Sequence[Entry]]] = []
         self._side_by_side_BN: Tensor | None = None
@@ -72,7 +74,9 @@ class Wholesale:
             assert isinstance(outer, OuterGrad)
             assert bias is None or isinstance(bias, RowSumGrad)
             self._linear.setdefault(route, []).append((outer, bias))
-            self._parts += parts
+            self._parts.append(parts[0])
+            if bias is not None:
+                self._biases[parts[0][0]] = (parts[1][0], bias)
         elif alone and all(_is_small(part) for _, part in parts):
             self._small += [(name, part) for name, part in parts if isinstance(part, DenseGrad)]
         else:
@@ -113,17 +117,20 @@ class Wholesale:
         """
         rounds = list(_rounds(self._parts, OuterGrad))
         if new:
-            # Large matrices are written rather than filled with zeros and added to.
-            written = dict(rounds[0]) if rounds else {}
+            # Matrices and their biases are written rather than filled with zeros and added to.
+            written = {name for name, _ in rounds[0]} if rounds else set()
+            written |= {bias for bias, _ in self._biases.values()}
             others = [total for name, total in sums.items() if name not in written]
             if others:
                 torch._foreach_zero_(others)
         for number, outers in enumerate(rounds):
+            linear = [self._linear_sum(name, part, sums) for name, part in outers]
             kernels.add_weighted_outer_sums(
-                [(part.right_BTC, part.left_BTR) for _, part in outers],
+                [pair for pair, _, _ in linear],
                 factors_B,
-                [_matrix(sums[name], part.left_BTR.shape[2]) for name, part in outers],
+                [out for _, out, _ in linear],
                 accumulate=not new or number > 0,
+                biases=[bias for _, _, bias in linear],
             )
         for biases in _rounds(self._parts, RowSumGrad):
             kernels.add_weighted_row_sums(
@@ -139,6 +146,22 @@ class Wholesale:
         if self._side_by_side_BN is not None:
             total_N = kernels.weighted_row_sum(self._side_by_side_BN.unsqueeze(1), factors_B)
             self._add_small(total_N, sums)
+
+    def _linear_sum(
+        self, name: str, part: OuterGrad, sums: dict[str, Tensor]
+    ) -> tuple[tuple[Tensor, Tensor], Tensor, Tensor | None]:
+        """A pair (x, g), where its weighted g^T x goes, and where its weighted g goes, if anywhere.
+
+        The bias belongs to g, which a transposed weight has on the right.
+        """
+        left, right = part.left_BTR, part.right_BTC
+        out = _matrix(sums[name], left.shape[2])
+        if name not in self._biases:
+            return (right, left), out, None
+        bias_name, bias = self._biases[name]
+        if bias.grad_BTP is right:
+            return (left, right), out.mT, _vector(sums[bias_name])
+        return (right, left), out, _vector(sums[bias_name])
 
     def _add_small(self, total_N: Tensor, sums: dict[str, Tensor]) -> None:
         targets = [_vector(sums[name]) for name, _ in self._small]

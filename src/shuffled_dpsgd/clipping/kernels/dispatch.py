@@ -163,28 +163,50 @@ def add_weighted_outer_sums(
     factors_B: Tensor,
     outs: Sequence[Tensor],
     accumulate: bool = True,
+    biases: Sequence[Tensor | None] | None = None,
 ) -> None:
-    """Add each pair's sum_b f_b g_b^T x_b into its contiguous (P, D) `out`.
+    """Add each pair's sum_b f_b g_b^T x_b into its `out`, and sum_b f_b sum_t g_bt into its bias.
 
-    Unless `accumulate`, what an `out` holds is overwritten, which saves filling it with zeros.
+    An `out` is (P, D), contiguous or the transpose of what is; a bias is (P,), or None where there
+    is none. Unless `accumulate`, what they hold is overwritten, which saves filling them with
+    zeros.
     """
-    for run in alike(pairs, [out.dtype for out in outs]):
-        x, g = pairs[run[0]]
-        chosen = [outs[i] for i in run]
-        if fits_triton_linear(x, g) and all(
-            out.dtype == torch.float32 and out.is_contiguous() and out.data_ptr() % 16 == 0
-            for out in chosen
-        ):
-            xs, gs = zip(*(pairs[i] for i in run), strict=True)
-            kernel = outer_sums(x.device).weighted_outer_sums
-            kernel(xs, gs, factors_B.float(), chosen, accumulate)
-        elif host.serves(x, g, chosen[0]):
-            for i in run:
-                host.weighted_outer_sum(*pairs[i], factors_B, outs[i], accumulate)
-        else:
-            for i in run:
-                out = outs[i] if accumulate else outs[i].zero_()
-                plain.weighted_outer_sum(*pairs[i], factors_B, out)
+    wanted = [None] * len(pairs) if biases is None else biases
+    labels = [
+        (out.dtype, out.stride(), None if bias is None else bias.dtype)
+        for out, bias in zip(outs, wanted, strict=True)
+    ]
+    for run in alike(pairs, labels):
+        chosen = [pairs[i] for i in run]
+        targets = [outs[i] for i in run]
+        added = [bias for i in run if (bias := wanted[i]) is not None]
+        on_gpu = fits_triton_linear(*chosen[0]) and all(_fits_triton_sum(out) for out in targets)
+        kernel = outer_sums(targets[0].device) if on_gpu else None
+        if kernel is not None and kernel.TAKES_BIASES:
+            xs, gs = zip(*chosen, strict=True)
+            kernel.weighted_outer_sums(xs, gs, factors_B.float(), targets, accumulate, added)
+            continue
+        if added:
+            add_weighted_row_sums([g for _, g in chosen], factors_B, added, accumulate)
+        if not targets[0].is_contiguous():
+            # The transpose of a sum is the sum of the pair the other way round.
+            chosen = [(g, x) for x, g in chosen]
+            targets = [out.mT for out in targets]
+        if kernel is not None:
+            xs, gs = zip(*chosen, strict=True)
+            kernel.weighted_outer_sums(xs, gs, factors_B.float(), targets, accumulate)
+            continue
+        for (x, g), out in zip(chosen, targets, strict=True):
+            if host.serves(x, g, out):
+                host.weighted_outer_sum(x, g, factors_B, out, accumulate)
+            else:
+                plain.weighted_outer_sum(x, g, factors_B, out if accumulate else out.zero_())
+
+
+def _fits_triton_sum(out: Tensor) -> bool:
+    """Whether the Triton kernels write sums there."""
+    whole = out.is_contiguous() or out.mT.is_contiguous()
+    return out.dtype is torch.float32 and whole and out.data_ptr() % ROW_ALIGNMENT_BYTES == 0
 
 
 def is_stored_gradient(g_B1N: Tensor) -> bool:

@@ -1,7 +1,9 @@
 """Weighted sums of linear layers' gradients on Hopper, with loading and multiplying kept apart.
 
 Shapes: L layers of one shape, B samples, T tokens, D input features, P output features. The same
-sums as `triton_sums.weighted_outer_sums`: every sample's product in float32, then scaled.
+sums as `triton_sums.weighted_outer_sums`: every sample's product in float32, then scaled. The sums
+of biases are formed on the way, as a product with ones: reading the gradients once more for them
+takes longer.
 
 A block there multiplies, waits for the products, scales them, and multiplies again; meanwhile the
 matrix units idle for a third of the time. Here one warp loads, and two groups of four warps each
@@ -29,6 +31,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from shuffled_dpsgd.clipping.kernels.addresses import address_table
 from shuffled_dpsgd.clipping.kernels.triton_sums import scratch, segmentation
 
+TAKES_BIASES = True
 ELEMENT = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 # Tokens in a load, rows of one group of warps, and registers of a group that multiplies.
 CHUNK = gl.constexpr(64)
@@ -37,6 +40,8 @@ MULTIPLYING_REGISTERS = gl.constexpr(232)
 LOADING_REGISTERS = gl.constexpr(24)
 # Columns of a block, as one wide and one narrow product (none if 0), and loads under way.
 COLUMNS, MORE_COLUMNS, STAGES = 128, 64, 5
+# Columns of ones that a block's rows are multiplied by for the bias: the fewest that fit a layout.
+ONES = gl.constexpr(16)
 
 
 @gluon.jit
@@ -82,12 +87,14 @@ def load(  # type: ignore[no-untyped-def]
 
 
 @gluon.jit
-def write(out, total, rows_from, cols_from, P, D, ADD: gl.constexpr):  # type: ignore[no-untyped-def]
+def write(  # type: ignore[no-untyped-def]
+    out, total, rows_from, cols_from, P, D, row_stride, col_stride, ADD: gl.constexpr
+):
     """Store a block of the (P, D) output, with ADD added to what is there."""
     layout: gl.constexpr = total.type.layout
     rows = rows_from + gl.arange(0, total.shape[0], layout=gl.SliceLayout(1, layout))
     cols = cols_from + gl.arange(0, total.shape[1], layout=gl.SliceLayout(0, layout))
-    ptrs = out + rows.to(gl.int64)[:, None] * D + cols[None, :]
+    ptrs = out + rows.to(gl.int64)[:, None] * row_stride + cols.to(gl.int64)[None, :] * col_stride
     inside = (rows < P)[:, None] & (cols < D)[None, :]
     if ADD:
         total += gl.load(ptrs, mask=inside, other=0.0)
@@ -95,18 +102,41 @@ def write(out, total, rows_from, cols_from, P, D, ADD: gl.constexpr):  # type: i
 
 
 @gluon.jit
+def done(part, part_y, part_1, chunks: gl.constexpr, NARROW: gl.constexpr, BIAS: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Wait until all products but those of the last `chunks` chunks are there."""
+    if NARROW > 0:
+        if BIAS:
+            part, part_y, part_1 = warpgroup_mma_wait(3 * chunks, deps=[part, part_y, part_1])
+        else:
+            part, part_y = warpgroup_mma_wait(2 * chunks, deps=[part, part_y])
+    else:
+        if BIAS:
+            part, part_1 = warpgroup_mma_wait(2 * chunks, deps=[part, part_1])
+        else:
+            part = warpgroup_mma_wait(chunks, deps=[part])
+    return part, part_y, part_1
+
+
+@gluon.jit
 def multiply(  # type: ignore[no-untyped-def]
-    factors_B, out, steps, segments, D, P, p, d, g_ring, x_ring, y_ring, ready, empty,
+    factors_B, out, bias, out_row, out_col, steps, segments, D, P, p, d,
+    g_ring, x_ring, y_ring, ones, ready, empty,
     GROUP: gl.constexpr, FULL: gl.constexpr, TAIL: gl.constexpr, STAGES: gl.constexpr,
-    WIDE: gl.constexpr, NARROW: gl.constexpr, ADD: gl.constexpr,
+    WIDE: gl.constexpr, NARROW: gl.constexpr, BIAS: gl.constexpr, ADD: gl.constexpr,
 ):  # fmt: skip
-    """One group's rows of the block: the sum over samples of factor times product."""
+    """One group's rows of the block: the sum over samples of factor times product.
+
+    With BIAS also the rows of the bias, as products with ones.
+    """
     wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDE, 16])
     narrow: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, max(NARROW, 8), 16])
     total = gl.zeros((ROWS, WIDE), gl.float32, wide)
     part = gl.zeros((ROWS, WIDE), gl.float32, wide)
     total_y = gl.zeros((ROWS, max(NARROW, 8)), gl.float32, narrow)
     part_y = gl.zeros((ROWS, max(NARROW, 8)), gl.float32, narrow)
+    thin: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ONES, 16])
+    total_1 = gl.zeros((ROWS, ONES), gl.float32, thin)
+    part_1 = gl.zeros((ROWS, ONES), gl.float32, thin)
     CHUNKS: gl.constexpr = FULL + (1 if TAIL > 0 else 0)
     stage = 0
     phase = 0
@@ -128,20 +158,19 @@ def multiply(  # type: ignore[no-untyped-def]
                 part_y = warpgroup_mma(
                     g.permute([1, 0]), y, part_y, use_acc=chunk > 0, is_async=True
                 )
+            if BIAS:
+                one = ones.slice(0, TAIL) if chunk == FULL else ones
+                part_1 = warpgroup_mma(
+                    g.permute([1, 0]), one, part_1, use_acc=chunk > 0, is_async=True
+                )
             if chunk > 0:
                 # The products of the chunk before are done: its buffers may be filled again.
-                if NARROW > 0:
-                    part, part_y = warpgroup_mma_wait(2, deps=[part, part_y])
-                else:
-                    part = warpgroup_mma_wait(1, deps=[part])
+                part, part_y, part_1 = done(part, part_y, part_1, 1, NARROW, BIAS)
                 gl.thread_barrier()
                 mbarrier.arrive(empty.index(before), count=1)
             before = stage
             stage, phase = after(stage, phase, STAGES)
-        if NARROW > 0:
-            part, part_y = warpgroup_mma_wait(0, deps=[part, part_y])
-        else:
-            part = warpgroup_mma_wait(0, deps=[part])
+        part, part_y, part_1 = done(part, part_y, part_1, 0, NARROW, BIAS)
         gl.thread_barrier()
         mbarrier.arrive(empty.index(before), count=1)
         # A factor of zero must silence infinities and NaNs too.
@@ -149,19 +178,53 @@ def multiply(  # type: ignore[no-untyped-def]
             total += factor * part
             if NARROW > 0:
                 total_y += factor * part_y
-    write(out, total, p + GROUP * ROWS, d, P, D, ADD)
+            if BIAS:
+                total_1 += factor * part_1
+    write(out, total, p + GROUP * ROWS, d, P, D, out_row, out_col, ADD)
     if NARROW > 0:
-        write(out, total_y, p + GROUP * ROWS, d + WIDE, P, D, ADD)
+        write(out, total_y, p + GROUP * ROWS, d + WIDE, P, D, out_row, out_col, ADD)
+    if BIAS:
+        # All columns are the same; a matrix of one column takes the first.
+        write(bias, total_1, p + GROUP * ROWS, 0, P, 1, 1, 1, ADD)
+
+
+@gluon.jit
+def run_groups(  # type: ignore[no-untyped-def]
+    x, g, out, bias, out_row, out_col, factors_B, steps, segments, geometry, rings,
+    SEGMENT: gl.constexpr, FULL: gl.constexpr, TAIL: gl.constexpr, STAGES: gl.constexpr,
+    WIDE: gl.constexpr, NARROW: gl.constexpr, BIAS: gl.constexpr, ADD: gl.constexpr,
+):  # fmt: skip
+    """Two groups of warps multiply while one warp loads."""
+    B, T, D, P, x_batch, x_row, g_batch, g_row, p, d = geometry
+    g_ring, x_ring, y_ring, ones, ready, empty = rings
+    CHUNKS: gl.constexpr = FULL + (1 if TAIL > 0 else 0)
+    gl.warp_specialize(
+        [
+            (multiply, (factors_B, out, bias, out_row, out_col, steps, segments, D, P, p, d,
+                        g_ring, x_ring, y_ring, ones, ready, empty, gl.constexpr(0), FULL, TAIL,
+                        STAGES, WIDE, NARROW, BIAS, ADD)),
+            (multiply, (factors_B, out, bias, out_row, out_col, steps, segments, D, P, p, d,
+                        g_ring, x_ring, y_ring, ones, ready, empty, gl.constexpr(1), FULL, TAIL,
+                        STAGES, WIDE, NARROW, BIAS, ADD)),
+            (load, (x, g, steps, segments, B, T, D, P, x_batch, x_row, g_batch, g_row, p, d,
+                    g_ring, x_ring, y_ring, ready, empty, CHUNKS, SEGMENT, STAGES, WIDE, NARROW)),
+        ],
+        [4, 1],
+        [MULTIPLYING_REGISTERS, LOADING_REGISTERS],
+    )  # fmt: skip
 
 
 @gluon.jit
 def parted_outer_kernel(  # type: ignore[no-untyped-def]
-    x_table, g_table, out_table, factors_B, B, T, D, P, x_batch, x_row, g_batch, g_row,
-    segments, SEGMENT: gl.constexpr, FULL: gl.constexpr, TAIL: gl.constexpr,
-    STAGES: gl.constexpr, WIDE: gl.constexpr, NARROW: gl.constexpr, ADD: gl.constexpr,
-    ELEMENT: gl.constexpr,
+    x_table, g_table, out_table, bias_table, factors_B, B, T, D, P, x_batch, x_row, g_batch, g_row,
+    out_row, out_col, segments, SEGMENT: gl.constexpr, FULL: gl.constexpr, TAIL: gl.constexpr,
+    STAGES: gl.constexpr, WIDE: gl.constexpr, NARROW: gl.constexpr, BIAS: gl.constexpr,
+    ADD: gl.constexpr, ELEMENT: gl.constexpr,
 ):  # fmt: skip
-    """One block of one layer's sum_b f_b g_b^T x_b."""
+    """One block of one layer's sum_b f_b g_b^T x_b.
+
+    With BIAS, blocks of the first columns also form their rows of sum_b f_b sum_t g_bt.
+    """
     layer = gl.program_id(1)
     tiles_d = gl.cdiv(D, WIDE + NARROW)
     p = (gl.program_id(0) // tiles_d) * (2 * ROWS)
@@ -181,23 +244,30 @@ def parted_outer_kernel(  # type: ignore[no-untyped-def]
     for stage in gl.static_range(STAGES):
         mbarrier.init(ready.index(stage), count=1)
         mbarrier.init(empty.index(stage), count=2)
+    if BIAS:
+        bias = gl.load(bias_table + layer).to(gl.pointer_type(gl.float32))
+        block: gl.constexpr = gl.BlockedLayout([1, 8], [16, 2], [4, 1], [1, 0])
+        thin: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, ONES], ELEMENT)
+        ones = gl.allocate_shared_memory(ELEMENT, [CHUNK, ONES], thin)
+        ones.store(gl.full([CHUNK, ONES], 1.0, ELEMENT, block))
+    else:
+        bias = out
+        ones = x_ring
     fence_async_shared()
     steps = B * segments
-    CHUNKS: gl.constexpr = FULL + (1 if TAIL > 0 else 0)
-    gl.warp_specialize(
-        [
-            (multiply, (factors_B, out, steps, segments, D, P, p, d, g_ring, x_ring, y_ring,
-                        ready, empty, gl.constexpr(0), FULL, TAIL, STAGES, WIDE, NARROW,
-                        ADD)),
-            (multiply, (factors_B, out, steps, segments, D, P, p, d, g_ring, x_ring, y_ring,
-                        ready, empty, gl.constexpr(1), FULL, TAIL, STAGES, WIDE, NARROW,
-                        ADD)),
-            (load, (x, g, steps, segments, B, T, D, P, x_batch, x_row, g_batch, g_row, p, d,
-                    g_ring, x_ring, y_ring, ready, empty, CHUNKS, SEGMENT, STAGES, WIDE, NARROW)),
-        ],
-        [4, 1],
-        [MULTIPLYING_REGISTERS, LOADING_REGISTERS],
-    )  # fmt: skip
+    geometry = (B, T, D, P, x_batch, x_row, g_batch, g_row, p, d)
+    rings = (g_ring, x_ring, y_ring, ones, ready, empty)
+    # Two kinds of blocks rather than one that asks at every product what to do.
+    if BIAS and d == 0:
+        run_groups(
+            x, g, out, bias, out_row, out_col, factors_B, steps, segments, geometry, rings,
+            SEGMENT, FULL, TAIL, STAGES, WIDE, NARROW, True, ADD,
+        )  # fmt: skip
+    else:
+        run_groups(
+            x, g, out, bias, out_row, out_col, factors_B, steps, segments, geometry, rings,
+            SEGMENT, FULL, TAIL, STAGES, WIDE, NARROW, False, ADD,
+        )  # fmt: skip
 
 
 def cut_of(tokens: int) -> dict[str, int]:
@@ -213,19 +283,21 @@ def weighted_outer_sums(
     factors_B: Tensor,
     outs: Sequence[Tensor],
     add: bool = True,
+    biases: Sequence[Tensor] = (),
 ) -> None:
     """Add sum_b f_b g_b^T x_b of L layers of one shape into their (P, D) float32 `outs`.
 
-    Without `add`, what the outputs hold is overwritten.
+    The outputs may be transposed views. With (P,) float32 `biases`, sum_b f_b sum_t g_bt is added
+    into these. Without `add`, what the outputs hold is overwritten.
     """
     (B, T, D), P, L = xs[0].shape, gs[0].shape[2], len(xs)
     x, g = xs[0], gs[0]
-    table = address_table((xs, gs, outs), x.device)
+    table = address_table((xs, gs, outs, biases or outs), x.device)
     triton.set_allocator(scratch)
     grid = (triton.cdiv(P, 2 * ROWS.value) * triton.cdiv(D, COLUMNS + MORE_COLUMNS), L)
     parted_outer_kernel[grid](
-        table[0], table[1], table[2], factors_B, B, T, D, P,
-        x.stride(0), x.stride(1), g.stride(0), g.stride(1), **cut_of(T),
-        STAGES=STAGES, WIDE=COLUMNS, NARROW=MORE_COLUMNS, ADD=add,
+        table[0], table[1], table[2], table[3], factors_B, B, T, D, P,
+        x.stride(0), x.stride(1), g.stride(0), g.stride(1), *outs[0].stride(), **cut_of(T),
+        STAGES=STAGES, WIDE=COLUMNS, NARROW=MORE_COLUMNS, BIAS=len(biases) > 0, ADD=add,
         ELEMENT=ELEMENT[x.dtype], num_warps=4,
     )  # fmt: skip

@@ -21,6 +21,8 @@ from torch import Tensor
 from shuffled_dpsgd.clipping.kernels.addresses import address_table
 from shuffled_dpsgd.clipping.kernels.triton_linear import ELEMENT, tile_at
 
+# Whether the sums of biases can be asked for along with those of weights.
+TAKES_BIASES = False
 BLOCK = 128
 # Tokens of a sample that fit into shared memory whole, twice: 2 x 2 x 128 features of 2 bytes each.
 MAX_SHORT = 208

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import pytest
@@ -9,6 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.pytorch_utils import Conv1D
 
 from clipping.compare import assert_exact
 from clipping.tiny_models import Inputs
@@ -61,8 +64,6 @@ def test_linear(
 def test_hugging_face_conv1d(
     batch: int, length: int, inputs: int, outputs: int, strategy: str, seed: int
 ) -> None:
-    from transformers.pytorch_utils import Conv1D
-
     torch.manual_seed(seed)
     model = nn.Sequential(Conv1D(outputs, inputs))
     check(model, torch.randn(batch, length, inputs), strategy=strategy)
@@ -245,3 +246,35 @@ def test_parameters_without_axes(strategy: str) -> None:
     tied.scale = again.scale
     model = nn.Sequential(Temperature(), nn.Linear(4, 3), again, again, tied)
     check(model, torch.randn(3, 4, dtype=torch.float64), strategy=strategy)
+
+
+class ByKeyword(nn.Module):
+    """Calls a layer with its input's name."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+        self.name = next(iter(inspect.signature(layer.forward).parameters))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(**{self.name: x})
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        nn.LayerNorm(4),
+        nn.RMSNorm(4),
+        nn.GroupNorm(2, 4),
+        nn.Conv1d(4, 3, 2),
+        Conv1D(3, 4),
+        LlamaRMSNorm(4),
+    ],
+    ids=lambda layer: type(layer).__name__,
+)
+def test_layers_are_called_by_keyword(layer: nn.Module) -> None:
+    check(ByKeyword(layer), torch.randn(3, 4, 4))
+
+
+def test_embeddings_are_called_by_keyword() -> None:
+    check(ByKeyword(nn.Embedding(9, 4)), torch.randint(9, (3, 5)))

@@ -73,7 +73,7 @@ class Slot:
 
     @abstractmethod
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's forward, with book-keeping in its backward."""
+        """The module's forward, under its names of arguments, with book-keeping in its backward."""
 
     @abstractmethod
     def contributions(self, saved: Saved) -> Iterator[tuple[str, Contribution]]:

@@ -90,10 +90,10 @@ class ConvSlot(Slot):
         self.weight_name = self.names.get("weight")
         self.bias_name = self.names.get("bias")
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         if not torch.is_grad_enabled():
-            return cast(Tensor, self.plain(x))
-        batch = self.batch()
+            return cast(Tensor, self.plain(input))
+        batch, x = self.batch(), input
         if x.dim() != len(self.stride) + 2:
             raise self.refuse_batch_axis(batch.size, x.shape)
         if x.shape[0] != batch.size:

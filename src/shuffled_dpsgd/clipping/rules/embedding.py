@@ -58,10 +58,10 @@ class EmbeddingSlot(Slot):
         # Set by the check of the batch axis: the ids have none, every sample uses them all.
         self.shared_by_batch = False
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         if not torch.is_grad_enabled():
-            return cast(Tensor, self.plain(ids))
-        batch = self.batch()
+            return cast(Tensor, self.plain(input))
+        batch, ids = self.batch(), input
         if self.shared_by_batch or ids.dim() < 2 or ids.shape[0] != batch.size:
             ids = self._over_batch(ids, batch.size)
         weight, taps = self.parameters["weight"], self.recorder.taps_of(batch, self)

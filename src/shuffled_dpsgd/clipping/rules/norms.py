@@ -123,10 +123,10 @@ class LayerNormSlot(NormSlot):
         self.width = math.prod(self.normalized_shape)
         self.eps = layer.eps
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         if not torch.is_grad_enabled():
-            return cast(Tensor, self.plain(x))
-        batch = self.batch()
+            return cast(Tensor, self.plain(input))
+        batch, x = self.batch(), input
         if x.shape[0] != batch.size:
             x = self.over_batch(x, batch.size)
         owned = self.parameters
@@ -199,7 +199,8 @@ class GainSlot(NormSlot):
         shape = cast(Tensor, self.parameters["weight"]).shape
         return product.reshape(product.shape[0], -1, *shape).sum(1)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def with_gain(self, x: Tensor) -> Tensor:
+        """The layer's output: `forward`, under a name for the input that is not the module's."""
         if not torch.is_grad_enabled():
             return cast(Tensor, self.plain(x))
         batch = self.batch()
@@ -216,6 +217,9 @@ class RMSNormSlot(GainSlot):
 
     kind = "rms-norm"
 
+    def forward(self, x: Tensor) -> Tensor:
+        return self.with_gain(x)
+
     def normalise(self, x: Tensor) -> Tensor:
         layer = cast(nn.RMSNorm, self.module)
         return F.rms_norm(x, list(layer.normalized_shape), None, layer.eps)
@@ -225,6 +229,9 @@ class GroupNormSlot(GainSlot):
     """`nn.GroupNorm`: the gain runs along axis 1."""
 
     kind = "group-norm"
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self.with_gain(input)
 
     def normalise(self, x: Tensor) -> Tensor:
         layer = cast(nn.GroupNorm, self.module)
@@ -284,11 +291,12 @@ class LlamaRMSNormSlot(GainSlot):
         variance = wide.pow(2).mean(-1, keepdim=True)
         return (wide * torch.rsqrt(variance + self.eps)).to(x.dtype)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        x = hidden_states
         # float64 models round to float32 in the middle; only the same operations in the same
         # order give the same gradients to better than that.
         if not torch.is_grad_enabled() or x.dtype is torch.float64:
-            return super().forward(x)
+            return self.with_gain(x)
         batch = self.batch()
         if x.shape[0] != batch.size:
             x = self.over_batch(x, batch.size)

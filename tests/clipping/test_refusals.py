@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Callable
 
 import pytest
@@ -215,6 +216,20 @@ def test_two_engines_on_one_model_take_turns() -> None:
     for engine in (one, other):
         run(engine, losses, {"x": torch.randn(3, 4)})
         assert engine.sample_norms.shape == (3,)
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, pickle.dumps])
+def test_a_model_in_use_is_not_copied_with_its_engine(
+    duplicate: Callable[[nn.Module], object],
+) -> None:
+    model = nn.Sequential(nn.Linear(4, 4))
+    engine = ClippingEngine(model)
+    with engine:
+        with pytest.raises(UnsupportedModuleError, match=r"0: .*copy model.state_dict\(\)"):
+            duplicate(model)
+        copy.deepcopy(model.state_dict())
+    duplicate(model)
+    assert "forward" not in copy.deepcopy(model)[0].__dict__
 
 
 def test_losses_without_a_gradient_are_refused() -> None:

@@ -66,6 +66,20 @@ class Slot:
         self.shared = False
         self.last_shape: tuple[int, int, int] | None = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies and pickles of a model, which would take an active engine along.
+
+        Their parameters would then get no gradients, ever, and nobody would say why.
+        """
+        if "forward" in self.module.__dict__:
+            raise UnsupportedModuleError(
+                self.path,
+                expected="models to be copied and pickled outside `with engine:`",
+                got="a module whose forward is replaced for the time being",
+                remedy="copy model.state_dict(), or leave the `with` block first",
+            )
+        return vars(self)
+
     @classmethod
     def accepts(cls, module: nn.Module) -> bool:
         """Whether the rule covers this instance of a type it is registered for."""

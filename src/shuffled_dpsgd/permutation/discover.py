@@ -19,10 +19,13 @@ from shuffled_dpsgd.permutation.tracing import describe_traced
 
 # Wrappers that call what they wrap and add nothing, with the attribute that holds it.
 _WRAPPERS = {
+    "torch.nn.parallel.data_parallel.DataParallel": "module",
     "torch.nn.parallel.distributed.DistributedDataParallel": "module",
     "torch._dynamo.eval_frame.OptimizedModule": "_orig_mod",
     "peft.tuners.lora.model.LoraModel": "model",
 }
+# Modules that hand keys and values to attention past its projections, which then must not move.
+_FEEDERS = frozenset({"peft.tuners.prefix_tuning.model.PrefixEncoder"})
 
 
 def discover(model: nn.Module, scope: Scope = "paper") -> PermutationSpec:
@@ -39,6 +42,9 @@ def discover(model: nn.Module, scope: Scope = "paper") -> PermutationSpec:
     if scope not in SCOPES:
         raise InvalidArgumentError("scope", expected="'paper' or 'full'", got=scope)
     sketch = Sketch(model, scope)
+    if feeder := next((p for p, m in sketch.modules.items() if class_name(m) in _FEEDERS), None):
+        sketch.refuse("", f"{feeder} hands keys and values to attention past its projections")
+        return sketch.finish()
     for path in sketch.modules:
         try:
             _describe_block(sketch, path)

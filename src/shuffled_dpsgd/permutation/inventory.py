@@ -131,6 +131,7 @@ def _views(parameters: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) 
 
 def sort_out(spec: PermutationSpec, moving: Sequence[Named]) -> Inventory:
     """Choose the route of every tensor; refuse those that have none."""
+    _refuse_shared_memory(moving)
     together: dict[tuple[torch.device, int], list[Named]] = {}
     apart: dict[tuple[torch.device, torch.dtype], list[Named]] = {}
     for name, tensor in moving:
@@ -182,6 +183,13 @@ def optimizer_tensors(
 ) -> list[tuple[str, torch.Tensor]]:
     """Every optimizer state tensor that moves, with the name of its parameter."""
     names = {id(parameter): name for name, parameter in parameters.items()}
+    if not any(id(p) in names for group in optimizer.param_groups for p in group["params"]):
+        raise InvalidArgumentError(
+            "optimizer",
+            expected="an optimizer of the model's own parameters",
+            got="one of other parameters, whose state would stay behind",
+            remedy="build it from model.parameters() after the model was last copied or wrapped",
+        )
     found: list[tuple[str, torch.Tensor]] = []
     for parameter, state in optimizer.state.items():
         name = names.get(id(parameter))
@@ -197,6 +205,21 @@ def optimizer_tensors(
             elif isinstance(value, list | tuple | dict):
                 raise _unknown_state(name, key, type(value).__name__)
     return found
+
+
+def _refuse_shared_memory(moving: Sequence[Named]) -> None:
+    """Refuse two tensors that begin at one address: the second would move what has moved before."""
+    named = [(tensor.data_ptr(), name) for name, tensor in moving if tensor.numel()]
+    seen: dict[int, str] = {}
+    for address, name in named:
+        # Tensors without data, as on the meta device, are refused elsewhere.
+        if address and seen.setdefault(address, name) != name:
+            raise InvalidArgumentError(
+                name,
+                expected="memory of its own",
+                got=f"that of {seen[address]}",
+                remedy="tie parameters by making them one object, then call discover again",
+            )
 
 
 def _unknown_state(name: str, key: str, got: str) -> UnsupportedModuleError:
@@ -215,6 +238,13 @@ def _check_movable(name: str, tensor: torch.Tensor) -> None:
             expected="a tensor with data",
             got="a tensor on the meta device",
             remedy="load or initialise the weights first",
+        )
+    if tensor.is_inference() and not torch.is_inference_mode_enabled():
+        raise InvalidArgumentError(
+            name,
+            expected="a tensor that may be changed in place",
+            got="one made under torch.inference_mode",
+            remedy="make or load the model outside inference mode",
         )
     if tensor.layout != torch.strided or type(tensor).__name__ == "DTensor":
         raise UnsupportedModuleError(

@@ -44,6 +44,13 @@ NORM = frozenset(
 )
 LORA_LINEAR = frozenset({"peft.tuners.lora.layer.Linear"})
 LORA_EMBEDDING = frozenset({"peft.tuners.lora.layer.Embedding"})
+# Variants of LoRA that are more than base(x) + B A x, and known to keep the symmetry even so.
+LORA_VARIANTS = frozenset(
+    {
+        "peft.tuners.lora.variants.DoraEmbeddingVariant",
+        "peft.tuners.lora.variants.DoraLinearVariant",
+    }
+)
 SAVED = frozenset({"peft.utils.other.ModulesToSaveWrapper"})
 
 
@@ -67,6 +74,7 @@ def ranks(path: str, module: nn.Module) -> dict[str, _Ports]:
     kind = class_name(module)
     if kind not in LORA_LINEAR | LORA_EMBEDDING:
         return {}
+    _lora_base(path, module)
     found: dict[str, _Ports] = {}
     down, up = ("lora_A", "lora_B") if kind in LORA_LINEAR else _EMBEDDING_FACTORS
     suffix = ".weight" if kind in LORA_LINEAR else ""
@@ -171,6 +179,7 @@ def _lora_base(path: str, module: Any) -> tuple[str, nn.Module]:
         "lora_magnitude_vector",
     }
     extra = {name.split(".")[0] for name, _ in module.named_parameters()} - known
+    extra |= {class_name(v) for v in getattr(module, "lora_variant", {}).values()} - LORA_VARIANTS
     if extra:
         raise UnsupportedModuleError(
             path,
@@ -184,13 +193,13 @@ def _lora_base(path: str, module: Any) -> tuple[str, nn.Module]:
 def _lora_linear_in(path: str, module: Any) -> Iterator[Port]:
     yield from inputs(*_lora_base(path, module))
     for adapter in module.lora_A:
-        yield Port(parameter=_join(path, f"lora_A.{adapter}.weight"), axis=1)
+        yield from inputs(_join(path, f"lora_A.{adapter}"), module.lora_A[adapter])
 
 
 def _lora_linear_out(path: str, module: Any) -> Iterator[Port]:
     yield from outputs(*_lora_base(path, module))
     for adapter in module.lora_B:
-        yield from _linear_out(_join(path, f"lora_B.{adapter}"), module.lora_B[adapter])
+        yield from outputs(_join(path, f"lora_B.{adapter}"), module.lora_B[adapter])
     for adapter, magnitude in module.lora_magnitude_vector.items():
         yield from _present(
             _join(path, f"lora_magnitude_vector.{adapter}"), magnitude, {"weight": 0}

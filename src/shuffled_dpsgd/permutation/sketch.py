@@ -16,6 +16,7 @@ from torch.nn.parameter import is_lazy
 
 from shuffled_dpsgd.errors import UnsupportedModuleError
 from shuffled_dpsgd.permutation import ports
+from shuffled_dpsgd.permutation.memory import entangled
 from shuffled_dpsgd.permutation.ports import Port
 from shuffled_dpsgd.permutation.spec import Block, Group, Kind, Member, PermutationSpec, Scope
 
@@ -64,6 +65,7 @@ class Sketch:
         for name, parameter in self.parameters.items():
             first.setdefault(id(parameter), name)
         self._canonical = {name: first[id(p)] for name, p in self.parameters.items()}
+        self._entangled = entangled({name: self.parameters[name] for name in first.values()})
         self._described: set[str] = set()
         self._candidates: list[_Candidate] = []
         self._reasons: dict[str, str] = {}
@@ -222,6 +224,10 @@ class Sketch:
         members = {(self._canonical[s.alias], s.axis, s.block) for s in candidate.sites}
         uses = {(s.alias, s.axis, s.block) for s in candidate.sites}
         for name, axis, block in members:
+            if name in self._entangled:
+                reason = f"{name} shares memory with {self._entangled[name]}; tie parameters by "
+                self._drop(candidate, f"{reason}making them one object")
+                return None
             if block.end(candidate.size) > self.parameters[name].shape[axis]:
                 self._drop(candidate, f"{name} has fewer entries than the group has slots")
                 return None

@@ -14,6 +14,7 @@ from shuffled_dpsgd.errors import InvalidArgumentError, InvarianceError
 from shuffled_dpsgd.permutation.apply import apply, apply_to_tensors
 from shuffled_dpsgd.permutation.discover import discover
 from shuffled_dpsgd.permutation.draw import draw
+from shuffled_dpsgd.permutation.ports import class_name
 from shuffled_dpsgd.permutation.spec import PermutationSpec, Scope
 
 # Outputs that carry the model's inner axes and therefore move along with the weights.
@@ -94,9 +95,11 @@ def verify(
     Raises `InvarianceError` beyond `tolerance` (default by dtype). The weights are restored bit
     for bit either way; `.grad` is not touched.
     """
+    if num_draws < 1:
+        raise InvalidArgumentError("num_draws", expected="at least one draw", got=num_draws)
+    _refuse_meta(model)
     spec = discover(model, scope=scope) if spec is None else spec
-    parameters = dict(model.named_parameters())
-    tolerance = _default_tolerance(parameters) if tolerance is None else tolerance
+    tolerance = _default_tolerance(model) if tolerance is None else tolerance
     generator = torch.Generator().manual_seed(seed)
     worst = Verification(
         num_draws=num_draws,
@@ -128,8 +131,27 @@ def verify(
     return worst
 
 
-def _default_tolerance(parameters: Mapping[str, torch.Tensor]) -> float:
-    return max((_TOLERANCE.get(p.dtype, 0.0) for p in parameters.values()), default=1e-10)
+def _refuse_meta(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if parameter.is_meta:
+            raise InvalidArgumentError(
+                "model",
+                expected="weights to compute with",
+                got=f"{name} on the meta device",
+                remedy="load or initialise the weights first; discover alone needs none",
+            )
+
+
+def _default_tolerance(model: nn.Module) -> float:
+    """By the coarsest dtype in which the model computes.
+
+    The RMS norms of Hugging Face's models compute in float32 whatever comes in.
+    """
+    dtypes = {parameter.dtype for parameter in model.parameters()}
+    names = (class_name(module) for module in model.modules())
+    if any(name.startswith("transformers.") and name.endswith("RMSNorm") for name in names):
+        dtypes.add(torch.float32)
+    return max((_TOLERANCE.get(dtype, 0.0) for dtype in dtypes), default=1e-10)
 
 
 @contextmanager
@@ -199,7 +221,9 @@ def _default_loss(output: Any, outputs: tuple[torch.Tensor, ...], seed: int) -> 
         total = part if total is None else total + part
     if total is None:
         raise InvalidArgumentError(
-            "batch", expected="a batch for which the model returns a tensor", got=type(output)
+            "batch",
+            expected="a batch for which the model returns floating-point numbers",
+            got=type(output).__name__,
         )
     return total
 

@@ -156,7 +156,7 @@ def describe_stream(
     container = next(name for name in stem.layers if _has(module, name))
     for index, block in enumerate(attribute(module, container)):
         path = join(base, f"{container}.{index}")
-        names = fitting(sketch, path, layers[class_name(block)])
+        names = fitting(sketch, path, layers.get(class_name(block), ()))
         for name in names.reads:
             stream += sketch.inputs(join(path, name))
         for name in names.writes:
@@ -181,8 +181,9 @@ def fitting(sketch: Sketch, path: str, alternatives: Sequence[Layer]) -> Layer:
             return names
     raise UnsupportedModuleError(
         path,
-        expected="the known submodule names of this class",
-        got=[name for name, _ in sketch.modules[path].named_children()],
+        expected="a known kind of block, with the submodule names known of it",
+        got=f"{class_name(sketch.modules[path])} with "
+        + ", ".join(name for name, _ in sketch.modules[path].named_children()),
         remedy="its parameters stay where they are",
     )
 

@@ -68,10 +68,6 @@ def _give_gradient(model: nn.Sequential, optimizer: torch.optim.AdamW) -> None:
     model[0].weight.grad = torch.ones(4, 4)
 
 
-def _assign_weights(model: nn.Sequential, optimizer: torch.optim.AdamW) -> None:
-    model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True)
-
-
 def _swap_one_moment(model: nn.Sequential, optimizer: torch.optim.AdamW) -> None:
     state = optimizer.state[model[0].weight]
     state["exp_avg_sq"] = state["exp_avg_sq"].clone()
@@ -115,7 +111,6 @@ CHANGES = [
     _swap_module,
     _load_state,
     _give_gradient,
-    _assign_weights,
     _swap_one_moment,
     _swap_data_of_a_moment,
     _transpose_a_moment,
@@ -161,8 +156,18 @@ def test_a_parameter_more_or_less_is_refused(held: Held) -> None:
 def test_another_model_or_optimizer_has_its_own_inventory(held: Held) -> None:
     spec, model, optimizer = held
     first = take_inventory(spec, model, optimizer)
-    assert take_inventory(spec, copy.deepcopy(model), optimizer) is not first
+    assert take_inventory(spec, copy.deepcopy(model), None) is not first
     assert take_inventory(spec, model, torch.optim.SGD(model.parameters())) is not first
+
+
+def test_an_optimizer_whose_parameters_were_replaced_is_refused(held: Held) -> None:
+    spec, model, optimizer = held
+    take_inventory(*held)
+    with pytest.raises(InvalidArgumentError, match="optimizer"):
+        take_inventory(spec, copy.deepcopy(model), optimizer)
+    model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True)
+    with pytest.raises(InvalidArgumentError, match="optimizer"):
+        take_inventory(*held)
 
 
 def test_a_model_is_not_kept_alive() -> None:

@@ -79,7 +79,7 @@ MODELS: dict[str, NamedModel] = {
 def named_model(name: str) -> NamedModel:
     """Look a model up by its short name or by its checkpoint's name on the hub."""
     for short, model in MODELS.items():
-        if name in (short, model.checkpoint):
+        if name and name in (short, model.checkpoint):
             return model
     raise InvalidArgumentError(
         "model",
@@ -104,8 +104,8 @@ def build_model(
     changes = dict(settings or {})
     if num_labels is not None:
         changes["num_labels"] = num_labels
-    if (Path(name) / "config.json").is_file():
-        config = transformers.AutoConfig.from_pretrained(name, local_files_only=True, **changes)
+    if name and (Path(name) / "config.json").is_file():
+        config = _saved_config(transformers, name, changes)
         architecture = next(iter(config.architectures or ()), "")
     else:
         found = named_model(name)
@@ -119,10 +119,29 @@ def build_model(
             got=architecture or "none",
             remedy="save the model with save_pretrained",
         )
+    if num_labels is not None and not architecture.endswith("Classification"):
+        raise InvalidArgumentError(
+            "num_labels",
+            expected="a model that classifies",
+            got=architecture,
+            remedy="leave the number of classes out",
+        )
     import torch
 
     with torch.device(device):
         return kind(config)
+
+
+def _saved_config(transformers: ModuleType, directory: str, changes: Mapping[str, Any]) -> Any:
+    try:
+        return transformers.AutoConfig.from_pretrained(directory, local_files_only=True, **changes)
+    except (OSError, ValueError) as error:
+        raise InvalidArgumentError(
+            "model",
+            expected=f"a configuration of transformers in {Path(directory) / 'config.json'}",
+            got=str(error).splitlines()[0],
+            remedy="save the model with save_pretrained",
+        ) from error
 
 
 def _transformers() -> ModuleType:

@@ -71,3 +71,41 @@ def test_an_unknown_name_is_one_line_and_status_two() -> None:
     assert done.exit_code == 2
     assert len(done.stderr.strip().splitlines()) == 1
     assert "vit-base" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        ("{oops", "valid JSON"),
+        ("[1, 2]", "model_type"),
+        ('{"model_type": "nonesuch", "architectures": ["Nonesuch"]}', "nonesuch"),
+        ('{"model_type": "gpt2"}', "architecture"),
+    ],
+    ids=["torn", "no object", "foreign", "no architecture"],
+)
+def test_a_directory_that_holds_no_model_is_one_line_and_status_two(
+    tmp_path: Path, config: str, reason: str
+) -> None:
+    (tmp_path / "config.json").write_text(config)
+    done = CliRunner().invoke(app, ["inspect", "--model", str(tmp_path)])
+    assert done.exit_code == 2
+    assert done.stderr.startswith("error: model: expected")
+    assert reason in done.stderr
+
+
+def test_an_empty_name_is_no_model() -> None:
+    done = CliRunner().invoke(app, ["inspect", "--model", ""])
+    assert done.exit_code == 2
+    assert "expected one of" in done.stderr
+
+
+def test_classes_of_a_language_model_are_refused_not_ignored() -> None:
+    done = CliRunner().invoke(app, ["inspect", "--model", "gpt2", "--num-labels", "5"])
+    assert done.exit_code == 2
+    assert "num_labels: expected a model that classifies, got 'GPT2LMHeadModel'" in done.stderr
+
+
+def test_names_of_what_stays_are_written_out() -> None:
+    done = CliRunner().invoke(app, ["inspect", "--model", "bert-base", "--unmoved"])
+    shown = "".join(line.split("│")[2].strip() for line in done.stdout.splitlines() if "│" in line)
+    assert "bert.encoder.layer.11.attention.output.LayerNorm.weight" in shown

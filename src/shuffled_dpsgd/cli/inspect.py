@@ -93,7 +93,7 @@ def _print_unmoved(console: Console, spec: PermutationSpec, *, show_unmoved: boo
         reasons.setdefault(reason, []).append(name)
     table = Table(title="what stays")
     table.add_column("parameters", justify="right")
-    table.add_column("tensors")
+    table.add_column("tensors", overflow="fold")
     table.add_column("reason")
     for reason, names in reasons.items():
         count = sum(math.prod(spec.shapes[name]) for name in names)

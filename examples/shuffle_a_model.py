@@ -70,8 +70,9 @@ def main() -> None:
     twin, twin_state = copy.deepcopy((model, optimizer.state_dict()))
     permutation = draw(spec, torch.Generator().manual_seed(options.seed))
     apply(permutation, model, optimizer)
-    distance = sum((p - original[n]).square().sum() for n, p in model.named_parameters()) ** 0.5
-    print(f"distance between the weights before and after: {float(distance):.2f}")
+    moved = {n: p.detach() - original[n] for n, p in model.named_parameters()}
+    distance = sum(float(by.square().sum()) for by in moved.values()) ** 0.5
+    print(f"distance between the weights before and after: {distance:.2f}")
 
     twin_optimizer = torch.optim.AdamW(twin.parameters(), lr=1e-3)
     twin_optimizer.load_state_dict(twin_state)

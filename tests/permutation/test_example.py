@@ -14,7 +14,7 @@ EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "shuffle_a_model.py
 
 def test_example_runs() -> None:
     done = subprocess.run(
-        [sys.executable, str(EXAMPLE), "--scope", "full"],
+        [sys.executable, "-W", "error", str(EXAMPLE), "--scope", "full"],
         capture_output=True,
         text=True,
         check=True,

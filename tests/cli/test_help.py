@@ -1,0 +1,60 @@
+"""Help is quick, and every verb has an example and speaks JSON."""
+
+from __future__ import annotations
+
+import resource
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from shuffled_dpsgd.cli.main import app
+
+HEAVY = ("torch", "transformers", "scipy", "matplotlib", "dp_accounting", "numpy")
+
+
+def verbs(command: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Every command that is not a group of others, with the words that lead to it."""
+    below = getattr(command, "commands", None)
+    if below is None:
+        yield path, command
+        return
+    for name, child in below.items():
+        yield from verbs(child, (*path, name))
+
+
+VERBS = dict(verbs(typer.main.get_command(app)))
+
+
+def test_there_are_verbs() -> None:
+    assert ("inspect",) in VERBS
+    assert len(VERBS) > 5
+
+
+@pytest.mark.parametrize("path", VERBS, ids=" ".join)
+def test_every_verb_speaks_json_and_has_an_example(path: tuple[str, ...]) -> None:
+    assert any("--json" in parameter.opts for parameter in VERBS[path].params)
+    done = CliRunner().invoke(app, [*path, "--help"], env={"COLUMNS": "200"})
+    assert done.exit_code == 0
+    assert f"shuffled-dpsgd {' '.join(path)}" in done.stdout.partition("xample")[2]
+
+
+def test_help_is_quick_because_nothing_heavy_is_imported() -> None:
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    script = (
+        "import sys\n"
+        "from shuffled_dpsgd.cli.main import app\n"
+        "try:\n    app(['--help'])\n"
+        f"finally:\n    print('loaded:', [m for m in {HEAVY!r} if m in sys.modules])\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert "loaded: []" in done.stdout
+    # Time on a processor: a busy machine must not fail this.
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 0.5

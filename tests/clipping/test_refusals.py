@@ -239,6 +239,14 @@ def test_losses_without_a_gradient_are_refused() -> None:
         engine.backward(model(torch.randn(3, 4)).detach().sum(1))
 
 
+@pytest.mark.parametrize("loss_scale", [0.0, -1.0, float("inf")])
+def test_a_loss_scale_that_cannot_be_divided_out_is_refused(loss_scale: float) -> None:
+    model = nn.Linear(4, 4)
+    engine = ClippingEngine(model)
+    with engine, pytest.raises(InvalidArgumentError, match="loss_scale"):
+        engine.backward(losses(model, {"x": torch.randn(3, 4)}), loss_scale=loss_scale)
+
+
 def test_losses_of_an_earlier_forward_are_refused() -> None:
     """They would be scaled as the latest forward's are."""
     model = nn.Linear(4, 4)

@@ -117,6 +117,7 @@ class ClippingEngine:
         begin = self.model.register_forward_pre_hook(self._begin, prepend=True, with_kwargs=True)
         self._hooks = [begin, self.model.register_forward_hook(self._end)]
         self._watch.begin()
+        self._rule.totals.let_go()
         for parameter in self._parameters.values():
             self._recorder.use_device(parameter.device)
             break
@@ -144,6 +145,7 @@ class ClippingEngine:
         `loss_scale` multiplies the losses against underflow in float16 and is divided out again
         of norms and sums. `loss_reduction` plays no part here.
         """
+        loss_scale = _require_positive("loss_scale", loss_scale)
         batch = self._recorder.latest
         if batch is None:
             raise InvalidArgumentError(

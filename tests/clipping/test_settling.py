@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from shuffled_dpsgd.clipping import ClippingEngine, cost
 from shuffled_dpsgd.clipping.half import HalfCopies
 from shuffled_dpsgd.clipping.rules.linear import LinearSlot
+from shuffled_dpsgd.clipping.spare import Shell
 from shuffled_dpsgd.clipping.totals import Room, Totals
 
 
@@ -61,6 +62,62 @@ def test_the_memory_of_sums_is_used_again_only_when_nobody_has_them(hold: str) -
     owned["matrix"].grad = None
     totals.clear()
     assert {name: total.data_ptr() for name, total in totals.sums.items()} == again
+
+
+def shell_of(owned: dict[str, nn.Parameter]) -> Shell:
+    buffer = torch.ones(sum(p.numel() for p in owned.values()))
+    views = buffer.split([p.numel() for p in owned.values()])
+    parts = zip(owned.items(), views, strict=True)
+    return Shell(buffer, {name: view.view(p.shape) for (name, p), view in parts})
+
+
+def test_tensors_that_nobody_has_outlive_their_memory() -> None:
+    shell = shell_of(parameters())
+    before = {name: id(total) for name, total in shell.sums().items()}
+    shell.let_go()
+    assert shell.buffer.untyped_storage().nbytes() == 0
+    assert shell.take(zero=True)
+    sums = shell.sums()
+    assert {name: id(total) for name, total in sums.items()} == before
+    for index, total in enumerate(sums.values()):
+        assert not total.any()
+        total.fill_(index)
+    assert [float(total.max()) for total in sums.values()] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("hold", ["tensor", "all", "view", "detached", "grad", "buffer"])
+def test_tensors_that_somebody_has_keep_their_memory(hold: str) -> None:
+    shell, parameter = shell_of(parameters()), nn.Parameter(torch.zeros(8, 16))
+    if hold == "grad":
+        parameter.grad = shell.sums()["matrix"]
+    kept: Any = {
+        "tensor": lambda: shell.sums()["matrix"],
+        "all": shell.sums,
+        "view": lambda: shell.sums()["matrix"].view(-1),
+        "detached": lambda: shell.sums()["matrix"].detach()[1:],
+        "buffer": lambda: shell.sums()["matrix"]._base,
+        "grad": lambda: None,
+    }[hold]()
+    shell.let_go()
+    assert shell.buffer.untyped_storage().nbytes() > 0
+    assert not shell.take(zero=True)
+    assert float(shell.buffer.min()) == 1.0
+    del kept
+    parameter.grad = None
+    shell.let_go()
+    assert shell.buffer.untyped_storage().nbytes() == 0
+
+
+def test_sums_on_an_accelerator_are_the_same_tensors_again_if_nobody_has_them() -> None:
+    totals = Totals({name: nn.Parameter(p.to("meta")) for name, p in parameters().items()})
+    first = {name: id(total) for name, total in totals.sums.items()}
+    totals.clear()
+    assert {name: id(total) for name, total in totals.sums.items()} == first
+    kept = totals.sums["matrix"]
+    totals.clear()
+    again = totals.sums
+    assert all(again[name] is not kept for name in again)
+    assert kept.untyped_storage().nbytes() > 0
 
 
 def test_sums_handed_out_survive_a_reset() -> None:

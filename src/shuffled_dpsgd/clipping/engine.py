@@ -80,7 +80,7 @@ class ClippingEngine:
         self._parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
         self._frozen = {n: p for n, p in model.named_parameters() if not p.requires_grad}
         sites.refuse_unfit(self._parameters)
-        self._held = sites.held_parameters(model)
+        self._structure = sites.Structure(model)
         self._recorder = Recorder(receive=self._receive, finish=self._finish)
         self._batch_norms = sites.batch_norms(model)
         sites.refuse_batch_statistics(self._batch_norms)
@@ -110,7 +110,7 @@ class ClippingEngine:
             raise InvalidArgumentError("engine", expected="one `with` at a time", got="a second")
         sites.refuse_batch_statistics(self._batch_norms)
         sites.refuse_thawed(self._frozen)
-        sites.refuse_changed(self.model, self._held)
+        self._structure.refuse_changes()
         sites.refuse_replaced(self._slots)
         for attributes, forward in self._patches:
             attributes["forward"] = forward

@@ -6,25 +6,31 @@ ordinary gradient that no clipping has seen. That must never be added to anythin
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from itertools import repeat
+from operator import attrgetter, is_
 
-from torch import nn
+from torch import Tensor, nn
 
 from shuffled_dpsgd.errors import UnsupportedModuleError
+
+_grad: Callable[[nn.Parameter], Tensor | None] = attrgetter("grad")
 
 
 class GradWatch:
     """Remembers every `.grad` at a moment, and finds those that have changed since."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        self._parameters = list(parameters.items())
-        self._before: list[tuple[object, int]] = []
+        self._names = list(parameters)
+        self._parameters = list(parameters.values())
+        self._before: list[tuple[object, int]] | None = None
 
     def begin(self) -> None:
         """Take note of the gradients as they are."""
-        self._before = [
-            (None, 0) if p.grad is None else (p.grad, p.grad._version) for _, p in self._parameters
-        ]
+        self._before = None
+        if not self._all_none():
+            grads = map(_grad, self._parameters)
+            self._before = [(None, 0) if g is None else (g, g._version) for g in grads]
 
     def check(self) -> None:
         """Drop any gradient that has arrived since and refuse to go on.
@@ -32,11 +38,15 @@ class GradWatch:
         Raises:
             UnsupportedModuleError: naming the parameter.
         """
-        for (name, parameter), (grad, version) in zip(self._parameters, self._before, strict=True):
-            now = parameter.grad
+        if self._all_none():
+            return
+        before = self._before or [(None, 0)] * len(self._parameters)
+        for name, now, (grad, version) in zip(
+            self._names, map(_grad, self._parameters), before, strict=True
+        ):
             if now is not None and (now is not grad or now._version != version):
-                for _, other in self._parameters:
-                    other.grad = None
+                for parameter in self._parameters:
+                    parameter.grad = None
                 raise UnsupportedModuleError(
                     name,
                     expected="a parameter used only by its own module",
@@ -44,3 +54,7 @@ class GradWatch:
                     remedy="make the forward inside `with engine:`, and call the module instead of "
                     "using its weight directly; or freeze it",
                 )
+
+    def _all_none(self) -> bool:
+        """As it is in every step; found by C, because it is asked three times a step."""
+        return all(map(is_, map(_grad, self._parameters), repeat(None)))

@@ -14,6 +14,7 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any, Protocol
 
 import torch
@@ -25,6 +26,7 @@ from shuffled_dpsgd.clipping.rules.norms import Unsummed
 # Several, because allocations may alternate between a few arrangements, and micro-batches do.
 MAX_RECORDINGS = 8
 Places = tuple[Hashable, ...]
+_dtype, _shape = attrgetter("dtype"), attrgetter("shape")
 Work = Callable[[], Tensor]
 
 
@@ -47,24 +49,27 @@ def places_of(values: Iterable[Any], *others: Hashable) -> Places | None:
 
     None if something among the values is of a kind that is not known.
     """
-    # One flat tuple: thousands of small ones would have Python look for garbage in every step.
-    places: list[Hashable] = [*others]
+    # One flat tuple, filled by C: in the middle of a step whatever Python does takes long.
+    kinds: list[Hashable] = [*others]
+    tensors: list[Tensor] = []
     for value in values:
-        if isinstance(value, Unsummed):
-            places.append(value.eps)
-            tensors: tuple[Any, ...] = (value.x_BTD, value.g_BTD)
+        if isinstance(value, Tensor):
+            kinds.append(Tensor)
+            tensors.append(value)
+        elif isinstance(value, Unsummed):
+            kinds += (Unsummed, value.eps)
+            tensors += (value.x_BTD, value.g_BTD)
+        elif value is None or isinstance(value, int | float | str):
+            kinds.append(value)
         else:
-            tensors = (value,)
-        for tensor in tensors:
-            if isinstance(tensor, Tensor):
-                places += (tensor.data_ptr(), tensor.dtype, tensor.dim())
-                places += tensor.shape
-                places += tensor.stride()
-            elif tensor is None or isinstance(tensor, int | float | str):
-                places.append(tensor)
-            else:
-                return None
-    return tuple(places)
+            return None
+    return (
+        *kinds,
+        *map(Tensor.data_ptr, tensors),
+        *map(_dtype, tensors),
+        *map(_shape, tensors),
+        *map(Tensor.stride, tensors),
+    )
 
 
 @dataclass(slots=True)

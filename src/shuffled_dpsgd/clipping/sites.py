@@ -7,6 +7,8 @@ parameter no rule can handle exactly is refused here, before any training.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain
+from operator import is_, itemgetter
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -190,37 +192,44 @@ def refuse_unfit(trainable: Mapping[str, nn.Parameter]) -> None:
             )
 
 
-def held_parameters(model: nn.Module) -> list[nn.Parameter | None]:
-    """Every parameter at every place it is held, in an order of its own but always the same.
+class Structure:
+    """The modules and parameters of a model as they are now, to be compared with later.
 
-    Written out because it runs before every step; `named_parameters` takes five times as long.
+    Compared before every step, and by C: a walk over `named_parameters` takes ten times as long.
     """
-    waiting: list[nn.Module] = [model]
-    found: list[nn.Parameter | None] = []
-    while waiting:
-        module = waiting.pop()
-        found += module._parameters.values()
-        waiting += [child for child in module._modules.values() if child is not None]
-    return found
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._attributes = [module.__dict__ for module in model.modules()]
+        self._held = self._holds()
+
+    def refuse_changes(self) -> None:
+        """Refuse a model whose modules or parameters are not those of before.
+
+        If each module still has the children it had, the modules are the same.
+
+        Raises:
+            UnsupportedModuleError: naming the first parameter that is new.
+        """
+        now = self._holds()
+        if len(now) == len(self._held) and all(map(is_, now, self._held)):
+            return
+        known = {id(one) for one in self._held}
+        added = [name for name, p in self._model.named_parameters() if id(p) not in known]
+        raise UnsupportedModuleError(
+            added[0] if added else "",
+            expected="the modules and parameters the engine was built on",
+            got="another parameter" if added else "fewer of them, or shared otherwise",
+            remedy="build a new engine after changing the model; nobody would clip what is new",
+        )
+
+    def _holds(self) -> list[object]:
+        """Children and parameters of all modules, in order."""
+        holders = chain.from_iterable(map(_holders, self._attributes))
+        return [*chain.from_iterable(map(dict.values, holders))]
 
 
-def refuse_changed(model: nn.Module, held: list[nn.Parameter | None]) -> None:
-    """Refuse a model whose modules or parameters are not those the slots were built on.
-
-    Raises:
-        UnsupportedModuleError: naming the first that is new.
-    """
-    now = held_parameters(model)
-    if len(now) == len(held) and all(one is other for one, other in zip(now, held, strict=True)):
-        return
-    known = {id(parameter) for parameter in held}
-    added = [name for name, p in model.named_parameters() if id(p) not in known]
-    raise UnsupportedModuleError(
-        added[0] if added else "",
-        expected="the modules and parameters the engine was built on",
-        got="another parameter" if added else "fewer of them, or shared otherwise",
-        remedy="build a new engine after changing the model; nobody would clip what is new",
-    )
+_holders = itemgetter("_modules", "_parameters")
 
 
 def refuse_replaced(slots: Iterable[Slot]) -> None:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from shuffled_dpsgd.clipping.spare import Shell, Spare
+
 # Sums of so many elements, or a multiple, start where kernels can read them in wide words.
 _ALIGNMENT = 64
-_HOLDERS_ARE_KNOWN = hasattr(Tensor, "_use_count") and hasattr(torch._C, "_storage_Use_Count")
+_kind = attrgetter("device", "dtype")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,34 +55,6 @@ class Room:
         return buffer, dict(zip(self.names, views, strict=True))
 
 
-class Spare:
-    """Sums that were forgotten, for their memory to be used again once nobody else has them.
-
-    An operating system hands memory out page by page, and a CPU waits for it as long as for half
-    of the products written there. Accelerators have allocators of their own that avoid that.
-    """
-
-    def __init__(self, sums: dict[str, Tensor]) -> None:
-        self._sums = dict(sums)
-        # Held as the sums are, and never given to anybody.
-        self._sums[""] = torch.empty(1)
-
-    def take(self, name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor | None:
-        """The memory of this sum, unless it is held elsewhere or does not fit."""
-        if not _HOLDERS_ARE_KNOWN or name not in self._sums:
-            return None
-        if self._held(name) != self._held(""):
-            return None
-        found = self._sums.pop(name)
-        return found if (found.shape, found.dtype) == (shape, dtype) else None
-
-    def _held(self, name: str) -> tuple[int, int, int]:
-        """References from Python, from C++, and to the memory itself."""
-        memory = torch._C._storage_Use_Count(self._sums[name].untyped_storage()._cdata)
-        from_cpp = self._sums[name]._use_count()  # type: ignore[attr-defined]
-        return sys.getrefcount(self._sums[name]), from_cpp, memory
-
-
 class Totals:
     """Running results since the last reset.
 
@@ -93,6 +67,7 @@ class Totals:
         self._sums: dict[str, Tensor] = {}
         self._buffers: list[Tensor] = []
         self._spare: Spare | None = None
+        self._shells: list[Shell] = []
         self._kinds: list[tuple[torch.device, torch.dtype]] = []
         self._rooms: list[Room] = []
         self.norms: list[Tensor] = []
@@ -131,17 +106,33 @@ class Totals:
             self._spare = Spare(self._sums)
         self._sums, self._buffers = {}, []
         self.norms = []
+        self.let_go()
+
+    def let_go(self) -> None:
+        """Give back the memory of forgotten sums on accelerators, as soon as nobody has them."""
+        if not self._sums:
+            for shell in self._shells:
+                shell.let_go()
 
     def _made(self, *, zero: bool) -> dict[str, Tensor]:
-        kinds = [(p.device, p.dtype) for p in self._parameters.values()]
+        kinds = [*map(_kind, self._parameters.values())]
         if kinds != self._kinds:
-            self._kinds, self._rooms = kinds, self._plan_rooms()
+            self._kinds, self._rooms, self._shells = kinds, self._plan_rooms(), []
         found: dict[str, Tensor] = {}
         self._buffers = []
-        for room in self._rooms:
-            buffer, sums = room.made(zero=zero, spare=self._spare)
-            self._buffers += [] if buffer is None else [buffer]
-            found |= sums
+        taken = [shell.take(zero=zero) for shell in self._shells]
+        if taken and all(taken):
+            for shell in self._shells:
+                self._buffers.append(shell.buffer)
+                found |= shell.sums()
+        else:
+            self._shells = []
+            for room in self._rooms:
+                buffer, sums = room.made(zero=zero, spare=self._spare)
+                found |= sums
+                if buffer is not None:
+                    self._buffers.append(buffer)
+                    self._shells.append(Shell(buffer, sums))
         self._spare = None
         return {name: found[name] for name in self._parameters}
 

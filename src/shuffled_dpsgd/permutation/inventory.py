@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, repeat
-from operator import attrgetter, is_, methodcaller
+from operator import attrgetter, is_
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import torch
@@ -95,7 +95,6 @@ def take_inventory(
 # costs more than what is computed. So the check walks each kind of object once, and in C.
 _children = attrgetter("_modules")
 _own_parameters = attrgetter("_parameters")
-_values = methodcaller("values")
 _gradient = attrgetter("grad")
 _dtype = attrgetter("dtype")
 _shape = attrgetter("shape")
@@ -103,11 +102,11 @@ _shape = attrgetter("shape")
 
 def _held(modules: Sequence[nn.Module], optimizer: torch.optim.Optimizer | None) -> list[object]:
     """Children, parameters and optimizer state as they are now, by identity and in order."""
-    found: list[object] = [*chain.from_iterable(map(_values, map(_children, modules)))]
-    found += chain.from_iterable(map(_values, map(_own_parameters, modules)))
+    found: list[object] = [*chain.from_iterable(map(dict.values, map(_children, modules)))]
+    found += chain.from_iterable(map(dict.values, map(_own_parameters, modules)))
     if optimizer is not None:
         found += optimizer.state
-        found += chain.from_iterable(map(_values, optimizer.state.values()))
+        found += chain.from_iterable(map(dict.values, optimizer.state.values()))
     return found
 
 

@@ -16,6 +16,7 @@ import itertools
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from operator import attrgetter
 from typing import NamedTuple, Protocol
 
 import torch
@@ -29,6 +30,7 @@ from shuffled_dpsgd.training.randomness import RandomStreams
 _PIECE_CPU = 1 << 17
 _SCRATCH_ELEMENTS_ACCELERATOR = 1 << 24
 _WIDE = (torch.float32, torch.float64)
+_dtype = attrgetter("dtype")
 
 
 class Stretch(NamedTuple):
@@ -154,6 +156,9 @@ def _check(tensors: Mapping[str, torch.Tensor], stds: Mapping[str, float]) -> No
         raise InvalidArgumentError(
             "stds", expected="one standard deviation per tensor", got=f"mismatch at {missing}"
         )
+    wide = {*map(_dtype, tensors.values())} <= {*_WIDE}
+    if wide and all(map(torch.Tensor.is_contiguous, tensors.values())):
+        return
     for name, tensor in tensors.items():
         if tensor.dtype not in _WIDE or not tensor.is_contiguous():
             raise InvalidArgumentError(

@@ -35,7 +35,7 @@ from shuffled_dpsgd.training.guards import (
     check_losses,
 )
 from shuffled_dpsgd.training.ledger import Ledger
-from shuffled_dpsgd.training.mechanism import Mechanism
+from shuffled_dpsgd.training.mechanism import Mechanism, Release
 from shuffled_dpsgd.training.metrics import LossMeter, StepMetrics, describe_step
 from shuffled_dpsgd.training.plan import PrivacyPlan
 from shuffled_dpsgd.training.randomness import RandomStreams
@@ -340,11 +340,7 @@ class PrivateTraining:
             check_count(norms.numel(), drawn=self._drawn)
         check_finite(norms, step=step)
         self._watch.check(step)
-        clipped = self.engine.clipped_sum()
-        sums = {name: clipped[name].contiguous() for name in self._trainable}
-        self._record(sums)
-        release = self.mechanism.privatize(sums, step=step, frame=self.frame)
-        self._optimize(sums)
+        release = self._release(step)
         self.last_sample_norms = norms
         self.last_metrics = describe_step(
             step=step,
@@ -360,6 +356,15 @@ class PrivateTraining:
         self._weights.ask(step, wait=self.device.type == "cpu")
         for callback in tuple(self._callbacks):
             callback()
+
+    def _release(self, step: int) -> Release:
+        """Make the sums private and update with them; no reference to them is left behind."""
+        clipped = self.engine.clipped_sum()
+        sums = {name: clipped[name].contiguous() for name in self._trainable}
+        self._record(sums)
+        release = self.mechanism.privatize(sums, step=step, frame=self.frame)
+        self._optimize(sums)
+        return release
 
     def _record(self, sums: dict[str, torch.Tensor]) -> None:
         try:

@@ -60,11 +60,24 @@ def centred_in_training(layer: nn.Module, h: Tensor) -> Tensor:
     return centred(layer, h) if layer.training else layer(h)
 
 
+def scaled(layer: nn.Module, h: Tensor) -> Tensor:
+    """As activations are that are quantised by the largest of a batch."""
+    return layer(h / h.abs().max())
+
+
 def noisy(layer: nn.Module, h: Tensor) -> Tensor:
     return layer(h + torch.randn_like(h))
 
 
-MIXING = (sorted_by_content, flipped, rolled, centred, centred_outputs, centred_in_training)
+MIXING = (
+    sorted_by_content,
+    flipped,
+    rolled,
+    centred,
+    centred_outputs,
+    centred_in_training,
+    scaled,
+)
 
 
 def losses(model: nn.Module, inputs: Inputs) -> Tensor:
@@ -100,6 +113,35 @@ def test_samples_that_keep_apart_pass() -> None:
 
 def test_a_model_that_draws_random_numbers_is_not_blamed() -> None:
     run(ClippingEngine(Around(noisy)), losses, batch(4))
+
+
+def test_a_model_that_cuts_common_padding_off_is_not_blamed() -> None:
+    class Cutting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(3, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            longest = int((x != 0).any(2).sum(1).max())
+            return self.layer(x[:, :longest]) * (x[:, :longest] != 0)
+
+    x = torch.randn(4, 5, 3).double()
+    x[0, 2:] = x[1, 3:] = 0.0
+    for order in (slice(None), torch.tensor([2, 3, 0, 1])):
+        assert_exact(
+            Cutting().double(), lambda m, i: m(i["x"]).square().flatten(1).sum(1), {"x": x[order]}
+        )
+
+
+def test_a_model_that_takes_no_single_sample_is_not_blamed() -> None:
+    def several(layer: nn.Module, h: Tensor) -> Tensor:
+        if len(h) == 1:
+            raise ValueError("at least two")
+        return layer(h)
+
+    engine = ClippingEngine(Around(several))
+    run(engine, losses, batch(2))
+    assert engine.sample_norms.shape == (2,)
 
 
 def test_broken_samples_are_not_blamed() -> None:

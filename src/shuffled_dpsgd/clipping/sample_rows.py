@@ -1,12 +1,13 @@
 """Checks that row i of every layer's input and of the outputs belongs to sample i, and to it alone.
 
-A model that sorts its batch by length, flips or rolls it, or centres it, keeps every shape: but
-then one layer's row i is another layer's row j, norms are added up across samples, and a sample
-may contribute more than its bound. With one sample added at the end of the batch, no other row
-may change; with the batch back to front, the same rows must come back to front. Each of the above
-breaks one of the two.
+A model that sorts its batch by length, flips or rolls it, centres it or divides it by its largest
+entry keeps every shape: but then one layer's row i is another layer's row j, norms are added up
+across samples, and a sample may contribute more than its bound. With one sample added at the end of
+the batch, no other row may change; with the batch back to front, the same rows must come back to
+front; and each half of the batch must give by itself what it gives beside the other. Each of the
+above breaks one of the three.
 
-Shapes: B samples, N all other elements of a tensor.
+Shapes: B samples, N all other elements of a tensor. A mark holds three numbers of a row.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ OUTPUTS = -1
 
 
 def rows_of(slots: Sequence[Slot], forward: Callable[[], Any]) -> Rows:
-    """One number per row and its tolerance, (B, 2), for every call of a slot and every output."""
+    """A mark per row, its tolerance and the row's size, (B, 3), for every call and every output."""
     rows: Rows = {}
     coarse = _computes_in_half(slots)
     with _noting(slots, rows, coarse):
@@ -41,28 +42,46 @@ def rows_of(slots: Sequence[Slot], forward: Callable[[], Any]) -> Rows:
     return rows
 
 
-def find_moved_rows(plain: Rows, grown: Rows, flipped: Rows, size: int) -> int | None:
+def find_moved_rows(
+    plain: Rows, grown: Rows, flipped: Rows, halves: tuple[Rows, Rows] | None, size: int
+) -> int | None:
     """The first slot (or `OUTPUTS`) with a row of the batch of `size` that is not where it was.
 
-    `grown` comes from the batch with one sample more, `flipped` from the batch back to front.
-    Tensors that did not grow have no batch axis and are passed over.
+    `grown` comes from the batch with one sample more, `flipped` from the batch back to front,
+    `halves` from its samples before and after the middle. Tensors that did not grow have no batch
+    axis and are passed over.
     """
     for index, calls in plain.items():
         others = zip(grown.get(index, []), flipped.get(index, []), strict=False)
-        for rows_B2, (grown_B2, flipped_B2) in zip(calls, others, strict=False):
-            if (len(rows_B2), len(grown_B2), len(flipped_B2)) != (size, size + 1, size):
+        for call, (rows_B3, (grown_B3, flipped_B3)) in enumerate(zip(calls, others, strict=False)):
+            if (len(rows_B3), len(grown_B3), len(flipped_B3)) != (size, size + 1, size):
                 continue
-            if _differ(rows_B2, grown_B2[:size]) or _differ(rows_B2, flipped_B2.flip(0)):
+            if _differ(rows_B3, grown_B3[:size]) or _differ(rows_B3, flipped_B3.flip(0)):
+                return index
+            if halves is not None and _halves_differ(rows_B3, halves, index, call):
                 return index
     return None
+
+
+def _halves_differ(rows_B3: Tensor, halves: tuple[Rows, Rows], index: int, call: int) -> bool:
+    """Whether a half of the batch, run by itself, has other rows.
+
+    Rows of another size are passed over: a model may cut off what is padding for all samples.
+    """
+    parts = [half.get(index, [])[call : call + 1] for half in halves]
+    if not all(parts):
+        return False
+    together = torch.cat([part[0] for part in parts])
+    same_shape = len(together) == len(rows_B3) and torch.equal(together[:, 2], rows_B3[:, 2])
+    return same_shape and _differ(rows_B3, together)
 
 
 def repeats(one: Rows, other: Rows) -> bool:
     """Whether two runs of one batch agree: a model that draws random numbers does not."""
     return not any(
-        len(a_B2) == len(b_B2) and _differ(a_B2, b_B2)
+        len(a_B3) == len(b_B3) and _differ(a_B3, b_B3)
         for index, calls in one.items()
-        for a_B2, b_B2 in zip(calls, other.get(index, []), strict=False)
+        for a_B3, b_B3 in zip(calls, other.get(index, []), strict=False)
     )
 
 
@@ -72,10 +91,10 @@ def row_differs(one: Rows, other: Rows, row: int, size: int) -> bool:
     Tensors of another length in the first run have no batch axis and are passed over.
     """
     return any(
-        len(a_B2) != len(b_B2) or _differ(a_B2[row : row + 1], b_B2[row : row + 1])
+        len(a_B3) != len(b_B3) or _differ(a_B3[row : row + 1], b_B3[row : row + 1])
         for index, calls in one.items()
-        for a_B2, b_B2 in zip(calls, other.get(index, []), strict=False)
-        if len(a_B2) == size
+        for a_B3, b_B3 in zip(calls, other.get(index, []), strict=False)
+        if len(a_B3) == size
     )
 
 
@@ -89,9 +108,9 @@ def moved_rows(path: str) -> UnsupportedModuleError:
     )
 
 
-def _differ(one_B2: Tensor, other_B2: Tensor) -> bool:
-    marks_B, tolerance_B = one_B2.unbind(1)
-    return bool(((other_B2[:, 0] - marks_B).abs() > tolerance_B).any())
+def _differ(one_B3: Tensor, other_B3: Tensor) -> bool:
+    marks_B, tolerance_B, _ = one_B3.unbind(1)
+    return bool(((other_B3[:, 0] - marks_B).abs() > tolerance_B).any())
 
 
 @contextmanager
@@ -120,7 +139,7 @@ def _computes_in_half(slots: Sequence[Slot]) -> bool:
 
 
 def _fingerprints(tensor: Tensor, axis: int, coarse: bool) -> Tensor:
-    """(B, 2): a fixed odd combination of each row, and how far rounding may move it.
+    """(B, 3): a fixed odd combination of each row, how far rounding may move it, and N.
 
     Plain sums would be blind after a normalisation, where every row sums to zero.
     """
@@ -132,4 +151,6 @@ def _fingerprints(tensor: Tensor, axis: int, coarse: bool) -> Tensor:
     weights_N = torch.arange(x_BN.shape[1], device=x_BN.device).double().cos().to(x_BN.dtype)
     marks_B = (x_BN @ weights_N).double()
     norms_B = torch.linalg.vector_norm(x_BN, dim=1, dtype=torch.float64)
-    return torch.stack([marks_B, norms_B * (1e-8 if exact else tolerance)], 1).nan_to_num(0.0)
+    sizes_B = torch.full_like(norms_B, x_BN.shape[1])
+    marks_B3 = torch.stack([marks_B, norms_B * (1e-8 if exact else tolerance), sizes_B], 1)
+    return marks_B3.nan_to_num(0.0)

@@ -239,7 +239,8 @@ class ClippingEngine:
     def _begin(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if not torch.is_grad_enabled() or _inside_backward():
             return
-        self._refuse_half_done()
+        if not torch.compiler.is_compiling():
+            self._refuse_half_done()
         size, device = find_batch(args, kwargs)
         if not torch.compiler.is_compiling() and self._axis_check.is_due(size):
             self._axis_check.run(args, kwargs, size)

@@ -113,10 +113,8 @@ def _numbers(output: Tensor, axis: int, sample: int | None, *, seed: int) -> Ten
     """Random numbers of every sample for its row, or of one sample for a row all samples share."""
     has_axis = output.dim() > axis and (sample is None or output.shape[axis] == 1)
     shape = output.select(axis, 0).shape if has_axis else output.shape
-    rows = [
-        torch.randn(shape, generator=torch.Generator().manual_seed(_SAMPLES * seed + i))
-        for i in range(_SAMPLES)
-    ]
+    seeds = [torch.Generator("cpu").manual_seed(_SAMPLES * seed + i) for i in range(_SAMPLES)]
+    rows = [torch.randn(shape, generator=generator, device="cpu") for generator in seeds]
     found = torch.stack(rows, axis) if sample is None else rows[sample]
     if sample is not None and has_axis:
         found = found.unsqueeze(axis)

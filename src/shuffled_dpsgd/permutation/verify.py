@@ -216,7 +216,7 @@ def _default_loss(output: Any, outputs: tuple[torch.Tensor, ...], seed: int) -> 
     total: torch.Tensor | None = own.sum() if isinstance(own, torch.Tensor) else None
     generator = torch.Generator().manual_seed(seed)
     for tensor in outputs:
-        weight = torch.randn(tensor.shape, generator=generator).to(tensor)
+        weight = torch.randn(tensor.shape, generator=generator, device="cpu").to(tensor)
         part = (weight * tensor).sum() / max(tensor.numel(), 1) ** 0.5
         total = part if total is None else total + part
     if total is None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shuffled_dpsgd.clipping import ClippingEngine, cost
+from shuffled_dpsgd.clipping import ClippingEngine, cost, spare
 from shuffled_dpsgd.clipping.half import HalfCopies
 from shuffled_dpsgd.clipping.rules.linear import LinearSlot
 from shuffled_dpsgd.clipping.spare import Shell
@@ -118,6 +118,33 @@ def test_sums_on_an_accelerator_are_the_same_tensors_again_if_nobody_has_them() 
     again = totals.sums
     assert all(again[name] is not kept for name in again)
     assert kept.untyped_storage().nbytes() > 0
+
+
+def test_sums_on_two_devices_are_made_anew() -> None:
+    owned = parameters()
+    owned["far"] = nn.Parameter(torch.zeros(4, 4, device="meta"))
+    totals = Totals(owned)
+    for _ in range(3):
+        assert {name: total.device for name, total in totals.sums.items()} == {
+            name: parameter.device for name, parameter in owned.items()
+        }
+        totals.clear()
+
+
+def test_a_release_that_counts_holders_otherwise_uses_nothing_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert spare.counts_are_understood()
+    for answer in (True, False):
+        monkeypatch.setattr(Shell, "is_free", lambda self, answer=answer: answer)
+        spare.counts_are_understood.cache_clear()
+        assert not spare.counts_are_understood()
+    totals = Totals({name: nn.Parameter(p.to("meta")) for name, p in parameters().items()})
+    first = totals.sums["matrix"]
+    totals.clear()
+    assert totals.sums["matrix"] is not first
+    monkeypatch.undo()
+    spare.counts_are_understood.cache_clear()
 
 
 def test_sums_handed_out_survive_a_reset() -> None:

@@ -175,6 +175,7 @@ class ClippingEngine:
                 self._loss_check.run(losses)
             finally:
                 self._recorder.muted = False
+        self._rule.totals.let_go()
         batch.scale = 1.0 / loss_scale
         total = losses.sum() if loss_scale == 1.0 else losses.sum() * loss_scale
         if self.strategy != "ghost":
@@ -241,6 +242,7 @@ class ClippingEngine:
             return
         if not torch.compiler.is_compiling():
             self._refuse_half_done()
+            self._rule.totals.let_go()
         size, device = find_batch(args, kwargs)
         if not torch.compiler.is_compiling() and self._axis_check.is_due(size):
             self._axis_check.run(args, kwargs, size)

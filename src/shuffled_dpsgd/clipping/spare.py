@@ -6,12 +6,36 @@ PyTorch keep; where those cannot be read, nothing is used again.
 
 from __future__ import annotations
 
+import functools
 import sys
 
 import torch
 from torch import Tensor
 
 _HOLDERS_ARE_KNOWN = hasattr(Tensor, "_use_count") and hasattr(torch._C, "_storage_Use_Count")
+
+
+@functools.cache
+def counts_are_understood() -> bool:
+    """Whether this release of PyTorch counts the holders of a `Shell`'s tensors as expected."""
+    if not _HOLDERS_ARE_KNOWN:
+        return False
+    shell = _small_shell()
+    kept: object = shell.sums()["one"]
+    held = shell.is_free()
+    kept = shell.sums()["one"][:1]
+    viewed = shell.is_free()
+    kept = shell.buffer
+    whole = shell.is_free()
+    del kept
+    return shell.is_free() and not (held or viewed or whole)
+
+
+def _small_shell() -> Shell:
+    buffer = torch.zeros(4)
+    with torch.no_grad():
+        one, two = buffer.split(2)
+        return Shell(buffer, {"one": one, "two": two.view(1, 2)})
 
 
 class Spare:
@@ -46,7 +70,7 @@ class Shell:
 
     To cut hundreds of views takes a host longer than to issue all the work that fills them. So the
     tensors are kept, their memory is given back between two uses, and they get new memory for the
-    next; but only where nobody else has any of them.
+    next; but only where nobody else has any of them. To be made only if `counts_are_understood`.
     """
 
     def __init__(self, buffer: Tensor, sums: dict[str, Tensor]) -> None:
@@ -67,13 +91,13 @@ class Shell:
 
     def let_go(self) -> None:
         """Give the memory back if nobody else has it."""
-        if not self._hollow and self._is_free():
+        if not self._hollow and self.is_free():
             self.buffer.untyped_storage().resize_(0)
             self._hollow = True
 
     def take(self, *, zero: bool) -> bool:
         """Have memory again, of zeros or whatever it holds; False if somebody has the tensors."""
-        if not self._hollow and not self._is_free():
+        if not self._hollow and not self.is_free():
             return False
         if self._hollow:
             self.buffer.untyped_storage().resize_(self._nbytes)
@@ -82,10 +106,10 @@ class Shell:
             self.buffer.zero_()
         return True
 
-    def _is_free(self) -> bool:
+    def is_free(self) -> bool:
+        """Whether nobody else has any of the tensors, a view of them, or the buffer."""
         return (
-            _HOLDERS_ARE_KNOWN
-            and self.buffer.untyped_storage().resizable()
+            self.buffer.untyped_storage().resizable()
             and _uses_of_memory(self.buffer) - len(self._views)
             == _uses_of_memory(self._other) - len(self._other_views)
             and sys.getrefcount(self.buffer) == sys.getrefcount(self._other)
@@ -95,6 +119,4 @@ class Shell:
 
 
 def _uses_of_memory(tensor: Tensor) -> int:
-    if not _HOLDERS_ARE_KNOWN:
-        return 0
     return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))

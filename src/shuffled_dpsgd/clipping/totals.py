@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shuffled_dpsgd.clipping.spare import Shell, Spare
+from shuffled_dpsgd.clipping.spare import Shell, Spare, counts_are_understood
 
 # Sums of so many elements, or a multiple, start where kernels can read them in wide words.
 _ALIGNMENT = 64
@@ -118,23 +118,24 @@ class Totals:
         kinds = [*map(_kind, self._parameters.values())]
         if kinds != self._kinds:
             self._kinds, self._rooms, self._shells = kinds, self._plan_rooms(), []
-        found: dict[str, Tensor] = {}
-        self._buffers = []
-        taken = [shell.take(zero=zero) for shell in self._shells]
-        if taken and all(taken):
-            for shell in self._shells:
-                self._buffers.append(shell.buffer)
-                found |= shell.sums()
-        else:
-            self._shells = []
-            for room in self._rooms:
-                buffer, sums = room.made(zero=zero, spare=self._spare)
-                found |= sums
-                if buffer is not None:
-                    self._buffers.append(buffer)
-                    self._shells.append(Shell(buffer, sums))
+        found = self._used_again(zero=zero) or self._cut(zero=zero)
         self._spare = None
         return {name: found[name] for name in self._parameters}
+
+    def _used_again(self, *, zero: bool) -> dict[str, Tensor] | None:
+        """The tensors of the last sums with memory again, unless somebody has some of them."""
+        if not self._shells or not all(shell.take(zero=zero) for shell in self._shells):
+            return None
+        self._buffers = [shell.buffer for shell in self._shells]
+        return {name: total for shell in self._shells for name, total in shell.sums().items()}
+
+    def _cut(self, *, zero: bool) -> dict[str, Tensor]:
+        made = [room.made(zero=zero, spare=self._spare) for room in self._rooms]
+        self._buffers = [buffer for buffer, _ in made if buffer is not None]
+        self._shells = []
+        if len(self._buffers) == len(made) and counts_are_understood():
+            self._shells = [Shell(buffer, sums) for buffer, sums in made if buffer is not None]
+        return {name: total for _, sums in made for name, total in sums.items()}
 
     def _plan_rooms(self) -> list[Room]:
         places: dict[tuple[torch.device, torch.dtype], list[str]] = {}

@@ -65,7 +65,9 @@ def test_rotary_models_have_no_query_key_group() -> None:
     assert spec.shuffle_ratio == 1.0
 
 
-@pytest.mark.parametrize("family", ["bert", "roberta", "vit", "gpt2"])
+@pytest.mark.parametrize(
+    "family", ["bert", "roberta", "vit", "gpt2", "xlm-roberta", "mistral", "qwen2"]
+)
 def test_full_scope_moves_all_of_the_backbone(family: str) -> None:
     model = FAMILIES[family]().model
     backbone = f"{model.base_model_prefix}."
@@ -119,13 +121,13 @@ def test_nothing_to_permute_is_an_empty_spec() -> None:
 
 
 def test_an_unknown_architecture_moves_only_what_is_proven() -> None:
-    config = transformers.MistralConfig(**{**SMALL, "num_key_value_heads": 1})
-    model = transformers.MistralForCausalLM(config).eval()
+    config = transformers.StableLmConfig(**{**SMALL, "num_key_value_heads": 1})
+    model = transformers.StableLmForCausalLM(config).eval()
     spec = discover(model, scope="full")
     assert {group.kind for group in spec.groups} == {"mlp-hidden"}
     assert len(spec.groups) == 2
     assert "model.layers.0.self_attn.q_proj.weight" in spec.unmoved
-    assert any("MistralForCausalLM is not described" in note for note in spec.notes)
+    assert any("StableLmForCausalLM is not described" in note for note in spec.notes)
     verify(model, text_batch(), spec)
 
 
@@ -162,6 +164,15 @@ def test_an_activation_that_is_not_elementwise_blocks_its_layer() -> None:
     assert hidden == ["bert.encoder.layer.0.mlp", "bert.pooler.dense"]
     reason = spec.unmoved["bert.encoder.layer.1.intermediate.dense.weight"]
     assert "Softmax is not known to be elementwise" in reason
+
+
+@pytest.mark.parametrize("name", ["Llama", "Mistral", "Qwen2"])
+def test_answering_questions_is_described(name: str) -> None:
+    config = getattr(transformers, f"{name}Config")(**SMALL, num_key_value_heads=3)
+    model = randomise(getattr(transformers, f"{name}ForQuestionAnswering")(config))
+    spec = discover(model, scope="full")
+    assert list(spec.unmoved) == ["qa_outputs.bias"]
+    verify(model, text_batch(), spec)
 
 
 def test_a_subclass_is_not_trusted() -> None:

@@ -47,7 +47,7 @@ def _norm_in_float64(model: nn.Module) -> None:
     """Llama's own norm computes in float32 whatever its input; PyTorch's same norm does not."""
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
-            if type(child).__name__ == "LlamaRMSNorm":
+            if type(child).__name__ in ("LlamaRMSNorm", "MistralRMSNorm", "Qwen2RMSNorm"):
                 norm = nn.RMSNorm(child.weight.shape[0], eps=child.variance_epsilon)
                 norm.weight = child.weight
                 setattr(module, name, norm)
@@ -153,6 +153,15 @@ FAMILIES: dict[str, Callable[[], Specimen]] = {
     "roberta-mlm": lambda: _text(
         lambda: transformers.RobertaForMaskedLM(transformers.RobertaConfig(**SMALL)), _tokens
     ),
+    "xlm-roberta": lambda: _text(
+        lambda: transformers.XLMRobertaForSequenceClassification(
+            transformers.XLMRobertaConfig(**SMALL)
+        ),
+        _classes,
+    ),
+    "camembert-mlm": lambda: _text(
+        lambda: transformers.CamembertForMaskedLM(transformers.CamembertConfig(**SMALL)), _tokens
+    ),
     "distilbert": lambda: _text(
         lambda: transformers.DistilBertForSequenceClassification(_distilbert_config()), _classes
     ),
@@ -168,6 +177,22 @@ FAMILIES: dict[str, Callable[[], Specimen]] = {
     "llama-biased-tied": lambda: _text(
         lambda: transformers.LlamaForCausalLM(
             _llama_config(attention_bias=True, mlp_bias=True, tie_word_embeddings=True)
+        ),
+        _tokens,
+    ),
+    "mistral": lambda: _text(
+        lambda: transformers.MistralForCausalLM(
+            transformers.MistralConfig(**SMALL, num_key_value_heads=3, sliding_window=4)
+        ),
+        _tokens,
+    ),
+    "qwen2": lambda: _text(
+        lambda: transformers.Qwen2ForCausalLM(
+            transformers.Qwen2Config(
+                **{**SMALL, "num_attention_heads": 6},
+                num_key_value_heads=2,
+                tie_word_embeddings=True,
+            )
         ),
         _tokens,
     ),

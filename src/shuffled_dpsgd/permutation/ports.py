@@ -40,6 +40,8 @@ NORM = frozenset(
         "torch.nn.modules.normalization.LayerNorm",
         "torch.nn.modules.normalization.RMSNorm",
         "transformers.models.llama.modeling_llama.LlamaRMSNorm",
+        "transformers.models.mistral.modeling_mistral.MistralRMSNorm",
+        "transformers.models.qwen2.modeling_qwen2.Qwen2RMSNorm",
     }
 )
 LORA_LINEAR = frozenset({"peft.tuners.lora.layer.Linear"})

@@ -1,11 +1,16 @@
-"""BERT, RoBERTa and DistilBERT of Hugging Face transformers."""
+"""BERT, DistilBERT, and RoBERTa with its relatives, of Hugging Face transformers."""
 
 from __future__ import annotations
 
 from shuffled_dpsgd.permutation.families.describe import Chain, Head, Layer, Stem
 
 _BERT = "transformers.models.bert.modeling_bert"
-_ROBERTA = "transformers.models.roberta.modeling_roberta"
+# The same code under other names.
+_ROBERTAS = (
+    "transformers.models.camembert.modeling_camembert.Camembert",
+    "transformers.models.roberta.modeling_roberta.Roberta",
+    "transformers.models.xlm_roberta.modeling_xlm_roberta.XLMRoberta",
+)
 _DISTILBERT = "transformers.models.distilbert.modeling_distilbert"
 
 _BERT_LAYER = Layer(
@@ -72,14 +77,31 @@ _DISTILBERT_MLM = Chain(
 )
 _PRE_CLASSIFIER = Chain(up="pre_classifier", down="classifier")
 
+_ROBERTA_HEADS = {
+    "ForSequenceClassification": Head(
+        stem="roberta",
+        reads=("classifier.dense",),
+        chains=(Chain(up="classifier.dense", down="classifier.out_proj"),),
+    ),
+    "ForMultipleChoice": _pooled("roberta", "classifier"),
+    "ForTokenClassification": Head(stem="roberta", reads=("classifier",)),
+    "ForQuestionAnswering": Head(stem="roberta", reads=("qa_outputs",)),
+    "ForMaskedLM": Head(
+        stem="roberta",
+        reads=(_ROBERTA_MLM.up,),
+        chains=(_ROBERTA_MLM,),
+        copies=("lm_head.bias",),
+    ),
+}
+
 LAYERS = {
     f"{_BERT}.BertLayer": (_BERT_LAYER,),
-    f"{_ROBERTA}.RobertaLayer": (_BERT_LAYER,),
+    **{f"{roberta}Layer": (_BERT_LAYER,) for roberta in _ROBERTAS},
     f"{_DISTILBERT}.TransformerBlock": (_DISTILBERT_LAYER,),
 }
 STEMS = {
     f"{_BERT}.BertModel": _BERT_STEM,
-    f"{_ROBERTA}.RobertaModel": _BERT_STEM,
+    **{f"{roberta}Model": _BERT_STEM for roberta in _ROBERTAS},
     f"{_DISTILBERT}.DistilBertModel": _DISTILBERT_STEM,
 }
 HEADS = {
@@ -94,20 +116,7 @@ HEADS = {
         chains=(_BERT_MLM,),
         copies=("cls.predictions.bias",),
     ),
-    f"{_ROBERTA}.RobertaForSequenceClassification": Head(
-        stem="roberta",
-        reads=("classifier.dense",),
-        chains=(Chain(up="classifier.dense", down="classifier.out_proj"),),
-    ),
-    f"{_ROBERTA}.RobertaForMultipleChoice": _pooled("roberta", "classifier"),
-    f"{_ROBERTA}.RobertaForTokenClassification": Head(stem="roberta", reads=("classifier",)),
-    f"{_ROBERTA}.RobertaForQuestionAnswering": Head(stem="roberta", reads=("qa_outputs",)),
-    f"{_ROBERTA}.RobertaForMaskedLM": Head(
-        stem="roberta",
-        reads=(_ROBERTA_MLM.up,),
-        chains=(_ROBERTA_MLM,),
-        copies=("lm_head.bias",),
-    ),
+    **{f"{roberta}{task}": head for roberta in _ROBERTAS for task, head in _ROBERTA_HEADS.items()},
     f"{_DISTILBERT}.DistilBertForSequenceClassification": Head(
         stem="distilbert", reads=("pre_classifier",), chains=(_PRE_CLASSIFIER,)
     ),

@@ -7,11 +7,14 @@ import weakref
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from clipping.compare import assert_same_sums, run
 from clipping.tiny_models import CASES, Case, Inputs, gpt2
 from shuffled_dpsgd.clipping import ClippingEngine
+from shuffled_dpsgd.clipping.rules import linear
+from shuffled_dpsgd.clipping.rules.linear import LinearSlot
 from shuffled_dpsgd.errors import UnsupportedModuleError
 
 # Warnings that torch gives its own compiler, whatever is compiled.
@@ -288,3 +291,55 @@ def test_bare_parameters_compile_once_an_eager_batch_has_checked_them() -> None:
     with engine:
         engine.backward(case.losses(compiled, case.inputs))
     assert_same_sums(engine.clipped_sum(), wanted, 1e-9)
+
+
+class Reader(nn.Module):
+    """A table and a head over the same words."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(40, 16)
+        self.inner = nn.Linear(16, 16)
+        self.head = nn.Linear(16, 40)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.inner(self.words(ids)).tanh())
+
+
+@pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")
+@pytest.mark.parametrize(
+    "backend", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
+)
+def test_a_head_with_rows_of_zeros_gives_the_same_sums(
+    backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU, where the half-precision copy of a vocabulary's head is padded."""
+    torch.manual_seed(0)
+    model, ids, labels = Reader(), torch.randint(40, (3, 5)), torch.randint(40, (3, 5))
+
+    def losses(called: nn.Module) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            logits = called(ids)
+        return F.cross_entropy(logits.float().mT, labels, reduction="none").sum(1)
+
+    def step(called: nn.Module) -> ClippingEngine:
+        engine = ClippingEngine(model, clip_norm=0.5)
+        with engine:
+            engine.backward(losses(called))
+        return engine
+
+    expected = step(model)
+    widths: list[int] = []
+
+    def padded(slot: LinearSlot, parameter: Tensor, dtype: torch.dtype) -> Tensor:
+        rows = slot.padded_outputs - slot.outputs
+        widths.append(slot.padded_outputs)
+        return F.pad(parameter.to(dtype), (*(0, 0) * (parameter.dim() - 1), 0, rows))
+
+    monkeypatch.setattr(linear, "_MIN_PADDED_ROWS", 32)
+    monkeypatch.setattr(LinearSlot, "lowered", padded)
+    torch._dynamo.reset()
+    found = step(torch.compile(model, fullgraph=True, backend=backend))
+    assert set(widths) == {16, 128}
+    torch.testing.assert_close(found.sample_norms, expected.sample_norms, rtol=1e-2, atol=0)
+    assert_same_sums(found.clipped_sum(), expected.clipped_sum(), 2e-2)

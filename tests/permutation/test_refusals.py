@@ -164,3 +164,18 @@ def test_verify_allows_for_norms_that_round_to_float32() -> None:
     model = randomise(transformers.LlamaForCausalLM(config)).double()
     checked = verify(model, {**specimen.batch, "use_cache": False}, scope="full")
     assert 1e-12 < checked.worst_deviation < 1e-4
+
+
+def test_verify_does_not_compare_rounding_with_rounding() -> None:
+    class Centred(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 3)
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            out = self.down(torch.relu(self.up(x)))
+            return out, (out - out.mean(-1, keepdim=True)).sum(-1)
+
+    model = randomise(Centred()).double()
+    assert discover(model).groups
+    assert verify(model, torch.randn(5, 6).double()).output_deviation < 1e-12

@@ -35,7 +35,7 @@ _TOLERANCE = {
     torch.bfloat16: 1e-1,
     torch.float16: 5e-2,
 }
-_GRADIENT_FLOOR = 1e-2
+_FLOOR = 1e-2
 
 Loss = Callable[[Any], torch.Tensor]
 
@@ -44,9 +44,9 @@ Loss = Callable[[Any], torch.Tensor]
 class Verification:
     """Worst deviations over all draws, each relative to the largest entry of what it compares.
 
-    A parameter's gradient counts relative to its own largest entry, or to a hundredth of the
-    largest entry of any gradient if that is more: below it lies rounding. `worst_parameter` names
-    the parameter where gradients differ most.
+    An output counts relative to its own largest entry, or to a hundredth of the largest entry of
+    any output if that is more: below it lies rounding. Likewise a parameter's gradient among
+    gradients. `worst_parameter` names the parameter where gradients differ most.
     """
 
     num_draws: int
@@ -233,12 +233,16 @@ def _worse(
 ) -> Verification:
     scale = max((float(g.abs().max()) for g in expected.values()), default=0.0)
     by_name = {
-        name: _gap(after.gradients.get(name), g, max(float(g.abs().max()), _GRADIENT_FLOOR * scale))
+        name: _gap(after.gradients.get(name), g, max(float(g.abs().max()), _FLOOR * scale))
         for name, g in expected.items()
     }
     name = max(by_name, key=lambda n: by_name[n], default="")
     gradient = by_name.get(name, 0.0)
-    outputs = [_gap(a, b, None) for a, b in zip(after.outputs, before.outputs, strict=True)]
+    largest = [_largest(output) for output in before.outputs]
+    outputs = [
+        _gap(a, b, max(own, _FLOOR * max(largest)))
+        for a, b, own in zip(after.outputs, before.outputs, largest, strict=True)
+    ]
     further = gradient > worst.gradient_deviation
     return Verification(
         num_draws=worst.num_draws,
@@ -248,6 +252,10 @@ def _worse(
         worst_parameter=name if further else worst.worst_parameter,
         tolerance=worst.tolerance,
     )
+
+
+def _largest(tensor: torch.Tensor) -> float:
+    return float(tensor.abs().max()) if tensor.numel() else 0.0
 
 
 def _gap(found: torch.Tensor | None, expected: torch.Tensor, scale: float | None) -> float:

@@ -6,12 +6,11 @@ CPU, `tables` and the `triton_` modules on a GPU; `dispatch` chooses.
 
 from __future__ import annotations
 
+from shuffled_dpsgd.clipping.kernels.alignment import aligned_copy, as_aligned
 from shuffled_dpsgd.clipping.kernels.casts import copy_all
 from shuffled_dpsgd.clipping.kernels.dispatch import (
     add_weighted_outer_sums,
     add_weighted_row_sums,
-    aligned_copy,
-    as_aligned,
     embedding_sq_norms,
     gram_sq_norm_sums,
     gram_sq_norms,

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from shuffled_dpsgd.clipping.kernels import dispatch
+from shuffled_dpsgd.clipping.kernels.alignment import ROW_ALIGNMENT_BYTES
 
 
 def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
@@ -27,7 +28,7 @@ def _fits(target: Tensor, source: Tensor) -> bool:
         and target.dtype in dispatch.HALF
         and source.is_contiguous()
         and target.is_contiguous()
-        and source.data_ptr() % dispatch.ROW_ALIGNMENT_BYTES == 0
-        and target.data_ptr() % dispatch.ROW_ALIGNMENT_BYTES == 0
+        and source.data_ptr() % ROW_ALIGNMENT_BYTES == 0
+        and target.data_ptr() % ROW_ALIGNMENT_BYTES == 0
         and dispatch.triton_available()
     )

@@ -20,13 +20,11 @@ import torch
 from torch import Tensor
 
 from shuffled_dpsgd.clipping.kernels import host, plain, tables
+from shuffled_dpsgd.clipping.kernels.alignment import MIN_WIDTH, ROW_ALIGNMENT_BYTES, aligned
 
 HALF = (torch.bfloat16, torch.float16)
-ROW_ALIGNMENT_BYTES = 16
-# A whole number of the blocks the matrix kernels read.
-ROW_ROOM = 128
-# Below these a product is too small, or a sample too short, for blocks of 16 tokens to pay.
-MIN_TOKENS, MIN_WIDTH = 8, 16
+# A shorter sample does not fill blocks of 16 tokens well enough.
+MIN_TOKENS = 8
 # Fewer numbers than this are not worth a launch of their own.
 MIN_STORED = 1 << 16
 # Releases of Triton whose Gluon `triton_parted` is written in; others may call things otherwise.
@@ -55,39 +53,6 @@ def outer_sums(device: torch.device) -> ModuleType:
     hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
     gluon = importlib.metadata.version("triton").startswith(GLUON_VERSIONS)
     return triton("parted" if hopper and gluon else "sums")
-
-
-def aligned(tensor: Tensor) -> bool:
-    """Whether every row starts at a multiple of 16 bytes and its elements lie side by side."""
-    return (
-        tensor.stride(-1) == 1
-        and tensor.data_ptr() % ROW_ALIGNMENT_BYTES == 0
-        and all(
-            stride * tensor.element_size() % ROW_ALIGNMENT_BYTES == 0
-            for stride in tensor.stride()[:-1]
-        )
-    )
-
-
-def aligned_copy(tensor: Tensor) -> Tensor:
-    """A copy whose rows are aligned, with unused room at their ends where that takes some.
-
-    Rows of odd length keep both Triton's and the vendor's matrix kernels from wide loads.
-    """
-    step = ROW_ALIGNMENT_BYTES // tensor.element_size()
-    width = tensor.shape[-1] if tensor.dim() else step
-    if not tensor.is_cuda or width < MIN_WIDTH or width % step == 0:
-        return tensor.clone(memory_format=torch.contiguous_format)
-    room = -(-width // ROW_ROOM) * ROW_ROOM
-    copy = tensor.new_empty((*tensor.shape[:-1], room))[..., :width]
-    return copy.copy_(tensor)
-
-
-def as_aligned(tensor: Tensor) -> Tensor:
-    """The tensor itself where kernels can read it in place, else an aligned copy."""
-    if tensor.is_contiguous() and tensor.data_ptr() % ROW_ALIGNMENT_BYTES == 0:
-        return tensor
-    return aligned_copy(tensor)
 
 
 def fits_triton_linear(x_BTD: Tensor, g_BTP: Tensor) -> bool:

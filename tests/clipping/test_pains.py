@@ -105,6 +105,30 @@ def test_bare_parameters_such_as_the_class_token() -> None:
         assert engine.clipped_sum()[f"vit.embeddings.{name}"].any()
 
 
+@pytest.mark.parametrize("how", ["expand", "repeat"])
+def test_class_tokens_may_be_expanded_or_repeated(how: str) -> None:
+    class Tokens(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.token = nn.Parameter(torch.randn(1, 1, 4))
+            self.layer = nn.Linear(4, 4)
+
+    class Expanding(Tokens):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(torch.cat([self.token.expand(len(x), -1, -1), x], 1))
+
+    class Repeating(Tokens):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(torch.cat([self.token.repeat(len(x), 1, 1), x], 1))
+
+    model = (Expanding if how == "expand" else Repeating)().double()
+    engine = assert_exact(model, losses, {"x": torch.randn(3, 5, 4).double()})
+    assert {row.kind for row in engine.plan()} == (
+        {"broadcast", "linear"} if how == "expand" else {"generic"}
+    )
+    assert ("one copy of its parameters" in str(engine.plan())) == (how == "repeat")
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_no_parameter_is_dropped_or_silently_frozen(name: str) -> None:
     case = CASES[name]()

@@ -29,6 +29,8 @@ class PlanRow:
         """The reason for the route, in words."""
         if len(self.modules) > 1:
             return "shared parameters: joint norm with cross terms"
+        if self.kind == "generic":
+            return "no rule of its own: one copy of its parameters per sample"
         if self.shape is None or self.operations is None:
             return "not a matrix product" if self.route != "per call" else "decided by each call"
         T, R, C = self.shape

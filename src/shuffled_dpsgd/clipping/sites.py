@@ -98,7 +98,7 @@ def _rule_for_bare_parameters(module: nn.Module, names: dict[int, str]) -> type[
     own = {key: p for key, p in own.items() if id(p) not in below}
     if not own:
         return None
-    return BroadcastSlot if can_broadcast(own) else GenericSlot
+    return BroadcastSlot if can_broadcast(module, own) else GenericSlot
 
 
 def _refuse_known(module: nn.Module, path: str) -> None:

@@ -10,6 +10,7 @@ Shapes: B samples, S the parameter's shape without its leading one.
 
 from __future__ import annotations
 
+import inspect
 from typing import Any, cast
 
 import torch
@@ -33,11 +34,24 @@ KNOWN = frozenset(
         "torchvision.models.vision_transformer.Encoder",
     }
 )
+_REPEATING = frozenset({"repeat", "repeat_interleave", "tile"})
 
 
-def can_broadcast(parameters: dict[str, nn.Parameter]) -> bool:
-    """Whether every one of a module's bare parameters has a leading axis of length one."""
-    return all(p.dim() >= 2 and p.shape[0] == 1 for p in parameters.values())
+def can_broadcast(module: nn.Module, parameters: dict[str, nn.Parameter]) -> bool:
+    """Whether a module may be one that broadcasts its bare `parameters`.
+
+    They have a leading axis of length one, and its forward repeats nothing: a token repeated over
+    the batch, instead of expanded, would be repeated once more.
+    """
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    repeats = _REPEATING.intersection(code.co_names if code is not None else ())
+    trusted = class_name(module) in KNOWN or not repeats
+    return trusted and all(p.dim() >= 2 and p.shape[0] == 1 for p in parameters.values())
+
+
+def class_name(module: nn.Module) -> str:
+    """The exact qualified name of the module's class."""
+    return f"{type(module).__module__}.{type(module).__qualname__}"
 
 
 class StandIn:
@@ -59,9 +73,8 @@ class BroadcastSlot(CopiesSlot):
 
     def __init__(self, **site: Any) -> None:
         super().__init__(**site)
-        kind = type(self.module)
-        self._unbound: Any = kind.forward
-        self._verified = f"{kind.__module__}.{kind.__qualname__}" in KNOWN
+        self._unbound: Any = type(self.module).forward
+        self._verified = class_name(self.module) in KNOWN
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():

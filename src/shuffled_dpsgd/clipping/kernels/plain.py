@@ -40,7 +40,8 @@ def above_cut_off(squares: Tensor, reach: Tensor, *widths: int) -> Tensor:
     sum of n products comes out wrong by up to n/16 units in the last place of its terms' total
     length (1e-5 of a sum of 3072 squares, as measured on an H200); `reach` is that length for a
     sample's gradient, sum_t |x_t| |g_t|. Norms found too small would let a sample exceed the clip
-    norm; these are too large by a fraction of the rounding of bfloat16 itself.
+    norm; these are too large, by at most width · T / 2^28 of themselves where T tokens have nothing
+    in common: by Gram matrices of 3840 features 0.2 % at 128 tokens, 1.5 % at 1024.
     """
     cut_off = 2.0**-23 * sum(-(-width // 16) for width in widths)
     return squares.clamp(min=0.0) + cut_off * reach.square()

@@ -263,6 +263,7 @@ class ByKeyword(nn.Module):
 @pytest.mark.parametrize(
     "layer",
     [
+        nn.Linear(4, 3),
         nn.LayerNorm(4),
         nn.RMSNorm(4),
         nn.GroupNorm(2, 4),
@@ -274,6 +275,33 @@ class ByKeyword(nn.Module):
 )
 def test_layers_are_called_by_keyword(layer: nn.Module) -> None:
     check(ByKeyword(layer), torch.randn(3, 4, 4))
+
+
+class Hooked(nn.Module):
+    """Its author changes a layer's output gradient by hooks, one of them taken off again."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.first, self.layer, self.last = nn.Linear(4, 4), layer, nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.layer(self.first(x).tanh())
+        if h.requires_grad:
+            h.register_hook(lambda g: g.clamp(-0.1, 0.1))
+            h.register_hook(lambda g: g * 7).remove()
+            h.register_hook(lambda g: g * 3)
+        out: torch.Tensor = self.last(h)
+        return out
+
+
+@pytest.mark.parametrize("shape", [(3, 4), (3, 2, 4)])
+@pytest.mark.parametrize(
+    "layer", [nn.Linear(4, 4), nn.LayerNorm(4), nn.RMSNorm(4)], ids=lambda m: type(m).__name__
+)
+def test_hooks_on_an_output_change_what_is_clipped(
+    layer: nn.Module, shape: tuple[int, ...]
+) -> None:
+    check(Hooked(layer), torch.randn(shape))
 
 
 def test_embeddings_are_called_by_keyword() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -233,6 +234,21 @@ class Listener:
             self._x = None
 
 
+class _ListenerLast(OrderedDict[int, Any]):
+    """Hooks of a tensor among which the listener, under -1, stays the last.
+
+    A parameter's gradient is what is left after all hooks on the output, somebody's own included.
+    """
+
+    __slots__ = ()
+
+    def __setitem__(self, key: int, hook: Any) -> None:
+        super().__setitem__(key, hook)
+        if key != -1 and -1 in self:
+            # Autograd goes by the order of insertion, which `move_to_end` leaves alone.
+            super().__setitem__(-1, self.pop(-1))
+
+
 def _hook(tensor: Tensor, listener: Listener) -> None:
     """`tensor.register_hook(listener)` without a handle that nobody keeps.
 
@@ -243,10 +259,11 @@ def _hook(tensor: Tensor, listener: Listener) -> None:
     if node is None or tensor._backward_hooks is not None:
         tensor.register_hook(listener)
         return
-    hooks: OrderedDict[int, Listener] = OrderedDict()
-    # Handles, should somebody add hooks of their own, count from zero.
-    hooks[-1] = listener
-    tensor._backward_hooks = hooks  # type: ignore[assignment]
+    hooks = _ListenerLast()
+    # Handles, should somebody add hooks of their own, count from zero. Set past the override, for
+    # this runs once a layer and step.
+    OrderedDict.__setitem__(hooks, -1, listener)
+    tensor._backward_hooks = hooks
     node._register_hook_dict(tensor)
 
 

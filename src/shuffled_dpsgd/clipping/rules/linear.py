@@ -143,10 +143,10 @@ class LinearSlot(Slot):
         self.outputs = weight.shape[1 if self.transposed else 0]
         self._last_input: torch.Size | None = None
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         if not torch.is_grad_enabled():
-            return self.plain(x)
-        batch = self.batch()
+            return self.plain(input)
+        batch, x = self.batch(), input
         if x.shape[0] != batch.size:
             x = self.over_batch(x, batch.size)
         part = 0
@@ -253,6 +253,9 @@ class Conv1DSlot(LinearSlot):
     kind = "conv1d-hf"
     function = TransposedLinearFunction
     transposed = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)
 
     def multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         assert bias is not None

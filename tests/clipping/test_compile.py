@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from unittest import mock
 
 import pytest
 import torch
@@ -343,3 +344,58 @@ def test_a_head_with_rows_of_zeros_gives_the_same_sums(
     assert set(widths) == {16, 128}
     torch.testing.assert_close(found.sample_norms, expected.sample_norms, rtol=1e-2, atol=0)
     assert_same_sums(found.clipped_sum(), expected.clipped_sum(), 2e-2)
+
+
+class Mixing(nn.Module):
+    """Words and positions; `fault` says how the samples of a batch are mixed up."""
+
+    def __init__(self, fault: str) -> None:
+        super().__init__()
+        self.words, self.positions = nn.Embedding(9, 8), nn.Embedding(6, 8)
+        self.head = nn.Linear(8, 3)
+        self.fault = fault
+
+    def forward(self, ids: Tensor) -> Tensor:
+        words = self.words(ids)
+        if self.fault == "flipped":
+            words = words.flip(0)
+        positions = self.positions(torch.arange(ids.shape[1])[None])
+        mixed = words + (positions[0] if self.fault == "first row" else positions)
+        if self.fault == "scaled":
+            mixed = mixed / words.abs().max()
+        return self.head(mixed).sum(1)
+
+
+@pytest.mark.parametrize("fault", ["flipped", "first row", "scaled"])
+def test_samples_mixed_in_a_compiled_model_are_found_before_their_sums_are_used(
+    fault: str,
+) -> None:
+    torch.manual_seed(0)
+    model, ids = Mixing(fault), torch.randint(9, (4, 6))
+    engine = ClippingEngine(model)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    for _ in ("found", "found again"):
+        with engine, pytest.raises(UnsupportedModuleError):
+            engine.backward(compiled(ids).square().sum(1))
+        assert not any(total.any() for total in engine.clipped_sum().values())
+        engine.reset()
+
+
+def test_a_compiled_model_is_checked_once_and_compiled_no_more_often() -> None:
+    torch.manual_seed(0)
+    model, ids = Mixing(""), torch.randint(9, (4, 6))
+    engine = ClippingEngine(model)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    with mock.patch.object(
+        engine._axis_check, "run", side_effect=engine._axis_check.run
+    ) as checked:
+        for _ in range(4):
+            with engine:
+                engine.backward(compiled(ids).square().sum(1))
+            engine.reset()
+    assert checked.call_count == 1
+    # One through the operator, one with taps.
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from enum import Enum
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -68,7 +69,8 @@ class Batch:
     have come; those wait in `late`. `entries` are filed by group; norm layers wait in `unsummed`
     for others of their kind and then stand in `norm_runs`, many layers with their (L, B, 2, D)
     per-sample gradients.
-    `halves` are this forward's half-precision copies of parameters, by the parameter's id.
+    `halves` are this forward's half-precision copies of parameters, by the parameter's id, and
+    `inputs` what a compiled forward was called with.
     """
 
     __slots__ = (
@@ -79,6 +81,7 @@ class Batch:
         "entries",
         "factors",
         "halves",
+        "inputs",
         "late",
         "norm_runs",
         "phase",
@@ -107,6 +110,7 @@ class Batch:
         self.squares: dict[int, Tensor] = {}
         self.factors: dict[int, Tensor] = {}
         self.halves: dict[int, Tensor] = {}
+        self.inputs: tuple[Any, Any] | None = None
         self.unsummed: list[Entry] = []
         self.unsummed_bytes = 0
         self.norm_runs: list[tuple[list[Slot], Tensor]] = []
@@ -129,6 +133,7 @@ class Batch:
         """Drop every captured tensor; the batch takes no further backward."""
         self.closed = True
         self.late = None
+        self.inputs = None
         self.halves = {}
         self.unsummed = []
         self.norm_runs = []

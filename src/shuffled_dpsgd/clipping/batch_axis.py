@@ -53,7 +53,6 @@ class BatchAxisCheck:
             UnsupportedModuleError: a layer's input does not grow with the batch, samples change
                 places or see each other, or the model cannot be run with one sample more.
         """
-        self._seen = min(size, 2)
         more_args, more_kwargs = _one_more(args, size), _one_more(dict(kwargs), size)
         lengths: dict[int, set[int]] = {}
         with in_eval_mode(self._model), _buffers_kept(self._model), torch.random.fork_rng():
@@ -74,6 +73,7 @@ class BatchAxisCheck:
             self._check_shared(lengths, more_args, more_kwargs, size + 1)
         if size > 1:
             self._check_rows(args, kwargs, size)
+        self._seen = min(size, 2)
 
     def _check_rows(self, args: Any, kwargs: Mapping[str, Any], size: int) -> None:
         """As the model is, but for dropout layers; in evaluation mode if it is random even so."""

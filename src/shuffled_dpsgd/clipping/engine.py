@@ -255,6 +255,9 @@ class ClippingEngine:
                 torch.get_autocast_dtype(device), reuse=latest is None or latest.closed
             )
         traced = torch.compiler.is_compiling()
+        if traced:
+            # Always: that they are needed once would have the model compiled once more.
+            batch.inputs = (args, kwargs)
         self._recorder.open(batch, signature_of(args, kwargs, device) if traced else None)
 
     def _end(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -285,8 +288,16 @@ class ClippingEngine:
 
     def _finish(self, batch: Batch) -> None:
         if batch.size > 0:
+            self._check_late(batch)
             self._schedule.finish(batch)
         self._watch.check()
+
+    def _check_late(self, batch: Batch) -> None:
+        """Check what a compiled forward could not, before anything of its batch is handed out."""
+        if batch.inputs is not None and self._axis_check.is_due(batch.size):
+            args, kwargs = batch.inputs
+            self._axis_check.run(args, kwargs, batch.size)
+            self._recorder.axis_checked = True
 
 
 def _schedule(strategy: str, rule: ClippingRule) -> Schedule:

@@ -120,6 +120,43 @@ def test_sums_on_an_accelerator_are_the_same_tensors_again_if_nobody_has_them() 
     assert kept.untyped_storage().nbytes() > 0
 
 
+@pytest.mark.parametrize("keeps", [False, True])
+def test_steps_with_sums_used_again_give_the_same_sums(
+    keeps: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on an accelerator: one buffer, the same tensors in every step unless somebody has them."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3))
+    batches = [torch.randn(6, 5) for _ in range(4)]
+
+    def steps() -> tuple[list[dict[str, Tensor]], set[int]]:
+        engine = ClippingEngine(model, clip_norm=0.1)
+        kept, found, tensors = [], [], set()
+        for x in batches:
+            for half in x.split(3):
+                with engine:
+                    engine.backward(model(half).square().sum(1))
+            sums = engine.clipped_sum()
+            tensors.add(id(sums["0.weight"]))
+            found.append({name: total.clone() for name, total in sums.items()})
+            for name, parameter in model.named_parameters():
+                parameter.grad = sums[name]
+            model.zero_grad(set_to_none=True)
+            kept += [sums] if keeps else []
+            engine.reset()
+            del sums
+        for sums, values in zip(kept, found, strict=False):
+            assert all(torch.equal(sums[name], values[name]) for name in values)
+        return found, tensors
+
+    expected, _ = steps()
+    monkeypatch.setattr("shuffled_dpsgd.clipping.totals.lie_apart", lambda device: False)
+    found, tensors = steps()
+    for one, other in zip(found, expected, strict=True):
+        assert all(torch.equal(one[name], other[name]) for name in one)
+    assert len(tensors) == (4 if keeps else 1)
+
+
 def test_sums_on_two_devices_are_made_anew() -> None:
     owned = parameters()
     owned["far"] = nn.Parameter(torch.zeros(4, 4, device="meta"))

@@ -18,6 +18,11 @@ _ALIGNMENT = 64
 _kind = attrgetter("device", "dtype")
 
 
+def lie_apart(device: torch.device) -> bool:
+    """Whether every sum has memory of its own there, rather than a part of one buffer."""
+    return device.type == "cpu"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Room:
     """Parameters whose sums share an allocation: by name, and as they are to be cut from it."""
@@ -38,7 +43,7 @@ class Room:
         """
         make = torch.zeros if zero else torch.empty
         options: Any = {"dtype": self.dtype, "device": self.device}
-        if self.device.type == "cpu":
+        if lie_apart(self.device):
             apart = {}
             for name, shape in zip(self.names, self.shapes, strict=True):
                 found = None if spare is None else spare.take(name, shape, self.dtype)

@@ -14,10 +14,7 @@ from typing import Any
 import torch
 
 from shuffled_dpsgd.clipping import ClippingEngine
-from shuffled_dpsgd.errors import (
-    BudgetExhaustedError,
-    InvalidArgumentError,
-)
+from shuffled_dpsgd.errors import BudgetExhaustedError, InvalidArgumentError
 from shuffled_dpsgd.permutation import Permutation, PermutationSpec, apply, draw, identity
 from shuffled_dpsgd.training.card import PrivacyCard, write_card
 from shuffled_dpsgd.training.data import (
@@ -38,8 +35,9 @@ from shuffled_dpsgd.training.ledger import Ledger
 from shuffled_dpsgd.training.mechanism import Mechanism, Release
 from shuffled_dpsgd.training.metrics import LossMeter, StepMetrics, describe_step
 from shuffled_dpsgd.training.plan import PrivacyPlan
-from shuffled_dpsgd.training.randomness import RandomStreams
+from shuffled_dpsgd.training.randomness import RandomStreams, fingerprint
 from shuffled_dpsgd.training.sampler import Sampler
+from shuffled_dpsgd.training.update import GuardedOptimizer
 from shuffled_dpsgd.training.watches import ModelWatch
 
 
@@ -87,12 +85,11 @@ class PrivateTraining:
         self._current: PhysicalBatch | None = None
         self._drawn = 0
         self._depth = 0
-        self._updating = False
         self._exhausted = False
         self._stream: object = None
         self._watch = ModelWatch(model, optimizer)
         self._weights = WeightCheck(self._trainable)
-        self._guard = optimizer.register_step_pre_hook(self._refuse_foreign_step)
+        self._optimizer = GuardedOptimizer(optimizer, self._trainable)
 
     @property
     def device(self) -> torch.device:
@@ -242,7 +239,7 @@ class PrivateTraining:
         """Detach from the model and the optimizer; nothing of ours stays on them."""
         while self._depth:
             self.__exit__(None, None, None)
-        self._guard.remove()
+        self._optimizer.remove()
 
     def __enter__(self) -> PrivateTraining:
         if self._depth == 0:
@@ -274,9 +271,9 @@ class PrivateTraining:
         """
         if self.plan.secure:
             return self.streams.token(self.steps_taken)
-        start = _summary([p.detach() for p in self._trainable.values()])
-        summary = None if sums is None else _summary(list(sums.values()))
-        return self.streams.token(self.steps_taken, start=start, sums=summary)
+        start = fingerprint([p.detach() for p in self._trainable.values()])
+        ending = None if sums is None else fingerprint(list(sums.values()))
+        return self.streams.token(self.steps_taken, start=start, sums=ending)
 
     def _batches(self, data: MapStyle, steps: range, options: dict[str, Any]) -> Iterator[Any]:
         logical = (
@@ -363,7 +360,7 @@ class PrivateTraining:
         sums = {name: clipped[name].contiguous() for name in self._trainable}
         self._record(sums)
         release = self.mechanism.privatize(sums, step=step, frame=self.frame)
-        self._optimize(sums)
+        self._optimizer.update(sums)
         return release
 
     def _record(self, sums: dict[str, torch.Tensor]) -> None:
@@ -373,17 +370,6 @@ class PrivateTraining:
             self._exhausted = True
             raise
 
-    def _optimize(self, gradients: dict[str, torch.Tensor]) -> None:
-        for name, parameter in self._trainable.items():
-            parameter.grad = gradients[name].to(parameter.dtype)
-        self._updating = True
-        try:
-            self.optimizer.step()
-        finally:
-            self._updating = False
-        for parameter in self._trainable.values():
-            parameter.grad = None
-
     def _permute(self, step: int) -> None:
         assert self.spec is not None, "a plan that permutes has a spec"
         generator = self.streams.torch("permutation", step, device=self.device)
@@ -391,21 +377,3 @@ class PrivateTraining:
         apply(permutation, self.model, self.optimizer)
         if self.frame is not None:
             self.frame = self.frame.then(permutation)
-
-    def _refuse_foreign_step(
-        self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any
-    ) -> None:
-        if not self._updating:
-            raise InvalidArgumentError(
-                "optimizer.step",
-                expected="private.step(), which privatizes the gradient first",
-                got="a direct call",
-                remedy="call private.close() when the private run is over",
-            )
-
-
-def _summary(tensors: list[torch.Tensor]) -> str:
-    """Norm and sum of each tensor, to the last bit: differs, for all practical ends, if they do."""
-    norms = [norm.double() for norm in torch._foreach_norm(tensors, 2)]
-    totals = [tensor.sum(dtype=torch.float64) for tensor in tensors]
-    return repr(torch.stack(norms + totals).tolist())

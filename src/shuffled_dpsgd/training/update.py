@@ -1,0 +1,53 @@
+"""The one way to the user's optimizer: privatized gradients in, an update out, nothing left."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from shuffled_dpsgd.errors import InvalidArgumentError
+
+
+class GuardedOptimizer:
+    """Steps the user's optimizer with given gradients, and refuses steps by anybody else.
+
+    Only privatized gradients may reach the weights, so a direct `optimizer.step()` is an error
+    until `remove`.
+    """
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, trainable: Mapping[str, torch.nn.Parameter]
+    ) -> None:
+        self._optimizer = optimizer
+        self._trainable = trainable
+        self._updating = False
+        self._hook = optimizer.register_step_pre_hook(self._refuse_foreign_step)
+
+    def update(self, gradients: Mapping[str, torch.Tensor]) -> None:
+        """One step with these gradients, which are gone from the parameters afterwards."""
+        for name, parameter in self._trainable.items():
+            parameter.grad = gradients[name].to(parameter.dtype)
+        self._updating = True
+        try:
+            self._optimizer.step()
+        finally:
+            self._updating = False
+        for parameter in self._trainable.values():
+            parameter.grad = None
+
+    def remove(self) -> None:
+        """Let the optimizer be stepped by anybody again."""
+        self._hook.remove()
+
+    def _refuse_foreign_step(
+        self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any
+    ) -> None:
+        if not self._updating:
+            raise InvalidArgumentError(
+                "optimizer.step",
+                expected="private.step(), which privatizes the gradient first",
+                got="a direct call",
+                remedy="call private.close() when the private run is over",
+            )

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from decimal import Decimal, getcontext
 
+import mpmath
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
-from scipy.special import log_ndtr
 
 from shuffled_dpsgd.accounting import theorem
 from shuffled_dpsgd.accounting.theorem import (
@@ -22,10 +22,11 @@ from shuffled_dpsgd.errors import InvalidArgumentError
 
 
 def analytic_gaussian(epsilon: float, sigma: float) -> float:
-    """Balle & Wang 2018, equation 6, in log space."""
-    first = log_ndtr(0.5 / sigma - epsilon * sigma)
-    second = epsilon + log_ndtr(-0.5 / sigma - epsilon * sigma)
-    return float(np.exp(first) * -np.expm1(second - first)) if second < first else 0.0
+    """Balle & Wang 2018, equation 6, to forty digits: in double precision it cancels."""
+    with mpmath.workdps(40):
+        half, shift = 1 / (2 * mpmath.mpf(sigma)), mpmath.mpf(epsilon) * mpmath.mpf(sigma)
+        second = mpmath.exp(mpmath.mpf(epsilon)) * mpmath.ncdf(-half - shift)
+        return float(mpmath.ncdf(half - shift) - second)
 
 
 def printed_formula(epsilon: float, sigma: float, d: int, clip: float) -> float:
@@ -46,10 +47,14 @@ def printed_formula(epsilon: float, sigma: float, d: int, clip: float) -> float:
 
 
 @given(sigma=st.floats(0.05, 100.0), share=st.floats(0.0, 3.0))
+@example(sigma=99.0, share=2.8531302481552245)
+@example(sigma=93.80992027389847, share=2.9948136660414497)
 def test_one_dimension_is_the_analytic_gaussian_mechanism(sigma: float, share: float) -> None:
     epsilon = share / sigma
     ours = theorem_delta(epsilon, sigma, dimension=1, batch_clip=1.0)
-    assert ours == pytest.approx(analytic_gaussian(epsilon, sigma), rel=1e-12, abs=1e-300)
+    # The two terms differ by a share of 1/sigma, and so much of their precision is lost.
+    rel = 1e-12 * max(1.0, sigma / 40)
+    assert ours == pytest.approx(analytic_gaussian(epsilon, sigma), rel=rel, abs=1e-300)
 
 
 def test_one_dimension_against_forty_digits() -> None:

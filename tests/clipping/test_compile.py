@@ -382,6 +382,21 @@ def test_samples_mixed_in_a_compiled_model_are_found_before_their_sums_are_used(
         engine.reset()
 
 
+def test_the_check_of_a_compiled_model_runs_under_the_autocast_of_its_forward() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 2))
+    engine = ClippingEngine(model)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    x = torch.randn(3, 5).bfloat16()
+    with engine:
+        with torch.autocast("cpu", torch.bfloat16):
+            out = compiled(x)
+        engine.backward(out.float().square().sum(1))
+    assert bool((engine.sample_norms > 0).all())
+    assert not engine._axis_check.is_due(3)
+
+
 def test_a_compiled_model_is_checked_once_and_compiled_no_more_often() -> None:
     torch.manual_seed(0)
     model, ids = Mixing(""), torch.randint(9, (4, 6))

@@ -70,7 +70,7 @@ class Batch:
     for others of their kind and then stand in `norm_runs`, many layers with their (L, B, 2, D)
     per-sample gradients.
     `halves` are this forward's half-precision copies of parameters, by the parameter's id, and
-    `inputs` what a compiled forward was called with.
+    `inputs` what a compiled forward was called with, and under which autocast, if any.
     """
 
     __slots__ = (
@@ -110,7 +110,7 @@ class Batch:
         self.squares: dict[int, Tensor] = {}
         self.factors: dict[int, Tensor] = {}
         self.halves: dict[int, Tensor] = {}
-        self.inputs: tuple[Any, Any] | None = None
+        self.inputs: tuple[Any, Any, torch.dtype | None] | None = None
         self.unsummed: list[Entry] = []
         self.unsummed_bytes = 0
         self.norm_runs: list[tuple[list[Slot], Tensor]] = []

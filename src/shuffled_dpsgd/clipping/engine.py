@@ -257,7 +257,8 @@ class ClippingEngine:
         traced = torch.compiler.is_compiling()
         if traced:
             # Always: that they are needed once would have the model compiled once more.
-            batch.inputs = (args, kwargs)
+            lower = torch.is_autocast_enabled(device)
+            batch.inputs = (args, kwargs, torch.get_autocast_dtype(device) if lower else None)
         self._recorder.open(batch, signature_of(args, kwargs, device) if traced else None)
 
     def _end(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -295,8 +296,9 @@ class ClippingEngine:
     def _check_late(self, batch: Batch) -> None:
         """Check what a compiled forward could not, before anything of its batch is handed out."""
         if batch.inputs is not None and self._axis_check.is_due(batch.size):
-            args, kwargs = batch.inputs
-            self._axis_check.run(args, kwargs, batch.size)
+            args, kwargs, dtype = batch.inputs
+            with torch.autocast(batch.device, dtype=dtype, enabled=dtype is not None):
+                self._axis_check.run(args, kwargs, batch.size)
             self._recorder.axis_checked = True
 
 

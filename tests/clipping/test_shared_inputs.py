@@ -96,14 +96,18 @@ def test_a_lookup_expanded_by_the_model_itself_is_refused() -> None:
         run(ClippingEngine(Positions()), losses, {"x": torch.randn(3, 5, 4)})
 
 
-def test_one_layer_called_twice_in_a_row_on_what_all_share() -> None:
-    class Twice(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.own = nn.Linear(4, 4)
-            self.layer = nn.Linear(4, 4)
-            self.table = nn.Buffer(torch.randn(1, 5, 4))
+class Sharing(nn.Module):
+    """A layer for the samples, and one for a table that all of them share."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = nn.Linear(4, 4)
+        self.layer = nn.Linear(4, 4)
+        self.table = nn.Buffer(torch.randn(1, 5, 4))
+
+
+def test_one_layer_called_twice_in_a_row_on_what_all_share() -> None:
+    class Twice(Sharing):
         def forward(self, x: Tensor) -> Tensor:
             return self.own(x) * self.layer(torch.tanh(self.layer(self.table)))
 
@@ -111,13 +115,7 @@ def test_one_layer_called_twice_in_a_row_on_what_all_share() -> None:
 
 
 def test_a_random_model_cannot_be_compared_and_is_passed() -> None:
-    class Noisy(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.own = nn.Linear(4, 4)
-            self.layer = nn.Linear(4, 4)
-            self.table = nn.Buffer(torch.randn(1, 5, 4))
-
+    class Noisy(Sharing):
         def forward(self, x: Tensor) -> Tensor:
             return self.own(x) * self.layer(self.table) + torch.randn_like(x)
 

@@ -8,9 +8,10 @@ For T positions, R rows and C columns of the weight, per sample:
 - instantiate: 2·T·R·C once, and R·C numbers written and read back twice
 
 The traffic of the last is weighed by how many operations a device does while it moves one float32
-number three times. On a CPU that is far fewer than on an accelerator; and there one of the two
-Gram matrices, of the narrower side, is added in float64 at twice the price, while products this
-small run at four fifths of the speed of large ones (`kernels/host.py`; AMD Zen 4, MKL).
+number three times: some 1800 on an H200, counted as more because every layer also takes launches of
+its own. On a CPU that is far fewer than on an accelerator; and there one of the two Gram matrices,
+of the narrower side, is added in float64 at twice the price, while products this small run at four
+fifths of the speed of large ones (`kernels/host.py`; AMD Zen 4, MKL).
 On an accelerator each pair of blocks of tokens is multiplied once, Gram matrices being symmetric.
 """
 

@@ -26,6 +26,9 @@ from shuffled_dpsgd.errors import UnsupportedModuleError
 # Relative to the length of a row; wider than what another batch size does to rounding.
 _TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3}
 _HALF_TOLERANCE = 0.1
+# Of that tolerance: what random numbers may do to one batch run twice before the model counts as
+# random. One pair of runs shows less of it than the several that are compared, so far less.
+_REPEATED = 0.1
 
 Rows = dict[int, list[Tensor]]
 OUTPUTS = -1
@@ -79,7 +82,7 @@ def _halves_differ(rows_B3: Tensor, halves: tuple[Rows, Rows], index: int, call:
 def repeats(one: Rows, other: Rows) -> bool:
     """Whether two runs of one batch agree: a model that draws random numbers does not."""
     return not any(
-        len(a_B3) == len(b_B3) and _differ(a_B3, b_B3)
+        len(a_B3) == len(b_B3) and _differ(a_B3, b_B3, _REPEATED)
         for index, calls in one.items()
         for a_B3, b_B3 in zip(calls, other.get(index, []), strict=False)
     )
@@ -108,9 +111,10 @@ def moved_rows(path: str) -> UnsupportedModuleError:
     )
 
 
-def _differ(one_B3: Tensor, other_B3: Tensor) -> bool:
+def _differ(one_B3: Tensor, other_B3: Tensor, share: float = 1.0) -> bool:
+    """Whether a mark is further from the other than this share of its tolerance."""
     marks_B, tolerance_B, _ = one_B3.unbind(1)
-    return bool(((other_B3[:, 0] - marks_B).abs() > tolerance_B).any())
+    return bool(((other_B3[:, 0] - marks_B).abs() > share * tolerance_B).any())
 
 
 @contextmanager
@@ -150,7 +154,9 @@ def _fingerprints(tensor: Tensor, axis: int, coarse: bool) -> Tensor:
     x_BN = x_BN.reshape(tensor.shape[axis], -1)
     weights_N = torch.arange(x_BN.shape[1], device=x_BN.device).double().cos().to(x_BN.dtype)
     marks_B = (x_BN @ weights_N).double()
-    norms_B = torch.linalg.vector_norm(x_BN, dim=1, dtype=torch.float64)
+    # A wider type than this one would have PyTorch copy the whole tensor into it.
+    wide = torch.float32 if x_BN.dtype in (torch.float16, torch.bfloat16) else x_BN.dtype
+    norms_B = torch.linalg.vector_norm(x_BN, dim=1, dtype=wide).double()
     sizes_B = torch.full_like(norms_B, x_BN.shape[1])
     marks_B3 = torch.stack([marks_B, norms_B * (1e-8 if exact else tolerance), sizes_B], 1)
     return marks_B3.nan_to_num(0.0)

@@ -28,6 +28,7 @@ from shuffled_dpsgd.clipping.kernels import (  # noqa: E402
     triton_rows,
     triton_sums,
     triton_tiles,
+    triton_wide,
 )
 
 DEVICE = "cuda" if ON_GPU else "cpu"
@@ -76,12 +77,12 @@ def test_the_length_of_all_terms_and_the_bias(shape: tuple[int, ...]) -> None:
 def test_norms_of_a_vocabulary_shared_out(
     tokens: int, bias: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(triton_linear, "multiprocessors", lambda device: 8)
+    monkeypatch.setattr(triton_wide, "multiprocessors", lambda device: 8)
     x, room = draw(3, tokens, 64, seed=0), draw(3, tokens, 1024, seed=1)
     room[..., 901:] = float("nan")
     g = room[..., :901]
     expected = plain.tile_sq_norms(x.double(), g.double(), bias)
-    found = triton_linear.wide_gram_sq_norms(x, g, bias)
+    found = triton_wide.gram_sq_norms(x, g, bias)
     assert ((found - expected) / expected).abs().max() < 1e-2
     assert (found >= expected * (1 - 1e-6)).all()
     found = triton_tiles.tile_sq_norms([x], [g], bias)[0]
@@ -89,6 +90,49 @@ def test_norms_of_a_vocabulary_shared_out(
     row = torch.zeros(901, device=DEVICE)
     triton_rows.weighted_row_sums([g], torch.ones(3, device=DEVICE), [row])
     assert (row - g.double().sum((0, 1))).norm() / row.norm() < 1e-6
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("stretch", [1 << 12, 1 << 21])
+@pytest.mark.parametrize("tokens", [129, 200, 256, 300])
+def test_norms_of_a_vocabulary_for_pairs_of_blocks(
+    tokens: int, stretch: int, bias: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(triton_wide, "multiprocessors", lambda device: 8)
+    monkeypatch.setattr(triton_wide, "MAX_STRETCH", stretch)
+    x, room = draw(2, tokens, 72, seed=0), draw(2, tokens, 512, seed=1)
+    room[..., 451:] = float("nan")
+    g = room[..., :451]
+    for a, b in [(x, g), (g, x)]:
+        expected = plain.gram_sq_norms(a.double(), b.double(), bias)
+        found = triton_wide.gram_sq_norms(a, b, bias)
+        assert ((found - expected) / expected).abs().max() < 1e-2
+        assert (found >= expected * (1 - 1e-6)).all()
+
+
+def test_a_poisoned_sample_of_a_vocabulary_is_seen_and_spoils_no_other() -> None:
+    x, g = draw(3, 150, 32, seed=0), draw(3, 150, 200, seed=1)
+    clean = triton_wide.gram_sq_norms(x, g, True)
+    g[1, 149, 199] = float("nan")
+    found = triton_wide.gram_sq_norms(x, g, True)
+    assert found.isnan().tolist() == [False, True, False]
+    assert torch.equal(found[[0, 2]], clean[[0, 2]])
+
+
+def test_the_shares_of_a_vocabulary_cover_it_within_their_bounds() -> None:
+    for width, tokens, samples in [
+        (50257, 1024, 8),
+        (50257, 128, 32),
+        (30001, 300, 1),
+        (130, 9, 2),
+    ]:
+        blocks = samples * (-(-tokens // 128)) * (-(-tokens // 128) + 1) // 2
+        by = triton_wide.cut(width, tokens, blocks, 1 << 16, 132)
+        assert (by.parts - 1) * by.share < by.whole <= by.parts * by.share
+        assert 0 <= width - by.whole < triton_wide.STEP
+        assert by.share % triton_wide.STEP == by.stretch % triton_wide.STEP == 0
+        assert by.parts * blocks << 16 <= triton_wide.MAX_STORED_BYTES
+        assert by.stretch * tokens < triton_wide.MAX_STRETCH + triton_wide.STEP * tokens
 
 
 @pytest.mark.parametrize("tokens", [129, 191, 192, 193, 197, 208])
@@ -269,8 +313,9 @@ def test_sums_with_loading_and_multiplying_kept_apart(
 
 
 @pytest.mark.gpu
-def test_a_vocabulary_s_norms_on_a_gpu() -> None:
-    x, wide = draw(4, 100, 64, seed=0), draw(4, 100, 30_080, seed=1)
+@pytest.mark.parametrize("tokens", [100, 128, 129, 200, 256, 300])
+def test_a_vocabulary_s_norms_on_a_gpu(tokens: int) -> None:
+    x, wide = draw(4, tokens, 64, seed=0), draw(4, tokens, 30_080, seed=1)
     g = wide[..., :30_001]
     found = kernels.gram_sq_norms(x, g, True)
     expected = plain.tile_sq_norms(x.double(), g.double(), True)

@@ -20,13 +20,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from enum import Enum
 
-from shuffled_dpsgd.clipping.kernels.dispatch import MAX_GRAM_WIDTH
-
 OPERATIONS_PER_NUMBER = 3000
 OPERATIONS_PER_NUMBER_ON_CPU = 160
 # Stored gradients may take up to so many times the room of the inputs and gradients they replace.
 MEMORY_RATIO, MEMORY_RATIO_ON_CPU = 0.5, 2.0
-# Gram matrices on an accelerator: each pair of blocks of tokens once, unless rows are very wide.
+# Tokens of a block on an accelerator, where each pair of blocks is multiplied once.
 SYMMETRIC_BLOCK = 128
 
 
@@ -49,8 +47,6 @@ def operations(T: int, R: int, C: int, device: str) -> tuple[int, int, int]:
         gram = 5 * T * T * (2 * min(R, C) + max(R, C)) // 2
         return gram, tiles, OPERATIONS_PER_NUMBER_ON_CPU * R * C
     gram = T * (T + min(T, SYMMETRIC_BLOCK)) * (R + C)
-    if max(R, C) > MAX_GRAM_WIDTH and T > SYMMETRIC_BLOCK:
-        gram = 2 * T * T * (R + C)
     return gram, tiles, OPERATIONS_PER_NUMBER * R * C
 
 
@@ -59,6 +55,8 @@ def cheapest(T: int, R: int, C: int, device: str) -> Route:
 
     >>> cheapest(128, 768, 3072, "cuda"), cheapest(4096, 768, 768, "cuda")
     (<Route.GRAM: 'gram'>, <Route.INSTANTIATE: 'instantiate'>)
+    >>> cheapest(1024, 50257, 768, "cuda"), cheapest(2048, 50257, 768, "cuda")
+    (<Route.GRAM: 'gram'>, <Route.TILES: 'tiles'>)
     >>> cheapest(64, 256, 8192, "cpu"), cheapest(512, 768, 768, "cpu")
     (<Route.GRAM: 'gram'>, <Route.INSTANTIATE: 'instantiate'>)
     """

@@ -29,7 +29,7 @@ MIN_TOKENS = 8
 MIN_STORED = 1 << 16
 # Releases of Triton whose Gluon `triton_parted` is written in; others may call things otherwise.
 GLUON_VERSIONS = ("3.6.",)
-# One program per sample reads a layer's rows alone; past this width they are shared out.
+# One program reads a pair of blocks of tokens alone; past this width they are shared out.
 MAX_GRAM_WIDTH = 16384
 
 
@@ -91,8 +91,8 @@ def gram_sq_norm_sums(
     for run in alike(pairs, biases):
         x, g = pairs[run[0]]
         fits = fits_triton_linear(x, g)
-        if fits and g.shape[2] > MAX_GRAM_WIDTH and x.shape[1] <= triton("linear").GRAM_BLOCK:
-            found += [triton("linear").wide_gram_sq_norms(*pairs[i], biases[i]) for i in run]
+        if fits and max(x.shape[2], g.shape[2]) > MAX_GRAM_WIDTH:
+            found += [triton("wide").gram_sq_norms(*pairs[i], biases[i]) for i in run]
         elif fits:
             xs, gs = zip(*(pairs[i] for i in run), strict=True)
             two_part = triton("gram").MIN_TOKENS <= x.shape[1] <= triton("gram").MAX_TOKENS

@@ -4,7 +4,8 @@ Shapes: L layers, B samples, T tokens, D input features, P output features. Oper
 or float16; every product is accumulated in float32. The tensors of the L layers are found through
 tables of addresses, so captured activations are read where they lie.
 
-This file has the norms by Gram matrices; `triton_sums` has what multiplies gradients out.
+This file has the norms by Gram matrices; `triton_wide` has those of very wide layers, `triton_sums`
+what multiplies gradients out.
 """
 
 from __future__ import annotations
@@ -22,6 +23,14 @@ from shuffled_dpsgd.clipping.kernels.addresses import address_table
 
 GRAM_BLOCK = 128
 ELEMENT = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    """How many programs of the matrix kernels a device runs at a time."""
+    if device.type != "cuda":
+        return 1
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 @triton.jit
@@ -110,65 +119,3 @@ def gram_sq_norms(xs: Sequence[Tensor], gs: Sequence[Tensor], bias: bool) -> Ten
     )  # fmt: skip
     squares_LB, reach_LB = out.sum(2).unbind(2)
     return plain.above_cut_off(squares_LB, reach_LB, D, P)
-
-
-@functools.cache
-def multiprocessors(device: torch.device) -> int:
-    """How many programs of the matrix kernels a device runs at a time."""
-    if device.type != "cuda":
-        return 1
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
-
-
-def even_parts(samples: int, at_a_time: int) -> int:
-    """Into how many parts, at most 16, each sample is cut so that the last round is full too.
-
-    >>> even_parts(32, 132), even_parts(64, 132), even_parts(1, 132)
-    (4, 2, 16)
-    """
-    return min(range(1, 17), key=lambda parts: (-(-samples * parts // at_a_time) / parts, parts))
-
-
-@triton.jit
-def split_gram_kernel(  # type: ignore[no-untyped-def]
-    g, out_SBTT, B, T, P, g_batch, g_row, share,
-    EVEN_T: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
-):  # fmt: skip
-    """The share of <g_t, g_s> that one slice of the features gives, for one sample."""
-    part, sample = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    t = tl.arange(0, BLOCK)
-    first = part * share
-    width = tl.minimum(share, P - first)
-    # A mask that may end anywhere keeps loads from being wide: it is left to the last few features.
-    whole = tl.multiple_of(width // STEP * STEP, STEP)
-    g += sample * g_batch + first
-    gram = gram_block(g, t, t, T, whole, g_row, True, BLOCK, STEP, EVEN_T)
-    if whole < width:
-        gram += gram_block(g + whole, t, t, T, width - whole, g_row, True, BLOCK, STEP, False)
-    out = out_SBTT + (part * B + sample) * T * T + t[:, None] * T + t[None, :]
-    tl.store(out, gram, mask=(t < T)[:, None] & (t < T)[None, :])
-
-
-def wide_gram_sq_norms(x_BTD: Tensor, g_BTP: Tensor, bias: bool) -> Tensor:
-    """`plain.gram_sq_norms` of one layer with very many outputs, such as a vocabulary head.
-
-    One program per sample would leave most of the GPU idle, so the features are shared out; the
-    (T, T) matrices are written down, which is small beside the gradient itself. T is at most
-    GRAM_BLOCK.
-    """
-    (B, T, _), P = x_BTD.shape, g_BTP.shape[2]
-    parts = even_parts(B, multiprocessors(g_BTP.device))
-    share = triton.cdiv(triton.cdiv(P, parts), 64) * 64
-    parts = triton.cdiv(P, share)
-    block = max(16, triton.next_power_of_2(T))
-    out = torch.empty(parts, B, T, T, dtype=torch.float32, device=g_BTP.device)
-    split_gram_kernel[(parts, B)](
-        g_BTP, out, B, T, P, g_BTP.stride(0), g_BTP.stride(1), share,
-        EVEN_T=block == T, BLOCK=block, STEP=64, num_warps=8 if block == 128 else 4, num_stages=4,
-    )  # fmt: skip
-    x_gram = plain.inner_products(x_BTD, x_BTD)
-    if bias:
-        x_gram += 1.0
-    products = out.sum(0).mul_(x_gram)
-    reach_B = products.diagonal(dim1=1, dim2=2).clamp(min=0.0).sqrt().sum(1)
-    return plain.above_cut_off(products.sum((1, 2)), reach_B, x_BTD.shape[2], share)

@@ -123,7 +123,7 @@ def test_cost_rule_takes_the_cheaper_route() -> None:
     assert cost.cheapest(4096, 768, 768, "cuda") is cost.Route.INSTANTIATE
     assert cost.cheapest(1024, 768, 3072, "cuda") is cost.Route.GRAM
     assert cost.cheapest(1024, 50257, 768, "cuda") is cost.Route.GRAM
-    assert cost.cheapest(2048, 50257, 768, "cuda") is cost.Route.TILES
+    assert cost.cheapest(1440, 50257, 768, "cuda") is cost.Route.TILES
 
 
 def test_cost_rule_stores_more_on_a_cpu_but_not_without_bound() -> None:

@@ -55,7 +55,7 @@ def cheapest(T: int, R: int, C: int, device: str) -> Route:
 
     >>> cheapest(128, 768, 3072, "cuda"), cheapest(4096, 768, 768, "cuda")
     (<Route.GRAM: 'gram'>, <Route.INSTANTIATE: 'instantiate'>)
-    >>> cheapest(1024, 50257, 768, "cuda"), cheapest(2048, 50257, 768, "cuda")
+    >>> cheapest(1024, 50257, 768, "cuda"), cheapest(1440, 50257, 768, "cuda")
     (<Route.GRAM: 'gram'>, <Route.TILES: 'tiles'>)
     >>> cheapest(64, 256, 8192, "cpu"), cheapest(512, 768, 768, "cpu")
     (<Route.GRAM: 'gram'>, <Route.INSTANTIATE: 'instantiate'>)

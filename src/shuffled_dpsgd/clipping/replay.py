@@ -20,6 +20,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from shuffled_dpsgd.clipping.branches import StreamBranches, branching
 from shuffled_dpsgd.clipping.kernels.addresses import Tables, holding
 from shuffled_dpsgd.clipping.rules.norms import Unsummed
 
@@ -134,10 +135,12 @@ class GraphRecorder:
     def __init__(self) -> None:
         self._pool: Any = None
         self._stream: torch.cuda.Stream | None = None
+        self._branches: StreamBranches | None = None
 
     def __call__(self, work: Work) -> Recording:
-        if self._stream is None:
+        if self._stream is None or self._branches is None:
             self._stream, self._pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
+            self._branches = StreamBranches()
         graph = torch.cuda.CUDAGraph()
         self._stream.wait_stream(torch.cuda.current_stream())
         # `torch.cuda.graph` would empty the allocator's cache, and with it lose every place.
@@ -145,7 +148,8 @@ class GraphRecorder:
             # Other threads, such as a loader that pins memory, may use the device meanwhile.
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
-                result = work()
+                with branching(self._branches):
+                    result = work()
             finally:
                 graph.capture_end()
         torch.cuda.current_stream().wait_stream(self._stream)

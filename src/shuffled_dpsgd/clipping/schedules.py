@@ -121,8 +121,7 @@ class WholeGradient:
             entry.saved = entry.slot.compact(entry.saved, rule.choose)
             entries.setdefault(entry.slot.group, []).append(entry)
         filed = [(rule.groups[index], found) for index, found in entries.items()]
-        norm_runs = [*batch.norm_runs, *_summed(batch.unsummed)]
-        wholesale = Wholesale(filed, norm_runs, rule.choose)
+        wholesale = Wholesale(filed, lambda: _norm_runs(batch), rule.choose)
         norms_B = rule.norms(wholesale.squares(), batch)
         wholesale.add_sums(rule.factors(norms_B, batch), sums, new)
         return norms_B
@@ -143,6 +142,10 @@ class WholeGradient:
         stream = torch.cuda.current_stream().cuda_stream
         others = (stream, new, batch.size, batch.scale, *slots)
         return places_of([*values, *self.rule.totals.buffers], *others)
+
+
+def _norm_runs(batch: Batch) -> list[tuple[list[Slot], Tensor]]:
+    return [*batch.norm_runs, *_summed(batch.unsummed)]
 
 
 def _summed(waiting: Sequence[Entry]) -> list[tuple[list[Slot], Tensor]]:

@@ -3,14 +3,15 @@
 A GPU is slowed down less by the arithmetic than by the number of operations asked of it, and a
 Transformer repeats its few layer shapes dozens of times. So linear layers of one shape share a
 launch, and all small per-sample gradients are put side by side. What fits neither pattern is left
-to its group.
+to its group. What is small is done beside what is large where `branches` allows it.
 
 Shapes: B samples, N coordinates of all small per-sample gradients together.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from shuffled_dpsgd.clipping import cost, kernels
 from shuffled_dpsgd.clipping.batch import Entry
+from shuffled_dpsgd.clipping.branches import side_by_side
 from shuffled_dpsgd.clipping.captures import (
     Contribution,
     DenseGrad,
@@ -30,7 +32,10 @@ from shuffled_dpsgd.clipping.rules.base import Slot
 
 # Per-sample gradients larger than this are worth an operation of their own.
 _SMALL, _SMALL_ON_CPU = 1 << 16, 1 << 12
+# Launches for linear layers' norms are dealt out to so many lanes; see `branches.SIDE_STREAMS`.
+LINEAR_LANES = 1
 Named = tuple[str, Contribution]
+NormRun = tuple[Sequence[Slot], Tensor]
 Kind = TypeVar("Kind", OuterGrad, RowSumGrad)
 # The norms that many linear layers find together.
 _LINEAR_NORMS = {
@@ -42,18 +47,19 @@ _LINEAR_NORMS = {
 class Wholesale:
     """The entries of one backward, sorted by how they are settled.
 
-    `filed` holds each group with its entries. `squares` must be asked for before `add_sums`, and
-    each only once.
+    `filed` holds each group with its entries; `norm_runs` finds what norm layers have together.
+    `squares` must be asked for before `add_sums`, and each only once.
     """
 
     def __init__(
         self,
         filed: Iterable[tuple[Group, Sequence[Entry]]],
-        norm_runs: Sequence[tuple[Sequence[Slot], Tensor]],
+        norm_runs: Callable[[], Sequence[NormRun]],
         choose: cost.Chooser,
     ) -> None:
         self._choose = choose
-        self._norm_runs = norm_runs
+        self._find_norm_runs = norm_runs
+        self._norm_runs: Sequence[NormRun] = ()
         self._parts: list[Named] = []
         self._linear: dict[cost.Route, list[tuple[OuterGrad, RowSumGrad | None]]] = {}
         # The bias of a weight, both by name: they are summed together.
@@ -91,7 +97,15 @@ class Wholesale:
 
     def squares(self) -> list[Tensor]:
         """(B,) squared norms whose sum is the squared norm over all parameters."""
-        found = [group.sq_norms(entries, self._choose) for group, entries in self._grouped]
+        launches = self._linear_norms()
+        lanes = [launches[first::LINEAR_LANES] for first in range(LINEAR_LANES)]
+        others = [partial(self._group_square, *filed) for filed in self._grouped]
+        found = side_by_side(lanes[0], [*others, self._norm_and_small_squares], *lanes[1:])
+        return [square_B for lane in found for squares in lane for square_B in squares]
+
+    def _linear_norms(self) -> list[Callable[[], list[Tensor]]]:
+        """One launch for the linear layers of each shape."""
+        launches: list[Callable[[], list[Tensor]]] = []
         for route, layers in self._linear.items():
             pairs, biases = [], []
             for outer, bias in layers:
@@ -100,8 +114,17 @@ class Wholesale:
                 swap = bias is not None and bias.grad_BTP is right
                 pairs.append((left, right) if swap else (right, left))
                 biases.append(bias is not None)
-            found += _LINEAR_NORMS[route](pairs, biases)
-        found += [sums_LBCD.square().sum((0, 2, 3)) for _, sums_LBCD in self._norm_runs]
+            for run in kernels.alike(pairs, biases):
+                chosen = [pairs[i] for i in run], [biases[i] for i in run]
+                launches.append(partial(_LINEAR_NORMS[route], *chosen))
+        return launches
+
+    def _group_square(self, group: Group, entries: Sequence[Entry]) -> list[Tensor]:
+        return [group.sq_norms(entries, self._choose)]
+
+    def _norm_and_small_squares(self) -> list[Tensor]:
+        self._norm_runs = self._find_norm_runs()
+        found = [sums_LBCD.square().sum((0, 2, 3)) for _, sums_LBCD in self._norm_runs]
         if self._small:
             dtypes = {part.grads_BS.dtype for _, part in self._small}
             wide = torch.float64 if torch.float64 in dtypes else torch.float32
@@ -116,13 +139,31 @@ class Wholesale:
         Sums that are `new` hold nothing yet, not even zeros.
         """
         rounds = list(_rounds(self._parts, OuterGrad))
+        first = {name for name, _ in rounds[0]} if rounds else set()
+        matrices = first | {bias for bias, _ in self._biases.values()}
         if new:
             # Matrices and their biases are written rather than filled with zeros and added to.
-            written = {name for name, _ in rounds[0]} if rounds else set()
-            written |= {bias for bias, _ in self._biases.values()}
-            others = [total for name, total in sums.items() if name not in written]
+            others = [total for name, total in sums.items() if name not in matrices]
             if others:
                 torch._foreach_zero_(others)
+        apart = [named for named in self._parts if named[0] not in matrices]
+        side_by_side(
+            [partial(self._add_matrices, rounds, factors_B, sums, new)],
+            [
+                partial(_add_others, apart, factors_B, sums),
+                partial(self._add_norms_and_small, factors_B, sums),
+            ],
+        )
+        # The rest of what a matrix gets, such as the rows of a table that is also a head.
+        _add_others([named for named in self._parts if named[0] in matrices], factors_B, sums)
+
+    def _add_matrices(
+        self,
+        rounds: Sequence[Sequence[tuple[str, OuterGrad]]],
+        factors_B: Tensor,
+        sums: dict[str, Tensor],
+        new: bool,
+    ) -> None:
         for number, outers in enumerate(rounds):
             linear = [self._linear_sum(name, part, sums) for name, part in outers]
             kernels.add_weighted_outer_sums(
@@ -132,15 +173,9 @@ class Wholesale:
                 accumulate=not new or number > 0,
                 biases=[bias for _, _, bias in linear],
             )
-        for biases in _rounds(self._parts, RowSumGrad):
-            kernels.add_weighted_row_sums(
-                [part.grad_BTP for _, part in biases],
-                factors_B,
-                [_vector(sums[name]) for name, _ in biases],
-            )
-        for name, part in self._parts:
-            if isinstance(part, RowsGrad | DenseGrad):
-                part.weighted_sum(factors_B, sums[name].shape, sums[name])
+
+    def _add_norms_and_small(self, factors_B: Tensor, sums: dict[str, Tensor]) -> None:
+        """Add what belongs to groups of its own, which nothing else adds to."""
         for slots, sums_LBCD in self._norm_runs:
             _add_norm_run(slots, sums_LBCD, factors_B, sums)
         if self._side_by_side_BN is not None:
@@ -185,6 +220,19 @@ def _rounds(parts: Iterable[Named], kind: type[Kind]) -> Iterator[list[tuple[str
                 taken[name] = part
         yield list(taken.items())
         left = later
+
+
+def _add_others(parts: Sequence[Named], factors_B: Tensor, sums: dict[str, Tensor]) -> None:
+    """Add whatever is no matrix product."""
+    for biases in _rounds(parts, RowSumGrad):
+        kernels.add_weighted_row_sums(
+            [part.grad_BTP for _, part in biases],
+            factors_B,
+            [_vector(sums[name]) for name, _ in biases],
+        )
+    for name, part in parts:
+        if isinstance(part, RowsGrad | DenseGrad):
+            part.weighted_sum(factors_B, sums[name].shape, sums[name])
 
 
 def _add_norm_run(

@@ -11,6 +11,7 @@ from shuffled_dpsgd.clipping.kernels.casts import copy_all
 from shuffled_dpsgd.clipping.kernels.dispatch import (
     add_weighted_outer_sums,
     add_weighted_row_sums,
+    alike,
     embedding_sq_norms,
     gram_sq_norm_sums,
     gram_sq_norms,
@@ -33,6 +34,7 @@ __all__ = [
     "add_weighted_outer_sums",
     "add_weighted_row_sums",
     "aligned_copy",
+    "alike",
     "as_aligned",
     "copy_all",
     "embedding_sq_norms",

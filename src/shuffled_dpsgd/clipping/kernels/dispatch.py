@@ -27,7 +27,8 @@ HALF = (torch.bfloat16, torch.float16)
 MIN_TOKENS = 8
 # Fewer numbers than this are not worth a launch of their own.
 MIN_STORED = 1 << 16
-# Releases of Triton whose Gluon `triton_parted` is written in; others may call things otherwise.
+# Releases of Triton whose Gluon `triton_parted` and `triton_strips` are written in; others may call
+# things otherwise.
 GLUON_VERSIONS = ("3.6.",)
 # One program reads a pair of blocks of tokens alone; past this width they are shared out.
 MAX_GRAM_WIDTH = 16384
@@ -48,11 +49,23 @@ def triton(name: str) -> ModuleType:
 
 
 @functools.cache
+def serves_gluon(device: torch.device) -> bool:
+    """Whether kernels written in Gluon for Hopper run on this device."""
+    hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+    return hopper and importlib.metadata.version("triton").startswith(GLUON_VERSIONS)
+
+
 def outer_sums(device: torch.device) -> ModuleType:
     """The module whose weighted sums are fastest on this device."""
-    hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
-    gluon = importlib.metadata.version("triton").startswith(GLUON_VERSIONS)
-    return triton("parted" if hopper and gluon else "sums")
+    return triton("parted" if serves_gluon(device) else "sums")
+
+
+def gram_norms(device: torch.device, tokens: int) -> ModuleType:
+    """The module whose norms by Gram matrices of so many tokens are fastest on this device."""
+    two_part = triton("gram").MIN_TOKENS <= tokens <= triton("gram").MAX_TOKENS
+    if tokens > triton("linear").GRAM_BLOCK and serves_gluon(device):
+        return triton("strips")
+    return triton("gram" if two_part else "linear")
 
 
 def fits_triton_linear(x_BTD: Tensor, g_BTP: Tensor) -> bool:
@@ -95,8 +108,7 @@ def gram_sq_norm_sums(
             found += [triton("wide").gram_sq_norms(*pairs[i], biases[i]) for i in run]
         elif fits:
             xs, gs = zip(*(pairs[i] for i in run), strict=True)
-            two_part = triton("gram").MIN_TOKENS <= x.shape[1] <= triton("gram").MAX_TOKENS
-            kernel = triton("gram") if two_part else triton("linear")
+            kernel = gram_norms(x.device, x.shape[1])
             found.append(kernel.gram_sq_norms(xs, gs, biases[run[0]]).sum(0))
         elif host.serves(x, g):
             found += host.gram_sq_norms([pairs[i] for i in run], biases[run[0]])
@@ -213,7 +225,7 @@ def embedding_sq_norms(ids_BT: Tensor, g_BTD: Tensor, padding_idx: int | None) -
     if host.serves(g_BTD):
         return host.embedding_sq_norms(ids_BT, g_BTD, padding_idx)
     if tables.serves_rows(g_BTD):
-        return tables.embedding_sq_norms(ids_BT, g_BTD, padding_idx)
+        return _tables(g_BTD).embedding_sq_norms(ids_BT, g_BTD, padding_idx)
     return plain.embedding_sq_norms(ids_BT, g_BTD, padding_idx)
 
 
@@ -221,8 +233,13 @@ def tied_cross_terms(
     x_BTD: Tensor, gl_BTV: Tensor, ids_BS: Tensor, ge_BSD: Tensor, padding_idx: int | None
 ) -> Tensor:
     """`plain.tied_cross_terms` by the fastest means at hand; on matrix units it errs upwards."""
-    module = tables if tables.serves_ties(x_BTD, gl_BTV, ge_BSD) else plain
+    module = _tables(x_BTD) if tables.serves_ties(x_BTD, gl_BTV, ge_BSD) else plain
     return module.tied_cross_terms(x_BTD, gl_BTV, ids_BS, ge_BSD, padding_idx)
+
+
+def _tables(of_BTD: Tensor) -> ModuleType:
+    """The module for tables on a GPU: a launch needs Triton, and something to do."""
+    return triton("tables") if of_BTD.numel() > 0 and triton_available() else tables
 
 
 def row_sq_norms(rows_BN: Tensor) -> Tensor:

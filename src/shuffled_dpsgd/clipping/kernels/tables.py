@@ -4,7 +4,7 @@ Shapes: B samples, T and S tokens, D features, V rows of the table. Matrix produ
 at a fifteenth of the speed of bfloat16's and grow with the square of the tokens. Two things avoid
 them: tokens that share a row are added up in float64, each once; and where both operands of a
 product are half precision, matrix units multiply them exactly, and a bound on what they cut off
-while adding is counted in.
+while adding is counted in. Where there is Triton, `triton_tables` does the same in fewer passes.
 """
 
 from __future__ import annotations

@@ -1,0 +1,69 @@
+"""The GPU kernels for tables against their plain definitions: on a GPU, else in the interpreter.
+
+Skipped where Triton is not installed.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from torch import Tensor
+
+ON_GPU = torch.cuda.is_available()
+if not ON_GPU:
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+pytest.importorskip("triton")
+
+from shuffled_dpsgd.clipping.kernels import plain, triton_tables  # noqa: E402
+
+DEVICE = "cuda" if ON_GPU else "cpu"
+DTYPE = torch.bfloat16 if ON_GPU else torch.float16
+
+
+def draw(*shape: int, seed: int, dtype: torch.dtype = DTYPE) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator).to(DEVICE, dtype)
+
+
+@pytest.fixture
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that few tokens fill several blocks of the kernels for tables."""
+    if not ON_GPU:
+        for name in ("FEATURES", "PICK_T", "PICK_S", "BLOCK_S", "BLOCK_D", "CHUNK"):
+            monkeypatch.setattr(triton_tables, name, 16)
+        monkeypatch.setattr(triton_tables, "LOOK", 8)
+        monkeypatch.setattr(triton_tables, "ROWS", 4)
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("padding_idx", [None, 1])
+@pytest.mark.parametrize("rows", [2, 9, 40])
+def test_tables_and_those_tied_to_a_head(
+    rows: int, padding_idx: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plain, "MAX_TEMPORARY_ELEMENTS", 19 * 21)
+    B, T, S, D = 2, 19, 21, 24
+    ids = torch.randint(rows, (B, S), generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    x, gl = draw(B, T, D, seed=0), draw(B, T, rows, seed=1)
+    for ge in (draw(B, S, D, seed=2, dtype=torch.float32), draw(B, D, S, seed=2).float().mT):
+        found = triton_tables.embedding_sq_norms(ids, ge, padding_idx)
+        expected = plain.embedding_sq_norms(ids, ge.double(), padding_idx)
+        assert ((found - expected) / expected).abs().max() < 1e-5
+        assert (found >= expected * (1 - 1e-7)).all()
+        cross = triton_tables.tied_cross_terms(x, gl, ids, ge, padding_idx).double()
+        expected = plain.tied_cross_terms(x.double(), gl.double(), ids, ge.double(), padding_idx)
+        assert (cross >= expected).all()
+        assert (cross - expected).max() < 1e-5 * x.norm() * gl.norm() * ge.norm()
+
+
+@pytest.mark.usefixtures("small_blocks")
+def test_a_poisoned_row_of_a_table_spoils_no_other_sample() -> None:
+    ids = torch.arange(19, device=DEVICE).repeat(3, 1) % 7
+    g = draw(3, 19, 24, seed=0, dtype=torch.float32)
+    clean = triton_tables.embedding_sq_norms(ids, g, None)
+    g[1, 18, 20] = float("inf")
+    found = triton_tables.embedding_sq_norms(ids, g, None)
+    assert found.isfinite().tolist() == [True, False, True]
+    assert torch.equal(found[[0, 2]], clean[[0, 2]])

@@ -313,9 +313,11 @@ def test_sums_with_loading_and_multiplying_kept_apart(
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("tokens", [100, 128, 129, 200, 256, 300])
-def test_a_vocabulary_s_norms_on_a_gpu(tokens: int) -> None:
-    x, wide = draw(4, tokens, 64, seed=0), draw(4, tokens, 30_080, seed=1)
+def test_a_vocabulary_s_norms_on_a_gpu(tokens: int, dtype: torch.dtype) -> None:
+    x = draw(4, tokens, 64, seed=0, dtype=dtype)
+    wide = draw(4, tokens, 30_080, seed=1, dtype=dtype)
     g = wide[..., :30_001]
     found = kernels.gram_sq_norms(x, g, True)
     expected = plain.tile_sq_norms(x.double(), g.double(), True)

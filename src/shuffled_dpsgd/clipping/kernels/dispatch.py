@@ -62,10 +62,9 @@ def outer_sums(device: torch.device) -> ModuleType:
 
 def gram_norms(device: torch.device, tokens: int) -> ModuleType:
     """The module whose norms by Gram matrices of so many tokens are fastest on this device."""
-    two_part = triton("gram").MIN_TOKENS <= tokens <= triton("gram").MAX_TOKENS
-    if tokens > triton("linear").GRAM_BLOCK and serves_gluon(device):
-        return triton("strips")
-    return triton("gram" if two_part else "linear")
+    if not triton("gram").MIN_TOKENS <= tokens <= triton("gram").MAX_TOKENS:
+        return triton("linear")
+    return triton("strips" if serves_gluon(device) else "gram")
 
 
 def fits_triton_linear(x_BTD: Tensor, g_BTP: Tensor) -> bool:

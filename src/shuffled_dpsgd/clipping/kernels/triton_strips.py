@@ -94,7 +94,7 @@ def load(x, g, geometry, span, rings, LAST: gl.constexpr):  # type: ignore[no-un
     """Load inputs and gradients of one sample after the other."""
     B, T, D, P, x_batch, x_row, g_batch, g_row = geometry
     first_sample, step = span
-    head_ring, strip_ring, last_ring, ready, empty = rings
+    head_ring, strip_ring, _, _, _ = rings
     of_head: gl.constexpr = head_ring.type.layout
     of_strip: gl.constexpr = strip_ring.type.layout
     x_head = tma.make_tensor_descriptor(
@@ -207,14 +207,13 @@ def weigh(products, rows_from: gl.constexpr, cols_from: gl.constexpr):  # type: 
 
 @gluon.jit
 def multiply(  # type: ignore[no-untyped-def]
-    out_LB22S, layer, geometry, span, rings, rest_first, rest_middle, rest_own,
+    out_LB22S, layer, B, D, P, span, rings, rest_first, rest_middle, rest_own,
     GROUP: gl.constexpr, LAST: gl.constexpr, BIAS: gl.constexpr,
 ):  # fmt: skip
     """One group's share of both Gram matrices, sample after sample: by row, products and lengths.
 
     Tokens past the end have zeros in g's products.
     """
-    B, T, D, P, x_batch, x_row, g_batch, g_row = geometry
     first_sample, step = span
     one: gl.constexpr = 1.0 if BIAS else 0.0
     start: gl.constexpr = GROUP * STRIP
@@ -285,9 +284,9 @@ def strip_gram_kernel(  # type: ignore[no-untyped-def]
     rings = (head_ring, strip_ring, last_ring, ready, empty)
     gl.warp_specialize(
         [
-            (multiply, (out_LB22S, layer, geometry, span, rings, first_0, middle_0, own_1,
+            (multiply, (out_LB22S, layer, B, D, P, span, rings, first_0, middle_0, own_1,
                         gl.constexpr(0), LAST, BIAS)),
-            (multiply, (out_LB22S, layer, geometry, span, rings, first_1, middle_1, own_1,
+            (multiply, (out_LB22S, layer, B, D, P, span, rings, first_1, middle_1, own_1,
                         gl.constexpr(1), LAST, BIAS)),
             (load, (x, g, geometry, span, rings, LAST)),
         ],

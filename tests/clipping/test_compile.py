@@ -204,9 +204,47 @@ def test_an_input_that_several_layers_read_leaves_the_graph_once() -> None:
     taps = engine._recorder._taps
     assert taps is not None
     of_layer: dict[str, list[int]] = {}
-    for (index, _, _), tensors in taps.by_call.items():
-        of_layer.setdefault(engine._slots[index].path, []).append(len(tensors))
+    for (index, _, _), place in taps.order:
+        of_layer.setdefault(engine._slots[index].path, []).append(place.stop - place.start)
     assert of_layer == {"value": [2, 1], "key": [1], "query": [2]}
+
+
+class FourNorms(nn.Module):
+    """Norms of two widths, one of them called twice, between layers without parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two, self.gain = nn.LayerNorm(4), nn.LayerNorm(4), nn.RMSNorm(4)
+        self.wide = nn.LayerNorm(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.two(self.one(x).sin() + self.one(x * x)).tanh()
+        return self.wide(torch.cat([self.gain(x), x.exp()], -1)).square()
+
+
+def test_norms_of_one_shape_leave_the_graph_as_one_tensor() -> None:
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    model = FourNorms().double()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    engine = ClippingEngine(model, clip_norm=0.5)
+    for _ in range(4):
+        x = torch.randn(3, 5, 4, dtype=torch.float64)
+        engine.reset()
+        with engine:
+            engine.backward(compiled(x).sum((1, 2)))
+        eager = ClippingEngine(model, clip_norm=0.5)
+        wanted = run(eager, lambda m, i: m(i["x"]).sum((1, 2)), {"x": x})
+        torch.testing.assert_close(engine.sample_norms, eager.sample_norms, rtol=1e-10, atol=0)
+        assert_same_sums(engine.clipped_sum(), wanted, 1e-9)
+    taps = engine._recorder._taps
+    assert taps is not None
+    assert taps.stack is not None
+    assert taps.stack.shape[1:] == (3, 4)
+    # Which call comes last, and keeps to the operator, is up to autograd: a call of `one`.
+    assert taps.stack.shape[0] == 2 + 2 + 1
+    assert [type(tap) for tap in taps.named.values()].count(int) == 5
+    assert len(taps.named) == 5 + 2
 
 
 def test_micro_batches_of_any_shape_add_up_beside_taps() -> None:

@@ -35,24 +35,34 @@ class Entry:
 class Late:
     """Captures that left a compiled backward and have not been looked at yet.
 
-    Where settling is replayed nobody needs to; making entries of them takes longer than that.
+    Where settling is replayed nobody needs to; making entries of them takes longer than that. The
+    last of the `tensors` may be several, `stacked`.
     """
 
-    __slots__ = ("_calls", "tensors")
+    __slots__ = ("_calls", "_stacked", "tensors")
 
     def __init__(
-        self, calls: Sequence[tuple[Slot, int, slice]], tensors: Sequence[Tensor | None]
+        self,
+        calls: Sequence[tuple[Slot, int, slice]],
+        tensors: Sequence[Tensor | None],
+        *,
+        stacked: bool,
     ) -> None:
         self._calls = calls
+        self._stacked = stacked
         self.tensors = tensors
 
     def entries(self) -> Iterator[Entry]:
         """One entry for every call that a loss depends on."""
+        tensors = self.tensors
+        if self._stacked:
+            rows = () if tensors[-1] is None else tensors[-1].unbind(0)
+            tensors = (*tensors[:-1], *rows)
         inputs = {slot.index: place.start for slot, part, place in self._calls if part == 0}
         for slot, part, place in self._calls:
-            found = [kernels.as_aligned(t) for t in self.tensors[place] if t is not None]
+            found = [kernels.as_aligned(t) for t in tensors[place] if t is not None]
             if found and part < 0 and place.stop - place.start == 1:
-                shared = self.tensors[inputs[-1 - part]]
+                shared = tensors[inputs[-1 - part]]
                 assert shared is not None
                 found.insert(0, kernels.as_aligned(shared))
             if found:

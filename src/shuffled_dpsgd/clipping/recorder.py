@@ -15,7 +15,7 @@ from torch import Tensor
 
 from shuffled_dpsgd.clipping.batch import Batch, Entry, Late, Phase
 from shuffled_dpsgd.clipping.rules.base import Saved, Slot
-from shuffled_dpsgd.clipping.taps import Signature, Taps, make_taps
+from shuffled_dpsgd.clipping.taps import Signature, Taps, key_of, make_taps
 from shuffled_dpsgd.clipping.traced import Sink, record
 from shuffled_dpsgd.errors import UnsupportedModuleError
 
@@ -45,6 +45,8 @@ class Recorder:
         self._input_owner = 0
         self.tap = torch.zeros((), requires_grad=True)
         self._taps: Taps | None = None
+        # Those of the taps that a traced forward has taken apart.
+        self._rows: tuple[Tensor, ...] = ()
         self._last_signature: Signature | None = None
         self._sink = Sink(receive=self._record_traced, deliver=self._deliver)
         self._handle = self._sink.handle
@@ -65,12 +67,14 @@ class Recorder:
         batch.signature = signature
         if signature is not None and self._taps is not None:
             batch.taps = self._taps if self._taps.signature == signature else None
+            self._rows = () if batch.taps is None else batch.taps.rows()
         self.batch = self.latest = batch
 
     def close_forward(self) -> None:
         """The forward is over; later calls of layers must be recomputations."""
         self.batch = None
         self._input = None
+        self._rows = ()
 
     def input_part(self, batch: Batch, slot: Slot, x: Tensor) -> int:
         """Under a compiler: zero for a call that records its input, or who records it already.
@@ -107,7 +111,8 @@ class Recorder:
         """What a slot's function takes as further inputs: taps, or one input for the operator."""
         if batch.taps is None:
             return (self.tap,)
-        return batch.taps.by_call.get((slot.index, part, batch.calls[slot.index]), (self.tap,))
+        key = key_of(slot.index, part, batch.calls[slot.index])
+        return batch.taps.of(key, self._rows) or (self.tap,)
 
     def record(
         self, batch: Batch, slot: Slot, saved: Saved, part: int = 0
@@ -121,9 +126,12 @@ class Recorder:
             tensors = [tensor for tensor in saved if isinstance(tensor, Tensor)]
             # Dynamo traces a function's backward where it is called, so that this numbers calls.
             call = batch.calls[slot.index]
-            if batch.taps is not None and (slot.index, part, call) in batch.taps.by_call:
+            taps = 0
+            if batch.taps is not None:
+                taps = batch.taps.count(key_of(slot.index, part, call))
+            if taps > 0:
                 # Fewer taps than tensors where another call gives the input.
-                return tuple(tensors[-len(batch.taps.by_call[(slot.index, part, call)]) :])
+                return tuple(tensors[-taps:])
             return (record(self._handle, slot.index, part, call, tensors),)
         if self._running is not batch:
             self._join(batch)
@@ -162,7 +170,7 @@ class Recorder:
             raise _not_in_turn("", "captures of another")
         batch.tapped = True
         calls = [(self.slots[index], part, place) for (index, part, _), place in batch.taps.order]
-        late = Late(calls, grads)
+        late = Late(calls, grads, stacked=batch.taps.stack is not None)
         if not any(slot.stores for slot, _, _ in calls):
             batch.late = late
             return
@@ -196,7 +204,8 @@ class Recorder:
         again and again.
         """
         if signature == self._last_signature:
-            self._taps = make_taps(batch.captures, signature, self.tap, self._handle)
+            small = {slot.index for slot in self.slots if slot.captures_sums}
+            self._taps = make_taps(batch.captures, small, signature, self.tap, self._handle)
         self._last_signature = signature
 
 

@@ -49,6 +49,8 @@ class Slot:
     batch_axis = 0
     # Whether the cost rule has per-sample gradients stored in place of what was captured.
     stores = False
+    # Whether it captures sums over positions, which are small.
+    captures_sums = False
     # How norms are found, where the cost rule has no say.
     fixed_route: str | None = "stored"
 

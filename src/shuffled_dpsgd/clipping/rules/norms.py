@@ -54,6 +54,8 @@ def settle(pending: Sequence[Unsummed]) -> list[tuple[list[int], Tensor]]:
 class NormSlot(Slot):
     """A layer whose trainable parameters are a gain and perhaps an offset."""
 
+    captures_sums = True
+
     def __init__(self, **site: Any) -> None:
         super().__init__(**site)
         self.weight_name = self.names.get("weight")

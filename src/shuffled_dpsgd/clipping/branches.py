@@ -16,7 +16,7 @@ from typing import Protocol, TypeVar
 import torch
 
 # Streams beside the one that is recorded; with none, all work is done on that.
-SIDE_STREAMS = 1
+SIDE_STREAMS = 2
 Result = TypeVar("Result")
 Lane = Sequence[Callable[[], Result]]
 

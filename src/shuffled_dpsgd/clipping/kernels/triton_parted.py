@@ -9,6 +9,9 @@ A block there multiplies, waits for the products, scales them, and multiplies ag
 matrix units idle for a third of the time. Here one warp loads, and two groups of four warps each
 have half of the block's rows: as neither waits for the other, one multiplies while the other
 scales. Written in Gluon, since plain Triton lets no group of warps run ahead.
+
+A few tokens after the last whole chunk, such as 5 of ViT's 197, would make a chunk of zeros. They
+have buffers of their own and are multiplied together with the chunk before them.
 """
 
 from __future__ import annotations
@@ -37,7 +40,14 @@ ELEMENT = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 CHUNK = gl.constexpr(64)
 ROWS = gl.constexpr(64)
 MULTIPLYING_REGISTERS = gl.constexpr(232)
-LOADING_REGISTERS = gl.constexpr(24)
+LOADING_REGISTERS = gl.constexpr(40)
+# Tokens at most that are multiplied together with the chunk before them, and buffers for them: all
+# others are filled again before the next but one sample's are.
+FEW = gl.constexpr(16)
+SIDES = gl.constexpr(2)
+# Tokens at most that the matrix units add up before the sum is scaled and rounded as usual: the
+# longest that wastes less than a chunk. Longer ones are as fast and less exact (5e-7 at 512).
+SEGMENTS = (512, 256, 128, 64)
 # Columns of a block, as one wide and one narrow product (none if 0), and loads under way.
 COLUMNS, MORE_COLUMNS, STAGES = 128, 64, 5
 # Columns of ones that a block's rows are multiplied by for the bias: the fewest that fit a layout.
@@ -54,10 +64,11 @@ def after(stage, phase, STAGES: gl.constexpr):  # type: ignore[no-untyped-def]
 @gluon.jit
 def load(  # type: ignore[no-untyped-def]
     x, g, steps, segments, B, T, D, P, x_batch, x_row, g_batch, g_row, p, d,
-    g_ring, x_ring, y_ring, ready, empty, CHUNKS: gl.constexpr, SEGMENT: gl.constexpr,
-    STAGES: gl.constexpr, WIDE: gl.constexpr, NARROW: gl.constexpr,
+    g_ring, x_ring, y_ring, few, ready, empty, CHUNKS: gl.constexpr, SEGMENT: gl.constexpr,
+    STAGES: gl.constexpr, WIDE: gl.constexpr, NARROW: gl.constexpr, HAS_FEW: gl.constexpr,
 ):  # fmt: skip
     """Fill the ring with all chunks of all samples; what lies outside is filled with zeros."""
+    g_few, x_few, y_few = few
     gs = tma.make_tensor_descriptor(
         g, [B, T, P], [g_batch, g_row, 1], [1, CHUNK, ROWS], g_ring.type.layout
     )
@@ -68,6 +79,17 @@ def load(  # type: ignore[no-untyped-def]
         ys = tma.make_tensor_descriptor(
             x, [B, T, D], [x_batch, x_row, 1], [1, CHUNK, NARROW], y_ring.type.layout
         )
+    if HAS_FEW:
+        few_gs = tma.make_tensor_descriptor(
+            g, [B, T, P], [g_batch, g_row, 1], [1, FEW, ROWS], g_few.type.layout
+        )
+        few_xs = tma.make_tensor_descriptor(
+            x, [B, T, D], [x_batch, x_row, 1], [1, FEW, WIDE], x_few.type.layout
+        )
+        if NARROW > 0:
+            few_ys = tma.make_tensor_descriptor(
+                x, [B, T, D], [x_batch, x_row, 1], [1, FEW, NARROW], y_few.type.layout
+            )
     stage = 0
     phase = 0
     for step in range(steps):
@@ -77,12 +99,25 @@ def load(  # type: ignore[no-untyped-def]
             t = first + chunk * CHUNK
             bar = ready.index(stage)
             mbarrier.wait(empty.index(stage), phase ^ 1)
-            mbarrier.expect(bar, CHUNK * (2 * ROWS + WIDE + NARROW) * 2)
+            if HAS_FEW and chunk == CHUNKS - 1:
+                mbarrier.expect(bar, (CHUNK + FEW) * (2 * ROWS + WIDE + NARROW) * 2)
+            else:
+                mbarrier.expect(bar, CHUNK * (2 * ROWS + WIDE + NARROW) * 2)
             tma.async_copy_global_to_shared(gs, [b, t, p], bar, g_ring.index(2 * stage))
             tma.async_copy_global_to_shared(gs, [b, t, p + ROWS], bar, g_ring.index(2 * stage + 1))
             tma.async_copy_global_to_shared(xs, [b, t, d], bar, x_ring.index(stage))
             if NARROW > 0:
                 tma.async_copy_global_to_shared(ys, [b, t, d + WIDE], bar, y_ring.index(stage))
+            if HAS_FEW and chunk == CHUNKS - 1:
+                t += CHUNK
+                side = step % SIDES
+                tma.async_copy_global_to_shared(few_gs, [b, t, p], bar, g_few.index(2 * side))
+                at = g_few.index(2 * side + 1)
+                tma.async_copy_global_to_shared(few_gs, [b, t, p + ROWS], bar, at)
+                tma.async_copy_global_to_shared(few_xs, [b, t, d], bar, x_few.index(side))
+                if NARROW > 0:
+                    at = y_few.index(side)
+                    tma.async_copy_global_to_shared(few_ys, [b, t, d + WIDE], bar, at)
             stage, phase = after(stage, phase, STAGES)
 
 
@@ -103,7 +138,7 @@ def write(  # type: ignore[no-untyped-def]
 
 @gluon.jit
 def done(part, part_y, part_1, chunks: gl.constexpr, NARROW: gl.constexpr, BIAS: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Wait until all products but those of the last `chunks` chunks are there."""
+    """Wait until all products but those of the last so many chunks, or few tokens, are there."""
     if NARROW > 0:
         if BIAS:
             part, part_y, part_1 = warpgroup_mma_wait(3 * chunks, deps=[part, part_y, part_1])
@@ -120,9 +155,10 @@ def done(part, part_y, part_1, chunks: gl.constexpr, NARROW: gl.constexpr, BIAS:
 @gluon.jit
 def multiply(  # type: ignore[no-untyped-def]
     factors_B, out, bias, out_row, out_col, steps, segments, D, P, p, d,
-    g_ring, x_ring, y_ring, ones, ready, empty,
+    g_ring, x_ring, y_ring, few, ones, ready, empty,
     GROUP: gl.constexpr, FULL: gl.constexpr, TAIL: gl.constexpr, STAGES: gl.constexpr,
-    WIDE: gl.constexpr, NARROW: gl.constexpr, BIAS: gl.constexpr, ADD: gl.constexpr,
+    WIDE: gl.constexpr, NARROW: gl.constexpr, HAS_FEW: gl.constexpr, BIAS: gl.constexpr,
+    ADD: gl.constexpr,
 ):  # fmt: skip
     """One group's rows of the block: the sum over samples of factor times product.
 
@@ -137,6 +173,7 @@ def multiply(  # type: ignore[no-untyped-def]
     thin: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ONES, 16])
     total_1 = gl.zeros((ROWS, ONES), gl.float32, thin)
     part_1 = gl.zeros((ROWS, ONES), gl.float32, thin)
+    g_few, x_few, y_few = few
     CHUNKS: gl.constexpr = FULL + (1 if TAIL > 0 else 0)
     stage = 0
     phase = 0
@@ -163,9 +200,22 @@ def multiply(  # type: ignore[no-untyped-def]
                 part_1 = warpgroup_mma(
                     g.permute([1, 0]), one, part_1, use_acc=chunk > 0, is_async=True
                 )
+            if HAS_FEW and chunk == CHUNKS - 1:
+                side = step % SIDES
+                g = g_few.index(2 * side + GROUP).reshape([FEW, ROWS]).permute([1, 0])
+                x = x_few.index(side).reshape([FEW, WIDE])
+                part = warpgroup_mma(g, x, part, is_async=True)
+                if NARROW > 0:
+                    y = y_few.index(side).reshape([FEW, NARROW])
+                    part_y = warpgroup_mma(g, y, part_y, is_async=True)
+                if BIAS:
+                    part_1 = warpgroup_mma(g, ones.slice(0, FEW), part_1, is_async=True)
             if chunk > 0:
                 # The products of the chunk before are done: its buffers may be filled again.
-                part, part_y, part_1 = done(part, part_y, part_1, 1, NARROW, BIAS)
+                if HAS_FEW and chunk == CHUNKS - 1:
+                    part, part_y, part_1 = done(part, part_y, part_1, 2, NARROW, BIAS)
+                else:
+                    part, part_y, part_1 = done(part, part_y, part_1, 1, NARROW, BIAS)
                 gl.thread_barrier()
                 mbarrier.arrive(empty.index(before), count=1)
             before = stage
@@ -192,22 +242,24 @@ def multiply(  # type: ignore[no-untyped-def]
 def run_groups(  # type: ignore[no-untyped-def]
     x, g, out, bias, out_row, out_col, factors_B, steps, segments, geometry, rings,
     SEGMENT: gl.constexpr, FULL: gl.constexpr, TAIL: gl.constexpr, STAGES: gl.constexpr,
-    WIDE: gl.constexpr, NARROW: gl.constexpr, BIAS: gl.constexpr, ADD: gl.constexpr,
+    WIDE: gl.constexpr, NARROW: gl.constexpr, HAS_FEW: gl.constexpr, BIAS: gl.constexpr,
+    ADD: gl.constexpr,
 ):  # fmt: skip
     """Two groups of warps multiply while one warp loads."""
     B, T, D, P, x_batch, x_row, g_batch, g_row, p, d = geometry
-    g_ring, x_ring, y_ring, ones, ready, empty = rings
+    g_ring, x_ring, y_ring, few, ones, ready, empty = rings
     CHUNKS: gl.constexpr = FULL + (1 if TAIL > 0 else 0)
     gl.warp_specialize(
         [
             (multiply, (factors_B, out, bias, out_row, out_col, steps, segments, D, P, p, d,
-                        g_ring, x_ring, y_ring, ones, ready, empty, gl.constexpr(0), FULL, TAIL,
-                        STAGES, WIDE, NARROW, BIAS, ADD)),
+                        g_ring, x_ring, y_ring, few, ones, ready, empty, gl.constexpr(0),
+                        FULL, TAIL, STAGES, WIDE, NARROW, HAS_FEW, BIAS, ADD)),
             (multiply, (factors_B, out, bias, out_row, out_col, steps, segments, D, P, p, d,
-                        g_ring, x_ring, y_ring, ones, ready, empty, gl.constexpr(1), FULL, TAIL,
-                        STAGES, WIDE, NARROW, BIAS, ADD)),
+                        g_ring, x_ring, y_ring, few, ones, ready, empty, gl.constexpr(1),
+                        FULL, TAIL, STAGES, WIDE, NARROW, HAS_FEW, BIAS, ADD)),
             (load, (x, g, steps, segments, B, T, D, P, x_batch, x_row, g_batch, g_row, p, d,
-                    g_ring, x_ring, y_ring, ready, empty, CHUNKS, SEGMENT, STAGES, WIDE, NARROW)),
+                    g_ring, x_ring, y_ring, few, ready, empty, CHUNKS, SEGMENT, STAGES, WIDE,
+                    NARROW, HAS_FEW)),
         ],
         [4, 1],
         [MULTIPLYING_REGISTERS, LOADING_REGISTERS],
@@ -218,8 +270,8 @@ def run_groups(  # type: ignore[no-untyped-def]
 def parted_outer_kernel(  # type: ignore[no-untyped-def]
     x_table, g_table, out_table, bias_table, factors_B, B, T, D, P, x_batch, x_row, g_batch, g_row,
     out_row, out_col, segments, SEGMENT: gl.constexpr, FULL: gl.constexpr, TAIL: gl.constexpr,
-    STAGES: gl.constexpr, WIDE: gl.constexpr, NARROW: gl.constexpr, BIAS: gl.constexpr,
-    ADD: gl.constexpr, ELEMENT: gl.constexpr,
+    STAGES: gl.constexpr, WIDE: gl.constexpr, NARROW: gl.constexpr, HAS_FEW: gl.constexpr,
+    BIAS: gl.constexpr, ADD: gl.constexpr, ELEMENT: gl.constexpr,
 ):  # fmt: skip
     """One block of one layer's sum_b f_b g_b^T x_b.
 
@@ -239,6 +291,15 @@ def parted_outer_kernel(  # type: ignore[no-untyped-def]
         y_ring = gl.allocate_shared_memory(ELEMENT, [STAGES, 1, CHUNK, NARROW], layout)
     else:
         y_ring = x_ring
+    few = (g_ring, x_ring, y_ring)
+    if HAS_FEW:
+        of_few: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, FEW, ROWS], ELEMENT)
+        g_few = gl.allocate_shared_memory(ELEMENT, [2 * SIDES, 1, FEW, ROWS], of_few)
+        x_few = gl.allocate_shared_memory(ELEMENT, [SIDES, 1, FEW, WIDE], of_few)
+        y_few = x_few
+        if NARROW > 0:
+            y_few = gl.allocate_shared_memory(ELEMENT, [SIDES, 1, FEW, NARROW], of_few)
+        few = (g_few, x_few, y_few)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
@@ -256,25 +317,37 @@ def parted_outer_kernel(  # type: ignore[no-untyped-def]
     fence_async_shared()
     steps = B * segments
     geometry = (B, T, D, P, x_batch, x_row, g_batch, g_row, p, d)
-    rings = (g_ring, x_ring, y_ring, ones, ready, empty)
+    rings = (g_ring, x_ring, y_ring, few, ones, ready, empty)
     # Two kinds of blocks rather than one that asks at every product what to do.
     if BIAS and d == 0:
         run_groups(
             x, g, out, bias, out_row, out_col, factors_B, steps, segments, geometry, rings,
-            SEGMENT, FULL, TAIL, STAGES, WIDE, NARROW, True, ADD,
+            SEGMENT, FULL, TAIL, STAGES, WIDE, NARROW, HAS_FEW, True, ADD,
         )  # fmt: skip
     else:
         run_groups(
             x, g, out, bias, out_row, out_col, factors_B, steps, segments, geometry, rings,
-            SEGMENT, FULL, TAIL, STAGES, WIDE, NARROW, False, ADD,
+            SEGMENT, FULL, TAIL, STAGES, WIDE, NARROW, HAS_FEW, False, ADD,
         )  # fmt: skip
 
 
 def cut_of(tokens: int) -> dict[str, int]:
-    """How a sample's tokens are cut into chunks of CHUNK."""
+    """How a sample's tokens are cut into segments of chunks, and whether a few are left over.
+
+    >>> cut_of(197)
+    {'segments': 1, 'SEGMENT': 197, 'FULL': 3, 'TAIL': 0, 'HAS_FEW': True}
+    >>> cut_of(1000)
+    {'segments': 2, 'SEGMENT': 512, 'FULL': 8, 'TAIL': 0, 'HAS_FEW': False}
+    """
     cut = segmentation(tokens)
-    rows = cut["FULL"] * cut.pop("CHUNK")
-    return {**cut, "FULL": rows // CHUNK.value}
+    if cut["segments"] > 1:
+        size = next(size for size in SEGMENTS if -tokens % size < CHUNK.value)
+        cut = {"segments": -(-tokens // size), "SEGMENT": size, "FULL": size, "TAIL": 0}
+    else:
+        cut["FULL"] *= cut.pop("CHUNK")
+    few = cut["FULL"] > 0 and cut["TAIL"] == FEW.value
+    tail = 0 if few else cut["TAIL"]
+    return {**cut, "FULL": cut["FULL"] // CHUNK.value, "TAIL": tail, "HAS_FEW": few}
 
 
 def weighted_outer_sums(

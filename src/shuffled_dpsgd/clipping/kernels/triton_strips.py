@@ -39,7 +39,8 @@ from shuffled_dpsgd.clipping.kernels.triton_sums import scratch
 STRIP = gl.constexpr(64)
 HEAD = gl.constexpr(128)
 NARROW = gl.constexpr(16)
-MIN_TOKENS, MAX_TOKENS = HEAD.value + 1, HEAD.value + STRIP.value + NARROW.value
+NARROW_FROM = HEAD.value + STRIP.value
+MIN_TOKENS, MAX_TOKENS = HEAD.value + 1, NARROW_FROM + NARROW.value
 # Features in a load, loads under way, and registers of a group that multiplies and of the loader.
 CHUNK = gl.constexpr(64)
 STAGES = gl.constexpr(4)
@@ -314,7 +315,7 @@ def gram_sq_norms(xs: Sequence[Tensor], gs: Sequence[Tensor], bias: bool) -> Ten
     triton.set_allocator(scratch)
     strip_gram_kernel[(even_share(L, B, multiprocessors(x.device)), L)](
         table[0], table[1], out, B, T, D, P, x.stride(0), x.stride(1), g.stride(0), g.stride(1),
-        BIAS=bias, LAST=T > HEAD.value + STRIP.value, ELEMENT=ELEMENT[x.dtype], num_warps=4,
+        BIAS=bias, LAST=T > NARROW_FROM, ELEMENT=ELEMENT[x.dtype], num_warps=4,
     )  # fmt: skip
     squares_LB, reach_LB = out.sum((2, 4)).unbind(2)
     return plain.above_cut_off(squares_LB, reach_LB, D, P)

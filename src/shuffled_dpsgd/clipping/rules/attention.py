@@ -21,7 +21,7 @@ from shuffled_dpsgd.clipping.captures import (
     RowSumGrad,
     stored_outer,
 )
-from shuffled_dpsgd.clipping.rules.base import Saved, Slot
+from shuffled_dpsgd.clipping.rules.base import Saved, Slot, batch_of
 from shuffled_dpsgd.errors import UnsupportedModuleError
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ class MultiheadAttentionSlot(Slot):
                 got=f"query of shape {tuple(query.shape)}, attn_mask {attn_mask}",
                 remedy="add the batch axis, pass the mask",
             )
-        batch = self.batch()
+        batch = batch_of(self)
         q, k, v = self._projected(query, key, value, batch)
         bias = _additive(attn_mask, key_padding_mask, q, self.heads)
         dropout = self.layer.dropout if self.layer.training else 0.0

@@ -112,14 +112,6 @@ class Slot:
         """What was saved, from the tensors (and the number) that left a compiled graph."""
         return tuple(tensors)
 
-    def batch(self) -> Batch:
-        """The batch this call belongs to; counts the call unless it is a recomputation."""
-        batch = self.recorder.batch
-        if batch is None:
-            return self.recorder.recomputed_batch(self.path)
-        batch.calls[self.index] += 1
-        return batch
-
     def refuse_batch_axis(self, size: int, shape: torch.Size) -> UnsupportedModuleError:
         """The error for an input whose first axis is neither the batch nor broadcast over it."""
         return UnsupportedModuleError(
@@ -150,3 +142,16 @@ class Slot:
         if tensor.shape[0] == 1:
             return tensor.expand(size, *tensor.shape[1:])
         raise self.refuse_batch_axis(size, tensor.shape)
+
+
+def batch_of(slot: Slot) -> Batch:
+    """The batch that a call of a slot belongs to; counts the call unless it is a recomputation.
+
+    A function, as whatever is called in every traced forward: for a method the compiled model would
+    check before each run, and for each slot, that no attribute hides it.
+    """
+    batch = slot.recorder.batch
+    if batch is None:
+        return slot.recorder.recomputed_batch(slot.path)
+    batch.calls[slot.index] += 1
+    return batch

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from shuffled_dpsgd.clipping import cost
 from shuffled_dpsgd.clipping.captures import Contribution, DenseGrad, OuterGrad, RowSumGrad
 from shuffled_dpsgd.clipping.kernels.plain import widen
-from shuffled_dpsgd.clipping.rules.base import Saved, Slot
+from shuffled_dpsgd.clipping.rules.base import Saved, Slot, batch_of
 
 if TYPE_CHECKING:
     from shuffled_dpsgd.clipping.batch import Batch
@@ -93,7 +93,7 @@ class ConvSlot(Slot):
     def forward(self, input: Tensor) -> Tensor:
         if not torch.is_grad_enabled():
             return cast(Tensor, self.plain(input))
-        batch, x = self.batch(), input
+        batch, x = batch_of(self), input
         if x.dim() != len(self.stride) + 2:
             raise self.refuse_batch_axis(batch.size, x.shape)
         if x.shape[0] != batch.size:

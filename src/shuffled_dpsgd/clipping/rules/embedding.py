@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shuffled_dpsgd.clipping.captures import Contribution, RowsGrad
-from shuffled_dpsgd.clipping.rules.base import Saved, Slot
+from shuffled_dpsgd.clipping.rules.base import Saved, Slot, batch_of
 from shuffled_dpsgd.errors import UnsupportedModuleError
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ class EmbeddingSlot(Slot):
     def forward(self, input: Tensor) -> Tensor:
         if not torch.is_grad_enabled():
             return cast(Tensor, self.plain(input))
-        batch, ids = self.batch(), input
+        batch, ids = batch_of(self), input
         if self.shared_by_batch or ids.dim() < 2 or ids.shape[0] != batch.size:
             ids = self._over_batch(ids, batch.size)
         weight, taps = self.parameters["weight"], self.recorder.taps_of(batch, self)

@@ -21,7 +21,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from shuffled_dpsgd.clipping.captures import Contribution, DenseGrad
-from shuffled_dpsgd.clipping.rules.base import Saved, Slot
+from shuffled_dpsgd.clipping.rules.base import Saved, Slot, batch_of
 from shuffled_dpsgd.errors import UnsupportedModuleError
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ class CopiesSlot(Slot):
 
     def copies(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Per-sample copies of the slot's parameters, each one recorded call."""
-        batch = self.batch()
+        batch = batch_of(self)
         if self.recorder.batch is not None:
             batch.calls[self.index] += len(parameters) - 1
         found = {}

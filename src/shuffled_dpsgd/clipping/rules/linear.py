@@ -21,7 +21,7 @@ from shuffled_dpsgd.clipping.captures import (
     positions,
     stored_outer,
 )
-from shuffled_dpsgd.clipping.rules.base import Saved, Slot, can_listen
+from shuffled_dpsgd.clipping.rules.base import Saved, Slot, batch_of, can_listen
 
 if TYPE_CHECKING:
     from shuffled_dpsgd.clipping.batch import Batch
@@ -47,17 +47,19 @@ class LinearFunction(torch.autograd.Function):
         part: int,
         *taps: Tensor,
     ) -> Tensor:
+        outputs = weight.shape[0]
         if lower:
-            weight = slot.lowered(weight, x.dtype)
-            bias = None if bias is None else slot.lowered(bias, x.dtype)
+            rows = slot.padded_outputs - outputs
+            weight = lowered(weight, x.dtype, rows)
+            bias = None if bias is None else lowered(bias, x.dtype, rows)
         ctx.slot, ctx.batch, ctx.part = slot, batch, part
         ctx.save_for_backward(x if slot.keeps_input else None, weight)
-        if weight.shape[0] == slot.outputs:
+        if weight.shape[0] == outputs:
             return F.linear(x, weight, bias)
         # Cut while flat: with a view between the two, a compiler would keep what a loss makes of
         # the outputs beside the outputs themselves.
-        flat = F.linear(x.reshape(-1, x.shape[-1]), weight, bias)[:, : slot.outputs]
-        return flat.view(*x.shape[:-1], slot.outputs)
+        flat = F.linear(x.reshape(-1, x.shape[-1]), weight, bias)[:, :outputs]
+        return flat.view(*x.shape[:-1], outputs)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
@@ -122,15 +124,42 @@ def _padded(g: Tensor, width: int) -> Tensor:
     return flat.view(*g.shape[:-1], width)
 
 
+def lowered(parameter: Tensor, dtype: torch.dtype, rows: int) -> Tensor:
+    """A half-precision copy, with so many rows of zeros added where that pays."""
+    lower = parameter.to(dtype)
+    if rows == 0 or not lower.is_cuda:
+        return lower
+    return F.pad(lower, (*(0, 0) * (lower.dim() - 1), 0, rows))
+
+
 def _bias_grads(g_BTP: Tensor) -> Tensor:
     return RowSumGrad(grad_BTP=g_BTP).stored(g_BTP.shape[2:])
+
+
+def _run(slot: LinearSlot, x: Tensor, function: type[torch.autograd.Function]) -> Tensor:
+    """The forward of a linear map; a function for the reason that `batch_of` is one."""
+    if not torch.is_grad_enabled():
+        return cast(Tensor, slot.plain(x))
+    batch = batch_of(slot)
+    if x.shape[0] != batch.size:
+        x = slot.over_batch(x, batch.size)
+    part = 0
+    if slot.keeps_input and torch.compiler.is_compiling():
+        part = slot.recorder.input_part(batch, slot, x)
+    lower = torch.is_autocast_enabled(batch.device) and x.dtype is not torch.float64
+    if lower:
+        x = x.to(torch.get_autocast_dtype(batch.device))
+    weight, bias = cast(Tensor, slot.parameters["weight"]), slot.parameters["bias"]
+    if x.requires_grad and can_listen():
+        return slot.listen(x, weight, bias, batch)
+    taps = slot.recorder.taps_of(batch, slot, part)
+    return cast(Tensor, function.apply(x, weight, bias, lower, slot, batch, part, *taps))
 
 
 class LinearSlot(Slot):
     """A linear map with a trainable weight, a trainable bias, or both."""
 
     kind = "linear"
-    function: type[torch.autograd.Function] = LinearFunction
     transposed = False
     fixed_route = None
 
@@ -141,27 +170,17 @@ class LinearSlot(Slot):
         self.keeps_input = self.weight_name is not None
         weight = cast(Tensor, self.parameters["weight"])
         self.outputs = weight.shape[1 if self.transposed else 0]
+        # Matrix products of odd size run several times slower on tensor cores, so rows of zeros
+        # are added to half-precision copies of such a weight (a vocabulary of 50,257).
+        self.padded_outputs = self.outputs
+        if not self.transposed and self.outputs >= _MIN_PADDED_ROWS:
+            self.padded_outputs = -(-self.outputs // _ROW_BLOCK) * _ROW_BLOCK
         self._last_input: torch.Size | None = None
 
     def forward(self, input: Tensor) -> Tensor:
-        if not torch.is_grad_enabled():
-            return self.plain(input)
-        batch, x = self.batch(), input
-        if x.shape[0] != batch.size:
-            x = self.over_batch(x, batch.size)
-        part = 0
-        if self.keeps_input and torch.compiler.is_compiling():
-            part = self.recorder.input_part(batch, self, x)
-        lower = torch.is_autocast_enabled(batch.device) and x.dtype is not torch.float64
-        if lower:
-            x = x.to(torch.get_autocast_dtype(batch.device))
-        weight, bias = cast(Tensor, self.parameters["weight"]), self.parameters["bias"]
-        if x.requires_grad and can_listen():
-            return self._listen(x, weight, bias, batch)
-        taps = self.recorder.taps_of(batch, self, part)
-        return self.function.apply(x, weight, bias, lower, self, batch, part, *taps)
+        return _run(self, input, LinearFunction)
 
-    def _listen(self, x: Tensor, weight: Tensor, bias: Tensor | None, batch: Batch) -> Tensor:
+    def listen(self, x: Tensor, weight: Tensor, bias: Tensor | None, batch: Batch) -> Tensor:
         """The same by autograd's own operations, for eager mode."""
         weight = batch.cast(weight, x.dtype)
         bias = None if bias is None else batch.cast(bias, x.dtype)
@@ -178,25 +197,6 @@ class LinearSlot(Slot):
     def multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """The layer's own operation."""
         return F.linear(x, weight, bias)
-
-    @property
-    def padded_outputs(self) -> int:
-        """The outputs, rounded up where many of them do not fill whole blocks.
-
-        Matrix products of odd size run several times slower on tensor cores; rows of zeros are
-        added to half-precision copies of such a weight (a vocabulary of 50,257).
-        """
-        if self.transposed or self.outputs < _MIN_PADDED_ROWS:
-            return self.outputs
-        return -(-self.outputs // _ROW_BLOCK) * _ROW_BLOCK
-
-    def lowered(self, parameter: Tensor, dtype: torch.dtype) -> Tensor:
-        """A half-precision copy, padded where that pays."""
-        lower = parameter.to(dtype)
-        rows = self.padded_outputs - self.outputs
-        if rows == 0 or not lower.is_cuda:
-            return lower
-        return F.pad(lower, (*(0, 0) * (lower.dim() - 1), 0, rows))
 
     def restore(self, part: int, tensors: list[Tensor]) -> Saved:
         g = tensors[-1]
@@ -251,11 +251,10 @@ class Conv1DSlot(LinearSlot):
     """Hugging Face's Conv1D, a linear map with its weight stored as (inputs, outputs)."""
 
     kind = "conv1d-hf"
-    function = TransposedLinearFunction
     transposed = True
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x)
+        return _run(self, x, TransposedLinearFunction)
 
     def multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         assert bias is not None

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from shuffled_dpsgd.clipping import kernels
 from shuffled_dpsgd.clipping.captures import Contribution, DenseGrad
 from shuffled_dpsgd.clipping.kernels import plain
-from shuffled_dpsgd.clipping.rules.base import Saved, Slot, can_listen
+from shuffled_dpsgd.clipping.rules.base import Saved, Slot, batch_of, can_listen
 
 if TYPE_CHECKING:
     from shuffled_dpsgd.clipping.batch import Batch
@@ -87,7 +87,9 @@ class LayerNormFunction(torch.autograd.Function):
         batch: Batch,
         *taps: Tensor,
     ) -> Tensor:
-        y, mean, rstd = torch.native_layer_norm(x, slot.normalized_shape, weight, bias, slot.eps)
+        # What the weight tells, a compiled model need not check of the slot before every run.
+        shape = slot.normalized_shape if weight is None else weight.shape
+        y, mean, rstd = torch.native_layer_norm(x, shape, weight, bias, slot.eps)
         ctx.slot, ctx.batch = slot, batch
         ctx.save_for_backward(x, weight, mean, rstd)
         return y
@@ -97,7 +99,7 @@ class LayerNormFunction(torch.autograd.Function):
         x, weight, mean, rstd = ctx.saved_tensors
         if x.numel() == 0:
             return torch.zeros_like(x), *(None,) * (len(ctx.needs_input_grad) - 1)
-        B, D = x.shape[0], ctx.slot.width
+        B, D = x.shape[0], ctx.slot.width if weight is None else weight.numel()
         # A compiler fuses the plain form better than it could see through a hand-written kernel.
         traced = torch.compiler.is_compiling()
         backward = plain.layer_norm_backward if traced else kernels.layer_norm_backward
@@ -128,7 +130,7 @@ class LayerNormSlot(NormSlot):
     def forward(self, input: Tensor) -> Tensor:
         if not torch.is_grad_enabled():
             return cast(Tensor, self.plain(input))
-        batch, x = self.batch(), input
+        batch, x = batch_of(self), input
         if x.shape[0] != batch.size:
             x = self.over_batch(x, batch.size)
         owned = self.parameters
@@ -205,7 +207,7 @@ class GainSlot(NormSlot):
         """The layer's output: `forward`, under a name for the input that is not the module's."""
         if not torch.is_grad_enabled():
             return cast(Tensor, self.plain(x))
-        batch = self.batch()
+        batch = batch_of(self)
         if x.shape[0] != batch.size:
             x = self.over_batch(x, batch.size)
         weight, bias = self.parameters["weight"], self.parameters.get("bias")
@@ -299,7 +301,7 @@ class LlamaRMSNormSlot(GainSlot):
         # order give the same gradients to better than that.
         if not torch.is_grad_enabled() or x.dtype is torch.float64:
             return self.with_gain(x)
-        batch = self.batch()
+        batch = batch_of(self)
         if x.shape[0] != batch.size:
             x = self.over_batch(x, batch.size)
         weight, taps = self.parameters["weight"], self.recorder.taps_of(batch, self)

@@ -7,13 +7,13 @@ written back into its own storage, so ties, views, dtype, device and `requires_g
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
 
 from shuffled_dpsgd.errors import InvalidArgumentError
-from shuffled_dpsgd.permutation import fused
+from shuffled_dpsgd.permutation import fused, workers
 from shuffled_dpsgd.permutation.draw import Permutation
 from shuffled_dpsgd.permutation.inventory import Inventory, sort_out, take_inventory
 
@@ -59,20 +59,24 @@ def _move(permutation: Permutation, inventory: Inventory) -> None:
         fused.move(on_device(prepared.pointers.device), prepared)
     for (device, dtype), tensors in inventory.apart.items():
         indices = on_device(device).indices
-        # One buffer for all: fresh memory for every tensor would cost more than moving it.
-        most = max(
-            _temporary_elements(tensor, [axis for axis, _ in spec.axes_of[name]])
+        placed: list[workers.Placed] = [
+            (tensor, [(axis, indices[layout]) for axis, layout in spec.axes_of[name]])
             for name, tensor in tensors
-        )
+        ]
+        if device.type == "cpu":
+            placed = workers.move(placed)
+        if not placed:
+            continue
+        # One buffer for all: fresh memory for every tensor would cost more than moving it.
+        most = max(_temporary_elements(tensor, [a for a, _ in axes]) for tensor, axes in placed)
         temporary = torch.empty(most, dtype=dtype, device=device)
-        for name, tensor in tensors:
-            axes = [(axis, indices[layout]) for axis, layout in spec.axes_of[name]]
+        for tensor, axes in placed:
             gather_(tensor, axes, temporary)
 
 
 def gather_(
     tensor: torch.Tensor,
-    axes: list[tuple[int, torch.Tensor]],
+    axes: Sequence[tuple[int, torch.Tensor]],
     temporary: torch.Tensor | None = None,
 ) -> None:
     """tensor[i, j, ...] = tensor[index_0[i], index_1[j], ...] in place, for the axes given.

@@ -145,6 +145,7 @@ def test_what_a_worker_raises_is_raised_in_the_caller() -> None:
 
 
 def test_an_interrupt_comes_after_all_have_moved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever the caller is by then, for tasks begin when all workers are there."""
     gather = workers._gather_columns
     pending = [signal.SIGINT]
 

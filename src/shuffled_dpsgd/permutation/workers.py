@@ -9,6 +9,7 @@ operations that stay on one thread: numpy's, and torch's gather along a last axi
 from __future__ import annotations
 
 import functools
+import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -88,9 +89,9 @@ class _Route:
 def move(placed: Sequence[Placed]) -> list[Placed]:
     """Move all tensors it pays to move on several threads; return the others, untouched.
 
-    All have one dtype and lie in main memory. An interrupt of the caller is raised after all of
-    them have moved, and what a worker raises is raised here. The memory needed is at most that of
-    the largest tensor.
+    All have one dtype and lie in main memory. An interrupt of the caller is raised before any or
+    after all of them have moved, and what a worker raises is raised here. The memory needed is at
+    most that of the largest tensor.
     """
     taken: list[Placed] = []
     left: list[Placed] = []
@@ -104,10 +105,10 @@ def move(placed: Sequence[Placed]) -> list[Placed]:
     num_workers = min(torch.get_num_threads(), largest // most)
     if num_workers < 2:
         return list(placed)
-    _share_out(matrices, num_workers)
     for tensor, _ in taken:
         # Writes through numpy are not seen by autograd, which must refuse a backward over them.
         torch.autograd.graph.increment_version(tensor)
+    _share_out(matrices, num_workers)
     return left
 
 
@@ -144,12 +145,16 @@ def _share_out(matrices: Sequence[_Matrix], num_workers: int) -> None:
                 pieces.append((block.numel(), functools.partial(_move_columns, matrix, block)))
     # The largest first: the small ones at the end let all workers finish at about the same time.
     pieces.sort(key=lambda piece: piece[0], reverse=True)
-    tasks = deque(task for _, task in pieces)
+    ordered = [task for _, task in pieces]
+    tasks: deque[Callable[[Buffers], None]] = deque()
+    gate = threading.Lock()
     block_elements = max(matrix.block_elements for matrix in matrices)
     dtype = matrices[0].values.dtype
 
     def work() -> None:
         first, second = torch.empty(2, block_elements, dtype=dtype, device="cpu")
+        with gate:
+            pass
         while True:
             try:
                 task = tasks.popleft()
@@ -157,9 +162,12 @@ def _share_out(matrices: Sequence[_Matrix], num_workers: int) -> None:
                 return
             task((first, second))
 
-    # Leaving the pool waits for the workers, so an interrupt finds no tensor half moved.
+    # An interrupt while the workers start finds nothing moved: they have no tasks before all are
+    # there. One that comes later finds all moved: leaving the pool waits for the workers.
     with ThreadPoolExecutor(num_workers) as pool:
-        running = [pool.submit(work) for _ in range(num_workers)]
+        with gate:
+            running = [pool.submit(work) for _ in range(num_workers)]
+            tasks.extend(ordered)
         for worker in running:
             worker.result()
 

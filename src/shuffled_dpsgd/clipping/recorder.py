@@ -16,7 +16,7 @@ from torch import Tensor
 from shuffled_dpsgd.clipping.batch import Batch, Entry, Late, Phase
 from shuffled_dpsgd.clipping.rules.base import Saved, Slot
 from shuffled_dpsgd.clipping.taps import Signature, Taps, key_of, make_taps
-from shuffled_dpsgd.clipping.traced import Sink, record
+from shuffled_dpsgd.clipping.traced import add_sink, record
 from shuffled_dpsgd.errors import UnsupportedModuleError
 
 
@@ -48,8 +48,7 @@ class Recorder:
         # Those of the taps that a traced forward has taken apart.
         self._rows: tuple[Tensor, ...] = ()
         self._last_signature: Signature | None = None
-        self._sink = Sink(receive=self._record_traced, deliver=self._deliver)
-        self._handle = self._sink.handle
+        self.handle = add_sink(self)
         self._running: Batch | None = None
 
     def use_device(self, device: torch.device) -> None:
@@ -132,7 +131,7 @@ class Recorder:
             if taps > 0:
                 # Fewer taps than tensors where another call gives the input.
                 return tuple(tensors[-taps:])
-            return (record(self._handle, slot.index, part, call, tensors),)
+            return (record(self.handle, slot.index, part, call, tensors),)
         if self._running is not batch:
             self._join(batch)
         if torch.is_grad_enabled():
@@ -156,14 +155,15 @@ class Recorder:
         _hook(out if base is None else base, Listener(self, batch, slot, x))
         return out
 
-    def _record_traced(self, index: int, part: int, call: int, tensors: list[Tensor]) -> None:
+    def record_traced(self, index: int, part: int, call: int, tensors: list[Tensor]) -> None:
+        """Pass on one call that a compiled backward has handed to the operator."""
         batch, slot, key = self.latest, self.slots[index], (index, part, call)
         if batch is None or call > batch.calls[index] or key in batch.captures:
             raise _not_in_turn(slot.path, "a backward of an earlier forward")
         batch.captures[key] = tuple((tensor.shape, tensor.dtype) for tensor in tensors)
         self.record(batch, slot, slot.restore(part, tensors))
 
-    def _deliver(self, grads: tuple[Tensor | None, ...]) -> None:
+    def deliver(self, grads: tuple[Tensor | None, ...]) -> None:
         """Pass on the gradients of all taps: one compiled backward's captures."""
         batch = self.latest
         if batch is None or batch.taps is None or batch is not self._running:
@@ -205,7 +205,7 @@ class Recorder:
         """
         if signature == self._last_signature:
             small = {slot.index for slot in self.slots if slot.captures_sums}
-            self._taps = make_taps(batch.captures, small, signature, self.tap, self._handle)
+            self._taps = make_taps(batch.captures, small, signature, self.tap, self.handle)
         self._last_signature = signature
 
 

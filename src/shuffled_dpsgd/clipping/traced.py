@@ -9,9 +9,9 @@ replay would skip it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import cast
-from weakref import WeakValueDictionary
+from collections.abc import Sequence
+from typing import Protocol, cast
+from weakref import ReferenceType, finalize, ref
 
 import torch
 from torch import Tensor
@@ -19,31 +19,35 @@ from torch import Tensor
 from shuffled_dpsgd.clipping import kernels
 
 
-class Sink:
-    """Where captures of compiled backwards go; found by its integer handle.
+class Sink(Protocol):
+    """Where captures of compiled backwards go; found by its integer handle."""
 
-    `receive` takes (slot index, part, number of the call, tensors) from the operator, `deliver`
-    the gradients of all taps (see `taps`).
-    """
+    def record_traced(self, index: int, part: int, call: int, tensors: list[Tensor]) -> None:
+        """Take the tensors that the operator was given for one call of one slot."""
+        ...
 
-    def __init__(
-        self,
-        *,
-        receive: Callable[[int, int, int, list[Tensor]], None],
-        deliver: Callable[[tuple[Tensor | None, ...]], None],
-    ) -> None:
-        self.receive = receive
-        self.deliver = deliver
-        self.handle = max(_SINKS, default=0) + 1
-        _SINKS[self.handle] = self
+    def deliver(self, grads: tuple[Tensor | None, ...]) -> None:
+        """Take the gradients of all taps (see `taps`)."""
+        ...
 
 
-_SINKS: WeakValueDictionary[int, Sink] = WeakValueDictionary()
+# Not a `WeakValueDictionary`, whose Python a compiler would have to trace.
+_SINKS: dict[int, ReferenceType[Sink]] = {}
+
+
+def add_sink(sink: Sink) -> int:
+    """A handle under which the sink is found as long as somebody else keeps it."""
+    handle = max(_SINKS, default=0) + 1
+    _SINKS[handle] = ref(sink)
+    finalize(sink, _SINKS.pop, handle)
+    return handle
 
 
 def find_sink(handle: int) -> Sink:
     """The sink of a handle, which lives as long as its engine."""
-    return _SINKS[handle]
+    sink = _SINKS[handle]()
+    assert sink is not None
+    return sink
 
 
 # Defined by hand: `torch.library.custom_op` adds checks that cost more than the operator itself.
@@ -57,7 +61,7 @@ _LIBRARY.define(
 def _record(handle: int, slot: int, part: int, call: int, tensors: Sequence[Tensor]) -> Tensor:
     # The compiler may reuse the tensors' memory as soon as this returns, hence the copies.
     copies = [kernels.aligned_copy(tensor) for tensor in tensors]
-    find_sink(handle).receive(slot, part, call, copies)
+    find_sink(handle).record_traced(slot, part, call, copies)
     return _record_fake(handle, slot, part, call, tensors)
 
 

@@ -21,7 +21,7 @@ from shuffled_dpsgd.clipping.captures import (
     RowSumGrad,
     stored_outer,
 )
-from shuffled_dpsgd.clipping.rules.base import Saved, Slot, batch_of
+from shuffled_dpsgd.clipping.rules.base import Saved, Slot, batch_of, recorder_of
 from shuffled_dpsgd.errors import UnsupportedModuleError
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ class ProjectionFunction(torch.autograd.Function):
     def backward(ctx: Any, g: Tensor) -> Any:
         x, weight = ctx.saved_tensors
         part, slot = ctx.part, ctx.slot
-        taps = slot.recorder.record(ctx.batch, slot, (part, x, g), part)
+        taps = recorder_of(slot).record(ctx.batch, slot, (part, x, g), part)
         grad_x = g.matmul(weight) if ctx.needs_input_grad[0] else None
         return grad_x, None, None, None, None, None, *taps
 
@@ -157,7 +157,7 @@ class MultiheadAttentionSlot(Slot):
             weight, bias = self.layer.out_proj.weight, self.layer.out_proj.bias
         else:
             weight, bias = self.layer.in_proj_weight, self.layer.in_proj_bias
-        taps = self.recorder.taps_of(batch, self, part)
+        taps = recorder_of(self).taps_of(batch, self, part)
         return cast(Tensor, ProjectionFunction.apply(x, weight, bias, part, self, batch, *taps))
 
     def compact(self, saved: Saved, choose: cost.Chooser) -> Saved:

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from shuffled_dpsgd.clipping import cost
 from shuffled_dpsgd.clipping.captures import Contribution
+from shuffled_dpsgd.clipping.traced import find_sink
 from shuffled_dpsgd.errors import UnsupportedModuleError
 
 if TYPE_CHECKING:
@@ -62,6 +63,7 @@ class Slot:
         self.module = module
         self.names = names
         self.recorder = recorder
+        self.handle = recorder.handle
         self.parameters = module._parameters
         self.plain = module.forward
         self.group = index
@@ -144,14 +146,26 @@ class Slot:
         raise self.refuse_batch_axis(size, tensor.shape)
 
 
+def recorder_of(slot: Slot) -> Recorder:
+    """The recorder of a slot; in a traced forward it is found by its number.
+
+    Were it reached through every slot, the compiled model would check before each run, slot by slot
+    and in Python, that it is the same for all.
+    """
+    if torch.compiler.is_compiling():
+        return cast("Recorder", find_sink(slot.handle))
+    return slot.recorder
+
+
 def batch_of(slot: Slot) -> Batch:
     """The batch that a call of a slot belongs to; counts the call unless it is a recomputation.
 
     A function, as whatever is called in every traced forward: for a method the compiled model would
     check before each run, and for each slot, that no attribute hides it.
     """
-    batch = slot.recorder.batch
+    recorder = recorder_of(slot)
+    batch = recorder.batch
     if batch is None:
-        return slot.recorder.recomputed_batch(slot.path)
+        return recorder.recomputed_batch(slot.path)
     batch.calls[slot.index] += 1
     return batch

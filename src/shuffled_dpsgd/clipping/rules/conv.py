@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from shuffled_dpsgd.clipping import cost
 from shuffled_dpsgd.clipping.captures import Contribution, DenseGrad, OuterGrad, RowSumGrad
 from shuffled_dpsgd.clipping.kernels.plain import widen
-from shuffled_dpsgd.clipping.rules.base import Saved, Slot, batch_of
+from shuffled_dpsgd.clipping.rules.base import Saved, Slot, batch_of, recorder_of
 
 if TYPE_CHECKING:
     from shuffled_dpsgd.clipping.batch import Batch
@@ -49,7 +49,7 @@ class ConvFunction(torch.autograd.Function):
     def backward(ctx: Any, g: Tensor) -> Any:
         x, weight = ctx.saved_tensors
         slot = ctx.slot
-        taps = slot.recorder.record(ctx.batch, slot, (x, g))
+        taps = recorder_of(slot).record(ctx.batch, slot, (x, g))
         grad_x = None
         if ctx.needs_input_grad[0]:
             zeros = [0] * len(slot.stride)
@@ -104,7 +104,7 @@ class ConvSlot(Slot):
         if self.pads_first:
             x = F.pad(x, self.pad_widths, mode=self.pad_mode)
         owned = self.parameters
-        weight, bias, taps = owned["weight"], owned["bias"], self.recorder.taps_of(batch, self)
+        weight, bias, taps = owned["weight"], owned["bias"], recorder_of(self).taps_of(batch, self)
         return cast(Tensor, ConvFunction.apply(x, weight, bias, casts, self, batch, *taps))
 
     def contributions(self, saved: Saved) -> Iterator[tuple[str, Contribution]]:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shuffled_dpsgd.clipping.captures import Contribution, RowsGrad
-from shuffled_dpsgd.clipping.rules.base import Saved, Slot, batch_of
+from shuffled_dpsgd.clipping.rules.base import Saved, Slot, batch_of, recorder_of
 from shuffled_dpsgd.errors import UnsupportedModuleError
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ class EmbeddingFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
-        taps = ctx.slot.recorder.record(ctx.batch, ctx.slot, (ctx.saved_tensors[0], g))
+        taps = recorder_of(ctx.slot).record(ctx.batch, ctx.slot, (ctx.saved_tensors[0], g))
         return None, None, None, None, *taps
 
 
@@ -64,7 +64,7 @@ class EmbeddingSlot(Slot):
         batch, ids = batch_of(self), input
         if self.shared_by_batch or ids.dim() < 2 or ids.shape[0] != batch.size:
             ids = self._over_batch(ids, batch.size)
-        weight, taps = self.parameters["weight"], self.recorder.taps_of(batch, self)
+        weight, taps = self.parameters["weight"], recorder_of(self).taps_of(batch, self)
         return cast(Tensor, EmbeddingFunction.apply(ids, weight, self, batch, *taps))
 
     def _over_batch(self, ids: Tensor, size: int) -> Tensor:

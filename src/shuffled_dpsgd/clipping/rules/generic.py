@@ -21,7 +21,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from shuffled_dpsgd.clipping.captures import Contribution, DenseGrad
-from shuffled_dpsgd.clipping.rules.base import Saved, Slot, batch_of
+from shuffled_dpsgd.clipping.rules.base import Saved, Slot, batch_of, recorder_of
 from shuffled_dpsgd.errors import UnsupportedModuleError
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class CopiesFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grads_BS: Tensor) -> Any:
         part = ctx.part
-        taps = ctx.slot.recorder.record(ctx.batch, ctx.slot, (part, grads_BS), part)
+        taps = recorder_of(ctx.slot).record(ctx.batch, ctx.slot, (part, grads_BS), part)
         return None, None, None, None, *taps
 
 
@@ -74,7 +74,7 @@ class CopiesSlot(Slot):
         found = {}
         for key, parameter in parameters.items():
             part = self.keys.index(key)
-            taps = self.recorder.taps_of(batch, self, part)
+            taps = recorder_of(self).taps_of(batch, self, part)
             found[key] = CopiesFunction.apply(parameter, part, self, batch, *taps)
         return found
 

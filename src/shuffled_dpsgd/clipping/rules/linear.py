@@ -21,7 +21,7 @@ from shuffled_dpsgd.clipping.captures import (
     positions,
     stored_outer,
 )
-from shuffled_dpsgd.clipping.rules.base import Saved, Slot, batch_of, can_listen
+from shuffled_dpsgd.clipping.rules.base import Saved, Slot, batch_of, can_listen, recorder_of
 
 if TYPE_CHECKING:
     from shuffled_dpsgd.clipping.batch import Batch
@@ -69,7 +69,7 @@ class LinearFunction(torch.autograd.Function):
             g = _padded(g, weight.shape[0])
             # What leaves a compiled graph should lie in whole, aligned rows.
             kept = g if torch.compiler.is_compiling() else g[..., : kept.shape[-1]]
-        taps = ctx.slot.recorder.record(ctx.batch, ctx.slot, (x, kept), ctx.part)
+        taps = recorder_of(ctx.slot).record(ctx.batch, ctx.slot, (x, kept), ctx.part)
         grad_x = g.matmul(weight) if ctx.needs_input_grad[0] else None
         return grad_x, None, None, None, None, None, None, *taps
 
@@ -100,7 +100,7 @@ class TransposedLinearFunction(torch.autograd.Function):
     def backward(ctx: Any, g: Tensor) -> Any:
         x, weight = ctx.saved_tensors
         g = _in_rows(g)
-        taps = ctx.slot.recorder.record(ctx.batch, ctx.slot, (x, g), ctx.part)
+        taps = recorder_of(ctx.slot).record(ctx.batch, ctx.slot, (x, g), ctx.part)
         grad_x = g.matmul(weight.t()) if ctx.needs_input_grad[0] else None
         return grad_x, None, None, None, None, None, None, *taps
 
@@ -145,14 +145,14 @@ def _run(slot: LinearSlot, x: Tensor, function: type[torch.autograd.Function]) -
         x = slot.over_batch(x, batch.size)
     part = 0
     if slot.keeps_input and torch.compiler.is_compiling():
-        part = slot.recorder.input_part(batch, slot, x)
+        part = recorder_of(slot).input_part(batch, slot, x)
     lower = torch.is_autocast_enabled(batch.device) and x.dtype is not torch.float64
     if lower:
         x = x.to(torch.get_autocast_dtype(batch.device))
     weight, bias = cast(Tensor, slot.parameters["weight"]), slot.parameters["bias"]
     if x.requires_grad and can_listen():
         return slot.listen(x, weight, bias, batch)
-    taps = slot.recorder.taps_of(batch, slot, part)
+    taps = recorder_of(slot).taps_of(batch, slot, part)
     return cast(Tensor, function.apply(x, weight, bias, lower, slot, batch, part, *taps))
 
 

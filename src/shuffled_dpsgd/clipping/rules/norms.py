@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from shuffled_dpsgd.clipping import kernels
 from shuffled_dpsgd.clipping.captures import Contribution, DenseGrad
 from shuffled_dpsgd.clipping.kernels import plain
-from shuffled_dpsgd.clipping.rules.base import Saved, Slot, batch_of, can_listen
+from shuffled_dpsgd.clipping.rules.base import Saved, Slot, batch_of, can_listen, recorder_of
 
 if TYPE_CHECKING:
     from shuffled_dpsgd.clipping.batch import Batch
@@ -111,7 +111,7 @@ class LayerNormFunction(torch.autograd.Function):
             rstd.view(B, -1, 1),
             ctx.needs_input_grad[0],
         )
-        taps = ctx.slot.recorder.record(ctx.batch, ctx.slot, (weight_BD, bias_BD))
+        taps = recorder_of(ctx.slot).record(ctx.batch, ctx.slot, (weight_BD, bias_BD))
         return None if grad_x is None else grad_x.view(x.shape), None, None, None, None, *taps
 
 
@@ -146,7 +146,7 @@ class LayerNormSlot(NormSlot):
             return self.recorder.listen(out, batch, self, x)
         if batch.device == "cuda" and torch.is_autocast_enabled("cuda"):
             x = x.float()
-        taps = self.recorder.taps_of(batch, self)
+        taps = recorder_of(self).taps_of(batch, self)
         return cast(Tensor, LayerNormFunction.apply(x, weight, bias, self, batch, *taps))
 
     def heard(self, size: int, x: Tensor | None, g: Tensor) -> Saved:
@@ -182,7 +182,7 @@ class GainFunction(torch.autograd.Function):
         wide_g = plain.widen(g)
         weight_grads = slot.per_sample(wide_g * plain.widen(normed))
         bias_grads = None if slot.bias_name is None else slot.per_sample(wide_g)
-        taps = slot.recorder.record(ctx.batch, slot, (weight_grads, bias_grads))
+        taps = recorder_of(slot).record(ctx.batch, slot, (weight_grads, bias_grads))
         grad = (g * slot.spread(weight, g)).to(normed.dtype) if ctx.needs_input_grad[0] else None
         return grad, None, None, None, None, *taps
 
@@ -212,7 +212,7 @@ class GainSlot(NormSlot):
             x = self.over_batch(x, batch.size)
         weight, bias = self.parameters["weight"], self.parameters.get("bias")
         normed = self.normalise(x)
-        taps = self.recorder.taps_of(batch, self)
+        taps = recorder_of(self).taps_of(batch, self)
         return cast(Tensor, GainFunction.apply(normed, weight, bias, self, batch, *taps))
 
 
@@ -277,7 +277,7 @@ class LlamaRMSNormFunction(torch.autograd.Function):
             rstd.view(B, -1, 1),
             ctx.needs_input_grad[0],
         )
-        taps = ctx.slot.recorder.record(ctx.batch, ctx.slot, (weight_BD, None))
+        taps = recorder_of(ctx.slot).record(ctx.batch, ctx.slot, (weight_BD, None))
         return None if grad_x is None else grad_x.view(x.shape), None, None, None, *taps
 
 
@@ -304,5 +304,5 @@ class LlamaRMSNormSlot(GainSlot):
         batch = batch_of(self)
         if x.shape[0] != batch.size:
             x = self.over_batch(x, batch.size)
-        weight, taps = self.parameters["weight"], self.recorder.taps_of(batch, self)
+        weight, taps = self.parameters["weight"], recorder_of(self).taps_of(batch, self)
         return cast(Tensor, LlamaRMSNormFunction.apply(x, weight, self, batch, *taps))

@@ -93,6 +93,9 @@ def move(placed: Sequence[Placed]) -> list[Placed]:
     after all of them have moved, and what a worker raises is raised here. The memory needed is at
     most that of the largest tensor.
     """
+    num_threads = torch.get_num_threads()
+    if num_threads < 2:
+        return list(placed)
     taken: list[Placed] = []
     left: list[Placed] = []
     for pair in placed:
@@ -102,7 +105,7 @@ def move(placed: Sequence[Placed]) -> list[Placed]:
     matrices = [_as_matrix(*pair) for pair in taken]
     largest = max(matrix.values.numel() for matrix in matrices)
     most = max(matrix.extra_elements for matrix in matrices)
-    num_workers = min(torch.get_num_threads(), largest // most)
+    num_workers = min(num_threads, largest // most)
     if num_workers < 2:
         return list(placed)
     for tensor, _ in taken:

@@ -1,4 +1,4 @@
-"""Gram norms by strips, which only a Hopper GPU can run, against their plain definition."""
+"""Gram norms that only a Hopper GPU can run, against their plain definition."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from shuffled_dpsgd.clipping.kernels import dispatch, plain  # noqa: E402
+from shuffled_dpsgd.clipping.kernels import dispatch, plain
 
 pytestmark = pytest.mark.gpu
 DEVICE = torch.device("cuda")
@@ -45,9 +45,10 @@ def test_norms_are_right_and_never_too_small(
 
 def test_a_broken_sample_is_its_own() -> None:
     x, g = draw(4, 197, 64), draw(4, 197, 72)
-    expected = dispatch.triton("strips").gram_sq_norms([x], [g], True)
+    kernel = dispatch.triton("strips").gram_sq_norms
+    expected = kernel([x], [g], True)
     x[1, 3, 5], g[2, 190, 7] = float("nan"), float("inf")
-    found = dispatch.triton("strips").gram_sq_norms([x], [g], True)
+    found = kernel([x], [g], True)
     assert torch.equal(found[:, [0, 3]], expected[:, [0, 3]])
     assert not found[:, [1, 2]].isfinite().any()
 

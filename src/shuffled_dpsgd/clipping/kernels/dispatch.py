@@ -27,7 +27,7 @@ HALF = (torch.bfloat16, torch.float16)
 MIN_TOKENS = 8
 # Fewer numbers than this are not worth a launch of their own.
 MIN_STORED = 1 << 16
-# Releases of Triton whose Gluon `triton_parted` and `triton_strips` are written in; others may call
+# Releases of Triton in whose Gluon `triton_parted` and `triton_strips` are written; others may call
 # things otherwise.
 GLUON_VERSIONS = ("3.6.",)
 # One program reads a pair of blocks of tokens alone; past this width they are shared out.

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 import triton
 from torch import Tensor
 from triton.experimental import gluon
@@ -32,10 +31,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from shuffled_dpsgd.clipping.kernels.addresses import address_table
+from shuffled_dpsgd.clipping.kernels.triton_ring import ELEMENT, after, barriers, held
 from shuffled_dpsgd.clipping.kernels.triton_sums import scratch, segmentation
 
 TAKES_BIASES = True
-ELEMENT = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 # Tokens in a load, rows of one group of warps, and registers of a group that multiplies.
 CHUNK = gl.constexpr(64)
 ROWS = gl.constexpr(64)
@@ -52,13 +51,6 @@ SEGMENTS = (512, 256, 128, 64)
 COLUMNS, MORE_COLUMNS, STAGES = 128, 64, 5
 # Columns of ones that a block's rows are multiplied by for the bias: the fewest that fit a layout.
 ONES = gl.constexpr(16)
-
-
-@gluon.jit
-def after(stage, phase, STAGES: gl.constexpr):  # type: ignore[no-untyped-def]
-    """The place in the ring of buffers after this one, and its phase."""
-    last = stage == STAGES - 1
-    return gl.where(last, 0, stage + 1), gl.where(last, phase ^ 1, phase)
 
 
 @gluon.jit
@@ -164,13 +156,13 @@ def multiply(  # type: ignore[no-untyped-def]
 
     With BIAS also the rows of the bias, as products with ones.
     """
-    wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDE, 16])
-    narrow: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, max(NARROW, 8), 16])
+    wide: gl.constexpr = held(WIDE)
+    narrow: gl.constexpr = held(max(NARROW, 8))
     total = gl.zeros((ROWS, WIDE), gl.float32, wide)
     part = gl.zeros((ROWS, WIDE), gl.float32, wide)
     total_y = gl.zeros((ROWS, max(NARROW, 8)), gl.float32, narrow)
     part_y = gl.zeros((ROWS, max(NARROW, 8)), gl.float32, narrow)
-    thin: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ONES, 16])
+    thin: gl.constexpr = held(ONES)
     total_1 = gl.zeros((ROWS, ONES), gl.float32, thin)
     part_1 = gl.zeros((ROWS, ONES), gl.float32, thin)
     g_few, x_few, y_few = few
@@ -300,11 +292,7 @@ def parted_outer_kernel(  # type: ignore[no-untyped-def]
         if NARROW > 0:
             y_few = gl.allocate_shared_memory(ELEMENT, [SIDES, 1, FEW, NARROW], of_few)
         few = (g_few, x_few, y_few)
-    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(ready.index(stage), count=1)
-        mbarrier.init(empty.index(stage), count=2)
+    ready, empty = barriers(STAGES)
     if BIAS:
         bias = gl.load(bias_table + layer).to(gl.pointer_type(gl.float32))
         block: gl.constexpr = gl.BlockedLayout([1, 8], [16, 2], [4, 1], [1, 0])

@@ -25,14 +25,21 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
     tma,
-    warpgroup_mma,
     warpgroup_mma_wait,
 )
 
 from shuffled_dpsgd.clipping.kernels import plain
 from shuffled_dpsgd.clipping.kernels.addresses import address_table
 from shuffled_dpsgd.clipping.kernels.triton_linear import multiprocessors
-from shuffled_dpsgd.clipping.kernels.triton_parted import ELEMENT, after
+from shuffled_dpsgd.clipping.kernels.triton_ring import (
+    ELEMENT,
+    after,
+    barriers,
+    before,
+    even_share,
+    held,
+    times,
+)
 from shuffled_dpsgd.clipping.kernels.triton_sums import scratch
 
 # Tokens of a strip, of the first two strips, and of the last and narrow one.
@@ -46,29 +53,12 @@ CHUNK = gl.constexpr(64)
 STAGES = gl.constexpr(4)
 MULTIPLYING_REGISTERS = gl.constexpr(224)
 LOADING_REGISTERS = gl.constexpr(56)
-# A block that has a single sample takes too long to begin.
-MIN_SAMPLES = 2
-
-
-@gluon.constexpr_function
-def held(N):  # type: ignore[no-untyped-def]
-    """How a group of warps holds a strip against N tokens."""
-    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
 
 
 @gluon.constexpr_function
 def resting(N):  # type: ignore[no-untyped-def]
     """How a strip against N tokens lies in shared memory: its rows begin in different banks."""
     return gl.SwizzledSharedLayout(8, 1, min(8, N // 8), [1, 0])
-
-
-@gluon.jit
-def before(stage):  # type: ignore[no-untyped-def]
-    """The place in the ring of buffers before this one.
-
-    Computed, for a variable that first is another one's alias is not carried through a loop.
-    """
-    return gl.where(stage == 0, STAGES - 1, stage - 1)
 
 
 @gluon.jit
@@ -115,12 +105,6 @@ def load(x, g, geometry, span, rings, LAST: gl.constexpr):  # type: ignore[no-un
     for sample in range(first_sample, B, step):
         stage, phase = load_features(x_head, x_strip, sample, D, rings, stage, phase, LAST)
         stage, phase = load_features(g_head, g_strip, sample, P, rings, stage, phase, LAST)
-
-
-@gluon.jit
-def times(rows, cols, acc, step):  # type: ignore[no-untyped-def]
-    """Begin to add <row, col> of all rows and columns, over the features of one load."""
-    return warpgroup_mma(rows, cols.permute([1, 0]), acc, use_acc=step > 0, is_async=True)
 
 
 @gluon.jit
@@ -178,11 +162,11 @@ def gram(width, rings, stage, phase, GROUP: gl.constexpr, LAST: gl.constexpr):  
         # The products of the load before are done: its buffers may be filled again.
         first, middle, own, last, corner = done(first, middle, own, last, corner, 1, GROUP, LAST)
         gl.thread_barrier()
-        mbarrier.arrive(empty.index(before(stage)), count=1, pred=step > 0)
+        mbarrier.arrive(empty.index(before(stage, STAGES)), count=1, pred=step > 0)
         stage, phase = after(stage, phase, STAGES)
     first, middle, own, last, corner = done(first, middle, own, last, corner, 0, GROUP, LAST)
     gl.thread_barrier()
-    mbarrier.arrive(empty.index(before(stage)), count=1)
+    mbarrier.arrive(empty.index(before(stage, STAGES)), count=1)
     return first, middle, own, last, corner, stage, phase
 
 
@@ -269,11 +253,7 @@ def strip_gram_kernel(  # type: ignore[no-untyped-def]
         last_ring = gl.allocate_shared_memory(ELEMENT, [STAGES, 1, STRIP, CHUNK], of_strip)
     else:
         last_ring = strip_ring
-    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(ready.index(stage), count=1)
-        mbarrier.init(empty.index(stage), count=2)
+    ready, empty = barriers(STAGES)
     fence_async_shared()
     first_0 = gl.allocate_shared_memory(gl.float32, [STRIP, HEAD], resting(HEAD))
     first_1 = gl.allocate_shared_memory(gl.float32, [STRIP, STRIP], resting(STRIP))
@@ -294,16 +274,6 @@ def strip_gram_kernel(  # type: ignore[no-untyped-def]
         [4, 1],
         [MULTIPLYING_REGISTERS, LOADING_REGISTERS],
     )  # fmt: skip
-
-
-def even_share(layers: int, samples: int, at_a_time: int) -> int:
-    """Into how many parts the samples are dealt out, so that the last round of blocks is full too.
-
-    >>> even_share(48, 128, 132), even_share(12, 128, 132), even_share(12, 8, 132)
-    (8, 11, 4)
-    """
-    parts = range(1, max(1, samples // MIN_SAMPLES) + 1)
-    return min(parts, key=lambda n: (-(-layers * n // at_a_time) * -(-samples // n), n))
 
 
 def gram_sq_norms(xs: Sequence[Tensor], gs: Sequence[Tensor], bias: bool) -> Tensor:

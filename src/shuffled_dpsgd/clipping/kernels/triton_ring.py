@@ -1,0 +1,65 @@
+"""What the kernels written in Gluon for Hopper share: a ring of buffers, and strips of products.
+
+One warp fills the buffers of a ring in turn while two groups of four warps multiply what lies in
+them. Every buffer has two barriers: `ready` when it is filled, `empty` when both groups are done.
+"""
+
+from __future__ import annotations
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma
+
+ELEMENT = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
+# A block that has a single sample takes too long to begin.
+MIN_SAMPLES = 2
+
+
+@gluon.jit
+def after(stage, phase, STAGES: gl.constexpr):  # type: ignore[no-untyped-def]
+    """The place in the ring of buffers after this one, and its phase."""
+    last = stage == STAGES - 1
+    return gl.where(last, 0, stage + 1), gl.where(last, phase ^ 1, phase)
+
+
+@gluon.jit
+def before(stage, STAGES: gl.constexpr):  # type: ignore[no-untyped-def]
+    """The place in the ring of buffers before this one.
+
+    Computed, for a variable that first is another one's alias is not carried through a loop.
+    """
+    return gl.where(stage == 0, STAGES - 1, stage - 1)
+
+
+@gluon.jit
+def barriers(STAGES: gl.constexpr):  # type: ignore[no-untyped-def]
+    """The barriers `ready` and `empty` of a ring."""
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(ready.index(stage), count=1)
+        mbarrier.init(empty.index(stage), count=2)
+    return ready, empty
+
+
+@gluon.constexpr_function
+def held(N):  # type: ignore[no-untyped-def]
+    """How a group of warps holds 64 rows of N products."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
+
+
+@gluon.jit
+def times(rows, cols, acc, step):  # type: ignore[no-untyped-def]
+    """Begin to add <row, col> of all rows and columns, over the features of one load."""
+    return warpgroup_mma(rows, cols.permute([1, 0]), acc, use_acc=step > 0, is_async=True)
+
+
+def even_share(blocks: int, samples: int, at_a_time: int) -> int:
+    """Into how many parts the samples are dealt out, so that the last round of blocks is full too.
+
+    >>> even_share(48, 128, 132), even_share(12, 128, 132), even_share(12, 8, 132)
+    (8, 11, 4)
+    """
+    parts = range(1, max(1, samples // MIN_SAMPLES) + 1)
+    return min(parts, key=lambda n: (-(-blocks * n // at_a_time) * -(-samples // n), n))

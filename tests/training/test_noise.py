@@ -57,8 +57,11 @@ def drawn_into(tensors: dict[str, torch.Tensor], stds: dict[str, float]) -> torc
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_the_layout_in_memory_changes_no_bit(dtype: torch.dtype) -> None:
+def test_the_layout_in_memory_changes_no_bit(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In one buffer, in several, and in one buffer in another order; across borders of pieces."""
+    monkeypatch.setattr("shuffled_dpsgd.training.noise._PIECE_CPU", 1 << 16)
     shapes = {"a": (70_001,), "b": (300, 500), "c": (3, 4, 5), "d": (40_000,)}
     stds = {"a": 1.0, "b": 1.0, "c": 2.0, "d": 2.0}
 
@@ -140,7 +143,7 @@ def test_the_number_of_threads_changes_no_bit() -> None:
 def test_noise_needs_no_second_buffer_of_the_size_of_the_tensor() -> None:
     import tracemalloc
 
-    sums = {"a": torch.zeros(8_000_000)}
+    sums = {"a": torch.zeros(32_000_000)}
     noise = GaussianNoise(RandomStreams(seed=4))
     with torch.profiler.profile(profile_memory=True) as profile:
         noise.add_(sums, {"a": 1.0}, step=0)

@@ -12,6 +12,7 @@ float64 numbers come from the ziggurat, whose tail is exact.
 from __future__ import annotations
 
 import math
+import threading
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +20,8 @@ from numpy.typing import NDArray
 _ALL_BITS = np.iinfo(np.uint64).max
 _FINE_BITS = 31
 _TINY = 1 << 16
+# Two arrays of every thread that draws: fresh memory takes longer to come than to be filled.
+_scratch = threading.local()
 
 
 def standard_normal(
@@ -29,9 +32,10 @@ def standard_normal(
         return rng.standard_normal(size, dtype=np.float64)
     pairs = -(-size // 2)
     words = rng.integers(0, _ALL_BITS, size=pairs, dtype=np.uint64, endpoint=True).view(np.uint32)
-    radius = _radius(rng, words[:pairs] >> np.uint32(1))
+    radius, angle = _buffers(pairs)
+    _fill_radius(rng, words[:pairs], out=radius)
     # Signed, because vector instructions convert only those; the angle is in [-pi, pi).
-    angle = words[pairs:].view(np.int32).astype(np.float32)
+    np.copyto(angle, words[pairs:].view(np.int32), casting="unsafe")
     angle *= np.float32(math.pi * 2.0**-31)
     numbers: NDArray[np.float32] = words.view(np.float32)
     np.cos(angle, out=numbers[:pairs])
@@ -40,16 +44,30 @@ def standard_normal(
     return numbers[:size]
 
 
-def _radius(rng: np.random.Generator, words: NDArray[np.uint32]) -> NDArray[np.float32]:
-    """sqrt(-2 log u) of u = (word + v) / 2^31, with v uniform where it matters, else 1/2."""
-    uniform: NDArray[np.float32] = words.view(np.int32).astype(np.float32)
-    uniform += np.float32(0.5)
+def _buffers(size: int) -> NDArray[np.float32]:
+    """Two arrays of `size` to work in, this thread's own."""
+    held: NDArray[np.float32] | None = getattr(_scratch, "held", None)
+    if held is None or held.shape[1] < size:
+        held = _scratch.held = np.empty((2, size), dtype=np.float32)
+    return held[:, :size]
+
+
+def _fill_radius(
+    rng: np.random.Generator, words: NDArray[np.uint32], *, out: NDArray[np.float32]
+) -> None:
+    """sqrt(-2 log u) of u = (word / 2 + v) / 2^31, with v uniform where it matters, else 1/2.
+
+    The last bit of a word is dropped, and the words are changed.
+    """
+    words >>= np.uint32(1)
+    np.copyto(out, words.view(np.int32), casting="unsafe")
+    out += np.float32(0.5)
     tiny = np.flatnonzero(words < _TINY)
     if tiny.size:
         # In (0, 1), 64 bits of it: the logarithm of zero cannot occur.
         finer = (rng.integers(0, _ALL_BITS, size=tiny.size, dtype=np.uint64) + 0.5) * 2.0**-64
-        uniform[tiny] = words[tiny] + finer
-    uniform *= np.float32(2.0**-_FINE_BITS)
-    np.log(uniform, out=uniform)
-    uniform *= np.float32(-2.0)
-    return np.sqrt(uniform, out=uniform)
+        out[tiny] = words[tiny] + finer
+    out *= np.float32(2.0**-_FINE_BITS)
+    np.log(out, out=out)
+    out *= np.float32(-2.0)
+    np.sqrt(out, out=out)

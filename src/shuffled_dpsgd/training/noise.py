@@ -27,7 +27,8 @@ from shuffled_dpsgd.training.box_muller import standard_normal
 from shuffled_dpsgd.training.flat import abutting, as_flat
 from shuffled_dpsgd.training.randomness import RandomStreams
 
-_PIECE_CPU = 1 << 17
+# Large enough that threads seldom wait for Python between two operations of theirs.
+_PIECE_CPU = 1 << 19
 _SCRATCH_ELEMENTS_ACCELERATOR = 1 << 24
 _WIDE = (torch.float32, torch.float64)
 _dtype = attrgetter("dtype")
@@ -62,7 +63,7 @@ class NoiseSource(Protocol):
 class GaussianNoise:
     """Independent Gaussian noise for every coordinate, from the run's own streams.
 
-    The coordinates of a release are numbered through. On the CPU every 2^17 of them have a stream
+    The coordinates of a release are numbered through. On the CPU every 2^19 of them have a stream
     of their own, keyed by (run, step, number of the piece), so that the number of threads that
     share the work changes nothing. On a GPU one kernel turns (key of the step, number of the
     coordinate) into noise; where Triton or float32 is missing, one torch generator per step

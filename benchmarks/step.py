@@ -32,7 +32,9 @@ def arguments() -> argparse.Namespace:
         help=f"of {', '.join(ADAPTERS)}; a suite has its own default, else all",
     )  # fmt: skip
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--float32", action="store_true", help="no bfloat16 autocast")
+    parser.add_argument(
+        "--float32", action="store_true", help="no bfloat16 autocast, which a CPU never has"
+    )
     parser.add_argument("--warmup", type=int, default=5, help="steps before any timing")
     parser.add_argument("--rounds", type=int, default=8, help="blocks of every adapter")
     parser.add_argument("--steps", type=int, default=10, help="steps a block")
@@ -108,6 +110,8 @@ def main() -> int:
     options = arguments()
     plan = planned(options)
     device = torch.device(options.device)
+    # Few CPUs multiply bfloat16 any faster, and some die of it.
+    bfloat16 = device.type != "cpu" and not options.float32
     name = new_run()
     taking_part: AbstractContextManager[None] = nullcontext()
     turn: AbstractContextManager[None] = nullcontext()
@@ -116,9 +120,9 @@ def main() -> int:
         taking_part, turn = turns.taking_part(), turns.turn()
     found: list[Measurement] = []
     with taking_part:
-        facts = environment(device, bfloat16=not options.float32)
+        facts = environment(device, bfloat16=bfloat16)
         for named, adapters in plan.items():
-            setting = Setting(workload=workload(named), device=device, bfloat16=not options.float32)
+            setting = Setting(workload=workload(named), device=device, bfloat16=bfloat16)
             fresh = run(Contest(setting, adapters), options, turn, name)
             found += fresh
             if options.json:

@@ -31,7 +31,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from shuffled_dpsgd.clipping.kernels.addresses import address_table
-from shuffled_dpsgd.clipping.kernels.triton_ring import ELEMENT, after, barriers, held
+from shuffled_dpsgd.clipping.kernels.triton_ring import ELEMENT, after, barriers, held, source_of
 from shuffled_dpsgd.clipping.kernels.triton_sums import scratch, segmentation
 
 TAKES_BIASES = True
@@ -61,27 +61,15 @@ def load(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Fill the ring with all chunks of all samples; what lies outside is filled with zeros."""
     g_few, x_few, y_few = few
-    gs = tma.make_tensor_descriptor(
-        g, [B, T, P], [g_batch, g_row, 1], [1, CHUNK, ROWS], g_ring.type.layout
-    )
-    xs = tma.make_tensor_descriptor(
-        x, [B, T, D], [x_batch, x_row, 1], [1, CHUNK, WIDE], x_ring.type.layout
-    )
+    gs = source_of(g_ring, g, B, T, P, g_batch, g_row)
+    xs = source_of(x_ring, x, B, T, D, x_batch, x_row)
     if NARROW > 0:
-        ys = tma.make_tensor_descriptor(
-            x, [B, T, D], [x_batch, x_row, 1], [1, CHUNK, NARROW], y_ring.type.layout
-        )
+        ys = source_of(y_ring, x, B, T, D, x_batch, x_row)
     if HAS_FEW:
-        few_gs = tma.make_tensor_descriptor(
-            g, [B, T, P], [g_batch, g_row, 1], [1, FEW, ROWS], g_few.type.layout
-        )
-        few_xs = tma.make_tensor_descriptor(
-            x, [B, T, D], [x_batch, x_row, 1], [1, FEW, WIDE], x_few.type.layout
-        )
+        few_gs = source_of(g_few, g, B, T, P, g_batch, g_row)
+        few_xs = source_of(x_few, x, B, T, D, x_batch, x_row)
         if NARROW > 0:
-            few_ys = tma.make_tensor_descriptor(
-                x, [B, T, D], [x_batch, x_row, 1], [1, FEW, NARROW], y_few.type.layout
-            )
+            few_ys = source_of(y_few, x, B, T, D, x_batch, x_row)
     stage = 0
     phase = 0
     for step in range(steps):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma
 
 ELEMENT = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 # A block that has a single sample takes too long to begin.
@@ -41,6 +41,13 @@ def barriers(STAGES: gl.constexpr):  # type: ignore[no-untyped-def]
         mbarrier.init(ready.index(stage), count=1)
         mbarrier.init(empty.index(stage), count=2)
     return ready, empty
+
+
+@gluon.jit
+def source_of(ring, tensor, B, T, W, batch, row):  # type: ignore[no-untyped-def]
+    """A (B, T, W) tensor of these strides, to be loaded in boxes of one buffer of the ring."""
+    box: gl.constexpr = [1, ring.shape[2], ring.shape[3]]
+    return tma.make_tensor_descriptor(tensor, [B, T, W], [batch, row, 1], box, ring.type.layout)
 
 
 @gluon.constexpr_function

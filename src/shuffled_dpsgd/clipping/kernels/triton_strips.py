@@ -38,6 +38,7 @@ from shuffled_dpsgd.clipping.kernels.triton_ring import (
     before,
     even_share,
     held,
+    source_of,
     times,
 )
 from shuffled_dpsgd.clipping.kernels.triton_sums import scratch
@@ -86,20 +87,10 @@ def load(x, g, geometry, span, rings, LAST: gl.constexpr):  # type: ignore[no-un
     B, T, D, P, x_batch, x_row, g_batch, g_row = geometry
     first_sample, step = span
     head_ring, strip_ring, _, _, _ = rings
-    of_head: gl.constexpr = head_ring.type.layout
-    of_strip: gl.constexpr = strip_ring.type.layout
-    x_head = tma.make_tensor_descriptor(
-        x, [B, T, D], [x_batch, x_row, 1], [1, HEAD, CHUNK], of_head
-    )
-    x_strip = tma.make_tensor_descriptor(
-        x, [B, T, D], [x_batch, x_row, 1], [1, STRIP, CHUNK], of_strip
-    )
-    g_head = tma.make_tensor_descriptor(
-        g, [B, T, P], [g_batch, g_row, 1], [1, HEAD, CHUNK], of_head
-    )
-    g_strip = tma.make_tensor_descriptor(
-        g, [B, T, P], [g_batch, g_row, 1], [1, STRIP, CHUNK], of_strip
-    )
+    x_head = source_of(head_ring, x, B, T, D, x_batch, x_row)
+    x_strip = source_of(strip_ring, x, B, T, D, x_batch, x_row)
+    g_head = source_of(head_ring, g, B, T, P, g_batch, g_row)
+    g_strip = source_of(strip_ring, g, B, T, P, g_batch, g_row)
     stage = 0
     phase = 0
     for sample in range(first_sample, B, step):

@@ -6,20 +6,15 @@ a GPU the operands are float16.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
 
-ON_GPU = torch.cuda.is_available()
-if not ON_GPU:
-    os.environ.setdefault("TRITON_INTERPRET", "1")
-pytest.importorskip("triton")
-
-from shuffled_dpsgd.clipping import ClippingEngine, kernels  # noqa: E402
-from shuffled_dpsgd.clipping.kernels import (  # noqa: E402
+from on_triton import DEVICE, ON_GPU, draw
+from shuffled_dpsgd.clipping import ClippingEngine, kernels
+from shuffled_dpsgd.clipping.kernels import (
     dispatch,
     plain,
     triton_gram,
@@ -31,14 +26,7 @@ from shuffled_dpsgd.clipping.kernels import (  # noqa: E402
     triton_wide,
 )
 
-DEVICE = "cuda" if ON_GPU else "cpu"
-DTYPE = torch.bfloat16 if ON_GPU else torch.float16
 SHAPES = [(2, 3, 16, 64, 128), (1, 2, 37, 72, 136), (2, 2, 197, 64, 64), (1, 2, 300, 64, 40)]
-
-
-def draw(*shape: int, seed: int, dtype: torch.dtype = DTYPE) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(*shape, generator=generator).to(DEVICE, dtype)
 
 
 def layers(L: int, B: int, T: int, D: int, P: int) -> tuple[list[Tensor], list[Tensor], Tensor]:
@@ -282,7 +270,7 @@ def test_sums_of_every_kind_of_length_on_a_gpu(tokens: int) -> None:
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("more", [0, 64])
-@pytest.mark.parametrize("tokens", [24, 64, 100, 128, 197, 208, 209, 256, 320])
+@pytest.mark.parametrize("tokens", [24, 64, 100, 128, 197, 208, 209, 256, 320, 512, 1000])
 def test_sums_with_loading_and_multiplying_kept_apart(
     tokens: int, more: int, bias: bool, transposed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,26 +5,11 @@ Skipped where Triton is not installed.
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
-from torch import Tensor
 
-ON_GPU = torch.cuda.is_available()
-if not ON_GPU:
-    os.environ.setdefault("TRITON_INTERPRET", "1")
-pytest.importorskip("triton")
-
-from shuffled_dpsgd.clipping.kernels import plain, triton_tables  # noqa: E402
-
-DEVICE = "cuda" if ON_GPU else "cpu"
-DTYPE = torch.bfloat16 if ON_GPU else torch.float16
-
-
-def draw(*shape: int, seed: int, dtype: torch.dtype = DTYPE) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(*shape, generator=generator).to(DEVICE, dtype)
+from on_triton import DEVICE, ON_GPU, draw
+from shuffled_dpsgd.clipping.kernels import plain, triton_tables
 
 
 @pytest.fixture

@@ -6,22 +6,16 @@ Skipped where Triton is not installed.
 from __future__ import annotations
 
 import math
-import os
 
 import numpy as np
 import pytest
 import torch
 
-ON_GPU = torch.cuda.is_available()
-if not ON_GPU:
-    os.environ.setdefault("TRITON_INTERPRET", "1")
-pytest.importorskip("triton")
+from on_triton import DEVICE, ON_GPU
+from shuffled_dpsgd.training import GaussianNoise, RandomStreams
+from shuffled_dpsgd.training.noise import Stretch
+from shuffled_dpsgd.training.triton_noise import add_normal_
 
-from shuffled_dpsgd.training import GaussianNoise, RandomStreams  # noqa: E402
-from shuffled_dpsgd.training.noise import Stretch  # noqa: E402
-from shuffled_dpsgd.training.triton_noise import add_normal_  # noqa: E402
-
-DEVICE = "cuda" if ON_GPU else "cpu"
 KEY = (0x243F6A88, 0x85A308D3, 0xFFFFFFFF, 0x7FFFFFFF)
 MASK = np.uint64(0xFFFFFFFF)
 

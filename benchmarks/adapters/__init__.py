@@ -33,7 +33,7 @@ class Setting:
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        return torch.optim.AdamW(trainable, lr=1e-5, fused=self.device.type == "cuda")
+        return torch.optim.AdamW(trainable, lr=1e-5, fused=True)
 
 
 def build(name: str, model: nn.Module, setting: Setting) -> Step:

@@ -8,8 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from clipping.compare import assert_exact, assert_same_sums, oracle, run, split, total_norm
-from clipping.tiny_models import CASES, Inputs, bert_mlm, gpt2, token_ids, vit
+from clipping.tiny_models import CASES, Inputs, bert_mlm, gemma, gpt2, token_ids, vit
 from shuffled_dpsgd.clipping import ClippingEngine
+from shuffled_dpsgd.errors import UnsupportedModuleError
 
 
 def losses(model: nn.Module, inputs: Inputs) -> Tensor:
@@ -233,6 +234,30 @@ def test_padding_row_is_neither_updated_nor_counted() -> None:
     ids = torch.tensor([[1, 0, 2, 0], [3, 3, 0, 0]])
     engine = assert_exact(model, losses, {"x": ids})
     assert not engine.clipped_sum()["0.weight"][0].any()
+
+
+class HalvedTable(nn.Embedding):
+    """A table with a forward of its own, which only the generic rule can handle."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return super().forward(ids) / 2
+
+
+def test_padding_row_of_a_table_with_its_own_forward() -> None:
+    model = nn.Sequential(HalvedTable(6, 4, padding_idx=0), nn.Linear(4, 3)).double()
+    nn.init.normal_(model[0].weight)
+    engine = assert_exact(model, losses, {"x": torch.tensor([[1, 0, 2, 0], [3, 3, 0, 0]])})
+    assert not engine.clipped_sum()["0.weight"][0].any()
+    frequencies = nn.Sequential(HalvedTable(6, 4, scale_grad_by_freq=True), nn.Linear(4, 3))
+    with pytest.raises(UnsupportedModuleError, match="scale_grad_by_freq"):
+        run(ClippingEngine(frequencies), losses, {"x": torch.tensor([[1, 1], [2, 3]])})
+
+
+def test_tables_with_scaled_rows_keep_no_table_per_sample() -> None:
+    case = gemma().to(torch.float64)
+    case.inputs["input_ids"][:2, 5:] = 0  # Gemma's padding token
+    engine = assert_exact(case.model, case.losses, case.inputs)
+    assert {slot.kind for slot in engine._slots if "embed" in slot.path} == {"embedding"}
 
 
 def test_lengths_may_vary_between_calls() -> None:

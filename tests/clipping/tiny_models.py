@@ -129,6 +129,22 @@ def llama(tied: bool) -> Case:
     return Case(model=LlamaForCausalLM(config), inputs=token_ids(), losses=token_losses)
 
 
+def gemma() -> Case:
+    from transformers import GemmaConfig, GemmaForCausalLM
+
+    config = GemmaConfig(
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=4,
+        intermediate_size=24,
+        vocab_size=VOCABULARY,
+        pad_token_id=0,
+    )
+    return Case(model=GemmaForCausalLM(config), inputs=token_ids(), losses=token_losses)
+
+
 def with_lora(case: Case, targets: list[str], transposed: bool) -> Case:
     from peft import LoraConfig, get_peft_model
 

@@ -8,7 +8,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from shuffled_dpsgd.clipping.rules.attention import MultiheadAttentionSlot
 from shuffled_dpsgd.clipping.rules.base import Slot
 from shuffled_dpsgd.clipping.rules.conv import ConvSlot
-from shuffled_dpsgd.clipping.rules.embedding import EmbeddingSlot
+from shuffled_dpsgd.clipping.rules.embedding import EmbeddingSlot, ScaledEmbeddingSlot
 from shuffled_dpsgd.clipping.rules.linear import Conv1DSlot, LinearSlot
 from shuffled_dpsgd.clipping.rules.norms import (
     GroupNormSlot,
@@ -38,6 +38,27 @@ BY_NAME: dict[str, type[Slot]] = {
             "phi3": "Phi3",
             "qwen2": "Qwen2",
             "qwen3": "Qwen3",
+        }.items()
+    },
+    **{
+        f"transformers.models.{family}.modeling_{family}.{name}ScaledWordEmbedding": (
+            ScaledEmbeddingSlot
+        )
+        for family, name in {
+            "bart": "Bart",
+            "bigbird_pegasus": "BigBirdPegasus",
+            "biogpt": "BioGpt",
+            "gemma": "GemmaText",
+            "gemma2": "Gemma2Text",
+            "gemma3": "Gemma3Text",
+            "m2m_100": "M2M100",
+            "mbart": "MBart",
+            "nllb_moe": "NllbMoe",
+            "pegasus_x": "PegasusX",
+            "plbart": "PLBart",
+            "trocr": "TrOCR",
+            "vaultgemma": "VaultGemmaText",
+            "xglm": "XGLM",
         }.items()
     },
 }

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from shuffled_dpsgd.clipping.captures import Contribution, RowsGrad
 from shuffled_dpsgd.clipping.rules.base import Saved, Slot, batch_of, recorder_of
@@ -61,7 +62,11 @@ class EmbeddingSlot(Slot):
     def forward(self, input: Tensor) -> Tensor:
         if not torch.is_grad_enabled():
             return cast(Tensor, self.plain(input))
-        batch, ids = batch_of(self), input
+        return self.look_up(input)
+
+    def look_up(self, ids: Tensor) -> Tensor:
+        """Rows of the table, one set per sample, with book-keeping in the backward."""
+        batch = batch_of(self)
         if self.shared_by_batch or ids.dim() < 2 or ids.shape[0] != batch.size:
             ids = self._over_batch(ids, batch.size)
         weight, taps = self.parameters["weight"], recorder_of(self).taps_of(batch, self)
@@ -91,3 +96,43 @@ class EmbeddingSlot(Slot):
                 padding_idx=self.padding_idx,
             ),
         )
+
+
+class ScaledEmbeddingSlot(EmbeddingSlot):
+    """Hugging Face's tables whose rows are multiplied by a constant (Gemma, BART)."""
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        if not torch.is_grad_enabled():
+            return cast(Tensor, self.plain(input_ids))
+        rows = self.look_up(input_ids)
+        scale = cast(Any, self.module).embed_scale
+        return rows * (scale.to(rows.dtype) if isinstance(scale, Tensor) else scale)
+
+
+class OwnLookups(TorchFunctionMode):
+    """Has `F.embedding` keep its promises about gradients under vmap, which forgets about them."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        look_up = _look_up if func is F.embedding else func
+        return look_up(*args, **(kwargs or {}))
+
+
+def _look_up(
+    input: Tensor,
+    weight: Tensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Tensor:
+    """`F.embedding`, whose padding row gets no gradient."""
+    if max_norm is not None or scale_grad_by_freq:
+        raise ValueError("max_norm and scale_grad_by_freq mix the samples of a batch")
+    found = F.embedding(input, weight)
+    if padding_idx is None:
+        return found
+    is_padding = (input == padding_idx % weight.shape[0]).unsqueeze(-1)
+    return torch.where(is_padding, found.detach(), found)

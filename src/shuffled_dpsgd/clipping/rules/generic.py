@@ -22,6 +22,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from shuffled_dpsgd.clipping.captures import Contribution, DenseGrad
 from shuffled_dpsgd.clipping.rules.base import Saved, Slot, batch_of, recorder_of
+from shuffled_dpsgd.clipping.rules.embedding import OwnLookups
 from shuffled_dpsgd.errors import UnsupportedModuleError
 
 if TYPE_CHECKING:
@@ -133,7 +134,7 @@ def sample_by_sample(
         return tuple(_single(slot, x) for x in found if not isinstance(x, _CONSTANTS))
 
     attention = nullcontext() if torch.compiler.is_compiling() else sdpa_kernel(_MAPPED_ATTENTION)
-    with attention:
+    with attention, OwnLookups():
         outputs = vmap(one_sample, randomness="different")(copies, *(leaves[i] for i in mapped))
     assert out_spec is not None
     tensors = iter(outputs)

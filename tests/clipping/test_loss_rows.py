@@ -32,6 +32,15 @@ def paired(outputs: Tensor) -> Tensor:
     return (outputs - outputs.flip(0)).square().sum(1)
 
 
+def ordered(outputs: Tensor) -> Tensor:
+    """Every sample but the first looks at the one before."""
+    return torch.cat([outputs[:1], outputs[1:] - outputs[:-1]]).square().sum(1)
+
+
+def one_odd_pair(outputs: Tensor) -> Tensor:
+    return apart(outputs) * torch.cat([outputs.new_ones(3), outputs[1:2, 0]])
+
+
 def model() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3))
@@ -41,7 +50,7 @@ def batch(size: int = 4) -> Tensor:
     return torch.randn(size, 5, generator=torch.Generator().manual_seed(1))
 
 
-@pytest.mark.parametrize("loss", [contrastive, centred, paired])
+@pytest.mark.parametrize("loss", [contrastive, centred, paired, ordered, one_odd_pair])
 @pytest.mark.parametrize("strategy", ["bookkeeping", "ghost"])
 def test_losses_that_mix_samples_are_refused(
     loss: Callable[[Tensor], Tensor], strategy: str
@@ -104,3 +113,22 @@ def test_every_output_that_the_loss_uses_is_looked_at(which: int) -> None:
     engine = ClippingEngine(WithHidden())
     with engine, pytest.raises(UnsupportedModuleError, match="that sample alone"):
         engine.backward(centred(engine.model(batch())[which]))
+
+
+def test_a_number_computed_from_all_samples_is_no_part_of_a_sample_s_loss() -> None:
+    """A mixture of experts returns one that balances them over the batch."""
+
+    class Balance(nn.Module):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return x, x.softmax(1).mean(0).square().sum()
+
+    def losses(model: nn.Module, inputs: Inputs) -> Tensor:
+        return apart(model(inputs["x"])[0])
+
+    balanced = nn.Sequential(model(), Balance()).double()
+    assert_exact(balanced, losses, {"x": batch().double()})
+    engine = ClippingEngine(balanced)
+    with engine:
+        outputs, balance = engine.model(batch().double())
+        with pytest.raises(UnsupportedModuleError, match="from all samples"):
+            engine.backward(apart(outputs) + balance)

@@ -2,11 +2,13 @@
 
 The loss is computed outside the model, where no layer sees it. A contrastive loss or one centred
 by the batch mixes the samples there: the gradients that come back into the model belong to several
-samples at once, and clipping them row by row bounds nobody's contribution.
+samples at once, and clipping them row by row bounds nobody's contribution. So does a number that
+the model itself computes from all samples, such as a mixture's loss for balancing its experts.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -30,45 +32,63 @@ class LossCheck:
             for leaf in tree_leaves(output)
             if isinstance(leaf, Tensor)
             and leaf.requires_grad
-            and leaf.dim() > 0
-            and leaf.shape[0] == size > 1
+            and size > 1
+            and (leaf.dim() == 0 or leaf.shape[0] == size)
         ]
 
     def run(self, losses: Tensor) -> None:
-        """Follow the first sample's loss back to the outputs, no further.
+        """Follow the losses of some samples back to the outputs, no further.
 
-        That takes little time, but for a moment the memory of one more gradient of the outputs.
+        Of any two samples some time only the one is followed, and some time only the other. That
+        takes little time, but for a moment the memory of one more gradient of the outputs.
 
         Raises:
-            UnsupportedModuleError: it arrives at other samples too.
+            UnsupportedModuleError: they arrive at other samples too.
         """
         outputs, self._outputs = self._outputs, []
         if not outputs or not losses.requires_grad:
             return
         self.done = True
-        first = losses[0]
-        outputs = _first_reached(first, outputs)
+        outputs = _first_reached(losses, outputs)
+        if any(output.dim() == 0 for output in outputs):
+            raise _mixed("a number that the model computed from all samples")
         if not outputs:
             return
-        grads = torch.autograd.grad(first, outputs, retain_graph=True, allow_unused=True)
-        if any(grad is not None and _reaches_others(grad) for grad in grads):
-            raise UnsupportedModuleError(
-                "",
-                expected="the loss of a sample to depend on that sample alone",
-                got="a loss of sample 0 with gradients at other samples",
-                remedy="do not compare, centre or mix samples in the loss; no clip could bound "
-                "what one of them contributes",
+        for members in _separating(len(losses), losses.device):
+            grads = torch.autograd.grad(
+                losses[members].sum(), outputs, retain_graph=True, allow_unused=True
             )
+            if any(grad is not None and _is_reached(grad[~members]) for grad in grads):
+                raise _mixed("losses of some samples with gradients at others")
 
 
-def _first_reached(loss: Tensor, outputs: list[Tensor]) -> list[Tensor]:
-    """The outputs met on the way back from the loss, without those that lie behind them.
+def _separating(size: int, device: torch.device) -> Iterator[Tensor]:
+    """Sets of samples as masks; each of two samples is in one of them without the other."""
+    numbers = torch.arange(size, device=device)
+    for bit in range((size - 1).bit_length()):
+        members = (numbers >> bit) % 2 == 1
+        yield members
+        yield ~members
+
+
+def _mixed(got: str) -> UnsupportedModuleError:
+    return UnsupportedModuleError(
+        "",
+        expected="the loss of a sample to depend on that sample alone",
+        got=got,
+        remedy="do not compare, centre or mix samples in the loss; no clip could bound what one "
+        "of them contributes",
+    )
+
+
+def _first_reached(losses: Tensor, outputs: list[Tensor]) -> list[Tensor]:
+    """The outputs met on the way back from the losses, without those that lie behind them.
 
     A decoder's model also returns what its encoder computed; the way there leads through the
     decoder, and would have checkpointed layers computed again.
     """
     places = {(output.grad_fn, output.output_nr): output for output in outputs}
-    waiting = [(loss.grad_fn, loss.output_nr)]
+    waiting = [(losses.grad_fn, losses.output_nr)]
     seen = set(waiting)
     found = []
     while waiting:
@@ -82,7 +102,6 @@ def _first_reached(loss: Tensor, outputs: list[Tensor]) -> list[Tensor]:
     return found
 
 
-def _reaches_others(grad: Tensor) -> bool:
-    """Whether rows other than the first get anything; zeros times infinity do not count."""
-    others = grad[1:]
-    return bool(((others != 0) & torch.isfinite(others)).any())
+def _is_reached(rows: Tensor) -> bool:
+    """Whether rows of a gradient hold anything; zeros times infinity do not count."""
+    return bool(((rows != 0) & torch.isfinite(rows)).any())

@@ -69,6 +69,21 @@ def noisy(layer: nn.Module, h: Tensor) -> Tensor:
     return layer(h + torch.randn_like(h))
 
 
+def mixed_up_in_training(layer: nn.Module, h: Tensor) -> Tensor:
+    partners = torch.randperm(len(h)) if layer.training else torch.arange(len(h))
+    return layer(0.7 * h + 0.3 * h[partners])
+
+
+def with_noise_of_the_batch(layer: nn.Module, h: Tensor) -> Tensor:
+    return layer(h + h.abs().mean() * torch.randn_like(h)) if layer.training else layer(h)
+
+
+def seldom_skipped(layer: nn.Module, h: Tensor) -> Tensor:
+    """As whole layers are dropped in training, for all samples at once."""
+    skipped = layer.training and torch.rand([]) < 0.3
+    return layer(h if skipped else torch.tanh(h))
+
+
 MIXING = (
     sorted_by_content,
     flipped,
@@ -77,6 +92,8 @@ MIXING = (
     centred_outputs,
     centred_in_training,
     scaled,
+    mixed_up_in_training,
+    with_noise_of_the_batch,
 )
 
 
@@ -113,6 +130,12 @@ def test_samples_that_keep_apart_pass() -> None:
 
 def test_a_model_that_draws_random_numbers_is_not_blamed() -> None:
     run(ClippingEngine(Around(noisy)), losses, batch(4))
+
+
+def test_layers_dropped_at_random_are_not_blamed() -> None:
+    for seed in range(30):
+        torch.manual_seed(seed)
+        run(ClippingEngine(Around(seldom_skipped)), losses, batch(4))
 
 
 def test_noise_as_large_as_the_tolerance_is_not_blamed() -> None:

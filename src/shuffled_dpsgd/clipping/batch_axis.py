@@ -28,10 +28,16 @@ from shuffled_dpsgd.clipping.sample_rows import (
     find_moved_rows,
     moved_rows,
     repeats,
+    row_differs,
     rows_of,
+    same_shapes,
 )
 from shuffled_dpsgd.clipping.shared_inputs import check_shared
 from shuffled_dpsgd.errors import UnsupportedModuleError
+
+Change = Callable[[Any, int], Any]
+# How often samples that meet at random get a chance to.
+_SEEDS = 4
 
 
 class BatchAxisCheck:
@@ -89,8 +95,10 @@ class BatchAxisCheck:
             UnsupportedModuleError: they do not.
         """
 
-        def rows(change: Callable[[Any, int], Any]) -> Rows:
+        def rows(change: Change, seed: int = 0) -> Rows:
             changed_args, changed_kwargs = change(args, size), change(dict(kwargs), size)
+            # Layers dropped as a whole, for one, are then the same in every run.
+            torch.manual_seed(seed)
             return rows_of(
                 self._slots, lambda: self._model.forward(*changed_args, **changed_kwargs)
             )
@@ -104,7 +112,8 @@ class BatchAxisCheck:
         found = find_moved_rows(plain, rows(_one_more), rows(_back_to_front), halves, size)
         if found is None:
             return True
-        if not repeats(plain, rows(_as_it_is)):
+        if not repeats(plain, rows(_as_it_is, seed=1)):
+            _refuse_random_mixing(rows, size)
             return False
         raise moved_rows("" if found == OUTPUTS else self._slots[found].path)
 
@@ -153,37 +162,63 @@ class BatchAxisCheck:
                 )
 
 
+def _refuse_random_mixing(rows: Callable[[Change, int], Rows], size: int) -> None:
+    """Refuse samples that meet at random: mix-up in training, noise as large as the batch.
+
+    With one seed and all shapes the same, a model draws the same numbers: what becomes of one half
+    of the batch must not change with the other half. What draws elsewhere is passed over.
+
+    Raises:
+        UnsupportedModuleError: it does.
+    """
+    half = size // 2
+    for seed in range(_SEEDS):
+        plain = rows(_as_it_is, seed)
+        if not repeats(plain, rows(_as_it_is, seed)):
+            return
+        for change, kept in ((_second_replaced, range(half)), (_first_replaced, range(half, size))):
+            other = rows(change, seed)
+            if same_shapes(plain, other) and any(
+                row_differs(plain, other, row, size) for row in kept
+            ):
+                raise moved_rows("")
+
+
 def _one_more(inputs: Any, size: int) -> Any:
     """Inputs with the first sample repeated at the end of every tensor that has the batch."""
-
-    def grow(leaf: Any) -> Any:
-        if isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] == size:
-            return torch.cat([leaf, leaf[:1]])
-        return leaf
-
-    return tree_map(grow, inputs)
+    return _chosen(inputs, size, [*range(size), 0])
 
 
 def _first_two(inputs: Any, size: int) -> Any:
-    return _narrowed(inputs, size, slice(2))
+    return _chosen(inputs, size, [0, 1])
 
 
 def _first_half(inputs: Any, size: int) -> Any:
-    return _narrowed(inputs, size, slice(size // 2))
+    return _chosen(inputs, size, [*range(size // 2)])
 
 
 def _second_half(inputs: Any, size: int) -> Any:
-    return _narrowed(inputs, size, slice(size // 2, size))
+    return _chosen(inputs, size, [*range(size // 2, size)])
 
 
-def _narrowed(inputs: Any, size: int, samples: slice) -> Any:
-    """Inputs with some of the `size` samples in every tensor that has the batch."""
+def _first_replaced(inputs: Any, size: int) -> Any:
+    """Inputs with the last sample in the place of every sample of the first half."""
+    return _chosen(inputs, size, [size - 1] * (size // 2) + [*range(size // 2, size)])
 
-    def narrow(leaf: Any) -> Any:
+
+def _second_replaced(inputs: Any, size: int) -> Any:
+    """Inputs with the first sample in the place of every sample of the second half."""
+    return _chosen(inputs, size, [*range(size // 2)] + [0] * (size - size // 2))
+
+
+def _chosen(inputs: Any, size: int, samples: list[int]) -> Any:
+    """Inputs with these samples in every tensor that has the batch."""
+
+    def choose(leaf: Any) -> Any:
         has_batch = isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] == size
         return leaf[samples] if has_batch else leaf
 
-    return tree_map(narrow, inputs)
+    return tree_map(choose, inputs)
 
 
 def _as_it_is(inputs: Any, size: int) -> Any:
@@ -192,12 +227,7 @@ def _as_it_is(inputs: Any, size: int) -> Any:
 
 def _back_to_front(inputs: Any, size: int) -> Any:
     """Inputs with the samples in reverse order."""
-
-    def flip(leaf: Any) -> Any:
-        has_batch = isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] == size
-        return leaf.flip(0) if has_batch else leaf
-
-    return tree_map(flip, inputs)
+    return _chosen(inputs, size, [*reversed(range(size))])
 
 
 @contextmanager

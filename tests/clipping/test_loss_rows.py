@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from clipping.compare import assert_exact
-from clipping.tiny_models import Inputs
+from clipping.tiny_models import Inputs, gpt2
 from shuffled_dpsgd.clipping import ClippingEngine
 from shuffled_dpsgd.errors import UnsupportedModuleError
 
@@ -132,3 +132,29 @@ def test_a_number_computed_from_all_samples_is_no_part_of_a_sample_s_loss() -> N
         outputs, balance = engine.model(batch().double())
         with pytest.raises(UnsupportedModuleError, match="from all samples"):
             engine.backward(apart(outputs) + balance)
+
+
+def language_batch(lengths: tuple[int, int]) -> Inputs:
+    ids = torch.randint(1, 12, (2, 7), generator=torch.Generator().manual_seed(2))
+    labels = ids.clone()
+    for sample, length in enumerate(lengths):
+        labels[sample, length:] = -100
+    return {"input_ids": ids, "labels": labels}
+
+
+def test_a_mean_over_the_tokens_of_a_batch_is_refused_where_lengths_differ() -> None:
+    """Hugging Face's own loss: a longer sample would take weight from all the others."""
+    engine = ClippingEngine(gpt2().model, loss_reduction="mean")
+    with engine:
+        loss = engine.model(**language_batch((7, 4))).loss
+        with pytest.raises(UnsupportedModuleError, match="neither the sum nor the mean"):
+            loss.backward()
+    engine = ClippingEngine(gpt2().model, loss_reduction="mean")
+    with engine:
+        engine.model(**language_batch((5, 5))).loss.backward()
+    assert engine.sample_norms.shape == (2,)
+
+
+def test_an_unused_mean_over_tokens_is_nobody_s_business() -> None:
+    case = gpt2().to(torch.float64)
+    assert_exact(case.model, case.losses, language_batch((7, 4)))

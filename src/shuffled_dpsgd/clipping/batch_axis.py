@@ -25,6 +25,7 @@ from shuffled_dpsgd.clipping.rules.generic import in_eval_mode, without_fast_att
 from shuffled_dpsgd.clipping.sample_rows import (
     OUTPUTS,
     Rows,
+    find_mixed_numbers,
     find_moved_rows,
     moved_rows,
     repeats,
@@ -41,9 +42,13 @@ _SEEDS = 4
 
 
 class BatchAxisCheck:
-    """Runs the check on the first batch, and that samples keep apart on the first of several."""
+    """Runs the check on the first batch, and that samples keep apart on the first of several.
+
+    `mixed_numbers` says which single numbers among the outputs are then no sum or mean of losses.
+    """
 
     def __init__(self, model: nn.Module, slots: Sequence[Slot]) -> None:
+        self.mixed_numbers: frozenset[int] = frozenset()
         self._seen = 0
         self._model = model
         self._slots = slots
@@ -111,6 +116,8 @@ class BatchAxisCheck:
             halves = None
         found = find_moved_rows(plain, rows(_one_more), rows(_back_to_front), halves, size)
         if found is None:
+            if halves is not None:
+                self.mixed_numbers = find_mixed_numbers(plain, halves, size)
             return True
         if not repeats(plain, rows(_as_it_is, seed=1)):
             _refuse_random_mixing(rows, size)

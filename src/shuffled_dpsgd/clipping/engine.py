@@ -18,7 +18,7 @@ from shuffled_dpsgd.clipping.grad_watch import GradWatch
 from shuffled_dpsgd.clipping.groups import group_slots
 from shuffled_dpsgd.clipping.half import HalfCopies
 from shuffled_dpsgd.clipping.inputs import find_batch
-from shuffled_dpsgd.clipping.loss_rows import LossCheck
+from shuffled_dpsgd.clipping.loss_rows import LossCheck, refuse_gradients
 from shuffled_dpsgd.clipping.plan import Plan, describe
 from shuffled_dpsgd.clipping.recorder import Recorder
 from shuffled_dpsgd.clipping.rules.base import can_listen
@@ -267,6 +267,8 @@ class ClippingEngine:
         if not (self._loss_check.done or torch.compiler.is_compiling()):
             batch = self._recorder.batch
             self._loss_check.note(output, 0 if batch is None else batch.size)
+        if not torch.compiler.is_compiling() and self._axis_check.mixed_numbers:
+            refuse_gradients(output, self._axis_check.mixed_numbers)
         self._recorder.close_forward()
 
     def _is_half_done(self) -> bool:

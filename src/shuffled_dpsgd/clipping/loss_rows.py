@@ -8,13 +8,14 @@ the model itself computes from all samples, such as a mixture's loss for balanci
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from shuffled_dpsgd.clipping.sample_rows import numbers_in
 from shuffled_dpsgd.errors import UnsupportedModuleError
 
 
@@ -62,6 +63,19 @@ class LossCheck:
                 raise _mixed("losses of some samples with gradients at others")
 
 
+def refuse_gradients(output: Any, mixed: Container[int]) -> None:
+    """Have a backward fail that begins at some of the single numbers among a model's outputs."""
+    for place, number in enumerate(numbers_in(output)):
+        if place in mixed and number.requires_grad:
+            number.register_hook(_refuse)
+
+
+def _refuse(grad: Tensor) -> None:
+    raise _mixed(
+        "a loss of the model's own that is neither the sum nor the mean of its samples' losses"
+    )
+
+
 def _separating(size: int, device: torch.device) -> Iterator[Tensor]:
     """Sets of samples as masks; each of two samples is in one of them without the other."""
     numbers = torch.arange(size, device=device)
@@ -76,8 +90,8 @@ def _mixed(got: str) -> UnsupportedModuleError:
         "",
         expected="the loss of a sample to depend on that sample alone",
         got=got,
-        remedy="do not compare, centre or mix samples in the loss; no clip could bound what one "
-        "of them contributes",
+        remedy="do not compare, centre or mix samples in the loss, nor average over all tokens of "
+        "a batch; no clip could bound what one of them contributes",
     )
 
 

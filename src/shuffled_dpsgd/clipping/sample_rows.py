@@ -32,6 +32,8 @@ _REPEATED = 0.1
 
 Rows = dict[int, list[Tensor]]
 OUTPUTS = -1
+# Outputs without axes: the mean or the sum of the samples' losses, if they are to be trained on.
+NUMBERS = -2
 
 
 def rows_of(slots: Sequence[Slot], forward: Callable[[], Any]) -> Rows:
@@ -42,7 +44,35 @@ def rows_of(slots: Sequence[Slot], forward: Callable[[], Any]) -> Rows:
         output = forward()
     leaves = [x for x in tree_leaves(output) if isinstance(x, Tensor) and x.dim() > 0]
     rows[OUTPUTS] = [_fingerprints(leaf, 0, coarse) for leaf in leaves if leaf.numel()]
+    numbers = [leaf.detach().view(1, 1) for leaf in numbers_in(output)]
+    rows[NUMBERS] = [_fingerprints(number, 0, coarse) for number in numbers]
     return rows
+
+
+def numbers_in(output: Any) -> list[Tensor]:
+    """The model's outputs that are single numbers, in order."""
+    return [
+        x
+        for x in tree_leaves(output)
+        if isinstance(x, Tensor) and x.dim() == 0 and x.is_floating_point()
+    ]
+
+
+def find_mixed_numbers(plain: Rows, halves: tuple[Rows, Rows], size: int) -> frozenset[int]:
+    """Which numbers are neither the sum nor the mean of what the halves of the batch give.
+
+    A mean over tokens is neither where lengths differ: with every sample, all others' share of it
+    changes.
+    """
+    found = set()
+    first, second = size // 2, size - size // 2
+    parts = (half.get(NUMBERS, []) for half in halves)
+    for place, (whole, *both) in enumerate(zip(plain[NUMBERS], *parts, strict=False)):
+        (value, tolerance), (a, b) = whole[0, :2].tolist(), (float(part[0, 0]) for part in both)
+        off = min(abs(a + b - value), abs((first * a + second * b) / size - value))
+        if off > _REPEATED * tolerance:
+            found.add(place)
+    return frozenset(found)
 
 
 def find_moved_rows(

@@ -115,7 +115,7 @@ class TestGenericRule:
 
         engine = ClippingEngine(nn.Sequential(Branching()))
         with pytest.raises(UnsupportedModuleError, match="0: expected a module that torch"):
-            run(engine, losses, {"x": torch.randn(3, 4)})
+            run(engine, losses, {"x": torch.rand(3, 4)})
 
 
 class TestRefusals:

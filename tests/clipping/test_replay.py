@@ -13,7 +13,14 @@ from clipping.tiny_models import CASES
 from shuffled_dpsgd.clipping import ClippingEngine
 from shuffled_dpsgd.clipping.batch import Batch
 from shuffled_dpsgd.clipping.kernels.addresses import address_table, holding
-from shuffled_dpsgd.clipping.replay import MAX_RECORDINGS, Replays, Work, places_of
+from shuffled_dpsgd.clipping.replay import (
+    MAX_RECORDINGS,
+    MAX_SEEN,
+    GraphRecorder,
+    Replays,
+    Work,
+    places_of,
+)
 from shuffled_dpsgd.clipping.rules.norms import Unsummed
 from shuffled_dpsgd.clipping.schedules import WholeGradient
 
@@ -63,6 +70,15 @@ def test_only_so_many_recordings_are_kept() -> None:
     for _ in range(2):
         replays.run((0,), lambda: torch.zeros(()))
     assert recorder.made == 1
+
+
+def test_places_seen_once_push_no_recording_out() -> None:
+    recorder = FakeRecorder()
+    replays = Replays(recorder)
+    for step in range(4 * MAX_SEEN):
+        for places in ("full batch",), (f"the rest of a batch at step {step}",):
+            replays.run(places, lambda: torch.zeros(()))
+    assert (recorder.made, replays.replayed) == (1, 4 * MAX_SEEN - 1)
 
 
 def test_a_recording_that_fails_is_reported_and_the_work_done_all_the_same() -> None:
@@ -180,3 +196,41 @@ def test_sums_handed_out_stay_as_they_are_while_replays_go_on() -> None:
     for _ in range(3):
         gpu_step(engine, 2.0 * batch)
     assert all(torch.equal(held[name], before[name]) for name in before)
+
+
+@pytest.mark.gpu
+def test_graphs_are_recorded_anew_after_all_others_are_gone() -> None:
+    source = torch.arange(1000.0, device="cuda")
+    recorder = GraphRecorder()
+    for factor in range(2, 6):
+        recording = recorder(lambda factor=factor: source * factor + 1.0)
+        assert torch.equal(recording.replay(), source * factor + 1.0)
+        del recording
+    assert torch.nn.functional.dropout(source, 0.5).isfinite().all()
+
+
+@pytest.mark.gpu
+def test_dropout_goes_on_after_a_recording_that_failed() -> None:
+    source = torch.ones(1000, device="cuda")
+    # Waiting for the device is forbidden while its work is recorded, and spoils the recording.
+    with pytest.raises(RuntimeError):
+        GraphRecorder()(lambda: source * float((2 * source).sum()))
+    first, second = (torch.nn.functional.dropout(source, 0.5) for _ in range(2))
+    assert not torch.equal(first, second)
+    assert torch.equal((source + source).cpu(), torch.full((1000,), 2.0))
+
+
+@pytest.mark.gpu
+def test_batches_of_ever_other_sizes_are_trained_with_dropout() -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.5), nn.LayerNorm(64), nn.Linear(64, 64))
+    engine = ClippingEngine(model.cuda(), clip_norm=0.1)
+    sizes = torch.randint(1, 12, (60,), generator=torch.Generator().manual_seed(0)).tolist()
+    for size in [*sizes, *[4] * 6]:
+        engine.reset()
+        with engine:
+            losses = model(torch.randn(size, 7, 64, device="cuda")).square().sum((1, 2))
+            engine.backward(losses)
+        assert all(total.isfinite().all() for total in engine.clipped_sum().values())
+    assert isinstance(engine._schedule, WholeGradient)
+    assert engine._schedule.replays.enabled
+    assert engine._schedule.replays.replayed >= 2

@@ -13,9 +13,9 @@ import os
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable
-from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -24,11 +24,13 @@ from shuffled_dpsgd.clipping.branches import StreamBranches, branching
 from shuffled_dpsgd.clipping.kernels.addresses import Tables, holding
 from shuffled_dpsgd.clipping.rules.norms import Unsummed
 
-# Several, because allocations may alternate between a few arrangements, and micro-batches do.
-MAX_RECORDINGS = 8
+# Several, because allocations may alternate between a few arrangements, and micro-batches do. As
+# many places are remembered that work was done at once; there may be new ones at every step.
+MAX_RECORDINGS = MAX_SEEN = 8
 Places = tuple[Hashable, ...]
 _dtype, _shape = attrgetter("dtype"), attrgetter("shape")
 Work = Callable[[], Tensor]
+Value = TypeVar("Value")
 
 
 class Recording(Protocol):
@@ -73,12 +75,11 @@ def places_of(values: Iterable[Any], *others: Hashable) -> Places | None:
     )
 
 
-@dataclass(slots=True)
-class _Known:
-    """What is kept of work at some places: its tables of addresses, and its recording if made."""
+class _Recorded(NamedTuple):
+    """A recording and the tables of addresses that it reads."""
 
-    tables: Tables = field(default_factory=dict)
-    recording: Recording | None = None
+    recording: Recording
+    tables: Tables
 
 
 class Replays:
@@ -90,7 +91,8 @@ class Replays:
 
     def __init__(self, record: Record | None = None) -> None:
         self._record = record if record is not None else GraphRecorder()
-        self._known: OrderedDict[Places, _Known] = OrderedDict()
+        self._seen: OrderedDict[Places, Tables] = OrderedDict()
+        self._recorded: OrderedDict[Places, _Recorded] = OrderedDict()
         self.enabled = os.environ.get("SHUFFLED_DPSGD_CUDA_GRAPHS", "1") != "0"
         self.replayed = 0
 
@@ -98,27 +100,29 @@ class Replays:
         """The result of `work`, which must depend on nothing but `places`."""
         if places is None or not self.enabled:
             return work()
-        known = self._known.get(places)
-        if known is None:
-            known = self._known[places] = _Known()
-            if len(self._known) > MAX_RECORDINGS:
-                self._known.popitem(last=False)
-            with holding(known.tables):
-                return work()
-        self._known.move_to_end(places)
-        if known.recording is None:
+        found = self._recorded.get(places)
+        if found is not None:
+            self._recorded.move_to_end(places)
+        else:
+            tables = self._seen.pop(places, None)
+            if tables is None:
+                tables = _added(self._seen, places, {}, MAX_SEEN)
+                with holding(tables):
+                    return work()
             try:
-                with holding(known.tables):
-                    known.recording = self._record(work)
+                with holding(tables):
+                    recording = self._record(work)
             except RuntimeError as error:
                 self._give_up(error)
                 return work()
+            found = _added(self._recorded, places, _Recorded(recording, tables), MAX_RECORDINGS)
         self.replayed += 1
-        return known.recording.replay()
+        return found.recording.replay()
 
     def _give_up(self, error: RuntimeError) -> None:
         self.enabled = False
-        self._known.clear()
+        self._seen.clear()
+        self._recorded.clear()
         warnings.warn(
             f"Clipping goes on without CUDA graphs, more slowly: recording failed ({error}).",
             RuntimeWarning,
@@ -126,34 +130,66 @@ class Replays:
         )
 
 
+def _added(kept: OrderedDict[Places, Value], places: Places, value: Value, at_most: int) -> Value:
+    """The value, put last; the first has to go if there are too many."""
+    kept[places] = value
+    if len(kept) > at_most:
+        kept.popitem(last=False)
+    return value
+
+
 class GraphRecorder:
     """Records work as CUDA graphs that share one pool of memory.
 
-    Sharing is safe because no two of them run at once and each result is copied out.
+    Sharing is safe because no two of them run at once and each result is copied out. A pool dies
+    with the last graph that uses it, so the next one gets another.
     """
 
     def __init__(self) -> None:
         self._pool: Any = None
         self._stream: torch.cuda.Stream | None = None
         self._branches: StreamBranches | None = None
+        self._alive: WeakSet[GraphRecording] = WeakSet()
+        self._broken: list[torch.cuda.CUDAGraph] = []
 
     def __call__(self, work: Work) -> Recording:
         if self._stream is None or self._branches is None:
-            self._stream, self._pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
-            self._branches = StreamBranches()
+            self._stream, self._branches = torch.cuda.Stream(), StreamBranches()
+        if not self._alive:
+            self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         self._stream.wait_stream(torch.cuda.current_stream())
         # `torch.cuda.graph` would empty the allocator's cache, and with it lose every place.
         with torch.cuda.stream(self._stream):
-            # Other threads, such as a loader that pins memory, may use the device meanwhile.
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
-                with branching(self._branches):
-                    result = work()
-            finally:
-                graph.capture_end()
+                result = self._capture(graph, work, self._branches)
+            except RuntimeError:
+                # The allocator may go on asking the graph whether it still records.
+                self._broken.append(graph)
+                _free_generator()
+                raise
         torch.cuda.current_stream().wait_stream(self._stream)
-        return GraphRecording(graph, result)
+        recording = GraphRecording(graph, result)
+        self._alive.add(recording)
+        return recording
+
+    def _capture(self, graph: torch.cuda.CUDAGraph, work: Work, branches: StreamBranches) -> Tensor:
+        # Other threads, such as a loader that pins memory, may use the device meanwhile.
+        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        try:
+            with branching(branches):
+                return work()
+        finally:
+            graph.capture_end()
+
+
+def _free_generator() -> None:
+    """Let the device's generator go on after a recording that did not begin or end as it should.
+
+    It would wait for the end of that for ever, and the next dropout would fail.
+    """
+    generator = torch.cuda.default_generators[torch.cuda.current_device()]
+    generator.graphsafe_set_state(generator.clone_state())
 
 
 class GraphRecording:

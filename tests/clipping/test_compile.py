@@ -259,6 +259,41 @@ def test_micro_batches_of_any_shape_add_up_beside_taps() -> None:
     torch.testing.assert_close(engine.sample_norms, eager.sample_norms, rtol=1e-9, atol=0)
 
 
+class InPieces(nn.Module):
+    """Layers that are compiled one by one, as where a model's own code cannot be compiled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.LayerNorm(4) for _ in range(3))
+
+    @torch.compiler.disable(recursive=False)
+    def one_by_one(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.one_by_one(x)
+
+
+def squares(model: nn.Module, inputs: Inputs) -> Tensor:
+    return model(inputs["x"]).square().flatten(1).sum(1)
+
+
+def test_a_model_compiled_in_pieces_goes_on_without_taps() -> None:
+    torch._dynamo.reset()
+    model, inputs = InPieces().double(), {"x": torch.randn(3, 5, 4, dtype=torch.float64)}
+    wanted = run(ClippingEngine(model), squares, inputs)
+    compiled = torch.compile(model, backend="aot_eager")
+    engine = ClippingEngine(model)
+    for _ in range(4):
+        engine.reset()
+        with engine:
+            engine.backward(squares(compiled, inputs))
+        assert_same_sums(engine.clipped_sum(), wanted, 1e-9)
+    assert tapped_calls(engine) == 0
+
+
 def test_one_compiled_backward_over_two_forwards_is_refused() -> None:
     torch._dynamo.reset()
     case = Case(model=nn.Linear(4, 4), inputs=small().inputs, losses=small().losses)

@@ -74,7 +74,8 @@ class Batch:
 
     `scale` is what a captured gradient must be multiplied by to be the gradient of that sample's
     own loss (the batch size under a mean, one under a sum). `calls` counts, per slot, those the
-    forward made; `captures` describes those a compiled backward has recorded through the operator.
+    forward made; `captures` describes those a compiled backward has recorded through the operator,
+    and `graphs` has the ids of the nodes of autograd, one per compiled graph, that did so.
     `taps` are those of a compiled forward that has them, and `tapped` says whether their gradients
     have come; those wait in `late`. `entries` are filed by group; norm layers wait in `unsummed`
     for others of their kind and then stand in `norm_runs`, many layers with their (L, B, 2, D)
@@ -90,6 +91,7 @@ class Batch:
         "device",
         "entries",
         "factors",
+        "graphs",
         "halves",
         "inputs",
         "late",
@@ -112,6 +114,7 @@ class Batch:
         self.phase = Phase.ONLY
         self.calls = [0] * slots
         self.captures: dict[Call, tuple[Spec, ...]] = {}
+        self.graphs: set[int] = set()
         self.signature: Signature | None = None
         self.taps: Taps | None = None
         self.tapped = False

@@ -161,6 +161,10 @@ class Recorder:
         if batch is None or call > batch.calls[index] or key in batch.captures:
             raise _not_in_turn(slot.path, "a backward of an earlier forward")
         batch.captures[key] = tuple((tensor.shape, tensor.dtype) for tensor in tensors)
+        node = torch._C._current_autograd_node()
+        # Some backends compile nothing, and leave the functions of a graph to autograd one by one.
+        if node.name() == "CompiledFunctionBackward":
+            batch.graphs.add(id(node))
         self.record(batch, slot, slot.restore(part, tensors))
 
     def deliver(self, grads: tuple[Tensor | None, ...]) -> None:
@@ -201,9 +205,9 @@ class Recorder:
         """Make taps for the first signature that comes twice in a row, and keep to it.
 
         Others go on through the operator: taps for every one of them would have the model compiled
-        again and again.
+        again and again. So does a model in pieces, each of which would have to know the others'.
         """
-        if signature == self._last_signature:
+        if signature == self._last_signature and len(batch.graphs) < 2:
             small = {slot.index for slot in self.slots if slot.captures_sums}
             self._taps = make_taps(batch.captures, small, signature, self.tap, self.handle)
         self._last_signature = signature

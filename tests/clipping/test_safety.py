@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import weakref
 
@@ -9,6 +10,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers.pytorch_utils import Conv1D
 
 from clipping.compare import assert_exact, assert_same_sums, oracle, run
 from clipping.tiny_models import Inputs, gpt2, token_ids
@@ -332,8 +335,39 @@ def test_in_place_operation_after_a_layer_does_not_disturb_its_gradient() -> Non
             out *= 2.0
             return out
 
-    x = torch.randn(3, 5, 4, dtype=torch.float64, requires_grad=True)
-    assert_exact(InPlace().double(), losses, {"x": x})
+    for requires_grad in (True, False):
+        x = torch.randn(3, 5, 4, dtype=torch.float64, requires_grad=requires_grad)
+        assert_exact(InPlace().double(), losses, {"x": x})
+
+
+class Attention(nn.MultiheadAttention):
+    """Self-attention as a layer with one input and one output."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 2, batch_first=True)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return super().__call__(x, x, x, need_weights=False)[0]
+
+
+@pytest.mark.parametrize(
+    "layer", [nn.Linear(4, 4), Conv1D(4, 4), Attention()], ids=["linear", "conv1d-hf", "attention"]
+)
+def test_in_place_activations_after_a_first_layer_and_inside_checkpoints(layer: nn.Module) -> None:
+    """There the layer is a function of its own, whose output must be no view."""
+    inner = nn.Sequential(layer, nn.ReLU(inplace=True), copy.deepcopy(layer), nn.ReLU(inplace=True))
+
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(self.inner, x, use_reentrant=False)
+
+    x = torch.randn(3, 5, 4, dtype=torch.float64)
+    assert_exact(inner.double(), losses, {"x": x})
+    assert_exact(Checkpointed().double(), losses, {"x": x})
 
 
 def test_gradient_hooks_on_parameters_are_refused() -> None:

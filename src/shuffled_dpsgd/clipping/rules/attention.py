@@ -21,7 +21,7 @@ from shuffled_dpsgd.clipping.captures import (
     RowSumGrad,
     stored_outer,
 )
-from shuffled_dpsgd.clipping.rules.base import Saved, Slot, batch_of, recorder_of
+from shuffled_dpsgd.clipping.rules.base import Saved, Slot, batch_of, no_view, recorder_of
 from shuffled_dpsgd.errors import UnsupportedModuleError
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ class ProjectionFunction(torch.autograd.Function):
             weight, bias = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
         ctx.part, ctx.slot, ctx.batch = part, slot, batch
         ctx.save_for_backward(x, weight)
-        return F.linear(x, weight, bias)
+        return no_view(F.linear(x, weight, bias))
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:

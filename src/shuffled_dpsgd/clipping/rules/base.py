@@ -38,6 +38,13 @@ def can_listen() -> bool:
     )
 
 
+def no_view(out: Tensor) -> Tensor:
+    """The output of a function as no view: autograd lets nobody change one in place (`ReLU`)."""
+    if torch.compiler.is_compiling() or not out._is_view():
+        return out
+    return cast(Tensor, torch.ops.aten._unsafe_view(out, out.shape))
+
+
 class Slot:
     """One module whose trainable parameters a rule handles.
 

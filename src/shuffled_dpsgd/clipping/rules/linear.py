@@ -21,7 +21,14 @@ from shuffled_dpsgd.clipping.captures import (
     positions,
     stored_outer,
 )
-from shuffled_dpsgd.clipping.rules.base import Saved, Slot, batch_of, can_listen, recorder_of
+from shuffled_dpsgd.clipping.rules.base import (
+    Saved,
+    Slot,
+    batch_of,
+    can_listen,
+    no_view,
+    recorder_of,
+)
 
 if TYPE_CHECKING:
     from shuffled_dpsgd.clipping.batch import Batch
@@ -55,7 +62,7 @@ class LinearFunction(torch.autograd.Function):
         ctx.slot, ctx.batch, ctx.part = slot, batch, part
         ctx.save_for_backward(x if slot.keeps_input else None, weight)
         if weight.shape[0] == outputs:
-            return F.linear(x, weight, bias)
+            return no_view(F.linear(x, weight, bias))
         # Cut while flat: with a view between the two, a compiler would keep what a loss makes of
         # the outputs beside the outputs themselves.
         flat = F.linear(x.reshape(-1, x.shape[-1]), weight, bias)[:, :outputs]
@@ -94,7 +101,7 @@ class TransposedLinearFunction(torch.autograd.Function):
         ctx.slot, ctx.batch, ctx.part = slot, batch, part
         ctx.save_for_backward(x if slot.keeps_input else None, weight)
         flat = torch.addmm(bias, x.reshape(-1, x.shape[-1]), weight)
-        return flat.view(*x.shape[:-1], weight.shape[1])
+        return no_view(flat.view(*x.shape[:-1], weight.shape[1]))
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 from torch.nn.utils.parametrize import register_parametrization
+from torch.utils.checkpoint import checkpoint
 
 from clipping.compare import assert_exact, run
 from clipping.tiny_models import Inputs, gpt2
@@ -88,6 +89,38 @@ def test_modules_that_cannot_be_run_one_sample_at_a_time(
     engine = ClippingEngine(Pair(inner()).double())
     with pytest.raises(UnsupportedModuleError, match=names):
         run(engine, losses, batch(*shape))
+
+
+def _with_hook(x: Tensor, own: Tensor) -> Tensor:
+    out = x * own
+    if out.requires_grad:
+        out.register_hook(lambda grad: grad / 2)
+    return out * 1.0
+
+
+def test_gradients_that_the_generic_rule_would_not_find_are_refused() -> None:
+    """vmap runs a module's own hooks on tensors for nobody; the outputs are the same."""
+    engine = ClippingEngine(Pair(Holding((4,), _with_hook)).double())
+    with pytest.raises(UnsupportedModuleError, match=r"inner: .*do not add up"):
+        run(engine, losses, batch(3, 5, 4))
+
+
+def test_a_checkpoint_inside_a_module_of_the_generic_rule_is_refused_by_name() -> None:
+    def checkpointed(x: Tensor, own: Tensor) -> object:
+        return checkpoint(lambda h: torch.tanh(h * own), x, use_reentrant=False)
+
+    engine = ClippingEngine(Pair(Holding((4,), checkpointed)).double())
+    with pytest.raises(UnsupportedModuleError, match=r"inner: .*vmap"):
+        run(engine, losses, batch(3, 5, 4))
+
+
+def test_the_generic_rule_inside_a_checkpoint_saves_the_same_every_time() -> None:
+    class Checkpointed(Pair):
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(super().forward, x, use_reentrant=False)
+
+    model = Checkpointed(Holding((4,), torch.mul)).double()
+    assert_exact(model, losses, batch(3, 5, 4))
 
 
 def test_an_error_of_the_module_itself_is_raised_as_it_is() -> None:

@@ -23,6 +23,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from shuffled_dpsgd.clipping.captures import Contribution, DenseGrad
 from shuffled_dpsgd.clipping.rules.base import Saved, Slot, batch_of, recorder_of
 from shuffled_dpsgd.clipping.rules.embedding import OwnLookups
+from shuffled_dpsgd.clipping.rules.gradient_sums import add_up, as_it_is, gradients
 from shuffled_dpsgd.errors import UnsupportedModuleError
 
 if TYPE_CHECKING:
@@ -242,6 +243,38 @@ class GenericSlot(CopiesSlot):
                 expected="a module that treats every sample on its own",
                 got="other outputs sample by sample than in one batch",
                 remedy="keep the batch on axis 0 of every input, or freeze its parameters",
+            )
+        self._check_gradients(trainable, leaves, spec, size)
+
+    def _check_gradients(
+        self, trainable: Mapping[str, Tensor], leaves: list[Any], spec: TreeSpec, size: int
+    ) -> None:
+        """The samples' gradients must add up to the batch's: vmap passes over hooks on tensors."""
+        inputs = [x.detach() if isinstance(x, Tensor) else x for x in leaves]
+        args, kwargs = tree_unflatten(inputs, spec)
+        # Hooks of a checkpoint around this module would count what is saved here as its own.
+        with (
+            in_eval_mode(self.module),
+            torch.enable_grad(),
+            torch.autograd.graph.saved_tensors_hooks(as_it_is, as_it_is),
+            torch.random.fork_rng(),
+        ):
+            together, _ = tree_flatten(self.plain(*args, **kwargs))
+            copies = {k: p.detach().expand(size, *p.shape) for k, p in trainable.items()}
+            for copy in copies.values():
+                copy.requires_grad_()
+            try:
+                alone, _ = sample_by_sample(self, copies, inputs, spec, size)
+                singles = gradients(alone, alone, list(copies.values()))
+            except FAILURES as error:
+                raise self._cannot_map(error) from error
+            whole = gradients(together, alone, list(trainable.values()))
+        if not add_up(singles, whole, alone):
+            raise UnsupportedModuleError(
+                self.path,
+                expected="a module whose gradients torch.func.vmap finds",
+                got="gradients of samples that do not add up to the gradient of their batch",
+                remedy="use no hooks on tensors inside it, or freeze its parameters",
             )
 
     def _cannot_map(self, error: Exception) -> UnsupportedModuleError:

@@ -36,7 +36,8 @@ def clipped_sum_reference(
     """Sum of clipped gradients, computed one example at a time.
 
     Args:
-        model: Any model; its own `.grad` fields are left alone.
+        model: Any model; its own `.grad` fields are left alone. One that calls `backward()`
+            inside its backward (Reformer's reversible layers) keeps gradients from us there.
         per_example_loss_fn: (model, example) -> scalar loss of that single example.
         examples: The batch, as single examples.
         clip_norm: Bound on every example's contribution.

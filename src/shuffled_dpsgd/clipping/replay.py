@@ -24,8 +24,8 @@ from shuffled_dpsgd.clipping.branches import StreamBranches, branching
 from shuffled_dpsgd.clipping.kernels.addresses import Tables, holding
 from shuffled_dpsgd.clipping.rules.norms import Unsummed
 
-# Many, because what a step keeps of each physical batch may shift the allocations of the next, and a
-# step may have dozens. Places where work was done once are remembered apart: those of batches of
+# Many, because what a step keeps of each physical batch may shift the allocations of the next, and
+# a step may have dozens. Places where work was done once are remembered apart: those of batches of
 # other sizes may be new at every step, and must push no recording out.
 MAX_RECORDINGS = MAX_SEEN = 64
 Places = tuple[Hashable, ...]

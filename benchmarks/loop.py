@@ -15,15 +15,15 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
+from benchmarks.adapters import CLIP_NORM, NOISE_MULTIPLIER, Setting
 from benchmarks.results import environment
-from benchmarks.workloads import Workload, workload
+from benchmarks.workloads import workload
 from shuffled_dpsgd.training import PrivateTraining, make_private
 from shuffled_dpsgd.training.data import LogicalBatch, physical_batches, shaped, to_device
 
@@ -35,16 +35,17 @@ Loop = Callable[[int], int]
 class Contest:
     """A private and a plain loop over the same random records; each returns how many it used."""
 
-    def __init__(self, case: Workload, logical: int, device: torch.device) -> None:
-        self.case, self.logical, self.device = case, logical, device
+    def __init__(self, setting: Setting, logical: int) -> None:
+        self.setting, self.logical = setting, logical
+        case = self.case = setting.workload
         size = RECORDS_PER_BATCH * logical
         shape = (size, case.length)
         ids = torch.randint(1000, shape)
         labels = torch.randint(2, shape if case.family == "gpt2" else (size,))
         self.records = TensorDataset(ids, labels)
         self.private = self._private(size)
-        self.model = case.build().to(device).train()
-        self.optimizer = self._optimizer(self.model)
+        self.model = case.build().to(setting.device).train()
+        self.optimizer = setting.optimizer(self.model)
         self.steps = 0
 
     def private_loop(self, steps: int) -> int:
@@ -67,7 +68,7 @@ class Contest:
             self.records, logical, physical_batch_size=self.case.batch_size
         ):
             if part.data is not None:
-                batch = to_device(shaped(part.data), self.device)
+                batch = to_device(shaped(part.data), self.setting.device)
                 (self._losses(self.model, batch).sum() / self.logical).backward()
                 used += part.size
             if part.completes:
@@ -77,29 +78,23 @@ class Contest:
         return used
 
     def _private(self, size: int) -> PrivateTraining:
-        model = self.case.build().to(self.device).train()
+        model = self.case.build().to(self.setting.device).train()
         return make_private(
             model,
-            self._optimizer(model),
+            self.setting.optimizer(model),
             dataset_size=size,
             expected_batch_size=self.logical,
             num_steps=1_000_000,
-            noise_multiplier=1.0,
-            clip_norm=1.0,
+            noise_multiplier=NOISE_MULTIPLIER,
+            clip_norm=CLIP_NORM,
             delta=1e-6,
             scope="full",
             physical_batch_size=self.case.batch_size,
         )
 
-    def _optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
-
-    def _autocast(self) -> AbstractContextManager[object]:
-        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda")
-
     def _losses(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
         ids, labels = batch
-        with self._autocast():
+        with self.setting.autocast():
             return self.case.losses(model, {"input_ids": ids, "labels": labels})
 
 
@@ -108,7 +103,8 @@ def seconds_per_record(loop: Loop, steps: int, device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     begin = time.perf_counter()
-    used = loop(steps)
+    # An unlucky block may have drawn nobody.
+    used = max(1, loop(steps))
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return (time.perf_counter() - begin) / used
@@ -128,8 +124,11 @@ def main() -> int:
     case, device = workload(options.workload), torch.device(options.device)
     if case.family == "vit":
         parser.error("--workload: expected a model of text")
+    if min(options.logical, options.blocks, options.steps) < 1:
+        parser.error("--logical, --blocks and --steps: expected at least 1")
     torch.manual_seed(0)
-    contest = Contest(case, options.logical, device)
+    setting = Setting(workload=case, device=device, bfloat16=device.type == "cuda")
+    contest = Contest(setting, options.logical)
     loops = {"private": contest.private_loop, "plain": contest.plain_loop}
     for loop in loops.values():
         loop(options.steps)
@@ -144,7 +143,7 @@ def main() -> int:
         f"({min(ratios):.2f}-{max(ratios):.2f}) of plain's speed"
     )
     if options.json:
-        facts = environment(device, bfloat16=device.type == "cuda")
+        facts = environment(device, bfloat16=setting.bfloat16)
         numbers = {"workload": case.name, "logical": options.logical, "seconds_per_record": found}
         options.json.write_text(json.dumps({"environment": facts, **numbers}, indent=1))
     return 0

@@ -1,4 +1,4 @@
-"""The benchmark of whole loops runs, counts records alike, and refuses what it cannot load."""
+"""The benchmark of whole loops times both of them, and refuses what it cannot run."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parents[2]
 QUICK = ("--blocks", "2", "--steps", "2", "--device", "cpu")
@@ -32,7 +34,14 @@ def test_both_loops_are_timed_in_turn(tmp_path: Path) -> None:
     assert all(s > 0 for blocks in written["seconds_per_record"].values() for s in blocks)
 
 
-def test_images_are_refused() -> None:
-    done = loop("--workload", "vit-base-2x197", *QUICK)
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--workload", "vit-base-2x197"), "expected a model of text"),
+        (("--workload", "bert-small-3x4", "--logical", "0"), "expected at least 1"),
+    ],
+)
+def test_what_cannot_be_run_is_refused(options: tuple[str, ...], said: str) -> None:
+    done = loop(*options, *QUICK)
     assert done.returncode == 2
-    assert "expected a model of text" in done.stderr
+    assert said in done.stderr

@@ -82,13 +82,15 @@ def test_scaling_and_the_target_of_a_cpu_have_tables(tmp_path: Path) -> None:
         entry("1", "plain", [1.0, 1.0, 1.0], workload="gpt2-4x4096", batch_size=4),
         entry("1", "ours", [2.0, 2.0, 2.0], workload="gpt2-4x4096", batch_size=4,
               round_ratios=ours),
+        entry("1", "plain", [2.0], workload="gpt2-small-8x64", peak_gib=None,
+              round_ratios={"opacus:ghost": [2.75]}),
         entry("1", "ours", [2.0], workload="gpt2-small-8x64", peak_gib=None,
               round_ratios={"opacus:ghost": [2.5]}),
     ], [])  # fmt: skip
     assert report(path).returncode == 0
     page = path.with_suffix(".md").read_text()
     assert "| 4096 | 4 | 8.0 | 4.0 | 0.50 (0.50–0.75) missed | 1.00 | 200.0 | 200.0 |" in page
-    assert "| gpt2-small-8x64 | 2.50 (2.50–2.50) missed | – |" in page
+    assert "| gpt2-small-8x64 | 2.50 (2.50–2.50) missed | 2.75 (2.75–2.75) | – |" in page
 
 
 def test_numbers_without_runs_are_refused(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from shuffled_dpsgd.clipping.precision import full_float32
 from shuffled_dpsgd.clipping.replay import Places, Replays, places_of
 from shuffled_dpsgd.clipping.rules.base import Slot
 from shuffled_dpsgd.clipping.rules.norms import Unsummed, settle
+from shuffled_dpsgd.clipping.shelf import Shelf
 from shuffled_dpsgd.clipping.totals import Totals
 from shuffled_dpsgd.clipping.wholesale import Wholesale
 from shuffled_dpsgd.errors import InvalidArgumentError
@@ -82,6 +83,7 @@ class WholeGradient:
     def __init__(self, rule: ClippingRule) -> None:
         self.rule = rule
         self.replays = Replays()
+        self.shelf = Shelf()
 
     def receive(self, batch: Batch, entry: Entry) -> None:
         slot = entry.slot
@@ -103,7 +105,7 @@ class WholeGradient:
 
     def finish(self, batch: Batch) -> None:
         with self.rule.totals.adding() as (sums, new):
-            places = self._places(batch, new) if batch.device == "cuda" else None
+            places = self._places(batch, new) if self._may_replay(batch) else None
             norms_B = self.replays.run(places, lambda: self._settle_all(batch, sums, new))
         self.rule.totals.norms.append(norms_B)
         batch.close()
@@ -126,13 +128,18 @@ class WholeGradient:
         wholesale.add_sums(rule.factors(norms_B, batch), sums, new)
         return norms_B
 
-    def _places(self, batch: Batch, new: bool) -> Places | None:
-        """Where everything lies that settling reads and writes; None where it is not to be asked.
+    def _may_replay(self, batch: Batch) -> bool:
+        """Not on a CPU, nor inside somebody else's capture, to which the launches belong."""
+        if batch.device != "cuda" or not self.replays.enabled:
+            return False
+        return not torch.cuda.is_current_stream_capturing()
 
-        Inside somebody else's capture the launches belong to that.
+    def _places(self, batch: Batch, new: bool) -> Places | None:
+        """Where everything lies that settling reads and writes, the small of it on the shelf.
+
+        None if there is something of a kind that is not known.
         """
-        if torch.cuda.is_current_stream_capturing():
-            return None
+        self.shelf.take(batch)
         entries = [entry for filed in batch.entries.values() for entry in filed] + batch.unsummed
         values = [value for entry in entries for value in entry.saved]
         values += [sums_LBCD for _, sums_LBCD in batch.norm_runs]

@@ -77,7 +77,7 @@ def lengths_of(products):  # type: ignore[no-untyped-def]
     return tl.sum(tl.where(rows == cols, tl.sqrt(tl.maximum(products, 0.0)), 0.0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["B"])
 def two_part_gram_kernel(  # type: ignore[no-untyped-def]
     x_table, g_table, out_LB22, B, T, D, P, x_batch, x_row, g_batch, g_row,
     BIAS: tl.constexpr, HAS_NARROW: tl.constexpr, STEP: tl.constexpr,

@@ -29,7 +29,7 @@ ELEMENT = {
 }
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["B"])
 def norm_kernel(  # type: ignore[no-untyped-def]
     x_table, g_table, sums_LBCSD, B, T, D, eps, slice_tokens,
     SLICES: tl.constexpr, CENTRED: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr,

@@ -246,7 +246,7 @@ def run_groups(  # type: ignore[no-untyped-def]
     )  # fmt: skip
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["B"])
 def parted_outer_kernel(  # type: ignore[no-untyped-def]
     x_table, g_table, out_table, bias_table, factors_B, B, T, D, P, x_batch, x_row, g_batch, g_row,
     out_row, out_col, segments, SEGMENT: gl.constexpr, FULL: gl.constexpr, TAIL: gl.constexpr,

@@ -28,7 +28,7 @@ TARGET_PROGRAMS = 4096
 STORED_B, STORED_N = 4, 512
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["B", "share"])
 def row_sum_kernel(  # type: ignore[no-untyped-def]
     g_table, out_LSP, factors_B, B, T, P, readable, g_batch, g_row, share,
     BLOCK_T: tl.constexpr, BLOCK_P: tl.constexpr, ELEMENT: tl.constexpr,
@@ -59,7 +59,7 @@ def row_sum_kernel(  # type: ignore[no-untyped-def]
     tl.store(out, tl.sum(total, 0), mask=p < P)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["S"])
 def add_shares_kernel(  # type: ignore[no-untyped-def]
     parts_LSP, out_table, S, P, ADD: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
@@ -98,7 +98,7 @@ def weighted_row_sums(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["B"])
 def stored_sum_kernel(  # type: ignore[no-untyped-def]
     grads_BN, factors_B, out_N, B, N,
     ADD: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_N: tl.constexpr,

@@ -226,7 +226,7 @@ def multiply(  # type: ignore[no-untyped-def]
         gl.store(out + STRIP, lengths)
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["B"])
 def strip_gram_kernel(  # type: ignore[no-untyped-def]
     x_table, g_table, out_LB22S, B, T, D, P, x_batch, x_row, g_batch, g_row,
     BIAS: gl.constexpr, LAST: gl.constexpr, ELEMENT: gl.constexpr,

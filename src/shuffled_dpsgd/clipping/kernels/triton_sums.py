@@ -52,7 +52,7 @@ def outer_chunk(  # type: ignore[no-untyped-def]
     return tl.dot(tl.trans(g_tile), x_tile, acc)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["B"])
 def outer_kernel(  # type: ignore[no-untyped-def]
     x_table, g_table, out_table, factors_B, B, T, D, P, x_batch, x_row, g_batch, g_row,
     segments, SEGMENT: tl.constexpr, FULL: tl.constexpr, CHUNK: tl.constexpr, TAIL: tl.constexpr,
@@ -97,7 +97,7 @@ def outer_kernel(  # type: ignore[no-untyped-def]
     tl.store(out_ptrs, total, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["B"])
 def bulk_outer_kernel(  # type: ignore[no-untyped-def]
     x_table, g_table, out_table, factors_B, B, T, D, P, x_batch, x_row, g_batch, g_row,
     segments, SEGMENT: tl.constexpr, FULL: tl.constexpr, CHUNK: tl.constexpr, TAIL: tl.constexpr,

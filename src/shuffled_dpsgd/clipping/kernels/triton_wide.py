@@ -154,7 +154,7 @@ def share_kernel(  # type: ignore[no-untyped-def]
     tl.store(out_SBNKK + block * BLOCK * BLOCK + k[:, None] * BLOCK + k[None, :], gram)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_parts"])
 def pair_kernel(  # type: ignore[no-untyped-def]
     n, w, parts_SBNKK, out_BN2, T, D, whole, W, num_parts, n_batch, n_row, w_batch, w_row,
     N_ONE: tl.constexpr, W_ONE: tl.constexpr, ONE_PAIR: tl.constexpr, TAIL: tl.constexpr,

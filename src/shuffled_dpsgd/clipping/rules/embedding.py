@@ -35,10 +35,6 @@ class EmbeddingFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
         (ids,) = ctx.saved_tensors
-        if ids.is_cuda and not torch.compiler.is_compiling():
-            # The caller's batches lie here and there; a copy lies where the last step's did, and
-            # only what does is replayed.
-            ids = ids.clone()
         taps = recorder_of(ctx.slot).record(ctx.batch, ctx.slot, (ids, g))
         return None, None, None, None, *taps
 

@@ -73,7 +73,8 @@ def assert_every_step_agrees(
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", CASES)
+# OPT draws a number for every layer and asks for it; see `test_folded` for Mixtral.
+@pytest.mark.parametrize("name", sorted({*CASES} - {"opt", "mixtral"}))
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_every_model_compiles(name: str, backend: str) -> None:
     torch.manual_seed(1)

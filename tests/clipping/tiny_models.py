@@ -145,6 +145,41 @@ def gemma() -> Case:
     return Case(model=GemmaForCausalLM(config), inputs=token_ids(), losses=token_losses)
 
 
+def opt() -> Case:
+    """Its feed-forward layers see the batch and the positions on one axis."""
+    from transformers import OPTConfig, OPTForCausalLM
+
+    config = OPTConfig(
+        hidden_size=16,
+        ffn_dim=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        word_embed_proj_dim=16,
+        vocab_size=VOCABULARY,
+        max_position_embeddings=24,
+        dropout=0.0,
+    )
+    return Case(model=OPTForCausalLM(config), inputs=token_ids(), losses=token_losses)
+
+
+def mixtral() -> Case:
+    """Experts, and a router to them, of the tokens of all samples in one row."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    config = MixtralConfig(
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=12,
+        num_local_experts=3,
+        num_experts_per_tok=2,
+        vocab_size=VOCABULARY,
+        experts_implementation="batched_mm",
+    )
+    return Case(model=MixtralForCausalLM(config), inputs=token_ids(), losses=token_losses)
+
+
 def with_lora(case: Case, targets: list[str], transposed: bool) -> Case:
     from peft import LoraConfig, get_peft_model
 
@@ -166,6 +201,8 @@ CASES: dict[str, Callable[[], Case]] = {
     "vit": vit,
     "llama-tied": lambda: llama(tied=True),
     "llama-untied": lambda: llama(tied=False),
+    "opt": opt,
+    "mixtral": mixtral,
     "gpt2-lora": lambda: with_lora(gpt2(), ["c_attn", "c_fc"], transposed=True),
     "llama-lora": lambda: with_lora(llama(tied=True), ["q_proj", "down_proj"], transposed=False),
 }

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 from torch.utils._pytree import tree_leaves, tree_map
 
+from shuffled_dpsgd.clipping.inputs import find_batch
 from shuffled_dpsgd.clipping.rules.base import Slot
 from shuffled_dpsgd.clipping.rules.embedding import EmbeddingSlot
 from shuffled_dpsgd.clipping.rules.generic import in_eval_mode, without_fast_attention
@@ -37,6 +38,8 @@ from shuffled_dpsgd.clipping.shared_inputs import check_shared
 from shuffled_dpsgd.errors import UnsupportedModuleError
 
 Change = Callable[[Any, int], Any]
+# The lengths of the first axes of each slot's inputs; none of one that is called without any.
+Lengths = dict[int, set[int]]
 # How often samples that meet at random get a chance to.
 _SEEDS = 4
 
@@ -65,7 +68,7 @@ class BatchAxisCheck:
                 places or see each other, or the model cannot be run with one sample more.
         """
         more_args, more_kwargs = _one_more(args, size), _one_more(dict(kwargs), size)
-        lengths: dict[int, set[int]] = {}
+        lengths: Lengths = {}
         with in_eval_mode(self._model), _buffers_kept(self._model), torch.random.fork_rng():
             with self._watching(lengths):
                 try:
@@ -80,7 +83,8 @@ class BatchAxisCheck:
                         remedy="give every input that belongs to samples a batch axis 0, and no "
                         "other input that length",
                     ) from error
-            self._mark(lengths, size + 1)
+            self._mark_folded(lengths, args, kwargs, size)
+            self._mark_shared(lengths, size + 1)
             self._check_shared(lengths, more_args, more_kwargs, size + 1)
         if size > 1:
             self._check_rows(args, kwargs, size)
@@ -105,7 +109,9 @@ class BatchAxisCheck:
             # Layers dropped as a whole, for one, are then the same in every run.
             torch.manual_seed(seed)
             return rows_of(
-                self._slots, lambda: self._model.forward(*changed_args, **changed_kwargs)
+                self._slots,
+                lambda: self._model.forward(*changed_args, **changed_kwargs),
+                find_batch(changed_args, changed_kwargs)[0],
             )
 
         plain = rows(_as_it_is)
@@ -125,23 +131,55 @@ class BatchAxisCheck:
         raise moved_rows("" if found == OUTPUTS else self._slots[found].path)
 
     @contextmanager
-    def _watching(self, lengths: dict[int, set[int]]) -> Iterator[None]:
+    def _watching(self, lengths: Lengths) -> Iterator[None]:
         with ExitStack() as hooks:
             for slot in self._slots:
 
                 def note(_: nn.Module, args: Any, kwargs: Any, slot: Slot = slot) -> None:
                     found = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+                    noted = lengths.setdefault(slot.index, set())
                     if found and found[0].dim() > slot.batch_axis:
-                        length = found[0].shape[slot.batch_axis]
-                        lengths.setdefault(slot.index, set()).add(length)
+                        noted.add(found[0].shape[slot.batch_axis])
 
                 handle = slot.module.register_forward_pre_hook(note, with_kwargs=True)
                 hooks.callback(handle.remove)
             yield
 
-    def _mark(self, lengths: dict[int, set[int]], size: int) -> None:
+    def _mark_folded(self, grown: Lengths, args: Any, kwargs: Mapping[str, Any], size: int) -> None:
+        """Note whose inputs have as many rows of every sample, in the batch and with one more.
+
+        What lengths cannot tell, in which order these rows come, the rows themselves will.
+        """
+        lengths: Lengths = {}
+        for slot in self._slots:
+            others = grown.get(slot.index, set()) - {1, size + 1}
+            if not others or not slot.may_fold or any(other % (size + 1) for other in others):
+                continue
+            if not lengths:
+                with self._watching(lengths):
+                    self._model.forward(*args, **kwargs)
+            rows = {other // (size + 1) for other in others}
+            if {size * number for number in rows} == lengths.get(slot.index, set()) - {1, size}:
+                slot.folded = True
+                # From here on they are as long as the batch.
+                grown[slot.index] = grown[slot.index] - others | {size + 1}
+        if any(slot.folded for slot in self._slots):
+            self._refuse_without_input(grown)
+
+    def _refuse_without_input(self, lengths: Lengths) -> None:
+        """Parameters without input get a row per sample; folded ones would need more."""
+        for slot in self._slots:
+            if lengths.get(slot.index) == set():
+                raise UnsupportedModuleError(
+                    slot.path,
+                    expected="an input that tells how many rows belong to a sample",
+                    got="none, in a model that folds its batch into another axis",
+                    remedy="freeze this module with requires_grad_(False)",
+                )
+
+    def _mark_shared(self, lengths: Lengths, size: int) -> None:
         """Note which embeddings are shared by the batch; refuse any other such layer."""
-        if lengths and all(found == {1} for found in lengths.values()):
+        if any(lengths.values()) and all(found <= {1} for found in lengths.values()):
             raise UnsupportedModuleError(
                 "",
                 expected=f"the first tensor of the call to be a batch of {size - 1} samples",
@@ -158,7 +196,7 @@ class BatchAxisCheck:
             slot.shared_by_batch = True
 
     def _check_shared(
-        self, lengths: dict[int, set[int]], args: Any, kwargs: Mapping[str, Any], size: int
+        self, lengths: Lengths, args: Any, kwargs: Mapping[str, Any], size: int
     ) -> None:
         """What layers compute once for all samples must only be broadcast over them."""
         two_args, two_kwargs = _first_two(args, size), _first_two(dict(kwargs), size)

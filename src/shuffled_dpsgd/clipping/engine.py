@@ -101,7 +101,7 @@ class ClippingEngine:
         self._axis_check = BatchAxisCheck(model, self._slots)
         self._loss_check = LossCheck()
         self._watch = GradWatch(self._parameters)
-        self._patches = [(slot.module.__dict__, slot.forward) for slot in self._slots]
+        self._patches = sites.patches(self._slots)
         self._hooks: list[RemovableHandle] = []
         self._was_entered = False
 
@@ -112,8 +112,7 @@ class ClippingEngine:
         sites.refuse_thawed(self._frozen)
         self._structure.refuse_changes()
         sites.refuse_replaced(self._slots)
-        for attributes, forward in self._patches:
-            attributes["forward"] = forward
+        self._patch()
         begin = self.model.register_forward_pre_hook(self._begin, prepend=True, with_kwargs=True)
         self._hooks = [begin, self.model.register_forward_hook(self._end)]
         self._watch.begin()
@@ -245,8 +244,7 @@ class ClippingEngine:
             self._rule.totals.let_go()
         size, device = find_batch(args, kwargs)
         if not torch.compiler.is_compiling() and self._axis_check.is_due(size):
-            self._axis_check.run(args, kwargs, size)
-            self._recorder.axis_checked = True
+            self._check_axis(args, kwargs, size)
         scale = float(size) if self.loss_reduction == "mean" else 1.0
         batch = Batch(size=size, device=device, slots=len(self._slots), scale=scale)
         if device == "cuda" and torch.is_autocast_enabled(device) and can_listen():
@@ -300,8 +298,19 @@ class ClippingEngine:
         if batch.inputs is not None and self._axis_check.is_due(batch.size):
             args, kwargs, dtype = batch.inputs
             with torch.autocast(batch.device, dtype=dtype, enabled=dtype is not None):
-                self._axis_check.run(args, kwargs, batch.size)
-            self._recorder.axis_checked = True
+                self._check_axis(args, kwargs, batch.size)
+
+    def _check_axis(self, args: Any, kwargs: Any, size: int) -> None:
+        self._axis_check.run(args, kwargs, size)
+        self._recorder.axis_checked = True
+        # Some inputs may have turned out to be folded.
+        self._patches = sites.patches(self._slots)
+        if self._hooks:
+            self._patch()
+
+    def _patch(self) -> None:
+        for attributes, forward in self._patches:
+            attributes["forward"] = forward
 
 
 def _schedule(strategy: str, rule: ClippingRule) -> Schedule:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from shuffled_dpsgd.clipping.rules.base import Slot
+from shuffled_dpsgd.clipping.rules.base import Slot, unfolded
 from shuffled_dpsgd.errors import UnsupportedModuleError
 
 # Relative to the length of a row; wider than what another batch size does to rounding.
@@ -36,11 +36,14 @@ OUTPUTS = -1
 NUMBERS = -2
 
 
-def rows_of(slots: Sequence[Slot], forward: Callable[[], Any]) -> Rows:
-    """A mark per row, its tolerance and the row's size, (B, 3), for every call and every output."""
+def rows_of(slots: Sequence[Slot], forward: Callable[[], Any], size: int) -> Rows:
+    """A mark per row, its tolerance and the row's size, (B, 3), for every call and every output.
+
+    All rows of one of the `size` samples count as one where a slot's inputs are folded.
+    """
     rows: Rows = {}
     coarse = _computes_in_half(slots)
-    with _noting(slots, rows, coarse):
+    with _noting(slots, rows, coarse, size):
         output = forward()
     leaves = [x for x in tree_leaves(output) if isinstance(x, Tensor) and x.dim() > 0]
     rows[OUTPUTS] = [_fingerprints(leaf, 0, coarse) for leaf in leaves if leaf.numel()]
@@ -156,14 +159,17 @@ def _differ(one_B3: Tensor, other_B3: Tensor, share: float = 1.0) -> bool:
 
 
 @contextmanager
-def _noting(slots: Sequence[Slot], rows: Rows, coarse: bool) -> Iterator[None]:
+def _noting(slots: Sequence[Slot], rows: Rows, coarse: bool, size: int) -> Iterator[None]:
     with ExitStack() as hooks:
         for slot in slots:
 
             def note(_: nn.Module, args: Any, kwargs: Any, slot: Slot = slot) -> None:
                 found = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
                 if found and found[0].numel() and found[0].dim() > slot.batch_axis:
-                    marks = _fingerprints(found[0], slot.batch_axis, coarse)
+                    x = found[0]
+                    if slot.folded and len(x) % size == 0:
+                        x = unfolded(x, size)
+                    marks = _fingerprints(x, slot.batch_axis, coarse)
                     rows.setdefault(slot.index, []).append(marks)
 
             handle = slot.module.register_forward_pre_hook(note, with_kwargs=True)

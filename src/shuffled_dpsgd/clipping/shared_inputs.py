@@ -35,12 +35,12 @@ def check_shared(slot: Slot, slots: Sequence[Slot], forward: Callable[[], Any]) 
 
     def single(sample: int) -> Rows:
         with _adding(slot, sample, shared_calls):
-            return rows_of(slots, forward)
+            return rows_of(slots, forward, _SAMPLES)
 
     try:
         alone = [single(sample) for sample in range(_SAMPLES)]
         with _adding(slot, None, shared_calls):
-            together = rows_of(slots, forward)
+            together = rows_of(slots, forward, _SAMPLES)
     except (RuntimeError, ValueError, IndexError) as error:
         raise _refusal(slot, f"{type(error).__name__}: {str(error).splitlines()[0]}") from error
     moved = any(row_differs(alone[i], together, i, _SAMPLES) for i in range(_SAMPLES))

@@ -6,9 +6,10 @@ parameter no rule can handle exactly is refused here, before any training.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain
 from operator import is_, itemgetter
+from typing import Any
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -230,6 +231,14 @@ class Structure:
 
 
 _holders = itemgetter("_modules", "_parameters")
+
+
+def patches(slots: Iterable[Slot]) -> list[tuple[dict[str, Any], Callable[..., Any]]]:
+    """The attributes of every slot's module, and the forward to be put there."""
+    return [
+        (slot.module.__dict__, slot.folded_forward() if slot.folded else slot.forward)
+        for slot in slots
+    ]
 
 
 def refuse_replaced(slots: Iterable[Slot]) -> None:

@@ -8,7 +8,7 @@ the pair (input, output gradient) to the batch; the parameter's own gradient is 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -45,6 +45,11 @@ def no_view(out: Tensor) -> Tensor:
     return cast(Tensor, torch.ops.aten._unsafe_view(out, out.shape))
 
 
+def unfolded(x: Tensor, size: int) -> Tensor:
+    """Folded rows with the batch on an axis of its own. No tracer knows `Tensor.unflatten`."""
+    return x.reshape(size, len(x) // size, *x.shape[1:])
+
+
 class Slot:
     """One module whose trainable parameters a rule handles.
 
@@ -61,6 +66,8 @@ class Slot:
     captures_sums = False
     # How norms are found, where the cost rule has no say.
     fixed_route: str | None = "stored"
+    # Whether it can tell the samples of a folded input apart; see `folded`.
+    may_fold = False
 
     def __init__(
         self, *, index: int, path: str, module: nn.Module, names: dict[str, str], recorder: Recorder
@@ -75,6 +82,9 @@ class Slot:
         self.plain = module.forward
         self.group = index
         self.shared = False
+        # Set by the check of the batch axis: inputs have the batch and the positions on one axis,
+        # (B K, ...), the rows of a sample one after the other.
+        self.folded = False
         self.last_shape: tuple[int, int, int] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -127,7 +137,8 @@ class Slot:
             self.path,
             expected=f"an input whose first axis is the batch of {size} samples",
             got=f"shape {tuple(shape)}",
-            remedy="keep the batch on axis 0, or freeze this module with requires_grad_(False)",
+            remedy="keep the batch on axis 0, or freeze this module with requires_grad_(False); if "
+            "it is folded into another axis, run one batch without torch.compile first",
         )
 
     def refuse_length(self, length: int, samples: int) -> UnsupportedModuleError:
@@ -136,9 +147,26 @@ class Slot:
             self.path,
             expected="an input whose first axis is the batch",
             got=f"an axis of length {length} in a trial with {samples} samples",
-            remedy="keep the batch on axis 0 (batch_first=True, no flattened positions), or freeze "
-            "this module with requires_grad_(False)",
+            remedy="keep the batch on axis 0 (batch_first=True), or freeze this module with "
+            "requires_grad_(False)",
         )
+
+    def folded_forward(self) -> Callable[..., Any]:
+        """`forward` for folded inputs: with the batch on an axis of its own meanwhile."""
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if not torch.is_grad_enabled():
+                return self.plain(*args, **kwargs)
+            (x,) = (*args, *kwargs.values())
+            recorder = recorder_of(self)
+            batch = recorder.batch if recorder.batch is not None else recorder.latest
+            if batch is None or len(x) in (1, batch.size):
+                return self.forward(x)
+            if batch.size == 0 or len(x) % batch.size != 0:
+                raise self.refuse_batch_axis(batch.size, x.shape)
+            return no_view(self.forward(unfolded(x, batch.size)).flatten(0, 1))
+
+        return forward
 
     def over_batch(self, tensor: Tensor, size: int) -> Tensor:
         """`tensor` with the batch on its first axis: as it is, or expanded from length one.

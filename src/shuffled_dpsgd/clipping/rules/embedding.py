@@ -43,6 +43,7 @@ class EmbeddingSlot(Slot):
     """An embedding table."""
 
     kind = "embedding"
+    may_fold = True
     fixed_route = "gram"
 
     def __init__(self, **site: Any) -> None:

@@ -9,7 +9,7 @@ Shapes: B samples, S any parameter shape.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +21,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from shuffled_dpsgd.clipping.captures import Contribution, DenseGrad
-from shuffled_dpsgd.clipping.rules.base import Saved, Slot, batch_of, recorder_of
+from shuffled_dpsgd.clipping.rules.base import Saved, Slot, batch_of, recorder_of, unfolded
 from shuffled_dpsgd.clipping.rules.embedding import OwnLookups
 from shuffled_dpsgd.clipping.rules.gradient_sums import add_up, as_it_is, gradients
 from shuffled_dpsgd.errors import UnsupportedModuleError
@@ -107,9 +107,20 @@ class Bare(nn.Module):
         return tree_flatten(functional_call(self, replaced, args, kwargs))
 
 
-def batched_leaves(leaves: list[Any], size: int) -> list[int]:
+def batched_leaves(leaves: list[Any], length: int) -> list[int]:
     """Positions of the tensors whose first axis has the length of the batch."""
-    return [i for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.dim() and len(x) == size]
+    axes = [x.shape[:1] if isinstance(x, Tensor) else () for x in leaves]
+    return [i for i, axis in enumerate(axes) if axis == (length,)]
+
+
+def rows_of_a_sample(slot: Slot, leaves: list[Any], size: int) -> int:
+    """How many rows of the first tensor belong to each sample: one, unless the input is folded."""
+    if not slot.folded:
+        return 1
+    length = next(len(x) for x in leaves if isinstance(x, Tensor) and x.dim())
+    if length % size != 0:
+        raise slot.refuse_batch_axis(size, torch.Size([length]))
+    return length // size
 
 
 def sample_by_sample(
@@ -121,7 +132,8 @@ def sample_by_sample(
 ) -> tuple[list[Any], TreeSpec]:
     """The module under vmap over per-sample parameters and the inputs that have a batch axis."""
     bare = slot.bare
-    mapped = batched_leaves(leaves, size)
+    rows = rows_of_a_sample(slot, leaves, size)
+    mapped = batched_leaves(leaves, rows * size)
     found: list[Any] = []
     out_spec: TreeSpec | None = None
 
@@ -129,28 +141,29 @@ def sample_by_sample(
         nonlocal found, out_spec
         filled = list(leaves)
         for position, value in zip(mapped, inputs, strict=True):
-            filled[position] = value.unsqueeze(0)
+            filled[position] = value
         args, kwargs = tree_unflatten(filled, spec)
         found, out_spec = bare.flat_call_with(own, args, kwargs)
-        return tuple(_single(slot, x) for x in found if not isinstance(x, _CONSTANTS))
+        return tuple(_with_rows(slot, x, rows) for x in found if not isinstance(x, _CONSTANTS))
 
     attention = nullcontext() if torch.compiler.is_compiling() else sdpa_kernel(_MAPPED_ATTENTION)
     with attention, OwnLookups():
-        outputs = vmap(one_sample, randomness="different")(copies, *(leaves[i] for i in mapped))
+        inputs = [unfolded(leaves[i], size) for i in mapped]
+        outputs = vmap(one_sample, randomness="different")(copies, *inputs)
     assert out_spec is not None
-    tensors = iter(outputs)
+    tensors = iter([output.flatten(0, 1) for output in outputs])
     return [x if isinstance(x, _CONSTANTS) else next(tensors) for x in found], out_spec
 
 
-def _single(slot: Slot, output: Any) -> Tensor:
-    if not isinstance(output, Tensor) or output.dim() == 0 or output.shape[0] != 1:
+def _with_rows(slot: Slot, output: Any, rows: int) -> Tensor:
+    if not isinstance(output, Tensor) or output.dim() == 0 or output.shape[0] != rows:
         raise UnsupportedModuleError(
             slot.path,
             expected="outputs with the batch on axis 0",
             got=tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__,
             remedy="give the module outputs per sample, or freeze its parameters",
         )
-    return output.squeeze(0)
+    return output
 
 
 @contextmanager
@@ -187,6 +200,7 @@ class GenericSlot(CopiesSlot):
     """Any module whose samples do not interact; its children have no slots of their own."""
 
     kind = "generic"
+    may_fold = True
 
     def __init__(self, **site: Any) -> None:
         super().__init__(**site)
@@ -215,6 +229,9 @@ class GenericSlot(CopiesSlot):
             # The check before was without gradients and in evaluation mode.
             raise self._cannot_map(error) from error
         return tree_unflatten(*mapped)
+
+    def folded_forward(self) -> Callable[..., Any]:
+        return self.forward
 
     def _run_empty(self, trainable: Mapping[str, Tensor], args: Any, kwargs: Any) -> Any:
         """vmap takes no empty batch. Sums over no copies at all keep the graph in one piece."""

@@ -167,6 +167,7 @@ class LinearSlot(Slot):
     """A linear map with a trainable weight, a trainable bias, or both."""
 
     kind = "linear"
+    may_fold = True
     transposed = False
     fixed_route = None
 

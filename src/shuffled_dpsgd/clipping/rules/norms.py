@@ -119,6 +119,7 @@ class LayerNormSlot(NormSlot):
     """`nn.LayerNorm` over any number of trailing axes."""
 
     kind = "layer-norm"
+    may_fold = True
 
     def __init__(self, **site: Any) -> None:
         super().__init__(**site)
@@ -220,6 +221,7 @@ class RMSNormSlot(GainSlot):
     """`nn.RMSNorm`."""
 
     kind = "rms-norm"
+    may_fold = True
 
     def forward(self, x: Tensor) -> Tensor:
         return self.with_gain(x)
@@ -285,6 +287,7 @@ class LlamaRMSNormSlot(GainSlot):
     """The RMS norm of Llama and its relatives, which normalises in float32 whatever comes in."""
 
     kind = "rms-norm"
+    may_fold = True
 
     def __init__(self, **site: Any) -> None:
         super().__init__(**site)

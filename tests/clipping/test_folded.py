@@ -1,0 +1,232 @@
+"""Layers that see the batch and the positions on one axis, the rows of a sample side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from clipping.compare import assert_exact, assert_same_sums, oracle, run
+from clipping.tiny_models import Case, Inputs, class_losses, mixtral
+from shuffled_dpsgd.clipping import ClippingEngine
+from shuffled_dpsgd.errors import UnsupportedModuleError
+
+
+class Scaled(nn.Module):
+    """Has no rule of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.rand(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.scale * x).sin()
+
+
+LAYERS: dict[str, Callable[[], nn.Module]] = {
+    "linear": lambda: nn.Linear(6, 6),
+    "layer-norm": lambda: nn.LayerNorm(6),
+    "rms-norm": lambda: nn.RMSNorm(6),
+    "generic": Scaled,
+    "several": lambda: nn.Sequential(
+        nn.Linear(6, 9), nn.ReLU(inplace=True), nn.Linear(9, 6), nn.LayerNorm(6)
+    ),
+}
+
+
+class Folding(nn.Module):
+    """Runs a layer on (B T, D), as the feed-forward layers of OPT are."""
+
+    def __init__(self, layer: nn.Module, *, by_position: bool = False) -> None:
+        super().__init__()
+        self.before, self.layer, self.after = nn.Linear(5, 6), layer, nn.Linear(6, 2)
+        self.by_position = by_position
+        self.recompute = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        B, T, _ = x.shape
+        h = self.before(x)
+        if self.by_position:
+            h = self._folded(h.transpose(0, 1)).view(T, B, 6).transpose(0, 1)
+        else:
+            h = self._folded(h).view(B, T, 6)
+        return self.after(h)
+
+    def _folded(self, h: Tensor) -> Tensor:
+        flat = h.reshape(-1, h.shape[-1])
+        if self.recompute:
+            return checkpoint(self.layer, flat, use_reentrant=False)
+        return self.layer(flat)
+
+
+def losses(model: nn.Module, inputs: Inputs) -> Tensor:
+    return model(inputs["x"]).square().flatten(1).sum(1)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_every_rule_tells_the_samples_apart(name: str, size: int) -> None:
+    torch.manual_seed(0)
+    model = Folding(LAYERS[name]()).double()
+    # As many positions as samples, and other numbers of them.
+    for length in (1, 3, 4):
+        inputs = {"x": torch.randn(size, length, 5, dtype=torch.float64)}
+        assert_exact(model, losses, inputs, 1e-9, clip_norm=0.1)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_sizes_may_change_from_batch_to_batch(name: str) -> None:
+    torch.manual_seed(1)
+    model = Folding(LAYERS[name]()).double()
+    engine = ClippingEngine(model, clip_norm=0.1)
+    for size, length in ((1, 4), (3, 4), (2, 3), (4, 1), (5, 2), (0, 3)):
+        inputs = {"x": torch.randn(size, length, 5, dtype=torch.float64)}
+        engine.reset()
+        got = run(engine, losses, inputs)
+        if size == 0:
+            assert all(not total.any() for total in got.values())
+        else:
+            assert_same_sums(got, oracle(model, losses, inputs, 0.1).clipped_sum, 1e-9)
+
+
+@pytest.mark.parametrize("strategy", ["bookkeeping", "ghost", "mixed", "instantiate"])
+def test_every_strategy(strategy: str) -> None:
+    torch.manual_seed(2)
+    model = Folding(LAYERS["several"]()).double()
+    inputs = {"x": torch.randn(3, 4, 5, dtype=torch.float64)}
+    assert_exact(model, losses, inputs, 1e-9, clip_norm=0.1, strategy=strategy)
+
+
+def test_recomputed_activations() -> None:
+    torch.manual_seed(3)
+    model = Folding(LAYERS["several"]()).double()
+    inputs = {"x": torch.randn(3, 4, 5, dtype=torch.float64)}
+    model.recompute = True
+    assert_exact(model, losses, inputs, 1e-9, clip_norm=0.1)
+
+
+class Looking(nn.Module):
+    """Looks up the tokens of all samples in one row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(7, 6, padding_idx=0)
+        self.head = nn.Linear(6, 2)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.table(ids.flatten()).view(*ids.shape, -1).tanh())
+
+
+@pytest.mark.parametrize("size", [1, 2, 5])
+def test_tables(size: int) -> None:
+    torch.manual_seed(4)
+    inputs = {"x": torch.randint(7, (size, 4))}
+    assert_exact(Looking().double(), losses, inputs, 1e-9, clip_norm=0.1)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_rows_in_another_order_are_refused(name: str) -> None:
+    engine = ClippingEngine(Folding(LAYERS[name](), by_position=True))
+    with pytest.raises(UnsupportedModuleError, match=r"layer.*samples that keep their row"):
+        run(engine, losses, {"x": torch.randn(3, 4, 5)})
+
+
+class Table(nn.Module):
+    """A linear map of twelve rows that no sample owns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.Buffer(torch.randn(12, 5))
+        self.mix, self.head = nn.Linear(5, 5), nn.Linear(5, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(x) + self.mix(self.rows)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 6, 11, 12])
+def test_a_table_whose_length_is_a_multiple_of_the_batch_is_still_refused(size: int) -> None:
+    with pytest.raises(UnsupportedModuleError, match="mix: expected an input whose first axis"):
+        run(ClippingEngine(Table()), losses, {"x": torch.randn(size, 12, 5)})
+
+
+class WithoutInput(nn.Module):
+    """A parameter for every position, as the biases of Swin's attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.randn(1, 6))
+
+    def forward(self) -> Tensor:
+        return self.bias.tanh()
+
+
+class FoldingWithBias(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.shift = nn.Linear(5, 6), WithoutInput()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.layer(x.flatten(0, 1)) + self.shift()).view(*x.shape[:2], -1)
+
+
+def test_parameters_without_input_are_refused_by_name_unless_frozen() -> None:
+    torch.manual_seed(5)
+    model = FoldingWithBias().double()
+    inputs = {"x": torch.randn(3, 4, 5, dtype=torch.float64)}
+    with pytest.raises(UnsupportedModuleError, match=r"shift: expected an input.*freeze"):
+        run(ClippingEngine(model), losses, inputs)
+    model.shift.requires_grad_(False)
+    assert_exact(model, losses, inputs, 1e-9, clip_norm=0.1)
+
+
+def swin(version: int) -> Case:
+    from transformers import (
+        SwinConfig,
+        SwinForImageClassification,
+        Swinv2Config,
+        Swinv2ForImageClassification,
+    )
+
+    settings = {
+        "image_size": 16,
+        "patch_size": 2,
+        "embed_dim": 8,
+        "depths": [1, 2],
+        "num_heads": [2, 2],
+        "window_size": 4,
+        "drop_path_rate": 0.0,
+    }
+    if version == 2:
+        model = Swinv2ForImageClassification(Swinv2Config(**settings))
+    else:
+        model = SwinForImageClassification(SwinConfig(**settings))
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_("relative_position" not in name)
+    return Case(
+        model=model, inputs={"pixel_values": torch.randn(3, 3, 16, 16)}, losses=class_losses
+    )
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_windows_of_swin(version: int) -> None:
+    torch.manual_seed(6)
+    case = swin(version).to(torch.float64)
+    assert_exact(case.model, case.losses, case.inputs, 1e-9, clip_norm=0.5)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_compiled_after_one_ordinary_batch() -> None:
+    torch.manual_seed(7)
+    case = mixtral().to(torch.float64)
+    engine = ClippingEngine(case.model, clip_norm=0.5)
+    wanted = run(engine, case.losses, case.inputs)
+    compiled = torch.compile(case.model, fullgraph=True, backend="aot_eager")
+    for _ in range(4):
+        engine.reset()
+        with engine:
+            engine.backward(case.losses(compiled, case.inputs))
+        assert_same_sums(engine.clipped_sum(), wanted, 1e-9)

@@ -47,6 +47,7 @@ class Contest:
         self.model = case.build().to(setting.device).train()
         self.optimizer = setting.optimizer(self.model)
         self.steps = 0
+        self.backwards = 0
 
     def private_loop(self, steps: int) -> int:
         """So many steps of `make_private`, shuffle included."""
@@ -56,6 +57,7 @@ class Contest:
             self.private.backward(losses)
             self.private.step()
             used += len(losses)
+            self.backwards += 1
         return used
 
     def plain_loop(self, steps: int) -> int:
@@ -117,34 +119,51 @@ def main() -> int:
     parser.add_argument("--workload", default="gpt2-32x128", help="a model of text, as in `step`")
     parser.add_argument("--logical", type=int, default=256, help="expected size of a drawn batch")
     parser.add_argument("--blocks", type=int, default=6, help="blocks of each loop")
-    parser.add_argument("--steps", type=int, default=3, help="steps a block, and before any timing")
+    parser.add_argument("--steps", type=int, default=3, help="steps a block")
+    parser.add_argument(
+        "--warmup", type=int, default=6,
+        help="steps before any timing; more if a step is a single physical batch, whose size is "
+        "then another every time",
+    )  # fmt: skip
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--json", type=Path, help="write the numbers to this file")
     options = parser.parse_args()
     case, device = workload(options.workload), torch.device(options.device)
     if case.family == "vit":
         parser.error("--workload: expected a model of text")
-    if min(options.logical, options.blocks, options.steps) < 1:
-        parser.error("--logical, --blocks and --steps: expected at least 1")
+    if min(options.logical, options.blocks, options.steps, options.warmup) < 1:
+        parser.error("--logical, --blocks, --steps and --warmup: expected at least 1")
     torch.manual_seed(0)
     setting = Setting(workload=case, device=device, bfloat16=device.type == "cuda")
     contest = Contest(setting, options.logical)
     loops = {"private": contest.private_loop, "plain": contest.plain_loop}
     for loop in loops.values():
-        loop(options.steps)
+        loop(options.warmup)
+    engine = contest.private.engine
+    before = contest.backwards, engine.num_replayed
     found: dict[str, list[float]] = {name: [] for name in loops}
     for block in range(options.blocks):
         for name in sorted(loops, reverse=block % 2 == 1):
             found[name].append(seconds_per_record(loops[name], options.steps, device))
     pairs = zip(found["plain"], found["private"], strict=True)
     ratios = [plain / private for plain, private in pairs]
+    backwards, replayed = contest.backwards - before[0], engine.num_replayed - before[1]
     print(
         f"{case.name}, batches of {options.logical}: private at {statistics.median(ratios):.2f} "
-        f"({min(ratios):.2f}-{max(ratios):.2f}) of plain's speed"
+        f"({min(ratios):.2f}-{max(ratios):.2f}) of plain's speed, {replayed} of {backwards} "
+        "backwards replayed"
     )
     if options.json:
         facts = environment(device, bfloat16=setting.bfloat16)
-        numbers = {"workload": case.name, "logical": options.logical, "seconds_per_record": found}
+        numbers = {
+            "workload": case.name,
+            "logical": options.logical,
+            "steps": options.steps,
+            "warmup": options.warmup,
+            "seconds_per_record": found,
+            "backwards": backwards,
+            "replayed": replayed,
+        }
         options.json.write_text(json.dumps({"environment": facts, **numbers}, indent=1))
     return 0
 

@@ -182,6 +182,58 @@ def test_parameters_without_input_are_refused_by_name_unless_frozen() -> None:
     assert_exact(model, losses, inputs, 1e-9, clip_norm=0.1)
 
 
+class Router(nn.Module):
+    """Takes (B, T, D) and returns a row for every token, as routers to experts do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, 5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x.flatten(0, 1) @ self.weight.T).softmax(1)
+
+
+class Routing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.experts = Router(), nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.router(x) * self.experts(x.flatten(0, 1))).view(*x.shape[:2], 3)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_outputs_may_be_folded_though_inputs_are_not(size: int) -> None:
+    torch.manual_seed(6)
+    inputs = {"x": torch.randn(size, 4, 5, dtype=torch.float64)}
+    assert_exact(Routing().double(), losses, inputs, 1e-9, clip_norm=0.1)
+
+
+class Repeating(nn.Module):
+    """Returns its parameter once per sample, as a number told by somebody else has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token = nn.Parameter(torch.randn(2, 3))
+
+    def forward(self, x: Tensor, times: int) -> Tensor:
+        return x + self.token.repeat(times, 1).view(times, 2, 3)
+
+
+class TellingTheSize(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.token = Repeating()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.token(x, len(x)).square()
+
+
+def test_outputs_of_another_length_are_refused() -> None:
+    with pytest.raises(UnsupportedModuleError, match="token: expected a module that treats every"):
+        run(ClippingEngine(TellingTheSize()), losses, {"x": torch.randn(4, 2, 3)})
+
+
 def swin(version: int) -> Case:
     from transformers import (
         SwinConfig,

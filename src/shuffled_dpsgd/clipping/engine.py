@@ -203,6 +203,12 @@ class ClippingEngine:
         """Samples since the last reset whose gradient was infinite or NaN; they count as zero."""
         return int((~torch.isfinite(self.sample_norms)).sum())
 
+    @property
+    def num_replayed(self) -> int:
+        """Backwards so far whose norms and sums came from a replayed CUDA graph."""
+        schedule = self._schedule
+        return schedule.replays.replayed if isinstance(schedule, WholeGradient) else 0
+
     def clipped_sum(self) -> dict[str, Tensor]:
         """The sum of clipped per-sample gradients since the last reset, by parameter name.
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -67,6 +67,11 @@ class CopiesSlot(Slot):
         super().__init__(**site)
         self.keys = list(self.names)
         self.bare = Bare(self)
+
+    @property
+    def is_compared(self) -> bool:
+        """Whether its outputs are compared with those of the whole batch, or have been."""
+        return not torch.compiler.is_compiling()
 
     def copies(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Per-sample copies of the slot's parameters, each one recorded call."""
@@ -144,7 +149,7 @@ def sample_by_sample(
             filled[position] = value
         args, kwargs = tree_unflatten(filled, spec)
         found, out_spec = bare.flat_call_with(own, args, kwargs)
-        return tuple(_with_rows(slot, x, rows) for x in found if not isinstance(x, _CONSTANTS))
+        return tuple(_rows(slot, x, rows) for x in found if not isinstance(x, _CONSTANTS))
 
     attention = nullcontext() if torch.compiler.is_compiling() else sdpa_kernel(_MAPPED_ATTENTION)
     with attention, OwnLookups():
@@ -155,15 +160,20 @@ def sample_by_sample(
     return [x if isinstance(x, _CONSTANTS) else next(tensors) for x in found], out_spec
 
 
-def _with_rows(slot: Slot, output: Any, rows: int) -> Tensor:
-    if not isinstance(output, Tensor) or output.dim() == 0 or output.shape[0] != rows:
+def _rows(slot: CopiesSlot, output: Any, rows: int) -> Tensor:
+    """A sample's rows of an output: as many as of the input, or what a comparison has agreed to.
+
+    A router may be given (B, T, D) and return (B T, E).
+    """
+    fits = isinstance(output, Tensor) and output.dim() > 0
+    if not fits or (output.shape[0] != rows and not slot.is_compared):
         raise UnsupportedModuleError(
             slot.path,
             expected="outputs with the batch on axis 0",
             got=tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__,
             remedy="give the module outputs per sample, or freeze its parameters",
         )
-    return output
+    return cast(Tensor, output)
 
 
 @contextmanager
@@ -229,6 +239,10 @@ class GenericSlot(CopiesSlot):
             # The check before was without gradients and in evaluation mode.
             raise self._cannot_map(error) from error
         return tree_unflatten(*mapped)
+
+    @property
+    def is_compared(self) -> bool:
+        return bool(self._checked) or super().is_compared
 
     def folded_forward(self) -> Callable[..., Any]:
         return self.forward

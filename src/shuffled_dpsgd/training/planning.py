@@ -84,11 +84,12 @@ def make_plan(
     check_request(request)
     shuffled = tuple(name for name in sizes if name in moved) if request.needs_blocks else ()
     if request.needs_blocks and not shuffled:
+        wider = "" if request.scope == "full" else ", or scope='full'"
         raise InvalidArgumentError(
             "model",
             expected="trainable parameters that a permutation moves",
             got=f"none under scope={request.scope!r}",
-            remedy="use shuffle='off' without batch_clip_norm, or scope='full'",
+            remedy=f"use shuffle='off' without batch_clip_norm{wider}",
         )
     rest = tuple(name for name in sizes if name not in shuffled)
     dimension = sum(sizes[name] for name in shuffled)

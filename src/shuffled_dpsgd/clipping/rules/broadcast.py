@@ -22,8 +22,8 @@ from shuffled_dpsgd.clipping.rules.generic import (
     CopiesSlot,
     all_agree,
     in_eval_mode,
-    sample_by_sample,
 )
+from shuffled_dpsgd.clipping.rules.mapping import at_once
 from shuffled_dpsgd.errors import UnsupportedModuleError
 
 KNOWN = frozenset(
@@ -126,7 +126,7 @@ class BroadcastSlot(CopiesSlot):
             single = {key: copy.unsqueeze(1) for key, copy in copies.items()}
             try:
                 together, _ = tree_flatten(self._with(copies, args, kwargs))
-                alone, _ = sample_by_sample(self, single, leaves, spec, size)
+                alone, _ = at_once(self, single, leaves, spec, size)
             except FAILURES as error:
                 reason = f"{type(error).__name__}: {str(error).splitlines()[0]}"
                 raise self._refusal(owned, reason) from error

@@ -1,7 +1,7 @@
 """The exact rule for any module: run it once per sample, with per-sample copies of its parameters.
 
 The copies are views, so they cost no memory; their gradients are the per-sample gradients. The
-module and everything inside it run under `torch.func.vmap`, one sample at a time.
+module and everything inside it run under `torch.func.vmap` or, where that fails, in a loop.
 
 Shapes: B samples, S any parameter shape.
 """
@@ -10,20 +10,18 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, cast
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, vmap
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils.parametrize import is_parametrized
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from shuffled_dpsgd.clipping.captures import Contribution, DenseGrad
-from shuffled_dpsgd.clipping.rules.base import Saved, Slot, batch_of, recorder_of, unfolded
-from shuffled_dpsgd.clipping.rules.embedding import OwnLookups
+from shuffled_dpsgd.clipping.rules.base import Saved, Slot, batch_of, recorder_of
 from shuffled_dpsgd.clipping.rules.gradient_sums import add_up, as_it_is, gradients
+from shuffled_dpsgd.clipping.rules.mapping import Bare, Outputs, at_once, batch_axes, one_by_one
 from shuffled_dpsgd.errors import UnsupportedModuleError
 
 if TYPE_CHECKING:
@@ -31,16 +29,17 @@ if TYPE_CHECKING:
 
 _TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3}
 _HALF_TOLERANCE = 5e-2
-# What vmap can run and differentiate everywhere: on a CPU the flash kernel gives masks no gradient.
-_MAPPED_ATTENTION = [
-    SDPBackend.MATH,
-    SDPBackend.EFFICIENT_ATTENTION,
-    SDPBackend.CUDNN_ATTENTION,
-]
-# Outputs that are the same for every sample, and need no vmap.
-_CONSTANTS = (bool, float, int, str, type(None))
 # Ways in which a module fails that cannot be run one sample at a time.
 FAILURES = (RuntimeError, ValueError, IndexError, TypeError)
+
+
+class Call(NamedTuple):
+    """One call of a module: its trainable parameters, flat inputs, their structure, the batch."""
+
+    trainable: Mapping[str, Tensor]
+    leaves: list[Any]
+    spec: TreeSpec
+    size: int
 
 
 class CopiesFunction(torch.autograd.Function):
@@ -67,6 +66,8 @@ class CopiesSlot(Slot):
         super().__init__(**site)
         self.keys = list(self.names)
         self.bare = Bare(self)
+        # Of outputs whose batch is not on the first axis, known once they have been compared.
+        self.output_axes: dict[int, int] = {}
 
     @property
     def is_compared(self) -> bool:
@@ -91,89 +92,6 @@ class CopiesSlot(Slot):
     def contributions(self, saved: Saved) -> Iterator[tuple[str, Contribution]]:
         part, grads_BS = saved
         yield self.names[self.keys[part]], DenseGrad(grads_BS=grads_BS)
-
-
-class Bare(nn.Module):
-    """A module's own forward, without its hooks and without a slot's replacement."""
-
-    def __init__(self, slot: Slot) -> None:
-        super().__init__()
-        self.inner = slot.module
-        self.own_forward = slot.plain
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.own_forward(*args, **kwargs)
-
-    def flat_call_with(
-        self, own: dict[str, Tensor], args: Any, kwargs: Any
-    ) -> tuple[list[Any], TreeSpec]:
-        """Flat outputs and their structure, with some of the module's parameters replaced."""
-        replaced = {f"inner.{key}": value for key, value in own.items()}
-        return tree_flatten(functional_call(self, replaced, args, kwargs))
-
-
-def batched_leaves(leaves: list[Any], length: int) -> list[int]:
-    """Positions of the tensors whose first axis has the length of the batch."""
-    axes = [x.shape[:1] if isinstance(x, Tensor) else () for x in leaves]
-    return [i for i, axis in enumerate(axes) if axis == (length,)]
-
-
-def rows_of_a_sample(slot: Slot, leaves: list[Any], size: int) -> int:
-    """How many rows of the first tensor belong to each sample: one, unless the input is folded."""
-    if not slot.folded:
-        return 1
-    length = next(len(x) for x in leaves if isinstance(x, Tensor) and x.dim())
-    if length % size != 0:
-        raise slot.refuse_batch_axis(size, torch.Size([length]))
-    return length // size
-
-
-def sample_by_sample(
-    slot: CopiesSlot,
-    copies: dict[str, Tensor],
-    leaves: list[Any],
-    spec: TreeSpec,
-    size: int,
-) -> tuple[list[Any], TreeSpec]:
-    """The module under vmap over per-sample parameters and the inputs that have a batch axis."""
-    bare = slot.bare
-    rows = rows_of_a_sample(slot, leaves, size)
-    mapped = batched_leaves(leaves, rows * size)
-    found: list[Any] = []
-    out_spec: TreeSpec | None = None
-
-    def one_sample(own: dict[str, Tensor], *inputs: Tensor) -> tuple[Tensor, ...]:
-        nonlocal found, out_spec
-        filled = list(leaves)
-        for position, value in zip(mapped, inputs, strict=True):
-            filled[position] = value
-        args, kwargs = tree_unflatten(filled, spec)
-        found, out_spec = bare.flat_call_with(own, args, kwargs)
-        return tuple(_rows(slot, x, rows) for x in found if not isinstance(x, _CONSTANTS))
-
-    attention = nullcontext() if torch.compiler.is_compiling() else sdpa_kernel(_MAPPED_ATTENTION)
-    with attention, OwnLookups():
-        inputs = [unfolded(leaves[i], size) for i in mapped]
-        outputs = vmap(one_sample, randomness="different")(copies, *inputs)
-    assert out_spec is not None
-    tensors = iter([output.flatten(0, 1) for output in outputs])
-    return [x if isinstance(x, _CONSTANTS) else next(tensors) for x in found], out_spec
-
-
-def _rows(slot: CopiesSlot, output: Any, rows: int) -> Tensor:
-    """A sample's rows of an output: as many as of the input, or what a comparison has agreed to.
-
-    A router may be given (B, T, D) and return (B T, E).
-    """
-    fits = isinstance(output, Tensor) and output.dim() > 0
-    if not fits or (output.shape[0] != rows and not slot.is_compared):
-        raise UnsupportedModuleError(
-            slot.path,
-            expected="outputs with the batch on axis 0",
-            got=tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__,
-            remedy="give the module outputs per sample, or freeze its parameters",
-        )
-    return cast(Tensor, output)
 
 
 @contextmanager
@@ -215,6 +133,15 @@ class GenericSlot(CopiesSlot):
     def __init__(self, **site: Any) -> None:
         super().__init__(**site)
         self._checked: set[tuple[torch.Size, ...]] = set()
+        self._map = at_once
+        self._has_warned = False
+
+    @property
+    def is_compared(self) -> bool:
+        return bool(self._checked) or super().is_compared
+
+    def folded_forward(self) -> Callable[..., Any]:
+        return self.forward
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -224,28 +151,49 @@ class GenericSlot(CopiesSlot):
         trainable = {k: p for k, p in self.module.named_parameters() if k in self.names}
         if batch_size == 0:
             return self._run_empty(trainable, args, kwargs)
+        call = Call(trainable, leaves, spec, batch_size)
+        if not torch.compiler.is_compiling():
+            self._check_once(call)
+        return tree_unflatten(*self._run(call))
+
+    def _run(self, call: Call) -> Outputs:
+        copies = self.copies(call.trainable)
         if torch.compiler.is_compiling():
-            mapped = sample_by_sample(self, self.copies(trainable), leaves, spec, batch_size)
-            return tree_unflatten(*mapped)
-        signature = tuple(leaf.shape for leaf in leaves if isinstance(leaf, Tensor))
-        if signature not in self._checked:
-            self._check(trainable, leaves, spec, batch_size)
-            self._checked.add(signature)
+            return self._map(self, copies, call.leaves, call.spec, call.size)
         try:
-            mapped = sample_by_sample(self, self.copies(trainable), leaves, spec, batch_size)
+            if self._map is at_once:
+                return at_once(self, copies, call.leaves, call.spec, call.size)
         except torch.OutOfMemoryError:
             raise
         except FAILURES as error:
             # The check before was without gradients and in evaluation mode.
-            raise self._cannot_map(error) from error
-        return tree_unflatten(*mapped)
+            self._turn_to_loop(call, self._cannot_map(error))
+        with self._keeping_buffers():
+            outputs = one_by_one(self, copies, call.leaves, call.spec, call.size)
+        self._warn_once()
+        return outputs
 
-    @property
-    def is_compared(self) -> bool:
-        return bool(self._checked) or super().is_compared
+    def _warn_once(self) -> None:
+        if self._has_warned:
+            return
+        self._has_warned = True
+        warnings.warn(
+            f"{self.path}: torch.func.vmap cannot run {type(self.module).__name__}, which is "
+            "therefore run one sample after the other: as exact, but slow.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
 
-    def folded_forward(self) -> Callable[..., Any]:
-        return self.forward
+    @contextmanager
+    def _keeping_buffers(self) -> Iterator[None]:
+        """Refuse a module that keeps statistics, which a loop would have it do once per sample."""
+        before = [(buffer, buffer._version, buffer.clone()) for buffer in self.module.buffers()]
+        yield
+        if any(buffer._version != version for buffer, version, _ in before):
+            with torch.no_grad():
+                for buffer, _, value in before:
+                    buffer.copy_(value)
+            raise self._cannot_map(RuntimeError("vmap stops at buffers that its forward changes"))
 
     def _run_empty(self, trainable: Mapping[str, Tensor], args: Any, kwargs: Any) -> Any:
         """vmap takes no empty batch. Sums over no copies at all keep the graph in one piece."""
@@ -253,19 +201,44 @@ class GenericSlot(CopiesSlot):
         values = {key: p.detach() + copies[key].sum(0) for key, p in trainable.items()}
         return tree_unflatten(*self.bare.flat_call_with(values, args, kwargs))
 
-    def _check(
-        self, trainable: Mapping[str, Tensor], leaves: list[Any], spec: TreeSpec, size: int
-    ) -> None:
+    def _check_once(self, call: Call) -> None:
         """Once per input shape: sample by sample the module must compute what it does in one go.
 
         This is what catches inputs whose first axis has the length of the batch by accident.
         """
+        signature = tuple(leaf.shape for leaf in call.leaves if isinstance(leaf, Tensor))
+        if signature in self._checked:
+            return
+        if self._map is at_once:
+            try:
+                self._check(call)
+            except UnsupportedModuleError as refusal:
+                self._turn_to_loop(call, refusal)
+        else:
+            self._check(call)
+        self._checked.add(signature)
+
+    def _turn_to_loop(self, call: Call, refusal: UnsupportedModuleError) -> None:
+        """Do without vmap from now on, unless that helps nothing."""
+        self._map = one_by_one
+        try:
+            self._check(call)
+        except UnsupportedModuleError:
+            self._map = at_once
+            raise refusal from refusal.__cause__
+
+    def _check(self, call: Call) -> None:
+        leaves, spec, size = call.leaves, call.spec, call.size
         with in_eval_mode(self.module):
             args, kwargs = tree_unflatten(leaves, spec)
             together, _ = tree_flatten(self.plain(*args, **kwargs))
-            copies = {key: p.expand(size, *p.shape) for key, p in trainable.items()}
+            copies = {key: p.expand(size, *p.shape) for key, p in call.trainable.items()}
             try:
-                alone, _ = sample_by_sample(self, copies, leaves, spec, size)
+                if self._map is one_by_one and size > 1:
+                    self.output_axes = {}
+                    alone, _ = one_by_one(self, copies, leaves, spec, size)
+                    self.output_axes = batch_axes(alone, together, size)
+                alone, _ = self._map(self, copies, leaves, spec, size)
             except FAILURES as error:
                 raise self._cannot_map(error) from error
         if not all_agree(alone, together):
@@ -275,14 +248,12 @@ class GenericSlot(CopiesSlot):
                 got="other outputs sample by sample than in one batch",
                 remedy="keep the batch on axis 0 of every input, or freeze its parameters",
             )
-        self._check_gradients(trainable, leaves, spec, size)
+        self._check_gradients(call)
 
-    def _check_gradients(
-        self, trainable: Mapping[str, Tensor], leaves: list[Any], spec: TreeSpec, size: int
-    ) -> None:
+    def _check_gradients(self, call: Call) -> None:
         """The samples' gradients must add up to the batch's: vmap passes over hooks on tensors."""
-        inputs = [x.detach() if isinstance(x, Tensor) else x for x in leaves]
-        args, kwargs = tree_unflatten(inputs, spec)
+        inputs = [x.detach() if isinstance(x, Tensor) else x for x in call.leaves]
+        args, kwargs = tree_unflatten(inputs, call.spec)
         # Hooks of a checkpoint around this module would count what is saved here as its own.
         with (
             in_eval_mode(self.module),
@@ -291,15 +262,15 @@ class GenericSlot(CopiesSlot):
             torch.random.fork_rng(),
         ):
             together, _ = tree_flatten(self.plain(*args, **kwargs))
-            copies = {k: p.detach().expand(size, *p.shape) for k, p in trainable.items()}
+            copies = {k: p.detach().expand(call.size, *p.shape) for k, p in call.trainable.items()}
             for copy in copies.values():
                 copy.requires_grad_()
             try:
-                alone, _ = sample_by_sample(self, copies, inputs, spec, size)
+                alone, _ = self._map(self, copies, inputs, call.spec, call.size)
                 singles = gradients(alone, alone, list(copies.values()))
             except FAILURES as error:
                 raise self._cannot_map(error) from error
-            whole = gradients(together, alone, list(trainable.values()))
+            whole = gradients(together, alone, list(call.trainable.values()))
         if not add_up(singles, whole, alone):
             raise UnsupportedModuleError(
                 self.path,

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from clipping.compare import assert_exact, assert_same_sums, oracle, run
-from clipping.tiny_models import Inputs, mixtral
+from clipping.tiny_models import Inputs, llama, mixtral
 from shuffled_dpsgd.clipping import ClippingEngine
 from shuffled_dpsgd.errors import UnsupportedModuleError
 
@@ -130,6 +130,21 @@ def test_experts_that_are_asked_one_after_the_other() -> None:
     case = mixtral().to(torch.float64)
     case.model.set_experts_implementation("eager")
     assert_exact(case.model, case.losses, case.inputs, 1e-9, clip_norm=0.5)
+
+
+@pytest.mark.filterwarnings("ignore:.*one sample after the other")
+@pytest.mark.parametrize("name", ["LoHa", "LoKr", "OFT"])
+def test_adapters_other_than_lora(name: str) -> None:
+    import peft
+
+    torch.manual_seed(4)
+    case = llama(tied=True)
+    sizes = {"oft_block_size": 0} if name == "OFT" else {}
+    config = getattr(peft, f"{name}Config")(r=2, target_modules=["q_proj", "down_proj"], **sizes)
+    model = peft.get_peft_model(case.model, config).double()
+    for parameter in filter(lambda p: p.requires_grad, model.parameters()):
+        nn.init.normal_(parameter, std=0.1)
+    assert_exact(model, case.losses, case.inputs, 1e-9, clip_norm=0.5)
 
 
 def test_it_is_said_once() -> None:

@@ -160,16 +160,21 @@ class GenericSlot(CopiesSlot):
         copies = self.copies(call.trainable)
         if torch.compiler.is_compiling():
             return self._map(self, copies, call.leaves, call.spec, call.size)
-        try:
-            if self._map is at_once:
+        # The checks before were without gradients and in evaluation mode.
+        if self._map is at_once:
+            try:
                 return at_once(self, copies, call.leaves, call.spec, call.size)
+            except torch.OutOfMemoryError:
+                raise
+            except FAILURES as error:
+                self._turn_to_loop(call, self._cannot_map(error))
+        try:
+            with self._keeping_buffers():
+                outputs = one_by_one(self, copies, call.leaves, call.spec, call.size)
         except torch.OutOfMemoryError:
             raise
         except FAILURES as error:
-            # The check before was without gradients and in evaluation mode.
-            self._turn_to_loop(call, self._cannot_map(error))
-        with self._keeping_buffers():
-            outputs = one_by_one(self, copies, call.leaves, call.spec, call.size)
+            raise self._cannot_map(error) from error
         self._warn_once()
         return outputs
 
@@ -219,11 +224,16 @@ class GenericSlot(CopiesSlot):
         self._checked.add(signature)
 
     def _turn_to_loop(self, call: Call, refusal: UnsupportedModuleError) -> None:
-        """Do without vmap from now on, unless that helps nothing."""
+        """Do without vmap from now on, unless that helps nothing.
+
+        A module that cannot be called again with the same inputs fails by itself: caches grow.
+        """
         self._map = one_by_one
         try:
             self._check(call)
-        except UnsupportedModuleError:
+        except torch.OutOfMemoryError:
+            raise
+        except (UnsupportedModuleError, *FAILURES):
             self._map = at_once
             raise refusal from refusal.__cause__
 

@@ -176,3 +176,17 @@ def test_steps_are_replayed_whatever_else_takes_small_memory() -> None:
         kept.append(engine.sample_norms)
         assert all(total.isfinite().all() for total in engine.clipped_sum().values())
     assert engine.num_replayed >= 8
+
+
+@pytest.mark.gpu
+def test_another_stream_has_other_places() -> None:
+    kept = Shelf()
+    here, there = some(3), some(3)
+    for batch in (here, there):
+        for entry in [*batch.entries[0], *batch.unsummed]:
+            entry.saved = tuple(v.cuda() if isinstance(v, Tensor) else v for v in entry.saved)
+    kept.take(here)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        kept.take(there)
+    places = [captured(batch)[0].data_ptr() for batch in (here, there)]
+    assert places[0] != places[1]

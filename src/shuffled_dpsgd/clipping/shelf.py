@@ -36,6 +36,7 @@ class Shelf:
 
     def __init__(self) -> None:
         self._memory: Tensor | None = None
+        self._stream: torch.cuda.Stream | None = None
         self._layouts: OrderedDict[Hashable, list[Tensor]] = OrderedDict()
 
     def take(self, batch: Batch) -> None:
@@ -49,6 +50,8 @@ class Shelf:
         small = self._fitting(_tensors([*captured, *late]))
         if not small:
             return
+        if small[0].is_cuda:
+            self._keep_to(torch.cuda.current_stream(small[0].device))
         copies = self._copies(small)
         by_id = dict(zip(map(id, small), copies, strict=True))
 
@@ -59,6 +62,15 @@ class Shelf:
             entry.saved = tuple([_moved(value, shelved) for value in entry.saved])
         if batch.late is not None:
             batch.late.tensors = tuple(map(shelved, late))
+
+    def _keep_to(self, stream: torch.cuda.Stream) -> None:
+        """Start anew on another stream, where work of the last one may not be done yet.
+
+        Memory that is let go of waits for its stream by itself.
+        """
+        if stream != self._stream:
+            self._stream, self._memory = stream, None
+            self._layouts.clear()
 
     def _fitting(self, tensors: Iterable[Tensor]) -> list[Tensor]:
         """The small ones of one device, each once, as long as there is room.

@@ -249,6 +249,8 @@ class GenericSlot(CopiesSlot):
                     alone, _ = one_by_one(self, copies, leaves, spec, size)
                     self.output_axes = batch_axes(alone, together, size)
                 alone, _ = self._map(self, copies, leaves, spec, size)
+            except torch.OutOfMemoryError:
+                raise
             except FAILURES as error:
                 raise self._cannot_map(error) from error
         if not all_agree(alone, together):
@@ -278,6 +280,8 @@ class GenericSlot(CopiesSlot):
             try:
                 alone, _ = self._map(self, copies, inputs, call.spec, call.size)
                 singles = gradients(alone, alone, list(copies.values()))
+            except torch.OutOfMemoryError:
+                raise
             except FAILURES as error:
                 raise self._cannot_map(error) from error
             whole = gradients(together, alone, list(call.trainable.values()))

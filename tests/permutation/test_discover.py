@@ -66,12 +66,19 @@ def test_rotary_models_have_no_query_key_group() -> None:
 
 
 @pytest.mark.parametrize(
-    "family", ["bert", "roberta", "vit", "gpt2", "xlm-roberta", "mistral", "qwen2"]
+    "family", ["bert", "roberta", "vit", "gpt2", "opt", "xlm-roberta", "mistral", "qwen2"]
 )
 def test_full_scope_moves_all_of_the_backbone(family: str) -> None:
     model = FAMILIES[family]().model
     backbone = f"{model.base_model_prefix}."
     assert not [n for n in discover(model, "full").unmoved if n.startswith(backbone)]
+
+
+def test_a_stream_behind_projections_stays_where_it_is() -> None:
+    spec = discover(FAMILIES["opt-norms-after"]().model, scope="full")
+    assert not of_kind(spec, "residual")
+    assert {group.kind for group in spec.groups} >= {"mlp-hidden", "heads", "value-output"}
+    assert any("project_in" in name for name in spec.unmoved)
 
 
 def test_counts_and_json_agree() -> None:

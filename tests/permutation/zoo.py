@@ -96,6 +96,23 @@ def _gpt2_config() -> transformers.GPT2Config:
     )
 
 
+def _opt_config(**changes: object) -> transformers.OPTConfig:
+    return transformers.OPTConfig(
+        **{
+            "hidden_size": 24,
+            "word_embed_proj_dim": 24,
+            "ffn_dim": 40,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 3,
+            "max_position_embeddings": 16,
+            "vocab_size": VOCAB,
+            "num_labels": LABELS,
+            "pad_token_id": 0,
+            **changes,
+        }
+    )
+
+
 def _llama_config(**changes: object) -> transformers.LlamaConfig:
     shape = {**SMALL, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 8}
     return transformers.LlamaConfig(**{**shape, **changes})
@@ -172,6 +189,16 @@ FAMILIES: dict[str, Callable[[], Specimen]] = {
     "gpt2": lambda: _text(lambda: transformers.GPT2LMHeadModel(_gpt2_config()), _tokens),
     "gpt2-classes": lambda: _text(
         lambda: transformers.GPT2ForSequenceClassification(_gpt2_config()), _classes
+    ),
+    "opt": lambda: _text(lambda: transformers.OPTForCausalLM(_opt_config()), _tokens),
+    "opt-classes": lambda: _text(
+        lambda: transformers.OPTForSequenceClassification(_opt_config()), _classes
+    ),
+    "opt-norms-after": lambda: _text(
+        lambda: transformers.OPTForCausalLM(
+            _opt_config(do_layer_norm_before=False, word_embed_proj_dim=16)
+        ),
+        _tokens,
     ),
     "llama": lambda: _text(lambda: transformers.LlamaForCausalLM(_llama_config()), _tokens),
     "llama-biased-tied": lambda: _text(

@@ -34,7 +34,12 @@ LINEAR = frozenset(
 )
 CONV1D = frozenset({"transformers.pytorch_utils.Conv1D"})
 CONV2D = frozenset({"torch.nn.modules.conv.Conv2d"})
-EMBEDDING = frozenset({"torch.nn.modules.sparse.Embedding"})
+EMBEDDING = frozenset(
+    {
+        "torch.nn.modules.sparse.Embedding",
+        "transformers.models.opt.modeling_opt.OPTLearnedPositionalEmbedding",
+    }
+)
 NORM = frozenset(
     {
         "torch.nn.modules.normalization.LayerNorm",

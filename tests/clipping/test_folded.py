@@ -269,6 +269,17 @@ def test_windows_of_swin(version: int) -> None:
     assert_exact(case.model, case.losses, case.inputs, 1e-9, clip_norm=0.5)
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_compiled_before_any_ordinary_batch_it_is_refused_with_what_to_do() -> None:
+    model = Folding(nn.Linear(6, 6))
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    with (
+        ClippingEngine(model),
+        pytest.raises(torch._dynamo.exc.Unsupported, match=r"layer: run one batch without"),
+    ):
+        compiled(torch.randn(3, 4, 5))
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_compiled_after_one_ordinary_batch() -> None:

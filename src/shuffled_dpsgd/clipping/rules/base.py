@@ -178,6 +178,9 @@ class Slot:
             return tensor
         if tensor.shape[0] == 1:
             return tensor.expand(size, *tensor.shape[1:])
+        if torch.compiler.is_compiling():
+            # No tracer follows an exception of our own to its words.
+            raise ValueError(f"{self.path}: run one batch without torch.compile first")
         raise self.refuse_batch_axis(size, tensor.shape)
 
 

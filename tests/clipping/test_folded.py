@@ -10,7 +10,15 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from clipping.compare import assert_exact, assert_same_sums, oracle, run
-from clipping.tiny_models import Case, Inputs, class_losses, mixtral
+from clipping.tiny_models import (
+    VOCABULARY,
+    Case,
+    Inputs,
+    class_losses,
+    mixtral,
+    token_ids,
+    token_losses,
+)
 from shuffled_dpsgd.clipping import ClippingEngine
 from shuffled_dpsgd.errors import UnsupportedModuleError
 
@@ -267,6 +275,60 @@ def test_windows_of_swin(version: int) -> None:
     torch.manual_seed(6)
     case = swin(version).to(torch.float64)
     assert_exact(case.model, case.losses, case.inputs, 1e-9, clip_norm=0.5)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.parametrize(
+    "name",
+    [
+        "Qwen2Moe",
+        "Qwen3Moe",
+        "Olmoe",
+        "GraniteMoe",
+        "DeepseekV2",
+        "DeepseekV3",
+        "GptOss",
+        "Glm4Moe",
+    ],
+)
+def test_mixtures_of_experts(name: str) -> None:
+    import transformers
+
+    torch.manual_seed(8)
+    settings = {
+        "hidden_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4 if name.startswith("Deepseek") else 2,
+        "head_dim": 4,
+        "intermediate_size": 24,
+        "moe_intermediate_size": 8,
+        "shared_expert_intermediate_size": 8,
+        "num_experts": 4,
+        "num_local_experts": 4,
+        "n_routed_experts": 4,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "q_lora_rank": 8,
+        "kv_lora_rank": 8,
+        "qk_nope_head_dim": 4,
+        "qk_rope_head_dim": 4,
+        "v_head_dim": 4,
+        "vocab_size": VOCABULARY,
+        "pad_token_id": 0,
+        "use_cache": False,
+    }
+    if name.startswith("Deepseek"):
+        del settings["num_experts"]
+    config = getattr(transformers, f"{name}Config")(**settings)
+    model = getattr(transformers, f"{name}ForCausalLM")(config).double()
+    model.set_experts_implementation("batched_mm")
+    # Some route in float32, whatever the model is in.
+    assert_exact(model, token_losses, token_ids(), 1e-6, clip_norm=0.5)
 
 
 @pytest.mark.filterwarnings("ignore")

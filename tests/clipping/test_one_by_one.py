@@ -133,14 +133,17 @@ def test_experts_that_are_asked_one_after_the_other() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*one sample after the other")
-@pytest.mark.parametrize("name", ["LoHa", "LoKr", "OFT"])
+@pytest.mark.parametrize("name", ["LoHa", "LoKr", "OFT", "HRA", "IA3"])
 def test_adapters_other_than_lora(name: str) -> None:
     import peft
 
     torch.manual_seed(4)
     case = llama(tied=True)
-    sizes = {"oft_block_size": 0} if name == "OFT" else {}
-    config = getattr(peft, f"{name}Config")(r=2, target_modules=["q_proj", "down_proj"], **sizes)
+    sizes = {
+        "OFT": {"r": 2, "oft_block_size": 0},
+        "IA3": {"feedforward_modules": ["down_proj"]},
+    }.get(name, {"r": 2})
+    config = getattr(peft, f"{name}Config")(target_modules=["q_proj", "down_proj"], **sizes)
     model = peft.get_peft_model(case.model, config).double()
     for parameter in filter(lambda p: p.requires_grad, model.parameters()):
         nn.init.normal_(parameter, std=0.1)
@@ -159,23 +162,28 @@ def test_it_is_said_once() -> None:
 class Counting(nn.Module):
     """Remembers what it saw, which a loop would have it do once per sample."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, in_place: bool) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.randn(4))
         self.seen = nn.Buffer(torch.zeros(()))
+        self.in_place = in_place
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.training:
-            self.seen += 1
+        if self.training and self.in_place:
+            self.seen.add_(1)
+        elif self.training:
+            self.seen = self.seen + 1
         return Cubed.apply(x * self.scale)
 
 
-def test_a_module_with_a_memory_is_refused_and_left_as_it_was() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), Counting())
-    before = float(model[1].seen)
+@pytest.mark.parametrize("in_place", [True, False])
+def test_a_module_with_a_memory_is_refused_and_left_as_it_was(in_place: bool) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), Counting(in_place=in_place))
+    buffer, before = model[1].seen, float(model[1].seen)
     with pytest.raises(UnsupportedModuleError, match=r"1: .*buffers that its forward changes"):
         run(ClippingEngine(model), losses, {"x": torch.randn(3, 4)})
-    assert float(model[1].seen) == before
+    assert model[1].seen is buffer
+    assert float(buffer) == before
 
 
 class Mixing(Using):

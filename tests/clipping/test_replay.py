@@ -122,7 +122,7 @@ def test_every_capture_of_real_models_has_a_place(
     settle = WholeGradient.finish
 
     def finish(schedule: WholeGradient, batch: Batch) -> None:
-        for entry in [e for filed in batch.entries.values() for e in filed] + batch.unsummed:
+        for entry in batch.all_entries():
             values.extend(entry.saved)
         settle(schedule, batch)
 

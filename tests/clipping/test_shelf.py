@@ -27,7 +27,7 @@ def batch_of(*saved: object, waiting: Unsummed | None = None) -> Batch:
 
 
 def captured(batch: Batch) -> list[object]:
-    return [entry.saved[0] for entry in [*batch.entries[0], *batch.unsummed]]
+    return [entry.saved[0] for entry in batch.all_entries()]
 
 
 def some(batch_size: int) -> Batch:
@@ -183,7 +183,7 @@ def test_another_stream_has_other_places() -> None:
     kept = Shelf()
     here, there = some(3), some(3)
     for batch in (here, there):
-        for entry in [*batch.entries[0], *batch.unsummed]:
+        for entry in batch.all_entries():
             entry.saved = tuple(v.cuda() if isinstance(v, Tensor) else v for v in entry.saved)
     kept.take(here)
     with torch.cuda.stream(torch.cuda.Stream()):

@@ -142,6 +142,10 @@ class Batch:
         found.append(entry)
         return found
 
+    def all_entries(self) -> list[Entry]:
+        """Those filed and those that wait for company."""
+        return [entry for filed in self.entries.values() for entry in filed] + self.unsummed
+
     def close(self) -> None:
         """Drop every captured tensor; the batch takes no further backward."""
         self.closed = True

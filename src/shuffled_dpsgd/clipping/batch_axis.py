@@ -22,7 +22,11 @@ from torch.utils._pytree import tree_leaves, tree_map
 from shuffled_dpsgd.clipping.inputs import find_batch
 from shuffled_dpsgd.clipping.rules.base import Slot
 from shuffled_dpsgd.clipping.rules.embedding import EmbeddingSlot
-from shuffled_dpsgd.clipping.rules.generic import in_eval_mode, without_fast_attention
+from shuffled_dpsgd.clipping.rules.generic import (
+    buffers_kept,
+    in_eval_mode,
+    without_fast_attention,
+)
 from shuffled_dpsgd.clipping.sample_rows import (
     OUTPUTS,
     Rows,
@@ -69,7 +73,7 @@ class BatchAxisCheck:
         """
         more_args, more_kwargs = _one_more(args, size), _one_more(dict(kwargs), size)
         lengths: Lengths = {}
-        with in_eval_mode(self._model), _buffers_kept(self._model), torch.random.fork_rng():
+        with in_eval_mode(self._model), buffers_kept(self._model), torch.random.fork_rng():
             with self._watching(lengths):
                 try:
                     self._model.forward(*more_args, **more_kwargs)
@@ -93,7 +97,7 @@ class BatchAxisCheck:
     def _check_rows(self, args: Any, kwargs: Mapping[str, Any], size: int) -> None:
         """As the model is, but for dropout layers; in evaluation mode if it is random even so."""
         for mode in (_without_dropout, in_eval_mode):
-            with mode(self._model), _buffers_kept(self._model), torch.random.fork_rng():
+            with mode(self._model), buffers_kept(self._model), torch.random.fork_rng():
                 if self._rows_are_kept(args, kwargs, size):
                     return
 
@@ -287,13 +291,3 @@ def _without_dropout(model: nn.Module) -> Iterator[None]:
     finally:
         for dropout in active:
             dropout.training = True
-
-
-@contextmanager
-def _buffers_kept(model: nn.Module) -> Iterator[None]:
-    kept = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    try:
-        yield
-    finally:
-        for buffer, value in kept:
-            buffer.copy_(value)

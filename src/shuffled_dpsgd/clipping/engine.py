@@ -307,12 +307,14 @@ class ClippingEngine:
                 self._check_axis(args, kwargs, batch.size)
 
     def _check_axis(self, args: Any, kwargs: Any, size: int) -> None:
+        folded = [slot.folded for slot in self._slots]
         self._axis_check.run(args, kwargs, size)
         self._recorder.axis_checked = True
-        # Some inputs may have turned out to be folded.
-        self._patches = sites.patches(self._slots)
-        if self._hooks:
-            self._patch()
+        if [slot.folded for slot in self._slots] != folded:
+            # Not otherwise: a compiled model would take new forwards for other ones.
+            self._patches = sites.patches(self._slots)
+            if self._hooks:
+                self._patch()
 
     def _patch(self) -> None:
         for attributes, forward in self._patches:

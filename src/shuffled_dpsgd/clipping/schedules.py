@@ -140,7 +140,7 @@ class WholeGradient:
         None if there is something of a kind that is not known.
         """
         self.shelf.take(batch)
-        entries = [entry for filed in batch.entries.values() for entry in filed] + batch.unsummed
+        entries = batch.all_entries()
         values = [value for entry in entries for value in entry.saved]
         values += [sums_LBCD for _, sums_LBCD in batch.norm_runs]
         values += batch.late.tensors if batch.late is not None else ()

@@ -44,7 +44,7 @@ class Shelf:
 
         Those of the batch before are overwritten, so its work must have been asked for.
         """
-        entries = [entry for filed in batch.entries.values() for entry in filed] + batch.unsummed
+        entries = batch.all_entries()
         late = batch.late.tensors if batch.late is not None else ()
         captured = [value for entry in entries for value in entry.saved]
         small = self._fitting(_tensors([*captured, *late]))

@@ -124,6 +124,30 @@ def without_fast_attention() -> Iterator[None]:
         torch.backends.mha.set_fastpath_enabled(before)
 
 
+@contextmanager
+def buffers_kept(module: nn.Module) -> Iterator[Callable[[], bool]]:
+    """Put back buffers that are changed or replaced meanwhile; gives a way to ask for any."""
+    before = {
+        name: (buffer, buffer._version, buffer.clone()) for name, buffer in module.named_buffers()
+    }
+
+    def have_changed() -> bool:
+        found = dict(module.named_buffers())
+        return any(
+            found.get(name) is not buffer or buffer._version != version
+            for name, (buffer, version, _) in before.items()
+        )
+
+    try:
+        yield have_changed
+    finally:
+        if have_changed():
+            with torch.no_grad():
+                for name, (buffer, _, value) in before.items():
+                    owner, _, own_name = name.rpartition(".")
+                    setattr(module.get_submodule(owner), own_name, buffer.copy_(value))
+
+
 class GenericSlot(CopiesSlot):
     """Any module whose samples do not interact; its children have no slots of their own."""
 
@@ -169,8 +193,11 @@ class GenericSlot(CopiesSlot):
             except FAILURES as error:
                 self._turn_to_loop(call, self._cannot_map(error))
         try:
-            with self._keeping_buffers():
+            with buffers_kept(self.module) as have_changed:
                 outputs = one_by_one(self, copies, call.leaves, call.spec, call.size)
+                if have_changed():
+                    # What keeps statistics would do so once per sample.
+                    raise RuntimeError("vmap stops at buffers that its forward changes")
         except torch.OutOfMemoryError:
             raise
         except FAILURES as error:
@@ -188,17 +215,6 @@ class GenericSlot(CopiesSlot):
             RuntimeWarning,
             stacklevel=2,
         )
-
-    @contextmanager
-    def _keeping_buffers(self) -> Iterator[None]:
-        """Refuse a module that keeps statistics, which a loop would have it do once per sample."""
-        before = [(buffer, buffer._version, buffer.clone()) for buffer in self.module.buffers()]
-        yield
-        if any(buffer._version != version for buffer, version, _ in before):
-            with torch.no_grad():
-                for buffer, _, value in before:
-                    buffer.copy_(value)
-            raise self._cannot_map(RuntimeError("vmap stops at buffers that its forward changes"))
 
     def _run_empty(self, trainable: Mapping[str, Tensor], args: Any, kwargs: Any) -> Any:
         """vmap takes no empty batch. Sums over no copies at all keep the graph in one piece."""

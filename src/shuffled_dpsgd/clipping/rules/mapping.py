@@ -7,7 +7,6 @@ slower as there are samples.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, cast
 
@@ -26,8 +25,6 @@ if TYPE_CHECKING:
 
 # Flat outputs and how they are put together again.
 Outputs = tuple[list[Any], TreeSpec]
-# From the slot, its parameters' copies, the flat inputs, their structure, and the batch's size.
-Mapping = Callable[["CopiesSlot", dict[str, Tensor], list[Any], TreeSpec, int], Outputs]
 
 # What vmap can run and differentiate everywhere: on a CPU the flash kernel gives masks no gradient.
 _MAPPED_ATTENTION = [

@@ -56,7 +56,7 @@ def test_every_product_of_the_settlement_runs_in_full_float32(
 
         return watched
 
-    for name in kernels.__all__:
+    for name in set(kernels.__all__) - {"kind_of"}:
         monkeypatch.setattr(kernels, name, watch(getattr(kernels, name)))
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 4))

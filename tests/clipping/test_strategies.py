@@ -124,6 +124,13 @@ def test_cost_rule_takes_the_cheaper_route() -> None:
     assert cost.cheapest(1024, 768, 3072, "cuda") is cost.Route.GRAM
     assert cost.cheapest(1024, 50257, 768, "cuda") is cost.Route.GRAM
     assert cost.cheapest(1440, 50257, 768, "cuda") is cost.Route.TILES
+    assert cost.cheapest(1024, 768, 3072, "hopper") is cost.Route.TILES
+    assert cost.cheapest(512, 768, 3072, "hopper") is cost.Route.GRAM
+    assert cost.cheapest(1024, 50257, 768, "hopper") is cost.Route.GRAM
+    assert cost.cheapest(1024, 50257, 768, "hopper", tied=True) is cost.Route.INSTANTIATE
+    assert cost.cheapest(512, 50257, 768, "hopper", tied=True) is cost.Route.GRAM
+    # Eight times the room of what it is made from.
+    assert cost.cheapest(1024, 128256, 8192, "hopper", tied=True) is not cost.Route.INSTANTIATE
 
 
 def test_cost_rule_stores_more_on_a_cpu_but_not_without_bound() -> None:

@@ -277,7 +277,7 @@ def test_sums_with_loading_and_multiplying_kept_apart(
     parted = dispatch.outer_sums(torch.device(DEVICE))
     if parted is dispatch.triton("sums"):
         pytest.skip("written for another device")
-    monkeypatch.setattr(parted, "MORE_COLUMNS", more)
+    monkeypatch.setattr(dispatch.triton("products"), "MORE_COLUMNS", more)
     xs = [draw(3, tokens, 328, seed=layer)[..., :200] for layer in range(2)]
     gs = [draw(3, tokens, 136, seed=10 + layer) for layer in range(2)]
     factors = draw(3, seed=2, dtype=torch.float32).abs()
@@ -298,6 +298,68 @@ def test_sums_with_loading_and_multiplying_kept_apart(
         for g, found in zip(gs, biases, strict=False):
             expected = plain.weighted_row_sum(g.double(), factors.double()) + held
             assert (found - expected).norm() / expected.norm() < 1e-6
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("more", [0, 64])
+@pytest.mark.parametrize("tokens", [24, 64, 100, 128, 197, 208, 256, 512, 1000, 1024])
+def test_squares_are_those_of_the_products_that_are_summed(
+    tokens: int, more: int, bias: bool, transposed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    squares = dispatch.tile_norms(torch.device(DEVICE))
+    if squares is triton_tiles:
+        pytest.skip("written for another device")
+    monkeypatch.setattr(dispatch.triton("products"), "MORE_COLUMNS", more)
+    xs = [draw(3, tokens, 328, seed=layer)[..., :200] for layer in range(2)]
+    gs = [draw(3, tokens, 136, seed=10 + layer) for layer in range(2)]
+    gs[0][1, 2, 3] = float("inf")
+    kept = [torch.zeros(3, 136, 200, device=DEVICE) for _ in xs]
+    if transposed:
+        kept = [torch.zeros(3, 200, 136, device=DEVICE).mT for _ in xs]
+    found = squares.tile_sq_norms(xs, gs, bias, kept)
+    assert torch.equal(found, squares.tile_sq_norms(xs, gs, bias))
+    assert found.isfinite().tolist() == [[True, False, True], [True, True, True]]
+    for sample in (0, 2):
+        alone = torch.eye(3, device=DEVICE)[sample]
+        sums = [torch.empty(136, 200, device=DEVICE) for _ in xs]
+        biases = [torch.zeros(136, device=DEVICE) for _ in xs]
+        parted = dispatch.outer_sums(torch.device(DEVICE))
+        parted.weighted_outer_sums(xs, gs, alone, sums, False, biases if bias else [])
+        for layer in range(2):
+            assert torch.equal(kept[layer][sample], sums[layer])
+            length = sums[layer].double().square().sum() + biases[layer].double().square().sum()
+            assert length <= found[layer, sample] <= length * (1 + 2e-5)
+    exact = plain.tile_sq_norms(xs[1].double(), gs[1].double(), bias)
+    assert ((found[1] - exact) / exact).abs().max() < 1e-4
+
+
+@pytest.mark.gpu
+def test_kept_products_of_a_vocabulary() -> None:
+    x, g = draw(3, 70, 64, seed=0), draw(3, 70, 70_016, seed=1)[..., :70_001]
+    kept, squares = kernels.kept_products(g, x)
+    exact = torch.bmm(g.double().mT, x.double())
+    assert ((kept - exact).norm() / exact.norm()) < 1e-6
+    norms = exact.square().sum((1, 2))
+    assert ((squares - norms) / norms).abs().max() < 2e-5
+    assert (squares >= kept.double().square().sum((1, 2))).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_sums_go_where_kernels_cannot_write_them(accumulate: bool) -> None:
+    x, g = draw(3, 40, 64, seed=0), draw(3, 40, 48, seed=1)
+    factors = torch.rand(3, device=DEVICE)
+    room, bias = torch.ones(48 * 64 + 1, device=DEVICE), torch.ones(48, device=DEVICE)
+    odd = room[1:].view(48, 64)
+    kernels.add_weighted_outer_sums([(x, g)], factors, [odd], accumulate, [bias])
+    held = 1.0 if accumulate else 0.0
+    wide = (x.double(), g.double(), factors.double())
+    expected = plain.weighted_outer_sum(*wide) + held
+    assert (odd - expected).norm() / expected.norm() < 1e-6
+    expected = plain.weighted_row_sum(*wide[1:]) + held
+    assert (bias - expected).norm() / expected.norm() < 1e-6
 
 
 @pytest.mark.gpu

@@ -18,6 +18,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     if not ON_GPU:
         for name in ("FEATURES", "PICK_T", "PICK_S", "BLOCK_S", "BLOCK_D", "CHUNK"):
             monkeypatch.setattr(triton_tables, name, 16)
+        monkeypatch.setattr(triton_tables, "ALL", 16)
         monkeypatch.setattr(triton_tables, "LOOK", 8)
         monkeypatch.setattr(triton_tables, "ROWS", 4)
 
@@ -41,6 +42,21 @@ def test_tables_and_those_tied_to_a_head(
         expected = plain.tied_cross_terms(x.double(), gl.double(), ids, ge.double(), padding_idx)
         assert (cross >= expected).all()
         assert (cross - expected).max() < 1e-5 * x.norm() * gl.norm() * ge.norm()
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("padding_idx", [None, 1])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weighted_sums_of_tables(dtype: torch.dtype, padding_idx: int | None) -> None:
+    B, T, D, V = 3, 19, 24, 9
+    ids = torch.randint(V, (B, T), generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    factors = torch.tensor([0.5, 0.0, 2.0], device=DEVICE)
+    for g in (draw(B, T, D, seed=0, dtype=dtype), draw(B, D, T, seed=0, dtype=dtype).mT):
+        g[1, 3, 5] = float("nan")
+        found, expected = torch.ones(V, D, device=DEVICE), torch.ones(V, D, device=DEVICE)
+        triton_tables.weighted_embedding_sum(ids, g, factors, padding_idx, found)
+        plain.weighted_embedding_sum(ids, g, factors, padding_idx, expected)
+        torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.usefixtures("small_blocks")

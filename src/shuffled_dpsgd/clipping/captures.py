@@ -54,6 +54,12 @@ def positions(tensor: Tensor) -> Tensor:
 
 
 @full_float32()
+def kept_outer(left_BTR: Tensor, right_BTC: Tensor) -> tuple[Tensor, Tensor]:
+    """The same as `stored_outer`, with the (B,) squared norms."""
+    return kernels.kept_products(left_BTR, right_BTC)
+
+
+@full_float32()
 def stored_outer(left_BTR: Tensor, right_BTC: Tensor) -> Tensor:
     """Every sample's left^T right, accumulated in float32 or float64: (B, R, C)."""
     return kernels.outer_products(left_BTR, right_BTC)
@@ -108,16 +114,17 @@ class RowsGrad:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class DenseGrad:
-    """Per-sample gradients that are kept as they are."""
+    """Per-sample gradients that are kept as they are, and their squared norms if known."""
 
     grads_BS: Tensor
+    squares_B: Tensor | None = None
 
     def _rows(self) -> Tensor:
         # A parameter that is a single number has no axis to flatten.
         return self.grads_BS.flatten(1) if self.grads_BS.dim() > 1 else self.grads_BS.unsqueeze(1)
 
     def sq_norms(self, choose: cost.Chooser) -> Tensor:
-        return kernels.row_sq_norms(self._rows())
+        return kernels.row_sq_norms(self._rows()) if self.squares_B is None else self.squares_B
 
     def stored(self, shape: torch.Size) -> Tensor:
         return self.grads_BS.view(-1, *shape)
@@ -152,6 +159,6 @@ class RowSumGrad:
 def outer_sq_norms(left_BTR: Tensor, right_BTC: Tensor, bias: bool, choose: cost.Chooser) -> Tensor:
     """Squared norms of left^T right (and of sum_t left_t with `bias`) by the cheaper route."""
     _, T, R = left_BTR.shape
-    if choose(T, R, right_BTC.shape[2], left_BTR.device.type) is cost.Route.GRAM:
+    if choose(T, R, right_BTC.shape[2], kernels.kind_of(left_BTR)) is cost.Route.GRAM:
         return kernels.gram_sq_norms(right_BTC, left_BTR, bias)
     return kernels.tile_sq_norms(right_BTC, left_BTR, bias)

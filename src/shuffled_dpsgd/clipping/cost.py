@@ -5,7 +5,7 @@ For T positions, R rows and C columns of the weight, per sample:
 - Gram:        2·T²·(R + C) operations for the norm, half of that where symmetry is used, then
                2·T·R·C for the clipped sum
 - tiles:       2·T·R·C for the norm (tiles of the gradient, never stored), then 2·T·R·C again
-- instantiate: 2·T·R·C once, and R·C numbers written and read back twice
+- instantiate: 2·T·R·C once, and R·C numbers written and read back once or twice
 
 The traffic of the last is weighed by how many operations a device does while it moves one float32
 number three times: some 1800 on an H200, counted as more because every layer also takes launches of
@@ -13,17 +13,26 @@ its own. On a CPU that is far fewer than on an accelerator; and there one of the
 of the narrower side, is added in float64 at twice the price, while products this small run at four
 fifths of the speed of large ones (`kernels/host.py`; AMD Zen 4, MKL).
 On an accelerator each pair of blocks of tokens is multiplied once, Gram matrices being symmetric.
+
+On a Hopper, where `kernels/triton_squares.py` serves, tiles run at 680 TFLOP/s and Gram matrices of
+many tokens at 520. There the gradients of a head tied to a table are worth storing much earlier:
+their squares are had for nothing, and the products with the table's gradient are read off.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from enum import Enum
+from typing import Protocol
 
 OPERATIONS_PER_NUMBER = 3000
 OPERATIONS_PER_NUMBER_ON_CPU = 160
+OPERATIONS_PER_TIED_NUMBER = 1400
 # Stored gradients may take up to so many times the room of the inputs and gradients they replace.
 MEMORY_RATIO, MEMORY_RATIO_ON_CPU = 0.5, 2.0
+# There is only one such head in a model.
+MEMORY_RATIO_IF_TIED = 0.8
+# What an operation for Gram matrices takes on a Hopper, in percent of one for tiles.
+GRAM_PERCENT = 130
 # Tokens of a block on an accelerator, where each pair of blocks is multiplied once.
 SYMMETRIC_BLOCK = 128
 
@@ -36,39 +45,52 @@ class Route(Enum):
     INSTANTIATE = "instantiate"
 
 
-# From T, R, C and the type of the device ("cpu", "cuda") the tensors lie on.
-Chooser = Callable[[int, int, int, str], Route]
+class Chooser(Protocol):
+    """The route for T positions, R rows and C columns.
+
+    `device` is the kind of device (`kernels.kind_of`): "cpu", "cuda", or "hopper". `tied` says that
+    the weight is an embedding's too.
+    """
+
+    def __call__(self, T: int, R: int, C: int, device: str, tied: bool = False) -> Route: ...
 
 
-def operations(T: int, R: int, C: int, device: str) -> tuple[int, int, int]:
+def operations(T: int, R: int, C: int, device: str, tied: bool = False) -> tuple[int, int, int]:
     """What each route costs a sample beyond one product g^T x: (Gram, tiles, instantiate)."""
     tiles = 2 * T * R * C
     if device == "cpu":
         gram = 5 * T * T * (2 * min(R, C) + max(R, C)) // 2
         return gram, tiles, OPERATIONS_PER_NUMBER_ON_CPU * R * C
     gram = T * (T + min(T, SYMMETRIC_BLOCK)) * (R + C)
-    return gram, tiles, OPERATIONS_PER_NUMBER * R * C
+    if device != "hopper":
+        return gram, tiles, OPERATIONS_PER_NUMBER * R * C
+    a_number = OPERATIONS_PER_TIED_NUMBER if tied else OPERATIONS_PER_NUMBER
+    return gram * GRAM_PERCENT // 100, tiles, a_number * R * C
 
 
-def cheapest(T: int, R: int, C: int, device: str) -> Route:
+def cheapest(T: int, R: int, C: int, device: str, tied: bool = False) -> Route:
     """The route with the fewest operations; instantiation only where its memory is bounded.
 
     >>> cheapest(128, 768, 3072, "cuda"), cheapest(4096, 768, 768, "cuda")
     (<Route.GRAM: 'gram'>, <Route.INSTANTIATE: 'instantiate'>)
     >>> cheapest(1024, 50257, 768, "cuda"), cheapest(1440, 50257, 768, "cuda")
     (<Route.GRAM: 'gram'>, <Route.TILES: 'tiles'>)
+    >>> cheapest(1024, 768, 3072, "hopper"), cheapest(1024, 50257, 768, "hopper", tied=True)
+    (<Route.TILES: 'tiles'>, <Route.INSTANTIATE: 'instantiate'>)
     >>> cheapest(64, 256, 8192, "cpu"), cheapest(512, 768, 768, "cpu")
     (<Route.GRAM: 'gram'>, <Route.INSTANTIATE: 'instantiate'>)
     """
-    gram, tiles, stored = operations(T, R, C, device)
+    gram, tiles, stored = operations(T, R, C, device, tied)
     ratio = MEMORY_RATIO_ON_CPU if device == "cpu" else MEMORY_RATIO
+    if device == "hopper" and tied:
+        ratio = MEMORY_RATIO_IF_TIED
     fits = ratio * T * (R + C) >= R * C
     if stored < min(gram, tiles) and fits:
         return Route.INSTANTIATE
     return Route.GRAM if gram <= tiles else Route.TILES
 
 
-def mixed(T: int, R: int, C: int, device: str) -> Route:
+def mixed(T: int, R: int, C: int, device: str, tied: bool = False) -> Route:
     """The layerwise rule of mixed ghost clipping (Bu et al. 2022): Gram iff 2·T² < R·C.
 
     >>> mixed(16, 32, 32, "cpu"), mixed(32, 32, 32, "cpu")
@@ -77,12 +99,12 @@ def mixed(T: int, R: int, C: int, device: str) -> Route:
     return Route.GRAM if 2 * T * T < R * C else Route.INSTANTIATE
 
 
-def always_gram(T: int, R: int, C: int, device: str) -> Route:
+def always_gram(T: int, R: int, C: int, device: str, tied: bool = False) -> Route:
     """Ghost clipping: Gram matrices whatever the shape."""
     return Route.GRAM
 
 
-def always_instantiate(T: int, R: int, C: int, device: str) -> Route:
+def always_instantiate(T: int, R: int, C: int, device: str, tied: bool = False) -> Route:
     """Opacus-style per-sample gradients whatever the shape."""
     return Route.INSTANTIATE
 

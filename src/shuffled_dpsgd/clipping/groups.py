@@ -34,6 +34,7 @@ class Group:
         for slot in slots:
             slot.group = index
             slot.shared = self.shared
+            slot.tied = self.shared and any(other.kind == "embedding" for other in slots)
 
     def is_complete(self, batch: Batch, entries: Sequence[Entry]) -> bool:
         """Whether every call the forward made has been recorded, so that no more can come."""

@@ -61,7 +61,7 @@ def _row(group: Group, choose: cost.Chooser) -> PlanRow:
     shape = first.last_shape if len(group.slots) == 1 else None
     operations = None
     if shape is not None:
-        operations = cost.operations(*shape, _device(first))[:2]
+        operations = cost.operations(*shape, first.last_device)[:2]
     return PlanRow(
         modules=tuple(slot.path or "<root>" for slot in group.slots),
         kind=" + ".join(dict.fromkeys(slot.kind for slot in group.slots)),
@@ -77,8 +77,4 @@ def _route(slot: Slot, choose: cost.Chooser) -> str:
         return slot.fixed_route
     if slot.last_shape is None:
         return "per call"
-    return choose(*slot.last_shape, _device(slot)).value
-
-
-def _device(slot: Slot) -> str:
-    return next(p.device.type for p in slot.parameters.values() if p is not None)
+    return choose(*slot.last_shape, slot.last_device, slot.tied).value

@@ -3,7 +3,8 @@
 A tied head and embedding, or a module called more than once, give one parameter the sum of
 several gradients per sample, so the squared norm needs their inner products too. Contributions of
 one kind are concatenated along positions, which contains every cross term; head and embedding
-have a closed form; any other mixture is stored and added.
+have a closed form, and another if the head's gradients are stored; any other mixture is stored and
+added.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ def joint_sq_norms(
         return merged[0].sq_norms(choose)
     if len(merged) == 2 and isinstance(merged[0], OuterGrad) and isinstance(merged[1], RowsGrad):
         return _head_and_embedding(merged[0], merged[1], choose)
+    if len(merged) == 2 and isinstance(merged[0], RowsGrad) and isinstance(merged[1], DenseGrad):
+        return _stored_and_embedding(merged[1], merged[0], shape, choose)
     total = merged[0].stored(shape)
     for part in merged[1:]:
         total = total + part.stored(shape)
@@ -44,7 +47,21 @@ def _head_and_embedding(head: OuterGrad, table: RowsGrad, choose: cost.Chooser) 
     cross_B = kernels.tied_cross_terms(
         head.right_BTC, head.left_BTR, table.ids_BT, table.grad_BTD, table.padding_idx
     )
-    own_B = head.sq_norms(choose) + table.sq_norms(choose)
+    return _together(head.sq_norms(choose) + table.sq_norms(choose), cross_B)
+
+
+def _stored_and_embedding(
+    stored: DenseGrad, table: RowsGrad, shape: torch.Size, choose: cost.Chooser
+) -> Tensor:
+    """The head's gradient has the rows that the table's tokens pick: <picked, token's gradient>."""
+    grads_BVD, grad_BTD = stored.stored(shape), _without_padding(table).grad_BTD
+    picked_BTD = grads_BVD.gather(1, table.ids_BT.unsqueeze(2).expand(grad_BTD.shape))
+    cross_B = (picked_BTD * grad_BTD).sum((1, 2), dtype=torch.float64)
+    own_B = stored.sq_norms(choose) + table.sq_norms(choose)
+    return _together(own_B, cross_B.to(own_B.dtype))
+
+
+def _together(own_B: Tensor, cross_B: Tensor) -> Tensor:
     # The two may cancel; what was rounded is each of them, so the head room is relative to that.
     rounding = _ROUNDING_ULPS * torch.finfo(own_B.dtype).eps
     return torch.maximum(own_B + 2.0 * cross_B, torch.zeros_like(own_B)) + rounding * own_B
@@ -90,7 +107,10 @@ def _without_padding(part: RowsGrad) -> RowsGrad:
 
 
 def _merge_dense(parts: Sequence[Contribution], shape: torch.Size) -> list[Contribution]:
-    dense = [part.stored(shape) for part in parts if isinstance(part, DenseGrad | RowSumGrad)]
+    found = [part for part in parts if isinstance(part, DenseGrad | RowSumGrad)]
+    if len(found) == 1 and isinstance(found[0], DenseGrad):
+        return [found[0]]
+    dense = [part.stored(shape) for part in found]
     if not dense:
         return []
     total = dense[0]

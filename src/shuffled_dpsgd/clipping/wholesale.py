@@ -10,7 +10,7 @@ Shapes: B samples, N coordinates of all small per-sample gradients together.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from functools import partial
 from typing import TypeVar
 
@@ -93,7 +93,7 @@ class Wholesale:
         outer = parts[0][1]
         assert isinstance(outer, OuterGrad)
         _, T, R = outer.left_BTR.shape
-        return self._choose(T, R, outer.right_BTC.shape[2], outer.left_BTR.device.type)
+        return self._choose(T, R, outer.right_BTC.shape[2], kernels.kind_of(outer.left_BTR))
 
     def squares(self) -> list[Tensor]:
         """(B,) squared norms whose sum is the squared norm over all parameters."""
@@ -139,40 +139,60 @@ class Wholesale:
         Sums that are `new` hold nothing yet, not even zeros.
         """
         rounds = list(_rounds(self._parts, OuterGrad))
-        first = {name for name, _ in rounds[0]} if rounds else set()
-        matrices = first | {bias for bias, _ in self._biases.values()}
+        matrices = {name for name, _ in rounds[0]} if rounds else set()
+        written = matrices | {bias for bias, _ in self._biases.values()}
+        stored = _large_stored(self._parts, written)
+        written |= stored.keys()
         if new:
-            # Matrices and their biases are written rather than filled with zeros and added to.
-            others = [total for name, total in sums.items() if name not in matrices]
+            # Matrices and their biases are written rather than filled with zeros and added to, and
+            # so are parameters with large stored gradients.
+            others = [total for name, total in sums.items() if name not in written]
             if others:
                 torch._foreach_zero_(others)
-        apart = [named for named in self._parts if named[0] not in matrices]
+        launches = self._matrix_sums(rounds[:1], factors_B, sums, new)
+        launches += [partial(_add_stored, stored, factors_B, sums, new)] if stored else []
+        lanes = [launches[first::LINEAR_LANES] for first in range(LINEAR_LANES)]
+        apart = [named for named in self._parts if named[0] not in written]
         side_by_side(
-            [partial(self._add_matrices, rounds, factors_B, sums, new)],
+            lanes[0],
             [
                 partial(_add_others, apart, factors_B, sums),
                 partial(self._add_norms_and_small, factors_B, sums),
             ],
+            *lanes[1:],
         )
+        for launch in self._matrix_sums(rounds[1:], factors_B, sums, False):
+            launch()
         # The rest of what a matrix gets, such as the rows of a table that is also a head.
-        _add_others([named for named in self._parts if named[0] in matrices], factors_B, sums)
+        taken = {id(part) for part in stored.values()}
+        rest = [(name, part) for name, part in self._parts if name in written]
+        _add_others([named for named in rest if id(named[1]) not in taken], factors_B, sums)
 
-    def _add_matrices(
+    def _matrix_sums(
         self,
         rounds: Sequence[Sequence[tuple[str, OuterGrad]]],
         factors_B: Tensor,
         sums: dict[str, Tensor],
         new: bool,
-    ) -> None:
-        for number, outers in enumerate(rounds):
+    ) -> list[Callable[[], None]]:
+        """One launch for the matrices of each shape, and their biases."""
+        launches: list[Callable[[], None]] = []
+        for outers in rounds:
             linear = [self._linear_sum(name, part, sums) for name, part in outers]
-            kernels.add_weighted_outer_sums(
-                [pair for pair, _, _ in linear],
-                factors_B,
-                [out for _, out, _ in linear],
-                accumulate=not new or number > 0,
-                biases=[bias for _, _, bias in linear],
-            )
+            pairs = [pair for pair, _, _ in linear]
+            labels = [(out.stride(), bias is None) for _, out, bias in linear]
+            for run in kernels.alike(pairs, labels):
+                launches.append(
+                    partial(
+                        kernels.add_weighted_outer_sums,
+                        [pairs[i] for i in run],
+                        factors_B,
+                        [linear[i][1] for i in run],
+                        accumulate=not new,
+                        biases=[linear[i][2] for i in run],
+                    )
+                )
+        return launches
 
     def _add_norms_and_small(self, factors_B: Tensor, sums: dict[str, Tensor]) -> None:
         """Add what belongs to groups of its own, which nothing else adds to."""
@@ -220,6 +240,26 @@ def _rounds(parts: Iterable[Named], kind: type[Kind]) -> Iterator[list[tuple[str
                 taken[name] = part
         yield list(taken.items())
         left = later
+
+
+def _large_stored(parts: Sequence[Named], taken: Set[str]) -> dict[str, DenseGrad]:
+    """Large stored gradients of parameters that nothing else writes first, one for each."""
+    found: dict[str, DenseGrad] = {}
+    for name, part in parts:
+        if isinstance(part, DenseGrad) and name not in taken and not _is_small(part):
+            found.setdefault(name, part)
+    return found
+
+
+def _add_stored(
+    stored: dict[str, DenseGrad], factors_B: Tensor, sums: dict[str, Tensor], new: bool
+) -> None:
+    kernels.add_weighted_row_sums(
+        [_flat(part.grads_BS).unsqueeze(1) for part in stored.values()],
+        factors_B,
+        [_vector(sums[name]) for name in stored],
+        accumulate=not new,
+    )
 
 
 def _add_others(parts: Sequence[Named], factors_B: Tensor, sums: dict[str, Tensor]) -> None:

@@ -15,11 +15,14 @@ from shuffled_dpsgd.clipping.kernels.dispatch import (
     embedding_sq_norms,
     gram_sq_norm_sums,
     gram_sq_norms,
+    kept_products,
+    kind_of,
     norm_sum_runs,
     row_sq_norms,
     tied_cross_terms,
     tile_sq_norm_sums,
     tile_sq_norms,
+    weighted_embedding_sum,
     weighted_outer_sum,
     weighted_row_sum,
 )
@@ -27,7 +30,6 @@ from shuffled_dpsgd.clipping.kernels.plain import (
     layer_norm_backward,
     outer_products,
     rms_norm_backward,
-    weighted_embedding_sum,
 )
 
 __all__ = [
@@ -40,6 +42,8 @@ __all__ = [
     "embedding_sq_norms",
     "gram_sq_norm_sums",
     "gram_sq_norms",
+    "kept_products",
+    "kind_of",
     "layer_norm_backward",
     "norm_sum_runs",
     "outer_products",

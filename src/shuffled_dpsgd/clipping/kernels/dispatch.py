@@ -27,8 +27,8 @@ HALF = (torch.bfloat16, torch.float16)
 MIN_TOKENS = 8
 # Fewer numbers than this are not worth a launch of their own.
 MIN_STORED = 1 << 16
-# Releases of Triton in whose Gluon `triton_parted` and `triton_strips` are written; others may call
-# things otherwise.
+# Releases of Triton in whose Gluon `triton_products` and `triton_strips` are written; others may
+# call things otherwise.
 GLUON_VERSIONS = ("3.6.",)
 # One program reads a pair of blocks of tokens alone; past this width they are shared out.
 MAX_GRAM_WIDTH = 16384
@@ -53,6 +53,18 @@ def serves_gluon(device: torch.device) -> bool:
     """Whether kernels written in Gluon for Hopper run on this device."""
     hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
     return hopper and importlib.metadata.version("triton").startswith(GLUON_VERSIONS)
+
+
+def kind_of(tensor: Tensor) -> str:
+    """The kind of device, as far as it matters to the cost of products of such tensors."""
+    if tensor.is_cuda and tensor.dtype in HALF and triton_available():
+        return "hopper" if serves_gluon(tensor.device) else "cuda"
+    return tensor.device.type
+
+
+def tile_norms(device: torch.device) -> ModuleType:
+    """The module whose norms by tiles are fastest on this device."""
+    return triton("squares" if serves_gluon(device) else "tiles")
 
 
 def outer_sums(device: torch.device) -> ModuleType:
@@ -127,11 +139,25 @@ def tile_sq_norm_sums(
     for run in alike(pairs, biases):
         if fits_triton_linear(*pairs[run[0]]):
             xs, gs = zip(*(pairs[i] for i in run), strict=True)
-            found.append(triton("tiles").tile_sq_norms(xs, gs, biases[run[0]]).sum(0))
+            kernel = tile_norms(xs[0].device)
+            found.append(kernel.tile_sq_norms(xs, gs, biases[run[0]]).sum(0))
         else:
             module = host if host.serves(*pairs[run[0]]) else plain
             found += [module.tile_sq_norms(*pairs[i], biases[i]) for i in run]
     return found
+
+
+def kept_products(left_BTR: Tensor, right_BTC: Tensor) -> tuple[Tensor, Tensor]:
+    """Every sample's left^T right, (B, R, C), accumulated wide, and its (B,) squared norm."""
+    (B, _, R), C = left_BTR.shape, right_BTC.shape[2]
+    if fits_triton_linear(right_BTC, left_BTR) and serves_gluon(left_BTR.device):
+        squares = triton("squares")
+        if squares.fills_gpu(R, C):
+            kept = torch.empty(B, R, C, dtype=torch.float32, device=left_BTR.device)
+            norms_LB = squares.tile_sq_norms([right_BTC], [left_BTR], False, [kept])
+            return kept, norms_LB[0]
+    kept = plain.outer_products(left_BTR, right_BTC)
+    return kept, row_sq_norms(kept.flatten(1))
 
 
 def add_weighted_outer_sums(
@@ -156,7 +182,16 @@ def add_weighted_outer_sums(
         chosen = [pairs[i] for i in run]
         targets = [outs[i] for i in run]
         added = [bias for i in run if (bias := wanted[i]) is not None]
-        on_gpu = fits_triton_linear(*chosen[0]) and all(_fits_triton_sum(out) for out in targets)
+        on_gpu = fits_triton_linear(*chosen[0])
+        if on_gpu and not all(_fits_triton_sum(out) for out in targets):
+            # By the kernels all the same: norms may be exact for what these compute, no more.
+            apart = [torch.empty(out.shape, device=out.device) for out in targets]
+            add_weighted_outer_sums(chosen, factors_B, apart, accumulate=False)
+            for out, total in zip(targets, apart, strict=True):
+                out.add_(total) if accumulate else out.copy_(total)
+            if added:
+                add_weighted_row_sums([g for _, g in chosen], factors_B, added, accumulate)
+            continue
         kernel = outer_sums(targets[0].device) if on_gpu else None
         if kernel is not None and kernel.TAKES_BIASES:
             xs, gs = zip(*chosen, strict=True)
@@ -239,6 +274,26 @@ def tied_cross_terms(
 def _tables(of_BTD: Tensor) -> ModuleType:
     """The module for tables on a GPU: a launch needs Triton, and something to do."""
     return triton("tables") if of_BTD.numel() > 0 and triton_available() else tables
+
+
+def weighted_embedding_sum(
+    ids_BT: Tensor, g_BTD: Tensor, factors_B: Tensor, padding_idx: int | None, out_VD: Tensor
+) -> Tensor:
+    """`plain.weighted_embedding_sum` by the fastest means at hand."""
+    adds_at_once = (
+        g_BTD.is_cuda
+        and g_BTD.numel() > 0
+        and out_VD.dtype is torch.float32
+        and out_VD.is_contiguous()
+        and g_BTD.dtype is not torch.float64
+        and triton_available()
+        # Rows that several tokens pick are added to in whatever order comes.
+        and not torch.are_deterministic_algorithms_enabled()
+    )
+    if not adds_at_once:
+        return plain.weighted_embedding_sum(ids_BT, g_BTD, factors_B, padding_idx, out_VD)
+    triton("tables").weighted_embedding_sum(ids_BT, g_BTD, factors_B.float(), padding_idx, out_VD)
+    return out_VD
 
 
 def row_sq_norms(rows_BN: Tensor) -> Tensor:

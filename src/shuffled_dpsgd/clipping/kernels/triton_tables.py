@@ -1,8 +1,8 @@
-"""Norms of embedding tables, and of those tied to a head, on a GPU in a few launches.
+"""Norms and sums of embedding tables, also of those tied to a head, on a GPU in a few launches.
 
 Shapes: B samples, T and S tokens, D features, V rows of the table, F blocks of features, N programs
 of a sample. What `tables` computes by some twenty operations that write down and read again whole
-gradients is here read once. Sums are added in a fixed order, those of rows in float64.
+gradients is here read once. Norms are added up in a fixed order, those of rows in float64.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from torch import Tensor
 
 from shuffled_dpsgd.clipping.kernels import plain
 
-# Features of a block, ids compared at a time, and rows of the table's gradient read at a time.
-FEATURES, LOOK, ROWS = 512, 128, 8
+# Features of a block, ids compared at a time, most often all of them at once and, to find those
+# that are the same, fewer, and rows of the table's gradient read at a time.
+FEATURES, ALL, LOOK, ROWS = 512, 1024, 128, 8
 # Tokens picked at a time of either side, and the tile of a tied table's products.
 PICK_T, PICK_S = 32, 128
 BLOCK_S, BLOCK_D, CHUNK = 128, 128, 64
@@ -29,7 +30,8 @@ def side_by_side(tensor_BTD: Tensor) -> Tensor:
 @triton.jit
 def row_kernel(  # type: ignore[no-untyped-def]
     ids_BT, g_BTD, out_BTF2, T, D, padding_idx, ids_batch, ids_row, g_batch, g_row,
-    PADDING: tl.constexpr, FEATURES: tl.constexpr, LOOK: tl.constexpr, ROWS: tl.constexpr,
+    PADDING: tl.constexpr, FEATURES: tl.constexpr, ALL: tl.constexpr, LOOK: tl.constexpr,
+    ROWS: tl.constexpr,
 ):  # fmt: skip
     """Some features of a token's gradient: their square, and that of the row the token picks.
 
@@ -45,18 +47,19 @@ def row_kernel(  # type: ignore[no-untyped-def]
         total = tl.where(mine == padding_idx, 0.0, total)
     out = out_BTF2 + 2 * ((sample * tl.num_programs(0) + t) * tl.num_programs(2) + part)
     tl.store(out + 1, tl.sum(total * total))
-    look = tl.arange(0, LOOK)
-    earlier = 0
-    for first in range(0, t, LOOK):
-        s = first + look
-        same = (tl.load(ids + s * ids_row, mask=s < t, other=0) == mine) & (s < t)
-        earlier += tl.sum(same.to(tl.int32))
+    earlier, later = 0, 0
+    for first in range(0, T, ALL):
+        s = first + tl.arange(0, ALL)
+        same = (tl.load(ids + s * ids_row, mask=s < T, other=0) == mine) & (s < T)
+        earlier += tl.sum((same & (s < t)).to(tl.int32))
+        later += tl.sum((same & (s > t)).to(tl.int32))
     if earlier > 0:
         tl.store(out, 0.0)
         return
-    end = T
+    end = tl.where(later > 0, T, 0)
     if PADDING:
-        end = tl.where(mine == padding_idx, 0, T)
+        end = tl.where(mine == padding_idx, 0, end)
+    look = tl.arange(0, LOOK)
     for first in range(t // LOOK * LOOK, end, LOOK):
         s = first + look
         same = (tl.load(ids + s * ids_row, mask=s < T, other=0) == mine) & (s < T) & (s > t)
@@ -80,10 +83,45 @@ def embedding_sq_norms(ids_BT: Tensor, g_BTD: Tensor, padding_idx: int | None) -
     row_kernel[(T, B, parts)](
         ids_BT, g_BTD, out, T, D, -1 if padding_idx is None else padding_idx,
         ids_BT.stride(0), ids_BT.stride(1), g_BTD.stride(0), g_BTD.stride(1),
-        PADDING=padding_idx is not None, FEATURES=features, LOOK=LOOK, ROWS=ROWS, num_warps=4,
+        PADDING=padding_idx is not None, FEATURES=features,
+        ALL=min(ALL, triton.next_power_of_2(T)), LOOK=LOOK, ROWS=ROWS, num_warps=4,
     )  # fmt: skip
     rows_BT, own_BT = out.sum(2).unbind(2)
     return plain.not_too_small(rows_BT.sum(1), own_BT.sqrt().sum(1), torch.float32)
+
+
+@triton.jit
+def add_rows_kernel(  # type: ignore[no-untyped-def]
+    ids_BT, g_BTD, factors_B, out_VD, T, D, padding_idx, ids_batch, ids_row, g_batch, g_row,
+    PADDING: tl.constexpr, FEATURES: tl.constexpr,
+):  # fmt: skip
+    """Add some features of a token's gradient, times its sample's factor, to the row it picks."""
+    t, sample = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    d = tl.program_id(2) * FEATURES + tl.arange(0, FEATURES)
+    row = tl.load(ids_BT + sample * ids_batch + t * ids_row)
+    factor = tl.load(factors_B + sample)
+    # A factor of zero must silence infinities and NaNs too.
+    counts = factor != 0.0
+    if PADDING:
+        counts = counts & (row != padding_idx)
+    if counts:
+        g = g_BTD + sample * g_batch + t.to(tl.int64) * g_row + d
+        values = factor * tl.load(g, mask=d < D, other=0.0).to(tl.float32)
+        tl.atomic_add(out_VD + row.to(tl.int64) * D + d, values, mask=d < D, sem="relaxed")
+
+
+def weighted_embedding_sum(
+    ids_BT: Tensor, g_BTD: Tensor, factors_B: Tensor, padding_idx: int | None, out_VD: Tensor
+) -> None:
+    """`plain.weighted_embedding_sum` into float32, in one pass and in any order."""
+    (B, T), D = ids_BT.shape, g_BTD.shape[2]
+    g_BTD = side_by_side(g_BTD)
+    features = min(FEATURES, triton.next_power_of_2(D))
+    add_rows_kernel[(T, B, triton.cdiv(D, features))](
+        ids_BT, g_BTD, factors_B, out_VD, T, D, -1 if padding_idx is None else padding_idx,
+        ids_BT.stride(0), ids_BT.stride(1), g_BTD.stride(0), g_BTD.stride(1),
+        PADDING=padding_idx is not None, FEATURES=features, num_warps=4,
+    )  # fmt: skip
 
 
 @triton.jit

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shuffled_dpsgd.clipping import cost
+from shuffled_dpsgd.clipping import cost, kernels
 from shuffled_dpsgd.clipping.captures import (
     Contribution,
     DenseGrad,
@@ -164,9 +164,10 @@ class MultiheadAttentionSlot(Slot):
         part, x_BTE, g_BTP = saved
         g_BTP = self._padded(part, g_BTP)
         shape = (x_BTE.shape[1], g_BTP.shape[2], x_BTE.shape[2])
+        device = kernels.kind_of(g_BTP)
         if part != OUT:
-            self.last_shape = shape
-        if choose(*shape, g_BTP.device.type) is not cost.Route.INSTANTIATE:
+            self.last_shape, self.last_device = shape, device
+        if choose(*shape, device) is not cost.Route.INSTANTIATE:
             return saved
         return (part, DenseGrad(grads_BS=stored_outer(g_BTP, x_BTE)), saved[2])
 

@@ -82,10 +82,12 @@ class Slot:
         self.plain = module.forward
         self.group = index
         self.shared = False
+        self.tied = False
         # Set by the check of the batch axis: inputs have the batch and the positions on one axis,
         # (B K, ...), the rows of a sample one after the other.
         self.folded = False
         self.last_shape: tuple[int, int, int] | None = None
+        self.last_device = "cpu"
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles of a model, which would take an active engine along.

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shuffled_dpsgd.clipping import cost
+from shuffled_dpsgd.clipping import cost, kernels
 from shuffled_dpsgd.clipping.captures import Contribution, DenseGrad, OuterGrad, RowSumGrad
 from shuffled_dpsgd.clipping.kernels.plain import widen
 from shuffled_dpsgd.clipping.rules.base import Saved, Slot, batch_of, recorder_of
@@ -127,7 +127,8 @@ class ConvSlot(Slot):
             return saved
         weight = cast(Tensor, self.parameters["weight"])
         self.last_shape = (g[0, 0].numel(), weight.shape[0], weight[0].numel())
-        route = choose(*self.last_shape, g.device.type)
+        self.last_device = kernels.kind_of(g)
+        route = choose(*self.last_shape, self.last_device)
         if self.groups == 1 and route is not cost.Route.INSTANTIATE:
             return saved
         return (DenseGrad(grads_BS=self._stored(x, g)), g)

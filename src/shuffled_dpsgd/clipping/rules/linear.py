@@ -18,8 +18,8 @@ from shuffled_dpsgd.clipping.captures import (
     DenseGrad,
     OuterGrad,
     RowSumGrad,
+    kept_outer,
     positions,
-    stored_outer,
 )
 from shuffled_dpsgd.clipping.rules.base import (
     Saved,
@@ -212,10 +212,10 @@ class LinearSlot(Slot):
         return (None, g) if self.weight_name is None else (tensors[0], g)
 
     def contributions(self, saved: Saved) -> Iterator[tuple[str, Contribution]]:
-        if len(saved) == 3:
-            _, weight_grads, bias_grads = saved
+        if len(saved) == 4:
+            _, weight_grads, bias_grads, squares_B = saved
             if self.weight_name is not None:
-                yield self.weight_name, DenseGrad(grads_BS=weight_grads)
+                yield self.weight_name, DenseGrad(grads_BS=weight_grads, squares_B=squares_B)
             if self.bias_name is not None:
                 yield self.bias_name, DenseGrad(grads_BS=bias_grads)
             return
@@ -229,30 +229,33 @@ class LinearSlot(Slot):
             yield self.bias_name, RowSumGrad(grad_BTP=g_BTP)
 
     def sq_norms(self, saved: Saved, choose: cost.Chooser) -> Tensor:
-        if len(saved) == 3 or self.weight_name is None:
+        if len(saved) == 4 or self.weight_name is None:
             return super().sq_norms(saved, choose)
         x_BTD, g_BTP = positions(saved[0]), positions(saved[1])
         bias = self.bias_name is not None
         shape = (x_BTD.shape[1], g_BTP.shape[2], x_BTD.shape[2])
-        if choose(*shape, x_BTD.device.type) is cost.Route.GRAM:
+        if choose(*shape, kernels.kind_of(x_BTD)) is cost.Route.GRAM:
             return kernels.gram_sq_norms(x_BTD, g_BTP, bias)
         return kernels.tile_sq_norms(x_BTD, g_BTP, bias)
 
     def compact(self, saved: Saved, choose: cost.Chooser) -> Saved:
         x, g = saved
         if self.weight_name is None:
-            return (None, None, _bias_grads(positions(g)))
+            return (None, None, _bias_grads(positions(g)), None)
         if x.shape != self._last_input:
             self._last_input = x.shape
             T = x.numel() // (x.shape[0] * x.shape[-1])
             self.last_shape = (T, self.outputs, x.shape[-1])
-            self.stores = choose(*self.last_shape, x.device.type) is cost.Route.INSTANTIATE
+            self.last_device = kernels.kind_of(x)
+            route = choose(*self.last_shape, self.last_device, self.tied)
+            self.stores = route is cost.Route.INSTANTIATE
         if not self.stores:
             return saved
         g_BTP, x_BTD = positions(g), positions(x)
         left, right = (x_BTD, g_BTP) if self.transposed else (g_BTP, x_BTD)
         bias_grads = None if self.bias_name is None else _bias_grads(g_BTP)
-        return (None, stored_outer(left, right), bias_grads)
+        weight_grads, squares_B = kept_outer(left, right)
+        return (None, weight_grads, bias_grads, squares_B)
 
 
 class Conv1DSlot(LinearSlot):

@@ -185,6 +185,7 @@ def test_another_stream_has_other_places() -> None:
     for batch in (here, there):
         for entry in batch.all_entries():
             entry.saved = tuple(v.cuda() if isinstance(v, Tensor) else v for v in entry.saved)
+        batch.unsummed = []
     kept.take(here)
     with torch.cuda.stream(torch.cuda.Stream()):
         kept.take(there)

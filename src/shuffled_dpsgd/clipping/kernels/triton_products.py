@@ -7,7 +7,8 @@ them; both get the same products, bit for bit. Written in Gluon, since plain Tri
 warps run ahead.
 
 A few tokens after the last whole chunk, such as 5 of ViT's 197, would make a chunk of zeros. They
-have buffers of their own and are multiplied together with the chunk before them.
+have buffers of their own and are multiplied together with the chunk before them, if a sample has
+enough chunks for these buffers to be free again in time.
 """
 
 from __future__ import annotations
@@ -30,8 +31,7 @@ CHUNK = gl.constexpr(64)
 ROWS = gl.constexpr(64)
 MULTIPLYING_REGISTERS = gl.constexpr(232)
 LOADING_REGISTERS = gl.constexpr(40)
-# Tokens at most that are multiplied together with the chunk before them, and buffers for them: all
-# others are filled again before the next but one sample's are.
+# Tokens at most that are multiplied together with the chunk before them, and buffers for them.
 FEW = gl.constexpr(16)
 SIDES = gl.constexpr(2)
 # Tokens at most that the matrix units add up before the sum is scaled and rounded as usual: the
@@ -210,6 +210,8 @@ def cut_of(tokens: int) -> dict[str, int]:
 
     >>> cut_of(197)
     {'segments': 1, 'SEGMENT': 197, 'FULL': 3, 'TAIL': 0, 'HAS_FEW': True}
+    >>> cut_of(130)
+    {'segments': 1, 'SEGMENT': 130, 'FULL': 2, 'TAIL': 16, 'HAS_FEW': False}
     >>> cut_of(1000)
     {'segments': 2, 'SEGMENT': 512, 'FULL': 8, 'TAIL': 0, 'HAS_FEW': False}
     """
@@ -219,9 +221,11 @@ def cut_of(tokens: int) -> dict[str, int]:
         cut = {"segments": -(-tokens // size), "SEGMENT": size, "FULL": size, "TAIL": 0}
     else:
         cut["FULL"] *= cut.pop("CHUNK")
-    few = cut["FULL"] > 0 and cut["TAIL"] == FEW.value
-    tail = 0 if few else cut["TAIL"]
-    return {**cut, "FULL": cut["FULL"] // CHUNK.value, "TAIL": tail, "HAS_FEW": few}
+    full = cut["FULL"] // CHUNK.value
+    # A sample's few are loaded once the chunk STAGES before them is done with; by then the few
+    # that lie in the same buffer, SIDES samples earlier, must be too.
+    few = cut["TAIL"] == FEW.value and full * SIDES.value >= STAGES
+    return {**cut, "FULL": full, "TAIL": 0 if few else cut["TAIL"], "HAS_FEW": few}
 
 
 def shape_of(tokens: int) -> dict[str, int]:

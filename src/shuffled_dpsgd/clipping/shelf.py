@@ -36,7 +36,7 @@ class Shelf:
 
     def __init__(self) -> None:
         self._memory: Tensor | None = None
-        self._stream: torch.cuda.Stream | None = None
+        self._stream: int | None = None
         self._layouts: OrderedDict[Hashable, list[Tensor]] = OrderedDict()
 
     def take(self, batch: Batch) -> None:
@@ -51,7 +51,8 @@ class Shelf:
         if not small:
             return
         if small[0].is_cuda:
-            self._keep_to(torch.cuda.current_stream(small[0].device))
+            # By its number: a stream itself says of None that it is not unlike it.
+            self._keep_to(torch.cuda.current_stream(small[0].device).cuda_stream)
         copies = self._copies(small)
         by_id = dict(zip(map(id, small), copies, strict=True))
 
@@ -63,7 +64,7 @@ class Shelf:
         if batch.late is not None:
             batch.late.tensors = tuple(map(shelved, late))
 
-    def _keep_to(self, stream: torch.cuda.Stream) -> None:
+    def _keep_to(self, stream: int) -> None:
         """Start anew on another stream, where work of the last one may not be done yet.
 
         Memory that is let go of waits for its stream by itself.

@@ -100,6 +100,8 @@ def test_tied_cross_terms(
     found = kernels.tied_cross_terms(x, g_logits, ids, g_embedding, padding_idx)
     size = x.double().norm() * g_logits.double().norm() * g_embedding.double().norm()
     assert (found.double() - expected).abs().max() <= TOLERANCE[dtype] * size
+    stored = kernels.stored_cross_terms(outer(x, g_logits), ids, g_embedding, padding_idx)
+    torch.testing.assert_close(stored, expected)
 
 
 @pytest.mark.parametrize("padding_idx", [None, 1])

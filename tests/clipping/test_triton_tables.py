@@ -60,6 +60,18 @@ def test_weighted_sums_of_tables(dtype: torch.dtype, padding_idx: int | None) ->
 
 
 @pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("padding_idx", [None, 1])
+def test_cross_terms_of_a_stored_head(padding_idx: int | None) -> None:
+    B, S, D, V = 3, 19, 24, 9
+    ids = torch.randint(V, (B, S), generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    head = draw(B, V, D, seed=1, dtype=torch.float32)
+    for ge in (draw(B, S, D, seed=2, dtype=torch.float32), draw(B, D, S, seed=2).mT):
+        found = triton_tables.stored_cross_terms(head, ids, ge, padding_idx)
+        expected = plain.stored_cross_terms(head.double(), ids, ge.double(), padding_idx)
+        torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.usefixtures("small_blocks")
 def test_a_poisoned_row_of_a_table_spoils_no_other_sample() -> None:
     ids = torch.arange(19, device=DEVICE).repeat(3, 1) % 7
     g = draw(3, 19, 24, seed=0, dtype=torch.float32)

@@ -53,10 +53,9 @@ def _head_and_embedding(head: OuterGrad, table: RowsGrad, choose: cost.Chooser) 
 def _stored_and_embedding(
     stored: DenseGrad, table: RowsGrad, shape: torch.Size, choose: cost.Chooser
 ) -> Tensor:
-    """The head's gradient has the rows that the table's tokens pick: <picked, token's gradient>."""
-    grads_BVD, grad_BTD = stored.stored(shape), _without_padding(table).grad_BTD
-    picked_BTD = grads_BVD.gather(1, table.ids_BT.unsqueeze(2).expand(grad_BTD.shape))
-    cross_B = (picked_BTD * grad_BTD).sum((1, 2), dtype=torch.float64)
+    cross_B = kernels.stored_cross_terms(
+        stored.stored(shape), table.ids_BT, table.grad_BTD, table.padding_idx
+    )
     own_B = stored.sq_norms(choose) + table.sq_norms(choose)
     return _together(own_B, cross_B.to(own_B.dtype))
 

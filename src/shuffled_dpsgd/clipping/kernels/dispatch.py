@@ -271,6 +271,16 @@ def tied_cross_terms(
     return module.tied_cross_terms(x_BTD, gl_BTV, ids_BS, ge_BSD, padding_idx)
 
 
+def stored_cross_terms(
+    head_BVD: Tensor, ids_BS: Tensor, ge_BSD: Tensor, padding_idx: int | None
+) -> Tensor:
+    """`plain.stored_cross_terms` by the fastest means at hand."""
+    floats = torch.float64 not in (head_BVD.dtype, ge_BSD.dtype)
+    serves = head_BVD.is_cuda and floats and head_BVD.is_contiguous() and ge_BSD.numel() > 0
+    module = triton("tables") if serves and triton_available() else plain
+    return module.stored_cross_terms(head_BVD, ids_BS, ge_BSD, padding_idx)
+
+
 def _tables(of_BTD: Tensor) -> ModuleType:
     """The module for tables on a GPU: a launch needs Triton, and something to do."""
     return triton("tables") if of_BTD.numel() > 0 and triton_available() else tables

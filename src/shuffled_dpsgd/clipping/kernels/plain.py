@@ -208,6 +208,16 @@ def tied_cross_terms(
     return total_B.to(accumulator_dtype(x_BTD, ge_BSD))
 
 
+def stored_cross_terms(
+    head_BVD: Tensor, ids_BS: Tensor, ge_BSD: Tensor, padding_idx: int | None
+) -> Tensor:
+    """The same where the head's gradient is stored: sum_s <head[id_s], ge_s>, in float64."""
+    if padding_idx is not None:
+        ge_BSD = torch.where((ids_BS != padding_idx)[:, :, None], ge_BSD, 0.0)
+    picked_BSD = head_BVD.gather(1, ids_BS[:, :, None].expand(ge_BSD.shape))
+    return (picked_BSD.double() * ge_BSD.double()).sum((1, 2))
+
+
 def may_hold_zeros(factors_B: Tensor) -> bool:
     """Whether some factor may be zero; asked of the tensor only where that costs no waiting."""
     return factors_B.device.type != "cpu" or not bool(factors_B.all())

@@ -125,6 +125,42 @@ def weighted_embedding_sum(
 
 
 @triton.jit
+def read_kernel(  # type: ignore[no-untyped-def]
+    head_BVD, ids_BS, ge_BSD, out_BN, D, padding_idx, head_batch, ids_batch, ids_row, ge_batch,
+    ge_row, PADDING: tl.constexpr, FEATURES: tl.constexpr,
+):  # fmt: skip
+    """<head[id_s], ge_s> over some features of one token s."""
+    s, sample, part = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
+    d = part * FEATURES + tl.arange(0, FEATURES)
+    row = tl.load(ids_BS + sample * ids_batch + s * ids_row)
+    at = head_BVD + sample * head_batch + row.to(tl.int64) * D + d
+    head = tl.load(at, mask=d < D, other=0.0).to(tl.float64)
+    at = ge_BSD + sample * ge_batch + s.to(tl.int64) * ge_row + d
+    total = tl.sum(head * tl.load(at, mask=d < D, other=0.0).to(tl.float64))
+    if PADDING:
+        total = tl.where(row == padding_idx, 0.0, total)
+    out = out_BN + (sample * tl.num_programs(0) + s) * tl.num_programs(2) + part
+    tl.store(out, total)
+
+
+def stored_cross_terms(
+    head_BVD: Tensor, ids_BS: Tensor, ge_BSD: Tensor, padding_idx: int | None
+) -> Tensor:
+    """`plain.stored_cross_terms` of a contiguous head, float32 or half precision."""
+    (B, S), D = ids_BS.shape, head_BVD.shape[2]
+    ge_BSD = side_by_side(ge_BSD)
+    features = min(FEATURES, triton.next_power_of_2(D))
+    parts = triton.cdiv(D, features)
+    out = torch.empty(B, S * parts, dtype=torch.float64, device=head_BVD.device)
+    read_kernel[(S, B, parts)](
+        head_BVD, ids_BS, ge_BSD, out, D, -1 if padding_idx is None else padding_idx,
+        head_BVD.stride(0), ids_BS.stride(0), ids_BS.stride(1), ge_BSD.stride(0), ge_BSD.stride(1),
+        PADDING=padding_idx is not None, FEATURES=features, num_warps=4,
+    )  # fmt: skip
+    return out.sum(1)
+
+
+@triton.jit
 def pick_kernel(  # type: ignore[no-untyped-def]
     gl_BTV, ids_BS, x_BT, ge_BS, picked_BTS, out_BN, T, S, gl_batch, gl_row, ids_batch, ids_row,
     PICK_T: tl.constexpr, PICK_S: tl.constexpr,

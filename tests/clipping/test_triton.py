@@ -328,8 +328,12 @@ def test_squares_are_those_of_the_products_that_are_summed(
         biases = [torch.zeros(136, device=DEVICE) for _ in xs]
         parted = dispatch.outer_sums(torch.device(DEVICE))
         parted.weighted_outer_sums(xs, gs, alone, sums, False, biases if bias else [])
+        # Whichever side is called the input.
+        swapped = [torch.empty(200, 136, device=DEVICE) for _ in xs]
+        parted.weighted_outer_sums(gs, xs, alone, swapped, False)
         for layer in range(2):
             assert torch.equal(kept[layer][sample], sums[layer])
+            assert torch.equal(swapped[layer].mT, sums[layer])
             length = sums[layer].double().square().sum() + biases[layer].double().square().sum()
             assert length <= found[layer, sample] <= length * (1 + 2e-5)
     exact = plain.tile_sq_norms(xs[1].double(), gs[1].double(), bias)

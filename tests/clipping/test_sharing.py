@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from clipping.compare import assert_exact
+from clipping.compare import assert_exact, assert_same_sums, oracle, total_norm
 from clipping.tiny_models import Inputs, gpt2, llama
-from shuffled_dpsgd.clipping import ClippingEngine
+from shuffled_dpsgd.clipping import ClippingEngine, cost, wholesale
 
 STRATEGIES = ("bookkeeping", "ghost", "mixed", "instantiate")
 
@@ -117,6 +117,62 @@ def test_tied_head_has_one_entry_in_the_plan_and_the_sum() -> None:
     assert row.modules == ("transformer.wte", "lm_head")
     assert "lm_head.weight" not in engine.clipped_sum()
     assert set(engine.clipped_sum()) == set(dict(case.model.named_parameters()))
+
+
+def test_large_stored_gradients_of_a_tied_table_in_two_backwards(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(wholesale, "_SMALL_ON_CPU", 8)
+    case = gpt2()
+    model = case.model.double()
+    engine = ClippingEngine(model, clip_norm=0.1, strategy="instantiate")
+    with engine:
+        for some in (slice(0, 1), slice(1, None)):
+            inputs = {name: value[some] for name, value in case.inputs.items()}
+            engine.backward(case.losses(model, inputs))
+    expected = oracle(model, case.losses, case.inputs, 0.1)
+    torch.testing.assert_close(engine.sample_norms, expected.sample_norms, rtol=1e-9, atol=0.0)
+    assert_same_sums(engine.clipped_sum(), expected.clipped_sum, 1e-9)
+
+
+class TiedHead(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(512, 64)
+        self.body = nn.Linear(64, 64)
+        self.head = nn.Linear(64, 512, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        logits = self.head(torch.tanh(self.body(self.table(ids))))
+        return nn.functional.cross_entropy(logits.mT.float(), ids, reduction="none").sum(1)
+
+
+@pytest.mark.gpu
+def test_a_tied_head_stored_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    from shuffled_dpsgd.clipping.kernels import triton_squares
+
+    def stored(T: int, R: int, C: int, device: str, tied: bool = False) -> cost.Route:
+        return cost.Route.INSTANTIATE if tied else cost.Route.TILES
+
+    monkeypatch.setattr(triton_squares, "MIN_BLOCKS", 1)
+    monkeypatch.setitem(cost.STRATEGIES, "mixed", stored)
+    torch.manual_seed(0)
+    model = TiedHead().cuda()
+    ids = torch.randint(512, (4, 70), device="cuda")
+
+    def run(some: Tensor, strategy: str, clip: str) -> tuple[Tensor, dict[str, Tensor]]:
+        engine = ClippingEngine(model, clip_norm=0.5, strategy=strategy, clip=clip)
+        with engine, torch.autocast("cuda", torch.bfloat16):
+            engine.backward(model(some))
+        return engine.sample_norms, engine.clipped_sum()
+
+    norms, sums = run(ids, "mixed", "none")
+    expected_norms, expected = run(ids, "ghost", "none")
+    torch.testing.assert_close(norms, expected_norms, rtol=1e-2, atol=0.0)
+    assert_same_sums(sums, expected, 1e-5)
+    for sample in ids:
+        assert total_norm(run(sample[None], "mixed", "flat")[1]) <= 0.5 * (1 + 1e-6)
 
 
 class Checkpointed(nn.Module):

@@ -341,9 +341,9 @@ def test_squares_are_those_of_the_products_that_are_summed(
 
 
 @pytest.mark.gpu
-def test_kept_products_of_a_vocabulary() -> None:
+def test_stored_products_of_a_vocabulary() -> None:
     x, g = draw(3, 70, 64, seed=0), draw(3, 70, 70_016, seed=1)[..., :70_001]
-    kept, squares = kernels.kept_products(g, x)
+    kept, squares = kernels.stored_products(g, x)
     exact = torch.bmm(g.double().mT, x.double())
     assert ((kept - exact).norm() / exact.norm()) < 1e-6
     norms = exact.square().sum((1, 2))

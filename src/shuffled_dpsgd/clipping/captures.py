@@ -54,15 +54,9 @@ def positions(tensor: Tensor) -> Tensor:
 
 
 @full_float32()
-def kept_outer(left_BTR: Tensor, right_BTC: Tensor) -> tuple[Tensor, Tensor]:
-    """The same as `stored_outer`, with the (B,) squared norms."""
-    return kernels.kept_products(left_BTR, right_BTC)
-
-
-@full_float32()
-def stored_outer(left_BTR: Tensor, right_BTC: Tensor) -> Tensor:
-    """Every sample's left^T right, accumulated in float32 or float64: (B, R, C)."""
-    return kernels.outer_products(left_BTR, right_BTC)
+def stored_outer(left_BTR: Tensor, right_BTC: Tensor) -> tuple[Tensor, Tensor]:
+    """Every sample's left^T right in float32 or float64, (B, R, C), and its (B,) squared norm."""
+    return kernels.stored_products(left_BTR, right_BTC)
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -75,8 +69,9 @@ class OuterGrad:
     def sq_norms(self, choose: cost.Chooser) -> Tensor:
         return outer_sq_norms(self.left_BTR, self.right_BTC, False, choose)
 
+    @full_float32()
     def stored(self, shape: torch.Size) -> Tensor:
-        return stored_outer(self.left_BTR, self.right_BTC).view(-1, *shape)
+        return kernels.outer_products(self.left_BTR, self.right_BTC).view(-1, *shape)
 
     def weighted_sum(self, factors_B: Tensor, shape: torch.Size, out: Tensor | None) -> Tensor:
         flat = None if out is None else out.view(self.left_BTR.shape[2], -1)

@@ -14,9 +14,10 @@ of the narrower side, is added in float64 at twice the price, while products thi
 fifths of the speed of large ones (`kernels/host.py`; AMD Zen 4, MKL).
 On an accelerator each pair of blocks of tokens is multiplied once, Gram matrices being symmetric.
 
-On a Hopper, where `kernels/triton_squares.py` serves, tiles run at 680 TFLOP/s and Gram matrices of
-many tokens at 520. There the gradients of a head tied to a table are worth storing much earlier:
-their squares are had for nothing, and the products with the table's gradient are read off.
+On a Hopper, where `kernels/triton_squares.py` serves, tiles of many tokens run at 570 to 610
+TFLOP/s and Gram matrices at 520 to 550. There the gradients of a head tied to a table are worth
+storing much earlier: a number is stored and read back in 1.7 ps, its square is had for nothing, and
+the products with the table's gradient are read off (benchmarks/reports, GPT-2 at 8x1024).
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ from typing import Protocol
 
 OPERATIONS_PER_NUMBER = 3000
 OPERATIONS_PER_NUMBER_ON_CPU = 160
-OPERATIONS_PER_TIED_NUMBER = 1400
+OPERATIONS_PER_TIED_NUMBER = 1200
 # Stored gradients may take up to so many times the room of the inputs and gradients they replace.
 MEMORY_RATIO, MEMORY_RATIO_ON_CPU = 0.5, 2.0
 # There is only one such head in a model.
 MEMORY_RATIO_IF_TIED = 0.8
 # What an operation for Gram matrices takes on a Hopper, in percent of one for tiles.
-GRAM_PERCENT = 130
+GRAM_PERCENT = 110
 # Tokens of a block on an accelerator, where each pair of blocks is multiplied once.
 SYMMETRIC_BLOCK = 128
 

@@ -147,17 +147,17 @@ def tile_sq_norm_sums(
     return found
 
 
-def kept_products(left_BTR: Tensor, right_BTC: Tensor) -> tuple[Tensor, Tensor]:
+def stored_products(left_BTR: Tensor, right_BTC: Tensor) -> tuple[Tensor, Tensor]:
     """Every sample's left^T right, (B, R, C), accumulated wide, and its (B,) squared norm."""
     (B, _, R), C = left_BTR.shape, right_BTC.shape[2]
     if fits_triton_linear(right_BTC, left_BTR) and serves_gluon(left_BTR.device):
         squares = triton("squares")
         if squares.fills_gpu(R, C):
-            kept = torch.empty(B, R, C, dtype=torch.float32, device=left_BTR.device)
-            norms_LB = squares.tile_sq_norms([right_BTC], [left_BTR], False, [kept])
-            return kept, norms_LB[0]
-    kept = plain.outer_products(left_BTR, right_BTC)
-    return kept, row_sq_norms(kept.flatten(1))
+            stored = torch.empty(B, R, C, dtype=torch.float32, device=left_BTR.device)
+            norms_LB = squares.tile_sq_norms([right_BTC], [left_BTR], False, [stored])
+            return stored, norms_LB[0]
+    stored = plain.outer_products(left_BTR, right_BTC)
+    return stored, row_sq_norms(stored.flatten(1))
 
 
 def add_weighted_outer_sums(
@@ -185,7 +185,8 @@ def add_weighted_outer_sums(
         on_gpu = fits_triton_linear(*chosen[0])
         if on_gpu and not all(_fits_triton_sum(out) for out in targets):
             # By the kernels all the same: norms may be exact for what these compute, no more.
-            apart = [torch.empty(out.shape, device=out.device) for out in targets]
+            floats, device = torch.float32, targets[0].device
+            apart = [torch.empty(out.shape, dtype=floats, device=device) for out in targets]
             add_weighted_outer_sums(chosen, factors_B, apart, accumulate=False)
             for out, total in zip(targets, apart, strict=True):
                 out.add_(total) if accumulate else out.copy_(total)

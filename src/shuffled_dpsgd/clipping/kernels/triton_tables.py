@@ -92,7 +92,7 @@ def embedding_sq_norms(ids_BT: Tensor, g_BTD: Tensor, padding_idx: int | None) -
 
 @triton.jit
 def add_rows_kernel(  # type: ignore[no-untyped-def]
-    ids_BT, g_BTD, factors_B, out_VD, T, D, padding_idx, ids_batch, ids_row, g_batch, g_row,
+    ids_BT, g_BTD, factors_B, out_VD, D, padding_idx, ids_batch, ids_row, g_batch, g_row,
     PADDING: tl.constexpr, FEATURES: tl.constexpr,
 ):  # fmt: skip
     """Add some features of a token's gradient, times its sample's factor, to the row it picks."""
@@ -118,7 +118,7 @@ def weighted_embedding_sum(
     g_BTD = side_by_side(g_BTD)
     features = min(FEATURES, triton.next_power_of_2(D))
     add_rows_kernel[(T, B, triton.cdiv(D, features))](
-        ids_BT, g_BTD, factors_B, out_VD, T, D, -1 if padding_idx is None else padding_idx,
+        ids_BT, g_BTD, factors_B, out_VD, D, -1 if padding_idx is None else padding_idx,
         ids_BT.stride(0), ids_BT.stride(1), g_BTD.stride(0), g_BTD.stride(1),
         PADDING=padding_idx is not None, FEATURES=features, num_warps=4,
     )  # fmt: skip

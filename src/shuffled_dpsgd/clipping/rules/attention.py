@@ -169,7 +169,8 @@ class MultiheadAttentionSlot(Slot):
             self.last_shape, self.last_device = shape, device
         if choose(*shape, device) is not cost.Route.INSTANTIATE:
             return saved
-        return (part, DenseGrad(grads_BS=stored_outer(g_BTP, x_BTE)), saved[2])
+        grads_BPE, squares_B = stored_outer(g_BTP, x_BTE)
+        return (part, DenseGrad(grads_BS=grads_BPE, squares_B=squares_B), saved[2])
 
     def restore(self, part: int, tensors: list[Tensor]) -> Saved:
         return (part, *tensors)

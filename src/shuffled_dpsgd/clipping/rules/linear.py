@@ -18,8 +18,8 @@ from shuffled_dpsgd.clipping.captures import (
     DenseGrad,
     OuterGrad,
     RowSumGrad,
-    kept_outer,
     positions,
+    stored_outer,
 )
 from shuffled_dpsgd.clipping.rules.base import (
     Saved,
@@ -254,7 +254,7 @@ class LinearSlot(Slot):
         g_BTP, x_BTD = positions(g), positions(x)
         left, right = (x_BTD, g_BTP) if self.transposed else (g_BTP, x_BTD)
         bias_grads = None if self.bias_name is None else _bias_grads(g_BTP)
-        weight_grads, squares_B = kept_outer(left, right)
+        weight_grads, squares_B = stored_outer(left, right)
         return (None, weight_grads, bias_grads, squares_B)
 
 

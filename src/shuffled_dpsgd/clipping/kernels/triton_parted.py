@@ -25,9 +25,11 @@ from shuffled_dpsgd.clipping.kernels.triton_products import (
     LOADING_REGISTERS,
     MULTIPLYING_REGISTERS,
     ROWS,
+    block_at,
     buffers,
     load,
     segment,
+    tensor_of,
     zeros,
 )
 from shuffled_dpsgd.clipping.kernels.triton_ring import ELEMENT
@@ -120,12 +122,10 @@ def parted_outer_kernel(  # type: ignore[no-untyped-def]
     With BIAS, blocks of the first columns also form their rows of sum_b f_b sum_t g_bt.
     """
     layer = gl.program_id(1)
-    tiles_d = gl.cdiv(D, WIDE + NARROW)
-    p = (gl.program_id(0) // tiles_d) * (2 * ROWS)
-    d = (gl.program_id(0) % tiles_d) * (WIDE + NARROW)
-    x = gl.multiple_of(gl.load(x_table + layer).to(gl.pointer_type(ELEMENT)), 16)
-    g = gl.multiple_of(gl.load(g_table + layer).to(gl.pointer_type(ELEMENT)), 16)
-    out = gl.multiple_of(gl.load(out_table + layer).to(gl.pointer_type(gl.float32)), 16)
+    p, d = block_at(gl.program_id(0), D, WIDE, NARROW)
+    x = tensor_of(x_table, layer, ELEMENT)
+    g = tensor_of(g_table, layer, ELEMENT)
+    out = tensor_of(out_table, layer, gl.float32)
     bias = out
     if BIAS:
         bias = gl.load(bias_table + layer).to(gl.pointer_type(gl.float32))

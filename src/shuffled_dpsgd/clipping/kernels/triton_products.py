@@ -44,6 +44,19 @@ ONES = gl.constexpr(16)
 
 
 @gluon.jit
+def block_at(number, D, WIDE: gl.constexpr, NARROW: gl.constexpr):  # type: ignore[no-untyped-def]
+    """The first row and column of a block of the (P, D) product, by its number."""
+    blocks_d = gl.cdiv(D, WIDE + NARROW)
+    return (number // blocks_d) * (2 * ROWS), (number % blocks_d) * (WIDE + NARROW)
+
+
+@gluon.jit
+def tensor_of(table, layer, ELEMENT: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Where a layer's tensor begins, from a table of addresses."""
+    return gl.multiple_of(gl.load(table + layer).to(gl.pointer_type(ELEMENT)), 16)
+
+
+@gluon.jit
 def buffers(  # type: ignore[no-untyped-def]
     STAGES: gl.constexpr, WIDE: gl.constexpr, NARROW: gl.constexpr, HAS_FEW: gl.constexpr,
     BIAS: gl.constexpr, ELEMENT: gl.constexpr,

@@ -23,9 +23,11 @@ from shuffled_dpsgd.clipping.kernels.triton_products import (
     MULTIPLYING_REGISTERS,
     ONES,
     ROWS,
+    block_at,
     buffers,
     load,
     segment,
+    tensor_of,
     zeros,
 )
 from shuffled_dpsgd.clipping.kernels.triton_ring import ELEMENT
@@ -136,12 +138,10 @@ def square_kernel(  # type: ignore[no-untyped-def]
     With BIAS, blocks of the first columns also square their rows of sum_t g_t.
     """
     layer = gl.program_id(1)
-    tiles_d = gl.cdiv(D, WIDE + NARROW)
-    p = (gl.program_id(0) // tiles_d) * (2 * ROWS)
-    d = (gl.program_id(0) % tiles_d) * (WIDE + NARROW)
-    x = gl.multiple_of(gl.load(x_table + layer).to(gl.pointer_type(ELEMENT)), 16)
-    g = gl.multiple_of(gl.load(g_table + layer).to(gl.pointer_type(ELEMENT)), 16)
-    kept = gl.multiple_of(gl.load(kept_table + layer).to(gl.pointer_type(gl.float32)), 16)
+    p, d = block_at(gl.program_id(0), D, WIDE, NARROW)
+    x = tensor_of(x_table, layer, ELEMENT)
+    g = tensor_of(g_table, layer, ELEMENT)
+    kept = tensor_of(kept_table, layer, gl.float32)
     squares_batch = gl.num_programs(0) * LEFT
     squares = squares_LBN + layer.to(gl.int64) * B * squares_batch + gl.program_id(0) * LEFT
     rings = buffers(STAGES, WIDE, NARROW, HAS_FEW, BIAS, ELEMENT)

@@ -60,6 +60,9 @@ MODELS: dict[str, NamedModel] = {
     "gpt2-medium": _gpt2("gpt2-medium", 1024, 24, 16),
     "gpt2-large": _gpt2("gpt2-large", 1280, 36, 20),
     "gpt2-xl": _gpt2("gpt2-xl", 1600, 48, 25),
+    "opt-125m": NamedModel(
+        architecture="OPTForCausalLM", config="OPTConfig", checkpoint="facebook/opt-125m"
+    ),
     "llama-tiny": NamedModel(
         architecture="LlamaForCausalLM",
         config="LlamaConfig",

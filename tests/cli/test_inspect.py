@@ -19,9 +19,10 @@ def run(*arguments: str) -> dict[str, Any]:
     return json.loads(done.stdout)
 
 
-def test_gpt2_moves_entirely_in_full_scope() -> None:
-    found = run("--model", "gpt2", "--scope", "full")
-    assert found["total_parameters"] == found["moved_parameters"] == 124_439_808
+@pytest.mark.parametrize(("model", "number"), [("gpt2", 124_439_808), ("opt-125m", 125_239_296)])
+def test_language_models_move_entirely_in_full_scope(model: str, number: int) -> None:
+    found = run("--model", model, "--scope", "full")
+    assert found["total_parameters"] == found["moved_parameters"] == number
     assert found["shuffle_ratio"] == 1.0
     assert found["log10_group_order"] > 1e5
     assert found["unmoved"] == {}

@@ -269,15 +269,13 @@ def test_sums_of_every_kind_of_length_on_a_gpu(tokens: int) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("more", [0, 64])
-@pytest.mark.parametrize("tokens", [24, 64, 70, 100, 128, 130, 197, 208, 209, 256, 320, 1000])
+@pytest.mark.parametrize("tokens", [24, 64, 70, 100, 128, 130, 197, 208, 209, 256, 320, 1000, 1500])
 def test_sums_with_loading_and_multiplying_kept_apart(
-    tokens: int, more: int, bias: bool, transposed: bool, monkeypatch: pytest.MonkeyPatch
+    tokens: int, bias: bool, transposed: bool
 ) -> None:
     parted = dispatch.outer_sums(torch.device(DEVICE))
     if parted is dispatch.triton("sums"):
         pytest.skip("written for another device")
-    monkeypatch.setattr(dispatch.triton("products"), "MORE_COLUMNS", more)
     xs = [draw(9, tokens, 328, seed=layer)[..., :200] for layer in range(2)]
     gs = [draw(9, tokens, 136, seed=10 + layer) for layer in range(2)]
     factors = draw(9, seed=2, dtype=torch.float32).abs()
@@ -294,7 +292,7 @@ def test_sums_with_loading_and_multiplying_kept_apart(
         for x, g, out in zip(xs, gs, outs, strict=True):
             wide = (x.double(), g.double(), factors.double())
             expected = plain.weighted_outer_sum(*wide) + held
-            assert (out - expected).norm() / expected.norm() < 1e-6
+            assert (out - expected).norm() / expected.norm() < 2e-6
         for g, found in zip(gs, biases, strict=False):
             expected = plain.weighted_row_sum(g.double(), factors.double()) + held
             assert (found - expected).norm() / expected.norm() < 1e-6
@@ -303,15 +301,15 @@ def test_sums_with_loading_and_multiplying_kept_apart(
 @pytest.mark.gpu
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("more", [0, 64])
-@pytest.mark.parametrize("tokens", [24, 64, 70, 100, 130, 197, 208, 256, 1000, 1024])
+@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize("tokens", [24, 64, 70, 100, 130, 197, 208, 256, 1000, 1024, 1500])
 def test_squares_are_those_of_the_products_that_are_summed(
-    tokens: int, more: int, bias: bool, transposed: bool, monkeypatch: pytest.MonkeyPatch
+    tokens: int, wide: bool, bias: bool, transposed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     squares = dispatch.tile_norms(torch.device(DEVICE))
     if squares is triton_tiles:
         pytest.skip("written for another device")
-    monkeypatch.setattr(dispatch.triton("products"), "MORE_COLUMNS", more)
+    monkeypatch.setattr(squares, "MOST_WASTE", 2.0 if wide else 0.0)
     xs = [draw(3, tokens, 328, seed=layer)[..., :200] for layer in range(2)]
     gs = [draw(3, tokens, 136, seed=10 + layer) for layer in range(2)]
     gs[0][1, 2, 3] = float("inf")

@@ -33,7 +33,7 @@ from shuffled_dpsgd.clipping.rules.base import Slot
 # Per-sample gradients larger than this are worth an operation of their own.
 _SMALL, _SMALL_ON_CPU = 1 << 16, 1 << 12
 # Launches for linear layers' norms are dealt out to so many lanes; see `branches.SIDE_STREAMS`.
-LINEAR_LANES = 2
+LINEAR_LANES = 3
 Named = tuple[str, Contribution]
 NormRun = tuple[Sequence[Slot], Tensor]
 Kind = TypeVar("Kind", OuterGrad, RowSumGrad)

@@ -152,7 +152,7 @@ def stored_products(left_BTR: Tensor, right_BTC: Tensor) -> tuple[Tensor, Tensor
     (B, _, R), C = left_BTR.shape, right_BTC.shape[2]
     if fits_triton_linear(right_BTC, left_BTR) and serves_gluon(left_BTR.device):
         squares = triton("squares")
-        if squares.fills_gpu(R, C):
+        if squares.fills_gpu(left_BTR.shape[1], R, C):
             stored = torch.empty(B, R, C, dtype=torch.float32, device=left_BTR.device)
             norms_LB = squares.tile_sq_norms([right_BTC], [left_BTR], False, [stored])
             return stored, norms_LB[0]

@@ -19,12 +19,10 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from shuffled_dpsgd.clipping.kernels import triton_products as products
 from shuffled_dpsgd.clipping.kernels.addresses import address_table
 from shuffled_dpsgd.clipping.kernels.triton_products import (
-    LOADING_REGISTERS,
-    MULTIPLYING_REGISTERS,
     ROWS,
+    TALL,
     block_at,
     buffers,
     load,
@@ -56,7 +54,7 @@ def write(  # type: ignore[no-untyped-def]
 @gluon.jit
 def add_up(  # type: ignore[no-untyped-def]
     todo, geometry, rings, GROUP: gl.constexpr, FULL: gl.constexpr, TAIL: gl.constexpr,
-    STAGES: gl.constexpr, WIDE: gl.constexpr, NARROW: gl.constexpr, HAS_FEW: gl.constexpr,
+    GROUPS: gl.constexpr, COLUMNS: gl.constexpr, STAGES: gl.constexpr, HAS_FEW: gl.constexpr,
     BIAS: gl.constexpr, ADD: gl.constexpr,
 ):  # fmt: skip
     """One group's rows of the block: the sum over samples of factor times product.
@@ -65,26 +63,22 @@ def add_up(  # type: ignore[no-untyped-def]
     """
     factors_B, out, bias, out_row, out_col = todo
     B, segments, D, P, p, d = geometry
-    total, total_y, total_1 = zeros(WIDE, NARROW)
-    part, part_y, part_1 = zeros(WIDE, NARROW)
+    total, total_1 = zeros(COLUMNS)
+    part, part_1 = zeros(COLUMNS)
     stage = 0
     phase = 0
     for step in range(B * segments):
         factor = gl.load(factors_B + step // segments)
-        part, part_y, part_1, stage, phase = segment(
-            part, part_y, part_1, rings, step, stage, phase,
-            GROUP, FULL, TAIL, STAGES, WIDE, NARROW, HAS_FEW, BIAS,
+        part, part_1, stage, phase = segment(
+            part, part_1, rings, step, stage, phase,
+            GROUP, FULL, TAIL, GROUPS, COLUMNS, STAGES, HAS_FEW, BIAS,
         )  # fmt: skip
         # A factor of zero must silence infinities and NaNs too.
         if factor != 0.0:
             total += factor * part
-            if NARROW > 0:
-                total_y += factor * part_y
             if BIAS:
                 total_1 += factor * part_1
     write(out, total, p + GROUP * ROWS, d, P, D, out_row, out_col, ADD)
-    if NARROW > 0:
-        write(out, total_y, p + GROUP * ROWS, d + WIDE, P, D, out_row, out_col, ADD)
     if BIAS:
         # All columns are the same; a matrix of one column takes the first.
         write(bias, total_1, p + GROUP * ROWS, 0, P, 1, 1, 1, ADD)
@@ -93,20 +87,23 @@ def add_up(  # type: ignore[no-untyped-def]
 @gluon.jit
 def run_groups(  # type: ignore[no-untyped-def]
     todo, source, geometry, rings, SEGMENT: gl.constexpr, FULL: gl.constexpr, TAIL: gl.constexpr,
-    STAGES: gl.constexpr, WIDE: gl.constexpr, NARROW: gl.constexpr, HAS_FEW: gl.constexpr,
+    GROUPS: gl.constexpr, COLUMNS: gl.constexpr, STAGES: gl.constexpr, HAS_FEW: gl.constexpr,
     BIAS: gl.constexpr, ADD: gl.constexpr,
 ):  # fmt: skip
-    """Two groups of warps multiply while one warp loads."""
+    """Three groups of warps multiply while one warp loads."""
     gl.warp_specialize(
         [
-            (add_up, (todo, geometry, rings, gl.constexpr(0), FULL, TAIL, STAGES, WIDE, NARROW,
+            (add_up, (todo, geometry, rings, gl.constexpr(0), FULL, TAIL, GROUPS, COLUMNS, STAGES,
                       HAS_FEW, BIAS, ADD)),
-            (add_up, (todo, geometry, rings, gl.constexpr(1), FULL, TAIL, STAGES, WIDE, NARROW,
+            (add_up, (todo, geometry, rings, gl.constexpr(1), FULL, TAIL, GROUPS, COLUMNS, STAGES,
                       HAS_FEW, BIAS, ADD)),
-            (load, (source, geometry, rings, SEGMENT, FULL, TAIL, STAGES, WIDE, NARROW, HAS_FEW)),
+            (add_up, (todo, geometry, rings, gl.constexpr(2), FULL, TAIL, GROUPS, COLUMNS, STAGES,
+                      HAS_FEW, BIAS, ADD)),
+            (load, (source, geometry, rings, SEGMENT, FULL, TAIL, GROUPS, COLUMNS, STAGES,
+                    HAS_FEW)),
         ],
-        [4, 1],
-        [MULTIPLYING_REGISTERS, LOADING_REGISTERS],
+        [4, 4, 1],
+        [160, 160, 24],
     )  # fmt: skip
 
 
@@ -114,7 +111,7 @@ def run_groups(  # type: ignore[no-untyped-def]
 def parted_outer_kernel(  # type: ignore[no-untyped-def]
     x_table, g_table, out_table, bias_table, factors_B, B, T, D, P, x_batch, x_row, g_batch, g_row,
     out_row, out_col, segments, SEGMENT: gl.constexpr, FULL: gl.constexpr, TAIL: gl.constexpr,
-    STAGES: gl.constexpr, WIDE: gl.constexpr, NARROW: gl.constexpr, HAS_FEW: gl.constexpr,
+    GROUPS: gl.constexpr, COLUMNS: gl.constexpr, STAGES: gl.constexpr, HAS_FEW: gl.constexpr,
     BIAS: gl.constexpr, ADD: gl.constexpr, ELEMENT: gl.constexpr,
 ):  # fmt: skip
     """One block of one layer's sum_b f_b g_b^T x_b.
@@ -122,14 +119,14 @@ def parted_outer_kernel(  # type: ignore[no-untyped-def]
     With BIAS, blocks of the first columns also form their rows of sum_b f_b sum_t g_bt.
     """
     layer = gl.program_id(1)
-    p, d = block_at(gl.program_id(0), D, WIDE, NARROW)
+    p, d = block_at(gl.program_id(0), D, GROUPS, COLUMNS)
     x = tensor_of(x_table, layer, ELEMENT)
     g = tensor_of(g_table, layer, ELEMENT)
     out = tensor_of(out_table, layer, gl.float32)
     bias = out
     if BIAS:
         bias = gl.load(bias_table + layer).to(gl.pointer_type(gl.float32))
-    rings = buffers(STAGES, WIDE, NARROW, HAS_FEW, BIAS, ELEMENT)
+    rings = buffers(GROUPS, COLUMNS, STAGES, HAS_FEW, BIAS, ELEMENT)
     source = (x, g, T, x_batch, x_row, g_batch, g_row)
     geometry = (B, segments, D, P, p, d)
     todo = (factors_B, out, bias, out_row, out_col)
@@ -137,12 +134,12 @@ def parted_outer_kernel(  # type: ignore[no-untyped-def]
     if BIAS and d == 0:
         run_groups(
             todo, source, geometry, rings,
-            SEGMENT, FULL, TAIL, STAGES, WIDE, NARROW, HAS_FEW, True, ADD,
+            SEGMENT, FULL, TAIL, GROUPS, COLUMNS, STAGES, HAS_FEW, True, ADD,
         )  # fmt: skip
     else:
         run_groups(
             todo, source, geometry, rings,
-            SEGMENT, FULL, TAIL, STAGES, WIDE, NARROW, HAS_FEW, False, ADD,
+            SEGMENT, FULL, TAIL, GROUPS, COLUMNS, STAGES, HAS_FEW, False, ADD,
         )  # fmt: skip
 
 
@@ -163,9 +160,9 @@ def weighted_outer_sums(
     x, g = xs[0], gs[0]
     table = address_table((xs, gs, outs, biases or outs), x.device)
     triton.set_allocator(scratch)
-    parted_outer_kernel[(products.blocks(P, D), L)](
+    parted_outer_kernel[(TALL.number(P, D), L)](
         table[0], table[1], table[2], table[3], factors_B, B, T, D, P,
         x.stride(0), x.stride(1), g.stride(0), g.stride(1), *outs[0].stride(),
-        **products.shape_of(T), BIAS=len(biases) > 0, ADD=add, ELEMENT=ELEMENT[x.dtype],
+        **TALL.of(T), BIAS=len(biases) > 0, ADD=add, ELEMENT=ELEMENT[x.dtype],
         num_warps=4,
     )  # fmt: skip

@@ -1,7 +1,7 @@
 """What the kernels written in Gluon for Hopper share: a ring of buffers, and strips of products.
 
-One warp fills the buffers of a ring in turn while two groups of four warps multiply what lies in
-them. Every buffer has two barriers: `ready` when it is filled, `empty` when both groups are done.
+One warp fills the buffers of a ring in turn while groups of four warps multiply what lies in them.
+Every buffer has two barriers: `ready` when it is filled, `empty` when all groups are done with it.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ def before(stage, STAGES: gl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @gluon.jit
-def barriers(STAGES: gl.constexpr):  # type: ignore[no-untyped-def]
+def barriers(STAGES: gl.constexpr, GROUPS: gl.constexpr):  # type: ignore[no-untyped-def]
     """The barriers `ready` and `empty` of a ring."""
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
         mbarrier.init(ready.index(stage), count=1)
-        mbarrier.init(empty.index(stage), count=2)
+        mbarrier.init(empty.index(stage), count=GROUPS)
     return ready, empty
 
 

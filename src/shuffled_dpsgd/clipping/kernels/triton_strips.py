@@ -244,7 +244,7 @@ def strip_gram_kernel(  # type: ignore[no-untyped-def]
         last_ring = gl.allocate_shared_memory(ELEMENT, [STAGES, 1, STRIP, CHUNK], of_strip)
     else:
         last_ring = strip_ring
-    ready, empty = barriers(STAGES)
+    ready, empty = barriers(STAGES, 2)
     fence_async_shared()
     first_0 = gl.allocate_shared_memory(gl.float32, [STRIP, HEAD], resting(HEAD))
     first_1 = gl.allocate_shared_memory(gl.float32, [STRIP, STRIP], resting(STRIP))

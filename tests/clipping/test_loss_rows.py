@@ -155,6 +155,58 @@ def test_a_mean_over_the_tokens_of_a_batch_is_refused_where_lengths_differ() -> 
     assert engine.sample_norms.shape == (2,)
 
 
+def test_a_mean_over_tokens_is_refused_when_lengths_come_to_differ() -> None:
+    model = gpt2().model
+    engine = ClippingEngine(model, loss_reduction="mean")
+    with engine:
+        for _ in range(2):
+            model(**language_batch((5, 5))).loss.backward()
+        loss = model(**language_batch((7, 4))).loss
+        with pytest.raises(UnsupportedModuleError, match="different numbers of labels"):
+            loss.backward()
+        model(**language_batch((6, 6))).loss.backward()
+    assert engine.sample_norms.shape == (6,)
+
+
+def test_a_mean_of_means_may_be_of_any_lengths_once_it_has_been_seen() -> None:
+    class MeanOfMeans(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = gpt2().model
+
+        def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+            logits = self.body(input_ids).logits[:, :-1].mT
+            tokens = nn.functional.cross_entropy(logits, labels[:, 1:], reduction="none")
+            return (tokens.sum(1) / (labels[:, 1:] != -100).sum(1)).mean()
+
+    engine = ClippingEngine(MeanOfMeans(), loss_reduction="mean")
+    with engine:
+        for lengths in ((7, 4), (5, 5), (3, 6)):
+            engine.model(**language_batch(lengths)).backward()
+    assert engine.sample_norms.shape == (6,)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("first", [(7, 4), (5, 5)])
+def test_a_mean_over_tokens_of_a_compiled_model(first: tuple[int, int]) -> None:
+    torch._dynamo.reset()
+    case = gpt2()
+    compiled = torch.compile(case.model, backend="eager")
+    engine = ClippingEngine(case.model, loss_reduction="mean")
+    with engine:
+        if first == (5, 5):
+            compiled(**language_batch(first)).loss.backward()
+            assert engine.sample_norms.shape == (2,)
+        loss = compiled(**language_batch((7, 4))).loss
+        with pytest.raises(UnsupportedModuleError, match="a loss of the model's own"):
+            loss.backward()
+    engine = ClippingEngine(case.model, loss_reduction="mean")
+    with engine:
+        # With a loss for each sample it cannot be that one.
+        engine.backward(compiled(**language_batch((7, 4))).logits.square().sum((1, 2)))
+    assert engine.sample_norms.shape == (2,)
+
+
 def test_an_unused_mean_over_tokens_is_nobody_s_business() -> None:
     case = gpt2().to(torch.float64)
     assert_exact(case.model, case.losses, language_batch((7, 4)))

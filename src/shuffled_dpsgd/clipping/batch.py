@@ -80,6 +80,7 @@ class Batch:
     have come; those wait in `late`. `entries` are filed by group; norm layers wait in `unsummed`
     for others of their kind and then stand in `norm_runs`, many layers with their (L, B, 2, D)
     per-sample gradients.
+    `has_losses` says that the backward is one of losses, one for each sample.
     `halves` are this forward's half-precision copies of parameters, by the parameter's id, and
     `inputs` what a compiled forward was called with, and under which autocast, if any.
     """
@@ -93,6 +94,7 @@ class Batch:
         "factors",
         "graphs",
         "halves",
+        "has_losses",
         "inputs",
         "late",
         "norm_runs",
@@ -128,6 +130,7 @@ class Batch:
         self.unsummed_bytes = 0
         self.norm_runs: list[tuple[list[Slot], Tensor]] = []
         self.closed = False
+        self.has_losses = False
 
     def cast(self, parameter: Tensor, dtype: torch.dtype) -> Tensor:
         """The parameter detached and in `dtype`, from the copies made when the forward began."""

@@ -1,25 +1,32 @@
-"""Checks, once, that the first axis of every layer's input really is the batch.
+"""Checks that the first axis of every layer's input really is the batch.
 
 A table of positions looked up with ids of shape (T,), or a linear map of a (T, D) table, has no
 batch axis: its gradient arrives already summed over the samples. Where T differs from the batch
 size the shapes give that away; where it happens to be equal nothing does, and the clipping would
-be silently wrong. So the first batch is run once more, without gradients, with one sample added:
-inputs that carry the batch grow, all others do not.
+be silently wrong. So the first batch is run twice more, without gradients, as it is and with one
+sample added: inputs that carry the batch grow, all others do not.
+
+What was found may be an accident of the first batch: with a single token, (T, D) has one row like
+something that is broadcast. So whenever the inputs have another shape, but for the batch, they are
+run once without gradients, and only where layers see other lengths than they should all is checked
+anew.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from enum import Enum
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 from torch.utils._pytree import tree_leaves, tree_map
 
-from shuffled_dpsgd.clipping.inputs import find_batch
+from shuffled_dpsgd.clipping.inputs import find_batch, shapes_beside_batch
+from shuffled_dpsgd.clipping.loss_rows import are_uneven
 from shuffled_dpsgd.clipping.rules.base import Slot
 from shuffled_dpsgd.clipping.rules.embedding import EmbeddingSlot
 from shuffled_dpsgd.clipping.rules.generic import (
@@ -28,6 +35,7 @@ from shuffled_dpsgd.clipping.rules.generic import (
     without_fast_attention,
 )
 from shuffled_dpsgd.clipping.sample_rows import (
+    NUMBERS,
     OUTPUTS,
     Rows,
     find_mixed_numbers,
@@ -42,57 +50,179 @@ from shuffled_dpsgd.clipping.shared_inputs import check_shared
 from shuffled_dpsgd.errors import UnsupportedModuleError
 
 Change = Callable[[Any, int], Any]
-# The lengths of the first axes of each slot's inputs; none of one that is called without any.
-Lengths = dict[int, set[int]]
+# What each slot is given, call by call; nothing for a call without inputs.
+Calls = dict[int, list["Given"]]
 # How often samples that meet at random get a chance to.
 _SEEDS = 4
+
+
+class Given(NamedTuple):
+    """The first input of a call: how long the axis is that should be the batch, and all axes."""
+
+    length: int
+    axes: int
+
+
+class Growth(Enum):
+    """What becomes of the length of an input when the batch has one sample more."""
+
+    BATCH = "it is the batch"
+    FOLDED = "it is a multiple of the batch"
+    ONE = "it stays one"
+    NONE = "it stays as it is"
+    OTHER = "it changes otherwise"
+
+
+def growth_of(before: int, after: int, size: int) -> Growth:
+    """The growth of an input from a batch of `size` to one of a sample more.
+
+    >>> growth_of(3, 4, 3).name, growth_of(4, 4, 3).name, growth_of(15, 20, 3).name
+    ('BATCH', 'NONE', 'FOLDED')
+    """
+    if (before, after) == (size, size + 1):
+        return Growth.BATCH
+    if before % size == 0 and before // size * (size + 1) == after:
+        # No rows at all are a multiple, too: an expert that nobody was sent to.
+        return Growth.FOLDED
+    if before == after:
+        return Growth.ONE if after == 1 else Growth.NONE
+    return Growth.OTHER
 
 
 class BatchAxisCheck:
     """Runs the check on the first batch, and that samples keep apart on the first of several.
 
-    `mixed_numbers` says which single numbers among the outputs are then no sum or mean of losses.
+    `mixed_numbers` says which single numbers among the outputs are then no sum or mean of losses,
+    `has_numbers` whether there are any, and `saw_uneven` whether samples had different numbers of
+    labels, without which a mean over tokens looks like one over samples.
     """
 
     def __init__(self, model: nn.Module, slots: Sequence[Slot]) -> None:
         self.mixed_numbers: frozenset[int] = frozenset()
+        self.has_numbers = False
+        self.saw_uneven = False
         self._seen = 0
+        self._known: set[Hashable] = set()
+        # What was found out, call by call, and how many axes the input had.
+        self._found: dict[int, list[tuple[Growth, int]]] = {}
         self._model = model
         self._slots = slots
 
-    def is_due(self, size: int) -> bool:
+    def is_due(self, args: Any, kwargs: Mapping[str, Any], size: int) -> bool:
         """Whether a batch of `size` would show what no batch has shown yet."""
-        return min(size, 2) > self._seen
+        if min(size, 2) > self._seen:
+            return True
+        return size > 0 and shapes_beside_batch(args, kwargs, size) not in self._known
 
-    def run(self, args: Any, kwargs: Mapping[str, Any], size: int) -> None:
+    def run(self, args: Any, kwargs: Mapping[str, Any], size: int, late: bool = False) -> None:
         """Probe the model with the inputs of a batch of `size` samples.
+
+        It is `late` if the batch itself has been run before.
 
         Raises:
             UnsupportedModuleError: a layer's input does not grow with the batch, samples change
                 places or see each other, or the model cannot be run with one sample more.
         """
-        more_args, more_kwargs = _one_more(args, size), _one_more(dict(kwargs), size)
-        lengths: Lengths = {}
+        if min(size, 2) > self._seen or not self._is_as_before(args, kwargs, size):
+            self._check(args, kwargs, size, late)
+            self._seen = max(self._seen, min(size, 2))
+        self._known.add(shapes_beside_batch(args, kwargs, size))
+
+    def _is_as_before(self, args: Any, kwargs: Mapping[str, Any], size: int) -> bool:
+        """Whether every layer sees the lengths it should, by what was found before."""
         with in_eval_mode(self._model), buffers_kept(self._model), torch.random.fork_rng():
-            with self._watching(lengths):
-                try:
-                    self._model.forward(*more_args, **more_kwargs)
-                except (RuntimeError, ValueError, IndexError) as error:
-                    # An error of the model's own comes up here again, and is then raised as it is.
-                    self._model.forward(*args, **kwargs)
-                    raise UnsupportedModuleError(
-                        "",
-                        expected="a model that also runs with one sample more",
-                        got=f"{type(error).__name__}: {str(error).splitlines()[0]}",
-                        remedy="give every input that belongs to samples a batch axis 0, and no "
-                        "other input that length",
-                    ) from error
-            self._mark_folded(lengths, args, kwargs, size)
-            self._mark_shared(lengths, size + 1)
-            self._check_shared(lengths, more_args, more_kwargs, size + 1)
+            calls = self._calls(args, kwargs)
+        for index, given in calls.items():
+            found = self._found.get(index, [])
+            if len(given) != len(found):
+                return False
+            for (length, axes), (growth, axes_before) in zip(given, found, strict=True):
+                if axes != axes_before or not _fits(length, growth, size):
+                    return False
+        return True
+
+    def _check(self, args: Any, kwargs: Mapping[str, Any], size: int, late: bool) -> None:
+        more_args, more_kwargs = _one_more(args, size), _one_more(dict(kwargs), size)
+        with in_eval_mode(self._model), buffers_kept(self._model), torch.random.fork_rng():
+            # An error of the model's own comes up here, and is raised as it is.
+            before = self._calls(args, kwargs)
+            try:
+                after = self._calls(more_args, more_kwargs)
+            except (RuntimeError, ValueError, IndexError) as error:
+                raise UnsupportedModuleError(
+                    "",
+                    expected="a model that also runs with one sample more",
+                    got=f"{type(error).__name__}: {str(error).splitlines()[0]}",
+                    remedy="give every input that belongs to samples a batch axis 0, and no "
+                    "other input that length",
+                ) from error
+            self._refuse_other_batch(after, size)
+            found: dict[int, list[tuple[Growth, int]]] = {}
+            for slot in self._slots:
+                given = before.get(slot.index, [])
+                found[slot.index] = self._judge(slot, given, after.get(slot.index, []), size)
+                if Growth.NONE in {growth for growth, _ in found[slot.index]}:
+                    if late and not slot.shared_by_batch:
+                        _refuse_late(slot, given, size)
+                    slot.shared_by_batch = True
+            if any(slot.folded for slot in self._slots):
+                self._refuse_without_input(after)
+            self._check_shared(found, more_args, more_kwargs, size + 1)
         if size > 1:
             self._check_rows(args, kwargs, size)
-        self._seen = min(size, 2)
+        self._found = found
+
+    def _calls(self, args: Any, kwargs: Mapping[str, Any]) -> Calls:
+        """What the slots are given in a forward."""
+        calls: Calls = {}
+        with self._watching(calls):
+            self._model.forward(*args, **kwargs)
+        return calls
+
+    def _refuse_other_batch(self, after: Calls, size: int) -> None:
+        given = [call for calls in after.values() for call in calls]
+        if given and all(call.length == 1 for call in given):
+            raise UnsupportedModuleError(
+                "",
+                expected=f"the first tensor of the call to be a batch of {size} samples",
+                got="layers whose inputs all have length one",
+                remedy="pass the samples first, other tensors after them; expand what all samples "
+                "share before the first trainable layer",
+            )
+
+    def _judge(
+        self, slot: Slot, before: Sequence[Given], after: Sequence[Given], size: int
+    ) -> list[tuple[Growth, int]]:
+        """How a slot's inputs grow; notes that they are folded.
+
+        In which order the rows of folded inputs come lengths cannot tell; the rows themselves will.
+
+        Raises:
+            UnsupportedModuleError: they grow as none should.
+        """
+        if len(before) != len(after):
+            # A model that calls it as the samples require; one of the runs must do.
+            before = [Given(size if a.length == size + 1 else a.length, a.axes) for a in after]
+        found: list[tuple[Growth, int]] = []
+        for was, is_now in zip(before, after, strict=True):
+            growth = growth_of(was.length, is_now.length, size)
+            if growth is Growth.ONE and is_now.axes == 1 and isinstance(slot, EmbeddingSlot):
+                # A single position: ids of one axis have no room for both batch and tokens.
+                growth = Growth.NONE
+            if growth is Growth.OTHER or (growth is Growth.FOLDED and not slot.may_fold):
+                raise slot.refuse_length(is_now.length, size + 1)
+            found.append((growth, is_now.axes))
+        growths = {growth for growth, _ in found}
+        if Growth.NONE in growths:
+            known = {growth for growth, _ in self._found.get(slot.index, [])}
+            if not isinstance(slot, EmbeddingSlot) or len(growths | known) > 1:
+                stays = [given.length for given in after if given.length != size + 1]
+                raise slot.refuse_length(min(stays, default=size + 1), size + 1)
+        elif isinstance(slot, EmbeddingSlot) and slot.shared_by_batch and found:
+            raise slot.refuse_length(after[0].length, size + 1)
+        if Growth.FOLDED in growths:
+            slot.folded = True
+        return found
 
     def _check_rows(self, args: Any, kwargs: Mapping[str, Any], size: int) -> None:
         """As the model is, but for dropout layers; in evaluation mode if it is random even so."""
@@ -127,7 +257,9 @@ class BatchAxisCheck:
         found = find_moved_rows(plain, rows(_one_more), rows(_back_to_front), halves, size)
         if found is None:
             if halves is not None:
-                self.mixed_numbers = find_mixed_numbers(plain, halves, size)
+                self.mixed_numbers |= find_mixed_numbers(plain, halves, size)
+                self.has_numbers = bool(plain[NUMBERS])
+                self.saw_uneven = self.saw_uneven or are_uneven(args, kwargs, size)
             return True
         if not repeats(plain, rows(_as_it_is, seed=1)):
             _refuse_random_mixing(rows, size)
@@ -135,45 +267,25 @@ class BatchAxisCheck:
         raise moved_rows("" if found == OUTPUTS else self._slots[found].path)
 
     @contextmanager
-    def _watching(self, lengths: Lengths) -> Iterator[None]:
+    def _watching(self, calls: Calls) -> Iterator[None]:
         with ExitStack() as hooks:
             for slot in self._slots:
 
                 def note(_: nn.Module, args: Any, kwargs: Any, slot: Slot = slot) -> None:
                     found = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-                    noted = lengths.setdefault(slot.index, set())
+                    noted = calls.setdefault(slot.index, [])
                     if found and found[0].dim() > slot.batch_axis:
-                        noted.add(found[0].shape[slot.batch_axis])
+                        x = found[0]
+                        noted.append(Given(x.shape[slot.batch_axis], x.dim()))
 
                 handle = slot.module.register_forward_pre_hook(note, with_kwargs=True)
                 hooks.callback(handle.remove)
             yield
 
-    def _mark_folded(self, grown: Lengths, args: Any, kwargs: Mapping[str, Any], size: int) -> None:
-        """Note whose inputs have as many rows of every sample, in the batch and with one more.
-
-        What lengths cannot tell, in which order these rows come, the rows themselves will.
-        """
-        lengths: Lengths = {}
-        for slot in self._slots:
-            others = grown.get(slot.index, set()) - {1, size + 1}
-            if not others or not slot.may_fold or any(other % (size + 1) for other in others):
-                continue
-            if not lengths:
-                with self._watching(lengths):
-                    self._model.forward(*args, **kwargs)
-            rows = {other // (size + 1) for other in others}
-            if {size * number for number in rows} == lengths.get(slot.index, set()) - {1, size}:
-                slot.folded = True
-                # From here on they are as long as the batch.
-                grown[slot.index] = grown[slot.index] - others | {size + 1}
-        if any(slot.folded for slot in self._slots):
-            self._refuse_without_input(grown)
-
-    def _refuse_without_input(self, lengths: Lengths) -> None:
+    def _refuse_without_input(self, calls: Calls) -> None:
         """Parameters without input get a row per sample; folded ones would need more."""
         for slot in self._slots:
-            if lengths.get(slot.index) == set():
+            if calls.get(slot.index) == []:
                 raise UnsupportedModuleError(
                     slot.path,
                     expected="an input that tells how many rows belong to a sample",
@@ -181,34 +293,42 @@ class BatchAxisCheck:
                     remedy="freeze this module with requires_grad_(False)",
                 )
 
-    def _mark_shared(self, lengths: Lengths, size: int) -> None:
-        """Note which embeddings are shared by the batch; refuse any other such layer."""
-        if any(lengths.values()) and all(found <= {1} for found in lengths.values()):
-            raise UnsupportedModuleError(
-                "",
-                expected=f"the first tensor of the call to be a batch of {size - 1} samples",
-                got="layers whose inputs all have length one",
-                remedy="pass the samples first, other tensors after them; expand what all samples "
-                "share before the first trainable layer",
-            )
-        for slot in self._slots:
-            others = lengths.get(slot.index, set()) - {1, size}
-            if not others:
-                continue
-            if not isinstance(slot, EmbeddingSlot) or size in lengths[slot.index]:
-                raise slot.refuse_length(min(others), size)
-            slot.shared_by_batch = True
-
     def _check_shared(
-        self, lengths: Lengths, args: Any, kwargs: Mapping[str, Any], size: int
+        self,
+        found: Mapping[int, Sequence[tuple[Growth, int]]],
+        args: Any,
+        kwargs: Mapping[str, Any],
+        size: int,
     ) -> None:
         """What layers compute once for all samples must only be broadcast over them."""
         two_args, two_kwargs = _first_two(args, size), _first_two(dict(kwargs), size)
         for slot in self._slots:
-            if lengths.get(slot.index, set()) - {size}:
+            if {growth for growth, _ in found[slot.index]} & {Growth.ONE, Growth.NONE}:
                 check_shared(
                     slot, self._slots, lambda: self._model.forward(*two_args, **two_kwargs)
                 )
+
+
+def _refuse_late(slot: Slot, given: Sequence[Given], size: int) -> None:
+    """Refuse ids without batch axis that have already been looked up as if they had one.
+
+    Raises:
+        UnsupportedModuleError: they have.
+    """
+    if any(axes > 1 or length == size for length, axes in given):
+        raise UnsupportedModuleError(
+            slot.path,
+            expected="ids known to be shared by the batch before the model is compiled",
+            got="ids that were taken for one row per sample",
+            remedy="run one batch without torch.compile first",
+        )
+
+
+def _fits(length: int, growth: Growth, size: int) -> bool:
+    """Whether an input that grows so may have that length in a batch of `size`."""
+    if growth is Growth.FOLDED:
+        return length % size == 0
+    return growth is Growth.NONE or length == (1 if growth is Growth.ONE else size)
 
 
 def _refuse_random_mixing(rows: Callable[[Change, int], Rows], size: int) -> None:

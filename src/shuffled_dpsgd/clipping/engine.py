@@ -18,7 +18,14 @@ from shuffled_dpsgd.clipping.grad_watch import GradWatch
 from shuffled_dpsgd.clipping.groups import group_slots
 from shuffled_dpsgd.clipping.half import HalfCopies
 from shuffled_dpsgd.clipping.inputs import find_batch
-from shuffled_dpsgd.clipping.loss_rows import LossCheck, refuse_gradients
+from shuffled_dpsgd.clipping.loss_rows import (
+    LossCheck,
+    are_uneven,
+    mean_of_uneven,
+    mixed_number,
+    refuse_gradients,
+    refuse_uneven_gradients,
+)
 from shuffled_dpsgd.clipping.plan import Plan, describe
 from shuffled_dpsgd.clipping.recorder import Recorder
 from shuffled_dpsgd.clipping.rules.base import can_listen
@@ -114,7 +121,7 @@ class ClippingEngine:
         sites.refuse_replaced(self._slots)
         self._patch()
         begin = self.model.register_forward_pre_hook(self._begin, prepend=True, with_kwargs=True)
-        self._hooks = [begin, self.model.register_forward_hook(self._end)]
+        self._hooks = [begin, self.model.register_forward_hook(self._end, with_kwargs=True)]
         self._watch.begin()
         self._rule.totals.let_go()
         for parameter in self._parameters.values():
@@ -176,6 +183,7 @@ class ClippingEngine:
                 self._recorder.muted = False
         self._rule.totals.let_go()
         batch.scale = 1.0 / loss_scale
+        batch.has_losses = True
         total = losses.sum() if loss_scale == 1.0 else losses.sum() * loss_scale
         if self.strategy != "ghost":
             total.backward()
@@ -249,7 +257,7 @@ class ClippingEngine:
             self._refuse_half_done()
             self._rule.totals.let_go()
         size, device = find_batch(args, kwargs)
-        if not torch.compiler.is_compiling() and self._axis_check.is_due(size):
+        if not torch.compiler.is_compiling() and self._axis_check.is_due(args, kwargs, size):
             self._check_axis(args, kwargs, size)
         scale = float(size) if self.loss_reduction == "mean" else 1.0
         batch = Batch(size=size, device=device, slots=len(self._slots), scale=scale)
@@ -265,15 +273,22 @@ class ClippingEngine:
             batch.inputs = (args, kwargs, torch.get_autocast_dtype(device) if lower else None)
         self._recorder.open(batch, signature_of(args, kwargs, device) if traced else None)
 
-    def _end(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _end(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if not torch.is_grad_enabled():
             return
-        if not (self._loss_check.done or torch.compiler.is_compiling()):
-            batch = self._recorder.batch
-            self._loss_check.note(output, 0 if batch is None else batch.size)
-        if not torch.compiler.is_compiling() and self._axis_check.mixed_numbers:
-            refuse_gradients(output, self._axis_check.mixed_numbers)
+        batch = self._recorder.batch
+        if batch is not None and not torch.compiler.is_compiling():
+            if not self._loss_check.done:
+                self._loss_check.note(output, batch.size)
+            if self._axis_check.mixed_numbers:
+                refuse_gradients(output, self._axis_check.mixed_numbers)
+            if self._axis_check.has_numbers and self._trusts_means():
+                refuse_uneven_gradients(output, args, kwargs, batch.size)
         self._recorder.close_forward()
+
+    def _trusts_means(self) -> bool:
+        """Whether a mean of the model's own has only been seen of samples of one length."""
+        return self.loss_reduction == "mean" and not self._axis_check.saw_uneven
 
     def _is_half_done(self) -> bool:
         """Whether a backward broke off that adds to the sums layer by layer."""
@@ -301,14 +316,23 @@ class ClippingEngine:
 
     def _check_late(self, batch: Batch) -> None:
         """Check what a compiled forward could not, before anything of its batch is handed out."""
-        if batch.inputs is not None and self._axis_check.is_due(batch.size):
-            args, kwargs, dtype = batch.inputs
+        if batch.inputs is None:
+            return
+        args, kwargs, dtype = batch.inputs
+        if self._axis_check.is_due(args, kwargs, batch.size):
             with torch.autocast(batch.device, dtype=dtype, enabled=dtype is not None):
-                self._check_axis(args, kwargs, batch.size)
+                self._check_axis(args, kwargs, batch.size, late=True)
+        if batch.has_losses or not self._axis_check.has_numbers:
+            return
+        # Where this backward began nobody knows; it may have been one of the model's own numbers.
+        if self._axis_check.mixed_numbers:
+            raise mixed_number()
+        if self._trusts_means() and are_uneven(args, kwargs, batch.size):
+            raise mean_of_uneven()
 
-    def _check_axis(self, args: Any, kwargs: Any, size: int) -> None:
+    def _check_axis(self, args: Any, kwargs: Any, size: int, late: bool = False) -> None:
         folded = [slot.folded for slot in self._slots]
-        self._axis_check.run(args, kwargs, size)
+        self._axis_check.run(args, kwargs, size, late)
         self._recorder.axis_checked = True
         if [slot.folded for slot in self._slots] != folded:
             # Not otherwise: a compiled model would take new forwards for other ones.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -33,3 +33,14 @@ def find_batch(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[int, s
         got="no tensor at all",
         remedy="pass tensors, or lists, tuples and dictionaries of them",
     )
+
+
+def shapes_beside_batch(args: Any, kwargs: Mapping[str, Any], size: int) -> Hashable:
+    """The shapes of all tensors of a call, the same for batches of other sizes.
+
+    >>> import torch
+    >>> shapes_beside_batch((torch.zeros(3, 5), "sum"), {"mask": torch.zeros(1, 5)}, 3)
+    ((-1, 5), (1, 5))
+    """
+    shapes = [leaf.shape for leaf in tree_leaves((args, dict(kwargs))) if isinstance(leaf, Tensor)]
+    return tuple([(-1, *shape[1:]) if shape[:1] == (size,) else tuple(shape) for shape in shapes])

@@ -3,12 +3,13 @@
 The loss is computed outside the model, where no layer sees it. A contrastive loss or one centred
 by the batch mixes the samples there: the gradients that come back into the model belong to several
 samples at once, and clipping them row by row bounds nobody's contribution. So does a number that
-the model itself computes from all samples, such as a mixture's loss for balancing its experts.
+the model itself computes from all samples, such as a mixture's loss for balancing its experts, or a
+mean over the tokens of samples of different lengths.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -17,6 +18,9 @@ from torch.utils._pytree import tree_leaves
 
 from shuffled_dpsgd.clipping.sample_rows import numbers_in
 from shuffled_dpsgd.errors import UnsupportedModuleError
+
+# What loss functions take for the lack of a label.
+NO_LABEL = -100
 
 
 class LossCheck:
@@ -71,10 +75,55 @@ def refuse_gradients(output: Any, mixed: Container[int]) -> None:
             number.register_hook(_refuse)
 
 
-def _refuse(grad: Tensor) -> None:
-    raise _mixed(
+def refuse_uneven_gradients(
+    output: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], size: int
+) -> None:
+    """Have a backward fail that begins at a single number, if its samples' labels are uneven."""
+
+    def refuse(grad: Tensor) -> None:
+        if are_uneven(args, kwargs, size):
+            raise mean_of_uneven()
+
+    for number in numbers_in(output):
+        if number.requires_grad:
+            number.register_hook(refuse)
+
+
+def are_uneven(args: tuple[Any, ...], kwargs: Mapping[str, Any], size: int) -> bool:
+    """Whether samples have different numbers of labels, which a mean over tokens would weigh.
+
+    By convention -100 is no label. A language model leaves out the first one of every sample.
+
+    >>> are_uneven((torch.tensor([[1, 2, 3], [4, 5, -100]]),), {}, 2)
+    True
+    """
+    for leaf in tree_leaves((args, dict(kwargs))):
+        is_whole = isinstance(leaf, Tensor) and not leaf.is_floating_point()
+        if is_whole and leaf.dim() > 1 and leaf.shape[0] == size:
+            for some in (leaf, leaf[:, 1:]):
+                labels_B = (some != NO_LABEL).flatten(1).sum(1)
+                if bool((labels_B != labels_B[:1]).any()):
+                    return True
+    return False
+
+
+def mixed_number() -> UnsupportedModuleError:
+    """The error for a loss of the model's own that is no sum or mean over samples."""
+    return _mixed(
         "a loss of the model's own that is neither the sum nor the mean of its samples' losses"
     )
+
+
+def mean_of_uneven() -> UnsupportedModuleError:
+    """The error for a loss of the model's own that may weigh samples by their lengths."""
+    return _mixed(
+        "a loss of the model's own and samples with different numbers of labels; so far all had "
+        "the same, and a mean over tokens could not be told from one over samples"
+    )
+
+
+def _refuse(grad: Tensor) -> None:
+    raise mixed_number()
 
 
 def _separating(size: int, device: torch.device) -> Iterator[Tensor]:

@@ -164,6 +164,8 @@ def _noting(slots: Sequence[Slot], rows: Rows, coarse: bool, size: int) -> Itera
         for slot in slots:
 
             def note(_: nn.Module, args: Any, kwargs: Any, slot: Slot = slot) -> None:
+                if slot.shared_by_batch:
+                    return
                 found = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
                 if found and found[0].numel() and found[0].dim() > slot.batch_axis:
                     x = found[0]

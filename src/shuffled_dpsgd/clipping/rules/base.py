@@ -84,8 +84,10 @@ class Slot:
         self.shared = False
         self.tied = False
         # Set by the check of the batch axis: inputs have the batch and the positions on one axis,
-        # (B K, ...), the rows of a sample one after the other.
+        # (B K, ...), the rows of a sample one after the other; or the ids of a table have no batch
+        # axis, and every sample uses them all.
         self.folded = False
+        self.shared_by_batch = False
         self.last_shape: tuple[int, int, int] | None = None
         self.last_device = "cpu"
 

@@ -58,8 +58,6 @@ class EmbeddingSlot(Slot):
             )
         self.padding_idx = table.padding_idx
         self.weight_name = self.names["weight"]
-        # Set by the check of the batch axis: the ids have none, every sample uses them all.
-        self.shared_by_batch = False
 
     def forward(self, input: Tensor) -> Tensor:
         if not torch.is_grad_enabled():

@@ -120,7 +120,8 @@ def test_plan_names_a_route_for_every_parameter_and_follows_the_length() -> None
 def test_cost_rule_takes_the_cheaper_route() -> None:
     assert cost.cheapest(1, 4, 4, "cuda") is cost.Route.GRAM
     assert cost.cheapest(64, 8, 2000, "cuda") is cost.Route.TILES
-    assert cost.cheapest(4096, 768, 768, "cuda") is cost.Route.INSTANTIATE
+    assert cost.cheapest(4096, 768, 768, "cuda") is cost.Route.TILES
+    assert cost.cheapest(8192, 768, 768, "cuda") is cost.Route.INSTANTIATE
     assert cost.cheapest(1024, 768, 3072, "cuda") is cost.Route.GRAM
     assert cost.cheapest(1024, 50257, 768, "cuda") is cost.Route.GRAM
     assert cost.cheapest(1440, 50257, 768, "cuda") is cost.Route.TILES

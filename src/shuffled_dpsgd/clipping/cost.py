@@ -8,8 +8,9 @@ For T positions, R rows and C columns of the weight, per sample:
 - instantiate: 2·T·R·C once, and R·C numbers written and read back once or twice
 
 The traffic of the last is weighed by how many operations a device does while it moves one float32
-number three times: some 1800 on an H200, counted as more because every layer also takes launches of
-its own. On a CPU that is far fewer than on an accelerator; and there one of the two Gram matrices,
+number three times: some 1800 on an H200, counted as far more because every layer also takes a dozen
+launches of its own while the backward runs, which tiles, settled together and by replay, do not: at
+4096 tokens and fewer a step waits for the host to make them. On a CPU that is far fewer than on an accelerator; and there one of the two Gram matrices,
 of the narrower side, is added in float64 at twice the price, while products this small run at four
 fifths of the speed of large ones (`kernels/host.py`; AMD Zen 4, MKL).
 On an accelerator each pair of blocks of tokens is multiplied once, Gram matrices being symmetric.
@@ -26,7 +27,7 @@ from __future__ import annotations
 from enum import Enum
 from typing import Protocol
 
-OPERATIONS_PER_NUMBER = 3000
+OPERATIONS_PER_NUMBER = 8192
 OPERATIONS_PER_NUMBER_ON_CPU = 160
 OPERATIONS_PER_KEPT_NUMBER = 1200
 # Stored gradients may take up to so many times the room of the inputs and gradients they replace.
@@ -76,7 +77,7 @@ def operations(T: int, R: int, C: int, device: str, tied: bool = False) -> tuple
 def cheapest(T: int, R: int, C: int, device: str, tied: bool = False) -> Route:
     """The route with the fewest operations; instantiation only where its memory is bounded.
 
-    >>> cheapest(128, 768, 3072, "cuda"), cheapest(4096, 768, 768, "cuda")
+    >>> cheapest(128, 768, 3072, "cuda"), cheapest(8192, 768, 768, "cuda")
     (<Route.GRAM: 'gram'>, <Route.INSTANTIATE: 'instantiate'>)
     >>> cheapest(1024, 50257, 768, "cuda"), cheapest(1440, 50257, 768, "cuda")
     (<Route.GRAM: 'gram'>, <Route.TILES: 'tiles'>)

@@ -10,13 +10,14 @@ For T positions, R rows and C columns of the weight, per sample:
 The traffic of the last is weighed by how many operations a device does while it moves one float32
 number three times: some 1800 on an H200, counted as far more because every layer also takes a dozen
 launches of its own while the backward runs, which tiles, settled together and by replay, do not: at
-4096 tokens and fewer a step waits for the host to make them. On a CPU that is far fewer than on an accelerator; and there one of the two Gram matrices,
-of the narrower side, is added in float64 at twice the price, while products this small run at four
-fifths of the speed of large ones (`kernels/host.py`; AMD Zen 4, MKL).
+4096 tokens and fewer a step waits for the host to make them. On a CPU it is far fewer than on an
+accelerator; and there one of the two Gram matrices, of the narrower side, is added in float64 at
+twice the price, while products this small run at four fifths of the speed of large ones
+(`kernels/host.py`; AMD Zen 4, MKL).
 On an accelerator each pair of blocks of tokens is multiplied once, Gram matrices being symmetric.
 
-On a Hopper, where `kernels/triton_squares.py` serves, tiles of many tokens run at 570 to 610
-TFLOP/s and Gram matrices at 520 to 550. There a number of a product is stored and read back in
+On a Hopper, where `kernels/triton_squares.py` serves, tiles of many tokens run at 630 to 670
+TFLOP/s and Gram matrices at 550 to 570. There a number of a product is stored and read back in
 1.7 ps, and its square is had for nothing: the gradients of a head tied to a table are worth storing
 much earlier, for the products with the table's gradient are read off too, and so are those of other
 layers, between their norms and their sums (benchmarks/reports, GPT-2 at 8x1024).
@@ -38,7 +39,7 @@ MEMORY_RATIO_IF_TIED = 0.8
 # those captured by linear layers. They have twice the bytes.
 KEPT_SHARE = 1 / 16
 # What an operation for Gram matrices takes on a Hopper, in percent of one for tiles.
-GRAM_PERCENT = 110
+GRAM_PERCENT = 115
 # Tokens of a block on an accelerator, where each pair of blocks is multiplied once.
 SYMMETRIC_BLOCK = 128
 

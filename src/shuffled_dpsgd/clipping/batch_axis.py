@@ -249,6 +249,7 @@ class BatchAxisCheck:
             )
 
         plain = rows(_as_it_is)
+        self.has_numbers = bool(plain[NUMBERS])
         try:
             halves = (rows(_first_half), rows(_second_half))
         except (RuntimeError, ValueError, IndexError):
@@ -258,7 +259,6 @@ class BatchAxisCheck:
         if found is None:
             if halves is not None:
                 self.mixed_numbers |= find_mixed_numbers(plain, halves, size)
-                self.has_numbers = bool(plain[NUMBERS])
                 self.saw_uneven = self.saw_uneven or are_uneven(args, kwargs, size)
             return True
         if not repeats(plain, rows(_as_it_is, seed=1)):

@@ -277,6 +277,48 @@ def test_windows_of_swin(version: int) -> None:
     assert_exact(case.model, case.losses, case.inputs, 1e-9, clip_norm=0.5)
 
 
+class Routed(nn.Module):
+    """Two experts, each of which gets the tokens that a router sends it; at first all to one."""
+
+    def __init__(self, skips: bool) -> None:
+        super().__init__()
+        self.router = nn.Linear(5, 2)
+        self.experts = nn.ModuleList(nn.Linear(5, 5) for _ in range(2))
+        self.skips = skips
+        for parameter in self.router.parameters():
+            nn.init.zeros_(parameter)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.flatten(0, 1)
+        weights = self.router(rows).softmax(1)
+        out = torch.zeros_like(rows)
+        for number, expert in enumerate(self.experts):
+            mine = (weights.argmax(1) == number).nonzero().flatten()
+            if len(mine) or not self.skips:
+                out = out.index_add(0, mine, expert(rows[mine]) * weights[mine, number, None])
+        return out.view(x.shape)
+
+
+@pytest.mark.parametrize("skips", [False, True])
+def test_tokens_that_happen_to_be_as_many_as_samples_are_not_taken_for_them(skips: bool) -> None:
+    torch.manual_seed(4)
+    model = Routed(skips).double()
+    engine = ClippingEngine(model, clip_norm=0.3)
+    x = torch.randn(3, 4, 5, dtype=torch.float64)
+    assert_same_sums(
+        run(engine, losses, {"x": x}), oracle(model, losses, {"x": x}, 0.3).clipped_sum, 1e-9
+    )
+    nn.init.normal_(model.router.weight)
+    sent = set()
+    for _ in range(60):
+        x = torch.randn(3, 4, 5, dtype=torch.float64)
+        sent.add(int((model.router(x).argmax(2) == 0).sum()))
+        engine.reset()
+        with pytest.raises(UnsupportedModuleError, match="rows of each of 3 samples"):
+            run(engine, losses, {"x": x})
+    assert {3, 6} <= sent
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 @pytest.mark.parametrize(

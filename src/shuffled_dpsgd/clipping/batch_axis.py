@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from shuffled_dpsgd.clipping.inputs import find_batch, shapes_beside_batch
 from shuffled_dpsgd.clipping.loss_rows import are_uneven
-from shuffled_dpsgd.clipping.rules.base import Slot
+from shuffled_dpsgd.clipping.rules.base import ONE_FOR_ALL, Slot
 from shuffled_dpsgd.clipping.rules.embedding import EmbeddingSlot
 from shuffled_dpsgd.clipping.rules.generic import (
     buffers_kept,
@@ -102,7 +102,9 @@ class BatchAxisCheck:
         self.has_numbers = False
         self.saw_uneven = False
         self._seen = 0
-        self._known: set[Hashable] = set()
+        # The shapes that were checked, with the rows a sample then has in calls of folded slots.
+        self._known: dict[Hashable, dict[int, tuple[int, ...]]] = {}
+        self._latest: Calls = {}
         # What was found out, call by call, and how many axes the input had.
         self._found: dict[int, list[tuple[Growth, int]]] = {}
         self._model = model
@@ -126,12 +128,29 @@ class BatchAxisCheck:
         if min(size, 2) > self._seen or not self._is_as_before(args, kwargs, size):
             self._check(args, kwargs, size, late)
             self._seen = max(self._seen, min(size, 2))
-        self._known.add(shapes_beside_batch(args, kwargs, size))
+        self._known[shapes_beside_batch(args, kwargs, size)] = {
+            slot.index: self._rows(slot.index, size) for slot in self._slots if slot.folded
+        }
+
+    def _rows(self, index: int, size: int) -> tuple[int, ...]:
+        """The rows a sample had in a slot's latest calls; none if nobody can know the next ones."""
+        given, found = self._latest.get(index, []), self._found.get(index, [])
+        if len(given) != len(found):
+            return ()
+        pairs = zip(given, found, strict=True)
+        return tuple([ONE_FOR_ALL if g is Growth.ONE else x.length // size for x, (g, _) in pairs])
+
+    def expect(self, args: Any, kwargs: Mapping[str, Any], size: int) -> None:
+        """Tell folded slots how many rows a sample has in inputs of these shapes."""
+        if size > 0 and any(slot.folded for slot in self._slots):
+            known = self._known[shapes_beside_batch(args, kwargs, size)]
+            for slot in self._slots:
+                slot.rows = known.get(slot.index)
 
     def _is_as_before(self, args: Any, kwargs: Mapping[str, Any], size: int) -> bool:
         """Whether every layer sees the lengths it should, by what was found before."""
         with in_eval_mode(self._model), buffers_kept(self._model), torch.random.fork_rng():
-            calls = self._calls(args, kwargs)
+            calls = self._latest = self._calls(args, kwargs)
         for index, given in calls.items():
             found = self._found.get(index, [])
             if len(given) != len(found):
@@ -145,7 +164,7 @@ class BatchAxisCheck:
         more_args, more_kwargs = _one_more(args, size), _one_more(dict(kwargs), size)
         with in_eval_mode(self._model), buffers_kept(self._model), torch.random.fork_rng():
             # An error of the model's own comes up here, and is raised as it is.
-            before = self._calls(args, kwargs)
+            before = self._latest = self._calls(args, kwargs)
             try:
                 after = self._calls(more_args, more_kwargs)
             except (RuntimeError, ValueError, IndexError) as error:
@@ -167,6 +186,9 @@ class BatchAxisCheck:
                     slot.shared_by_batch = True
             if any(slot.folded for slot in self._slots):
                 self._refuse_without_input(after)
+                for slot in self._slots:
+                    # Where tokens are sent to some layers only, one may be called later on.
+                    slot.folded = slot.folded or (slot.may_fold and slot.index not in before)
             self._check_shared(found, more_args, more_kwargs, size + 1)
         if size > 1:
             self._check_rows(args, kwargs, size)

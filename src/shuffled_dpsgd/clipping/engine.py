@@ -257,8 +257,10 @@ class ClippingEngine:
             self._refuse_half_done()
             self._rule.totals.let_go()
         size, device = find_batch(args, kwargs)
-        if not torch.compiler.is_compiling() and self._axis_check.is_due(args, kwargs, size):
-            self._check_axis(args, kwargs, size)
+        if not torch.compiler.is_compiling():
+            if self._axis_check.is_due(args, kwargs, size):
+                self._check_axis(args, kwargs, size)
+            self._axis_check.expect(args, kwargs, size)
         scale = float(size) if self.loss_reduction == "mean" else 1.0
         batch = Batch(size=size, device=device, slots=len(self._slots), scale=scale)
         if device == "cuda" and torch.is_autocast_enabled(device) and can_listen():

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from shuffled_dpsgd.clipping.recorder import Recorder
 
 Saved = tuple[Any, ...]
+# In place of the number of rows a sample has: there is one, which all samples share.
+ONE_FOR_ALL = -1
 
 
 def can_listen() -> bool:
@@ -88,6 +90,8 @@ class Slot:
         # axis, and every sample uses them all.
         self.folded = False
         self.shared_by_batch = False
+        # Rows a sample has in each call with folded inputs, by the latest check of such a batch.
+        self.rows: tuple[int, ...] | None = None
         self.last_shape: tuple[int, int, int] | None = None
         self.last_device = "cpu"
 
@@ -164,6 +168,8 @@ class Slot:
             (x,) = (*args, *kwargs.values())
             recorder = recorder_of(self)
             batch = recorder.batch if recorder.batch is not None else recorder.latest
+            if recorder.batch is not None and not torch.compiler.is_compiling():
+                self._refuse_other_rows(recorder.batch, len(x))
             if batch is None or len(x) in (1, batch.size):
                 return self.forward(x)
             if batch.size == 0 or len(x) % batch.size != 0:
@@ -171,6 +177,24 @@ class Slot:
             return no_view(self.forward(unfolded(x, batch.size)).flatten(0, 1))
 
         return forward
+
+    def _refuse_other_rows(self, batch: Batch, length: int) -> None:
+        """Refuse a folded input unless it has as many rows of each sample as in the check.
+
+        A router that sends some tokens here may by chance send as many as there are samples.
+        """
+        if self.rows is None:
+            return
+        call = batch.calls[self.index]
+        rows = self.rows[call] if call < len(self.rows) else 0
+        if length != (1 if rows == ONE_FOR_ALL else rows * batch.size):
+            raise UnsupportedModuleError(
+                self.path,
+                expected=f"{rows} rows of each of {batch.size} samples, as when it was checked",
+                got=f"{length} rows",
+                remedy="send all tokens of all samples through it, as `batched_mm` mixtures of "
+                "experts do, or freeze it with requires_grad_(False)",
+            )
 
     def over_batch(self, tensor: Tensor, size: int) -> Tensor:
         """`tensor` with the batch on its first axis: as it is, or expanded from length one.

@@ -8,10 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from clipping.compare import assert_same_sums, oracle, total_norm
-from shuffled_dpsgd.clipping import ClippingEngine, cost, spare, wholesale
+from shuffled_dpsgd.clipping import ClippingEngine, cost, spare
 from shuffled_dpsgd.clipping.half import HalfCopies
-from shuffled_dpsgd.clipping.kernels import dispatch
 from shuffled_dpsgd.clipping.rules.linear import LinearSlot
 from shuffled_dpsgd.clipping.spare import Shell
 from shuffled_dpsgd.clipping.totals import Room, Totals
@@ -296,87 +294,3 @@ def test_layers_settled_together_by_either_route_agree_with_stored_gradients(
     torch.testing.assert_close(norms, expected_norms)
     for name, total in sums.items():
         torch.testing.assert_close(total, expected[name])
-
-
-class Mixture(nn.Module):
-    """Layers stored either way round, with a bias and without, and one that is tied."""
-
-    def __init__(self) -> None:
-        from transformers.pytorch_utils import Conv1D
-
-        super().__init__()
-        self.table = nn.Embedding(11, 8)
-        self.layers = nn.Sequential(
-            nn.Linear(8, 8), Conv1D(8, 8), nn.LayerNorm(8), nn.Linear(8, 12, bias=False),
-            Conv1D(6, 12), nn.Linear(6, 8), nn.Linear(8, 8), Conv1D(8, 8),
-        )  # fmt: skip
-        self.head = nn.Linear(8, 11, bias=False)
-        self.head.weight = self.table.weight
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return self.head(self.layers(self.table(ids)))
-
-
-@pytest.mark.parametrize("share", [0.0, 0.2, 10.0])
-def test_products_kept_from_the_norms_for_the_sums(
-    share: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    kept: list[int] = []
-
-    def seen(pairs: list[Any], bias: bool, transposed: bool) -> Any:
-        kept.append(len(pairs))
-        return dispatch.kept_products(pairs, bias, transposed)
-
-    monkeypatch.setattr(cost, "KEPT_SHARE", share)
-    monkeypatch.setattr(cost, "worth_keeping", lambda T, device: T > 5)
-    monkeypatch.setattr(wholesale, "_SMALL", 1)
-    monkeypatch.setattr(wholesale, "_SMALL_ON_CPU", 1)
-    monkeypatch.setattr(wholesale.kernels, "kept_products", seen)
-    monkeypatch.setitem(cost.STRATEGIES, "bookkeeping", lambda *_, **__: cost.Route.TILES)
-    torch.manual_seed(0)
-    model = Mixture().double()
-    ids = torch.randint(11, (5, 6))
-
-    def losses(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
-        return model(inputs["ids"]).square().flatten(1).sum(1)
-
-    engine = ClippingEngine(model, clip_norm=0.1)
-    with engine:
-        for some in (ids[:2], ids[2:]):
-            engine.backward(losses(model, {"ids": some}))
-    # Alike are the two of nn.Linear, and the two of Conv1D, that are square.
-    assert sorted(kept) == {0.0: [], 0.2: [1, 1, 1, 1], 10.0: [1, 1, 1, 1, 1, 1, 2, 2, 2, 2]}[share]
-    expected = oracle(model, losses, {"ids": ids}, 0.1)
-    torch.testing.assert_close(engine.sample_norms, expected.sample_norms, rtol=1e-9, atol=0.0)
-    assert_same_sums(engine.clipped_sum(), expected.clipped_sum, 1e-9)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("transposed", [False, True])
-def test_products_kept_on_a_gpu(transposed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    from transformers.pytorch_utils import Conv1D
-
-    monkeypatch.setattr(cost, "worth_keeping", lambda T, device: True)
-    monkeypatch.setitem(cost.STRATEGIES, "bookkeeping", lambda *_, **__: cost.Route.TILES)
-    torch.manual_seed(0)
-    layers = [Conv1D(264, 264) if transposed else nn.Linear(264, 264) for _ in range(3)]
-    model = nn.Sequential(*layers).cuda()
-    x = torch.randn(5, 70, 264, device="cuda")
-    x[3, 2, 1] = float("nan")
-
-    def run(some: Tensor, share: float) -> tuple[Tensor, dict[str, Tensor]]:
-        monkeypatch.setattr(cost, "KEPT_SHARE", share)
-        engine = ClippingEngine(model, clip_norm=0.5)
-        # Done once, recorded, and replayed.
-        for _ in range(4):
-            engine.reset()
-            with engine, torch.autocast("cuda", torch.bfloat16):
-                engine.backward(model(some).float().square().sum((1, 2)))
-        return engine.sample_norms, engine.clipped_sum()
-
-    norms, sums = run(x, 100.0)
-    expected_norms, expected = run(x, 0.0)
-    torch.testing.assert_close(norms, expected_norms, rtol=1e-5, atol=0.0, equal_nan=True)
-    assert_same_sums(sums, expected, 1e-5)
-    for sample in x:
-        assert total_norm(run(sample[None], 100.0)[1]) <= 0.5 * (1 + 1e-6)

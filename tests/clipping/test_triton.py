@@ -313,11 +313,10 @@ def test_squares_are_those_of_the_products_that_are_summed(
     xs = [draw(3, tokens, 328, seed=layer)[..., :200] for layer in range(2)]
     gs = [draw(3, tokens, 136, seed=10 + layer) for layer in range(2)]
     gs[0][1, 2, 3] = float("inf")
-    kept = torch.zeros(2, 3, 136, 200, device=DEVICE)
+    kept = [torch.zeros(3, 136, 200, device=DEVICE) for _ in xs]
     if transposed:
-        kept = torch.zeros(2, 3, 200, 136, device=DEVICE).mT
-    kept_biases = torch.zeros(2, 3, 136, device=DEVICE)
-    found = squares.tile_sq_norms(xs, gs, bias, kept, kept_biases if bias else None)
+        kept = [torch.zeros(3, 200, 136, device=DEVICE).mT for _ in xs]
+    found = squares.tile_sq_norms(xs, gs, bias, kept)
     again = squares.tile_sq_norms(xs, gs, bias)
     torch.testing.assert_close(found, again, rtol=0.0, atol=0.0, equal_nan=True)
     assert found.isfinite().tolist() == [[True, False, True], [True, True, True]]
@@ -331,8 +330,7 @@ def test_squares_are_those_of_the_products_that_are_summed(
         swapped = [torch.empty(200, 136, device=DEVICE) for _ in xs]
         parted.weighted_outer_sums(gs, xs, alone, swapped, False)
         for layer in range(2):
-            assert torch.equal(kept[layer, sample], sums[layer])
-            assert torch.equal(kept_biases[layer, sample], biases[layer])
+            assert torch.equal(kept[layer][sample], sums[layer])
             assert torch.equal(swapped[layer].mT, sums[layer])
             length = sums[layer].double().square().sum() + biases[layer].double().square().sum()
             assert length <= found[layer, sample] <= length * (1 + 2e-5)

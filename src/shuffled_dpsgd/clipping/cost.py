@@ -17,10 +17,9 @@ twice the price, while products this small run at four fifths of the speed of la
 On an accelerator each pair of blocks of tokens is multiplied once, Gram matrices being symmetric.
 
 On a Hopper, where `kernels/triton_squares.py` serves, tiles of many tokens run at 630 to 670
-TFLOP/s and Gram matrices at 550 to 570. There a number of a product is stored and read back in
-1.7 ps, and its square is had for nothing: the gradients of a head tied to a table are worth storing
-much earlier, for the products with the table's gradient are read off too, and so are those of other
-layers, between their norms and their sums (benchmarks/reports, GPT-2 at 8x1024).
+TFLOP/s and Gram matrices at 550 to 570. There the gradients of a head tied to a table are worth
+storing much earlier: a number is stored and read back in 1.7 ps, its square is had for nothing, and
+the products with the table's gradient are read off (benchmarks/reports, GPT-2 at 8x1024).
 """
 
 from __future__ import annotations
@@ -30,14 +29,11 @@ from typing import Protocol
 
 OPERATIONS_PER_NUMBER = 8192
 OPERATIONS_PER_NUMBER_ON_CPU = 160
-OPERATIONS_PER_KEPT_NUMBER = 1200
+OPERATIONS_PER_TIED_NUMBER = 1200
 # Stored gradients may take up to so many times the room of the inputs and gradients they replace.
 MEMORY_RATIO, MEMORY_RATIO_ON_CPU = 0.5, 2.0
 # There is only one such head in a model.
 MEMORY_RATIO_IF_TIED = 0.8
-# Products that are kept from the norms for the sums have at most so many numbers, as a share of
-# those captured by linear layers. They have twice the bytes.
-KEPT_SHARE = 1 / 16
 # What an operation for Gram matrices takes on a Hopper, in percent of one for tiles.
 GRAM_PERCENT = 115
 # Tokens of a block on an accelerator, where each pair of blocks is multiplied once.
@@ -71,7 +67,7 @@ def operations(T: int, R: int, C: int, device: str, tied: bool = False) -> tuple
     gram = T * (T + min(T, SYMMETRIC_BLOCK)) * (R + C)
     if device != "hopper":
         return gram, tiles, OPERATIONS_PER_NUMBER * R * C
-    a_number = OPERATIONS_PER_KEPT_NUMBER if tied else OPERATIONS_PER_NUMBER
+    a_number = OPERATIONS_PER_TIED_NUMBER if tied else OPERATIONS_PER_NUMBER
     return gram * GRAM_PERCENT // 100, tiles, a_number * R * C
 
 
@@ -95,11 +91,6 @@ def cheapest(T: int, R: int, C: int, device: str, tied: bool = False) -> Route:
     if stored < min(gram, tiles) and fits:
         return Route.INSTANTIATE
     return Route.GRAM if gram <= tiles else Route.TILES
-
-
-def worth_keeping(T: int, device: str) -> bool:
-    """Whether storing a product and reading it back takes less than to form it again."""
-    return device == "hopper" and 2 * T > OPERATIONS_PER_KEPT_NUMBER
 
 
 def mixed(T: int, R: int, C: int, device: str, tied: bool = False) -> Route:

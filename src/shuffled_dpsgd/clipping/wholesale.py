@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -44,45 +44,6 @@ _LINEAR_NORMS = {
 }
 
 
-class _Linear(NamedTuple):
-    """A linear layer that has its parameters to itself, and was called once."""
-
-    name: str
-    outer: OuterGrad
-    bias_name: str | None
-    bias: RowSumGrad | None
-
-    @property
-    def transposed(self) -> bool:
-        """Whether the weight's columns are the outputs.
-
-        The bias belongs to the output gradient; a transposed weight has it on the right. Without a
-        bias nothing depends on which side is called the input.
-        """
-        return self.bias is not None and self.bias.grad_BTP is self.outer.right_BTC
-
-    @property
-    def pair(self) -> tuple[Tensor, Tensor]:
-        """The inputs and the gradients of the outputs."""
-        left, right = self.outer.left_BTR, self.outer.right_BTC
-        return (left, right) if self.transposed else (right, left)
-
-    @property
-    def captured(self) -> int:
-        """Numbers captured of it."""
-        return self.outer.left_BTR.numel() + self.outer.right_BTC.numel()
-
-    @property
-    def stored(self) -> int:
-        """Numbers its per-sample gradients have."""
-        (B, _, R), C = self.outer.left_BTR.shape, self.outer.right_BTC.shape[2]
-        return B * R * C
-
-
-# Layers alike, and how their norms are found.
-_Run = tuple[cost.Route, Sequence[_Linear]]
-
-
 class Wholesale:
     """The entries of one backward, sorted by how they are settled.
 
@@ -100,12 +61,9 @@ class Wholesale:
         self._find_norm_runs = norm_runs
         self._norm_runs: Sequence[NormRun] = ()
         self._parts: list[Named] = []
-        self._linear: dict[cost.Route, list[_Linear]] = {}
-        # Linear layers by the name of their weight, whose bias is summed together with it.
-        self._by_weight: dict[str, _Linear] = {}
-        # Products kept from the norms for the sums, and the biases of such layers.
-        self._kept: dict[str, DenseGrad] = {}
-        self._kept_biases: list[tuple[Sequence[str], Tensor]] = []
+        self._linear: dict[cost.Route, list[tuple[OuterGrad, RowSumGrad | None]]] = {}
+        # The bias of a weight, both by name: they are summed together.
+        self._biases: dict[str, tuple[str, RowSumGrad]] = {}
         self._small: list[tuple[str, DenseGrad]] = []
         self._grouped: list[tuple[Group, Sequence[Entry]]] = []
         self._side_by_side_BN: Tensor | None = None
@@ -118,13 +76,13 @@ class Wholesale:
         kinds = [type(part) for _, part in parts]
         linear = alone and kinds in ([OuterGrad], [OuterGrad, RowSumGrad])
         if linear and (route := self._route(parts)) in _LINEAR_NORMS:
-            name, outer = parts[0]
-            bias_name, bias = parts[1] if len(parts) == 2 else (None, None)
+            outer, bias = parts[0][1], parts[1][1] if len(parts) == 2 else None
             assert isinstance(outer, OuterGrad)
             assert bias is None or isinstance(bias, RowSumGrad)
-            layer = self._by_weight[name] = _Linear(name, outer, bias_name, bias)
-            self._linear.setdefault(route, []).append(layer)
+            self._linear.setdefault(route, []).append((outer, bias))
             self._parts.append(parts[0])
+            if bias is not None:
+                self._biases[parts[0][0]] = (parts[1][0], bias)
         elif alone and all(_is_small(part) for _, part in parts):
             self._small += [(name, part) for name, part in parts if isinstance(part, DenseGrad)]
         else:
@@ -147,33 +105,19 @@ class Wholesale:
 
     def _linear_norms(self) -> list[Callable[[], list[Tensor]]]:
         """One launch for the linear layers of each shape."""
-        runs: list[_Run] = []
-        for route, layers in self._linear.items():
-            pairs = [layer.pair for layer in layers]
-            labels = [(layer.bias is None, layer.transposed) for layer in layers]
-            runs += [(route, [layers[i] for i in run]) for run in kernels.alike(pairs, labels)]
-        kept = _worth_keeping(runs)
         launches: list[Callable[[], list[Tensor]]] = []
-        for route, alike in runs:
-            if alike[0].name in kept:
-                launches.append(partial(self._kept_squares, alike))
-                continue
-            chosen = [layer.pair for layer in alike], [layer.bias is not None for layer in alike]
-            launches.append(partial(_LINEAR_NORMS[route], *chosen))
+        for route, layers in self._linear.items():
+            pairs, biases = [], []
+            for outer, bias in layers:
+                left, right = outer.left_BTR, outer.right_BTC
+                # The bias belongs to the output gradient; a transposed weight has it on the right.
+                swap = bias is not None and bias.grad_BTP is right
+                pairs.append((left, right) if swap else (right, left))
+                biases.append(bias is not None)
+            for run in kernels.alike(pairs, biases):
+                chosen = [pairs[i] for i in run], [biases[i] for i in run]
+                launches.append(partial(_LINEAR_NORMS[route], *chosen))
         return launches
-
-    def _kept_squares(self, layers: Sequence[_Linear]) -> list[Tensor]:
-        """The squares of layers alike; their products stay for the sums."""
-        has_bias, transposed = layers[0].bias is not None, layers[0].transposed
-        pairs = [layer.pair for layer in layers]
-        squares_B, weights_LBPD, biases_LBP = kernels.kept_products(pairs, has_bias, transposed)
-        weights = weights_LBPD.mT if transposed else weights_LBPD
-        for layer, grads in zip(layers, weights, strict=True):
-            self._kept[layer.name] = DenseGrad(grads_BS=grads)
-        if biases_LBP is not None:
-            names = [layer.bias_name for layer in layers if layer.bias_name is not None]
-            self._kept_biases.append((names, biases_LBP))
-        return [squares_B]
 
     def _group_square(self, group: Group, entries: Sequence[Entry]) -> list[Tensor]:
         return [group.sq_norms(entries, self._choose)]
@@ -194,12 +138,10 @@ class Wholesale:
 
         Sums that are `new` hold nothing yet, not even zeros.
         """
-        parts = [(name, self._kept.get(name, part)) for name, part in self._parts]
-        rounds = list(_rounds(parts, OuterGrad))
-        written = {name for name, _ in rounds[0]} if rounds else set()
-        linear = [self._by_weight[name] for name in written if name in self._by_weight]
-        written |= {layer.bias_name for layer in linear if layer.bias_name is not None}
-        stored = _large_stored(parts, written)
+        rounds = list(_rounds(self._parts, OuterGrad))
+        matrices = {name for name, _ in rounds[0]} if rounds else set()
+        written = matrices | {bias for bias, _ in self._biases.values()}
+        stored = _large_stored(self._parts, written)
         written |= stored.keys()
         if new:
             # Matrices and their biases are written rather than filled with zeros and added to, and
@@ -210,7 +152,7 @@ class Wholesale:
         launches = self._matrix_sums(rounds[:1], factors_B, sums, new)
         launches += [partial(_add_stored, stored, factors_B, sums, new)] if stored else []
         lanes = [launches[first::LINEAR_LANES] for first in range(LINEAR_LANES)]
-        apart = [named for named in parts if named[0] not in written]
+        apart = [named for named in self._parts if named[0] not in written]
         side_by_side(
             lanes[0],
             [
@@ -223,7 +165,7 @@ class Wholesale:
             launch()
         # The rest of what a matrix gets, such as the rows of a table that is also a head.
         taken = {id(part) for part in stored.values()}
-        rest = [(name, part) for name, part in parts if name in written]
+        rest = [(name, part) for name, part in self._parts if name in written]
         _add_others([named for named in rest if id(named[1]) not in taken], factors_B, sums)
 
     def _matrix_sums(
@@ -255,10 +197,7 @@ class Wholesale:
     def _add_norms_and_small(self, factors_B: Tensor, sums: dict[str, Tensor]) -> None:
         """Add what belongs to groups of its own, which nothing else adds to."""
         for slots, sums_LBCD in self._norm_runs:
-            both = [slot.names[key] for slot in slots for key in ("weight", "bias")]
-            _add_run(both, sums_LBCD, factors_B, sums)
-        for names, sums_LBP in self._kept_biases:
-            _add_run(names, sums_LBP.unsqueeze(2), factors_B, sums)
+            _add_norm_run(slots, sums_LBCD, factors_B, sums)
         if self._side_by_side_BN is not None:
             total_N = kernels.weighted_row_sum(self._side_by_side_BN.unsqueeze(1), factors_B)
             self._add_small(total_N, sums)
@@ -266,32 +205,23 @@ class Wholesale:
     def _linear_sum(
         self, name: str, part: OuterGrad, sums: dict[str, Tensor]
     ) -> tuple[tuple[Tensor, Tensor], Tensor, Tensor | None]:
-        """A pair (x, g), where its weighted g^T x goes, and where its weighted g goes, if any."""
-        out = _matrix(sums[name], part.left_BTR.shape[2])
-        layer = self._by_weight.get(name)
-        if layer is None or layer.bias_name is None:
-            return (part.right_BTC, part.left_BTR), out, None
-        return layer.pair, out.mT if layer.transposed else out, _vector(sums[layer.bias_name])
+        """A pair (x, g), where its weighted g^T x goes, and where its weighted g goes, if anywhere.
+
+        The bias belongs to g, which a transposed weight has on the right.
+        """
+        left, right = part.left_BTR, part.right_BTC
+        out = _matrix(sums[name], left.shape[2])
+        if name not in self._biases:
+            return (right, left), out, None
+        bias_name, bias = self._biases[name]
+        if bias.grad_BTP is right:
+            return (left, right), out.mT, _vector(sums[bias_name])
+        return (right, left), out, _vector(sums[bias_name])
 
     def _add_small(self, total_N: Tensor, sums: dict[str, Tensor]) -> None:
         targets = [_vector(sums[name]) for name, _ in self._small]
         sizes = [target.numel() for target in targets]
         torch._foreach_add_(targets, list(total_N.split(sizes)))
-
-
-def _worth_keeping(runs: Sequence[_Run]) -> set[str]:
-    """The weights whose products are kept: as many as there is room for, small ones first."""
-    room = cost.KEPT_SHARE * sum(layer.captured for _, layers in runs for layer in layers)
-    found: set[str] = set()
-    for route, layers in sorted(runs, key=lambda run: sum(layer.stored for layer in run[1])):
-        B, T, _ = layers[0].outer.left_BTR.shape
-        large = layers[0].stored > _SMALL * B
-        device = kernels.kind_of(layers[0].outer.left_BTR)
-        if route is cost.Route.TILES and large and cost.worth_keeping(T, device):
-            room -= sum(layer.stored for layer in layers)
-            if room >= 0:
-                found |= {layer.name for layer in layers}
-    return found
 
 
 def _rounds(parts: Iterable[Named], kind: type[Kind]) -> Iterator[list[tuple[str, Kind]]]:
@@ -345,12 +275,12 @@ def _add_others(parts: Sequence[Named], factors_B: Tensor, sums: dict[str, Tenso
             part.weighted_sum(factors_B, sums[name].shape, sums[name])
 
 
-def _add_run(
-    names: Sequence[str], sums_LBCD: Tensor, factors_B: Tensor, sums: dict[str, Tensor]
+def _add_norm_run(
+    slots: Sequence[Slot], sums_LBCD: Tensor, factors_B: Tensor, sums: dict[str, Tensor]
 ) -> None:
-    """Add up small per-sample gradients of layers alike, C parameters each."""
     factors_B11 = factors_B[:, None, None]
     total_LCD = torch.where(factors_B11 == 0, 0.0, sums_LBCD * factors_B11).sum(1)
+    names = [slot.names[key] for slot in slots for key in ("weight", "bias")]
     torch._foreach_add_([_vector(sums[name]) for name in names], total_LCD.flatten(0, 1).unbind())
 
 

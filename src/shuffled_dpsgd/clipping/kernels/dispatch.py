@@ -15,7 +15,6 @@ import importlib.util
 import os
 from collections.abc import Sequence
 from types import ModuleType
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -155,43 +154,10 @@ def stored_products(left_BTR: Tensor, right_BTC: Tensor) -> tuple[Tensor, Tensor
         squares = triton("squares")
         if squares.fills_gpu(left_BTR.shape[1], R, C):
             stored = torch.empty(B, R, C, dtype=torch.float32, device=left_BTR.device)
-            norms_LB = squares.tile_sq_norms([right_BTC], [left_BTR], False, stored.unsqueeze(0))
+            norms_LB = squares.tile_sq_norms([right_BTC], [left_BTR], False, [stored])
             return stored, norms_LB[0]
     stored = plain.outer_products(left_BTR, right_BTC)
     return stored, row_sq_norms(stored.flatten(1))
-
-
-class Kept(NamedTuple):
-    """Per-sample gradients of L layers alike: their squares, of all layers together, and they."""
-
-    squares_B: Tensor
-    weights_LBPD: Tensor
-    biases_LBP: Tensor | None
-
-
-def kept_products(pairs: Sequence[tuple[Tensor, Tensor]], bias: bool, transposed: bool) -> Kept:
-    """Every sample's g^T x of layers that are `alike`, and with `bias` its sum of g.
-
-    With `transposed`, the products lie in memory the other way round.
-    """
-    xs, gs = zip(*pairs, strict=True)
-    (B, _, D), P, L = xs[0].shape, gs[0].shape[2], len(pairs)
-    like = {"dtype": plain.accumulator_dtype(xs[0], gs[0]), "device": xs[0].device}
-    shape = (L, B, D, P) if transposed else (L, B, P, D)
-    weights = torch.empty(shape, **like)
-    weights_LBPD = weights.mT if transposed else weights
-    biases_LBP = torch.empty(L, B, P, **like) if bias else None
-    if fits_triton_linear(xs[0], gs[0]) and serves_gluon(xs[0].device):
-        norms_LB = triton("squares").tile_sq_norms(xs, gs, bias, weights_LBPD, biases_LBP)
-        return Kept(norms_LB.sum(0), weights_LBPD, biases_LBP)
-    for x, g, out in zip(xs, gs, weights_LBPD, strict=True):
-        out.copy_(plain.outer_products(g, x))
-    squares = [row_sq_norms(layer.flatten(1)) for layer in weights]
-    if biases_LBP is not None:
-        for g, out in zip(gs, biases_LBP, strict=True):
-            torch.sum(g, 1, dtype=out.dtype, out=out)
-        squares += [row_sq_norms(layer) for layer in biases_LBP]
-    return Kept(torch.stack(squares).sum(0), weights_LBPD, biases_LBP)
 
 
 def add_weighted_outer_sums(

@@ -80,7 +80,7 @@ def square(  # type: ignore[no-untyped-def]
 
     ONE says that a sample is one segment, whose products are the sample's.
     """
-    squares, squares_batch, kept, kept_batch, kept_bias = todo
+    squares, squares_batch, kept, kept_batch = todo
     B, segments, D, P, p, d = geometry
     part, part_1 = zeros(COLUMNS)
     stage = 0
@@ -113,10 +113,6 @@ def square(  # type: ignore[no-untyped-def]
         if KEEP:
             out = kept + gl.cast(b, gl.int64) * kept_batch
             keep(out, whole, p + GROUP * ROWS, d, P, D, ROW, COL)
-            if BIAS:
-                # All columns are the same; a matrix of one column takes the first.
-                out = kept_bias + gl.cast(b, gl.int64) * P
-                keep(out, whole_1, p + GROUP * ROWS, 0, P, 1, 1, 1)
 
 
 @gluon.jit
@@ -143,29 +139,27 @@ def run_groups(  # type: ignore[no-untyped-def]
 
 @gluon.jit(do_not_specialize=["B"])
 def square_kernel(  # type: ignore[no-untyped-def]
-    x_table, g_table, kept_LBPD, kept_LBP, squares_LBN, B, T, D, P, x_batch, x_row, g_batch, g_row,
-    kept_layer, kept_batch, segments, ROW: gl.constexpr, COL: gl.constexpr, SEGMENT: gl.constexpr,
+    x_table, g_table, kept_table, squares_LBN, B, T, D, P, x_batch, x_row, g_batch, g_row,
+    kept_batch, segments, ROW: gl.constexpr, COL: gl.constexpr, SEGMENT: gl.constexpr,
     FULL: gl.constexpr, TAIL: gl.constexpr, GROUPS: gl.constexpr, COLUMNS: gl.constexpr,
     STAGES: gl.constexpr, HAS_FEW: gl.constexpr, BIAS: gl.constexpr, ONE: gl.constexpr,
     KEEP: gl.constexpr, ELEMENT: gl.constexpr,
 ):  # fmt: skip
     """The squares of one block of every sample's g^T x in one layer.
 
-    With BIAS, blocks of the first columns also square, and with KEEP store, their rows of
-    sum_t g_t.
+    With BIAS, blocks of the first columns also square their rows of sum_t g_t.
     """
     layer = gl.program_id(1)
     p, d = block_at(gl.program_id(0), D, GROUPS, COLUMNS)
     x = tensor_of(x_table, layer, ELEMENT)
     g = tensor_of(g_table, layer, ELEMENT)
-    kept = kept_LBPD + layer.to(gl.int64) * kept_layer
-    kept_bias = kept_LBP + layer.to(gl.int64) * B * P
+    kept = tensor_of(kept_table, layer, gl.float32)
     squares_batch = gl.num_programs(0) * LEFT
     squares = squares_LBN + layer.to(gl.int64) * B * squares_batch + gl.program_id(0) * LEFT
     rings = buffers(GROUPS, COLUMNS, STAGES, HAS_FEW, BIAS, ELEMENT)
     source = (x, g, T, x_batch, x_row, g_batch, g_row)
     geometry = (B, segments, D, P, p, d)
-    todo = (squares, squares_batch, kept, kept_batch, kept_bias)
+    todo = (squares, squares_batch, kept, kept_batch)
     # Two kinds of blocks rather than one that asks at every product what to do.
     if BIAS and d == 0:
         run_groups(
@@ -194,30 +188,24 @@ def fills_gpu(tokens: int, rows: int, columns: int) -> bool:
 
 
 def tile_sq_norms(
-    xs: Sequence[Tensor],
-    gs: Sequence[Tensor],
-    bias: bool,
-    keep_LBPD: Tensor | None = None,
-    keep_LBP: Tensor | None = None,
+    xs: Sequence[Tensor], gs: Sequence[Tensor], bias: bool, keep: Sequence[Tensor] = ()
 ) -> Tensor:
     """`plain.tile_sq_norms` of L layers of one shape, (L, B).
 
-    The products are left in `keep_LBPD`, if given, and with `bias` the sums of g in `keep_LBP`.
-    Both are float32; the latter is contiguous, the former may be the transpose of what is.
+    The products are left in `keep`, if given: float32, (B, P, D), or transposed views of such.
     """
     (B, T, D), P, L = xs[0].shape, gs[0].shape[2], len(xs)
     x, g = xs[0], gs[0]
-    table = address_table((xs, gs), x.device)
+    table = address_table((xs, gs, keep or xs), x.device)
     triton.set_allocator(scratch)
     block = block_for(T, D)
     cut, blocks = block.of(T), block.number(P, D)
     squares = torch.empty(L, B, blocks * LEFT.value, dtype=torch.float32, device=x.device)
-    layer, batch, row, col = (0, 0, 0, 0) if keep_LBPD is None else keep_LBPD.stride()
+    batch, row, col = keep[0].stride() if keep else (0, 0, 0)
     square_kernel[(blocks, L)](
-        table[0], table[1], squares if keep_LBPD is None else keep_LBPD,
-        squares if keep_LBP is None else keep_LBP, squares, B, T, D, P,
-        x.stride(0), x.stride(1), g.stride(0), g.stride(1), layer, batch, ROW=row, COL=col,
-        **cut, BIAS=bias, ONE=cut["segments"] == 1, KEEP=keep_LBPD is not None,
+        table[0], table[1], table[2], squares, B, T, D, P,
+        x.stride(0), x.stride(1), g.stride(0), g.stride(1), batch, ROW=row, COL=col,
+        **cut, BIAS=bias, ONE=cut["segments"] == 1, KEEP=len(keep) > 0,
         ELEMENT=ELEMENT[x.dtype], num_warps=4,
     )  # fmt: skip
     return squares.sum(2).mul_(1.0 + ROUNDING)

@@ -23,8 +23,9 @@ from unittest import mock
 import torch
 
 from benchmarks.results import environment
-from shuffled_dpsgd.permutation import Permutation, PermutationSpec, apply, discover, draw, fused
-from shuffled_dpsgd.permutation.apply import gather_
+from shuffled_dpsgd.permutation import Permutation, PermutationSpec, apply, discover, draw
+from shuffled_dpsgd.permutation.move import fused
+from shuffled_dpsgd.permutation.move.application import gather_
 from shuffled_dpsgd_experiments.models import build_model
 
 MODELS = ("vit-base", "bert-base", "gpt2", "gpt2-large")

@@ -12,7 +12,7 @@ from scipy.optimize import linear_sum_assignment
 from shuffled_dpsgd.auditing.alignment import realign
 from shuffled_dpsgd.auditing.matching import assign, match_rows
 from shuffled_dpsgd.permutation import apply_to_tensors, discover, draw
-from shuffled_dpsgd_experiments.tasks.models import build_preset
+from shuffled_dpsgd.tasks.models import build_preset
 
 PRESETS = {"vit-digits": 10, "bert-tiny": 3, "gpt2-tiny": None}
 

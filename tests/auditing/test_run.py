@@ -26,9 +26,9 @@ from shuffled_dpsgd.auditing.run import (
     step_claims,
 )
 from shuffled_dpsgd.errors import InvalidArgumentError
+from shuffled_dpsgd.tasks.classification import classification_task
+from shuffled_dpsgd.tasks.models import build_preset
 from shuffled_dpsgd.training import make_private
-from shuffled_dpsgd_experiments.tasks.classification import classification_task
-from shuffled_dpsgd_experiments.tasks.models import build_preset
 
 
 def data(size: int = 300) -> TensorDataset:

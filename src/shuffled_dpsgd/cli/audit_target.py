@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from shuffled_dpsgd.auditing.checks import CheckReport
     from shuffled_dpsgd.auditing.run import Target
     from shuffled_dpsgd.auditing.sensitivity import Records
+    from shuffled_dpsgd.tasks.config import RunConfig
     from shuffled_dpsgd.training.private import PrivateTraining
-    from shuffled_dpsgd_experiments.tasks.config import RunConfig
 
 
 def chosen_config(
@@ -24,8 +24,8 @@ def chosen_config(
 
     A given ε takes the place of the file's noise multiplier, and the other way round.
     """
-    from shuffled_dpsgd_experiments.tasks import digits
-    from shuffled_dpsgd_experiments.tasks.config import load_config, parse_config
+    from shuffled_dpsgd.tasks import digits
+    from shuffled_dpsgd.tasks.config import load_config, parse_config
 
     raw: dict[str, Any] = (digits.default_config() if path is None else load_config(path)).to_json()
     given = {key: value for key, value in privacy.items() if value is not None}
@@ -42,8 +42,8 @@ def chosen_config(
 def build_target(config: RunConfig) -> Target:
     """Fresh runs of the configured task; every start builds the model anew from its seed."""
     from shuffled_dpsgd.auditing.run import Target
-    from shuffled_dpsgd_experiments.tasks.privacy import start_private
-    from shuffled_dpsgd_experiments.tasks.registry import build_task
+    from shuffled_dpsgd.tasks.privacy import start_private
+    from shuffled_dpsgd.tasks.registry import build_task
 
     task = build_task(config)
 
@@ -97,10 +97,10 @@ def _task_records(path: Path | None, count: int) -> tuple[nn.Module, Records, st
     """The configured task's model and its first records."""
     from shuffled_dpsgd.auditing.sensitivity import Records
     from shuffled_dpsgd.errors import InvalidArgumentError
-    from shuffled_dpsgd_experiments.tasks import digits
-    from shuffled_dpsgd_experiments.tasks.config import load_config
-    from shuffled_dpsgd_experiments.tasks.privacy import chosen_device
-    from shuffled_dpsgd_experiments.tasks.registry import build_task
+    from shuffled_dpsgd.tasks import digits
+    from shuffled_dpsgd.tasks.config import load_config
+    from shuffled_dpsgd.tasks.privacy import chosen_device
+    from shuffled_dpsgd.tasks.registry import build_task
 
     config = digits.default_config() if path is None else load_config(path)
     task = build_task(config)
@@ -119,7 +119,7 @@ def _random_records(name: str, count: int) -> tuple[nn.Module, Records, str]:
 
     from shuffled_dpsgd.auditing.sensitivity import Records
     from shuffled_dpsgd.integrations.per_sample_loss import per_sample_losses
-    from shuffled_dpsgd_experiments.tasks.models import PRESETS, build_preset
+    from shuffled_dpsgd.tasks.models import PRESETS, build_preset
 
     generates = name in PRESETS and PRESETS[name].head == "causal-lm"
     model: Any = build_preset(name, num_labels=None if generates else 10)

@@ -11,14 +11,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from shuffled_dpsgd.clipping import cost, factors, sites
-from shuffled_dpsgd.clipping.batch import Batch, Entry, Phase
-from shuffled_dpsgd.clipping.batch_axis import BatchAxisCheck
-from shuffled_dpsgd.clipping.grad_watch import GradWatch
-from shuffled_dpsgd.clipping.groups import group_slots
-from shuffled_dpsgd.clipping.half import HalfCopies
-from shuffled_dpsgd.clipping.inputs import find_batch
-from shuffled_dpsgd.clipping.loss_rows import (
+from shuffled_dpsgd.clipping import build
+from shuffled_dpsgd.clipping.capture.batch import Batch, Entry, Phase
+from shuffled_dpsgd.clipping.capture.batch_size import find_batch
+from shuffled_dpsgd.clipping.capture.recorder import Recorder
+from shuffled_dpsgd.clipping.capture.slot import can_listen
+from shuffled_dpsgd.clipping.capture.taps import signature_of
+from shuffled_dpsgd.clipping.checks import refusals
+from shuffled_dpsgd.clipping.checks.batch_axis import BatchAxisCheck
+from shuffled_dpsgd.clipping.checks.loss_independence import (
     LossCheck,
     are_uneven,
     mean_of_uneven,
@@ -26,18 +27,20 @@ from shuffled_dpsgd.clipping.loss_rows import (
     refuse_gradients,
     refuse_uneven_gradients,
 )
+from shuffled_dpsgd.clipping.checks.stray_gradients import GradWatch
+from shuffled_dpsgd.clipping.contributions import cost
 from shuffled_dpsgd.clipping.plan import Plan, describe
-from shuffled_dpsgd.clipping.recorder import Recorder
-from shuffled_dpsgd.clipping.rules.base import can_listen
-from shuffled_dpsgd.clipping.schedules import (
+from shuffled_dpsgd.clipping.rules.half_copies import HalfCopies
+from shuffled_dpsgd.clipping.settle import clip_functions
+from shuffled_dpsgd.clipping.settle.schedules import (
     ClippingRule,
     GroupByGroup,
     Schedule,
     TwoPasses,
     WholeGradient,
 )
-from shuffled_dpsgd.clipping.taps import signature_of
-from shuffled_dpsgd.clipping.totals import Totals
+from shuffled_dpsgd.clipping.settle.shared_parameters import group_slots
+from shuffled_dpsgd.clipping.settle.totals import Totals
 from shuffled_dpsgd.errors import InvalidArgumentError
 
 
@@ -76,7 +79,7 @@ class ClippingEngine:
         strategy: str = "bookkeeping",
         loss_reduction: str = "sum",
     ) -> None:
-        _require_choice("clip", clip, factors.CLIP_FUNCTIONS)
+        _require_choice("clip", clip, clip_functions.CLIP_FUNCTIONS)
         _require_choice("strategy", strategy, cost.STRATEGIES)
         _require_choice("loss_reduction", loss_reduction, ("sum", "mean"))
         self.model = model
@@ -86,18 +89,18 @@ class ClippingEngine:
         self.loss_reduction = loss_reduction
         self._parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
         self._frozen = {n: p for n, p in model.named_parameters() if not p.requires_grad}
-        sites.refuse_unfit(self._parameters)
-        self._structure = sites.Structure(model)
+        refusals.refuse_unfit(self._parameters)
+        self._structure = build.Structure(model)
         self._recorder = Recorder(receive=self._receive, finish=self._finish)
-        self._batch_norms = sites.batch_norms(model)
-        sites.refuse_batch_statistics(self._batch_norms)
-        self._slots = sites.build_slots(model, self._recorder)
+        self._batch_norms = refusals.batch_norms(model)
+        refusals.refuse_batch_statistics(self._batch_norms)
+        self._slots = build.build_slots(model, self._recorder)
         self._recorder.slots = self._slots
         shapes = {name: p.shape for name, p in self._parameters.items()}
         self._rule = ClippingRule(
             groups=group_slots(self._slots, shapes),
             choose=cost.STRATEGIES[strategy],
-            clip=factors.CLIP_FUNCTIONS[clip],
+            clip=clip_functions.CLIP_FUNCTIONS[clip],
             clip_norm=self.clip_norm,
             per_group=clip == "per-layer",
             totals=Totals(self._parameters),
@@ -108,17 +111,17 @@ class ClippingEngine:
         self._axis_check = BatchAxisCheck(model, self._slots)
         self._loss_check = LossCheck()
         self._watch = GradWatch(self._parameters)
-        self._patches = sites.patches(self._slots)
+        self._patches = build.patches(self._slots)
         self._hooks: list[RemovableHandle] = []
         self._was_entered = False
 
     def __enter__(self) -> Self:
         if self._hooks:
             raise InvalidArgumentError("engine", expected="one `with` at a time", got="a second")
-        sites.refuse_batch_statistics(self._batch_norms)
-        sites.refuse_thawed(self._frozen)
+        refusals.refuse_batch_statistics(self._batch_norms)
+        refusals.refuse_thawed(self._frozen)
         self._structure.refuse_changes()
-        sites.refuse_replaced(self._slots)
+        refusals.refuse_replaced(self._slots)
         self._patch()
         begin = self.model.register_forward_pre_hook(self._begin, prepend=True, with_kwargs=True)
         self._hooks = [begin, self.model.register_forward_hook(self._end, with_kwargs=True)]
@@ -338,7 +341,7 @@ class ClippingEngine:
         self._recorder.axis_checked = True
         if [slot.folded for slot in self._slots] != folded:
             # Not otherwise: a compiled model would take new forwards for other ones.
-            self._patches = sites.patches(self._slots)
+            self._patches = build.patches(self._slots)
             if self._hooks:
                 self._patch()
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from shuffled_dpsgd.clipping import cost
-from shuffled_dpsgd.clipping.groups import Group
-from shuffled_dpsgd.clipping.rules.base import Slot
+from shuffled_dpsgd.clipping.capture.slot import Slot
+from shuffled_dpsgd.clipping.contributions import cost
+from shuffled_dpsgd.clipping.settle.shared_parameters import Group
 
 
 @dataclass(frozen=True, kw_only=True)

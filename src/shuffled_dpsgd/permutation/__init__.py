@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from shuffled_dpsgd.permutation.apply import apply, apply_to_tensors
-from shuffled_dpsgd.permutation.discover import discover
-from shuffled_dpsgd.permutation.draw import Permutation, draw, from_groups, identity
+from shuffled_dpsgd.permutation.discovery import discover
+from shuffled_dpsgd.permutation.move.application import apply, apply_to_tensors
+from shuffled_dpsgd.permutation.move.drawing import Permutation, draw, from_groups, identity
 from shuffled_dpsgd.permutation.spec import (
     AxisLayout,
     Block,
@@ -14,7 +14,7 @@ from shuffled_dpsgd.permutation.spec import (
     PermutationSpec,
     Scope,
 )
-from shuffled_dpsgd.permutation.verify import Verification, verify
+from shuffled_dpsgd.permutation.verification import Verification, verify
 
 __all__ = [
     "AxisLayout",

@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
+from shuffled_dpsgd.clipping.capture.slot import Slot
 from shuffled_dpsgd.clipping.rules.attention import MultiheadAttentionSlot
-from shuffled_dpsgd.clipping.rules.base import Slot
 from shuffled_dpsgd.clipping.rules.conv import ConvSlot
 from shuffled_dpsgd.clipping.rules.embedding import EmbeddingSlot, ScaledEmbeddingSlot
 from shuffled_dpsgd.clipping.rules.linear import Conv1DSlot, LinearSlot

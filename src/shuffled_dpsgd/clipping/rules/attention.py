@@ -13,19 +13,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shuffled_dpsgd.clipping import cost, kernels
-from shuffled_dpsgd.clipping.captures import (
+from shuffled_dpsgd.clipping import kernels
+from shuffled_dpsgd.clipping.capture.slot import Saved, Slot, batch_of, no_view, recorder_of
+from shuffled_dpsgd.clipping.contributions import cost
+from shuffled_dpsgd.clipping.contributions.kinds import (
     Contribution,
     DenseGrad,
     OuterGrad,
     RowSumGrad,
     stored_outer,
 )
-from shuffled_dpsgd.clipping.rules.base import Saved, Slot, batch_of, no_view, recorder_of
 from shuffled_dpsgd.errors import UnsupportedModuleError
 
 if TYPE_CHECKING:
-    from shuffled_dpsgd.clipping.batch import Batch
+    from shuffled_dpsgd.clipping.capture.batch import Batch
 
 # The projections an entry can come from: all three of the packed weight, one third of it, or out.
 PACKED, QUERY, KEY, VALUE, OUT = range(5)

@@ -21,9 +21,9 @@ from shuffled_dpsgd.clipping.rules.generic import (
     FAILURES,
     CopiesSlot,
     all_agree,
-    in_eval_mode,
 )
 from shuffled_dpsgd.clipping.rules.mapping import at_once
+from shuffled_dpsgd.clipping.rules.trial_runs import in_eval_mode
 from shuffled_dpsgd.errors import UnsupportedModuleError
 
 KNOWN = frozenset(

@@ -12,13 +12,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shuffled_dpsgd.clipping import cost, kernels
-from shuffled_dpsgd.clipping.captures import Contribution, DenseGrad, OuterGrad, RowSumGrad
+from shuffled_dpsgd.clipping import kernels
+from shuffled_dpsgd.clipping.capture.slot import Saved, Slot, batch_of, recorder_of
+from shuffled_dpsgd.clipping.contributions import cost
+from shuffled_dpsgd.clipping.contributions.kinds import (
+    Contribution,
+    DenseGrad,
+    OuterGrad,
+    RowSumGrad,
+)
 from shuffled_dpsgd.clipping.kernels.plain import widen
-from shuffled_dpsgd.clipping.rules.base import Saved, Slot, batch_of, recorder_of
 
 if TYPE_CHECKING:
-    from shuffled_dpsgd.clipping.batch import Batch
+    from shuffled_dpsgd.clipping.capture.batch import Batch
 
 
 class ConvFunction(torch.autograd.Function):

@@ -13,12 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from shuffled_dpsgd.clipping.captures import Contribution, RowsGrad
-from shuffled_dpsgd.clipping.rules.base import Saved, Slot, batch_of, recorder_of
+from shuffled_dpsgd.clipping.capture.slot import Saved, Slot, batch_of, recorder_of
+from shuffled_dpsgd.clipping.contributions.kinds import Contribution, RowsGrad
 from shuffled_dpsgd.errors import UnsupportedModuleError
 
 if TYPE_CHECKING:
-    from shuffled_dpsgd.clipping.batch import Batch
+    from shuffled_dpsgd.clipping.capture.batch import Batch
 
 
 class EmbeddingFunction(torch.autograd.Function):

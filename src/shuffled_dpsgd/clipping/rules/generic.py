@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -18,14 +17,15 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from shuffled_dpsgd.clipping.captures import Contribution, DenseGrad
-from shuffled_dpsgd.clipping.rules.base import Saved, Slot, batch_of, recorder_of
+from shuffled_dpsgd.clipping.capture.slot import Saved, Slot, batch_of, recorder_of
+from shuffled_dpsgd.clipping.contributions.kinds import Contribution, DenseGrad
 from shuffled_dpsgd.clipping.rules.gradient_sums import add_up, as_it_is, gradients
 from shuffled_dpsgd.clipping.rules.mapping import Bare, Outputs, at_once, batch_axes, one_by_one
+from shuffled_dpsgd.clipping.rules.trial_runs import buffers_kept, in_eval_mode
 from shuffled_dpsgd.errors import UnsupportedModuleError
 
 if TYPE_CHECKING:
-    from shuffled_dpsgd.clipping.batch import Batch
+    from shuffled_dpsgd.clipping.capture.batch import Batch
 
 _TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3}
 _HALF_TOLERANCE = 5e-2
@@ -92,60 +92,6 @@ class CopiesSlot(Slot):
     def contributions(self, saved: Saved) -> Iterator[tuple[str, Contribution]]:
         part, grads_BS = saved
         yield self.names[self.keys[part]], DenseGrad(grads_BS=grads_BS)
-
-
-@contextmanager
-def in_eval_mode(module: nn.Module) -> Iterator[None]:
-    """Run without gradients, dropout or warnings; every training flag is put back.
-
-    For checks beforehand: the forward proper follows and will give any warning there is to give.
-    """
-    modes = [(child, child.training) for child in module.modules()]
-    module.eval()
-    try:
-        with torch.no_grad(), without_fast_attention(), warnings.catch_warnings(action="ignore"):
-            yield
-    finally:
-        for child, mode in modes:
-            child.training = mode
-
-
-@contextmanager
-def without_fast_attention() -> Iterator[None]:
-    """Have PyTorch's encoders call their layers, as in training, also where nothing is trained.
-
-    Their shortcut for inference packs a padded batch into a nested tensor, which has no shape.
-    """
-    before = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(before)
-
-
-@contextmanager
-def buffers_kept(module: nn.Module) -> Iterator[Callable[[], bool]]:
-    """Put back buffers that are changed or replaced meanwhile; gives a way to ask for any."""
-    before = {
-        name: (buffer, buffer._version, buffer.clone()) for name, buffer in module.named_buffers()
-    }
-
-    def have_changed() -> bool:
-        found = dict(module.named_buffers())
-        return any(
-            found.get(name) is not buffer or buffer._version != version
-            for name, (buffer, version, _) in before.items()
-        )
-
-    try:
-        yield have_changed
-    finally:
-        if have_changed():
-            with torch.no_grad():
-                for name, (buffer, _, value) in before.items():
-                    owner, _, own_name = name.rpartition(".")
-                    setattr(module.get_submodule(owner), own_name, buffer.copy_(value))
 
 
 class GenericSlot(CopiesSlot):

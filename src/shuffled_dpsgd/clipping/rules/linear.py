@@ -12,16 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shuffled_dpsgd.clipping import cost, kernels
-from shuffled_dpsgd.clipping.captures import (
-    Contribution,
-    DenseGrad,
-    OuterGrad,
-    RowSumGrad,
-    positions,
-    stored_outer,
-)
-from shuffled_dpsgd.clipping.rules.base import (
+from shuffled_dpsgd.clipping import kernels
+from shuffled_dpsgd.clipping.capture.slot import (
     Saved,
     Slot,
     batch_of,
@@ -29,9 +21,18 @@ from shuffled_dpsgd.clipping.rules.base import (
     no_view,
     recorder_of,
 )
+from shuffled_dpsgd.clipping.contributions import cost
+from shuffled_dpsgd.clipping.contributions.kinds import (
+    Contribution,
+    DenseGrad,
+    OuterGrad,
+    RowSumGrad,
+    positions,
+    stored_outer,
+)
 
 if TYPE_CHECKING:
-    from shuffled_dpsgd.clipping.batch import Batch
+    from shuffled_dpsgd.clipping.capture.batch import Batch
 
 
 _ROW_BLOCK = 128

@@ -16,7 +16,7 @@ from torch.func import functional_call, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from shuffled_dpsgd.clipping.rules.base import Slot, unfolded
+from shuffled_dpsgd.clipping.capture.slot import Slot, unfolded
 from shuffled_dpsgd.clipping.rules.embedding import OwnLookups
 from shuffled_dpsgd.errors import UnsupportedModuleError
 

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -16,39 +15,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shuffled_dpsgd.clipping import kernels
-from shuffled_dpsgd.clipping.captures import Contribution, DenseGrad
+from shuffled_dpsgd.clipping.capture.slot import Saved, Slot, batch_of, can_listen, recorder_of
+from shuffled_dpsgd.clipping.contributions.kinds import Contribution, DenseGrad
+from shuffled_dpsgd.clipping.contributions.norm_sums import Unsummed, settle
 from shuffled_dpsgd.clipping.kernels import plain
-from shuffled_dpsgd.clipping.rules.base import Saved, Slot, batch_of, can_listen, recorder_of
 
 if TYPE_CHECKING:
-    from shuffled_dpsgd.clipping.batch import Batch
-
-
-@dataclass(slots=True, eq=False, kw_only=True)
-class Unsummed:
-    """Input and output gradient of a norm over the last axis whose sums are still to be made."""
-
-    x_BTD: Tensor
-    g_BTD: Tensor
-    eps: float
-
-    @property
-    def nbytes(self) -> int:
-        """Memory held until the sums are made."""
-        return self.x_BTD.nbytes + self.g_BTD.nbytes
-
-
-def settle(pending: Sequence[Unsummed]) -> list[tuple[list[int], Tensor]]:
-    """Per-sample gradients of layer norms, those of one shape in one go.
-
-    Each result names the positions in `pending` it is of and holds their (L, B, 2, D) gradients,
-    the weight's before the bias's.
-    """
-    return kernels.norm_sum_runs(
-        [(part.x_BTD, part.g_BTD) for part in pending],
-        [part.eps for part in pending],
-        [True] * len(pending),
-    )
+    from shuffled_dpsgd.clipping.capture.batch import Batch
 
 
 class NormSlot(Slot):

@@ -1,0 +1,317 @@
+"""Book-keeping during a backward: who records, when the backward is over, what must not happen.
+
+The recorder is what slots see of the engine. It opens a `Batch` when the model is called, passes
+on the entries of that batch as its backward runs, and asks autograd to call back at the end.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shuffled_dpsgd.clipping.capture.batch import Batch, Entry, Late, Phase
+from shuffled_dpsgd.clipping.capture.operator import add_sink, record
+from shuffled_dpsgd.clipping.capture.slot import Saved, Slot
+from shuffled_dpsgd.clipping.capture.taps import Signature, Taps, key_of, make_taps
+from shuffled_dpsgd.errors import UnsupportedModuleError
+
+
+class Recorder:
+    """Passes entries on under the batch whose backward runs.
+
+    `receive(batch, entry)` is called for every recorded call, `finish(batch)` once after the
+    outermost backward. `batch` is the batch of the forward now running, else None. With
+    `may_tap`, the captures of a compiled backward may all come at its end.
+    """
+
+    def __init__(
+        self, *, receive: Callable[[Batch, Entry], None], finish: Callable[[Batch], None]
+    ) -> None:
+        self.receive = receive
+        self.finish = finish
+        self.batch: Batch | None = None
+        self.latest: Batch | None = None
+        self.slots: list[Slot] = []
+        self.axis_checked = False
+        # While a gradient is only looked at, nothing is recorded.
+        self.muted = False
+        self.may_tap = False
+        # The latest input of a linear layer in a traced forward, and the layer that records it.
+        self._input: Tensor | None = None
+        self._input_owner = 0
+        self.tap = torch.zeros((), requires_grad=True)
+        self._taps: Taps | None = None
+        # Those of the taps that a traced forward has taken apart.
+        self._rows: tuple[Tensor, ...] = ()
+        self._last_signature: Signature | None = None
+        self.handle = add_sink(self)
+        self._running: Batch | None = None
+
+    def use_device(self, device: torch.device) -> None:
+        """Keep the taps where the model is."""
+        if self.tap.device != device:
+            self.tap = torch.zeros((), device=device, requires_grad=True)
+            self._taps = self._last_signature = None
+
+    def open(self, batch: Batch, signature: Signature | None = None) -> None:
+        """A forward of the model begins. What an interrupted backward left is dropped.
+
+        A traced forward gives its `signature`; if there are taps for it, they are used.
+        """
+        self._running = None
+        batch.signature = signature
+        if signature is not None and self._taps is not None:
+            batch.taps = self._taps if self._taps.signature == signature else None
+            self._rows = () if batch.taps is None else batch.taps.rows()
+        self.batch = self.latest = batch
+
+    def close_forward(self) -> None:
+        """The forward is over; later calls of layers must be recomputations."""
+        self.batch = None
+        self._input = None
+        self._rows = ()
+
+    def input_part(self, batch: Batch, slot: Slot, x: Tensor) -> int:
+        """Under a compiler: zero for a call that records its input, or who records it already.
+
+        Query, key and value read one input; recorded once per layer, it would be written and kept
+        three times. The owner's index is given as a part below zero.
+        """
+        owner = self._input_owner
+        if x is self._input and batch.calls[owner] == batch.calls[slot.index] == 1:
+            return -1 - owner
+        self._input, self._input_owner = x, slot.index
+        return 0
+
+    def recomputed_batch(self, path: str) -> Batch:
+        """The batch of a layer that is called outside the model's forward.
+
+        That is right only inside a backward, where activation checkpointing calls layers again.
+        Joining the backward that runs *now* keeps one batch in one piece even when re-entrant
+        checkpointing nests a second backward inside it.
+        """
+        if torch._C._current_graph_task_id() < 0 or self.latest is None:
+            raise UnsupportedModuleError(
+                path,
+                expected="layers called by the model's own forward",
+                got="a call from outside it",
+                remedy="call the model the engine was built on, or build the engine on a module "
+                "whose forward does all that you need",
+            )
+        if self._running is not self.latest:
+            self._join(self.latest)
+        return self.latest
+
+    def taps_of(self, batch: Batch, slot: Slot, part: int = 0) -> tuple[Tensor, ...]:
+        """What a slot's function takes as further inputs: taps, or one input for the operator."""
+        if batch.taps is None:
+            return (self.tap,)
+        key = key_of(slot.index, part, batch.calls[slot.index])
+        return batch.taps.of(key, self._rows) or (self.tap,)
+
+    def record(
+        self, batch: Batch, slot: Slot, saved: Saved, part: int = 0
+    ) -> tuple[Tensor | None, ...]:
+        """Pass on one call of one slot; called from the slot's backward.
+
+        Returns the gradients of what `taps_of` gave to the call: the captured tensors themselves,
+        a number nobody reads, or nothing outside a compiler.
+        """
+        if torch.compiler.is_compiling():
+            tensors = [tensor for tensor in saved if isinstance(tensor, Tensor)]
+            # Dynamo traces a function's backward where it is called, so that this numbers calls.
+            call = batch.calls[slot.index]
+            taps = 0
+            if batch.taps is not None:
+                taps = batch.taps.count(key_of(slot.index, part, call))
+            if taps > 0:
+                # Fewer taps than tensors where another call gives the input.
+                return tuple(tensors[-taps:])
+            return (record(self.handle, slot.index, part, call, tensors),)
+        if self._running is not batch:
+            self._join(batch)
+        if torch.is_grad_enabled():
+            _refuse_higher_derivatives()
+        if torch.is_autocast_enabled(batch.device):
+            with torch.autocast(batch.device, enabled=False):
+                self.receive(batch, Entry(slot, saved))
+        else:
+            self.receive(batch, Entry(slot, saved))
+        return (None,)
+
+    def listen(self, out: Tensor, batch: Batch, slot: Slot, x: Tensor | None) -> Tensor:
+        """Record `x` and the gradient of `out` when that arrives; returns `out`.
+
+        For ordinary eager operations on detached parameters: autograd's own backward then runs
+        undisturbed, at a fraction of the cost of a Python function per layer.
+        """
+        # A hook on a view is lost, silently, when the view is changed in place; one on its base
+        # is not.
+        base = out._base
+        _hook(out if base is None else base, Listener(self, batch, slot, x))
+        return out
+
+    def record_traced(self, index: int, part: int, call: int, tensors: list[Tensor]) -> None:
+        """Pass on one call that a compiled backward has handed to the operator."""
+        batch, slot, key = self.latest, self.slots[index], (index, part, call)
+        if batch is None or call > batch.calls[index] or key in batch.captures:
+            raise _not_in_turn(slot.path, "a backward of an earlier forward")
+        batch.captures[key] = tuple((tensor.shape, tensor.dtype) for tensor in tensors)
+        node = torch._C._current_autograd_node()
+        # Some backends compile nothing, and leave the functions of a graph to autograd one by one.
+        if node.name() == "CompiledFunctionBackward":
+            batch.graphs.add(id(node))
+        self.record(batch, slot, slot.restore(part, tensors))
+
+    def deliver(self, grads: tuple[Tensor | None, ...]) -> None:
+        """Pass on the gradients of all taps: one compiled backward's captures."""
+        batch = self.latest
+        if batch is None or batch.taps is None or batch is not self._running:
+            raise _not_in_turn("", "captures of another")
+        batch.tapped = True
+        calls = [(self.slots[index], part, place) for (index, part, _), place in batch.taps.order]
+        late = Late(calls, grads, stacked=batch.taps.stack is not None)
+        if not any(slot.stores for slot, _, _ in calls):
+            batch.late = late
+            return
+        # What is stored in place of a capture frees it, so the sooner the better.
+        with torch.autocast(batch.device, enabled=False):
+            for entry in late.entries():
+                self.receive(batch, entry)
+
+    def _join(self, batch: Batch) -> None:
+        _refuse_misuse(batch, self._running)
+        self._running = batch
+        engine = torch.autograd.Variable._execution_engine
+        engine.queue_callback(self._backward_done)
+
+    def _backward_done(self) -> None:
+        batch, self._running = self._running, None
+        self.tap.grad = None
+        if batch is None:
+            return
+        if batch.taps is not None and not batch.tapped:
+            raise _not_in_turn("", "a backward that stops before the model's first layers")
+        with torch.no_grad(), torch.autocast(batch.device, enabled=False):
+            self.finish(batch)
+        if self.may_tap and self._taps is None and batch.signature is not None:
+            self._learn(batch, batch.signature)
+
+    def _learn(self, batch: Batch, signature: Signature) -> None:
+        """Make taps for the first signature that comes twice in a row, and keep to it.
+
+        Others go on through the operator: taps for every one of them would have the model compiled
+        again and again. So does a model in pieces, each of which would have to know the others'.
+        """
+        if signature == self._last_signature and len(batch.graphs) < 2:
+            small = {slot.index for slot in self.slots if slot.captures_sums}
+            self._taps = make_taps(batch.captures, small, signature, self.tap, self.handle)
+        self._last_signature = signature
+
+
+class Listener:
+    """Waits for the gradient of one call's output, and holds the call's input until then.
+
+    A hook lives as long as the graph, which is as long as anybody keeps the loss; the input must
+    not, or the next forward would find two batches of activations in memory.
+    """
+
+    __slots__ = ("_batch", "_recorder", "_slot", "_version", "_x")
+
+    def __init__(self, recorder: Recorder, batch: Batch, slot: Slot, x: Tensor | None) -> None:
+        self._recorder = recorder
+        self._batch = batch
+        self._slot = slot
+        self._x = x
+        self._version = 0 if x is None else x._version
+
+    def __call__(self, g: Tensor) -> None:
+        batch, slot, x = self._batch, self._slot, self._x
+        if batch.size == 0 or self._recorder.muted:
+            return
+        if x is not None and x._version != self._version:
+            raise UnsupportedModuleError(
+                slot.path,
+                expected="an input that stays as it was until the backward",
+                got="an input changed in place",
+                remedy="replace the in-place operation after this module by an ordinary one",
+            )
+        if batch.closed:
+            _refuse_misuse(batch, None)
+        self._recorder.record(batch, slot, slot.heard(batch.size, x, g))
+        if batch.phase is not Phase.NORMS:
+            self._x = None
+
+
+class _ListenerLast(OrderedDict[int, Any]):
+    """Hooks of a tensor among which the listener, under -1, stays the last.
+
+    A parameter's gradient is what is left after all hooks on the output, somebody's own included.
+    """
+
+    __slots__ = ()
+
+    def __setitem__(self, key: int, hook: Any) -> None:
+        super().__setitem__(key, hook)
+        if key != -1 and -1 in self:
+            # Autograd goes by the order of insertion, which `move_to_end` leaves alone.
+            super().__setitem__(-1, self.pop(-1))
+
+
+def _hook(tensor: Tensor, listener: Listener) -> None:
+    """`tensor.register_hook(listener)` without a handle that nobody keeps.
+
+    Handles of all layers together are objects enough to have Python look for garbage in every
+    step, in a heap that a compiler has made large.
+    """
+    node = tensor.grad_fn
+    if node is None or tensor._backward_hooks is not None:
+        tensor.register_hook(listener)
+        return
+    hooks = _ListenerLast()
+    # Handles, should somebody add hooks of their own, count from zero. Set past the override, for
+    # this runs once a layer and step.
+    OrderedDict.__setitem__(hooks, -1, listener)
+    tensor._backward_hooks = hooks
+    node._register_hook_dict(tensor)
+
+
+def _not_in_turn(path: str, got: str) -> UnsupportedModuleError:
+    return UnsupportedModuleError(
+        path,
+        expected="one backward per forward of the compiled model, in turn",
+        got=got,
+        remedy="call backward after each forward; the sums add up",
+    )
+
+
+def _refuse_misuse(batch: Batch, running: Batch | None) -> None:
+    if running is not None:
+        raise UnsupportedModuleError(
+            "",
+            expected="one forward of the model per backward",
+            got="a loss over several forwards",
+            remedy="call backward after each forward (the sums add up), or let one module make "
+            "both calls",
+        )
+    if batch.closed:
+        raise UnsupportedModuleError(
+            "",
+            expected="one backward per forward",
+            got="a second backward through the same forward",
+            remedy="add the losses of one batch before calling backward; clipped one by one they "
+            "would let a sample contribute more than clip_norm",
+        )
+
+
+def _refuse_higher_derivatives() -> None:
+    raise UnsupportedModuleError(
+        "",
+        expected="a first-order backward",
+        got="backward(create_graph=True)",
+        remedy="per-sample clipping of higher derivatives is not supported",
+    )

@@ -1,0 +1,237 @@
+"""What every layer rule shares: a slot stands for one module of the model under an engine.
+
+While the engine is active the slot's `forward` replaces the module's. It runs the same operation
+through an `autograd.Function` whose backward computes the gradient of the input only and hands
+the pair (input, output gradient) to the batch; the parameter's own gradient is never formed.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from shuffled_dpsgd.clipping.capture.operator import find_sink
+from shuffled_dpsgd.clipping.contributions import cost
+from shuffled_dpsgd.clipping.contributions.kinds import Contribution
+from shuffled_dpsgd.errors import UnsupportedModuleError
+
+if TYPE_CHECKING:
+    from shuffled_dpsgd.clipping.capture.batch import Batch
+    from shuffled_dpsgd.clipping.capture.recorder import Recorder
+
+Saved = tuple[Any, ...]
+# In place of the number of rows a sample has: there is one, which all samples share.
+ONE_FOR_ALL = -1
+
+
+def can_listen() -> bool:
+    """Whether a layer may keep its input by itself instead of saving it through autograd.
+
+    Not while a compiler traces, and not under saved-tensor hooks (activation checkpointing,
+    off-loading), which want to see everything that is kept.
+    """
+    return (
+        not torch.compiler.is_compiling()
+        and torch._C._autograd._top_saved_tensors_default_hooks(False) is None
+    )
+
+
+def no_view(out: Tensor) -> Tensor:
+    """The output of a function as no view: autograd lets nobody change one in place (`ReLU`)."""
+    if torch.compiler.is_compiling() or not out._is_view():
+        return out
+    return cast(Tensor, torch.ops.aten._unsafe_view(out, out.shape))
+
+
+def unfolded(x: Tensor, size: int) -> Tensor:
+    """Folded rows with the batch on an axis of its own. No tracer knows `Tensor.unflatten`."""
+    return x.reshape(size, len(x) // size, *x.shape[1:])
+
+
+class Slot:
+    """One module whose trainable parameters a rule handles.
+
+    `names` maps the module's own name of each trainable parameter to its name in the model (one
+    name per tensor, so that tied parameters meet).
+    """
+
+    kind = "generic"
+    takes_children = True
+    batch_axis = 0
+    # Whether the cost rule has per-sample gradients stored in place of what was captured.
+    stores = False
+    # Whether it captures sums over positions, which are small.
+    captures_sums = False
+    # How norms are found, where the cost rule has no say.
+    fixed_route: str | None = "stored"
+    # Whether it can tell the samples of a folded input apart; see `folded`.
+    may_fold = False
+
+    def __init__(
+        self, *, index: int, path: str, module: nn.Module, names: dict[str, str], recorder: Recorder
+    ) -> None:
+        self.index = index
+        self.path = path
+        self.module = module
+        self.names = names
+        self.recorder = recorder
+        self.handle = recorder.handle
+        self.parameters = module._parameters
+        self.plain = module.forward
+        self.group = index
+        self.shared = False
+        self.tied = False
+        # Set by the check of the batch axis: inputs have the batch and the positions on one axis,
+        # (B K, ...), the rows of a sample one after the other; or the ids of a table have no batch
+        # axis, and every sample uses them all.
+        self.folded = False
+        self.shared_by_batch = False
+        # Rows a sample has in each call with folded inputs, by the latest check of such a batch.
+        self.rows: tuple[int, ...] | None = None
+        self.last_shape: tuple[int, int, int] | None = None
+        self.last_device = "cpu"
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies and pickles of a model, which would take an active engine along.
+
+        Their parameters would then get no gradients, ever, and nobody would say why.
+        """
+        if "forward" in self.module.__dict__:
+            raise UnsupportedModuleError(
+                self.path,
+                expected="models to be copied and pickled outside `with engine:`",
+                got="a module whose forward is replaced for the time being",
+                remedy="copy model.state_dict(), or leave the `with` block first",
+            )
+        return vars(self)
+
+    @classmethod
+    def accepts(cls, module: nn.Module) -> bool:
+        """Whether the rule covers this instance of a type it is registered for."""
+        return "weight" in module._parameters
+
+    @abstractmethod
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's forward, under its names of arguments, with book-keeping in its backward."""
+
+    @abstractmethod
+    def contributions(self, saved: Saved) -> Iterator[tuple[str, Contribution]]:
+        """What one call contributes to each parameter, by model name."""
+
+    def sq_norms(self, saved: Saved, choose: cost.Chooser) -> Tensor:
+        """(B,) squared norms over all parameters of the slot, when none of them is shared."""
+        norms = [part.sq_norms(choose) for _, part in self.contributions(saved)]
+        return norms[0] if len(norms) == 1 else torch.stack(norms).sum(0)
+
+    def compact(self, saved: Saved, choose: cost.Chooser) -> Saved:
+        """Store per-sample gradients in place of `saved` where the cost rule says so."""
+        return saved
+
+    def heard(self, size: int, x: Tensor | None, g: Tensor) -> Saved:
+        """What is saved of an input and an output gradient that were listened for."""
+        return (x, g)
+
+    def restore(self, part: int, tensors: list[Tensor]) -> Saved:
+        """What was saved, from the tensors (and the number) that left a compiled graph."""
+        return tuple(tensors)
+
+    def refuse_batch_axis(self, size: int, shape: torch.Size) -> UnsupportedModuleError:
+        """The error for an input whose first axis is neither the batch nor broadcast over it."""
+        return UnsupportedModuleError(
+            self.path,
+            expected=f"an input whose first axis is the batch of {size} samples",
+            got=f"shape {tuple(shape)}",
+            remedy="keep the batch on axis 0, or freeze this module with requires_grad_(False); if "
+            "it is folded into another axis, run one batch without torch.compile first",
+        )
+
+    def refuse_length(self, length: int, samples: int) -> UnsupportedModuleError:
+        """The error for an input whose first axis does not grow with the batch as it should."""
+        return UnsupportedModuleError(
+            self.path,
+            expected="an input whose first axis is the batch",
+            got=f"an axis of length {length} in a trial with {samples} samples",
+            remedy="keep the batch on axis 0 (batch_first=True), or freeze this module with "
+            "requires_grad_(False)",
+        )
+
+    def folded_forward(self) -> Callable[..., Any]:
+        """`forward` for folded inputs: with the batch on an axis of its own meanwhile."""
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if not torch.is_grad_enabled():
+                return self.plain(*args, **kwargs)
+            (x,) = (*args, *kwargs.values())
+            recorder = recorder_of(self)
+            batch = recorder.batch if recorder.batch is not None else recorder.latest
+            if recorder.batch is not None and not torch.compiler.is_compiling():
+                self._refuse_other_rows(recorder.batch, len(x))
+            if batch is None or len(x) in (1, batch.size):
+                return self.forward(x)
+            if batch.size == 0 or len(x) % batch.size != 0:
+                raise self.refuse_batch_axis(batch.size, x.shape)
+            return no_view(self.forward(unfolded(x, batch.size)).flatten(0, 1))
+
+        return forward
+
+    def _refuse_other_rows(self, batch: Batch, length: int) -> None:
+        """Refuse a folded input unless it has as many rows of each sample as in the check.
+
+        A router that sends some tokens here may by chance send as many as there are samples.
+        """
+        if self.rows is None:
+            return
+        call = batch.calls[self.index]
+        rows = self.rows[call] if call < len(self.rows) else 0
+        if length != (1 if rows == ONE_FOR_ALL else rows * batch.size):
+            raise UnsupportedModuleError(
+                self.path,
+                expected=f"{rows} rows of each of {batch.size} samples, as when it was checked",
+                got=f"{length} rows",
+                remedy="send all tokens of all samples through it, as `batched_mm` mixtures of "
+                "experts do, or freeze it with requires_grad_(False)",
+            )
+
+    def over_batch(self, tensor: Tensor, size: int) -> Tensor:
+        """`tensor` with the batch on its first axis: as it is, or expanded from length one.
+
+        An input of length one is used by every sample; expanding it before the layer keeps the
+        samples' gradients apart, while after the layer they would already be summed.
+        """
+        if tensor.shape[0] == size:
+            return tensor
+        if tensor.shape[0] == 1:
+            return tensor.expand(size, *tensor.shape[1:])
+        if torch.compiler.is_compiling():
+            # No tracer follows an exception of our own to its words.
+            raise ValueError(f"{self.path}: run one batch without torch.compile first")
+        raise self.refuse_batch_axis(size, tensor.shape)
+
+
+def recorder_of(slot: Slot) -> Recorder:
+    """The recorder of a slot; in a traced forward it is found by its number.
+
+    Were it reached through every slot, the compiled model would check before each run, slot by slot
+    and in Python, that it is the same for all.
+    """
+    if torch.compiler.is_compiling():
+        return cast("Recorder", find_sink(slot.handle))
+    return slot.recorder
+
+
+def batch_of(slot: Slot) -> Batch:
+    """The batch that a call of a slot belongs to; counts the call unless it is a recomputation.
+
+    A function, as whatever is called in every traced forward: for a method the compiled model would
+    check before each run, and for each slot, that no attribute hides it.
+    """
+    recorder = recorder_of(slot)
+    batch = recorder.batch
+    if batch is None:
+        return recorder.recomputed_batch(slot.path)
+    batch.calls[slot.index] += 1
+    return batch

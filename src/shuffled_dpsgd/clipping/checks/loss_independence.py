@@ -1,0 +1,175 @@
+"""Checks, once, that a sample's loss looks at that sample's outputs alone.
+
+The loss is computed outside the model, where no layer sees it. A contrastive loss or one centred
+by the batch mixes the samples there: the gradients that come back into the model belong to several
+samples at once, and clipping them row by row bounds nobody's contribution. So does a number that
+the model itself computes from all samples, such as a mixture's loss for balancing its experts, or a
+mean over the tokens of samples of different lengths.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from shuffled_dpsgd.clipping.checks.row_identity import numbers_in
+from shuffled_dpsgd.errors import UnsupportedModuleError
+
+# What loss functions take for the lack of a label.
+NO_LABEL = -100
+
+
+class LossCheck:
+    """Keeps the outputs of a forward until the losses come; afterwards `done` and never again."""
+
+    def __init__(self) -> None:
+        self.done = False
+        self._outputs: list[Tensor] = []
+
+    def note(self, output: Any, size: int) -> None:
+        """Remember the outputs of a batch of `size`, where it could show anything."""
+        self._outputs = [
+            leaf
+            for leaf in tree_leaves(output)
+            if isinstance(leaf, Tensor)
+            and leaf.requires_grad
+            and size > 1
+            and (leaf.dim() == 0 or leaf.shape[0] == size)
+        ]
+
+    def run(self, losses: Tensor) -> None:
+        """Follow the losses of some samples back to the outputs, no further.
+
+        Of any two samples some time only the one is followed, and some time only the other. That
+        takes little time, but for a moment the memory of one more gradient of the outputs.
+
+        Raises:
+            UnsupportedModuleError: they arrive at other samples too.
+        """
+        outputs, self._outputs = self._outputs, []
+        if not outputs or not losses.requires_grad:
+            return
+        self.done = True
+        outputs = _first_reached(losses, outputs)
+        if any(output.dim() == 0 for output in outputs):
+            raise _mixed("a number that the model computed from all samples")
+        if not outputs:
+            return
+        for members in _separating(len(losses), losses.device):
+            grads = torch.autograd.grad(
+                losses[members].sum(), outputs, retain_graph=True, allow_unused=True
+            )
+            others = torch.nonzero(~members).flatten().tolist()
+            if any(grad is not None and _are_reached(grad, others) for grad in grads):
+                raise _mixed("losses of some samples with gradients at others")
+
+
+def refuse_gradients(output: Any, mixed: Container[int]) -> None:
+    """Have a backward fail that begins at some of the single numbers among a model's outputs."""
+    for place, number in enumerate(numbers_in(output)):
+        if place in mixed and number.requires_grad:
+            number.register_hook(_refuse)
+
+
+def refuse_uneven_gradients(
+    output: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], size: int
+) -> None:
+    """Have a backward fail that begins at a single number, if its samples' labels are uneven."""
+
+    def refuse(grad: Tensor) -> None:
+        if are_uneven(args, kwargs, size):
+            raise mean_of_uneven()
+
+    for number in numbers_in(output):
+        if number.requires_grad:
+            number.register_hook(refuse)
+
+
+def are_uneven(args: tuple[Any, ...], kwargs: Mapping[str, Any], size: int) -> bool:
+    """Whether samples have different numbers of labels, which a mean over tokens would weigh.
+
+    By convention -100 is no label. A language model leaves out the first one of every sample.
+
+    >>> are_uneven((torch.tensor([[1, 2, 3], [4, 5, -100]]),), {}, 2)
+    True
+    """
+    for leaf in tree_leaves((args, dict(kwargs))):
+        is_whole = isinstance(leaf, Tensor) and not leaf.is_floating_point()
+        if is_whole and leaf.dim() > 1 and leaf.shape[0] == size:
+            for some in (leaf, leaf[:, 1:]):
+                labels_B = (some != NO_LABEL).flatten(1).sum(1)
+                if bool((labels_B != labels_B[:1]).any()):
+                    return True
+    return False
+
+
+def mixed_number() -> UnsupportedModuleError:
+    """The error for a loss of the model's own that is no sum or mean over samples."""
+    return _mixed(
+        "a loss of the model's own that is neither the sum nor the mean of its samples' losses"
+    )
+
+
+def mean_of_uneven() -> UnsupportedModuleError:
+    """The error for a loss of the model's own that may weigh samples by their lengths."""
+    return _mixed(
+        "a loss of the model's own and samples with different numbers of labels; so far all had "
+        "the same, and a mean over tokens could not be told from one over samples"
+    )
+
+
+def _refuse(grad: Tensor) -> None:
+    raise mixed_number()
+
+
+def _separating(size: int, device: torch.device) -> Iterator[Tensor]:
+    """Sets of samples as masks; each of two samples is in one of them without the other."""
+    numbers = torch.arange(size, device=device)
+    for bit in range((size - 1).bit_length()):
+        members = (numbers >> bit) % 2 == 1
+        yield members
+        yield ~members
+
+
+def _mixed(got: str) -> UnsupportedModuleError:
+    return UnsupportedModuleError(
+        "",
+        expected="the loss of a sample to depend on that sample alone",
+        got=got,
+        remedy="do not compare, centre or mix samples in the loss, nor average over all tokens of "
+        "a batch; no clip could bound what one of them contributes",
+    )
+
+
+def _first_reached(losses: Tensor, outputs: list[Tensor]) -> list[Tensor]:
+    """The outputs met on the way back from the losses, without those that lie behind them.
+
+    A decoder's model also returns what its encoder computed; the way there leads through the
+    decoder, and would have checkpointed layers computed again.
+    """
+    places = {(output.grad_fn, output.output_nr): output for output in outputs}
+    waiting = [(losses.grad_fn, losses.output_nr)]
+    seen = set(waiting)
+    found = []
+    while waiting:
+        place = waiting.pop()
+        if place in places:
+            found.append(places[place])
+            continue
+        behind = () if place[0] is None else place[0].next_functions
+        waiting += [step for step in behind if step not in seen]
+        seen.update(behind)
+    return found
+
+
+def _are_reached(grad: Tensor, samples: list[int]) -> bool:
+    """Whether samples' rows of a gradient hold anything; zeros times infinity do not count.
+
+    One row after the other, because logits are large and another copy would be as well.
+    """
+    found = [((grad[i] != 0) & torch.isfinite(grad[i])).any() for i in samples]
+    return bool(torch.stack(found).any())

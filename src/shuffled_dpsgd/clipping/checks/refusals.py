@@ -1,0 +1,139 @@
+"""What is refused by name before any training: the models that no rule could make exact."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parameter import is_lazy
+
+from shuffled_dpsgd.clipping.capture.slot import Slot
+from shuffled_dpsgd.errors import UnsupportedModuleError
+
+
+def refuse_known(module: nn.Module, path: str) -> None:
+    """Refuse, by name, modules whose use of their parameters has no batch axis."""
+    if getattr(module, "has_relative_attention_bias", False):
+        table = getattr(module, "relative_attention_bias", None)
+        if table is not None and any(p.requires_grad for p in table.parameters()):
+            raise UnsupportedModuleError(
+                f"{path}.relative_attention_bias" if path else "relative_attention_bias",
+                expected="a table looked up per sample",
+                got=f"the relative position bias of {type(module).__name__}, which all samples "
+                "share without a batch axis",
+                remedy="freeze it: .relative_attention_bias.requires_grad_(False)",
+            )
+
+
+def refuse_hooks(model: nn.Module) -> None:
+    """Refuse hooks on the gradients of parameters, which never come to be one by one."""
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and (
+            parameter._backward_hooks or parameter._post_accumulate_grad_hooks
+        ):
+            raise UnsupportedModuleError(
+                name,
+                expected="a parameter without gradient hooks",
+                got="a hook that would see no gradient",
+                remedy="remove it; change gradients in the loss, or updates in the optimizer",
+            )
+
+
+def refuse_unreachable(names: dict[int, str], slots: list[Slot]) -> None:
+    covered = {name for slot in slots for name in slot.names.values()}
+    for name in names.values():
+        if name not in covered:
+            raise UnsupportedModuleError(
+                name,
+                expected="a parameter held by a module with a forward",
+                got="a parameter no module's forward can be blamed for",
+                remedy="hold it in the module that uses it, or freeze it",
+            )
+
+
+def batch_norms(model: nn.Module) -> list[tuple[str, _BatchNorm]]:
+    """The model's batch norms, by path."""
+    return [(path, m) for path, m in model.named_modules() if isinstance(m, _BatchNorm)]
+
+
+def refuse_batch_statistics(norms: Iterable[tuple[str, _BatchNorm]]) -> None:
+    """Refuse layers whose output for one sample depends on the others.
+
+    Raises:
+        UnsupportedModuleError: a batch norm in training mode.
+    """
+    for path, module in norms:
+        if module.training or not module.track_running_stats:
+            raise UnsupportedModuleError(
+                path,
+                expected="layers that treat every sample on its own",
+                got=f"{type(module).__name__} with batch statistics",
+                remedy="replace it by GroupNorm or LayerNorm, or put it in eval mode",
+            )
+
+
+def refuse_unfit(trainable: Mapping[str, nn.Parameter]) -> None:
+    """Refuse parameters without a shape or of complex numbers, and models with none at all.
+
+    Raises:
+        UnsupportedModuleError: naming the parameter.
+    """
+    if not trainable:
+        raise UnsupportedModuleError(
+            "",
+            expected="a model with something to train",
+            got="no parameter that requires a gradient",
+            remedy="call requires_grad_(True) on what is to be trained, before building the engine",
+        )
+    for name, parameter in trainable.items():
+        if is_lazy(parameter):
+            raise UnsupportedModuleError(
+                name,
+                expected="an initialised parameter",
+                got="a lazy one without a shape",
+                remedy="pass one batch through the model before building the engine",
+            )
+        if parameter.is_complex():
+            raise UnsupportedModuleError(
+                name,
+                expected="a real parameter",
+                got=str(parameter.dtype),
+                remedy="store real and imaginary parts (torch.view_as_real), or freeze it",
+            )
+
+
+def refuse_replaced(slots: Iterable[Slot]) -> None:
+    """Refuse modules whose forward is already replaced, for two engines would undo each other.
+
+    Raises:
+        UnsupportedModuleError: naming the first of them.
+    """
+    for slot in slots:
+        if "forward" in slot.module.__dict__:
+            raise already_replaced(slot.path)
+
+
+def already_replaced(path: str) -> UnsupportedModuleError:
+    return UnsupportedModuleError(
+        path,
+        expected="a module whose forward is its class's",
+        got="a forward replaced on the instance",
+        remedy="leave the other engine's `with` block, or undo the replacement, first",
+    )
+
+
+def refuse_thawed(frozen: Mapping[str, nn.Parameter]) -> None:
+    """Refuse parameters that were frozen when the slots were built and no longer are.
+
+    Raises:
+        UnsupportedModuleError: naming the first of them.
+    """
+    for name, parameter in frozen.items():
+        if parameter.requires_grad:
+            raise UnsupportedModuleError(
+                name,
+                expected="the parameters that were frozen at first to stay frozen",
+                got="a parameter made trainable later, which nobody would clip",
+                remedy="build a new engine after changing what is trainable",
+            )

@@ -1,0 +1,208 @@
+"""Checks that row i of every layer's input and of the outputs belongs to sample i, and to it alone.
+
+A model that sorts its batch by length, flips or rolls it, centres it or divides it by its largest
+entry keeps every shape: but then one layer's row i is another layer's row j, norms are added up
+across samples, and a sample may contribute more than its bound. With one sample added at the end of
+the batch, no other row may change; with the batch back to front, the same rows must come back to
+front; and each half of the batch must give by itself what it gives beside the other. Each of the
+above breaks one of the three.
+
+Shapes: B samples, N all other elements of a tensor. A mark holds three numbers of a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from shuffled_dpsgd.clipping.capture.slot import Slot, unfolded
+from shuffled_dpsgd.errors import UnsupportedModuleError
+
+# Relative to the length of a row; wider than what another batch size does to rounding.
+_TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3}
+_HALF_TOLERANCE = 0.1
+# Of that tolerance: what random numbers may do to one batch run twice before the model counts as
+# random. One pair of runs shows less of it than the several that are compared, so far less.
+_REPEATED = 0.1
+
+Rows = dict[int, list[Tensor]]
+OUTPUTS = -1
+# Outputs without axes: the mean or the sum of the samples' losses, if they are to be trained on.
+NUMBERS = -2
+
+
+def rows_of(slots: Sequence[Slot], forward: Callable[[], Any], size: int) -> Rows:
+    """A mark per row, its tolerance and the row's size, (B, 3), for every call and every output.
+
+    All rows of one of the `size` samples count as one where a slot's inputs are folded.
+    """
+    rows: Rows = {}
+    coarse = _computes_in_half(slots)
+    with _noting(slots, rows, coarse, size):
+        output = forward()
+    leaves = [x for x in tree_leaves(output) if isinstance(x, Tensor) and x.dim() > 0]
+    rows[OUTPUTS] = [_fingerprints(leaf, 0, coarse) for leaf in leaves if leaf.numel()]
+    numbers = [leaf.detach().view(1, 1) for leaf in numbers_in(output)]
+    rows[NUMBERS] = [_fingerprints(number, 0, coarse) for number in numbers]
+    return rows
+
+
+def numbers_in(output: Any) -> list[Tensor]:
+    """The model's outputs that are single numbers, in order."""
+    return [
+        x
+        for x in tree_leaves(output)
+        if isinstance(x, Tensor) and x.dim() == 0 and x.is_floating_point()
+    ]
+
+
+def find_mixed_numbers(plain: Rows, halves: tuple[Rows, Rows], size: int) -> frozenset[int]:
+    """Which numbers are neither the sum nor the mean of what the halves of the batch give.
+
+    A mean over tokens is neither where lengths differ: with every sample, all others' share of it
+    changes.
+    """
+    found = set()
+    first, second = size // 2, size - size // 2
+    parts = (half.get(NUMBERS, []) for half in halves)
+    for place, (whole, *both) in enumerate(zip(plain[NUMBERS], *parts, strict=False)):
+        (value, tolerance), (a, b) = whole[0, :2].tolist(), (float(part[0, 0]) for part in both)
+        off = min(abs(a + b - value), abs((first * a + second * b) / size - value))
+        if off > _REPEATED * tolerance:
+            found.add(place)
+    return frozenset(found)
+
+
+def find_moved_rows(
+    plain: Rows, grown: Rows, flipped: Rows, halves: tuple[Rows, Rows] | None, size: int
+) -> int | None:
+    """The first slot (or `OUTPUTS`) with a row of the batch of `size` that is not where it was.
+
+    `grown` comes from the batch with one sample more, `flipped` from the batch back to front,
+    `halves` from its samples before and after the middle. Tensors that did not grow have no batch
+    axis and are passed over.
+    """
+    for index, calls in plain.items():
+        others = zip(grown.get(index, []), flipped.get(index, []), strict=False)
+        for call, (rows_B3, (grown_B3, flipped_B3)) in enumerate(zip(calls, others, strict=False)):
+            if (len(rows_B3), len(grown_B3), len(flipped_B3)) != (size, size + 1, size):
+                continue
+            if _differ(rows_B3, grown_B3[:size]) or _differ(rows_B3, flipped_B3.flip(0)):
+                return index
+            if halves is not None and _halves_differ(rows_B3, halves, index, call):
+                return index
+    return None
+
+
+def _halves_differ(rows_B3: Tensor, halves: tuple[Rows, Rows], index: int, call: int) -> bool:
+    """Whether a half of the batch, run by itself, has other rows.
+
+    Rows of another size are passed over: a model may cut off what is padding for all samples.
+    """
+    parts = [half.get(index, [])[call : call + 1] for half in halves]
+    if not all(parts):
+        return False
+    together = torch.cat([part[0] for part in parts])
+    same_shape = len(together) == len(rows_B3) and torch.equal(together[:, 2], rows_B3[:, 2])
+    return same_shape and _differ(rows_B3, together)
+
+
+def repeats(one: Rows, other: Rows) -> bool:
+    """Whether two runs of one batch agree: a model that draws random numbers does not."""
+    return not any(
+        len(a_B3) == len(b_B3) and _differ(a_B3, b_B3, _REPEATED)
+        for index, calls in one.items()
+        for a_B3, b_B3 in zip(calls, other.get(index, []), strict=False)
+    )
+
+
+def same_shapes(one: Rows, other: Rows) -> bool:
+    """Whether two runs made the same calls with rows of the same number and size."""
+    return one.keys() == other.keys() and all(
+        [a_B3[:, 2].tolist() for a_B3 in calls] == [b_B3[:, 2].tolist() for b_B3 in other[index]]
+        for index, calls in one.items()
+    )
+
+
+def row_differs(one: Rows, other: Rows, row: int, size: int) -> bool:
+    """Whether another run disagrees about one sample of `size`, wherever the first has that many.
+
+    Tensors of another length in the first run have no batch axis and are passed over.
+    """
+    return any(
+        len(a_B3) != len(b_B3) or _differ(a_B3[row : row + 1], b_B3[row : row + 1])
+        for index, calls in one.items()
+        for a_B3, b_B3 in zip(calls, other.get(index, []), strict=False)
+        if len(a_B3) == size
+    )
+
+
+def moved_rows(path: str) -> UnsupportedModuleError:
+    """The error for a layer (or, with an empty path, outputs) whose rows are not their samples."""
+    return UnsupportedModuleError(
+        path,
+        expected="samples that keep their row and do not see each other",
+        got="other rows once the batch is longer or in another order",
+        remedy="do not sort, reorder, centre or compare samples inside the model",
+    )
+
+
+def _differ(one_B3: Tensor, other_B3: Tensor, share: float = 1.0) -> bool:
+    """Whether a mark is further from the other than this share of its tolerance."""
+    marks_B, tolerance_B, _ = one_B3.unbind(1)
+    return bool(((other_B3[:, 0] - marks_B).abs() > share * tolerance_B).any())
+
+
+@contextmanager
+def _noting(slots: Sequence[Slot], rows: Rows, coarse: bool, size: int) -> Iterator[None]:
+    with ExitStack() as hooks:
+        for slot in slots:
+
+            def note(_: nn.Module, args: Any, kwargs: Any, slot: Slot = slot) -> None:
+                if slot.shared_by_batch:
+                    return
+                found = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+                if found and found[0].numel() and found[0].dim() > slot.batch_axis:
+                    x = found[0]
+                    if slot.folded and len(x) % size == 0:
+                        x = unfolded(x, size)
+                    marks = _fingerprints(x, slot.batch_axis, coarse)
+                    rows.setdefault(slot.index, []).append(marks)
+
+            handle = slot.module.register_forward_pre_hook(note, with_kwargs=True)
+            hooks.callback(handle.remove)
+        yield
+
+
+def _computes_in_half(slots: Sequence[Slot]) -> bool:
+    """Whether float32 tensors may be sums of half-precision ones: autocast, half parameters."""
+    parameters = [p for slot in slots for p in slot.module.parameters()]
+    return any(
+        p.dtype in (torch.float16, torch.bfloat16) or torch.is_autocast_enabled(p.device.type)
+        for p in parameters
+    )
+
+
+def _fingerprints(tensor: Tensor, axis: int, coarse: bool) -> Tensor:
+    """(B, 3): a fixed odd combination of each row, how far rounding may move it, and N.
+
+    Plain sums would be blind after a normalisation, where every row sums to zero.
+    """
+    tolerance = _HALF_TOLERANCE if coarse else _TOLERANCE.get(tensor.dtype, _HALF_TOLERANCE)
+    exact = not tensor.is_floating_point()
+    # Half precision stays as it is: a float32 copy of a language model's outputs would be large.
+    x_BN = (tensor.double() if exact else tensor).movedim(axis, 0)
+    x_BN = x_BN.reshape(tensor.shape[axis], -1)
+    weights_N = torch.arange(x_BN.shape[1], device=x_BN.device).double().cos().to(x_BN.dtype)
+    marks_B = (x_BN @ weights_N).double()
+    # A wider type than this one would have PyTorch copy the whole tensor into it.
+    wide = torch.float32 if x_BN.dtype in (torch.float16, torch.bfloat16) else x_BN.dtype
+    norms_B = torch.linalg.vector_norm(x_BN, dim=1, dtype=wide).double()
+    sizes_B = torch.full_like(norms_B, x_BN.shape[1])
+    marks_B3 = torch.stack([marks_B, norms_B * (1e-8 if exact else tolerance), sizes_B], 1)
+    return marks_B3.nan_to_num(0.0)

@@ -1,0 +1,1 @@
+"""Per-sample gradients described without being stored, and what each way to their norm costs."""

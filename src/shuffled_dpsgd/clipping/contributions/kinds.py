@@ -1,0 +1,160 @@
+"""What one call of a layer leaves behind for one parameter, and what can be computed from it.
+
+Shapes: B samples, T positions, R and C the rows and columns of a weight, V embedding rows, D the
+embedding width, S any parameter shape.
+
+A *contribution* describes every sample's gradient of one parameter without storing it:
+
+- `OuterGrad`      left^T right, for weights of linear maps and convolutions
+- `RowsGrad`       rows of a table picked by ids, for embeddings
+- `RowSumGrad`     a sum over positions, for biases
+- `DenseGrad`      the per-sample gradients themselves, for norms and the generic rule
+
+All of them know their squared norms, their stored form, and their weighted sum over the batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from shuffled_dpsgd.clipping import kernels
+from shuffled_dpsgd.clipping.contributions import cost
+from shuffled_dpsgd.clipping.contributions.float32 import full_float32
+
+
+class Contribution(Protocol):
+    """Per-sample gradients of one parameter, from one call of one layer."""
+
+    def sq_norms(self, choose: cost.Chooser) -> Tensor:
+        """(B,) squared norms, float32 or float64."""
+        ...
+
+    def stored(self, shape: torch.Size) -> Tensor:
+        """(B, *shape): every sample's gradient."""
+        ...
+
+    def weighted_sum(self, factors_B: Tensor, shape: torch.Size, out: Tensor | None) -> Tensor:
+        """The factor-weighted sum over the batch, added into `out` where that is given.
+
+        A factor of zero contributes zero, whatever the sample holds.
+        """
+        ...
+
+
+def positions(tensor: Tensor) -> Tensor:
+    """(B, ..., D) seen as (B, T, D)."""
+    if tensor.dim() == 3:
+        return tensor
+    if tensor.dim() == 2:
+        return tensor.unsqueeze(1)
+    return tensor.flatten(1, -2)
+
+
+@full_float32()
+def stored_outer(left_BTR: Tensor, right_BTC: Tensor) -> tuple[Tensor, Tensor]:
+    """Every sample's left^T right in float32 or float64, (B, R, C), and its (B,) squared norm."""
+    return kernels.stored_products(left_BTR, right_BTC)
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class OuterGrad:
+    """Gradient left_b^T right_b of a (R, C) weight; a linear map's left is the output gradient."""
+
+    left_BTR: Tensor
+    right_BTC: Tensor
+
+    def sq_norms(self, choose: cost.Chooser) -> Tensor:
+        return outer_sq_norms(self.left_BTR, self.right_BTC, False, choose)
+
+    @full_float32()
+    def stored(self, shape: torch.Size) -> Tensor:
+        return kernels.outer_products(self.left_BTR, self.right_BTC).view(-1, *shape)
+
+    def weighted_sum(self, factors_B: Tensor, shape: torch.Size, out: Tensor | None) -> Tensor:
+        flat = None if out is None else out.view(self.left_BTR.shape[2], -1)
+        total = kernels.weighted_outer_sum(self.right_BTC, self.left_BTR, factors_B, flat)
+        return total.view(shape)
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class RowsGrad:
+    """Gradient of a table: row ids[b, t] receives grad[b, t]; the padding row receives nothing."""
+
+    ids_BT: Tensor
+    grad_BTD: Tensor
+    padding_idx: int | None
+
+    def sq_norms(self, choose: cost.Chooser) -> Tensor:
+        return kernels.embedding_sq_norms(self.ids_BT, self.grad_BTD, self.padding_idx)
+
+    def stored(self, shape: torch.Size) -> Tensor:
+        B, _, D = self.grad_BTD.shape
+        wide = torch.float64 if self.grad_BTD.dtype == torch.float64 else torch.float32
+        table_BVD = self.grad_BTD.new_zeros((B, *shape), dtype=wide)
+        source = self.grad_BTD.to(wide)
+        if self.padding_idx is not None:
+            source = source.masked_fill((self.ids_BT == self.padding_idx).unsqueeze(2), 0)
+        return table_BVD.scatter_add_(1, self.ids_BT.unsqueeze(2).expand(-1, -1, D), source)
+
+    def weighted_sum(self, factors_B: Tensor, shape: torch.Size, out: Tensor | None) -> Tensor:
+        if out is None:
+            out = factors_B.new_zeros(shape)
+        return kernels.weighted_embedding_sum(
+            self.ids_BT, self.grad_BTD, factors_B, self.padding_idx, out
+        )
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class DenseGrad:
+    """Per-sample gradients that are kept as they are, and their squared norms if known."""
+
+    grads_BS: Tensor
+    squares_B: Tensor | None = None
+
+    def _rows(self) -> Tensor:
+        # A parameter that is a single number has no axis to flatten.
+        return self.grads_BS.flatten(1) if self.grads_BS.dim() > 1 else self.grads_BS.unsqueeze(1)
+
+    def sq_norms(self, choose: cost.Chooser) -> Tensor:
+        return kernels.row_sq_norms(self._rows()) if self.squares_B is None else self.squares_B
+
+    def stored(self, shape: torch.Size) -> Tensor:
+        return self.grads_BS.view(-1, *shape)
+
+    def weighted_sum(self, factors_B: Tensor, shape: torch.Size, out: Tensor | None) -> Tensor:
+        flat = None if out is None else out.view(-1)
+        rows_B1S = self._rows().unsqueeze(1)
+        return kernels.weighted_row_sum(rows_B1S, factors_B, flat).view(shape)
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class RowSumGrad:
+    """Gradient sum_t g_t of a vector added at every position: a bias."""
+
+    grad_BTP: Tensor
+
+    def _stored(self) -> Tensor:
+        wide = torch.float64 if self.grad_BTP.dtype == torch.float64 else torch.float32
+        return self.grad_BTP.sum(1, dtype=wide)
+
+    def sq_norms(self, choose: cost.Chooser) -> Tensor:
+        return self._stored().square().sum(1)
+
+    def stored(self, shape: torch.Size) -> Tensor:
+        return self._stored().view(-1, *shape)
+
+    def weighted_sum(self, factors_B: Tensor, shape: torch.Size, out: Tensor | None) -> Tensor:
+        flat = None if out is None else out.view(-1)
+        return kernels.weighted_row_sum(self.grad_BTP, factors_B, flat).view(shape)
+
+
+def outer_sq_norms(left_BTR: Tensor, right_BTC: Tensor, bias: bool, choose: cost.Chooser) -> Tensor:
+    """Squared norms of left^T right (and of sum_t left_t with `bias`) by the cheaper route."""
+    _, T, R = left_BTR.shape
+    if choose(T, R, right_BTC.shape[2], kernels.kind_of(left_BTR)) is cost.Route.GRAM:
+        return kernels.gram_sq_norms(right_BTC, left_BTR, bias)
+    return kernels.tile_sq_norms(right_BTC, left_BTR, bias)

@@ -1,0 +1,239 @@
+"""Products g^T x of linear layers on Hopper, sample by sample, with loading and multiplying apart.
+
+Shapes: B samples, T tokens, D input features, P output features. One warp loads, and groups of four
+warps have a share of a block's rows each: as none waits for another, one multiplies while another
+does something with its products. `triton_parted` adds them up, `triton_squares` squares
+them; both get the same products, bit for bit. Written in Gluon, since plain Triton lets no group of
+warps run ahead.
+
+A few tokens after the last whole chunk, such as 5 of ViT's 197, would make a chunk of zeros. They
+have buffers of their own and are multiplied together with the chunk before them, if a sample has
+enough chunks for these buffers to be free again in time.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from shuffled_dpsgd.clipping.kernels.gluon.ring import after, barriers, held, source_of
+from shuffled_dpsgd.clipping.kernels.triton.sums import segmentation
+
+# Tokens in a load, and rows of one group of warps.
+CHUNK = gl.constexpr(64)
+ROWS = gl.constexpr(64)
+# Tokens at most that are multiplied together with the chunk before them, and buffers for them.
+FEW = gl.constexpr(16)
+SIDES = gl.constexpr(2)
+# Tokens at most that the matrix units add up before the sum is scaled and rounded as usual: the
+# longest that wastes less than a chunk. Longer ones are less exact (5e-7 at 512).
+SEGMENTS = (1024, 512, 256, 128, 64)
+# Columns of ones that a block's rows are multiplied by for the bias: the fewest that fit a layout.
+ONES = gl.constexpr(16)
+
+
+class Block(NamedTuple):
+    """How a block is multiplied: groups of warps, columns, and loads under way.
+
+    The more numbers a block has for its edges, the fewer pass through shared memory, which is the
+    limit; but two numbers for each, a product and a sum, must fit the registers of its groups.
+    """
+
+    groups: int
+    columns: int
+    stages: int
+
+    def number(self, rows: int, columns: int) -> int:
+        """Blocks that make up so large a product."""
+        return -(-rows // (self.groups * ROWS.value)) * -(-columns // self.columns)
+
+    def of(self, tokens: int) -> dict[str, int]:
+        """What the kernels are to know of it, for samples of so many tokens."""
+        own = {"GROUPS": self.groups, "COLUMNS": self.columns, "STAGES": self.stages}
+        return {**own, **cut_of(tokens, self.stages)}
+
+
+# A product and a sum fit the registers of these groups.
+TALL = Block(groups=3, columns=128, stages=5)
+
+
+@gluon.jit
+def block_at(number, D, GROUPS: gl.constexpr, COLUMNS: gl.constexpr):  # type: ignore[no-untyped-def]
+    """The first row and column of a block of the (P, D) product, by its number."""
+    blocks_d = gl.cdiv(D, COLUMNS)
+    return (number // blocks_d) * (GROUPS * ROWS), (number % blocks_d) * COLUMNS
+
+
+@gluon.jit
+def tensor_of(table, layer, ELEMENT: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Where a layer's tensor begins, from a table of addresses."""
+    return gl.multiple_of(gl.load(table + layer).to(gl.pointer_type(ELEMENT)), 16)
+
+
+@gluon.jit
+def buffers(  # type: ignore[no-untyped-def]
+    GROUPS: gl.constexpr, COLUMNS: gl.constexpr, STAGES: gl.constexpr, HAS_FEW: gl.constexpr,
+    BIAS: gl.constexpr, ELEMENT: gl.constexpr,
+):  # fmt: skip
+    """The rings of g and x, those for a few tokens, ones, and the barriers."""
+    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, CHUNK, ROWS], ELEMENT)
+    g_ring = gl.allocate_shared_memory(ELEMENT, [GROUPS * STAGES, 1, CHUNK, ROWS], layout)
+    x_ring = gl.allocate_shared_memory(ELEMENT, [STAGES, 1, CHUNK, COLUMNS], layout)
+    few = (g_ring, x_ring)
+    if HAS_FEW:
+        of_few: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, FEW, ROWS], ELEMENT)
+        g_few = gl.allocate_shared_memory(ELEMENT, [GROUPS * SIDES, 1, FEW, ROWS], of_few)
+        x_few = gl.allocate_shared_memory(ELEMENT, [SIDES, 1, FEW, COLUMNS], of_few)
+        few = (g_few, x_few)
+    ready, empty = barriers(STAGES, GROUPS)
+    if BIAS:
+        block: gl.constexpr = gl.BlockedLayout([1, 8], [16, 2], [4, 1], [1, 0])
+        thin: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, ONES], ELEMENT)
+        ones = gl.allocate_shared_memory(ELEMENT, [CHUNK, ONES], thin)
+        ones.store(gl.full([CHUNK, ONES], 1.0, ELEMENT, block))
+    else:
+        ones = x_ring
+    fence_async_shared()
+    return g_ring, x_ring, few, ones, ready, empty
+
+
+@gluon.jit
+def load_chunk(  # type: ignore[no-untyped-def]
+    gs, xs, g_buffers, x_buffers, bar, b, t, p, d, at, GROUPS: gl.constexpr
+):
+    """Begin to load some tokens of a sample into the buffers of every group and of all."""
+    for group in gl.static_range(GROUPS):
+        buffer = g_buffers.index(GROUPS * at + group)
+        tma.async_copy_global_to_shared(gs, [b, t, p + group * ROWS], bar, buffer)
+    tma.async_copy_global_to_shared(xs, [b, t, d], bar, x_buffers.index(at))
+
+
+@gluon.jit
+def load(  # type: ignore[no-untyped-def]
+    source, geometry, rings, SEGMENT: gl.constexpr, FULL: gl.constexpr, TAIL: gl.constexpr,
+    GROUPS: gl.constexpr, COLUMNS: gl.constexpr, STAGES: gl.constexpr, HAS_FEW: gl.constexpr,
+):  # fmt: skip
+    """Fill the ring with all chunks of all samples; what lies outside is filled with zeros."""
+    CHUNKS: gl.constexpr = FULL + (1 if TAIL > 0 else 0)
+    x, g, T, x_batch, x_row, g_batch, g_row = source
+    B, segments, D, P, p, d = geometry
+    g_ring, x_ring, few, _ones, ready, empty = rings
+    g_few, x_few = few
+    gs = source_of(g_ring, g, B, T, P, g_batch, g_row)
+    xs = source_of(x_ring, x, B, T, D, x_batch, x_row)
+    if HAS_FEW:
+        few_gs = source_of(g_few, g, B, T, P, g_batch, g_row)
+        few_xs = source_of(x_few, x, B, T, D, x_batch, x_row)
+    stage = 0
+    phase = 0
+    for step in range(B * segments):
+        b = step // segments
+        first = (step % segments) * SEGMENT
+        for chunk in gl.static_range(CHUNKS):
+            t = first + chunk * CHUNK
+            bar = ready.index(stage)
+            mbarrier.wait(empty.index(stage), phase ^ 1)
+            if HAS_FEW and chunk == CHUNKS - 1:
+                mbarrier.expect(bar, (CHUNK + FEW) * (GROUPS * ROWS + COLUMNS) * 2)
+                load_chunk(gs, xs, g_ring, x_ring, bar, b, t, p, d, stage, GROUPS)
+                load_chunk(
+                    few_gs, few_xs, g_few, x_few, bar, b, t + CHUNK, p, d, step % SIDES, GROUPS
+                )
+            else:
+                mbarrier.expect(bar, CHUNK * (GROUPS * ROWS + COLUMNS) * 2)
+                load_chunk(gs, xs, g_ring, x_ring, bar, b, t, p, d, stage, GROUPS)
+            stage, phase = after(stage, phase, STAGES)
+
+
+@gluon.jit
+def done(part, part_1, chunks: gl.constexpr, BIAS: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Wait until all products but those of the last so many chunks, or few tokens, are there."""
+    if BIAS:
+        part, part_1 = warpgroup_mma_wait(2 * chunks, deps=[part, part_1])
+    else:
+        part = warpgroup_mma_wait(chunks, deps=[part])
+    return part, part_1
+
+
+@gluon.jit
+def segment(  # type: ignore[no-untyped-def]
+    part, part_1, rings, step, stage, phase, GROUP: gl.constexpr, FULL: gl.constexpr,
+    TAIL: gl.constexpr, GROUPS: gl.constexpr, COLUMNS: gl.constexpr, STAGES: gl.constexpr,
+    HAS_FEW: gl.constexpr, BIAS: gl.constexpr,
+):  # fmt: skip
+    """One group's rows of the products of one segment of one sample; with BIAS those with ones."""
+    g_ring, x_ring, few, ones, ready, empty = rings
+    g_few, x_few = few
+    CHUNKS: gl.constexpr = FULL + (1 if TAIL > 0 else 0)
+    before = stage
+    for chunk in gl.static_range(CHUNKS):
+        mbarrier.wait(ready.index(stage), phase)
+        g = g_ring.index(GROUPS * stage + GROUP).reshape([CHUNK, ROWS])
+        x = x_ring.index(stage).reshape([CHUNK, COLUMNS])
+        if chunk == FULL:
+            g = g.slice(0, TAIL)
+            x = x.slice(0, TAIL)
+        part = warpgroup_mma(g.permute([1, 0]), x, part, use_acc=chunk > 0, is_async=True)
+        if BIAS:
+            one = ones.slice(0, TAIL) if chunk == FULL else ones
+            part_1 = warpgroup_mma(g.permute([1, 0]), one, part_1, use_acc=chunk > 0, is_async=True)
+        if HAS_FEW and chunk == CHUNKS - 1:
+            side = step % SIDES
+            g = g_few.index(GROUPS * side + GROUP).reshape([FEW, ROWS]).permute([1, 0])
+            x = x_few.index(side).reshape([FEW, COLUMNS])
+            part = warpgroup_mma(g, x, part, is_async=True)
+            if BIAS:
+                part_1 = warpgroup_mma(g, ones.slice(0, FEW), part_1, is_async=True)
+        if chunk > 0:
+            # The products of the chunk before are done: its buffers may be filled again.
+            if HAS_FEW and chunk == CHUNKS - 1:
+                part, part_1 = done(part, part_1, 2, BIAS)
+            else:
+                part, part_1 = done(part, part_1, 1, BIAS)
+            gl.thread_barrier()
+            mbarrier.arrive(empty.index(before), count=1)
+        before = stage
+        stage, phase = after(stage, phase, STAGES)
+    part, part_1 = done(part, part_1, 0, BIAS)
+    gl.thread_barrier()
+    mbarrier.arrive(empty.index(before), count=1)
+    return part, part_1, stage, phase
+
+
+@gluon.jit
+def zeros(COLUMNS: gl.constexpr):  # type: ignore[no-untyped-def]
+    """One group's rows of a block, and of products with ones."""
+    part = gl.zeros((ROWS, COLUMNS), gl.float32, held(COLUMNS))
+    return part, gl.zeros((ROWS, ONES), gl.float32, held(ONES))
+
+
+def cut_of(tokens: int, stages: int) -> dict[str, int]:
+    """How a sample's tokens are cut into segments of chunks, and whether a few are left over.
+
+    >>> cut_of(197, 5)
+    {'segments': 1, 'SEGMENT': 197, 'FULL': 3, 'TAIL': 0, 'HAS_FEW': True}
+    >>> cut_of(130, 5)
+    {'segments': 1, 'SEGMENT': 130, 'FULL': 2, 'TAIL': 16, 'HAS_FEW': False}
+    >>> cut_of(1500, 5)
+    {'segments': 3, 'SEGMENT': 512, 'FULL': 8, 'TAIL': 0, 'HAS_FEW': False}
+    """
+    cut = segmentation(tokens)
+    if cut["segments"] > 1:
+        size = next(size for size in SEGMENTS if -tokens % size < CHUNK.value)
+        cut = {"segments": -(-tokens // size), "SEGMENT": size, "FULL": size, "TAIL": 0}
+    else:
+        cut["FULL"] *= cut.pop("CHUNK")
+    full = cut["FULL"] // CHUNK.value
+    # A sample's few are loaded once the chunk so many stages before them is done with; by then the
+    # few that lie in the same buffer, SIDES samples earlier, must be too.
+    few = cut["TAIL"] == FEW.value and full * SIDES.value >= stages
+    return {**cut, "FULL": full, "TAIL": 0 if few else cut["TAIL"], "HAS_FEW": few}

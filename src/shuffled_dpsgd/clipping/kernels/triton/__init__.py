@@ -1,0 +1,1 @@
+"""Kernels in plain Triton, for any GPU that Triton serves."""

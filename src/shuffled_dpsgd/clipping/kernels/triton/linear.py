@@ -1,0 +1,121 @@
+"""Linear layers on a GPU: many layers of one shape in a single launch, nothing materialised.
+
+Shapes: L layers, B samples, T tokens, D input features, P output features. Operands are bfloat16
+or float16; every product is accumulated in float32. The tensors of the L layers are found through
+tables of addresses, so captured activations are read where they lie.
+
+This file has the norms by Gram matrices; `triton_wide` has those of very wide layers, `triton_sums`
+what multiplies gradients out.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from shuffled_dpsgd.clipping.kernels import plain
+from shuffled_dpsgd.clipping.kernels.triton.addresses import address_table
+
+GRAM_BLOCK = 128
+ELEMENT = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    """How many programs of the matrix kernels a device runs at a time."""
+    if device.type != "cuda":
+        return 1
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+@triton.jit
+def tile_at(table, layer, ELEMENT: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The address of `layer`'s tensor, known to be a multiple of 16 bytes."""
+    return tl.multiple_of(tl.load(table + layer).to(tl.pointer_type(ELEMENT)), 16)
+
+
+@triton.jit
+def gram_block(  # type: ignore[no-untyped-def]
+    base, rows, cols, T, WIDTH, stride, SAME: tl.constexpr, BLOCK: tl.constexpr,
+    STEP: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """<a_row, a_col> of two blocks of tokens, (BLOCK, BLOCK) float32; tokens past T give zero.
+
+    EVEN says that no load needs a mask: whole blocks of tokens, WIDTH a multiple of STEP.
+    """
+    acc = tl.zeros((BLOCK, BLOCK), dtype=tl.float32)
+    k = tl.arange(0, STEP)
+    row_ptrs = base + rows[:, None] * stride + k[None, :]
+    col_ptrs = base + cols[:, None] * stride + k[None, :]
+    for start in range(0, WIDTH, STEP):
+        inside = (start + k)[None, :] < WIDTH
+        if EVEN:
+            a = tl.load(row_ptrs + start)
+        else:
+            a = tl.load(row_ptrs + start, mask=(rows < T)[:, None] & inside, other=0.0)
+        if SAME:
+            acc = tl.dot(a, tl.trans(a), acc)
+        else:
+            if EVEN:
+                b = tl.load(col_ptrs + start)
+            else:
+                b = tl.load(col_ptrs + start, mask=(cols < T)[:, None] & inside, other=0.0)
+            acc = tl.dot(a, tl.trans(b), acc)
+    return acc
+
+
+@triton.jit(do_not_specialize=["B"])
+def gram_kernel(  # type: ignore[no-untyped-def]
+    x_table, g_table, out_LBN2, B, T, D, P, x_batch, x_row, g_batch, g_row,
+    BIAS: tl.constexpr, NUM_BLOCKS: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
+    EVEN_D: tl.constexpr, EVEN_P: tl.constexpr, ELEMENT: tl.constexpr,
+):  # fmt: skip
+    """One pair of token blocks of one sample of one layer: sum of <x_t, x_s> <g_t, g_s>.
+
+    Beside it the sum of |x_t| |g_t|, the length of all the terms that may cancel.
+    """
+    block, sample, layer = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
+    i = block // NUM_BLOCKS
+    j = block % NUM_BLOCKS
+    out = out_LBN2 + 2 * ((layer * B + sample) * NUM_BLOCKS * NUM_BLOCKS + block)
+    if i > j:
+        tl.store(out, 0.0)
+        tl.store(out + 1, 0.0)
+        return
+    rows = i * BLOCK + tl.arange(0, BLOCK)
+    cols = j * BLOCK + tl.arange(0, BLOCK)
+    x = tile_at(x_table, layer, ELEMENT) + sample * x_batch
+    g = tile_at(g_table, layer, ELEMENT) + sample * g_batch
+    x_gram = gram_block(x, rows, cols, T, D, x_row, NUM_BLOCKS == 1, BLOCK, STEP, EVEN_D)
+    g_gram = gram_block(g, rows, cols, T, P, g_row, NUM_BLOCKS == 1, BLOCK, STEP, EVEN_P)
+    if BIAS:
+        x_gram += 1.0
+    # Tokens past the end have a zero row in g's Gram matrix; each off-diagonal pair counts twice.
+    products = x_gram * g_gram
+    total = tl.sum(products)
+    tl.store(out, tl.where(i == j, total, 2.0 * total))
+    lengths = tl.where(rows[:, None] == cols[None, :], tl.sqrt(tl.maximum(products, 0.0)), 0.0)
+    tl.store(out + 1, tl.sum(lengths))
+
+
+def gram_sq_norms(xs: Sequence[Tensor], gs: Sequence[Tensor], bias: bool) -> Tensor:
+    """`plain.gram_sq_norms` of L layers of one shape, (L, B)."""
+    (B, T, D), P, L = xs[0].shape, gs[0].shape[2], len(xs)
+    x, g = xs[0], gs[0]
+    block = min(GRAM_BLOCK, max(16, triton.next_power_of_2(T)))
+    num_blocks = triton.cdiv(T, block)
+    table = address_table((xs, gs), x.device)
+    out = torch.empty(L, B, num_blocks**2, 2, dtype=torch.float32, device=x.device)
+    gram_kernel[(num_blocks**2, B, L)](
+        table[0], table[1], out, B, T, D, P, x.stride(0), x.stride(1), g.stride(0), g.stride(1),
+        BIAS=bias, NUM_BLOCKS=num_blocks, BLOCK=block, STEP=64,
+        EVEN_D=T % block == 0 and D % 64 == 0, EVEN_P=T % block == 0 and P % 64 == 0,
+        ELEMENT=ELEMENT[x.dtype], num_warps=8 if block == 128 else 4, num_stages=4,
+    )  # fmt: skip
+    squares_LB, reach_LB = out.sum(2).unbind(2)
+    return plain.above_cut_off(squares_LB, reach_LB, D, P)

@@ -1,0 +1,205 @@
+"""Settling by replay: what one backward launched, launched again as a whole for the next like it.
+
+Settling a backward takes a hundred small operations, and asking a GPU for them one by one takes
+longer than the GPU needs to do them. A CUDA graph asks once. It reads and writes fixed addresses,
+which is no hindrance: the allocator gives every step's tensors the places of the step before. So
+work is recorded under the *places* of all it reads and writes, and replayed only where every one
+of them is the same; anything else is done the ordinary way.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterable
+from operator import attrgetter
+from typing import Any, NamedTuple, Protocol, TypeVar
+from weakref import WeakSet
+
+import torch
+from torch import Tensor
+
+from shuffled_dpsgd.clipping.contributions.norm_sums import Unsummed
+from shuffled_dpsgd.clipping.kernels.triton.addresses import Tables, holding
+from shuffled_dpsgd.clipping.replay.side_streams import StreamBranches, branching
+
+# Many, because what a step keeps of each physical batch may shift the allocations of the next, and
+# a step may have dozens. Places where work was done once are remembered apart: those of batches of
+# other sizes may be new at every step, and must push no recording out.
+MAX_RECORDINGS = MAX_SEEN = 64
+Places = tuple[Hashable, ...]
+_dtype, _shape = attrgetter("dtype"), attrgetter("shape")
+Work = Callable[[], Tensor]
+Value = TypeVar("Value")
+
+
+class Recording(Protocol):
+    """Work that can be done again, with the same places."""
+
+    def replay(self) -> Tensor:
+        """Do the work; the result is the caller's to keep."""
+        ...
+
+
+class Record(Protocol):
+    """Records work without doing it; raises RuntimeError where that cannot be."""
+
+    def __call__(self, work: Work) -> Recording: ...
+
+
+def places_of(values: Iterable[Any], *others: Hashable) -> Places | None:
+    """All that a recorded launch depends on: where values lie and how, and whatever `others`.
+
+    None if something among the values is of a kind that is not known.
+    """
+    # One flat tuple, filled by C: in the middle of a step whatever Python does takes long.
+    kinds: list[Hashable] = [*others]
+    tensors: list[Tensor] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            kinds.append(Tensor)
+            tensors.append(value)
+        elif isinstance(value, Unsummed):
+            kinds += (Unsummed, value.eps)
+            tensors += (value.x_BTD, value.g_BTD)
+        elif value is None or isinstance(value, int | float | str):
+            kinds.append(value)
+        else:
+            return None
+    return (
+        *kinds,
+        *map(Tensor.data_ptr, tensors),
+        *map(_dtype, tensors),
+        *map(_shape, tensors),
+        *map(Tensor.stride, tensors),
+    )
+
+
+class _Recorded(NamedTuple):
+    """A recording and the tables of addresses that it reads."""
+
+    recording: Recording
+    tables: Tables
+
+
+class Replays:
+    """Does work, from a recording where its places have been seen before.
+
+    The first time, work is done as it is; the second time it is recorded. `record` is replaced in
+    tests. Should recording fail, a warning says so and the engine goes on without.
+    """
+
+    def __init__(self, record: Record | None = None) -> None:
+        self._record = record if record is not None else GraphRecorder()
+        self._seen: OrderedDict[Places, Tables] = OrderedDict()
+        self._recorded: OrderedDict[Places, _Recorded] = OrderedDict()
+        self.enabled = os.environ.get("SHUFFLED_DPSGD_CUDA_GRAPHS", "1") != "0"
+        self.replayed = 0
+
+    def run(self, places: Places | None, work: Work) -> Tensor:
+        """The result of `work`, which must depend on nothing but `places`."""
+        if places is None or not self.enabled:
+            return work()
+        found = self._recorded.get(places)
+        if found is not None:
+            self._recorded.move_to_end(places)
+        else:
+            tables = self._seen.pop(places, None)
+            if tables is None:
+                tables = _added(self._seen, places, {}, MAX_SEEN)
+                with holding(tables):
+                    return work()
+            try:
+                with holding(tables):
+                    recording = self._record(work)
+            except RuntimeError as error:
+                self._give_up(error)
+                return work()
+            found = _added(self._recorded, places, _Recorded(recording, tables), MAX_RECORDINGS)
+        self.replayed += 1
+        return found.recording.replay()
+
+    def _give_up(self, error: RuntimeError) -> None:
+        self.enabled = False
+        self._seen.clear()
+        self._recorded.clear()
+        warnings.warn(
+            f"Clipping goes on without CUDA graphs, more slowly: recording failed ({error}).",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
+
+def _added(kept: OrderedDict[Places, Value], places: Places, value: Value, at_most: int) -> Value:
+    """The value, put last; the first has to go if there are too many."""
+    kept[places] = value
+    if len(kept) > at_most:
+        kept.popitem(last=False)
+    return value
+
+
+class GraphRecorder:
+    """Records work as CUDA graphs that share one pool of memory.
+
+    Sharing is safe because no two of them run at once and each result is copied out. A pool dies
+    with the last graph that uses it, so the next one gets another.
+    """
+
+    def __init__(self) -> None:
+        self._pool: Any = None
+        self._stream: torch.cuda.Stream | None = None
+        self._branches: StreamBranches | None = None
+        self._alive: WeakSet[GraphRecording] = WeakSet()
+        self._broken: list[torch.cuda.CUDAGraph] = []
+
+    def __call__(self, work: Work) -> Recording:
+        if self._stream is None or self._branches is None:
+            self._stream, self._branches = torch.cuda.Stream(), StreamBranches()
+        if not self._alive:
+            self._pool = torch.cuda.graph_pool_handle()
+        graph = torch.cuda.CUDAGraph()
+        self._stream.wait_stream(torch.cuda.current_stream())
+        # `torch.cuda.graph` would empty the allocator's cache, and with it lose every place.
+        with torch.cuda.stream(self._stream):
+            try:
+                result = self._capture(graph, work, self._branches)
+            except RuntimeError:
+                # The allocator may go on asking the graph whether it still records.
+                self._broken.append(graph)
+                _free_generator()
+                raise
+        torch.cuda.current_stream().wait_stream(self._stream)
+        recording = GraphRecording(graph, result)
+        self._alive.add(recording)
+        return recording
+
+    def _capture(self, graph: torch.cuda.CUDAGraph, work: Work, branches: StreamBranches) -> Tensor:
+        # Other threads, such as a loader that pins memory, may use the device meanwhile.
+        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        try:
+            with branching(branches):
+                return work()
+        finally:
+            graph.capture_end()
+
+
+def _free_generator() -> None:
+    """Let the device's generator go on after a recording that did not begin or end as it should.
+
+    It would wait for the end of that for ever, and the next dropout would fail.
+    """
+    generator = torch.cuda.default_generators[torch.cuda.current_device()]
+    generator.graphsafe_set_state(generator.clone_state())
+
+
+class GraphRecording:
+    """A CUDA graph and the tensor its result lies in."""
+
+    def __init__(self, graph: torch.cuda.CUDAGraph, result: Tensor) -> None:
+        self._graph = graph
+        self._result = result
+
+    def replay(self) -> Tensor:
+        self._graph.replay()
+        return self._result.clone()

@@ -1,0 +1,64 @@
+"""Run a module just to look at it: no gradients, no dropout, and every flag and buffer put back."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+
+@contextmanager
+def in_eval_mode(module: nn.Module) -> Iterator[None]:
+    """Run without gradients, dropout or warnings; every training flag is put back.
+
+    For checks beforehand: the forward proper follows and will give any warning there is to give.
+    """
+    modes = [(child, child.training) for child in module.modules()]
+    module.eval()
+    try:
+        with torch.no_grad(), without_fast_attention(), warnings.catch_warnings(action="ignore"):
+            yield
+    finally:
+        for child, mode in modes:
+            child.training = mode
+
+
+@contextmanager
+def without_fast_attention() -> Iterator[None]:
+    """Have PyTorch's encoders call their layers, as in training, also where nothing is trained.
+
+    Their shortcut for inference packs a padded batch into a nested tensor, which has no shape.
+    """
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
+
+
+@contextmanager
+def buffers_kept(module: nn.Module) -> Iterator[Callable[[], bool]]:
+    """Put back buffers that are changed or replaced meanwhile; gives a way to ask for any."""
+    before = {
+        name: (buffer, buffer._version, buffer.clone()) for name, buffer in module.named_buffers()
+    }
+
+    def have_changed() -> bool:
+        found = dict(module.named_buffers())
+        return any(
+            found.get(name) is not buffer or buffer._version != version
+            for name, (buffer, version, _) in before.items()
+        )
+
+    try:
+        yield have_changed
+    finally:
+        if have_changed():
+            with torch.no_grad():
+                for name, (buffer, _, value) in before.items():
+                    owner, _, own_name = name.rpartition(".")
+                    setattr(module.get_submodule(owner), own_name, buffer.copy_(value))

@@ -1,0 +1,1 @@
+"""From captures to norms, factors and sums."""

@@ -1,0 +1,304 @@
+"""Norms and sums of many layers at once, when a whole backward is there to be settled.
+
+A GPU is slowed down less by the arithmetic than by the number of operations asked of it, and a
+Transformer repeats its few layer shapes dozens of times. So linear layers of one shape share a
+launch, and all small per-sample gradients are put side by side. What fits neither pattern is left
+to its group. What is small is done beside what is large where `branches` allows it.
+
+Shapes: B samples, N coordinates of all small per-sample gradients together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from functools import partial
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from shuffled_dpsgd.clipping import kernels
+from shuffled_dpsgd.clipping.capture.batch import Entry
+from shuffled_dpsgd.clipping.capture.slot import Slot
+from shuffled_dpsgd.clipping.contributions import cost
+from shuffled_dpsgd.clipping.contributions.kinds import (
+    Contribution,
+    DenseGrad,
+    OuterGrad,
+    RowsGrad,
+    RowSumGrad,
+)
+from shuffled_dpsgd.clipping.replay.side_streams import side_by_side
+from shuffled_dpsgd.clipping.settle.shared_parameters import Group
+
+# Per-sample gradients larger than this are worth an operation of their own.
+_SMALL, _SMALL_ON_CPU = 1 << 16, 1 << 12
+# Launches for linear layers' norms are dealt out to so many lanes; see `branches.SIDE_STREAMS`.
+LINEAR_LANES = 3
+Named = tuple[str, Contribution]
+NormRun = tuple[Sequence[Slot], Tensor]
+Kind = TypeVar("Kind", OuterGrad, RowSumGrad)
+# The norms that many linear layers find together.
+_LINEAR_NORMS = {
+    cost.Route.GRAM: kernels.gram_sq_norm_sums,
+    cost.Route.TILES: kernels.tile_sq_norm_sums,
+}
+
+
+class Wholesale:
+    """The entries of one backward, sorted by how they are settled.
+
+    `filed` holds each group with its entries; `norm_runs` finds what norm layers have together.
+    `squares` must be asked for before `add_sums`, and each only once.
+    """
+
+    def __init__(
+        self,
+        filed: Iterable[tuple[Group, Sequence[Entry]]],
+        norm_runs: Callable[[], Sequence[NormRun]],
+        choose: cost.Chooser,
+    ) -> None:
+        self._choose = choose
+        self._find_norm_runs = norm_runs
+        self._norm_runs: Sequence[NormRun] = ()
+        self._parts: list[Named] = []
+        self._linear: dict[cost.Route, list[tuple[OuterGrad, RowSumGrad | None]]] = {}
+        # The bias of a weight, both by name: they are summed together.
+        self._biases: dict[str, tuple[str, RowSumGrad]] = {}
+        self._small: list[tuple[str, DenseGrad]] = []
+        self._grouped: list[tuple[Group, Sequence[Entry]]] = []
+        self._side_by_side_BN: Tensor | None = None
+        for group, entries in filed:
+            self._sort(group, entries)
+
+    def _sort(self, group: Group, entries: Sequence[Entry]) -> None:
+        parts = [part for entry in entries for part in entry.slot.contributions(entry.saved)]
+        alone = len(entries) == 1 and not group.shared
+        kinds = [type(part) for _, part in parts]
+        linear = alone and kinds in ([OuterGrad], [OuterGrad, RowSumGrad])
+        if linear and (route := self._route(parts)) in _LINEAR_NORMS:
+            outer, bias = parts[0][1], parts[1][1] if len(parts) == 2 else None
+            assert isinstance(outer, OuterGrad)
+            assert bias is None or isinstance(bias, RowSumGrad)
+            self._linear.setdefault(route, []).append((outer, bias))
+            self._parts.append(parts[0])
+            if bias is not None:
+                self._biases[parts[0][0]] = (parts[1][0], bias)
+        elif alone and all(_is_small(part) for _, part in parts):
+            self._small += [(name, part) for name, part in parts if isinstance(part, DenseGrad)]
+        else:
+            self._grouped.append((group, entries))
+            self._parts += parts
+
+    def _route(self, parts: Sequence[Named]) -> cost.Route:
+        outer = parts[0][1]
+        assert isinstance(outer, OuterGrad)
+        _, T, R = outer.left_BTR.shape
+        return self._choose(T, R, outer.right_BTC.shape[2], kernels.kind_of(outer.left_BTR))
+
+    def squares(self) -> list[Tensor]:
+        """(B,) squared norms whose sum is the squared norm over all parameters."""
+        launches = self._linear_norms()
+        lanes = [launches[first::LINEAR_LANES] for first in range(LINEAR_LANES)]
+        others = [partial(self._group_square, *filed) for filed in self._grouped]
+        found = side_by_side(lanes[0], [*others, self._norm_and_small_squares], *lanes[1:])
+        return [square_B for lane in found for squares in lane for square_B in squares]
+
+    def _linear_norms(self) -> list[Callable[[], list[Tensor]]]:
+        """One launch for the linear layers of each shape."""
+        launches: list[Callable[[], list[Tensor]]] = []
+        for route, layers in self._linear.items():
+            pairs, biases = [], []
+            for outer, bias in layers:
+                left, right = outer.left_BTR, outer.right_BTC
+                # The bias belongs to the output gradient; a transposed weight has it on the right.
+                swap = bias is not None and bias.grad_BTP is right
+                pairs.append((left, right) if swap else (right, left))
+                biases.append(bias is not None)
+            for run in kernels.alike(pairs, biases):
+                chosen = [pairs[i] for i in run], [biases[i] for i in run]
+                launches.append(partial(_LINEAR_NORMS[route], *chosen))
+        return launches
+
+    def _group_square(self, group: Group, entries: Sequence[Entry]) -> list[Tensor]:
+        return [group.sq_norms(entries, self._choose)]
+
+    def _norm_and_small_squares(self) -> list[Tensor]:
+        self._norm_runs = self._find_norm_runs()
+        found = [sums_LBCD.square().sum((0, 2, 3)) for _, sums_LBCD in self._norm_runs]
+        if self._small:
+            dtypes = {part.grads_BS.dtype for _, part in self._small}
+            wide = torch.float64 if torch.float64 in dtypes else torch.float32
+            rows = [_flat(part.grads_BS).to(wide) for _, part in self._small]
+            self._side_by_side_BN = torch.cat(rows, 1)
+            found.append(self._side_by_side_BN.square().sum(1))
+        return found
+
+    def add_sums(self, factors_B: Tensor, sums: dict[str, Tensor], new: bool = False) -> None:
+        """Add the factor-weighted sums over the batch to the running sums.
+
+        Sums that are `new` hold nothing yet, not even zeros.
+        """
+        rounds = list(_rounds(self._parts, OuterGrad))
+        matrices = {name for name, _ in rounds[0]} if rounds else set()
+        written = matrices | {bias for bias, _ in self._biases.values()}
+        stored = _large_stored(self._parts, written)
+        written |= stored.keys()
+        if new:
+            # Matrices and their biases are written rather than filled with zeros and added to, and
+            # so are parameters with large stored gradients.
+            others = [total for name, total in sums.items() if name not in written]
+            if others:
+                torch._foreach_zero_(others)
+        launches = self._matrix_sums(rounds[:1], factors_B, sums, new)
+        launches += [partial(_add_stored, stored, factors_B, sums, new)] if stored else []
+        lanes = [launches[first::LINEAR_LANES] for first in range(LINEAR_LANES)]
+        apart = [named for named in self._parts if named[0] not in written]
+        side_by_side(
+            lanes[0],
+            [
+                partial(_add_others, apart, factors_B, sums),
+                partial(self._add_norms_and_small, factors_B, sums),
+            ],
+            *lanes[1:],
+        )
+        for launch in self._matrix_sums(rounds[1:], factors_B, sums, False):
+            launch()
+        # The rest of what a matrix gets, such as the rows of a table that is also a head.
+        taken = {id(part) for part in stored.values()}
+        rest = [(name, part) for name, part in self._parts if name in written]
+        _add_others([named for named in rest if id(named[1]) not in taken], factors_B, sums)
+
+    def _matrix_sums(
+        self,
+        rounds: Sequence[Sequence[tuple[str, OuterGrad]]],
+        factors_B: Tensor,
+        sums: dict[str, Tensor],
+        new: bool,
+    ) -> list[Callable[[], None]]:
+        """One launch for the matrices of each shape, and their biases."""
+        launches: list[Callable[[], None]] = []
+        for outers in rounds:
+            linear = [self._linear_sum(name, part, sums) for name, part in outers]
+            pairs = [pair for pair, _, _ in linear]
+            labels = [(out.stride(), bias is None) for _, out, bias in linear]
+            for run in kernels.alike(pairs, labels):
+                launches.append(
+                    partial(
+                        kernels.add_weighted_outer_sums,
+                        [pairs[i] for i in run],
+                        factors_B,
+                        [linear[i][1] for i in run],
+                        accumulate=not new,
+                        biases=[linear[i][2] for i in run],
+                    )
+                )
+        return launches
+
+    def _add_norms_and_small(self, factors_B: Tensor, sums: dict[str, Tensor]) -> None:
+        """Add what belongs to groups of its own, which nothing else adds to."""
+        for slots, sums_LBCD in self._norm_runs:
+            _add_norm_run(slots, sums_LBCD, factors_B, sums)
+        if self._side_by_side_BN is not None:
+            total_N = kernels.weighted_row_sum(self._side_by_side_BN.unsqueeze(1), factors_B)
+            self._add_small(total_N, sums)
+
+    def _linear_sum(
+        self, name: str, part: OuterGrad, sums: dict[str, Tensor]
+    ) -> tuple[tuple[Tensor, Tensor], Tensor, Tensor | None]:
+        """A pair (x, g), where its weighted g^T x goes, and where its weighted g goes, if anywhere.
+
+        The bias belongs to g, which a transposed weight has on the right.
+        """
+        left, right = part.left_BTR, part.right_BTC
+        out = _matrix(sums[name], left.shape[2])
+        if name not in self._biases:
+            return (right, left), out, None
+        bias_name, bias = self._biases[name]
+        if bias.grad_BTP is right:
+            return (left, right), out.mT, _vector(sums[bias_name])
+        return (right, left), out, _vector(sums[bias_name])
+
+    def _add_small(self, total_N: Tensor, sums: dict[str, Tensor]) -> None:
+        targets = [_vector(sums[name]) for name, _ in self._small]
+        sizes = [target.numel() for target in targets]
+        torch._foreach_add_(targets, list(total_N.split(sizes)))
+
+
+def _rounds(parts: Iterable[Named], kind: type[Kind]) -> Iterator[list[tuple[str, Kind]]]:
+    """The parts of one kind, so dealt out that no parameter comes twice in a round.
+
+    Layers of one round are summed by one launch, whose programs must not meet in an output.
+    """
+    left = [(name, part) for name, part in parts if isinstance(part, kind)]
+    while left:
+        taken: dict[str, Kind] = {}
+        later: list[tuple[str, Kind]] = []
+        for name, part in left:
+            if name in taken:
+                later.append((name, part))
+            else:
+                taken[name] = part
+        yield list(taken.items())
+        left = later
+
+
+def _large_stored(parts: Sequence[Named], taken: Set[str]) -> dict[str, DenseGrad]:
+    """Large stored gradients of parameters that nothing else writes first, one for each."""
+    found: dict[str, DenseGrad] = {}
+    for name, part in parts:
+        if isinstance(part, DenseGrad) and name not in taken and not _is_small(part):
+            found.setdefault(name, part)
+    return found
+
+
+def _add_stored(
+    stored: dict[str, DenseGrad], factors_B: Tensor, sums: dict[str, Tensor], new: bool
+) -> None:
+    kernels.add_weighted_row_sums(
+        [_flat(part.grads_BS).unsqueeze(1) for part in stored.values()],
+        factors_B,
+        [_vector(sums[name]) for name in stored],
+        accumulate=not new,
+    )
+
+
+def _add_others(parts: Sequence[Named], factors_B: Tensor, sums: dict[str, Tensor]) -> None:
+    """Add whatever is no matrix product."""
+    for biases in _rounds(parts, RowSumGrad):
+        kernels.add_weighted_row_sums(
+            [part.grad_BTP for _, part in biases],
+            factors_B,
+            [_vector(sums[name]) for name, _ in biases],
+        )
+    for name, part in parts:
+        if isinstance(part, RowsGrad | DenseGrad):
+            part.weighted_sum(factors_B, sums[name].shape, sums[name])
+
+
+def _add_norm_run(
+    slots: Sequence[Slot], sums_LBCD: Tensor, factors_B: Tensor, sums: dict[str, Tensor]
+) -> None:
+    factors_B11 = factors_B[:, None, None]
+    total_LCD = torch.where(factors_B11 == 0, 0.0, sums_LBCD * factors_B11).sum(1)
+    names = [slot.names[key] for slot in slots for key in ("weight", "bias")]
+    torch._foreach_add_([_vector(sums[name]) for name in names], total_LCD.flatten(0, 1).unbind())
+
+
+def _vector(tensor: Tensor) -> Tensor:
+    return tensor if tensor.dim() == 1 else tensor.view(-1)
+
+
+def _matrix(tensor: Tensor, rows: int) -> Tensor:
+    return tensor if tensor.dim() == 2 else tensor.view(rows, -1)
+
+
+def _flat(grads_BS: Tensor) -> Tensor:
+    return grads_BS if grads_BS.dim() == 2 else grads_BS.reshape(len(grads_BS), -1)
+
+
+def _is_small(part: Contribution) -> bool:
+    if not isinstance(part, DenseGrad):
+        return False
+    largest = _SMALL_ON_CPU if part.grads_BS.device.type == "cpu" else _SMALL
+    return part.grads_BS.numel() <= largest * part.grads_BS.shape[0]

@@ -1,0 +1,238 @@
+"""When norms and sums are computed: at the end of the backward, group by group, or in two passes.
+
+A schedule receives every entry of a batch while its backward runs and turns them into running
+totals. All schedules compute the same sums; they differ in what they keep and for how long.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from shuffled_dpsgd.clipping.capture.batch import Batch, Entry, Phase
+from shuffled_dpsgd.clipping.capture.slot import Slot
+from shuffled_dpsgd.clipping.contributions import cost
+from shuffled_dpsgd.clipping.contributions.float32 import full_float32
+from shuffled_dpsgd.clipping.contributions.norm_sums import Unsummed, settle
+from shuffled_dpsgd.clipping.replay.recordings import Places, Replays, places_of
+from shuffled_dpsgd.clipping.replay.stable_places import Shelf
+from shuffled_dpsgd.clipping.settle.clip_functions import ClipFunction
+from shuffled_dpsgd.clipping.settle.many_layers import Wholesale
+from shuffled_dpsgd.clipping.settle.shared_parameters import Group
+from shuffled_dpsgd.clipping.settle.totals import Totals
+from shuffled_dpsgd.errors import InvalidArgumentError
+
+# Inputs and gradients of norm layers may wait for company up to this much memory.
+_MAX_UNSUMMED_BYTES = 1 << 29
+
+
+class Schedule(Protocol):
+    """Turns a batch's entries into totals."""
+
+    def receive(self, batch: Batch, entry: Entry) -> None:
+        """Take one entry, during the backward."""
+        ...
+
+    def finish(self, batch: Batch) -> None:
+        """Settle what is left, after the backward."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClippingRule:
+    """What every schedule needs to know: the groups, how norms are found, how they are clipped.
+
+    With `per_group`, each group is bounded by clip_norm / sqrt(number of groups), so that a
+    sample's whole contribution stays within clip_norm.
+    """
+
+    groups: Sequence[Group]
+    choose: cost.Chooser
+    clip: ClipFunction
+    clip_norm: float
+    per_group: bool
+    totals: Totals
+
+    def norms(self, squares: Iterable[Tensor], batch: Batch) -> Tensor:
+        """(B,) norms from squared parts, in terms of each sample's own loss."""
+        parts = list(squares)
+        if len(parts) == 1:
+            norms_B = parts[0].sqrt()
+        else:
+            widest = max((p.dtype for p in parts), key=lambda dtype: torch.finfo(dtype).bits)
+            norms_B = torch.stack([part.to(widest) for part in parts]).sum(0).sqrt_()
+        return norms_B if batch.scale == 1.0 else norms_B.mul_(batch.scale)
+
+    def factors(self, norms_B: Tensor, batch: Batch) -> Tensor:
+        """(B,) factors for captured gradients, which still lack the batch's scale."""
+        bound = self.clip_norm
+        if self.per_group:
+            bound /= math.sqrt(len(self.groups))
+        factors_B = self.clip(norms_B, bound)
+        return factors_B if batch.scale == 1.0 else factors_B.mul_(batch.scale)
+
+
+class WholeGradient:
+    """Book-keeping: one factor per sample from the norm over all groups, at the backward's end."""
+
+    def __init__(self, rule: ClippingRule) -> None:
+        self.rule = rule
+        self.replays = Replays()
+        self.shelf = Shelf()
+
+    def receive(self, batch: Batch, entry: Entry) -> None:
+        slot = entry.slot
+        if type(entry.saved[0]) is Unsummed:
+            if not slot.shared and batch.calls[slot.index] == 1 and len(slot.names) == 2:
+                batch.unsummed.append(entry)
+                batch.unsummed_bytes += entry.saved[0].nbytes
+                if batch.unsummed_bytes > _MAX_UNSUMMED_BYTES:
+                    self._settle(batch)
+                return
+        else:
+            entry.saved = slot.compact(entry.saved, self.rule.choose)
+        batch.file(entry)
+
+    def _settle(self, batch: Batch) -> None:
+        """Sum up the norm layers put off so far, to let go of their inputs and gradients."""
+        batch.norm_runs += _summed(batch.unsummed)
+        batch.unsummed, batch.unsummed_bytes = [], 0
+
+    def finish(self, batch: Batch) -> None:
+        with self.rule.totals.adding() as (sums, new):
+            places = self._places(batch, new) if self._may_replay(batch) else None
+            norms_B = self.replays.run(places, lambda: self._settle_all(batch, sums, new))
+        self.rule.totals.norms.append(norms_B)
+        batch.close()
+
+    @full_float32()
+    def _settle_all(self, batch: Batch, sums: dict[str, Tensor], new: bool) -> Tensor:
+        """Add the batch's clipped gradients to `sums`; returns the samples' norms.
+
+        Sums that are `new` hold nothing yet. The batch is left as it is, for this may be recorded
+        first and done again.
+        """
+        rule = self.rule
+        entries = {index: [*filed] for index, filed in batch.entries.items()}
+        for entry in batch.late.entries() if batch.late is not None else ():
+            entry.saved = entry.slot.compact(entry.saved, rule.choose)
+            entries.setdefault(entry.slot.group, []).append(entry)
+        filed = [(rule.groups[index], found) for index, found in entries.items()]
+        wholesale = Wholesale(filed, lambda: _norm_runs(batch), rule.choose)
+        norms_B = rule.norms(wholesale.squares(), batch)
+        wholesale.add_sums(rule.factors(norms_B, batch), sums, new)
+        return norms_B
+
+    def _may_replay(self, batch: Batch) -> bool:
+        """Not on a CPU, nor inside somebody else's capture, to which the launches belong."""
+        if batch.device != "cuda" or not self.replays.enabled:
+            return False
+        return not torch.cuda.is_current_stream_capturing()
+
+    def _places(self, batch: Batch, new: bool) -> Places | None:
+        """Where everything lies that settling reads and writes, the small of it on the shelf.
+
+        None if there is something of a kind that is not known.
+        """
+        self.shelf.take(batch)
+        entries = batch.all_entries()
+        values = [value for entry in entries for value in entry.saved]
+        values += [sums_LBCD for _, sums_LBCD in batch.norm_runs]
+        values += batch.late.tensors if batch.late is not None else ()
+        slots = [entry.slot.index for entry in entries]
+        slots += [slot.index for run, _ in batch.norm_runs for slot in run]
+        stream = torch.cuda.current_stream().cuda_stream
+        others = (stream, new, batch.size, batch.scale, *slots)
+        return places_of([*values, *self.rule.totals.buffers], *others)
+
+
+def _norm_runs(batch: Batch) -> list[tuple[list[Slot], Tensor]]:
+    return [*batch.norm_runs, *_summed(batch.unsummed)]
+
+
+def _summed(waiting: Sequence[Entry]) -> list[tuple[list[Slot], Tensor]]:
+    """The per-sample gradients of norm layers; together, because each is little work."""
+    runs = settle([entry.saved[0] for entry in waiting])
+    return [([waiting[i].slot for i in run], sums_LBCD) for run, sums_LBCD in runs]
+
+
+class GroupByGroup:
+    """Per-layer clipping: each group is clipped on its own, summed and freed at once.
+
+    A group whose calls are not all in (a module called again, checkpointing) waits for the end of
+    the backward.
+    """
+
+    def __init__(self, rule: ClippingRule) -> None:
+        self.rule = rule
+
+    def receive(self, batch: Batch, entry: Entry) -> None:
+        entry.saved = entry.slot.compact(entry.saved, self.rule.choose)
+        entries = batch.file(entry)
+        group = self.rule.groups[entry.slot.group]
+        if group.is_complete(batch, entries):
+            self._settle(batch, group)
+
+    def finish(self, batch: Batch) -> None:
+        for index in list(batch.entries):
+            self._settle(batch, self.rule.groups[index])
+        self.rule.totals.norms.append(self.rule.norms(batch.squares.values(), batch))
+        batch.close()
+
+    def _settle(self, batch: Batch, group: Group) -> None:
+        rule = self.rule
+        entries = batch.entries.pop(group.index)
+        squares_B = batch.squares[group.index] = group.sq_norms(entries, rule.choose)
+        factors_B = rule.factors(rule.norms([squares_B], batch), batch)
+        group.add_sums(entries, factors_B, rule.totals.sums)
+
+
+class TwoPasses:
+    """Ghost clipping: a first backward for the norms, a second for the sums, nothing kept between.
+
+    The second pass weights every layer's gradient by the sample's factor in float32, instead of
+    weighting the losses, so that half precision cannot push a contribution over the bound.
+    """
+
+    def __init__(self, rule: ClippingRule) -> None:
+        self.rule = rule
+
+    def receive(self, batch: Batch, entry: Entry) -> None:
+        group = self.rule.groups[entry.slot.group]
+        if batch.phase is Phase.SUMS:
+            group.add_sums([entry], batch.factors[group.index], self.rule.totals.sums)
+            return
+        if batch.phase is Phase.ONLY:
+            raise InvalidArgumentError(
+                "strategy",
+                expected="engine.backward(losses), because ghost clipping needs two backwards",
+                got="loss.backward() under strategy='ghost'",
+                remedy="call engine.backward(losses) or use strategy='bookkeeping'",
+            )
+        if group.is_complete(batch, batch.file(entry)):
+            self._settle(batch, group)
+
+    def finish(self, batch: Batch) -> None:
+        if batch.phase is Phase.SUMS:
+            batch.close()
+            return
+        for index in list(batch.entries):
+            self._settle(batch, self.rule.groups[index])
+        norms_B = self.rule.norms(batch.squares.values(), batch)
+        self.rule.totals.norms.append(norms_B)
+        whole_B = self.rule.factors(norms_B, batch)
+        for index, squares_B in batch.squares.items():
+            batch.factors[index] = (
+                self.rule.factors(self.rule.norms([squares_B], batch), batch)
+                if self.rule.per_group
+                else whole_B
+            )
+
+    def _settle(self, batch: Batch, group: Group) -> None:
+        entries = batch.entries.pop(group.index)
+        batch.squares[group.index] = group.sq_norms(entries, self.rule.choose)

@@ -1,0 +1,87 @@
+"""Groups of slots that share parameters, and what their entries amount to together.
+
+Most groups are one layer. A tied embedding and head are one group, because neither's norm means
+anything without the other's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from shuffled_dpsgd.clipping.capture.batch import Batch, Entry
+from shuffled_dpsgd.clipping.capture.slot import Slot
+from shuffled_dpsgd.clipping.contributions import cost
+from shuffled_dpsgd.clipping.contributions.float32 import full_float32
+from shuffled_dpsgd.clipping.contributions.kinds import Contribution
+from shuffled_dpsgd.clipping.contributions.tied import joint_sq_norms
+
+Shapes = Mapping[str, torch.Size]
+
+
+class Group:
+    """Slots connected by shared parameters; `names` are the parameters they hold."""
+
+    def __init__(self, *, index: int, slots: Sequence[Slot], shapes: Shapes) -> None:
+        self.index = index
+        self.slots = tuple(slots)
+        self.names = tuple(dict.fromkeys(n for slot in slots for n in slot.names.values()))
+        self.shapes = {name: shapes[name] for name in self.names}
+        uses = sum(len(slot.names) for slot in slots)
+        self.shared = len(slots) > 1 or uses > len(self.names)
+        for slot in slots:
+            slot.group = index
+            slot.shared = self.shared
+            slot.tied = self.shared and any(other.kind == "embedding" for other in slots)
+
+    def is_complete(self, batch: Batch, entries: Sequence[Entry]) -> bool:
+        """Whether every call the forward made has been recorded, so that no more can come."""
+        return len(entries) >= sum(batch.calls[slot.index] for slot in self.slots)
+
+    @full_float32()
+    def sq_norms(self, entries: Sequence[Entry], choose: cost.Chooser) -> Tensor:
+        """(B,) squared norms of the group's gradients, cross terms included."""
+        if len(entries) == 1 and not self.shared:
+            entry = entries[0]
+            return entry.slot.sq_norms(entry.saved, choose)
+        parts: dict[str, list[Contribution]] = {}
+        for entry in entries:
+            for name, part in entry.slot.contributions(entry.saved):
+                parts.setdefault(name, []).append(part)
+        norms = [joint_sq_norms(found, self.shapes[name], choose) for name, found in parts.items()]
+        return norms[0] if len(norms) == 1 else torch.stack(norms).sum(0)
+
+    @full_float32()
+    def add_sums(
+        self, entries: Sequence[Entry], factors_B: Tensor, sums: dict[str, Tensor]
+    ) -> None:
+        """Add the group's clipped gradients to the running sums."""
+        for entry in entries:
+            for name, part in entry.slot.contributions(entry.saved):
+                sums[name] = part.weighted_sum(factors_B, self.shapes[name], sums.get(name))
+
+
+def group_slots(slots: Sequence[Slot], shapes: Shapes) -> list[Group]:
+    """Partition slots into groups connected by shared parameters, in order of appearance."""
+    root_of = {slot.index: slot.index for slot in slots}
+
+    def root(index: int) -> int:
+        while root_of[index] != index:
+            index = root_of[index]
+        return index
+
+    first_user: dict[str, int] = {}
+    for slot in slots:
+        for name in slot.names.values():
+            user = root(first_user.setdefault(name, slot.index))
+            mine = root(slot.index)
+            root_of[max(user, mine)] = min(user, mine)
+    members: dict[int, list[Slot]] = {}
+    for slot in slots:
+        members.setdefault(root(slot.index), []).append(slot)
+    return [
+        Group(index=index, slots=found, shapes=shapes)
+        for index, found in enumerate(members.values())
+    ]

@@ -1,0 +1,1 @@
+"""Modules described by hand: which axes carry features, and which groups follow."""

@@ -1,0 +1,1 @@
+"""Draw a permutation and move weights, gradients and optimizer state by it."""

@@ -1,0 +1,1 @@
+"""Modules that nobody described: groups read off their traced forwards."""

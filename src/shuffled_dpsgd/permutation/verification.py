@@ -1,0 +1,271 @@
+"""Check on a probe batch that a spec's permutations leave the model's function unchanged."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from shuffled_dpsgd.errors import InvalidArgumentError, InvarianceError
+from shuffled_dpsgd.permutation.describe.ports import class_name
+from shuffled_dpsgd.permutation.discovery import discover
+from shuffled_dpsgd.permutation.move.application import apply, apply_to_tensors
+from shuffled_dpsgd.permutation.move.drawing import draw
+from shuffled_dpsgd.permutation.spec import PermutationSpec, Scope
+
+# Outputs that carry the model's inner axes and therefore move along with the weights.
+_INNER_OUTPUTS = frozenset(
+    {
+        "attentions",
+        "cross_attentions",
+        "encoder_hidden_states",
+        "hidden_states",
+        "last_hidden_state",
+        "past_key_values",
+    }
+)
+# Summation order changes, so results agree to rounding; deep models lose a few digits more.
+_TOLERANCE = {
+    torch.float64: 1e-10,
+    torch.float32: 1e-3,
+    torch.bfloat16: 1e-1,
+    torch.float16: 5e-2,
+}
+_FLOOR = 1e-2
+
+Loss = Callable[[Any], torch.Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verification:
+    """Worst deviations over all draws, each relative to the largest entry of what it compares.
+
+    An output counts relative to its own largest entry, or to a hundredth of the largest entry of
+    any output if that is more: below it lies rounding. Likewise a parameter's gradient among
+    gradients. `worst_parameter` names the parameter where gradients differ most.
+    """
+
+    num_draws: int
+    output_deviation: float
+    loss_deviation: float
+    gradient_deviation: float
+    worst_parameter: str
+    tolerance: float
+
+    @property
+    def worst_deviation(self) -> float:
+        """The largest of the three."""
+        return max(self.output_deviation, self.loss_deviation, self.gradient_deviation)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data for reports."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Result:
+    outputs: tuple[torch.Tensor, ...]
+    loss: torch.Tensor
+    gradients: dict[str, torch.Tensor]
+
+
+def verify(
+    model: nn.Module,
+    batch: Any,
+    spec: PermutationSpec | None = None,
+    *,
+    scope: Scope = "paper",
+    loss: Loss | None = None,
+    num_draws: int = 2,
+    seed: int = 0,
+    tolerance: float | None = None,
+) -> Verification:
+    """Permute, compare outputs, loss and all gradients with those before, and put weights back.
+
+    `batch` is what the model is called with: a mapping of keywords, a sequence of positional
+    arguments, or one tensor. `loss` maps the model's output to per-sample losses or a scalar; by
+    default it is the output's own loss if it has one, plus a fixed random weighting of all
+    outputs, so that no output goes unnoticed. Dropout is off and frozen parameters are included.
+    Gradients make the check sharp: a parameter that is zero everywhere still has one.
+
+    Raises `InvarianceError` beyond `tolerance` (default by dtype). The weights are restored bit
+    for bit either way; `.grad` is not touched.
+    """
+    if num_draws < 1:
+        raise InvalidArgumentError("num_draws", expected="at least one draw", got=num_draws)
+    _refuse_meta(model)
+    spec = discover(model, scope=scope) if spec is None else spec
+    tolerance = _default_tolerance(model) if tolerance is None else tolerance
+    generator = torch.Generator().manual_seed(seed)
+    worst = Verification(
+        num_draws=num_draws,
+        output_deviation=0.0,
+        loss_deviation=0.0,
+        gradient_deviation=0.0,
+        worst_parameter="",
+        tolerance=tolerance,
+    )
+    with _probing(model):
+        before = _evaluate(model, batch, loss, seed)
+        for _ in range(num_draws):
+            permutation = draw(spec, generator)
+            apply(permutation, model)
+            try:
+                after = _evaluate(model, batch, loss, seed)
+            finally:
+                apply(permutation.inverse(), model)
+            expected = {name: g.clone() for name, g in before.gradients.items()}
+            apply_to_tensors(permutation, expected)
+            worst = _worse(worst, before, after, expected)
+    if not worst.worst_deviation <= tolerance:
+        raise InvarianceError(
+            f"permuting changed the model: outputs by {worst.output_deviation:.2e}, loss by "
+            f"{worst.loss_deviation:.2e}, gradients by {worst.gradient_deviation:.2e} (most in "
+            f"{worst.worst_parameter}); expected at most {tolerance:.0e}; a group of the spec is "
+            "wrong for this model, or the model is not deterministic"
+        )
+    return worst
+
+
+def _refuse_meta(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if parameter.is_meta:
+            raise InvalidArgumentError(
+                "model",
+                expected="weights to compute with",
+                got=f"{name} on the meta device",
+                remedy="load or initialise the weights first; discover alone needs none",
+            )
+
+
+def _default_tolerance(model: nn.Module) -> float:
+    """By the coarsest dtype in which the model computes.
+
+    The RMS norms of Hugging Face's models compute in float32 whatever comes in.
+    """
+    dtypes = {parameter.dtype for parameter in model.parameters()}
+    names = (class_name(module) for module in model.modules())
+    if any(name.startswith("transformers.") and name.endswith("RMSNorm") for name in names):
+        dtypes.add(torch.float32)
+    return max((_TOLERANCE.get(dtype, 0.0) for dtype in dtypes), default=1e-10)
+
+
+@contextmanager
+def _probing(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode, every parameter differentiable, `.grad` set aside; all put back after."""
+    modes = {module: module.training for module in model.modules()}
+    kept = {p: (p.requires_grad, p.grad) for p in model.parameters()}
+    try:
+        model.eval()
+        for parameter in kept:
+            parameter.grad = None
+            if parameter.is_floating_point():
+                parameter.requires_grad_(True)
+        yield
+    finally:
+        for module, training in modes.items():
+            module.training = training
+        for parameter, (requires_grad, grad) in kept.items():
+            parameter.requires_grad_(requires_grad)
+            parameter.grad = grad
+
+
+def _evaluate(model: nn.Module, batch: Any, loss: Loss | None, seed: int) -> _Result:
+    with torch.enable_grad():
+        output = _call(model, batch)
+        outputs = tuple(_function_outputs(output))
+        value = _default_loss(output, outputs, seed) if loss is None else loss(output)
+        names = [name for name, p in model.named_parameters() if p.requires_grad]
+        found = torch.autograd.grad(
+            value.sum(), [p for p in model.parameters() if p.requires_grad], allow_unused=True
+        )
+    gradients = {name: g for name, g in zip(names, found, strict=True) if g is not None}
+    return _Result(
+        outputs=tuple(o.detach() for o in outputs), loss=value.detach(), gradients=gradients
+    )
+
+
+def _call(model: nn.Module, batch: Any) -> Any:
+    if isinstance(batch, Mapping):
+        return model(**batch)
+    if isinstance(batch, torch.Tensor):
+        return model(batch)
+    return model(*batch)
+
+
+def _function_outputs(output: Any) -> Iterator[torch.Tensor]:
+    """The floating-point tensors that are the model's function, inner states left out."""
+    if isinstance(output, torch.Tensor):
+        if output.is_floating_point():
+            yield output
+    elif isinstance(output, Mapping):
+        for key, value in output.items():
+            if key not in _INNER_OUTPUTS or len(output) == 1:
+                yield from _function_outputs(value)
+    elif isinstance(output, Sequence) and not isinstance(output, str):
+        for value in output:
+            yield from _function_outputs(value)
+
+
+def _default_loss(output: Any, outputs: tuple[torch.Tensor, ...], seed: int) -> torch.Tensor:
+    own = getattr(output, "loss", None)
+    total: torch.Tensor | None = own.sum() if isinstance(own, torch.Tensor) else None
+    generator = torch.Generator().manual_seed(seed)
+    for tensor in outputs:
+        weight = torch.randn(tensor.shape, generator=generator, device="cpu").to(tensor)
+        part = (weight * tensor).sum() / max(tensor.numel(), 1) ** 0.5
+        total = part if total is None else total + part
+    if total is None:
+        raise InvalidArgumentError(
+            "batch",
+            expected="a batch for which the model returns floating-point numbers",
+            got=type(output).__name__,
+        )
+    return total
+
+
+def _worse(
+    worst: Verification, before: _Result, after: _Result, expected: dict[str, torch.Tensor]
+) -> Verification:
+    scale = max((float(g.abs().max()) for g in expected.values()), default=0.0)
+    by_name = {
+        name: _gap(after.gradients.get(name), g, max(float(g.abs().max()), _FLOOR * scale))
+        for name, g in expected.items()
+    }
+    name = max(by_name, key=lambda n: by_name[n], default="")
+    gradient = by_name.get(name, 0.0)
+    largest = [_largest(output) for output in before.outputs]
+    outputs = [
+        _gap(a, b, max(own, _FLOOR * max(largest)))
+        for a, b, own in zip(after.outputs, before.outputs, largest, strict=True)
+    ]
+    further = gradient > worst.gradient_deviation
+    return Verification(
+        num_draws=worst.num_draws,
+        output_deviation=max(worst.output_deviation, *outputs, 0.0),
+        loss_deviation=max(worst.loss_deviation, _gap(after.loss, before.loss, None)),
+        gradient_deviation=max(worst.gradient_deviation, gradient),
+        worst_parameter=name if further else worst.worst_parameter,
+        tolerance=worst.tolerance,
+    )
+
+
+def _largest(tensor: torch.Tensor) -> float:
+    return float(tensor.abs().max()) if tensor.numel() else 0.0
+
+
+def _gap(found: torch.Tensor | None, expected: torch.Tensor, scale: float | None) -> float:
+    """Largest difference over `scale` (default: the largest expected entry); NaN is infinite."""
+    if found is None or found.shape != expected.shape:
+        return float("inf")
+    if expected.numel() == 0:
+        return 0.0
+    largest = float(expected.abs().max()) if scale is None else scale
+    gap = float((found - expected).abs().max())
+    if gap != gap:
+        return float("inf")
+    return gap / largest if largest > 0 else gap

@@ -1,0 +1,86 @@
+"""Image and sequence classification: cross entropy per sample, accuracy on held-out data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, default_collate
+
+from shuffled_dpsgd.integrations.per_sample_loss import classification_losses
+from shuffled_dpsgd.tasks.task import Evaluation, Task
+from shuffled_dpsgd.training.data import MapStyle, to_device
+
+EVALUATION_BATCH = 256
+
+
+def classification_task(
+    name: str,
+    model: nn.Module,
+    train: MapStyle,
+    heldout: MapStyle,
+    *,
+    collate: Callable[[list[Any]], Any] | None = None,
+    save_assets: Callable[[Any], None] | None = None,
+) -> Task:
+    """A task from samples that collate to `(inputs, labels)`.
+
+    `inputs` is a tensor, or a dictionary of keyword arguments for the model.
+    """
+    return Task(
+        name=name,
+        model=model,
+        train_data=train,
+        losses=_losses,
+        evaluate=lambda m: evaluate_accuracy(m, heldout, collate=collate),
+        score_name="accuracy",
+        collate=collate,
+        save_assets=save_assets,
+    )
+
+
+def logits_of(model: nn.Module, inputs: Any) -> torch.Tensor:
+    """The model's logits, for plain modules and for Hugging Face outputs alike."""
+    outputs = model(**inputs) if isinstance(inputs, dict) else model(inputs)
+    return outputs if isinstance(outputs, torch.Tensor) else outputs.logits
+
+
+def _losses(model: nn.Module, batch: Any) -> torch.Tensor:
+    inputs, labels = batch
+    return classification_losses(logits_of(model, inputs), labels)
+
+
+def heldout_batches(
+    model: nn.Module, heldout: MapStyle, collate: Callable[[list[Any]], Any] | None
+) -> Iterator[Any]:
+    """Held-out batches on the model's device, in order."""
+    device = next(model.parameters()).device
+    loader: DataLoader[Any] = DataLoader(
+        heldout,  # type: ignore[arg-type]  # any map-style data set will do
+        batch_size=EVALUATION_BATCH,
+        collate_fn=collate or default_collate,
+    )
+    for batch in loader:
+        yield to_device(batch, device)
+
+
+@torch.no_grad()
+def evaluate_accuracy(
+    model: nn.Module,
+    heldout: MapStyle,
+    *,
+    collate: Callable[[list[Any]], Any] | None = None,
+) -> Evaluation:
+    """Mean loss and accuracy on held-out data, in evaluation mode; the mode is put back."""
+    was_training = model.training
+    model.eval()
+    total_loss, correct, count = 0.0, 0, 0
+    for inputs, labels in heldout_batches(model, heldout, collate):
+        logits = logits_of(model, inputs)
+        total_loss += classification_losses(logits, labels).sum().item()
+        correct += int((logits.argmax(dim=-1) == labels).sum())
+        count += len(labels)
+    model.train(was_training)
+    return Evaluation(loss=total_loss / max(count, 1), score=correct / max(count, 1))

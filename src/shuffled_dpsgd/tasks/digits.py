@@ -1,0 +1,83 @@
+"""The embedded default: a small vision Transformer on scikit-learn's handwritten digits.
+
+1,797 images of 8 × 8 pixels ship with scikit-learn, so nothing is downloaded. The split is fixed
+(it does not follow the run's seed), so scores of different runs compare.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from shuffled_dpsgd.errors import MissingExtraError
+from shuffled_dpsgd.tasks.classification import classification_task
+from shuffled_dpsgd.tasks.config import (
+    DataConfig,
+    ModelConfig,
+    OptimizerConfig,
+    PrivacyConfig,
+    RunConfig,
+    ScheduleConfig,
+)
+from shuffled_dpsgd.tasks.models import build_preset
+
+if TYPE_CHECKING:
+    from shuffled_dpsgd.tasks.task import Task
+
+NUM_TRAIN = 1_437
+SPLIT_SEED = 0
+# Constants of the published collection, not statistics of the training split: those would leak.
+PIXEL_MEAN, PIXEL_STD = 4.9, 6.0
+
+
+def default_config() -> RunConfig:
+    """What `train digits` runs without any flag; certified ε is calibrated, not the paper's."""
+    return RunConfig(
+        task="digits",
+        model=ModelConfig(name="vit-digits"),
+        data=DataConfig(format="digits"),
+        privacy=PrivacyConfig(epsilon=3.0, delta=1e-4, clip_norm=1.0),
+        optimizer=OptimizerConfig(learning_rate=1e-2, schedule="cosine"),
+        training=ScheduleConfig(
+            expected_batch_size=288,
+            epochs=50,
+            physical_batch_size=512,
+            evaluate_every=5,
+            checkpoint_every=50,
+            num_threads=1,  # tensors this small only wait for each other on more
+        ),
+        seed=0,
+    )
+
+
+def load_digits() -> tuple[TensorDataset, TensorDataset]:
+    """Training and held-out images, shape (1, 8, 8), about mean 0 and std 1, with their labels."""
+    try:
+        from sklearn.datasets import load_digits as load
+    except ImportError as error:
+        raise MissingExtraError("scikit-learn", extra="digits", purpose="the digits") from error
+    bunch = load()
+    images = torch.tensor(bunch.images, dtype=torch.float32).unsqueeze(1)
+    images = (images - PIXEL_MEAN) / PIXEL_STD
+    labels = torch.tensor(bunch.target, dtype=torch.long)
+    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(SPLIT_SEED))
+    train, heldout = order[:NUM_TRAIN], order[NUM_TRAIN:]
+    return (
+        TensorDataset(images[train], labels[train]),
+        TensorDataset(images[heldout], labels[heldout]),
+    )
+
+
+def build_model(seed: int = 0) -> nn.Module:
+    """The small ViT: 4 × 4 patches, two layers, four heads, hidden size 32; 18 thousand weights."""
+    return build_preset("vit-digits", num_labels=10, seed=seed)
+
+
+def build_task(config: RunConfig) -> Task:
+    """The digits task with the model `config` names."""
+    train, heldout = load_digits()
+    model = build_preset(config.model.name, num_labels=10, seed=config.init_seed)
+    return classification_task("digits", model, train, heldout)

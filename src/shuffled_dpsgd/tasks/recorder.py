@@ -1,0 +1,75 @@
+"""Turns the loop's progress into records: evaluates now and then, writes each step down."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from torch import nn
+
+from shuffled_dpsgd.accounting import PrivacyClaim
+from shuffled_dpsgd.reports import MetricsLog, StepRecord, count_norms
+from shuffled_dpsgd.tasks.task import Task
+from shuffled_dpsgd.training.loop import Progress
+
+
+class Recorder:
+    """A callback for the training loop; calls its observers with each finished record."""
+
+    def __init__(
+        self,
+        *,
+        log: MetricsLog,
+        task: Task,
+        model: nn.Module,
+        evaluate_every: int,
+        num_steps: int,
+        observers: tuple[Callable[[StepRecord, Progress], object], ...] = (),
+    ) -> None:
+        self._log = log
+        self._task = task
+        self._model = model
+        self._evaluate_every = evaluate_every
+        self._num_steps = num_steps
+        self._observers = observers
+        self._rewound = False
+
+    def __call__(self, progress: Progress) -> None:
+        """Record one update; the first call drops records of steps that are repeated now."""
+        record = self._record(progress)
+        if not self._rewound:
+            self._log.rewind(record.step - 1)
+            self._rewound = True
+        self._log.append(record)
+        for observer in self._observers:
+            observer(record, progress)
+
+    def _record(self, progress: Progress) -> StepRecord:
+        metrics = progress.metrics
+        step = metrics.step + 1
+        evaluation = None
+        if step % self._evaluate_every == 0 or step == self._num_steps:
+            evaluation = self._task.evaluate(self._model)
+        return StepRecord(
+            step=step,
+            batch_size=metrics.batch_size,
+            seconds=progress.seconds,
+            learning_rate=progress.learning_rate,
+            loss=_finite(metrics.loss),
+            clipped_share=metrics.clipped_share,
+            median_norm=_finite(metrics.median_norm),
+            signal_to_noise=_finite(metrics.signal_to_noise),
+            certified_epsilon=_epsilon(progress.certified),
+            paper_epsilon=_epsilon(progress.paper),
+            heldout_loss=None if evaluation is None else _finite(evaluation.loss),
+            heldout_score=None if evaluation is None else _finite(evaluation.score),
+            norm_counts=count_norms(progress.sample_norms.tolist()),
+        )
+
+
+def _epsilon(claim: PrivacyClaim | None) -> float | None:
+    return None if claim is None else _finite(claim.epsilon)
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None

@@ -1,0 +1,166 @@
+"""One training run, from a configuration to a folder with everything it leaves behind.
+
+The folder holds `run.json` (the configuration), `ledger.jsonl` and `checkpoints/` while training,
+and at the end `model/` (weights), `metrics.jsonl`, `summary.json`, the privacy card, `report.html`
+and `figures/`. Interrupted runs resume from the folder alone.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shuffled_dpsgd.errors import CheckpointError, InvalidArgumentError
+from shuffled_dpsgd.reports import MetricsLog, RunView, StepRecord, write_report
+from shuffled_dpsgd.tasks.config import RunConfig, parse_config
+from shuffled_dpsgd.tasks.optimizers import build_scheduler
+from shuffled_dpsgd.tasks.privacy import start_private
+from shuffled_dpsgd.tasks.recorder import Recorder
+from shuffled_dpsgd.tasks.registry import build_task
+from shuffled_dpsgd.tasks.summary import save_weights, summarise
+from shuffled_dpsgd.tasks.task import Task
+from shuffled_dpsgd.training.loop import LoopSettings, Outcome, Progress, train
+from shuffled_dpsgd.training.private import PrivateTraining
+
+CONFIG_FILE = "run.json"
+Observer = Callable[[StepRecord, Progress], object]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreparedRun:
+    """A run whose model is built and whose noise is calibrated, before its first step."""
+
+    config: RunConfig
+    directory: Path
+    task: Task
+    private: PrivateTraining
+    scheduler: torch.optim.lr_scheduler.LRScheduler
+    resumed: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunResult:
+    """How a run ended and what it wrote."""
+
+    outcome: Outcome
+    summary: dict[str, Any]
+    directory: Path
+
+
+def prepare(config: RunConfig, directory: Path, *, resume: bool = False) -> PreparedRun:
+    """Load data and model and calibrate; a fresh run needs an empty folder.
+
+    The folder's ledger knows what was already released from the data, so starting over in it
+    would forget spent privacy; that is refused.
+    """
+    if not resume:
+        _claim_directory(directory)
+    if config.training.num_threads is not None:
+        torch.set_num_threads(config.training.num_threads)
+    task = build_task(config)
+    private = start_private(
+        config,
+        task.model,
+        dataset_size=len(task.train_data),
+        ledger_path=directory / "ledger.jsonl",
+    )
+    if not resume:
+        text = json.dumps(config.to_json(), indent=2) + "\n"
+        (directory / CONFIG_FILE).write_text(text, encoding="utf-8")
+    scheduler = build_scheduler(private.optimizer, config.optimizer, private.plan.num_steps)
+    return PreparedRun(
+        config=config,
+        directory=directory,
+        task=task,
+        private=private,
+        scheduler=scheduler,
+        resumed=resume,
+    )
+
+
+def load_run(directory: Path) -> RunConfig:
+    """The configuration of the run in `directory`."""
+    path = directory / CONFIG_FILE
+    if not path.is_file():
+        raise CheckpointError(
+            f"{directory}: no {CONFIG_FILE}, so not the folder of a run; "
+            "pass the folder an earlier run wrote to"
+        )
+    try:
+        return parse_config(json.loads(path.read_text(encoding="utf-8")))
+    except ValueError as error:
+        raise CheckpointError(f"{path}: not a run's configuration; {error}") from error
+
+
+def execute(run: PreparedRun, observers: tuple[Observer, ...] = ()) -> RunResult:
+    """Train to the end of the plan or to a signal, then write everything down."""
+    training = run.config.training
+    log = MetricsLog(run.directory / "metrics.jsonl")
+    recorder = Recorder(
+        log=log,
+        task=run.task,
+        model=run.private.model,
+        evaluate_every=training.evaluate_every,
+        num_steps=run.private.plan.num_steps,
+        observers=observers,
+    )
+    outcome = train(
+        run.private,
+        run.task.train_data,
+        run.task.losses,
+        settings=LoopSettings(
+            checkpoint_dir=run.directory / "checkpoints",
+            checkpoint_every=training.checkpoint_every,
+            precision=training.precision,
+            physical_batch="find" if _searches_batch(run) else "as-planned",
+            collate=run.task.collate,
+        ),
+        callbacks=(recorder,),
+        scheduler=run.scheduler,
+        resume=run.resumed,
+    )
+    summary = _write_results(run, outcome, log.read())
+    if outcome.finished:
+        save_weights(run.task, run.private.model, run.directory / "model")
+    return RunResult(outcome=outcome, summary=summary, directory=run.directory)
+
+
+def _write_results(run: PreparedRun, outcome: Outcome, records: list[StepRecord]) -> dict[str, Any]:
+    plan, spec, card = run.private.plan, run.private.spec, run.private.card()
+    moved = {} if spec is None else spec.count_by_kind()
+    view = RunView(
+        title=f"Private training: {run.task.name}",
+        records=records,
+        clip_norm=plan.clip_norm,
+        epsilon_budget=plan.epsilon,
+        budget_kind="proven" if plan.accounting == "certified" else "heuristic",
+        score_name=run.task.score_name,
+        moved_by_kind={kind: int(counts["moved_parameters"]) for kind, counts in moved.items()},
+        unmoved_parameters=0 if spec is None else spec.total_parameters - spec.moved_parameters,
+    )
+    write_report(run.directory, view, card, spec=spec, facts=run.config.without_seed())
+    summary = summarise(run.task, run.config, outcome, records, card)
+    text = json.dumps(summary, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+    (run.directory / "summary.json").write_text(text, encoding="utf-8")
+    return summary
+
+
+def _searches_batch(run: PreparedRun) -> bool:
+    """On a GPU, running out of memory is an error to learn from; on a CPU it swaps."""
+    return run.config.training.physical_batch_size is None and run.private.device.type == "cuda"
+
+
+def _claim_directory(directory: Path) -> None:
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        raise InvalidArgumentError(
+            "--output",
+            expected="an empty or new folder",
+            got=str(directory),
+            remedy="choose another, or continue the run in it with --resume",
+        )
+    directory.mkdir(parents=True, exist_ok=True)

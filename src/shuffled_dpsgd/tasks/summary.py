@@ -1,0 +1,90 @@
+"""What a run leaves for machines: weights and `summary.json`."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_model
+from torch import nn
+
+from shuffled_dpsgd import __version__
+from shuffled_dpsgd.reports import StepRecord
+from shuffled_dpsgd.tasks.config import RunConfig
+from shuffled_dpsgd.tasks.task import Task
+from shuffled_dpsgd.training.card import PrivacyCard
+from shuffled_dpsgd.training.loop import Outcome
+
+
+def save_weights(task: Task, model: nn.Module, directory: Path) -> None:
+    """Weights as safetensors; a Hugging Face model so that `from_pretrained` reads the folder.
+
+    Low-rank factors are merged into the weights, in place: a shuffle moves the frozen weights
+    too, so factors saved alone would no longer fit the model they were made for.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    merge: Any = getattr(model, "merge_and_unload", None)
+    if merge is not None:
+        model = merge()
+    save_pretrained: Any = getattr(model, "save_pretrained", None)
+    if save_pretrained is not None:
+        with _no_progress_bars():
+            save_pretrained(directory)
+    else:
+        save_model(model, str(directory / "model.safetensors"))
+    if task.save_assets is not None:
+        task.save_assets(directory)
+
+
+@contextmanager
+def _no_progress_bars() -> Iterator[None]:
+    """transformers draws a bar of its own while it saves, through the one on screen."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
+def summarise(
+    task: Task,
+    config: RunConfig,
+    outcome: Outcome,
+    records: list[StepRecord],
+    card: PrivacyCard,
+) -> dict[str, Any]:
+    """Result, claims and environment; every ε sits beside its kind inside the card."""
+    scored = [record for record in records if record.heldout_score is not None]
+    last = scored[-1] if scored else None
+    model = task.model
+    return {
+        "task": task.name,
+        "finished": outcome.finished,
+        "interrupted_by": outcome.interrupted_by,
+        "steps_taken": outcome.steps_taken,
+        "score_name": task.score_name,
+        "heldout_score": last and last.heldout_score,
+        "heldout_loss": last and last.heldout_loss,
+        "seconds_in_steps": sum(record.seconds for record in records),
+        "total_parameters": sum(p.numel() for p in model.parameters()),
+        "trainable_parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
+        "dataset_size": len(task.train_data),
+        "privacy_card": card.to_json(),
+        "config": config.without_seed(),
+        "environment": {
+            "shuffled_dpsgd": __version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+            "device": str(next(model.parameters()).device),
+        },
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+    }

@@ -1,0 +1,156 @@
+"""Text tasks: sequence classification (SST-2, QNLI, hub) and causal language models (E2E, DART)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from shuffled_dpsgd.errors import InvalidArgumentError
+from shuffled_dpsgd.integrations.per_sample_loss import IGNORED_LABEL, next_token_losses
+from shuffled_dpsgd.tasks import folders, hub
+from shuffled_dpsgd.tasks.classification import classification_task, heldout_batches
+from shuffled_dpsgd.tasks.config import DataConfig, RunConfig
+from shuffled_dpsgd.tasks.folders import Continuation, LabelledText
+from shuffled_dpsgd.tasks.models import load_model
+from shuffled_dpsgd.tasks.task import Evaluation, Task
+from shuffled_dpsgd.tasks.tokenizers import Tokenizer, load_tokenizer, pad
+
+_CLASSIFICATION = {"sst2": folders.read_sst2, "qnli": folders.read_qnli}
+_GENERATION = {"e2e": folders.read_e2e, "dart": folders.read_dart}
+
+
+def build_classification(config: RunConfig) -> Task:
+    """Fine-tune a sequence classifier."""
+    data = config.data
+    if data.format == "hub":
+        train, heldout = hub.read_labelled_texts(data)
+    else:
+        train, heldout = _read_folder(data, _CLASSIFICATION)
+    tokenizer = load_tokenizer(config.model.name)
+    num_labels = 1 + max(example.label for example in [*train, *heldout])
+    model = load_model(
+        config.model, head="sequence", num_labels=max(num_labels, 2), seed=config.init_seed
+    )
+    return classification_task(
+        "text-classification",
+        model,
+        encode_labelled(train, tokenizer, data.max_length),
+        encode_labelled(heldout, tokenizer, data.max_length),
+        collate=lambda samples: collate_labelled(samples, tokenizer.pad_id),
+        save_assets=tokenizer.save,
+    )
+
+
+def build_causal_lm(config: RunConfig) -> Task:
+    """Fine-tune a language model to continue prompts; only the continuation is scored."""
+    data = config.data
+    if data.format == "hub":
+        train, heldout = hub.read_continuations(data)
+    else:
+        train, heldout = _read_folder(data, _GENERATION)
+    tokenizer = load_tokenizer(config.model.name)
+    model = load_model(config.model, head="causal-lm", seed=config.init_seed)
+
+    def collate(samples: list[Any]) -> Any:
+        return collate_continuations(samples, tokenizer.pad_id)
+
+    heldout_samples = encode_continuations(heldout, tokenizer, data.max_length)
+    return Task(
+        name="causal-lm",
+        model=model,
+        train_data=encode_continuations(train, tokenizer, data.max_length),
+        losses=_continuation_losses,
+        evaluate=lambda m: evaluate_perplexity(m, heldout_samples, collate),
+        score_name="perplexity",
+        collate=collate,
+        save_assets=tokenizer.save,
+    )
+
+
+def _read_folder(data: DataConfig, readers: Mapping[str, Callable[[Path, str], list[Any]]]) -> Any:
+    if data.format not in readers:
+        raise InvalidArgumentError(
+            "data.format", expected=f"one of {[*readers, 'hub']} for this task", got=data.format
+        )
+    if data.path is None:
+        raise InvalidArgumentError("data.path", expected="a folder", got=None)
+    read = readers[data.format]
+    train, heldout = read(Path(data.path), "train"), read(Path(data.path), "dev")
+    return train[: data.max_train_examples], heldout[: data.max_heldout_examples]
+
+
+def encode_labelled(
+    examples: Sequence[LabelledText], tokenizer: Tokenizer, max_length: int
+) -> list[tuple[list[int], int]]:
+    """Token ids and class of each example."""
+    return [(tokenizer.encode(*e.texts, max_length=max_length), e.label) for e in examples]
+
+
+def collate_labelled(
+    samples: list[tuple[list[int], int]], pad_id: int
+) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """A padded batch with its attention mask, and the classes."""
+    rows = [ids for ids, _ in samples]
+    return _padded(rows, pad_id), torch.tensor([label for _, label in samples])
+
+
+def encode_continuations(
+    examples: Sequence[Continuation], tokenizer: Tokenizer, max_length: int
+) -> list[tuple[list[int], int]]:
+    """Ids of prompt, target and end; with the number of ids before the target."""
+    encoded = []
+    for example in examples:
+        prompt = tokenizer.encode_plain(f"{example.prompt} ||")
+        target = tokenizer.encode_plain(f" {example.target}")
+        # Cut the prompt rather than the target: without a target token there is nothing to learn.
+        prompt = prompt[: max(max_length - len(target) - 1, 1)]
+        ids = [*prompt, *target, tokenizer.end_id][:max_length]
+        encoded.append((ids, len(prompt)))
+    return encoded
+
+
+def collate_continuations(
+    samples: list[tuple[list[int], int]], pad_id: int
+) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """A padded batch with its attention mask, and labels that ignore prompt and padding."""
+    rows = [ids for ids, _ in samples]
+    labels = [[IGNORED_LABEL] * start + ids[start:] for ids, start in samples]
+    return _padded(rows, pad_id), torch.tensor(pad(labels, IGNORED_LABEL))
+
+
+def _padded(rows: list[list[int]], pad_id: int) -> dict[str, torch.Tensor]:
+    return {
+        "input_ids": torch.tensor(pad(rows, pad_id)),
+        "attention_mask": torch.tensor(pad([[1] * len(row) for row in rows], 0)),
+    }
+
+
+def _continuation_losses(model: nn.Module, batch: Any) -> torch.Tensor:
+    inputs, labels = batch
+    return next_token_losses(model(**inputs).logits, labels)
+
+
+@torch.no_grad()
+def evaluate_perplexity(
+    model: nn.Module, heldout: Sequence[Any], collate: Callable[[list[Any]], Any]
+) -> Evaluation:
+    """Mean loss per example, and perplexity per held-out target token."""
+    was_training = model.training
+    model.eval()
+    sample_loss = token_loss = 0.0
+    tokens = 0
+    for inputs, labels in heldout_batches(model, heldout, collate):
+        losses = next_token_losses(model(**inputs).logits, labels)
+        counts = (labels[:, 1:] != IGNORED_LABEL).sum(dim=1)
+        sample_loss += losses.sum().item()
+        token_loss += (losses * counts).sum().item()
+        tokens += int(counts.sum())
+    model.train(was_training)
+    return Evaluation(
+        loss=sample_loss / max(len(heldout), 1), score=math.exp(token_loss / max(tokens, 1))
+    )

@@ -1,0 +1,127 @@
+"""Text to token ids: the model's own tokenizer, or bytes for presets that have none."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from shuffled_dpsgd.errors import InvalidArgumentError, MissingExtraError
+from shuffled_dpsgd.tasks.models import PRESETS
+
+
+class Tokenizer(Protocol):
+    """What the text tasks need."""
+
+    @property
+    def pad_id(self) -> int: ...
+
+    @property
+    def end_id(self) -> int: ...
+
+    def encode(self, *texts: str, max_length: int) -> list[int]:
+        """Ids of one text, or of a pair, with the model's special tokens."""
+        ...
+
+    def encode_plain(self, text: str) -> list[int]:
+        """Ids of a text alone, without special tokens."""
+        ...
+
+    def save(self, directory: Path) -> None: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class ByteTokenizer:
+    """UTF-8 bytes as ids 0–255, then padding, begin, end and separator: needs no vocabulary.
+
+    >>> ByteTokenizer().encode("hi", max_length=8)
+    [257, 104, 105, 258]
+    >>> ByteTokenizer().encode("a", "b", max_length=8)
+    [257, 97, 259, 98, 258]
+    """
+
+    pad_id: int = 256
+    begin_id: int = 257
+    end_id: int = 258
+    separator_id: int = 259
+
+    def encode(self, *texts: str, max_length: int) -> list[int]:
+        """Begin, the texts with separators between, end; cut to `max_length`."""
+        ids = [self.begin_id]
+        for place, text in enumerate(texts):
+            ids += [self.separator_id] if place else []
+            ids += self.encode_plain(text)
+        return [*ids[: max_length - 1], self.end_id]
+
+    def encode_plain(self, text: str) -> list[int]:
+        """The text's bytes."""
+        return list(text.encode("utf-8"))
+
+    def save(self, directory: Path) -> None:
+        """Nothing to write: the mapping is fixed."""
+
+
+class PretrainedTokenizer:
+    """A Hugging Face tokenizer behind the same names."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+
+    @property
+    def pad_id(self) -> int:
+        """The padding id; tokenizers without one (GPT-2) pad with their end of text."""
+        own = self._tokenizer.pad_token_id
+        return self.end_id if own is None else int(own)
+
+    @property
+    def end_id(self) -> int:
+        """The id that ends a text."""
+        for name in ("eos_token_id", "sep_token_id"):
+            value = getattr(self._tokenizer, name)
+            if value is not None:
+                return int(value)
+        raise InvalidArgumentError(
+            "model.name", expected="a tokenizer with an end-of-text token", got="none"
+        )
+
+    def encode(self, *texts: str, max_length: int) -> list[int]:
+        """As the model was pre-trained, cut to `max_length`."""
+        return list(self._tokenizer(*texts, truncation=True, max_length=max_length)["input_ids"])
+
+    def encode_plain(self, text: str) -> list[int]:
+        """Without special tokens."""
+        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def save(self, directory: Path) -> None:
+        """Beside the weights, so that `from_pretrained` finds it."""
+        self._tokenizer.save_pretrained(directory)
+
+
+def load_tokenizer(model_name: str) -> Tokenizer:
+    """Bytes for a preset; otherwise the tokenizer saved with the model."""
+    if model_name in PRESETS:
+        return ByteTokenizer()
+    try:
+        from transformers import AutoTokenizer
+    except ImportError as error:
+        raise MissingExtraError("transformers", extra="hf", purpose="tokenizers") from error
+    try:
+        return PretrainedTokenizer(AutoTokenizer.from_pretrained(model_name))
+    except OSError as error:
+        raise InvalidArgumentError(
+            "model.name",
+            expected="a model saved with its tokenizer",
+            got=model_name,
+            remedy=str(error).splitlines()[0],
+        ) from error
+
+
+def pad(rows: Sequence[Sequence[int]], value: int) -> list[list[int]]:
+    """Right-pad to the longest row.
+
+    >>> pad([[1], [2, 3]], 0)
+    [[1, 0], [2, 3]]
+    """
+    width = max(map(len, rows), default=0)
+    return [[*row, *[value] * (width - len(row))] for row in rows]

@@ -1,0 +1,442 @@
+"""The GPU kernels against their plain definitions: on a GPU, else in Triton's interpreter.
+
+Skipped where Triton is not installed. The interpreter multiplies no bfloat16 matrices, so without
+a GPU the operands are float16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from on_triton import DEVICE, ON_GPU, draw
+from shuffled_dpsgd.clipping import ClippingEngine, kernels
+from shuffled_dpsgd.clipping.kernels import dispatch, plain
+from shuffled_dpsgd.clipping.kernels.triton import gram as triton_gram
+from shuffled_dpsgd.clipping.kernels.triton import linear as triton_linear
+from shuffled_dpsgd.clipping.kernels.triton import norms as triton_norms
+from shuffled_dpsgd.clipping.kernels.triton import rows as triton_rows
+from shuffled_dpsgd.clipping.kernels.triton import sums as triton_sums
+from shuffled_dpsgd.clipping.kernels.triton import tiles as triton_tiles
+from shuffled_dpsgd.clipping.kernels.triton import wide as triton_wide
+
+SHAPES = [(2, 3, 16, 64, 128), (1, 2, 37, 72, 136), (2, 2, 197, 64, 64), (1, 2, 300, 64, 40)]
+
+
+def layers(L: int, B: int, T: int, D: int, P: int) -> tuple[list[Tensor], list[Tensor], Tensor]:
+    xs = [draw(B, T, D, seed=layer) for layer in range(L)]
+    gs = [draw(B, T, P, seed=100 + layer) for layer in range(L)]
+    return xs, gs, draw(B, seed=7, dtype=torch.float32).abs()
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("kernel", [triton_linear.gram_sq_norms, triton_tiles.tile_sq_norms])
+def test_norms_are_right_and_never_too_small(
+    shape: tuple[int, ...], bias: bool, kernel: Callable[..., Tensor]
+) -> None:
+    xs, gs, _ = layers(*shape)
+    found = kernel(xs, gs, bias)
+    for norms, x, g in zip(found, xs, gs, strict=True):
+        expected = plain.tile_sq_norms(x.double(), g.double(), bias)
+        assert ((norms - expected) / expected).abs().max() < 1e-3
+        assert (norms >= expected * (1 - 1e-6)).all()
+
+
+@pytest.mark.parametrize("shape", [*SHAPES, (1, 2, 70, 300, 24)])
+def test_the_length_of_all_terms_and_the_bias(shape: tuple[int, ...]) -> None:
+    xs, gs, _ = layers(*shape)
+    reach, bias = triton_tiles.reach_and_bias(xs, gs, True)
+    for layer, (x, g) in enumerate(zip(xs, gs, strict=True)):
+        torch.testing.assert_close(reach[layer], plain.reach(x, g), rtol=1e-5, atol=0.0)
+        squares = g.double().sum(1).square().sum(1)
+        torch.testing.assert_close(bias[layer].double(), squares, rtol=1e-5, atol=0.0)
+    assert int(triton_tiles.reach_and_bias(xs, gs, False)[1].count_nonzero()) == 0
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("tokens", [16, 21])
+def test_norms_of_a_vocabulary_shared_out(
+    tokens: int, bias: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(triton_wide, "multiprocessors", lambda device: 8)
+    x, room = draw(3, tokens, 64, seed=0), draw(3, tokens, 1024, seed=1)
+    room[..., 901:] = float("nan")
+    g = room[..., :901]
+    expected = plain.tile_sq_norms(x.double(), g.double(), bias)
+    found = triton_wide.gram_sq_norms(x, g, bias)
+    assert ((found - expected) / expected).abs().max() < 1e-2
+    assert (found >= expected * (1 - 1e-6)).all()
+    found = triton_tiles.tile_sq_norms([x], [g], bias)[0]
+    assert ((found - expected) / expected).abs().max() < 1e-3
+    row = torch.zeros(901, device=DEVICE)
+    triton_rows.weighted_row_sums([g], torch.ones(3, device=DEVICE), [row])
+    assert (row - g.double().sum((0, 1))).norm() / row.norm() < 1e-6
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("stretch", [1 << 12, 1 << 21])
+@pytest.mark.parametrize("tokens", [129, 200, 256, 300])
+def test_norms_of_a_vocabulary_for_pairs_of_blocks(
+    tokens: int, stretch: int, bias: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(triton_wide, "multiprocessors", lambda device: 8)
+    monkeypatch.setattr(triton_wide, "MAX_STRETCH", stretch)
+    x, room = draw(2, tokens, 72, seed=0), draw(2, tokens, 512, seed=1)
+    room[..., 451:] = float("nan")
+    g = room[..., :451]
+    for a, b in [(x, g), (g, x)]:
+        expected = plain.gram_sq_norms(a.double(), b.double(), bias)
+        found = triton_wide.gram_sq_norms(a, b, bias)
+        assert ((found - expected) / expected).abs().max() < 1e-2
+        assert (found >= expected * (1 - 1e-6)).all()
+
+
+def test_a_poisoned_sample_of_a_vocabulary_is_seen_and_spoils_no_other() -> None:
+    x, g = draw(3, 150, 32, seed=0), draw(3, 150, 200, seed=1)
+    clean = triton_wide.gram_sq_norms(x, g, True)
+    g[1, 149, 199] = float("nan")
+    found = triton_wide.gram_sq_norms(x, g, True)
+    assert found.isnan().tolist() == [False, True, False]
+    assert torch.equal(found[[0, 2]], clean[[0, 2]])
+
+
+def test_the_shares_of_a_vocabulary_cover_it_within_their_bounds() -> None:
+    for width, tokens, samples in [
+        (50257, 1024, 8),
+        (50257, 128, 32),
+        (30001, 300, 1),
+        (130, 9, 2),
+    ]:
+        blocks = samples * (-(-tokens // 128)) * (-(-tokens // 128) + 1) // 2
+        by = triton_wide.cut(width, tokens, blocks, 1 << 16, 132)
+        assert (by.parts - 1) * by.share < by.whole <= by.parts * by.share
+        assert 0 <= width - by.whole < triton_wide.STEP
+        assert by.share % triton_wide.STEP == by.stretch % triton_wide.STEP == 0
+        assert by.parts * blocks << 16 <= triton_wide.MAX_STORED_BYTES
+        assert by.stretch * tokens < triton_wide.MAX_STRETCH + triton_wide.STEP * tokens
+
+
+@pytest.mark.parametrize("tokens", [129, 191, 192, 193, 197, 208])
+@pytest.mark.parametrize("bias", [False, True])
+def test_norms_of_samples_cut_in_two_parts(tokens: int, bias: bool) -> None:
+    xs = [draw(2, tokens, 104, seed=layer)[..., :72] for layer in range(2)]
+    gs = [draw(2, tokens, 64, seed=100 + layer) for layer in range(2)]
+    found = triton_gram.gram_sq_norms(xs, gs, bias)
+    for norms, x, g in zip(found, xs, gs, strict=True):
+        expected = plain.gram_sq_norms(x.double(), g.double(), bias)
+        assert ((norms - expected) / expected).abs().max() < 1e-3
+        assert (norms >= expected * (1 - 1e-6)).all()
+
+
+def test_a_poisoned_sample_in_two_parts_is_seen_and_spoils_no_other() -> None:
+    x, g = draw(3, 197, 64, seed=0), draw(3, 197, 64, seed=1)
+    clean = triton_gram.gram_sq_norms([x], [g], True)[0]
+    g[1, 195, 3] = float("nan")
+    found = triton_gram.gram_sq_norms([x], [g], True)[0]
+    assert found.isnan().tolist() == [False, True, False]
+    assert torch.equal(found[[0, 2]], clean[[0, 2]])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [128, 129, 191, 192, 193, 197, 208, 209, 300])
+@pytest.mark.parametrize("bias", [False, True])
+def test_gram_norms_of_every_kind_of_length_on_a_gpu(tokens: int, bias: bool) -> None:
+    x, g = draw(3, tokens, 768, seed=0), draw(3, tokens, 328, seed=1)
+    found = kernels.gram_sq_norms(x, g, bias)
+    expected = plain.gram_sq_norms(x.double(), g.double(), bias)
+    assert ((found - expected) / expected).abs().max() < 1e-2
+    assert (found >= expected * (1 - 1e-6)).all()
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("bulk", [False, True])
+def test_weighted_sums_are_added_to_what_is_there(shape: tuple[int, ...], bulk: bool) -> None:
+    if bulk and ON_GPU and not triton_sums.has_copy_engine(torch.device(DEVICE)):
+        pytest.skip("no copy engine")
+    xs, gs, factors = layers(*shape)
+    factors[0] = 0.0
+    gs[0][0] = float("nan")
+    outs = [torch.ones(g.shape[2], x.shape[2], device=DEVICE) for x, g in zip(xs, gs, strict=True)]
+    rows = [torch.ones(g.shape[2], device=DEVICE) for g in gs]
+    triton_sums.weighted_outer_sums(xs, gs, factors, outs, bulk=bulk)
+    triton_rows.weighted_row_sums(gs, factors, rows)
+    for x, g, out, row in zip(xs, gs, outs, rows, strict=True):
+        wide = (x.double(), g.double(), factors.double())
+        expected = 1 + plain.weighted_outer_sum(*wide)
+        assert (out - expected).norm() / expected.norm() < 1e-6
+        expected = 1 + plain.weighted_row_sum(*wide[1:])
+        assert (row - expected).norm() / expected.norm() < 1e-6
+
+
+@pytest.mark.parametrize("bulk", [False, True])
+def test_weighted_sums_can_overwrite_what_is_there(bulk: bool) -> None:
+    if bulk and ON_GPU and not triton_sums.has_copy_engine(torch.device(DEVICE)):
+        pytest.skip("no copy engine")
+    xs, gs, factors = layers(2, 2, 37, 72, 136)
+    outs = [torch.full((136, 72), float("nan"), device=DEVICE) for _ in xs]
+    rows = [torch.full((136,), float("nan"), device=DEVICE) for _ in gs]
+    triton_sums.weighted_outer_sums(xs, gs, factors, outs, add=False, bulk=bulk)
+    triton_rows.weighted_row_sums(gs, factors, rows, add=False)
+    for x, g, out, row in zip(xs, gs, outs, rows, strict=True):
+        expected = plain.weighted_outer_sum(x.double(), g.double(), factors.double())
+        assert (out - expected).norm() / expected.norm() < 1e-6
+        expected = plain.weighted_row_sum(g.double(), factors.double())
+        assert (row - expected).norm() / expected.norm() < 1e-6
+
+
+@pytest.mark.parametrize("target", [1, 20, 1000])
+@pytest.mark.parametrize("samples", [1, 5, 7])
+def test_bias_sums_do_not_depend_on_how_samples_are_shared_out(
+    samples: int, target: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(triton_rows, "TARGET_PROGRAMS", target)
+    gs = [draw(samples, 45, 264, seed=layer)[..., :200] for layer in range(3)]
+    factors = draw(samples, seed=7, dtype=torch.float32).abs()
+    factors[-1] = 0.0
+    gs[1][-1, 3] = float("nan")
+    outs = [torch.full((200,), 2.0, device=DEVICE) for _ in gs]
+    triton_rows.weighted_row_sums(gs, factors, outs)
+    for g, out in zip(gs, outs, strict=True):
+        expected = 2.0 + plain.weighted_row_sum(g.double(), factors.double())
+        assert (out - expected).norm() / expected.norm() < 1e-6
+
+
+@pytest.mark.parametrize("add", [True, False])
+@pytest.mark.parametrize("samples", [1, 4, 9])
+def test_sums_of_stored_gradients(samples: int, add: bool) -> None:
+    grads = draw(samples, 1337, seed=0, dtype=torch.float32)
+    factors = draw(samples, seed=1, dtype=torch.float32).abs()
+    if samples > 1:
+        factors[1] = 0.0
+        grads[1, 5] = float("nan")
+    out = torch.full((1337,), 2.0, device=DEVICE)
+    triton_rows.weighted_stored_sum(grads, factors, out, add)
+    expected = plain.weighted_row_sum(grads.double().unsqueeze(1), factors.double())
+    expected += 2.0 if add else 0.0
+    assert (out - expected).norm() / expected.norm() < 1e-6
+
+
+@pytest.mark.gpu
+def test_large_stored_gradients_are_summed_and_measured_on_a_gpu() -> None:
+    grads = draw(3, 300, 400, seed=0, dtype=torch.float32)
+    assert dispatch.is_stored_gradient(grads.flatten(1).unsqueeze(1))
+    factors = draw(3, seed=1, dtype=torch.float32).abs()
+    found = kernels.weighted_row_sum(grads.flatten(1).unsqueeze(1), factors)
+    expected = (factors.double() @ grads.double().flatten(1)).cpu()
+    assert (found.cpu() - expected).norm() / expected.norm() < 1e-6
+    squares = grads.double().flatten(1).square().sum(1).cpu()
+    torch.testing.assert_close(
+        kernels.row_sq_norms(grads.flatten(1)).double().cpu(), squares, rtol=1e-6, atol=0
+    )
+
+
+@pytest.mark.parametrize("shape", [(2, 37, 72), (3, 5, 768), (1, 9, 4096)])
+@pytest.mark.parametrize("centred", [True, False])
+def test_norm_layers(shape: tuple[int, ...], centred: bool) -> None:
+    x, g = 1 + draw(*shape, seed=0, dtype=torch.float32), draw(*shape, seed=1)
+    found = triton_norms.norm_sums([x, x], [g, g], 1e-5, centred)
+    expected = plain.norm_sums(x.double(), g.double(), 1e-5, centred)
+    for sums in found:
+        assert (sums - expected).norm() / expected.norm() < 1e-6
+
+
+def test_every_length_is_covered_and_fits_into_shared_memory() -> None:
+    for tokens in range(8, 1200):
+        cut = triton_sums.segmentation(tokens)
+        segment = cut["FULL"] * cut["CHUNK"] + cut["TAIL"]
+        assert cut["segments"] * segment >= tokens
+        stages = 3 if segment <= 128 else 2
+        assert stages * segment * 2 * triton_sums.BLOCK * 2 <= 227 * 1024
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [24, 128, 197, 240, 256, 320])
+def test_sums_of_every_kind_of_length_on_a_gpu(tokens: int) -> None:
+    x, g = draw(3, tokens, 96, seed=0), draw(3, tokens, 160, seed=1)
+    factors = draw(3, seed=2, dtype=torch.float32).abs()
+    found = kernels.weighted_outer_sum(x, g, factors)
+    expected = plain.weighted_outer_sum(x.double(), g.double(), factors.double())
+    assert (found - expected).norm() / expected.norm() < 1e-6
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("tokens", [24, 64, 70, 100, 128, 130, 197, 208, 209, 256, 320, 1000, 1500])
+def test_sums_with_loading_and_multiplying_kept_apart(
+    tokens: int, bias: bool, transposed: bool
+) -> None:
+    parted = dispatch.outer_sums(torch.device(DEVICE))
+    if parted is dispatch.triton("sums"):
+        pytest.skip("written for another device")
+    xs = [draw(9, tokens, 328, seed=layer)[..., :200] for layer in range(2)]
+    gs = [draw(9, tokens, 136, seed=10 + layer) for layer in range(2)]
+    factors = draw(9, seed=2, dtype=torch.float32).abs()
+    factors[1] = 0.0
+    xs[0][1] = float("nan")
+    gs[1][1, 2, 3] = float("inf")
+    for add in (True, False):
+        held = 1.0 if add else 0.0
+        shape = (200, 136) if transposed else (136, 200)
+        outs = [torch.ones(shape, device=DEVICE) for _ in xs]
+        outs = [out.mT for out in outs] if transposed else outs
+        biases = [torch.ones(136, device=DEVICE) for _ in xs] if bias else []
+        parted.weighted_outer_sums(xs, gs, factors, outs, add, biases)
+        for x, g, out in zip(xs, gs, outs, strict=True):
+            wide = (x.double(), g.double(), factors.double())
+            expected = plain.weighted_outer_sum(*wide) + held
+            assert (out - expected).norm() / expected.norm() < 2e-6
+        for g, found in zip(gs, biases, strict=False):
+            expected = plain.weighted_row_sum(g.double(), factors.double()) + held
+            assert (found - expected).norm() / expected.norm() < 1e-6
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize("tokens", [24, 64, 70, 100, 130, 197, 208, 256, 1000, 1024, 1500])
+def test_squares_are_those_of_the_products_that_are_summed(
+    tokens: int, wide: bool, bias: bool, transposed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    squares = dispatch.tile_norms(torch.device(DEVICE))
+    if squares is triton_tiles:
+        pytest.skip("written for another device")
+    monkeypatch.setattr(squares, "MOST_WASTE", 2.0 if wide else 0.0)
+    xs = [draw(3, tokens, 328, seed=layer)[..., :200] for layer in range(2)]
+    gs = [draw(3, tokens, 136, seed=10 + layer) for layer in range(2)]
+    gs[0][1, 2, 3] = float("inf")
+    kept = [torch.zeros(3, 136, 200, device=DEVICE) for _ in xs]
+    if transposed:
+        kept = [torch.zeros(3, 200, 136, device=DEVICE).mT for _ in xs]
+    found = squares.tile_sq_norms(xs, gs, bias, kept)
+    again = squares.tile_sq_norms(xs, gs, bias)
+    torch.testing.assert_close(found, again, rtol=0.0, atol=0.0, equal_nan=True)
+    assert found.isfinite().tolist() == [[True, False, True], [True, True, True]]
+    for sample in (0, 2):
+        alone = torch.eye(3, device=DEVICE)[sample]
+        sums = [torch.empty(136, 200, device=DEVICE) for _ in xs]
+        biases = [torch.zeros(136, device=DEVICE) for _ in xs]
+        parted = dispatch.outer_sums(torch.device(DEVICE))
+        parted.weighted_outer_sums(xs, gs, alone, sums, False, biases if bias else [])
+        # Whichever side is called the input.
+        swapped = [torch.empty(200, 136, device=DEVICE) for _ in xs]
+        parted.weighted_outer_sums(gs, xs, alone, swapped, False)
+        for layer in range(2):
+            assert torch.equal(kept[layer][sample], sums[layer])
+            assert torch.equal(swapped[layer].mT, sums[layer])
+            length = sums[layer].double().square().sum() + biases[layer].double().square().sum()
+            assert length <= found[layer, sample] <= length * (1 + 2e-5)
+    exact = plain.tile_sq_norms(xs[1].double(), gs[1].double(), bias)
+    assert ((found[1] - exact) / exact).abs().max() < 1e-4
+
+
+@pytest.mark.gpu
+def test_stored_products_of_a_vocabulary() -> None:
+    x, g = draw(3, 70, 64, seed=0), draw(3, 70, 70_016, seed=1)[..., :70_001]
+    kept, squares = kernels.stored_products(g, x)
+    exact = torch.bmm(g.double().mT, x.double())
+    assert ((kept - exact).norm() / exact.norm()) < 1e-6
+    norms = exact.square().sum((1, 2))
+    assert ((squares - norms) / norms).abs().max() < 2e-5
+    assert (squares >= kept.double().square().sum((1, 2))).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_sums_go_where_kernels_cannot_write_them(accumulate: bool) -> None:
+    x, g = draw(3, 40, 64, seed=0), draw(3, 40, 48, seed=1)
+    factors = torch.rand(3, device=DEVICE)
+    room, bias = torch.ones(48 * 64 + 1, device=DEVICE), torch.ones(48, device=DEVICE)
+    odd = room[1:].view(48, 64)
+    kernels.add_weighted_outer_sums([(x, g)], factors, [odd], accumulate, [bias])
+    held = 1.0 if accumulate else 0.0
+    wide = (x.double(), g.double(), factors.double())
+    expected = plain.weighted_outer_sum(*wide) + held
+    assert (odd - expected).norm() / expected.norm() < 1e-6
+    expected = plain.weighted_row_sum(*wide[1:]) + held
+    assert (bias - expected).norm() / expected.norm() < 1e-6
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("tokens", [100, 128, 129, 200, 256, 300])
+def test_a_vocabulary_s_norms_on_a_gpu(tokens: int, dtype: torch.dtype) -> None:
+    x = draw(4, tokens, 64, seed=0, dtype=dtype)
+    wide = draw(4, tokens, 30_080, seed=1, dtype=dtype)
+    g = wide[..., :30_001]
+    found = kernels.gram_sq_norms(x, g, True)
+    expected = plain.tile_sq_norms(x.double(), g.double(), True)
+    assert ((found - expected) / expected).abs().max() < 1e-2
+    assert (found >= expected * (1 - 1e-6)).all()
+
+
+@pytest.mark.gpu
+def test_long_tables_tied_to_a_head_on_a_gpu() -> None:
+    B, T, D, V = 3, 300, 64, 500
+    ids = torch.randint(V, (B, T), generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    x, gl = draw(B, T, D, seed=0), draw(B, T, V, seed=1)
+    ge = draw(B, T, D, seed=2, dtype=torch.float32)
+    found = kernels.embedding_sq_norms(ids, ge, None)
+    expected = plain.embedding_sq_norms(ids, ge.double(), None)
+    assert ((found - expected) / expected).abs().max() < 1e-5
+    assert (found >= expected * (1 - 1e-6)).all()
+    cross = kernels.tied_cross_terms(x, gl, ids, ge, None)
+    expected = plain.tied_cross_terms(x.double(), gl.double(), ids, ge.double(), None)
+    assert (cross >= expected).all()
+    assert (cross - expected).max() < 1e-5 * x.norm() * gl.norm() * ge.norm()
+
+
+@pytest.mark.gpu
+def test_one_sample_contributes_at_most_the_clip_norm_under_bfloat16() -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(
+        torch.nn.Linear(64, 128), torch.nn.LayerNorm(128), torch.nn.Linear(128, 5003)
+    ).cuda()
+    x = torch.randn(1, 48, 64, device="cuda")
+    engine = ClippingEngine(model, clip_norm=1e-3)
+    with engine:
+        with torch.autocast("cuda", torch.bfloat16):
+            losses = model(x).float().square().sum((1, 2))
+        engine.backward(losses)
+    total = torch.stack([s.double().square().sum() for s in engine.clipped_sum().values()])
+    assert 0.99e-3 < float(total.sum().sqrt()) <= 1e-3 * (1 + 1e-6)
+
+
+@pytest.mark.gpu
+def test_kernels_agree_with_plain_torch_in_a_whole_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    layer = torch.nn.TransformerEncoderLayer(64, 4, 128, dropout=0.0, batch_first=True)
+    model = torch.nn.Sequential(layer, torch.nn.Linear(64, 4099)).cuda()
+    x = torch.randn(6, 40, 64, device="cuda")
+    found = []
+    for available in (True, False):
+        monkeypatch.setattr(dispatch, "triton_available", lambda available=available: available)
+        engine = ClippingEngine(model, clip_norm=0.5)
+        with engine:
+            with torch.autocast("cuda", torch.bfloat16):
+                losses = model(x).float().square().mean((1, 2))
+            engine.backward(losses)
+        found.append(engine.clipped_sum())
+    for name, total in found[0].items():
+        torch.testing.assert_close(total, found[1][name], rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_casts_of_many_tensors_round_as_torch_does(dtype: torch.dtype) -> None:
+    casts = dispatch.triton("casts")
+    shapes = [(3,), (70, 60), (4096,), (2, 4100), (1,)]
+    sources = [draw(*shape, seed=i, dtype=torch.float32) for i, shape in enumerate(shapes)]
+    sources[1][0, :3] = torch.tensor([float("inf"), -float("inf"), 1e-6])
+    room = [torch.full((s.numel() + 8,), 7.0, dtype=dtype, device=DEVICE) for s in sources]
+    targets = [r[: s.numel()].view(s.shape) for r, s in zip(room, sources, strict=True)]
+    casts.copy_all(targets, sources)
+    # Triton's interpreter cuts bfloat16 off where a GPU rounds.
+    rtol = 0.0 if DEVICE == "cuda" or dtype is torch.float16 else 2.0**-7
+    for target, source, whole in zip(targets, sources, room, strict=True):
+        torch.testing.assert_close(target, source.to(dtype), rtol=rtol, atol=0)
+        assert (whole[source.numel() :] == 7.0).all()

@@ -1,0 +1,299 @@
+"""The fused kernels move exactly what plain indexing moves.
+
+On a GPU they are compiled; where only Triton's interpreter is at hand, they run in it. The
+interpreter runs one program after another, so that programs do not share elements is tested apart.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+from permutation.zoo import FAMILIES
+from shuffled_dpsgd.permutation import apply, apply_to_tensors, discover, draw
+from shuffled_dpsgd.permutation.move import fused, launches, recording
+from shuffled_dpsgd.permutation.move.backend import find_kernels
+from shuffled_dpsgd.permutation.move.drawing import fused_drawing
+
+TESTS = Path(__file__).resolve().parents[2]
+CPU = torch.device("cpu")
+
+INTERPRETED = """
+import torch
+from permutation.zoo import FAMILIES
+from shuffled_dpsgd.permutation import apply_to_tensors, discover, draw, fused, launches
+from shuffled_dpsgd.permutation.backend import find_kernels
+from shuffled_dpsgd.permutation.draw import fused_drawing
+
+def draws_agree(spec, seed):
+    generator = torch.Generator().manual_seed(seed)
+    slots = sum(group.size for group in spec.groups)
+    keys = torch.empty(slots, dtype=torch.int64).random_(generator=generator)
+    permutation = draw(spec, generator.manual_seed(seed))
+    drawing = fused_drawing(spec, keys.device, find_kernels())
+    drawing.keys.copy_(keys)
+    assert torch.equal(drawing.result().packed, permutation.packed)
+
+def agree(spec, seed, tensors):
+    permutation = draw(spec, torch.Generator().manual_seed(seed))
+    expected = {n: t.clone() for n, t in tensors.items()}
+    apply_to_tensors(permutation, expected)
+    fused.move(permutation, fused.prepare(spec, list(tensors.items())))
+    assert all(torch.equal(tensors[n], expected[n]) for n in tensors)
+
+for sizes in ({}, {"columns": 64, "rows": 64}):
+    launches.PROGRAM_BYTES.update(sizes)
+    for family in ("gpt2", "vit", "llama"):
+        for scope, dtype in (("paper", torch.float32), ("full", torch.bfloat16)):
+            model = FAMILIES[family]().model.to(dtype)
+            spec = discover(model, scope=scope)
+            draws_agree(spec, 2)
+            moved = {n: p.detach() for n, p in model.named_parameters() if n in spec.axes_of}
+            agree(spec, 0, moved)
+            flat = torch.randn(1 + sum(t.numel() for t in moved.values())).to(dtype)
+            parts = flat[1:].split([t.numel() for t in moved.values()])
+            odd = {n: part.view(moved[n].shape) for n, part in zip(moved, parts)}
+            agree(spec, 1, odd)
+            assert flat[0] != 0
+"""
+
+
+def test_interpreted_kernels_agree_with_indexing() -> None:
+    pytest.importorskip("triton")
+    paths = os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": paths}
+    subprocess.run([sys.executable, "-c", INTERPRETED], check=True, env=environment)
+
+
+@pytest.fixture(params=[False, True], ids=["launched", "replayed"])
+def replay(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Launches issued anew every time, or replayed."""
+    with mock.patch.object(recording, "REPLAY", request.param):
+        yield
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", ["bert", "vit", "llama"])
+def test_compiled_kernels_agree_with_indexing(family: str) -> None:
+    assert find_kernels() is not None
+    _assert_compiled_agrees(FAMILIES[family]().model.cuda(), draws=5)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("replay")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_every_dtype_agrees_with_indexing(dtype: torch.dtype) -> None:
+    _assert_compiled_agrees(FAMILIES["gpt2"]().model.to("cuda", dtype), draws=5)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("replay")
+@pytest.mark.parametrize("hidden", [3072, 5000])
+def test_compiled_kernels_agree_at_full_width(hidden: int) -> None:
+    layers = [nn.Linear(768, hidden), nn.GELU(), nn.Linear(hidden, 768), nn.GELU()]
+    model = nn.Sequential(*layers, nn.Linear(768, 768))
+    _assert_compiled_agrees(model.to("cuda"), draws=10)
+
+
+def _assert_compiled_agrees(model: nn.Module, draws: int) -> None:
+    spec = discover(model, scope="full")
+    generator = torch.Generator(device="cuda").manual_seed(0)
+    assert all(fused.can_move(spec, n, p) for n, p in model.named_parameters() if n in spec.axes_of)
+    for _ in range(draws):
+        permutation = draw(spec, generator)
+        expected = {n: p.detach().cpu() for n, p in model.named_parameters()}
+        apply_to_tensors(permutation.to("cpu"), expected)
+        apply(permutation, model)
+        assert all(torch.equal(p.cpu(), expected[n]) for n, p in model.named_parameters())
+
+
+@pytest.mark.gpu
+def test_replaced_weights_are_moved_where_they_are_now() -> None:
+    """A recording of old addresses is never replayed for new ones."""
+    model = FAMILIES["gpt2"]().model.cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
+    spec = discover(model, scope="full")
+    generator = torch.Generator(device="cuda").manual_seed(0)
+
+    def shuffles_exactly() -> None:
+        for _ in range(3):
+            permutation = draw(spec, generator)
+            expected = {n: p.detach().cpu() for n, p in model.named_parameters()}
+            moments = {n: optimizer.state[p]["exp_avg"].cpu() for n, p in model.named_parameters()}
+            for tensors in (expected, moments):
+                apply_to_tensors(permutation.to("cpu"), tensors)
+            apply(permutation, model, optimizer)
+            for name, parameter in model.named_parameters():
+                assert torch.equal(parameter.cpu(), expected[name])
+                assert torch.equal(optimizer.state[parameter]["exp_avg"].cpu(), moments[name])
+
+    shuffles_exactly()
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
+    shuffles_exactly()
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    shuffles_exactly()
+    model.bfloat16()
+    shuffles_exactly()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("hidden", [3072, 5000])
+def test_a_compiled_draw_sorts_its_keys(hidden: int) -> None:
+    model = nn.Sequential(nn.Linear(8, hidden), nn.GELU(), nn.Linear(hidden, 8)).cuda()
+    spec = discover(model, scope="full")
+    code = find_kernels()
+    assert code is not None
+    for bound in (2**62, 50):
+        keys = torch.randint(bound, (hidden,), device="cuda")
+        drawing = fused_drawing(spec, keys.device, code)
+        drawing.keys.copy_(keys)
+        for _ in ("launched", "recorded", "replayed"):
+            assert torch.equal(drawing.result().packed[:hidden], keys.argsort(stable=True))
+
+
+@pytest.mark.gpu
+def test_a_shuffle_never_waits_for_the_device_nor_takes_memory() -> None:
+    model = FAMILIES["gpt2"]().model.cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), capturable=True)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    spec = discover(model, scope="full")
+    generator = torch.Generator(device="cuda").manual_seed(0)
+    permutation = draw(spec, generator)
+    for parameter in model.parameters():
+        parameter.grad = None
+    torch.cuda.synchronize()
+    for _ in ("launched", "recorded", "replayed"):
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        apply(permutation, model, optimizer)
+        extra = torch.cuda.max_memory_allocated() - before
+    assert extra == 0
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        apply(draw(spec, generator), model, optimizer)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_every_tensor_of_the_families_is_served() -> None:
+    for build in FAMILIES.values():
+        for scope in ("paper", "full"):
+            spec = discover(build().model, scope=scope)
+            assert all(fused.matrix_shape(spec, name) for name in spec.axes_of)
+
+
+@pytest.mark.parametrize("program_bytes", [16 << 10, 64])
+@pytest.mark.parametrize("family", ["bert", "vit", "gpt2", "llama"])
+def test_programs_share_no_element_and_miss_none(family: str, program_bytes: int) -> None:
+    spec = discover(FAMILIES[family]().model, scope="full")
+    names = tuple(spec.axes_of)
+    sizes = {"columns": program_bytes, "rows": program_bytes}
+    with mock.patch.dict(launches.PROGRAM_BYTES, sizes):
+        branches = fused.branches_for(spec, names, 4, CPU)
+    found = [launch for branch in branches for launch in branch]
+    for moving in ("columns", "rows"):
+        touched = {name: torch.zeros(spec.shapes[name], dtype=torch.int64) for name in names}
+        for launch in found:
+            if launch.tile.moving == moving:
+                _touch(launch, [touched[name] for name in names])
+        for name in names:
+            shape = fused.matrix_shape(spec, name)
+            assert shape is not None
+            moves = shape.col_start if moving == "columns" else shape.row_start
+            assert (touched[name] == int(moves is not None)).all(), name
+
+
+def test_rows_too_long_for_shared_memory_are_left_to_indexing() -> None:
+    wide = launches.Shape(rows=4, cols=9000, row_start=None, col_start=0)
+    assert fused.fits_shared_memory(wide, 4)
+    assert not fused.fits_shared_memory(wide, 8)
+    across = launches.Shape(rows=4, cols=9000, row_start=0, col_start=None)
+    assert fused.fits_shared_memory(across, 8)
+
+
+@pytest.mark.parametrize("cache_bytes", [1 << 12, 1 << 20, 1 << 30])
+def test_branches_share_no_tensor_and_columns_go_before_rows(cache_bytes: int) -> None:
+    spec = discover(FAMILIES["gpt2"]().model, scope="full")
+    shapes = [fused.matrix_shape(spec, name) for name in spec.axes_of]
+    kept = [shape for shape in shapes if shape is not None]
+    branches = launches.build_branches(kept, 4, CPU, cache_bytes)
+    places = [[launch.jobs[:, 0].tolist() for launch in branch] for branch in branches]
+    owners = [set(itertools.chain(*found)) for found in places]
+    assert sum(map(len, owners)) == len(kept) == len(set().union(*owners))
+    for branch, found in zip(branches, places, strict=True):
+        seen: dict[int, str] = {}
+        for launch, moved in zip(branch, found, strict=True):
+            for place in moved:
+                assert seen.get(place) in (None, "columns")
+                seen[place] = launch.tile.moving
+    in_flight = sum(max(_bytes_of_pairs(branch, kept), default=0) for branch in branches)
+    assert in_flight <= max(launches.CACHE_SHARE * cache_bytes, _largest(kept))
+
+
+def _bytes_of_pairs(branch: tuple[launches.Launch, ...], shapes: list[launches.Shape]) -> list[int]:
+    """What each launch moves of tensors that take two passes."""
+    return [
+        sum(4 * shapes[place].rows * shapes[place].cols for place in launch.jobs[:, 0].tolist())
+        for launch in branch
+        if all(
+            shapes[place].row_start is not None and shapes[place].col_start is not None
+            for place in launch.jobs[:, 0].tolist()
+        )
+    ]
+
+
+def _largest(shapes: list[launches.Shape]) -> int:
+    return max(4 * shape.rows * shape.cols for shape in shapes)
+
+
+def _touch(launch: launches.Launch, tensors: list[torch.Tensor]) -> None:
+    """Add one to every element a program of the launch owns, as the kernels take their share."""
+    tile = launch.tile
+    for program, job in enumerate(launch.programs.tolist()):
+        place, rows, cols, _, first = launch.jobs[job].tolist()
+        matrix = tensors[place].view(rows, cols)
+        block = program - first
+        if tile.moving == "columns":
+            assert cols <= tile.cols
+            matrix[block * tile.rows : (block + 1) * tile.rows] += 1
+        else:
+            assert rows <= tile.rows
+            matrix[:, block * tile.cols : (block + 1) * tile.cols] += 1
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, 8])
+def test_tiles_fit_and_tell_the_truth_about_alignment(size: int) -> None:
+    for rows in (1, 7, 768, 3072, 5120, 16384):
+        for cols in (1, 6, 768, 3072, 16384):
+            shape = launches.Shape(rows=rows, cols=cols, row_start=0, col_start=0)
+            for moving in ("columns", "rows"):
+                tile = launches.tile_of(shape, moving, size)
+                assert tile.rows * tile.cols * size <= 128 << 10
+                assert 4 <= launches.num_warps(tile, size) <= 32
+                assert tile.alignment >= size
+                assert cols * size % tile.alignment == 0
+                assert tile.moving == "columns" or tile.cols * size % tile.alignment == 0
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, 8])
+def test_slabs_are_a_sector_wide_as_long_as_registers_take_that(size: int) -> None:
+    for rows, width in ((768, 64), (3072, 32), (4096, 32), (5120, 16), (16384, 8)):
+        shape = launches.Shape(rows=rows, cols=768, row_start=0, col_start=None)
+        assert launches.tile_of(shape, "rows", size).cols * size == width

@@ -1,0 +1,184 @@
+"""The embedded default: fixed split, a model that learns, runs that resume to the same bits."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from shuffled_dpsgd.errors import CheckpointError, InvalidArgumentError
+from shuffled_dpsgd.permutation import discover, verify
+from shuffled_dpsgd.reports import MetricsLog
+from shuffled_dpsgd.tasks.config import RunConfig
+from shuffled_dpsgd.tasks.digits import (
+    NUM_TRAIN,
+    build_model,
+    build_task,
+    default_config,
+    load_digits,
+)
+from shuffled_dpsgd.tasks.run import execute, load_run, prepare
+
+pytest.importorskip("transformers")
+pytest.importorskip("sklearn")
+
+
+def short_config(**privacy: Any) -> RunConfig:
+    """Five steps of noise given, so that nothing has to be calibrated."""
+    config = default_config()
+    given = {"epsilon": None, "noise_multiplier": 1.0} | privacy
+    return replace(
+        config,
+        privacy=replace(config.privacy, **given),
+        training=replace(
+            config.training,
+            epochs=None,
+            num_steps=5,
+            expected_batch_size=64,
+            evaluate_every=2,
+            checkpoint_every=2,
+        ),
+    )
+
+
+def test_split_is_fixed_and_complete() -> None:
+    train, heldout = load_digits()
+    assert (len(train), len(heldout)) == (NUM_TRAIN, 360)
+    again, _ = load_digits()
+    assert torch.equal(train.tensors[0], again.tensors[0])
+    rows = torch.cat([train.tensors[0], heldout.tensors[0]]).flatten(1)
+    assert len(rows) == 1797
+    assert rows.shape[1:] == (64,)
+    assert abs(rows.mean()) < 0.1
+    assert abs(rows.std() - 1) < 0.1
+
+
+def test_every_class_is_held_out() -> None:
+    _, heldout = load_digits()
+    assert torch.bincount(heldout.tensors[1], minlength=10).min() >= 20
+
+
+def test_weights_follow_the_seed_and_leave_the_global_generator_alone() -> None:
+    state = torch.get_rng_state()
+    first, second, other = build_model(0), build_model(0), build_model(1)
+    assert torch.equal(torch.get_rng_state(), state)
+    same = [torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True)]
+    assert all(same)
+    assert not all(
+        torch.equal(a, b) for a, b in zip(first.parameters(), other.parameters(), strict=True)
+    )
+
+
+@pytest.mark.parametrize("scope", ["paper", "full"])
+def test_shuffling_leaves_the_model_alone(scope: Any) -> None:
+    model = build_model().double()
+    spec = discover(model, scope=scope)
+    if scope == "full":
+        assert set(spec.unmoved) == {"classifier.bias"}
+    else:
+        assert 0.9 < spec.shuffle_ratio < 1.0
+    images = load_digits()[1].tensors[0][:4].double()
+    verify(model, {"pixel_values": images}, spec=spec)
+
+
+def test_default_is_calibrated_to_certified_epsilon() -> None:
+    config = default_config()
+    assert config.privacy.accounting == "certified"
+    assert config.privacy.batch_clip_norm is None
+    assert config.privacy.delta < 1 / NUM_TRAIN
+    task = build_task(config)
+    assert 10_000 < sum(p.numel() for p in task.model.parameters()) < 50_000
+
+
+def test_run_writes_everything(tmp_path: Path) -> None:
+    result = execute(prepare(short_config(), tmp_path))
+    assert result.outcome.finished
+    for name in (
+        "model/model.safetensors",
+        "model/config.json",
+        "metrics.jsonl",
+        "summary.json",
+        "privacy_card.txt",
+        "privacy_card.json",
+        "privacy_card.html",
+        "report.html",
+        "figures/epsilon.png",
+        "figures/epsilon.svg",
+        "run.json",
+        "ledger.jsonl",
+    ):
+        assert (tmp_path / name).stat().st_size > 0, name
+    records = MetricsLog(tmp_path / "metrics.jsonl").read()
+    assert [record.step for record in records] == [1, 2, 3, 4, 5]
+    assert [record.step for record in records if record.heldout_score is not None] == [2, 4, 5]
+    spent = [record.certified_epsilon for record in records]
+    assert spent == sorted(spent)  # type: ignore[type-var]
+    assert all(sum((record.norm_counts or {}).values()) == record.batch_size for record in records)
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    card = summary["privacy_card"]
+    assert card["certified"]["epsilon"] == pytest.approx(spent[-1], rel=1e-6)
+    assert (card["certified"]["kind"], card["paper"]["kind"]) == ("proven", "heuristic")
+    assert "seed" not in summary["config"]
+    assert summary["heldout_score"] == records[-1].heldout_score
+
+
+def test_interrupted_run_resumes_to_the_same_bits(tmp_path: Path) -> None:
+    whole = prepare(short_config(), tmp_path / "whole")
+    execute(whole)
+
+    def interrupt(record: Any, _: Any) -> None:
+        if record.step == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    first = execute(prepare(short_config(), tmp_path / "parts"), observers=(interrupt,))
+    assert not first.outcome.finished
+    assert first.outcome.interrupted_by == "SIGTERM"
+    assert not (tmp_path / "parts" / "model").exists()
+    config = load_run(tmp_path / "parts")
+    assert config == short_config()
+    second = execute(prepare(config, tmp_path / "parts", resume=True))
+    assert second.outcome.finished
+    expected, got = (
+        load_file(tmp_path / name / "model" / "model.safetensors") for name in ("whole", "parts")
+    )
+    assert all(torch.equal(expected[name], got[name]) for name in expected)
+    steps = [record.step for record in MetricsLog(tmp_path / "parts" / "metrics.jsonl").read()]
+    assert steps == [1, 2, 3, 4, 5]
+
+
+def test_a_used_folder_is_not_started_over(tmp_path: Path) -> None:
+    prepare(short_config(), tmp_path)
+    with pytest.raises(InvalidArgumentError, match="--resume"):
+        prepare(short_config(), tmp_path)
+
+
+def test_a_folder_without_a_run_cannot_be_resumed(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"run\.json"):
+        load_run(tmp_path)
+
+
+def test_the_model_can_learn_without_privacy() -> None:
+    task = build_task(default_config())
+    images, labels = task.train_data.tensors  # type: ignore[attr-defined]
+    optimizer = torch.optim.AdamW(task.model.parameters(), lr=5e-3)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(150):
+        rows = torch.randperm(NUM_TRAIN, generator=generator)[:128]
+        optimizer.zero_grad()
+        task.losses(task.model, (images[rows], labels[rows])).mean().backward()
+        optimizer.step()
+    assert task.evaluate(task.model).score > 0.9
+
+
+@pytest.mark.slow
+def test_the_default_run_reaches_a_decent_accuracy(tmp_path: Path) -> None:
+    result = execute(prepare(default_config(), tmp_path))
+    assert result.summary["heldout_score"] > 0.82
+    assert result.summary["privacy_card"]["certified"]["epsilon"] <= 3.0

@@ -1,0 +1,88 @@
+"""Hub data sets, exercised on local folders that `datasets.load_dataset` understands."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shuffled_dpsgd.errors import InvalidArgumentError
+from shuffled_dpsgd.tasks.config import DataConfig
+from shuffled_dpsgd.tasks.folders import Continuation, LabelledText
+from shuffled_dpsgd.tasks.hub import read_continuations, read_images, read_labelled_texts
+
+datasets = pytest.importorskip("datasets")
+
+
+@pytest.fixture(autouse=True)
+def private_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    datasets.disable_progress_bars()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    place = tmp_path / "data"
+    place.mkdir()
+    for split, count in (("train", 4), ("validation", 2)):
+        rows = [{"a": f"text {i}", "b": f"more {i}", "label": i % 2} for i in range(count)]
+        (place / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return place
+
+
+def config(path: Path | None, *columns: str, **changes: Any) -> DataConfig:
+    where = None if path is None else str(path)
+    return DataConfig(format="hub", path=where, text_columns=columns, **changes)
+
+
+def test_labelled_texts_of_one_or_two_columns(folder: Path) -> None:
+    train, heldout = read_labelled_texts(config(folder, "a", "b"))
+    assert (len(train), len(heldout)) == (4, 2)
+    assert train[1] == LabelledText(texts=("text 1", "more 1"), label=1)
+    limited, _ = read_labelled_texts(config(folder, "a", max_train_examples=3))
+    assert [example.texts for example in limited] == [("text 0",), ("text 1",), ("text 2",)]
+
+
+def test_continuations(folder: Path) -> None:
+    train, _ = read_continuations(config(folder, "a", "b"))
+    assert train[0] == Continuation(prompt="text 0", target="more 0")
+
+
+def test_images(tmp_path: Path) -> None:
+    image = pytest.importorskip("PIL.Image")
+    for split in ("train", "test"):
+        for label in ("cat", "dog"):
+            place = tmp_path / "images" / split / label
+            place.mkdir(parents=True)
+            image.new("L", (4, 4), color=9).save(place / "one.png")
+    train, heldout = read_images(config(tmp_path / "images"))
+    assert sorted(label for _, label in train) == [0, 1]
+    assert heldout[0][0].mode == "RGB"
+
+
+@pytest.mark.parametrize(
+    ("columns", "read", "match"),
+    [
+        ((), read_labelled_texts, "one or two"),
+        (("a",), read_continuations, "prompt column"),
+        (("a", "absent"), read_labelled_texts, "absent"),
+        (("a", "b"), read_images, "image column"),
+    ],
+)
+def test_wrong_columns_are_refused(
+    folder: Path, columns: tuple[str, ...], read: Any, match: str
+) -> None:
+    with pytest.raises(InvalidArgumentError, match=match):
+        read(config(folder, *columns))
+
+
+def test_missing_data_are_refused(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgumentError, match="a hub name or a folder"):
+        read_labelled_texts(config(None, "a"))
+    with pytest.raises(InvalidArgumentError, match=r"load_dataset"):
+        read_labelled_texts(config(tmp_path / "absent", "a"))
+    (folder / "validation.jsonl").unlink()
+    with pytest.raises(InvalidArgumentError, match="splits train"):
+        read_labelled_texts(config(folder, "a"))

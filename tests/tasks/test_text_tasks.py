@@ -1,0 +1,139 @@
+"""Text and image tasks from folders: encoding, padding, losses and a short private run."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from shuffled_dpsgd.errors import InvalidArgumentError
+from shuffled_dpsgd.tasks.config import RunConfig, parse_config
+from shuffled_dpsgd.tasks.folders import Continuation
+from shuffled_dpsgd.tasks.registry import build_task
+from shuffled_dpsgd.tasks.run import execute, prepare
+from shuffled_dpsgd.tasks.text import collate_continuations, encode_continuations
+from shuffled_dpsgd.tasks.tokenizers import ByteTokenizer
+
+pytest.importorskip("transformers")
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    rows = [f"{'good' if i % 2 else 'bad'} film {i}\t{i % 2}" for i in range(16)]
+    for split in ("train", "dev"):
+        (tmp_path / f"{split}.tsv").write_text("sentence\tlabel\n" + "\n".join(rows) + "\n")
+    rows = [f"food[{i}],It serves {i}." for i in range(16)]
+    for split in ("trainset", "devset"):
+        (tmp_path / f"{split}.csv").write_text("mr,ref\n" + "\n".join(rows) + "\n")
+    images = np.random.default_rng(0).integers(0, 255, (12, 8, 8, 3), dtype=np.uint8)
+    labels = np.arange(12) % 3
+    np.savez(
+        tmp_path / "images.npz",
+        train_images=images,
+        train_labels=labels,
+        test_images=images,
+        test_labels=labels,
+    )
+    return tmp_path
+
+
+def config_for(task: str, model: str, layout: str, path: Path, **data: Any) -> RunConfig:
+    return parse_config(
+        {
+            "task": task,
+            "seed": 0,
+            "model": {"name": model},
+            "data": {"format": layout, "path": str(path), "max_length": 24} | data,
+            "privacy": {"noise_multiplier": 1.0, "delta": 1e-3, "clip_norm": 1.0},
+            "training": {"expected_batch_size": 6, "num_steps": 2, "evaluate_every": 1},
+        }
+    )
+
+
+@pytest.mark.parametrize(
+    ("task", "model", "layout", "score"),
+    [
+        ("text-classification", "bert-tiny", "sst2", "accuracy"),
+        ("causal-lm", "gpt2-tiny", "e2e", "perplexity"),
+        ("image-classification", "vit-tiny", "cifar", "accuracy"),
+    ],
+)
+def test_every_task_trains_from_a_folder(
+    data: Path, tmp_path: Path, task: str, model: str, layout: str, score: str
+) -> None:
+    config = config_for(task, model, layout, data)
+    result = execute(prepare(config, tmp_path / "out"))
+    assert result.outcome.finished
+    assert result.summary["score_name"] == score
+    assert math.isfinite(result.summary["heldout_score"])
+    assert result.summary["privacy_card"]["certified"]["kind"] == "proven"
+    assert (tmp_path / "out" / "model" / "model.safetensors").exists()
+
+
+def test_low_rank_factors_train_and_are_saved_merged(data: Path, tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    from transformers import AutoModelForSequenceClassification
+
+    raw = config_for("text-classification", "bert-tiny", "sst2", data).to_json()
+    config = parse_config(raw | {"model": {"name": "bert-tiny", "lora_rank": 2}})
+    run = prepare(config, tmp_path / "out")
+    trained = {n for n, p in run.task.model.named_parameters() if p.requires_grad}
+    assert all("lora" in name or "classifier" in name for name in trained)
+    last: dict[str, torch.Tensor] = {}
+    inputs = {"input_ids": torch.tensor([[257, 97, 98, 258]])}
+
+    def remember(record: Any, _: Any) -> None:
+        with torch.no_grad():
+            last["logits"] = run.task.model.eval()(**inputs).logits
+
+    summary = execute(run, observers=(remember,)).summary
+    assert 0 < summary["trainable_parameters"] < summary["total_parameters"] / 2
+    saved = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out" / "model")
+    torch.testing.assert_close(saved.eval()(**inputs).logits, last["logits"], rtol=1e-3, atol=1e-4)
+
+
+def test_limits_are_respected(data: Path) -> None:
+    config = config_for("text-classification", "bert-tiny", "sst2", data, max_train_examples=7)
+    assert len(build_task(config).train_data) == 7
+
+
+def test_a_batch_larger_than_the_data_is_refused(data: Path) -> None:
+    config = config_for("text-classification", "bert-tiny", "sst2", data, max_train_examples=5)
+    with pytest.raises(InvalidArgumentError, match="expected_batch_size"):
+        build_task(config)
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"task": "causal-lm"}, r"data\.format"),
+        ({"model": {"name": "vit-tiny"}}, r"model\.name"),
+        ({"model": {"name": "no/such-model"}}, r"model\.name"),
+        ({"data": {"format": "sst2"}}, r"data\.path"),
+    ],
+)
+def test_mismatches_are_refused(data: Path, changes: dict[str, Any], match: str) -> None:
+    raw = config_for("text-classification", "bert-tiny", "sst2", data).to_json()
+    with pytest.raises(InvalidArgumentError, match=match):
+        build_task(parse_config(raw | changes))
+
+
+def test_only_the_target_is_scored() -> None:
+    tokenizer = ByteTokenizer()
+    samples = encode_continuations(
+        [Continuation(prompt="ab", target="c"), Continuation(prompt="a" * 50, target="xyz")],
+        tokenizer,
+        max_length=16,
+    )
+    inputs, labels = collate_continuations(samples, tokenizer.pad_id)
+    assert inputs["input_ids"].shape == labels.shape
+    assert inputs["input_ids"].shape[1] <= 16
+    first = labels[0][labels[0] != -100].tolist()
+    assert bytes(first[:-1]).decode() == " c"
+    assert first[-1] == tokenizer.end_id
+    assert torch.equal(inputs["attention_mask"][0].sum(), torch.tensor(len(samples[0][0])))
+    assert bytes(labels[1][labels[1] != -100].tolist()[:-1]).decode() == " xyz"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from contextlib import contextmanager
 from numbers import Real
 from types import TracebackType
 from typing import Any, Self
@@ -14,7 +15,9 @@ from torch.utils.hooks import RemovableHandle
 from shuffled_dpsgd.clipping import build
 from shuffled_dpsgd.clipping.capture.batch import Batch, Entry, Phase
 from shuffled_dpsgd.clipping.capture.batch_size import find_batch
+from shuffled_dpsgd.clipping.capture.random_tape import RecordedTape
 from shuffled_dpsgd.clipping.capture.recorder import Recorder
+from shuffled_dpsgd.clipping.capture.samples import BatchKinds
 from shuffled_dpsgd.clipping.capture.slot import can_listen
 from shuffled_dpsgd.clipping.capture.taps import signature_of
 from shuffled_dpsgd.clipping.checks import refusals
@@ -27,6 +30,8 @@ from shuffled_dpsgd.clipping.checks.loss_independence import (
     refuse_gradients,
     refuse_uneven_gradients,
 )
+from shuffled_dpsgd.clipping.checks.solo_runs import Autocast, eagerly
+from shuffled_dpsgd.clipping.checks.standing import DEFAULT_RATE, StandingCheck
 from shuffled_dpsgd.clipping.checks.stray_gradients import GradWatch
 from shuffled_dpsgd.clipping.contributions import cost
 from shuffled_dpsgd.clipping.plan import Plan, describe
@@ -41,7 +46,7 @@ from shuffled_dpsgd.clipping.settle.schedules import (
 )
 from shuffled_dpsgd.clipping.settle.shared_parameters import group_slots
 from shuffled_dpsgd.clipping.settle.totals import Totals
-from shuffled_dpsgd.errors import InvalidArgumentError
+from shuffled_dpsgd.errors import InvalidArgumentError, UnsupportedModuleError
 
 
 class ClippingEngine:
@@ -65,6 +70,9 @@ class ClippingEngine:
             the rule 2T² < PD), "instantiate" (per-sample gradients) or "ghost" (two backwards).
         loss_reduction: Whether the scalar given to `backward()` is the sum or the mean of the
             samples' losses.
+        check_rate: The share of backwards, chosen at random, in which a few samples are run once
+            more alone and compared with what was booked for them (see `checks/standing.py`). The
+            first batch and new kinds of batches are always checked; one checks every batch.
 
     Raises:
         UnsupportedModuleError: some trainable parameter cannot be handled exactly.
@@ -78,6 +86,7 @@ class ClippingEngine:
         clip: str = "flat",
         strategy: str = "bookkeeping",
         loss_reduction: str = "sum",
+        check_rate: float = DEFAULT_RATE,
     ) -> None:
         _require_choice("clip", clip, clip_functions.CLIP_FUNCTIONS)
         _require_choice("strategy", strategy, cost.STRATEGIES)
@@ -111,6 +120,22 @@ class ClippingEngine:
         self._axis_check = BatchAxisCheck(model, self._slots)
         self._loss_check = LossCheck()
         self._watch = GradWatch(self._parameters)
+        self._kinds = BatchKinds(model)
+        self._standing = StandingCheck(
+            model=model,
+            slots=self._slots,
+            parameters=self._parameters,
+            rate=_require_share("check_rate", check_rate),
+            numbers_are_means=loss_reduction == "mean",
+            inputs=self._kinds.inputs,
+            detached=self._taken_off,
+            attached=self._put_on_trial,
+        )
+        # While the standing check runs the model, its hooks do nothing.
+        self._is_checking = False
+        self._trial: Batch | None = None
+        self._compiled_call: tuple[tuple[Any, Any], int, Autocast] | None = None
+        self._tape_hook: RemovableHandle | None = None
         self._patches = build.patches(self._slots)
         self._hooks: list[RemovableHandle] = []
         self._was_entered = False
@@ -139,14 +164,17 @@ class ClippingEngine:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        for attributes, _ in self._patches:
-            attributes.pop("forward", None)
+        self._unpatch()
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
+        if self._tape_hook is not None:
+            self._tape_hook.remove()
+            self._tape_hook = None
         self._recorder.close_forward()
         if error is None:
             self._watch.check()
+            self._settle_check()
 
     def backward(self, losses: Tensor, loss_scale: float = 1.0) -> None:
         """Backward of per-sample losses, shape (B,): the call every strategy understands.
@@ -178,10 +206,12 @@ class ClippingEngine:
                 got="losses without a gradient",
                 remedy="compute them outside no_grad; merged adapters are not trained",
             )
-        if not self._loss_check.done:
+        watch = self._standing.watch
+        samples = watch.samples if watch is not None and watch.batch is batch else ()
+        if samples or not self._loss_check.done:
             self._recorder.muted = True
             try:
-                self._loss_check.run(losses)
+                self._loss_check.run(losses, samples)
             finally:
                 self._recorder.muted = False
         self._rule.totals.let_go()
@@ -202,10 +232,12 @@ class ClippingEngine:
                 got="losses of an earlier forward, or of none",
                 remedy="call engine.backward after each forward, and reset() before going on",
             )
+        self._settle_check()
 
     @property
     def sample_norms(self) -> Tensor:
         """(B,) norms, before clipping, of all samples since the last reset."""
+        self._settle_check()
         norms = self._rule.totals.norms
         return torch.cat(norms) if norms else torch.zeros(0)
 
@@ -213,6 +245,11 @@ class ClippingEngine:
     def num_nonfinite(self) -> int:
         """Samples since the last reset whose gradient was infinite or NaN; they count as zero."""
         return int((~torch.isfinite(self.sample_norms)).sum())
+
+    @property
+    def num_checked(self) -> int:
+        """Samples so far that were run alone and had the gradient that was booked for them."""
+        return self._standing.num_samples
 
     @property
     def num_replayed(self) -> int:
@@ -231,6 +268,7 @@ class ClippingEngine:
                 backward failed when parts of it were already in the sums.
         """
         self._refuse_half_done()
+        self._settle_check()
         if not self._was_entered and any(p.grad is not None for p in self._parameters.values()):
             raise InvalidArgumentError(
                 "engine",
@@ -250,20 +288,26 @@ class ClippingEngine:
     def reset(self) -> None:
         """Forget norms and sums; tensors handed out by `clipped_sum` stay as they are."""
         self._rule.totals.clear()
+        self._standing.forget()
+        self._compiled_call = None
         if self._is_half_done():
             self._recorder.latest = None
 
     def _begin(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if not torch.is_grad_enabled() or _inside_backward():
+        if not torch.is_grad_enabled() or _inside_backward() or self._is_checking:
             return
         if not torch.compiler.is_compiling():
             self._refuse_half_done()
+            self._settle_check()
+            self._structure.refuse_changes()
             self._rule.totals.let_go()
         size, device = find_batch(args, kwargs)
+        kind: Hashable = None
         if not torch.compiler.is_compiling():
-            if self._axis_check.is_due(args, kwargs, size):
-                self._check_axis(args, kwargs, size)
-            self._axis_check.expect(args, kwargs, size)
+            kind = self._kinds.of(args, kwargs, size, device)
+            if self._axis_check.is_due(args, kwargs, size, kind):
+                self._check_axis(args, kwargs, size, kind)
+            self._axis_check.expect(args, kwargs, size, kind)
         scale = float(size) if self.loss_reduction == "mean" else 1.0
         batch = Batch(size=size, device=device, slots=len(self._slots), scale=scale)
         if device == "cuda" and torch.is_autocast_enabled(device) and can_listen():
@@ -277,19 +321,43 @@ class ClippingEngine:
             lower = torch.is_autocast_enabled(device)
             batch.inputs = (args, kwargs, torch.get_autocast_dtype(device) if lower else None)
         self._recorder.open(batch, signature_of(args, kwargs, device) if traced else None)
+        if not traced and self._standing.is_due(size, kind):
+            self._watch_forward(batch, args, kwargs)
 
-    def _end(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        if not torch.is_grad_enabled():
-            return
+    def _watch_forward(self, batch: Batch, args: Any, kwargs: Any) -> None:
+        """Write down the random numbers of the forward that begins, until it ends or fails."""
+        watch = self._standing.begin(batch, (args, kwargs), batch.size, batch.device)
+        tape = RecordedTape(watch.tape)
+        if self._tape_hook is not None:
+            self._tape_hook.remove()
+
+        def end_tape(*_: Any) -> None:
+            if not tape.ended:
+                tape.ended = True
+                tape.__exit__(None, None, None)
+
+        self._tape_hook = self.model.register_forward_hook(end_tape, always_call=True)
+        tape.__enter__()
+
+    def _end(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        if not torch.is_grad_enabled() or self._is_checking:
+            return None
         batch = self._recorder.batch
+        tapped = None
         if batch is not None and not torch.compiler.is_compiling():
-            if not self._loss_check.done:
+            watch = self._standing.watch
+            is_watched = watch is not None and watch.batch is batch
+            if watch is not None and is_watched:
+                output = self._standing.tap_output(watch, output, lambda: self._recorder.muted)
+                tapped = output
+            if is_watched or not self._loss_check.done:
                 self._loss_check.note(output, batch.size)
             if self._axis_check.mixed_numbers:
                 refuse_gradients(output, self._axis_check.mixed_numbers)
             if self._axis_check.has_numbers and self._trusts_means():
                 refuse_uneven_gradients(output, args, kwargs, batch.size)
         self._recorder.close_forward()
+        return tapped
 
     def _trusts_means(self) -> bool:
         """Whether a mean of the model's own has only been seen of samples of one length."""
@@ -311,12 +379,18 @@ class ClippingEngine:
 
     def _receive(self, batch: Batch, entry: Entry) -> None:
         if batch.size > 0:
-            self._schedule.receive(batch, entry)
+            self._standing.book(batch, entry)
+            if batch is not self._trial:
+                self._schedule.receive(batch, entry)
 
     def _finish(self, batch: Batch) -> None:
+        if batch is self._trial:
+            return
         if batch.size > 0:
             self._check_late(batch)
             self._schedule.finish(batch)
+            if batch.closed:
+                self._standing.finish(batch, self._rule.totals.norms[-1])
         self._watch.check()
 
     def _check_late(self, batch: Batch) -> None:
@@ -324,9 +398,14 @@ class ClippingEngine:
         if batch.inputs is None:
             return
         args, kwargs, dtype = batch.inputs
-        if self._axis_check.is_due(args, kwargs, batch.size):
+        kind = self._kinds.of(args, kwargs, batch.size, batch.device)
+        if self._axis_check.is_due(args, kwargs, batch.size, kind):
             with torch.autocast(batch.device, dtype=dtype, enabled=dtype is not None):
-                self._check_axis(args, kwargs, batch.size, late=True)
+                self._check_axis(args, kwargs, batch.size, kind, late=True)
+        if self._standing.is_due(batch.size, kind):
+            lower = dtype or torch.get_autocast_dtype(batch.device)
+            cast = Autocast(device=batch.device, enabled=dtype is not None, dtype=lower)
+            self._compiled_call = (args, kwargs), batch.size, cast
         if batch.has_losses or not self._axis_check.has_numbers:
             return
         # Where this backward began nobody knows; it may have been one of the model's own numbers.
@@ -335,9 +414,11 @@ class ClippingEngine:
         if self._trusts_means() and are_uneven(args, kwargs, batch.size):
             raise mean_of_uneven()
 
-    def _check_axis(self, args: Any, kwargs: Any, size: int, late: bool = False) -> None:
+    def _check_axis(
+        self, args: Any, kwargs: Any, size: int, kind: Hashable, late: bool = False
+    ) -> None:
         folded = [slot.folded for slot in self._slots]
-        self._axis_check.run(args, kwargs, size, late)
+        self._axis_check.run(args, kwargs, size, kind, late)
         self._recorder.axis_checked = True
         if [slot.folded for slot in self._slots] != folded:
             # Not otherwise: a compiled model would take new forwards for other ones.
@@ -349,6 +430,57 @@ class ClippingEngine:
         for attributes, forward in self._patches:
             attributes["forward"] = forward
 
+    def _unpatch(self) -> None:
+        for attributes, _ in self._patches:
+            attributes.pop("forward", None)
+
+    def _settle_check(self) -> None:
+        """Finish the standing check of the latest batch, before anything of it is handed out.
+
+        Raises:
+            UnsupportedModuleError: what was booked for a sample is not its gradient. Norms and
+                sums are forgotten.
+        """
+        call, self._compiled_call = self._compiled_call, None
+        try:
+            self._standing.settle()
+            if call is not None:
+                (args, kwargs), size, cast = call
+                self._standing.try_batch((args, kwargs), size, cast)
+        except UnsupportedModuleError:
+            self.reset()
+            raise
+
+    @contextmanager
+    def _taken_off(self) -> Iterator[None]:
+        """Run the model as its owner wrote it."""
+        self._unpatch()
+        self._is_checking = True
+        try:
+            with eagerly():
+                yield
+        finally:
+            self._is_checking = False
+            if self._hooks:
+                self._patch()
+
+    @contextmanager
+    def _put_on_trial(self, batch: Batch) -> Iterator[Callable[[], None]]:
+        """Run the model with book-keeping for the standing check alone."""
+        latest = self._recorder.latest
+        self._patch()
+        self._is_checking, self._trial = True, batch
+        self._recorder.open(batch)
+        try:
+            with eagerly():
+                yield self._recorder.close_forward
+        finally:
+            self._recorder.close_forward()
+            self._recorder.latest = latest
+            self._is_checking, self._trial = False, None
+            if not self._hooks:
+                self._unpatch()
+
 
 def _schedule(strategy: str, rule: ClippingRule) -> Schedule:
     if strategy == "ghost":
@@ -358,6 +490,12 @@ def _schedule(strategy: str, rule: ClippingRule) -> Schedule:
 
 def _inside_backward() -> bool:
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() >= 0
+
+
+def _require_share(argument: str, value: Any) -> float:
+    if not isinstance(value, Real) or not 0 <= float(value) <= 1:
+        raise InvalidArgumentError(argument, expected="a number from 0 to 1", got=value)
+    return float(value)
 
 
 def _require_choice(argument: str, value: str, allowed: Iterable[str]) -> None:

@@ -7,9 +7,10 @@ be silently wrong. So the first batch is run twice more, without gradients, as i
 sample added: inputs that carry the batch grow, all others do not.
 
 What was found may be an accident of the first batch: with a single token, (T, D) has one row like
-something that is broadcast. So whenever the inputs have another shape, but for the batch, they are
-run once without gradients, and only where layers see other lengths than they should all is checked
-anew.
+something that is broadcast. So every new kind of batch is run once without gradients, and only
+where layers see other lengths than they should all is checked anew. Models that fold the batch into
+another axis are checked anew for every shape, and once their samples come to have different
+lengths: how many rows belong to a sample is counted, and counting must be right each time.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.utils._pytree import tree_leaves, tree_map
 
 from shuffled_dpsgd.clipping.capture.batch_size import find_batch, shapes_beside_batch
+from shuffled_dpsgd.clipping.capture.random_tape import paused
+from shuffled_dpsgd.clipping.capture.samples import are_ragged
 from shuffled_dpsgd.clipping.capture.slot import ONE_FOR_ALL, Slot
 from shuffled_dpsgd.clipping.checks.broadcast_inputs import check_shared
 from shuffled_dpsgd.clipping.checks.loss_independence import are_uneven
@@ -35,12 +38,14 @@ from shuffled_dpsgd.clipping.checks.row_identity import (
     Rows,
     find_mixed_numbers,
     find_moved_rows,
+    has_nan,
     moved_rows,
     repeats,
     row_differs,
     rows_of,
     same_shapes,
 )
+from shuffled_dpsgd.clipping.checks.solo_runs import HostGenerators
 from shuffled_dpsgd.clipping.rules.embedding import EmbeddingSlot
 from shuffled_dpsgd.clipping.rules.trial_runs import (
     buffers_kept,
@@ -54,6 +59,8 @@ Change = Callable[[Any, int], Any]
 Calls = dict[int, list["Given"]]
 # How often samples that meet at random get a chance to.
 _SEEDS = 4
+# How many batches with a NaN among them are looked at before one has to do.
+_MAX_HIDDEN = 8
 
 
 class Given(NamedTuple):
@@ -102,21 +109,31 @@ class BatchAxisCheck:
         self.has_numbers = False
         self.saw_uneven = False
         self._seen = 0
-        # The shapes that were checked, with the rows a sample then has in calls of folded slots.
+        # The kinds that were checked, with the rows a sample then has in calls of folded slots.
         self._known: dict[Hashable, dict[int, tuple[int, ...]]] = {}
+        # Batches in which some number was NaN: they hide what the others of their kind would show.
+        self._hidden = 0
+        self._hiding: set[Hashable] = set()
         self._latest: Calls = {}
         # What was found out, call by call, and how many axes the input had.
         self._found: dict[int, list[tuple[Growth, int]]] = {}
         self._model = model
         self._slots = slots
 
-    def is_due(self, args: Any, kwargs: Mapping[str, Any], size: int) -> bool:
-        """Whether a batch of `size` would show what no batch has shown yet."""
+    def is_due(self, args: Any, kwargs: Mapping[str, Any], size: int, kind: Hashable) -> bool:
+        """Whether a batch of `size` and of this kind would show what no batch has shown yet."""
         if min(size, 2) > self._seen:
             return True
-        return size > 0 and shapes_beside_batch(args, kwargs, size) not in self._known
+        return size > 0 and self._key(args, kwargs, size, kind) not in self._known
 
-    def run(self, args: Any, kwargs: Mapping[str, Any], size: int, late: bool = False) -> None:
+    def run(
+        self,
+        args: Any,
+        kwargs: Mapping[str, Any],
+        size: int,
+        kind: Hashable,
+        late: bool = False,
+    ) -> None:
         """Probe the model with the inputs of a batch of `size` samples.
 
         It is `late` if the batch itself has been run before.
@@ -125,10 +142,27 @@ class BatchAxisCheck:
             UnsupportedModuleError: a layer's input does not grow with the batch, samples change
                 places or see each other, or the model cannot be run with one sample more.
         """
-        if min(size, 2) > self._seen or not self._is_as_before(args, kwargs, size):
+        hidden = self._hidden
+        again = self._folds() or not self._is_as_before(args, kwargs, size)
+        if min(size, 2) > self._seen or again:
             self._check(args, kwargs, size, late)
+            if hidden < self._hidden <= _MAX_HIDDEN:
+                self._hiding.add(self._key(args, kwargs, size, kind))
+                self._remember(args, kwargs, size, kind)
+                return
             self._seen = max(self._seen, min(size, 2))
-        self._known[shapes_beside_batch(args, kwargs, size)] = {
+        self._remember(args, kwargs, size, kind)
+
+    def _folds(self) -> bool:
+        return any(slot.folded for slot in self._slots)
+
+    def _key(self, args: Any, kwargs: Mapping[str, Any], size: int, kind: Hashable) -> Hashable:
+        if not self._folds():
+            return kind
+        return kind, shapes_beside_batch(args, kwargs, size), are_ragged(args, kwargs, size)
+
+    def _remember(self, args: Any, kwargs: Mapping[str, Any], size: int, kind: Hashable) -> None:
+        self._known[self._key(args, kwargs, size, kind)] = {
             slot.index: self._rows(slot.index, size) for slot in self._slots if slot.folded
         }
 
@@ -140,12 +174,15 @@ class BatchAxisCheck:
         pairs = zip(given, found, strict=True)
         return tuple([ONE_FOR_ALL if g is Growth.ONE else x.length // size for x, (g, _) in pairs])
 
-    def expect(self, args: Any, kwargs: Mapping[str, Any], size: int) -> None:
+    def expect(self, args: Any, kwargs: Mapping[str, Any], size: int, kind: Hashable) -> None:
         """Tell folded slots how many rows a sample has in inputs of these shapes."""
-        if size > 0 and any(slot.folded for slot in self._slots):
-            known = self._known[shapes_beside_batch(args, kwargs, size)]
+        if size > 0 and self._folds():
+            key = self._key(args, kwargs, size, kind)
             for slot in self._slots:
-                slot.rows = known.get(slot.index)
+                slot.rows = self._known[key].get(slot.index)
+            if key in self._hiding:
+                del self._known[key]
+                self._hiding.discard(key)
 
     def _is_as_before(self, args: Any, kwargs: Mapping[str, Any], size: int) -> bool:
         """Whether every layer sees the lengths it should, by what was found before."""
@@ -248,10 +285,14 @@ class BatchAxisCheck:
 
     def _check_rows(self, args: Any, kwargs: Mapping[str, Any], size: int) -> None:
         """As the model is, but for dropout layers; in evaluation mode if it is random even so."""
-        for mode in (_without_dropout, in_eval_mode):
-            with mode(self._model), buffers_kept(self._model), torch.random.fork_rng():
-                if self._rows_are_kept(args, kwargs, size):
-                    return
+        host = HostGenerators.now()
+        try:
+            for mode in (_without_dropout, in_eval_mode):
+                with mode(self._model), buffers_kept(self._model), torch.random.fork_rng():
+                    if self._rows_are_kept(args, kwargs, size):
+                        return
+        finally:
+            host.restore()
 
     def _rows_are_kept(self, args: Any, kwargs: Mapping[str, Any], size: int) -> bool:
         """Whether samples keep their rows; False if random numbers forbid the comparison.
@@ -264,13 +305,16 @@ class BatchAxisCheck:
             changed_args, changed_kwargs = change(args, size), change(dict(kwargs), size)
             # Layers dropped as a whole, for one, are then the same in every run.
             torch.manual_seed(seed)
+            host.restore()
             return rows_of(
                 self._slots,
                 lambda: self._model.forward(*changed_args, **changed_kwargs),
                 find_batch(changed_args, changed_kwargs)[0],
             )
 
+        host = HostGenerators.now()
         plain = rows(_as_it_is)
+        self._hidden += has_nan(plain)
         self.has_numbers = bool(plain[NUMBERS])
         try:
             halves = (rows(_first_half), rows(_second_half))
@@ -428,7 +472,12 @@ def _without_dropout(model: nn.Module) -> Iterator[None]:
     for dropout in active:
         dropout.training = False
     try:
-        with torch.no_grad(), without_fast_attention(), warnings.catch_warnings(action="ignore"):
+        with (
+            torch.no_grad(),
+            without_fast_attention(),
+            paused(),
+            warnings.catch_warnings(action="ignore"),
+        ):
             yield
     finally:
         for dropout in active:

@@ -9,13 +9,14 @@ mean over the tokens of samples of different lengths.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from shuffled_dpsgd.clipping.capture.output_tensors import batch_axis_of, tensors_in
 from shuffled_dpsgd.clipping.checks.row_identity import numbers_in
 from shuffled_dpsgd.errors import UnsupportedModuleError
 
@@ -24,7 +25,11 @@ NO_LABEL = -100
 
 
 class LossCheck:
-    """Keeps the outputs of a forward until the losses come; afterwards `done` and never again."""
+    """Keeps the outputs of a forward until the losses come.
+
+    The first losses are tried for every pair of samples; then it is `done`, and later ones are
+    tried for single samples only.
+    """
 
     def __init__(self) -> None:
         self.done = False
@@ -32,19 +37,14 @@ class LossCheck:
 
     def note(self, output: Any, size: int) -> None:
         """Remember the outputs of a batch of `size`, where it could show anything."""
-        self._outputs = [
-            leaf
-            for leaf in tree_leaves(output)
-            if isinstance(leaf, Tensor)
-            and leaf.requires_grad
-            and size > 1
-            and (leaf.dim() == 0 or leaf.shape[0] == size)
-        ]
+        found = tensors_in(output) if size > 1 else []
+        self._outputs = [leaf for leaf in found if leaf.requires_grad]
 
-    def run(self, losses: Tensor) -> None:
+    def run(self, losses: Tensor, samples: Sequence[int] = ()) -> None:
         """Follow the losses of some samples back to the outputs, no further.
 
-        Of any two samples some time only the one is followed, and some time only the other. That
+        The first time, of any two samples some time only the one is followed, and some time only
+        the other; later, each of `samples` without the others, and the others without it. That
         takes little time, but for a moment the memory of one more gradient of the outputs.
 
         Raises:
@@ -53,18 +53,23 @@ class LossCheck:
         outputs, self._outputs = self._outputs, []
         if not outputs or not losses.requires_grad:
             return
+        trials = _apart(samples, losses) if self.done else _separating(len(losses), losses.device)
         self.done = True
         outputs = _first_reached(losses, outputs)
-        if any(output.dim() == 0 for output in outputs):
+        axes = [batch_axis_of(output, len(losses)) for output in outputs]
+        if any(axis is None for axis in axes):
             raise _mixed("a number that the model computed from all samples")
         if not outputs:
             return
-        for members in _separating(len(losses), losses.device):
+        for members in trials:
             grads = torch.autograd.grad(
                 losses[members].sum(), outputs, retain_graph=True, allow_unused=True
             )
             others = torch.nonzero(~members).flatten().tolist()
-            if any(grad is not None and _are_reached(grad, others) for grad in grads):
+            if any(
+                grad is not None and _are_reached(_by_sample(grad, axis, len(losses)), others)
+                for grad, axis in zip(grads, axes, strict=True)
+            ):
                 raise _mixed("losses of some samples with gradients at others")
 
 
@@ -135,6 +140,15 @@ def _separating(size: int, device: torch.device) -> Iterator[Tensor]:
         yield ~members
 
 
+def _apart(samples: Sequence[int], losses: Tensor) -> Iterator[Tensor]:
+    """Each of some samples by itself, and all the others."""
+    for sample in samples:
+        members = torch.zeros(len(losses), dtype=torch.bool, device=losses.device)
+        members[sample] = True
+        yield members
+        yield ~members
+
+
 def _mixed(got: str) -> UnsupportedModuleError:
     return UnsupportedModuleError(
         "",
@@ -164,6 +178,12 @@ def _first_reached(losses: Tensor, outputs: list[Tensor]) -> list[Tensor]:
         waiting += [step for step in behind if step not in seen]
         seen.update(behind)
     return found
+
+
+def _by_sample(grad: Tensor, axis: int | None, size: int) -> Tensor:
+    """A gradient with the samples on its first axis, all rows of a sample side by side."""
+    moved = grad.movedim(axis or 0, 0)
+    return moved if len(moved) == size else moved.unflatten(0, (size, -1))
 
 
 def _are_reached(grad: Tensor, samples: list[int]) -> bool:

@@ -152,6 +152,11 @@ def moved_rows(path: str) -> UnsupportedModuleError:
     )
 
 
+def has_nan(rows: Rows) -> bool:
+    """Whether some row could not be compared, because NaN differs from nothing."""
+    return any(bool(marks_B3.isnan().any()) for calls in rows.values() for marks_B3 in calls)
+
+
 def _differ(one_B3: Tensor, other_B3: Tensor, share: float = 1.0) -> bool:
     """Whether a mark is further from the other than this share of its tolerance."""
     marks_B, tolerance_B, _ = one_B3.unbind(1)
@@ -204,5 +209,4 @@ def _fingerprints(tensor: Tensor, axis: int, coarse: bool) -> Tensor:
     wide = torch.float32 if x_BN.dtype in (torch.float16, torch.bfloat16) else x_BN.dtype
     norms_B = torch.linalg.vector_norm(x_BN, dim=1, dtype=wide).double()
     sizes_B = torch.full_like(norms_B, x_BN.shape[1])
-    marks_B3 = torch.stack([marks_B, norms_B * (1e-8 if exact else tolerance), sizes_B], 1)
-    return marks_B3.nan_to_num(0.0)
+    return torch.stack([marks_B, norms_B * (1e-8 if exact else tolerance), sizes_B], 1)

@@ -15,7 +15,7 @@ All of them know their squared norms, their stored form, and their weighted sum 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -28,6 +28,10 @@ from shuffled_dpsgd.clipping.contributions.float32 import full_float32
 
 class Contribution(Protocol):
     """Per-sample gradients of one parameter, from one call of one layer."""
+
+    def of_sample(self, sample: int) -> Contribution:
+        """The same of one sample alone, as a batch of one."""
+        ...
 
     def sq_norms(self, choose: cost.Chooser) -> Tensor:
         """(B,) squared norms, float32 or float64."""
@@ -67,6 +71,10 @@ class OuterGrad:
     left_BTR: Tensor
     right_BTC: Tensor
 
+    def of_sample(self, sample: int) -> OuterGrad:
+        one = slice(sample, sample + 1)
+        return replace(self, left_BTR=self.left_BTR[one], right_BTC=self.right_BTC[one])
+
     def sq_norms(self, choose: cost.Chooser) -> Tensor:
         return outer_sq_norms(self.left_BTR, self.right_BTC, False, choose)
 
@@ -87,6 +95,10 @@ class RowsGrad:
     ids_BT: Tensor
     grad_BTD: Tensor
     padding_idx: int | None
+
+    def of_sample(self, sample: int) -> RowsGrad:
+        one = slice(sample, sample + 1)
+        return replace(self, ids_BT=self.ids_BT[one], grad_BTD=self.grad_BTD[one])
 
     def sq_norms(self, choose: cost.Chooser) -> Tensor:
         return kernels.embedding_sq_norms(self.ids_BT, self.grad_BTD, self.padding_idx)
@@ -115,6 +127,10 @@ class DenseGrad:
     grads_BS: Tensor
     squares_B: Tensor | None = None
 
+    def of_sample(self, sample: int) -> DenseGrad:
+        one = slice(sample, sample + 1)
+        return replace(self, grads_BS=self.grads_BS[one], squares_B=None)
+
     def _rows(self) -> Tensor:
         # A parameter that is a single number has no axis to flatten.
         return self.grads_BS.flatten(1) if self.grads_BS.dim() > 1 else self.grads_BS.unsqueeze(1)
@@ -136,6 +152,10 @@ class RowSumGrad:
     """Gradient sum_t g_t of a vector added at every position: a bias."""
 
     grad_BTP: Tensor
+
+    def of_sample(self, sample: int) -> RowSumGrad:
+        one = slice(sample, sample + 1)
+        return replace(self, grad_BTP=self.grad_BTP[one])
 
     def _stored(self) -> Tensor:
         wide = torch.float64 if self.grad_BTP.dtype == torch.float64 else torch.float32

@@ -9,6 +9,8 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
+from shuffled_dpsgd.clipping.capture.random_tape import paused
+
 
 @contextmanager
 def in_eval_mode(module: nn.Module) -> Iterator[None]:
@@ -19,7 +21,12 @@ def in_eval_mode(module: nn.Module) -> Iterator[None]:
     modes = [(child, child.training) for child in module.modules()]
     module.eval()
     try:
-        with torch.no_grad(), without_fast_attention(), warnings.catch_warnings(action="ignore"):
+        with (
+            torch.no_grad(),
+            without_fast_attention(),
+            paused(),
+            warnings.catch_warnings(action="ignore"),
+        ):
             yield
     finally:
         for child, mode in modes:

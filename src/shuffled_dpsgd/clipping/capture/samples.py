@@ -1,0 +1,114 @@
+"""Which inputs of a call carry the batch, and the inputs of some of its samples."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+
+class BatchedInputs:
+    """Learns which tensors of a call have the batch on their first axis.
+
+    A mask of shape (T, T) looks like it whenever T happens to be the batch size. Once it has been
+    seen with another length, it is known to be shared by all samples.
+    """
+
+    def __init__(self) -> None:
+        self._shared: set[tuple[Any, int]] = set()
+
+    def note(self, args: Any, kwargs: Mapping[str, Any], size: int) -> None:
+        """Look at one more call with a batch of `size`."""
+        leaves, spec = tree_flatten((args, dict(kwargs)))
+        for place, leaf in enumerate(leaves):
+            if isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] != size:
+                self._shared.add((spec, place))
+
+    def take(
+        self, args: Any, kwargs: Mapping[str, Any], size: int, samples: Sequence[int]
+    ) -> tuple[Any, dict[str, Any]]:
+        """The call with these samples only; its tensors share no graph with the original ones."""
+        leaves, spec = tree_flatten((args, dict(kwargs)))
+        rows = list(samples)
+
+        def taken(place: int, leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor):
+                return leaf
+            found = leaf.detach()
+            has_batch = leaf.dim() > 0 and leaf.shape[0] == size
+            if has_batch and (spec, place) not in self._shared:
+                found = found[rows]
+            return found.requires_grad_(leaf.requires_grad)
+
+        chosen = [taken(place, leaf) for place, leaf in enumerate(leaves)]
+        return tree_unflatten(chosen, spec)
+
+
+def are_ragged(args: Any, kwargs: Mapping[str, Any], size: int) -> tuple[bool, ...]:
+    """For every whole-numbered input of samples: whether some are padded more than others.
+
+    Padding shows as a longer run of one value at either end.
+
+    >>> are_ragged((torch.tensor([[1, 1, 0], [1, 0, 0]]),), {}, 2)
+    (True,)
+    """
+    leaves, _ = tree_flatten((args, dict(kwargs)))
+    found = []
+    for leaf in leaves:
+        is_whole = isinstance(leaf, Tensor) and not leaf.is_floating_point()
+        if is_whole and leaf.dim() == 2 and leaf.shape[0] == size and leaf.shape[1] > 0:
+            ends = [_run_lengths(leaf), _run_lengths(leaf.flip(1))]
+            found.append(any(bool((run != run[:1]).any()) and int(run.max()) > 1 for run in ends))
+    return tuple(found)
+
+
+def _run_lengths(ids_BT: Tensor) -> Tensor:
+    """How many entries at the beginning of each row are the same."""
+    return (ids_BT == ids_BT[:, :1]).cumprod(1).sum(1)
+
+
+def kind_of_call(args: Any, kwargs: Mapping[str, Any], size: int) -> tuple[Any, ...]:
+    """What distinguishes calls that may take other paths through a model.
+
+    Types and numbers of axes, lengths up to a factor of four, and coincidences: a single sample,
+    a single token, as many tokens as samples.
+
+    >>> kind_of_call((torch.zeros(3, 9),), {}, 3) == kind_of_call((torch.zeros(5, 12),), {}, 5)
+    True
+    >>> kind_of_call((torch.zeros(3, 9),), {}, 3) == kind_of_call((torch.zeros(9, 9),), {}, 9)
+    False
+    """
+    leaves, spec = tree_flatten((args, dict(kwargs)))
+    found: list[Any] = [spec, min(size, 2)]
+    for leaf in leaves:
+        if isinstance(leaf, Tensor):
+            lengths = [_length_class(length, size) for length in leaf.shape]
+            found.append((leaf.dtype, *lengths))
+    return tuple(found)
+
+
+class BatchKinds:
+    """Tells apart the batches that may take other paths through a model.
+
+    Besides the inputs, what counts is which modules are in training mode and whether the forward
+    is cast to half precision.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.inputs = BatchedInputs()
+        self._modules = list(model.modules())
+
+    def of(self, args: Any, kwargs: Mapping[str, Any], size: int, device: str) -> Hashable:
+        """The kind of a call with a batch of `size`."""
+        self.inputs.note(args, kwargs, size)
+        modes = tuple([module.training for module in self._modules])
+        return kind_of_call(args, kwargs, size), modes, torch.is_autocast_enabled(device)
+
+
+def _length_class(length: int, size: int) -> str:
+    if length == size:
+        return "batch"
+    return str(length) if length < 2 else f"about 4**{(length.bit_length() - 1) // 2}"

@@ -1,0 +1,446 @@
+"""The standing check: what was booked for a sample is the gradient it has by itself.
+
+Every other check looks for a way in which samples may meet. This one compares the quantity that
+the clipping rests on. For a few samples of a batch it keeps what the engine booked: the norm and a
+sketch of the per-sample gradient. Then it runs each of them alone, with the engine detached and
+nothing but autograd, with the same random numbers and the same gradients at the outputs. The two
+must agree.
+
+It runs on the first batch, on every kind of batch not seen before, and at random for the rest of
+the run. What it finds is raised before the sums are handed out.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from shuffled_dpsgd.clipping.capture.batch import Batch, Entry, Phase
+from shuffled_dpsgd.clipping.capture.output_tensors import batch_axis_of, tensors_in, with_tensors
+from shuffled_dpsgd.clipping.capture.random_tape import (
+    CannotRepeatError,
+    RecordedTape,
+    ReplayedTape,
+    Tape,
+    generators_kept,
+)
+from shuffled_dpsgd.clipping.capture.samples import BatchedInputs
+from shuffled_dpsgd.clipping.capture.slot import Slot, no_view
+from shuffled_dpsgd.clipping.checks.sketches import Sketches, distances, length, sketch
+from shuffled_dpsgd.clipping.checks.solo_runs import (
+    Autocast,
+    HostGenerators,
+    dropout_silenced,
+    gradients_of,
+    without_a_trace,
+)
+from shuffled_dpsgd.errors import UnsupportedModuleError
+
+# Backwards that are checked at random, as a share of all.
+DEFAULT_RATE = 1 / 256
+_SAMPLES = 2
+# Relative to the length of the gradient; wider than what another batch size does to rounding.
+_TOLERANCE = {torch.float64: 1e-7, torch.float32: 2e-3}
+_TF32_TOLERANCE = 2e-2
+_HALF_TOLERANCE = 0.25
+# Norms may be booked a little too large, never too small: kernels add what matrix units cut off.
+_NORM_HEAD_ROOM = 0.03
+# Gradients far below their batch's typical one are all rounding.
+_NEGLIGIBLE = 1e-4
+Call = tuple[Any, Mapping[str, Any]]
+
+
+@dataclass(kw_only=True)
+class Watch:
+    """One checked batch: how it was called, what it drew, and what was booked for some samples."""
+
+    batch: Batch | None
+    kind: Hashable
+    call: Call
+    size: int
+    samples: list[int]
+    autocast: Autocast
+    host: HostGenerators
+    tape: Tape = field(default_factory=Tape)
+    booked: list[Sketches] = field(default_factory=list)
+    norms: Tensor | None = None
+    typical_norm: float = 0.0
+    scale: float = 1.0
+    number_scale: float = 1.0
+    # For every output that the loss depends on: the gradient's rows of each sample.
+    rows: dict[int, list[Tensor]] = field(default_factory=dict)
+    on_trial: bool = False
+
+
+class StandingCheck:
+    """Decides when to check, keeps what is booked meanwhile, and compares.
+
+    `detached` takes the engine off the model for a while; `attached` puts it on for one forward of
+    a batch whose entries go to this check alone, and gives the function that ends the forward.
+    With `numbers_are_means`, a single number among the outputs is the mean of the samples' losses.
+    `num_samples` have been checked so far.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: nn.Module,
+        slots: Sequence[Slot],
+        parameters: Mapping[str, nn.Parameter],
+        rate: float,
+        numbers_are_means: bool,
+        inputs: BatchedInputs,
+        detached: Callable[[], AbstractContextManager[None]],
+        attached: Callable[[Batch], AbstractContextManager[Callable[[], None]]],
+    ) -> None:
+        self.num_samples = 0
+        self.watch: Watch | None = None
+        self._rate = rate
+        self._numbers_are_means = numbers_are_means
+        self._inputs = inputs
+        self._model = model
+        self._slots = slots
+        self._parameters = dict(parameters)
+        self._detached = detached
+        self._attached = attached
+        self._kinds: set[Hashable] = set()
+        self._draws = random.Random(0)
+        self._pending: Watch | None = None
+        self._kind: Hashable = None
+
+    # --- while a forward and its backward run ----------------------------------------------------
+
+    def is_due(self, size: int, kind: Hashable) -> bool:
+        """Whether a batch is of a new kind, or its turn has come at random."""
+        self._kind = kind
+        by_chance = self._draws.random() < self._rate
+        return size > 0 and (by_chance or kind not in self._kinds)
+
+    def begin(self, batch: Batch | None, call: Call, size: int, device: str) -> Watch:
+        """Watch a batch whose forward is about to run."""
+        self.watch = Watch(
+            batch=batch,
+            kind=self._kind,
+            call=call,
+            size=size,
+            samples=sorted(self._draws.sample(range(size), min(_SAMPLES, size))),
+            autocast=Autocast.now(device),
+            host=HostGenerators.now(),
+        )
+        self.watch.booked = [{} for _ in self.watch.samples]
+        return self.watch
+
+    def tap_output(self, watch: Watch, output: Any, is_muted: Callable[[], bool]) -> Any:
+        """The output with a tap on every tensor of it.
+
+        When the backward comes, a tap keeps the watched samples' rows of what arrives from
+        outside. A hook on the tensor itself would also see what comes from inside the model, where
+        one output is computed from another.
+        """
+
+        def keep(place: int, grad: Tensor) -> None:
+            if not is_muted() and place not in watch.rows:
+                watch.rows[place] = _rows_of(grad, watch)
+
+        taps = {
+            id(tensor): cast(Tensor, _Tap.apply(tensor, place, keep))
+            for place, tensor in enumerate(tensors_in(output))
+            if tensor.requires_grad
+        }
+        return with_tensors(output, taps)
+
+    def book(self, batch: Batch, entry: Entry) -> None:
+        """Keep what one recorded call contributes for the watched samples."""
+        watch = self.watch
+        if watch is None or watch.batch is not batch or batch.phase is Phase.SUMS:
+            return
+        for name, part in entry.slot.contributions(entry.saved):
+            for place, sample in enumerate(watch.samples):
+                grads = part.of_sample(sample).stored(self._parameters[name].shape)
+                found, kept = sketch(grads), watch.booked[place]
+                kept[name] = kept[name] + found if name in kept else found
+
+    def finish(self, batch: Batch, norms: Tensor) -> None:
+        """The backward is over: what was booked waits for `settle`."""
+        watch = self.watch
+        if watch is None or watch.batch is not batch:
+            return
+        self.watch = None
+        watch.scale = watch.number_scale = batch.scale
+        if self._numbers_are_means and not batch.has_losses:
+            watch.number_scale = 1.0
+        finite = norms[torch.isfinite(norms)]
+        watch.norms = norms[watch.samples].double().cpu()
+        watch.typical_norm = float(finite.median()) if finite.numel() else 0.0
+        watch.batch = None
+        self._pending = watch
+
+    def forget(self) -> None:
+        """Drop what has not been compared yet."""
+        self.watch = self._pending = None
+
+    # --- afterwards ------------------------------------------------------------------------------
+
+    def settle(self) -> None:
+        """Compare what is pending.
+
+        Raises:
+            UnsupportedModuleError: naming the module that disagrees.
+        """
+        watch, self._pending = self._pending, None
+        if watch is None:
+            return
+        try:
+            found = self._compare(watch)
+        except CannotRepeatError as error:
+            found = _Disagreement(path="", got=f"random numbers that cannot be repeated: {error}")
+        if found is not None and self._is_random(watch):
+            found = self._second_opinion(watch, found)
+        if found is not None:
+            raise _refusal(found)
+
+    def try_batch(self, call: Call, size: int, autocast: Autocast) -> None:
+        """Check a batch that a compiler has run, by running it once more without the compiler.
+
+        Raises:
+            UnsupportedModuleError: naming the module that disagrees.
+        """
+        with autocast.again():
+            found = self._trial(call, size, autocast.device, None)
+        if found is not None:
+            raise _refusal(found)
+
+    def _is_random(self, watch: Watch) -> bool:
+        return bool(watch.tape.draws) or bool(watch.tape.unrepeatable) or watch.host.have_moved()
+
+    def _second_opinion(self, watch: Watch, first: _Disagreement) -> _Disagreement | None:
+        """The same batch again with dropout switched off; any other randomness stays."""
+        used = frozenset(watch.rows)
+        device = watch.autocast.device
+        watch.host.restore()
+        with watch.autocast.again():
+            found = self._trial(watch.call, watch.size, device, used)
+        return None if found is None else first
+
+    def _compare(self, watch: Watch) -> _Disagreement | None:
+        """The first disagreement between what was booked and what samples have alone."""
+        if watch.tape.unrepeatable:
+            raise CannotRepeatError(watch.tape.unrepeatable)
+        with (
+            self._detached(),
+            without_a_trace(self._model),
+            generators_kept(watch.tape.generators),
+        ):
+            for place, sample in enumerate(watch.samples):
+                booked_norm = None if watch.norms is None else float(watch.norms[place])
+                if booked_norm is not None and not math.isfinite(booked_norm):
+                    continue
+                found = self._compare_sample(watch, place, sample, booked_norm)
+                if found is not None:
+                    return found
+                self.num_samples += 1
+                self._kinds.add(watch.kind)
+        return None
+
+    def _compare_sample(
+        self, watch: Watch, place: int, sample: int, booked_norm: float | None
+    ) -> _Disagreement | None:
+        try:
+            alone, norm = self._alone(watch, place, sample)
+        except CannotRepeatError:
+            raise
+        except (RuntimeError, ValueError, IndexError, TypeError) as error:
+            line = (str(error).splitlines() or [""])[0]
+            return _Disagreement(path="", got=f"{type(error).__name__} for one sample: {line}")
+        booked = {name: part * watch.scale for name, part in watch.booked[place].items()}
+        tolerance = self._tolerance(watch, place, sample, alone)
+        apart = distances(booked, alone)
+        whole = max(length(booked), length(alone), _NEGLIGIBLE * watch.typical_norm)
+        if whole == 0.0:
+            return None
+        off = sum(part * part for part in apart.values()) ** 0.5 / whole
+        if off > tolerance:
+            worst = max(apart, key=lambda name: apart[name])
+            return _Disagreement(
+                path=self._path_of(worst),
+                got=f"a gradient of {worst} in the batch that is {off:.1%} away from that of the "
+                "same sample alone",
+            )
+        if booked_norm is not None:
+            low, high = (1 - tolerance) * norm, (1 + tolerance + _NORM_HEAD_ROOM) * norm
+            slack = _NEGLIGIBLE * watch.typical_norm
+            if not low - slack <= booked_norm <= high + slack:
+                return _Disagreement(
+                    path="", got=f"a norm of {booked_norm:.6g} in the batch and {norm:.6g} alone"
+                )
+        return None
+
+    def _alone(
+        self, watch: Watch, place: int, sample: int, *, full: bool = False
+    ) -> tuple[Sketches, float]:
+        """One sample's gradient by itself, as sketches, and its norm."""
+        call = self._inputs.take(*watch.call, watch.size, [sample])
+        watch.host.restore()
+        contexts: list[Any] = [
+            watch.autocast.again(off=full),
+            ReplayedTape(watch.tape, sample=sample, size=watch.size),
+        ]
+        if watch.on_trial:
+            contexts.append(dropout_silenced(self._model))
+
+        def cotangents(outputs: Sequence[Tensor]) -> dict[int, Tensor]:
+            return _cotangents(watch, place, outputs)
+
+        grads = gradients_of(self._model, self._parameters, call, cotangents, contexts)
+        squares = [float(grad.double().square().sum()) for grad in grads.values()]
+        return {name: sketch(grad) for name, grad in grads.items()}, sum(squares) ** 0.5
+
+    def _tolerance(self, watch: Watch, place: int, sample: int, alone: Sketches) -> float:
+        """What rounding explains: by the type, or measured where the forward is cast to half."""
+        dtypes = {parameter.dtype for parameter in self._parameters.values()}
+        if dtypes & {torch.float16, torch.bfloat16}:
+            return _HALF_TOLERANCE
+        if watch.autocast.enabled:
+            return min(_HALF_TOLERANCE, max(0.02, self._rounding(watch, place, sample, alone)))
+        if torch.float32 in dtypes:
+            lower = watch.autocast.device == "cuda" and torch.backends.cuda.matmul.allow_tf32
+            return _TF32_TOLERANCE if lower else _TOLERANCE[torch.float32]
+        return _TOLERANCE[torch.float64]
+
+    def _rounding(self, watch: Watch, place: int, sample: int, alone: Sketches) -> float:
+        """Four times what half precision does to the sample alone."""
+        try:
+            precise, _ = self._alone(watch, place, sample, full=True)
+        except (RuntimeError, TypeError, ValueError):
+            return _HALF_TOLERANCE
+        apart = distances(precise, alone)
+        return 4 * sum(x * x for x in apart.values()) ** 0.5 / max(length(alone), 1e-30)
+
+    def _trial(
+        self, call: Call, size: int, device: str, used: frozenset[int] | None
+    ) -> _Disagreement | None:
+        """Run a batch for this check alone, with dropout off and random gradients at the outputs.
+
+        `used` says which outputs get any; without it, all that have a batch axis do.
+        """
+        batch = Batch(size=size, device=device, slots=len(self._slots), scale=1.0)
+        watch = self.begin(batch, call, size, device)
+        watch.on_trial = True
+        with without_a_trace(self._model), self._attached(batch) as end_forward:
+            args, kwargs = self._inputs.take(*call, size, range(size))
+            with dropout_silenced(self._model), RecordedTape(watch.tape), torch.enable_grad():
+                outputs = tensors_in(self._model(*args, **kwargs))
+            end_forward()
+            # The mean's gradient is divided by the batch size, the single sample's by one.
+            number = float(size) if self._numbers_are_means else 1.0
+            watch.number_scale = 1.0 / number
+            grads = _random_cotangents(outputs, size, used, number)
+            for place, grad in grads.items():
+                watch.rows[place] = _rows_of(grad, watch)
+            torch.autograd.backward([outputs[i] for i in grads], list(grads.values()))
+        self.watch = None
+        watch.batch = None
+        try:
+            return self._compare(watch)
+        except CannotRepeatError as error:
+            return _Disagreement(path="", got=f"random numbers that cannot be repeated: {error}")
+        finally:
+            watch.tape.restore_generators()
+
+    def _path_of(self, name: str) -> str:
+        paths = [slot.path for slot in self._slots if name in slot.names.values()]
+        return paths[0] if paths else name
+
+
+class _Tap(torch.autograd.Function):
+    """Passes a tensor on, and its gradient to `keep` as well."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, place: int, keep: Callable[[int, Tensor], None]) -> Tensor:
+        ctx.place, ctx.keep = place, keep
+        return no_view(x.view_as(x))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        ctx.keep(ctx.place, grad)
+        return grad, None, None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Disagreement:
+    """Where, and in what, a sample in its batch differs from the sample alone."""
+
+    path: str
+    got: str
+
+
+def _refusal(found: _Disagreement) -> UnsupportedModuleError:
+    return UnsupportedModuleError(
+        found.path,
+        expected="every sample of a batch to have the gradient it has alone",
+        got=found.got,
+        remedy="let no sample see another, in training mode too; return what the loss needs from "
+        "the model, with the batch on one axis; draw random numbers from torch's generator, one "
+        "row per sample; keep nothing from one forward to the next; or freeze this module",
+    )
+
+
+def _rows_of(grad: Tensor, watch: Watch) -> list[Tensor]:
+    """Each watched sample's part of an output's gradient; all of it where there is no batch axis.
+
+    Where two axes are as long as the batch, the sample alone will tell which of them it is.
+    """
+    axis = batch_axis_of(grad, watch.size)
+    ambiguous = sum(length == watch.size for length in grad.shape) > 1 and watch.size > 1
+    if axis is None or ambiguous:
+        return [grad for _ in watch.samples]
+    rows = grad.shape[axis] // watch.size
+    return [grad.narrow(axis, sample * rows, rows).clone() for sample in watch.samples]
+
+
+def _cotangents(watch: Watch, place: int, outputs: Sequence[Tensor]) -> dict[int, Tensor]:
+    """Gradients of the outputs of one sample alone, from those of its batch."""
+    found: dict[int, Tensor] = {}
+    for index, rows in watch.rows.items():
+        if index >= len(outputs):
+            raise ValueError(f"{len(outputs)} tensors among the outputs, of which {index} is one")
+        out, grad = outputs[index], rows[place]
+        if grad.shape != out.shape:
+            grad = _one_sample(grad, out.shape, watch.samples[place], watch.size)
+        scale = watch.scale if out.dim() else watch.number_scale
+        found[index] = (grad * scale if scale != 1.0 else grad).to(out.dtype)
+    return found
+
+
+def _one_sample(grad: Tensor, shape: torch.Size, sample: int, size: int) -> Tensor:
+    if grad.numel() == shape.numel():
+        return grad.reshape(shape)
+    for axis in range(min(grad.dim(), len(shape))):
+        if grad.shape[axis] == size and (*grad.shape[:axis], 1, *grad.shape[axis + 1 :]) == shape:
+            return grad.narrow(axis, sample, 1)
+    raise ValueError(f"an output of shape {tuple(shape)} alone, {tuple(grad.shape)} in the batch")
+
+
+def _random_cotangents(
+    outputs: Sequence[Tensor], size: int, used: frozenset[int] | None, number: float
+) -> dict[int, Tensor]:
+    """Random gradients for outputs with a batch axis, `number` for single numbers in use."""
+    found = {}
+    for place, output in enumerate(outputs):
+        if not output.requires_grad or (used is not None and place not in used):
+            continue
+        if output.dim() == 0:
+            if used is not None:
+                found[place] = torch.full_like(output, number)
+        elif batch_axis_of(output, size) is not None:
+            generator = torch.Generator("cpu").manual_seed(place)
+            noise = torch.randn(output.shape, generator=generator, device="cpu")
+            found[place] = noise.to(device=output.device, dtype=output.dtype)
+    return found

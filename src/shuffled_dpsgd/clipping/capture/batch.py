@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from shuffled_dpsgd.clipping import kernels
-from shuffled_dpsgd.clipping.capture.slot import Saved, Slot
+from shuffled_dpsgd.clipping.capture.captures import Capture
+from shuffled_dpsgd.clipping.capture.slot import Slot
 from shuffled_dpsgd.clipping.capture.taps import Call, Signature, Spec, Taps
 
 
@@ -25,11 +26,11 @@ class Phase(Enum):
 class Entry:
     """One call of one slot, seen by the backward."""
 
-    __slots__ = ("saved", "slot")
+    __slots__ = ("capture", "slot")
 
-    def __init__(self, slot: Slot, saved: Saved) -> None:
+    def __init__(self, slot: Slot, capture: Capture) -> None:
         self.slot = slot
-        self.saved = saved
+        self.capture = capture
 
 
 class Late:
@@ -66,7 +67,7 @@ class Late:
                 assert shared is not None
                 found.insert(0, kernels.as_aligned(shared))
             if found:
-                yield Entry(slot, slot.restore(part, found))
+                yield Entry(slot, slot.captured(part, found))
 
 
 class Batch:

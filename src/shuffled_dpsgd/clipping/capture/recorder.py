@@ -7,15 +7,16 @@ on the entries of that batch as its backward runs, and asks autograd to call bac
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from shuffled_dpsgd.clipping.capture.batch import Batch, Entry, Late, Phase
+from shuffled_dpsgd.clipping.capture.captures import Capture
 from shuffled_dpsgd.clipping.capture.operator import add_sink, record
-from shuffled_dpsgd.clipping.capture.slot import Saved, Slot
+from shuffled_dpsgd.clipping.capture.slot import Slot
 from shuffled_dpsgd.clipping.capture.taps import Signature, Taps, key_of, make_taps
 from shuffled_dpsgd.errors import UnsupportedModuleError
 
@@ -114,15 +115,15 @@ class Recorder:
         return batch.taps.of(key, self._rows) or (self.tap,)
 
     def record(
-        self, batch: Batch, slot: Slot, saved: Saved, part: int = 0
+        self, batch: Batch, slot: Slot, found: Sequence[Tensor | None], part: int = 0
     ) -> tuple[Tensor | None, ...]:
-        """Pass on one call of one slot; called from the slot's backward.
+        """Pass on the tensors found by one call of one slot; called from the slot's backward.
 
         Returns the gradients of what `taps_of` gave to the call: the captured tensors themselves,
         a number nobody reads, or nothing outside a compiler.
         """
+        tensors = [tensor for tensor in found if tensor is not None]
         if torch.compiler.is_compiling():
-            tensors = [tensor for tensor in saved if isinstance(tensor, Tensor)]
             # Dynamo traces a function's backward where it is called, so that this numbers calls.
             call = batch.calls[slot.index]
             taps = 0
@@ -132,16 +133,20 @@ class Recorder:
                 # Fewer taps than tensors where another call gives the input.
                 return tuple(tensors[-taps:])
             return (record(self.handle, slot.index, part, call, tensors),)
+        self.pass_on(batch, slot, slot.captured(part, tensors))
+        return (None,)
+
+    def pass_on(self, batch: Batch, slot: Slot, capture: Capture) -> None:
+        """Give an entry to whoever settles the batch; never called by a traced backward."""
         if self._running is not batch:
             self._join(batch)
         if torch.is_grad_enabled():
             _refuse_higher_derivatives()
         if torch.is_autocast_enabled(batch.device):
             with torch.autocast(batch.device, enabled=False):
-                self.receive(batch, Entry(slot, saved))
+                self.receive(batch, Entry(slot, capture))
         else:
-            self.receive(batch, Entry(slot, saved))
-        return (None,)
+            self.receive(batch, Entry(slot, capture))
 
     def listen(self, out: Tensor, batch: Batch, slot: Slot, x: Tensor | None) -> Tensor:
         """Record `x` and the gradient of `out` when that arrives; returns `out`.
@@ -165,7 +170,7 @@ class Recorder:
         # Some backends compile nothing, and leave the functions of a graph to autograd one by one.
         if node.name() == "CompiledFunctionBackward":
             batch.graphs.add(id(node))
-        self.record(batch, slot, slot.restore(part, tensors))
+        self.pass_on(batch, slot, slot.captured(part, tensors))
 
     def deliver(self, grads: tuple[Tensor | None, ...]) -> None:
         """Pass on the gradients of all taps: one compiled backward's captures."""
@@ -242,7 +247,7 @@ class Listener:
             )
         if batch.closed:
             _refuse_misuse(batch, None)
-        self._recorder.record(batch, slot, slot.heard(batch.size, x, g))
+        self._recorder.pass_on(batch, slot, slot.heard(batch.size, x, g))
         if batch.phase is not Phase.NORMS:
             self._x = None
 

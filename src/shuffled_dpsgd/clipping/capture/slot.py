@@ -8,12 +8,13 @@ the pair (input, output gradient) to the batch; the parameter's own gradient is 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
 
+from shuffled_dpsgd.clipping.capture.captures import Capture, InputAndGradient
 from shuffled_dpsgd.clipping.capture.operator import find_sink
 from shuffled_dpsgd.clipping.contributions import cost
 from shuffled_dpsgd.clipping.contributions.kinds import Contribution
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from shuffled_dpsgd.clipping.capture.batch import Batch
     from shuffled_dpsgd.clipping.capture.recorder import Recorder
 
-Saved = tuple[Any, ...]
 # In place of the number of rows a sample has: there is one, which all samples share.
 ONE_FOR_ALL = -1
 
@@ -119,25 +119,28 @@ class Slot:
         """The module's forward, under its names of arguments, with book-keeping in its backward."""
 
     @abstractmethod
-    def contributions(self, saved: Saved) -> Iterator[tuple[str, Contribution]]:
+    def contributions(self, capture: Capture) -> Iterator[tuple[str, Contribution]]:
         """What one call contributes to each parameter, by model name."""
 
-    def sq_norms(self, saved: Saved, choose: cost.Chooser) -> Tensor:
+    def sq_norms(self, capture: Capture, choose: cost.Chooser) -> Tensor:
         """(B,) squared norms over all parameters of the slot, when none of them is shared."""
-        norms = [part.sq_norms(choose) for _, part in self.contributions(saved)]
+        norms = [part.sq_norms(choose) for _, part in self.contributions(capture)]
         return norms[0] if len(norms) == 1 else torch.stack(norms).sum(0)
 
-    def compact(self, saved: Saved, choose: cost.Chooser) -> Saved:
-        """Store per-sample gradients in place of `saved` where the cost rule says so."""
-        return saved
+    def compact(self, capture: Capture, choose: cost.Chooser) -> Capture:
+        """Store per-sample gradients in place of `capture` where the cost rule says so."""
+        return capture
 
-    def heard(self, size: int, x: Tensor | None, g: Tensor) -> Saved:
-        """What is saved of an input and an output gradient that were listened for."""
-        return (x, g)
+    def heard(self, size: int, x: Tensor | None, g: Tensor) -> Capture:
+        """The capture of an input and an output gradient that were listened for."""
+        return InputAndGradient(x, g)
 
-    def restore(self, part: int, tensors: list[Tensor]) -> Saved:
-        """What was saved, from the tensors (and the number) that left a compiled graph."""
-        return tuple(tensors)
+    def captured(self, part: int, tensors: Sequence[Tensor]) -> Capture:
+        """The capture of the tensors, and the part, that a backward gave to `Recorder.record`.
+
+        Those that were None are left out.
+        """
+        return InputAndGradient(tensors[0], tensors[1])
 
     def refuse_batch_axis(self, size: int, shape: torch.Size) -> UnsupportedModuleError:
         """The error for an input whose first axis is neither the batch nor broadcast over it."""

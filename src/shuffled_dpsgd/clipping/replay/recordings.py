@@ -20,7 +20,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
-from shuffled_dpsgd.clipping.contributions.norm_sums import Unsummed
+from shuffled_dpsgd.clipping.capture.captures import Capture
 from shuffled_dpsgd.clipping.kernels.triton.addresses import Tables, holding
 from shuffled_dpsgd.clipping.replay.side_streams import StreamBranches, branching
 
@@ -48,25 +48,21 @@ class Record(Protocol):
     def __call__(self, work: Work) -> Recording: ...
 
 
-def places_of(values: Iterable[Any], *others: Hashable) -> Places | None:
-    """All that a recorded launch depends on: where values lie and how, and whatever `others`.
-
-    None if something among the values is of a kind that is not known.
-    """
+def places_of(
+    captures: Iterable[Capture], others: Iterable[Tensor | None], *constants: Hashable
+) -> Places:
+    """All that a recorded launch depends on: where tensors lie and how, and the constants."""
     # One flat tuple, filled by C: in the middle of a step whatever Python does takes long.
-    kinds: list[Hashable] = [*others]
+    kinds: list[Hashable] = [*constants]
     tensors: list[Tensor] = []
-    for value in values:
-        if isinstance(value, Tensor):
-            kinds.append(Tensor)
-            tensors.append(value)
-        elif isinstance(value, Unsummed):
-            kinds += (Unsummed, value.eps)
-            tensors += (value.x_BTD, value.g_BTD)
-        elif value is None or isinstance(value, int | float | str):
-            kinds.append(value)
-        else:
-            return None
+    for capture in captures:
+        found = capture.tensors()
+        kinds += (capture.kind, len(found))
+        tensors += found
+    for tensor in others:
+        kinds.append(tensor is not None)
+        if tensor is not None:
+            tensors.append(tensor)
     return (
         *kinds,
         *map(Tensor.data_ptr, tensors),

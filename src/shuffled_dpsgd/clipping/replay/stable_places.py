@@ -9,16 +9,13 @@ copy them takes one launch, so they get places of their own.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable
-from dataclasses import replace
+from collections.abc import Hashable, Iterable
 from operator import attrgetter
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from shuffled_dpsgd.clipping.capture.batch import Batch
-from shuffled_dpsgd.clipping.contributions.norm_sums import Unsummed
 
 # The allocator of CUDA keeps tensors up to this size together.
 SMALL_BYTES = 1 << 20
@@ -46,23 +43,19 @@ class Shelf:
         """
         entries = batch.all_entries()
         late = batch.late.tensors if batch.late is not None else ()
-        captured = [value for entry in entries for value in entry.saved]
-        small = self._fitting(_tensors([*captured, *late]))
+        tensors = [tensor for entry in entries for tensor in entry.capture.tensors()]
+        small = self._fitting([*tensors, *(tensor for tensor in late if tensor is not None)])
         if not small:
             return
         if small[0].is_cuda:
             # By its number: a stream itself says of None that it is not unlike it.
             self._keep_to(torch.cuda.current_stream(small[0].device).cuda_stream)
         copies = self._copies(small)
-        by_id = dict(zip(map(id, small), copies, strict=True))
-
-        def shelved(value: Any) -> Any:
-            return by_id.get(id(value), value)
-
+        places = dict(zip(map(id, small), copies, strict=True))
         for entry in entries:
-            entry.saved = tuple([_moved(value, shelved) for value in entry.saved])
+            entry.capture.move(places)
         if batch.late is not None:
-            batch.late.tensors = tuple(map(shelved, late))
+            batch.late.tensors = tuple([places.get(id(tensor), tensor) for tensor in late])
 
     def _keep_to(self, stream: int) -> None:
         """Start anew on another stream, where work of the last one may not be done yet.
@@ -130,18 +123,3 @@ class Shelf:
 
 def _rounded(nbytes: int) -> int:
     return -(-nbytes // _STEP) * _STEP
-
-
-def _tensors(values: Iterable[Any]) -> Iterable[Tensor]:
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, Unsummed):
-            yield value.x_BTD
-            yield value.g_BTD
-
-
-def _moved(value: Any, shelved: Callable[[Any], Any]) -> Any:
-    if isinstance(value, Unsummed):
-        return replace(value, x_BTD=shelved(value.x_BTD), g_BTD=shelved(value.g_BTD))
-    return shelved(value)

@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from shuffled_dpsgd.clipping.capture.slot import Saved, Slot, batch_of, recorder_of
+from shuffled_dpsgd.clipping.capture.captures import Capture, InputAndGradient
+from shuffled_dpsgd.clipping.capture.slot import Slot, batch_of, recorder_of
 from shuffled_dpsgd.clipping.contributions.kinds import Contribution, RowsGrad
 from shuffled_dpsgd.errors import UnsupportedModuleError
 
@@ -85,8 +86,9 @@ class EmbeddingSlot(Slot):
             )
         return self.over_batch(ids, size) if ids.dim() else ids.expand(size)
 
-    def contributions(self, saved: Saved) -> Iterator[tuple[str, Contribution]]:
-        ids, g = saved
+    def contributions(self, capture: Capture) -> Iterator[tuple[str, Contribution]]:
+        assert isinstance(capture, InputAndGradient)
+        ids, g = cast(Tensor, capture.x), capture.g
         B = ids.shape[0]
         yield (
             self.weight_name,

@@ -9,7 +9,7 @@ Shapes: B samples, S any parameter shape.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from shuffled_dpsgd.clipping.capture.slot import Saved, Slot, batch_of, recorder_of
+from shuffled_dpsgd.clipping.capture.captures import Capture, CopyGradients
+from shuffled_dpsgd.clipping.capture.slot import Slot, batch_of, recorder_of
 from shuffled_dpsgd.clipping.contributions.kinds import Contribution, DenseGrad
 from shuffled_dpsgd.clipping.rules.gradient_sums import add_up, as_it_is, gradients
 from shuffled_dpsgd.clipping.rules.mapping import Bare, Outputs, at_once, batch_axes, one_by_one
@@ -55,7 +56,7 @@ class CopiesFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grads_BS: Tensor) -> Any:
         part = ctx.part
-        taps = recorder_of(ctx.slot).record(ctx.batch, ctx.slot, (part, grads_BS), part)
+        taps = recorder_of(ctx.slot).record(ctx.batch, ctx.slot, (grads_BS,), part)
         return None, None, None, None, *taps
 
 
@@ -86,12 +87,12 @@ class CopiesSlot(Slot):
             found[key] = CopiesFunction.apply(parameter, part, self, batch, *taps)
         return found
 
-    def restore(self, part: int, tensors: list[Tensor]) -> Saved:
-        return (part, tensors[0])
+    def captured(self, part: int, tensors: Sequence[Tensor]) -> Capture:
+        return CopyGradients(part, tensors[0])
 
-    def contributions(self, saved: Saved) -> Iterator[tuple[str, Contribution]]:
-        part, grads_BS = saved
-        yield self.names[self.keys[part]], DenseGrad(grads_BS=grads_BS)
+    def contributions(self, capture: Capture) -> Iterator[tuple[str, Contribution]]:
+        assert isinstance(capture, CopyGradients)
+        yield self.names[self.keys[capture.part]], DenseGrad(grads_BS=capture.grads_BS)
 
 
 class GenericSlot(CopiesSlot):

@@ -72,7 +72,7 @@ class Wholesale:
             self._sort(group, entries)
 
     def _sort(self, group: Group, entries: Sequence[Entry]) -> None:
-        parts = [part for entry in entries for part in entry.slot.contributions(entry.saved)]
+        parts = [part for entry in entries for part in entry.slot.contributions(entry.capture)]
         alone = len(entries) == 1 and not group.shared
         kinds = [type(part) for _, part in parts]
         linear = alone and kinds in ([OuterGrad], [OuterGrad, RowSumGrad])

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from shuffled_dpsgd.clipping.capture.batch import Batch, Entry, Phase
 from shuffled_dpsgd.clipping.capture.slot import Slot
 from shuffled_dpsgd.clipping.contributions import cost
 from shuffled_dpsgd.clipping.contributions.float32 import full_float32
-from shuffled_dpsgd.clipping.contributions.norm_sums import Unsummed, settle
+from shuffled_dpsgd.clipping.contributions.norm_sums import UnsummedNorm, settle
 from shuffled_dpsgd.clipping.replay.recordings import Places, Replays, places_of
 from shuffled_dpsgd.clipping.replay.stable_places import Shelf
 from shuffled_dpsgd.clipping.settle.clip_functions import ClipFunction
@@ -87,15 +87,15 @@ class WholeGradient:
 
     def receive(self, batch: Batch, entry: Entry) -> None:
         slot = entry.slot
-        if type(entry.saved[0]) is Unsummed:
+        if type(capture := entry.capture) is UnsummedNorm:
             if not slot.shared and batch.calls[slot.index] == 1 and len(slot.names) == 2:
                 batch.unsummed.append(entry)
-                batch.unsummed_bytes += entry.saved[0].nbytes
+                batch.unsummed_bytes += capture.nbytes
                 if batch.unsummed_bytes > _MAX_UNSUMMED_BYTES:
                     self._settle(batch)
                 return
         else:
-            entry.saved = slot.compact(entry.saved, self.rule.choose)
+            entry.capture = slot.compact(capture, self.rule.choose)
         batch.file(entry)
 
     def _settle(self, batch: Batch) -> None:
@@ -120,7 +120,7 @@ class WholeGradient:
         rule = self.rule
         entries = {index: [*filed] for index, filed in batch.entries.items()}
         for entry in batch.late.entries() if batch.late is not None else ():
-            entry.saved = entry.slot.compact(entry.saved, rule.choose)
+            entry.capture = entry.slot.compact(entry.capture, rule.choose)
             entries.setdefault(entry.slot.group, []).append(entry)
         filed = [(rule.groups[index], found) for index, found in entries.items()]
         wholesale = Wholesale(filed, lambda: _norm_runs(batch), rule.choose)
@@ -134,21 +134,18 @@ class WholeGradient:
             return False
         return not torch.cuda.is_current_stream_capturing()
 
-    def _places(self, batch: Batch, new: bool) -> Places | None:
-        """Where everything lies that settling reads and writes, the small of it on the shelf.
-
-        None if there is something of a kind that is not known.
-        """
+    def _places(self, batch: Batch, new: bool) -> Places:
+        """Where everything lies that settling reads and writes, the small of it on the shelf."""
         self.shelf.take(batch)
         entries = batch.all_entries()
-        values = [value for entry in entries for value in entry.saved]
-        values += [sums_LBCD for _, sums_LBCD in batch.norm_runs]
-        values += batch.late.tensors if batch.late is not None else ()
+        others: list[Tensor | None] = [sums_LBCD for _, sums_LBCD in batch.norm_runs]
+        others += batch.late.tensors if batch.late is not None else ()
+        others += self.rule.totals.buffers
         slots = [entry.slot.index for entry in entries]
         slots += [slot.index for run, _ in batch.norm_runs for slot in run]
         stream = torch.cuda.current_stream().cuda_stream
-        others = (stream, new, batch.size, batch.scale, *slots)
-        return places_of([*values, *self.rule.totals.buffers], *others)
+        constants = (stream, new, batch.size, batch.scale, *slots)
+        return places_of([entry.capture for entry in entries], others, *constants)
 
 
 def _norm_runs(batch: Batch) -> list[tuple[list[Slot], Tensor]]:
@@ -157,7 +154,7 @@ def _norm_runs(batch: Batch) -> list[tuple[list[Slot], Tensor]]:
 
 def _summed(waiting: Sequence[Entry]) -> list[tuple[list[Slot], Tensor]]:
     """The per-sample gradients of norm layers; together, because each is little work."""
-    runs = settle([entry.saved[0] for entry in waiting])
+    runs = settle([cast(UnsummedNorm, entry.capture) for entry in waiting])
     return [([waiting[i].slot for i in run], sums_LBCD) for run, sums_LBCD in runs]
 
 
@@ -172,7 +169,7 @@ class GroupByGroup:
         self.rule = rule
 
     def receive(self, batch: Batch, entry: Entry) -> None:
-        entry.saved = entry.slot.compact(entry.saved, self.rule.choose)
+        entry.capture = entry.slot.compact(entry.capture, self.rule.choose)
         entries = batch.file(entry)
         group = self.rule.groups[entry.slot.group]
         if group.is_complete(batch, entries):

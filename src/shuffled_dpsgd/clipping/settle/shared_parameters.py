@@ -45,10 +45,10 @@ class Group:
         """(B,) squared norms of the group's gradients, cross terms included."""
         if len(entries) == 1 and not self.shared:
             entry = entries[0]
-            return entry.slot.sq_norms(entry.saved, choose)
+            return entry.slot.sq_norms(entry.capture, choose)
         parts: dict[str, list[Contribution]] = {}
         for entry in entries:
-            for name, part in entry.slot.contributions(entry.saved):
+            for name, part in entry.slot.contributions(entry.capture):
                 parts.setdefault(name, []).append(part)
         norms = [joint_sq_norms(found, self.shapes[name], choose) for name, found in parts.items()]
         return norms[0] if len(norms) == 1 else torch.stack(norms).sum(0)
@@ -59,7 +59,7 @@ class Group:
     ) -> None:
         """Add the group's clipped gradients to the running sums."""
         for entry in entries:
-            for name, part in entry.slot.contributions(entry.saved):
+            for name, part in entry.slot.contributions(entry.capture):
                 sums[name] = part.weighted_sum(factors_B, self.shapes[name], sums.get(name))
 
 

@@ -16,6 +16,8 @@ from typing import Protocol
 
 from torch import Tensor
 
+from shuffled_dpsgd.clipping.contributions.cost import Route
+
 
 class Capture(Protocol):
     """Tensors of one call that norms and sums are computed from."""
@@ -38,11 +40,13 @@ class Capture(Protocol):
 class InputAndGradient:
     """A call's input and the gradient of its output: linear maps, convolutions and tables.
 
-    A linear map whose weight is frozen does without the input.
+    A linear map whose weight is frozen does without the input. `route` is how the norm of the
+    weight's gradient is found: by Gram matrices unless the cost rule has been asked and says else.
     """
 
     x: Tensor | None
     g: Tensor
+    route: Route = Route.GRAM
 
     @property
     def kind(self) -> Hashable:
@@ -58,11 +62,15 @@ class InputAndGradient:
 
 @dataclass(slots=True, eq=False)
 class Projection:
-    """Input and output gradient of the projection `part` of an attention layer."""
+    """Input and output gradient of the projection `part` of an attention layer.
+
+    `route` as in `InputAndGradient`.
+    """
 
     part: int
     x: Tensor
     g: Tensor
+    route: Route = Route.GRAM
 
     @property
     def kind(self) -> Hashable:

@@ -122,13 +122,19 @@ class Slot:
     def contributions(self, capture: Capture) -> Iterator[tuple[str, Contribution]]:
         """What one call contributes to each parameter, by model name."""
 
-    def sq_norms(self, capture: Capture, choose: cost.Chooser) -> Tensor:
-        """(B,) squared norms over all parameters of the slot, when none of them is shared."""
-        norms = [part.sq_norms(choose) for _, part in self.contributions(capture)]
+    def sq_norms(self, parts: Sequence[tuple[str, Contribution]]) -> Tensor:
+        """(B,) squared norms over all parameters of the slot, from the contributions of a call.
+
+        Only where no parameter is shared and there is no other call.
+        """
+        norms = [part.sq_norms() for _, part in parts]
         return norms[0] if len(norms) == 1 else torch.stack(norms).sum(0)
 
-    def compact(self, capture: Capture, choose: cost.Chooser) -> Capture:
-        """Store per-sample gradients in place of `capture` where the cost rule says so."""
+    def decide(self, capture: Capture, choose: cost.Chooser) -> Capture:
+        """Have the cost rule decide, once per call, how norms are found; returns what to keep.
+
+        That is the capture with its route, or per-sample gradients stored in its place.
+        """
         return capture
 
     def heard(self, size: int, x: Tensor | None, g: Tensor) -> Capture:

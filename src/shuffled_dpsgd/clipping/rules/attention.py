@@ -162,7 +162,7 @@ class MultiheadAttentionSlot(Slot):
         taps = recorder_of(self).taps_of(batch, self, part)
         return cast(Tensor, ProjectionFunction.apply(x, weight, bias, part, self, batch, *taps))
 
-    def compact(self, capture: Capture, choose: cost.Chooser) -> Capture:
+    def decide(self, capture: Capture, choose: cost.Chooser) -> Capture:
         assert isinstance(capture, Projection)
         part, x_BTE = capture.part, capture.x
         g_BTP = self._padded(part, capture.g)
@@ -170,7 +170,8 @@ class MultiheadAttentionSlot(Slot):
         device = kernels.kind_of(g_BTP)
         if part != OUT:
             self.last_shape, self.last_device = shape, device
-        if choose(*shape, device) is not cost.Route.INSTANTIATE:
+        capture.route = choose(*shape, device)
+        if capture.route is not cost.Route.INSTANTIATE:
             return capture
         grads_BPE, squares_B = stored_outer(g_BTP, x_BTE)
         return StoredWeight(grads_BPE, capture.g, squares_B, part)
@@ -188,7 +189,8 @@ class MultiheadAttentionSlot(Slot):
                 stored = DenseGrad(grads_BS=capture.weight_BS, squares_B=capture.squares_B)
                 yield self.names[weight], stored
             else:
-                yield self.names[weight], OuterGrad(left_BTR=g_BTP, right_BTC=capture.x)
+                outer = OuterGrad(left_BTR=g_BTP, right_BTC=capture.x, route=capture.route)
+                yield self.names[weight], outer
         if bias in self.names:
             yield self.names[bias], RowSumGrad(grad_BTP=g_BTP)
 

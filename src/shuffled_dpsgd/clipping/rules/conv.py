@@ -124,11 +124,14 @@ class ConvSlot(Slot):
                 yield self.weight_name, DenseGrad(grads_BS=self._stored(capture))
             else:
                 patches_BLC = self._patches(cast(Tensor, capture.x)).mT
-                yield self.weight_name, OuterGrad(left_BTR=g_BLR, right_BTC=patches_BLC)
+                yield (
+                    self.weight_name,
+                    OuterGrad(left_BTR=g_BLR, right_BTC=patches_BLC, route=capture.route),
+                )
         if self.bias_name is not None:
             yield self.bias_name, RowSumGrad(grad_BTP=g_BLR)
 
-    def compact(self, capture: Capture, choose: cost.Chooser) -> Capture:
+    def decide(self, capture: Capture, choose: cost.Chooser) -> Capture:
         assert isinstance(capture, InputAndGradient)
         g = capture.g
         if self.weight_name is None:
@@ -136,8 +139,8 @@ class ConvSlot(Slot):
         weight = cast(Tensor, self.parameters["weight"])
         self.last_shape = (g[0, 0].numel(), weight.shape[0], weight[0].numel())
         self.last_device = kernels.kind_of(g)
-        route = choose(*self.last_shape, self.last_device)
-        if self.groups == 1 and route is not cost.Route.INSTANTIATE:
+        capture.route = choose(*self.last_shape, self.last_device)
+        if self.groups == 1 and capture.route is not cost.Route.INSTANTIATE:
             return capture
         return StoredWeight(self._stored(capture), g)
 

@@ -31,6 +31,7 @@ from shuffled_dpsgd.clipping.contributions.kinds import (
     DenseGrad,
     OuterGrad,
     RowSumGrad,
+    outer_sq_norms,
     positions,
     stored_outer,
 )
@@ -188,7 +189,9 @@ class LinearSlot(Slot):
         self.padded_outputs = self.outputs
         if not self.transposed and self.outputs >= _MIN_PADDED_ROWS:
             self.padded_outputs = -(-self.outputs // _ROW_BLOCK) * _ROW_BLOCK
-        self._last_input: torch.Size | None = None
+        # The route of the latest call, and of which inputs it holds.
+        self._route = cost.Route.GRAM
+        self._decided_for: tuple[torch.Size, torch.dtype, torch.device] | None = None
 
     def forward(self, input: Tensor) -> Tensor:
         return _run(self, input, LinearFunction)
@@ -231,33 +234,34 @@ class LinearSlot(Slot):
         if self.weight_name is not None:
             x_BTD = positions(cast(Tensor, capture.x))
             left, right = (x_BTD, g_BTP) if self.transposed else (g_BTP, x_BTD)
-            yield self.weight_name, OuterGrad(left_BTR=left, right_BTC=right)
+            yield self.weight_name, OuterGrad(left_BTR=left, right_BTC=right, route=capture.route)
         if self.bias_name is not None:
             yield self.bias_name, RowSumGrad(grad_BTP=g_BTP)
 
-    def sq_norms(self, capture: Capture, choose: cost.Chooser) -> Tensor:
-        if not isinstance(capture, InputAndGradient) or self.weight_name is None:
-            return super().sq_norms(capture, choose)
-        x_BTD, g_BTP = positions(cast(Tensor, capture.x)), positions(capture.g)
-        bias = self.bias_name is not None
-        shape = (x_BTD.shape[1], g_BTP.shape[2], x_BTD.shape[2])
-        if choose(*shape, kernels.kind_of(x_BTD)) is cost.Route.GRAM:
-            return kernels.gram_sq_norms(x_BTD, g_BTP, bias)
-        return kernels.tile_sq_norms(x_BTD, g_BTP, bias)
+    def sq_norms(self, parts: Sequence[tuple[str, Contribution]]) -> Tensor:
+        outer = parts[0][1]
+        if not isinstance(outer, OuterGrad):
+            return super().sq_norms(parts)
+        # One launch finds the norms of weight and bias; the bias belongs to the output gradient.
+        left, right = outer.left_BTR, outer.right_BTC
+        x_BTD, g_BTP = (left, right) if self.transposed else (right, left)
+        return outer_sq_norms(x_BTD, g_BTP, len(parts) == 2, outer.route)
 
-    def compact(self, capture: Capture, choose: cost.Chooser) -> Capture:
+    def decide(self, capture: Capture, choose: cost.Chooser) -> Capture:
         assert isinstance(capture, InputAndGradient)
         x, g = capture.x, capture.g
         if x is None:
             return StoredGradients(None, _bias_grads(positions(g)))
-        if x.shape != self._last_input:
-            self._last_input = x.shape
+        like = (x.shape, x.dtype, x.device)
+        if like != self._decided_for:
+            self._decided_for = like
             T = x.numel() // (x.shape[0] * x.shape[-1])
             self.last_shape = (T, self.outputs, x.shape[-1])
             self.last_device = kernels.kind_of(x)
-            route = choose(*self.last_shape, self.last_device, self.tied)
-            self.stores = route is cost.Route.INSTANTIATE
+            self._route = choose(*self.last_shape, self.last_device, self.tied)
+            self.stores = self._route is cost.Route.INSTANTIATE
         if not self.stores:
+            capture.route = self._route
             return capture
         g_BTP, x_BTD = positions(g), positions(x)
         left, right = (x_BTD, g_BTP) if self.transposed else (g_BTP, x_BTD)

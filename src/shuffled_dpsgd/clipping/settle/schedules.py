@@ -22,8 +22,8 @@ from shuffled_dpsgd.clipping.contributions.norm_sums import UnsummedNorm, settle
 from shuffled_dpsgd.clipping.replay.recordings import Places, Replays, places_of
 from shuffled_dpsgd.clipping.replay.stable_places import Shelf
 from shuffled_dpsgd.clipping.settle.clip_functions import ClipFunction
-from shuffled_dpsgd.clipping.settle.many_layers import Wholesale
-from shuffled_dpsgd.clipping.settle.shared_parameters import Group
+from shuffled_dpsgd.clipping.settle.many_layers import ManyLayers
+from shuffled_dpsgd.clipping.settle.shared_parameters import Group, contributions_of
 from shuffled_dpsgd.clipping.settle.totals import Totals
 from shuffled_dpsgd.errors import InvalidArgumentError
 
@@ -95,7 +95,7 @@ class WholeGradient:
                     self._settle(batch)
                 return
         else:
-            entry.capture = slot.compact(capture, self.rule.choose)
+            entry.capture = slot.decide(capture, self.rule.choose)
         batch.file(entry)
 
     def _settle(self, batch: Batch) -> None:
@@ -120,12 +120,12 @@ class WholeGradient:
         rule = self.rule
         entries = {index: [*filed] for index, filed in batch.entries.items()}
         for entry in batch.late.entries() if batch.late is not None else ():
-            entry.capture = entry.slot.compact(entry.capture, rule.choose)
+            entry.capture = entry.slot.decide(entry.capture, rule.choose)
             entries.setdefault(entry.slot.group, []).append(entry)
         filed = [(rule.groups[index], found) for index, found in entries.items()]
-        wholesale = Wholesale(filed, lambda: _norm_runs(batch), rule.choose)
-        norms_B = rule.norms(wholesale.squares(), batch)
-        wholesale.add_sums(rule.factors(norms_B, batch), sums, new)
+        layers = ManyLayers(filed, lambda: _norm_runs(batch), rule.choose)
+        norms_B = rule.norms(layers.squares(), batch)
+        layers.add_sums(rule.factors(norms_B, batch), sums, new)
         return norms_B
 
     def _may_replay(self, batch: Batch) -> bool:
@@ -169,7 +169,7 @@ class GroupByGroup:
         self.rule = rule
 
     def receive(self, batch: Batch, entry: Entry) -> None:
-        entry.capture = entry.slot.compact(entry.capture, self.rule.choose)
+        entry.capture = entry.slot.decide(entry.capture, self.rule.choose)
         entries = batch.file(entry)
         group = self.rule.groups[entry.slot.group]
         if group.is_complete(batch, entries):
@@ -181,12 +181,14 @@ class GroupByGroup:
         self.rule.totals.norms.append(self.rule.norms(batch.squares.values(), batch))
         batch.close()
 
+    @full_float32()
     def _settle(self, batch: Batch, group: Group) -> None:
         rule = self.rule
         entries = batch.entries.pop(group.index)
-        squares_B = batch.squares[group.index] = group.sq_norms(entries, rule.choose)
+        parts = contributions_of(entries)
+        squares_B = batch.squares[group.index] = group.sq_norms(entries, parts, rule.choose)
         factors_B = rule.factors(rule.norms([squares_B], batch), batch)
-        group.add_sums(entries, factors_B, rule.totals.sums)
+        group.add_sums(parts, factors_B, rule.totals.sums)
 
 
 class TwoPasses:
@@ -202,7 +204,7 @@ class TwoPasses:
     def receive(self, batch: Batch, entry: Entry) -> None:
         group = self.rule.groups[entry.slot.group]
         if batch.phase is Phase.SUMS:
-            group.add_sums([entry], batch.factors[group.index], self.rule.totals.sums)
+            self._add(batch, group, entry)
             return
         if batch.phase is Phase.ONLY:
             raise InvalidArgumentError(
@@ -230,6 +232,13 @@ class TwoPasses:
                 else whole_B
             )
 
+    @full_float32()
     def _settle(self, batch: Batch, group: Group) -> None:
         entries = batch.entries.pop(group.index)
-        batch.squares[group.index] = group.sq_norms(entries, self.rule.choose)
+        parts = contributions_of(entries)
+        batch.squares[group.index] = group.sq_norms(entries, parts, self.rule.choose)
+
+    @full_float32()
+    def _add(self, batch: Batch, group: Group, entry: Entry) -> None:
+        factors_B = batch.factors[group.index]
+        group.add_sums(contributions_of([entry]), factors_B, self.rule.totals.sums)

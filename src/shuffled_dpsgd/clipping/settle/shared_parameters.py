@@ -14,11 +14,12 @@ from torch import Tensor
 from shuffled_dpsgd.clipping.capture.batch import Batch, Entry
 from shuffled_dpsgd.clipping.capture.slot import Slot
 from shuffled_dpsgd.clipping.contributions import cost
-from shuffled_dpsgd.clipping.contributions.float32 import full_float32
 from shuffled_dpsgd.clipping.contributions.kinds import Contribution
 from shuffled_dpsgd.clipping.contributions.tied import joint_sq_norms
 
 Shapes = Mapping[str, torch.Size]
+# A contribution and the parameter it goes to.
+Named = tuple[str, Contribution]
 
 
 class Group:
@@ -40,27 +41,37 @@ class Group:
         """Whether every call the forward made has been recorded, so that no more can come."""
         return len(entries) >= sum(batch.calls[slot.index] for slot in self.slots)
 
-    @full_float32()
-    def sq_norms(self, entries: Sequence[Entry], choose: cost.Chooser) -> Tensor:
-        """(B,) squared norms of the group's gradients, cross terms included."""
-        if len(entries) == 1 and not self.shared:
-            entry = entries[0]
-            return entry.slot.sq_norms(entry.capture, choose)
-        parts: dict[str, list[Contribution]] = {}
-        for entry in entries:
-            for name, part in entry.slot.contributions(entry.capture):
-                parts.setdefault(name, []).append(part)
-        norms = [joint_sq_norms(found, self.shapes[name], choose) for name, found in parts.items()]
+    def is_alone(self, entries: Sequence[Entry]) -> bool:
+        """Whether one call of one layer is all there is, so that nothing has cross terms."""
+        return len(entries) == 1 and not self.shared
+
+    def sq_norms(
+        self, entries: Sequence[Entry], parts: Sequence[Named], choose: cost.Chooser
+    ) -> Tensor:
+        """(B,) squared norms of the group's gradients, cross terms included.
+
+        `parts` are the contributions of the entries; `choose` decides where several are joined.
+        """
+        if self.is_alone(entries):
+            return entries[0].slot.sq_norms(parts)
+        by_name: dict[str, list[Contribution]] = {}
+        for name, part in parts:
+            by_name.setdefault(name, []).append(part)
+        norms = [joint_sq_norms(found, self.shapes[n], choose) for n, found in by_name.items()]
         return norms[0] if len(norms) == 1 else torch.stack(norms).sum(0)
 
-    @full_float32()
-    def add_sums(
-        self, entries: Sequence[Entry], factors_B: Tensor, sums: dict[str, Tensor]
-    ) -> None:
-        """Add the group's clipped gradients to the running sums."""
-        for entry in entries:
-            for name, part in entry.slot.contributions(entry.capture):
-                sums[name] = part.weighted_sum(factors_B, self.shapes[name], sums.get(name))
+    def add_sums(self, parts: Sequence[Named], factors_B: Tensor, sums: dict[str, Tensor]) -> None:
+        """Add the clipped gradients of these contributions to the running sums."""
+        for name, part in parts:
+            sums[name] = part.weighted_sum(factors_B, self.shapes[name], sums.get(name))
+
+
+def contributions_of(entries: Sequence[Entry]) -> list[Named]:
+    """What the entries contribute to each parameter; to be asked for once.
+
+    To be called in full float32, as all that is computed from it.
+    """
+    return [part for entry in entries for part in entry.slot.contributions(entry.capture)]
 
 
 def group_slots(slots: Sequence[Slot], shapes: Shapes) -> list[Group]:

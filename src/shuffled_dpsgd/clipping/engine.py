@@ -275,7 +275,8 @@ class ClippingEngine:
         if traced:
             # Always: that they are needed once would have the model compiled once more.
             lower = torch.is_autocast_enabled(device)
-            batch.inputs = (args, kwargs, torch.get_autocast_dtype(device) if lower else None)
+            dtype = torch.get_autocast_dtype(device) if lower else None
+            batch.compiled.inputs = (args, kwargs, dtype)
         self._recorder.open(batch, signature_of(args, kwargs, device) if traced else None)
 
     def _end(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
@@ -298,7 +299,7 @@ class ClippingEngine:
     def _is_half_done(self) -> bool:
         """Whether a backward broke off that adds to the sums layer by layer."""
         latest = self._recorder.latest
-        return latest is not None and not latest.closed and bool(latest.squares)
+        return latest is not None and not latest.closed and bool(latest.settling.squares)
 
     def _refuse_half_done(self) -> None:
         if self._is_half_done():
@@ -321,9 +322,9 @@ class ClippingEngine:
 
     def _check_late(self, batch: Batch) -> None:
         """Check what a compiled forward could not, before anything of its batch is handed out."""
-        if batch.inputs is None:
+        if batch.compiled.inputs is None:
             return
-        args, kwargs, dtype = batch.inputs
+        args, kwargs, dtype = batch.compiled.inputs
         if self._axis_check.is_due(args, kwargs, batch.size):
             with torch.autocast(batch.device, dtype=dtype, enabled=dtype is not None):
                 self._check_axis(args, kwargs, batch.size, late=True)

@@ -13,6 +13,7 @@ from clipping.tiny_models import CASES
 from shuffled_dpsgd.clipping import ClippingEngine
 from shuffled_dpsgd.clipping.capture.batch import Batch
 from shuffled_dpsgd.clipping.capture.captures import Capture, CopyGradients, InputAndGradient
+from shuffled_dpsgd.clipping.contributions import cost
 from shuffled_dpsgd.clipping.contributions.norm_sums import UnsummedNorm
 from shuffled_dpsgd.clipping.kernels.triton.addresses import address_table, holding
 from shuffled_dpsgd.clipping.replay.recordings import (
@@ -131,7 +132,7 @@ def test_captures_of_real_models_name_all_their_tensors(
     settle = WholeGradient.finish
 
     def finish(schedule: WholeGradient, batch: Batch) -> None:
-        captures.extend(entry.capture for entry in batch.all_entries())
+        captures.extend(entry.capture for entry in batch.settling.all_entries())
         settle(schedule, batch)
 
     monkeypatch.setattr(WholeGradient, "finish", finish)
@@ -142,7 +143,7 @@ def test_captures_of_real_models_name_all_their_tensors(
         held = [getattr(capture, field.name) for field in fields(capture)]  # type: ignore[arg-type]
         tensors = [value for value in held if isinstance(value, Tensor)]
         assert [*map(id, capture.tensors())] == [*map(id, tensors)]
-        assert {type(value) for value in held} <= {Tensor, type(None), int, float}
+        assert {type(value) for value in held} <= {Tensor, type(None), int, float, cost.Route}
 
 
 def test_held_tables_are_kept_and_found_again() -> None:

@@ -29,9 +29,10 @@ from shuffled_dpsgd.clipping.settle.schedules import WholeGradient
 def batch_of(*captures: Capture, waiting: UnsummedNorm | None = None) -> Batch:
     batch = Batch(size=2, device="cpu", slots=1, scale=1.0)
     # Nothing is asked of slots.
-    batch.entries[0] = [Entry(None, capture) for capture in captures]  # type: ignore[arg-type]
+    filed = [Entry(None, capture) for capture in captures]  # type: ignore[arg-type]
+    batch.settling.entries[0] = filed
     if waiting is not None:
-        batch.unsummed = [Entry(None, waiting)]  # type: ignore[arg-type]
+        batch.settling.unsummed = [Entry(None, waiting)]  # type: ignore[arg-type]
     return batch
 
 
@@ -40,7 +41,7 @@ def of(*tensors: Tensor) -> Batch:
 
 
 def captures(batch: Batch) -> list[Capture]:
-    return [entry.capture for entry in batch.all_entries()]
+    return [entry.capture for entry in batch.settling.all_entries()]
 
 
 def tensors(batch: Batch) -> list[Tensor]:
@@ -119,11 +120,11 @@ def test_captures_of_a_compiled_backward_lie_there_too() -> None:
     for _ in range(3):
         found = [torch.randn(2, 3), None, torch.randn(4)]
         batch = batch_of()
-        batch.late = Late([], found, stacked=False)
+        late = batch.compiled.late = Late([], found, stacked=False)
         kept.take(batch)
-        seen.add(places_of([], batch.late.tensors))
-        assert batch.late.tensors[1] is None
-        assert torch.equal(batch.late.tensors[0], found[0])
+        seen.add(places_of([], late.tensors))
+        assert late.tensors[1] is None
+        assert torch.equal(late.tensors[0], found[0])
     assert len(seen) == 1
 
 

@@ -63,7 +63,7 @@ def test_per_layer_frees_captures_during_the_backward() -> None:
 
     def spy(batch, entry):  # type: ignore[no-untyped-def]
         receive(batch, entry)
-        waiting.append(len(batch.entries))
+        waiting.append(len(batch.settling.entries))
 
     engine._schedule.receive = spy  # type: ignore[method-assign]
     run(engine, case.losses, case.inputs)

@@ -24,7 +24,10 @@ class Capture(Protocol):
 
     @property
     def kind(self) -> Hashable:
-        """All that norms and sums depend on besides the slot and the tensors."""
+        """All that norms and sums depend on besides the slot and the tensors.
+
+        A route is no part of it: it follows from the shapes of the tensors and where they are.
+        """
         ...
 
     def tensors(self) -> tuple[Tensor, ...]:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shuffled_dpsgd.clipping.capture.batch import Batch, Entry, Late, Phase
+from shuffled_dpsgd.clipping.capture.batch import Batch, CompiledForward, Entry, Late, Phase
 from shuffled_dpsgd.clipping.capture.captures import Capture
 from shuffled_dpsgd.clipping.capture.operator import add_sink, record
 from shuffled_dpsgd.clipping.capture.slot import Slot
@@ -64,10 +64,11 @@ class Recorder:
         A traced forward gives its `signature`; if there are taps for it, they are used.
         """
         self._running = None
-        batch.signature = signature
+        compiled = batch.compiled
+        compiled.signature = signature
         if signature is not None and self._taps is not None:
-            batch.taps = self._taps if self._taps.signature == signature else None
-            self._rows = () if batch.taps is None else batch.taps.rows()
+            compiled.taps = self._taps if self._taps.signature == signature else None
+            self._rows = () if compiled.taps is None else compiled.taps.rows()
         self.batch = self.latest = batch
 
     def close_forward(self) -> None:
@@ -109,10 +110,11 @@ class Recorder:
 
     def taps_of(self, batch: Batch, slot: Slot, part: int = 0) -> tuple[Tensor, ...]:
         """What a slot's function takes as further inputs: taps, or one input for the operator."""
-        if batch.taps is None:
+        taps = batch.compiled.taps
+        if taps is None:
             return (self.tap,)
         key = key_of(slot.index, part, batch.calls[slot.index])
-        return batch.taps.of(key, self._rows) or (self.tap,)
+        return taps.of(key, self._rows) or (self.tap,)
 
     def record(
         self, batch: Batch, slot: Slot, found: Sequence[Tensor | None], part: int = 0
@@ -126,12 +128,11 @@ class Recorder:
         if torch.compiler.is_compiling():
             # Dynamo traces a function's backward where it is called, so that this numbers calls.
             call = batch.calls[slot.index]
-            taps = 0
-            if batch.taps is not None:
-                taps = batch.taps.count(key_of(slot.index, part, call))
-            if taps > 0:
+            taps = batch.compiled.taps
+            tapped = 0 if taps is None else taps.count(key_of(slot.index, part, call))
+            if tapped > 0:
                 # Fewer taps than tensors where another call gives the input.
-                return tuple(tensors[-taps:])
+                return tuple(tensors[-tapped:])
             return (record(self.handle, slot.index, part, call, tensors),)
         self.pass_on(batch, slot, slot.captured(part, tensors))
         return (None,)
@@ -163,25 +164,26 @@ class Recorder:
     def record_traced(self, index: int, part: int, call: int, tensors: list[Tensor]) -> None:
         """Pass on one call that a compiled backward has handed to the operator."""
         batch, slot, key = self.latest, self.slots[index], (index, part, call)
-        if batch is None or call > batch.calls[index] or key in batch.captures:
+        if batch is None or call > batch.calls[index] or key in batch.compiled.captures:
             raise _not_in_turn(slot.path, "a backward of an earlier forward")
-        batch.captures[key] = tuple((tensor.shape, tensor.dtype) for tensor in tensors)
+        batch.compiled.captures[key] = tuple((tensor.shape, tensor.dtype) for tensor in tensors)
         node = torch._C._current_autograd_node()
         # Some backends compile nothing, and leave the functions of a graph to autograd one by one.
         if node.name() == "CompiledFunctionBackward":
-            batch.graphs.add(id(node))
+            batch.compiled.graphs.add(id(node))
         self.pass_on(batch, slot, slot.captured(part, tensors))
 
     def deliver(self, grads: tuple[Tensor | None, ...]) -> None:
         """Pass on the gradients of all taps: one compiled backward's captures."""
         batch = self.latest
-        if batch is None or batch.taps is None or batch is not self._running:
+        taps = None if batch is None else batch.compiled.taps
+        if batch is None or taps is None or batch is not self._running:
             raise _not_in_turn("", "captures of another")
-        batch.tapped = True
-        calls = [(self.slots[index], part, place) for (index, part, _), place in batch.taps.order]
-        late = Late(calls, grads, stacked=batch.taps.stack is not None)
+        batch.compiled.tapped = True
+        calls = [(self.slots[index], part, place) for (index, part, _), place in taps.order]
+        late = Late(calls, grads, stacked=taps.stack is not None)
         if not any(slot.stores for slot, _, _ in calls):
-            batch.late = late
+            batch.compiled.late = late
             return
         # What is stored in place of a capture frees it, so the sooner the better.
         with torch.autocast(batch.device, enabled=False):
@@ -199,22 +201,23 @@ class Recorder:
         self.tap.grad = None
         if batch is None:
             return
-        if batch.taps is not None and not batch.tapped:
+        compiled = batch.compiled
+        if compiled.taps is not None and not compiled.tapped:
             raise _not_in_turn("", "a backward that stops before the model's first layers")
         with torch.no_grad(), torch.autocast(batch.device, enabled=False):
             self.finish(batch)
-        if self.may_tap and self._taps is None and batch.signature is not None:
-            self._learn(batch, batch.signature)
+        if self.may_tap and self._taps is None and compiled.signature is not None:
+            self._learn(compiled, compiled.signature)
 
-    def _learn(self, batch: Batch, signature: Signature) -> None:
+    def _learn(self, compiled: CompiledForward, signature: Signature) -> None:
         """Make taps for the first signature that comes twice in a row, and keep to it.
 
         Others go on through the operator: taps for every one of them would have the model compiled
         again and again. So does a model in pieces, each of which would have to know the others'.
         """
-        if signature == self._last_signature and len(batch.graphs) < 2:
+        if signature == self._last_signature and len(compiled.graphs) < 2:
             small = {slot.index for slot in self.slots if slot.captures_sums}
-            self._taps = make_taps(batch.captures, small, signature, self.tap, self.handle)
+            self._taps = make_taps(compiled.captures, small, signature, self.tap, self.handle)
         self._last_signature = signature
 
 

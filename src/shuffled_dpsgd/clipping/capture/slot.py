@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -52,6 +53,33 @@ def unfolded(x: Tensor, size: int) -> Tensor:
     return x.reshape(size, len(x) // size, *x.shape[1:])
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sharing:
+    """Which group a slot belongs to; set once, by the group.
+
+    The slot is `shared` if a parameter of its group is used in more than one place, and `tied` if
+    one of those is an embedding.
+    """
+
+    group: int
+    shared: bool
+    tied: bool
+
+
+@dataclass(slots=True, eq=False)
+class InputLayout:
+    """Where a slot's inputs have the batch, as the check of the batch axis found; it alone writes.
+
+    They are `folded` if batch and positions are one axis, (B K, ...), with the rows of a sample
+    side by side; `rows` then says how many a sample has in each call. They are `shared_by_batch` if
+    they have no batch axis at all: ids of a table that every sample looks up.
+    """
+
+    folded: bool = False
+    shared_by_batch: bool = False
+    rows: tuple[int, ...] | None = None
+
+
 class Slot:
     """One module whose trainable parameters a rule handles.
 
@@ -82,18 +110,20 @@ class Slot:
         self.handle = recorder.handle
         self.parameters = module._parameters
         self.plain = module.forward
-        self.group = index
-        self.shared = False
-        self.tied = False
-        # Set by the check of the batch axis: inputs have the batch and the positions on one axis,
-        # (B K, ...), the rows of a sample one after the other; or the ids of a table have no batch
-        # axis, and every sample uses them all.
-        self.folded = False
-        self.shared_by_batch = False
-        # Rows a sample has in each call with folded inputs, by the latest check of such a batch.
-        self.rows: tuple[int, ...] | None = None
+        self.sharing = Sharing(group=index, shared=False, tied=False)
+        self.layout = InputLayout()
         self.last_shape: tuple[int, int, int] | None = None
         self.last_device = "cpu"
+
+    @property
+    def folded(self) -> bool:
+        """Whether inputs have the batch and the positions on one axis; see `InputLayout`."""
+        return self.layout.folded
+
+    @property
+    def shared_by_batch(self) -> bool:
+        """Whether inputs have no batch axis; see `InputLayout`."""
+        return self.layout.shared_by_batch
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles of a model, which would take an active engine along.
@@ -192,10 +222,11 @@ class Slot:
 
         A router that sends some tokens here may by chance send as many as there are samples.
         """
-        if self.rows is None:
+        known = self.layout.rows
+        if known is None:
             return
         call = batch.calls[self.index]
-        rows = self.rows[call] if call < len(self.rows) else 0
+        rows = known[call] if call < len(known) else 0
         if length != (1 if rows == ONE_FOR_ALL else rows * batch.size):
             raise UnsupportedModuleError(
                 self.path,

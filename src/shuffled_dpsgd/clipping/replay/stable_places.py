@@ -41,10 +41,10 @@ class Shelf:
 
         Those of the batch before are overwritten, so its work must have been asked for.
         """
-        entries = batch.all_entries()
-        late = batch.late.tensors if batch.late is not None else ()
+        entries, late = batch.settling.all_entries(), batch.compiled.late
+        compiled = () if late is None else late.tensors
         tensors = [tensor for entry in entries for tensor in entry.capture.tensors()]
-        small = self._fitting([*tensors, *(tensor for tensor in late if tensor is not None)])
+        small = self._fitting([*tensors, *(tensor for tensor in compiled if tensor is not None)])
         if not small:
             return
         if small[0].is_cuda:
@@ -54,8 +54,8 @@ class Shelf:
         places = dict(zip(map(id, small), copies, strict=True))
         for entry in entries:
             entry.capture.move(places)
-        if batch.late is not None:
-            batch.late.tensors = tuple([places.get(id(tensor), tensor) for tensor in late])
+        if late is not None:
+            late.tensors = tuple([places.get(id(tensor), tensor) for tensor in compiled])
 
     def _keep_to(self, stream: int) -> None:
         """Start anew on another stream, where work of the last one may not be done yet.

@@ -258,7 +258,7 @@ class LinearSlot(Slot):
             T = x.numel() // (x.shape[0] * x.shape[-1])
             self.last_shape = (T, self.outputs, x.shape[-1])
             self.last_device = kernels.kind_of(x)
-            self._route = choose(*self.last_shape, self.last_device, self.tied)
+            self._route = choose(*self.last_shape, self.last_device, self.sharing.tied)
             self.stores = self._route is cost.Route.INSTANTIATE
         if not self.stores:
             capture.route = self._route

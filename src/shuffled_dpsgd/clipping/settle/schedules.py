@@ -14,7 +14,7 @@ from typing import Protocol, cast
 import torch
 from torch import Tensor
 
-from shuffled_dpsgd.clipping.capture.batch import Batch, Entry, Phase
+from shuffled_dpsgd.clipping.capture.batch import Batch, Entry, Phase, Settling
 from shuffled_dpsgd.clipping.capture.slot import Slot
 from shuffled_dpsgd.clipping.contributions import cost
 from shuffled_dpsgd.clipping.contributions.float32 import full_float32
@@ -88,20 +88,21 @@ class WholeGradient:
     def receive(self, batch: Batch, entry: Entry) -> None:
         slot = entry.slot
         if type(capture := entry.capture) is UnsummedNorm:
-            if not slot.shared and batch.calls[slot.index] == 1 and len(slot.names) == 2:
-                batch.unsummed.append(entry)
-                batch.unsummed_bytes += capture.nbytes
-                if batch.unsummed_bytes > _MAX_UNSUMMED_BYTES:
-                    self._settle(batch)
+            alone = not slot.sharing.shared and batch.calls[slot.index] == 1
+            if alone and len(slot.names) == 2:
+                self._put_off(batch.settling, entry, capture)
                 return
         else:
             entry.capture = slot.decide(capture, self.rule.choose)
-        batch.file(entry)
+        batch.settling.file(entry)
 
-    def _settle(self, batch: Batch) -> None:
-        """Sum up the norm layers put off so far, to let go of their inputs and gradients."""
-        batch.norm_runs += _summed(batch.unsummed)
-        batch.unsummed, batch.unsummed_bytes = [], 0
+    def _put_off(self, kept: Settling, entry: Entry, norm: UnsummedNorm) -> None:
+        """Let a norm layer wait for others, unless all that wait hold too much memory by now."""
+        kept.unsummed.append(entry)
+        kept.unsummed_bytes += norm.nbytes
+        if kept.unsummed_bytes > _MAX_UNSUMMED_BYTES:
+            kept.norm_runs += _summed(kept.unsummed)
+            kept.unsummed, kept.unsummed_bytes = [], 0
 
     def finish(self, batch: Batch) -> None:
         with self.rule.totals.adding() as (sums, new):
@@ -118,12 +119,13 @@ class WholeGradient:
         first and done again.
         """
         rule = self.rule
-        entries = {index: [*filed] for index, filed in batch.entries.items()}
-        for entry in batch.late.entries() if batch.late is not None else ():
+        kept, late = batch.settling, batch.compiled.late
+        entries = {index: [*filed] for index, filed in kept.entries.items()}
+        for entry in late.entries() if late is not None else ():
             entry.capture = entry.slot.decide(entry.capture, rule.choose)
-            entries.setdefault(entry.slot.group, []).append(entry)
+            entries.setdefault(entry.slot.sharing.group, []).append(entry)
         filed = [(rule.groups[index], found) for index, found in entries.items()]
-        layers = ManyLayers(filed, lambda: _norm_runs(batch), rule.choose)
+        layers = ManyLayers(filed, lambda: _norm_runs(kept), rule.choose)
         norms_B = rule.norms(layers.squares(), batch)
         layers.add_sums(rule.factors(norms_B, batch), sums, new)
         return norms_B
@@ -137,19 +139,20 @@ class WholeGradient:
     def _places(self, batch: Batch, new: bool) -> Places:
         """Where everything lies that settling reads and writes, the small of it on the shelf."""
         self.shelf.take(batch)
-        entries = batch.all_entries()
-        others: list[Tensor | None] = [sums_LBCD for _, sums_LBCD in batch.norm_runs]
-        others += batch.late.tensors if batch.late is not None else ()
+        kept, late = batch.settling, batch.compiled.late
+        entries = kept.all_entries()
+        others: list[Tensor | None] = [sums_LBCD for _, sums_LBCD in kept.norm_runs]
+        others += late.tensors if late is not None else ()
         others += self.rule.totals.buffers
         slots = [entry.slot.index for entry in entries]
-        slots += [slot.index for run, _ in batch.norm_runs for slot in run]
+        slots += [slot.index for run, _ in kept.norm_runs for slot in run]
         stream = torch.cuda.current_stream().cuda_stream
         constants = (stream, new, batch.size, batch.scale, *slots)
         return places_of([entry.capture for entry in entries], others, *constants)
 
 
-def _norm_runs(batch: Batch) -> list[tuple[list[Slot], Tensor]]:
-    return [*batch.norm_runs, *_summed(batch.unsummed)]
+def _norm_runs(kept: Settling) -> list[tuple[list[Slot], Tensor]]:
+    return [*kept.norm_runs, *_summed(kept.unsummed)]
 
 
 def _summed(waiting: Sequence[Entry]) -> list[tuple[list[Slot], Tensor]]:
@@ -170,23 +173,23 @@ class GroupByGroup:
 
     def receive(self, batch: Batch, entry: Entry) -> None:
         entry.capture = entry.slot.decide(entry.capture, self.rule.choose)
-        entries = batch.file(entry)
-        group = self.rule.groups[entry.slot.group]
+        entries = batch.settling.file(entry)
+        group = self.rule.groups[entry.slot.sharing.group]
         if group.is_complete(batch, entries):
             self._settle(batch, group)
 
     def finish(self, batch: Batch) -> None:
-        for index in list(batch.entries):
+        for index in list(batch.settling.entries):
             self._settle(batch, self.rule.groups[index])
-        self.rule.totals.norms.append(self.rule.norms(batch.squares.values(), batch))
+        self.rule.totals.norms.append(self.rule.norms(batch.settling.squares.values(), batch))
         batch.close()
 
     @full_float32()
     def _settle(self, batch: Batch, group: Group) -> None:
-        rule = self.rule
-        entries = batch.entries.pop(group.index)
+        rule, kept = self.rule, batch.settling
+        entries = kept.entries.pop(group.index)
         parts = contributions_of(entries)
-        squares_B = batch.squares[group.index] = group.sq_norms(entries, parts, rule.choose)
+        squares_B = kept.squares[group.index] = group.sq_norms(entries, parts, rule.choose)
         factors_B = rule.factors(rule.norms([squares_B], batch), batch)
         group.add_sums(parts, factors_B, rule.totals.sums)
 
@@ -202,7 +205,7 @@ class TwoPasses:
         self.rule = rule
 
     def receive(self, batch: Batch, entry: Entry) -> None:
-        group = self.rule.groups[entry.slot.group]
+        group = self.rule.groups[entry.slot.sharing.group]
         if batch.phase is Phase.SUMS:
             self._add(batch, group, entry)
             return
@@ -213,20 +216,20 @@ class TwoPasses:
                 got="loss.backward() under strategy='ghost'",
                 remedy="call engine.backward(losses) or use strategy='bookkeeping'",
             )
-        if group.is_complete(batch, batch.file(entry)):
+        if group.is_complete(batch, batch.settling.file(entry)):
             self._settle(batch, group)
 
     def finish(self, batch: Batch) -> None:
         if batch.phase is Phase.SUMS:
             batch.close()
             return
-        for index in list(batch.entries):
+        for index in list(batch.settling.entries):
             self._settle(batch, self.rule.groups[index])
-        norms_B = self.rule.norms(batch.squares.values(), batch)
+        norms_B = self.rule.norms(batch.settling.squares.values(), batch)
         self.rule.totals.norms.append(norms_B)
         whole_B = self.rule.factors(norms_B, batch)
-        for index, squares_B in batch.squares.items():
-            batch.factors[index] = (
+        for index, squares_B in batch.settling.squares.items():
+            batch.settling.factors[index] = (
                 self.rule.factors(self.rule.norms([squares_B], batch), batch)
                 if self.rule.per_group
                 else whole_B
@@ -234,11 +237,11 @@ class TwoPasses:
 
     @full_float32()
     def _settle(self, batch: Batch, group: Group) -> None:
-        entries = batch.entries.pop(group.index)
+        entries = batch.settling.entries.pop(group.index)
         parts = contributions_of(entries)
-        batch.squares[group.index] = group.sq_norms(entries, parts, self.rule.choose)
+        batch.settling.squares[group.index] = group.sq_norms(entries, parts, self.rule.choose)
 
     @full_float32()
     def _add(self, batch: Batch, group: Group, entry: Entry) -> None:
-        factors_B = batch.factors[group.index]
+        factors_B = batch.settling.factors[group.index]
         group.add_sums(contributions_of([entry]), factors_B, self.rule.totals.sums)

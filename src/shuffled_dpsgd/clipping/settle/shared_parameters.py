@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from shuffled_dpsgd.clipping.capture.batch import Batch, Entry
-from shuffled_dpsgd.clipping.capture.slot import Slot
+from shuffled_dpsgd.clipping.capture.slot import Sharing, Slot
 from shuffled_dpsgd.clipping.contributions import cost
 from shuffled_dpsgd.clipping.contributions.kinds import Contribution
 from shuffled_dpsgd.clipping.contributions.tied import joint_sq_norms
@@ -32,10 +32,9 @@ class Group:
         self.shapes = {name: shapes[name] for name in self.names}
         uses = sum(len(slot.names) for slot in slots)
         self.shared = len(slots) > 1 or uses > len(self.names)
+        tied = self.shared and any(slot.kind == "embedding" for slot in slots)
         for slot in slots:
-            slot.group = index
-            slot.shared = self.shared
-            slot.tied = self.shared and any(other.kind == "embedding" for other in slots)
+            slot.sharing = Sharing(group=index, shared=self.shared, tied=tied)
 
     def is_complete(self, batch: Batch, entries: Sequence[Entry]) -> bool:
         """Whether every call the forward made has been recorded, so that no more can come."""

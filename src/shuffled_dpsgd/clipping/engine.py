@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from shuffled_dpsgd.clipping import build
-from shuffled_dpsgd.clipping.capture.batch import Batch, Entry, Phase
+from shuffled_dpsgd.clipping.capture.batch import CapturedBatch, Entry, Phase
 from shuffled_dpsgd.clipping.capture.batch_size import find_batch
-from shuffled_dpsgd.clipping.capture.recorder import Recorder
+from shuffled_dpsgd.clipping.capture.recorder import CaptureRecorder
 from shuffled_dpsgd.clipping.capture.slot import can_listen
 from shuffled_dpsgd.clipping.capture.taps import signature_of
 from shuffled_dpsgd.clipping.checks import refusals
@@ -91,7 +91,7 @@ class ClippingEngine:
         self._frozen = {n: p for n, p in model.named_parameters() if not p.requires_grad}
         refusals.refuse_unfit(self._parameters)
         self._structure = build.Structure(model)
-        self._recorder = Recorder(receive=self._receive, finish=self._finish)
+        self._recorder = CaptureRecorder(receive=self._receive, finish=self._finish)
         self._batch_norms = refusals.batch_norms(model)
         refusals.refuse_batch_statistics(self._batch_norms)
         self._slots = build.build_slots(model, self._recorder)
@@ -265,7 +265,7 @@ class ClippingEngine:
                 self._check_axis(args, kwargs, size)
             self._axis_check.expect(args, kwargs, size)
         scale = float(size) if self.loss_reduction == "mean" else 1.0
-        batch = Batch(size=size, device=device, slots=len(self._slots), scale=scale)
+        batch = CapturedBatch(size=size, device=device, slots=len(self._slots), scale=scale)
         if device == "cuda" and torch.is_autocast_enabled(device) and can_listen():
             latest = self._recorder.latest
             batch.halves = self._halves.make(
@@ -310,17 +310,17 @@ class ClippingEngine:
                 remedy="call reset() and repeat the step; going on could count a sample twice",
             )
 
-    def _receive(self, batch: Batch, entry: Entry) -> None:
+    def _receive(self, batch: CapturedBatch, entry: Entry) -> None:
         if batch.size > 0:
             self._schedule.receive(batch, entry)
 
-    def _finish(self, batch: Batch) -> None:
+    def _finish(self, batch: CapturedBatch) -> None:
         if batch.size > 0:
             self._check_late(batch)
             self._schedule.finish(batch)
         self._watch.check()
 
-    def _check_late(self, batch: Batch) -> None:
+    def _check_late(self, batch: CapturedBatch) -> None:
         """Check what a compiled forward could not, before anything of its batch is handed out."""
         if batch.compiled.inputs is None:
             return

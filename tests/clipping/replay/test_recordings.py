@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from clipping.tiny_models import CASES
 from shuffled_dpsgd.clipping import ClippingEngine
-from shuffled_dpsgd.clipping.capture.batch import Batch
+from shuffled_dpsgd.clipping.capture.batch import CapturedBatch
 from shuffled_dpsgd.clipping.capture.captures import Capture, CopyGradients, InputAndGradient
 from shuffled_dpsgd.clipping.contributions import cost
 from shuffled_dpsgd.clipping.contributions.norm_sums import UnsummedNorm
@@ -131,7 +131,7 @@ def test_captures_of_real_models_name_all_their_tensors(
     captures: list[Capture] = []
     settle = WholeGradient.finish
 
-    def finish(schedule: WholeGradient, batch: Batch) -> None:
+    def finish(schedule: WholeGradient, batch: CapturedBatch) -> None:
         captures.extend(entry.capture for entry in batch.settling.all_entries())
         settle(schedule, batch)
 

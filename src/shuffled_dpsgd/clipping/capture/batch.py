@@ -12,7 +12,7 @@ from torch import Tensor
 from shuffled_dpsgd.clipping import kernels
 from shuffled_dpsgd.clipping.capture.captures import Capture
 from shuffled_dpsgd.clipping.capture.slot import Slot
-from shuffled_dpsgd.clipping.capture.taps import Call, Signature, Spec, Taps
+from shuffled_dpsgd.clipping.capture.taps import CallKey, Signature, Spec, Taps
 
 
 class Phase(Enum):
@@ -85,7 +85,7 @@ class CompiledForward:
     def __init__(self) -> None:
         self.inputs: tuple[Any, Any, torch.dtype | None] | None = None
         self.signature: Signature | None = None
-        self.captures: dict[Call, tuple[Spec, ...]] = {}
+        self.captures: dict[CallKey, tuple[Spec, ...]] = {}
         self.graphs: set[int] = set()
         self.taps: Taps | None = None
         self.tapped = False
@@ -124,7 +124,7 @@ class Settling:
         return [entry for filed in self.entries.values() for entry in filed] + self.unsummed
 
 
-class Batch:
+class CapturedBatch:
     """The samples of one forward, until their backward is done.
 
     `scale` is what a captured gradient must be multiplied by to be the gradient of that sample's

@@ -1,7 +1,7 @@
 """Book-keeping during a backward: who records, when the backward is over, what must not happen.
 
-The recorder is what slots see of the engine. It opens a `Batch` when the model is called, passes
-on the entries of that batch as its backward runs, and asks autograd to call back at the end.
+The recorder is what slots see of the engine. It opens a `CapturedBatch` when the model is called,
+passes on the entries of that batch as its backward runs, and asks autograd to call back at the end.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shuffled_dpsgd.clipping.capture.batch import Batch, CompiledForward, Entry, Late, Phase
+from shuffled_dpsgd.clipping.capture.batch import CapturedBatch, CompiledForward, Entry, Late, Phase
 from shuffled_dpsgd.clipping.capture.captures import Capture
 from shuffled_dpsgd.clipping.capture.operator import add_sink, record
 from shuffled_dpsgd.clipping.capture.slot import Slot
@@ -21,7 +21,7 @@ from shuffled_dpsgd.clipping.capture.taps import Signature, Taps, key_of, make_t
 from shuffled_dpsgd.errors import UnsupportedModuleError
 
 
-class Recorder:
+class CaptureRecorder:
     """Passes entries on under the batch whose backward runs.
 
     `receive(batch, entry)` is called for every recorded call, `finish(batch)` once after the
@@ -30,12 +30,15 @@ class Recorder:
     """
 
     def __init__(
-        self, *, receive: Callable[[Batch, Entry], None], finish: Callable[[Batch], None]
+        self,
+        *,
+        receive: Callable[[CapturedBatch, Entry], None],
+        finish: Callable[[CapturedBatch], None],
     ) -> None:
         self.receive = receive
         self.finish = finish
-        self.batch: Batch | None = None
-        self.latest: Batch | None = None
+        self.batch: CapturedBatch | None = None
+        self.latest: CapturedBatch | None = None
         self.slots: list[Slot] = []
         self.axis_checked = False
         # While a gradient is only looked at, nothing is recorded.
@@ -50,7 +53,7 @@ class Recorder:
         self._rows: tuple[Tensor, ...] = ()
         self._last_signature: Signature | None = None
         self.handle = add_sink(self)
-        self._running: Batch | None = None
+        self._running: CapturedBatch | None = None
 
     def use_device(self, device: torch.device) -> None:
         """Keep the taps where the model is."""
@@ -58,7 +61,7 @@ class Recorder:
             self.tap = torch.zeros((), device=device, requires_grad=True)
             self._taps = self._last_signature = None
 
-    def open(self, batch: Batch, signature: Signature | None = None) -> None:
+    def open(self, batch: CapturedBatch, signature: Signature | None = None) -> None:
         """A forward of the model begins. What an interrupted backward left is dropped.
 
         A traced forward gives its `signature`; if there are taps for it, they are used.
@@ -77,7 +80,7 @@ class Recorder:
         self._input = None
         self._rows = ()
 
-    def input_part(self, batch: Batch, slot: Slot, x: Tensor) -> int:
+    def input_part(self, batch: CapturedBatch, slot: Slot, x: Tensor) -> int:
         """Under a compiler: zero for a call that records its input, or who records it already.
 
         Query, key and value read one input; recorded once per layer, it would be written and kept
@@ -89,7 +92,7 @@ class Recorder:
         self._input, self._input_owner = x, slot.index
         return 0
 
-    def recomputed_batch(self, path: str) -> Batch:
+    def recomputed_batch(self, path: str) -> CapturedBatch:
         """The batch of a layer that is called outside the model's forward.
 
         That is right only inside a backward, where activation checkpointing calls layers again.
@@ -108,7 +111,7 @@ class Recorder:
             self._join(self.latest)
         return self.latest
 
-    def taps_of(self, batch: Batch, slot: Slot, part: int = 0) -> tuple[Tensor, ...]:
+    def taps_of(self, batch: CapturedBatch, slot: Slot, part: int = 0) -> tuple[Tensor, ...]:
         """What a slot's function takes as further inputs: taps, or one input for the operator."""
         taps = batch.compiled.taps
         if taps is None:
@@ -117,7 +120,7 @@ class Recorder:
         return taps.of(key, self._rows) or (self.tap,)
 
     def record(
-        self, batch: Batch, slot: Slot, found: Sequence[Tensor | None], part: int = 0
+        self, batch: CapturedBatch, slot: Slot, found: Sequence[Tensor | None], part: int = 0
     ) -> tuple[Tensor | None, ...]:
         """Pass on the tensors found by one call of one slot; called from the slot's backward.
 
@@ -137,7 +140,7 @@ class Recorder:
         self.pass_on(batch, slot, slot.captured(part, tensors))
         return (None,)
 
-    def pass_on(self, batch: Batch, slot: Slot, capture: Capture) -> None:
+    def pass_on(self, batch: CapturedBatch, slot: Slot, capture: Capture) -> None:
         """Give an entry to whoever settles the batch; never called by a traced backward."""
         if self._running is not batch:
             self._join(batch)
@@ -149,7 +152,7 @@ class Recorder:
         else:
             self.receive(batch, Entry(slot, capture))
 
-    def listen(self, out: Tensor, batch: Batch, slot: Slot, x: Tensor | None) -> Tensor:
+    def listen(self, out: Tensor, batch: CapturedBatch, slot: Slot, x: Tensor | None) -> Tensor:
         """Record `x` and the gradient of `out` when that arrives; returns `out`.
 
         For ordinary eager operations on detached parameters: autograd's own backward then runs
@@ -190,7 +193,7 @@ class Recorder:
             for entry in late.entries():
                 self.receive(batch, entry)
 
-    def _join(self, batch: Batch) -> None:
+    def _join(self, batch: CapturedBatch) -> None:
         _refuse_misuse(batch, self._running)
         self._running = batch
         engine = torch.autograd.Variable._execution_engine
@@ -230,7 +233,9 @@ class Listener:
 
     __slots__ = ("_batch", "_recorder", "_slot", "_version", "_x")
 
-    def __init__(self, recorder: Recorder, batch: Batch, slot: Slot, x: Tensor | None) -> None:
+    def __init__(
+        self, recorder: CaptureRecorder, batch: CapturedBatch, slot: Slot, x: Tensor | None
+    ) -> None:
         self._recorder = recorder
         self._batch = batch
         self._slot = slot
@@ -297,7 +302,7 @@ def _not_in_turn(path: str, got: str) -> UnsupportedModuleError:
     )
 
 
-def _refuse_misuse(batch: Batch, running: Batch | None) -> None:
+def _refuse_misuse(batch: CapturedBatch, running: CapturedBatch | None) -> None:
     if running is not None:
         raise UnsupportedModuleError(
             "",

@@ -22,8 +22,8 @@ from shuffled_dpsgd.clipping.contributions.kinds import Contribution
 from shuffled_dpsgd.errors import UnsupportedModuleError
 
 if TYPE_CHECKING:
-    from shuffled_dpsgd.clipping.capture.batch import Batch
-    from shuffled_dpsgd.clipping.capture.recorder import Recorder
+    from shuffled_dpsgd.clipping.capture.batch import CapturedBatch
+    from shuffled_dpsgd.clipping.capture.recorder import CaptureRecorder
 
 # In place of the number of rows a sample has: there is one, which all samples share.
 ONE_FOR_ALL = -1
@@ -100,7 +100,13 @@ class Slot:
     may_fold = False
 
     def __init__(
-        self, *, index: int, path: str, module: nn.Module, names: dict[str, str], recorder: Recorder
+        self,
+        *,
+        index: int,
+        path: str,
+        module: nn.Module,
+        names: dict[str, str],
+        recorder: CaptureRecorder,
     ) -> None:
         self.index = index
         self.path = path
@@ -172,9 +178,9 @@ class Slot:
         return InputAndGradient(x, g)
 
     def captured(self, part: int, tensors: Sequence[Tensor]) -> Capture:
-        """The capture of the tensors, and the part, that a backward gave to `Recorder.record`.
+        """The capture of what a backward gave to `CaptureRecorder.record`: tensors and a part.
 
-        Those that were None are left out.
+        Tensors that were None there are left out.
         """
         return InputAndGradient(tensors[0], tensors[1])
 
@@ -217,7 +223,7 @@ class Slot:
 
         return forward
 
-    def _refuse_other_rows(self, batch: Batch, length: int) -> None:
+    def _refuse_other_rows(self, batch: CapturedBatch, length: int) -> None:
         """Refuse a folded input unless it has as many rows of each sample as in the check.
 
         A router that sends some tokens here may by chance send as many as there are samples.
@@ -252,18 +258,18 @@ class Slot:
         raise self.refuse_batch_axis(size, tensor.shape)
 
 
-def recorder_of(slot: Slot) -> Recorder:
+def recorder_of(slot: Slot) -> CaptureRecorder:
     """The recorder of a slot; in a traced forward it is found by its number.
 
     Were it reached through every slot, the compiled model would check before each run, slot by slot
     and in Python, that it is the same for all.
     """
     if torch.compiler.is_compiling():
-        return cast("Recorder", find_sink(slot.handle))
+        return cast("CaptureRecorder", find_sink(slot.handle))
     return slot.recorder
 
 
-def batch_of(slot: Slot) -> Batch:
+def batch_of(slot: Slot) -> CapturedBatch:
     """The batch that a call of a slot belongs to; counts the call unless it is a recomputation.
 
     A function, as whatever is called in every traced forward: for a method the compiled model would

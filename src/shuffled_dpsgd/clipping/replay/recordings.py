@@ -22,7 +22,7 @@ from torch import Tensor
 
 from shuffled_dpsgd.clipping.capture.captures import Capture
 from shuffled_dpsgd.clipping.kernels.triton.addresses import Tables, holding
-from shuffled_dpsgd.clipping.replay.side_streams import StreamBranches, branching
+from shuffled_dpsgd.clipping.replay.side_streams import CudaSideStreams, using_side_streams
 
 # Many, because what a step keeps of each physical batch may shift the allocations of the next, and
 # a step may have dozens. Places where work was done once are remembered apart: those of batches of
@@ -34,7 +34,7 @@ Work = Callable[[], Tensor]
 Value = TypeVar("Value")
 
 
-class Recording(Protocol):
+class RecordedWork(Protocol):
     """Work that can be done again, with the same places."""
 
     def replay(self) -> Tensor:
@@ -42,10 +42,10 @@ class Recording(Protocol):
         ...
 
 
-class Record(Protocol):
+class WorkRecorder(Protocol):
     """Records work without doing it; raises RuntimeError where that cannot be."""
 
-    def __call__(self, work: Work) -> Recording: ...
+    def __call__(self, work: Work) -> RecordedWork: ...
 
 
 def places_of(
@@ -75,7 +75,7 @@ def places_of(
 class _Recorded(NamedTuple):
     """A recording and the tables of addresses that it reads."""
 
-    recording: Recording
+    recording: RecordedWork
     tables: Tables
 
 
@@ -86,7 +86,7 @@ class Replays:
     tests. Should recording fail, a warning says so and the engine goes on without.
     """
 
-    def __init__(self, record: Record | None = None) -> None:
+    def __init__(self, record: WorkRecorder | None = None) -> None:
         self._record = record if record is not None else GraphRecorder()
         self._seen: OrderedDict[Places, Tables] = OrderedDict()
         self._recorded: OrderedDict[Places, _Recorded] = OrderedDict()
@@ -145,13 +145,13 @@ class GraphRecorder:
     def __init__(self) -> None:
         self._pool: Any = None
         self._stream: torch.cuda.Stream | None = None
-        self._branches: StreamBranches | None = None
-        self._alive: WeakSet[GraphRecording] = WeakSet()
+        self._side_streams: CudaSideStreams | None = None
+        self._alive: WeakSet[RecordedGraph] = WeakSet()
         self._broken: list[torch.cuda.CUDAGraph] = []
 
-    def __call__(self, work: Work) -> Recording:
-        if self._stream is None or self._branches is None:
-            self._stream, self._branches = torch.cuda.Stream(), StreamBranches()
+    def __call__(self, work: Work) -> RecordedWork:
+        if self._stream is None or self._side_streams is None:
+            self._stream, self._side_streams = torch.cuda.Stream(), CudaSideStreams()
         if not self._alive:
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
@@ -159,22 +159,22 @@ class GraphRecorder:
         # `torch.cuda.graph` would empty the allocator's cache, and with it lose every place.
         with torch.cuda.stream(self._stream):
             try:
-                result = self._capture(graph, work, self._branches)
+                result = self._capture(graph, work, self._side_streams)
             except RuntimeError:
                 # The allocator may go on asking the graph whether it still records.
                 self._broken.append(graph)
                 _free_generator()
                 raise
         torch.cuda.current_stream().wait_stream(self._stream)
-        recording = GraphRecording(graph, result)
+        recording = RecordedGraph(graph, result)
         self._alive.add(recording)
         return recording
 
-    def _capture(self, graph: torch.cuda.CUDAGraph, work: Work, branches: StreamBranches) -> Tensor:
+    def _capture(self, graph: torch.cuda.CUDAGraph, work: Work, streams: CudaSideStreams) -> Tensor:
         # Other threads, such as a loader that pins memory, may use the device meanwhile.
         graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
         try:
-            with branching(branches):
+            with using_side_streams(streams):
                 return work()
         finally:
             graph.capture_end()
@@ -189,7 +189,7 @@ def _free_generator() -> None:
     generator.graphsafe_set_state(generator.clone_state())
 
 
-class GraphRecording:
+class RecordedGraph:
     """A CUDA graph and the tensor its result lies in."""
 
     def __init__(self, graph: torch.cuda.CUDAGraph, result: Tensor) -> None:

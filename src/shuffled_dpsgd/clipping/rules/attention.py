@@ -27,7 +27,7 @@ from shuffled_dpsgd.clipping.contributions.kinds import (
 from shuffled_dpsgd.errors import UnsupportedModuleError
 
 if TYPE_CHECKING:
-    from shuffled_dpsgd.clipping.capture.batch import Batch
+    from shuffled_dpsgd.clipping.capture.batch import CapturedBatch
 
 # The projections an entry can come from: all three of the packed weight, one third of it, or out.
 PACKED, QUERY, KEY, VALUE, OUT = range(5)
@@ -45,7 +45,7 @@ class ProjectionFunction(torch.autograd.Function):
         bias: Tensor | None,
         part: int,
         slot: MultiheadAttentionSlot,
-        batch: Batch,
+        batch: CapturedBatch,
         *taps: Tensor,
     ) -> Tensor:
         if part in (QUERY, KEY, VALUE):
@@ -136,7 +136,9 @@ class MultiheadAttentionSlot(Slot):
         out = self._project(mixed.transpose(1, 2).flatten(2), OUT, batch)
         return out if self.layer.batch_first else out.transpose(0, 1), weights
 
-    def _projected(self, query: Tensor, key: Tensor, value: Tensor, batch: Batch) -> list[Tensor]:
+    def _projected(
+        self, query: Tensor, key: Tensor, value: Tensor, batch: CapturedBatch
+    ) -> list[Tensor]:
         """Queries, keys and values, each (B, H, T, E/H)."""
         together = query is key and key is value
         if self.recorder.batch is not None:
@@ -152,7 +154,7 @@ class MultiheadAttentionSlot(Slot):
             projected = [self._project(x, p, batch) for x, p in zip(inputs, parts, strict=True)]
         return [x.unflatten(2, (self.heads, -1)).transpose(1, 2) for x in projected]
 
-    def _project(self, x: Tensor, part: int, batch: Batch) -> Tensor:
+    def _project(self, x: Tensor, part: int, batch: CapturedBatch) -> Tensor:
         if torch.is_autocast_enabled(batch.device) and x.dtype is not torch.float64:
             x = x.to(torch.get_autocast_dtype(batch.device))
         if part == OUT:

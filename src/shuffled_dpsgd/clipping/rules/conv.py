@@ -25,7 +25,7 @@ from shuffled_dpsgd.clipping.contributions.kinds import (
 from shuffled_dpsgd.clipping.kernels.plain import widen
 
 if TYPE_CHECKING:
-    from shuffled_dpsgd.clipping.capture.batch import Batch
+    from shuffled_dpsgd.clipping.capture.batch import CapturedBatch
 
 
 class ConvFunction(torch.autograd.Function):
@@ -39,7 +39,7 @@ class ConvFunction(torch.autograd.Function):
         bias: Tensor | None,
         cast_weights: bool,
         slot: ConvSlot,
-        batch: Batch,
+        batch: CapturedBatch,
         *taps: Tensor,
     ) -> Tensor:
         if cast_weights:

@@ -19,7 +19,7 @@ from shuffled_dpsgd.clipping.contributions.kinds import Contribution, RowsGrad
 from shuffled_dpsgd.errors import UnsupportedModuleError
 
 if TYPE_CHECKING:
-    from shuffled_dpsgd.clipping.capture.batch import Batch
+    from shuffled_dpsgd.clipping.capture.batch import CapturedBatch
 
 
 class EmbeddingFunction(torch.autograd.Function):
@@ -27,7 +27,12 @@ class EmbeddingFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, ids: Tensor, weight: Tensor, slot: EmbeddingSlot, batch: Batch, *taps: Tensor
+        ctx: Any,
+        ids: Tensor,
+        weight: Tensor,
+        slot: EmbeddingSlot,
+        batch: CapturedBatch,
+        *taps: Tensor,
     ) -> Tensor:
         ctx.slot, ctx.batch = slot, batch
         ctx.save_for_backward(ids)

@@ -26,7 +26,7 @@ from shuffled_dpsgd.clipping.rules.trial_runs import buffers_kept, in_eval_mode
 from shuffled_dpsgd.errors import UnsupportedModuleError
 
 if TYPE_CHECKING:
-    from shuffled_dpsgd.clipping.capture.batch import Batch
+    from shuffled_dpsgd.clipping.capture.batch import CapturedBatch
 
 _TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3}
 _HALF_TOLERANCE = 5e-2
@@ -48,7 +48,12 @@ class CopiesFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, parameter: Tensor, part: int, slot: CopiesSlot, batch: Batch, *taps: Tensor
+        ctx: Any,
+        parameter: Tensor,
+        part: int,
+        slot: CopiesSlot,
+        batch: CapturedBatch,
+        *taps: Tensor,
     ) -> Tensor:
         ctx.part, ctx.slot, ctx.batch = part, slot, batch
         return parameter.expand(batch.size, *parameter.shape)

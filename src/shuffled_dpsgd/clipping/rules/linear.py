@@ -37,7 +37,7 @@ from shuffled_dpsgd.clipping.contributions.kinds import (
 )
 
 if TYPE_CHECKING:
-    from shuffled_dpsgd.clipping.capture.batch import Batch
+    from shuffled_dpsgd.clipping.capture.batch import CapturedBatch
 
 
 _ROW_BLOCK = 128
@@ -56,7 +56,7 @@ class LinearFunction(torch.autograd.Function):
         bias: Tensor | None,
         lower: bool,
         slot: LinearSlot,
-        batch: Batch,
+        batch: CapturedBatch,
         part: int,
         *taps: Tensor,
     ) -> Tensor:
@@ -98,7 +98,7 @@ class TransposedLinearFunction(torch.autograd.Function):
         bias: Tensor,
         lower: bool,
         slot: LinearSlot,
-        batch: Batch,
+        batch: CapturedBatch,
         part: int,
         *taps: Tensor,
     ) -> Tensor:
@@ -196,7 +196,9 @@ class LinearSlot(Slot):
     def forward(self, input: Tensor) -> Tensor:
         return _run(self, input, LinearFunction)
 
-    def listen(self, x: Tensor, weight: Tensor, bias: Tensor | None, batch: Batch) -> Tensor:
+    def listen(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, batch: CapturedBatch
+    ) -> Tensor:
         """The same by autograd's own operations, for eager mode."""
         weight = batch.cast(weight, x.dtype)
         bias = None if bias is None else batch.cast(bias, x.dtype)

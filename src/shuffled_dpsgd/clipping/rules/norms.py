@@ -22,7 +22,7 @@ from shuffled_dpsgd.clipping.contributions.norm_sums import UnsummedNorm, settle
 from shuffled_dpsgd.clipping.kernels import plain
 
 if TYPE_CHECKING:
-    from shuffled_dpsgd.clipping.capture.batch import Batch
+    from shuffled_dpsgd.clipping.capture.batch import CapturedBatch
 
 
 class NormSlot(Slot):
@@ -58,7 +58,7 @@ class LayerNormFunction(torch.autograd.Function):
         weight: Tensor | None,
         bias: Tensor | None,
         slot: LayerNormSlot,
-        batch: Batch,
+        batch: CapturedBatch,
         *taps: Tensor,
     ) -> Tensor:
         # What the weight tells, a compiled model need not check of the slot before every run.
@@ -140,7 +140,7 @@ class GainFunction(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         slot: GainSlot,
-        batch: Batch,
+        batch: CapturedBatch,
         *taps: Tensor,
     ) -> Tensor:
         ctx.slot, ctx.batch = slot, batch
@@ -229,7 +229,12 @@ class LlamaRMSNormFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, slot: LlamaRMSNormSlot, batch: Batch, *taps: Tensor
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        slot: LlamaRMSNormSlot,
+        batch: CapturedBatch,
+        *taps: Tensor,
     ) -> Tensor:
         wide = x.float()
         rstd = torch.rsqrt(wide.square().mean(-1, keepdim=True) + slot.eps)

@@ -31,11 +31,11 @@ from shuffled_dpsgd.clipping.contributions.kinds import (
     RowSumGrad,
 )
 from shuffled_dpsgd.clipping.replay.side_streams import side_by_side
-from shuffled_dpsgd.clipping.settle.shared_parameters import Group, Named, contributions_of
+from shuffled_dpsgd.clipping.settle.shared_parameters import LayerGroup, Named, contributions_of
 
 # Per-sample gradients larger than this are worth an operation of their own.
 _SMALL, _SMALL_ON_CPU = 1 << 16, 1 << 12
-# Launches for linear layers are dealt out to so many lanes; see `side_streams.SIDE_STREAMS`.
+# Launches for linear layers are dealt out to so many lanes; see `side_streams.NUM_SIDE_STREAMS`.
 LINEAR_LANES = 3
 NormRun = tuple[Sequence[Slot], Tensor]
 Kind = TypeVar("Kind", OuterGrad, RowSumGrad)
@@ -94,7 +94,7 @@ class ManyLayers:
 
     def __init__(
         self,
-        filed: Iterable[tuple[Group, Sequence[Entry]]],
+        filed: Iterable[tuple[LayerGroup, Sequence[Entry]]],
         norm_runs: Callable[[], Sequence[NormRun]],
         choose: cost.Chooser,
     ) -> None:
@@ -102,7 +102,7 @@ class ManyLayers:
         self._find_norm_runs = norm_runs
         self._norm_runs: Sequence[NormRun] = ()
         # What is left to its group, and all the contributions of that.
-        self._grouped: list[tuple[Group, Sequence[Entry], Sequence[Named]]] = []
+        self._grouped: list[tuple[LayerGroup, Sequence[Entry], Sequence[Named]]] = []
         self._parts: list[Named] = []
         self._small: list[tuple[str, DenseGrad]] = []
         self._side_by_side_BN: Tensor | None = None
@@ -114,7 +114,7 @@ class ManyLayers:
 
     def _sort(
         self,
-        group: Group,
+        group: LayerGroup,
         entries: Sequence[Entry],
         linear: dict[cost.Route, list[LinearLayer]],
     ) -> None:
@@ -136,7 +136,7 @@ class ManyLayers:
         else:
             self._leave(group, entries, parts)
 
-    def _leave(self, group: Group, entries: Sequence[Entry], parts: Sequence[Named]) -> None:
+    def _leave(self, group: LayerGroup, entries: Sequence[Entry], parts: Sequence[Named]) -> None:
         self._grouped.append((group, entries, parts))
         self._parts += parts
 
@@ -149,7 +149,7 @@ class ManyLayers:
         return [square_B for lane in found for squares in lane for square_B in squares]
 
     def _group_square(
-        self, group: Group, entries: Sequence[Entry], parts: Sequence[Named]
+        self, group: LayerGroup, entries: Sequence[Entry], parts: Sequence[Named]
     ) -> list[Tensor]:
         return [group.sq_norms(entries, parts, self._choose)]
 

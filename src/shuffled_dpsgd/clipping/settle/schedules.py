@@ -14,16 +14,16 @@ from typing import Protocol, cast
 import torch
 from torch import Tensor
 
-from shuffled_dpsgd.clipping.capture.batch import Batch, Entry, Phase, Settling
+from shuffled_dpsgd.clipping.capture.batch import CapturedBatch, Entry, Phase, Settling
 from shuffled_dpsgd.clipping.capture.slot import Slot
 from shuffled_dpsgd.clipping.contributions import cost
 from shuffled_dpsgd.clipping.contributions.float32 import full_float32
 from shuffled_dpsgd.clipping.contributions.norm_sums import UnsummedNorm, settle
 from shuffled_dpsgd.clipping.replay.recordings import Places, Replays, places_of
-from shuffled_dpsgd.clipping.replay.stable_places import Shelf
+from shuffled_dpsgd.clipping.replay.stable_places import StablePlaces
 from shuffled_dpsgd.clipping.settle.clip_functions import ClipFunction
 from shuffled_dpsgd.clipping.settle.many_layers import ManyLayers
-from shuffled_dpsgd.clipping.settle.shared_parameters import Group, contributions_of
+from shuffled_dpsgd.clipping.settle.shared_parameters import LayerGroup, contributions_of
 from shuffled_dpsgd.clipping.settle.totals import Totals
 from shuffled_dpsgd.errors import InvalidArgumentError
 
@@ -34,11 +34,11 @@ _MAX_UNSUMMED_BYTES = 1 << 29
 class Schedule(Protocol):
     """Turns a batch's entries into totals."""
 
-    def receive(self, batch: Batch, entry: Entry) -> None:
+    def receive(self, batch: CapturedBatch, entry: Entry) -> None:
         """Take one entry, during the backward."""
         ...
 
-    def finish(self, batch: Batch) -> None:
+    def finish(self, batch: CapturedBatch) -> None:
         """Settle what is left, after the backward."""
         ...
 
@@ -51,14 +51,14 @@ class ClippingRule:
     sample's whole contribution stays within clip_norm.
     """
 
-    groups: Sequence[Group]
+    groups: Sequence[LayerGroup]
     choose: cost.Chooser
     clip: ClipFunction
     clip_norm: float
     per_group: bool
     totals: Totals
 
-    def norms(self, squares: Iterable[Tensor], batch: Batch) -> Tensor:
+    def norms(self, squares: Iterable[Tensor], batch: CapturedBatch) -> Tensor:
         """(B,) norms from squared parts, in terms of each sample's own loss."""
         parts = list(squares)
         if len(parts) == 1:
@@ -68,7 +68,7 @@ class ClippingRule:
             norms_B = torch.stack([part.to(widest) for part in parts]).sum(0).sqrt_()
         return norms_B if batch.scale == 1.0 else norms_B.mul_(batch.scale)
 
-    def factors(self, norms_B: Tensor, batch: Batch) -> Tensor:
+    def factors(self, norms_B: Tensor, batch: CapturedBatch) -> Tensor:
         """(B,) factors for captured gradients, which still lack the batch's scale."""
         bound = self.clip_norm
         if self.per_group:
@@ -83,9 +83,9 @@ class WholeGradient:
     def __init__(self, rule: ClippingRule) -> None:
         self.rule = rule
         self.replays = Replays()
-        self.shelf = Shelf()
+        self.stable_places = StablePlaces()
 
-    def receive(self, batch: Batch, entry: Entry) -> None:
+    def receive(self, batch: CapturedBatch, entry: Entry) -> None:
         slot = entry.slot
         if type(capture := entry.capture) is UnsummedNorm:
             alone = not slot.sharing.shared and batch.calls[slot.index] == 1
@@ -104,7 +104,7 @@ class WholeGradient:
             kept.norm_runs += _summed(kept.unsummed)
             kept.unsummed, kept.unsummed_bytes = [], 0
 
-    def finish(self, batch: Batch) -> None:
+    def finish(self, batch: CapturedBatch) -> None:
         with self.rule.totals.adding() as (sums, new):
             places = self._places(batch, new) if self._may_replay(batch) else None
             norms_B = self.replays.run(places, lambda: self._settle_all(batch, sums, new))
@@ -112,7 +112,7 @@ class WholeGradient:
         batch.close()
 
     @full_float32()
-    def _settle_all(self, batch: Batch, sums: dict[str, Tensor], new: bool) -> Tensor:
+    def _settle_all(self, batch: CapturedBatch, sums: dict[str, Tensor], new: bool) -> Tensor:
         """Add the batch's clipped gradients to `sums`; returns the samples' norms.
 
         Sums that are `new` hold nothing yet. The batch is left as it is, for this may be recorded
@@ -130,15 +130,15 @@ class WholeGradient:
         layers.add_sums(rule.factors(norms_B, batch), sums, new)
         return norms_B
 
-    def _may_replay(self, batch: Batch) -> bool:
+    def _may_replay(self, batch: CapturedBatch) -> bool:
         """Not on a CPU, nor inside somebody else's capture, to which the launches belong."""
         if batch.device != "cuda" or not self.replays.enabled:
             return False
         return not torch.cuda.is_current_stream_capturing()
 
-    def _places(self, batch: Batch, new: bool) -> Places:
-        """Where everything lies that settling reads and writes, the small of it on the shelf."""
-        self.shelf.take(batch)
+    def _places(self, batch: CapturedBatch, new: bool) -> Places:
+        """Where everything lies that settling reads and writes; moves small captures first."""
+        self.stable_places.move(batch)
         kept, late = batch.settling, batch.compiled.late
         entries = kept.all_entries()
         others: list[Tensor | None] = [sums_LBCD for _, sums_LBCD in kept.norm_runs]
@@ -171,21 +171,21 @@ class GroupByGroup:
     def __init__(self, rule: ClippingRule) -> None:
         self.rule = rule
 
-    def receive(self, batch: Batch, entry: Entry) -> None:
+    def receive(self, batch: CapturedBatch, entry: Entry) -> None:
         entry.capture = entry.slot.decide(entry.capture, self.rule.choose)
         entries = batch.settling.file(entry)
         group = self.rule.groups[entry.slot.sharing.group]
         if group.is_complete(batch, entries):
             self._settle(batch, group)
 
-    def finish(self, batch: Batch) -> None:
+    def finish(self, batch: CapturedBatch) -> None:
         for index in list(batch.settling.entries):
             self._settle(batch, self.rule.groups[index])
         self.rule.totals.norms.append(self.rule.norms(batch.settling.squares.values(), batch))
         batch.close()
 
     @full_float32()
-    def _settle(self, batch: Batch, group: Group) -> None:
+    def _settle(self, batch: CapturedBatch, group: LayerGroup) -> None:
         rule, kept = self.rule, batch.settling
         entries = kept.entries.pop(group.index)
         parts = contributions_of(entries)
@@ -204,7 +204,7 @@ class TwoPasses:
     def __init__(self, rule: ClippingRule) -> None:
         self.rule = rule
 
-    def receive(self, batch: Batch, entry: Entry) -> None:
+    def receive(self, batch: CapturedBatch, entry: Entry) -> None:
         group = self.rule.groups[entry.slot.sharing.group]
         if batch.phase is Phase.SUMS:
             self._add(batch, group, entry)
@@ -219,7 +219,7 @@ class TwoPasses:
         if group.is_complete(batch, batch.settling.file(entry)):
             self._settle(batch, group)
 
-    def finish(self, batch: Batch) -> None:
+    def finish(self, batch: CapturedBatch) -> None:
         if batch.phase is Phase.SUMS:
             batch.close()
             return
@@ -236,12 +236,12 @@ class TwoPasses:
             )
 
     @full_float32()
-    def _settle(self, batch: Batch, group: Group) -> None:
+    def _settle(self, batch: CapturedBatch, group: LayerGroup) -> None:
         entries = batch.settling.entries.pop(group.index)
         parts = contributions_of(entries)
         batch.settling.squares[group.index] = group.sq_norms(entries, parts, self.rule.choose)
 
     @full_float32()
-    def _add(self, batch: Batch, group: Group, entry: Entry) -> None:
+    def _add(self, batch: CapturedBatch, group: LayerGroup, entry: Entry) -> None:
         factors_B = batch.settling.factors[group.index]
         group.add_sums(contributions_of([entry]), factors_B, self.rule.totals.sums)

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from shuffled_dpsgd.clipping.capture.batch import Batch, Entry
+from shuffled_dpsgd.clipping.capture.batch import CapturedBatch, Entry
 from shuffled_dpsgd.clipping.capture.slot import Sharing, Slot
 from shuffled_dpsgd.clipping.contributions import cost
 from shuffled_dpsgd.clipping.contributions.kinds import Contribution
@@ -22,7 +22,7 @@ Shapes = Mapping[str, torch.Size]
 Named = tuple[str, Contribution]
 
 
-class Group:
+class LayerGroup:
     """Slots connected by shared parameters; `names` are the parameters they hold."""
 
     def __init__(self, *, index: int, slots: Sequence[Slot], shapes: Shapes) -> None:
@@ -36,7 +36,7 @@ class Group:
         for slot in slots:
             slot.sharing = Sharing(group=index, shared=self.shared, tied=tied)
 
-    def is_complete(self, batch: Batch, entries: Sequence[Entry]) -> bool:
+    def is_complete(self, batch: CapturedBatch, entries: Sequence[Entry]) -> bool:
         """Whether every call the forward made has been recorded, so that no more can come."""
         return len(entries) >= sum(batch.calls[slot.index] for slot in self.slots)
 
@@ -73,7 +73,7 @@ def contributions_of(entries: Sequence[Entry]) -> list[Named]:
     return [part for entry in entries for part in entry.slot.contributions(entry.capture)]
 
 
-def group_slots(slots: Sequence[Slot], shapes: Shapes) -> list[Group]:
+def group_slots(slots: Sequence[Slot], shapes: Shapes) -> list[LayerGroup]:
     """Partition slots into groups connected by shared parameters, in order of appearance."""
     root_of = {slot.index: slot.index for slot in slots}
 
@@ -92,6 +92,6 @@ def group_slots(slots: Sequence[Slot], shapes: Shapes) -> list[Group]:
     for slot in slots:
         members.setdefault(root(slot.index), []).append(slot)
     return [
-        Group(index=index, slots=found, shapes=shapes)
+        LayerGroup(index=index, slots=found, shapes=shapes)
         for index, found in enumerate(members.values())
     ]

@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from shuffled_dpsgd.clipping.capture.recorder import Recorder
+from shuffled_dpsgd.clipping.capture.recorder import CaptureRecorder
 from shuffled_dpsgd.clipping.capture.slot import Slot
 from shuffled_dpsgd.clipping.checks import refusals
 from shuffled_dpsgd.clipping.rules import find_rule
@@ -28,7 +28,7 @@ def canonical_names(model: nn.Module) -> dict[int, str]:
     return {id(p): name for name, p in model.named_parameters() if p.requires_grad}
 
 
-def build_slots(model: nn.Module, recorder: Recorder) -> list[Slot]:
+def build_slots(model: nn.Module, recorder: CaptureRecorder) -> list[Slot]:
     """A slot for every module that must book-keep, in the order of the module tree.
 
     Raises:

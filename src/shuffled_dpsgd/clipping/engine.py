@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from shuffled_dpsgd.clipping import build
-from shuffled_dpsgd.clipping.capture.batch import Batch, Entry, Phase
+from shuffled_dpsgd.clipping.capture.batch import CapturedBatch, Entry, Phase
 from shuffled_dpsgd.clipping.capture.batch_size import find_batch
 from shuffled_dpsgd.clipping.capture.random_tape import RecordedTape
-from shuffled_dpsgd.clipping.capture.recorder import Recorder
+from shuffled_dpsgd.clipping.capture.recorder import CaptureRecorder
 from shuffled_dpsgd.clipping.capture.samples import BatchKinds
 from shuffled_dpsgd.clipping.capture.slot import can_listen
 from shuffled_dpsgd.clipping.capture.taps import signature_of
@@ -100,7 +100,7 @@ class ClippingEngine:
         self._frozen = {n: p for n, p in model.named_parameters() if not p.requires_grad}
         refusals.refuse_unfit(self._parameters)
         self._structure = build.Structure(model)
-        self._recorder = Recorder(receive=self._receive, finish=self._finish)
+        self._recorder = CaptureRecorder(receive=self._receive, finish=self._finish)
         self._batch_norms = refusals.batch_norms(model)
         refusals.refuse_batch_statistics(self._batch_norms)
         self._slots = build.build_slots(model, self._recorder)
@@ -133,7 +133,7 @@ class ClippingEngine:
         )
         # While the standing check runs the model, its hooks do nothing.
         self._is_checking = False
-        self._trial: Batch | None = None
+        self._trial: CapturedBatch | None = None
         self._compiled_call: tuple[tuple[Any, Any], int, Autocast] | None = None
         self._tape_hook: RemovableHandle | None = None
         self._patches = build.patches(self._slots)
@@ -309,7 +309,7 @@ class ClippingEngine:
                 self._check_axis(args, kwargs, size, kind)
             self._axis_check.expect(args, kwargs, size, kind)
         scale = float(size) if self.loss_reduction == "mean" else 1.0
-        batch = Batch(size=size, device=device, slots=len(self._slots), scale=scale)
+        batch = CapturedBatch(size=size, device=device, slots=len(self._slots), scale=scale)
         if device == "cuda" and torch.is_autocast_enabled(device) and can_listen():
             latest = self._recorder.latest
             batch.halves = self._halves.make(
@@ -319,12 +319,13 @@ class ClippingEngine:
         if traced:
             # Always: that they are needed once would have the model compiled once more.
             lower = torch.is_autocast_enabled(device)
-            batch.inputs = (args, kwargs, torch.get_autocast_dtype(device) if lower else None)
+            dtype = torch.get_autocast_dtype(device) if lower else None
+            batch.compiled.inputs = (args, kwargs, dtype)
         self._recorder.open(batch, signature_of(args, kwargs, device) if traced else None)
         if not traced and self._standing.is_due(size, kind):
             self._watch_forward(batch, args, kwargs)
 
-    def _watch_forward(self, batch: Batch, args: Any, kwargs: Any) -> None:
+    def _watch_forward(self, batch: CapturedBatch, args: Any, kwargs: Any) -> None:
         """Write down the random numbers of the forward that begins, until it ends or fails."""
         watch = self._standing.begin(batch, (args, kwargs), batch.size, batch.device)
         tape = RecordedTape(watch.tape)
@@ -366,7 +367,7 @@ class ClippingEngine:
     def _is_half_done(self) -> bool:
         """Whether a backward broke off that adds to the sums layer by layer."""
         latest = self._recorder.latest
-        return latest is not None and not latest.closed and bool(latest.squares)
+        return latest is not None and not latest.closed and bool(latest.settling.squares)
 
     def _refuse_half_done(self) -> None:
         if self._is_half_done():
@@ -377,13 +378,13 @@ class ClippingEngine:
                 remedy="call reset() and repeat the step; going on could count a sample twice",
             )
 
-    def _receive(self, batch: Batch, entry: Entry) -> None:
+    def _receive(self, batch: CapturedBatch, entry: Entry) -> None:
         if batch.size > 0:
             self._standing.book(batch, entry)
             if batch is not self._trial:
                 self._schedule.receive(batch, entry)
 
-    def _finish(self, batch: Batch) -> None:
+    def _finish(self, batch: CapturedBatch) -> None:
         if batch is self._trial:
             return
         if batch.size > 0:
@@ -393,11 +394,11 @@ class ClippingEngine:
                 self._standing.finish(batch, self._rule.totals.norms[-1])
         self._watch.check()
 
-    def _check_late(self, batch: Batch) -> None:
+    def _check_late(self, batch: CapturedBatch) -> None:
         """Check what a compiled forward could not, before anything of its batch is handed out."""
-        if batch.inputs is None:
+        if batch.compiled.inputs is None:
             return
-        args, kwargs, dtype = batch.inputs
+        args, kwargs, dtype = batch.compiled.inputs
         kind = self._kinds.of(args, kwargs, batch.size, batch.device)
         if self._axis_check.is_due(args, kwargs, batch.size, kind):
             with torch.autocast(batch.device, dtype=dtype, enabled=dtype is not None):
@@ -465,7 +466,7 @@ class ClippingEngine:
                 self._patch()
 
     @contextmanager
-    def _put_on_trial(self, batch: Batch) -> Iterator[Callable[[], None]]:
+    def _put_on_trial(self, batch: CapturedBatch) -> Iterator[Callable[[], None]]:
         """Run the model with book-keeping for the standing check alone."""
         latest = self._recorder.latest
         self._patch()

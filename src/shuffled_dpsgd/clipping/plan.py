@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from shuffled_dpsgd.clipping.capture.slot import Slot
 from shuffled_dpsgd.clipping.contributions import cost
-from shuffled_dpsgd.clipping.settle.shared_parameters import Group
+from shuffled_dpsgd.clipping.settle.shared_parameters import LayerGroup
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,12 +51,12 @@ class Plan(tuple[PlanRow, ...]):
         )
 
 
-def describe(groups: Iterable[Group], choose: cost.Chooser) -> Plan:
+def describe(groups: Iterable[LayerGroup], choose: cost.Chooser) -> Plan:
     """The plan for these groups, with the shapes of their latest calls."""
     return Plan(_row(group, choose) for group in groups)
 
 
-def _row(group: Group, choose: cost.Chooser) -> PlanRow:
+def _row(group: LayerGroup, choose: cost.Chooser) -> PlanRow:
     first = group.slots[0]
     shape = first.last_shape if len(group.slots) == 1 else None
     operations = None
@@ -77,4 +77,4 @@ def _route(slot: Slot, choose: cost.Chooser) -> str:
         return slot.fixed_route
     if slot.last_shape is None:
         return "per call"
-    return choose(*slot.last_shape, slot.last_device, slot.tied).value
+    return choose(*slot.last_shape, slot.last_device, slot.sharing.tied).value

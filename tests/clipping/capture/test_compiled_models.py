@@ -51,7 +51,8 @@ def tapped_calls(engine: ClippingEngine) -> int:
     """How many calls of the latest batch were captured by taps."""
     batch = engine._recorder.latest
     assert batch is not None
-    return 0 if batch.taps is None else len(batch.taps.order)
+    taps = batch.compiled.taps
+    return 0 if taps is None else len(taps.order)
 
 
 def assert_every_step_agrees(

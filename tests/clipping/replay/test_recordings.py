@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 import torch
@@ -11,8 +11,10 @@ from torch import Tensor, nn
 
 from clipping.tiny_models import CASES
 from shuffled_dpsgd.clipping import ClippingEngine
-from shuffled_dpsgd.clipping.capture.batch import Batch
-from shuffled_dpsgd.clipping.contributions.norm_sums import Unsummed
+from shuffled_dpsgd.clipping.capture.batch import CapturedBatch
+from shuffled_dpsgd.clipping.capture.captures import Capture, CopyGradients, InputAndGradient
+from shuffled_dpsgd.clipping.contributions import cost
+from shuffled_dpsgd.clipping.contributions.norm_sums import UnsummedNorm
 from shuffled_dpsgd.clipping.kernels.triton.addresses import address_table, holding
 from shuffled_dpsgd.clipping.replay.recordings import (
     MAX_RECORDINGS,
@@ -103,34 +105,45 @@ def test_replays_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_place_is_all_that_a_launch_depends_on() -> None:
     tensor = torch.zeros(4, 6)
-    place = places_of([tensor])
+    place = places_of([], [tensor])
     others = [tensor.T, tensor[:, :3], tensor[1:], tensor.view(6, 4), tensor.view(torch.int32)]
-    assert place == places_of([tensor.view(4, 6)])
-    assert all(places_of([other]) != place for other in others)
-    assert places_of([tensor], 1) != place != places_of([tensor, None])
-    assert places_of([tensor, object()]) is None
-    norm = Unsummed(x_BTD=tensor, g_BTD=tensor, eps=1e-5)
-    assert places_of([norm]) != places_of([replace(norm, eps=1e-6)])
+    assert place == places_of([], [tensor.view(4, 6)])
+    assert all(places_of([], [other]) != place for other in others)
+    assert places_of([], [tensor], 1) != place != places_of([], [tensor, None])
+    assert places_of([], [tensor, None]) != places_of([], [None, tensor])
+
+
+def test_the_place_of_a_capture_is_of_its_kind_and_constants() -> None:
+    tensor = torch.zeros(4, 6)
+    norm = UnsummedNorm(x_BTD=tensor, g_BTD=tensor, eps=1e-5)
+    assert places_of([norm], []) == places_of([replace(norm)], [])
+    assert places_of([norm], []) != places_of([replace(norm, eps=1e-6)], [])
+    assert places_of([norm], []) != places_of([InputAndGradient(tensor, tensor)], [])
+    copies = [CopyGradients(part, tensor) for part in (0, 1)]
+    assert places_of(copies[:1], []) != places_of(copies[1:], [])
 
 
 @pytest.mark.parametrize("name", sorted(CASES))
-def test_every_capture_of_real_models_has_a_place(
+def test_captures_of_real_models_name_all_their_tensors(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case = CASES[name]()
-    values: list[object] = []
+    captures: list[Capture] = []
     settle = WholeGradient.finish
 
-    def finish(schedule: WholeGradient, batch: Batch) -> None:
-        for entry in batch.all_entries():
-            values.extend(entry.saved)
+    def finish(schedule: WholeGradient, batch: CapturedBatch) -> None:
+        captures.extend(entry.capture for entry in batch.settling.all_entries())
         settle(schedule, batch)
 
     monkeypatch.setattr(WholeGradient, "finish", finish)
     with ClippingEngine(case.model) as engine:
         engine.backward(case.losses(case.model, case.inputs))
-    assert values
-    assert places_of(values) is not None
+    assert captures
+    for capture in captures:
+        held = [getattr(capture, field.name) for field in fields(capture)]  # type: ignore[arg-type]
+        tensors = [value for value in held if isinstance(value, Tensor)]
+        assert [*map(id, capture.tensors())] == [*map(id, tensors)]
+        assert {type(value) for value in held} <= {Tensor, type(None), int, float, cost.Route}
 
 
 def test_held_tables_are_kept_and_found_again() -> None:

@@ -12,16 +12,16 @@ from torch import Tensor, nn
 from clipping.tiny_models import CASES
 from shuffled_dpsgd.clipping import ClippingEngine
 from shuffled_dpsgd.clipping.replay import side_streams
-from shuffled_dpsgd.clipping.replay.side_streams import branching, side_by_side
+from shuffled_dpsgd.clipping.replay.side_streams import side_by_side, using_side_streams
 from shuffled_dpsgd.clipping.settle import many_layers
 
 
-class FakeBranches:
-    """Stands in for streams: writes down what was asked of it and of which branch."""
+class FakeSideStreams:
+    """Stands in for streams: writes down what was asked of it and of which stream."""
 
     def __init__(self) -> None:
         self.log: list[str] = []
-        self.current = "trunk"
+        self.current = "main"
 
     @contextmanager
     def aside(self, number: int) -> Iterator[None]:
@@ -30,10 +30,10 @@ class FakeBranches:
         try:
             yield
         finally:
-            self.current = "trunk"
+            self.current = "main"
 
     def join(self) -> None:
-        assert self.current == "trunk"
+        assert self.current == "main"
         self.log.append("join")
 
     def job(self, name: str) -> Callable[[], str]:
@@ -44,44 +44,44 @@ class FakeBranches:
         return run
 
 
-def test_work_is_done_in_order_on_one_stream_unless_branches_are_given() -> None:
-    fake = FakeBranches()
+def test_work_is_done_in_order_on_one_stream_unless_side_streams_are_given() -> None:
+    fake = FakeSideStreams()
     lanes = [[fake.job("a"), fake.job("b")], [fake.job("c")], []]
     assert side_by_side(*lanes) == [["a", "b"], ["c"], []]
-    assert fake.log == ["a on trunk", "b on trunk", "c on trunk"]
+    assert fake.log == ["a on main", "b on main", "c on main"]
 
 
-def test_sides_fork_before_the_trunk_goes_on_and_all_meet_before_results_are_used() -> None:
-    fake = FakeBranches()
-    with branching(fake):
+def test_sides_fork_before_the_main_stream_goes_on_and_all_join_before_results_are_used() -> None:
+    fake = FakeSideStreams()
+    with using_side_streams(fake):
         found = side_by_side([fake.job("a")], [fake.job("b"), fake.job("c")], [fake.job("d")])
     assert found == [["a"], ["b", "c"], ["d"]]
     sides = ["fork 0", "b on side 0", "c on side 0", "fork 1", "d on side 1"]
-    assert fake.log == [*sides, "a on trunk", "join"]
+    assert fake.log == [*sides, "a on main", "join"]
     side_by_side([fake.job("e")], [fake.job("f")])
-    assert fake.log[-2:] == ["e on trunk", "f on trunk"]
+    assert fake.log[-2:] == ["e on main", "f on main"]
 
 
 def test_a_job_has_one_stream() -> None:
-    fake = FakeBranches()
-    with branching(fake):
+    fake = FakeSideStreams()
+    with using_side_streams(fake):
         inner = side_by_side([lambda: side_by_side([fake.job("a")], [fake.job("b")])], [list])
         assert inner == [[[["a"], ["b"]]], [[]]]
-        assert fake.log == ["fork 0", "a on trunk", "b on trunk", "join"]
+        assert fake.log == ["fork 0", "a on main", "b on main", "join"]
         side_by_side([fake.job("c")], [fake.job("d")])
-    assert fake.log[-4:] == ["fork 0", "d on side 0", "c on trunk", "join"]
+    assert fake.log[-4:] == ["fork 0", "d on side 0", "c on main", "join"]
 
 
-def test_branches_meet_again_after_a_failure() -> None:
-    fake = FakeBranches()
+def test_side_streams_join_after_a_failure() -> None:
+    fake = FakeSideStreams()
 
     def fail() -> str:
         raise RuntimeError("no")
 
-    with branching(fake):
-        for trunk, side in [(fail, fake.job("a")), (fake.job("a"), fail)]:
+    with using_side_streams(fake):
+        for main, side in [(fail, fake.job("a")), (fake.job("a"), fail)]:
             with pytest.raises(RuntimeError, match="no"):
-                side_by_side([trunk], [side])
+                side_by_side([main], [side])
             assert fake.log.pop() == "join"
 
 
@@ -94,7 +94,7 @@ def test_sums_do_not_depend_on_what_is_done_first(
     monkeypatch.setattr(many_layers, "LINEAR_LANES", lanes)
     case = CASES[name]()
 
-    def settled(fake: FakeBranches | None) -> tuple[Tensor, dict[str, Tensor]]:
+    def settled(fake: FakeSideStreams | None) -> tuple[Tensor, dict[str, Tensor]]:
         engine = ClippingEngine(case.model, clip_norm=0.1)
         for _ in range(2):
             with engine:
@@ -102,11 +102,11 @@ def test_sums_do_not_depend_on_what_is_done_first(
                 if fake is None:
                     engine.backward(losses)
                     continue
-                with branching(fake):
+                with using_side_streams(fake):
                     engine.backward(losses)
         return engine.sample_norms, engine.clipped_sum()
 
-    fake = FakeBranches()
+    fake = FakeSideStreams()
     norms, sums = settled(fake)
     assert fake.log.count("join") == 4
     expected_norms, expected = settled(None)
@@ -131,10 +131,10 @@ class Tied(nn.Module):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("streams", "lanes"), [(0, 1), (1, 1), (2, 2), (3, 3)])
-def test_recorded_branches_on_a_gpu(
+def test_recorded_side_streams_on_a_gpu(
     streams: int, lanes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(side_streams, "SIDE_STREAMS", streams)
+    monkeypatch.setattr(side_streams, "NUM_SIDE_STREAMS", streams)
     monkeypatch.setattr(many_layers, "LINEAR_LANES", lanes)
     batches = [torch.randint(5003, (4, 600), device="cuda") for _ in range(6)]
 

@@ -1,4 +1,4 @@
-"""Small captures on the shelf: the same places for the next batch alike, and the same numbers."""
+"""Small captures in stable places: the same for the next batch alike, with the same numbers."""
 
 from __future__ import annotations
 
@@ -10,107 +10,130 @@ from torch import Tensor, nn
 
 from clipping.tiny_models import CASES
 from shuffled_dpsgd.clipping import ClippingEngine
-from shuffled_dpsgd.clipping.capture.batch import Batch, Entry, Late
-from shuffled_dpsgd.clipping.contributions.norm_sums import Unsummed
+from shuffled_dpsgd.clipping.capture.batch import CapturedBatch, Entry, Late
+from shuffled_dpsgd.clipping.capture.captures import (
+    Capture,
+    CopyGradients,
+    InputAndGradient,
+    Projection,
+    StoredGradients,
+    StoredWeight,
+)
+from shuffled_dpsgd.clipping.contributions.norm_sums import UnsummedNorm
 from shuffled_dpsgd.clipping.replay import stable_places
-from shuffled_dpsgd.clipping.replay.recordings import places_of
-from shuffled_dpsgd.clipping.replay.stable_places import Shelf
+from shuffled_dpsgd.clipping.replay.recordings import Places, places_of
+from shuffled_dpsgd.clipping.replay.stable_places import StablePlaces
 from shuffled_dpsgd.clipping.settle.schedules import WholeGradient
 
 
-def batch_of(*saved: object, waiting: Unsummed | None = None) -> Batch:
-    batch = Batch(size=2, device="cpu", slots=1, scale=1.0)
-    # The shelf asks nothing of slots.
-    batch.entries[0] = [Entry(None, (value,)) for value in saved]  # type: ignore[arg-type]
+def batch_of(*captures: Capture, waiting: UnsummedNorm | None = None) -> CapturedBatch:
+    batch = CapturedBatch(size=2, device="cpu", slots=1, scale=1.0)
+    # Nothing is asked of slots.
+    filed = [Entry(None, capture) for capture in captures]  # type: ignore[arg-type]
+    batch.settling.entries[0] = filed
     if waiting is not None:
-        batch.unsummed = [Entry(None, (waiting,))]  # type: ignore[arg-type]
+        batch.settling.unsummed = [Entry(None, waiting)]  # type: ignore[arg-type]
     return batch
 
 
-def captured(batch: Batch) -> list[object]:
-    return [entry.saved[0] for entry in batch.all_entries()]
+def of(*tensors: Tensor) -> CapturedBatch:
+    return batch_of(*(CopyGradients(0, tensor) for tensor in tensors))
 
 
-def some(batch_size: int) -> Batch:
+def captures(batch: CapturedBatch) -> list[Capture]:
+    return [entry.capture for entry in batch.settling.all_entries()]
+
+
+def tensors(batch: CapturedBatch) -> list[Tensor]:
+    return [tensor for capture in captures(batch) for tensor in capture.tensors()]
+
+
+def places(batch: CapturedBatch) -> Places:
+    return places_of(captures(batch), [])
+
+
+def some(batch_size: int) -> CapturedBatch:
     ids = torch.randint(9, (1, 3)).expand(batch_size, 3)
-    norm = Unsummed(x_BTD=torch.randn(batch_size, 3, 5), g_BTD=torch.randn(2, 3), eps=1e-5)
+    norm = UnsummedNorm(x_BTD=torch.randn(batch_size, 3, 5), g_BTD=torch.randn(2, 3), eps=1e-5)
     grads = torch.randn(batch_size, 7).bfloat16()
-    return batch_of(grads, ids, None, "text", grads, torch.randn(batch_size, 2), waiting=norm)
+    squares, other = torch.randn(batch_size), torch.randn(batch_size, 2)
+    return batch_of(
+        InputAndGradient(grads, ids),
+        InputAndGradient(None, other),
+        Projection(2, other, grads),
+        StoredGradients(grads, None, squares),
+        StoredWeight(other, grads, None, 3),
+        CopyGradients(1, grads),
+        waiting=norm,
+    )
 
 
 def test_batches_alike_lie_alike_wherever_they_lay_before() -> None:
-    kept, found = Shelf(), {}
+    stable, found = StablePlaces(), {}
     batches = [(size, some(size)) for size in (2, 3, 2, 3, 2)]
-    assert places_of(captured(batches[0][1])) != places_of(captured(batches[2][1]))
-    kept.take(some(4))
+    assert places(batches[0][1]) != places(batches[2][1])
+    stable.move(some(4))
     for size, batch in batches:
-        kept.take(batch)
-        found.setdefault(size, set()).add(places_of(captured(batch)))
-    assert {size: len(places) for size, places in found.items()} == {2: 1, 3: 1}
+        stable.move(batch)
+        found.setdefault(size, set()).add(places(batch))
+    assert {size: len(seen) for size, seen in found.items()} == {2: 1, 3: 1}
 
 
 def test_values_stay_what_they_were() -> None:
-    kept = Shelf()
+    stable = StablePlaces()
     for size in (2, 6, 3, 0, 2):
         batch = some(size)
-        before = [
-            value.clone() if isinstance(value, Tensor) else value for value in captured(batch)
-        ]
-        kept.take(batch)
-        after = captured(batch)
-        for value, copy in zip(before, after, strict=True):
-            if isinstance(value, Tensor):
-                assert isinstance(copy, Tensor)
-                assert torch.equal(value, copy)
-                assert (value.dtype, value.shape) == (copy.dtype, copy.shape)
-            elif isinstance(value, Unsummed):
-                assert isinstance(copy, Unsummed)
-                assert copy.eps == value.eps
-                assert torch.equal(copy.x_BTD, value.x_BTD)
-                assert torch.equal(copy.g_BTD, value.g_BTD)
-            else:
-                assert copy is value
+        kinds = [capture.kind for capture in captures(batch)]
+        before = [(tensor, tensor.clone()) for tensor in tensors(batch)]
+        stable.move(batch)
+        after = tensors(batch)
+        assert [capture.kind for capture in captures(batch)] == kinds
+        for (tensor, value), copy in zip(before, after, strict=True):
+            assert copy is not tensor or size == 0
+            assert torch.equal(value, copy)
+            assert (value.dtype, value.shape) == (copy.dtype, copy.shape)
         # A tensor that stands in two entries still is one, for kernels ask.
-        assert after[0] is after[4]
+        assert after[0] is after[4] is after[5]
 
 
 def test_what_is_large_or_a_part_of_something_stays_where_it_is() -> None:
     large = torch.zeros(stable_places.SMALL_BYTES // 4 + 1)
     part = torch.zeros(4, 5, 6)[:, 0]
-    batch = batch_of(large, part)
-    Shelf().take(batch)
-    assert captured(batch) == [large, part]
+    batch = of(large, part)
+    StablePlaces().move(batch)
+    assert tensors(batch)[0] is large
+    assert tensors(batch)[1] is part
 
 
 def test_there_is_room_for_so_much(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stable_places, "MAX_BYTES", 2048)
-    tensors = [torch.full((128,), float(i)) for i in range(6)]
-    batch = batch_of(*tensors)
-    Shelf().take(batch)
-    moved = [value is not tensor for value, tensor in zip(captured(batch), tensors, strict=True)]
+    before = [torch.full((128,), float(i)) for i in range(6)]
+    batch = of(*before)
+    StablePlaces().move(batch)
+    moved = [copy is not tensor for copy, tensor in zip(tensors(batch), before, strict=True)]
     assert moved == [True] * 4 + [False] * 2
-    assert all(map(torch.equal, captured(batch), tensors))
+    assert all(map(torch.equal, tensors(batch), before))
 
 
 def test_captures_of_a_compiled_backward_lie_there_too() -> None:
-    kept, seen = Shelf(), set()
+    stable, seen = StablePlaces(), set()
     for _ in range(3):
-        tensors = [torch.randn(2, 3), None, torch.randn(4)]
+        found = [torch.randn(2, 3), None, torch.randn(4)]
         batch = batch_of()
-        batch.late = Late([], tensors, stacked=False)
-        kept.take(batch)
-        seen.add(places_of(batch.late.tensors))
-        assert batch.late.tensors[1] is None
-        assert torch.equal(batch.late.tensors[0], tensors[0])
+        late = batch.compiled.late = Late([], found, stacked=False)
+        stable.move(batch)
+        seen.add(places_of([], late.tensors))
+        assert late.tensors[1] is None
+        assert torch.equal(late.tensors[0], found[0])
     assert len(seen) == 1
 
 
 def test_views_of_few_layouts_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stable_places, "MAX_LAYOUTS", 3)
-    kept = Shelf()
+    stable = StablePlaces()
     for size in range(9, 1, -1):
-        kept.take(batch_of(torch.randn(size)))
-    assert len(kept._layouts) == 3
+        stable.move(of(torch.randn(size)))
+    assert len(stable._layouts) == 3
 
 
 @pytest.mark.parametrize("name", sorted(CASES))
@@ -127,16 +150,16 @@ def test_sums_of_real_models_are_the_same_to_the_bit(
         return engine.sample_norms, engine.clipped_sum()
 
     expected_norms, expected = settled()
-    shelved: list[Batch] = []
+    moved: list[CapturedBatch] = []
 
-    def put_on_shelf(schedule: WholeGradient, batch: Batch, new: bool) -> None:
-        schedule.shelf.take(batch)
-        shelved.append(batch)
+    def move(schedule: WholeGradient, batch: CapturedBatch, new: bool) -> None:
+        schedule.stable_places.move(batch)
+        moved.append(batch)
 
     monkeypatch.setattr(WholeGradient, "_may_replay", lambda schedule, batch: True)
-    monkeypatch.setattr(WholeGradient, "_places", put_on_shelf)
+    monkeypatch.setattr(WholeGradient, "_places", move)
     norms, sums = settled()
-    assert len(shelved) == 2
+    assert len(moved) == 2
     assert torch.equal(norms, expected_norms)
     assert all(torch.equal(sums[key], expected[key]) for key in expected)
 
@@ -181,14 +204,9 @@ def test_steps_are_replayed_whatever_else_takes_small_memory() -> None:
 
 @pytest.mark.gpu
 def test_another_stream_has_other_places() -> None:
-    kept = Shelf()
-    here, there = some(3), some(3)
-    for batch in (here, there):
-        for entry in batch.all_entries():
-            entry.saved = tuple(v.cuda() if isinstance(v, Tensor) else v for v in entry.saved)
-        batch.unsummed = []
-    kept.take(here)
+    stable = StablePlaces()
+    here, there = (of(torch.randn(3, 7, device="cuda")) for _ in range(2))
+    stable.move(here)
     with torch.cuda.stream(torch.cuda.Stream()):
-        kept.take(there)
-    places = [captured(batch)[0].data_ptr() for batch in (here, there)]
-    assert places[0] != places[1]
+        stable.move(there)
+    assert tensors(here)[0].data_ptr() != tensors(there)[0].data_ptr()

@@ -63,7 +63,7 @@ def test_per_layer_frees_captures_during_the_backward() -> None:
 
     def spy(batch, entry):  # type: ignore[no-untyped-def]
         receive(batch, entry)
-        waiting.append(len(batch.entries))
+        waiting.append(len(batch.settling.entries))
 
     engine._schedule.receive = spy  # type: ignore[method-assign]
     run(engine, case.losses, case.inputs)
@@ -154,3 +154,27 @@ def test_cost_rule_stores_more_on_a_cpu_but_not_without_bound() -> None:
 def test_bad_options_are_refused_by_name(argument: str, value: object) -> None:
     with pytest.raises(InvalidArgumentError, match=argument):
         ClippingEngine(nn.Linear(2, 2), **{argument: value})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("clip", ["flat", "per-layer"])
+def test_the_route_of_a_call_is_chosen_once(clip: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen: list[tuple[object, ...]] = []
+
+    def choose(*shape: object) -> cost.Route:
+        chosen.append(shape)
+        return cost.Route.TILES
+
+    monkeypatch.setitem(cost.STRATEGIES, "bookkeeping", choose)
+    model = nn.Sequential(nn.Linear(4, 6), nn.LayerNorm(6), nn.Conv1d(5, 5, 1), nn.Linear(6, 3))
+    engine = ClippingEngine(model, clip=clip)
+    for _ in range(3):
+        with engine:
+            engine.backward(model(torch.randn(2, 5, 4)).square().sum((1, 2)))
+    # A linear map asks again only when the shape changes.
+    assert [shape[:3] for shape in chosen] == [
+        (5, 3, 6),
+        (6, 5, 5),
+        (5, 6, 4),
+        (6, 5, 5),
+        (6, 5, 5),
+    ]

@@ -13,8 +13,8 @@ from shuffled_dpsgd.clipping.contributions import cost
 from shuffled_dpsgd.clipping.rules.half_copies import HalfCopies
 from shuffled_dpsgd.clipping.rules.linear import LinearSlot
 from shuffled_dpsgd.clipping.settle import reused_memory
-from shuffled_dpsgd.clipping.settle.reused_memory import Shell
-from shuffled_dpsgd.clipping.settle.totals import Room, Totals
+from shuffled_dpsgd.clipping.settle.reused_memory import ReusableBuffer
+from shuffled_dpsgd.clipping.settle.totals import Allocation, Totals
 
 
 def parameters() -> dict[str, nn.Parameter]:
@@ -66,20 +66,20 @@ def test_the_memory_of_sums_is_used_again_only_when_nobody_has_them(hold: str) -
     assert {name: total.data_ptr() for name, total in totals.sums.items()} == again
 
 
-def shell_of(owned: dict[str, nn.Parameter]) -> Shell:
+def buffer_of(owned: dict[str, nn.Parameter]) -> ReusableBuffer:
     buffer = torch.ones(sum(p.numel() for p in owned.values()))
     views = buffer.split([p.numel() for p in owned.values()])
     parts = zip(owned.items(), views, strict=True)
-    return Shell(buffer, {name: view.view(p.shape) for (name, p), view in parts})
+    return ReusableBuffer(buffer, {name: view.view(p.shape) for (name, p), view in parts})
 
 
 def test_tensors_that_nobody_has_outlive_their_memory() -> None:
-    shell = shell_of(parameters())
-    before = {name: id(total) for name, total in shell.sums().items()}
-    shell.let_go()
-    assert shell.buffer.untyped_storage().nbytes() == 0
-    assert shell.take(zero=True)
-    sums = shell.sums()
+    reusable = buffer_of(parameters())
+    before = {name: id(total) for name, total in reusable.sums().items()}
+    reusable.let_go()
+    assert reusable.buffer.untyped_storage().nbytes() == 0
+    assert reusable.take(zero=True)
+    sums = reusable.sums()
     assert {name: id(total) for name, total in sums.items()} == before
     for index, total in enumerate(sums.values()):
         assert not total.any()
@@ -89,25 +89,25 @@ def test_tensors_that_nobody_has_outlive_their_memory() -> None:
 
 @pytest.mark.parametrize("hold", ["tensor", "all", "view", "detached", "grad", "buffer"])
 def test_tensors_that_somebody_has_keep_their_memory(hold: str) -> None:
-    shell, parameter = shell_of(parameters()), nn.Parameter(torch.zeros(8, 16))
+    reusable, parameter = buffer_of(parameters()), nn.Parameter(torch.zeros(8, 16))
     if hold == "grad":
-        parameter.grad = shell.sums()["matrix"]
+        parameter.grad = reusable.sums()["matrix"]
     kept: Any = {
-        "tensor": lambda: shell.sums()["matrix"],
-        "all": shell.sums,
-        "view": lambda: shell.sums()["matrix"].view(-1),
-        "detached": lambda: shell.sums()["matrix"].detach()[1:],
-        "buffer": lambda: shell.sums()["matrix"]._base,
+        "tensor": lambda: reusable.sums()["matrix"],
+        "all": reusable.sums,
+        "view": lambda: reusable.sums()["matrix"].view(-1),
+        "detached": lambda: reusable.sums()["matrix"].detach()[1:],
+        "buffer": lambda: reusable.sums()["matrix"]._base,
         "grad": lambda: None,
     }[hold]()
-    shell.let_go()
-    assert shell.buffer.untyped_storage().nbytes() > 0
-    assert not shell.take(zero=True)
-    assert float(shell.buffer.min()) == 1.0
+    reusable.let_go()
+    assert reusable.buffer.untyped_storage().nbytes() > 0
+    assert not reusable.take(zero=True)
+    assert float(reusable.buffer.min()) == 1.0
     del kept
     parameter.grad = None
-    shell.let_go()
-    assert shell.buffer.untyped_storage().nbytes() == 0
+    reusable.let_go()
+    assert reusable.buffer.untyped_storage().nbytes() == 0
 
 
 def test_sums_on_an_accelerator_are_the_same_tensors_again_if_nobody_has_them() -> None:
@@ -175,7 +175,7 @@ def test_a_release_that_counts_holders_otherwise_uses_nothing_again(
 ) -> None:
     assert reused_memory.counts_are_understood()
     for answer in (True, False):
-        monkeypatch.setattr(Shell, "is_free", lambda self, answer=answer: answer)
+        monkeypatch.setattr(ReusableBuffer, "is_free", lambda self, answer=answer: answer)
         reused_memory.counts_are_understood.cache_clear()
         assert not reused_memory.counts_are_understood()
     totals = Totals({name: nn.Parameter(p.to("meta")) for name, p in parameters().items()})
@@ -214,10 +214,12 @@ def test_new_sums_are_forgotten_when_nothing_comes_to_fill_them() -> None:
 
 
 def test_what_memory_held_before_reaches_no_sum(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = Room.made
+    allocate = Allocation.allocate
 
-    def full_of_nan(room: Room, *, zero: bool, **options: Any) -> tuple[Any, dict[str, Tensor]]:
-        buffer, sums = made(room, zero=zero, **options)
+    def full_of_nan(
+        one: Allocation, *, zero: bool, **options: Any
+    ) -> tuple[Any, dict[str, Tensor]]:
+        buffer, sums = allocate(one, zero=zero, **options)
         for total in sums.values():
             total.fill_(0.0 if zero else float("nan"))
         return buffer, sums
@@ -225,7 +227,7 @@ def test_what_memory_held_before_reaches_no_sum(monkeypatch: pytest.MonkeyPatch)
     model = nn.Sequential(nn.Linear(4, 6), nn.LayerNorm(6), nn.Linear(6, 2), nn.Linear(2, 2))
     model.unused = nn.Linear(3, 3)
     x = torch.randn(5, 3, 4)
-    monkeypatch.setattr(Room, "made", full_of_nan)
+    monkeypatch.setattr(Allocation, "allocate", full_of_nan)
     engine = ClippingEngine(model)
     model.forward = lambda x: model[3](model[3](model[:3](x)))  # type: ignore[method-assign]
     for _ in range(2):

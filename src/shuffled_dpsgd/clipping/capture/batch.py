@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from shuffled_dpsgd.clipping import kernels
-from shuffled_dpsgd.clipping.capture.slot import Saved, Slot
-from shuffled_dpsgd.clipping.capture.taps import Call, Signature, Spec, Taps
+from shuffled_dpsgd.clipping.capture.captures import Capture
+from shuffled_dpsgd.clipping.capture.slot import Slot
+from shuffled_dpsgd.clipping.capture.taps import CallKey, Signature, Spec, Taps
 
 
 class Phase(Enum):
@@ -25,11 +26,11 @@ class Phase(Enum):
 class Entry:
     """One call of one slot, seen by the backward."""
 
-    __slots__ = ("saved", "slot")
+    __slots__ = ("capture", "slot")
 
-    def __init__(self, slot: Slot, saved: Saved) -> None:
+    def __init__(self, slot: Slot, capture: Capture) -> None:
         self.slot = slot
-        self.saved = saved
+        self.capture = capture
 
 
 class Late:
@@ -66,47 +67,83 @@ class Late:
                 assert shared is not None
                 found.insert(0, kernels.as_aligned(shared))
             if found:
-                yield Entry(slot, slot.restore(part, found))
+                yield Entry(slot, slot.captured(part, found))
 
 
-class Batch:
-    """The samples of one forward: their number, the calls made, the entries recorded.
+class CompiledForward:
+    """What a batch keeps because its forward, or some layers of it, were compiled.
+
+    `inputs` is what the forward was called with, and under which autocast, if any; `signature` is
+    what the shapes of its captures depend on. `captures` describes the calls that a compiled
+    backward has recorded through the operator, and `graphs` holds the ids of the autograd nodes,
+    one per compiled graph, that did so. `taps` are those given to the forward, if any. `tapped`
+    says whether their gradients have come, which then wait in `late`.
+    """
+
+    __slots__ = ("captures", "graphs", "inputs", "late", "signature", "tapped", "taps")
+
+    def __init__(self) -> None:
+        self.inputs: tuple[Any, Any, torch.dtype | None] | None = None
+        self.signature: Signature | None = None
+        self.captures: dict[CallKey, tuple[Spec, ...]] = {}
+        self.graphs: set[int] = set()
+        self.taps: Taps | None = None
+        self.tapped = False
+        self.late: Late | None = None
+
+
+class Settling:
+    """What a schedule keeps of a batch until it is settled.
+
+    `entries` are filed by group. Norm layers wait in `unsummed` for others of their kind; once
+    summed they stand in `norm_runs`, many layers with their (L, B, 2, D) per-sample gradients.
+    `squares` and `factors` are (B,) squared norms and clip factors by group.
+    """
+
+    __slots__ = ("entries", "factors", "norm_runs", "squares", "unsummed", "unsummed_bytes")
+
+    def __init__(self) -> None:
+        self.entries: dict[int, list[Entry]] = {}
+        self.unsummed: list[Entry] = []
+        self.unsummed_bytes = 0
+        self.norm_runs: list[tuple[list[Slot], Tensor]] = []
+        self.squares: dict[int, Tensor] = {}
+        self.factors: dict[int, Tensor] = {}
+
+    def file(self, entry: Entry) -> list[Entry]:
+        """Keep an entry; returns all kept so far of its group."""
+        group = entry.slot.sharing.group
+        found = self.entries.get(group)
+        if found is None:
+            found = self.entries[group] = []
+        found.append(entry)
+        return found
+
+    def all_entries(self) -> list[Entry]:
+        """Those filed and those that wait for company."""
+        return [entry for filed in self.entries.values() for entry in filed] + self.unsummed
+
+
+class CapturedBatch:
+    """The samples of one forward, until their backward is done.
 
     `scale` is what a captured gradient must be multiplied by to be the gradient of that sample's
-    own loss (the batch size under a mean, one under a sum). `calls` counts, per slot, those the
-    forward made; `captures` describes those a compiled backward has recorded through the operator,
-    and `graphs` has the ids of the nodes of autograd, one per compiled graph, that did so.
-    `taps` are those of a compiled forward that has them, and `tapped` says whether their gradients
-    have come; those wait in `late`. `entries` are filed by group; norm layers wait in `unsummed`
-    for others of their kind and then stand in `norm_runs`, many layers with their (L, B, 2, D)
-    per-sample gradients.
-    `has_losses` says that the backward is one of losses, one for each sample.
-    `halves` are this forward's half-precision copies of parameters, by the parameter's id, and
-    `inputs` what a compiled forward was called with, and under which autocast, if any.
+    own loss: the batch size under a mean, one under a sum. `calls` counts the calls that the
+    forward made of each slot. `halves` are this forward's half-precision copies of parameters, by
+    the parameter's id. `has_losses` says that the backward is one of losses, one for each sample.
     """
 
     __slots__ = (
         "calls",
-        "captures",
         "closed",
+        "compiled",
         "device",
-        "entries",
-        "factors",
-        "graphs",
         "halves",
         "has_losses",
-        "inputs",
-        "late",
-        "norm_runs",
         "phase",
         "scale",
-        "signature",
+        "settling",
         "size",
-        "squares",
-        "tapped",
-        "taps",
-        "unsummed",
-        "unsummed_bytes",
     )
 
     def __init__(self, *, size: int, device: str, slots: int, scale: float) -> None:
@@ -115,48 +152,20 @@ class Batch:
         self.scale = scale
         self.phase = Phase.ONLY
         self.calls = [0] * slots
-        self.captures: dict[Call, tuple[Spec, ...]] = {}
-        self.graphs: set[int] = set()
-        self.signature: Signature | None = None
-        self.taps: Taps | None = None
-        self.tapped = False
-        self.late: Late | None = None
-        self.entries: dict[int, list[Entry]] = {}
-        self.squares: dict[int, Tensor] = {}
-        self.factors: dict[int, Tensor] = {}
         self.halves: dict[int, Tensor] = {}
-        self.inputs: tuple[Any, Any, torch.dtype | None] | None = None
-        self.unsummed: list[Entry] = []
-        self.unsummed_bytes = 0
-        self.norm_runs: list[tuple[list[Slot], Tensor]] = []
-        self.closed = False
         self.has_losses = False
+        self.closed = False
+        self.compiled = CompiledForward()
+        self.settling = Settling()
 
     def cast(self, parameter: Tensor, dtype: torch.dtype) -> Tensor:
         """The parameter detached and in `dtype`, from the copies made when the forward began."""
         copy = self.halves.get(id(parameter)) if parameter.dtype is not dtype else None
         return parameter.detach().to(dtype) if copy is None else copy
 
-    def file(self, entry: Entry) -> list[Entry]:
-        """Keep an entry; returns all kept so far of its group."""
-        found = self.entries.get(entry.slot.group)
-        if found is None:
-            found = self.entries[entry.slot.group] = []
-        found.append(entry)
-        return found
-
-    def all_entries(self) -> list[Entry]:
-        """Those filed and those that wait for company."""
-        return [entry for filed in self.entries.values() for entry in filed] + self.unsummed
-
     def close(self) -> None:
         """Drop every captured tensor; the batch takes no further backward."""
         self.closed = True
-        self.late = None
-        self.inputs = None
         self.halves = {}
-        self.unsummed = []
-        self.norm_runs = []
-        self.entries = {}
-        self.squares = {}
-        self.factors = {}
+        self.compiled.late = self.compiled.inputs = None
+        self.settling = Settling()

@@ -1,26 +1,27 @@
 """Book-keeping during a backward: who records, when the backward is over, what must not happen.
 
-The recorder is what slots see of the engine. It opens a `Batch` when the model is called, passes
-on the entries of that batch as its backward runs, and asks autograd to call back at the end.
+The recorder is what slots see of the engine. It opens a `CapturedBatch` when the model is called,
+passes on the entries of that batch as its backward runs, and asks autograd to call back at the end.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from shuffled_dpsgd.clipping.capture.batch import Batch, Entry, Late, Phase
+from shuffled_dpsgd.clipping.capture.batch import CapturedBatch, CompiledForward, Entry, Late, Phase
+from shuffled_dpsgd.clipping.capture.captures import Capture
 from shuffled_dpsgd.clipping.capture.operator import add_sink, record
-from shuffled_dpsgd.clipping.capture.slot import Saved, Slot
+from shuffled_dpsgd.clipping.capture.slot import Slot
 from shuffled_dpsgd.clipping.capture.taps import Signature, Taps, key_of, make_taps
 from shuffled_dpsgd.errors import UnsupportedModuleError
 
 
-class Recorder:
+class CaptureRecorder:
     """Passes entries on under the batch whose backward runs.
 
     `receive(batch, entry)` is called for every recorded call, `finish(batch)` once after the
@@ -29,12 +30,15 @@ class Recorder:
     """
 
     def __init__(
-        self, *, receive: Callable[[Batch, Entry], None], finish: Callable[[Batch], None]
+        self,
+        *,
+        receive: Callable[[CapturedBatch, Entry], None],
+        finish: Callable[[CapturedBatch], None],
     ) -> None:
         self.receive = receive
         self.finish = finish
-        self.batch: Batch | None = None
-        self.latest: Batch | None = None
+        self.batch: CapturedBatch | None = None
+        self.latest: CapturedBatch | None = None
         self.slots: list[Slot] = []
         self.axis_checked = False
         # While a gradient is only looked at, nothing is recorded.
@@ -49,7 +53,7 @@ class Recorder:
         self._rows: tuple[Tensor, ...] = ()
         self._last_signature: Signature | None = None
         self.handle = add_sink(self)
-        self._running: Batch | None = None
+        self._running: CapturedBatch | None = None
 
     def use_device(self, device: torch.device) -> None:
         """Keep the taps where the model is."""
@@ -57,16 +61,17 @@ class Recorder:
             self.tap = torch.zeros((), device=device, requires_grad=True)
             self._taps = self._last_signature = None
 
-    def open(self, batch: Batch, signature: Signature | None = None) -> None:
+    def open(self, batch: CapturedBatch, signature: Signature | None = None) -> None:
         """A forward of the model begins. What an interrupted backward left is dropped.
 
         A traced forward gives its `signature`; if there are taps for it, they are used.
         """
         self._running = None
-        batch.signature = signature
+        compiled = batch.compiled
+        compiled.signature = signature
         if signature is not None and self._taps is not None:
-            batch.taps = self._taps if self._taps.signature == signature else None
-            self._rows = () if batch.taps is None else batch.taps.rows()
+            compiled.taps = self._taps if self._taps.signature == signature else None
+            self._rows = () if compiled.taps is None else compiled.taps.rows()
         self.batch = self.latest = batch
 
     def close_forward(self) -> None:
@@ -75,7 +80,7 @@ class Recorder:
         self._input = None
         self._rows = ()
 
-    def input_part(self, batch: Batch, slot: Slot, x: Tensor) -> int:
+    def input_part(self, batch: CapturedBatch, slot: Slot, x: Tensor) -> int:
         """Under a compiler: zero for a call that records its input, or who records it already.
 
         Query, key and value read one input; recorded once per layer, it would be written and kept
@@ -87,7 +92,7 @@ class Recorder:
         self._input, self._input_owner = x, slot.index
         return 0
 
-    def recomputed_batch(self, path: str) -> Batch:
+    def recomputed_batch(self, path: str) -> CapturedBatch:
         """The batch of a layer that is called outside the model's forward.
 
         That is right only inside a backward, where activation checkpointing calls layers again.
@@ -106,44 +111,48 @@ class Recorder:
             self._join(self.latest)
         return self.latest
 
-    def taps_of(self, batch: Batch, slot: Slot, part: int = 0) -> tuple[Tensor, ...]:
+    def taps_of(self, batch: CapturedBatch, slot: Slot, part: int = 0) -> tuple[Tensor, ...]:
         """What a slot's function takes as further inputs: taps, or one input for the operator."""
-        if batch.taps is None:
+        taps = batch.compiled.taps
+        if taps is None:
             return (self.tap,)
         key = key_of(slot.index, part, batch.calls[slot.index])
-        return batch.taps.of(key, self._rows) or (self.tap,)
+        return taps.of(key, self._rows) or (self.tap,)
 
     def record(
-        self, batch: Batch, slot: Slot, saved: Saved, part: int = 0
+        self, batch: CapturedBatch, slot: Slot, found: Sequence[Tensor | None], part: int = 0
     ) -> tuple[Tensor | None, ...]:
-        """Pass on one call of one slot; called from the slot's backward.
+        """Pass on the tensors found by one call of one slot; called from the slot's backward.
 
         Returns the gradients of what `taps_of` gave to the call: the captured tensors themselves,
         a number nobody reads, or nothing outside a compiler.
         """
+        tensors = [tensor for tensor in found if tensor is not None]
         if torch.compiler.is_compiling():
-            tensors = [tensor for tensor in saved if isinstance(tensor, Tensor)]
             # Dynamo traces a function's backward where it is called, so that this numbers calls.
             call = batch.calls[slot.index]
-            taps = 0
-            if batch.taps is not None:
-                taps = batch.taps.count(key_of(slot.index, part, call))
-            if taps > 0:
+            taps = batch.compiled.taps
+            tapped = 0 if taps is None else taps.count(key_of(slot.index, part, call))
+            if tapped > 0:
                 # Fewer taps than tensors where another call gives the input.
-                return tuple(tensors[-taps:])
+                return tuple(tensors[-tapped:])
             return (record(self.handle, slot.index, part, call, tensors),)
+        self.pass_on(batch, slot, slot.captured(part, tensors))
+        return (None,)
+
+    def pass_on(self, batch: CapturedBatch, slot: Slot, capture: Capture) -> None:
+        """Give an entry to whoever settles the batch; never called by a traced backward."""
         if self._running is not batch:
             self._join(batch)
         if torch.is_grad_enabled():
             _refuse_higher_derivatives()
         if torch.is_autocast_enabled(batch.device):
             with torch.autocast(batch.device, enabled=False):
-                self.receive(batch, Entry(slot, saved))
+                self.receive(batch, Entry(slot, capture))
         else:
-            self.receive(batch, Entry(slot, saved))
-        return (None,)
+            self.receive(batch, Entry(slot, capture))
 
-    def listen(self, out: Tensor, batch: Batch, slot: Slot, x: Tensor | None) -> Tensor:
+    def listen(self, out: Tensor, batch: CapturedBatch, slot: Slot, x: Tensor | None) -> Tensor:
         """Record `x` and the gradient of `out` when that arrives; returns `out`.
 
         For ordinary eager operations on detached parameters: autograd's own backward then runs
@@ -158,32 +167,33 @@ class Recorder:
     def record_traced(self, index: int, part: int, call: int, tensors: list[Tensor]) -> None:
         """Pass on one call that a compiled backward has handed to the operator."""
         batch, slot, key = self.latest, self.slots[index], (index, part, call)
-        if batch is None or call > batch.calls[index] or key in batch.captures:
+        if batch is None or call > batch.calls[index] or key in batch.compiled.captures:
             raise _not_in_turn(slot.path, "a backward of an earlier forward")
-        batch.captures[key] = tuple((tensor.shape, tensor.dtype) for tensor in tensors)
+        batch.compiled.captures[key] = tuple((tensor.shape, tensor.dtype) for tensor in tensors)
         node = torch._C._current_autograd_node()
         # Some backends compile nothing, and leave the functions of a graph to autograd one by one.
         if node.name() == "CompiledFunctionBackward":
-            batch.graphs.add(id(node))
-        self.record(batch, slot, slot.restore(part, tensors))
+            batch.compiled.graphs.add(id(node))
+        self.pass_on(batch, slot, slot.captured(part, tensors))
 
     def deliver(self, grads: tuple[Tensor | None, ...]) -> None:
         """Pass on the gradients of all taps: one compiled backward's captures."""
         batch = self.latest
-        if batch is None or batch.taps is None or batch is not self._running:
+        taps = None if batch is None else batch.compiled.taps
+        if batch is None or taps is None or batch is not self._running:
             raise _not_in_turn("", "captures of another")
-        batch.tapped = True
-        calls = [(self.slots[index], part, place) for (index, part, _), place in batch.taps.order]
-        late = Late(calls, grads, stacked=batch.taps.stack is not None)
+        batch.compiled.tapped = True
+        calls = [(self.slots[index], part, place) for (index, part, _), place in taps.order]
+        late = Late(calls, grads, stacked=taps.stack is not None)
         if not any(slot.stores for slot, _, _ in calls):
-            batch.late = late
+            batch.compiled.late = late
             return
         # What is stored in place of a capture frees it, so the sooner the better.
         with torch.autocast(batch.device, enabled=False):
             for entry in late.entries():
                 self.receive(batch, entry)
 
-    def _join(self, batch: Batch) -> None:
+    def _join(self, batch: CapturedBatch) -> None:
         _refuse_misuse(batch, self._running)
         self._running = batch
         engine = torch.autograd.Variable._execution_engine
@@ -194,22 +204,23 @@ class Recorder:
         self.tap.grad = None
         if batch is None:
             return
-        if batch.taps is not None and not batch.tapped:
+        compiled = batch.compiled
+        if compiled.taps is not None and not compiled.tapped:
             raise _not_in_turn("", "a backward that stops before the model's first layers")
         with torch.no_grad(), torch.autocast(batch.device, enabled=False):
             self.finish(batch)
-        if self.may_tap and self._taps is None and batch.signature is not None:
-            self._learn(batch, batch.signature)
+        if self.may_tap and self._taps is None and compiled.signature is not None:
+            self._learn(compiled, compiled.signature)
 
-    def _learn(self, batch: Batch, signature: Signature) -> None:
+    def _learn(self, compiled: CompiledForward, signature: Signature) -> None:
         """Make taps for the first signature that comes twice in a row, and keep to it.
 
         Others go on through the operator: taps for every one of them would have the model compiled
         again and again. So does a model in pieces, each of which would have to know the others'.
         """
-        if signature == self._last_signature and len(batch.graphs) < 2:
+        if signature == self._last_signature and len(compiled.graphs) < 2:
             small = {slot.index for slot in self.slots if slot.captures_sums}
-            self._taps = make_taps(batch.captures, small, signature, self.tap, self.handle)
+            self._taps = make_taps(compiled.captures, small, signature, self.tap, self.handle)
         self._last_signature = signature
 
 
@@ -222,7 +233,9 @@ class Listener:
 
     __slots__ = ("_batch", "_recorder", "_slot", "_version", "_x")
 
-    def __init__(self, recorder: Recorder, batch: Batch, slot: Slot, x: Tensor | None) -> None:
+    def __init__(
+        self, recorder: CaptureRecorder, batch: CapturedBatch, slot: Slot, x: Tensor | None
+    ) -> None:
         self._recorder = recorder
         self._batch = batch
         self._slot = slot
@@ -242,7 +255,7 @@ class Listener:
             )
         if batch.closed:
             _refuse_misuse(batch, None)
-        self._recorder.record(batch, slot, slot.heard(batch.size, x, g))
+        self._recorder.pass_on(batch, slot, slot.heard(batch.size, x, g))
         if batch.phase is not Phase.NORMS:
             self._x = None
 
@@ -289,7 +302,7 @@ def _not_in_turn(path: str, got: str) -> UnsupportedModuleError:
     )
 
 
-def _refuse_misuse(batch: Batch, running: Batch | None) -> None:
+def _refuse_misuse(batch: CapturedBatch, running: CapturedBatch | None) -> None:
     if running is not None:
         raise UnsupportedModuleError(
             "",

@@ -8,22 +8,23 @@ the pair (input, output gradient) to the batch; the parameter's own gradient is 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
 
+from shuffled_dpsgd.clipping.capture.captures import Capture, InputAndGradient
 from shuffled_dpsgd.clipping.capture.operator import find_sink
 from shuffled_dpsgd.clipping.contributions import cost
 from shuffled_dpsgd.clipping.contributions.kinds import Contribution
 from shuffled_dpsgd.errors import UnsupportedModuleError
 
 if TYPE_CHECKING:
-    from shuffled_dpsgd.clipping.capture.batch import Batch
-    from shuffled_dpsgd.clipping.capture.recorder import Recorder
+    from shuffled_dpsgd.clipping.capture.batch import CapturedBatch
+    from shuffled_dpsgd.clipping.capture.recorder import CaptureRecorder
 
-Saved = tuple[Any, ...]
 # In place of the number of rows a sample has: there is one, which all samples share.
 ONE_FOR_ALL = -1
 
@@ -52,6 +53,33 @@ def unfolded(x: Tensor, size: int) -> Tensor:
     return x.reshape(size, len(x) // size, *x.shape[1:])
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sharing:
+    """Which group a slot belongs to; set once, by the group.
+
+    The slot is `shared` if a parameter of its group is used in more than one place, and `tied` if
+    one of those is an embedding.
+    """
+
+    group: int
+    shared: bool
+    tied: bool
+
+
+@dataclass(slots=True, eq=False)
+class InputLayout:
+    """Where a slot's inputs have the batch, as the check of the batch axis found; it alone writes.
+
+    They are `folded` if batch and positions are one axis, (B K, ...), with the rows of a sample
+    side by side; `rows` then says how many a sample has in each call. They are `shared_by_batch` if
+    they have no batch axis at all: ids of a table that every sample looks up.
+    """
+
+    folded: bool = False
+    shared_by_batch: bool = False
+    rows: tuple[int, ...] | None = None
+
+
 class Slot:
     """One module whose trainable parameters a rule handles.
 
@@ -72,7 +100,13 @@ class Slot:
     may_fold = False
 
     def __init__(
-        self, *, index: int, path: str, module: nn.Module, names: dict[str, str], recorder: Recorder
+        self,
+        *,
+        index: int,
+        path: str,
+        module: nn.Module,
+        names: dict[str, str],
+        recorder: CaptureRecorder,
     ) -> None:
         self.index = index
         self.path = path
@@ -82,18 +116,20 @@ class Slot:
         self.handle = recorder.handle
         self.parameters = module._parameters
         self.plain = module.forward
-        self.group = index
-        self.shared = False
-        self.tied = False
-        # Set by the check of the batch axis: inputs have the batch and the positions on one axis,
-        # (B K, ...), the rows of a sample one after the other; or the ids of a table have no batch
-        # axis, and every sample uses them all.
-        self.folded = False
-        self.shared_by_batch = False
-        # Rows a sample has in each call with folded inputs, by the latest check of such a batch.
-        self.rows: tuple[int, ...] | None = None
+        self.sharing = Sharing(group=index, shared=False, tied=False)
+        self.layout = InputLayout()
         self.last_shape: tuple[int, int, int] | None = None
         self.last_device = "cpu"
+
+    @property
+    def folded(self) -> bool:
+        """Whether inputs have the batch and the positions on one axis; see `InputLayout`."""
+        return self.layout.folded
+
+    @property
+    def shared_by_batch(self) -> bool:
+        """Whether inputs have no batch axis; see `InputLayout`."""
+        return self.layout.shared_by_batch
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles of a model, which would take an active engine along.
@@ -119,25 +155,34 @@ class Slot:
         """The module's forward, under its names of arguments, with book-keeping in its backward."""
 
     @abstractmethod
-    def contributions(self, saved: Saved) -> Iterator[tuple[str, Contribution]]:
+    def contributions(self, capture: Capture) -> Iterator[tuple[str, Contribution]]:
         """What one call contributes to each parameter, by model name."""
 
-    def sq_norms(self, saved: Saved, choose: cost.Chooser) -> Tensor:
-        """(B,) squared norms over all parameters of the slot, when none of them is shared."""
-        norms = [part.sq_norms(choose) for _, part in self.contributions(saved)]
+    def sq_norms(self, parts: Sequence[tuple[str, Contribution]]) -> Tensor:
+        """(B,) squared norms over all parameters of the slot, from the contributions of a call.
+
+        Only where no parameter is shared and there is no other call.
+        """
+        norms = [part.sq_norms() for _, part in parts]
         return norms[0] if len(norms) == 1 else torch.stack(norms).sum(0)
 
-    def compact(self, saved: Saved, choose: cost.Chooser) -> Saved:
-        """Store per-sample gradients in place of `saved` where the cost rule says so."""
-        return saved
+    def decide(self, capture: Capture, choose: cost.Chooser) -> Capture:
+        """Have the cost rule decide, once per call, how norms are found; returns what to keep.
 
-    def heard(self, size: int, x: Tensor | None, g: Tensor) -> Saved:
-        """What is saved of an input and an output gradient that were listened for."""
-        return (x, g)
+        That is the capture with its route, or per-sample gradients stored in its place.
+        """
+        return capture
 
-    def restore(self, part: int, tensors: list[Tensor]) -> Saved:
-        """What was saved, from the tensors (and the number) that left a compiled graph."""
-        return tuple(tensors)
+    def heard(self, size: int, x: Tensor | None, g: Tensor) -> Capture:
+        """The capture of an input and an output gradient that were listened for."""
+        return InputAndGradient(x, g)
+
+    def captured(self, part: int, tensors: Sequence[Tensor]) -> Capture:
+        """The capture of what a backward gave to `CaptureRecorder.record`: tensors and a part.
+
+        Tensors that were None there are left out.
+        """
+        return InputAndGradient(tensors[0], tensors[1])
 
     def refuse_batch_axis(self, size: int, shape: torch.Size) -> UnsupportedModuleError:
         """The error for an input whose first axis is neither the batch nor broadcast over it."""
@@ -178,15 +223,16 @@ class Slot:
 
         return forward
 
-    def _refuse_other_rows(self, batch: Batch, length: int) -> None:
+    def _refuse_other_rows(self, batch: CapturedBatch, length: int) -> None:
         """Refuse a folded input unless it has as many rows of each sample as in the check.
 
         A router that sends some tokens here may by chance send as many as there are samples.
         """
-        if self.rows is None:
+        known = self.layout.rows
+        if known is None:
             return
         call = batch.calls[self.index]
-        rows = self.rows[call] if call < len(self.rows) else 0
+        rows = known[call] if call < len(known) else 0
         if length != (1 if rows == ONE_FOR_ALL else rows * batch.size):
             raise UnsupportedModuleError(
                 self.path,
@@ -212,18 +258,18 @@ class Slot:
         raise self.refuse_batch_axis(size, tensor.shape)
 
 
-def recorder_of(slot: Slot) -> Recorder:
+def recorder_of(slot: Slot) -> CaptureRecorder:
     """The recorder of a slot; in a traced forward it is found by its number.
 
     Were it reached through every slot, the compiled model would check before each run, slot by slot
     and in Python, that it is the same for all.
     """
     if torch.compiler.is_compiling():
-        return cast("Recorder", find_sink(slot.handle))
+        return cast("CaptureRecorder", find_sink(slot.handle))
     return slot.recorder
 
 
-def batch_of(slot: Slot) -> Batch:
+def batch_of(slot: Slot) -> CapturedBatch:
     """The batch that a call of a slot belongs to; counts the call unless it is a recomputation.
 
     A function, as whatever is called in every traced forward: for a method the compiled model would

@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 from shuffled_dpsgd.clipping.capture.operator import find_sink
 
 # Which call of which part of which slot: (slot index, part, number of the call).
-Call = tuple[int, int, int]
+CallKey = tuple[int, int, int]
 Spec = tuple[torch.Size, torch.dtype]
 Signature = tuple[object, ...]
 
@@ -57,7 +57,7 @@ class Taps:
     signature: Signature
     named: dict[str, Tensor | int]
     stack: Tensor | None
-    order: tuple[tuple[Call, slice], ...]
+    order: tuple[tuple[CallKey, slice], ...]
 
     def rows(self) -> tuple[Tensor, ...]:
         """The rows of the stack; taken apart once, their gradients are stacked once."""
@@ -101,7 +101,7 @@ class TapSource(torch.autograd.Function):
 
 
 def make_taps(
-    captures: Mapping[Call, tuple[Spec, ...]],
+    captures: Mapping[CallKey, tuple[Spec, ...]],
     small: Container[int],
     signature: Signature,
     root: Tensor,
@@ -126,7 +126,7 @@ def make_taps(
     with torch.enable_grad():
         tensors = cast(tuple[Tensor, ...], TapSource.apply(root, flat, handle))
     named: dict[str, Tensor | int] = {}
-    order: list[tuple[Call, slice]] = []
+    order: list[tuple[CallKey, slice]] = []
     first = 0
     for call, specs in ordered.items():
         place = slice(first, first + len(specs))
@@ -139,7 +139,7 @@ def make_taps(
     return Taps(signature=signature, named=named, stack=stack, order=tuple(order))
 
 
-def _chosen(captures: Mapping[Call, tuple[Spec, ...]]) -> dict[Call, tuple[Spec, ...]]:
+def _chosen(captures: Mapping[CallKey, tuple[Spec, ...]]) -> dict[CallKey, tuple[Spec, ...]]:
     """The calls that get taps, and for what.
 
     The last call stays with the operator, which counts backwards: the gradients of two forwards
@@ -158,7 +158,7 @@ def _chosen(captures: Mapping[Call, tuple[Spec, ...]]) -> dict[Call, tuple[Spec,
     return chosen
 
 
-def _of_one_shape(calls: Mapping[Call, tuple[Spec, ...]]) -> dict[Call, tuple[Spec, ...]]:
+def _of_one_shape(calls: Mapping[CallKey, tuple[Spec, ...]]) -> dict[CallKey, tuple[Spec, ...]]:
     """Those of the calls that capture nothing but tensors of the commonest shape and type."""
     common = Counter(chain.from_iterable(calls.values())).most_common(1)
     return {

@@ -179,7 +179,7 @@ class BatchAxisCheck:
         if size > 0 and self._folds():
             key = self._key(args, kwargs, size, kind)
             for slot in self._slots:
-                slot.rows = self._known[key].get(slot.index)
+                slot.layout.rows = self._known[key].get(slot.index)
             if key in self._hiding:
                 del self._known[key]
                 self._hiding.discard(key)
@@ -220,12 +220,13 @@ class BatchAxisCheck:
                 if Growth.NONE in {growth for growth, _ in found[slot.index]}:
                     if late and not slot.shared_by_batch:
                         _refuse_late(slot, given, size)
-                    slot.shared_by_batch = True
+                    slot.layout.shared_by_batch = True
             if any(slot.folded for slot in self._slots):
                 self._refuse_without_input(after)
                 for slot in self._slots:
                     # Where tokens are sent to some layers only, one may be called later on.
-                    slot.folded = slot.folded or (slot.may_fold and slot.index not in before)
+                    unseen = slot.may_fold and slot.index not in before
+                    slot.layout.folded = slot.folded or unseen
             self._check_shared(found, more_args, more_kwargs, size + 1)
         if size > 1:
             self._check_rows(args, kwargs, size)
@@ -280,7 +281,7 @@ class BatchAxisCheck:
         elif isinstance(slot, EmbeddingSlot) and slot.shared_by_batch and found:
             raise slot.refuse_length(after[0].length, size + 1)
         if Growth.FOLDED in growths:
-            slot.folded = True
+            slot.layout.folded = True
         return found
 
     def _check_rows(self, args: Any, kwargs: Mapping[str, Any], size: int) -> None:

@@ -22,7 +22,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from shuffled_dpsgd.clipping.capture.batch import Batch, Entry, Phase
+from shuffled_dpsgd.clipping.capture.batch import CapturedBatch, Entry, Phase
 from shuffled_dpsgd.clipping.capture.output_tensors import batch_axis_of, tensors_in, with_tensors
 from shuffled_dpsgd.clipping.capture.random_tape import (
     CannotRepeatError,
@@ -61,7 +61,7 @@ Call = tuple[Any, Mapping[str, Any]]
 class Watch:
     """One checked batch: how it was called, what it drew, and what was booked for some samples."""
 
-    batch: Batch | None
+    batch: CapturedBatch | None
     kind: Hashable
     call: Call
     size: int
@@ -98,7 +98,7 @@ class StandingCheck:
         numbers_are_means: bool,
         inputs: BatchedInputs,
         detached: Callable[[], AbstractContextManager[None]],
-        attached: Callable[[Batch], AbstractContextManager[Callable[[], None]]],
+        attached: Callable[[CapturedBatch], AbstractContextManager[Callable[[], None]]],
     ) -> None:
         self.num_samples = 0
         self.watch: Watch | None = None
@@ -123,7 +123,7 @@ class StandingCheck:
         by_chance = self._draws.random() < self._rate
         return size > 0 and (by_chance or kind not in self._kinds)
 
-    def begin(self, batch: Batch | None, call: Call, size: int, device: str) -> Watch:
+    def begin(self, batch: CapturedBatch | None, call: Call, size: int, device: str) -> Watch:
         """Watch a batch whose forward is about to run."""
         self.watch = Watch(
             batch=batch,
@@ -156,18 +156,18 @@ class StandingCheck:
         }
         return with_tensors(output, taps)
 
-    def book(self, batch: Batch, entry: Entry) -> None:
+    def book(self, batch: CapturedBatch, entry: Entry) -> None:
         """Keep what one recorded call contributes for the watched samples."""
         watch = self.watch
         if watch is None or watch.batch is not batch or batch.phase is Phase.SUMS:
             return
-        for name, part in entry.slot.contributions(entry.saved):
+        for name, part in entry.slot.contributions(entry.capture):
             for place, sample in enumerate(watch.samples):
                 grads = part.of_sample(sample).stored(self._parameters[name].shape)
                 found, kept = sketch(grads), watch.booked[place]
                 kept[name] = kept[name] + found if name in kept else found
 
-    def finish(self, batch: Batch, norms: Tensor) -> None:
+    def finish(self, batch: CapturedBatch, norms: Tensor) -> None:
         """The backward is over: what was booked waits for `settle`."""
         watch = self.watch
         if watch is None or watch.batch is not batch:
@@ -330,7 +330,7 @@ class StandingCheck:
 
         `used` says which outputs get any; without it, all that have a batch axis do.
         """
-        batch = Batch(size=size, device=device, slots=len(self._slots), scale=1.0)
+        batch = CapturedBatch(size=size, device=device, slots=len(self._slots), scale=1.0)
         watch = self.begin(batch, call, size, device)
         watch.on_trial = True
         with without_a_trace(self._model), self._attached(batch) as end_forward:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from shuffled_dpsgd.clipping import kernels
-from shuffled_dpsgd.clipping.contributions import cost
+from shuffled_dpsgd.clipping.contributions.cost import Route
 from shuffled_dpsgd.clipping.contributions.float32 import full_float32
 
 
@@ -33,7 +33,7 @@ class Contribution(Protocol):
         """The same of one sample alone, as a batch of one."""
         ...
 
-    def sq_norms(self, choose: cost.Chooser) -> Tensor:
+    def sq_norms(self) -> Tensor:
         """(B,) squared norms, float32 or float64."""
         ...
 
@@ -66,17 +66,22 @@ def stored_outer(left_BTR: Tensor, right_BTC: Tensor) -> tuple[Tensor, Tensor]:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class OuterGrad:
-    """Gradient left_b^T right_b of a (R, C) weight; a linear map's left is the output gradient."""
+    """Gradient left_b^T right_b of a (R, C) weight; a linear map's left is the output gradient.
+
+    `route` is how the squared norm is found. Nothing is stored here, so anything but Gram matrices
+    means tiles.
+    """
 
     left_BTR: Tensor
     right_BTC: Tensor
+    route: Route
 
     def of_sample(self, sample: int) -> OuterGrad:
         one = slice(sample, sample + 1)
         return replace(self, left_BTR=self.left_BTR[one], right_BTC=self.right_BTC[one])
 
-    def sq_norms(self, choose: cost.Chooser) -> Tensor:
-        return outer_sq_norms(self.left_BTR, self.right_BTC, False, choose)
+    def sq_norms(self) -> Tensor:
+        return outer_sq_norms(self.right_BTC, self.left_BTR, False, self.route)
 
     @full_float32()
     def stored(self, shape: torch.Size) -> Tensor:
@@ -100,7 +105,7 @@ class RowsGrad:
         one = slice(sample, sample + 1)
         return replace(self, ids_BT=self.ids_BT[one], grad_BTD=self.grad_BTD[one])
 
-    def sq_norms(self, choose: cost.Chooser) -> Tensor:
+    def sq_norms(self) -> Tensor:
         return kernels.embedding_sq_norms(self.ids_BT, self.grad_BTD, self.padding_idx)
 
     def stored(self, shape: torch.Size) -> Tensor:
@@ -135,7 +140,7 @@ class DenseGrad:
         # A parameter that is a single number has no axis to flatten.
         return self.grads_BS.flatten(1) if self.grads_BS.dim() > 1 else self.grads_BS.unsqueeze(1)
 
-    def sq_norms(self, choose: cost.Chooser) -> Tensor:
+    def sq_norms(self) -> Tensor:
         return kernels.row_sq_norms(self._rows()) if self.squares_B is None else self.squares_B
 
     def stored(self, shape: torch.Size) -> Tensor:
@@ -161,7 +166,7 @@ class RowSumGrad:
         wide = torch.float64 if self.grad_BTP.dtype == torch.float64 else torch.float32
         return self.grad_BTP.sum(1, dtype=wide)
 
-    def sq_norms(self, choose: cost.Chooser) -> Tensor:
+    def sq_norms(self) -> Tensor:
         return self._stored().square().sum(1)
 
     def stored(self, shape: torch.Size) -> Tensor:
@@ -172,9 +177,7 @@ class RowSumGrad:
         return kernels.weighted_row_sum(self.grad_BTP, factors_B, flat).view(shape)
 
 
-def outer_sq_norms(left_BTR: Tensor, right_BTC: Tensor, bias: bool, choose: cost.Chooser) -> Tensor:
-    """Squared norms of left^T right (and of sum_t left_t with `bias`) by the cheaper route."""
-    _, T, R = left_BTR.shape
-    if choose(T, R, right_BTC.shape[2], kernels.kind_of(left_BTR)) is cost.Route.GRAM:
-        return kernels.gram_sq_norms(right_BTC, left_BTR, bias)
-    return kernels.tile_sq_norms(right_BTC, left_BTR, bias)
+def outer_sq_norms(x_BTD: Tensor, g_BTP: Tensor, bias: bool, route: Route) -> Tensor:
+    """Squared norms of g^T x, and of sum_t g_t with `bias`."""
+    norms = kernels.gram_sq_norms if route is Route.GRAM else kernels.tile_sq_norms
+    return norms(x_BTD, g_BTP, bias)

@@ -5,7 +5,7 @@ Shapes: L layers, B samples, T positions, D the normalised width.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -14,7 +14,7 @@ from shuffled_dpsgd.clipping import kernels
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class Unsummed:
+class UnsummedNorm:
     """Input and output gradient of a norm over the last axis whose sums are still to be made."""
 
     x_BTD: Tensor
@@ -26,8 +26,22 @@ class Unsummed:
         """Memory held until the sums are made."""
         return self.x_BTD.nbytes + self.g_BTD.nbytes
 
+    @property
+    def kind(self) -> Hashable:
+        """All that the sums depend on besides the tensors."""
+        return UnsummedNorm, self.eps
 
-def settle(pending: Sequence[Unsummed]) -> list[tuple[list[int], Tensor]]:
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The captured tensors."""
+        return self.x_BTD, self.g_BTD
+
+    def move(self, places: Mapping[int, Tensor]) -> None:
+        """Hold `places[id(tensor)]` instead of a tensor, for each that is there."""
+        self.x_BTD = places.get(id(self.x_BTD), self.x_BTD)
+        self.g_BTD = places.get(id(self.g_BTD), self.g_BTD)
+
+
+def settle(pending: Sequence[UnsummedNorm]) -> list[tuple[list[int], Tensor]]:
     """Per-sample gradients of layer norms, those of one shape in one go.
 
     Each result names the positions in `pending` it is of and holds their (L, B, 2, D) gradients,

@@ -30,34 +30,35 @@ _ROUNDING_ULPS = 4.0
 def joint_sq_norms(
     parts: Sequence[Contribution], shape: torch.Size, choose: cost.Chooser
 ) -> Tensor:
-    """(B,) squared norms of the per-sample sums of `parts`, all of one parameter of `shape`."""
-    merged = [*_merge_outers(parts), *_merge_rows(parts), *_merge_dense(parts, shape)]
+    """(B,) squared norms of the per-sample sums of `parts`, all of one parameter of `shape`.
+
+    `choose` decides the route of those that are joined.
+    """
+    merged = [*_merge_outers(parts, choose), *_merge_rows(parts), *_merge_dense(parts, shape)]
     if len(merged) == 1:
-        return merged[0].sq_norms(choose)
+        return merged[0].sq_norms()
     if len(merged) == 2 and isinstance(merged[0], OuterGrad) and isinstance(merged[1], RowsGrad):
-        return _head_and_embedding(merged[0], merged[1], choose)
+        return _head_and_embedding(merged[0], merged[1])
     if len(merged) == 2 and isinstance(merged[0], RowsGrad) and isinstance(merged[1], DenseGrad):
-        return _stored_and_embedding(merged[1], merged[0], shape, choose)
+        return _stored_and_embedding(merged[1], merged[0], shape)
     total = merged[0].stored(shape)
     for part in merged[1:]:
         total = total + part.stored(shape)
     return total.flatten(1).square().sum(1)
 
 
-def _head_and_embedding(head: OuterGrad, table: RowsGrad, choose: cost.Chooser) -> Tensor:
+def _head_and_embedding(head: OuterGrad, table: RowsGrad) -> Tensor:
     cross_B = kernels.tied_cross_terms(
         head.right_BTC, head.left_BTR, table.ids_BT, table.grad_BTD, table.padding_idx
     )
-    return _together(head.sq_norms(choose) + table.sq_norms(choose), cross_B)
+    return _together(head.sq_norms() + table.sq_norms(), cross_B)
 
 
-def _stored_and_embedding(
-    stored: DenseGrad, table: RowsGrad, shape: torch.Size, choose: cost.Chooser
-) -> Tensor:
+def _stored_and_embedding(stored: DenseGrad, table: RowsGrad, shape: torch.Size) -> Tensor:
     cross_B = kernels.stored_cross_terms(
         stored.stored(shape), table.ids_BT, table.grad_BTD, table.padding_idx
     )
-    own_B = stored.sq_norms(choose) + table.sq_norms(choose)
+    own_B = stored.sq_norms() + table.sq_norms()
     return _together(own_B, cross_B.to(own_B.dtype))
 
 
@@ -67,16 +68,16 @@ def _together(own_B: Tensor, cross_B: Tensor) -> Tensor:
     return torch.maximum(own_B + 2.0 * cross_B, torch.zeros_like(own_B)) + rounding * own_B
 
 
-def _merge_outers(parts: Sequence[Contribution]) -> list[Contribution]:
+def _merge_outers(parts: Sequence[Contribution], choose: cost.Chooser) -> list[Contribution]:
     outers = [part for part in parts if isinstance(part, OuterGrad)]
     if len(outers) < 2:
         return list(outers)
-    return [
-        OuterGrad(
-            left_BTR=torch.cat([part.left_BTR for part in outers], 1),
-            right_BTC=torch.cat([part.right_BTC for part in outers], 1),
-        )
-    ]
+    left_BTR = torch.cat([part.left_BTR for part in outers], 1)
+    right_BTC = torch.cat([part.right_BTC for part in outers], 1)
+    # Together they have more positions than each was decided for.
+    _, T, R = left_BTR.shape
+    route = choose(T, R, right_BTC.shape[2], kernels.kind_of(left_BTR))
+    return [OuterGrad(left_BTR=left_BTR, right_BTC=right_BTC, route=route)]
 
 
 def _merge_rows(parts: Sequence[Contribution]) -> list[Contribution]:

@@ -20,9 +20,9 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
-from shuffled_dpsgd.clipping.contributions.norm_sums import Unsummed
+from shuffled_dpsgd.clipping.capture.captures import Capture
 from shuffled_dpsgd.clipping.kernels.triton.addresses import Tables, holding
-from shuffled_dpsgd.clipping.replay.side_streams import StreamBranches, branching
+from shuffled_dpsgd.clipping.replay.side_streams import CudaSideStreams, using_side_streams
 
 # Many, because what a step keeps of each physical batch may shift the allocations of the next, and
 # a step may have dozens. Places where work was done once are remembered apart: those of batches of
@@ -34,7 +34,7 @@ Work = Callable[[], Tensor]
 Value = TypeVar("Value")
 
 
-class Recording(Protocol):
+class RecordedWork(Protocol):
     """Work that can be done again, with the same places."""
 
     def replay(self) -> Tensor:
@@ -42,31 +42,27 @@ class Recording(Protocol):
         ...
 
 
-class Record(Protocol):
+class WorkRecorder(Protocol):
     """Records work without doing it; raises RuntimeError where that cannot be."""
 
-    def __call__(self, work: Work) -> Recording: ...
+    def __call__(self, work: Work) -> RecordedWork: ...
 
 
-def places_of(values: Iterable[Any], *others: Hashable) -> Places | None:
-    """All that a recorded launch depends on: where values lie and how, and whatever `others`.
-
-    None if something among the values is of a kind that is not known.
-    """
+def places_of(
+    captures: Iterable[Capture], others: Iterable[Tensor | None], *constants: Hashable
+) -> Places:
+    """All that a recorded launch depends on: where tensors lie and how, and the constants."""
     # One flat tuple, filled by C: in the middle of a step whatever Python does takes long.
-    kinds: list[Hashable] = [*others]
+    kinds: list[Hashable] = [*constants]
     tensors: list[Tensor] = []
-    for value in values:
-        if isinstance(value, Tensor):
-            kinds.append(Tensor)
-            tensors.append(value)
-        elif isinstance(value, Unsummed):
-            kinds += (Unsummed, value.eps)
-            tensors += (value.x_BTD, value.g_BTD)
-        elif value is None or isinstance(value, int | float | str):
-            kinds.append(value)
-        else:
-            return None
+    for capture in captures:
+        found = capture.tensors()
+        kinds += (capture.kind, len(found))
+        tensors += found
+    for tensor in others:
+        kinds.append(tensor is not None)
+        if tensor is not None:
+            tensors.append(tensor)
     return (
         *kinds,
         *map(Tensor.data_ptr, tensors),
@@ -79,7 +75,7 @@ def places_of(values: Iterable[Any], *others: Hashable) -> Places | None:
 class _Recorded(NamedTuple):
     """A recording and the tables of addresses that it reads."""
 
-    recording: Recording
+    recording: RecordedWork
     tables: Tables
 
 
@@ -90,7 +86,7 @@ class Replays:
     tests. Should recording fail, a warning says so and the engine goes on without.
     """
 
-    def __init__(self, record: Record | None = None) -> None:
+    def __init__(self, record: WorkRecorder | None = None) -> None:
         self._record = record if record is not None else GraphRecorder()
         self._seen: OrderedDict[Places, Tables] = OrderedDict()
         self._recorded: OrderedDict[Places, _Recorded] = OrderedDict()
@@ -149,13 +145,13 @@ class GraphRecorder:
     def __init__(self) -> None:
         self._pool: Any = None
         self._stream: torch.cuda.Stream | None = None
-        self._branches: StreamBranches | None = None
-        self._alive: WeakSet[GraphRecording] = WeakSet()
+        self._side_streams: CudaSideStreams | None = None
+        self._alive: WeakSet[RecordedGraph] = WeakSet()
         self._broken: list[torch.cuda.CUDAGraph] = []
 
-    def __call__(self, work: Work) -> Recording:
-        if self._stream is None or self._branches is None:
-            self._stream, self._branches = torch.cuda.Stream(), StreamBranches()
+    def __call__(self, work: Work) -> RecordedWork:
+        if self._stream is None or self._side_streams is None:
+            self._stream, self._side_streams = torch.cuda.Stream(), CudaSideStreams()
         if not self._alive:
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
@@ -163,22 +159,22 @@ class GraphRecorder:
         # `torch.cuda.graph` would empty the allocator's cache, and with it lose every place.
         with torch.cuda.stream(self._stream):
             try:
-                result = self._capture(graph, work, self._branches)
+                result = self._capture(graph, work, self._side_streams)
             except RuntimeError:
                 # The allocator may go on asking the graph whether it still records.
                 self._broken.append(graph)
                 _free_generator()
                 raise
         torch.cuda.current_stream().wait_stream(self._stream)
-        recording = GraphRecording(graph, result)
+        recording = RecordedGraph(graph, result)
         self._alive.add(recording)
         return recording
 
-    def _capture(self, graph: torch.cuda.CUDAGraph, work: Work, branches: StreamBranches) -> Tensor:
+    def _capture(self, graph: torch.cuda.CUDAGraph, work: Work, streams: CudaSideStreams) -> Tensor:
         # Other threads, such as a loader that pins memory, may use the device meanwhile.
         graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
         try:
-            with branching(branches):
+            with using_side_streams(streams):
                 return work()
         finally:
             graph.capture_end()
@@ -193,7 +189,7 @@ def _free_generator() -> None:
     generator.graphsafe_set_state(generator.clone_state())
 
 
-class GraphRecording:
+class RecordedGraph:
     """A CUDA graph and the tensor its result lies in."""
 
     def __init__(self, graph: torch.cuda.CUDAGraph, result: Tensor) -> None:

@@ -1,9 +1,9 @@
-"""Work that waits for no other work, done at the same time as that while a CUDA graph is recorded.
+"""Small work beside large work while a CUDA graph is recorded.
 
-A few launches of settling fill the GPU for long; a hundred others are over before it has filled.
-Each group waits for nothing of the other, so the small ones can run in the gaps of the large. In a
-recorded graph that costs nothing: there the streams only say what has to wait for what. Outside of
-a recording everything stays on one stream, one after the other, with the same results.
+A few launches of settling keep the GPU busy for long; a hundred others are over before they have
+filled it. The two kinds do not wait for each other, so the small ones can run in the gaps that the
+large ones leave. In a recorded graph that costs nothing: the streams only say what waits for what.
+Outside a recording everything runs on one stream, one job after the other, with the same results.
 """
 
 from __future__ import annotations
@@ -15,72 +15,72 @@ from typing import Protocol, TypeVar
 
 import torch
 
-# Streams beside the one that is recorded; with none, all work is done on that.
-SIDE_STREAMS = 2
+# Streams beside the main one, which is the one that is recorded. With none, it does all work.
+NUM_SIDE_STREAMS = 2
 Result = TypeVar("Result")
 Lane = Sequence[Callable[[], Result]]
 
 
-class Branches(Protocol):
-    """Streams of work beside the current one, which is the trunk."""
+class SideStreams(Protocol):
+    """Streams of work beside the current one, the main stream."""
 
     def aside(self, number: int) -> AbstractContextManager[None]:
-        """Inside, work goes to a branch and waits for what the trunk was asked for before."""
+        """Inside, work goes to a side stream, after all that the main stream was asked for."""
         ...
 
     def join(self) -> None:
-        """Let whatever the trunk is asked for from now on wait for all branches."""
+        """Have whatever the main stream is asked for from now on wait for all side streams."""
         ...
 
 
-_BRANCHES: ContextVar[Branches | None] = ContextVar("_BRANCHES", default=None)
+_SIDE_STREAMS: ContextVar[SideStreams | None] = ContextVar("_SIDE_STREAMS", default=None)
 
 
 @contextmanager
-def branching(branches: Branches) -> Iterator[None]:
-    """Let `side_by_side` use these branches inside."""
-    token = _BRANCHES.set(branches)
+def using_side_streams(streams: SideStreams) -> Iterator[None]:
+    """Let `side_by_side` use these streams inside."""
+    token = _SIDE_STREAMS.set(streams)
     try:
         yield
     finally:
-        _BRANCHES.reset(token)
+        _SIDE_STREAMS.reset(token)
 
 
-def side_by_side(trunk: Lane[Result], *sides: Lane[Result]) -> list[list[Result]]:
-    """The results of every job, lane by lane, the trunk's first.
+def side_by_side(main: Lane[Result], *sides: Lane[Result]) -> list[list[Result]]:
+    """The results of every job, lane by lane, the main one first.
 
-    The jobs of a lane are done in their order. No job may read or write what a job of another lane
-    writes. Large work belongs on the trunk: what is on the sides goes before it.
+    The jobs of a lane run in order. No job may read or write what a job of another lane writes.
+    Large work belongs on the main lane, because the sides are given precedence.
 
-    Memory is given back to the stream it was taken on, and from there at once to that stream's next
-    taker, who may be ahead of another stream that still reads it. So whatever crosses streams must
-    be held until all have met again: what jobs read is, by the jobs themselves, if they hold it;
-    what they return is by this function. Inside a job there is one stream.
+    Freed memory goes back to the stream it was taken on, and that stream may hand it out again at
+    once, while another stream still reads it. So whatever crosses streams must be held until all
+    have joined. Jobs hold what they read; this function holds what they return. Inside a job there
+    is one stream.
     """
-    branches = _BRANCHES.get()
-    if branches is None or not any(sides):
-        return [[job() for job in lane] for lane in (trunk, *sides)]
-    token = _BRANCHES.set(None)
+    streams = _SIDE_STREAMS.get()
+    if streams is None or not any(sides):
+        return [[job() for job in lane] for lane in (main, *sides)]
+    token = _SIDE_STREAMS.set(None)
     try:
         found: list[list[Result]] = []
         for number, lane in enumerate(sides):
-            with branches.aside(number):
+            with streams.aside(number):
                 found.append([job() for job in lane])
-        return [[job() for job in trunk], *found]
+        return [[job() for job in main], *found]
     finally:
-        # Also after a failure: a recording with an open end could not even be ended.
-        branches.join()
-        _BRANCHES.reset(token)
+        # Also after a failure: a recording whose streams have not joined cannot even be ended.
+        streams.join()
+        _SIDE_STREAMS.reset(token)
 
 
-class StreamBranches:
-    """Side streams of whichever stream is current, whose work the GPU prefers to the trunk's.
+class CudaSideStreams:
+    """Side streams of whichever stream is current, with a higher priority than that.
 
-    Without that preference small work would queue up behind the blocks of a large launch.
+    Without the priority, small work would queue behind the blocks of a large launch.
     """
 
     def __init__(self, number: int | None = None) -> None:
-        count = SIDE_STREAMS if number is None else number
+        count = NUM_SIDE_STREAMS if number is None else number
         self._streams = [torch.cuda.Stream(priority=-1) for _ in range(count)]
         self._open: list[torch.cuda.Stream] = []
 

@@ -1,82 +1,79 @@
-"""Small captures, put where those of the step before lay.
+"""Small captures are copied to places that stay the same from step to step.
 
-Work is replayed only where everything lies as it did when it was recorded (`replay`). Large tensors
-do, for nobody else asks the allocator for their sizes. Small ones share their memory with whatever
-else is small, and land here and there; a single one would have the whole step done the slow way. To
-copy them takes one launch, so they get places of their own.
+Work is replayed only where every tensor lies as it did when the work was recorded (`recordings`).
+Large tensors do, because nobody else asks the allocator for their sizes. Small ones share their
+memory with whatever else is small and land elsewhere in every step. A single one that has moved
+would keep the whole step from being replayed. Copying them all takes one launch.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable
-from dataclasses import replace
+from collections.abc import Hashable, Iterable
 from operator import attrgetter
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from shuffled_dpsgd.clipping.capture.batch import Batch
-from shuffled_dpsgd.clipping.contributions.norm_sums import Unsummed
+from shuffled_dpsgd.clipping.capture.batch import CapturedBatch
 
 # The allocator of CUDA keeps tensors up to this size together.
 SMALL_BYTES = 1 << 20
-# What all of them may take; the rest stays where it is.
+# What all copies together may take; tensors beyond that stay where they are.
 MAX_BYTES = 1 << 26
-# Views of the memory are kept for so many kinds of batches; to make them takes long.
+# Views of the memory take long to make, so those of so many kinds of batches are kept.
 MAX_LAYOUTS = 64
-# As far apart as two tensors of the allocator.
+# The distance that the allocator itself keeps between tensors.
 _STEP = 512
 _kind = attrgetter("dtype", "shape")
 
 
-class Shelf:
-    """Memory for one batch's small captures at a time: batches alike in shape lie alike in it."""
+class StablePlaces:
+    """Memory for the small captures of one batch at a time.
+
+    Two batches whose captures have the same shapes get the same places.
+    """
 
     def __init__(self) -> None:
         self._memory: Tensor | None = None
         self._stream: int | None = None
         self._layouts: OrderedDict[Hashable, list[Tensor]] = OrderedDict()
 
-    def take(self, batch: Batch) -> None:
-        """Replace the batch's small captures by copies on the shelf.
+    def move(self, batch: CapturedBatch) -> None:
+        """Replace the batch's small captures by copies in stable places.
 
-        Those of the batch before are overwritten, so its work must have been asked for.
+        This overwrites those of the batch before, whose work must have been issued by now.
         """
-        entries = batch.all_entries()
-        late = batch.late.tensors if batch.late is not None else ()
-        captured = [value for entry in entries for value in entry.saved]
-        small = self._fitting(_tensors([*captured, *late]))
+        entries, late = batch.settling.all_entries(), batch.compiled.late
+        compiled = () if late is None else late.tensors
+        tensors = [tensor for entry in entries for tensor in entry.capture.tensors()]
+        small = self._fitting([*tensors, *(tensor for tensor in compiled if tensor is not None)])
         if not small:
             return
         if small[0].is_cuda:
-            # By its number: a stream itself says of None that it is not unlike it.
+            # By number: `stream != None` is False for a CUDA stream.
             self._keep_to(torch.cuda.current_stream(small[0].device).cuda_stream)
         copies = self._copies(small)
-        by_id = dict(zip(map(id, small), copies, strict=True))
-
-        def shelved(value: Any) -> Any:
-            return by_id.get(id(value), value)
-
+        places = dict(zip(map(id, small), copies, strict=True))
         for entry in entries:
-            entry.saved = tuple([_moved(value, shelved) for value in entry.saved])
-        if batch.late is not None:
-            batch.late.tensors = tuple(map(shelved, late))
+            entry.capture.move(places)
+        if late is not None:
+            late.tensors = tuple([places.get(id(tensor), tensor) for tensor in compiled])
 
     def _keep_to(self, stream: int) -> None:
-        """Start anew on another stream, where work of the last one may not be done yet.
+        """Start with new memory on another stream, as work on the last one may still be running.
 
-        Memory that is let go of waits for its stream by itself.
+        The allocator gives the old memory away only after the work of its stream.
         """
         if stream != self._stream:
             self._stream, self._memory = stream, None
             self._layouts.clear()
 
     def _fitting(self, tensors: Iterable[Tensor]) -> list[Tensor]:
-        """The small ones of one device, each once, as long as there is room.
+        """The small tensors of one device, each once, up to `MAX_BYTES`.
 
-        A part of a larger tensor lies where that lies; only what is spread over the batch does not.
+        A view of a larger tensor lies where that one lies and is left alone, unless it is expanded:
+        what is spread over the batch may be a view of something small.
         """
         found: dict[int, Tensor] = {}
         room, device = MAX_BYTES, None
@@ -113,12 +110,12 @@ class Shelf:
         return copies
 
     def _views(self, tensors: list[Tensor]) -> list[Tensor]:
-        """Parts of the memory for these, one after the other; more memory if that is needed."""
+        """Parts of the memory for these tensors, one after the other; grows it if needed."""
         sizes = [_rounded(tensor.nbytes) for tensor in tensors]
         device, total = tensors[0].device, sum(sizes)
         memory = self._memory
         if memory is None or memory.device != device or memory.nbytes < total:
-            # Whatever lay in the old memory will lie elsewhere, and is recorded anew.
+            # Everything moves to the new memory, and its work is recorded anew.
             self._layouts.clear()
             size = min(2 * total, MAX_BYTES)
             memory = self._memory = torch.empty(size, dtype=torch.uint8, device=device)
@@ -130,18 +127,3 @@ class Shelf:
 
 def _rounded(nbytes: int) -> int:
     return -(-nbytes // _STEP) * _STEP
-
-
-def _tensors(values: Iterable[Any]) -> Iterable[Tensor]:
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, Unsummed):
-            yield value.x_BTD
-            yield value.g_BTD
-
-
-def _moved(value: Any, shelved: Callable[[Any], Any]) -> Any:
-    if isinstance(value, Unsummed):
-        return replace(value, x_BTD=shelved(value.x_BTD), g_BTD=shelved(value.g_BTD))
-    return shelved(value)

@@ -6,7 +6,7 @@ Shapes: B samples, T and S positions, E the width, H heads.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shuffled_dpsgd.clipping import kernels
-from shuffled_dpsgd.clipping.capture.slot import Saved, Slot, batch_of, no_view, recorder_of
+from shuffled_dpsgd.clipping.capture.captures import Capture, Projection, StoredWeight
+from shuffled_dpsgd.clipping.capture.slot import Slot, batch_of, no_view, recorder_of
 from shuffled_dpsgd.clipping.contributions import cost
 from shuffled_dpsgd.clipping.contributions.kinds import (
     Contribution,
@@ -26,7 +27,7 @@ from shuffled_dpsgd.clipping.contributions.kinds import (
 from shuffled_dpsgd.errors import UnsupportedModuleError
 
 if TYPE_CHECKING:
-    from shuffled_dpsgd.clipping.capture.batch import Batch
+    from shuffled_dpsgd.clipping.capture.batch import CapturedBatch
 
 # The projections an entry can come from: all three of the packed weight, one third of it, or out.
 PACKED, QUERY, KEY, VALUE, OUT = range(5)
@@ -44,7 +45,7 @@ class ProjectionFunction(torch.autograd.Function):
         bias: Tensor | None,
         part: int,
         slot: MultiheadAttentionSlot,
-        batch: Batch,
+        batch: CapturedBatch,
         *taps: Tensor,
     ) -> Tensor:
         if part in (QUERY, KEY, VALUE):
@@ -60,7 +61,7 @@ class ProjectionFunction(torch.autograd.Function):
     def backward(ctx: Any, g: Tensor) -> Any:
         x, weight = ctx.saved_tensors
         part, slot = ctx.part, ctx.slot
-        taps = recorder_of(slot).record(ctx.batch, slot, (part, x, g), part)
+        taps = recorder_of(slot).record(ctx.batch, slot, (x, g), part)
         grad_x = g.matmul(weight) if ctx.needs_input_grad[0] else None
         return grad_x, None, None, None, None, None, *taps
 
@@ -135,7 +136,9 @@ class MultiheadAttentionSlot(Slot):
         out = self._project(mixed.transpose(1, 2).flatten(2), OUT, batch)
         return out if self.layer.batch_first else out.transpose(0, 1), weights
 
-    def _projected(self, query: Tensor, key: Tensor, value: Tensor, batch: Batch) -> list[Tensor]:
+    def _projected(
+        self, query: Tensor, key: Tensor, value: Tensor, batch: CapturedBatch
+    ) -> list[Tensor]:
         """Queries, keys and values, each (B, H, T, E/H)."""
         together = query is key and key is value
         if self.recorder.batch is not None:
@@ -151,7 +154,7 @@ class MultiheadAttentionSlot(Slot):
             projected = [self._project(x, p, batch) for x, p in zip(inputs, parts, strict=True)]
         return [x.unflatten(2, (self.heads, -1)).transpose(1, 2) for x in projected]
 
-    def _project(self, x: Tensor, part: int, batch: Batch) -> Tensor:
+    def _project(self, x: Tensor, part: int, batch: CapturedBatch) -> Tensor:
         if torch.is_autocast_enabled(batch.device) and x.dtype is not torch.float64:
             x = x.to(torch.get_autocast_dtype(batch.device))
         if part == OUT:
@@ -161,29 +164,35 @@ class MultiheadAttentionSlot(Slot):
         taps = recorder_of(self).taps_of(batch, self, part)
         return cast(Tensor, ProjectionFunction.apply(x, weight, bias, part, self, batch, *taps))
 
-    def compact(self, saved: Saved, choose: cost.Chooser) -> Saved:
-        part, x_BTE, g_BTP = saved
-        g_BTP = self._padded(part, g_BTP)
+    def decide(self, capture: Capture, choose: cost.Chooser) -> Capture:
+        assert isinstance(capture, Projection)
+        part, x_BTE = capture.part, capture.x
+        g_BTP = self._padded(part, capture.g)
         shape = (x_BTE.shape[1], g_BTP.shape[2], x_BTE.shape[2])
         device = kernels.kind_of(g_BTP)
         if part != OUT:
             self.last_shape, self.last_device = shape, device
-        if choose(*shape, device) is not cost.Route.INSTANTIATE:
-            return saved
+        capture.route = choose(*shape, device)
+        if capture.route is not cost.Route.INSTANTIATE:
+            return capture
         grads_BPE, squares_B = stored_outer(g_BTP, x_BTE)
-        return (part, DenseGrad(grads_BS=grads_BPE, squares_B=squares_B), saved[2])
+        return StoredWeight(grads_BPE, capture.g, squares_B, part)
 
-    def restore(self, part: int, tensors: list[Tensor]) -> Saved:
-        return (part, *tensors)
+    def captured(self, part: int, tensors: Sequence[Tensor]) -> Capture:
+        return Projection(part, tensors[0], tensors[1])
 
-    def contributions(self, saved: Saved) -> Iterator[tuple[str, Contribution]]:
-        part, x_BTE, g_BTP = saved
-        g_BTP = self._padded(part, g_BTP)
+    def contributions(self, capture: Capture) -> Iterator[tuple[str, Contribution]]:
+        assert isinstance(capture, Projection | StoredWeight)
+        part = capture.part
+        g_BTP = self._padded(part, capture.g)
         weight, bias = ("out_proj.weight", "out_proj.bias") if part == OUT else PACKED_NAMES
         if weight in self.names:
-            stored = isinstance(x_BTE, DenseGrad)
-            outer = x_BTE if stored else OuterGrad(left_BTR=g_BTP, right_BTC=x_BTE)
-            yield self.names[weight], outer
+            if isinstance(capture, StoredWeight):
+                stored = DenseGrad(grads_BS=capture.weight_BS, squares_B=capture.squares_B)
+                yield self.names[weight], stored
+            else:
+                outer = OuterGrad(left_BTR=g_BTP, right_BTC=capture.x, route=capture.route)
+                yield self.names[weight], outer
         if bias in self.names:
             yield self.names[bias], RowSumGrad(grad_BTP=g_BTP)
 

@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shuffled_dpsgd.clipping import kernels
-from shuffled_dpsgd.clipping.capture.slot import Saved, Slot, batch_of, recorder_of
+from shuffled_dpsgd.clipping.capture.captures import Capture, InputAndGradient, StoredWeight
+from shuffled_dpsgd.clipping.capture.slot import Slot, batch_of, recorder_of
 from shuffled_dpsgd.clipping.contributions import cost
 from shuffled_dpsgd.clipping.contributions.kinds import (
     Contribution,
@@ -24,7 +25,7 @@ from shuffled_dpsgd.clipping.contributions.kinds import (
 from shuffled_dpsgd.clipping.kernels.plain import widen
 
 if TYPE_CHECKING:
-    from shuffled_dpsgd.clipping.capture.batch import Batch
+    from shuffled_dpsgd.clipping.capture.batch import CapturedBatch
 
 
 class ConvFunction(torch.autograd.Function):
@@ -38,7 +39,7 @@ class ConvFunction(torch.autograd.Function):
         bias: Tensor | None,
         cast_weights: bool,
         slot: ConvSlot,
-        batch: Batch,
+        batch: CapturedBatch,
         *taps: Tensor,
     ) -> Tensor:
         if cast_weights:
@@ -113,31 +114,35 @@ class ConvSlot(Slot):
         weight, bias, taps = owned["weight"], owned["bias"], recorder_of(self).taps_of(batch, self)
         return cast(Tensor, ConvFunction.apply(x, weight, bias, casts, self, batch, *taps))
 
-    def contributions(self, saved: Saved) -> Iterator[tuple[str, Contribution]]:
-        x, g = saved
-        g_BLR = g.flatten(2).mT.contiguous()
+    def contributions(self, capture: Capture) -> Iterator[tuple[str, Contribution]]:
+        assert isinstance(capture, InputAndGradient | StoredWeight)
+        g_BLR = capture.g.flatten(2).mT.contiguous()
         if self.weight_name is not None:
-            if isinstance(x, DenseGrad):
-                yield self.weight_name, x
+            if isinstance(capture, StoredWeight):
+                yield self.weight_name, DenseGrad(grads_BS=capture.weight_BS)
             elif self.groups > 1:
-                yield self.weight_name, DenseGrad(grads_BS=self._stored(x, g))
+                yield self.weight_name, DenseGrad(grads_BS=self._stored(capture))
             else:
-                patches_BLC = self._patches(x).mT
-                yield self.weight_name, OuterGrad(left_BTR=g_BLR, right_BTC=patches_BLC)
+                patches_BLC = self._patches(cast(Tensor, capture.x)).mT
+                yield (
+                    self.weight_name,
+                    OuterGrad(left_BTR=g_BLR, right_BTC=patches_BLC, route=capture.route),
+                )
         if self.bias_name is not None:
             yield self.bias_name, RowSumGrad(grad_BTP=g_BLR)
 
-    def compact(self, saved: Saved, choose: cost.Chooser) -> Saved:
-        x, g = saved
+    def decide(self, capture: Capture, choose: cost.Chooser) -> Capture:
+        assert isinstance(capture, InputAndGradient)
+        g = capture.g
         if self.weight_name is None:
-            return saved
+            return capture
         weight = cast(Tensor, self.parameters["weight"])
         self.last_shape = (g[0, 0].numel(), weight.shape[0], weight[0].numel())
         self.last_device = kernels.kind_of(g)
-        route = choose(*self.last_shape, self.last_device)
-        if self.groups == 1 and route is not cost.Route.INSTANTIATE:
-            return saved
-        return (DenseGrad(grads_BS=self._stored(x, g)), g)
+        capture.route = choose(*self.last_shape, self.last_device)
+        if self.groups == 1 and capture.route is not cost.Route.INSTANTIATE:
+            return capture
+        return StoredWeight(self._stored(capture), g)
 
     def _patches(self, x: Tensor) -> Tensor:
         """(B, channels·kernel, L): the inputs that meet each output position."""
@@ -158,9 +163,9 @@ class ConvSlot(Slot):
         inside = range(3, 3 + 2 * len(self.kernel), 2)
         return x.permute(0, *places, 1, *inside).flatten(1, len(places)).flatten(2).mT
 
-    def _stored(self, x: Tensor, g: Tensor) -> Tensor:
+    def _stored(self, capture: InputAndGradient) -> Tensor:
         """Every sample's weight gradient, (B, *weight.shape)."""
         weight = cast(Tensor, self.parameters["weight"])
-        patches = widen(self._patches(x)).unflatten(1, (self.groups, -1))
-        g_BGRL = widen(g.flatten(2)).unflatten(1, (self.groups, -1))
+        patches = widen(self._patches(cast(Tensor, capture.x))).unflatten(1, (self.groups, -1))
+        g_BGRL = widen(capture.g.flatten(2)).unflatten(1, (self.groups, -1))
         return (g_BGRL @ patches.mT).reshape(-1, *weight.shape)

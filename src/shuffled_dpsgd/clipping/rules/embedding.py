@@ -13,12 +13,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from shuffled_dpsgd.clipping.capture.slot import Saved, Slot, batch_of, recorder_of
+from shuffled_dpsgd.clipping.capture.captures import Capture, InputAndGradient
+from shuffled_dpsgd.clipping.capture.slot import Slot, batch_of, recorder_of
 from shuffled_dpsgd.clipping.contributions.kinds import Contribution, RowsGrad
 from shuffled_dpsgd.errors import UnsupportedModuleError
 
 if TYPE_CHECKING:
-    from shuffled_dpsgd.clipping.capture.batch import Batch
+    from shuffled_dpsgd.clipping.capture.batch import CapturedBatch
 
 
 class EmbeddingFunction(torch.autograd.Function):
@@ -26,7 +27,12 @@ class EmbeddingFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, ids: Tensor, weight: Tensor, slot: EmbeddingSlot, batch: Batch, *taps: Tensor
+        ctx: Any,
+        ids: Tensor,
+        weight: Tensor,
+        slot: EmbeddingSlot,
+        batch: CapturedBatch,
+        *taps: Tensor,
     ) -> Tensor:
         ctx.slot, ctx.batch = slot, batch
         ctx.save_for_backward(ids)
@@ -85,8 +91,9 @@ class EmbeddingSlot(Slot):
             )
         return self.over_batch(ids, size) if ids.dim() else ids.expand(size)
 
-    def contributions(self, saved: Saved) -> Iterator[tuple[str, Contribution]]:
-        ids, g = saved
+    def contributions(self, capture: Capture) -> Iterator[tuple[str, Contribution]]:
+        assert isinstance(capture, InputAndGradient)
+        ids, g = cast(Tensor, capture.x), capture.g
         B = ids.shape[0]
         yield (
             self.weight_name,

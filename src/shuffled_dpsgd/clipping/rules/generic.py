@@ -9,7 +9,7 @@ Shapes: B samples, S any parameter shape.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from shuffled_dpsgd.clipping.capture.slot import Saved, Slot, batch_of, recorder_of
+from shuffled_dpsgd.clipping.capture.captures import Capture, CopyGradients
+from shuffled_dpsgd.clipping.capture.slot import Slot, batch_of, recorder_of
 from shuffled_dpsgd.clipping.contributions.kinds import Contribution, DenseGrad
 from shuffled_dpsgd.clipping.rules.gradient_sums import add_up, as_it_is, gradients
 from shuffled_dpsgd.clipping.rules.mapping import Bare, Outputs, at_once, batch_axes, one_by_one
@@ -25,7 +26,7 @@ from shuffled_dpsgd.clipping.rules.trial_runs import buffers_kept, in_eval_mode
 from shuffled_dpsgd.errors import UnsupportedModuleError
 
 if TYPE_CHECKING:
-    from shuffled_dpsgd.clipping.capture.batch import Batch
+    from shuffled_dpsgd.clipping.capture.batch import CapturedBatch
 
 _TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3}
 _HALF_TOLERANCE = 5e-2
@@ -47,7 +48,12 @@ class CopiesFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, parameter: Tensor, part: int, slot: CopiesSlot, batch: Batch, *taps: Tensor
+        ctx: Any,
+        parameter: Tensor,
+        part: int,
+        slot: CopiesSlot,
+        batch: CapturedBatch,
+        *taps: Tensor,
     ) -> Tensor:
         ctx.part, ctx.slot, ctx.batch = part, slot, batch
         return parameter.expand(batch.size, *parameter.shape)
@@ -55,7 +61,7 @@ class CopiesFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grads_BS: Tensor) -> Any:
         part = ctx.part
-        taps = recorder_of(ctx.slot).record(ctx.batch, ctx.slot, (part, grads_BS), part)
+        taps = recorder_of(ctx.slot).record(ctx.batch, ctx.slot, (grads_BS,), part)
         return None, None, None, None, *taps
 
 
@@ -86,12 +92,12 @@ class CopiesSlot(Slot):
             found[key] = CopiesFunction.apply(parameter, part, self, batch, *taps)
         return found
 
-    def restore(self, part: int, tensors: list[Tensor]) -> Saved:
-        return (part, tensors[0])
+    def captured(self, part: int, tensors: Sequence[Tensor]) -> Capture:
+        return CopyGradients(part, tensors[0])
 
-    def contributions(self, saved: Saved) -> Iterator[tuple[str, Contribution]]:
-        part, grads_BS = saved
-        yield self.names[self.keys[part]], DenseGrad(grads_BS=grads_BS)
+    def contributions(self, capture: Capture) -> Iterator[tuple[str, Contribution]]:
+        assert isinstance(capture, CopyGradients)
+        yield self.names[self.keys[capture.part]], DenseGrad(grads_BS=capture.grads_BS)
 
 
 class GenericSlot(CopiesSlot):

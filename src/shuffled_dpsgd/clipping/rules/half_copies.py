@@ -37,7 +37,7 @@ class HalfCopies:
         sources = self._sources()
         ids = [id(parameter) for parameter in sources]
         if not reuse or (dtype, ids) != self._key:
-            self._key, self._copies = (dtype, ids), _room_for(sources, self._padded, dtype)
+            self._key, self._copies = (dtype, ids), _memory_for(sources, self._padded, dtype)
         filled = [
             copy if copy.shape == parameter.shape else copy[: parameter.shape[0]]
             for copy, parameter in zip(self._copies, sources, strict=True)
@@ -58,17 +58,17 @@ class HalfCopies:
         return list(found.values())
 
 
-def _room_for(
+def _memory_for(
     tensors: Sequence[Tensor], padded_rows: Mapping[int, int], dtype: torch.dtype
 ) -> list[Tensor]:
     """Uninitialised memory for copies; those with `padded_rows` end in rows of zeros."""
-    room = []
+    made = []
     for tensor in tensors:
         rows = padded_rows.get(id(tensor))
         if rows is not None:
             padded = tensor.new_empty((rows, *tensor.shape[1:]), dtype=dtype, requires_grad=False)
             padded[tensor.shape[0] :].zero_()
-            room.append(padded)
+            made.append(padded)
         else:
-            room.append(torch.empty_like(tensor, dtype=dtype, requires_grad=False))
-    return room
+            made.append(torch.empty_like(tensor, dtype=dtype, requires_grad=False))
+    return made

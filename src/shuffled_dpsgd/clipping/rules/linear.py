@@ -5,7 +5,7 @@ Shapes: B samples, T positions (all axes between the first and the last), D inpu
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -13,8 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shuffled_dpsgd.clipping import kernels
+from shuffled_dpsgd.clipping.capture.captures import (
+    Capture,
+    InputAndGradient,
+    StoredGradients,
+)
 from shuffled_dpsgd.clipping.capture.slot import (
-    Saved,
     Slot,
     batch_of,
     can_listen,
@@ -27,12 +31,13 @@ from shuffled_dpsgd.clipping.contributions.kinds import (
     DenseGrad,
     OuterGrad,
     RowSumGrad,
+    outer_sq_norms,
     positions,
     stored_outer,
 )
 
 if TYPE_CHECKING:
-    from shuffled_dpsgd.clipping.capture.batch import Batch
+    from shuffled_dpsgd.clipping.capture.batch import CapturedBatch
 
 
 _ROW_BLOCK = 128
@@ -51,7 +56,7 @@ class LinearFunction(torch.autograd.Function):
         bias: Tensor | None,
         lower: bool,
         slot: LinearSlot,
-        batch: Batch,
+        batch: CapturedBatch,
         part: int,
         *taps: Tensor,
     ) -> Tensor:
@@ -93,7 +98,7 @@ class TransposedLinearFunction(torch.autograd.Function):
         bias: Tensor,
         lower: bool,
         slot: LinearSlot,
-        batch: Batch,
+        batch: CapturedBatch,
         part: int,
         *taps: Tensor,
     ) -> Tensor:
@@ -184,12 +189,16 @@ class LinearSlot(Slot):
         self.padded_outputs = self.outputs
         if not self.transposed and self.outputs >= _MIN_PADDED_ROWS:
             self.padded_outputs = -(-self.outputs // _ROW_BLOCK) * _ROW_BLOCK
-        self._last_input: torch.Size | None = None
+        # The route of the latest call, and of which inputs it holds.
+        self._route = cost.Route.GRAM
+        self._decided_for: tuple[torch.Size, torch.dtype, torch.device] | None = None
 
     def forward(self, input: Tensor) -> Tensor:
         return _run(self, input, LinearFunction)
 
-    def listen(self, x: Tensor, weight: Tensor, bias: Tensor | None, batch: Batch) -> Tensor:
+    def listen(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, batch: CapturedBatch
+    ) -> Tensor:
         """The same by autograd's own operations, for eager mode."""
         weight = batch.cast(weight, x.dtype)
         bias = None if bias is None else batch.cast(bias, x.dtype)
@@ -198,65 +207,69 @@ class LinearSlot(Slot):
         # A half-precision copy may have rows of zeros added for speed.
         return out if out.shape[-1] == self.outputs else out[..., : self.outputs]
 
-    def heard(self, size: int, x: Tensor | None, g: Tensor) -> Saved:
+    def heard(self, size: int, x: Tensor | None, g: Tensor) -> Capture:
         # The gradient may be that of the flat matrix product the output is a view of.
         g_BTP = g.reshape(size, -1, g.shape[-1]) if g.dim() == 2 else g
-        return (x, g_BTP if g.shape[-1] == self.outputs else g_BTP[..., : self.outputs])
+        return InputAndGradient(x, self._without_padding(g_BTP))
 
     def multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """The layer's own operation."""
         return F.linear(x, weight, bias)
 
-    def restore(self, part: int, tensors: list[Tensor]) -> Saved:
-        g = tensors[-1]
-        g = g if g.shape[-1] == self.outputs else g[..., : self.outputs]
-        return (None, g) if self.weight_name is None else (tensors[0], g)
+    def captured(self, part: int, tensors: Sequence[Tensor]) -> Capture:
+        x = None if self.weight_name is None else tensors[0]
+        return InputAndGradient(x, self._without_padding(tensors[-1]))
 
-    def contributions(self, saved: Saved) -> Iterator[tuple[str, Contribution]]:
-        if len(saved) == 4:
-            _, weight_grads, bias_grads, squares_B = saved
-            if self.weight_name is not None:
-                yield self.weight_name, DenseGrad(grads_BS=weight_grads, squares_B=squares_B)
-            if self.bias_name is not None:
-                yield self.bias_name, DenseGrad(grads_BS=bias_grads)
+    def _without_padding(self, g: Tensor) -> Tensor:
+        return g if g.shape[-1] == self.outputs else g[..., : self.outputs]
+
+    def contributions(self, capture: Capture) -> Iterator[tuple[str, Contribution]]:
+        if isinstance(capture, StoredGradients):
+            if self.weight_name is not None and capture.weight_BS is not None:
+                stored = DenseGrad(grads_BS=capture.weight_BS, squares_B=capture.squares_B)
+                yield self.weight_name, stored
+            if self.bias_name is not None and capture.bias_BS is not None:
+                yield self.bias_name, DenseGrad(grads_BS=capture.bias_BS)
             return
-        x, g = saved
-        g_BTP = positions(g)
+        assert isinstance(capture, InputAndGradient)
+        g_BTP = positions(capture.g)
         if self.weight_name is not None:
-            x_BTD = positions(x)
+            x_BTD = positions(cast(Tensor, capture.x))
             left, right = (x_BTD, g_BTP) if self.transposed else (g_BTP, x_BTD)
-            yield self.weight_name, OuterGrad(left_BTR=left, right_BTC=right)
+            yield self.weight_name, OuterGrad(left_BTR=left, right_BTC=right, route=capture.route)
         if self.bias_name is not None:
             yield self.bias_name, RowSumGrad(grad_BTP=g_BTP)
 
-    def sq_norms(self, saved: Saved, choose: cost.Chooser) -> Tensor:
-        if len(saved) == 4 or self.weight_name is None:
-            return super().sq_norms(saved, choose)
-        x_BTD, g_BTP = positions(saved[0]), positions(saved[1])
-        bias = self.bias_name is not None
-        shape = (x_BTD.shape[1], g_BTP.shape[2], x_BTD.shape[2])
-        if choose(*shape, kernels.kind_of(x_BTD)) is cost.Route.GRAM:
-            return kernels.gram_sq_norms(x_BTD, g_BTP, bias)
-        return kernels.tile_sq_norms(x_BTD, g_BTP, bias)
+    def sq_norms(self, parts: Sequence[tuple[str, Contribution]]) -> Tensor:
+        outer = parts[0][1]
+        if not isinstance(outer, OuterGrad):
+            return super().sq_norms(parts)
+        # One launch finds the norms of weight and bias; the bias belongs to the output gradient.
+        left, right = outer.left_BTR, outer.right_BTC
+        x_BTD, g_BTP = (left, right) if self.transposed else (right, left)
+        return outer_sq_norms(x_BTD, g_BTP, len(parts) == 2, outer.route)
 
-    def compact(self, saved: Saved, choose: cost.Chooser) -> Saved:
-        x, g = saved
-        if self.weight_name is None:
-            return (None, None, _bias_grads(positions(g)), None)
-        if x.shape != self._last_input:
-            self._last_input = x.shape
+    def decide(self, capture: Capture, choose: cost.Chooser) -> Capture:
+        assert isinstance(capture, InputAndGradient)
+        x, g = capture.x, capture.g
+        if x is None:
+            return StoredGradients(None, _bias_grads(positions(g)))
+        like = (x.shape, x.dtype, x.device)
+        if like != self._decided_for:
+            self._decided_for = like
             T = x.numel() // (x.shape[0] * x.shape[-1])
             self.last_shape = (T, self.outputs, x.shape[-1])
             self.last_device = kernels.kind_of(x)
-            route = choose(*self.last_shape, self.last_device, self.tied)
-            self.stores = route is cost.Route.INSTANTIATE
+            self._route = choose(*self.last_shape, self.last_device, self.sharing.tied)
+            self.stores = self._route is cost.Route.INSTANTIATE
         if not self.stores:
-            return saved
+            capture.route = self._route
+            return capture
         g_BTP, x_BTD = positions(g), positions(x)
         left, right = (x_BTD, g_BTP) if self.transposed else (g_BTP, x_BTD)
         bias_grads = None if self.bias_name is None else _bias_grads(g_BTP)
         weight_grads, squares_B = stored_outer(left, right)
-        return (None, weight_grads, bias_grads, squares_B)
+        return StoredGradients(weight_grads, bias_grads, squares_B)
 
 
 class Conv1DSlot(LinearSlot):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -15,13 +15,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shuffled_dpsgd.clipping import kernels
-from shuffled_dpsgd.clipping.capture.slot import Saved, Slot, batch_of, can_listen, recorder_of
+from shuffled_dpsgd.clipping.capture.captures import Capture, StoredGradients
+from shuffled_dpsgd.clipping.capture.slot import Slot, batch_of, can_listen, recorder_of
 from shuffled_dpsgd.clipping.contributions.kinds import Contribution, DenseGrad
-from shuffled_dpsgd.clipping.contributions.norm_sums import Unsummed, settle
+from shuffled_dpsgd.clipping.contributions.norm_sums import UnsummedNorm, settle
 from shuffled_dpsgd.clipping.kernels import plain
 
 if TYPE_CHECKING:
-    from shuffled_dpsgd.clipping.capture.batch import Batch
+    from shuffled_dpsgd.clipping.capture.batch import CapturedBatch
 
 
 class NormSlot(Slot):
@@ -34,17 +35,17 @@ class NormSlot(Slot):
         self.weight_name = self.names.get("weight")
         self.bias_name = self.names.get("bias")
 
-    def contributions(self, saved: Saved) -> Iterator[tuple[str, Contribution]]:
-        if isinstance(saved[0], Unsummed):
-            saved = settle([saved[0]])[0][1][0].unbind(1)
-        weight_grads, bias_grads = saved
-        if self.weight_name is not None:
-            yield self.weight_name, DenseGrad(grads_BS=weight_grads)
-        if self.bias_name is not None:
-            yield self.bias_name, DenseGrad(grads_BS=bias_grads)
+    def contributions(self, capture: Capture) -> Iterator[tuple[str, Contribution]]:
+        if isinstance(capture, UnsummedNorm):
+            capture = self.captured(0, settle([capture])[0][1][0].unbind(1))
+        assert isinstance(capture, StoredGradients)
+        if self.weight_name is not None and capture.weight_BS is not None:
+            yield self.weight_name, DenseGrad(grads_BS=capture.weight_BS)
+        if self.bias_name is not None and capture.bias_BS is not None:
+            yield self.bias_name, DenseGrad(grads_BS=capture.bias_BS)
 
-    def restore(self, part: int, tensors: list[Tensor]) -> Saved:
-        return (tensors[0], tensors[1] if len(tensors) > 1 else None)
+    def captured(self, part: int, tensors: Sequence[Tensor]) -> Capture:
+        return StoredGradients(tensors[0], tensors[1] if len(tensors) > 1 else None)
 
 
 class LayerNormFunction(torch.autograd.Function):
@@ -57,7 +58,7 @@ class LayerNormFunction(torch.autograd.Function):
         weight: Tensor | None,
         bias: Tensor | None,
         slot: LayerNormSlot,
-        batch: Batch,
+        batch: CapturedBatch,
         *taps: Tensor,
     ) -> Tensor:
         # What the weight tells, a compiled model need not check of the slot before every run.
@@ -123,10 +124,10 @@ class LayerNormSlot(NormSlot):
         taps = recorder_of(self).taps_of(batch, self)
         return cast(Tensor, LayerNormFunction.apply(x, weight, bias, self, batch, *taps))
 
-    def heard(self, size: int, x: Tensor | None, g: Tensor) -> Saved:
+    def heard(self, size: int, x: Tensor | None, g: Tensor) -> Capture:
         assert x is not None
         shape = (x.shape[0], -1, self.width)
-        return (Unsummed(x_BTD=x.reshape(shape), g_BTD=g.reshape(shape), eps=self.eps),)
+        return UnsummedNorm(x_BTD=x.reshape(shape), g_BTD=g.reshape(shape), eps=self.eps)
 
 
 class GainFunction(torch.autograd.Function):
@@ -139,7 +140,7 @@ class GainFunction(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         slot: GainSlot,
-        batch: Batch,
+        batch: CapturedBatch,
         *taps: Tensor,
     ) -> Tensor:
         ctx.slot, ctx.batch = slot, batch
@@ -228,7 +229,12 @@ class LlamaRMSNormFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, slot: LlamaRMSNormSlot, batch: Batch, *taps: Tensor
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        slot: LlamaRMSNormSlot,
+        batch: CapturedBatch,
+        *taps: Tensor,
     ) -> Tensor:
         wide = x.float()
         rstd = torch.rsqrt(wide.square().mean(-1, keepdim=True) + slot.eps)

@@ -3,14 +3,16 @@
 A GPU is slowed down less by the arithmetic than by the number of operations asked of it, and a
 Transformer repeats its few layer shapes dozens of times. So linear layers of one shape share a
 launch, and all small per-sample gradients are put side by side. What fits neither pattern is left
-to its group. What is small is done beside what is large where `branches` allows it.
+to its group. Small work runs beside large work where `replay.side_streams` allows it.
 
-Shapes: B samples, N coordinates of all small per-sample gradients together.
+Shapes: B samples, T positions, D inputs, P outputs, N coordinates of all small per-sample gradients
+together.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
@@ -29,13 +31,12 @@ from shuffled_dpsgd.clipping.contributions.kinds import (
     RowSumGrad,
 )
 from shuffled_dpsgd.clipping.replay.side_streams import side_by_side
-from shuffled_dpsgd.clipping.settle.shared_parameters import Group
+from shuffled_dpsgd.clipping.settle.shared_parameters import LayerGroup, Named, contributions_of
 
 # Per-sample gradients larger than this are worth an operation of their own.
 _SMALL, _SMALL_ON_CPU = 1 << 16, 1 << 12
-# Launches for linear layers' norms are dealt out to so many lanes; see `branches.SIDE_STREAMS`.
+# Launches for linear layers are dealt out to so many lanes; see `side_streams.NUM_SIDE_STREAMS`.
 LINEAR_LANES = 3
-Named = tuple[str, Contribution]
 NormRun = tuple[Sequence[Slot], Tensor]
 Kind = TypeVar("Kind", OuterGrad, RowSumGrad)
 # The norms that many linear layers find together.
@@ -45,7 +46,46 @@ _LINEAR_NORMS = {
 }
 
 
-class Wholesale:
+@dataclass(slots=True, eq=False)
+class LinearLayer:
+    """A linear map that shares nothing: its tensors, and the names of its weight and bias.
+
+    The weight is `transposed` if it is stored as (D, P).
+    """
+
+    x_BTD: Tensor
+    g_BTP: Tensor
+    weight: str
+    bias: str | None
+    transposed: bool
+
+
+class LinearRun:
+    """Linear layers of one shape and route, which share every launch."""
+
+    def __init__(self, route: cost.Route, layers: Sequence[LinearLayer]) -> None:
+        self._norms = _LINEAR_NORMS[route]
+        self._layers = layers
+        self._pairs = [(layer.x_BTD, layer.g_BTP) for layer in layers]
+
+    def squares(self) -> list[Tensor]:
+        """(B,) tensors that add up to the squared norms of all layers."""
+        return self._norms(self._pairs, [layer.bias is not None for layer in self._layers])
+
+    def add_sums(self, factors_B: Tensor, sums: dict[str, Tensor], new: bool) -> None:
+        """Add all weighted sums, or write them where the sums are `new`."""
+        inputs, outputs = self._pairs[0][0].shape[2], self._pairs[0][1].shape[2]
+        outs, biases = [], []
+        for layer in self._layers:
+            total = sums[layer.weight]
+            outs.append(_matrix(total, inputs).mT if layer.transposed else _matrix(total, outputs))
+            biases.append(None if layer.bias is None else _vector(sums[layer.bias]))
+        kernels.add_weighted_outer_sums(
+            self._pairs, factors_B, outs, accumulate=not new, biases=biases
+        )
+
+
+class ManyLayers:
     """The entries of one backward, sorted by how they are settled.
 
     `filed` holds each group with its entries; `norm_runs` finds what norm layers have together.
@@ -54,74 +94,64 @@ class Wholesale:
 
     def __init__(
         self,
-        filed: Iterable[tuple[Group, Sequence[Entry]]],
+        filed: Iterable[tuple[LayerGroup, Sequence[Entry]]],
         norm_runs: Callable[[], Sequence[NormRun]],
         choose: cost.Chooser,
     ) -> None:
         self._choose = choose
         self._find_norm_runs = norm_runs
         self._norm_runs: Sequence[NormRun] = ()
+        # What is left to its group, and all the contributions of that.
+        self._grouped: list[tuple[LayerGroup, Sequence[Entry], Sequence[Named]]] = []
         self._parts: list[Named] = []
-        self._linear: dict[cost.Route, list[tuple[OuterGrad, RowSumGrad | None]]] = {}
-        # The bias of a weight, both by name: they are summed together.
-        self._biases: dict[str, tuple[str, RowSumGrad]] = {}
         self._small: list[tuple[str, DenseGrad]] = []
-        self._grouped: list[tuple[Group, Sequence[Entry]]] = []
         self._side_by_side_BN: Tensor | None = None
+        self._linear_names: set[str] = set()
+        linear: dict[cost.Route, list[LinearLayer]] = {}
         for group, entries in filed:
-            self._sort(group, entries)
+            self._sort(group, entries, linear)
+        self._linear = [run for route, layers in linear.items() for run in _runs(route, layers)]
 
-    def _sort(self, group: Group, entries: Sequence[Entry]) -> None:
-        parts = [part for entry in entries for part in entry.slot.contributions(entry.saved)]
-        alone = len(entries) == 1 and not group.shared
+    def _sort(
+        self,
+        group: LayerGroup,
+        entries: Sequence[Entry],
+        linear: dict[cost.Route, list[LinearLayer]],
+    ) -> None:
+        parts = contributions_of(entries)
+        if not group.is_alone(entries):
+            self._leave(group, entries, parts)
+            return
+        outer = parts[0][1] if parts else None
         kinds = [type(part) for _, part in parts]
-        linear = alone and kinds in ([OuterGrad], [OuterGrad, RowSumGrad])
-        if linear and (route := self._route(parts)) in _LINEAR_NORMS:
-            outer, bias = parts[0][1], parts[1][1] if len(parts) == 2 else None
-            assert isinstance(outer, OuterGrad)
-            assert bias is None or isinstance(bias, RowSumGrad)
-            self._linear.setdefault(route, []).append((outer, bias))
-            self._parts.append(parts[0])
-            if bias is not None:
-                self._biases[parts[0][0]] = (parts[1][0], bias)
-        elif alone and all(_is_small(part) for _, part in parts):
+        if (
+            isinstance(outer, OuterGrad)
+            and kinds in ([OuterGrad], [OuterGrad, RowSumGrad])
+            and outer.route in _LINEAR_NORMS
+        ):
+            linear.setdefault(outer.route, []).append(_linear_layer(parts))
+            self._linear_names.update(name for name, _ in parts)
+        elif all(_is_small(part) for _, part in parts):
             self._small += [(name, part) for name, part in parts if isinstance(part, DenseGrad)]
         else:
-            self._grouped.append((group, entries))
-            self._parts += parts
+            self._leave(group, entries, parts)
 
-    def _route(self, parts: Sequence[Named]) -> cost.Route:
-        outer = parts[0][1]
-        assert isinstance(outer, OuterGrad)
-        _, T, R = outer.left_BTR.shape
-        return self._choose(T, R, outer.right_BTC.shape[2], kernels.kind_of(outer.left_BTR))
+    def _leave(self, group: LayerGroup, entries: Sequence[Entry], parts: Sequence[Named]) -> None:
+        self._grouped.append((group, entries, parts))
+        self._parts += parts
 
     def squares(self) -> list[Tensor]:
         """(B,) squared norms whose sum is the squared norm over all parameters."""
-        launches = self._linear_norms()
+        launches = [run.squares for run in self._linear]
         lanes = [launches[first::LINEAR_LANES] for first in range(LINEAR_LANES)]
-        others = [partial(self._group_square, *filed) for filed in self._grouped]
+        others = [partial(self._group_square, *left) for left in self._grouped]
         found = side_by_side(lanes[0], [*others, self._norm_and_small_squares], *lanes[1:])
         return [square_B for lane in found for squares in lane for square_B in squares]
 
-    def _linear_norms(self) -> list[Callable[[], list[Tensor]]]:
-        """One launch for the linear layers of each shape."""
-        launches: list[Callable[[], list[Tensor]]] = []
-        for route, layers in self._linear.items():
-            pairs, biases = [], []
-            for outer, bias in layers:
-                left, right = outer.left_BTR, outer.right_BTC
-                # The bias belongs to the output gradient; a transposed weight has it on the right.
-                swap = bias is not None and bias.grad_BTP is right
-                pairs.append((left, right) if swap else (right, left))
-                biases.append(bias is not None)
-            for run in kernels.alike(pairs, biases):
-                chosen = [pairs[i] for i in run], [biases[i] for i in run]
-                launches.append(partial(_LINEAR_NORMS[route], *chosen))
-        return launches
-
-    def _group_square(self, group: Group, entries: Sequence[Entry]) -> list[Tensor]:
-        return [group.sq_norms(entries, self._choose)]
+    def _group_square(
+        self, group: LayerGroup, entries: Sequence[Entry], parts: Sequence[Named]
+    ) -> list[Tensor]:
+        return [group.sq_norms(entries, parts, self._choose)]
 
     def _norm_and_small_squares(self) -> list[Tensor]:
         self._norm_runs = self._find_norm_runs()
@@ -141,7 +171,7 @@ class Wholesale:
         """
         rounds = list(_rounds(self._parts, OuterGrad))
         matrices = {name for name, _ in rounds[0]} if rounds else set()
-        written = matrices | {bias for bias, _ in self._biases.values()}
+        written = matrices | self._linear_names
         stored = _large_stored(self._parts, written)
         written |= stored.keys()
         if new:
@@ -150,7 +180,8 @@ class Wholesale:
             others = [total for name, total in sums.items() if name not in written]
             if others:
                 torch._foreach_zero_(others)
-        launches = self._matrix_sums(rounds[:1], factors_B, sums, new)
+        launches = _matrix_sums(rounds[:1], factors_B, sums, new)
+        launches += [partial(run.add_sums, factors_B, sums, new) for run in self._linear]
         launches += [partial(_add_stored, stored, factors_B, sums, new)] if stored else []
         lanes = [launches[first::LINEAR_LANES] for first in range(LINEAR_LANES)]
         apart = [named for named in self._parts if named[0] not in written]
@@ -162,38 +193,12 @@ class Wholesale:
             ],
             *lanes[1:],
         )
-        for launch in self._matrix_sums(rounds[1:], factors_B, sums, False):
+        for launch in _matrix_sums(rounds[1:], factors_B, sums, False):
             launch()
         # The rest of what a matrix gets, such as the rows of a table that is also a head.
         taken = {id(part) for part in stored.values()}
         rest = [(name, part) for name, part in self._parts if name in written]
         _add_others([named for named in rest if id(named[1]) not in taken], factors_B, sums)
-
-    def _matrix_sums(
-        self,
-        rounds: Sequence[Sequence[tuple[str, OuterGrad]]],
-        factors_B: Tensor,
-        sums: dict[str, Tensor],
-        new: bool,
-    ) -> list[Callable[[], None]]:
-        """One launch for the matrices of each shape, and their biases."""
-        launches: list[Callable[[], None]] = []
-        for outers in rounds:
-            linear = [self._linear_sum(name, part, sums) for name, part in outers]
-            pairs = [pair for pair, _, _ in linear]
-            labels = [(out.stride(), bias is None) for _, out, bias in linear]
-            for run in kernels.alike(pairs, labels):
-                launches.append(
-                    partial(
-                        kernels.add_weighted_outer_sums,
-                        [pairs[i] for i in run],
-                        factors_B,
-                        [linear[i][1] for i in run],
-                        accumulate=not new,
-                        biases=[linear[i][2] for i in run],
-                    )
-                )
-        return launches
 
     def _add_norms_and_small(self, factors_B: Tensor, sums: dict[str, Tensor]) -> None:
         """Add what belongs to groups of its own, which nothing else adds to."""
@@ -203,26 +208,58 @@ class Wholesale:
             total_N = kernels.weighted_row_sum(self._side_by_side_BN.unsqueeze(1), factors_B)
             self._add_small(total_N, sums)
 
-    def _linear_sum(
-        self, name: str, part: OuterGrad, sums: dict[str, Tensor]
-    ) -> tuple[tuple[Tensor, Tensor], Tensor, Tensor | None]:
-        """A pair (x, g), where its weighted g^T x goes, and where its weighted g goes, if anywhere.
-
-        The bias belongs to g, which a transposed weight has on the right.
-        """
-        left, right = part.left_BTR, part.right_BTC
-        out = _matrix(sums[name], left.shape[2])
-        if name not in self._biases:
-            return (right, left), out, None
-        bias_name, bias = self._biases[name]
-        if bias.grad_BTP is right:
-            return (left, right), out.mT, _vector(sums[bias_name])
-        return (right, left), out, _vector(sums[bias_name])
-
     def _add_small(self, total_N: Tensor, sums: dict[str, Tensor]) -> None:
         targets = [_vector(sums[name]) for name, _ in self._small]
         sizes = [target.numel() for target in targets]
         torch._foreach_add_(targets, list(total_N.split(sizes)))
+
+
+def _linear_layer(parts: Sequence[Named]) -> LinearLayer:
+    """A layer from the contributions of its weight and, if it has one, its bias.
+
+    The bias belongs to the output gradient, which a transposed weight has on the right. Without a
+    bias the two sides play the same part.
+    """
+    weight, outer = parts[0]
+    bias_name, bias = parts[1] if len(parts) == 2 else (None, None)
+    assert isinstance(outer, OuterGrad)
+    assert bias is None or isinstance(bias, RowSumGrad)
+    left, right = outer.left_BTR, outer.right_BTC
+    if bias is not None and bias.grad_BTP is right:
+        return LinearLayer(left, right, weight, bias_name, transposed=True)
+    return LinearLayer(right, left, weight, bias_name, transposed=False)
+
+
+def _runs(route: cost.Route, layers: Sequence[LinearLayer]) -> Iterator[LinearRun]:
+    """The layers of one route, sorted into runs of one shape, the same for norms and sums."""
+    pairs = [(layer.x_BTD, layer.g_BTP) for layer in layers]
+    labels = [(layer.bias is None, layer.transposed) for layer in layers]
+    for run in kernels.alike(pairs, labels):
+        yield LinearRun(route, [layers[i] for i in run])
+
+
+def _matrix_sums(
+    rounds: Sequence[Sequence[tuple[str, OuterGrad]]],
+    factors_B: Tensor,
+    sums: dict[str, Tensor],
+    new: bool,
+) -> list[Callable[[], None]]:
+    """One launch for the matrices of each shape among those that are left to their groups."""
+    launches: list[Callable[[], None]] = []
+    for outers in rounds:
+        pairs = [(part.right_BTC, part.left_BTR) for _, part in outers]
+        outs = [_matrix(sums[name], part.left_BTR.shape[2]) for name, part in outers]
+        for run in kernels.alike(pairs, [None] * len(pairs)):
+            launches.append(
+                partial(
+                    kernels.add_weighted_outer_sums,
+                    [pairs[i] for i in run],
+                    factors_B,
+                    [outs[i] for i in run],
+                    accumulate=not new,
+                )
+            )
+    return launches
 
 
 def _rounds(parts: Iterable[Named], kind: type[Kind]) -> Iterator[list[tuple[str, Kind]]]:

@@ -1,7 +1,7 @@
-"""Sums that were forgotten, to be used again once nobody else has them.
+"""Memory of sums that were cleared, used again once nobody else holds the tensors.
 
-Tensors handed out belong to whoever has them. Who has them is told by the counts that Python and
-PyTorch keep; where those cannot be read, nothing is used again.
+Tensors that were handed out belong to whoever holds them. Holders are found by the reference counts
+of Python and PyTorch. Where those cannot be read, nothing is used again.
 """
 
 from __future__ import annotations
@@ -17,37 +17,40 @@ _HOLDERS_ARE_KNOWN = hasattr(Tensor, "_use_count") and hasattr(torch._C, "_stora
 
 @functools.cache
 def counts_are_understood() -> bool:
-    """Whether this release of PyTorch counts the holders of a `Shell`'s tensors as expected."""
+    """Whether this release of PyTorch counts holders as `ReusableBuffer` expects.
+
+    Tried on a small buffer: each way to hold one of its tensors must be noticed.
+    """
     if not _HOLDERS_ARE_KNOWN:
         return False
-    shell = _small_shell()
-    kept: object = shell.sums()["one"]
-    held = shell.is_free()
-    kept = shell.sums()["one"][:1]
-    viewed = shell.is_free()
-    kept = shell.buffer
-    whole = shell.is_free()
+    reusable = _small_buffer()
+    kept: object = reusable.sums()["one"]
+    held = reusable.is_free()
+    kept = reusable.sums()["one"][:1]
+    viewed = reusable.is_free()
+    kept = reusable.buffer
+    whole = reusable.is_free()
     del kept
-    return shell.is_free() and not (held or viewed or whole)
+    return reusable.is_free() and not (held or viewed or whole)
 
 
-def _small_shell() -> Shell:
+def _small_buffer() -> ReusableBuffer:
     buffer = torch.zeros(4)
     with torch.no_grad():
         one, two = buffer.split(2)
-        return Shell(buffer, {"one": one, "two": two.view(1, 2)})
+        return ReusableBuffer(buffer, {"one": one, "two": two.view(1, 2)})
 
 
-class Spare:
-    """Sums on a CPU, whose memory is used again.
+class ReusableTensors:
+    """Cleared sums on a CPU, each with memory of its own that may be used again.
 
-    An operating system hands memory out page by page, and a CPU waits for it as long as for half
-    of the products written there.
+    An operating system hands out memory page by page. Waiting for fresh pages takes a CPU half as
+    long as computing the products that are written there.
     """
 
     def __init__(self, sums: dict[str, Tensor]) -> None:
         self._sums = dict(sums)
-        # Held as the sums are, and never given to anybody.
+        # Never handed out, so its counts are those of a tensor that nobody else holds.
         self._sums[""] = torch.empty(1)
 
     def take(self, name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor | None:
@@ -65,49 +68,50 @@ class Spare:
         return sys.getrefcount(self._sums[name]), from_cpp, _uses_of_memory(self._sums[name])
 
 
-class Shell:
-    """The sums cut from one buffer of an accelerator: tensors that outlive their memory.
+class ReusableBuffer:
+    """The sums cut from one buffer of an accelerator, kept as tensors while their memory is freed.
 
-    To cut hundreds of views takes a host longer than to issue all the work that fills them. So the
-    tensors are kept, their memory is given back between two uses, and they get new memory for the
-    next; but only where nobody else has any of them. To be made only if `counts_are_understood`.
+    Cutting hundreds of views takes the host longer than issuing the work that fills them. So the
+    views are kept. Their memory is freed between two uses, and they get new memory for the next.
+    Both happen only while nobody else holds any of them. To be made only if
+    `counts_are_understood`.
     """
 
     def __init__(self, buffer: Tensor, sums: dict[str, Tensor]) -> None:
         self.buffer = buffer
         self._names = list(sums)
-        # The last view is held as the others are, a second buffer with a view as the first is; and
-        # neither is ever given to anybody.
+        # Never handed out: a last view of the buffer, and a second buffer with one view. They show
+        # what the counts of the others are while nobody else holds them.
         self._other = torch.empty(1)
         with torch.no_grad():
             self._views = [*sums.values(), buffer[:0]]
             self._other_views = [self._other[:0]]
         self._nbytes = buffer.untyped_storage().nbytes()
-        self._hollow = False
+        self._is_empty = False
 
     def sums(self) -> dict[str, Tensor]:
         """The sums by name."""
         return dict(zip(self._names, self._views, strict=False))
 
     def let_go(self) -> None:
-        """Give the memory back if nobody else has it."""
-        if not self._hollow and self.is_free():
+        """Free the memory if nobody else holds it."""
+        if not self._is_empty and self.is_free():
             self.buffer.untyped_storage().resize_(0)
-            self._hollow = True
+            self._is_empty = True
 
     def take(self, *, zero: bool) -> bool:
-        """Have memory again, of zeros or whatever it holds; False if somebody has the tensors."""
-        if not self._hollow and not self.is_free():
+        """Have memory again, with zeros or anything in it; False if somebody holds the tensors."""
+        if not self._is_empty and not self.is_free():
             return False
-        if self._hollow:
+        if self._is_empty:
             self.buffer.untyped_storage().resize_(self._nbytes)
-            self._hollow = False
+            self._is_empty = False
         if zero:
             self.buffer.zero_()
         return True
 
     def is_free(self) -> bool:
-        """Whether nobody else has any of the tensors, a view of them, or the buffer."""
+        """Whether nobody else holds any of the tensors, a view of them, or the buffer."""
         return (
             self.buffer.untyped_storage().resizable()
             and _uses_of_memory(self.buffer) - len(self._views)

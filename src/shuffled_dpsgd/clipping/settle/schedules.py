@@ -9,21 +9,21 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor
 
-from shuffled_dpsgd.clipping.capture.batch import Batch, Entry, Phase
+from shuffled_dpsgd.clipping.capture.batch import CapturedBatch, Entry, Phase, Settling
 from shuffled_dpsgd.clipping.capture.slot import Slot
 from shuffled_dpsgd.clipping.contributions import cost
 from shuffled_dpsgd.clipping.contributions.float32 import full_float32
-from shuffled_dpsgd.clipping.contributions.norm_sums import Unsummed, settle
+from shuffled_dpsgd.clipping.contributions.norm_sums import UnsummedNorm, settle
 from shuffled_dpsgd.clipping.replay.recordings import Places, Replays, places_of
-from shuffled_dpsgd.clipping.replay.stable_places import Shelf
+from shuffled_dpsgd.clipping.replay.stable_places import StablePlaces
 from shuffled_dpsgd.clipping.settle.clip_functions import ClipFunction
-from shuffled_dpsgd.clipping.settle.many_layers import Wholesale
-from shuffled_dpsgd.clipping.settle.shared_parameters import Group
+from shuffled_dpsgd.clipping.settle.many_layers import ManyLayers
+from shuffled_dpsgd.clipping.settle.shared_parameters import LayerGroup, contributions_of
 from shuffled_dpsgd.clipping.settle.totals import Totals
 from shuffled_dpsgd.errors import InvalidArgumentError
 
@@ -34,11 +34,11 @@ _MAX_UNSUMMED_BYTES = 1 << 29
 class Schedule(Protocol):
     """Turns a batch's entries into totals."""
 
-    def receive(self, batch: Batch, entry: Entry) -> None:
+    def receive(self, batch: CapturedBatch, entry: Entry) -> None:
         """Take one entry, during the backward."""
         ...
 
-    def finish(self, batch: Batch) -> None:
+    def finish(self, batch: CapturedBatch) -> None:
         """Settle what is left, after the backward."""
         ...
 
@@ -51,14 +51,14 @@ class ClippingRule:
     sample's whole contribution stays within clip_norm.
     """
 
-    groups: Sequence[Group]
+    groups: Sequence[LayerGroup]
     choose: cost.Chooser
     clip: ClipFunction
     clip_norm: float
     per_group: bool
     totals: Totals
 
-    def norms(self, squares: Iterable[Tensor], batch: Batch) -> Tensor:
+    def norms(self, squares: Iterable[Tensor], batch: CapturedBatch) -> Tensor:
         """(B,) norms from squared parts, in terms of each sample's own loss."""
         parts = list(squares)
         if len(parts) == 1:
@@ -68,7 +68,7 @@ class ClippingRule:
             norms_B = torch.stack([part.to(widest) for part in parts]).sum(0).sqrt_()
         return norms_B if batch.scale == 1.0 else norms_B.mul_(batch.scale)
 
-    def factors(self, norms_B: Tensor, batch: Batch) -> Tensor:
+    def factors(self, norms_B: Tensor, batch: CapturedBatch) -> Tensor:
         """(B,) factors for captured gradients, which still lack the batch's scale."""
         bound = self.clip_norm
         if self.per_group:
@@ -83,27 +83,28 @@ class WholeGradient:
     def __init__(self, rule: ClippingRule) -> None:
         self.rule = rule
         self.replays = Replays()
-        self.shelf = Shelf()
+        self.stable_places = StablePlaces()
 
-    def receive(self, batch: Batch, entry: Entry) -> None:
+    def receive(self, batch: CapturedBatch, entry: Entry) -> None:
         slot = entry.slot
-        if type(entry.saved[0]) is Unsummed:
-            if not slot.shared and batch.calls[slot.index] == 1 and len(slot.names) == 2:
-                batch.unsummed.append(entry)
-                batch.unsummed_bytes += entry.saved[0].nbytes
-                if batch.unsummed_bytes > _MAX_UNSUMMED_BYTES:
-                    self._settle(batch)
+        if type(capture := entry.capture) is UnsummedNorm:
+            alone = not slot.sharing.shared and batch.calls[slot.index] == 1
+            if alone and len(slot.names) == 2:
+                self._put_off(batch.settling, entry, capture)
                 return
         else:
-            entry.saved = slot.compact(entry.saved, self.rule.choose)
-        batch.file(entry)
+            entry.capture = slot.decide(capture, self.rule.choose)
+        batch.settling.file(entry)
 
-    def _settle(self, batch: Batch) -> None:
-        """Sum up the norm layers put off so far, to let go of their inputs and gradients."""
-        batch.norm_runs += _summed(batch.unsummed)
-        batch.unsummed, batch.unsummed_bytes = [], 0
+    def _put_off(self, kept: Settling, entry: Entry, norm: UnsummedNorm) -> None:
+        """Let a norm layer wait for others, unless all that wait hold too much memory by now."""
+        kept.unsummed.append(entry)
+        kept.unsummed_bytes += norm.nbytes
+        if kept.unsummed_bytes > _MAX_UNSUMMED_BYTES:
+            kept.norm_runs += _summed(kept.unsummed)
+            kept.unsummed, kept.unsummed_bytes = [], 0
 
-    def finish(self, batch: Batch) -> None:
+    def finish(self, batch: CapturedBatch) -> None:
         with self.rule.totals.adding() as (sums, new):
             places = self._places(batch, new) if self._may_replay(batch) else None
             norms_B = self.replays.run(places, lambda: self._settle_all(batch, sums, new))
@@ -111,53 +112,52 @@ class WholeGradient:
         batch.close()
 
     @full_float32()
-    def _settle_all(self, batch: Batch, sums: dict[str, Tensor], new: bool) -> Tensor:
+    def _settle_all(self, batch: CapturedBatch, sums: dict[str, Tensor], new: bool) -> Tensor:
         """Add the batch's clipped gradients to `sums`; returns the samples' norms.
 
         Sums that are `new` hold nothing yet. The batch is left as it is, for this may be recorded
         first and done again.
         """
         rule = self.rule
-        entries = {index: [*filed] for index, filed in batch.entries.items()}
-        for entry in batch.late.entries() if batch.late is not None else ():
-            entry.saved = entry.slot.compact(entry.saved, rule.choose)
-            entries.setdefault(entry.slot.group, []).append(entry)
+        kept, late = batch.settling, batch.compiled.late
+        entries = {index: [*filed] for index, filed in kept.entries.items()}
+        for entry in late.entries() if late is not None else ():
+            entry.capture = entry.slot.decide(entry.capture, rule.choose)
+            entries.setdefault(entry.slot.sharing.group, []).append(entry)
         filed = [(rule.groups[index], found) for index, found in entries.items()]
-        wholesale = Wholesale(filed, lambda: _norm_runs(batch), rule.choose)
-        norms_B = rule.norms(wholesale.squares(), batch)
-        wholesale.add_sums(rule.factors(norms_B, batch), sums, new)
+        layers = ManyLayers(filed, lambda: _norm_runs(kept), rule.choose)
+        norms_B = rule.norms(layers.squares(), batch)
+        layers.add_sums(rule.factors(norms_B, batch), sums, new)
         return norms_B
 
-    def _may_replay(self, batch: Batch) -> bool:
+    def _may_replay(self, batch: CapturedBatch) -> bool:
         """Not on a CPU, nor inside somebody else's capture, to which the launches belong."""
         if batch.device != "cuda" or not self.replays.enabled:
             return False
         return not torch.cuda.is_current_stream_capturing()
 
-    def _places(self, batch: Batch, new: bool) -> Places | None:
-        """Where everything lies that settling reads and writes, the small of it on the shelf.
-
-        None if there is something of a kind that is not known.
-        """
-        self.shelf.take(batch)
-        entries = batch.all_entries()
-        values = [value for entry in entries for value in entry.saved]
-        values += [sums_LBCD for _, sums_LBCD in batch.norm_runs]
-        values += batch.late.tensors if batch.late is not None else ()
+    def _places(self, batch: CapturedBatch, new: bool) -> Places:
+        """Where everything lies that settling reads and writes; moves small captures first."""
+        self.stable_places.move(batch)
+        kept, late = batch.settling, batch.compiled.late
+        entries = kept.all_entries()
+        others: list[Tensor | None] = [sums_LBCD for _, sums_LBCD in kept.norm_runs]
+        others += late.tensors if late is not None else ()
+        others += self.rule.totals.buffers
         slots = [entry.slot.index for entry in entries]
-        slots += [slot.index for run, _ in batch.norm_runs for slot in run]
+        slots += [slot.index for run, _ in kept.norm_runs for slot in run]
         stream = torch.cuda.current_stream().cuda_stream
-        others = (stream, new, batch.size, batch.scale, *slots)
-        return places_of([*values, *self.rule.totals.buffers], *others)
+        constants = (stream, new, batch.size, batch.scale, *slots)
+        return places_of([entry.capture for entry in entries], others, *constants)
 
 
-def _norm_runs(batch: Batch) -> list[tuple[list[Slot], Tensor]]:
-    return [*batch.norm_runs, *_summed(batch.unsummed)]
+def _norm_runs(kept: Settling) -> list[tuple[list[Slot], Tensor]]:
+    return [*kept.norm_runs, *_summed(kept.unsummed)]
 
 
 def _summed(waiting: Sequence[Entry]) -> list[tuple[list[Slot], Tensor]]:
     """The per-sample gradients of norm layers; together, because each is little work."""
-    runs = settle([entry.saved[0] for entry in waiting])
+    runs = settle([cast(UnsummedNorm, entry.capture) for entry in waiting])
     return [([waiting[i].slot for i in run], sums_LBCD) for run, sums_LBCD in runs]
 
 
@@ -171,25 +171,27 @@ class GroupByGroup:
     def __init__(self, rule: ClippingRule) -> None:
         self.rule = rule
 
-    def receive(self, batch: Batch, entry: Entry) -> None:
-        entry.saved = entry.slot.compact(entry.saved, self.rule.choose)
-        entries = batch.file(entry)
-        group = self.rule.groups[entry.slot.group]
+    def receive(self, batch: CapturedBatch, entry: Entry) -> None:
+        entry.capture = entry.slot.decide(entry.capture, self.rule.choose)
+        entries = batch.settling.file(entry)
+        group = self.rule.groups[entry.slot.sharing.group]
         if group.is_complete(batch, entries):
             self._settle(batch, group)
 
-    def finish(self, batch: Batch) -> None:
-        for index in list(batch.entries):
+    def finish(self, batch: CapturedBatch) -> None:
+        for index in list(batch.settling.entries):
             self._settle(batch, self.rule.groups[index])
-        self.rule.totals.norms.append(self.rule.norms(batch.squares.values(), batch))
+        self.rule.totals.norms.append(self.rule.norms(batch.settling.squares.values(), batch))
         batch.close()
 
-    def _settle(self, batch: Batch, group: Group) -> None:
-        rule = self.rule
-        entries = batch.entries.pop(group.index)
-        squares_B = batch.squares[group.index] = group.sq_norms(entries, rule.choose)
+    @full_float32()
+    def _settle(self, batch: CapturedBatch, group: LayerGroup) -> None:
+        rule, kept = self.rule, batch.settling
+        entries = kept.entries.pop(group.index)
+        parts = contributions_of(entries)
+        squares_B = kept.squares[group.index] = group.sq_norms(entries, parts, rule.choose)
         factors_B = rule.factors(rule.norms([squares_B], batch), batch)
-        group.add_sums(entries, factors_B, rule.totals.sums)
+        group.add_sums(parts, factors_B, rule.totals.sums)
 
 
 class TwoPasses:
@@ -202,10 +204,10 @@ class TwoPasses:
     def __init__(self, rule: ClippingRule) -> None:
         self.rule = rule
 
-    def receive(self, batch: Batch, entry: Entry) -> None:
-        group = self.rule.groups[entry.slot.group]
+    def receive(self, batch: CapturedBatch, entry: Entry) -> None:
+        group = self.rule.groups[entry.slot.sharing.group]
         if batch.phase is Phase.SUMS:
-            group.add_sums([entry], batch.factors[group.index], self.rule.totals.sums)
+            self._add(batch, group, entry)
             return
         if batch.phase is Phase.ONLY:
             raise InvalidArgumentError(
@@ -214,25 +216,32 @@ class TwoPasses:
                 got="loss.backward() under strategy='ghost'",
                 remedy="call engine.backward(losses) or use strategy='bookkeeping'",
             )
-        if group.is_complete(batch, batch.file(entry)):
+        if group.is_complete(batch, batch.settling.file(entry)):
             self._settle(batch, group)
 
-    def finish(self, batch: Batch) -> None:
+    def finish(self, batch: CapturedBatch) -> None:
         if batch.phase is Phase.SUMS:
             batch.close()
             return
-        for index in list(batch.entries):
+        for index in list(batch.settling.entries):
             self._settle(batch, self.rule.groups[index])
-        norms_B = self.rule.norms(batch.squares.values(), batch)
+        norms_B = self.rule.norms(batch.settling.squares.values(), batch)
         self.rule.totals.norms.append(norms_B)
         whole_B = self.rule.factors(norms_B, batch)
-        for index, squares_B in batch.squares.items():
-            batch.factors[index] = (
+        for index, squares_B in batch.settling.squares.items():
+            batch.settling.factors[index] = (
                 self.rule.factors(self.rule.norms([squares_B], batch), batch)
                 if self.rule.per_group
                 else whole_B
             )
 
-    def _settle(self, batch: Batch, group: Group) -> None:
-        entries = batch.entries.pop(group.index)
-        batch.squares[group.index] = group.sq_norms(entries, self.rule.choose)
+    @full_float32()
+    def _settle(self, batch: CapturedBatch, group: LayerGroup) -> None:
+        entries = batch.settling.entries.pop(group.index)
+        parts = contributions_of(entries)
+        batch.settling.squares[group.index] = group.sq_norms(entries, parts, self.rule.choose)
+
+    @full_float32()
+    def _add(self, batch: CapturedBatch, group: LayerGroup, entry: Entry) -> None:
+        factors_B = batch.settling.factors[group.index]
+        group.add_sums(contributions_of([entry]), factors_B, self.rule.totals.sums)

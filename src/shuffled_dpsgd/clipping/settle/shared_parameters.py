@@ -11,17 +11,18 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from shuffled_dpsgd.clipping.capture.batch import Batch, Entry
-from shuffled_dpsgd.clipping.capture.slot import Slot
+from shuffled_dpsgd.clipping.capture.batch import CapturedBatch, Entry
+from shuffled_dpsgd.clipping.capture.slot import Sharing, Slot
 from shuffled_dpsgd.clipping.contributions import cost
-from shuffled_dpsgd.clipping.contributions.float32 import full_float32
 from shuffled_dpsgd.clipping.contributions.kinds import Contribution
 from shuffled_dpsgd.clipping.contributions.tied import joint_sq_norms
 
 Shapes = Mapping[str, torch.Size]
+# A contribution and the parameter it goes to.
+Named = tuple[str, Contribution]
 
 
-class Group:
+class LayerGroup:
     """Slots connected by shared parameters; `names` are the parameters they hold."""
 
     def __init__(self, *, index: int, slots: Sequence[Slot], shapes: Shapes) -> None:
@@ -31,39 +32,48 @@ class Group:
         self.shapes = {name: shapes[name] for name in self.names}
         uses = sum(len(slot.names) for slot in slots)
         self.shared = len(slots) > 1 or uses > len(self.names)
+        tied = self.shared and any(slot.kind == "embedding" for slot in slots)
         for slot in slots:
-            slot.group = index
-            slot.shared = self.shared
-            slot.tied = self.shared and any(other.kind == "embedding" for other in slots)
+            slot.sharing = Sharing(group=index, shared=self.shared, tied=tied)
 
-    def is_complete(self, batch: Batch, entries: Sequence[Entry]) -> bool:
+    def is_complete(self, batch: CapturedBatch, entries: Sequence[Entry]) -> bool:
         """Whether every call the forward made has been recorded, so that no more can come."""
         return len(entries) >= sum(batch.calls[slot.index] for slot in self.slots)
 
-    @full_float32()
-    def sq_norms(self, entries: Sequence[Entry], choose: cost.Chooser) -> Tensor:
-        """(B,) squared norms of the group's gradients, cross terms included."""
-        if len(entries) == 1 and not self.shared:
-            entry = entries[0]
-            return entry.slot.sq_norms(entry.saved, choose)
-        parts: dict[str, list[Contribution]] = {}
-        for entry in entries:
-            for name, part in entry.slot.contributions(entry.saved):
-                parts.setdefault(name, []).append(part)
-        norms = [joint_sq_norms(found, self.shapes[name], choose) for name, found in parts.items()]
+    def is_alone(self, entries: Sequence[Entry]) -> bool:
+        """Whether one call of one layer is all there is, so that nothing has cross terms."""
+        return len(entries) == 1 and not self.shared
+
+    def sq_norms(
+        self, entries: Sequence[Entry], parts: Sequence[Named], choose: cost.Chooser
+    ) -> Tensor:
+        """(B,) squared norms of the group's gradients, cross terms included.
+
+        `parts` are the contributions of the entries; `choose` decides where several are joined.
+        """
+        if self.is_alone(entries):
+            return entries[0].slot.sq_norms(parts)
+        by_name: dict[str, list[Contribution]] = {}
+        for name, part in parts:
+            by_name.setdefault(name, []).append(part)
+        norms = [joint_sq_norms(found, self.shapes[n], choose) for n, found in by_name.items()]
         return norms[0] if len(norms) == 1 else torch.stack(norms).sum(0)
 
-    @full_float32()
-    def add_sums(
-        self, entries: Sequence[Entry], factors_B: Tensor, sums: dict[str, Tensor]
-    ) -> None:
-        """Add the group's clipped gradients to the running sums."""
-        for entry in entries:
-            for name, part in entry.slot.contributions(entry.saved):
-                sums[name] = part.weighted_sum(factors_B, self.shapes[name], sums.get(name))
+    def add_sums(self, parts: Sequence[Named], factors_B: Tensor, sums: dict[str, Tensor]) -> None:
+        """Add the clipped gradients of these contributions to the running sums."""
+        for name, part in parts:
+            sums[name] = part.weighted_sum(factors_B, self.shapes[name], sums.get(name))
 
 
-def group_slots(slots: Sequence[Slot], shapes: Shapes) -> list[Group]:
+def contributions_of(entries: Sequence[Entry]) -> list[Named]:
+    """What the entries contribute to each parameter; to be asked for once.
+
+    To be called in full float32, as all that is computed from it.
+    """
+    return [part for entry in entries for part in entry.slot.contributions(entry.capture)]
+
+
+def group_slots(slots: Sequence[Slot], shapes: Shapes) -> list[LayerGroup]:
     """Partition slots into groups connected by shared parameters, in order of appearance."""
     root_of = {slot.index: slot.index for slot in slots}
 
@@ -82,6 +92,6 @@ def group_slots(slots: Sequence[Slot], shapes: Shapes) -> list[Group]:
     for slot in slots:
         members.setdefault(root(slot.index), []).append(slot)
     return [
-        Group(index=index, slots=found, shapes=shapes)
+        LayerGroup(index=index, slots=found, shapes=shapes)
         for index, found in enumerate(members.values())
     ]

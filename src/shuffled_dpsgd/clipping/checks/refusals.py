@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
@@ -13,7 +14,22 @@ from shuffled_dpsgd.errors import UnsupportedModuleError
 
 
 def refuse_known(module: nn.Module, path: str) -> None:
-    """Refuse, by name, modules whose use of their parameters has no batch axis."""
+    """Refuse, by name, modules whose use of their parameters cannot be told apart by samples."""
+    if isinstance(module, torch.jit.ScriptModule):
+        raise UnsupportedModuleError(
+            path,
+            expected="modules that run in Python",
+            got="a scripted module, inside which nothing can be recorded",
+            remedy="use the module as it was before torch.jit.script, or freeze it with "
+            "requires_grad_(False)",
+        )
+    if isinstance(module, nn.AdaptiveLogSoftmaxWithLoss):
+        raise UnsupportedModuleError(
+            path,
+            expected="layers that see all samples",
+            got="AdaptiveLogSoftmaxWithLoss, which sends samples to layers by their labels",
+            remedy="use nn.Linear with cross_entropy, or freeze it with requires_grad_(False)",
+        )
     if getattr(module, "has_relative_attention_bias", False):
         table = getattr(module, "relative_attention_bias", None)
         if table is not None and any(p.requires_grad for p in table.parameters()):

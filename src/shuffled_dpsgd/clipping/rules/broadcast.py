@@ -2,8 +2,8 @@
 
 A parameter of shape (1, ...) that a module adds or concatenates to every sample can be replaced,
 while that module runs, by one copy per sample; the module's children keep their own rules. For
-classes known to do just that the replacement is taken as right; for any other it is checked once,
-on the first batch, against the generic rule with different values in every copy.
+classes known to do just that the replacement is taken as right. For any other it is checked on
+every new kind of batch against the generic rule, with different values in every copy.
 
 Shapes: B samples, S the parameter's shape without its leading one.
 """
@@ -11,12 +11,14 @@ Shapes: B samples, S the parameter's shape without its leading one.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Hashable
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
+from shuffled_dpsgd.clipping.capture.samples import kind_of_call
 from shuffled_dpsgd.clipping.rules.generic import (
     FAILURES,
     CopiesSlot,
@@ -74,7 +76,8 @@ class BroadcastSlot(CopiesSlot):
     def __init__(self, **site: Any) -> None:
         super().__init__(**site)
         self._unbound: Any = type(self.module).forward
-        self._verified = class_name(self.module) in KNOWN
+        self._is_known = class_name(self.module) in KNOWN
+        self._verified: set[Hashable] = set()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -88,8 +91,8 @@ class BroadcastSlot(CopiesSlot):
             )
         owned = {key: cast(Tensor, self.parameters[key]) for key in self.names}
         batch = self.recorder.batch or self.recorder.recomputed_batch(self.path)
-        if not self._verified and batch.size > 0:
-            self._verify(owned, args, kwargs, batch.size)
+        if not self._is_known and batch.size > 0:
+            self._verify_once(owned, args, kwargs, batch.size)
         copies = self.copies(owned)
         return self._with({key: c.squeeze(1) for key, c in copies.items()}, args, kwargs)
 
@@ -106,6 +109,13 @@ class BroadcastSlot(CopiesSlot):
         finally:
             for key in values:
                 del attributes[key]
+
+    def _verify_once(self, owned: dict[str, Any], args: Any, kwargs: Any, size: int) -> None:
+        """Verify every kind of call: one sample, or one shape, hides what is wrong for others."""
+        kind = (*kind_of_call(args, kwargs, size), self.module.training)
+        if kind not in self._verified:
+            self._verify(owned, args, kwargs, size)
+            self._verified.add(kind)
 
     def _verify(self, owned: dict[str, Any], args: Any, kwargs: Any, size: int) -> None:
         """Compare the replacement with one sample at a time, every sample its own parameters."""
@@ -132,7 +142,6 @@ class BroadcastSlot(CopiesSlot):
                 raise self._refusal(owned, reason) from error
         if not all_agree(alone, together):
             raise self._refusal(owned, "another use of their leading axis")
-        self._verified = True
 
     def _refusal(self, owned: dict[str, Any], got: str) -> UnsupportedModuleError:
         return UnsupportedModuleError(

@@ -9,7 +9,7 @@ Shapes: B samples, S any parameter shape.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -21,7 +21,14 @@ from shuffled_dpsgd.clipping.capture.captures import Capture, CopyGradients
 from shuffled_dpsgd.clipping.capture.slot import Slot, batch_of, recorder_of
 from shuffled_dpsgd.clipping.contributions.kinds import Contribution, DenseGrad
 from shuffled_dpsgd.clipping.rules.gradient_sums import add_up, as_it_is, gradients
-from shuffled_dpsgd.clipping.rules.mapping import Bare, Outputs, at_once, batch_axes, one_by_one
+from shuffled_dpsgd.clipping.rules.mapping import (
+    Bare,
+    Outputs,
+    at_once,
+    batch_axes,
+    batched_leaves,
+    one_by_one,
+)
 from shuffled_dpsgd.clipping.rules.trial_runs import buffers_kept, in_eval_mode
 from shuffled_dpsgd.errors import UnsupportedModuleError
 
@@ -74,6 +81,8 @@ class CopiesSlot(Slot):
         self.bare = Bare(self)
         # Of outputs whose batch is not on the first axis, known once they have been compared.
         self.output_axes: dict[int, int] = {}
+        # Inputs known to have the batch's length on their first axis by accident only.
+        self.unbatched: set[int] = set()
 
     @property
     def is_compared(self) -> bool:
@@ -108,7 +117,7 @@ class GenericSlot(CopiesSlot):
 
     def __init__(self, **site: Any) -> None:
         super().__init__(**site)
-        self._checked: set[tuple[torch.Size, ...]] = set()
+        self._checked: set[Hashable] = set()
         self._map = at_once
         self._has_warned = False
 
@@ -175,21 +184,45 @@ class GenericSlot(CopiesSlot):
         return tree_unflatten(*self.bare.flat_call_with(values, args, kwargs))
 
     def _check_once(self, call: Call) -> None:
-        """Once per input shape: sample by sample the module must compute what it does in one go.
+        """Once per kind of call: sample by sample the module must compute what it does in one go.
 
         This is what catches inputs whose first axis has the length of the batch by accident.
         """
-        signature = tuple(leaf.shape for leaf in call.leaves if isinstance(leaf, Tensor))
+        if not self.layout.folded:
+            self._note_unbatched(call)
+        signature = (call.spec, self.module.training, *map(_described, call.leaves))
         if signature in self._checked:
             return
         if self._map is at_once:
             try:
                 self._check(call)
             except UnsupportedModuleError as refusal:
-                self._turn_to_loop(call, refusal)
+                if not self._finds_unbatched(call):
+                    self._turn_to_loop(call, refusal)
         else:
             self._check(call)
         self._checked.add(signature)
+
+    def _note_unbatched(self, call: Call) -> None:
+        """Remember inputs whose length differs from the batch's: they never carry it."""
+        for place, leaf in enumerate(call.leaves):
+            if isinstance(leaf, Tensor) and leaf.dim() and len(leaf) not in (1, call.size):
+                self.unbatched.add(place)
+
+    def _finds_unbatched(self, call: Call) -> bool:
+        """Whether all is well once one of the inputs is taken to be as long as the batch by chance.
+
+        Positions of shape (T,) are, whenever there are as many samples as tokens.
+        """
+        for place in batched_leaves(call.leaves, call.size, self.unbatched)[1:]:
+            self.unbatched.add(place)
+            try:
+                self._check(call)
+            except UnsupportedModuleError:
+                self.unbatched.discard(place)
+            else:
+                return True
+        return False
 
     def _turn_to_loop(self, call: Call, refusal: UnsupportedModuleError) -> None:
         """Do without vmap from now on, unless that helps nothing.
@@ -284,8 +317,8 @@ def agree(one: Any, other: Any) -> bool:
     """Whether two outputs are the same up to rounding (of half precision, where that is used)."""
     if not isinstance(one, Tensor) or not isinstance(other, Tensor):
         return type(one) is type(other) and bool(one == other)
-    if one.shape != other.shape:
-        other = other.expand_as(one) if other.dim() == one.dim() and other.shape[0] == 1 else other
+    if one.shape[1:] == other.shape[1:] and other.shape[:1] == (1,):
+        other = other.expand_as(one)
     if one.shape != other.shape:
         return False
     halves = {one.dtype, other.dtype} & {torch.float16, torch.bfloat16}
@@ -293,6 +326,13 @@ def agree(one: Any, other: Any) -> bool:
     tolerance = _HALF_TOLERANCE if coarse else _TOLERANCE.get(one.dtype, 0.0)
     other = other.to(one.dtype)
     return torch.allclose(one, other, rtol=tolerance, atol=tolerance, equal_nan=True)
+
+
+def _described(leaf: Any) -> Hashable:
+    """What a check of one call says about others: the shape and type of a tensor, or the value."""
+    if isinstance(leaf, Tensor):
+        return leaf.shape, leaf.dtype
+    return leaf if isinstance(leaf, Hashable) else type(leaf).__name__
 
 
 def is_container(module: nn.Module) -> bool:

@@ -7,6 +7,7 @@ slower as there are samples.
 
 from __future__ import annotations
 
+from collections.abc import Container
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, cast
 
@@ -59,7 +60,7 @@ def at_once(
     """The module under vmap over per-sample parameters and the inputs that have a batch axis."""
     bare = slot.bare
     rows = _rows_of_a_sample(slot, leaves, size)
-    mapped = _batched_leaves(leaves, rows * size)
+    mapped = batched_leaves(leaves, rows * size, slot.unbatched)
     found: list[Any] = []
     out_spec: TreeSpec | None = None
 
@@ -86,7 +87,7 @@ def one_by_one(
 ) -> Outputs:
     """The module on one sample after the other, outputs joined along their batch axes."""
     rows = _rows_of_a_sample(slot, leaves, size)
-    mapped = _batched_leaves(leaves, rows * size)
+    mapped = batched_leaves(leaves, rows * size, slot.unbatched)
     # Not one index after the other, each of which would have a gradient as large as all.
     owns = {key: copy.unbind(0) for key, copy in copies.items()}
     found: list[list[Any]] = []
@@ -131,10 +132,13 @@ def _joined(slot: CopiesSlot, place: int, parts: list[Any]) -> Any:
     return torch.cat(tensors, slot.output_axes.get(place, 0))
 
 
-def _batched_leaves(leaves: list[Any], length: int) -> list[int]:
-    """Positions of the tensors whose first axis has the length of the batch."""
+def batched_leaves(leaves: list[Any], length: int, unbatched: Container[int] = ()) -> list[int]:
+    """Positions of the tensors whose first axis has the length of the batch.
+
+    Those known to be `unbatched` have it by accident.
+    """
     axes = [x.shape[:1] if isinstance(x, Tensor) else () for x in leaves]
-    return [i for i, axis in enumerate(axes) if axis == (length,)]
+    return [i for i, axis in enumerate(axes) if axis == (length,) and i not in unbatched]
 
 
 def _rows_of_a_sample(slot: Slot, leaves: list[Any], size: int) -> int:

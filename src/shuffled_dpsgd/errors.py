@@ -28,6 +28,16 @@ class InvalidArgumentError(ShuffledDPError, ValueError):
         tail = f"; {remedy}" if remedy else ""
         super().__init__(f"{argument}: expected {expected}, got {got!r}{tail}")
 
+    def within(self, section: str) -> InvalidArgumentError:
+        """The same error about an argument of `section`.
+
+        >>> str(InvalidArgumentError("epsilon", expected="a number", got=None).within("privacy"))
+        'privacy.epsilon: expected a number, got None'
+        """
+        return InvalidArgumentError(
+            f"{section}.{self.argument}", expected=self.expected, got=self.got, remedy=self.remedy
+        )
+
 
 class UnsupportedModuleError(ShuffledDPError):
     """A module or parameter cannot be handled exactly, so it is not handled at all."""

@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 
 SOURCE = Path(__file__).resolve().parents[2] / "src"
-CORE = {"errors"}
+CORE = {"errors", "options"}
 BUILDING_BLOCKS = {"permutation", "clipping", "accounting"}
 TRAINING = CORE | BUILDING_BLOCKS | {"training"}
 ALLOWED = {
     "errors": set(),
+    "options": {"errors"},
     "permutation": CORE,
     "clipping": CORE,
     "accounting": CORE,

@@ -82,10 +82,10 @@ def replay_target(
     for strategy in strategies:
         private = quiet_run(
             network,
-            clip=clip,
+            clip=clip,  # type: ignore[arg-type]  # checked with all the options
             clip_norm=clip_norm,
             batch_clip_norm=batch_clip_norm,
-            strategy=strategy,
+            strategy=strategy,  # type: ignore[arg-type]  # likewise
             expected_batch_size=num_records,
         )
         reports.append(check_sensitivity(private, records))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from shuffled_dpsgd.cli.output import AsJson, print_json, reports_errors
+from shuffled_dpsgd.cli.privacy_options import stated
+from shuffled_dpsgd.options import Scope
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -19,10 +21,7 @@ def inspect(
     model: Annotated[
         str, typer.Option(help="A name such as gpt2 or vit-base, or a saved model's directory.")
     ] = "gpt2",
-    scope: Annotated[
-        Literal["paper", "full"],
-        typer.Option(help="paper: Theorems 1-2. full: heads and the residual stream too."),
-    ] = "paper",
+    scope: Annotated[Scope, stated("scope")] = "paper",
     num_labels: Annotated[
         int | None, typer.Option(min=1, help="Number of classes of a classifier.")
     ] = None,

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from shuffled_dpsgd.cli import privacy_options as opt
 from shuffled_dpsgd.cli.output import AsJson, print_json, reports_errors
 from shuffled_dpsgd.errors import InvalidArgumentError
 
@@ -29,22 +30,7 @@ Task = Annotated[str | None, typer.Argument(help="[bold]digits[/bold]: the embed
 ConfigFile = Annotated[Path | None, typer.Option("--config", help="A TOML file with the run.")]
 Resume = Annotated[Path | None, typer.Option(help="Continue the run in this folder.")]
 Output = Annotated[Path | None, typer.Option(help="A new folder for everything the run writes.")]
-Epsilon = Annotated[float | None, typer.Option(help="Budget; the noise is calibrated to it.")]
-Delta = Annotated[float | None, typer.Option(help="δ of every claim.")]
-Accounting = Annotated[
-    str | None,
-    typer.Option(help="certified: proven ε. paper: the paper's own formula, heuristic."),
-]
-BatchClip = Annotated[
-    float | None, typer.Option(help="c', the clip of the whole shuffled block; paper needs it.")
-]
-ClipNorm = Annotated[float | None, typer.Option(help="c, the clip of each sample's gradient.")]
-Shuffle = Annotated[str | None, typer.Option(help="every-step, at-release or off.")]
-Scope = Annotated[str | None, typer.Option(help="paper: Theorems 1-2. full: all that is exact.")]
-Epochs = Annotated[int | None, typer.Option(help="Length in epochs.")]
-BatchSize = Annotated[int | None, typer.Option(help="Expected batch size of Poisson sampling.")]
 LearningRate = Annotated[float | None, typer.Option(help="Peak learning rate.")]
-Seed = Annotated[int | None, typer.Option(help="Repeatable noise, for experiments only.")]
 Secure = Annotated[bool, typer.Option("--secure", help="Noise from the operating system.")]
 
 
@@ -54,17 +40,17 @@ def train(
     config: ConfigFile = None,
     resume: Resume = None,
     output: Output = None,
-    epsilon: Epsilon = None,
-    delta: Delta = None,
-    accounting: Accounting = None,
-    clip_norm: ClipNorm = None,
-    batch_clip_norm: BatchClip = None,
-    shuffle: Shuffle = None,
-    scope: Scope = None,
-    epochs: Epochs = None,
-    batch_size: BatchSize = None,
+    epsilon: opt.Epsilon = None,
+    delta: opt.Delta = None,
+    accounting: opt.Accounting = None,
+    clip_norm: opt.ClipNorm = None,
+    batch_clip_norm: opt.BatchClipNorm = None,
+    shuffle: opt.Shuffle = None,
+    scope: opt.Scope = None,
+    epochs: opt.Epochs = None,
+    batch_size: opt.BatchSize = None,
     learning_rate: LearningRate = None,
-    seed: Seed = None,
+    seed: opt.Seed = None,
     secure: Secure = False,
     as_json: AsJson = False,
 ) -> None:

@@ -28,14 +28,14 @@ class InvalidArgumentError(ShuffledDPError, ValueError):
         tail = f"; {remedy}" if remedy else ""
         super().__init__(f"{argument}: expected {expected}, got {got!r}{tail}")
 
-    def within(self, section: str) -> InvalidArgumentError:
-        """The same error about an argument of `section`.
+    def about(self, argument: str) -> InvalidArgumentError:
+        """The same error about an argument as the user knows it, say a key of a file.
 
-        >>> str(InvalidArgumentError("epsilon", expected="a number", got=None).within("privacy"))
-        'privacy.epsilon: expected a number, got None'
+        >>> str(InvalidArgumentError("name", expected="text", got=3).about("model.name"))
+        'model.name: expected text, got 3'
         """
         return InvalidArgumentError(
-            f"{section}.{self.argument}", expected=self.expected, got=self.got, remedy=self.remedy
+            argument, expected=self.expected, got=self.got, remedy=self.remedy
         )
 
 

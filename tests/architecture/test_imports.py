@@ -10,12 +10,13 @@ from pathlib import Path
 import pytest
 
 SOURCE = Path(__file__).resolve().parents[2] / "src"
-CORE = {"errors", "options"}
+CORE = {"errors", "options", "models"}
 BUILDING_BLOCKS = {"permutation", "clipping", "accounting"}
 TRAINING = CORE | BUILDING_BLOCKS | {"training"}
 ALLOWED = {
     "errors": set(),
     "options": {"errors"},
+    "models": {"errors"},
     "permutation": CORE,
     "clipping": CORE,
     "accounting": CORE,

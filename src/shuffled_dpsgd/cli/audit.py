@@ -196,7 +196,7 @@ def run(
 @reports_errors
 def sensitivity(
     config: opt.ConfigFile = None,
-    model: opt.Preset = None,
+    model: opt.Model = None,
     strategy: privacy.Strategies = None,
     clip: privacy.Clip = "flat",
     clip_norm: opt.ClipNorm = 0.1,

@@ -47,8 +47,9 @@ GradientCanaries = Annotated[int, typer.Option(help="one-run: gradient canaries.
 InputCanaries = Annotated[int, typer.Option(help="one-run: canaries that are records.")]
 InputCanary = Annotated[str, typer.Option(help="mislabelled or blank.")]
 
-Preset = Annotated[
-    str | None, typer.Option(help="A preset (bert-tiny, gpt2-tiny, …) on random records.")
+Model = Annotated[
+    str | None,
+    typer.Option(help="As `inspect` takes it; with random weights, on random records."),
 ]
 ClipNorm = Annotated[float, typer.Option(help="c, the bound under test.")]
 NumRecords = Annotated[int, typer.Option(help="Records of the batch that is replayed.")]

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from shuffled_dpsgd.tasks.config import RunConfig
     from shuffled_dpsgd.training.private import PrivateTraining
 
+NUM_LABELS = 10
+
 
 def chosen_config(
     path: Path | None, *, seed: int, privacy: Mapping[str, object], epochs: int | None
@@ -114,26 +116,32 @@ def _task_records(path: Path | None, count: int) -> tuple[nn.Module, Records, st
 
 
 def _random_records(name: str, count: int) -> tuple[nn.Module, Records, str]:
-    """A preset with random weights, and random images or token sequences for it."""
+    """A model of that name with random weights, and random images or token sequences for it."""
     import torch
 
     from shuffled_dpsgd.auditing.sensitivity import Records
+    from shuffled_dpsgd.errors import InvalidArgumentError
     from shuffled_dpsgd.integrations.per_sample_loss import per_sample_losses
-    from shuffled_dpsgd.tasks.models import PRESETS, build_preset
+    from shuffled_dpsgd.models import build_model, head_of
 
-    generates = name in PRESETS and PRESETS[name].head == "causal-lm"
-    model: Any = build_preset(name, num_labels=None if generates else 10)
+    model = build_model(name, device="cpu", settings={"num_labels": NUM_LABELS})
+    architecture = type(model).__name__
+    head, fills_in = head_of(architecture), architecture.endswith("ForMaskedLM")
+    if head is None and not fills_in:
+        raise InvalidArgumentError(
+            "model", expected="a classifier or a language model", got=architecture
+        )
     generator = torch.Generator().manual_seed(0)
     examples: list[tuple[torch.Tensor, torch.Tensor]] = []
     for _ in range(count):
-        label = torch.randint(10, (), generator=generator)
-        if PRESETS[name].head == "image":
+        label = torch.randint(NUM_LABELS, (), generator=generator)
+        if head == "image":
             side = model.config.image_size
             shape = (model.config.num_channels, side, side)
             examples.append((torch.randn(shape, generator=generator), label))
         else:
             tokens = torch.randint(model.config.vocab_size, (16,), generator=generator)
-            examples.append((tokens, tokens if generates else label))
+            examples.append((tokens, label if head == "sequence" else tokens))
 
     def losses(network: nn.Module, batch: Any) -> torch.Tensor:
         return per_sample_losses(network, network(batch[0]), batch[1])

@@ -26,7 +26,7 @@ Section = TypeVar("Section")
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """Which model: a hub name, a local folder, or the name of a preset built offline."""
+    """Which model: a name of the catalogue, a local folder, or a hub name."""
 
     name: str
     from_scratch: bool = False
@@ -167,7 +167,7 @@ def _parse_section(name: str, kind: type[Section], raw: Any) -> Section:
     try:
         return kind(**values)
     except InvalidArgumentError as error:
-        raise error.within(name) from None
+        raise error.about(f"{name}.{error.argument}") from error
 
 
 def _is_required(item: Any) -> bool:

@@ -10,13 +10,14 @@ from pathlib import Path
 import pytest
 
 SOURCE = Path(__file__).resolve().parents[2] / "src"
-CORE = {"errors", "options", "models"}
+CORE = {"errors", "options", "models", "environment"}
 BUILDING_BLOCKS = {"permutation", "clipping", "accounting"}
 TRAINING = CORE | BUILDING_BLOCKS | {"training"}
 ALLOWED = {
     "errors": set(),
     "options": {"errors"},
     "models": {"errors"},
+    "environment": set(),
     "permutation": CORE,
     "clipping": CORE,
     "accounting": CORE,

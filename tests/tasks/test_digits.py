@@ -126,6 +126,8 @@ def test_run_writes_everything(tmp_path: Path) -> None:
     assert card["certified"]["epsilon"] == pytest.approx(spent[-1], rel=1e-6)
     assert (card["certified"]["kind"], card["paper"]["kind"]) == ("proven", "heuristic")
     assert "seed" not in summary["config"]
+    recorded = {"shuffled_dpsgd", "torch", "python", "device", "hardware", "date"}
+    assert recorded <= summary["environment"].keys()
     assert summary["heldout_score"] == records[-1].heldout_score
 
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from shuffled_dpsgd.auditing.checks import CheckReport
     from shuffled_dpsgd.auditing.run import Target
     from shuffled_dpsgd.auditing.sensitivity import Records
-    from shuffled_dpsgd.tasks.config import RunConfig
+    from shuffled_dpsgd.tasks import RunConfig
     from shuffled_dpsgd.training.private import PrivateTraining
 
 NUM_LABELS = 10
@@ -26,8 +26,7 @@ def chosen_config(
 
     A given ε takes the place of the file's noise multiplier, and the other way round.
     """
-    from shuffled_dpsgd.tasks import digits
-    from shuffled_dpsgd.tasks.config import load_config, parse_config
+    from shuffled_dpsgd.tasks import digits, load_config, parse_config
 
     raw: dict[str, Any] = (digits.default_config() if path is None else load_config(path)).to_json()
     given = {key: value for key, value in privacy.items() if value is not None}
@@ -44,8 +43,7 @@ def chosen_config(
 def build_target(config: RunConfig) -> Target:
     """Fresh runs of the configured task; every start builds the model anew from its seed."""
     from shuffled_dpsgd.auditing.run import Target
-    from shuffled_dpsgd.tasks.privacy import start_private
-    from shuffled_dpsgd.tasks.registry import build_task
+    from shuffled_dpsgd.tasks import build_task, start_private
 
     task = build_task(config)
 
@@ -99,10 +97,8 @@ def _task_records(path: Path | None, count: int) -> tuple[nn.Module, Records, st
     """The configured task's model and its first records."""
     from shuffled_dpsgd.auditing.sensitivity import Records
     from shuffled_dpsgd.errors import InvalidArgumentError
-    from shuffled_dpsgd.tasks import digits
-    from shuffled_dpsgd.tasks.config import load_config
+    from shuffled_dpsgd.tasks import build_task, digits, load_config
     from shuffled_dpsgd.tasks.privacy import chosen_device
-    from shuffled_dpsgd.tasks.registry import build_task
 
     config = digits.default_config() if path is None else load_config(path)
     task = build_task(config)

@@ -15,8 +15,7 @@ from shuffled_dpsgd.cli.output import AsJson, print_json, reports_errors
 from shuffled_dpsgd.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
-    from shuffled_dpsgd.tasks.config import RunConfig
-    from shuffled_dpsgd.tasks.run import PreparedRun
+    from shuffled_dpsgd.tasks import PreparedRun, RunConfig
 
 EPILOG = (
     "Examples: [bold]shuffled-dpsgd train digits[/bold] · "
@@ -84,8 +83,7 @@ def train(
 
 
 def _chosen(task: str | None, config: Path | None) -> RunConfig:
-    from shuffled_dpsgd.tasks import digits
-    from shuffled_dpsgd.tasks.config import load_config
+    from shuffled_dpsgd.tasks import digits, load_config
 
     if config is not None:
         if task is not None:
@@ -105,7 +103,7 @@ def _with_overrides(
     config: RunConfig, overrides: dict[str, dict[str, Any]], *, seed: int | None, secure: bool
 ) -> RunConfig:
     """The configuration with the command line's values, checked like a file's."""
-    from shuffled_dpsgd.tasks.config import parse_config
+    from shuffled_dpsgd.tasks import parse_config
 
     if secure and seed is not None:
         raise InvalidArgumentError("--seed", expected="nothing beside --secure", got=seed)
@@ -126,14 +124,14 @@ def _with_overrides(
 
 
 def _fresh(config: RunConfig, output: Path | None) -> PreparedRun:
-    from shuffled_dpsgd.tasks.run import prepare
+    from shuffled_dpsgd.tasks import prepare
 
     stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
     return prepare(config, output or Path("runs") / f"{config.task}-{stamp}")
 
 
 def _resumed(directory: Path) -> PreparedRun:
-    from shuffled_dpsgd.tasks.run import load_run, prepare
+    from shuffled_dpsgd.tasks import load_run, prepare
 
     return prepare(load_run(directory), directory, resume=True)
 
@@ -159,7 +157,7 @@ def _refuse_with_resume(
 
 
 def _train_quietly(run: PreparedRun) -> bool:
-    from shuffled_dpsgd.tasks.run import execute
+    from shuffled_dpsgd.tasks import execute
 
     result = execute(run)
     print_json(result.summary | {"output": str(result.directory)})
@@ -170,7 +168,7 @@ def _train_on_screen(run: PreparedRun) -> bool:
     from rich.console import Console
 
     from shuffled_dpsgd.cli.training_display import TrainingBar, announcement, conclusion
-    from shuffled_dpsgd.tasks.run import execute
+    from shuffled_dpsgd.tasks import execute
 
     console = Console()
     console.print(announcement(run))

@@ -8,10 +8,8 @@ merged by putting them together; nothing of one run is ever compared with anothe
 from __future__ import annotations
 
 import datetime
-import importlib.metadata
 import json
 import os
-import platform
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -19,28 +17,18 @@ from typing import Any
 import torch
 
 from benchmarks.measure import Measurement
+from shuffled_dpsgd.environment import machine, today, versions
 
 Document = dict[str, Any]
 
 
 def environment(device: torch.device, *, bfloat16: bool) -> dict[str, object]:
     """What the numbers depend on."""
-    versions: dict[str, str | None] = {}
-    for package in ("torch", "triton", "transformers", "opacus"):
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            versions[package] = None
-    hardware = platform.processor() or platform.machine()
-    if device.type == "cuda":
-        hardware = torch.cuda.get_device_name(device)
     return {
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "hardware": hardware,
-        "cpu_cores": os.cpu_count(),
+        "date": today(),
+        **machine(str(device)),
         "torch_threads": torch.get_num_threads(),
-        "python": platform.python_version(),
-        "versions": versions,
+        "versions": versions(("torch", "triton", "transformers", "opacus")),
         "bfloat16_autocast": bfloat16,
     }
 

@@ -23,10 +23,10 @@ from unittest import mock
 import torch
 
 from benchmarks.results import environment
+from shuffled_dpsgd.models import build_model
 from shuffled_dpsgd.permutation import Permutation, PermutationSpec, apply, discover, draw
 from shuffled_dpsgd.permutation.move import fused
 from shuffled_dpsgd.permutation.move.application import gather_
-from shuffled_dpsgd_experiments.models import build_model
 
 MODELS = ("vit-base", "bert-base", "gpt2", "gpt2-large")
 SMALL = {"n_embd": 256, "n_layer": 2, "n_head": 4}

@@ -28,6 +28,16 @@ class InvalidArgumentError(ShuffledDPError, ValueError):
         tail = f"; {remedy}" if remedy else ""
         super().__init__(f"{argument}: expected {expected}, got {got!r}{tail}")
 
+    def about(self, argument: str) -> InvalidArgumentError:
+        """The same error about an argument as the user knows it, say a key of a file.
+
+        >>> str(InvalidArgumentError("name", expected="text", got=3).about("model.name"))
+        'model.name: expected text, got 3'
+        """
+        return InvalidArgumentError(
+            argument, expected=self.expected, got=self.got, remedy=self.remedy
+        )
+
 
 class UnsupportedModuleError(ShuffledDPError):
     """A module or parameter cannot be handled exactly, so it is not handled at all."""

@@ -25,7 +25,7 @@ from shuffled_dpsgd.auditing.estimators import (
     OneRunFDP,
     PaperPoint,
 )
-from shuffled_dpsgd_experiments.environment import environment
+from shuffled_dpsgd.environment import environment
 
 CONFIDENCE = 0.95
 MECHANISMS = [

@@ -15,7 +15,7 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from auditing.planted import BUGS, CHECKS, Plant
-from shuffled_dpsgd_experiments.environment import environment
+from shuffled_dpsgd.environment import environment
 
 
 def row(plant: Plant) -> dict[str, Any]:

@@ -11,8 +11,8 @@ from scipy.optimize import linear_sum_assignment
 
 from shuffled_dpsgd.auditing.alignment import realign
 from shuffled_dpsgd.auditing.matching import assign, match_rows
+from shuffled_dpsgd.models import build_model
 from shuffled_dpsgd.permutation import apply_to_tensors, discover, draw
-from shuffled_dpsgd.tasks.models import build_preset
 
 PRESETS = {"vit-digits": 10, "bert-tiny": 3, "gpt2-tiny": None}
 
@@ -35,7 +35,7 @@ def shuffled(model: torch.nn.Module, scope: str, drift: float):
 @pytest.mark.parametrize("name", PRESETS)
 def test_the_shuffle_is_recovered(name: str, scope: str, drift: float) -> None:
     """Even when every weight has moved by its tensor's own standard deviation."""
-    model = build_preset(name, num_labels=PRESETS[name])
+    model = build_model(name, num_labels=PRESETS[name], device="cpu")
     spec, known, released, truth = shuffled(model, scope, drift)
     found = realign(spec, known, released)
     assert found.recovered(truth) == 1.0
@@ -45,8 +45,10 @@ def test_the_shuffle_is_recovered(name: str, scope: str, drift: float) -> None:
 
 def test_unrelated_weights_are_not_recovered() -> None:
     """A negative control: against weights it never saw, matching finds nothing."""
-    spec, _, released, truth = shuffled(build_preset("vit-digits", num_labels=10), "paper", 0.0)
-    stranger = build_preset("vit-digits", num_labels=10, seed=5)
+    spec, _, released, truth = shuffled(
+        build_model("vit-digits", num_labels=10, device="cpu"), "paper", 0.0
+    )
+    stranger = build_model("vit-digits", num_labels=10, seed=5, device="cpu")
     known = {name: p.detach() for name, p in stranger.named_parameters()}
     assert realign(spec, known, released).recovered(truth) < 0.3
 

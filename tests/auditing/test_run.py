@@ -26,8 +26,8 @@ from shuffled_dpsgd.auditing.run import (
     step_claims,
 )
 from shuffled_dpsgd.errors import InvalidArgumentError
+from shuffled_dpsgd.models import build_model
 from shuffled_dpsgd.tasks.classification import classification_task
-from shuffled_dpsgd.tasks.models import build_preset
 from shuffled_dpsgd.training import make_private
 
 
@@ -39,10 +39,12 @@ def data(size: int = 300) -> TensorDataset:
 
 def target(**privacy: object) -> Target:
     records = data()
-    task = classification_task("noise", build_preset("vit-digits", num_labels=10), records, records)
+    task = classification_task(
+        "noise", build_model("vit-digits", num_labels=10, device="cpu"), records, records
+    )
 
     def start(size: int):
-        model = build_preset("vit-digits", num_labels=10)
+        model = build_model("vit-digits", num_labels=10, device="cpu")
         return make_private(
             model,
             torch.optim.SGD(model.parameters(), lr=0.05),

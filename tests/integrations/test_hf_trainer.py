@@ -283,6 +283,15 @@ def test_privacy_arguments_parse_from_a_command_line() -> None:
     )
 
 
+def test_a_bad_budget_is_refused_before_there_is_a_model() -> None:
+    with pytest.raises(InvalidArgumentError, match="delta"):
+        privacy(delta=0.0)
+    with pytest.raises(InvalidArgumentError, match="clip_norm"):
+        privacy(clip_norm=-1.0)
+    with pytest.raises(InvalidArgumentError, match="exactly one of epsilon"):
+        privacy(epsilon=1.0)
+
+
 def test_a_loss_that_mixes_records_is_refused(tmp_path: Path) -> None:
     def centred(outputs: Any, labels: torch.Tensor) -> torch.Tensor:
         logits = outputs.logits - outputs.logits.mean(0)

@@ -12,12 +12,12 @@ from shuffled_dpsgd.integrations.model_card import (
     update_readme,
     with_privacy_section,
 )
-from shuffled_dpsgd.training import PlanRequest, PrivacyCard, make_plan, write_card
+from shuffled_dpsgd.training import PrivacyCard, PrivacyOptions, make_plan, write_card
 
 
 def card(epsilon: float) -> PrivacyCard:
     plan = make_plan(
-        PlanRequest(
+        PrivacyOptions(
             dataset_size=10,
             expected_batch_size=2,
             num_steps=1,

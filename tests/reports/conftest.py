@@ -9,7 +9,7 @@ import pytest
 
 from shuffled_dpsgd.accounting import PrivacyClaim
 from shuffled_dpsgd.reports import RunView, StepRecord, count_norms
-from shuffled_dpsgd.training import PlanRequest, PrivacyCard, make_plan, write_card
+from shuffled_dpsgd.training import PrivacyCard, PrivacyOptions, make_plan, write_card
 
 
 def made_up_record(step: int) -> StepRecord:
@@ -46,7 +46,7 @@ def view() -> RunView:
 @pytest.fixture
 def card() -> PrivacyCard:
     plan = make_plan(
-        PlanRequest(
+        PrivacyOptions(
             dataset_size=100,
             expected_batch_size=10,
             num_steps=9,

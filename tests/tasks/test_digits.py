@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from shuffled_dpsgd.errors import CheckpointError, InvalidArgumentError
 from shuffled_dpsgd.permutation import discover, verify
 from shuffled_dpsgd.reports import MetricsLog
-from shuffled_dpsgd.tasks.config import RunConfig
+from shuffled_dpsgd.tasks.config import ModelConfig, RunConfig
 from shuffled_dpsgd.tasks.digits import (
     NUM_TRAIN,
     build_model,
@@ -46,6 +46,13 @@ def short_config(**privacy: Any) -> RunConfig:
             checkpoint_every=2,
         ),
     )
+
+
+def test_the_model_section_is_honoured_or_refused() -> None:
+    task = build_task(replace(default_config(), model=ModelConfig(name="vit-digits", lora_rank=2)))
+    assert any("lora" in name for name, p in task.model.named_parameters() if p.requires_grad)
+    with pytest.raises(InvalidArgumentError, match=r"model\.name: expected a model whose head"):
+        build_task(replace(default_config(), model=ModelConfig(name="bert-tiny")))
 
 
 def test_split_is_fixed_and_complete() -> None:
@@ -126,6 +133,8 @@ def test_run_writes_everything(tmp_path: Path) -> None:
     assert card["certified"]["epsilon"] == pytest.approx(spent[-1], rel=1e-6)
     assert (card["certified"]["kind"], card["paper"]["kind"]) == ("proven", "heuristic")
     assert "seed" not in summary["config"]
+    recorded = {"shuffled_dpsgd", "torch", "python", "device", "hardware", "date"}
+    assert recorded <= summary["environment"].keys()
     assert summary["heldout_score"] == records[-1].heldout_score
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from shuffled_dpsgd.training import AuditedBound, PlanRequest, PrivacyCard, make_plan, write_card
+from shuffled_dpsgd.training import AuditedBound, PrivacyCard, PrivacyOptions, make_plan, write_card
 
 
 def card(**changes: Any) -> PrivacyCard:
@@ -20,7 +20,7 @@ def card(**changes: Any) -> PrivacyCard:
         "accounting": "paper",
         "batch_clip_norm": 1.0,
     }
-    request = PlanRequest(**(settings | changes))
+    request = PrivacyOptions(**(settings | changes))
     plan = make_plan(request, sizes={"a": 10_000, "b": 10}, moved=frozenset({"a"}))
     return write_card(plan, num_steps=10)
 

@@ -11,7 +11,7 @@ import torch
 from shuffled_dpsgd.permutation import apply
 from shuffled_dpsgd.training import (
     GaussianNoise,
-    PlanRequest,
+    PrivacyOptions,
     PrivateTraining,
     RandomStreams,
     ShuffledGaussianMechanism,
@@ -53,7 +53,7 @@ def test_noise_on_the_device_has_the_std_asked_for() -> None:
 @pytest.mark.parametrize("scale", [0.01, 10.0])
 def test_a_release_waits_for_nothing_and_is_that_of_the_cpu(scale: float) -> None:
     """Batch clip, noise and division are queued; inside the ball and outside of it."""
-    request = PlanRequest(
+    request = PrivacyOptions(
         dataset_size=100,
         expected_batch_size=5,
         num_steps=1,

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from shuffled_dpsgd.training import (
     GaussianNoise,
-    PlanRequest,
+    PrivacyOptions,
     PrivacyPlan,
     RandomStreams,
     ShuffledGaussianMechanism,
@@ -32,7 +32,7 @@ def plan(**changes: Any) -> PrivacyPlan:
         "seed": 0,
     }
     sizes = {"moved": 12, "fixed": 4}
-    return make_plan(PlanRequest(**(request | changes)), sizes=sizes, moved=frozenset({"moved"}))
+    return make_plan(PrivacyOptions(**(request | changes)), sizes=sizes, moved=frozenset({"moved"}))
 
 
 def release(plan: PrivacyPlan, total: torch.Tensor, step: int = 0) -> torch.Tensor:

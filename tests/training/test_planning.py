@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from shuffled_dpsgd.errors import InvalidArgumentError
-from shuffled_dpsgd.training import PlanRequest, PrivacyPlan, SpendingCurve, make_plan
+from shuffled_dpsgd.training import PrivacyOptions, PrivacyPlan, SpendingCurve, make_plan
 
 SIZES = {"moved": 900_000, "fixed": 1000}
 BASE: dict[str, Any] = {
@@ -25,7 +25,7 @@ BASE: dict[str, Any] = {
 
 def plan(**changes: Any) -> PrivacyPlan:
     settings = {key: value for key, value in (BASE | changes).items() if value is not ...}
-    return make_plan(PlanRequest(**settings), sizes=SIZES, moved=frozenset({"moved"}))
+    return make_plan(PrivacyOptions(**settings), sizes=SIZES, moved=frozenset({"moved"}))
 
 
 def test_certified_accounting_gives_every_block_the_same_proven_noise() -> None:
@@ -121,7 +121,7 @@ def test_contradictions_are_refused_by_name(changes: dict[str, Any], named: str)
 
 
 def test_nothing_to_shuffle_is_refused_unless_shuffling_is_off() -> None:
-    request = PlanRequest(**BASE)
+    request = PrivacyOptions(**BASE)
     with pytest.raises(InvalidArgumentError, match="shuffle='off'"):
         make_plan(request, sizes=SIZES, moved=frozenset())
     off = dataclasses.replace(request, shuffle="off")

@@ -20,6 +20,7 @@ from torch.utils.data import default_collate
 
 from shuffled_dpsgd.auditing.checks import Check, CheckReport
 from shuffled_dpsgd.errors import InvalidArgumentError
+from shuffled_dpsgd.options import Clip, Strategy
 from shuffled_dpsgd.permutation import Permutation
 from shuffled_dpsgd.training.assemble import make_private
 from shuffled_dpsgd.training.data import shaped, to_device
@@ -107,10 +108,10 @@ def quiet_run(
     model: torch.nn.Module,
     *,
     expected_batch_size: int,
-    clip: str = "flat",
+    clip: Clip = "flat",
     clip_norm: float = 1.0,
     batch_clip_norm: float | None = None,
-    strategy: str = "bookkeeping",
+    strategy: Strategy = "bookkeeping",
 ) -> PrivateTraining:
     """A run that a replay accepts: no noise, no shuffle, no learning, the caller's batches."""
     return make_private(

@@ -8,14 +8,16 @@ from typing import Annotated, Literal
 
 import typer
 
+from shuffled_dpsgd.cli.privacy_options import stated
 from shuffled_dpsgd.errors import InvalidArgumentError
+from shuffled_dpsgd.options import Adjacency
 
-Delta = Annotated[float, typer.Option(help="Target δ of the whole run.")]
+Delta = Annotated[float, stated("delta")]
 SamplingProb = Annotated[
     float | None, typer.Option(help="Probability q that an example joins a step.")
 ]
 NumSteps = Annotated[int | None, typer.Option(help="Number of optimizer steps T.")]
-DatasetSize = Annotated[int | None, typer.Option(help="Number of training examples N.")]
+DatasetSize = Annotated[int | None, stated("dataset_size")]
 BatchSize = Annotated[int | None, typer.Option(help="Expected batch size B; q = B/N.")]
 Epochs = Annotated[float | None, typer.Option(help="T = epochs · ⌈N/B⌉.")]
 Dimension = Annotated[
@@ -28,10 +30,7 @@ BatchClip = Annotated[
 DeltaSplitOption = Annotated[
     str, typer.Option("--delta-split", help="Share of δ for composition, or 'optimised'.")
 ]
-AdjacencyOption = Annotated[
-    Literal["add-remove", "replace-one"],
-    typer.Option("--adjacency", help="How neighbouring data sets differ."),
-]
+AdjacencyOption = Annotated[Adjacency, stated("adjacency", "--adjacency")]
 
 
 def resolve_sampling(

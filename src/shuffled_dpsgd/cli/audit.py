@@ -5,9 +5,11 @@ from __future__ import annotations
 import typer
 
 from shuffled_dpsgd.cli import audit_options as opt
+from shuffled_dpsgd.cli import privacy_options as privacy
 from shuffled_dpsgd.cli.audit_delivery import deliver, progress, read_canary, write_json
 from shuffled_dpsgd.cli.output import AsJson, print_json, reports_errors
 from shuffled_dpsgd.errors import InvalidArgumentError
+from shuffled_dpsgd.options import choices_of
 
 app = typer.Typer(
     name="audit",
@@ -15,7 +17,6 @@ app = typer.Typer(
     "Exit status 1: a proven claim was refuted, or a replay check failed.",
     no_args_is_help=True,
 )
-STRATEGIES = ("bookkeeping", "ghost", "mixed", "instantiate")
 MODES = ("step", "one-run")
 
 
@@ -143,11 +144,11 @@ def paper(
 def run(
     config: opt.ConfigFile = None,
     mode: opt.Mode = "one-run",
-    epsilon: opt.Epsilon = None,
-    noise_multiplier: opt.RunSigma = None,
-    accounting: opt.Accounting = None,
-    batch_clip_norm: opt.BatchClipNorm = None,
-    epochs: opt.Epochs = None,
+    epsilon: privacy.Epsilon = None,
+    noise_multiplier: privacy.NoiseMultiplier = None,
+    accounting: privacy.Accounting = None,
+    batch_clip_norm: privacy.BatchClipNorm = None,
+    epochs: privacy.Epochs = None,
     observations: opt.Observations = 500,
     canaries: opt.GradientCanaries = 500,
     input_canaries: opt.InputCanaries = 100,
@@ -195,11 +196,11 @@ def run(
 @reports_errors
 def sensitivity(
     config: opt.ConfigFile = None,
-    model: opt.Preset = None,
-    strategy: opt.Strategies = None,
-    clip: opt.Clip = "flat",
+    model: opt.Model = None,
+    strategy: privacy.Strategies = None,
+    clip: privacy.Clip = "flat",
     clip_norm: opt.ClipNorm = 0.1,
-    batch_clip_norm: opt.BatchClipNorm = None,
+    batch_clip_norm: privacy.BatchClipNorm = None,
     records: opt.NumRecords = 8,
     single: opt.Single = False,
     output: opt.Output = None,
@@ -215,7 +216,7 @@ def sensitivity(
     reports = audit_target.replay_target(
         config,
         model=model,
-        strategies=tuple(strategy or STRATEGIES),
+        strategies=tuple(strategy or choices_of("strategy")),
         clip=clip,
         clip_norm=clip_norm,
         batch_clip_norm=batch_clip_norm,

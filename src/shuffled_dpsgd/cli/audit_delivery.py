@@ -68,7 +68,7 @@ def deliver(report: AuditReport, output: Path | None, as_json: bool) -> None:
 
 def write_json(value: Mapping[str, object], folder: Path) -> None:
     """`report.json` in `folder`: what `--json` prints, and what produced it."""
-    from shuffled_dpsgd_experiments.environment import environment
+    from shuffled_dpsgd.environment import environment
 
     folder.mkdir(parents=True, exist_ok=True)
     text = json_text({**value, "environment": environment()})

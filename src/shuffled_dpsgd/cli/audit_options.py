@@ -43,26 +43,14 @@ ConfigFile = Annotated[Path | None, typer.Option(help="A TOML file as `train --c
 Mode = Annotated[
     str, typer.Option(help="step: one step, many releases. one-run: one run, many canaries.")
 ]
-Epsilon = Annotated[float | None, typer.Option(help="Calibrate the audited run to this budget.")]
-RunSigma = Annotated[float | None, typer.Option(*NOISE, help="Fix σ instead of ε.")]
-Accounting = Annotated[
-    str | None, typer.Option(help="certified (proven) or paper (heuristic) calibration.")
-]
-BatchClipNorm = Annotated[
-    float | None, typer.Option(help="c', clip of the shuffled block; paper needs it.")
-]
-Epochs = Annotated[int | None, typer.Option(help="Length of the audited run.")]
 GradientCanaries = Annotated[int, typer.Option(help="one-run: gradient canaries.")]
 InputCanaries = Annotated[int, typer.Option(help="one-run: canaries that are records.")]
 InputCanary = Annotated[str, typer.Option(help="mislabelled or blank.")]
 
-Preset = Annotated[
-    str | None, typer.Option(help="A preset (bert-tiny, gpt2-tiny, …) on random records.")
+Model = Annotated[
+    str | None,
+    typer.Option(help="As `inspect` takes it; with random weights, on random records."),
 ]
-Strategies = Annotated[
-    list[str] | None, typer.Option(help="Engine strategies to replay; repeat. Default: all.")
-]
-Clip = Annotated[str, typer.Option(help="flat, automatic or per-layer.")]
 ClipNorm = Annotated[float, typer.Option(help="c, the bound under test.")]
 NumRecords = Annotated[int, typer.Option(help="Records of the batch that is replayed.")]
 Single = Annotated[bool, typer.Option("--single", help="Keep float32 instead of float64.")]

@@ -13,8 +13,10 @@ if TYPE_CHECKING:
     from shuffled_dpsgd.auditing.checks import CheckReport
     from shuffled_dpsgd.auditing.run import Target
     from shuffled_dpsgd.auditing.sensitivity import Records
-    from shuffled_dpsgd.tasks.config import RunConfig
+    from shuffled_dpsgd.tasks import RunConfig
     from shuffled_dpsgd.training.private import PrivateTraining
+
+NUM_LABELS = 10
 
 
 def chosen_config(
@@ -24,8 +26,7 @@ def chosen_config(
 
     A given ε takes the place of the file's noise multiplier, and the other way round.
     """
-    from shuffled_dpsgd.tasks import digits
-    from shuffled_dpsgd.tasks.config import load_config, parse_config
+    from shuffled_dpsgd.tasks import digits, load_config, parse_config
 
     raw: dict[str, Any] = (digits.default_config() if path is None else load_config(path)).to_json()
     given = {key: value for key, value in privacy.items() if value is not None}
@@ -42,8 +43,7 @@ def chosen_config(
 def build_target(config: RunConfig) -> Target:
     """Fresh runs of the configured task; every start builds the model anew from its seed."""
     from shuffled_dpsgd.auditing.run import Target
-    from shuffled_dpsgd.tasks.privacy import start_private
-    from shuffled_dpsgd.tasks.registry import build_task
+    from shuffled_dpsgd.tasks import build_task, start_private
 
     task = build_task(config)
 
@@ -82,10 +82,10 @@ def replay_target(
     for strategy in strategies:
         private = quiet_run(
             network,
-            clip=clip,
+            clip=clip,  # type: ignore[arg-type]  # checked with all the options
             clip_norm=clip_norm,
             batch_clip_norm=batch_clip_norm,
-            strategy=strategy,
+            strategy=strategy,  # type: ignore[arg-type]  # likewise
             expected_batch_size=num_records,
         )
         reports.append(check_sensitivity(private, records))
@@ -97,10 +97,8 @@ def _task_records(path: Path | None, count: int) -> tuple[nn.Module, Records, st
     """The configured task's model and its first records."""
     from shuffled_dpsgd.auditing.sensitivity import Records
     from shuffled_dpsgd.errors import InvalidArgumentError
-    from shuffled_dpsgd.tasks import digits
-    from shuffled_dpsgd.tasks.config import load_config
+    from shuffled_dpsgd.tasks import build_task, digits, load_config
     from shuffled_dpsgd.tasks.privacy import chosen_device
-    from shuffled_dpsgd.tasks.registry import build_task
 
     config = digits.default_config() if path is None else load_config(path)
     task = build_task(config)
@@ -114,26 +112,32 @@ def _task_records(path: Path | None, count: int) -> tuple[nn.Module, Records, st
 
 
 def _random_records(name: str, count: int) -> tuple[nn.Module, Records, str]:
-    """A preset with random weights, and random images or token sequences for it."""
+    """A model of that name with random weights, and random images or token sequences for it."""
     import torch
 
     from shuffled_dpsgd.auditing.sensitivity import Records
+    from shuffled_dpsgd.errors import InvalidArgumentError
     from shuffled_dpsgd.integrations.per_sample_loss import per_sample_losses
-    from shuffled_dpsgd.tasks.models import PRESETS, build_preset
+    from shuffled_dpsgd.models import build_model, head_of
 
-    generates = name in PRESETS and PRESETS[name].head == "causal-lm"
-    model: Any = build_preset(name, num_labels=None if generates else 10)
+    model = build_model(name, device="cpu", settings={"num_labels": NUM_LABELS})
+    architecture = type(model).__name__
+    head, fills_in = head_of(architecture), architecture.endswith("ForMaskedLM")
+    if head is None and not fills_in:
+        raise InvalidArgumentError(
+            "model", expected="a classifier or a language model", got=architecture
+        )
     generator = torch.Generator().manual_seed(0)
     examples: list[tuple[torch.Tensor, torch.Tensor]] = []
     for _ in range(count):
-        label = torch.randint(10, (), generator=generator)
-        if PRESETS[name].head == "image":
+        label = torch.randint(NUM_LABELS, (), generator=generator)
+        if head == "image":
             side = model.config.image_size
             shape = (model.config.num_channels, side, side)
             examples.append((torch.randn(shape, generator=generator), label))
         else:
             tokens = torch.randint(model.config.vocab_size, (16,), generator=generator)
-            examples.append((tokens, tokens if generates else label))
+            examples.append((tokens, label if head == "sequence" else tokens))
 
     def losses(network: nn.Module, batch: Any) -> torch.Tensor:
         return per_sample_losses(network, network(batch[0]), batch[1])

@@ -175,9 +175,8 @@ def _draw(
     draws: int,
     seed: int,
 ) -> dict[str, Any]:
+    from shuffled_dpsgd.reports.style import house_style, save_drawing
     from shuffled_dpsgd_experiments.figures.examination import compute, draw
-    from shuffled_dpsgd_experiments.figures.output import save_drawing
-    from shuffled_dpsgd_experiments.figures.style import house_style
 
     comparison = compute(
         pairs,
@@ -187,9 +186,8 @@ def _draw(
         seed=seed,
         **step,
     )
-    path.parent.mkdir(parents=True, exist_ok=True)
     with house_style():
-        save_drawing(draw(comparison), [path])
+        save_drawing(draw(comparison), path)
     return comparison.to_json()
 
 

@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from shuffled_dpsgd.cli.output import AsJson, print_json, reports_errors
+from shuffled_dpsgd.cli.privacy_options import stated
+from shuffled_dpsgd.models import CATALOGUE
+from shuffled_dpsgd.options import Scope
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from shuffled_dpsgd.permutation import PermutationSpec
 
+MODEL_HELP = f"One of {', '.join(CATALOGUE)}, the folder of a saved model, or a hub name."
+
 
 @reports_errors
 def inspect(
-    model: Annotated[
-        str, typer.Option(help="A name such as gpt2 or vit-base, or a saved model's directory.")
-    ] = "gpt2",
-    scope: Annotated[
-        Literal["paper", "full"],
-        typer.Option(help="paper: Theorems 1-2. full: heads and the residual stream too."),
-    ] = "paper",
+    model: Annotated[str, typer.Option(help=MODEL_HELP)] = "gpt2",
+    scope: Annotated[Scope, stated("scope")] = "paper",
     num_labels: Annotated[
         int | None, typer.Option(min=1, help="Number of classes of a classifier.")
     ] = None,
@@ -35,8 +35,8 @@ def inspect(
 
     Example: shuffled-dpsgd inspect --model gpt2 --scope full
     """
+    from shuffled_dpsgd.models import build_model
     from shuffled_dpsgd.permutation import discover
-    from shuffled_dpsgd_experiments.models import build_model
 
     spec = discover(build_model(model, num_labels=num_labels), scope=scope)
     if as_json:

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from shuffled_dpsgd.cli import privacy_options as opt
 from shuffled_dpsgd.cli.output import AsJson, print_json, reports_errors
 from shuffled_dpsgd.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
-    from shuffled_dpsgd.tasks.config import RunConfig
-    from shuffled_dpsgd.tasks.run import PreparedRun
+    from shuffled_dpsgd.tasks import PreparedRun, RunConfig
 
 EPILOG = (
     "Examples: [bold]shuffled-dpsgd train digits[/bold] · "
@@ -29,22 +29,7 @@ Task = Annotated[str | None, typer.Argument(help="[bold]digits[/bold]: the embed
 ConfigFile = Annotated[Path | None, typer.Option("--config", help="A TOML file with the run.")]
 Resume = Annotated[Path | None, typer.Option(help="Continue the run in this folder.")]
 Output = Annotated[Path | None, typer.Option(help="A new folder for everything the run writes.")]
-Epsilon = Annotated[float | None, typer.Option(help="Budget; the noise is calibrated to it.")]
-Delta = Annotated[float | None, typer.Option(help="δ of every claim.")]
-Accounting = Annotated[
-    str | None,
-    typer.Option(help="certified: proven ε. paper: the paper's own formula, heuristic."),
-]
-BatchClip = Annotated[
-    float | None, typer.Option(help="c', the clip of the whole shuffled block; paper needs it.")
-]
-ClipNorm = Annotated[float | None, typer.Option(help="c, the clip of each sample's gradient.")]
-Shuffle = Annotated[str | None, typer.Option(help="every-step, at-release or off.")]
-Scope = Annotated[str | None, typer.Option(help="paper: Theorems 1-2. full: all that is exact.")]
-Epochs = Annotated[int | None, typer.Option(help="Length in epochs.")]
-BatchSize = Annotated[int | None, typer.Option(help="Expected batch size of Poisson sampling.")]
 LearningRate = Annotated[float | None, typer.Option(help="Peak learning rate.")]
-Seed = Annotated[int | None, typer.Option(help="Repeatable noise, for experiments only.")]
 Secure = Annotated[bool, typer.Option("--secure", help="Noise from the operating system.")]
 
 
@@ -54,17 +39,17 @@ def train(
     config: ConfigFile = None,
     resume: Resume = None,
     output: Output = None,
-    epsilon: Epsilon = None,
-    delta: Delta = None,
-    accounting: Accounting = None,
-    clip_norm: ClipNorm = None,
-    batch_clip_norm: BatchClip = None,
-    shuffle: Shuffle = None,
-    scope: Scope = None,
-    epochs: Epochs = None,
-    batch_size: BatchSize = None,
+    epsilon: opt.Epsilon = None,
+    delta: opt.Delta = None,
+    accounting: opt.Accounting = None,
+    clip_norm: opt.ClipNorm = None,
+    batch_clip_norm: opt.BatchClipNorm = None,
+    shuffle: opt.Shuffle = None,
+    scope: opt.Scope = None,
+    epochs: opt.Epochs = None,
+    batch_size: opt.BatchSize = None,
     learning_rate: LearningRate = None,
-    seed: Seed = None,
+    seed: opt.Seed = None,
     secure: Secure = False,
     as_json: AsJson = False,
 ) -> None:
@@ -98,8 +83,7 @@ def train(
 
 
 def _chosen(task: str | None, config: Path | None) -> RunConfig:
-    from shuffled_dpsgd.tasks import digits
-    from shuffled_dpsgd.tasks.config import load_config
+    from shuffled_dpsgd.tasks import digits, load_config
 
     if config is not None:
         if task is not None:
@@ -119,7 +103,7 @@ def _with_overrides(
     config: RunConfig, overrides: dict[str, dict[str, Any]], *, seed: int | None, secure: bool
 ) -> RunConfig:
     """The configuration with the command line's values, checked like a file's."""
-    from shuffled_dpsgd.tasks.config import parse_config
+    from shuffled_dpsgd.tasks import parse_config
 
     if secure and seed is not None:
         raise InvalidArgumentError("--seed", expected="nothing beside --secure", got=seed)
@@ -140,14 +124,14 @@ def _with_overrides(
 
 
 def _fresh(config: RunConfig, output: Path | None) -> PreparedRun:
-    from shuffled_dpsgd.tasks.run import prepare
+    from shuffled_dpsgd.tasks import prepare
 
     stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
     return prepare(config, output or Path("runs") / f"{config.task}-{stamp}")
 
 
 def _resumed(directory: Path) -> PreparedRun:
-    from shuffled_dpsgd.tasks.run import load_run, prepare
+    from shuffled_dpsgd.tasks import load_run, prepare
 
     return prepare(load_run(directory), directory, resume=True)
 
@@ -173,7 +157,7 @@ def _refuse_with_resume(
 
 
 def _train_quietly(run: PreparedRun) -> bool:
-    from shuffled_dpsgd.tasks.run import execute
+    from shuffled_dpsgd.tasks import execute
 
     result = execute(run)
     print_json(result.summary | {"output": str(result.directory)})
@@ -184,7 +168,7 @@ def _train_on_screen(run: PreparedRun) -> bool:
     from rich.console import Console
 
     from shuffled_dpsgd.cli.training_display import TrainingBar, announcement, conclusion
-    from shuffled_dpsgd.tasks.run import execute
+    from shuffled_dpsgd.tasks import execute
 
     console = Console()
     console.print(announcement(run))

@@ -13,7 +13,7 @@ from rich.text import Text
 if TYPE_CHECKING:
     from shuffled_dpsgd.accounting import PrivacyClaim
     from shuffled_dpsgd.reports import StepRecord
-    from shuffled_dpsgd.tasks.run import PreparedRun, RunResult
+    from shuffled_dpsgd.tasks import PreparedRun, RunResult
     from shuffled_dpsgd.training import PrivacyPlan
 
 COLOURS = {"proven": "green", "heuristic": "yellow", "measured": "cyan"}

@@ -30,15 +30,16 @@ from shuffled_dpsgd.integrations.model_card import update_readme
 from shuffled_dpsgd.integrations.per_sample_loss import head_of, per_sample_losses
 from shuffled_dpsgd.integrations.privacy_arguments import PrivacyArguments
 from shuffled_dpsgd.integrations.stepped_optimizer import SteppedOptimizer
+from shuffled_dpsgd.options import PrivacyOptions, options_in
 from shuffled_dpsgd.reports import card_page
 from shuffled_dpsgd.training import (
     PrivacyCard,
     PrivateTraining,
     SpendingCurve,
+    assemble,
     check_independence,
     latest_checkpoint,
     load_checkpoint,
-    make_private,
     save_checkpoint,
 )
 
@@ -219,7 +220,7 @@ class ShuffledDPTrainer(Trainer):
     # -- parts ---------------------------------------------------------------------------------
 
     def _make_private(self, optimizer: torch.optim.Optimizer) -> PrivateTraining:
-        privacy, args = self.privacy, self.args
+        args = self.args
         ledger = Path(args.output_dir) / LEDGER_FILE
         if ledger.exists() and not self._resuming:
             raise CheckpointError(
@@ -230,25 +231,15 @@ class ShuffledDPTrainer(Trainer):
         steps = args.max_steps
         if steps <= 0:
             steps = math.ceil(args.num_train_epochs * self._steps_per_epoch())
-        return make_private(
-            self.model,
-            optimizer,
-            dataset_size=self._dataset_size(),
-            expected_batch_size=self._expected_batch_size,
-            num_steps=steps,
-            epsilon=privacy.epsilon,
-            noise_multiplier=privacy.noise_multiplier,
-            unshuffled_noise_multiplier=privacy.unshuffled_noise_multiplier,
-            delta=privacy.delta,
-            clip_norm=privacy.clip_norm,
-            batch_clip_norm=privacy.batch_clip_norm,
-            accounting=privacy.accounting,
-            shuffle=privacy.shuffle,
-            scope=privacy.scope,
-            seed=privacy.noise_seed,
-            physical_batch_size=args.per_device_train_batch_size,
-            ledger_path=ledger,
-        )
+        given = options_in(self.privacy) | {
+            "dataset_size": self._dataset_size(),
+            "expected_batch_size": self._expected_batch_size,
+            "num_steps": steps,
+            "seed": self.privacy.noise_seed,
+            "physical_batch_size": args.per_device_train_batch_size,
+            "ledger_path": ledger,
+        }
+        return assemble(self.model, optimizer, PrivacyOptions(**given))
 
     def _started(self) -> PrivateTraining:
         if self.private is None:

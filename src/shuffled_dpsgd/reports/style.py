@@ -1,4 +1,4 @@
-"""How every figure looks: one palette, one set of matplotlib settings, two file formats."""
+"""How every figure looks: one palette, one set of matplotlib settings, one way to save."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ HEURISTIC = "#c2571a"
 TRAIN = "#3b6fb6"
 HELDOUT = "#8a3ffc"
 SOFT = "#c7d7ee"
+# For series without a meaning of their own: Okabe and Ito's, which survive colour blindness.
+BLUE, ORANGE, GREEN, RED, PURPLE = "#0072b2", "#e69f00", "#009e73", "#d55e00", "#cc79a7"
 
 SETTINGS: Any = {
     "font.family": "DejaVu Sans",
@@ -27,6 +29,7 @@ SETTINGS: Any = {
     "axes.titlesize": 10,
     "axes.titleweight": "bold",
     "axes.titlelocation": "left",
+    "axes.titlecolor": INK,
     "axes.edgecolor": MUTED,
     "axes.labelcolor": INK,
     "axes.spines.top": False,
@@ -37,44 +40,59 @@ SETTINGS: Any = {
     "grid.linewidth": 0.8,
     "xtick.color": MUTED,
     "ytick.color": MUTED,
+    "xtick.labelcolor": INK,
+    "ytick.labelcolor": INK,
     "text.color": INK,
     "legend.frameon": False,
     "legend.fontsize": 8,
     "lines.linewidth": 1.8,
+    "savefig.dpi": 160,
     "svg.fonttype": "path",
     "svg.hashsalt": "shuffled-dpsgd",
 }
 
 
 @contextmanager
-def drawing(width: float = 5.4, height: float = 3.2) -> Iterator[tuple[Figure, Axes]]:
-    """A figure with one set of axes, drawn under the common settings, without global state."""
+def house_style() -> Iterator[None]:
+    """Apply the settings to what is drawn or saved inside, and to nothing else."""
     import matplotlib
-    from matplotlib.figure import Figure
 
     with matplotlib.rc_context(SETTINGS):
+        yield
+
+
+@contextmanager
+def drawing(width: float = 5.4, height: float = 3.2) -> Iterator[tuple[Figure, Axes]]:
+    """A figure with one set of axes, drawn under the common settings, without global state."""
+    from matplotlib.figure import Figure
+
+    with house_style():
         figure = Figure(figsize=(width, height), layout="constrained")
         yield figure, figure.add_subplot()
 
 
 def to_svg(figure: Figure) -> str:
     """The figure as an `<svg>` element, ready to sit inside a page; equal input, equal text."""
-    import matplotlib
-
     buffer = io.StringIO()
-    with matplotlib.rc_context(SETTINGS):
+    with house_style():
         figure.savefig(buffer, format="svg", metadata={"Date": None})
     text = buffer.getvalue()
     return text[text.index("<svg") :]
 
 
-def save_figure(figure: Figure, directory: Path, name: str) -> list[Path]:
-    """Write `name.svg` and `name.png` into `directory` and return both paths."""
-    import matplotlib
+def save_drawing(figure: Figure, path: Path) -> None:
+    """Write the figure in the format of the path's suffix; SVG as `to_svg` has it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.suffix == ".svg":
+        path.write_text(to_svg(figure), encoding="utf-8")
+        return
+    with house_style():
+        figure.savefig(path)
 
-    directory.mkdir(parents=True, exist_ok=True)
-    png, svg = directory / f"{name}.png", directory / f"{name}.svg"
-    with matplotlib.rc_context(SETTINGS):
-        figure.savefig(png, dpi=160)
-    svg.write_text(to_svg(figure), encoding="utf-8")
-    return [png, svg]
+
+def save_figure(figure: Figure, directory: Path, name: str) -> list[Path]:
+    """Write `name.png` and `name.svg` into `directory` and return both paths."""
+    paths = [directory / f"{name}.png", directory / f"{name}.svg"]
+    for path in paths:
+        save_drawing(figure, path)
+    return paths

@@ -1,1 +1,29 @@
-"""Tasks to train on: the digits default, and image, text and language-model tasks from TOML."""
+"""Tasks to train on: the digits default, and image, text and language-model tasks from TOML.
+
+`load_config` reads a file, `prepare` loads its data and model and calibrates the noise, `execute`
+trains and writes everything down. `build_task` and `start_private` are the parts for a loop of
+one's own.
+"""
+
+from __future__ import annotations
+
+from shuffled_dpsgd.tasks.config import RunConfig, load_config, parse_config
+from shuffled_dpsgd.tasks.privacy import start_private
+from shuffled_dpsgd.tasks.registry import build_task
+from shuffled_dpsgd.tasks.run import PreparedRun, RunResult, execute, load_run, prepare
+from shuffled_dpsgd.tasks.task import Evaluation, Task
+
+__all__ = [
+    "Evaluation",
+    "PreparedRun",
+    "RunConfig",
+    "RunResult",
+    "Task",
+    "build_task",
+    "execute",
+    "load_config",
+    "load_run",
+    "parse_config",
+    "prepare",
+    "start_private",
+]

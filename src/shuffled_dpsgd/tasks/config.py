@@ -9,26 +9,24 @@ from __future__ import annotations
 import difflib
 import tomllib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_type_hints
 
 from shuffled_dpsgd.errors import InvalidArgumentError
+from shuffled_dpsgd.options import Budget, Schedule, help_of
 
 TaskName = Literal["digits", "image-classification", "text-classification", "causal-lm"]
 DataFormat = Literal["digits", "sst2", "qnli", "e2e", "dart", "cifar", "hub"]
-Accounting = Literal["certified", "paper"]
-Shuffle = Literal["every-step", "at-release", "off"]
-Scope = Literal["paper", "full"]
 OptimizerName = Literal["adamw", "adam", "sgd"]
 Precision = Literal["float32", "bf16"]
-Schedule = Literal["constant", "linear", "cosine"]
+RateSchedule = Literal["constant", "linear", "cosine"]
 Section = TypeVar("Section")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """Which model: a hub name, a local folder, or the name of a preset built offline."""
+    """Which model: a name of the catalogue, a local folder, or a hub name."""
 
     name: str
     from_scratch: bool = False
@@ -51,18 +49,10 @@ class DataConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PrivacyConfig:
-    """The budget and the mechanism; exactly one of `epsilon` and `noise_multiplier`."""
+class PrivacyConfig(Budget):
+    """The budget and the mechanism; a file says its clip, which has no default that suits all."""
 
-    delta: float
-    clip_norm: float
-    epsilon: float | None = None
-    noise_multiplier: float | None = None
-    unshuffled_noise_multiplier: float | None = None
-    batch_clip_norm: float | None = None
-    accounting: Accounting = "certified"
-    shuffle: Shuffle = "every-step"
-    scope: Scope = "paper"
+    clip_norm: float = field(metadata={"help": help_of("clip_norm")})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,18 +63,14 @@ class OptimizerConfig:
     learning_rate: float = 1e-3
     weight_decay: float = 0.0
     momentum: float = 0.0
-    schedule: Schedule = "constant"
+    schedule: RateSchedule = "constant"
     warmup_steps: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScheduleConfig:
-    """How long and in what portions; exactly one of `epochs` and `num_steps`."""
+class ScheduleConfig(Schedule):
+    """How long and in what portions, and on what machine."""
 
-    expected_batch_size: int
-    epochs: int | None = None
-    num_steps: int | None = None
-    physical_batch_size: int | None = None
     evaluate_every: int = 20
     checkpoint_every: int = 50
     precision: Precision = "float32"
@@ -160,9 +146,7 @@ def parse_config(raw: Mapping[str, Any]) -> RunConfig:
     if "task" not in top:
         raise InvalidArgumentError("task", expected=f"one of {get_args(TaskName)}", got="nothing")
     values = {key: _checked(key, hints[key], value) for key, value in top.items()}
-    config = RunConfig(**values, **sections)
-    _check_exclusive(config)
-    return config
+    return RunConfig(**values, **sections)
 
 
 def _parse_section(name: str, kind: type[Section], raw: Any) -> Section:
@@ -180,12 +164,13 @@ def _parse_section(name: str, kind: type[Section], raw: Any) -> Section:
                 got="nothing",
                 remedy=f"write `{key} = …` under [{name}]",
             )
-    return kind(**values)
+    try:
+        return kind(**values)
+    except InvalidArgumentError as error:
+        raise error.about(f"{name}.{error.argument}") from error
 
 
 def _is_required(item: Any) -> bool:
-    from dataclasses import MISSING
-
     return item.default is MISSING and item.default_factory is MISSING
 
 
@@ -218,30 +203,6 @@ def _checked(name: str, hint: Any, value: Any) -> Any:
     if not isinstance(value, hint) or (hint is int and isinstance(value, bool)):
         raise InvalidArgumentError(name, expected=hint.__name__, got=value)
     return value
-
-
-def _check_exclusive(config: RunConfig) -> None:
-    privacy, training = config.privacy, config.training
-    if (privacy.epsilon is None) == (privacy.noise_multiplier is None):
-        raise InvalidArgumentError(
-            "privacy.epsilon",
-            expected="exactly one of epsilon and noise_multiplier",
-            got=f"epsilon={privacy.epsilon}, noise_multiplier={privacy.noise_multiplier}",
-        )
-    if (training.epochs is None) == (training.num_steps is None):
-        raise InvalidArgumentError(
-            "training.epochs",
-            expected="exactly one of epochs and num_steps",
-            got=f"epochs={training.epochs}, num_steps={training.num_steps}",
-        )
-    if privacy.accounting == "paper" and privacy.batch_clip_norm is None:
-        raise InvalidArgumentError(
-            "privacy.batch_clip_norm",
-            expected="a value when accounting is 'paper'",
-            got=None,
-            remedy="the paper's formula depends on it and has no default; 1 × clip_norm is what "
-            "its text implies",
-        )
 
 
 def _without_none(value: dict[str, Any]) -> dict[str, Any]:

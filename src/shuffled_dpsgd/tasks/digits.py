@@ -22,7 +22,7 @@ from shuffled_dpsgd.tasks.config import (
     RunConfig,
     ScheduleConfig,
 )
-from shuffled_dpsgd.tasks.models import build_preset
+from shuffled_dpsgd.tasks.models import prepare_model
 
 if TYPE_CHECKING:
     from shuffled_dpsgd.tasks.task import Task
@@ -73,11 +73,11 @@ def load_digits() -> tuple[TensorDataset, TensorDataset]:
 
 def build_model(seed: int = 0) -> nn.Module:
     """The small ViT: 4 × 4 patches, two layers, four heads, hidden size 32; 18 thousand weights."""
-    return build_preset("vit-digits", num_labels=10, seed=seed)
+    return prepare_model(ModelConfig(name="vit-digits"), head="image", num_labels=10, seed=seed)
 
 
 def build_task(config: RunConfig) -> Task:
     """The digits task with the model `config` names."""
     train, heldout = load_digits()
-    model = build_preset(config.model.name, num_labels=10, seed=config.init_seed)
+    model = prepare_model(config.model, head="image", num_labels=10, seed=config.init_seed)
     return classification_task("digits", model, train, heldout)

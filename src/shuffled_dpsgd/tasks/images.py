@@ -14,7 +14,7 @@ from shuffled_dpsgd.tasks import hub
 from shuffled_dpsgd.tasks.classification import classification_task
 from shuffled_dpsgd.tasks.config import DataConfig, RunConfig
 from shuffled_dpsgd.tasks.folders import read_cifar
-from shuffled_dpsgd.tasks.models import load_model
+from shuffled_dpsgd.tasks.models import prepare_model
 from shuffled_dpsgd.tasks.task import Task
 
 
@@ -39,7 +39,7 @@ class ArrayImages:
 def build_task(config: RunConfig) -> Task:
     """Fine-tune an image classifier; pixels are scaled to [-1, 1], as the ViT models expect."""
     train, heldout, num_labels = _read(config.data)
-    model = load_model(config.model, head="image", num_labels=num_labels, seed=config.init_seed)
+    model = prepare_model(config.model, head="image", num_labels=num_labels, seed=config.init_seed)
     size = int(model.config.image_size)  # type: ignore[union-attr,arg-type]
     return classification_task(
         "image-classification",

@@ -1,4 +1,4 @@
-"""From a configuration to a private run: the one place where a config meets `make_private`."""
+"""From a configuration to a private run: the one place where a file's sections become options."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from pathlib import Path
 import torch
 
 from shuffled_dpsgd.errors import InvalidArgumentError
+from shuffled_dpsgd.options import PrivacyOptions, options_in
 from shuffled_dpsgd.tasks.config import RunConfig
 from shuffled_dpsgd.tasks.optimizers import build_optimizer
-from shuffled_dpsgd.training import make_private
+from shuffled_dpsgd.training import assemble
 from shuffled_dpsgd.training.private import PrivateTraining
 
 
@@ -22,27 +23,14 @@ def start_private(
 ) -> PrivateTraining:
     """Move `model` to the configured device, build its optimizer and calibrate its noise."""
     model.to(chosen_device(config.training.device))
-    privacy, training = config.privacy, config.training
-    return make_private(
-        model,
-        build_optimizer(model, config.optimizer),
+    options = PrivacyOptions(
+        **options_in(config.privacy),
+        **options_in(config.training),
         dataset_size=dataset_size,
-        expected_batch_size=training.expected_batch_size,
-        epochs=training.epochs,
-        num_steps=training.num_steps,
-        epsilon=privacy.epsilon,
-        noise_multiplier=privacy.noise_multiplier,
-        unshuffled_noise_multiplier=privacy.unshuffled_noise_multiplier,
-        delta=privacy.delta,
-        clip_norm=privacy.clip_norm,
-        batch_clip_norm=privacy.batch_clip_norm,
-        accounting=privacy.accounting,
-        shuffle=privacy.shuffle,
-        scope=privacy.scope,
         seed=config.seed,
-        physical_batch_size=training.physical_batch_size,
         ledger_path=ledger_path,
     )
+    return assemble(model, build_optimizer(model, config.optimizer), options)
 
 
 def chosen_device(name: str) -> torch.device:

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors.torch import save_model
 from torch import nn
 
 from shuffled_dpsgd import __version__
+from shuffled_dpsgd.environment import environment
 from shuffled_dpsgd.reports import StepRecord
 from shuffled_dpsgd.tasks.config import RunConfig
 from shuffled_dpsgd.tasks.task import Task
@@ -66,6 +65,7 @@ def summarise(
     scored = [record for record in records if record.heldout_score is not None]
     last = scored[-1] if scored else None
     model = task.model
+    device = str(next(model.parameters()).device)
     return {
         "task": task.name,
         "finished": outcome.finished,
@@ -81,10 +81,9 @@ def summarise(
         "privacy_card": card.to_json(),
         "config": config.without_seed(),
         "environment": {
+            **environment(device),
             "shuffled_dpsgd": __version__,
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-            "device": str(next(model.parameters()).device),
+            "device": device,
         },
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }

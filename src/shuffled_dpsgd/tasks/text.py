@@ -16,7 +16,7 @@ from shuffled_dpsgd.tasks import folders, hub
 from shuffled_dpsgd.tasks.classification import classification_task, heldout_batches
 from shuffled_dpsgd.tasks.config import DataConfig, RunConfig
 from shuffled_dpsgd.tasks.folders import Continuation, LabelledText
-from shuffled_dpsgd.tasks.models import load_model
+from shuffled_dpsgd.tasks.models import prepare_model
 from shuffled_dpsgd.tasks.task import Evaluation, Task
 from shuffled_dpsgd.tasks.tokenizers import Tokenizer, load_tokenizer, pad
 
@@ -33,7 +33,7 @@ def build_classification(config: RunConfig) -> Task:
         train, heldout = _read_folder(data, _CLASSIFICATION)
     tokenizer = load_tokenizer(config.model.name)
     num_labels = 1 + max(example.label for example in [*train, *heldout])
-    model = load_model(
+    model = prepare_model(
         config.model, head="sequence", num_labels=max(num_labels, 2), seed=config.init_seed
     )
     return classification_task(
@@ -54,7 +54,7 @@ def build_causal_lm(config: RunConfig) -> Task:
     else:
         train, heldout = _read_folder(data, _GENERATION)
     tokenizer = load_tokenizer(config.model.name)
-    model = load_model(config.model, head="causal-lm", seed=config.init_seed)
+    model = prepare_model(config.model, head="causal-lm", seed=config.init_seed)
 
     def collate(samples: list[Any]) -> Any:
         return collate_continuations(samples, tokenizer.pad_id)

@@ -1,4 +1,4 @@
-"""Text to token ids: the model's own tokenizer, or bytes for presets that have none."""
+"""Text to token ids: the model's own tokenizer, or bytes for models that have none."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from shuffled_dpsgd.errors import InvalidArgumentError, MissingExtraError
-from shuffled_dpsgd.tasks.models import PRESETS
+from shuffled_dpsgd.models import weights_of
 
 
 class Tokenizer(Protocol):
@@ -99,15 +99,16 @@ class PretrainedTokenizer:
 
 
 def load_tokenizer(model_name: str) -> Tokenizer:
-    """Bytes for a preset; otherwise the tokenizer saved with the model."""
-    if model_name in PRESETS:
+    """The tokenizer saved with the model's weights; bytes for a model that has none."""
+    source = weights_of(model_name)
+    if source is None:
         return ByteTokenizer()
     try:
         from transformers import AutoTokenizer
     except ImportError as error:
         raise MissingExtraError("transformers", extra="hf", purpose="tokenizers") from error
     try:
-        return PretrainedTokenizer(AutoTokenizer.from_pretrained(model_name))
+        return PretrainedTokenizer(AutoTokenizer.from_pretrained(source))
     except OSError as error:
         raise InvalidArgumentError(
             "model.name",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from shuffled_dpsgd.options import PrivacyOptions
 from shuffled_dpsgd.training.assemble import assemble, make_private
 from shuffled_dpsgd.training.card import AuditedBound, PrivacyCard, write_card
 from shuffled_dpsgd.training.checkpoint import (
@@ -19,7 +20,7 @@ from shuffled_dpsgd.training.metrics import StepMetrics
 from shuffled_dpsgd.training.noise import GaussianNoise
 from shuffled_dpsgd.training.physical import find_physical_batch_size
 from shuffled_dpsgd.training.plan import NoiseBlock, PrivacyPlan
-from shuffled_dpsgd.training.planning import PlanRequest, make_plan
+from shuffled_dpsgd.training.planning import make_plan
 from shuffled_dpsgd.training.private import PrivateTraining
 from shuffled_dpsgd.training.randomness import RandomStreams
 from shuffled_dpsgd.training.sampler import PoissonSampler, Sampler
@@ -34,9 +35,9 @@ __all__ = [
     "Mechanism",
     "NoiseBlock",
     "Outcome",
-    "PlanRequest",
     "PoissonSampler",
     "PrivacyCard",
+    "PrivacyOptions",
     "PrivacyPlan",
     "PrivateTraining",
     "Progress",

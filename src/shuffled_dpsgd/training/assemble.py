@@ -4,26 +4,30 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from shuffled_dpsgd.clipping import ClippingEngine
-from shuffled_dpsgd.errors import InvalidArgumentError, UnsupportedModuleError
+from shuffled_dpsgd.errors import UnsupportedModuleError
+from shuffled_dpsgd.options import (
+    Accounting,
+    Adjacency,
+    Clip,
+    LossReduction,
+    NoiseFrame,
+    PrivacyOptions,
+    Sampling,
+    Scope,
+    Shuffle,
+    Strategy,
+)
 from shuffled_dpsgd.permutation import PermutationSpec, discover
 from shuffled_dpsgd.training.ledger import Ledger
 from shuffled_dpsgd.training.mechanism import ShuffledGaussianMechanism
 from shuffled_dpsgd.training.noise import GaussianNoise
 from shuffled_dpsgd.training.optimizers import check_optimizer, check_parameters
-from shuffled_dpsgd.training.plan import (
-    Accounting,
-    Adjacency,
-    NoiseFrame,
-    PrivacyPlan,
-    Sampling,
-    Shuffle,
-)
-from shuffled_dpsgd.training.planning import PlanRequest, check_request, make_plan
+from shuffled_dpsgd.training.plan import PrivacyPlan
+from shuffled_dpsgd.training.planning import make_plan
 from shuffled_dpsgd.training.private import PrivateTraining
 from shuffled_dpsgd.training.randomness import RandomStreams
 from shuffled_dpsgd.training.sampler import PoissonSampler
@@ -44,87 +48,85 @@ def make_private(
     noise_multiplier: float | None = None,
     unshuffled_noise_multiplier: float | None = None,
     clip_norm: float = 1.0,
-    clip: str = "flat",
+    clip: Clip = "flat",
     batch_clip_norm: float | None = None,
     accounting: Accounting = "certified",
     shuffle: Shuffle = "every-step",
-    scope: str = "paper",
+    scope: Scope = "paper",
     sampling: Sampling = "poisson",
     adjacency: Adjacency = "add-remove",
     delta_split: float = 0.5,
-    loss_reduction: str = "sum",
+    loss_reduction: LossReduction = "sum",
     noise_frame: NoiseFrame = "shuffled",
     seed: int | None = None,
     secure: bool | None = None,
     physical_batch_size: int | None = None,
-    strategy: str = "bookkeeping",
+    strategy: Strategy = "bookkeeping",
     ledger_path: str | Path | None = None,
 ) -> PrivateTraining:
     """Plan a private run of `model` with `optimizer`; neither changes type, name or shape.
 
-    Budget: `epsilon` calibrates the noise (`accounting="certified"`: to a proven epsilon, the same
-    noise everywhere, shuffling credited with nothing; `"paper"`: by Algorithm 1's own formula,
-    heuristic, `batch_clip_norm` explicit), or `noise_multiplier` fixes it and nothing needs to be
-    priced; with `"paper"` it is sigma, and `unshuffled_noise_multiplier` is sigma_0.
-    Length: `num_steps`, or `epochs` of ceil(dataset_size / expected_batch_size) steps.
-    Randomness: from the operating system unless a `seed` is given; a seeded run can be repeated
-    and resumed bit for bit, and its noise removed by whoever knows the seed.
-    Own batches: `sampling="unaccounted"` trains on whatever is fed, and claims nothing.
-    Crash safety: `ledger_path` keeps the count of releases on disk, written ahead of each.
+    With `epsilon` the noise is calibrated. `accounting="certified"` calibrates it to a proven
+    epsilon: the same noise everywhere, shuffling credited with nothing. `"paper"` uses the formula
+    of Algorithm 1, which is heuristic. With `noise_multiplier` nothing is calibrated; under
+    `"paper"` it is sigma, the noise of the shuffled block, and `unshuffled_noise_multiplier` is
+    sigma_0.
+    A run with a `seed` can be repeated and resumed bit for bit.
+
+    Args:
+        model: Any module the clipping engine and, unless `shuffle="off"`, the shuffle understand.
+        optimizer: An optimizer over all of the model's trainable parameters.
+        dataset_size: N, the number of training records.
+        expected_batch_size: B, the expected size of a Poisson batch; actual sizes vary around it.
+        delta: δ of every claim; well below 1 / number of records.
+        epochs: Length in epochs of ⌈N/B⌉ steps; this or num_steps.
+        num_steps: Length in optimizer steps; this or epochs.
+        epsilon: Budget ε that the noise is calibrated to; this or noise_multiplier.
+        noise_multiplier: Noise std in units of clip_norm; this or epsilon.
+        unshuffled_noise_multiplier: σ0, the noise multiplier of parameters that do not move; given
+            exactly when accounting is paper and noise_multiplier is given.
+        clip_norm: c, the clip of each sample's gradient over all trainable weights.
+        clip: How a sample is clipped: flat, automatic, per-layer, or none, which allows no claim.
+        batch_clip_norm: c', the clip of the shuffled block as a whole; paper needs it.
+        accounting: certified: proven ε. paper: the paper's own formula, heuristic.
+        shuffle: When weights are permuted: every-step, at-release or off.
+        scope: Which weights move. paper: Theorems 1-2. full: every exact symmetry.
+        sampling: poisson: the sampler accounted for. unaccounted: batches of your own, and no
+            claim.
+        adjacency: How neighbouring data sets differ: add-remove or replace-one.
+        delta_split: Share of δ that the paper's formula keeps for composition.
+        loss_reduction: What a scalar loss is: the sum over its samples, or their mean.
+        noise_frame: shuffled: noise is drawn for the weights as they lie. unshuffled: as if they
+            had never moved, so that runs with and without a shuffle can be compared.
+        seed: Repeatable noise, for experiments: whoever knows the seed can remove it. None: noise
+            from the operating system.
+        secure: True: refuse a seed. False: require one. By default neither.
+        physical_batch_size: Samples in memory at once; never changes what is released.
+        strategy: How the clipping engine computes; never changes what is released.
+        ledger_path: File that counts releases, written ahead of each; by default kept in memory
+            only.
     """
-    request = PlanRequest(
-        dataset_size=dataset_size,
-        expected_batch_size=expected_batch_size,
-        delta=delta,
-        epochs=epochs,
-        num_steps=num_steps,
-        epsilon=epsilon,
-        noise_multiplier=noise_multiplier,
-        unshuffled_noise_multiplier=unshuffled_noise_multiplier,
-        clip=clip,
-        clip_norm=clip_norm,
-        batch_clip_norm=batch_clip_norm,
-        accounting=accounting,
-        shuffle=shuffle,
-        scope=scope,
-        sampling=sampling,
-        adjacency=adjacency,
-        delta_split=delta_split,
-        loss_reduction=loss_reduction,
-        noise_frame=noise_frame,
-        seed=seed,
-        secure=secure,
-    )
-    return assemble(
-        model,
-        optimizer,
-        request,
-        physical_batch_size=physical_batch_size,
-        strategy=strategy,
-        ledger_path=ledger_path,
-    )
+    # All of them, by name: a parameter that is not passed on by hand cannot be forgotten.
+    options = dict(locals())
+    del options["model"], options["optimizer"]
+    return assemble(model, optimizer, PrivacyOptions(**options))
 
 
 def assemble(
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
-    request: PlanRequest,
-    *,
-    physical_batch_size: int | None = None,
-    strategy: str = "bookkeeping",
-    ledger_path: str | Path | None = None,
+    options: PrivacyOptions,
 ) -> PrivateTraining:
-    """Build every part of a run from one request; what `make_private` does."""
-    check_request(request)
+    """Build every part of a run from its options; what `make_private` does."""
     inner = _uncompiled(model)
     _refuse_replicas(inner)
-    check_optimizer(optimizer, shuffled=request.shuffle != "off")
+    check_optimizer(optimizer, shuffled=options.shuffle != "off")
     check_parameters(inner, optimizer)
     spec: PermutationSpec | None = None
-    if request.needs_blocks:
-        spec = discover(inner, scope=_scope(request.scope))
+    if options.needs_blocks:
+        spec = discover(inner, scope=options.scope)
     plan = make_plan(
-        request,
+        options,
         sizes={n: p.numel() for n, p in inner.named_parameters() if p.requires_grad},
         moved=frozenset() if spec is None else spec.moved_names,
     )
@@ -133,21 +135,24 @@ def assemble(
         model=inner,
         optimizer=optimizer,
         plan=plan,
-        engine=_engine(inner, plan, strategy),
+        engine=_engine(inner, plan, options.strategy),
         sampler=PoissonSampler(
             dataset_size=plan.dataset_size, sampling_prob=plan.sampling_prob, streams=streams
         ),
         mechanism=ShuffledGaussianMechanism(plan, GaussianNoise(streams)),
         ledger=Ledger(
-            plan_fingerprint=plan.fingerprint(), max_releases=plan.num_steps, path=ledger_path
+            plan_fingerprint=plan.fingerprint(),
+            max_releases=plan.num_steps,
+            path=options.ledger_path,
         ),
         streams=streams,
         spec=spec,
-        physical_batch_size=_physical(physical_batch_size, plan.expected_batch_size),
+        physical_batch_size=options.physical_batch_size
+        or min(DEFAULT_PHYSICAL_BATCH, plan.expected_batch_size),
     )
 
 
-def _engine(model: torch.nn.Module, plan: PrivacyPlan, strategy: str) -> ClippingEngine:
+def _engine(model: torch.nn.Module, plan: PrivacyPlan, strategy: Strategy) -> ClippingEngine:
     unclipped = math.isinf(plan.clip_norm)
     return ClippingEngine(
         model,
@@ -156,14 +161,6 @@ def _engine(model: torch.nn.Module, plan: PrivacyPlan, strategy: str) -> Clippin
         strategy=strategy,
         loss_reduction=plan.loss_reduction,
     )
-
-
-def _physical(given: int | None, expected_batch_size: int) -> int:
-    if given is None:
-        return min(DEFAULT_PHYSICAL_BATCH, expected_batch_size)
-    if given < 1:
-        raise InvalidArgumentError("physical_batch_size", expected="a positive integer", got=given)
-    return given
 
 
 def _uncompiled(model: torch.nn.Module) -> torch.nn.Module:
@@ -182,9 +179,3 @@ def _refuse_replicas(model: torch.nn.Module) -> None:
             got=type(model).__name__,
             remedy="pass the wrapped module and run one process",
         )
-
-
-def _scope(name: str) -> Any:
-    if name not in ("paper", "full"):
-        raise InvalidArgumentError("scope", expected="'paper' or 'full'", got=name)
-    return name

@@ -19,12 +19,17 @@ from shuffled_dpsgd.accounting import (
     certified_curve,
     paper_claim,
 )
+from shuffled_dpsgd.options import (
+    Accounting,
+    Adjacency,
+    Clip,
+    LossReduction,
+    NoiseFrame,
+    Sampling,
+    Scope,
+    Shuffle,
+)
 
-Accounting = Literal["certified", "paper"]
-Shuffle = Literal["every-step", "at-release", "off"]
-Sampling = Literal["poisson", "unaccounted"]
-NoiseFrame = Literal["shuffled", "unshuffled"]
-Adjacency = Literal["add-remove", "replace-one"]
 BlockName = Literal["shuffled", "rest"]
 
 
@@ -47,7 +52,8 @@ class NoiseBlock:
 class PrivacyPlan:
     """What a run will do to the data, and what may be claimed about it.
 
-    `epsilon` is the target the noise was calibrated to, or None when the noise was given.
+    Fields named like an option of `PrivacyOptions` hold its value. `epsilon` is the target the
+    noise was calibrated to, or None when the noise was given.
     """
 
     dataset_size: int
@@ -55,15 +61,15 @@ class PrivacyPlan:
     num_steps: int
     epsilon: float | None
     delta: float
-    clip: str
+    clip: Clip
     clip_norm: float
     accounting: Accounting
     shuffle: Shuffle
-    scope: str
+    scope: Scope
     sampling: Sampling
     adjacency: Adjacency
     delta_split: float
-    loss_reduction: str
+    loss_reduction: LossReduction
     noise_frame: NoiseFrame
     seed: int | None
     falls_back: bool

@@ -14,7 +14,7 @@ import numpy as np
 
 from shuffled_dpsgd.accounting import DeltaEstimate, Pair, exact_delta
 from shuffled_dpsgd.accounting.theorem import theorem_delta
-from shuffled_dpsgd_experiments.figures.style import BLUE, GREEN, INK, MUTED, ORANGE, PURPLE, RED
+from shuffled_dpsgd.reports.style import BLUE, GREEN, INK, MUTED, ORANGE, PURPLE, RED
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from shuffled_dpsgd.reports.style import BLUE, INK, RED
 from shuffled_dpsgd_experiments.figures.output import FigureRecipe
-from shuffled_dpsgd_experiments.figures.style import BLUE, INK, RED
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -15,8 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from shuffled_dpsgd.accounting.lognormal_sum import METHODS, LognormalSum
+from shuffled_dpsgd.reports.style import BLUE, GREEN, INK, ORANGE, RED
 from shuffled_dpsgd_experiments.figures.output import FigureRecipe
-from shuffled_dpsgd_experiments.figures.style import BLUE, GREEN, INK, ORANGE, RED
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

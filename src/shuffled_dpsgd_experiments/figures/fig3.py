@@ -10,9 +10,9 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from shuffled_dpsgd.accounting import PaperCalibration, calibrate_certified, calibrate_paper
+from shuffled_dpsgd.reports.style import BLUE, GREEN, MUTED, ORANGE, PURPLE
 from shuffled_dpsgd_experiments.figures.output import FigureRecipe
 from shuffled_dpsgd_experiments.figures.settings import SIX, Setting
-from shuffled_dpsgd_experiments.figures.style import BLUE, GREEN, MUTED, ORANGE, PURPLE
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

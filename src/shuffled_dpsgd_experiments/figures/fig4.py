@@ -9,9 +9,9 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from shuffled_dpsgd.accounting import calibrate_paper
+from shuffled_dpsgd.reports.style import INK
 from shuffled_dpsgd_experiments.figures.output import FigureRecipe
 from shuffled_dpsgd_experiments.figures.settings import VIT, Setting
-from shuffled_dpsgd_experiments.figures.style import INK
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

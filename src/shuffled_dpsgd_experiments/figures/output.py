@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from shuffled_dpsgd_experiments.environment import environment
-from shuffled_dpsgd_experiments.figures.style import house_style
+from shuffled_dpsgd.environment import environment
+from shuffled_dpsgd.reports.style import house_style, save_figure
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -32,17 +32,11 @@ class FigureRecipe(Generic[Data]):
         directory.mkdir(parents=True, exist_ok=True)
         data = self.compute()
         record = {"figure": self.name, "title": self.title, **self.to_json(data)}
-        paths = [directory / f"{self.name}.{suffix}" for suffix in ("json", "png", "svg")]
-        paths[0].write_text(
+        numbers = directory / f"{self.name}.json"
+        numbers.write_text(
             json.dumps({**record, "environment": environment()}, indent=1, ensure_ascii=False)
             + "\n"
         )
         with house_style():
-            save_drawing(self.draw(data), paths[1:])
-        return paths
-
-
-def save_drawing(figure: Figure, paths: list[Path]) -> None:
-    """Save to each path by its suffix; SVG without a date, so equal drawings are equal."""
-    for path in paths:
-        figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+            figure = self.draw(data)
+        return [numbers, *save_figure(figure, directory, self.name)]

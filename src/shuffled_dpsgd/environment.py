@@ -1,0 +1,54 @@
+"""What produced a result: versions, machine and day, written beside every number we keep.
+
+Versions are read from metadata, so that nothing heavy is imported for the record's sake.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Iterable
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+
+PACKAGES = ("shuffled-dpsgd", "torch", "numpy", "scipy", "dp-accounting", "transformers")
+
+
+def environment(device: str = "cpu") -> dict[str, object]:
+    """The whole record: versions by package, the machine, and the day in UTC."""
+    return {**versions(PACKAGES), **machine(device), "date": today()}
+
+
+def versions(packages: Iterable[str]) -> dict[str, str | None]:
+    """Installed versions; None for a package that is not there.
+
+    >>> versions(["no-such-package"])
+    {'no-such-package': None}
+    """
+    found: dict[str, str | None] = {}
+    for package in packages:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = None
+    return found
+
+
+def machine(device: str = "cpu") -> dict[str, object]:
+    """Python, and the hardware behind `device`: a GPU by its name, else the processor."""
+    hardware = platform.processor() or platform.machine()
+    if device.startswith("cuda"):
+        import torch
+
+        hardware = torch.cuda.get_device_name(device)
+    return {
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+        "hardware": hardware,
+        "cpu_cores": os.cpu_count(),
+    }
+
+
+def today() -> str:
+    """The day in UTC, as ISO 8601 writes it."""
+    return datetime.now(UTC).date().isoformat()

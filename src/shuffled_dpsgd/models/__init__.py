@@ -1,0 +1,17 @@
+"""Models by name: one catalogue and one loader for every verb, task and benchmark."""
+
+from __future__ import annotations
+
+from shuffled_dpsgd.models.catalogue import CATALOGUE, Head, NamedModel, find_named, head_of
+from shuffled_dpsgd.models.loading import build_model, load_model, weights_of
+
+__all__ = [
+    "CATALOGUE",
+    "Head",
+    "NamedModel",
+    "build_model",
+    "find_named",
+    "head_of",
+    "load_model",
+    "weights_of",
+]

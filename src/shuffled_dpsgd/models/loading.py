@@ -1,0 +1,161 @@
+"""From a name to a model: a saved model's folder, else the catalogue, else the hub.
+
+`build_model` reads configurations only, so catalogue names work offline, and on the meta device a
+model of any size costs nothing. `load_model` reads weights where there are any.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shuffled_dpsgd.errors import InvalidArgumentError, MissingExtraError
+from shuffled_dpsgd.models.catalogue import CATALOGUE, Head, find_named
+
+if TYPE_CHECKING:
+    from torch import nn
+
+_AUTO_CLASSES: Mapping[Head, str] = {
+    "sequence": "AutoModelForSequenceClassification",
+    "image": "AutoModelForImageClassification",
+    "causal-lm": "AutoModelForCausalLM",
+}
+
+
+def build_model(
+    name: str,
+    *,
+    device: str = "meta",
+    num_labels: int | None = None,
+    settings: Mapping[str, Any] | None = None,
+    seed: int = 0,
+) -> Any:
+    """The named architecture without its published or saved weights.
+
+    On the meta device it has shapes only; elsewhere its weights are drawn from `seed`, and torch's
+    global generator stays as it was. `settings` override entries of the configuration.
+    """
+    changes = dict(settings or {})
+    if num_labels is not None:
+        changes["num_labels"] = num_labels
+    config, architecture = _describe(name, changes)
+    kind = getattr(_transformers(), architecture, None)
+    if kind is None:
+        raise InvalidArgumentError(
+            "model",
+            expected="a configuration that names an architecture of transformers",
+            got=architecture or "none",
+            remedy="save the model with save_pretrained",
+        )
+    if num_labels is not None and not architecture.endswith("Classification"):
+        raise InvalidArgumentError(
+            "num_labels",
+            expected="a model that classifies",
+            got=architecture,
+            remedy="leave the number of classes out",
+        )
+    import torch
+
+    with torch.device(device), _seeded(seed, device):
+        return kind(config)
+
+
+def load_model(
+    name: str,
+    *,
+    head: Head,
+    num_labels: int | None = None,
+    seed: int = 0,
+    from_scratch: bool = False,
+) -> nn.Module:
+    """The named model with its weights and the `head` a task needs.
+
+    What has no weights anywhere, or is wanted `from_scratch`, gets weights drawn from `seed`; so
+    do the parts of a head that the saved model lacks.
+    """
+    source = weights_of(name)
+    if source is None:
+        if CATALOGUE[name].head != head:
+            raise InvalidArgumentError("model", expected=f"a model whose head is {head}", got=name)
+        return build_model(name, device="cpu", num_labels=num_labels, seed=seed)
+    transformers = _transformers()
+    auto = getattr(transformers, _AUTO_CLASSES[head])
+    extra: dict[str, Any] = {} if num_labels is None else {"num_labels": num_labels}
+    try:
+        if from_scratch:
+            config = transformers.AutoConfig.from_pretrained(source, **extra)
+            with _seeded(seed):
+                return auto.from_config(config)
+        mismatch = {} if num_labels is None else {"ignore_mismatched_sizes": True}
+        with _seeded(seed):
+            return auto.from_pretrained(source, **extra, **mismatch)
+    except OSError as error:
+        raise _unknown(name, remedy=str(error).splitlines()[0]) from error
+
+
+def weights_of(name: str) -> str | None:
+    """The folder or hub name that weights and tokenizer come from; None: there are none."""
+    if _is_saved(name):
+        return name
+    named = find_named(name)
+    return name if named is None else named.checkpoint
+
+
+def _describe(name: str, changes: Mapping[str, Any]) -> tuple[Any, str]:
+    """The model's configuration, and the class it is the configuration of."""
+    transformers = _transformers()
+    named = None if _is_saved(name) else find_named(name)
+    if named is not None:
+        config = getattr(transformers, named.config_class)(**{**named.settings, **changes})
+        return config, named.architecture
+    if not name:
+        raise _unknown(name)
+    try:
+        config = transformers.AutoConfig.from_pretrained(
+            name, local_files_only=_is_saved(name), **changes
+        )
+    except (OSError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        if not _is_saved(name):
+            raise _unknown(name, remedy=reason) from error
+        raise InvalidArgumentError(
+            "model",
+            expected=f"a configuration of transformers in {Path(name) / 'config.json'}",
+            got=reason,
+            remedy="save the model with save_pretrained",
+        ) from error
+    return config, next(iter(config.architectures or ()), "")
+
+
+def _is_saved(name: str) -> bool:
+    return bool(name) and (Path(name) / "config.json").is_file()
+
+
+def _unknown(name: str, *, remedy: str = "") -> InvalidArgumentError:
+    return InvalidArgumentError(
+        "model",
+        expected=f"one of {', '.join(CATALOGUE)}, the folder of a saved model, or a hub name",
+        got=name,
+        remedy=remedy,
+    )
+
+
+@contextmanager
+def _seeded(seed: int, device: str = "cpu") -> Iterator[None]:
+    """Draw from `seed` inside, and leave torch's own generators as they were."""
+    import torch
+
+    drawn_on = [] if device in ("cpu", "meta") else [torch.device(device)]
+    with torch.random.fork_rng(devices=drawn_on):
+        torch.manual_seed(seed)
+        yield
+
+
+def _transformers() -> Any:
+    try:
+        import transformers
+    except ImportError as error:
+        raise MissingExtraError("transformers", extra="hf", purpose="Transformer models") from error
+    return transformers

@@ -1,0 +1,39 @@
+"""Every option of a private run, stated once, with what is refused; imports nothing heavy."""
+
+from __future__ import annotations
+
+from shuffled_dpsgd.options.statement import (
+    Accounting,
+    Adjacency,
+    Budget,
+    Clip,
+    LossReduction,
+    NoiseFrame,
+    PrivacyOptions,
+    Sampling,
+    Schedule,
+    Scope,
+    Shuffle,
+    Strategy,
+    choices_of,
+    help_of,
+    options_in,
+)
+
+__all__ = [
+    "Accounting",
+    "Adjacency",
+    "Budget",
+    "Clip",
+    "LossReduction",
+    "NoiseFrame",
+    "PrivacyOptions",
+    "Sampling",
+    "Schedule",
+    "Scope",
+    "Shuffle",
+    "Strategy",
+    "choices_of",
+    "help_of",
+    "options_in",
+]

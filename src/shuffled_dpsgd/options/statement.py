@@ -1,0 +1,212 @@
+"""The options of a private run: name, type, default and one line of help each.
+
+`PrivacyOptions` has them all. It is put together from two parts that others inherit, so that no
+option is declared twice: `Budget` is the `[privacy]` section of a TOML file and the Trainer's
+`PrivacyArguments`; `Schedule` is in the `[training]` section. `make_private` has the options as
+parameters; a test compares the two. The command line reads its help from here.
+
+An object that exists is valid: each class refuses contradictions when it is made, which is before
+any data or model is loaded.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from shuffled_dpsgd.options import checks
+
+Accounting = Literal["certified", "paper"]
+Shuffle = Literal["every-step", "at-release", "off"]
+Scope = Literal["paper", "full"]
+Clip = Literal["flat", "automatic", "per-layer", "none"]
+Sampling = Literal["poisson", "unaccounted"]
+Adjacency = Literal["add-remove", "replace-one"]
+LossReduction = Literal["sum", "mean"]
+NoiseFrame = Literal["shuffled", "unshuffled"]
+Strategy = Literal["bookkeeping", "mixed", "ghost", "instantiate"]
+
+
+def _help(text: str) -> dict[str, str]:
+    """Metadata as `HfArgumentParser` reads it: each key becomes an argument of argparse."""
+    return {"help": text}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Budget:
+    """What is promised, and the mechanism that keeps the promise."""
+
+    delta: float = field(metadata=_help("δ of every claim; well below 1 / number of records."))
+    epsilon: float | None = field(
+        default=None,
+        metadata=_help("Budget ε that the noise is calibrated to; this or noise_multiplier."),
+    )
+    noise_multiplier: float | None = field(
+        default=None,
+        metadata=_help("Noise std in units of clip_norm; this or epsilon."),
+    )
+    unshuffled_noise_multiplier: float | None = field(
+        default=None,
+        metadata=_help(
+            "σ0, the noise multiplier of parameters that do not move; given exactly when "
+            "accounting is paper and noise_multiplier is given."
+        ),
+    )
+    clip_norm: float = field(
+        default=1.0,
+        metadata=_help("c, the clip of each sample's gradient over all trainable weights."),
+    )
+    batch_clip_norm: float | None = field(
+        default=None,
+        metadata=_help("c', the clip of the shuffled block as a whole; paper needs it."),
+    )
+    accounting: Accounting = field(
+        default="certified",
+        metadata=_help("certified: proven ε. paper: the paper's own formula, heuristic."),
+    )
+    shuffle: Shuffle = field(
+        default="every-step",
+        metadata=_help("When weights are permuted: every-step, at-release or off."),
+    )
+    scope: Scope = field(
+        default="paper",
+        metadata=_help("Which weights move. paper: Theorems 1-2. full: every exact symmetry."),
+    )
+
+    def __post_init__(self) -> None:
+        checks.check_choices(self, _choices(type(self)))
+        checks.check_budget(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """How long a run is, and in what portions."""
+
+    expected_batch_size: int = field(
+        metadata=_help("B, the expected size of a Poisson batch; actual sizes vary around it.")
+    )
+    epochs: int | None = field(
+        default=None, metadata=_help("Length in epochs of ⌈N/B⌉ steps; this or num_steps.")
+    )
+    num_steps: int | None = field(
+        default=None, metadata=_help("Length in optimizer steps; this or epochs.")
+    )
+    physical_batch_size: int | None = field(
+        default=None,
+        metadata=_help("Samples in memory at once; never changes what is released."),
+    )
+
+    def __post_init__(self) -> None:
+        checks.check_schedule(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrivacyOptions(Budget, Schedule):
+    """Everything that can be asked of a private run."""
+
+    dataset_size: int = field(metadata=_help("N, the number of training records."))
+    clip: Clip = field(
+        default="flat",
+        metadata=_help(
+            "How a sample is clipped: flat, automatic, per-layer, or none, which allows no claim."
+        ),
+    )
+    sampling: Sampling = field(
+        default="poisson",
+        metadata=_help(
+            "poisson: the sampler accounted for. unaccounted: batches of your own, and no claim."
+        ),
+    )
+    adjacency: Adjacency = field(
+        default="add-remove",
+        metadata=_help("How neighbouring data sets differ: add-remove or replace-one."),
+    )
+    delta_split: float = field(
+        default=0.5,
+        metadata=_help("Share of δ that the paper's formula keeps for composition."),
+    )
+    loss_reduction: LossReduction = field(
+        default="sum",
+        metadata=_help("What a scalar loss is: the sum over its samples, or their mean."),
+    )
+    noise_frame: NoiseFrame = field(
+        default="shuffled",
+        metadata=_help(
+            "shuffled: noise is drawn for the weights as they lie. unshuffled: as if they had "
+            "never moved, so that runs with and without a shuffle can be compared."
+        ),
+    )
+    seed: int | None = field(
+        default=None,
+        metadata=_help(
+            "Repeatable noise, for experiments: whoever knows the seed can remove it. "
+            "None: noise from the operating system."
+        ),
+    )
+    secure: bool | None = field(
+        default=None,
+        metadata=_help("True: refuse a seed. False: require one. By default neither."),
+    )
+    strategy: Strategy = field(
+        default="bookkeeping",
+        metadata=_help("How the clipping engine computes; never changes what is released."),
+    )
+    ledger_path: str | Path | None = field(
+        default=None,
+        metadata=_help(
+            "File that counts releases, written ahead of each; by default kept in memory only."
+        ),
+    )
+
+    def __post_init__(self) -> None:
+        Budget.__post_init__(self)
+        Schedule.__post_init__(self)
+        checks.check_together(self)
+
+    @property
+    def needs_blocks(self) -> bool:
+        """Whether the model's symmetries matter: something moves, or is clipped as a block."""
+        return self.shuffle != "off" or self.batch_clip_norm is not None
+
+    def steps(self) -> int:
+        """T = epochs * ceil(N / B), unless given."""
+        if self.num_steps is not None:
+            return self.num_steps
+        assert self.epochs is not None, "checked on construction"
+        return self.epochs * math.ceil(self.dataset_size / self.expected_batch_size)
+
+
+def help_of(name: str) -> str:
+    """The line that explains an option.
+
+    >>> help_of("dataset_size")
+    'N, the number of training records.'
+    """
+    return str(_FIELDS[name].metadata["help"])
+
+
+def choices_of(name: str) -> tuple[str, ...]:
+    """The values an option may take, or nothing where it is not a choice.
+
+    >>> choices_of("scope")
+    ('paper', 'full')
+    """
+    return _choices(PrivacyOptions).get(name, ())
+
+
+def options_in(source: Any) -> dict[str, Any]:
+    """The options among the fields of a dataclass instance, with their values."""
+    return {
+        item.name: getattr(source, item.name) for item in fields(source) if item.name in _FIELDS
+    }
+
+
+def _choices(kind: type) -> dict[str, tuple[str, ...]]:
+    """Read from annotations, because `HfArgumentParser` writes to the fields' own `type`."""
+    hints = get_type_hints(kind)
+    return {name: get_args(hint) for name, hint in hints.items() if get_origin(hint) is Literal}
+
+
+_FIELDS = {item.name: item for item in fields(PrivacyOptions)}

@@ -308,7 +308,8 @@ def test_no_activation_outlives_the_backward() -> None:
     gc.collect()
     # The loss is still alive, and with it the graph; what the layers saw must not be.
     assert loss.grad_fn is not None
-    assert [reference() for reference in kept] == [None] * 4
+    assert len(kept) >= 4
+    assert all(reference() is None for reference in kept)
 
 
 def test_in_place_operation_after_a_layer_does_not_disturb_its_gradient() -> None:

@@ -254,11 +254,13 @@ class StandingCheck:
     ) -> _Disagreement | None:
         try:
             alone, norm = self._alone(watch, place, sample)
-        except CannotRepeatError:
+        except (CannotRepeatError, torch.OutOfMemoryError):
             raise
-        except (RuntimeError, ValueError, IndexError, TypeError) as error:
-            line = (str(error).splitlines() or [""])[0]
-            return _Disagreement(path="", got=f"{type(error).__name__} for one sample: {line}")
+        except _OtherOutputsError as error:
+            return _Disagreement(path="", got=str(error))
+        except (RuntimeError, ValueError, IndexError, TypeError):
+            # A model may take no single sample, or cut off what is padding for all of them.
+            alone, norm = self._alone(watch, place, sample, among_others=True)
         booked = {name: part * watch.scale for name, part in watch.booked[place].items()}
         tolerance = self._tolerance(watch, place, sample, alone)
         apart = distances(booked, alone)
@@ -283,20 +285,31 @@ class StandingCheck:
         return None
 
     def _alone(
-        self, watch: Watch, place: int, sample: int, *, full: bool = False
+        self,
+        watch: Watch,
+        place: int,
+        sample: int,
+        *,
+        full: bool = False,
+        among_others: bool = False,
     ) -> tuple[Sketches, float]:
-        """One sample's gradient by itself, as sketches, and its norm."""
-        call = self._inputs.take(*watch.call, watch.size, [sample])
+        """One sample's gradient by itself, as sketches, and its norm.
+
+        It is run alone, or, `among_others`, in its batch with no gradient at the others' outputs.
+        """
+        samples = range(watch.size) if among_others else [sample]
+        call = self._inputs.take(*watch.call, watch.size, samples)
         watch.host.restore()
+        replayed = (0, 1) if among_others else (sample, watch.size)
         contexts: list[Any] = [
             watch.autocast.again(off=full),
-            ReplayedTape(watch.tape, sample=sample, size=watch.size),
+            ReplayedTape(watch.tape, sample=replayed[0], size=replayed[1]),
         ]
         if watch.on_trial:
             contexts.append(dropout_silenced(self._model))
 
         def cotangents(outputs: Sequence[Tensor]) -> dict[int, Tensor]:
-            return _cotangents(watch, place, outputs)
+            return _cotangents(watch, place, outputs, among_others)
 
         grads = gradients_of(self._model, self._parameters, call, cotangents, contexts)
         squares = [float(grad.double().square().sum()) for grad in grads.values()]
@@ -359,6 +372,10 @@ class StandingCheck:
         return paths[0] if paths else name
 
 
+class _OtherOutputsError(Exception):
+    """Outputs of one sample that cannot be matched with those of its batch."""
+
+
 class _Tap(torch.autograd.Function):
     """Passes a tensor on, and its gradient to `keep` as well."""
 
@@ -405,18 +422,36 @@ def _rows_of(grad: Tensor, watch: Watch) -> list[Tensor]:
     return [grad.narrow(axis, sample * rows, rows).clone() for sample in watch.samples]
 
 
-def _cotangents(watch: Watch, place: int, outputs: Sequence[Tensor]) -> dict[int, Tensor]:
-    """Gradients of the outputs of one sample alone, from those of its batch."""
+def _cotangents(
+    watch: Watch, place: int, outputs: Sequence[Tensor], among_others: bool
+) -> dict[int, Tensor]:
+    """Gradients of the outputs of one sample alone, or among others, from those of its batch."""
     found: dict[int, Tensor] = {}
     for index, rows in watch.rows.items():
         if index >= len(outputs):
-            raise ValueError(f"{len(outputs)} tensors among the outputs, of which {index} is one")
+            raise _OtherOutputsError(
+                f"fewer tensors among the outputs of one sample ({len(outputs)}) than of its batch"
+            )
         out, grad = outputs[index], rows[place]
-        if grad.shape != out.shape:
+        if among_others:
+            grad = _all_but_zero(grad, out, watch.samples[place], watch.size)
+        elif grad.shape != out.shape:
             grad = _one_sample(grad, out.shape, watch.samples[place], watch.size)
         scale = watch.scale if out.dim() else watch.number_scale
         found[index] = (grad * scale if scale != 1.0 else grad).to(out.dtype)
     return found
+
+
+def _all_but_zero(grad: Tensor, out: Tensor, sample: int, size: int) -> Tensor:
+    """A gradient that is zero for all samples but one."""
+    axis = batch_axis_of(out, size)
+    if axis is None:
+        raise _OtherOutputsError("an output without a batch axis")
+    whole = torch.zeros_like(out)
+    rows = out.shape[axis] // size
+    part = grad if grad.shape != out.shape else grad.narrow(axis, sample * rows, rows)
+    whole.narrow(axis, sample * rows, rows).copy_(part)
+    return whole
 
 
 def _one_sample(grad: Tensor, shape: torch.Size, sample: int, size: int) -> Tensor:

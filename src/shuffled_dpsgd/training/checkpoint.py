@@ -1,8 +1,9 @@
 """Checkpoints: everything a run needs to go on as if nothing had happened.
 
 A checkpoint is a directory written under a temporary name, synced, then renamed: it exists whole
-or not at all. Its manifest holds a hash per file, so a torn or altered one is refused with the
-reason. Weights are safetensors; nothing is unpickled beyond tensors and plain data.
+or not at all, and what it replaces is there until it is. Its manifest holds a hash per file, so a
+torn or altered one is refused with the reason. Weights are safetensors; nothing is unpickled
+beyond tensors and plain data.
 
 A secure run stores no randomness of ours: it resumes with fresh noise, and the ledger counts the
 steps that were taken after the checkpoint and are lost. A seeded run repeats them bit for bit.
@@ -30,7 +31,9 @@ from shuffled_dpsgd.training.ledger import fsync_directory
 from shuffled_dpsgd.training.private import PrivateTraining
 
 FORMAT = 1
-_NAME = re.compile(r"checkpoint-(\d{8})")
+# One that replaces another of the same step has the longer name until the other is gone.
+_NEWER = "-new"
+_NAME = re.compile(rf"checkpoint-\d{{8}}({_NEWER})?")
 _WEIGHTS, _STATE, _RUN, _MANIFEST = "model.safetensors", "state.pt", "run.json", "manifest.json"
 
 
@@ -51,6 +54,7 @@ def save_checkpoint(
 ) -> Path:
     """Write `directory/checkpoint-<step>` atomically, and prune all but the newest `keep`.
 
+    At every instant the checkpoint written last is complete in `directory`, or the one before.
     Only between steps: a partial logical batch is not part of the state.
     """
     if keep < 1:
@@ -72,13 +76,41 @@ def save_checkpoint(
     for name in (*hashes, _MANIFEST):
         _fsync_file(temporary / name)
     fsync_directory(temporary)
-    if target.exists():
-        os.rename(target, root / f".{target.name}.replaced.tmp")
-    os.rename(temporary, target)
-    fsync_directory(root)
-    for old in (*root.glob(".checkpoint-*.tmp"), *find_checkpoints(root)[:-keep]):
-        shutil.rmtree(old)
+    _put_in_place(temporary, target)
+    for old in find_checkpoints(root)[:-keep]:
+        if old != target:
+            _remove(old)
     return target
+
+
+def _put_in_place(temporary: Path, target: Path) -> None:
+    """Give a complete checkpoint its name, after it has been found under another one."""
+    newer = target.with_name(f"{target.name}{_NEWER}")
+    if newer.exists():  # A process was killed at the last line of this function.
+        _replace(target, newer)
+    if not target.exists():
+        _rename(temporary, target)
+        return
+    _rename(temporary, newer)
+    _replace(target, newer)
+
+
+def _replace(target: Path, newer: Path) -> None:
+    if target.exists():
+        _remove(target)
+    _rename(newer, target)
+
+
+def _remove(checkpoint: Path) -> None:
+    """Delete a checkpoint so that a part of it is never taken for one."""
+    hidden = checkpoint.with_name(f".{checkpoint.name}.removed.tmp")
+    _rename(checkpoint, hidden)
+    shutil.rmtree(hidden)
+
+
+def _rename(source: Path, target: Path) -> None:
+    os.rename(source, target)
+    fsync_directory(target.parent)
 
 
 def find_checkpoints(directory: str | Path) -> list[Path]:

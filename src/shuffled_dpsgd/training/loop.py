@@ -125,6 +125,7 @@ def train(
                 _run(private, data, loss, settings, received)
         finally:
             stop_observing()
+    _refuse_untrained(private)
     if private.finished:
         private.release()
         observer.save()

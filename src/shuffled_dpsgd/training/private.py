@@ -25,6 +25,7 @@ from shuffled_dpsgd.training.data import (
     shaped,
     to_device,
 )
+from shuffled_dpsgd.training.fingerprints import fingerprint, summary
 from shuffled_dpsgd.training.guards import (
     WeightCheck,
     check_count,
@@ -35,7 +36,7 @@ from shuffled_dpsgd.training.ledger import Ledger
 from shuffled_dpsgd.training.mechanism import Mechanism, Release
 from shuffled_dpsgd.training.metrics import LossMeter, StepMetrics, describe_step
 from shuffled_dpsgd.training.plan import PrivacyPlan
-from shuffled_dpsgd.training.randomness import RandomStreams, fingerprint
+from shuffled_dpsgd.training.randomness import RandomStreams
 from shuffled_dpsgd.training.sampler import Sampler
 from shuffled_dpsgd.training.update import GuardedOptimizer
 from shuffled_dpsgd.training.watches import ModelWatch
@@ -267,13 +268,16 @@ class PrivateTraining:
 
         In a seeded run the same step from the same weights with the same sums is the same
         release. From other weights or with other sums (changed settings or data, a device that
-        does not repeat itself) it is a new one, with noise used before: it is counted.
+        does not repeat itself) it is a new one, with noise used before: it is counted. Every bit
+        of the sums counts; of the weights a summary does, since equal sums under equal noise are
+        one release wherever they start from.
         """
         if self.plan.secure:
             return self.streams.token(self.steps_taken)
-        start = fingerprint([p.detach() for p in self._trainable.values()])
-        ending = None if sums is None else fingerprint(list(sums.values()))
-        return self.streams.token(self.steps_taken, start=start, sums=ending)
+        key = self.ledger.key
+        start = summary([p.detach() for p in self._trainable.values()])
+        whole = None if sums is None else fingerprint(sums, key)
+        return self.streams.token(self.steps_taken, key=key, start=start, sums=whole)
 
     def _batches(self, data: MapStyle, steps: range, options: dict[str, Any]) -> Iterator[Any]:
         logical = (

@@ -229,6 +229,7 @@ def test_own_per_sample_loss(tmp_path: Path) -> None:
         ({"max_grad_norm": 1.0}, "max_grad_norm"),
         ({"label_smoothing_factor": 0.1}, "label_smoothing_factor"),
         ({"auto_find_batch_size": True}, "auto_find_batch_size"),
+        ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha"),
         ({"dataloader_num_workers": 2}, "dataloader_num_workers"),
         ({"train_sampling_strategy": "group_by_length"}, "train_sampling_strategy"),
     ],

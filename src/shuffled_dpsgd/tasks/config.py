@@ -43,6 +43,7 @@ class DataConfig:
     subset: str | None = None
     text_columns: tuple[str, ...] = ()
     label_column: str = "label"
+    num_labels: int | None = None
     max_length: int = 128
     max_train_examples: int | None = None
     max_heldout_examples: int | None = None

@@ -74,6 +74,7 @@ class PrivacyCard:
     mechanism: tuple[str, ...]
     shuffle: str
     randomness: str
+    private: bool = True
     threat_model: str = THREAT_MODEL
     use_assumptions: tuple[str, ...] = USE_ASSUMPTIONS
     not_covered: tuple[str, ...] = NOT_COVERED
@@ -107,6 +108,7 @@ class PrivacyCard:
     def to_json(self) -> dict[str, Any]:
         """Plain data in the card's order; every epsilon sits beside its kind."""
         return {
+            "private": self.private,
             "certified": None if self.certified is None else _claim_json(self.certified),
             "why_not_certified": list(self.why_not_certified),
             "paper": None if self.paper is None else _claim_json(self.paper),
@@ -152,8 +154,13 @@ class PrivacyCard:
 
     def _certified_line(self) -> str:
         if self.certified is None:
-            return f"none: {'; '.join(self.why_not_certified)}"
+            return f"{self.no_claim}: {'; '.join(self.why_not_certified)}"
         return f"{self.certified.describe()}, {CERTIFIED_METHOD_NOTE}"
+
+    @property
+    def no_claim(self) -> str:
+        """What stands where a certified epsilon would, if there is none."""
+        return "none" if self.private else "none, this run is not private"
 
     def _paper_lines(self) -> list[str]:
         if self.paper is None:
@@ -191,8 +198,15 @@ def write_card(
         mechanism=tuple(_mechanism(plan)),
         shuffle=_shuffle(plan, spec, released=released),
         randomness=_randomness(plan),
+        private=_is_private(plan),
         not_covered=(*NOT_COVERED, *_large_delta(plan)),
     )
+
+
+def _is_private(plan: PrivacyPlan) -> bool:
+    """Whether noise hides every record at all: it must be there, and gradients bounded."""
+    clipped = plan.clip != "none" and math.isfinite(plan.clip_norm)
+    return clipped and plan.smallest_noise_multiplier > 0.0
 
 
 def _target(plan: PrivacyPlan) -> str:
@@ -213,10 +227,12 @@ def _sampler(plan: PrivacyPlan) -> str:
 
 
 def _mechanism(plan: PrivacyPlan) -> list[str]:
-    lines = [f"per-sample clip {plan.clip} at {plan.clip_norm:g} over all trainable parameters"]
+    clip = f"per-sample clip {plan.clip} at {plan.clip_norm:g} over all trainable parameters"
+    unclipped = plan.clip == "none" or math.isinf(plan.clip_norm)
+    lines = ["no per-sample clip" if unclipped else clip]
     for block in plan.blocks:
-        clip = block.batch_clip_norm
-        batch = "no batch clip" if clip is None else f"batch clip {clip:g}"
+        bound = block.batch_clip_norm
+        batch = "no batch clip" if bound is None else f"batch clip {bound:g}"
         lines.append(
             f"block {block.name}: {block.dimension} coordinates, noise multiplier "
             f"{block.noise_multiplier:.6g}, {batch}"

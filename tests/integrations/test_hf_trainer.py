@@ -103,6 +103,7 @@ def test_trains_the_planned_steps_and_writes_the_card(tmp_path: Path) -> None:
     card = json.loads((tmp_path / "privacy_card.json").read_text())
     assert str(trainer.card()) in readme
     assert card["certified"]["kind"] == "proven"
+    assert card["shuffles_verified"] == 5
     assert card["certified"]["epsilon"] == trainer.card().certified.epsilon
     assert "certified ε · proven" in (tmp_path / "privacy_card.html").read_text()
 

@@ -102,7 +102,7 @@ def _terms(card: PrivacyCard) -> str:
         ("target", [escape(card.target)]),
         ("sampler", [escape(card.sampler)]),
         ("mechanism", [escape(line) for line in card.mechanism]),
-        ("shuffle", [escape(card.shuffle)]),
+        ("shuffle", [escape(line) for line in card.shuffle_lines]),
         ("randomness", [escape(card.randomness)]),
         ("threat model", [escape(card.threat_model)]),
         ("assumptions", [escape(line) for line in card.assumptions]),

@@ -75,6 +75,7 @@ class PrivacyCard:
     shuffle: str
     randomness: str
     private: bool = True
+    shuffles_verified: int = 0
     threat_model: str = THREAT_MODEL
     use_assumptions: tuple[str, ...] = USE_ASSUMPTIONS
     not_covered: tuple[str, ...] = NOT_COVERED
@@ -121,6 +122,7 @@ class PrivacyCard:
             "sampler": self.sampler,
             "mechanism": list(self.mechanism),
             "shuffle": self.shuffle,
+            "shuffles_verified": self.shuffles_verified,
             "randomness": self.randomness,
             "threat_model": self.threat_model,
             "assumptions": list(self.assumptions),
@@ -144,7 +146,7 @@ class PrivacyCard:
         lines += _labelled("target", [self.target])
         lines += _labelled("sampler", [self.sampler])
         lines += _labelled("mechanism", list(self.mechanism))
-        lines += _labelled("shuffle", [self.shuffle])
+        lines += _labelled("shuffle", self.shuffle_lines)
         lines += _labelled("randomness", [self.randomness])
         lines += _labelled("threat model", [self.threat_model])
         if self.certified is not None and self.certified.assumptions:
@@ -161,6 +163,14 @@ class PrivacyCard:
     def no_claim(self) -> str:
         """What stands where a certified epsilon would, if there is none."""
         return "none" if self.private else "none, this run is not private"
+
+    @property
+    def shuffle_lines(self) -> list[str]:
+        """What moves, and how often the model's outputs were compared before and after."""
+        if not self.shuffles_verified:
+            return [self.shuffle]
+        count = f"{self.shuffles_verified} time{'' if self.shuffles_verified == 1 else 's'}"
+        return [self.shuffle, f"outputs compared before and after {count}: never changed"]
 
     def _paper_lines(self) -> list[str]:
         if self.paper is None:
@@ -180,10 +190,12 @@ def write_card(
     num_steps: int,
     spec: PermutationSpec | None = None,
     released: bool = True,
+    shuffles_verified: int = 0,
 ) -> PrivacyCard:
     """The card of a run that made `num_steps` releases under `plan`.
 
-    `released` says whether a shuffle planned for the release has happened.
+    `released` says whether a shuffle planned for the release has happened, `shuffles_verified`
+    how often the model's outputs were compared before and after one.
     """
     return PrivacyCard(
         certified=plan.certified(num_steps),
@@ -199,6 +211,7 @@ def write_card(
         shuffle=_shuffle(plan, spec, released=released),
         randomness=_randomness(plan),
         private=_is_private(plan),
+        shuffles_verified=shuffles_verified,
         not_covered=(*NOT_COVERED, *_large_delta(plan)),
     )
 

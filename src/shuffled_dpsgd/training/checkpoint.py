@@ -14,19 +14,18 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import random
 import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
 from shuffled_dpsgd.errors import CheckpointError, InvalidArgumentError
 from shuffled_dpsgd.permutation import Permutation
+from shuffled_dpsgd.training.global_randomness import global_randomness, set_global_randomness
 from shuffled_dpsgd.training.ledger import fsync_directory
 from shuffled_dpsgd.training.private import PrivateTraining
 
@@ -207,31 +206,6 @@ def _run(private: PrivateTraining) -> dict[str, Any]:
         "releases": list(private.ledger.tokens()),
         "durable_ledger": private.ledger.path is not None,
     }
-
-
-def global_randomness() -> dict[str, Any]:
-    """The generators that dropout and data augmentation use; never those of noise or sampling."""
-    version, words, next_gauss = random.getstate()
-    kind, keys, at, has_gauss, gauss = np.random.get_state(legacy=True)  # noqa: NPY002
-    words32 = np.asarray(keys, dtype=np.int64)
-    return {
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
-        "python": [version, list(words), next_gauss],
-        "numpy": [kind, torch.from_numpy(words32), at, has_gauss, gauss],
-    }
-
-
-def set_global_randomness(state: dict[str, Any]) -> None:
-    """Put the generators back to where `global_randomness` found them."""
-    torch.set_rng_state(state["torch"])
-    if state["cuda"] and torch.cuda.is_available():
-        torch.cuda.set_rng_state_all(state["cuda"])
-    version, words, next_gauss = state["python"]
-    random.setstate((version, tuple(words), next_gauss))
-    kind, keys, at, has_gauss, gauss = state["numpy"]
-    words32 = keys.numpy().astype(np.uint32)
-    np.random.set_state((kind, words32, at, has_gauss, gauss))  # noqa: NPY002
 
 
 def _verify_files(source: Path) -> None:

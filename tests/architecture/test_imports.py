@@ -10,18 +10,19 @@ from pathlib import Path
 import pytest
 
 SOURCE = Path(__file__).resolve().parents[2] / "src"
-FLOOR = {"errors"}
+FLOOR = {"errors", "runtime"}
 BUILDING_BLOCKS = {"permutation", "clipping", "accounting"}
 TRAINING = FLOOR | BUILDING_BLOCKS | {"options", "training"}
 PRODUCT = TRAINING | {"models", "environment", "integrations", "reports"}
 ALLOWED = {
     "errors": set(),
     "environment": set(),
-    "options": FLOOR,
-    "models": FLOOR,
+    "runtime": {"errors"},
+    "options": {"errors"},
+    "models": {"errors"},
     "permutation": FLOOR,
     "clipping": FLOOR,
-    "accounting": FLOOR,
+    "accounting": {"errors"},
     "training": FLOOR | BUILDING_BLOCKS | {"options"},
     "integrations": TRAINING | {"reports"},
     "auditing": TRAINING,

@@ -103,6 +103,7 @@ def test_trains_the_planned_steps_and_writes_the_card(tmp_path: Path) -> None:
     card = json.loads((tmp_path / "privacy_card.json").read_text())
     assert str(trainer.card()) in readme
     assert card["certified"]["kind"] == "proven"
+    assert card["shuffles_verified"] == 5
     assert card["certified"]["epsilon"] == trainer.card().certified.epsilon
     assert "certified ε · proven" in (tmp_path / "privacy_card.html").read_text()
 
@@ -229,6 +230,7 @@ def test_own_per_sample_loss(tmp_path: Path) -> None:
         ({"max_grad_norm": 1.0}, "max_grad_norm"),
         ({"label_smoothing_factor": 0.1}, "label_smoothing_factor"),
         ({"auto_find_batch_size": True}, "auto_find_batch_size"),
+        ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha"),
         ({"dataloader_num_workers": 2}, "dataloader_num_workers"),
         ({"train_sampling_strategy": "group_by_length"}, "train_sampling_strategy"),
     ],

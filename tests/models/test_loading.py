@@ -123,3 +123,14 @@ def test_the_replay_check_takes_the_names_that_inspect_shows(tmp_path: Path) -> 
         done = CliRunner().invoke(app, ["audit", "sensitivity", *options])
         assert done.exit_code == 0, done.output
         assert json.loads(done.stdout)["reports"][0]["passed"] is True
+
+
+@pytest.mark.parametrize("from_scratch", [False, True])
+@pytest.mark.parametrize("stored", [torch.float16, torch.bfloat16])
+def test_master_weights_are_float32(
+    tmp_path: Path, stored: torch.dtype, from_scratch: bool
+) -> None:
+    saved = build_model("bert-tiny", device="cpu").to(stored)
+    saved.save_pretrained(tmp_path)  # type: ignore[operator]
+    model = load_model(str(tmp_path), head="sequence", num_labels=2, from_scratch=from_scratch)
+    assert {p.dtype for p in model.parameters()} == {torch.float32}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 from dataclasses import replace
@@ -102,6 +103,30 @@ def test_default_is_calibrated_to_certified_epsilon() -> None:
     assert config.privacy.delta < 1 / NUM_TRAIN
     task = build_task(config)
     assert 10_000 < sum(p.numel() for p in task.model.parameters()) < 50_000
+
+
+def test_a_run_without_noise_and_clip_is_written_down_as_not_private(tmp_path: Path) -> None:
+    config = short_config(noise_multiplier=0.0, clip_norm=math.inf)
+    result = execute(prepare(config, tmp_path))
+    assert (tmp_path / "model" / "model.safetensors").exists()
+    assert result.summary["config"]["privacy"]["clip_norm"] == "inf"
+    assert result.summary["privacy_card"]["private"] is False
+    for name in ("privacy_card.txt", "privacy_card.html", "report.html"):
+        assert "this run is not private" in (tmp_path / name).read_text(encoding="utf-8")
+    assert "Infinity" not in (tmp_path / "run.json").read_text(encoding="utf-8")
+    assert load_run(tmp_path) == config
+
+
+def test_the_model_is_saved_before_any_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError("disk full")
+
+    monkeypatch.setattr("shuffled_dpsgd.tasks.run.write_report", fail)
+    with pytest.raises(OSError, match="disk full"):
+        execute(prepare(short_config(), tmp_path))
+    assert (tmp_path / "model" / "model.safetensors").stat().st_size > 0
 
 
 def test_run_writes_everything(tmp_path: Path) -> None:

@@ -65,7 +65,8 @@ def config_for(task: str, model: str, layout: str, path: Path, **data: Any) -> R
 def test_every_task_trains_from_a_folder(
     data: Path, tmp_path: Path, task: str, model: str, layout: str, score: str
 ) -> None:
-    config = config_for(task, model, layout, data)
+    stated = {"num_labels": 3} if layout == "cifar" else {}
+    config = config_for(task, model, layout, data, **stated)
     result = execute(prepare(config, tmp_path / "out"))
     assert result.outcome.finished
     assert result.summary["score_name"] == score
@@ -120,6 +121,45 @@ def test_mismatches_are_refused(data: Path, changes: dict[str, Any], match: str)
     raw = config_for("text-classification", "bert-tiny", "sst2", data).to_json()
     with pytest.raises(InvalidArgumentError, match=match):
         build_task(parse_config(raw | changes))
+
+
+@pytest.mark.parametrize(
+    ("task", "layout", "num_labels", "match"),
+    [
+        (
+            "image-classification",
+            "cifar",
+            None,
+            r"data\.num_labels: expected the number of classes",
+        ),
+        ("image-classification", "cifar", 2, "a class from 0 to 1"),
+        ("text-classification", "sst2", 3, "2, as sst2 has"),
+    ],
+)
+def test_the_number_of_classes_is_stated(
+    data: Path, task: str, layout: str, num_labels: int | None, match: str
+) -> None:
+    stated = {} if num_labels is None else {"num_labels": num_labels}
+    model = "bert-tiny" if layout == "sst2" else "vit-tiny"
+    with pytest.raises(InvalidArgumentError, match=match):
+        build_task(config_for(task, model, layout, data, **stated))
+
+
+def test_a_record_of_a_class_of_its_own_changes_no_model(data: Path) -> None:
+    """The classifier's width is published: counted, it would give that record away."""
+    rows = [f"film {i}\t0" for i in range(16)]
+    for split in ("train", "dev"):
+        (data / f"{split}.tsv").write_text("sentence\tlabel\n" + "\n".join(rows) + "\n")
+    one_class = build_task(config_for("text-classification", "bert-tiny", "sst2", data))
+    images = dict(np.load(data / "images.npz"))
+    images["train_labels"] = images["test_labels"] = np.zeros(12, dtype=np.int64)
+    np.savez(data / "images.npz", **images)
+    config = config_for("image-classification", "vit-tiny", "cifar", data, num_labels=3)
+    widths = [
+        task.model.config.num_labels  # type: ignore[union-attr]
+        for task in (one_class, build_task(config))
+    ]
+    assert widths == [2, 3]
 
 
 def test_only_the_target_is_scored() -> None:

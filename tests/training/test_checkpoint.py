@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -174,3 +177,63 @@ def test_only_whole_checkpoints_are_found_and_old_ones_go(tmp_path: Path) -> Non
     assert sorted(path.name for path in tmp_path.iterdir()) == names
     with pytest.raises(InvalidArgumentError, match="keep"):
         save_checkpoint(private, tmp_path, keep=0)
+
+
+class Killed(BaseException):
+    """Stands for the end of the process: nothing of ours may catch it."""
+
+
+class DiesAt:
+    """Lets so many changes of the file system through, then dies before the next one."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, calls: int) -> None:
+        self.left = calls
+        monkeypatch.setattr(os, "rename", self._counted(os.rename))
+        monkeypatch.setattr(os, "unlink", self._counted(os.unlink))
+        monkeypatch.setattr(os, "rmdir", self._counted(os.rmdir))
+
+    def _counted(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            if self.left == 0:
+                raise Killed
+            self.left -= 1
+            return call(*args, **kwargs)
+
+        return counted
+
+
+@pytest.mark.parametrize("again", [True, False], ids=["same step", "next step"])
+def test_at_every_instant_one_complete_checkpoint_exists(tmp_path: Path, again: bool) -> None:
+    """With `keep=1`, killed before any change a second checkpoint makes to the file system."""
+    for calls in range(100):
+        root = tmp_path / str(calls)
+        private = start(mlp_case())
+        run(private, mlp_case(), num_steps=1)
+        save_checkpoint(private, root, keep=1)
+        if not again:
+            run(private, mlp_case(), num_steps=1)
+        with pytest.MonkeyPatch.context() as patch:
+            moments = DiesAt(patch, calls)
+            with contextlib.suppress(Killed):
+                save_checkpoint(private, root, keep=1)
+        newest = latest_checkpoint(root)
+        assert newest is not None, f"killed before change {calls}, and no checkpoint is left"
+        resumed = start(mlp_case())
+        load_checkpoint(resumed, newest)
+        save_checkpoint(resumed, root, keep=1)
+        assert sorted(path.name for path in root.iterdir()) == [
+            f"checkpoint-{resumed.steps_taken:08d}"
+        ]
+        if moments.left > 0:
+            return
+    raise AssertionError("saving never came to its end")
+
+
+def test_a_checkpoint_just_written_is_not_an_old_one(tmp_path: Path) -> None:
+    """One left by an earlier run in the folder has taken more steps, and is older all the same."""
+    earlier = start(mlp_case())
+    run(earlier, mlp_case(), num_steps=3)
+    save_checkpoint(earlier, tmp_path, keep=1)
+    private = start(mlp_case())
+    run(private, mlp_case(), num_steps=1)
+    assert save_checkpoint(private, tmp_path, keep=1).is_dir()

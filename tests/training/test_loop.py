@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,11 @@ import pytest
 import torch
 from torch import nn
 
-from shuffled_dpsgd.errors import InvalidArgumentError
+from shuffled_dpsgd.errors import (
+    BudgetExhaustedError,
+    CheckpointError,
+    InvalidArgumentError,
+)
 from shuffled_dpsgd.training import (
     LoopSettings,
     PrivateTraining,
@@ -85,6 +90,32 @@ def test_loop_equals_the_loop_written_by_hand_and_resumes_from_its_checkpoint(
     assert again.finished
     with pytest.raises(InvalidArgumentError, match="checkpoint_dir"):
         train(start(), vectors(), classify, resume=True)
+
+
+def test_a_spent_ledger_without_a_checkpoint_is_an_error(tmp_path: Path) -> None:
+    """Untrained weights would pass for a finished run: there is no release left to spend."""
+    settings = LoopSettings(checkpoint_dir=tmp_path / "checkpoints", keep_checkpoints=1)
+    ledger = tmp_path / "ledger.jsonl"
+    train(start(seed=None, ledger_path=ledger), vectors(), classify, settings=settings)
+    shutil.rmtree(tmp_path / "checkpoints")
+    again = start(seed=None, ledger_path=ledger)
+    with pytest.raises(CheckpointError, match="5 releases are spent"):
+        train(again, vectors(), classify, settings=settings, resume=True)
+    with pytest.raises(BudgetExhaustedError, match="not one step"):
+        train(again, vectors(), classify)
+    assert not again.released
+
+
+def test_there_is_a_checkpoint_before_the_first_release(tmp_path: Path) -> None:
+    settings = LoopSettings(checkpoint_dir=tmp_path / "checkpoints")
+    private = start(seed=None, ledger_path=tmp_path / "ledger.jsonl")
+    stop = _StopAfter(private, 1)
+    with pytest.raises(KeyboardInterrupt):
+        train(private, vectors(), classify, settings=settings, callbacks=[stop])
+    again = start(seed=None, ledger_path=tmp_path / "ledger.jsonl")
+    assert again.ledger.spent == 1
+    outcome = train(again, vectors(), classify, settings=settings, resume=True)
+    assert (outcome.steps_taken, again.ledger.spent) == (4, 5)
 
 
 class _StopAfter:

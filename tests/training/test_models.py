@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from shuffled_dpsgd.errors import InvalidArgumentError
 from shuffled_dpsgd.training import PrivateTraining, make_private
 from training.cases import (
     Case,
@@ -102,8 +103,18 @@ def test_a_frozen_half_is_left_alone() -> None:
 def test_pure_bf16_weights_get_their_noise_in_float32() -> None:
     case = mlp_case()
     model = make_mlp().to(torch.bfloat16)
-    private = start(model, shuffle="off", batch_clip_norm=None)
+    with pytest.warns(UserWarning, match=r"4 trainable parameters are bfloat16, first 0\.weight"):
+        private = start(model, shuffle="off", batch_clip_norm=None)
     data = torch.utils.data.TensorDataset(case.data.tensors[0].bfloat16(), case.data.tensors[1])
     run(private, Case(make=make_mlp, data=data, loss=case.loss))
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
     assert private.steps_taken == 3
+
+
+def test_float16_weights_are_refused_before_anything_is_spent() -> None:
+    model = make_mlp().half()
+    with pytest.raises(InvalidArgumentError, match=r"0\.weight: expected trainable weights in fl"):
+        start(model, shuffle="off", batch_clip_norm=None)
+    model[0].requires_grad_(False)  # type: ignore[index]
+    model[2].float()  # type: ignore[index]
+    start(model, shuffle="off", batch_clip_norm=None)

@@ -9,9 +9,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import TensorDataset
 
 from shuffled_dpsgd.errors import (
     BudgetExhaustedError,
+    CheckpointError,
     DivergenceError,
     InvalidArgumentError,
     UnsupportedModuleError,
@@ -433,6 +436,60 @@ def test_the_same_noise_on_other_sums_is_another_release(tmp_path: Path) -> None
     assert changed.ledger.spent == 2
 
 
+def project(model: nn.Module, batch: Any) -> torch.Tensor:
+    return model(batch.x).squeeze(-1)
+
+
+def test_data_and_their_negative_are_two_releases(tmp_path: Path) -> None:
+    """Norms and sums of all gradients agree, and the noise cancels in the difference."""
+    path = tmp_path / "ledger.jsonl"
+    records = torch.tensor([1.0, -1.0]).expand(40, 2)
+    released = []
+    for sign in (1.0, -1.0):
+        model = nn.Linear(2, 1, bias=False)
+        nn.init.zeros_(model.weight)
+        private = make_private(
+            model,
+            torch.optim.SGD(model.parameters(), lr=1.0),
+            dataset_size=40,
+            expected_batch_size=8,
+            num_steps=2,
+            noise_multiplier=1.0,
+            delta=1e-3,
+            shuffle="off",
+            seed=3,
+            ledger_path=path,
+        )
+        data = TensorDataset(sign * records, torch.zeros(40))
+        run(private, Case(make=make_mlp, data=data, loss=project), num_steps=1)
+        released.append(private.ledger.spent)
+    assert released == [1, 2]
+
+
+def test_nothing_public_can_be_matched_with_the_data(tmp_path: Path) -> None:
+    """The same run on the same data: every token is another one, because every ledger's key is."""
+    tokens = []
+    for name in ("one", "two"):
+        path = tmp_path / name / "ledger.jsonl"
+        path.parent.mkdir()
+        private = private_mlp(ledger_path=path)
+        run(private, mlp_case(), num_steps=2)
+        tokens.append(set(private.ledger.tokens()))
+        key = path.with_name("_ledger.jsonl.key")
+        assert key.stat().st_mode & 0o077 == 0
+        for public in (path.read_text(), private.card().dumps(), str(private.card())):
+            assert key.read_bytes().hex() not in public
+    assert not tokens[0] & tokens[1]
+
+
+def test_a_ledger_whose_key_is_lost_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.jsonl"
+    run(private_mlp(ledger_path=path), mlp_case(), num_steps=1)
+    path.with_name("_ledger.jsonl.key").unlink()
+    with pytest.raises(CheckpointError, match=r"_ledger\.jsonl\.key: missing"):
+        run(private_mlp(ledger_path=path), mlp_case())
+
+
 def test_a_repetition_that_differs_cannot_overspend(tmp_path: Path) -> None:
     path = tmp_path / "ledger.jsonl"
     run(private_mlp(num_steps=1, ledger_path=path), mlp_case())
@@ -440,8 +497,9 @@ def test_a_repetition_that_differs_cannot_overspend(tmp_path: Path) -> None:
     data.tensors[0].add_(0.1)
     changed = private_mlp(num_steps=1, ledger_path=path)
     before = weights(changed.model)
-    outcome = train(changed, data, classify, settings=LoopSettings(price_steps=False))
-    assert (outcome.steps_taken, outcome.finished, changed.ledger.spent) == (0, True, 1)
+    with pytest.raises(BudgetExhaustedError, match="not one step"):
+        train(changed, data, classify, settings=LoopSettings(price_steps=False))
+    assert (changed.steps_taken, changed.released, changed.ledger.spent) == (0, False, 1)
     assert distance(before, weights(changed.model)) == 0.0
 
 

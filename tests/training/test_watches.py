@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from shuffled_dpsgd.errors import InvalidArgumentError, UnsupportedModuleError
+from shuffled_dpsgd.errors import InvalidArgumentError, ShuffledDPError, UnsupportedModuleError
 from shuffled_dpsgd.training import PrivateTraining, make_private
 from training.cases import Case, classify, make_mlp, mlp_case, run, vectors
 
@@ -49,6 +49,14 @@ def replace(private: PrivateTraining) -> None:
     layer.weight = nn.Parameter(layer.weight.detach().clone())
 
 
+def replace_module(private: PrivateTraining) -> None:
+    private.model[2] = nn.Linear(10, 3)  # type: ignore[operator]
+
+
+def add_module(private: PrivateTraining) -> None:
+    private.model.append(nn.Linear(3, 3))  # type: ignore[operator]
+
+
 def load_by_assignment(private: PrivateTraining) -> None:
     state = {name: value.clone() for name, value in private.model.state_dict().items()}
     private.model.load_state_dict(state, assign=True)
@@ -67,8 +75,8 @@ def drop_a_group(private: PrivateTraining) -> None:
     [
         (thaw, "trainable now"),
         (freeze, "frozen now"),
-        (replace, "same parameter object"),
-        (load_by_assignment, "same parameter object"),
+        (replace, "2.weight: expected the modules and parameters"),
+        (load_by_assignment, "0.weight: expected the modules and parameters"),
         (add_a_foreign_group, "the model's parameters only"),
         (drop_a_group, "an optimizer that updates it"),
     ],
@@ -77,17 +85,42 @@ def test_what_is_trained_cannot_change_in_the_middle_of_a_loop(
     change: Callable[[PrivateTraining], None], message: str
 ) -> None:
     private = private_run(with_frozen_first_layer())
+    with pytest.raises(ShuffledDPError, match=message):
+        change_within_a_step(private, change, before_the_forward=True)
+    assert private.ledger.spent == 1
+
+
+@pytest.mark.parametrize("before_the_forward", [True, False])
+@pytest.mark.parametrize(
+    ("change", "name"), [(replace_module, "2.weight"), (add_module, "3.weight")]
+)
+def test_modules_cannot_change_in_the_middle_of_a_loop(
+    change: Callable[[PrivateTraining], None], name: str, before_the_forward: bool
+) -> None:
+    """Nobody clips what a new module holds: its gradients are those of the records."""
+    private = private_run(make_mlp())
+    with pytest.raises(ShuffledDPError, match=f"^{name}: expected the modules and parameters"):
+        change_within_a_step(private, change, before_the_forward=before_the_forward)
+    assert private.ledger.spent == 1
+
+
+def change_within_a_step(
+    private: PrivateTraining,
+    change: Callable[[PrivateTraining], None],
+    *,
+    before_the_forward: bool,
+) -> None:
+    """Take one step, then change the model inside the loop and go on to the next release."""
     run(private, mlp_case(), num_steps=1)
     stream = private.batches(vectors())
-    batch = next(stream)
-    change(private)
-    private.backward(classify(private.model, batch))
-    while not private._current.completes:  # type: ignore[union-attr]
-        private.step()
-        private.backward(classify(private.model, next(stream)))
-    with pytest.raises(InvalidArgumentError, match=message):
-        private.step()
-    assert private.ledger.spent == 1
+    for count, batch in enumerate(stream):
+        if count == 0 and before_the_forward:
+            change(private)
+        private.backward(classify(private.model, batch))
+        if not before_the_forward and private._current.completes:  # type: ignore[union-attr]
+            change(private)
+        if private.step():
+            return
 
 
 def test_a_head_outside_the_model_never_gets_plain_gradients() -> None:

@@ -14,8 +14,9 @@ if TYPE_CHECKING:
     from shuffled_dpsgd.accounting import PrivacyClaim
     from shuffled_dpsgd.reports import StepRecord
     from shuffled_dpsgd.tasks import PreparedRun, RunResult
-    from shuffled_dpsgd.training import PrivacyPlan
+    from shuffled_dpsgd.training import PrivacyCard, PrivacyPlan
 
+NO_ESTIMATE = "none: the formula does not apply"
 COLOURS = {"proven": "green", "heuristic": "yellow", "measured": "cyan"}
 
 
@@ -33,12 +34,15 @@ def announcement(run: PreparedRun) -> RenderableType:
         f"(sampling probability {plan.sampling_prob:.4g})",
     )
     table.add_row("noise", _noise(run))
-    table.add_row("shuffle", run.private.card().shuffle)
-    table.add_row("certified ε", _claim(certified, "; ".join(plan.uncertifiable)))
-    table.add_row("paper's estimate", _claim(plan.paper_estimate(), "the formula does not apply"))
+    card = run.private.card()
+    table.add_row("shuffle", card.shuffle)
+    table.add_row("certified ε", _claim(certified, _no_claim(card)))
+    table.add_row("paper's estimate", _claim(plan.paper_estimate(), NO_ESTIMATE))
     table.add_row("output", str(run.directory))
     verb = "Resuming" if run.resumed else "Training"
-    return Group(Text(f"{verb} privately", style="bold"), table, _warning(plan, certified), Text())
+    how = Text("privately") if card.private else Text("without privacy", style="red")
+    title = Text(f"{verb} ", style="bold").append(how)
+    return Group(title, table, _warning(plan, certified), Text())
 
 
 def _warning(plan: PrivacyPlan, certified: PrivacyClaim | None) -> Text:
@@ -70,9 +74,13 @@ def _noise(run: PreparedRun) -> str:
     return f"multiplier {'; '.join(parts)}; {source}"
 
 
+def _no_claim(card: PrivacyCard) -> str:
+    return f"{card.no_claim}: {'; '.join(card.why_not_certified)}"
+
+
 def _claim(claim: PrivacyClaim | None, otherwise: str) -> Text:
     if claim is None:
-        return Text(f"none: {otherwise}")
+        return Text(otherwise)
     return Text(claim.describe(), style=COLOURS[claim.kind])
 
 
@@ -131,15 +139,15 @@ def conclusion(result: RunResult, run: PreparedRun, seconds: float) -> Renderabl
                 style="bold yellow",
             ),
             Text(f"continue with: shuffled-dpsgd train --resume {result.directory}"),
-            _claim(card.certified, "; ".join(card.why_not_certified)),
+            _claim(card.certified, _no_claim(card)),
         )
     table = _facts()
     score = result.summary["heldout_score"]
     if score is not None:
         table.add_row(f"held-out {run.task.score_name}", f"{score:.4f}")
     table.add_row("time", f"{seconds:.1f} s")
-    table.add_row("certified ε", _claim(card.certified, "; ".join(card.why_not_certified)))
-    table.add_row("paper's estimate", _claim(card.paper, "the formula does not apply"))
+    table.add_row("certified ε", _claim(card.certified, _no_claim(card)))
+    table.add_row("paper's estimate", _claim(card.paper, NO_ESTIMATE))
     table.add_row("report", str(result.directory / "report.html"))
     table.add_row("weights", str(result.directory / "model"))
     return Group(Text("Done", style="bold"), table)

@@ -7,8 +7,6 @@ parameter no rule can handle exactly is refused here, before any training.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from itertools import chain
-from operator import is_, itemgetter
 from typing import Any
 
 from torch import nn
@@ -21,6 +19,7 @@ from shuffled_dpsgd.clipping.rules import find_rule
 from shuffled_dpsgd.clipping.rules.broadcast import BroadcastSlot, can_broadcast
 from shuffled_dpsgd.clipping.rules.generic import GenericSlot, is_container
 from shuffled_dpsgd.errors import UnsupportedModuleError
+from shuffled_dpsgd.runtime.structure import Structure
 
 
 def canonical_names(model: nn.Module) -> dict[int, str]:
@@ -101,44 +100,20 @@ def _rule_for_bare_parameters(module: nn.Module, names: dict[int, str]) -> type[
     return BroadcastSlot if can_broadcast(module, own) else GenericSlot
 
 
-class Structure:
-    """The modules and parameters of a model as they are now, to be compared with later.
+def refuse_changes(structure: Structure) -> None:
+    """Refuse a model whose modules or parameters are not those of before.
 
-    Compared before every step, and by C: a walk over `named_parameters` takes ten times as long.
+    Raises:
+        UnsupportedModuleError: naming the first that is new or gone.
     """
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        self._attributes = [module.__dict__ for module in model.modules()]
-        self._held = self._holds()
-
-    def refuse_changes(self) -> None:
-        """Refuse a model whose modules or parameters are not those of before.
-
-        If each module still has the children it had, the modules are the same.
-
-        Raises:
-            UnsupportedModuleError: naming the first parameter that is new.
-        """
-        now = self._holds()
-        if len(now) == len(self._held) and all(map(is_, now, self._held)):
-            return
-        known = {id(one) for one in self._held}
-        added = [name for name, p in self._model.named_parameters() if id(p) not in known]
+    change = structure.find_change()
+    if change is not None:
         raise UnsupportedModuleError(
-            added[0] if added else "",
+            change.name,
             expected="the modules and parameters the engine was built on",
-            got="another parameter" if added else "fewer of them, or shared otherwise",
+            got=change.got,
             remedy="build a new engine after changing the model; nobody would clip what is new",
         )
-
-    def _holds(self) -> list[object]:
-        """Children and parameters of all modules, in order."""
-        holders = chain.from_iterable(map(_holders, self._attributes))
-        return [*chain.from_iterable(map(dict.values, holders))]
-
-
-_holders = itemgetter("_modules", "_parameters")
 
 
 def patches(slots: Iterable[Slot]) -> list[tuple[dict[str, Any], Callable[..., Any]]]:

@@ -47,6 +47,7 @@ from shuffled_dpsgd.clipping.settle.schedules import (
 from shuffled_dpsgd.clipping.settle.shared_parameters import group_slots
 from shuffled_dpsgd.clipping.settle.totals import Totals
 from shuffled_dpsgd.errors import InvalidArgumentError, UnsupportedModuleError
+from shuffled_dpsgd.runtime.structure import Structure
 
 
 class ClippingEngine:
@@ -99,7 +100,7 @@ class ClippingEngine:
         self._parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
         self._frozen = {n: p for n, p in model.named_parameters() if not p.requires_grad}
         refusals.refuse_unfit(self._parameters)
-        self._structure = build.Structure(model)
+        self._structure = Structure(model)
         self._recorder = CaptureRecorder(receive=self._receive, finish=self._finish)
         self._batch_norms = refusals.batch_norms(model)
         refusals.refuse_batch_statistics(self._batch_norms)
@@ -145,7 +146,7 @@ class ClippingEngine:
             raise InvalidArgumentError("engine", expected="one `with` at a time", got="a second")
         refusals.refuse_batch_statistics(self._batch_norms)
         refusals.refuse_thawed(self._frozen)
-        self._structure.refuse_changes()
+        build.refuse_changes(self._structure)
         refusals.refuse_replaced(self._slots)
         self._patch()
         begin = self.model.register_forward_pre_hook(self._begin, prepend=True, with_kwargs=True)
@@ -266,8 +267,10 @@ class ClippingEngine:
         Raises:
             InvalidArgumentError: gradients were computed, but never inside `with engine:`, or a
                 backward failed when parts of it were already in the sums.
+            UnsupportedModuleError: modules or parameters were replaced, added or removed.
         """
         self._refuse_half_done()
+        build.refuse_changes(self._structure)
         self._settle_check()
         if not self._was_entered and any(p.grad is not None for p in self._parameters.values()):
             raise InvalidArgumentError(
@@ -299,7 +302,7 @@ class ClippingEngine:
         if not torch.compiler.is_compiling():
             self._refuse_half_done()
             self._settle_check()
-            self._structure.refuse_changes()
+            build.refuse_changes(self._structure)
             self._rule.totals.let_go()
         size, device = find_batch(args, kwargs)
         kind: Hashable = None

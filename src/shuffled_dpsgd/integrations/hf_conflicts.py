@@ -49,6 +49,12 @@ CONFLICTS = (
         remedy="batches are drawn step by step; prepare the data beforehand",
     ),
     Conflict(
+        name="neftune_noise_alpha",
+        allowed=None,
+        remedy="its noise depends on the longest text of a batch, so one record changes what "
+        "others contribute, and it protects nobody: leave it out",
+    ),
+    Conflict(
         name="use_liger_kernel", allowed=False, remedy="fused kernels hide per-sample gradients"
     ),
     Conflict(name="world_size", allowed=1, remedy="run one process"),

@@ -18,6 +18,15 @@ tags:
 """
 
 
+PRIVATE = (
+    "Trained with differential privacy by `shuffled-dpsgd`. The certified ε is what may be "
+    "relied on; the paper's estimate is heuristic and not a guarantee."
+)
+NOT_PRIVATE = (
+    "Trained by `shuffled-dpsgd` without noise or without a clip: this model is not private."
+)
+
+
 def privacy_section(card: PrivacyCard) -> str:
     """The card as a Markdown section; its text is the card's own, unchanged."""
     return "\n".join(
@@ -25,8 +34,7 @@ def privacy_section(card: PrivacyCard) -> str:
             BEGIN,
             "## Privacy",
             "",
-            "Trained with differential privacy by `shuffled-dpsgd`. The certified ε is what may be "
-            "relied on; the paper's estimate is heuristic and not a guarantee.",
+            PRIVATE if card.private else NOT_PRIVATE,
             "",
             "```text",
             str(card),

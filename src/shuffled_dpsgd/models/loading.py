@@ -73,13 +73,16 @@ def load_model(
     """The named model with its weights and the `head` a task needs.
 
     What has no weights anywhere, or is wanted `from_scratch`, gets weights drawn from `seed`; so
-    do the parts of a head that the saved model lacks.
+    do the parts of a head that the saved model lacks. Weights are float32 in whatever precision
+    they are stored: updates of half-precision weights would be rounded away.
     """
     source = weights_of(name)
     if source is None:
         if CATALOGUE[name].head != head:
             raise InvalidArgumentError("model", expected=f"a model whose head is {head}", got=name)
         return build_model(name, device="cpu", num_labels=num_labels, seed=seed)
+    import torch
+
     transformers = _transformers()
     auto = getattr(transformers, _AUTO_CLASSES[head])
     extra: dict[str, Any] = {} if num_labels is None else {"num_labels": num_labels}
@@ -87,10 +90,10 @@ def load_model(
         if from_scratch:
             config = transformers.AutoConfig.from_pretrained(source, **extra)
             with _seeded(seed):
-                return auto.from_config(config)
+                return auto.from_config(config, dtype=torch.float32)
         mismatch = {} if num_labels is None else {"ignore_mismatched_sizes": True}
         with _seeded(seed):
-            return auto.from_pretrained(source, **extra, **mismatch)
+            return auto.from_pretrained(source, dtype=torch.float32, **extra, **mismatch)
     except OSError as error:
         raise _unknown(name, remedy=str(error).splitlines()[0]) from error
 

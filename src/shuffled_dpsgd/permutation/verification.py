@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -11,31 +11,17 @@ import torch
 from torch import nn
 
 from shuffled_dpsgd.errors import InvalidArgumentError, InvarianceError
-from shuffled_dpsgd.permutation.describe.ports import class_name
+from shuffled_dpsgd.permutation.comparison import (
+    FLOOR,
+    default_tolerance,
+    function_outputs,
+    gap,
+    output_deviation,
+)
 from shuffled_dpsgd.permutation.discovery import discover
 from shuffled_dpsgd.permutation.move.application import apply, apply_to_tensors
 from shuffled_dpsgd.permutation.move.drawing import draw
 from shuffled_dpsgd.permutation.spec import PermutationSpec, Scope
-
-# Outputs that carry the model's inner axes and therefore move along with the weights.
-_INNER_OUTPUTS = frozenset(
-    {
-        "attentions",
-        "cross_attentions",
-        "encoder_hidden_states",
-        "hidden_states",
-        "last_hidden_state",
-        "past_key_values",
-    }
-)
-# Summation order changes, so results agree to rounding; deep models lose a few digits more.
-_TOLERANCE = {
-    torch.float64: 1e-10,
-    torch.float32: 1e-3,
-    torch.bfloat16: 1e-1,
-    torch.float16: 5e-2,
-}
-_FLOOR = 1e-2
 
 Loss = Callable[[Any], torch.Tensor]
 
@@ -99,7 +85,7 @@ def verify(
         raise InvalidArgumentError("num_draws", expected="at least one draw", got=num_draws)
     _refuse_meta(model)
     spec = discover(model, scope=scope) if spec is None else spec
-    tolerance = _default_tolerance(model) if tolerance is None else tolerance
+    tolerance = default_tolerance(model) if tolerance is None else tolerance
     generator = torch.Generator().manual_seed(seed)
     worst = Verification(
         num_draws=num_draws,
@@ -142,18 +128,6 @@ def _refuse_meta(model: nn.Module) -> None:
             )
 
 
-def _default_tolerance(model: nn.Module) -> float:
-    """By the coarsest dtype in which the model computes.
-
-    The RMS norms of Hugging Face's models compute in float32 whatever comes in.
-    """
-    dtypes = {parameter.dtype for parameter in model.parameters()}
-    names = (class_name(module) for module in model.modules())
-    if any(name.startswith("transformers.") and name.endswith("RMSNorm") for name in names):
-        dtypes.add(torch.float32)
-    return max((_TOLERANCE.get(dtype, 0.0) for dtype in dtypes), default=1e-10)
-
-
 @contextmanager
 def _probing(model: nn.Module) -> Iterator[None]:
     """Evaluation mode, every parameter differentiable, `.grad` set aside; all put back after."""
@@ -177,7 +151,7 @@ def _probing(model: nn.Module) -> Iterator[None]:
 def _evaluate(model: nn.Module, batch: Any, loss: Loss | None, seed: int) -> _Result:
     with torch.enable_grad():
         output = _call(model, batch)
-        outputs = tuple(_function_outputs(output))
+        outputs = tuple(function_outputs(output))
         value = _default_loss(output, outputs, seed) if loss is None else loss(output)
         names = [name for name, p in model.named_parameters() if p.requires_grad]
         found = torch.autograd.grad(
@@ -195,20 +169,6 @@ def _call(model: nn.Module, batch: Any) -> Any:
     if isinstance(batch, torch.Tensor):
         return model(batch)
     return model(*batch)
-
-
-def _function_outputs(output: Any) -> Iterator[torch.Tensor]:
-    """The floating-point tensors that are the model's function, inner states left out."""
-    if isinstance(output, torch.Tensor):
-        if output.is_floating_point():
-            yield output
-    elif isinstance(output, Mapping):
-        for key, value in output.items():
-            if key not in _INNER_OUTPUTS or len(output) == 1:
-                yield from _function_outputs(value)
-    elif isinstance(output, Sequence) and not isinstance(output, str):
-        for value in output:
-            yield from _function_outputs(value)
 
 
 def _default_loss(output: Any, outputs: tuple[torch.Tensor, ...], seed: int) -> torch.Tensor:
@@ -233,39 +193,18 @@ def _worse(
 ) -> Verification:
     scale = max((float(g.abs().max()) for g in expected.values()), default=0.0)
     by_name = {
-        name: _gap(after.gradients.get(name), g, max(float(g.abs().max()), _FLOOR * scale))
+        name: gap(after.gradients.get(name), g, max(float(g.abs().max()), FLOOR * scale))
         for name, g in expected.items()
     }
     name = max(by_name, key=lambda n: by_name[n], default="")
     gradient = by_name.get(name, 0.0)
-    largest = [_largest(output) for output in before.outputs]
-    outputs = [
-        _gap(a, b, max(own, _FLOOR * max(largest)))
-        for a, b, own in zip(after.outputs, before.outputs, largest, strict=True)
-    ]
+    outputs = output_deviation(before.outputs, after.outputs)
     further = gradient > worst.gradient_deviation
     return Verification(
         num_draws=worst.num_draws,
-        output_deviation=max(worst.output_deviation, *outputs, 0.0),
-        loss_deviation=max(worst.loss_deviation, _gap(after.loss, before.loss, None)),
+        output_deviation=max(worst.output_deviation, outputs),
+        loss_deviation=max(worst.loss_deviation, gap(after.loss, before.loss, None)),
         gradient_deviation=max(worst.gradient_deviation, gradient),
         worst_parameter=name if further else worst.worst_parameter,
         tolerance=worst.tolerance,
     )
-
-
-def _largest(tensor: torch.Tensor) -> float:
-    return float(tensor.abs().max()) if tensor.numel() else 0.0
-
-
-def _gap(found: torch.Tensor | None, expected: torch.Tensor, scale: float | None) -> float:
-    """Largest difference over `scale` (default: the largest expected entry); NaN is infinite."""
-    if found is None or found.shape != expected.shape:
-        return float("inf")
-    if expected.numel() == 0:
-        return 0.0
-    largest = float(expected.abs().max()) if scale is None else scale
-    gap = float((found - expected).abs().max())
-    if gap != gap:
-        return float("inf")
-    return gap / largest if largest > 0 else gap

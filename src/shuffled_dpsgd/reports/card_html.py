@@ -44,7 +44,8 @@ def card_page(card: PrivacyCard) -> str:
 def _certified(card: PrivacyCard) -> str:
     if card.certified is None:
         why = escape("; ".join(card.why_not_certified))
-        return f'<div class="claim"><span class="kind">certified ε</span><b>none</b>{why}</div>'
+        none = escape(card.no_claim)
+        return f'<div class="claim"><span class="kind">certified ε</span><b>{none}</b>{why}</div>'
     return _claim("certified ε", card.certified, CERTIFIED_METHOD_NOTE)
 
 
@@ -101,7 +102,7 @@ def _terms(card: PrivacyCard) -> str:
         ("target", [escape(card.target)]),
         ("sampler", [escape(card.sampler)]),
         ("mechanism", [escape(line) for line in card.mechanism]),
-        ("shuffle", [escape(card.shuffle)]),
+        ("shuffle", [escape(line) for line in card.shuffle_lines]),
         ("randomness", [escape(card.randomness)]),
         ("threat model", [escape(card.threat_model)]),
         ("assumptions", [escape(line) for line in card.assumptions]),

@@ -7,6 +7,7 @@ batch clip of the paper's formula: those decide what may be claimed, so whoever 
 from __future__ import annotations
 
 import difflib
+import math
 import tomllib
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields
@@ -43,6 +44,7 @@ class DataConfig:
     subset: str | None = None
     text_columns: tuple[str, ...] = ()
     label_column: str = "label"
+    num_labels: int | None = None
     max_length: int = 128
     max_train_examples: int | None = None
     max_heldout_examples: int | None = None
@@ -100,8 +102,8 @@ class RunConfig:
         return self.seed or 0
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data; `parse_config` reads it back."""
-        return _without_none(asdict(self))
+        """Plain data; `parse_config` reads it back. Infinity is the word "inf": JSON has none."""
+        return _plain(asdict(self))
 
     def without_seed(self) -> dict[str, Any]:
         """`to_json` for what leaves the run's folder: whoever has the seed can remove the noise."""
@@ -198,16 +200,14 @@ def _checked(name: str, hint: Any, value: Any) -> Any:
         if not isinstance(value, list | tuple) or not all(isinstance(v, str) for v in value):
             raise InvalidArgumentError(name, expected="a list of strings", got=value)
         return tuple(value)
-    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+    if hint is float and (value == "inf" or type(value) is int):
         return float(value)
     if not isinstance(value, hint) or (hint is int and isinstance(value, bool)):
         raise InvalidArgumentError(name, expected=hint.__name__, got=value)
     return value
 
 
-def _without_none(value: dict[str, Any]) -> dict[str, Any]:
-    return {
-        key: _without_none(item) if isinstance(item, dict) else item
-        for key, item in value.items()
-        if item is not None
-    }
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items() if item is not None}
+    return "inf" if value == math.inf else value

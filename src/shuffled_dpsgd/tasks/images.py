@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from shuffled_dpsgd.errors import InvalidArgumentError
 from shuffled_dpsgd.tasks import hub
+from shuffled_dpsgd.tasks.classes import check_labels, stated_classes
 from shuffled_dpsgd.tasks.classification import classification_task
 from shuffled_dpsgd.tasks.config import DataConfig, RunConfig
 from shuffled_dpsgd.tasks.folders import read_cifar
@@ -38,7 +39,9 @@ class ArrayImages:
 
 def build_task(config: RunConfig) -> Task:
     """Fine-tune an image classifier; pixels are scaled to [-1, 1], as the ViT models expect."""
-    train, heldout, num_labels = _read(config.data)
+    num_labels = stated_classes(config.data)
+    train, heldout, labels = _read(config.data)
+    check_labels(labels, num_labels)
     model = prepare_model(config.model, head="image", num_labels=num_labels, seed=config.init_seed)
     size = int(model.config.image_size)  # type: ignore[union-attr,arg-type]
     return classification_task(
@@ -50,10 +53,11 @@ def build_task(config: RunConfig) -> Task:
     )
 
 
-def _read(data: DataConfig) -> tuple[Any, Any, int]:
+def _read(data: DataConfig) -> tuple[Any, Any, list[int]]:
+    """Training and held-out records, and the labels of both."""
     if data.format == "hub":
         train, heldout = hub.read_images(data)
-        return train, heldout, 1 + max(label for _, label in [*train, *heldout])
+        return train, heldout, [label for _, label in [*train, *heldout]]
     if data.format != "cifar":
         raise InvalidArgumentError(
             "data.format", expected="cifar or hub for this task", got=data.format
@@ -67,7 +71,7 @@ def _read(data: DataConfig) -> tuple[Any, Any, int]:
     chosen = order[: data.max_heldout_examples].numpy()
     train = ArrayImages(images[: data.max_train_examples], labels[: data.max_train_examples])
     heldout = ArrayImages(test_images[chosen], test_labels[chosen])
-    return train, heldout, 1 + int(max(labels.max(), test_labels.max()))
+    return train, heldout, [*train.labels.tolist(), *heldout.labels.tolist()]
 
 
 def collate_images(

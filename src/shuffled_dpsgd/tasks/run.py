@@ -22,7 +22,7 @@ from shuffled_dpsgd.tasks.optimizers import build_scheduler
 from shuffled_dpsgd.tasks.privacy import start_private
 from shuffled_dpsgd.tasks.recorder import Recorder
 from shuffled_dpsgd.tasks.registry import build_task
-from shuffled_dpsgd.tasks.summary import save_weights, summarise
+from shuffled_dpsgd.tasks.summary import count_parameters, save_weights, summarise
 from shuffled_dpsgd.tasks.task import Task
 from shuffled_dpsgd.training.loop import LoopSettings, Outcome, Progress, train
 from shuffled_dpsgd.training.private import PrivateTraining
@@ -124,13 +124,17 @@ def execute(run: PreparedRun, observers: tuple[Observer, ...] = ()) -> RunResult
         scheduler=run.scheduler,
         resume=run.resumed,
     )
-    summary = _write_results(run, outcome, log.read())
+    sizes = count_parameters(run.private.model)
     if outcome.finished:
+        # First of all: whatever happens to a report, the model was paid for.
         save_weights(run.task, run.private.model, run.directory / "model")
+    summary = _write_results(run, outcome, log.read(), sizes)
     return RunResult(outcome=outcome, summary=summary, directory=run.directory)
 
 
-def _write_results(run: PreparedRun, outcome: Outcome, records: list[StepRecord]) -> dict[str, Any]:
+def _write_results(
+    run: PreparedRun, outcome: Outcome, records: list[StepRecord], sizes: dict[str, int]
+) -> dict[str, Any]:
     plan, spec, card = run.private.plan, run.private.spec, run.private.card()
     moved = {} if spec is None else spec.count_by_kind()
     view = RunView(
@@ -144,7 +148,7 @@ def _write_results(run: PreparedRun, outcome: Outcome, records: list[StepRecord]
         unmoved_parameters=0 if spec is None else spec.total_parameters - spec.moved_parameters,
     )
     write_report(run.directory, view, card, spec=spec, facts=run.config.without_seed())
-    summary = summarise(run.task, run.config, outcome, records, card)
+    summary = summarise(run.task, run.config, outcome, records, card) | sizes
     text = json.dumps(summary, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
     (run.directory / "summary.json").write_text(text, encoding="utf-8")
     return summary

@@ -54,6 +54,15 @@ def _no_progress_bars() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
+def count_parameters(model: nn.Module) -> dict[str, int]:
+    """How large the model is; to be asked before low-rank factors are merged."""
+    sizes = [(p.numel(), p.requires_grad) for p in model.parameters()]
+    return {
+        "total_parameters": sum(size for size, _ in sizes),
+        "trainable_parameters": sum(size for size, trainable in sizes if trainable),
+    }
+
+
 def summarise(
     task: Task,
     config: RunConfig,
@@ -75,8 +84,6 @@ def summarise(
         "heldout_score": last and last.heldout_score,
         "heldout_loss": last and last.heldout_loss,
         "seconds_in_steps": sum(record.seconds for record in records),
-        "total_parameters": sum(p.numel() for p in model.parameters()),
-        "trainable_parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
         "dataset_size": len(task.train_data),
         "privacy_card": card.to_json(),
         "config": config.without_seed(),

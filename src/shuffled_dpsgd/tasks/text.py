@@ -13,6 +13,7 @@ from torch import nn
 from shuffled_dpsgd.errors import InvalidArgumentError
 from shuffled_dpsgd.integrations.per_sample_loss import IGNORED_LABEL, next_token_losses
 from shuffled_dpsgd.tasks import folders, hub
+from shuffled_dpsgd.tasks.classes import check_labels, stated_classes
 from shuffled_dpsgd.tasks.classification import classification_task, heldout_batches
 from shuffled_dpsgd.tasks.config import DataConfig, RunConfig
 from shuffled_dpsgd.tasks.folders import Continuation, LabelledText
@@ -32,9 +33,10 @@ def build_classification(config: RunConfig) -> Task:
     else:
         train, heldout = _read_folder(data, _CLASSIFICATION)
     tokenizer = load_tokenizer(config.model.name)
-    num_labels = 1 + max(example.label for example in [*train, *heldout])
+    num_labels = stated_classes(data)
+    check_labels((example.label for example in [*train, *heldout]), num_labels)
     model = prepare_model(
-        config.model, head="sequence", num_labels=max(num_labels, 2), seed=config.init_seed
+        config.model, head="sequence", num_labels=num_labels, seed=config.init_seed
     )
     return classification_task(
         "text-classification",

@@ -25,7 +25,7 @@ from shuffled_dpsgd.permutation import PermutationSpec, discover
 from shuffled_dpsgd.training.ledger import Ledger
 from shuffled_dpsgd.training.mechanism import ShuffledGaussianMechanism
 from shuffled_dpsgd.training.noise import GaussianNoise
-from shuffled_dpsgd.training.optimizers import check_optimizer, check_parameters
+from shuffled_dpsgd.training.optimizers import check_optimizer, check_parameters, check_precision
 from shuffled_dpsgd.training.plan import PrivacyPlan
 from shuffled_dpsgd.training.planning import make_plan
 from shuffled_dpsgd.training.private import PrivateTraining
@@ -122,6 +122,7 @@ def assemble(
     _refuse_replicas(inner)
     check_optimizer(optimizer, shuffled=options.shuffle != "off")
     check_parameters(inner, optimizer)
+    check_precision(inner)
     spec: PermutationSpec | None = None
     if options.needs_blocks:
         spec = discover(inner, scope=options.scope)

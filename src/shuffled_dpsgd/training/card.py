@@ -74,6 +74,8 @@ class PrivacyCard:
     mechanism: tuple[str, ...]
     shuffle: str
     randomness: str
+    private: bool = True
+    shuffles_verified: int = 0
     threat_model: str = THREAT_MODEL
     use_assumptions: tuple[str, ...] = USE_ASSUMPTIONS
     not_covered: tuple[str, ...] = NOT_COVERED
@@ -107,6 +109,7 @@ class PrivacyCard:
     def to_json(self) -> dict[str, Any]:
         """Plain data in the card's order; every epsilon sits beside its kind."""
         return {
+            "private": self.private,
             "certified": None if self.certified is None else _claim_json(self.certified),
             "why_not_certified": list(self.why_not_certified),
             "paper": None if self.paper is None else _claim_json(self.paper),
@@ -119,6 +122,7 @@ class PrivacyCard:
             "sampler": self.sampler,
             "mechanism": list(self.mechanism),
             "shuffle": self.shuffle,
+            "shuffles_verified": self.shuffles_verified,
             "randomness": self.randomness,
             "threat_model": self.threat_model,
             "assumptions": list(self.assumptions),
@@ -142,7 +146,7 @@ class PrivacyCard:
         lines += _labelled("target", [self.target])
         lines += _labelled("sampler", [self.sampler])
         lines += _labelled("mechanism", list(self.mechanism))
-        lines += _labelled("shuffle", [self.shuffle])
+        lines += _labelled("shuffle", self.shuffle_lines)
         lines += _labelled("randomness", [self.randomness])
         lines += _labelled("threat model", [self.threat_model])
         if self.certified is not None and self.certified.assumptions:
@@ -152,8 +156,21 @@ class PrivacyCard:
 
     def _certified_line(self) -> str:
         if self.certified is None:
-            return f"none: {'; '.join(self.why_not_certified)}"
+            return f"{self.no_claim}: {'; '.join(self.why_not_certified)}"
         return f"{self.certified.describe()}, {CERTIFIED_METHOD_NOTE}"
+
+    @property
+    def no_claim(self) -> str:
+        """What stands where a certified epsilon would, if there is none."""
+        return "none" if self.private else "none, this run is not private"
+
+    @property
+    def shuffle_lines(self) -> list[str]:
+        """What moves, and how often the model's outputs were compared before and after."""
+        if not self.shuffles_verified:
+            return [self.shuffle]
+        count = f"{self.shuffles_verified} time{'' if self.shuffles_verified == 1 else 's'}"
+        return [self.shuffle, f"outputs compared before and after {count}: never changed"]
 
     def _paper_lines(self) -> list[str]:
         if self.paper is None:
@@ -173,10 +190,12 @@ def write_card(
     num_steps: int,
     spec: PermutationSpec | None = None,
     released: bool = True,
+    shuffles_verified: int = 0,
 ) -> PrivacyCard:
     """The card of a run that made `num_steps` releases under `plan`.
 
-    `released` says whether a shuffle planned for the release has happened.
+    `released` says whether a shuffle planned for the release has happened, `shuffles_verified`
+    how often the model's outputs were compared before and after one.
     """
     return PrivacyCard(
         certified=plan.certified(num_steps),
@@ -191,8 +210,16 @@ def write_card(
         mechanism=tuple(_mechanism(plan)),
         shuffle=_shuffle(plan, spec, released=released),
         randomness=_randomness(plan),
+        private=_is_private(plan),
+        shuffles_verified=shuffles_verified,
         not_covered=(*NOT_COVERED, *_large_delta(plan)),
     )
+
+
+def _is_private(plan: PrivacyPlan) -> bool:
+    """Whether noise hides every record at all: it must be there, and gradients bounded."""
+    clipped = plan.clip != "none" and math.isfinite(plan.clip_norm)
+    return clipped and plan.smallest_noise_multiplier > 0.0
 
 
 def _target(plan: PrivacyPlan) -> str:
@@ -213,10 +240,12 @@ def _sampler(plan: PrivacyPlan) -> str:
 
 
 def _mechanism(plan: PrivacyPlan) -> list[str]:
-    lines = [f"per-sample clip {plan.clip} at {plan.clip_norm:g} over all trainable parameters"]
+    clip = f"per-sample clip {plan.clip} at {plan.clip_norm:g} over all trainable parameters"
+    unclipped = plan.clip == "none" or math.isinf(plan.clip_norm)
+    lines = ["no per-sample clip" if unclipped else clip]
     for block in plan.blocks:
-        clip = block.batch_clip_norm
-        batch = "no batch clip" if clip is None else f"batch clip {clip:g}"
+        bound = block.batch_clip_norm
+        batch = "no batch clip" if bound is None else f"batch clip {bound:g}"
         lines.append(
             f"block {block.name}: {block.dimension} coordinates, noise multiplier "
             f"{block.noise_multiplier:.6g}, {batch}"

@@ -1,8 +1,9 @@
 """Checkpoints: everything a run needs to go on as if nothing had happened.
 
 A checkpoint is a directory written under a temporary name, synced, then renamed: it exists whole
-or not at all. Its manifest holds a hash per file, so a torn or altered one is refused with the
-reason. Weights are safetensors; nothing is unpickled beyond tensors and plain data.
+or not at all, and what it replaces is there until it is. Its manifest holds a hash per file, so a
+torn or altered one is refused with the reason. Weights are safetensors; nothing is unpickled
+beyond tensors and plain data.
 
 A secure run stores no randomness of ours: it resumes with fresh noise, and the ledger counts the
 steps that were taken after the checkpoint and are lost. A seeded run repeats them bit for bit.
@@ -13,24 +14,25 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import random
 import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
 from shuffled_dpsgd.errors import CheckpointError, InvalidArgumentError
 from shuffled_dpsgd.permutation import Permutation
+from shuffled_dpsgd.training.global_randomness import global_randomness, set_global_randomness
 from shuffled_dpsgd.training.ledger import fsync_directory
 from shuffled_dpsgd.training.private import PrivateTraining
 
 FORMAT = 1
-_NAME = re.compile(r"checkpoint-(\d{8})")
+# One that replaces another of the same step has the longer name until the other is gone.
+_NEWER = "-new"
+_NAME = re.compile(rf"checkpoint-\d{{8}}({_NEWER})?")
 _WEIGHTS, _STATE, _RUN, _MANIFEST = "model.safetensors", "state.pt", "run.json", "manifest.json"
 
 
@@ -51,6 +53,7 @@ def save_checkpoint(
 ) -> Path:
     """Write `directory/checkpoint-<step>` atomically, and prune all but the newest `keep`.
 
+    At every instant the checkpoint written last is complete in `directory`, or the one before.
     Only between steps: a partial logical batch is not part of the state.
     """
     if keep < 1:
@@ -72,13 +75,41 @@ def save_checkpoint(
     for name in (*hashes, _MANIFEST):
         _fsync_file(temporary / name)
     fsync_directory(temporary)
-    if target.exists():
-        os.rename(target, root / f".{target.name}.replaced.tmp")
-    os.rename(temporary, target)
-    fsync_directory(root)
-    for old in (*root.glob(".checkpoint-*.tmp"), *find_checkpoints(root)[:-keep]):
-        shutil.rmtree(old)
+    _put_in_place(temporary, target)
+    for old in find_checkpoints(root)[:-keep]:
+        if old != target:
+            _remove(old)
     return target
+
+
+def _put_in_place(temporary: Path, target: Path) -> None:
+    """Give a complete checkpoint its name, after it has been found under another one."""
+    newer = target.with_name(f"{target.name}{_NEWER}")
+    if newer.exists():  # A process was killed at the last line of this function.
+        _replace(target, newer)
+    if not target.exists():
+        _rename(temporary, target)
+        return
+    _rename(temporary, newer)
+    _replace(target, newer)
+
+
+def _replace(target: Path, newer: Path) -> None:
+    if target.exists():
+        _remove(target)
+    _rename(newer, target)
+
+
+def _remove(checkpoint: Path) -> None:
+    """Delete a checkpoint so that a part of it is never taken for one."""
+    hidden = checkpoint.with_name(f".{checkpoint.name}.removed.tmp")
+    _rename(checkpoint, hidden)
+    shutil.rmtree(hidden)
+
+
+def _rename(source: Path, target: Path) -> None:
+    os.rename(source, target)
+    fsync_directory(target.parent)
 
 
 def find_checkpoints(directory: str | Path) -> list[Path]:
@@ -175,31 +206,6 @@ def _run(private: PrivateTraining) -> dict[str, Any]:
         "releases": list(private.ledger.tokens()),
         "durable_ledger": private.ledger.path is not None,
     }
-
-
-def global_randomness() -> dict[str, Any]:
-    """The generators that dropout and data augmentation use; never those of noise or sampling."""
-    version, words, next_gauss = random.getstate()
-    kind, keys, at, has_gauss, gauss = np.random.get_state(legacy=True)  # noqa: NPY002
-    words32 = np.asarray(keys, dtype=np.int64)
-    return {
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
-        "python": [version, list(words), next_gauss],
-        "numpy": [kind, torch.from_numpy(words32), at, has_gauss, gauss],
-    }
-
-
-def set_global_randomness(state: dict[str, Any]) -> None:
-    """Put the generators back to where `global_randomness` found them."""
-    torch.set_rng_state(state["torch"])
-    if state["cuda"] and torch.cuda.is_available():
-        torch.cuda.set_rng_state_all(state["cuda"])
-    version, words, next_gauss = state["python"]
-    random.setstate((version, tuple(words), next_gauss))
-    kind, keys, at, has_gauss, gauss = state["numpy"]
-    words32 = keys.numpy().astype(np.uint32)
-    np.random.set_state((kind, words32, at, has_gauss, gauss))  # noqa: NPY002
 
 
 def _verify_files(source: Path) -> None:

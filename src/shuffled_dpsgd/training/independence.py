@@ -15,8 +15,8 @@ import torch
 from torch.utils.data import default_collate
 
 from shuffled_dpsgd.errors import InvalidArgumentError
-from shuffled_dpsgd.training.checkpoint import global_randomness, set_global_randomness
 from shuffled_dpsgd.training.data import MapStyle, shaped, to_device
+from shuffled_dpsgd.training.global_randomness import randomness_kept
 
 _RECORDS = 4
 # Wider than the rounding of the type; accelerators may compute float32 in TF32.
@@ -69,13 +69,11 @@ def check_independence(
 @contextmanager
 def _evaluating(model: torch.nn.Module) -> Iterator[None]:
     modes = [(module, module.training) for module in model.modules()]
-    before = global_randomness()
     model.eval()
     try:
-        with torch.no_grad():
+        with torch.no_grad(), randomness_kept():
             yield
     finally:
-        set_global_randomness(before)
         for module, training in modes:
             module.training = training
 

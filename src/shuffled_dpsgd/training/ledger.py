@@ -10,10 +10,13 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import secrets
 from pathlib import Path
 from typing import Any
 
 from shuffled_dpsgd.errors import BudgetExhaustedError, CheckpointError
+
+KEY_BYTES = 32
 
 
 class Ledger:
@@ -21,6 +24,7 @@ class Ledger:
 
     A release is known by its token. Recording a known token again is a repetition of the very
     same release (a seeded run after a crash) and costs nothing; a new token costs one release.
+    Tokens of a seeded run are made under `key`, so that the ledger alone says nothing about data.
 
     >>> ledger = Ledger(plan_fingerprint="p", max_releases=1)
     >>> ledger.record(step=0, token="a")
@@ -41,6 +45,7 @@ the budget is spent: stop here, or start a run with a larger plan
         self._max_releases = max_releases
         self._path = Path(path) if path is not None else None
         self._tokens: dict[str, int] = {}
+        self._key: bytes | None = None
         self._chain = ""
         self._size = 0
         if self._path is not None:
@@ -63,6 +68,34 @@ the budget is spent: stop here, or start a run with a larger plan
     def path(self) -> Path | None:
         """The file, or None when the ledger lives in memory only."""
         return self._path
+
+    @property
+    def key(self) -> bytes:
+        """The secret of this ledger's tokens; beside a file, in a file that only its owner reads.
+
+        That name begins with an underscore, which the Hugging Face hub's uploads leave out.
+
+        Raises:
+            CheckpointError: the file is gone, so no release could be told from a new one.
+        """
+        if self._key is None:
+            self._key = secrets.token_bytes(KEY_BYTES) if self._path is None else self._keyfile()
+        return self._key
+
+    def _keyfile(self) -> bytes:
+        assert self._path is not None
+        path = self._path.with_name(f"_{self._path.name}.key")
+        if not path.exists():
+            if self._tokens:
+                raise CheckpointError(
+                    f"{path}: missing, and {self.spent} releases of the ledger were made under "
+                    "it; put it back, or start in a fresh directory"
+                )
+            _write_secret(path, secrets.token_bytes(KEY_BYTES))
+        key = path.read_bytes()
+        if len(key) != KEY_BYTES:
+            raise CheckpointError(f"{path}: {len(key)} bytes, expected {KEY_BYTES}; restore it")
+        return key
 
     def allows(self, beginning: str) -> bool:
         """Whether recording a token may stay within the budget, given what it begins with."""
@@ -164,6 +197,18 @@ def _lock(descriptor: int) -> None:
     import fcntl  # Here, because only a ledger on disk needs POSIX.
 
     fcntl.flock(descriptor, fcntl.LOCK_EX)
+
+
+def _write_secret(path: Path, content: bytes) -> None:
+    """Whole or not at all, and readable by its owner only."""
+    temporary = path.with_name(f"{path.name}.tmp")
+    temporary.unlink(missing_ok=True)
+    with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    os.rename(temporary, path)
+    fsync_directory(path.parent)
 
 
 def fsync_directory(directory: Path) -> None:

@@ -19,7 +19,7 @@ from typing import Any, Literal
 import torch
 
 from shuffled_dpsgd.accounting import PrivacyClaim
-from shuffled_dpsgd.errors import BudgetExhaustedError, InvalidArgumentError
+from shuffled_dpsgd.errors import BudgetExhaustedError, CheckpointError, InvalidArgumentError
 from shuffled_dpsgd.training.checkpoint import (
     Stateful,
     latest_checkpoint,
@@ -98,8 +98,13 @@ def train(
     """Run `private` to the end of its plan, or until a signal; `release()` when it is done.
 
     `per_sample_loss(model, batch)` returns one loss per record; it is refused if it is seen to
-    depend on the other records of the batch. With `resume`, continue from the
-    newest checkpoint in `settings.checkpoint_dir`, if there is one.
+    depend on the other records of the batch. With `resume`, continue from the newest checkpoint in
+    `settings.checkpoint_dir`; without any, start, but only if nothing has been released yet. The
+    first checkpoint is written before the first release.
+
+    Raises:
+        CheckpointError: releases are spent, and no checkpoint holds what they bought.
+        BudgetExhaustedError: no release is left to take a first step with.
     """
     settings = settings or LoopSettings()
     check_independence(private.model, data, per_sample_loss, collate=settings.collate)
@@ -109,14 +114,18 @@ def train(
     loss = _in_precision(per_sample_loss, settings.precision, private.device)
     if settings.physical_batch == "find":
         find_physical_batch_size(private, data, loss, collate=settings.collate)
+    _refuse_untrained(private)
     with _signals() as received:
         observer = _Observer(private, settings, callbacks, scheduler, extras, received)
+        if private.steps_taken == 0:
+            observer.save()
         stop_observing = private.on_update(observer)
         try:
             if not private.finished:
                 _run(private, data, loss, settings, received)
         finally:
             stop_observing()
+    _refuse_untrained(private)
     if private.finished:
         private.release()
         observer.save()
@@ -210,6 +219,21 @@ def _resume(
     newest = latest_checkpoint(settings.checkpoint_dir)
     if newest is not None:
         load_checkpoint(private, newest, extras=extras)
+    elif private.ledger.spent:
+        raise CheckpointError(
+            f"{settings.checkpoint_dir}: no checkpoint, but {private.ledger.spent} releases are "
+            f"spent in {private.ledger.path or 'the ledger'}; starting over would spend them "
+            "again: put the checkpoints back, or start another run in a fresh directory"
+        )
+
+
+def _refuse_untrained(private: PrivateTraining) -> None:
+    """A run that can take no step at all has nothing to release but what it was given."""
+    if private.steps_taken == 0 and private.finished:
+        raise BudgetExhaustedError(
+            f"{private.ledger.spent} of {private.plan.num_steps} releases are spent, and this run "
+            "has taken not one step: resume it from its checkpoints, or start a new plan"
+        )
 
 
 def _in_precision(

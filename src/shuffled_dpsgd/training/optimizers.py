@@ -7,6 +7,7 @@ change the training itself, so they are refused with the reason.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 
 import torch
@@ -38,6 +39,10 @@ _REASONS: Mapping[str, str] = {
     "8bit": "it quantises its state in blocks that a shuffle takes apart",
     "sparseadam": "it takes sparse gradients, and noise is dense",
 }
+_MASTER_WEIGHTS = (
+    "load the model with dtype=torch.float32, or call model.float() before building the optimizer; "
+    "for speed use bfloat16 autocast around the forward"
+)
 _REMEDY = "use SGD, Adam(W) or another elementwise optimizer, or shuffle='off'"
 
 
@@ -80,6 +85,28 @@ def check_parameters(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -
             expected="parameters of the model only",
             got=f"{len(held - names.keys())} others",
             remedy="build the optimizer from model.parameters(), after any wrapping of the model",
+        )
+
+
+def check_precision(model: torch.nn.Module) -> None:
+    """Refuse to update float16 weights, and warn of bfloat16 ones; frozen ones may be either.
+
+    In float16 the squares that Adam keeps vanish, and the first update is infinite. In bfloat16
+    an update of less than a two-hundredth of a weight is rounded away.
+    """
+    trained = {name: p.dtype for name, p in model.named_parameters() if p.requires_grad}
+    for name, dtype in trained.items():
+        if dtype == torch.float16:
+            raise InvalidArgumentError(
+                name, expected="trainable weights in float32", got=dtype, remedy=_MASTER_WEIGHTS
+            )
+    narrow = [name for name, dtype in trained.items() if dtype == torch.bfloat16]
+    if narrow:
+        warnings.warn(
+            f"{len(narrow)} trainable parameters are bfloat16, first {narrow[0]}: most updates "
+            f"will be rounded away; {_MASTER_WEIGHTS}",
+            UserWarning,
+            stacklevel=4,
         )
 
 

@@ -8,10 +8,12 @@ so that a test can replace one and watch the audits catch it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from types import TracebackType
 from typing import Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from shuffled_dpsgd.clipping import ClippingEngine
 from shuffled_dpsgd.errors import BudgetExhaustedError, InvalidArgumentError
@@ -25,6 +27,7 @@ from shuffled_dpsgd.training.data import (
     shaped,
     to_device,
 )
+from shuffled_dpsgd.training.fingerprints import fingerprint, summary
 from shuffled_dpsgd.training.guards import (
     WeightCheck,
     check_count,
@@ -35,8 +38,9 @@ from shuffled_dpsgd.training.ledger import Ledger
 from shuffled_dpsgd.training.mechanism import Mechanism, Release
 from shuffled_dpsgd.training.metrics import LossMeter, StepMetrics, describe_step
 from shuffled_dpsgd.training.plan import PrivacyPlan
-from shuffled_dpsgd.training.randomness import RandomStreams, fingerprint
+from shuffled_dpsgd.training.randomness import RandomStreams
 from shuffled_dpsgd.training.sampler import Sampler
+from shuffled_dpsgd.training.shuffle_check import ShuffleCheck
 from shuffled_dpsgd.training.update import GuardedOptimizer
 from shuffled_dpsgd.training.watches import ModelWatch
 
@@ -89,6 +93,10 @@ class PrivateTraining:
         self._stream: object = None
         self._watch = ModelWatch(model, optimizer)
         self._weights = WeightCheck(self._trainable)
+        self._shuffles: ShuffleCheck | None = None
+        if plan.permutes and spec is not None and spec.groups:
+            self._shuffles = ShuffleCheck(model, spec)
+        self._listening: RemovableHandle | None = None
         self._optimizer = GuardedOptimizer(optimizer, self._trainable)
 
     @property
@@ -192,6 +200,8 @@ class PrivateTraining:
         self._losses.reset()
         self._current = None
         self._drawn = 0
+        if self._shuffles is not None:
+            self._shuffles.forget()
 
     def trust_buffers(self) -> None:
         """Take the model's buffers as they are now for public.
@@ -232,7 +242,11 @@ class PrivateTraining:
     def card(self) -> PrivacyCard:
         """What may be said about everything released so far."""
         return write_card(
-            self.plan, num_steps=self.ledger.spent, spec=self.spec, released=self.released
+            self.plan,
+            num_steps=self.ledger.spent,
+            spec=self.spec,
+            released=self.released,
+            shuffles_verified=0 if self._shuffles is None else self._shuffles.num_verified,
         )
 
     def close(self) -> None:
@@ -244,6 +258,8 @@ class PrivateTraining:
     def __enter__(self) -> PrivateTraining:
         if self._depth == 0:
             self.engine.__enter__()
+            if self._shuffles is not None:
+                self._listening = self._shuffles.listen()
         self._depth += 1
         return self
 
@@ -255,6 +271,9 @@ class PrivateTraining:
     ) -> None:
         self._depth -= 1
         if self._depth == 0:
+            if self._listening is not None:
+                self._listening.remove()
+                self._listening = None
             self.engine.__exit__(kind, error, trace)
 
     @property
@@ -267,13 +286,16 @@ class PrivateTraining:
 
         In a seeded run the same step from the same weights with the same sums is the same
         release. From other weights or with other sums (changed settings or data, a device that
-        does not repeat itself) it is a new one, with noise used before: it is counted.
+        does not repeat itself) it is a new one, with noise used before: it is counted. Every bit
+        of the sums counts; of the weights a summary does, since equal sums under equal noise are
+        one release wherever they start from.
         """
         if self.plan.secure:
             return self.streams.token(self.steps_taken)
-        start = fingerprint([p.detach() for p in self._trainable.values()])
-        ending = None if sums is None else fingerprint(list(sums.values()))
-        return self.streams.token(self.steps_taken, start=start, sums=ending)
+        key = self.ledger.key
+        start = summary([p.detach() for p in self._trainable.values()])
+        whole = None if sums is None else fingerprint(sums, key)
+        return self.streams.token(self.steps_taken, key=key, start=start, sums=whole)
 
     def _batches(self, data: MapStyle, steps: range, options: dict[str, Any]) -> Iterator[Any]:
         logical = (
@@ -337,6 +359,8 @@ class PrivateTraining:
             check_count(norms.numel(), drawn=self._drawn)
         check_finite(norms, step=step)
         self._watch.check(step)
+        if self._shuffles is not None:
+            self._shuffles.try_out()
         release = self._release(step)
         self.last_sample_norms = norms
         self.last_metrics = describe_step(
@@ -374,6 +398,7 @@ class PrivateTraining:
         assert self.spec is not None, "a plan that permutes has a spec"
         generator = self.streams.torch("permutation", step, device=self.device)
         permutation = draw(self.spec, generator)
-        apply(permutation, self.model, self.optimizer)
+        with nullcontext() if self._shuffles is None else self._shuffles.watching(permutation):
+            apply(permutation, self.model, self.optimizer)
         if self.frame is not None:
             self.frame = self.frame.then(permutation)

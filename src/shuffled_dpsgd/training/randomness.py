@@ -14,6 +14,7 @@ is required. Only torch's own Philox on an accelerator takes no more than 64.
 from __future__ import annotations
 
 import hashlib
+import hmac
 import secrets
 from dataclasses import dataclass
 from typing import Literal
@@ -77,21 +78,21 @@ class RandomStreams:
         first, second, third, fourth = (int(word) for word in state)
         return first, second, third, fourth
 
-    def token(self, step: int, *, start: str = "", sums: str | None = None) -> str:
+    def token(
+        self, step: int, *, key: bytes = b"", start: str = "", sums: str | None = None
+    ) -> str:
         """What the ledger knows a release by: the step, the weights it starts from, the sums.
 
         Equal tokens are the same release: a seeded run repeats itself after a crash, so its
         repeated steps reveal nothing new. The same noise on other sums (changed data, other
         dropout masks) is a new release. Without `sums`, what the tokens of all releases at this
-        step from these weights begin with. In a secure run no two tokens are equal.
+        step from these weights begin with. In a secure run no two tokens are equal. Under a
+        secret `key` a token says nothing about what it was made from.
         """
         if self.seed is None:
             return secrets.token_hex(16)
-        key = f"{self.seed}:{step}:{start}"
-        digest = hashlib.sha256(key.encode()).hexdigest()[:24]
-        if sums is None:
-            return digest
-        return digest + hashlib.sha256(f"{key}:{sums}".encode()).hexdigest()[:24]
+        beginning = _keyed(key, f"{self.seed}:{step}:{start}")
+        return beginning if sums is None else beginning + _keyed(key, f"{beginning}:{sums}")
 
     def _sequence(
         self, purpose: Purpose, step: int, index: int, part: int = 0
@@ -111,8 +112,5 @@ def _fill_mersenne_state(generator: torch.Generator, sequence: np.random.SeedSeq
     generator.set_state(state)
 
 
-def fingerprint(tensors: list[torch.Tensor]) -> str:
-    """Norm and sum of each tensor, to the last bit: differs, for all practical ends, if they do."""
-    norms = [norm.double() for norm in torch._foreach_norm(tensors, 2)]
-    totals = [tensor.sum(dtype=torch.float64) for tensor in tensors]
-    return repr(torch.stack(norms + totals).tolist())
+def _keyed(key: bytes, text: str) -> str:
+    return hmac.new(key, text.encode(), hashlib.sha256).hexdigest()[:32]

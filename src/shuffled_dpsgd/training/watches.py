@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from shuffled_dpsgd.errors import InvalidArgumentError, UnsupportedModuleError
+from shuffled_dpsgd.runtime.structure import Structure
 
 
 class ModelWatch:
@@ -46,28 +47,25 @@ class ModelWatch:
 
 
 class StructureWatch:
-    """Remembers which parameters the model holds, which are trainable, and who updates them."""
+    """Remembers which modules and parameters the model holds, what is trained, and by whom."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
-        self._places = [
-            (f"{path}.{key}" if path else key, module._parameters, key, parameter)
-            for path, module in model.named_modules()
-            for key, parameter in module._parameters.items()
-            if parameter is not None
-        ]
-        self._names = {id(parameter): name for name, _, _, parameter in reversed(self._places)}
-        self._trainable = {id(p): p.requires_grad for _, _, _, p in self._places}
+        self._structure = Structure(model)
+        self._parameters = dict(model.named_parameters())
+        self._names = {id(parameter): name for name, parameter in self._parameters.items()}
+        self._trainable = {id(p): p.requires_grad for p in self._parameters.values()}
 
     def check(self) -> None:
-        """Refuse replaced or thawed parameters, and foreign ones in the optimizer.
+        """Refuse replaced modules, replaced or thawed parameters, and foreign ones being updated.
 
         Raises:
             InvalidArgumentError: naming the first of them.
         """
-        for name, holder, key, parameter in self._places:
-            if holder.get(key) is not parameter:
-                raise _changed(name, "the same parameter object throughout", "another one")
+        change = self._structure.find_change()
+        if change is not None:
+            raise _changed(change.name, "the modules and parameters of the plan", change.got)
+        for name, parameter in self._parameters.items():
             if parameter.requires_grad != self._trainable[id(parameter)]:
                 now = "trainable" if parameter.requires_grad else "frozen"
                 raise _changed(name, "what was trainable at first, and nothing else", f"{now} now")

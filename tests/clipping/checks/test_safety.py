@@ -231,6 +231,17 @@ class TestRefusals:
         with ClippingEngine(model), pytest.raises(UnsupportedModuleError, match="replaced"):
             ClippingEngine(model)
 
+    def test_a_module_replaced_inside_the_context(self) -> None:
+        """Its gradients are in no sum, so the sums are not those of the model that was run."""
+        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
+        engine = ClippingEngine(model)
+        with engine:
+            engine.backward(model(torch.randn(4, 3)).sum(dim=1))
+            model[1] = nn.Linear(3, 2)
+            for call in (engine.clipped_sum, lambda: model(torch.randn(4, 3))):
+                with pytest.raises(UnsupportedModuleError, match=r"^1\.weight: expected the mod"):
+                    call()
+
 
 class TestNothingStaysBehind:
     def test_model_is_untouched_afterwards(self) -> None:

@@ -40,7 +40,9 @@ def test_sums_on_an_accelerator_share_memory_and_whole_blocks_are_aligned() -> N
     assert all(total._base is totals.buffers[0] for total in totals.sums.values())
 
 
-@pytest.mark.parametrize("hold", ["tensor", "view", "detached", "grad", "numpy"])
+@pytest.mark.parametrize(
+    "hold", ["tensor", "view", "detached", "grad", "numpy", "storage", "dlpack"]
+)
 def test_the_memory_of_sums_is_used_again_only_when_nobody_has_them(hold: str) -> None:
     owned = parameters()
     totals = Totals(owned)
@@ -55,6 +57,8 @@ def test_the_memory_of_sums_is_used_again_only_when_nobody_has_them(hold: str) -
             "view": lambda: total.view(-1),
             "detached": lambda: total.detach()[1:],
             "numpy": total.numpy,
+            "storage": total.untyped_storage,
+            "dlpack": lambda: torch.utils.dlpack.to_dlpack(total),
         }[hold]()
         del total
     totals.clear()
@@ -87,7 +91,7 @@ def test_tensors_that_nobody_has_outlive_their_memory() -> None:
     assert [float(total.max()) for total in sums.values()] == [0, 1, 2, 3]
 
 
-@pytest.mark.parametrize("hold", ["tensor", "all", "view", "detached", "grad", "buffer"])
+@pytest.mark.parametrize("hold", ["tensor", "all", "view", "detached", "grad", "buffer", "storage"])
 def test_tensors_that_somebody_has_keep_their_memory(hold: str) -> None:
     reusable, parameter = buffer_of(parameters()), nn.Parameter(torch.zeros(8, 16))
     if hold == "grad":
@@ -98,6 +102,7 @@ def test_tensors_that_somebody_has_keep_their_memory(hold: str) -> None:
         "view": lambda: reusable.sums()["matrix"].view(-1),
         "detached": lambda: reusable.sums()["matrix"].detach()[1:],
         "buffer": lambda: reusable.sums()["matrix"]._base,
+        "storage": lambda: reusable.sums()["matrix"].untyped_storage(),
         "grad": lambda: None,
     }[hold]()
     reusable.let_go()

@@ -30,8 +30,10 @@ def counts_are_understood() -> bool:
     viewed = reusable.is_free()
     kept = reusable.buffer
     whole = reusable.is_free()
+    kept = reusable.buffer.untyped_storage()
+    stored = reusable.is_free()
     del kept
-    return reusable.is_free() and not (held or viewed or whole)
+    return reusable.is_free() and not (held or viewed or whole or stored)
 
 
 def _small_buffer() -> ReusableBuffer:
@@ -62,7 +64,7 @@ class ReusableTensors:
         found = self._sums.pop(name)
         return found if (found.shape, found.dtype) == (shape, dtype) else None
 
-    def _held(self, name: str) -> tuple[int, int, int]:
+    def _held(self, name: str) -> tuple[int, int, tuple[int, int]]:
         """References from Python, from C++, and to the memory itself."""
         from_cpp = self._sums[name]._use_count()  # type: ignore[attr-defined]
         return sys.getrefcount(self._sums[name]), from_cpp, _uses_of_memory(self._sums[name])
@@ -112,15 +114,22 @@ class ReusableBuffer:
 
     def is_free(self) -> bool:
         """Whether nobody else holds any of the tensors, a view of them, or the buffer."""
+        uses, stored = _uses_of_memory(self.buffer)
+        other_uses, other_stored = _uses_of_memory(self._other)
         return (
             self.buffer.untyped_storage().resizable()
-            and _uses_of_memory(self.buffer) - len(self._views)
-            == _uses_of_memory(self._other) - len(self._other_views)
+            and uses - len(self._views) == other_uses - len(self._other_views)
+            and stored == other_stored
             and sys.getrefcount(self.buffer) == sys.getrefcount(self._other)
             and len({*map(sys.getrefcount, self._views)}) == 1
             and len({*map(Tensor._use_count, self._views)}) == 1  # type: ignore[attr-defined]
         )
 
 
-def _uses_of_memory(tensor: Tensor) -> int:
-    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
+def _uses_of_memory(tensor: Tensor) -> tuple[int, int]:
+    """How many hold the memory, and how many the one Python object that stands for it.
+
+    All calls of `untyped_storage` share that object, and it counts once however many have it.
+    """
+    storage = tensor.untyped_storage()
+    return int(torch._C._storage_Use_Count(storage._cdata)), sys.getrefcount(storage)

@@ -68,6 +68,7 @@ class Sketch:
         self._entangled = entangled({name: self.parameters[name] for name in first.values()})
         self._described: set[str] = set()
         self._candidates: list[_Candidate] = []
+        self._kept: dict[tuple[str, Kind | None], str] = {}
         self._reasons: dict[str, str] = {}
         self._notes: list[str] = []
 
@@ -152,6 +153,10 @@ class Sketch:
             if not name or alias == name or alias.startswith(f"{name}."):
                 self._reasons.setdefault(self._canonical[alias], reason)
 
+    def keep(self, path: str, reason: str, kind: Kind | None = None) -> None:
+        """Let no group (of that kind only) move any parameter below the module at `path`."""
+        self._kept.setdefault((path, kind), reason)
+
     def note(self, text: str) -> None:
         """Say something about the model as a whole."""
         if text not in self._notes:
@@ -167,7 +172,8 @@ class Sketch:
         ]
 
     def finish(self) -> PermutationSpec:
-        """Reconcile shared parameters and freeze what is left."""
+        """Drop what must stay, reconcile shared parameters and freeze what is left."""
+        self._drop_kept()
         groups = [group for group in map(self._close, self._merge()) if group is not None]
         moved = {member.parameter for group in groups for member in group.members}
         shapes = {
@@ -199,6 +205,24 @@ class Sketch:
             return [path]
         saved = [join(path, f"modules_to_save.{name}") for name in module.modules_to_save]
         return [join(path, "original_module"), *saved]
+
+    def _drop_kept(self) -> None:
+        remaining = []
+        for candidate in self._candidates:
+            reason = next(
+                (
+                    reason
+                    for (path, kind), reason in self._kept.items()
+                    if kind in (None, candidate.kind)
+                    and any(site.alias.startswith(f"{path}.") for site in candidate.sites)
+                ),
+                None,
+            )
+            if reason is None:
+                remaining.append(candidate)
+            else:
+                self._drop(candidate, reason)
+        self._candidates = remaining
 
     def _merge(self) -> list[_Candidate]:
         """Unite candidates that put the same slots on the same axis of one parameter."""

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, repeat
 from operator import attrgetter, is_
-from weakref import ReferenceType, WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -19,6 +19,7 @@ from torch import nn
 from shuffled_dpsgd.errors import InvalidArgumentError, UnsupportedModuleError
 from shuffled_dpsgd.permutation.move import fused
 from shuffled_dpsgd.permutation.spec import PermutationSpec
+from shuffled_dpsgd.runtime.structure import Structure, same_objects
 
 Named = tuple[str, torch.Tensor]
 
@@ -39,22 +40,18 @@ class _Kept:
     view of the same memory even, or by another dtype at an address used before.
     """
 
-    model: ReferenceType[nn.Module]
-    below: Sequence[nn.Module]
-    objects: list[object]
+    structure: Structure
+    state: list[object]
     parameters: Sequence[torch.Tensor]
     tensors: Sequence[torch.Tensor]
     views: list[object]
     inventory: Inventory
 
     def holds(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> bool:
-        """Whether an inventory made now would be this one.
-
-        The modules are those of before if each still has the children it had.
-        """
+        """Whether an inventory made now would be this one."""
         return (
-            self.model() is model
-            and _same(_held([model, *self.below], optimizer), self.objects)
+            self.structure.fits(model)
+            and same_objects(_state(optimizer), self.state)
             and _no_gradients(self.parameters)
             and _views(self.parameters, self.tensors) == self.views
         )
@@ -77,12 +74,10 @@ def take_inventory(
     # Gradients come and go with every step: to hold them would keep their memory.
     parameters = [*model.parameters()]
     if not inventory.apart and _no_gradients(parameters):
-        _, *below = model.modules()
         tensors = [tensor for _, tensor in moving]
         cache[owner] = _Kept(
-            model=ref(model),
-            below=below,
-            objects=_held([model, *below], optimizer),
+            structure=Structure(model),
+            state=_state(optimizer),
             parameters=parameters,
             tensors=tensors,
             views=_views(parameters, tensors),
@@ -91,27 +86,18 @@ def take_inventory(
     return inventory
 
 
-# Between two steps of training all of this has left the processor's caches, and what is touched
-# costs more than what is computed. So the check walks each kind of object once, and in C.
-_children = attrgetter("_modules")
-_own_parameters = attrgetter("_parameters")
+# Looked at before every move: each kind of object once, and in C.
 _gradient = attrgetter("grad")
 _dtype = attrgetter("dtype")
 _shape = attrgetter("shape")
 
 
-def _held(modules: Sequence[nn.Module], optimizer: torch.optim.Optimizer | None) -> list[object]:
-    """Children, parameters and optimizer state as they are now, by identity and in order."""
-    found: list[object] = [*chain.from_iterable(map(dict.values, map(_children, modules)))]
-    found += chain.from_iterable(map(dict.values, map(_own_parameters, modules)))
-    if optimizer is not None:
-        found += optimizer.state
-        found += chain.from_iterable(map(dict.values, optimizer.state.values()))
-    return found
-
-
-def _same(found: list[object], kept: list[object]) -> bool:
-    return len(found) == len(kept) and all(map(is_, found, kept))
+def _state(optimizer: torch.optim.Optimizer | None) -> list[object]:
+    """The optimizer's state as it is now, by identity and in order."""
+    if optimizer is None:
+        return []
+    values = chain.from_iterable(map(dict.values, optimizer.state.values()))
+    return [*optimizer.state, *values]
 
 
 def _no_gradients(parameters: Sequence[torch.Tensor]) -> bool:

@@ -20,6 +20,7 @@ from shuffled_dpsgd.permutation.describe.elementwise import is_elementwise
 from shuffled_dpsgd.permutation.describe.families import torch_nn
 from shuffled_dpsgd.permutation.describe.ports import Port, class_name
 from shuffled_dpsgd.permutation.describe.sketch import Sketch, join
+from shuffled_dpsgd.permutation.trace.calls import argument, note_call
 from shuffled_dpsgd.permutation.trace.spaces import Role, Space, Spaces
 
 _Value = Space | tuple["_Value", ...] | None
@@ -59,6 +60,7 @@ class GraphReader:
         """Take in one more way the module may be executed."""
         self._values = {}
         for node in graph.nodes:
+            note_call(self._sketch, self._path, node)
             self._values[node] = self._rule(node)(node)
 
     def _rule(self, node: fx.Node) -> Callable[[fx.Node], _Value]:
@@ -93,7 +95,7 @@ class GraphReader:
         except UnsupportedModuleError:
             return self._unknown_module(node, path)
         if reads:
-            source = self._features(_argument(node, 0, "input"), self._sketch.size(reads[0]), path)
+            source = self._features(argument(node, 0, "input"), self._sketch.size(reads[0]), path)
             self._attach(source, reads, "read")
         space = self._spaces.new(self._sketch.size(writes[0]), is_stream=not reads)
         self._attach(space, writes, "write")
@@ -114,10 +116,10 @@ class GraphReader:
 
     def _attention(self, node: fx.Node, module: Any) -> _Value:
         path = join(self._path, str(node.target))
-        given = [_argument(node, i, name) for i, name in enumerate(("query", "key", "value"))]
+        given = [argument(node, i, name) for i, name in enumerate(("query", "key", "value"))]
         reads = torch_nn.attention_reads(self._sketch, path, module)
-        for argument, axes in zip(given, reads, strict=True):
-            source = self._features(argument, self._sketch.size(axes[0]), path)
+        for value, axes in zip(given, reads, strict=True):
+            source = self._features(value, self._sketch.size(axes[0]), path)
             self._attach(source, axes, "read")
         for other in node.all_input_nodes:
             if other not in given:
@@ -134,12 +136,12 @@ class GraphReader:
         except UnsupportedModuleError:
             return self._unknown_module(node, path)
         first = "src" if class_name(module) in torch_nn.ENCODERS else "tgt"
-        given = [_argument(node, 0, first)]
+        given = [argument(node, 0, first)]
         source = self._features(given[0], self._sketch.size(streams.stream[0]), path)
         self._spaces.mark_stream(source)
         self._attach(source, streams.stream, "scale")
         if streams.memory:
-            given.append(_argument(node, 1, "memory"))
+            given.append(argument(node, 1, "memory"))
             memory = self._features(given[1], self._sketch.size(streams.memory[0]), path)
             self._attach(memory, streams.memory, "read")
         for other in node.all_input_nodes:
@@ -188,7 +190,7 @@ class GraphReader:
 
     def _combine(self, node: fx.Node, *, is_sum: bool) -> _Value:
         """Entry by entry: a number keeps a space; two spaces become one."""
-        left, right = _argument(node, 0, "input"), _argument(node, 1, "other")
+        left, right = argument(node, 0, "input"), argument(node, 1, "other")
         if isinstance(left, int | float) or isinstance(right, int | float):
             return self._same(node)
         if isinstance(left, fx.Node) and isinstance(right, fx.Node):
@@ -259,10 +261,6 @@ class GraphReader:
 
 
 _TABLES = ports.EMBEDDING | ports.LORA_EMBEDDING
-
-
-def _argument(node: fx.Node, position: int, name: str) -> object:
-    return node.args[position] if len(node.args) > position else node.kwargs.get(name)
 
 
 def _flatten(value: _Value) -> Iterator[Space]:

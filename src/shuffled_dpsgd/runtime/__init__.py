@@ -1,0 +1,1 @@
+"""What several rooms need to know about PyTorch and the objects it makes."""

@@ -1,0 +1,46 @@
+"""The generators everybody shares: taken down, and put back to where they were."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+
+def global_randomness() -> dict[str, Any]:
+    """The generators that dropout and data augmentation use; never those of noise or sampling."""
+    version, words, next_gauss = random.getstate()
+    kind, keys, at, has_gauss, gauss = np.random.get_state(legacy=True)  # noqa: NPY002
+    words32 = np.asarray(keys, dtype=np.int64)
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+        "python": [version, list(words), next_gauss],
+        "numpy": [kind, torch.from_numpy(words32), at, has_gauss, gauss],
+    }
+
+
+def set_global_randomness(state: dict[str, Any]) -> None:
+    """Put the generators back to where `global_randomness` found them."""
+    torch.set_rng_state(state["torch"])
+    if state["cuda"] and torch.cuda.is_available():
+        torch.cuda.set_rng_state_all(state["cuda"])
+    version, words, next_gauss = state["python"]
+    random.setstate((version, tuple(words), next_gauss))
+    kind, keys, at, has_gauss, gauss = state["numpy"]
+    words32 = keys.numpy().astype(np.uint32)
+    np.random.set_state((kind, words32, at, has_gauss, gauss))  # noqa: NPY002
+
+
+@contextmanager
+def randomness_kept() -> Iterator[None]:
+    """Whatever is drawn meanwhile, the generators stand afterwards where they stood before."""
+    before = global_randomness()
+    try:
+        yield
+    finally:
+        set_global_randomness(before)

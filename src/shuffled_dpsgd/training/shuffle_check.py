@@ -1,0 +1,212 @@
+"""Does the shuffle leave the model's function alone? Asked of the model itself, on its own batches.
+
+A spec is proven from what a model is made of. It cannot know how somebody calls it: with a mask
+per head, or past a block straight to one of its layers. So the outputs for a batch of the run are
+compared before and after a shuffle: once as a trial before the first release, then at the first
+shuffles and ever more rarely. Weights, modes and generators are as they were afterwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from shuffled_dpsgd.errors import InvarianceError
+from shuffled_dpsgd.permutation import Permutation, PermutationSpec, apply, from_groups
+from shuffled_dpsgd.permutation.comparison import (
+    default_tolerance,
+    function_outputs,
+    output_deviation,
+)
+from shuffled_dpsgd.training.global_randomness import randomness_kept
+
+# float32 weights under autocast are compared without it, unless inputs need it.
+_HALVES = (torch.float16, torch.bfloat16)
+_HALF_TOLERANCE = 1e-1
+
+Outputs = tuple[torch.Tensor, ...]
+
+
+class ShuffleCheck:
+    """Compares outputs before and after shuffles of `model` by `spec`.
+
+    A model is run in evaluation mode, and in the mode it trains in if nothing is random there:
+    dropout strikes places, not units, so masks do not move with the weights.
+    """
+
+    def __init__(self, model: nn.Module, spec: PermutationSpec) -> None:
+        self.num_verified = 0
+        self._model = model
+        self._spec = spec
+        self._num_shuffles = 0
+        self._was_tried = False
+        self._is_noted = False
+        self._inputs: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+        self._repeats_in_training: bool | None = None
+
+    def listen(self) -> RemovableHandle:
+        """Note what the model is called with, until the handle is removed."""
+        return self._model.register_forward_pre_hook(self._note, with_kwargs=True)
+
+    def forget(self) -> None:
+        """The batch is over: the next one's inputs take the place of its own."""
+        self._is_noted = False
+        if not self._is_due():
+            self._inputs = None
+
+    def try_out(self) -> None:
+        """Move every group once and back again, at the first batch; nothing is drawn.
+
+        Raises:
+            InvarianceError: naming the first group that changes the outputs.
+        """
+        if self._was_tried or self._inputs is None:
+            return
+        self._was_tried = True
+        groups = range(len(self._spec.groups))
+        with self._probing() as tolerance:
+            before = self._outputs()
+            deviation = self._deviation(self._rolled(groups), before)
+            if not deviation <= tolerance:
+                single = next(
+                    (g for g in groups if self._deviation(self._rolled([g]), before) > tolerance),
+                    None,
+                )
+                name = "all together" if single is None else self._spec.groups[single].name
+                raise _changed(name, deviation, tolerance)
+        self.num_verified += 1
+
+    @contextmanager
+    def watching(self, permutation: Permutation) -> Iterator[None]:
+        """Around the move of model and optimizer by `permutation`; compares if it is time to.
+
+        Raises:
+            InvarianceError: the outputs are others; the weights have been moved back.
+        """
+        due = self._inputs is not None and self._is_due()
+        self._num_shuffles += 1
+        if not due:
+            yield
+            return
+        with self._probing():
+            before = self._outputs()
+        yield
+        with self._probing() as tolerance:
+            deviation = _worst(before, self._outputs())
+        if not deviation <= tolerance:
+            apply(permutation.inverse(), self._model)
+            raise _changed("all together", deviation, tolerance)
+        self.num_verified += 1
+
+    def _is_due(self) -> bool:
+        """At shuffles 0, 1, 2, 4, 8 and so on."""
+        return self._num_shuffles & (self._num_shuffles - 1) == 0
+
+    def _note(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        # Traced code must not ask for what changes between calls: it would be traced again.
+        if torch.compiler.is_compiling():
+            self._inputs = (args, kwargs)
+        elif torch.is_grad_enabled() and not self._is_noted and self._is_due():
+            self._is_noted = True
+            self._inputs = (args, kwargs)
+
+    def _rolled(self, moving: Any) -> Permutation:
+        """Each of the groups by one place, so that no slot stays; the others not at all."""
+        moving = frozenset(moving)
+        device = next(self._model.parameters()).device
+        return from_groups(
+            self._spec,
+            [
+                torch.arange(group.size, device=device).roll(int(index in moving))
+                for index, group in enumerate(self._spec.groups)
+            ],
+        )
+
+    def _deviation(self, permutation: Permutation, before: list[Outputs]) -> float:
+        apply(permutation, self._model)
+        try:
+            return _worst(before, self._outputs())
+        finally:
+            apply(permutation.inverse(), self._model)
+
+    def _outputs(self) -> list[Outputs]:
+        """In evaluation mode, then in the present mode if that is another and repeats itself."""
+        modes = {module: module.training for module in self._model.modules()}
+        self._model.eval()
+        try:
+            found = [self._call(seed=0)]
+        finally:
+            for module, training in modes.items():
+                module.training = training
+        if any(modes.values()):
+            if self._repeats_in_training is None:
+                once, again = self._call(seed=0), self._call(seed=1)
+                self._repeats_in_training = _worst([once], [again]) == 0.0
+            if self._repeats_in_training:
+                found.append(self._call(seed=0))
+        return found
+
+    def _call(self, seed: int) -> Outputs:
+        assert self._inputs is not None
+        args, kwargs = self._inputs
+        torch.manual_seed(seed)
+        found = tuple(t.detach() for t in function_outputs(self._model(*args, **kwargs)))
+        if not found:
+            raise InvarianceError(
+                f"{type(self._model).__name__} returns no floating-point tensors that could be "
+                "compared before and after a shuffle; return tensors, a dictionary, a sequence or "
+                "a dataclass of them, or use shuffle='off'"
+            )
+        return found
+
+    @contextmanager
+    def _probing(self) -> Iterator[float]:
+        """No gradients, no shortcuts, every generator put back; yields the tolerance."""
+        assert self._inputs is not None
+        needed = next((d for d in _dtypes(self._inputs) if d in _HALVES), None)
+        device = next(self._model.parameters()).device.type
+        compiled = getattr(self._model, "_compiled_call_impl", None) is not None
+        eager = torch.compiler.set_stance("force_eager") if compiled else nullcontext()
+        fast = torch.backends.mha.get_fastpath_enabled()
+        # The shortcut for inference is not what training runs.
+        torch.backends.mha.set_fastpath_enabled(False)
+        try:
+            with (
+                torch.no_grad(),
+                randomness_kept(),
+                eager,
+                torch.autocast(device, dtype=needed, enabled=needed is not None),
+            ):
+                least = 0.0 if needed is None else _HALF_TOLERANCE
+                yield max(default_tolerance(self._model), least)
+        finally:
+            torch.backends.mha.set_fastpath_enabled(fast)
+
+
+def _worst(before: list[Outputs], after: list[Outputs]) -> float:
+    return max(output_deviation(b, a) for b, a in zip(before, after, strict=True))
+
+
+def _dtypes(value: Any) -> Iterator[torch.dtype]:
+    if isinstance(value, torch.Tensor):
+        yield value.dtype
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _dtypes(item)
+    elif isinstance(value, tuple | list):
+        for item in value:
+            yield from _dtypes(item)
+
+
+def _changed(group: str, deviation: float, tolerance: float) -> InvarianceError:
+    return InvarianceError(
+        f"{group}: permuting changed the model's outputs by {deviation:.2e}, expected at most "
+        f"{tolerance:.0e}. The model is not called as its parts allow (a mask or weights per head, "
+        "a layer inside a block called from outside), or is random in evaluation mode: use "
+        "scope='paper' or shuffle='off', or change the call"
+    )

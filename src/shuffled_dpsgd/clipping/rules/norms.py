@@ -14,7 +14,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shuffled_dpsgd.clipping import kernels
 from shuffled_dpsgd.clipping.capture.captures import Capture, StoredGradients
 from shuffled_dpsgd.clipping.capture.slot import Slot, batch_of, can_listen, recorder_of
 from shuffled_dpsgd.clipping.contributions.kinds import Contribution, DenseGrad
@@ -74,10 +73,7 @@ class LayerNormFunction(torch.autograd.Function):
         if x.numel() == 0:
             return torch.zeros_like(x), *(None,) * (len(ctx.needs_input_grad) - 1)
         B, D = x.shape[0], ctx.slot.width if weight is None else weight.numel()
-        # A compiler fuses the plain form better than it could see through a hand-written kernel.
-        traced = torch.compiler.is_compiling()
-        backward = plain.layer_norm_backward if traced else kernels.layer_norm_backward
-        grad_x, weight_BD, bias_BD = backward(
+        grad_x, weight_BD, bias_BD = plain.layer_norm_backward(
             x.reshape(B, -1, D),
             g.reshape(B, -1, D),
             None if weight is None else weight.view(D),
@@ -248,10 +244,7 @@ class LlamaRMSNormFunction(torch.autograd.Function):
         if x.numel() == 0:
             return torch.zeros_like(x), *(None,) * (len(ctx.needs_input_grad) - 1)
         B, D = x.shape[0], x.shape[-1]
-        backward = (
-            plain.rms_norm_backward if torch.compiler.is_compiling() else kernels.rms_norm_backward
-        )
-        grad_x, weight_BD = backward(
+        grad_x, weight_BD = plain.rms_norm_backward(
             x.reshape(B, -1, D),
             g.reshape(B, -1, D),
             weight,

@@ -1,1 +1,1 @@
-"""What a forward and a backward leave behind: slots in place of modules, and who records what."""
+"""What a forward and a backward leave behind: slots in place of modules, captures, the recorder."""

@@ -34,10 +34,10 @@ class Entry:
 
 
 class Late:
-    """Captures that left a compiled backward and have not been looked at yet.
+    """Captures as they left a compiled backward, before they are made into entries.
 
-    Where settling is replayed nobody needs to; making entries of them takes longer than that. The
-    last of the `tensors` may be several, `stacked`.
+    Making entries takes longer than replaying, and a replay does not need them. With `stacked`, the
+    last of the `tensors` is a stack of several.
     """
 
     __slots__ = ("_calls", "_stacked", "tensors")

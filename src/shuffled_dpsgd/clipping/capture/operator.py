@@ -1,10 +1,12 @@
 """Book-keeping from inside a compiled backward, through one opaque operator.
 
-`torch.compile` traces the slots' functions like any other code; only what leaves the graph needs
-an operator it does not look into. The operator returns a scalar that becomes the gradient of the
-recorder's tap, never read, so that the compiler cannot drop a call; the number of the call keeps
-it from merging two of one layer on one input; and it is marked unsafe for CUDA graphs, whose
-replay would skip it.
+`torch.compile` traces the slots' functions like any other code. Only what leaves the graph needs an
+operator that the compiler does not look into. Three things keep the compiler from losing a call:
+
+- The operator returns a scalar, which becomes the gradient of the recorder's tap. Nobody reads it,
+  but without it the call would be dropped.
+- The number of the call keeps two calls of one layer on one input from being merged.
+- The operator is marked unsafe for CUDA graphs, because a replay would skip it.
 """
 
 from __future__ import annotations

@@ -25,8 +25,9 @@ class CaptureRecorder:
     """Passes entries on under the batch whose backward runs.
 
     `receive(batch, entry)` is called for every recorded call, `finish(batch)` once after the
-    outermost backward. `batch` is the batch of the forward now running, else None. With
-    `may_tap`, the captures of a compiled backward may all come at its end.
+    outermost backward. `batch` is the batch of the forward that is running, or None. `latest` is
+    the batch of the last forward. `may_tap` allows taps, which deliver all captures of a compiled
+    backward at its end.
     """
 
     def __init__(
@@ -41,7 +42,7 @@ class CaptureRecorder:
         self.latest: CapturedBatch | None = None
         self.slots: list[Slot] = []
         self.axis_checked = False
-        # While a gradient is only looked at, nothing is recorded.
+        # Set while a check computes gradients that must not be recorded.
         self.muted = False
         self.may_tap = False
         # The latest input of a linear layer in a traced forward, and the layer that records it.
@@ -49,7 +50,7 @@ class CaptureRecorder:
         self._input_owner = 0
         self.tap = torch.zeros((), requires_grad=True)
         self._taps: Taps | None = None
-        # Those of the taps that a traced forward has taken apart.
+        # The rows of the stack of taps, taken apart by the traced forward that is running.
         self._rows: tuple[Tensor, ...] = ()
         self._last_signature: Signature | None = None
         self.handle = add_sink(self)
@@ -81,10 +82,10 @@ class CaptureRecorder:
         self._rows = ()
 
     def input_part(self, batch: CapturedBatch, slot: Slot, x: Tensor) -> int:
-        """Under a compiler: zero for a call that records its input, or who records it already.
+        """Under a compiler: zero for a call that records its input, below zero if another does.
 
-        Query, key and value read one input; recorded once per layer, it would be written and kept
-        three times. The owner's index is given as a part below zero.
+        Query, key and value read one input. If each layer recorded it, it would be written and kept
+        three times. So only the first one does, the owner, and the others get -1 - owner's index.
         """
         owner = self._input_owner
         if x is self._input and batch.calls[owner] == batch.calls[slot.index] == 1:
@@ -112,7 +113,7 @@ class CaptureRecorder:
         return self.latest
 
     def taps_of(self, batch: CapturedBatch, slot: Slot, part: int = 0) -> tuple[Tensor, ...]:
-        """What a slot's function takes as further inputs: taps, or one input for the operator."""
+        """Further inputs for a slot's function: taps, or the one tensor that the operator needs."""
         taps = batch.compiled.taps
         if taps is None:
             return (self.tap,)
@@ -124,12 +125,12 @@ class CaptureRecorder:
     ) -> tuple[Tensor | None, ...]:
         """Pass on the tensors found by one call of one slot; called from the slot's backward.
 
-        Returns the gradients of what `taps_of` gave to the call: the captured tensors themselves,
-        a number nobody reads, or nothing outside a compiler.
+        Returns the gradients of what `taps_of` gave to the call. Those of taps are the captured
+        tensors themselves. The operator's is a number nobody reads. Outside a compiler it is None.
         """
         tensors = [tensor for tensor in found if tensor is not None]
         if torch.compiler.is_compiling():
-            # Dynamo traces a function's backward where it is called, so that this numbers calls.
+            # Dynamo traces a backward where its forward is called, so this is the call's number.
             call = batch.calls[slot.index]
             taps = batch.compiled.taps
             tapped = 0 if taps is None else taps.count(key_of(slot.index, part, call))
@@ -171,7 +172,7 @@ class CaptureRecorder:
             raise _not_in_turn(slot.path, "a backward of an earlier forward")
         batch.compiled.captures[key] = tuple((tensor.shape, tensor.dtype) for tensor in tensors)
         node = torch._C._current_autograd_node()
-        # Some backends compile nothing, and leave the functions of a graph to autograd one by one.
+        # Some backends compile nothing: autograd then runs the functions of a graph one by one.
         if node.name() == "CompiledFunctionBackward":
             batch.compiled.graphs.add(id(node))
         self.pass_on(batch, slot, slot.captured(part, tensors))
@@ -188,7 +189,7 @@ class CaptureRecorder:
         if not any(slot.stores for slot, _, _ in calls):
             batch.compiled.late = late
             return
-        # What is stored in place of a capture frees it, so the sooner the better.
+        # Storing gradients frees the captures they replace, so that is not put off.
         with torch.autocast(batch.device, enabled=False):
             for entry in late.entries():
                 self.receive(batch, entry)
@@ -213,10 +214,10 @@ class CaptureRecorder:
             self._learn(compiled, compiled.signature)
 
     def _learn(self, compiled: CompiledForward, signature: Signature) -> None:
-        """Make taps for the first signature that comes twice in a row, and keep to it.
+        """Make taps for the first signature that comes twice in a row, and for no other.
 
-        Others go on through the operator: taps for every one of them would have the model compiled
-        again and again. So does a model in pieces, each of which would have to know the others'.
+        Other signatures go on through the operator: taps for each would compile the model again
+        and again. So does a model in pieces: each piece would have to know the taps of the others.
         """
         if signature == self._last_signature and len(compiled.graphs) < 2:
             small = {slot.index for slot in self.slots if slot.captures_sums}
@@ -227,8 +228,8 @@ class CaptureRecorder:
 class Listener:
     """Waits for the gradient of one call's output, and holds the call's input until then.
 
-    A hook lives as long as the graph, which is as long as anybody keeps the loss; the input must
-    not, or the next forward would find two batches of activations in memory.
+    A hook lives as long as the graph, and the graph as long as somebody keeps the loss. The input
+    is let go earlier, or two batches of activations would be in memory during the next forward.
     """
 
     __slots__ = ("_batch", "_recorder", "_slot", "_version", "_x")
@@ -261,9 +262,10 @@ class Listener:
 
 
 class _ListenerLast(OrderedDict[int, Any]):
-    """Hooks of a tensor among which the listener, under -1, stays the last.
+    """A tensor's hooks, with the listener (under the key -1) always last.
 
-    A parameter's gradient is what is left after all hooks on the output, somebody's own included.
+    A parameter's gradient is computed from what all hooks on the output leave of its gradient,
+    those of the model's author included. A listener that ran before them would clip another one.
     """
 
     __slots__ = ()
@@ -276,18 +278,18 @@ class _ListenerLast(OrderedDict[int, Any]):
 
 
 def _hook(tensor: Tensor, listener: Listener) -> None:
-    """`tensor.register_hook(listener)` without a handle that nobody keeps.
+    """`tensor.register_hook(listener)` without making a handle, which nobody would keep.
 
-    Handles of all layers together are objects enough to have Python look for garbage in every
-    step, in a heap that a compiler has made large.
+    The handles of all layers are enough objects to start Python's garbage collector in every step,
+    and after a compilation its heap is large.
     """
     node = tensor.grad_fn
     if node is None or tensor._backward_hooks is not None:
         tensor.register_hook(listener)
         return
     hooks = _ListenerLast()
-    # Handles, should somebody add hooks of their own, count from zero. Set past the override, for
-    # this runs once a layer and step.
+    # Handles of hooks added later count from zero. The override is bypassed because this runs
+    # once per layer and step.
     OrderedDict.__setitem__(hooks, -1, listener)
     tensor._backward_hooks = hooks
     node._register_hook_dict(tensor)

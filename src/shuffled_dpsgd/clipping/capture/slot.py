@@ -1,8 +1,8 @@
 """What every layer rule shares: a slot stands for one module of the model under an engine.
 
-While the engine is active the slot's `forward` replaces the module's. It runs the same operation
-through an `autograd.Function` whose backward computes the gradient of the input only and hands
-the pair (input, output gradient) to the batch; the parameter's own gradient is never formed.
+While the engine is active the slot's `forward` replaces the module's. It runs the same operation,
+but the backward computes the gradient of the input only, and records the input with the gradient of
+the output. The parameter's own gradient is never formed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from shuffled_dpsgd.clipping.capture.batch import CapturedBatch
     from shuffled_dpsgd.clipping.capture.recorder import CaptureRecorder
 
-# In place of the number of rows a sample has: there is one, which all samples share.
+# Stands for the number of rows a sample has where there is one row that all samples share.
 ONE_FOR_ALL = -1
 
 
@@ -42,14 +42,14 @@ def can_listen() -> bool:
 
 
 def no_view(out: Tensor) -> Tensor:
-    """The output of a function as no view: autograd lets nobody change one in place (`ReLU`)."""
+    """The output of a function, not as a view: autograd forbids in-place changes of those."""
     if torch.compiler.is_compiling() or not out._is_view():
         return out
     return cast(Tensor, torch.ops.aten._unsafe_view(out, out.shape))
 
 
 def unfolded(x: Tensor, size: int) -> Tensor:
-    """Folded rows with the batch on an axis of its own. No tracer knows `Tensor.unflatten`."""
+    """Folded rows with the batch on an axis of its own; tracers do not know `Tensor.unflatten`."""
     return x.reshape(size, len(x) // size, *x.shape[1:])
 
 
@@ -94,7 +94,7 @@ class Slot:
     stores = False
     # Whether it captures sums over positions, which are small.
     captures_sums = False
-    # How norms are found, where the cost rule has no say.
+    # How norms are found where the cost rule is not asked.
     fixed_route: str | None = "stored"
     # Whether it can tell the samples of a folded input apart; see `folded`.
     may_fold = False
@@ -132,9 +132,9 @@ class Slot:
         return self.layout.shared_by_batch
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copies and pickles of a model, which would take an active engine along.
+        """Refuse copies and pickles of a model with an active engine, which would be copied too.
 
-        Their parameters would then get no gradients, ever, and nobody would say why.
+        The parameters of the copy would never get gradients, without any error.
         """
         if "forward" in self.module.__dict__:
             raise UnsupportedModuleError(
@@ -205,7 +205,7 @@ class Slot:
         )
 
     def folded_forward(self) -> Callable[..., Any]:
-        """`forward` for folded inputs: with the batch on an axis of its own meanwhile."""
+        """`forward` for folded inputs: gives the batch an axis of its own, and folds it again."""
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             if not torch.is_grad_enabled():
@@ -224,9 +224,9 @@ class Slot:
         return forward
 
     def _refuse_other_rows(self, batch: CapturedBatch, length: int) -> None:
-        """Refuse a folded input unless it has as many rows of each sample as in the check.
+        """Refuse a folded input unless each sample has as many rows as in the check.
 
-        A router that sends some tokens here may by chance send as many as there are samples.
+        A router that sends only some tokens here may happen to send as many as there are samples.
         """
         known = self.layout.rows
         if known is None:
@@ -245,24 +245,24 @@ class Slot:
     def over_batch(self, tensor: Tensor, size: int) -> Tensor:
         """`tensor` with the batch on its first axis: as it is, or expanded from length one.
 
-        An input of length one is used by every sample; expanding it before the layer keeps the
-        samples' gradients apart, while after the layer they would already be summed.
+        An input of length one is used by every sample. Expanded before the layer, it keeps the
+        samples' gradients apart; expanded after it, they would already be summed.
         """
         if tensor.shape[0] == size:
             return tensor
         if tensor.shape[0] == 1:
             return tensor.expand(size, *tensor.shape[1:])
         if torch.compiler.is_compiling():
-            # No tracer follows an exception of our own to its words.
+            # Tracers cannot follow how an exception class of our own is made.
             raise ValueError(f"{self.path}: run one batch without torch.compile first")
         raise self.refuse_batch_axis(size, tensor.shape)
 
 
 def recorder_of(slot: Slot) -> CaptureRecorder:
-    """The recorder of a slot; in a traced forward it is found by its number.
+    """The recorder of a slot; in a traced forward it is found by its handle.
 
-    Were it reached through every slot, the compiled model would check before each run, slot by slot
-    and in Python, that it is the same for all.
+    Reached through the slots, it would be guarded: the compiled model would check before each run,
+    slot by slot and in Python, that it is still the same object.
     """
     if torch.compiler.is_compiling():
         return cast("CaptureRecorder", find_sink(slot.handle))
@@ -272,8 +272,8 @@ def recorder_of(slot: Slot) -> CaptureRecorder:
 def batch_of(slot: Slot) -> CapturedBatch:
     """The batch that a call of a slot belongs to; counts the call unless it is a recomputation.
 
-    A function, as whatever is called in every traced forward: for a method the compiled model would
-    check before each run, and for each slot, that no attribute hides it.
+    A function and not a method, like all that every traced forward calls. For a method the compiled
+    model would check before each run, slot by slot, that no attribute of the instance hides it.
     """
     recorder = recorder_of(slot)
     batch = recorder.batch

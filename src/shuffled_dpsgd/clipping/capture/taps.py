@@ -1,12 +1,12 @@
 """Captures leave a compiled backward as gradients of extra inputs of the graph.
 
-A tap is a tensor of the shape and type of one captured tensor and of one element's memory (all
-strides are zero). A layer's function takes it as an input, ignores it, and gives the captured
-tensor itself as its gradient. For the compiler that is an ordinary output of the backward: it is
-not copied, and no Python runs inside. All taps are outputs of one function, whose backward thus
-receives every capture in a single call.
+A tap is a tensor with the shape and type of one captured tensor but the memory of one element (all
+strides are zero). A layer's function takes it as an input, ignores it, and returns the captured
+tensor as its gradient. For the compiler that is an ordinary output of the backward: it is not
+copied, and no Python runs inside. All taps are outputs of one function, whose backward therefore
+receives all captures in a single call.
 
-Taps need shapes, which only a first batch can tell; it goes through the operator in `traced`.
+Taps need the shapes of captures, which a first batch shows. That one goes through `operator`.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ def signature_of(args: tuple[Any, ...], kwargs: dict[str, Any], device: str) -> 
 class Taps:
     """The taps of one batch signature; `order` says whose gradients come where.
 
-    A call has a tap for what it captures last, under `key_of` the call, and may have one for what
-    it captures before that, under the same with `BEFORE`. Small ones of one shape are rows of
+    A call has a tap for the last tensor it captures, named by `key_of`. It may have one for the
+    tensor before that, named the same with `BEFORE` appended. Small taps of one shape are rows of
     `stack`, so that the graph has few inputs; `named` then holds the number of the row.
 
-    The inputs of a compiled graph are checked before every call, which takes long for hundreds of
-    tensors, except for values of a dictionary that nobody has changed. So `named` never is.
+    A compiled graph checks its inputs before every call. That takes long for hundreds of tensors,
+    but not for the values of a dictionary that has not changed. So `named` never changes.
     """
 
     signature: Signature
@@ -60,7 +60,7 @@ class Taps:
     order: tuple[tuple[CallKey, slice], ...]
 
     def rows(self) -> tuple[Tensor, ...]:
-        """The rows of the stack; taken apart once, their gradients are stacked once."""
+        """The rows of the stack, taken apart in one operation so that its gradient is one too."""
         return () if self.stack is None else self.stack.unbind(0)
 
     def of(self, key: str, rows: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -77,7 +77,7 @@ BEFORE = "-"
 
 
 def key_of(index: int, part: int, number: int) -> str:
-    """A call as a string, which dictionaries find faster than a tuple."""
+    """A call as a string, which a dictionary looks up faster than a tuple."""
     return f"{index}.{part}.{number}"
 
 
@@ -87,7 +87,7 @@ class TapSource(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, root: Tensor, specs: Sequence[Spec], handle: int) -> Any:
         ctx.handle = handle
-        # A tap that no loss depends on has no gradient, rather than one of full size.
+        # Without this, a tap that no loss depends on would get zeros of full size.
         ctx.set_materialize_grads(False)
         return tuple(
             torch.empty_strided(shape, (0,) * len(shape), dtype=dtype, device=root.device)
@@ -109,7 +109,7 @@ def make_taps(
 ) -> Taps | None:
     """Taps for the calls of one backward, or None where there is nothing to gain.
 
-    Slots whose index is in `small` capture next to nothing.
+    Slots whose index is in `small` capture small tensors only.
     """
     chosen = _chosen(captures)
     if not chosen:
@@ -142,9 +142,9 @@ def make_taps(
 def _chosen(captures: Mapping[CallKey, tuple[Spec, ...]]) -> dict[CallKey, tuple[Spec, ...]]:
     """The calls that get taps, and for what.
 
-    The last call stays with the operator, which counts backwards: the gradients of two forwards
-    that meet in one backward would be added up in the taps unnoticed. So do calls that capture
-    token ids, which cannot be gradients.
+    The last call stays with the operator, which notices a backward over two forwards; in taps
+    alone their gradients would be added up unnoticed. Calls that capture token ids stay there too,
+    because integers cannot be gradients.
     """
     chosen = {
         call: specs
@@ -152,7 +152,7 @@ def _chosen(captures: Mapping[CallKey, tuple[Spec, ...]]) -> dict[CallKey, tuple
         if all(dtype.is_floating_point for _, dtype in specs)
     }
     for (index, part, number), specs in chosen.items():
-        # A part below zero names the layer whose first call has the same input.
+        # A part below zero names the owner of the input, whose first call records it.
         if part < 0 and (-1 - part, 0, 1) in chosen:
             chosen[(index, part, number)] = specs[-1:]
     return chosen

@@ -7,19 +7,21 @@ For T positions, R rows and C columns of the weight, per sample:
 - tiles:       2·T·R·C for the norm (tiles of the gradient, never stored), then 2·T·R·C again
 - instantiate: 2·T·R·C once, and R·C numbers written and read back once or twice
 
-The traffic of the last is weighed by how many operations a device does while it moves one float32
-number three times: some 1800 on an H200, counted as far more because every layer also takes a dozen
-launches of its own while the backward runs, which tiles, settled together and by replay, do not: at
-4096 tokens and fewer a step waits for the host to make them. On a CPU it is far fewer than on an
-accelerator; and there one of the two Gram matrices, of the narrower side, is added in float64 at
-twice the price, while products this small run at four fifths of the speed of large ones
-(`kernels/host.py`; AMD Zen 4, MKL).
-On an accelerator each pair of blocks of tokens is multiplied once, Gram matrices being symmetric.
+Memory traffic is counted in operations: how many a device does while it moves one float32 number
+three times. On an H200 that is some 1800. The rule counts more, because storing takes a dozen
+launches per layer during the backward. Tiles are settled together and replayed, so they take none.
+Up to 4096 tokens a step waits for the host to make those launches.
 
-On a Hopper, where `kernels/triton_squares.py` serves, tiles of many tokens run at 630 to 670
-TFLOP/s and Gram matrices at 550 to 570. There the gradients of a head tied to a table are worth
-storing much earlier: a number is stored and read back in 1.7 ps, its square is had for nothing, and
-the products with the table's gradient are read off (benchmarks/reports, GPT-2 at 8x1024).
+On a CPU a number costs far fewer operations. There one of the two Gram matrices, that of the
+narrower side, is computed in float64 at twice the price, and products this small run at four fifths
+of the speed of large ones (`kernels/host.py`; AMD Zen 4, MKL).
+
+On an accelerator each pair of blocks of tokens is multiplied once, as Gram matrices are symmetric.
+
+On a Hopper (`kernels/gluon/squares.py`), tiles of many tokens run at 630 to 670 TFLOP/s and Gram
+matrices at 550 to 570. There the gradients of a head tied to a table are worth storing much
+earlier. A number is stored and read back in 1.7 ps, its square comes for free, and the products
+with the table's gradient are read off (benchmarks/reports, GPT-2 at 8x1024).
 """
 
 from __future__ import annotations
@@ -30,11 +32,11 @@ from typing import Protocol
 OPERATIONS_PER_NUMBER = 8192
 OPERATIONS_PER_NUMBER_ON_CPU = 160
 OPERATIONS_PER_TIED_NUMBER = 1200
-# Stored gradients may take up to so many times the room of the inputs and gradients they replace.
+# Stored gradients may take up to so many times the memory of the captures they replace.
 MEMORY_RATIO, MEMORY_RATIO_ON_CPU = 0.5, 2.0
 # There is only one such head in a model.
 MEMORY_RATIO_IF_TIED = 0.8
-# What an operation for Gram matrices takes on a Hopper, in percent of one for tiles.
+# The cost of an operation for Gram matrices on a Hopper, in percent of one for tiles.
 GRAM_PERCENT = 115
 # Tokens of a block on an accelerator, where each pair of blocks is multiplied once.
 SYMMETRIC_BLOCK = 128

@@ -63,7 +63,7 @@ def _stored_and_embedding(stored: DenseGrad, table: RowsGrad, shape: torch.Size)
 
 
 def _together(own_B: Tensor, cross_B: Tensor) -> Tensor:
-    # The two may cancel; what was rounded is each of them, so the head room is relative to that.
+    # The two may cancel. Each was rounded by itself, so the head room is relative to `own_B`.
     rounding = _ROUNDING_ULPS * torch.finfo(own_B.dtype).eps
     return torch.maximum(own_B + 2.0 * cross_B, torch.zeros_like(own_B)) + rounding * own_B
 

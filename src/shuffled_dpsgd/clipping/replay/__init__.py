@@ -1,1 +1,1 @@
-"""The same launches again: recordings of settled work, and captures kept in stable places."""
+"""Launching the same work again: recordings of settling, and captures in stable places."""

@@ -1,10 +1,10 @@
-"""Settling by replay: what one backward launched, launched again as a whole for the next like it.
+"""Settling by replay: the launches of one backward, repeated as a whole for the next one like it.
 
-Settling a backward takes a hundred small operations, and asking a GPU for them one by one takes
-longer than the GPU needs to do them. A CUDA graph asks once. It reads and writes fixed addresses,
-which is no hindrance: the allocator gives every step's tensors the places of the step before. So
-work is recorded under the *places* of all it reads and writes, and replayed only where every one
-of them is the same; anything else is done the ordinary way.
+Settling a backward takes a hundred small operations. Launching them one by one takes longer than
+running them. A CUDA graph launches them all at once. It reads and writes fixed addresses, and the
+allocator tends to give a step's tensors the addresses of the step before. So work is recorded under
+the *places* of all it reads and writes, and replayed only if every one of them is the same. All
+other work is done the ordinary way.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from shuffled_dpsgd.clipping.capture.captures import Capture
 from shuffled_dpsgd.clipping.kernels.triton.addresses import Tables, holding
 from shuffled_dpsgd.clipping.replay.side_streams import CudaSideStreams, using_side_streams
 
-# Many, because what a step keeps of each physical batch may shift the allocations of the next, and
-# a step may have dozens. Places where work was done once are remembered apart: those of batches of
-# other sizes may be new at every step, and must push no recording out.
+# Many, because a step may have dozens of physical batches, and what it keeps of each may shift the
+# allocations of the next. Places seen once are kept apart from recordings: batches of other sizes
+# may have new places in every step, which must not push recordings out.
 MAX_RECORDINGS = MAX_SEEN = 64
 Places = tuple[Hashable, ...]
 _dtype, _shape = attrgetter("dtype"), attrgetter("shape")
@@ -52,7 +52,7 @@ def places_of(
     captures: Iterable[Capture], others: Iterable[Tensor | None], *constants: Hashable
 ) -> Places:
     """All that a recorded launch depends on: where tensors lie and how, and the constants."""
-    # One flat tuple, filled by C: in the middle of a step whatever Python does takes long.
+    # One flat tuple, mostly filled by C code: this runs between backward and step, in every step.
     kinds: list[Hashable] = [*constants]
     tensors: list[Tensor] = []
     for capture in captures:

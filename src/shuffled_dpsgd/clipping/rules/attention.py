@@ -29,7 +29,7 @@ from shuffled_dpsgd.errors import UnsupportedModuleError
 if TYPE_CHECKING:
     from shuffled_dpsgd.clipping.capture.batch import CapturedBatch
 
-# The projections an entry can come from: all three of the packed weight, one third of it, or out.
+# Projections a capture can be of: all three of the packed weight, one of them, or the output's.
 PACKED, QUERY, KEY, VALUE, OUT = range(5)
 PACKED_NAMES = ("in_proj_weight", "in_proj_bias")
 
@@ -81,7 +81,7 @@ class MultiheadAttentionSlot(Slot):
 
     @classmethod
     def accepts(cls, module: nn.Module) -> bool:
-        """Whether all inputs share a width, nothing is appended to keys and values, nor wrapped."""
+        """Whether inputs share a width, nothing is appended to keys and values, none is wrapped."""
         layer = cast(nn.MultiheadAttention, module)
         appended = layer.bias_k is not None or layer.add_zero_attn
         known = {*PACKED_NAMES, "out_proj.weight", "out_proj.bias"}
@@ -197,7 +197,7 @@ class MultiheadAttentionSlot(Slot):
             yield self.names[bias], RowSumGrad(grad_BTP=g_BTP)
 
     def _padded(self, part: int, g_BTP: Tensor) -> Tensor:
-        """The gradient of all three projections: zero but for the third that was used."""
+        """The gradient of all three projections, with zeros for the two that were not used."""
         if part not in (QUERY, KEY, VALUE):
             return g_BTP
         before = self.width * (part - QUERY)

@@ -87,7 +87,7 @@ class ConvSlot(Slot):
         layer = cast(nn.Conv2d, self.module)
         self.stride, self.dilation = tuple(layer.stride), tuple(layer.dilation)
         self.kernel, self.groups = tuple(layer.kernel_size), layer.groups
-        # Anything but plain zero padding is done beforehand, by the operation torch itself uses.
+        # All but plain zero padding is done before the convolution, by the operation torch uses.
         self.pads_first = layer.padding_mode != "zeros" or layer.padding == "same"
         self.pad_mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
         self.pad_widths = list(layer._reversed_padding_repeated_twice)
@@ -155,7 +155,7 @@ class ConvSlot(Slot):
         return F.unfold(lifted, kernel, dilation, (0, *self.padding), (1, *self.stride))
 
     def _tiles(self, x: Tensor) -> Tensor:
-        """The same for kernels that tile the input, as a rearrangement in one operation."""
+        """`_patches` for kernels that tile the input: a rearrangement, in one operation."""
         for axis, size in enumerate(self.kernel):
             whole = x.shape[2 + 2 * axis] // size
             x = x.narrow(2 + 2 * axis, 0, whole * size).unflatten(2 + 2 * axis, (whole, size))

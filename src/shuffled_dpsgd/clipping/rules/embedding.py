@@ -79,7 +79,7 @@ class EmbeddingSlot(Slot):
         return cast(Tensor, EmbeddingFunction.apply(ids, weight, self, batch, *taps))
 
     def _over_batch(self, ids: Tensor, size: int) -> Tensor:
-        """Ids with the batch on axis 0, where they are shared by all samples or few of them."""
+        """Ids with the batch on axis 0, from ids that all samples share or that have few axes."""
         if self.shared_by_batch or (ids.dim() == 1 and ids.shape[0] != size):
             return ids.expand(size, *ids.shape)
         if ids.dim() == 1 and torch.compiler.is_compiling() and not self.recorder.axis_checked:
@@ -117,7 +117,7 @@ class ScaledEmbeddingSlot(EmbeddingSlot):
 
 
 class OwnLookups(TorchFunctionMode):
-    """Has `F.embedding` keep its promises about gradients under vmap, which forgets about them."""
+    """Keeps what `F.embedding` promises about gradients, which vmap ignores."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None

@@ -1,7 +1,7 @@
 """Whether per-sample gradients found in one way add up to a batch's gradient found in another.
 
-Outputs that agree are not enough: under vmap PyTorch passes over hooks on tensors, for one, and
-differentiates what it puts in the place of an operation.
+Equal outputs are not enough. Under vmap PyTorch ignores hooks on tensors, for example, and it
+differentiates whatever it substitutes for an operation.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# What is passed over changes gradients by far more than rounding does.
+# What vmap ignores changes gradients by far more than rounding does.
 _TOLERANCE = 1e-3
-# Rounding of gradients that are zero but for it, in parts of the weights of the outputs.
+# How large rounding alone may make a zero gradient, relative to the weights of the outputs.
 _FLOOR = 1e-3
 
 
@@ -38,9 +38,10 @@ def gradients(outputs: Sequence[Any], like: Sequence[Any], at: list[Tensor]) -> 
 def add_up(
     singles: Sequence[Tensor | None], whole: Sequence[Tensor | None], outputs: Sequence[Any]
 ) -> bool:
-    """Whether per-sample gradients of `outputs` add up to those of the whole, but for rounding.
+    """Whether per-sample gradients of `outputs` add up to those of the whole, up to rounding.
 
-    Half precision rounds too much to tell, and broken samples have broken gradients: both pass.
+    Two cases pass unseen: half precision, whose rounding hides any difference, and samples whose
+    gradients are not finite.
     """
     off = _length(
         [

@@ -1,9 +1,9 @@
 """Half-precision copies of linear layers' parameters for one forward under autocast.
 
-Autocast would cast each weight when its layer is called, one operation after the other. Here all
-of them are cast together when the forward begins: the same numbers, two operations instead of
-hundreds. A weight whose rows do not fill whole blocks (a vocabulary of 50,257) gets rows of zeros
-added, because matrix products of odd size run several times slower on tensor cores.
+Autocast would cast each weight when its layer is called. Here all of them are cast together when
+the forward begins: the same numbers, in two operations instead of hundreds. A weight whose rows do
+not fill whole blocks (a vocabulary of 50,257) gets rows of zeros added, because matrix products of
+odd size run several times slower on tensor cores.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class HalfCopies:
     def make(self, dtype: torch.dtype, *, reuse: bool) -> dict[int, Tensor]:
         """Copies of the float32 parameters as they are now, by the id of the parameter.
 
-        With `reuse` the memory of the last copies is written again, which is right once no
-        backward can ask for them any more.
+        With `reuse` they overwrite the last copies. That is allowed once no backward can need
+        those any more.
         """
         sources = self._sources()
         ids = [id(parameter) for parameter in sources]

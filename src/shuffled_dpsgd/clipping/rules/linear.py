@@ -69,8 +69,8 @@ class LinearFunction(torch.autograd.Function):
         ctx.save_for_backward(x if slot.keeps_input else None, weight)
         if weight.shape[0] == outputs:
             return no_view(F.linear(x, weight, bias))
-        # Cut while flat: with a view between the two, a compiler would keep what a loss makes of
-        # the outputs beside the outputs themselves.
+        # Cut before the view. With the view in between, a compiler would keep both the outputs and
+        # what the loss makes of them.
         flat = F.linear(x.reshape(-1, x.shape[-1]), weight, bias)[:, :outputs]
         return flat.view(*x.shape[:-1], outputs)
 
@@ -119,9 +119,9 @@ class TransposedLinearFunction(torch.autograd.Function):
 
 
 def _in_rows(g: Tensor) -> Tensor:
-    """What leaves a compiled graph, laid out by it as the kernels read it: row after row.
+    """In a compiled graph, the gradient row after row, which is how the kernels read captures.
 
-    The gradient of attention's keys comes transposed; the product with the weight needs rows too.
+    The gradient of attention's keys comes transposed. The product with the weight needs rows too.
     """
     return g.contiguous() if torch.compiler.is_compiling() else g
 
@@ -129,8 +129,8 @@ def _in_rows(g: Tensor) -> Tensor:
 def _padded(g: Tensor, width: int) -> Tensor:
     """Rows with zeros appended.
 
-    Appended by `cat`, a compiler has whatever computes `g` write into the wider rows at once;
-    `F.pad` would be an operation of its own over all of them.
+    With `cat` a compiler lets whatever computes `g` write into the wider rows directly. `F.pad`
+    would be another pass over all of them.
     """
     flat = g.reshape(-1, g.shape[-1])
     flat = torch.cat([flat, flat.new_zeros(flat.shape[0], width - flat.shape[1])], 1)
@@ -138,7 +138,7 @@ def _padded(g: Tensor, width: int) -> Tensor:
 
 
 def lowered(parameter: Tensor, dtype: torch.dtype, rows: int) -> Tensor:
-    """A half-precision copy, with so many rows of zeros added where that pays."""
+    """A half-precision copy; on a GPU with `rows` rows of zeros added."""
     lower = parameter.to(dtype)
     if rows == 0 or not lower.is_cuda:
         return lower
@@ -150,7 +150,7 @@ def _bias_grads(g_BTP: Tensor) -> Tensor:
 
 
 def _run(slot: LinearSlot, x: Tensor, function: type[torch.autograd.Function]) -> Tensor:
-    """The forward of a linear map; a function for the reason that `batch_of` is one."""
+    """The forward of a linear map; not a method, for the same reason as `batch_of`."""
     if not torch.is_grad_enabled():
         return cast(Tensor, slot.plain(x))
     batch = batch_of(slot)
@@ -184,8 +184,8 @@ class LinearSlot(Slot):
         self.keeps_input = self.weight_name is not None
         weight = cast(Tensor, self.parameters["weight"])
         self.outputs = weight.shape[1 if self.transposed else 0]
-        # Matrix products of odd size run several times slower on tensor cores, so rows of zeros
-        # are added to half-precision copies of such a weight (a vocabulary of 50,257).
+        # Matrix products of odd size run several times slower on tensor cores. So half-precision
+        # copies of such a weight (a vocabulary of 50,257) get rows of zeros added.
         self.padded_outputs = self.outputs
         if not self.transposed and self.outputs >= _MIN_PADDED_ROWS:
             self.padded_outputs = -(-self.outputs // _ROW_BLOCK) * _ROW_BLOCK
@@ -204,11 +204,11 @@ class LinearSlot(Slot):
         bias = None if bias is None else batch.cast(bias, x.dtype)
         out = self.multiply(x, weight, bias)
         self.recorder.listen(out, batch, self, x if self.keeps_input else None)
-        # A half-precision copy may have rows of zeros added for speed.
+        # The weight's half-precision copy may have had rows of zeros added.
         return out if out.shape[-1] == self.outputs else out[..., : self.outputs]
 
     def heard(self, size: int, x: Tensor | None, g: Tensor) -> Capture:
-        # The gradient may be that of the flat matrix product the output is a view of.
+        # The output may be a view of a flat matrix product, whose gradient this is.
         g_BTP = g.reshape(size, -1, g.shape[-1]) if g.dim() == 2 else g
         return InputAndGradient(x, self._without_padding(g_BTP))
 

@@ -1,4 +1,4 @@
-"""Normalisation layers: their per-sample gradients are as small as the layer, so they are kept.
+"""Normalisation layers, whose per-sample gradients are small enough to be kept.
 
 Shapes: B samples, T positions, D the normalised width, C channels.
 """
@@ -60,7 +60,7 @@ class LayerNormFunction(torch.autograd.Function):
         batch: CapturedBatch,
         *taps: Tensor,
     ) -> Tensor:
-        # What the weight tells, a compiled model need not check of the slot before every run.
+        # From the weight if possible: a compiled model checks what it reads from slots in each run.
         shape = slot.normalized_shape if weight is None else weight.shape
         y, mean, rstd = torch.native_layer_norm(x, shape, weight, bias, slot.eps)
         ctx.slot, ctx.batch = slot, batch
@@ -166,7 +166,7 @@ class GainSlot(NormSlot):
         """The layer's output before its gain."""
 
     def spread(self, vector: Tensor, like: Tensor) -> Tensor:
-        """A gain shaped to multiply `like`: along the last axes unless a subclass says else."""
+        """A gain shaped to multiply `like`: along the last axes, unless a subclass differs."""
         return vector
 
     def per_sample(self, product: Tensor) -> Tensor:
@@ -175,7 +175,7 @@ class GainSlot(NormSlot):
         return product.reshape(product.shape[0], -1, *shape).sum(1)
 
     def with_gain(self, x: Tensor) -> Tensor:
-        """The layer's output: `forward`, under a name for the input that is not the module's."""
+        """The layer's output. `forward` itself has the module's own name for its argument."""
         if not torch.is_grad_enabled():
             return cast(Tensor, self.plain(x))
         batch = batch_of(self)
@@ -272,8 +272,8 @@ class LlamaRMSNormSlot(GainSlot):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         x = hidden_states
-        # float64 models round to float32 in the middle; only the same operations in the same
-        # order give the same gradients to better than that.
+        # In float64 models the layer rounds to float32 half way. Gradients agree to better than
+        # float32 only if the same operations run in the same order.
         if not torch.is_grad_enabled() or x.dtype is torch.float64:
             return self.with_gain(x)
         batch = batch_of(self)

@@ -1,4 +1,4 @@
-"""Run a module just to look at it: no gradients, no dropout, and every flag and buffer put back."""
+"""Trial runs of a module: no gradients, no dropout, and every flag and buffer put back."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from shuffled_dpsgd.clipping.capture.random_tape import paused
 def in_eval_mode(module: nn.Module) -> Iterator[None]:
     """Run without gradients, dropout or warnings; every training flag is put back.
 
-    For checks beforehand: the forward proper follows and will give any warning there is to give.
+    For checks before the real forward, which will repeat any warning.
     """
     modes = [(child, child.training) for child in module.modules()]
     module.eval()
@@ -35,7 +35,7 @@ def in_eval_mode(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def without_fast_attention() -> Iterator[None]:
-    """Have PyTorch's encoders call their layers, as in training, also where nothing is trained.
+    """Have PyTorch's encoders call their layers without gradients too, as they do in training.
 
     Their shortcut for inference packs a padded batch into a nested tensor, which has no shape.
     """
@@ -49,7 +49,7 @@ def without_fast_attention() -> Iterator[None]:
 
 @contextmanager
 def buffers_kept(module: nn.Module) -> Iterator[Callable[[], bool]]:
-    """Put back buffers that are changed or replaced meanwhile; gives a way to ask for any."""
+    """Put back buffers changed or replaced inside; yields a function that says if any were."""
     before = {
         name: (buffer, buffer._version, buffer.clone()) for name, buffer in module.named_buffers()
     }

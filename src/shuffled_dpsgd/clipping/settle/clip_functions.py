@@ -1,7 +1,7 @@
 """Clip functions: per-sample norms in, per-sample factors out.
 
-Every function returns a factor f with f·norm <= clip_norm (up to the rounding that `margin`
-absorbs), except `none`, which returns one. Samples whose norm is not finite get factor zero.
+Every function returns a factor f with f·norm <= clip_norm, up to the rounding that `margin`
+absorbs. The exception is `none`, which returns one. A sample whose norm is not finite gets zero.
 """
 
 from __future__ import annotations

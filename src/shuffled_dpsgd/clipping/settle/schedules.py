@@ -27,7 +27,7 @@ from shuffled_dpsgd.clipping.settle.shared_parameters import LayerGroup, contrib
 from shuffled_dpsgd.clipping.settle.totals import Totals
 from shuffled_dpsgd.errors import InvalidArgumentError
 
-# Inputs and gradients of norm layers may wait for company up to this much memory.
+# Norm layers wait for each other until their inputs and gradients take this much memory.
 _MAX_UNSUMMED_BYTES = 1 << 29
 
 
@@ -115,8 +115,8 @@ class WholeGradient:
     def _settle_all(self, batch: CapturedBatch, sums: dict[str, Tensor], new: bool) -> Tensor:
         """Add the batch's clipped gradients to `sums`; returns the samples' norms.
 
-        Sums that are `new` hold nothing yet. The batch is left as it is, for this may be recorded
-        first and done again.
+        Sums that are `new` hold nothing yet. The batch is left unchanged, because this may run
+        twice: to be recorded, and again if that fails.
         """
         rule = self.rule
         kept, late = batch.settling, batch.compiled.late
@@ -131,7 +131,7 @@ class WholeGradient:
         return norms_B
 
     def _may_replay(self, batch: CapturedBatch) -> bool:
-        """Not on a CPU, nor inside somebody else's capture, to which the launches belong."""
+        """On a GPU, unless somebody else records a graph, to which the launches then belong."""
         if batch.device != "cuda" or not self.replays.enabled:
             return False
         return not torch.cuda.is_current_stream_capturing()
@@ -156,7 +156,7 @@ def _norm_runs(kept: Settling) -> list[tuple[list[Slot], Tensor]]:
 
 
 def _summed(waiting: Sequence[Entry]) -> list[tuple[list[Slot], Tensor]]:
-    """The per-sample gradients of norm layers; together, because each is little work."""
+    """The per-sample gradients of norm layers, found together because each is little work."""
     runs = settle([cast(UnsummedNorm, entry.capture) for entry in waiting])
     return [([waiting[i].slot for i in run], sums_LBCD) for run, sums_LBCD in runs]
 

@@ -1,7 +1,7 @@
 """Groups of slots that share parameters, and what their entries amount to together.
 
-Most groups are one layer. A tied embedding and head are one group, because neither's norm means
-anything without the other's.
+Most groups are one layer. A tied embedding and head are one group, because the norm of their
+parameter's gradient needs both.
 """
 
 from __future__ import annotations

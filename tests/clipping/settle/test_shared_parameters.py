@@ -7,10 +7,9 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from clipping.compare import assert_exact, assert_same_sums, oracle, total_norm
-from clipping.tiny_models import Inputs, gpt2, llama
+from clipping.tiny_models import Inputs, gpt2
 from shuffled_dpsgd.clipping import ClippingEngine
 from shuffled_dpsgd.clipping.contributions import cost
 from shuffled_dpsgd.clipping.settle import many_layers
@@ -175,52 +174,3 @@ def test_a_tied_head_stored_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert_same_sums(sums, expected, 1e-5)
     for sample in ids:
         assert total_norm(run(sample[None], "mixed", "flat")[1]) <= 0.5 * (1 + 1e-6)
-
-
-class Checkpointed(nn.Module):
-    def __init__(self, reentrant: bool) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.LayerNorm(4)) for _ in range(3)
-        )
-        self.first = nn.Linear(4, 4)
-        self.reentrant = reentrant
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=self.reentrant)
-        return x
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("clip", ["flat", "per-layer"])
-def test_activation_checkpointing(reentrant: bool, clip: str) -> None:
-    torch.manual_seed(2)
-    x = torch.randn(3, 5, 4, dtype=torch.float64)
-    model = Checkpointed(reentrant).double()
-    engine = ClippingEngine(model, clip=clip)
-    with engine:
-        losses(model, {"x": x}).sum().backward()
-    plain = nn.Sequential(model.first, *model.blocks)
-    other = ClippingEngine(plain, clip=clip)
-    with other:
-        losses(plain, {"x": x}).sum().backward()
-    torch.testing.assert_close(engine.sample_norms, other.sample_norms, rtol=1e-12, atol=0)
-    named = {id(p): n for n, p in plain.named_parameters()}
-    for name, parameter in model.named_parameters():
-        torch.testing.assert_close(
-            engine.clipped_sum()[name],
-            other.clipped_sum()[named[id(parameter)]],
-            rtol=1e-10,
-            atol=1e-12,
-        )
-
-
-@pytest.mark.parametrize("build", [gpt2, lambda: llama(tied=True)])
-def test_hugging_face_gradient_checkpointing(build: Callable[[], object]) -> None:
-    torch.manual_seed(3)
-    case = build().to(torch.float64)  # type: ignore[attr-defined]
-    case.model.gradient_checkpointing_enable({"use_reentrant": False})
-    case.model.train()
-    assert_exact(case.model, case.losses, case.inputs)

@@ -1,4 +1,4 @@
-"""Where sums and half-precision copies lie in memory, and who may still hold them."""
+"""Where sums lie in memory, and who may still hold them."""
 
 from __future__ import annotations
 
@@ -9,11 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from shuffled_dpsgd.clipping import ClippingEngine
-from shuffled_dpsgd.clipping.contributions import cost
-from shuffled_dpsgd.clipping.rules.half_copies import HalfCopies
-from shuffled_dpsgd.clipping.rules.linear import LinearSlot
-from shuffled_dpsgd.clipping.settle import reused_memory
-from shuffled_dpsgd.clipping.settle.reused_memory import ReusableBuffer
 from shuffled_dpsgd.clipping.settle.totals import Allocation, Totals
 
 
@@ -68,51 +63,6 @@ def test_the_memory_of_sums_is_used_again_only_when_nobody_has_them(hold: str) -
     owned["matrix"].grad = None
     totals.clear()
     assert {name: total.data_ptr() for name, total in totals.sums.items()} == again
-
-
-def buffer_of(owned: dict[str, nn.Parameter]) -> ReusableBuffer:
-    buffer = torch.ones(sum(p.numel() for p in owned.values()))
-    views = buffer.split([p.numel() for p in owned.values()])
-    parts = zip(owned.items(), views, strict=True)
-    return ReusableBuffer(buffer, {name: view.view(p.shape) for (name, p), view in parts})
-
-
-def test_tensors_that_nobody_has_outlive_their_memory() -> None:
-    reusable = buffer_of(parameters())
-    before = {name: id(total) for name, total in reusable.sums().items()}
-    reusable.let_go()
-    assert reusable.buffer.untyped_storage().nbytes() == 0
-    assert reusable.take(zero=True)
-    sums = reusable.sums()
-    assert {name: id(total) for name, total in sums.items()} == before
-    for index, total in enumerate(sums.values()):
-        assert not total.any()
-        total.fill_(index)
-    assert [float(total.max()) for total in sums.values()] == [0, 1, 2, 3]
-
-
-@pytest.mark.parametrize("hold", ["tensor", "all", "view", "detached", "grad", "buffer", "storage"])
-def test_tensors_that_somebody_has_keep_their_memory(hold: str) -> None:
-    reusable, parameter = buffer_of(parameters()), nn.Parameter(torch.zeros(8, 16))
-    if hold == "grad":
-        parameter.grad = reusable.sums()["matrix"]
-    kept: Any = {
-        "tensor": lambda: reusable.sums()["matrix"],
-        "all": reusable.sums,
-        "view": lambda: reusable.sums()["matrix"].view(-1),
-        "detached": lambda: reusable.sums()["matrix"].detach()[1:],
-        "buffer": lambda: reusable.sums()["matrix"]._base,
-        "storage": lambda: reusable.sums()["matrix"].untyped_storage(),
-        "grad": lambda: None,
-    }[hold]()
-    reusable.let_go()
-    assert reusable.buffer.untyped_storage().nbytes() > 0
-    assert not reusable.take(zero=True)
-    assert float(reusable.buffer.min()) == 1.0
-    del kept
-    parameter.grad = None
-    reusable.let_go()
-    assert reusable.buffer.untyped_storage().nbytes() == 0
 
 
 def test_sums_on_an_accelerator_are_the_same_tensors_again_if_nobody_has_them() -> None:
@@ -175,22 +125,6 @@ def test_sums_on_two_devices_are_made_anew() -> None:
         totals.clear()
 
 
-def test_a_release_that_counts_holders_otherwise_uses_nothing_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    assert reused_memory.counts_are_understood()
-    for answer in (True, False):
-        monkeypatch.setattr(ReusableBuffer, "is_free", lambda self, answer=answer: answer)
-        reused_memory.counts_are_understood.cache_clear()
-        assert not reused_memory.counts_are_understood()
-    totals = Totals({name: nn.Parameter(p.to("meta")) for name, p in parameters().items()})
-    first = totals.sums["matrix"]
-    totals.clear()
-    assert totals.sums["matrix"] is not first
-    monkeypatch.undo()
-    reused_memory.counts_are_understood.cache_clear()
-
-
 def test_sums_handed_out_survive_a_reset() -> None:
     totals = Totals(parameters())
     kept = totals.sums["matrix"]
@@ -247,59 +181,3 @@ def test_double_parameters_have_double_sums() -> None:
     sums = Totals(owned).sums
     assert sums["double"].dtype == torch.float64
     assert sums["odd"].dtype == torch.float32
-
-
-def linear_slots(model: nn.Module) -> list[LinearSlot]:
-    return [slot for slot in ClippingEngine(model)._slots if isinstance(slot, LinearSlot)]
-
-
-def test_half_copies_are_the_parameters_rounded_and_padded_with_zeros() -> None:
-    model = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 4100))
-    head = model[1]
-    assert isinstance(head, nn.Linear)
-    copies = HalfCopies(linear_slots(model)).make(torch.bfloat16, reuse=True)
-    for parameter in model.parameters():
-        copy = copies[id(parameter)]
-        assert torch.equal(copy[: len(parameter)], parameter.detach().bfloat16())
-        assert not copy.requires_grad
-    assert copies[id(head.weight)].shape == (4224, 16)
-    assert int(copies[id(head.weight)][4100:].count_nonzero()) == 0
-    assert int(copies[id(head.bias)][4100:].count_nonzero()) == 0
-
-
-def test_half_copies_follow_the_parameters_and_are_reused_only_when_told() -> None:
-    model = nn.Linear(8, 16)
-    halves = HalfCopies(linear_slots(model))
-    first = halves.make(torch.bfloat16, reuse=True)[id(model.weight)]
-    with torch.no_grad():
-        model.weight.add_(1.0)
-    other = halves.make(torch.bfloat16, reuse=False)[id(model.weight)]
-    assert other.data_ptr() != first.data_ptr()
-    with torch.no_grad():
-        model.weight.add_(1.0)
-    again = halves.make(torch.bfloat16, reuse=True)[id(model.weight)]
-    assert again.data_ptr() == other.data_ptr()
-    assert torch.equal(again, model.weight.detach().bfloat16())
-
-
-@pytest.mark.parametrize("route", [cost.Route.GRAM, cost.Route.TILES])
-def test_layers_settled_together_by_either_route_agree_with_stored_gradients(
-    route: cost.Route, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    torch.manual_seed(0)
-    layers = [nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6, bias=False), nn.Tanh(), nn.Linear(6, 4)]
-    model = nn.Sequential(*layers, nn.Linear(4, 6), nn.Linear(6, 6)).double()
-    x = torch.randn(3, 5, 6, dtype=torch.float64)
-
-    def clipped(strategy: str) -> tuple[Tensor, dict[str, Tensor]]:
-        engine = ClippingEngine(model, clip_norm=0.1, strategy=strategy)
-        with engine:
-            engine.backward(model(x).square().sum((1, 2)))
-        return engine.sample_norms, engine.clipped_sum()
-
-    expected_norms, expected = clipped("instantiate")
-    monkeypatch.setitem(cost.STRATEGIES, "bookkeeping", lambda *_: route)
-    norms, sums = clipped("bookkeeping")
-    torch.testing.assert_close(norms, expected_norms)
-    for name, total in sums.items():
-        torch.testing.assert_close(total, expected[name])

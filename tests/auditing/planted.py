@@ -151,6 +151,10 @@ class NaiveEngine:
         self.ids, self.embedded = inputs[0], output
 
     @property
+    def num_checked(self) -> int:
+        return 0
+
+    @property
     def sample_norms(self) -> torch.Tensor:
         return torch.tensor(self.norms)
 

@@ -303,6 +303,7 @@ class ClippingEngine:
             self._refuse_half_done()
             self._settle_check()
             build.refuse_changes(self._structure)
+            refusals.refuse_batch_statistics(self._batch_norms)
             self._rule.totals.let_go()
         size, device = find_batch(args, kwargs)
         kind: Hashable = None

@@ -42,6 +42,10 @@ def check_budget(budget: Budget) -> None:
         value = getattr(budget, name)
         if value is not None and not 0.0 <= value < math.inf:
             raise InvalidArgumentError(name, expected="a non-negative number", got=value)
+    if not 0.0 <= budget.check_rate <= 1.0:
+        raise InvalidArgumentError(
+            "check_rate", expected="a number from 0 to 1", got=budget.check_rate
+        )
     two = budget.accounting == "paper" and budget.noise_multiplier is not None
     if two != (budget.unshuffled_noise_multiplier is not None):
         raise InvalidArgumentError(

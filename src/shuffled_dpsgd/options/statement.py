@@ -74,6 +74,13 @@ class Budget:
         default="paper",
         metadata=_help("Which weights move. paper: Theorems 1-2. full: every exact symmetry."),
     )
+    check_rate: float = field(
+        default=1 / 256,
+        metadata=_help(
+            "Share of backwards in which a few samples are run once more alone and compared; "
+            "1 checks every one. New kinds of batches are always checked."
+        ),
+    )
 
     def __post_init__(self) -> None:
         checks.check_choices(self, _choices(type(self)))

@@ -101,7 +101,7 @@ def _terms(card: PrivacyCard) -> str:
         *([("paper’s estimate", blocks)] if differ else []),
         ("target", [escape(card.target)]),
         ("sampler", [escape(card.sampler)]),
-        ("mechanism", [escape(line) for line in card.mechanism]),
+        ("mechanism", [escape(line) for line in (*card.mechanism, *card.check_lines)]),
         ("shuffle", [escape(line) for line in card.shuffle_lines]),
         ("randomness", [escape(card.randomness)]),
         ("threat model", [escape(card.threat_model)]),

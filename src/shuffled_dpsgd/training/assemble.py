@@ -53,6 +53,7 @@ def make_private(
     accounting: Accounting = "certified",
     shuffle: Shuffle = "every-step",
     scope: Scope = "paper",
+    check_rate: float = 1 / 256,
     sampling: Sampling = "poisson",
     adjacency: Adjacency = "add-remove",
     delta_split: float = 0.5,
@@ -91,6 +92,8 @@ def make_private(
         accounting: certified: proven ε. paper: the paper's own formula, heuristic.
         shuffle: When weights are permuted: every-step, at-release or off.
         scope: Which weights move. paper: Theorems 1-2. full: every exact symmetry.
+        check_rate: Share of backwards in which a few samples are run once more alone and compared;
+            1 checks every one. New kinds of batches are always checked.
         sampling: poisson: the sampler accounted for. unaccounted: batches of your own, and no
             claim.
         adjacency: How neighbouring data sets differ: add-remove or replace-one.
@@ -136,7 +139,7 @@ def assemble(
         model=inner,
         optimizer=optimizer,
         plan=plan,
-        engine=_engine(inner, plan, options.strategy),
+        engine=_engine(inner, plan, options),
         sampler=PoissonSampler(
             dataset_size=plan.dataset_size, sampling_prob=plan.sampling_prob, streams=streams
         ),
@@ -153,13 +156,14 @@ def assemble(
     )
 
 
-def _engine(model: torch.nn.Module, plan: PrivacyPlan, strategy: Strategy) -> ClippingEngine:
+def _engine(model: torch.nn.Module, plan: PrivacyPlan, options: PrivacyOptions) -> ClippingEngine:
     unclipped = math.isinf(plan.clip_norm)
     return ClippingEngine(
         model,
         clip_norm=1.0 if unclipped else plan.clip_norm,
         clip="none" if unclipped else plan.clip,
-        strategy=strategy,
+        strategy=options.strategy,
+        check_rate=options.check_rate,
         loss_reduction=plan.loss_reduction,
     )
 

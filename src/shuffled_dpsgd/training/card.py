@@ -76,6 +76,7 @@ class PrivacyCard:
     randomness: str
     private: bool = True
     shuffles_verified: int = 0
+    samples_checked: int = 0
     threat_model: str = THREAT_MODEL
     use_assumptions: tuple[str, ...] = USE_ASSUMPTIONS
     not_covered: tuple[str, ...] = NOT_COVERED
@@ -123,6 +124,7 @@ class PrivacyCard:
             "mechanism": list(self.mechanism),
             "shuffle": self.shuffle,
             "shuffles_verified": self.shuffles_verified,
+            "samples_checked": self.samples_checked,
             "randomness": self.randomness,
             "threat_model": self.threat_model,
             "assumptions": list(self.assumptions),
@@ -145,7 +147,7 @@ class PrivacyCard:
         lines += _labelled("verdict", verdicts or ["nothing is claimed"])
         lines += _labelled("target", [self.target])
         lines += _labelled("sampler", [self.sampler])
-        lines += _labelled("mechanism", list(self.mechanism))
+        lines += _labelled("mechanism", [*self.mechanism, *self.check_lines])
         lines += _labelled("shuffle", self.shuffle_lines)
         lines += _labelled("randomness", [self.randomness])
         lines += _labelled("threat model", [self.threat_model])
@@ -163,6 +165,13 @@ class PrivacyCard:
     def no_claim(self) -> str:
         """What stands where a certified epsilon would, if there is none."""
         return "none" if self.private else "none, this run is not private"
+
+    @property
+    def check_lines(self) -> list[str]:
+        """How many samples' contributions were compared with those of the samples alone."""
+        if not self.samples_checked:
+            return []
+        return [f"{self.samples_checked} samples run alone: none differed from what was clipped"]
 
     @property
     def shuffle_lines(self) -> list[str]:
@@ -191,11 +200,13 @@ def write_card(
     spec: PermutationSpec | None = None,
     released: bool = True,
     shuffles_verified: int = 0,
+    samples_checked: int = 0,
 ) -> PrivacyCard:
     """The card of a run that made `num_steps` releases under `plan`.
 
     `released` says whether a shuffle planned for the release has happened, `shuffles_verified`
-    how often the model's outputs were compared before and after one.
+    how often the model's outputs were compared before and after one, and `samples_checked` for how
+    many samples what was clipped was compared with what each has alone.
     """
     return PrivacyCard(
         certified=plan.certified(num_steps),
@@ -212,6 +223,7 @@ def write_card(
         randomness=_randomness(plan),
         private=_is_private(plan),
         shuffles_verified=shuffles_verified,
+        samples_checked=samples_checked,
         not_covered=(*NOT_COVERED, *_large_delta(plan)),
     )
 

@@ -247,6 +247,7 @@ class PrivateTraining:
             spec=self.spec,
             released=self.released,
             shuffles_verified=0 if self._shuffles is None else self._shuffles.num_verified,
+            samples_checked=self.engine.num_checked,
         )
 
     def close(self) -> None:

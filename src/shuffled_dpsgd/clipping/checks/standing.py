@@ -54,6 +54,8 @@ _HALF_TOLERANCE = 0.25
 _NORM_HEAD_ROOM = 0.03
 # Gradients far below their batch's typical one are all rounding.
 _NEGLIGIBLE = 1e-4
+# Roundings of the terms of a sum that may remain where the terms cancel.
+_ULPS = 16.0
 Call = tuple[Any, Mapping[str, Any]]
 
 
@@ -70,6 +72,8 @@ class Watch:
     host: HostGenerators
     tape: Tape = field(default_factory=Tape)
     booked: list[Sketches] = field(default_factory=list)
+    # What rounding may do to each sample's gradient: the size of the products that were added up.
+    rounding: list[float] = field(default_factory=list)
     norms: Tensor | None = None
     typical_norm: float = 0.0
     scale: float = 1.0
@@ -112,6 +116,8 @@ class StandingCheck:
         self._attached = attached
         self._kinds: set[Hashable] = set()
         self._draws = random.Random(0)
+        floating = [p.dtype for p in self._parameters.values()]
+        self._smallest_step = max(torch.finfo(dtype).eps for dtype in floating)
         self._pending: Watch | None = None
         self._kind: Hashable = None
 
@@ -135,6 +141,7 @@ class StandingCheck:
             host=HostGenerators.now(),
         )
         self.watch.booked = [{} for _ in self.watch.samples]
+        self.watch.rounding = [0.0 for _ in self.watch.samples]
         return self.watch
 
     def tap_output(self, watch: Watch, output: Any, is_muted: Callable[[], bool]) -> Any:
@@ -163,8 +170,9 @@ class StandingCheck:
             return
         for name, part in entry.slot.contributions(entry.capture):
             for place, sample in enumerate(watch.samples):
-                grads = part.of_sample(sample).stored(self._parameters[name].shape)
-                found, kept = sketch(grads), watch.booked[place]
+                one = part.of_sample(sample)
+                found, kept = sketch(one.stored(self._parameters[name].shape)), watch.booked[place]
+                watch.rounding[place] += one.rounding()
                 kept[name] = kept[name] + found if name in kept else found
 
     def finish(self, batch: CapturedBatch, norms: Tensor) -> None:
@@ -267,8 +275,10 @@ class StandingCheck:
         whole = max(length(booked), length(alone), _NEGLIGIBLE * watch.typical_norm)
         if whole == 0.0:
             return None
-        off = sum(part * part for part in apart.values()) ** 0.5 / whole
-        if off > tolerance:
+        distance = sum(part * part for part in apart.values()) ** 0.5
+        rounding = _ULPS * abs(watch.scale) * watch.rounding[place]
+        off = distance / whole
+        if distance > tolerance * whole + rounding:
             worst = max(apart, key=lambda name: apart[name])
             return _Disagreement(
                 path=self._path_of(worst),
@@ -277,8 +287,10 @@ class StandingCheck:
             )
         if booked_norm is not None:
             low, high = (1 - tolerance) * norm, (1 + tolerance + _NORM_HEAD_ROOM) * norm
-            slack = _NEGLIGIBLE * watch.typical_norm
-            if not low - slack <= booked_norm <= high + slack:
+            slack = _NEGLIGIBLE * watch.typical_norm + rounding
+            # Squares that cancel are rounded upwards, and their root shows it.
+            upward = rounding / math.sqrt(self._smallest_step)
+            if not low - slack <= booked_norm <= high + slack + upward:
                 return _Disagreement(
                     path="", got=f"a norm of {booked_norm:.6g} in the batch and {norm:.6g} alone"
                 )

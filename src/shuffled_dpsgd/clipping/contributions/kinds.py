@@ -33,6 +33,10 @@ class Contribution(Protocol):
         """The same of one sample alone, as a batch of one."""
         ...
 
+    def rounding(self) -> float:
+        """One rounding of the terms that are added up, which may cancel."""
+        ...
+
     def sq_norms(self) -> Tensor:
         """(B,) squared norms, float32 or float64."""
         ...
@@ -47,6 +51,11 @@ class Contribution(Protocol):
         A factor of zero contributes zero, whatever the sample holds.
         """
         ...
+
+
+def _ulp(tensor: Tensor) -> float:
+    """The length of a tensor, in units of its last place."""
+    return torch.finfo(tensor.dtype).eps * float(torch.linalg.vector_norm(tensor.float()))
 
 
 def positions(tensor: Tensor) -> Tensor:
@@ -80,6 +89,9 @@ class OuterGrad:
         one = slice(sample, sample + 1)
         return replace(self, left_BTR=self.left_BTR[one], right_BTC=self.right_BTC[one])
 
+    def rounding(self) -> float:
+        return _ulp(self.left_BTR) * float(self.right_BTC.float().norm())
+
     def sq_norms(self) -> Tensor:
         return outer_sq_norms(self.right_BTC, self.left_BTR, False, self.route)
 
@@ -104,6 +116,9 @@ class RowsGrad:
     def of_sample(self, sample: int) -> RowsGrad:
         one = slice(sample, sample + 1)
         return replace(self, ids_BT=self.ids_BT[one], grad_BTD=self.grad_BTD[one])
+
+    def rounding(self) -> float:
+        return _ulp(self.grad_BTD)
 
     def sq_norms(self) -> Tensor:
         return kernels.embedding_sq_norms(self.ids_BT, self.grad_BTD, self.padding_idx)
@@ -140,6 +155,9 @@ class DenseGrad:
         # A parameter that is a single number has no axis to flatten.
         return self.grads_BS.flatten(1) if self.grads_BS.dim() > 1 else self.grads_BS.unsqueeze(1)
 
+    def rounding(self) -> float:
+        return _ulp(self.grads_BS)
+
     def sq_norms(self) -> Tensor:
         return kernels.row_sq_norms(self._rows()) if self.squares_B is None else self.squares_B
 
@@ -165,6 +183,9 @@ class RowSumGrad:
     def _stored(self) -> Tensor:
         wide = torch.float64 if self.grad_BTP.dtype == torch.float64 else torch.float32
         return self.grad_BTP.sum(1, dtype=wide)
+
+    def rounding(self) -> float:
+        return _ulp(self.grad_BTP)
 
     def sq_norms(self) -> Tensor:
         return self._stored().square().sum(1)

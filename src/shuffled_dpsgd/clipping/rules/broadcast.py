@@ -78,6 +78,8 @@ class BroadcastSlot(CopiesSlot):
         self._unbound: Any = type(self.module).forward
         self._is_known = class_name(self.module) in KNOWN
         self._verified: set[Hashable] = set()
+        # For a compiler, which follows no set of such things.
+        self._is_verified = False
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -113,13 +115,14 @@ class BroadcastSlot(CopiesSlot):
     def _verify_once(self, owned: dict[str, Any], args: Any, kwargs: Any, size: int) -> None:
         """Verify every kind of call: one sample, or one shape, hides what is wrong for others."""
         if torch.compiler.is_compiling():
-            if not self._verified:
+            if not self._is_verified:
                 self._verify(owned, args, kwargs, size)
             return
         kind = (*kind_of_call(args, kwargs, size), self.module.training)
         if kind not in self._verified:
             self._verify(owned, args, kwargs, size)
             self._verified.add(kind)
+            self._is_verified = True
 
     def _verify(self, owned: dict[str, Any], args: Any, kwargs: Any, size: int) -> None:
         """Compare the replacement with one sample at a time, every sample its own parameters."""

@@ -42,6 +42,35 @@ def divided_by_the_batch(model: nn.Module, batch: Any) -> torch.Tensor:
     return classify(model, batch) / len(batch.x)
 
 
+def centred_in_training(model: nn.Module, batch: Any) -> torch.Tensor:
+    logits = model(batch.x)
+    logits = logits - logits.mean(0) if model.training else logits
+    return F.cross_entropy(logits, batch.y, reduction="none")
+
+
+def centred_beside_noise(model: nn.Module, batch: Any) -> torch.Tensor:
+    logits = model(batch.x)
+    noise = 0.1 * torch.randn_like(logits)
+    return F.cross_entropy(logits - logits.mean(0) + noise, batch.y, reduction="none")
+
+
+def noise_of_its_own(model: nn.Module, batch: Any) -> torch.Tensor:
+    logits = model(batch.x)
+    return F.cross_entropy(logits + torch.randn_like(logits), batch.y, reduction="none")
+
+
+def test_noise_of_each_record_is_repeated() -> None:
+    check_independence(make_mlp(), vectors(), noise_of_its_own)
+
+
+@pytest.mark.parametrize("loss", [centred_in_training, centred_beside_noise])
+def test_mixing_is_found_in_training_mode_and_beside_noise(loss: Any) -> None:
+    model = make_mlp().eval()
+    with pytest.raises(InvalidArgumentError, match="per_sample_loss"):
+        check_independence(model, vectors(), loss)
+    assert not model.training
+
+
 @pytest.mark.parametrize(
     "loss", [contrastive, weighted_by_batch_counts, centred_by_the_batch, divided_by_the_batch]
 )

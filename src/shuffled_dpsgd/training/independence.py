@@ -7,13 +7,19 @@ others, by more than the clip allows, and no norm shows it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.utils.data import default_collate
 
+from shuffled_dpsgd.clipping.capture.random_tape import (
+    CannotRepeatError,
+    RecordedTape,
+    ReplayedTape,
+    Tape,
+)
+from shuffled_dpsgd.clipping.checks.solo_runs import dropout_silenced, without_a_trace
 from shuffled_dpsgd.errors import InvalidArgumentError
 from shuffled_dpsgd.training.data import MapStyle, shaped, to_device
 from shuffled_dpsgd.training.global_randomness import randomness_kept
@@ -34,10 +40,11 @@ def check_independence(
 ) -> None:
     """Compare the losses of the first records in one batch with those of each alone.
 
-    In evaluation mode, without gradients; nothing is released and all global generators are put
-    back. A scalar is taken for a mean. A loss that is random by itself cannot be compared and
-    passes. Passing proves nothing
-    about other records: it catches the mistakes that show everywhere.
+    Without gradients, once in evaluation mode and once in training mode with dropout off; what is
+    random besides is repeated for the record alone. Nothing is released, and the model and all
+    global generators are put back. A scalar is taken for a mean. Passing proves nothing about
+    other records: it catches the mistakes that show everywhere. What cannot be repeated is left to
+    the check of every run, which compares gradients.
 
     Raises:
         InvalidArgumentError: a loss changes with the company its record is in.
@@ -49,33 +56,40 @@ def check_independence(
     def losses(items: list[Any]) -> torch.Tensor:
         return per_sample_loss(model, to_device(shaped(gather(items)), device)).detach()
 
-    with _evaluating(model):
+    for training in (False, True):
+        with torch.no_grad(), randomness_kept(), without_a_trace(model):
+            model.train(training)
+            with dropout_silenced(model):
+                found = _together_and_alone(losses, records)
+        if found is not None and not _agree(*found):
+            together, expected = found
+            raise InvalidArgumentError(
+                "per_sample_loss",
+                expected=f"the losses of {len(records)} records alone, {_shown(expected)}, in one "
+                "batch too",
+                got=_shown(together),
+                remedy="records must not see each other: average over a record's own tokens, "
+                "weight by fixed class weights, mask padding, do not compare records",
+            )
+
+
+def _together_and_alone(
+    losses: Callable[[list[Any]], torch.Tensor], records: list[Any]
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Losses of records in one batch and by themselves; None where they cannot be compared."""
+    tape, alone = Tape(), []
+    with RecordedTape(tape):
         together = losses(records)
-        if together.dim() > 1 or not _agree(together, losses(records)):
-            return
-        alone = torch.cat([losses([record]).reshape(-1) for record in records])
-    expected = alone if together.dim() else alone.mean()
-    if not _agree(together, expected):
-        raise InvalidArgumentError(
-            "per_sample_loss",
-            expected=f"the losses of {len(records)} records alone, {_shown(expected)}, in one "
-            "batch too",
-            got=_shown(together),
-            remedy="records must not see each other: average over a record's own tokens, weight "
-            "by fixed class weights, mask padding, do not compare records",
-        )
-
-
-@contextmanager
-def _evaluating(model: torch.nn.Module) -> Iterator[None]:
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
+    if together.dim() > 1:
+        return None
     try:
-        with torch.no_grad(), randomness_kept():
-            yield
-    finally:
-        for module, training in modes:
-            module.training = training
+        for place, record in enumerate(records):
+            with ReplayedTape(tape, sample=place, size=len(records)):
+                alone.append(losses([record]).reshape(-1))
+    except CannotRepeatError:
+        return None
+    apart = torch.cat(alone)
+    return together, apart if together.dim() else apart.mean()
 
 
 def _shown(losses: torch.Tensor) -> str:

@@ -149,14 +149,32 @@ def test_the_group_is_named() -> None:
         run(start(model), case_of(model))
 
 
-def test_a_change_that_comes_later_is_noticed_at_a_shuffle() -> None:
+def named(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    return list(model.named_parameters())
+
+
+def test_a_change_that_comes_later_is_noticed_and_everything_moved_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     torch.manual_seed(0)
     model = ChangesItsWays()
     private = start(model)
     assert len(run(private, case_of(model), num_steps=1)) == 1
     model.odd = True
-    with pytest.raises(InvarianceError, match="all together"):
+    updated: dict[str, Any] = {}
+    move = private._permute
+
+    def remember(step: int) -> None:
+        momentum = {n: private.optimizer.state[p]["momentum_buffer"] for n, p in named(model)}
+        updated.update(weights=weights(model), momentum={n: m.clone() for n, m in momentum.items()})
+        move(step)
+
+    monkeypatch.setattr(private, "_permute", remember)
+    with pytest.raises(InvarianceError, match="all groups together"):
         run(private, case_of(model))
+    now = {n: private.optimizer.state[p]["momentum_buffer"] for n, p in named(model)}
+    assert distance(updated["weights"], weights(model)) == 0.0
+    assert distance(updated["momentum"], now) == 0.0
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
@@ -210,6 +228,27 @@ def test_nothing_stays_on_the_model() -> None:
     run(private, case_of(model))
     private.close()
     assert not model._forward_pre_hooks
+
+
+def test_what_needs_autocast_is_compared_under_it() -> None:
+    class HalfOnly(Encoded):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            found = self.block(x)
+            if not torch.is_autocast_enabled("cpu"):
+                raise RuntimeError("this kernel exists for bfloat16 only")
+            return self.head(found.mean(dim=1))
+
+    torch.manual_seed(0)
+    model = HalfOnly()
+
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            scores = model(batch.x)
+        return F.cross_entropy(scores.float(), batch.y, reduction="none")
+
+    private = start(model)
+    run(private, Case(make=lambda: model, data=sequences(), loss=loss), num_steps=2)
+    assert private.card().shuffles_verified == 3
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")

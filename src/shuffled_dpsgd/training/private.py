@@ -399,7 +399,8 @@ class PrivateTraining:
         assert self.spec is not None, "a plan that permutes has a spec"
         generator = self.streams.torch("permutation", step, device=self.device)
         permutation = draw(self.spec, generator)
-        with nullcontext() if self._shuffles is None else self._shuffles.watching(permutation):
+        check = self._shuffles
+        with nullcontext() if check is None else check.watching(permutation, self.optimizer):
             apply(permutation, self.model, self.optimizer)
         if self.frame is not None:
             self.frame = self.frame.then(permutation)

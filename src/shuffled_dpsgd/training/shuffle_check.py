@@ -8,6 +8,7 @@ shuffles and ever more rarely. Weights, modes and generators are as they were af
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -25,9 +26,12 @@ from shuffled_dpsgd.permutation.comparison import (
 )
 from shuffled_dpsgd.training.global_randomness import randomness_kept
 
-# float32 weights under autocast are compared without it, unless inputs need it.
-_HALVES = (torch.float16, torch.bfloat16)
 _HALF_TOLERANCE = 1e-1
+# Of larger outputs only so many entries are kept: the logits of a language model are many.
+_MOST_ENTRIES = 1 << 20
+
+# Later shuffles are compared in evaluation mode only.
+_IN_BOTH_MODES = 3
 
 Outputs = tuple[torch.Tensor, ...]
 
@@ -47,6 +51,8 @@ class ShuffleCheck:
         self._was_tried = False
         self._is_noted = False
         self._inputs: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+        self._autocast: torch.dtype | None = None
+        self._needs_autocast: bool | None = None
         self._repeats_in_training: bool | None = None
 
     def listen(self) -> RemovableHandle:
@@ -71,22 +77,19 @@ class ShuffleCheck:
         groups = range(len(self._spec.groups))
         with self._probing() as tolerance:
             before = self._outputs()
-            deviation = self._deviation(self._rolled(groups), before)
+            deviation = self._deviation(groups, before)
             if not deviation <= tolerance:
-                single = next(
-                    (g for g in groups if self._deviation(self._rolled([g]), before) > tolerance),
-                    None,
-                )
-                name = "all together" if single is None else self._spec.groups[single].name
-                raise _changed(name, deviation, tolerance)
+                raise _changed(self._culprit(groups, before, tolerance), deviation, tolerance)
         self.num_verified += 1
 
     @contextmanager
-    def watching(self, permutation: Permutation) -> Iterator[None]:
+    def watching(
+        self, permutation: Permutation, optimizer: torch.optim.Optimizer
+    ) -> Iterator[None]:
         """Around the move of model and optimizer by `permutation`; compares if it is time to.
 
         Raises:
-            InvarianceError: the outputs are others; the weights have been moved back.
+            InvarianceError: the outputs are others; everything has been moved back.
         """
         due = self._inputs is not None and self._is_due()
         self._num_shuffles += 1
@@ -99,8 +102,8 @@ class ShuffleCheck:
         with self._probing() as tolerance:
             deviation = _worst(before, self._outputs())
         if not deviation <= tolerance:
-            apply(permutation.inverse(), self._model)
-            raise _changed("all together", deviation, tolerance)
+            apply(permutation.inverse(), self._model, optimizer)
+            raise _changed("all groups together", deviation, tolerance)
         self.num_verified += 1
 
     def _is_due(self) -> bool:
@@ -109,15 +112,27 @@ class ShuffleCheck:
 
     def _note(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         # Traced code must not ask for what changes between calls: it would be traced again.
-        if torch.compiler.is_compiling():
+        compiling = torch.compiler.is_compiling()
+        if compiling or (torch.is_grad_enabled() and not self._is_noted and self._is_due()):
+            device = next(self._model.parameters()).device.type
+            enabled = torch.is_autocast_enabled(device)
+            self._autocast = torch.get_autocast_dtype(device) if enabled else None
             self._inputs = (args, kwargs)
-        elif torch.is_grad_enabled() and not self._is_noted and self._is_due():
-            self._is_noted = True
-            self._inputs = (args, kwargs)
+            if not compiling:
+                self._is_noted = True
 
-    def _rolled(self, moving: Any) -> Permutation:
+    def _culprit(self, groups: range, before: list[Outputs], tolerance: float) -> str:
+        """One group that changes the outputs by itself, by halving."""
+        while len(groups) > 1:
+            halves = groups[: len(groups) // 2], groups[len(groups) // 2 :]
+            guilty = [half for half in halves if not self._deviation(half, before) <= tolerance]
+            if not guilty:
+                return f"{len(groups)} groups together, first {self._spec.groups[groups[0]].name}"
+            groups = guilty[0]
+        return self._spec.groups[groups[0]].name
+
+    def _rolled(self, moving: range) -> Permutation:
         """Each of the groups by one place, so that no slot stays; the others not at all."""
-        moving = frozenset(moving)
         device = next(self._model.parameters()).device
         return from_groups(
             self._spec,
@@ -127,7 +142,8 @@ class ShuffleCheck:
             ],
         )
 
-    def _deviation(self, permutation: Permutation, before: list[Outputs]) -> float:
+    def _deviation(self, moving: range, before: list[Outputs]) -> float:
+        permutation = self._rolled(moving)
         apply(permutation, self._model)
         try:
             return _worst(before, self._outputs())
@@ -135,7 +151,7 @@ class ShuffleCheck:
             apply(permutation.inverse(), self._model)
 
     def _outputs(self) -> list[Outputs]:
-        """In evaluation mode, then in the present mode if that is another and repeats itself."""
+        """In evaluation mode; at first also in the present mode, if nothing is random there."""
         modes = {module: module.training for module in self._model.modules()}
         self._model.eval()
         try:
@@ -143,19 +159,24 @@ class ShuffleCheck:
         finally:
             for module, training in modes.items():
                 module.training = training
-        if any(modes.values()):
+        early = self._num_shuffles <= _IN_BOTH_MODES
+        if early and any(modes.values()) and self._repeats_in_training is not False:
+            found.append(self._call(seed=0))
             if self._repeats_in_training is None:
-                once, again = self._call(seed=0), self._call(seed=1)
-                self._repeats_in_training = _worst([once], [again]) == 0.0
-            if self._repeats_in_training:
-                found.append(self._call(seed=0))
+                again = self._call(seed=1)
+                self._repeats_in_training = _worst(found[1:], [again]) == 0.0
+                if not self._repeats_in_training:
+                    found.pop()
         return found
 
     def _call(self, seed: int) -> Outputs:
         assert self._inputs is not None
         args, kwargs = self._inputs
+        device = next(self._model.parameters()).device.type
         torch.manual_seed(seed)
-        found = tuple(t.detach() for t in function_outputs(self._model(*args, **kwargs)))
+        with torch.autocast(device, dtype=self._autocast, enabled=self._needs_autocast is True):
+            output = self._model(*args, **kwargs)
+        found = tuple(_some_entries(tensor) for tensor in function_outputs(output))
         if not found:
             raise InvarianceError(
                 f"{type(self._model).__name__} returns no floating-point tensors that could be "
@@ -167,9 +188,6 @@ class ShuffleCheck:
     @contextmanager
     def _probing(self) -> Iterator[float]:
         """No gradients, no shortcuts, every generator put back; yields the tolerance."""
-        assert self._inputs is not None
-        needed = next((d for d in _dtypes(self._inputs) if d in _HALVES), None)
-        device = next(self._model.parameters()).device.type
         compiled = getattr(self._model, "_compiled_call_impl", None) is not None
         eager = torch.compiler.set_stance("force_eager") if compiled else nullcontext()
         fast = torch.backends.mha.get_fastpath_enabled()
@@ -180,27 +198,35 @@ class ShuffleCheck:
                 torch.no_grad(),
                 randomness_kept(),
                 eager,
-                torch.autocast(device, dtype=needed, enabled=needed is not None),
+                warnings.catch_warnings(action="ignore"),
             ):
-                least = 0.0 if needed is None else _HALF_TOLERANCE
+                if self._needs_autocast is None:
+                    self._needs_autocast = self._cannot_do_without_autocast()
+                least = _HALF_TOLERANCE if self._needs_autocast else 0.0
                 yield max(default_tolerance(self._model), least)
         finally:
             torch.backends.mha.set_fastpath_enabled(fast)
+
+    def _cannot_do_without_autocast(self) -> bool:
+        """Without it rounding is smaller; but some kernels and inputs are half precision only."""
+        if self._autocast is None:
+            return False
+        self._needs_autocast = False
+        try:
+            self._call(seed=0)
+        except RuntimeError:
+            return True
+        return False
 
 
 def _worst(before: list[Outputs], after: list[Outputs]) -> float:
     return max(output_deviation(b, a) for b, a in zip(before, after, strict=True))
 
 
-def _dtypes(value: Any) -> Iterator[torch.dtype]:
-    if isinstance(value, torch.Tensor):
-        yield value.dtype
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _dtypes(item)
-    elif isinstance(value, tuple | list):
-        for item in value:
-            yield from _dtypes(item)
+def _some_entries(tensor: torch.Tensor) -> torch.Tensor:
+    """All entries of a small tensor; of a large one every n-th, with n odd."""
+    every = tensor.numel() // _MOST_ENTRIES
+    return tensor.detach() if every < 2 else tensor.detach().flatten()[:: every | 1].clone()
 
 
 def _changed(group: str, deviation: float, tolerance: float) -> InvarianceError:

@@ -22,8 +22,8 @@ from torch import nn
 from permutation.zoo import FAMILIES
 from shuffled_dpsgd.permutation import apply, apply_to_tensors, discover, draw
 from shuffled_dpsgd.permutation.move import fused, launches, recording
-from shuffled_dpsgd.permutation.move.backend import find_kernels
 from shuffled_dpsgd.permutation.move.drawing import fused_drawing
+from shuffled_dpsgd.permutation.move.kernel_route import find_kernels
 
 TESTS = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
@@ -31,16 +31,17 @@ CPU = torch.device("cpu")
 INTERPRETED = """
 import torch
 from permutation.zoo import FAMILIES
-from shuffled_dpsgd.permutation import apply_to_tensors, discover, draw, fused, launches
-from shuffled_dpsgd.permutation.backend import find_kernels
-from shuffled_dpsgd.permutation.draw import fused_drawing
+from shuffled_dpsgd.permutation import apply_to_tensors, discover, draw
+from shuffled_dpsgd.permutation.move import fused, launches
+from shuffled_dpsgd.permutation.move.drawing import fused_drawing
+from shuffled_dpsgd.permutation.move.kernel_route import kernels
 
 def draws_agree(spec, seed):
     generator = torch.Generator().manual_seed(seed)
     slots = sum(group.size for group in spec.groups)
     keys = torch.empty(slots, dtype=torch.int64).random_(generator=generator)
     permutation = draw(spec, generator.manual_seed(seed))
-    drawing = fused_drawing(spec, keys.device, find_kernels())
+    drawing = fused_drawing(spec, keys.device, kernels())
     drawing.keys.copy_(keys)
     assert torch.equal(drawing.result().packed, permutation.packed)
 
@@ -85,7 +86,7 @@ def replay(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.mark.gpu
 @pytest.mark.parametrize("family", ["bert", "vit", "llama"])
 def test_compiled_kernels_agree_with_indexing(family: str) -> None:
-    assert find_kernels() is not None
+    assert find_kernels(torch.device("cuda:0")) is not None
     _assert_compiled_agrees(FAMILIES[family]().model.cuda(), draws=5)
 
 
@@ -156,7 +157,7 @@ def test_replaced_weights_are_moved_where_they_are_now() -> None:
 def test_a_compiled_draw_sorts_its_keys(hidden: int) -> None:
     model = nn.Sequential(nn.Linear(8, hidden), nn.GELU(), nn.Linear(hidden, 8)).cuda()
     spec = discover(model, scope="full")
-    code = find_kernels()
+    code = find_kernels(torch.device("cuda:0"))
     assert code is not None
     for bound in (2**62, 50):
         keys = torch.randint(bound, (hidden,), device="cuda")

@@ -1,1 +1,1 @@
-"""The floor under permutation, clipping and training: what all three ask of PyTorch and the machine."""
+"""The floor under permutation, clipping and training: what they ask of PyTorch and the machine."""

@@ -226,10 +226,11 @@ def add_weighted_row_sums(
                 stored_BN = gs[i].squeeze(1)
                 rows.weighted_stored_sum(stored_BN, factors_B.float(), outs[i], accumulate)
         else:
-            took("sums of biases", "plain")
+            took("sums of biases", host.name_for(g, targets[0]))
             for i in run:
                 out = outs[i] if accumulate else outs[i].zero_()
-                plain.weighted_row_sum(gs[i], factors_B, out)
+                module = host if host.serves(gs[i], out) else plain
+                module.weighted_row_sum(gs[i], factors_B, out)
 
 
 def row_sq_norms(rows_BN: Tensor) -> Tensor:

@@ -31,7 +31,7 @@ def try_kernels(device: torch.device) -> None:
     from shuffled_dpsgd.permutation.move import fused
     from shuffled_dpsgd.permutation.move.drawing import fused_drawing
 
-    spec = _small_spec()
+    spec = small_spec(ROWS, COLS)
     generator = torch.Generator("cpu").manual_seed(0)
     sizes = [group.size for group in spec.groups]
     keys = torch.randint(2**62, (sum(sizes),), generator=generator, device="cpu")
@@ -53,8 +53,8 @@ def try_kernels(device: torch.device) -> None:
         raise WrongResult("a matrix is not moved as indexing moves it")
 
 
-def _small_spec() -> PermutationSpec:
-    """Two matrices, one the other's transpose, that move along both axes."""
+def small_spec(rows: int, cols: int) -> PermutationSpec:
+    """Two matrices, one shaped as the other's transpose, that move along both axes."""
     groups = [
         Group(
             name=name,
@@ -62,12 +62,12 @@ def _small_spec() -> PermutationSpec:
             size=size,
             members=(Member(parameter="up", axis=axis), Member(parameter="down", axis=1 - axis)),
         )
-        for axis, (name, size) in enumerate([("rows", ROWS), ("columns", COLS)])
+        for axis, (name, size) in enumerate([("rows", rows), ("columns", cols)])
     ]
     return PermutationSpec(
         scope="full",
         groups=tuple(groups),
-        shapes={"up": (ROWS, COLS), "down": (COLS, ROWS)},
+        shapes={"up": (rows, cols), "down": (cols, rows)},
         unmoved={},
     )
 

@@ -57,7 +57,7 @@ def linear_launches() -> Iterator[Launch]:
         importlib.import_module(f"{KERNELS}.triton.{name}")
         for name in ("linear", "gram", "wide", "tiles", "sums", "rows")
     )
-    for T, D, P in ((128, 768, 3072), (37, 72, 136), (1024, 768, 768), (20, 64, 64)):
+    for T, D, P in ((128, 768, 3072), (300, 72, 136)):
         x, g = [empty(B, T, D)] * 2, [empty(B, T, P)] * 2
         at = f"T={T}, {D} to {P}"
         yield Launch(name=at, run=lambda x=x, g=g: linear.gram_sq_norms(x, g, True))
@@ -68,7 +68,7 @@ def linear_launches() -> Iterator[Launch]:
     for T in (128, 300):
         x, g = empty(B, T, 768), empty(B, T, 50304)[..., :50257]
         yield Launch(name=f"T={T}", run=lambda x=x, g=g: wide.gram_sq_norms(x, g, False))
-    for T, D, P in ((128, 768, 3072), (197, 768, 768), (37, 72, 136), (300, 64, 64)):
+    for T, D, P in ((128, 768, 3072), (197, 768, 768), (37, 72, 136)):
         x, g, out = empty(B, T, D), empty(B, T, P), floats(P, D)
         for bulk, chips in ((False, ANY_CHIP), (True, COPY_ENGINE)):
             yield Launch(
@@ -125,26 +125,22 @@ def other_launches() -> Iterator[Launch]:
     norms, tables, casts = (
         importlib.import_module(f"{KERNELS}.triton.{name}") for name in ("norms", "tables", "casts")
     )
-    for D in (768, 4096):
-        for centred in (True, False):
-            yield Launch(
-                name=f"D={D}",
-                run=lambda D=D, centred=centred: norms.norm_sums(
-                    [floats(B, 128, D)], [empty(B, 128, D)], 1e-5, centred
-                ),
-            )
+    for D, centred in ((768, True), (4096, False)):
+        yield Launch(
+            name=f"D={D}",
+            run=lambda D=D, centred=centred: norms.norm_sums(
+                [floats(B, 128, D)], [empty(B, 128, D)], 1e-5, centred
+            ),
+        )
     ids = torch.zeros(B, 300, dtype=torch.int64)
     x, head, ge = empty(B, 300, 768), empty(B, 300, 1000), floats(B, 300, 768)
-    for padding in (None, 1):
-        for run in (
-            lambda p=padding: tables.embedding_sq_norms(ids, ge, p),
-            lambda p=padding: tables.weighted_embedding_sum(
-                ids, ge, floats(B), p, floats(1000, 768)
-            ),
-            lambda p=padding: tables.stored_cross_terms(floats(B, 1000, 768), ids, ge, p),
-            lambda p=padding: tables.tied_cross_terms(x, head, ids, ge, p),
-        ):
-            yield Launch(name=f"padding {padding}", run=run)
+    for run in (
+        lambda: tables.embedding_sq_norms(ids, ge, 1),
+        lambda: tables.weighted_embedding_sum(ids, ge, floats(B), 1, floats(1000, 768)),
+        lambda: tables.stored_cross_terms(floats(B, 1000, 768), ids, ge, 1),
+        lambda: tables.tied_cross_terms(x, head, ids, ge, 1),
+    ):
+        yield Launch(name="padding", run=run)
     yield Launch(name="weights", run=lambda: casts.copy_all([empty(5000)], [floats(5000)]))
     noise = importlib.import_module("shuffled_dpsgd.training.triton_noise")
     yield Launch(
@@ -156,20 +152,18 @@ def other_launches() -> Iterator[Launch]:
 
 
 def shuffle_launches() -> Iterator[Launch]:
-    """Drawing, and moving matrices of every element size along both axes."""
+    """Drawing, and moving matrices along both axes."""
     from shuffled_dpsgd.permutation.move import fused, kernel_route
     from shuffled_dpsgd.permutation.move.drawing import fused_drawing
 
     cpu = torch.device("cpu")
-    for rows, cols in ((768, 3072), (40, 24)):
+    for rows, cols, dtype in ((768, 3072, torch.bfloat16), (40, 24, torch.float64)):
         spec = kernel_route.small_spec(rows, cols)
         drawing = fused_drawing(spec, cpu, kernel_route.kernels())
         yield Launch(name=f"{rows}x{cols}", run=drawing.recording.run)
-        for dtype in (torch.bfloat16, torch.float32) if rows > 40 else (torch.int8, torch.float64):
-            pairs = [(name, torch.empty(shape, dtype=dtype)) for name, shape in spec.shapes.items()]
-            prepared = fused.prepare(spec, pairs)
-            size = f"{rows}x{cols}, {dtype.itemsize} bytes"
-            yield Launch(name=size, run=prepared.recording.run)
+        pairs = [(name, empty(*shape, dtype=dtype)) for name, shape in spec.shapes.items()]
+        prepared = fused.prepare(spec, pairs)
+        yield Launch(name=f"{rows}x{cols}, {dtype}", run=prepared.recording.run)
 
 
 FAMILIES = {

@@ -6,16 +6,19 @@ Skipped where Triton is not installed.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from on_triton import DEVICE, ON_GPU
-from shuffled_dpsgd.training import GaussianNoise, RandomStreams
+from shuffled_dpsgd.runtime.routes import WrongResult
+from shuffled_dpsgd.training import GaussianNoise, RandomStreams, noise_route, triton_noise
 from shuffled_dpsgd.training.noise import Stretch
 from shuffled_dpsgd.training.philox_reference import expected_normals, philox
 from shuffled_dpsgd.training.triton_noise import add_normal_
+from waiting import waiting_is_an_error
 
 KEY = (0x243F6A88, 0x85A308D3, 0xFFFFFFFF, 0x7FFFFFFF)
 
@@ -41,6 +44,17 @@ def test_the_reference_is_philox() -> None:
     pi = [np.array([w]) for w in (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344)]
     found = philox(pi, (0xA4093822, 0x299F31D0))
     assert [int(w[0]) for w in found] == [0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1]
+
+
+def test_a_trial_sees_noise_that_is_too_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    noise_route.try_kernel(torch.device(DEVICE))
+
+    def weaker(flat: torch.Tensor, *, std: float, **options: Any) -> None:
+        add_normal_(flat, std=0.99 * std, **options)
+
+    monkeypatch.setattr(triton_noise, "add_normal_", weaker)
+    with pytest.raises(WrongResult, match="noise off by"):
+        noise_route.try_kernel(torch.device(DEVICE))
 
 
 def test_every_number_is_that_of_its_key_and_place() -> None:
@@ -134,8 +148,5 @@ def test_a_step_does_not_wait_for_the_device() -> None:
     sums = {"a": torch.zeros(1000, 700, device="cuda"), "b": torch.zeros(300, device="cuda")}
     noise = GaussianNoise(RandomStreams(seed=1))
     noise.add_(sums, {"a": 1.0, "b": 2.0}, step=0, divide_by=2.0)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with waiting_is_an_error():
         noise.add_(sums, {"a": 1.0, "b": 2.0}, step=1, divide_by=2.0)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")

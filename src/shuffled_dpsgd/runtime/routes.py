@@ -8,6 +8,7 @@ switched off, with one warning that gives the reason and what it costs.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -97,6 +98,9 @@ def _undisturbed(device: torch.device) -> Iterator[None]:
             stack.enter_context(torch.cuda.device(device))
             mode = torch.cuda.get_sync_debug_mode()
             if mode:
+                # torch says of this mode, whenever it is set, that it is a prototype.
+                stack.enter_context(warnings.catch_warnings())
+                warnings.simplefilter("ignore")
                 torch.cuda.set_sync_debug_mode(0)
                 stack.callback(torch.cuda.set_sync_debug_mode, mode)
         yield

@@ -6,7 +6,7 @@ STAMP := .venv/stamp-$(shell cat pyproject.toml constraints.txt | cksum | cut -d
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: demo test test-slow check format clean
+.PHONY: demo test test-slow test-gpu test-kernels check format clean
 
 demo: $(STAMP)
 	rm -rf runs/demo
@@ -17,6 +17,14 @@ test: check
 
 test-slow: $(STAMP)
 	$(BIN)/pytest -q -n 2 --dist worksteal -m 'slow and not gpu and not network'
+
+# With whatever Python has torch for the GPU: GPU machines often come with their own.
+test-gpu:
+	PYTHONPATH=src $(PYTHON) -m pytest -q -rs -m gpu $$(grep -rl 'mark\.gpu' tests)
+
+# Compiles all kernels on four releases of Triton, fetched by name; needs no GPU.
+test-kernels: $(STAMP)
+	$(BIN)/python -m benchmarks.compile_kernels --triton 3.6 3.7 3.8 3.9
 
 check: $(STAMP)
 	$(BIN)/ruff check .

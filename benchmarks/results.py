@@ -18,18 +18,20 @@ import torch
 
 from benchmarks.measure import Measurement
 from shuffled_dpsgd.environment import machine, today, versions
+from shuffled_dpsgd.runtime import routes
 
 Document = dict[str, Any]
 
 
 def environment(device: torch.device, *, bfloat16: bool) -> dict[str, object]:
-    """What the numbers depend on."""
+    """What the numbers depend on; `routes` are those this process has taken so far."""
     return {
         "date": today(),
         **machine(str(device)),
         "torch_threads": torch.get_num_threads(),
         "versions": versions(("torch", "triton", "transformers", "opacus")),
         "bfloat16_autocast": bfloat16,
+        "routes": routes.report(),
     }
 
 
@@ -42,8 +44,9 @@ def new_run() -> str:
 def document_of(
     run: str, environment: dict[str, object], measurements: Iterable[Measurement]
 ) -> Document:
+    # The routes again, now that everything has run.
     return {
-        "runs": {run: environment},
+        "runs": {run: {**environment, "routes": routes.report()}},
         "notes": [],
         "measurements": [entry.to_json() for entry in measurements],
     }

@@ -21,6 +21,7 @@ from shuffled_dpsgd.training import (
     save_checkpoint,
 )
 from training.cases import Case, distance, run, vit_case, weights
+from waiting import waiting_is_an_error
 
 pytestmark = [
     pytest.mark.gpu,
@@ -71,11 +72,8 @@ def test_a_release_waits_for_nothing_and_is_that_of_the_cpu(scale: float) -> Non
 
     mechanism.privatize(sums("cuda"), step=0)
     found, expected = sums("cuda"), sums("cpu")
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with waiting_is_an_error():
         record = mechanism.privatize(found, step=0)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     same = mechanism.privatize(expected, step=0)
     for name, tensor in expected.items():
         torch.testing.assert_close(found[name].cpu(), tensor)

@@ -6,51 +6,21 @@ Skipped where Triton is not installed.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from on_triton import DEVICE, ON_GPU
-from shuffled_dpsgd.training import GaussianNoise, RandomStreams
+from shuffled_dpsgd.runtime.routes import WrongResult
+from shuffled_dpsgd.training import GaussianNoise, RandomStreams, noise_route, triton_noise
 from shuffled_dpsgd.training.noise import Stretch
+from shuffled_dpsgd.training.philox_reference import expected_normals, philox
 from shuffled_dpsgd.training.triton_noise import add_normal_
+from waiting import waiting_is_an_error
 
 KEY = (0x243F6A88, 0x85A308D3, 0xFFFFFFFF, 0x7FFFFFFF)
-MASK = np.uint64(0xFFFFFFFF)
-
-
-def philox(counter: list[np.ndarray], key: tuple[int, int]) -> list[np.ndarray]:
-    """Philox4x32-10 (Salmon et al. 2011), words as uint64."""
-    c = [word.astype(np.uint64) for word in counter]
-    k0, k1 = key
-    for _ in range(10):
-        p0, p1 = c[0] * np.uint64(0xD2511F53), c[2] * np.uint64(0xCD9E8D57)
-        high_0, high_1 = p0 >> np.uint64(32), p1 >> np.uint64(32)
-        c = [high_1 ^ c[1] ^ np.uint64(k0), p1 & MASK, high_0 ^ c[3] ^ np.uint64(k1), p0 & MASK]
-        k0, k1 = (k0 + 0x9E3779B9) & 0xFFFFFFFF, (k1 + 0xBB67AE85) & 0xFFFFFFFF
-    return c
-
-
-def expected_normals(key: tuple[int, int, int, int], blocks: range) -> tuple[np.ndarray, int]:
-    """What coordinates of the blocks of 4096 get, and how many radii were refined."""
-    groups = np.arange(blocks.start * 1024, blocks.stop * 1024, dtype=np.uint64)
-    ones = np.ones_like(groups)
-    high, salts = groups >> np.uint64(32), [ones * np.uint64(key[2]), ones * np.uint64(key[3])]
-    words = philox([groups & MASK, high, *salts], key[:2])
-    finer = philox([groups & MASK, high | np.uint64(1 << 31), *salts], key[:2])
-    rows = []
-    refined = 0
-    for radius_word, fine_word, angle_word in ((0, 0, 1), (2, 2, 3)):
-        tiny = words[radius_word] < 65536
-        refined += int(tiny.sum())
-        low = np.where(tiny, finer[fine_word], 1 << 31)
-        u = words[radius_word] * 2.0**-32 + (low + 0.5) * 2.0**-64
-        radius, turn = np.sqrt(-2 * np.log(u)), words[angle_word].astype(np.uint32)
-        angle = math.pi / 4 * (1 + (turn << np.uint32(2)).view(np.int32) * 2.0**-31)
-        for part, bit in ((np.cos(angle), 31), (np.sin(angle), 30)):
-            rows.append(radius * part * np.where(turn >> np.uint32(bit) & 1, -1, 1))
-    return np.stack(rows).reshape(4, -1, 1024).transpose(1, 0, 2).reshape(-1), refined
 
 
 def normals(size: int, *, first: int = 0, key: tuple[int, int, int, int] = KEY) -> torch.Tensor:
@@ -74,6 +44,17 @@ def test_the_reference_is_philox() -> None:
     pi = [np.array([w]) for w in (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344)]
     found = philox(pi, (0xA4093822, 0x299F31D0))
     assert [int(w[0]) for w in found] == [0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1]
+
+
+def test_a_trial_sees_noise_that_is_too_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    noise_route.try_kernel(torch.device(DEVICE))
+
+    def weaker(flat: torch.Tensor, *, std: float, **options: Any) -> None:
+        add_normal_(flat, std=0.99 * std, **options)
+
+    monkeypatch.setattr(triton_noise, "add_normal_", weaker)
+    with pytest.raises(WrongResult, match="noise off by"):
+        noise_route.try_kernel(torch.device(DEVICE))
 
 
 def test_every_number_is_that_of_its_key_and_place() -> None:
@@ -167,8 +148,5 @@ def test_a_step_does_not_wait_for_the_device() -> None:
     sums = {"a": torch.zeros(1000, 700, device="cuda"), "b": torch.zeros(300, device="cuda")}
     noise = GaussianNoise(RandomStreams(seed=1))
     noise.add_(sums, {"a": 1.0, "b": 2.0}, step=0, divide_by=2.0)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with waiting_is_an_error():
         noise.add_(sums, {"a": 1.0, "b": 2.0}, step=1, divide_by=2.0)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from shuffled_dpsgd.clipping.capture.slot import Slot
 from shuffled_dpsgd.clipping.contributions import cost
 from shuffled_dpsgd.clipping.settle.shared_parameters import LayerGroup
+from shuffled_dpsgd.runtime import routes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,9 +40,21 @@ class PlanRow:
 
 
 class Plan(tuple[PlanRow, ...]):
-    """All rows, in the order of the model; prints as a table."""
+    """All rows, in the order of the model; prints as a table.
+
+    `kernels` names, for everything this process has computed, the kernels that did it.
+    """
+
+    kernels: dict[str, tuple[str, ...]]
 
     def __str__(self) -> str:
+        return "\n".join([self._table(), *self._kernel_lines()])
+
+    def _kernel_lines(self) -> list[str]:
+        lines = [f"  {task}: {', '.join(names)}" for task, names in self.kernels.items()]
+        return ["kernels that ran:", *lines] if lines else []
+
+    def _table(self) -> str:
         header = ("modules", "kind", "route", "why")
         lines = [header, *((", ".join(r.modules), r.kind, r.route, r.why()) for r in self)]
         widths = [max(len(line[i]) for line in lines) for i in range(3)]
@@ -53,7 +66,9 @@ class Plan(tuple[PlanRow, ...]):
 
 def describe(groups: Iterable[LayerGroup], choose: cost.Chooser) -> Plan:
     """The plan for these groups, with the shapes of their latest calls."""
-    return Plan(_row(group, choose) for group in groups)
+    plan = Plan(_row(group, choose) for group in groups)
+    plan.kernels = routes.taken()
+    return plan
 
 
 def _row(group: LayerGroup, choose: cost.Chooser) -> PlanRow:

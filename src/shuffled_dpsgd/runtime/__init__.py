@@ -1,1 +1,1 @@
-"""What several rooms need to know about PyTorch and the objects it makes."""
+"""The floor under permutation, clipping and training: what they ask of PyTorch and the machine."""

@@ -14,6 +14,7 @@ from torch import nn
 from shuffled_dpsgd import __version__
 from shuffled_dpsgd.environment import environment
 from shuffled_dpsgd.reports import StepRecord
+from shuffled_dpsgd.runtime import routes
 from shuffled_dpsgd.tasks.config import RunConfig
 from shuffled_dpsgd.tasks.task import Task
 from shuffled_dpsgd.training.card import PrivacyCard
@@ -86,6 +87,7 @@ def summarise(
         "seconds_in_steps": sum(record.seconds for record in records),
         "dataset_size": len(task.train_data),
         "privacy_card": card.to_json(),
+        "routes": routes.report(),
         "config": config.without_seed(),
         "environment": {
             **environment(device),

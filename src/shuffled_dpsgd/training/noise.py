@@ -21,10 +21,11 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from shuffled_dpsgd.clipping.kernels.dispatch import triton_available
 from shuffled_dpsgd.errors import InvalidArgumentError
+from shuffled_dpsgd.runtime.routes import took
 from shuffled_dpsgd.training.box_muller import standard_normal
 from shuffled_dpsgd.training.flat import abutting, as_flat
+from shuffled_dpsgd.training.noise_route import may_take_kernel
 from shuffled_dpsgd.training.randomness import RandomStreams
 
 # Large enough that threads seldom wait for Python between two operations of theirs.
@@ -88,10 +89,13 @@ class GaussianNoise:
         _check(tensors, stds)
         for index, ((device, dtype), stretches) in enumerate(_stretches(tensors, stds).items()):
             if device.type == "cpu":
+                took("noise", "box_muller" if dtype == torch.float32 else "ziggurat")
                 self._add_on_cpu(stretches, step=step, index=index, divide_by=divide_by)
-            elif device.type == "cuda" and dtype == torch.float32 and triton_available():
+            elif dtype == torch.float32 and may_take_kernel(device):
+                took("noise", "triton")
                 self._add_by_kernel(stretches, step=step, index=index, divide_by=divide_by)
             else:
+                took("noise", "torch generator")
                 self._add_on_accelerator(stretches, step=step, index=index, divide_by=divide_by)
 
     def _add_on_cpu(

@@ -8,7 +8,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from shuffled_dpsgd.clipping.kernels import dispatch, plain
+from shuffled_dpsgd.clipping.kernels import choices, plain
 
 pytestmark = pytest.mark.gpu
 DEVICE = torch.device("cuda")
@@ -16,7 +16,7 @@ DEVICE = torch.device("cuda")
 
 @pytest.fixture(autouse=True)
 def _needs_hopper() -> None:
-    if not dispatch.serves_gluon(DEVICE):
+    if not choices.is_hopper(DEVICE):
         pytest.skip("written for another device")
 
 
@@ -36,7 +36,7 @@ def test_norms_are_right_and_never_too_small(
     # Rows longer than what is read of them, as those of a fused projection are.
     xs = [draw(samples, tokens, D + 8 * layer)[..., :D] for layer in (1, 1, 1)]
     gs = [draw(samples, tokens, P) * scale for scale in (0.1, 1.0, 10.0)]
-    found = dispatch.triton("strips").gram_sq_norms(xs, gs, bias)
+    found = choices.module("gluon.strips").gram_sq_norms(xs, gs, bias)
     for norms, x, g in zip(found, xs, gs, strict=True):
         expected = plain.tile_sq_norms(x.double(), g.double(), bias)
         assert ((norms - expected) / expected).abs().max() < 5e-3
@@ -45,7 +45,7 @@ def test_norms_are_right_and_never_too_small(
 
 def test_a_broken_sample_is_its_own() -> None:
     x, g = draw(4, 197, 64), draw(4, 197, 72)
-    kernel = dispatch.triton("strips").gram_sq_norms
+    kernel = choices.module("gluon.strips").gram_sq_norms
     expected = kernel([x], [g], True)
     x[1, 3, 5], g[2, 190, 7] = float("nan"), float("inf")
     found = kernel([x], [g], True)
@@ -56,5 +56,5 @@ def test_a_broken_sample_is_its_own() -> None:
 def test_half_precision_of_the_other_kind() -> None:
     x, g = draw(3, 197, 64, dtype=torch.float16), draw(3, 197, 72, dtype=torch.float16)
     expected = plain.tile_sq_norms(x.double(), g.double(), False)
-    found = dispatch.triton("strips").gram_sq_norms([x], [g], False)[0]
+    found = choices.module("gluon.strips").gram_sq_norms([x], [g], False)[0]
     assert ((found - expected) / expected).abs().max() < 5e-3

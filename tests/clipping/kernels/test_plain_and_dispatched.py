@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from shuffled_dpsgd.clipping import kernels
-from shuffled_dpsgd.clipping.kernels import plain, tables
+from shuffled_dpsgd.clipping.kernels import plain
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-5}
 SHAPES = st.tuples(*(st.integers(1, 9) for _ in range(4)))
@@ -106,7 +106,7 @@ def test_tied_cross_terms(
 
 @pytest.mark.parametrize("padding_idx", [None, 1])
 @pytest.mark.parametrize("rows", [1, 3, 50])
-def test_tables_without_products_in_float64(
+def test_tables_and_those_tied_to_a_head(
     rows: int, padding_idx: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(plain, "MAX_TEMPORARY_ELEMENTS", 300)
@@ -115,22 +115,21 @@ def test_tables_without_products_in_float64(
     x, ge = draw(B, T, D, dtype=torch.bfloat16), draw(B, T, D, dtype=torch.float32, seed=4)
     gl = draw(B, T, rows, dtype=torch.bfloat16, seed=5)
     gradients = table_gradients(ids, ge, rows, padding_idx)
-    norms = tables.embedding_sq_norms(ids, ge, padding_idx)
+    norms = kernels.embedding_sq_norms(ids, ge, padding_idx)
     expected = gradients.square().sum((1, 2))
     torch.testing.assert_close(norms.double(), expected, rtol=1e-5, atol=1e-12)
     assert (norms >= expected * (1 - 1e-7)).all()
-    found = tables.tied_cross_terms(x, gl, ids, ge, padding_idx).double()
+    found = kernels.tied_cross_terms(x, gl, ids, ge, padding_idx).double()
     expected = (outer(x, gl) * gradients).sum((1, 2))
     size = x.double().norm() * gl.double().norm() * ge.double().norm()
-    assert (found - expected).abs().max() <= 1e-5 * size
-    assert (found >= expected).all()
+    assert (found - expected).abs().max() <= 1e-6 * size
 
 
 def test_a_poisoned_table_spoils_no_other_sample() -> None:
     ids, g = torch.zeros(3, 4, dtype=torch.int64), draw(3, 4, 5, dtype=torch.float32)
-    clean = tables.embedding_sq_norms(ids, g, None)
+    clean = kernels.embedding_sq_norms(ids, g, None)
     g[1, 2, 3] = float("nan")
-    found = tables.embedding_sq_norms(ids, g, None)
+    found = kernels.embedding_sq_norms(ids, g, None)
     assert found.isnan().tolist() == [False, True, False]
     assert torch.equal(found[[0, 2]], clean[[0, 2]])
 

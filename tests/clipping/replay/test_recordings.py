@@ -22,6 +22,7 @@ from shuffled_dpsgd.clipping.replay.recordings import (
     places_of,
 )
 from shuffled_dpsgd.clipping.settle.schedules import WholeGradient
+from shuffled_dpsgd.runtime.cuda_graphs import CaptureFailed
 
 
 class FakeRecorder:
@@ -82,7 +83,7 @@ def test_places_seen_once_push_no_recording_out() -> None:
 
 def test_a_recording_that_fails_is_reported_and_the_work_done_all_the_same() -> None:
     def refuse(work: Work) -> FakeRecording:
-        raise RuntimeError("operation not permitted when stream is capturing")
+        raise CaptureFailed("operation not permitted when stream is capturing")
 
     replays = Replays(refuse)
     replays.run(("here",), lambda: torch.zeros(()))
@@ -198,7 +199,7 @@ def test_graphs_are_recorded_anew_after_all_others_are_gone() -> None:
 def test_dropout_goes_on_after_a_recording_that_failed() -> None:
     source = torch.ones(1000, device="cuda")
     # Waiting for the device is forbidden while its work is recorded, and spoils the recording.
-    with pytest.raises(RuntimeError):
+    with pytest.raises(CaptureFailed):
         GraphRecorder()(lambda: source * float((2 * source).sum()))
     first, second = (torch.nn.functional.dropout(source, 0.5) for _ in range(2))
     assert not torch.equal(first, second)

@@ -149,3 +149,15 @@ def test_the_route_of_a_call_is_chosen_once(clip: str, monkeypatch: pytest.Monke
         (6, 5, 5),
         (6, 5, 5),
     ]
+
+
+def test_plan_names_the_kernels_that_ran() -> None:
+    engine = ClippingEngine(nn.Linear(8, 8))
+    run(
+        engine,
+        lambda model, inputs: model(inputs["x"]).square().sum((1, 2)),
+        {"x": torch.randn(2, 4, 8)},
+    )
+    plan = engine.plan()
+    assert "host" in plan.kernels["weighted sums"]
+    assert "weighted sums: " in str(plan)

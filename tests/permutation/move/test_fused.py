@@ -22,25 +22,29 @@ from torch import nn
 from permutation.zoo import FAMILIES
 from shuffled_dpsgd.permutation import apply, apply_to_tensors, discover, draw
 from shuffled_dpsgd.permutation.move import fused, launches, recording
-from shuffled_dpsgd.permutation.move.backend import find_kernels
 from shuffled_dpsgd.permutation.move.drawing import fused_drawing
+from shuffled_dpsgd.permutation.move.kernel_route import find_kernels
+from waiting import waiting_is_an_error
 
 TESTS = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
 
 INTERPRETED = """
+from unittest import mock
 import torch
 from permutation.zoo import FAMILIES
-from shuffled_dpsgd.permutation import apply_to_tensors, discover, draw, fused, launches
-from shuffled_dpsgd.permutation.backend import find_kernels
-from shuffled_dpsgd.permutation.draw import fused_drawing
+from shuffled_dpsgd.permutation import apply_to_tensors, discover, draw
+from shuffled_dpsgd.permutation.move import fused, launches
+from shuffled_dpsgd.permutation.move.drawing import fused_drawing
+from shuffled_dpsgd.permutation.move.kernel_route import kernels, try_kernels
+from shuffled_dpsgd.runtime.routes import WrongResult
 
 def draws_agree(spec, seed):
     generator = torch.Generator().manual_seed(seed)
     slots = sum(group.size for group in spec.groups)
     keys = torch.empty(slots, dtype=torch.int64).random_(generator=generator)
     permutation = draw(spec, generator.manual_seed(seed))
-    drawing = fused_drawing(spec, keys.device, find_kernels())
+    drawing = fused_drawing(spec, keys.device, kernels())
     drawing.keys.copy_(keys)
     assert torch.equal(drawing.result().packed, permutation.packed)
 
@@ -51,20 +55,34 @@ def agree(spec, seed, tensors):
     fused.move(permutation, fused.prepare(spec, list(tensors.items())))
     assert all(torch.equal(tensors[n], expected[n]) for n in tensors)
 
-for sizes in ({}, {"columns": 64, "rows": 64}):
-    launches.PROGRAM_BYTES.update(sizes)
-    for family in ("gpt2", "vit", "llama"):
-        for scope, dtype in (("paper", torch.float32), ("full", torch.bfloat16)):
-            model = FAMILIES[family]().model.to(dtype)
-            spec = discover(model, scope=scope)
-            draws_agree(spec, 2)
-            moved = {n: p.detach() for n, p in model.named_parameters() if n in spec.axes_of}
-            agree(spec, 0, moved)
-            flat = torch.randn(1 + sum(t.numel() for t in moved.values())).to(dtype)
-            parts = flat[1:].split([t.numel() for t in moved.values()])
-            odd = {n: part.view(moved[n].shape) for n, part in zip(moved, parts)}
-            agree(spec, 1, odd)
-            assert flat[0] != 0
+try_kernels(torch.device("cpu"))
+# A trial sees matrices that stay as they are.
+with mock.patch.object(fused, "move"):
+    try:
+        try_kernels(torch.device("cpu"))
+    except WrongResult:
+        pass
+    else:
+        raise AssertionError("nothing moved, and the trial passed")
+
+# Large programs and small ones, of which a matrix takes several.
+for size, family, scope, dtype in (
+    (None, "gpt2", "full", torch.bfloat16),
+    (64, "llama", "paper", torch.float32),
+    (256, "vit", "full", torch.bfloat16),
+):
+    if size is not None:
+        launches.PROGRAM_BYTES.update(columns=size, rows=size)
+    model = FAMILIES[family]().model.to(dtype)
+    spec = discover(model, scope=scope)
+    draws_agree(spec, 2)
+    moved = {n: p.detach() for n, p in model.named_parameters() if n in spec.axes_of}
+    agree(spec, 0, moved)
+    flat = torch.randn(1 + sum(t.numel() for t in moved.values())).to(dtype)
+    parts = flat[1:].split([t.numel() for t in moved.values()])
+    odd = {n: part.view(moved[n].shape) for n, part in zip(moved, parts)}
+    agree(spec, 1, odd)
+    assert flat[0] != 0
 """
 
 
@@ -85,7 +103,7 @@ def replay(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.mark.gpu
 @pytest.mark.parametrize("family", ["bert", "vit", "llama"])
 def test_compiled_kernels_agree_with_indexing(family: str) -> None:
-    assert find_kernels() is not None
+    assert find_kernels(torch.device("cuda:0")) is not None
     _assert_compiled_agrees(FAMILIES[family]().model.cuda(), draws=5)
 
 
@@ -156,7 +174,7 @@ def test_replaced_weights_are_moved_where_they_are_now() -> None:
 def test_a_compiled_draw_sorts_its_keys(hidden: int) -> None:
     model = nn.Sequential(nn.Linear(8, hidden), nn.GELU(), nn.Linear(hidden, 8)).cuda()
     spec = discover(model, scope="full")
-    code = find_kernels()
+    code = find_kernels(torch.device("cuda:0"))
     assert code is not None
     for bound in (2**62, 50):
         keys = torch.randint(bound, (hidden,), device="cuda")
@@ -185,11 +203,8 @@ def test_a_shuffle_never_waits_for_the_device_nor_takes_memory() -> None:
         apply(permutation, model, optimizer)
         extra = torch.cuda.max_memory_allocated() - before
     assert extra == 0
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with waiting_is_an_error():
         apply(draw(spec, generator), model, optimizer)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_every_tensor_of_the_families_is_served() -> None:

@@ -30,6 +30,11 @@ def serves(*tensors: Tensor) -> bool:
     )
 
 
+def name_for(*tensors: Tensor) -> str:
+    """The module that serves these where no GPU kernel does."""
+    return "host" if serves(*tensors) else "plain"
+
+
 def row_sq_norms(rows_BN: Tensor) -> Tensor:
     """(B,) squared lengths in float64, of float32 rows."""
     B, N = rows_BN.shape

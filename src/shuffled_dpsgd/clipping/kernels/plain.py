@@ -195,15 +195,13 @@ def tied_cross_terms(
     sum_{t,s} gl_t[id_s] <x_t, ge_s>; the squared norm of the tied table needs twice this.
     """
     B, S = ids_BS.shape
-    alike = on_tensor_cores(x_BTD) and x_BTD.dtype == ge_BSD.dtype
-    products = inner_products if alike else exact_inner_products
     total_B = torch.zeros(B, dtype=torch.float64, device=x_BTD.device)
     if padding_idx is not None:
         ge_BSD = torch.where((ids_BS != padding_idx)[:, :, None], ge_BSD, 0.0)
     for rows in slices(x_BTD.shape[1], B * S):
         x_rows = tokens(x_BTD, rows)
         picked = tokens(gl_BTV, rows).gather(2, ids_BS[:, None, :].expand(-1, x_rows.shape[1], -1))
-        pairs = products(x_rows, ge_BSD)
+        pairs = exact_inner_products(x_rows, ge_BSD)
         total_B = total_B + (picked.to(pairs.dtype) * pairs).sum((1, 2))
     return total_B.to(accumulator_dtype(x_BTD, ge_BSD))
 

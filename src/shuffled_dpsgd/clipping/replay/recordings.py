@@ -9,8 +9,6 @@ other work is done the ordinary way.
 
 from __future__ import annotations
 
-import os
-import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable
 from operator import attrgetter
@@ -23,6 +21,7 @@ from torch import Tensor
 from shuffled_dpsgd.clipping.capture.captures import Capture
 from shuffled_dpsgd.clipping.kernels.triton.addresses import Tables, holding
 from shuffled_dpsgd.clipping.replay.side_streams import CudaSideStreams, using_side_streams
+from shuffled_dpsgd.runtime import cuda_graphs
 
 # Many, because a step may have dozens of physical batches, and what it keeps of each may shift the
 # allocations of the next. Places seen once are kept apart from recordings: batches of other sizes
@@ -43,7 +42,7 @@ class RecordedWork(Protocol):
 
 
 class WorkRecorder(Protocol):
-    """Records work without doing it; raises RuntimeError where that cannot be."""
+    """Records work without doing it; raises `CaptureFailed` where that cannot be."""
 
     def __call__(self, work: Work) -> RecordedWork: ...
 
@@ -90,7 +89,7 @@ class Replays:
         self._record = record if record is not None else GraphRecorder()
         self._seen: OrderedDict[Places, Tables] = OrderedDict()
         self._recorded: OrderedDict[Places, _Recorded] = OrderedDict()
-        self.enabled = os.environ.get("SHUFFLED_DPSGD_CUDA_GRAPHS", "1") != "0"
+        self.enabled = cuda_graphs.may_record()
         self.replayed = 0
 
     def run(self, places: Places | None, work: Work) -> Tensor:
@@ -109,22 +108,18 @@ class Replays:
             try:
                 with holding(tables):
                     recording = self._record(work)
-            except RuntimeError as error:
+            except cuda_graphs.CaptureFailed as error:
                 self._give_up(error)
                 return work()
             found = _added(self._recorded, places, _Recorded(recording, tables), MAX_RECORDINGS)
         self.replayed += 1
         return found.recording.replay()
 
-    def _give_up(self, error: RuntimeError) -> None:
+    def _give_up(self, error: cuda_graphs.CaptureFailed) -> None:
         self.enabled = False
         self._seen.clear()
         self._recorded.clear()
-        warnings.warn(
-            f"Clipping goes on without CUDA graphs, more slowly: recording failed ({error}).",
-            RuntimeWarning,
-            stacklevel=2,
-        )
+        cuda_graphs.warn_unrecorded("Clipping", error)
 
 
 def _added(kept: OrderedDict[Places, Value], places: Places, value: Value, at_most: int) -> Value:
@@ -147,46 +142,24 @@ class GraphRecorder:
         self._stream: torch.cuda.Stream | None = None
         self._side_streams: CudaSideStreams | None = None
         self._alive: WeakSet[RecordedGraph] = WeakSet()
-        self._broken: list[torch.cuda.CUDAGraph] = []
 
     def __call__(self, work: Work) -> RecordedWork:
         if self._stream is None or self._side_streams is None:
             self._stream, self._side_streams = torch.cuda.Stream(), CudaSideStreams()
         if not self._alive:
             self._pool = torch.cuda.graph_pool_handle()
-        graph = torch.cuda.CUDAGraph()
         self._stream.wait_stream(torch.cuda.current_stream())
-        # `torch.cuda.graph` would empty the allocator's cache, and with it lose every place.
-        with torch.cuda.stream(self._stream):
-            try:
-                result = self._capture(graph, work, self._side_streams)
-            except RuntimeError:
-                # The allocator may go on asking the graph whether it still records.
-                self._broken.append(graph)
-                _free_generator()
-                raise
+        streams = self._side_streams
+
+        def on_side_streams() -> Tensor:
+            with using_side_streams(streams):
+                return work()
+
+        graph, result = cuda_graphs.capture(on_side_streams, self._stream, pool=self._pool)
         torch.cuda.current_stream().wait_stream(self._stream)
         recording = RecordedGraph(graph, result)
         self._alive.add(recording)
         return recording
-
-    def _capture(self, graph: torch.cuda.CUDAGraph, work: Work, streams: CudaSideStreams) -> Tensor:
-        # Other threads, such as a loader that pins memory, may use the device meanwhile.
-        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-        try:
-            with using_side_streams(streams):
-                return work()
-        finally:
-            graph.capture_end()
-
-
-def _free_generator() -> None:
-    """Let the device's generator go on after a recording that did not begin or end as it should.
-
-    It would wait for the end of that for ever, and the next dropout would fail.
-    """
-    generator = torch.cuda.default_generators[torch.cuda.current_device()]
-    generator.graphsafe_set_state(generator.clone_state())
 
 
 class RecordedGraph:

@@ -16,6 +16,7 @@ from shuffled_dpsgd.errors import InvalidArgumentError
 from shuffled_dpsgd.permutation.move import fused, threads
 from shuffled_dpsgd.permutation.move.drawing import Permutation
 from shuffled_dpsgd.permutation.move.inventory import Inventory, sort_out, take_inventory
+from shuffled_dpsgd.runtime.routes import took
 
 # A tensor that moves along one axis only is moved slice by slice: the temporary stays in cache, and
 # is large enough that threads seldom wait for each other.
@@ -56,8 +57,10 @@ def _move(permutation: Permutation, inventory: Inventory) -> None:
     on_device = functools.cache(permutation.to)
     spec = permutation.spec
     for prepared in inventory.together:
+        took("moving weights", "triton")
         fused.move(on_device(prepared.pointers.device), prepared)
     for (device, dtype), tensors in inventory.apart.items():
+        took("moving weights", "threads" if device.type == "cpu" else "indexing")
         indices = on_device(device).indices
         placed: list[threads.Placed] = [
             (tensor, [(axis, indices[layout]) for axis, layout in spec.axes_of[name]])

@@ -15,10 +15,11 @@ from types import ModuleType
 import torch
 
 from shuffled_dpsgd.errors import InvalidArgumentError
-from shuffled_dpsgd.permutation.move.backend import find_kernels
 from shuffled_dpsgd.permutation.move.index_layout import BLOCK, Packing, packing_of
+from shuffled_dpsgd.permutation.move.kernel_route import find_kernels
 from shuffled_dpsgd.permutation.move.recording import Recording
 from shuffled_dpsgd.permutation.spec import PermutationSpec
+from shuffled_dpsgd.runtime.routes import took
 
 # The kernel compares every two keys of a group: for larger groups sorting is quicker.
 _LARGEST_COMPARED = 8192
@@ -89,9 +90,10 @@ def draw(spec: PermutationSpec, generator: torch.Generator) -> Permutation:
     """
     device = generator.device
     packing = packing_of(spec, device)
-    code = find_kernels()
     compared = 0 < max(packing.by_size, default=0) <= _LARGEST_COMPARED
-    if device.type == "cuda" and code is not None and compared:
+    code = find_kernels(device) if compared else None
+    took("drawing permutations", "plain" if code is None else "triton")
+    if code is not None:
         drawing = fused_drawing(spec, device, code)
         drawing.keys.random_(generator=generator)
         return drawing.result()

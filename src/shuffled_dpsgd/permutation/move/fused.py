@@ -16,9 +16,9 @@ from functools import cached_property
 
 import torch
 
-from shuffled_dpsgd.permutation.move.backend import find_kernels
 from shuffled_dpsgd.permutation.move.drawing import Permutation
 from shuffled_dpsgd.permutation.move.index_layout import packing_of
+from shuffled_dpsgd.permutation.move.kernel_route import find_kernels, kernels
 from shuffled_dpsgd.permutation.move.launches import Launch, Shape, build_branches, tile_of
 from shuffled_dpsgd.permutation.move.recording import Recording
 from shuffled_dpsgd.permutation.spec import PermutationSpec
@@ -42,9 +42,9 @@ def can_move(spec: PermutationSpec, name: str, tensor: torch.Tensor) -> bool:
         and tensor.layout == torch.strided
         and tensor.is_contiguous()
         and tensor.element_size() in _ELEMENT_SIZES
-        and find_kernels() is not None
         and shape is not None
         and fits_shared_memory(shape, tensor.element_size())
+        and find_kernels(tensor.device) is not None
     )
 
 
@@ -149,8 +149,7 @@ def _issue(
     size: int,
     aligned: bool,
 ) -> None:
-    code = find_kernels()
-    assert code is not None
+    code = kernels()
     for launch in launches:
         tile = launch.tile
         kernel = code.permute_columns if tile.moving == "columns" else code.permute_rows

@@ -1,18 +1,18 @@
 """Launches that are the same at every step, recorded once as a CUDA graph and replayed.
 
-A launch from Python costs the host some fifty microseconds in the middle of training, a replay of
-all of them together about as much as one.
+A launch from Python costs the host some fifty microseconds in the middle of training. A replay of
+all launches together costs about as much as one.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 
 import torch
 
-# SHUFFLED_DPSGD_CUDA_GRAPHS=0: every launch is issued anew.
-REPLAY = os.environ.get("SHUFFLED_DPSGD_CUDA_GRAPHS", "1") != "0"
+from shuffled_dpsgd.runtime import cuda_graphs
+
+REPLAY = cuda_graphs.may_record()
 
 
 class Recording:
@@ -26,34 +26,34 @@ class Recording:
         self._launch = launch
         self._device = device
         self._graph: torch.cuda.CUDAGraph | None = None
-        self._warm = False
+        self._is_warm = False
+        self._may_record = True
 
     def run(self) -> None:
         """Do what `launch` does, on the current stream.
 
         The first run issues the launches, since kernels must be compiled and loaded before they
-        can be recorded; so does a run inside somebody else's capture, which records them there.
+        can be recorded. So does a run inside somebody else's capture, which records them there,
+        and every run after a recording that failed.
         """
         if self._device.type != "cuda":
             self._launch()  # Triton's interpreter
             return
         with torch.cuda.device(self._device):
-            if not REPLAY or not self._warm or torch.cuda.is_current_stream_capturing():
-                self._launch()
-                self._warm = True
-                return
-            if self._graph is None:
-                self._graph = self._record()
-            self._graph.replay()
+            recordable = REPLAY and self._may_record and self._is_warm
+            if recordable and not torch.cuda.is_current_stream_capturing():
+                if self._graph is None:
+                    self._record()
+                if self._graph is not None:
+                    self._graph.replay()
+                    return
+            self._launch()
+            self._is_warm = True
 
-    def _record(self) -> torch.cuda.CUDAGraph:
-        graph = torch.cuda.CUDAGraph()
-        # Unlike `torch.cuda.graph`, this neither waits for the device nor empties its caches:
-        # nothing is allocated, and other threads may go on with what they do.
-        with torch.cuda.stream(torch.cuda.Stream(self._device)):
-            graph.capture_begin(capture_error_mode="thread_local")
-            try:
-                self._launch()
-            finally:
-                graph.capture_end()
-        return graph
+    def _record(self) -> None:
+        stream = torch.cuda.Stream(self._device)
+        try:
+            self._graph, _ = cuda_graphs.capture(self._launch, stream)
+        except cuda_graphs.CaptureFailed as error:
+            self._may_record = False
+            cuda_graphs.warn_unrecorded("Shuffling", error)

@@ -20,11 +20,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
+from shuffled_dpsgd.clipping.kernels.gluon.compatibility import begin_load, group_barrier
 from shuffled_dpsgd.clipping.kernels.gluon.ring import after, barriers, held, source_of
 from shuffled_dpsgd.clipping.kernels.triton.sums import segmentation
 
@@ -113,8 +113,8 @@ def load_chunk(  # type: ignore[no-untyped-def]
     """Begin to load some tokens of a sample into the buffers of every group and of all."""
     for group in gl.static_range(GROUPS):
         buffer = g_buffers.index(GROUPS * at + group)
-        tma.async_copy_global_to_shared(gs, [b, t, p + group * ROWS], bar, buffer)
-    tma.async_copy_global_to_shared(xs, [b, t, d], bar, x_buffers.index(at))
+        begin_load(gs, [b, t, p + group * ROWS], bar, buffer)
+    begin_load(xs, [b, t, d], bar, x_buffers.index(at))
 
 
 @gluon.jit
@@ -199,12 +199,12 @@ def segment(  # type: ignore[no-untyped-def]
                 part, part_1 = done(part, part_1, 2, BIAS)
             else:
                 part, part_1 = done(part, part_1, 1, BIAS)
-            gl.thread_barrier()
+            group_barrier()
             mbarrier.arrive(empty.index(before), count=1)
         before = stage
         stage, phase = after(stage, phase, STAGES)
     part, part_1 = done(part, part_1, 0, BIAS)
-    gl.thread_barrier()
+    group_barrier()
     mbarrier.arrive(empty.index(before), count=1)
     return part, part_1, stage, phase
 

@@ -24,11 +24,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma_wait,
 )
 
 from shuffled_dpsgd.clipping.kernels import plain
+from shuffled_dpsgd.clipping.kernels.gluon.compatibility import begin_load, group_barrier
 from shuffled_dpsgd.clipping.kernels.gluon.ring import (
     ELEMENT,
     after,
@@ -71,12 +71,12 @@ def load_features(head, strip, sample, width, rings, stage, phase, LAST: gl.cons
         mbarrier.wait(empty.index(stage), phase ^ 1)
         mbarrier.expect(bar, CHUNK * (HEAD + STRIP + (STRIP if LAST else 0)) * 2)
         at = [sample, 0, first]
-        tma.async_copy_global_to_shared(head, at, bar, head_ring.index(stage))
+        begin_load(head, at, bar, head_ring.index(stage))
         at = [sample, HEAD, first]
-        tma.async_copy_global_to_shared(strip, at, bar, strip_ring.index(stage))
+        begin_load(strip, at, bar, strip_ring.index(stage))
         if LAST:
             at = [sample, HEAD + STRIP, first]
-            tma.async_copy_global_to_shared(strip, at, bar, last_ring.index(stage))
+            begin_load(strip, at, bar, last_ring.index(stage))
         stage, phase = after(stage, phase, STAGES)
     return stage, phase
 
@@ -152,11 +152,11 @@ def gram(width, rings, stage, phase, GROUP: gl.constexpr, LAST: gl.constexpr):  
             corner = times(few if GROUP == 0 else third, few.slice(0, NARROW), corner, step)
         # The products of the load before are done: its buffers may be filled again.
         first, middle, own, last, corner = done(first, middle, own, last, corner, 1, GROUP, LAST)
-        gl.thread_barrier()
+        group_barrier()
         mbarrier.arrive(empty.index(before(stage, STAGES)), count=1, pred=step > 0)
         stage, phase = after(stage, phase, STAGES)
     first, middle, own, last, corner = done(first, middle, own, last, corner, 0, GROUP, LAST)
-    gl.thread_barrier()
+    group_barrier()
     mbarrier.arrive(empty.index(before(stage, STAGES)), count=1)
     return first, middle, own, last, corner, stage, phase
 

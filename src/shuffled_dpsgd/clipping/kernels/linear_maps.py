@@ -1,0 +1,277 @@
+"""Linear maps: per-sample norms and clipped sums, by the fastest kernels that serve the tensors.
+
+Triton serves half precision on a CUDA device, `host` single and half precision on a CPU, and
+`plain` everything else. All results agree to float32 rounding.
+Shapes as in `plain`; L is a number of layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from shuffled_dpsgd.clipping.kernels import choices, host, plain
+from shuffled_dpsgd.clipping.kernels.alignment import MIN_WIDTH, ROW_ALIGNMENT_BYTES, aligned
+from shuffled_dpsgd.clipping.kernels.choices import HALF
+from shuffled_dpsgd.runtime.routes import took
+
+# A shorter sample does not fill blocks of 16 tokens well enough.
+MIN_TOKENS = 8
+# Fewer numbers than this are not worth a launch of their own.
+MIN_STORED = 1 << 16
+
+
+def fits_triton_linear(x_BTD: Tensor, g_BTP: Tensor) -> bool:
+    """Whether the Triton kernels take this pair."""
+    B, T, D = x_BTD.shape
+    return (
+        x_BTD.is_cuda
+        and x_BTD.dtype == g_BTP.dtype
+        and x_BTD.dtype in HALF
+        and B > 0
+        and T >= MIN_TOKENS
+        and min(D, g_BTP.shape[2]) >= MIN_WIDTH
+        and aligned(x_BTD)
+        and aligned(g_BTP)
+    )
+
+
+def alike(pairs: Sequence[tuple[Tensor, Tensor]], labels: Sequence[object]) -> list[list[int]]:
+    """Indices of `pairs` in runs that one launch can serve: same shapes, strides and label."""
+    runs: dict[object, list[int]] = {}
+    for index, ((x, g), label) in enumerate(zip(pairs, labels, strict=True)):
+        key = (x.shape, g.shape, x.stride(), g.stride(), x.dtype, g.dtype, label)
+        runs.setdefault(key, []).append(index)
+    return list(runs.values())
+
+
+def gram_sq_norm_sums(
+    pairs: Sequence[tuple[Tensor, Tensor]], biases: Sequence[bool]
+) -> list[Tensor]:
+    """(B,) tensors that add up to the sum of all pairs' `plain.gram_sq_norms`.
+
+    Layers of one shape share a launch.
+    """
+    found: list[Tensor] = []
+    for run in alike(pairs, biases):
+        x, g = pairs[run[0]]
+        kernel = None
+        if fits_triton_linear(x, g):
+            kernel = choices.gram_norms(x.device, x.shape[1], max(x.shape[2], g.shape[2]))
+        took("norms by Gram matrices", kernel or host.name_for(x, g))
+        if kernel == "triton.wide":
+            wide = choices.module(kernel)
+            found += [wide.gram_sq_norms(*pairs[i], biases[i]) for i in run]
+        elif kernel is not None:
+            xs, gs = zip(*(pairs[i] for i in run), strict=True)
+            found.append(choices.module(kernel).gram_sq_norms(xs, gs, biases[run[0]]).sum(0))
+        elif host.serves(x, g):
+            found += host.gram_sq_norms([pairs[i] for i in run], biases[run[0]])
+        else:
+            found += [plain.gram_sq_norms(*pairs[i], biases[i]) for i in run]
+    return found
+
+
+def tile_sq_norm_sums(
+    pairs: Sequence[tuple[Tensor, Tensor]], biases: Sequence[bool]
+) -> list[Tensor]:
+    """(B,) tensors that add up to the sum of all pairs' `plain.tile_sq_norms`.
+
+    Layers of one shape share a launch.
+    """
+    found: list[Tensor] = []
+    for run in alike(pairs, biases):
+        x, g = pairs[run[0]]
+        kernel = choices.tile_norms(x.device) if fits_triton_linear(x, g) else None
+        took("norms by tiles", kernel or host.name_for(x, g))
+        if kernel is not None:
+            xs, gs = zip(*(pairs[i] for i in run), strict=True)
+            found.append(choices.module(kernel).tile_sq_norms(xs, gs, biases[run[0]]).sum(0))
+        else:
+            module = host if host.serves(x, g) else plain
+            found += [module.tile_sq_norms(*pairs[i], biases[i]) for i in run]
+    return found
+
+
+def stored_products(left_BTR: Tensor, right_BTC: Tensor) -> tuple[Tensor, Tensor]:
+    """Every sample's left^T right, (B, R, C), accumulated wide, and its (B,) squared norm."""
+    (B, _, R), C = left_BTR.shape, right_BTC.shape[2]
+    fits = fits_triton_linear(right_BTC, left_BTR)
+    if fits and choices.tile_norms(left_BTR.device) == "gluon.squares":
+        squares = choices.module("gluon.squares")
+        if squares.fills_gpu(left_BTR.shape[1], R, C):
+            took("stored products", "gluon.squares")
+            stored = torch.empty(B, R, C, dtype=torch.float32, device=left_BTR.device)
+            norms_LB = squares.tile_sq_norms([right_BTC], [left_BTR], False, [stored])
+            return stored, norms_LB[0]
+    took("stored products", "plain")
+    stored = plain.outer_products(left_BTR, right_BTC)
+    return stored, row_sq_norms(stored.flatten(1))
+
+
+def add_weighted_outer_sums(
+    pairs: Sequence[tuple[Tensor, Tensor]],
+    factors_B: Tensor,
+    outs: Sequence[Tensor],
+    accumulate: bool = True,
+    biases: Sequence[Tensor | None] | None = None,
+) -> None:
+    """Add each pair's sum_b f_b g_b^T x_b into its `out`, and sum_b f_b sum_t g_bt into its bias.
+
+    An `out` is (P, D), contiguous or the transpose of what is; a bias is (P,), or None where there
+    is none. Unless `accumulate`, what they hold is overwritten, which saves filling them with
+    zeros.
+    """
+    wanted = [None] * len(pairs) if biases is None else biases
+    labels = [
+        (out.dtype, out.stride(), None if bias is None else bias.dtype)
+        for out, bias in zip(outs, wanted, strict=True)
+    ]
+    for run in alike(pairs, labels):
+        chosen = [pairs[i] for i in run]
+        targets = [outs[i] for i in run]
+        added = [bias for i in run if (bias := wanted[i]) is not None]
+        x, g = chosen[0]
+        kernel = choices.outer_sums(x.device) if fits_triton_linear(x, g) else None
+        if kernel is not None and not all(_fits_triton_sum(out) for out in targets):
+            _add_through_copies(chosen, factors_B, targets, accumulate)
+        elif kernel == "gluon.weighted_sums":
+            took("weighted sums", kernel)
+            xs, gs = zip(*chosen, strict=True)
+            by = choices.module(kernel)
+            by.weighted_outer_sums(xs, gs, factors_B.float(), targets, accumulate, added)
+            continue
+        else:
+            _add_outer_sums(chosen, factors_B, targets, accumulate, kernel)
+        if added:
+            add_weighted_row_sums([g for _, g in chosen], factors_B, added, accumulate)
+
+
+def _add_through_copies(
+    pairs: Sequence[tuple[Tensor, Tensor]],
+    factors_B: Tensor,
+    outs: Sequence[Tensor],
+    accumulate: bool,
+) -> None:
+    """The same sums by the same kernels, for outputs that these cannot write.
+
+    Plain torch would not do: norms may be exact for what the kernels compute, and no more.
+    """
+    floats, device = torch.float32, outs[0].device
+    copies = [torch.empty(out.shape, dtype=floats, device=device) for out in outs]
+    add_weighted_outer_sums(pairs, factors_B, copies, accumulate=False)
+    for out, total in zip(outs, copies, strict=True):
+        out.add_(total) if accumulate else out.copy_(total)
+
+
+def _add_outer_sums(
+    pairs: Sequence[tuple[Tensor, Tensor]],
+    factors_B: Tensor,
+    outs: Sequence[Tensor],
+    accumulate: bool,
+    kernel: str | None,
+) -> None:
+    """Sums of weights only, by `triton.sums` or on any device."""
+    if not outs[0].is_contiguous():
+        # The transpose of a sum is the sum of the pair the other way round.
+        pairs = [(g, x) for x, g in pairs]
+        outs = [out.mT for out in outs]
+    took("weighted sums", kernel or host.name_for(*pairs[0], outs[0]))
+    if kernel is not None:
+        xs, gs = zip(*pairs, strict=True)
+        by = choices.module(kernel)
+        by.weighted_outer_sums(xs, gs, factors_B.float(), outs, accumulate)
+        return
+    for (x, g), out in zip(pairs, outs, strict=True):
+        if host.serves(x, g, out):
+            host.weighted_outer_sum(x, g, factors_B, out, accumulate)
+        else:
+            plain.weighted_outer_sum(x, g, factors_B, out if accumulate else out.zero_())
+
+
+def _fits_triton_sum(out: Tensor) -> bool:
+    """Whether the Triton kernels write sums there."""
+    whole = out.is_contiguous() or out.mT.is_contiguous()
+    return out.dtype is torch.float32 and whole and out.data_ptr() % ROW_ALIGNMENT_BYTES == 0
+
+
+def is_stored_gradient(g_B1N: Tensor) -> bool:
+    """Whether these are large per-sample gradients of the kind that Triton sums."""
+    return (
+        g_B1N.is_cuda
+        and g_B1N.dtype is torch.float32
+        and g_B1N.shape[1] == 1
+        and g_B1N.shape[2] >= MIN_STORED
+        and g_B1N.is_contiguous()
+    )
+
+
+def add_weighted_row_sums(
+    gs: Sequence[Tensor], factors_B: Tensor, outs: Sequence[Tensor], accumulate: bool = True
+) -> None:
+    """Add each sum_b f_b sum_t g_bt into its (P,) `out`, or overwrite it unless `accumulate`."""
+    for run in alike([(g, g) for g in gs], [out.dtype for out in outs]):
+        g, targets = gs[run[0]], [outs[i] for i in run]
+        may_write = targets[0].dtype is torch.float32 and choices.may_take(choices.ROWS, g.device)
+        if may_write and fits_triton_linear(g, g):
+            took("sums of biases", "triton.rows")
+            rows = choices.module("triton.rows")
+            rows.weighted_row_sums([gs[i] for i in run], factors_B.float(), targets, accumulate)
+        elif may_write and is_stored_gradient(g) and all(out.is_contiguous() for out in targets):
+            took("sums of stored gradients", "triton.rows")
+            rows = choices.module("triton.rows")
+            for i in run:
+                stored_BN = gs[i].squeeze(1)
+                rows.weighted_stored_sum(stored_BN, factors_B.float(), outs[i], accumulate)
+        else:
+            took("sums of biases", host.name_for(g, targets[0]))
+            for i in run:
+                out = outs[i] if accumulate else outs[i].zero_()
+                module = host if host.serves(gs[i], out) else plain
+                module.weighted_row_sum(gs[i], factors_B, out)
+
+
+def row_sq_norms(rows_BN: Tensor) -> Tensor:
+    """(B,) squared lengths of rows, float64 for float64 and float32 for all else."""
+    if host.serves(rows_BN):
+        return host.row_sq_norms(rows_BN.float()).float()
+    if rows_BN.is_cuda and rows_BN.dtype is torch.float32:
+        # One pass: squares of large gradients would be written down and read again.
+        return torch.linalg.vector_norm(rows_BN, dim=1).square_()
+    return plain.widen(rows_BN).square().sum(1)
+
+
+def gram_sq_norms(x_BTD: Tensor, g_BTP: Tensor, bias: bool) -> Tensor:
+    """`plain.gram_sq_norms` by the fastest means at hand."""
+    return gram_sq_norm_sums([(x_BTD, g_BTP)], [bias])[0]
+
+
+def tile_sq_norms(x_BTD: Tensor, g_BTP: Tensor, bias: bool) -> Tensor:
+    """`plain.tile_sq_norms` by the fastest means at hand."""
+    return tile_sq_norm_sums([(x_BTD, g_BTP)], [bias])[0]
+
+
+def weighted_outer_sum(
+    x_BTD: Tensor, g_BTP: Tensor, factors_B: Tensor, out_PD: Tensor | None = None
+) -> Tensor:
+    """`plain.weighted_outer_sum` by the fastest means at hand."""
+    if out_PD is None:
+        dtype = plain.accumulator_dtype(x_BTD, g_BTP)
+        shape = (g_BTP.shape[2], x_BTD.shape[2])
+        out_PD = torch.empty(shape, dtype=dtype, device=x_BTD.device)
+        add_weighted_outer_sums([(x_BTD, g_BTP)], factors_B, [out_PD], accumulate=False)
+    else:
+        add_weighted_outer_sums([(x_BTD, g_BTP)], factors_B, [out_PD])
+    return out_PD
+
+
+def weighted_row_sum(g_BTP: Tensor, factors_B: Tensor, out_P: Tensor | None = None) -> Tensor:
+    """`plain.weighted_row_sum` by the fastest means at hand."""
+    if out_P is None:
+        out_P = torch.zeros(
+            g_BTP.shape[2], dtype=plain.accumulator_dtype(g_BTP), device=g_BTP.device
+        )
+    add_weighted_row_sums([g_BTP], factors_B, [out_P])
+    return out_P

@@ -1,0 +1,48 @@
+"""Layer norms and RMS norms by the fastest kernels that serve the tensors; shapes as in `plain`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from shuffled_dpsgd.clipping.kernels import choices, plain
+from shuffled_dpsgd.clipping.kernels.alignment import aligned
+from shuffled_dpsgd.clipping.kernels.linear_maps import alike
+from shuffled_dpsgd.runtime.routes import took
+
+
+def fits_triton_norm(x_BTD: Tensor, g_BTD: Tensor) -> bool:
+    """Whether the Triton kernel takes these tensors."""
+    return (
+        x_BTD.numel() > 0
+        and torch.float64 not in (x_BTD.dtype, g_BTD.dtype)
+        and x_BTD.is_contiguous()
+        and g_BTD.is_contiguous()
+        and aligned(x_BTD)
+        and aligned(g_BTD)
+        and choices.may_take(choices.NORM_LAYERS, x_BTD.device)
+        and x_BTD.shape[-1] <= choices.module("triton.norms").MAX_WIDTH
+    )
+
+
+def norm_sum_runs(
+    pairs: Sequence[tuple[Tensor, Tensor]], epsilons: Sequence[float], centred: Sequence[bool]
+) -> list[tuple[list[int], Tensor]]:
+    """`plain.norm_sums` of every (x_BTD, g_BTD), stacked for layers of one shape.
+
+    Each result names the pairs it is of and holds their sums, (L, B, 2 or 1, D).
+    """
+    found: list[tuple[list[int], Tensor]] = []
+    for run in alike(pairs, list(zip(epsilons, centred, strict=True))):
+        eps, with_mean = epsilons[run[0]], centred[run[0]]
+        fits = fits_triton_norm(*pairs[run[0]])
+        took("gradients of norm layers", "triton.norms" if fits else "plain")
+        if fits:
+            xs, gs = zip(*(pairs[i] for i in run), strict=True)
+            sums_LBCD = choices.module("triton.norms").norm_sums(xs, gs, eps, with_mean)
+        else:
+            sums_LBCD = torch.stack([plain.norm_sums(*pairs[i], eps, with_mean) for i in run])
+        found.append((run, sums_LBCD))
+    return found

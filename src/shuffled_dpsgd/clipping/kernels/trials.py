@@ -1,0 +1,184 @@
+"""Trials of the GPU kernels: a small problem each, compared with `plain` in float64 on the CPU.
+
+A trial raises if its kernels do not compile, do not run, or compute something else. Norms must also
+not be smaller than those of what is summed: a norm that is too small lets a sample exceed the clip
+norm. Sums are tried with one sample of NaN gradients and a factor of zero, which must count
+nothing.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+import torch
+from torch import Tensor
+
+from shuffled_dpsgd.clipping.kernels import plain
+from shuffled_dpsgd.runtime.routes import WrongResult, expect_close
+
+SAMPLES = 3
+# What a norm may fall short of the exact one, by rounding alone.
+SHORT = 1e-6
+
+
+def _draw(device: torch.device, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+    """Standard normal numbers that leave the caller's generators alone."""
+    generator = torch.Generator("cpu").manual_seed(sum(shape))
+    numbers = torch.randn(shape, generator=generator, device="cpu", dtype=torch.float32)
+    return numbers.to(device, _half(device) if dtype is None else dtype)
+
+
+def _half(device: torch.device) -> torch.dtype:
+    """Triton's interpreter, the only way to run these on a CPU, multiplies no bfloat16."""
+    return torch.bfloat16 if device.type == "cuda" else torch.float16
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor.cpu().double()
+
+
+def _expect_norms(found: Tensor, exact: Tensor, rtol: float) -> None:
+    expect_close(found, exact, rtol=rtol, what="norms")
+    if not bool((found.cpu().double() >= exact * (1 - SHORT)).all()):
+        raise WrongResult("norms smaller than they are")
+
+
+def _poisoned(device: torch.device, g: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients and factors, of which the last sample's are NaN and zero."""
+    factors = _draw(device, SAMPLES, dtype=torch.float32).abs()
+    factors[-1] = 0.0
+    poisoned = g.clone()
+    poisoned[-1] = float("nan")
+    return poisoned, factors
+
+
+def _try_norms(module: str, device: torch.device, T: int, D: int, P: int, rtol: float) -> None:
+    x, g = _draw(device, SAMPLES, T, D), _draw(device, SAMPLES, T, P)
+    kernels = import_module(f"shuffled_dpsgd.clipping.kernels.{module}")
+    exact = plain.tile_sq_norms(_wide(x), _wide(g), True)
+    _expect_norms(kernels.gram_sq_norms([x], [g], True)[0], exact, rtol)
+
+
+def try_gram(device: torch.device) -> None:
+    """`triton.linear`: norms by Gram matrices for samples of any length."""
+    _try_norms("triton.linear", device, 37, 72, 136, 1e-2)
+
+
+def try_two_part_gram(device: torch.device) -> None:
+    """`triton.gram`: norms by Gram matrices for samples of a few more than 128 tokens."""
+    _try_norms("triton.gram", device, 197, 72, 64, 1e-2)
+
+
+def try_gluon_strips(device: torch.device) -> None:
+    """`gluon.strips`: the same on Hopper."""
+    _try_norms("gluon.strips", device, 197, 72, 64, 1e-2)
+
+
+def try_wide_gram(device: torch.device) -> None:
+    """`triton.wide`: norms by Gram matrices of very wide layers."""
+    from shuffled_dpsgd.clipping.kernels.triton import wide
+
+    x, g = _draw(device, SAMPLES, 37, 64), _draw(device, SAMPLES, 37, 512)[..., :451]
+    exact = plain.tile_sq_norms(_wide(x), _wide(g), True)
+    _expect_norms(wide.gram_sq_norms(x, g, True), exact, 2e-2)
+
+
+def try_products(device: torch.device) -> None:
+    """`triton.tiles` and `triton.sums`."""
+    from shuffled_dpsgd.clipping.kernels.triton import sums, tiles
+
+    x, g = _draw(device, SAMPLES, 70, 72), _draw(device, SAMPLES, 70, 136)
+    exact = plain.tile_sq_norms(_wide(x), _wide(g), True)
+    _expect_norms(tiles.tile_sq_norms([x], [g], True)[0], exact, 1e-3)
+    g, factors = _poisoned(device, g)
+    out = torch.ones(136, 72, device=device, dtype=torch.float32)
+    sums.weighted_outer_sums([x], [g], factors, [out])
+    exact = 1 + plain.weighted_outer_sum(_wide(x), _wide(g), _wide(factors))
+    expect_close(out, exact, rtol=1e-5, what="sums")
+
+
+def try_gluon_products(device: torch.device) -> None:
+    """`gluon.squares` and `gluon.weighted_sums`: norms are no smaller than what is summed."""
+    from shuffled_dpsgd.clipping.kernels.gluon import squares, weighted_sums
+
+    x, clean = _draw(device, SAMPLES, 197, 200), _draw(device, SAMPLES, 197, 136)
+    found = squares.tile_sq_norms([x], [clean], True)[0]
+    expect_close(found, plain.tile_sq_norms(_wide(x), _wide(clean), True), rtol=1e-4, what="norms")
+    out = torch.empty(136, 200, device=device, dtype=torch.float32)
+    bias = torch.empty(136, device=device, dtype=torch.float32)
+    alone = torch.eye(SAMPLES, device=device, dtype=torch.float32)[0]
+    weighted_sums.weighted_outer_sums([x], [clean], alone, [out], False, [bias])
+    length = out.double().square().sum() + bias.double().square().sum()
+    if not bool(length <= found[0].double()):
+        raise WrongResult("a norm smaller than the sum of its sample alone")
+    g, factors = _poisoned(device, clean)
+    weighted_sums.weighted_outer_sums([x], [g], factors, [out], False, [bias])
+    wide_g, wide_factors = _wide(g), _wide(factors)
+    exact = plain.weighted_outer_sum(_wide(x), wide_g, wide_factors)
+    expect_close(out, exact, rtol=1e-5, what="sums")
+    exact = plain.weighted_row_sum(wide_g, wide_factors)
+    expect_close(bias, exact, rtol=1e-5, what="sums of biases")
+
+
+def try_rows(device: torch.device) -> None:
+    """`triton.rows`: sums of biases' gradients and of stored gradients."""
+    from shuffled_dpsgd.clipping.kernels.triton import rows
+
+    g, factors = _poisoned(device, _draw(device, SAMPLES, 45, 200))
+    out = torch.ones(200, device=device, dtype=torch.float32)
+    rows.weighted_row_sums([g], factors, [out])
+    expect_close(out, 1 + plain.weighted_row_sum(_wide(g), _wide(factors)), rtol=1e-5)
+    stored, factors = _poisoned(device, _draw(device, SAMPLES, 1337, dtype=torch.float32))
+    out = torch.ones(1337, device=device, dtype=torch.float32)
+    rows.weighted_stored_sum(stored, factors, out)
+    exact = plain.weighted_row_sum(_wide(stored).unsqueeze(1), _wide(factors))
+    expect_close(out, 1 + exact, rtol=1e-5)
+
+
+def try_norm_layers(device: torch.device) -> None:
+    """`triton.norms`: layer norms and RMS norms."""
+    from shuffled_dpsgd.clipping.kernels.triton import norms
+
+    x, g = 1 + _draw(device, SAMPLES, 37, 72, dtype=torch.float32), _draw(device, SAMPLES, 37, 72)
+    for centred in (True, False):
+        found = norms.norm_sums([x], [g], 1e-5, centred)[0]
+        expect_close(found, plain.norm_sums(_wide(x), _wide(g), 1e-5, centred), rtol=1e-5)
+
+
+def try_tables(device: torch.device) -> None:
+    """`triton.tables`: everything about embedding tables."""
+    from shuffled_dpsgd.clipping.kernels.triton import tables
+
+    T, D, V = 7, 24, 4
+    ids = torch.arange(SAMPLES * T, device="cpu").mul(5).remainder(V).view(SAMPLES, T)
+    there = ids.to(device)
+    x, gl = _draw(device, SAMPLES, T, D), _draw(device, SAMPLES, T, V)
+    ge = _draw(device, SAMPLES, T, D, dtype=torch.float32)
+    exact = plain.embedding_sq_norms(ids, _wide(ge), 1)
+    _expect_norms(tables.embedding_sq_norms(there, ge, 1), exact, 1e-5)
+    cross = plain.tied_cross_terms(_wide(x), _wide(gl), ids, _wide(ge), 1)
+    found = tables.tied_cross_terms(x, gl, there, ge, 1)
+    lengths = float(_wide(x).norm() * _wide(gl).norm() * _wide(ge).norm())
+    if not bool(((found.cpu() - cross).abs() <= 1e-5 * lengths).all()):
+        raise WrongResult("cross terms of a tied head are off")
+    head = _draw(device, SAMPLES, V, D, dtype=torch.float32)
+    exact = plain.stored_cross_terms(_wide(head), ids, _wide(ge), 1)
+    expect_close(tables.stored_cross_terms(head, there, ge, 1), exact, rtol=1e-5)
+    ge, factors = _poisoned(device, ge)
+    out = torch.ones(V, D, device=device, dtype=torch.float32)
+    tables.weighted_embedding_sum(there, ge, factors, 1, out)
+    exact = torch.ones(V, D, device="cpu", dtype=torch.float64)
+    plain.weighted_embedding_sum(ids, _wide(ge), _wide(factors), 1, exact)
+    expect_close(out, exact, rtol=1e-5)
+
+
+def try_casts(device: torch.device) -> None:
+    """`triton.casts`: copies in half precision, rounded to nearest."""
+    from shuffled_dpsgd.clipping.kernels.triton import casts
+
+    sources = [_draw(device, size, dtype=torch.float32) for size in (3, 4200)]
+    targets = [torch.empty_like(source, dtype=_half(device)) for source in sources]
+    casts.copy_all(targets, sources)
+    for target, source in zip(targets, sources, strict=True):
+        if not torch.equal(target.cpu(), source.cpu().to(target.dtype)):
+            raise WrongResult("half-precision copies are not rounded to nearest")

@@ -1,0 +1,42 @@
+"""Whether the noise kernel serves on a device, found by comparing it with its definition."""
+
+from __future__ import annotations
+
+import torch
+
+from shuffled_dpsgd.runtime.routes import Route, WrongResult, expect_close
+from shuffled_dpsgd.runtime.triton_support import triton_available
+from shuffled_dpsgd.training.philox_reference import BLOCK, Key, expected_normals
+
+# Not a run's key, and never used for noise. Two words have their highest bit set.
+_TRIAL_KEY: Key = (0x243F6A88, 0x85A308D3, 0xFFFFFFFF, 0x7FFFFFFF)
+_SIZE, _FIRST = 9000, 700
+
+
+def may_take_kernel(device: torch.device) -> bool:
+    """Whether the kernel serves on `device`."""
+    return device.type == "cuda" and triton_available() and ROUTE.serves(device)
+
+
+def try_kernel(device: torch.device) -> None:
+    """Some thousand numbers against numpy in float64, in the middle of a guarded buffer."""
+    from shuffled_dpsgd.training.triton_noise import add_normal_
+
+    guarded = torch.full((_SIZE + 64,), 9.0, device=device, dtype=torch.float32)
+    add_normal_(guarded[32:-32], key=_TRIAL_KEY, first=_FIRST, std=0.5, divide_by=4.0)
+    blocks = -(-(_FIRST + _SIZE) // BLOCK)
+    normals = torch.from_numpy(expected_normals(_TRIAL_KEY, range(blocks))[0])
+    expected = (9.0 + 0.5 * normals[_FIRST : _FIRST + _SIZE]) / 4.0
+    expect_close(guarded[32:-32], expected, rtol=1e-5, what="noise")
+    if not bool((guarded[:32] == 9.0).all() & (guarded[-32:] == 9.0).all()):
+        raise WrongResult("noise outside the sums")
+
+
+ROUTE = Route(
+    name="Noise in Triton",
+    package="shuffled_dpsgd.training.triton_noise",
+    instead="torch's generator serves",
+    cost="noise is drawn, added and divided in passes of their own, and stops at 6.7 standard "
+    "deviations",
+    trial=try_kernel,
+)

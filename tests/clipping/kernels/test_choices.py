@@ -1,0 +1,100 @@
+"""Kernels are chosen by the device and by their trials, here with trials that are made up."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+import torch
+
+from shuffled_dpsgd.clipping.kernels import choices
+from shuffled_dpsgd.runtime import routes
+from shuffled_dpsgd.runtime.routes import Route
+
+GPU = torch.device("cuda:0")
+EVERY_ROUTE = [value for value in vars(choices).values() if isinstance(value, Route)]
+
+
+@pytest.fixture
+def verdicts(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[str, torch.device], str | None]:
+    """All routes serve on a Hopper GPU with Triton, unless a test says otherwise."""
+    reasons: dict[tuple[str, torch.device], str | None] = {}
+    for route in EVERY_ROUTE:
+        reasons[route.name, GPU] = None
+    monkeypatch.setattr(routes, "_reasons", reasons)
+    monkeypatch.setattr(choices, "triton_available", lambda: True)
+    monkeypatch.setattr(choices, "is_hopper", lambda device: True)
+    return reasons
+
+
+def modules() -> list[str | None]:
+    """The modules for norms by tiles, for sums, and for norms by Gram matrices of three kinds."""
+    return [
+        choices.tile_norms(GPU),
+        choices.outer_sums(GPU),
+        choices.gram_norms(GPU, 128, 768),
+        choices.gram_norms(GPU, 197, 768),
+        choices.gram_norms(GPU, 197, 50257),
+    ]
+
+
+@pytest.mark.usefixtures("verdicts")
+def test_hopper_takes_gluon_where_it_serves() -> None:
+    assert modules() == [
+        "gluon.squares",
+        "gluon.weighted_sums",
+        "triton.linear",
+        "gluon.strips",
+        "triton.wide",
+    ]
+
+
+@pytest.mark.usefixtures("verdicts")
+def test_other_gpus_take_plain_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choices, "is_hopper", lambda device: False)
+    expected = ["triton.tiles", "triton.sums", "triton.linear", "triton.gram", "triton.wide"]
+    assert modules() == expected
+    for name in expected:
+        assert importlib.util.find_spec(f"{choices.PACKAGE}.{name}")
+
+
+@pytest.mark.parametrize("family", [choices.GLUON_PRODUCTS, choices.PRODUCTS])
+def test_norms_and_sums_of_a_family_go_together(
+    family: Route, verdicts: dict[tuple[str, torch.device], str | None]
+) -> None:
+    """Norms from one family would be too small for the sums of another."""
+    verdicts[choices.GLUON_PRODUCTS.name, GPU] = "wrong"
+    verdicts[family.name, GPU] = "wrong"
+    pair = (choices.tile_norms(GPU), choices.outer_sums(GPU))
+    plain = family is choices.PRODUCTS
+    assert pair == ((None, None) if plain else ("triton.tiles", "triton.sums"))
+
+
+def test_lengths_of_two_parts_fall_back_one_by_one(
+    verdicts: dict[tuple[str, torch.device], str | None],
+) -> None:
+    for route, expected in (
+        (choices.GLUON_STRIPS, "triton.gram"),
+        (choices.TWO_PART_GRAM, "triton.linear"),
+        (choices.GRAM, None),
+    ):
+        verdicts[route.name, GPU] = "wrong"
+        assert choices.gram_norms(GPU, 197, 768) == expected
+
+
+@pytest.mark.usefixtures("verdicts")
+def test_without_triton_nothing_of_it_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choices, "triton_available", lambda: False)
+    assert modules() == [None] * 5
+    assert choices.kind_of(torch.zeros(1, dtype=torch.bfloat16)) == "cpu"
+
+
+def test_the_lengths_of_two_parts_are_those_of_the_kernels() -> None:
+    pytest.importorskip("triton")
+    gram = choices.module("triton.gram")
+    lengths = (choices.FEWEST_IN_TWO_PARTS, choices.MOST_IN_TWO_PARTS)
+    assert lengths == (gram.MIN_TOKENS, gram.MAX_TOKENS)
+
+
+def test_every_route_has_a_name_of_its_own() -> None:
+    assert len({route.name for route in EVERY_ROUTE}) == len(EVERY_ROUTE) == 10

@@ -15,8 +15,9 @@ from shuffled_dpsgd.tasks.config import RunConfig, parse_config
 from shuffled_dpsgd.tasks.folders import Continuation
 from shuffled_dpsgd.tasks.registry import build_task
 from shuffled_dpsgd.tasks.run import execute, prepare
-from shuffled_dpsgd.tasks.text import collate_continuations, encode_continuations
+from shuffled_dpsgd.tasks.text import encode_continuations
 from shuffled_dpsgd.tasks.tokenizers import ByteTokenizer
+from shuffled_dpsgd.tasks.tokens import TokenCollate, continuation_labels
 
 pytest.importorskip("transformers")
 
@@ -169,7 +170,7 @@ def test_only_the_target_is_scored() -> None:
         tokenizer,
         max_length=16,
     )
-    inputs, labels = collate_continuations(samples, tokenizer.pad_id)
+    inputs, labels = TokenCollate(pad_id=tokenizer.pad_id, labels=continuation_labels)(samples)
     assert inputs["input_ids"].shape == labels.shape
     assert inputs["input_ids"].shape[1] <= 16
     first = labels[0][labels[0] != -100].tolist()

@@ -9,6 +9,7 @@ import torch
 
 from shuffled_dpsgd.errors import InvalidArgumentError
 from shuffled_dpsgd.training.data import Batch, LogicalBatch, physical_batches, shaped, to_device
+from shuffled_dpsgd.training.layout import Layout
 from training.cases import Sentences, vectors
 
 LOGICAL = ([4, 1, 7, 2, 9], [], [3], [], [])
@@ -16,7 +17,8 @@ LOGICAL = ([4, 1, 7, 2, 9], [], [3], [], [])
 
 def load(data: Any, size: int, **options: Any) -> list[Any]:
     logical = [LogicalBatch(step=i, indices=tuple(rows)) for i, rows in enumerate(LOGICAL)]
-    return list(physical_batches(data, logical, physical_batch_size=size, **options))
+    layout = Layout(batch_size=size, expected=4)
+    return list(physical_batches(data, logical, layout=layout, **options))
 
 
 @pytest.mark.parametrize(("size", "workers"), [(1, 0), (2, 0), (2, 1), (5, 0), (100, 0)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
     from shuffled_dpsgd.tasks import PreparedRun, RunResult
     from shuffled_dpsgd.training import PrivacyCard, PrivacyPlan
 
+# The speed shown is that of so many steps.
+RECENT_STEPS = 20
 NO_ESTIMATE = "none: the formula does not apply"
 COLOURS = {"proven": "green", "heuristic": "yellow", "measured": "cyan"}
 
@@ -92,7 +95,7 @@ def _facts() -> Table:
 
 
 class TrainingBar:
-    """A progress bar with loss, held-out score and certified ε spent so far."""
+    """A progress bar with loss, held-out score, certified ε spent so far, and speed."""
 
     def __init__(self, run: PreparedRun) -> None:
         self._score_name = run.task.score_name
@@ -104,6 +107,7 @@ class TrainingBar:
         )
         self._bar = self._progress.add_task("", total=run.private.plan.num_steps, status="")
         self._score = ""
+        self._recent: deque[StepRecord] = deque(maxlen=RECENT_STEPS)
 
     def __enter__(self) -> TrainingBar:
         self._progress.start()
@@ -119,12 +123,17 @@ class TrainingBar:
 
     def update(self, record: StepRecord, _: object) -> None:
         """Show one finished step."""
+        from shuffled_dpsgd.reports import samples_per_second
+
         if record.heldout_score is not None:
             self._score = f"{self._score_name} {record.heldout_score:.3f}"
         loss = "no loss" if record.loss is None else f"loss {record.loss:.3f}"
         spent = record.certified_epsilon
         epsilon = "[red]no certified ε[/]" if spent is None else f"[green]ε {spent:.3f} proven[/]"
-        status = " · ".join(part for part in (loss, self._score, epsilon) if part)
+        self._recent.append(record)
+        speed = samples_per_second(self._recent)
+        shown = "" if speed is None else f"{speed:,.0f} samples/s"
+        status = " · ".join(part for part in (loss, self._score, epsilon, shown) if part)
         self._progress.update(self._bar, completed=record.step, status=status)
 
 

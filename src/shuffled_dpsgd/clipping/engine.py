@@ -15,6 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from shuffled_dpsgd.clipping import build
 from shuffled_dpsgd.clipping.capture.batch import CapturedBatch, Entry, Phase
 from shuffled_dpsgd.clipping.capture.batch_size import find_batch
+from shuffled_dpsgd.clipping.capture.counted import CountedRows
 from shuffled_dpsgd.clipping.capture.random_tape import RecordedTape
 from shuffled_dpsgd.clipping.capture.recorder import CaptureRecorder
 from shuffled_dpsgd.clipping.capture.samples import BatchKinds
@@ -47,6 +48,7 @@ from shuffled_dpsgd.clipping.settle.schedules import (
 from shuffled_dpsgd.clipping.settle.shared_parameters import group_slots
 from shuffled_dpsgd.clipping.settle.totals import Totals
 from shuffled_dpsgd.errors import InvalidArgumentError, UnsupportedModuleError
+from shuffled_dpsgd.runtime.clock import Clock
 from shuffled_dpsgd.runtime.structure import Structure
 
 
@@ -97,6 +99,8 @@ class ClippingEngine:
         self.clip = clip
         self.strategy = strategy
         self.loss_reduction = loss_reduction
+        # Whoever times a run puts a clock of theirs here.
+        self.clock = Clock()
         self._parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
         self._frozen = {n: p for n, p in model.named_parameters() if not p.requires_grad}
         refusals.refuse_unfit(self._parameters)
@@ -122,6 +126,7 @@ class ClippingEngine:
         self._loss_check = LossCheck()
         self._watch = GradWatch(self._parameters)
         self._kinds = BatchKinds(model)
+        self._counted = CountedRows()
         self._standing = StandingCheck(
             model=model,
             slots=self._slots,
@@ -135,7 +140,7 @@ class ClippingEngine:
         # While the standing check runs the model, its hooks do nothing.
         self._is_checking = False
         self._trial: CapturedBatch | None = None
-        self._compiled_call: tuple[tuple[Any, Any], int, Autocast] | None = None
+        self._compiled_call: tuple[tuple[Any, Any], int, int, Autocast] | None = None
         self._tape_hook: RemovableHandle | None = None
         self._patches = build.patches(self._slots)
         self._hooks: list[RemovableHandle] = []
@@ -177,11 +182,17 @@ class ClippingEngine:
             self._watch.check()
             self._settle_check()
 
-    def backward(self, losses: Tensor, loss_scale: float = 1.0) -> None:
+    def backward(
+        self, losses: Tensor, loss_scale: float = 1.0, *, counted: int | None = None
+    ) -> None:
         """Backward of per-sample losses, shape (B,): the call every strategy understands.
 
         `loss_scale` multiplies the losses against underflow in float16 and is divided out again
         of norms and sums. `loss_reduction` plays no part here.
+
+        With `counted`, only the first so many samples count; the others pad the batch to a shape
+        that is used again. They are in neither norms nor sums, whatever they hold, and recorded
+        work is shared by batches that differ in `counted` alone.
         """
         loss_scale = _require_positive("loss_scale", loss_scale)
         batch = self._recorder.latest
@@ -198,6 +209,10 @@ class ClippingEngine:
                 got=tuple(losses.shape),
                 remedy="reduce over positions, not over samples",
             )
+        if counted is not None and not 0 < counted <= max(batch.size, 1):
+            raise InvalidArgumentError(
+                "counted", expected=f"a number of samples from 1 to {batch.size}", got=counted
+            )
         if batch.size == 0:
             return
         if not losses.requires_grad:
@@ -207,8 +222,11 @@ class ClippingEngine:
                 got="losses without a gradient",
                 remedy="compute them outside no_grad; merged adapters are not trained",
             )
-        watch = self._standing.watch
-        samples = watch.samples if watch is not None and watch.batch is batch else ()
+        counting = losses
+        if counted is not None:
+            counting, batch.counted = losses[:counted], counted
+            batch.counts_B = self._counted.mark(batch.size, counted, losses.device)
+        samples = self._standing.samples_of(batch)
         if samples or not self._loss_check.done:
             self._recorder.muted = True
             try:
@@ -218,7 +236,7 @@ class ClippingEngine:
         self._rule.totals.let_go()
         batch.scale = 1.0 / loss_scale
         batch.has_losses = True
-        total = losses.sum() if loss_scale == 1.0 else losses.sum() * loss_scale
+        total = counting.sum() if loss_scale == 1.0 else counting.sum() * loss_scale
         if self.strategy != "ghost":
             total.backward()
         else:
@@ -393,7 +411,8 @@ class ClippingEngine:
             return
         if batch.size > 0:
             self._check_late(batch)
-            self._schedule.finish(batch)
+            with self.clock.part("settle"):
+                self._schedule.finish(batch)
             if batch.closed:
                 self._standing.finish(batch, self._rule.totals.norms[-1])
         self._watch.check()
@@ -410,7 +429,7 @@ class ClippingEngine:
         if self._standing.is_due(batch.size, kind):
             lower = dtype or torch.get_autocast_dtype(batch.device)
             cast = Autocast(device=batch.device, enabled=dtype is not None, dtype=lower)
-            self._compiled_call = (args, kwargs), batch.size, cast
+            self._compiled_call = (args, kwargs), batch.size, batch.counted, cast
         if batch.has_losses or not self._axis_check.has_numbers:
             return
         # Where this backward began nobody knows; it may have been one of the model's own numbers.
@@ -423,7 +442,8 @@ class ClippingEngine:
         self, args: Any, kwargs: Any, size: int, kind: Hashable, late: bool = False
     ) -> None:
         folded = [slot.folded for slot in self._slots]
-        self._axis_check.run(args, kwargs, size, kind, late)
+        with self.clock.part("checks"):
+            self._axis_check.run(args, kwargs, size, kind, late)
         self._recorder.axis_checked = True
         if [slot.folded for slot in self._slots] != folded:
             # Not otherwise: a compiled model would take new forwards for other ones.
@@ -447,11 +467,14 @@ class ClippingEngine:
                 sums are forgotten.
         """
         call, self._compiled_call = self._compiled_call, None
+        if call is None and not self._standing.is_pending:
+            return
         try:
-            self._standing.settle()
-            if call is not None:
-                (args, kwargs), size, cast = call
-                self._standing.try_batch((args, kwargs), size, cast)
+            with self.clock.part("checks"):
+                self._standing.settle()
+                if call is not None:
+                    (args, kwargs), size, counted, cast = call
+                    self._standing.try_batch((args, kwargs), size, counted, cast)
         except UnsupportedModuleError:
             self.reset()
             raise

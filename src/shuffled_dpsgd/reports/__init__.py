@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from shuffled_dpsgd.reports.card_html import card_page
 from shuffled_dpsgd.reports.figures import RunView, draw_all
-from shuffled_dpsgd.reports.records import MetricsLog, StepRecord, count_norms
+from shuffled_dpsgd.reports.records import (
+    MetricsLog,
+    StepRecord,
+    count_norms,
+    samples_per_second,
+)
 from shuffled_dpsgd.reports.run_report import report_page, write_report
 
 __all__ = [
@@ -15,5 +20,6 @@ __all__ = [
     "count_norms",
     "draw_all",
     "report_page",
+    "samples_per_second",
     "write_report",
 ]

@@ -39,6 +39,7 @@ class RunView:
     score_name: str = "accuracy"
     moved_by_kind: Mapping[str, int] = field(default_factory=dict)
     unmoved_parameters: int = 0
+    seconds_by_part: Mapping[str, float] = field(default_factory=dict)
 
     def series(self, name: str) -> tuple[list[int], list[float]]:
         """Steps and values of one field, where it was measured."""

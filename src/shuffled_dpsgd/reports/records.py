@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Self
@@ -89,6 +89,12 @@ class StepRecord:
         if "norm_counts" in data:
             data["norm_counts"] = {int(key): count for key, count in data["norm_counts"].items()}
         return cls(**data)
+
+
+def samples_per_second(records: Collection[StepRecord]) -> float | None:
+    """Throughput over the time of these steps; None where none was measured."""
+    seconds = sum(record.seconds for record in records)
+    return sum(record.batch_size for record in records) / seconds if seconds else None
 
 
 class MetricsLog:

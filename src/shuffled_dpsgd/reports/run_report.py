@@ -12,6 +12,7 @@ from shuffled_dpsgd.permutation import PermutationSpec
 from shuffled_dpsgd.reports.card_html import CARD_CSS, card_fragment, card_page
 from shuffled_dpsgd.reports.figures import RunView, draw_all
 from shuffled_dpsgd.reports.page import page, table
+from shuffled_dpsgd.reports.records import samples_per_second
 from shuffled_dpsgd.reports.style import save_figure, to_svg
 from shuffled_dpsgd.training.card import PrivacyCard
 
@@ -60,6 +61,7 @@ def report_page(
         f"<section><h2>Results</h2>{table(_results(view))}</section>"
         f'<section><h2>Curves</h2><p class="warning">{escape(PRIVATE_METRICS_WARNING)}</p>'
         f'<br><div class="figures">{drawn}</div></section>'
+        f"<section><h2>Time</h2>{table(_times(view))}</section>"
         f"<section><h2>Permutation</h2>{_permutation(spec)}</section>"
         f"<section><h2>Settings</h2>{table(_flatten(facts))}</section>"
         f"<footer>shuffled-dpsgd {__version__}; this file fetches nothing.</footer>"
@@ -101,9 +103,16 @@ def _results(view: RunView) -> list[tuple[str, str]]:
             rows.append((f"held-out {label}", f"{values[-1]:.4f} (best {best:.4f})"))
     seconds = sum(record.seconds for record in view.records)
     rows.append(("time in steps", f"{seconds:.1f} s"))
-    samples = sum(record.batch_size for record in view.records)
-    rows.append(("samples per second", f"{samples / seconds:,.0f}" if seconds else "not measured"))
+    speed = samples_per_second(view.records)
+    rows.append(("samples per second", "not measured" if speed is None else f"{speed:,.0f}"))
     return rows
+
+
+def _times(view: RunView) -> list[tuple[str, str]]:
+    """Where the time went, the longest part first."""
+    parts = sorted(view.seconds_by_part.items(), key=lambda part: -part[1])
+    whole = sum(view.seconds_by_part.values()) or 1.0
+    return [(name, f"{seconds:.1f} s ({seconds / whole:.0%})") for name, seconds in parts]
 
 
 def _permutation(spec: PermutationSpec | None) -> str:

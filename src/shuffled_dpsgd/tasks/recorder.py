@@ -9,6 +9,7 @@ from torch import nn
 
 from shuffled_dpsgd.accounting import PrivacyClaim
 from shuffled_dpsgd.reports import MetricsLog, StepRecord, count_norms
+from shuffled_dpsgd.runtime.clock import Clock
 from shuffled_dpsgd.tasks.task import Task
 from shuffled_dpsgd.training.loop import Progress
 
@@ -24,6 +25,7 @@ class Recorder:
         model: nn.Module,
         evaluate_every: int,
         num_steps: int,
+        clock: Clock | None = None,
         observers: tuple[Callable[[StepRecord, Progress], object], ...] = (),
     ) -> None:
         self._log = log
@@ -31,6 +33,7 @@ class Recorder:
         self._model = model
         self._evaluate_every = evaluate_every
         self._num_steps = num_steps
+        self._clock = clock or Clock()
         self._observers = observers
         self._rewound = False
 
@@ -49,7 +52,8 @@ class Recorder:
         step = metrics.step + 1
         evaluation = None
         if step % self._evaluate_every == 0 or step == self._num_steps:
-            evaluation = self._task.evaluate(self._model)
+            with self._clock.part("evaluation"):
+                evaluation = self._task.evaluate(self._model)
         return StepRecord(
             step=step,
             batch_size=metrics.batch_size,

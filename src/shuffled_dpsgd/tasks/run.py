@@ -107,6 +107,7 @@ def execute(run: PreparedRun, observers: tuple[Observer, ...] = ()) -> RunResult
         model=run.private.model,
         evaluate_every=training.evaluate_every,
         num_steps=run.private.plan.num_steps,
+        clock=run.private.clock,
         observers=observers,
     )
     outcome = train(
@@ -146,6 +147,7 @@ def _write_results(
         score_name=run.task.score_name,
         moved_by_kind={kind: int(counts["moved_parameters"]) for kind, counts in moved.items()},
         unmoved_parameters=0 if spec is None else spec.total_parameters - spec.moved_parameters,
+        seconds_by_part=outcome.seconds,
     )
     write_report(run.directory, view, card, spec=spec, facts=run.config.without_seed())
     summary = summarise(run.task, run.config, outcome, records, card) | sizes

@@ -13,7 +13,7 @@ from torch import nn
 
 from shuffled_dpsgd import __version__
 from shuffled_dpsgd.environment import environment
-from shuffled_dpsgd.reports import StepRecord
+from shuffled_dpsgd.reports import StepRecord, samples_per_second
 from shuffled_dpsgd.runtime import routes
 from shuffled_dpsgd.tasks.config import RunConfig
 from shuffled_dpsgd.tasks.task import Task
@@ -85,6 +85,8 @@ def summarise(
         "heldout_score": last and last.heldout_score,
         "heldout_loss": last and last.heldout_loss,
         "seconds_in_steps": sum(record.seconds for record in records),
+        "samples_per_second": samples_per_second(records),
+        "seconds_by_part": {name: round(value, 6) for name, value in outcome.seconds.items()},
         "dataset_size": len(task.train_data),
         "privacy_card": card.to_json(),
         "routes": routes.report(),

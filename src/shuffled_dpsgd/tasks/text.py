@@ -19,7 +19,14 @@ from shuffled_dpsgd.tasks.config import DataConfig, RunConfig
 from shuffled_dpsgd.tasks.folders import Continuation, LabelledText
 from shuffled_dpsgd.tasks.models import prepare_model
 from shuffled_dpsgd.tasks.task import Evaluation, Task
-from shuffled_dpsgd.tasks.tokenizers import Tokenizer, load_tokenizer, pad
+from shuffled_dpsgd.tasks.tokenizers import Tokenizer, load_tokenizer
+from shuffled_dpsgd.tasks.tokens import (
+    Record,
+    TokenCollate,
+    TokenRecords,
+    class_labels,
+    continuation_labels,
+)
 
 _CLASSIFICATION = {"sst2": folders.read_sst2, "qnli": folders.read_qnli}
 _GENERATION = {"e2e": folders.read_e2e, "dart": folders.read_dart}
@@ -41,9 +48,9 @@ def build_classification(config: RunConfig) -> Task:
     return classification_task(
         "text-classification",
         model,
-        encode_labelled(train, tokenizer, data.max_length),
+        TokenRecords(encode_labelled(train, tokenizer, data.max_length)),
         encode_labelled(heldout, tokenizer, data.max_length),
-        collate=lambda samples: collate_labelled(samples, tokenizer.pad_id),
+        collate=TokenCollate(pad_id=tokenizer.pad_id, labels=class_labels),
         save_assets=tokenizer.save,
     )
 
@@ -57,15 +64,12 @@ def build_causal_lm(config: RunConfig) -> Task:
         train, heldout = _read_folder(data, _GENERATION)
     tokenizer = load_tokenizer(config.model.name)
     model = prepare_model(config.model, head="causal-lm", seed=config.init_seed)
-
-    def collate(samples: list[Any]) -> Any:
-        return collate_continuations(samples, tokenizer.pad_id)
-
+    collate = TokenCollate(pad_id=tokenizer.pad_id, labels=continuation_labels)
     heldout_samples = encode_continuations(heldout, tokenizer, data.max_length)
     return Task(
         name="causal-lm",
         model=model,
-        train_data=encode_continuations(train, tokenizer, data.max_length),
+        train_data=TokenRecords(encode_continuations(train, tokenizer, data.max_length)),
         losses=_continuation_losses,
         evaluate=lambda m: evaluate_perplexity(m, heldout_samples, collate),
         score_name="perplexity",
@@ -88,22 +92,14 @@ def _read_folder(data: DataConfig, readers: Mapping[str, Callable[[Path, str], l
 
 def encode_labelled(
     examples: Sequence[LabelledText], tokenizer: Tokenizer, max_length: int
-) -> list[tuple[list[int], int]]:
+) -> list[Record]:
     """Token ids and class of each example."""
     return [(tokenizer.encode(*e.texts, max_length=max_length), e.label) for e in examples]
 
 
-def collate_labelled(
-    samples: list[tuple[list[int], int]], pad_id: int
-) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """A padded batch with its attention mask, and the classes."""
-    rows = [ids for ids, _ in samples]
-    return _padded(rows, pad_id), torch.tensor([label for _, label in samples])
-
-
 def encode_continuations(
     examples: Sequence[Continuation], tokenizer: Tokenizer, max_length: int
-) -> list[tuple[list[int], int]]:
+) -> list[Record]:
     """Ids of prompt, target and end; with the number of ids before the target."""
     encoded = []
     for example in examples:
@@ -114,22 +110,6 @@ def encode_continuations(
         ids = [*prompt, *target, tokenizer.end_id][:max_length]
         encoded.append((ids, len(prompt)))
     return encoded
-
-
-def collate_continuations(
-    samples: list[tuple[list[int], int]], pad_id: int
-) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """A padded batch with its attention mask, and labels that ignore prompt and padding."""
-    rows = [ids for ids, _ in samples]
-    labels = [[IGNORED_LABEL] * start + ids[start:] for ids, start in samples]
-    return _padded(rows, pad_id), torch.tensor(pad(labels, IGNORED_LABEL))
-
-
-def _padded(rows: list[list[int]], pad_id: int) -> dict[str, torch.Tensor]:
-    return {
-        "input_ids": torch.tensor(pad(rows, pad_id)),
-        "attention_mask": torch.tensor(pad([[1] * len(row) for row in rows], 0)),
-    }
 
 
 def _continuation_losses(model: nn.Module, batch: Any) -> torch.Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -116,13 +115,3 @@ def load_tokenizer(model_name: str) -> Tokenizer:
             got=model_name,
             remedy=str(error).splitlines()[0],
         ) from error
-
-
-def pad(rows: Sequence[Sequence[int]], value: int) -> list[list[int]]:
-    """Right-pad to the longest row.
-
-    >>> pad([[1], [2, 3]], 0)
-    [[1, 0], [2, 3]]
-    """
-    width = max(map(len, rows), default=0)
-    return [[*row, *[value] * (width - len(row))] for row in rows]

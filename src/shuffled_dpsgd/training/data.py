@@ -8,14 +8,16 @@ so that empty logical batches, for which there is nothing to load, are not forgo
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from shuffled_dpsgd.errors import InvalidArgumentError
+from shuffled_dpsgd.training.background import loaded_ahead
+from shuffled_dpsgd.training.layout import Layout, Part
 
 
 class MapStyle(Protocol):
@@ -57,53 +59,127 @@ class LogicalBatch:
 
 @dataclass(frozen=True, kw_only=True)
 class PhysicalBatch:
-    """A part of a logical batch; `data` is None when the logical batch is empty."""
+    """A part of a logical batch; `data` is None when the logical batch is empty.
+
+    It has `rows` samples, of which the first `size` count; the others only fill it up.
+    """
 
     step: int
     size: int
+    rows: int
     completes: bool
     data: Any
+
+
+@runtime_checkable
+class LengthCollate(Protocol):
+    """A collate function that can also pad a batch to a length it is given."""
+
+    def __call__(self, samples: list[Any], /) -> Any: ...
+
+    def to_length(self, samples: list[Any], length: int, /) -> Any:
+        """The batch with every sample padded to `length` tokens, so that none is seen."""
+        ...
 
 
 def physical_batches(
     data: MapStyle,
     logical: Iterable[LogicalBatch],
     *,
-    physical_batch_size: int,
+    layout: Layout,
     collate: Callable[[list[Any]], Any] | None = None,
     num_workers: int = 0,
     pin_memory: bool = False,
+    background: bool = False,
     generator: torch.Generator | None = None,
 ) -> Iterator[PhysicalBatch]:
-    """Load logical batches in parts of at most `physical_batch_size`, in order, none skipped."""
+    """Load logical batches in the parts of a layout, in order, none skipped.
+
+    With `background`, a thread loads ahead of what is asked for, unless `num_workers` processes
+    do so already.
+    """
+    loaded = _physical_batches(
+        data, logical, layout, collate, num_workers=num_workers, pin_memory=pin_memory,
+        generator=generator,
+    )  # fmt: skip
+    return loaded_ahead(loaded) if background and num_workers == 0 else loaded
+
+
+def _physical_batches(
+    data: MapStyle,
+    logical: Iterable[LogicalBatch],
+    layout: Layout,
+    collate: Callable[[list[Any]], Any] | None,
+    **options: Any,
+) -> Iterator[PhysicalBatch]:
     tags: deque[PhysicalBatch] = deque()
 
-    def index_lists() -> Iterator[list[int]]:
+    def every_part() -> Iterator[Part]:
         for batch in logical:
-            parts = [
-                list(batch.indices[start : start + physical_batch_size])
-                for start in range(0, len(batch.indices), physical_batch_size)
-            ]
+            parts = layout.parts(batch.indices)
             for number, part in enumerate(parts, start=1):
-                tags.append(_tag(batch, len(part), completes=number == len(parts)))
+                tags.append(_tag(batch, part, completes=number == len(parts)))
                 yield part
             if not parts:
-                tags.append(_tag(batch, 0, completes=True))
+                tags.append(_tag(batch, Part(records=(), counted=0), completes=True))
 
     loader: DataLoader[Any] = DataLoader(
-        _checked(data),
-        batch_sampler=index_lists(),
-        collate_fn=collate or default_collate,
-        num_workers=num_workers,
-        pin_memory=pin_memory,
-        generator=generator,
+        PartLoader(_checked(data), collate or default_collate),
+        batch_size=None,
+        sampler=every_part(),
+        collate_fn=_as_it_is,
+        **options,
     )
     for loaded in loader:
         while tags[0].size == 0:
             yield tags.popleft()
-        tag = tags.popleft()
-        yield PhysicalBatch(step=tag.step, size=tag.size, completes=tag.completes, data=loaded)
+        yield replace(tags.popleft(), data=loaded)
     yield from tags
+
+
+class PartLoader(Dataset[Any]):
+    """Loads and collates whole physical batches; an error says which records it was about."""
+
+    def __init__(self, data: Any, collate: Callable[[list[Any]], Any]) -> None:
+        self._data = data
+        self._collate = collate
+        self._load_many: Callable[[list[int]], list[Any]] | None
+        self._load_many = getattr(data, "__getitems__", None)
+
+    def __getitem__(self, part: Part) -> Any:
+        samples = self._samples(list(part.records))
+        try:
+            if part.length is not None and isinstance(self._collate, LengthCollate):
+                return self._collate.to_length(samples, part.length)
+            return self._collate(samples)
+        except Exception as error:
+            error.add_note(f"while collating records {_listed(part.records[: part.counted])}")
+            raise
+
+    def _samples(self, records: list[int]) -> list[Any]:
+        if self._load_many is not None:
+            try:
+                return self._load_many(records)
+            except Exception as error:
+                error.add_note(f"while loading records {_listed(records)}")
+                raise
+        return [self._sample(record) for record in records]
+
+    def _sample(self, record: int) -> Any:
+        try:
+            return self._data[record]
+        except Exception as error:
+            error.add_note(f"while loading record {record} of the data set")
+            raise
+
+
+def _listed(records: Sequence[int]) -> str:
+    shown = ", ".join(map(str, records[:8]))
+    return f"{shown} and {len(records) - 8} more" if len(records) > 8 else shown
+
+
+def _as_it_is(loaded: Any) -> Any:
+    return loaded
 
 
 def shaped(loaded: Any) -> Any:
@@ -137,8 +213,14 @@ def _rebuilt(original: Mapping[str, Any], moved: dict[str, Any]) -> Any:
     return moved
 
 
-def _tag(batch: LogicalBatch, size: int, *, completes: bool) -> PhysicalBatch:
-    return PhysicalBatch(step=batch.step, size=size, completes=completes, data=None)
+def _tag(batch: LogicalBatch, part: Part, *, completes: bool) -> PhysicalBatch:
+    return PhysicalBatch(
+        step=batch.step,
+        size=part.counted,
+        rows=len(part.records),
+        completes=completes,
+        data=None,
+    )
 
 
 def _checked(data: MapStyle) -> Dataset[Any]:

@@ -35,17 +35,21 @@ def check_losses(losses: torch.Tensor, *, expected: int | None, may_be_mean: boo
     return int(losses.shape[0])
 
 
-def check_count(count: int, *, drawn: int) -> None:
+def check_count(count: int, *, drawn: int, padded: bool = False) -> None:
     """Refuse unless every record the sampler drew has one gradient in the sum.
 
     A record that went backward twice contributes twice the clip, and nothing else would notice.
+    Copies that pad a batch would be such, were they not left out by `private.backward`.
     """
     if count != drawn:
         raise InvalidArgumentError(
             "backward",
             expected=f"gradients of the {drawn} records drawn",
             got=count,
-            remedy="run the forward and backward of every physical batch inside the loop, once",
+            remedy="call private.backward(losses), which leaves out the samples that only pad a "
+            "batch, or do without pad_batches"
+            if padded
+            else "run the forward and backward of every physical batch inside the loop, once",
         )
 
 

@@ -61,7 +61,9 @@ class LoopSettings:
 
     `checkpoint_dir` turns on checkpoints every `checkpoint_every` steps and at the end or at a
     signal. `physical_batch="find"` tries sizes until one fits. `price_steps=False` leaves
-    epsilon out of the progress, so that no accountant is needed.
+    epsilon out of the progress, so that no accountant is needed. `pad_batches` fills physical
+    batches up to a few fixed shapes (`private.batches`); None does so on a GPU, where shapes that
+    come again are faster.
     """
 
     checkpoint_dir: str | Path | None = None
@@ -71,18 +73,24 @@ class LoopSettings:
     physical_batch: Literal["as-planned", "find"] = "as-planned"
     collate: Callable[[list[Any]], Any] | None = None
     num_workers: int = 0
+    pad_batches: bool | None = None
     price_steps: bool = True
     extras: Mapping[str, Stateful] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """How a call of `train` ended: the plan finished, or a signal's name."""
+    """How a call of `train` ended: the plan finished, or a signal's name.
+
+    `seconds` says where its time went: data, forward and backward, settle, noise, update, shuffle,
+    checks, ledger, evaluation, checkpoints and other. They add up to the time of the call.
+    """
 
     steps_taken: int
     finished: bool
     interrupted_by: str | None
     checkpoint: Path | None
+    seconds: Mapping[str, float]
 
 
 def train(
@@ -107,7 +115,9 @@ def train(
         BudgetExhaustedError: no release is left to take a first step with.
     """
     settings = settings or LoopSettings()
-    check_independence(private.model, data, per_sample_loss, collate=settings.collate)
+    private.clock.start()
+    with private.clock.part("checks"):
+        check_independence(private.model, data, per_sample_loss, collate=settings.collate)
     extras = dict(settings.extras) | ({} if scheduler is None else {"scheduler": scheduler})
     if resume:
         _resume(private, settings, extras)
@@ -129,11 +139,13 @@ def train(
     if private.finished:
         private.release()
         observer.save()
+    private.clock.stop()
     return Outcome(
         steps_taken=private.steps_taken,
         finished=private.finished,
         interrupted_by=received[0] if received else None,
         checkpoint=observer.saved,
+        seconds=private.clock.seconds(),
     )
 
 
@@ -144,7 +156,12 @@ def _run(
     settings: LoopSettings,
     received: list[str],
 ) -> None:
-    batches = private.batches(data, collate=settings.collate, num_workers=settings.num_workers)
+    batches = private.batches(
+        data,
+        collate=settings.collate,
+        num_workers=settings.num_workers,
+        pad_batches=_pads(private, settings),
+    )
     try:
         for batch in batches:
             private.backward(per_sample_loss(private.model, batch))
@@ -153,6 +170,12 @@ def _run(
     except BudgetExhaustedError:
         # The last steps before a crash, repeated with other bits: there is no budget for them.
         return
+
+
+def _pads(private: PrivateTraining, settings: LoopSettings) -> bool:
+    if settings.pad_batches is not None:
+        return settings.pad_batches
+    return private.device.type == "cuda" and private.plan.loss_reduction == "sum"
 
 
 class _Observer:
@@ -191,12 +214,13 @@ class _Observer:
     def save(self) -> None:
         """Write a checkpoint, if asked for any."""
         if self._settings.checkpoint_dir is not None:
-            self.saved = save_checkpoint(
-                self._private,
-                self._settings.checkpoint_dir,
-                extras=self._extras,
-                keep=self._settings.keep_checkpoints,
-            )
+            with self._private.clock.part("checkpoints"):
+                self.saved = save_checkpoint(
+                    self._private,
+                    self._settings.checkpoint_dir,
+                    extras=self._extras,
+                    keep=self._settings.keep_checkpoints,
+                )
 
     def _progress(self, learning_rate: float) -> Progress:
         private, curve = self._private, self._curve

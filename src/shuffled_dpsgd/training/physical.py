@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch.utils.data import default_collate
 
 from shuffled_dpsgd.errors import InvalidArgumentError
-from shuffled_dpsgd.training.data import MapStyle, shaped, to_device
+from shuffled_dpsgd.training.data import MapStyle, PartLoader, shaped, to_device
+from shuffled_dpsgd.training.layout import Part, lengths_of
 from shuffled_dpsgd.training.private import PrivateTraining
 
 PerSampleLoss = Callable[[torch.nn.Module, Any], torch.Tensor]
@@ -26,13 +27,17 @@ def find_physical_batch_size(
     """Try a forward and backward at `start` (the expected batch), halving on out-of-memory.
 
     Sets and returns `private.physical_batch_size`. Nothing is released and no randomness of the
-    run is used: the probes' sums are dropped and torch's global generators put back. Records
-    are the first ones of `data`, so put long sequences first if their lengths differ much.
+    run is used: the probes' sums are dropped and torch's global generators put back. The longest
+    records are tried where the data can say how long they are, else the first ones.
     """
     size = min(start or private.plan.expected_batch_size, len(data))
+    lengths = lengths_of(data)
+    order = range(len(data))
+    records = order if lengths is None else sorted(order, key=lambda i: -lengths[i])[:size]
+    load = PartLoader(data, collate or default_collate)
     devices = [private.device] if private.device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):
-        while not _fits(private, data, per_sample_loss, collate or default_collate, size):
+        while not _fits(private, load[_part(records[:size], lengths)], per_sample_loss):
             if size == 1:
                 raise InvalidArgumentError(
                     "physical_batch_size",
@@ -45,14 +50,13 @@ def find_physical_batch_size(
     return size
 
 
-def _fits(
-    private: PrivateTraining,
-    data: MapStyle,
-    per_sample_loss: PerSampleLoss,
-    collate: Callable[[list[Any]], Any],
-    size: int,
-) -> bool:
-    batch = to_device(shaped(collate([data[i] for i in range(size)])), private.device)
+def _part(records: Sequence[int], lengths: Sequence[int] | None) -> Part:
+    longest = None if lengths is None else max(lengths)
+    return Part(records=tuple(records), counted=len(records), length=longest)
+
+
+def _fits(private: PrivateTraining, loaded: Any, per_sample_loss: PerSampleLoss) -> bool:
+    batch = to_device(shaped(loaded), private.device)
     with private:
         try:
             private.backward(per_sample_loss(private.model, batch))

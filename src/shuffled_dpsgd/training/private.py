@@ -18,6 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from shuffled_dpsgd.clipping import ClippingEngine
 from shuffled_dpsgd.errors import BudgetExhaustedError, InvalidArgumentError
 from shuffled_dpsgd.permutation import Permutation, PermutationSpec, apply, draw, identity
+from shuffled_dpsgd.runtime.clock import OTHER, Clock
 from shuffled_dpsgd.training.card import PrivacyCard, write_card
 from shuffled_dpsgd.training.data import (
     LogicalBatch,
@@ -34,6 +35,7 @@ from shuffled_dpsgd.training.guards import (
     check_finite,
     check_losses,
 )
+from shuffled_dpsgd.training.layout import Layout, lengths_of
 from shuffled_dpsgd.training.ledger import Ledger
 from shuffled_dpsgd.training.mechanism import Mechanism, Release
 from shuffled_dpsgd.training.metrics import LossMeter, StepMetrics, describe_step
@@ -86,7 +88,10 @@ class PrivateTraining:
         self._trainable = {n: p for n, p in model.named_parameters() if p.requires_grad}
         self._callbacks: list[Callable[[], object]] = []
         self._losses = LossMeter()
+        self.clock = engine.clock = Clock(self.device.type)
         self._current: PhysicalBatch | None = None
+        self._pads = False
+        self._layout: tuple[MapStyle, tuple[int, bool], Layout] | None = None
         self._drawn = 0
         self._depth = 0
         self._exhausted = False
@@ -120,7 +125,9 @@ class PrivateTraining:
         num_steps: int | None = None,
         collate: Callable[[list[Any]], Any] | None = None,
         num_workers: int = 0,
-        pin_memory: bool = False,
+        pin_memory: bool | None = None,
+        pad_batches: bool = False,
+        background: bool | None = None,
     ) -> Iterator[Any]:
         """Draw logical batches by Poisson sampling and yield them in physical batches.
 
@@ -128,6 +135,11 @@ class PrivateTraining:
         `Batch` (unpack, or `.x` and `.y`), dictionaries as dictionaries, tensors on the model's
         device. A logical batch may be empty: its step (noise only) happens here, between two
         yields, and nothing is yielded for it; `on_update` callbacks see it.
+
+        Samples of one logical batch come sorted by length where the data can say how long a record
+        is (`layout.lengths_of`). With `pad_batches`, physical batches have a few fixed shapes: the
+        last rows of some are copies that do not count, and only `private.backward` knows which.
+        With `background`, a thread loads ahead; that and `pin_memory` are on for a GPU by default.
         """
         if self.plan.sampling != "poisson":
             raise InvalidArgumentError(
@@ -149,13 +161,40 @@ class PrivateTraining:
                 f"{self.plan.num_steps} releases of the plan are spent: start a run with a "
                 "larger plan"
             )
+        if pad_batches and self.plan.loss_reduction == "mean":
+            raise InvalidArgumentError(
+                "pad_batches",
+                expected="losses of single samples, loss_reduction='sum'",
+                got="loss_reduction='mean', a mean over the rows that do not count as well",
+            )
+        on_gpu = self.device.type == "cuda"
         last = self.plan.num_steps
         last = last if num_steps is None else min(last, self.steps_taken + num_steps)
         return self._batches(
             data,
             range(self.steps_taken, last),
-            {"collate": collate, "num_workers": num_workers, "pin_memory": pin_memory},
+            {
+                "layout": self.layout(data, pad_batches=pad_batches),
+                "collate": collate,
+                "num_workers": num_workers,
+                "pin_memory": on_gpu if pin_memory is None else pin_memory,
+                "background": on_gpu if background is None else background,
+            },
         )
+
+    def layout(self, data: MapStyle, *, pad_batches: bool = False) -> Layout:
+        """How logical batches of `data` are put into physical ones."""
+        key = self.physical_batch_size, pad_batches
+        if self._layout is None or self._layout[0] is not data or self._layout[1] != key:
+            layout = Layout(
+                batch_size=self.physical_batch_size,
+                expected=self.plan.expected_batch_size,
+                lengths=lengths_of(data),
+                pads=pad_batches,
+                device=self.device.type,
+            )
+            self._layout = data, key, layout
+        return self._layout[2]
 
     def backward(self, losses: torch.Tensor) -> None:
         """Back-propagate one loss per sample; `losses.sum().backward()` does the same.
@@ -163,12 +202,17 @@ class PrivateTraining:
         With `loss_reduction="mean"` declared, a scalar is taken as the mean over the physical
         batch; without it, refused, as it would scale every gradient down before the clip.
         """
+        current = self._current
         count = check_losses(
             losses,
-            expected=None if self._current is None else self._current.size,
+            expected=None if current is None else current.rows,
             may_be_mean=self.plan.loss_reduction == "mean",
         )
         reduced = losses.dim() == 0
+        if current is not None and self._pads:
+            self._losses.add(losses[: current.size], count=current.size, mean=False)
+            self.engine.backward(losses, counted=current.size)
+            return
         self._losses.add(losses, count=count, mean=reduced)
         if reduced:
             losses.backward()
@@ -188,7 +232,7 @@ class PrivateTraining:
                     got="a call without a batch",
                     remedy="the sampler accounted for must be the sampler used",
                 )
-            check_count(self._count, drawn=self._drawn)
+            check_count(self._count, drawn=self._drawn, padded=self._pads)
             if not self._current.completes:
                 return False
         self._update()
@@ -304,17 +348,17 @@ class PrivateTraining:
             for step in steps
         )
         stream = self._stream = object()
+        self._pads = options["layout"].pads
         with self:
             self.discard()
             loaded = physical_batches(
                 data,
                 logical,
-                physical_batch_size=self.physical_batch_size,
                 generator=self.streams.torch("loader", self.steps_taken),
                 **options,
             )
             try:
-                for part in loaded:
+                while (part := self._next(loaded)) is not None:
                     if self._drawn == 0:
                         if not self.ledger.allows(self._token()):
                             break
@@ -324,7 +368,11 @@ class PrivateTraining:
                     if part.data is None:
                         self._update()
                         continue
-                    yield to_device(shaped(part.data), self.device)
+                    with self.clock.part("data"):
+                        batch = to_device(shaped(part.data), self.device)
+                    self.clock.turn_to("forward and backward")
+                    yield batch
+                    self.clock.turn_to(OTHER)
                     self._check_stepped(part, stream)
                 self.check()
             finally:
@@ -332,13 +380,17 @@ class PrivateTraining:
                 if self._stream is stream:
                     self.discard()
 
+    def _next(self, loaded: Iterator[PhysicalBatch]) -> PhysicalBatch | None:
+        with self.clock.part("data"):
+            return next(loaded, None)
+
     def _check_stepped(self, part: PhysicalBatch, stream: object) -> None:
         if self._stream is not stream:
             raise InvalidArgumentError(
                 "batches", expected="one loop over private.batches at a time", got="a second"
             )
         if not part.completes:
-            check_count(self._count, drawn=self._drawn)
+            check_count(self._count, drawn=self._drawn, padded=self._pads)
         elif self.steps_taken <= part.step:
             raise InvalidArgumentError(
                 "step",
@@ -351,17 +403,11 @@ class PrivateTraining:
             raise InvalidArgumentError(
                 "step", expected="no step after release()", got=f"step {self.steps_taken}"
             )
-        # The one wait for the backward: nothing is released before its outcome is known.
-        norms = self.engine.sample_norms.detach().cpu()
-        self._weights.answer()
-        loss = self._losses.mean()
+        self.clock.turn_to(OTHER)
         step = self.steps_taken
-        if self.plan.sampling == "poisson":
-            check_count(norms.numel(), drawn=self._drawn)
-        check_finite(norms, step=step)
-        self._watch.check(step)
-        if self._shuffles is not None:
-            self._shuffles.try_out()
+        with self.clock.part("checks"):
+            norms = self._checked_norms(step)
+        loss = self._losses.mean()
         release = self._release(step)
         self.last_sample_norms = norms
         self.last_metrics = describe_step(
@@ -373,19 +419,37 @@ class PrivateTraining:
         )
         self.steps_taken += 1
         if self.plan.shuffle == "every-step" and self.plan.permutes:
-            self._permute(step)
+            with self.clock.part("shuffle"):
+                self._permute(step)
         self.discard()
-        self._weights.ask(step, wait=self.device.type == "cpu")
+        with self.clock.part("checks"):
+            self._weights.ask(step, wait=self.device.type == "cpu")
         for callback in tuple(self._callbacks):
             callback()
+
+    def _checked_norms(self, step: int) -> torch.Tensor:
+        """The norms of the batch; refuses a step that must not be taken."""
+        # The one wait for the backward: nothing is released before its outcome is known.
+        norms = self.engine.sample_norms.detach().cpu()
+        self._weights.answer()
+        if self.plan.sampling == "poisson":
+            check_count(norms.numel(), drawn=self._drawn, padded=self._pads)
+        check_finite(norms, step=step)
+        self._watch.check(step)
+        if self._shuffles is not None:
+            self._shuffles.try_out()
+        return norms
 
     def _release(self, step: int) -> Release:
         """Make the sums private and update with them; no reference to them is left behind."""
         clipped = self.engine.clipped_sum()
         sums = {name: clipped[name].contiguous() for name in self._trainable}
-        self._record(sums)
-        release = self.mechanism.privatize(sums, step=step, frame=self.frame)
-        self._optimizer.update(sums)
+        with self.clock.part("ledger"):
+            self._record(sums)
+        with self.clock.part("noise"):
+            release = self.mechanism.privatize(sums, step=step, frame=self.frame)
+        with self.clock.part("update"):
+            self._optimizer.update(sums)
         return release
 
     def _record(self, sums: dict[str, torch.Tensor]) -> None:

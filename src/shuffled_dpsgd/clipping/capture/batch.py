@@ -131,12 +131,15 @@ class CapturedBatch:
     own loss: the batch size under a mean, one under a sum. `calls` counts the calls that the
     forward made of each slot. `halves` are this forward's half-precision copies of parameters, by
     the parameter's id. `has_losses` says that the backward is one of losses, one for each sample.
+    Of a padded batch only the first `counted` samples count, which `counts_B` marks.
     """
 
     __slots__ = (
         "calls",
         "closed",
         "compiled",
+        "counted",
+        "counts_B",
         "device",
         "halves",
         "has_losses",
@@ -148,6 +151,8 @@ class CapturedBatch:
 
     def __init__(self, *, size: int, device: str, slots: int, scale: float) -> None:
         self.size = size
+        self.counted = size
+        self.counts_B: Tensor | None = None
         self.device = device
         self.scale = scale
         self.phase = Phase.ONLY

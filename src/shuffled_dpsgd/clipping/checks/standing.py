@@ -67,6 +67,7 @@ class Watch:
     kind: Hashable
     call: Call
     size: int
+    counted: int
     samples: list[int]
     autocast: Autocast
     host: HostGenerators
@@ -121,6 +122,11 @@ class StandingCheck:
         self._pending: Watch | None = None
         self._kind: Hashable = None
 
+    @property
+    def is_pending(self) -> bool:
+        """Whether something has been booked that is not compared yet."""
+        return self._pending is not None
+
     # --- while a forward and its backward run ----------------------------------------------------
 
     def is_due(self, size: int, kind: Hashable) -> bool:
@@ -129,20 +135,45 @@ class StandingCheck:
         by_chance = self._draws.random() < self._rate
         return size > 0 and (by_chance or kind not in self._kinds)
 
-    def begin(self, batch: CapturedBatch | None, call: Call, size: int, device: str) -> Watch:
-        """Watch a batch whose forward is about to run."""
+    def begin(
+        self,
+        batch: CapturedBatch | None,
+        call: Call,
+        size: int,
+        device: str,
+        counted: int | None = None,
+    ) -> Watch:
+        """Watch a batch whose forward is about to run; some of its `counted` first samples."""
+        counted = size if counted is None else counted
         self.watch = Watch(
             batch=batch,
             kind=self._kind,
             call=call,
             size=size,
-            samples=sorted(self._draws.sample(range(size), min(_SAMPLES, size))),
+            counted=counted,
+            samples=self._drawn(counted),
             autocast=Autocast.now(device),
             host=HostGenerators.now(),
         )
         self.watch.booked = [{} for _ in self.watch.samples]
         self.watch.rounding = [0.0 for _ in self.watch.samples]
         return self.watch
+
+    def samples_of(self, batch: CapturedBatch) -> list[int]:
+        """The samples of a batch that are watched, of those that count; none if it is not.
+
+        How many count is known when the backward comes, before anything is booked.
+        """
+        watch = self.watch
+        if watch is None or watch.batch is not batch:
+            return []
+        if max(watch.samples) >= batch.counted:
+            watch.counted, watch.samples = batch.counted, self._drawn(batch.counted)
+            watch.booked = [{} for _ in watch.samples]
+        return watch.samples
+
+    def _drawn(self, counted: int) -> list[int]:
+        return sorted(self._draws.sample(range(counted), min(_SAMPLES, counted)))
 
     def tap_output(self, watch: Watch, output: Any, is_muted: Callable[[], bool]) -> Any:
         """The output with a tap on every tensor of it.
@@ -214,14 +245,14 @@ class StandingCheck:
         if found is not None:
             raise _refusal(found)
 
-    def try_batch(self, call: Call, size: int, autocast: Autocast) -> None:
+    def try_batch(self, call: Call, size: int, counted: int, autocast: Autocast) -> None:
         """Check a batch that a compiler has run, by running it once more without the compiler.
 
         Raises:
             UnsupportedModuleError: naming the module that disagrees.
         """
         with autocast.again():
-            found = self._trial(call, size, autocast.device, None)
+            found = self._trial(call, size, counted, autocast.device, None)
         if found is not None:
             raise _refusal(found)
 
@@ -234,7 +265,7 @@ class StandingCheck:
         device = watch.autocast.device
         watch.host.restore()
         with watch.autocast.again():
-            found = self._trial(watch.call, watch.size, device, used)
+            found = self._trial(watch.call, watch.size, watch.counted, device, used)
         return None if found is None else first
 
     def _compare(self, watch: Watch) -> _Disagreement | None:
@@ -349,14 +380,14 @@ class StandingCheck:
         return 4 * sum(x * x for x in apart.values()) ** 0.5 / max(length(alone), 1e-30)
 
     def _trial(
-        self, call: Call, size: int, device: str, used: frozenset[int] | None
+        self, call: Call, size: int, counted: int, device: str, used: frozenset[int] | None
     ) -> _Disagreement | None:
         """Run a batch for this check alone, with dropout off and random gradients at the outputs.
 
         `used` says which outputs get any; without it, all that have a batch axis do.
         """
         batch = CapturedBatch(size=size, device=device, slots=len(self._slots), scale=1.0)
-        watch = self.begin(batch, call, size, device)
+        watch = self.begin(batch, call, size, device, counted)
         watch.on_trial = True
         with without_a_trace(self._model), self._attached(batch) as end_forward:
             args, kwargs = self._inputs.take(*call, size, range(size))

@@ -59,14 +59,19 @@ class ClippingRule:
     totals: Totals
 
     def norms(self, squares: Iterable[Tensor], batch: CapturedBatch) -> Tensor:
-        """(B,) norms from squared parts, in terms of each sample's own loss."""
+        """(B,) norms from squared parts, in terms of each sample's own loss.
+
+        Samples that do not count have infinite ones, and so the factor zero under every clip.
+        """
         parts = list(squares)
         if len(parts) == 1:
             norms_B = parts[0].sqrt()
         else:
             widest = max((p.dtype for p in parts), key=lambda dtype: torch.finfo(dtype).bits)
             norms_B = torch.stack([part.to(widest) for part in parts]).sum(0).sqrt_()
-        return norms_B if batch.scale == 1.0 else norms_B.mul_(batch.scale)
+        norms_B = norms_B if batch.scale == 1.0 else norms_B.mul_(batch.scale)
+        counts_B = batch.counts_B
+        return norms_B if counts_B is None else torch.where(counts_B, norms_B, math.inf)
 
     def factors(self, norms_B: Tensor, batch: CapturedBatch) -> Tensor:
         """(B,) factors for captured gradients, which still lack the batch's scale."""
@@ -108,7 +113,7 @@ class WholeGradient:
         with self.rule.totals.adding() as (sums, new):
             places = self._places(batch, new) if self._may_replay(batch) else None
             norms_B = self.replays.run(places, lambda: self._settle_all(batch, sums, new))
-        self.rule.totals.norms.append(norms_B)
+        self.rule.totals.norms.append(norms_B[: batch.counted])
         batch.close()
 
     @full_float32()
@@ -143,7 +148,7 @@ class WholeGradient:
         entries = kept.all_entries()
         others: list[Tensor | None] = [sums_LBCD for _, sums_LBCD in kept.norm_runs]
         others += late.tensors if late is not None else ()
-        others += self.rule.totals.buffers
+        others += (*self.rule.totals.buffers, batch.counts_B)
         slots = [entry.slot.index for entry in entries]
         slots += [slot.index for run, _ in kept.norm_runs for slot in run]
         stream = torch.cuda.current_stream().cuda_stream
@@ -181,7 +186,8 @@ class GroupByGroup:
     def finish(self, batch: CapturedBatch) -> None:
         for index in list(batch.settling.entries):
             self._settle(batch, self.rule.groups[index])
-        self.rule.totals.norms.append(self.rule.norms(batch.settling.squares.values(), batch))
+        norms_B = self.rule.norms(batch.settling.squares.values(), batch)
+        self.rule.totals.norms.append(norms_B[: batch.counted])
         batch.close()
 
     @full_float32()
@@ -226,7 +232,7 @@ class TwoPasses:
         for index in list(batch.settling.entries):
             self._settle(batch, self.rule.groups[index])
         norms_B = self.rule.norms(batch.settling.squares.values(), batch)
-        self.rule.totals.norms.append(norms_B)
+        self.rule.totals.norms.append(norms_B[: batch.counted])
         whole_B = self.rule.factors(norms_B, batch)
         for index, squares_B in batch.settling.squares.items():
             batch.settling.factors[index] = (

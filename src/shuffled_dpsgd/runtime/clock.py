@@ -1,0 +1,126 @@
+"""Where the time of a run goes: every moment belongs to exactly one part.
+
+On a GPU the parts are told apart by events in its queue, so that work is charged to the part that
+asked for it and not to the part that happens to wait. Nothing is waited for until the result is
+asked for, except that a long list of events is read now and then.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+import torch
+
+OTHER = "other"
+# Events that may wait to be read; those of one step are a few dozen.
+_MAX_PENDING = 4096
+
+
+class Moment(Protocol):
+    """A point in time that a later one can be subtracted from."""
+
+    def seconds_until(self, later: Moment) -> float: ...
+
+
+class HostMoment:
+    """Now, by the host's clock."""
+
+    __slots__ = ("at",)
+
+    def __init__(self) -> None:
+        self.at = time.perf_counter()
+
+    def seconds_until(self, later: Moment) -> float:
+        """Seconds between this moment and a later one."""
+        assert isinstance(later, HostMoment)
+        return later.at - self.at
+
+
+class DeviceMoment:
+    """When the device gets here in its queue."""
+
+    __slots__ = ("event",)
+
+    def __init__(self) -> None:
+        self.event = torch.cuda.Event(enable_timing=True)
+        self.event.record()
+
+    def seconds_until(self, later: Moment) -> float:
+        """Seconds between this moment and a later one; waits for the later one."""
+        assert isinstance(later, DeviceMoment)
+        later.event.synchronize()
+        return self.event.elapsed_time(later.event) / 1e3
+
+
+class Clock:
+    """Charges time to parts; parts inside another interrupt it.
+
+    >>> clock = Clock()
+    >>> clock.start()
+    >>> with clock.part("data"):
+    ...     pass
+    >>> sorted(clock.seconds())
+    ['data', 'other']
+    """
+
+    def __init__(self, device: str = "cpu") -> None:
+        self._on_gpu = device == "cuda"
+        self._seconds: dict[str, float] = defaultdict(float)
+        self._pending: list[tuple[str, Moment]] = []
+        self._current: str | None = None
+
+    def start(self, part: str = OTHER) -> None:
+        """Begin anew: charge the time from now on, to `part` unless another is entered."""
+        self._seconds.clear()
+        self._pending = []
+        self._switch(part)
+
+    def stop(self) -> None:
+        """Charge no time until the next `start`."""
+        if self._current is not None:
+            self._switch(None)
+            self._read()
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Charge the time inside to `name`, then to the part before again."""
+        before = self._current
+        if before is None:
+            yield
+            return
+        self._switch(name)
+        try:
+            yield
+        finally:
+            self._switch(before)
+
+    def turn_to(self, name: str) -> None:
+        """Charge the time from now on to `name`."""
+        if self._current is not None:
+            self._switch(name)
+
+    def seconds(self) -> dict[str, float]:
+        """Seconds of every part so far; waits for the device."""
+        if self._current is not None:
+            self._switch(self._current)
+        self._read()
+        return dict(self._seconds)
+
+    def _switch(self, part: str | None) -> None:
+        if self._on_gpu and torch.cuda.is_current_stream_capturing():
+            return
+        self._current = part
+        moment = DeviceMoment() if self._on_gpu else HostMoment()
+        self._pending.append((part or "", moment))
+        if len(self._pending) >= _MAX_PENDING:
+            self._read()
+
+    def _read(self) -> None:
+        for (part, begin), (_, end) in zip(self._pending, self._pending[1:], strict=False):
+            if part:
+                self._seconds[part] += begin.seconds_until(end)
+        self._pending = self._pending[-1:]

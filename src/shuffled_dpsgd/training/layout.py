@@ -1,0 +1,230 @@
+"""In which physical batches the samples of a logical batch are put, so that little is padding.
+
+Which samples are drawn is not decided here, only their order and company. Samples of similar
+length share a physical batch. Where batches are padded, the shapes are planned once for a whole
+run, and samples that do not count fill what is left of a batch: then the same few shapes come
+again in every step, whatever is drawn. What is released does not depend on any of it, except by
+rounding.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+# What a physical batch costs before its first token, in tokens of a small Transformer: mostly
+# launches, which an accelerator waits for. Only the order of magnitude matters.
+TOKENS_PER_BATCH = {"cpu": 256, "cuda": 8192}
+# Planned batches hold draws this many standard deviations above the expected one.
+HEAD_ROOM = 2.0
+# A batch that is not full has one of this many sizes.
+NUM_SIZES = 8
+_MULTIPLE = 8
+_ENDS = (64, 128)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """One physical batch: records to load, how many of them count, and the length to pad to.
+
+    The first `counted` ones count. `length` is None where it is the collate function's business.
+    """
+
+    records: tuple[int, ...]
+    counted: int
+    length: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """A planned physical batch: no sample is longer than `length`, no batch larger than `size`.
+
+    `room` is how many samples of a logical batch are put into batches of this shape.
+    """
+
+    length: int
+    size: int
+    room: float
+
+
+def length_class(length: int) -> int:
+    """The length that samples of `length` tokens are padded to.
+
+    >>> [length_class(n) for n in (1, 8, 9, 65, 129)]
+    [8, 8, 16, 80, 160]
+    """
+    step = _MULTIPLE * (1 << bisect.bisect_left(_ENDS, length))
+    return math.ceil(length / step) * step
+
+
+def lengths_of(data: Any) -> Sequence[int] | None:
+    """How long every record is, if the data can say so cheaply; None if not, or if all are alike.
+
+    Asked are a method `length(index)` of the data set, a column `input_ids` of a Hugging Face data
+    set, and `input_ids` of the records of a list.
+    """
+    found: list[int] | None = None
+    if callable(getattr(data, "length", None)):
+        found = [int(data.length(i)) for i in range(len(data))]
+    elif "input_ids" in (getattr(data, "column_names", None) or ()):
+        if data.format["type"] != "custom":
+            found = [len(ids) for ids in data["input_ids"]]
+    elif isinstance(data, list | tuple) and all(_has_tokens(record) for record in data):
+        found = [len(record["input_ids"]) for record in data]
+    return found if found and min(found) < max(found) else None
+
+
+def _has_tokens(record: Any) -> bool:
+    return isinstance(record, Mapping) and "input_ids" in record
+
+
+class Layout:
+    """Puts logical batches into physical ones of at most `batch_size` samples.
+
+    With `pads`, batches are filled up with copies of one of their own samples, which do not count.
+    `lengths` of all records are None where they are alike or not known. `expected` is the expected
+    size of a logical batch.
+    """
+
+    def __init__(
+        self,
+        *,
+        batch_size: int,
+        expected: int,
+        lengths: Sequence[int] | None = None,
+        pads: bool = False,
+        device: str = "cpu",
+    ) -> None:
+        self._batch_size = batch_size
+        self._lengths = lengths
+        self.pads = pads
+        self._tokens_per_batch = TOKENS_PER_BATCH.get(device, TOKENS_PER_BATCH["cuda"])
+        self.shapes: tuple[Shape, ...] = self._planned(expected) if pads else ()
+
+    def parts(self, drawn: Sequence[int]) -> list[Part]:
+        """The physical batches of one logical batch; every record of it counts exactly once."""
+        if self._lengths is None:
+            size = self.shapes[0].size if self.pads else self._batch_size
+            return [self._part(chunk, size, None) for chunk in _chunks(drawn, size)]
+        lengths = self._lengths
+        ordered = sorted(drawn, key=lambda record: (lengths[record], record))
+        return self._filled(ordered) if self.pads else self._cut(ordered)
+
+    def _filled(self, ordered: Sequence[int]) -> list[Part]:
+        """As planned: what finds no room in a shape goes to the next longer one."""
+        assert self._lengths is not None
+        parts, rest = [], ordered
+        for shape in self.shapes:
+            is_last = shape is self.shapes[-1]
+            fit = bisect.bisect_right(rest, shape.length, key=self._lengths.__getitem__)
+            taken = len(rest) if is_last else min(fit, math.ceil(shape.room))
+            chunks = _chunks(rest[:taken], shape.size)
+            parts += [self._part(chunk, shape.size, shape.length) for chunk in chunks]
+            rest = rest[taken:]
+        return parts
+
+    def _cut(self, ordered: Sequence[int]) -> list[Part]:
+        """Where it is cheapest for this very batch, with no sample more than it has."""
+        lengths = self._lengths
+        assert lengths is not None
+        counts = Counter(length_class(lengths[record]) for record in ordered)
+        classes = sorted(counts)
+        parts, first = [], 0
+        for start, end in cheapest_cuts(
+            classes, [counts[c] for c in classes], lambda n, length, _: self._cost(n, length)
+        ):
+            taken = sum(counts[c] for c in classes[start:end])
+            group = ordered[first : first + taken]
+            size = _even(taken, self._batch_size)
+            parts += [Part(records=tuple(c), counted=len(c)) for c in _chunks(group, size)]
+            first += taken
+        return parts
+
+    def _part(self, chunk: Sequence[int], size: int, length: int | None) -> Part:
+        copies = 0
+        if self.pads and len(chunk) < size:
+            step = _round_up(size / NUM_SIZES)
+            copies = min(size, math.ceil(len(chunk) / step) * step) - len(chunk)
+        records = (*chunk, *[chunk[0]] * copies)
+        return Part(records=records, counted=len(chunk), length=length)
+
+    def _planned(self, expected: int) -> tuple[Shape, ...]:
+        """The cheapest shapes for an expected batch, the last with room for larger ones too."""
+        extra = HEAD_ROOM * math.sqrt(expected)
+        if self._lengths is None:
+            return (self._shape(expected + extra, 0),)
+        share = expected / len(self._lengths)
+        # A class must not exceed what the data, and so perhaps the model, has positions for.
+        longest = max(self._lengths)
+        counts = Counter(min(length_class(length), longest) for length in self._lengths)
+        classes = sorted(counts)
+        expectations = [share * counts[c] for c in classes]
+
+        def room(count: float, *, is_last: bool) -> float:
+            return count + extra if is_last else count
+
+        cuts = cheapest_cuts(
+            classes,
+            expectations,
+            lambda count, length, is_last: self._cost(room(count, is_last=is_last), length),
+        )
+        return tuple(
+            self._shape(
+                room(sum(expectations[start:end]), is_last=end == len(classes)), classes[end - 1]
+            )
+            for start, end in cuts
+        )
+
+    def _shape(self, room: float, length: int) -> Shape:
+        size = min(self._batch_size, _round_up(_even(math.ceil(room), self._batch_size)))
+        return Shape(length=length, size=size, room=max(room, 1.0))
+
+    def _cost(self, count: float, length: int) -> float:
+        """In tokens, of `count` samples padded to `length`."""
+        batches = math.ceil(count / self._batch_size)
+        return batches * self._tokens_per_batch + count * length
+
+
+def cheapest_cuts(
+    lengths: Sequence[int],
+    counts: Sequence[float],
+    cost: Callable[[float, int, bool], float],
+) -> list[tuple[int, int]]:
+    """Runs of ascending lengths that cost least together, as (start, end) places.
+
+    `cost(count, length, is_last)` is that of one run, which is padded to its longest.
+
+    >>> cheapest_cuts([8, 16, 64], [90, 10, 5], lambda n, length, _: 500 + n * length)
+    [(0, 2), (2, 3)]
+    """
+    best: list[tuple[float, int]] = [(0.0, 0)]
+    for end in range(1, len(lengths) + 1):
+        is_last = end == len(lengths)
+        found = [
+            (best[start][0] + cost(sum(counts[start:end]), lengths[end - 1], is_last), start)
+            for start in range(end)
+        ]
+        best.append(min(found))
+    cuts, end = [], len(lengths)
+    while end:
+        start = best[end][1]
+        cuts.append((start, end))
+        end = start
+    return cuts[::-1]
+
+
+def _chunks(records: Sequence[int], size: int) -> list[Sequence[int]]:
+    return [records[start : start + size] for start in range(0, len(records), size)]
+
+
+def _even(count: int, at_most: int) -> int:
+    """The size of the fewest equal parts of at most so many."""
+    return math.ceil(count / max(1, math.ceil(count / at_most)))
+
+
+def _round_up(size: float) -> int:
+    return max(1, math.ceil(size / _MULTIPLE)) * _MULTIPLE

@@ -88,9 +88,7 @@ def inputs(kind: str, size: int, tokens: int) -> dict[str, Tensor]:
     """A batch; the last shape has samples of unequal lengths."""
     generator = torch.Generator().manual_seed(size * 100 + tokens)
     if kind == "image":
-        return {
-            "pixel_values": torch.randn(size, 3, IMAGE, IMAGE, generator=generator).double()
-        }
+        return {"pixel_values": torch.randn(size, 3, IMAGE, IMAGE, generator=generator).double()}
     ids = torch.randint(2, VOCABULARY, (size, tokens), generator=generator)
     found = {"input_ids": ids}
     if (size, tokens) == SHAPES[-1]:

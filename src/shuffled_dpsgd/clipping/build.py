@@ -6,8 +6,7 @@ parameter no rule can handle exactly is refused here, before any training.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
@@ -114,11 +113,3 @@ def refuse_changes(structure: Structure) -> None:
             got=change.got,
             remedy="build a new engine after changing the model; nobody would clip what is new",
         )
-
-
-def patches(slots: Iterable[Slot]) -> list[tuple[dict[str, Any], Callable[..., Any]]]:
-    """The attributes of every slot's module, and the forward to be put there."""
-    return [
-        (slot.module.__dict__, slot.folded_forward() if slot.folded else slot.forward)
-        for slot in slots
-    ]

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
-from numbers import Real
 from types import TracebackType
 from typing import Any, Self
 
@@ -13,6 +12,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from shuffled_dpsgd.clipping import build
+from shuffled_dpsgd.clipping.arguments import require_choice, require_positive, require_share
+from shuffled_dpsgd.clipping.attachment import Attachment
 from shuffled_dpsgd.clipping.capture.batch import CapturedBatch, Entry, Phase
 from shuffled_dpsgd.clipping.capture.batch_size import find_batch
 from shuffled_dpsgd.clipping.capture.counted import CountedRows
@@ -34,6 +35,7 @@ from shuffled_dpsgd.clipping.checks.loss_independence import (
 from shuffled_dpsgd.clipping.checks.solo_runs import Autocast, eagerly
 from shuffled_dpsgd.clipping.checks.standing import DEFAULT_RATE, StandingCheck
 from shuffled_dpsgd.clipping.checks.stray_gradients import GradWatch
+from shuffled_dpsgd.clipping.checks.watch import tap_output
 from shuffled_dpsgd.clipping.contributions import cost
 from shuffled_dpsgd.clipping.plan import Plan, describe
 from shuffled_dpsgd.clipping.rules.half_copies import HalfCopies
@@ -91,11 +93,11 @@ class ClippingEngine:
         loss_reduction: str = "sum",
         check_rate: float = DEFAULT_RATE,
     ) -> None:
-        _require_choice("clip", clip, clip_functions.CLIP_FUNCTIONS)
-        _require_choice("strategy", strategy, cost.STRATEGIES)
-        _require_choice("loss_reduction", loss_reduction, ("sum", "mean"))
+        require_choice("clip", clip, clip_functions.CLIP_FUNCTIONS)
+        require_choice("strategy", strategy, cost.STRATEGIES)
+        require_choice("loss_reduction", loss_reduction, ("sum", "mean"))
         self.model = model
-        self.clip_norm = _require_positive("clip_norm", clip_norm)
+        self.clip_norm = require_positive("clip_norm", clip_norm)
         self.clip = clip
         self.strategy = strategy
         self.loss_reduction = loss_reduction
@@ -131,7 +133,7 @@ class ClippingEngine:
             model=model,
             slots=self._slots,
             parameters=self._parameters,
-            rate=_require_share("check_rate", check_rate),
+            rate=require_share("check_rate", check_rate),
             numbers_are_means=loss_reduction == "mean",
             inputs=self._kinds.inputs,
             detached=self._taken_off,
@@ -142,7 +144,7 @@ class ClippingEngine:
         self._trial: CapturedBatch | None = None
         self._compiled_call: tuple[tuple[Any, Any], int, int, Autocast] | None = None
         self._tape_hook: RemovableHandle | None = None
-        self._patches = build.patches(self._slots)
+        self._attachment = Attachment(self._slots)
         self._hooks: list[RemovableHandle] = []
         self._was_entered = False
 
@@ -153,7 +155,7 @@ class ClippingEngine:
         refusals.refuse_thawed(self._frozen)
         build.refuse_changes(self._structure)
         refusals.refuse_replaced(self._slots)
-        self._patch()
+        self._attachment.put_on()
         begin = self.model.register_forward_pre_hook(self._begin, prepend=True, with_kwargs=True)
         self._hooks = [begin, self.model.register_forward_hook(self._end, with_kwargs=True)]
         self._watch.begin()
@@ -170,7 +172,7 @@ class ClippingEngine:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._unpatch()
+        self._attachment.take_off()
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
@@ -194,7 +196,7 @@ class ClippingEngine:
         that is used again. They are in neither norms nor sums, whatever they hold, and recorded
         work is shared by batches that differ in `counted` alone.
         """
-        loss_scale = _require_positive("loss_scale", loss_scale)
+        loss_scale = require_positive("loss_scale", loss_scale)
         batch = self._recorder.latest
         if batch is None:
             raise InvalidArgumentError(
@@ -371,7 +373,7 @@ class ClippingEngine:
             watch = self._standing.watch
             is_watched = watch is not None and watch.batch is batch
             if watch is not None and is_watched:
-                output = self._standing.tap_output(watch, output, lambda: self._recorder.muted)
+                output = tap_output(watch, output, lambda: self._recorder.muted)
                 tapped = output
             if is_watched or not self._loss_check.done:
                 self._loss_check.note(output, batch.size)
@@ -447,17 +449,7 @@ class ClippingEngine:
         self._recorder.axis_checked = True
         if [slot.folded for slot in self._slots] != folded:
             # Not otherwise: a compiled model would take new forwards for other ones.
-            self._patches = build.patches(self._slots)
-            if self._hooks:
-                self._patch()
-
-    def _patch(self) -> None:
-        for attributes, forward in self._patches:
-            attributes["forward"] = forward
-
-    def _unpatch(self) -> None:
-        for attributes, _ in self._patches:
-            attributes.pop("forward", None)
+            self._attachment.renew()
 
     def _settle_check(self) -> None:
         """Finish the standing check of the latest batch, before anything of it is handed out.
@@ -482,32 +474,26 @@ class ClippingEngine:
     @contextmanager
     def _taken_off(self) -> Iterator[None]:
         """Run the model as its owner wrote it."""
-        self._unpatch()
         self._is_checking = True
         try:
-            with eagerly():
+            with self._attachment.lifted(), eagerly():
                 yield
         finally:
             self._is_checking = False
-            if self._hooks:
-                self._patch()
 
     @contextmanager
     def _put_on_trial(self, batch: CapturedBatch) -> Iterator[Callable[[], None]]:
         """Run the model with book-keeping for the standing check alone."""
         latest = self._recorder.latest
-        self._patch()
         self._is_checking, self._trial = True, batch
         self._recorder.open(batch)
         try:
-            with eagerly():
+            with self._attachment.lent(), eagerly():
                 yield self._recorder.close_forward
         finally:
             self._recorder.close_forward()
             self._recorder.latest = latest
             self._is_checking, self._trial = False, None
-            if not self._hooks:
-                self._unpatch()
 
 
 def _schedule(strategy: str, rule: ClippingRule) -> Schedule:
@@ -518,20 +504,3 @@ def _schedule(strategy: str, rule: ClippingRule) -> Schedule:
 
 def _inside_backward() -> bool:
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() >= 0
-
-
-def _require_share(argument: str, value: Any) -> float:
-    if not isinstance(value, Real) or not 0 <= float(value) <= 1:
-        raise InvalidArgumentError(argument, expected="a number from 0 to 1", got=value)
-    return float(value)
-
-
-def _require_choice(argument: str, value: str, allowed: Iterable[str]) -> None:
-    if value not in tuple(allowed):
-        raise InvalidArgumentError(argument, expected=f"one of {tuple(allowed)}", got=value)
-
-
-def _require_positive(argument: str, value: Any) -> float:
-    if not isinstance(value, Real) or not 0 < float(value) < float("inf"):
-        raise InvalidArgumentError(argument, expected="a positive number", got=value)
-    return float(value)

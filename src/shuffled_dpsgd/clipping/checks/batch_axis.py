@@ -24,13 +24,23 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
 from shuffled_dpsgd.clipping.capture.batch_size import find_batch, shapes_beside_batch
 from shuffled_dpsgd.clipping.capture.random_tape import paused
 from shuffled_dpsgd.clipping.capture.samples import are_ragged
 from shuffled_dpsgd.clipping.capture.slot import ONE_FOR_ALL, Slot
 from shuffled_dpsgd.clipping.checks.broadcast_inputs import check_shared
+from shuffled_dpsgd.clipping.checks.changed_batches import (
+    as_it_is,
+    back_to_front,
+    first_half,
+    first_replaced,
+    first_two,
+    one_more,
+    second_half,
+    second_replaced,
+)
 from shuffled_dpsgd.clipping.checks.loss_independence import are_uneven
 from shuffled_dpsgd.clipping.checks.row_identity import (
     NUMBERS,
@@ -198,7 +208,7 @@ class BatchAxisCheck:
         return True
 
     def _check(self, args: Any, kwargs: Mapping[str, Any], size: int, late: bool) -> None:
-        more_args, more_kwargs = _one_more(args, size), _one_more(dict(kwargs), size)
+        more_args, more_kwargs = one_more(args, size), one_more(dict(kwargs), size)
         with in_eval_mode(self._model), buffers_kept(self._model), torch.random.fork_rng():
             # An error of the model's own comes up here, and is raised as it is.
             before = self._latest = self._calls(args, kwargs)
@@ -314,21 +324,21 @@ class BatchAxisCheck:
             )
 
         host = HostGenerators.now()
-        plain = rows(_as_it_is)
+        plain = rows(as_it_is)
         self._hidden += has_nan(plain)
         self.has_numbers = bool(plain[NUMBERS])
         try:
-            halves = (rows(_first_half), rows(_second_half))
+            halves = (rows(first_half), rows(second_half))
         except (RuntimeError, ValueError, IndexError):
             # The model takes no batch so small, which is not for us to judge.
             halves = None
-        found = find_moved_rows(plain, rows(_one_more), rows(_back_to_front), halves, size)
+        found = find_moved_rows(plain, rows(one_more), rows(back_to_front), halves, size)
         if found is None:
             if halves is not None:
                 self.mixed_numbers |= find_mixed_numbers(plain, halves, size)
                 self.saw_uneven = self.saw_uneven or are_uneven(args, kwargs, size)
             return True
-        if not repeats(plain, rows(_as_it_is, seed=1)):
+        if not repeats(plain, rows(as_it_is, seed=1)):
             _refuse_random_mixing(rows, size)
             return False
         raise moved_rows("" if found == OUTPUTS else self._slots[found].path)
@@ -368,7 +378,7 @@ class BatchAxisCheck:
         size: int,
     ) -> None:
         """What layers compute once for all samples must only be broadcast over them."""
-        two_args, two_kwargs = _first_two(args, size), _first_two(dict(kwargs), size)
+        two_args, two_kwargs = first_two(args, size), first_two(dict(kwargs), size)
         for slot in self._slots:
             if {growth for growth, _ in found[slot.index]} & {Growth.ONE, Growth.NONE}:
                 check_shared(
@@ -409,61 +419,15 @@ def _refuse_random_mixing(rows: Callable[[Change, int], Rows], size: int) -> Non
     """
     half = size // 2
     for seed in range(_SEEDS):
-        plain = rows(_as_it_is, seed)
-        if not repeats(plain, rows(_as_it_is, seed)):
+        plain = rows(as_it_is, seed)
+        if not repeats(plain, rows(as_it_is, seed)):
             return
-        for change, kept in ((_second_replaced, range(half)), (_first_replaced, range(half, size))):
+        for change, kept in ((second_replaced, range(half)), (first_replaced, range(half, size))):
             other = rows(change, seed)
             if same_shapes(plain, other) and any(
                 row_differs(plain, other, row, size) for row in kept
             ):
                 raise moved_rows("")
-
-
-def _one_more(inputs: Any, size: int) -> Any:
-    """Inputs with the first sample repeated at the end of every tensor that has the batch."""
-    return _chosen(inputs, size, [*range(size), 0])
-
-
-def _first_two(inputs: Any, size: int) -> Any:
-    return _chosen(inputs, size, [0, 1])
-
-
-def _first_half(inputs: Any, size: int) -> Any:
-    return _chosen(inputs, size, [*range(size // 2)])
-
-
-def _second_half(inputs: Any, size: int) -> Any:
-    return _chosen(inputs, size, [*range(size // 2, size)])
-
-
-def _first_replaced(inputs: Any, size: int) -> Any:
-    """Inputs with the last sample in the place of every sample of the first half."""
-    return _chosen(inputs, size, [size - 1] * (size // 2) + [*range(size // 2, size)])
-
-
-def _second_replaced(inputs: Any, size: int) -> Any:
-    """Inputs with the first sample in the place of every sample of the second half."""
-    return _chosen(inputs, size, [*range(size // 2)] + [0] * (size - size // 2))
-
-
-def _chosen(inputs: Any, size: int, samples: list[int]) -> Any:
-    """Inputs with these samples in every tensor that has the batch."""
-
-    def choose(leaf: Any) -> Any:
-        has_batch = isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] == size
-        return leaf[samples] if has_batch else leaf
-
-    return tree_map(choose, inputs)
-
-
-def _as_it_is(inputs: Any, size: int) -> Any:
-    return inputs
-
-
-def _back_to_front(inputs: Any, size: int) -> Any:
-    """Inputs with the samples in reverse order."""
-    return _chosen(inputs, size, [*reversed(range(size))])
 
 
 @contextmanager

@@ -16,23 +16,22 @@ import math
 import random
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
-from typing import Any, cast
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from shuffled_dpsgd.clipping.capture.batch import CapturedBatch, Entry, Phase
-from shuffled_dpsgd.clipping.capture.output_tensors import batch_axis_of, tensors_in, with_tensors
+from shuffled_dpsgd.clipping.capture.output_tensors import tensors_in
 from shuffled_dpsgd.clipping.capture.random_tape import (
     CannotRepeatError,
     RecordedTape,
     ReplayedTape,
-    Tape,
     generators_kept,
 )
 from shuffled_dpsgd.clipping.capture.samples import BatchedInputs
-from shuffled_dpsgd.clipping.capture.slot import Slot, no_view
+from shuffled_dpsgd.clipping.capture.slot import Slot
 from shuffled_dpsgd.clipping.checks.sketches import Sketches, distances, length, sketch
 from shuffled_dpsgd.clipping.checks.solo_runs import (
     Autocast,
@@ -40,6 +39,14 @@ from shuffled_dpsgd.clipping.checks.solo_runs import (
     dropout_silenced,
     gradients_of,
     without_a_trace,
+)
+from shuffled_dpsgd.clipping.checks.watch import (
+    ModelCall,
+    OtherOutputsError,
+    Watch,
+    cotangents_of,
+    random_cotangents,
+    rows_of,
 )
 from shuffled_dpsgd.errors import UnsupportedModuleError
 
@@ -56,32 +63,6 @@ _NORM_HEAD_ROOM = 0.03
 _NEGLIGIBLE = 1e-4
 # Roundings of the terms of a sum that may remain where the terms cancel.
 _ULPS = 16.0
-Call = tuple[Any, Mapping[str, Any]]
-
-
-@dataclass(kw_only=True)
-class Watch:
-    """One checked batch: how it was called, what it drew, and what was booked for some samples."""
-
-    batch: CapturedBatch | None
-    kind: Hashable
-    call: Call
-    size: int
-    counted: int
-    samples: list[int]
-    autocast: Autocast
-    host: HostGenerators
-    tape: Tape = field(default_factory=Tape)
-    booked: list[Sketches] = field(default_factory=list)
-    # What rounding may do to each sample's gradient: the size of the products that were added up.
-    rounding: list[float] = field(default_factory=list)
-    norms: Tensor | None = None
-    typical_norm: float = 0.0
-    scale: float = 1.0
-    number_scale: float = 1.0
-    # For every output that the loss depends on: the gradient's rows of each sample.
-    rows: dict[int, list[Tensor]] = field(default_factory=dict)
-    on_trial: bool = False
 
 
 class StandingCheck:
@@ -138,7 +119,7 @@ class StandingCheck:
     def begin(
         self,
         batch: CapturedBatch | None,
-        call: Call,
+        call: ModelCall,
         size: int,
         device: str,
         counted: int | None = None,
@@ -174,25 +155,6 @@ class StandingCheck:
 
     def _drawn(self, counted: int) -> list[int]:
         return sorted(self._draws.sample(range(counted), min(_SAMPLES, counted)))
-
-    def tap_output(self, watch: Watch, output: Any, is_muted: Callable[[], bool]) -> Any:
-        """The output with a tap on every tensor of it.
-
-        When the backward comes, a tap keeps the watched samples' rows of what arrives from
-        outside. A hook on the tensor itself would also see what comes from inside the model, where
-        one output is computed from another.
-        """
-
-        def keep(place: int, grad: Tensor) -> None:
-            if not is_muted() and place not in watch.rows:
-                watch.rows[place] = _rows_of(grad, watch)
-
-        taps = {
-            id(tensor): cast(Tensor, _Tap.apply(tensor, place, keep))
-            for place, tensor in enumerate(tensors_in(output))
-            if tensor.requires_grad
-        }
-        return with_tensors(output, taps)
 
     def book(self, batch: CapturedBatch, entry: Entry) -> None:
         """Keep what one recorded call contributes for the watched samples."""
@@ -245,7 +207,7 @@ class StandingCheck:
         if found is not None:
             raise _refusal(found)
 
-    def try_batch(self, call: Call, size: int, counted: int, autocast: Autocast) -> None:
+    def try_batch(self, call: ModelCall, size: int, counted: int, autocast: Autocast) -> None:
         """Check a batch that a compiler has run, by running it once more without the compiler.
 
         Raises:
@@ -295,7 +257,7 @@ class StandingCheck:
             alone, norm = self._alone(watch, place, sample)
         except (CannotRepeatError, torch.OutOfMemoryError):
             raise
-        except _OtherOutputsError as error:
+        except OtherOutputsError as error:
             return _Disagreement(path="", got=str(error))
         except (RuntimeError, ValueError, IndexError, TypeError):
             # A model may take no single sample, or cut off what is padding for all of them.
@@ -352,7 +314,7 @@ class StandingCheck:
             contexts.append(dropout_silenced(self._model))
 
         def cotangents(outputs: Sequence[Tensor]) -> dict[int, Tensor]:
-            return _cotangents(watch, place, outputs, among_others)
+            return cotangents_of(watch, place, outputs, among_others)
 
         grads = gradients_of(self._model, self._parameters, call, cotangents, contexts)
         squares = [float(grad.double().square().sum()) for grad in grads.values()]
@@ -380,7 +342,7 @@ class StandingCheck:
         return 4 * sum(x * x for x in apart.values()) ** 0.5 / max(length(alone), 1e-30)
 
     def _trial(
-        self, call: Call, size: int, counted: int, device: str, used: frozenset[int] | None
+        self, call: ModelCall, size: int, counted: int, device: str, used: frozenset[int] | None
     ) -> _Disagreement | None:
         """Run a batch for this check alone, with dropout off and random gradients at the outputs.
 
@@ -397,9 +359,9 @@ class StandingCheck:
             # The mean's gradient is divided by the batch size, the single sample's by one.
             number = float(size) if self._numbers_are_means else 1.0
             watch.number_scale = 1.0 / number
-            grads = _random_cotangents(outputs, size, used, number)
+            grads = random_cotangents(outputs, size, used, number)
             for place, grad in grads.items():
-                watch.rows[place] = _rows_of(grad, watch)
+                watch.rows[place] = rows_of(grad, watch)
             torch.autograd.backward([outputs[i] for i in grads], list(grads.values()))
         self.watch = None
         watch.batch = None
@@ -413,24 +375,6 @@ class StandingCheck:
     def _path_of(self, name: str) -> str:
         paths = [slot.path for slot in self._slots if name in slot.names.values()]
         return paths[0] if paths else name
-
-
-class _OtherOutputsError(Exception):
-    """Outputs of one sample that cannot be matched with those of its batch."""
-
-
-class _Tap(torch.autograd.Function):
-    """Passes a tensor on, and its gradient to `keep` as well."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, place: int, keep: Callable[[int, Tensor], None]) -> Tensor:
-        ctx.place, ctx.keep = place, keep
-        return no_view(x.view_as(x))
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        ctx.keep(ctx.place, grad)
-        return grad, None, None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -448,77 +392,6 @@ def _refusal(found: _Disagreement) -> UnsupportedModuleError:
         got=found.got,
         remedy="let no sample see another, in training mode too; return what the loss needs from "
         "the model, with the batch on one axis; draw random numbers from torch's generator, one "
-        "row per sample; keep nothing from one forward to the next; or freeze this module",
+        "row per sample; keep nothing from one forward to the next; checkpoint with "
+        "use_reentrant=False; or freeze this module",
     )
-
-
-def _rows_of(grad: Tensor, watch: Watch) -> list[Tensor]:
-    """Each watched sample's part of an output's gradient; all of it where there is no batch axis.
-
-    Where two axes are as long as the batch, the sample alone will tell which of them it is.
-    """
-    axis = batch_axis_of(grad, watch.size)
-    ambiguous = sum(length == watch.size for length in grad.shape) > 1 and watch.size > 1
-    if axis is None or ambiguous:
-        return [grad for _ in watch.samples]
-    rows = grad.shape[axis] // watch.size
-    return [grad.narrow(axis, sample * rows, rows).clone() for sample in watch.samples]
-
-
-def _cotangents(
-    watch: Watch, place: int, outputs: Sequence[Tensor], among_others: bool
-) -> dict[int, Tensor]:
-    """Gradients of the outputs of one sample alone, or among others, from those of its batch."""
-    found: dict[int, Tensor] = {}
-    for index, rows in watch.rows.items():
-        if index >= len(outputs):
-            raise _OtherOutputsError(
-                f"fewer tensors among the outputs of one sample ({len(outputs)}) than of its batch"
-            )
-        out, grad = outputs[index], rows[place]
-        if among_others:
-            grad = _all_but_zero(grad, out, watch.samples[place], watch.size)
-        elif grad.shape != out.shape:
-            grad = _one_sample(grad, out.shape, watch.samples[place], watch.size)
-        scale = watch.scale if out.dim() else watch.number_scale
-        found[index] = (grad * scale if scale != 1.0 else grad).to(out.dtype)
-    return found
-
-
-def _all_but_zero(grad: Tensor, out: Tensor, sample: int, size: int) -> Tensor:
-    """A gradient that is zero for all samples but one."""
-    axis = batch_axis_of(out, size)
-    if axis is None:
-        raise _OtherOutputsError("an output without a batch axis")
-    whole = torch.zeros_like(out)
-    rows = out.shape[axis] // size
-    part = grad if grad.shape != out.shape else grad.narrow(axis, sample * rows, rows)
-    whole.narrow(axis, sample * rows, rows).copy_(part)
-    return whole
-
-
-def _one_sample(grad: Tensor, shape: torch.Size, sample: int, size: int) -> Tensor:
-    if grad.numel() == shape.numel():
-        return grad.reshape(shape)
-    for axis in range(min(grad.dim(), len(shape))):
-        if grad.shape[axis] == size and (*grad.shape[:axis], 1, *grad.shape[axis + 1 :]) == shape:
-            return grad.narrow(axis, sample, 1)
-    raise ValueError(f"an output of shape {tuple(shape)} alone, {tuple(grad.shape)} in the batch")
-
-
-def _random_cotangents(
-    outputs: Sequence[Tensor], size: int, used: frozenset[int] | None, number: float
-) -> dict[int, Tensor]:
-    """Random gradients for outputs with a batch axis, `number` for single numbers in use."""
-    found = {}
-    for place, output in enumerate(outputs):
-        if not output.requires_grad or (used is not None and place not in used):
-            continue
-        if output.dim() == 0:
-            if used is not None:
-                found[place] = torch.full_like(output, number)
-        elif batch_axis_of(output, size) is not None:
-            generator = torch.Generator("cpu").manual_seed(place)
-            noise = torch.randn(output.shape, generator=generator, device="cpu")
-            found[place] = noise.to(device=output.device, dtype=output.dtype)
-    return found

@@ -40,7 +40,7 @@ from shuffled_dpsgd.clipping.kernels.gluon.ring import (
     times,
 )
 from shuffled_dpsgd.clipping.kernels.triton.addresses import address_table
-from shuffled_dpsgd.clipping.kernels.triton.linear import multiprocessors
+from shuffled_dpsgd.clipping.kernels.triton.device_limits import multiprocessors
 from shuffled_dpsgd.clipping.kernels.triton.sums import scratch
 
 # Tokens of a strip, of the first two strips, and of the last and narrow one.

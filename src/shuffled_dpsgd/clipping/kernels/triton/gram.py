@@ -19,12 +19,13 @@ from torch import Tensor
 
 from shuffled_dpsgd.clipping.kernels import plain
 from shuffled_dpsgd.clipping.kernels.triton.addresses import address_table
+from shuffled_dpsgd.clipping.kernels.triton.device_limits import stages_that_fit
 from shuffled_dpsgd.clipping.kernels.triton.linear import ELEMENT, gram_block, tile_at
 
 # Where a sample is cut: the tokens of the first program, of the second, and of its narrow operand.
 HEAD, TAIL, NARROW = 128, 64, 16
 MIN_TOKENS, MAX_TOKENS = HEAD + 1, HEAD + TAIL + NARROW
-# Features read at a time, warps and stages of the pipeline.
+# Features read at a time, warps, and stages of the pipeline where shared memory has room for them.
 STEP, NUM_WARPS, NUM_STAGES = 64, 8, 4
 
 
@@ -119,12 +120,15 @@ def gram_sq_norms(xs: Sequence[Tensor], gs: Sequence[Tensor], bias: bool) -> Ten
     """`plain.gram_sq_norms` of L layers of one shape, (L, B); T from MIN_TOKENS to MAX_TOKENS."""
     (B, T, D), P, L = xs[0].shape, gs[0].shape[2], len(xs)
     x, g = xs[0], gs[0]
+    # The narrow operand is read twice, once with rows of zeros.
+    tokens = HEAD + TAIL + (NARROW + TAIL if T > HEAD + TAIL else 0)
+    stages = stages_that_fit(NUM_STAGES, tokens * STEP * 2, x.device)
     table = address_table((xs, gs), x.device)
     out = torch.empty(L, B, 2, 2, dtype=torch.float32, device=x.device)
     two_part_gram_kernel[(2, B, L)](
         table[0], table[1], out, B, T, D, P, x.stride(0), x.stride(1), g.stride(0), g.stride(1),
         BIAS=bias, HAS_NARROW=T > HEAD + TAIL, STEP=STEP, EVEN_D=D % STEP == 0,
-        EVEN_P=P % STEP == 0, ELEMENT=ELEMENT[x.dtype], num_warps=NUM_WARPS, num_stages=NUM_STAGES,
+        EVEN_P=P % STEP == 0, ELEMENT=ELEMENT[x.dtype], num_warps=NUM_WARPS, num_stages=stages,
     )  # fmt: skip
     squares_LB, reach_LB = out.sum(2).unbind(2)
     return plain.above_cut_off(squares_LB, reach_LB, D, P)

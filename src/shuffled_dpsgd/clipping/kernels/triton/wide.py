@@ -19,10 +19,14 @@ import triton.language as tl
 from torch import Tensor
 
 from shuffled_dpsgd.clipping.kernels import plain
-from shuffled_dpsgd.clipping.kernels.triton.linear import GRAM_BLOCK, gram_block, multiprocessors
+from shuffled_dpsgd.clipping.kernels.triton.device_limits import multiprocessors
+from shuffled_dpsgd.clipping.kernels.triton.linear import (
+    GRAM_BLOCK,
+    STEP,
+    gram_block,
+    gram_stages,
+)
 
-# Features read at a time, and stages of the pipelines of both launches.
-STEP, NUM_STAGES = 64, 4
 # What the blocks written down may take, unless a single share takes more.
 MAX_STORED_BYTES = 96 << 20
 # Matrix units add up at most so many features times tokens at a stretch. What they may cut off is
@@ -199,17 +203,18 @@ def gram_sq_norms(x_BTD: Tensor, g_BTP: Tensor, bias: bool) -> Tensor:
     stored = torch.empty(by.parts, B, pairs, block, block, dtype=torch.float32, device=w.device)
     out = torch.empty(B, pairs, 2, dtype=torch.float32, device=w.device)
     num_warps, even = 8 if block == 128 else 4, T % block == 0
+    stages = gram_stages(block, num_blocks, w.device)
     share_kernel[(pairs, by.parts, B)](
         w, stored, T, by.whole, by.share, by.stretch, w.stride(0), w.stride(1),
         ONE_PAIR=pairs == 1, ONE=by.stretch >= by.share, EVEN=even, BLOCK=block, STEP=STEP,
-        num_warps=num_warps, num_stages=NUM_STAGES,
+        num_warps=num_warps, num_stages=stages,
     )  # fmt: skip
     pair_kernel[(pairs, B)](
         n, w, stored, out, T, D, by.whole, W, by.parts,
         n.stride(0), n.stride(1), w.stride(0), w.stride(1),
         N_ONE=float(bias and not wider), W_ONE=float(bias and wider), ONE_PAIR=pairs == 1,
         TAIL=by.whole < W, EVEN=even and D % STEP == 0, BLOCK=block, STEP=STEP,
-        num_warps=num_warps, num_stages=NUM_STAGES,
+        num_warps=num_warps, num_stages=stages,
     )  # fmt: skip
     squares_B, reach_B = out.sum(1).unbind(1)
     return plain.above_cut_off(squares_B, reach_B, D, by.width)

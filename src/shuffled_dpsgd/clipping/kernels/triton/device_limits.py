@@ -25,7 +25,8 @@ def shared_bytes(device: torch.device) -> int:
     if device.type != "cuda":
         return 227 << 10
     properties: Any = torch.cuda.get_device_properties(device)
-    return int(properties.shared_memory_per_block_optin)
+    usual = properties.shared_memory_per_block
+    return int(getattr(properties, "shared_memory_per_block_optin", usual))
 
 
 @functools.cache

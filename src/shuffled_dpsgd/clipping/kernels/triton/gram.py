@@ -2,9 +2,9 @@
 
 Shapes: L layers of one shape, B samples, T tokens, D input features, P output features.
 
-Square blocks of 128 tokens would compute 256 x 256 products a feature for a symmetric matrix of
-197 x 197. Here one program takes the tokens before 128 among themselves and another the rest: the
-tokens from 128 to 192 against all before and among themselves, and up to 16 more as a narrow
+Square blocks of 128 tokens would compute 256 x 256 products per feature for a symmetric matrix of
+197 x 197. Here one program multiplies the tokens before 128 with each other. Another does the rest:
+the tokens from 128 to 192 with each other and with those before, and up to 16 more as a narrow
 operand. That is half the products and two thirds of the reading.
 """
 

@@ -3,10 +3,10 @@
 Shapes: B samples, T tokens in blocks of K, N pairs (i, j) of blocks with i <= j, S shares of the
 wide side's W features, D features of the other side. Operands are bfloat16 or float16.
 
-A Gram matrix is symmetric, so every pair of blocks is multiplied once. Samples and pairs are few
-beside what a GPU does at a time, so the features are shared out: one launch writes down the blocks
-of each share, which is little beside the gradient itself, and another adds them up in a fixed order
-and meets them with the other side's.
+A Gram matrix is symmetric, so every pair of blocks is multiplied once. There are too few samples
+and pairs to keep a GPU busy, so the features are divided into shares. One launch writes the blocks
+of each share, which take little room beside the gradient itself. Another adds them up in a fixed
+order and multiplies them with the other side's, entry by entry.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from shuffled_dpsgd.clipping.kernels.triton.linear import (
     gram_stages,
 )
 
-# What the blocks written down may take, unless a single share takes more.
+# The room that the blocks of all shares may take, unless a single share needs more.
 MAX_STORED_BYTES = 96 << 20
 # Matrix units add up at most so many features times tokens at a stretch. What they may cut off is
 # counted in, and so stays within 2^21 / 2^27, or 1.6 %, of a squared norm.

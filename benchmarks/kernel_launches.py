@@ -187,6 +187,8 @@ class Compiler:
                 get_current_target=lambda: GPUTarget("cuda", self.chip, 32),
             )
         )
+        limits = importlib.import_module(f"{KERNELS}.triton.device_limits")
+        limits.shared_bytes = lambda device: SHARED_BYTES[self.chip]
         self._run = JITFunction.run
         JITFunction.run = lambda kernel, *args, **given: self._compile(kernel, *args, **given)
 

@@ -1,10 +1,10 @@
 """Standard normal numbers on the CPU, as fast as vector instructions make them.
 
-float32 numbers are made in pairs by the transform of Box and Muller, whole arrays at a time: three
-times as fast as numpy's ziggurat, which makes one number after the other. Written plainly with 24
-bits for the radius it would never leave 5.8 standard deviations. Here the radius comes from 31
-bits, and 64 more wherever the first 15 of them are zero, so that it is as fine-grained far out as
-at the centre and reaches 11.5.
+float32 numbers come in pairs from the Box-Muller transform, whole arrays at a time. That is three
+times as fast as numpy's ziggurat, which makes one number after the other. With only 24 bits for the
+radius, no number would exceed 5.8 standard deviations. Here the radius comes from 31 bits, and from
+64 more where the first 15 of them are zero. So it is as fine-grained in the tails as at the centre,
+and reaches 11.5.
 
 float64 numbers come from the ziggurat, whose tail is exact.
 """
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 _ALL_BITS = np.iinfo(np.uint64).max
 _FINE_BITS = 31
 _TINY = 1 << 16
-# Two arrays of every thread that draws: fresh memory takes longer to come than to be filled.
+# Two arrays for each thread that draws: getting fresh memory takes longer than filling it.
 _scratch = threading.local()
 
 

@@ -28,7 +28,7 @@ from shuffled_dpsgd.training.flat import abutting, as_flat
 from shuffled_dpsgd.training.noise_route import may_take_kernel
 from shuffled_dpsgd.training.randomness import RandomStreams
 
-# Large enough that threads seldom wait for Python between two operations of theirs.
+# Large enough that threads seldom wait for the interpreter lock between two operations.
 _PIECE_CPU = 1 << 19
 _SCRATCH_ELEMENTS_ACCELERATOR = 1 << 24
 _WIDE = (torch.float32, torch.float64)

@@ -15,6 +15,7 @@ from torch import Tensor
 from on_triton import DEVICE, ON_GPU, cases, draw
 from shuffled_dpsgd.clipping import ClippingEngine, kernels
 from shuffled_dpsgd.clipping.kernels import choices, linear_maps, plain
+from shuffled_dpsgd.clipping.kernels.triton import device_limits
 from shuffled_dpsgd.clipping.kernels.triton import gram as triton_gram
 from shuffled_dpsgd.clipping.kernels.triton import linear as triton_linear
 from shuffled_dpsgd.clipping.kernels.triton import norms as triton_norms
@@ -155,7 +156,7 @@ def test_gram_norms_of_every_kind_of_length_on_a_gpu(tokens: int, bias: bool) ->
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("bulk", [False, True])
 def test_weighted_sums_are_added_to_what_is_there(shape: tuple[int, ...], bulk: bool) -> None:
-    if bulk and ON_GPU and not triton_sums.has_copy_engine(torch.device(DEVICE)):
+    if bulk and ON_GPU and not device_limits.has_copy_engine(torch.device(DEVICE)):
         pytest.skip("no copy engine")
     xs, gs, factors = layers(*shape)
     factors[0] = 0.0
@@ -174,7 +175,7 @@ def test_weighted_sums_are_added_to_what_is_there(shape: tuple[int, ...], bulk: 
 
 @pytest.mark.parametrize("bulk", [False, True])
 def test_weighted_sums_can_overwrite_what_is_there(bulk: bool) -> None:
-    if bulk and ON_GPU and not triton_sums.has_copy_engine(torch.device(DEVICE)):
+    if bulk and ON_GPU and not device_limits.has_copy_engine(torch.device(DEVICE)):
         pytest.skip("no copy engine")
     xs, gs, factors = layers(2, 2, 37, 72, 136)
     outs = [torch.full((136, 72), float("nan"), device=DEVICE) for _ in xs]
@@ -251,6 +252,13 @@ def test_every_length_is_covered_and_fits_into_shared_memory() -> None:
         assert cut["segments"] * segment >= tokens
         stages = 3 if segment <= 128 else 2
         assert stages * segment * 2 * triton_sums.BLOCK * 2 <= 227 * 1024
+
+
+def test_stages_are_those_that_fit_into_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu = torch.device("cpu")
+    for kibibytes, expected in ((227, 3), (163, 2), (99, 1), (48, 1)):
+        monkeypatch.setattr(device_limits, "shared_bytes", lambda _, size=kibibytes: size << 10)
+        assert device_limits.stages_that_fit(3, 64 << 10, cpu) == expected
 
 
 @pytest.mark.gpu

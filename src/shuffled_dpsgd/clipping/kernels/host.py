@@ -1,7 +1,8 @@
-"""The primitives whose plain form wastes a CPU's time, for single and half precision.
+"""The primitives that have a faster form on a CPU, for single and half precision.
 
-Same results as `plain`, shapes as there. What differs: products in float64 are kept to the narrow
-side of a layer, factors multiply the smaller operand, and temporaries stay within the caches.
+Results and shapes are those of `plain`. Three things make them faster: products in float64 are
+limited to the narrow side of a layer, factors multiply the smaller operand, and temporaries stay
+within the caches.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ from torch import Tensor
 
 from shuffled_dpsgd.clipping.kernels import plain
 
-# Elements of a temporary that is read at once where it was written.
+# Elements of a temporary that is small enough to be read back from the cache.
 CACHED_ELEMENTS = 1 << 19
-# The norm of so many float32 numbers is summed in a row: longer sums round too much.
+# At most this many float32 squares are added up in float32; longer sums round too much.
 NORM_BLOCK = 2048
 # Below every product of two float32 numbers, and representable.
 _TINY = 1e-200
@@ -84,8 +85,8 @@ def _factor(x_BTD: Tensor, with_one: bool) -> Factor | None:
 
     Repeated tokens make that matrix singular; its diagonal is therefore enlarged by what the
     rounding of the matrix and of its factor can amount to (Demmel 1989), about 1e-11 of it. That
-    errs upwards. None where there are too many or too few tokens to gain by it, or where some are
-    not finite: `plain` knows what becomes of those.
+    errs upwards. None where a factor would save nothing (one token, or more tokens than features)
+    or where some tokens are not finite, which `plain` handles.
     """
     _, T, D = x_BTD.shape
     if T == 1 or D < T:
@@ -172,6 +173,7 @@ def weighted_row_sum(g_BTP: Tensor, factors_B: Tensor, out_P: Tensor) -> Tensor:
     """`plain.weighted_row_sum` without a scaled copy."""
     if plain.may_hold_zeros(factors_B):
         return plain.weighted_row_sum(g_BTP, factors_B, out_P)
-    # Positions first, pairwise: a matrix-vector product over them all would add in one long row.
+    # Positions are added up first, pairwise. One matrix-vector product over everything would add
+    # them one after the other, and round more.
     g_BP = g_BTP[:, 0].float() if g_BTP.shape[1] == 1 else g_BTP.sum(1, dtype=torch.float32)
     return out_P.addmv_(g_BP.mT, factors_B.to(out_P.dtype))

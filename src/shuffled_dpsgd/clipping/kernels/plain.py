@@ -104,7 +104,7 @@ def tokens(tensor_BTD: Tensor, rows: slice) -> Tensor:
 
 
 def added_up(parts_B: Sequence[Tensor], of_BTD: Tensor) -> Tensor:
-    """The sum of the parts of a (B,) result about `of_BTD`; most often there is just one."""
+    """The sum of the parts of a (B,) result computed from `of_BTD`; usually there is just one."""
     if len(parts_B) == 1:
         return parts_B[0]
     wide = torch.float32 if on_tensor_cores(of_BTD) else torch.float64
@@ -113,11 +113,11 @@ def added_up(parts_B: Sequence[Tensor], of_BTD: Tensor) -> Tensor:
 
 
 def not_too_small(squares_B: Tensor, reach_B: Tensor, dtype: torch.dtype) -> Tensor:
-    """Squared norms with head room for the rounding of the sums they are to bound.
+    """Squared norms with head room for the rounding of the sums they have to bound.
 
-    Where a sample's gradient is a small difference of large terms, the rounding of its weighted
-    sum is relative to those terms, whose total length is `reach_B`; so is that of a float64 Gram
-    matrix of float64 inputs. In all other cases the head room is a few units in the last place.
+    A sample's gradient may be a small difference of large terms. Then its weighted sum is rounded
+    relative to those terms, whose total length is `reach_B`, and so is a float64 Gram matrix of
+    float64 inputs. In all other cases the head room is a few units in the last place.
     """
     rounding = ROUNDING_ULPS * torch.finfo(dtype).eps
     if dtype == torch.float64:
@@ -217,7 +217,7 @@ def stored_cross_terms(
 
 
 def may_hold_zeros(factors_B: Tensor) -> bool:
-    """Whether some factor may be zero; asked of the tensor only where that costs no waiting."""
+    """Whether some factor may be zero. Looks at the tensor only on a CPU, where nothing waits."""
     return factors_B.device.type != "cpu" or not bool(factors_B.all())
 
 

@@ -44,9 +44,9 @@ def try_kernels(device: torch.device) -> None:
             if not torch.equal(permutation.index(parameter, axis).cpu(), expected):
                 raise WrongResult("a draw is not the order of its keys")
     up = torch.randn(ROWS, COLS, generator=generator, device="cpu", dtype=torch.float32)
+    moved = up[rows][:, cols]
     tensors = {"up": up.to(device), "down": up.mT.contiguous().to(device)}
     fused.move(permutation, fused.prepare(spec, list(tensors.items())))
-    moved = up[rows][:, cols]
     if not torch.equal(tensors["up"].cpu(), moved) or not torch.equal(
         tensors["down"].cpu(), moved.mT
     ):

@@ -12,17 +12,17 @@ from typing import Literal
 
 import torch
 
-# What one program holds, in bytes, and how much of it a warp. Columns: short rows share a program,
-# which is small, so that many run at once. Rows: half of what registers take at most; but a sector
-# of memory wide at least, if they take that.
+# Bytes that one program holds, and bytes for each of its warps. Columns: programs are small, so
+# that many run at once, and short rows share one. Rows: half of what the registers can hold, but
+# at least one sector of memory wide where the registers allow it.
 PROGRAM_BYTES = {"columns": 8 << 10, "rows": 64 << 10}
 BYTES_PER_WARP = {"columns": 2 << 10, "rows": 8 << 10}
 _MOST_BYTES = 128 << 10
 _SECTOR_BYTES = 32
 _WIDEST_SLAB_BYTES = 512
 _VECTOR_BYTES = 16
-# Most chains of launches at a time, so that the GPU stays busy between the passes of one, and the
-# part of the L2 cache that their tensors may take together.
+# How many chains of launches run at a time: enough to keep the GPU busy between the passes of one.
+# And the part of the L2 cache that their tensors may take together.
 BRANCHES = 3
 CACHE_SHARE = 0.6
 
@@ -73,9 +73,9 @@ def build_branches(
 ) -> tuple[tuple[Launch, ...], ...]:
     """All launches for these tensors; those of one branch must follow one another.
 
-    Columns go before rows; the passes commute, and a tensor may need either or both. One that
-    needs both is read and written twice. So these are taken few at a time, that the second pass
-    may find them in a cache of `cache_bytes`. No tensor is in two branches.
+    A tensor may need a pass over its columns, over its rows, or both. The passes commute; columns
+    go first. Tensors that need both are read and written twice, so they are taken a few at a time:
+    the second pass then finds them in the cache of `cache_bytes`. No tensor is in two branches.
     """
     room = int(CACHE_SHARE * cache_bytes)
     twice, once = _chains(shapes, size, room // BRANCHES)

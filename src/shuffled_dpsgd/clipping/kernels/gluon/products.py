@@ -1,14 +1,14 @@
 """Products g^T x of linear layers on Hopper, sample by sample, with loading and multiplying apart.
 
-Shapes: B samples, T tokens, D input features, P output features. One warp loads, and groups of four
-warps have a share of a block's rows each: as none waits for another, one multiplies while another
-does something with its products. `triton_parted` adds them up, `triton_squares` squares
-them; both get the same products, bit for bit. Written in Gluon, since plain Triton lets no group of
-warps run ahead.
+Shapes: B samples, T tokens, D input features, P output features. One warp loads. Groups of four
+warps multiply, each its share of a block's rows. No group waits for another: one multiplies while
+another works on its products. `weighted_sums` adds the products up and `squares` squares them; both
+get the same products, bit for bit. This is Gluon because in plain Triton no group of warps can run
+ahead of the others.
 
-A few tokens after the last whole chunk, such as 5 of ViT's 197, would make a chunk of zeros. They
-have buffers of their own and are multiplied together with the chunk before them, if a sample has
-enough chunks for these buffers to be free again in time.
+The few tokens after the last whole chunk, such as 5 of ViT's 197, would need a chunk that is mostly
+zeros. They have small buffers of their own and are multiplied together with the chunk before them,
+if a sample has enough chunks for these buffers to be free again in time.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ ROWS = gl.constexpr(64)
 # Tokens at most that are multiplied together with the chunk before them, and buffers for them.
 FEW = gl.constexpr(16)
 SIDES = gl.constexpr(2)
-# Tokens at most that the matrix units add up before the sum is scaled and rounded as usual: the
-# longest that wastes less than a chunk. Longer ones are less exact (5e-7 at 512).
+# Tokens that the matrix units add up before the sum is scaled and rounded as usual. The longest is
+# taken that wastes less than a chunk. Longer sums are less exact (5e-7 at 512).
 SEGMENTS = (1024, 512, 256, 128, 64)
 # Columns of ones that a block's rows are multiplied by for the bias: the fewest that fit a layout.
 ONES = gl.constexpr(16)
@@ -44,8 +44,8 @@ ONES = gl.constexpr(16)
 class Block(NamedTuple):
     """How a block is multiplied: groups of warps, columns, and loads under way.
 
-    The more numbers a block has for its edges, the fewer pass through shared memory, which is the
-    limit; but two numbers for each, a product and a sum, must fit the registers of its groups.
+    Shared memory is the limit, and the larger a block, the fewer numbers pass through it for each
+    product. But a product and a sum for every number of the block must fit the groups' registers.
     """
 
     groups: int
@@ -57,7 +57,7 @@ class Block(NamedTuple):
         return -(-rows // (self.groups * ROWS.value)) * -(-columns // self.columns)
 
     def of(self, tokens: int) -> dict[str, int]:
-        """What the kernels are to know of it, for samples of so many tokens."""
+        """The kernels' arguments about it, for samples of so many tokens."""
         own = {"GROUPS": self.groups, "COLUMNS": self.columns, "STAGES": self.stages}
         return {**own, **cut_of(tokens, self.stages)}
 

@@ -12,7 +12,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma
 
 ELEMENT = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
-# A block that has a single sample takes too long to begin.
+# Starting a block takes too long for a single sample.
 MIN_SAMPLES = 2
 
 
@@ -27,7 +27,7 @@ def after(stage, phase, STAGES: gl.constexpr):  # type: ignore[no-untyped-def]
 def before(stage, STAGES: gl.constexpr):  # type: ignore[no-untyped-def]
     """The place in the ring of buffers before this one.
 
-    Computed, for a variable that first is another one's alias is not carried through a loop.
+    Computed from it: a loop does not carry a variable that starts as another one's alias.
     """
     return gl.where(stage == 0, STAGES - 1, stage - 1)
 
@@ -63,7 +63,7 @@ def times(rows, cols, acc, step):  # type: ignore[no-untyped-def]
 
 
 def even_share(blocks: int, samples: int, at_a_time: int) -> int:
-    """Into how many parts the samples are dealt out, so that the last round of blocks is full too.
+    """Into how many parts the samples are divided, so that the last round of blocks is full too.
 
     >>> even_share(48, 128, 132), even_share(12, 128, 132), even_share(12, 8, 132)
     (8, 11, 4)

@@ -1,9 +1,9 @@
 """Norms of linear layers from their products on Hopper; the products are kept where that is wanted.
 
 Shapes: L layers of one shape, B samples, T tokens, D input features, P output features, N numbers
-that add up to a square. The products are those that `triton_parted` weighs and adds up, bit for
-bit: a sample's contribution to a sum is as long as its norm says whatever the matrix units have cut
-off, so that there is nothing to be bounded and nothing to be read for a bound.
+that add up to a square. The products are those that `weighted_sums` scales and adds up, bit for
+bit. So a sample's contribution to a sum is as long as its norm says, whatever the matrix units have
+cut off. No bound on that is needed, and nothing has to be read for one.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ WARPS = gl.constexpr(4)
 LEFT = gl.constexpr(8)
 # Blocks of one layer that keep a GPU busy: several rounds, the last of which may not be full.
 MIN_BLOCKS = 512
-# Two groups each, for which the registers suffice; wide ones may exceed the columns there are by a
-# tenth.
+# Two groups each, because of the registers. Wide blocks are taken where they waste at most a tenth
+# of their columns.
 WIDE = Block(groups=2, columns=256, stages=4)
 NARROW = Block(groups=2, columns=128, stages=6)
 MOST_WASTE = 1.1
-# A square is the sum of so many others one after the other at most, each sum being rounded: those
-# of a thread, of a row and of a warp; the rest is added up pairwise. Head room for that.
+# Head room for rounding. At most 128 squares are added one after the other, each sum being rounded:
+# those of a thread, of a row and of a warp. The rest is added pairwise.
 ROUNDING = 2.0**-24 * 128
 
 
@@ -53,8 +53,8 @@ def keep(  # type: ignore[no-untyped-def]
 ):
     """Store a block of a product of these strides."""
     layout: gl.constexpr = product.type.layout
-    # Zero, but a compiler cannot know: it would prepare the addresses before the loop over samples,
-    # where there are no registers for them.
+    # Zero, but the compiler does not know. Otherwise it would compute the addresses before the loop
+    # over samples, where there are no registers for them.
     zero = gl.inline_asm_elementwise("mov.u32 $0, 0;", "=r,r", [first_row], gl.int32, False, 1)
     out += (first_row + zero).to(gl.int64) * ROW + first_col * COL
     rows = gl.arange(0, product.shape[0], layout=gl.SliceLayout(1, layout))
@@ -160,7 +160,7 @@ def square_kernel(  # type: ignore[no-untyped-def]
     source = (x, g, T, x_batch, x_row, g_batch, g_row)
     geometry = (B, segments, D, P, p, d)
     todo = (squares, squares_batch, kept, kept_batch)
-    # Two kinds of blocks rather than one that asks at every product what to do.
+    # Two specialised kinds of blocks, so that none has to ask at every product what to do.
     if BIAS and d == 0:
         run_groups(
             todo, source, geometry, rings,

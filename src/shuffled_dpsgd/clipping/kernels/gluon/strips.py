@@ -1,15 +1,15 @@
 """Norms by Gram matrices on Hopper for samples of a few more than 128 tokens, such as ViT's 197.
 
 Shapes: L layers of one shape, B samples, T tokens, D input features, P output features, S tokens of
-a strip. The same norms as those of `triton_gram`: a Gram matrix of the inputs, one of the output
+a strip. The norms are those of `triton.gram`: a Gram matrix of the inputs, one of the output
 gradients, and the sum of their products entry by entry. Both matrices are symmetric, so they are
 computed in strips of 64 tokens against all tokens from there on.
 
-One block has the whole of a sample's two matrices, and so reads every number once. One warp loads
-tokens, some features at a time, and two groups of four warps multiply strips of them. A group has
-no registers for two matrices: that of the inputs rests in shared memory while that of the gradients
-is computed. A block goes on to further samples, so that what comes next is loaded while a result is
-being written. Written in Gluon, as `triton_parted` is and for the same reason.
+One block computes both matrices of a sample and so reads every number once. One warp loads tokens,
+some features at a time, and two groups of four warps multiply strips of them. A group has no
+registers for two matrices, so the inputs' matrix stays in shared memory while the gradients' is
+computed. A block goes on to further samples: the next one is loaded while a result is written.
+This is Gluon for the same reason as `products`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from shuffled_dpsgd.clipping.kernels.gluon.ring import (
     times,
 )
 from shuffled_dpsgd.clipping.kernels.triton.addresses import address_table
-from shuffled_dpsgd.clipping.kernels.triton.linear import multiprocessors
+from shuffled_dpsgd.clipping.kernels.triton.device_limits import multiprocessors
 from shuffled_dpsgd.clipping.kernels.triton.sums import scratch
 
 # Tokens of a strip, of the first two strips, and of the last and narrow one.
@@ -49,7 +49,7 @@ HEAD = gl.constexpr(128)
 NARROW = gl.constexpr(16)
 NARROW_FROM = HEAD.value + STRIP.value
 MIN_TOKENS, MAX_TOKENS = HEAD.value + 1, NARROW_FROM + NARROW.value
-# Features in a load, loads under way, and registers of a group that multiplies and of the loader.
+# Features in a load, loads in flight, and registers of a multiplying group and of the loader.
 CHUNK = gl.constexpr(64)
 STAGES = gl.constexpr(4)
 MULTIPLYING_REGISTERS = gl.constexpr(224)

@@ -1,13 +1,12 @@
 """Weighted sums of linear layers' gradients on Hopper, with loading and multiplying kept apart.
 
-Shapes: L layers of one shape, B samples, T tokens, D input features, P output features. The same
-sums as `triton_sums.weighted_outer_sums`: every sample's product in float32, then scaled. The sums
-of biases are formed on the way, as a product with ones: reading the gradients once more for them
-takes longer.
+Shapes: L layers of one shape, B samples, T tokens, D input features, P output features. The sums
+are those of `triton.sums`: every sample's product in float32, then scaled. The sums of biases are
+computed in the same pass, as products with ones, because reading the gradients again takes longer.
 
-A block there multiplies, waits for the products, scales them, and multiplies again; meanwhile the
-matrix units idle for a third of the time. Here one group of warps scales while the other
-multiplies, see `triton_products`.
+A block of `triton.sums` multiplies, waits for the products, scales them, and multiplies again.
+That leaves the matrix units idle for a third of the time. Here one group of warps scales while
+another multiplies; see `products`.
 """
 
 from __future__ import annotations
@@ -130,7 +129,7 @@ def parted_outer_kernel(  # type: ignore[no-untyped-def]
     source = (x, g, T, x_batch, x_row, g_batch, g_row)
     geometry = (B, segments, D, P, p, d)
     todo = (factors_B, out, bias, out_row, out_col)
-    # Two kinds of blocks rather than one that asks at every product what to do.
+    # Two specialised kinds of blocks, so that none has to ask at every product what to do.
     if BIAS and d == 0:
         run_groups(
             todo, source, geometry, rings,

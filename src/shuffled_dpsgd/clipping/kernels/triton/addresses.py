@@ -1,6 +1,6 @@
 """Tables of addresses, through which one launch finds the tensors of many layers.
 
-Captured activations are read where they lie; only where that is has to be sent to the device.
+Captured activations are not copied: only their addresses are sent to the device.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def address_table(columns: Sequence[Sequence[Tensor]], device: torch.device) -> 
 
 @contextmanager
 def holding(tables: Tables) -> Iterator[None]:
-    """Keep in `tables` those that are asked for inside, and take from there those it has.
+    """Keep in `tables` all tables asked for inside, and use those it already has.
 
     A recorded launch reads its tables again whenever it is replayed, so somebody must hold them.
     """
@@ -62,9 +62,9 @@ def _sent(rows: Rows, device: torch.device, stream: int) -> tuple[Tensor, ...]:
 
 
 def _written(rows: Rows, device: torch.device) -> tuple[Tensor, ...]:
-    """Numbers written by launches, which a capture can keep, as it could not a host's memory.
+    """The same table, written by launches: a capture can record these, but no copy from the host.
 
-    Only for tensors that are made while the capture runs; there are few.
+    Slow, and only for the few tensors that are made during the capture.
     """
     tables = [torch.empty(len(row), dtype=torch.int64, device=device) for row in rows]
     for table, row in zip(tables, rows, strict=True):

@@ -2,9 +2,9 @@
 
 Shapes: L layers of one shape, B samples, T tokens, D input features, P output features.
 
-Square blocks of 128 tokens would compute 256 x 256 products a feature for a symmetric matrix of
-197 x 197. Here one program takes the tokens before 128 among themselves and another the rest: the
-tokens from 128 to 192 against all before and among themselves, and up to 16 more as a narrow
+Square blocks of 128 tokens would compute 256 x 256 products per feature for a symmetric matrix of
+197 x 197. Here one program multiplies the tokens before 128 with each other. Another does the rest:
+the tokens from 128 to 192 with each other and with those before, and up to 16 more as a narrow
 operand. That is half the products and two thirds of the reading.
 """
 
@@ -19,12 +19,13 @@ from torch import Tensor
 
 from shuffled_dpsgd.clipping.kernels import plain
 from shuffled_dpsgd.clipping.kernels.triton.addresses import address_table
+from shuffled_dpsgd.clipping.kernels.triton.device_limits import stages_that_fit
 from shuffled_dpsgd.clipping.kernels.triton.linear import ELEMENT, gram_block, tile_at
 
 # Where a sample is cut: the tokens of the first program, of the second, and of its narrow operand.
 HEAD, TAIL, NARROW = 128, 64, 16
 MIN_TOKENS, MAX_TOKENS = HEAD + 1, HEAD + TAIL + NARROW
-# Features read at a time, warps and stages of the pipeline.
+# Features read at a time, warps, and stages of the pipeline where shared memory has room for them.
 STEP, NUM_WARPS, NUM_STAGES = 64, 8, 4
 
 
@@ -119,12 +120,15 @@ def gram_sq_norms(xs: Sequence[Tensor], gs: Sequence[Tensor], bias: bool) -> Ten
     """`plain.gram_sq_norms` of L layers of one shape, (L, B); T from MIN_TOKENS to MAX_TOKENS."""
     (B, T, D), P, L = xs[0].shape, gs[0].shape[2], len(xs)
     x, g = xs[0], gs[0]
+    # The narrow operand is read twice, once with rows of zeros.
+    tokens = HEAD + TAIL + (NARROW + TAIL if T > HEAD + TAIL else 0)
+    stages = stages_that_fit(NUM_STAGES, tokens * STEP * 2, x.device)
     table = address_table((xs, gs), x.device)
     out = torch.empty(L, B, 2, 2, dtype=torch.float32, device=x.device)
     two_part_gram_kernel[(2, B, L)](
         table[0], table[1], out, B, T, D, P, x.stride(0), x.stride(1), g.stride(0), g.stride(1),
         BIAS=bias, HAS_NARROW=T > HEAD + TAIL, STEP=STEP, EVEN_D=D % STEP == 0,
-        EVEN_P=P % STEP == 0, ELEMENT=ELEMENT[x.dtype], num_warps=NUM_WARPS, num_stages=NUM_STAGES,
+        EVEN_P=P % STEP == 0, ELEMENT=ELEMENT[x.dtype], num_warps=NUM_WARPS, num_stages=stages,
     )  # fmt: skip
     squares_LB, reach_LB = out.sum(2).unbind(2)
     return plain.above_cut_off(squares_LB, reach_LB, D, P)

@@ -4,13 +4,12 @@ Shapes: L layers, B samples, T tokens, D input features, P output features. Oper
 or float16; every product is accumulated in float32. The tensors of the L layers are found through
 tables of addresses, so captured activations are read where they lie.
 
-This file has the norms by Gram matrices; `triton_wide` has those of very wide layers, `triton_sums`
-what multiplies gradients out.
+This file has the norms by Gram matrices, `wide` those of very wide layers, `gram` those of a few
+more than 128 tokens. `tiles` and `sums` multiply gradients out.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 
 import torch
@@ -20,17 +19,12 @@ from torch import Tensor
 
 from shuffled_dpsgd.clipping.kernels import plain
 from shuffled_dpsgd.clipping.kernels.triton.addresses import address_table
+from shuffled_dpsgd.clipping.kernels.triton.device_limits import stages_that_fit
 
 GRAM_BLOCK = 128
+# Features read at a time, and stages of the pipeline where shared memory has room for them.
+STEP, NUM_STAGES = 64, 4
 ELEMENT = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-
-
-@functools.cache
-def multiprocessors(device: torch.device) -> int:
-    """How many programs of the matrix kernels a device runs at a time."""
-    if device.type != "cuda":
-        return 1
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 @triton.jit
@@ -103,19 +97,25 @@ def gram_kernel(  # type: ignore[no-untyped-def]
     tl.store(out + 1, tl.sum(lengths))
 
 
+def gram_stages(block: int, num_blocks: int, device: torch.device) -> int:
+    """Stages in which one block of tokens, or two different ones, are read."""
+    return stages_that_fit(NUM_STAGES, min(num_blocks, 2) * block * STEP * 2, device)
+
+
 def gram_sq_norms(xs: Sequence[Tensor], gs: Sequence[Tensor], bias: bool) -> Tensor:
     """`plain.gram_sq_norms` of L layers of one shape, (L, B)."""
     (B, T, D), P, L = xs[0].shape, gs[0].shape[2], len(xs)
     x, g = xs[0], gs[0]
     block = min(GRAM_BLOCK, max(16, triton.next_power_of_2(T)))
     num_blocks = triton.cdiv(T, block)
+    stages = gram_stages(block, num_blocks, x.device)
     table = address_table((xs, gs), x.device)
     out = torch.empty(L, B, num_blocks**2, 2, dtype=torch.float32, device=x.device)
     gram_kernel[(num_blocks**2, B, L)](
         table[0], table[1], out, B, T, D, P, x.stride(0), x.stride(1), g.stride(0), g.stride(1),
-        BIAS=bias, NUM_BLOCKS=num_blocks, BLOCK=block, STEP=64,
-        EVEN_D=T % block == 0 and D % 64 == 0, EVEN_P=T % block == 0 and P % 64 == 0,
-        ELEMENT=ELEMENT[x.dtype], num_warps=8 if block == 128 else 4, num_stages=4,
+        BIAS=bias, NUM_BLOCKS=num_blocks, BLOCK=block, STEP=STEP,
+        EVEN_D=T % block == 0 and D % STEP == 0, EVEN_P=T % block == 0 and P % STEP == 0,
+        ELEMENT=ELEMENT[x.dtype], num_warps=8 if block == 128 else 4, num_stages=stages,
     )  # fmt: skip
     squares_LB, reach_LB = out.sum(2).unbind(2)
     return plain.above_cut_off(squares_LB, reach_LB, D, P)

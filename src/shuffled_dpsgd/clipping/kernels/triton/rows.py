@@ -1,10 +1,10 @@
 """Weighted sums over samples on a GPU: of biases' gradients and of stored per-sample gradients.
 
 Shapes: L layers of one shape, B samples, S shares of the samples, T tokens, P output features, N
-numbers of a stored gradient. Sums are float32. What is summed is read once and hardly worked on,
-so all that counts is that enough programs read at the same time. Biases: operands are bfloat16 or
-float16, the samples are dealt out in shares, and a second small kernel adds up the shares in a
-fixed order. Stored gradients are float32, and large enough to be dealt out by their numbers.
+numbers of a stored gradient. Sums are float32. Every number is read once and little is computed, so
+all that counts is that enough programs read at the same time. Biases: operands are bfloat16 or
+float16. The samples are divided into shares, and a second small kernel adds the shares up in a
+fixed order. Stored gradients are float32, and large enough to be divided by their numbers instead.
 """
 
 from __future__ import annotations

@@ -10,7 +10,6 @@ sample's product is formed in float32 and scaled in float32.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 
 import torch
@@ -19,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from shuffled_dpsgd.clipping.kernels.triton.addresses import address_table
+from shuffled_dpsgd.clipping.kernels.triton.device_limits import has_copy_engine, stages_that_fit
 from shuffled_dpsgd.clipping.kernels.triton.linear import ELEMENT, tile_at
 
 # Whether the sums of biases can be asked for along with those of weights.
@@ -193,7 +193,8 @@ def weighted_outer_sums(
     cut = segmentation(T)
     grid = (triton.cdiv(P, BLOCK) * triton.cdiv(D, BLOCK), L)
     strides = (x.stride(0), x.stride(1), g.stride(0), g.stride(1))
-    stages = 3 if cut["FULL"] * cut["CHUNK"] + cut["TAIL"] <= 128 else 2
+    tokens = cut["FULL"] * cut["CHUNK"] + cut["TAIL"]
+    stages = stages_that_fit(3 if tokens <= 128 else 2, tokens * 2 * BLOCK * 2, x.device)
     if has_copy_engine(x.device) if bulk is None else bulk:
         triton.set_allocator(scratch)
         bulk_outer_kernel[grid](
@@ -209,9 +210,3 @@ def weighted_outer_sums(
         BLOCK_P=BLOCK, BLOCK_D=BLOCK, ADD=add, ELEMENT=ELEMENT[x.dtype],
         num_warps=8, num_stages=stages,
     )  # fmt: skip
-
-
-@functools.cache
-def has_copy_engine(device: torch.device) -> bool:
-    """Whether the device has Hopper's tensor copy engine."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)

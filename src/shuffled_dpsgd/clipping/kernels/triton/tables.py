@@ -1,8 +1,8 @@
 """Norms and sums of embedding tables, also of those tied to a head, on a GPU in a few launches.
 
 Shapes: B samples, T and S tokens, D features, V rows of the table, F blocks of features, N programs
-of a sample. What `tables` computes by some twenty operations that write down and read again whole
-gradients is here read once. Norms are added up in a fixed order, those of rows in float64.
+of a sample. Plain torch takes some twenty operations for this, each of which reads and writes whole
+gradients; here they are read once. Norms are added up in a fixed order, those of rows in float64.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from torch import Tensor
 
 from shuffled_dpsgd.clipping.kernels import plain
 
-# Features of a block, ids compared at a time, most often all of them at once and, to find those
-# that are the same, fewer, and rows of the table's gradient read at a time.
+# Features of a block; ids compared at a time to count those that are the same (ALL, usually all of
+# a sample) and to find them (LOOK); and rows of the table's gradient read at a time.
 FEATURES, ALL, LOOK, ROWS = 512, 1024, 128, 8
 # Tokens picked at a time of either side, and the tile of a tied table's products.
 PICK_T, PICK_S = 32, 128
@@ -216,7 +216,12 @@ def tie_kernel(  # type: ignore[no-untyped-def]
 def tied_cross_terms(
     x_BTD: Tensor, gl_BTV: Tensor, ids_BS: Tensor, ge_BSD: Tensor, padding_idx: int | None
 ) -> Tensor:
-    """`tables.tied_cross_terms`, with the same bound on its error."""
+    """`plain.tied_cross_terms` plus a bound on its error, for logits' gradients in x's precision.
+
+    sum_s <ge_s, sum_t gl_t[id_s] x_t>: the inner sum is a product of two half-precision matrices.
+    Cutting off loses at most T/16 units in the last place of sum_t |gl_t[id_s]| |x_t|, see
+    `plain.above_cut_off`; multiplying by ge_s and changing precision, fewer than two more.
+    """
     (B, T, D), S = x_BTD.shape, ids_BS.shape[1]
     if padding_idx is not None:
         ge_BSD = torch.where((ids_BS != padding_idx)[:, :, None], ge_BSD, 0.0)

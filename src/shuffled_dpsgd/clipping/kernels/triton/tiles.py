@@ -17,10 +17,12 @@ from torch import Tensor
 
 from shuffled_dpsgd.clipping.kernels import plain
 from shuffled_dpsgd.clipping.kernels.triton.addresses import address_table
+from shuffled_dpsgd.clipping.kernels.triton.device_limits import stages_that_fit
 from shuffled_dpsgd.clipping.kernels.triton.linear import ELEMENT, tile_at
 from shuffled_dpsgd.clipping.kernels.triton.sums import may_read_past, outer_chunk, readable_width
 
-# Rows and columns of a tile, tokens multiplied at a time, and stages of the pipeline.
+# Rows and columns of a tile, tokens multiplied at a time, and stages of the pipeline where shared
+# memory has room for them.
 BLOCK_P, BLOCK_D, CHUNK, NUM_STAGES = 128, 256, 64, 3
 # Tokens of a slice, features read at a time and warps of the kernel that reads tokens. Slices of
 # 64 make the sums of a bias's slices a thirty-second of what is read.
@@ -104,13 +106,14 @@ def tile_sq_norms(xs: Sequence[Tensor], gs: Sequence[Tensor], bias: bool) -> Ten
     (B, T, D), P, L = xs[0].shape, gs[0].shape[2], len(xs)
     x, g = xs[0], gs[0]
     tiles = triton.cdiv(P, BLOCK_P) * triton.cdiv(D, BLOCK_D)
+    stages = stages_that_fit(NUM_STAGES, CHUNK * (BLOCK_P + BLOCK_D) * 2, x.device)
     table = address_table((xs, gs), x.device)
     out = torch.empty(L, B, tiles, dtype=torch.float32, device=x.device)
     tile_kernel[(tiles, B, L)](
         table[0], table[1], out, B, T, D, P, x.stride(0), x.stride(1), g.stride(0), g.stride(1),
         EVEN_T=T % CHUNK == 0, EVEN_P=may_read_past(g, triton.cdiv(P, BLOCK_P) * BLOCK_P),
         EVEN_D=may_read_past(x, triton.cdiv(D, BLOCK_D) * BLOCK_D), CHUNK=CHUNK, BLOCK_P=BLOCK_P,
-        BLOCK_D=BLOCK_D, ELEMENT=ELEMENT[x.dtype], num_warps=8, num_stages=NUM_STAGES,
+        BLOCK_D=BLOCK_D, ELEMENT=ELEMENT[x.dtype], num_warps=8, num_stages=stages,
     )  # fmt: skip
     reach_LB, bias_LB = reach_and_bias(xs, gs, bias)
     # The cut-off is one of the gradient here, not of its square.

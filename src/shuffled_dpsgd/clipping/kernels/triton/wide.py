@@ -3,10 +3,10 @@
 Shapes: B samples, T tokens in blocks of K, N pairs (i, j) of blocks with i <= j, S shares of the
 wide side's W features, D features of the other side. Operands are bfloat16 or float16.
 
-A Gram matrix is symmetric, so every pair of blocks is multiplied once. Samples and pairs are few
-beside what a GPU does at a time, so the features are shared out: one launch writes down the blocks
-of each share, which is little beside the gradient itself, and another adds them up in a fixed order
-and meets them with the other side's.
+A Gram matrix is symmetric, so every pair of blocks is multiplied once. There are too few samples
+and pairs to keep a GPU busy, so the features are divided into shares. One launch writes the blocks
+of each share, which take little room beside the gradient itself. Another adds them up in a fixed
+order and multiplies them with the other side's, entry by entry.
 """
 
 from __future__ import annotations
@@ -19,11 +19,15 @@ import triton.language as tl
 from torch import Tensor
 
 from shuffled_dpsgd.clipping.kernels import plain
-from shuffled_dpsgd.clipping.kernels.triton.linear import GRAM_BLOCK, gram_block, multiprocessors
+from shuffled_dpsgd.clipping.kernels.triton.device_limits import multiprocessors
+from shuffled_dpsgd.clipping.kernels.triton.linear import (
+    GRAM_BLOCK,
+    STEP,
+    gram_block,
+    gram_stages,
+)
 
-# Features read at a time, and stages of the pipelines of both launches.
-STEP, NUM_STAGES = 64, 4
-# What the blocks written down may take, unless a single share takes more.
+# The room that the blocks of all shares may take, unless a single share needs more.
 MAX_STORED_BYTES = 96 << 20
 # Matrix units add up at most so many features times tokens at a stretch. What they may cut off is
 # counted in, and so stays within 2^21 / 2^27, or 1.6 %, of a squared norm.
@@ -199,17 +203,18 @@ def gram_sq_norms(x_BTD: Tensor, g_BTP: Tensor, bias: bool) -> Tensor:
     stored = torch.empty(by.parts, B, pairs, block, block, dtype=torch.float32, device=w.device)
     out = torch.empty(B, pairs, 2, dtype=torch.float32, device=w.device)
     num_warps, even = 8 if block == 128 else 4, T % block == 0
+    stages = gram_stages(block, num_blocks, w.device)
     share_kernel[(pairs, by.parts, B)](
         w, stored, T, by.whole, by.share, by.stretch, w.stride(0), w.stride(1),
         ONE_PAIR=pairs == 1, ONE=by.stretch >= by.share, EVEN=even, BLOCK=block, STEP=STEP,
-        num_warps=num_warps, num_stages=NUM_STAGES,
+        num_warps=num_warps, num_stages=stages,
     )  # fmt: skip
     pair_kernel[(pairs, B)](
         n, w, stored, out, T, D, by.whole, W, by.parts,
         n.stride(0), n.stride(1), w.stride(0), w.stride(1),
         N_ONE=float(bias and not wider), W_ONE=float(bias and wider), ONE_PAIR=pairs == 1,
         TAIL=by.whole < W, EVEN=even and D % STEP == 0, BLOCK=block, STEP=STEP,
-        num_warps=num_warps, num_stages=NUM_STAGES,
+        num_warps=num_warps, num_stages=stages,
     )  # fmt: skip
     squares_B, reach_B = out.sum(1).unbind(1)
     return plain.above_cut_off(squares_B, reach_B, D, by.width)

@@ -29,7 +29,7 @@ from shuffled_dpsgd.auditing.adversaries import (
     ThreatModel,
 )
 from shuffled_dpsgd.auditing.canaries import AxisCanary
-from shuffled_dpsgd.auditing.estimators import ClopperPearson, GaussianDP, JointBeta, PaperPoint
+from shuffled_dpsgd.auditing.estimators import ClopperPearson, OrderStatistics, PaperPoint
 from shuffled_dpsgd.auditing.estimators.gaussian_dp import composed_epsilon
 from shuffled_dpsgd.auditing.estimators.scores import Floats, ScorePair
 from shuffled_dpsgd.auditing.matching import match_rows
@@ -39,7 +39,8 @@ from shuffled_dpsgd.auditing.worst_case import worst_case_evidence
 from shuffled_dpsgd.errors import InvalidArgumentError
 
 CHUNK_VALUES = 1 << 21
-ESTIMATORS = (PaperPoint(), ClopperPearson(), JointBeta(), GaussianDP())
+GAUSSIAN = OrderStatistics(family="gaussian")
+ESTIMATORS = (PaperPoint(), ClopperPearson(), OrderStatistics(), GAUSSIAN)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,7 +151,7 @@ def composition_notes(
         float(bound.counts["mu"])
         for attack in attacks
         for bound in attack.joint
-        if bound.method == GaussianDP().name
+        if bound.method == GAUSSIAN.name
     ]
     mu = max(mus, default=0.0)
     epsilon = composed_epsilon(mu, sampling_prob=sampling_prob, num_steps=num_steps, delta=delta)

@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from shuffled_dpsgd.auditing.black_box import BlackBoxReport
     from shuffled_dpsgd.auditing.checks import CheckReport
     from shuffled_dpsgd.auditing.paper_audit import PaperRow, PaperSetting, Reading
-    from shuffled_dpsgd.auditing.verdict import AuditReport
+    from shuffled_dpsgd.auditing.reach import Reach
+    from shuffled_dpsgd.auditing.verdict import Attack, AuditReport
 
 
 def show_report(report: AuditReport, console: Console | None = None) -> None:
@@ -36,6 +37,21 @@ def show_report(report: AuditReport, console: Console | None = None) -> None:
         )
     for note in report.notes:
         out.print(f"  note: {note}")
+    if report.reach is not None:
+        _show_reach(report.reach, out)
+
+
+def _show_reach(reach: Reach, out: Console) -> None:
+    out.print(f"  adversaries run: {', '.join(reach.ran)}")
+    out.print(
+        f"  they would have refuted a claim below ε = {reach.largest_bound:.2f} (measured) had one "
+        "of them been right every time, and would have caught:"
+    )
+    for line in reach.would_have_caught:
+        out.print(f"    + {line}")
+    out.print("  they could not have caught:")
+    for line in reach.could_not:
+        out.print(f"    - {line}")
 
 
 def _one_line(setting: Mapping[str, object]) -> str:
@@ -61,6 +77,9 @@ def _attack_table(report: AuditReport) -> Table:
         pad_edge=False,
     )
     table.add_column("threat model: adversary (canary)")
+    exact = any(attack.evidence.closed_form is not None for attack in report.attacks)
+    if exact:
+        table.add_column("closed\nform\n(proven)", justify="right")
     for bound in report.attacks[0].bounds if report.attacks else ():
         mark = "†" if bound.confidence is None else "" if bound.may_refute == "any claim" else "*"
         table.add_column(bound.method.replace("-", "\n") + mark, justify="right")
@@ -76,10 +95,16 @@ def _attack_table(report: AuditReport) -> Table:
             rates = attack.true_positive_rates
             table.add_row(
                 f"  {attack.label}",
+                *([_closed_form(attack)] if exact else []),
                 *(f"{bound.epsilon:.2f}" for bound in attack.bounds),
                 *([] if rate is None else [f"{100 * rates[rate].true_positive_rate:.1f} %"]),
             )
     return table
+
+
+def _closed_form(attack: Attack) -> str:
+    value = attack.evidence.closed_form
+    return "" if value is None else f"{value:.2f}"
 
 
 def show_checks(reports: list[CheckReport], console: Console | None = None) -> None:

@@ -21,17 +21,22 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from scipy.stats import t as student
 from torch.utils.data import default_collate
 
 from shuffled_dpsgd.auditing.estimators import Inclusion, OneRun, ScorePair, roc, tpr_at_fpr
 from shuffled_dpsgd.auditing.estimators.scores import Floats
-from shuffled_dpsgd.auditing.input_canaries import Extended, Leaving, mislabelled
+from shuffled_dpsgd.auditing.input_canaries import (
+    Extended,
+    InputCanary,
+    Leaving,
+    losses_of,
+    plant,
+)
 from shuffled_dpsgd.auditing.probes import OnProgress
 from shuffled_dpsgd.auditing.ranges import require_at_least
-from shuffled_dpsgd.training.data import MapStyle, to_device
+from shuffled_dpsgd.training.data import MapStyle
 from shuffled_dpsgd.training.physical import PerSampleLoss
 from shuffled_dpsgd.training.plan import NoiseFrame, Shuffle
 from shuffled_dpsgd.training.private import PrivateTraining
@@ -47,10 +52,11 @@ ARMS: dict[str, tuple[Shuffle, NoiseFrame]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class BlackBoxSetting:
-    """`num_seeds` runs of every arm, each audited on `num_canaries` mislabelled records."""
+    """`num_seeds` runs of every arm, each audited on `num_canaries` records that are planted."""
 
     num_seeds: int = 12
     num_canaries: int = 100
+    input_canary: InputCanary = "mislabelled"
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -176,12 +182,14 @@ def audit_black_box(
     losses: PerSampleLoss,
     setting: BlackBoxSetting,
     *,
+    collate: Callable[[list[Any]], Any] = default_collate,
     confidence: float = 0.95,
     on_progress: OnProgress | None = None,
 ) -> BlackBoxReport:
     """Every arm with every seed; canaries and coins are the same in all arms of a seed."""
     started = time.perf_counter()
-    canaries = mislabelled(data, setting.num_canaries, np.random.default_rng([setting.seed, 7]))
+    rng = np.random.default_rng([setting.seed, 7])
+    canaries = plant(setting.input_canary, data, setting.num_canaries, rng)
     joined = Extended(data, canaries)
     coins = np.random.default_rng([setting.seed, 8]).random((setting.num_seeds, len(canaries)))
     included = coins < 0.5
@@ -192,7 +200,7 @@ def audit_black_box(
             private = start(len(joined), 1000 * setting.seed + index, shuffle, frame)
             left_out = len(data) + np.flatnonzero(~included[index])
             private.sampler = Leaving(private.sampler, left_out)
-            found[name].append(_train_and_query(private, joined, canaries, losses))
+            found[name].append(_train_and_query(private, joined, canaries, losses, collate))
             plan = plan or private.plan.to_json()
         if on_progress is not None:
             on_progress(index + 1, setting.num_seeds)
@@ -206,16 +214,17 @@ def audit_black_box(
 
 
 def _train_and_query(
-    private: PrivateTraining, data: MapStyle, canaries: list[Any], losses: PerSampleLoss
+    private: PrivateTraining,
+    data: MapStyle,
+    canaries: list[Any],
+    losses: PerSampleLoss,
+    collate: Callable[[list[Any]], Any],
 ) -> Floats:
-    """The loss of every canary under the released model, in float64."""
-    for batch in private.batches(data):
+    """The loss of every canary under the released model."""
+    for batch in private.batches(data, collate=collate):
         private.backward(losses(private.model, batch))
         private.step()
     private.release()
-    private.model.eval()
-    with torch.no_grad():
-        batch = to_device(default_collate(canaries), private.device)
-        queried = losses(private.model, batch).double().cpu().numpy()
+    queried = losses_of(private, canaries, losses, collate)
     private.close()
-    return np.asarray(queried, dtype=np.float64)
+    return queried

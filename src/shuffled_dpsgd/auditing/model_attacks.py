@@ -79,7 +79,7 @@ class ReadRealigned:
 
     def read(self, seen: Seen) -> float:
         aligned = realign(self.spec, seen.weights, seen.new_weights()).tensors
-        step = {n: (seen.weights[n].cpu() - aligned[n]) / seen.step_size for n in self.canary}
+        step = {n: (seen.weights[n] - aligned[n]) / seen.step_size for n in self.canary}
         return inner(self.canary, step)
 
 

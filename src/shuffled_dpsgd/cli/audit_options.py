@@ -50,7 +50,7 @@ Mode = Annotated[
 ]
 GradientCanaries = Annotated[int, typer.Option(help="one-run: gradient canaries.")]
 InputCanaries = Annotated[int, typer.Option(help="one-run: canaries that are records.")]
-InputCanary = Annotated[str, typer.Option(help="mislabelled or blank.")]
+InputCanary = Annotated[str, typer.Option(help="mislabelled, blank, or scrambled (text).")]
 
 Model = Annotated[
     str | None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -22,11 +23,11 @@ HIDDEN = 64
 
 
 def audit_target(config: RunConfig) -> Target:
-    """Fresh runs of the configured task; every start builds the model anew from its seed."""
+    """Fresh runs of the configured task, each from a copy of the same initial weights."""
     task = build_task(config)
 
     def start(dataset_size: int) -> PrivateTraining:
-        return start_private(config, build_task(config).model, dataset_size=dataset_size)
+        return start_private(config, copy.deepcopy(task.model), dataset_size=dataset_size)
 
     return Target(start=start, data=task.train_data, losses=task.losses, collate=task.collate)
 

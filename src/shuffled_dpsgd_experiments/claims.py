@@ -21,7 +21,7 @@ from shuffled_dpsgd.accounting import (
     spike_pair,
 )
 from shuffled_dpsgd.accounting.theorem import smallest_epsilon
-from shuffled_dpsgd_experiments.environment import environment
+from shuffled_dpsgd.environment import environment
 from shuffled_dpsgd_experiments.figures import fig2
 from shuffled_dpsgd_experiments.figures.settings import SIX, VIT, Setting
 
@@ -169,8 +169,8 @@ def fenton_wilkinson() -> dict[str, float]:
 
 def group_against_dimension() -> dict[str, Any]:
     """log10 of how many permutations ViT-B has, and of the d! that the theorem shuffles by."""
+    from shuffled_dpsgd.models import build_model
     from shuffled_dpsgd.permutation import discover
-    from shuffled_dpsgd_experiments.models import build_model
 
     model = build_model("vit-base")
     found: dict[str, Any] = {}

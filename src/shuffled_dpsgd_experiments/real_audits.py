@@ -26,15 +26,15 @@ from torch.utils.data import default_collate
 from shuffled_dpsgd.auditing.black_box import BlackBoxSetting, Start, audit_black_box
 from shuffled_dpsgd.auditing.input_canaries import InputCanary
 from shuffled_dpsgd.auditing.run import RunSetting, Target, audit_one_run, audit_steps
-from shuffled_dpsgd.tasks.audited import audit_target
+from shuffled_dpsgd.environment import environment
+from shuffled_dpsgd.options import NoiseFrame, Shuffle
 from shuffled_dpsgd.tasks.config import RunConfig, parse_config
 from shuffled_dpsgd.tasks.optimizers import build_optimizer
 from shuffled_dpsgd.tasks.privacy import chosen_device
 from shuffled_dpsgd.tasks.registry import build_task
 from shuffled_dpsgd.training import make_private
-from shuffled_dpsgd.training.plan import NoiseFrame, Shuffle
 from shuffled_dpsgd.training.private import PrivateTraining
-from shuffled_dpsgd_experiments.environment import environment
+from shuffled_dpsgd_experiments.audited import audit_target
 
 MODES = ("one-run", "step", "black-box")
 TASKS: dict[str, tuple[str, InputCanary]] = {

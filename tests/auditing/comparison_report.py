@@ -21,7 +21,7 @@ from shuffled_dpsgd.auditing.estimators import (
     OrderStatistics,
     ScorePair,
 )
-from shuffled_dpsgd_experiments.environment import environment
+from shuffled_dpsgd.environment import environment
 
 MUS = (0.0, 0.5, 1.0, 2.0, 3.0, 4.0)
 SIZES = (500, 1000, 5000)

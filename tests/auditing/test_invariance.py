@@ -12,8 +12,8 @@ from scipy.stats import kstest
 from shuffled_dpsgd.accounting.exactness import STATEMENT
 from shuffled_dpsgd.auditing.model_attacks import inner, invariant_direction
 from shuffled_dpsgd.auditing.probes import Prober, trainable
+from shuffled_dpsgd.models import build_model
 from shuffled_dpsgd.permutation import apply_to_tensors, draw
-from shuffled_dpsgd.tasks.models import build_preset
 from shuffled_dpsgd.training import make_private
 from shuffled_dpsgd.training.card import write_card
 
@@ -21,7 +21,7 @@ SIGMA = 0.7
 
 
 def start(scope: str, preset: str, **changes: object):
-    model = build_preset(preset, num_labels=None if preset == "gpt2-tiny" else 10)
+    model = build_model(preset, num_labels=None if preset == "gpt2-tiny" else 10, device="cpu")
     return make_private(
         model,
         torch.optim.SGD(model.parameters(), lr=0.1),

@@ -47,7 +47,8 @@ def test_step_json_has_seeds_counts_and_kinds(tmp_path: Path) -> None:
     strong = report["attacks"][5]["tpr_at_fpr"]["0.01"]
     assert strong["lower_limit"] < strong["true_positive_rate"] <= 1.0
     assert [v["outcome"] for v in report["verdicts"]] == ["consistent", "refuted at 95 %"]
-    assert "composed over 500 steps" in report["notes"][0]
+    assert "they measure the sample" in report["notes"][0]
+    assert "composed over 500 steps" in report["notes"][1]
     written = json.loads((output / "report.json").read_text())
     assert written["attacks"] == report["attacks"]
     assert "date" in written["environment"]

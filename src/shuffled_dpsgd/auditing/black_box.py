@@ -36,9 +36,9 @@ from shuffled_dpsgd.auditing.input_canaries import (
 )
 from shuffled_dpsgd.auditing.probes import OnProgress
 from shuffled_dpsgd.auditing.ranges import require_at_least
+from shuffled_dpsgd.options import NoiseFrame, Shuffle
 from shuffled_dpsgd.training.data import MapStyle
 from shuffled_dpsgd.training.physical import PerSampleLoss
-from shuffled_dpsgd.training.plan import NoiseFrame, Shuffle
 from shuffled_dpsgd.training.private import PrivateTraining
 
 Start = Callable[[int, int, Shuffle, NoiseFrame], PrivateTraining]

@@ -170,7 +170,7 @@ def blackbox(
     """
     from shuffled_dpsgd.auditing.black_box import BlackBoxSetting, audit_black_box
     from shuffled_dpsgd.cli.audit_tables import show_black_box
-    from shuffled_dpsgd.tasks.audited import cross_entropies, digits_records, small_vit_runs
+    from shuffled_dpsgd_experiments.audited import cross_entropies, digits_records, small_vit_runs
 
     setting = BlackBoxSetting(num_seeds=seeds, num_canaries=canaries, seed=seed)
     start = small_vit_runs(
@@ -222,7 +222,7 @@ def run(
     """
     from shuffled_dpsgd.auditing.run import RunSetting, audit_one_run, audit_steps
     from shuffled_dpsgd.cli.audit_target import chosen_config
-    from shuffled_dpsgd.tasks.audited import audit_target
+    from shuffled_dpsgd_experiments.audited import audit_target
 
     if mode not in MODES:
         raise InvalidArgumentError("--mode", expected=f"one of {MODES}", got=mode)

@@ -55,7 +55,7 @@ def watch_training(
     if num_steps < 100:
         raise InvalidArgumentError("--training-steps", expected="0, or at least 100", got=num_steps)
     from shuffled_dpsgd.auditing.paper_training import TrainingSetting, audit_paper_training
-    from shuffled_dpsgd.tasks.audited import long_run_target
+    from shuffled_dpsgd_experiments.audited import long_run_target
 
     return [
         audit_paper_training(

@@ -11,12 +11,12 @@ from torch.utils.data import Subset
 
 from shuffled_dpsgd.auditing.black_box import Start
 from shuffled_dpsgd.auditing.run import Target
+from shuffled_dpsgd.options import NoiseFrame, Shuffle
 from shuffled_dpsgd.tasks import digits
 from shuffled_dpsgd.tasks.config import RunConfig
 from shuffled_dpsgd.tasks.privacy import start_private
 from shuffled_dpsgd.tasks.registry import build_task
 from shuffled_dpsgd.training import make_private
-from shuffled_dpsgd.training.plan import NoiseFrame, Shuffle
 from shuffled_dpsgd.training.private import PrivateTraining
 
 HIDDEN = 64

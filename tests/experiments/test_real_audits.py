@@ -39,9 +39,9 @@ def arguments(model: str, layout: str, data: Path, *extra: object) -> list[str]:
     return [str(word) for word in (*place, *small, *extra)]
 
 
-def test_bert_by_one_run_and_black_box(sst2: Path) -> None:
-    modes = ["--mode", "one-run", "--mode", "black-box", "--noise-multiplier", 0.05]
-    one_run, black_box = main(arguments("bert-tiny", "sst2", sst2, *modes))
+def test_bert_by_one_run(sst2: Path) -> None:
+    modes = ["--mode", "one-run", "--noise-multiplier", 0.05]
+    (one_run,) = main(arguments("bert-tiny", "sst2", sst2, *modes))
     found = json.loads(one_run.read_text(encoding="utf-8"))
     assert found["config"]["optimizer"]["name"] == "adamw"
     assert found["config"]["privacy"]["shuffle"] == "every-step"
@@ -53,10 +53,17 @@ def test_bert_by_one_run_and_black_box(sst2: Path) -> None:
     ]
     assert found["reach"]["ran"]
     assert found["cost"]["seconds"] > 0
+
+
+@pytest.mark.slow
+def test_bert_by_black_box(sst2: Path) -> None:
+    modes = ["--mode", "black-box", "--noise-multiplier", 0.05]
+    (black_box,) = main(arguments("bert-tiny", "sst2", sst2, *modes))
     knocked = json.loads(black_box.read_text(encoding="utf-8"))
     assert knocked["largest_paired_difference"] < 1e-3
 
 
+@pytest.mark.slow
 def test_gpt2_with_scrambled_records_and_a_step_audit(e2e: Path) -> None:
     modes = ["--mode", "step", "--mode", "one-run", "--noise-multiplier", 0.5]
     step, one_run = main(arguments("gpt2-tiny", "e2e", e2e, *modes, "--name", "tiny"))

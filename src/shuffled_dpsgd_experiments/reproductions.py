@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import Protocol
 
 from shuffled_dpsgd.errors import InvalidArgumentError
+from shuffled_dpsgd_experiments.claims import Claims
 from shuffled_dpsgd_experiments.figures import FIGURES
 
 
@@ -27,7 +28,7 @@ class Reproduction(Protocol):
     def reproduce(self, directory: Path) -> list[Path]: ...
 
 
-REPRODUCTIONS: Mapping[str, Reproduction] = MappingProxyType({**FIGURES})
+REPRODUCTIONS: Mapping[str, Reproduction] = MappingProxyType({**FIGURES, "claims": Claims()})
 
 
 def find(names: list[str]) -> list[Reproduction]:

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
+from scipy.optimize import brentq
+from scipy.stats import norm
 
 from shuffled_dpsgd.auditing.estimators import Inclusion, ScorePair, gaussian_epsilon
 
@@ -48,6 +50,26 @@ def laplace(epsilon: float) -> Known:
     )
 
 
+def geometric(epsilon: float) -> Known:
+    """Discrete Laplace noise on whole numbers: many ties, tight at δ = 0."""
+    stop = 1.0 - math.exp(-epsilon)
+
+    def release(bits: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+        return bits + rng.geometric(stop, bits.size) - rng.geometric(stop, bits.size)
+
+    return Known(name=f"geometric {epsilon}", epsilon=epsilon, delta=0.0, release=release)
+
+
+def uniform(delta: float) -> Known:
+    """Uniform noise of width 1/δ: nothing but δ, so any positive ε at that δ is false."""
+    return Known(
+        name=f"uniform {delta}",
+        epsilon=0.0,
+        delta=delta,
+        release=lambda bits, rng: bits + rng.random(bits.size) / delta,
+    )
+
+
 def randomized_response(epsilon: float) -> Known:
     lie = 1.0 / (1.0 + math.exp(epsilon))
     return Known(
@@ -67,3 +89,52 @@ def leaky_response(epsilon: float, delta: float) -> Known:
         return np.where(rng.random(bits.size) < delta, 3.0 * bits - 1.0, noisy)
 
     return Known(name=f"leaky {epsilon}", epsilon=epsilon, delta=delta, release=release)
+
+
+def mixed_response(weak: float, strong: float) -> Known:
+    """One of two randomized responses by a public coin: four scores, in order of likelihood."""
+    lies = 1.0 / (1.0 + np.exp([weak, strong]))
+
+    def release(bits: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+        coin = (rng.random(bits.size) < 0.5).astype(int)
+        noisy = np.where(rng.random(bits.size) < lies[coin], 1.0 - bits, bits)
+        return (2.0 * noisy - 1.0) * (1.0 + coin)
+
+    return Known(name=f"mixture {weak}, {strong}", epsilon=strong, delta=0.0, release=release)
+
+
+def sampled_gaussian(mu: float, sampling_prob: float, delta: float) -> Known:
+    """One Poisson-sampled Gaussian step; ε from the two closed forms of its δ(ε)."""
+
+    def excess(epsilon: float) -> float:
+        """δ(ε) − δ of the larger direction, both events read off the monotone likelihood ratio."""
+        reached = math.expm1(epsilon) / sampling_prob + 1.0
+        at = math.log(reached) / mu + mu / 2.0
+        mixed = sampling_prob * norm.sf(at - mu) + (1.0 - sampling_prob) * norm.sf(at)
+        present = mixed - math.exp(epsilon) * norm.sf(at)
+        absent = 0.0
+        reached = (math.exp(-epsilon) - 1.0) / sampling_prob + 1.0
+        if reached > 0.0:
+            at = math.log(reached) / mu + mu / 2.0
+            mixed = sampling_prob * norm.cdf(at - mu) + (1.0 - sampling_prob) * norm.cdf(at)
+            absent = norm.cdf(at) - math.exp(epsilon) * mixed
+        return max(present, absent) - delta
+
+    return Known(
+        name=f"sampled gaussian mu={mu} q={sampling_prob}",
+        epsilon=brentq(excess, 0.0, 60.0),
+        delta=delta,
+        release=lambda bits, rng: (
+            bits * mu * (rng.random(bits.size) < sampling_prob) + rng.standard_normal(bits.size)
+        ),
+    )
+
+
+def nothing() -> Known:
+    """Both worlds the same, rounded to tenths so that scores tie."""
+    return Known(
+        name="nothing",
+        epsilon=0.0,
+        delta=0.0,
+        release=lambda bits, rng: np.round(rng.standard_normal(bits.size), 1),
+    )

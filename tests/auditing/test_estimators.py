@@ -21,6 +21,7 @@ from shuffled_dpsgd.auditing.estimators import (
     JointBeta,
     OneRun,
     OneRunFDP,
+    OrderStatistics,
     PaperPoint,
     ScorePair,
     claim_trade_off,
@@ -218,7 +219,9 @@ def test_paper_estimator_prints_its_table_on_pure_noise() -> None:
     assert np.median(noise) > 0.4
 
 
-@pytest.mark.parametrize("estimator", [ClopperPearson(), JointBeta(), GaussianDP(), OneRun()])
+@pytest.mark.parametrize(
+    "estimator", [ClopperPearson(), JointBeta(), GaussianDP(), OrderStatistics(), OneRun()]
+)
 def test_levels_out_of_range_are_refused(estimator) -> None:
     rng = np.random.default_rng(0)
     known = gaussian(1.0, 1e-5)

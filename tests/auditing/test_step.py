@@ -204,10 +204,15 @@ def test_the_papers_table_is_within_noise_and_its_bound_is_zero() -> None:
     assert rows[0].noise_multiplier == pytest.approx(0.274, abs=1e-3)
     assert rows[0].step_epsilon == pytest.approx(0.198, abs=1e-3)
     for row in rows:
-        low, _, high = row.noise_quantiles
+        low, _, high = row.strict.quantiles_on_noise
         assert low < row.printed < high
+        assert row.strict.infinite_on_noise == 0.0
+        assert row.literal.infinite_on_noise > 0.4
+        assert row.literal.num_observations == 2 * row.strict.num_observations
         assert row.bound.epsilon == pytest.approx(0.0, abs=0.05)
+        assert row.order_statistics.epsilon == pytest.approx(0.0, abs=0.05)
         assert "confidence interval" in " ".join(row.to_json()["lacks"])
+    assert [row.literal.drop for row in rows] == ["both", "nothing"]
 
 
 def test_curves_are_drawn(paper_step: AuditReport, tmp_path) -> None:

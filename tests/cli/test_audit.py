@@ -47,7 +47,8 @@ def test_step_json_has_seeds_counts_and_kinds(tmp_path: Path) -> None:
     strong = report["attacks"][5]["tpr_at_fpr"]["0.01"]
     assert strong["lower_limit"] < strong["true_positive_rate"] <= 1.0
     assert [v["outcome"] for v in report["verdicts"]] == ["consistent", "refuted at 95 %"]
-    assert "composed over 500 steps" in report["notes"][0]
+    assert "they measure the sample" in report["notes"][0]
+    assert "composed over 500 steps" in report["notes"][1]
     written = json.loads((output / "report.json").read_text())
     assert written["attacks"] == report["attacks"]
     assert "date" in written["environment"]
@@ -78,12 +79,40 @@ def test_refuting_a_proven_claim_is_a_failure(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_paper_table_says_what_it_lacks() -> None:
-    text = run("paper", "--repetitions", 20).stdout
-    for word in ("0.4771", "0.7005", "pure noise", "no confidence interval", "heuristic"):
+    text = run("paper", "--repetitions", 20, "--training-steps", 0).stdout
+    for word in ("0.4771", "0.7005", "pure noise", "no confidence interval", "literal reading"):
         assert word in text
-    found = json.loads(run("paper", "--epsilon", 2, "--repetitions", 5, "--json").stdout)
+
+
+def test_paper_audit_inside_training_stands_beside_the_strong_one() -> None:
+    pytest.importorskip("sklearn")
+    options = ["--epsilon", 2, "--repetitions", 5, "--training-steps", 120, "--json"]
+    found = json.loads(run("paper", *options).stdout)
     assert found["rows"][0]["printed_in_the_paper"] is None
     assert found["rows"][0]["clopper_pearson"]["kind"] == "measured"
+    (trained,) = found["training"]
+    names = [attack["adversary"] for attack in trained["attacks"]]
+    assert names[:2] == ["fixed index, during training", "re-alignment, during training"]
+    counts = trained["attacks"][0]["bounds"]["order-statistics"]["inputs"]
+    assert counts["num_out"] + counts["num_present"] == 120
+    assert [v["outcome"] for v in trained["verdicts"]] == ["consistent", "refuted at 95 %"]
+    run("paper", "--training-steps", 3, code=2)
+
+
+def test_black_box_is_the_same_with_the_shuffle_and_without(tmp_path: Path) -> None:
+    pytest.importorskip("sklearn")
+    options = ["--seeds", 3, "--canaries", 20, "--training-steps", 4, "--output", tmp_path]
+    found = json.loads(run("blackbox", *options, "--json").stdout)
+    assert found["largest_paired_difference"] < 1e-3
+    arms = found["arms"]
+    assert set(arms) == {"off", "on", "on-paired"}
+    assert arms["off"]["loss"]["area_by_seed"] == arms["on-paired"]["loss"]["area_by_seed"]
+    assert arms["off"]["loss"]["area_by_seed"] != arms["on"]["loss"]["area_by_seed"]
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "report.json",
+        "black-box.png",
+        "black-box.svg",
+    }
 
 
 def test_sensitivity_of_a_family(tmp_path: Path) -> None:

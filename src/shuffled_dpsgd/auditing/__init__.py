@@ -5,13 +5,15 @@
     step, composition   one step, or a whole run, in isolation: no model
     worst_case          the theorem's own worst-case pair
     paper_audit         the paper's Table 6, and what it was able to see
+    paper_training      the same inside real training, with a strong audit beside it
+    black_box           membership attacks with the shuffle and without: the knock-out
     run                 audits of real training, built from
         probes, model_attacks          many releases of one step of a run
         one_run_training, *_canaries   one run with many canaries
         alignment, matching            undoing the shuffle by linear assignment
     sensitivity, sampling              replayed neighbours, and tests of the sampler
     ranges                             what a setting refuses
-    verdict, plots                     what was found, judged and drawn
+    verdict, reach, plots              what was found, how far it reaches, judged and drawn
 
 Nothing is imported here: `audit step` needs neither torch nor a model.
 """

@@ -15,8 +15,7 @@ from functools import lru_cache
 import numpy as np
 import torch
 
-from shuffled_dpsgd.auditing.estimators.scores import Floats
-from shuffled_dpsgd.auditing.matching import Indices, assign, assignment_cost
+from shuffled_dpsgd.auditing.matching import Indices, assign
 from shuffled_dpsgd.permutation import (
     Block,
     Group,
@@ -41,7 +40,7 @@ those undone, the remaining groups have all their axes back."""
 
 @dataclass(frozen=True, kw_only=True)
 class Realignment:
-    """The permutation that was found, and the released tensors with it undone, on the CPU."""
+    """The permutation that was found (on the CPU), and the released tensors with it undone."""
 
     permutation: Permutation
     tensors: dict[str, torch.Tensor]
@@ -57,7 +56,7 @@ def realign(spec: PermutationSpec, known: Tensors, released: Tensors) -> Realign
     Stages first, each blind to the groups after it; where there were several, all groups once more
     with nothing summed away, until nothing moves.
     """
-    current = {name: tensor.detach().to("cpu", copy=True) for name, tensor in released.items()}
+    current = {name: tensor.detach().clone() for name, tensor in released.items()}
     total = identity(spec, "cpu")
     unsolved = set(range(len(spec.groups)))
     stages = [{i for i in unsolved if spec.groups[i].kind in kinds} for kinds in STAGES]
@@ -88,7 +87,8 @@ def _undo(
         # Known slot i lies at slots[i] now, as the shuffle set new[slots[i]] = old[i].
         solved[index] = torch.from_numpy(np.argsort(slots))
     found = from_groups(spec, solved)
-    apply_to_tensors(found.inverse(), current)
+    device = next(iter(current.values())).device
+    apply_to_tensors(found.inverse().to(device), current)
     return found
 
 
@@ -96,35 +96,37 @@ def _solve(
     spec: PermutationSpec, index: int, unsolved: set[int], known: Tensors, current: Tensors
 ) -> Indices:
     group = spec.groups[index]
-    cost: Floats | None = None
+    cost: torch.Tensor | None = None
     for member in group.members:
         if member.parameter not in current:
             continue
         moving = _moving_axes(spec, unsolved, member)
         inner = any(_acts_inside(spec.groups[other], member) for other in unsolved)
-        ours = slot_features(known[member.parameter], group, member, moving, inner)
         theirs = slot_features(current[member.parameter], group, member, moving, inner)
-        part = assignment_cost(ours, theirs)
+        ours = slot_features(known[member.parameter], group, member, moving, inner).to(theirs)
+        # Squared distances of rows up to a term that depends on the known row alone.
+        part = 0.5 * theirs.square().sum(dim=1) - ours @ theirs.T
         cost = part if cost is None else cost + part
     if cost is None:
         return np.arange(group.size)
-    return assign(cost)
+    nearest: Indices = cost.argmin(dim=1).cpu().numpy()
+    # Where every slot's nearest partner is a different one, that is already the best assignment.
+    return nearest if np.unique(nearest).size == group.size else assign(cost.cpu().numpy())
 
 
 def slot_features(
     tensor: torch.Tensor, group: Group, member: Member, moving: frozenset[int], inner: bool
-) -> Floats:
+) -> torch.Tensor:
     """One row of numbers per slot that no unsolved group can change."""
-    values = tensor.detach().to("cpu", torch.float64)
+    values = tensor.detach().to(torch.float64)
     summed = sorted(axis for axis in moving if axis != member.axis)
     rows = values.movedim(member.axis, 0)
     if summed:
         kept_first = [axis + 1 if axis < member.axis else axis for axis in summed]
         rows = rows.sum(dim=kept_first)
-    positions = _positions(member.block, group.size)
+    positions = _positions(member.block, group.size).to(rows.device)
     slots = rows.reshape(rows.shape[0], -1)[positions]
-    features = slots.sum(dim=1) if inner else slots.reshape(group.size, -1)
-    return np.asarray(features.numpy())
+    return slots.sum(dim=1) if inner else slots.reshape(group.size, -1)
 
 
 @lru_cache(maxsize=4096)

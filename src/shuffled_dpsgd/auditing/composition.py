@@ -16,13 +16,13 @@ import numpy as np
 
 from shuffled_dpsgd.accounting import PrivacyClaim, certified_claim, paper_claim
 from shuffled_dpsgd.auditing.adversaries import ThreatModel
-from shuffled_dpsgd.auditing.estimators import ClopperPearson, JointBeta, PaperPoint
+from shuffled_dpsgd.auditing.estimators import ClopperPearson, OrderStatistics, PaperPoint
 from shuffled_dpsgd.auditing.estimators.scores import Floats, ScorePair
 from shuffled_dpsgd.auditing.ranges import require_at_least, require_positive
 from shuffled_dpsgd.auditing.verdict import AuditReport, Evidence, assess, judge
 from shuffled_dpsgd.errors import InvalidArgumentError
 
-ESTIMATORS = (PaperPoint(), ClopperPearson(), JointBeta())
+ESTIMATORS = (PaperPoint(), ClopperPearson(), OrderStatistics())
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,7 +23,12 @@ Tensors = Mapping[str, torch.Tensor]
 
 
 class CanaryField:
-    """`count` orthogonal unit vectors on the coordinates of the given tensors."""
+    """`count` orthogonal unit vectors on the coordinates of the given tensors.
+
+    Coordinates are dealt out like cards: in a random order, the k-th goes to canary k modulo
+    `count`. So adding and reading are one gather over the model and a sum over rows, on the
+    tensors' own device, and reading is the same on every run.
+    """
 
     def __init__(self, like: Tensors, count: int, rng: np.random.Generator) -> None:
         self._shapes = {name: tensor.shape for name, tensor in like.items()}
@@ -33,26 +38,36 @@ class CanaryField:
                 "count", expected=f"from 1 to {dimension // 2} canaries", got=count
             )
         self.count = count
-        self._owner = rng.permutation(np.arange(dimension) % count)
-        self._sign = np.where(rng.random(dimension) < 0.5, -1.0, 1.0)
-        self._scale = np.bincount(self._owner, minlength=count) ** -0.5
+        device = next(iter(like.values())).device
+        self._order = torch.from_numpy(rng.permutation(dimension)).to(device)
+        signs = torch.from_numpy(rng.integers(0, 2, dimension, dtype=np.int8))
+        self._sign = (2 * signs - 1).to(device)
+        shares = dimension // count + (np.arange(count) < dimension % count)
+        self._scale = np.asarray(shares**-0.5, dtype=np.float64)
 
     def sum_of(self, active: NDArray[np.bool_]) -> dict[str, torch.Tensor]:
         """The sum of the active canaries, as tensors of the model's shapes."""
-        flat = torch.from_numpy(self._sign * (active * self._scale)[self._owner])
-        parts = flat.split([shape.numel() for shape in self._shapes.values()])
+        dealt = torch.from_numpy(active * self._scale).to(self._order.device)
+        rounds = -(-self._order.numel() // self.count)
+        flat = torch.empty(self._order.numel(), dtype=torch.float64, device=dealt.device)
+        flat[self._order] = dealt.repeat(rounds)[: flat.numel()]
+        parts = (flat * self._sign).split([shape.numel() for shape in self._shapes.values()])
         return {n: p.reshape(s) for (n, s), p in zip(self._shapes.items(), parts, strict=True)}
 
     def read(self, tensors: Tensors, only: frozenset[str] | None = None) -> Floats:
         """Inner product of every canary with `tensors`, restricted to `only` if given."""
+        device = self._order.device
         parts = [
-            tensors[name].detach().double().cpu().reshape(-1)
+            tensors[name].detach().to(device, torch.float64).reshape(-1)
             if only is None or name in only
-            else torch.zeros(shape.numel(), dtype=torch.float64)
+            else torch.zeros(shape.numel(), dtype=torch.float64, device=device)
             for name, shape in self._shapes.items()
         ]
-        flat = torch.cat(parts).numpy() * self._sign
-        read: Floats = np.bincount(self._owner, weights=flat, minlength=self.count) * self._scale
+        dealt = (torch.cat(parts) * self._sign)[self._order]
+        whole = dealt.numel() // self.count * self.count
+        sums = dealt[:whole].reshape(-1, self.count).sum(dim=0)
+        sums[: dealt.numel() - whole] += dealt[whole:]
+        read: Floats = sums.cpu().numpy() * self._scale
         return read
 
 

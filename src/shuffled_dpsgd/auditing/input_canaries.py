@@ -6,18 +6,22 @@ in training; the adversary needs nothing but the model's loss.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from shuffled_dpsgd.auditing.estimators.scores import Floats
 from shuffled_dpsgd.errors import InvalidArgumentError
-from shuffled_dpsgd.training.data import MapStyle
+from shuffled_dpsgd.training.data import MapStyle, shaped, to_device
+from shuffled_dpsgd.training.physical import PerSampleLoss
+from shuffled_dpsgd.training.private import PrivateTraining
 from shuffled_dpsgd.training.sampler import Sampler
 
-InputCanary = Literal["mislabelled", "blank"]
+InputCanary = Literal["mislabelled", "blank", "scrambled"]
+SCORING_BATCH = 64
 
 
 class Extended:
@@ -92,6 +96,55 @@ def blank(data: MapStyle, count: int, rng: np.random.Generator) -> list[Any]:
             )
         records.append(type(record)((torch.zeros_like(record[0]), record[1])))
     return records
+
+
+def scrambled(data: MapStyle, count: int, rng: np.random.Generator) -> list[Any]:
+    """Token sequences (ids, length of the prompt) whose continuation is uniformly random.
+
+    For language models: a text nobody writes, which a model only predicts if it saw it. Ids are
+    drawn up to the largest one in the first records.
+    """
+    _check_count(data, count)
+    sample = [data[i] for i in range(min(len(data), 2000))]
+    for record in sample[:1]:
+        if not isinstance(record[0], list) or not isinstance(record[1], int):
+            raise InvalidArgumentError(
+                "data", expected="(list of ids, length of the prompt) records", got=type(record[0])
+            )
+    largest = max(max(ids) for ids, _ in sample)
+    records = []
+    for i in rng.choice(len(data), size=count, replace=False):
+        ids, prompt = data[int(i)]
+        drawn = rng.integers(largest + 1, size=len(ids) - prompt).tolist()
+        records.append(([*ids[:prompt], *drawn], prompt))
+    return records
+
+
+PLANTS = {"mislabelled": mislabelled, "blank": blank, "scrambled": scrambled}
+
+
+def plant(kind: InputCanary, data: MapStyle, count: int, rng: np.random.Generator) -> list[Any]:
+    """`count` canaries of one kind, none for zero."""
+    return PLANTS[kind](data, count, rng) if count else []
+
+
+def losses_of(
+    private: PrivateTraining,
+    records: Sequence[Any],
+    losses: PerSampleLoss,
+    collate: Callable[[list[Any]], Any],
+) -> Floats:
+    """The loss of every record under the current model, in evaluation mode: what a query shows."""
+    was_training = private.model.training
+    private.model.eval()
+    found = []
+    with torch.no_grad():
+        for first in range(0, len(records), SCORING_BATCH):
+            batch = collate(list(records[first : first + SCORING_BATCH]))
+            batch = to_device(shaped(batch), private.device)
+            found.append(losses(private.model, batch).double().cpu())
+    private.model.train(was_training)
+    return np.asarray(torch.cat(found).numpy(), dtype=np.float64)
 
 
 def _with_label(record: Any, shift: int, num_classes: int) -> Any:

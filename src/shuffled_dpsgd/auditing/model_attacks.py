@@ -6,7 +6,7 @@ moves, the un-permuted tensor the largest that no group touches.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -79,7 +79,7 @@ class ReadRealigned:
 
     def read(self, seen: Seen) -> float:
         aligned = realign(self.spec, seen.weights, seen.new_weights()).tensors
-        step = {n: (seen.weights[n].cpu() - aligned[n]) / seen.step_size for n in self.canary}
+        step = {n: (seen.weights[n] - aligned[n]) / seen.step_size for n in self.canary}
         return inner(self.canary, step)
 
 
@@ -105,6 +105,15 @@ def normalised(tensors: Tensors) -> dict[str, torch.Tensor]:
     return {name: tensor.double() / norm for name, tensor in tensors.items()}
 
 
+def invariant_direction(weights: Tensors, names: Collection[str]) -> dict[str, torch.Tensor]:
+    """A unit vector constant over each of the named tensors: no permutation of axes moves it.
+
+    The canary for which the shuffled release is the plain Gaussian pair
+    (`shuffled_dpsgd.accounting.exactness`).
+    """
+    return normalised({name: torch.ones_like(weights[name]) for name in names})
+
+
 def step_attacks(weights: Tensors, spec: PermutationSpec | None, *, seed: int) -> list[ModelAttack]:
     """Every adversary that the spec leaves room for, on the trainable tensors `weights`."""
     generator = torch.Generator().manual_seed(seed)
@@ -113,8 +122,8 @@ def step_attacks(weights: Tensors, spec: PermutationSpec | None, *, seed: int) -
     unmoved = {name: tensor for name, tensor in weights.items() if name not in moved}
     if spec is not None and moved:
         parameter, axis = widest_axis(spec, moved)
-        dirac = {parameter: _line(weights[parameter], axis, 1)}
-        constant = {parameter: _line(weights[parameter], axis, None)}
+        dirac = {parameter: line_canary(weights[parameter], axis, 1)}
+        constant = {parameter: line_canary(weights[parameter], axis, None)}
         lines: tuple[tuple[str, str, Tensors, Literal["first", "maximum", "sum"]], ...] = (
             ("fixed index", "dirac", dirac, "first"),
             ("orbit maximum", "dirac", dirac, "maximum"),
@@ -179,8 +188,8 @@ def widest_axis(spec: PermutationSpec, moved: Mapping[str, torch.Tensor]) -> tup
     )
 
 
-def _line(like: torch.Tensor, axis: int, spikes: int | None) -> torch.Tensor:
-    """Zero but for one line along `axis`, there constant, or a spike at the first position."""
+def line_canary(like: torch.Tensor, axis: int, spikes: int | None) -> torch.Tensor:
+    """A unit vector on one line along `axis`: constant, or on its first `spikes` positions."""
     canary = torch.zeros(like.shape, dtype=torch.float64, device=like.device)
     canary[_place(like.ndim, axis)][:spikes] = 1.0
     return canary / canary.norm()

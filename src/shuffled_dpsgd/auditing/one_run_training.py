@@ -17,24 +17,23 @@ from torch.utils.data import default_collate
 from shuffled_dpsgd.auditing.adversaries import ThreatModel
 from shuffled_dpsgd.auditing.alignment import realign
 from shuffled_dpsgd.auditing.estimators import Inclusion
+from shuffled_dpsgd.auditing.estimators.scores import Floats
 from shuffled_dpsgd.auditing.gradient_canaries import CanaryField, InjectingEngine
 from shuffled_dpsgd.auditing.input_canaries import (
     Extended,
     InputCanary,
     Leaving,
-    blank,
-    mislabelled,
+    losses_of,
+    plant,
 )
 from shuffled_dpsgd.auditing.probes import OnProgress, trainable
 from shuffled_dpsgd.auditing.sensitivity import RecordingMechanism
 from shuffled_dpsgd.auditing.verdict import Evidence
 from shuffled_dpsgd.errors import InvalidArgumentError
 from shuffled_dpsgd.permutation import Permutation, apply_to_tensors, draw, identity
-from shuffled_dpsgd.training.data import MapStyle, shaped, to_device
+from shuffled_dpsgd.training.data import MapStyle
 from shuffled_dpsgd.training.physical import PerSampleLoss
 from shuffled_dpsgd.training.private import PrivateTraining
-
-SCORING_BATCH = 64
 
 
 class CanaryRun:
@@ -54,9 +53,8 @@ class CanaryRun:
     ) -> None:
         self._rng = np.random.default_rng([seed, 4])
         self._losses, self._collate = losses, collate or default_collate
-        plant = {"mislabelled": mislabelled, "blank": blank}[input_canary]
         self._input_name = f"{input_canary} input"
-        self._inputs = plant(data, num_input_canaries, self._rng) if num_input_canaries else []
+        self._inputs = plant(input_canary, data, num_input_canaries, self._rng)
         self._inputs_in = self._rng.random(len(self._inputs)) < 0.5
         self._data = Extended(data, self._inputs)
         self.private = private = start(len(self._data))
@@ -104,7 +102,7 @@ class CanaryRun:
         moved = frozenset() if spec is None else spec.moved_names
         unmoved = frozenset(final) - moved
         aligned = final if spec is None else realign(spec, self._initial, final).tensors
-        displacement = {n: self._initial[n].cpu() - aligned[n].cpu() for n in final}
+        displacement = {n: self._initial[n] - aligned[n] for n in final}
         negated = {name: -tensor for name, tensor in final.items()}
         entries = [
             ("re-alignment along the run", ThreatModel.STEP_GRADIENTS, self._iterate_scores),
@@ -137,7 +135,7 @@ class CanaryRun:
                     adversary="loss threshold",
                     canary=self._input_name,
                     threat_model=ThreatModel.BLACK_BOX,
-                    scores=Inclusion(scores=-self._input_losses(), included=self._inputs_in),
+                    scores=Inclusion(scores=-self._queried(), included=self._inputs_in),
                 )
             )
         return found
@@ -181,15 +179,5 @@ class CanaryRun:
         generator = private.streams.torch("permutation", step, device=private.device)
         return self._true_frame.then(draw(private.spec, generator))
 
-    def _input_losses(self) -> np.ndarray:
-        private = self.private
-        was_training = private.model.training
-        private.model.eval()
-        losses = []
-        with torch.no_grad():
-            for first in range(0, len(self._inputs), SCORING_BATCH):
-                batch = self._collate(self._inputs[first : first + SCORING_BATCH])
-                batch = to_device(shaped(batch), private.device)
-                losses.append(self._losses(private.model, batch).double().cpu())
-        private.model.train(was_training)
-        return np.asarray(torch.cat(losses).numpy())
+    def _queried(self) -> Floats:
+        return losses_of(self.private, self._inputs, self._losses, self._collate)

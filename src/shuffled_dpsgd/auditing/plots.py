@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+    from shuffled_dpsgd.auditing.black_box import BlackBoxReport
+
 FLOOR = 1e-4
 CLAIM_STYLES = {"proven": ("black", "-"), "heuristic": ("crimson", "--"), "measured": ("grey", ":")}
 
@@ -54,9 +56,45 @@ def draw(report: AuditReport) -> Figure:
     return figure
 
 
+def draw_black_box(report: BlackBoxReport) -> Figure:
+    """Pooled ROC of both attacks with the shuffle and without, and the area of every run."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10.5, 4.6), layout="constrained")
+    FigureCanvasAgg(figure)
+    curves, areas = figure.subplots(1, 2)
+    looks = {"loss": ("loss", "tab:blue"), "ratio": ("likelihood ratio", "tab:orange")}
+    for attack, (name, colour) in looks.items():
+        for arm, dashes in (("off", "-"), ("on", "--")):
+            curve = roc(report.pooled(arm, attack))
+            rates = _visible(curve.false_positive_rate), _visible(curve.true_positive_rate)
+            curves.plot(*rates, color=colour, linestyle=dashes, label=f"{name}, shuffle {arm}")
+        off = report.areas("off", attack)
+        for arm, mark, words in (("on", "o", "own noise"), ("on-paired", "+", "same noise")):
+            label = f"{name}, {words}"
+            areas.plot(off, report.areas(arm, attack), mark, color=colour, label=label)
+    areas.axline((1.0, 1.0), slope=1.0, color="grey", linewidth=0.8)
+    _label(curves, "false-positive rate", "true-positive rate", "All seeds pooled")
+    curves.set(xscale="log", yscale="log", xlim=(1e-3, 1.0), ylim=(1e-3, 1.2))
+    _label(areas, "area under ROC, shuffle off", "area under ROC, shuffle on", "Seed by seed")
+    for axes in (curves, areas):
+        axes.legend(fontsize=8, frameon=False)
+    figure.suptitle("Membership attacks on the released function: with the shuffle and without")
+    return figure
+
+
+def save_black_box(report: BlackBoxReport, stem: Path) -> tuple[Path, ...]:
+    """As `save`, for the drawing of a black-box audit."""
+    return _write(draw_black_box(report), stem)
+
+
 def save(report: AuditReport, stem: Path) -> tuple[Path, ...]:
     """Write the drawing as PNG and SVG beside each other; returns what was written."""
-    figure = draw(report)
+    return _write(draw(report), stem)
+
+
+def _write(figure: Figure, stem: Path) -> tuple[Path, ...]:
     stem.parent.mkdir(parents=True, exist_ok=True)
     written = tuple(stem.with_suffix(suffix) for suffix in (".png", ".svg"))
     for path in written:

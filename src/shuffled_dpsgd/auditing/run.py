@@ -19,6 +19,7 @@ from shuffled_dpsgd.auditing.model_attacks import noise_attacks, step_attacks, t
 from shuffled_dpsgd.auditing.one_run_training import CanaryRun
 from shuffled_dpsgd.auditing.probes import OnProgress, Prober, probe, trainable
 from shuffled_dpsgd.auditing.ranges import require_at_least
+from shuffled_dpsgd.auditing.reach import one_run_reach, step_reach
 from shuffled_dpsgd.auditing.step import ESTIMATORS, composition_notes
 from shuffled_dpsgd.auditing.verdict import Attack, AuditReport, assess, judge
 from shuffled_dpsgd.errors import InvalidArgumentError
@@ -108,6 +109,12 @@ def audit_steps(
             num_steps=private.plan.num_steps,
             delta=private.plan.delta,
         ),
+        reach=step_reach(
+            tuple(item.adversary for item in evidence),
+            num_observations=setting.num_observations,
+            delta=delta,
+            confidence=confidence,
+        ),
     )
 
 
@@ -176,6 +183,12 @@ def audit_one_run(
         seconds=time.perf_counter() - started,
         notes=run.notes(),
         card=run.private.card().with_audits(*card_bounds(assessed, confidence=confidence)),
+        reach=one_run_reach(
+            tuple(attack.evidence.adversary for attack in assessed),
+            num_canaries=max(setting.num_gradient_canaries, setting.num_input_canaries),
+            delta=plan.delta,
+            confidence=confidence,
+        ),
     )
 
 

@@ -29,8 +29,8 @@ from shuffled_dpsgd.auditing.adversaries import (
     ThreatModel,
 )
 from shuffled_dpsgd.auditing.canaries import AxisCanary
-from shuffled_dpsgd.auditing.estimators import ClopperPearson, GaussianDP, JointBeta, PaperPoint
-from shuffled_dpsgd.auditing.estimators.gaussian_dp import composed_epsilon
+from shuffled_dpsgd.auditing.estimators import ClopperPearson, OrderStatistics, PaperPoint
+from shuffled_dpsgd.auditing.estimators.gaussian_dp import composed_epsilon, gaussian_epsilon
 from shuffled_dpsgd.auditing.estimators.scores import Floats, ScorePair
 from shuffled_dpsgd.auditing.matching import match_rows
 from shuffled_dpsgd.auditing.ranges import require_at_least, require_positive
@@ -39,7 +39,8 @@ from shuffled_dpsgd.auditing.worst_case import worst_case_evidence
 from shuffled_dpsgd.errors import InvalidArgumentError
 
 CHUNK_VALUES = 1 << 21
-ESTIMATORS = (PaperPoint(), ClopperPearson(), JointBeta(), GaussianDP())
+GAUSSIAN = OrderStatistics(family="gaussian")
+ESTIMATORS = (PaperPoint(), ClopperPearson(), OrderStatistics(), GAUSSIAN)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,7 +136,24 @@ def audit_step(
         attacks=attacks,
         verdicts=judge(claims, attacks, confidence=confidence),
         seconds=time.perf_counter() - started,
-        notes=() if run is None else composition_notes(attacks, **run),
+        notes=(
+            cap_note(setting.num_observations, delta=setting.delta, confidence=confidence),
+            *(() if run is None else composition_notes(attacks, **run)),
+        ),
+    )
+
+
+def cap_note(num_observations: int, *, delta: float, confidence: float) -> str:
+    """What bounds from scores cannot exceed, however well the worlds are told apart."""
+    perfect = ScorePair(out=np.zeros(num_observations), present=np.ones(num_observations))
+    caps = [
+        one.lower_bound(perfect, delta=delta, confidence=confidence).epsilon
+        for one in (ClopperPearson(), OrderStatistics())
+    ]
+    return (
+        f"with {num_observations} releases in each world no bound for any mechanism exceeds "
+        f"{caps[0]:.2f} (Clopper–Pearson) or {caps[1]:.2f} (order statistics): they measure the "
+        "sample; the closed form, where there is one, measures the leak"
     )
 
 
@@ -150,7 +168,7 @@ def composition_notes(
         float(bound.counts["mu"])
         for attack in attacks
         for bound in attack.joint
-        if bound.method == GaussianDP().name
+        if bound.method == GAUSSIAN.name
     ]
     mu = max(mus, default=0.0)
     epsilon = composed_epsilon(mu, sampling_prob=sampling_prob, num_steps=num_steps, delta=delta)
@@ -210,9 +228,23 @@ def axis_evidence(setting: StepSetting, given: AxisCanary | None = None) -> list
             scores=ScorePair(
                 out=np.concatenate(scores[False]), present=np.concatenate(scores[True])
             ),
+            closed_form=closed_form(setting, canary, permuted, adversary),
         )
-        for (canary, _, adversary), scores in zip(attacks, found, strict=True)
+        for (canary, permuted, adversary), scores in zip(attacks, found, strict=True)
     ]
+
+
+def closed_form(
+    setting: StepSetting, canary: AxisCanary, permuted: bool, adversary: Adversary
+) -> float | None:
+    """The exact ε where the score is N(0, σ²) without the canary and N(1, σ²) with it.
+
+    The sum along the axis of a constant canary, and the inner product with one that nothing moves.
+    """
+    invariant = np.ptp(canary.vector) == 0.0 and isinstance(adversary, AxisSum)
+    if invariant or (not permuted and isinstance(adversary, MatchedFilter)):
+        return gaussian_epsilon(1.0 / setting.noise_multiplier, setting.delta)
+    return None
 
 
 def place(canary: AxisCanary, rows: int, rng: np.random.Generator, permuted: bool) -> Floats:

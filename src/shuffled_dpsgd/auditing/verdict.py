@@ -16,6 +16,7 @@ from shuffled_dpsgd.auditing.adversaries import ThreatModel
 from shuffled_dpsgd.auditing.estimators.curves import RateAt, tpr_at_fpr
 from shuffled_dpsgd.auditing.estimators.one_run import Inclusion
 from shuffled_dpsgd.auditing.estimators.scores import AuditedBound, Refutable, ScorePair
+from shuffled_dpsgd.auditing.reach import Reach
 from shuffled_dpsgd.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
@@ -36,12 +37,17 @@ class Estimator(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Evidence:
-    """What one adversary got out of one canary under one threat model."""
+    """What one adversary got out of one canary under one threat model.
+
+    `closed_form` is the exact ε of the two worlds, at the audit's δ, where the score is known to be
+    Gaussian in both. Bounds from scores stay below it, capped by the size of the sample.
+    """
 
     adversary: str
     canary: str
     threat_model: ThreatModel
     scores: ScorePair | Inclusion
+    closed_form: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +80,9 @@ class Attack:
             "adversary": self.evidence.adversary,
             "canary": self.evidence.canary,
             "threat_model": self.evidence.threat_model.value,
+            "closed_form": None
+            if self.evidence.closed_form is None
+            else {"epsilon": self.evidence.closed_form, "kind": "proven"},
             "bounds": {bound.method: bound.to_json() for bound in self.bounds},
             "joint_bounds": {bound.method: bound.to_json() for bound in self.joint},
             "tpr_at_fpr": {
@@ -117,6 +126,7 @@ class AuditReport:
     seconds: float
     notes: tuple[str, ...] = ()
     card: PrivacyCard | None = None
+    reach: Reach | None = None
 
     @property
     def refutes_a_proven_claim(self) -> bool:
@@ -133,6 +143,7 @@ class AuditReport:
             "seconds": self.seconds,
             "notes": list(self.notes),
             "card": None if self.card is None else self.card.to_json(),
+            "reach": None if self.reach is None else self.reach.to_json(),
         }
 
 

@@ -113,30 +113,88 @@ def paper(
     batch_clip: opt.BatchClip = 1.0,
     observations: opt.Observations = 5000,
     repetitions: opt.Repetitions = 200,
+    training_steps: opt.TrainingSteps = 10_000,
     seed: opt.Seed = 0,
     output: opt.Output = None,
     as_json: AsJson = False,
 ) -> None:
-    """Repeat the paper's Table 6, and show what its estimator prints on pure noise.
+    """Repeat the paper's Table 6, show what its estimator prints on pure noise, and train.
+
+    The last part takes a minute or two for each claim; --training-steps 0 leaves it out.
 
     Example: shuffled-dpsgd audit paper --epsilon 0.5 --epsilon 1
     """
     from dataclasses import asdict
 
     from shuffled_dpsgd.auditing.paper_audit import PaperSetting, paper_audit
-    from shuffled_dpsgd.cli.audit_tables import show_paper
+    from shuffled_dpsgd.cli.audit_tables import show_paper, show_report
+    from shuffled_dpsgd.cli.audit_target import watch_training
 
     setting = PaperSetting(
         batch_clip=batch_clip, num_observations=observations, repetitions=repetitions, seed=seed
     )
-    rows = paper_audit(setting, tuple(epsilon or (0.5, 1.0)))
-    found = {"setting": asdict(setting), "rows": [row.to_json() for row in rows]}
+    claims = tuple(epsilon or (0.5, 1.0))
+    rows = paper_audit(setting, claims)
+    with progress(quiet=as_json) as on_progress:
+        trained = watch_training(claims, training_steps, batch_clip, seed, on_progress)
+    found = {
+        "setting": asdict(setting),
+        "rows": [row.to_json() for row in rows],
+        "training": [report.to_json() for report in trained],
+    }
     if output is not None:
         write_json(found, output)
     if as_json:
         print_json(found)
     else:
         show_paper(rows, setting)
+        for report in trained:
+            show_report(report)
+
+
+@app.command()
+@reports_errors
+def blackbox(
+    seeds: opt.Seeds = 12,
+    canaries: opt.InputCanaries = 100,
+    noise_multiplier: opt.Sigma = 0.1,
+    training_steps: opt.BlackBoxSteps = 60,
+    confidence: opt.Confidence = 0.95,
+    seed: opt.Seed = 0,
+    output: opt.Output = None,
+    as_json: AsJson = False,
+) -> None:
+    """The knock-out: the same membership attack with the shuffle and without, many seeds.
+
+    Example: shuffled-dpsgd audit blackbox --output black-box
+    """
+    from shuffled_dpsgd.auditing.black_box import BlackBoxSetting, audit_black_box
+    from shuffled_dpsgd.cli.audit_tables import show_black_box
+    from shuffled_dpsgd_experiments.audited import cross_entropies, digits_records, small_vit_runs
+
+    setting = BlackBoxSetting(num_seeds=seeds, num_canaries=canaries, seed=seed)
+    start = small_vit_runs(
+        noise_multiplier=noise_multiplier, num_steps=training_steps, expected_batch_size=100
+    )
+    records = digits_records(200)
+    with progress(quiet=as_json) as on_progress:
+        report = audit_black_box(
+            start,
+            records,
+            cross_entropies,
+            setting,
+            confidence=confidence,
+            on_progress=on_progress,
+        )
+    if output is not None:
+        from shuffled_dpsgd.auditing.plots import save_black_box
+
+        write_json(report.to_json(), output)
+        save_black_box(report, output / "black-box")
+    if as_json:
+        print_json(report.to_json())
+    else:
+        show_black_box(report)
 
 
 @app.command()
@@ -163,7 +221,8 @@ def run(
     Example: shuffled-dpsgd audit run --mode one-run --epsilon 1 --epochs 10
     """
     from shuffled_dpsgd.auditing.run import RunSetting, audit_one_run, audit_steps
-    from shuffled_dpsgd.cli.audit_target import build_target, chosen_config
+    from shuffled_dpsgd.cli.audit_target import chosen_config
+    from shuffled_dpsgd_experiments.audited import audit_target
 
     if mode not in MODES:
         raise InvalidArgumentError("--mode", expected=f"one of {MODES}", got=mode)
@@ -185,7 +244,7 @@ def run(
         },
         epochs=epochs,
     )
-    target = build_target(chosen)
+    target = audit_target(chosen)
     audit = audit_steps if mode == "step" else audit_one_run
     with progress(quiet=as_json) as on_progress:
         report = audit(target, setting, confidence=confidence, on_progress=on_progress)

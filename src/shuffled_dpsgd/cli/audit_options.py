@@ -37,6 +37,11 @@ Output = Annotated[
 Claims = Annotated[
     list[float] | None, typer.Option(help="Claims of the run; repeat. Table 6 has 0.5 and 1.")
 ]
+TrainingSteps = Annotated[
+    int, typer.Option(help="Steps of real training to audit as the paper did; 0 for none.")
+]
+Seeds = Annotated[int, typer.Option(help="Runs with the shuffle, and as many without.")]
+BlackBoxSteps = Annotated[int, typer.Option(help="Steps of every run.")]
 Repetitions = Annotated[int, typer.Option(help="Repeats that show the estimator's spread.")]
 
 ConfigFile = Annotated[Path | None, typer.Option(help="A TOML file as `train --config` reads.")]
@@ -45,7 +50,7 @@ Mode = Annotated[
 ]
 GradientCanaries = Annotated[int, typer.Option(help="one-run: gradient canaries.")]
 InputCanaries = Annotated[int, typer.Option(help="one-run: canaries that are records.")]
-InputCanary = Annotated[str, typer.Option(help="mislabelled or blank.")]
+InputCanary = Annotated[str, typer.Option(help="mislabelled, blank, or scrambled (text).")]
 
 Model = Annotated[
     str | None,

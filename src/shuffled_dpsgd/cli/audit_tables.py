@@ -10,9 +10,11 @@ from rich.console import Console
 from rich.table import Table
 
 if TYPE_CHECKING:
+    from shuffled_dpsgd.auditing.black_box import BlackBoxReport
     from shuffled_dpsgd.auditing.checks import CheckReport
-    from shuffled_dpsgd.auditing.paper_audit import PaperRow, PaperSetting
-    from shuffled_dpsgd.auditing.verdict import AuditReport
+    from shuffled_dpsgd.auditing.paper_audit import PaperRow, PaperSetting, Reading
+    from shuffled_dpsgd.auditing.reach import Reach
+    from shuffled_dpsgd.auditing.verdict import Attack, AuditReport
 
 
 def show_report(report: AuditReport, console: Console | None = None) -> None:
@@ -35,6 +37,21 @@ def show_report(report: AuditReport, console: Console | None = None) -> None:
         )
     for note in report.notes:
         out.print(f"  note: {note}")
+    if report.reach is not None:
+        _show_reach(report.reach, out)
+
+
+def _show_reach(reach: Reach, out: Console) -> None:
+    out.print(f"  adversaries run: {', '.join(reach.ran)}")
+    out.print(
+        f"  they would have refuted a claim below ε = {reach.largest_bound:.2f} (measured) had one "
+        "of them been right every time, and would have caught:"
+    )
+    for line in reach.would_have_caught:
+        out.print(f"    + {line}")
+    out.print("  they could not have caught:")
+    for line in reach.could_not:
+        out.print(f"    - {line}")
 
 
 def _one_line(setting: Mapping[str, object]) -> str:
@@ -60,6 +77,9 @@ def _attack_table(report: AuditReport) -> Table:
         pad_edge=False,
     )
     table.add_column("threat model: adversary (canary)")
+    exact = any(attack.evidence.closed_form is not None for attack in report.attacks)
+    if exact:
+        table.add_column("closed\nform\n(proven)", justify="right")
     for bound in report.attacks[0].bounds if report.attacks else ():
         mark = "†" if bound.confidence is None else "" if bound.may_refute == "any claim" else "*"
         table.add_column(bound.method.replace("-", "\n") + mark, justify="right")
@@ -75,10 +95,16 @@ def _attack_table(report: AuditReport) -> Table:
             rates = attack.true_positive_rates
             table.add_row(
                 f"  {attack.label}",
+                *([_closed_form(attack)] if exact else []),
                 *(f"{bound.epsilon:.2f}" for bound in attack.bounds),
                 *([] if rate is None else [f"{100 * rates[rate].true_positive_rate:.1f} %"]),
             )
     return table
+
+
+def _closed_form(attack: Attack) -> str:
+    value = attack.evidence.closed_form
+    return "" if value is None else f"{value:.2f}"
 
 
 def show_checks(reports: list[CheckReport], console: Console | None = None) -> None:
@@ -121,9 +147,12 @@ def show_paper(rows: list[PaperRow], setting: PaperSetting, console: Console | N
             lambda row: f"{row.printed:.4f}" if row.printed else "–",
         ),
         ("its estimator, this run (measured, no level)", lambda row: f"{row.estimate.epsilon:.3f}"),
-        ("  5 to 95 % of repetitions", lambda row: _range(row.estimate_quantiles)),
-        ("  5 to 95 % on pure noise", lambda row: _range(row.noise_quantiles)),
+        ("  strict reading, 5 to 95 %", lambda row: _reading(row.strict, noise=False)),
+        ("    the same on pure noise", lambda row: _reading(row.strict, noise=True)),
+        ("  literal reading, 5 to 95 %", lambda row: _reading(row.literal, noise=False)),
+        ("    the same on pure noise", lambda row: _reading(row.literal, noise=True)),
         ("Clopper–Pearson at 95 % (measured)", lambda row: f"{row.bound.epsilon:.3f}"),
+        ("order statistics at 95 % (measured)", lambda row: f"{row.order_statistics.epsilon:.3f}"),
     )
     for label, cell in lines:
         table.add_row(label, *(cell(row) for row in rows))
@@ -132,8 +161,47 @@ def show_paper(rows: list[PaperRow], setting: PaperSetting, console: Console | N
         out.print(f"  lacks: {lack}")
 
 
-def _range(quantiles: tuple[float, float, float]) -> str:
-    return f"{quantiles[0]:.2f} – {quantiles[2]:.2f}"
+def show_black_box(report: BlackBoxReport, console: Console | None = None) -> None:
+    """Both attacks on all arms, then what differs between them."""
+    out = console or Console()
+    table = Table(
+        title=f"What a black box learns: {report.setting.num_seeds} seeds, "
+        f"{report.setting.num_canaries} mislabelled records ({report.seconds:.0f} s)",
+        title_justify="left",
+        box=SIMPLE_HEAD,
+        pad_edge=False,
+    )
+    columns = ("shuffle", "attack", "area under ROC", "TPR at 1 % FPR", "one-run ε (measured)")
+    for column in columns:
+        table.add_column(column, justify="left" if column in ("shuffle", "attack") else "right")
+    found = report.to_json()
+    for name, arm in found["arms"].items():
+        for attack in ("loss", "ratio"):
+            table.add_row(
+                name,
+                attack,
+                f"{arm[attack]['pooled_area']:.3f}",
+                f"{arm[attack]['pooled_tpr_at_1_percent_fpr']:.3f}",
+                f"{arm['largest_one_run_bound']['epsilon']:.2f}" if attack == "loss" else "",
+            )
+    out.print(table)
+    for attack, gap in found["on_minus_off"].items():
+        out.print(
+            f"  {attack} attack, area with shuffle minus without: {gap['mean_difference']:+.4f} "
+            f"({100 * report.confidence:g} %: {gap['low']:+.4f} to {gap['high']:+.4f})"
+        )
+    out.print(
+        "  with the same noise drawn in the un-permuted frame no record's loss differs by more "
+        f"than {report.largest_paired_difference:.1e}: the same function, run by run"
+    )
+
+
+def _reading(reading: Reading, *, noise: bool) -> str:
+    """The range of finite figures, and how often the figure is infinite."""
+    quantiles = reading.quantiles_on_noise if noise else reading.quantiles
+    infinite = reading.infinite_on_noise if noise else reading.infinite
+    shown = "" if quantiles is None else f"{quantiles[0]:.2f} – {quantiles[2]:.2f}"
+    return shown + (f", ∞ in {100 * infinite:.0f} %" if infinite else "")
 
 
 def _printed(value: float | None) -> str:

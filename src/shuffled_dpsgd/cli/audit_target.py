@@ -11,10 +11,10 @@ if TYPE_CHECKING:
     from torch import nn
 
     from shuffled_dpsgd.auditing.checks import CheckReport
-    from shuffled_dpsgd.auditing.run import Target
+    from shuffled_dpsgd.auditing.probes import OnProgress
     from shuffled_dpsgd.auditing.sensitivity import Records
+    from shuffled_dpsgd.auditing.verdict import AuditReport
     from shuffled_dpsgd.tasks import RunConfig
-    from shuffled_dpsgd.training.private import PrivateTraining
 
 NUM_LABELS = 10
 
@@ -40,17 +40,31 @@ def chosen_config(
     return replace(parse_config(raw), seed=seed)
 
 
-def build_target(config: RunConfig) -> Target:
-    """Fresh runs of the configured task; every start builds the model anew from its seed."""
-    from shuffled_dpsgd.auditing.run import Target
-    from shuffled_dpsgd.tasks import build_task, start_private
+def watch_training(
+    epsilons: tuple[float, ...],
+    num_steps: int,
+    batch_clip: float,
+    seed: int,
+    on_progress: OnProgress | None,
+) -> list[AuditReport]:
+    """The paper's audit inside one training run per claim; none for no steps."""
+    from shuffled_dpsgd.errors import InvalidArgumentError
 
-    task = build_task(config)
+    if num_steps == 0:
+        return []
+    if num_steps < 100:
+        raise InvalidArgumentError("--training-steps", expected="0, or at least 100", got=num_steps)
+    from shuffled_dpsgd.auditing.paper_training import TrainingSetting, audit_paper_training
+    from shuffled_dpsgd_experiments.audited import long_run_target
 
-    def start(dataset_size: int) -> PrivateTraining:
-        return start_private(config, build_task(config).model, dataset_size=dataset_size)
-
-    return Target(start=start, data=task.train_data, losses=task.losses, collate=task.collate)
+    return [
+        audit_paper_training(
+            long_run_target(epsilon=epsilon, num_steps=num_steps, batch_clip=batch_clip, seed=seed),
+            TrainingSetting(num_observations=min(200, num_steps // 2), seed=seed),
+            on_progress=on_progress,
+        )
+        for epsilon in epsilons
+    ]
 
 
 def replay_target(

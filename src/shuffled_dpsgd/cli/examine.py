@@ -75,7 +75,7 @@ def examine(
     if as_json:
         print_json(result)
         return
-    _print(claim, result["certified"], found, result["verdict"])
+    _print(claim, result, found)
     if figure is not None:
         typer.echo(f"drawn to {figure}")
 
@@ -84,20 +84,31 @@ def _examine(
     claim: PrivacyClaim, pairs: Sequence[Pair], draws: int, seed: int, figure: Path | None
 ) -> tuple[dict[str, Any], list[Examination]]:
     """The JSON object, and the examinations it came from."""
-    from shuffled_dpsgd.accounting import certified_claim, examine_pair
+    from shuffled_dpsgd.accounting import certified_bracket, certified_claim, examine_pair
+    from shuffled_dpsgd.accounting.exactness import CONDITIONS, STATEMENT
 
     names = ("noise_multiplier", "step_epsilon", "step_delta")
     step = {name: claim.inputs[name] for name in names}
     found = [examine_pair(pair, **step, draws=draws, seed=seed) for pair in pairs]
-    certified = certified_claim(
-        noise_multiplier=step["noise_multiplier"],
-        sampling_prob=claim.inputs["sampling_prob"],
-        num_steps=claim.inputs["num_steps"],
-        delta=claim.delta,
-    )
+    run = {
+        "noise_multiplier": step["noise_multiplier"],
+        "sampling_prob": claim.inputs["sampling_prob"],
+        "num_steps": claim.inputs["num_steps"],
+        "delta": claim.delta,
+    }
+    certified = certified_claim(**run)
+    attained = None
+    if claim.inputs["batch_clip"] >= 1.0:
+        attained = {
+            "epsilon": certified_bracket(**run).lower,
+            "kind": "proven",
+            "statement": STATEMENT,
+            "conditions": list(CONDITIONS),
+        }
     result: dict[str, Any] = {
         "claim": claim.to_json(),
         "certified": certified.to_json(),
+        "attained": attained,
         "examinations": [each.to_json() for each in found],
         "verdict": next((e.verdict for e in found if e.refuted), "not refuted by these pairs"),
     }
@@ -191,9 +202,7 @@ def _draw(
     return comparison.to_json()
 
 
-def _print(
-    claim: PrivacyClaim, certified: dict[str, Any], found: Sequence[Examination], verdict: str
-) -> None:
+def _print(claim: PrivacyClaim, result: dict[str, Any], found: Sequence[Examination]) -> None:
     from rich.console import Console
     from rich.table import Table
 
@@ -221,6 +230,18 @@ def _print(
             )
     console.print(table)
     console.print(f"whole run, paper:     {claim.describe()}", highlight=False)
-    proven = PrivacyClaim.from_json(certified).describe()
-    console.print(f"whole run, certified: {proven}", highlight=False)
-    console.print(f"verdict: [bold]{verdict}[/bold]")
+    certified = PrivacyClaim.from_json(result["certified"])
+    console.print(f"whole run, certified: {certified.describe()}", highlight=False)
+    if result["attained"] is not None:
+        console.print(
+            f"  {result['attained']['statement']} (attained: at least "
+            f"ε = {number(result['attained']['epsilon'])}, proven)",
+            highlight=False,
+        )
+    relation = "above" if certified.epsilon > claim.epsilon else "below"
+    console.print(
+        f"  at c' = {inputs['batch_clip']:g} c the certified ε is {relation} the claimed one; "
+        "a black box sees the same distribution with the shuffle and without",
+        highlight=False,
+    )
+    console.print(f"verdict: [bold]{result['verdict']}[/bold]")

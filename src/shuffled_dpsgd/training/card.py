@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from shuffled_dpsgd.accounting import PrivacyClaim
+from shuffled_dpsgd.accounting.exactness import STATEMENT, is_exact
 from shuffled_dpsgd.permutation import PermutationSpec
 from shuffled_dpsgd.training.plan import PrivacyPlan
 
@@ -77,6 +78,7 @@ class PrivacyCard:
     private: bool = True
     shuffles_verified: int = 0
     samples_checked: int = 0
+    exactness: str | None = None
     threat_model: str = THREAT_MODEL
     use_assumptions: tuple[str, ...] = USE_ASSUMPTIONS
     not_covered: tuple[str, ...] = NOT_COVERED
@@ -113,6 +115,7 @@ class PrivacyCard:
             "private": self.private,
             "certified": None if self.certified is None else _claim_json(self.certified),
             "why_not_certified": list(self.why_not_certified),
+            "exactness": self.exactness,
             "paper": None if self.paper is None else _claim_json(self.paper),
             "paper_by_block": {n: _claim_json(c) for n, c in self.paper_by_block.items()},
             "audits": [{**asdict(bound), "kind": "measured"} for bound in self.audits],
@@ -138,7 +141,7 @@ class PrivacyCard:
     def __str__(self) -> str:
         lines = [
             f"Privacy card after {self.steps_released} of {self.steps_planned} steps",
-            *_labelled("certified ε", [self._certified_line()]),
+            *_labelled("certified ε", self._certified_lines()),
             *_labelled("paper's estimate", self._paper_lines()),
         ]
         audits = [bound.describe() for bound in self.audits] or ["none run"]
@@ -156,10 +159,11 @@ class PrivacyCard:
         lines += _labelled("not covered", list(self.not_covered))
         return "\n".join(lines)
 
-    def _certified_line(self) -> str:
+    def _certified_lines(self) -> list[str]:
         if self.certified is None:
-            return f"{self.no_claim}: {'; '.join(self.why_not_certified)}"
-        return f"{self.certified.describe()}, {CERTIFIED_METHOD_NOTE}"
+            return [f"{self.no_claim}: {'; '.join(self.why_not_certified)}"]
+        line = f"{self.certified.describe()}, {CERTIFIED_METHOD_NOTE}"
+        return [line] if self.exactness is None else [line, self.exactness]
 
     @property
     def no_claim(self) -> str:
@@ -224,6 +228,7 @@ def write_card(
         private=_is_private(plan),
         shuffles_verified=shuffles_verified,
         samples_checked=samples_checked,
+        exactness=_exactness(plan, num_steps),
         not_covered=(*NOT_COVERED, *_large_delta(plan)),
     )
 
@@ -276,6 +281,20 @@ def _shuffle(plan: PrivacyPlan, spec: PermutationSpec | None, *, released: bool)
         f"{spec.moved_parameters} of {spec.total_parameters} "
         f"parameters live in tensors that move, 10^{spec.log10_group_order:.0f} permutations"
     )
+
+
+def _exactness(plan: PrivacyPlan, num_steps: int) -> str | None:
+    """That the certified epsilon is attained, where the proposition covers the run."""
+    if plan.uncertifiable or num_steps == 0:
+        return None
+    least = min(plan.blocks, key=lambda block: block.noise_multiplier)
+    covered = is_exact(
+        clip=plan.clip,
+        clip_norm=plan.clip_norm,
+        batch_clip_norm=least.batch_clip_norm,
+        adjacency=plan.adjacency,
+    )
+    return STATEMENT if covered else None
 
 
 def _large_delta(plan: PrivacyPlan) -> tuple[str, ...]:

@@ -18,6 +18,7 @@ from shuffled_dpsgd.auditing.estimators.gaussian_dp import GaussianDP, gaussian_
 from shuffled_dpsgd.auditing.estimators.joint_beta import JointBeta
 from shuffled_dpsgd.auditing.estimators.one_run import Inclusion, OneRun
 from shuffled_dpsgd.auditing.estimators.one_run_fdp import OneRunFDP
+from shuffled_dpsgd.auditing.estimators.order_statistics import OrderStatistics
 from shuffled_dpsgd.auditing.estimators.paper_point import PaperPoint
 from shuffled_dpsgd.auditing.estimators.scores import AuditedBound, ErrorCounts, ScorePair
 from shuffled_dpsgd.auditing.estimators.threshold import Decision, Fixed, HeldOut
@@ -34,6 +35,7 @@ __all__ = [
     "JointBeta",
     "OneRun",
     "OneRunFDP",
+    "OrderStatistics",
     "PaperPoint",
     "Roc",
     "ScorePair",

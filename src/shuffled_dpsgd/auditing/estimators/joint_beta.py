@@ -1,11 +1,13 @@
 """Joint Bayesian interval on the two error rates (Zanella-Béguelin et al., ICML 2023).
 
 Where Clopper–Pearson boxes the two rates separately, this integrates their joint posterior over
-the region where ε exceeds a value. The prior is uniform, not Jeffreys': with Beta(1, 1) the
-posterior's upper quantile after k errors in n trials is that of Beta(k+1, n−k+1), which all but
-equals the Clopper–Pearson limit, so the credible level also holds as a frequency; Jeffreys' does
-not when almost no errors are seen. The direction (which inequality) is chosen together with the
-threshold, on the held-out part: maximising over both on the same counts breaks the level.
+the region where ε exceeds a value. It is not always the larger of the two: the direction has to be
+chosen on the held-out part, since maximising over both on the same counts breaks the level.
+`OrderStatistics` needs no held-out part and has a proven level.
+
+The prior is uniform, not Jeffreys': with Beta(1, 1) the posterior's upper quantile after k errors
+in n trials is that of Beta(k+1, n−k+1), which all but equals the Clopper–Pearson limit, so the
+credible level also holds as a frequency; Jeffreys' does not when almost no errors are seen.
 """
 
 from __future__ import annotations
@@ -78,7 +80,7 @@ def directed_gain(direction: Direction, delta: float, level: float) -> Gain:
 
 @dataclass(frozen=True, kw_only=True)
 class JointBeta:
-    """Credible lower bound from the joint posterior; tighter than Clopper–Pearson's box."""
+    """Credible lower bound from the joint posterior; its frequency is checked, not proven."""
 
     rule: HeldOut = field(default_factory=HeldOut)
     name: str = "joint-beta"

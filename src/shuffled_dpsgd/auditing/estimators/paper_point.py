@@ -1,13 +1,17 @@
-"""The paper's own estimator (its Sec. V-F, Table 6), as printed.
+"""The paper's own estimator (its Sec. V-F, Table 6), in both readings of its text.
 
-ε = max{ln((1−α−δ)/β), ln((1−β−δ)/α), 0}, maximised over every threshold, points with α or β below
-4e-4 dropped. What it lacks: a confidence interval, and a correction for having looked at every
-threshold. It therefore reports a positive ε on pure noise; `null_distribution` says how much.
+ε = max{ln((1−α−δ)/β), ln((1−β−δ)/α), 0}, maximised over every threshold. For ε = 0.5 the paper
+drops thresholds "where α < 4e-4 and β < 4e-4". Taken at its word (`both`), a threshold without a
+single error on one side stays, and the estimate is infinite; `either` drops those, which must be
+what was done where a finite figure is printed. What it lacks: a confidence interval, and a
+correction for having looked at every threshold. It therefore reports a positive ε on pure noise;
+`null_distribution` says how much.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
@@ -15,6 +19,7 @@ from shuffled_dpsgd.auditing.estimators.clopper_pearson import epsilon_of_rates
 from shuffled_dpsgd.auditing.estimators.scores import AuditedBound, Floats, ScorePair
 
 DROPPED_BELOW = 4e-4
+Dropped = Literal["either", "both", "nothing"]
 LACKS = (
     "a point estimate: no confidence interval",
     "the best of all thresholds, without correction",
@@ -23,8 +28,13 @@ LACKS = (
 
 @dataclass(frozen=True, kw_only=True)
 class PaperPoint:
-    """The largest point estimate over all thresholds; it bounds nothing."""
+    """The largest point estimate over all thresholds; it bounds nothing, and may be infinite.
 
+    `drop` says which thresholds go: those where either rate lies below `dropped_below`, where both
+    do, or none.
+    """
+
+    drop: Dropped = "either"
     dropped_below: float = DROPPED_BELOW
     name: str = "paper-point"
 
@@ -37,7 +47,12 @@ class PaperPoint:
         ordered_out, ordered_in = np.sort(scores.out), np.sort(scores.present)
         alpha = 1.0 - np.searchsorted(ordered_out, thresholds, side="right") / scores.num_out
         beta = np.searchsorted(ordered_in, thresholds, side="right") / scores.num_present
-        kept = (alpha >= self.dropped_below) & (beta >= self.dropped_below)
+        small = (alpha < self.dropped_below, beta < self.dropped_below)
+        kept = ~{
+            "either": small[0] | small[1],
+            "both": small[0] & small[1],
+            "nothing": np.zeros_like(small[0]),
+        }[self.drop]
         epsilons = epsilon_of_rates(alpha[kept], beta[kept], delta)
         return AuditedBound(
             epsilon=float(epsilons.max()) if epsilons.size else 0.0,
@@ -55,11 +70,16 @@ class PaperPoint:
 
 
 def null_distribution(
-    *, num_observations: int, delta: float, repetitions: int = 200, seed: int = 0
+    *,
+    num_observations: int,
+    delta: float,
+    repetitions: int = 200,
+    seed: int = 0,
+    drop: Dropped = "either",
 ) -> Floats:
     """What the estimator prints when nothing leaks at all: both worlds the same normal noise."""
     rng = np.random.default_rng(seed)
-    estimator = PaperPoint()
+    estimator = PaperPoint(drop=drop)
     printed = []
     for _ in range(repetitions):
         out, present = rng.standard_normal((2, num_observations))

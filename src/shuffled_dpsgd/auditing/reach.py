@@ -1,0 +1,98 @@
+"""How far an audit of training reaches: what was run, what that would have caught, what it cannot.
+
+An audit that finds nothing says little by itself. This states, in words and with the largest bound
+the sample could have given, which mistakes a clean report excludes and which it does not.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from shuffled_dpsgd.auditing.estimators import Inclusion, OneRun, OrderStatistics, ScorePair
+
+STEP_CATCHES = {
+    "fixed index": "a canary left where it was planted: no shuffle, or one that repeats itself",
+    "orbit maximum": "a spike that stands out of the noise wherever the shuffle put it",
+    "axis sum": "noise too small along an axis sum, which no permutation changes",
+    "re-alignment against W_t": "a shuffle that can be undone from the weights before the step",
+    "un-permuted tensor": "noise too small on the largest tensor that does not move",
+    "noise on all tensors": "noise too small overall, before the shuffle",
+    "difference of two steps": "noise that repeats itself between steps",
+}
+ONE_RUN_CATCHES = {
+    "re-alignment along the run": "noise too small over the run, seen by whoever has every step",
+    "re-alignment against W_0": "noise too small over the run, seen in first and last weights",
+    "un-permuted tensors": "noise too small in tensors that do not move, seen in the last weights",
+    "loss threshold": "records that the released model remembers, seen by its loss alone",
+}
+NOT_RUN = {
+    "step": (
+        "leaks that build up over a run: audit run --mode one-run",
+        "records instead of gradients as canaries: audit run --mode one-run",
+    ),
+    "one-run": (
+        "the worst neighbours of one step, where the other records contribute nothing: "
+        "audit run --mode step",
+    ),
+}
+NEVER_CAUGHT = (
+    "a clip that is not respected, or sums that carry over: audit sensitivity",
+    "batches that are not Poisson: auditing.sampling.check_sampler",
+    "noise missing on one small tensor: auditing.run.audit_mechanism, tensor by tensor",
+    "shadow models for every record: audit blackbox, on the digits",
+    "a true ε between the largest bound below and the certified one",
+    "random numbers an adversary can predict, and whatever happens outside this training loop",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reach:
+    """`largest_bound` is what a perfect adversary would have shown with this sample (measured)."""
+
+    ran: tuple[str, ...]
+    would_have_caught: tuple[str, ...]
+    could_not: tuple[str, ...]
+    largest_bound: float
+
+    def to_json(self) -> dict[str, object]:
+        return {
+            "ran": list(self.ran),
+            "would_have_caught": list(self.would_have_caught),
+            "could_not": list(self.could_not),
+            "largest_possible_bound": {"epsilon": self.largest_bound, "kind": "measured"},
+        }
+
+
+def step_reach(
+    adversaries: tuple[str, ...], *, num_observations: int, delta: float, confidence: float
+) -> Reach:
+    """Of a step audit with `num_observations` releases in each world."""
+    perfect = ScorePair(out=np.zeros(num_observations), present=np.ones(num_observations))
+    bound = OrderStatistics().lower_bound(perfect, delta=delta, confidence=confidence)
+    return _reach("step", adversaries, STEP_CATCHES, bound.epsilon)
+
+
+def one_run_reach(
+    adversaries: tuple[str, ...], *, num_canaries: int, delta: float, confidence: float
+) -> Reach:
+    """Of a one-run audit whose largest group of canaries has `num_canaries` members."""
+    included = np.arange(num_canaries) % 2 == 0
+    perfect = Inclusion(scores=included.astype(float), included=included)
+    bound = OneRun().lower_bound(perfect, delta=delta, confidence=confidence)
+    return _reach("one-run", adversaries, ONE_RUN_CATCHES, bound.epsilon)
+
+
+def _reach(mode: str, adversaries: tuple[str, ...], catches: dict[str, str], bound: float) -> Reach:
+    missing = tuple(
+        f"{what}: {name} was not run, this model leaves no room for it"
+        for name, what in catches.items()
+        if name not in adversaries
+    )
+    return Reach(
+        ran=adversaries,
+        would_have_caught=tuple(catches[name] for name in adversaries if name in catches),
+        could_not=(*missing, *NOT_RUN[mode], *NEVER_CAUGHT),
+        largest_bound=bound,
+    )

@@ -1,0 +1,231 @@
+"""Audits of pretrained models on real text, where a GPU is: the Python API and argparse alone.
+
+    python -m shuffled_dpsgd_experiments.real_audits --model-dir MiniLM --format sst2 --data sst2 \
+        --out results --mode one-run --epsilon 1 --delta 7.4e-6 --steps 200
+
+AdamW, every step shuffled. `one-run` plants gradient canaries and records, each by a fair coin, and
+follows the shuffle by re-aligning every pair of iterates; `step` releases one step many times with
+and without each canary; `black-box` trains repeatedly with the shuffle and without and attacks
+with shadow models. Each mode writes one JSON: setting, claims, bounds, verdicts, cost, environment.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+from torch.utils.data import default_collate
+
+from shuffled_dpsgd.auditing.black_box import BlackBoxSetting, Start, audit_black_box
+from shuffled_dpsgd.auditing.input_canaries import InputCanary
+from shuffled_dpsgd.auditing.run import RunSetting, Target, audit_one_run, audit_steps
+from shuffled_dpsgd.environment import environment
+from shuffled_dpsgd.options import NoiseFrame, Shuffle
+from shuffled_dpsgd.tasks.config import RunConfig, parse_config
+from shuffled_dpsgd.tasks.optimizers import build_optimizer
+from shuffled_dpsgd.tasks.privacy import chosen_device
+from shuffled_dpsgd.tasks.registry import build_task
+from shuffled_dpsgd.training import make_private
+from shuffled_dpsgd.training.private import PrivateTraining
+from shuffled_dpsgd_experiments.audited import audit_target
+
+MODES = ("one-run", "step", "black-box")
+TASKS: dict[str, tuple[str, InputCanary]] = {
+    "sst2": ("text-classification", "mislabelled"),
+    "qnli": ("text-classification", "mislabelled"),
+    "e2e": ("causal-lm", "scrambled"),
+    "dart": ("causal-lm", "scrambled"),
+}
+"""Data format -> task, and the record canary that fits it."""
+
+
+def parser() -> argparse.ArgumentParser:
+    found = argparse.ArgumentParser(prog="real_audits", description=__doc__.split("\n", 1)[0])
+    add = found.add_argument
+    add("--model-dir", required=True, help="a folder saved by save_pretrained, or a preset")
+    add("--format", required=True, choices=sorted(TASKS))
+    add("--data", required=True, help="the folder of that format")
+    add("--out", required=True, type=Path, help="folder for one JSON per mode")
+    add("--mode", action="append", choices=MODES, help="repeat; all if not given")
+    add("--name", default=None, help="start of the file names; the data format if not given")
+    add("--epsilon", type=float, default=None, help="calibrate to this budget")
+    add("--noise-multiplier", type=float, default=None, help="or: this noise")
+    add("--accounting", choices=("certified", "paper"), default="certified")
+    add("--batch-clip-norm", type=float, default=None)
+    add("--delta", type=float, required=True)
+    add("--clip-norm", type=float, default=0.1)
+    add("--scope", choices=("paper", "full"), default="full")
+    add("--steps", type=int, default=200)
+    add("--batch-size", type=int, default=1000)
+    add("--physical-batch-size", type=int, default=None)
+    add("--learning-rate", type=float, default=5e-4)
+    add("--max-train-examples", type=int, default=None)
+    add("--max-length", type=int, default=128)
+    add("--canaries", type=int, default=5000, help="gradient canaries of a one-run audit")
+    add("--input-canaries", type=int, default=1000, help="records planted; also of a black box")
+    add("--input-canary", choices=get_args(InputCanary), default=None)
+    add("--observations", type=int, default=1000, help="releases per world of a step audit")
+    add("--seeds", type=int, default=8, help="runs per arm of a black-box audit")
+    add("--device", default="auto")
+    add("--seed", type=int, default=0)
+    return found
+
+
+def config_of(options: argparse.Namespace) -> RunConfig:
+    """The run under audit, as `train --config` would read it."""
+    task, _ = TASKS[options.format]
+    sections: dict[str, dict[str, Any]] = {
+        "model": {"name": options.model_dir},
+        "data": {
+            "format": options.format,
+            "path": options.data,
+            "max_length": options.max_length,
+            "max_train_examples": options.max_train_examples,
+            "max_heldout_examples": 64,
+        },
+        "privacy": {
+            "epsilon": options.epsilon,
+            "noise_multiplier": options.noise_multiplier,
+            "delta": options.delta,
+            "clip_norm": options.clip_norm,
+            "batch_clip_norm": options.batch_clip_norm,
+            "accounting": options.accounting,
+            "shuffle": "every-step",
+            "scope": options.scope,
+        },
+        "optimizer": {"name": "adamw", "learning_rate": options.learning_rate},
+        "training": {
+            "expected_batch_size": options.batch_size,
+            "num_steps": options.steps,
+            "physical_batch_size": options.physical_batch_size,
+            "device": options.device,
+        },
+    }
+    given = {
+        name: {key: value for key, value in section.items() if value is not None}
+        for name, section in sections.items()
+    }
+    return parse_config({"task": task, "seed": options.seed, **given})
+
+
+def progress(mode: str) -> Callable[[int, int], None]:
+    """A line on standard error for every tenth of the work."""
+    started = time.perf_counter()
+
+    def report(done: int, total: int) -> None:
+        if done * 10 // total > (done - 1) * 10 // total:
+            seconds = time.perf_counter() - started
+            print(f"{mode}: {done} of {total}, {seconds:.0f} s", file=sys.stderr, flush=True)
+
+    return report
+
+
+def two_worlds(mode: str, config: RunConfig, options: argparse.Namespace) -> dict[str, Any]:
+    """A one-run or a step audit."""
+    target: Target = audit_target(config)
+    setting = RunSetting(
+        num_observations=options.observations,
+        num_gradient_canaries=options.canaries,
+        num_input_canaries=options.input_canaries,
+        input_canary=options.input_canary or TASKS[options.format][1],
+        seed=options.seed,
+    )
+    audit = audit_steps if mode == "step" else audit_one_run
+    return audit(target, setting, on_progress=progress(mode)).to_json()
+
+
+def black_box(config: RunConfig, options: argparse.Namespace) -> dict[str, Any]:
+    """Repeated runs with the shuffle and without, attacked by their losses."""
+    task = build_task(config)
+    setting = BlackBoxSetting(
+        num_seeds=options.seeds,
+        num_canaries=options.input_canaries,
+        input_canary=options.input_canary or TASKS[options.format][1],
+        seed=options.seed,
+    )
+    report = audit_black_box(
+        starts(config, task.model),
+        task.train_data,
+        task.losses,
+        setting,
+        collate=task.collate or default_collate,
+        on_progress=progress("black-box"),
+    )
+    return report.to_json()
+
+
+def starts(config: RunConfig, initial: torch.nn.Module) -> Start:
+    """Fresh runs from the same initial weights, by seed, shuffle and noise frame."""
+    privacy, training = config.privacy, config.training
+
+    def start(
+        dataset_size: int, seed: int, shuffle: Shuffle, noise_frame: NoiseFrame
+    ) -> PrivateTraining:
+        model = copy.deepcopy(initial).to(chosen_device(training.device))
+        return make_private(
+            model,
+            build_optimizer(model, config.optimizer),
+            dataset_size=dataset_size,
+            expected_batch_size=training.expected_batch_size,
+            num_steps=training.num_steps,
+            epsilon=privacy.epsilon,
+            noise_multiplier=privacy.noise_multiplier,
+            delta=privacy.delta,
+            clip_norm=privacy.clip_norm,
+            batch_clip_norm=privacy.batch_clip_norm,
+            accounting=privacy.accounting,
+            shuffle=shuffle,
+            scope=privacy.scope,
+            noise_frame=noise_frame,
+            seed=seed,
+            physical_batch_size=training.physical_batch_size,
+        )
+
+    return start
+
+
+def cost(started: float) -> dict[str, Any]:
+    """What the audit took, and on what."""
+    found: dict[str, Any] = {"seconds": time.perf_counter() - started, "device": "cpu"}
+    if torch.cuda.is_available():
+        found["device"] = torch.cuda.get_device_name()
+        found["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
+    return found
+
+
+def main(arguments: Sequence[str] | None = None) -> list[Path]:
+    """Run the chosen modes one after the other; each is written as soon as it is done."""
+    options = parser().parse_args(arguments)
+    config = config_of(options)
+    options.out.mkdir(parents=True, exist_ok=True)
+    written = []
+    for mode in options.mode or MODES:
+        started = time.perf_counter()
+        if mode == "black-box":
+            found = black_box(config, options)
+        else:
+            found = two_worlds(mode, config, options)
+        name = options.name or options.format
+        path = options.out / f"audit_{name}_{mode.replace('-', '_')}_{options.accounting}.json"
+        record = {
+            "mode": mode,
+            "config": config.without_seed(),
+            **found,
+            "cost": cost(started),
+            "environment": environment(),
+        }
+        path.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        print(path, flush=True)
+        written.append(path)
+    return written
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,79 @@
+"""A canary that no permutation moves: the shuffled release of a real run is the Gaussian pair."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from scipy.stats import kstest
+
+from shuffled_dpsgd.accounting.exactness import STATEMENT
+from shuffled_dpsgd.auditing.model_attacks import inner, invariant_direction
+from shuffled_dpsgd.auditing.probes import Prober, trainable
+from shuffled_dpsgd.models import build_model
+from shuffled_dpsgd.permutation import apply_to_tensors, draw
+from shuffled_dpsgd.training import make_private
+from shuffled_dpsgd.training.card import write_card
+
+SIGMA = 0.7
+
+
+def start(scope: str, preset: str, **changes: object):
+    model = build_model(preset, num_labels=None if preset == "gpt2-tiny" else 10, device="cpu")
+    return make_private(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        dataset_size=1000,
+        expected_batch_size=20,
+        num_steps=50,
+        delta=1e-5,
+        scope=scope,
+        seed=0,
+        **{"noise_multiplier": SIGMA, "batch_clip_norm": 1.0, **changes},
+    )
+
+
+@pytest.mark.parametrize("scope", ["paper", "full"])
+@pytest.mark.parametrize("preset", ["vit-digits", "gpt2-tiny"])
+def test_permutations_leave_it_alone_and_clips_do_too(scope: str, preset: str) -> None:
+    """⟨v, release⟩ is the same before and after the shuffle: 1 with the canary, plus noise."""
+    private = start(scope, preset)
+    spec, weights = private.spec, trainable(private.model)
+    moved = [name for name in weights if name in spec.moved_names]
+    canary = invariant_direction(weights, moved)
+    assert inner(canary, canary) == pytest.approx(1.0)
+    shuffled = {name: tensor.clone() for name, tensor in canary.items()}
+    apply_to_tensors(draw(spec, torch.Generator().manual_seed(1)), shuffled)
+    assert all(torch.equal(shuffled[name], canary[name]) for name in canary)
+    prober = Prober(private, seed=0)
+    for planted in (None, canary):
+        seen = prober.release(planted)
+        before = inner(canary, seen.noisy)
+        after = inner(canary, {name: seen.shuffled(name) for name in canary})
+        assert after == pytest.approx(before, abs=1e-5)
+
+
+def test_the_shuffled_release_follows_the_gaussian_pair() -> None:
+    """120 releases a world: N(0, σ²) without the canary, N(1, σ²) with it."""
+    private = start("full", "vit-digits")
+    weights = trainable(private.model)
+    moved = [name for name in weights if name in private.spec.moved_names]
+    canary = invariant_direction(weights, moved)
+    prober = Prober(private, seed=0)
+    for planted, mean in ((None, 0.0), (canary, 1.0)):
+        read = []
+        for _ in range(120):
+            seen = prober.release(planted)
+            read.append(inner(canary, {name: seen.shuffled(name) for name in canary}))
+        assert kstest((np.array(read) - mean) / SIGMA, "norm").pvalue > 1e-3
+
+
+def test_the_card_says_that_nothing_less_can_be_certified() -> None:
+    plan = start("paper", "vit-digits").plan
+    assert STATEMENT in str(write_card(plan, num_steps=10))
+    assert write_card(plan, num_steps=10).to_json()["exactness"] == STATEMENT
+    for change in ({"clip": "per-layer"}, {"adjacency": "replace-one"}):
+        assert STATEMENT not in str(write_card(replace(plan, **change), num_steps=10))
+    assert write_card(plan, num_steps=0).exactness is None

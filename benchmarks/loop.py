@@ -1,171 +1,192 @@
-"""Times whole training loops: Poisson batches in physical ones, private against non-private.
+"""Times whole training runs, from the start of a process to its last step.
 
-python -m benchmarks.loop --workload gpt2-32x128 --logical 256
+python -m benchmarks.loop --workload sst2 e2e images --data DIR --model DIR --json loops.json
 
-The workload's batch is the physical one; `--logical` is the expected size of the batches that are
-drawn, so that most physical batches are full and the last of every step has whatever size is left.
-Both loops load the same way, keep their model, and take turns block by block.
+Poisson batches with the lengths that the data have, private (`make_private`, shuffled after every
+step) against plain loops, eager and compiled. `--data` holds the folders `sst2` and `e2e`;
+`--model` is a folder with a BERT and its tokenizer. Every side runs in a process of its own, one
+after the other. A cold run begins with empty caches of compiled kernels, a warm one with those
+that the cold run left. Ratios compare sides of one round with equally filled caches.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import statistics
+import os
+import shutil
+import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils.data import TensorDataset
 
-from benchmarks.adapters import CLIP_NORM, NOISE_MULTIPLIER, Setting
 from benchmarks.results import environment
-from benchmarks.workloads import workload
-from shuffled_dpsgd.training import PrivateTraining, make_private
-from shuffled_dpsgd.training.data import LogicalBatch, physical_batches, shaped, to_device
+from benchmarks.run_side import SIDES
+from benchmarks.run_tasks import PHYSICAL, encode
 
-# Records per expected batch: enough that two steps seldom share one.
-RECORDS_PER_BATCH = 64
-Loop = Callable[[int], int]
-
-
-class Contest:
-    """A private and a plain loop over the same random records; each returns how many it used."""
-
-    def __init__(self, setting: Setting, logical: int) -> None:
-        self.setting, self.logical = setting, logical
-        case = self.case = setting.workload
-        size = RECORDS_PER_BATCH * logical
-        shape = (size, case.length)
-        ids = torch.randint(1000, shape)
-        labels = torch.randint(2, shape if case.family == "gpt2" else (size,))
-        self.records = TensorDataset(ids, labels)
-        self.private = self._private(size)
-        self.model = case.build().to(setting.device).train()
-        self.optimizer = setting.optimizer(self.model)
-        self.steps = 0
-        self.backwards = 0
-
-    def private_loop(self, steps: int) -> int:
-        """So many steps of `make_private`, shuffle included."""
-        used = 0
-        for batch in self.private.batches(self.records, num_steps=steps):
-            losses = self._losses(self.private.model, batch)
-            self.private.backward(losses)
-            self.private.step()
-            used += len(losses)
-            self.backwards += 1
-        return used
-
-    def plain_loop(self, steps: int) -> int:
-        """So many steps on batches drawn and loaded likewise."""
-        used = 0
-        numbers = range(self.steps, self.steps + steps)
-        drawn = (tuple(self.private.sampler.indices(number).tolist()) for number in numbers)
-        logical = (LogicalBatch(step=n, indices=d) for n, d in zip(numbers, drawn, strict=True))
-        for part in physical_batches(
-            self.records, logical, physical_batch_size=self.case.batch_size
-        ):
-            if part.data is not None:
-                batch = to_device(shaped(part.data), self.setting.device)
-                (self._losses(self.model, batch).sum() / self.logical).backward()
-                used += part.size
-            if part.completes:
-                self.optimizer.step()
-                self.optimizer.zero_grad(set_to_none=True)
-        self.steps += steps
-        return used
-
-    def _private(self, size: int) -> PrivateTraining:
-        model = self.case.build().to(self.setting.device).train()
-        return make_private(
-            model,
-            self.setting.optimizer(model),
-            dataset_size=size,
-            expected_batch_size=self.logical,
-            num_steps=1_000_000,
-            noise_multiplier=NOISE_MULTIPLIER,
-            clip_norm=CLIP_NORM,
-            delta=1e-6,
-            scope="full",
-            physical_batch_size=self.case.batch_size,
-        )
-
-    def _losses(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-        ids, labels = batch
-        with self.setting.autocast():
-            return self.case.losses(model, {"input_ids": ids, "labels": labels})
+DEFAULT_SIDES = SIDES[:3]
+CACHES = ("cold", "warm")
+# Steps that count as the beginning, in which kernels may be compiled and work recorded.
+BEGINNING = 20
+CACHE_VARIABLES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "XDG_CACHE_HOME")
+Result = dict[str, Any]
 
 
-def seconds_per_record(loop: Loop, steps: int, device: torch.device) -> float:
-    """What a record takes in a block of so many steps."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    begin = time.perf_counter()
-    # An unlucky block may have drawn nobody.
-    used = max(1, loop(steps))
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return (time.perf_counter() - begin) / used
+def run_side(
+    options: argparse.Namespace, workload: str, side: str, encoded: Path | None, caches: Path
+) -> Result:
+    """One process; what it measured, or how it failed."""
+    variables = {name: str(caches / name.lower()) for name in CACHE_VARIABLES}
+    with tempfile.TemporaryDirectory() as folder:
+        output = Path(folder) / "result.json"
+        command = [
+            sys.executable, "-m", "benchmarks.run_side", "--side", side, "--workload", workload,
+            "--logical", str(options.logical), "--steps", str(options.steps),
+            "--physical", str(options.physical or min(PHYSICAL[workload], options.logical)),
+            "--device", options.device, "--output", str(output),
+        ]  # fmt: skip
+        if encoded is not None:
+            command += ["--encoded", str(encoded), "--model", str(options.model)]
+        if options.records is not None:
+            command += ["--records", str(options.records)]
+        if options.pads == "yes" or (options.pads == "auto" and options.device != "cpu"):
+            command += ["--pads"]
+        command += ["--started", repr(time.time())]
+        try:
+            done = subprocess.run(
+                command, env=os.environ | variables, check=False, capture_output=True, text=True,
+                timeout=options.limit_seconds,
+            )  # fmt: skip
+        except subprocess.TimeoutExpired:
+            return {"error": f"not done within {options.limit_seconds:.0f} s"}
+        if done.returncode != 0:
+            return {"error": done.stderr[-4000:]}
+        found: Result = json.loads(output.read_text())
+    return summarised(found)
 
 
-def main() -> int:
+def summarised(found: Result) -> Result:
+    """What was measured, with the figures that people ask for."""
+    ends, samples, began = found["step_ends"], found["samples"], found["loop_began"]
+    begin = min(BEGINNING, len(ends) // 2)
+    kernels = {int(step): count for step, count in found["kernels_after_step"].items()}
+    last = max(kernels)
+    early = max((step for step in kernels if step <= BEGINNING), default=last)
+    return found | {
+        "samples_per_second": sum(samples) / (found["loop_ended"] - began),
+        "samples_per_second_from_start": sum(samples) / found["loop_ended"],
+        "samples_per_second_later": sum(samples[begin:])
+        / (found["loop_ended"] - (ends[begin - 1] if begin else began)),
+        "first_step_seconds": ends[0] - began,
+        "first_step_ends_at": ends[0],
+        "kernels_compiled": kernels[last],
+        "kernels_compiled_later": kernels[last] - kernels[early],
+        "later_means_after_step": early,
+    }
+
+
+def described(result: Result, plain: Result | None) -> str:
+    """One line about a run."""
+    if "error" in result:
+        return f"failed: {result['error'].strip().splitlines()[-1]}"
+    words = [
+        f"{result['samples_per_second']:,.0f} samples/s ({result['samples_per_second_later']:,.0f} "
+        f"after the beginning), first step {result['first_step_seconds']:.1f} s",
+        f"{result['kernels_compiled']} kernels compiled, {result['kernels_compiled_later']} of "
+        f"them after step {result['later_means_after_step']}",
+    ]
+    if plain is not None and "error" not in plain and plain is not result:
+        ratios = [
+            result[key] / plain[key]
+            for key in ("samples_per_second", "samples_per_second_later")
+        ]  # fmt: skip
+        words.append(f"{ratios[0]:.2f} of plain's speed ({ratios[1]:.2f} after the beginning)")
+    if "replayed" in result:
+        words.append(f"{result['replayed']} of {result['backwards']} backwards replayed")
+    parts = sorted(result["seconds_by_part"].items(), key=lambda part: -part[1])
+    words.append(", ".join(f"{name} {seconds:.1f} s" for name, seconds in parts))
+    words.append(f"{len(result['shapes'])} shapes")
+    return "; ".join(words)
+
+
+def run_workload(options: argparse.Namespace, workload: str, results: list[Result]) -> None:
+    """All sides in all rounds, each result printed and saved as it comes."""
+    with tempfile.TemporaryDirectory() as folder:
+        encoded = None
+        if workload != "images":
+            encoded = Path(folder) / "records.npz"
+            encode(workload, options.data, options.model, encoded, options.records)
+        for number in range(options.rounds):
+            sides = options.sides[::-1] if number % 2 else options.sides
+            for side in sides:
+                shutil.rmtree(Path(folder) / side, ignore_errors=True)
+            for cache in options.caches:
+                plain: Result | None = None
+                for side in sides:
+                    found = run_side(options, workload, side, encoded, Path(folder) / side)
+                    plain = found if side == "plain" else plain
+                    heading = {"workload": workload, "side": side, "cache": cache, "round": number}
+                    results.append(heading | found)
+                    print(f"{workload}, {side}, {cache}: {described(found, plain)}", flush=True)
+                    save(options, results)
+
+
+def save(options: argparse.Namespace, results: list[Result]) -> None:
+    if options.json is None:
+        return
+    device = torch.device(options.device)
+    settings = {k: str(v) for k, v in vars(options).items() if k not in ("data", "model", "json")}
+    document = {
+        "environment": environment(device, bfloat16=device.type == "cuda"),
+        "settings": settings,
+        "results": results,
+    }
+    options.json.parent.mkdir(parents=True, exist_ok=True)
+    options.json.write_text(json.dumps(document, indent=1) + "\n")
+
+
+def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--workload", default="gpt2-32x128", help="a model of text, as in `step`")
-    parser.add_argument("--logical", type=int, default=256, help="expected size of a drawn batch")
-    parser.add_argument("--blocks", type=int, default=6, help="blocks of each loop")
-    parser.add_argument("--steps", type=int, default=3, help="steps a block")
+    parser.add_argument("--workload", nargs="+", choices=tuple(PHYSICAL), default=["sst2"])
+    parser.add_argument("--data", type=Path, help="a folder with the folders sst2 and e2e")
+    parser.add_argument("--model", type=Path, help="a folder with a BERT and its tokenizer")
+    parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(DEFAULT_SIDES))
+    parser.add_argument("--caches", nargs="+", choices=CACHES, default=list(CACHES))
+    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--logical", type=int, default=1000, help="expected size of a drawn batch")
+    parser.add_argument("--physical", type=int, help="samples at once; by default by workload")
+    parser.add_argument("--records", type=int, help="use only so many records")
     parser.add_argument(
-        "--warmup", type=int, default=6,
-        help="steps before any timing; more if a step is a single physical batch, whose size is "
-        "then another every time",
+        "--pads", choices=("auto", "yes", "no"), default="auto",
+        help="whether batches are filled up to fixed shapes; auto does so on a GPU",
     )  # fmt: skip
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--limit-seconds", type=float, default=1800.0, help="for one process")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--json", type=Path, help="write the numbers to this file")
     options = parser.parse_args()
-    case, device = workload(options.workload), torch.device(options.device)
-    if case.family == "vit":
-        parser.error("--workload: expected a model of text")
-    if min(options.logical, options.blocks, options.steps, options.warmup) < 1:
-        parser.error("--logical, --blocks, --steps and --warmup: expected at least 1")
-    torch.manual_seed(0)
-    setting = Setting(workload=case, device=device, bfloat16=device.type == "cuda")
-    contest = Contest(setting, options.logical)
-    loops = {"private": contest.private_loop, "plain": contest.plain_loop}
-    for loop in loops.values():
-        loop(options.warmup)
-    engine = contest.private.engine
-    before = contest.backwards, engine.num_replayed
-    found: dict[str, list[float]] = {name: [] for name in loops}
-    for block in range(options.blocks):
-        for name in sorted(loops, reverse=block % 2 == 1):
-            found[name].append(seconds_per_record(loops[name], options.steps, device))
-    pairs = zip(found["plain"], found["private"], strict=True)
-    ratios = [plain / private for plain, private in pairs]
-    backwards, replayed = contest.backwards - before[0], engine.num_replayed - before[1]
-    print(
-        f"{case.name}, batches of {options.logical}: private at {statistics.median(ratios):.2f} "
-        f"({min(ratios):.2f}-{max(ratios):.2f}) of plain's speed, {replayed} of {backwards} "
-        "backwards replayed"
-    )
-    if options.json:
-        facts = environment(device, bfloat16=setting.bfloat16)
-        numbers = {
-            "workload": case.name,
-            "logical": options.logical,
-            "steps": options.steps,
-            "warmup": options.warmup,
-            "seconds_per_record": found,
-            "backwards": backwards,
-            "replayed": replayed,
-        }
-        options.json.write_text(json.dumps({"environment": facts, **numbers}, indent=1))
-    return 0
+    if min(options.steps, options.logical, options.rounds, options.physical or 1) < 1:
+        parser.error("--steps, --logical, --physical and --rounds: expected at least 1")
+    for workload in set(options.workload) - {"images"}:
+        if options.data is None or not (options.data / workload).is_dir():
+            parser.error(f"--data: expected a folder with a folder {workload} in it")
+        if options.model is None or not options.model.is_dir():
+            parser.error("--model: expected the folder of a BERT with its tokenizer")
+    return options
+
+
+def main() -> int:
+    options = parsed()
+    results: list[Result] = []
+    for workload in options.workload:
+        run_workload(options, workload, results)
+    return 1 if any("error" in result for result in results) else 0
 
 
 if __name__ == "__main__":

@@ -23,7 +23,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.dropout import _DropoutNd
 from torch.utils._pytree import tree_leaves
 
 from shuffled_dpsgd.clipping.capture.batch_size import find_batch, shapes_beside_batch
@@ -34,12 +33,11 @@ from shuffled_dpsgd.clipping.checks.broadcast_inputs import check_shared
 from shuffled_dpsgd.clipping.checks.changed_batches import (
     as_it_is,
     back_to_front,
+    chosen,
     first_half,
-    first_replaced,
     first_two,
     one_more,
     second_half,
-    second_replaced,
 )
 from shuffled_dpsgd.clipping.checks.loss_independence import are_uneven
 from shuffled_dpsgd.clipping.checks.row_identity import (
@@ -51,11 +49,9 @@ from shuffled_dpsgd.clipping.checks.row_identity import (
     has_nan,
     moved_rows,
     repeats,
-    row_differs,
     rows_of,
-    same_shapes,
 )
-from shuffled_dpsgd.clipping.checks.solo_runs import HostGenerators
+from shuffled_dpsgd.clipping.checks.solo_runs import HostGenerators, dropout_silenced
 from shuffled_dpsgd.clipping.rules.embedding import EmbeddingSlot
 from shuffled_dpsgd.clipping.rules.trial_runs import (
     buffers_kept,
@@ -67,8 +63,8 @@ from shuffled_dpsgd.errors import UnsupportedModuleError
 Change = Callable[[Any, int], Any]
 # What each slot is given, call by call; nothing for a call without inputs.
 Calls = dict[int, list["Given"]]
-# How often samples that meet at random get a chance to.
-_SEEDS = 4
+# Samples that are enough to see whether samples meet.
+_MAX_ROWS = 8
 # How many batches with a NaN among them are looked at before one has to do.
 _MAX_HIDDEN = 8
 
@@ -295,7 +291,15 @@ class BatchAxisCheck:
         return found
 
     def _check_rows(self, args: Any, kwargs: Mapping[str, Any], size: int) -> None:
-        """As the model is, but for dropout layers; in evaluation mode if it is random even so."""
+        """As the model is, but for dropout; in evaluation mode if it is random even so.
+
+        A few samples do: those that meet do so among few as among many. Samples that meet at
+        random are left to the standing check, which repeats what is random.
+        """
+        if size > _MAX_ROWS:
+            few = range(_MAX_ROWS)
+            args, kwargs = chosen(args, size, [*few]), chosen(dict(kwargs), size, [*few])
+            size = _MAX_ROWS
         host = HostGenerators.now()
         try:
             for mode in (_without_dropout, in_eval_mode):
@@ -339,7 +343,6 @@ class BatchAxisCheck:
                 self.saw_uneven = self.saw_uneven or are_uneven(args, kwargs, size)
             return True
         if not repeats(plain, rows(as_it_is, seed=1)):
-            _refuse_random_mixing(rows, size)
             return False
         raise moved_rows("" if found == OUTPUTS else self._slots[found].path)
 
@@ -408,42 +411,14 @@ def _fits(length: int, growth: Growth, size: int) -> bool:
     return growth is Growth.NONE or length == (1 if growth is Growth.ONE else size)
 
 
-def _refuse_random_mixing(rows: Callable[[Change, int], Rows], size: int) -> None:
-    """Refuse samples that meet at random: mix-up in training, noise as large as the batch.
-
-    With one seed and all shapes the same, a model draws the same numbers: what becomes of one half
-    of the batch must not change with the other half. What draws elsewhere is passed over.
-
-    Raises:
-        UnsupportedModuleError: it does.
-    """
-    half = size // 2
-    for seed in range(_SEEDS):
-        plain = rows(as_it_is, seed)
-        if not repeats(plain, rows(as_it_is, seed)):
-            return
-        for change, kept in ((second_replaced, range(half)), (first_replaced, range(half, size))):
-            other = rows(change, seed)
-            if same_shapes(plain, other) and any(
-                row_differs(plain, other, row, size) for row in kept
-            ):
-                raise moved_rows("")
-
-
 @contextmanager
 def _without_dropout(model: nn.Module) -> Iterator[None]:
-    """Run without gradients or warnings as the model is, except that dropout layers pass on all."""
-    active = [m for m in model.modules() if isinstance(m, _DropoutNd) and m.training]
-    for dropout in active:
-        dropout.training = False
-    try:
-        with (
-            torch.no_grad(),
-            without_fast_attention(),
-            paused(),
-            warnings.catch_warnings(action="ignore"),
-        ):
-            yield
-    finally:
-        for dropout in active:
-            dropout.training = True
+    """Run without gradients, dropout or warnings, and otherwise as the model is."""
+    with (
+        dropout_silenced(model),
+        torch.no_grad(),
+        without_fast_attention(),
+        paused(),
+        warnings.catch_warnings(action="ignore"),
+    ):
+        yield

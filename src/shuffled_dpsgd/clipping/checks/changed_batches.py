@@ -28,16 +28,6 @@ def second_half(inputs: Any, size: int) -> Any:
     return chosen(inputs, size, [*range(size // 2, size)])
 
 
-def first_replaced(inputs: Any, size: int) -> Any:
-    """Inputs with the last sample in the place of every sample of the first half."""
-    return chosen(inputs, size, [size - 1] * (size // 2) + [*range(size // 2, size)])
-
-
-def second_replaced(inputs: Any, size: int) -> Any:
-    """Inputs with the first sample in the place of every sample of the second half."""
-    return chosen(inputs, size, [*range(size // 2)] + [0] * (size - size // 2))
-
-
 def chosen(inputs: Any, size: int, samples: list[int]) -> Any:
     """Inputs with these samples in every tensor that has the batch."""
 

@@ -22,6 +22,8 @@ from shuffled_dpsgd.errors import UnsupportedModuleError
 
 # What loss functions take for the lack of a label.
 NO_LABEL = -100
+# Samples whose gradients are looked at together.
+_ROWS = 32
 
 
 class LossCheck:
@@ -189,7 +191,8 @@ def _by_sample(grad: Tensor, axis: int | None, size: int) -> Tensor:
 def _are_reached(grad: Tensor, samples: list[int]) -> bool:
     """Whether samples' rows of a gradient hold anything; zeros times infinity do not count.
 
-    One row after the other, because logits are large and another copy would be as well.
+    A few rows at a time, because logits are large and another copy would be as well.
     """
-    found = [((grad[i] != 0) & torch.isfinite(grad[i])).any() for i in samples]
-    return bool(torch.stack(found).any())
+    parts = [grad[samples[i : i + _ROWS]] for i in range(0, len(samples), _ROWS)]
+    found = [((part != 0) & torch.isfinite(part)).any() for part in parts]
+    return bool(torch.stack(found).any()) if found else False

@@ -121,14 +121,6 @@ def repeats(one: Rows, other: Rows) -> bool:
     )
 
 
-def same_shapes(one: Rows, other: Rows) -> bool:
-    """Whether two runs made the same calls with rows of the same number and size."""
-    return one.keys() == other.keys() and all(
-        [a_B3[:, 2].tolist() for a_B3 in calls] == [b_B3[:, 2].tolist() for b_B3 in other[index]]
-        for index, calls in one.items()
-    )
-
-
 def row_differs(one: Rows, other: Rows, row: int, size: int) -> bool:
     """Whether another run disagrees about one sample of `size`, wherever the first has that many.
 

@@ -1,0 +1,129 @@
+"""What the whole-run benchmark trains: SST-2 and E2E with their real lengths, images of one size.
+
+Texts are encoded once, by the tokenizer of the model that is named, and kept in a file, so that no
+side of a comparison is timed while it does so. SST-2 fine-tunes that model. E2E trains a GPT-2 of
+the usual small size from random weights, because no weights are at hand everywhere; so do images,
+with a small vision Transformer. Neither the weights nor the pixels change how long a step takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from shuffled_dpsgd.integrations.per_sample_loss import classification_losses, next_token_losses
+from shuffled_dpsgd.tasks import folders
+from shuffled_dpsgd.tasks.text import encode_continuations, encode_labelled
+from shuffled_dpsgd.tasks.tokenizers import load_tokenizer
+from shuffled_dpsgd.tasks.tokens import (
+    TokenCollate,
+    TokenRecords,
+    class_labels,
+    continuation_labels,
+)
+from shuffled_dpsgd.training.data import MapStyle
+
+# Workloads, with the samples a GPU takes at once; the logits of a language model are large.
+PHYSICAL = {"sst2": 1000, "e2e": 250, "images": 1000}
+MAX_LENGTH = 128
+NUM_IMAGES = 50_000
+NUM_CLASSES = 100
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunTask:
+    """Data, how it is put together, a model and its losses."""
+
+    data: MapStyle
+    collate: Callable[[list[Any]], Any] | None
+    model: nn.Module
+    losses: Callable[[nn.Module, Any], Tensor]
+
+
+def encode(workload: str, data: Path, model: Path, file: Path, records: int | None) -> None:
+    """Write the token ids of a text workload to `file`."""
+    tokenizer = load_tokenizer(str(model))
+    if workload == "sst2":
+        texts = folders.read_sst2(data / workload, "train")[:records]
+        encoded = encode_labelled(texts, tokenizer, MAX_LENGTH)
+    else:
+        pairs = folders.read_e2e(data / workload, "train")[:records]
+        encoded = encode_continuations(pairs, tokenizer, MAX_LENGTH)
+    ids = np.concatenate([np.asarray(row, dtype=np.int32) for row, _ in encoded])
+    lengths = np.asarray([len(row) for row, _ in encoded])
+    belonging = np.asarray([other for _, other in encoded])
+    np.savez(file, ids=ids, lengths=lengths, belonging=belonging, pad_id=tokenizer.pad_id)
+
+
+def build(workload: str, encoded: Path | None, model: Path | None, records: int | None) -> RunTask:
+    """The task of one process; `encoded` is what `encode` wrote."""
+    torch.manual_seed(0)
+    if workload == "images":
+        return _images(records or NUM_IMAGES)
+    assert encoded is not None
+    assert model is not None
+    with np.load(encoded) as arrays:
+        rows = np.split(arrays["ids"], np.cumsum(arrays["lengths"])[:-1])
+        others = arrays["belonging"].tolist()
+        pad_id, largest = int(arrays["pad_id"]), int(arrays["ids"].max())
+    data = TokenRecords([(row.tolist(), other) for row, other in zip(rows, others, strict=True)])
+    if workload == "sst2":
+        return RunTask(
+            data=data,
+            collate=TokenCollate(pad_id=pad_id, labels=class_labels),
+            model=_classifier(model),
+            losses=_class_losses,
+        )
+    return RunTask(
+        data=data,
+        collate=TokenCollate(pad_id=pad_id, labels=continuation_labels),
+        model=_language_model(largest + 1),
+        losses=_continuation_losses,
+    )
+
+
+def _classifier(folder: Path) -> nn.Module:
+    from transformers import AutoModelForSequenceClassification
+
+    model: nn.Module = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=2)
+    return model
+
+
+def _language_model(vocabulary: int) -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    return GPT2LMHeadModel(GPT2Config(vocab_size=-(-vocabulary // 64) * 64, use_cache=False))
+
+
+def _images(count: int) -> RunTask:
+    from transformers import ViTConfig, ViTForImageClassification
+
+    config = ViTConfig(
+        image_size=32, patch_size=4, hidden_size=384, num_hidden_layers=6, num_attention_heads=6,
+        intermediate_size=1536, num_labels=NUM_CLASSES,
+    )  # fmt: skip
+    data = TensorDataset(torch.randn(count, 3, 32, 32), torch.randint(NUM_CLASSES, (count,)))
+    model = ViTForImageClassification(config)
+    return RunTask(data=data, collate=None, model=model, losses=_image_losses)
+
+
+def _class_losses(model: nn.Module, batch: Any) -> Tensor:
+    inputs, labels = batch
+    return classification_losses(model(**inputs).logits, labels)
+
+
+def _continuation_losses(model: nn.Module, batch: Any) -> Tensor:
+    inputs, labels = batch
+    return next_token_losses(model(**inputs).logits, labels)
+
+
+def _image_losses(model: nn.Module, batch: Any) -> Tensor:
+    images, labels = batch
+    return classification_losses(model(images).logits, labels)

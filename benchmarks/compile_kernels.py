@@ -119,15 +119,13 @@ def failures(results: Iterable[Compiled]) -> list[str]:
 def report(results: Sequence[Compiled]) -> list[str]:
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
     total = sum(len(result.notes) for result in results)
-    seconds = sum(note["seconds"] for result in results for note in result.notes)
     failed = failures(results)
     return [
         f"# Kernels compiled for the chips they serve, {today}",
         "",
         "`python -m benchmarks.compile_kernels` on a CPU; nothing was run. Each cell names the",
         "chips (sm_80, 89, 90, 100) that a kernel was compiled for, struck out where that failed.",
-        f"Python {platform.python_version()}, torch {results[0].torch}, {total} compilations in",
-        f"{seconds:.0f} s of wall-clock added up.",
+        f"Python {platform.python_version()}, torch {results[0].torch}, {total} compilations.",
         "",
         *table(results),
         "",

@@ -184,6 +184,12 @@ class ClippingEngine:
             self._watch.check()
             self._settle_check()
 
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies and pickles of a model, which would take its hooks and so the engine along."""
+        for slot in self._slots:
+            slot.__getstate__()
+        return vars(self)
+
     def backward(
         self, losses: Tensor, loss_scale: float = 1.0, *, counted: int | None = None
     ) -> None:

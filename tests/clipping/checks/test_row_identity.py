@@ -14,6 +14,7 @@ from shuffled_dpsgd.clipping import ClippingEngine
 from shuffled_dpsgd.clipping.checks import row_identity
 from shuffled_dpsgd.errors import UnsupportedModuleError
 
+REFUSED = r"keep their row|the gradient it has alone"
 Inner = Callable[[nn.Module, Tensor], Tensor]
 
 
@@ -114,14 +115,21 @@ def test_samples_that_move_or_meet_are_refused(inner: Inner, size: int, seed: in
     """Unnoticed, the norms of one sample would be made of several samples' gradients."""
     torch.manual_seed(seed)
     engine = ClippingEngine(Around(inner))
-    with pytest.raises(UnsupportedModuleError, match="keep their row"):
-        run(engine, losses, batch(size))
+
+    def first_batches() -> None:
+        for step in range(8):
+            inputs = batch(size)
+            torch.manual_seed(8 * seed + step)
+            run(engine, losses, inputs)
+
+    with pytest.raises(UnsupportedModuleError, match=REFUSED):
+        first_batches()
 
 
 def test_a_first_batch_of_one_does_not_hide_it() -> None:
     engine = ClippingEngine(Around(flipped))
     run(engine, losses, batch(1))
-    with pytest.raises(UnsupportedModuleError, match="keep their row"):
+    with pytest.raises(UnsupportedModuleError, match=REFUSED):
         run(engine, losses, batch(4))
 
 
@@ -195,7 +203,7 @@ def test_half_precision_is_given_its_rounding(inner: Inner) -> None:
         if inner is in_order:
             run(engine, losses, batch(64))
             return
-        with pytest.raises(UnsupportedModuleError, match="keep their row"):
+        with pytest.raises(UnsupportedModuleError, match=REFUSED):
             run(engine, losses, batch(64))
 
 
@@ -206,7 +214,7 @@ def test_dropout_hides_nothing() -> None:
     dropout = nn.Dropout(0.5)
     model = Around(dropped)
     model.add_module("dropout", dropout)
-    with pytest.raises(UnsupportedModuleError, match="keep their row"):
+    with pytest.raises(UnsupportedModuleError, match=REFUSED):
         run(ClippingEngine(model), losses, batch(4))
     assert dropout.training
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -63,6 +64,9 @@ _NORM_HEAD_ROOM = 0.03
 _NEGLIGIBLE = 1e-4
 # Roundings of the terms of a sum that may remain where the terms cancel.
 _ULPS = 16.0
+# First batches of a kind that are checked if they draw masks for dropout, or any other numbers.
+_DROPOUT_LOOKS, _RANDOM_LOOKS = 2, 8
+_DROPOUTS = {"bernoulli_", "native_dropout"}
 
 
 class StandingCheck:
@@ -96,7 +100,9 @@ class StandingCheck:
         self._parameters = dict(parameters)
         self._detached = detached
         self._attached = attached
-        self._kinds: set[Hashable] = set()
+        # How often each kind of batch has been checked, and how often it must be at first.
+        self._checked: Counter[Hashable] = Counter()
+        self._wanted: dict[Hashable, int] = {}
         self._draws = random.Random(0)
         floating = [p.dtype for p in self._parameters.values()]
         self._smallest_step = max(torch.finfo(dtype).eps for dtype in floating)
@@ -114,7 +120,8 @@ class StandingCheck:
         """Whether a batch is of a new kind, or its turn has come at random."""
         self._kind = kind
         by_chance = self._draws.random() < self._rate
-        return size > 0 and (by_chance or kind not in self._kinds)
+        is_new = self._checked[kind] < self._wanted.get(kind, 1)
+        return size > 0 and (by_chance or is_new)
 
     def begin(
         self,
@@ -234,6 +241,7 @@ class StandingCheck:
         """The first disagreement between what was booked and what samples have alone."""
         if watch.tape.unrepeatable:
             raise CannotRepeatError(watch.tape.unrepeatable)
+        compared = 0
         with (
             self._detached(),
             without_a_trace(self._model),
@@ -247,8 +255,21 @@ class StandingCheck:
                 if found is not None:
                     return found
                 self.num_samples += 1
-                self._kinds.add(watch.kind)
+                compared += 1
+        if compared:
+            self._checked[watch.kind] += 1
+            self._wanted[watch.kind] = self._looks_at(watch)
         return None
+
+    def _looks_at(self, watch: Watch) -> int:
+        """How many first batches of a kind are checked: samples may meet in some and not in others.
+
+        Where nothing is random one batch shows as much as many.
+        """
+        if not self._is_random(watch):
+            return 1
+        only_dropout = {name for name, _ in watch.tape.draws} <= _DROPOUTS
+        return _DROPOUT_LOOKS if only_dropout and not watch.host.have_moved() else _RANDOM_LOOKS
 
     def _compare_sample(
         self, watch: Watch, place: int, sample: int, booked_norm: float | None
@@ -270,6 +291,7 @@ class StandingCheck:
             return None
         distance = sum(part * part for part in apart.values()) ** 0.5
         rounding = _ULPS * abs(watch.scale) * watch.rounding[place]
+        rounding = rounding if math.isfinite(rounding) else 0.0
         off = distance / whole
         if distance > tolerance * whole + rounding:
             worst = max(apart, key=lambda name: apart[name])

@@ -55,7 +55,7 @@ class Contribution(Protocol):
 
 def _ulp(tensor: Tensor) -> float:
     """The length of a tensor, in units of its last place."""
-    return torch.finfo(tensor.dtype).eps * float(torch.linalg.vector_norm(tensor.float()))
+    return torch.finfo(tensor.dtype).eps * float(torch.linalg.vector_norm(tensor.double()))
 
 
 def positions(tensor: Tensor) -> Tensor:
@@ -90,7 +90,7 @@ class OuterGrad:
         return replace(self, left_BTR=self.left_BTR[one], right_BTC=self.right_BTC[one])
 
     def rounding(self) -> float:
-        return _ulp(self.left_BTR) * float(self.right_BTC.float().norm())
+        return _ulp(self.left_BTR) * float(torch.linalg.vector_norm(self.right_BTC.double()))
 
     def sq_norms(self) -> Tensor:
         return outer_sq_norms(self.right_BTC, self.left_BTR, False, self.route)

@@ -32,7 +32,7 @@ DEFAULT_SIDES = SIDES[:3]
 CACHES = ("cold", "warm")
 # Steps that count as the beginning, in which kernels may be compiled and work recorded.
 BEGINNING = 20
-CACHE_VARIABLES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "XDG_CACHE_HOME")
+CACHE_VARIABLES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "SHUFFLED_DPSGD_CACHE")
 Result = dict[str, Any]
 
 

@@ -148,7 +148,7 @@ def test_fifty_lengths_cost_a_handful_of_forwards_more() -> None:
     forwards = counting(private.model)
     trained(private, TokenRecords([texts(50)[i % 50] for i in range(100)]))
     assert private.steps_taken == 50
-    assert 50 <= forwards() <= 50 - 35, forwards()
+    assert 50 <= forwards() <= 65
 
 
 def test_the_loop_resumes_padded_runs_bit_for_bit(tmp_path: Path) -> None:

@@ -62,7 +62,8 @@ def test_the_figures_follow_from_the_times() -> None:
     found = {
         "loop_began": 2.0, "loop_ended": 12.0, "step_ends": [6.0, 8.0, 10.0, 12.0],
         "samples": [10, 20, 30, 40], "backwards": 4, "shapes": {"8x8": 4},
-        "kernels_after_step": {"1": 5, "4": 7}, "seconds_by_part": {"data": 1.0, "update": 9.0},
+        "kernels_after_step": {"1": 3, "20": 5, "400": 7},
+        "seconds_by_part": {"data": 1.0, "update": 9.0},
     }  # fmt: skip
     result = loop.summarised(found)
     assert result["samples_per_second"] == 10.0
@@ -70,9 +71,12 @@ def test_the_figures_follow_from_the_times() -> None:
     assert result["samples_per_second_later"] == 70 / 4
     assert result["first_step_seconds"] == 4.0
     assert result["kernels_compiled"] == 7
-    text = loop.described(result | {"samples_per_second": 5.0}, result)
-    assert "0.50 of plain's speed (1.00 after the beginning)" in text
-    assert loop.described({"error": "Traceback\nOSError: no such file"}, None).endswith("such file")
+    slow = result | {"samples_per_second": 5.0, "first_step_seconds": 6.5}
+    text = loop.compared(slow, result)
+    assert text.startswith("0.50 of its speed, 1.00 after the beginning, 1.00 with the start")
+    assert text.endswith("first step +2.5 s")
+    assert "7 kernels compiled, 2 of them after step 20" in loop.described(result)
+    assert loop.described({"error": "Traceback\nOSError: no such file"}).endswith("such file")
 
 
 def test_kernels_on_disk_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,7 +135,7 @@ def test_both_sides_run_in_processes_of_their_own(
          "--sides", "plain", "private", "--caches", "cold", "--device", "cpu", "--json", str(path)],
     )  # fmt: skip
     assert loop.main() == 0
-    assert "of plain's speed" in capsys.readouterr().out
+    assert "images, cold: private / plain: " in capsys.readouterr().out
     written = json.loads(path.read_text())
     assert [result["side"] for result in written["results"]] == ["plain", "private"]
     assert all(len(result["step_ends"]) == 2 for result in written["results"])

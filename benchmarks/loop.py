@@ -12,6 +12,7 @@ that the cold run left. Ratios compare sides of one round with equally filled ca
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import shutil
@@ -32,7 +33,7 @@ DEFAULT_SIDES = SIDES[:3]
 CACHES = ("cold", "warm")
 # Steps that count as the beginning, in which kernels may be compiled and work recorded.
 BEGINNING = 20
-CACHE_VARIABLES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "XDG_CACHE_HOME")
+CACHE_VARIABLES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "SHUFFLED_DPSGD_CACHE")
 Result = dict[str, Any]
 
 
@@ -89,7 +90,7 @@ def summarised(found: Result) -> Result:
     }
 
 
-def described(result: Result, plain: Result | None) -> str:
+def described(result: Result) -> str:
     """One line about a run."""
     if "error" in result:
         return f"failed: {result['error'].strip().splitlines()[-1]}"
@@ -99,18 +100,33 @@ def described(result: Result, plain: Result | None) -> str:
         f"{result['kernels_compiled']} kernels compiled, {result['kernels_compiled_later']} of "
         f"them after step {result['later_means_after_step']}",
     ]
-    if plain is not None and "error" not in plain and plain is not result:
-        ratios = [
-            result[key] / plain[key]
-            for key in ("samples_per_second", "samples_per_second_later")
-        ]  # fmt: skip
-        words.append(f"{ratios[0]:.2f} of plain's speed ({ratios[1]:.2f} after the beginning)")
     if "replayed" in result:
         words.append(f"{result['replayed']} of {result['backwards']} backwards replayed")
     parts = sorted(result["seconds_by_part"].items(), key=lambda part: -part[1])
     words.append(", ".join(f"{name} {seconds:.1f} s" for name, seconds in parts))
     words.append(f"{len(result['shapes'])} shapes")
     return "; ".join(words)
+
+
+def compared(result: Result, plain: Result) -> str:
+    """How fast a run was beside a plain one, and how much longer it took to begin."""
+    keys = ("samples_per_second", "samples_per_second_later", "samples_per_second_from_start")
+    whole, later, process = (result[key] / plain[key] for key in keys)
+    begin = result["first_step_seconds"] - plain["first_step_seconds"]
+    return (
+        f"{whole:.2f} of its speed, {later:.2f} after the beginning, {process:.2f} with the start "
+        f"of the process; first step {begin:+.1f} s"
+    )
+
+
+def print_ratios(round_results: list[Result]) -> None:
+    """Every run of one round beside the plain ones with equally filled caches."""
+    done = [result for result in round_results if "error" not in result]
+    for plain in done:
+        others = [r for r in done if r["cache"] == plain["cache"] and r is not plain]
+        for result in others if plain["side"].startswith("plain") else ():
+            names = f"{result['workload']}, {result['cache']}: {result['side']} / {plain['side']}"
+            print(f"{names}: {compared(result, plain)}", flush=True)
 
 
 def run_workload(options: argparse.Namespace, workload: str, results: list[Result]) -> None:
@@ -124,15 +140,14 @@ def run_workload(options: argparse.Namespace, workload: str, results: list[Resul
             sides = options.sides[::-1] if number % 2 else options.sides
             for side in sides:
                 shutil.rmtree(Path(folder) / side, ignore_errors=True)
-            for cache in options.caches:
-                plain: Result | None = None
-                for side in sides:
-                    found = run_side(options, workload, side, encoded, Path(folder) / side)
-                    plain = found if side == "plain" else plain
-                    heading = {"workload": workload, "side": side, "cache": cache, "round": number}
-                    results.append(heading | found)
-                    print(f"{workload}, {side}, {cache}: {described(found, plain)}", flush=True)
-                    save(options, results)
+            before = len(results)
+            for cache, side in itertools.product(options.caches, sides):
+                found = run_side(options, workload, side, encoded, Path(folder) / side)
+                heading = {"workload": workload, "side": side, "cache": cache, "round": number}
+                results.append(heading | found)
+                print(f"{workload}, {side}, {cache}: {described(found)}", flush=True)
+                save(options, results)
+            print_ratios(results[before:])
 
 
 def save(options: argparse.Namespace, results: list[Result]) -> None:

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from benchmarks.adapters import CLIP_NORM, NOISE_MULTIPLIER
 from benchmarks.run_tasks import RunTask, build
+from shuffled_dpsgd.runtime import routes
 from shuffled_dpsgd.runtime.clock import Clock
 from shuffled_dpsgd.training import make_private
 from shuffled_dpsgd.training.data import LogicalBatch, physical_batches, shaped, to_device
@@ -139,7 +140,7 @@ def run_private(setting: Setting, log: Log) -> dict[str, Any]:
         "seconds_by_part": private.clock.seconds(),
         "replayed": private.engine.num_replayed,
         "samples_checked": private.engine.num_checked,
-        "routes": [str(row) for row in private.engine.plan()],
+        "routes": routes.report(),
     }
 
 

@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils.data import TensorDataset
 
 from shuffled_dpsgd.integrations.per_sample_loss import classification_losses, next_token_losses
 from shuffled_dpsgd.tasks import folders
@@ -109,9 +108,15 @@ def _images(count: int) -> RunTask:
         image_size=32, patch_size=4, hidden_size=384, num_hidden_layers=6, num_attention_heads=6,
         intermediate_size=1536, num_labels=NUM_CLASSES,
     )  # fmt: skip
-    data = TensorDataset(torch.randn(count, 3, 32, 32), torch.randint(NUM_CLASSES, (count,)))
+    images, labels = torch.randn(count, 3, 32, 32), torch.randint(NUM_CLASSES, (count,))
+
+    def gather(records: list[int]) -> tuple[Tensor, Tensor]:
+        # At once: a loop over the records would keep the interpreter from the other thread.
+        chosen = torch.tensor(records)
+        return images[chosen], labels[chosen]
+
     model = ViTForImageClassification(config)
-    return RunTask(data=data, collate=None, model=model, losses=_image_losses)
+    return RunTask(data=range(count), collate=gather, model=model, losses=_image_losses)
 
 
 def _class_losses(model: nn.Module, batch: Any) -> Tensor:

@@ -1,47 +1,141 @@
-"""The benchmark of whole loops times both of them, and refuses what it cannot run."""
+"""The benchmark of whole runs: both sides do the same work, and the figures are those measured."""
 
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from benchmarks.run_side import Log, Setting
+from benchmarks.run_tasks import RunTask
+from torch import nn
 
-ROOT = Path(__file__).parents[2]
-QUICK = ("--blocks", "2", "--steps", "2", "--device", "cpu")
+from benchmarks import loop, run_side, run_tasks
+from shuffled_dpsgd.integrations.per_sample_loss import classification_losses
+from shuffled_dpsgd.tasks.tokens import TokenCollate, TokenRecords, class_labels
+from training.cases import make_bert
+
+RECORDS, LOGICAL, STEPS = 80, 16, 3
 
 
-def loop(*options: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "benchmarks.loop", *options],
-        cwd=ROOT, capture_output=True, text=True, check=False,
+def losses_of(model: nn.Module, batch: Any) -> torch.Tensor:
+    inputs, labels = batch
+    return classification_losses(model(**inputs).logits, labels)
+
+
+def setting(*, pads: bool) -> Setting:
+    data = TokenRecords([([1 + i % 7] * (2 + i % 9), i % 3) for i in range(RECORDS)])
+    task = RunTask(
+        data=data,
+        collate=TokenCollate(pad_id=0, labels=class_labels),
+        model=make_bert().train(),
+        losses=losses_of,
+    )
+    return Setting(
+        task=task, device=torch.device("cpu"), logical=LOGICAL, physical=8, steps=STEPS, pads=pads,
+        compiled=False,
     )  # fmt: skip
 
 
-def test_both_loops_are_timed_in_turn(tmp_path: Path) -> None:
-    path = tmp_path / "loop.json"
-    done = loop("--workload", "bert-small-3x4", "--logical", "8", *QUICK, "--json", str(path))
-    assert done.returncode == 0, done.stderr
-    assert "bert-small-3x4, batches of 8: private at" in done.stdout
-    written = json.loads(path.read_text())
-    assert written["environment"]["bfloat16_autocast"] is False
-    assert {name: len(blocks) for name, blocks in written["seconds_per_record"].items()} == {
-        "private": 2,
-        "plain": 2,
-    }
-    assert all(s > 0 for blocks in written["seconds_per_record"].values() for s in blocks)
+@pytest.mark.parametrize("pads", [False, True])
+@pytest.mark.parametrize("side", ["private", "plain"])
+def test_every_step_of_a_side_is_taken_down(side: str, pads: bool) -> None:
+    log = Log(started=time.time())
+    chosen = setting(pads=pads)
+    before = [p.detach().clone() for p in chosen.task.model.parameters()]
+    facts = {"private": run_side.run_private, "plain": run_side.run_plain}[side](chosen, log)
+    assert len(log.step_ends) == len(log.samples) == STEPS
+    assert log.step_ends == sorted(log.step_ends)
+    assert log.backwards == sum(log.shapes.values())
+    assert {"data", "forward and backward", "update"} <= set(facts["seconds_by_part"])
+    took = log.now() - log.loop_began
+    assert sum(facts["seconds_by_part"].values()) == pytest.approx(took, rel=0.1, abs=0.05)
+    after = chosen.task.model.parameters()
+    assert all(not torch.equal(old, new) for old, new in zip(before, after, strict=True))
+
+
+def test_the_figures_follow_from_the_times() -> None:
+    found = {
+        "loop_began": 2.0, "loop_ended": 12.0, "step_ends": [6.0, 8.0, 10.0, 12.0],
+        "samples": [10, 20, 30, 40], "backwards": 4, "shapes": {"8x8": 4},
+        "kernels_after_step": {"1": 3, "20": 5, "400": 7},
+        "seconds_by_part": {"data": 1.0, "update": 9.0},
+    }  # fmt: skip
+    result = loop.summarised(found)
+    assert result["samples_per_second"] == 10.0
+    assert result["samples_per_second_from_start"] == pytest.approx(100 / 12)
+    assert result["samples_per_second_later"] == 70 / 4
+    assert result["first_step_seconds"] == 4.0
+    assert result["kernels_compiled"] == 7
+    slow = result | {"samples_per_second": 5.0, "first_step_seconds": 6.5}
+    text = loop.compared(slow, result)
+    assert text.startswith("0.50 of its speed, 1.00 after the beginning, 1.00 with the start")
+    assert text.endswith("first step +2.5 s")
+    assert "7 kernels compiled, 2 of them after step 20" in loop.described(result)
+    assert loop.described({"error": "Traceback\nOSError: no such file"}).endswith("such file")
+
+
+def test_kernels_on_disk_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    (tmp_path / "a").mkdir()
+    for name in ("a/x.cubin", "a/x.ptx", "y.cubin"):
+        (tmp_path / name).touch()
+    assert run_side.count_kernels() == 2
 
 
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (("--workload", "vit-base-2x197"), "expected a model of text"),
-        (("--workload", "bert-small-3x4", "--logical", "0"), "expected at least 1"),
+        (("--workload", "sst2"), "--data: expected a folder"),
+        (("--workload", "images", "--logical", "0"), "expected at least 1"),
+        (("--workload", "unknown"), "invalid choice"),
     ],
 )
-def test_what_cannot_be_run_is_refused(options: tuple[str, ...], said: str) -> None:
-    done = loop(*options, *QUICK)
-    assert done.returncode == 2
-    assert said in done.stderr
+def test_what_cannot_be_run_is_refused(
+    options: tuple[str, ...],
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["loop", *options])
+    with pytest.raises(SystemExit):
+        loop.main()
+    assert said in capsys.readouterr().err
+
+
+def test_real_texts_keep_their_lengths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from shuffled_dpsgd.tasks.tokenizers import ByteTokenizer
+
+    (tmp_path / "sst2").mkdir()
+    (tmp_path / "sst2" / "train.tsv").write_text("sentence\tlabel\nhi\t1\nlonger\t0\n")
+    monkeypatch.setattr(run_tasks, "load_tokenizer", lambda _: ByteTokenizer())
+    monkeypatch.setattr(run_tasks, "_classifier", lambda _: nn.Linear(1, 1))
+    file = tmp_path / "records.npz"
+    run_tasks.encode("sst2", tmp_path, tmp_path, file, None)
+    task = run_tasks.build("sst2", file, tmp_path, None)
+    assert [task.data[i] for i in range(2)] == [
+        ([257, *b"hi", 258], 1),
+        ([257, *b"longer", 258], 0),
+    ]
+
+
+@pytest.mark.slow
+def test_both_sides_run_in_processes_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "loop.json"
+    monkeypatch.setattr(
+        sys, "argv",
+        ["loop", "--workload", "images", "--records", "40", "--logical", "4", "--steps", "2",
+         "--sides", "plain", "private", "--caches", "cold", "--device", "cpu", "--json", str(path)],
+    )  # fmt: skip
+    assert loop.main() == 0
+    assert "images, cold: private / plain: " in capsys.readouterr().out
+    written = json.loads(path.read_text())
+    assert [result["side"] for result in written["results"]] == ["plain", "private"]
+    assert all(len(result["step_ends"]) == 2 for result in written["results"])

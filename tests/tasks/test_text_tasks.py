@@ -16,7 +16,7 @@ from shuffled_dpsgd.tasks.folders import Continuation
 from shuffled_dpsgd.tasks.registry import build_task
 from shuffled_dpsgd.tasks.run import execute, prepare
 from shuffled_dpsgd.tasks.text import encode_continuations
-from shuffled_dpsgd.tasks.tokenizers import ByteTokenizer
+from shuffled_dpsgd.tasks.tokenizers import ByteTokenizer, PretrainedTokenizer
 from shuffled_dpsgd.tasks.tokens import TokenCollate, continuation_labels
 
 pytest.importorskip("transformers")
@@ -178,3 +178,25 @@ def test_only_the_target_is_scored() -> None:
     assert first[-1] == tokenizer.end_id
     assert torch.equal(inputs["attention_mask"][0].sum(), torch.tensor(len(samples[0][0])))
     assert bytes(labels[1][labels[1] != -100].tolist()[:-1]).decode() == " xyz"
+
+
+def test_many_texts_are_encoded_as_one_by_one() -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    transformers = pytest.importorskip("transformers")
+    words = ["[PAD]", "[UNK]", "[SEP]", "a", "b", "c"]
+    model = tokenizers.models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="[UNK]")
+    inner = tokenizers.Tokenizer(model)
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    inner.post_processor = tokenizers.processors.TemplateProcessing(
+        single="$A [SEP]", pair="$A [SEP] $B [SEP]", special_tokens=[("[SEP]", 2)]
+    )
+    fast = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=inner, pad_token="[PAD]", sep_token="[SEP]", unk_token="[UNK]"
+    )
+    tokenizer = PretrainedTokenizer(fast)
+    for texts in ([("a b c a b",), ("d",), ("",)], [("a b c", "c b"), ("a", "b c a b c")]):
+        one_by_one = [tokenizer.encode(*each, max_length=5) for each in texts]
+        assert tokenizer.encode_all(texts, max_length=5) == one_by_one
+    plain = ["a b", "", "c d"]
+    assert tokenizer.encode_all_plain(plain) == [tokenizer.encode_plain(t) for t in plain]
+    assert tokenizer.encode_all([], max_length=5) == tokenizer.encode_all_plain([]) == []

@@ -27,6 +27,7 @@ from shuffled_dpsgd.integrations.hf_conflicts import (
     check_training_arguments,
 )
 from shuffled_dpsgd.integrations.model_card import update_readme
+from shuffled_dpsgd.integrations.padded_collator import with_lengths
 from shuffled_dpsgd.integrations.per_sample_loss import head_of, per_sample_losses
 from shuffled_dpsgd.integrations.privacy_arguments import PrivacyArguments
 from shuffled_dpsgd.integrations.stepped_optimizer import SteppedOptimizer
@@ -152,7 +153,9 @@ class ShuffledDPTrainer(Trainer):
         private = self._started()
         data, collate = self._training_data()
         model.train()
-        for batch in private.batches(data, num_steps=1, collate=collate):
+        for batch in private.batches(
+            data, num_steps=1, collate=collate, pad_batches=private.pads_by_default
+        ):
             prepared = self._prepare_inputs(batch)
             with self.compute_loss_context_manager():
                 losses = self.per_sample_losses(model, prepared)
@@ -274,7 +277,7 @@ class ShuffledDPTrainer(Trainer):
             else:
                 collate = self._get_collator_with_removed_columns(collate, "training")
             check_independence(self.model, data, self.per_sample_losses, collate=collate)
-            self._data = data, collate
+            self._data = data, with_lengths(collate, self.processing_class)
         return self._data
 
     def _privacy_logs(self, private: PrivateTraining) -> dict[str, float]:

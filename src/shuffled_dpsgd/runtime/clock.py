@@ -2,7 +2,7 @@
 
 On a GPU the parts are told apart by events in its queue, so that work is charged to the part that
 asked for it and not to the part that happens to wait. Nothing is waited for until the result is
-asked for, except that a long list of events is read now and then.
+asked for.
 """
 
 from __future__ import annotations
@@ -11,17 +11,20 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Protocol
 
 import torch
 
 OTHER = "other"
-# Events that may wait to be read; those of one step are a few dozen.
-_MAX_PENDING = 4096
+# How many moments are kept before they are read; those of one step are a few dozen.
+_MAX_PENDING = 1024
 
 
 class Moment(Protocol):
     """A point in time that a later one can be subtracted from."""
+
+    def is_over(self) -> bool: ...
 
     def seconds_until(self, later: Moment) -> float: ...
 
@@ -33,6 +36,10 @@ class HostMoment:
 
     def __init__(self) -> None:
         self.at = time.perf_counter()
+
+    def is_over(self) -> bool:
+        """It is."""
+        return True
 
     def seconds_until(self, later: Moment) -> float:
         """Seconds between this moment and a later one."""
@@ -48,6 +55,10 @@ class DeviceMoment:
     def __init__(self) -> None:
         self.event = torch.cuda.Event(enable_timing=True)
         self.event.record()
+
+    def is_over(self) -> bool:
+        """Whether the device has been here."""
+        return bool(self.event.query())
 
     def seconds_until(self, later: Moment) -> float:
         """Seconds between this moment and a later one; waits for the later one."""
@@ -117,10 +128,15 @@ class Clock:
         moment = DeviceMoment() if self._on_gpu else HostMoment()
         self._pending.append((part or "", moment))
         if len(self._pending) >= _MAX_PENDING:
-            self._read()
+            self._read(wait=False)
 
-    def _read(self) -> None:
-        for (part, begin), (_, end) in zip(self._pending, self._pending[1:], strict=False):
+    def _read(self, *, wait: bool = True) -> None:
+        """Add up what is pending; without `wait`, as far as the device has come."""
+        read = 0
+        for (part, begin), (_, end) in pairwise(self._pending):
+            if not wait and not end.is_over():
+                break
             if part:
                 self._seconds[part] += begin.seconds_until(end)
-        self._pending = self._pending[-1:]
+            read += 1
+        self._pending = self._pending[read:]

@@ -94,7 +94,8 @@ def encode_labelled(
     examples: Sequence[LabelledText], tokenizer: Tokenizer, max_length: int
 ) -> list[Record]:
     """Token ids and class of each example."""
-    return [(tokenizer.encode(*e.texts, max_length=max_length), e.label) for e in examples]
+    rows = tokenizer.encode_all([e.texts for e in examples], max_length=max_length)
+    return [(ids, example.label) for ids, example in zip(rows, examples, strict=True)]
 
 
 def encode_continuations(
@@ -102,13 +103,13 @@ def encode_continuations(
 ) -> list[Record]:
     """Ids of prompt, target and end; with the number of ids before the target."""
     encoded = []
-    for example in examples:
-        prompt = tokenizer.encode_plain(f"{example.prompt} ||")
-        target = tokenizer.encode_plain(f" {example.target}")
+    prompts = tokenizer.encode_all_plain([f"{example.prompt} ||" for example in examples])
+    targets = tokenizer.encode_all_plain([f" {example.target}" for example in examples])
+    for prompt, target in zip(prompts, targets, strict=True):
         # Cut the prompt rather than the target: without a target token there is nothing to learn.
-        prompt = prompt[: max(max_length - len(target) - 1, 1)]
-        ids = [*prompt, *target, tokenizer.end_id][:max_length]
-        encoded.append((ids, len(prompt)))
+        kept = prompt[: max(max_length - len(target) - 1, 1)]
+        ids = [*kept, *target, tokenizer.end_id][:max_length]
+        encoded.append((ids, len(kept)))
     return encoded
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -23,8 +24,16 @@ class Tokenizer(Protocol):
         """Ids of one text, or of a pair, with the model's special tokens."""
         ...
 
+    def encode_all(self, texts: Sequence[tuple[str, ...]], *, max_length: int) -> list[list[int]]:
+        """`encode` of each, many at once."""
+        ...
+
     def encode_plain(self, text: str) -> list[int]:
         """Ids of a text alone, without special tokens."""
+        ...
+
+    def encode_all_plain(self, texts: Sequence[str]) -> list[list[int]]:
+        """`encode_plain` of each, many at once."""
         ...
 
     def save(self, directory: Path) -> None: ...
@@ -53,9 +62,17 @@ class ByteTokenizer:
             ids += self.encode_plain(text)
         return [*ids[: max_length - 1], self.end_id]
 
+    def encode_all(self, texts: Sequence[tuple[str, ...]], *, max_length: int) -> list[list[int]]:
+        """One after the other."""
+        return [self.encode(*each, max_length=max_length) for each in texts]
+
     def encode_plain(self, text: str) -> list[int]:
         """The text's bytes."""
         return list(text.encode("utf-8"))
+
+    def encode_all_plain(self, texts: Sequence[str]) -> list[list[int]]:
+        """One after the other."""
+        return [self.encode_plain(text) for text in texts]
 
     def save(self, directory: Path) -> None:
         """Nothing to write: the mapping is fixed."""
@@ -88,9 +105,23 @@ class PretrainedTokenizer:
         """As the model was pre-trained, cut to `max_length`."""
         return list(self._tokenizer(*texts, truncation=True, max_length=max_length)["input_ids"])
 
+    def encode_all(self, texts: Sequence[tuple[str, ...]], *, max_length: int) -> list[list[int]]:
+        """As `encode`, by the tokenizer's threads."""
+        columns = [list(column) for column in zip(*texts, strict=True)]
+        return self._many(*columns, truncation=True, max_length=max_length)
+
     def encode_plain(self, text: str) -> list[int]:
         """Without special tokens."""
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def encode_all_plain(self, texts: Sequence[str]) -> list[list[int]]:
+        """As `encode_plain`, by the tokenizer's threads."""
+        return self._many(list(texts), add_special_tokens=False)
+
+    def _many(self, *columns: list[str], **options: Any) -> list[list[int]]:
+        if not columns or not columns[0]:
+            return []
+        return [list(ids) for ids in self._tokenizer(*columns, **options)["input_ids"]]
 
     def save(self, directory: Path) -> None:
         """Beside the weights, so that `from_pretrained` finds it."""

@@ -87,7 +87,8 @@ class Layout:
 
     With `pads`, batches are filled up with copies of one of their own samples, which do not count.
     `lengths` of all records are None where they are alike or not known. `expected` is the expected
-    size of a logical batch.
+    size of a logical batch. Nothing is padded beyond `max_length`, the positions a model has;
+    where that is not known, not beyond the longest record.
     """
 
     def __init__(
@@ -98,10 +99,12 @@ class Layout:
         lengths: Sequence[int] | None = None,
         pads: bool = False,
         device: str = "cpu",
+        max_length: int | None = None,
     ) -> None:
         self._batch_size = batch_size
         self._lengths = lengths
         self.pads = pads
+        self._max_length = max_length or 0
         self._tokens_per_batch = TOKENS_PER_BATCH.get(device, TOKENS_PER_BATCH["cuda"])
         self.shapes: tuple[Shape, ...] = self._planned(expected) if pads else ()
 
@@ -158,8 +161,7 @@ class Layout:
         if self._lengths is None:
             return (self._shape(expected + extra, 0),)
         share = expected / len(self._lengths)
-        # A class must not exceed what the data, and so perhaps the model, has positions for.
-        longest = max(self._lengths)
+        longest = max(max(self._lengths), self._max_length // _MULTIPLE * _MULTIPLE)
         counts = Counter(min(length_class(length), longest) for length in self._lengths)
         classes = sorted(counts)
         expectations = [share * counts[c] for c in classes]
@@ -199,7 +201,7 @@ def cheapest_cuts(
     `cost(count, length, is_last)` is that of one run, which is padded to its longest.
 
     >>> cheapest_cuts([8, 16, 64], [90, 10, 5], lambda n, length, _: 500 + n * length)
-    [(0, 2), (2, 3)]
+    [(0, 1), (1, 3)]
     """
     best: list[tuple[float, int]] = [(0.0, 0)]
     for end in range(1, len(lengths) + 1):

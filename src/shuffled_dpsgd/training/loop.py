@@ -156,11 +156,12 @@ def _run(
     settings: LoopSettings,
     received: list[str],
 ) -> None:
+    pads = settings.pad_batches
     batches = private.batches(
         data,
         collate=settings.collate,
         num_workers=settings.num_workers,
-        pad_batches=_pads(private, settings),
+        pad_batches=private.pads_by_default if pads is None else pads,
     )
     try:
         for batch in batches:
@@ -170,12 +171,6 @@ def _run(
     except BudgetExhaustedError:
         # The last steps before a crash, repeated with other bits: there is no budget for them.
         return
-
-
-def _pads(private: PrivateTraining, settings: LoopSettings) -> bool:
-    if settings.pad_batches is not None:
-        return settings.pad_batches
-    return private.device.type == "cuda" and private.plan.loss_reduction == "sum"
 
 
 class _Observer:

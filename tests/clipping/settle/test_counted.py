@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from torch import Tensor, nn
 from clipping.compare import assert_same_sums, oracle
 from clipping.tiny_models import Inputs, class_losses, token_ids
 from shuffled_dpsgd.clipping import ClippingEngine
+from shuffled_dpsgd.clipping.settle import schedules
 from shuffled_dpsgd.errors import InvalidArgumentError
 
 REAL, SIZE = 3, 5
@@ -119,10 +122,46 @@ def test_the_standing_check_looks_at_counted_samples_only(model: nn.Module, real
     assert set(looked_at) == {0, 1, 2}
 
 
-def test_what_is_read_does_not_depend_on_the_number_counted(model: nn.Module, real: Inputs) -> None:
+def test_recorded_work_is_shared_by_any_number_counted(
+    model: nn.Module, real: Inputs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys: list[tuple[object, ...]] = []
+
+    def noted(captures: object, others: Iterable[Tensor | None], *constants: object) -> None:
+        marks = [t.data_ptr() for t in others if t is not None and t.dtype == torch.bool]
+        keys.append((*marks, *constants))
+
     engine = ClippingEngine(model)
-    marks = [engine._counted.mark(SIZE, n, torch.device("cpu")).data_ptr() for n in (1, 4, 5)]
-    assert len(set(marks)) == 1
+    monkeypatch.setattr(schedules, "places_of", noted)
+    monkeypatch.setattr(schedules.WholeGradient, "_may_replay", lambda *_: True)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=0))
+    for count in (1, 2, SIZE):
+        with engine:
+            engine.backward(losses_of(model, padded(real, 1.0)), counted=count)
+        engine.reset()
+    assert len(keys) == 3
+    assert len(set(keys)) == 1
+
+
+@pytest.mark.gpu
+def test_replayed_work_counts_the_samples_of_its_own_batch() -> None:
+    torch.manual_seed(0)
+    model = Small().cuda()
+    engine, apart = ClippingEngine(model), ClippingEngine(model)
+    for count in (5, 3, 4, 1, 2, 5, 3, 1):
+        inputs = {"x": torch.randn(SIZE, 4, 6, device="cuda")}
+        inputs["x"][count:] = math.nan
+        with engine:
+            engine.backward(losses_of(model, inputs), counted=count)
+        got = {name: total.clone() for name, total in engine.clipped_sum().items()}
+        norms = engine.sample_norms
+        engine.reset()
+        with apart:
+            apart.backward(losses_of(model, {"x": inputs["x"][:count]}))
+        torch.testing.assert_close(norms, apart.sample_norms, rtol=1e-3, atol=1e-6)
+        assert_same_sums(got, apart.clipped_sum(), 1e-3)
+        apart.reset()
+    assert engine.num_replayed > 0
 
 
 @pytest.mark.parametrize("count", [0, -1, SIZE + 1])

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from shuffled_dpsgd.errors import InvalidArgumentError
+from shuffled_dpsgd.tasks.arrays import read_cifar
 from shuffled_dpsgd.tasks.folders import (
     Continuation,
     LabelledText,
-    read_cifar,
     read_dart,
     read_e2e,
     read_qnli,
@@ -73,10 +73,10 @@ def test_cifar_reads_one_npz(tmp_path: Path) -> None:
         test_images=images[:1],
         test_labels=np.array([0], dtype=np.uint8),
     )
-    read, labels = read_cifar(tmp_path, "train")
+    read, labels = read_cifar(tmp_path, "train", 10)
     assert np.array_equal(read, images)
     assert labels.tolist() == [1, 2]
-    assert len(read_cifar(tmp_path / "images.npz", "test")[1]) == 1
+    assert len(read_cifar(tmp_path / "images.npz", "test", 10)[1]) == 1
 
 
 def test_faults_name_file_and_line(tmp_path: Path) -> None:
@@ -92,6 +92,6 @@ def test_faults_name_file_and_line(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgumentError, match="maybe"):
         read_qnli(tmp_path, "train")
     with pytest.raises(InvalidArgumentError, match=r"exactly one \.npz"):
-        read_cifar(tmp_path, "train")
+        read_cifar(tmp_path, "train", 10)
     with pytest.raises(InvalidArgumentError, match=r"an \.npz file"):
-        read_cifar(tmp_path / "absent.npz", "train")
+        read_cifar(tmp_path / "absent.npz", "train", 10)

@@ -37,12 +37,26 @@ def config(path: Path | None, *columns: str, **changes: Any) -> DataConfig:
     return DataConfig(format="hub", path=where, text_columns=columns, **changes)
 
 
+def labelled_texts(data: DataConfig) -> Any:
+    return read_labelled_texts(data, 2)
+
+
+def images(data: DataConfig) -> Any:
+    return read_images(data, 2)
+
+
+def read_both(folder: Path, limit: int) -> list[LabelledText]:
+    return read_labelled_texts(config(folder, "a", "b", max_train_examples=limit), 2)[0]
+
+
 def test_labelled_texts_of_one_or_two_columns(folder: Path) -> None:
-    train, heldout = read_labelled_texts(config(folder, "a", "b"))
+    train, heldout = read_labelled_texts(config(folder, "a", "b"), 2)
     assert (len(train), len(heldout)) == (4, 2)
     assert train[1] == LabelledText(texts=("text 1", "more 1"), label=1)
-    limited, _ = read_labelled_texts(config(folder, "a", max_train_examples=3))
-    assert [example.texts for example in limited] == [("text 0",), ("text 1",), ("text 2",)]
+    limited, _ = read_labelled_texts(config(folder, "a", max_train_examples=3), 2)
+    chosen = [train.index(example) for example in read_both(folder, 3)]
+    assert [example.texts for example in limited] == [train[i].texts[:1] for i in chosen]
+    assert len(set(chosen)) == 3
 
 
 def test_continuations(folder: Path) -> None:
@@ -57,7 +71,7 @@ def test_images(tmp_path: Path) -> None:
             place = tmp_path / "images" / split / label
             place.mkdir(parents=True)
             image.new("L", (4, 4), color=9).save(place / "one.png")
-    train, heldout = read_images(config(tmp_path / "images"))
+    train, heldout = read_images(config(tmp_path / "images"), 2)
     assert sorted(label for _, label in train) == [0, 1]
     assert heldout[0][0].mode == "RGB"
 
@@ -65,10 +79,10 @@ def test_images(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("columns", "read", "match"),
     [
-        ((), read_labelled_texts, "one or two"),
+        ((), labelled_texts, "one or two"),
         (("a",), read_continuations, "prompt column"),
-        (("a", "absent"), read_labelled_texts, "absent"),
-        (("a", "b"), read_images, "image column"),
+        (("a", "absent"), labelled_texts, "absent"),
+        (("a", "b"), images, "image column"),
     ],
 )
 def test_wrong_columns_are_refused(
@@ -80,9 +94,9 @@ def test_wrong_columns_are_refused(
 
 def test_missing_data_are_refused(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(InvalidArgumentError, match="a hub name or a folder"):
-        read_labelled_texts(config(None, "a"))
+        labelled_texts(config(None, "a"))
     with pytest.raises(InvalidArgumentError, match=r"load_dataset"):
-        read_labelled_texts(config(tmp_path / "absent", "a"))
+        labelled_texts(config(tmp_path / "absent", "a"))
     (folder / "validation.jsonl").unlink()
     with pytest.raises(InvalidArgumentError, match="splits train"):
-        read_labelled_texts(config(folder, "a"))
+        labelled_texts(config(folder, "a"))

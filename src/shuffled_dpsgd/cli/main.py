@@ -13,6 +13,7 @@ from shuffled_dpsgd.cli.calibrate import calibrate
 from shuffled_dpsgd.cli.examine import EPILOG as EXAMINE_EPILOG
 from shuffled_dpsgd.cli.examine import examine
 from shuffled_dpsgd.cli.inspect import inspect
+from shuffled_dpsgd.cli.output import OneLineGroup
 from shuffled_dpsgd.cli.reproduce import EPILOG as REPRODUCE_EPILOG
 from shuffled_dpsgd.cli.reproduce import reproduce
 from shuffled_dpsgd.cli.train import EPILOG as TRAIN_EPILOG
@@ -20,6 +21,7 @@ from shuffled_dpsgd.cli.train import train
 
 app = typer.Typer(
     name="shuffled-dpsgd",
+    cls=OneLineGroup,
     help="Differentially private training of Transformers, with weight shuffling.",
     no_args_is_help=True,
     rich_markup_mode="rich",

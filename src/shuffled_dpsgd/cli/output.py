@@ -1,19 +1,24 @@
-"""What every verb shares: printing JSON for machines, and errors without a traceback."""
+"""What every verb shares: JSON for machines, and errors on one line without a traceback."""
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import wraps
-from typing import Annotated, Any, ParamSpec, TypeVar
+from typing import Annotated, Any, NoReturn, ParamSpec, TypeVar
 
 import typer
+from typer.core import TyperGroup
 
 from shuffled_dpsgd.errors import ShuffledDPError
 
 P = ParamSpec("P")
 R = TypeVar("R")
+FAILED = 2
+# Typer brings its own copy of click or uses the installed one; this is the right one of either.
+UsageError: Any = typer.BadParameter.__mro__[1]
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 
@@ -39,14 +44,61 @@ def _finite(value: Any) -> Any:
 
 
 def reports_errors(verb: Callable[P, R]) -> Callable[P, R]:
-    """Turn the library's own errors into one line on stderr and exit status 2."""
+    """Turn the library's own errors into one line and exit status 2.
+
+    So are those of the operating system that nobody expected: a full disk, a folder taken away.
+    """
 
     @wraps(verb)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
         try:
             return verb(*args, **kwargs)
         except ShuffledDPError as error:
-            typer.secho(f"error: {error}", fg=typer.colors.RED, err=True)
-            raise typer.Exit(2) from error
+            fail(str(error), type(error).__name__, as_json=bool(kwargs.get("as_json")))
+        except BrokenPipeError:
+            raise  # Whoever read our output has stopped; there is nobody to tell.
+        except OSError as error:
+            place = f"{error.filename}: " if error.filename else ""
+            text = f"{place}{error.strerror or error}"
+            fail(text, type(error).__name__, as_json=bool(kwargs.get("as_json")))
 
     return run
+
+
+def fail(message: str, kind: str, *, as_json: bool) -> NoReturn:
+    """End the command: one line on stderr for people, one JSON object on stdout for machines."""
+    line = " ".join(message.split())
+    if as_json:
+        sys.stdout.write(json.dumps({"error": line, "kind": kind}, ensure_ascii=False) + "\n")
+    else:
+        typer.secho(f"error: {line}", fg=typer.colors.RED, err=True)
+    raise typer.Exit(FAILED)
+
+
+class OneLineGroup(TyperGroup):
+    """Reports a flag that does not exist or does not parse like every other error."""
+
+    def make_context(self, info_name: Any, args: Any, *rest: Any, **extra: Any) -> Any:
+        """As typer does, but for the report."""
+        given = list(args)
+        with _usage_errors_on_one_line(given):
+            context = super().make_context(info_name, args, *rest, **extra)
+        context.meta["arguments"] = given
+        return context
+
+    def invoke(self, ctx: Any) -> Any:
+        """As typer does, but for the report."""
+        with _usage_errors_on_one_line(ctx.meta.get("arguments", [])):
+            return super().invoke(ctx)
+
+
+@contextmanager
+def _usage_errors_on_one_line(arguments: list[str]) -> Iterator[None]:
+    try:
+        yield
+    except UsageError as error:
+        if type(error).__name__ == "NoArgsIsHelpError":
+            raise
+        verb = "shuffled-dpsgd" if error.ctx is None else error.ctx.command_path
+        text = f"{error.format_message().rstrip('.')}; see `{verb} --help`"
+        fail(text, "UsageError", as_json="--json" in arguments)

@@ -6,8 +6,6 @@ whether a record of a class is there that no other record has.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from shuffled_dpsgd.errors import InvalidArgumentError
 from shuffled_dpsgd.tasks.config import DataConfig
 
@@ -36,15 +34,3 @@ def stated_classes(data: DataConfig) -> int:
         expected = "at least 2" if known is None else f"{known}, as {data.format} has"
         raise InvalidArgumentError("data.num_labels", expected=expected, got=chosen)
     return chosen
-
-
-def check_labels(labels: Iterable[int], num_labels: int) -> None:
-    """Refuse a record whose class the model has no output for."""
-    for index, label in enumerate(labels):
-        if not 0 <= label < num_labels:
-            raise InvalidArgumentError(
-                f"record {index}",
-                expected=f"a class from 0 to {num_labels - 1}",
-                got=label,
-                remedy="correct the record, or data.num_labels",
-            )

@@ -18,11 +18,28 @@ from shuffled_dpsgd.errors import InvalidArgumentError
 from shuffled_dpsgd.options import Budget, Schedule, help_of
 
 TaskName = Literal["digits", "image-classification", "text-classification", "causal-lm"]
-DataFormat = Literal["digits", "sst2", "qnli", "e2e", "dart", "cifar", "hub"]
+DataFormat = Literal["digits", "sst2", "qnli", "e2e", "dart", "cifar", "csv", "jsonl", "hub"]
 OptimizerName = Literal["adamw", "adam", "sgd"]
 Precision = Literal["float32", "bf16"]
 RateSchedule = Literal["constant", "linear", "cosine"]
 Section = TypeVar("Section")
+
+
+# Keys of [data] that a format does not use, so that none is ignored in silence.
+NAMED_COLUMNS = ("subset", "text_columns", "label_column")
+UNUSED_KEYS: Mapping[str, tuple[str, ...]] = {
+    "digits": (
+        *NAMED_COLUMNS,
+        "path",
+        "num_labels",
+        "max_length",
+        "max_train_examples",
+        "max_heldout_examples",
+    ),
+    "csv": ("subset",),
+    "jsonl": ("subset",),
+    "hub": (),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +50,9 @@ class ModelConfig:
     from_scratch: bool = False
     lora_rank: int | None = None
     gradient_checkpointing: bool = False
+
+    def __post_init__(self) -> None:
+        check_range("lora_rank", self.lora_rank, 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +68,19 @@ class DataConfig:
     max_length: int = 128
     max_train_examples: int | None = None
     max_heldout_examples: int | None = None
+
+    def __post_init__(self) -> None:
+        check_range("max_length", self.max_length, 4)
+        check_range("max_train_examples", self.max_train_examples, 1)
+        check_range("max_heldout_examples", self.max_heldout_examples, 1)
+        for name in UNUSED_KEYS.get(self.format, NAMED_COLUMNS):
+            default = next(item.default for item in fields(self) if item.name == name)
+            if getattr(self, name) != default:
+                raise InvalidArgumentError(
+                    name,
+                    expected=f"nothing: data.format {self.format!r} does not use it",
+                    got=getattr(self, name),
+                )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +101,16 @@ class OptimizerConfig:
     schedule: RateSchedule = "constant"
     warmup_steps: int = 0
 
+    def __post_init__(self) -> None:
+        check_range("learning_rate", self.learning_rate, 0.0, open_at_low=True)
+        check_range("weight_decay", self.weight_decay, 0.0)
+        check_range("momentum", self.momentum, 0.0, below=1.0)
+        check_range("warmup_steps", self.warmup_steps, 0)
+        if self.momentum and self.name != "sgd":
+            raise InvalidArgumentError(
+                "momentum", expected=f"0: {self.name} has none", got=self.momentum
+            )
+
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleConfig(Schedule):
@@ -78,6 +121,12 @@ class ScheduleConfig(Schedule):
     precision: Precision = "float32"
     device: str = "auto"
     num_threads: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_range("evaluate_every", self.evaluate_every, 1)
+        check_range("checkpoint_every", self.checkpoint_every, 1)
+        check_range("num_threads", self.num_threads, 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,6 +144,15 @@ class RunConfig:
     training: ScheduleConfig
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     seed: int | None = None
+
+    def __post_init__(self) -> None:
+        check_range("seed", self.seed, 0, below=2**63)
+        if (self.task == "digits") != (self.data.format == "digits"):
+            raise InvalidArgumentError(
+                "data.format",
+                expected="digits for the task digits, and for no other",
+                got=self.data.format,
+            )
 
     @property
     def init_seed(self) -> int:
@@ -127,18 +185,36 @@ def load_config(path: Path) -> RunConfig:
         )
     try:
         raw = tomllib.loads(path.read_text(encoding="utf-8"))
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise InvalidArgumentError(
-            "--config", expected="TOML", got=str(path), remedy=str(error)
+            "--config", expected="TOML in UTF-8", got=str(path), remedy=str(error)
         ) from error
-    data = raw.get("data")
-    if isinstance(data, dict) and isinstance(data.get("path"), str) and data.get("format") != "hub":
-        data["path"] = str((path.parent / Path(data["path"]).expanduser()).resolve())
+    except OSError as error:
+        raise InvalidArgumentError(
+            "--config", expected="a file that can be read", got=str(path), remedy=str(error)
+        ) from error
+    _place_paths(raw, path.parent)
     return parse_config(raw)
+
+
+def _place_paths(raw: dict[str, Any], folder: Path) -> None:
+    """Make relative paths relative to the file: data always, hub names only if they are there."""
+    for section, key in (("data", "path"), ("model", "name")):
+        table = raw.get(section)
+        if not isinstance(table, dict) or not isinstance(table.get(key), str):
+            continue
+        place = (folder / Path(table[key]).expanduser()).resolve()
+        may_be_name = section == "model" or table.get("format") == "hub"
+        written_as_path = table[key].startswith((".", "/", "~"))
+        known = place / "config.json" if section == "model" else place
+        if known.exists() or written_as_path or not may_be_name:
+            table[key] = str(place)
 
 
 def parse_config(raw: Mapping[str, Any]) -> RunConfig:
     """Check plain data against the schema and freeze it."""
+    if not isinstance(raw, Mapping):
+        raise InvalidArgumentError("run", expected="a table of settings", got=type(raw).__name__)
     top = dict(raw)
     sections: dict[str, Any] = {
         name: _parse_section(name, kind, top.pop(name, {})) for name, kind in SECTIONS.items()
@@ -205,6 +281,24 @@ def _checked(name: str, hint: Any, value: Any) -> Any:
     if not isinstance(value, hint) or (hint is int and isinstance(value, bool)):
         raise InvalidArgumentError(name, expected=hint.__name__, got=value)
     return value
+
+
+def check_range(
+    name: str,
+    value: float | None,
+    low: float,
+    *,
+    below: float = math.inf,
+    open_at_low: bool = False,
+) -> None:
+    """Refuse a number outside [low, below); None is the absence of one."""
+    if value is None:
+        return
+    if not low <= value < below or (open_at_low and value == low):
+        least = f"more than {low:g}" if open_at_low else f"at least {low:g}"
+        most = "" if math.isinf(below) else f" and below {below:g}"
+        finite = " and finite" if isinstance(value, float) and math.isinf(below) else ""
+        raise InvalidArgumentError(name, expected=f"{least}{most}{finite}", got=value)
 
 
 def _plain(value: Any) -> Any:

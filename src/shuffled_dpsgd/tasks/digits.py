@@ -23,6 +23,7 @@ from shuffled_dpsgd.tasks.config import (
     ScheduleConfig,
 )
 from shuffled_dpsgd.tasks.models import prepare_model
+from shuffled_dpsgd.tasks.parts import check_sizes
 
 if TYPE_CHECKING:
     from shuffled_dpsgd.tasks.task import Task
@@ -79,5 +80,6 @@ def build_model(seed: int = 0) -> nn.Module:
 def build_task(config: RunConfig) -> Task:
     """The digits task with the model `config` names."""
     train, heldout = load_digits()
+    check_sizes(config, train, heldout)
     model = prepare_model(config.model, head="image", num_labels=10, seed=config.init_seed)
     return classification_task("digits", model, train, heldout)

@@ -6,16 +6,13 @@ nothing is skipped.
 
 from __future__ import annotations
 
-import csv
-import io
-import json
-import lzma
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from shuffled_dpsgd.errors import InvalidArgumentError
+from shuffled_dpsgd.tasks.config import DataConfig
+from shuffled_dpsgd.tasks.tables import Row, find_table, read_table, shortened
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,110 +31,106 @@ class Continuation:
     target: str
 
 
+HELDOUT_STEMS = ("dev", "validation", "test")
+
+
 def read_sst2(folder: Path, split: str) -> list[LabelledText]:
     """GLUE SST-2: `train.tsv`, `dev.tsv` with columns sentence, label; no quoting."""
-    rows = _read_tsv(_find(folder, split, "tsv"), ("sentence", "label"))
-    return [LabelledText(texts=(text,), label=int(label)) for text, label in rows]
+    path = find_table(folder, (split, f"{split}_partial"), "tsv")
+    rows = read_table(path, ("sentence", "label"))
+    return [LabelledText(texts=(r.text("sentence"),), label=r.label("label", 2)) for r in rows]
 
 
 def read_qnli(folder: Path, split: str) -> list[LabelledText]:
     """GLUE QNLI: columns question, sentence, label (entailment or not_entailment)."""
-    path = _find(folder, split, "tsv")
+    path = find_table(folder, (split, f"{split}_partial"), "tsv")
     classes = {"entailment": 0, "not_entailment": 1}
     examples = []
-    for question, sentence, label in _read_tsv(path, ("question", "sentence", "label")):
+    for row in read_table(path, ("question", "sentence", "label")):
+        label = row.text("label")
         if label not in classes:
-            raise InvalidArgumentError(str(path), expected=f"a label in {set(classes)}", got=label)
-        examples.append(LabelledText(texts=(question, sentence), label=classes[label]))
+            raise InvalidArgumentError(
+                row.where, expected=f"a label in {set(classes)}", got=shortened(label)
+            )
+        texts = (row.text("question"), row.text("sentence"))
+        examples.append(LabelledText(texts=texts, label=classes[label]))
     return examples
 
 
 def read_e2e(folder: Path, split: str) -> list[Continuation]:
     """E2E NLG: `trainset.csv`, `devset.csv`, `testset_w_refs.csv` with columns mr, ref."""
     stem = {"train": "trainset", "dev": "devset", "test": "testset_w_refs"}[split]
-    path = _find(folder, stem, "csv")
-    with _open(path) as file:
-        reader = csv.DictReader(file)
-        _require_columns(path, reader.fieldnames or [], ("mr", "ref"))
-        return [Continuation(prompt=row["mr"], target=row["ref"]) for row in reader]
+    rows = read_table(find_table(folder, (stem,), "csv"), ("mr", "ref"))
+    return [Continuation(prompt=row.text("mr"), target=row.text("ref")) for row in rows]
 
 
 def read_dart(folder: Path, split: str) -> list[Continuation]:
     """DART: one JSON item per line, each annotation one example; triples joined by ` | `."""
     examples = []
-    with _open(_find(folder, split, "jsonl")) as file:
-        for line in file:
-            item = json.loads(line)
-            prompt = " | ".join(" : ".join(triple) for triple in item["tripleset"])
-            examples += [
-                Continuation(prompt=prompt, target=note["text"]) for note in item["annotations"]
-            ]
+    for row in read_table(find_table(folder, (split,), "jsonl"), ("tripleset", "annotations")):
+        prompt = " | ".join(" : ".join(triple) for triple in _triples(row))
+        examples += [Continuation(prompt=prompt, target=text) for text in _annotations(row)]
     return examples
 
 
-def read_cifar(folder: Path, split: str) -> tuple[Any, Any]:
-    """CIFAR as numpy arrays: images uint8 (N, H, W, 3) and integer labels.
-
-    `folder` is an `.npz` file, or a folder with exactly one, holding `train_images`,
-    `train_labels`, `test_images`, `test_labels`.
-    """
-    import numpy as np
-
-    path = folder
-    if folder.is_dir():
-        found = sorted(item for item in folder.glob("*.npz") if item.stem != "labels")
-        if len(found) != 1:
-            raise InvalidArgumentError(
-                "data.path",
-                expected="a folder with exactly one .npz of images",
-                got=f"{folder} ({len(found)} found)",
-                remedy="unpack the images to one .npz and name that file",
-            )
-        path = found[0]
-    if not path.is_file():
-        raise InvalidArgumentError("data.path", expected="an .npz file or a folder", got=str(path))
-    part = "train" if split == "train" else "test"
-    with np.load(path) as arrays:
-        names = [f"{part}_images", f"{part}_labels"]
-        _require_columns(path, list(arrays), names)
-        images, labels = (arrays[name] for name in names)
-    return images, labels.astype("int64")
+def read_labelled_table(
+    folder: Path, split: str, data: DataConfig, num_labels: int
+) -> list[LabelledText]:
+    """A folder of CSV or JSON-lines files; `text_columns` names one or two text columns."""
+    check_columns(data, (1, 2), "one or two column names")
+    rows = _own_table(folder, split, data, (*data.text_columns, data.label_column))
+    return [labelled(row, data, num_labels) for row in rows]
 
 
-def _find(folder: Path, stem: str, suffix: str) -> Path:
-    """`stem.suffix` in `folder`, compressed or not; `stem_partial` stands in for a missing one."""
-    names = [f"{s}.{suffix}{x}" for s in (stem, f"{stem}_partial") for x in ("", ".xz")]
-    for name in names:
-        if (folder / name).is_file():
-            return folder / name
-    raise InvalidArgumentError(
-        "data.path", expected=f"a folder with {names[0]} or {names[1]}", got=str(folder)
+def read_continuation_table(folder: Path, split: str, data: DataConfig) -> list[Continuation]:
+    """A folder of CSV or JSON-lines files; `text_columns` names prompt and target."""
+    check_columns(data, (2,), "[prompt column, target column]")
+    return [continued(row, data) for row in _own_table(folder, split, data, data.text_columns)]
+
+
+def labelled(row: Row, data: DataConfig, num_labels: int) -> LabelledText:
+    """A record of columns the configuration names."""
+    return LabelledText(
+        texts=tuple(row.text(column) for column in data.text_columns),
+        label=row.label(data.label_column, num_labels),
     )
 
 
-def _open(path: Path) -> TextIO:
-    if path.suffix == ".xz":
-        return io.TextIOWrapper(lzma.open(path), encoding="utf-8-sig", newline="")
-    return path.open(encoding="utf-8-sig", newline="")
+def continued(row: Row, data: DataConfig) -> Continuation:
+    """A record of the two columns the configuration names."""
+    prompt, target = data.text_columns
+    return Continuation(prompt=row.text(prompt), target=row.text(target))
 
 
-def _read_tsv(path: Path, columns: tuple[str, ...]) -> Iterator[list[str]]:
-    with _open(path) as file:
-        header = file.readline().rstrip("\r\n").split("\t")
-        _require_columns(path, header, columns)
-        places = [header.index(column) for column in columns]
-        for number, line in enumerate(file, start=2):
-            cells = line.rstrip("\r\n").split("\t")
-            if len(cells) != len(header):
-                raise InvalidArgumentError(
-                    f"{path}:{number}", expected=f"{len(header)} columns", got=len(cells)
-                )
-            yield [cells[place] for place in places]
+def check_columns(data: DataConfig, counts: tuple[int, ...], expected: str) -> None:
+    """Refuse any other number of `text_columns`."""
+    if len(data.text_columns) not in counts:
+        raise InvalidArgumentError("data.text_columns", expected=expected, got=data.text_columns)
 
 
-def _require_columns(path: Path, found: Any, wanted: Any) -> None:
-    missing = [name for name in wanted if name not in found]
-    if missing:
+def _own_table(folder: Path, split: str, data: DataConfig, columns: tuple[str, ...]) -> Any:
+    stems = ("train",) if split == "train" else HELDOUT_STEMS
+    return read_table(find_table(folder, stems, data.format), columns)
+
+
+def _triples(row: Row) -> list[list[str]]:
+    triples = row.cells["tripleset"]
+    if not isinstance(triples, list) or not all(
+        isinstance(triple, list) and all(isinstance(part, str) for part in triple)
+        for triple in triples
+    ):
         raise InvalidArgumentError(
-            str(path), expected=f"columns {list(wanted)}", got=f"without {missing}"
+            row.where, expected="lists of texts in 'tripleset'", got=shortened(str(triples))
         )
+    return triples
+
+
+def _annotations(row: Row) -> list[str]:
+    notes = row.cells["annotations"]
+    if not isinstance(notes, list) or not all(
+        isinstance(note, dict) and isinstance(note.get("text"), str) for note in notes
+    ):
+        raise InvalidArgumentError(
+            row.where, expected="objects with a 'text' in 'annotations'", got=shortened(str(notes))
+        )
+    return [note["text"] for note in notes]

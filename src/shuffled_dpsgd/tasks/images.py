@@ -11,11 +11,12 @@ from torch.nn import functional as F
 
 from shuffled_dpsgd.errors import InvalidArgumentError
 from shuffled_dpsgd.tasks import hub
-from shuffled_dpsgd.tasks.classes import check_labels, stated_classes
+from shuffled_dpsgd.tasks.arrays import read_cifar
+from shuffled_dpsgd.tasks.classes import stated_classes
 from shuffled_dpsgd.tasks.classification import classification_task
 from shuffled_dpsgd.tasks.config import DataConfig, RunConfig
-from shuffled_dpsgd.tasks.folders import read_cifar
 from shuffled_dpsgd.tasks.models import prepare_model
+from shuffled_dpsgd.tasks.parts import check_sizes, drawn_part
 from shuffled_dpsgd.tasks.task import Task
 
 
@@ -23,10 +24,6 @@ class ArrayImages:
     """Images uint8 (N, H, W, 3) and labels as a map-style data set of (image, label)."""
 
     def __init__(self, images: Any, labels: Any) -> None:
-        if len(images) != len(labels):
-            raise InvalidArgumentError(
-                "data.path", expected=f"{len(images)} labels", got=len(labels)
-            )
         self._images = torch.as_tensor(images)
         self.labels = torch.as_tensor(labels)
 
@@ -40,8 +37,8 @@ class ArrayImages:
 def build_task(config: RunConfig) -> Task:
     """Fine-tune an image classifier; pixels are scaled to [-1, 1], as the ViT models expect."""
     num_labels = stated_classes(config.data)
-    train, heldout, labels = _read(config.data)
-    check_labels(labels, num_labels)
+    train, heldout = _read(config.data, num_labels)
+    check_sizes(config, train, heldout)
     model = prepare_model(config.model, head="image", num_labels=num_labels, seed=config.init_seed)
     size = int(model.config.image_size)  # type: ignore[union-attr,arg-type]
     return classification_task(
@@ -53,25 +50,23 @@ def build_task(config: RunConfig) -> Task:
     )
 
 
-def _read(data: DataConfig) -> tuple[Any, Any, list[int]]:
-    """Training and held-out records, and the labels of both."""
+def _read(data: DataConfig, num_labels: int) -> tuple[Any, Any]:
+    """Training and held-out records."""
     if data.format == "hub":
-        train, heldout = hub.read_images(data)
-        return train, heldout, [label for _, label in [*train, *heldout]]
+        return hub.read_images(data, num_labels)
     if data.format != "cifar":
         raise InvalidArgumentError(
             "data.format", expected="cifar or hub for this task", got=data.format
         )
     if data.path is None:
         raise InvalidArgumentError("data.path", expected="a folder or an .npz file", got=None)
-    images, labels = read_cifar(Path(data.path), "train")
-    test_images, test_labels = read_cifar(Path(data.path), "test")
-    # Published test sets are sorted by class: a part must be drawn, not cut off.
-    order = torch.randperm(len(test_labels), generator=torch.Generator().manual_seed(0))
-    chosen = order[: data.max_heldout_examples].numpy()
-    train = ArrayImages(images[: data.max_train_examples], labels[: data.max_train_examples])
-    heldout = ArrayImages(test_images[chosen], test_labels[chosen])
-    return train, heldout, [*train.labels.tolist(), *heldout.labels.tolist()]
+    parts = []
+    limits = {"train": data.max_train_examples, "test": data.max_heldout_examples}
+    for split, limit in limits.items():
+        images, labels = read_cifar(Path(data.path), split, num_labels)
+        chosen = drawn_part(len(labels), limit)
+        parts.append(ArrayImages(images[chosen], labels[chosen]))
+    return parts[0], parts[1]
 
 
 def collate_images(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from safetensors import SafetensorError
 from torch import nn
 
 from shuffled_dpsgd.errors import InvalidArgumentError, MissingExtraError
@@ -27,6 +28,13 @@ def prepare_model(
         )
     except InvalidArgumentError as error:
         raise error.about("model.name") from error
+    except (SafetensorError, ValueError, KeyError, RuntimeError) as error:
+        raise InvalidArgumentError(
+            "model.name",
+            expected="a saved model that transformers can load",
+            got=config.name,
+            remedy=(str(error) or type(error).__name__).splitlines()[0],
+        ) from error
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
     return model if config.lora_rank is None else _with_lora(model, head, config.lora_rank)

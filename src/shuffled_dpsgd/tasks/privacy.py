@@ -38,8 +38,19 @@ def chosen_device(name: str) -> torch.device:
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        return torch.device(name)
+        device = torch.device(name)
     except RuntimeError as error:
         raise InvalidArgumentError(
             "training.device", expected="auto, cpu or cuda", got=name
         ) from error
+    if device.type not in ("cpu", "cuda"):
+        raise InvalidArgumentError("training.device", expected="auto, cpu or cuda", got=name)
+    number = torch.cuda.device_count() if device.type == "cuda" else 1
+    if (device.index or 0) >= number:
+        raise InvalidArgumentError(
+            "training.device",
+            expected=f"one of {number} CUDA devices" if number else "a CUDA device to be there",
+            got=name,
+            remedy="use auto or cpu, or install PyTorch for CUDA and check nvidia-smi",
+        )
+    return device

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from shuffled_dpsgd.errors import InvalidArgumentError
 from shuffled_dpsgd.tasks import digits, images, text
 from shuffled_dpsgd.tasks.config import RunConfig, TaskName
 from shuffled_dpsgd.tasks.task import Task
@@ -18,13 +17,5 @@ TASKS: Mapping[TaskName, Callable[[RunConfig], Task]] = {
 
 
 def build_task(config: RunConfig) -> Task:
-    """Load data and model; refuses an empty data set or one smaller than the expected batch."""
-    task = TASKS[config.task](config)
-    size = len(task.train_data)
-    if size < config.training.expected_batch_size:
-        raise InvalidArgumentError(
-            "training.expected_batch_size",
-            expected=f"at most the number of training examples, {size}",
-            got=config.training.expected_batch_size,
-        )
-    return task
+    """Load data and model; data that cannot be used are refused before the model is loaded."""
+    return TASKS[config.task](config)

@@ -15,13 +15,20 @@ from typing import Any
 
 import torch
 
-from shuffled_dpsgd.errors import CheckpointError, InvalidArgumentError
+from shuffled_dpsgd.errors import CheckpointError
 from shuffled_dpsgd.reports import MetricsLog, RunView, StepRecord, write_report
 from shuffled_dpsgd.tasks.config import RunConfig, parse_config
+from shuffled_dpsgd.tasks.data_identity import check_data, remember_data
 from shuffled_dpsgd.tasks.optimizers import build_scheduler
-from shuffled_dpsgd.tasks.privacy import start_private
+from shuffled_dpsgd.tasks.privacy import chosen_device, start_private
 from shuffled_dpsgd.tasks.recorder import Recorder
 from shuffled_dpsgd.tasks.registry import build_task
+from shuffled_dpsgd.tasks.run_folder import (
+    check_space,
+    claim_directory,
+    empty_directory,
+    given_back_on_error,
+)
 from shuffled_dpsgd.tasks.summary import count_parameters, save_weights, summarise
 from shuffled_dpsgd.tasks.task import Task
 from shuffled_dpsgd.training.loop import LoopSettings, Outcome, Progress, train
@@ -40,7 +47,12 @@ class PreparedRun:
     task: Task
     private: PrivateTraining
     scheduler: torch.optim.lr_scheduler.LRScheduler
-    resumed: bool
+    made: Path | None = None
+
+    @property
+    def resumed(self) -> bool:
+        """Whether the run was begun before, in this folder."""
+        return self.made is None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,23 +67,28 @@ class RunResult:
 def prepare(config: RunConfig, directory: Path, *, resume: bool = False) -> PreparedRun:
     """Load data and model and calibrate; a fresh run needs an empty folder.
 
-    The folder's ledger knows what was already released from the data, so starting over in it
-    would forget spent privacy; that is refused.
+    What fails here leaves the folder as it was.
     """
-    if not resume:
-        _claim_directory(directory)
-    if config.training.num_threads is not None:
-        torch.set_num_threads(config.training.num_threads)
-    task = build_task(config)
-    private = start_private(
-        config,
-        task.model,
-        dataset_size=len(task.train_data),
-        ledger_path=directory / "ledger.jsonl",
-    )
-    if not resume:
-        text = json.dumps(config.to_json(), indent=2) + "\n"
-        (directory / CONFIG_FILE).write_text(text, encoding="utf-8")
+    device = chosen_device(config.training.device)
+    made = None if resume else claim_directory(directory)
+    with given_back_on_error(directory, made=made):
+        if config.training.num_threads is not None:
+            torch.set_num_threads(config.training.num_threads)
+        task = build_task(config)
+        if resume:
+            check_data(directory, task.train_data)
+        else:
+            check_space(directory, task.model)
+        private = start_private(
+            config,
+            task.model.to(device),
+            dataset_size=len(task.train_data),
+            ledger_path=directory / "ledger.jsonl",
+        )
+        if not resume:
+            remember_data(directory, task.train_data)
+            text = json.dumps(config.to_json(), indent=2) + "\n"
+            (directory / CONFIG_FILE).write_text(text, encoding="utf-8")
     scheduler = build_scheduler(private.optimizer, config.optimizer, private.plan.num_steps)
     return PreparedRun(
         config=config,
@@ -79,7 +96,7 @@ def prepare(config: RunConfig, directory: Path, *, resume: bool = False) -> Prep
         task=task,
         private=private,
         scheduler=scheduler,
-        resumed=resume,
+        made=made,
     )
 
 
@@ -93,7 +110,7 @@ def load_run(directory: Path) -> RunConfig:
         )
     try:
         return parse_config(json.loads(path.read_text(encoding="utf-8")))
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         raise CheckpointError(f"{path}: not a run's configuration; {error}") from error
 
 
@@ -110,21 +127,27 @@ def execute(run: PreparedRun, observers: tuple[Observer, ...] = ()) -> RunResult
         clock=run.private.clock,
         observers=observers,
     )
-    outcome = train(
-        run.private,
-        run.task.train_data,
-        run.task.losses,
-        settings=LoopSettings(
-            checkpoint_dir=run.directory / "checkpoints",
-            checkpoint_every=training.checkpoint_every,
-            precision=training.precision,
-            physical_batch="find" if _searches_batch(run) else "as-planned",
-            collate=run.task.collate,
-        ),
-        callbacks=(recorder,),
-        scheduler=run.scheduler,
-        resume=run.resumed,
+    settings = LoopSettings(
+        checkpoint_dir=run.directory / "checkpoints",
+        checkpoint_every=training.checkpoint_every,
+        precision=training.precision,
+        physical_batch="find" if _searches_batch(run) else "as-planned",
+        collate=run.task.collate,
     )
+    try:
+        outcome = train(
+            run.private,
+            run.task.train_data,
+            run.task.losses,
+            settings=settings,
+            callbacks=(recorder,),
+            scheduler=run.scheduler,
+            resume=run.resumed,
+        )
+    except BaseException:
+        if run.made is not None and run.private.ledger.spent == 0:
+            empty_directory(run.directory, made=run.made)
+        raise
     sizes = count_parameters(run.private.model)
     if outcome.finished:
         # First of all: whatever happens to a report, the model was paid for.
@@ -159,14 +182,3 @@ def _write_results(
 def _searches_batch(run: PreparedRun) -> bool:
     """On a GPU, running out of memory is an error to learn from; on a CPU it swaps."""
     return run.config.training.physical_batch_size is None and run.private.device.type == "cuda"
-
-
-def _claim_directory(directory: Path) -> None:
-    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-        raise InvalidArgumentError(
-            "--output",
-            expected="an empty or new folder",
-            got=str(directory),
-            remedy="choose another, or continue the run in it with --resume",
-        )
-    directory.mkdir(parents=True, exist_ok=True)

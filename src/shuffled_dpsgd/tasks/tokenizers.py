@@ -139,10 +139,10 @@ def load_tokenizer(model_name: str) -> Tokenizer:
         raise MissingExtraError("transformers", extra="hf", purpose="tokenizers") from error
     try:
         return PretrainedTokenizer(AutoTokenizer.from_pretrained(source))
-    except OSError as error:
+    except (OSError, ValueError) as error:
         raise InvalidArgumentError(
             "model.name",
             expected="a model saved with its tokenizer",
             got=model_name,
-            remedy=str(error).splitlines()[0],
+            remedy=f"save the tokenizer beside the weights ({str(error).splitlines()[0]})",
         ) from error

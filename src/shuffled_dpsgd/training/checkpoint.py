@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from shuffled_dpsgd.errors import CheckpointError, InvalidArgumentError
@@ -65,21 +66,33 @@ def save_checkpoint(
     temporary = root / f".{target.name}.{os.getpid()}.tmp"
     for leftover in root.glob(".checkpoint-*.tmp"):
         shutil.rmtree(leftover)
-    temporary.mkdir()
-    save_file(_weights(private.model), temporary / _WEIGHTS)
-    torch.save(_state(private, extras or {}), temporary / _STATE)
-    (temporary / _RUN).write_text(json.dumps(_run(private), indent=1), encoding="utf-8")
-    hashes = {name: _hash(temporary / name) for name in (_WEIGHTS, _STATE, _RUN)}
-    manifest = {"format": FORMAT, "files": hashes}
-    (temporary / _MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
-    for name in (*hashes, _MANIFEST):
-        _fsync_file(temporary / name)
-    fsync_directory(temporary)
-    _put_in_place(temporary, target)
+    try:
+        _write(private, temporary, extras or {})
+        _put_in_place(temporary, target)
+    except (OSError, SafetensorError, RuntimeError) as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise CheckpointError(
+            f"{target}: could not be written ({error}); make room or mend the disk, then resume: "
+            "checkpoints written before it are whole"
+        ) from error
     for old in find_checkpoints(root)[:-keep]:
         if old != target:
             _remove(old)
     return target
+
+
+def _write(private: PrivateTraining, folder: Path, extras: Mapping[str, Stateful]) -> None:
+    """Every file of a checkpoint, durable when this returns."""
+    folder.mkdir()
+    save_file(_weights(private.model), folder / _WEIGHTS)
+    torch.save(_state(private, extras), folder / _STATE)
+    (folder / _RUN).write_text(json.dumps(_run(private), indent=1), encoding="utf-8")
+    hashes = {name: _hash(folder / name) for name in (_WEIGHTS, _STATE, _RUN)}
+    manifest = {"format": FORMAT, "files": hashes}
+    (folder / _MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
+    for name in (*hashes, _MANIFEST):
+        _fsync_file(folder / name)
+    fsync_directory(folder)
 
 
 def _put_in_place(temporary: Path, target: Path) -> None:

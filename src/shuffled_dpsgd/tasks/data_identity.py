@@ -1,0 +1,98 @@
+"""Is a resumed run given the records it began with? A salted digest that stays with the run.
+
+The budget was planned for one set of records, and the steps before and after an interruption must
+see the same one. The digest lies in a file that only its owner reads; its name begins with an
+underscore, which the Hugging Face hub's uploads leave out. It says nothing to somebody who does
+not have the records, but could confirm a guess of all of them: it is not for publishing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import secrets
+from pathlib import Path
+from typing import Any
+
+from shuffled_dpsgd.errors import CheckpointError
+from shuffled_dpsgd.training.data import MapStyle
+
+FILE = "_data.json"
+
+
+def remember_data(directory: Path, data: MapStyle) -> None:
+    """Write down which records a run begins with."""
+    salt = secrets.token_bytes(32)
+    known = {"num_records": len(data), "salt": salt.hex(), "digest": digest(data, salt)}
+    descriptor = os.open(directory / FILE, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with open(descriptor, "w", encoding="utf-8") as file:
+        json.dump(known, file)
+
+
+def check_data(directory: Path, data: MapStyle) -> None:
+    """Refuse records other than those the run in `directory` began with.
+
+    Raises:
+        CheckpointError: their number or their content differs, or the file is not there.
+    """
+    path = directory / FILE
+    try:
+        known = json.loads(path.read_text(encoding="utf-8"))
+        number, salt, expected = known["num_records"], known["salt"], known["digest"]
+        same = digest(data, bytes.fromhex(salt)) == expected
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"{path}: cannot be read ({error}), so nobody knows which records this run began "
+            "with; put the file back"
+        ) from error
+    if number != len(data):
+        raise CheckpointError(
+            f"{directory}: this run began with {number} training records, now there are "
+            f"{len(data)}; put the data back as they were, or start another run"
+        )
+    if not same:
+        raise CheckpointError(
+            f"{directory}: there are {number} training records as before, but they are not the "
+            "ones this run began with; put the data back as they were, or start another run"
+        )
+
+
+def digest(data: MapStyle, salt: bytes) -> str:
+    """Equal for equal records in equal order; 64 hexadecimal digits.
+
+    >>> digest([(1, "a")], b"s") == digest([(1, "a")], b"s") != digest([(1, "b")], b"s")
+    True
+    """
+    whole = hashlib.blake2b(key=salt, digest_size=32)
+    for index in range(len(data)):
+        _add(whole, data[index])
+    return whole.hexdigest()
+
+
+def _add(whole: Any, value: Any) -> None:
+    """Each value with its kind and length before it, so that no two can run together."""
+    if isinstance(value, tuple | list):
+        if value and all(type(item) is int for item in value):
+            _add_bytes(whole, "ints", repr(value).encode())
+            return
+        whole.update(f"sequence:{len(value)}:".encode())
+        for item in value:
+            _add(whole, item)
+    elif isinstance(value, dict):
+        _add(whole, [part for key in sorted(value) for part in (key, value[key])])
+    elif hasattr(value, "detach"):
+        array = value.detach().cpu().contiguous()
+        kind = f"tensor:{array.dtype}:{tuple(array.shape)}"
+        _add_bytes(whole, kind, array.numpy().tobytes())
+    elif hasattr(value, "tobytes"):
+        shape = getattr(value, "shape", None) or getattr(value, "size", None)
+        content = getattr(value, "dtype", None) or getattr(value, "mode", None)
+        _add_bytes(whole, f"array:{content}:{shape}", value.tobytes())
+    else:
+        _add_bytes(whole, type(value).__name__, repr(value).encode())
+
+
+def _add_bytes(whole: Any, kind: str, content: bytes) -> None:
+    whole.update(f"{kind}:{len(content)}:".encode())
+    whole.update(content)

@@ -105,6 +105,29 @@ def test_interrupt_tells_how_to_resume(tmp_path: Path, monkeypatch: pytest.Monke
     assert summary["finished"] is True
     assert summary["steps_taken"] == NUM_SHORT_STEPS
 
+    again = run("--resume", tmp_path / "out").stdout
+    assert "nothing is left to train" in again
+    assert json.loads(run("--resume", tmp_path / "out", "--json").stdout)["already_finished"]
+
+
+def test_steps_lost_in_a_crash_are_named_and_the_last_weights_scored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from shuffled_dpsgd.cli import training_display
+
+    def die(*_: Any) -> None:
+        raise SystemExit(9)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(training_display.TrainingBar, "update", die)
+        run("digits", *SHORT, "--secure", "--output", tmp_path / "out", code=9)
+    first = sorted((tmp_path / "out" / "checkpoints").iterdir())[0].name
+    done = run("--resume", tmp_path / "out", "--checkpoint", first).stdout
+    assert f"step {NUM_SHORT_STEPS} of the plan" in " ".join(done.split())
+    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+    assert (summary["steps_taken"], summary["steps_lost"]) == (NUM_SHORT_STEPS - 1, 1)
+    assert summary["heldout_score"] is not None
+
 
 @pytest.mark.parametrize(
     ("arguments", "expected"),

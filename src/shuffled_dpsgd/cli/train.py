@@ -29,6 +29,9 @@ Task = Annotated[str | None, typer.Argument(help="[bold]digits[/bold]: the embed
 ConfigFile = Annotated[Path | None, typer.Option("--config", help="A TOML file with the run.")]
 Resume = Annotated[Path | None, typer.Option(help="Continue the run in this folder.")]
 Output = Annotated[Path | None, typer.Option(help="A new folder for everything the run writes.")]
+Checkpoint = Annotated[
+    str | None, typer.Option(help="With --resume: an earlier checkpoint, by its folder's name.")
+]
 LearningRate = Annotated[float | None, typer.Option(help="Peak learning rate.")]
 Secure = Annotated[bool, typer.Option("--secure", help="Noise from the operating system.")]
 
@@ -38,6 +41,7 @@ def train(
     task: Task = None,
     config: ConfigFile = None,
     resume: Resume = None,
+    checkpoint: Checkpoint = None,
     output: Output = None,
     epsilon: opt.Epsilon = None,
     delta: opt.Delta = None,
@@ -73,7 +77,11 @@ def train(
     }
     if resume is not None:
         _refuse_with_resume(task, config, output, seed, secure, overrides)
-        run = _resumed(resume)
+        if _is_finished(resume, checkpoint, as_json=as_json):
+            return
+        run = _resumed(resume, checkpoint)
+    elif checkpoint is not None:
+        raise InvalidArgumentError("--checkpoint", expected="--resume beside it", got=checkpoint)
     else:
         chosen = _with_overrides(_chosen(task, config), overrides, seed=seed, secure=secure)
         run = _fresh(chosen, output)
@@ -130,10 +138,28 @@ def _fresh(config: RunConfig, output: Path | None) -> PreparedRun:
     return prepare(config, output or Path("runs") / f"{config.task}-{stamp}")
 
 
-def _resumed(directory: Path) -> PreparedRun:
+def _resumed(directory: Path, checkpoint: str | None) -> PreparedRun:
     from shuffled_dpsgd.tasks import load_run, prepare
 
-    return prepare(load_run(directory), directory, resume=True)
+    return prepare(load_run(directory), directory, resume=True, checkpoint=checkpoint)
+
+
+def _is_finished(directory: Path, checkpoint: str | None, *, as_json: bool) -> bool:
+    """Say so of a run that has ended, instead of loading everything to do nothing."""
+    from shuffled_dpsgd.tasks import finished_summary
+
+    summary = None if checkpoint else finished_summary(directory)
+    if summary is None:
+        return False
+    if as_json:
+        print_json(summary | {"output": str(directory), "already_finished": True})
+        return True
+    typer.echo(
+        f"This run finished on {summary['date'][:10]} after {summary['steps_taken']} steps: "
+        f"nothing is left to train. Its weights are in {directory / 'model'}, its report is "
+        f"{directory / 'report.html'}. For more steps start another run, whose ε adds to its own."
+    )
+    return True
 
 
 def _refuse_with_resume(

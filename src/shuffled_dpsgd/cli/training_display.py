@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from shuffled_dpsgd.accounting import PrivacyClaim
     from shuffled_dpsgd.reports import StepRecord
     from shuffled_dpsgd.tasks import PreparedRun, RunResult
-    from shuffled_dpsgd.training import PrivacyCard, PrivacyPlan
+    from shuffled_dpsgd.training import Outcome, PrivacyCard, PrivacyPlan
 
 # The speed shown is that of so many steps.
 RECENT_STEPS = 20
@@ -137,6 +137,16 @@ class TrainingBar:
         self._progress.update(self._bar, completed=record.step, status=status)
 
 
+def _lost(outcome: Outcome) -> Text:
+    first, last = outcome.steps_taken + 1, outcome.steps_taken + outcome.steps_lost
+    steps = f"step {first}" if first == last else f"steps {first} to {last}"
+    return Text(
+        f"{steps} of the plan: as many releases were made after the last checkpoint of a run that "
+        "was killed; they stay spent, and what they taught is gone",
+        style="yellow",
+    )
+
+
 def conclusion(result: RunResult, run: PreparedRun, seconds: float) -> RenderableType:
     """The result, the claims in the order every surface keeps, and where everything is."""
     card = run.private.card()
@@ -154,6 +164,8 @@ def conclusion(result: RunResult, run: PreparedRun, seconds: float) -> Renderabl
     score = result.summary["heldout_score"]
     if score is not None:
         table.add_row(f"held-out {run.task.score_name}", f"{score:.4f}")
+    if result.outcome.steps_lost:
+        table.add_row("lost", _lost(result.outcome))
     table.add_row("time", f"{seconds:.1f} s")
     table.add_row("certified ε", _claim(card.certified, _no_claim(card)))
     table.add_row("paper's estimate", _claim(card.paper, NO_ESTIMATE))

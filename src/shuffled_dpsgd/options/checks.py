@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from numbers import Real
 from typing import TYPE_CHECKING
 
 from shuffled_dpsgd.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
     from shuffled_dpsgd.options.statement import Budget, PrivacyOptions, Schedule
+
+
+_NUMBERS = ("epsilon", "noise_multiplier", "unshuffled_noise_multiplier", "batch_clip_norm")
 
 
 def check_choices(options: object, choices: Mapping[str, tuple[str, ...]]) -> None:
@@ -26,6 +30,7 @@ def check_choices(options: object, choices: Mapping[str, tuple[str, ...]]) -> No
 
 def check_budget(budget: Budget) -> None:
     """ε, δ, noise and clips are in range, and say the same thing once."""
+    _check_numbers(budget)
     _check_clips(budget)
     if not 0.0 < budget.delta < 1.0:
         raise InvalidArgumentError("delta", expected="a number in (0, 1)", got=budget.delta)
@@ -92,6 +97,16 @@ def check_together(options: PrivacyOptions) -> None:
         raise _clash("noise_frame='unshuffled'", f"shuffle={options.shuffle!r}", "every-step")
 
 
+def _check_numbers(budget: Budget) -> None:
+    for name in ("delta", "clip_norm"):
+        if getattr(budget, name) is None:
+            raise InvalidArgumentError(name, expected="a number", got=None)
+    for name in (*_NUMBERS, "delta", "clip_norm"):
+        value = getattr(budget, name)
+        if isinstance(value, bool) or not isinstance(value, Real | None):
+            raise InvalidArgumentError(name, expected="a number", got=value)
+
+
 def _check_clips(budget: Budget) -> None:
     if not budget.clip_norm > 0.0:
         raise InvalidArgumentError("clip_norm", expected="a positive number", got=budget.clip_norm)
@@ -120,7 +135,7 @@ def _check_clips(budget: Budget) -> None:
 
 
 def _check_positive_integer(name: str, value: int) -> None:
-    if not isinstance(value, int) or value < 1:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise InvalidArgumentError(name, expected="a positive integer", got=value)
 
 

@@ -10,7 +10,14 @@ from __future__ import annotations
 from shuffled_dpsgd.tasks.config import RunConfig, load_config, parse_config
 from shuffled_dpsgd.tasks.privacy import start_private
 from shuffled_dpsgd.tasks.registry import build_task
-from shuffled_dpsgd.tasks.run import PreparedRun, RunResult, execute, load_run, prepare
+from shuffled_dpsgd.tasks.run import (
+    PreparedRun,
+    RunResult,
+    execute,
+    finished_summary,
+    load_run,
+    prepare,
+)
 from shuffled_dpsgd.tasks.task import Evaluation, Task
 
 __all__ = [
@@ -21,6 +28,7 @@ __all__ = [
     "Task",
     "build_task",
     "execute",
+    "finished_summary",
     "load_config",
     "load_run",
     "parse_config",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 from torch import nn
 
@@ -46,6 +47,25 @@ class Recorder:
         self._log.append(record)
         for observer in self._observers:
             observer(record, progress)
+
+    def score_last(self) -> None:
+        """Evaluate the weights a run ended with, if its last step was not evaluated.
+
+        That is so when a crash lost steps whose releases stay spent.
+        """
+        records = self._log.read()
+        if not records or records[-1].heldout_score is not None:
+            return
+        last = records[-1]
+        evaluation = self._task.evaluate(self._model)
+        self._log.rewind(last.step - 1)
+        self._log.append(
+            replace(
+                last,
+                heldout_loss=_finite(evaluation.loss),
+                heldout_score=_finite(evaluation.score),
+            )
+        )
 
     def _record(self, progress: Progress) -> StepRecord:
         metrics = progress.metrics

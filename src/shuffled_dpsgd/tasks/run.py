@@ -35,6 +35,7 @@ from shuffled_dpsgd.training.loop import LoopSettings, Outcome, Progress, train
 from shuffled_dpsgd.training.private import PrivateTraining
 
 CONFIG_FILE = "run.json"
+SUMMARY_FILE = "summary.json"
 Observer = Callable[[StepRecord, Progress], object]
 
 
@@ -48,6 +49,7 @@ class PreparedRun:
     private: PrivateTraining
     scheduler: torch.optim.lr_scheduler.LRScheduler
     made: Path | None = None
+    checkpoint: str | None = None
 
     @property
     def resumed(self) -> bool:
@@ -64,10 +66,13 @@ class RunResult:
     directory: Path
 
 
-def prepare(config: RunConfig, directory: Path, *, resume: bool = False) -> PreparedRun:
+def prepare(
+    config: RunConfig, directory: Path, *, resume: bool = False, checkpoint: str | None = None
+) -> PreparedRun:
     """Load data and model and calibrate; a fresh run needs an empty folder.
 
-    What fails here leaves the folder as it was.
+    `checkpoint` names the one to resume from, instead of the newest. What fails here leaves the
+    folder as it was.
     """
     device = chosen_device(config.training.device)
     made = None if resume else claim_directory(directory)
@@ -97,6 +102,7 @@ def prepare(config: RunConfig, directory: Path, *, resume: bool = False) -> Prep
         private=private,
         scheduler=scheduler,
         made=made,
+        checkpoint=checkpoint,
     )
 
 
@@ -114,6 +120,16 @@ def load_run(directory: Path) -> RunConfig:
         raise CheckpointError(f"{path}: not a run's configuration; {error}") from error
 
 
+def finished_summary(directory: Path) -> dict[str, Any] | None:
+    """The summary of a run that has nothing left to do; None for any other folder."""
+    try:
+        summary = json.loads((directory / SUMMARY_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    done = isinstance(summary, dict) and summary.get("finished") and (directory / "model").is_dir()
+    return summary if done else None
+
+
 def execute(run: PreparedRun, observers: tuple[Observer, ...] = ()) -> RunResult:
     """Train to the end of the plan or to a signal, then write everything down."""
     training = run.config.training
@@ -129,6 +145,7 @@ def execute(run: PreparedRun, observers: tuple[Observer, ...] = ()) -> RunResult
     )
     settings = LoopSettings(
         checkpoint_dir=run.directory / "checkpoints",
+        checkpoint=run.checkpoint,
         checkpoint_every=training.checkpoint_every,
         precision=training.precision,
         physical_batch="find" if _searches_batch(run) else "as-planned",
@@ -152,6 +169,7 @@ def execute(run: PreparedRun, observers: tuple[Observer, ...] = ()) -> RunResult
     if outcome.finished:
         # First of all: whatever happens to a report, the model was paid for.
         save_weights(run.task, run.private.model, run.directory / "model")
+        recorder.score_last()
     summary = _write_results(run, outcome, log.read(), sizes)
     return RunResult(outcome=outcome, summary=summary, directory=run.directory)
 
@@ -175,7 +193,7 @@ def _write_results(
     write_report(run.directory, view, card, spec=spec, facts=run.config.without_seed())
     summary = summarise(run.task, run.config, outcome, records, card) | sizes
     text = json.dumps(summary, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
-    (run.directory / "summary.json").write_text(text, encoding="utf-8")
+    (run.directory / SUMMARY_FILE).write_text(text, encoding="utf-8")
     return summary
 
 

@@ -81,6 +81,7 @@ def summarise(
         "finished": outcome.finished,
         "interrupted_by": outcome.interrupted_by,
         "steps_taken": outcome.steps_taken,
+        "steps_lost": outcome.steps_lost,
         "score_name": task.score_name,
         "heldout_score": last and last.heldout_score,
         "heldout_loss": last and last.heldout_loss,

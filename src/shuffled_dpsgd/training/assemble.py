@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from shuffled_dpsgd.clipping import ClippingEngine
-from shuffled_dpsgd.errors import UnsupportedModuleError
+from shuffled_dpsgd.errors import InvalidArgumentError, UnsupportedModuleError
 from shuffled_dpsgd.options import (
     Accounting,
     Adjacency,
@@ -31,6 +32,7 @@ from shuffled_dpsgd.training.planning import make_plan
 from shuffled_dpsgd.training.private import PrivateTraining
 from shuffled_dpsgd.training.randomness import RandomStreams
 from shuffled_dpsgd.training.sampler import PoissonSampler
+from shuffled_dpsgd.training.succession import close_predecessors, remember_run
 
 DEFAULT_PHYSICAL_BATCH = 64
 
@@ -121,11 +123,13 @@ def assemble(
     options: PrivacyOptions,
 ) -> PrivateTraining:
     """Build every part of a run from its options; what `make_private` does."""
+    _check_kinds(model, optimizer)
     inner = _uncompiled(model)
     _refuse_replicas(inner)
     check_optimizer(optimizer, shuffled=options.shuffle != "off")
     check_parameters(inner, optimizer)
     check_precision(inner)
+    close_predecessors(inner, optimizer)
     spec: PermutationSpec | None = None
     if options.needs_blocks:
         spec = discover(inner, scope=options.scope)
@@ -135,7 +139,7 @@ def assemble(
         moved=frozenset() if spec is None else spec.moved_names,
     )
     streams = RandomStreams(seed=plan.seed)
-    return PrivateTraining(
+    private = PrivateTraining(
         model=inner,
         optimizer=optimizer,
         plan=plan,
@@ -154,6 +158,29 @@ def assemble(
         physical_batch_size=options.physical_batch_size
         or min(DEFAULT_PHYSICAL_BATCH, plan.expected_batch_size),
     )
+    remember_run(private)
+    return private
+
+
+def _check_kinds(model: Any, optimizer: Any) -> None:
+    """Refuse what is no model and no optimizer, and an optimizer that another library wraps."""
+    if not isinstance(model, torch.nn.Module):
+        raise InvalidArgumentError("model", expected="a torch.nn.Module", got=type(model).__name__)
+    if type(optimizer).__name__ == "AcceleratedOptimizer":
+        raise InvalidArgumentError(
+            "optimizer",
+            expected="the optimizer itself",
+            got="AcceleratedOptimizer",
+            remedy="leave model, optimizer and data out of accelerator.prepare, or pass "
+            "optimizer.optimizer: private.step() does what its step would",
+        )
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise InvalidArgumentError(
+            "optimizer",
+            expected="a torch.optim.Optimizer",
+            got=type(optimizer).__name__,
+            remedy="the model comes first, then the optimizer",
+        )
 
 
 def _engine(model: torch.nn.Module, plan: PrivacyPlan, options: PrivacyOptions) -> ClippingEngine:

@@ -146,11 +146,16 @@ def load_checkpoint(
 ) -> None:
     """Put a freshly assembled run where the checkpoint left it.
 
-    The plan, the parameters and the symmetries must be those of the checkpoint; the ledger must
-    know at least its releases. Everything is checked before anything is changed.
+    `path` is a checkpoint, or the folder that `save_checkpoint` was given: then the newest in
+    it. To go back further, name one of `find_checkpoints(folder)`. The plan, the parameters and
+    the symmetries must be those of the checkpoint; the ledger must know at least its releases.
+    Everything is checked before anything is changed.
     """
-    source = Path(path)
-    _verify_files(source)
+    source = _chosen(Path(path))
+    try:
+        _verify_files(source)
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}{_earlier(source)}") from error
     run = json.loads((source / _RUN).read_text(encoding="utf-8"))
     differing = private.plan.differences(run["plan"])
     if differing:
@@ -172,6 +177,30 @@ def load_checkpoint(
     _restore(private, weights, state)
     for name, extra in (extras or {}).items():
         extra.load_state_dict(state["extras"][name])
+
+
+def _chosen(path: Path) -> Path:
+    """The checkpoint itself, or the newest of those in a folder."""
+    if (path / _MANIFEST).is_file() or _NAME.fullmatch(path.name):
+        return path
+    newest = latest_checkpoint(path)
+    if newest is None:
+        raise CheckpointError(
+            f"{path}: no checkpoint and no folder of checkpoints; pass what save_checkpoint was "
+            "given, or what it returned"
+        )
+    return newest
+
+
+def _earlier(source: Path) -> str:
+    """How to use the checkpoint before one that is broken."""
+    before = [c for c in find_checkpoints(source.parent) if c.name < source.name]
+    if not before:
+        return "; there is none before it"
+    return (
+        f"; the one before it is {before[-1]}: pass that to load_checkpoint, or resume with "
+        f"`--checkpoint {before[-1].name}`"
+    )
 
 
 def _restore(
@@ -224,9 +253,7 @@ def _run(private: PrivateTraining) -> dict[str, Any]:
 def _verify_files(source: Path) -> None:
     manifest_path = source / _MANIFEST
     if not manifest_path.is_file():
-        raise CheckpointError(
-            f"{source}: no {_MANIFEST}, so not a complete checkpoint; use an earlier one"
-        )
+        raise CheckpointError(f"{source}: no {_MANIFEST}, so not a complete checkpoint")
     try:
         manifest = json.loads(manifest_path.read_text(encoding="utf-8"))
         version, files = manifest["format"], dict(manifest["files"])
@@ -236,11 +263,11 @@ def _verify_files(source: Path) -> None:
         raise CheckpointError(f"{source}: format {version}, this version reads {FORMAT}")
     for name in (_WEIGHTS, _STATE, _RUN):
         if not (source / name).is_file():
-            raise CheckpointError(f"{source}: {name} is missing; use an earlier checkpoint")
+            raise CheckpointError(f"{source}: {name} is missing")
         if _hash(source / name) != files.get(name):
             raise CheckpointError(
                 f"{source / name}: does not match its hash in the manifest; the file is torn or "
-                "was altered: use an earlier checkpoint"
+                "was altered"
             )
 
 

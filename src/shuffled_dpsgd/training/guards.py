@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
 import torch
+from torch.utils.data import DataLoader, IterableDataset
 
 from shuffled_dpsgd.errors import DivergenceError, InvalidArgumentError
 
@@ -16,12 +18,55 @@ DIVERGENCE_ADVICE = (
 )
 
 
+def check_usable(closed_because: str | None) -> None:
+    """Refuse to go on with a run that has let go of its model."""
+    if closed_because is not None:
+        raise InvalidArgumentError(
+            "private",
+            expected="a run that is not closed",
+            got=closed_because,
+            remedy="make a new one with make_private; what this one spent stays spent",
+        )
+
+
+def check_records(data: Any, *, dataset_size: int) -> None:
+    """Refuse anything but a map-style data set of the size the plan accounts for."""
+    if isinstance(data, DataLoader):
+        raise InvalidArgumentError(
+            "data",
+            expected="the data set, not a loader of it",
+            got=type(data).__name__,
+            remedy="batches are drawn here, by Poisson sampling: "
+            "private.batches(loader.dataset, collate=loader.collate_fn)",
+        )
+    iterable = isinstance(data, IterableDataset) or not hasattr(data, "__getitem__")
+    if iterable or not hasattr(data, "__len__"):
+        raise InvalidArgumentError(
+            "data",
+            expected="a map-style data set (with len() and indexing)",
+            got=type(data).__name__,
+            remedy="Poisson sampling needs random access: load the stream first, list(data) will "
+            "do",
+        )
+    if len(data) != dataset_size:
+        raise InvalidArgumentError(
+            "data",
+            expected=f"the {dataset_size} records the plan accounts for",
+            got=len(data),
+            remedy="pass dataset_size=len(data) to make_private",
+        )
+
+
 def check_losses(losses: torch.Tensor, *, expected: int | None, may_be_mean: bool) -> int:
     """How many records the losses stand for; refuse anything but one loss per record.
 
     A scalar passes only when it was declared a mean: undeclared, it would shrink every gradient
     before the clip. `expected` is the size of the physical batch, None when it is not ours.
     """
+    if not isinstance(losses, torch.Tensor):
+        raise InvalidArgumentError(
+            "losses", expected="a tensor with one loss per sample", got=type(losses).__name__
+        )
     if losses.dim() == 0 and may_be_mean:
         return expected or 1
     if losses.dim() != 1 or expected not in (None, losses.shape[0]):

@@ -59,6 +59,7 @@ Callback = Callable[[Progress], object]
 class LoopSettings:
     """How to run, none of which changes what is released.
 
+    `checkpoint` names the one in `checkpoint_dir` to resume from, instead of the newest.
     `checkpoint_dir` turns on checkpoints every `checkpoint_every` steps and at the end or at a
     signal. `physical_batch="find"` tries sizes until one fits. `price_steps=False` leaves
     epsilon out of the progress, so that no accountant is needed. `pad_batches` fills physical
@@ -67,6 +68,7 @@ class LoopSettings:
     """
 
     checkpoint_dir: str | Path | None = None
+    checkpoint: str | None = None
     checkpoint_every: int = 100
     keep_checkpoints: int = 2
     precision: Precision = "float32"
@@ -84,10 +86,13 @@ class Outcome:
 
     `seconds` says where its time went: data, forward and backward, settle, noise, update, shuffle,
     checks, ledger, evaluation, checkpoints and other. They add up to the time of the call.
+    `steps_lost` counts steps that a crash lost for good: their releases are spent, and the run
+    has ended without them.
     """
 
     steps_taken: int
     finished: bool
+    steps_lost: int
     interrupted_by: str | None
     checkpoint: Path | None
     seconds: Mapping[str, float]
@@ -143,6 +148,7 @@ def train(
     return Outcome(
         steps_taken=private.steps_taken,
         finished=private.finished,
+        steps_lost=private.plan.num_steps - private.steps_taken if private.finished else 0,
         interrupted_by=received[0] if received else None,
         checkpoint=observer.saved,
         seconds=private.clock.seconds(),
@@ -236,6 +242,8 @@ def _resume(
     if settings.checkpoint_dir is None:
         raise InvalidArgumentError("resume", expected="a checkpoint_dir to resume from", got=None)
     newest = latest_checkpoint(settings.checkpoint_dir)
+    if settings.checkpoint is not None:
+        newest = Path(settings.checkpoint_dir) / settings.checkpoint
     if newest is not None:
         load_checkpoint(private, newest, extras=extras)
     elif private.ledger.spent:

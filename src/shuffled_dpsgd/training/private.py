@@ -7,7 +7,8 @@ so that a test can replace one and watch the audits catch it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Generator, Iterator
 from contextlib import nullcontext
 from types import TracebackType
 from typing import Any
@@ -19,6 +20,8 @@ from shuffled_dpsgd.clipping import ClippingEngine
 from shuffled_dpsgd.errors import BudgetExhaustedError, InvalidArgumentError
 from shuffled_dpsgd.permutation import Permutation, PermutationSpec, apply, draw, identity
 from shuffled_dpsgd.runtime.clock import OTHER, Clock
+from shuffled_dpsgd.training.adapters import guard_adapters
+from shuffled_dpsgd.training.batch_stream import BatchStream
 from shuffled_dpsgd.training.card import PrivacyCard, write_card
 from shuffled_dpsgd.training.data import (
     LogicalBatch,
@@ -34,6 +37,8 @@ from shuffled_dpsgd.training.guards import (
     check_count,
     check_finite,
     check_losses,
+    check_records,
+    check_usable,
 )
 from shuffled_dpsgd.training.layout import Layout, lengths_of
 from shuffled_dpsgd.training.ledger import Ledger
@@ -95,6 +100,8 @@ class PrivateTraining:
         self._drawn = 0
         self._depth = 0
         self._exhausted = False
+        self._closed_because: str | None = None
+        self._epoch_end: int | None = None
         self._stream: object = None
         self._watch = ModelWatch(model, optimizer)
         self._weights = WeightCheck(self._trainable)
@@ -108,6 +115,16 @@ class PrivateTraining:
     def device(self) -> torch.device:
         """Where the model lives, and batches are moved to."""
         return next(self.model.parameters()).device
+
+    @property
+    def closed(self) -> bool:
+        """Whether the run has let go of the model and the optimizer."""
+        return self._closed_because is not None
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """⌈N/B⌉: after so many steps every record was drawn about once."""
+        return math.ceil(self.plan.dataset_size / self.plan.expected_batch_size)
 
     @property
     def finished(self) -> bool:
@@ -128,13 +145,14 @@ class PrivateTraining:
         pin_memory: bool | None = None,
         pad_batches: bool = False,
         background: bool | None = None,
-    ) -> Iterator[Any]:
+    ) -> BatchStream:
         """Draw logical batches by Poisson sampling and yield them in physical batches.
 
-        Runs to the end of the plan, or for `num_steps` logical batches. Tuple samples come as
-        `Batch` (unpack, or `.x` and `.y`), dictionaries as dictionaries, tensors on the model's
-        device. A logical batch may be empty: its step (noise only) happens here, between two
-        yields, and nothing is yielded for it; `on_update` callbacks see it.
+        Runs to the end of the plan, inside `for epoch in private.epochs()` to the end of the
+        epoch, or for `num_steps` logical batches; `len` of what is returned counts those. Tuple
+        samples come as `Batch` (unpack, or `.x` and `.y`), dictionaries as dictionaries, tensors
+        on the model's device. A logical batch may be empty: its step (noise only) happens here,
+        between two yields, and nothing is yielded for it; `on_update` callbacks see it.
 
         Samples of one logical batch come sorted by length where the data can say how long a record
         is (`layout.lengths_of`). With `pad_batches`, physical batches have a few fixed shapes: the
@@ -148,18 +166,15 @@ class PrivateTraining:
                 got=self.plan.sampling,
                 remedy="feed your own batches inside `with private:`, or plan Poisson sampling",
             )
-        if len(data) != self.plan.dataset_size:
-            raise InvalidArgumentError(
-                "data",
-                expected=f"the {self.plan.dataset_size} records the plan accounts for",
-                got=len(data),
-                remedy="pass dataset_size=len(data) to make_private",
-            )
+        check_usable(self._closed_because)
+        check_records(data, dataset_size=self.plan.dataset_size)
         if self.finished:
             raise BudgetExhaustedError(
                 f"after {self.steps_taken} steps, {self.ledger.spent} of the "
-                f"{self.plan.num_steps} releases of the plan are spent: start a run with a "
-                "larger plan"
+                f"{self.plan.num_steps} releases of the plan are spent. One pass over "
+                "private.batches(data) runs the whole plan: for a pass per epoch write `for epoch "
+                "in private.epochs():` around it. The model is trained; for more steps start a "
+                "run with a larger plan"
             )
         if pad_batches and self.plan.loss_reduction == "mean":
             raise InvalidArgumentError(
@@ -168,19 +183,34 @@ class PrivateTraining:
                 got="loss_reduction='mean', a mean over the rows that do not count as well",
             )
         on_gpu = self.device.type == "cuda"
-        last = self.plan.num_steps
+        last = self.plan.num_steps if self._epoch_end is None else self._epoch_end
         last = last if num_steps is None else min(last, self.steps_taken + num_steps)
-        return self._batches(
-            data,
-            range(self.steps_taken, last),
-            {
-                "layout": self.layout(data, pad_batches=pad_batches),
-                "collate": collate,
-                "num_workers": num_workers,
-                "pin_memory": on_gpu if pin_memory is None else pin_memory,
-                "background": on_gpu if background is None else background,
-            },
-        )
+        steps = range(self.steps_taken, last)
+        options = {
+            "layout": self.layout(data, pad_batches=pad_batches),
+            "collate": collate,
+            "num_workers": num_workers,
+            "pin_memory": on_gpu if pin_memory is None else pin_memory,
+            "background": on_gpu if background is None else background,
+        }
+        return BatchStream(self._batches(data, steps, options), num_steps=len(steps))
+
+    def epochs(self) -> Iterator[int]:
+        """Number the epochs of the plan; inside, `batches` stops where the epoch ends.
+
+        Goes on where a resumed run was. An epoch is `steps_per_epoch` steps of Poisson sampling:
+        a record is drawn once on average, sometimes twice, sometimes never.
+        """
+        try:
+            while not self.finished:
+                epoch = self.steps_taken // self.steps_per_epoch
+                self._epoch_end = min((epoch + 1) * self.steps_per_epoch, self.plan.num_steps)
+                before = self.steps_taken
+                yield epoch
+                if self.steps_taken == before:
+                    return
+        finally:
+            self._epoch_end = None
 
     @property
     def pads_by_default(self) -> bool:
@@ -238,7 +268,9 @@ class PrivateTraining:
                     "step",
                     expected="one call per batch of private.batches(data)",
                     got="a call without a batch",
-                    remedy="the sampler accounted for must be the sampler used",
+                    remedy="the sampler accounted for must be the sampler used: loop over "
+                    "private.batches(loader.dataset) instead of your own loader, or plan "
+                    "sampling='unaccounted', which allows no claim",
                 )
             check_count(self._count, drawn=self._drawn, padded=self._pads)
             if not self._current.completes:
@@ -302,8 +334,9 @@ class PrivateTraining:
             samples_checked=self.engine.num_checked,
         )
 
-    def close(self) -> None:
+    def close(self, *, because: str = "private.close() was called") -> None:
         """Detach from the model and the optimizer; nothing of ours stays on them."""
+        self._closed_because = because
         while self._depth:
             self.__exit__(None, None, None)
         self._optimizer.remove()
@@ -322,6 +355,8 @@ class PrivateTraining:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        if self._depth == 0:  # A loop that was suspended when the run was closed ends only now.
+            return
         self._depth -= 1
         if self._depth == 0:
             if self._listening is not None:
@@ -350,7 +385,9 @@ class PrivateTraining:
         whole = None if sums is None else fingerprint(sums, key)
         return self.streams.token(self.steps_taken, key=key, start=start, sums=whole)
 
-    def _batches(self, data: MapStyle, steps: range, options: dict[str, Any]) -> Iterator[Any]:
+    def _batches(
+        self, data: MapStyle, steps: range, options: dict[str, Any]
+    ) -> Generator[Any, None, None]:
         logical = (
             LogicalBatch(step=step, indices=tuple(self.sampler.indices(step).tolist()))
             for step in steps
@@ -407,6 +444,7 @@ class PrivateTraining:
             )
 
     def _update(self) -> None:
+        check_usable(self._closed_because)
         if self.released:
             raise InvalidArgumentError(
                 "step", expected="no step after release()", got=f"step {self.steps_taken}"
@@ -469,6 +507,7 @@ class PrivateTraining:
 
     def _permute(self, step: int) -> None:
         assert self.spec is not None, "a plan that permutes has a spec"
+        guard_adapters(self.model)
         generator = self.streams.torch("permutation", step, device=self.device)
         permutation = draw(self.spec, generator)
         check = self._shuffles

@@ -1,0 +1,34 @@
+"""Adapters (PEFT) under a shuffle: saved alone, they would no longer fit the public model.
+
+A shuffle moves the frozen weights along with the adapter's. The model is the same function, but
+the adapter belongs to weights that nobody else has.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, NoReturn
+
+import torch
+
+from shuffled_dpsgd.errors import InvalidArgumentError
+
+
+def guard_adapters(model: torch.nn.Module) -> None:
+    """From now on refuse to save the adapter of a model whose frozen weights are shuffled.
+
+    The refusal stays on the model, as the shuffle does; `merge_and_unload` returns a model
+    without it.
+    """
+    if hasattr(model, "peft_config") and hasattr(model, "save_pretrained"):
+        model.save_pretrained = partial(_refuse, type(model).__name__)  # type: ignore[assignment]
+
+
+def _refuse(name: str, *_: Any, **__: Any) -> NoReturn:
+    raise InvalidArgumentError(
+        "save_pretrained",
+        expected="the whole model: model.merge_and_unload().save_pretrained(...)",
+        got=f"the adapter of a shuffled {name} alone",
+        remedy="the shuffle has moved the frozen weights, so the adapter no longer fits the "
+        "public model; to save adapters, train with shuffle='off'",
+    )

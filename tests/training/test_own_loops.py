@@ -1,0 +1,192 @@
+"""The loops people write: epochs, cells run again, adapters, loaders of their own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from shuffled_dpsgd.errors import BudgetExhaustedError, CheckpointError, InvalidArgumentError
+from shuffled_dpsgd.training import (
+    PrivateTraining,
+    find_checkpoints,
+    load_checkpoint,
+    make_private,
+    save_checkpoint,
+)
+from training.cases import bert_case, classify, make_bert, make_mlp, mlp_case, run, vectors
+
+SETTINGS: dict[str, Any] = {
+    "dataset_size": 40,
+    "expected_batch_size": 10,
+    "epochs": 3,
+    "delta": 1e-3,
+    "noise_multiplier": 1.0,
+    "shuffle": "off",
+    "seed": 3,
+}
+
+
+def private_mlp(model: torch.nn.Module | None = None, **changes: Any) -> PrivateTraining:
+    model = model or make_mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return make_private(model, optimizer, **(SETTINGS | changes))
+
+
+def take(private: PrivateTraining, batches: Any) -> None:
+    for batch in batches:
+        private.backward(classify(private.model, batch))
+        private.step()
+
+
+def test_a_pass_per_epoch_takes_all_steps_and_no_more() -> None:
+    private = private_mlp()
+    ends = []
+    for epoch in private.epochs():
+        batches = private.batches(vectors())
+        assert len(batches) == private.steps_per_epoch == 4
+        take(private, batches)
+        ends.append((epoch, private.steps_taken))
+    assert ends == [(0, 4), (1, 8), (2, 12)]
+    assert private.finished
+
+
+def test_epochs_go_on_where_a_run_was_and_give_up_when_nothing_happens() -> None:
+    private = private_mlp()
+    take(private, private.batches(vectors(), num_steps=5))
+    ends = []
+    for epoch in private.epochs():
+        take(private, private.batches(vectors()))
+        ends.append((epoch, private.steps_taken))
+    assert ends == [(1, 8), (2, 12)]
+    idle = private_mlp()
+    assert list(idle.epochs()) == [0]
+    assert len(idle.batches(vectors())) == 12
+
+
+def test_a_second_pass_over_the_whole_plan_is_explained() -> None:
+    private = private_mlp()
+    take(private, private.batches(vectors()))
+    with pytest.raises(BudgetExhaustedError, match=r"private\.epochs\(\)"):
+        private.batches(vectors())
+
+
+def test_a_cell_run_again_closes_the_first_run_and_says_so() -> None:
+    model = make_mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    first = make_private(model, optimizer, **SETTINGS)
+    suspended = first.batches(vectors())
+    next(suspended)
+    with pytest.warns(UserWarning, match="closed after 0 steps"):
+        second = make_private(model, optimizer, **SETTINGS)
+    take(second, second.batches(vectors()))
+    assert second.finished
+    with pytest.raises(InvalidArgumentError, match="make_private was called again"):
+        first.batches(vectors())
+    suspended.close()
+    second.close()
+    third = make_private(model, optimizer, **SETTINGS)  # no warning: the second was closed
+    take(third, third.batches(vectors(), num_steps=1))
+
+
+def test_adapters_of_a_shuffled_model_are_not_saved_alone(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=2, target_modules=["query", "value"], task_type="SEQ_CLS")
+    for shuffle in ("off", "every-step"):
+        model = peft.get_peft_model(make_bert(), config)
+        trainable = [p for p in model.parameters() if p.requires_grad]
+        private = make_private(
+            model, torch.optim.SGD(trainable, lr=0.1), **(SETTINGS | {"shuffle": shuffle})
+        )
+        run(private, bert_case(), num_steps=1)
+        private.close()
+        if shuffle == "off":
+            model.save_pretrained(tmp_path / shuffle)
+            continue
+        with pytest.raises(InvalidArgumentError, match="merge_and_unload"):
+            model.save_pretrained(tmp_path / shuffle)
+        model.merge_and_unload().save_pretrained(tmp_path / shuffle)
+
+
+def test_the_folder_given_to_save_is_enough_to_load(tmp_path: Path) -> None:
+    private = private_mlp()
+    for _ in range(2):
+        run(private, mlp_case(), num_steps=2)
+        save_checkpoint(private, tmp_path / "ck")
+    again = private_mlp()
+    load_checkpoint(again, tmp_path / "ck")
+    assert again.steps_taken == 4
+    early, late = find_checkpoints(tmp_path / "ck")
+    (late / "state.pt").write_bytes(b"torn")
+    with pytest.raises(CheckpointError, match=f"the one before it is .*{early.name}"):
+        load_checkpoint(private_mlp(), tmp_path / "ck")
+    back = private_mlp()
+    load_checkpoint(back, early)
+    assert back.steps_taken == 2
+    with pytest.raises(CheckpointError, match="what save_checkpoint was given"):
+        load_checkpoint(private_mlp(), tmp_path / "absent")
+
+
+class Stream(IterableDataset[int]):
+    """Records that come once, in order."""
+
+    def __iter__(self) -> Any:
+        return iter(range(40))
+
+
+@pytest.mark.parametrize(
+    ("data", "match"),
+    [
+        (Stream(), "map-style"),
+        (iter(range(40)), "map-style"),
+        (DataLoader(vectors(), batch_size=4), r"private\.batches\(loader\.dataset"),
+        (vectors(count=41), "40 records"),
+    ],
+)
+def test_data_that_cannot_be_sampled_are_refused_with_the_right_call(data: Any, match: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=match):
+        private_mlp().batches(data)
+
+
+def test_a_loader_of_ones_own_is_told_the_right_call() -> None:
+    private = private_mlp()
+    with private, pytest.raises(InvalidArgumentError, match=r"private\.batches\(loader\.dataset"):
+        private.step()
+    with pytest.raises(InvalidArgumentError, match="a tensor"):
+        private.backward(1.0)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"noise_multiplier": None, "epsilon": "1"}, "epsilon: expected a number"),
+        ({"delta": None}, "delta: expected a number"),
+        ({"delta": "1e-5"}, "delta: expected a number"),
+        ({"clip_norm": None}, "clip_norm: expected a number"),
+        ({"clip_norm": "1"}, "clip_norm: expected a number"),
+        ({"clip_norm": True}, "clip_norm: expected a number"),
+        ({"batch_clip_norm": [1]}, "batch_clip_norm: expected a number"),
+        ({"noise_multiplier": "1"}, "noise_multiplier: expected a number"),
+        ({"epochs": True}, "epochs: expected a positive integer"),
+        ({"expected_batch_size": 1.5}, "expected_batch_size: expected a positive integer"),
+    ],
+)
+def test_values_of_the_wrong_kind_are_refused_by_name(changes: Any, match: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=match):
+        private_mlp(**changes)
+
+
+def test_models_and_optimizers_of_the_wrong_kind_are_refused() -> None:
+    model = make_mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(InvalidArgumentError, match="model comes first"):
+        make_private(model, model, **SETTINGS)  # type: ignore[arg-type]
+    with pytest.raises(InvalidArgumentError, match=r"torch\.nn\.Module"):
+        make_private(optimizer, optimizer, **SETTINGS)  # type: ignore[arg-type]
+    accelerate = pytest.importorskip("accelerate")
+    prepared = accelerate.Accelerator(cpu=True).prepare(optimizer)
+    with pytest.raises(InvalidArgumentError, match=r"optimizer\.optimizer"):
+        make_private(model, prepared, **SETTINGS)

@@ -7,6 +7,8 @@ import typer
 from shuffled_dpsgd import __version__
 from shuffled_dpsgd.cli.account import EPILOG as ACCOUNT_EPILOG
 from shuffled_dpsgd.cli.account import account
+from shuffled_dpsgd.cli.advise import EPILOG as ADVISE_EPILOG
+from shuffled_dpsgd.cli.advise import advise
 from shuffled_dpsgd.cli.audit import app as audit_app
 from shuffled_dpsgd.cli.calibrate import EPILOG as CALIBRATE_EPILOG
 from shuffled_dpsgd.cli.calibrate import calibrate
@@ -52,6 +54,7 @@ app.command("examine", epilog=EXAMINE_EPILOG)(examine)
 app.command("reproduce", epilog=REPRODUCE_EPILOG)(reproduce)
 app.command("inspect")(inspect)
 app.command("train", epilog=TRAIN_EPILOG)(train)
+app.command("advise", epilog=ADVISE_EPILOG)(advise)
 
 
 def main() -> None:

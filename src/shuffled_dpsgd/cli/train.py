@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from shuffled_dpsgd.cli import privacy_options as opt
+from shuffled_dpsgd.cli.advise import advise_on
 from shuffled_dpsgd.cli.output import AsJson, print_json, reports_errors
 from shuffled_dpsgd.errors import InvalidArgumentError
 
@@ -33,6 +34,9 @@ Checkpoint = Annotated[
     str | None, typer.Option(help="With --resume: an earlier checkpoint, by its folder's name.")
 ]
 LearningRate = Annotated[float | None, typer.Option(help="Peak learning rate.")]
+DryRun = Annotated[
+    bool, typer.Option("--dry-run", help="Only say what the plan can hope for, as advise does.")
+]
 Secure = Annotated[bool, typer.Option("--secure", help="Noise from the operating system.")]
 
 
@@ -55,6 +59,7 @@ def train(
     learning_rate: LearningRate = None,
     seed: opt.Seed = None,
     secure: Secure = False,
+    dry_run: DryRun = False,
     as_json: AsJson = False,
 ) -> None:
     """Train privately with weight shuffling, and leave weights, a privacy card and a report.
@@ -76,21 +81,25 @@ def train(
         "optimizer": {"learning_rate": learning_rate},
     }
     if resume is not None:
-        _refuse_with_resume(task, config, output, seed, secure, overrides)
+        _refuse_with_resume(task, config, output, seed, secure or dry_run, overrides)
         if _is_finished(resume, checkpoint, as_json=as_json):
             return
         run = _resumed(resume, checkpoint)
     elif checkpoint is not None:
         raise InvalidArgumentError("--checkpoint", expected="--resume beside it", got=checkpoint)
     else:
-        chosen = _with_overrides(_chosen(task, config), overrides, seed=seed, secure=secure)
+        chosen = _with_overrides(chosen_config(task, config), overrides, seed=seed, secure=secure)
+        if dry_run:
+            advise_on(chosen, as_json=as_json)
+            return
         run = _fresh(chosen, output)
     finished = _train_quietly(run) if as_json else _train_on_screen(run)
     if not finished:
         raise typer.Exit(INTERRUPTED)
 
 
-def _chosen(task: str | None, config: Path | None) -> RunConfig:
+def chosen_config(task: str | None, config: Path | None) -> RunConfig:
+    """The run a file describes, or the embedded default."""
     from shuffled_dpsgd.tasks import digits, load_config
 
     if config is not None:
@@ -167,12 +176,13 @@ def _refuse_with_resume(
     config: Path | None,
     output: Path | None,
     seed: int | None,
-    secure: bool,
+    flags: bool,
     overrides: dict[str, dict[str, Any]],
 ) -> None:
     given = {"TASK": task, "--config": config, "--output": output, "--seed": seed}
     given |= {f"{section}.{key}": v for section, o in overrides.items() for key, v in o.items()}
-    extra = [name for name, value in given.items() if value is not None] + ["--secure"] * secure
+    extra = [name for name, value in given.items() if value is not None]
+    extra += ["--secure or --dry-run"] * flags
     if extra:
         raise InvalidArgumentError(
             "--resume",
@@ -199,7 +209,7 @@ def _train_on_screen(run: PreparedRun) -> bool:
     console = Console()
     console.print(announcement(run))
     started = time.monotonic()
-    with TrainingBar(run) as bar:
+    with TrainingBar(run, console) as bar:
         result = execute(run, observers=(bar.update,))
     console.print(conclusion(result, run, time.monotonic() - started))
     return result.outcome.finished

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections import deque
+import time
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from rich.console import Group, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
@@ -15,10 +15,13 @@ if TYPE_CHECKING:
     from shuffled_dpsgd.accounting import PrivacyClaim
     from shuffled_dpsgd.reports import StepRecord
     from shuffled_dpsgd.tasks import PreparedRun, RunResult
+    from shuffled_dpsgd.tasks.diagnosis import Finding
     from shuffled_dpsgd.training import Outcome, PrivacyCard, PrivacyPlan
 
 # The speed shown is that of so many steps.
 RECENT_STEPS = 20
+LOOK_EVERY = 10
+SECONDS_BETWEEN_LINES = 30.0
 NO_ESTIMATE = "none: the formula does not apply"
 COLOURS = {"proven": "green", "heuristic": "yellow", "measured": "cyan"}
 
@@ -95,22 +98,33 @@ def _facts() -> Table:
 
 
 class TrainingBar:
-    """A progress bar with loss, held-out score, certified ε spent so far, and speed."""
+    """Progress with loss, held-out score and certified ε: a bar, or lines without a terminal.
 
-    def __init__(self, run: PreparedRun) -> None:
+    What is wrong with a run is said once, when it is first seen.
+    """
+
+    def __init__(self, run: PreparedRun, console: Console) -> None:
+        self._plan = run.private.plan
         self._score_name = run.task.score_name
-        self._progress = Progress(
-            TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
-            BarColumn(),
-            TextColumn("{task.fields[status]}"),
-            TimeRemainingColumn(compact=True),
-        )
-        self._bar = self._progress.add_task("", total=run.private.plan.num_steps, status="")
+        self._console = console
+        self._records: list[StepRecord] = []
+        self._said: set[str] = set()
+        self._last_line = self._started = time.monotonic()
+        self._progress: Progress | None = None
+        if console.is_terminal:
+            self._progress = Progress(
+                TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
+                BarColumn(),
+                TextColumn("{task.fields[status]}"),
+                TimeRemainingColumn(compact=True),
+                console=console,
+            )
+            self._bar = self._progress.add_task("", total=self._plan.num_steps, status="")
         self._score = ""
-        self._recent: deque[StepRecord] = deque(maxlen=RECENT_STEPS)
 
     def __enter__(self) -> TrainingBar:
-        self._progress.start()
+        if self._progress is not None:
+            self._progress.start()
         return self
 
     def __exit__(
@@ -119,22 +133,71 @@ class TrainingBar:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._progress.stop()
+        if self._progress is not None:
+            self._progress.stop()
 
     def update(self, record: StepRecord, _: object) -> None:
         """Show one finished step."""
-        from shuffled_dpsgd.reports import samples_per_second
-
+        self._records.append(record)
         if record.heldout_score is not None:
             self._score = f"{self._score_name} {record.heldout_score:.3f}"
         loss = "no loss" if record.loss is None else f"loss {record.loss:.3f}"
         spent = record.certified_epsilon
-        epsilon = "[red]no certified ε[/]" if spent is None else f"[green]ε {spent:.3f} proven[/]"
-        self._recent.append(record)
-        speed = samples_per_second(self._recent)
-        shown = "" if speed is None else f"{speed:,.0f} samples/s"
-        status = " · ".join(part for part in (loss, self._score, epsilon, shown) if part)
-        self._progress.update(self._bar, completed=record.step, status=status)
+        epsilon = "no certified ε" if spent is None else f"ε {spent:.3f} proven"
+        if self._progress is not None:
+            colour = "red" if spent is None else "green"
+            status = _joined(loss, self._score, f"[{colour}]{epsilon}[/]", self._speed())
+            self._progress.update(self._bar, completed=record.step, status=status)
+        elif self._is_due(record.step):
+            self._print_line(record.step, loss, epsilon)
+        if record.step % LOOK_EVERY == 0:
+            self._warn()
+
+    def _is_due(self, step: int) -> bool:
+        """At the first and last step, and in between every half minute or tenth of the run."""
+        tenth = max(1, self._plan.num_steps // 10)
+        waited = time.monotonic() - self._last_line >= SECONDS_BETWEEN_LINES
+        return waited or step % tenth == 0 or step in (1, self._plan.num_steps)
+
+    def _print_line(self, step: int, loss: str, epsilon: str) -> None:
+        now = time.monotonic()
+        self._last_line = now
+        seconds = now - self._started
+        left = seconds / len(self._records) * (self._plan.num_steps - step)
+        self._console.print(
+            _joined(
+                f"step {step}/{self._plan.num_steps}",
+                loss,
+                self._score,
+                epsilon,
+                self._speed(),
+                f"{left:,.0f} s left",
+            ),
+            soft_wrap=True,
+            highlight=False,
+        )
+
+    def _speed(self) -> str:
+        from shuffled_dpsgd.reports import samples_per_second
+
+        speed = samples_per_second(self._records[-RECENT_STEPS:])
+        return "" if speed is None else f"{speed:,.0f} samples/s"
+
+    def _warn(self) -> None:
+        from shuffled_dpsgd.tasks.diagnosis import diagnose
+
+        for finding in diagnose(self._records, self._plan):
+            if finding.kind not in self._said:
+                self._said.add(finding.kind)
+                self._console.print(_warning_line(finding), soft_wrap=True)
+
+
+def _joined(*parts: str) -> str:
+    return " · ".join(part for part in parts if part)
+
+
+def _warning_line(finding: Finding) -> Text:
+    return Text("warning: ", style="bold yellow").append(finding.describe(), style="not bold")
 
 
 def _lost(outcome: Outcome) -> Text:
@@ -171,4 +234,7 @@ def conclusion(result: RunResult, run: PreparedRun, seconds: float) -> Renderabl
     table.add_row("paper's estimate", _claim(card.paper, NO_ESTIMATE))
     table.add_row("report", str(result.directory / "report.html"))
     table.add_row("weights", str(result.directory / "model"))
-    return Group(Text("Done", style="bold"), table)
+    if not result.findings:
+        return Group(Text("Done", style="bold"), table)
+    title = Text("Done, but this model may not be of use:", style="bold yellow")
+    return Group(title, *map(_warning_line, result.findings), table)

@@ -58,7 +58,10 @@ class StepRecord:
     """One optimizer step. `None` means not measured at this step.
 
     `certified_epsilon` is proven for everything released up to and including this step;
-    `paper_epsilon` is the paper's estimate for the same steps, heuristic.
+    `paper_epsilon` is the paper's estimate for the same steps, heuristic. `heldout_baseline` is
+    the score of always answering the commonest held-out class, `predicted_classes` how many
+    classes were answered at all, `num_nonfinite` how many records of the batch had no finite
+    gradient; those contribute nothing.
     """
 
     step: int
@@ -73,6 +76,9 @@ class StepRecord:
     paper_epsilon: float | None = None
     heldout_loss: float | None = None
     heldout_score: float | None = None
+    heldout_baseline: float | None = None
+    predicted_classes: int | None = None
+    num_nonfinite: int | None = None
     norm_counts: Mapping[int, int] | None = None
 
     def to_json(self) -> dict[str, Any]:

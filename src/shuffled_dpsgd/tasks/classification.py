@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -77,10 +78,20 @@ def evaluate_accuracy(
     was_training = model.training
     model.eval()
     total_loss, correct, count = 0.0, 0, 0
+    seen: Counter[int] = Counter()
+    answered: set[int] = set()
     for inputs, labels in heldout_batches(model, heldout, collate):
         logits = logits_of(model, inputs)
         total_loss += classification_losses(logits, labels).sum().item()
-        correct += int((logits.argmax(dim=-1) == labels).sum())
+        answers = logits.argmax(dim=-1)
+        correct += int((answers == labels).sum())
         count += len(labels)
+        seen.update(labels.tolist())
+        answered.update(answers.tolist())
     model.train(was_training)
-    return Evaluation(loss=total_loss / max(count, 1), score=correct / max(count, 1))
+    return Evaluation(
+        loss=total_loss / count,
+        score=correct / count,
+        baseline=max(seen.values()) / count,
+        predicted_classes=len(answered),
+    )

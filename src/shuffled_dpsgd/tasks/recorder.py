@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 from torch import nn
 
 from shuffled_dpsgd.accounting import PrivacyClaim
 from shuffled_dpsgd.reports import MetricsLog, StepRecord, count_norms
 from shuffled_dpsgd.runtime.clock import Clock
-from shuffled_dpsgd.tasks.task import Task
+from shuffled_dpsgd.tasks.task import Evaluation, Task
 from shuffled_dpsgd.training.loop import Progress
 
 
@@ -59,13 +60,7 @@ class Recorder:
         last = records[-1]
         evaluation = self._task.evaluate(self._model)
         self._log.rewind(last.step - 1)
-        self._log.append(
-            replace(
-                last,
-                heldout_loss=_finite(evaluation.loss),
-                heldout_score=_finite(evaluation.score),
-            )
-        )
+        self._log.append(replace(last, **_scores(evaluation)))
 
     def _record(self, progress: Progress) -> StepRecord:
         metrics = progress.metrics
@@ -85,10 +80,19 @@ class Recorder:
             signal_to_noise=_finite(metrics.signal_to_noise),
             certified_epsilon=_epsilon(progress.certified),
             paper_epsilon=_epsilon(progress.paper),
-            heldout_loss=None if evaluation is None else _finite(evaluation.loss),
-            heldout_score=None if evaluation is None else _finite(evaluation.score),
+            **({} if evaluation is None else _scores(evaluation)),
+            num_nonfinite=metrics.num_nonfinite or None,
             norm_counts=count_norms(progress.sample_norms.tolist()),
         )
+
+
+def _scores(evaluation: Evaluation) -> dict[str, Any]:
+    return {
+        "heldout_loss": _finite(evaluation.loss),
+        "heldout_score": _finite(evaluation.score),
+        "heldout_baseline": evaluation.baseline,
+        "predicted_classes": evaluation.predicted_classes,
+    }
 
 
 def _epsilon(claim: PrivacyClaim | None) -> float | None:

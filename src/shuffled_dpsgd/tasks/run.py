@@ -19,6 +19,7 @@ from shuffled_dpsgd.errors import CheckpointError
 from shuffled_dpsgd.reports import MetricsLog, RunView, StepRecord, write_report
 from shuffled_dpsgd.tasks.config import RunConfig, parse_config
 from shuffled_dpsgd.tasks.data_identity import check_data, remember_data
+from shuffled_dpsgd.tasks.diagnosis import Finding, diagnose
 from shuffled_dpsgd.tasks.optimizers import build_scheduler
 from shuffled_dpsgd.tasks.privacy import chosen_device, start_private
 from shuffled_dpsgd.tasks.recorder import Recorder
@@ -64,6 +65,7 @@ class RunResult:
     outcome: Outcome
     summary: dict[str, Any]
     directory: Path
+    findings: tuple[Finding, ...] = ()
 
 
 def prepare(
@@ -170,12 +172,15 @@ def execute(run: PreparedRun, observers: tuple[Observer, ...] = ()) -> RunResult
         # First of all: whatever happens to a report, the model was paid for.
         save_weights(run.task, run.private.model, run.directory / "model")
         recorder.score_last()
-    summary = _write_results(run, outcome, log.read(), sizes)
-    return RunResult(outcome=outcome, summary=summary, directory=run.directory)
+    records = log.read()
+    findings = tuple(diagnose(records, run.private.plan))
+    warnings = [finding.to_json() for finding in findings]
+    summary = _write_results(run, outcome, records, sizes | {"warnings": warnings})
+    return RunResult(outcome=outcome, summary=summary, directory=run.directory, findings=findings)
 
 
 def _write_results(
-    run: PreparedRun, outcome: Outcome, records: list[StepRecord], sizes: dict[str, int]
+    run: PreparedRun, outcome: Outcome, records: list[StepRecord], more: dict[str, Any]
 ) -> dict[str, Any]:
     plan, spec, card = run.private.plan, run.private.spec, run.private.card()
     moved = {} if spec is None else spec.count_by_kind()
@@ -191,7 +196,7 @@ def _write_results(
         seconds_by_part=outcome.seconds,
     )
     write_report(run.directory, view, card, spec=spec, facts=run.config.without_seed())
-    summary = summarise(run.task, run.config, outcome, records, card) | sizes
+    summary = summarise(run.task, run.config, outcome, records, card) | more
     text = json.dumps(summary, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
     (run.directory / SUMMARY_FILE).write_text(text, encoding="utf-8")
     return summary

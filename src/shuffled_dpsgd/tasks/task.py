@@ -14,10 +14,16 @@ from shuffled_dpsgd.training.data import MapStyle
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """Held-out results; computed without the training data, so free of privacy cost."""
+    """Held-out results; computed without the training data, so free of privacy cost.
+
+    For classifiers `baseline` is the score of always answering the commonest held-out class, and
+    `predicted_classes` the number of classes the model answered.
+    """
 
     loss: float
     score: float
+    baseline: float | None = None
+    predicted_classes: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

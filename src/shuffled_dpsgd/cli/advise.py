@@ -1,0 +1,175 @@
+"""`shuffled-dpsgd advise`: what a plan can hope for, before anything is spent."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from shuffled_dpsgd.cli import privacy_options as opt
+from shuffled_dpsgd.cli.accounting_options import BatchSize, DatasetSize, Epochs, resolve_sampling
+from shuffled_dpsgd.cli.output import AsJson, print_json, reports_errors
+from shuffled_dpsgd.errors import InvalidArgumentError
+
+if TYPE_CHECKING:
+    from shuffled_dpsgd.tasks import RunConfig
+    from shuffled_dpsgd.tasks.advice import Advice
+    from shuffled_dpsgd.training.prospect import Prospect
+
+EPILOG = (
+    "Examples: [bold]shuffled-dpsgd advise --epsilon 8 --delta 1e-5 --dataset-size 20000 "
+    "--batch-size 256 --epochs 3 --dimension 22700000[/bold] · "
+    "[bold]shuffled-dpsgd advise --config sst2.toml[/bold]"
+)
+COLOURS = {"hopeless": "bold red", "doubtful": "yellow", "promising": "green"}
+Task = Annotated[str | None, typer.Argument(help="[bold]digits[/bold]: the embedded default.")]
+ConfigFile = Annotated[Path | None, typer.Option("--config", help="A TOML file with the run.")]
+Dimension = Annotated[int | None, typer.Option(help="Number d of trainable parameters.")]
+
+
+@reports_errors
+def advise(
+    task: Task = None,
+    config: ConfigFile = None,
+    epsilon: opt.Epsilon = None,
+    delta: opt.Delta = None,
+    dataset_size: DatasetSize = None,
+    batch_size: BatchSize = None,
+    epochs: Epochs = None,
+    dimension: Dimension = None,
+    as_json: AsJson = False,
+) -> None:
+    """Predict the signal-to-noise ratio of a plan, and suggest batch, clip, rate and epochs.
+
+    From public quantities alone: sizes, ε, δ and the initial weights. The ratio is an upper
+    bound, reached only if all gradients agree; docs/advice.md says why, and what it is worth.
+    """
+    numbers = {
+        "--epsilon": epsilon,
+        "--delta": delta,
+        "--dataset-size": dataset_size,
+        "--batch-size": batch_size,
+        "--epochs": epochs,
+        "--dimension": dimension,
+    }
+    given = [name for name, value in numbers.items() if value is not None]
+    if task is None and config is None:
+        print_advice(_from_numbers(numbers), as_json=as_json)
+        return
+    if given:
+        raise InvalidArgumentError(
+            given[0], expected="nothing beside a task or a file", got=numbers[given[0]]
+        )
+    from shuffled_dpsgd.cli.train import chosen_config
+
+    advise_on(chosen_config(task, config), as_json=as_json)
+
+
+def advise_on(config: RunConfig, *, as_json: bool) -> None:
+    """What `advise --config` and `train --dry-run` print."""
+    from shuffled_dpsgd.tasks.advice import advise_run
+
+    print_advice(advise_run(config), as_json=as_json)
+
+
+def _from_numbers(numbers: dict[str, Any]) -> Advice:
+    from shuffled_dpsgd.tasks.advice import advise_numbers
+
+    missing = [name for name, value in numbers.items() if value is None]
+    if missing:
+        raise InvalidArgumentError(
+            missing[0],
+            expected="a value, or digits or --config FILE instead of the numbers",
+            got=None,
+        )
+    _, steps = resolve_sampling(
+        sampling_prob=None,
+        num_steps=None,
+        dataset_size=numbers["--dataset-size"],
+        batch_size=numbers["--batch-size"],
+        epochs=numbers["--epochs"],
+    )
+    return advise_numbers(
+        epsilon=numbers["--epsilon"],
+        delta=numbers["--delta"],
+        dataset_size=numbers["--dataset-size"],
+        expected_batch_size=numbers["--batch-size"],
+        num_steps=steps,
+        dimension=numbers["--dimension"],
+    )
+
+
+def print_advice(advice: Advice, *, as_json: bool) -> None:
+    """The verdict, the neighbouring plans and the suggestions."""
+    if as_json:
+        print_json(advice.to_json())
+        return
+    from rich.console import Console
+    from rich.text import Text
+
+    console, now = Console(), advice.now
+    console.print(Text(f"{now.verdict}: {now.explanation}", style=COLOURS[now.verdict]))
+    console.print(_table(advice))
+    console.print(
+        "Signal to noise is an upper bound, reached if all gradients agree; in practice it is "
+        "several times smaller."
+    )
+    for line in suggestions(advice):
+        console.print(f"· {line}")
+
+
+def suggestions(advice: Advice) -> list[str]:
+    """What to change, in the order of what it gives."""
+    now, batch, needs = advice.now, advice.batch, advice.needs
+    lines = []
+    if batch.expected_batch_size != now.expected_batch_size:
+        lines.append(
+            f"batch: {batch.expected_batch_size:,} instead of {now.expected_batch_size:,}, in "
+            f"{batch.num_steps:,} steps: the ratio rises from {now.over_run:.2g} to "
+            f"{batch.over_run:.2g} at the same ε and the same epochs"
+        )
+    if advice.twice_as_long is not None:
+        gain = advice.twice_as_long.over_run / now.over_run - 1.0
+        worth = "worth it if time allows" if gain > 0.1 else "hardly worth the time"
+        lines.append(f"epochs: twice as many change the ratio by {gain:+.0%}; {worth}")
+    if advice.clip_norm is not None:
+        lines.append(
+            f"clip norm: {advice.clip_norm:g}. It cancels from the ratio as long as gradients are "
+            "longer; do not search for a better one, every try spends privacy"
+        )
+    if advice.learning_rate is not None:
+        lines.append(
+            f"learning rate: about {advice.learning_rate:g}; at that rate the noise moves a weight "
+            "by half of its size over the run"
+        )
+    if now.verdict != "promising":
+        reach = "no ε up to 64" if needs.epsilon is None else f"ε = {needs.epsilon:g}"
+        lines.append(
+            f"to be promising without any other change: {needs.dataset_size:,} records instead of "
+            f"{now.dataset_size:,}, or {needs.dimension:,} trainable parameters instead of "
+            f"{now.dimension:,} (lora_rank, freeze), or {reach}"
+        )
+    return lines
+
+
+def _table(advice: Advice) -> Any:
+    from rich.table import Table
+
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for name in ("batch", "steps", "noise multiplier", "a step", "the run", ""):
+        table.add_column(name, justify="left" if name == "" else "right")
+    rows: list[tuple[Prospect, str]] = [(advice.now, f"this plan: {advice.now.verdict}")]
+    rows += [(other, other.verdict) for other in advice.batches]
+    if advice.twice_as_long is not None:
+        rows.append((advice.twice_as_long, f"twice the epochs: {advice.twice_as_long.verdict}"))
+    for prospect, note in rows:
+        table.add_row(
+            f"{prospect.expected_batch_size:,}",
+            f"{prospect.num_steps:,}",
+            f"{prospect.noise_multiplier:.3g}",
+            f"{prospect.per_step:.2g}",
+            f"{prospect.over_run:.2g}",
+            note,
+        )
+    return table

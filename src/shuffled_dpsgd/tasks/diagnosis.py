@@ -1,0 +1,159 @@
+"""Is a run learning? What its records say, in words, with what to do about it.
+
+Everything here is computed from training metrics, which carry no noise: it is for whoever holds
+the data, and publishing it is not covered by any ε. So is choosing settings of another run by it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from shuffled_dpsgd.reports import StepRecord
+from shuffled_dpsgd.training.plan import PrivacyPlan
+from shuffled_dpsgd.training.prospect import prospect_of
+
+Kind = Literal["noise", "clipped", "loss", "majority", "nonfinite"]
+FIRST_LOOK = 10
+_PART = 5
+# Of the digits; docs/advice.md has the runs.
+_SWAMPED_BELOW = 0.3
+_ALL = 0.99
+_FAR = 10.0
+_RISE = 1.02
+_CHANCE = 0.01
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """Something that is wrong with a run, and what to change."""
+
+    kind: Kind
+    message: str
+    advice: str
+
+    def describe(self) -> str:
+        """One line."""
+        return f"{self.message}; {self.advice}"
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data."""
+        return asdict(self)
+
+
+def diagnose(records: Sequence[StepRecord], plan: PrivacyPlan) -> list[Finding]:
+    """What is wrong so far; nothing is said of the first few steps."""
+    found = [
+        _noise(records, plan),
+        _loss(records, plan),
+        _majority(records),
+        _clipped(records, plan),
+        _nonfinite(records),
+    ]
+    late = [finding for finding in found if finding is not None and finding.kind != "nonfinite"]
+    always = [finding for finding in found if finding is not None and finding.kind == "nonfinite"]
+    return [*(late if len(records) >= FIRST_LOOK else []), *always]
+
+
+def _noise(records: Sequence[StepRecord], plan: PrivacyPlan) -> Finding | None:
+    ratios = _values(records, "signal_to_noise")
+    if not ratios:
+        return None
+    mean = sum(ratios) / len(ratios)
+    over_run = mean * math.sqrt(plan.num_steps)
+    if over_run >= _SWAMPED_BELOW:
+        return None
+    return Finding(
+        kind="noise",
+        message=f"noise swamps the signal: their ratio is {mean:.2g} a step and "
+        f"{over_run:.2g} over the run; below {_SWAMPED_BELOW:g} little is learned",
+        advice=_against_noise(plan, over_run),
+    )
+
+
+def _against_noise(plan: PrivacyPlan, over_run: float) -> str:
+    now = prospect_of(plan)
+    factor = _SWAMPED_BELOW / over_run if over_run else math.inf
+    more = f"{factor:,.2g} times the records" if math.isfinite(factor) else "far more records"
+    fewer = max(1, math.floor(now.dimension / factor**2)) if math.isfinite(factor) else 1
+    batch = min(plan.dataset_size, 4 * plan.expected_batch_size)
+    return (
+        f"try a larger batch ({batch:,} instead of {plan.expected_batch_size:,}), fewer trainable "
+        f"parameters (lora_rank, freeze; at most {fewer:,} of {now.dimension:,} would do alone), "
+        f"{more}, or a larger ε; `shuffled-dpsgd advise` computes what each of them gives"
+    )
+
+
+def _loss(records: Sequence[StepRecord], plan: PrivacyPlan) -> Finding | None:
+    losses = _values(records, "loss")
+    part = len(losses) // _PART
+    if part < 2:
+        return None
+    first, last = sum(losses[:part]) / part, sum(losses[-part:]) / part
+    if last <= first * _RISE:
+        return None
+    rate = records[-1].learning_rate
+    peak = max(record.learning_rate for record in records)
+    return Finding(
+        kind="loss",
+        message=f"the training loss has risen, from {first:.3g} to {last:.3g}",
+        advice=f"try a smaller learning rate than {max(rate, peak):g} (a third, then a tenth), a "
+        f"warm-up, or a larger batch than {plan.expected_batch_size:,}: noise moves the weights "
+        "more than the gradients do",
+    )
+
+
+def _majority(records: Sequence[StepRecord]) -> Finding | None:
+    scored = [record for record in records if record.heldout_score is not None]
+    if not scored or scored[-1].heldout_baseline is None:
+        return None
+    last = scored[-1]
+    assert last.heldout_score is not None
+    assert last.heldout_baseline is not None
+    single = last.predicted_classes == 1
+    if not single and last.heldout_score > last.heldout_baseline + _CHANCE:
+        return None
+    how = "one class for every record" if single else "no better than always the commonest class"
+    return Finding(
+        kind="majority",
+        message=f"the model answers {how}: held-out accuracy {last.heldout_score:.3f}, where the "
+        f"commonest class alone gives {last.heldout_baseline:.3f}",
+        advice="it has learned nothing yet: see to the noise first (larger batch, fewer trainable "
+        "parameters, more steps), then to the learning rate",
+    )
+
+
+def _clipped(records: Sequence[StepRecord], plan: PrivacyPlan) -> Finding | None:
+    shares, norms = _values(records, "clipped_share"), _values(records, "median_norm")
+    if not shares or not norms or sum(shares) / len(shares) < _ALL:
+        return None
+    typical = sorted(norms)[len(norms) // 2]
+    if typical < _FAR * plan.clip_norm:
+        return None
+    return Finding(
+        kind="clipped",
+        message=f"all gradients were clipped, typically from {typical:.2g} to {plan.clip_norm:g}",
+        advice="all of them count alike then, easy records and hard ones; Adam does not mind the "
+        "scale, but for SGD the learning rate is in units of the clip norm: a clip norm some ten "
+        "times larger, with a learning rate as many times smaller, is the one to try",
+    )
+
+
+def _nonfinite(records: Sequence[StepRecord]) -> Finding | None:
+    broken = [(record.step, record.num_nonfinite) for record in records if record.num_nonfinite]
+    if not broken:
+        return None
+    total = sum(number or 0 for _, number in broken)
+    times = "time" if total == 1 else "times"
+    return Finding(
+        kind="nonfinite",
+        message=f"a record without a finite gradient was drawn {total} {times}, first at step "
+        f"{broken[0][0]}; it contributed nothing",
+        advice="look for NaN or infinite values in the data",
+    )
+
+
+def _values(records: Sequence[StepRecord], name: str) -> list[float]:
+    return [value for r in records if (value := getattr(r, name)) is not None]

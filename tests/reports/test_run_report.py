@@ -104,3 +104,21 @@ def test_files_of_a_report(view: RunView, card: PrivacyCard, tmp_path: Path) -> 
     assert {"figures/epsilon.png", "figures/epsilon.svg"} <= names
     assert json.loads((tmp_path / "privacy_card.json").read_text()) == card.to_json()
     assert (tmp_path / "privacy_card.txt").read_text() == f"{card}\n"
+
+
+def test_pages_suit_dark_screens_and_small_ones(view: RunView, card: PrivacyCard) -> None:
+    text = report_page(view, card.about(model="a <b>"), spec=None, facts={})
+    assert "prefers-color-scheme: dark" in text
+    assert "min(24rem, 100%)" in text
+    assert "a &lt;b&gt;" in text
+    assert 'class="claim small"' in text
+    assert "10^" not in re.sub("<svg.*?</svg>", "", text, flags=re.DOTALL)
+
+
+def test_steps_are_whole_numbers(view: RunView) -> None:
+    from shuffled_dpsgd.reports.figures import draw_loss
+
+    figure = draw_loss(replace(view, records=view.records[:3]))
+    assert figure is not None
+    ticks = figure.axes[0].get_xticks()
+    assert all(float(tick).is_integer() for tick in ticks)

@@ -25,6 +25,10 @@ def card(**changes: Any) -> PrivacyCard:
     return write_card(plan, num_steps=10)
 
 
+def certified_card() -> PrivacyCard:
+    return card(accounting="certified", batch_clip_norm=None)
+
+
 def bound(epsilon: float, delta: float = 1e-5) -> AuditedBound:
     return AuditedBound(
         adversary="axis sums",
@@ -92,3 +96,20 @@ def test_seeded_runs_warn_and_never_print_the_seed() -> None:
 def test_a_delta_that_protects_nobody_is_said() -> None:
     assert any("not below 1/1000" in line for line in card(delta=1e-3).not_covered)
     assert not any("not below" in line for line in card(delta=9e-4).not_covered)
+
+
+def test_the_text_lists_every_assumption_and_whose_card_it_is() -> None:
+    about = certified_card().about(model="bert-tiny", data="films", weights="ab12")
+    text = str(about)
+    assert about.use_assumptions
+    for assumption in about.assumptions:
+        assert assumption in text
+    for word in ("bert-tiny", "films", "ab12"):
+        assert word in text
+    assert about.to_json()["subject"] == {"model": "bert-tiny", "data": "films", "weights": "ab12"}
+
+
+def test_the_papers_estimate_is_small_print_under_certified_noise() -> None:
+    assert certified_card().paper_is_small_print
+    assert "small print" in str(certified_card())
+    assert "small print" not in str(card())

@@ -20,6 +20,14 @@ from shuffled_dpsgd.cli.reproduce import EPILOG as REPRODUCE_EPILOG
 from shuffled_dpsgd.cli.reproduce import reproduce
 from shuffled_dpsgd.cli.train import EPILOG as TRAIN_EPILOG
 from shuffled_dpsgd.cli.train import train
+from shuffled_dpsgd.cli.use import (
+    EVALUATE_EPILOG,
+    GENERATE_EPILOG,
+    PREDICT_EPILOG,
+    evaluate,
+    generate,
+    predict,
+)
 
 app = typer.Typer(
     name="shuffled-dpsgd",
@@ -55,6 +63,9 @@ app.command("reproduce", epilog=REPRODUCE_EPILOG)(reproduce)
 app.command("inspect")(inspect)
 app.command("train", epilog=TRAIN_EPILOG)(train)
 app.command("advise", epilog=ADVISE_EPILOG)(advise)
+app.command("evaluate", epilog=EVALUATE_EPILOG)(evaluate)
+app.command("predict", epilog=PREDICT_EPILOG)(predict)
+app.command("generate", epilog=GENERATE_EPILOG)(generate)
 
 
 def main() -> None:

@@ -43,7 +43,7 @@ def announcement(run: PreparedRun) -> RenderableType:
     card = run.private.card()
     table.add_row("shuffle", card.shuffle)
     table.add_row("certified ε", _claim(certified, _no_claim(card)))
-    table.add_row("paper's estimate", _claim(plan.paper_estimate(), NO_ESTIMATE))
+    table.add_row("paper's estimate", _paper(plan.paper_estimate(), card))
     table.add_row("output", str(run.directory))
     verb = "Resuming" if run.resumed else "Training"
     how = Text("privately") if card.private else Text("without privacy", style="red")
@@ -88,6 +88,14 @@ def _claim(claim: PrivacyClaim | None, otherwise: str) -> Text:
     if claim is None:
         return Text(otherwise)
     return Text(claim.describe(), style=COLOURS[claim.kind])
+
+
+def _paper(claim: PrivacyClaim | None, card: PrivacyCard) -> Text:
+    """In small print where the noise was not calibrated by it."""
+    text = _claim(claim, NO_ESTIMATE)
+    if claim is None or not card.paper_is_small_print:
+        return text
+    return Text(f"{claim.describe()}; for comparison only", style="dim")
 
 
 def _facts() -> Table:
@@ -231,7 +239,7 @@ def conclusion(result: RunResult, run: PreparedRun, seconds: float) -> Renderabl
         table.add_row("lost", _lost(result.outcome))
     table.add_row("time", f"{seconds:.1f} s")
     table.add_row("certified ε", _claim(card.certified, _no_claim(card)))
-    table.add_row("paper's estimate", _claim(card.paper, NO_ESTIMATE))
+    table.add_row("paper's estimate", _paper(card.paper, card))
     table.add_row("report", str(result.directory / "report.html"))
     table.add_row("weights", str(result.directory / "model"))
     if not result.findings:

@@ -7,20 +7,23 @@ from html import escape
 
 from shuffled_dpsgd.accounting import PrivacyClaim
 from shuffled_dpsgd.reports.page import page
-from shuffled_dpsgd.training.card import CERTIFIED_METHOD_NOTE, PrivacyCard
+from shuffled_dpsgd.training.card import CERTIFIED_METHOD_NOTE, SMALL_PRINT, PrivacyCard
 
 CARD_CSS = """
 .card { border: 1px solid var(--line); border-radius: 10px; padding: 1.2rem 1.4rem; }
-.claims { display: grid; grid-template-columns: repeat(auto-fit, minmax(15rem, 1fr)); gap: 1rem; }
+.claims { display: grid; gap: 1rem;
+  grid-template-columns: repeat(auto-fit, minmax(min(15rem, 100%), 1fr)); }
 .claim { border-left: 5px solid var(--line); padding: .2rem 0 .2rem .9rem; }
 .claim b { display: block; font-size: 1.7rem; line-height: 1.25; }
 .claim.proven { border-color: var(--proven); } .claim.proven b { color: var(--proven); }
 .claim.heuristic { border-color: var(--heuristic); } .claim.heuristic b { color: var(--heuristic); }
 .claim.measured { border-color: var(--measured); } .claim.measured b { color: var(--measured); }
+.claim.small { color: var(--muted); font-size: .8rem; }
+.claim.small .kind { display: block; }
 .kind { font-weight: 600; font-size: .8rem; letter-spacing: .02em; }
-.refuted { color: #b42318; font-weight: 700; }
+.refuted { color: var(--refuted); font-weight: 700; }
 dl.terms { display: grid; grid-template-columns: 10rem 1fr; gap: .35rem 1rem; margin: 1.2rem 0 0; }
-dl.terms dt { color: var(--muted); } dl.terms dd { margin: 0; }
+dl.terms dt { color: var(--muted); } dl.terms dd { margin: 0; overflow-wrap: anywhere; }
 dl.terms ul { margin: 0; padding-left: 1.1rem; }
 @media (max-width: 40rem) { dl.terms { grid-template-columns: 1fr; } }
 """
@@ -62,6 +65,12 @@ def _paper(card: PrivacyCard) -> str:
             f"c' = {inputs['batch_clip']:g} c, d = {inputs['dimension']:,}, "
             f"δ split {inputs['delta_split']:g}; not a guarantee"
         )
+    if card.paper_is_small_print:
+        return (
+            '<div class="claim small"><span class="kind">paper’s estimate · heuristic</span>'
+            f"<span>ε = {card.paper.epsilon:.4g}, δ = {card.paper.delta:.3g}; {escape(note)}. "
+            f"{escape(SMALL_PRINT)}</span></div>"
+        )
     return _claim("paper’s estimate", card.paper, note)
 
 
@@ -97,6 +106,7 @@ def _terms(card: PrivacyCard) -> str:
     differ = len({claim.epsilon for claim in by_block.values()}) > 1
     blocks = [f"block {name} alone: {escape(by_block[name].describe())}" for name in by_block]
     rows = [
+        *((escape(name), [escape(of)]) for name, of in card.subject.items()),
         ("verdict", verdicts or ["nothing is claimed"]),
         *([("paper’s estimate", blocks)] if differ else []),
         ("target", [escape(card.target)]),

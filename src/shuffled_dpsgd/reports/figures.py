@@ -39,6 +39,9 @@ class RunView:
     score_name: str = "accuracy"
     moved_by_kind: Mapping[str, int] = field(default_factory=dict)
     unmoved_parameters: int = 0
+    subtitle: str = "Private training with shuffled DP-SGD"
+    warnings: Sequence[str] = ()
+    environment: Mapping[str, object] = field(default_factory=dict)
     seconds_by_part: Mapping[str, float] = field(default_factory=dict)
 
     def series(self, name: str) -> tuple[list[int], list[float]]:

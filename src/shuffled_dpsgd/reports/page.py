@@ -8,22 +8,29 @@ from shuffled_dpsgd.reports.style import HEURISTIC, INK, MUTED, PROVEN, TRAIN
 
 BASE_CSS = f"""
 :root {{ --ink: {INK}; --muted: {MUTED}; --line: #d8dde3; --proven: {PROVEN};
-  --heuristic: {HEURISTIC}; --measured: {TRAIN}; }}
+  --heuristic: {HEURISTIC}; --measured: {TRAIN}; --paper: #fff; --notice: #fdf4ee;
+  --refuted: #b42318; color-scheme: light dark; }}
+@media (prefers-color-scheme: dark) {{ :root {{ --ink: #e6e8eb; --muted: #9aa3ad; --line: #3a424c;
+  --proven: #4cc2a8; --heuristic: #f0935a; --measured: #82aee8; --paper: #14181d; --notice: #2b211a;
+  --refuted: #ff8a7a; }} }}
 * {{ box-sizing: border-box; }}
 body {{ margin: 0 auto; padding: 2rem 1.2rem 4rem; max-width: 70rem; color: var(--ink);
-  background: #fff; font: 15px/1.5 system-ui, -apple-system, "Segoe UI", sans-serif; }}
+  background: var(--paper); font: 15px/1.5 system-ui, -apple-system, "Segoe UI", sans-serif; }}
 h1 {{ font-size: 1.7rem; margin: 0 0 .3rem; }} h2 {{ font-size: 1.15rem; margin: 0 0 .8rem; }}
 section {{ margin-top: 2rem; }} p {{ margin: .4rem 0; }}
 .muted {{ color: var(--muted); }}
-.warning {{ border-left: 5px solid var(--heuristic); background: #fdf4ee; padding: .6rem .9rem; }}
-table {{ border-collapse: collapse; }} th, td {{ padding: .25rem 1.2rem .25rem 0; text-align: left;
+.warning {{ border-left: 5px solid var(--heuristic);
+  background: var(--notice); padding: .6rem .9rem; }}
+table {{ border-collapse: collapse; max-width: 100%; }}
+th, td {{ overflow-wrap: anywhere; padding: .25rem 1.2rem .25rem 0; text-align: left;
   border-bottom: 1px solid var(--line); vertical-align: top; }} th {{ color: var(--muted);
   font-weight: 500; }} td.number {{ text-align: right; font-variant-numeric: tabular-nums; }}
 .figures {{ display: grid; gap: 1rem;
-  grid-template-columns: repeat(auto-fit, minmax(24rem, 1fr)); }}
-figure {{ margin: 0; border: 1px solid var(--line); border-radius: 10px; padding: .6rem; }}
+  grid-template-columns: repeat(auto-fit, minmax(min(24rem, 100%), 1fr)); }}
+figure {{ margin: 0; background: #fff; min-width: 0;
+  border: 1px solid var(--line); border-radius: 10px; padding: .6rem; }}
 figure svg {{ width: 100%; height: auto; }}
-figcaption {{ color: var(--muted); font-size: .85rem; padding: 0 .4rem .2rem; }}
+figcaption {{ color: {MUTED}; font-size: .85rem; padding: 0 .4rem .2rem; }}
 footer {{ margin-top: 3rem; color: var(--muted); font-size: .85rem; }}
 """
 

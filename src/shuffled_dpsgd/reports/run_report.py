@@ -14,7 +14,7 @@ from shuffled_dpsgd.reports.figures import RunView, draw_all
 from shuffled_dpsgd.reports.page import page, table
 from shuffled_dpsgd.reports.records import samples_per_second
 from shuffled_dpsgd.reports.style import save_figure, to_svg
-from shuffled_dpsgd.training.card import PrivacyCard
+from shuffled_dpsgd.training.card import PrivacyCard, power_of_ten
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -56,12 +56,13 @@ def report_page(
     )
     body = (
         f"<h1>{escape(view.title)}</h1>"
-        '<p class="muted">Private training with shuffled DP-SGD</p>'
-        f"{card_fragment(card)}"
+        f'<p class="muted">{escape(view.subtitle)}</p>'
+        f"{_warnings(view)}{card_fragment(card)}"
         f"<section><h2>Results</h2>{table(_results(view))}</section>"
         f'<section><h2>Curves</h2><p class="warning">{escape(PRIVATE_METRICS_WARNING)}</p>'
         f'<br><div class="figures">{drawn}</div></section>'
         f"<section><h2>Time</h2>{table(_times(view))}</section>"
+        f"<section><h2>Machine</h2>{table(_flatten(view.environment))}</section>"
         f"<section><h2>Permutation</h2>{_permutation(spec)}</section>"
         f"<section><h2>Settings</h2>{table(_flatten(facts))}</section>"
         f"<footer>shuffled-dpsgd {__version__}; this file fetches nothing.</footer>"
@@ -94,6 +95,10 @@ def write_report(
     return written
 
 
+def _warnings(view: RunView) -> str:
+    return "".join(f'<p class="warning">{escape(line)}</p>' for line in view.warnings)
+
+
 def _results(view: RunView) -> list[tuple[str, str]]:
     rows = [("steps", str(len(view.records)))]
     for name, label in (("heldout_score", view.score_name), ("heldout_loss", "loss")):
@@ -122,7 +127,7 @@ def _permutation(spec: PermutationSpec | None) -> str:
         (
             kind,
             f"{counts['groups']:.0f} groups, {counts['moved_parameters']:,.0f} parameters, "
-            f"10^{counts['log10_group_order']:.0f} permutations",
+            f"{power_of_ten(counts['log10_group_order'])} permutations",
         )
         for kind, counts in spec.count_by_kind().items()
     ]
@@ -133,7 +138,8 @@ def _permutation(spec: PermutationSpec | None) -> str:
     return (
         f"<p>{spec.moved_parameters:,} of {spec.total_parameters:,} parameters "
         f"({spec.shuffle_ratio:.1%}) live in tensors that move, in "
-        f"10^{spec.log10_group_order:.0f} ways. The certified ε credits this with nothing.</p>"
+        f"{power_of_ten(spec.log10_group_order)} ways. "
+        "The certified ε credits this with nothing.</p>"
         f"{table([*kinds, *unmoved])}"
     )
 

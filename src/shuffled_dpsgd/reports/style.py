@@ -65,10 +65,14 @@ def house_style() -> Iterator[None]:
 def drawing(width: float = 5.4, height: float = 3.2) -> Iterator[tuple[Figure, Axes]]:
     """A figure with one set of axes, drawn under the common settings, without global state."""
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     with house_style():
         figure = Figure(figsize=(width, height), layout="constrained")
-        yield figure, figure.add_subplot()
+        axes = figure.add_subplot()
+        yield figure, axes
+        if axes.get_xlabel() == "step":
+            axes.xaxis.set_major_locator(MaxNLocator(integer=True))
 
 
 def to_svg(figure: Figure) -> str:

@@ -6,11 +6,20 @@ whether a record of a class is there that no other record has.
 
 from __future__ import annotations
 
+from typing import Any
+
+from torch import nn
+
 from shuffled_dpsgd.errors import InvalidArgumentError
 from shuffled_dpsgd.tasks.config import DataConfig
 
 # Facts of the published data sets.
 PUBLISHED = {"sst2": 2, "qnli": 2}
+_NAMES = {
+    "sst2": ("negative", "positive"),
+    "qnli": ("entailment", "not_entailment"),
+    "digits": tuple("0123456789"),
+}
 
 
 def stated_classes(data: DataConfig) -> int:
@@ -34,3 +43,21 @@ def stated_classes(data: DataConfig) -> int:
         expected = "at least 2" if known is None else f"{known}, as {data.format} has"
         raise InvalidArgumentError("data.num_labels", expected=expected, got=chosen)
     return chosen
+
+
+def name_classes(model: nn.Module, data: DataConfig, num_labels: int) -> None:
+    """Write the classes' names into the model's configuration, from where pipelines read them.
+
+    Raises:
+        InvalidArgumentError: the names stated are not one for each class.
+    """
+    names = data.label_names or _NAMES.get(data.format, ())
+    if not names:
+        return
+    if len(names) != num_labels or len(set(names)) != num_labels:
+        raise InvalidArgumentError(
+            "data.label_names", expected=f"{num_labels} different names", got=list(names)
+        )
+    config: Any = model.config
+    config.id2label = dict(enumerate(names))
+    config.label2id = {name: index for index, name in enumerate(names)}

@@ -32,6 +32,7 @@ UNUSED_KEYS: Mapping[str, tuple[str, ...]] = {
         *NAMED_COLUMNS,
         "path",
         "num_labels",
+        "label_names",
         "max_length",
         "max_train_examples",
         "max_heldout_examples",
@@ -49,10 +50,24 @@ class ModelConfig:
     name: str
     from_scratch: bool = False
     lora_rank: int | None = None
+    freeze: tuple[str, ...] = ()
+    train_only: tuple[str, ...] = ()
     gradient_checkpointing: bool = False
+
+    @property
+    def given_name(self) -> str:
+        """What the card calls the model: its name, or that of its folder."""
+        return Path(self.name).name if Path(self.name).is_dir() else self.name
 
     def __post_init__(self) -> None:
         check_range("lora_rank", self.lora_rank, 1)
+        chosen = [key for key in ("lora_rank", "freeze", "train_only") if getattr(self, key)]
+        if len(chosen) > 1:
+            raise InvalidArgumentError(
+                chosen[1],
+                expected=f"nothing beside {chosen[0]}: each of them says what is trained",
+                got=getattr(self, chosen[1]),
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,14 +75,23 @@ class DataConfig:
     """Which data: a format, and the folder (or hub name) it is read from."""
 
     format: DataFormat
+    name: str | None = None
     path: str | None = None
     subset: str | None = None
     text_columns: tuple[str, ...] = ()
     label_column: str = "label"
     num_labels: int | None = None
+    label_names: tuple[str, ...] = ()
     max_length: int = 128
     max_train_examples: int | None = None
     max_heldout_examples: int | None = None
+
+    @property
+    def given_name(self) -> str:
+        """What the card calls the data: the name stated, else the hub's, else the folder's."""
+        if self.name is not None or self.path is None:
+            return self.name or self.format
+        return self.path if self.format == "hub" else f"{self.format} ({Path(self.path).name})"
 
     def __post_init__(self) -> None:
         check_range("max_length", self.max_length, 4)

@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from shuffled_dpsgd.errors import MissingExtraError
+from shuffled_dpsgd.tasks.classes import name_classes
 from shuffled_dpsgd.tasks.classification import classification_task
 from shuffled_dpsgd.tasks.config import (
     DataConfig,
@@ -82,4 +83,5 @@ def build_task(config: RunConfig) -> Task:
     train, heldout = load_digits()
     check_sizes(config, train, heldout)
     model = prepare_model(config.model, head="image", num_labels=10, seed=config.init_seed)
+    name_classes(model, config.data, 10)
     return classification_task("digits", model, train, heldout)

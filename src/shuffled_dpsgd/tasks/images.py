@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from torch.nn import functional as F
 from shuffled_dpsgd.errors import InvalidArgumentError
 from shuffled_dpsgd.tasks import hub
 from shuffled_dpsgd.tasks.arrays import read_cifar
-from shuffled_dpsgd.tasks.classes import stated_classes
+from shuffled_dpsgd.tasks.classes import name_classes, stated_classes
 from shuffled_dpsgd.tasks.classification import classification_task
 from shuffled_dpsgd.tasks.config import DataConfig, RunConfig
 from shuffled_dpsgd.tasks.models import prepare_model
@@ -41,13 +42,33 @@ def build_task(config: RunConfig) -> Task:
     check_sizes(config, train, heldout)
     model = prepare_model(config.model, head="image", num_labels=num_labels, seed=config.init_seed)
     size = int(model.config.image_size)  # type: ignore[union-attr,arg-type]
+    name_classes(model, config.data, num_labels)
     return classification_task(
         "image-classification",
         model,
         train,
         heldout,
         collate=lambda samples: collate_images(samples, size),
+        save_assets=lambda directory: _save_processor(directory, size),
     )
+
+
+def _save_processor(directory: Path, size: int) -> None:
+    """What `AutoImageProcessor` needs to treat an image as `collate_images` does."""
+    half = [0.5, 0.5, 0.5]
+    processor = {
+        "image_processor_type": "ViTImageProcessor",
+        "do_resize": True,
+        "size": {"height": size, "width": size},
+        "resample": 2,
+        "do_rescale": True,
+        "rescale_factor": 1 / 255,
+        "do_normalize": True,
+        "image_mean": half,
+        "image_std": half,
+    }
+    text = json.dumps(processor, indent=2) + "\n"
+    (directory / "preprocessor_config.json").write_text(text, encoding="utf-8")
 
 
 def _read(data: DataConfig, num_labels: int) -> tuple[Any, Any]:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import fnmatch
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from safetensors import SafetensorError
 from torch import nn
 
@@ -19,13 +23,14 @@ def prepare_model(
     and adds trainable low-rank factors.
     """
     try:
-        model = load_model(
-            config.name,
-            head=head,
-            num_labels=num_labels,
-            seed=seed,
-            from_scratch=config.from_scratch,
-        )
+        with no_progress_bars():
+            model = load_model(
+                config.name,
+                head=head,
+                num_labels=num_labels,
+                seed=seed,
+                from_scratch=config.from_scratch,
+            )
     except InvalidArgumentError as error:
         raise error.about("model.name") from error
     except (SafetensorError, ValueError, KeyError, RuntimeError) as error:
@@ -37,7 +42,54 @@ def prepare_model(
         ) from error
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
+    choose_trained(model, config)
     return model if config.lora_rank is None else _with_lora(model, head, config.lora_rank)
+
+
+@contextmanager
+def no_progress_bars() -> Iterator[None]:
+    """transformers draws bars of its own while it loads and saves, through the one on screen."""
+    try:
+        from transformers.utils import logging
+    except ImportError as error:
+        raise MissingExtraError("transformers", extra="hf", purpose="Transformer models") from error
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
+def choose_trained(model: nn.Module, config: ModelConfig) -> None:
+    """Freeze the parameters whose names `freeze` matches, or all that `train_only` does not.
+
+    Patterns are those of the shell: `*` stands for anything.
+
+    Raises:
+        InvalidArgumentError: a pattern matches nothing, or nothing is left to train.
+    """
+    names = [name for name, _ in model.named_parameters()]
+    for key, patterns in (("freeze", config.freeze), ("train_only", config.train_only)):
+        for pattern in patterns:
+            if not fnmatch.filter(names, pattern):
+                raise InvalidArgumentError(
+                    f"model.{key}",
+                    expected="patterns of parameter names, each matching one at least",
+                    got=pattern,
+                    remedy=f"names are like {names[0]} and {names[-1]}; * stands for anything",
+                )
+    for name, parameter in model.named_parameters():
+        frozen = any(fnmatch.fnmatchcase(name, pattern) for pattern in config.freeze)
+        if config.train_only:
+            frozen = not any(fnmatch.fnmatchcase(name, p) for p in config.train_only)
+        if frozen:
+            parameter.requires_grad_(False)
+    if not any(p.requires_grad for p in model.parameters()):
+        raise InvalidArgumentError(
+            "model.freeze", expected="something left to train", got=list(config.freeze)
+        )
 
 
 def _with_lora(model: nn.Module, head: Head, rank: int) -> nn.Module:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from shuffled_dpsgd.environment import environment
 from shuffled_dpsgd.errors import CheckpointError
 from shuffled_dpsgd.reports import MetricsLog, RunView, StepRecord, write_report
 from shuffled_dpsgd.tasks.config import RunConfig, parse_config
@@ -30,7 +31,12 @@ from shuffled_dpsgd.tasks.run_folder import (
     empty_directory,
     given_back_on_error,
 )
-from shuffled_dpsgd.tasks.summary import count_parameters, save_weights, summarise
+from shuffled_dpsgd.tasks.summary import (
+    count_parameters,
+    describe_subject,
+    save_weights,
+    summarise,
+)
 from shuffled_dpsgd.tasks.task import Task
 from shuffled_dpsgd.training.loop import LoopSettings, Outcome, Progress, train
 from shuffled_dpsgd.training.private import PrivateTraining
@@ -182,10 +188,16 @@ def execute(run: PreparedRun, observers: tuple[Observer, ...] = ()) -> RunResult
 def _write_results(
     run: PreparedRun, outcome: Outcome, records: list[StepRecord], more: dict[str, Any]
 ) -> dict[str, Any]:
-    plan, spec, card = run.private.plan, run.private.spec, run.private.card()
+    plan, spec = run.private.plan, run.private.spec
+    subject = describe_subject(run.config, run.directory / "model")
+    card = run.private.card().about(**subject)
+    machine = environment(str(run.private.device))
     moved = {} if spec is None else spec.count_by_kind()
     view = RunView(
-        title=f"Private training: {run.task.name}",
+        title=f"{subject['model']} on {subject['data']}, {subject['date']}",
+        subtitle=f"Private training with shuffled DP-SGD: {run.task.name}",
+        warnings=[f"{w['message']}; {w['advice']}" for w in more["warnings"]],
+        environment={key: machine[key] for key in ("hardware", "cpu_cores", "python", "torch")},
         records=records,
         clip_norm=plan.clip_norm,
         epsilon_budget=plan.epsilon,

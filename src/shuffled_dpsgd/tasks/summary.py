@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import hashlib
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -12,10 +11,11 @@ from safetensors.torch import save_model
 from torch import nn
 
 from shuffled_dpsgd import __version__
-from shuffled_dpsgd.environment import environment
+from shuffled_dpsgd.environment import environment, today, versions
 from shuffled_dpsgd.reports import StepRecord, samples_per_second
 from shuffled_dpsgd.runtime import routes
 from shuffled_dpsgd.tasks.config import RunConfig
+from shuffled_dpsgd.tasks.models import no_progress_bars
 from shuffled_dpsgd.tasks.task import Task
 from shuffled_dpsgd.training.card import PrivacyCard
 from shuffled_dpsgd.training.loop import Outcome
@@ -33,7 +33,7 @@ def save_weights(task: Task, model: nn.Module, directory: Path) -> None:
         model = merge()
     save_pretrained: Any = getattr(model, "save_pretrained", None)
     if save_pretrained is not None:
-        with _no_progress_bars():
+        with no_progress_bars():
             save_pretrained(directory)
     else:
         save_model(model, str(directory / "model.safetensors"))
@@ -41,18 +41,24 @@ def save_weights(task: Task, model: nn.Module, directory: Path) -> None:
         task.save_assets(directory)
 
 
-@contextmanager
-def _no_progress_bars() -> Iterator[None]:
-    """transformers draws a bar of its own while it saves, through the one on screen."""
-    from transformers.utils import logging
+def describe_subject(config: RunConfig, model: Path) -> dict[str, str]:
+    """Whose card it is: names as they were given, the day, versions, and which weights."""
+    found = versions(("shuffled-dpsgd", "torch", "transformers", "dp-accounting"))
+    subject = {
+        "model": config.model.given_name,
+        "data": config.data.given_name,
+        "date": today(),
+        "versions": ", ".join(f"{name} {of}" for name, of in found.items() if of is not None),
+    }
+    weights = sorted(model.glob("*.safetensors"))
+    if weights:
+        subject["weights"] = ", ".join(f"{w.name} sha256 {_sha256(w)}" for w in weights)
+    return subject
 
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def count_parameters(model: nn.Module) -> dict[str, int]:

@@ -13,7 +13,7 @@ from torch import nn
 from shuffled_dpsgd.errors import InvalidArgumentError
 from shuffled_dpsgd.integrations.per_sample_loss import IGNORED_LABEL, next_token_losses
 from shuffled_dpsgd.tasks import folders, hub
-from shuffled_dpsgd.tasks.classes import stated_classes
+from shuffled_dpsgd.tasks.classes import name_classes, stated_classes
 from shuffled_dpsgd.tasks.classification import classification_task, heldout_batches
 from shuffled_dpsgd.tasks.config import DataConfig, RunConfig
 from shuffled_dpsgd.tasks.folders import Continuation, LabelledText
@@ -49,6 +49,7 @@ def build_classification(config: RunConfig) -> Task:
     model = prepare_model(
         config.model, head="sequence", num_labels=num_labels, seed=config.init_seed
     )
+    name_classes(model, data, num_labels)
     samples = [encode_labelled(part, tokenizer, data.max_length) for part in (train, heldout)]
     check_tokens(config, model, *samples)
     return classification_task(

@@ -36,6 +36,10 @@ class Tokenizer(Protocol):
         """`encode_plain` of each, many at once."""
         ...
 
+    def decode(self, ids: list[int]) -> str:
+        """The text of ids, without special tokens."""
+        ...
+
     def save(self, directory: Path) -> None: ...
 
 
@@ -74,8 +78,51 @@ class ByteTokenizer:
         """One after the other."""
         return [self.encode_plain(text) for text in texts]
 
+    def decode(self, ids: list[int]) -> str:
+        """The bytes among the ids as text; what is no UTF-8 is replaced."""
+        return bytes(i for i in ids if i < self.pad_id).decode("utf-8", errors="replace")
+
     def save(self, directory: Path) -> None:
-        """Nothing to write: the mapping is fixed."""
+        """As a tokenizer of transformers with the same ids, so that `from_pretrained` finds it."""
+        _byte_level().save_pretrained(directory)
+
+
+def _byte_level() -> Any:
+    """`ByteTokenizer` for transformers: byte-level BPE without a single merge."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
+
+    plain = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    vocabulary = {_letter(byte): byte for byte in range(256)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = plain
+    tokenizer.decoder = decoders.ByteLevel()
+    names = {"<pad>": 256, "<begin>": 257, "<end>": 258, "<sep>": 259}
+    tokenizer.add_special_tokens([AddedToken(name, special=True) for name in names])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<begin> $A <end>",
+        pair="<begin> $A <sep> $B <end>",
+        special_tokens=list(names.items()),
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        bos_token="<begin>",
+        eos_token="<end>",
+        sep_token="<sep>",
+    )
+
+
+def _letter(byte: int) -> str:
+    """The letter that byte-level BPE writes a byte with (GPT-2's table).
+
+    >>> _letter(ord("a")), _letter(ord(" "))
+    ('a', 'Ġ')
+    """
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    if byte in printable:
+        return chr(byte)
+    return chr(256 + [b for b in range(256) if b not in printable].index(byte))
 
 
 class PretrainedTokenizer:
@@ -122,6 +169,10 @@ class PretrainedTokenizer:
         if not columns or not columns[0]:
             return []
         return [list(ids) for ids in self._tokenizer(*columns, **options)["input_ids"]]
+
+    def decode(self, ids: list[int]) -> str:
+        """The text of ids, without special tokens."""
+        return str(self._tokenizer.decode(ids, skip_special_tokens=True))
 
     def save(self, directory: Path) -> None:
         """Beside the weights, so that `from_pretrained` finds it."""

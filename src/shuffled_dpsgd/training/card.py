@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from shuffled_dpsgd.accounting import PrivacyClaim
@@ -37,6 +37,10 @@ NOT_COVERED = (
 USE_ASSUMPTIONS = (
     "the loss of a record depends on that record and the weights alone, not on its batch",
     "the training data influence the weights through this run only",
+)
+SMALL_PRINT = (
+    "small print: the noise was calibrated to the certified ε; the formula is for noise of its own "
+    "calibration, and says little about any other"
 )
 CERTIFIED_METHOD_NOTE = "shuffling credited with nothing"
 
@@ -79,6 +83,8 @@ class PrivacyCard:
     shuffles_verified: int = 0
     samples_checked: int = 0
     exactness: str | None = None
+    accounting: str = "certified"
+    subject: Mapping[str, str] = field(default_factory=dict)
     threat_model: str = THREAT_MODEL
     use_assumptions: tuple[str, ...] = USE_ASSUMPTIONS
     not_covered: tuple[str, ...] = NOT_COVERED
@@ -86,6 +92,18 @@ class PrivacyCard:
     def with_audits(self, *bounds: AuditedBound) -> PrivacyCard:
         """The same card with audited bounds added; verdicts follow from them."""
         return replace(self, audits=(*self.audits, *bounds))
+
+    def about(self, **subject: str) -> PrivacyCard:
+        """The same card with whose it is: a model, a data set, a date, versions, a hash.
+
+        Only what is public: names as they were given, and a hash of weights that were released.
+        """
+        return replace(self, subject={**self.subject, **subject})
+
+    @property
+    def paper_is_small_print(self) -> bool:
+        """Whether the noise was not calibrated by the paper's formula, which then only compares."""
+        return self.accounting == "certified"
 
     @property
     def assumptions(self) -> tuple[str, ...]:
@@ -112,6 +130,7 @@ class PrivacyCard:
     def to_json(self) -> dict[str, Any]:
         """Plain data in the card's order; every epsilon sits beside its kind."""
         return {
+            "subject": dict(self.subject),
             "private": self.private,
             "certified": None if self.certified is None else _claim_json(self.certified),
             "why_not_certified": list(self.why_not_certified),
@@ -141,6 +160,7 @@ class PrivacyCard:
     def __str__(self) -> str:
         lines = [
             f"Privacy card after {self.steps_released} of {self.steps_planned} steps",
+            *(line for name, of in self.subject.items() for line in _labelled(name, [of])),
             *_labelled("certified ε", self._certified_lines()),
             *_labelled("paper's estimate", self._paper_lines()),
         ]
@@ -154,8 +174,7 @@ class PrivacyCard:
         lines += _labelled("shuffle", self.shuffle_lines)
         lines += _labelled("randomness", [self.randomness])
         lines += _labelled("threat model", [self.threat_model])
-        if self.certified is not None and self.certified.assumptions:
-            lines += _labelled("assumptions", list(self.certified.assumptions))
+        lines += _labelled("assumptions", list(self.assumptions))
         lines += _labelled("not covered", list(self.not_covered))
         return "\n".join(lines)
 
@@ -189,6 +208,8 @@ class PrivacyCard:
         if self.paper is None:
             return ["none: the formula needs Poisson sampling, a clip and noise"]
         lines = [f"{_with_inputs(self.paper)}; not a guarantee"]
+        if self.paper_is_small_print:
+            lines.append(SMALL_PRINT)
         if len({claim.epsilon for claim in self.paper_by_block.values()}) > 1:
             lines += [
                 f"block {name} alone: {_with_inputs(claim)}"
@@ -221,6 +242,7 @@ def write_card(
         steps_released=num_steps,
         steps_planned=plan.num_steps,
         target=_target(plan),
+        accounting=plan.accounting,
         sampler=_sampler(plan),
         mechanism=tuple(_mechanism(plan)),
         shuffle=_shuffle(plan, spec, released=released),
@@ -279,7 +301,7 @@ def _shuffle(plan: PrivacyPlan, spec: PermutationSpec | None, *, released: bool)
     return (
         f"{plan.shuffle}{pending}, scope {plan.scope}: "
         f"{spec.moved_parameters} of {spec.total_parameters} "
-        f"parameters live in tensors that move, 10^{spec.log10_group_order:.0f} permutations"
+        f"parameters live in tensors that move, {power_of_ten(spec.log10_group_order)} permutations"
     )
 
 
@@ -295,6 +317,15 @@ def _exactness(plan: PrivacyPlan, num_steps: int) -> str | None:
         adjacency=plan.adjacency,
     )
     return STATEMENT if covered else None
+
+
+def power_of_ten(exponent: float) -> str:
+    """Ten to the rounded exponent, as it is printed.
+
+    >>> power_of_ten(224.3)
+    '10²²⁴'
+    """
+    return "10" + f"{exponent:.0f}".translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
 
 
 def _large_delta(plan: PrivacyPlan) -> tuple[str, ...]:

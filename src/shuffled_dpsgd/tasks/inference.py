@@ -1,0 +1,132 @@
+"""A finished run put to use: scores on a split, answers for texts and images, continuations."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shuffled_dpsgd.errors import CheckpointError, InvalidArgumentError
+from shuffled_dpsgd.tasks.config import RunConfig
+from shuffled_dpsgd.tasks.digits import PIXEL_MEAN, PIXEL_STD
+from shuffled_dpsgd.tasks.images import collate_images
+from shuffled_dpsgd.tasks.models import prepare_model
+from shuffled_dpsgd.tasks.privacy import chosen_device
+from shuffled_dpsgd.tasks.registry import build_task
+from shuffled_dpsgd.tasks.run import load_run
+from shuffled_dpsgd.tasks.task import Evaluation
+from shuffled_dpsgd.tasks.tokenizers import load_tokenizer
+
+_HEADS: dict[str, Any] = {
+    "digits": "image",
+    "image-classification": "image",
+    "text-classification": "sequence",
+    "causal-lm": "causal-lm",
+}
+
+
+def trained_config(directory: Path) -> RunConfig:
+    """The configuration of a finished run, with the weights it left as its model."""
+    config = load_run(directory)
+    saved = directory / "model"
+    if not (saved / "config.json").is_file():
+        raise CheckpointError(
+            f"{directory}: no model/ yet, so the run has not finished; continue it with "
+            f"`shuffled-dpsgd train --resume {directory}`"
+        )
+    model = replace(
+        config.model, name=str(saved), from_scratch=False, lora_rank=None, freeze=(), train_only=()
+    )
+    return replace(config, model=model)
+
+
+def evaluate_run(directory: Path, *, data: Path | None = None) -> tuple[str, Evaluation]:
+    """Score a run on its held-out data, or on those in another folder of the same layout."""
+    config = trained_config(directory)
+    if data is not None:
+        if config.data.path is None:
+            raise InvalidArgumentError(
+                "--data", expected="nothing: the digits have no other", got=str(data)
+            )
+        config = replace(config, data=replace(config.data, path=str(data)))
+    task = build_task(config)
+    model = task.model.to(chosen_device(config.training.device))
+    return task.score_name, task.evaluate(model)
+
+
+@torch.no_grad()
+def predict(directory: Path, inputs: list[str]) -> list[dict[str, Any]]:
+    """The class of each text, or of each image file, with its probability."""
+    config = trained_config(directory)
+    if config.task == "causal-lm":
+        raise InvalidArgumentError(
+            "RUN", expected="a classifier", got="a language model", remedy="use generate"
+        )
+    model: Any = prepare_model(config.model, head=_HEADS[config.task]).eval()
+    answers = []
+    for given in inputs:
+        if config.task == "text-classification":
+            tokenizer = load_tokenizer(config.model.name)
+            ids = tokenizer.encode(*given.split("\t"), max_length=config.data.max_length)
+            logits = model(input_ids=torch.tensor([ids])).logits
+        else:
+            logits = model(pixel_values=_pixels(Path(given), config, model)).logits
+        shares = logits[0].float().softmax(dim=-1)
+        best = int(shares.argmax())
+        name = model.config.id2label.get(best, str(best))
+        answers.append({"input": given, "class": best, "name": name, "share": float(shares[best])})
+    return answers
+
+
+@torch.no_grad()
+def generate(directory: Path, prompts: list[str], *, max_new_tokens: int) -> list[dict[str, Any]]:
+    """The likeliest continuation of each prompt, token by token, as the run was trained to."""
+    config = trained_config(directory)
+    if config.task != "causal-lm":
+        raise InvalidArgumentError(
+            "RUN", expected="a language model", got=config.task, remedy="use predict"
+        )
+    if max_new_tokens < 1:
+        raise InvalidArgumentError("--max-new-tokens", expected="at least 1", got=max_new_tokens)
+    model: Any = prepare_model(config.model, head="causal-lm").eval()
+    tokenizer = load_tokenizer(config.model.name)
+    positions = getattr(model.config, "max_position_embeddings", None)
+    results = []
+    for prompt in prompts:
+        ids = tokenizer.encode_plain(f"{prompt} ||")
+        room = max_new_tokens if positions is None else min(max_new_tokens, positions - len(ids))
+        if room < 1:
+            raise InvalidArgumentError(
+                "PROMPT", expected=f"fewer than {positions} tokens", got=len(ids)
+            )
+        start = len(ids)
+        for _ in range(room):
+            best = int(model(input_ids=torch.tensor([ids])).logits[0, -1].argmax())
+            if best == tokenizer.end_id:
+                break
+            ids.append(best)
+        results.append({"prompt": prompt, "text": tokenizer.decode(ids[start:]).strip()})
+    return results
+
+
+def _pixels(path: Path, config: RunConfig, model: Any) -> torch.Tensor:
+    try:
+        from PIL import Image, UnidentifiedImageError
+    except ImportError as error:
+        raise InvalidArgumentError(
+            "INPUT", expected="pillow to be installed, which reads images", got="none"
+        ) from error
+    try:
+        image = Image.open(path)
+        image.load()
+    except (OSError, UnidentifiedImageError) as error:
+        raise InvalidArgumentError("INPUT", expected="an image file", got=str(path)) from error
+    size = int(model.config.image_size)
+    if config.task == "digits":
+        import numpy as np
+
+        grey = np.asarray(image.convert("L").resize((size, size)), dtype=np.float32)
+        return torch.from_numpy((grey * 16 / 255 - PIXEL_MEAN) / PIXEL_STD)[None, None]
+    return collate_images([(image.convert("RGB"), 0)], size)[0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -155,6 +156,18 @@ def test_bad_input_is_one_line_and_exit_two(
     assert expected in result.output
     assert len(result.output.strip().splitlines()) == 1
     assert result.output.startswith("error: ")
+
+
+def test_a_tracker_sees_every_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", list(sys.path))
+    (tmp_path / "my_tracker.py").write_text(
+        "seen = []\ndef follow(metrics):\n    seen.append(metrics['step'])\n"
+    )
+    run("digits", *SHORT, "--output", "out", "--json", "--tracker", "my_tracker:follow")
+    assert sys.modules.pop("my_tracker").seen == [1, 2, 3]
+    for wrong in ("absent:follow", "json:absent", "json", "sys:path"):
+        assert "--tracker" in run("digits", "--tracker", wrong, code=2).stderr
 
 
 def test_a_used_folder_is_refused(tmp_path: Path) -> None:

@@ -133,6 +133,8 @@ def test_resume_gives_the_same_bits(tmp_path: Path) -> None:
     whole.train()
     resumed = build(tmp_path)
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    (kept,) = (tmp_path / "checkpoint-2" / "privacy").glob("*/model.safetensors")
+    assert kept.stat().st_size < 1000, "weights are stored once, by the Trainer"
     expected, got = weights(whole), weights(resumed)
     assert all(torch.equal(expected[name], got[name]) for name in expected)
     assert resumed.private.ledger.spent == 6

@@ -190,3 +190,15 @@ def test_models_and_optimizers_of_the_wrong_kind_are_refused() -> None:
     prepared = accelerate.Accelerator(cpu=True).prepare(optimizer)
     with pytest.raises(InvalidArgumentError, match=r"optimizer\.optimizer"):
         make_private(model, prepared, **SETTINGS)
+
+
+def test_a_checkpoint_without_weights_knows_which_they_were(tmp_path: Path) -> None:
+    private = private_mlp()
+    run(private, mlp_case(), num_steps=2)
+    path = save_checkpoint(private, tmp_path, weights=False)
+    with pytest.raises(CheckpointError, match="not those of the checkpoint"):
+        load_checkpoint(private_mlp(), path)
+    again = private_mlp()
+    again.model.load_state_dict(private.model.state_dict())
+    load_checkpoint(again, path)
+    assert again.steps_taken == 2

@@ -13,6 +13,7 @@ import typer
 from shuffled_dpsgd.cli import privacy_options as opt
 from shuffled_dpsgd.cli.advise import advise_on
 from shuffled_dpsgd.cli.output import AsJson, print_json, reports_errors
+from shuffled_dpsgd.cli.trackers import Observer, check_tracker, find_tracker
 from shuffled_dpsgd.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
@@ -34,6 +35,13 @@ Checkpoint = Annotated[
     str | None, typer.Option(help="With --resume: an earlier checkpoint, by its folder's name.")
 ]
 LearningRate = Annotated[float | None, typer.Option(help="Peak learning rate.")]
+Tracker = Annotated[
+    str | None,
+    typer.Option(
+        help="Called with the metrics of every step; they are private.",
+        metavar="tensorboard|module:function",
+    ),
+]
 DryRun = Annotated[
     bool, typer.Option("--dry-run", help="Only say what the plan can hope for, as advise does.")
 ]
@@ -59,6 +67,7 @@ def train(
     learning_rate: LearningRate = None,
     seed: opt.Seed = None,
     secure: Secure = False,
+    tracker: Tracker = None,
     dry_run: DryRun = False,
     as_json: AsJson = False,
 ) -> None:
@@ -67,6 +76,7 @@ def train(
     Noise is calibrated to a certified (proven) ε unless `--accounting paper` asks for the paper's
     own formula, whose ε is heuristic. Ctrl-C finishes the step and writes a checkpoint.
     """
+    check_tracker(tracker)
     overrides: dict[str, dict[str, Any]] = {
         "privacy": {
             "epsilon": epsilon,
@@ -93,7 +103,8 @@ def train(
             advise_on(chosen, as_json=as_json)
             return
         run = _fresh(chosen, output)
-    finished = _train_quietly(run) if as_json else _train_on_screen(run)
+    observers = find_tracker(tracker, run.directory)
+    finished = _train_quietly(run, observers) if as_json else _train_on_screen(run, observers)
     if not finished:
         raise typer.Exit(INTERRUPTED)
 
@@ -192,15 +203,15 @@ def _refuse_with_resume(
         )
 
 
-def _train_quietly(run: PreparedRun) -> bool:
+def _train_quietly(run: PreparedRun, observers: tuple[Observer, ...]) -> bool:
     from shuffled_dpsgd.tasks import execute
 
-    result = execute(run)
+    result = execute(run, observers)
     print_json(result.summary | {"output": str(result.directory)})
     return result.outcome.finished
 
 
-def _train_on_screen(run: PreparedRun) -> bool:
+def _train_on_screen(run: PreparedRun, observers: tuple[Observer, ...]) -> bool:
     from rich.console import Console
 
     from shuffled_dpsgd.cli.training_display import TrainingBar, announcement, conclusion
@@ -210,6 +221,6 @@ def _train_on_screen(run: PreparedRun) -> bool:
     console.print(announcement(run))
     started = time.monotonic()
     with TrainingBar(run, console) as bar:
-        result = execute(run, observers=(bar.update,))
+        result = execute(run, observers=(bar.update, *observers))
     console.print(conclusion(result, run, time.monotonic() - started))
     return result.outcome.finished

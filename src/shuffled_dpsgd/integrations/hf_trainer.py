@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils.data import DataLoader
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 
 from shuffled_dpsgd.errors import BudgetExhaustedError, CheckpointError, InvalidArgumentError
 from shuffled_dpsgd.integrations.hf_conflicts import (
@@ -194,7 +194,19 @@ class ShuffledDPTrainer(Trainer):
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         extras = {"scheduler": self.lr_scheduler}
-        save_checkpoint(self._started(), Path(output_dir) / PRIVACY_FOLDER, extras=extras, keep=1)
+        # The Trainer has saved the weights beside it.
+        save_checkpoint(
+            self._started(),
+            Path(output_dir) / PRIVACY_FOLDER,
+            extras=extras,
+            keep=1,
+            weights=not self._saves_all_weights(),
+        )
+
+    def _saves_all_weights(self) -> bool:
+        """Whether the Trainer's own file has every tensor: not with adapters, nor without it."""
+        whole = isinstance(self.model, PreTrainedModel) and not hasattr(self.model, "peft_config")
+        return whole and not self.args.save_only_model
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:

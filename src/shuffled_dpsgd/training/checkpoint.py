@@ -21,11 +21,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from shuffled_dpsgd.errors import CheckpointError, InvalidArgumentError
 from shuffled_dpsgd.permutation import Permutation
+from shuffled_dpsgd.training.fingerprints import fingerprint
 from shuffled_dpsgd.training.global_randomness import global_randomness, set_global_randomness
 from shuffled_dpsgd.training.ledger import fsync_directory
 from shuffled_dpsgd.training.private import PrivateTraining
@@ -34,6 +35,7 @@ FORMAT = 1
 # One that replaces another of the same step has the longer name until the other is gone.
 _NEWER = "-new"
 _NAME = re.compile(rf"checkpoint-\d{{8}}({_NEWER})?")
+_DIGEST = "digest"
 _WEIGHTS, _STATE, _RUN, _MANIFEST = "model.safetensors", "state.pt", "run.json", "manifest.json"
 
 
@@ -51,8 +53,12 @@ def save_checkpoint(
     *,
     extras: Mapping[str, Stateful] | None = None,
     keep: int = 2,
+    weights: bool = True,
 ) -> Path:
     """Write `directory/checkpoint-<step>` atomically, and prune all but the newest `keep`.
+
+    Without `weights` only their digest is kept: whoever saves them elsewhere must have put them
+    back into the model before `load_checkpoint`, which compares.
 
     At every instant the checkpoint written last is complete in `directory`, or the one before.
     Only between steps: a partial logical batch is not part of the state.
@@ -67,7 +73,7 @@ def save_checkpoint(
     for leftover in root.glob(".checkpoint-*.tmp"):
         shutil.rmtree(leftover)
     try:
-        _write(private, temporary, extras or {})
+        _write(private, temporary, extras or {}, weights=weights)
         _put_in_place(temporary, target)
     except (OSError, SafetensorError, RuntimeError) as error:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -81,10 +87,14 @@ def save_checkpoint(
     return target
 
 
-def _write(private: PrivateTraining, folder: Path, extras: Mapping[str, Stateful]) -> None:
+def _write(
+    private: PrivateTraining, folder: Path, extras: Mapping[str, Stateful], *, weights: bool
+) -> None:
     """Every file of a checkpoint, durable when this returns."""
     folder.mkdir()
-    save_file(_weights(private.model), folder / _WEIGHTS)
+    tensors = _weights(private.model)
+    kept = tensors if weights else {}
+    save_file(kept, folder / _WEIGHTS, metadata=None if weights else {_DIGEST: _digest(tensors)})
     torch.save(_state(private, extras), folder / _STATE)
     (folder / _RUN).write_text(json.dumps(_run(private), indent=1), encoding="utf-8")
     hashes = {name: _hash(folder / name) for name in (_WEIGHTS, _STATE, _RUN)}
@@ -165,7 +175,7 @@ def load_checkpoint(
         )
     if run["spec"] != _spec_hash(private):
         raise CheckpointError(f"{source}: the model's permutation groups differ from this model's")
-    weights = load_file(source / _WEIGHTS)
+    weights = _stored_weights(source, private.model)
     _check_weights(source, private.model, weights)
     state = torch.load(source / _STATE, map_location="cpu", weights_only=True)
     wanted = set(extras or {})
@@ -177,6 +187,25 @@ def load_checkpoint(
     _restore(private, weights, state)
     for name, extra in (extras or {}).items():
         extra.load_state_dict(state["extras"][name])
+
+
+def _stored_weights(source: Path, model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The checkpoint's weights; where it has their digest only, the model's, if they agree."""
+    with safe_open(source / _WEIGHTS, framework="pt") as file:
+        digest = (file.metadata() or {}).get(_DIGEST)
+    if digest is None:
+        return load_file(source / _WEIGHTS)
+    present = _weights(model)
+    if _digest(present) != digest:
+        raise CheckpointError(
+            f"{source}: the weights in the model are not those of the checkpoint; load the ones "
+            "that were saved with it first"
+        )
+    return present
+
+
+def _digest(weights: Mapping[str, torch.Tensor]) -> str:
+    return fingerprint(dict(sorted(weights.items())), b"weights of a checkpoint")
 
 
 def _chosen(path: Path) -> Path:

@@ -202,3 +202,17 @@ def test_a_checkpoint_without_weights_knows_which_they_were(tmp_path: Path) -> N
     again.model.load_state_dict(private.model.state_dict())
     load_checkpoint(again, path)
     assert again.steps_taken == 2
+
+
+def test_encoder_decoders_are_told_what_shuffles() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.T5Config(
+        vocab_size=20, d_model=8, d_kv=4, d_ff=16, num_layers=1, num_heads=2
+    )
+    model = transformers.T5ForConditionalGeneration(config)
+    with pytest.raises(InvalidArgumentError, match=r"shuffle='off'.*T5 and BART"):
+        make_private(
+            model,
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            **(SETTINGS | {"shuffle": "every-step"}),
+        )

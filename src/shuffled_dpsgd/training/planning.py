@@ -32,9 +32,9 @@ def make_plan(
             "model",
             expected="trainable parameters that a permutation moves",
             got=f"none under scope={options.scope!r}",
-            remedy=f"use shuffle='off' without batch_clip_norm{wider}; models that shuffle are BERT, "
-            "RoBERTa, DistilBERT, ViT, GPT-2, OPT, Llama, PyTorch's own layers and their relatives. "
-            "Encoder-decoders such as T5 and BART are not described yet",
+            remedy=f"use shuffle='off' without batch_clip_norm{wider}; models that shuffle are "
+            "BERT, RoBERTa, DistilBERT, ViT, GPT-2, OPT, Llama, PyTorch's own layers and their "
+            "relatives. Encoder-decoders such as T5 and BART are not described yet",
         )
     rest = tuple(name for name in sizes if name not in shuffled)
     dimension = sum(sizes[name] for name in shuffled)

@@ -582,11 +582,11 @@ def test_a_disk_that_fills_up_loses_nothing(
     write, written = checkpoint.save_file, []
 
     def full_at(number: int) -> None:
-        def save_file(tensors: Any, path: Path) -> None:
+        def save_file(tensors: Any, path: Path, **options: Any) -> None:
             if len(written) == number:
                 raise OSError(28, "No space left on device")
             written.append(path)
-            write(tensors, path)
+            write(tensors, path, **options)
 
         monkeypatch.setattr(checkpoint, "save_file", save_file)
 

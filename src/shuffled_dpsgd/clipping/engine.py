@@ -77,7 +77,8 @@ class ClippingEngine:
             samples' losses.
         check_rate: The share of backwards, chosen at random, in which a few samples are run once
             more alone and compared with what was booked for them (see `checks/standing.py`). The
-            first batch and new kinds of batches are always checked; one checks every batch.
+            first batches of every kind are always checked; one checks every batch. Up to the
+            default rate, checks at random take at most one percent of the time that has passed.
 
     Raises:
         UnsupportedModuleError: some trainable parameter cannot be handled exactly.

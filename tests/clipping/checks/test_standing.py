@@ -499,6 +499,27 @@ def test_small_mixing_is_found_in_half_precision() -> None:
         run()
 
 
+def test_checks_at_random_keep_to_their_share_of_the_time(monkeypatch: Any) -> None:
+    now = [0.0]
+    monkeypatch.setattr("shuffled_dpsgd.clipping.checks.standing.time.perf_counter", lambda: now[0])
+    engine = ClippingEngine(Net(plain))
+    check = engine._standing
+    kind = "seen"
+    check._checked[kind] = 1
+    check._draws = SimpleNamespace(random=lambda: 0.0)
+    assert check.is_due(3, kind)
+    check._seconds_by_chance = 1.0
+    now[0] = 99.0
+    assert not check.is_due(3, kind)
+    assert check.is_due(3, "not seen")
+    now[0] = 101.0
+    assert check.is_due(3, kind)
+    dense = ClippingEngine(Net(plain), check_rate=0.5)._standing
+    dense._checked[kind], dense._seconds_by_chance = 1, 1e9
+    dense._draws = SimpleNamespace(random=lambda: 0.0)
+    assert dense.is_due(3, kind)
+
+
 def test_the_rate_must_be_a_share() -> None:
     with pytest.raises(InvalidArgumentError, match="check_rate"):
         ClippingEngine(Net(plain), check_rate=1.5)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 import random
+import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -51,8 +52,10 @@ from shuffled_dpsgd.clipping.checks.watch import (
 )
 from shuffled_dpsgd.errors import UnsupportedModuleError
 
-# Backwards that are checked at random, as a share of all.
+# Backwards that are checked at random, as a share of all; and, up to that rate, the share of the
+# time that has passed which those checks may take.
 DEFAULT_RATE = 1 / 256
+_SHARE_OF_TIME = 0.01
 _SAMPLES = 2
 # Relative to the length of the gradient; wider than what another batch size does to rounding.
 _TOLERANCE = {torch.float64: 1e-7, torch.float32: 2e-3}
@@ -107,6 +110,8 @@ class StandingCheck:
         floating = [p.dtype for p in self._parameters.values()]
         self._smallest_step = max(torch.finfo(dtype).eps for dtype in floating)
         self._pending: Watch | None = None
+        self._began: float | None = None
+        self._seconds_by_chance = 0.0
         self._kind: Hashable = None
 
     @property
@@ -119,9 +124,19 @@ class StandingCheck:
     def is_due(self, size: int, kind: Hashable) -> bool:
         """Whether a batch is of a new kind, or its turn has come at random."""
         self._kind = kind
-        by_chance = self._draws.random() < self._rate
-        is_new = self._checked[kind] < self._wanted.get(kind, 1)
-        return size > 0 and (by_chance or is_new)
+        by_chance = self._draws.random() < self._rate and self._is_affordable()
+        return size > 0 and (by_chance or self._is_new(kind))
+
+    def _is_new(self, kind: Hashable) -> bool:
+        return self._checked[kind] < self._wanted.get(kind, 1)
+
+    def _is_affordable(self) -> bool:
+        """Whether checks at random have kept to their share of the time, unless more were asked."""
+        if self._rate > DEFAULT_RATE:
+            return True
+        now = time.perf_counter()
+        self._began = now if self._began is None else self._began
+        return self._seconds_by_chance <= _SHARE_OF_TIME * (now - self._began)
 
     def begin(
         self,
@@ -168,12 +183,14 @@ class StandingCheck:
         watch = self.watch
         if watch is None or watch.batch is not batch or batch.phase is Phase.SUMS:
             return
+        started = time.perf_counter()
         for name, part in entry.slot.contributions(entry.capture):
             for place, sample in enumerate(watch.samples):
                 one = part.of_sample(sample)
                 found, kept = sketch(one.stored(self._parameters[name].shape)), watch.booked[place]
                 watch.rounding[place] += one.rounding()
                 kept[name] = kept[name] + found if name in kept else found
+        watch.seconds += time.perf_counter() - started
 
     def finish(self, batch: CapturedBatch, norms: Tensor) -> None:
         """The backward is over: what was booked waits for `settle`."""
@@ -205,6 +222,15 @@ class StandingCheck:
         watch, self._pending = self._pending, None
         if watch is None:
             return
+        started = time.perf_counter()
+        is_new = self._is_new(watch.kind)
+        try:
+            self._settle(watch)
+        finally:
+            if not is_new:
+                self._seconds_by_chance += watch.seconds + time.perf_counter() - started
+
+    def _settle(self, watch: Watch) -> None:
         try:
             found = self._compare(watch)
         except CannotRepeatError as error:

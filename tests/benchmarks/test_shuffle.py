@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -27,6 +28,7 @@ print(shuffle.render(found))
 """
 
 
+@pytest.mark.slow
 def test_all_parts_are_measured_and_reported() -> None:
     run = subprocess.run(
         [sys.executable, "-c", SMALL_RUN], cwd=ROOT, check=False, capture_output=True, text=True

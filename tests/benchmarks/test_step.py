@@ -48,6 +48,7 @@ def python(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_adapters_take_turns_in_every_round_after_all_are_prepared() -> None:
     done = python(
         "-c", PRETENDED, "--device", "cpu", "--workload", "bert-small-2x4", "--warmup", "2",
@@ -63,6 +64,7 @@ def test_adapters_take_turns_in_every_round_after_all_are_prepared() -> None:
     assert calls == [*prepared, *alone, *(name for name in rounds for _ in range(2 + 2))]
 
 
+@pytest.mark.slow
 def test_errors_are_recorded_and_only_ours_are_alarming(tmp_path: Path) -> None:
     path = tmp_path / "numbers.json"
     shared = (

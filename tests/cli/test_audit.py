@@ -84,6 +84,7 @@ def test_paper_table_says_what_it_lacks() -> None:
         assert word in text
 
 
+@pytest.mark.slow
 def test_paper_audit_inside_training_stands_beside_the_strong_one() -> None:
     pytest.importorskip("sklearn")
     options = ["--epsilon", 2, "--repetitions", 5, "--training-steps", 120, "--json"]

@@ -46,6 +46,7 @@ def test_json_is_one_object(tmp_path: Path) -> None:
     assert 3.9 < certified["epsilon"] <= 4.0
 
 
+@pytest.mark.slow
 def test_paper_accounting_shows_certified_epsilon_beside_the_heuristic(tmp_path: Path) -> None:
     result = run("digits", *SHORT, "--accounting", "paper", "--output", tmp_path / "out", "--json")
     card = json.loads(result.stdout)["privacy_card"]
@@ -87,6 +88,7 @@ def test_a_config_file_is_run(tmp_path: Path) -> None:
     assert summary["privacy_card"]["randomness"].startswith("operating system")
 
 
+@pytest.mark.slow
 def test_interrupt_tells_how_to_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from shuffled_dpsgd.cli import training_display
 
@@ -111,6 +113,7 @@ def test_interrupt_tells_how_to_resume(tmp_path: Path, monkeypatch: pytest.Monke
     assert json.loads(run("--resume", tmp_path / "out", "--json").stdout)["already_finished"]
 
 
+@pytest.mark.slow
 def test_steps_lost_in_a_crash_are_named_and_the_last_weights_scored(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -74,6 +74,7 @@ def test_gpt2_with_scrambled_records_and_a_step_audit(e2e: Path) -> None:
     assert "scrambled input" in {attack["canary"] for attack in found["attacks"]}
 
 
+@pytest.mark.slow
 def test_it_needs_neither_the_command_line_nor_drawing() -> None:
     """The machine beside the GPU has no typer, no rich, no pydantic and no matplotlib."""
     code = (

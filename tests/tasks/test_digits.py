@@ -163,6 +163,7 @@ def test_run_writes_everything(tmp_path: Path) -> None:
     assert summary["heldout_score"] == records[-1].heldout_score
 
 
+@pytest.mark.slow
 def test_interrupted_run_resumes_to_the_same_bits(tmp_path: Path) -> None:
     whole = prepare(short_config(), tmp_path / "whole")
     execute(whole)

@@ -70,6 +70,7 @@ def test_gradient_checkpointing_changes_nothing() -> None:
     assert distance(*finals) < 1e-6
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_compiled_models_are_trained_under_their_own_names() -> None:

@@ -224,6 +224,7 @@ class FourNorms(nn.Module):
         return self.wide(torch.cat([self.gain(x), x.exp()], -1)).square()
 
 
+@pytest.mark.slow
 def test_norms_of_one_shape_leave_the_graph_as_one_tensor() -> None:
     torch.manual_seed(0)
     torch._dynamo.reset()
@@ -249,6 +250,7 @@ def test_norms_of_one_shape_leave_the_graph_as_one_tensor() -> None:
     assert len(taps.named) == 5 + 2
 
 
+@pytest.mark.slow
 def test_micro_batches_of_any_shape_add_up_beside_taps() -> None:
     engine, case, compiled = tapped_pair()
     eager = ClippingEngine(case.model)
@@ -305,6 +307,7 @@ def test_one_compiled_backward_over_two_forwards_is_refused() -> None:
         (case.losses(compiled, case.inputs) + case.losses(compiled, case.inputs)).sum().backward()
 
 
+@pytest.mark.slow
 def test_taps_never_add_up_two_forwards_of_a_layer_called_twice() -> None:
     case = small().to(torch.float64)
     engine = assert_every_step_agrees(case, "aot_eager", 1e-9)

@@ -186,6 +186,7 @@ def test_a_mean_of_means_may_be_of_any_lengths_once_it_has_been_seen() -> None:
     assert engine.sample_norms.shape == (6,)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("first", [(7, 4), (5, 5)])
 def test_a_mean_over_tokens_of_a_compiled_model(first: tuple[int, int]) -> None:

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import Subset
 
 from shuffled_dpsgd.auditing.black_box import Start
-from shuffled_dpsgd.auditing.run import Target
+from shuffled_dpsgd.auditing.run import AuditTarget
 from shuffled_dpsgd.options import NoiseFrame, Shuffle
 from shuffled_dpsgd.tasks import digits
 from shuffled_dpsgd.tasks.config import RunConfig
@@ -22,14 +22,14 @@ from shuffled_dpsgd.training.private import PrivateTraining
 HIDDEN = 64
 
 
-def audit_target(config: RunConfig) -> Target:
+def audit_target(config: RunConfig) -> AuditTarget:
     """Fresh runs of the configured task, each from a copy of the same initial weights."""
     task = build_task(config)
 
     def start(dataset_size: int) -> PrivateTraining:
         return start_private(config, copy.deepcopy(task.model), dataset_size=dataset_size)
 
-    return Target(start=start, data=task.train_data, losses=task.losses, collate=task.collate)
+    return AuditTarget(start=start, data=task.train_data, losses=task.losses, collate=task.collate)
 
 
 def cross_entropies(model: nn.Module, batch: Any) -> torch.Tensor:
@@ -48,7 +48,7 @@ def small_network(seed: int) -> nn.Module:
 
 def long_run_target(
     *, epsilon: float, num_steps: int, batch_clip: float, seed: int, expected_batch_size: int = 16
-) -> Target:
+) -> AuditTarget:
     """A network small enough for ten thousand steps, on digits, at the paper's own calibration."""
     train, _ = digits.load_digits()
 
@@ -69,7 +69,7 @@ def long_run_target(
             seed=seed,
         )
 
-    return Target(start=start, data=train, losses=cross_entropies)
+    return AuditTarget(start=start, data=train, losses=cross_entropies)
 
 
 def small_vit_runs(*, noise_multiplier: float, num_steps: int, expected_batch_size: int) -> Start:

@@ -25,7 +25,7 @@ from torch.utils.data import default_collate
 
 from shuffled_dpsgd.auditing.black_box import BlackBoxSetting, Start, audit_black_box
 from shuffled_dpsgd.auditing.input_canaries import InputCanary
-from shuffled_dpsgd.auditing.run import RunSetting, Target, audit_one_run, audit_steps
+from shuffled_dpsgd.auditing.run import AuditTarget, RunSetting, audit_one_run, audit_steps
 from shuffled_dpsgd.environment import environment
 from shuffled_dpsgd.options import NoiseFrame, Shuffle
 from shuffled_dpsgd.tasks.config import RunConfig, parse_config
@@ -129,7 +129,7 @@ def progress(mode: str) -> Callable[[int, int], None]:
 
 def two_worlds(mode: str, config: RunConfig, options: argparse.Namespace) -> dict[str, Any]:
     """A one-run or a step audit."""
-    target: Target = audit_target(config)
+    target: AuditTarget = audit_target(config)
     setting = RunSetting(
         num_observations=options.observations,
         num_gradient_canaries=options.canaries,

@@ -18,8 +18,8 @@ from shuffled_dpsgd.auditing.model_attacks import (
 )
 from shuffled_dpsgd.auditing.probes import Prober, trainable
 from shuffled_dpsgd.auditing.run import (
+    AuditTarget,
     RunSetting,
-    Target,
     audit_one_run,
     audit_steps,
     card_bounds,
@@ -37,7 +37,7 @@ def data(size: int = 300) -> TensorDataset:
     return TensorDataset(images, torch.randint(10, (size,), generator=generator))
 
 
-def target(**privacy: object) -> Target:
+def target(**privacy: object) -> AuditTarget:
     records = data()
     task = classification_task(
         "noise", build_model("vit-digits", num_labels=10, device="cpu"), records, records
@@ -56,7 +56,7 @@ def target(**privacy: object) -> Target:
             **{key: value for key, value in privacy.items() if key != "num_steps"},
         )
 
-    return Target(start=start, data=records, losses=task.losses)
+    return AuditTarget(start=start, data=records, losses=task.losses)
 
 
 def test_paper_calibrated_steps_are_refuted_and_certified_ones_are_not() -> None:

@@ -20,8 +20,8 @@ import numpy as np
 
 from shuffled_dpsgd.accounting.paper import PaperCalibration, calibrate_paper
 from shuffled_dpsgd.auditing.estimators import (
-    AuditedBound,
     ClopperPearson,
+    EstimatedBound,
     OrderStatistics,
     PaperPoint,
     ScorePair,
@@ -93,11 +93,11 @@ class PaperRow:
     step_delta: float
     noise_multiplier: float
     printed: float | None
-    estimate: AuditedBound
+    estimate: EstimatedBound
     strict: Reading
     literal: Reading
-    bound: AuditedBound
-    order_statistics: AuditedBound
+    bound: EstimatedBound
+    order_statistics: EstimatedBound
 
     def to_json(self) -> dict[str, Any]:
         return {

@@ -22,7 +22,7 @@ from shuffled_dpsgd.auditing.gradient_canaries import InjectingEngine
 from shuffled_dpsgd.auditing.model_attacks import inner, line_canary, step_attacks, widest_axis
 from shuffled_dpsgd.auditing.probes import OnProgress, Prober, probe, trainable
 from shuffled_dpsgd.auditing.ranges import require_at_least
-from shuffled_dpsgd.auditing.run import Target, step_claims
+from shuffled_dpsgd.auditing.run import AuditTarget, step_claims
 from shuffled_dpsgd.auditing.sensitivity import RecordingMechanism
 from shuffled_dpsgd.auditing.step import ESTIMATORS
 from shuffled_dpsgd.auditing.verdict import AuditReport, Evidence, assess, judge
@@ -68,7 +68,7 @@ class WatchedRun:
         private.engine = InjectingEngine(private.engine, self._injected)  # type: ignore[assignment]
         private.mechanism = self._recorder
 
-    def train(self, target: Target, on_progress: OnProgress | None) -> None:
+    def train(self, target: AuditTarget, on_progress: OnProgress | None) -> None:
         private = self.private
 
         def observe() -> None:
@@ -116,7 +116,7 @@ class WatchedRun:
 
 
 def audit_paper_training(
-    target: Target,
+    target: AuditTarget,
     setting: TrainingSetting,
     *,
     confidence: float = 0.95,

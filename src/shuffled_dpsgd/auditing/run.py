@@ -23,7 +23,7 @@ from shuffled_dpsgd.auditing.reach import one_run_reach, step_reach
 from shuffled_dpsgd.auditing.step import ESTIMATORS, composition_notes
 from shuffled_dpsgd.auditing.verdict import Attack, AuditReport, assess, judge
 from shuffled_dpsgd.errors import InvalidArgumentError
-from shuffled_dpsgd.training.card import AuditedBound as CardBound
+from shuffled_dpsgd.training.card import AuditedBound
 from shuffled_dpsgd.training.data import MapStyle
 from shuffled_dpsgd.training.physical import PerSampleLoss
 from shuffled_dpsgd.training.plan import PrivacyPlan
@@ -31,7 +31,7 @@ from shuffled_dpsgd.training.private import PrivateTraining
 
 
 @dataclass(frozen=True, kw_only=True)
-class Target:
+class AuditTarget:
     """What is audited: how to start a fresh run on a data set of a given size, and its records."""
 
     start: Callable[[int], PrivateTraining]
@@ -70,7 +70,7 @@ class RunSetting:
 
 
 def audit_steps(
-    target: Target,
+    target: AuditTarget,
     setting: RunSetting,
     *,
     confidence: float = 0.95,
@@ -150,7 +150,7 @@ def audit_mechanism(
 
 
 def audit_one_run(
-    target: Target,
+    target: AuditTarget,
     setting: RunSetting,
     *,
     confidence: float = 0.95,
@@ -223,7 +223,7 @@ def certified_step(plan: PrivacyPlan, delta: float) -> PrivacyClaim:
     )
 
 
-def card_bounds(attacks: Sequence[Attack], *, confidence: float) -> tuple[CardBound, ...]:
+def card_bounds(attacks: Sequence[Attack], *, confidence: float) -> tuple[AuditedBound, ...]:
     """Each attack's strongest joint bound that holds for any mechanism, as the card words it.
 
     The joint bounds hold all together at `confidence`, the level they were divided from.
@@ -234,7 +234,7 @@ def card_bounds(attacks: Sequence[Attack], *, confidence: float) -> tuple[CardBo
         if (admitted := [b for b in attack.joint if b.may_refute == "any claim"])
     ]
     return tuple(
-        CardBound(
+        AuditedBound(
             adversary=attack.label,
             estimator=bound.method,
             epsilon=bound.epsilon,
@@ -245,7 +245,7 @@ def card_bounds(attacks: Sequence[Attack], *, confidence: float) -> tuple[CardBo
     )
 
 
-def _train(private: PrivateTraining, target: Target, *, num_steps: int) -> None:
+def _train(private: PrivateTraining, target: AuditTarget, *, num_steps: int) -> None:
     if num_steps == 0:
         return
     for batch in private.batches(target.data, num_steps=num_steps, collate=target.collate):

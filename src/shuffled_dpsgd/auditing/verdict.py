@@ -15,7 +15,7 @@ from shuffled_dpsgd.accounting.claim import PrivacyClaim
 from shuffled_dpsgd.auditing.adversaries import ThreatModel
 from shuffled_dpsgd.auditing.estimators.curves import RateAt, tpr_at_fpr
 from shuffled_dpsgd.auditing.estimators.one_run import Inclusion
-from shuffled_dpsgd.auditing.estimators.scores import AuditedBound, Refutable, ScorePair
+from shuffled_dpsgd.auditing.estimators.scores import EstimatedBound, Refutable, ScorePair
 from shuffled_dpsgd.auditing.reach import Reach
 from shuffled_dpsgd.errors import InvalidArgumentError
 
@@ -32,7 +32,7 @@ class Estimator(Protocol):
     @property
     def name(self) -> str: ...
 
-    def lower_bound(self, scores: Any, *, delta: float, confidence: float) -> AuditedBound: ...
+    def lower_bound(self, scores: Any, *, delta: float, confidence: float) -> EstimatedBound: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,8 +55,8 @@ class Attack:
     """Evidence with its bounds: each at the stated confidence, and the joint ones for verdicts."""
 
     evidence: Evidence
-    bounds: tuple[AuditedBound, ...]
-    joint: tuple[AuditedBound, ...]
+    bounds: tuple[EstimatedBound, ...]
+    joint: tuple[EstimatedBound, ...]
 
     @property
     def label(self) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import warnings
 from collections.abc import Callable
 
 import pytest
@@ -14,7 +15,7 @@ from torch.nn.utils import parametrizations
 from torch.nn.utils.parametrize import register_parametrization
 from torch.utils.checkpoint import checkpoint
 
-from clipping.compare import assert_exact, run
+from clipping.compare import assert_exact, assert_same_sums, oracle, run
 from clipping.tiny_models import Inputs, gpt2
 from shuffled_dpsgd.clipping import ClippingEngine
 from shuffled_dpsgd.errors import InvalidArgumentError, UnsupportedModuleError
@@ -308,3 +309,41 @@ def test_a_backward_that_failed_half_way_is_not_counted_twice(clip: str, strateg
         engine.reset()
     for name, value in run(engine, losses, inputs).items():
         torch.testing.assert_close(value, wanted[name])
+
+
+def test_scripted_modules_are_refused_by_name() -> None:
+    with warnings.catch_warnings(action="ignore"):
+        inner = torch.jit.script(nn.Sequential(nn.ReLU(), nn.Linear(8, 8)))
+    with pytest.raises(UnsupportedModuleError, match=r"1: .*scripted module"):
+        ClippingEngine(nn.Sequential(nn.Linear(4, 8), inner))
+
+
+def test_adaptive_softmax_is_refused_by_name() -> None:
+    model = nn.ModuleDict({"head": nn.AdaptiveLogSoftmaxWithLoss(16, 20, [5, 10])})
+    with pytest.raises(UnsupportedModuleError, match=r"head: .*AdaptiveLogSoftmaxWithLoss"):
+        ClippingEngine(model)
+
+
+def test_as_many_tokens_as_samples_do_not_stop_an_encoder_decoder() -> None:
+    from transformers import BartConfig, BartForConditionalGeneration
+
+    sizes = {
+        f"{side}_{name}": value
+        for side in ("encoder", "decoder")
+        for name, value in (("layers", 1), ("attention_heads", 2), ("ffn_dim", 16))
+    }
+    config = BartConfig(vocab_size=50, d_model=16, max_position_embeddings=32, **sizes)
+    torch.manual_seed(0)
+    model = BartForConditionalGeneration(config).double().eval()
+
+    def losses(m: nn.Module, inputs: Inputs) -> Tensor:
+        logits = m(**inputs, use_cache=False).logits
+        return logits.square().flatten(1).sum(1)
+
+    engine = ClippingEngine(model)
+    for size, tokens in ((3, 7), (7, 7), (4, 4)):
+        ids = torch.randint(3, 50, (2, size, tokens))
+        inputs = {"input_ids": ids[0], "decoder_input_ids": ids[1]}
+        engine.reset()
+        got = run(engine, losses, inputs)
+        assert_same_sums(got, oracle(model, losses, inputs, 1.0).clipped_sum, 1e-9)

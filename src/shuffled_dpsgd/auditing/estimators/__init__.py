@@ -20,14 +20,14 @@ from shuffled_dpsgd.auditing.estimators.one_run import Inclusion, OneRun
 from shuffled_dpsgd.auditing.estimators.one_run_fdp import OneRunFDP
 from shuffled_dpsgd.auditing.estimators.order_statistics import OrderStatistics
 from shuffled_dpsgd.auditing.estimators.paper_point import PaperPoint
-from shuffled_dpsgd.auditing.estimators.scores import AuditedBound, ErrorCounts, ScorePair
+from shuffled_dpsgd.auditing.estimators.scores import ErrorCounts, EstimatedBound, ScorePair
 from shuffled_dpsgd.auditing.estimators.threshold import Decision, Fixed, HeldOut
 
 __all__ = [
-    "AuditedBound",
     "ClopperPearson",
     "Decision",
     "ErrorCounts",
+    "EstimatedBound",
     "Fixed",
     "GaussianDP",
     "HeldOut",

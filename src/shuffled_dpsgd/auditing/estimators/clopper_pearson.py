@@ -13,7 +13,7 @@ import numpy as np
 from scipy.special import betaincinv
 
 from shuffled_dpsgd.auditing.estimators.scores import (
-    AuditedBound,
+    EstimatedBound,
     Floats,
     ScorePair,
     check_levels,
@@ -63,7 +63,7 @@ class ClopperPearson:
 
     def lower_bound(
         self, scores: ScorePair, *, delta: float, confidence: float = 0.95
-    ) -> AuditedBound:
+    ) -> EstimatedBound:
         check_levels(delta=delta, confidence=confidence)
         level = 1.0 - confidence
 
@@ -87,7 +87,7 @@ class ClopperPearson:
         ]
         at = int(np.argmax(bounds))
         decision, errors = counted[at]
-        return AuditedBound(
+        return EstimatedBound(
             epsilon=bounds[at],
             delta=delta,
             method=self.name,

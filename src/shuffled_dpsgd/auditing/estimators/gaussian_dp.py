@@ -17,7 +17,7 @@ from shuffled_dpsgd.accounting import certified_bracket
 from shuffled_dpsgd.accounting.theorem import smallest_epsilon
 from shuffled_dpsgd.auditing.estimators.clopper_pearson import upper_limit
 from shuffled_dpsgd.auditing.estimators.scores import (
-    AuditedBound,
+    EstimatedBound,
     Floats,
     ScorePair,
     check_levels,
@@ -66,7 +66,7 @@ class GaussianDP:
 
     def lower_bound(
         self, scores: ScorePair, *, delta: float, confidence: float = 0.95
-    ) -> AuditedBound:
+    ) -> EstimatedBound:
         check_levels(delta=delta, confidence=confidence)
         level = 1.0 - confidence
 
@@ -92,7 +92,7 @@ class GaussianDP:
             )
             mus.append((float(mu), errors.to_json()))
         best, counts = max(mus, key=lambda found: found[0])
-        return AuditedBound(
+        return EstimatedBound(
             epsilon=gaussian_epsilon(best, delta),
             delta=delta,
             method=self.name,

@@ -22,8 +22,8 @@ from scipy.special import betainc, betaincinv
 
 from shuffled_dpsgd.auditing.estimators.clopper_pearson import upper_limit
 from shuffled_dpsgd.auditing.estimators.scores import (
-    AuditedBound,
     ErrorCounts,
+    EstimatedBound,
     Floats,
     ScorePair,
     check_levels,
@@ -87,7 +87,7 @@ class JointBeta:
 
     def lower_bound(
         self, scores: ScorePair, *, delta: float, confidence: float = 0.95
-    ) -> AuditedBound:
+    ) -> EstimatedBound:
         check_levels(delta=delta, confidence=confidence)
         chosen_on, counted_on = scores.split(self.rule.fraction)
         options: list[tuple[float, Direction, Decision]] = []
@@ -100,7 +100,7 @@ class JointBeta:
             options.append((promise, direction, decision))
         _, direction, decision = max(options, key=lambda option: option[0])
         counts = decision.errors(counted_on)
-        return AuditedBound(
+        return EstimatedBound(
             epsilon=credible_epsilon(counts, direction, delta=delta, confidence=confidence),
             delta=delta,
             method=self.name,

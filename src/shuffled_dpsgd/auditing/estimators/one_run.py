@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.special import bdtrc, expit
 
-from shuffled_dpsgd.auditing.estimators.scores import AuditedBound, Floats, check_levels
+from shuffled_dpsgd.auditing.estimators.scores import EstimatedBound, Floats, check_levels
 from shuffled_dpsgd.errors import InvalidArgumentError
 
 LARGEST_EPSILON = 60.0
@@ -112,7 +112,7 @@ class OneRun:
 
     def lower_bound(
         self, inclusion: Inclusion, *, delta: float, confidence: float = 0.95
-    ) -> AuditedBound:
+    ) -> EstimatedBound:
         check_levels(delta=delta, confidence=confidence)
         level = (1.0 - confidence) / len(self.guess_shares)
         best = (-1.0, 0, 0)
@@ -127,7 +127,7 @@ class OneRun:
                 level=level,
             )
             best = max(best, (epsilon, num_guesses, num_right))
-        return AuditedBound(
+        return EstimatedBound(
             epsilon=best[0],
             delta=delta,
             method=self.name,

@@ -23,7 +23,7 @@ from scipy.special import ndtr, ndtri
 
 from shuffled_dpsgd.auditing.estimators.gaussian_dp import gaussian_epsilon
 from shuffled_dpsgd.auditing.estimators.one_run import Inclusion
-from shuffled_dpsgd.auditing.estimators.scores import AuditedBound, check_levels
+from shuffled_dpsgd.auditing.estimators.scores import EstimatedBound, check_levels
 
 Family = Literal["any", "gaussian"]
 LeastSize = Callable[[float], float]
@@ -112,7 +112,7 @@ class OneRunFDP:
 
     def lower_bound(
         self, inclusion: Inclusion, *, delta: float, confidence: float = 0.95
-    ) -> AuditedBound:
+    ) -> EstimatedBound:
         check_levels(delta=delta, confidence=confidence)
         best = (-1.0, 0, 0)
         for share in self.guess_shares:
@@ -132,7 +132,7 @@ class OneRunFDP:
         parameter, num_guesses, num_right = best
         gaussian = self.family == "gaussian"
         coins = "every canary is included by its own fair coin"
-        return AuditedBound(
+        return EstimatedBound(
             epsilon=gaussian_epsilon(parameter, delta) if gaussian else parameter,
             delta=delta,
             method=self.name,

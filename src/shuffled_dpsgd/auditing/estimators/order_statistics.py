@@ -39,7 +39,7 @@ from scipy.special import betainc, betaincinv, ndtr, ndtri
 
 from shuffled_dpsgd.auditing.estimators.gaussian_dp import gaussian_epsilon
 from shuffled_dpsgd.auditing.estimators.scores import (
-    AuditedBound,
+    EstimatedBound,
     Floats,
     ScorePair,
     check_levels,
@@ -190,7 +190,7 @@ class OrderStatistics:
 
     def lower_bound(
         self, scores: ScorePair, *, delta: float, confidence: float = 0.95
-    ) -> AuditedBound:
+    ) -> EstimatedBound:
         check_levels(delta=delta, confidence=confidence)
         curve = approximate_curve(delta) if self.family == "any" else gaussian_curve()
         level = 1.0 - confidence
@@ -214,7 +214,7 @@ class OrderStatistics:
             "num_present": scores.num_present,
         }
         independent = "observations are independent"
-        return AuditedBound(
+        return EstimatedBound(
             epsilon=gaussian_epsilon(bound, delta) if gaussian else bound,
             delta=delta,
             method=self.name,

@@ -16,7 +16,7 @@ from typing import Literal
 import numpy as np
 
 from shuffled_dpsgd.auditing.estimators.clopper_pearson import epsilon_of_rates
-from shuffled_dpsgd.auditing.estimators.scores import AuditedBound, Floats, ScorePair
+from shuffled_dpsgd.auditing.estimators.scores import EstimatedBound, Floats, ScorePair
 
 DROPPED_BELOW = 4e-4
 Dropped = Literal["either", "both", "nothing"]
@@ -40,7 +40,7 @@ class PaperPoint:
 
     def lower_bound(
         self, scores: ScorePair, *, delta: float, confidence: float = 0.95
-    ) -> AuditedBound:
+    ) -> EstimatedBound:
         """Same signature as the bounds beside it; `confidence` cannot be honoured."""
         del confidence
         thresholds = np.unique(np.concatenate([scores.out, scores.present]))
@@ -54,7 +54,7 @@ class PaperPoint:
             "nothing": np.zeros_like(small[0]),
         }[self.drop]
         epsilons = epsilon_of_rates(alpha[kept], beta[kept], delta)
-        return AuditedBound(
+        return EstimatedBound(
             epsilon=float(epsilons.max()) if epsilons.size else 0.0,
             delta=delta,
             method=self.name,

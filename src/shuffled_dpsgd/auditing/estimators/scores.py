@@ -2,7 +2,7 @@
 
 An adversary turns each observation into one number. `ScorePair` holds those numbers for the world
 without the canary and the world with it; every estimator starts there and ends in an
-`AuditedBound`, which says at which confidence, and under which assumptions, ε is at least what.
+`EstimatedBound`, which says at which confidence, and under which assumptions, ε is at least what.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class ErrorCounts:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AuditedBound:
+class EstimatedBound:
     """ε is at least `epsilon` at level `confidence`, provided the `assumptions` hold.
 
     `may_refute` says which claims it can overturn. A bound that holds for every mechanism: any. One

@@ -43,7 +43,7 @@ from shuffled_dpsgd.clipping.checks.loss_independence import are_uneven
 from shuffled_dpsgd.clipping.checks.row_identity import (
     NUMBERS,
     OUTPUTS,
-    Rows,
+    RowMarks,
     find_mixed_numbers,
     find_moved_rows,
     has_nan,
@@ -316,7 +316,7 @@ class BatchAxisCheck:
             UnsupportedModuleError: they do not.
         """
 
-        def rows(change: Change, seed: int = 0) -> Rows:
+        def rows(change: Change, seed: int = 0) -> RowMarks:
             changed_args, changed_kwargs = change(args, size), change(dict(kwargs), size)
             # Layers dropped as a whole, for one, are then the same in every run.
             torch.manual_seed(seed)

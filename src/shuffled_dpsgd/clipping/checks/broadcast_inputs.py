@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from shuffled_dpsgd.clipping.capture.slot import Slot
-from shuffled_dpsgd.clipping.checks.row_identity import Rows, repeats, row_differs, rows_of
+from shuffled_dpsgd.clipping.checks.row_identity import RowMarks, repeats, row_differs, rows_of
 from shuffled_dpsgd.clipping.rules.embedding import EmbeddingSlot
 from shuffled_dpsgd.errors import UnsupportedModuleError
 
@@ -33,7 +33,7 @@ def check_shared(slot: Slot, slots: Sequence[Slot], forward: Callable[[], Any]) 
     """
     shared_calls: dict[int, float] = {}
 
-    def single(sample: int) -> Rows:
+    def single(sample: int) -> RowMarks:
         with _adding(slot, sample, shared_calls):
             return rows_of(slots, forward, _SAMPLES)
 

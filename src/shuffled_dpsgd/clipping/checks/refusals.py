@@ -15,14 +15,6 @@ from shuffled_dpsgd.errors import UnsupportedModuleError
 
 def refuse_known(module: nn.Module, path: str) -> None:
     """Refuse, by name, modules whose use of their parameters cannot be told apart by samples."""
-    if isinstance(module, torch.jit.ScriptModule):
-        raise UnsupportedModuleError(
-            path,
-            expected="modules that run in Python",
-            got="a scripted module, inside which nothing can be recorded",
-            remedy="use the module as it was before torch.jit.script, or freeze it with "
-            "requires_grad_(False)",
-        )
     if isinstance(module, nn.AdaptiveLogSoftmaxWithLoss):
         raise UnsupportedModuleError(
             path,
@@ -39,6 +31,22 @@ def refuse_known(module: nn.Module, path: str) -> None:
                 got=f"the relative position bias of {type(module).__name__}, which all samples "
                 "share without a batch axis",
                 remedy="freeze it: .relative_attention_bias.requires_grad_(False)",
+            )
+
+
+def refuse_scripted(model: nn.Module) -> None:
+    """Refuse scripted modules, which hold their children in a way of their own.
+
+    Raises:
+        UnsupportedModuleError: naming the first of them.
+    """
+    for path, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise UnsupportedModuleError(
+                path,
+                expected="modules that run in Python",
+                got="a scripted module, inside which nothing can be recorded",
+                remedy="use the module as it was before torch.jit.script",
             )
 
 

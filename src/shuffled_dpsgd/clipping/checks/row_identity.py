@@ -30,18 +30,18 @@ _HALF_TOLERANCE = 0.1
 # random. One pair of runs shows less of it than the several that are compared, so far less.
 _REPEATED = 0.1
 
-Rows = dict[int, list[Tensor]]
+RowMarks = dict[int, list[Tensor]]
 OUTPUTS = -1
 # Outputs without axes: the mean or the sum of the samples' losses, if they are to be trained on.
 NUMBERS = -2
 
 
-def rows_of(slots: Sequence[Slot], forward: Callable[[], Any], size: int) -> Rows:
+def rows_of(slots: Sequence[Slot], forward: Callable[[], Any], size: int) -> RowMarks:
     """A mark per row, its tolerance and the row's size, (B, 3), for every call and every output.
 
     All rows of one of the `size` samples count as one where a slot's inputs are folded.
     """
-    rows: Rows = {}
+    rows: RowMarks = {}
     coarse = _computes_in_half(slots)
     with _noting(slots, rows, coarse, size):
         output = forward()
@@ -61,7 +61,9 @@ def numbers_in(output: Any) -> list[Tensor]:
     ]
 
 
-def find_mixed_numbers(plain: Rows, halves: tuple[Rows, Rows], size: int) -> frozenset[int]:
+def find_mixed_numbers(
+    plain: RowMarks, halves: tuple[RowMarks, RowMarks], size: int
+) -> frozenset[int]:
     """Which numbers are neither the sum nor the mean of what the halves of the batch give.
 
     A mean over tokens is neither where lengths differ: with every sample, all others' share of it
@@ -79,7 +81,11 @@ def find_mixed_numbers(plain: Rows, halves: tuple[Rows, Rows], size: int) -> fro
 
 
 def find_moved_rows(
-    plain: Rows, grown: Rows, flipped: Rows, halves: tuple[Rows, Rows] | None, size: int
+    plain: RowMarks,
+    grown: RowMarks,
+    flipped: RowMarks,
+    halves: tuple[RowMarks, RowMarks] | None,
+    size: int,
 ) -> int | None:
     """The first slot (or `OUTPUTS`) with a row of the batch of `size` that is not where it was.
 
@@ -99,10 +105,12 @@ def find_moved_rows(
     return None
 
 
-def _halves_differ(rows_B3: Tensor, halves: tuple[Rows, Rows], index: int, call: int) -> bool:
+def _halves_differ(
+    rows_B3: Tensor, halves: tuple[RowMarks, RowMarks], index: int, call: int
+) -> bool:
     """Whether a half of the batch, run by itself, has other rows.
 
-    Rows of another size are passed over: a model may cut off what is padding for all samples.
+    RowMarks of another size are passed over: a model may cut off what is padding for all samples.
     """
     parts = [half.get(index, [])[call : call + 1] for half in halves]
     if not all(parts):
@@ -112,7 +120,7 @@ def _halves_differ(rows_B3: Tensor, halves: tuple[Rows, Rows], index: int, call:
     return same_shape and _differ(rows_B3, together)
 
 
-def repeats(one: Rows, other: Rows) -> bool:
+def repeats(one: RowMarks, other: RowMarks) -> bool:
     """Whether two runs of one batch agree: a model that draws random numbers does not."""
     return not any(
         len(a_B3) == len(b_B3) and _differ(a_B3, b_B3, _REPEATED)
@@ -121,7 +129,7 @@ def repeats(one: Rows, other: Rows) -> bool:
     )
 
 
-def row_differs(one: Rows, other: Rows, row: int, size: int) -> bool:
+def row_differs(one: RowMarks, other: RowMarks, row: int, size: int) -> bool:
     """Whether another run disagrees about one sample of `size`, wherever the first has that many.
 
     Tensors of another length in the first run have no batch axis and are passed over.
@@ -144,7 +152,7 @@ def moved_rows(path: str) -> UnsupportedModuleError:
     )
 
 
-def has_nan(rows: Rows) -> bool:
+def has_nan(rows: RowMarks) -> bool:
     """Whether some row could not be compared, because NaN differs from nothing."""
     return any(bool(marks_B3.isnan().any()) for calls in rows.values() for marks_B3 in calls)
 
@@ -156,7 +164,7 @@ def _differ(one_B3: Tensor, other_B3: Tensor, share: float = 1.0) -> bool:
 
 
 @contextmanager
-def _noting(slots: Sequence[Slot], rows: Rows, coarse: bool, size: int) -> Iterator[None]:
+def _noting(slots: Sequence[Slot], rows: RowMarks, coarse: bool, size: int) -> Iterator[None]:
     with ExitStack() as hooks:
         for slot in slots:
 

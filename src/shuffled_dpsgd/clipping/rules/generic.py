@@ -41,7 +41,7 @@ _HALF_TOLERANCE = 5e-2
 FAILURES = (RuntimeError, ValueError, IndexError, TypeError)
 
 
-class Call(NamedTuple):
+class ModuleCall(NamedTuple):
     """One call of a module: its trainable parameters, flat inputs, their structure, the batch."""
 
     trainable: Mapping[str, Tensor]
@@ -136,12 +136,12 @@ class GenericSlot(CopiesSlot):
         trainable = {k: p for k, p in self.module.named_parameters() if k in self.names}
         if batch_size == 0:
             return self._run_empty(trainable, args, kwargs)
-        call = Call(trainable, leaves, spec, batch_size)
+        call = ModuleCall(trainable, leaves, spec, batch_size)
         if not torch.compiler.is_compiling():
             self._check_once(call)
         return tree_unflatten(*self._run(call))
 
-    def _run(self, call: Call) -> Outputs:
+    def _run(self, call: ModuleCall) -> Outputs:
         copies = self.copies(call.trainable)
         if torch.compiler.is_compiling():
             return self._map(self, copies, call.leaves, call.spec, call.size)
@@ -183,7 +183,7 @@ class GenericSlot(CopiesSlot):
         values = {key: p.detach() + copies[key].sum(0) for key, p in trainable.items()}
         return tree_unflatten(*self.bare.flat_call_with(values, args, kwargs))
 
-    def _check_once(self, call: Call) -> None:
+    def _check_once(self, call: ModuleCall) -> None:
         """Once per kind of call: sample by sample the module must compute what it does in one go.
 
         This is what catches inputs whose first axis has the length of the batch by accident.
@@ -203,13 +203,13 @@ class GenericSlot(CopiesSlot):
             self._check(call)
         self._checked.add(signature)
 
-    def _note_unbatched(self, call: Call) -> None:
+    def _note_unbatched(self, call: ModuleCall) -> None:
         """Remember inputs whose length differs from the batch's: they never carry it."""
         for place, leaf in enumerate(call.leaves):
             if isinstance(leaf, Tensor) and leaf.dim() and len(leaf) not in (1, call.size):
                 self.unbatched.add(place)
 
-    def _finds_unbatched(self, call: Call) -> bool:
+    def _finds_unbatched(self, call: ModuleCall) -> bool:
         """Whether all is well once one of the inputs is taken to be as long as the batch by chance.
 
         Positions of shape (T,) are, whenever there are as many samples as tokens.
@@ -224,7 +224,7 @@ class GenericSlot(CopiesSlot):
                 return True
         return False
 
-    def _turn_to_loop(self, call: Call, refusal: UnsupportedModuleError) -> None:
+    def _turn_to_loop(self, call: ModuleCall, refusal: UnsupportedModuleError) -> None:
         """Do without vmap from now on, unless that helps nothing.
 
         A module that cannot be called again with the same inputs fails by itself: caches grow.
@@ -238,7 +238,7 @@ class GenericSlot(CopiesSlot):
             self._map = at_once
             raise refusal from refusal.__cause__
 
-    def _check(self, call: Call) -> None:
+    def _check(self, call: ModuleCall) -> None:
         leaves, spec, size = call.leaves, call.spec, call.size
         with in_eval_mode(self.module):
             args, kwargs = tree_unflatten(leaves, spec)
@@ -263,7 +263,7 @@ class GenericSlot(CopiesSlot):
             )
         self._check_gradients(call)
 
-    def _check_gradients(self, call: Call) -> None:
+    def _check_gradients(self, call: ModuleCall) -> None:
         """The samples' gradients must add up to the batch's: vmap passes over hooks on tensors."""
         inputs = [x.detach() if isinstance(x, Tensor) else x for x in call.leaves]
         args, kwargs = tree_unflatten(inputs, call.spec)

@@ -136,6 +136,7 @@ def test_sensitivity_that_fails_exits_with_one(monkeypatch: pytest.MonkeyPatch) 
     assert "record 3" in run("sensitivity", code=1).stdout
 
 
+@pytest.mark.slow
 def test_run_audits_the_digits_vit(tmp_path: Path) -> None:
     pytest.importorskip("sklearn")
     short = ["--epochs", 1, "--canaries", 60, "--input-canaries", 10, "--output", tmp_path]

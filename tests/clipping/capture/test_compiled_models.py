@@ -188,6 +188,7 @@ class ThreeReaders(nn.Module):
         return mixed + self.value(mixed)
 
 
+@pytest.mark.slow
 def test_an_input_that_several_layers_read_leaves_the_graph_once() -> None:
     torch.manual_seed(0)
     torch._dynamo.reset()
@@ -327,6 +328,7 @@ def test_taps_never_add_up_two_forwards() -> None:
     assert_same_sums(engine.clipped_sum(), wanted, 1e-9)
 
 
+@pytest.mark.slow
 def test_a_backward_that_leaves_the_taps_out_is_refused() -> None:
     engine, case, compiled = tapped_pair()
     inputs = {"x": case.inputs["x"].clone().requires_grad_()}

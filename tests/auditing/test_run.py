@@ -59,6 +59,7 @@ def target(**privacy: object) -> AuditTarget:
     return AuditTarget(start=start, data=records, losses=task.losses)
 
 
+@pytest.mark.slow
 def test_paper_calibrated_steps_are_refuted_and_certified_ones_are_not() -> None:
     aimed = target(epsilon=1.0, accounting="paper", batch_clip_norm=1.0)
     report = audit_steps(aimed, RunSetting(num_observations=100, warmup_steps=2))

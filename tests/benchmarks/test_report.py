@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+# Each draws its report in a process of its own.
+pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[2]
 FACTS = {
     "date": "2020-01-01",
@@ -50,7 +52,6 @@ def write(path: Path, run: str, entries: list[dict[str, Any]], notes: list[str])
     return path
 
 
-@pytest.mark.slow
 def test_the_report_never_mixes_runs(tmp_path: Path) -> None:
     first = write(tmp_path / "first.json", "1", [
         entry("1", "plain", [1.0, 2.0, 1.0]),
@@ -79,7 +80,6 @@ def test_the_report_never_mixes_runs(tmp_path: Path) -> None:
     assert len(json.loads((tmp_path / "both.json").read_text())["measurements"]) == 6
 
 
-@pytest.mark.slow
 def test_scaling_and_the_target_of_a_cpu_have_tables(tmp_path: Path) -> None:
     ours = {"plain": [0.5, 0.75, 0.5]}
     path = write(tmp_path / "all.json", "1", [

@@ -100,6 +100,7 @@ def test_paper_audit_inside_training_stands_beside_the_strong_one() -> None:
     run("paper", "--training-steps", 3, code=2)
 
 
+@pytest.mark.slow
 def test_black_box_is_the_same_with_the_shuffle_and_without(tmp_path: Path) -> None:
     pytest.importorskip("sklearn")
     options = ["--seeds", 3, "--canaries", 20, "--training-steps", 4, "--output", tmp_path]

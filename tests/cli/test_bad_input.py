@@ -573,6 +573,7 @@ def test_a_full_disk_is_noticed_before_anything_is_spent(
 SHORT = ("--epochs", "1", "--batch-size", "480")
 
 
+@pytest.mark.slow
 def test_a_disk_that_fills_up_loses_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

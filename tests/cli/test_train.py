@@ -58,6 +58,7 @@ def test_paper_accounting_shows_certified_epsilon_beside_the_heuristic(tmp_path:
     assert "not a guarantee" in (tmp_path / "out" / "privacy_card.txt").read_text()
 
 
+@pytest.mark.slow
 def test_a_config_file_is_run(tmp_path: Path) -> None:
     config = tmp_path / "run.toml"
     config.write_text(

@@ -128,6 +128,7 @@ def test_scheduler_drives_the_real_optimizer(tmp_path: Path) -> None:
     assert trainer.private.optimizer.param_groups[0]["lr"] == pytest.approx(0.0)
 
 
+@pytest.mark.slow
 def test_resume_gives_the_same_bits(tmp_path: Path) -> None:
     whole = build(tmp_path)
     whole.train()

@@ -76,6 +76,7 @@ def test_every_task_trains_from_a_folder(
     assert (tmp_path / "out" / "model" / "model.safetensors").exists()
 
 
+@pytest.mark.slow
 def test_low_rank_factors_train_and_are_saved_merged(data: Path, tmp_path: Path) -> None:
     pytest.importorskip("peft")
     from transformers import AutoModelForSequenceClassification

@@ -112,6 +112,7 @@ def kill_and_resume(nursery: Nursery, tmp_path: Path, kills: int, steps: int) ->
     assert {step for step, _ in updates(crashed)} == set(range(steps))
 
 
+@pytest.mark.slow
 def test_killed_three_times_resumes_to_the_same_bits(nursery: Nursery, tmp_path: Path) -> None:
     kill_and_resume(nursery, tmp_path, kills=3, steps=STEPS)
 

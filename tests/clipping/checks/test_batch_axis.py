@@ -41,7 +41,11 @@ def test_one_dimensional_position_ids(length: int) -> None:
 
 
 SHAPES = [(4, 1), (1, 1), (3, 4), (2, 3), (1, 2), (1, 4), (4, 4), (4, 2)]
-FIRST = [(shape, False) for shape in SHAPES] + [((4, 1), True), ((3, 4), True)]
+FIRST = [
+    *[(shape, False) for shape in SHAPES],
+    pytest.param((4, 1), True, marks=pytest.mark.slow),
+    pytest.param((3, 4), True, marks=pytest.mark.slow),
+]
 
 
 def exact_batches(

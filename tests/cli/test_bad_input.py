@@ -414,7 +414,16 @@ CASES: dict[str, tuple[Case, str]] = {
     "no clip": (changed("sst2", privacy__clip_norm=None), "privacy.clip_norm"),
     "a clip of nothing": (changed("sst2", privacy__clip_norm=0.0), "clip_norm"),
     "a clip nan": (changed("sst2", privacy__clip_norm=float("nan")), "clip_norm"),
-    "another accounting": (changed("sst2", privacy__accounting="rdp"), "accounting"),
+    "another accounting": (changed("sst2", privacy__accounting="gdp"), "accounting"),
+    "another method": (changed("sst2", privacy__method="dpsgd"), "privacy.method"),
+    "a method and its contrary": (
+        changed("sst2", privacy__method="ghost", privacy__shuffle="every-step"),
+        "privacy.shuffle",
+    ),
+    "non-private with noise": (
+        changed("sst2", privacy__method="non-private"),
+        "privacy.noise_multiplier",
+    ),
     "a negative seed": (changed("sst2", seed=-1), "seed"),
     "a seed in words": (changed("sst2", seed="now"), "seed"),
     "another task": (changed("sst2", task="translation"), "task"),

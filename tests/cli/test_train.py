@@ -141,7 +141,7 @@ def test_steps_lost_in_a_crash_are_named_and_the_last_weights_scored(
         ([], "expected digits"),
         (["digits", "--config", "x.toml"], "nothing beside --config"),
         (["--config", "absent.toml"], "a TOML file"),
-        (["digits", "--accounting", "rdp"], "privacy.accounting"),
+        (["digits", "--accounting", "gdp"], "privacy.accounting"),
         (["digits", "--shuffle", "never"], "privacy.shuffle"),
         (["digits", "--seed", "1", "--secure"], "nothing beside --secure"),
         (["--resume", "absent"], "no run.json"),

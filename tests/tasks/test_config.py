@@ -71,7 +71,9 @@ def test_what_leaves_the_folder_has_no_seed() -> None:
     ("section", "key", "value", "match"),
     [
         ("privacy", "epsilom", 1.0, "did you mean `epsilon`"),
-        ("privacy", "accounting", "rdp", "accounting"),
+        ("privacy", "accounting", "gdp", "accounting"),
+        ("privacy", "method", "dpsgd", "method"),
+        ("privacy", "noise_frame", "permuted", "noise_frame"),
         ("privacy", "clip_norm", "one", "clip_norm"),
         ("privacy", "noise_multiplier", 1.0, "exactly one of epsilon"),
         ("privacy", "accounting", "paper", "batch_clip_norm"),

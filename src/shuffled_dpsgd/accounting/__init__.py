@@ -9,6 +9,7 @@ from shuffled_dpsgd.accounting.accountants import (
     Accountant,
     Target,
     accountants,
+    calibrate_rdp,
     compare,
     compare_calibrations,
 )
@@ -47,6 +48,7 @@ __all__ = [
     "accountants",
     "calibrate_certified",
     "calibrate_paper",
+    "calibrate_rdp",
     "certified_bracket",
     "certified_claim",
     "certified_curve",

@@ -24,11 +24,13 @@ NoiseMultiplier = Annotated[
     float | None, stated("noise_multiplier", "--sigma", "--noise-multiplier")
 ]
 Delta = Annotated[float | None, stated("delta")]
+Method = Annotated[str | None, stated("method")]
 Accounting = Annotated[str | None, stated("accounting")]
 ClipNorm = Annotated[float | None, stated("clip_norm")]
 BatchClipNorm = Annotated[float | None, stated("batch_clip_norm")]
 Shuffle = Annotated[str | None, stated("shuffle")]
 Scope = Annotated[str | None, stated("scope")]
+NoiseFrame = Annotated[str | None, stated("noise_frame")]
 Epochs = Annotated[int | None, stated("epochs")]
 BatchSize = Annotated[int | None, stated("expected_batch_size", "--batch-size")]
 Seed = Annotated[int | None, stated("seed")]

@@ -15,6 +15,7 @@ from shuffled_dpsgd.cli.advise import advise_on
 from shuffled_dpsgd.cli.output import AsJson, print_json, reports_errors
 from shuffled_dpsgd.cli.trackers import Observer, check_tracker, find_tracker
 from shuffled_dpsgd.errors import InvalidArgumentError
+from shuffled_dpsgd.options.methods import OPEN
 
 if TYPE_CHECKING:
     from shuffled_dpsgd.tasks import PreparedRun, RunConfig
@@ -57,11 +58,13 @@ def train(
     output: Output = None,
     epsilon: opt.Epsilon = None,
     delta: opt.Delta = None,
+    method: opt.Method = None,
     accounting: opt.Accounting = None,
     clip_norm: opt.ClipNorm = None,
     batch_clip_norm: opt.BatchClipNorm = None,
     shuffle: opt.Shuffle = None,
     scope: opt.Scope = None,
+    noise_frame: opt.NoiseFrame = None,
     epochs: opt.Epochs = None,
     batch_size: opt.BatchSize = None,
     learning_rate: LearningRate = None,
@@ -81,11 +84,13 @@ def train(
         "privacy": {
             "epsilon": epsilon,
             "delta": delta,
+            "method": method,
             "accounting": accounting,
             "clip_norm": clip_norm,
             "batch_clip_norm": batch_clip_norm,
             "shuffle": shuffle,
             "scope": scope,
+            "noise_frame": noise_frame,
         },
         "training": {"epochs": epochs, "expected_batch_size": batch_size},
         "optimizer": {"learning_rate": learning_rate},
@@ -136,19 +141,34 @@ def _with_overrides(
     if secure and seed is not None:
         raise InvalidArgumentError("--seed", expected="nothing beside --secure", got=seed)
     raw = config.to_json()
+    privacy, given = raw["privacy"], overrides["privacy"]
+    if given["method"] is not None:
+        _reopen(privacy, given["method"])
     for section, values in overrides.items():
         raw[section].update({key: value for key, value in values.items() if value is not None})
-    if overrides["privacy"]["epsilon"] is not None:
-        raw["privacy"].pop("noise_multiplier", None)
+    if given["epsilon"] is not None:
+        privacy.pop("noise_multiplier", None)
     if overrides["training"]["epochs"] is not None:
         raw["training"].pop("num_steps", None)
-    if config.task == "digits" and raw["privacy"]["accounting"] == "paper":
+    default = "paper" if privacy.get("method") == "shuffled" else "certified"
+    if config.task == "digits" and privacy.get("accounting", default) == "paper":
         # What the paper's text implies; the announcement prints it.
-        raw["privacy"].setdefault("batch_clip_norm", raw["privacy"]["clip_norm"])
+        privacy.setdefault("batch_clip_norm", privacy["clip_norm"])
     parsed = parse_config(raw)
     if secure:
         return replace(parsed, seed=None)
     return parsed if seed is None else replace(parsed, seed=seed)
+
+
+def _reopen(privacy: dict[str, Any], method: str) -> None:
+    """Leave to `method` what the file decided without it."""
+    dropped = [*OPEN]
+    if method != "shuffled":
+        dropped.append("batch_clip_norm")
+    if method == "non-private":
+        dropped += ["epsilon", "clip_norm"]
+    for name in dropped:
+        privacy.pop(name, None)
 
 
 def _fresh(config: RunConfig, output: Path | None) -> PreparedRun:

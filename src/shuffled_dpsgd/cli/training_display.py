@@ -75,6 +75,8 @@ def _noise(run: PreparedRun) -> str:
         source = "given"
     elif plan.accounting == "certified":
         source = "calibrated to the certified ε, which is proven"
+    elif plan.accounting == "rdp":
+        source = "calibrated by Rényi DP, which is proven and looser than the certified ε"
     else:
         source = "calibrated by the paper's formula, which is heuristic: not a guarantee"
     return f"multiplier {'; '.join(parts)}; {source}"

@@ -72,6 +72,7 @@ class ShuffledDPTrainer(Trainer):
             )
         check_training_arguments(args)
         check_trainer_options(options)
+        assert privacy.shuffle is not None, "filled in on construction"
         check_model(model, privacy.shuffle)
         if per_sample_loss is None:
             head_of(model)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from shuffled_dpsgd.options.methods import METHODS, Method
 from shuffled_dpsgd.options.statement import (
     Accounting,
     Adjacency,
@@ -21,11 +22,13 @@ from shuffled_dpsgd.options.statement import (
 )
 
 __all__ = [
+    "METHODS",
     "Accounting",
     "Adjacency",
     "Budget",
     "Clip",
     "LossReduction",
+    "Method",
     "NoiseFrame",
     "PrivacyOptions",
     "Sampling",

@@ -12,6 +12,7 @@ from numbers import Real
 from typing import TYPE_CHECKING
 
 from shuffled_dpsgd.errors import InvalidArgumentError
+from shuffled_dpsgd.options.methods import OPEN
 
 if TYPE_CHECKING:
     from shuffled_dpsgd.options.statement import Budget, PrivacyOptions, Schedule
@@ -24,7 +25,8 @@ def check_choices(options: object, choices: Mapping[str, tuple[str, ...]]) -> No
     """Every option that is a choice has one of the values listed for it."""
     for name, allowed in choices.items():
         value = getattr(options, name)
-        if value not in allowed:
+        may_be_open = name in OPEN or name == "method"
+        if value not in allowed and not (value is None and may_be_open):
             raise InvalidArgumentError(name, expected=f"one of {allowed}", got=value)
 
 
@@ -51,6 +53,8 @@ def check_budget(budget: Budget) -> None:
         raise InvalidArgumentError(
             "check_rate", expected="a number from 0 to 1", got=budget.check_rate
         )
+    if budget.noise_frame == "unshuffled" and budget.shuffle != "every-step":
+        raise _clash("noise_frame='unshuffled'", f"shuffle={budget.shuffle!r}", "every-step")
     two = budget.accounting == "paper" and budget.noise_multiplier is not None
     if two != (budget.unshuffled_noise_multiplier is not None):
         raise InvalidArgumentError(
@@ -93,8 +97,6 @@ def check_together(options: PrivacyOptions) -> None:
         raise _clash("secure=True", "seed", "one of them: a seed lets its holder remove the noise")
     if options.seed is None and options.secure is False:
         raise InvalidArgumentError("seed", expected="a seed with secure=False", got=None)
-    if options.noise_frame == "unshuffled" and options.shuffle != "every-step":
-        raise _clash("noise_frame='unshuffled'", f"shuffle={options.shuffle!r}", "every-step")
 
 
 def _check_numbers(budget: Budget) -> None:

@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from shuffled_dpsgd.options import checks
+from shuffled_dpsgd.options.methods import Method, settle, without_privacy
 
-Accounting = Literal["certified", "paper"]
+Accounting = Literal["certified", "rdp", "paper"]
 Shuffle = Literal["every-step", "at-release", "off"]
 Scope = Literal["paper", "full"]
 Clip = Literal["flat", "automatic", "per-layer", "none"]
@@ -36,7 +37,11 @@ def _help(text: str) -> dict[str, str]:
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
-    """What is promised, and the mechanism that keeps the promise."""
+    """What is promised, and the mechanism that keeps the promise.
+
+    `accounting`, `shuffle` and `strategy` may be left open when the object is made; the method,
+    or the default, fills them in, so that an object always has them.
+    """
 
     delta: float = field(metadata=_help("δ of every claim; well below 1 / number of records."))
     epsilon: float | None = field(
@@ -62,17 +67,44 @@ class Budget:
         default=None,
         metadata=_help("c', the clip of the shuffled block as a whole; paper needs it."),
     )
-    accounting: Accounting = field(
-        default="certified",
-        metadata=_help("certified: proven ε. paper: the paper's own formula, heuristic."),
+    method: Method | None = field(
+        default=None,
+        metadata=_help(
+            "A name for a choice of the options below: shuffled (the paper's Algorithm 1), mixopt, "
+            "ghost, certified (recommended) or non-private."
+        ),
     )
-    shuffle: Shuffle = field(
-        default="every-step",
-        metadata=_help("When weights are permuted: every-step, at-release or off."),
+    accounting: Accounting | None = field(
+        default=None,
+        metadata=_help(
+            "What the noise is calibrated by. certified (the default): proven ε, tight. rdp: "
+            "proven, looser. paper: the paper's own formula, heuristic."
+        ),
+    )
+    shuffle: Shuffle | None = field(
+        default=None,
+        metadata=_help(
+            "When weights are permuted: every-step (the default, unless a method is named), "
+            "at-release or off."
+        ),
     )
     scope: Scope = field(
         default="paper",
         metadata=_help("Which weights move. paper: Theorems 1-2. full: every exact symmetry."),
+    )
+    noise_frame: NoiseFrame = field(
+        default="shuffled",
+        metadata=_help(
+            "shuffled: noise is drawn for the weights as they lie. unshuffled: as if they had "
+            "never moved, so that runs with and without a shuffle can be compared."
+        ),
+    )
+    strategy: Strategy | None = field(
+        default=None,
+        metadata=_help(
+            "How the clipping engine computes, bookkeeping unless a method is named; never "
+            "changes what is released."
+        ),
     )
     check_rate: float = field(
         default=1 / 256,
@@ -84,6 +116,12 @@ class Budget:
 
     def __post_init__(self) -> None:
         checks.check_choices(self, _choices(type(self)))
+        given = {item.name: getattr(self, item.name) for item in fields(self)}
+        decided = settle(self.method, given)
+        if self.method == "non-private":
+            decided |= without_privacy(given)
+        for name, value in decided.items():
+            object.__setattr__(self, name, value)
         checks.check_budget(self)
 
 
@@ -138,13 +176,6 @@ class PrivacyOptions(Budget, Schedule):
         default="sum",
         metadata=_help("What a scalar loss is: the sum over its samples, or their mean."),
     )
-    noise_frame: NoiseFrame = field(
-        default="shuffled",
-        metadata=_help(
-            "shuffled: noise is drawn for the weights as they lie. unshuffled: as if they had "
-            "never moved, so that runs with and without a shuffle can be compared."
-        ),
-    )
     seed: int | None = field(
         default=None,
         metadata=_help(
@@ -155,10 +186,6 @@ class PrivacyOptions(Budget, Schedule):
     secure: bool | None = field(
         default=None,
         metadata=_help("True: refuse a seed. False: require one. By default neither."),
-    )
-    strategy: Strategy = field(
-        default="bookkeeping",
-        metadata=_help("How the clipping engine computes; never changes what is released."),
     )
     ledger_path: str | Path | None = field(
         default=None,
@@ -212,8 +239,14 @@ def options_in(source: Any) -> dict[str, Any]:
 
 def _choices(kind: type) -> dict[str, tuple[str, ...]]:
     """Read from annotations, because `HfArgumentParser` writes to the fields' own `type`."""
-    hints = get_type_hints(kind)
-    return {name: get_args(hint) for name, hint in hints.items() if get_origin(hint) is Literal}
+    found = {}
+    for name, hint in get_type_hints(kind).items():
+        # The choices themselves, of an option that may be left open as well.
+        kinds = (hint, *get_args(hint))
+        choices = next((get_args(each) for each in kinds if get_origin(each) is Literal), ())
+        if choices:
+            found[name] = choices
+    return found
 
 
 _FIELDS = {item.name: item for item in fields(PrivacyOptions)}

@@ -97,8 +97,8 @@ def advise_run(config: RunConfig) -> Advice:
     plan, now = private.plan, prospect_of(private.plan)
     private.close()
     certified = plan.certified()
-    target = plan.epsilon if plan.accounting == "certified" else None
-    if target is None and plan.accounting == "certified" and certified is not None:
+    target = plan.epsilon if plan.accounting != "paper" else None
+    if target is None and plan.accounting != "paper" and certified is not None:
         target = certified.epsilon
     pretrained = weights_of(config.model.name) is not None and not config.model.from_scratch
     clip = _CLIP_PRETRAINED if pretrained else _CLIP_FROM_SCRATCH

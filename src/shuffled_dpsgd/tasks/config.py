@@ -257,6 +257,8 @@ def _parse_section(name: str, kind: type[Section], raw: Any) -> Section:
     hints = get_type_hints(kind)
     _refuse_unknown(f"{name}.", raw, list(hints))
     values = {key: _checked(f"{name}.{key}", hints[key], value) for key, value in raw.items()}
+    if values.get("method") == "non-private":
+        values.setdefault("clip_norm", math.inf)
     required = [f.name for f in fields(kind) if _is_required(f)]  # type: ignore[arg-type]
     for key in required:
         if key not in values:

@@ -201,7 +201,7 @@ def _write_results(
         records=records,
         clip_norm=plan.clip_norm,
         epsilon_budget=plan.epsilon,
-        budget_kind="proven" if plan.accounting == "certified" else "heuristic",
+        budget_kind="heuristic" if plan.accounting == "paper" else "proven",
         score_name=run.task.score_name,
         moved_by_kind={kind: int(counts["moved_parameters"]) for kind, counts in moved.items()},
         unmoved_parameters=0 if spec is None else spec.total_parameters - spec.moved_parameters,

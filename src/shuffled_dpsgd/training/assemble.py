@@ -15,6 +15,7 @@ from shuffled_dpsgd.options import (
     Adjacency,
     Clip,
     LossReduction,
+    Method,
     NoiseFrame,
     PrivacyOptions,
     Sampling,
@@ -52,19 +53,20 @@ def make_private(
     clip_norm: float = 1.0,
     clip: Clip = "flat",
     batch_clip_norm: float | None = None,
-    accounting: Accounting = "certified",
-    shuffle: Shuffle = "every-step",
+    method: Method | None = None,
+    accounting: Accounting | None = None,
+    shuffle: Shuffle | None = None,
     scope: Scope = "paper",
+    noise_frame: NoiseFrame = "shuffled",
+    strategy: Strategy | None = None,
     check_rate: float = 1 / 256,
     sampling: Sampling = "poisson",
     adjacency: Adjacency = "add-remove",
     delta_split: float = 0.5,
     loss_reduction: LossReduction = "sum",
-    noise_frame: NoiseFrame = "shuffled",
     seed: int | None = None,
     secure: bool | None = None,
     physical_batch_size: int | None = None,
-    strategy: Strategy = "bookkeeping",
     ledger_path: str | Path | None = None,
 ) -> PrivateTraining:
     """Plan a private run of `model` with `optimizer`; neither changes type, name or shape.
@@ -91,9 +93,17 @@ def make_private(
         clip_norm: c, the clip of each sample's gradient over all trainable weights.
         clip: How a sample is clipped: flat, automatic, per-layer, or none, which allows no claim.
         batch_clip_norm: c', the clip of the shuffled block as a whole; paper needs it.
-        accounting: certified: proven ε. paper: the paper's own formula, heuristic.
-        shuffle: When weights are permuted: every-step, at-release or off.
+        method: A name for a choice of the options below: shuffled (the paper's Algorithm 1),
+            mixopt, ghost, certified (recommended) or non-private.
+        accounting: What the noise is calibrated by. certified (the default): proven ε, tight. rdp:
+            proven, looser. paper: the paper's own formula, heuristic.
+        shuffle: When weights are permuted: every-step (the default, unless a method is named),
+            at-release or off.
         scope: Which weights move. paper: Theorems 1-2. full: every exact symmetry.
+        noise_frame: shuffled: noise is drawn for the weights as they lie. unshuffled: as if they
+            had never moved, so that runs with and without a shuffle can be compared.
+        strategy: How the clipping engine computes, bookkeeping unless a method is named; never
+            changes what is released.
         check_rate: Share of backwards in which a few samples are run once more alone and compared;
             1 checks every one. New kinds of batches are always checked.
         sampling: poisson: the sampler accounted for. unaccounted: batches of your own, and no
@@ -101,13 +111,10 @@ def make_private(
         adjacency: How neighbouring data sets differ: add-remove or replace-one.
         delta_split: Share of δ that the paper's formula keeps for composition.
         loss_reduction: What a scalar loss is: the sum over its samples, or their mean.
-        noise_frame: shuffled: noise is drawn for the weights as they lie. unshuffled: as if they
-            had never moved, so that runs with and without a shuffle can be compared.
         seed: Repeatable noise, for experiments: whoever knows the seed can remove it. None: noise
             from the operating system.
         secure: True: refuse a seed. False: require one. By default neither.
         physical_batch_size: Samples in memory at once; never changes what is released.
-        strategy: How the clipping engine computes; never changes what is released.
         ledger_path: File that counts releases, written ahead of each; by default kept in memory
             only.
     """
@@ -185,6 +192,7 @@ def _check_kinds(model: Any, optimizer: Any) -> None:
 
 def _engine(model: torch.nn.Module, plan: PrivacyPlan, options: PrivacyOptions) -> ClippingEngine:
     unclipped = math.isinf(plan.clip_norm)
+    assert options.strategy is not None, "filled in on construction"
     return ClippingEngine(
         model,
         clip_norm=1.0 if unclipped else plan.clip_norm,

@@ -39,9 +39,14 @@ USE_ASSUMPTIONS = (
     "the training data influence the weights through this run only",
 )
 SMALL_PRINT = (
-    "small print: the noise was calibrated to the certified ε; the formula is for noise of its own "
+    "small print: the noise was calibrated to a proven ε; the formula is for noise of its own "
     "calibration, and says little about any other"
 )
+TARGET_KINDS = {
+    "certified": "proven",
+    "rdp": "proven, by Rényi DP, which is looser than the certified ε",
+    "paper": "heuristic, the paper's estimate",
+}
 CERTIFIED_METHOD_NOTE = "shuffling credited with nothing"
 
 
@@ -103,7 +108,7 @@ class PrivacyCard:
     @property
     def paper_is_small_print(self) -> bool:
         """Whether the noise was not calibrated by the paper's formula, which then only compares."""
-        return self.accounting == "certified"
+        return self.accounting != "paper"
 
     @property
     def assumptions(self) -> tuple[str, ...]:
@@ -264,7 +269,7 @@ def _is_private(plan: PrivacyPlan) -> bool:
 def _target(plan: PrivacyPlan) -> str:
     if plan.epsilon is None:
         return "none: the noise multiplier was given"
-    kind = "proven" if plan.accounting == "certified" else "heuristic, the paper's estimate"
+    kind = TARGET_KINDS[plan.accounting]
     return f"ε = {plan.epsilon:g} ({kind}) at δ = {plan.delta:.3g} over {plan.num_steps} steps"
 
 

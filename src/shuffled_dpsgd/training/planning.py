@@ -1,8 +1,9 @@
 """From what a user asks for to a frozen plan: calibrate, split into blocks.
 
-Two accountings. `certified` finds one noise multiplier by privacy-loss distributions and gives it
-to every parameter. `paper` is Algorithm 1's own calibration: sigma on the shuffled block, sigma_0
-on the rest, and plain DP-SGD at sigma_0 when sigma is not smaller; its epsilon is heuristic.
+Three accountings. `certified` finds one noise multiplier by privacy-loss distributions and gives it
+to every parameter; `rdp` does so by Rényi DP, which asks for more noise. `paper` is Algorithm 1's
+own calibration: sigma on the shuffled block, sigma_0 on the rest, and plain DP-SGD at sigma_0 when
+sigma is not smaller; its epsilon is heuristic.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-from shuffled_dpsgd.accounting import calibrate_certified, calibrate_paper
+from shuffled_dpsgd.accounting import calibrate_certified, calibrate_paper, calibrate_rdp
 from shuffled_dpsgd.errors import InvalidArgumentError
 from shuffled_dpsgd.options import PrivacyOptions, options_in
 from shuffled_dpsgd.training.plan import NoiseBlock, PrivacyPlan
@@ -80,6 +81,9 @@ def _noise_multipliers(options: PrivacyOptions, dimension: int) -> tuple[float, 
     if options.accounting == "certified":
         found = calibrate_certified(**common, adjacency=options.adjacency)
         return found.noise_multiplier, found.noise_multiplier
+    if options.accounting == "rdp":
+        calibrated = calibrate_rdp(**common, adjacency=options.adjacency)
+        return calibrated.noise_multiplier, calibrated.noise_multiplier
     assert options.batch_clip_norm is not None
     paper = calibrate_paper(
         **common,

@@ -1,0 +1,114 @@
+"""Training methods by name: what each decides of the options that were left open.
+
+A method is a name for a choice of options, nothing else: everything it decides can be written out
+by hand. Options that are given win where the method leaves a choice, and are refused where they
+contradict it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, Literal
+
+from shuffled_dpsgd.errors import InvalidArgumentError
+
+Method = Literal["shuffled", "mixopt", "ghost", "certified", "non-private"]
+OPEN: Mapping[str, str] = MappingProxyType(
+    {"accounting": "certified", "shuffle": "every-step", "strategy": "bookkeeping"}
+)
+"""Options that may be left open, with their values where no method is named."""
+
+_USUAL_CLIP = 1.0  # That of `Budget`, which cannot be told from a clip that was given.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choices:
+    """What one method allows, by option; the first value is taken where none is given."""
+
+    summary: str
+    allowed: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+
+_BASELINE = {"accounting": ("rdp", "certified"), "shuffle": ("off",)}
+METHODS: Mapping[str, Choices] = MappingProxyType(
+    {
+        "shuffled": Choices(
+            summary="Algorithm 1 of the paper: its own noise (heuristic) and a shuffle every step",
+            allowed={
+                "accounting": ("paper", "certified"),
+                "shuffle": ("every-step", "at-release"),
+            },
+        ),
+        "mixopt": Choices(
+            summary="DP-SGD, clipped by the cheaper of two ways per layer; noise by Rényi DP",
+            allowed={**_BASELINE, "strategy": ("mixed",)},
+        ),
+        "ghost": Choices(
+            summary="DP-SGD with ghost clipping, two backward passes; noise by Rényi DP",
+            allowed={**_BASELINE, "strategy": ("ghost",)},
+        ),
+        "certified": Choices(
+            summary="DP-SGD with the least noise that is proven; the shuffle, which buys nothing "
+            "proven, is off",
+            allowed={"accounting": ("certified",), "shuffle": ("off",)},
+        ),
+        "non-private": Choices(
+            summary="no clip, no noise, no shuffle, and no claim",
+            allowed={"shuffle": ("off",), "strategy": ("bookkeeping",)},
+        ),
+    }
+)
+
+
+def settle(method: str | None, given: Mapping[str, Any]) -> dict[str, Any]:
+    """A value for every open option: the given one, else the method's, else the usual one.
+
+    >>> settle("mixopt", {"accounting": "certified"})
+    {'accounting': 'certified', 'shuffle': 'off', 'strategy': 'mixed'}
+
+    Raises:
+        InvalidArgumentError: a given value contradicts the method.
+    """
+    allowed = METHODS[method].allowed if method is not None else {}
+    found: dict[str, Any] = {}
+    for name, usual in OPEN.items():
+        value = given.get(name)
+        choices = allowed.get(name, ())
+        if value is not None and choices and value not in choices:
+            raise InvalidArgumentError(
+                name,
+                expected=f"{' or '.join(choices)} with method={method!r}",
+                got=value,
+                remedy="leave it out, or leave the method out and state every option",
+            )
+        found[name] = value if value is not None else (choices or (usual,))[0]
+    if allowed and found["shuffle"] == "off" and given.get("batch_clip_norm") is not None:
+        raise InvalidArgumentError(
+            "batch_clip_norm",
+            expected=f"nothing with method={method!r}, which clips samples only",
+            got=given["batch_clip_norm"],
+        )
+    return found
+
+
+def without_privacy(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Noise and clip of the method `non-private`; refuses a budget beside it."""
+    for name in ("epsilon", "unshuffled_noise_multiplier"):
+        if given.get(name) is not None:
+            raise InvalidArgumentError(
+                name, expected="nothing with method='non-private'", got=given[name]
+            )
+    if given.get("noise_multiplier"):
+        raise InvalidArgumentError(
+            "noise_multiplier",
+            expected="0 or nothing with method='non-private'",
+            got=given["noise_multiplier"],
+        )
+    if given.get("clip_norm") not in (None, _USUAL_CLIP, math.inf):
+        raise InvalidArgumentError(
+            "clip_norm", expected="nothing with method='non-private'", got=given["clip_norm"]
+        )
+    return {"noise_multiplier": 0.0, "clip_norm": math.inf}

@@ -21,6 +21,7 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 from shuffled_dpsgd.clipping import ClippingEngine
+from shuffled_dpsgd.clipping.checks.standing import StandingCheck
 from shuffled_dpsgd.errors import InvalidArgumentError, UnsupportedModuleError
 
 DISAGREES = "the gradient it has alone|samples that keep their row|look|depend on that sample"
@@ -216,6 +217,25 @@ def test_rare_mix_up_is_stopped_when_it_happens() -> None:
     torch.manual_seed(1)
     with pytest.raises(UnsupportedModuleError, match=DISAGREES):
         train(Net(rarely), batches=40, check_rate=1.0)
+
+
+def test_a_disagreement_that_was_seen_is_not_explained_away(monkeypatch: Any) -> None:
+    """Run once more, samples that meet now and then may keep apart."""
+    monkeypatch.setattr(StandingCheck, "_second_opinion", lambda *_: None)
+    with pytest.raises(UnsupportedModuleError, match=DISAGREES):
+        train(Net(mixing_beside_noise, dropout=0.5))
+
+
+def test_a_gradient_that_is_not_a_number_alone_is_a_disagreement(monkeypatch: Any) -> None:
+    alone = StandingCheck._alone
+
+    def no_number(*args: Any, **options: Any) -> tuple[dict[str, Tensor], float]:
+        sketches, norm = alone(*args, **options)
+        return {name: part * torch.nan for name, part in sketches.items()}, norm
+
+    monkeypatch.setattr(StandingCheck, "_alone", no_number)
+    with pytest.raises(UnsupportedModuleError, match="the gradient it has alone"):
+        train(Net(plain), batches=1)
 
 
 def test_nothing_is_handed_out_of_a_batch_that_was_stopped() -> None:

@@ -45,6 +45,15 @@ class CannotRepeatError(RuntimeError):
     """A random operation whose outcome for one sample cannot be read off that for the batch."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Draw:
+    """What one random operation returned: to the whole batch, or to one `sample` run by itself."""
+
+    name: str
+    numbers: Tensor
+    sample: int | None
+
+
 @dataclass(kw_only=True)
 class Tape:
     """What random operations returned, in order; `unrepeatable` names one that hides its numbers.
@@ -52,7 +61,7 @@ class Tape:
     `generators` are those the model owns, with their state before their first use.
     """
 
-    draws: list[tuple[str, Tensor]] = field(default_factory=list)
+    draws: list[Draw] = field(default_factory=list)
     unrepeatable: str = ""
     generators: dict[torch.Generator, Tensor] = field(default_factory=dict)
 
@@ -86,6 +95,18 @@ def paused() -> Iterator[None]:
             tape.paused = was_paused
 
 
+@contextmanager
+def drawing_for(sample: int) -> Iterator[None]:
+    """What is drawn inside is drawn for one sample of the batch: a module runs on it alone."""
+    for tape in _active:
+        tape.sample_alone = sample
+    try:
+        yield
+    finally:
+        for tape in _active:
+            tape.sample_alone = None
+
+
 class _TapeMode(TorchDispatchMode):
     """Sees every operation, and hands random ones to `draw`."""
 
@@ -94,6 +115,7 @@ class _TapeMode(TorchDispatchMode):
         self.tape = tape
         self.paused = False
         self.ended = False
+        self.sample_alone: int | None = None
 
     def __enter__(self) -> Any:
         _active.append(self)  # type: ignore[arg-type]
@@ -123,26 +145,37 @@ class RecordedTape(_TapeMode):
         if isinstance(generator, torch.Generator) and generator not in self.tape.generators:
             self.tape.generators[generator] = generator.get_state()
         result = func(*args, **kwargs)
-        if name in _DRAWS:
-            self.tape.draws.append((name, result.clone()))
-        elif name == "native_dropout":
-            self.tape.draws.append((name, result[1].clone()))
+        if name in _DRAWS or name == "native_dropout":
+            numbers = result[1] if name == "native_dropout" else result
+            draw = Draw(name=name, numbers=numbers.clone(), sample=self.sample_alone)
+            self.tape.draws.append(draw)
         elif _drops(func, args, kwargs):
             self.tape.unrepeatable = self.tape.unrepeatable or name
         return result
 
 
 class ReplayedTape(_TapeMode):
-    """Gives one of `size` samples, run alone, what it drew in the recorded run."""
+    """Gives a `sample` run alone, one of `size`, what it drew in the recorded run.
 
-    def __init__(self, tape: Tape, *, sample: int, size: int) -> None:
+    Without a `sample`, the whole batch gets again what it drew.
+    """
+
+    def __init__(self, tape: Tape, *, sample: int | None, size: int) -> None:
         super().__init__(tape)
         self._sample = sample
         self._size = size
+        self._draws = [draw for draw in tape.draws if draw.sample in (None, sample)]
+        if sample is None and len(self._draws) < len(tape.draws):
+            raise CannotRepeatError("numbers drawn for one sample after the other")
 
     def __enter__(self) -> Any:
         torch.default_generator.manual_seed(_FIRST_SEED)
         return super().__enter__()
+
+    def require_end(self) -> None:
+        """Refuse a run that drew less than the batch: it may have drawn what others drew there."""
+        if torch.default_generator.initial_seed() - _FIRST_SEED != len(self._draws):
+            raise CannotRepeatError(f"fewer random numbers than the batch's {len(self._draws)}")
 
     def draw(self, func: Any, args: Any, kwargs: Any) -> Any:
         name = _name(func)
@@ -151,19 +184,28 @@ class ReplayedTape(_TapeMode):
                 raise CannotRepeatError(f"{name} draws numbers that cannot be seen")
             return func(*args, **kwargs)
         position = torch.default_generator.initial_seed() - _FIRST_SEED
-        if not 0 <= position < len(self.tape.draws) or self.tape.draws[position][0] != name:
+        if not 0 <= position < len(self._draws) or self._draws[position].name != name:
             raise CannotRepeatError(f"{name}, where the batch drew other numbers")
-        recorded = self.tape.draws[position][1]
+        draw = self._draws[position]
         if name == "native_dropout":
             x, rate = args[0], args[1]
-            mask = sample_of(recorded, x.shape, self._sample, self._size)
+            mask = self._part(draw, x.shape)
             scale = 0.0 if rate >= 1.0 else 1.0 / (1.0 - rate)
             result: Any = (x * mask * scale, mask)
         else:
             result = func(*args, **kwargs)
-            result.copy_(sample_of(recorded, result.shape, self._sample, self._size))
+            result.copy_(self._part(draw, result.shape))
         torch.default_generator.manual_seed(_FIRST_SEED + position + 1)
         return result
+
+    def _part(self, draw: Draw, shape: torch.Size) -> Tensor:
+        if draw.sample is None and self._sample is not None:
+            return sample_of(draw.numbers, shape, self._sample, self._size)
+        if draw.numbers.shape != shape:
+            raise CannotRepeatError(
+                f"random numbers of shape {tuple(draw.numbers.shape)}, then {tuple(shape)}"
+            )
+        return draw.numbers
 
 
 def sample_of(recorded: Tensor, shape: torch.Size, sample: int, size: int) -> Tensor:

@@ -234,9 +234,8 @@ class StandingCheck:
         try:
             found = self._compare(watch)
         except CannotRepeatError as error:
-            found = _Disagreement(path="", got=f"random numbers that cannot be repeated: {error}")
-        if found is not None and self._is_random(watch):
-            found = self._second_opinion(watch, found)
+            got = f"random numbers that cannot be repeated: {error}"
+            found = self._second_opinion(watch, _Disagreement(path="", got=got))
         if found is not None:
             raise _refusal(found)
 
@@ -255,7 +254,11 @@ class StandingCheck:
         return bool(watch.tape.draws) or bool(watch.tape.unrepeatable) or watch.host.have_moved()
 
     def _second_opinion(self, watch: Watch, first: _Disagreement) -> _Disagreement | None:
-        """The same batch again with dropout switched off; any other randomness stays."""
+        """The same batch again with dropout switched off; any other randomness stays.
+
+        Only where the first comparison could not be made. One that was made and failed is final:
+        samples that meet now and then need not meet again when the batch is run once more.
+        """
         used = frozenset(watch.rows)
         device = watch.autocast.device
         watch.host.restore()
@@ -294,7 +297,7 @@ class StandingCheck:
         """
         if not self._is_random(watch):
             return 1
-        only_dropout = {name for name, _ in watch.tape.draws} <= _DROPOUTS
+        only_dropout = {draw.name for draw in watch.tape.draws} <= _DROPOUTS
         return _DROPOUT_LOOKS if only_dropout and not watch.host.have_moved() else _RANDOM_LOOKS
 
     def _compare_sample(
@@ -319,7 +322,7 @@ class StandingCheck:
         rounding = _ULPS * abs(watch.scale) * watch.rounding[place]
         rounding = rounding if math.isfinite(rounding) else 0.0
         off = distance / whole
-        if distance > tolerance * whole + rounding:
+        if not distance <= tolerance * whole + rounding:
             worst = max(apart, key=lambda name: apart[name])
             return _Disagreement(
                 path=self._path_of(worst),
@@ -353,15 +356,14 @@ class StandingCheck:
         samples = range(watch.size) if among_others else [sample]
         call = self._inputs.take(*watch.call, watch.size, samples)
         watch.host.restore()
-        replayed = (0, 1) if among_others else (sample, watch.size)
-        contexts: list[Any] = [
-            watch.autocast.again(off=full),
-            ReplayedTape(watch.tape, sample=replayed[0], size=replayed[1]),
-        ]
+        own = None if among_others else sample
+        tape = ReplayedTape(watch.tape, sample=own, size=watch.size)
+        contexts: list[Any] = [watch.autocast.again(off=full), tape]
         if watch.on_trial:
             contexts.append(dropout_silenced(self._model))
 
         def cotangents(outputs: Sequence[Tensor]) -> dict[int, Tensor]:
+            tape.require_end()
             return cotangents_of(watch, place, outputs, among_others)
 
         grads = gradients_of(self._model, self._parameters, call, cotangents, contexts)

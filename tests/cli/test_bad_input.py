@@ -509,6 +509,7 @@ CASES: dict[str, tuple[Case, str]] = {
     "inspect another model": (verb("inspect", "--model", "no-such-model"), "model"),
     "inspect another scope": (verb("inspect", "--model", "gpt2", "--scope", "all"), "scope"),
     "audit nothing": (verb("audit", "step"), "--dimension"),
+    "sweep nothing": (verb("sweep", "no-such.toml"), "no-such.toml"),
     "reproduce another figure": (verb("reproduce", "fig9"), "fig9"),
 }
 

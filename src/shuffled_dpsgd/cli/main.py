@@ -18,6 +18,8 @@ from shuffled_dpsgd.cli.inspect import inspect
 from shuffled_dpsgd.cli.output import OneLineGroup
 from shuffled_dpsgd.cli.reproduce import EPILOG as REPRODUCE_EPILOG
 from shuffled_dpsgd.cli.reproduce import reproduce
+from shuffled_dpsgd.cli.sweep import EPILOG as SWEEP_EPILOG
+from shuffled_dpsgd.cli.sweep import sweep
 from shuffled_dpsgd.cli.train import EPILOG as TRAIN_EPILOG
 from shuffled_dpsgd.cli.train import train
 from shuffled_dpsgd.cli.use import (
@@ -62,6 +64,7 @@ app.command("examine", epilog=EXAMINE_EPILOG)(examine)
 app.command("reproduce", epilog=REPRODUCE_EPILOG)(reproduce)
 app.command("inspect")(inspect)
 app.command("train", epilog=TRAIN_EPILOG)(train)
+app.command("sweep", epilog=SWEEP_EPILOG)(sweep)
 app.command("advise", epilog=ADVISE_EPILOG)(advise)
 app.command("evaluate", epilog=EVALUATE_EPILOG)(evaluate)
 app.command("predict", epilog=PREDICT_EPILOG)(predict)

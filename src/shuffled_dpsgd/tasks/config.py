@@ -217,11 +217,11 @@ def load_config(path: Path) -> RunConfig:
         raise InvalidArgumentError(
             "--config", expected="a file that can be read", got=str(path), remedy=str(error)
         ) from error
-    _place_paths(raw, path.parent)
+    place_paths(raw, path.parent)
     return parse_config(raw)
 
 
-def _place_paths(raw: dict[str, Any], folder: Path) -> None:
+def place_paths(raw: dict[str, Any], folder: Path) -> None:
     """Make relative paths relative to the file: data always, hub names only if they are there."""
     for section, key in (("data", "path"), ("model", "name")):
         table = raw.get(section)
@@ -244,7 +244,7 @@ def parse_config(raw: Mapping[str, Any]) -> RunConfig:
         name: _parse_section(name, kind, top.pop(name, {})) for name, kind in SECTIONS.items()
     }
     hints = {"task": TaskName, "seed": int}
-    _refuse_unknown("", top, [*hints, *SECTIONS])
+    refuse_unknown("", top, [*hints, *SECTIONS])
     if "task" not in top:
         raise InvalidArgumentError("task", expected=f"one of {get_args(TaskName)}", got="nothing")
     values = {key: _checked(key, hints[key], value) for key, value in top.items()}
@@ -255,7 +255,7 @@ def _parse_section(name: str, kind: type[Section], raw: Any) -> Section:
     if not isinstance(raw, Mapping):
         raise InvalidArgumentError(name, expected=f"a table [{name}]", got=raw)
     hints = get_type_hints(kind)
-    _refuse_unknown(f"{name}.", raw, list(hints))
+    refuse_unknown(f"{name}.", raw, list(hints))
     values = {key: _checked(f"{name}.{key}", hints[key], value) for key, value in raw.items()}
     if values.get("method") == "non-private":
         values.setdefault("clip_norm", math.inf)
@@ -278,7 +278,8 @@ def _is_required(item: Any) -> bool:
     return item.default is MISSING and item.default_factory is MISSING
 
 
-def _refuse_unknown(prefix: str, raw: Mapping[str, Any], known: list[str]) -> None:
+def refuse_unknown(prefix: str, raw: Mapping[str, Any], known: list[str]) -> None:
+    """Refuse a key that is not known, with the one that was probably meant."""
     for key in raw:
         if key not in known:
             near = difflib.get_close_matches(key, known, n=1)

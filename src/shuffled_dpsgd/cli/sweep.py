@@ -1,0 +1,64 @@
+"""`shuffled-dpsgd sweep`: a grid of methods, budgets and seeds, one result per cell."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from shuffled_dpsgd.cli.output import AsJson, print_json, reports_errors
+
+if TYPE_CHECKING:
+    from shuffled_dpsgd_experiments.sweeps import Progress
+
+EPILOG = (
+    "Examples: [bold]shuffled-dpsgd sweep sweeps/digits.toml[/bold] · "
+    "[bold]shuffled-dpsgd sweep sweeps/sst2.toml --model MiniLM --data sst2 --table[/bold]"
+)
+INCOMPLETE = 3
+
+
+@reports_errors
+def sweep(
+    file: Annotated[Path, typer.Argument(help="A sweep in TOML.")],
+    model: Annotated[
+        str | None, typer.Option(help="The model's folder, in place of the file's.")
+    ] = None,
+    data: Annotated[
+        str | None, typer.Option(help="The data's folder, in place of the file's.")
+    ] = None,
+    results: Annotated[Path | None, typer.Option(help="The folder of results, likewise.")] = None,
+    stop_after: Annotated[
+        float | None, typer.Option(help="Start no cell after so many seconds.")
+    ] = None,
+    table: Annotated[bool, typer.Option("--table", help="Only draw the table.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Run what is missing of a sweep and draw its table: mean ± sd over seeds.
+
+    Each cell is one JSON file that is never edited. A sweep that was stopped, or killed, goes on
+    where it was; exit status 3 says that cells are missing.
+    """
+    from shuffled_dpsgd_experiments.sweeps import load_sweep, run_sweep, table_of
+    from shuffled_dpsgd_experiments.sweeps.table import entries_of, read_records
+
+    loaded = load_sweep(file, model=model, data=data, results=results)
+    complete = table or run_sweep(
+        loaded, on_progress=_quiet if as_json else _say, stop_after=stop_after
+    )
+    if as_json:
+        entries = entries_of(read_records(loaded.results))
+        print_json({"complete": complete, "entries": [entry.to_json() for entry in entries]})
+    else:
+        typer.echo(table_of(loaded), nl=False)
+    if not complete:
+        raise typer.Exit(INCOMPLETE)
+
+
+def _say(progress: Progress) -> None:
+    typer.echo(progress.describe(), err=True)
+
+
+def _quiet(progress: Progress) -> None:
+    """Nothing: with --json only the result is printed."""

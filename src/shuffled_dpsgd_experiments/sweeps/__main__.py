@@ -1,0 +1,42 @@
+"""Run a sweep with the Python API and argparse alone, where the command line is not installed.
+
+    python -m shuffled_dpsgd_experiments.sweeps sweeps/sst2.toml --model MiniLM --data sst2
+
+Progress goes to standard error, the table to standard output.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from shuffled_dpsgd_experiments.sweeps import Progress, load_sweep, run_sweep, table_of
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """0 when every cell has a result, 3 when some are still missing."""
+    parser = argparse.ArgumentParser(prog="sweeps", description=__doc__.split("\n", 1)[0])
+    parser.add_argument("file", type=Path, help="a sweep in TOML")
+    parser.add_argument("--model", help="the model's folder, in place of the file's")
+    parser.add_argument("--data", help="the data's folder, in place of the file's")
+    parser.add_argument("--results", type=Path, help="the folder of results, likewise")
+    parser.add_argument("--stop-after", type=float, help="start no cell after so many seconds")
+    parser.add_argument("--table", action="store_true", help="only draw the table")
+    options = parser.parse_args(arguments)
+    sweep = load_sweep(
+        options.file, model=options.model, data=options.data, results=options.results
+    )
+    complete = options.table or run_sweep(sweep, on_progress=say, stop_after=options.stop_after)
+    sys.stdout.write(table_of(sweep))
+    return 0 if complete else 3
+
+
+def say(progress: Progress) -> None:
+    """A line on standard error."""
+    print(progress.describe(), file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

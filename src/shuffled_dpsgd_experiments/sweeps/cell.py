@@ -1,0 +1,164 @@
+"""One cell: a configuration is trained and scored; everything found goes into one record.
+
+Nothing but the record is kept: no checkpoints and no weights. Cells of one process share the data
+and the initial weights where these are the same, and whatever the process has compiled.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import json
+import math
+import time
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from shuffled_dpsgd.accounting import PrivacyClaim
+from shuffled_dpsgd.environment import environment
+from shuffled_dpsgd.tasks import Evaluation, RunConfig, Task, build_task, start_private
+from shuffled_dpsgd.tasks.optimizers import build_scheduler
+from shuffled_dpsgd.training.loop import LoopSettings, Outcome, Progress, train
+from shuffled_dpsgd.training.plan import PrivacyPlan
+from shuffled_dpsgd.training.private import PrivateTraining
+from shuffled_dpsgd_experiments.sweeps.grid import Cell
+
+
+class Tasks:
+    """The last task that was built, for cells that share data and initial weights."""
+
+    def __init__(self) -> None:
+        self._key: str | None = None
+        self._task: Task | None = None
+
+    def of(self, config: RunConfig) -> Task:
+        """The configured task with fresh initial weights."""
+        raw = config.to_json()
+        parts = [raw["task"], raw["model"], raw["data"], config.init_seed]
+        key = json.dumps(parts, sort_keys=True)
+        if self._task is None or key != self._key:
+            self._task, self._key = build_task(config), key
+        return self._task
+
+
+@dataclass(kw_only=True)
+class Meter:
+    """What the steps of a run used: records and seconds, the slow first steps apart."""
+
+    warm_up: int = 20
+    samples: int = 0
+    seconds: float = 0.0
+    steps: int = 0
+
+    def __call__(self, progress: Progress) -> None:
+        self.steps += 1
+        if self.steps > self.warm_up:
+            self.samples += progress.metrics.batch_size
+            self.seconds += progress.seconds
+
+    def samples_per_second(self) -> float | None:
+        """None for runs that end before they are warm."""
+        return self.samples / self.seconds if self.seconds else None
+
+
+def run_cell(cell: Cell, tasks: Tasks) -> dict[str, Any] | None:
+    """Train and score a cell; None if a signal stopped it."""
+    started = time.perf_counter()
+    config = cell.config
+    if config.training.num_threads is not None:
+        torch.set_num_threads(config.training.num_threads)
+    task = tasks.of(config)
+    model = copy.deepcopy(task.model)
+    private = start_private(config, model, dataset_size=len(task.train_data))
+    meter = Meter()
+    try:
+        outcome = _train(config, task, private, meter)
+        if not outcome.finished:
+            return None
+        trained = time.perf_counter()
+        scores = evaluate(task, private.model)
+        return {
+            "sweep": cell.sweep,
+            "stage": cell.stage,
+            "method": cell.method,
+            "epsilon": cell.epsilon,
+            "seed": cell.seed,
+            "tuned": dict(cell.tuned),
+            "score_name": task.score_name,
+            **scores,
+            **describe_plan(private.plan),
+            "steps_taken": outcome.steps_taken,
+            "seconds": {
+                "whole": time.perf_counter() - started,
+                "evaluation": time.perf_counter() - trained,
+            },
+            "samples_per_second_when_warm": meter.samples_per_second(),
+            "config": cell.identity,
+            "environment": environment(str(private.device)),
+        }
+    finally:
+        private.close()
+        del private, model
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+
+def _train(config: RunConfig, task: Task, private: PrivateTraining, meter: Meter) -> Outcome:
+    find = config.training.physical_batch_size is None and private.device.type == "cuda"
+    return train(
+        private,
+        task.train_data,
+        task.losses,
+        settings=LoopSettings(
+            precision=config.training.precision,
+            physical_batch="find" if find else "as-planned",
+            collate=task.collate,
+            price_steps=False,
+        ),
+        callbacks=(meter,),
+        scheduler=build_scheduler(private.optimizer, config.optimizer, private.plan.num_steps),
+    )
+
+
+def evaluate(task: Task, model: torch.nn.Module) -> dict[str, Any]:
+    """Scores on held-out records, for every split where there are several."""
+    return _scores(task.evaluate(model))
+
+
+def _scores(evaluation: Evaluation) -> dict[str, Any]:
+    found = asdict(evaluation)
+    return {
+        key: None if isinstance(value, float) and not math.isfinite(value) else value
+        for key, value in found.items()
+    }
+
+
+def describe_plan(plan: PrivacyPlan) -> dict[str, Any]:
+    """The noise of a run and what may be claimed of it; every ε beside its kind."""
+    return {
+        "num_steps": plan.num_steps,
+        "dataset_size": plan.dataset_size,
+        "falls_back": plan.falls_back,
+        "blocks": [
+            {
+                "name": block.name,
+                "dimension": block.dimension,
+                "noise_multiplier": block.noise_multiplier,
+                "batch_clip_norm": block.batch_clip_norm,
+            }
+            for block in plan.blocks
+        ],
+        "certified": _claim(plan.certified()),
+        "why_not_certified": list(plan.uncertifiable),
+        "paper": _claim(plan.paper_estimate()),
+    }
+
+
+def _claim(claim: PrivacyClaim | None) -> dict[str, Any] | None:
+    if claim is None:
+        return None
+    epsilon = claim.epsilon if math.isfinite(claim.epsilon) else None
+    return {"epsilon": epsilon, "delta": claim.delta, "kind": claim.kind, "method": claim.method}

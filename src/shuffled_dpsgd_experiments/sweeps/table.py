@@ -1,0 +1,134 @@
+"""The table of a sweep, from its results alone: mean ± standard deviation over seeds."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shuffled_dpsgd_experiments.sweeps.grid import Sweep
+
+Record = Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """All seeds of one method at one budget."""
+
+    method: str
+    epsilon: float | None
+    score_name: str
+    scores: tuple[float, ...]
+    certified: float | None
+    paper: float | None
+
+    @property
+    def mean(self) -> float:
+        return statistics.fmean(self.scores)
+
+    @property
+    def spread(self) -> float | None:
+        """Standard deviation over seeds; None for a single one."""
+        return statistics.stdev(self.scores) if len(self.scores) > 1 else None
+
+    def describe(self) -> str:
+        """Score, spread and number of seeds; shares in percent."""
+        scale, digits = (100.0, 1) if self.score_name == "accuracy" else (1.0, 2)
+        text = f"{scale * self.mean:.{digits}f}"
+        if self.spread is not None:
+            text += f" ± {scale * self.spread:.{digits}f}"
+        return f"{text} (n = {len(self.scores)})"
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data; each ε with its kind."""
+        return {
+            "method": self.method,
+            "epsilon": self.epsilon,
+            "score_name": self.score_name,
+            "mean": self.mean,
+            "standard_deviation": self.spread,
+            "seeds": len(self.scores),
+            "certified_epsilon": {"value": self.certified, "kind": "proven"},
+            "paper_epsilon": {"value": self.paper, "kind": "heuristic"},
+        }
+
+    def describe_certified(self) -> str:
+        """What is proven of the runs."""
+        return "none" if self.certified is None else f"{self.certified:.3g}"
+
+
+def read_records(directory: Path, stage: str = "main") -> list[dict[str, Any]]:
+    """Every result of a stage in a folder, in the order of their names."""
+    paths = sorted(directory.glob(f"{stage}_*.json"))
+    return [json.loads(path.read_text(encoding="utf-8")) for path in paths]
+
+
+def entries_of(records: Iterable[Record]) -> list[Entry]:
+    """Seeds of one method and budget together; runs without a finite score are left out."""
+    groups: dict[tuple[str, float | None], list[Record]] = {}
+    for record in records:
+        groups.setdefault((record["method"], record["epsilon"]), []).append(record)
+    found = []
+    for (method, epsilon), group in groups.items():
+        scores = tuple(float(r["score"]) for r in group if r["score"] is not None)
+        if scores:
+            found.append(
+                Entry(
+                    method=method,
+                    epsilon=epsilon,
+                    score_name=group[0]["score_name"],
+                    scores=scores,
+                    certified=_largest(group, "certified"),
+                    paper=_largest(group, "paper"),
+                )
+            )
+    return found
+
+
+def table_of(sweep: Sweep) -> str:
+    """Markdown: a row for every method and budget that has results, and what tuning tried."""
+    entries = entries_of(read_records(sweep.results))
+    order = [method.name for method in sweep.methods]
+    entries.sort(key=lambda e: (e.epsilon or 0.0, order.index(e.method)))
+    score = entries[0].score_name if entries else "score"
+    lines = [
+        f"# {sweep.title}",
+        "",
+        f"| ε asked for | method | {score} | certified ε (proven) | paper's ε (heuristic) |",
+        "|---|---|---|---|---|",
+    ]
+    for entry in entries:
+        budget = "–" if entry.epsilon is None else f"{entry.epsilon:g}"
+        paper = "–" if entry.paper is None else f"{entry.paper:.3g}"
+        lines.append(
+            f"| {budget} | {entry.method} | {entry.describe()} | {entry.describe_certified()} "
+            f"| {paper} |"
+        )
+    return "\n".join([*lines, *_tuning_lines(sweep)]) + "\n"
+
+
+def _tuning_lines(sweep: Sweep) -> list[str]:
+    trials = read_records(sweep.results, "tuning")
+    if not trials:
+        return []
+    lines = [
+        "",
+        "What tuning tried, on training records held back; no ε above covers it:",
+        "",
+        "| method | tried | score |",
+        "|---|---|---|",
+    ]
+    for record in trials:
+        tried = ", ".join(f"{key.split('.')[-1]} {v:g}" for key, v in record["tuned"].items())
+        score = "none" if record["score"] is None else f"{record['score']:.4g}"
+        lines.append(f"| {record['method']} | {tried} | {score} |")
+    return lines
+
+
+def _largest(group: Iterable[Record], claim: str) -> float | None:
+    """The weakest claim of a group; seeds share their plan, so there is only one."""
+    found = [r[claim]["epsilon"] for r in group if r[claim] is not None]
+    return max((e for e in found if e is not None), default=None)

@@ -1,0 +1,179 @@
+"""A sweep runs what is missing and nothing twice, however it was stopped."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from experiments.sweeps.test_grid import RAW
+from shuffled_dpsgd.errors import CheckpointError
+from shuffled_dpsgd_experiments.sweeps import Progress, Sweep, run_sweep, table_of
+from shuffled_dpsgd_experiments.sweeps.cell import Tasks, run_cell
+from shuffled_dpsgd_experiments.sweeps.grid import Cell, laid_over, parse_sweep
+from shuffled_dpsgd_experiments.sweeps.running import choose, merit
+from shuffled_dpsgd_experiments.sweeps.store import Store
+from shuffled_dpsgd_experiments.sweeps.table import entries_of
+
+
+class Killed(BaseException):
+    """Stands for a kill: nobody catches it."""
+
+
+def sweep_in(folder: Path, **changes: Any) -> Sweep:
+    return parse_sweep(laid_over(RAW, changes), results=folder)
+
+
+def pretended(
+    ran: list[str], *, killed_at: int | None = None
+) -> Callable[[Cell, Tasks], dict[str, Any]]:
+    """Cells that take no time; the one numbered `killed_at` ends the process."""
+
+    def run(cell: Cell, tasks: Tasks) -> dict[str, Any]:
+        if killed_at is not None and len(ran) == killed_at:
+            raise Killed
+        ran.append(cell.file_name)
+        return {
+            "method": cell.method,
+            "epsilon": cell.epsilon,
+            "seed": cell.seed,
+            "tuned": dict(cell.tuned),
+            "score_name": "accuracy",
+            "score": 0.5 + 0.01 * cell.seed,
+            "certified": None if cell.epsilon is None else {"epsilon": 2 * cell.epsilon},
+            "paper": None,
+        }
+
+    return run
+
+
+@pytest.mark.parametrize("killed_at", range(6))
+def test_a_killed_sweep_repeats_nothing_and_loses_nothing(tmp_path: Path, killed_at: int) -> None:
+    sweep = sweep_in(tmp_path)
+    first: list[str] = []
+    with pytest.raises(Killed):
+        run_sweep(sweep, run=pretended(first, killed_at=killed_at))
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    assert sorted(before) == sorted(first)
+    second: list[str] = []
+    assert run_sweep(sweep, run=pretended(second))
+    names = [cell.file_name for cell in sweep.main_cells({})]
+    assert first + second == names
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(names)
+    assert all((tmp_path / name).read_bytes() == kept for name, kept in before.items())
+    third: list[str] = []
+    assert run_sweep(sweep, run=pretended(third))
+    assert third == []
+
+
+def test_progress_is_that_of_the_whole_grid(tmp_path: Path) -> None:
+    seen: list[Progress] = []
+    run_sweep(sweep_in(tmp_path), on_progress=seen.append, run=pretended([]))
+    assert [(each.done, each.total) for each in seen] == [(i, 6) for i in range(1, 7)]
+    assert "cell 6 of 6: shuffled, c' = 10c, ε = 8, seed 1: accuracy 0.51" in seen[-1].describe()
+
+
+def test_no_cell_starts_when_time_is_up(tmp_path: Path) -> None:
+    assert not run_sweep(sweep_in(tmp_path), stop_after=0.0, run=pretended([]))
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_signal_leaves_no_half_result(tmp_path: Path) -> None:
+    assert not run_sweep(sweep_in(tmp_path), run=lambda cell, tasks: None)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_result_is_never_overwritten(tmp_path: Path) -> None:
+    cell = next(iter(sweep_in(tmp_path).main_cells({})))
+    store = Store(tmp_path)
+    path = store.add(cell, {"score": 1.0})
+    with pytest.raises(CheckpointError, match="never overwritten"):
+        store.add(cell, {"score": 2.0})
+    assert json.loads(path.read_text()) == {"score": 1.0}
+    assert [item.name for item in tmp_path.iterdir()] == [path.name]
+    path.write_text("{")
+    with pytest.raises(CheckpointError, match="Move it away"):
+        store.find(cell)
+
+
+def test_the_best_trial_is_chosen_and_perplexity_is_better_when_lower() -> None:
+    raw = laid_over(copy.deepcopy(RAW), {"tuning": {"epsilon": 1.0, "run": {}}})
+    for method in raw["methods"]:
+        method["tuning"] = {"optimizer.learning_rate": [1e-3, 1e-2, 1e-1]}
+    cells = parse_sweep(raw).tuning_cells()
+    scores = [0.2, 0.9, 0.9, 0.1, None, 0.3]
+    records = [{"score": score, "score_name": "accuracy"} for score in scores]
+    chosen = choose(zip(cells, records, strict=True))
+    assert [each["optimizer.learning_rate"] for each in chosen.values()] == [1e-2, 1e-1]
+    assert merit({"score": 8.0, "score_name": "perplexity"}) > merit(
+        {"score": 9.0, "score_name": "perplexity"}
+    )
+
+
+def test_the_table_has_mean_and_spread_beside_what_is_proven(tmp_path: Path) -> None:
+    sweep = sweep_in(tmp_path)
+    run_sweep(sweep, run=pretended([]))
+    table = table_of(sweep)
+    assert "| – | plain | 50.5 ± 0.7 (n = 2) | none | – |" in table
+    assert "| 8 | shuffled, c' = 10c | 50.5 ± 0.7 (n = 2) | 16 | – |" in table
+    (entry,) = entries_of([{**record(0.25), "seed": 0}])
+    assert entry.spread is None
+    assert entry.describe() == "25.0 (n = 1)"
+
+
+def record(score: float) -> dict[str, Any]:
+    names: dict[str, Any] = {"method": "m", "epsilon": 1.0, "score_name": "accuracy"}
+    return {**names, "score": score, "certified": None, "paper": None}
+
+
+def test_a_cell_trains_and_says_what_is_claimed(tmp_path: Path) -> None:
+    pytest.importorskip("sklearn")
+    tasks = Tasks()
+    cells = list(sweep_in(tmp_path).main_cells({}))[:2]
+    plain, shuffled = (run_cell(cell, tasks) for cell in cells)
+    assert plain is not None
+    assert shuffled is not None
+    assert plain["certified"] is None
+    assert plain["steps_taken"] == 2
+    assert shuffled["paper"]["epsilon"] == pytest.approx(1.0, rel=1e-3)
+    assert shuffled["certified"]["kind"] == "proven"
+    assert [block["name"] for block in shuffled["blocks"]] == ["shuffled", "rest"]
+    assert 0.0 <= shuffled["score"] <= 1.0
+    assert run_cell(cells[1], tasks)["score"] == shuffled["score"]  # type: ignore[index]
+    assert tasks.of(cells[0].config) is tasks.of(cells[1].config)
+
+
+@pytest.mark.slow
+def test_a_process_killed_in_the_middle_resumes(tmp_path: Path) -> None:
+    """The whole command, killed by the system while it trains."""
+    file = tmp_path / "sweep.toml"
+    file.write_text(
+        'name = "k"\nepsilons = [1.0]\nseeds = [0, 1, 2]\n[run]\ntask = "digits"\n'
+        'model.name = "vit-digits"\ndata.format = "digits"\nprivacy.delta = 1e-4\n'
+        "privacy.clip_norm = 1.0\ntraining.expected_batch_size = 480\ntraining.num_steps = 20\n"
+        '[[methods]]\nname = "certified"\nrun.privacy.method = "certified"\n'
+    )
+    command = [sys.executable, "-m", "shuffled_dpsgd_experiments.sweeps", str(file)]
+    command += ["--results", str(tmp_path / "results")]
+    process = subprocess.Popen(command, env=os.environ.copy())
+    results = tmp_path / "results"
+    while not list(results.glob("main_*.json")):
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    kept = {path.name: path.read_bytes() for path in results.glob("main_*.json")}
+    assert 1 <= len(kept) < 3
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    assert "n = 3" in done.stdout
+    assert done.stderr.count("there already") == len(kept)
+    assert all((results / name).read_bytes() == content for name, content in kept.items())

@@ -43,7 +43,7 @@ from shuffled_dpsgd.clipping.settle import clip_functions
 from shuffled_dpsgd.clipping.settle.schedules import (
     ClippingRule,
     GroupByGroup,
-    Schedule,
+    SettleSchedule,
     TwoPasses,
     WholeGradient,
 )
@@ -504,7 +504,7 @@ class ClippingEngine:
             self._is_checking, self._trial = False, None
 
 
-def _schedule(strategy: str, rule: ClippingRule) -> Schedule:
+def _schedule(strategy: str, rule: ClippingRule) -> SettleSchedule:
     if strategy == "ghost":
         return TwoPasses(rule)
     return GroupByGroup(rule) if rule.per_group else WholeGradient(rule)

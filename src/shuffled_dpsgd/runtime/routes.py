@@ -52,7 +52,7 @@ class Route:
         memory = verdicts.Memory(device)
         entry = memory.find(self.name, self.package)
         if entry is None:
-            entry = verdicts.Verdict(reason=self._try(device))
+            entry = verdicts.TrialVerdict(reason=self._try(device))
             memory.keep(self.name, self.package, entry)
         if entry.reason is not None:
             say_once(

@@ -21,7 +21,7 @@ from shuffled_dpsgd import __version__
 
 
 @dataclass(frozen=True, kw_only=True)
-class Verdict:
+class TrialVerdict:
     """Why a route does not serve; None if it does."""
 
     reason: str | None
@@ -43,14 +43,14 @@ class Memory:
         name = hashlib.sha256(json.dumps(self._facts, sort_keys=True).encode()).hexdigest()[:16]
         self.path = cache_folder() / f"routes-{name}.json"
 
-    def find(self, route: str, package: str) -> Verdict | None:
+    def find(self, route: str, package: str) -> TrialVerdict | None:
         """What is known of a route whose kernels have not changed since."""
         entry = self._entries().get(route)
         if entry is None or entry.get("source") != source_digest(package):
             return None
-        return Verdict(reason=entry.get("reason"))
+        return TrialVerdict(reason=entry.get("reason"))
 
-    def keep(self, route: str, package: str, verdict: Verdict) -> None:
+    def keep(self, route: str, package: str, verdict: TrialVerdict) -> None:
         """Remember a verdict, beside what other processes may have written meanwhile."""
         entry = {"source": source_digest(package), **asdict(verdict)}
         document = {"facts": self._facts, "routes": {**self._entries(), route: entry}}

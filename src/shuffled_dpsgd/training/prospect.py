@@ -22,11 +22,11 @@ from shuffled_dpsgd.accounting import calibrate_certified
 from shuffled_dpsgd.errors import InvalidArgumentError
 from shuffled_dpsgd.training.plan import PrivacyPlan
 
-Verdict = Literal["hopeless", "doubtful", "promising"]
+Outlook = Literal["hopeless", "doubtful", "promising"]
 HOPELESS_BELOW, PROMISING_FROM = 1.0, 5.0
 _FEWEST_STEPS = 50
 _MOST_EPSILON = 64.0
-_EXPLAINED: dict[Verdict, str] = {
+_EXPLAINED: dict[Outlook, str] = {
     "hopeless": "over the run the noise is longer than all gradients together, even if they agreed",
     "doubtful": "from scratch little will be learned; a good pre-trained model may do",
     "promising": "the noise leaves room to learn",
@@ -60,7 +60,7 @@ class Prospect:
         return math.sqrt(self.num_steps) * self.per_step
 
     @property
-    def verdict(self) -> Verdict:
+    def verdict(self) -> Outlook:
         """What may be hoped for."""
         if self.over_run < HOPELESS_BELOW:
             return "hopeless"

@@ -46,7 +46,7 @@ LABEL = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Curves:
+class CdfCurves:
     """CDF values on a common axis, distance of each method to the truth, and seconds taken."""
 
     dimension: int
@@ -57,7 +57,7 @@ class Curves:
     seconds: dict[str, float]
 
 
-def compute(dimension: int = DIMENSION, sigma: float = SIGMA, seed: int = 0) -> Curves:
+def compute(dimension: int = DIMENSION, sigma: float = SIGMA, seed: int = 0) -> CdfCurves:
     """All five CDFs where the Monte-Carlo one moves from 0 to 1."""
     total = LognormalSum(dimension=dimension, std=1.0 / sigma)
     cdfs, seconds = {}, {}
@@ -71,7 +71,7 @@ def compute(dimension: int = DIMENSION, sigma: float = SIGMA, seed: int = 0) -> 
     axis = np.linspace(low - 0.35 * (high - low), high + 0.05 * (high - low), 400)
     values = {name: cdf(axis) for name, cdf in cdfs.items()}
     distance = {name: float(np.abs(v - values[TRUTH]).max()) for name, v in values.items()}
-    return Curves(
+    return CdfCurves(
         dimension=dimension,
         std=total.std,
         log_sum=axis,
@@ -81,7 +81,7 @@ def compute(dimension: int = DIMENSION, sigma: float = SIGMA, seed: int = 0) -> 
     )
 
 
-def draw(curves: Curves) -> Figure:
+def draw(curves: CdfCurves) -> Figure:
     """One axis, the truth thick underneath, distances in the legend."""
     from matplotlib.figure import Figure
 
@@ -114,7 +114,7 @@ def draw(curves: Curves) -> Figure:
     return figure
 
 
-def to_json(curves: Curves) -> dict[str, Any]:
+def to_json(curves: CdfCurves) -> dict[str, Any]:
     """Every tenth point of the axis; distances in full."""
     return {
         "dimension": curves.dimension,

@@ -24,7 +24,7 @@ CLIP_COLOUR = {1.0: ORANGE, 10.0: PURPLE, 100.0: BLUE}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Curves:
+class NoiseCurves:
     """σ at each ε: by the paper with and without shuffling (heuristic), and certified (proven)."""
 
     setting: Setting
@@ -41,12 +41,12 @@ class Curves:
         }
 
 
-def compute(settings: tuple[Setting, ...] = SIX) -> tuple[Curves, ...]:
+def compute(settings: tuple[Setting, ...] = SIX) -> tuple[NoiseCurves, ...]:
     """All curves of all settings."""
     return tuple(_curves(setting) for setting in settings)
 
 
-def draw(curves: tuple[Curves, ...]) -> Figure:
+def draw(curves: tuple[NoiseCurves, ...]) -> Figure:
     """Small multiples on common logarithmic axes, one legend."""
     from matplotlib.figure import Figure
 
@@ -64,7 +64,7 @@ def draw(curves: tuple[Curves, ...]) -> Figure:
     return figure
 
 
-def to_json(curves: tuple[Curves, ...]) -> dict[str, Any]:
+def to_json(curves: tuple[NoiseCurves, ...]) -> dict[str, Any]:
     """Everything drawn, with the kind of each curve."""
     return {
         "kinds": {"unshuffled": "proven", "shuffled": "heuristic", "certified": "proven"},
@@ -79,9 +79,9 @@ def to_json(curves: tuple[Curves, ...]) -> dict[str, Any]:
     }
 
 
-def _curves(setting: Setting) -> Curves:
+def _curves(setting: Setting) -> NoiseCurves:
     paper = {clip: [_paper(setting, e, clip) for e in EPSILONS] for clip in BATCH_CLIPS}
-    return Curves(
+    return NoiseCurves(
         setting=setting,
         epsilons=EPSILONS,
         unshuffled=tuple(each.unshuffled_noise_multiplier for each in paper[1.0]),
@@ -112,7 +112,7 @@ def _certified(setting: Setting, epsilon: float) -> float:
     ).noise_multiplier
 
 
-def _draw_panel(axes: Axes, curves: Curves) -> None:
+def _draw_panel(axes: Axes, curves: NoiseCurves) -> None:
     from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
     axes.plot(

@@ -153,8 +153,8 @@ class TiedHead(nn.Module):
 def test_a_tied_head_stored_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     from shuffled_dpsgd.clipping.kernels.gluon import squares as triton_squares
 
-    def stored(T: int, R: int, C: int, device: str, tied: bool = False) -> cost.Route:
-        return cost.Route.INSTANTIATE if tied else cost.Route.TILES
+    def stored(T: int, R: int, C: int, device: str, tied: bool = False) -> cost.NormRoute:
+        return cost.NormRoute.INSTANTIATE if tied else cost.NormRoute.TILES
 
     monkeypatch.setattr(triton_squares, "MIN_BLOCKS", 1)
     monkeypatch.setitem(cost.STRATEGIES, "mixed", stored)

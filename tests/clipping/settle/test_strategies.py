@@ -131,9 +131,9 @@ def test_bad_options_are_refused_by_name(argument: str, value: object) -> None:
 def test_the_route_of_a_call_is_chosen_once(clip: str, monkeypatch: pytest.MonkeyPatch) -> None:
     chosen: list[tuple[object, ...]] = []
 
-    def choose(*shape: object) -> cost.Route:
+    def choose(*shape: object) -> cost.NormRoute:
         chosen.append(shape)
-        return cost.Route.TILES
+        return cost.NormRoute.TILES
 
     monkeypatch.setitem(cost.STRATEGIES, "bookkeeping", choose)
     model = nn.Sequential(nn.Linear(4, 6), nn.LayerNorm(6), nn.Conv1d(5, 5, 1), nn.Linear(6, 3))

@@ -236,10 +236,10 @@ def test_programs_share_no_element_and_miss_none(family: str, program_bytes: int
 
 
 def test_rows_too_long_for_shared_memory_are_left_to_indexing() -> None:
-    wide = launches.Shape(rows=4, cols=9000, row_start=None, col_start=0)
+    wide = launches.MatrixShape(rows=4, cols=9000, row_start=None, col_start=0)
     assert fused.fits_shared_memory(wide, 4)
     assert not fused.fits_shared_memory(wide, 8)
-    across = launches.Shape(rows=4, cols=9000, row_start=0, col_start=None)
+    across = launches.MatrixShape(rows=4, cols=9000, row_start=0, col_start=None)
     assert fused.fits_shared_memory(across, 8)
 
 
@@ -262,7 +262,9 @@ def test_branches_share_no_tensor_and_columns_go_before_rows(cache_bytes: int) -
     assert in_flight <= max(launches.CACHE_SHARE * cache_bytes, _largest(kept))
 
 
-def _bytes_of_pairs(branch: tuple[launches.Launch, ...], shapes: list[launches.Shape]) -> list[int]:
+def _bytes_of_pairs(
+    branch: tuple[launches.Launch, ...], shapes: list[launches.MatrixShape]
+) -> list[int]:
     """What each launch moves of tensors that take two passes."""
     return [
         sum(4 * shapes[place].rows * shapes[place].cols for place in launch.jobs[:, 0].tolist())
@@ -274,7 +276,7 @@ def _bytes_of_pairs(branch: tuple[launches.Launch, ...], shapes: list[launches.S
     ]
 
 
-def _largest(shapes: list[launches.Shape]) -> int:
+def _largest(shapes: list[launches.MatrixShape]) -> int:
     return max(4 * shape.rows * shape.cols for shape in shapes)
 
 
@@ -297,7 +299,7 @@ def _touch(launch: launches.Launch, tensors: list[torch.Tensor]) -> None:
 def test_tiles_fit_and_tell_the_truth_about_alignment(size: int) -> None:
     for rows in (1, 7, 768, 3072, 5120, 16384):
         for cols in (1, 6, 768, 3072, 16384):
-            shape = launches.Shape(rows=rows, cols=cols, row_start=0, col_start=0)
+            shape = launches.MatrixShape(rows=rows, cols=cols, row_start=0, col_start=0)
             for moving in ("columns", "rows"):
                 tile = launches.tile_of(shape, moving, size)
                 assert tile.rows * tile.cols * size <= 128 << 10
@@ -310,5 +312,5 @@ def test_tiles_fit_and_tell_the_truth_about_alignment(size: int) -> None:
 @pytest.mark.parametrize("size", [1, 2, 4, 8])
 def test_slabs_are_a_sector_wide_as_long_as_registers_take_that(size: int) -> None:
     for rows, width in ((768, 64), (3072, 32), (4096, 32), (5120, 16), (16384, 8)):
-        shape = launches.Shape(rows=rows, cols=768, row_start=0, col_start=None)
+        shape = launches.MatrixShape(rows=rows, cols=768, row_start=0, col_start=None)
         assert launches.tile_of(shape, "rows", size).cols * size == width

@@ -42,7 +42,7 @@ GRAM_PERCENT = 115
 SYMMETRIC_BLOCK = 128
 
 
-class Route(Enum):
+class NormRoute(Enum):
     """How the squared norm of g^T x is found."""
 
     GRAM = "gram"
@@ -57,7 +57,7 @@ class Chooser(Protocol):
     the weight is an embedding's too.
     """
 
-    def __call__(self, T: int, R: int, C: int, device: str, tied: bool = False) -> Route: ...
+    def __call__(self, T: int, R: int, C: int, device: str, tied: bool = False) -> NormRoute: ...
 
 
 def operations(T: int, R: int, C: int, device: str, tied: bool = False) -> tuple[int, int, int]:
@@ -73,17 +73,17 @@ def operations(T: int, R: int, C: int, device: str, tied: bool = False) -> tuple
     return gram * GRAM_PERCENT // 100, tiles, a_number * R * C
 
 
-def cheapest(T: int, R: int, C: int, device: str, tied: bool = False) -> Route:
+def cheapest(T: int, R: int, C: int, device: str, tied: bool = False) -> NormRoute:
     """The route with the fewest operations; instantiation only where its memory is bounded.
 
     >>> cheapest(128, 768, 3072, "cuda"), cheapest(8192, 768, 768, "cuda")
-    (<Route.GRAM: 'gram'>, <Route.INSTANTIATE: 'instantiate'>)
+    (<NormRoute.GRAM: 'gram'>, <NormRoute.INSTANTIATE: 'instantiate'>)
     >>> cheapest(1024, 50257, 768, "cuda"), cheapest(1440, 50257, 768, "cuda")
-    (<Route.GRAM: 'gram'>, <Route.TILES: 'tiles'>)
+    (<NormRoute.GRAM: 'gram'>, <NormRoute.TILES: 'tiles'>)
     >>> cheapest(1024, 768, 3072, "hopper"), cheapest(1024, 50257, 768, "hopper", tied=True)
-    (<Route.TILES: 'tiles'>, <Route.INSTANTIATE: 'instantiate'>)
+    (<NormRoute.TILES: 'tiles'>, <NormRoute.INSTANTIATE: 'instantiate'>)
     >>> cheapest(64, 256, 8192, "cpu"), cheapest(512, 768, 768, "cpu")
-    (<Route.GRAM: 'gram'>, <Route.INSTANTIATE: 'instantiate'>)
+    (<NormRoute.GRAM: 'gram'>, <NormRoute.INSTANTIATE: 'instantiate'>)
     """
     gram, tiles, stored = operations(T, R, C, device, tied)
     ratio = MEMORY_RATIO_ON_CPU if device == "cpu" else MEMORY_RATIO
@@ -91,27 +91,27 @@ def cheapest(T: int, R: int, C: int, device: str, tied: bool = False) -> Route:
         ratio = MEMORY_RATIO_IF_TIED
     fits = ratio * T * (R + C) >= R * C
     if stored < min(gram, tiles) and fits:
-        return Route.INSTANTIATE
-    return Route.GRAM if gram <= tiles else Route.TILES
+        return NormRoute.INSTANTIATE
+    return NormRoute.GRAM if gram <= tiles else NormRoute.TILES
 
 
-def mixed(T: int, R: int, C: int, device: str, tied: bool = False) -> Route:
+def mixed(T: int, R: int, C: int, device: str, tied: bool = False) -> NormRoute:
     """The layerwise rule of mixed ghost clipping (Bu et al. 2022): Gram iff 2·T² < R·C.
 
     >>> mixed(16, 32, 32, "cpu"), mixed(32, 32, 32, "cpu")
-    (<Route.GRAM: 'gram'>, <Route.INSTANTIATE: 'instantiate'>)
+    (<NormRoute.GRAM: 'gram'>, <NormRoute.INSTANTIATE: 'instantiate'>)
     """
-    return Route.GRAM if 2 * T * T < R * C else Route.INSTANTIATE
+    return NormRoute.GRAM if 2 * T * T < R * C else NormRoute.INSTANTIATE
 
 
-def always_gram(T: int, R: int, C: int, device: str, tied: bool = False) -> Route:
+def always_gram(T: int, R: int, C: int, device: str, tied: bool = False) -> NormRoute:
     """Ghost clipping: Gram matrices whatever the shape."""
-    return Route.GRAM
+    return NormRoute.GRAM
 
 
-def always_instantiate(T: int, R: int, C: int, device: str, tied: bool = False) -> Route:
+def always_instantiate(T: int, R: int, C: int, device: str, tied: bool = False) -> NormRoute:
     """Opacus-style per-sample gradients whatever the shape."""
-    return Route.INSTANTIATE
+    return NormRoute.INSTANTIATE
 
 
 STRATEGIES: dict[str, Chooser] = {

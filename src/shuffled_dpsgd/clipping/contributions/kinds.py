@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from shuffled_dpsgd.clipping import kernels
-from shuffled_dpsgd.clipping.contributions.cost import Route
+from shuffled_dpsgd.clipping.contributions.cost import NormRoute
 from shuffled_dpsgd.clipping.contributions.float32 import full_float32
 
 
@@ -83,7 +83,7 @@ class OuterGrad:
 
     left_BTR: Tensor
     right_BTC: Tensor
-    route: Route
+    route: NormRoute
 
     def of_sample(self, sample: int) -> OuterGrad:
         one = slice(sample, sample + 1)
@@ -198,7 +198,7 @@ class RowSumGrad:
         return kernels.weighted_row_sum(self.grad_BTP, factors_B, flat).view(shape)
 
 
-def outer_sq_norms(x_BTD: Tensor, g_BTP: Tensor, bias: bool, route: Route) -> Tensor:
+def outer_sq_norms(x_BTD: Tensor, g_BTP: Tensor, bias: bool, route: NormRoute) -> Tensor:
     """Squared norms of g^T x, and of sum_t g_t with `bias`."""
-    norms = kernels.gram_sq_norms if route is Route.GRAM else kernels.tile_sq_norms
+    norms = kernels.gram_sq_norms if route is NormRoute.GRAM else kernels.tile_sq_norms
     return norms(x_BTD, g_BTP, bias)

@@ -173,7 +173,7 @@ class MultiheadAttentionSlot(Slot):
         if part != OUT:
             self.last_shape, self.last_device = shape, device
         capture.route = choose(*shape, device)
-        if capture.route is not cost.Route.INSTANTIATE:
+        if capture.route is not cost.NormRoute.INSTANTIATE:
             return capture
         grads_BPE, squares_B = stored_outer(g_BTP, x_BTE)
         return StoredWeight(grads_BPE, capture.g, squares_B, part)

@@ -140,7 +140,7 @@ class ConvSlot(Slot):
         self.last_shape = (g[0, 0].numel(), weight.shape[0], weight[0].numel())
         self.last_device = kernels.kind_of(g)
         capture.route = choose(*self.last_shape, self.last_device)
-        if self.groups == 1 and capture.route is not cost.Route.INSTANTIATE:
+        if self.groups == 1 and capture.route is not cost.NormRoute.INSTANTIATE:
             return capture
         return StoredWeight(self._stored(capture), g)
 

@@ -190,7 +190,7 @@ class LinearSlot(Slot):
         if not self.transposed and self.outputs >= _MIN_PADDED_ROWS:
             self.padded_outputs = -(-self.outputs // _ROW_BLOCK) * _ROW_BLOCK
         # The route of the latest call, and of which inputs it holds.
-        self._route = cost.Route.GRAM
+        self._route = cost.NormRoute.GRAM
         self._decided_for: tuple[torch.Size, torch.dtype, torch.device] | None = None
 
     def forward(self, input: Tensor) -> Tensor:
@@ -261,7 +261,7 @@ class LinearSlot(Slot):
             self.last_shape = (T, self.outputs, x.shape[-1])
             self.last_device = kernels.kind_of(x)
             self._route = choose(*self.last_shape, self.last_device, self.sharing.tied)
-            self.stores = self._route is cost.Route.INSTANTIATE
+            self.stores = self._route is cost.NormRoute.INSTANTIATE
         if not self.stores:
             capture.route = self._route
             return capture

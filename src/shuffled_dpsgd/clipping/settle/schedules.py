@@ -31,7 +31,7 @@ from shuffled_dpsgd.errors import InvalidArgumentError
 _MAX_UNSUMMED_BYTES = 1 << 29
 
 
-class Schedule(Protocol):
+class SettleSchedule(Protocol):
     """Turns a batch's entries into totals."""
 
     def receive(self, batch: CapturedBatch, entry: Entry) -> None:

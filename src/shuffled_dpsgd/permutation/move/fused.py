@@ -19,7 +19,7 @@ import torch
 from shuffled_dpsgd.permutation.move.drawing import Permutation
 from shuffled_dpsgd.permutation.move.index_layout import packing_of
 from shuffled_dpsgd.permutation.move.kernel_route import find_kernels, kernels
-from shuffled_dpsgd.permutation.move.launches import Launch, Shape, build_branches, tile_of
+from shuffled_dpsgd.permutation.move.launches import Launch, MatrixShape, build_branches, tile_of
 from shuffled_dpsgd.permutation.move.recording import Recording
 from shuffled_dpsgd.permutation.spec import PermutationSpec
 
@@ -48,14 +48,14 @@ def can_move(spec: PermutationSpec, name: str, tensor: torch.Tensor) -> bool:
     )
 
 
-def fits_shared_memory(shape: Shape, size: int) -> bool:
+def fits_shared_memory(shape: MatrixShape, size: int) -> bool:
     """Whether a program can hold a whole row of elements of `size` bytes, if columns move."""
     return shape.col_start is None or tile_of(shape, "columns", size).cols * size <= _SHARED_BYTES
 
 
-def matrix_shape(spec: PermutationSpec, name: str) -> Shape | None:
+def matrix_shape(spec: PermutationSpec, name: str) -> MatrixShape | None:
     """How the kernels see a parameter; None if it moves along axes they do not serve."""
-    cache: dict[str, Shape | None] = spec.derived["matrix shape"]
+    cache: dict[str, MatrixShape | None] = spec.derived["matrix shape"]
     if name not in cache:
         starts = packing_of(spec, torch.device("cpu")).starts
         axes = {axis: starts[layout] for axis, layout in spec.axes_of[name]}
@@ -188,17 +188,17 @@ def _cache_bytes(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).L2_cache_size)
 
 
-def _matrix_shape(shape: tuple[int, ...], axes: dict[int, int]) -> Shape | None:
+def _matrix_shape(shape: tuple[int, ...], axes: dict[int, int]) -> MatrixShape | None:
     last = len(shape) - 1
     elements = math.prod(shape)
     if any(shape[axis] > _LONGEST_AXIS for axis in axes):
         return None
     if set(axes) == {last}:
-        return Shape(
+        return MatrixShape(
             rows=elements // shape[last], cols=shape[last], row_start=None, col_start=axes[last]
         )
     if set(axes) == {0} or (set(axes) == {0, last} and last == 1):
-        return Shape(
+        return MatrixShape(
             rows=shape[0],
             cols=elements // shape[0],
             row_start=axes[0],

@@ -30,7 +30,7 @@ Pass = Literal["columns", "rows"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shape:
+class MatrixShape:
     """A tensor seen as a matrix, with the starts of the indices of its rows and columns."""
 
     rows: int
@@ -69,7 +69,7 @@ class _Chain:
 
 
 def build_branches(
-    shapes: Sequence[Shape], size: int, device: torch.device, cache_bytes: int
+    shapes: Sequence[MatrixShape], size: int, device: torch.device, cache_bytes: int
 ) -> tuple[tuple[Launch, ...], ...]:
     """All launches for these tensors; those of one branch must follow one another.
 
@@ -92,7 +92,7 @@ def build_branches(
 
 
 def _chains(
-    shapes: Sequence[Shape], size: int, most_bytes: int
+    shapes: Sequence[MatrixShape], size: int, most_bytes: int
 ) -> tuple[list[_Chain], list[_Chain]]:
     """Tensors that share their tiles: those of two passes in chunks, those of one all together."""
     alike: dict[tuple[Tile, ...], list[int]] = {}
@@ -129,13 +129,13 @@ def _cuts(sizes: Sequence[int], most: int) -> list[tuple[int, int]]:
     return list(zip(starts, [*starts[1:], len(sizes)], strict=True))
 
 
-def _job(place: int, shape: Shape, moving: Pass) -> tuple[int, ...]:
+def _job(place: int, shape: MatrixShape, moving: Pass) -> tuple[int, ...]:
     start = shape.col_start if moving == "columns" else shape.row_start
     assert start is not None
     return place, shape.rows, shape.cols, start
 
 
-def tile_of(shape: Shape, moving: Pass, size: int) -> Tile:
+def tile_of(shape: MatrixShape, moving: Pass, size: int) -> Tile:
     """The region one program moves: whole along the moving axis, powers of two along both."""
     whole = 1 << ((shape.cols if moving == "columns" else shape.rows) - 1).bit_length()
     across = PROGRAM_BYTES[moving] // whole

@@ -41,7 +41,7 @@ SEGMENTS = (1024, 512, 256, 128, 64)
 ONES = gl.constexpr(16)
 
 
-class Block(NamedTuple):
+class ProductBlock(NamedTuple):
     """How a block is multiplied: groups of warps, columns, and loads under way.
 
     Shared memory is the limit, and the larger a block, the fewer numbers pass through it for each
@@ -63,7 +63,7 @@ class Block(NamedTuple):
 
 
 # A product and a sum fit the registers of these groups.
-TALL = Block(groups=3, columns=128, stages=5)
+TALL = ProductBlock(groups=3, columns=128, stages=5)
 
 
 @gluon.jit

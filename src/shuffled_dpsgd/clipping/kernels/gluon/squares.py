@@ -19,7 +19,7 @@ from triton.experimental.gluon import language as gl
 from shuffled_dpsgd.clipping.kernels.gluon.products import (
     ONES,
     ROWS,
-    Block,
+    ProductBlock,
     block_at,
     buffers,
     cut_of,
@@ -39,8 +39,8 @@ LEFT = gl.constexpr(8)
 MIN_BLOCKS = 512
 # Two groups each, because of the registers. Wide blocks are taken where they waste at most a tenth
 # of their columns.
-WIDE = Block(groups=2, columns=256, stages=4)
-NARROW = Block(groups=2, columns=128, stages=6)
+WIDE = ProductBlock(groups=2, columns=256, stages=4)
+NARROW = ProductBlock(groups=2, columns=128, stages=6)
 MOST_WASTE = 1.1
 # Head room for rounding. At most 128 squares are added one after the other, each sum being rounded:
 # those of a thread, of a row and of a warp. The rest is added pairwise.
@@ -173,7 +173,7 @@ def square_kernel(  # type: ignore[no-untyped-def]
         )  # fmt: skip
 
 
-def block_for(tokens: int, columns: int) -> Block:
+def block_for(tokens: int, columns: int) -> ProductBlock:
     """The block for samples of so many tokens.
 
     A wide one has registers for one product only, so a sample must be one segment.

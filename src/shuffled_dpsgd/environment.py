@@ -10,6 +10,7 @@ import platform
 from collections.abc import Iterable
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 PACKAGES = ("shuffled-dpsgd", "torch", "numpy", "scipy", "dp-accounting", "transformers")
 
@@ -36,7 +37,7 @@ def versions(packages: Iterable[str]) -> dict[str, str | None]:
 
 def machine(device: str = "cpu") -> dict[str, object]:
     """Python, and the hardware behind `device`: a GPU by its name, else the processor."""
-    hardware = platform.processor() or platform.machine()
+    hardware = _processor()
     if device.startswith("cuda"):
         import torch
 
@@ -47,6 +48,18 @@ def machine(device: str = "cpu") -> dict[str, object]:
         "hardware": hardware,
         "cpu_cores": os.cpu_count(),
     }
+
+
+def _processor() -> str:
+    """The processor's name where the system tells it, else its architecture."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            name, _, value = line.partition(":")
+            if name.strip() == "model name" and value.strip():
+                return value.strip()
+    except OSError:
+        pass  # only Linux has this file
+    return platform.processor() or platform.machine()
 
 
 def today() -> str:

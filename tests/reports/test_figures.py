@@ -27,12 +27,16 @@ def test_epsilon_curves_carry_their_kind(view: RunView) -> None:
     (axes,) = figure.axes
     lines = {str(line.get_label()): line for line in axes.lines}
     certified = lines["certified (proven)"]
-    paper = lines["paper's estimate (heuristic)"]
+    paper = lines["paper's estimate (heuristic), noise not its own"]
     assert list(certified.get_ydata()) == [record.certified_epsilon for record in view.records]
     assert list(paper.get_ydata()) == [record.paper_epsilon for record in view.records]
     assert certified.get_linestyle() == "-"
     assert paper.get_linestyle() != "-"
+    assert paper.get_linewidth() < certified.get_linewidth()
     assert lines["budget (proven)"].get_ydata()[0] == 3.0  # type: ignore[index]
+    own = draw_epsilon(replace(view, budget_kind="heuristic"))
+    assert own is not None
+    assert "paper's estimate (heuristic)" in {str(line.get_label()) for line in own.axes[0].lines}
 
 
 def test_histogram_counts_all_samples_and_marks_the_clipped(view: RunView) -> None:

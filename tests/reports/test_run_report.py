@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import replace
+from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from shuffled_dpsgd.permutation.spec import Group, Member
 from shuffled_dpsgd.reports import RunView, card_page, report_page, write_report
 from shuffled_dpsgd.training import AuditedBound, PrivacyCard
 
-VOID = {"meta", "br", "link"}
+VOID = {"meta", "br", "link", "wbr"}
 
 
 class Balanced(HTMLParser):
@@ -45,7 +46,7 @@ def test_report_is_one_self_contained_page(view: RunView, card: PrivacyCard) -> 
     check_page(text)
     assert text.count("<svg") == 7
     assert "a &lt;made-up&gt; run" in text
-    assert "privacy.epsilon" in text
+    assert "privacy.<wbr>epsilon" in text
     assert "No ε covers publishing them" in text
 
 
@@ -57,6 +58,20 @@ def test_card_keeps_the_order_of_claims(card: PrivacyCard) -> None:
     assert "clip &lt;each&gt; sample" in text
     assert "d = 1,000" in text
     assert "not a guarantee" in text
+
+
+def test_the_card_says_what_the_text_says(card: PrivacyCard) -> None:
+    full = replace(card, exactness="exact <indeed>").about(data="films & more")
+    text = unescape(re.sub("<[^>]*>", "", card_page(full)))
+    said = [
+        *full.assumptions,
+        *full.not_covered,
+        *full.mechanism,
+        full.exactness,
+        full.threat_model,
+    ]
+    for line in [*said, full.target, full.sampler, full.randomness, "films & more"]:
+        assert str(line) in text
 
 
 def test_refuted_claims_are_marked(card: PrivacyCard) -> None:
@@ -112,6 +127,8 @@ def test_pages_suit_dark_screens_and_small_ones(view: RunView, card: PrivacyCard
     assert "min(24rem, 100%)" in text
     assert "a &lt;b&gt;" in text
     assert 'class="claim small"' in text
+    assert "; small print: " in text
+    assert "fill: #ffffff" not in text  # no white plates behind the figures
     assert "10^" not in re.sub("<svg.*?</svg>", "", text, flags=re.DOTALL)
 
 

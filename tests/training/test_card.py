@@ -51,7 +51,7 @@ def test_claims_come_in_order_and_every_epsilon_has_its_word() -> None:
 
 def test_the_paper_s_estimate_shows_what_it_depends_on() -> None:
     line = next(line for line in str(card()).splitlines() if "paper's estimate" in line)
-    for part in ("heuristic", "c' = 1 c", "d = 10000", "δ split 0.5", "not a guarantee"):
+    for part in ("heuristic", "c' = 1 c", "d = 10,000", "δ split 0.5", "not a guarantee"):
         assert part in line
 
 

@@ -7,7 +7,12 @@ from html import escape
 
 from shuffled_dpsgd.accounting import PrivacyClaim
 from shuffled_dpsgd.reports.page import page
-from shuffled_dpsgd.training.card import CERTIFIED_METHOD_NOTE, SMALL_PRINT, PrivacyCard
+from shuffled_dpsgd.training.card import (
+    CERTIFIED_METHOD_NOTE,
+    SMALL_PRINT,
+    PrivacyCard,
+    paper_inputs,
+)
 
 CARD_CSS = """
 .card { border: 1px solid var(--line); border-radius: 10px; padding: 1.2rem 1.4rem; }
@@ -58,17 +63,11 @@ def _paper(card: PrivacyCard) -> str:
             '<div class="claim"><span class="kind">paper’s estimate</span><b>none</b>'
             "the formula needs Poisson sampling, a clip and noise</div>"
         )
-    inputs = card.paper.inputs
-    note = "not a guarantee"
-    if "dimension" in inputs:
-        note = (
-            f"c' = {inputs['batch_clip']:g} c, d = {inputs['dimension']:,}, "
-            f"δ split {inputs['delta_split']:g}; not a guarantee"
-        )
+    note = "; ".join(part for part in (paper_inputs(card.paper), "not a guarantee") if part)
     if card.paper_is_small_print:
         return (
             '<div class="claim small"><span class="kind">paper’s estimate · heuristic</span>'
-            f"<span>ε = {card.paper.epsilon:.4g}, δ = {card.paper.delta:.3g}; {escape(note)}. "
+            f"<span>ε = {card.paper.epsilon:.4g}, δ = {card.paper.delta:.3g}; {escape(note)}; "
             f"{escape(SMALL_PRINT)}</span></div>"
         )
     return _claim("paper’s estimate", card.paper, note)
@@ -107,6 +106,7 @@ def _terms(card: PrivacyCard) -> str:
     blocks = [f"block {name} alone: {escape(by_block[name].describe())}" for name in by_block]
     rows = [
         *((escape(name), [escape(of)]) for name, of in card.subject.items()),
+        *([] if card.exactness is None else [("certified ε", [escape(card.exactness)])]),
         ("verdict", verdicts or ["nothing is claimed"]),
         *([("paper’s estimate", blocks)] if differ else []),
         ("target", [escape(card.target)]),

@@ -1,6 +1,6 @@
 """The figures of a training run, drawn from its records; each function draws one.
 
-Colour and line style carry the standing of a number: solid green is proven, dashed orange is
+Colour and line style carry the standing of a number: solid green is proven, dashed is
 heuristic, everything else is measured. A figure whose data were not measured is not drawn.
 """
 
@@ -114,8 +114,7 @@ def draw_epsilon(view: RunView) -> Figure | None:
         axes.fill_between(steps, certified, color=PROVEN, alpha=0.10, linewidth=0)
         axes.plot(steps, certified, color=PROVEN, label="certified (proven)")
         if paper_steps:
-            label = "paper's estimate (heuristic)"
-            axes.plot(paper_steps, paper, color=HEURISTIC, linestyle=(0, (4, 2)), label=label)
+            _draw_estimate(axes, paper_steps, paper, calibrated=view.budget_kind == "heuristic")
         if view.epsilon_budget is not None:
             label = f"budget ({view.budget_kind})"
             axes.axhline(view.epsilon_budget, color=MUTED, linewidth=1, linestyle=":", label=label)
@@ -123,6 +122,19 @@ def draw_epsilon(view: RunView) -> Figure | None:
         axes.set(title="Privacy spent", xlabel="step", ylabel="ε")
         axes.legend()
     return figure
+
+
+def _draw_estimate(
+    axes: Axes, steps: Sequence[int], values: Sequence[float], *, calibrated: bool
+) -> None:
+    """The paper's estimate: thin and grey where the noise was not `calibrated` by its formula."""
+    label = "paper's estimate (heuristic)"
+    dashes = (0, (4, 2))
+    if calibrated:
+        axes.plot(steps, values, color=HEURISTIC, linestyle=dashes, label=label)
+    else:
+        label += ", noise not its own"
+        axes.plot(steps, values, color=MUTED, linewidth=0.8, linestyle=dashes, label=label)
 
 
 def _set_scale(axes: Axes, values: Sequence[float]) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from html import escape
 
 from shuffled_dpsgd.reports.style import HEURISTIC, INK, MUTED, PROVEN, TRAIN
 
+SHORT = 16
 BASE_CSS = f"""
 :root {{ --ink: {INK}; --muted: {MUTED}; --line: #d8dde3; --proven: {PROVEN};
   --heuristic: {HEURISTIC}; --measured: {TRAIN}; --paper: #fff; --notice: #fdf4ee;
@@ -24,13 +26,17 @@ section {{ margin-top: 2rem; }} p {{ margin: .4rem 0; }}
 table {{ border-collapse: collapse; max-width: 100%; }}
 th, td {{ overflow-wrap: anywhere; padding: .25rem 1.2rem .25rem 0; text-align: left;
   border-bottom: 1px solid var(--line); vertical-align: top; }} th {{ color: var(--muted);
-  font-weight: 500; }} td.number {{ text-align: right; font-variant-numeric: tabular-nums; }}
+  font-weight: 500; min-width: 8rem; overflow-wrap: break-word; }}
+td.short {{ white-space: nowrap; }}
 .figures {{ display: grid; gap: 1rem;
   grid-template-columns: repeat(auto-fit, minmax(min(24rem, 100%), 1fr)); }}
-figure {{ margin: 0; background: #fff; min-width: 0;
+figure {{ margin: 0; min-width: 0;
   border: 1px solid var(--line); border-radius: 10px; padding: .6rem; }}
 figure svg {{ width: 100%; height: auto; }}
-figcaption {{ color: {MUTED}; font-size: .85rem; padding: 0 .4rem .2rem; }}
+/* Drawn in dark ink on nothing: turned over, hues kept, they are light ink on a dark page. */
+@media (prefers-color-scheme: dark) {{ figure svg {{
+  filter: invert(.9) hue-rotate(180deg) brightness(1.15); }} }}
+figcaption {{ color: var(--muted); font-size: .85rem; padding: 0 .4rem .2rem; }}
 footer {{ margin-top: 3rem; color: var(--muted); font-size: .85rem; }}
 """
 
@@ -47,5 +53,11 @@ def page(*, title: str, body: str, css: str = "") -> str:
 
 def table(rows: list[tuple[str, str]]) -> str:
     """Two columns, both escaped: a name and a value."""
-    cells = "".join(f"<tr><th>{escape(k)}</th><td>{escape(v)}</td></tr>" for k, v in rows)
-    return f"<table>{cells}</table>"
+    return f"<table>{''.join(_row(name, value) for name, value in rows)}</table>"
+
+
+def _row(name: str, value: str) -> str:
+    """A name may break after a dot or an underscore; a short value stays on one line."""
+    breakable = re.sub(r"([._])", r"\1<wbr>", escape(name))
+    kind = ' class="short"' if len(value) <= SHORT else ""
+    return f"<tr><th>{breakable}</th><td{kind}>{escape(value)}</td></tr>"

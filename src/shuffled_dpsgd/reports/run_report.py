@@ -24,7 +24,7 @@ CAPTIONS: Mapping[str, str] = {
     "score": "On data the model was not trained on.",
     "epsilon": "What everything released up to each step may claim: the certified bound is "
     "proven, the paper’s estimate is heuristic.",
-    "gradient_norms": "All samples of all steps; dark bars were scaled down to the clip norm.",
+    "gradient_norms": "All samples of all steps; those right of the line were scaled down to it.",
     "clipped_share": "Samples of each batch whose gradient was longer than the clip norm.",
     "signal_to_noise": "Below the dotted line the noise is longer than the sum it hides.",
     "permutation": "Parameters in tensors each kind of symmetry moves; a tensor moved by two "
@@ -51,7 +51,8 @@ def report_page(
     """
     figures = draw_all(view) if figures is None else figures
     drawn = "".join(
-        f"<figure>{to_svg(figure)}<figcaption>{escape(CAPTIONS[name])}</figcaption></figure>"
+        f"<figure>{to_svg(figure, transparent=True)}"
+        f"<figcaption>{escape(CAPTIONS[name])}</figcaption></figure>"
         for name, figure in figures.items()
     )
     body = (
@@ -150,5 +151,5 @@ def _flatten(facts: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]
         if isinstance(value, Mapping):
             rows += _flatten(value, f"{prefix}{key}.")
         else:
-            rows.append((f"{prefix}{key}", str(value)))
+            rows.append((f"{prefix}{key}", "none" if value == () else str(value)))
     return rows

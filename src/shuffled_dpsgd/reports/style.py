@@ -75,11 +75,14 @@ def drawing(width: float = 5.4, height: float = 3.2) -> Iterator[tuple[Figure, A
             axes.xaxis.set_major_locator(MaxNLocator(integer=True))
 
 
-def to_svg(figure: Figure) -> str:
-    """The figure as an `<svg>` element, ready to sit inside a page; equal input, equal text."""
+def to_svg(figure: Figure, *, transparent: bool = False) -> str:
+    """The figure as an `<svg>` element, ready to sit inside a page; equal input, equal text.
+
+    A `transparent` one has no background, so that a page can show it on its own.
+    """
     buffer = io.StringIO()
     with house_style():
-        figure.savefig(buffer, format="svg", metadata={"Date": None})
+        figure.savefig(buffer, format="svg", metadata={"Date": None}, transparent=transparent)
     text = buffer.getvalue()
     return text[text.index("<svg") :]
 

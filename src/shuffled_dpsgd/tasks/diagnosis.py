@@ -19,7 +19,7 @@ Kind = Literal["noise", "clipped", "loss", "majority", "nonfinite"]
 FIRST_LOOK = 10
 _PART = 5
 # Of the digits; docs/advice.md has the runs.
-_SWAMPED_BELOW = 0.3
+SWAMPED_BELOW = 0.3
 _ALL = 0.99
 _FAR = 10.0
 _RISE = 1.02
@@ -63,19 +63,19 @@ def _noise(records: Sequence[StepRecord], plan: PrivacyPlan) -> Finding | None:
         return None
     mean = sum(ratios) / len(ratios)
     over_run = mean * math.sqrt(plan.num_steps)
-    if over_run >= _SWAMPED_BELOW:
+    if over_run >= SWAMPED_BELOW:
         return None
     return Finding(
         kind="noise",
         message=f"noise swamps the signal: their ratio is {mean:.2g} a step and "
-        f"{over_run:.2g} over the run; below {_SWAMPED_BELOW:g} little is learned",
+        f"{over_run:.2g} over the run; below {SWAMPED_BELOW:g} little is learned",
         advice=_against_noise(plan, over_run),
     )
 
 
 def _against_noise(plan: PrivacyPlan, over_run: float) -> str:
     now = prospect_of(plan)
-    factor = _SWAMPED_BELOW / over_run if over_run else math.inf
+    factor = SWAMPED_BELOW / over_run if over_run else math.inf
     more = f"{factor:,.2g} times the records" if math.isfinite(factor) else "far more records"
     fewer = max(1, math.floor(now.dimension / factor**2)) if math.isfinite(factor) else 1
     batch = min(plan.dataset_size, 4 * plan.expected_batch_size)

@@ -39,8 +39,8 @@ USE_ASSUMPTIONS = (
     "the training data influence the weights through this run only",
 )
 SMALL_PRINT = (
-    "small print: the noise was calibrated to a proven ε; the formula is for noise of its own "
-    "calibration, and says little about any other"
+    "small print: the formula is for noise that it calibrated itself, and says little about other "
+    "noise; this noise was not calibrated by it"
 )
 TARGET_KINDS = {
     "certified": "proven",
@@ -86,7 +86,7 @@ class PrivacyCard:
     randomness: str
     private: bool = True
     shuffles_verified: int = 0
-    samples_checked: int = 0
+    samples_checked: bool = False
     exactness: str | None = None
     accounting: str = "certified"
     subject: Mapping[str, str] = field(default_factory=dict)
@@ -196,10 +196,13 @@ class PrivacyCard:
 
     @property
     def check_lines(self) -> list[str]:
-        """How many samples' contributions were compared with those of the samples alone."""
+        """Whether contributions were compared with those of the samples alone.
+
+        Not of how many: that depends on the lengths of the records, and carries no noise.
+        """
         if not self.samples_checked:
             return []
-        return [f"{self.samples_checked} samples run alone: none differed from what was clipped"]
+        return ["some samples were run alone: none differed from what was clipped"]
 
     @property
     def shuffle_lines(self) -> list[str]:
@@ -230,13 +233,13 @@ def write_card(
     spec: PermutationSpec | None = None,
     released: bool = True,
     shuffles_verified: int = 0,
-    samples_checked: int = 0,
+    samples_checked: bool = False,
 ) -> PrivacyCard:
     """The card of a run that made `num_steps` releases under `plan`.
 
     `released` says whether a shuffle planned for the release has happened, `shuffles_verified`
-    how often the model's outputs were compared before and after one, and `samples_checked` for how
-    many samples what was clipped was compared with what each has alone.
+    how often the model's outputs were compared before and after one, and `samples_checked` whether
+    what was clipped was compared, for some samples, with what each has alone.
     """
     return PrivacyCard(
         certified=plan.certified(num_steps),
@@ -350,15 +353,20 @@ def _randomness(plan: PrivacyPlan) -> str:
 
 
 def _with_inputs(claim: PrivacyClaim) -> str:
-    """A paper claim with what decides it: c', d and the split of delta."""
+    decided = paper_inputs(claim)
+    return f"{claim.describe()}, with {decided}" if decided else claim.describe()
+
+
+def paper_inputs(claim: PrivacyClaim) -> str:
+    """What decides a paper's claim: c', d and the split of delta; empty where it has none."""
     inputs = claim.inputs
     if "dimension" not in inputs:
-        return claim.describe()
+        return ""
     if inputs["dimension"] == 1:
         decided = "d = 1 (the unshuffled mechanism)"
     else:
-        decided = f"c' = {inputs['batch_clip']:g} c, d = {inputs['dimension']}"
-    return f"{claim.describe()}, with {decided}, δ split {inputs['delta_split']:g}"
+        decided = f"c' = {inputs['batch_clip']:g} c, d = {inputs['dimension']:,}"
+    return f"{decided}, δ split {inputs['delta_split']:g}"
 
 
 def _labelled(label: str, lines: list[str]) -> list[str]:

@@ -331,7 +331,7 @@ class PrivateTraining:
             spec=self.spec,
             released=self.released,
             shuffles_verified=0 if self._shuffles is None else self._shuffles.num_verified,
-            samples_checked=self.engine.num_checked,
+            samples_checked=self.engine.num_checked > 0,
         )
 
     def close(self, *, because: str = "private.close() was called") -> None:

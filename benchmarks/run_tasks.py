@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from shuffled_dpsgd.integrations.per_sample_loss import classification_losses, next_token_losses
-from shuffled_dpsgd.tasks import folders
+from shuffled_dpsgd.tasks.data import glue, nlg
 from shuffled_dpsgd.tasks.text import encode_continuations, encode_labelled
 from shuffled_dpsgd.tasks.tokenizers import load_tokenizer
 from shuffled_dpsgd.tasks.tokens import (
@@ -26,6 +26,7 @@ from shuffled_dpsgd.tasks.tokens import (
     TokenRecords,
     class_labels,
     continuation_labels,
+    ids_of,
 )
 from shuffled_dpsgd.training.data import MapStyle
 
@@ -50,13 +51,13 @@ def encode(workload: str, data: Path, model: Path, file: Path, records: int | No
     """Write the token ids of a text workload to `file`."""
     tokenizer = load_tokenizer(str(model))
     if workload == "sst2":
-        texts = folders.read_sst2(data / workload, "train")[:records]
+        texts = glue.read_glue("sst2", data / workload, "train")[:records]
         encoded = encode_labelled(texts, tokenizer, MAX_LENGTH)
     else:
-        pairs = folders.read_e2e(data / workload, "train")[:records]
+        pairs = nlg.read_e2e(data / workload, "train")[:records]
         encoded = encode_continuations(pairs, tokenizer, MAX_LENGTH)
-    ids = np.concatenate([np.asarray(row, dtype=np.int32) for row, _ in encoded])
-    lengths = np.asarray([len(row) for row, _ in encoded])
+    ids = np.concatenate([np.asarray(ids_of(record), dtype=np.int32) for record in encoded])
+    lengths = np.asarray([len(ids_of(record)) for record in encoded])
     belonging = np.asarray([other for _, other in encoded])
     np.savez(file, ids=ids, lengths=lengths, belonging=belonging, pad_id=tokenizer.pad_id)
 

@@ -28,6 +28,7 @@ from shuffled_dpsgd.auditing.run import (
 from shuffled_dpsgd.errors import InvalidArgumentError
 from shuffled_dpsgd.models import build_model
 from shuffled_dpsgd.tasks.classification import classification_task
+from shuffled_dpsgd.tasks.data.records import Splits
 from shuffled_dpsgd.training import make_private
 
 
@@ -40,7 +41,9 @@ def data(size: int = 300) -> TensorDataset:
 def target(**privacy: object) -> AuditTarget:
     records = data()
     task = classification_task(
-        "noise", build_model("vit-digits", num_labels=10, device="cpu"), records, records
+        "noise",
+        build_model("vit-digits", num_labels=10, device="cpu"),
+        Splits(train=records, heldout={"test": records}),
     )
 
     def start(size: int):

@@ -78,6 +78,8 @@ def test_presets_save_a_tokenizer_with_the_same_ids(runs: Path) -> None:
     saved, plain = load_tokenizer(str(runs / "csv" / "model")), ByteTokenizer()
     for texts in (("a fine film",), ("café — ☂", "zwei")):
         assert saved.encode(*texts, max_length=64) == plain.encode(*texts, max_length=64)
+        pairs = [(texts[0], texts[-1])]
+        assert saved.encode_pairs(pairs, max_length=64) == plain.encode_pairs(pairs, max_length=64)
         assert saved.encode_plain(texts[0]) == plain.encode_plain(texts[0])
         assert saved.decode(plain.encode_plain(texts[0])) == texts[0]
     assert (saved.pad_id, saved.end_id) == (plain.pad_id, plain.end_id)

@@ -12,10 +12,10 @@ import torch
 
 from shuffled_dpsgd.errors import InvalidArgumentError
 from shuffled_dpsgd.tasks.config import RunConfig, parse_config
-from shuffled_dpsgd.tasks.folders import Continuation
+from shuffled_dpsgd.tasks.data.records import Continuation
 from shuffled_dpsgd.tasks.registry import build_task
 from shuffled_dpsgd.tasks.run import execute, prepare
-from shuffled_dpsgd.tasks.text import encode_continuations
+from shuffled_dpsgd.tasks.text import encode_continuations, uses_token_types
 from shuffled_dpsgd.tasks.tokenizers import ByteTokenizer, PretrainedTokenizer
 from shuffled_dpsgd.tasks.tokens import TokenCollate, continuation_labels
 
@@ -162,6 +162,43 @@ def test_a_record_of_a_class_of_its_own_changes_no_model(data: Path) -> None:
         for task in (one_class, build_task(config))
     ]
     assert widths == [2, 3]
+
+
+def test_pairs_say_which_text_a_token_belongs_to(tmp_path: Path) -> None:
+    for split in ("train", "dev"):
+        rows = [f"who {i}?\the {'did' * (i % 3)}.\tentailment" for i in range(12)]
+        (tmp_path / f"{split}.tsv").write_text("question\tsentence\tlabel\n" + "\n".join(rows))
+    task = build_task(config_for("text-classification", "bert-tiny", "qnli", tmp_path))
+    assert task.collate is not None
+    inputs, _ = task.collate([task.train_data[0], task.train_data[2]])
+    tokenizer = ByteTokenizer()
+    for ids, types, mask in zip(
+        inputs["input_ids"], inputs["token_type_ids"], inputs["attention_mask"], strict=True
+    ):
+        second = ids.tolist().index(tokenizer.separator_id) + 1
+        expected = [int(second <= place < int(mask.sum())) for place in range(len(ids))]
+        assert types.tolist() == expected
+    embeddings = task.model.get_submodule("bert.embeddings.token_type_embeddings")
+    task.losses(task.model, (inputs, torch.tensor([0, 0]))).sum().backward()
+    gradient = embeddings.get_parameter("weight").grad
+    assert gradient is not None
+    assert gradient.abs().sum(dim=1).min() > 0
+
+
+def test_token_types_are_left_out_where_a_model_has_none() -> None:
+    from shuffled_dpsgd.models import build_model
+
+    small = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "n_embd": 8}
+    uses = {
+        name: uses_token_types(build_model(name, device="meta", settings=small))
+        for name in ("bert-tiny", "roberta-base", "distilbert-base", "gpt2-tiny")
+    }
+    assert uses == {
+        "bert-tiny": True,
+        "roberta-base": False,
+        "distilbert-base": False,
+        "gpt2-tiny": False,
+    }
 
 
 def test_only_the_target_is_scored() -> None:

@@ -11,13 +11,11 @@ from typing import Any
 from torch import nn
 
 from shuffled_dpsgd.errors import InvalidArgumentError
-from shuffled_dpsgd.tasks.config import DataConfig
+from shuffled_dpsgd.tasks.data.config import DataConfig
+from shuffled_dpsgd.tasks.data.published import PUBLISHED
 
-# Facts of the published data sets.
-PUBLISHED = {"sst2": 2, "qnli": 2}
 _NAMES = {
-    "sst2": ("negative", "positive"),
-    "qnli": ("entailment", "not_entailment"),
+    **{name: facts.classes for name, facts in PUBLISHED.items() if facts.classes},
     "digits": tuple("0123456789"),
 }
 
@@ -28,7 +26,8 @@ def stated_classes(data: DataConfig) -> int:
     Raises:
         InvalidArgumentError: neither, or both and they differ.
     """
-    known = PUBLISHED.get(data.format)
+    facts = PUBLISHED.get(data.format)
+    known = len(facts.classes) if facts is not None and facts.classes else None
     if data.num_labels is None and known is None:
         raise InvalidArgumentError(
             "data.num_labels",

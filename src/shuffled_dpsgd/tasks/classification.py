@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, default_collate
 
 from shuffled_dpsgd.integrations.per_sample_loss import classification_losses
+from shuffled_dpsgd.tasks.data.records import Splits
 from shuffled_dpsgd.tasks.task import Evaluation, Task
 from shuffled_dpsgd.training.data import MapStyle, to_device
 
@@ -20,8 +22,7 @@ EVALUATION_BATCH = 256
 def classification_task(
     name: str,
     model: nn.Module,
-    train: MapStyle,
-    heldout: MapStyle,
+    splits: Splits[Any],
     *,
     collate: Callable[[list[Any]], Any] | None = None,
     save_assets: Callable[[Any], None] | None = None,
@@ -30,12 +31,17 @@ def classification_task(
 
     `inputs` is a tensor, or a dictionary of keyword arguments for the model.
     """
+    evaluations = {
+        split: partial(evaluate_accuracy, heldout=heldout, collate=collate)
+        for split, heldout in splits.heldout.items()
+    }
     return Task(
         name=name,
         model=model,
-        train_data=train,
+        train_data=splits.train,
         losses=_losses,
-        evaluate=lambda m: evaluate_accuracy(m, heldout, collate=collate),
+        evaluate=next(iter(evaluations.values())),
+        evaluations=evaluations,
         score_name="accuracy",
         collate=collate,
         save_assets=save_assets,

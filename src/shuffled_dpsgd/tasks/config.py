@@ -16,31 +16,14 @@ from typing import Any, Literal, TypeVar, get_args, get_type_hints
 
 from shuffled_dpsgd.errors import InvalidArgumentError
 from shuffled_dpsgd.options import Budget, Schedule, help_of
+from shuffled_dpsgd.tasks.data.config import DataConfig
+from shuffled_dpsgd.tasks.ranges import check_range
 
 TaskName = Literal["digits", "image-classification", "text-classification", "causal-lm"]
-DataFormat = Literal["digits", "sst2", "qnli", "e2e", "dart", "cifar", "csv", "jsonl", "hub"]
 OptimizerName = Literal["adamw", "adam", "sgd"]
 Precision = Literal["float32", "bf16"]
 RateSchedule = Literal["constant", "linear", "cosine"]
 Section = TypeVar("Section")
-
-
-# Keys of [data] that a format does not use, so that none is ignored in silence.
-NAMED_COLUMNS = ("subset", "text_columns", "label_column")
-UNUSED_KEYS: Mapping[str, tuple[str, ...]] = {
-    "digits": (
-        *NAMED_COLUMNS,
-        "path",
-        "num_labels",
-        "label_names",
-        "max_length",
-        "max_train_examples",
-        "max_heldout_examples",
-    ),
-    "csv": ("subset",),
-    "jsonl": ("subset",),
-    "hub": (),
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,43 +51,6 @@ class ModelConfig:
                 expected=f"nothing beside {chosen[0]}: each of them says what is trained",
                 got=getattr(self, chosen[1]),
             )
-
-
-@dataclass(frozen=True, kw_only=True)
-class DataConfig:
-    """Which data: a format, and the folder (or hub name) it is read from."""
-
-    format: DataFormat
-    name: str | None = None
-    path: str | None = None
-    subset: str | None = None
-    text_columns: tuple[str, ...] = ()
-    label_column: str = "label"
-    num_labels: int | None = None
-    label_names: tuple[str, ...] = ()
-    max_length: int = 128
-    max_train_examples: int | None = None
-    max_heldout_examples: int | None = None
-
-    @property
-    def given_name(self) -> str:
-        """What the card calls the data: the name stated, else the hub's, else the folder's."""
-        if self.name is not None or self.path is None:
-            return self.name or self.format
-        return self.path if self.format == "hub" else f"{self.format} ({Path(self.path).name})"
-
-    def __post_init__(self) -> None:
-        check_range("max_length", self.max_length, 4)
-        check_range("max_train_examples", self.max_train_examples, 1)
-        check_range("max_heldout_examples", self.max_heldout_examples, 1)
-        for name in UNUSED_KEYS.get(self.format, NAMED_COLUMNS):
-            default = next(item.default for item in fields(self) if item.name == name)
-            if getattr(self, name) != default:
-                raise InvalidArgumentError(
-                    name,
-                    expected=f"nothing: data.format {self.format!r} does not use it",
-                    got=getattr(self, name),
-                )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -228,7 +174,7 @@ def place_paths(raw: dict[str, Any], folder: Path) -> None:
         if not isinstance(table, dict) or not isinstance(table.get(key), str):
             continue
         place = (folder / Path(table[key]).expanduser()).resolve()
-        may_be_name = section == "model" or table.get("format") == "hub"
+        may_be_name = section == "model" or "hub" in (table.get("format"), table.get("source"))
         written_as_path = table[key].startswith((".", "/", "~"))
         known = place / "config.json" if section == "model" else place
         if known.exists() or written_as_path or not may_be_name:
@@ -308,24 +254,6 @@ def _checked(name: str, hint: Any, value: Any) -> Any:
     if not isinstance(value, hint) or (hint is int and isinstance(value, bool)):
         raise InvalidArgumentError(name, expected=hint.__name__, got=value)
     return value
-
-
-def check_range(
-    name: str,
-    value: float | None,
-    low: float,
-    *,
-    below: float = math.inf,
-    open_at_low: bool = False,
-) -> None:
-    """Refuse a number outside [low, below); None is the absence of one."""
-    if value is None:
-        return
-    if not low <= value < below or (open_at_low and value == low):
-        least = f"more than {low:g}" if open_at_low else f"at least {low:g}"
-        most = "" if math.isinf(below) else f" and below {below:g}"
-        finite = " and finite" if isinstance(value, float) and math.isinf(below) else ""
-        raise InvalidArgumentError(name, expected=f"{least}{most}{finite}", got=value)
 
 
 def _plain(value: Any) -> Any:

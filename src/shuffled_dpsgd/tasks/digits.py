@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -16,13 +16,14 @@ from shuffled_dpsgd.errors import MissingExtraError
 from shuffled_dpsgd.tasks.classes import name_classes
 from shuffled_dpsgd.tasks.classification import classification_task
 from shuffled_dpsgd.tasks.config import (
-    DataConfig,
     ModelConfig,
     OptimizerConfig,
     PrivacyConfig,
     RunConfig,
     ScheduleConfig,
 )
+from shuffled_dpsgd.tasks.data.config import DataConfig
+from shuffled_dpsgd.tasks.data.records import Splits
 from shuffled_dpsgd.tasks.models import prepare_model
 from shuffled_dpsgd.tasks.parts import check_sizes
 
@@ -81,7 +82,8 @@ def build_model(seed: int = 0) -> nn.Module:
 def build_task(config: RunConfig) -> Task:
     """The digits task with the model `config` names."""
     train, heldout = load_digits()
-    check_sizes(config, train, heldout)
+    splits: Splits[Any] = Splits(train=train, heldout={"test": heldout})
+    check_sizes(config, splits)
     model = prepare_model(config.model, head="image", num_labels=10, seed=config.init_seed)
     name_classes(model, config.data, 10)
-    return classification_task("digits", model, train, heldout)
+    return classification_task("digits", model, splits)

@@ -10,6 +10,7 @@ import torch
 
 from shuffled_dpsgd.errors import CheckpointError, InvalidArgumentError
 from shuffled_dpsgd.tasks.config import RunConfig
+from shuffled_dpsgd.tasks.data.records import LabelledText
 from shuffled_dpsgd.tasks.digits import PIXEL_MEAN, PIXEL_STD
 from shuffled_dpsgd.tasks.images import collate_images
 from shuffled_dpsgd.tasks.models import prepare_model
@@ -17,7 +18,9 @@ from shuffled_dpsgd.tasks.privacy import chosen_device
 from shuffled_dpsgd.tasks.registry import build_task
 from shuffled_dpsgd.tasks.run import load_run
 from shuffled_dpsgd.tasks.task import Evaluation
+from shuffled_dpsgd.tasks.text import encode_labelled, uses_token_types
 from shuffled_dpsgd.tasks.tokenizers import load_tokenizer
+from shuffled_dpsgd.tasks.tokens import TokenCollate, class_labels
 
 _HEADS: dict[str, Any] = {
     "digits": "image",
@@ -68,9 +71,7 @@ def predict(directory: Path, inputs: list[str]) -> list[dict[str, Any]]:
     answers = []
     for given in inputs:
         if config.task == "text-classification":
-            tokenizer = load_tokenizer(config.model.name)
-            ids = tokenizer.encode(*given.split("\t"), max_length=config.data.max_length)
-            logits = model(input_ids=torch.tensor([ids])).logits
+            logits = model(**_tokens(given, config, model)).logits
         else:
             logits = model(pixel_values=_pixels(Path(given), config, model)).logits
         shares = logits[0].float().softmax(dim=-1)
@@ -109,6 +110,14 @@ def generate(directory: Path, prompts: list[str], *, max_new_tokens: int) -> lis
             ids.append(best)
         results.append({"prompt": prompt, "text": tokenizer.decode(ids[start:]).strip()})
     return results
+
+
+def _tokens(given: str, config: RunConfig, model: Any) -> dict[str, torch.Tensor]:
+    """One text, or two with a tab between, as the model was trained on them."""
+    tokenizer = load_tokenizer(config.model.name)
+    example = LabelledText(texts=tuple(given.split("\t", 1)), label=0)
+    records = encode_labelled([example], tokenizer, config.data.max_length, uses_token_types(model))
+    return TokenCollate(pad_id=tokenizer.pad_id, labels=class_labels)(records)[0]
 
 
 def _pixels(path: Path, config: RunConfig, model: Any) -> torch.Tensor:

@@ -6,16 +6,16 @@ by source, and their beginning is not like the rest.
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Sized
-from typing import TypeVar
+from typing import Any
 
 import torch
 
 from shuffled_dpsgd.errors import InvalidArgumentError
 from shuffled_dpsgd.tasks.config import RunConfig
+from shuffled_dpsgd.tasks.data.records import Splits
 
 _SEED = 0
-Record = TypeVar("Record")
+_HOLDING_SEED = 1
 
 
 def drawn_part(size: int, limit: int | None) -> list[int]:
@@ -30,24 +30,38 @@ def drawn_part(size: int, limit: int | None) -> list[int]:
     return sorted(order[:limit].tolist())
 
 
-def take_part(records: Sequence[Record], limit: int | None) -> list[Record]:
-    """The records `drawn_part` chooses."""
-    return [records[index] for index in drawn_part(len(records), limit)]
+def held_back(size: int, count: int) -> tuple[list[int], list[int]]:
+    """The record numbers to train on and `count` others, drawn without looking at the records.
+
+    >>> kept, back = held_back(10, 3)
+    >>> len(kept), len(back), sorted(kept + back) == list(range(10))
+    (7, 3, True)
+
+    Raises:
+        InvalidArgumentError: there are not more records than that.
+    """
+    if count >= size:
+        raise InvalidArgumentError(
+            "data.heldout_from_train", expected=f"fewer than {size} records", got=count
+        )
+    order = torch.randperm(size, generator=torch.Generator().manual_seed(_HOLDING_SEED))
+    return sorted(order[count:].tolist()), sorted(order[:count].tolist())
 
 
-def check_sizes(config: RunConfig, train: Sized, heldout: Sized) -> None:
+def check_sizes(config: RunConfig, splits: Splits[Any]) -> None:
     """Refuse less than one expected batch to train on, or nothing to score."""
     batch = config.training.expected_batch_size
-    if len(train) < batch:
+    if len(splits.train) < batch:
         raise InvalidArgumentError(
             "training.expected_batch_size",
-            expected=f"at most the number of training examples, {len(train)}",
+            expected=f"at most the number of training examples, {len(splits.train)}",
             got=batch,
         )
-    if not len(heldout):
-        raise InvalidArgumentError(
-            "data.path",
-            expected="at least one held-out record",
-            got=0,
-            remedy="a run without a score cannot be judged: hold some records back",
-        )
+    for name, heldout in splits.heldout.items():
+        if not len(heldout):
+            raise InvalidArgumentError(
+                "data.path",
+                expected=f"at least one held-out record in {name}",
+                got=0,
+                remedy="a run without a score cannot be judged: hold some records back",
+            )

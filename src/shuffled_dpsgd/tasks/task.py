@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -31,8 +31,9 @@ class Task:
     """Everything a training run needs besides its privacy plan and optimizer.
 
     `losses(model, batch)` returns one loss per sample, shape (B,); `evaluate(model)` sees only
-    held-out data. `collate` turns a list of samples of `train_data` into a batch, or is None for
-    torch's default. `save_assets` writes what belongs beside the weights (configuration,
+    held-out data: the first split, where there are several. `evaluations` has a function for each
+    split, by its name. `collate` turns a list of samples of `train_data` into a batch, or is None
+    for torch's default. `save_assets` writes what belongs beside the weights (configuration,
     tokenizer) into a folder.
     """
 
@@ -42,5 +43,6 @@ class Task:
     losses: Callable[[nn.Module, Any], torch.Tensor]
     evaluate: Callable[[nn.Module], Evaluation]
     score_name: str
+    evaluations: Mapping[str, Callable[[nn.Module], Evaluation]] = field(default_factory=dict)
     collate: Callable[[list[Any]], Any] | None = None
     save_assets: Callable[[Any], None] | None = None

@@ -1,62 +1,61 @@
-"""Text tasks: sequence classification (SST-2, QNLI, hub) and causal language models (E2E, DART)."""
+"""Text tasks: sequence classification (GLUE) and causal language models (E2E, DART)."""
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from shuffled_dpsgd.errors import InvalidArgumentError
-from shuffled_dpsgd.integrations.per_sample_loss import IGNORED_LABEL, next_token_losses
-from shuffled_dpsgd.tasks import folders, hub
+from shuffled_dpsgd.integrations.per_sample_loss import (
+    IGNORED_LABEL,
+    next_token_losses,
+    unwrapped,
+)
 from shuffled_dpsgd.tasks.classes import name_classes, stated_classes
 from shuffled_dpsgd.tasks.classification import classification_task, heldout_batches
-from shuffled_dpsgd.tasks.config import DataConfig, RunConfig
-from shuffled_dpsgd.tasks.folders import Continuation, LabelledText
+from shuffled_dpsgd.tasks.config import RunConfig
+from shuffled_dpsgd.tasks.data.loading import read_continuations, read_texts, require_task
+from shuffled_dpsgd.tasks.data.records import Continuation, LabelledText, Splits
 from shuffled_dpsgd.tasks.models import prepare_model
-from shuffled_dpsgd.tasks.parts import check_sizes, take_part
+from shuffled_dpsgd.tasks.parts import check_sizes
 from shuffled_dpsgd.tasks.task import Evaluation, Task
 from shuffled_dpsgd.tasks.tokenizers import Tokenizer, load_tokenizer
 from shuffled_dpsgd.tasks.tokens import (
+    PairIds,
     Record,
     TokenCollate,
     TokenRecords,
     class_labels,
     continuation_labels,
+    ids_of,
 )
-
-_CLASSIFICATION = {"sst2": folders.read_sst2, "qnli": folders.read_qnli}
-_GENERATION = {"e2e": folders.read_e2e, "dart": folders.read_dart}
 
 
 def build_classification(config: RunConfig) -> Task:
     """Fine-tune a sequence classifier."""
-    data, num_labels = config.data, stated_classes(config.data)
-
-    def read_own(folder: Path, split: str) -> list[LabelledText]:
-        return folders.read_labelled_table(folder, split, data, num_labels)
-
-    if data.format == "hub":
-        train, heldout = hub.read_labelled_texts(data, num_labels)
-    else:
-        train, heldout = _read_folder(data, {**_CLASSIFICATION, "csv": read_own, "jsonl": read_own})
-    check_sizes(config, train, heldout)
+    data = config.data
+    require_task(data, "text-classification")
+    num_labels = stated_classes(data)
+    splits = read_texts(data, num_labels)
+    check_sizes(config, splits)
     tokenizer = load_tokenizer(config.model.name)
     model = prepare_model(
         config.model, head="sequence", num_labels=num_labels, seed=config.init_seed
     )
     name_classes(model, data, num_labels)
-    samples = [encode_labelled(part, tokenizer, data.max_length) for part in (train, heldout)]
-    check_tokens(config, model, *samples)
+    typed = uses_token_types(model)
+    encoded = _map(splits, lambda part: encode_labelled(part, tokenizer, data.max_length, typed))
+    check_tokens(config, model, encoded)
     return classification_task(
         "text-classification",
         model,
-        TokenRecords(samples[0]),
-        samples[1],
+        encoded,
         collate=TokenCollate(pad_id=tokenizer.pad_id, labels=class_labels),
         save_assets=tokenizer.save,
     )
@@ -65,68 +64,66 @@ def build_classification(config: RunConfig) -> Task:
 def build_causal_lm(config: RunConfig) -> Task:
     """Fine-tune a language model to continue prompts; only the continuation is scored."""
     data = config.data
-
-    def read_own(folder: Path, split: str) -> list[Continuation]:
-        return folders.read_continuation_table(folder, split, data)
-
-    if data.format == "hub":
-        train, heldout = hub.read_continuations(data)
-    else:
-        train, heldout = _read_folder(data, {**_GENERATION, "csv": read_own, "jsonl": read_own})
-    check_sizes(config, train, heldout)
+    require_task(data, "causal-lm")
+    splits = read_continuations(data)
+    check_sizes(config, splits)
     tokenizer = load_tokenizer(config.model.name)
     model = prepare_model(config.model, head="causal-lm", seed=config.init_seed)
+    encoded = _map(splits, lambda part: encode_continuations(part, tokenizer, data.max_length))
+    check_tokens(config, model, encoded)
     collate = TokenCollate(pad_id=tokenizer.pad_id, labels=continuation_labels)
-    train_samples = encode_continuations(train, tokenizer, data.max_length)
-    heldout_samples = encode_continuations(heldout, tokenizer, data.max_length)
-    check_tokens(config, model, train_samples, heldout_samples)
+    evaluations = {
+        split: partial(evaluate_perplexity, heldout=heldout, collate=collate)
+        for split, heldout in encoded.heldout.items()
+    }
     return Task(
         name="causal-lm",
         model=model,
-        train_data=TokenRecords(train_samples),
+        train_data=encoded.train,
         losses=_continuation_losses,
-        evaluate=lambda m: evaluate_perplexity(m, heldout_samples, collate),
+        evaluate=next(iter(evaluations.values())),
+        evaluations=evaluations,
         score_name="perplexity",
         collate=collate,
         save_assets=tokenizer.save,
     )
 
 
-def _read_folder(data: DataConfig, readers: Mapping[str, Callable[[Path, str], list[Any]]]) -> Any:
-    if data.format not in readers:
-        raise InvalidArgumentError(
-            "data.format", expected=f"one of {[*readers, 'hub']} for this task", got=data.format
-        )
-    if data.path is None:
-        raise InvalidArgumentError("data.path", expected="a folder", got=None)
-    read = readers[data.format]
-    train, heldout = read(Path(data.path), "train"), read(Path(data.path), "dev")
-    return take_part(train, data.max_train_examples), take_part(heldout, data.max_heldout_examples)
+def _map(splits: Splits[Any], encode: Callable[[Any], list[Record]]) -> Splits[TokenRecords]:
+    heldout = {name: TokenRecords(encode(part)) for name, part in splits.heldout.items()}
+    return Splits(train=TokenRecords(encode(splits.train)), heldout=heldout)
 
 
-def check_tokens(
-    config: RunConfig, model: nn.Module, *splits: Sequence[tuple[Sequence[int], int]]
-) -> None:
+def uses_token_types(model: nn.Module) -> bool:
+    """Whether a model tells the two texts of a pair apart (BERT does, RoBERTa does not)."""
+    inner = unwrapped(model)
+    known = getattr(getattr(inner, "config", None), "type_vocab_size", 0)
+    return known > 1 and "token_type_ids" in inspect.signature(inner.forward).parameters
+
+
+def check_tokens(config: RunConfig, model: nn.Module, splits: Splits[TokenRecords]) -> None:
     """Refuse texts the model has no positions or no vocabulary for, before any of them is used."""
     known: Any = getattr(model, "config", None)
     positions = getattr(known, "max_position_embeddings", None)
     if positions is not None and "roberta" in getattr(known, "model_type", ""):
         positions -= 2  # Its position ids begin behind that of the padding.
-    longest = max((len(ids) for split in splits for ids, _ in split), default=0)
+    named = {"training": splits.train, **{f"{k} held-out": v for k, v in splits.heldout.items()}}
+    rows = {name: [ids_of(record) for record in part] for name, part in named.items()}
+    longest = max((len(ids) for part in rows.values() for ids in part), default=0)
     if positions is not None and longest > positions:
         raise InvalidArgumentError(
             "data.max_length",
             expected=f"at most the {positions} positions of {config.model.name}",
             got=config.data.max_length,
         )
-    for split, name in zip(splits, ("training", "held-out"), strict=True):
-        empty = next((i for i, (ids, _) in enumerate(split) if not ids), None)
+    for name, part in rows.items():
+        empty = next((i for i, ids in enumerate(part) if not ids), None)
         if empty is not None:
             raise InvalidArgumentError(
                 f"{name} record {empty}", expected="at least one token", got="an empty text"
             )
     size = getattr(known, "vocab_size", None)
-    largest = max((max(ids) for split in splits for ids, _ in split), default=0)
+    largest = max((max(ids) for part in rows.values() for ids in part), default=0)
     if size is not None and largest >= size:
         raise InvalidArgumentError(
             "model.name",
@@ -137,10 +134,15 @@ def check_tokens(
 
 
 def encode_labelled(
-    examples: Sequence[LabelledText], tokenizer: Tokenizer, max_length: int
+    examples: Sequence[LabelledText], tokenizer: Tokenizer, max_length: int, typed: bool = False
 ) -> list[Record]:
-    """Token ids and class of each example."""
-    rows = tokenizer.encode_all([e.texts for e in examples], max_length=max_length)
+    """Token ids and class of each example; `typed` pairs say which text each token belongs to."""
+    texts = [example.texts for example in examples]
+    rows: Sequence[list[int] | PairIds] | None = None
+    if typed and texts and len(texts[0]) == 2:
+        rows = tokenizer.encode_pairs(texts, max_length=max_length)
+    if rows is None:
+        rows = tokenizer.encode_all(texts, max_length=max_length)
     return [(ids, example.label) for ids, example in zip(rows, examples, strict=True)]
 
 
@@ -148,7 +150,7 @@ def encode_continuations(
     examples: Sequence[Continuation], tokenizer: Tokenizer, max_length: int
 ) -> list[Record]:
     """Ids of prompt, target and end; with the number of ids before the target."""
-    encoded = []
+    encoded: list[Record] = []
     prompts = tokenizer.encode_all_plain([f"{example.prompt} ||" for example in examples])
     targets = tokenizer.encode_all_plain([f" {example.target}" for example in examples])
     for prompt, target in zip(prompts, targets, strict=True):

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from shuffled_dpsgd.errors import InvalidArgumentError, MissingExtraError
 from shuffled_dpsgd.models import weights_of
+from shuffled_dpsgd.tasks.tokens import PairIds
 
 
 class Tokenizer(Protocol):
@@ -26,6 +27,12 @@ class Tokenizer(Protocol):
 
     def encode_all(self, texts: Sequence[tuple[str, ...]], *, max_length: int) -> list[list[int]]:
         """`encode` of each, many at once."""
+        ...
+
+    def encode_pairs(
+        self, pairs: Sequence[tuple[str, ...]], *, max_length: int
+    ) -> list[PairIds] | None:
+        """As `encode_all`, with the text each token belongs to; None: it cannot tell."""
         ...
 
     def encode_plain(self, text: str) -> list[int]:
@@ -70,6 +77,21 @@ class ByteTokenizer:
         """One after the other."""
         return [self.encode(*each, max_length=max_length) for each in texts]
 
+    def encode_pairs(
+        self, pairs: Sequence[tuple[str, ...]], *, max_length: int
+    ) -> list[PairIds] | None:
+        """The second text begins behind the separator.
+
+        >>> ByteTokenizer().encode_pairs([("a", "b")], max_length=8)
+        [PairIds(ids=[257, 97, 259, 98, 258], type_ids=[0, 0, 0, 1, 1])]
+        """
+        found = []
+        for pair in pairs:
+            ids = self.encode(*pair, max_length=max_length)
+            first = min(len(self.encode_plain(pair[0])) + 2, len(ids))
+            found.append(PairIds(ids, [0] * first + [1] * (len(ids) - first)))
+        return found
+
     def encode_plain(self, text: str) -> list[int]:
         """The text's bytes."""
         return list(text.encode("utf-8"))
@@ -101,7 +123,7 @@ def _byte_level() -> Any:
     tokenizer.add_special_tokens([AddedToken(name, special=True) for name in names])
     tokenizer.post_processor = processors.TemplateProcessing(
         single="<begin> $A <end>",
-        pair="<begin> $A <sep> $B <end>",
+        pair="<begin>:0 $A:0 <sep>:0 $B:1 <end>:1",
         special_tokens=list(names.items()),
     )
     return PreTrainedTokenizerFast(
@@ -110,6 +132,7 @@ def _byte_level() -> Any:
         bos_token="<begin>",
         eos_token="<end>",
         sep_token="<sep>",
+        model_input_names=["input_ids", "token_type_ids", "attention_mask"],
     )
 
 
@@ -156,6 +179,19 @@ class PretrainedTokenizer:
         """As `encode`, by the tokenizer's threads."""
         columns = [list(column) for column in zip(*texts, strict=True)]
         return self._many(*columns, truncation=True, max_length=max_length)
+
+    def encode_pairs(
+        self, pairs: Sequence[tuple[str, ...]], *, max_length: int
+    ) -> list[PairIds] | None:
+        """With the tokenizer's own `token_type_ids`, if it makes any (RoBERTa's does not)."""
+        if "token_type_ids" not in self._tokenizer.model_input_names:
+            return None
+        columns = [list(column) for column in zip(*pairs, strict=True)]
+        if not columns:
+            return []
+        found = self._tokenizer(*columns, truncation=True, max_length=max_length)
+        both = zip(found["input_ids"], found["token_type_ids"], strict=True)
+        return [PairIds(list(ids), list(types)) for ids, types in both]
 
     def encode_plain(self, text: str) -> list[int]:
         """Without special tokens."""

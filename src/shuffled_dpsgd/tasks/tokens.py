@@ -4,15 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from shuffled_dpsgd.integrations.per_sample_loss import IGNORED_LABEL
 
+
+class PairIds(NamedTuple):
+    """Token ids of a pair of texts, and which of the two each token belongs to (0 or 1)."""
+
+    ids: list[int]
+    type_ids: list[int]
+
+
 # Token ids, and what belongs to them: a class, or the number of ids before the target.
-Record = tuple[list[int], int]
+Record = tuple[list[int] | PairIds, int]
 TokenBatch = tuple[dict[str, torch.Tensor], torch.Tensor]
+
+
+def ids_of(record: Record) -> list[int]:
+    """The token ids of a record."""
+    return record[0].ids if isinstance(record[0], PairIds) else record[0]
 
 
 class TokenRecords(Sequence[Record]):
@@ -29,13 +43,14 @@ class TokenRecords(Sequence[Record]):
 
     def length(self, index: int) -> int:
         """The number of token ids of a record."""
-        return len(self._records[index][0])
+        return len(ids_of(self._records[index]))
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenCollate:
     """Pads records on the right, with an attention mask and labels that hide the padding.
 
+    Pairs of texts carry `token_type_ids`; padding has type 0, as in pre-training.
     `labels(records, length)` makes the labels of a batch that is padded to `length`.
     """
 
@@ -44,12 +59,16 @@ class TokenCollate:
 
     def __call__(self, samples: list[Record]) -> TokenBatch:
         """A batch padded to its longest record."""
-        return self.to_length(samples, max((len(ids) for ids, _ in samples), default=0))
+        return self.to_length(samples, max((len(ids_of(s)) for s in samples), default=0))
 
     def to_length(self, samples: list[Record], length: int) -> TokenBatch:
         """A batch padded to `length`."""
-        ids, mask = padded([ids for ids, _ in samples], self.pad_id, length)
-        return {"input_ids": ids, "attention_mask": mask.long()}, self.labels(samples, length)
+        ids, mask = padded([ids_of(sample) for sample in samples], self.pad_id, length)
+        inputs = {"input_ids": ids, "attention_mask": mask.long()}
+        types = [sample[0].type_ids for sample in samples if isinstance(sample[0], PairIds)]
+        if types:
+            inputs["token_type_ids"] = padded(types, 0, length)[0]
+        return inputs, self.labels(samples, length)
 
 
 def class_labels(samples: Sequence[Record], length: int) -> torch.Tensor:
@@ -59,7 +78,7 @@ def class_labels(samples: Sequence[Record], length: int) -> torch.Tensor:
 
 def continuation_labels(samples: Sequence[Record], length: int) -> torch.Tensor:
     """The ids themselves, where they are neither prompt nor padding."""
-    labels, _ = padded([ids for ids, _ in samples], IGNORED_LABEL, length)
+    labels, _ = padded([ids_of(sample) for sample in samples], IGNORED_LABEL, length)
     starts = torch.tensor([start for _, start in samples])
     return labels.masked_fill(torch.arange(length) < starts[:, None], IGNORED_LABEL)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from shuffled_dpsgd.errors import InvalidArgumentError
-from shuffled_dpsgd.tasks.tables import require_columns, shortened
+from shuffled_dpsgd.tasks.data.tables import require_columns, shortened
 
 _LAYOUT = "images of shape (N, height, width, 3)"
 
@@ -24,9 +24,9 @@ def read_cifar(folder: Path, split: str, num_labels: int) -> tuple[Any, Any]:
     """
     path = _find(folder)
     part = "train" if split == "train" else "test"
-    images, labels = _load(path, [f"{part}_images", f"{part}_labels"])
+    images, labels = load_arrays(path, [f"{part}_images", f"{part}_labels"])
     _check_images(f"{path}: {part}_images", images)
-    _check_classes(f"{path}: {part}_labels", labels, num_labels)
+    check_classes(f"{path}: {part}_labels", labels, num_labels)
     if len(images) != len(labels):
         raise InvalidArgumentError(
             f"{path}: {part}_labels",
@@ -54,7 +54,8 @@ def _find(folder: Path) -> Path:
     return folder
 
 
-def _load(path: Path, names: list[str]) -> list[Any]:
+def load_arrays(path: Path, names: list[str]) -> list[Any]:
+    """The named arrays of an `.npz` file; Python objects in it are never unpickled."""
     import numpy as np
 
     try:
@@ -109,7 +110,8 @@ def _check_images(where: str, images: Any) -> None:
         )
 
 
-def _check_classes(where: str, labels: Any, num_labels: int) -> None:
+def check_classes(where: str, labels: Any, num_labels: int) -> None:
+    """Refuse labels that are not one class from 0 to `num_labels` - 1 for each image."""
     if labels.ndim != 1 or labels.dtype.kind not in "iu":
         raise InvalidArgumentError(
             where,

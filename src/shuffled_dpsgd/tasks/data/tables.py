@@ -1,8 +1,8 @@
 """Rows of text files, each with the place it came from.
 
-Tab-separated, comma-separated and JSON-lines files, compressed (`.xz`) or not. Whatever cannot be
-read is an error that names the file and the line; nothing is skipped and nothing is converted
-silently.
+Tab-separated, comma-separated, JSON and JSON-lines files, compressed (`.xz`) or not. Whatever
+cannot be read is an error that names the file and the line; nothing is skipped and nothing is
+converted silently.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import csv
 import json
 import lzma
 import re
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ from shuffled_dpsgd.errors import InvalidArgumentError
 
 _SHOWN = 60
 _BOM = b"\xef\xbb\xbf"
+_GAP = re.compile(r"\s*")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +56,17 @@ class Row:
             )
         return value
 
+    def label_named(self, column: str, names: Sequence[str]) -> int:
+        """The cell as a class: its name, or its number."""
+        value = self._cell(column)
+        if value in names:
+            return names.index(value)
+        if isinstance(value, str) and not re.fullmatch("[0-9]+", value):
+            raise InvalidArgumentError(
+                self.where, expected=f"one of {list(names)} in {column!r}", got=shortened(value)
+            )
+        return self.label(column, len(names))
+
     def _cell(self, column: str) -> Any:
         if column not in self.cells:
             raise InvalidArgumentError(
@@ -62,25 +75,47 @@ class Row:
         return self.cells[column]
 
 
-def read_table(path: Path, columns: Sequence[str]) -> Iterator[Row]:
-    """The rows of a `.tsv`, `.csv` or `.jsonl` file, which must have `columns`."""
+def read_table(path: Path, columns: Sequence[str], *, broken_share: float = 0.0) -> Iterator[Row]:
+    """The rows of a `.tsv`, `.csv`, `.jsonl` or `.json` file, which must have `columns`.
+
+    A row of a `.tsv` with too few or too many cells is an error; up to a share of `broken_share`
+    such rows are left out with a warning instead.
+    """
     kind = path.with_suffix("").suffix if path.suffix == ".xz" else path.suffix
-    readers = {".tsv": _read_tsv, ".csv": _read_csv, ".jsonl": _read_jsonl}
+    if kind == ".tsv":
+        return _read_tsv(path, columns, broken_share)
+    readers = {".csv": _read_csv, ".jsonl": _read_jsonl, ".json": _read_json}
     return readers[kind](path, columns)
+
+
+def columns_of(path: Path) -> list[str]:
+    """The columns a file has: its header, or the keys of its first object."""
+    kind = path.with_suffix("").suffix if path.suffix == ".xz" else path.suffix
+    if kind in (".jsonl", ".json"):
+        first = next(read_table(path, ()), None)
+        return [] if first is None else list(first.cells)
+    header = next(_lines(path), "").rstrip("\r\n")
+    return header.split("\t") if kind == ".tsv" else next(csv.reader([header]), [])
 
 
 def find_table(folder: Path, stems: Sequence[str], suffix: str) -> Path:
     """The first of `stems` there is in `folder`, as `stem.suffix` or `stem.suffix.xz`."""
-    names = [f"{stem}.{suffix}{packed}" for stem in stems for packed in ("", ".xz")]
-    for name in names:
-        if (folder / name).is_file():
-            return folder / name
+    found = first_file(folder, [f"{stem}.{suffix}" for stem in stems])
+    if found is not None:
+        return found
+    name = f"{stems[0]}.{suffix}"
     raise InvalidArgumentError(
         "data.path",
-        expected=f"a folder with {names[0]} or {names[1]}",
+        expected=f"a folder with {name} or {name}.xz",
         got=str(folder),
         remedy="check the path; in a file it is relative to that file",
     )
+
+
+def first_file(folder: Path, names: Sequence[str]) -> Path | None:
+    """The first of `names` there is in `folder`, packed (`.xz`) or not."""
+    places = (folder / f"{name}{packed}" for name in names for packed in ("", ".xz"))
+    return next((place for place in places if place.is_file()), None)
 
 
 def shortened(value: Any) -> Any:
@@ -105,13 +140,29 @@ def require_columns(path: Path, found: Sequence[str], wanted: Sequence[str]) -> 
         raise InvalidArgumentError(str(path), expected="each column once", got=f"{twice} twice")
 
 
-def _read_tsv(path: Path, columns: Sequence[str]) -> Iterator[Row]:
+def _read_tsv(path: Path, columns: Sequence[str], broken_share: float) -> Iterator[Row]:
     """Without quoting, as GLUE has it."""
     lines = _lines(path)
     header = next(lines, "").rstrip("\r\n").split("\t")
     require_columns(path, header, columns)
+    broken: list[tuple[int, list[str]]] = []
+    number = 1
     for number, line in enumerate(lines, start=2):
-        yield _row(path, number, header, line.rstrip("\r\n").split("\t"))
+        cells = line.rstrip("\r\n").split("\t")
+        if len(cells) == len(header) or not broken_share:
+            yield _row(path, number, header, cells)
+        else:
+            broken.append((number, cells))
+    if not broken:
+        return
+    first, cells = broken[0]
+    if len(broken) > broken_share * number:
+        _row(path, first, header, cells)
+    warnings.warn(
+        f"{path}: left out {len(broken)} lines that do not have {len(header)} columns, line "
+        f"{first} the first of them",
+        stacklevel=2,
+    )
 
 
 def _read_csv(path: Path, columns: Sequence[str]) -> Iterator[Row]:
@@ -138,14 +189,49 @@ def _read_jsonl(path: Path, columns: Sequence[str]) -> Iterator[Row]:
             raise InvalidArgumentError(
                 where, expected="one JSON object", got=shortened(line.rstrip("\r\n"))
             ) from error
-        if not isinstance(cells, dict):
-            raise InvalidArgumentError(where, expected="one JSON object", got=shortened(cells))
-        missing = [name for name in columns if name not in cells]
-        if missing:
+        yield _object(where, cells, columns)
+
+
+def _read_json(path: Path, columns: Sequence[str]) -> Iterator[Row]:
+    """One list of objects, read object by object, so that an error names its line."""
+    text = "".join(_lines(path))
+    decoder = json.JSONDecoder()
+    place, number = 0, 1
+    expected = "["
+    while True:
+        after = _GAP.match(text, place)
+        assert after is not None
+        number += text.count("\n", place, after.end())
+        place, where = after.end(), f"{path}:{number}"
+        sign = text[place : place + 1]
+        if sign == "]" and expected != "[":
+            return
+        if sign != expected and expected != "":
             raise InvalidArgumentError(
-                where, expected=f"keys {list(columns)}", got=f"without {missing}"
+                where, expected=f"{expected!r} of a list of objects", got=shortened(sign or "end")
             )
-        yield Row(where=where, cells=cells, typed=True)
+        if expected in ("[", ","):
+            place, expected = place + 1, ""
+            continue
+        try:
+            cells, end = decoder.raw_decode(text, place)
+        except (ValueError, RecursionError) as error:
+            got = shortened(text[place : place + 2 * _SHOWN])
+            raise InvalidArgumentError(where, expected="one JSON object", got=got) from error
+        yield _object(where, cells, columns)
+        number += text.count("\n", place, end)
+        place, expected = end, ","
+
+
+def _object(where: str, cells: Any, columns: Sequence[str]) -> Row:
+    if not isinstance(cells, dict):
+        raise InvalidArgumentError(where, expected="one JSON object", got=shortened(cells))
+    missing = [name for name in columns if name not in cells]
+    if missing:
+        raise InvalidArgumentError(
+            where, expected=f"keys {list(columns)}", got=f"without {missing}"
+        )
+    return Row(where=where, cells=cells, typed=True)
 
 
 def _row(path: Path, number: int, header: Sequence[str], cells: Sequence[str]) -> Row:

@@ -238,6 +238,36 @@ def test_a_gradient_that_is_not_a_number_alone_is_a_disagreement(monkeypatch: An
         train(Net(plain), batches=1)
 
 
+class OwnPositions(nn.Embedding):
+    """Looks up the first positions, and takes no tensor at all."""
+
+    def forward(self, length: int) -> Tensor:  # type: ignore[override]
+        return super().forward(torch.arange(length))
+
+
+class WithOwnPositions(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions = OwnPositions(8, WIDTH)
+        self.head = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(x + self.positions(x.shape[1]))
+
+
+def test_outputs_of_another_shape_than_without_the_engine_are_refused_by_name() -> None:
+    """A single sample hides that every sample was given positions of its own."""
+    net = WithOwnPositions().double()
+    engine = ClippingEngine(net)
+    with engine:
+        engine.backward(net(torch.randn(1, 5, WIDTH).double()).square().sum((1, 2)))
+    engine.clipped_sum()
+    with engine:
+        losses = net(torch.randn(4, 1, WIDTH).double()).square().flatten(1).sum(1)
+        with pytest.raises(UnsupportedModuleError, match="without the engine"):
+            engine.backward(losses)
+
+
 def test_nothing_is_handed_out_of_a_batch_that_was_stopped() -> None:
     net = Net(stale_mean).double()
     engine = ClippingEngine(net)

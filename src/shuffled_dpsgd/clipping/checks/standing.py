@@ -304,14 +304,9 @@ class StandingCheck:
         self, watch: Watch, place: int, sample: int, booked_norm: float | None
     ) -> _Disagreement | None:
         try:
-            alone, norm = self._alone(watch, place, sample)
-        except (CannotRepeatError, torch.OutOfMemoryError):
-            raise
+            alone, norm = self._alone_if_it_can(watch, place, sample)
         except OtherOutputsError as error:
             return _Disagreement(path="", got=str(error))
-        except (RuntimeError, ValueError, IndexError, TypeError):
-            # A model may take no single sample, or cut off what is padding for all of them.
-            alone, norm = self._alone(watch, place, sample, among_others=True)
         booked = {name: part * watch.scale for name, part in watch.booked[place].items()}
         tolerance = self._tolerance(watch, place, sample, alone)
         apart = distances(booked, alone)
@@ -339,6 +334,16 @@ class StandingCheck:
                     path="", got=f"a norm of {booked_norm:.6g} in the batch and {norm:.6g} alone"
                 )
         return None
+
+    def _alone_if_it_can(self, watch: Watch, place: int, sample: int) -> tuple[Sketches, float]:
+        """One sample alone; among others where the model takes no single sample, or cuts off what
+        is padding for all of them."""
+        try:
+            return self._alone(watch, place, sample)
+        except (CannotRepeatError, torch.OutOfMemoryError):
+            raise
+        except (RuntimeError, ValueError, IndexError, TypeError):
+            return self._alone(watch, place, sample, among_others=True)
 
     def _alone(
         self,

@@ -109,7 +109,13 @@ def _all_but_zero(grad: Tensor, out: Tensor, sample: int, size: int) -> Tensor:
     whole = torch.zeros_like(out)
     rows = out.shape[axis] // size
     part = grad if grad.shape != out.shape else grad.narrow(axis, sample * rows, rows)
-    whole.narrow(axis, sample * rows, rows).copy_(part)
+    place = whole.narrow(axis, sample * rows, rows)
+    if part.shape != place.shape:
+        raise OtherOutputsError(
+            f"an output whose shape for one sample is {tuple(place.shape)} without the engine and "
+            f"{tuple(part.shape)} with it"
+        )
+    place.copy_(part)
     return whole
 
 

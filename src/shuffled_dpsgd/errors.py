@@ -71,3 +71,7 @@ class MissingExtraError(ShuffledDPError, ImportError):
             f"{package} is needed for {purpose}; install it with "
             f"`pip install 'shuffled-dpsgd[{extra}]'`"
         )
+
+
+class RankError(ShuffledDPError):
+    """Ranks of one launch disagree, or one of them is gone."""

@@ -12,18 +12,19 @@ import pytest
 SOURCE = Path(__file__).resolve().parents[2] / "src"
 FLOOR = {"errors", "runtime"}
 BUILDING_BLOCKS = {"permutation", "clipping", "accounting"}
-TRAINING = FLOOR | BUILDING_BLOCKS | {"options", "training"}
+TRAINING = FLOOR | BUILDING_BLOCKS | {"options", "distributed", "training"}
 PRODUCT = TRAINING | {"models", "environment", "integrations", "reports"}
 ALLOWED = {
     "errors": set(),
     "environment": set(),
     "runtime": {"errors"},
+    "distributed": FLOOR,
     "options": {"errors"},
     "models": {"errors"},
     "permutation": FLOOR,
     "clipping": FLOOR,
     "accounting": {"errors"},
-    "training": FLOOR | BUILDING_BLOCKS | {"options"},
+    "training": FLOOR | BUILDING_BLOCKS | {"options", "distributed"},
     "integrations": TRAINING | {"reports"},
     "auditing": TRAINING,
     "reports": TRAINING,

@@ -8,15 +8,14 @@ not have the records, but could confirm a guess of all of them: it is not for pu
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import secrets
 from pathlib import Path
-from typing import Any
 
 from shuffled_dpsgd.errors import CheckpointError
 from shuffled_dpsgd.training.data import MapStyle
+from shuffled_dpsgd.training.record_digest import digest
 
 FILE = "_data.json"
 
@@ -56,43 +55,3 @@ def check_data(directory: Path, data: MapStyle) -> None:
             f"{directory}: there are {number} training records as before, but they are not the "
             "ones this run began with; put the data back as they were, or start another run"
         )
-
-
-def digest(data: MapStyle, salt: bytes) -> str:
-    """Equal for equal records in equal order; 64 hexadecimal digits.
-
-    >>> digest([(1, "a")], b"s") == digest([(1, "a")], b"s") != digest([(1, "b")], b"s")
-    True
-    """
-    whole = hashlib.blake2b(key=salt, digest_size=32)
-    for index in range(len(data)):
-        _add(whole, data[index])
-    return whole.hexdigest()
-
-
-def _add(whole: Any, value: Any) -> None:
-    """Each value with its kind and length before it, so that no two can run together."""
-    if isinstance(value, tuple | list):
-        if value and all(type(item) is int for item in value):
-            _add_bytes(whole, "ints", repr(value).encode())
-            return
-        whole.update(f"sequence:{len(value)}:".encode())
-        for item in value:
-            _add(whole, item)
-    elif isinstance(value, dict):
-        _add(whole, [part for key in sorted(value) for part in (key, value[key])])
-    elif hasattr(value, "detach"):
-        array = value.detach().cpu().contiguous()
-        kind = f"tensor:{array.dtype}:{tuple(array.shape)}"
-        _add_bytes(whole, kind, array.numpy().tobytes())
-    elif hasattr(value, "tobytes"):
-        shape = getattr(value, "shape", None) or getattr(value, "size", None)
-        content = getattr(value, "dtype", None) or getattr(value, "mode", None)
-        _add_bytes(whole, f"array:{content}:{shape}", value.tobytes())
-    else:
-        _add_bytes(whole, type(value).__name__, repr(value).encode())
-
-
-def _add_bytes(whole: Any, kind: str, content: bytes) -> None:
-    whole.update(f"{kind}:{len(content)}:".encode())
-    whole.update(content)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from shuffled_dpsgd.clipping import ClippingEngine
+from shuffled_dpsgd.distributed.world import World, current_world
 from shuffled_dpsgd.errors import InvalidArgumentError, UnsupportedModuleError
 from shuffled_dpsgd.options import (
     Accounting,
@@ -24,6 +25,7 @@ from shuffled_dpsgd.options import (
     Strategy,
 )
 from shuffled_dpsgd.permutation import PermutationSpec, discover
+from shuffled_dpsgd.training.launch_check import join_ranks
 from shuffled_dpsgd.training.ledger import Ledger
 from shuffled_dpsgd.training.mechanism import ShuffledGaussianMechanism
 from shuffled_dpsgd.training.noise import GaussianNoise
@@ -31,8 +33,9 @@ from shuffled_dpsgd.training.optimizers import check_optimizer, check_parameters
 from shuffled_dpsgd.training.plan import PrivacyPlan
 from shuffled_dpsgd.training.planning import make_plan
 from shuffled_dpsgd.training.private import PrivateTraining
-from shuffled_dpsgd.training.randomness import RandomStreams
+from shuffled_dpsgd.training.randomness import CommonSecret, RandomStreams
 from shuffled_dpsgd.training.sampler import PoissonSampler
+from shuffled_dpsgd.training.shared_ledger import SharedLedger
 from shuffled_dpsgd.training.succession import close_predecessors, remember_run
 
 DEFAULT_PHYSICAL_BATCH = 64
@@ -132,7 +135,7 @@ def assemble(
     """Build every part of a run from its options; what `make_private` does."""
     _check_kinds(model, optimizer)
     inner = _uncompiled(model)
-    _refuse_replicas(inner)
+    _refuse_wrappers(inner)
     check_optimizer(optimizer, shuffled=options.shuffle != "off")
     check_parameters(inner, optimizer)
     check_precision(inner)
@@ -145,7 +148,11 @@ def assemble(
         sizes={n: p.numel() for n, p in inner.named_parameters() if p.requires_grad},
         moved=frozenset() if spec is None else spec.moved_names,
     )
-    streams = RandomStreams(seed=plan.seed)
+    world = current_world()
+    exchange = join_ranks(world, inner, optimizer, plan, spec)
+    common = CommonSecret(world) if world.size > 1 and plan.secure else None
+    streams = RandomStreams(seed=plan.seed, common=common)
+    noise = GaussianNoise(streams, None if exchange is None else exchange.places())
     private = PrivateTraining(
         model=inner,
         optimizer=optimizer,
@@ -154,16 +161,16 @@ def assemble(
         sampler=PoissonSampler(
             dataset_size=plan.dataset_size, sampling_prob=plan.sampling_prob, streams=streams
         ),
-        mechanism=ShuffledGaussianMechanism(plan, GaussianNoise(streams)),
-        ledger=Ledger(
-            plan_fingerprint=plan.fingerprint(),
-            max_releases=plan.num_steps,
-            path=options.ledger_path,
+        mechanism=ShuffledGaussianMechanism(
+            plan, noise, None if exchange is None else exchange.norms
         ),
+        ledger=_ledger(world, plan, options.ledger_path),
         streams=streams,
         spec=spec,
         physical_batch_size=options.physical_batch_size
         or min(DEFAULT_PHYSICAL_BATCH, plan.expected_batch_size),
+        world=world,
+        exchange=exchange,
     )
     remember_run(private)
     return private
@@ -209,13 +216,38 @@ def _uncompiled(model: torch.nn.Module) -> torch.nn.Module:
     return inner if isinstance(inner, torch.nn.Module) else model
 
 
-def _refuse_replicas(model: torch.nn.Module) -> None:
-    """Replicas would each sample, noise and count for themselves, and drift apart unnoticed."""
+def _ledger(world: World, plan: PrivacyPlan, path: str | Path | None) -> Ledger | SharedLedger:
+    """The ledger of the plan: opened by this process, or by rank 0 for all."""
+
+    def opened(path: str | Path | None = path) -> Ledger:
+        return Ledger(plan_fingerprint=plan.fingerprint(), max_releases=plan.num_steps, path=path)
+
+    if world.size == 1:
+        return opened()
+    return SharedLedger(
+        world, open_file=opened, in_memory=lambda: opened(None), has_key=not plan.secure
+    )
+
+
+def _refuse_wrappers(model: torch.nn.Module) -> None:
+    """What reduces gradients by itself reduces them before they are clipped, sample by sample."""
     parallel = (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel)
-    if isinstance(model, parallel) or type(model).__name__ == "FullyShardedDataParallel":
+    name = type(model).__name__
+    if isinstance(model, parallel) or name == "FullyShardedDataParallel":
         raise UnsupportedModuleError(
             "",
-            expected="the model itself, on one device",
-            got=type(model).__name__,
-            remedy="pass the wrapped module and run one process",
+            expected="the model itself on every rank",
+            got=name,
+            remedy="pass the wrapped model, usually .module: under torchrun this library divides "
+            "the batch and reduces clipped sums itself, once a step",
+        )
+    sharded = [n for n, p in model.named_parameters() if type(p).__name__ == "DTensor"]
+    sharded += [n for n, p in model.named_parameters() if type(p.data).__name__ == "DTensor"]
+    if sharded:
+        raise UnsupportedModuleError(
+            sharded[0],
+            expected="whole parameters on every rank",
+            got="a DTensor, as fully_shard and tensor parallelism leave them",
+            remedy="sharded models are not supported yet: leave fully_shard out; every rank then "
+            "holds the whole model, and clipped sums are reduced once a step",
         )

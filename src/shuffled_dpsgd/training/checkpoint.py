@@ -17,6 +17,7 @@ import os
 import re
 import shutil
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -24,10 +25,16 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
+from shuffled_dpsgd.distributed.agreement import agree, all_do, first_does
+from shuffled_dpsgd.distributed.world import World
 from shuffled_dpsgd.errors import CheckpointError, InvalidArgumentError
 from shuffled_dpsgd.permutation import Permutation
 from shuffled_dpsgd.training.fingerprints import fingerprint
-from shuffled_dpsgd.training.global_randomness import global_randomness, set_global_randomness
+from shuffled_dpsgd.training.global_randomness import (
+    global_randomness,
+    seed_rank,
+    set_global_randomness,
+)
 from shuffled_dpsgd.training.ledger import fsync_directory
 from shuffled_dpsgd.training.private import PrivateTraining
 
@@ -61,19 +68,37 @@ def save_checkpoint(
     back into the model before `load_checkpoint`, which compares.
 
     At every instant the checkpoint written last is complete in `directory`, or the one before.
-    Only between steps: a partial logical batch is not part of the state.
+    Only between steps: a partial logical batch is not part of the state. Of several ranks, all of
+    which call this, rank 0 writes, and all learn whether it could.
     """
     if keep < 1:
         raise InvalidArgumentError("keep", expected="at least 1", got=keep)
     private.check()
+    randomness = private.world.gather(global_randomness())
     root = Path(directory)
+
+    def save() -> Path:
+        return _save(private, root, extras or {}, randomness, keep=keep, weights=weights)
+
+    return first_does(private.world, save)
+
+
+def _save(
+    private: PrivateTraining,
+    root: Path,
+    extras: Mapping[str, Stateful],
+    randomness: list[dict[str, Any]],
+    *,
+    keep: int,
+    weights: bool,
+) -> Path:
     root.mkdir(parents=True, exist_ok=True)
     target = root / f"checkpoint-{private.steps_taken:08d}"
     temporary = root / f".{target.name}.{os.getpid()}.tmp"
     for leftover in root.glob(".checkpoint-*.tmp"):
         shutil.rmtree(leftover)
     try:
-        _write(private, temporary, extras or {}, weights=weights)
+        _write(private, temporary, _state(private, extras, randomness), weights=weights)
         _put_in_place(temporary, target)
     except (OSError, SafetensorError, RuntimeError) as error:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -87,15 +112,13 @@ def save_checkpoint(
     return target
 
 
-def _write(
-    private: PrivateTraining, folder: Path, extras: Mapping[str, Stateful], *, weights: bool
-) -> None:
+def _write(private: PrivateTraining, folder: Path, state: dict[str, Any], *, weights: bool) -> None:
     """Every file of a checkpoint, durable when this returns."""
     folder.mkdir()
     tensors = _weights(private.model)
     kept = tensors if weights else {}
     save_file(kept, folder / _WEIGHTS, metadata=None if weights else {_DIGEST: _digest(tensors)})
-    torch.save(_state(private, extras), folder / _STATE)
+    torch.save(state, folder / _STATE)
     (folder / _RUN).write_text(json.dumps(_run(private), indent=1), encoding="utf-8")
     hashes = {name: _hash(folder / name) for name in (_WEIGHTS, _STATE, _RUN)}
     manifest = {"format": FORMAT, "files": hashes}
@@ -159,9 +182,35 @@ def load_checkpoint(
     `path` is a checkpoint, or the folder that `save_checkpoint` was given: then the newest in
     it. To go back further, name one of `find_checkpoints(folder)`. The plan, the parameters and
     the symmetries must be those of the checkpoint; the ledger must know at least its releases.
-    Everything is checked before anything is changed.
+    Everything is checked before anything is changed. The number of ranks may be another than
+    the checkpoint was written by; every rank must be able to read it.
     """
-    source = _chosen(Path(path))
+    found = all_do(private.world, lambda: _read(private, Path(path), extras or {}))
+    agree(
+        private.world,
+        {"checkpoint": found.mark},
+        remedy="every rank must read the same folder: put it on a disk all of them share",
+    )
+    private.ledger.adopt(tuple(found.run["releases"]), durable=found.run["durable_ledger"])
+    _restore(private, found.weights, found.state)
+    for name, extra in (extras or {}).items():
+        extra.load_state_dict(found.state["extras"][name])
+    private.streams.renew()
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Contents:
+    """A checkpoint that was read and fits the run; `mark` is a digest of all of it."""
+
+    mark: str
+    run: dict[str, Any]
+    weights: dict[str, torch.Tensor]
+    state: dict[str, Any]
+
+
+def _read(private: PrivateTraining, path: Path, extras: Mapping[str, Stateful]) -> _Contents:
+    """Everything in a checkpoint, compared with the run before anything is changed."""
+    source = _chosen(path)
     try:
         _verify_files(source)
     except CheckpointError as error:
@@ -178,15 +227,12 @@ def load_checkpoint(
     weights = _stored_weights(source, private.model)
     _check_weights(source, private.model, weights)
     state = torch.load(source / _STATE, map_location="cpu", weights_only=True)
-    wanted = set(extras or {})
+    wanted = set(extras)
     if set(state["extras"]) != wanted:
         raise CheckpointError(
             f"{source}: holds the state of {sorted(state['extras'])}, asked for {sorted(wanted)}"
         )
-    private.ledger.adopt(tuple(run["releases"]), durable=run["durable_ledger"])
-    _restore(private, weights, state)
-    for name, extra in (extras or {}).items():
-        extra.load_state_dict(state["extras"][name])
+    return _Contents(mark=_hash(source / _MANIFEST), run=run, weights=weights, state=state)
 
 
 def _stored_weights(source: Path, model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -245,7 +291,15 @@ def _restore(
     if private.frame is not None:
         packed = state["frame"].to(private.device)
         private.frame = Permutation(spec=private.frame.spec, packed=packed)
-    set_global_randomness(state["randomness"])
+    _restore_randomness(private.world, state)
+
+
+def _restore_randomness(world: World, state: dict[str, Any]) -> None:
+    """Each rank as it was; a rank that was not there before begins a sequence of its own."""
+    known = [state["randomness"], *state.get("other_ranks_randomness", [])]
+    set_global_randomness(known[min(world.rank, len(known) - 1)])
+    if world.rank >= len(known):
+        seed_rank(world.rank)
 
 
 def _weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -259,13 +313,18 @@ def _named_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {**dict(model.named_parameters()), **buffers}
 
 
-def _state(private: PrivateTraining, extras: Mapping[str, Stateful]) -> dict[str, Any]:
+def _state(
+    private: PrivateTraining,
+    extras: Mapping[str, Stateful],
+    randomness: list[dict[str, Any]],
+) -> dict[str, Any]:
     return {
         "optimizer": private.optimizer.state_dict(),
         "steps_taken": private.steps_taken,
         "released": private.released,
         "frame": None if private.frame is None else private.frame.packed.cpu(),
-        "randomness": global_randomness(),
+        "randomness": randomness[0],
+        "other_ranks_randomness": randomness[1:],
         "extras": {name: extra.state_dict() for name, extra in extras.items()},
     }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -34,6 +35,20 @@ def set_global_randomness(state: dict[str, Any]) -> None:
     kind, keys, at, has_gauss, gauss = state["numpy"]
     words32 = keys.numpy().astype(np.uint32)
     np.random.set_state((kind, words32, at, has_gauss, gauss))  # noqa: NPY002
+
+
+def seed_rank(rank: int) -> None:
+    """From here on the generators of this rank go their own way; rank 0's stay as they are.
+
+    Ranks that started alike would otherwise give their samples the same dropout masks.
+    """
+    if rank == 0:
+        return
+    drawn = int(torch.randint(2**62, ()))
+    own = int.from_bytes(hashlib.sha256(f"{drawn}:{rank}".encode()).digest()[:8], "little")
+    torch.manual_seed(own)
+    random.seed(own)
+    np.random.seed(own % 2**32)  # noqa: NPY002
 
 
 @contextmanager

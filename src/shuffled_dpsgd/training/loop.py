@@ -1,7 +1,8 @@
 """The reference loop: batches, losses, steps, checkpoints, signals.
 
 Everything here can be written by hand around `PrivateTraining`; this is the version the command
-line uses. Ctrl-C and SIGTERM finish the step in progress and write a checkpoint.
+line uses. Ctrl-C and SIGTERM finish the step in progress and write a checkpoint; of several
+ranks, all do so after the same step, whichever of them was told.
 """
 
 from __future__ import annotations
@@ -137,7 +138,10 @@ def train(
         stop_observing = private.on_update(observer)
         try:
             if not private.finished:
-                _run(private, data, loss, settings, received)
+                _run(private, data, loss, settings)
+        except Exception as error:
+            private.world.tell_failure(error)
+            raise
         finally:
             stop_observing()
     _refuse_untrained(private)
@@ -149,7 +153,7 @@ def train(
         steps_taken=private.steps_taken,
         finished=private.finished,
         steps_lost=private.plan.num_steps - private.steps_taken if private.finished else 0,
-        interrupted_by=received[0] if received else None,
+        interrupted_by=observer.told[0] if observer.told else None,
         checkpoint=observer.saved,
         seconds=private.clock.seconds(),
     )
@@ -160,7 +164,6 @@ def _run(
     data: MapStyle,
     per_sample_loss: PerSampleLoss,
     settings: LoopSettings,
-    received: list[str],
 ) -> None:
     pads = settings.pad_batches
     batches = private.batches(
@@ -172,8 +175,7 @@ def _run(
     try:
         for batch in batches:
             private.backward(per_sample_loss(private.model, batch))
-            if private.step() and received:
-                return
+            private.step()
     except BudgetExhaustedError:
         # The last steps before a crash, repeated with other bits: there is no budget for them.
         return
@@ -192,6 +194,7 @@ class _Observer:
         received: list[str],
     ) -> None:
         self.saved: Path | None = None
+        self.told: list[str] = []
         self._private = private
         self._settings = settings
         self._callbacks = callbacks
@@ -205,12 +208,20 @@ class _Observer:
         learning_rate = float(self._private.optimizer.param_groups[0]["lr"])
         if self._scheduler is not None:
             self._scheduler.step()
+        self._hear_others()
         progress = self._progress(learning_rate)
         for callback in self._callbacks:
             callback(progress)
-        if self._received or self._private.steps_taken % self._settings.checkpoint_every == 0:
+        if self.told:
+            self._private.pause()
+        if self.told or self._private.steps_taken % self._settings.checkpoint_every == 0:
             self.save()
         self._started = time.perf_counter()
+
+    def _hear_others(self) -> None:
+        """A signal that one rank received stops all of them, after the same step."""
+        everyone = self._private.world.gather(tuple(self._received))
+        self.told = [name for names in everyone for name in names]
 
     def save(self) -> None:
         """Write a checkpoint, if asked for any."""

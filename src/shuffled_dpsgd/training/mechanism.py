@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -73,11 +73,21 @@ class Mechanism(Protocol):
 
 
 class ShuffledGaussianMechanism:
-    """Algorithm 1's lines from the batch clip to the division, for the blocks of one plan."""
+    """Algorithm 1's lines from the batch clip to the division, for the blocks of one plan.
 
-    def __init__(self, plan: PrivacyPlan, noise: NoiseSource) -> None:
+    Where the sums are one rank's share of them, `whole_norms` turns the squares of the shares'
+    norms, one for each block, into the norms of the blocks.
+    """
+
+    def __init__(
+        self,
+        plan: PrivacyPlan,
+        noise: NoiseSource,
+        whole_norms: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    ) -> None:
         self._plan = plan
         self._noise = noise
+        self._whole_norms = whole_norms
 
     def privatize(
         self, sums: Mapping[str, torch.Tensor], *, step: int, frame: Permutation | None = None
@@ -89,7 +99,11 @@ class ShuffledGaussianMechanism:
         distribution, and the same trajectory as an unshuffled run up to rounding. The sums are
         moved there and back rather than the noise, which would need a model-sized buffer.
         """
-        blocks = tuple(self._clip(block, sums) for block in self._plan.blocks)
+        flats = [merged([sums[name] for name in b.parameters]) for b in self._plan.blocks]
+        norms = [_joint_norm(vectors) for vectors in flats]
+        if self._whole_norms is not None:
+            norms = list(self._whole_norms(torch.stack(norms).square()))
+        blocks = tuple(map(self._clip, self._plan.blocks, flats, norms))
         stds = {
             name: block.noise_std(self._plan.clip_norm)
             for block in self._plan.blocks
@@ -103,17 +117,17 @@ class ShuffledGaussianMechanism:
             apply_to_tensors(frame, sums)
         return Release(blocks=blocks)
 
-    def _clip(self, block: NoiseBlock, sums: Mapping[str, torch.Tensor]) -> BlockRelease:
-        flats = merged([sums[name] for name in block.parameters])
-        release = BlockRelease(
+    def _clip(
+        self, block: NoiseBlock, flats: list[torch.Tensor], norm: torch.Tensor
+    ) -> BlockRelease:
+        if block.batch_clip_norm is not None and flats:
+            _project(flats, norm, block.batch_clip_norm)
+        return BlockRelease(
             name=block.name,
-            norm_on_device=_joint_norm(flats),
+            norm_on_device=norm,
             batch_clip_norm=block.batch_clip_norm,
             noise_norm=block.noise_std(self._plan.clip_norm) * math.sqrt(block.dimension),
         )
-        if block.batch_clip_norm is not None and flats:
-            _project(flats, release.norm_on_device, block.batch_clip_norm)
-        return release
 
 
 def _joint_norm(tensors: list[torch.Tensor]) -> torch.Tensor:

@@ -7,6 +7,7 @@ holds the data, and publishing them is not covered by any epsilon.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,9 +72,23 @@ class LossMeter:
         self._total = total if self._total is None else self._total + total
         self._count += count
 
+    def totals(self) -> tuple[float, int] | None:
+        """Sum and number of the losses, non-finite ones as zero; None when nothing was added."""
+        return None if self._total is None else (float(self._total), self._count)
+
     def mean(self) -> float | None:
         """The mean loss, non-finite samples counted as zero; None when nothing was added."""
-        return float(self._total) / self._count if self._total is not None else None
+        return mean_loss([self.totals()])
+
+
+def mean_loss(totals: Sequence[tuple[float, int] | None]) -> float | None:
+    """The mean over the samples of several meters; None when nothing was added to any.
+
+    >>> mean_loss([(6.0, 2), None, (3.0, 1)])
+    3.0
+    """
+    added = [pair for pair in totals if pair is not None]
+    return sum(t for t, _ in added) / sum(n for _, n in added) if added else None
 
 
 def describe_step(

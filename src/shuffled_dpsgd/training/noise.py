@@ -21,6 +21,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from shuffled_dpsgd.distributed.parts import Place
 from shuffled_dpsgd.errors import InvalidArgumentError
 from shuffled_dpsgd.runtime.routes import took
 from shuffled_dpsgd.training.box_muller import standard_normal
@@ -48,6 +49,14 @@ class Stretch(NamedTuple):
     first: int
 
 
+class Coordinates(NamedTuple):
+    """Stretches on one device and of one dtype, out of `total` coordinates with one key."""
+
+    group: int
+    total: int
+    stretches: list[Stretch]
+
+
 class NoiseSource(Protocol):
     """Adds noise to named tensors in place and divides the result."""
 
@@ -69,10 +78,15 @@ class GaussianNoise:
     share the work changes nothing. On a GPU one kernel turns (key of the step, number of the
     coordinate) into noise; where Triton or float32 is missing, one torch generator per step
     serves all coordinates in turn.
+
+    With `places`, the tensors are parts of a release whose other parts lie elsewhere, and each
+    coordinate receives what it would receive in the whole. On the CPU a part draws every piece it
+    touches and uses its share of it.
     """
 
-    def __init__(self, streams: RandomStreams) -> None:
+    def __init__(self, streams: RandomStreams, places: Mapping[str, Place] | None = None) -> None:
         self._streams = streams
+        self._places = places
 
     def add_(
         self,
@@ -87,22 +101,31 @@ class GaussianNoise:
         A std of 0 adds nothing. One pass over memory does both.
         """
         _check(tensors, stds)
-        for index, ((device, dtype), stretches) in enumerate(_stretches(tensors, stds).items()):
+        for group, total, stretches in _coordinates(tensors, stds, self._places):
+            device, dtype = stretches[0].flat.device, stretches[0].flat.dtype
             if device.type == "cpu":
                 took("noise", "box_muller" if dtype == torch.float32 else "ziggurat")
-                self._add_on_cpu(stretches, step=step, index=index, divide_by=divide_by)
+                self._add_on_cpu(
+                    stretches, step=step, index=group, total=total, divide_by=divide_by
+                )
             elif dtype == torch.float32 and may_take_kernel(device):
                 took("noise", "triton")
-                self._add_by_kernel(stretches, step=step, index=index, divide_by=divide_by)
-            else:
+                self._add_by_kernel(stretches, step=step, index=group, divide_by=divide_by)
+            elif self._places is None:
                 took("noise", "torch generator")
-                self._add_on_accelerator(stretches, step=step, index=index, divide_by=divide_by)
+                self._add_on_accelerator(stretches, step=step, index=group, divide_by=divide_by)
+            else:
+                raise _unaddressable(device, dtype)
 
     def _add_on_cpu(
-        self, stretches: Sequence[Stretch], *, step: int, index: int, divide_by: float
+        self,
+        stretches: Sequence[Stretch],
+        *,
+        step: int,
+        index: int,
+        total: int,
+        divide_by: float,
     ) -> None:
-        total = stretches[-1].first + stretches[-1].flat.numel()
-
         def add(piece: int, parts: list[Stretch]) -> None:
             start = piece * _PIECE_CPU
             draw = None
@@ -171,10 +194,14 @@ def _check(tensors: Mapping[str, torch.Tensor], stds: Mapping[str, float]) -> No
             )
 
 
-def _stretches(
-    tensors: Mapping[str, torch.Tensor], stds: Mapping[str, float]
-) -> dict[tuple[torch.device, torch.dtype], list[Stretch]]:
+def _coordinates(
+    tensors: Mapping[str, torch.Tensor],
+    stds: Mapping[str, float],
+    places: Mapping[str, Place] | None,
+) -> list[Coordinates]:
     """The tensors in order, by device and type, joined where memory and std allow."""
+    if places is not None:
+        return _placed(tensors, stds, places)
     found: dict[tuple[torch.device, torch.dtype], list[Stretch]] = {}
     in_order = [stds[name] for name in tensors]
     done = 0
@@ -186,7 +213,38 @@ def _stretches(
         stretches = found.setdefault((flat.device, flat.dtype), [])
         first = stretches[-1].first + stretches[-1].flat.numel() if stretches else 0
         stretches.append(Stretch(flat, std, first))
-    return found
+    return [
+        Coordinates(group, stretches[-1].first + stretches[-1].flat.numel(), stretches)
+        for group, stretches in enumerate(found.values())
+    ]
+
+
+def _placed(
+    tensors: Mapping[str, torch.Tensor], stds: Mapping[str, float], places: Mapping[str, Place]
+) -> list[Coordinates]:
+    """As above, for tensors that say themselves which coordinates of the whole they hold."""
+    found: dict[int, Coordinates] = {}
+    held = [(places[name], stds[name], tensor) for name, tensor in tensors.items()]
+    held = [(place, std, tensor) for place, std, tensor in held if tensor.numel()]
+    # Neighbours in memory are one stretch only if their numbers are neighbours as well.
+    labels = [(p.group, std, p.first - int(t.storage_offset())) for p, std, t in held]
+    done = 0
+    for run in abutting([tensor for *_, tensor in held], labels):
+        place, std, _ = held[done]
+        done += len(run)
+        own = found.setdefault(place.group, Coordinates(place.group, place.total, []))
+        own.stretches.append(Stretch(as_flat(run).detach(), std, place.first))
+    return list(found.values())
+
+
+def _unaddressable(device: torch.device, dtype: torch.dtype) -> InvalidArgumentError:
+    return InvalidArgumentError(
+        "noise",
+        expected="float32 sums and the Triton noise kernel, or sums on a CPU, for several ranks",
+        got=f"{dtype} on {device}",
+        remedy="torch's generator cannot draw the noise of a part alone: install Triton, keep the "
+        "weights in float32, or run one process",
+    )
 
 
 def _by_piece(stretches: Sequence[Stretch], size: int) -> dict[int, list[Stretch]]:

@@ -17,6 +17,8 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from shuffled_dpsgd.clipping import ClippingEngine
+from shuffled_dpsgd.distributed.exchange import Exchange
+from shuffled_dpsgd.distributed.world import Alone, World
 from shuffled_dpsgd.errors import BudgetExhaustedError, InvalidArgumentError
 from shuffled_dpsgd.permutation import Permutation, PermutationSpec, apply, draw, identity
 from shuffled_dpsgd.runtime.clock import OTHER, Clock
@@ -40,13 +42,16 @@ from shuffled_dpsgd.training.guards import (
     check_records,
     check_usable,
 )
+from shuffled_dpsgd.training.launch_check import compare_records
 from shuffled_dpsgd.training.layout import Layout, lengths_of
 from shuffled_dpsgd.training.ledger import Ledger
 from shuffled_dpsgd.training.mechanism import Mechanism, Release
+from shuffled_dpsgd.training.meeting import Meeting
 from shuffled_dpsgd.training.metrics import LossMeter, StepMetrics, describe_step
 from shuffled_dpsgd.training.plan import PrivacyPlan
 from shuffled_dpsgd.training.randomness import RandomStreams
 from shuffled_dpsgd.training.sampler import Sampler
+from shuffled_dpsgd.training.shared_ledger import SharedLedger
 from shuffled_dpsgd.training.shuffle_check import ShuffleCheck
 from shuffled_dpsgd.training.update import GuardedOptimizer
 from shuffled_dpsgd.training.watches import ModelWatch
@@ -68,10 +73,12 @@ class PrivateTraining:
         engine: ClippingEngine,
         sampler: Sampler,
         mechanism: Mechanism,
-        ledger: Ledger,
+        ledger: Ledger | SharedLedger,
         streams: RandomStreams,
         spec: PermutationSpec | None,
         physical_batch_size: int,
+        world: World | None = None,
+        exchange: Exchange | None = None,
     ) -> None:
         self.model = model
         self.optimizer = optimizer
@@ -83,6 +90,10 @@ class PrivateTraining:
         self.streams = streams
         self.spec = spec
         self.physical_batch_size = physical_batch_size
+        self.world: World = world or Alone()
+        self._exchange = exchange
+        self._meeting = Meeting(self.world)
+        self._compared: MapStyle | None = None
         self.steps_taken = 0
         self.released = False
         self.frame: Permutation | None = None
@@ -100,6 +111,7 @@ class PrivateTraining:
         self._drawn = 0
         self._depth = 0
         self._exhausted = False
+        self._pausing = False
         self._closed_because: str | None = None
         self._epoch_end: int | None = None
         self._stream: object = None
@@ -168,6 +180,9 @@ class PrivateTraining:
             )
         check_usable(self._closed_because)
         check_records(data, dataset_size=self.plan.dataset_size)
+        if self.world.size > 1 and self._compared is not data:
+            compare_records(self.world, data)
+            self._compared = data
         if self.finished:
             raise BudgetExhaustedError(
                 f"after {self.steps_taken} steps, {self.ledger.spent} of the "
@@ -223,7 +238,7 @@ class PrivateTraining:
         if self._layout is None or self._layout[0] is not data or self._layout[1] != key:
             layout = Layout(
                 batch_size=self.physical_batch_size,
-                expected=self.plan.expected_batch_size,
+                expected=math.ceil(self.plan.expected_batch_size / self.world.size),
                 lengths=lengths_of(data),
                 pads=pad_batches,
                 device=self.device.type,
@@ -286,6 +301,13 @@ class PrivateTraining:
         self._drawn = 0
         if self._shuffles is not None:
             self._shuffles.forget()
+
+    def pause(self) -> None:
+        """End the present loop over `batches` after this step; another may go on later.
+
+        For a callback of `on_update`. Of several ranks, all must call it after the same step.
+        """
+        self._pausing = True
 
     def trust_buffers(self) -> None:
         """Take the model's buffers as they are now for public.
@@ -357,6 +379,8 @@ class PrivateTraining:
     ) -> None:
         if self._depth == 0:  # A loop that was suspended when the run was closed ends only now.
             return
+        if isinstance(error, Exception):
+            self.world.tell_failure(error)
         self._depth -= 1
         if self._depth == 0:
             if self._listening is not None:
@@ -379,21 +403,28 @@ class PrivateTraining:
         one release wherever they start from.
         """
         if self.plan.secure:
-            return self.streams.token(self.steps_taken)
-        key = self.ledger.key
-        start = summary([p.detach() for p in self._trainable.values()])
-        whole = None if sums is None else fingerprint(sums, key)
+            token = self.streams.token(self.steps_taken)
+            return token if sums is None else self.world.from_first(token)
+        key, start = self.ledger.key, self._weights_summary()
+        shares = [] if sums is None else self.world.gather(fingerprint(sums, key))
+        whole = ":".join(shares) if shares else None
         return self.streams.token(self.steps_taken, key=key, start=start, sums=whole)
+
+    def _weights_summary(self) -> str:
+        return summary([p.detach() for p in self._trainable.values()])
 
     def _batches(
         self, data: MapStyle, steps: range, options: dict[str, Any]
     ) -> Generator[Any, None, None]:
+        share = self._meeting.part
         logical = (
-            LogicalBatch(step=step, indices=tuple(self.sampler.indices(step).tolist()))
+            LogicalBatch(step=step, indices=share(step, self.sampler.indices(step).tolist()))
             for step in steps
         )
+        self.streams.renew()
         stream = self._stream = object()
         self._pads = options["layout"].pads
+        self._pausing = False
         with self:
             self.discard()
             loaded = physical_batches(
@@ -403,7 +434,7 @@ class PrivateTraining:
                 **options,
             )
             try:
-                while (part := self._next(loaded)) is not None:
+                while not self._pausing and (part := self._next(loaded)) is not None:
                     if self._drawn == 0:
                         if not self.ledger.allows(self._token()):
                             break
@@ -444,6 +475,13 @@ class PrivateTraining:
             )
 
     def _update(self) -> None:
+        try:
+            self._update_together()
+        except Exception as error:
+            self.world.tell_failure(error)
+            raise
+
+    def _update_together(self) -> None:
         check_usable(self._closed_because)
         if self.released:
             raise InvalidArgumentError(
@@ -452,8 +490,10 @@ class PrivateTraining:
         self.clock.turn_to(OTHER)
         step = self.steps_taken
         with self.clock.part("checks"):
-            norms = self._checked_norms(step)
-        loss = self._losses.mean()
+            norms, loss = self._meeting.hold(
+                step, self._counted_norms, self._losses, self._weights_summary
+            )
+            self._check_step(step, norms)
         release = self._release(step)
         self.last_sample_norms = norms
         self.last_metrics = describe_step(
@@ -473,27 +513,37 @@ class PrivateTraining:
         for callback in tuple(self._callbacks):
             callback()
 
-    def _checked_norms(self, step: int) -> torch.Tensor:
-        """The norms of the batch; refuses a step that must not be taken."""
+    def _counted_norms(self) -> torch.Tensor:
+        """The norms of this rank's part of the batch; refuses to go on if some are missing."""
         # The one wait for the backward: nothing is released before its outcome is known.
         norms = self.engine.sample_norms.detach().cpu()
         self._weights.answer()
         if self.plan.sampling == "poisson":
             check_count(norms.numel(), drawn=self._drawn, padded=self._pads)
+        return norms
+
+    def _check_step(self, step: int, norms: torch.Tensor) -> None:
+        """Refuse a step that must not be taken; `norms` are those of the whole logical batch."""
         check_finite(norms, step=step)
         self._watch.check(step)
         if self._shuffles is not None:
             self._shuffles.try_out()
-        return norms
 
     def _release(self, step: int) -> Release:
         """Make the sums private and update with them; no reference to them is left behind."""
         clipped = self.engine.clipped_sum()
         sums = {name: clipped[name].contiguous() for name in self._trainable}
+        exchange = self._exchange
+        if exchange is not None:
+            with self.clock.part("exchange"):
+                sums = exchange.reduce(sums)
         with self.clock.part("ledger"):
             self._record(sums)
         with self.clock.part("noise"):
             release = self.mechanism.privatize(sums, step=step, frame=self.frame)
+        if exchange is not None:
+            with self.clock.part("exchange"):
+                sums = exchange.spread(sums)
         with self.clock.part("update"):
             self._optimizer.update(sums)
         return release

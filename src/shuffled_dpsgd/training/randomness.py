@@ -3,7 +3,10 @@
 A seeded run derives each stream from (seed, purpose, step, position), so that no generator has a
 position to lose: resuming at step t draws exactly what the uninterrupted run drew at step t. A
 secure run derives each stream from fresh operating-system entropy, so nothing on disk can
-reproduce it and no stream is ever used twice.
+reproduce it and no stream is ever used twice. Several ranks of a secure run must draw the same
+batches and permutations: those streams come from a secret that rank 0 draws from the operating
+system and sends to the others, anew for every pass over the data, and that no file ever holds.
+Noise never does: each rank draws that of its own coordinates from its own operating system.
 
 Torch's CPU generator keeps only the low 32 bits of a seed, few enough to try them all and to
 collide by chance in a long run. Streams here therefore carry at least 128 bits of key: Philox
@@ -22,6 +25,7 @@ from typing import Literal
 import numpy as np
 import torch
 
+from shuffled_dpsgd.distributed.world import World
 from shuffled_dpsgd.errors import InvalidArgumentError
 
 Purpose = Literal["sampling", "noise", "permutation", "loader"]
@@ -29,6 +33,29 @@ _PURPOSES: dict[Purpose, int] = {"sampling": 0, "noise": 1, "permutation": 2, "l
 _MERSENNE_WORDS = 624
 _MERSENNE_OFFSET = 24
 _MERSENNE_BYTES = 5056
+
+
+_SECRET_BYTES = 32
+_COMMON: tuple[Purpose, ...] = ("sampling", "permutation")
+
+
+class CommonSecret:
+    """What the ranks of a secure run derive common draws from; in memory only."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._secret = b""
+        self.renew()
+
+    def renew(self) -> None:
+        """Another secret, the same on all ranks; every rank calls this at the same point."""
+        drawn = secrets.token_bytes(_SECRET_BYTES) if self._world.leads else None
+        self._secret = self._world.from_first(drawn)
+
+    def entropy(self, key: tuple[int, ...]) -> int:
+        """256 bits for one stream."""
+        digest = hmac.new(self._secret, repr(key).encode(), hashlib.sha256).digest()
+        return int.from_bytes(digest, "little")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +67,7 @@ class RandomStreams:
     """
 
     seed: int | None = None
+    common: CommonSecret | None = None
 
     def __post_init__(self) -> None:
         if self.seed is not None and self.seed < 0:
@@ -94,12 +122,19 @@ class RandomStreams:
         beginning = _keyed(key, f"{self.seed}:{step}:{start}")
         return beginning if sums is None else beginning + _keyed(key, f"{beginning}:{sums}")
 
+    def renew(self) -> None:
+        """Before a pass over the data: what was drawn in an earlier one is not drawn again."""
+        if self.common is not None:
+            self.common.renew()
+
     def _sequence(
         self, purpose: Purpose, step: int, index: int, part: int = 0
     ) -> np.random.SeedSequence:
-        if self.seed is None:
-            return np.random.SeedSequence(secrets.randbits(256))
         key = (_PURPOSES[purpose], step, index, part)
+        if self.seed is None:
+            if self.common is not None and purpose in _COMMON:
+                return np.random.SeedSequence(self.common.entropy(key))
+            return np.random.SeedSequence(secrets.randbits(256))
         return np.random.SeedSequence(self.seed, spawn_key=key)
 
 

@@ -1,0 +1,100 @@
+"""What must be the same on all ranks, compared before it matters; a refusal names the odd rank."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from shuffled_dpsgd.distributed.world import World
+from shuffled_dpsgd.errors import (
+    BudgetExhaustedError,
+    CheckpointError,
+    RankError,
+    ShuffledDPError,
+)
+
+Result = TypeVar("Result")
+# Raised anew on the other ranks, where callers tell them apart.
+_PASSED_ON: dict[str, type[ShuffledDPError]] = {
+    kind.__name__: kind for kind in (BudgetExhaustedError, CheckpointError)
+}
+
+
+def agree(world: World, facts: Mapping[str, Any], *, remedy: str) -> None:
+    """Refuse unless every rank has the same facts; all ranks raise the same error.
+
+    Facts are compared by their `repr`, so they should be plain data.
+
+    Raises:
+        RankError: naming the first fact that differs, and the rank in the minority.
+    """
+    shown = {name: repr(value) for name, value in facts.items()}
+    everyone: list[dict[str, str]] = world.gather(shown)
+    for name in dict.fromkeys(name for one in everyone for name in one):
+        values = [one.get(name, "nothing") for one in everyone]
+        if len(set(values)) > 1:
+            usual = _usual(values)
+            odd = next(rank for rank, value in enumerate(values) if value != usual)
+            raise RankError(
+                f"rank {odd} has another {name} than rank {values.index(usual)}: "
+                f"{_short(values[odd])} and {_short(usual)}; {remedy}"
+            )
+
+
+def first_does(world: World, work: Callable[[], Result]) -> Result:
+    """Have rank 0 do it, and every rank learn the outcome: its result, or its error.
+
+    The result must be small plain data. No rank goes on before rank 0 is done.
+
+    Raises:
+        ShuffledDPError: what rank 0 raised, on every rank.
+    """
+    failure: BaseException | None = None
+    result: Result | None = None
+    if world.leads:
+        try:
+            result = work()
+        except (ShuffledDPError, OSError) as error:
+            failure = error
+    kind, text, shared = world.from_first((_name(failure), str(failure), result))
+    if failure is not None:
+        raise failure
+    if kind is not None:
+        raise _PASSED_ON[kind](text) if kind in _PASSED_ON else RankError(f"rank 0: {text}")
+    return shared
+
+
+def all_do(world: World, work: Callable[[], Result]) -> Result:
+    """Have every rank do it, and none go on unless all could; each has its own result.
+
+    Raises:
+        ShuffledDPError: what happened here, or what happened on another rank.
+    """
+    failure: ShuffledDPError | OSError | None = None
+    result: Result | None = None
+    try:
+        result = work()
+    except (ShuffledDPError, OSError) as error:
+        failure = error
+    problems = world.gather(None if failure is None else f"{_name(failure)}: {failure}")
+    if failure is not None:
+        raise failure
+    failed = [f"rank {rank}: {text}" for rank, text in enumerate(problems) if text]
+    if failed:
+        raise RankError("; ".join(failed))
+    return result  # type: ignore[return-value]  # it has one, as nothing failed
+
+
+def _name(error: BaseException | None) -> str | None:
+    return None if error is None else type(error).__name__
+
+
+def _usual(values: list[str]) -> str:
+    """The value of most ranks; where two are equally many, that of the lower rank."""
+    counts = Counter(values)
+    return max(values, key=lambda value: counts[value])
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -1,0 +1,92 @@
+"""Joining the processes that torchrun, SLURM or a shell has started.
+
+The environment says who a process is: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, as
+`torchrun` sets them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from shuffled_dpsgd.distributed.world import World, current_world, declared_size
+from shuffled_dpsgd.errors import InvalidArgumentError, RankError
+
+# Longer than an evaluation by rank 0, for which the other ranks wait.
+TIMEOUT_VARIABLE = "SHUFFLED_DPSGD_TIMEOUT_S"
+DEFAULT_TIMEOUT_S = 1800.0
+
+
+@contextmanager
+def launched(device: str = "auto") -> Iterator[World]:
+    """The ranks of this launch, joined for as long as the context lasts.
+
+    With one process, or where somebody has joined already, nothing is started and nothing ended.
+    Ranks on GPUs talk NCCL and use the device of their LOCAL_RANK; with `device="cpu"`, and where
+    there is no GPU, they talk gloo. A rank that waits longer than `SHUFFLED_DPSGD_TIMEOUT_S`
+    seconds for the others ends with an error.
+
+    Raises:
+        RankError: the others cannot be reached.
+    """
+    if declared_size() == 1 or (dist.is_available() and dist.is_initialized()):
+        yield current_world()
+        return
+    if not dist.is_available():
+        raise InvalidArgumentError(
+            "WORLD_SIZE", expected="1, as this torch has no torch.distributed", got=declared_size()
+        )
+    on_gpu = device.startswith(("auto", "cuda")) and torch.cuda.is_available()
+    if on_gpu:
+        torch.cuda.set_device(_local_device())
+    try:
+        dist.init_process_group(
+            backend="cpu:gloo,cuda:nccl" if on_gpu else "gloo",
+            timeout=timedelta(seconds=_timeout_s()),
+            device_id=torch.device("cuda", torch.cuda.current_device()) if on_gpu else None,
+        )
+    except (RuntimeError, ValueError) as error:
+        raise RankError(
+            f"the {declared_size()} ranks of this launch cannot meet: {error}; set MASTER_ADDR and "
+            "MASTER_PORT to an address of rank 0's machine that all others reach, and start every "
+            "rank"
+        ) from error
+    world = current_world()
+    try:
+        yield world
+    except Exception as error:
+        world.tell_failure(error)
+        raise
+    finally:
+        dist.destroy_process_group()
+
+
+def _local_device() -> int:
+    text = os.environ.get("LOCAL_RANK", "0")
+    number, count = int(text), torch.cuda.device_count()
+    if number >= count:
+        raise InvalidArgumentError(
+            "LOCAL_RANK",
+            expected=f"one of {count} CUDA devices, a rank each",
+            got=number,
+            remedy=f"start at most {count} processes on this machine, or train with device cpu",
+        )
+    return number
+
+
+def _timeout_s() -> float:
+    text = os.environ.get(TIMEOUT_VARIABLE, str(DEFAULT_TIMEOUT_S))
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0.0 < seconds < float("inf"):
+        raise InvalidArgumentError(
+            TIMEOUT_VARIABLE, expected="a positive number of seconds", got=text
+        )
+    return seconds

@@ -1,0 +1,230 @@
+"""The ranks of a launch, as what one of them may ask of all: one process alone, or a process group.
+
+Everything here is collective: every rank calls it, in the same order. Small facts travel over gloo
+even where tensors travel over NCCL: so they wait for no device, and a rank that is gone is noticed
+by its closed connection, not only by a timeout.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from shuffled_dpsgd.errors import InvalidArgumentError, RankError
+
+_FAILURES = "shuffled_dpsgd/failures"
+# Newer releases of torch have renamed both, and warn of the old names.
+_scatter_sum = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_gather_parts = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+class World(Protocol):
+    """All ranks of a launch, seen from one of them."""
+
+    @property
+    def rank(self) -> int:
+        """The number of this process, from 0."""
+        ...
+
+    @property
+    def size(self) -> int:
+        """How many processes there are."""
+        ...
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is rank 0, which writes files and speaks to people."""
+        ...
+
+    def gather(self, fact: Any) -> list[Any]:
+        """A small fact of every rank, in the order of the ranks."""
+        ...
+
+    def from_first(self, fact: Any) -> Any:
+        """The fact of rank 0."""
+        ...
+
+    def add_(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The sum over all ranks, in place."""
+        ...
+
+    def copy_first_(self, tensor: torch.Tensor) -> None:
+        """Overwrite with the values of rank 0."""
+        ...
+
+    def scatter_sum_(self, flat: torch.Tensor) -> torch.Tensor:
+        """Of a vector cut into one equal piece per rank, the own piece, summed over all ranks."""
+        ...
+
+    def gather_pieces_(self, flat: torch.Tensor) -> None:
+        """Fill a vector from the pieces of all ranks, each of which has its own in place."""
+        ...
+
+    def tell_failure(self, error: BaseException) -> None:
+        """Leave word of what went wrong here, for ranks that wait in vain."""
+        ...
+
+
+class Alone:
+    """One process: every question answers itself."""
+
+    rank = 0
+    size = 1
+    leads = True
+
+    def gather(self, fact: Any) -> list[Any]:
+        """The fact."""
+        return [fact]
+
+    def from_first(self, fact: Any) -> Any:
+        """The fact."""
+        return fact
+
+    def add_(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor."""
+        return tensor
+
+    def copy_first_(self, tensor: torch.Tensor) -> None:
+        """Nothing to do."""
+
+    def scatter_sum_(self, flat: torch.Tensor) -> torch.Tensor:
+        """The vector."""
+        return flat
+
+    def gather_pieces_(self, flat: torch.Tensor) -> None:
+        """Nothing to do."""
+
+    def tell_failure(self, error: BaseException) -> None:
+        """Nobody waits."""
+
+
+class GroupWorld:
+    """The ranks of torch's default process group."""
+
+    leads: bool
+
+    def __init__(self) -> None:
+        self.rank = dist.get_rank()
+        self.size = dist.get_world_size()
+        self.leads = self.rank == 0
+        backend = dist.get_backend()
+        with self._expecting("a second group for small facts"):
+            self._facts = None if backend == "gloo" else dist.new_group(backend="gloo")
+
+    def gather(self, fact: Any) -> list[Any]:
+        """A small fact of every rank, in the order of the ranks."""
+        found: list[Any] = [None] * self.size
+        with self._expecting("facts of all ranks"):
+            dist.all_gather_object(found, fact, group=self._facts)
+        return found
+
+    def from_first(self, fact: Any) -> Any:
+        """The fact of rank 0."""
+        held = [fact]
+        with self._expecting("a fact of rank 0"):
+            dist.broadcast_object_list(held, src=0, group=self._facts)
+        return held[0]
+
+    def add_(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The sum over all ranks, in place."""
+        with self._expecting("sums of all ranks"):
+            dist.all_reduce(tensor)
+        return tensor
+
+    def copy_first_(self, tensor: torch.Tensor) -> None:
+        """Overwrite with the values of rank 0."""
+        with self._expecting("values of rank 0"):
+            dist.broadcast(tensor, src=0)
+
+    def scatter_sum_(self, flat: torch.Tensor) -> torch.Tensor:
+        """Of a vector cut into one equal piece per rank, the own piece, summed over all ranks."""
+        piece = self._piece(flat)
+        with self._expecting("sums of all ranks"):
+            _scatter_sum(piece, flat)
+        return piece
+
+    def gather_pieces_(self, flat: torch.Tensor) -> None:
+        """Fill a vector from the pieces of all ranks, each of which has its own in place."""
+        with self._expecting("pieces of all ranks"):
+            _gather_parts(flat, self._piece(flat))
+
+    def tell_failure(self, error: BaseException) -> None:
+        """Leave word of what went wrong here, for ranks that wait in vain."""
+        text = " ".join(f"{type(error).__name__}: {error}".split())[:500]
+        store = _store()
+        if store is not None:
+            try:
+                store.append(_FAILURES, f"rank {self.rank}: {text}\n")
+            except RuntimeError:
+                return  # The store is gone with the rank that held it; there is nobody to tell.
+
+    def _piece(self, flat: torch.Tensor) -> torch.Tensor:
+        size, rest = divmod(flat.numel(), self.size)
+        assert rest == 0, "a vector of equal pieces"
+        return flat[self.rank * size : (self.rank + 1) * size]
+
+    @contextmanager
+    def _expecting(self, what: str) -> Iterator[None]:
+        """Say which rank is gone, if one is, instead of which socket."""
+        try:
+            yield
+        except RuntimeError as error:
+            known = _failures()
+            cause = f"another rank failed: {known}" if known else f"a rank is gone ({_line(error)})"
+            raise RankError(
+                f"rank {self.rank} of {self.size} waited for {what}, but {cause}; the job ends "
+                "here: nothing was released by this step unless the ledger counts it. Mend the "
+                "cause and resume from the last checkpoint"
+            ) from error
+
+
+def current_world() -> World:
+    """The process group this process belongs to, or one process alone.
+
+    Raises:
+        InvalidArgumentError: a launcher started several processes that have not joined.
+    """
+    if dist.is_available() and dist.is_initialized():
+        return GroupWorld() if dist.get_world_size() > 1 else Alone()
+    declared = declared_size()
+    if declared > 1:
+        raise InvalidArgumentError(
+            "WORLD_SIZE",
+            expected="processes that have joined one process group",
+            got=f"{declared} processes of a launcher, each on its own",
+            remedy="wrap the program in `with shuffled_dpsgd.distributed.launched():`, or call "
+            "torch.distributed.init_process_group; several separate runs on the same records would "
+            "each spend privacy. If no launcher is meant, unset WORLD_SIZE",
+        )
+    return Alone()
+
+
+def declared_size() -> int:
+    """How many processes the launcher says it has started; 1 without a launcher."""
+    text = os.environ.get("WORLD_SIZE", "1")
+    return int(text) if text.isdigit() and "RANK" in os.environ else 1
+
+
+def _store() -> Any:
+    """The key-value store the ranks met at; torch has no public name for it."""
+    find = getattr(dist.distributed_c10d, "_get_default_store", None)
+    return find() if find is not None and dist.is_initialized() else None
+
+
+def _failures() -> str:
+    store = _store()
+    try:
+        if store is None or not store.check([_FAILURES]):
+            return ""
+        return "; ".join(store.get(_FAILURES).decode().split("\n")).strip("; ")
+    except RuntimeError:
+        return ""
+
+
+def _line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:200]

@@ -1,0 +1,123 @@
+"""What is settled before the ranks of a launch take a first step together.
+
+They must run the same versions, the same plan, the same optimizer and the same records: anything
+else would be noticed by nobody later, and would make the sums mean something else than the plan
+accounts for. A refusal names the rank that differs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from shuffled_dpsgd.distributed.agreement import agree
+from shuffled_dpsgd.distributed.exchange import Exchange, ReplicatedSums
+from shuffled_dpsgd.distributed.world import World
+from shuffled_dpsgd.errors import InvalidArgumentError
+from shuffled_dpsgd.permutation import PermutationSpec
+from shuffled_dpsgd.training.data import MapStyle
+from shuffled_dpsgd.training.global_randomness import randomness_kept, seed_rank
+from shuffled_dpsgd.training.plan import PrivacyPlan
+from shuffled_dpsgd.training.record_digest import digest
+
+_RECORDS = 64
+_PACKAGES = ("shuffled_dpsgd", "torch", "numpy", "transformers", "peft")
+_REMEDY = "start every rank with the same program, files and versions"
+
+
+def join_ranks(
+    world: World,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    plan: PrivacyPlan,
+    spec: PermutationSpec | None,
+) -> Exchange | None:
+    """Compare the launch on all ranks, give all of them rank 0's weights; None for one process.
+
+    Raises:
+        RankError: naming the rank that differs, and in what.
+    """
+    if world.size == 1:
+        return None
+    if plan.noise_frame == "unshuffled":
+        raise InvalidArgumentError(
+            "noise_frame",
+            expected="'shuffled' with several ranks",
+            got=plan.noise_frame,
+            remedy="each rank noises its own coordinates, which a frame would move to others: run "
+            "this comparison in one process",
+        )
+    agree(world, _facts(model, optimizer, plan, spec), remedy=_REMEDY)
+    for tensor in [*model.parameters(), *model.buffers()]:
+        with torch.no_grad():
+            whole = tensor.detach().contiguous()
+            world.copy_first_(whole)
+            tensor.copy_(whole)
+    seed_rank(world.rank)
+    trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    return ReplicatedSums(world, trainable)
+
+
+def compare_records(world: World, data: MapStyle) -> None:
+    """Refuse data that differ between ranks, by their number and by records spread over them.
+
+    Records that are random when loaded (augmented ones) are compared by number alone.
+    """
+    chosen = range(0, len(data), max(1, len(data) // _RECORDS))
+
+    def once() -> str:
+        with randomness_kept():
+            return digest([data[index] for index in chosen], b"records of a launch")
+
+    first = once()
+    content = first if first == once() else "random"
+    facts = {"number of records": len(data), "set of records": content}
+    agree(world, facts, remedy="give every rank the same data, in the same order")
+
+
+def _facts(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    plan: PrivacyPlan,
+    spec: PermutationSpec | None,
+) -> dict[str, Any]:
+    kinds = {n: (tuple(p.shape), str(p.dtype)) for n, p in model.named_parameters()}
+    trained = [name for name, p in model.named_parameters() if p.requires_grad]
+    groups = None if spec is None else spec.to_json()
+    fields = {f"plan, in {name}": mark for name, mark in plan.field_fingerprints().items()}
+    return {
+        "version of Python": platform.python_version(),
+        **{f"version of {name}": _version(name) for name in _PACKAGES},
+        "kind of device": next(model.parameters()).device.type,
+        **fields,
+        "model": _mark(kinds),
+        "set of trained parameters": _mark(trained),
+        "set of permutation groups": _mark(groups),
+        "optimizer": _describe(optimizer),
+        "optimizer state": _mark(sorted(map(str, optimizer.state_dict()["state"]))),
+    }
+
+
+def _version(package: str) -> str | None:
+    """Of what is imported: another rank's file may be another one than the metadata say."""
+    return getattr(sys.modules.get(package), "__version__", None)
+
+
+def _describe(optimizer: torch.optim.Optimizer) -> str:
+    groups = [_settings(group) for group in optimizer.param_groups]
+    return f"{type(optimizer).__name__} {groups}"
+
+
+def _settings(group: Mapping[str, Any]) -> dict[str, str]:
+    held = {key: repr(value) for key, value in sorted(group.items()) if key != "params"}
+    return held | {"params": str(len(group["params"]))}
+
+
+def _mark(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]

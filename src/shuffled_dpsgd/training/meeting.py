@@ -1,0 +1,82 @@
+"""Where the ranks of a run meet in every step: to divide what was drawn, and to compare notes.
+
+All ranks draw the same Poisson batch, and each takes every so many-th record of it. So the union is
+the Poisson batch of one process, whatever the number of ranks, and no record is in two parts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from shuffled_dpsgd.distributed.agreement import agree
+from shuffled_dpsgd.distributed.world import World
+from shuffled_dpsgd.errors import RankError
+from shuffled_dpsgd.training.metrics import LossMeter, mean_loss
+
+
+@dataclass(frozen=True, kw_only=True)
+class Note:
+    """What one rank knows of a step before it is released; `problem` is why it must not be."""
+
+    norms: torch.Tensor
+    losses: tuple[float, int] | None
+    problem: str | None
+
+
+class Meeting:
+    """Divides logical batches among the ranks and gathers what became of the parts."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._drawn: dict[int, str] = {}
+
+    def part(self, step: int, indices: Sequence[int]) -> tuple[int, ...]:
+        """This rank's part of what was drawn for `step`; parts differ by one record at most."""
+        if self._world.size == 1:
+            return tuple(indices)
+        self._drawn[step] = hashlib.sha256(repr(tuple(indices)).encode()).hexdigest()
+        return tuple(indices[self._world.rank :: self._world.size])
+
+    def hold(
+        self,
+        step: int,
+        find_norms: Callable[[], torch.Tensor],
+        losses: LossMeter,
+        describe_weights: Callable[[], str],
+    ) -> tuple[torch.Tensor, float | None]:
+        """The norms of all samples of the step, and their mean loss.
+
+        A rank where `find_norms` fails says so to the others, so that no rank waits for it.
+
+        Raises:
+            RankError: a rank failed, or ranks are not at the same step of the same run.
+        """
+        if self._world.size == 1:
+            return find_norms(), losses.mean()
+        try:
+            norms, failure = find_norms(), None
+        except Exception as error:  # Raised again below, when the others know.
+            norms, failure = torch.empty(0), error
+        problem = None if failure is None else f"{type(failure).__name__}: {failure}"
+        note = Note(norms=norms, losses=losses.totals(), problem=problem)
+        notes: list[Note] = self._world.gather(note)
+        if failure is not None:
+            raise failure
+        for rank, other in enumerate(notes):
+            if other.problem is not None:
+                raise RankError(
+                    f"step {step} was not taken, because rank {rank} failed: {other.problem}"
+                )
+        drawn = {number: digest for number, digest in self._drawn.items() if number >= step}
+        agree(
+            self._world,
+            {"step": step, "logical batch": drawn.pop(step, None), "state": describe_weights()},
+            remedy="ranks that are not in step cannot release anything together: resume all of "
+            "them from one checkpoint",
+        )
+        self._drawn = drawn
+        return torch.cat([n.norms for n in notes]), mean_loss([n.losses for n in notes])

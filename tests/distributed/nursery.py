@@ -1,0 +1,70 @@
+"""Starts the ranks of a launch as forks of one process, which spares each the import of torch.
+
+For every line of JSON on stdin (module, function, ranks, arguments, a folder for results) fork the
+ranks, print their process ids, wait for all of them and print their exit codes. Each rank leaves
+what its function returned in `rank-N.pt`, or its error in `rank-N.txt`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import socket
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch._dynamo  # optimizers import it at their first step: once here, not in every rank
+import transformers.models.bert.modeling_bert
+import transformers.models.gpt2.modeling_gpt2
+import transformers.models.vit.modeling_vit  # noqa: F401  (for the forks as well)
+
+from shuffled_dpsgd.distributed import launched
+
+
+def serve() -> None:
+    for line in sys.stdin:
+        order = json.loads(line)
+        port = free_port()
+        children = [fork(order, rank, port) for rank in range(order["ranks"])]
+        print(json.dumps(children), flush=True)
+        codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+        print(json.dumps(codes), flush=True)
+
+
+def fork(order: dict[str, Any], rank: int, port: int) -> int:
+    child = os.fork()
+    if child:
+        return child
+    folder, code = Path(order["folder"]), 1
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(order["ranks"]),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        **order["environment"],
+    }
+    try:
+        function = getattr(importlib.import_module(order["module"]), order["function"])
+        with launched("cpu"):
+            result = function(**order["arguments"])
+        torch.save(result, folder / f"rank-{rank}.pt")
+        code = 0
+    except BaseException:
+        (folder / f"rank-{rank}.txt").write_text(traceback.format_exc(), encoding="utf-8")
+    finally:
+        os._exit(code)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+if __name__ == "__main__":
+    serve()

@@ -8,7 +8,12 @@ from __future__ import annotations
 
 
 class ShuffledDPError(Exception):
-    """Base of every error raised on purpose."""
+    """Base of every error raised on purpose.
+
+    `said_by_rank_0` marks one that all ranks of a launch raise alike: one of them need print it.
+    """
+
+    said_by_rank_0 = False
 
 
 class InvalidArgumentError(ShuffledDPError, ValueError):

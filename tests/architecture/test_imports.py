@@ -31,6 +31,7 @@ ALLOWED = {
     "tasks": PRODUCT,
     "experiments": PRODUCT | {"auditing", "tasks"},
     "cli": PRODUCT | {"auditing", "tasks", "experiments"},
+    "__main__": {"cli"},
 }
 TORCH_FREE = ("accounting", "auditing/estimators")
 

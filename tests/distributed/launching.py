@@ -69,7 +69,13 @@ class Launcher:
         self.start(module, function, ranks=ranks, **arguments)
         codes = self.wait()
         failed = [rank for rank, code in enumerate(codes) if code]
-        assert not failed, "\n".join(f"rank {r} ended with {codes[r]}:\n{self._said(r)}" for r in failed)
+        assert not failed, "\n".join(
+            f"rank {r} ended with {codes[r]}:\n{self._said(r)}" for r in failed
+        )
+        return self.results(ranks)
+
+    def results(self, ranks: int) -> list[Any]:
+        """What the ranks of the last launch returned."""
         return [
             torch.load(self._folder / f"rank-{rank}.pt", weights_only=False)
             for rank in range(ranks)

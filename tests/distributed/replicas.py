@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import math
 import os
+import signal
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.utils.data import TensorDataset
 
 from shuffled_dpsgd.distributed import current_world
-from shuffled_dpsgd.training import PrivateTraining, make_private
+from shuffled_dpsgd.distributed.exchange import ReplicatedSums
+from shuffled_dpsgd.errors import ShuffledDPError
+from shuffled_dpsgd.training import (
+    GaussianNoise,
+    PoissonSampler,
+    PrivateTraining,
+    RandomStreams,
+    make_private,
+)
 from training.cases import (
     RECORDS,
     Case,
@@ -88,8 +99,155 @@ def several(names: list[str]) -> dict[str, Any]:
     return found
 
 
-def alone(names: list[str]) -> dict[str, Any]:
-    """The same in one process."""
-    del os.environ["WORLD_SIZE"]
-    assert current_world().size == 1
-    return several(names)
+def shares_of_noise(sizes: dict[str, int]) -> dict[str, torch.Tensor]:
+    """What each rank adds to its share of zeros, in float32 and float64; zeros elsewhere."""
+    world = current_world()
+    sums = {
+        name: torch.zeros(size, dtype=torch.float64 if name.startswith("wide") else torch.float32)
+        for name, size in sizes.items()
+    }
+    exchange = ReplicatedSums(world, sums)
+    noise = GaussianNoise(RandomStreams(seed=4), exchange.places())
+    shares = exchange.reduce(sums)
+    noise.add_(shares, dict.fromkeys(sizes, 2.0), step=3)
+    own = {f"share of {name}": share.clone() for name, share in shares.items()}
+    return own | exchange.spread(shares)
+
+
+def secure_steps() -> dict[str, Any]:
+    """Without a seed the ranks still draw the same batches and permutations."""
+    case = mlp_case(torch.float64)
+    private = start(case, seed=None)
+    private.sampler = PoissonSampler(
+        dataset_size=RECORDS, sampling_prob=0.3, streams=private.streams
+    )
+    sizes: list[int] = []
+    private.on_update(lambda: sizes.append(private.last_metrics.batch_size))  # type: ignore[union-attr]
+    run(private, case)
+    return {"weights": weights(private.model), "sizes": sizes, "tokens": private.ledger.tokens()}
+
+
+def one_bad_sample() -> dict[str, Any]:
+    """A record whose gradient is not a number, in the part of one rank."""
+    case = mlp_case()
+    inputs, labels = case.data.tensors
+    inputs = inputs.clone()
+    inputs[9] = math.nan
+    bad = Case(make=case.make, data=TensorDataset(inputs, labels), loss=case.loss)
+    private = start(bad)
+    private.sampler = FixedSampler([1, 9, 4, 7])
+    found: list[int] = []
+    private.on_update(lambda: found.append(private.last_metrics.num_nonfinite))  # type: ignore[union-attr]
+    run(private, bad, num_steps=1)
+    finite = all(bool(torch.isfinite(w).all()) for w in weights(private.model).values())
+    return {"found": found, "finite": finite}
+
+
+def drawn_differently() -> str:
+    """A sampler that does not draw alike on all ranks: no record may count twice."""
+    case = mlp_case()
+    private = start(case)
+    private.sampler = FixedSampler([current_world().rank, 5, 6])
+    return refusal(lambda: run(private, case, num_steps=1))
+
+
+def bad_launches() -> dict[str, str]:
+    """What is refused when rank 1 differs; every rank gets the same answer and lives on."""
+    case, odd = mlp_case(), current_world().rank == 1
+    found = {
+        "seed": refusal(lambda: start(case, seed=4 if odd else 3)),
+        "clip": refusal(lambda: start(case, clip_norm=2.0 if odd else 1.0)),
+        "model": refusal(lambda: start(vit_case() if odd else bert_case(), shuffle="off")),
+        "frame": refusal(lambda: start(case, noise_frame="unshuffled")),
+        "wrapped": refusal(lambda: wrapped(case)),
+    }
+    version = torch.__version__
+    torch.__version__ = "1.0" if odd else version  # type: ignore[assignment]
+    found["version"] = refusal(lambda: start(case))
+    torch.__version__ = version
+    found["data"] = refusal(lambda: other_data(case, odd))
+    found["optimizer"] = refusal(lambda: other_rate(case, odd))
+    return found
+
+
+def wrapped(case: Case) -> None:
+    model = torch.nn.parallel.DistributedDataParallel(case.make())
+    make_private(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        dataset_size=RECORDS,
+        expected_batch_size=8,
+        num_steps=2,
+        noise_multiplier=1.0,
+        delta=1e-4,
+    )
+
+
+def other_data(case: Case, odd: bool) -> None:
+    inputs, labels = case.data.tensors
+    changed = TensorDataset(inputs + 0.5 if odd else inputs, labels)
+    private = start(case)
+    run(private, Case(make=case.make, data=changed, loss=case.loss), num_steps=1)
+
+
+def other_rate(case: Case, odd: bool) -> None:
+    model = case.make()
+    make_private(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.2 if odd else 0.1),
+        dataset_size=RECORDS,
+        expected_batch_size=8,
+        num_steps=2,
+        noise_multiplier=1.0,
+        delta=1e-4,
+    )
+
+
+def other_weights() -> dict[str, torch.Tensor]:
+    """Ranks that start from different weights train rank 0's."""
+    torch.manual_seed(current_world().rank)
+    model = torch.nn.Linear(3, 2)
+    started = Case(make=lambda: model, data=None, loss=mlp_case().loss)
+    start(started, shuffle="off")
+    return weights(model) | {"dropout": torch.rand(4)}
+
+
+def broken_data(rank: int) -> None:
+    """A record that cannot be loaded, in the part of one rank."""
+    case = mlp_case()
+
+    class Broken:
+        armed = False
+
+        def __len__(self) -> int:
+            return RECORDS
+
+        def __getitem__(self, index: int) -> Any:
+            if self.armed and index == 9:
+                raise OSError("the disk is gone")
+            return case.data[index]
+
+    data = Broken()
+    private = start(case)
+    private.sampler = FixedSampler([1, 2], [1, 9] if rank == 1 else [9, 1])
+    private.on_update(lambda: setattr(data, "armed", True))
+    run(private, Case(make=case.make, data=data, loss=case.loss))
+
+
+def killed_in_a_step(rank: int) -> None:
+    """One rank is killed while the others wait for its sums."""
+    case = mlp_case()
+    private = start(case)
+    private.sampler = FixedSampler([1, 2, 3, 4])
+    if current_world().rank == rank:
+        private.engine.clipped_sum = lambda: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment, method-assign, return-value]
+    run(private, case)
+
+
+def refusal(work: Callable[[], object]) -> str:
+    """What an attempt was refused with; empty if it was not."""
+    try:
+        work()
+    except ShuffledDPError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""

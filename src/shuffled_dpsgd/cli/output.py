@@ -12,6 +12,7 @@ from typing import Annotated, Any, NoReturn, ParamSpec, TypeVar
 import typer
 from typer.core import TyperGroup
 
+from shuffled_dpsgd.cli.launching import is_first_rank, rank
 from shuffled_dpsgd.errors import ShuffledDPError
 
 P = ParamSpec("P")
@@ -54,6 +55,8 @@ def reports_errors(verb: Callable[P, R]) -> Callable[P, R]:
         try:
             return verb(*args, **kwargs)
         except ShuffledDPError as error:
+            if error.said_by_rank_0 and not is_first_rank():
+                raise typer.Exit(FAILED) from error
             fail(str(error), type(error).__name__, as_json=bool(kwargs.get("as_json")))
         except BrokenPipeError:
             raise  # Whoever read our output has stopped; there is nobody to tell.
@@ -67,7 +70,9 @@ def reports_errors(verb: Callable[P, R]) -> Callable[P, R]:
 
 def fail(message: str, kind: str, *, as_json: bool) -> NoReturn:
     """End the command: one line on stderr for people, one JSON object on stdout for machines."""
+    number = rank()
     line = " ".join(message.split())
+    line = line if number is None else f"rank {number}: {line}"
     if as_json:
         sys.stdout.write(json.dumps({"error": line, "kind": kind}, ensure_ascii=False) + "\n")
     else:

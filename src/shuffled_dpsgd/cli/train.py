@@ -12,12 +12,14 @@ import typer
 
 from shuffled_dpsgd.cli import privacy_options as opt
 from shuffled_dpsgd.cli.advise import advise_on
+from shuffled_dpsgd.cli.launching import is_first_rank, is_restart, joined
 from shuffled_dpsgd.cli.output import AsJson, print_json, reports_errors
 from shuffled_dpsgd.cli.trackers import Observer, check_tracker, find_tracker
 from shuffled_dpsgd.errors import InvalidArgumentError
 from shuffled_dpsgd.options.methods import OPEN
 
 if TYPE_CHECKING:
+    from shuffled_dpsgd.distributed import World
     from shuffled_dpsgd.tasks import PreparedRun, RunConfig
 
 EPILOG = (
@@ -99,17 +101,23 @@ def train(
         _refuse_with_resume(task, config, output, seed, secure or dry_run, overrides)
         if _is_finished(resume, checkpoint, as_json=as_json):
             return
-        run = _resumed(resume, checkpoint)
+        chosen = _of_folder(resume)
     elif checkpoint is not None:
         raise InvalidArgumentError("--checkpoint", expected="--resume beside it", got=checkpoint)
     else:
         chosen = _with_overrides(chosen_config(task, config), overrides, seed=seed, secure=secure)
         if dry_run:
-            advise_on(chosen, as_json=as_json)
+            if is_first_rank():
+                advise_on(chosen, as_json=as_json)
             return
-        run = _fresh(chosen, output)
-    observers = find_tracker(tracker, run.directory)
-    finished = _train_quietly(run, observers) if as_json else _train_on_screen(run, observers)
+    with joined(chosen) as world:
+        run = _prepared(world, chosen, output=output, resume=resume, checkpoint=checkpoint)
+        observers = find_tracker(tracker, run.directory) if world.leads else ()
+        if not world.leads:
+            finished = _train_silently(run)
+        else:
+            show = _train_quietly if as_json else _train_on_screen
+            finished = show(run, observers)
     if not finished:
         raise typer.Exit(INTERRUPTED)
 
@@ -171,17 +179,37 @@ def _reopen(privacy: dict[str, Any], method: str) -> None:
         privacy.pop(name, None)
 
 
-def _fresh(config: RunConfig, output: Path | None) -> PreparedRun:
-    from shuffled_dpsgd.tasks import prepare
+def _of_folder(directory: Path) -> RunConfig:
+    from shuffled_dpsgd.tasks import load_run
 
+    return load_run(directory)
+
+
+def _prepared(
+    world: World,
+    config: RunConfig,
+    *,
+    output: Path | None,
+    resume: Path | None,
+    checkpoint: str | None,
+) -> PreparedRun:
+    """The run as asked for; after a restart by torchrun, the run it began in its folder."""
+    from shuffled_dpsgd.tasks import is_run_folder, prepare
+
+    if resume is not None:
+        return prepare(config, resume, resume=True, checkpoint=checkpoint)
+    if is_restart():
+        if output is None:
+            raise InvalidArgumentError(
+                "--output",
+                expected="a folder, so that a restarted launch finds its run again",
+                got=None,
+                remedy="pass --output, or resume the folder it wrote to with --resume",
+            )
+        if is_run_folder(output):
+            return prepare(_of_folder(output), output, resume=True)
     stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
-    return prepare(config, output or Path("runs") / f"{config.task}-{stamp}")
-
-
-def _resumed(directory: Path, checkpoint: str | None) -> PreparedRun:
-    from shuffled_dpsgd.tasks import load_run, prepare
-
-    return prepare(load_run(directory), directory, resume=True, checkpoint=checkpoint)
+    return prepare(config, world.from_first(output or Path("runs") / f"{config.task}-{stamp}"))
 
 
 def _is_finished(directory: Path, checkpoint: str | None, *, as_json: bool) -> bool:
@@ -191,6 +219,8 @@ def _is_finished(directory: Path, checkpoint: str | None, *, as_json: bool) -> b
     summary = None if checkpoint else finished_summary(directory)
     if summary is None:
         return False
+    if not is_first_rank():
+        return True
     if as_json:
         print_json(summary | {"output": str(directory), "already_finished": True})
         return True
@@ -221,6 +251,13 @@ def _refuse_with_resume(
             got=", ".join(extra),
             remedy="a resumed run keeps the plan its ledger was opened for",
         )
+
+
+def _train_silently(run: PreparedRun) -> bool:
+    """What ranks other than 0 do: their part of the work, and nothing on the screen."""
+    from shuffled_dpsgd.tasks import execute
+
+    return execute(run).outcome.finished
 
 
 def _train_quietly(run: PreparedRun, observers: tuple[Observer, ...]) -> bool:

@@ -36,9 +36,11 @@ def agree(world: World, facts: Mapping[str, Any], *, remedy: str) -> None:
         if len(set(values)) > 1:
             usual = _usual(values)
             odd = next(rank for rank, value in enumerate(values) if value != usual)
-            raise RankError(
-                f"rank {odd} has another {name} than rank {values.index(usual)}: "
-                f"{_short(values[odd])} and {_short(usual)}; {remedy}"
+            raise _on_all_ranks(
+                RankError(
+                    f"rank {odd} has another {name} than rank {values.index(usual)}: "
+                    f"{_short(values[odd])} and {_short(usual)}; {remedy}"
+                )
             )
 
 
@@ -61,7 +63,7 @@ def first_does(world: World, work: Callable[[], Result]) -> Result:
     if failure is not None:
         raise failure
     if kind is not None:
-        raise _PASSED_ON[kind](text) if kind in _PASSED_ON else RankError(f"rank 0: {text}")
+        raise _on_all_ranks(_PASSED_ON.get(kind, RankError)(text))
     return shared
 
 
@@ -84,6 +86,11 @@ def all_do(world: World, work: Callable[[], Result]) -> Result:
     if failed:
         raise RankError("; ".join(failed))
     return result  # type: ignore[return-value]  # it has one, as nothing failed
+
+
+def _on_all_ranks(error: ShuffledDPError) -> ShuffledDPError:
+    error.said_by_rank_0 = True
+    return error
 
 
 def _name(error: BaseException | None) -> str | None:

@@ -14,7 +14,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from shuffled_dpsgd.distributed.world import World, current_world, declared_size
+from shuffled_dpsgd.distributed.world import World, current_world, declared_size, leave_world
 from shuffled_dpsgd.errors import InvalidArgumentError, RankError
 
 # Longer than an evaluation by rank 0, for which the other ranks wait.
@@ -41,6 +41,10 @@ def launched(device: str = "auto") -> Iterator[World]:
         raise InvalidArgumentError(
             "WORLD_SIZE", expected="1, as this torch has no torch.distributed", got=declared_size()
         )
+    if device.startswith("cuda:"):
+        raise InvalidArgumentError(
+            "device", expected="auto, cuda or cpu: each rank has a GPU of its own", got=device
+        )
     on_gpu = device.startswith(("auto", "cuda")) and torch.cuda.is_available()
     if on_gpu:
         torch.cuda.set_device(_local_device())
@@ -60,10 +64,10 @@ def launched(device: str = "auto") -> Iterator[World]:
     try:
         yield world
     except Exception as error:
-        world.tell_failure(error)
+        with world.last_words(error):
+            leave_world()
         raise
-    finally:
-        dist.destroy_process_group()
+    leave_world()
 
 
 def _local_device() -> int:

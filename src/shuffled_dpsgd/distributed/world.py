@@ -7,9 +7,11 @@ by its closed connection, not only by a timeout.
 
 from __future__ import annotations
 
+import functools
 import os
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -18,6 +20,8 @@ import torch.distributed as dist
 from shuffled_dpsgd.errors import InvalidArgumentError, RankError
 
 _FAILURES = "shuffled_dpsgd/failures"
+_HEARD = "shuffled_dpsgd/heard"
+_LAST_WORDS_S = 2.0
 # Newer releases of torch have renamed both, and warn of the old names.
 _scatter_sum = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _gather_parts = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -69,6 +73,10 @@ class World(Protocol):
         """Leave word of what went wrong here, for ranks that wait in vain."""
         ...
 
+    def last_words(self, error: BaseException) -> AbstractContextManager[None]:
+        """Around the end of the process group: the others hear why before this process is gone."""
+        ...
+
 
 class Alone:
     """One process: every question answers itself."""
@@ -102,6 +110,10 @@ class Alone:
     def tell_failure(self, error: BaseException) -> None:
         """Nobody waits."""
 
+    def last_words(self, error: BaseException) -> AbstractContextManager[None]:
+        """Nobody listens."""
+        return nullcontext()
+
 
 class GroupWorld:
     """The ranks of torch's default process group."""
@@ -112,6 +124,7 @@ class GroupWorld:
         self.rank = dist.get_rank()
         self.size = dist.get_world_size()
         self.leads = self.rank == 0
+        self._has_told = False
         backend = dist.get_backend()
         with self._expecting("a second group for small facts"):
             self._facts = None if backend == "gloo" else dist.new_group(backend="gloo")
@@ -156,12 +169,27 @@ class GroupWorld:
     def tell_failure(self, error: BaseException) -> None:
         """Leave word of what went wrong here, for ranks that wait in vain."""
         text = " ".join(f"{type(error).__name__}: {error}".split())[:500]
+        store, line = _store(), f"rank {self.rank}: {text}\n"
+        if self._has_told or isinstance(error, RankError) or store is None:
+            return
+        self._has_told = True
+        try:
+            store.append(_FAILURES, line)
+        except RuntimeError:
+            return  # The store is gone with the rank that held it; there is nobody to tell.
+
+    @contextmanager
+    def last_words(self, error: BaseException) -> Iterator[None]:
+        """Around the end of the process group: the others hear why before this process is gone."""
+        self.tell_failure(error)
         store = _store()
-        if store is not None:
-            try:
-                store.append(_FAILURES, f"rank {self.rank}: {text}\n")
-            except RuntimeError:
-                return  # The store is gone with the rank that held it; there is nobody to tell.
+        yield
+        # Where rank 0 keeps the store itself, its end is the end of what can be read there.
+        until = time.monotonic() + _LAST_WORDS_S
+        while self.leads and store is not None and time.monotonic() < until:
+            if store.add(_HEARD, 0) >= self.size - 1:
+                return
+            time.sleep(0.05)
 
     def _piece(self, flat: torch.Tensor) -> torch.Tensor:
         size, rest = divmod(flat.numel(), self.size)
@@ -190,7 +218,7 @@ def current_world() -> World:
         InvalidArgumentError: a launcher started several processes that have not joined.
     """
     if dist.is_available() and dist.is_initialized():
-        return GroupWorld() if dist.get_world_size() > 1 else Alone()
+        return _world_of(dist.group.WORLD)
     declared = declared_size()
     if declared > 1:
         raise InvalidArgumentError(
@@ -202,6 +230,18 @@ def current_world() -> World:
             "each spend privacy. If no launcher is meant, unset WORLD_SIZE",
         )
     return Alone()
+
+
+@functools.lru_cache(maxsize=1)
+def _world_of(group: Any) -> World:
+    """One for every default group, since making one is collective and starts another group."""
+    return GroupWorld() if group.size() > 1 else Alone()
+
+
+def leave_world() -> None:
+    """End the process group, and with it the connections by which others know of this rank."""
+    _world_of.cache_clear()
+    dist.destroy_process_group()
 
 
 def declared_size() -> int:
@@ -221,6 +261,7 @@ def _failures() -> str:
     try:
         if store is None or not store.check([_FAILURES]):
             return ""
+        store.add(_HEARD, 1)
         return "; ".join(store.get(_FAILURES).decode().split("\n")).strip("; ")
     except RuntimeError:
         return ""

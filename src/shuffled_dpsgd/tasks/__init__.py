@@ -15,6 +15,7 @@ from shuffled_dpsgd.tasks.run import (
     RunResult,
     execute,
     finished_summary,
+    is_run_folder,
     load_run,
     prepare,
 )
@@ -29,6 +30,7 @@ __all__ = [
     "build_task",
     "execute",
     "finished_summary",
+    "is_run_folder",
     "load_config",
     "load_run",
     "parse_config",

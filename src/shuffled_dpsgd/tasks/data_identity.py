@@ -13,6 +13,8 @@ import os
 import secrets
 from pathlib import Path
 
+from shuffled_dpsgd.distributed import World
+from shuffled_dpsgd.distributed.agreement import agree
 from shuffled_dpsgd.errors import CheckpointError
 from shuffled_dpsgd.training.data import MapStyle
 from shuffled_dpsgd.training.record_digest import digest
@@ -55,3 +57,14 @@ def check_data(directory: Path, data: MapStyle) -> None:
             f"{directory}: there are {number} training records as before, but they are not the "
             "ones this run began with; put the data back as they were, or start another run"
         )
+
+
+def compare_all_data(world: World, data: MapStyle) -> None:
+    """Refuse a launch whose ranks have loaded different records, naming the rank."""
+    if world.size > 1:
+        salt = world.from_first(secrets.token_bytes(32))
+        facts = {
+            "number of training records": len(data),
+            "set of training records": digest(data, salt),
+        }
+        agree(world, facts, remedy="give every rank the same files")

@@ -15,11 +15,13 @@ from typing import Any
 
 import torch
 
+from shuffled_dpsgd.distributed import current_world
+from shuffled_dpsgd.distributed.agreement import first_does
 from shuffled_dpsgd.environment import environment
 from shuffled_dpsgd.errors import CheckpointError
 from shuffled_dpsgd.reports import MetricsLog, RunView, StepRecord, write_report
 from shuffled_dpsgd.tasks.config import RunConfig, parse_config
-from shuffled_dpsgd.tasks.data_identity import check_data, remember_data
+from shuffled_dpsgd.tasks.data_identity import check_data, compare_all_data, remember_data
 from shuffled_dpsgd.tasks.diagnosis import Finding, diagnose
 from shuffled_dpsgd.tasks.optimizers import build_scheduler
 from shuffled_dpsgd.tasks.privacy import chosen_device, start_private
@@ -83,15 +85,17 @@ def prepare(
     folder as it was.
     """
     device = chosen_device(config.training.device)
-    made = None if resume else claim_directory(directory)
-    with given_back_on_error(directory, made=made):
+    world = current_world()
+    made = None if resume else first_does(world, lambda: claim_directory(directory))
+    with given_back_on_error(directory, made=made if world.leads else None):
         if config.training.num_threads is not None:
             torch.set_num_threads(config.training.num_threads)
         task = build_task(config)
         if resume:
-            check_data(directory, task.train_data)
+            first_does(world, lambda: check_data(directory, task.train_data))
         else:
-            check_space(directory, task.model)
+            first_does(world, lambda: check_space(directory, task.model))
+        compare_all_data(world, task.train_data)
         private = start_private(
             config,
             task.model.to(device),
@@ -99,9 +103,7 @@ def prepare(
             ledger_path=directory / "ledger.jsonl",
         )
         if not resume:
-            remember_data(directory, task.train_data)
-            text = json.dumps(config.to_json(), indent=2) + "\n"
-            (directory / CONFIG_FILE).write_text(text, encoding="utf-8")
+            first_does(world, lambda: _write_down(config, directory, task))
     scheduler = build_scheduler(private.optimizer, config.optimizer, private.plan.num_steps)
     return PreparedRun(
         config=config,
@@ -114,10 +116,21 @@ def prepare(
     )
 
 
+def _write_down(config: RunConfig, directory: Path, task: Task) -> None:
+    remember_data(directory, task.train_data)
+    text = json.dumps(config.to_json(), indent=2) + "\n"
+    (directory / CONFIG_FILE).write_text(text, encoding="utf-8")
+
+
+def is_run_folder(directory: Path) -> bool:
+    """Whether a run has begun there."""
+    return (directory / CONFIG_FILE).is_file()
+
+
 def load_run(directory: Path) -> RunConfig:
     """The configuration of the run in `directory`."""
     path = directory / CONFIG_FILE
-    if not path.is_file():
+    if not is_run_folder(directory):
         raise CheckpointError(
             f"{directory}: no {CONFIG_FILE}, so not the folder of a run; "
             "pass the folder an earlier run wrote to"
@@ -139,8 +152,11 @@ def finished_summary(directory: Path) -> dict[str, Any] | None:
 
 
 def execute(run: PreparedRun, observers: tuple[Observer, ...] = ()) -> RunResult:
-    """Train to the end of the plan or to a signal, then write everything down."""
-    training = run.config.training
+    """Train to the end of the plan or to a signal, then write everything down.
+
+    Of several ranks, rank 0 evaluates and writes; the result of the others has no summary.
+    """
+    training, leads = run.config.training, run.private.world.leads
     log = MetricsLog(run.directory / "metrics.jsonl")
     recorder = Recorder(
         log=log,
@@ -158,6 +174,7 @@ def execute(run: PreparedRun, observers: tuple[Observer, ...] = ()) -> RunResult
         precision=training.precision,
         physical_batch="find" if _searches_batch(run) else "as-planned",
         collate=run.task.collate,
+        price_steps=leads,
     )
     try:
         outcome = train(
@@ -165,14 +182,16 @@ def execute(run: PreparedRun, observers: tuple[Observer, ...] = ()) -> RunResult
             run.task.train_data,
             run.task.losses,
             settings=settings,
-            callbacks=(recorder,),
+            callbacks=(recorder,) if leads else (),
             scheduler=run.scheduler,
             resume=run.resumed,
         )
     except BaseException:
-        if run.made is not None and run.private.ledger.spent == 0:
+        if leads and run.made is not None and run.private.ledger.spent == 0:
             empty_directory(run.directory, made=run.made)
         raise
+    if not leads:
+        return RunResult(outcome=outcome, summary={}, directory=run.directory)
     sizes = count_parameters(run.private.model)
     if outcome.finished:
         # First of all: whatever happens to a report, the model was paid for.

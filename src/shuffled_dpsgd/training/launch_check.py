@@ -26,7 +26,7 @@ from shuffled_dpsgd.training.global_randomness import randomness_kept, seed_rank
 from shuffled_dpsgd.training.plan import PrivacyPlan
 from shuffled_dpsgd.training.record_digest import digest
 
-_RECORDS = 64
+_RECORDS = 256
 _PACKAGES = ("shuffled_dpsgd", "torch", "numpy", "transformers", "peft")
 _REMEDY = "start every rank with the same program, files and versions"
 

@@ -1,0 +1,63 @@
+"""Launches that must not begin, and ranks that fail or die."""
+
+from __future__ import annotations
+
+import signal
+import time
+
+import pytest
+
+from distributed.launching import Launcher
+from shuffled_dpsgd.distributed import current_world
+from shuffled_dpsgd.errors import InvalidArgumentError
+
+HERE = "distributed.replicas"
+
+
+def test_bad_launches_are_refused_before_the_first_step(launcher: Launcher) -> None:
+    one, two = launcher.run(HERE, "bad_launches")
+    assert one == two
+    named = {
+        "seed": "rank 1 has another plan, in seed than rank 0",
+        "clip": "rank 1 has another plan, in clip_norm than rank 0",
+        "model": "rank 1 has another plan, in blocks than rank 0",
+        "version": "rank 1 has another version of torch than rank 0",
+        "data": "rank 1 has another set of records than rank 0",
+        "optimizer": "rank 1 has another optimizer than rank 0",
+        "frame": "noise_frame: expected 'shuffled' with several ranks",
+        "wrapped": "got DistributedDataParallel; pass the wrapped model, usually .module",
+    }
+    for name, words in named.items():
+        assert words in one[name], one[name]
+
+
+def test_ranks_that_draw_different_batches_release_nothing(launcher: Launcher) -> None:
+    for refusal in launcher.run(HERE, "drawn_differently"):
+        assert "rank 1 has another logical batch than rank 0" in refusal
+
+
+def test_a_rank_that_cannot_load_a_record_tells_the_others(launcher: Launcher) -> None:
+    for rank in (0, 1):
+        launcher.start(HERE, "broken_data", rank=rank)
+        assert launcher.wait() == [1, 1]
+        assert "OSError: the disk is gone" in launcher.error(rank)
+        assert f"another rank failed: rank {rank}: OSError: the disk is gone" in launcher.error(
+            1 - rank
+        )
+
+
+def test_a_rank_killed_in_a_step_ends_the_others(launcher: Launcher) -> None:
+    started = time.monotonic()
+    launcher.start(HERE, "killed_in_a_step", rank=1)
+    assert launcher.wait() == [1, -signal.SIGKILL]
+    assert time.monotonic() - started < 30
+    said = launcher.error(0)
+    assert "RankError: rank 0 of 2 waited for sums of all ranks, but a rank is gone" in said
+    assert "resume from the last checkpoint" in said
+
+
+def test_processes_that_have_not_joined_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(InvalidArgumentError, match=r"2 processes of a launcher, each on its own"):
+        current_world()

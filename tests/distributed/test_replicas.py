@@ -1,0 +1,92 @@
+"""Ranks with the whole model each: the result does not depend on how many there are."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from distributed.launching import Launcher
+from shuffled_dpsgd.training import GaussianNoise, RandomStreams
+
+HERE = "distributed.replicas"
+NAMES = ["bert", "gpt2", "vit"]
+
+
+@pytest.fixture(scope="module")
+def alone(launcher: Launcher) -> dict[str, Any]:
+    """What one process finds."""
+    found: dict[str, Any] = launcher.run(HERE, "several", ranks=1, names=NAMES)[0]
+    return found
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_the_number_of_ranks_changes_nothing(
+    launcher: Launcher, alone: dict[str, Any], ranks: int
+) -> None:
+    """Empty, uneven and full batches, batch clip, noise, shuffle: float64, to 1e-9."""
+    found = launcher.run(HERE, "several", ranks=ranks, names=NAMES)
+    for case, expected in alone.items():
+        for one in found:
+            for name, tensor in expected["weights"].items():
+                assert torch.allclose(one[case]["weights"][name], tensor, rtol=1e-9, atol=1e-9)
+                assert torch.equal(one[case]["weights"][name], found[0][case]["weights"][name])
+            assert torch.allclose(one[case]["norms"], expected["norms"], rtol=1e-9)
+            assert one[case]["spent"] == expected["spent"] == 4
+            assert one[case]["card"] == expected["card"]
+            for mine, theirs in zip(one[case]["metrics"], expected["metrics"], strict=True):
+                assert mine["batch_size"] == theirs["batch_size"]
+                assert (mine["loss"] is None) == (mine["batch_size"] == 0)
+                assert (mine["loss"] or 0.0) == pytest.approx(theirs["loss"] or 0.0, rel=1e-9)
+                assert mine["batch_clip_factors"] == pytest.approx(theirs["batch_clip_factors"])
+    moved = alone["bert"]["weights"], alone["bert without noise"]["weights"]
+    assert any(not torch.allclose(moved[0][name], moved[1][name]) for name in moved[0])
+    factors = [m["batch_clip_factors"]["shuffled"] for m in alone["vit"]["metrics"]]
+    assert min(factors) < 1.0, "the batch clip was never at work"
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_every_rank_draws_its_share_of_the_same_noise(launcher: Launcher, ranks: int) -> None:
+    """Bit for bit what one process draws; the right spread; nothing in common between ranks."""
+    sizes = {"a": 70_001, "wide": 30_007, "b": 3, "c": 600_000}
+    found = launcher.run(HERE, "shares_of_noise", ranks=ranks, sizes=sizes)
+    whole = {
+        name: torch.zeros(size, dtype=torch.float64 if name == "wide" else torch.float32)
+        for name, size in sizes.items()
+    }
+    GaussianNoise(RandomStreams(seed=4)).add_(whole, dict.fromkeys(sizes, 2.0), step=3)
+    for name, expected in whole.items():
+        assert all(torch.equal(one[name], expected) for one in found)
+    shares = [torch.cat([one[f"share of {name}"] for name in ("a", "b", "c")]) for one in found]
+    assert sum(share.numel() for share in shares) == 670_004
+    assert max(s.numel() for s in shares) - min(s.numel() for s in shares) < ranks
+    length = min(share.numel() for share in shares)
+    for share in shares:
+        assert float(share.std()) == pytest.approx(2.0, rel=0.01)
+    correlations = torch.corrcoef(torch.stack([share[:length] for share in shares]))
+    between = correlations - torch.eye(ranks)
+    assert float(between.abs().max()) < 5 / math.sqrt(length)
+
+
+def test_a_secure_run_draws_alike_on_all_ranks(launcher: Launcher) -> None:
+    one, two = launcher.run(HERE, "secure_steps")
+    again, _ = launcher.run(HERE, "secure_steps")
+    assert one["sizes"] == two["sizes"] != again["sizes"]
+    assert one["tokens"] == two["tokens"]
+    assert all(torch.equal(one["weights"][name], two["weights"][name]) for name in one["weights"])
+
+
+def test_a_sample_without_a_finite_gradient_is_counted_everywhere(launcher: Launcher) -> None:
+    for one in launcher.run(HERE, "one_bad_sample", ranks=2):
+        assert one == {"found": [1], "finite": True}
+
+
+def test_ranks_start_from_the_weights_of_rank_0_with_dropout_of_their_own(
+    launcher: Launcher,
+) -> None:
+    one, two = launcher.run(HERE, "other_weights")
+    assert torch.equal(one["weight"], two["weight"])
+    assert torch.equal(one["bias"], two["bias"])
+    assert not torch.equal(one["dropout"], two["dropout"])

@@ -1,0 +1,115 @@
+"""Checkpoints by several ranks: resumed by another number of them, every release counted once."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from distributed.launching import Launcher
+from shuffled_dpsgd.training import find_checkpoints
+
+HERE = "distributed.resumable"
+STEPS = 9
+
+
+def entries(folder: Path) -> int:
+    """Releases in the ledger's file; its first line is the plan."""
+    path = folder / "ledger.jsonl"
+    return max(path.read_bytes().count(b"\n") - 1, 0) if path.exists() else 0
+
+
+def updates(folder: Path) -> list[int]:
+    path = folder / "released.txt"
+    lines = path.read_text().split("\n")[:-1] if path.exists() else []
+    return [int(line.split()[0]) for line in lines]
+
+
+def test_another_number_of_ranks_goes_on_where_the_first_stopped(
+    launcher: Launcher, tmp_path: Path
+) -> None:
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    whole.mkdir()
+    parts.mkdir()
+    (expected,) = launcher.run(HERE, "run", ranks=1, directory=str(whole), num_steps=STEPS)
+    first = launcher.run(HERE, "run", directory=str(parts), num_steps=STEPS, stop_after=3)
+    assert [one["steps"] for one in first] == [3, 3]
+    assert [c.name for c in find_checkpoints(parts / "checkpoints")][-1] == "checkpoint-00000003"
+    (second,) = launcher.run(
+        HERE, "run", ranks=1, directory=str(parts), num_steps=STEPS, stop_after=3
+    )
+    assert (second["first"], second["steps"], second["spent"]) == (3, 6, 6)
+    last = launcher.run(HERE, "run", ranks=3, directory=str(parts), num_steps=STEPS)
+    for one in last:
+        assert (one["first"], one["steps"], one["finished"]) == (6, STEPS, True)
+        assert one["spent"] == entries(parts) == STEPS
+        assert torch.allclose(one["weights"], expected["weights"], rtol=1e-9, atol=1e-12)
+
+
+def test_a_signal_to_one_rank_stops_all_after_the_same_step(
+    launcher: Launcher, tmp_path: Path
+) -> None:
+    """Many steps, because nobody knows when the signal comes."""
+    pids = launcher.start(HERE, "run", directory=str(tmp_path), num_steps=400)
+    wait_for(tmp_path, 3)
+    os.kill(pids[1], signal.SIGTERM)
+    assert launcher.wait() == [0, 0]
+    one, two = launcher.results(2)
+    assert one["interrupted"] == two["interrupted"] == "SIGTERM"
+    assert one["steps"] == two["steps"] == entries(tmp_path) == len(updates(tmp_path)) < 400
+    newest = find_checkpoints(tmp_path / "checkpoints")[-1]
+    assert newest.name == f"checkpoint-{one['steps']:08d}"
+
+
+def kill_one_and_resume(launcher: Launcher, folder: Path, *, kills: int, secure: bool) -> None:
+    """kill -9 a random rank at random moments; the others end by themselves."""
+    folder.mkdir()
+    rng = random.Random(kills)
+    steps = 12 * kills
+    for _ in range(kills):
+        target = entries(folder) + rng.randint(1, 4)
+        pids = launcher.start(HERE, "run", directory=str(folder), num_steps=steps, secure=secure)
+        wait_for(folder, target)
+        time.sleep(rng.random() * 0.02)
+        victim = rng.randrange(2)
+        os.kill(pids[victim], signal.SIGKILL)
+        codes = launcher.wait()
+        assert codes[victim] == -signal.SIGKILL
+        assert codes[1 - victim] == 1
+        assert "RankError" in launcher.error(1 - victim)
+        assert len(set(updates(folder))) <= entries(folder), "an update that no entry announced"
+    found = launcher.run(HERE, "run", directory=str(folder), num_steps=steps, secure=secure)
+    assert all(one["finished"] and one["spent"] == steps for one in found)
+    assert torch.equal(found[0]["weights"], found[1]["weights"])
+    assert entries(folder) == steps
+    if secure:
+        assert len(updates(folder)) <= steps, "a release that was not counted"
+    else:
+        assert set(updates(folder)) == set(range(steps))
+
+
+@pytest.mark.parametrize("secure", [False, True])
+def test_a_killed_rank_costs_nothing_but_lost_steps(
+    launcher: Launcher, tmp_path: Path, secure: bool
+) -> None:
+    kill_one_and_resume(launcher, tmp_path / "run", kills=1, secure=secure)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("secure", [False, True])
+def test_twenty_killed_ranks_cost_nothing_but_lost_steps(
+    launcher: Launcher, tmp_path: Path, secure: bool
+) -> None:
+    kill_one_and_resume(launcher, tmp_path / "run", kills=20, secure=secure)
+
+
+def wait_for(folder: Path, target: int) -> None:
+    deadline = time.monotonic() + 60
+    while entries(folder) < target:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)

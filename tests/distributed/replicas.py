@@ -84,7 +84,7 @@ def trained(name: str, **changes: Any) -> dict[str, Any]:
         "weights": weights(private.model) | moments,
         "metrics": metrics,
         "spent": private.ledger.spent,
-        "card": str(private.card()),
+        "claims": [str(private.card().certified), str(private.card().paper)],
         "norms": private.last_sample_norms.sort().values,
     }
 

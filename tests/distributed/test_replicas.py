@@ -35,7 +35,7 @@ def test_the_number_of_ranks_changes_nothing(
                 assert torch.equal(one[case]["weights"][name], found[0][case]["weights"][name])
             assert torch.allclose(one[case]["norms"], expected["norms"], rtol=1e-9)
             assert one[case]["spent"] == expected["spent"] == 4
-            assert one[case]["card"] == expected["card"]
+            assert one[case]["claims"] == expected["claims"]
             for mine, theirs in zip(one[case]["metrics"], expected["metrics"], strict=True):
                 assert mine["batch_size"] == theirs["batch_size"]
                 assert (mine["loss"] is None) == (mine["batch_size"] == 0)

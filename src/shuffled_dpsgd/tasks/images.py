@@ -33,11 +33,11 @@ def build_task(config: RunConfig) -> Task:
         model,
         splits,
         collate=lambda samples: collate_images(samples, size),
-        save_assets=lambda directory: _save_processor(directory, size),
+        save_assets=lambda directory: save_processor(directory, size),
     )
 
 
-def _save_processor(directory: Path, size: int) -> None:
+def save_processor(directory: Path, size: int) -> None:
     """What `AutoImageProcessor` needs to treat an image as `collate_images` does."""
     half = [0.5, 0.5, 0.5]
     processor = {

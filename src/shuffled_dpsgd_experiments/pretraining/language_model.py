@@ -1,0 +1,193 @@
+"""Pre-train a GPT-2 on public text, without privacy: DART for a private E2E, or the other way.
+
+    python -m shuffled_dpsgd_experiments.pretraining.language_model \
+        --public dart --data data/dart --texts qnli=data/qnli --out pretrained/gpt2-dart
+
+The vocabulary is learnt from the same public text. Prompts, targets and plain texts are all
+learnt; the held-out loss is that of target tokens, as private training scores them. The weights of
+the best epoch are kept.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from shuffled_dpsgd.environment import environment
+from shuffled_dpsgd.integrations.per_sample_loss import next_token_losses
+from shuffled_dpsgd.tasks.models import no_progress_bars
+from shuffled_dpsgd.tasks.privacy import chosen_device
+from shuffled_dpsgd.tasks.text import encode_continuations, evaluate_perplexity
+from shuffled_dpsgd.tasks.tokenizers import PretrainedTokenizer
+from shuffled_dpsgd.tasks.tokens import Record, TokenCollate, continuation_labels, ids_of
+from shuffled_dpsgd_experiments.pretraining.corpus import PRIVATE_OF, Corpus, read_corpus
+from shuffled_dpsgd_experiments.pretraining.schedule import Pace, decayed, descend
+from shuffled_dpsgd_experiments.pretraining.vocabulary import learn_tokenizer
+
+DROPOUT = 0.1
+_POOL = 50
+
+
+def parser() -> argparse.ArgumentParser:
+    found = argparse.ArgumentParser(prog="language_model", description=__doc__.split("\n", 1)[0])
+    add = found.add_argument
+    add("--public", required=True, choices=sorted(PRIVATE_OF), help="the public set")
+    add("--data", required=True, type=Path, help="its folder")
+    add("--texts", action="append", default=[], metavar="FORMAT=FOLDER", help="more public text")
+    add("--out", required=True, type=Path, help="folder for the checkpoint and pretraining.json")
+    add("--vocabulary", type=int, default=8192)
+    add("--hidden", type=int, default=640)
+    add("--layers", type=int, default=8)
+    add("--heads", type=int, default=10)
+    add("--positions", type=int, default=256)
+    add("--max-length", type=int, default=128)
+    add("--batch-size", type=int, default=256)
+    add("--learning-rate", type=float, default=1e-3)
+    add("--weight-decay", type=float, default=0.1)
+    add("--epochs", type=int, default=20)
+    add("--seconds", type=float, default=200.0, help="stop training after so long")
+    add("--max-records", type=int, default=None, help="use at most so many, for a trial")
+    add("--seed", type=int, default=0)
+    add("--device", default="auto")
+    return found
+
+
+def build(options: argparse.Namespace, tokenizer: Any) -> Any:
+    """A GPT-2 of the size asked for, with new weights."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(options.seed)
+    config = GPT2Config(
+        vocab_size=-(-len(tokenizer) // 64) * 64,
+        n_positions=options.positions,
+        n_embd=options.hidden,
+        n_layer=options.layers,
+        n_head=options.heads,
+        resid_pdrop=DROPOUT,
+        embd_pdrop=DROPOUT,
+        attn_pdrop=DROPOUT,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    return GPT2LMHeadModel(config)
+
+
+def encode(corpus: Corpus, tokenizer: PretrainedTokenizer, max_length: int) -> list[Record]:
+    """Every record from its first token on, and every plain text, each with its end."""
+    records: list[Record] = [
+        (ids_of(record), 0) for record in encode_continuations(corpus.train, tokenizer, max_length)
+    ]
+    for ids in tokenizer.encode_all_plain(corpus.texts):
+        records.append(([*ids[: max_length - 1], tokenizer.end_id], 0))
+    return records
+
+
+def batches(
+    records: Sequence[Record], size: int, rng: np.random.Generator
+) -> Iterator[list[Record]]:
+    """One epoch in random order, records of like length together."""
+    order = rng.permutation(len(records))
+    groups = []
+    for pool in np.array_split(order, max(len(order) // (size * _POOL), 1)):
+        ranked = sorted(pool.tolist(), key=lambda i: len(ids_of(records[i])))
+        groups += [ranked[at : at + size] for at in range(0, len(ranked), size)]
+    for at in rng.permutation(len(groups)):
+        yield [records[i] for i in groups[at]]
+
+
+def train(
+    model: Any,
+    records: Sequence[Record],
+    heldout: Sequence[Record],
+    collate: TokenCollate,
+    options: argparse.Namespace,
+) -> dict[str, Any]:
+    """Train to the end of the epochs or of the time; the model is left with its best weights."""
+    device = next(model.parameters()).device
+    rng = np.random.default_rng(options.seed)
+    optimizer = decayed(model, options.weight_decay)
+    steps = options.epochs * -(-len(records) // options.batch_size)
+    pace = Pace(num_steps=steps, seconds=options.seconds)
+    curve: list[dict[str, float]] = []
+    best: dict[str, torch.Tensor] = {}
+    model.train()
+    while not pace.done:
+        for batch in batches(records, options.batch_size, rng):
+            inputs, labels = collate(batch)
+            inputs = {name: value.to(device) for name, value in inputs.items()}
+            with torch.autocast(device.type, dtype=torch.bfloat16, enabled=device.type == "cuda"):
+                logits = model(**inputs).logits
+            loss = next_token_losses(logits, labels.to(device)).mean()
+            descend(model, optimizer, loss, pace, options.learning_rate)
+            if pace.done:
+                break
+        found = evaluate_perplexity(model, heldout, collate)
+        curve.append(
+            {
+                "step": pace.step,
+                "seconds": round(pace.elapsed, 1),
+                "train_loss": round(loss.item(), 4),
+                "heldout_loss": round(found.loss, 4),
+                "heldout_perplexity": round(found.score, 3),
+            }
+        )
+        print(curve[-1], flush=True)
+        if curve[-1]["heldout_loss"] <= min(one["heldout_loss"] for one in curve):
+            best = {name: value.clone() for name, value in model.state_dict().items()}
+    model.load_state_dict(best)
+    return {"steps": pace.step, "seconds": round(pace.elapsed, 1), "curve": curve}
+
+
+def save(model: Any, tokenizer: Any, options: argparse.Namespace, record: dict[str, Any]) -> Path:
+    """The checkpoint without dropout, which private fine-tuning has noise instead of."""
+    options.out.mkdir(parents=True, exist_ok=True)
+    for name in ("resid_pdrop", "embd_pdrop", "attn_pdrop"):
+        setattr(model.config, name, 0.0)
+    with no_progress_bars():
+        model.save_pretrained(options.out)
+    tokenizer.save_pretrained(options.out)
+    path: Path = options.out / "pretraining.json"
+    path.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    return path
+
+
+def main(arguments: Sequence[str] | None = None) -> Path:
+    """Learn the vocabulary, train, and write checkpoint and record."""
+    options = parser().parse_args(arguments)
+    device = chosen_device(options.device)
+    text_sets = {name: Path(place) for name, _, place in (t.partition("=") for t in options.texts)}
+    corpus = read_corpus(options.public, options.data, text_sets, options.max_records)
+    public_text = [f"{one.prompt} || {one.target}" for one in corpus.train] + corpus.texts
+    tokenizer = learn_tokenizer(public_text, options.vocabulary)
+    encoder = PretrainedTokenizer(tokenizer)
+    model = build(options, tokenizer).to(device)
+    collate = TokenCollate(pad_id=encoder.pad_id, labels=continuation_labels)
+    records = encode(corpus, encoder, options.max_length)
+    heldout = encode_continuations(corpus.heldout, encoder, options.max_length)
+    found = train(model, records, heldout, collate, options)
+    settings = {k: v for k, v in vars(options).items() if k not in ("data", "texts", "out")}
+    record = {
+        "what": "public pre-training of a language model; not private",
+        **corpus.describe(),
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "vocabulary": len(tokenizer),
+        "train_tokens": sum(len(ids_of(one)) for one in records),
+        "heldout_loss": min(one["heldout_loss"] for one in found["curve"]),
+        **found,
+        "settings": settings,
+        "environment": environment(str(device)),
+    }
+    path = save(model, tokenizer, options, record)
+    print(path, flush=True)
+    return path
+
+
+if __name__ == "__main__":
+    main()

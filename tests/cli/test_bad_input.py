@@ -509,6 +509,10 @@ CASES: dict[str, tuple[Case, str]] = {
     "inspect another model": (verb("inspect", "--model", "no-such-model"), "model"),
     "inspect another scope": (verb("inspect", "--model", "gpt2", "--scope", "all"), "scope"),
     "audit nothing": (verb("audit", "step"), "--dimension"),
+    "another preset": (verb("train", "--preset", "paper/t5"), "paper/vit-cifar100"),
+    "a preset without epsilon": (verb("train", "--preset", "paper/bert-sst2"), "epsilon"),
+    "a preset and a task": (verb("train", "digits", "--preset", "paper/bert-sst2"), "TASK"),
+    "data without a preset": (digits("--data", "sst2"), "--preset"),
     "sweep nothing": (verb("sweep", "no-such.toml"), "no-such.toml"),
     "reproduce another figure": (verb("reproduce", "fig9"), "fig9"),
 }

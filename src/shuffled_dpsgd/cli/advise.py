@@ -15,6 +15,7 @@ from shuffled_dpsgd.errors import InvalidArgumentError
 if TYPE_CHECKING:
     from shuffled_dpsgd.tasks import RunConfig
     from shuffled_dpsgd.tasks.advice import Advice
+    from shuffled_dpsgd.tasks.preview import Preview
     from shuffled_dpsgd.training.prospect import Prospect
 
 EPILOG = (
@@ -66,11 +67,23 @@ def advise(
     advise_on(chosen_config(task, config), as_json=as_json)
 
 
-def advise_on(config: RunConfig, *, as_json: bool) -> None:
-    """What `advise --config` and `train --dry-run` print."""
-    from shuffled_dpsgd.tasks.advice import advise_run
+def advise_on(config: RunConfig, *, as_json: bool, preset: str | None = None) -> None:
+    """What `advise --config` and `train --dry-run` print.
 
-    print_advice(advise_run(config), as_json=as_json)
+    A preset whose data are not at hand is judged by its model's shapes and the paper's N.
+    """
+    from shuffled_dpsgd.tasks.advice import advise_run, advise_shapes
+
+    if preset is None:
+        print_advice(advise_run(config), as_json=as_json)
+        return
+    from shuffled_dpsgd_experiments.presets import find_preset
+
+    row = find_preset(preset)
+    advice = advise_shapes(
+        config, model=row.model, dataset_size=row.dataset_size, num_labels=row.num_labels
+    )
+    print_advice(advice, as_json=as_json)
 
 
 def _from_numbers(numbers: dict[str, Any]) -> Advice:
@@ -109,6 +122,8 @@ def print_advice(advice: Advice, *, as_json: bool) -> None:
     from rich.text import Text
 
     console, now = Console(), advice.now
+    if advice.preview is not None:
+        console.print(_facts(advice.preview))
     console.print(Text(f"{now.verdict}: {now.explanation}", style=COLOURS[now.verdict]))
     console.print(_table(advice))
     console.print(
@@ -151,6 +166,40 @@ def suggestions(advice: Advice) -> list[str]:
             f"{now.dimension:,} (lora_rank, freeze), or {reach}"
         )
     return lines
+
+
+def _facts(preview: Preview) -> Any:
+    """Plan, noise, claims and memory of a run."""
+    from rich.table import Table
+
+    plan = preview.plan
+    table = Table.grid(padding=(0, 2))
+    table.add_row(
+        "steps",
+        f"{plan.num_steps:,}, Poisson batches of {plan.expected_batch_size:,} expected of "
+        f"{plan.dataset_size:,} records (sampling probability {plan.sampling_prob:.4g})",
+    )
+    for block in plan.blocks:
+        symbol = "σ0" if block.name == "rest" and len(plan.blocks) > 1 else "σ"
+        clip = block.batch_clip_norm
+        batch = "" if clip is None else f", batch clip c' = {clip / plan.clip_norm:g} c"
+        table.add_row(
+            f"{symbol} ({block.name})",
+            f"{block.noise_multiplier:.4g} on {block.dimension:,} coordinates, clip c = "
+            f"{plan.clip_norm:g}{batch}",
+        )
+    none = "; ".join(plan.uncertifiable)
+    table.add_row(
+        "certified ε",
+        f"none: {none}" if preview.certified is None else preview.certified.describe(),
+    )
+    table.add_row(
+        "memory",
+        f"{preview.memory_bytes / 2**30:.2f} GiB for weights, sums and moments of "
+        f"{preview.total_parameters:,} parameters; activations come on top, as many samples at "
+        "once as fit",
+    )
+    return table
 
 
 def _table(advice: Advice) -> Any:

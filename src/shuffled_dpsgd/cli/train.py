@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -26,6 +26,7 @@ EPILOG = (
     "Examples: [bold]shuffled-dpsgd train digits[/bold] · "
     "[bold]shuffled-dpsgd train digits --epsilon 8 --shuffle at-release --output runs/eight[/bold]"
     " · [bold]shuffled-dpsgd train --config sst2.toml[/bold] · "
+    "[bold]shuffled-dpsgd train --preset paper/bert-sst2 --epsilon 1 --dry-run[/bold] · "
     "[bold]shuffled-dpsgd train --resume runs/eight[/bold]"
 )
 INTERRUPTED = 130
@@ -37,6 +38,16 @@ Output = Annotated[Path | None, typer.Option(help="A new folder for everything t
 Checkpoint = Annotated[
     str | None, typer.Option(help="With --resume: an earlier checkpoint, by its folder's name.")
 ]
+PresetName = Annotated[
+    str | None,
+    typer.Option(help="A row of the paper's Table 1, such as paper/vit-cifar100; needs --epsilon."),
+]
+ModelFolder = Annotated[
+    str | None, typer.Option(help="With --preset: the checkpoint's folder; else from the hub.")
+]
+DataFolder = Annotated[
+    str | None, typer.Option(help="With --preset: the data's folder; else from the hub.")
+]
 LearningRate = Annotated[float | None, typer.Option(help="Peak learning rate.")]
 Tracker = Annotated[
     str | None,
@@ -46,7 +57,7 @@ Tracker = Annotated[
     ),
 ]
 DryRun = Annotated[
-    bool, typer.Option("--dry-run", help="Only say what the plan can hope for, as advise does.")
+    bool, typer.Option("--dry-run", help="Only print the plan and what it can hope for.")
 ]
 Secure = Annotated[bool, typer.Option("--secure", help="Noise from the operating system.")]
 
@@ -55,6 +66,9 @@ Secure = Annotated[bool, typer.Option("--secure", help="Noise from the operating
 def train(
     task: Task = None,
     config: ConfigFile = None,
+    preset: PresetName = None,
+    model: ModelFolder = None,
+    data: DataFolder = None,
     resume: Resume = None,
     checkpoint: Checkpoint = None,
     output: Output = None,
@@ -97,18 +111,19 @@ def train(
         "training": {"epochs": epochs, "expected_batch_size": batch_size},
         "optimizer": {"learning_rate": learning_rate},
     }
+    start = Start(task=task, config=config, preset=preset, model=model, data=data)
     if resume is not None:
-        _refuse_with_resume(task, config, output, seed, secure or dry_run, overrides)
+        _refuse_with_resume(start, output, seed, secure or dry_run, overrides)
         if _is_finished(resume, checkpoint, as_json=as_json):
             return
         chosen = _of_folder(resume)
     elif checkpoint is not None:
         raise InvalidArgumentError("--checkpoint", expected="--resume beside it", got=checkpoint)
     else:
-        chosen = _with_overrides(chosen_config(task, config), overrides, seed=seed, secure=secure)
+        chosen = _with_overrides(start.raw(), overrides, seed=seed, secure=secure)
         if dry_run:
             if is_first_rank():
-                advise_on(chosen, as_json=as_json)
+                advise_on(chosen, as_json=as_json, preset=preset if data is None else None)
             return
     with joined(chosen) as world:
         run = _prepared(world, chosen, output=output, resume=resume, checkpoint=checkpoint)
@@ -122,6 +137,33 @@ def train(
         raise typer.Exit(INTERRUPTED)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """What a run starts from: the embedded default, a file, or a preset."""
+
+    task: str | None = None
+    config: Path | None = None
+    preset: str | None = None
+    model: str | None = None
+    data: str | None = None
+
+    def raw(self) -> dict[str, Any]:
+        """The run as plain data; a preset's lacks ε, which the command line gives."""
+        if self.preset is None:
+            for name in ("model", "data"):
+                if getattr(self, name) is not None:
+                    raise InvalidArgumentError(
+                        f"--{name}", expected="--preset beside it", got=getattr(self, name)
+                    )
+            return chosen_config(self.task, self.config).to_json()
+        from shuffled_dpsgd_experiments.presets import find_preset
+
+        for name, value in (("TASK", self.task), ("--config", self.config)):
+            if value is not None:
+                raise InvalidArgumentError(name, expected="nothing beside --preset", got=str(value))
+        return find_preset(self.preset).to_run(model=self.model, data=self.data)
+
+
 def chosen_config(task: str | None, config: Path | None) -> RunConfig:
     """The run a file describes, or the embedded default."""
     from shuffled_dpsgd.tasks import digits, load_config
@@ -133,7 +175,7 @@ def chosen_config(task: str | None, config: Path | None) -> RunConfig:
     if task != "digits":
         raise InvalidArgumentError(
             "TASK",
-            expected="digits, or --config FILE, or --resume DIR",
+            expected="digits, or --config FILE, or --preset NAME, or --resume DIR",
             got=task,
             remedy="other tasks need data: name it in a TOML file",
         )
@@ -141,14 +183,13 @@ def chosen_config(task: str | None, config: Path | None) -> RunConfig:
 
 
 def _with_overrides(
-    config: RunConfig, overrides: dict[str, dict[str, Any]], *, seed: int | None, secure: bool
+    raw: dict[str, Any], overrides: dict[str, dict[str, Any]], *, seed: int | None, secure: bool
 ) -> RunConfig:
     """The configuration with the command line's values, checked like a file's."""
     from shuffled_dpsgd.tasks import parse_config
 
     if secure and seed is not None:
         raise InvalidArgumentError("--seed", expected="nothing beside --secure", got=seed)
-    raw = config.to_json()
     privacy, given = raw["privacy"], overrides["privacy"]
     if given["method"] is not None:
         _reopen(privacy, given["method"])
@@ -159,7 +200,7 @@ def _with_overrides(
     if overrides["training"]["epochs"] is not None:
         raw["training"].pop("num_steps", None)
     default = "paper" if privacy.get("method") == "shuffled" else "certified"
-    if config.task == "digits" and privacy.get("accounting", default) == "paper":
+    if raw["task"] == "digits" and privacy.get("accounting", default) == "paper":
         # What the paper's text implies; the announcement prints it.
         privacy.setdefault("batch_clip_norm", privacy["clip_norm"])
     parsed = parse_config(raw)
@@ -233,14 +274,14 @@ def _is_finished(directory: Path, checkpoint: str | None, *, as_json: bool) -> b
 
 
 def _refuse_with_resume(
-    task: str | None,
-    config: Path | None,
+    start: Start,
     output: Path | None,
     seed: int | None,
     flags: bool,
     overrides: dict[str, dict[str, Any]],
 ) -> None:
-    given = {"TASK": task, "--config": config, "--output": output, "--seed": seed}
+    given: dict[str, Any] = {"--output": output, "--seed": seed}
+    given |= {"TASK" if key == "task" else f"--{key}": v for key, v in asdict(start).items()}
     given |= {f"{section}.{key}": v for section, o in overrides.items() for key, v in o.items()}
     extra = [name for name, value in given.items() if value is not None]
     extra += ["--secure or --dry-run"] * flags

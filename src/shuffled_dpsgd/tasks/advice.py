@@ -7,15 +7,17 @@ their number is public, because the plan reveals it.
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from torch import nn
 
 from shuffled_dpsgd.models import weights_of
 from shuffled_dpsgd.tasks.config import RunConfig
+from shuffled_dpsgd.tasks.preview import Preview, preview_of, preview_shapes
 from shuffled_dpsgd.tasks.privacy import chosen_device, start_private
 from shuffled_dpsgd.tasks.registry import build_task
+from shuffled_dpsgd.training.plan import PrivacyPlan
 from shuffled_dpsgd.training.prospect import (
     Needs,
     Prospect,
@@ -45,6 +47,7 @@ class Advice:
     needs: Needs
     clip_norm: float | None = None
     learning_rate: float | None = None
+    preview: Preview | None = None
 
     @property
     def batch(self) -> Prospect:
@@ -53,7 +56,8 @@ class Advice:
 
     def to_json(self) -> dict[str, Any]:
         """Plain data."""
-        return {
+        preview = {} if self.preview is None else {"run": self.preview.to_json()}
+        return preview | {
             "plan": {"epsilon": self.epsilon, "delta": self.delta, **self.now.to_json()},
             "explanation": self.now.explanation,
             "other_batches": [other.to_json() for other in self.batches],
@@ -94,31 +98,40 @@ def advise_run(config: RunConfig) -> Advice:
     task = build_task(config)
     model = task.model.to(chosen_device(config.training.device))
     private = start_private(config, model, dataset_size=len(task.train_data))
-    plan, now = private.plan, prospect_of(private.plan)
+    plan = private.plan
     private.close()
-    certified = plan.certified()
-    target = plan.epsilon if plan.accounting != "paper" else None
-    if target is None and plan.accounting != "paper" and certified is not None:
-        target = certified.epsilon
+    found = _advice_on(plan)
     pretrained = weights_of(config.model.name) is not None and not config.model.from_scratch
     clip = _CLIP_PRETRAINED if pretrained else _CLIP_FROM_SCRATCH
-    found = _advice(now, epsilon=target, delta=plan.delta)
     rate = suggested_learning_rate(
         found.batch,
         weight_scale=weight_scale(model),
         optimizer=config.optimizer.name,
         clip_norm=clip,
     )
-    return Advice(
-        now=now,
-        epsilon=target,
-        delta=plan.delta,
-        batches=found.batches,
-        twice_as_long=found.twice_as_long,
-        needs=found.needs,
+    return replace(
+        found,
         clip_norm=clip,
         learning_rate=rate,
+        preview=preview_of(plan, model, optimizer=config.optimizer.name),
     )
+
+
+def advise_shapes(
+    config: RunConfig, *, model: str, dataset_size: int, num_labels: int | None = None
+) -> Advice:
+    """Advice on a run whose weights and data are not at hand, from its model's shapes."""
+    preview = preview_shapes(config, model=model, dataset_size=dataset_size, num_labels=num_labels)
+    return replace(_advice_on(preview.plan), preview=preview)
+
+
+def _advice_on(plan: PrivacyPlan) -> Advice:
+    """Advice at the ε a plan was calibrated to, where that is proven, or else at what is."""
+    certified = plan.certified()
+    target = plan.epsilon if plan.accounting != "paper" else None
+    if target is None and plan.accounting != "paper" and certified is not None:
+        target = certified.epsilon
+    return _advice(prospect_of(plan), epsilon=target, delta=plan.delta)
 
 
 def _advice(now: Prospect, *, epsilon: float | None, delta: float) -> Advice:

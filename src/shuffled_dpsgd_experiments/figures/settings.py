@@ -2,61 +2,18 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
+from shuffled_dpsgd_experiments.presets import BATCH_SIZE, PRESETS
+from shuffled_dpsgd_experiments.presets import Preset as Setting
 
-BATCH_SIZE = 1000
-
-
-@dataclass(frozen=True, kw_only=True)
-class Setting:
-    """One model on one data set; batch 1000, T = epochs · ⌈N/B⌉, q = B/N."""
-
-    label: str
-    dimension: int
-    dataset_size: int
-    epochs: int
-    delta: float
-
-    @property
-    def sampling_prob(self) -> float:
-        return BATCH_SIZE / self.dataset_size
-
-    @property
-    def num_steps(self) -> int:
-        return self.epochs * math.ceil(self.dataset_size / BATCH_SIZE)
-
-
-VIT = Setting(
-    label="ViT, CIFAR-100", dimension=85_800_000, dataset_size=50_000, epochs=10, delta=5e-6
-)
+VIT = PRESETS["paper/vit-cifar100"]
 # The paper says "six representative experiments" and names the models; the data sets of BERT,
 # RoBERTa and GPT-2 are not stated, and these are the first of each in its tables.
 SIX = (
     VIT,
-    Setting(
-        label="BERT, SST-2",
-        dimension=110_000_000,
-        dataset_size=67_349,
-        epochs=3,
-        delta=1 / (2 * 67_349),
-    ),
-    Setting(
-        label="RoBERTa, SST-2",
-        dimension=125_000_000,
-        dataset_size=67_349,
-        epochs=3,
-        delta=1 / (2 * 67_349),
-    ),
-    Setting(label="GPT-2, E2E", dimension=124_000_000, dataset_size=42_043, epochs=10, delta=8e-6),
-    Setting(
-        label="GPT-2-large, E2E", dimension=838_000_000, dataset_size=42_043, epochs=10, delta=8e-6
-    ),
-    Setting(
-        label="GPT-2-large, DART",
-        dimension=838_000_000,
-        dataset_size=60_591,
-        epochs=15,
-        delta=1e-5,
+    *(
+        PRESETS[f"paper/{name}"]
+        for name in ("bert-sst2", "roberta-sst2", "gpt2-e2e", "gpt2-large-e2e", "gpt2-large-dart")
     ),
 )
+
+__all__ = ["BATCH_SIZE", "SIX", "VIT", "Setting"]

@@ -62,7 +62,7 @@ def advise(
         raise InvalidArgumentError(
             given[0], expected="nothing beside a task or a file", got=numbers[given[0]]
         )
-    from shuffled_dpsgd.cli.train import chosen_config
+    from shuffled_dpsgd.cli.run_start import chosen_config
 
     advise_on(chosen_config(task, config), as_json=as_json)
 

@@ -10,7 +10,7 @@ import typer
 from shuffled_dpsgd.cli.output import AsJson, print_json, reports_errors
 
 if TYPE_CHECKING:
-    from shuffled_dpsgd_experiments.sweeps import Progress
+    from shuffled_dpsgd_experiments.sweeps import SweepProgress
 
 EPILOG = (
     "Examples: [bold]shuffled-dpsgd sweep sweeps/digits.toml[/bold] · "
@@ -41,24 +41,24 @@ def sweep(
     where it was; exit status 3 says that cells are missing.
     """
     from shuffled_dpsgd_experiments.sweeps import load_sweep, run_sweep, table_of
-    from shuffled_dpsgd_experiments.sweeps.table import entries_of, read_records
+    from shuffled_dpsgd_experiments.sweeps.table import read_records, rows_of
 
     loaded = load_sweep(file, model=model, data=data, results=results)
     complete = table or run_sweep(
         loaded, on_progress=_quiet if as_json else _say, stop_after=stop_after
     )
     if as_json:
-        entries = entries_of(read_records(loaded.results))
-        print_json({"complete": complete, "entries": [entry.to_json() for entry in entries]})
+        rows = rows_of(read_records(loaded.results))
+        print_json({"complete": complete, "rows": [row.to_json() for row in rows]})
     else:
         typer.echo(table_of(loaded), nl=False)
     if not complete:
         raise typer.Exit(INCOMPLETE)
 
 
-def _say(progress: Progress) -> None:
+def _say(progress: SweepProgress) -> None:
     typer.echo(progress.describe(), err=True)
 
 
-def _quiet(progress: Progress) -> None:
+def _quiet(progress: SweepProgress) -> None:
     """Nothing: with --json only the result is printed."""

@@ -7,7 +7,7 @@ table. `python -m shuffled_dpsgd_experiments.sweeps FILE` needs nothing but the 
 from __future__ import annotations
 
 from shuffled_dpsgd_experiments.sweeps.grid import Cell, Sweep, load_sweep
-from shuffled_dpsgd_experiments.sweeps.running import Progress, run_sweep
+from shuffled_dpsgd_experiments.sweeps.running import SweepProgress, run_sweep
 from shuffled_dpsgd_experiments.sweeps.table import table_of
 
-__all__ = ["Cell", "Progress", "Sweep", "load_sweep", "run_sweep", "table_of"]
+__all__ = ["Cell", "Sweep", "SweepProgress", "load_sweep", "run_sweep", "table_of"]

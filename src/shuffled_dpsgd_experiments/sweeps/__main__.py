@@ -2,7 +2,7 @@
 
     python -m shuffled_dpsgd_experiments.sweeps sweeps/sst2.toml --model MiniLM --data sst2
 
-Progress goes to standard error, the table to standard output.
+SweepProgress goes to standard error, the table to standard output.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from shuffled_dpsgd_experiments.sweeps import Progress, load_sweep, run_sweep, table_of
+from shuffled_dpsgd_experiments.sweeps import SweepProgress, load_sweep, run_sweep, table_of
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0 if complete else 3
 
 
-def say(progress: Progress) -> None:
+def say(progress: SweepProgress) -> None:
     """A line on standard error."""
     print(progress.describe(), file=sys.stderr, flush=True)
 

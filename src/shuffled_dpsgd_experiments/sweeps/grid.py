@@ -29,7 +29,7 @@ MACHINE = ("device", "num_threads", "physical_batch_size", "evaluate_every", "ch
 
 
 @dataclass(frozen=True, kw_only=True)
-class Method:
+class SweptMethod:
     """One row of the table: a name, what it lays over the shared run, what is tuned."""
 
     name: str
@@ -91,7 +91,7 @@ class Sweep:
     title: str
     results: Path
     run: Mapping[str, Any]
-    methods: tuple[Method, ...]
+    methods: tuple[SweptMethod, ...]
     epsilons: tuple[float, ...]
     seeds: tuple[int, ...]
     tuning_run: Mapping[str, Any] | None = None
@@ -118,16 +118,16 @@ class Sweep:
                         tuned = chosen.get(method.name, {})
                         yield self._cell("main", method, epsilon, seed, tuned)
 
-    def _budgets(self, method: Method) -> tuple[float | None, ...]:
+    def _budgets(self, method: SweptMethod) -> tuple[float | None, ...]:
         return (self.epsilons if method.epsilons is None else method.epsilons) or (None,)
 
-    def _tuned_at(self, method: Method) -> float | None:
+    def _tuned_at(self, method: SweptMethod) -> float | None:
         return None if self._budgets(method) == (None,) else self.tuning_epsilon
 
     def _cell(
         self,
         stage: Stage,
-        method: Method,
+        method: SweptMethod,
         epsilon: float | None,
         seed: int,
         tuned: Mapping[str, Any],
@@ -230,10 +230,10 @@ def _check(sweep: Sweep) -> None:
     list(sweep.main_cells({}))
 
 
-def _method(raw: Mapping[str, Any]) -> Method:
+def _method(raw: Mapping[str, Any]) -> SweptMethod:
     refuse_unknown("methods.", raw, ["name", "run", "epsilons", "batch_clip_ratio", "tuning"])
     epsilons = raw.get("epsilons")
-    return Method(
+    return SweptMethod(
         name=_required(raw, "name", str),
         run=raw.get("run", {}),
         epsilons=None if epsilons is None else tuple(float(each) for each in epsilons),

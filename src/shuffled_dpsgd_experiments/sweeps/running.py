@@ -20,7 +20,7 @@ Run = Callable[[Cell, Tasks], dict[str, Any] | None]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Progress:
+class SweepProgress:
     """Where a sweep is, after each cell; `seconds` is None for a cell that was there."""
 
     done: int
@@ -42,7 +42,7 @@ class Progress:
 def run_sweep(
     sweep: Sweep,
     *,
-    on_progress: Callable[[Progress], object] = lambda progress: None,
+    on_progress: Callable[[SweepProgress], object] = lambda progress: None,
     stop_after: float | None = None,
     run: Run = run_cell,
 ) -> bool:
@@ -81,7 +81,7 @@ class _Worker:
     def __init__(
         self,
         sweep: Sweep,
-        on_progress: Callable[[Progress], object],
+        on_progress: Callable[[SweepProgress], object],
         stop_after: float | None,
         run: Run,
     ) -> None:
@@ -121,10 +121,12 @@ class _Worker:
         passed = time.monotonic() - self._started
         return self._stop_after is not None and passed >= self._stop_after
 
-    def _progress(self, cell: Cell, record: Mapping[str, Any], seconds: float | None) -> Progress:
+    def _progress(
+        self, cell: Cell, record: Mapping[str, Any], seconds: float | None
+    ) -> SweepProgress:
         recent = self._times[-8:]
         each = sum(recent) / len(recent) if recent else 0.0
-        return Progress(
+        return SweepProgress(
             done=self._done,
             total=self._total,
             cell=cell,

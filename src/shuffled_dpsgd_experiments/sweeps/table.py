@@ -15,7 +15,7 @@ Record = Mapping[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Entry:
+class SweepRow:
     """All seeds of one method at one budget."""
 
     method: str
@@ -66,7 +66,7 @@ def read_records(directory: Path, stage: str = "main") -> list[dict[str, Any]]:
     return [json.loads(path.read_text(encoding="utf-8")) for path in paths]
 
 
-def entries_of(records: Iterable[Record]) -> list[Entry]:
+def rows_of(records: Iterable[Record]) -> list[SweepRow]:
     """Seeds of one method and budget together; runs without a finite score are left out."""
     groups: dict[tuple[str, float | None], list[Record]] = {}
     for record in records:
@@ -76,7 +76,7 @@ def entries_of(records: Iterable[Record]) -> list[Entry]:
         scores = tuple(float(r["score"]) for r in group if r["score"] is not None)
         if scores:
             found.append(
-                Entry(
+                SweepRow(
                     method=method,
                     epsilon=epsilon,
                     score_name=group[0]["score_name"],
@@ -90,22 +90,21 @@ def entries_of(records: Iterable[Record]) -> list[Entry]:
 
 def table_of(sweep: Sweep) -> str:
     """Markdown: a row for every method and budget that has results, and what tuning tried."""
-    entries = entries_of(read_records(sweep.results))
+    rows = rows_of(read_records(sweep.results))
     order = [method.name for method in sweep.methods]
-    entries.sort(key=lambda e: (e.epsilon or 0.0, order.index(e.method)))
-    score = entries[0].score_name if entries else "score"
+    rows.sort(key=lambda e: (e.epsilon or 0.0, order.index(e.method)))
+    score = rows[0].score_name if rows else "score"
     lines = [
         f"# {sweep.title}",
         "",
         f"| ε asked for | method | {score} | certified ε (proven) | paper's ε (heuristic) |",
         "|---|---|---|---|---|",
     ]
-    for entry in entries:
-        budget = "–" if entry.epsilon is None else f"{entry.epsilon:g}"
-        paper = "–" if entry.paper is None else f"{entry.paper:.3g}"
+    for row in rows:
+        budget = "–" if row.epsilon is None else f"{row.epsilon:g}"
+        paper = "–" if row.paper is None else f"{row.paper:.3g}"
         lines.append(
-            f"| {budget} | {entry.method} | {entry.describe()} | {entry.describe_certified()} "
-            f"| {paper} |"
+            f"| {budget} | {row.method} | {row.describe()} | {row.describe_certified()} | {paper} |"
         )
     return "\n".join([*lines, *_tuning_lines(sweep)]) + "\n"
 

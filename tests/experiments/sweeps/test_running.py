@@ -17,12 +17,12 @@ import pytest
 
 from experiments.sweeps.test_grid import RAW
 from shuffled_dpsgd.errors import CheckpointError
-from shuffled_dpsgd_experiments.sweeps import Progress, Sweep, run_sweep, table_of
+from shuffled_dpsgd_experiments.sweeps import Sweep, SweepProgress, run_sweep, table_of
 from shuffled_dpsgd_experiments.sweeps.cell import Tasks, run_cell
 from shuffled_dpsgd_experiments.sweeps.grid import Cell, laid_over, parse_sweep
 from shuffled_dpsgd_experiments.sweeps.running import choose, merit
 from shuffled_dpsgd_experiments.sweeps.store import Store
-from shuffled_dpsgd_experiments.sweeps.table import entries_of
+from shuffled_dpsgd_experiments.sweeps.table import rows_of
 
 
 class Killed(BaseException):
@@ -76,7 +76,7 @@ def test_a_killed_sweep_repeats_nothing_and_loses_nothing(tmp_path: Path, killed
 
 
 def test_progress_is_that_of_the_whole_grid(tmp_path: Path) -> None:
-    seen: list[Progress] = []
+    seen: list[SweepProgress] = []
     run_sweep(sweep_in(tmp_path), on_progress=seen.append, run=pretended([]))
     assert [(each.done, each.total) for each in seen] == [(i, 6) for i in range(1, 7)]
     assert "cell 6 of 6: shuffled, c' = 10c, ε = 8, seed 1: accuracy 0.51" in seen[-1].describe()
@@ -125,7 +125,7 @@ def test_the_table_has_mean_and_spread_beside_what_is_proven(tmp_path: Path) -> 
     table = table_of(sweep)
     assert "| – | plain | 50.5 ± 0.7 (n = 2) | none | – |" in table
     assert "| 8 | shuffled, c' = 10c | 50.5 ± 0.7 (n = 2) | 16 | – |" in table
-    (entry,) = entries_of([{**record(0.25), "seed": 0}])
+    (entry,) = rows_of([{**record(0.25), "seed": 0}])
     assert entry.spread is None
     assert entry.describe() == "25.0 (n = 1)"
 

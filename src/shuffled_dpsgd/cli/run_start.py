@@ -1,0 +1,96 @@
+"""What a run starts from: the embedded default, a file or a preset, and the flags laid over it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shuffled_dpsgd.errors import InvalidArgumentError
+from shuffled_dpsgd.options.methods import OPEN
+
+if TYPE_CHECKING:
+    from shuffled_dpsgd.tasks import RunConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunStart:
+    """What a run starts from: the embedded default, a file, or a preset."""
+
+    task: str | None = None
+    config: Path | None = None
+    preset: str | None = None
+    model: str | None = None
+    data: str | None = None
+
+    def raw(self) -> dict[str, Any]:
+        """The run as plain data; a preset's lacks ε, which the command line gives."""
+        if self.preset is None:
+            for name in ("model", "data"):
+                if getattr(self, name) is not None:
+                    raise InvalidArgumentError(
+                        f"--{name}", expected="--preset beside it", got=getattr(self, name)
+                    )
+            return chosen_config(self.task, self.config).to_json()
+        from shuffled_dpsgd_experiments.presets import find_preset
+
+        for name, value in (("TASK", self.task), ("--config", self.config)):
+            if value is not None:
+                raise InvalidArgumentError(name, expected="nothing beside --preset", got=str(value))
+        return find_preset(self.preset).to_run(model=self.model, data=self.data)
+
+
+def chosen_config(task: str | None, config: Path | None) -> RunConfig:
+    """The run a file describes, or the embedded default."""
+    from shuffled_dpsgd.tasks import digits, load_config
+
+    if config is not None:
+        if task is not None:
+            raise InvalidArgumentError("TASK", expected="nothing beside --config", got=task)
+        return load_config(config)
+    if task != "digits":
+        raise InvalidArgumentError(
+            "TASK",
+            expected="digits, or --config FILE, or --preset NAME, or --resume DIR",
+            got=task,
+            remedy="other tasks need data: name it in a TOML file",
+        )
+    return digits.default_config()
+
+
+def with_overrides(
+    raw: dict[str, Any], overrides: dict[str, dict[str, Any]], *, seed: int | None, secure: bool
+) -> RunConfig:
+    """The configuration with the command line's values, checked like a file's."""
+    from shuffled_dpsgd.tasks import parse_config
+
+    if secure and seed is not None:
+        raise InvalidArgumentError("--seed", expected="nothing beside --secure", got=seed)
+    privacy, given = raw["privacy"], overrides["privacy"]
+    if given["method"] is not None:
+        _reopen(privacy, given["method"])
+    for section, values in overrides.items():
+        raw[section].update({key: value for key, value in values.items() if value is not None})
+    if given["epsilon"] is not None:
+        privacy.pop("noise_multiplier", None)
+    if overrides["training"]["epochs"] is not None:
+        raw["training"].pop("num_steps", None)
+    default = "paper" if privacy.get("method") == "shuffled" else "certified"
+    if raw["task"] == "digits" and privacy.get("accounting", default) == "paper":
+        # What the paper's text implies; the announcement prints it.
+        privacy.setdefault("batch_clip_norm", privacy["clip_norm"])
+    parsed = parse_config(raw)
+    if secure:
+        return replace(parsed, seed=None)
+    return parsed if seed is None else replace(parsed, seed=seed)
+
+
+def _reopen(privacy: dict[str, Any], method: str) -> None:
+    """Leave to `method` what the file decided without it."""
+    dropped = [*OPEN]
+    if method != "shuffled":
+        dropped.append("batch_clip_norm")
+    if method == "non-private":
+        dropped += ["epsilon", "clip_norm"]
+    for name in dropped:
+        privacy.pop(name, None)

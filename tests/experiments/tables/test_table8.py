@@ -1,0 +1,51 @@
+"""Epoch times: both sides are timed in the same rounds, and an epoch is steps times their number."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from pathlib import Path
+
+import pytest
+import torch
+
+from shuffled_dpsgd_experiments.tables import table8
+
+TINY = table8.TimedModel(label="tiny", model="bert-tiny", dataset_size=10, length=6, physical=2)
+
+
+def test_an_epoch_is_extrapolated_from_the_median_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("transformers")
+    monkeypatch.setattr(table8, "BATCH_SIZE", 4)
+    found = table8.measure([TINY], torch.device("cpu"), rounds=3, warm_up=1)
+    (row,) = found["rows"]
+    assert row["steps_per_epoch"] == 3
+    for side, key in (("off", "unshuffled"), ("every-step", "shuffled")):
+        assert len(row["step_seconds"][side]) == 3
+        median = statistics.median(row["step_seconds"][side])
+        assert row[f"{key}_epoch_seconds"] == pytest.approx(3 * median)
+    assert "extrapolated" in found["epoch"]
+
+
+def test_no_model_starts_when_time_is_up() -> None:
+    found = table8.measure([TINY], torch.device("cpu"), stop_after=0.0)
+    assert found["rows"] == []
+    assert found["left_out"] == ["tiny"]
+
+
+def test_the_command_writes_after_every_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("transformers")
+    monkeypatch.setattr(table8, "BATCH_SIZE", 4)
+    monkeypatch.setattr(table8, "SMALL", (TINY,))
+    path = tmp_path / "results" / "table8.json"
+    table8.main(["--small", "--rounds", "1", "--device", "cpu", "--json", str(path)])
+    assert json.loads(path.read_text())["rows"][0]["label"] == "tiny"
+
+
+def test_the_models_are_those_of_the_table() -> None:
+    from shuffled_dpsgd_experiments.tables.printed import EPOCH_SECONDS
+
+    assert [row.label for row in table8.MODELS] == list(EPOCH_SECONDS)
+    assert all(table8.BATCH_SIZE % row.physical == 0 for row in table8.MODELS)

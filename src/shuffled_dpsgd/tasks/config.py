@@ -91,9 +91,11 @@ class ScheduleConfig(Schedule):
     precision: Precision = "float32"
     device: str = "auto"
     num_threads: int | None = None
+    weight_averaging: float = 0.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_range("weight_averaging", self.weight_averaging, 0.0, below=1.0)
         check_range("evaluate_every", self.evaluate_every, 1)
         check_range("checkpoint_every", self.checkpoint_every, 1)
         check_range("num_threads", self.num_threads, 1)
@@ -117,6 +119,13 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         check_range("seed", self.seed, 0, below=2**63)
+        if self.training.weight_averaging and self.privacy.shuffle != "off":
+            raise InvalidArgumentError(
+                "training.weight_averaging",
+                expected="0 under a shuffle, which puts the weights of every step in another order",
+                got=self.training.weight_averaging,
+                remedy='set privacy.shuffle = "off", or a method without a shuffle',
+            )
         if (self.task == "digits") != (self.data.format == "digits"):
             raise InvalidArgumentError(
                 "data.format",

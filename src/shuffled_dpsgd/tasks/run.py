@@ -20,6 +20,7 @@ from shuffled_dpsgd.distributed.agreement import first_does
 from shuffled_dpsgd.environment import environment
 from shuffled_dpsgd.errors import CheckpointError
 from shuffled_dpsgd.reports import MetricsLog, RunView, StepRecord, write_report
+from shuffled_dpsgd.tasks.averaging import WeightAverage
 from shuffled_dpsgd.tasks.config import RunConfig, parse_config
 from shuffled_dpsgd.tasks.data_identity import check_data, compare_all_data, remember_data
 from shuffled_dpsgd.tasks.diagnosis import Finding, diagnose
@@ -40,7 +41,7 @@ from shuffled_dpsgd.tasks.summary import (
     summarise,
 )
 from shuffled_dpsgd.tasks.task import Task
-from shuffled_dpsgd.training.loop import LoopSettings, Outcome, Progress, train
+from shuffled_dpsgd.training.loop import Callback, LoopSettings, Outcome, Progress, train
 from shuffled_dpsgd.training.private import PrivateTraining
 
 CONFIG_FILE = "run.json"
@@ -57,8 +58,14 @@ class PreparedRun:
     task: Task
     private: PrivateTraining
     scheduler: torch.optim.lr_scheduler.LRScheduler
+    average: WeightAverage | None = None
     made: Path | None = None
     checkpoint: str | None = None
+
+    @property
+    def scored(self) -> torch.nn.Module:
+        """What is evaluated and saved: the trained model, or the average of its weights."""
+        return self.private.model if self.average is None else self.average.model
 
     @property
     def resumed(self) -> bool:
@@ -96,9 +103,12 @@ def prepare(
         else:
             first_does(world, lambda: check_space(directory, task.model))
         compare_all_data(world, task.train_data)
+        model = task.model.to(device)
+        decay = config.training.weight_averaging
+        average = WeightAverage(model, decay=decay) if decay else None
         private = start_private(
             config,
-            task.model.to(device),
+            model,
             dataset_size=len(task.train_data),
             ledger_path=directory / "ledger.jsonl",
         )
@@ -111,6 +121,7 @@ def prepare(
         task=task,
         private=private,
         scheduler=scheduler,
+        average=average,
         made=made,
         checkpoint=checkpoint,
     )
@@ -161,7 +172,7 @@ def execute(run: PreparedRun, observers: tuple[Observer, ...] = ()) -> RunResult
     recorder = Recorder(
         log=log,
         task=run.task,
-        model=run.private.model,
+        model=run.scored,
         evaluate_every=training.evaluate_every,
         num_steps=run.private.plan.num_steps,
         clock=run.private.clock,
@@ -175,6 +186,7 @@ def execute(run: PreparedRun, observers: tuple[Observer, ...] = ()) -> RunResult
         physical_batch="find" if _searches_batch(run) else "as-planned",
         collate=run.task.collate,
         price_steps=leads,
+        extras={} if run.average is None else {"average": run.average},
     )
     try:
         outcome = train(
@@ -182,7 +194,7 @@ def execute(run: PreparedRun, observers: tuple[Observer, ...] = ()) -> RunResult
             run.task.train_data,
             run.task.losses,
             settings=settings,
-            callbacks=(recorder,) if leads else (),
+            callbacks=_callbacks(run, recorder if leads else None),
             scheduler=run.scheduler,
             resume=run.resumed,
         )
@@ -195,13 +207,22 @@ def execute(run: PreparedRun, observers: tuple[Observer, ...] = ()) -> RunResult
     sizes = count_parameters(run.private.model)
     if outcome.finished:
         # First of all: whatever happens to a report, the model was paid for.
-        save_weights(run.task, run.private.model, run.directory / "model")
+        save_weights(run.task, run.scored, run.directory / "model")
         recorder.score_last()
     records = log.read()
     findings = tuple(diagnose(records, run.private.plan))
     warnings = [finding.to_json() for finding in findings]
     summary = _write_results(run, outcome, records, sizes | {"warnings": warnings})
     return RunResult(outcome=outcome, summary=summary, directory=run.directory, findings=findings)
+
+
+def _callbacks(run: PreparedRun, recorder: Recorder | None) -> list[Callback]:
+    """What follows every update: the average first, for it is what is evaluated."""
+    found: list[Callback] = []
+    average = run.average
+    if average is not None:
+        found.append(lambda progress: average.update(run.private.model))
+    return found if recorder is None else [*found, recorder]
 
 
 def _write_results(

@@ -19,8 +19,10 @@ import torch
 from shuffled_dpsgd.accounting import PrivacyClaim
 from shuffled_dpsgd.environment import environment
 from shuffled_dpsgd.tasks import Evaluation, RunConfig, Task, build_task, start_private
+from shuffled_dpsgd.tasks.averaging import WeightAverage
 from shuffled_dpsgd.tasks.optimizers import build_scheduler
-from shuffled_dpsgd.training.loop import LoopSettings, Outcome, Progress, train
+from shuffled_dpsgd.tasks.privacy import chosen_device
+from shuffled_dpsgd.training.loop import Callback, LoopSettings, Outcome, Progress, train
 from shuffled_dpsgd.training.plan import PrivacyPlan
 from shuffled_dpsgd.training.private import PrivateTraining
 from shuffled_dpsgd_experiments.sweeps.grid import Cell
@@ -65,48 +67,58 @@ class Meter:
 
 def run_cell(cell: Cell, tasks: Tasks) -> dict[str, Any] | None:
     """Train and score a cell; None if a signal stopped it."""
-    started = time.perf_counter()
-    config = cell.config
-    if config.training.num_threads is not None:
-        torch.set_num_threads(config.training.num_threads)
-    task = tasks.of(config)
-    model = copy.deepcopy(task.model)
-    private = start_private(config, model, dataset_size=len(task.train_data))
-    meter = Meter()
+    if cell.config.training.num_threads is not None:
+        torch.set_num_threads(cell.config.training.num_threads)
     try:
-        outcome = _train(config, task, private, meter)
-        if not outcome.finished:
-            return None
-        trained = time.perf_counter()
-        scores = evaluate(task, private.model)
-        return {
-            "sweep": cell.sweep,
-            "stage": cell.stage,
-            "method": cell.method,
-            "epsilon": cell.epsilon,
-            "seed": cell.seed,
-            "tuned": dict(cell.tuned),
-            "score_name": task.score_name,
-            **scores,
-            **describe_plan(private.plan),
-            "steps_taken": outcome.steps_taken,
-            "seconds": {
-                "whole": time.perf_counter() - started,
-                "evaluation": time.perf_counter() - trained,
-            },
-            "samples_per_second_when_warm": meter.samples_per_second(),
-            "config": cell.identity,
-            "environment": environment(str(private.device)),
-        }
+        return _record(cell, tasks)
     finally:
-        private.close()
-        del private, model
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
 
-def _train(config: RunConfig, task: Task, private: PrivateTraining, meter: Meter) -> Outcome:
+def _record(cell: Cell, tasks: Tasks) -> dict[str, Any] | None:
+    started, config, meter = time.perf_counter(), cell.config, Meter()
+    task = tasks.of(config)
+    model = copy.deepcopy(task.model).to(chosen_device(config.training.device))
+    decay = config.training.weight_averaging
+    average = WeightAverage(model, decay=decay) if decay else None
+    private = start_private(config, model, dataset_size=len(task.train_data))
+    callbacks: list[Callback] = [meter]
+    if average is not None:
+        callbacks.append(lambda progress: average.update(model))
+    try:
+        outcome = _train(config, task, private, callbacks)
+    finally:
+        private.close()
+    if not outcome.finished:
+        return None
+    trained = time.perf_counter()
+    scores = evaluate(task, model if average is None else average.model)
+    return {
+        "sweep": cell.sweep,
+        "stage": cell.stage,
+        "method": cell.method,
+        "epsilon": cell.epsilon,
+        "seed": cell.seed,
+        "tuned": dict(cell.tuned),
+        "score_name": task.score_name,
+        **scores,
+        **describe_plan(private.plan),
+        "steps_taken": outcome.steps_taken,
+        "seconds": {
+            "whole": time.perf_counter() - started,
+            "evaluation": time.perf_counter() - trained,
+        },
+        "samples_per_second_when_warm": meter.samples_per_second(),
+        "config": cell.described,
+        "environment": environment(str(private.device)),
+    }
+
+
+def _train(
+    config: RunConfig, task: Task, private: PrivateTraining, callbacks: list[Callback]
+) -> Outcome:
     find = config.training.physical_batch_size is None and private.device.type == "cuda"
     return train(
         private,
@@ -118,7 +130,7 @@ def _train(config: RunConfig, task: Task, private: PrivateTraining, meter: Meter
             collate=task.collate,
             price_steps=False,
         ),
-        callbacks=(meter,),
+        callbacks=callbacks,
         scheduler=build_scheduler(private.optimizer, config.optimizer, private.plan.num_steps),
     )
 

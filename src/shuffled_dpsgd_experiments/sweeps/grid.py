@@ -14,13 +14,13 @@ import json
 import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
 from shuffled_dpsgd.errors import InvalidArgumentError
 from shuffled_dpsgd.tasks import RunConfig, parse_config
-from shuffled_dpsgd.tasks.config import place_paths, refuse_unknown
+from shuffled_dpsgd.tasks.config import SECTIONS, place_paths, refuse_unknown
 
 Stage = Literal["tuning", "main"]
 _KEYS = ["name", "title", "results", "run", "methods", "epsilons", "seeds", "tuning"]
@@ -57,7 +57,7 @@ class Cell:
     tuned: Mapping[str, Any] = field(default_factory=dict)
 
     @property
-    def identity(self) -> dict[str, Any]:
+    def described(self) -> dict[str, Any]:
         """The configuration without what names a place or a machine."""
         config = self.config.without_seed()
         config["model"]["name"] = self.config.model.given_name
@@ -66,6 +66,16 @@ class Cell:
         for name in MACHINE:
             config["training"].pop(name, None)
         return config
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What differs from the defaults, so that an option added later changes no name."""
+        return {
+            section: {k: v for k, v in values.items() if v != _default(SECTIONS[section], k)}
+            if isinstance(values, dict)
+            else values
+            for section, values in self.described.items()
+        }
 
     @property
     def file_name(self) -> str:
@@ -272,6 +282,12 @@ def nested(key: str, value: Any) -> dict[str, Any]:
     """
     first, _, rest = key.partition(".")
     return {first: nested(rest, value) if rest else value}
+
+
+def _default(section: type, key: str) -> Any:
+    """The default of a key as plain data; of one that has none, something nothing equals."""
+    item = next(each for each in fields(section) if each.name == key)
+    return object() if item.default is MISSING else item.default
 
 
 def slug(text: str) -> str:

@@ -58,6 +58,8 @@ def test_every_budget_and_seed_is_a_cell_and_the_first_seed_comes_first() -> Non
 def test_a_cell_is_known_by_what_decides_its_result_and_by_nothing_else() -> None:
     first = next(iter(parse_sweep(RAW).main_cells({})))
     elsewhere = laid_over(RAW, {"run": {"training": {"num_threads": 1, "device": "cpu"}}})
+    spelt_out = laid_over(RAW, {"run": {"training": {"precision": "float32"}}})
+    assert next(iter(parse_sweep(spelt_out).main_cells({}))).file_name == first.file_name
     longer = laid_over(RAW, {"run": {"training": {"num_steps": 3}}})
     assert next(iter(parse_sweep(elsewhere).main_cells({}))).file_name == first.file_name
     assert next(iter(parse_sweep(longer).main_cells({}))).file_name != first.file_name
@@ -70,7 +72,7 @@ def test_a_folder_leaves_no_trace_of_where_it_is(tmp_path: Path) -> None:
         "data": {"format": "sst2", "path": str(tmp_path / "sst2")},
     }
     cell = next(iter(parse_sweep(laid_over(RAW, {"run": run})).main_cells({})))
-    assert str(tmp_path) not in str(cell.identity)
+    assert str(tmp_path) not in str(cell.described)
     assert cell.identity["data"]["name"] == "sst2 (sst2)"
 
 

@@ -1,4 +1,4 @@
-"""Epoch times: both sides are timed in the same rounds, and an epoch is steps times their number."""
+"""Epoch times: both sides are timed in the same rounds; an epoch is extrapolated from steps."""
 
 from __future__ import annotations
 

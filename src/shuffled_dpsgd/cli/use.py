@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from shuffled_dpsgd.cli.output import AsJson, print_json, reports_errors
 
+if TYPE_CHECKING:
+    from shuffled_dpsgd.tasks.task import Evaluation
+
 EVALUATE_EPILOG = (
     "Examples: [bold]shuffled-dpsgd evaluate runs/sst2[/bold] · "
-    "[bold]shuffled-dpsgd evaluate runs/sst2 --data data/other[/bold]"
+    "[bold]shuffled-dpsgd evaluate runs/sst2 --data data/other[/bold] · "
+    "[bold]shuffled-dpsgd evaluate runs/e2e --split test --beams 5 --texts e2e.jsonl[/bold]"
 )
 PREDICT_EPILOG = (
     'Examples: [bold]shuffled-dpsgd predict runs/sst2 "a fine film"[/bold] · '
@@ -30,20 +34,84 @@ Inputs = Annotated[
 ]
 Prompts = Annotated[list[str], typer.Argument(help="Prompts to continue.")]
 MaxNewTokens = Annotated[int, typer.Option(help="Stop after so many tokens.")]
+NumBeams = Annotated[int, typer.Option("--beams", help="Beams to search with; 1 is greedy.")]
+Split = Annotated[
+    str | None, typer.Option(help="The held-out split to score; the run's own if not given.")
+]
+Generation = Annotated[
+    bool,
+    typer.Option("--generation/--no-generation", help="Whether a language model writes texts."),
+]
+MaxPrompts = Annotated[
+    int | None, typer.Option(min=1, help="Write texts for at most so many prompts, drawn.")
+]
+Texts = Annotated[Path | None, typer.Option(help="Keep the texts in this .jsonl file.")]
+MeteorJar = Annotated[
+    Path | None, typer.Option(help="meteor-1.5.jar, for the full METEOR; needs Java.")
+]
 
 
 @reports_errors
-def evaluate(run: Run, data: Data = None, as_json: AsJson = False) -> None:
-    """Score the model a run left on held-out data; nothing private is touched or spent."""
-    from shuffled_dpsgd.tasks.inference import evaluate_run
+def evaluate(
+    run: Run,
+    data: Data = None,
+    split: Split = None,
+    generate_texts: Generation = True,
+    num_beams: NumBeams = 1,
+    max_new_tokens: MaxNewTokens = 64,
+    max_prompts: MaxPrompts = None,
+    texts: Texts = None,
+    meteor_jar: MeteorJar = None,
+    as_json: AsJson = False,
+) -> None:
+    """Score the model a run left on held-out data; nothing private is touched or spent.
 
-    name, result = evaluate_run(run, data=None if data is None else data.resolve())
-    found = {"score_name": name, "score": result.score, "loss": result.loss}
+    A language model also continues the held-out prompts, and its texts are compared with all their
+    references: BLEU, METEOR, ROUGE-L, NIST.
+    """
+    from shuffled_dpsgd.tasks.generation.decoding import Decoding
+    from shuffled_dpsgd.tasks.inference import GenerationRequest, evaluate_run
+
+    request = GenerationRequest(
+        decoding=Decoding(max_new_tokens=max_new_tokens, num_beams=num_beams),
+        max_prompts=max_prompts,
+        meteor_jar=meteor_jar,
+        texts_to=texts,
+    )
+    name, results, generation = evaluate_run(
+        run,
+        data=None if data is None else data.resolve(),
+        split=split,
+        generation=request if generate_texts else None,
+    )
     if as_json:
-        print_json(found | {"baseline": result.baseline, "run": str(run)})
+        print_json(_as_json(run, name, results, generation))
         return
-    commonest = "" if result.baseline is None else f" (commonest class alone {result.baseline:.4f})"
-    typer.echo(f"held-out {name} {result.score:.4f}{commonest}, loss {result.loss:.4f}")
+    for place, result in results.items():
+        share = result.baseline
+        commonest = "" if share is None else f" (commonest class alone {share:.4f})"
+        typer.echo(f"{place}: {name} {result.score:.4f}{commonest}, loss {result.loss:.4f}")
+    if generation is not None:
+        typer.echo(
+            f"{generation['split']}: {generation['num_prompts']} texts against "
+            f"{generation['num_references']} references"
+        )
+        for metric, variant in generation["variants"].items():
+            typer.echo(f"  {metric} {generation[metric]:.4f}  ({variant})")
+
+
+def _as_json(
+    run: Path, name: str, results: dict[str, Evaluation], generation: dict[str, Any] | None
+) -> dict[str, Any]:
+    """The first split's result on top, as it was during training; then all of them."""
+    splits = {place: _scores(result) for place, result in results.items()}
+    place, first = next(iter(splits.items()))
+    found = {"score_name": name, **first, "run": str(run), "split": place, "splits": splits}
+    return found if generation is None else found | {"generation": generation}
+
+
+def _scores(result: Evaluation) -> dict[str, Any]:
+    return {"score": result.score, "loss": result.loss, "baseline": result.baseline}
 
 
 @reports_errors
@@ -61,14 +129,20 @@ def predict(run: Run, inputs: Inputs, as_json: AsJson = False) -> None:
 
 @reports_errors
 def generate(
-    run: Run, prompts: Prompts, max_new_tokens: MaxNewTokens = 64, as_json: AsJson = False
+    run: Run,
+    prompts: Prompts,
+    max_new_tokens: MaxNewTokens = 64,
+    num_beams: NumBeams = 1,
+    as_json: AsJson = False,
 ) -> None:
-    """Continue prompts with the language model a run left, greedily."""
+    """Continue prompts with the language model a run left, greedily or by beam search."""
     from shuffled_dpsgd.tasks import inference
+    from shuffled_dpsgd.tasks.generation.decoding import Decoding
 
-    results = inference.generate(run, prompts, max_new_tokens=max_new_tokens)
+    decoding = Decoding(max_new_tokens=max_new_tokens, num_beams=num_beams)
+    results = inference.generate(run, prompts, decoding)
     if as_json:
-        print_json({"continuations": results})
+        print_json({"continuations": results, "decoding": decoding.to_json()})
         return
     for result in results:
         typer.echo(result["text"])

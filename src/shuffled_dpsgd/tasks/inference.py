@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +10,16 @@ import torch
 
 from shuffled_dpsgd.errors import CheckpointError, InvalidArgumentError
 from shuffled_dpsgd.tasks.config import RunConfig
+from shuffled_dpsgd.tasks.data.config import DataConfig
 from shuffled_dpsgd.tasks.data.records import LabelledText
 from shuffled_dpsgd.tasks.digits import PIXEL_MEAN, PIXEL_STD
+from shuffled_dpsgd.tasks.generation.decoding import (
+    Decoding,
+    continue_prompts,
+    prompt_ids,
+    room_for_prompts,
+)
+from shuffled_dpsgd.tasks.generation.evaluation import evaluate_generation
 from shuffled_dpsgd.tasks.images import collate_images
 from shuffled_dpsgd.tasks.models import prepare_model
 from shuffled_dpsgd.tasks.privacy import chosen_device
@@ -30,6 +38,16 @@ _HEADS: dict[str, Any] = {
 }
 
 
+@dataclass(frozen=True, kw_only=True)
+class GenerationRequest:
+    """What `evaluate` is to do with a language model's texts."""
+
+    decoding: Decoding = field(default_factory=Decoding)
+    max_prompts: int | None = None
+    meteor_jar: Path | None = None
+    texts_to: Path | None = None
+
+
 def trained_config(directory: Path) -> RunConfig:
     """The configuration of a finished run, with the weights it left as its model."""
     config = load_run(directory)
@@ -45,18 +63,52 @@ def trained_config(directory: Path) -> RunConfig:
     return replace(config, model=model)
 
 
-def evaluate_run(directory: Path, *, data: Path | None = None) -> tuple[str, Evaluation]:
-    """Score a run on its held-out data, or on those in another folder of the same layout."""
+def evaluate_run(
+    directory: Path,
+    *,
+    data: Path | None = None,
+    split: str | None = None,
+    generation: GenerationRequest | None = None,
+) -> tuple[str, dict[str, Evaluation], dict[str, Any] | None]:
+    """Score a run on its held-out data, or on those in another folder of the same layout.
+
+    Returns the score's name, the scores of each split, and those of generated texts if a
+    language model is asked for them.
+    """
     config = trained_config(directory)
     if data is not None:
         if config.data.path is None:
             raise InvalidArgumentError(
-                "--data", expected="nothing: the digits have no other", got=str(data)
+                "--data", expected="a run on data from a folder", got=str(data)
             )
         config = replace(config, data=replace(config.data, path=str(data)))
+    if split is not None:
+        config = replace(config, data=_with_split(config.data, split))
     task = build_task(config)
     model = task.model.to(chosen_device(config.training.device))
-    return task.score_name, task.evaluate(model)
+    found = {name: of(model) for name, of in task.evaluations.items()}
+    if generation is None or config.task != "causal-lm":
+        return task.score_name, found, None
+    tokenizer = load_tokenizer(config.model.name)
+    limited = config.data
+    if generation.max_prompts is not None:
+        limited = replace(limited, max_heldout_examples=generation.max_prompts)
+    scores = evaluate_generation(
+        model,
+        tokenizer,
+        limited,
+        generation.decoding,
+        meteor_jar=generation.meteor_jar,
+        texts_to=generation.texts_to,
+    )
+    return task.score_name, found, {"split": next(iter(found)), **scores}
+
+
+def _with_split(data: DataConfig, split: str) -> DataConfig:
+    try:
+        return replace(data, heldout_split=split, heldout_from_train=None)
+    except InvalidArgumentError as error:
+        raise error.about("--split") from error
 
 
 @torch.no_grad()
@@ -81,35 +133,27 @@ def predict(directory: Path, inputs: list[str]) -> list[dict[str, Any]]:
     return answers
 
 
-@torch.no_grad()
-def generate(directory: Path, prompts: list[str], *, max_new_tokens: int) -> list[dict[str, Any]]:
-    """The likeliest continuation of each prompt, token by token, as the run was trained to."""
+def generate(directory: Path, prompts: list[str], decoding: Decoding) -> list[dict[str, Any]]:
+    """The likeliest continuation of each prompt, as the run was trained to give it."""
     config = trained_config(directory)
     if config.task != "causal-lm":
         raise InvalidArgumentError(
             "RUN", expected="a language model", got=config.task, remedy="use predict"
         )
-    if max_new_tokens < 1:
-        raise InvalidArgumentError("--max-new-tokens", expected="at least 1", got=max_new_tokens)
-    model: Any = prepare_model(config.model, head="causal-lm").eval()
+    model: Any = prepare_model(config.model, head="causal-lm")
     tokenizer = load_tokenizer(config.model.name)
-    positions = getattr(model.config, "max_position_embeddings", None)
-    results = []
+    room = room_for_prompts(model, decoding)
     for prompt in prompts:
-        ids = tokenizer.encode_plain(f"{prompt} ||")
-        room = max_new_tokens if positions is None else min(max_new_tokens, positions - len(ids))
-        if room < 1:
+        length = len(prompt_ids(prompt, tokenizer, None))
+        if room is not None and length > room:
             raise InvalidArgumentError(
-                "PROMPT", expected=f"fewer than {positions} tokens", got=len(ids)
+                "PROMPT",
+                expected=f"at most {room} tokens, so that {decoding.max_new_tokens} more fit",
+                got=length,
             )
-        start = len(ids)
-        for _ in range(room):
-            best = int(model(input_ids=torch.tensor([ids])).logits[0, -1].argmax())
-            if best == tokenizer.end_id:
-                break
-            ids.append(best)
-        results.append({"prompt": prompt, "text": tokenizer.decode(ids[start:]).strip()})
-    return results
+    device = chosen_device(config.training.device)
+    texts = continue_prompts(model.to(device), tokenizer, prompts, decoding)
+    return [{"prompt": prompt, "text": text} for prompt, text in zip(prompts, texts, strict=True)]
 
 
 def _tokens(given: str, config: RunConfig, model: Any) -> dict[str, torch.Tensor]:

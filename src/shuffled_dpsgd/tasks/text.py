@@ -22,6 +22,7 @@ from shuffled_dpsgd.tasks.classification import classification_task, heldout_bat
 from shuffled_dpsgd.tasks.config import RunConfig
 from shuffled_dpsgd.tasks.data.loading import read_continuations, read_texts, require_task
 from shuffled_dpsgd.tasks.data.records import Continuation, LabelledText, Splits
+from shuffled_dpsgd.tasks.generation.decoding import MARK, cut_prompt
 from shuffled_dpsgd.tasks.models import prepare_model
 from shuffled_dpsgd.tasks.parts import check_sizes
 from shuffled_dpsgd.tasks.task import Evaluation, Task
@@ -149,13 +150,14 @@ def encode_labelled(
 def encode_continuations(
     examples: Sequence[Continuation], tokenizer: Tokenizer, max_length: int
 ) -> list[Record]:
-    """Ids of prompt, target and end; with the number of ids before the target."""
+    """Ids of prompt, mark, target and end; with the number of ids before the target."""
     encoded: list[Record] = []
-    prompts = tokenizer.encode_all_plain([f"{example.prompt} ||" for example in examples])
+    mark = tokenizer.encode_plain(MARK)
+    prompts = tokenizer.encode_all_plain([f"{example.prompt}{MARK}" for example in examples])
     targets = tokenizer.encode_all_plain([f" {example.target}" for example in examples])
     for prompt, target in zip(prompts, targets, strict=True):
         # Cut the prompt rather than the target: without a target token there is nothing to learn.
-        kept = prompt[: max(max_length - len(target) - 1, 1)]
+        kept = cut_prompt(prompt, mark, max_length - len(target) - 1)
         ids = [*kept, *target, tokenizer.end_id][:max_length]
         encoded.append((ids, len(kept)))
     return encoded

@@ -36,7 +36,13 @@ def read_continuations(data: DataConfig) -> Splits[list[Continuation]]:
 
 
 def read_references(data: DataConfig, split: str | None = None) -> list[Referenced]:
-    """Every prompt of a held-out split, with all its references; `split` or the usual one."""
+    """Every prompt of a held-out split, with all its references.
+
+    `split` or the one the run is scored on: training records held back, or the usual split.
+    """
+    if split is None and data.heldout_from_train is not None:
+        return by_prompt(read_continuations(data).heldout[HELD_BACK])
+    split = split or data.heldout_split
     if data.format == "dart":
         items = _dart_items(data)
         found = nlg.dart_references(items.read(split or items.heldout[0]), data.exclude_sources)

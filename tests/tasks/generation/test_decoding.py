@@ -1,0 +1,96 @@
+"""Decoding: batches with padding give what single prompts do, and beams find the likeliest text."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+
+from shuffled_dpsgd.errors import InvalidArgumentError
+from shuffled_dpsgd.models import build_model
+from shuffled_dpsgd.tasks.generation.decoding import (
+    MARK,
+    Decoding,
+    continue_ids,
+    continue_prompts,
+    continue_slowly,
+    prompt_ids,
+)
+from shuffled_dpsgd.tasks.tokenizers import ByteTokenizer
+
+transformers = pytest.importorskip("transformers")
+PROMPTS = ["name[A]", "name[The Vaults], food[Thai], near[Café]", "x"]
+
+
+def lively(name: str, **settings: Any) -> Any:
+    """A model in float64 whose random weights are large enough to say something."""
+    model = build_model(name, device="cpu", settings=settings).double().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.mul_(8.0)
+    return model
+
+
+@pytest.mark.parametrize("name", ["gpt2-tiny", "llama-tiny"])
+def test_greedy_batches_equal_one_prompt_at_a_time(name: str) -> None:
+    small = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
+    model = lively(name, **(small if name == "llama-tiny" else {}))
+    tokenizer = ByteTokenizer()
+    rows = [prompt_ids(prompt, tokenizer, None) for prompt in PROMPTS]
+    found = continue_ids(model, tokenizer, rows, Decoding(max_new_tokens=12))
+    slow = [continue_slowly(model, tokenizer, row, 12) for row in rows]
+    assert found == slow
+    assert len({tuple(ids) for ids in slow}) == 3
+
+
+def test_texts_come_back_in_the_order_of_their_prompts() -> None:
+    model, tokenizer = lively("gpt2-tiny"), ByteTokenizer()
+    decoding = Decoding(max_new_tokens=6)
+    together = continue_prompts(model, tokenizer, PROMPTS, decoding)
+    alone = [continue_prompts(model, tokenizer, [prompt], decoding)[0] for prompt in PROMPTS]
+    assert together == alone
+
+
+def test_beam_search_finds_the_likeliest_text() -> None:
+    """With as many beams as there are beginnings, nothing is overlooked."""
+    ends = {"bos_token_id": 1, "eos_token_id": 1}
+    model = lively("gpt2-tiny", vocab_size=5, n_embd=16, n_head=2, **ends)
+    tokenizer = ByteTokenizer(pad_id=0, end_id=1)
+    rows, length = [[2, 3], [4, 2, 2, 3]], 3
+    decoding = Decoding(max_new_tokens=length, num_beams=64, length_penalty=0.0)
+    found = continue_ids(model, tokenizer, rows, decoding)
+    for row, ids in zip(rows, found, strict=True):
+        best = max(endings(length), key=lambda ending: log_probability(model, row, ending))
+        assert ids == [i for i in best if i != 1]
+
+
+def endings(length: int) -> list[list[int]]:
+    """Every continuation: letters or padding up to the end, or up to `length`."""
+    inner = [0, 2, 3, 4]
+    found = [list(ids) for ids in itertools.product(inner, repeat=length)]
+    for size in range(length):
+        found += [[*ids, 1] for ids in itertools.product(inner, repeat=size)]
+    return found
+
+
+@torch.no_grad()
+def log_probability(model: Any, row: list[int], ending: list[int]) -> float:
+    logits = model(input_ids=torch.tensor([[*row, *ending]])).logits[0].log_softmax(dim=-1)
+    places = range(len(row) - 1, len(row) + len(ending) - 1)
+    return sum(float(logits[at, i]) for at, i in zip(places, ending, strict=True))
+
+
+def test_long_prompts_are_cut_before_the_mark() -> None:
+    tokenizer = ByteTokenizer()
+    assert bytes(prompt_ids("a" * 50, tokenizer, 9)) == b"aaaaaa" + MARK.encode()
+    model = lively("gpt2-tiny", n_positions=16)
+    (text,) = continue_prompts(model, tokenizer, ["a" * 50], Decoding(max_new_tokens=4))
+    assert isinstance(text, str)
+    with pytest.raises(InvalidArgumentError, match="fewer than the model's 16 positions"):
+        continue_prompts(model, tokenizer, ["a"], Decoding(max_new_tokens=16))
+    for wrong in ({"max_new_tokens": 0}, {"num_beams": 0}):
+        with pytest.raises(InvalidArgumentError, match="at least 1"):
+            Decoding(**wrong)

@@ -123,7 +123,11 @@ def test_frozen_parameters_stay(runs: Path) -> None:
         (["predict", "cifar", "train.tsv"], "an image file"),
         (["generate", "csv", "a"], "use predict"),
         (["generate", "e2e", "a", "--max-new-tokens", "0"], "at least 1"),
-        (["generate", "e2e", "a" * 600], "fewer than 512"),
+        (["generate", "e2e", "a" * 600], "at most 448 tokens"),
+        (["generate", "e2e", "a", "--beams", "0"], "num_beams"),
+        (["evaluate", "csv", "--split", "train"], "--split"),
+        (["evaluate", "e2e", "--split", "test"], "testset_w_refs.csv"),
+        (["evaluate", "e2e", "--meteor-jar", "absent.jar"], "--meteor-jar"),
         (["predict", "csv"], "Missing argument"),
     ],
 )

@@ -90,11 +90,12 @@ def evaluate(
     for place, result in results.items():
         share = result.baseline
         commonest = "" if share is None else f" (commonest class alone {share:.4f})"
-        typer.echo(f"{place}: {name} {result.score:.4f}{commonest}, loss {result.loss:.4f}")
+        score = f"held-out {name} {result.score:.4f} on {place}{commonest}"
+        typer.echo(f"{score}, loss {result.loss:.4f}")
     if generation is not None:
         typer.echo(
-            f"{generation['split']}: {generation['num_prompts']} texts against "
-            f"{generation['num_references']} references"
+            f"{generation['num_prompts']} texts generated on {generation['split']}, against "
+            f"{generation['num_references']} references:"
         )
         for metric, variant in generation["variants"].items():
             typer.echo(f"  {metric} {generation[metric]:.4f}  ({variant})")

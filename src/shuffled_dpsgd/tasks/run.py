@@ -38,6 +38,7 @@ from shuffled_dpsgd.tasks.summary import (
     count_parameters,
     describe_subject,
     save_weights,
+    scores_by_split,
     summarise,
 )
 from shuffled_dpsgd.tasks.task import Task
@@ -210,9 +211,12 @@ def execute(run: PreparedRun, observers: tuple[Observer, ...] = ()) -> RunResult
         save_weights(run.task, run.scored, run.directory / "model")
         recorder.score_last()
     records = log.read()
+    scores = scores_by_split(run.task, run.private.model, records) if outcome.finished else {}
     findings = tuple(diagnose(records, run.private.plan))
     warnings = [finding.to_json() for finding in findings]
-    summary = _write_results(run, outcome, records, sizes | {"warnings": warnings})
+    summary = _write_results(
+        run, outcome, records, sizes | {"warnings": warnings, "heldout_scores": scores}
+    )
     return RunResult(outcome=outcome, summary=summary, directory=run.directory, findings=findings)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -68,6 +69,22 @@ def count_parameters(model: nn.Module) -> dict[str, int]:
         "total_parameters": sum(size for size, _ in sizes),
         "trainable_parameters": sum(size for size, trainable in sizes if trainable),
     }
+
+
+def scores_by_split(
+    task: Task, model: nn.Module, records: list[StepRecord]
+) -> dict[str, dict[str, Any]]:
+    """What a finished run scored on each held-out split; the first was scored during training."""
+    found: dict[str, dict[str, Any]] = {}
+    last = records[-1] if records else None
+    for split, evaluate in task.evaluations.items():
+        if not found and last is not None and last.heldout_score is not None:
+            found[split] = {"score": last.heldout_score, "loss": last.heldout_loss}
+            continue
+        result = evaluate(model)
+        values = {"score": result.score, "loss": result.loss}
+        found[split] = {k: v if math.isfinite(v) else None for k, v in values.items()}
+    return found
 
 
 def summarise(

@@ -1,0 +1,174 @@
+"""Each named data set, tiny: two private steps, then the finished run classifies or generates."""
+
+from __future__ import annotations
+
+import json
+import lzma
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from shuffled_dpsgd.tasks import run as run_module
+from shuffled_dpsgd.tasks.config import parse_config
+from shuffled_dpsgd.tasks.data.med_codec import encode
+from shuffled_dpsgd.tasks.data.published import PUBLISHED
+from shuffled_dpsgd.tasks.generation.decoding import Decoding
+from shuffled_dpsgd.tasks.generation.evaluation import read_generated, score_generated
+from shuffled_dpsgd.tasks.inference import GenerationRequest, evaluate_run, generate, predict
+from shuffled_dpsgd.tasks.run import execute, prepare
+
+pytest.importorskip("transformers")
+pytest.importorskip("sacrebleu")
+
+COUNT = 12
+MODELS = {
+    "text-classification": "bert-tiny",
+    "causal-lm": "gpt2-tiny",
+    "image-classification": "vit-tiny",
+}
+
+
+def table(folder: Path, name: str, *columns: str) -> None:
+    """Texts in all columns but the last, which has a class or what stands for one."""
+    rows = [[*(f"{c} {i}" for c in columns[:-1]), str(i % 2)] for i in range(COUNT)]
+    separator = "\t" if name.endswith("tsv") else ","
+    lines = [separator.join(row) for row in (columns, *rows)]
+    (folder / name).write_text("\n".join(lines) + "\n")
+
+
+def sst2(folder: Path) -> None:
+    for split in ("train", "dev"):
+        table(folder, f"{split}.tsv", "sentence", "label")
+
+
+def qqp(folder: Path) -> None:
+    for split in ("train", "dev"):
+        table(folder, f"{split}.tsv", "id", "question1", "question2", "is_duplicate")
+
+
+def mnli(folder: Path) -> None:
+    rows = ["sentence1\tsentence2\tgold_label", *["a b\tc d\tneutral"] * COUNT]
+    for name in ("train", "dev_matched", "dev_mismatched"):
+        (folder / f"{name}.tsv").write_text("\n".join(rows))
+
+
+def qnli(folder: Path) -> None:
+    rows = ["question\tsentence\tlabel", *["who?\the did.\tentailment"] * COUNT]
+    for name in ("train", "dev"):
+        (folder / f"{name}.tsv").write_text("\n".join(rows))
+
+
+def e2e(folder: Path) -> None:
+    for name in ("trainset", "devset", "testset_w_refs"):
+        rows = [f"food[{i // 2}],It serves {i}." for i in range(COUNT)]
+        (folder / f"{name}.csv").write_text("\n".join(["mr,ref", *rows]))
+
+
+def dart(folder: Path) -> None:
+    notes = [{"source": "webnlg", "text": "A is B."}, {"source": "e2e", "text": "B it is."}]
+    item = {"tripleset": [["A", "is", "B"]], "annotations": notes}
+    for split in ("train", "dev", "test"):
+        path = folder / f"dart-v1.1.1-full-{split}.json"
+        path.write_text(json.dumps([item] * (COUNT // 2), indent=2))
+
+
+def pixels() -> tuple[Any, Any]:
+    images = np.random.default_rng(0).integers(0, 256, (COUNT, 32, 32, 3), dtype=np.uint8)
+    return images, np.arange(COUNT, dtype=np.uint8) % 10
+
+
+def cifar10(folder: Path) -> None:
+    images, labels = pixels()
+    planes = images.transpose(0, 3, 1, 2).reshape(COUNT, -1)
+    content = np.concatenate([labels[:, None], planes], axis=1).tobytes()
+    for name in (*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"):
+        (folder / f"{name}.bin").write_bytes(content)
+
+
+def cifar100(folder: Path) -> None:
+    images, labels = pixels()
+    packed = lzma.compress(encode(np.concatenate([images, images])), preset=0)
+    (folder / "cifar100.med.xz").write_bytes(packed)
+    np.savez(folder / "labels.npz", train_labels=labels, test_labels=labels)
+
+
+@pytest.fixture(autouse=True)
+def no_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Figures take longer than these runs do, and have tests of their own."""
+    monkeypatch.setattr(run_module, "write_report", lambda *_, **__: None)
+
+
+WRITERS = (sst2, qqp, mnli, qnli, e2e, dart, cifar10, cifar100)
+
+
+def test_every_named_set_is_tried_here() -> None:
+    assert {write.__name__ for write in WRITERS} == set(PUBLISHED)
+
+
+@pytest.mark.parametrize("write", WRITERS, ids=lambda write: write.__name__)
+def test_a_run_on_a_named_set(write: Callable[[Path], None], tmp_path: Path) -> None:
+    name, folder, run = write.__name__, tmp_path / "data", tmp_path / "run"
+    folder.mkdir()
+    write(folder)
+    facts = PUBLISHED[name]
+    config = parse_config(
+        {
+            "task": facts.task,
+            "seed": 0,
+            "model": {"name": MODELS[facts.task]},
+            "data": {"format": name, "path": str(folder), "max_length": 48},
+            "privacy": {"noise_multiplier": 1.0, "delta": 1e-3, "clip_norm": 1.0},
+            "training": {"expected_batch_size": 6, "num_steps": 2, "evaluate_every": 2},
+        }
+    )
+    summary = execute(prepare(config, run)).summary
+    assert summary["finished"]
+    request = GenerationRequest(decoding=Decoding(max_new_tokens=4, num_beams=2))
+    score, splits, generation = evaluate_run(run, generation=request)
+    assert tuple(splits) == facts.heldout
+    first = splits[facts.heldout[0]]
+    assert first.score == pytest.approx(summary["heldout_score"], rel=1e-4)
+    assert list(summary["heldout_scores"]) == list(splits)
+    assert score == ("perplexity" if facts.task == "causal-lm" else "accuracy")
+    check_use(run, facts.task, generation)
+
+
+def check_use(run: Path, task: str, generation: dict[str, Any] | None) -> None:
+    if task == "causal-lm":
+        assert generation is not None
+        assert generation["num_references"] == COUNT
+        assert generation["num_prompts"] == COUNT // 2
+        assert all(math.isfinite(generation[metric]) for metric in generation["variants"])
+        (answer,) = generate(run, ["A : is : B"], Decoding(max_new_tokens=3, num_beams=2))
+        assert isinstance(answer["text"], str)
+    elif task == "text-classification":
+        (answer,) = predict(run, ["a text\tand another"])
+        assert answer["name"]
+
+
+def test_texts_are_kept_for_scoring_elsewhere(tmp_path: Path) -> None:
+    e2e(tmp_path)
+    config = {
+        "task": "causal-lm",
+        "seed": 0,
+        "model": {"name": "gpt2-tiny"},
+        "data": {"format": "e2e", "path": str(tmp_path), "heldout_from_train": 4},
+        "privacy": {"noise_multiplier": 1.0, "delta": 1e-3, "clip_norm": 1.0},
+        "training": {"expected_batch_size": 4, "num_steps": 1},
+    }
+    execute(prepare(parse_config(config), tmp_path / "run"))
+    kept = tmp_path / "texts.jsonl"
+    request = GenerationRequest(decoding=Decoding(max_new_tokens=2), texts_to=kept)
+    _, splits, held_back = evaluate_run(tmp_path / "run", generation=request)
+    assert held_back is not None
+    assert list(splits) == ["held-back"]
+    assert held_back["num_references"] == 4
+    again = score_generated(read_generated(kept))
+    assert again.items() <= held_back.items()
+    _, splits, test = evaluate_run(tmp_path / "run", split="test", generation=request)
+    assert test is not None
+    assert (list(splits), test["split"], test["num_references"]) == (["test"], "test", COUNT)

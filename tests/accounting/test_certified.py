@@ -13,10 +13,12 @@ from hypothesis import strategies as st
 
 from shuffled_dpsgd.accounting import (
     SampledGaussian,
+    accountants,
     calibrate_certified,
     certified_bracket,
     certified_claim,
     certified_curve,
+    pld,
     smallest_noise,
 )
 from shuffled_dpsgd.accounting.comparisons import gaussian_epsilon
@@ -219,3 +221,31 @@ def test_a_target_that_no_noise_meets_is_refused(epsilon: float) -> None:
         calibrate_certified(epsilon=epsilon, delta=1e-12, sampling_prob=0.02, num_steps=500)
     assert refusal.value.argument == "epsilon"
     assert refusal.value.remedy
+
+
+def test_two_stages_of_composition_are_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps that leave a rest, in two stages, against dp_accounting in one."""
+    steps, spacing = 1003, 2.0**-9
+    mechanism = SampledGaussian(noise_multiplier=2.0, sampling_prob=0.02, num_steps=steps)
+    monkeypatch.setattr(pld, "MANY_STEPS", 100)
+    in_stages = epsilon_at(mechanism, 1e-5, spacing, pessimistic=True)
+    at_once = privacy_loss_distribution.from_gaussian_mechanism(
+        2.0, sampling_prob=0.02, value_discretization_interval=spacing
+    ).self_compose(steps)
+    assert in_stages == pytest.approx(at_once.get_epsilon_for_delta(1e-5), rel=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("noise", "prob"), [(2.33, 2e-4), (50.0, 1e-3), (1.0, 1e-5)])
+def test_a_hundred_million_steps_are_priced(noise: float, prob: float) -> None:
+    run = {"noise_multiplier": noise, "sampling_prob": prob, "num_steps": 10**8, "delta": 5e-6}
+    bracket = certified_bracket(**run)  # type: ignore[arg-type]
+    limit, renyi = (
+        found.claim(
+            SampledGaussian(noise_multiplier=noise, sampling_prob=prob, num_steps=10**8), 5e-6
+        )
+        for found in accountants()
+        if found.name in ("rdp", "gdp")
+    )
+    assert 0.0 <= bracket.lower < bracket.upper < 5.0
+    assert min(limit.epsilon, renyi.epsilon) < bracket.upper <= max(limit.epsilon, renyi.epsilon)

@@ -10,11 +10,12 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shuffled_dpsgd.accounting.claim import Adjacency, Calibration, Kind, PrivacyClaim
 from shuffled_dpsgd.accounting.events import SampledGaussian, check_delta, check_epsilon
-from shuffled_dpsgd.accounting.pld import epsilon_at, optimistic, price, refine
+from shuffled_dpsgd.accounting.pld import MANY_STEPS, epsilon_at, optimistic, price, refine
+from shuffled_dpsgd.accounting.rdp import rdp_epsilon
 from shuffled_dpsgd.accounting.search import smallest_noise_multiplier
 from shuffled_dpsgd.errors import InvalidArgumentError
 
@@ -64,7 +65,14 @@ def certified_claim(
         adjacency=adjacency,
     )
     _check_delta(delta)
-    return _claim(mechanism, delta, price(mechanism, delta, RELATIVE_ERROR))
+    claim = _claim(mechanism, delta, price(mechanism, delta, RELATIVE_ERROR))
+    if num_steps < MANY_STEPS or adjacency != "add-remove":
+        return claim
+    # Over so many steps float64 allows coarse grids only, and the looser method can be the closer.
+    by_moments = rdp_epsilon(mechanism, delta)
+    if by_moments >= claim.epsilon:
+        return claim
+    return replace(claim, epsilon=by_moments, method="Rényi DP")
 
 
 def certified_curve(
@@ -156,7 +164,7 @@ def certified_bracket(
         adjacency=adjacency,
     )
     _check_delta(delta)
-    upper = price(mechanism, delta, RELATIVE_ERROR)
+    upper = certified_claim(**mechanism.to_json(), delta=delta).epsilon
     lower = optimistic(mechanism, delta, COARSE_ERROR * upper)
     return Bracket(lower=min(lower, upper), upper=upper)
 

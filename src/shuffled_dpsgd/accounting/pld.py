@@ -19,7 +19,10 @@ from shuffled_dpsgd.accounting.events import SampledGaussian
 
 # dp_accounting drops tails of probability e^-50, that is beyond about ten standard deviations.
 TAIL_DEVIATIONS = 10.0
+CUT_TAILS = 1e-15
 LARGEST_GRID = 4_000_000
+MANY_STEPS = 1_000_000
+LARGEST_SHIFT = 600.0
 LARGEST_OPTIMISTIC_GRID = 100_000
 
 
@@ -35,11 +38,17 @@ def refine(mechanism: SampledGaussian, delta: float, relative_error: float) -> t
         return 1.0, math.inf
     spacing = _power_of_two(_loss_range(mechanism) / 2000.0)
     finest = _power_of_two(_loss_range(mechanism) / LARGEST_GRID)
+    coarser = (1.0, math.inf)
     while True:
         epsilon = epsilon_at(mechanism, delta, spacing, pessimistic=True)
+        if epsilon > coarser[1]:
+            # Grids nest, so a finer one can only lower ε: what raised it is float64's own rounding,
+            # times the number of steps, and a finer grid has more of it.
+            return coarser
         wanted = max(_spacing_for(mechanism, epsilon, delta, relative_error), finest)
         if spacing <= wanted:
             return spacing, epsilon
+        coarser = (spacing, epsilon)
         spacing = max(min(spacing / 2.0, _power_of_two(wanted)), finest)
 
 
@@ -73,8 +82,24 @@ def epsilon_at(
     distribution = _distribution(
         noise, mechanism.sampling_prob, mechanism.adjacency, spacing, pessimistic
     )
-    composed = distribution if count == 1 else distribution.self_compose(count)
-    return float(composed.get_epsilon_for_delta(delta))
+    return float(_self_composed(distribution, count).get_epsilon_for_delta(delta))
+
+
+def _self_composed(distribution: Any, count: int) -> Any:
+    """`count` steps in a row; very many in two stages of about √count each.
+
+    The bound by which dp_accounting cuts tails off suits lists about as long as the sum is wide.
+    One step's list is far shorter than the sum of 10⁸ of them, and in one stage it would keep many
+    times more than there is.
+    """
+    if count == 1:
+        return distribution
+    if count < MANY_STEPS:
+        return distribution.self_compose(count)
+    inner = math.isqrt(count)
+    outer, rest = divmod(count, inner)
+    composed = distribution.self_compose(inner, CUT_TAILS / outer).self_compose(outer, CUT_TAILS)
+    return composed if rest == 0 else composed.compose(_self_composed(distribution, rest))
 
 
 @lru_cache(maxsize=8)
@@ -168,4 +193,7 @@ def optimistic(mechanism: SampledGaussian, delta: float, width: float) -> float:
         return math.inf
     wanted = 2.0 * width / _composed(mechanism)[1]
     finest = _loss_range(mechanism) / LARGEST_OPTIMISTIC_GRID
-    return epsilon_at(mechanism, delta, max(wanted, finest), pessimistic=False)
+    spacing = max(wanted, finest)
+    if _composed(mechanism)[1] * spacing > LARGEST_SHIFT:
+        return 0.0  # very many steps: rounding down so coarsely says nothing
+    return epsilon_at(mechanism, delta, spacing, pessimistic=False)

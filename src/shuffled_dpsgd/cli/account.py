@@ -74,7 +74,7 @@ def account(
     chosen = accountants(
         dimension=dimension, batch_clip=batch_clip, delta_split=parse_delta_split(delta_split)
     )
-    if steps > MANY_STEPS and not as_json:
+    if steps > MANY_STEPS:
         _say_it_takes_long(chosen, mechanism, delta)
     rows = price_each(chosen, lambda each: _row(each, mechanism, delta), quiet=as_json)
     bracket = certified_bracket(**mechanism.to_json(), delta=delta)
@@ -92,11 +92,11 @@ def account(
 def _say_it_takes_long(
     chosen: Sequence[Accountant], mechanism: SampledGaussian, delta: float
 ) -> None:
-    """Before minutes of silence: what is being computed, and a proven bound meanwhile."""
+    """Before half a minute of silence: what is being computed, and a proven bound meanwhile."""
     quick = next(each for each in chosen if each.name == "rdp").claim(mechanism, delta)
     typer.echo(
-        f"Composing {mechanism.num_steps:,} steps by privacy-loss distributions takes many "
-        f"minutes. A looser bound meanwhile: {quick.describe()}.",
+        f"Composing {mechanism.num_steps:,} steps by privacy-loss distributions takes up to half a "
+        f"minute. A looser bound meanwhile: {quick.describe()}.",
         err=True,
     )
 

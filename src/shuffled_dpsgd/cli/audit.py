@@ -251,6 +251,42 @@ def run(
     deliver(report, output, as_json)
 
 
+@app.command("run-folder")
+@reports_errors
+def run_folder(
+    directory: opt.RunFolder,
+    canaries: opt.GradientCanaries = 500,
+    input_canaries: opt.InputCanaries = 0,
+    input_canary: opt.InputCanary = "mislabelled",
+    confidence: opt.Confidence = 0.95,
+    seed: opt.Seed = 0,
+    as_json: AsJson = False,
+) -> None:
+    """Audit a finished run: train it once more with canaries, and put the bounds on its card.
+
+    The repeat has the run's own records, noise, clip and steps, and is thrown away. What was found
+    is in DIR/audit, and on the run's card, report and summary. Publishing it spends as much
+    privacy as the run did; the card says so.
+
+    Example: shuffled-dpsgd audit run-folder runs/digits
+    """
+    from shuffled_dpsgd.auditing.run import RunSetting
+    from shuffled_dpsgd_experiments.audited_folder import audit_folder, write_audited_card
+
+    setting = RunSetting(
+        num_gradient_canaries=canaries,
+        num_input_canaries=input_canaries,
+        input_canary=input_canary,  # type: ignore[arg-type]  # checked by RunSetting
+        seed=seed,
+    )
+    with progress(quiet=as_json) as on_progress:
+        report, card = audit_folder(
+            directory, setting, confidence=confidence, on_progress=on_progress
+        )
+    write_audited_card(directory, card)
+    deliver(report, directory / "audit", as_json)
+
+
 @app.command()
 @reports_errors
 def sensitivity(

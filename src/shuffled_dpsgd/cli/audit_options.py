@@ -44,6 +44,7 @@ Seeds = Annotated[int, typer.Option(help="Runs with the shuffle, and as many wit
 BlackBoxSteps = Annotated[int, typer.Option(help="Steps of every run.")]
 Repetitions = Annotated[int, typer.Option(help="Repeats that show the estimator's spread.")]
 
+RunFolder = Annotated[Path, typer.Argument(metavar="DIR", help="The folder of a finished run.")]
 ConfigFile = Annotated[Path | None, typer.Option(help="A TOML file as `train --config` reads.")]
 Mode = Annotated[
     str, typer.Option(help="step: one step, many releases. one-run: one run, many canaries.")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shuffled_dpsgd.reports.card_html import card_page
+from shuffled_dpsgd.reports.card_html import card_fragment, card_page
 from shuffled_dpsgd.reports.figures import RunView, draw_all
 from shuffled_dpsgd.reports.records import (
     MetricsLog,
@@ -16,6 +16,7 @@ __all__ = [
     "MetricsLog",
     "RunView",
     "StepRecord",
+    "card_fragment",
     "card_page",
     "count_norms",
     "draw_all",

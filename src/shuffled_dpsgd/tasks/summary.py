@@ -51,10 +51,14 @@ def describe_subject(config: RunConfig, model: Path) -> dict[str, str]:
         "date": today(),
         "versions": ", ".join(f"{name} {of}" for name, of in found.items() if of is not None),
     }
+    weights = describe_weights(model)
+    return subject if weights is None else {**subject, "weights": weights}
+
+
+def describe_weights(model: Path) -> str | None:
+    """The files of weights in a folder, each with its hash; None where there are none."""
     weights = sorted(model.glob("*.safetensors"))
-    if weights:
-        subject["weights"] = ", ".join(f"{w.name} sha256 {_sha256(w)}" for w in weights)
-    return subject
+    return ", ".join(f"{w.name} sha256 {_sha256(w)}" for w in weights) or None
 
 
 def _sha256(path: Path) -> str:

@@ -27,6 +27,7 @@ from shuffled_dpsgd.models import build_model
 from shuffled_dpsgd.permutation import Permutation, PermutationSpec, apply, discover, draw
 from shuffled_dpsgd.permutation.move import fused
 from shuffled_dpsgd.permutation.move.application import gather_
+from shuffled_dpsgd_experiments.tables.table7 import ways_to_shuffle
 
 MODELS = ("vit-base", "bert-base", "gpt2", "gpt2-large")
 SMALL = {"n_embd": 256, "n_layer": 2, "n_head": 4}
@@ -61,35 +62,16 @@ def host_and_total_seconds(
 
 def shuffle_matrix(device: torch.device, size: int, repeats: int) -> dict[str, Any]:
     """Rows and columns of a square matrix, as the paper's Table 7 times it."""
-    matrix = torch.randn(size, size, device=device)
-    rows, cols = (torch.randperm(size, device=device) for _ in range(2))
-    expected = matrix[rows][:, cols]
-    dense = [torch.eye(size, device=device)[index] for index in (rows, cols)]
-    ones = torch.ones(size, device=device)
-    sparse = [
-        torch.sparse_coo_tensor(
-            torch.stack([torch.arange(size, device=device), index]),
-            ones,
-            (size, size),
-            check_invariants=True,
-        ).coalesce()
-        for index in (rows, cols)
-    ]
-    ways: dict[str, Callable[[], torch.Tensor]] = {
-        "index": lambda: matrix[rows][:, cols],
-        "dense matmul": lambda: dense[0] @ matrix @ dense[1].T,
-        "sparse matmul": lambda: (
-            torch.sparse.mm(sparse[1], torch.sparse.mm(sparse[0], matrix).T.contiguous()).T
-        ),
-    }
+    matrix, order, ways = ways_to_shuffle(device, size)
+    expected = matrix[order[0]][:, order[1]]
     for name, way in ways.items():
         if not torch.allclose(way(), expected):
             raise RuntimeError(f"{name} does not permute the matrix as indexing does")
     found: dict[str, Any] = {"size": size}
     for name, way in ways.items():
         found[name] = seconds(way, device, repeats=repeats)
-    order = [(0, rows), (1, cols)]
-    found["index in place"] = seconds(lambda: gather_(matrix, order), device, repeats=repeats)
+    axes = list(enumerate(order))
+    found["index in place"] = seconds(lambda: gather_(matrix, axes), device, repeats=repeats)
     return found
 
 

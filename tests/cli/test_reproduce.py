@@ -15,7 +15,7 @@ def test_a_figure_lands_in_the_folder(tmp_path: Path) -> None:
         app, ["reproduce", "fig1", "fig4", "--output", str(tmp_path), "--json"]
     )
     assert done.exit_code == 0, done.output
-    written = json.loads(done.stdout)
+    written = {name: each["written"] for name, each in json.loads(done.stdout).items()}
     assert list(written) == ["fig1", "fig4"]
     for paths in written.values():
         assert {Path(path).suffix for path in paths} == {".json", ".png", ".svg"}

@@ -1,31 +1,57 @@
-"""`shuffled-dpsgd reproduce`: rebuild the paper's figures, numbers and drawing, by name."""
+"""`shuffled-dpsgd reproduce`: rebuild the paper's figures and tables, by name."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from shuffled_dpsgd.cli.output import AsJson, print_json, reports_errors
 from shuffled_dpsgd.errors import InvalidArgumentError
 
-EPILOG = "Example: [bold]shuffled-dpsgd reproduce fig1 fig3 --output figures[/bold]"
+if TYPE_CHECKING:
+    from shuffled_dpsgd_experiments.reproductions import Reproduced
+
+EPILOG = (
+    "Examples: [bold]shuffled-dpsgd reproduce fig1 fig3 --output figures[/bold] · "
+    "[bold]shuffled-dpsgd reproduce table7[/bold] · "
+    "[bold]shuffled-dpsgd reproduce all --from-results[/bold]"
+)
 
 
 @reports_errors
 def reproduce(
     names: Annotated[
-        list[str] | None, typer.Argument(help="What to rebuild: fig1, fig2, fig3, fig4.")
+        list[str] | None,
+        typer.Argument(help="What to rebuild: fig1 to fig4, table1 to table8, claims, or all."),
     ] = None,
-    output: Annotated[Path, typer.Option(help="Where PNG, SVG and JSON go.")] = Path("results"),
+    scale: Annotated[
+        str,
+        typer.Option(
+            help="demo: minutes on two cores. paper: a GPU, the checkpoints and the data.",
+            metavar="demo|paper",
+        ),
+    ] = "demo",
+    from_results: Annotated[
+        bool, typer.Option("--from-results", help="Run nothing: show what is in --output.")
+    ] = False,
+    output: Annotated[Path, typer.Option(help="Where results are and go.")] = Path("results"),
+    data: Annotated[
+        Path | None,
+        typer.Option(help="For paper: a folder with one of each data set; else from the hub."),
+    ] = None,
     list_all: Annotated[
         bool, typer.Option("--list", help="List what can be rebuilt, and stop.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Rebuild figures of the paper: a PNG, an SVG, and the data as JSON for each."""
-    from shuffled_dpsgd_experiments.reproductions import REPRODUCTIONS
+    """Rebuild the paper's exhibits: what it printed, what a run here gives, what is proven of it.
+
+    Figures become a PNG, an SVG and their data. Tables are printed with a verdict. `all` also
+    writes one self-contained page. No number is shown that no run produced.
+    """
+    from shuffled_dpsgd_experiments.reproductions import REPRODUCTIONS, SCALES
 
     if list_all:
         titles = {name: each.title for name, each in REPRODUCTIONS.items()}
@@ -38,29 +64,67 @@ def reproduce(
     if not names:
         raise InvalidArgumentError(
             "names",
-            expected=f"at least one of {', '.join(REPRODUCTIONS)}",
+            expected=f"at least one of {', '.join(REPRODUCTIONS)}, or all",
             got=[],
             remedy="`shuffled-dpsgd reproduce --list` describes them",
         )
-    written = _run(names, output, quiet=as_json)
+    if scale not in SCALES:
+        raise InvalidArgumentError("--scale", expected=f"one of {SCALES}", got=scale)
+    found = _run(names, scale, output, data, from_results=from_results, quiet=as_json)
+    pages = _write_page(found, output) if names == ["all"] else []
     if as_json:
-        print_json(written)
+        print_json({each.name: _plain(each) for each in found})
         return
-    for paths in written.values():
-        for path in paths:
-            typer.echo(path)
+    for each in found:
+        _show(each)
+    for path in pages:
+        typer.echo(path)
 
 
-def _run(names: list[str], output: Path, *, quiet: bool) -> dict[str, list[str]]:
-    from rich.console import Console
-    from rich.progress import track
+def _run(
+    names: list[str],
+    scale: Any,
+    output: Path,
+    data: Path | None,
+    *,
+    from_results: bool,
+    quiet: bool,
+) -> list[Reproduced]:
+    from shuffled_dpsgd_experiments.reproductions import Request, find
 
-    from shuffled_dpsgd_experiments.reproductions import find
+    def say(line: str) -> None:
+        if not quiet:
+            typer.echo(line, err=True)
 
-    console = Console(stderr=True)
-    silent = quiet or not console.is_terminal
     chosen = find(names)
-    written = {}
-    for each in track(chosen, "reproducing", console=console, transient=True, disable=silent):
-        written[each.name] = [str(path) for path in each.reproduce(output)]
-    return written
+    request = Request(output=output, scale=scale, from_results=from_results, data=data, say=say)
+    found = []
+    for each in chosen:
+        if not from_results:
+            say(f"{each.name}: {each.title}")
+        found.append(each.reproduce(request))
+    return found
+
+
+def _write_page(found: list[Reproduced], output: Path) -> list[Path]:
+    from shuffled_dpsgd_experiments.reproduction_page import write_page
+
+    return [write_page(found, output)]
+
+
+def _plain(each: Reproduced) -> dict[str, Any]:
+    return {
+        "title": each.title,
+        "written": [str(path) for path in each.written],
+        "exhibit": None if each.exhibit is None else each.exhibit.to_json(),
+        "missing": each.missing,
+    }
+
+
+def _show(each: Reproduced) -> None:
+    if each.missing is not None:
+        typer.echo(f"{each.name}: {each.missing}")
+    if each.exhibit is not None:
+        typer.echo(each.exhibit.to_markdown())
+    for path in each.written:
+        typer.echo(path)

@@ -1,0 +1,218 @@
+"""Tables as they are shown: paper, ours, certified ε and a verdict; nothing that was not run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from shuffled_dpsgd.environment import environment
+from shuffled_dpsgd.tasks import parse_config
+from shuffled_dpsgd_experiments.reproduction_page import write_page
+from shuffled_dpsgd_experiments.reproductions import (
+    EXHIBITS,
+    REPRODUCTIONS,
+    Reproduced,
+    Request,
+    find,
+)
+from shuffled_dpsgd_experiments.tables import table1, table2, table6, table7, table8, training
+from shuffled_dpsgd_experiments.tables.demo_texts import write_restaurants, write_sentences
+from shuffled_dpsgd_experiments.tables.exhibit import NOT_RUN, Exhibit, ExhibitRow
+from shuffled_dpsgd_experiments.tables.printed import RESULTS
+
+ROOT = Path(__file__).parents[3]
+ENVIRONMENT = environment()
+
+
+def test_every_exhibit_of_the_paper_has_a_name() -> None:
+    figures = [f"fig{number}" for number in range(1, 5)]
+    assert list(EXHIBITS) == [*figures, *(f"table{number}" for number in range(1, 9))]
+    assert [each.name for each in find(["all"])] == list(EXHIBITS)
+    assert all(each.name == name for name, each in REPRODUCTIONS.items())
+
+
+def test_an_exhibit_is_markdown_and_escaped_html() -> None:
+    row = ExhibitRow(what="a|b", paper="<1>", ours="2", certified="3", verdict="& so")
+    shown = Exhibit(name="t", title="T", origin="here", rows=(row,), notes=("n",))
+    assert "| a/b | <1> | 2 | 3 | & so |" in shown.to_markdown()
+    assert "<td>&lt;1&gt;</td>" in shown.to_html()
+    assert "&amp; so" in shown.to_html()
+
+
+def test_without_results_nothing_is_shown_but_the_paper(tmp_path: Path) -> None:
+    request = Request(output=tmp_path, from_results=True)
+    for name in ("table1", "table2", "table6", "table7", "table8"):
+        found = REPRODUCTIONS[name].reproduce(request)
+        assert found.exhibit is None
+        assert found.missing is not None
+    for name in ("table3", "table4", "table5"):
+        exhibit = REPRODUCTIONS[name].reproduce(request).exhibit
+        assert exhibit is not None
+        assert {row.ours for row in exhibit.rows} == {NOT_RUN}
+        assert len(exhibit.rows) == len(RESULTS[name])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_committed_results_make_a_page(tmp_path: Path) -> None:
+    request = Request(output=ROOT / "results", from_results=True)
+    names = [name for name in EXHIBITS if name.startswith("table")]
+    found = [REPRODUCTIONS[name].reproduce(request) for name in names]
+    found.append(Reproduced(name="fig1", title="drawn", drawing="<?xml?><svg><g/></svg>"))
+    text = write_page(found, tmp_path).read_text(encoding="utf-8")
+    assert "<figure><svg>" in text
+    assert "<?xml" not in text
+    assert "http" not in text.replace("http://www.w3.org", "")
+    assert all(f'id="{name}"' in text for name in names)
+
+
+def row_of(method: str, accounting: str, score: float, certified: float) -> dict[str, Any]:
+    return {
+        "sweep": "sst2",
+        "method": method,
+        "epsilon": 0.1,
+        "score_name": "accuracy",
+        "score": score,
+        "certified": {"epsilon": certified},
+        "paper": None,
+        "config": {
+            "model": {"name": "MiniLM"},
+            "data": {"format": "sst2"},
+            "privacy": {"method": method.split(",")[0], "accounting": accounting},
+        },
+        "environment": ENVIRONMENT,
+    }
+
+
+def test_cells_stand_beside_the_printed_method_with_what_is_proven(tmp_path: Path) -> None:
+    cells = [
+        row_of("mixopt, certified", "certified", 0.8, 0.1),
+        row_of("shuffled, c' = c", "paper", 0.5, 57.0),
+    ]
+    for number, cell in enumerate(cells):
+        (tmp_path / "sst2").mkdir(exist_ok=True)
+        (tmp_path / "sst2" / f"main_{number}.json").write_text(json.dumps(cell))
+    shown = REPRODUCTIONS["table4"].reproduce(Request(output=tmp_path, from_results=True)).exhibit
+    assert shown is not None
+    mixopt, shuffled = shown.rows[:2]
+    assert mixopt.paper == "BERT accuracy 64.56; RoBERTa accuracy 87.62"
+    assert (mixopt.ours, mixopt.certified) == ("accuracy 80.0 (n = 1)", "0.1")
+    assert mixopt.verdict == "ε is proven"
+    assert shuffled.paper == "BERT accuracy 87.5; RoBERTa accuracy 92.32"
+    assert shuffled.certified == "57"
+    assert "claimed, not proven" in shuffled.verdict
+    assert "does not score better than DP-SGD" in shuffled.verdict
+    # What has no cell keeps the paper's line and says so; SST-2 has cells.
+    rest = shown.rows[2:]
+    assert all(row.ours == NOT_RUN for row in rest)
+    assert not any("SST-2" in row.what for row in rest)
+    assert len(rest) == 6
+
+
+def test_settings_say_how_much_really_moves() -> None:
+    pytest.importorskip("transformers")
+    row = table1._row(table1.PRESETS["paper/bert-sst2"])
+    raw = {"scale": "demo", "rows": [row], "environment": ENVIRONMENT}
+    (shown,) = table1.exhibit(raw).rows
+    assert "shuffled 78%" in shown.ours
+    assert "204 steps" in shown.ours
+    assert float(shown.certified) > 50
+
+
+@pytest.fixture(scope="module")
+def invariance() -> dict[str, Any]:
+    pytest.importorskip("sklearn")
+    pytest.importorskip("transformers")
+    raw = table2.demo_config().to_json()
+    raw["training"] = {"expected_batch_size": 200, "num_steps": 3, "device": "cpu"}
+    return table2.run("demo", parse_config(raw))
+
+
+def test_shuffled_and_unshuffled_runs_agree_in_the_common_frame(
+    invariance: dict[str, Any],
+) -> None:
+    for sides in invariance["modes"].values():
+        assert sides["shuffled"]["loss"] == pytest.approx(sides["unshuffled"]["loss"], rel=1e-4)
+        assert sides["shuffled"]["score"] == sides["unshuffled"]["score"]
+        # The weights themselves lie elsewhere.
+        assert sides["shuffled"]["distance_from_start"] > sides["unshuffled"]["distance_from_start"]
+    assert invariance["modes"]["DPSGD"]["shuffled"]["certified_epsilon"] <= 1.0
+    assert invariance["modes"]["non-private"]["shuffled"]["certified_epsilon"] is None
+    distance = invariance["weight_distance"]
+    assert distance["shuffled"] > 1.0
+    assert distance["undone"] == 0.0
+
+
+def test_table_2_quotes_the_paper_and_says_equal(invariance: dict[str, Any]) -> None:
+    rows = table2.exhibit(invariance).rows
+    assert "0.6362 / 89.68 %" in rows[0].paper
+    assert all("equal to rounding" in row.verdict for row in rows[:2])
+    assert "1063.02" in rows[2].paper
+    other = json.loads(json.dumps(invariance))
+    other["modes"]["DPSGD"]["shuffled"]["loss"] *= 2
+    assert "differ by" in table2.exhibit(other).rows[1].verdict
+
+
+def test_matrix_ways_agree_and_compare_by_ratio(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(table7, "SIZES", {"demo": 16})
+    matrix, (rows, cols), ways = table7.ways_to_shuffle(torch.device("cpu"), 16)
+    for way in ways.values():
+        assert torch.allclose(way(), matrix[rows][:, cols])
+    raw = table7.run("demo")
+    raw["milliseconds"] = {"index": 1.0, "dense matmul": 50.0, "sparse matmul": 7.0}
+    shown = table7.exhibit(raw).rows
+    assert shown[0].verdict == "the fastest, as printed"
+    assert shown[1].verdict == "50 times indexing; the paper has 1344 times"
+
+
+def test_epochs_compare_by_share() -> None:
+    raw = {
+        "scale": "paper",
+        "batch_size": 1000,
+        "precision": "bf16",
+        "epoch": "extrapolated",
+        "environment": ENVIRONMENT,
+        "rows": [
+            {
+                "label": "BERT, QNLI",
+                "model": "bert-base",
+                "unshuffled_epoch_seconds": 50.0,
+                "shuffled_epoch_seconds": 50.4,
+                "ratio": 1.008,
+            }
+        ],
+    }
+    rows = {row.what: row for row in table8.exhibit(raw).rows}
+    assert rows["BERT, QNLI"].paper == "28:28 → 28:53 (+1.5%)"
+    assert rows["BERT, QNLI"].ours == "50.0 s → 50.4 s (+0.80%)"
+    assert rows["BERT, QNLI"].verdict == "costs less than printed"
+    assert rows["ViT, CIFAR"].ours == NOT_RUN
+
+
+def test_the_audit_stands_beside_pure_noise() -> None:
+    raw = json.loads((ROOT / "results" / table6.RESULT).read_text(encoding="utf-8"))
+    rows = table6.exhibit(raw).rows
+    assert [row.paper for row in rows] == ["audited 0.4771", "audited 0.7005"]
+    assert all("pure noise" in row.verdict for row in rows)
+
+
+def test_demonstrations_are_grids_of_the_papers_methods(tmp_path: Path) -> None:
+    for table in training.TABLES.values():
+        (sweep,) = training.sweeps_at(table, "demo", tmp_path, None)
+        assert len(list(sweep.main_cells({}))) == 1 + 3 * 3
+    presets = training.sweeps_at(training.TABLES["table4"], "paper", tmp_path, tmp_path / "data")
+    assert len(presets) == 8
+    cell = next(iter(presets[0].main_cells({})))
+    assert cell.config.data.path == str(tmp_path / "data" / "sst2")
+
+
+def test_generated_texts_have_the_published_layouts(tmp_path: Path) -> None:
+    lines = (write_sentences(tmp_path / "a", train=5, dev=2) / "train.tsv").read_text().split("\n")
+    assert lines[0] == "sentence\tlabel"
+    assert len(lines) == 7
+    rows = (write_restaurants(tmp_path / "b", train=5, dev=2) / "trainset.csv").read_text()
+    assert rows.startswith("mr,ref")
+    assert "serves" in rows

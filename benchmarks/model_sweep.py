@@ -1,6 +1,6 @@
 """Clips tiny models of every Hugging Face type and compares them with the oracle.
 
-    python -m benchmarks.model_sweep --jobs 8 --json results/model_sweep.json
+    python -m benchmarks.model_sweep --jobs 8 --json results/model_sweep.json    # or to go on
 
 Each type is built from its configuration with small sizes, in float64 and training mode, and five
 batch shapes go through one engine: several samples, as many tokens as samples, a single sample, a
@@ -172,13 +172,26 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", help="model types")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    jobs = [job for job in names() if not options.only or job[1] in options.only]
-    rows = []
+    rows = json.loads(options.json.read_text())["rows"] if resumes(options.json) else []
+    done = {(row["kind"], row["type"]) for row in rows}
+    wanted = [job for job in names() if not options.only or job[1] in options.only]
+    jobs = [job for job in wanted if job not in done]
     with multiprocessing.get_context("spawn").Pool(options.jobs, maxtasksperchild=8) as pool:
         for row in pool.imap_unordered(sweep_one, jobs):
             rows.append(row)
             print(len(rows), row["type"], row["kind"], row.get("batches", row["built"]), flush=True)
-    rows.sort(key=lambda row: (row["kind"], row["type"]))
+            if options.json:
+                options.json.write_text(json.dumps(document(rows), indent=1) + "\n")
+    print(json.dumps(document(rows)["summary"]))
+
+
+def resumes(path: Path | None) -> bool:
+    """Whether a sweep was begun before; its types are not tried again."""
+    return path is not None and path.is_file()
+
+
+def document(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """All rows in order, and how many came out how."""
     outcomes = Counter(
         outcome.split(" ")[0] for row in rows for outcome in row.get("batches", {}).values()
     )
@@ -187,10 +200,8 @@ def main() -> None:
         "batches": outcomes,
         "samples_checked": sum(row.get("samples_checked", 0) for row in rows),
     }
-    print(json.dumps(summary))
-    if options.json:
-        found = {"environment": environment(), "summary": summary, "rows": rows}
-        options.json.write_text(json.dumps(found, indent=1) + "\n")
+    ordered = sorted(rows, key=lambda row: (row["kind"], row["type"]))
+    return {"environment": environment(), "summary": summary, "rows": ordered}
 
 
 if __name__ == "__main__":

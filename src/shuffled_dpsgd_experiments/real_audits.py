@@ -191,6 +191,14 @@ def starts(config: RunConfig, initial: torch.nn.Module) -> Start:
     return start
 
 
+def described(config: RunConfig) -> dict[str, Any]:
+    """The configuration as it is published: names of folders, not where they lie."""
+    found = config.without_seed()
+    found["model"]["name"] = config.model.given_name
+    found["data"]["path"] = Path(str(found["data"]["path"])).name
+    return found
+
+
 def cost(started: float) -> dict[str, Any]:
     """What the audit took, and on what."""
     found: dict[str, Any] = {"seconds": time.perf_counter() - started, "device": "cpu"}
@@ -216,7 +224,7 @@ def main(arguments: Sequence[str] | None = None) -> list[Path]:
         path = options.out / f"audit_{name}_{mode.replace('-', '_')}_{options.accounting}.json"
         record = {
             "mode": mode,
-            "config": config.without_seed(),
+            "config": described(config),
             **found,
             "cost": cost(started),
             "environment": environment(),

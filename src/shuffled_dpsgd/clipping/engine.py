@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Self
@@ -40,6 +40,7 @@ from shuffled_dpsgd.clipping.contributions import cost
 from shuffled_dpsgd.clipping.plan import Plan, describe
 from shuffled_dpsgd.clipping.rules.half_copies import HalfCopies
 from shuffled_dpsgd.clipping.settle import clip_functions
+from shuffled_dpsgd.clipping.settle.rehearsal import Rehearsal
 from shuffled_dpsgd.clipping.settle.schedules import (
     ClippingRule,
     GroupByGroup,
@@ -126,7 +127,8 @@ class ClippingEngine:
         self._schedule = _schedule(strategy, self._rule)
         self._recorder.may_tap = isinstance(self._schedule, WholeGradient)
         self._halves = HalfCopies(self._slots)
-        self._axis_check = BatchAxisCheck(model, self._slots)
+        self._rehearsal = Rehearsal(self._parameters, self._rule.groups, self._rule.choose)
+        self._axis_check = BatchAxisCheck(model, self._slots, self._rehearsal.begin)
         self._loss_check = LossCheck()
         self._watch = GradWatch(self._parameters)
         self._kinds = BatchKinds(model)
@@ -309,6 +311,10 @@ class ClippingEngine:
             )
         return dict(self._rule.totals.sums)
 
+    def expect_lengths(self, lengths: Iterable[int]) -> None:
+        """Say that batches are going to be padded to these lengths, so that kernels are ready."""
+        self._rehearsal.lengths = tuple(lengths)
+
     def plan(self) -> Plan:
         """How each parameter's norms are found, with the cost rule's figures; prints as a table.
 
@@ -422,6 +428,7 @@ class ClippingEngine:
         if batch.size > 0:
             self._check_late(batch)
             with self.clock.part("settle"):
+                self._rehearsal.wait()
                 self._schedule.finish(batch)
             if batch.closed:
                 self._standing.finish(batch, self._rule.totals.norms[-1])

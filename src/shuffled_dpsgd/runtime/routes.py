@@ -8,6 +8,7 @@ switched off, with one warning that gives the reason and what it costs.
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -17,9 +18,12 @@ import torch
 
 from shuffled_dpsgd.runtime import verdicts
 from shuffled_dpsgd.runtime.notices import say_once
+from shuffled_dpsgd.runtime.rehearsals import REHEARSALS, may_rehearse
 
 # By route and device: why it does not serve, or None.
 _reasons: dict[tuple[str, torch.device], str | None] = {}
+# Held while a route is tried there.
+_trials: dict[tuple[str, torch.device], threading.Lock] = {}
 _taken: dict[str, set[str]] = {}
 
 
@@ -44,8 +48,16 @@ class Route:
         if key not in _reasons:
             if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
                 return False  # A trial reads its result, which a capture forbids.
-            _reasons[key] = self._judge(device)
+            with _trials.setdefault(key, threading.Lock()):
+                if key not in _reasons:
+                    _reasons[key] = self._judge(device)
         return _reasons[key] is None
+
+    def try_ahead(self, device: torch.device) -> None:
+        """Begin the trial, if there has to be one; whoever asks before it is over waits for it."""
+        # The mode in which waiting for a device is an error is one of all threads together.
+        if may_rehearse(device) and not torch.cuda.get_sync_debug_mode():
+            REHEARSALS.add(self.name, lambda: self.serves(device), device)
 
     def _judge(self, device: torch.device) -> str | None:
         """The reason against this route, remembered or found now."""

@@ -22,6 +22,7 @@ from shuffled_dpsgd.distributed.world import Alone, World
 from shuffled_dpsgd.errors import BudgetExhaustedError, InvalidArgumentError
 from shuffled_dpsgd.permutation import Permutation, PermutationSpec, apply, draw, identity
 from shuffled_dpsgd.runtime.clock import OTHER, Clock
+from shuffled_dpsgd.runtime.rehearsals import REHEARSALS
 from shuffled_dpsgd.training.adapters import guard_adapters
 from shuffled_dpsgd.training.batch_stream import BatchStream
 from shuffled_dpsgd.training.card import PrivacyCard, write_card
@@ -50,6 +51,7 @@ from shuffled_dpsgd.training.meeting import Meeting
 from shuffled_dpsgd.training.metrics import LossMeter, StepMetrics, describe_step
 from shuffled_dpsgd.training.plan import PrivacyPlan
 from shuffled_dpsgd.training.randomness import RandomStreams
+from shuffled_dpsgd.training.rehearsal import rehearse_release
 from shuffled_dpsgd.training.sampler import Sampler
 from shuffled_dpsgd.training.shared_ledger import SharedLedger
 from shuffled_dpsgd.training.shuffle_check import ShuffleCheck
@@ -122,6 +124,9 @@ class PrivateTraining:
             self._shuffles = ShuffleCheck(model, spec)
         self._listening: RemovableHandle | None = None
         self._optimizer = GuardedOptimizer(optimizer, self._trainable)
+        rehearse_release(
+            self, spec if plan.permutes else None, dict(model.named_parameters()), self.device
+        )
 
     @property
     def device(self) -> torch.device:
@@ -247,6 +252,7 @@ class PrivateTraining:
                 ),
             )
             self._layout = data, key, layout
+            self.engine.expect_lengths([shape.length for shape in layout.shapes if shape.length])
         return self._layout[2]
 
     def backward(self, losses: torch.Tensor) -> None:
@@ -489,6 +495,7 @@ class PrivateTraining:
             )
         self.clock.turn_to(OTHER)
         step = self.steps_taken
+        REHEARSALS.wait_for(self)
         with self.clock.part("checks"):
             norms, loss = self._meeting.hold(
                 step, self._counted_norms, self._losses, self._weights_summary

@@ -3,14 +3,15 @@
 A table of positions looked up with ids of shape (T,), or a linear map of a (T, D) table, has no
 batch axis: its gradient arrives already summed over the samples. Where T differs from the batch
 size the shapes give that away; where it happens to be equal nothing does, and the clipping would
-be silently wrong. So the first batch is run twice more, without gradients, as it is and with one
-sample added: inputs that carry the batch grow, all others do not.
+be silently wrong. So a few samples of the first batch are run twice, without gradients, as they are
+and with one sample added: inputs that carry the batch grow, all others do not.
 
 What was found may be an accident of the first batch: with a single token, (T, D) has one row like
-something that is broadcast. So every new kind of batch is run once without gradients, and only
-where layers see other lengths than they should all is checked anew. Models that fold the batch into
-another axis are checked anew for every shape, and once their samples come to have different
-lengths: how many rows belong to a sample is counted, and counting must be right each time.
+something that is broadcast. So a few samples of every new kind of batch are run once without
+gradients, and only where layers see other lengths than they should all is checked anew. Models that
+fold the batch into another axis are checked anew for every shape, with the whole batch, and once
+their samples come to have different lengths: how many rows belong to a sample is counted, and
+counting must be right each time.
 """
 
 from __future__ import annotations
@@ -70,10 +71,16 @@ _MAX_HIDDEN = 8
 
 
 class Given(NamedTuple):
-    """The first input of a call: how long the axis is that should be the batch, and all axes."""
+    """The first input of a call, and how long its axis is that should be the batch."""
 
     length: int
-    axes: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def axes(self) -> int:
+        """How many axes the input has."""
+        return len(self.shape)
 
 
 class Growth(Enum):
@@ -107,10 +114,16 @@ class BatchAxisCheck:
 
     `mixed_numbers` says which single numbers among the outputs are then no sum or mean of losses,
     `has_numbers` whether there are any, and `saw_uneven` whether samples had different numbers of
-    labels, without which a mean over tokens looks like one over samples.
+    labels, without which a mean over tokens looks like one over samples. `on_calls` is told what
+    the slots of a first batch are given, as soon as that is known.
     """
 
-    def __init__(self, model: nn.Module, slots: Sequence[Slot]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        slots: Sequence[Slot],
+        on_calls: Callable[[Calls], None] = lambda _: None,
+    ) -> None:
         self.mixed_numbers: frozenset[int] = frozenset()
         self.has_numbers = False
         self.saw_uneven = False
@@ -125,6 +138,7 @@ class BatchAxisCheck:
         self._found: dict[int, list[tuple[Growth, int]]] = {}
         self._model = model
         self._slots = slots
+        self._on_calls = on_calls
 
     def is_due(self, args: Any, kwargs: Mapping[str, Any], size: int, kind: Hashable) -> bool:
         """Whether a batch of `size` and of this kind would show what no batch has shown yet."""
@@ -192,22 +206,41 @@ class BatchAxisCheck:
 
     def _is_as_before(self, args: Any, kwargs: Mapping[str, Any], size: int) -> bool:
         """Whether every layer sees the lengths it should, by what was found before."""
+        args, kwargs, size = _few(args, kwargs, size)
         with in_eval_mode(self._model), buffers_kept(self._model), torch.random.fork_rng():
             calls = self._latest = self._calls(args, kwargs)
         for index, given in calls.items():
             found = self._found.get(index, [])
             if len(given) != len(found):
                 return False
-            for (length, axes), (growth, axes_before) in zip(given, found, strict=True):
-                if axes != axes_before or not _fits(length, growth, size):
+            for call, (growth, axes_before) in zip(given, found, strict=True):
+                if call.axes != axes_before or not _fits(call.length, growth, size):
                     return False
         return True
 
     def _check(self, args: Any, kwargs: Mapping[str, Any], size: int, late: bool) -> None:
+        """On a few samples of the batch, unless the model folds it, or takes no smaller one."""
+        few_args, few_kwargs, few = _few(args, kwargs, size)
+        if few < size and not self._folds():
+            try:
+                self._check_these(few_args, few_kwargs, few, size, late)
+            except (RuntimeError, ValueError, IndexError):
+                # A model may have been made for batches of one size.
+                self._check_these(args, kwargs, size, size, late)
+                return
+            if not self._folds():
+                return
+        self._check_these(args, kwargs, size, size, late)
+
+    def _check_these(
+        self, args: Any, kwargs: Mapping[str, Any], size: int, whole: int, late: bool
+    ) -> None:
+        """Check `size` samples of a batch of `whole`."""
         more_args, more_kwargs = one_more(args, size), one_more(dict(kwargs), size)
         with in_eval_mode(self._model), buffers_kept(self._model), torch.random.fork_rng():
             # An error of the model's own comes up here, and is raised as it is.
             before = self._latest = self._calls(args, kwargs)
+            self._on_calls(before)
             try:
                 after = self._calls(more_args, more_kwargs)
             except (RuntimeError, ValueError, IndexError) as error:
@@ -225,7 +258,7 @@ class BatchAxisCheck:
                 found[slot.index] = self._judge(slot, given, after.get(slot.index, []), size)
                 if Growth.NONE in {growth for growth, _ in found[slot.index]}:
                     if late and not slot.shared_by_batch:
-                        _refuse_late(slot, given, size)
+                        _refuse_late(slot, given, whole)
                     slot.layout.shared_by_batch = True
             if any(slot.folded for slot in self._slots):
                 self._refuse_without_input(after)
@@ -268,7 +301,7 @@ class BatchAxisCheck:
         """
         if len(before) != len(after):
             # A model that calls it as the samples require; one of the runs must do.
-            before = [Given(size if a.length == size + 1 else a.length, a.axes) for a in after]
+            before = [a._replace(length=size if a.length == size + 1 else a.length) for a in after]
         found: list[tuple[Growth, int]] = []
         for was, is_now in zip(before, after, strict=True):
             growth = growth_of(was.length, is_now.length, size)
@@ -296,10 +329,7 @@ class BatchAxisCheck:
         A few samples do: those that meet do so among few as among many. Samples that meet at
         random are left to the standing check, which repeats what is random.
         """
-        if size > _MAX_ROWS:
-            few = range(_MAX_ROWS)
-            args, kwargs = chosen(args, size, [*few]), chosen(dict(kwargs), size, [*few])
-            size = _MAX_ROWS
+        args, kwargs, size = _few(args, kwargs, size)
         host = HostGenerators.now()
         try:
             for mode in (_without_dropout, in_eval_mode):
@@ -356,7 +386,7 @@ class BatchAxisCheck:
                     noted = calls.setdefault(slot.index, [])
                     if found and found[0].dim() > slot.batch_axis:
                         x = found[0]
-                        noted.append(Given(x.shape[slot.batch_axis], x.dim()))
+                        noted.append(Given(x.shape[slot.batch_axis], tuple(x.shape), x.dtype))
 
                 handle = slot.module.register_forward_pre_hook(note, with_kwargs=True)
                 hooks.callback(handle.remove)
@@ -389,13 +419,21 @@ class BatchAxisCheck:
                 )
 
 
+def _few(args: Any, kwargs: Mapping[str, Any], size: int) -> tuple[Any, Mapping[str, Any], int]:
+    """The call with its first samples only, and how many these are."""
+    if size <= _MAX_ROWS:
+        return args, kwargs, size
+    few = [*range(_MAX_ROWS)]
+    return chosen(args, size, few), chosen(dict(kwargs), size, few), _MAX_ROWS
+
+
 def _refuse_late(slot: Slot, given: Sequence[Given], size: int) -> None:
     """Refuse ids without batch axis that have already been looked up as if they had one.
 
     Raises:
         UnsupportedModuleError: they have.
     """
-    if any(axes > 1 or length == size for length, axes in given):
+    if any(call.axes > 1 or call.length == size for call in given):
         raise UnsupportedModuleError(
             slot.path,
             expected="ids known to be shared by the batch before the model is compiled",

@@ -20,7 +20,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.overrides import TorchFunctionMode
 
 from shuffled_dpsgd.clipping.capture.output_tensors import tensors_in
-from shuffled_dpsgd.clipping.rules.trial_runs import buffers_kept
+from shuffled_dpsgd.clipping.rules.trial_runs import buffers_kept, without_fast_attention
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,6 +156,7 @@ def gradients_of(
     with ExitStack() as stack:
         for context in contexts:
             stack.enter_context(context)
+        stack.enter_context(without_fast_attention())
         with torch.enable_grad():
             outputs = tensors_in(model(*call[0], **call[1]))
             wanted = cotangents(outputs)

@@ -140,9 +140,11 @@ def random_cotangents(
             if used is not None:
                 found[place] = torch.full_like(output, number)
         elif batch_axis_of(output, size) is not None:
-            generator = torch.Generator("cpu").manual_seed(place)
-            noise = torch.randn(output.shape, generator=generator, device="cpu")
-            found[place] = noise.to(device=output.device, dtype=output.dtype)
+            # On the device itself: the logits of a language model are many.
+            generator = torch.Generator(output.device).manual_seed(place)
+            found[place] = torch.randn(
+                output.shape, generator=generator, device=output.device, dtype=output.dtype
+            )
     return found
 
 

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 
 _KNOBS = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # type: ignore[attr-defined]
+
+
+# The switches are those of the whole process. So the first thread to come in switches, and the last
+# to go out switches back.
+_lock = threading.Lock()
+_inside = 0
+_before: list[str] = []
 
 
 @contextmanager
@@ -17,14 +25,23 @@ def full_float32() -> Iterator[None]:
     A user may train with `allow_tf32`; norms and sums then still see the same captured gradients,
     but ten bits of mantissa would let a sample contribute a thousandth more than clip_norm.
     """
-    before = [knob.fp32_precision for knob in _KNOBS]
-    if all(precision in ("none", "ieee") for precision in before):
-        yield
-        return
+    global _inside, _before
+    with _lock:
+        if _inside == 0:
+            _before = [knob.fp32_precision for knob in _KNOBS]
+            _switch(["ieee" if p not in ("none", "ieee") else p for p in _before])
+        _inside += 1
     try:
-        for knob in _KNOBS:
-            knob.fp32_precision = "ieee"
         yield
     finally:
-        for knob, precision in zip(_KNOBS, before, strict=True):
+        with _lock:
+            _inside -= 1
+            if _inside == 0:
+                _switch(_before)
+
+
+def _switch(precisions: list[str]) -> None:
+    """Set those that differ: one that is set no longer follows what is set for all."""
+    for knob, precision in zip(_KNOBS, precisions, strict=True):
+        if knob.fp32_precision != precision:
             knob.fp32_precision = precision

@@ -33,6 +33,13 @@ GLUON_PRODUCTS = Route(
     cost="weighted sums of linear layers took 1.2 to 1.4 times as long on an H200",
     trial=trials.try_gluon_products,
 )
+GLUON_PRODUCTS_OF_A_FEW = Route(
+    name="Sums and norms of linear layers in Gluon, with a few tokens apart",
+    package=PACKAGE,
+    instead="Plain Triton serves",
+    cost="weighted sums of linear layers took 1.2 to 1.4 times as long on an H200",
+    trial=trials.try_gluon_products_of_a_few,
+)
 GLUON_STRIPS = Route(
     name="Norms of 129 to 208 tokens in Gluon",
     package=PACKAGE,
@@ -127,18 +134,40 @@ def module(name: str) -> ModuleType:
     return importlib.import_module(f"{PACKAGE}.{name}")
 
 
-def tile_norms(device: torch.device) -> str | None:
-    """The module whose norms by tiles are fastest on this device, if any serves."""
-    if may_take_gluon(GLUON_PRODUCTS, device):
+def try_ahead(device: torch.device, widest: int) -> None:
+    """Begin the trials that half precision will ask for; `widest` is the longest axis of a weight.
+
+    Whatever else is asked for is tried then.
+    """
+    if device.type != "cuda" or not triton_available():
+        return
+    products = GLUON_PRODUCTS if is_hopper(device) else PRODUCTS
+    for route in (products, GRAM, NORM_LAYERS, TABLES, CASTS):
+        route.try_ahead(device)
+    if widest > MAX_GRAM_WIDTH:
+        WIDE_GRAM.try_ahead(device)
+
+
+def tile_norms(device: torch.device, tokens: int) -> str | None:
+    """The module whose norms by tiles are fastest for samples of so many tokens, if any serves."""
+    if _may_take_gluon_products(device, tokens):
         return "gluon.squares"
     return "triton.tiles" if may_take(PRODUCTS, device) else None
 
 
-def outer_sums(device: torch.device) -> str | None:
-    """The module whose weighted sums are fastest on this device, if any serves."""
-    if may_take_gluon(GLUON_PRODUCTS, device):
+def outer_sums(device: torch.device, tokens: int) -> str | None:
+    """The module whose weighted sums are fastest for samples of so many tokens, if any serves."""
+    if _may_take_gluon_products(device, tokens):
         return "gluon.weighted_sums"
     return "triton.sums" if may_take(PRODUCTS, device) else None
+
+
+def _may_take_gluon_products(device: torch.device, tokens: int) -> bool:
+    """Norms and sums of samples of one length always decide alike."""
+    if not may_take_gluon(GLUON_PRODUCTS, device):
+        return False
+    has_few: bool = module("gluon.products").has_few(tokens)
+    return not has_few or may_take_gluon(GLUON_PRODUCTS_OF_A_FEW, device)
 
 
 def gram_norms(device: torch.device, tokens: int, width: int) -> str | None:

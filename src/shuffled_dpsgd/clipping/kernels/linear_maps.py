@@ -84,7 +84,7 @@ def tile_sq_norm_sums(
     found: list[Tensor] = []
     for run in alike(pairs, biases):
         x, g = pairs[run[0]]
-        kernel = choices.tile_norms(x.device) if fits_triton_linear(x, g) else None
+        kernel = choices.tile_norms(x.device, x.shape[1]) if fits_triton_linear(x, g) else None
         took("norms by tiles", kernel or host.name_for(x, g))
         if kernel is not None:
             xs, gs = zip(*(pairs[i] for i in run), strict=True)
@@ -99,7 +99,7 @@ def stored_products(left_BTR: Tensor, right_BTC: Tensor) -> tuple[Tensor, Tensor
     """Every sample's left^T right, (B, R, C), accumulated wide, and its (B,) squared norm."""
     (B, _, R), C = left_BTR.shape, right_BTC.shape[2]
     fits = fits_triton_linear(right_BTC, left_BTR)
-    if fits and choices.tile_norms(left_BTR.device) == "gluon.squares":
+    if fits and choices.tile_norms(left_BTR.device, left_BTR.shape[1]) == "gluon.squares":
         squares = choices.module("gluon.squares")
         if squares.fills_gpu(left_BTR.shape[1], R, C):
             took("stored products", "gluon.squares")
@@ -134,7 +134,7 @@ def add_weighted_outer_sums(
         targets = [outs[i] for i in run]
         added = [bias for i in run if (bias := wanted[i]) is not None]
         x, g = chosen[0]
-        kernel = choices.outer_sums(x.device) if fits_triton_linear(x, g) else None
+        kernel = choices.outer_sums(x.device, x.shape[1]) if fits_triton_linear(x, g) else None
         if kernel is not None and not all(_fits_triton_sum(out) for out in targets):
             _add_through_copies(chosen, factors_B, targets, accumulate)
         elif kernel == "gluon.weighted_sums":
@@ -214,12 +214,19 @@ def add_weighted_row_sums(
     """Add each sum_b f_b sum_t g_bt into its (P,) `out`, or overwrite it unless `accumulate`."""
     for run in alike([(g, g) for g in gs], [out.dtype for out in outs]):
         g, targets = gs[run[0]], [outs[i] for i in run]
-        may_write = targets[0].dtype is torch.float32 and choices.may_take(choices.ROWS, g.device)
-        if may_write and fits_triton_linear(g, g):
+        is_rows = fits_triton_linear(g, g)
+        is_stored = is_stored_gradient(g) and all(out.is_contiguous() for out in targets)
+        # Asked last: a route that nobody wants is not tried.
+        may_write = (
+            targets[0].dtype is torch.float32
+            and (is_rows or is_stored)
+            and choices.may_take(choices.ROWS, g.device)
+        )
+        if may_write and is_rows:
             took("sums of biases", "triton.rows")
             rows = choices.module("triton.rows")
             rows.weighted_row_sums([gs[i] for i in run], factors_B.float(), targets, accumulate)
-        elif may_write and is_stored_gradient(g) and all(out.is_contiguous() for out in targets):
+        elif may_write:
             took("sums of stored gradients", "triton.rows")
             rows = choices.module("triton.rows")
             for i in run:

@@ -61,7 +61,7 @@ def _try_norms(module: str, device: torch.device, T: int, D: int, P: int, rtol: 
 
 def try_gram(device: torch.device) -> None:
     """`triton.linear`: norms by Gram matrices for samples of any length."""
-    _try_norms("triton.linear", device, 37, 72, 136, 1e-2)
+    _try_norms("triton.linear", device, 37, 80, 144, 1e-2)
 
 
 def try_two_part_gram(device: torch.device) -> None:
@@ -98,14 +98,24 @@ def try_products(device: torch.device) -> None:
 
 
 def try_gluon_products(device: torch.device) -> None:
-    """`gluon.squares` and `gluon.weighted_sums`: norms are no smaller than what is summed."""
+    """`gluon.squares` and `gluon.weighted_sums`, with a last chunk of tokens that is not whole."""
+    _try_gluon_products(device, 77)
+
+
+def try_gluon_products_of_a_few(device: torch.device) -> None:
+    """The same where a few tokens are multiplied together with the chunk before them."""
+    _try_gluon_products(device, 197)
+
+
+def _try_gluon_products(device: torch.device, T: int) -> None:
+    """Norms are no smaller than what is summed."""
     from shuffled_dpsgd.clipping.kernels.gluon import squares, weighted_sums
 
-    x, clean = _draw(device, SAMPLES, 197, 200), _draw(device, SAMPLES, 197, 136)
+    x, clean = _draw(device, SAMPLES, T, 208), _draw(device, SAMPLES, T, 144)
     found = squares.tile_sq_norms([x], [clean], True)[0]
     expect_close(found, plain.tile_sq_norms(_wide(x), _wide(clean), True), rtol=1e-4, what="norms")
-    out = torch.empty(136, 200, device=device, dtype=torch.float32)
-    bias = torch.empty(136, device=device, dtype=torch.float32)
+    out = torch.empty(144, 208, device=device, dtype=torch.float32)
+    bias = torch.empty(144, device=device, dtype=torch.float32)
     alone = torch.eye(SAMPLES, device=device, dtype=torch.float32)[0]
     weighted_sums.weighted_outer_sums([x], [clean], alone, [out], False, [bias])
     length = out.double().square().sum() + bias.double().square().sum()

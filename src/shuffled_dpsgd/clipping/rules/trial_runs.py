@@ -35,16 +35,23 @@ def in_eval_mode(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def without_fast_attention() -> Iterator[None]:
-    """Have PyTorch's encoders call their layers without gradients too, as they do in training.
+    """Have attention run without what is fast for many batches of one shape only.
 
-    Their shortcut for inference packs a padded batch into a nested tensor, which has no shape.
+    PyTorch's encoders have a shortcut for inference that packs a padded batch into a nested tensor,
+    which has no shape. In training they call their layers, so they do here. And cuDNN plans for
+    every new shape of attention, which takes 0.1 s on an H200: a check sees a shape once.
     """
     before = torch.backends.mha.get_fastpath_enabled()
+    plans = torch.backends.cuda.cudnn_sdp_enabled() and torch.backends.cuda.math_sdp_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
+    if plans:
+        torch.backends.cuda.enable_cudnn_sdp(False)
     try:
         yield
     finally:
         torch.backends.mha.set_fastpath_enabled(before)
+        if plans:
+            torch.backends.cuda.enable_cudnn_sdp(True)
 
 
 @contextmanager

@@ -24,7 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from shuffled_dpsgd.clipping.kernels.gluon.compatibility import begin_load, group_barrier
+from shuffled_dpsgd.clipping.kernels.gluon.compatibility import begin_load, fix_keys, group_barrier
 from shuffled_dpsgd.clipping.kernels.gluon.ring import after, barriers, held, source_of
 from shuffled_dpsgd.clipping.kernels.triton.sums import segmentation
 
@@ -62,6 +62,8 @@ class ProductBlock(NamedTuple):
         return {**own, **cut_of(tokens, self.stages)}
 
 
+# Loads under way in the blocks that have fewest of them, `squares.WIDE`.
+FEWEST_STAGES = 4
 # A product and a sum fit the registers of these groups.
 TALL = ProductBlock(groups=3, columns=128, stages=5)
 
@@ -216,13 +218,24 @@ def zeros(COLUMNS: gl.constexpr):  # type: ignore[no-untyped-def]
     return part, gl.zeros((ROWS, ONES), gl.float32, held(ONES))
 
 
+fix_keys(block_at, tensor_of, buffers, load_chunk, load, done, segment, zeros)
+
+
+def has_few(tokens: int) -> bool:
+    """Whether some kernel multiplies the last few of so many tokens apart."""
+    return cut_of(tokens, FEWEST_STAGES)["HAS_FEW"] > 0
+
+
 def cut_of(tokens: int, stages: int) -> dict[str, int]:
     """How a sample's tokens are cut into segments of chunks, and whether a few are left over.
 
+    Where there is only one segment its length plays no part, and lengths with as many chunks share
+    a compiled kernel.
+
     >>> cut_of(197, 5)
-    {'segments': 1, 'SEGMENT': 197, 'FULL': 3, 'TAIL': 0, 'HAS_FEW': True}
+    {'segments': 1, 'SEGMENT': 0, 'FULL': 3, 'TAIL': 0, 'HAS_FEW': True}
     >>> cut_of(130, 5)
-    {'segments': 1, 'SEGMENT': 130, 'FULL': 2, 'TAIL': 16, 'HAS_FEW': False}
+    {'segments': 1, 'SEGMENT': 0, 'FULL': 2, 'TAIL': 16, 'HAS_FEW': False}
     >>> cut_of(1500, 5)
     {'segments': 3, 'SEGMENT': 512, 'FULL': 8, 'TAIL': 0, 'HAS_FEW': False}
     """
@@ -232,6 +245,7 @@ def cut_of(tokens: int, stages: int) -> dict[str, int]:
         cut = {"segments": -(-tokens // size), "SEGMENT": size, "FULL": size, "TAIL": 0}
     else:
         cut["FULL"] *= cut.pop("CHUNK")
+        cut["SEGMENT"] = 0
     full = cut["FULL"] // CHUNK.value
     # A sample's few are loaded once the chunk so many stages before them is done with; by then the
     # few that lie in the same buffer, SIDES samples earlier, must be too.

@@ -11,6 +11,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma
 
+from shuffled_dpsgd.clipping.kernels.gluon.compatibility import fix_keys
+
 ELEMENT = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 # Starting a block takes too long for a single sample.
 MIN_SAMPLES = 2
@@ -60,6 +62,9 @@ def held(N):  # type: ignore[no-untyped-def]
 def times(rows, cols, acc, step):  # type: ignore[no-untyped-def]
     """Begin to add <row, col> of all rows and columns, over the features of one load."""
     return warpgroup_mma(rows, cols.permute([1, 0]), acc, use_acc=step > 0, is_async=True)
+
+
+fix_keys(after, before, barriers, source_of, times)
 
 
 def even_share(blocks: int, samples: int, at_a_time: int) -> int:

@@ -16,7 +16,9 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from shuffled_dpsgd.clipping.kernels.gluon.compatibility import fix_keys
 from shuffled_dpsgd.clipping.kernels.gluon.products import (
+    FEWEST_STAGES,
     ONES,
     ROWS,
     ProductBlock,
@@ -39,7 +41,7 @@ LEFT = gl.constexpr(8)
 MIN_BLOCKS = 512
 # Two groups each, because of the registers. Wide blocks are taken where they waste at most a tenth
 # of their columns.
-WIDE = ProductBlock(groups=2, columns=256, stages=4)
+WIDE = ProductBlock(groups=2, columns=256, stages=FEWEST_STAGES)
 NARROW = ProductBlock(groups=2, columns=128, stages=6)
 MOST_WASTE = 1.1
 # Head room for rounding. At most 128 squares are added one after the other, each sum being rounded:
@@ -137,7 +139,7 @@ def run_groups(  # type: ignore[no-untyped-def]
     )  # fmt: skip
 
 
-@gluon.jit(do_not_specialize=["B"])
+@gluon.jit(do_not_specialize=["B", "T"])
 def square_kernel(  # type: ignore[no-untyped-def]
     x_table, g_table, kept_table, squares_LBN, B, T, D, P, x_batch, x_row, g_batch, g_row,
     kept_batch, segments, ROW: gl.constexpr, COL: gl.constexpr, SEGMENT: gl.constexpr,
@@ -171,6 +173,9 @@ def square_kernel(  # type: ignore[no-untyped-def]
             todo, source, geometry, rings,
             SEGMENT, FULL, TAIL, GROUPS, COLUMNS, STAGES, HAS_FEW, False, ONE, KEEP, ROW, COL,
         )  # fmt: skip
+
+
+fix_keys(keep, row_squares, square, run_groups, square_kernel)
 
 
 def block_for(tokens: int, columns: int) -> ProductBlock:

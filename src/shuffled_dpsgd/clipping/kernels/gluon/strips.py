@@ -28,7 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from shuffled_dpsgd.clipping.kernels import plain
-from shuffled_dpsgd.clipping.kernels.gluon.compatibility import begin_load, group_barrier
+from shuffled_dpsgd.clipping.kernels.gluon.compatibility import begin_load, fix_keys, group_barrier
 from shuffled_dpsgd.clipping.kernels.gluon.ring import (
     ELEMENT,
     after,
@@ -265,6 +265,9 @@ def strip_gram_kernel(  # type: ignore[no-untyped-def]
         [4, 1],
         [MULTIPLYING_REGISTERS, LOADING_REGISTERS],
     )  # fmt: skip
+
+
+fix_keys(load_features, load, done, gram, weigh, multiply, strip_gram_kernel)
 
 
 def gram_sq_norms(xs: Sequence[Tensor], gs: Sequence[Tensor], bias: bool) -> Tensor:

@@ -18,6 +18,7 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from shuffled_dpsgd.clipping.kernels.gluon.compatibility import fix_keys
 from shuffled_dpsgd.clipping.kernels.gluon.products import (
     ROWS,
     TALL,
@@ -37,16 +38,15 @@ TAKES_BIASES = True
 
 @gluon.jit
 def write(  # type: ignore[no-untyped-def]
-    out, total, rows_from, cols_from, P, D, row_stride, col_stride, ADD: gl.constexpr
+    out, total, rows_from, cols_from, P, D, row_stride, col_stride, add
 ):
-    """Store a block of the (P, D) output, with ADD added to what is there."""
+    """Store a block of the (P, D) output, if `add` is not zero added to what is there."""
     layout: gl.constexpr = total.type.layout
     rows = rows_from + gl.arange(0, total.shape[0], layout=gl.SliceLayout(1, layout))
     cols = cols_from + gl.arange(0, total.shape[1], layout=gl.SliceLayout(0, layout))
     ptrs = out + rows.to(gl.int64)[:, None] * row_stride + cols.to(gl.int64)[None, :] * col_stride
     inside = (rows < P)[:, None] & (cols < D)[None, :]
-    if ADD:
-        total += gl.load(ptrs, mask=inside, other=0.0)
+    total += gl.load(ptrs, mask=inside & (add != 0), other=0.0)
     gl.store(ptrs, total, mask=inside)
 
 
@@ -54,13 +54,13 @@ def write(  # type: ignore[no-untyped-def]
 def add_up(  # type: ignore[no-untyped-def]
     todo, geometry, rings, GROUP: gl.constexpr, FULL: gl.constexpr, TAIL: gl.constexpr,
     GROUPS: gl.constexpr, COLUMNS: gl.constexpr, STAGES: gl.constexpr, HAS_FEW: gl.constexpr,
-    BIAS: gl.constexpr, ADD: gl.constexpr,
+    BIAS: gl.constexpr,
 ):  # fmt: skip
     """One group's rows of the block: the sum over samples of factor times product.
 
     With BIAS also the rows of the bias, as products with ones.
     """
-    factors_B, out, bias, out_row, out_col = todo
+    factors_B, out, bias, out_row, out_col, add = todo
     B, segments, D, P, p, d = geometry
     total, total_1 = zeros(COLUMNS)
     part, part_1 = zeros(COLUMNS)
@@ -77,27 +77,27 @@ def add_up(  # type: ignore[no-untyped-def]
             total += factor * part
             if BIAS:
                 total_1 += factor * part_1
-    write(out, total, p + GROUP * ROWS, d, P, D, out_row, out_col, ADD)
+    write(out, total, p + GROUP * ROWS, d, P, D, out_row, out_col, add)
     if BIAS:
         # All columns are the same; a matrix of one column takes the first.
-        write(bias, total_1, p + GROUP * ROWS, 0, P, 1, 1, 1, ADD)
+        write(bias, total_1, p + GROUP * ROWS, 0, P, 1, 1, 1, add)
 
 
 @gluon.jit
 def run_groups(  # type: ignore[no-untyped-def]
     todo, source, geometry, rings, SEGMENT: gl.constexpr, FULL: gl.constexpr, TAIL: gl.constexpr,
     GROUPS: gl.constexpr, COLUMNS: gl.constexpr, STAGES: gl.constexpr, HAS_FEW: gl.constexpr,
-    BIAS: gl.constexpr, ADD: gl.constexpr,
+    BIAS: gl.constexpr,
 ):  # fmt: skip
     """Three groups of warps multiply while one warp loads."""
     gl.warp_specialize(
         [
             (add_up, (todo, geometry, rings, gl.constexpr(0), FULL, TAIL, GROUPS, COLUMNS, STAGES,
-                      HAS_FEW, BIAS, ADD)),
+                      HAS_FEW, BIAS)),
             (add_up, (todo, geometry, rings, gl.constexpr(1), FULL, TAIL, GROUPS, COLUMNS, STAGES,
-                      HAS_FEW, BIAS, ADD)),
+                      HAS_FEW, BIAS)),
             (add_up, (todo, geometry, rings, gl.constexpr(2), FULL, TAIL, GROUPS, COLUMNS, STAGES,
-                      HAS_FEW, BIAS, ADD)),
+                      HAS_FEW, BIAS)),
             (load, (source, geometry, rings, SEGMENT, FULL, TAIL, GROUPS, COLUMNS, STAGES,
                     HAS_FEW)),
         ],
@@ -106,12 +106,12 @@ def run_groups(  # type: ignore[no-untyped-def]
     )  # fmt: skip
 
 
-@gluon.jit(do_not_specialize=["B"])
+@gluon.jit(do_not_specialize=["B", "T", "add"])
 def parted_outer_kernel(  # type: ignore[no-untyped-def]
     x_table, g_table, out_table, bias_table, factors_B, B, T, D, P, x_batch, x_row, g_batch, g_row,
-    out_row, out_col, segments, SEGMENT: gl.constexpr, FULL: gl.constexpr, TAIL: gl.constexpr,
-    GROUPS: gl.constexpr, COLUMNS: gl.constexpr, STAGES: gl.constexpr, HAS_FEW: gl.constexpr,
-    BIAS: gl.constexpr, ADD: gl.constexpr, ELEMENT: gl.constexpr,
+    out_row, out_col, add, segments, SEGMENT: gl.constexpr, FULL: gl.constexpr,
+    TAIL: gl.constexpr, GROUPS: gl.constexpr, COLUMNS: gl.constexpr, STAGES: gl.constexpr,
+    HAS_FEW: gl.constexpr, BIAS: gl.constexpr, ELEMENT: gl.constexpr,
 ):  # fmt: skip
     """One block of one layer's sum_b f_b g_b^T x_b.
 
@@ -128,18 +128,21 @@ def parted_outer_kernel(  # type: ignore[no-untyped-def]
     rings = buffers(GROUPS, COLUMNS, STAGES, HAS_FEW, BIAS, ELEMENT)
     source = (x, g, T, x_batch, x_row, g_batch, g_row)
     geometry = (B, segments, D, P, p, d)
-    todo = (factors_B, out, bias, out_row, out_col)
+    todo = (factors_B, out, bias, out_row, out_col, add)
     # Two specialised kinds of blocks, so that none has to ask at every product what to do.
     if BIAS and d == 0:
         run_groups(
             todo, source, geometry, rings,
-            SEGMENT, FULL, TAIL, GROUPS, COLUMNS, STAGES, HAS_FEW, True, ADD,
+            SEGMENT, FULL, TAIL, GROUPS, COLUMNS, STAGES, HAS_FEW, True,
         )  # fmt: skip
     else:
         run_groups(
             todo, source, geometry, rings,
-            SEGMENT, FULL, TAIL, GROUPS, COLUMNS, STAGES, HAS_FEW, False, ADD,
+            SEGMENT, FULL, TAIL, GROUPS, COLUMNS, STAGES, HAS_FEW, False,
         )  # fmt: skip
+
+
+fix_keys(write, add_up, run_groups, parted_outer_kernel)
 
 
 def weighted_outer_sums(
@@ -161,7 +164,7 @@ def weighted_outer_sums(
     triton.set_allocator(scratch)
     parted_outer_kernel[(TALL.number(P, D), L)](
         table[0], table[1], table[2], table[3], factors_B, B, T, D, P,
-        x.stride(0), x.stride(1), g.stride(0), g.stride(1), *outs[0].stride(),
-        **TALL.of(T), BIAS=len(biases) > 0, ADD=add, ELEMENT=ELEMENT[x.dtype],
+        x.stride(0), x.stride(1), g.stride(0), g.stride(1), *outs[0].stride(), int(add),
+        **TALL.of(T), BIAS=len(biases) > 0, ELEMENT=ELEMENT[x.dtype],
         num_warps=4,
     )  # fmt: skip

@@ -55,7 +55,9 @@ def _sent(rows: Rows, device: torch.device, stream: int) -> tuple[Tensor, ...]:
     The allocator tends to give every step's tensors the addresses of the step before, and sending
     a table takes longer than finding it again.
     """
-    table = torch.tensor(rows, dtype=torch.int64)
+    # Kernels are compiled apart for tables that do not begin at multiples of 16 bytes.
+    table = torch.zeros(len(rows), -(-len(rows[0]) // 2) * 2, dtype=torch.int64)
+    table[:, : len(rows[0])] = torch.tensor(rows, dtype=torch.int64)
     if device.type == "cuda":
         table = table.pin_memory().to(device, non_blocking=True)
     return table.unbind()

@@ -63,7 +63,7 @@ def gram_block(  # type: ignore[no-untyped-def]
     return acc
 
 
-@triton.jit(do_not_specialize=["B"])
+@triton.jit(do_not_specialize=["B", "T"])
 def gram_kernel(  # type: ignore[no-untyped-def]
     x_table, g_table, out_LBN2, B, T, D, P, x_batch, x_row, g_batch, g_row,
     BIAS: tl.constexpr, NUM_BLOCKS: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,

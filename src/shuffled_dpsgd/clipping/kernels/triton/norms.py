@@ -29,10 +29,10 @@ ELEMENT = {
 }
 
 
-@triton.jit(do_not_specialize=["B"])
+@triton.jit(do_not_specialize=["B", "T", "slice_tokens", "slices"])
 def norm_kernel(  # type: ignore[no-untyped-def]
-    x_table, g_table, sums_LBCSD, B, T, D, eps, slice_tokens,
-    SLICES: tl.constexpr, CENTRED: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
+    x_table, g_table, sums_LBCSD, B, T, D, eps, slice_tokens, slices,
+    CENTRED: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
     X: tl.constexpr, G: tl.constexpr,
 ):  # fmt: skip
     """One slice of one sample of one layer; CENTRED is a layer norm, else RMS."""
@@ -54,10 +54,10 @@ def norm_kernel(  # type: ignore[no-untyped-def]
             bias_sum += g
         weight_sum += g * x * tl.rsqrt(tl.sum(x * x, 1) / D + eps)[:, None]
     channels = 2 if CENTRED else 1
-    out = sums_LBCSD + ((layer * B + sample) * channels * SLICES + part) * D + d
+    out = sums_LBCSD + ((layer * B + sample) * channels * slices + part) * D + d
     tl.store(out, tl.sum(weight_sum, 0), mask=d < D)
     if CENTRED:
-        tl.store(out + SLICES * D, tl.sum(bias_sum, 0), mask=d < D)
+        tl.store(out + slices * D, tl.sum(bias_sum, 0), mask=d < D)
 
 
 def norm_sums(xs: Sequence[Tensor], gs: Sequence[Tensor], eps: float, centred: bool) -> Tensor:
@@ -70,7 +70,7 @@ def norm_sums(xs: Sequence[Tensor], gs: Sequence[Tensor], eps: float, centred: b
     table = address_table((xs, gs), device)
     block_d = triton.next_power_of_2(D)
     norm_kernel[(slices, B, L)](
-        table[0], table[1], sums, B, T, D, eps, slice_tokens, SLICES=slices, CENTRED=centred,
+        table[0], table[1], sums, B, T, D, eps, slice_tokens, slices, CENTRED=centred,
         ROWS=ROWS if block_d <= 2048 else 1, BLOCK_D=block_d,
         X=ELEMENT[xs[0].dtype], G=ELEMENT[gs[0].dtype], num_warps=8,
     )  # fmt: skip

@@ -28,7 +28,7 @@ TARGET_PROGRAMS = 4096
 STORED_B, STORED_N = 4, 512
 
 
-@triton.jit(do_not_specialize=["B", "share"])
+@triton.jit(do_not_specialize=["B", "T", "share"])
 def row_sum_kernel(  # type: ignore[no-untyped-def]
     g_table, out_LSP, factors_B, B, T, P, readable, g_batch, g_row, share,
     BLOCK_T: tl.constexpr, BLOCK_P: tl.constexpr, ELEMENT: tl.constexpr,

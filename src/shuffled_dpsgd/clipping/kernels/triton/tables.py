@@ -27,7 +27,7 @@ def side_by_side(tensor_BTD: Tensor) -> Tensor:
     return tensor_BTD if tensor_BTD.stride(2) == 1 else tensor_BTD.contiguous()
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "padding_idx", "ids_batch"])
 def row_kernel(  # type: ignore[no-untyped-def]
     ids_BT, g_BTD, out_BTF2, T, D, padding_idx, ids_batch, ids_row, g_batch, g_row,
     PADDING: tl.constexpr, FEATURES: tl.constexpr, ALL: tl.constexpr, LOOK: tl.constexpr,
@@ -90,7 +90,7 @@ def embedding_sq_norms(ids_BT: Tensor, g_BTD: Tensor, padding_idx: int | None) -
     return plain.not_too_small(rows_BT.sum(1), own_BT.sqrt().sum(1), torch.float32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["padding_idx", "ids_batch"])
 def add_rows_kernel(  # type: ignore[no-untyped-def]
     ids_BT, g_BTD, factors_B, out_VD, D, padding_idx, ids_batch, ids_row, g_batch, g_row,
     PADDING: tl.constexpr, FEATURES: tl.constexpr,
@@ -124,7 +124,7 @@ def weighted_embedding_sum(
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["padding_idx", "ids_batch"])
 def read_kernel(  # type: ignore[no-untyped-def]
     head_BVD, ids_BS, ge_BSD, out_BN, D, padding_idx, head_batch, ids_batch, ids_row, ge_batch,
     ge_row, PADDING: tl.constexpr, FEATURES: tl.constexpr,
@@ -160,7 +160,7 @@ def stored_cross_terms(
     return out.sum(1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "ids_batch"])
 def pick_kernel(  # type: ignore[no-untyped-def]
     gl_BTV, ids_BS, x_BT, ge_BS, picked_BTS, out_BN, T, S, gl_batch, gl_row, ids_batch, ids_row,
     PICK_T: tl.constexpr, PICK_S: tl.constexpr,

@@ -29,7 +29,7 @@ BLOCK_P, BLOCK_D, CHUNK, NUM_STAGES = 128, 256, 64, 3
 SLICE, FEATURES, READING_WARPS = 64, 128, 4
 
 
-@triton.jit(do_not_specialize=["B"])
+@triton.jit(do_not_specialize=["B", "T"])
 def tile_kernel(  # type: ignore[no-untyped-def]
     x_table, g_table, out_LBN, B, T, D, P, x_batch, x_row, g_batch, g_row,
     EVEN_T: tl.constexpr, EVEN_P: tl.constexpr, EVEN_D: tl.constexpr, CHUNK: tl.constexpr,
@@ -51,7 +51,7 @@ def tile_kernel(  # type: ignore[no-untyped-def]
     tl.store(out_LBN + at, tl.sum(acc * acc))
 
 
-@triton.jit(do_not_specialize=["B"])
+@triton.jit(do_not_specialize=["B", "T"])
 def token_kernel(  # type: ignore[no-untyped-def]
     x_table, g_table, reach_LBS, sums_LBSP, B, T, D, P, readable_d, readable_p,
     x_batch, x_row, g_batch, g_row,

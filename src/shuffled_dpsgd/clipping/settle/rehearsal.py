@@ -1,0 +1,197 @@
+"""Rehearses the settling of a batch before its backward has run, so that its kernels are ready.
+
+As soon as a first forward has shown what every layer is given, each kind of layer is settled once
+in a thread: with two samples of zeros in place of the batch, by the code that the batch itself will
+take. Other lengths that are to come are rehearsed along with it. A wrong guess costs nothing but
+that a kernel is compiled later, when it is needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from shuffled_dpsgd.clipping.capture.batch import Entry
+from shuffled_dpsgd.clipping.capture.slot import Slot
+from shuffled_dpsgd.clipping.contributions import cost
+from shuffled_dpsgd.clipping.contributions.norm_sums import UnsummedNorm, settle
+from shuffled_dpsgd.clipping.kernels import choices
+from shuffled_dpsgd.clipping.rules.conv import ConvSlot
+from shuffled_dpsgd.clipping.rules.embedding import EmbeddingSlot
+from shuffled_dpsgd.clipping.rules.linear import LinearSlot
+from shuffled_dpsgd.clipping.rules.norms import LayerNormSlot
+from shuffled_dpsgd.clipping.settle.many_layers import ManyLayers, NormRun
+from shuffled_dpsgd.clipping.settle.shared_parameters import LayerGroup
+from shuffled_dpsgd.runtime.rehearsals import REHEARSALS, may_rehearse
+
+SAMPLES = 2
+_REHEARSED = (LinearSlot, ConvSlot, EmbeddingSlot, LayerNormSlot)
+Filed = list[tuple[LayerGroup, Sequence[Entry]]]
+
+
+class Input(Protocol):
+    """The first input of a call."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """One call of a slot: the shape of a sample, and its type."""
+
+    slot: Slot
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def kind(self) -> Hashable:
+        """All that decides which kernels the call takes."""
+        shapes = tuple([p.shape for p in self.slot.parameters.values() if p is not None])
+        return type(self.slot), self.shape, self.dtype, shapes, tuple(self.slot.names)
+
+    def is_rehearsed(self) -> bool:
+        slot = self.slot
+        has_batch = not slot.folded and not slot.shared_by_batch and len(self.shape) > 0
+        return has_batch and isinstance(slot, _REHEARSED) and not getattr(slot, "pads_first", False)
+
+    def with_length(self, length: int, other: int) -> Call:
+        """The call with samples of another length; ids and rows of features have one."""
+        has_length = self.shape[:1] == (length,) and (len(self.shape) > 1 or _is_whole(self.dtype))
+        shape = (other, *self.shape[1:]) if has_length else self.shape
+        return Call(slot=self.slot, shape=shape, dtype=self.dtype)
+
+
+class Rehearsal:
+    """Rehearsals of one engine; `lengths` are those that batches are going to be padded to.
+
+    Its kernels are tried as soon as it is made.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        groups: Sequence[LayerGroup],
+        choose: cost.Chooser,
+    ) -> None:
+        self.lengths: tuple[int, ...] = ()
+        self._groups = groups
+        self._choose = choose
+        self._begun: set[Hashable] = set()
+        devices = {parameter.device for parameter in parameters.values()}
+        self._device = devices.pop() if len(devices) == 1 else torch.device("cpu")
+        if may_rehearse(self._device):
+            axes = [length for parameter in parameters.values() for length in parameter.shape]
+            choices.try_ahead(self._device, max(axes, default=0))
+
+    def begin(self, inputs: Mapping[int, Sequence[Input]]) -> None:
+        """Rehearse the settling of a forward in which slots were given these inputs, by index."""
+        if not may_rehearse(self._device):
+            return
+        kind = self._device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        for group, calls in self._calls(inputs):
+            key = (dtype, group.shared, *(call.kind for call in calls))
+            if key not in self._begun and all(call.is_rehearsed() for call in calls):
+                self._begun.add(key)
+                work = partial(rehearse, group, calls, self._choose, self._device, dtype)
+                REHEARSALS.add(self, work, self._device)
+
+    def _calls(
+        self, inputs: Mapping[int, Sequence[Input]]
+    ) -> Iterator[tuple[LayerGroup, list[Call]]]:
+        """The calls of every group, then the same with samples of other lengths."""
+        found = [
+            (group, calls)
+            for group in self._groups
+            if (calls := [call for slot in group.slots for call in _of(slot, inputs)])
+        ]
+        yield from found
+        length = _length([call for _, calls in found for call in calls])
+        for other in self.lengths if length is not None else ():
+            assert length is not None
+            for group, calls in found:
+                yield group, [call.with_length(length, other) for call in calls]
+
+    def wait(self) -> None:
+        """Return once all that was begun is over."""
+        REHEARSALS.wait_for(self)
+
+
+def rehearse(
+    group: LayerGroup,
+    calls: Sequence[Call],
+    choose: cost.Chooser,
+    device: torch.device,
+    dtype: torch.dtype | None,
+) -> None:
+    """Settle zeros in place of the calls of one group: into new sums, and on top of them.
+
+    `dtype` is what autocast lowers products to, or None.
+    """
+    entries = [_entry(call, device, dtype) for call in calls]
+    for entry in entries:
+        if not isinstance(entry.capture, UnsummedNorm):
+            entry.capture = entry.slot.decide(entry.capture, choose)
+    options = {"device": device, "dtype": torch.float32}
+    sums = {name: torch.empty(shape, **options) for name, shape in group.shapes.items()}  # type: ignore[call-overload]
+    factors_B = torch.ones(SAMPLES, device=device, dtype=torch.float32)
+    for new in (True, False):
+        layers = ManyLayers(*_filed(group, entries), choose)
+        layers.squares()
+        layers.add_sums(factors_B, sums, new)
+
+
+def _of(slot: Slot, inputs: Mapping[int, Sequence[Input]]) -> list[Call]:
+    return [Call(slot=slot, shape=x.shape[1:], dtype=x.dtype) for x in inputs.get(slot.index, ())]
+
+
+def _length(calls: Sequence[Call]) -> int | None:
+    """The length of samples that are ids, if there are such."""
+    found = [call.shape[0] for call in calls if len(call.shape) == 1 and _is_whole(call.dtype)]
+    return found[0] if found else None
+
+
+def _entry(call: Call, device: torch.device, dtype: torch.dtype | None) -> Entry:
+    """What a call would have captured, of a slot that may decide without anybody noticing.
+
+    Without autocast, which keeps the copies it makes of weights, for other threads too.
+    """
+    slot = object.__new__(type(call.slot))
+    vars(slot).update(vars(call.slot))
+    x = torch.zeros(SAMPLES, *call.shape, device=device, dtype=call.dtype)
+    weight = slot.parameters["weight"]
+    assert weight is not None
+    g = torch.zeros_like(slot.plain(x.to(weight.dtype) if x.is_floating_point() else x))
+    if dtype is not None and isinstance(slot, LinearSlot | ConvSlot):
+        if g.dtype is not torch.float64:
+            x, g = x.to(dtype), g.to(dtype)
+        if isinstance(slot, LinearSlot) and slot.padded_outputs != slot.outputs:
+            g = g.new_zeros(*g.shape[:-1], slot.padded_outputs)
+    return Entry(slot, slot.heard(SAMPLES, x, g))
+
+
+def _filed(
+    group: LayerGroup, entries: Sequence[Entry]
+) -> tuple[Filed, Callable[[], Sequence[NormRun]]]:
+    """The group with its entries, or norm layers that are summed apart."""
+    norms = [entry.capture for entry in entries if isinstance(entry.capture, UnsummedNorm)]
+    if not norms or group.shared or len(group.names) != 2:
+        return [(group, entries)], list
+
+    def norm_runs() -> list[tuple[list[Slot], Tensor]]:
+        return [([entries[i].slot for i in run], sums) for run, sums in settle(norms)]
+
+    return [], norm_runs
+
+
+def _is_whole(dtype: torch.dtype) -> bool:
+    return not dtype.is_floating_point and not dtype.is_complex

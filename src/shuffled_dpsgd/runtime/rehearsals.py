@@ -1,0 +1,94 @@
+"""Work done ahead, in threads, so that kernels are compiled by the time they are needed.
+
+Compiling a kernel takes up to some seconds and needs the interpreter for a tenth of them. So a
+rehearsal runs a small problem by the very code that the large one will take, and throws the result
+away. A rehearsal that fails is not reported: the work it stands for fails in the same way, where
+its error belongs.
+
+`SHUFFLED_DPSGD_REHEARSALS=0` turns rehearsals off; kernels are then compiled one after the other.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+
+import torch
+
+SWITCH = "SHUFFLED_DPSGD_REHEARSALS"
+Work = Callable[[], object]
+
+
+def may_rehearse(device: torch.device) -> bool:
+    """Whether anything is compiled there, and the environment allows to do so ahead."""
+    return device.type == "cuda" and os.environ.get(SWITCH, "1") != "0"
+
+
+@dataclass(eq=False, slots=True)
+class _Rehearsal:
+    work: Work
+    device: torch.device
+    over: threading.Event = field(default_factory=threading.Event)
+
+
+class Rehearsals:
+    """Does work in as many threads as there are cores, in the order in which it was given.
+
+    Threads are started when there is work and end when there is none. They are daemons: a process
+    that ends does not wait for them.
+    """
+
+    def __init__(self, threads: int | None = None) -> None:
+        self._most = threads or os.cpu_count() or 1
+        self._lock = threading.Lock()
+        self._waiting: deque[_Rehearsal] = deque()
+        self._pending: dict[Hashable, list[_Rehearsal]] = {}
+        self._threads = 0
+
+    def add(self, topic: Hashable, work: Work, device: torch.device) -> None:
+        """Have `work` done soon; `wait_for(topic)` waits for it."""
+        rehearsal = _Rehearsal(work, device)
+        with self._lock:
+            self._pending.setdefault(topic, []).append(rehearsal)
+            self._waiting.append(rehearsal)
+            starts = self._threads < self._most
+            self._threads += starts
+        if starts:
+            threading.Thread(target=self._run, name="rehearsal", daemon=True).start()
+
+    def wait_for(self, topic: Hashable) -> None:
+        """Return once all work given under `topic` so far has been done."""
+        if topic in self._pending:
+            with self._lock:
+                pending = self._pending.pop(topic, [])
+            for rehearsal in pending:
+                rehearsal.over.wait()
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                if not self._waiting:
+                    self._threads -= 1
+                    return
+                rehearsal = self._waiting.popleft()
+            try:
+                _do(rehearsal)
+            finally:
+                rehearsal.over.set()
+
+
+def _do(rehearsal: _Rehearsal) -> None:
+    try:
+        if rehearsal.device.type == "cuda":
+            torch.cuda.set_device(rehearsal.device)
+        with torch.no_grad():
+            rehearsal.work()
+    except Exception:  # The work itself is still to come, and will say what is wrong.
+        return
+
+
+# All rehearsals of this process: they share its cores.
+REHEARSALS = Rehearsals()

@@ -1,0 +1,53 @@
+"""Rehearses what follows a backward: noise and shuffle, so that their kernels are ready by then."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from functools import partial
+
+import torch
+
+from shuffled_dpsgd.permutation import PermutationSpec, apply_to_tensors, draw
+from shuffled_dpsgd.permutation.move import kernel_route
+from shuffled_dpsgd.runtime.rehearsals import REHEARSALS, may_rehearse
+from shuffled_dpsgd.runtime.triton_support import triton_available
+from shuffled_dpsgd.training import noise_route
+
+# Sums of so many numbers from such a place on: kernels are compiled apart for multiples of 16.
+_STRETCHES = ((8192, 0), (8191, 0), (8192, 1))
+
+
+def rehearse_release(
+    topic: Hashable,
+    spec: PermutationSpec | None,
+    parameters: Mapping[str, torch.Tensor],
+    device: torch.device,
+) -> None:
+    """Begin to rehearse noise and, with a `spec`, the shuffle of tensors like the `parameters`.
+
+    The shuffle must not be drawn before `REHEARSALS.wait_for(topic)`: both use the same buffers.
+    """
+    if not may_rehearse(device) or not triton_available():
+        return
+    noise_route.ROUTE.try_ahead(device)
+    for size, first in _STRETCHES:
+        REHEARSALS.add(topic, partial(_add_noise, size, first, device), device)
+    if spec is not None and spec.groups:
+        kernel_route.ROUTE.try_ahead(device)
+        REHEARSALS.add(topic, partial(_shuffle, spec, parameters, device), device)
+
+
+def _add_noise(size: int, first: int, device: torch.device) -> None:
+    from shuffled_dpsgd.training.triton_noise import add_normal_
+
+    zeros = torch.zeros(size, device=device, dtype=torch.float32)
+    add_normal_(zeros, key=(0, 0, 0, 0), first=first, std=1.0, divide_by=2.0)
+
+
+def _shuffle(
+    spec: PermutationSpec, parameters: Mapping[str, torch.Tensor], device: torch.device
+) -> None:
+    """Move one tensor of every shape, each a copy without contents."""
+    by_shape = {spec.shapes[name]: name for name in spec.axes_of}
+    copies = {name: torch.empty_like(parameters[name]) for name in by_shape.values()}
+    apply_to_tensors(draw(spec, torch.Generator(device).manual_seed(0)), copies)

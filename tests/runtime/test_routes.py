@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -48,6 +49,24 @@ def test_a_trial_is_made_once_and_remembered(monkeypatch: pytest.MonkeyPatch) ->
         assert route(tried.append).serves(CPU)
         forget(monkeypatch)
     assert tried == [CPU]
+
+
+def test_threads_that_ask_at_once_wait_for_one_trial() -> None:
+    tried: list[torch.device] = []
+    started = threading.Barrier(4, timeout=10)
+    shared = route(tried.append)
+    answers: list[bool] = []
+
+    def ask() -> None:
+        started.wait()
+        answers.append(shared.serves(CPU))
+
+    threads = [threading.Thread(target=ask) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert (tried, answers) == ([CPU], [True] * 4)
 
 
 @pytest.mark.parametrize("error", [WrongResult("off by 3"), AttributeError("no thread_barrier")])

@@ -38,9 +38,9 @@ from shuffled_dpsgd.clipping.checks.stray_gradients import GradWatch
 from shuffled_dpsgd.clipping.checks.watch import tap_output
 from shuffled_dpsgd.clipping.contributions import cost
 from shuffled_dpsgd.clipping.plan import Plan, describe
+from shuffled_dpsgd.clipping.rehearsal import Rehearsal
 from shuffled_dpsgd.clipping.rules.half_copies import HalfCopies
 from shuffled_dpsgd.clipping.settle import clip_functions
-from shuffled_dpsgd.clipping.settle.rehearsal import Rehearsal
 from shuffled_dpsgd.clipping.settle.schedules import (
     ClippingRule,
     GroupByGroup,

@@ -1,9 +1,9 @@
 """Does the shuffle leave the model's function alone? Asked of the model itself, on its own batches.
 
 A spec is proven from what a model is made of. It cannot know how somebody calls it: with a mask
-per head, or past a block straight to one of its layers. So the outputs for a batch of the run are
-compared before and after a shuffle: once as a trial before the first release, then at the first
-shuffles and ever more rarely. Weights, modes and generators are as they were afterwards.
+per head, or past a block straight to one of its layers. So the outputs for a few samples of the
+run are compared before and after a shuffle: once as a trial before the first release, then at the
+first shuffles and ever more rarely. Weights, modes and generators are as they were afterwards.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from shuffled_dpsgd.errors import InvarianceError
+from shuffled_dpsgd.clipping.capture.batch_size import find_batch
+from shuffled_dpsgd.clipping.checks.changed_batches import chosen
+from shuffled_dpsgd.errors import InvalidArgumentError, InvarianceError
 from shuffled_dpsgd.permutation import Permutation, PermutationSpec, apply, from_groups
 from shuffled_dpsgd.permutation.comparison import (
     default_tolerance,
@@ -29,6 +31,8 @@ from shuffled_dpsgd.training.global_randomness import randomness_kept
 _HALF_TOLERANCE = 1e-1
 # Of larger outputs only so many entries are kept: the logits of a language model are many.
 _MOST_ENTRIES = 1 << 20
+# Samples of a batch that are enough to see whether outputs change.
+_MOST_SAMPLES = 8
 
 # Later shuffles are compared in evaluation mode only.
 _IN_BOTH_MODES = 3
@@ -53,6 +57,7 @@ class ShuffleCheck:
         self._inputs: tuple[tuple[Any, ...], dict[str, Any]] | None = None
         self._autocast: torch.dtype | None = None
         self._needs_autocast: bool | None = None
+        self._takes_few = True
         self._repeats_in_training: bool | None = None
 
     def listen(self) -> RemovableHandle:
@@ -170,12 +175,9 @@ class ShuffleCheck:
         return found
 
     def _call(self, seed: int) -> Outputs:
-        assert self._inputs is not None
-        args, kwargs = self._inputs
         device = next(self._model.parameters()).device.type
-        torch.manual_seed(seed)
         with torch.autocast(device, dtype=self._autocast, enabled=self._needs_autocast is True):
-            output = self._model(*args, **kwargs)
+            output = self._forward(seed)
         found = tuple(_some_entries(tensor) for tensor in function_outputs(output))
         if not found:
             raise InvarianceError(
@@ -184,6 +186,23 @@ class ShuffleCheck:
                 "a dataclass of them, or use shuffle='off'"
             )
         return found
+
+    def _forward(self, seed: int) -> Any:
+        """The outputs for a few samples, or for all if the model takes no smaller batch."""
+        assert self._inputs is not None
+        args, kwargs = self._inputs
+        torch.manual_seed(seed)
+        if self._takes_few:
+            try:
+                size, _ = find_batch(args, kwargs)
+                if size > _MOST_SAMPLES:
+                    few = [*range(_MOST_SAMPLES)]
+                    return self._model(*chosen(args, size, few), **chosen(kwargs, size, few))
+            except (InvalidArgumentError, RuntimeError, ValueError, IndexError):
+                # An error of the model's own comes up once more.
+                self._takes_few = False
+                torch.manual_seed(seed)
+        return self._model(*args, **kwargs)
 
     @contextmanager
     def _probing(self) -> Iterator[float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -38,6 +39,27 @@ def test_shortcuts_are_off_inside_and_back_afterwards() -> None:
     with pytest.raises(RuntimeError, match="stop"):
         fails()
     assert inside == [("ieee", "ieee")]
+    assert knobs() == before
+
+
+@pytest.mark.usefixtures("shortcuts")
+def test_shortcuts_stay_off_while_any_thread_is_inside() -> None:
+    """The switches are those of the process: a thread that leaves must not switch them back."""
+    entered, leave = threading.Event(), threading.Event()
+
+    def stay() -> None:
+        with full_float32():
+            entered.set()
+            leave.wait(10)
+
+    before = knobs()
+    other = threading.Thread(target=stay)
+    other.start()
+    entered.wait(10)
+    with full_float32():
+        leave.set()
+        other.join()
+        assert knobs() == ("ieee", "ieee")
     assert knobs() == before
 
 

@@ -30,8 +30,8 @@ def verdicts(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[str, torch.device], 
 def modules() -> list[str | None]:
     """The modules for norms by tiles, for sums, and for norms by Gram matrices of three kinds."""
     return [
-        choices.tile_norms(GPU),
-        choices.outer_sums(GPU),
+        choices.tile_norms(GPU, 128),
+        choices.outer_sums(GPU, 128),
         choices.gram_norms(GPU, 128, 768),
         choices.gram_norms(GPU, 197, 768),
         choices.gram_norms(GPU, 197, 50257),
@@ -65,9 +65,20 @@ def test_norms_and_sums_of_a_family_go_together(
     """Norms from one family would be too small for the sums of another."""
     verdicts[choices.GLUON_PRODUCTS.name, GPU] = "wrong"
     verdicts[family.name, GPU] = "wrong"
-    pair = (choices.tile_norms(GPU), choices.outer_sums(GPU))
+    pair = (choices.tile_norms(GPU, 128), choices.outer_sums(GPU, 128))
     plain = family is choices.PRODUCTS
     assert pair == ((None, None) if plain else ("triton.tiles", "triton.sums"))
+
+
+def test_lengths_with_a_few_tokens_apart_have_a_trial_of_their_own(
+    verdicts: dict[tuple[str, torch.device], str | None],
+) -> None:
+    """The kernel for them is another one; norms and sums still go together."""
+    verdicts[choices.GLUON_PRODUCTS_OF_A_FEW.name, GPU] = "wrong"
+    for tokens in (135, 197):
+        pair = (choices.tile_norms(GPU, tokens), choices.outer_sums(GPU, tokens))
+        assert pair == ("triton.tiles", "triton.sums")
+    assert choices.tile_norms(GPU, 128) == "gluon.squares"
 
 
 def test_lengths_of_two_parts_fall_back_one_by_one(
@@ -97,4 +108,4 @@ def test_the_lengths_of_two_parts_are_those_of_the_kernels() -> None:
 
 
 def test_every_route_has_a_name_of_its_own() -> None:
-    assert len({route.name for route in EVERY_ROUTE}) == len(EVERY_ROUTE) == 10
+    assert len({route.name for route in EVERY_ROUTE}) == len(EVERY_ROUTE) == 11

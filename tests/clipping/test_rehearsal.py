@@ -1,0 +1,124 @@
+"""Settling is rehearsed with stand-ins, and nobody but the compiler notices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from shuffled_dpsgd.clipping import ClippingEngine, kernels, rehearsal
+from shuffled_dpsgd.clipping.checks.batch_axis import Given
+
+CPU = torch.device("cpu")
+
+
+class Tagger(nn.Module):
+    """Every kind of layer that is rehearsed; the head is tied to the table."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(16, 8)
+        self.norm = nn.LayerNorm(8)
+        self.up = nn.Linear(8, 12)
+        self.conv = nn.Conv1d(12, 8, 1)
+        self.head = nn.Linear(8, 16, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        hidden = self.up(self.norm(self.table(ids)))
+        return self.head(self.conv(hidden.mT).mT)
+
+
+@pytest.fixture
+def works(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], object]]:
+    """Rehearsals as if there were something to compile, kept instead of run."""
+    found: list[Callable[[], object]] = []
+
+    def add(topic: object, work: Callable[[], object], device: torch.device) -> None:
+        found.append(work)
+
+    monkeypatch.setattr(rehearsal, "may_rehearse", lambda device: True)
+    monkeypatch.setattr(rehearsal.REHEARSALS, "add", add)
+    return found
+
+
+def losses_of(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
+    return model(ids).square().mean((1, 2))
+
+
+def test_a_rehearsal_calls_what_settling_calls(
+    works: list[Callable[[], object]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    called: list[tuple[str, Any]] = []
+
+    def watch(name: str, primitive: Callable[..., Any]) -> Callable[..., Any]:
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            called.append((name, shapes_in(args)))
+            return primitive(*args, **kwargs)
+
+        return watched
+
+    names = ("add_weighted_outer_sums", "tied_cross_terms", "norm_sum_runs")
+    for name in (*names, "weighted_embedding_sum"):
+        monkeypatch.setattr(kernels, name, watch(name, getattr(kernels, name)))
+    model = Tagger()
+    with ClippingEngine(model) as engine:
+        engine.backward(losses_of(model, torch.arange(10).view(2, 5)))
+        real = set(called)
+        called.clear()
+        for work in works:
+            work()
+        assert set(called) >= real
+
+
+def shapes_in(args: tuple[Any, ...]) -> Any:
+    """The shapes of pairs of tensors that a primitive is given first."""
+    first = args[0]
+    return tuple(tuple(t.shape for t in pair) for pair in first) if isinstance(first, list) else ()
+
+
+def test_a_rehearsal_changes_neither_sums_nor_slots(works: list[Callable[[], object]]) -> None:
+    model, ids = Tagger(), torch.arange(10).view(2, 5)
+    with ClippingEngine(model) as engine:
+        engine.expect_lengths([9])
+        engine.backward(losses_of(model, ids))
+        before = {name: total.clone() for name, total in engine.clipped_sum().items()}
+        plan, norms = str(engine.plan()), engine.sample_norms.clone()
+        assert len(works) == 7
+        for work in works:
+            work()
+        assert str(engine.plan()) == plan
+        assert torch.equal(engine.sample_norms, norms)
+        for name, total in engine.clipped_sum().items():
+            assert torch.equal(total, before[name])
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_layers_of_one_kind_are_rehearsed_once(works: list[Callable[[], object]]) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8, bias=False))
+    with ClippingEngine(model):
+        model(torch.randn(3, 4, 8))
+    assert len(works) == 2
+
+
+def test_autocast_lowers_products_and_pads_a_head(works: list[Callable[[], object]]) -> None:
+    head = nn.Linear(8, 5000)
+    with ClippingEngine(head) as engine:
+        slot = engine._slots[0]
+    call = rehearsal.Call(slot=slot, shape=(4, 8), dtype=torch.float32)
+    capture = rehearsal._entry(call, CPU, torch.bfloat16).capture
+    x, g = capture.tensors()
+    assert (x.dtype, g.dtype) == (torch.bfloat16, torch.bfloat16)
+    assert g.shape == (2, 4, 5000)
+    assert g.stride(1) == 5120
+    assert not works
+
+
+def test_without_anything_to_compile_nothing_is_rehearsed() -> None:
+    model = nn.Linear(3, 2)
+    engine = ClippingEngine(model)
+    engine._rehearsal.begin({0: [Given(2, (2, 3), torch.float32)]})
+    assert not engine._rehearsal._begun

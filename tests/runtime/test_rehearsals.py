@@ -1,0 +1,56 @@
+"""Work is done ahead in threads, and whoever needs it waits for it."""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+
+from shuffled_dpsgd.runtime.rehearsals import Rehearsals, may_rehearse
+
+CPU = torch.device("cpu")
+
+
+def test_waiting_for_a_topic_waits_for_its_work_alone() -> None:
+    rehearsals = Rehearsals(threads=2)
+    go, done = threading.Event(), []
+    rehearsals.add("slow", lambda: (go.wait(10), done.append("slow")), CPU)
+    rehearsals.add("fast", lambda: done.append("fast"), CPU)
+    rehearsals.wait_for("fast")
+    assert done == ["fast"]
+    go.set()
+    rehearsals.wait_for("slow")
+    assert done == ["fast", "slow"]
+    rehearsals.wait_for("unknown")
+
+
+def test_work_runs_in_several_threads_at_a_time_and_without_gradients() -> None:
+    rehearsals = Rehearsals(threads=2)
+    together = threading.Barrier(2, timeout=10)
+    found: list[bool] = []
+
+    def work() -> None:
+        together.wait()
+        found.append(torch.is_grad_enabled())
+
+    for _ in range(4):
+        rehearsals.add("both", work, CPU)
+    rehearsals.wait_for("both")
+    assert found == [False] * 4
+
+
+def test_a_failure_stops_neither_the_others_nor_the_caller() -> None:
+    rehearsals = Rehearsals(threads=1)
+    done: list[str] = []
+
+    def fail() -> None:
+        raise RuntimeError("no such kernel")
+
+    rehearsals.add("topic", fail, CPU)
+    rehearsals.add("topic", lambda: done.append("next"), CPU)
+    rehearsals.wait_for("topic")
+    assert done == ["next"]
+
+
+def test_nothing_is_rehearsed_where_nothing_is_compiled() -> None:
+    assert not may_rehearse(CPU)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 
 import torch
 
-from shuffled_dpsgd.runtime.rehearsals import Rehearsals, may_rehearse
+from shuffled_dpsgd.runtime.rehearsals import Rehearsals, is_rehearsing, may_rehearse
 
 CPU = torch.device("cpu")
 
@@ -31,12 +32,33 @@ def test_work_runs_in_several_threads_at_a_time_and_without_gradients() -> None:
 
     def work() -> None:
         together.wait()
-        found.append(torch.is_grad_enabled())
+        found.append(torch.is_grad_enabled() or not is_rehearsing())
 
     for _ in range(4):
         rehearsals.add("both", work, CPU)
     rehearsals.wait_for("both")
     assert found == [False] * 4
+    assert not is_rehearsing()
+
+
+def test_a_trial_is_no_rehearsal() -> None:
+    rehearsals, found = Rehearsals(threads=1), []
+    rehearsals.add("rehearsal", lambda: found.append(is_rehearsing()), CPU)
+    rehearsals.add("trial", lambda: found.append(is_rehearsing()), CPU, is_trial=True)
+    rehearsals.wait_for("trial")
+    assert found == [True, False]
+
+
+def test_threads_take_turns_often_while_there_is_work_and_only_then() -> None:
+    before = sys.getswitchinterval()
+    rehearsals, found = Rehearsals(threads=1), []
+    rehearsals.add("topic", lambda: found.append(sys.getswitchinterval()), CPU)
+    rehearsals.wait_for("topic")
+    assert found[0] < before
+    for thread in threading.enumerate():
+        if thread.name == "rehearsal":
+            thread.join()
+    assert sys.getswitchinterval() == before
 
 
 def test_a_failure_stops_neither_the_others_nor_the_caller() -> None:

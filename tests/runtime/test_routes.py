@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from shuffled_dpsgd.runtime import notices, routes, verdicts
+from shuffled_dpsgd.runtime.rehearsals import Rehearsals
 from shuffled_dpsgd.runtime.routes import Route, WrongResult, expect_close
 
 CPU = torch.device("cpu")
@@ -67,6 +68,15 @@ def test_threads_that_ask_at_once_wait_for_one_trial() -> None:
     for thread in threads:
         thread.join()
     assert (tried, answers) == ([CPU], [True] * 4)
+
+
+def test_a_rehearsal_neither_waits_for_a_trial_nor_makes_one() -> None:
+    tried: list[torch.device] = []
+    answers: list[bool] = []
+    rehearsals = Rehearsals(threads=1)
+    rehearsals.add("topic", lambda: answers.append(route(tried.append).serves(CPU)), CPU)
+    rehearsals.wait_for("topic")
+    assert (tried, answers) == ([], [True])
 
 
 @pytest.mark.parametrize("error", [WrongResult("off by 3"), AttributeError("no thread_barrier")])

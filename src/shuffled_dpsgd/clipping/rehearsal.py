@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from functools import partial
 from typing import Protocol
 
@@ -30,6 +31,8 @@ from shuffled_dpsgd.clipping.settle.shared_parameters import LayerGroup
 from shuffled_dpsgd.runtime.rehearsals import REHEARSALS, may_rehearse
 
 SAMPLES = 2
+# Kernels read so many tokens at a time, and what is left of them in powers of two from 16 on.
+_CHUNK, _MIN_TAIL = 64, 15
 _REHEARSED = (LinearSlot, ConvSlot, EmbeddingSlot, LayerNormSlot)
 Filed = list[tuple[LayerGroup, Sequence[Entry]]]
 
@@ -58,6 +61,13 @@ class Call:
         shapes = tuple([p.shape for p in self.slot.parameters.values() if p is not None])
         return type(self.slot), self.shape, self.dtype, shapes, tuple(self.slot.names)
 
+    @property
+    def label(self) -> Hashable:
+        """The same for calls that are likely to take the same kernels: all but widths."""
+        length = self.shape[0] if len(self.shape) > 1 or _is_whole(self.dtype) else 1
+        chunks = length // _CHUNK, max(_MIN_TAIL, length % _CHUNK - 1).bit_length()
+        return type(self.slot), chunks, len(self.shape), self.dtype, tuple(self.slot.names)
+
     def is_rehearsed(self) -> bool:
         slot = self.slot
         has_batch = not slot.folded and not slot.shared_by_batch and len(self.shape) > 0
@@ -68,6 +78,13 @@ class Call:
         has_length = self.shape[:1] == (length,) and (len(self.shape) > 1 or _is_whole(self.dtype))
         shape = (other, *self.shape[1:]) if has_length else self.shape
         return Call(slot=self.slot, shape=shape, dtype=self.dtype)
+
+
+class Part(Enum):
+    """Half of settling; neither needs what the other computes."""
+
+    NORMS = "norms"
+    SUMS = "sums"
 
 
 class Rehearsal:
@@ -98,11 +115,18 @@ class Rehearsal:
             return
         kind = self._device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        alike: dict[Hashable, list[tuple[LayerGroup, list[Call]]]] = {}
         for group, calls in self._calls(inputs):
             key = (dtype, group.shared, *(call.kind for call in calls))
             if key not in self._begun and all(call.is_rehearsed() for call in calls):
                 self._begun.add(key)
-                work = partial(rehearse, group, calls, self._choose, self._device, dtype)
+                # Kernels seldom depend on widths. Where they do not, the first of several layers
+                # has them compiled, and the others find them there.
+                label = (group.shared, *(call.label for call in calls))
+                alike.setdefault(label, []).append((group, calls))
+        for layers in alike.values():
+            for part in (Part.NORMS, Part.SUMS):
+                work = partial(rehearse, layers, part, self._choose, self._device, dtype)
                 REHEARSALS.add(self, work, self._device)
 
     def _calls(
@@ -127,27 +151,32 @@ class Rehearsal:
 
 
 def rehearse(
-    group: LayerGroup,
-    calls: Sequence[Call],
+    layers: Sequence[tuple[LayerGroup, Sequence[Call]]],
+    part: Part,
     choose: cost.Chooser,
     device: torch.device,
     dtype: torch.dtype | None,
 ) -> None:
-    """Settle zeros in place of the calls of one group: into new sums, and on top of them.
+    """Settle zeros in place of the calls of some groups, one after the other.
 
     `dtype` is what autocast lowers products to, or None.
     """
-    entries = [_entry(call, device, dtype) for call in calls]
-    for entry in entries:
-        if not isinstance(entry.capture, UnsummedNorm):
-            entry.capture = entry.slot.decide(entry.capture, choose)
-    options = {"device": device, "dtype": torch.float32}
-    sums = {name: torch.empty(shape, **options) for name, shape in group.shapes.items()}  # type: ignore[call-overload]
-    factors_B = torch.ones(SAMPLES, device=device, dtype=torch.float32)
-    for new in (True, False):
-        layers = ManyLayers(*_filed(group, entries), choose)
-        layers.squares()
-        layers.add_sums(factors_B, sums, new)
+    for group, calls in layers:
+        entries = [_entry(call, device, dtype) for call in calls]
+        for entry in entries:
+            if not isinstance(entry.capture, UnsummedNorm):
+                entry.capture = entry.slot.decide(entry.capture, choose)
+        settled = ManyLayers(*_filed(group, entries), choose)
+        if part is Part.NORMS:
+            settled.squares()
+            continue
+        sums = {
+            name: torch.empty(shape, device=device, dtype=torch.float32)
+            for name, shape in group.shapes.items()
+        }
+        factors_B = torch.ones(SAMPLES, device=device, dtype=torch.float32)
+        for new in (True, False):
+            settled.add_sums(factors_B, sums, new)
 
 
 def _of(slot: Slot, inputs: Mapping[int, Sequence[Input]]) -> list[Call]:

@@ -2,8 +2,8 @@
 
 Compiling a kernel takes up to some seconds and needs the interpreter for a tenth of them. So a
 rehearsal runs a small problem by the very code that the large one will take, and throws the result
-away. A rehearsal that fails is not reported: the work it stands for fails in the same way, where
-its error belongs.
+away. It trusts that every route serves, and does not wait for its trial. A rehearsal that fails is
+not reported: the work it stands for fails in the same way, where its error belongs.
 
 `SHUFFLED_DPSGD_REHEARSALS=0` turns rehearsals off; kernels are then compiled one after the other.
 """
@@ -11,6 +11,7 @@ its error belongs.
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Hashable
@@ -19,7 +20,12 @@ from dataclasses import dataclass, field
 import torch
 
 SWITCH = "SHUFFLED_DPSGD_REHEARSALS"
+# Every operation of torch lets go of the interpreter, and waits for it afterwards until another
+# thread has had it for that long. At the usual 5 ms, a forward of a few hundred operations would
+# wait for seconds.
+SWITCH_SECONDS = 1e-4
 Work = Callable[[], object]
+_here = threading.local()
 
 
 def may_rehearse(device: torch.device) -> bool:
@@ -27,10 +33,16 @@ def may_rehearse(device: torch.device) -> bool:
     return device.type == "cuda" and os.environ.get(SWITCH, "1") != "0"
 
 
+def is_rehearsing() -> bool:
+    """Whether the work that is being done here is a rehearsal."""
+    return getattr(_here, "rehearses", False)
+
+
 @dataclass(eq=False, slots=True)
 class _Rehearsal:
     work: Work
     device: torch.device
+    is_trial: bool
     over: threading.Event = field(default_factory=threading.Event)
 
 
@@ -47,14 +59,23 @@ class Rehearsals:
         self._waiting: deque[_Rehearsal] = deque()
         self._pending: dict[Hashable, list[_Rehearsal]] = {}
         self._threads = 0
+        self._interval = sys.getswitchinterval()
 
-    def add(self, topic: Hashable, work: Work, device: torch.device) -> None:
-        """Have `work` done soon; `wait_for(topic)` waits for it."""
-        rehearsal = _Rehearsal(work, device)
+    def add(
+        self, topic: Hashable, work: Work, device: torch.device, *, is_trial: bool = False
+    ) -> None:
+        """Have `work` done soon; `wait_for(topic)` waits for it.
+
+        A trial of a route is not a rehearsal, only done in the same way.
+        """
+        rehearsal = _Rehearsal(work, device, is_trial)
         with self._lock:
             self._pending.setdefault(topic, []).append(rehearsal)
             self._waiting.append(rehearsal)
             starts = self._threads < self._most
+            if starts and self._threads == 0:
+                self._interval = sys.getswitchinterval()
+                sys.setswitchinterval(min(self._interval, SWITCH_SECONDS))
             self._threads += starts
         if starts:
             threading.Thread(target=self._run, name="rehearsal", daemon=True).start()
@@ -72,6 +93,8 @@ class Rehearsals:
             with self._lock:
                 if not self._waiting:
                     self._threads -= 1
+                    if self._threads == 0:
+                        sys.setswitchinterval(self._interval)
                     return
                 rehearsal = self._waiting.popleft()
             try:
@@ -82,6 +105,7 @@ class Rehearsals:
 
 def _do(rehearsal: _Rehearsal) -> None:
     try:
+        _here.rehearses = not rehearsal.is_trial
         if rehearsal.device.type == "cuda":
             torch.cuda.set_device(rehearsal.device)
         with torch.no_grad():

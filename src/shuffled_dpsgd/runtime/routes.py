@@ -18,7 +18,7 @@ import torch
 
 from shuffled_dpsgd.runtime import verdicts
 from shuffled_dpsgd.runtime.notices import say_once
-from shuffled_dpsgd.runtime.rehearsals import REHEARSALS, may_rehearse
+from shuffled_dpsgd.runtime.rehearsals import REHEARSALS, is_rehearsing, may_rehearse
 
 # By route and device: why it does not serve, or None.
 _reasons: dict[tuple[str, torch.device], str | None] = {}
@@ -48,16 +48,22 @@ class Route:
         if key not in _reasons:
             if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
                 return False  # A trial reads its result, which a capture forbids.
-            with _trials.setdefault(key, threading.Lock()):
-                if key not in _reasons:
-                    _reasons[key] = self._judge(device)
+            if is_rehearsing():
+                return True  # Its result is thrown away.
+            self._decide(device)
         return _reasons[key] is None
 
     def try_ahead(self, device: torch.device) -> None:
         """Begin the trial, if there has to be one; whoever asks before it is over waits for it."""
         # The mode in which waiting for a device is an error is one of all threads together.
         if may_rehearse(device) and not torch.cuda.get_sync_debug_mode():
-            REHEARSALS.add(self.name, lambda: self.serves(device), device)
+            REHEARSALS.add(self.name, lambda: self._decide(device), device, is_trial=True)
+
+    def _decide(self, device: torch.device) -> None:
+        key = (self.name, device)
+        with _trials.setdefault(key, threading.Lock()):
+            if key not in _reasons:
+                _reasons[key] = self._judge(device)
 
     def _judge(self, device: torch.device) -> str | None:
         """The reason against this route, remembered or found now."""

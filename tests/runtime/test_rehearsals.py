@@ -7,7 +7,7 @@ import threading
 
 import torch
 
-from shuffled_dpsgd.runtime.rehearsals import Rehearsals, is_rehearsing, may_rehearse
+from shuffled_dpsgd.runtime.rehearsals import Rehearsals, are_whole, is_rehearsing, may_rehearse
 
 CPU = torch.device("cpu")
 
@@ -76,3 +76,14 @@ def test_a_failure_stops_neither_the_others_nor_the_caller() -> None:
 
 def test_nothing_is_rehearsed_where_nothing_is_compiled() -> None:
     assert not may_rehearse(CPU)
+
+
+def test_tensors_of_other_kinds_are_left_alone() -> None:
+    """A thread that gathered a sharded tensor would wait for processes that do not know of it."""
+
+    class Sharded(torch.Tensor):
+        pass
+
+    plain = [torch.zeros(2), torch.nn.Parameter(torch.zeros(2))]
+    assert are_whole(plain)
+    assert not are_whole([*plain, torch.zeros(2).as_subclass(Sharded)])

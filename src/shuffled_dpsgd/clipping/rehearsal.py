@@ -28,7 +28,7 @@ from shuffled_dpsgd.clipping.rules.linear import LinearSlot
 from shuffled_dpsgd.clipping.rules.norms import LayerNormSlot
 from shuffled_dpsgd.clipping.settle.many_layers import ManyLayers, NormRun
 from shuffled_dpsgd.clipping.settle.shared_parameters import LayerGroup
-from shuffled_dpsgd.runtime.rehearsals import REHEARSALS, may_rehearse
+from shuffled_dpsgd.runtime.rehearsals import REHEARSALS, are_whole, may_rehearse
 
 SAMPLES = 2
 # Kernels read so many tokens at a time, and what is left of them in powers of two from 16 on.
@@ -104,7 +104,8 @@ class Rehearsal:
         self._choose = choose
         self._begun: set[Hashable] = set()
         devices = {parameter.device for parameter in parameters.values()}
-        self._device = devices.pop() if len(devices) == 1 else torch.device("cpu")
+        alone = len(devices) == 1 and are_whole(parameters.values())
+        self._device = devices.pop() if alone else torch.device("cpu")
         if may_rehearse(self._device):
             axes = [length for parameter in parameters.values() for length in parameter.shape]
             choices.try_ahead(self._device, max(axes, default=0))

@@ -14,7 +14,7 @@ import os
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -31,6 +31,11 @@ _here = threading.local()
 def may_rehearse(device: torch.device) -> bool:
     """Whether anything is compiled there, and the environment allows to do so ahead."""
     return device.type == "cuda" and os.environ.get(SWITCH, "1") != "0"
+
+
+def are_whole(tensors: Iterable[torch.Tensor]) -> bool:
+    """Whether no tensor is spread over several processes, which a thread must not wait for."""
+    return all(type(tensor) in (torch.Tensor, torch.nn.Parameter) for tensor in tensors)
 
 
 def is_rehearsing() -> bool:

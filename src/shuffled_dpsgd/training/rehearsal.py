@@ -9,7 +9,7 @@ import torch
 
 from shuffled_dpsgd.permutation import PermutationSpec, apply_to_tensors, draw
 from shuffled_dpsgd.permutation.move import kernel_route
-from shuffled_dpsgd.runtime.rehearsals import REHEARSALS, may_rehearse
+from shuffled_dpsgd.runtime.rehearsals import REHEARSALS, are_whole, may_rehearse
 from shuffled_dpsgd.runtime.triton_support import triton_available
 from shuffled_dpsgd.training import noise_route
 
@@ -32,7 +32,7 @@ def rehearse_release(
     noise_route.ROUTE.try_ahead(device)
     for size, first in _STRETCHES:
         REHEARSALS.add(topic, partial(_add_noise, size, first, device), device)
-    if spec is not None and spec.groups:
+    if spec is not None and spec.groups and are_whole(parameters.values()):
         kernel_route.ROUTE.try_ahead(device)
         REHEARSALS.add(topic, partial(_shuffle, spec, parameters, device), device)
 

@@ -104,6 +104,16 @@ def test_layers_of_one_kind_are_rehearsed_once(works: list[Callable[[], object]]
     assert len(works) == 4  # Norms and sums of layers with and without a bias.
 
 
+def test_sums_that_take_much_memory_are_not_rehearsed(
+    works: list[Callable[[], object]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rehearsal, "MOST_NUMBERS", 71)
+    model = nn.Linear(8, 8)
+    with ClippingEngine(model):
+        model(torch.randn(3, 4, 8))
+    assert not works
+
+
 def test_autocast_lowers_products_and_pads_a_head(works: list[Callable[[], object]]) -> None:
     head = nn.Linear(8, 5000)
     with ClippingEngine(head) as engine:

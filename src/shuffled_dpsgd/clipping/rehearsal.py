@@ -31,6 +31,8 @@ from shuffled_dpsgd.clipping.settle.shared_parameters import LayerGroup
 from shuffled_dpsgd.runtime.rehearsals import REHEARSALS, are_whole, may_rehearse
 
 SAMPLES = 2
+# Parameters with more numbers than these are settled without a rehearsal.
+MOST_NUMBERS = 1 << 27
 # Kernels read so many tokens at a time, and what is left of them in powers of two from 16 on.
 _CHUNK, _MIN_TAIL = 64, 15
 _REHEARSED = (LinearSlot, ConvSlot, EmbeddingSlot, LayerNormSlot)
@@ -119,7 +121,7 @@ class Rehearsal:
         alike: dict[Hashable, list[tuple[LayerGroup, list[Call]]]] = {}
         for group, calls in self._calls(inputs):
             key = (dtype, group.shared, *(call.kind for call in calls))
-            if key not in self._begun and all(call.is_rehearsed() for call in calls):
+            if key not in self._begun and _is_rehearsed(group, calls):
                 self._begun.add(key)
                 # Kernels seldom depend on widths. Where they do not, the first of several layers
                 # has them compiled, and the others find them there.
@@ -178,6 +180,12 @@ def rehearse(
         factors_B = torch.ones(SAMPLES, device=device, dtype=torch.float32)
         for new in (True, False):
             settled.add_sums(factors_B, sums, new)
+
+
+def _is_rehearsed(group: LayerGroup, calls: Sequence[Call]) -> bool:
+    """Whether stand-ins can be made, with sums that take little memory beside a batch."""
+    numbers = sum(shape.numel() for shape in group.shapes.values())
+    return numbers <= MOST_NUMBERS and all(call.is_rehearsed() for call in calls)
 
 
 def _of(slot: Slot, inputs: Mapping[int, Sequence[Input]]) -> list[Call]:

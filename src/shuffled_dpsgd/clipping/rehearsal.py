@@ -82,7 +82,7 @@ class Call:
         return Call(slot=self.slot, shape=shape, dtype=self.dtype)
 
 
-class Part(Enum):
+class Half(Enum):
     """Half of settling; neither needs what the other computes."""
 
     NORMS = "norms"
@@ -128,8 +128,8 @@ class Rehearsal:
                 label = (group.shared, *(call.label for call in calls))
                 alike.setdefault(label, []).append((group, calls))
         for layers in alike.values():
-            for part in (Part.NORMS, Part.SUMS):
-                work = partial(rehearse, layers, part, self._choose, self._device, dtype)
+            for half in (Half.NORMS, Half.SUMS):
+                work = partial(rehearse, layers, half, self._choose, self._device, dtype)
                 REHEARSALS.add(self, work, self._device)
 
     def _calls(
@@ -155,7 +155,7 @@ class Rehearsal:
 
 def rehearse(
     layers: Sequence[tuple[LayerGroup, Sequence[Call]]],
-    part: Part,
+    half: Half,
     choose: cost.Chooser,
     device: torch.device,
     dtype: torch.dtype | None,
@@ -170,7 +170,7 @@ def rehearse(
             if not isinstance(entry.capture, UnsummedNorm):
                 entry.capture = entry.slot.decide(entry.capture, choose)
         settled = ManyLayers(*_filed(group, entries), choose)
-        if part is Part.NORMS:
+        if half is Half.NORMS:
             settled.squares()
             continue
         sums = {

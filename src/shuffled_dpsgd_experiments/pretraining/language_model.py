@@ -27,7 +27,7 @@ from shuffled_dpsgd.tasks.text import encode_continuations, evaluate_perplexity
 from shuffled_dpsgd.tasks.tokenizers import PretrainedTokenizer
 from shuffled_dpsgd.tasks.tokens import Record, TokenCollate, continuation_labels, ids_of
 from shuffled_dpsgd_experiments.pretraining.corpus import PRIVATE_OF, Corpus, read_corpus
-from shuffled_dpsgd_experiments.pretraining.schedule import Pace, decayed, descend
+from shuffled_dpsgd_experiments.pretraining.schedule import Pace, decayed, descend, rounded
 from shuffled_dpsgd_experiments.pretraining.vocabulary import learn_tokenizer
 
 DROPOUT = 0.1
@@ -54,6 +54,7 @@ def parser() -> argparse.ArgumentParser:
     add("--seconds", type=float, default=200.0, help="stop training after so long")
     add("--max-records", type=int, default=None, help="use at most so many, for a trial")
     add("--seed", type=int, default=0)
+    add("--stored", choices=("float32", "bf16"), default="float32", help="bf16 halves the files")
     add("--device", default="auto")
     return found
 
@@ -151,7 +152,7 @@ def save(model: Any, tokenizer: Any, options: argparse.Namespace, record: dict[s
     for name in ("resid_pdrop", "embd_pdrop", "attn_pdrop"):
         setattr(model.config, name, 0.0)
     with no_progress_bars():
-        model.save_pretrained(options.out)
+        (model.bfloat16() if options.stored == "bf16" else model).save_pretrained(options.out)
     tokenizer.save_pretrained(options.out)
     path: Path = options.out / "pretraining.json"
     path.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
@@ -172,6 +173,8 @@ def main(arguments: Sequence[str] | None = None) -> Path:
     records = encode(corpus, encoder, options.max_length)
     heldout = encode_continuations(corpus.heldout, encoder, options.max_length)
     found = train(model, records, heldout, collate, options)
+    rounded(model, options.stored)
+    final = evaluate_perplexity(model, heldout, collate)
     settings = {k: v for k, v in vars(options).items() if k not in ("data", "texts", "out")}
     record = {
         "what": "public pre-training of a language model; not private",
@@ -179,7 +182,8 @@ def main(arguments: Sequence[str] | None = None) -> Path:
         "parameters": sum(p.numel() for p in model.parameters()),
         "vocabulary": len(tokenizer),
         "train_tokens": sum(len(ids_of(one)) for one in records),
-        "heldout_loss": min(one["heldout_loss"] for one in found["curve"]),
+        "heldout_loss": round(final.loss, 4),
+        "heldout_perplexity": round(final.score, 3),
         **found,
         "settings": settings,
         "environment": environment(str(device)),

@@ -69,6 +69,14 @@ def descend(
     pace.step += 1
 
 
+def rounded(model: torch.nn.Module, stored: str) -> None:
+    """Round weights as they will be stored, in place, so that scores are those of the files."""
+    if stored == "bf16":
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.copy_(parameter.bfloat16())
+
+
 def decayed(model: torch.nn.Module, weight_decay: float) -> torch.optim.AdamW:
     """AdamW that decays matrices and leaves biases and norms alone."""
     matrices = [p for p in model.parameters() if p.ndim > 1]

@@ -24,7 +24,7 @@ from shuffled_dpsgd.tasks.data.published import PUBLISHED
 from shuffled_dpsgd.tasks.images import save_processor
 from shuffled_dpsgd.tasks.models import no_progress_bars
 from shuffled_dpsgd.tasks.privacy import chosen_device
-from shuffled_dpsgd_experiments.pretraining.schedule import Pace, decayed, descend
+from shuffled_dpsgd_experiments.pretraining.schedule import Pace, decayed, descend, rounded
 
 SIDE, SHIFT, SQUARE = 32, 4, 8
 SMOOTHING, MIXING = 0.1, 0.2
@@ -47,6 +47,7 @@ def parser() -> argparse.ArgumentParser:
     add("--seconds", type=float, default=200.0, help="stop training after so long")
     add("--max-records", type=int, default=None, help="use at most so many, for a trial")
     add("--seed", type=int, default=0)
+    add("--stored", choices=("float32", "bf16"), default="float32", help="bf16 halves the files")
     add("--device", default="auto")
     return found
 
@@ -170,6 +171,8 @@ def main(arguments: Sequence[str] | None = None) -> Path:
     }
     model = build(options).to(device)
     found = train(model, arrays, options)
+    rounded(model, options.stored)
+    heldout_loss, accuracy = evaluate(model, *arrays["test"])
     record = {
         "what": "public pre-training of a vision Transformer; not private",
         "public": PUBLIC,
@@ -178,15 +181,15 @@ def main(arguments: Sequence[str] | None = None) -> Path:
         "train_records": len(arrays["train"][1]),
         "heldout_records": len(arrays["test"][1]),
         "parameters": sum(p.numel() for p in model.parameters()),
-        "heldout_loss": found["curve"][-1]["heldout_loss"],
-        "heldout_accuracy": found["curve"][-1]["heldout_accuracy"],
+        "heldout_loss": round(heldout_loss, 4),
+        "heldout_accuracy": round(accuracy, 4),
         **found,
         "settings": {k: v for k, v in vars(options).items() if k not in ("data", "out")},
         "environment": environment(str(device)),
     }
     options.out.mkdir(parents=True, exist_ok=True)
     with no_progress_bars():
-        model.save_pretrained(options.out)
+        (model.bfloat16() if options.stored == "bf16" else model).save_pretrained(options.out)
     save_processor(options.out, SIDE)
     path: Path = options.out / "pretraining.json"
     path.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")

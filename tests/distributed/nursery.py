@@ -22,6 +22,7 @@ import transformers.models.bert.modeling_bert
 import transformers.models.gpt2.modeling_gpt2
 import transformers.models.vit.modeling_vit  # noqa: F401  (for the forks as well)
 
+import distributed.command
 import distributed.replicas
 import distributed.resumable  # noqa: F401  (so that no fork imports what they need)
 from shuffled_dpsgd.distributed import launched

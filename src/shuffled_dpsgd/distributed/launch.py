@@ -13,6 +13,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
 from shuffled_dpsgd.distributed.world import World, current_world, declared_size, leave_world
 from shuffled_dpsgd.errors import InvalidArgumentError, RankError
@@ -48,18 +49,7 @@ def launched(device: str = "auto") -> Iterator[World]:
     on_gpu = device.startswith(("auto", "cuda")) and torch.cuda.is_available()
     if on_gpu:
         torch.cuda.set_device(_local_device())
-    try:
-        dist.init_process_group(
-            backend="cpu:gloo,cuda:nccl" if on_gpu else "gloo",
-            timeout=timedelta(seconds=_timeout_s()),
-            device_id=torch.device("cuda", torch.cuda.current_device()) if on_gpu else None,
-        )
-    except (RuntimeError, ValueError) as error:
-        raise RankError(
-            f"the {declared_size()} ranks of this launch cannot meet: {error}; set MASTER_ADDR and "
-            "MASTER_PORT to an address of rank 0's machine that all others reach, and start every "
-            "rank"
-        ) from error
+    _join(on_gpu=on_gpu)
     world = current_world()
     try:
         yield world
@@ -68,6 +58,32 @@ def launched(device: str = "auto") -> Iterator[World]:
             leave_world()
         raise
     leave_world()
+
+
+def _join(*, on_gpu: bool) -> None:
+    """Meet the other ranks at the address in the environment.
+
+    torchrun may keep its store when it starts the ranks again, and in it the addresses of those
+    that are gone: every attempt has its own part of the store.
+    """
+    timeout = timedelta(seconds=_timeout_s())
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    try:
+        store, rank, size = next(rendezvous("env://", timeout=timeout))
+        dist.init_process_group(
+            backend="cpu:gloo,cuda:nccl" if on_gpu else "gloo",
+            store=dist.PrefixStore(f"shuffled_dpsgd/{attempt}", store),  # type: ignore[attr-defined]
+            rank=rank,
+            world_size=size,
+            timeout=timeout,
+            device_id=torch.device("cuda", torch.cuda.current_device()) if on_gpu else None,
+        )
+    except (RuntimeError, ValueError) as error:
+        raise RankError(
+            f"the {declared_size()} ranks of this launch cannot meet: {error}; set MASTER_ADDR and "
+            "MASTER_PORT to an address of rank 0's machine that all others reach, and start every "
+            "rank"
+        ) from error
 
 
 def _local_device() -> int:

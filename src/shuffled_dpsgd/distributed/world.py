@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -268,4 +269,6 @@ def _failures() -> str:
 
 
 def _line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:200]
+    """The first sentence, without the place in torch's sources it comes from."""
+    text = re.sub(r"\[/[^\]]*\] *", "", " ".join(str(error).split()))
+    return text.split(". ")[0][:200]

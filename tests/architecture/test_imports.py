@@ -13,7 +13,7 @@ SOURCE = Path(__file__).resolve().parents[2] / "src"
 FLOOR = {"errors", "runtime"}
 BUILDING_BLOCKS = {"permutation", "clipping", "accounting"}
 TRAINING = FLOOR | BUILDING_BLOCKS | {"options", "distributed", "training"}
-PRODUCT = TRAINING | {"models", "environment", "integrations", "reports"}
+PRODUCT = TRAINING | {"models", "environment", "integrations", "reports", "scaling"}
 ALLOWED = {
     "errors": set(),
     "environment": set(),
@@ -24,6 +24,7 @@ ALLOWED = {
     "permutation": FLOOR,
     "clipping": FLOOR,
     "accounting": {"errors"},
+    "scaling": FLOOR | {"clipping"},
     "training": FLOOR | BUILDING_BLOCKS | {"options", "distributed"},
     "integrations": TRAINING | {"reports"},
     "auditing": TRAINING,

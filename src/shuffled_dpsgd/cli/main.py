@@ -16,6 +16,8 @@ from shuffled_dpsgd.cli.examine import EPILOG as EXAMINE_EPILOG
 from shuffled_dpsgd.cli.examine import examine
 from shuffled_dpsgd.cli.inspect import inspect
 from shuffled_dpsgd.cli.output import OneLineGroup
+from shuffled_dpsgd.cli.plan import EPILOG as PLAN_EPILOG
+from shuffled_dpsgd.cli.plan import plan
 from shuffled_dpsgd.cli.reproduce import EPILOG as REPRODUCE_EPILOG
 from shuffled_dpsgd.cli.reproduce import reproduce
 from shuffled_dpsgd.cli.sweep import EPILOG as SWEEP_EPILOG
@@ -66,6 +68,7 @@ app.command("inspect")(inspect)
 app.command("train", epilog=TRAIN_EPILOG)(train)
 app.command("sweep", epilog=SWEEP_EPILOG)(sweep)
 app.command("advise", epilog=ADVISE_EPILOG)(advise)
+app.command("plan", epilog=PLAN_EPILOG)(plan)
 app.command("evaluate", epilog=EVALUATE_EPILOG)(evaluate)
 app.command("predict", epilog=PREDICT_EPILOG)(predict)
 app.command("generate", epilog=GENERATE_EPILOG)(generate)

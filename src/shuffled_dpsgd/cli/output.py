@@ -69,12 +69,16 @@ def reports_errors(verb: Callable[P, R]) -> Callable[P, R]:
 
 
 def fail(message: str, kind: str, *, as_json: bool) -> NoReturn:
-    """End the command: one line on stderr for people, one JSON object on stdout for machines."""
+    """End the command: one line on stderr for people, one JSON object on stdout for machines.
+
+    Of several ranks, only rank 0 writes to stdout.
+    """
     number = rank()
     line = " ".join(message.split())
     line = line if number is None else f"rank {number}: {line}"
     if as_json:
-        sys.stdout.write(json.dumps({"error": line, "kind": kind}, ensure_ascii=False) + "\n")
+        file = sys.stdout if is_first_rank() else sys.stderr
+        file.write(json.dumps({"error": line, "kind": kind}, ensure_ascii=False) + "\n")
     else:
         typer.secho(f"error: {line}", fg=typer.colors.RED, err=True)
     raise typer.Exit(FAILED)

@@ -44,6 +44,8 @@ def announcement(run: PreparedRun) -> RenderableType:
     table.add_row("shuffle", card.shuffle)
     table.add_row("certified ε", _claim(certified, _no_claim(card)))
     table.add_row("paper's estimate", _paper(plan.paper_estimate(), card))
+    if run.private.world.size > 1:
+        table.add_row("ranks", f"{run.private.world.size}, each with a part of every batch")
     table.add_row("output", str(run.directory))
     verb = "Resuming" if run.resumed else "Training"
     how = Text("privately") if card.private else Text("without privacy", style="red")

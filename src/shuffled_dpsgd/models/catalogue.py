@@ -113,6 +113,13 @@ CATALOGUE: Mapping[str, NamedModel] = MappingProxyType(
             architecture="OPTForCausalLM", config_class="OPTConfig", checkpoint="facebook/opt-125m"
         ),
         "llama-7b": _llama(),
+        "llama-70b": _llama(
+            hidden_size=8192,
+            intermediate_size=28672,
+            num_hidden_layers=80,
+            num_attention_heads=64,
+            num_key_value_heads=8,
+        ),
         "llama-tiny": _llama(
             hidden_size=256,
             intermediate_size=688,

@@ -1,0 +1,197 @@
+"""A stated cost model of private training on several GPUs.
+
+bfloat16 autocast, float32 weights, AdamW, eager. Its constants were fitted to the steps measured on
+one H200 (benchmarks/reports/2026-11-15-h200.json); `tests/scaling` holds them against all of them.
+On other GPUs the measured shares of peak rates are assumed to hold; nothing was measured there, and
+no communication was measured anywhere.
+
+Memory of a rank, in bytes, for P parameters and n tokens:
+
+- weights 4 P, AdamW's moments 8 P, bfloat16 copies of weights 2 P, clipped sums 4 P; with several
+  replicated ranks another 4 P for the vector that is exchanged;
+- activations n (s W + 10.6 V) for W numbers in and out of all linear maps and V logits per token,
+  s = 2.7 bytes, or 5.2 where the activation is computed by several stored operations (gelu_new);
+- captures 2 n (W + V), held until the sums are formed, when activations and logits are gone.
+
+Time of a physical batch: the larger of what the host needs to issue it, 3.1 ms a layer, and what
+the GPU needs: operations at 74 % of its peak, and 13 passes over the activations at its bandwidth.
+Operations are 6 per token and weight, 12 T per token, layer and width for attention over T tokens,
+and what the norms take (`clipping/contributions/cost.py`). A logical step adds 6 ms and 28 ps per
+parameter for noise, update and shuffle (at 4.8 TB/s).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from shuffled_dpsgd.clipping.contributions.cost import operations
+from shuffled_dpsgd.scaling.gpus import GPUS_PER_NODE, Gpu
+from shuffled_dpsgd.scaling.shapes import ModelShapes
+
+Strategy = Literal["replicated", "sharded"]
+
+STORED_BYTES, STORED_BYTES_COMPOSITE = 2.7, 5.2
+LOGIT_BYTES = 10.6
+MATMUL_SHARE = 0.74
+PASSES = 13.0
+HOST_SECONDS_PER_LAYER = 3.1e-3
+STEP_SECONDS = 6e-3
+# 28 ps per parameter on an H200, as bytes at its bandwidth.
+STEP_BYTES_PER_PARAMETER = 28e-12 * 4.8e12
+# Of the links' peak rates; assumed, not measured.
+LINK_SHARE = 0.7
+# What is left for the first batch's checks, fragmentation and the driver.
+USABLE_MEMORY = 0.8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What is to be run: batch sizes count samples of `length` tokens, over all ranks."""
+
+    gpus: int
+    length: int
+    logical_batch: int
+    records: int
+    physical_batch: int
+    strategy: Strategy = "replicated"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankMemory:
+    """Bytes on one rank."""
+
+    weights: float
+    half_copies: float
+    state: float
+    sums: float
+    activations: float
+    captures: float
+
+    @property
+    def peak(self) -> float:
+        """Activations are gone when sums are formed; the larger of the two moments."""
+        held = self.weights + self.half_copies + self.state
+        return held + max(self.activations, self.captures + self.sums)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """A job's costs; seconds are those of one logical step."""
+
+    job: Job
+    memory: RankMemory
+    fits: bool
+    batches_per_rank: int
+    compute_seconds: float
+    update_seconds: float
+    exchange_seconds: float
+    exchange_bytes: float
+
+    @property
+    def step_seconds(self) -> float:
+        """Nothing overlaps: an upper bound where communication could hide behind computing."""
+        return self.compute_seconds + self.update_seconds + self.exchange_seconds
+
+    @property
+    def samples_per_second(self) -> float:
+        """Expected samples of all ranks together."""
+        return self.job.logical_batch / self.step_seconds
+
+    @property
+    def epochs_per_day(self) -> float:
+        """Passes over the records in 24 hours."""
+        return 86400.0 * self.samples_per_second / self.job.records
+
+
+def estimate(shapes: ModelShapes, gpu: Gpu, job: Job) -> Estimate:
+    """What `job` takes on that many GPUs of a kind."""
+    per_rank = math.ceil(job.logical_batch / job.gpus)
+    batches = max(1, math.ceil(per_rank / job.physical_batch))
+    in_each = min(job.physical_batch, math.ceil(per_rank / batches))
+    memory = memory_of(shapes, job, batch=in_each)
+    moved = _exchanged_bytes(shapes, job, batches)
+    share = job.gpus if job.strategy == "sharded" else 1
+    update = STEP_BYTES_PER_PARAMETER * shapes.parameters / share / gpu.bandwidth
+    return Estimate(
+        job=job,
+        memory=memory,
+        fits=memory.peak <= USABLE_MEMORY * gpu.memory,
+        batches_per_rank=batches,
+        compute_seconds=batches * batch_seconds(shapes, gpu, batch=in_each, length=job.length),
+        update_seconds=STEP_SECONDS + update,
+        exchange_seconds=moved / (LINK_SHARE * _slowest_link(gpu, job.gpus)),
+        exchange_bytes=moved,
+    )
+
+
+def largest_batch(shapes: ModelShapes, gpu: Gpu, job: Job) -> int:
+    """The most samples that fit in a physical batch of one rank; 0 if not even one does."""
+
+    def fits(batch: int) -> bool:
+        return memory_of(shapes, job, batch=batch).peak <= USABLE_MEMORY * gpu.memory
+
+    if not fits(1):
+        return 0
+    size = 1
+    while fits(2 * size):
+        size *= 2
+    low, high = size, 2 * size
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def memory_of(shapes: ModelShapes, job: Job, *, batch: int) -> RankMemory:
+    """Bytes on one rank, with so many samples in a physical batch."""
+    tokens, sharded = batch * job.length, job.strategy == "sharded"
+    held = shapes.parameters / job.gpus if sharded else shapes.parameters
+    # Sharded: the whole weights of the layer at work, and of the next, which is fetched meanwhile.
+    whole = 2 * shapes.largest_layer if sharded else shapes.parameters
+    vector = 4 * shapes.parameters if job.gpus > 1 else 0
+    stored = STORED_BYTES_COMPOSITE if shapes.composite_activation else STORED_BYTES
+    return RankMemory(
+        weights=4 * held,
+        half_copies=2 * whole,
+        state=8 * held,
+        sums=4 * (held + shapes.largest_layer) if sharded else 4 * shapes.parameters + vector,
+        activations=tokens * (stored * shapes.stored_width + LOGIT_BYTES * shapes.logits),
+        captures=2 * tokens * (shapes.stored_width + shapes.logits),
+    )
+
+
+def batch_seconds(shapes: ModelShapes, gpu: Gpu, *, batch: int, length: int) -> float:
+    """One physical batch, forward, backward and clipped sums, on one GPU."""
+    tokens = batch * length
+    stored = STORED_BYTES_COMPOSITE if shapes.composite_activation else STORED_BYTES
+    bytes_stored = tokens * (stored * shapes.stored_width + LOGIT_BYTES * shapes.logits)
+    per_token = 6 * shapes.products + 12 * length * shapes.width * shapes.layers
+    norms = sum(
+        min(operations(length, one.rows, one.columns, "hopper", one.is_head))
+        for one in shapes.linears
+    )
+    done = tokens * per_token + batch * norms
+    on_gpu = done / (MATMUL_SHARE * gpu.flops) + PASSES * bytes_stored / gpu.bandwidth
+    return max(HOST_SECONDS_PER_LAYER * shapes.layers, on_gpu)
+
+
+def weak_scaling(shapes: ModelShapes, gpu: Gpu, job: Job, counts: list[int]) -> list[Estimate]:
+    """The same work for every rank on more and more GPUs: the logical batch grows along."""
+    per_gpu = job.logical_batch / job.gpus
+    grown = [replace(job, gpus=n, logical_batch=max(1, round(per_gpu * n))) for n in counts]
+    return [estimate(shapes, gpu, one) for one in grown]
+
+
+def _exchanged_bytes(shapes: ModelShapes, job: Job, batches: int) -> float:
+    """Bytes through one rank's link in a logical step, one direction, by ring algorithms."""
+    ring = (job.gpus - 1) / job.gpus
+    if job.strategy == "replicated":
+        return 2 * ring * 4 * shapes.parameters
+    # Half-precision weights before forward and backward, float32 sums after, in every batch.
+    return batches * ring * (2 * 2 + 4) * shapes.parameters
+
+
+def _slowest_link(gpu: Gpu, gpus: int) -> float:
+    return gpu.link if gpus <= GPUS_PER_NODE else gpu.network

@@ -1,0 +1,65 @@
+"""What must hold of estimates whatever the constants are."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from torch import nn
+
+from shuffled_dpsgd.errors import UnsupportedModuleError
+from shuffled_dpsgd.models import build_model
+from shuffled_dpsgd.scaling import GPUS, Job, estimate, largest_batch, shapes_of
+from shuffled_dpsgd.scaling.estimate import USABLE_MEMORY, memory_of, weak_scaling
+
+H100 = GPUS["h100"]
+JOB = Job(gpus=4, length=128, logical_batch=1000, records=50_000, physical_batch=64)
+
+
+def test_shapes_are_read_off_the_modules() -> None:
+    shapes = shapes_of(build_model("gpt2"))
+    assert (shapes.parameters, shapes.layers, shapes.width) == (124_439_808, 12, 768)
+    assert shapes.logits == 50257
+    assert shapes.stored_width == 12 * 16 * 768
+    assert shapes.products == 12 * 12 * 768**2 + 50257 * 768
+    assert shapes.largest_layer == 7_087_872
+    assert shapes.composite_activation
+    assert not shapes_of(build_model("bert-base")).composite_activation
+    with pytest.raises(UnsupportedModuleError, match="num_hidden_layers"):
+        shapes_of(nn.Linear(2, 2))
+
+
+def test_the_largest_batch_is_the_largest_that_fits() -> None:
+    shapes = shapes_of(build_model("gpt2-large"))
+    most = largest_batch(shapes, H100, JOB)
+    usable = USABLE_MEMORY * H100.memory
+    assert memory_of(shapes, JOB, batch=most).peak <= usable
+    assert memory_of(shapes, JOB, batch=most + 1).peak > usable
+    assert largest_batch(shapes_of(build_model("llama-70b")), H100, JOB) == 0
+
+
+def test_replicas_exchange_once_a_step_however_many_batches_it_has() -> None:
+    shapes = shapes_of(build_model("gpt2"))
+    once, often = (
+        estimate(shapes, H100, replace(JOB, logical_batch=size)) for size in (256, 25_600)
+    )
+    assert once.exchange_bytes == often.exchange_bytes == 2 * 0.75 * 4 * shapes.parameters
+    assert often.batches_per_rank == 100 * once.batches_per_rank
+    assert often.samples_per_second > once.samples_per_second
+
+
+def test_shards_need_less_memory_and_more_communication() -> None:
+    shapes = shapes_of(build_model("gpt2-xl"))
+    whole = estimate(shapes, H100, JOB)
+    sharded = estimate(shapes, H100, replace(JOB, strategy="sharded"))
+    assert sharded.memory.peak < whole.memory.peak
+    assert sharded.exchange_bytes > whole.exchange_bytes
+
+
+def test_one_gpu_exchanges_nothing_and_a_second_node_is_slower() -> None:
+    shapes = shapes_of(build_model("gpt2"))
+    one, eight, sixteen = weak_scaling(shapes, H100, JOB, [1, 8, 16])
+    assert one.exchange_seconds == 0.0
+    assert 0.0 < eight.exchange_seconds < sixteen.exchange_seconds
+    assert one.compute_seconds == eight.compute_seconds == sixteen.compute_seconds
+    assert [e.job.logical_batch for e in (one, eight, sixteen)] == [250, 2000, 4000]

@@ -22,7 +22,7 @@ from shuffled_dpsgd.errors import InvalidArgumentError, RankError
 
 _FAILURES = "shuffled_dpsgd/failures"
 _HEARD = "shuffled_dpsgd/heard"
-_LAST_WORDS_S = 2.0
+_LAST_WORDS_S = 10.0
 # Newer releases of torch have renamed both, and warn of the old names.
 _scatter_sum = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _gather_parts = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -185,12 +185,19 @@ class GroupWorld:
         self.tell_failure(error)
         store = _store()
         yield
+        if store is None:
+            return
         # Where rank 0 keeps the store itself, its end is the end of what can be read there.
+        waited_for = [f"{_HEARD}/{rank}" for rank in range(1, self.size)]
         until = time.monotonic() + _LAST_WORDS_S
-        while self.leads and store is not None and time.monotonic() < until:
-            if store.add(_HEARD, 0) >= self.size - 1:
+        try:
+            if not self.leads:
+                store.set(f"{_HEARD}/{self.rank}", "ended")
                 return
-            time.sleep(0.05)
+            while not store.check(waited_for) and time.monotonic() < until:
+                time.sleep(0.02)
+        except RuntimeError:
+            return  # The store is gone, and with it whoever could be waited for.
 
     def _piece(self, flat: torch.Tensor) -> torch.Tensor:
         size, rest = divmod(flat.numel(), self.size)
@@ -203,7 +210,7 @@ class GroupWorld:
         try:
             yield
         except RuntimeError as error:
-            known = _failures()
+            known = _failures(self.rank)
             cause = f"another rank failed: {known}" if known else f"a rank is gone ({_line(error)})"
             raise RankError(
                 f"rank {self.rank} of {self.size} waited for {what}, but {cause}; the job ends "
@@ -257,13 +264,15 @@ def _store() -> Any:
     return find() if find is not None and dist.is_initialized() else None
 
 
-def _failures() -> str:
+def _failures(rank: int) -> str:
+    """What ranks have said of their failures; that `rank` has read it is left there too."""
     store = _store()
     try:
         if store is None or not store.check([_FAILURES]):
             return ""
-        store.add(_HEARD, 1)
-        return "; ".join(store.get(_FAILURES).decode().split("\n")).strip("; ")
+        known = "; ".join(store.get(_FAILURES).decode().split("\n")).strip("; ")
+        store.set(f"{_HEARD}/{rank}", "read")
+        return known
     except RuntimeError:
         return ""
 

@@ -29,6 +29,7 @@ from shuffled_dpsgd.auditing.input_canaries import (
 from shuffled_dpsgd.auditing.probes import OnProgress, trainable
 from shuffled_dpsgd.auditing.sensitivity import RecordingMechanism
 from shuffled_dpsgd.auditing.verdict import Evidence
+from shuffled_dpsgd.auditing.watched_training import train_watched
 from shuffled_dpsgd.errors import InvalidArgumentError
 from shuffled_dpsgd.permutation import Permutation, apply_to_tensors, draw, identity
 from shuffled_dpsgd.training.data import MapStyle
@@ -81,19 +82,10 @@ class CanaryRun:
 
     def train(self, on_progress: OnProgress | None = None) -> None:
         """To the end of the plan, then release."""
-        private = self.private
-
-        def observe() -> None:
-            self._observe()
-            if on_progress is not None:
-                on_progress(private.steps_taken, private.plan.num_steps)
-
-        stop = private.on_update(observe)
-        for batch in private.batches(self._data, collate=self._collate):
-            private.backward(self._losses(private.model, batch))
-            private.step()
-        stop()
-        private.release()
+        train_watched(
+            self.private, self._data, self._losses, self._collate, self._observe, on_progress
+        )
+        self.private.release()
 
     def evidence(self) -> list[Evidence]:
         """What every threat model guesses from: one score per canary, and whether it was there."""

@@ -26,6 +26,7 @@ from shuffled_dpsgd.auditing.run import AuditTarget, step_claims
 from shuffled_dpsgd.auditing.sensitivity import RecordingMechanism
 from shuffled_dpsgd.auditing.step import ESTIMATORS
 from shuffled_dpsgd.auditing.verdict import AuditReport, Evidence, assess, judge
+from shuffled_dpsgd.auditing.watched_training import train_watched
 from shuffled_dpsgd.errors import InvalidArgumentError
 from shuffled_dpsgd.permutation import apply_to_tensors, draw, identity
 from shuffled_dpsgd.training.private import PrivateTraining
@@ -69,18 +70,9 @@ class WatchedRun:
         private.mechanism = self._recorder
 
     def train(self, target: AuditTarget, on_progress: OnProgress | None) -> None:
-        private = self.private
-
-        def observe() -> None:
-            self._observe()
-            if on_progress is not None:
-                on_progress(private.steps_taken, private.plan.num_steps)
-
-        stop = private.on_update(observe)
-        for batch in private.batches(target.data, collate=target.collate):
-            private.backward(target.losses(private.model, batch))
-            private.step()
-        stop()
+        train_watched(
+            self.private, target.data, target.losses, target.collate, self._observe, on_progress
+        )
 
     def scores(self, read: list[float]) -> ScorePair:
         values, coins = np.array(read), np.array(self.coins)

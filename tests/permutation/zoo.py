@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -43,11 +44,14 @@ class Specimen:
         return Specimen(model=self.model.double(), batch=batch, losses=self.losses)
 
 
+FLOAT32_NORMS = ("LlamaRMSNorm", "MistralRMSNorm", "Qwen2RMSNorm", "T5LayerNorm", "MT5LayerNorm")
+
+
 def _norm_in_float64(model: nn.Module) -> None:
     """Llama's own norm computes in float32 whatever its input; PyTorch's same norm does not."""
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
-            if type(child).__name__ in ("LlamaRMSNorm", "MistralRMSNorm", "Qwen2RMSNorm"):
+            if type(child).__name__ in FLOAT32_NORMS:
                 norm = nn.RMSNorm(child.weight.shape[0], eps=child.variance_epsilon)
                 norm.weight = child.weight
                 setattr(module, name, norm)
@@ -139,6 +143,29 @@ def _text(build: Callable[[], nn.Module], losses: Callable[..., torch.Tensor]) -
     return Specimen(model=randomise(build()), batch=text_batch(), losses=losses)
 
 
+def _both_sides(build: Callable[[], nn.Module]) -> Specimen:
+    """An encoder-decoder that reads a text and is scored on the tokens of the same text."""
+    batch = text_batch()
+    batch["decoder_input_ids"] = batch["input_ids"].roll(1, dims=1)
+    return Specimen(model=randomise(build()), batch=batch, losses=_tokens)
+
+
+def _t5_config(kind: type[Any] = transformers.T5Config, **changes: object) -> Any:
+    sizes = {"d_model": 12, "d_kv": 4, "d_ff": 20, "num_layers": 2, "num_heads": 3}
+    return kind(vocab_size=VOCAB, decoder_start_token_id=0, pad_token_id=0, **(sizes | changes))
+
+
+def _bart_config(kind: type[Any] = transformers.BartConfig, **changes: object) -> Any:
+    sizes = {
+        f"{side}_{name}": size
+        for side in ("encoder", "decoder")
+        for name, size in (("layers", 2), ("attention_heads", 3), ("ffn_dim", 20))
+    }
+    return kind(
+        vocab_size=VOCAB, d_model=12, max_position_embeddings=16, pad_token_id=0, **sizes, **changes
+    )
+
+
 def _vit() -> Specimen:
     model = randomise(transformers.ViTForImageClassification(_vit_config()))
     pixels = torch.randn(BATCH, 2, 8, 8, generator=torch.Generator().manual_seed(2))
@@ -184,6 +211,19 @@ FAMILIES: dict[str, Callable[[], Specimen]] = {
     ),
     "distilbert-mlm": lambda: _text(
         lambda: transformers.DistilBertForMaskedLM(_distilbert_config()), _tokens
+    ),
+    "t5": lambda: _both_sides(lambda: transformers.T5ForConditionalGeneration(_t5_config())),
+    "t5-gated-untied": lambda: _both_sides(
+        lambda: transformers.T5ForConditionalGeneration(
+            _t5_config(feed_forward_proj="gated-gelu", tie_word_embeddings=False)
+        )
+    ),
+    "mt5": lambda: _both_sides(
+        lambda: transformers.MT5ForConditionalGeneration(_t5_config(transformers.MT5Config))
+    ),
+    "bart": lambda: _both_sides(lambda: transformers.BartForConditionalGeneration(_bart_config())),
+    "mbart": lambda: _both_sides(
+        lambda: transformers.MBartForConditionalGeneration(_bart_config(transformers.MBartConfig))
     ),
     "vit": _vit,
     "gpt2": lambda: _text(lambda: transformers.GPT2LMHeadModel(_gpt2_config()), _tokens),

@@ -6,9 +6,18 @@ from torch import nn
 
 from shuffled_dpsgd.errors import InvalidArgumentError, UnsupportedModuleError
 from shuffled_dpsgd.permutation.describe import ports
-from shuffled_dpsgd.permutation.describe.families import HEADS, LAYERS, STEMS, torch_nn
+from shuffled_dpsgd.permutation.describe.families import (
+    ATTENTIONS,
+    HEADS,
+    HIDDEN_UNITS,
+    LAYERS,
+    STEMS,
+    torch_nn,
+)
 from shuffled_dpsgd.permutation.describe.families.describe import (
+    describe_attention,
     describe_chain,
+    describe_hidden_units,
     describe_layer,
     describe_stream,
 )
@@ -52,7 +61,8 @@ def discover(model: nn.Module, scope: Scope = "paper") -> PermutationSpec:
             sketch.refuse(path, str(error))
     path, root = unwrap(model)
     _describe_root(sketch, path, root)
-    describe_traced(sketch, path, skip=frozenset({*LAYERS, *STEMS, *HEADS}))
+    described = frozenset({*LAYERS, *ATTENTIONS, *HIDDEN_UNITS, *STEMS, *HEADS})
+    describe_traced(sketch, path, skip=described)
     return sketch.finish()
 
 
@@ -65,6 +75,10 @@ def _describe_block(sketch: Sketch, path: str) -> None:
         return
     if kind in LAYERS:
         describe_layer(sketch, path, LAYERS[kind])
+    elif kind in ATTENTIONS:
+        describe_attention(sketch, path, ATTENTIONS[kind])
+    elif kind in HIDDEN_UNITS:
+        describe_hidden_units(sketch, path, HIDDEN_UNITS[kind])
     elif kind == torch_nn.ATTENTION:
         torch_nn.describe_attention(sketch, path, module)
     elif kind in torch_nn.LAYERS:

@@ -34,8 +34,8 @@ def make_plan(
             expected="trainable parameters that a permutation moves",
             got=f"none under scope={options.scope!r}",
             remedy=f"use shuffle='off' without batch_clip_norm{wider}; models that shuffle are "
-            "BERT, RoBERTa, DistilBERT, ViT, GPT-2, OPT, Llama, PyTorch's own layers and their "
-            "relatives. Encoder-decoders such as T5 and BART are not described yet",
+            "BERT, RoBERTa, DistilBERT, ViT, GPT-2, OPT, Llama, T5, BART, PyTorch's own layers and "
+            "their relatives",
         )
     rest = tuple(name for name in sizes if name not in shuffled)
     dimension = sum(sizes[name] for name in shuffled)

@@ -11,11 +11,11 @@ from typing import Any
 
 from torch import fx, nn
 
-from shuffled_dpsgd.permutation.describe.families import LAYERS, torch_nn
+from shuffled_dpsgd.permutation.describe.families import ATTENTIONS, HIDDEN_UNITS, LAYERS, torch_nn
 from shuffled_dpsgd.permutation.describe.ports import class_name
 from shuffled_dpsgd.permutation.describe.sketch import Sketch, join
 
-_BLOCKS = frozenset({torch_nn.ATTENTION, *torch_nn.LAYERS, *LAYERS})
+_BLOCKS = frozenset({torch_nn.ATTENTION, *torch_nn.LAYERS, *LAYERS, *ATTENTIONS, *HIDDEN_UNITS})
 # Position and name of every argument that may hold a mask for each head.
 _MASKS: dict[str, tuple[tuple[int, str], ...]] = {
     torch_nn.ATTENTION: ((5, "attn_mask"),),

@@ -56,6 +56,32 @@ class Layer:
 
 
 @dataclass(frozen=True, kw_only=True)
+class HiddenUnits:
+    """A feed-forward part that several kinds of blocks have: gated with more than one `up`."""
+
+    up: tuple[str, ...]
+    down: str
+    activation: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionPart:
+    """An attention module that several kinds of blocks have, one or two in each.
+
+    `fixed_heads` says why whole heads must not trade places, where something else knows them by
+    their number.
+    """
+
+    query: str
+    key: str
+    value: str
+    output: str
+    num_heads: str
+    head_dim: str
+    fixed_heads: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Stem:
     """What surrounds the blocks: modules and bare parameters whose last axis is the stream."""
 
@@ -92,18 +118,8 @@ def describe_layer(sketch: Sketch, path: str, alternatives: Sequence[Layer]) -> 
     """Add the groups inside one block: Theorem 1 and Theorem 2."""
     names = fitting(sketch, path, alternatives)
     block = sketch.modules[path]
-    activation = attribute(block, names.activation)
-    if is_elementwise(activation):
-        feed_forward(
-            sketch,
-            join(path, "mlp"),
-            [sketch.outputs(join(path, up)) for up in names.up],
-            sketch.inputs(join(path, names.down)),
-        )
-    else:
-        reason = f"activation {class_name(activation)} is not known to be elementwise"
-        for name in (*names.up, names.down):
-            sketch.refuse(join(path, name), reason)
+    hidden = HiddenUnits(up=names.up, down=names.down, activation=names.activation)
+    describe_hidden_units(sketch, path, hidden)
     num_heads = int(attribute(block, names.num_heads))
     kv = int(attribute(block, names.num_kv_heads)) if names.num_kv_heads else num_heads
     query, key, value = _projections(sketch, path, names)
@@ -119,6 +135,47 @@ def describe_layer(sketch: Sketch, path: str, alternatives: Sequence[Layer]) -> 
             num_kv_heads=kv,
             head_dim=int(attribute(block, names.head_dim)),
             rotary=names.rotary,
+        ),
+    )
+
+
+def describe_hidden_units(sketch: Sketch, path: str, names: HiddenUnits) -> None:
+    """Theorem 1, if the activation in between maps every entry by itself."""
+    activation = attribute(sketch.modules[path], names.activation)
+    if is_elementwise(activation):
+        feed_forward(
+            sketch,
+            join(path, "mlp"),
+            [sketch.outputs(join(path, up)) for up in names.up],
+            sketch.inputs(join(path, names.down)),
+        )
+        return
+    reason = f"activation {class_name(activation)} is not known to be elementwise"
+    for name in (*names.up, names.down):
+        sketch.refuse(join(path, name), reason)
+
+
+def describe_attention(sketch: Sketch, path: str, names: AttentionPart) -> None:
+    """Theorem 2 for one attention module, whether it attends to its own stream or to another."""
+    module = sketch.modules[path]
+    num_heads = int(attribute(module, names.num_heads))
+    query, key, value = (
+        sketch.outputs(join(path, name)) for name in (names.query, names.key, names.value)
+    )
+    if names.fixed_heads:
+        sketch.keep(path, names.fixed_heads, "heads")
+    attention(
+        sketch,
+        path,
+        Attention(
+            query=query,
+            key=key,
+            value=value,
+            output=sketch.inputs(join(path, names.output)),
+            num_heads=num_heads,
+            num_kv_heads=num_heads,
+            head_dim=int(attribute(module, names.head_dim)),
+            rotary=False,
         ),
     )
 

@@ -39,6 +39,9 @@ TASKS = {
     "e2e": "causal-lm",
     "dart": "causal-lm",
     "cifar": "image-classification",
+    "cifar10": "image-classification",
+    "qqp": "text-classification",
+    "mnli": "text-classification",
     "digits": "digits",
 }
 COLUMNS: dict[str, Any] = {"text_columns": ["text"], "num_labels": 2}
@@ -343,6 +346,18 @@ CASES: dict[str, tuple[Case, str]] = {
         text("qnli", "train.tsv", "question\tsentence\tlabel", "a\tb\tmaybe"),
         "entailment",
     ),
+    "another word in mnli": (
+        text("mnli", "train.tsv", "sentence1\tsentence2\tgold_label", "a\tb\tmaybe"),
+        "train.tsv:2",
+    ),
+    "a broken line in qqp": (
+        text("qqp", "train.tsv", "id\tquestion1\tquestion2\tis_duplicate", "1\ta\tb\t1", "2\ta"),
+        "train.tsv:3",
+    ),
+    "dart that is no list": (raw("dart", "dev.json", b"{}"), "tripleset"),
+    "a binary file cut short": (raw("cifar10", "data_batch_1.bin", b"0" * 99), "3073 bytes"),
+    "pickles": (raw("cifar10", "data_batch_1", b"0"), "the binary version"),
+    "no cifar": (without("cifar10", "dev.csv"), "cifar-10-binary.tar.gz"),
     "classes not stated": (changed("csv", data__num_labels=None), "num_labels"),
     "one class": (changed("csv", data__num_labels=1), "num_labels"),
     "three classes of sst2": (changed("sst2", data__num_labels=3), "2, as sst2"),
@@ -437,6 +452,17 @@ CASES: dict[str, tuple[Case, str]] = {
     "no path": (changed("sst2", data__path=None), "data.path"),
     "a path that is not there": (changed("sst2", data__path="absent"), "data.path"),
     "no columns": (changed("csv", data__text_columns=[]), "text_columns"),
+    "a split of no kind": (changed("sst2", data__heldout_split="train"), "data.heldout_split"),
+    "two things to score": (
+        changed("sst2", data__heldout_split="dev", data__heldout_from_train=2),
+        "data.heldout_split",
+    ),
+    "all held back": (changed("sst2", data__heldout_from_train=12), "data.heldout_from_train"),
+    "sources of sst2": (changed("sst2", data__exclude_sources=["e2e"]), "does not use"),
+    "a source of no kind": (changed("dart", data__exclude_sources=["x"]), "data.exclude_sources"),
+    "texts of a classifier": (changed("sst2", generation={"num_beams": 2}), "generation"),
+    "no beams": (changed("e2e", generation={"num_beams": 0}), "generation.num_beams"),
+    "texts of no split": (changed("e2e", generation={"split": "train"}), "heldout_split"),
     "no length": (changed("sst2", data__max_length=0), "max_length"),
     "a length beyond the model": (
         lambda folder: _long(folder, data__max_length=4000),

@@ -16,6 +16,7 @@ from shuffled_dpsgd.tasks import run as run_module
 from shuffled_dpsgd.tasks.config import parse_config
 from shuffled_dpsgd.tasks.data.med_codec import encode
 from shuffled_dpsgd.tasks.data.published import PUBLISHED
+from shuffled_dpsgd.tasks.generation.config import GenerationConfig
 from shuffled_dpsgd.tasks.generation.decoding import Decoding
 from shuffled_dpsgd.tasks.generation.evaluation import read_generated, score_generated
 from shuffled_dpsgd.tasks.inference import GenerationRequest, evaluate_run, generate, predict
@@ -127,7 +128,7 @@ def test_a_run_on_a_named_set(write: Callable[[Path], None], tmp_path: Path) -> 
     )
     summary = execute(prepare(config, run)).summary
     assert summary["finished"]
-    request = GenerationRequest(decoding=Decoding(max_new_tokens=4, num_beams=2))
+    request = GenerationRequest(settings=GenerationConfig(max_new_tokens=4, num_beams=2))
     score, splits, generation = evaluate_run(run, generation=request)
     assert tuple(splits) == facts.heldout
     first = splits[facts.heldout[0]]
@@ -159,10 +160,13 @@ def test_texts_are_kept_for_scoring_elsewhere(tmp_path: Path) -> None:
         "data": {"format": "e2e", "path": str(tmp_path), "heldout_from_train": 4},
         "privacy": {"noise_multiplier": 1.0, "delta": 1e-3, "clip_norm": 1.0},
         "training": {"expected_batch_size": 4, "num_steps": 1},
+        "generation": {"split": "test", "max_new_tokens": 2, "max_prompts": 3, "bleu": "plain"},
     }
-    execute(prepare(parse_config(config), tmp_path / "run"))
+    summary = execute(prepare(parse_config(config), tmp_path / "run")).summary
+    assert (summary["generation"]["split"], summary["generation"]["num_prompts"]) == ("test", 3)
+    assert "plain" in summary["generation"]["bleu_signature"]
     kept = tmp_path / "texts.jsonl"
-    request = GenerationRequest(decoding=Decoding(max_new_tokens=2), texts_to=kept)
+    request = GenerationRequest(settings=GenerationConfig(max_new_tokens=2), texts_to=kept)
     _, splits, held_back = evaluate_run(tmp_path / "run", generation=request)
     assert held_back is not None
     assert list(splits) == ["held-back"]

@@ -69,12 +69,13 @@ def evaluate(
     A language model also continues the held-out prompts, and its texts are compared with all their
     references: BLEU, METEOR, ROUGE-L, NIST.
     """
-    from shuffled_dpsgd.tasks.generation.decoding import Decoding
+    from shuffled_dpsgd.tasks.generation.config import GenerationConfig
     from shuffled_dpsgd.tasks.inference import GenerationRequest, evaluate_run
 
     request = GenerationRequest(
-        decoding=Decoding(max_new_tokens=max_new_tokens, num_beams=num_beams),
-        max_prompts=max_prompts,
+        settings=GenerationConfig(
+            max_new_tokens=max_new_tokens, num_beams=num_beams, max_prompts=max_prompts
+        ),
         meteor_jar=meteor_jar,
         texts_to=texts,
     )

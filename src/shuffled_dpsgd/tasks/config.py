@@ -17,6 +17,7 @@ from typing import Any, Literal, TypeVar, get_args, get_type_hints
 from shuffled_dpsgd.errors import InvalidArgumentError
 from shuffled_dpsgd.options import Budget, Schedule, help_of
 from shuffled_dpsgd.tasks.data.config import DataConfig
+from shuffled_dpsgd.tasks.generation.config import GenerationConfig
 from shuffled_dpsgd.tasks.ranges import check_range
 
 TaskName = Literal["digits", "image-classification", "text-classification", "causal-lm"]
@@ -115,6 +116,7 @@ class RunConfig:
     privacy: PrivacyConfig
     training: ScheduleConfig
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    generation: GenerationConfig | None = None
     seed: int | None = None
 
     def __post_init__(self) -> None:
@@ -125,6 +127,10 @@ class RunConfig:
                 expected="0 under a shuffle, which puts the weights of every step in another order",
                 got=self.training.weight_averaging,
                 remedy='set privacy.shuffle = "off", or a method without a shuffle',
+            )
+        if self.generation is not None and self.task != "causal-lm":
+            raise InvalidArgumentError(
+                "generation", expected="nothing: only causal-lm writes texts", got=self.task
             )
         if (self.task == "digits") != (self.data.format == "digits"):
             raise InvalidArgumentError(
@@ -198,8 +204,11 @@ def parse_config(raw: Mapping[str, Any]) -> RunConfig:
     sections: dict[str, Any] = {
         name: _parse_section(name, kind, top.pop(name, {})) for name, kind in SECTIONS.items()
     }
+    if "generation" in top:
+        given = top.pop("generation")
+        sections["generation"] = _parse_section("generation", GenerationConfig, given)
     hints = {"task": TaskName, "seed": int}
-    refuse_unknown("", top, [*hints, *SECTIONS])
+    refuse_unknown("", top, [*hints, *SECTIONS, "generation"])
     if "task" not in top:
         raise InvalidArgumentError("task", expected=f"one of {get_args(TaskName)}", got="nothing")
     values = {key: _checked(key, hints[key], value) for key, value in top.items()}

@@ -13,6 +13,7 @@ from shuffled_dpsgd.tasks.config import RunConfig
 from shuffled_dpsgd.tasks.data.config import DataConfig
 from shuffled_dpsgd.tasks.data.records import LabelledText
 from shuffled_dpsgd.tasks.digits import PIXEL_MEAN, PIXEL_STD
+from shuffled_dpsgd.tasks.generation.config import GenerationConfig
 from shuffled_dpsgd.tasks.generation.decoding import (
     Decoding,
     continue_prompts,
@@ -42,8 +43,7 @@ _HEADS: dict[str, Any] = {
 class GenerationRequest:
     """What `evaluate` is to do with a language model's texts."""
 
-    decoding: Decoding = field(default_factory=Decoding)
-    max_prompts: int | None = None
+    settings: GenerationConfig = field(default_factory=GenerationConfig)
     meteor_jar: Path | None = None
     texts_to: Path | None = None
 
@@ -93,19 +93,15 @@ def evaluate_run(
     found = {name: of(model) for name, of in task.evaluations.items()}
     if generation is None or config.task != "causal-lm":
         return task.score_name, found, None
-    tokenizer = load_tokenizer(config.model.name)
-    limited = config.data
-    if generation.max_prompts is not None:
-        limited = replace(limited, max_heldout_examples=generation.max_prompts)
     scores = evaluate_generation(
         model,
-        tokenizer,
-        limited,
-        generation.decoding,
+        load_tokenizer(config.model.name),
+        config.data,
+        generation.settings,
         meteor_jar=generation.meteor_jar,
         texts_to=generation.texts_to,
     )
-    return task.score_name, found, {"split": next(iter(found)), **scores}
+    return task.score_name, found, scores
 
 
 def _with_split(data: DataConfig, split: str) -> DataConfig:

@@ -211,12 +211,16 @@ def execute(run: PreparedRun, observers: tuple[Observer, ...] = ()) -> RunResult
         save_weights(run.task, run.scored, run.directory / "model")
         recorder.score_last()
     records = log.read()
-    scores = scores_by_split(run.task, run.private.model, records) if outcome.finished else {}
+    texts: dict[str, Any] = {}
+    scores: dict[str, Any] = {}
+    if outcome.finished:
+        scores = scores_by_split(run.task, run.scored, records)
+        if run.task.evaluate_texts is not None:
+            texts = {"generation": run.task.evaluate_texts(run.scored)}
     findings = tuple(diagnose(records, run.private.plan))
     warnings = [finding.to_json() for finding in findings]
-    summary = _write_results(
-        run, outcome, records, sizes | {"warnings": warnings, "heldout_scores": scores}
-    )
+    more = sizes | {"warnings": warnings, "heldout_scores": scores} | texts
+    summary = _write_results(run, outcome, records, more)
     return RunResult(outcome=outcome, summary=summary, directory=run.directory, findings=findings)
 
 

@@ -34,7 +34,7 @@ class Task:
     held-out data: the first split, where there are several. `evaluations` has a function for each
     split, by its name. `collate` turns a list of samples of `train_data` into a batch, or is None
     for torch's default. `save_assets` writes what belongs beside the weights (configuration,
-    tokenizer) into a folder.
+    tokenizer) into a folder. `evaluate_texts` lets a language model write texts and scores them.
     """
 
     name: str
@@ -46,3 +46,4 @@ class Task:
     evaluations: Mapping[str, Callable[[nn.Module], Evaluation]] = field(default_factory=dict)
     collate: Callable[[list[Any]], Any] | None = None
     save_assets: Callable[[Any], None] | None = None
+    evaluate_texts: Callable[[nn.Module], dict[str, Any]] | None = None

@@ -22,7 +22,9 @@ from shuffled_dpsgd.tasks.classification import classification_task, heldout_bat
 from shuffled_dpsgd.tasks.config import RunConfig
 from shuffled_dpsgd.tasks.data.loading import read_continuations, read_texts, require_task
 from shuffled_dpsgd.tasks.data.records import Continuation, LabelledText, Splits
+from shuffled_dpsgd.tasks.generation.bleu import sacrebleu_metrics
 from shuffled_dpsgd.tasks.generation.decoding import MARK, cut_prompt
+from shuffled_dpsgd.tasks.generation.evaluation import evaluate_generation
 from shuffled_dpsgd.tasks.models import prepare_model
 from shuffled_dpsgd.tasks.parts import check_sizes
 from shuffled_dpsgd.tasks.task import Evaluation, Task
@@ -68,6 +70,11 @@ def build_causal_lm(config: RunConfig) -> Task:
     require_task(data, "causal-lm")
     splits = read_continuations(data)
     check_sizes(config, splits)
+    wanted = config.generation
+    if wanted is not None:
+        data.check_split(wanted.split)
+        if wanted.bleu == "sacrebleu":
+            sacrebleu_metrics()  # Better now than when all has been paid for.
     tokenizer = load_tokenizer(config.model.name)
     model = prepare_model(config.model, head="causal-lm", seed=config.init_seed)
     encoded = _map(splits, lambda part: encode_continuations(part, tokenizer, data.max_length))
@@ -87,6 +94,9 @@ def build_causal_lm(config: RunConfig) -> Task:
         score_name="perplexity",
         collate=collate,
         save_assets=tokenizer.save,
+        evaluate_texts=None
+        if wanted is None
+        else lambda trained: evaluate_generation(trained, tokenizer, data, wanted),
     )
 
 

@@ -38,7 +38,7 @@ class Tasks:
     def of(self, config: RunConfig) -> Task:
         """The configured task with fresh initial weights."""
         raw = config.to_json()
-        parts = [raw["task"], raw["model"], raw["data"], config.init_seed]
+        parts = [raw["task"], raw["model"], raw["data"], raw.get("generation"), config.init_seed]
         key = json.dumps(parts, sort_keys=True)
         if self._task is None or key != self._key:
             self._task, self._key = build_task(config), key
@@ -136,12 +136,15 @@ def _train(
 
 
 def evaluate(task: Task, model: torch.nn.Module) -> dict[str, Any]:
-    """Scores on held-out records, for every split where there are several."""
+    """Scores on held-out records, for every split where there are several, and of texts."""
+    texts = {}
+    if task.evaluate_texts is not None:
+        texts = {"generation": task.evaluate_texts(model)}
     found = {name: _scores(of(model)) for name, of in task.evaluations.items()}
     if not found:
-        return _scores(task.evaluate(model))
+        return _scores(task.evaluate(model)) | texts
     first = next(iter(found.values()))
-    return {**first, "splits": found}
+    return {**first, "splits": found, **texts}
 
 
 def _scores(evaluation: Evaluation) -> dict[str, Any]:

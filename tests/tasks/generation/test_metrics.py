@@ -48,6 +48,42 @@ def test_bleu_takes_any_number_of_references() -> None:
     assert corpus_bleu(hypotheses, references)[0] == pytest.approx(expected, abs=1e-12)
 
 
+def test_plain_bleu_is_sacrebleus() -> None:
+    pytest.importorskip("sacrebleu")
+    rng = random.Random(0)
+    words = [
+        "The",
+        "the",
+        "cat",
+        "Cat",
+        "sat",
+        "on",
+        "a",
+        "mat",
+        ",",
+        ".",
+        "3.5",
+        "£30",
+        "near",
+        "riverside",
+        "it's",
+        "-",
+    ]
+    for _ in range(60):
+        size = rng.randint(1, 4)
+
+        def text(least: int) -> str:
+            return " ".join(rng.choices(words, k=rng.randint(least, 9)))
+
+        hypotheses = [text(0) for _ in range(size)]
+        references = [[text(1) for _ in range(rng.randint(1, 3))] for _ in range(size)]
+        expected, _ = corpus_bleu(hypotheses, references)
+        found, signature = corpus_bleu(hypotheses, references, "plain")
+        assert found == pytest.approx(expected, abs=1e-9), (hypotheses, references)
+    assert "plain" in signature
+    assert corpus_bleu([CAT], [[CAT]], "plain")[0] == pytest.approx(100.0)
+
+
 def test_without_sacrebleu_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "sacrebleu", None)
     with pytest.raises(MissingExtraError, match=r"sacrebleu.*\[hf\]"):

@@ -45,7 +45,7 @@ LAYOUTS: Mapping[str, GlueLayout] = {
     # loaders leave those lines out, and that gives the published number of records.
     "qqp": GlueLayout(
         stems=_stems("qqp"),
-        columns=(("question1", "question2", "label"), ("question1", "question2", "is_duplicate")),
+        columns=(("question1", "question2", "is_duplicate"), ("question1", "question2", "label")),
         kinds=("tsv", "jsonl"),
         broken_share=1e-3,
     ),
@@ -56,7 +56,7 @@ LAYOUTS: Mapping[str, GlueLayout] = {
             "matched": ("dev_matched", "multinli_1.0_dev_matched"),
             "mismatched": ("dev_mismatched", "multinli_1.0_dev_mismatched"),
         },
-        columns=(("premise", "hypothesis", "label"), ("sentence1", "sentence2", "gold_label")),
+        columns=(("sentence1", "sentence2", "gold_label"), ("premise", "hypothesis", "label")),
         kinds=("tsv", "jsonl"),
         unlabelled="-",
     ),

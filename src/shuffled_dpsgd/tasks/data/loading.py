@@ -52,6 +52,14 @@ def read_references(data: DataConfig, split: str | None = None) -> list[Referenc
     return [found[index] for index in drawn_part(len(found), data.max_heldout_examples)]
 
 
+def scored_split(data: DataConfig) -> str:
+    """What `read_references` reads when no split is asked for, in a word."""
+    if data.heldout_from_train is not None:
+        return HELD_BACK
+    usual = "held-out" if data.format == "hub" else "dev"
+    return data.heldout_split or usual
+
+
 def read_images(data: DataConfig, num_labels: int) -> Splits[Any]:
     """Images with their classes."""
     return _splits(data, _images(data, num_labels))

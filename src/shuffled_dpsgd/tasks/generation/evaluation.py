@@ -10,15 +10,16 @@ from typing import Any
 
 from shuffled_dpsgd.errors import InvalidArgumentError
 from shuffled_dpsgd.tasks.data.config import DataConfig
-from shuffled_dpsgd.tasks.data.loading import read_references
+from shuffled_dpsgd.tasks.data.loading import read_references, scored_split
 from shuffled_dpsgd.tasks.data.tables import Row, read_table
+from shuffled_dpsgd.tasks.generation.config import Bleu, GenerationConfig
 from shuffled_dpsgd.tasks.generation.decoding import (
-    Decoding,
     continue_prompts,
     prompt_ids,
     room_for_prompts,
 )
 from shuffled_dpsgd.tasks.generation.scores import score_texts
+from shuffled_dpsgd.tasks.parts import drawn_part
 from shuffled_dpsgd.tasks.tokenizers import Tokenizer
 
 
@@ -32,16 +33,12 @@ class Generated:
 
 
 def generate_split(
-    model: Any,
-    tokenizer: Tokenizer,
-    data: DataConfig,
-    decoding: Decoding,
-    *,
-    split: str | None = None,
+    model: Any, tokenizer: Tokenizer, data: DataConfig, settings: GenerationConfig
 ) -> list[Generated]:
-    """Continue every prompt of a held-out split; `split` or the one the run is scored on."""
-    asked = read_references(data, split)
-    texts = continue_prompts(model, tokenizer, [one.prompt for one in asked], decoding)
+    """Continue every prompt of the held-out split asked for, or of the one a run is scored on."""
+    asked = read_references(data, settings.split)
+    asked = [asked[index] for index in drawn_part(len(asked), settings.max_prompts)]
+    texts = continue_prompts(model, tokenizer, [one.prompt for one in asked], settings.decoding)
     return [
         Generated(prompt=one.prompt, text=text, references=one.references)
         for one, text in zip(asked, texts, strict=True)
@@ -49,13 +46,14 @@ def generate_split(
 
 
 def score_generated(
-    generated: Sequence[Generated], *, meteor_jar: Path | None = None
+    generated: Sequence[Generated], *, meteor_jar: Path | None = None, bleu: Bleu = "sacrebleu"
 ) -> dict[str, Any]:
     """Every metric, and how much it was computed from."""
     scores = score_texts(
         [one.text for one in generated],
         [one.references for one in generated],
         meteor_jar=meteor_jar,
+        bleu=bleu,
     )
     return {
         **scores.to_json(),
@@ -69,23 +67,25 @@ def evaluate_generation(
     model: Any,
     tokenizer: Tokenizer,
     data: DataConfig,
-    decoding: Decoding,
+    settings: GenerationConfig,
     *,
-    split: str | None = None,
     meteor_jar: Path | None = None,
     texts_to: Path | None = None,
 ) -> dict[str, Any]:
     """`generate_split` and `score_generated`; the texts are kept in `texts_to` before scoring."""
-    generated = generate_split(model, tokenizer, data, decoding, split=split)
+    data.check_split(settings.split)
+    generated = generate_split(model, tokenizer, data, settings)
     if texts_to is not None:
         write_generated(texts_to, generated)
+    decoding = settings.decoding
     room = room_for_prompts(model, decoding)
     cut = sum(
         prompt_ids(one.prompt, tokenizer, room) != prompt_ids(one.prompt, tokenizer, None)
         for one in generated
     )
     return {
-        **score_generated(generated, meteor_jar=meteor_jar),
+        "split": settings.split or scored_split(data),
+        **score_generated(generated, meteor_jar=meteor_jar, bleu=settings.bleu),
         "num_prompts_cut": cut,
         "decoding": decoding.to_json(),
     }

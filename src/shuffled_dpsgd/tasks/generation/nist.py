@@ -51,11 +51,11 @@ def information(references: Sequence[Sequence[str]]) -> dict[tuple[str, ...], fl
     return {s: math.log2(counts[s[:-1]] / times) for s, times in counts.items() if s}
 
 
-def sequences(words: Sequence[str]) -> Sequences:
-    """Every run of one to five words, with how often it occurs."""
+def sequences(words: Sequence[str], order: int = ORDER) -> Sequences:
+    """Every run of one to `order` words, with how often it occurs."""
     return Counter(
         tuple(words[start : start + size])
-        for size in range(1, ORDER + 1)
+        for size in range(1, order + 1)
         for start in range(len(words) - size + 1)
     )
 

@@ -9,13 +9,14 @@ from typing import Any
 
 from shuffled_dpsgd.errors import InvalidArgumentError
 from shuffled_dpsgd.tasks.generation.bleu import corpus_bleu
+from shuffled_dpsgd.tasks.generation.config import Bleu
 from shuffled_dpsgd.tasks.generation.meteor import corpus_meteor
 from shuffled_dpsgd.tasks.generation.meteor_jar import jar_meteor
 from shuffled_dpsgd.tasks.generation.nist import corpus_nist
 from shuffled_dpsgd.tasks.generation.rouge import corpus_rouge_l
 
 VARIANTS = {
-    "bleu": "sacrebleu, 0 to 100",
+    "bleu": "corpus BLEU, 0 to 100",
     "meteor_exact_stem": "METEOR 2005 with exact and stem matches alone, 0 to 1",
     "meteor": "METEOR 1.5, the Java program, 0 to 1",
     "rouge_l": "ROUGE-L, F at beta 1.2, best reference, 0 to 1",
@@ -49,6 +50,7 @@ def score_texts(
     references: Sequence[Sequence[str]],
     *,
     meteor_jar: Path | None = None,
+    bleu: Bleu = "sacrebleu",
 ) -> GenerationScores:
     """Every metric of these texts; text i is compared with all of `references[i]`.
 
@@ -62,9 +64,9 @@ def score_texts(
     alone = next((i for i, those in enumerate(references) if not those), None)
     if alone is not None:
         raise InvalidArgumentError(f"prompt {alone}", expected="at least one reference", got=0)
-    bleu, signature = corpus_bleu(hypotheses, references)
+    score, signature = corpus_bleu(hypotheses, references, bleu)
     return GenerationScores(
-        bleu=bleu,
+        bleu=score,
         bleu_signature=signature,
         meteor_exact_stem=corpus_meteor(hypotheses, references),
         rouge_l=corpus_rouge_l(hypotheses, references),

@@ -25,13 +25,18 @@ def lower_words(text: str) -> list[str]:
     return _WORD.findall(text.lower())
 
 
-def mteval_words(text: str) -> list[str]:
-    """As the NIST script mteval-v13a does, in lower case.
+def mteval_words(text: str, *, lower: bool = True) -> list[str]:
+    """As the NIST script mteval-v13a does, in lower case or with the text's own.
 
     >>> mteval_words("It costs 3.50, or less.")
     ['it', 'costs', '3.50', ',', 'or', 'less', '.']
     """
-    text = text.lower().replace("<skipped>", "").replace("-\n", "").replace("\n", " ")
+    text = (
+        (text.lower() if lower else text)
+        .replace("<skipped>", "")
+        .replace("-\n", "")
+        .replace("\n", " ")
+    )
     for name, sign in _ENTITIES.items():
         text = text.replace(name, sign)
     text = f" {text} "

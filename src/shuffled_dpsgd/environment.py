@@ -5,6 +5,7 @@ Versions are read from metadata, so that nothing heavy is imported for the recor
 
 from __future__ import annotations
 
+import hashlib
 import os
 import platform
 from collections.abc import Iterable
@@ -48,6 +49,33 @@ def machine(device: str = "cpu") -> dict[str, object]:
         "hardware": hardware,
         "cpu_cores": os.cpu_count(),
     }
+
+
+def subject_of(model: str, data: str, weights: Path) -> dict[str, str]:
+    """Whose card it is: names as they were given, the day, versions, and which weights.
+
+    `weights` is the folder they were saved in; before that they are left out.
+    """
+    found = versions(("shuffled-dpsgd", "torch", "transformers", "dp-accounting"))
+    subject = {
+        "model": model,
+        "data": data,
+        "date": today(),
+        "versions": ", ".join(f"{name} {of}" for name, of in found.items() if of is not None),
+    }
+    files = describe_weights(weights)
+    return subject if files is None else {**subject, "weights": files}
+
+
+def describe_weights(folder: Path) -> str | None:
+    """The files of weights in a folder, each with its hash; None where there are none."""
+    files = sorted(folder.glob("*.safetensors"))
+    return ", ".join(f"{file.name} sha256 {_sha256(file)}" for file in files) or None
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _processor() -> str:

@@ -26,7 +26,7 @@ ALLOWED = {
     "accounting": {"errors"},
     "scaling": FLOOR | {"clipping"},
     "training": FLOOR | BUILDING_BLOCKS | {"options", "distributed"},
-    "integrations": TRAINING | {"reports"},
+    "integrations": TRAINING | {"reports", "environment"},
     "auditing": TRAINING,
     "reports": TRAINING,
     "tasks": PRODUCT,

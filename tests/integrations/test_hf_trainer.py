@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -202,16 +203,52 @@ def test_causal_language_model(tmp_path: Path) -> None:
     assert trainer.private.last_metrics.loss > 0
 
 
-def test_empty_batches_are_steps_too(tmp_path: Path) -> None:
+@pytest.mark.parametrize("workers", [0, 1])
+def test_empty_batches_are_steps_too(tmp_path: Path, workers: int) -> None:
     trainer = build(
         tmp_path,
         privacy=privacy(expected_batch_size=1),
-        arguments={"save_strategy": "no", "max_steps": 8},
+        arguments={"save_strategy": "no", "max_steps": 8, "dataloader_num_workers": workers},
     )
     output = trainer.train()
     sizes = [len(trainer.private.sampler.indices(step)) for step in range(8)]
     assert 0 in sizes
     assert output.global_step == trainer.private.ledger.spent == 8
+
+
+def test_workers_change_nothing_and_are_started_once(tmp_path: Path) -> None:
+    alone = build(tmp_path / "alone")
+    alone.train()
+    helped = build(tmp_path / "helped", arguments={"dataloader_num_workers": 2})
+    helped.train()
+    for name, expected in weights(alone).items():
+        assert torch.equal(weights(helped)[name], expected), name
+    assert helped.private.ledger.spent == helped.private.plan.num_steps
+    stopped = build(tmp_path / "stopped", arguments={"dataloader_num_workers": 1, "max_steps": 6})
+    stopped.add_callback(StopAfterThree())
+    stopped.train()
+    assert stopped.private.ledger.spent == 3
+    assert stopped.private.released
+
+
+class StopAfterThree(transformers.TrainerCallback):
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+        control.should_training_stop = state.global_step == 3
+        return control
+
+
+def test_the_card_says_whose_it_is(tmp_path: Path) -> None:
+    trainer = build(tmp_path, data_name="films of the week", arguments={"save_strategy": "no"})
+    trainer.train()
+    assert "weights" not in trainer.card().subject
+    trainer.save_model()
+    subject = json.loads((tmp_path / "privacy_card.json").read_text())["subject"]
+    assert subject["data"] == "films of the week"
+    assert subject["model"] == "BertForSequenceClassification"
+    digest = hashlib.sha256((tmp_path / "model.safetensors").read_bytes()).hexdigest()
+    assert digest in subject["weights"]
+    for name in ("README.md", "privacy_card.txt", "privacy_card.html"):
+        assert digest in (tmp_path / name).read_text()
 
 
 def test_own_per_sample_loss(tmp_path: Path) -> None:
@@ -234,7 +271,10 @@ def test_own_per_sample_loss(tmp_path: Path) -> None:
         ({"label_smoothing_factor": 0.1}, "label_smoothing_factor"),
         ({"auto_find_batch_size": True}, "auto_find_batch_size"),
         ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha"),
-        ({"dataloader_num_workers": 2}, "dataloader_num_workers"),
+        (
+            {"dataloader_num_workers": 2, "dataloader_prefetch_factor": 4},
+            "dataloader_prefetch_factor",
+        ),
         ({"train_sampling_strategy": "group_by_length"}, "train_sampling_strategy"),
     ],
 )

@@ -44,9 +44,9 @@ CONFLICTS = (
         remedy="records must be drawn by Poisson sampling, the sampler accounted for",
     ),
     Conflict(
-        name="dataloader_num_workers",
-        allowed=0,
-        remedy="batches are drawn step by step; prepare the data beforehand",
+        name="dataloader_prefetch_factor",
+        allowed=None,
+        remedy="workers load ahead by themselves: leave it out",
     ),
     Conflict(
         name="neftune_noise_alpha",

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 
+from shuffled_dpsgd.environment import subject_of
 from shuffled_dpsgd.errors import BudgetExhaustedError, CheckpointError, InvalidArgumentError
 from shuffled_dpsgd.integrations.hf_conflicts import (
     check_model,
@@ -31,6 +32,7 @@ from shuffled_dpsgd.integrations.padded_collator import with_lengths
 from shuffled_dpsgd.integrations.per_sample_loss import head_of, per_sample_losses
 from shuffled_dpsgd.integrations.privacy_arguments import PrivacyArguments
 from shuffled_dpsgd.integrations.stepped_optimizer import SteppedOptimizer
+from shuffled_dpsgd.integrations.worker_batches import WorkerBatches
 from shuffled_dpsgd.options import PrivacyOptions, options_in
 from shuffled_dpsgd.reports import card_page
 from shuffled_dpsgd.training import (
@@ -54,7 +56,8 @@ class ShuffledDPTrainer(Trainer):
 
     `per_sample_loss(outputs, labels)` replaces the loss chosen by the model's head; it must return
     one loss per sample, each depending on that sample only. Evaluation and prediction are the
-    Trainer's own and see no private data unless the user evaluates on it.
+    Trainer's own and see no private data unless the user evaluates on it. `data_name` is what the
+    privacy card calls the training data. `dataloader_num_workers` processes load them.
     """
 
     def __init__(
@@ -64,6 +67,7 @@ class ShuffledDPTrainer(Trainer):
         *,
         privacy: PrivacyArguments,
         per_sample_loss: LossFunction | None = None,
+        data_name: str | None = None,
         **options: Any,
     ) -> None:
         if args is None or model is None:
@@ -79,6 +83,8 @@ class ShuffledDPTrainer(Trainer):
         self.privacy = privacy
         self.private: PrivateTraining | None = None
         self._per_sample_loss = per_sample_loss
+        self._data_name = data_name
+        self._workers: WorkerBatches | None = None
         self._spending: SpendingCurve | None = None
         self._data: tuple[Any, Callable[[list[Any]], Any]] | None = None
         self._resuming = False
@@ -92,8 +98,11 @@ class ShuffledDPTrainer(Trainer):
         self.add_callback(_StopWhenSpent(self))
 
     def card(self) -> PrivacyCard:
-        """What may be claimed about everything released so far."""
-        return self._started().card()
+        """What may be claimed about everything released so far, and about which model."""
+        known: Any = getattr(self.model, "config", None)
+        model = getattr(known, "name_or_path", "") or type(self.model).__name__
+        data = self._data_name or type(self.train_dataset).__name__
+        return self._started().card().about(**subject_of(model, data, self._released_weights()))
 
     def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> Any:
         """Train to the end of the plan, then write the privacy card beside the model.
@@ -108,6 +117,8 @@ class ShuffledDPTrainer(Trainer):
         self._resuming = bool(resume_from_checkpoint)
         output = super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
         private = self._started()
+        if self._workers is not None:
+            self._workers.close()
         private.release()
         private.close()
         self._write_card()
@@ -152,11 +163,8 @@ class ShuffledDPTrainer(Trainer):
     ) -> torch.Tensor:
         """One logical batch: forward, per-sample clip, noise, update, shuffle."""
         private = self._started()
-        data, collate = self._training_data()
         model.train()
-        for batch in private.batches(
-            data, num_steps=1, collate=collate, pad_batches=private.pads_by_default
-        ):
+        for batch in self._batches_of_one_step(private):
             prepared = self._prepare_inputs(batch)
             with self.compute_loss_context_manager():
                 losses = self.per_sample_losses(model, prepared)
@@ -165,6 +173,17 @@ class ShuffledDPTrainer(Trainer):
             self.current_flos += float(super().floating_point_ops(prepared))
         assert private.last_metrics is not None
         return torch.tensor(private.last_metrics.loss or 0.0, device=self.args.device)
+
+    def _batches_of_one_step(self, private: PrivateTraining) -> Iterator[Any]:
+        data, collate = self._training_data()
+        options: dict[str, Any] = {"collate": collate, "pad_batches": private.pads_by_default}
+        number = self.args.dataloader_num_workers
+        if number == 0:
+            return private.batches(data, num_steps=1, **options)
+        if self._workers is None:
+            stream = private.batches(data, num_workers=number, **options)
+            self._workers = WorkerBatches(private, stream)
+        return self._workers.of_next_step()
 
     def per_sample_losses(self, model: nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
         """One loss per sample; the labels never reach the model, whose own loss is a mean."""
@@ -225,6 +244,18 @@ class ShuffledDPTrainer(Trainer):
         super().create_model_card(*args, **kwargs)
         if self.private is not None:
             self._write_card()
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """The Trainer's own; after `train()` the card in `output_dir` names the weights saved."""
+        super().save_model(output_dir, _internal_call)
+        private, target = self.private, Path(output_dir or self.args.output_dir)
+        if private is not None and private.released and target == Path(self.args.output_dir):
+            self._write_card()
+
+    def _released_weights(self) -> Path:
+        """Where the weights of the finished run were saved; before that, where none are."""
+        private, folder = self._started(), Path(self.args.output_dir)
+        return folder if private.released else folder / "nothing-released-yet"
 
     def _write_card(self) -> None:
         directory, card = Path(self.args.output_dir), self.card()

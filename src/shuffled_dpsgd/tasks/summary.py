@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from datetime import UTC, datetime
 from pathlib import Path
@@ -12,7 +11,7 @@ from safetensors.torch import save_model
 from torch import nn
 
 from shuffled_dpsgd import __version__
-from shuffled_dpsgd.environment import environment, today, versions
+from shuffled_dpsgd.environment import environment, subject_of
 from shuffled_dpsgd.reports import StepRecord, samples_per_second
 from shuffled_dpsgd.runtime import routes
 from shuffled_dpsgd.tasks.config import RunConfig
@@ -43,27 +42,8 @@ def save_weights(task: Task, model: nn.Module, directory: Path) -> None:
 
 
 def describe_subject(config: RunConfig, model: Path) -> dict[str, str]:
-    """Whose card it is: names as they were given, the day, versions, and which weights."""
-    found = versions(("shuffled-dpsgd", "torch", "transformers", "dp-accounting"))
-    subject = {
-        "model": config.model.given_name,
-        "data": config.data.given_name,
-        "date": today(),
-        "versions": ", ".join(f"{name} {of}" for name, of in found.items() if of is not None),
-    }
-    weights = describe_weights(model)
-    return subject if weights is None else {**subject, "weights": weights}
-
-
-def describe_weights(model: Path) -> str | None:
-    """The files of weights in a folder, each with its hash; None where there are none."""
-    weights = sorted(model.glob("*.safetensors"))
-    return ", ".join(f"{w.name} sha256 {_sha256(w)}" for w in weights) or None
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    """Whose card it is; `model` is the folder of the weights."""
+    return subject_of(config.model.given_name, config.data.given_name, model)
 
 
 def count_parameters(model: nn.Module) -> dict[str, int]:

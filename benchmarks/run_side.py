@@ -2,13 +2,15 @@
 
 A plain loop is the one a good engineer would write: the same buckets of like length and the same
 collate, loaded ahead, and fused AdamW. Rows that only pad a batch are left out of it, except where
-a compiler profits from shapes that come again.
+a compiler profits from shapes that come again, and on the side that is called padded: on a GPU,
+attention that is planned for every new shape may take longer than the rows do.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import sys
 import time
@@ -30,7 +32,7 @@ from shuffled_dpsgd.training.layout import Layout, Part, lengths_of
 from shuffled_dpsgd.training.randomness import RandomStreams
 from shuffled_dpsgd.training.sampler import PoissonSampler
 
-SIDES = ("plain", "plain:compiled", "private", "private:compiled")
+SIDES = ("plain", "plain:compiled", "private", "private:compiled", "plain:padded")
 # After which steps the kernels compiled so far are counted.
 COUNTED_AFTER = (1, 2, 3, 5, 10, 20, 50, 100, 200, 400)
 LEARNING_RATE = 1e-5
@@ -48,6 +50,10 @@ class Setting:
     steps: int
     pads: bool
     compiled: bool
+    # Whether a plain loop keeps the rows that only pad a batch.
+    padded: bool = False
+    # Seconds since the start of the process after which no further step is begun.
+    limit_seconds: float = math.inf
 
     def optimizer(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.task.model.parameters(), lr=LEARNING_RATE, fused=True)
@@ -134,7 +140,8 @@ def run_private(setting: Setting, log: Log) -> dict[str, Any]:
     for batch in private.batches(task.data, collate=task.collate, pad_batches=setting.pads):
         log.batch(batch)
         private.backward(losses(private.model, batch))
-        private.step()
+        if private.step() and log.now() > setting.limit_seconds:
+            break
     private.clock.stop()
     return {
         "seconds_by_part": private.clock.seconds(),
@@ -170,13 +177,15 @@ def run_plain(setting: Setting, log: Log) -> dict[str, Any]:
             optimizer.zero_grad(set_to_none=True)
             log.step(used, device)
             used = 0
+            if log.now() > setting.limit_seconds:
+                break
         clock.turn_to("data")
     clock.stop()
     return {"seconds_by_part": clock.seconds()}
 
 
 def _parts(setting: Setting, sampler: PoissonSampler) -> Iterator[Any]:
-    kind = Layout if setting.compiled else WithoutCopies
+    kind = Layout if setting.compiled or setting.padded else WithoutCopies
     layout = kind(
         batch_size=setting.physical,
         expected=setting.logical,
@@ -208,6 +217,7 @@ def main() -> int:
     parser.add_argument("--device", required=True)
     parser.add_argument("--pads", action="store_true")
     parser.add_argument("--started", type=float, required=True)
+    parser.add_argument("--limit-seconds", type=float, default=math.inf)
     parser.add_argument("--output", type=Path, required=True)
     options = parser.parse_args()
     log, device = Log(started=options.started), torch.device(options.device)
@@ -217,6 +227,7 @@ def main() -> int:
     setting = Setting(
         task=task, device=device, logical=options.logical, physical=options.physical,
         steps=options.steps, pads=options.pads, compiled=variant == "compiled",
+        padded=variant == "padded", limit_seconds=options.limit_seconds,
     )  # fmt: skip
     facts = (run_private if name == "private" else run_plain)(setting, log)
     if device.type == "cuda":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -139,3 +140,27 @@ def test_both_sides_run_in_processes_of_their_own(
     written = json.loads(path.read_text())
     assert [result["side"] for result in written["results"]] == ["plain", "private"]
     assert all(len(result["step_ends"]) == 2 for result in written["results"])
+
+
+@pytest.mark.parametrize("side", ["private", "plain"])
+def test_a_run_ends_with_the_step_in_which_its_time_is_over(side: str) -> None:
+    log = Log(started=time.time())
+    chosen = replace(setting(pads=False), limit_seconds=0.0)
+    facts = {"private": run_side.run_private, "plain": run_side.run_plain}[side](chosen, log)
+    assert len(log.step_ends) == len(log.samples) == 1
+    assert facts["seconds_by_part"]
+
+
+def test_a_padded_plain_loop_has_the_shapes_of_the_private_one() -> None:
+    shapes = []
+    for chosen, run in (
+        (setting(pads=True), run_side.run_private),
+        (replace(setting(pads=True), padded=True), run_side.run_plain),
+    ):
+        log = Log(started=time.time())
+        run(chosen, log)
+        assert log.samples
+        shapes.append(set(log.shapes))
+    longest = {shape.split("x")[1] for shape in shapes[0]}
+    assert {shape.split("x")[1] for shape in shapes[1]} == longest
+    assert all(int(shape.split("x")[0]) % 8 == 0 for found in shapes for shape in found)

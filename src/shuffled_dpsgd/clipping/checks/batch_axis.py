@@ -163,8 +163,8 @@ class BatchAxisCheck:
                 places or see each other, or the model cannot be run with one sample more.
         """
         hidden = self._hidden
-        again = self._folds() or not self._is_as_before(args, kwargs, size)
-        if min(size, 2) > self._seen or again:
+        is_first = min(size, 2) > self._seen
+        if is_first or self._folds() or not self._is_as_before(args, kwargs, size):
             self._check(args, kwargs, size, late)
             if hidden < self._hidden <= _MAX_HIDDEN:
                 self._hiding.add(self._key(args, kwargs, size, kind))

@@ -10,11 +10,12 @@ from torch import nn
 from torch.utils.data import Subset
 
 from shuffled_dpsgd.auditing.black_box import Start
+from shuffled_dpsgd.auditing.fitted_start import fit_to_records
 from shuffled_dpsgd.auditing.run import AuditTarget
 from shuffled_dpsgd.options import NoiseFrame, Shuffle
 from shuffled_dpsgd.tasks import digits
 from shuffled_dpsgd.tasks.config import RunConfig
-from shuffled_dpsgd.tasks.privacy import start_private
+from shuffled_dpsgd.tasks.privacy import chosen_device, start_private
 from shuffled_dpsgd.tasks.registry import build_task
 from shuffled_dpsgd.training import make_private
 from shuffled_dpsgd.training.private import PrivateTraining
@@ -22,9 +23,22 @@ from shuffled_dpsgd.training.private import PrivateTraining
 HIDDEN = 64
 
 
-def audit_target(config: RunConfig) -> AuditTarget:
-    """Fresh runs of the configured task, each from a copy of the same initial weights."""
+def audit_target(config: RunConfig, *, fit_steps: int = 0) -> AuditTarget:
+    """Fresh runs of the configured task, each from a copy of the same initial weights.
+
+    With `fit_steps`, these are first fitted to the records for so many steps: the worst case.
+    """
     task = build_task(config)
+    if fit_steps:
+        task.model.to(chosen_device(config.training.device))
+        fit_to_records(
+            task.model,
+            task.train_data,
+            task.losses,
+            num_steps=fit_steps,
+            collate=task.collate,
+            seed=config.init_seed,
+        )
 
     def start(dataset_size: int) -> PrivateTraining:
         return start_private(config, copy.deepcopy(task.model), dataset_size=dataset_size)

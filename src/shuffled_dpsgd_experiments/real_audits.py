@@ -73,6 +73,7 @@ def parser() -> argparse.ArgumentParser:
     add("--input-canary", choices=get_args(InputCanary), default=None)
     add("--observations", type=int, default=1000, help="releases per world of a step audit")
     add("--seeds", type=int, default=8, help="runs per arm of a black-box audit")
+    add("--fit-steps", type=int, default=0, help="fit the initial weights to the records first")
     add("--device", default="auto")
     add("--seed", type=int, default=0)
     return found
@@ -129,12 +130,13 @@ def progress(mode: str) -> Callable[[int, int], None]:
 
 def two_worlds(mode: str, config: RunConfig, options: argparse.Namespace) -> dict[str, Any]:
     """A one-run or a step audit."""
-    target: AuditTarget = audit_target(config)
+    target: AuditTarget = audit_target(config, fit_steps=options.fit_steps)
     setting = RunSetting(
         num_observations=options.observations,
         num_gradient_canaries=options.canaries,
         num_input_canaries=options.input_canaries,
         input_canary=options.input_canary or TASKS[options.format][1],
+        fit_steps=options.fit_steps,
         seed=options.seed,
     )
     audit = audit_steps if mode == "step" else audit_one_run

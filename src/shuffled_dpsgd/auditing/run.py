@@ -45,7 +45,8 @@ class RunSetting:
     """How much is spent on an audit.
 
     `warmup_steps` of real training precede a step audit; `num_gradient_canaries` and
-    `num_input_canaries` are planted in a one-run audit.
+    `num_input_canaries` are planted in a one-run audit. `fit_steps` records how long the target's
+    initial weights were fitted to its records before.
     """
 
     num_observations: int = 500
@@ -53,6 +54,7 @@ class RunSetting:
     num_gradient_canaries: int = 500
     num_input_canaries: int = 100
     input_canary: InputCanary = "mislabelled"
+    fit_steps: int = 0
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -66,6 +68,7 @@ class RunSetting:
             warmup_steps=0,
             num_gradient_canaries=2,
             num_input_canaries=0,
+            fit_steps=0,
         )
 
 

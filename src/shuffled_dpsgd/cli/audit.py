@@ -211,6 +211,7 @@ def run(
     canaries: opt.GradientCanaries = 500,
     input_canaries: opt.InputCanaries = 100,
     input_canary: opt.InputCanary = "mislabelled",
+    fit_steps: opt.FitSteps = 0,
     confidence: opt.Confidence = 0.95,
     seed: opt.Seed = 0,
     output: opt.Output = None,
@@ -231,6 +232,7 @@ def run(
         num_gradient_canaries=canaries,
         num_input_canaries=input_canaries,
         input_canary=input_canary,  # type: ignore[arg-type]  # checked by RunSetting
+        fit_steps=fit_steps,
         seed=seed,
     )
     chosen = chosen_config(
@@ -244,7 +246,7 @@ def run(
         },
         epochs=epochs,
     )
-    target = audit_target(chosen)
+    target = audit_target(chosen, fit_steps=fit_steps)
     audit = audit_steps if mode == "step" else audit_one_run
     with progress(quiet=as_json) as on_progress:
         report = audit(target, setting, confidence=confidence, on_progress=on_progress)

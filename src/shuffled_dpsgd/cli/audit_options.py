@@ -49,6 +49,12 @@ ConfigFile = Annotated[Path | None, typer.Option(help="A TOML file as `train --c
 Mode = Annotated[
     str, typer.Option(help="step: one step, many releases. one-run: one run, many canaries.")
 ]
+FitSteps = Annotated[
+    int,
+    typer.Option(
+        min=0, help="Fit the initial weights to the records first, without privacy: the worst case."
+    ),
+]
 GradientCanaries = Annotated[int, typer.Option(help="one-run: gradient canaries.")]
 InputCanaries = Annotated[int, typer.Option(help="one-run: canaries that are records.")]
 InputCanary = Annotated[str, typer.Option(help="mislabelled, blank, or scrambled (text).")]

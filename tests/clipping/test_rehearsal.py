@@ -41,6 +41,7 @@ def works(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], object]]:
         found.append(work)
 
     monkeypatch.setattr(rehearsal, "may_rehearse", lambda device: True)
+    monkeypatch.setattr(rehearsal, "_begun", set())
     monkeypatch.setattr(rehearsal.REHEARSALS, "add", add)
     return found
 
@@ -102,6 +103,9 @@ def test_layers_of_one_kind_are_rehearsed_once(works: list[Callable[[], object]]
     with ClippingEngine(model):
         model(torch.randn(3, 4, 8))
     assert len(works) == 4  # Norms and sums of layers with and without a bias.
+    with ClippingEngine(model):
+        model(torch.randn(3, 4, 8))
+    assert len(works) == 4
 
 
 def test_sums_that_take_much_memory_are_not_rehearsed(
@@ -127,8 +131,11 @@ def test_autocast_lowers_products_and_pads_a_head(works: list[Callable[[], objec
     assert not works
 
 
-def test_without_anything_to_compile_nothing_is_rehearsed() -> None:
+def test_without_anything_to_compile_nothing_is_rehearsed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(rehearsal, "_begun", set())
     model = nn.Linear(3, 2)
     engine = ClippingEngine(model)
     engine._rehearsal.begin({0: [Given(2, (2, 3), torch.float32)]})
-    assert not engine._rehearsal._begun
+    assert not rehearsal._begun

@@ -37,6 +37,8 @@ MOST_NUMBERS = 1 << 27
 _CHUNK, _MIN_TAIL = 64, 15
 _REHEARSED = (LinearSlot, ConvSlot, EmbeddingSlot, LayerNormSlot)
 Filed = list[tuple[LayerGroup, Sequence[Entry]]]
+# What this process has rehearsed: another engine finds its kernels there.
+_begun: set[Hashable] = set()
 
 
 class Input(Protocol):
@@ -104,7 +106,6 @@ class Rehearsal:
         self.lengths: tuple[int, ...] = ()
         self._groups = groups
         self._choose = choose
-        self._begun: set[Hashable] = set()
         devices = {parameter.device for parameter in parameters.values()}
         alone = len(devices) == 1 and are_whole(parameters.values())
         self._device = devices.pop() if alone else torch.device("cpu")
@@ -120,9 +121,9 @@ class Rehearsal:
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         alike: dict[Hashable, list[tuple[LayerGroup, list[Call]]]] = {}
         for group, calls in self._calls(inputs):
-            key = (dtype, group.shared, *(call.kind for call in calls))
-            if key not in self._begun and _is_rehearsed(group, calls):
-                self._begun.add(key)
+            key = (self._device, dtype, group.shared, *(call.kind for call in calls))
+            if key not in _begun and _is_rehearsed(group, calls):
+                _begun.add(key)
                 # Kernels seldom depend on widths. Where they do not, the first of several layers
                 # has them compiled, and the others find them there.
                 label = (group.shared, *(call.label for call in calls))

@@ -55,8 +55,10 @@ class Route:
 
     def try_ahead(self, device: torch.device) -> None:
         """Begin the trial, if there has to be one; whoever asks before it is over waits for it."""
+        if (self.name, device) in _reasons or not may_rehearse(device):
+            return
         # The mode in which waiting for a device is an error is one of all threads together.
-        if may_rehearse(device) and not torch.cuda.get_sync_debug_mode():
+        if not torch.cuda.get_sync_debug_mode():
             REHEARSALS.add(self.name, lambda: self._decide(device), device, is_trial=True)
 
     def _decide(self, device: torch.device) -> None:

@@ -22,7 +22,6 @@ from shuffled_dpsgd.distributed.world import Alone, World
 from shuffled_dpsgd.errors import BudgetExhaustedError, InvalidArgumentError
 from shuffled_dpsgd.permutation import Permutation, PermutationSpec, apply, draw, identity
 from shuffled_dpsgd.runtime.clock import OTHER, Clock
-from shuffled_dpsgd.runtime.rehearsals import REHEARSALS
 from shuffled_dpsgd.training.adapters import guard_adapters
 from shuffled_dpsgd.training.batch_stream import BatchStream
 from shuffled_dpsgd.training.card import PrivacyCard, write_card
@@ -51,7 +50,7 @@ from shuffled_dpsgd.training.meeting import Meeting
 from shuffled_dpsgd.training.metrics import LossMeter, StepMetrics, describe_step
 from shuffled_dpsgd.training.plan import PrivacyPlan
 from shuffled_dpsgd.training.randomness import RandomStreams
-from shuffled_dpsgd.training.rehearsal import rehearse_release
+from shuffled_dpsgd.training.rehearsal import rehearse_release, wait_for_rehearsals
 from shuffled_dpsgd.training.sampler import Sampler
 from shuffled_dpsgd.training.shared_ledger import SharedLedger
 from shuffled_dpsgd.training.shuffle_check import ShuffleCheck
@@ -125,7 +124,7 @@ class PrivateTraining:
         self._listening: RemovableHandle | None = None
         self._optimizer = GuardedOptimizer(optimizer, self._trainable)
         rehearse_release(
-            self, spec if plan.permutes else None, dict(model.named_parameters()), self.device
+            spec if plan.permutes else None, dict(model.named_parameters()), self.device
         )
 
     @property
@@ -495,7 +494,7 @@ class PrivateTraining:
             )
         self.clock.turn_to(OTHER)
         step = self.steps_taken
-        REHEARSALS.wait_for(self)
+        wait_for_rehearsals()
         with self.clock.part("checks"):
             norms, loss = self._meeting.hold(
                 step, self._counted_norms, self._losses, self._weights_summary
@@ -564,6 +563,7 @@ class PrivateTraining:
 
     def _permute(self, step: int) -> None:
         assert self.spec is not None, "a plan that permutes has a spec"
+        wait_for_rehearsals()
         guard_adapters(self.model)
         generator = self.streams.torch("permutation", step, device=self.device)
         permutation = draw(self.spec, generator)

@@ -15,26 +15,36 @@ from shuffled_dpsgd.training import noise_route
 
 # Sums of so many numbers from such a place on: kernels are compiled apart for multiples of 16.
 _STRETCHES = ((8192, 0), (8191, 0), (8192, 1))
+# One for all runs: a spec may be used by several.
+_TOPIC = "noise and shuffle"
+# What this process has rehearsed: another run finds its kernels there.
+_begun: set[Hashable] = set()
 
 
 def rehearse_release(
-    topic: Hashable,
     spec: PermutationSpec | None,
     parameters: Mapping[str, torch.Tensor],
     device: torch.device,
 ) -> None:
     """Begin to rehearse noise and, with a `spec`, the shuffle of tensors like the `parameters`.
 
-    The shuffle must not be drawn before `REHEARSALS.wait_for(topic)`: both use the same buffers.
+    The shuffle must not be drawn before `wait_for_rehearsals`: both use the same buffers.
     """
-    if not may_rehearse(device) or not triton_available():
+    shapes = () if spec is None else tuple(spec.shapes.items())
+    if not may_rehearse(device) or not triton_available() or (device, shapes) in _begun:
         return
+    _begun.add((device, shapes))
     noise_route.ROUTE.try_ahead(device)
     for size, first in _STRETCHES:
-        REHEARSALS.add(topic, partial(_add_noise, size, first, device), device)
+        REHEARSALS.add(_TOPIC, partial(_add_noise, size, first, device), device)
     if spec is not None and spec.groups and are_whole(parameters.values()):
         kernel_route.ROUTE.try_ahead(device)
-        REHEARSALS.add(topic, partial(_shuffle, spec, parameters, device), device)
+        REHEARSALS.add(_TOPIC, partial(_shuffle, spec, parameters, device), device)
+
+
+def wait_for_rehearsals() -> None:
+    """Return once noise and shuffle may be drawn."""
+    REHEARSALS.wait_for(_TOPIC)
 
 
 def _add_noise(size: int, first: int, device: torch.device) -> None:

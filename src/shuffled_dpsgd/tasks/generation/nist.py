@@ -46,7 +46,7 @@ def information(references: Sequence[Sequence[str]]) -> dict[tuple[str, ...], fl
     """
     counts: Sequences = Counter()
     for words in references:
-        counts += sequences(words)
+        counts.update(sequences(words))
     counts[()] = sum(map(len, references))
     return {s: math.log2(counts[s[:-1]] / times) for s, times in counts.items() if s}
 

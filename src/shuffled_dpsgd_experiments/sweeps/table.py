@@ -5,18 +5,25 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from shuffled_dpsgd_experiments.sweeps.grid import Sweep
 
 Record = Mapping[str, Any]
+TEXT_METRICS = {
+    "bleu": "BLEU",
+    "meteor": "METEOR 1.5",
+    "meteor_exact_stem": "METEOR (exact, stem)",
+    "rouge_l": "ROUGE-L",
+    "nist": "NIST",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
 class SweepRow:
-    """All seeds of one method at one budget."""
+    """All seeds of one method at one budget; `texts` are the means of generation's metrics."""
 
     method: str
     epsilon: float | None
@@ -24,6 +31,7 @@ class SweepRow:
     scores: tuple[float, ...]
     certified: float | None
     paper: float | None
+    texts: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def mean(self) -> float:
@@ -51,6 +59,7 @@ class SweepRow:
             "mean": self.mean,
             "standard_deviation": self.spread,
             "seeds": len(self.scores),
+            **({"texts": dict(self.texts)} if self.texts else {}),
             "certified_epsilon": {"value": self.certified, "kind": "proven"},
             "paper_epsilon": {"value": self.paper, "kind": "heuristic"},
         }
@@ -83,9 +92,22 @@ def rows_of(records: Iterable[Record]) -> list[SweepRow]:
                     scores=scores,
                     certified=_largest(group, "certified"),
                     paper=_largest(group, "paper"),
+                    texts=_mean_texts(group),
                 )
             )
     return found
+
+
+def _mean_texts(group: list[Record]) -> dict[str, float]:
+    """Every metric of generated texts that all seeds have."""
+    found = [record["generation"] for record in group if "generation" in record]
+    if len(found) < len(group):
+        return {}
+    return {
+        metric: statistics.fmean(one[metric] for one in found)
+        for metric in TEXT_METRICS
+        if all(metric in one for one in found)
+    }
 
 
 def table_of(sweep: Sweep) -> str:
@@ -94,17 +116,23 @@ def table_of(sweep: Sweep) -> str:
     order = [method.name for method in sweep.methods]
     rows.sort(key=lambda e: (e.epsilon or 0.0, order.index(e.method)))
     score = rows[0].score_name if rows else "score"
+    metrics = [name for name in TEXT_METRICS if any(name in row.texts for row in rows)]
+    heads = "".join(f" {TEXT_METRICS[name]} |" for name in metrics)
     lines = [
         f"# {sweep.title}",
         "",
-        f"| ε asked for | method | {score} | certified ε (proven) | paper's ε (heuristic) |",
-        "|---|---|---|---|---|",
+        f"| ε asked for | method | {score} |{heads} certified ε (proven) | paper's ε (heuristic) |",
+        "|---" * (5 + len(metrics)) + "|",
     ]
     for row in rows:
         budget = "–" if row.epsilon is None else f"{row.epsilon:g}"
         paper = "–" if row.paper is None else f"{row.paper:.3g}"
+        texts = "".join(
+            f" {row.texts[name]:.3g} |" if name in row.texts else " – |" for name in metrics
+        )
         lines.append(
-            f"| {budget} | {row.method} | {row.describe()} | {row.describe_certified()} | {paper} |"
+            f"| {budget} | {row.method} | {row.describe()} |{texts} {row.describe_certified()} | "
+            f"{paper} |"
         )
     return "\n".join([*lines, *_tuning_lines(sweep)]) + "\n"
 

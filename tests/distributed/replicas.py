@@ -251,3 +251,38 @@ def refusal(work: Callable[[], object]) -> str:
     except ShuffledDPError as error:
         return f"{type(error).__name__}: {error}"
     return ""
+
+
+def kinds_of_models() -> dict[str, Any]:
+    """LoRA, gradient checkpointing and bfloat16 autocast: two steps each, weights and losses."""
+    found: dict[str, Any] = {}
+    for name in ("lora", "checkpointing", "bfloat16"):
+        case, options = bert_case(torch.float32 if name == "bfloat16" else torch.float64), {}
+        model = case.make()
+        if name == "lora":
+            model = with_adapters(model)
+            options["shuffle"] = "off"
+        if name == "checkpointing":
+            model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
+            model.train()
+        private = start(Case(make=lambda m=model: m, data=case.data, loss=case.loss), **options)
+        private.sampler = FixedSampler([1, 2, 3], list(range(4, 15)))
+        losses = []
+        for batch in private.batches(case.data, num_steps=2):
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=name == "bfloat16"):
+                each = case.loss(private.model, batch)
+            private.backward(each)
+            private.step()
+            assert private.last_metrics is not None
+            losses.append(private.last_metrics.loss)
+        found[name] = {"weights": weights(private.model), "loss": losses[-1]}
+        private.close()
+    return found
+
+
+def with_adapters(model: Any) -> Any:
+    import peft
+
+    torch.manual_seed(7)
+    config = peft.LoraConfig(r=2, lora_alpha=4, task_type="SEQ_CLS", lora_dropout=0.0)
+    return peft.get_peft_model(model, config).double()

@@ -90,3 +90,15 @@ def test_ranks_start_from_the_weights_of_rank_0_with_dropout_of_their_own(
     assert torch.equal(one["weight"], two["weight"])
     assert torch.equal(one["bias"], two["bias"])
     assert not torch.equal(one["dropout"], two["dropout"])
+
+
+@pytest.mark.slow
+def test_adapters_checkpointing_and_half_precision(launcher: Launcher) -> None:
+    (alone,) = launcher.run(HERE, "kinds_of_models", ranks=1)
+    for one in launcher.run(HERE, "kinds_of_models", ranks=2):
+        for kind, expected in alone.items():
+            tolerance = 2e-2 if kind == "bfloat16" else 1e-9
+            assert one[kind]["loss"] == pytest.approx(expected["loss"], rel=tolerance)
+            for name, tensor in expected["weights"].items():
+                close = torch.allclose(one[kind]["weights"][name], tensor, rtol=0, atol=tolerance)
+                assert close, (kind, name)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from shuffled_dpsgd.distributed.world import World
@@ -24,13 +24,25 @@ _PASSED_ON: dict[str, type[ShuffledDPError]] = {
 def agree(world: World, facts: Mapping[str, Any], *, remedy: str) -> None:
     """Refuse unless every rank has the same facts; all ranks raise the same error.
 
-    Facts are compared by their `repr`, so they should be plain data.
-
     Raises:
         RankError: naming the first fact that differs, and the rank in the minority.
     """
-    shown = {name: repr(value) for name, value in facts.items()}
-    everyone: list[dict[str, str]] = world.gather(shown)
+    compare(world.gather(comparable(facts)), remedy=remedy)
+
+
+def comparable(facts: Mapping[str, Any]) -> dict[str, str]:
+    """Facts as they are compared: by their `repr`, so they should be plain data."""
+    return {name: repr(value) for name, value in facts.items()}
+
+
+def compare(everyone: Sequence[Mapping[str, str]], *, remedy: str) -> None:
+    """Refuse comparable facts of all ranks, gathered in their order, unless they are the same.
+
+    >>> compare([{"step": "3"}, {"step": "4"}], remedy="start again")
+    Traceback (most recent call last):
+        ...
+    shuffled_dpsgd.errors.RankError: rank 1 has another step than rank 0: 4 and 3; start again
+    """
     for name in dict.fromkeys(name for one in everyone for name in one):
         values = [one.get(name, "nothing") for one in everyone]
         if len(set(values)) > 1:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from shuffled_dpsgd.distributed.agreement import agree
+from shuffled_dpsgd.distributed.agreement import comparable, compare
 from shuffled_dpsgd.distributed.world import World
 from shuffled_dpsgd.errors import RankError
 from shuffled_dpsgd.training.metrics import LossMeter, mean_loss
@@ -20,8 +20,12 @@ from shuffled_dpsgd.training.metrics import LossMeter, mean_loss
 
 @dataclass(frozen=True, kw_only=True)
 class Note:
-    """What one rank knows of a step before it is released; `problem` is why it must not be."""
+    """What one rank knows of a step before it is released.
 
+    `problem` is why it must not be; `facts` must be the same on all ranks.
+    """
+
+    facts: dict[str, str]
     norms: torch.Tensor
     losses: tuple[float, int] | None
     problem: str | None
@@ -62,7 +66,8 @@ class Meeting:
         except Exception as error:  # Raised again below, when the others know.
             norms, failure = torch.empty(0), error
         problem = None if failure is None else f"{type(failure).__name__}: {failure}"
-        note = Note(norms=norms, losses=losses.totals(), problem=problem)
+        facts = {"step": step, "logical batch": self._drawn.get(step), "state": describe_weights()}
+        note = Note(norms=norms, losses=losses.totals(), problem=problem, facts=comparable(facts))
         notes: list[Note] = self._world.gather(note)
         if failure is not None:
             raise failure
@@ -71,12 +76,10 @@ class Meeting:
                 raise RankError(
                     f"step {step} was not taken, because rank {rank} failed: {other.problem}"
                 )
-        drawn = {number: digest for number, digest in self._drawn.items() if number >= step}
-        agree(
-            self._world,
-            {"step": step, "logical batch": drawn.pop(step, None), "state": describe_weights()},
+        compare(
+            [other.facts for other in notes],
             remedy="ranks that are not in step cannot release anything together: resume all of "
             "them from one checkpoint",
         )
-        self._drawn = drawn
+        self._drawn = {number: mark for number, mark in self._drawn.items() if number > step}
         return torch.cat([n.norms for n in notes]), mean_loss([n.losses for n in notes])

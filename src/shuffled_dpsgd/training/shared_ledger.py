@@ -67,16 +67,25 @@ class SharedLedger:
         return self._ledger.tokens()
 
     def record(self, *, step: int, token: str) -> None:
-        """Account for a release before it happens, once all ranks agree which one it is."""
+        """Account for a release before it happens, once all ranks agree which one it is.
+
+        Without a key tokens are random, and rank 0's is the one that counts.
+        """
+        facts = {"step": step} | ({"release": token} if self._key else {})
         agree(
             self._world,
-            {"step": step, "release": token},
+            facts,
             remedy="the ranks are about to release different things: nothing was released; resume "
             "all of them from one checkpoint",
         )
-        first_does(self._world, lambda: self._ledger.record(step=step, token=token))
-        if not self._world.leads:
+
+        def write() -> str:
             self._ledger.record(step=step, token=token)
+            return token
+
+        written = first_does(self._world, write)
+        if not self._world.leads:
+            self._ledger.record(step=step, token=written)
 
     def adopt(self, tokens: tuple[str, ...], *, durable: bool) -> None:
         """Count the releases a checkpoint knows of, as `Ledger.adopt` does."""

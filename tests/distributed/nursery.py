@@ -42,6 +42,7 @@ def fork(order: dict[str, Any], rank: int, port: int) -> int:
     child = os.fork()
     if child:
         return child
+    os.dup2(2, 1)  # What a rank prints is not what this server says.
     folder, code = Path(order["folder"]), 1
     os.environ |= {
         "RANK": str(rank),

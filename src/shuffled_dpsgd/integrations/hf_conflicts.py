@@ -57,11 +57,6 @@ CONFLICTS = (
     Conflict(
         name="use_liger_kernel", allowed=False, remedy="fused kernels hide per-sample gradients"
     ),
-    Conflict(
-        name="world_size",
-        allowed=1,
-        remedy="run one process here; `shuffled-dpsgd train` and make_private take several",
-    ),
 )
 UNSUPPORTED = {
     "deepspeed": "run without it",

@@ -4,12 +4,14 @@ The Trainer keeps its loop, logging, evaluation, callbacks and schedulers. What 
 of its loop is one logical batch drawn by Poisson sampling, the loss is one number per sample, and
 the optimizer only sees privatized gradients. `gradient_accumulation_steps` keeps its meaning
 (logical batch = per-device batch × accumulation), but the splitting is done per logical batch,
-because Poisson batches have no fixed size.
+because Poisson batches have no fixed size. Under torchrun or accelerate every process has the whole
+model and a part of each logical batch, which is that of all processes together.
 """
 
 from __future__ import annotations
 
 import copy
+import functools
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,6 +22,8 @@ from torch import nn
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 
+from shuffled_dpsgd.distributed import current_world
+from shuffled_dpsgd.distributed.agreement import first_does
 from shuffled_dpsgd.environment import subject_of
 from shuffled_dpsgd.errors import BudgetExhaustedError, CheckpointError, InvalidArgumentError
 from shuffled_dpsgd.integrations.hf_conflicts import (
@@ -89,12 +93,20 @@ class ShuffledDPTrainer(Trainer):
         self._data: tuple[Any, Callable[[list[Any]], Any]] | None = None
         self._resuming = False
         self._expected_batch_size = privacy.expected_batch_size or (
-            args.per_device_train_batch_size * args.gradient_accumulation_steps
+            args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
         )
         # The logical batch is split here, not by the Trainer; the caller's arguments stay as given.
         args = copy.copy(args)
         args.gradient_accumulation_steps = 1
+        # It multiplies the losses of an evaluation by the number of processes, and means by it that
+        # they were divided by the labels of all of them; a classifier's are not.
+        args.average_tokens_across_devices = False
         super().__init__(model=model, args=args, **options)
+        # Evaluation mode leaves the model as it is: wrapped, its gradients would be averaged over
+        # the processes before anything is clipped.
+        self.accelerator.prepare_model = functools.partial(
+            self.accelerator.prepare_model, evaluation_mode=True
+        )
         self.add_callback(_StopWhenSpent(self))
 
     def card(self) -> PrivacyCard:
@@ -258,6 +270,8 @@ class ShuffledDPTrainer(Trainer):
         return folder if private.released else folder / "nothing-released-yet"
 
     def _write_card(self) -> None:
+        if not self._started().world.leads:
+            return
         directory, card = Path(self.args.output_dir), self.card()
         update_readme(directory, card, title=directory.name)
         (directory / "privacy_card.txt").write_text(f"{card}\n", encoding="utf-8")
@@ -269,12 +283,7 @@ class ShuffledDPTrainer(Trainer):
     def _make_private(self, optimizer: torch.optim.Optimizer) -> PrivateTraining:
         args = self.args
         ledger = Path(args.output_dir) / LEDGER_FILE
-        if ledger.exists() and not self._resuming:
-            raise CheckpointError(
-                f"{ledger}: an earlier run spent privacy here; resume it "
-                "(resume_from_checkpoint=True) or choose another output_dir"
-            )
-        ledger.parent.mkdir(parents=True, exist_ok=True)
+        first_does(current_world(), lambda: self._claim(ledger))
         steps = args.max_steps
         if steps <= 0:
             steps = math.ceil(args.num_train_epochs * self._steps_per_epoch())
@@ -287,6 +296,15 @@ class ShuffledDPTrainer(Trainer):
             "ledger_path": ledger,
         }
         return assemble(self.model, optimizer, PrivacyOptions(**given))
+
+    def _claim(self, ledger: Path) -> None:
+        """Refuse to begin where another run has spent privacy."""
+        if ledger.exists() and not self._resuming:
+            raise CheckpointError(
+                f"{ledger}: an earlier run spent privacy here; resume it "
+                "(resume_from_checkpoint=True) or choose another output_dir"
+            )
+        ledger.parent.mkdir(parents=True, exist_ok=True)
 
     def _started(self) -> PrivateTraining:
         if self.private is None:

@@ -159,7 +159,9 @@ SECTIONS: Mapping[str, type] = {
     "privacy": PrivacyConfig,
     "training": ScheduleConfig,
     "optimizer": OptimizerConfig,
+    "generation": GenerationConfig,
 }
+_OPTIONAL = ("generation",)
 
 
 def load_config(path: Path) -> RunConfig:
@@ -202,13 +204,12 @@ def parse_config(raw: Mapping[str, Any]) -> RunConfig:
         raise InvalidArgumentError("run", expected="a table of settings", got=type(raw).__name__)
     top = dict(raw)
     sections: dict[str, Any] = {
-        name: _parse_section(name, kind, top.pop(name, {})) for name, kind in SECTIONS.items()
+        name: _parse_section(name, kind, top.pop(name, {}))
+        for name, kind in SECTIONS.items()
+        if name in top or name not in _OPTIONAL
     }
-    if "generation" in top:
-        given = top.pop("generation")
-        sections["generation"] = _parse_section("generation", GenerationConfig, given)
     hints = {"task": TaskName, "seed": int}
-    refuse_unknown("", top, [*hints, *SECTIONS, "generation"])
+    refuse_unknown("", top, [*hints, *SECTIONS])
     if "task" not in top:
         raise InvalidArgumentError("task", expected=f"one of {get_args(TaskName)}", got="nothing")
     values = {key: _checked(key, hints[key], value) for key, value in top.items()}

@@ -94,7 +94,8 @@ def _record(cell: Cell, tasks: Tasks) -> dict[str, Any] | None:
     if not outcome.finished:
         return None
     trained = time.perf_counter()
-    scores = evaluate(task, model if average is None else average.model)
+    scored = model if average is None else average.model
+    scores = evaluate(task, scored, texts=cell.stage == "main")
     return {
         "sweep": cell.sweep,
         "stage": cell.stage,
@@ -135,16 +136,20 @@ def _train(
     )
 
 
-def evaluate(task: Task, model: torch.nn.Module) -> dict[str, Any]:
-    """Scores on held-out records, for every split where there are several, and of texts."""
-    texts = {}
-    if task.evaluate_texts is not None:
-        texts = {"generation": task.evaluate_texts(model)}
-    found = {name: _scores(of(model)) for name, of in task.evaluations.items()}
-    if not found:
-        return _scores(task.evaluate(model)) | texts
-    first = next(iter(found.values()))
-    return {**first, "splits": found, **texts}
+def evaluate(task: Task, model: torch.nn.Module, *, texts: bool) -> dict[str, Any]:
+    """Scores on held-out records, for every split where there are several.
+
+    With `texts` also those of generated texts, if the task has any; tuning goes without, for it
+    must not see the test set.
+    """
+    found: dict[str, Any] = {name: _scores(of(model)) for name, of in task.evaluations.items()}
+    if found:
+        scores = {**next(iter(found.values())), "splits": found}
+    else:
+        scores = _scores(task.evaluate(model))
+    if texts and task.evaluate_texts is not None:
+        scores["generation"] = task.evaluate_texts(model)
+    return scores
 
 
 def _scores(evaluation: Evaluation) -> dict[str, Any]:

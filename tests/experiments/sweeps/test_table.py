@@ -1,4 +1,4 @@
-"""Tables of sweeps whose cells generated texts: their metrics stand beside the score."""
+"""Sweeps whose cells generate texts: their metrics stand beside the score, and not in tuning."""
 
 from __future__ import annotations
 
@@ -6,8 +6,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from shuffled_dpsgd_experiments.sweeps.grid import parse_sweep
-from shuffled_dpsgd_experiments.sweeps.table import rows_of, table_of
+from shuffled_dpsgd_experiments.sweeps.running import run_sweep
+from shuffled_dpsgd_experiments.sweeps.table import read_records, rows_of, table_of
 
 RUN = {
     "task": "causal-lm",
@@ -45,3 +48,24 @@ def test_a_seed_without_texts_leaves_the_metrics_out() -> None:
     del other["generation"]
     (row,) = rows_of([record(0, bleu=20.0), other])
     assert "texts" not in row.to_json()
+
+
+def test_cells_write_texts_and_tuning_does_not(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    for name in ("trainset", "devset", "testset_w_refs"):
+        rows = [f"food[{i // 2}],It serves {i}." for i in range(12)]
+        (tmp_path / f"{name}.csv").write_text("\n".join(["mr,ref", *rows]))
+    run = RUN | {
+        "data": {"format": "e2e", "path": str(tmp_path), "max_length": 48},
+        "generation": {"split": "test", "max_new_tokens": 2, "bleu": "plain"},
+    }
+    method = {"name": "plain", "tuning": {"optimizer.learning_rate": [1e-3]}}
+    tuning = {"epsilon": 8.0, "run": {"data": {"heldout_from_train": 4}}}
+    raw = {"name": "x", "epsilons": [8.0], "seeds": [0], "run": run, "methods": [method]}
+    sweep = parse_sweep(raw | {"tuning": tuning}, results=tmp_path / "results")
+    assert run_sweep(sweep)
+    (trial,) = read_records(sweep.results, "tuning")
+    assert "generation" not in trial
+    (cell,) = read_records(sweep.results)
+    assert (cell["generation"]["split"], cell["generation"]["num_references"]) == ("test", 12)
+    assert "BLEU" in table_of(sweep)

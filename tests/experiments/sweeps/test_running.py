@@ -152,6 +152,35 @@ def test_a_cell_trains_and_says_what_is_claimed(tmp_path: Path) -> None:
     assert tasks.of(cells[0].config) is tasks.of(cells[1].config)
 
 
+def test_texts_are_kept_beside_the_result_and_scored_for_the_table(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    pytest.importorskip("sacrebleu")
+    for name in ("trainset", "devset"):
+        lines = [f"food[{i % 3}],It serves {i % 3} here." for i in range(24)]
+        (tmp_path / f"{name}.csv").write_text("\n".join(["mr,ref", *lines]) + "\n")
+    raw = copy.deepcopy(RAW) | {
+        "generation": {"max_new_tokens": 4},
+        "seeds": [0],
+        "methods": [RAW["methods"][0]],
+    }
+    raw["run"] = laid_over(
+        raw["run"],
+        {
+            "task": "causal-lm",
+            "model": {"name": "gpt2-tiny"},
+            "data": {"format": "e2e", "path": str(tmp_path), "max_length": 64},
+            "training": {"expected_batch_size": 12, "num_steps": 1},
+        },
+    )
+    sweep = parse_sweep(raw, results=tmp_path / "results")
+    assert run_sweep(sweep)
+    (result,) = (tmp_path / "results").glob("main_*.json")
+    texts = result.with_suffix(".texts.jsonl")
+    assert json.loads(result.read_text())["texts"] == texts.name
+    assert len(texts.read_text().splitlines()) == 3
+    assert "; BLEU " in table_of(sweep)
+
+
 @pytest.mark.slow
 def test_a_process_killed_in_the_middle_resumes(tmp_path: Path) -> None:
     """The whole command, killed by the system while it trains."""

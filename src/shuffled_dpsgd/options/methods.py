@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from shuffled_dpsgd.errors import InvalidArgumentError
 
-Method = Literal["shuffled", "mixopt", "ghost", "certified", "non-private"]
+Method = Literal["shuffled", "mixopt", "ghost", "opacus", "certified", "non-private"]
 OPEN: Mapping[str, str] = MappingProxyType(
     {"accounting": "certified", "shuffle": "every-step", "strategy": "bookkeeping"}
 )
@@ -49,6 +49,10 @@ METHODS: Mapping[str, Choices] = MappingProxyType(
         "ghost": Choices(
             summary="DP-SGD with ghost clipping, two backward passes; noise by Rényi DP",
             allowed={**_BASELINE, "strategy": ("ghost",)},
+        ),
+        "opacus": Choices(
+            summary="DP-SGD whose samples' gradients Opacus computes and clips; noise by Rényi DP",
+            allowed={**_BASELINE, "strategy": ("instantiate",)},
         ),
         "certified": Choices(
             summary="DP-SGD with the least noise that is proven; the shuffle, which buys nothing "

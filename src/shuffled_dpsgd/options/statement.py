@@ -71,7 +71,7 @@ class Budget:
         default=None,
         metadata=_help(
             "A name for a choice of the options below: shuffled (the paper's Algorithm 1), mixopt, "
-            "ghost, certified (recommended) or non-private."
+            "ghost, opacus (needs it installed), certified (recommended) or non-private."
         ),
     )
     accounting: Accounting | None = field(

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from shuffled_dpsgd.clipping import ClippingEngine
+from shuffled_dpsgd.clipping.opacus_engine import OpacusEngine
 from shuffled_dpsgd.distributed.world import World, current_world
 from shuffled_dpsgd.errors import InvalidArgumentError, UnsupportedModuleError
 from shuffled_dpsgd.options import (
@@ -97,7 +98,7 @@ def make_private(
         clip: How a sample is clipped: flat, automatic, per-layer, or none, which allows no claim.
         batch_clip_norm: c', the clip of the shuffled block as a whole; paper needs it.
         method: A name for a choice of the options below: shuffled (the paper's Algorithm 1),
-            mixopt, ghost, certified (recommended) or non-private.
+            mixopt, ghost, opacus (needs it installed), certified (recommended) or non-private.
         accounting: What the noise is calibrated by. certified (the default): proven ε, tight. rdp:
             proven, looser. paper: the paper's own formula, heuristic.
         shuffle: When weights are permuted: every-step (the default, unless a method is named),
@@ -198,6 +199,15 @@ def _check_kinds(model: Any, optimizer: Any) -> None:
 
 
 def _engine(model: torch.nn.Module, plan: PrivacyPlan, options: PrivacyOptions) -> ClippingEngine:
+    if options.method == "opacus":
+        if plan.clip != "flat" or plan.loss_reduction != "sum":
+            raise InvalidArgumentError(
+                "method",
+                expected="clip='flat' and loss_reduction='sum' with 'opacus'",
+                got=(plan.clip, plan.loss_reduction),
+            )
+        # The same calls, which is all that training makes of an engine.
+        return OpacusEngine(model, clip_norm=plan.clip_norm)  # type: ignore[return-value]
     unclipped = math.isinf(plan.clip_norm)
     assert options.strategy is not None, "filled in on construction"
     return ClippingEngine(

@@ -21,10 +21,11 @@ from typing import Any, Literal
 from shuffled_dpsgd.errors import InvalidArgumentError
 from shuffled_dpsgd.tasks import RunConfig, parse_config
 from shuffled_dpsgd.tasks.config import SECTIONS, place_paths, refuse_unknown
-from shuffled_dpsgd.tasks.generation.decoding import Decoding
+from shuffled_dpsgd.tasks.generation.config import GenerationConfig
 
 Stage = Literal["tuning", "main"]
-_KEYS = ["name", "title", "results", "run", "methods", "epsilons", "seeds", "tuning", "generation"]
+_KEYS = ["name", "title", "results", "run", "methods", "epsilons", "seeds", "tuning"]
+_SECTIONS: Mapping[str, type] = {**SECTIONS, "generation": GenerationConfig}
 # What a result does not depend on; a cell that was run elsewhere is the same cell.
 MACHINE = ("device", "num_threads", "physical_batch_size", "evaluate_every", "checkpoint_every")
 
@@ -56,7 +57,6 @@ class Cell:
     seed: int
     config: RunConfig
     tuned: Mapping[str, Any] = field(default_factory=dict)
-    generation: Mapping[str, Any] | None = None
 
     @property
     def described(self) -> dict[str, Any]:
@@ -73,7 +73,7 @@ class Cell:
     def identity(self) -> dict[str, Any]:
         """What differs from the defaults, so that an option added later changes no name."""
         return {
-            section: {k: v for k, v in values.items() if v != _default(SECTIONS[section], k)}
+            section: {k: v for k, v in values.items() if v != _default(_SECTIONS[section], k)}
             if isinstance(values, dict)
             else values
             for section, values in self.described.items()
@@ -82,10 +82,7 @@ class Cell:
     @property
     def file_name(self) -> str:
         """Where its result goes: readable, and different for every configuration."""
-        parts: list[Any] = [self.identity, self.seed, self.stage]
-        if self.generation is not None:
-            parts.append(dict(self.generation))
-        text = json.dumps(parts, sort_keys=True)
+        text = json.dumps([self.identity, self.seed, self.stage], sort_keys=True)
         digest = hashlib.sha256(text.encode()).hexdigest()[:8]
         budget = "" if self.epsilon is None else f"_eps{self.epsilon:g}"
         return f"{self.stage}_{slug(self.method)}{budget}_seed{self.seed}_{digest}.json"
@@ -111,7 +108,6 @@ class Sweep:
     seeds: tuple[int, ...]
     tuning_run: Mapping[str, Any] | None = None
     tuning_epsilon: float | None = None
-    generation: Mapping[str, Any] | None = None
 
     def tuning_cells(self) -> list[Cell]:
         """Every trial of every method, at the ε tuned at and the first seed."""
@@ -152,6 +148,8 @@ class Sweep:
         if stage == "tuning":
             layers.append(self.tuning_run or {})
         raw = laid_over(*layers, *(nested(key, value) for key, value in tuned.items()))
+        if stage == "tuning":
+            raw.pop("generation", None)  # Trials are judged by records held back.
         if epsilon is not None:
             raw["privacy"]["epsilon"] = epsilon
         if method.batch_clip_ratio is not None:
@@ -165,7 +163,6 @@ class Sweep:
             seed=seed,
             config=parse_config({**raw, "seed": seed}),
             tuned=dict(tuned),
-            generation=self.generation if stage == "main" else None,
         )
 
 
@@ -217,7 +214,6 @@ def parse_sweep(
         seeds=tuple(_required(raw, "seeds", list)),
         tuning_run=tuning.get("run"),
         tuning_epsilon=tuning.get("epsilon"),
-        generation=raw.get("generation"),
     )
     _check(sweep)
     return sweep
@@ -245,19 +241,7 @@ def _check(sweep: Sweep) -> None:
             got={method.name: len(method.trials()) for method in sweep.methods},
         )
     sweep.tuning_cells()
-    tasks = {cell.config.task for cell in sweep.main_cells({})}
-    if sweep.generation is not None and tasks != {"causal-lm"}:
-        raise InvalidArgumentError(
-            "generation", expected="nothing but for causal-lm", got=dict(sweep.generation)
-        )
-    decoding_of(sweep.generation or {})
-
-
-def decoding_of(generation: Mapping[str, Any]) -> Decoding:
-    """How texts are searched for; a `split` beside it says for which prompts."""
-    known = ["split", *(item.name for item in fields(Decoding))]
-    refuse_unknown("generation.", generation, known)
-    return Decoding(**{key: value for key, value in generation.items() if key != "split"})
+    list(sweep.main_cells({}))
 
 
 def _method(raw: Mapping[str, Any]) -> SweptMethod:

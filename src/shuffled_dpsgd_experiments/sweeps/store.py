@@ -8,10 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from shuffled_dpsgd.errors import CheckpointError
-from shuffled_dpsgd.tasks.generation.evaluation import write_generated
 from shuffled_dpsgd_experiments.sweeps.grid import Cell
-
-TEXTS = ".texts.jsonl"
 
 
 class Store:
@@ -36,18 +33,11 @@ class Store:
     def add(self, cell: Cell, record: dict[str, Any]) -> Path:
         """Write a result. A file that appears only when it is complete survives any kill.
 
-        Texts that a cell generated go into a file of their own, before the result names it.
-
         Raises:
             CheckpointError: the cell has a result already; another process may be running it.
         """
         self.directory.mkdir(parents=True, exist_ok=True)
         path = self.directory / cell.file_name
-        texts = record.get("texts")
-        if texts is not None:
-            name = path.with_suffix(TEXTS).name
-            write_generated(self.directory / name, texts)
-            record = {**record, "texts": name}
         text = json.dumps(record, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
         temporary = path.with_suffix(f".{os.getpid()}.tmp")
         temporary.write_text(text, encoding="utf-8")

@@ -33,7 +33,7 @@ def write_sentences(folder: Path, *, train: int = 2000, dev: int = 400) -> Path:
     return folder
 
 
-def write_restaurants(folder: Path, *, train: int = 1500, dev: int = 200) -> Path:
+def write_restaurants(folder: Path, *, train: int = 600, dev: int = 60) -> Path:
     """`trainset.csv` and `devset.csv` as E2E has them."""
     draw = random.Random(0)
     folder.mkdir(parents=True, exist_ok=True)

@@ -112,7 +112,7 @@ def _demo(table: TrainingTable, work: Path) -> Sweep:
     if table.demo_format == "sst2":
         where = {"path": str(write_sentences(work / "generated_sst2")), "max_length": 48}
     elif table.demo_format == "e2e":
-        where = {"path": str(write_restaurants(work / "generated_e2e")), "max_length": 128}
+        where = {"path": str(write_restaurants(work / "generated_e2e")), "max_length": 96}
     # Texts are learnt from scratch at a lower rate than digits.
     rate = 1e-2 if table.demo_format == "digits" else 2e-3
     run = {

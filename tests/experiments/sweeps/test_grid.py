@@ -106,7 +106,7 @@ def test_tuning_tries_every_combination_at_one_budget() -> None:
         ({"methods": [RAW["methods"][0]] * 2}, "different names"),
         ({"methods": [{"name": "a", "runs": {}}]}, "did you mean `run`"),
         ({"methods": [{"name": "a", "tuning": {"x": [1]}}]}, "tuning.run"),
-        ({"generation": {"num_beams": 2}}, "causal-lm"),
+        ({"run": {"generation": {"num_beams": 2}}}, "causal-lm"),
         ({"run": {"training": {"epochs": 2}}}, "exactly one of epochs"),
         ({"run": {"privacy": {"epsilom": 2}}}, "did you mean `epsilon`"),
     ],

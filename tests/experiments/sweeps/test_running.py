@@ -152,16 +152,17 @@ def test_a_cell_trains_and_says_what_is_claimed(tmp_path: Path) -> None:
     assert tasks.of(cells[0].config) is tasks.of(cells[1].config)
 
 
-def test_texts_are_kept_beside_the_result_and_scored_for_the_table(tmp_path: Path) -> None:
+def test_texts_are_scored_in_the_grid_and_not_while_tuning(
+    tmp_path: Path,
+) -> None:
     pytest.importorskip("transformers")
-    pytest.importorskip("sacrebleu")
     for name in ("trainset", "devset"):
         lines = [f"food[{i % 3}],It serves {i % 3} here." for i in range(24)]
         (tmp_path / f"{name}.csv").write_text("\n".join(["mr,ref", *lines]) + "\n")
     raw = copy.deepcopy(RAW) | {
-        "generation": {"max_new_tokens": 4},
         "seeds": [0],
-        "methods": [RAW["methods"][0]],
+        "methods": [{**RAW["methods"][0], "tuning": {"optimizer.learning_rate": [1e-3]}}],
+        "tuning": {"run": {"data": {"heldout_from_train": 4}}},
     }
     raw["run"] = laid_over(
         raw["run"],
@@ -170,14 +171,15 @@ def test_texts_are_kept_beside_the_result_and_scored_for_the_table(tmp_path: Pat
             "model": {"name": "gpt2-tiny"},
             "data": {"format": "e2e", "path": str(tmp_path), "max_length": 64},
             "training": {"expected_batch_size": 12, "num_steps": 1},
+            "generation": {"max_new_tokens": 4, "bleu": "plain"},
         },
     )
     sweep = parse_sweep(raw, results=tmp_path / "results")
     assert run_sweep(sweep)
-    (result,) = (tmp_path / "results").glob("main_*.json")
-    texts = result.with_suffix(".texts.jsonl")
-    assert json.loads(result.read_text())["texts"] == texts.name
-    assert len(texts.read_text().splitlines()) == 3
+    results = tmp_path / "results"
+    (main,), (trial,) = (list(results.glob(f"{stage}_*.json")) for stage in ("main", "tuning"))
+    assert json.loads(main.read_text())["generation"]["num_prompts"] == 3
+    assert "generation" not in json.loads(trial.read_text())
     assert "; BLEU " in table_of(sweep)
 
 

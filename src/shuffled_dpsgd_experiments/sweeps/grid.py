@@ -21,11 +21,9 @@ from typing import Any, Literal
 from shuffled_dpsgd.errors import InvalidArgumentError
 from shuffled_dpsgd.tasks import RunConfig, parse_config
 from shuffled_dpsgd.tasks.config import SECTIONS, place_paths, refuse_unknown
-from shuffled_dpsgd.tasks.generation.config import GenerationConfig
 
 Stage = Literal["tuning", "main"]
 _KEYS = ["name", "title", "results", "run", "methods", "epsilons", "seeds", "tuning"]
-_SECTIONS: Mapping[str, type] = {**SECTIONS, "generation": GenerationConfig}
 # What a result does not depend on; a cell that was run elsewhere is the same cell.
 MACHINE = ("device", "num_threads", "physical_batch_size", "evaluate_every", "checkpoint_every")
 
@@ -73,7 +71,7 @@ class Cell:
     def identity(self) -> dict[str, Any]:
         """What differs from the defaults, so that an option added later changes no name."""
         return {
-            section: {k: v for k, v in values.items() if v != _default(_SECTIONS[section], k)}
+            section: {k: v for k, v in values.items() if v != _default(SECTIONS[section], k)}
             if isinstance(values, dict)
             else values
             for section, values in self.described.items()
@@ -148,8 +146,6 @@ class Sweep:
         if stage == "tuning":
             layers.append(self.tuning_run or {})
         raw = laid_over(*layers, *(nested(key, value) for key, value in tuned.items()))
-        if stage == "tuning":
-            raw.pop("generation", None)  # Trials are judged by records held back.
         if epsilon is not None:
             raw["privacy"]["epsilon"] = epsilon
         if method.batch_clip_ratio is not None:

@@ -71,6 +71,10 @@ def build(kind: str, name: str) -> nn.Module:
     }[kind]
     known = transformers.CONFIG_MAPPING[name]().to_dict()
     config = transformers.CONFIG_MAPPING[name](**{k: v for k, v in SMALL.items() if k in known})
+    with torch.device("meta"):
+        size = sum(p.numel() for p in auto.from_config(config).parameters())
+    if size > 3_000_000:
+        raise ValueError(f"{size} parameters: its sizes have other names")
     torch.manual_seed(0)
     model = auto.from_config(config).double().train()
     for module in model.modules():
@@ -79,9 +83,6 @@ def build(kind: str, name: str) -> nn.Module:
         for key, value in vars(module).items():
             if "drop" in key and isinstance(value, float):
                 setattr(module, key, 0.0)
-    size = sum(p.numel() for p in model.parameters())
-    if size > 3_000_000:
-        raise ValueError(f"{size} parameters: its sizes have other names")
     return model
 
 

@@ -6,9 +6,13 @@
 
 from __future__ import annotations
 
+import json
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -24,6 +28,7 @@ from shuffled_dpsgd.tasks.config import (
 )
 from shuffled_dpsgd.tasks.data.config import DataConfig
 from shuffled_dpsgd.tasks.data.records import Splits
+from shuffled_dpsgd.tasks.images import save_processor
 from shuffled_dpsgd.tasks.models import prepare_model
 from shuffled_dpsgd.tasks.parts import check_sizes
 
@@ -34,6 +39,8 @@ NUM_TRAIN = 1_437
 SPLIT_SEED = 0
 # Constants of the published collection, not statistics of the training split: those would leak.
 PIXEL_MEAN, PIXEL_STD = 4.9, 6.0
+LARGEST_PIXEL = 16.0
+COLOURS = 3
 
 
 def default_config() -> RunConfig:
@@ -86,4 +93,41 @@ def build_task(config: RunConfig) -> Task:
     check_sizes(config, splits)
     model = prepare_model(config.model, head="image", num_labels=10, seed=config.init_seed)
     name_classes(model, config.data, 10)
-    return classification_task("digits", model, splits)
+    channels = int(model.config.num_channels)  # type: ignore[union-attr,arg-type]
+    return classification_task(
+        "digits",
+        model,
+        splits,
+        collate=None if channels == 1 else partial(_collate_in_channels, channels),
+        save_assets=prepare_for_pipelines,
+    )
+
+
+def prepare_for_pipelines(directory: Path) -> None:
+    """Let a saved model take colour images, and say how pixels are scaled.
+
+    `transformers.pipeline` makes every image one of three channels. The first layer's kernel for
+    the one grey channel becomes three equal ones of a third each: of a grey image, whose channels
+    are equal, the model makes what it did before.
+    """
+    weights = directory / "model.safetensors"
+    tensors = load_file(weights)
+    kernels = [name for name in tensors if name.endswith("patch_embeddings.projection.weight")]
+    if len(kernels) != 1:
+        return  # not a ViT or a relative: its first layer is not known here
+    grey = tensors[kernels[0]]
+    if grey.shape[1] == 1:
+        tensors[kernels[0]] = (grey / COLOURS).repeat(1, COLOURS, 1, 1).contiguous()
+        save_file(tensors, weights, metadata={"format": "pt"})
+        path = directory / "config.json"
+        settings = json.loads(path.read_text(encoding="utf-8")) | {"num_channels": COLOURS}
+        path.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+    size = int(json.loads((directory / "config.json").read_text())["image_size"])
+    save_processor(directory, size, mean=PIXEL_MEAN / LARGEST_PIXEL, std=PIXEL_STD / LARGEST_PIXEL)
+
+
+def _collate_in_channels(
+    channels: int, samples: list[tuple[torch.Tensor, torch.Tensor]]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    images = torch.stack([image for image, _ in samples])
+    return images.expand(-1, channels, -1, -1), torch.stack([label for _, label in samples])

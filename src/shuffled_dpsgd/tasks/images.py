@@ -37,9 +37,11 @@ def build_task(config: RunConfig) -> Task:
     )
 
 
-def save_processor(directory: Path, size: int) -> None:
-    """What `AutoImageProcessor` needs to treat an image as `collate_images` does."""
-    half = [0.5, 0.5, 0.5]
+def save_processor(directory: Path, size: int, *, mean: float = 0.5, std: float = 0.5) -> None:
+    """What `AutoImageProcessor` needs to treat an image as `collate_images` does.
+
+    Another `mean` and `std` of pixels from 0 to 1 suit a model that was trained on those.
+    """
     processor = {
         "image_processor_type": "ViTImageProcessor",
         "do_resize": True,
@@ -48,8 +50,8 @@ def save_processor(directory: Path, size: int) -> None:
         "do_rescale": True,
         "rescale_factor": 1 / 255,
         "do_normalize": True,
-        "image_mean": half,
-        "image_std": half,
+        "image_mean": 3 * [mean],
+        "image_std": 3 * [std],
     }
     text = json.dumps(processor, indent=2) + "\n"
     (directory / "preprocessor_config.json").write_text(text, encoding="utf-8")

@@ -12,7 +12,7 @@ from shuffled_dpsgd.errors import CheckpointError, InvalidArgumentError
 from shuffled_dpsgd.tasks.config import RunConfig
 from shuffled_dpsgd.tasks.data.config import DataConfig
 from shuffled_dpsgd.tasks.data.records import LabelledText
-from shuffled_dpsgd.tasks.digits import PIXEL_MEAN, PIXEL_STD
+from shuffled_dpsgd.tasks.digits import LARGEST_PIXEL, PIXEL_MEAN, PIXEL_STD
 from shuffled_dpsgd.tasks.generation.config import GenerationConfig
 from shuffled_dpsgd.tasks.generation.decoding import (
     Decoding,
@@ -181,5 +181,6 @@ def _pixels(path: Path, config: RunConfig, model: Any) -> torch.Tensor:
         import numpy as np
 
         grey = np.asarray(image.convert("L").resize((size, size)), dtype=np.float32)
-        return torch.from_numpy((grey * 16 / 255 - PIXEL_MEAN) / PIXEL_STD)[None, None]
+        scaled = torch.from_numpy((grey * LARGEST_PIXEL / 255 - PIXEL_MEAN) / PIXEL_STD)
+        return scaled.expand(1, int(model.config.num_channels), size, size)
     return collate_images([(image.convert("RGB"), 0)], size)[0]

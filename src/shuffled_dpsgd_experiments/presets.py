@@ -14,6 +14,7 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from shuffled_dpsgd.errors import InvalidArgumentError
+from shuffled_dpsgd_experiments.recipes import RECIPES, Recipe
 
 BATCH_SIZE = 1000
 PREFIX = "paper/"
@@ -155,8 +156,9 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
 )
 
 
-def find_preset(name: str) -> Preset:
-    """The preset of that name; refuses a name that is not one of them."""
-    if name not in PRESETS:
-        raise InvalidArgumentError("--preset", expected=f"one of {', '.join(PRESETS)}", got=name)
-    return PRESETS[name]
+def find_preset(name: str) -> Preset | Recipe:
+    """The preset or recipe of that name; refuses a name that is neither."""
+    known: dict[str, Preset | Recipe] = {**PRESETS, **RECIPES}
+    if name not in known:
+        raise InvalidArgumentError("--preset", expected=f"one of {', '.join(known)}", got=name)
+    return known[name]

@@ -77,3 +77,11 @@ def test_nothing_is_said_too_early_but_of_broken_records(plan: PrivacyPlan) -> N
 
 def test_clipping_everything_a_little_is_no_fault(plan: PrivacyPlan) -> None:
     assert diagnose(records(clipped_share=1.0, median_norm=3.0), plan) == []
+
+
+def test_a_single_class_under_a_small_clip_is_told_of_a_larger_one(plan: PrivacyPlan) -> None:
+    stuck = records(clipped_share=1.0, median_norm=3.0, heldout_score=0.5, predicted_classes=1)
+    (finding,) = diagnose(stuck, plan)
+    assert "a clip norm of about 3 instead of 1" in finding.advice
+    (other,) = diagnose(records(heldout_score=0.5, predicted_classes=1), plan)
+    assert "clip norm" not in other.advice

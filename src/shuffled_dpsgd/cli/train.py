@@ -40,7 +40,10 @@ Checkpoint = Annotated[
 ]
 PresetName = Annotated[
     str | None,
-    typer.Option(help="A row of the paper's Table 1, such as paper/vit-cifar100; needs --epsilon."),
+    typer.Option(
+        help="A row of the paper's Table 1, such as paper/vit-cifar100, or a recipe, "
+        "recipe/digits or recipe/sst2-minilm; needs --epsilon."
+    ),
 ]
 ModelFolder = Annotated[
     str | None, typer.Option(help="With --preset: the checkpoint's folder; else from the hub.")

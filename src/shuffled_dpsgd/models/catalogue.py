@@ -94,6 +94,13 @@ CATALOGUE: Mapping[str, NamedModel] = MappingProxyType(
     {
         "vit-base": _vit("google/vit-base-patch16-224", num_labels=100),
         "bert-base": _bert("bert-base-uncased"),
+        "minilm-l6": _bert(
+            "sentence-transformers/all-MiniLM-L6-v2",
+            hidden_size=384,
+            num_hidden_layers=6,
+            num_attention_heads=12,
+            intermediate_size=1536,
+        ),
         "roberta-base": NamedModel(
             architecture="RobertaForSequenceClassification",
             config_class="RobertaConfig",

@@ -48,7 +48,7 @@ def diagnose(records: Sequence[StepRecord], plan: PrivacyPlan) -> list[Finding]:
     found = [
         _noise(records, plan),
         _loss(records, plan),
-        _majority(records),
+        _majority(records, plan),
         _clipped(records, plan),
         _nonfinite(records),
     ]
@@ -105,7 +105,7 @@ def _loss(records: Sequence[StepRecord], plan: PrivacyPlan) -> Finding | None:
     )
 
 
-def _majority(records: Sequence[StepRecord]) -> Finding | None:
+def _majority(records: Sequence[StepRecord], plan: PrivacyPlan) -> Finding | None:
     scored = [record for record in records if record.heldout_score is not None]
     if not scored or scored[-1].heldout_baseline is None:
         return None
@@ -121,23 +121,43 @@ def _majority(records: Sequence[StepRecord]) -> Finding | None:
         message=f"the model answers {how}: held-out accuracy {last.heldout_score:.3f}, where the "
         f"commonest class alone gives {last.heldout_baseline:.3f}",
         advice="it has learned nothing yet: see to the noise first (larger batch, fewer trainable "
-        "parameters, more steps), then to the learning rate",
+        f"parameters, more steps), then to the learning rate{_and_the_clip(records, plan)}",
     )
 
 
-def _clipped(records: Sequence[StepRecord], plan: PrivacyPlan) -> Finding | None:
+def _and_the_clip(records: Sequence[StepRecord], plan: PrivacyPlan) -> str:
+    """Where every gradient is clipped, a record pulls as hard when it is answered well as when not.
+
+    Nothing then stops the commonest class.
+    """
+    typical = _typical_norm(records)
+    if typical is None or typical <= plan.clip_norm:
+        return ""
+    return (
+        f"; and try a clip norm of about {typical:.1g} instead of {plan.clip_norm:g}: all "
+        "gradients are clipped, so records that are answered well pull as hard as others, and the "
+        "commonest class wins"
+    )
+
+
+def _typical_norm(records: Sequence[StepRecord]) -> float | None:
+    """The median of the gradient norms, where nearly all of them were clipped."""
     shares, norms = _values(records, "clipped_share"), _values(records, "median_norm")
     if not shares or not norms or sum(shares) / len(shares) < _ALL:
         return None
-    typical = sorted(norms)[len(norms) // 2]
-    if typical < _FAR * plan.clip_norm:
+    return sorted(norms)[len(norms) // 2]
+
+
+def _clipped(records: Sequence[StepRecord], plan: PrivacyPlan) -> Finding | None:
+    typical = _typical_norm(records)
+    if typical is None or typical < _FAR * plan.clip_norm:
         return None
     return Finding(
         kind="clipped",
         message=f"all gradients were clipped, typically from {typical:.2g} to {plan.clip_norm:g}",
-        advice="all of them count alike then, easy records and hard ones; Adam does not mind the "
-        "scale, but for SGD the learning rate is in units of the clip norm: a clip norm some ten "
-        "times larger, with a learning rate as many times smaller, is the one to try",
+        advice="all of them count alike then, records that are answered well and others, and a "
+        "classifier may drift to the commonest class: try a clip norm some ten times larger; with "
+        "SGD, whose learning rate is in units of it, a learning rate as many times smaller",
     )
 
 

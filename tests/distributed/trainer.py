@@ -5,8 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from integrations.test_hf_trainer import build, records, tiny_bert, weights
 from shuffled_dpsgd.distributed import current_world
+from shuffled_dpsgd.errors import InvalidArgumentError
 
 
 def trained(directory: str) -> dict[str, Any]:
@@ -20,6 +23,9 @@ def trained(directory: str) -> dict[str, Any]:
         "eval_steps": 3,
         "logging_strategy": "no",
     }
+    if current_world().size > 1:
+        with pytest.raises(InvalidArgumentError, match="0 with several processes"):
+            build(Path(directory), arguments={"dataloader_num_workers": 2})
     trainer = build(
         Path(directory),
         model=tiny_bert(dropout=0.0).double(),

@@ -77,6 +77,14 @@ def check_training_arguments(args: Any) -> None:
             raise InvalidArgumentError(
                 name, expected="nothing", got=getattr(args, name), remedy=remedy
             )
+    if args.world_size > 1 and args.dataloader_num_workers:
+        raise InvalidArgumentError(
+            "dataloader_num_workers",
+            expected="0 with several processes",
+            got=args.dataloader_num_workers,
+            remedy="workers look ahead for the next batch, and a process with an empty part would "
+            "take the next step before the others; prepare the data beforehand",
+        )
     if args.n_gpu > 1:
         raise InvalidArgumentError(
             "n_gpu",

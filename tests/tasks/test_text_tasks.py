@@ -12,6 +12,7 @@ import torch
 
 from shuffled_dpsgd.errors import InvalidArgumentError
 from shuffled_dpsgd.tasks.config import RunConfig, parse_config
+from shuffled_dpsgd.tasks.data.loading import read_texts
 from shuffled_dpsgd.tasks.data.records import Continuation
 from shuffled_dpsgd.tasks.registry import build_task
 from shuffled_dpsgd.tasks.run import execute, prepare
@@ -102,6 +103,22 @@ def test_low_rank_factors_train_and_are_saved_merged(data: Path, tmp_path: Path)
 def test_limits_are_respected(data: Path) -> None:
     config = config_for("text-classification", "bert-tiny", "sst2", data, max_train_examples=7)
     assert len(build_task(config).train_data) == 7
+
+
+def test_records_held_back_are_scored_and_not_trained_on(data: Path) -> None:
+    config = config_for("text-classification", "bert-tiny", "sst2", data, heldout_from_train=6)
+    splits = read_texts(config.data, 2)
+    (back,) = splits.heldout.values()
+    assert (len(splits.train), len(back)) == (10, 6)
+    assert not {one.texts for one in splits.train} & {one.texts for one in back}
+    assert list(build_task(config).evaluations) == ["held-back"]
+    few = config_for(
+        "text-classification", "bert-tiny", "sst2", data, heldout_from_train=6,
+        max_heldout_examples=2, max_train_examples=7,
+    )  # fmt: skip
+    limited = read_texts(few.data, 2)
+    assert (len(limited.train), len(limited.heldout["held-back"])) == (7, 2)
+    assert {one.texts for one in limited.train} < {one.texts for one in splits.train}
 
 
 def test_a_batch_larger_than_the_data_is_refused(data: Path) -> None:

@@ -23,6 +23,7 @@ from shuffled_dpsgd.tasks.data.cifar import read_cifar_set
 from shuffled_dpsgd.tasks.data.published import PUBLISHED
 from shuffled_dpsgd.tasks.images import save_processor
 from shuffled_dpsgd.tasks.models import no_progress_bars
+from shuffled_dpsgd.tasks.parts import drawn_part
 from shuffled_dpsgd.tasks.privacy import chosen_device
 from shuffled_dpsgd_experiments.pretraining.schedule import Pace, decayed, descend, rounded
 
@@ -162,13 +163,11 @@ def main(arguments: Sequence[str] | None = None) -> Path:
     """Train, and write checkpoint and record."""
     options = parser().parse_args(arguments)
     device = chosen_device(options.device)
-    arrays = {
-        split: (
-            torch.as_tensor(images[: options.max_records]).to(device),
-            torch.as_tensor(labels[: options.max_records]).to(device),
-        )
-        for split, (images, labels) in read_cifar_set(PUBLIC, options.data).items()
-    }
+    arrays = {}
+    for split, (images, labels) in read_cifar_set(PUBLIC, options.data).items():
+        chosen = drawn_part(len(labels), options.max_records)
+        both = torch.as_tensor(images[chosen]), torch.as_tensor(labels[chosen])
+        arrays[split] = both[0].to(device), both[1].to(device)
     model = build(options).to(device)
     found = train(model, arrays, options)
     rounded(model, options.stored)

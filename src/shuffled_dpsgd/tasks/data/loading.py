@@ -163,12 +163,13 @@ def _splits(data: DataConfig, source: Source[Any]) -> Splits[Any]:
     """Read what is wanted and take the parts that are wanted of it."""
     train = source.read("train")
     kept: Any = range(len(train))
+    limit = data.max_heldout_examples
     if data.heldout_from_train is not None:
         kept, back = held_back(len(train), data.heldout_from_train)
-        heldout = {HELD_BACK: _part(train, back)}
+        scored = [back[index] for index in drawn_part(len(back), limit)]
+        heldout = {HELD_BACK: _part(train, scored)}
     else:
         names = source.heldout if data.heldout_split is None else (data.heldout_split,)
-        limit = data.max_heldout_examples
         heldout = {}
         for name in names:
             records = source.read(name)

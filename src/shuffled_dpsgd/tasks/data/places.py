@@ -25,10 +25,11 @@ def find_file(name: str, path: Path, files: Sequence[str]) -> Path | None:
 def missing_file(name: str, folder: Path, file: str) -> InvalidArgumentError:
     """The error about a file that is not there."""
     facts = PUBLISHED[name]
+    packed = "" if file.endswith(".bin") else f" or {file}.xz"
     there = "" if folder.is_dir() else ", which is not there"
     return InvalidArgumentError(
         "data.path",
-        expected=f"a folder with {file} or {file}.xz, for {facts.title}",
+        expected=f"a folder with {file}{packed}, for {facts.title}",
         got=f"{folder}{there}",
         remedy=f'put there {facts.files} ({facts.source}), or write `source = "hub"`; a path in '
         "a file is relative to that file",

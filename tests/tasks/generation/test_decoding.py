@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from shuffled_dpsgd.errors import InvalidArgumentError
+from shuffled_dpsgd.integrations.per_sample_loss import next_token_losses
 from shuffled_dpsgd.models import build_model
+from shuffled_dpsgd.tasks.data.records import Continuation
 from shuffled_dpsgd.tasks.generation.decoding import (
     MARK,
     Decoding,
@@ -18,7 +20,9 @@ from shuffled_dpsgd.tasks.generation.decoding import (
     continue_slowly,
     prompt_ids,
 )
+from shuffled_dpsgd.tasks.text import encode_continuations
 from shuffled_dpsgd.tasks.tokenizers import ByteTokenizer
+from shuffled_dpsgd.tasks.tokens import TokenCollate, continuation_labels
 
 transformers = pytest.importorskip("transformers")
 PROMPTS = ["name[A]", "name[The Vaults], food[Thai], near[Café]", "x"]
@@ -65,6 +69,8 @@ def test_beam_search_finds_the_likeliest_text() -> None:
     for row, ids in zip(rows, found, strict=True):
         best = max(endings(length), key=lambda ending: log_probability(model, row, ending))
         assert ids == [i for i in best if i != 1]
+    greedy = continue_ids(model, tokenizer, rows, Decoding(max_new_tokens=length))
+    assert found != greedy
 
 
 def endings(length: int) -> list[list[int]]:
@@ -81,6 +87,27 @@ def log_probability(model: Any, row: list[int], ending: list[int]) -> float:
     logits = model(input_ids=torch.tensor([[*row, *ending]])).logits[0].log_softmax(dim=-1)
     places = range(len(row) - 1, len(row) + len(ending) - 1)
     return sum(float(logits[at, i]) for at, i in zip(places, ending, strict=True))
+
+
+def test_a_model_writes_what_it_learnt() -> None:
+    """Training and decoding agree on where a prompt ends and a text begins."""
+    places = {"Mill": "Thai", "Vaults": "French", "Eagle": "Thai"}
+    examples = [
+        Continuation(prompt=f"name[{name}], food[{food}]", target=f"{name} serves {food}.")
+        for name, food in places.items()
+    ]
+    model, tokenizer = build_model("gpt2-tiny", device="cpu"), ByteTokenizer()
+    collate = TokenCollate(pad_id=tokenizer.pad_id, labels=continuation_labels)
+    inputs, labels = collate(encode_continuations(examples, tokenizer, 64))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    for _ in range(120):
+        optimizer.zero_grad()
+        next_token_losses(model(**inputs).logits, labels).mean().backward()
+        optimizer.step()
+    for beams in (1, 3):
+        decoding = Decoding(max_new_tokens=40, num_beams=beams)
+        texts = continue_prompts(model, tokenizer, [one.prompt for one in examples], decoding)
+        assert texts == [one.target for one in examples]
 
 
 def test_long_prompts_are_cut_before_the_mark() -> None:

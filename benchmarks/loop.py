@@ -79,14 +79,17 @@ def summarised(found: Result) -> Result:
     """What was measured, with the figures that people ask for."""
     ends, samples, began = found["step_ends"], found["samples"], found["loop_began"]
     begin = min(BEGINNING, len(ends) // 2)
+    later_samples = sum(samples[begin:])
     kernels = {int(step): count for step, count in found["kernels_after_step"].items()}
     last = max(kernels)
     early = max((step for step in kernels if step <= BEGINNING), default=last)
     return found | {
         "samples_per_second": sum(samples) / (found["loop_ended"] - began),
         "samples_per_second_from_start": sum(samples) / found["loop_ended"],
-        "samples_per_second_later": sum(samples[begin:])
+        "samples_per_second_later": later_samples
         / (found["loop_ended"] - (ends[begin - 1] if begin else began)),
+        "samples_per_cpu_second_later": later_samples
+        / (found["cpu_seconds"][-1] - (found["cpu_seconds"][begin - 1] if begin else 0.0)),
         "first_step_seconds": ends[0] - began,
         "first_step_ends_at": ends[0],
         "kernels_compiled": kernels[last],
@@ -119,9 +122,10 @@ def compared(result: Result, plain: Result) -> str:
     keys = ("samples_per_second", "samples_per_second_later", "samples_per_second_from_start")
     whole, later, process = (result[key] / plain[key] for key in keys)
     begin = result["first_step_seconds"] - plain["first_step_seconds"]
+    by_cpu = result["samples_per_cpu_second_later"] / plain["samples_per_cpu_second_later"]
     return (
-        f"{whole:.2f} of its speed, {later:.2f} after the beginning, {process:.2f} with the start "
-        f"of the process; first step {begin:+.1f} s"
+        f"{whole:.2f} of its speed, {later:.2f} after the beginning ({by_cpu:.2f} by the time its "
+        f"cores took), {process:.2f} with the start of the process; first step {begin:+.1f} s"
     )
 
 

@@ -76,6 +76,8 @@ class Log:
     started: float
     loop_began: float = 0.0
     step_ends: list[float] = field(default_factory=list)
+    # What the process has used of its cores by then, which others on the host do not change.
+    cpu_seconds: list[float] = field(default_factory=list)
     samples: list[int] = field(default_factory=list)
     shapes: dict[str, int] = field(default_factory=dict)
     new_shapes: list[int] = field(default_factory=list)
@@ -99,6 +101,7 @@ class Log:
         if not self.step_ends and device.type == "cuda":
             torch.cuda.synchronize(device)
         self.step_ends.append(self.now())
+        self.cpu_seconds.append(time.process_time())
         self.samples.append(samples)
         if len(self.step_ends) in COUNTED_AFTER:
             self.kernels[len(self.step_ends)] = count_kernels()
@@ -237,6 +240,7 @@ def main() -> int:
         "loop_began": log.loop_began,
         "loop_ended": log.now(),
         "step_ends": log.step_ends,
+        "cpu_seconds": log.cpu_seconds,
         "samples": log.samples,
         "backwards": log.backwards,
         "shapes": log.shapes,

@@ -62,7 +62,8 @@ def test_every_step_of_a_side_is_taken_down(side: str, pads: bool) -> None:
 def test_the_figures_follow_from_the_times() -> None:
     found = {
         "loop_began": 2.0, "loop_ended": 12.0, "step_ends": [6.0, 8.0, 10.0, 12.0],
-        "samples": [10, 20, 30, 40], "backwards": 4, "shapes": {"8x8": 4},
+        "samples": [10, 20, 30, 40], "cpu_seconds": [5.0, 6.0, 6.5, 7.0],
+        "backwards": 4, "shapes": {"8x8": 4},
         "kernels_after_step": {"1": 3, "20": 5, "400": 7},
         "seconds_by_part": {"data": 1.0, "update": 9.0},
     }  # fmt: skip
@@ -74,7 +75,10 @@ def test_the_figures_follow_from_the_times() -> None:
     assert result["kernels_compiled"] == 7
     slow = result | {"samples_per_second": 5.0, "first_step_seconds": 6.5}
     text = loop.compared(slow, result)
-    assert text.startswith("0.50 of its speed, 1.00 after the beginning, 1.00 with the start")
+    assert text.startswith(
+        "0.50 of its speed, 1.00 after the beginning (1.00 by the time its cores"
+    )
+    assert result["samples_per_cpu_second_later"] == 70.0
     assert text.endswith("first step +2.5 s")
     assert "7 kernels compiled, 2 of them after step 20" in loop.described(result)
     assert loop.described({"error": "Traceback\nOSError: no such file"}).endswith("such file")

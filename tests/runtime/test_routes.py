@@ -75,8 +75,10 @@ def test_a_rehearsal_neither_waits_for_a_trial_nor_makes_one() -> None:
     answers: list[bool] = []
     rehearsals = Rehearsals(threads=1)
     rehearsals.add("topic", lambda: answers.append(route(tried.append).serves(CPU)), CPU)
+    rehearsals.add("topic", lambda: routes.took("sums", "a fast way"), CPU)
     rehearsals.wait_for("topic")
     assert (tried, answers) == ([], [True])
+    assert not routes.taken()
 
 
 @pytest.mark.parametrize("error", [WrongResult("off by 3"), AttributeError("no thread_barrier")])

@@ -127,8 +127,9 @@ def _undisturbed(device: torch.device) -> Iterator[None]:
 
 
 def took(task: str, route: str) -> None:
-    """Note that `task` was done by `route`."""
-    _taken.setdefault(task, set()).add(route)
+    """Note that `task` was done by `route`, unless this is a rehearsal."""
+    if not is_rehearsing():
+        _taken.setdefault(task, set()).add(route)
 
 
 def taken() -> dict[str, tuple[str, ...]]:

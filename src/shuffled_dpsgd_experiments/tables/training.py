@@ -23,6 +23,7 @@ from shuffled_dpsgd_experiments.tables.exhibit import Exhibit, ExhibitRow
 from shuffled_dpsgd_experiments.tables.printed import EPSILONS, METHODS, RESULTS
 
 Say = Callable[[str], object]
+LEARNT_NOTHING = "; it has learnt nothing: this is the share of the commonest class"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,16 +181,15 @@ def _origin(table: TrainingTable, records: list[dict[str, Any]], scale: str) -> 
     source = ""
     if scale == "demo" and table.demo_format != "digits":
         source = " The texts are generated from templates; scores say nothing of the real data."
-    return (
-        f"Scale: {scale}. {len(records)} runs on {', '.join(hardware)}, {days[0]} to {days[-1]}."
-        f"{source}"
-    )
+    made = f"{len(records)} runs on {', '.join(hardware)}, {' to '.join(sorted({*days}))}."
+    return f"Scale: demo. {made}{source}" if scale == "demo" else made
 
 
 def _rows(
     table: TrainingTable, model: str, format_: str, records: list[dict[str, Any]]
 ) -> list[ExhibitRow]:
     privacy = {record["method"]: record["config"]["privacy"] for record in records}
+    guess = max((record.get("baseline") or 0.0 for record in records), default=0.0)
     found = sorted(rows_of(records), key=lambda row: (row.epsilon or 0.0, row.method))
     title = PUBLISHED[format_].title if format_ in PUBLISHED else format_
     return [
@@ -199,7 +199,8 @@ def _rows(
             paper=_printed(table, format_, privacy[row.method], row.epsilon),
             ours=f"{row.score_name} {row.describe()}",
             certified=row.describe_certified(),
-            verdict=_verdict(row, found, privacy),
+            verdict=_verdict(row, found, privacy)
+            + (LEARNT_NOTHING if guess and row.mean <= guess + 0.005 else ""),
         )
         for row in found
     ]

@@ -76,6 +76,7 @@ def row_of(method: str, accounting: str, score: float, certified: float) -> dict
         "epsilon": 0.1,
         "score_name": "accuracy",
         "score": score,
+        "baseline": 0.5,
         "certified": {"epsilon": certified},
         "paper": None,
         "config": {
@@ -105,6 +106,8 @@ def test_cells_stand_beside_the_printed_method_with_what_is_proven(tmp_path: Pat
     assert shuffled.certified == "57"
     assert "claimed, not proven" in shuffled.verdict
     assert "does not score better than DP-SGD" in shuffled.verdict
+    assert "learnt nothing" in shuffled.verdict
+    assert "learnt nothing" not in mixopt.verdict
     # What has no cell keeps the paper's line and says so; SST-2 has cells.
     rest = shown.rows[2:]
     assert all(row.ours == NOT_RUN for row in rest)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import signal
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -243,6 +244,18 @@ def killed_in_a_step(rank: int) -> None:
     if current_world().rank == rank:
         private.engine.clipped_sum = lambda: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment, method-assign, return-value]
     run(private, case)
+
+
+def hanging(rank: int, seconds: float) -> None:
+    """One rank takes too long over a step."""
+    case = mlp_case()
+    private = start(case)
+    private.sampler = FixedSampler([1, 2, 3, 4])
+    for batch in private.batches(case.data, num_steps=1):
+        if current_world().rank == rank:
+            time.sleep(seconds)
+        private.backward(case.loss(private.model, batch))
+        private.step()
 
 
 def refusal(work: Callable[[], object]) -> str:

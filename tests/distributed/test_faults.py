@@ -8,7 +8,8 @@ import time
 import pytest
 
 from distributed.launching import Launcher
-from shuffled_dpsgd.distributed import current_world
+from shuffled_dpsgd.distributed import current_world, launched
+from shuffled_dpsgd.distributed.launch import TIMEOUT_VARIABLE
 from shuffled_dpsgd.errors import InvalidArgumentError
 
 HERE = "distributed.replicas"
@@ -54,6 +55,33 @@ def test_a_rank_killed_in_a_step_ends_the_others(launcher: Launcher) -> None:
     said = launcher.error(0)
     assert "RankError: rank 0 of 2 waited for sums of all ranks, but a rank is gone" in said
     assert "resume from the last checkpoint" in said
+
+
+def test_a_rank_that_hangs_is_not_waited_for_for_ever(launcher: Launcher) -> None:
+    launcher.start(
+        HERE, "hanging", rank=1, seconds=3.0, environment={"SHUFFLED_DPSGD_TIMEOUT_S": "1.5"}
+    )
+    assert launcher.wait()[0] == 1
+    said = launcher.error(0)
+    assert "rank 0 of 2 waited for facts of all ranks, but a rank is gone (Timed out" in said
+
+
+@pytest.mark.parametrize("seconds", ["soon", "0", "-1", "inf"])
+def test_a_timeout_is_a_positive_number(monkeypatch: pytest.MonkeyPatch, seconds: str) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", TIMEOUT_VARIABLE: seconds}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(InvalidArgumentError, match=TIMEOUT_VARIABLE), launched("cpu"):
+        pass
+
+
+def test_ranks_share_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with (
+        pytest.raises(InvalidArgumentError, match="each rank has a GPU of its own"),
+        launched("cuda:0"),
+    ):
+        pass
 
 
 def test_processes_that_have_not_joined_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,11 +18,12 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from shuffled_dpsgd.errors import InvalidArgumentError, RankError
+from shuffled_dpsgd.errors import InvalidArgumentError, RankError, ShuffledDPError
 
 _FAILURES = "shuffled_dpsgd/failures"
 _HEARD = "shuffled_dpsgd/heard"
-_LAST_WORDS_S = 10.0
+# How long rank 0 stays for others to read what it said, or what another rank said.
+_LAST_WORDS_S, _PARTING_S = 10.0, 1.0
 # Newer releases of torch have renamed both, and warn of the old names.
 _scatter_sum = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _gather_parts = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -171,7 +172,8 @@ class GroupWorld:
         """Leave word of what went wrong here, for ranks that wait in vain."""
         text = " ".join(f"{type(error).__name__}: {error}".split())[:500]
         store, line = _store(), f"rank {self.rank}: {text}\n"
-        if self._has_told or isinstance(error, RankError) or store is None:
+        agreed = isinstance(error, ShuffledDPError) and error.said_by_rank_0
+        if self._has_told or agreed or isinstance(error, RankError) or store is None:
             return
         self._has_told = True
         try:
@@ -189,7 +191,8 @@ class GroupWorld:
             return
         # Where rank 0 keeps the store itself, its end is the end of what can be read there.
         waited_for = [f"{_HEARD}/{rank}" for rank in range(1, self.size)]
-        until = time.monotonic() + _LAST_WORDS_S
+        patience = _LAST_WORDS_S if self._has_told else _PARTING_S
+        until = time.monotonic() + patience
         try:
             if not self.leads:
                 store.set(f"{_HEARD}/{self.rank}", "ended")

@@ -94,7 +94,7 @@ def _facts(
     return {
         "version of Python": platform.python_version(),
         **{f"version of {name}": _version(name) for name in _PACKAGES},
-        "kind of device": next(model.parameters()).device.type,
+        "kind of device": _hardware(next(model.parameters()).device),
         **fields,
         "model": _mark(kinds),
         "set of trained parameters": _mark(trained),
@@ -102,6 +102,11 @@ def _facts(
         "optimizer": _describe(optimizer),
         "optimizer state": _mark(sorted(map(str, optimizer.state_dict()["state"]))),
     }
+
+
+def _hardware(device: torch.device) -> str:
+    """Another kind of GPU rounds differently, and equal weights would drift apart."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def _version(package: str) -> str | None:

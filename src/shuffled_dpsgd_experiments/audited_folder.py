@@ -18,6 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from shuffled_dpsgd.auditing.estimators.scores import check_levels
 from shuffled_dpsgd.auditing.probes import OnProgress
 from shuffled_dpsgd.auditing.run import AuditTarget, RunSetting, audit_one_run
 from shuffled_dpsgd.auditing.verdict import AuditReport
@@ -52,13 +53,8 @@ def audit_folder(
     Raises:
         CheckpointError: the run is not finished, its data or its weights are no longer the same.
     """
-    config, summary = load_run(directory), finished_summary(directory)
-    if summary is None:
-        raise CheckpointError(
-            f"{directory}: the run is not finished; continue it with "
-            f"`shuffled-dpsgd train --resume {directory}`"
-        )
-    old = summary["privacy_card"]
+    check_levels(delta=0.0, confidence=confidence)
+    config, old = load_run(directory), _card_in(directory)
     if describe_weights(directory / "model") != old["subject"].get("weights"):
         raise CheckpointError(
             f"{directory / 'model'}: not the weights that the card names; audit a folder as its "
@@ -120,6 +116,23 @@ def write_audited_card(directory: Path, card: PrivacyCard) -> list[Path]:
         beside.write_text(text, encoding="utf-8")
         beside.replace(directory / name)
     return [directory / name for name in texts]
+
+
+def _card_in(directory: Path) -> dict[str, Any]:
+    """The card of the finished run in `directory`, as its summary has it."""
+    summary = finished_summary(directory)
+    if summary is None:
+        raise CheckpointError(
+            f"{directory}: the run is not finished; continue it with "
+            f"`shuffled-dpsgd train --resume {directory}`"
+        )
+    card = summary.get("privacy_card")
+    needed = {"subject", "steps_released", "shuffles_verified", "samples_checked"}
+    if not isinstance(card, dict) or not needed <= card.keys():
+        raise CheckpointError(
+            f"{directory / SUMMARY_FILE}: no privacy card of this version in it; put the file back"
+        )
+    return card
 
 
 def _of_a_repeat(bound: AuditedBound) -> AuditedBound:

@@ -10,7 +10,7 @@ import hashlib
 import json
 import lzma
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -257,6 +257,37 @@ def model_folder(config: str, weights: bytes | None) -> Case:
     return prepare
 
 
+def beside_a_file(*words: str) -> Case:
+    def prepare(folder: Path) -> Arguments:
+        (folder / "file").write_text("in the way")
+        return list(words)
+
+    return prepare
+
+
+def a_run(*words: str, summary: Any, more: Sequence[str] = ()) -> Case:
+    """A verb on a run's folder with this summary; only a finished one has a model's folder."""
+
+    def prepare(folder: Path) -> Arguments:
+        run = folder / "run"
+        run.mkdir()
+        (run / "run.json").write_text(json.dumps(settings("digits")))
+        if summary is not None:
+            (run / "model").mkdir()
+            (run / "model" / "model.safetensors").write_bytes(b"weights")
+            found = {"finished": True, **summary} if isinstance(summary, dict) else summary
+            (run / "summary.json").write_text(json.dumps(found))
+        return [*words, "run", *more]
+
+    return prepare
+
+
+CARD = {
+    "subject": {"weights": "others"},
+    "steps_released": 2,
+    "shuffles_verified": 1,
+    "samples_checked": True,
+}
 PIXELS = np.zeros((NUM_RECORDS, 8, 8, 3), dtype=np.uint8)
 NAN = PIXELS.astype(np.float32) * np.nan
 ONE_NAN = PIXELS.astype(np.float32)
@@ -268,6 +299,7 @@ WORDS = np.array(["cat"] * NUM_RECORDS)
 OBJECTS = np.array([{}] * NUM_RECORDS, dtype=object)
 PLAN = ["--noise-multiplier", "1", "--delta", "1e-5"]
 CALIBRATE = ["calibrate", "--delta", "1e-5", "--dataset-size", "100", "--epochs", "1"]
+ADVISE = ["advise", "--delta", "1e-5", "--dataset-size", "10", "--epochs", "1", "--dimension", "5"]
 EXAMINE = ["examine", "--delta", "1e-5", "--dataset-size", "100", "--epochs", "1", "--epsilon", "1"]
 
 CASES: dict[str, tuple[Case, str]] = {
@@ -545,6 +577,111 @@ CASES: dict[str, tuple[Case, str]] = {
     "data without a preset": (digits("--data", "sst2"), "--preset"),
     "sweep nothing": (verb("sweep", "no-such.toml"), "no-such.toml"),
     "reproduce another figure": (verb("reproduce", "fig9"), "fig9"),
+    "reproduce nothing": (verb("reproduce"), "fig1"),
+    "reproduce into a file": (beside_a_file("reproduce", "fig1", "--output", "file"), "a folder"),
+    # A finished run's folder.
+    "audit no folder": (verb("audit", "run-folder"), "DIR"),
+    "audit a folder that is not there": (verb("audit", "run-folder", "absent"), "no run.json"),
+    "audit a file": (beside_a_file("audit", "run-folder", "file"), "no run.json"),
+    "audit what is not finished": (a_run("audit", "run-folder", summary=None), "not finished"),
+    "audit a summary of no kind": (a_run("audit", "run-folder", summary=[]), "not finished"),
+    "audit without a card": (a_run("audit", "run-folder", summary={}), "no privacy card"),
+    "audit an older card": (
+        a_run("audit", "run-folder", summary={"privacy_card": {}}),
+        "no privacy",
+    ),
+    "audit other weights": (
+        a_run("audit", "run-folder", summary={"privacy_card": CARD}),
+        "weights",
+    ),
+    "audit surely": (verb("audit", "run-folder", "x", "--confidence", "1"), "confidence"),
+    "audit never": (verb("audit", "run-folder", "x", "--confidence", "0"), "confidence"),
+    "audit nan": (verb("audit", "run-folder", "x", "--confidence", "nan"), "confidence"),
+    "audit one canary": (verb("audit", "run-folder", "x", "--canaries", "1"), "canaries"),
+    "audit fewer than none": (
+        verb("audit", "run-folder", "x", "--input-canaries", "-1"),
+        "canaries",
+    ),
+    "audit another canary": (verb("audit", "run-folder", "x", "--input-canary", "odd"), "odd"),
+    "evaluate what left no model": (a_run("evaluate", summary=None), "no model/"),
+    "predict with what left no model": (a_run("predict", more=["a"], summary=None), "no model/"),
+    "generate from nothing": (verb("generate", "absent", "a"), "no run.json"),
+    # Audits by their numbers.
+    "audit in another mode": (verb("audit", "run", "--mode", "odd"), "--mode"),
+    "audit a run surely": (verb("audit", "run", "--confidence", "1"), "confidence"),
+    "audit no dimension": (verb("audit", "step", "--dimension", "0", "--sigma", "1"), "dimension"),
+    "audit no seeds": (verb("audit", "blackbox", "--seeds", "0"), "seeds"),
+    "replay one record": (verb("audit", "sensitivity", "--records", "1"), "--records"),
+    "replay another model": (verb("audit", "sensitivity", "--model", "none"), "model"),
+    # Recipes.
+    "a recipe without epsilon": (verb("train", "--preset", "recipe/digits"), "epsilon"),
+    "a recipe of no kind": (
+        verb("train", "--preset", "recipe/x", "--epsilon", "1"),
+        "recipe/digits",
+    ),
+    "a recipe without a name": (verb("train", "--preset", "", "--epsilon", "1"), "recipe/digits"),
+    "a recipe and its own data": (
+        verb("train", "--preset", "recipe/digits", "--epsilon", "1", "--data", "x"),
+        "brings its own",
+    ),
+    "a recipe and its own model": (
+        verb("train", "--preset", "recipe/digits", "--epsilon", "1", "--model", "x"),
+        "brings its own",
+    ),
+    "a recipe without its data": (
+        verb("train", "--preset", "recipe/sst2-minilm", "--epsilon", "1", "--data", "absent"),
+        "train.tsv",
+    ),
+    # Numbers that are none.
+    "a hundred million in words": (
+        verb("account", *PLAN, "--sampling-prob", "0.1", "--num-steps", "1e8"),
+        "--num-steps",
+    ),
+    "a hundred million backwards": (
+        verb("account", *PLAN, "--sampling-prob", "0.1", "--num-steps", "-100000000"),
+        "num_steps",
+    ),
+    "account noise nan": (
+        verb(
+            "account",
+            "--noise-multiplier",
+            "nan",
+            "--delta",
+            "1e-5",
+            "--sampling-prob",
+            "0.1",
+            "--num-steps",
+            "3",
+        ),
+        "noise_multiplier",
+    ),
+    "account a delta too fine": (
+        verb(
+            "account",
+            "--noise-multiplier",
+            "1",
+            "--delta",
+            "1e-13",
+            "--sampling-prob",
+            "0.1",
+            "--num-steps",
+            "3",
+        ),
+        "delta",
+    ),
+    "advise half a plan": (verb("advise", "--epsilon", "8"), "--delta"),
+    "advise two plans": (verb("advise", "digits", "--epsilon", "8"), "--epsilon"),
+    "advise without end": (verb(*ADVISE, "--epsilon", "inf", "--batch-size", "2"), "epsilon"),
+    "advise a large batch": (verb(*ADVISE, "--epsilon", "8", "--batch-size", "20"), "batch_size"),
+    "inspect a file": (beside_a_file("inspect", "--model", "./file"), "model"),
+    # Followers and seeds.
+    "a tracker of no kind": (digits("--tracker", "nothing"), "--tracker"),
+    "a tracker that is not in its module": (digits("--tracker", "os:nothing"), "--tracker"),
+    "a tracker of no module": (digits("--tracker", "absent_module:f"), "--tracker"),
+    "a seed below zero": (digits("--seed", "-1"), "seed"),
+    "a seed too long": (digits("--seed", "99999999999999999999999"), "seed"),
+    "a checkpoint of nothing": (digits("--checkpoint", "x"), "--checkpoint"),
+    "a method of no kind": (digits("--method", "magic"), "method"),
 }
 
 
@@ -569,7 +706,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_table_is_long_enough() -> None:
-    assert len(CASES) >= 140
+    assert len(CASES) >= 250
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -221,6 +221,7 @@ def run(
 
     Example: shuffled-dpsgd audit run --mode one-run --epsilon 1 --epochs 10
     """
+    from shuffled_dpsgd.auditing.estimators.scores import check_levels
     from shuffled_dpsgd.auditing.run import RunSetting, audit_one_run, audit_steps
     from shuffled_dpsgd.cli.audit_target import chosen_config
     from shuffled_dpsgd_experiments.audited import audit_target
@@ -246,6 +247,7 @@ def run(
         },
         epochs=epochs,
     )
+    check_levels(delta=0.0, confidence=confidence)
     target = audit_target(chosen, fit_steps=fit_steps)
     audit = audit_steps if mode == "step" else audit_one_run
     with progress(quiet=as_json) as on_progress:

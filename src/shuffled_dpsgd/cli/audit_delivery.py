@@ -19,16 +19,25 @@ if TYPE_CHECKING:
 
 @contextmanager
 def progress(*, quiet: bool) -> Iterator[Callable[[int, int], object] | None]:
-    """A bar over (done, total) on standard error, or nothing at all."""
+    """A bar over (done, total) on standard error, from the first call on, or nothing at all."""
     if quiet:
         yield None
         return
     from rich.console import Console
     from rich.progress import Progress
 
-    with Progress(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("auditing", total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
+    bar = Progress(console=Console(stderr=True), transient=True)
+    task = bar.add_task("auditing", total=None)
+
+    def show(done: int, total: int) -> None:
+        bar.start()
+        bar.update(task, completed=done, total=total)
+
+    try:
+        yield show
+    finally:
+        if bar.live.is_started:
+            bar.stop()
 
 
 def read_canary(path: Path) -> AxisCanary:

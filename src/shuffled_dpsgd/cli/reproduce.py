@@ -61,6 +61,8 @@ def reproduce(
             for name, title in titles.items():
                 typer.echo(f"{name:8s} {title}")
         return
+    if output.exists() and not output.is_dir():
+        raise InvalidArgumentError("--output", expected="a folder", got=str(output))
     if not names:
         raise InvalidArgumentError(
             "names",

@@ -38,6 +38,9 @@ _HEADS: dict[str, Any] = {
     "causal-lm": "causal-lm",
 }
 
+# Formats whose only held-out split is called test.
+ONE_HELDOUT_SPLIT = ("digits", "cifar")
+
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationRequest:
@@ -76,13 +79,20 @@ def evaluate_run(
     language model is asked for them.
     """
     config = trained_config(directory)
+    if config.task != "causal-lm" and generation not in (None, GenerationRequest()):
+        raise InvalidArgumentError(
+            "RUN",
+            expected="a language model, to be asked for texts",
+            got=config.task,
+            remedy="leave out what is about beams, tokens, prompts, texts and METEOR",
+        )
     if data is not None:
         if config.data.path is None:
             raise InvalidArgumentError(
                 "--data", expected="a run on data from a folder", got=str(data)
             )
         config = replace(config, data=replace(config.data, path=str(data)))
-    if split is not None:
+    if split is not None and (split != "test" or config.data.format not in ONE_HELDOUT_SPLIT):
         config = replace(config, data=_with_split(config.data, split))
     if config.task != "digits":
         # Training records are not scored, so no more of them are encoded than a task must have.

@@ -69,6 +69,7 @@ def with_overrides(
     privacy, given = raw["privacy"], overrides["privacy"]
     if given["method"] is not None:
         _reopen(privacy, given["method"])
+        raw["training"].pop("weight_averaging", None)  # That is the method's, too.
     for section, values in overrides.items():
         raw[section].update({key: value for key, value in values.items() if value is not None})
     if given["epsilon"] is not None:

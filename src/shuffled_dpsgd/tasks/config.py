@@ -25,6 +25,8 @@ OptimizerName = Literal["adamw", "adam", "sgd"]
 Precision = Literal["float32", "bf16"]
 RateSchedule = Literal["constant", "linear", "cosine"]
 Section = TypeVar("Section")
+CERTIFIED_AVERAGING = 0.95
+"""Decay of the average of weights that the method `certified` keeps unless told otherwise."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,7 +204,7 @@ def parse_config(raw: Mapping[str, Any]) -> RunConfig:
     """Check plain data against the schema and freeze it."""
     if not isinstance(raw, Mapping):
         raise InvalidArgumentError("run", expected="a table of settings", got=type(raw).__name__)
-    top = dict(raw)
+    top = _with_recipe(raw)
     sections: dict[str, Any] = {
         name: _parse_section(name, kind, top.pop(name, {}))
         for name, kind in SECTIONS.items()
@@ -214,6 +216,17 @@ def parse_config(raw: Mapping[str, Any]) -> RunConfig:
         raise InvalidArgumentError("task", expected=f"one of {get_args(TaskName)}", got="nothing")
     values = {key: _checked(key, hints[key], value) for key, value in top.items()}
     return RunConfig(**values, **sections)
+
+
+def _with_recipe(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """What the method `certified` adds where a file is silent (docs/ingredients.md)."""
+    top = dict(raw)
+    privacy, training = top.get("privacy"), top.get("training")
+    if not isinstance(privacy, Mapping) or not isinstance(training, Mapping):
+        return top
+    if privacy.get("method") == "certified":
+        top["training"] = {"weight_averaging": CERTIFIED_AVERAGING, **training}
+    return top
 
 
 def _parse_section(name: str, kind: type[Section], raw: Any) -> Section:

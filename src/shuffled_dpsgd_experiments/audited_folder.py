@@ -83,7 +83,7 @@ def audit_folder(
         num_steps=old["steps_released"],
         spec=spec,
         shuffles_verified=old["shuffles_verified"],
-        samples_checked=bool(old["samples_checked"]),
+        samples_checked=int(old["samples_checked"]),
     ).about(**old["subject"])
     assert report.card is not None
     price = SECOND_RUN if setting.num_input_canaries == 0 else SECOND_RUN + COPIED_RECORDS

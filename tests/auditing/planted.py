@@ -155,6 +155,10 @@ class NaiveEngine:
         return 0
 
     @property
+    def num_checked_by_coin(self) -> int:
+        return 0
+
+    @property
     def sample_norms(self) -> torch.Tensor:
         return torch.tensor(self.norms)
 

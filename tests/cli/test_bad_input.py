@@ -286,7 +286,7 @@ CARD = {
     "subject": {"weights": "others"},
     "steps_released": 2,
     "shuffles_verified": 1,
-    "samples_checked": True,
+    "samples_checked": 2,
 }
 PIXELS = np.zeros((NUM_RECORDS, 8, 8, 3), dtype=np.uint8)
 NAN = PIXELS.astype(np.float32) * np.nan

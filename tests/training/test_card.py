@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -84,6 +85,13 @@ def test_json_keeps_the_kind_beside_every_epsilon() -> None:
     assert data["certified"]["kind"] == "proven"
     assert data["paper"]["kind"] == "heuristic"
     assert data["audits"][0]["kind"] == "measured"
+
+
+def test_it_says_how_many_samples_were_checked_and_that_none_differed() -> None:
+    checked = replace(card(), samples_checked=4)
+    assert "4 samples of the first batch and of batches chosen at random" in str(checked)
+    assert "none differed" in str(checked)
+    assert checked.to_json()["samples_checked"] == 4
 
 
 def test_seeded_runs_warn_and_never_print_the_seed() -> None:

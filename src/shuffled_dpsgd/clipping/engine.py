@@ -283,6 +283,14 @@ class ClippingEngine:
         return self._standing.num_samples
 
     @property
+    def num_checked_by_coin(self) -> int:
+        """Those of them in the first batch and in batches chosen at random.
+
+        The others are of batches unlike any before: how many depends on the records' lengths.
+        """
+        return self._standing.num_by_coin
+
+    @property
     def num_replayed(self) -> int:
         """Backwards so far whose norms and sums came from a replayed CUDA graph."""
         schedule = self._schedule

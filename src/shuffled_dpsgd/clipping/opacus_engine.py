@@ -26,7 +26,7 @@ _SMALLEST = 1e-6
 class OpacusEngine:
     """Per-sample gradients by Opacus 1.x hooks, clipped to `clip_norm` and summed."""
 
-    num_checked = 0
+    num_checked = num_checked_by_coin = 0
     num_replayed = 0
     strategy = "opacus"
 

@@ -86,7 +86,7 @@ class PrivacyCard:
     randomness: str
     private: bool = True
     shuffles_verified: int = 0
-    samples_checked: bool = False
+    samples_checked: int = 0
     exactness: str | None = None
     accounting: str = "certified"
     subject: Mapping[str, str] = field(default_factory=dict)
@@ -196,13 +196,14 @@ class PrivacyCard:
 
     @property
     def check_lines(self) -> list[str]:
-        """Whether contributions were compared with those of the samples alone.
-
-        Not of how many: that depends on the lengths of the records, and carries no noise.
-        """
+        """How many contributions were compared with those of the samples alone."""
         if not self.samples_checked:
             return []
-        return ["some samples were run alone: none differed from what was clipped"]
+        count = f"{self.samples_checked} sample{'' if self.samples_checked == 1 else 's'}"
+        return [
+            f"{count} of the first batch and of batches chosen at random run alone: none differed "
+            "from what was clipped"
+        ]
 
     @property
     def shuffle_lines(self) -> list[str]:
@@ -233,13 +234,14 @@ def write_card(
     spec: PermutationSpec | None = None,
     released: bool = True,
     shuffles_verified: int = 0,
-    samples_checked: bool = False,
+    samples_checked: int = 0,
 ) -> PrivacyCard:
     """The card of a run that made `num_steps` releases under `plan`.
 
     `released` says whether a shuffle planned for the release has happened, `shuffles_verified`
-    how often the model's outputs were compared before and after one, and `samples_checked` whether
-    what was clipped was compared, for some samples, with what each has alone.
+    how often the model's outputs were compared before and after one, and `samples_checked` for how
+    many samples what was clipped was compared with what each has alone. That number must not depend
+    on the records.
     """
     return PrivacyCard(
         certified=plan.certified(num_steps),

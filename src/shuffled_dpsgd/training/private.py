@@ -358,7 +358,7 @@ class PrivateTraining:
             spec=self.spec,
             released=self.released,
             shuffles_verified=0 if self._shuffles is None else self._shuffles.num_verified,
-            samples_checked=self.engine.num_checked > 0,
+            samples_checked=self.engine.num_checked_by_coin,
         )
 
     def close(self, *, because: str = "private.close() was called") -> None:

@@ -127,6 +127,17 @@ def test_independent_samples_pass(between: Callable[[Net, Tensor], Tensor], drop
     assert engine.num_checked == 6
 
 
+def test_batches_checked_for_their_shape_are_counted_apart() -> None:
+    net = Net(plain).double()
+    engine = ClippingEngine(net, check_rate=0.0)
+    for size in (5, 1, 5):
+        with engine:
+            engine.backward(net(torch.randn(size, 4, WIDTH).double()).square().sum((1, 2)))
+        engine.clipped_sum()
+    assert (engine.num_checked, engine.num_checked_by_coin) == (3, 2)
+    assert train(Net(plain), check_rate=1.0).num_checked_by_coin == 6
+
+
 def test_the_check_leaves_no_trace() -> None:
     net = Net(own_noise, dropout=0.5).double()
     counted = Net(counts_its_calls).double()

@@ -78,7 +78,8 @@ class StandingCheck:
     `detached` takes the engine off the model for a while; `attached` puts it on for one forward of
     a batch whose entries go to this check alone, and gives the function that ends the forward.
     With `numbers_are_means`, a single number among the outputs is the mean of the samples' losses.
-    `num_samples` have been checked so far.
+    `num_samples` have been checked so far, `num_by_coin` of them in the first batch or in one that
+    was chosen at random. How many others there are depends on the lengths of the records.
     """
 
     def __init__(
@@ -94,6 +95,7 @@ class StandingCheck:
         attached: Callable[[CapturedBatch], AbstractContextManager[Callable[[], None]]],
     ) -> None:
         self.num_samples = 0
+        self.num_by_coin = 0
         self.watch: Watch | None = None
         self._rate = rate
         self._numbers_are_means = numbers_are_means
@@ -113,6 +115,7 @@ class StandingCheck:
         self._began: float | None = None
         self._seconds_by_chance = 0.0
         self._kind: Hashable = None
+        self._by_coin = False
 
     @property
     def is_pending(self) -> bool:
@@ -125,6 +128,7 @@ class StandingCheck:
         """Whether a batch is of a new kind, or its turn has come at random."""
         self._kind = kind
         by_chance = self._draws.random() < self._rate and self._is_affordable()
+        self._by_coin = by_chance or not self._checked
         return size > 0 and (by_chance or self._is_new(kind))
 
     def _is_new(self, kind: Hashable) -> bool:
@@ -151,6 +155,7 @@ class StandingCheck:
         self.watch = Watch(
             batch=batch,
             kind=self._kind,
+            by_coin=self._by_coin,
             call=call,
             size=size,
             counted=counted,
@@ -284,6 +289,7 @@ class StandingCheck:
                 if found is not None:
                     return found
                 self.num_samples += 1
+                self.num_by_coin += watch.by_coin
                 compared += 1
         if compared:
             self._checked[watch.kind] += 1

@@ -29,6 +29,7 @@ class Watch:
 
     batch: CapturedBatch | None
     kind: Hashable
+    by_coin: bool
     call: ModelCall
     size: int
     counted: int

@@ -9,7 +9,12 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from shuffled_dpsgd.errors import BudgetExhaustedError, CheckpointError, InvalidArgumentError
+from shuffled_dpsgd.errors import (
+    BudgetExhaustedError,
+    CheckpointError,
+    InvalidArgumentError,
+    UnsupportedModuleError,
+)
 from shuffled_dpsgd.training import (
     PrivateTraining,
     find_checkpoints,
@@ -204,15 +209,18 @@ def test_a_checkpoint_without_weights_knows_which_they_were(tmp_path: Path) -> N
     assert again.steps_taken == 2
 
 
-def test_encoder_decoders_are_told_what_shuffles() -> None:
+def test_encoder_decoders_shuffle_once_their_shared_biases_are_frozen() -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.T5Config(
         vocab_size=20, d_model=8, d_kv=4, d_ff=16, num_layers=1, num_heads=2
     )
     model = transformers.T5ForConditionalGeneration(config)
-    with pytest.raises(InvalidArgumentError, match=r"shuffle='off'.*T5 and BART"):
-        make_private(
-            model,
-            torch.optim.SGD(model.parameters(), lr=0.1),
-            **(SETTINGS | {"shuffle": "every-step"}),
-        )
+    settings = SETTINGS | {"shuffle": "every-step"}
+    with pytest.raises(UnsupportedModuleError, match=r"relative_attention_bias.*freeze it"):
+        make_private(model, torch.optim.SGD(model.parameters(), lr=0.1), **settings)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("relative_attention_bias" not in name)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    private = make_private(model, torch.optim.SGD(trained, lr=0.1), **settings)
+    assert private.spec is not None
+    assert "decoder.block.0.layer.2.DenseReluDense.wi.weight" in private.spec.moved_names

@@ -35,6 +35,7 @@ def test_step_prints_claims_then_bounds_then_verdicts() -> None:
     assert "consistent" in text
 
 
+@pytest.mark.slow
 def test_step_json_has_seeds_counts_and_kinds(tmp_path: Path) -> None:
     output = tmp_path / "audit"
     extra = ["--sampling-prob", 0.02, "--num-steps", 500, "--output", output]

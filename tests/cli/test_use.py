@@ -74,6 +74,7 @@ def test_the_image_model_loads_in_a_pipeline(runs: Path) -> None:
     assert best["label"] == ("cat", "dog", "emu")[int(answer)]
 
 
+@pytest.mark.slow
 def test_the_digits_model_loads_in_a_pipeline_and_answers_as_it_was_trained(
     tmp_path: Path,
 ) -> None:

@@ -17,6 +17,7 @@ HERE = "distributed.command"
 SHORT = ["train", "digits", "--epochs", "1", "--batch-size", "720", "--seed", "1", "--json"]
 
 
+@pytest.mark.slow
 def test_a_refusal_is_said_once(launcher: Launcher, tmp_path: Path) -> None:
     (tmp_path / "taken.txt").touch()
     arguments = [*SHORT, "--output", str(tmp_path)]

@@ -57,6 +57,7 @@ def test_a_rank_killed_in_a_step_ends_the_others(launcher: Launcher) -> None:
     assert "resume from the last checkpoint" in said
 
 
+@pytest.mark.slow
 def test_a_rank_that_hangs_is_not_waited_for_for_ever(launcher: Launcher) -> None:
     launcher.start(
         HERE, "hanging", rank=1, seconds=3.0, environment={"SHUFFLED_DPSGD_TIMEOUT_S": "1.5"}

@@ -216,6 +216,7 @@ def test_empty_batches_are_steps_too(tmp_path: Path, workers: int) -> None:
     assert output.global_step == trainer.private.ledger.spent == 8
 
 
+@pytest.mark.slow
 def test_workers_change_nothing_and_are_started_once(tmp_path: Path) -> None:
     alone = build(tmp_path / "alone")
     alone.train()

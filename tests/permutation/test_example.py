@@ -12,6 +12,7 @@ import pytest
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "shuffle_a_model.py"
 
 
+@pytest.mark.slow
 def test_example_runs() -> None:
     done = subprocess.run(
         [sys.executable, "-W", "error", str(EXAMPLE), "--scope", "full"],

@@ -56,6 +56,7 @@ def config_for(task: str, model: str, layout: str, path: Path, **data: Any) -> R
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("task", "model", "layout", "score"),
     [

@@ -122,6 +122,7 @@ def test_killed_twenty_times_resumes_to_the_same_bits(nursery: Nursery, tmp_path
     kill_and_resume(nursery, tmp_path, kills=20, steps=MANY_STEPS)
 
 
+@pytest.mark.slow
 def test_a_killed_secure_run_pays_for_every_release(nursery: Nursery, tmp_path: Path) -> None:
     rng = random.Random(1)
     for _ in range(2):

@@ -112,6 +112,7 @@ def small() -> Case:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("clip", ["flat", "per-layer"])
 def test_every_rule_compiles(clip: str) -> None:
     torch.manual_seed(2)
@@ -127,6 +128,7 @@ def test_every_rule_survives_inductor_reusing_its_buffers() -> None:
     assert_every_step_agrees(small().to(torch.float64), "inductor", 1e-9)
 
 
+@pytest.mark.slow
 def test_batches_of_varying_size_and_a_plain_call_in_between() -> None:
     torch.manual_seed(4)
     torch._dynamo.reset()

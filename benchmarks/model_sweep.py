@@ -6,8 +6,9 @@ Each type is built from its configuration with small sizes, in float64 and train
 batch shapes go through one engine: several samples, as many tokens as samples, a single sample, a
 single token, and unequal lengths. A batch is `exact` (norms and sums agree with one sample at a
 time to 1e-9), `rounded` (to 1e-6: some models compute in float32 whatever they are given),
-`refused` by name, or the model itself `fails` on it; anything else `differs`. Every batch is also
-checked by the engine itself.
+`random` (the model draws numbers in training that one sample at a time cannot repeat), `refused` by
+name, or the model itself `fails` on it; anything else `differs`. Every batch is also checked by the
+engine itself, which does repeat draws.
 """
 
 from __future__ import annotations
@@ -140,6 +141,9 @@ def try_batch(engine: ClippingEngine, batch: dict[str, Tensor]) -> str:
     worst = max(off, apart)
     if worst <= TOLERANCE:
         return "exact"
+    with torch.no_grad():
+        if not torch.equal(losses(model, batch), losses(model, batch)):
+            return f"random: its own draws move it by {worst:.1e}"
     return f"{'rounded' if worst <= FLOAT32_TOLERANCE else 'differs'} by {worst:.1e}"
 
 
@@ -197,7 +201,9 @@ def resumes(path: Path | None) -> bool:
 def document(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """All rows in order, and how many came out how."""
     outcomes = Counter(
-        outcome.split(" ")[0] for row in rows for outcome in row.get("batches", {}).values()
+        outcome.split(" ")[0].rstrip(":")
+        for row in rows
+        for outcome in row.get("batches", {}).values()
     )
     summary = {
         "built": Counter(row["built"].split(":")[0] for row in rows),

@@ -162,6 +162,7 @@ def test_bad_input_is_one_line_and_exit_two(
     assert result.output.startswith("error: ")
 
 
+@pytest.mark.slow
 def test_a_tracker_sees_every_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.path", list(sys.path))

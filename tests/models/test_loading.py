@@ -98,6 +98,7 @@ def test_inspect_takes_the_names_that_tasks_train(name: str) -> None:
     assert json.loads(done.stdout)["moved_parameters"] > 0
 
 
+@pytest.mark.slow
 def test_the_replay_check_takes_the_names_that_inspect_shows(tmp_path: Path) -> None:
     """A folder and a Llama; GPT-2 goes the same way and takes longer."""
     config = transformers.RobertaConfig(

@@ -45,6 +45,7 @@ def test_the_average_follows_closely_at_first_and_slowly_later() -> None:
     assert torch.equal(other.model.weight, average.model.weight)
 
 
+@pytest.mark.slow
 def test_the_average_is_scored_and_saved(tmp_path: Path) -> None:
     pytest.importorskip("sklearn")
     transformers = pytest.importorskip("transformers")

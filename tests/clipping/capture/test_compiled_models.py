@@ -35,6 +35,7 @@ def compiled_run(
     return engine
 
 
+@pytest.mark.slow
 def test_compiled_gpt2_gives_the_same_sums() -> None:
     torch.manual_seed(0)
     torch._dynamo.utils.counters.clear()

@@ -24,6 +24,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(triton_tables, "ROWS", 4)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize("padding_idx", [None, 1])
 @pytest.mark.parametrize("rows", cases(2, 9, 40, interpreted=[9]))

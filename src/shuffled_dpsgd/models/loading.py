@@ -6,6 +6,7 @@ model of any size costs nothing. `load_model` reads weights where there are any.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -116,9 +117,10 @@ def _describe(name: str, changes: Mapping[str, Any]) -> tuple[Any, str]:
     if not name:
         raise _unknown(name)
     try:
-        config = transformers.AutoConfig.from_pretrained(
-            name, local_files_only=_is_saved(name), **changes
-        )
+        with _quiet_hub():
+            config = transformers.AutoConfig.from_pretrained(
+                name, local_files_only=_is_saved(name), **changes
+            )
     except (OSError, ValueError) as error:
         reason = str(error).splitlines()[0]
         if not _is_saved(name):
@@ -143,6 +145,18 @@ def _unknown(name: str, *, remedy: str = "") -> InvalidArgumentError:
         got=name,
         remedy=remedy,
     )
+
+
+@contextmanager
+def _quiet_hub() -> Iterator[None]:
+    """Without a line for each time that the hub is asked again: what comes of it is said once."""
+    logger = logging.getLogger("huggingface_hub")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
 
 
 @contextmanager

@@ -252,9 +252,12 @@ def _method(raw: Mapping[str, Any]) -> SweptMethod:
     )
 
 
+_WORDS: dict[type, str] = {dict: "a table", list: "a list", str: "a text"}
+
+
 def _required(raw: Mapping[str, Any], key: str, kind: type) -> Any:
     if not isinstance(raw.get(key), kind):
-        raise InvalidArgumentError(key, expected=f"a {kind.__name__}", got=raw.get(key))
+        raise InvalidArgumentError(key, expected=_WORDS[kind], got=raw.get(key))
     return raw[key]
 
 

@@ -1,0 +1,39 @@
+"""Two states of the code are compared block by block; here both are this one."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.slow
+def test_three_processes_take_turns(tmp_path: Path) -> None:
+    output = tmp_path / "found.json"
+    subprocess.run(
+        [
+            sys.executable, "-m", "benchmarks.versions", "--before", str(ROOT), "--workload",
+            "gpt2-small-1x8", "--rounds", "2", "--steps", "1", "--warmup", "1", "--device", "cpu",
+            "--json", str(output),
+        ],
+        cwd=ROOT, check=True,
+    )  # fmt: skip
+    (found,) = json.loads(output.read_text())["results"]
+    assert {name: len(blocks) for name, blocks in found["block_seconds"].items()} == {
+        "before": 2, "after": 2, "before again": 2,
+    }  # fmt: skip
+    assert set(found["of_before"]) == {"after", "before again"}
+
+
+def test_a_folder_that_is_no_tree_is_refused(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.versions", "--before", str(tmp_path), "--workload", "x"],
+        cwd=ROOT, check=False, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert "--before: expected a tree of this project" in done.stderr

@@ -24,7 +24,8 @@ import transformers.models.vit.modeling_vit  # noqa: F401  (for the forks as wel
 
 import distributed.command
 import distributed.replicas
-import distributed.resumable  # noqa: F401  (so that no fork imports what they need)
+import distributed.resumable
+import distributed.shards  # noqa: F401  (so that no fork imports what they need)
 from shuffled_dpsgd.distributed import launched
 
 

@@ -13,8 +13,9 @@ from typing import Protocol
 
 import torch
 
-from shuffled_dpsgd.distributed.parts import Numbering, Place, Span
+from shuffled_dpsgd.distributed.parts import Numbering, Place
 from shuffled_dpsgd.distributed.world import World
+from shuffled_dpsgd.runtime.shards import Span
 
 Tensors = dict[str, torch.Tensor]
 

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 
 from shuffled_dpsgd.errors import InvalidArgumentError
+from shuffled_dpsgd.runtime.shards import Span
 
 
 class Place(NamedTuple):
@@ -25,13 +26,6 @@ class Place(NamedTuple):
     group: int
     first: int
     total: int
-
-
-class Span(NamedTuple):
-    """A run of coordinates of one parameter: from `low` to `high` of its own, flattened."""
-
-    low: int
-    high: int
 
 
 class Numbering:

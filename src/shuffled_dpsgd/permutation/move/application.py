@@ -1,7 +1,8 @@
 """Move weights, gradients and optimizer state by index, in place.
 
 A tensor is gathered along all its moving axes with one temporary of its own size at most, and
-written back into its own storage, so ties, views, dtype, device and `requires_grad` stay.
+written back into its own storage, so ties, views, dtype, device and `requires_grad` stay. Tensors
+whose rows lie on several ranks are moved by `sharded`.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import torch
 from torch import nn
 
 from shuffled_dpsgd.errors import InvalidArgumentError
-from shuffled_dpsgd.permutation.move import fused, threads
+from shuffled_dpsgd.permutation.move import fused, sharded, threads
 from shuffled_dpsgd.permutation.move.drawing import Permutation
 from shuffled_dpsgd.permutation.move.inventory import Inventory, sort_out, take_inventory
 from shuffled_dpsgd.runtime.routes import took
@@ -56,6 +57,9 @@ def apply_to_tensors(permutation: Permutation, tensors: Mapping[str, torch.Tenso
 def _move(permutation: Permutation, inventory: Inventory) -> None:
     on_device = functools.cache(permutation.to)
     spec = permutation.spec
+    if inventory.sharded:
+        took("moving weights", "all-to-all")
+        sharded.move(permutation, inventory.sharded, gather_)
     for prepared in inventory.together:
         took("moving weights", "triton")
         fused.move(on_device(prepared.pointers.device), prepared)

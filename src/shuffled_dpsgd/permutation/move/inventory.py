@@ -19,6 +19,7 @@ from torch import nn
 from shuffled_dpsgd.errors import InvalidArgumentError, UnsupportedModuleError
 from shuffled_dpsgd.permutation.move import fused
 from shuffled_dpsgd.permutation.spec import PermutationSpec
+from shuffled_dpsgd.runtime.shards import held, is_sharded, mesh_of
 from shuffled_dpsgd.runtime.structure import Structure, same_objects
 
 Named = tuple[str, torch.Tensor]
@@ -26,10 +27,14 @@ Named = tuple[str, torch.Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class Inventory:
-    """Tensors that move: those the fused kernels take, and the others by device and dtype."""
+    """Tensors that move: those the fused kernels take, and the others by device and dtype.
+
+    `sharded` are those whose rows lie on several ranks, by parameter.
+    """
 
     together: tuple[fused.Prepared, ...]
     apart: Mapping[tuple[torch.device, torch.dtype], Sequence[Named]]
+    sharded: Sequence[Named] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,12 +42,14 @@ class _Kept:
     """An inventory with all it was made from.
 
     Its objects may be the same and yet differ: a parameter's `.data` may have been replaced, by a
-    view of the same memory even, or by another dtype at an address used before.
+    view of the same memory even, or by another dtype at an address used before. `tensors` are what
+    this process holds of the `sources`, which are listed if they are anything else.
     """
 
     structure: Structure
     state: list[object]
     parameters: Sequence[torch.Tensor]
+    sources: Sequence[torch.Tensor]
     tensors: Sequence[torch.Tensor]
     views: list[object]
     inventory: Inventory
@@ -53,6 +60,7 @@ class _Kept:
             self.structure.fits(model)
             and same_objects(_state(optimizer), self.state)
             and _no_gradients(self.parameters)
+            and (not self.sources or same_objects([*map(held, self.sources)], self.tensors))
             and _views(self.parameters, self.tensors) == self.views
         )
 
@@ -73,12 +81,15 @@ def take_inventory(
     inventory = sort_out(spec, moving)
     # Gradients come and go with every step: to hold them would keep their memory.
     parameters = [*model.parameters()]
-    if not inventory.apart and _no_gradients(parameters):
-        tensors = [tensor for _, tensor in moving]
+    if not inventory.apart and not inventory.sharded and _no_gradients(parameters):
+        sources = [tensor for _, tensor in moving]
+        tensors = [*map(held, sources)]
+        sources = [] if same_objects(sources, tensors) else sources
         cache[owner] = _Kept(
             structure=Structure(model),
             state=_state(optimizer),
             parameters=parameters,
+            sources=sources,
             tensors=tensors,
             views=_views(parameters, tensors),
             inventory=inventory,
@@ -119,15 +130,34 @@ def sort_out(spec: PermutationSpec, moving: Sequence[Named]) -> Inventory:
     _refuse_shared_memory(moving)
     together: dict[tuple[torch.device, int], list[Named]] = {}
     apart: dict[tuple[torch.device, torch.dtype], list[Named]] = {}
-    for name, tensor in moving:
-        if fused.can_move(spec, name, tensor):
+    sharded: dict[str, list[Named]] = {}
+    for name, source in moving:
+        tensor = held(source)
+        if is_sharded(source) and not _is_whole(name, source):
+            sharded.setdefault(name, []).append((name, source))
+        elif fused.can_move(spec, name, tensor):
             together.setdefault((tensor.device, tensor.element_size()), []).append((name, tensor))
         else:
             _check_movable(name, tensor)
             apart.setdefault((tensor.device, tensor.dtype), []).append((name, tensor))
     return Inventory(
-        together=tuple(fused.prepare(spec, tensors) for tensors in together.values()), apart=apart
+        together=tuple(fused.prepare(spec, tensors) for tensors in together.values()),
+        apart=apart,
+        sharded=[named for tensors in sharded.values() for named in tensors],
     )
+
+
+def _is_whole(name: str, tensor: torch.Tensor) -> bool:
+    """Whether a sharded tensor lies on a single rank after all; refuses all but rows in order."""
+    placements = tensor.placements  # type: ignore[attr-defined]
+    if len(placements) != 1 or not placements[0].is_shard(0):
+        raise UnsupportedModuleError(
+            name,
+            expected="rows spread over one axis of ranks, Shard(0), as fully_shard leaves them",
+            got=f"placements {tuple(placements)}",
+            remedy="use fully_shard on a one-dimensional mesh, without shard_placement_fn",
+        )
+    return bool(mesh_of(tensor).size() == 1)
 
 
 def _moving(
@@ -194,7 +224,8 @@ def optimizer_tensors(
 
 def _refuse_shared_memory(moving: Sequence[Named]) -> None:
     """Refuse two tensors that begin at one address: the second would move what has moved before."""
-    named = [(tensor.data_ptr(), name) for name, tensor in moving if tensor.numel()]
+    local = [(name, held(tensor)) for name, tensor in moving]
+    named = [(tensor.data_ptr(), name) for name, tensor in local if tensor.numel()]
     seen: dict[int, str] = {}
     for address, name in named:
         # Tensors without data, as on the meta device, are refused elsewhere.
@@ -231,7 +262,7 @@ def _check_movable(name: str, tensor: torch.Tensor) -> None:
             got="one made under torch.inference_mode",
             remedy="make or load the model outside inference mode",
         )
-    if tensor.layout != torch.strided or type(tensor).__name__ == "DTensor":
+    if tensor.layout != torch.strided:
         raise UnsupportedModuleError(
             name,
             expected="a dense tensor held by one process",

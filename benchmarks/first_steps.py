@@ -33,6 +33,7 @@ from shuffled_dpsgd.clipping.settle.schedules import WholeGradient
 from shuffled_dpsgd.runtime.routes import Route
 from shuffled_dpsgd.training.private import PrivateTraining
 from shuffled_dpsgd.training.shuffle_check import ShuffleCheck
+from shuffled_dpsgd.training.shuffling import Shuffling
 
 BEGAN = time.time()
 LEAST_SECONDS = 0.03
@@ -48,7 +49,7 @@ EVENTS: list[tuple[type, str, str]] = [
     (GraphRecorder, "__call__", "recording"),
     (ShuffleCheck, "try_out", "trial of the shuffle"),
     (PrivateTraining, "_release", "noise and update"),
-    (PrivateTraining, "_permute", "shuffle"),
+    (Shuffling, "permute", "shuffle"),
     (Route, "_judge", "trial of a route"),
 ]
 

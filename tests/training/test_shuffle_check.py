@@ -162,14 +162,14 @@ def test_a_change_that_comes_later_is_noticed_and_everything_moved_back(
     assert len(run(private, case_of(model), num_steps=1)) == 1
     model.odd = True
     updated: dict[str, Any] = {}
-    move = private._permute
+    move = private.shuffling.permute
 
     def remember(step: int) -> None:
         momentum = {n: private.optimizer.state[p]["momentum_buffer"] for n, p in named(model)}
         updated.update(weights=weights(model), momentum={n: m.clone() for n, m in momentum.items()})
         move(step)
 
-    monkeypatch.setattr(private, "_permute", remember)
+    monkeypatch.setattr(private.shuffling, "permute", remember)
     with pytest.raises(InvarianceError, match="all groups together"):
         run(private, case_of(model))
     now = {n: private.optimizer.state[p]["momentum_buffer"] for n, p in named(model)}
@@ -189,7 +189,7 @@ def test_checks_change_neither_the_run_nor_the_generators(
         model = Encoded(dropout)
         private = start(model)
         if not checked:
-            monkeypatch.setattr(private, "_shuffles", None)
+            monkeypatch.setattr(private.shuffling, "_check", None)
         run(private, case_of(model))
         drawn = (float(torch.rand(())), random.random(), float(np.random.rand()))  # noqa: NPY002
         finals.append((weights(model), drawn))

@@ -117,7 +117,7 @@ def change_within_a_step(
         if count == 0 and before_the_forward:
             change(private)
         private.backward(classify(private.model, batch))
-        if not before_the_forward and private._current.completes:  # type: ignore[union-attr]
+        if not before_the_forward and private._drawn.current.completes:  # type: ignore[union-attr]
             change(private)
         if private.step():
             return

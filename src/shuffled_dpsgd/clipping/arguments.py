@@ -6,6 +6,9 @@ from collections.abc import Iterable
 from numbers import Real
 from typing import Any
 
+from torch import Tensor
+
+from shuffled_dpsgd.clipping.capture.batch import CapturedBatch
 from shuffled_dpsgd.errors import InvalidArgumentError
 
 
@@ -27,3 +30,34 @@ def require_share(argument: str, value: Any) -> float:
     if not isinstance(value, Real) or not 0 <= float(value) <= 1:
         raise InvalidArgumentError(argument, expected="a number from 0 to 1", got=value)
     return float(value)
+
+
+def require_losses(
+    losses: Tensor, batch: CapturedBatch | None, counted: int | None
+) -> CapturedBatch:
+    """One loss for each sample of the latest forward, of which the first `counted` count."""
+    if batch is None:
+        raise InvalidArgumentError(
+            "losses",
+            expected="losses of a forward made inside `with engine:`",
+            got="no forward at all",
+        )
+    if losses.shape != (batch.size,):
+        raise InvalidArgumentError(
+            "losses",
+            expected=f"one loss per sample, shape ({batch.size},)",
+            got=tuple(losses.shape),
+            remedy="reduce over positions, not over samples",
+        )
+    if counted is not None and not 0 < counted <= max(batch.size, 1):
+        raise InvalidArgumentError(
+            "counted", expected=f"a number of samples from 1 to {batch.size}", got=counted
+        )
+    if batch.size > 0 and not losses.requires_grad:
+        raise InvalidArgumentError(
+            "losses",
+            expected="losses computed from trainable parameters with gradients enabled",
+            got="losses without a gradient",
+            remedy="compute them outside no_grad; merged adapters are not trained",
+        )
+    return batch

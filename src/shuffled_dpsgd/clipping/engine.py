@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Hashable, Iterable
 from types import TracebackType
 from typing import Any, Self
 
@@ -12,42 +11,29 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from shuffled_dpsgd.clipping import build
-from shuffled_dpsgd.clipping.arguments import require_choice, require_positive, require_share
+from shuffled_dpsgd.clipping.arguments import (
+    require_choice,
+    require_losses,
+    require_positive,
+    require_share,
+)
 from shuffled_dpsgd.clipping.attachment import Attachment
+from shuffled_dpsgd.clipping.batch_checks import BatchChecks
 from shuffled_dpsgd.clipping.capture.batch import CapturedBatch, Entry, Phase
 from shuffled_dpsgd.clipping.capture.batch_size import find_batch
 from shuffled_dpsgd.clipping.capture.counted import CountedRows
-from shuffled_dpsgd.clipping.capture.random_tape import RecordedTape
 from shuffled_dpsgd.clipping.capture.recorder import CaptureRecorder
-from shuffled_dpsgd.clipping.capture.samples import BatchKinds
 from shuffled_dpsgd.clipping.capture.slot import can_listen
 from shuffled_dpsgd.clipping.capture.taps import signature_of
 from shuffled_dpsgd.clipping.checks import refusals
-from shuffled_dpsgd.clipping.checks.batch_axis import BatchAxisCheck
-from shuffled_dpsgd.clipping.checks.loss_independence import (
-    LossCheck,
-    are_uneven,
-    mean_of_uneven,
-    mixed_number,
-    refuse_gradients,
-    refuse_uneven_gradients,
-)
-from shuffled_dpsgd.clipping.checks.solo_runs import Autocast, eagerly
-from shuffled_dpsgd.clipping.checks.standing import DEFAULT_RATE, StandingCheck
+from shuffled_dpsgd.clipping.checks.standing import DEFAULT_RATE
 from shuffled_dpsgd.clipping.checks.stray_gradients import GradWatch
-from shuffled_dpsgd.clipping.checks.watch import tap_output
 from shuffled_dpsgd.clipping.contributions import cost
 from shuffled_dpsgd.clipping.plan import Plan, describe
 from shuffled_dpsgd.clipping.rehearsal import Rehearsal
 from shuffled_dpsgd.clipping.rules.half_copies import HalfCopies
 from shuffled_dpsgd.clipping.settle import clip_functions
-from shuffled_dpsgd.clipping.settle.schedules import (
-    ClippingRule,
-    GroupByGroup,
-    SettleSchedule,
-    TwoPasses,
-    WholeGradient,
-)
+from shuffled_dpsgd.clipping.settle.schedules import ClippingRule, WholeGradient, schedule_for
 from shuffled_dpsgd.clipping.settle.shared_parameters import group_slots
 from shuffled_dpsgd.clipping.settle.totals import Totals
 from shuffled_dpsgd.errors import InvalidArgumentError, UnsupportedModuleError
@@ -103,8 +89,6 @@ class ClippingEngine:
         self.clip = clip
         self.strategy = strategy
         self.loss_reduction = loss_reduction
-        # Whoever times a run puts a clock of theirs here.
-        self.clock = Clock()
         self._parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
         self._frozen = {n: p for n, p in model.named_parameters() if not p.requires_grad}
         refusals.refuse_unfit(self._parameters)
@@ -124,31 +108,24 @@ class ClippingEngine:
             per_group=clip == "per-layer",
             totals=Totals(self._parameters),
         )
-        self._schedule = _schedule(strategy, self._rule)
+        self._schedule = schedule_for(strategy, self._rule)
         self._recorder.may_tap = isinstance(self._schedule, WholeGradient)
         self._halves = HalfCopies(self._slots)
         self._rehearsal = Rehearsal(self._parameters, self._rule.groups, self._rule.choose)
-        self._axis_check = BatchAxisCheck(model, self._slots, self._rehearsal.begin)
-        self._loss_check = LossCheck()
         self._watch = GradWatch(self._parameters)
-        self._kinds = BatchKinds(model)
         self._counted = CountedRows()
-        self._standing = StandingCheck(
+        self._attachment = Attachment(self._slots)
+        self._checks = BatchChecks(
             model=model,
             slots=self._slots,
             parameters=self._parameters,
+            recorder=self._recorder,
+            rehearsal=self._rehearsal,
+            attachment=self._attachment,
             rate=require_share("check_rate", check_rate),
             numbers_are_means=loss_reduction == "mean",
-            inputs=self._kinds.inputs,
-            detached=self._taken_off,
-            attached=self._put_on_trial,
         )
-        # While the standing check runs the model, its hooks do nothing.
-        self._is_checking = False
-        self._trial: CapturedBatch | None = None
-        self._compiled_call: tuple[tuple[Any, Any], int, int, Autocast] | None = None
-        self._tape_hook: RemovableHandle | None = None
-        self._attachment = Attachment(self._slots)
+        self._standing = self._checks.standing
         self._hooks: list[RemovableHandle] = []
         self._was_entered = False
 
@@ -180,9 +157,7 @@ class ClippingEngine:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
-        if self._tape_hook is not None:
-            self._tape_hook.remove()
-            self._tape_hook = None
+        self._checks.detach()
         self._recorder.close_forward()
         if error is None:
             self._watch.check()
@@ -207,44 +182,14 @@ class ClippingEngine:
         work is shared by batches that differ in `counted` alone.
         """
         loss_scale = require_positive("loss_scale", loss_scale)
-        batch = self._recorder.latest
-        if batch is None:
-            raise InvalidArgumentError(
-                "losses",
-                expected="losses of a forward made inside `with engine:`",
-                got="no forward at all",
-            )
-        if losses.shape != (batch.size,):
-            raise InvalidArgumentError(
-                "losses",
-                expected=f"one loss per sample, shape ({batch.size},)",
-                got=tuple(losses.shape),
-                remedy="reduce over positions, not over samples",
-            )
-        if counted is not None and not 0 < counted <= max(batch.size, 1):
-            raise InvalidArgumentError(
-                "counted", expected=f"a number of samples from 1 to {batch.size}", got=counted
-            )
+        batch = require_losses(losses, self._recorder.latest, counted)
         if batch.size == 0:
             return
-        if not losses.requires_grad:
-            raise InvalidArgumentError(
-                "losses",
-                expected="losses computed from trainable parameters with gradients enabled",
-                got="losses without a gradient",
-                remedy="compute them outside no_grad; merged adapters are not trained",
-            )
         counting = losses
         if counted is not None:
             counting, batch.counted = losses[:counted], counted
             batch.counts_B = self._counted.mark(batch.size, counted, losses.device)
-        samples = self._standing.samples_of(batch)
-        if samples or not self._loss_check.done:
-            self._recorder.muted = True
-            try:
-                self._loss_check.run(losses, samples)
-            finally:
-                self._recorder.muted = False
+        self._checks.check_losses(batch, losses)
         self._rule.totals.let_go()
         batch.scale = 1.0 / loss_scale
         batch.has_losses = True
@@ -264,6 +209,15 @@ class ClippingEngine:
                 remedy="call engine.backward after each forward, and reset() before going on",
             )
         self._settle_check()
+
+    @property
+    def clock(self) -> Clock:
+        """What times the parts of a step; whoever times a run puts a clock of theirs here."""
+        return self._checks.clock
+
+    @clock.setter
+    def clock(self, clock: Clock) -> None:
+        self._checks.clock = clock
 
     @property
     def sample_norms(self) -> Tensor:
@@ -333,13 +287,12 @@ class ClippingEngine:
     def reset(self) -> None:
         """Forget norms and sums; tensors handed out by `clipped_sum` stay as they are."""
         self._rule.totals.clear()
-        self._standing.forget()
-        self._compiled_call = None
+        self._checks.forget()
         if self._is_half_done():
             self._recorder.latest = None
 
     def _begin(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if not torch.is_grad_enabled() or _inside_backward() or self._is_checking:
+        if not torch.is_grad_enabled() or _inside_backward() or self._checks.is_running:
             return
         if not torch.compiler.is_compiling():
             self._refuse_half_done()
@@ -350,10 +303,7 @@ class ClippingEngine:
         size, device = find_batch(args, kwargs)
         kind: Hashable = None
         if not torch.compiler.is_compiling():
-            kind = self._kinds.of(args, kwargs, size, device)
-            if self._axis_check.is_due(args, kwargs, size, kind):
-                self._check_axis(args, kwargs, size, kind)
-            self._axis_check.expect(args, kwargs, size, kind)
+            kind = self._checks.before_forward(args, kwargs, size, device)
         scale = float(size) if self.loss_reduction == "mean" else 1.0
         batch = CapturedBatch(size=size, device=device, slots=len(self._slots), scale=scale)
         if device == "cuda" and torch.is_autocast_enabled(device) and can_listen():
@@ -369,46 +319,17 @@ class ClippingEngine:
             batch.compiled.inputs = (args, kwargs, dtype)
         self._recorder.open(batch, signature_of(args, kwargs, device) if traced else None)
         if not traced and self._standing.is_due(size, kind):
-            self._watch_forward(batch, args, kwargs)
-
-    def _watch_forward(self, batch: CapturedBatch, args: Any, kwargs: Any) -> None:
-        """Write down the random numbers of the forward that begins, until it ends or fails."""
-        watch = self._standing.begin(batch, (args, kwargs), batch.size, batch.device)
-        tape = RecordedTape(watch.tape)
-        if self._tape_hook is not None:
-            self._tape_hook.remove()
-
-        def end_tape(*_: Any) -> None:
-            if not tape.ended:
-                tape.ended = True
-                tape.__exit__(None, None, None)
-
-        self._tape_hook = self.model.register_forward_hook(end_tape, always_call=True)
-        tape.__enter__()
+            self._checks.watch_forward(batch, args, kwargs)
 
     def _end(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-        if not torch.is_grad_enabled() or self._is_checking:
+        if not torch.is_grad_enabled() or self._checks.is_running:
             return None
         batch = self._recorder.batch
         tapped = None
         if batch is not None and not torch.compiler.is_compiling():
-            watch = self._standing.watch
-            is_watched = watch is not None and watch.batch is batch
-            if watch is not None and is_watched:
-                output = tap_output(watch, output, lambda: self._recorder.muted)
-                tapped = output
-            if is_watched or not self._loss_check.done:
-                self._loss_check.note(output, batch.size)
-            if self._axis_check.mixed_numbers:
-                refuse_gradients(output, self._axis_check.mixed_numbers)
-            if self._axis_check.has_numbers and self._trusts_means():
-                refuse_uneven_gradients(output, args, kwargs, batch.size)
+            tapped = self._checks.after_forward(batch, args, kwargs, output)
         self._recorder.close_forward()
         return tapped
-
-    def _trusts_means(self) -> bool:
-        """Whether a mean of the model's own has only been seen of samples of one length."""
-        return self.loss_reduction == "mean" and not self._axis_check.saw_uneven
 
     def _is_half_done(self) -> bool:
         """Whether a backward broke off that adds to the sums layer by layer."""
@@ -427,52 +348,20 @@ class ClippingEngine:
     def _receive(self, batch: CapturedBatch, entry: Entry) -> None:
         if batch.size > 0:
             self._standing.book(batch, entry)
-            if batch is not self._trial:
+            if batch is not self._checks.trial:
                 self._schedule.receive(batch, entry)
 
     def _finish(self, batch: CapturedBatch) -> None:
-        if batch is self._trial:
+        if batch is self._checks.trial:
             return
         if batch.size > 0:
-            self._check_late(batch)
+            self._checks.check_late(batch)
             with self.clock.part("settle"):
                 self._rehearsal.wait()
                 self._schedule.finish(batch)
             if batch.closed:
                 self._standing.finish(batch, self._rule.totals.norms[-1])
         self._watch.check()
-
-    def _check_late(self, batch: CapturedBatch) -> None:
-        """Check what a compiled forward could not, before anything of its batch is handed out."""
-        if batch.compiled.inputs is None:
-            return
-        args, kwargs, dtype = batch.compiled.inputs
-        kind = self._kinds.of(args, kwargs, batch.size, batch.device)
-        if self._axis_check.is_due(args, kwargs, batch.size, kind):
-            with torch.autocast(batch.device, dtype=dtype, enabled=dtype is not None):
-                self._check_axis(args, kwargs, batch.size, kind, late=True)
-        if self._standing.is_due(batch.size, kind):
-            lower = dtype or torch.get_autocast_dtype(batch.device)
-            cast = Autocast(device=batch.device, enabled=dtype is not None, dtype=lower)
-            self._compiled_call = (args, kwargs), batch.size, batch.counted, cast
-        if batch.has_losses or not self._axis_check.has_numbers:
-            return
-        # Where this backward began nobody knows; it may have been one of the model's own numbers.
-        if self._axis_check.mixed_numbers:
-            raise mixed_number()
-        if self._trusts_means() and are_uneven(args, kwargs, batch.size):
-            raise mean_of_uneven()
-
-    def _check_axis(
-        self, args: Any, kwargs: Any, size: int, kind: Hashable, late: bool = False
-    ) -> None:
-        folded = [slot.folded for slot in self._slots]
-        with self.clock.part("checks"):
-            self._axis_check.run(args, kwargs, size, kind, late)
-        self._recorder.axis_checked = True
-        if [slot.folded for slot in self._slots] != folded:
-            # Not otherwise: a compiled model would take new forwards for other ones.
-            self._attachment.renew()
 
     def _settle_check(self) -> None:
         """Finish the standing check of the latest batch, before anything of it is handed out.
@@ -481,48 +370,11 @@ class ClippingEngine:
             UnsupportedModuleError: what was booked for a sample is not its gradient. Norms and
                 sums are forgotten.
         """
-        call, self._compiled_call = self._compiled_call, None
-        if call is None and not self._standing.is_pending:
-            return
         try:
-            with self.clock.part("checks"):
-                self._standing.settle()
-                if call is not None:
-                    (args, kwargs), size, counted, cast = call
-                    self._standing.try_batch((args, kwargs), size, counted, cast)
+            self._checks.settle()
         except UnsupportedModuleError:
             self.reset()
             raise
-
-    @contextmanager
-    def _taken_off(self) -> Iterator[None]:
-        """Run the model as its owner wrote it."""
-        self._is_checking = True
-        try:
-            with self._attachment.lifted(), eagerly():
-                yield
-        finally:
-            self._is_checking = False
-
-    @contextmanager
-    def _put_on_trial(self, batch: CapturedBatch) -> Iterator[Callable[[], None]]:
-        """Run the model with book-keeping for the standing check alone."""
-        latest = self._recorder.latest
-        self._is_checking, self._trial = True, batch
-        self._recorder.open(batch)
-        try:
-            with self._attachment.lent(), eagerly():
-                yield self._recorder.close_forward
-        finally:
-            self._recorder.close_forward()
-            self._recorder.latest = latest
-            self._is_checking, self._trial = False, None
-
-
-def _schedule(strategy: str, rule: ClippingRule) -> SettleSchedule:
-    if strategy == "ghost":
-        return TwoPasses(rule)
-    return GroupByGroup(rule) if rule.per_group else WholeGradient(rule)
 
 
 def _inside_backward() -> bool:

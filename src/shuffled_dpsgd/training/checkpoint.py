@@ -288,9 +288,9 @@ def _restore(
     private.optimizer.load_state_dict(state["optimizer"])
     private.steps_taken = state["steps_taken"]
     private.released = state["released"]
-    if private.frame is not None:
+    if private.shuffling.frame is not None:
         packed = state["frame"].to(private.device)
-        private.frame = Permutation(spec=private.frame.spec, packed=packed)
+        private.shuffling.frame = Permutation(spec=private.shuffling.frame.spec, packed=packed)
     _restore_randomness(private.world, state)
 
 
@@ -322,7 +322,7 @@ def _state(
         "optimizer": private.optimizer.state_dict(),
         "steps_taken": private.steps_taken,
         "released": private.released,
-        "frame": None if private.frame is None else private.frame.packed.cpu(),
+        "frame": None if private.shuffling.frame is None else private.shuffling.frame.packed.cpu(),
         "randomness": randomness[0],
         "other_ranks_randomness": randomness[1:],
         "extras": {name: extra.state_dict() for name, extra in extras.items()},

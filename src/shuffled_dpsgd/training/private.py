@@ -8,52 +8,40 @@ so that a test can replace one and watch the audits catch it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Iterator
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any
 
 import torch
-from torch.utils.hooks import RemovableHandle
 
 from shuffled_dpsgd.clipping import ClippingEngine
 from shuffled_dpsgd.distributed.exchange import Exchange
 from shuffled_dpsgd.distributed.world import Alone, World
 from shuffled_dpsgd.errors import BudgetExhaustedError, InvalidArgumentError
-from shuffled_dpsgd.permutation import Permutation, PermutationSpec, apply, draw, identity
+from shuffled_dpsgd.permutation import Permutation, PermutationSpec
 from shuffled_dpsgd.runtime.clock import OTHER, Clock
-from shuffled_dpsgd.training.adapters import guard_adapters
 from shuffled_dpsgd.training.batch_stream import BatchStream
 from shuffled_dpsgd.training.card import PrivacyCard, write_card
-from shuffled_dpsgd.training.data import (
-    LogicalBatch,
-    MapStyle,
-    PhysicalBatch,
-    physical_batches,
-    shaped,
-    to_device,
-)
-from shuffled_dpsgd.training.fingerprints import fingerprint, summary
+from shuffled_dpsgd.training.data import MapStyle
+from shuffled_dpsgd.training.drawn_batches import DrawnBatches
 from shuffled_dpsgd.training.guards import (
     WeightCheck,
-    check_count,
     check_finite,
     check_losses,
-    check_records,
     check_usable,
 )
-from shuffled_dpsgd.training.launch_check import compare_records
-from shuffled_dpsgd.training.layout import Layout, lengths_of
+from shuffled_dpsgd.training.layout import Layout
 from shuffled_dpsgd.training.ledger import Ledger
 from shuffled_dpsgd.training.mechanism import Mechanism, Release
 from shuffled_dpsgd.training.meeting import Meeting
 from shuffled_dpsgd.training.metrics import LossMeter, StepMetrics, describe_step
 from shuffled_dpsgd.training.plan import PrivacyPlan
 from shuffled_dpsgd.training.randomness import RandomStreams
-from shuffled_dpsgd.training.rehearsal import rehearse_release, wait_for_rehearsals
+from shuffled_dpsgd.training.rehearsal import wait_for_rehearsals
+from shuffled_dpsgd.training.release_tokens import ReleaseTokens
 from shuffled_dpsgd.training.sampler import Sampler
 from shuffled_dpsgd.training.shared_ledger import SharedLedger
-from shuffled_dpsgd.training.shuffle_check import ShuffleCheck
+from shuffled_dpsgd.training.shuffling import Shuffling
 from shuffled_dpsgd.training.update import GuardedOptimizer
 from shuffled_dpsgd.training.watches import ModelWatch
 
@@ -94,37 +82,32 @@ class PrivateTraining:
         self.world: World = world or Alone()
         self._exchange = exchange
         self._meeting = Meeting(self.world)
-        self._compared: MapStyle | None = None
         self.steps_taken = 0
         self.released = False
-        self.frame: Permutation | None = None
-        if plan.noise_frame == "unshuffled" and plan.permutes and spec is not None:
-            self.frame = identity(spec, self.device)
         self.last_metrics: StepMetrics | None = None
         self.last_sample_norms = torch.empty(0)
         self._trainable = {n: p for n, p in model.named_parameters() if p.requires_grad}
         self._callbacks: list[Callable[[], object]] = []
         self._losses = LossMeter()
         self.clock = engine.clock = Clock(self.device.type)
-        self._current: PhysicalBatch | None = None
-        self._pads = False
-        self._layout: tuple[MapStyle, tuple[int, bool], Layout] | None = None
-        self._drawn = 0
         self._depth = 0
         self._exhausted = False
-        self._pausing = False
         self._closed_because: str | None = None
-        self._epoch_end: int | None = None
-        self._stream: object = None
         self._watch = ModelWatch(model, optimizer)
         self._weights = WeightCheck(self._trainable)
-        self._shuffles: ShuffleCheck | None = None
-        if plan.permutes and spec is not None and spec.groups:
-            self._shuffles = ShuffleCheck(model, spec)
-        self._listening: RemovableHandle | None = None
         self._optimizer = GuardedOptimizer(optimizer, self._trainable)
-        rehearse_release(
-            spec if plan.permutes else None, dict(model.named_parameters()), self.device
+        self._tokens = ReleaseTokens(
+            secure=plan.secure, streams=streams, world=self.world, trainable=self._trainable
+        )
+        self._drawn = DrawnBatches(
+            self,
+            meeting=self._meeting,
+            may_release=self._may_release,
+            begin_step=self._watch.begin,
+            update=self._update,
+        )
+        self.shuffling = Shuffling(
+            model=model, optimizer=optimizer, plan=plan, spec=spec, streams=streams
         )
 
     @property
@@ -138,6 +121,11 @@ class PrivateTraining:
         return self._closed_because is not None
 
     @property
+    def frame(self) -> Permutation | None:
+        """How the weights lie now, where noise is drawn as if they had never moved."""
+        return self.shuffling.frame
+
+    @property
     def steps_per_epoch(self) -> int:
         """⌈N/B⌉: after so many steps every record was drawn about once."""
         return math.ceil(self.plan.dataset_size / self.plan.expected_batch_size)
@@ -145,11 +133,7 @@ class PrivateTraining:
     @property
     def finished(self) -> bool:
         """Whether the plan and the ledger allow no further step."""
-        return (
-            self._exhausted
-            or self.steps_taken >= self.plan.num_steps
-            or not self.ledger.allows(self._token())
-        )
+        return self._exhausted or self.steps_taken >= self.plan.num_steps or not self._may_release()
 
     def batches(
         self,
@@ -175,44 +159,16 @@ class PrivateTraining:
         last rows of some are copies that do not count, and only `private.backward` knows which.
         With `background`, a thread loads ahead; that and `pin_memory` are on for a GPU by default.
         """
-        if self.plan.sampling != "poisson":
-            raise InvalidArgumentError(
-                "sampling",
-                expected="'poisson' for private.batches",
-                got=self.plan.sampling,
-                remedy="feed your own batches inside `with private:`, or plan Poisson sampling",
-            )
         check_usable(self._closed_because)
-        check_records(data, dataset_size=self.plan.dataset_size)
-        if self.world.size > 1 and self._compared is not data:
-            compare_records(self.world, data)
-            self._compared = data
-        if self.finished:
-            raise BudgetExhaustedError(
-                f"after {self.steps_taken} steps, {self.ledger.spent} of the "
-                f"{self.plan.num_steps} releases of the plan are spent. One pass over "
-                "private.batches(data) runs the whole plan: for a pass per epoch write `for epoch "
-                "in private.epochs():` around it. The model is trained; for more steps start a "
-                "run with a larger plan"
-            )
-        if pad_batches and self.plan.loss_reduction == "mean":
-            raise InvalidArgumentError(
-                "pad_batches",
-                expected="losses of single samples, loss_reduction='sum'",
-                got="loss_reduction='mean', a mean over the rows that do not count as well",
-            )
-        on_gpu = self.device.type == "cuda"
-        last = self.plan.num_steps if self._epoch_end is None else self._epoch_end
-        last = last if num_steps is None else min(last, self.steps_taken + num_steps)
-        steps = range(self.steps_taken, last)
-        options = {
-            "layout": self.layout(data, pad_batches=pad_batches),
-            "collate": collate,
-            "num_workers": num_workers,
-            "pin_memory": on_gpu if pin_memory is None else pin_memory,
-            "background": on_gpu if background is None else background,
-        }
-        return BatchStream(self._batches(data, steps, options), num_steps=len(steps))
+        return self._drawn.open(
+            data,
+            num_steps=num_steps,
+            collate=collate,
+            num_workers=num_workers,
+            pin_memory=pin_memory,
+            pad_batches=pad_batches,
+            background=background,
+        )
 
     def epochs(self) -> Iterator[int]:
         """Number the epochs of the plan; inside, `batches` stops where the epoch ends.
@@ -220,16 +176,7 @@ class PrivateTraining:
         Goes on where a resumed run was. An epoch is `steps_per_epoch` steps of Poisson sampling:
         a record is drawn once on average, sometimes twice, sometimes never.
         """
-        try:
-            while not self.finished:
-                epoch = self.steps_taken // self.steps_per_epoch
-                self._epoch_end = min((epoch + 1) * self.steps_per_epoch, self.plan.num_steps)
-                before = self.steps_taken
-                yield epoch
-                if self.steps_taken == before:
-                    return
-        finally:
-            self._epoch_end = None
+        return self._drawn.epochs()
 
     @property
     def pads_by_default(self) -> bool:
@@ -238,21 +185,7 @@ class PrivateTraining:
 
     def layout(self, data: MapStyle, *, pad_batches: bool = False) -> Layout:
         """How logical batches of `data` are put into physical ones."""
-        key = self.physical_batch_size, pad_batches
-        if self._layout is None or self._layout[0] is not data or self._layout[1] != key:
-            layout = Layout(
-                batch_size=self.physical_batch_size,
-                expected=math.ceil(self.plan.expected_batch_size / self.world.size),
-                lengths=lengths_of(data),
-                pads=pad_batches,
-                device=self.device.type,
-                max_length=getattr(
-                    getattr(self.model, "config", None), "max_position_embeddings", None
-                ),
-            )
-            self._layout = data, key, layout
-            self.engine.expect_lengths([shape.length for shape in layout.shapes if shape.length])
-        return self._layout[2]
+        return self._drawn.layout(data, pad_batches=pad_batches)
 
     def backward(self, losses: torch.Tensor) -> None:
         """Back-propagate one loss per sample; `losses.sum().backward()` does the same.
@@ -260,14 +193,14 @@ class PrivateTraining:
         With `loss_reduction="mean"` declared, a scalar is taken as the mean over the physical
         batch; without it, refused, as it would scale every gradient down before the clip.
         """
-        current = self._current
+        current = self._drawn.current
         count = check_losses(
             losses,
             expected=None if current is None else current.rows,
             may_be_mean=self.plan.loss_reduction == "mean",
         )
         reduced = losses.dim() == 0
-        if current is not None and self._pads:
+        if current is not None and self._drawn.pads:
             self._losses.add(losses[: current.size], count=current.size, mean=False)
             self.engine.backward(losses, counted=current.size)
             return
@@ -283,7 +216,7 @@ class PrivateTraining:
         With `sampling="unaccounted"` every call updates with whatever was accumulated.
         """
         if self.plan.sampling == "poisson":
-            if self._current is None:
+            if self._drawn.current is None:
                 raise InvalidArgumentError(
                     "step",
                     expected="one call per batch of private.batches(data)",
@@ -292,8 +225,8 @@ class PrivateTraining:
                     "private.batches(loader.dataset) instead of your own loader, or plan "
                     "sampling='unaccounted', which allows no claim",
                 )
-            check_count(self._count, drawn=self._drawn, padded=self._pads)
-            if not self._current.completes:
+            self._drawn.check_count(self.engine.sample_norms.numel())
+            if not self._drawn.current.completes:
                 return False
         self._update()
         return True
@@ -302,17 +235,15 @@ class PrivateTraining:
         """Drop what was accumulated since the last update; nothing of it has been released."""
         self.engine.reset()
         self._losses.reset()
-        self._current = None
-        self._drawn = 0
-        if self._shuffles is not None:
-            self._shuffles.forget()
+        self._drawn.forget()
+        self.shuffling.forget()
 
     def pause(self) -> None:
         """End the present loop over `batches` after this step; another may go on later.
 
         For a callback of `on_update`. Of several ranks, all must call it after the same step.
         """
-        self._pausing = True
+        self._drawn.pause()
 
     def trust_buffers(self) -> None:
         """Take the model's buffers as they are now for public.
@@ -347,7 +278,7 @@ class PrivateTraining:
             return
         self.check()
         if self.plan.shuffle == "at-release" and self.plan.permutes:
-            self._permute(self.plan.num_steps)
+            self.shuffling.permute(self.plan.num_steps)
         self.released = True
 
     def card(self) -> PrivacyCard:
@@ -357,7 +288,7 @@ class PrivateTraining:
             num_steps=self.ledger.spent,
             spec=self.spec,
             released=self.released,
-            shuffles_verified=0 if self._shuffles is None else self._shuffles.num_verified,
+            shuffles_verified=self.shuffling.num_verified,
             samples_checked=self.engine.num_checked_by_coin,
         )
 
@@ -371,8 +302,7 @@ class PrivateTraining:
     def __enter__(self) -> PrivateTraining:
         if self._depth == 0:
             self.engine.__enter__()
-            if self._shuffles is not None:
-                self._listening = self._shuffles.listen()
+            self.shuffling.listen()
         self._depth += 1
         return self
 
@@ -388,95 +318,11 @@ class PrivateTraining:
             self.world.tell_failure(error)
         self._depth -= 1
         if self._depth == 0:
-            if self._listening is not None:
-                self._listening.remove()
-                self._listening = None
+            self.shuffling.stop_listening()
             self.engine.__exit__(kind, error, trace)
 
-    @property
-    def _count(self) -> int:
-        """Number of records whose gradients are in the engine's sums."""
-        return self.engine.sample_norms.numel()
-
-    def _token(self, sums: dict[str, torch.Tensor] | None = None) -> str:
-        """What the next release is known by; without `sums`, what its token begins with.
-
-        In a seeded run the same step from the same weights with the same sums is the same
-        release. From other weights or with other sums (changed settings or data, a device that
-        does not repeat itself) it is a new one, with noise used before: it is counted. Every bit
-        of the sums counts; of the weights a summary does, since equal sums under equal noise are
-        one release wherever they start from.
-        """
-        if self.plan.secure:
-            return self.streams.token(self.steps_taken)
-        key, start = self.ledger.key, self._weights_summary()
-        shares = [] if sums is None else self.world.gather(fingerprint(sums, key))
-        whole = ":".join(shares) if shares else None
-        return self.streams.token(self.steps_taken, key=key, start=start, sums=whole)
-
-    def _weights_summary(self) -> str:
-        return summary([p.detach() for p in self._trainable.values()])
-
-    def _batches(
-        self, data: MapStyle, steps: range, options: dict[str, Any]
-    ) -> Generator[Any, None, None]:
-        share = self._meeting.part
-        logical = (
-            LogicalBatch(step=step, indices=share(step, self.sampler.indices(step).tolist()))
-            for step in steps
-        )
-        self.streams.renew()
-        stream = self._stream = object()
-        self._pads = options["layout"].pads
-        self._pausing = False
-        with self:
-            self.discard()
-            loaded = physical_batches(
-                data,
-                logical,
-                generator=self.streams.torch("loader", self.steps_taken),
-                **options,
-            )
-            try:
-                while not self._pausing and (part := self._next(loaded)) is not None:
-                    if self._drawn == 0:
-                        if not self.ledger.allows(self._token()):
-                            break
-                        self._watch.begin(part.step)
-                    self._current = part
-                    self._drawn += part.size
-                    if part.data is None:
-                        self._update()
-                        continue
-                    with self.clock.part("data"):
-                        batch = to_device(shaped(part.data), self.device)
-                    self.clock.turn_to("forward and backward")
-                    yield batch
-                    self.clock.turn_to(OTHER)
-                    self._check_stepped(part, stream)
-                self.check()
-            finally:
-                # A loop given up earlier may be closed only now, in the middle of another one.
-                if self._stream is stream:
-                    self.discard()
-
-    def _next(self, loaded: Iterator[PhysicalBatch]) -> PhysicalBatch | None:
-        with self.clock.part("data"):
-            return next(loaded, None)
-
-    def _check_stepped(self, part: PhysicalBatch, stream: object) -> None:
-        if self._stream is not stream:
-            raise InvalidArgumentError(
-                "batches", expected="one loop over private.batches at a time", got="a second"
-            )
-        if not part.completes:
-            check_count(self._count, drawn=self._drawn, padded=self._pads)
-        elif self.steps_taken <= part.step:
-            raise InvalidArgumentError(
-                "step",
-                expected="private.step() once per physical batch",
-                got=f"no call for the batch that completes step {part.step}",
-            )
+    def _may_release(self) -> bool:
+        return self.ledger.allows(self._tokens.of_step(self.steps_taken, self.ledger))
 
     def _update(self) -> None:
         try:
@@ -496,7 +342,7 @@ class PrivateTraining:
         wait_for_rehearsals()
         with self.clock.part("checks"):
             norms, loss = self._meeting.hold(
-                step, self._counted_norms, self._losses, self._weights_summary
+                step, self._counted_norms, self._losses, self._tokens.summarize_weights
             )
             self._check_step(step, norms)
         release = self._release(step)
@@ -511,7 +357,7 @@ class PrivateTraining:
         self.steps_taken += 1
         if self.plan.shuffle == "every-step" and self.plan.permutes:
             with self.clock.part("shuffle"):
-                self._permute(step)
+                self.shuffling.permute(step)
         self.discard()
         with self.clock.part("checks"):
             self._weights.ask(step, wait=self.device.type == "cpu")
@@ -524,15 +370,14 @@ class PrivateTraining:
         norms = self.engine.sample_norms.detach().cpu()
         self._weights.answer()
         if self.plan.sampling == "poisson":
-            check_count(norms.numel(), drawn=self._drawn, padded=self._pads)
+            self._drawn.check_count(norms.numel())
         return norms
 
     def _check_step(self, step: int, norms: torch.Tensor) -> None:
         """Refuse a step that must not be taken; `norms` are those of the whole logical batch."""
         check_finite(norms, step=step)
         self._watch.check(step)
-        if self._shuffles is not None:
-            self._shuffles.try_out()
+        self.shuffling.try_out()
 
     def _release(self, step: int) -> Release:
         """Make the sums private and update with them; no reference to them is left behind."""
@@ -545,7 +390,7 @@ class PrivateTraining:
         with self.clock.part("ledger"):
             self._record(sums)
         with self.clock.part("noise"):
-            release = self.mechanism.privatize(sums, step=step, frame=self.frame)
+            release = self.mechanism.privatize(sums, step=step, frame=self.shuffling.frame)
         if exchange is not None:
             with self.clock.part("exchange"):
                 sums = exchange.spread(sums)
@@ -555,19 +400,8 @@ class PrivateTraining:
 
     def _record(self, sums: dict[str, torch.Tensor]) -> None:
         try:
-            self.ledger.record(step=self.steps_taken, token=self._token(sums))
+            token = self._tokens.of_step(self.steps_taken, self.ledger, sums)
+            self.ledger.record(step=self.steps_taken, token=token)
         except BudgetExhaustedError:
             self._exhausted = True
             raise
-
-    def _permute(self, step: int) -> None:
-        assert self.spec is not None, "a plan that permutes has a spec"
-        wait_for_rehearsals()
-        guard_adapters(self.model)
-        generator = self.streams.torch("permutation", step, device=self.device)
-        permutation = draw(self.spec, generator)
-        check = self._shuffles
-        with nullcontext() if check is None else check.watching(permutation, self.optimizer):
-            apply(permutation, self.model, self.optimizer)
-        if self.frame is not None:
-            self.frame = self.frame.then(permutation)

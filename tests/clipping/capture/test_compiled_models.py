@@ -487,7 +487,7 @@ def test_a_compiled_model_is_checked_once_and_compiled_no_more_often() -> None:
     torch._dynamo.utils.counters.clear()
     compiled = torch.compile(model, fullgraph=True, backend="eager")
     with mock.patch.object(
-        engine._axis_check, "run", side_effect=engine._axis_check.run
+        engine._checks.axis, "run", side_effect=engine._checks.axis.run
     ) as checked:
         for _ in range(4):
             with engine:

@@ -1,0 +1,218 @@
+"""When each check of a batch runs: before its forward, after it, with its losses, and at the end.
+
+The checks themselves are in `checks/`. Here is their order, and how they borrow the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from shuffled_dpsgd.clipping.attachment import Attachment
+from shuffled_dpsgd.clipping.capture.batch import CapturedBatch
+from shuffled_dpsgd.clipping.capture.random_tape import RecordedTape
+from shuffled_dpsgd.clipping.capture.recorder import CaptureRecorder
+from shuffled_dpsgd.clipping.capture.samples import BatchKinds
+from shuffled_dpsgd.clipping.capture.slot import Slot
+from shuffled_dpsgd.clipping.checks.batch_axis import BatchAxisCheck
+from shuffled_dpsgd.clipping.checks.loss_independence import (
+    LossCheck,
+    are_uneven,
+    mean_of_uneven,
+    mixed_number,
+    refuse_gradients,
+    refuse_uneven_gradients,
+)
+from shuffled_dpsgd.clipping.checks.solo_runs import Autocast, eagerly
+from shuffled_dpsgd.clipping.checks.standing import StandingCheck
+from shuffled_dpsgd.clipping.checks.watch import tap_output
+from shuffled_dpsgd.clipping.rehearsal import Rehearsal
+from shuffled_dpsgd.runtime.clock import Clock
+
+
+class BatchChecks:
+    """The checks of the batch axis, of the losses and of single samples, for one engine.
+
+    While a check runs the model, `is_running` is set: the engine's hooks then do nothing. `trial`
+    is the batch, if any, that is booked for the standing check alone. With `numbers_are_means`, a
+    single number among the outputs is the mean of the samples' losses.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: nn.Module,
+        slots: Sequence[Slot],
+        parameters: Mapping[str, nn.Parameter],
+        recorder: CaptureRecorder,
+        rehearsal: Rehearsal,
+        attachment: Attachment,
+        rate: float,
+        numbers_are_means: bool,
+    ) -> None:
+        self.clock = Clock()
+        self.is_running = False
+        self.trial: CapturedBatch | None = None
+        self.axis = BatchAxisCheck(model, slots, rehearsal.begin)
+        self._model = model
+        self._slots = slots
+        self._recorder = recorder
+        self._attachment = attachment
+        self._numbers_are_means = numbers_are_means
+        self._kinds = BatchKinds(model)
+        self._losses = LossCheck()
+        self.standing = StandingCheck(
+            model=model,
+            slots=slots,
+            parameters=parameters,
+            rate=rate,
+            numbers_are_means=numbers_are_means,
+            inputs=self._kinds.inputs,
+            detached=self._taken_off,
+            attached=self._put_on_trial,
+        )
+        self._compiled_call: tuple[tuple[Any, Any], int, int, Autocast] | None = None
+        self._tape_hook: RemovableHandle | None = None
+
+    def before_forward(self, args: Any, kwargs: Any, size: int, device: str) -> Hashable:
+        """Check the batch axis of a call of the model; returns the kind of its batch."""
+        kind = self._kinds.of(args, kwargs, size, device)
+        if self.axis.is_due(args, kwargs, size, kind):
+            self._check_axis(args, kwargs, size, kind)
+        self.axis.expect(args, kwargs, size, kind)
+        return kind
+
+    def watch_forward(self, batch: CapturedBatch, args: Any, kwargs: Any) -> None:
+        """Write down the random numbers of the forward that begins, until it ends or fails."""
+        watch = self.standing.begin(batch, (args, kwargs), batch.size, batch.device)
+        tape = RecordedTape(watch.tape)
+        if self._tape_hook is not None:
+            self._tape_hook.remove()
+
+        def end_tape(*_: Any) -> None:
+            if not tape.ended:
+                tape.ended = True
+                tape.__exit__(None, None, None)
+
+        self._tape_hook = self._model.register_forward_hook(end_tape, always_call=True)
+        tape.__enter__()
+
+    def after_forward(self, batch: CapturedBatch, args: Any, kwargs: Any, output: Any) -> Any:
+        """Have gradients refused that begin where samples meet; returns outputs to use instead.
+
+        Returns None where the outputs stay as they are.
+        """
+        tapped = None
+        watch = self.standing.watch
+        is_watched = watch is not None and watch.batch is batch
+        if watch is not None and is_watched:
+            output = tap_output(watch, output, lambda: self._recorder.muted)
+            tapped = output
+        if is_watched or not self._losses.done:
+            self._losses.note(output, batch.size)
+        if self.axis.mixed_numbers:
+            refuse_gradients(output, self.axis.mixed_numbers)
+        if self.axis.has_numbers and self._trusts_means():
+            refuse_uneven_gradients(output, args, kwargs, batch.size)
+        return tapped
+
+    def check_losses(self, batch: CapturedBatch, losses: Tensor) -> None:
+        """Follow the losses back to the outputs: the first losses, and those of watched samples."""
+        samples = self.standing.samples_of(batch)
+        if samples or not self._losses.done:
+            self._recorder.muted = True
+            try:
+                self._losses.run(losses, samples)
+            finally:
+                self._recorder.muted = False
+
+    def check_late(self, batch: CapturedBatch) -> None:
+        """Check what a compiled forward could not, before anything of its batch is handed out."""
+        if batch.compiled.inputs is None:
+            return
+        args, kwargs, dtype = batch.compiled.inputs
+        kind = self._kinds.of(args, kwargs, batch.size, batch.device)
+        if self.axis.is_due(args, kwargs, batch.size, kind):
+            with torch.autocast(batch.device, dtype=dtype, enabled=dtype is not None):
+                self._check_axis(args, kwargs, batch.size, kind, late=True)
+        if self.standing.is_due(batch.size, kind):
+            lower = dtype or torch.get_autocast_dtype(batch.device)
+            cast = Autocast(device=batch.device, enabled=dtype is not None, dtype=lower)
+            self._compiled_call = (args, kwargs), batch.size, batch.counted, cast
+        if batch.has_losses or not self.axis.has_numbers:
+            return
+        # Where this backward began nobody knows; it may have been one of the model's own numbers.
+        if self.axis.mixed_numbers:
+            raise mixed_number()
+        if self._trusts_means() and are_uneven(args, kwargs, batch.size):
+            raise mean_of_uneven()
+
+    def settle(self) -> None:
+        """Finish the standing check of the latest batch, before anything of it is handed out.
+
+        Raises:
+            UnsupportedModuleError: what was booked for a sample is not its gradient.
+        """
+        call, self._compiled_call = self._compiled_call, None
+        if call is None and not self.standing.is_pending:
+            return
+        with self.clock.part("checks"):
+            self.standing.settle()
+            if call is not None:
+                (args, kwargs), size, counted, cast = call
+                self.standing.try_batch((args, kwargs), size, counted, cast)
+
+    def forget(self) -> None:
+        """Drop what has not been compared yet."""
+        self.standing.forget()
+        self._compiled_call = None
+
+    def detach(self) -> None:
+        """Leave no hook on the model."""
+        if self._tape_hook is not None:
+            self._tape_hook.remove()
+            self._tape_hook = None
+
+    def _trusts_means(self) -> bool:
+        """Whether a mean of the model's own has only been seen of samples of one length."""
+        return self._numbers_are_means and not self.axis.saw_uneven
+
+    def _check_axis(
+        self, args: Any, kwargs: Any, size: int, kind: Hashable, late: bool = False
+    ) -> None:
+        folded = [slot.folded for slot in self._slots]
+        with self.clock.part("checks"):
+            self.axis.run(args, kwargs, size, kind, late)
+        self._recorder.axis_checked = True
+        if [slot.folded for slot in self._slots] != folded:
+            # Not otherwise: a compiled model would take new forwards for other ones.
+            self._attachment.renew()
+
+    @contextmanager
+    def _taken_off(self) -> Iterator[None]:
+        """Run the model as its owner wrote it."""
+        self.is_running = True
+        try:
+            with self._attachment.lifted(), eagerly():
+                yield
+        finally:
+            self.is_running = False
+
+    @contextmanager
+    def _put_on_trial(self, batch: CapturedBatch) -> Iterator[Callable[[], None]]:
+        """Run the model with book-keeping for the standing check alone."""
+        latest = self._recorder.latest
+        self.is_running, self.trial = True, batch
+        self._recorder.open(batch)
+        try:
+            with self._attachment.lent(), eagerly():
+                yield self._recorder.close_forward
+        finally:
+            self._recorder.close_forward()
+            self._recorder.latest = latest
+            self.is_running, self.trial = False, None

@@ -1,0 +1,228 @@
+"""The batches of a run: drawn by Poisson sampling, laid out, loaded, and handed out in turn.
+
+A logical batch is what was drawn for one step; it comes in physical batches that fit in memory.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Generator, Iterator
+from typing import TYPE_CHECKING, Any
+
+from shuffled_dpsgd.errors import BudgetExhaustedError, InvalidArgumentError
+from shuffled_dpsgd.runtime.clock import OTHER
+from shuffled_dpsgd.training.batch_stream import BatchStream
+from shuffled_dpsgd.training.data import (
+    LogicalBatch,
+    MapStyle,
+    PhysicalBatch,
+    physical_batches,
+    shaped,
+    to_device,
+)
+from shuffled_dpsgd.training.guards import check_count, check_records
+from shuffled_dpsgd.training.launch_check import compare_records
+from shuffled_dpsgd.training.layout import Layout, lengths_of
+from shuffled_dpsgd.training.meeting import Meeting
+
+if TYPE_CHECKING:
+    from shuffled_dpsgd.training.private import PrivateTraining
+
+
+class DrawnBatches:
+    """Draws the batches of `run` and knows which of them the loop is at.
+
+    `may_release` says whether the ledger allows a next step. `begin_step` is told of every step
+    before its first batch. `update` takes the step of an empty logical batch.
+
+    `current` is the physical batch in the user's hands, None between two. `num_drawn` counts the
+    records of the logical batch up to and including it. With `pads`, a physical batch may end in
+    copies that do not count.
+    """
+
+    def __init__(
+        self,
+        run: PrivateTraining,
+        *,
+        meeting: Meeting,
+        may_release: Callable[[], bool],
+        begin_step: Callable[[int], None],
+        update: Callable[[], None],
+    ) -> None:
+        self._run = run
+        self._meeting = meeting
+        self._may_release = may_release
+        self._begin_step = begin_step
+        self._update = update
+        self.current: PhysicalBatch | None = None
+        self.num_drawn = 0
+        self.pads = False
+        self._compared: MapStyle | None = None
+        self._layout: tuple[MapStyle, tuple[int, bool], Layout] | None = None
+        self._pausing = False
+        self._epoch_end: int | None = None
+        self._stream: object = None
+
+    def open(
+        self,
+        data: MapStyle,
+        *,
+        num_steps: int | None,
+        collate: Callable[[list[Any]], Any] | None,
+        num_workers: int,
+        pin_memory: bool | None,
+        pad_batches: bool,
+        background: bool | None,
+    ) -> BatchStream:
+        """What `private.batches` returns."""
+        run = self._run
+        self._check_request(data, pad_batches=pad_batches)
+        on_gpu = run.device.type == "cuda"
+        last = run.plan.num_steps if self._epoch_end is None else self._epoch_end
+        last = last if num_steps is None else min(last, run.steps_taken + num_steps)
+        steps = range(run.steps_taken, last)
+        options = {
+            "layout": self.layout(data, pad_batches=pad_batches),
+            "collate": collate,
+            "num_workers": num_workers,
+            "pin_memory": on_gpu if pin_memory is None else pin_memory,
+            "background": on_gpu if background is None else background,
+        }
+        return BatchStream(self._batches(data, steps, options), num_steps=len(steps))
+
+    def epochs(self) -> Iterator[int]:
+        """What `private.epochs` returns."""
+        run = self._run
+        try:
+            while not run.finished:
+                epoch = run.steps_taken // run.steps_per_epoch
+                self._epoch_end = min((epoch + 1) * run.steps_per_epoch, run.plan.num_steps)
+                before = run.steps_taken
+                yield epoch
+                if run.steps_taken == before:
+                    return
+        finally:
+            self._epoch_end = None
+
+    def layout(self, data: MapStyle, *, pad_batches: bool) -> Layout:
+        """How logical batches of `data` are put into physical ones."""
+        run = self._run
+        key = run.physical_batch_size, pad_batches
+        if self._layout is None or self._layout[0] is not data or self._layout[1] != key:
+            layout = Layout(
+                batch_size=run.physical_batch_size,
+                expected=math.ceil(run.plan.expected_batch_size / run.world.size),
+                lengths=lengths_of(data),
+                pads=pad_batches,
+                device=run.device.type,
+                max_length=getattr(
+                    getattr(run.model, "config", None), "max_position_embeddings", None
+                ),
+            )
+            self._layout = data, key, layout
+            run.engine.expect_lengths([shape.length for shape in layout.shapes if shape.length])
+        return self._layout[2]
+
+    def pause(self) -> None:
+        """End the present loop after this step."""
+        self._pausing = True
+
+    def forget(self) -> None:
+        """No batch is in hand any more."""
+        self.current = None
+        self.num_drawn = 0
+
+    def check_count(self, count: int) -> None:
+        """Refuse unless every record drawn has one gradient among the `count` in the sums."""
+        check_count(count, drawn=self.num_drawn, padded=self.pads)
+
+    def _check_request(self, data: MapStyle, *, pad_batches: bool) -> None:
+        run = self._run
+        if run.plan.sampling != "poisson":
+            raise InvalidArgumentError(
+                "sampling",
+                expected="'poisson' for private.batches",
+                got=run.plan.sampling,
+                remedy="feed your own batches inside `with private:`, or plan Poisson sampling",
+            )
+        check_records(data, dataset_size=run.plan.dataset_size)
+        if run.world.size > 1 and self._compared is not data:
+            compare_records(run.world, data)
+            self._compared = data
+        if run.finished:
+            raise BudgetExhaustedError(
+                f"after {run.steps_taken} steps, {run.ledger.spent} of the "
+                f"{run.plan.num_steps} releases of the plan are spent. One pass over "
+                "private.batches(data) runs the whole plan: for a pass per epoch write `for epoch "
+                "in private.epochs():` around it. The model is trained; for more steps start a "
+                "run with a larger plan"
+            )
+        if pad_batches and run.plan.loss_reduction == "mean":
+            raise InvalidArgumentError(
+                "pad_batches",
+                expected="losses of single samples, loss_reduction='sum'",
+                got="loss_reduction='mean', a mean over the rows that do not count as well",
+            )
+
+    def _batches(
+        self, data: MapStyle, steps: range, options: dict[str, Any]
+    ) -> Generator[Any, None, None]:
+        run = self._run
+        share = self._meeting.part
+        logical = (
+            LogicalBatch(step=step, indices=share(step, run.sampler.indices(step).tolist()))
+            for step in steps
+        )
+        run.streams.renew()
+        stream = self._stream = object()
+        self.pads = options["layout"].pads
+        self._pausing = False
+        with run:
+            run.discard()
+            loaded = physical_batches(
+                data,
+                logical,
+                generator=run.streams.torch("loader", run.steps_taken),
+                **options,
+            )
+            try:
+                while not self._pausing and (part := self._next(loaded)) is not None:
+                    if self.num_drawn == 0:
+                        if not self._may_release():
+                            break
+                        self._begin_step(part.step)
+                    self.current = part
+                    self.num_drawn += part.size
+                    if part.data is None:
+                        self._update()
+                        continue
+                    with run.clock.part("data"):
+                        batch = to_device(shaped(part.data), run.device)
+                    run.clock.turn_to("forward and backward")
+                    yield batch
+                    run.clock.turn_to(OTHER)
+                    self._check_stepped(part, stream)
+                run.check()
+            finally:
+                # A loop given up earlier may be closed only now, in the middle of another one.
+                if self._stream is stream:
+                    run.discard()
+
+    def _next(self, loaded: Iterator[PhysicalBatch]) -> PhysicalBatch | None:
+        with self._run.clock.part("data"):
+            return next(loaded, None)
+
+    def _check_stepped(self, part: PhysicalBatch, stream: object) -> None:
+        run = self._run
+        if self._stream is not stream:
+            raise InvalidArgumentError(
+                "batches", expected="one loop over private.batches at a time", got="a second"
+            )
+        if not part.completes:
+            self.check_count(run.engine.sample_norms.numel())
+        elif run.steps_taken <= part.step:
+            raise InvalidArgumentError(
+                "step",
+                expected="private.step() once per physical batch",
+                got=f"no call for the batch that completes step {part.step}",
+            )

@@ -1,0 +1,91 @@
+"""The shuffle of a run: draws a permutation, applies it, and has some shuffles verified."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from shuffled_dpsgd.permutation import Permutation, PermutationSpec, apply, draw, identity
+from shuffled_dpsgd.training.adapters import guard_adapters
+from shuffled_dpsgd.training.plan import PrivacyPlan
+from shuffled_dpsgd.training.randomness import RandomStreams
+from shuffled_dpsgd.training.rehearsal import rehearse_release, wait_for_rehearsals
+from shuffled_dpsgd.training.shuffle_check import ShuffleCheck
+
+
+class Shuffling:
+    """Permutes the weights of `model` and the state of `optimizer` together.
+
+    `frame` is the product of all permutations so far. It is kept only where the plan draws noise
+    as if the weights had never moved, and is None otherwise.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        plan: PrivacyPlan,
+        spec: PermutationSpec | None,
+        streams: RandomStreams,
+    ) -> None:
+        self._model = model
+        self._optimizer = optimizer
+        self._spec = spec
+        self._streams = streams
+        self.frame: Permutation | None = None
+        if plan.noise_frame == "unshuffled" and plan.permutes and spec is not None:
+            self.frame = identity(spec, self._device)
+        self._check: ShuffleCheck | None = None
+        if plan.permutes and spec is not None and spec.groups:
+            self._check = ShuffleCheck(model, spec)
+        self._listening: RemovableHandle | None = None
+        rehearse_release(
+            spec if plan.permutes else None, dict(model.named_parameters()), self._device
+        )
+
+    @property
+    def num_verified(self) -> int:
+        """Shuffles so far that were seen to leave the model's outputs unchanged."""
+        return 0 if self._check is None else self._check.num_verified
+
+    def listen(self) -> None:
+        """Note what the model is called with, for the shuffles that are verified."""
+        if self._check is not None:
+            self._listening = self._check.listen()
+
+    def stop_listening(self) -> None:
+        """Take the hook off the model again."""
+        if self._listening is not None:
+            self._listening.remove()
+            self._listening = None
+
+    def try_out(self) -> None:
+        """Before the first release: refuse a shuffle that changes the model's outputs."""
+        if self._check is not None:
+            self._check.try_out()
+
+    def forget(self) -> None:
+        """The batch is over: the next one's inputs take the place of its own."""
+        if self._check is not None:
+            self._check.forget()
+
+    def permute(self, step: int) -> None:
+        """Draw the permutation of `step` and apply it."""
+        assert self._spec is not None, "a plan that permutes has a spec"
+        wait_for_rehearsals()
+        guard_adapters(self._model)
+        generator = self._streams.torch("permutation", step, device=self._device)
+        permutation = draw(self._spec, generator)
+        check = self._check
+        with nullcontext() if check is None else check.watching(permutation, self._optimizer):
+            apply(permutation, self._model, self._optimizer)
+        if self.frame is not None:
+            self.frame = self.frame.then(permutation)
+
+    @property
+    def _device(self) -> torch.device:
+        """Where the weights are now; a model may move after its run was made."""
+        return next(self._model.parameters()).device

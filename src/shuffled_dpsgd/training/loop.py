@@ -21,12 +21,8 @@ import torch
 
 from shuffled_dpsgd.accounting import PrivacyClaim
 from shuffled_dpsgd.errors import BudgetExhaustedError, CheckpointError, InvalidArgumentError
-from shuffled_dpsgd.training.checkpoint import (
-    Stateful,
-    latest_checkpoint,
-    load_checkpoint,
-    save_checkpoint,
-)
+from shuffled_dpsgd.training.checkpoint import Stateful, load_checkpoint, save_checkpoint
+from shuffled_dpsgd.training.checkpoint_folder import latest_checkpoint
 from shuffled_dpsgd.training.data import MapStyle
 from shuffled_dpsgd.training.independence import check_independence
 from shuffled_dpsgd.training.metrics import StepMetrics

@@ -1,0 +1,148 @@
+"""Checkpoints as folders on a disk: written whole or not at all, hashed, found and pruned.
+
+A checkpoint is written under a temporary name, synced, then renamed. What it replaces is there
+until it is. Its manifest holds a hash per file, so that a torn or altered one is refused.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+
+from shuffled_dpsgd.errors import CheckpointError
+from shuffled_dpsgd.training.ledger import fsync_directory
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+# One that replaces another of the same step has the longer name until the other is gone.
+_NEWER = "-new"
+_NAME = re.compile(rf"checkpoint-\d{{8}}({_NEWER})?")
+
+
+def find_checkpoints(directory: str | Path) -> list[Path]:
+    """Complete checkpoints in `directory`, oldest first."""
+    root = Path(directory)
+    found = root.iterdir() if root.is_dir() else ()
+    return sorted(path for path in found if _NAME.fullmatch(path.name))
+
+
+def latest_checkpoint(directory: str | Path) -> Path | None:
+    """The newest complete checkpoint, or None."""
+    found = find_checkpoints(directory)
+    return found[-1] if found else None
+
+
+def choose_checkpoint(path: Path) -> Path:
+    """The checkpoint itself, or the newest of those in a folder."""
+    if (path / MANIFEST).is_file() or _NAME.fullmatch(path.name):
+        return path
+    newest = latest_checkpoint(path)
+    if newest is None:
+        raise CheckpointError(
+            f"{path}: no checkpoint and no folder of checkpoints; pass what save_checkpoint was "
+            "given, or what it returned"
+        )
+    return newest
+
+
+def finish_files(folder: Path, names: Iterable[str]) -> None:
+    """Write the manifest of these files, and make them and it durable."""
+    hashes = {name: hash_file(folder / name) for name in names}
+    manifest = {"format": FORMAT, "files": hashes}
+    (folder / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
+    for name in (*hashes, MANIFEST):
+        _fsync_file(folder / name)
+    fsync_directory(folder)
+
+
+def verify_files(source: Path, names: Iterable[str]) -> None:
+    """Refuse a checkpoint with a file that is missing or not as it was written."""
+    try:
+        _compare_hashes(source, names)
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}{_earlier(source)}") from error
+
+
+def put_in_place(temporary: Path, target: Path) -> None:
+    """Give a complete checkpoint its name, after it has been found under another one."""
+    newer = target.with_name(f"{target.name}{_NEWER}")
+    if newer.exists():  # A process was killed at the last line of this function.
+        _replace(target, newer)
+    if not target.exists():
+        _rename(temporary, target)
+        return
+    _rename(temporary, newer)
+    _replace(target, newer)
+
+
+def prune(root: Path, *, keep: int, spare: Path) -> None:
+    """Delete all but the newest `keep` checkpoints in `root`, never `spare`."""
+    for old in find_checkpoints(root)[:-keep]:
+        if old != spare:
+            _remove(old)
+
+
+def hash_file(path: Path) -> str:
+    """The SHA-256 of a file."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _compare_hashes(source: Path, names: Iterable[str]) -> None:
+    manifest_path = source / MANIFEST
+    if not manifest_path.is_file():
+        raise CheckpointError(f"{source}: no {MANIFEST}, so not a complete checkpoint")
+    try:
+        manifest = json.loads(manifest_path.read_text(encoding="utf-8"))
+        version, files = manifest["format"], dict(manifest["files"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{manifest_path}: not a manifest of ours; {error}") from error
+    if version != FORMAT:
+        raise CheckpointError(f"{source}: format {version}, this version reads {FORMAT}")
+    for name in names:
+        if not (source / name).is_file():
+            raise CheckpointError(f"{source}: {name} is missing")
+        if hash_file(source / name) != files.get(name):
+            raise CheckpointError(
+                f"{source / name}: does not match its hash in the manifest; the file is torn or "
+                "was altered"
+            )
+
+
+def _earlier(source: Path) -> str:
+    """How to use the checkpoint before one that is broken."""
+    before = [c for c in find_checkpoints(source.parent) if c.name < source.name]
+    if not before:
+        return "; there is none before it"
+    return (
+        f"; the one before it is {before[-1]}: pass that to load_checkpoint, or resume with "
+        f"`--checkpoint {before[-1].name}`"
+    )
+
+
+def _replace(target: Path, newer: Path) -> None:
+    if target.exists():
+        _remove(target)
+    _rename(newer, target)
+
+
+def _remove(checkpoint: Path) -> None:
+    """Delete a checkpoint so that a part of it is never taken for one."""
+    hidden = checkpoint.with_name(f".{checkpoint.name}.removed.tmp")
+    _rename(checkpoint, hidden)
+    shutil.rmtree(hidden)
+
+
+def _rename(source: Path, target: Path) -> None:
+    os.rename(source, target)
+    fsync_directory(target.parent)
+
+
+def _fsync_file(path: Path) -> None:
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())

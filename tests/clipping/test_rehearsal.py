@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from shuffled_dpsgd.clipping import ClippingEngine, kernels, rehearsal
-from shuffled_dpsgd.clipping.checks.batch_axis import Given
+from shuffled_dpsgd.clipping.checks.input_growth import Given
 
 CPU = torch.device("cpu")
 

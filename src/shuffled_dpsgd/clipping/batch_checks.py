@@ -115,9 +115,9 @@ class BatchChecks:
             tapped = output
         if is_watched or not self._losses.done:
             self._losses.note(output, batch.size)
-        if self.axis.mixed_numbers:
-            refuse_gradients(output, self.axis.mixed_numbers)
-        if self.axis.has_numbers and self._trusts_means():
+        if self.axis.rows.mixed_numbers:
+            refuse_gradients(output, self.axis.rows.mixed_numbers)
+        if self.axis.rows.has_numbers and self._trusts_means():
             refuse_uneven_gradients(output, args, kwargs, batch.size)
         return tapped
 
@@ -140,14 +140,14 @@ class BatchChecks:
         if self.axis.is_due(args, kwargs, batch.size, kind):
             with torch.autocast(batch.device, dtype=dtype, enabled=dtype is not None):
                 self._check_axis(args, kwargs, batch.size, kind, late=True)
-        if self.standing.is_due(batch.size, kind):
+        if self.standing.turns.is_due(batch.size, kind):
             lower = dtype or torch.get_autocast_dtype(batch.device)
             cast = Autocast(device=batch.device, enabled=dtype is not None, dtype=lower)
             self._compiled_call = (args, kwargs), batch.size, batch.counted, cast
-        if batch.has_losses or not self.axis.has_numbers:
+        if batch.has_losses or not self.axis.rows.has_numbers:
             return
         # Where this backward began nobody knows; it may have been one of the model's own numbers.
-        if self.axis.mixed_numbers:
+        if self.axis.rows.mixed_numbers:
             raise mixed_number()
         if self._trusts_means() and are_uneven(args, kwargs, batch.size):
             raise mean_of_uneven()
@@ -180,7 +180,7 @@ class BatchChecks:
 
     def _trusts_means(self) -> bool:
         """Whether a mean of the model's own has only been seen of samples of one length."""
-        return self._numbers_are_means and not self.axis.saw_uneven
+        return self._numbers_are_means and not self.axis.rows.saw_uneven
 
     def _check_axis(
         self, args: Any, kwargs: Any, size: int, kind: Hashable, late: bool = False

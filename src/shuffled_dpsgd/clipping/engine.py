@@ -26,7 +26,7 @@ from shuffled_dpsgd.clipping.capture.recorder import CaptureRecorder
 from shuffled_dpsgd.clipping.capture.slot import can_listen
 from shuffled_dpsgd.clipping.capture.taps import signature_of
 from shuffled_dpsgd.clipping.checks import refusals
-from shuffled_dpsgd.clipping.checks.standing import DEFAULT_RATE
+from shuffled_dpsgd.clipping.checks.check_turns import DEFAULT_RATE
 from shuffled_dpsgd.clipping.checks.stray_gradients import GradWatch
 from shuffled_dpsgd.clipping.contributions import cost
 from shuffled_dpsgd.clipping.plan import Plan, describe
@@ -318,7 +318,7 @@ class ClippingEngine:
             dtype = torch.get_autocast_dtype(device) if lower else None
             batch.compiled.inputs = (args, kwargs, dtype)
         self._recorder.open(batch, signature_of(args, kwargs, device) if traced else None)
-        if not traced and self._standing.is_due(size, kind):
+        if not traced and self._standing.turns.is_due(size, kind):
             self._checks.watch_forward(batch, args, kwargs)
 
     def _end(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:

@@ -20,38 +20,39 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils.data import DataLoader
-from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
+from transformers import Trainer, TrainingArguments
 
 from shuffled_dpsgd.distributed import current_world
 from shuffled_dpsgd.distributed.agreement import first_does
 from shuffled_dpsgd.environment import subject_of
-from shuffled_dpsgd.errors import BudgetExhaustedError, CheckpointError, InvalidArgumentError
+from shuffled_dpsgd.errors import BudgetExhaustedError, InvalidArgumentError
 from shuffled_dpsgd.integrations.hf_conflicts import (
     check_model,
     check_trainer_options,
     check_training_arguments,
 )
-from shuffled_dpsgd.integrations.model_card import update_readme
 from shuffled_dpsgd.integrations.padded_collator import with_lengths
 from shuffled_dpsgd.integrations.per_sample_loss import head_of, per_sample_losses
 from shuffled_dpsgd.integrations.privacy_arguments import PrivacyArguments
 from shuffled_dpsgd.integrations.stepped_optimizer import SteppedOptimizer
+from shuffled_dpsgd.integrations.trainer_budget import SpendingLogs, StopWhenSpent
+from shuffled_dpsgd.integrations.trainer_files import (
+    LEDGER_FILE,
+    claim_ledger,
+    load_private_part,
+    save_private_part,
+    saves_all_weights,
+    write_card_files,
+)
 from shuffled_dpsgd.integrations.worker_batches import WorkerBatches
 from shuffled_dpsgd.options import PrivacyOptions, options_in
-from shuffled_dpsgd.reports import card_page
 from shuffled_dpsgd.training import (
     PrivacyCard,
     PrivateTraining,
-    SpendingCurve,
     assemble,
     check_independence,
-    latest_checkpoint,
-    load_checkpoint,
-    save_checkpoint,
 )
 
-LEDGER_FILE = "privacy_ledger.jsonl"
-PRIVACY_FOLDER = "privacy"
 LossFunction = Callable[[Any, torch.Tensor], torch.Tensor]
 
 
@@ -89,7 +90,7 @@ class ShuffledDPTrainer(Trainer):
         self._per_sample_loss = per_sample_loss
         self._data_name = data_name
         self._workers: WorkerBatches | None = None
-        self._spending: SpendingCurve | None = None
+        self._spending = SpendingLogs()
         self._data: tuple[Any, Callable[[list[Any]], Any]] | None = None
         self._resuming = False
         self._expected_batch_size = privacy.expected_batch_size or (
@@ -107,7 +108,7 @@ class ShuffledDPTrainer(Trainer):
         self.accelerator.prepare_model = functools.partial(
             self.accelerator.prepare_model, evaluation_mode=True
         )
-        self.add_callback(_StopWhenSpent(self))
+        self.add_callback(StopWhenSpent(lambda: self.private))
 
     def card(self) -> PrivacyCard:
         """What may be claimed about everything released so far, and about which model."""
@@ -219,37 +220,21 @@ class ShuffledDPTrainer(Trainer):
         private = self.private
         if "loss" in logs and private is not None and private.last_metrics is not None:
             logs = {key: value for key, value in logs.items() if key != "grad_norm"}
-            logs |= self._privacy_logs(private)
+            logs |= self._spending.of_step(private)
         super().log(logs, start_time)
 
     # -- saving and resuming -------------------------------------------------------------------
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        extras = {"scheduler": self.lr_scheduler}
         # The Trainer has saved the weights beside it.
-        save_checkpoint(
-            self._started(),
-            Path(output_dir) / PRIVACY_FOLDER,
-            extras=extras,
-            keep=1,
-            weights=not self._saves_all_weights(),
-        )
-
-    def _saves_all_weights(self) -> bool:
-        """Whether the Trainer's own file has every tensor: not with adapters, nor without it."""
-        whole = isinstance(self.model, PreTrainedModel) and not hasattr(self.model, "peft_config")
-        return whole and not self.args.save_only_model
+        whole = saves_all_weights(self.model, save_only_model=self.args.save_only_model)
+        extras = {"scheduler": self.lr_scheduler}
+        save_private_part(self._started(), output_dir, extras=extras, weights=not whole)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if checkpoint is None:
-            return
-        newest = latest_checkpoint(Path(checkpoint) / PRIVACY_FOLDER)
-        if newest is None:
-            raise CheckpointError(
-                f"{checkpoint}: no {PRIVACY_FOLDER} folder, so not a checkpoint of a private run; "
-                "resume from one this trainer saved"
-            )
-        load_checkpoint(self._started(), newest, extras={"scheduler": self.lr_scheduler})
+        if checkpoint is not None:
+            extras = {"scheduler": self.lr_scheduler}
+            load_private_part(self._started(), checkpoint, extras=extras)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """The Trainer's model card with the privacy section, ready for `push_to_hub`."""
@@ -270,20 +255,15 @@ class ShuffledDPTrainer(Trainer):
         return folder if private.released else folder / "nothing-released-yet"
 
     def _write_card(self) -> None:
-        if not self._started().world.leads:
-            return
-        directory, card = Path(self.args.output_dir), self.card()
-        update_readme(directory, card, title=directory.name)
-        (directory / "privacy_card.txt").write_text(f"{card}\n", encoding="utf-8")
-        (directory / "privacy_card.json").write_text(card.dumps() + "\n", encoding="utf-8")
-        (directory / "privacy_card.html").write_text(card_page(card), encoding="utf-8")
+        if self._started().world.leads:
+            write_card_files(Path(self.args.output_dir), self.card())
 
     # -- parts ---------------------------------------------------------------------------------
 
     def _make_private(self, optimizer: torch.optim.Optimizer) -> PrivateTraining:
         args = self.args
         ledger = Path(args.output_dir) / LEDGER_FILE
-        first_does(current_world(), lambda: self._claim(ledger))
+        first_does(current_world(), lambda: claim_ledger(ledger, resuming=self._resuming))
         steps = args.max_steps
         if steps <= 0:
             steps = math.ceil(args.num_train_epochs * self._steps_per_epoch())
@@ -296,15 +276,6 @@ class ShuffledDPTrainer(Trainer):
             "ledger_path": ledger,
         }
         return assemble(self.model, optimizer, PrivacyOptions(**given))
-
-    def _claim(self, ledger: Path) -> None:
-        """Refuse to begin where another run has spent privacy."""
-        if ledger.exists() and not self._resuming:
-            raise CheckpointError(
-                f"{ledger}: an earlier run spent privacy here; resume it "
-                "(resume_from_checkpoint=True) or choose another output_dir"
-            )
-        ledger.parent.mkdir(parents=True, exist_ok=True)
 
     def _started(self) -> PrivateTraining:
         if self.private is None:
@@ -341,33 +312,6 @@ class ShuffledDPTrainer(Trainer):
             check_independence(self.model, data, self.per_sample_losses, collate=collate)
             self._data = data, with_lengths(collate, self.processing_class)
         return self._data
-
-    def _privacy_logs(self, private: PrivateTraining) -> dict[str, float]:
-        if self._spending is None:
-            self._spending = SpendingCurve(private.plan)
-        metrics, spent = private.last_metrics, private.ledger.spent
-        assert metrics is not None
-        certified, paper = self._spending.certified(spent), self._spending.paper(spent)
-        values = {
-            "certified_epsilon_proven": None if certified is None else certified.epsilon,
-            "paper_epsilon_heuristic": None if paper is None else paper.epsilon,
-            "clipped_share": metrics.clipped_share,
-            "median_sample_norm": metrics.median_norm,
-        }
-        return {key: float(value) for key, value in values.items() if value is not None}
-
-
-class _StopWhenSpent(TrainerCallback):
-    """Ends training when the ledger allows no further step (lost steps of a crash count too)."""
-
-    def __init__(self, trainer: ShuffledDPTrainer) -> None:
-        self._trainer = trainer
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-        private = self._trainer.private
-        if private is not None and private.finished:
-            control.should_training_stop = True
-        return control
 
 
 def _nothing(_: list[int]) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 from shuffled_dpsgd.clipping import ClippingEngine
+from shuffled_dpsgd.clipping.checks.sample_comparison import SampleComparison
 from shuffled_dpsgd.clipping.checks.standing import StandingCheck
 from shuffled_dpsgd.errors import InvalidArgumentError, UnsupportedModuleError
 
@@ -238,13 +239,13 @@ def test_a_disagreement_that_was_seen_is_not_explained_away(monkeypatch: Any) ->
 
 
 def test_a_gradient_that_is_not_a_number_alone_is_a_disagreement(monkeypatch: Any) -> None:
-    alone = StandingCheck._alone
+    alone = SampleComparison._alone
 
     def no_number(*args: Any, **options: Any) -> tuple[dict[str, Tensor], float]:
         sketches, norm = alone(*args, **options)
         return {name: part * torch.nan for name, part in sketches.items()}, norm
 
-    monkeypatch.setattr(StandingCheck, "_alone", no_number)
+    monkeypatch.setattr(SampleComparison, "_alone", no_number)
     with pytest.raises(UnsupportedModuleError, match="the gradient it has alone"):
         train(Net(plain), batches=1)
 
@@ -562,20 +563,22 @@ def test_small_mixing_is_found_in_half_precision() -> None:
 
 def test_checks_at_random_keep_to_their_share_of_the_time(monkeypatch: Any) -> None:
     now = [0.0]
-    monkeypatch.setattr("shuffled_dpsgd.clipping.checks.standing.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr(
+        "shuffled_dpsgd.clipping.checks.check_turns.time.perf_counter", lambda: now[0]
+    )
     engine = ClippingEngine(Net(plain))
-    check = engine._standing
+    turns = engine._standing.turns
     kind = "seen"
-    check._checked[kind] = 1
-    check._draws = SimpleNamespace(random=lambda: 0.0)
-    assert check.is_due(3, kind)
-    check._seconds_by_chance = 1.0
+    turns._checked[kind] = 1
+    turns._draws = SimpleNamespace(random=lambda: 0.0)
+    assert turns.is_due(3, kind)
+    turns._seconds_by_chance = 1.0
     now[0] = 99.0
-    assert not check.is_due(3, kind)
-    assert check.is_due(3, "not seen")
+    assert not turns.is_due(3, kind)
+    assert turns.is_due(3, "not seen")
     now[0] = 101.0
-    assert check.is_due(3, kind)
-    dense = ClippingEngine(Net(plain), check_rate=0.5)._standing
+    assert turns.is_due(3, kind)
+    dense = ClippingEngine(Net(plain), check_rate=0.5)._standing.turns
     dense._checked[kind], dense._seconds_by_chance = 1, 1e9
     dense._draws = SimpleNamespace(random=lambda: 0.0)
     assert dense.is_due(3, kind)

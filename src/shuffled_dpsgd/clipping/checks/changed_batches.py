@@ -5,10 +5,14 @@ Each takes the inputs and the batch's size, and changes every tensor that has th
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
 from torch.utils._pytree import tree_map
+
+# Samples that are enough to see whether samples meet.
+_MAX_ROWS = 8
 
 
 def one_more(inputs: Any, size: int) -> Any:
@@ -45,3 +49,13 @@ def as_it_is(inputs: Any, size: int) -> Any:
 def back_to_front(inputs: Any, size: int) -> Any:
     """Inputs with the samples in reverse order."""
     return chosen(inputs, size, [*reversed(range(size))])
+
+
+def first_few(
+    args: Any, kwargs: Mapping[str, Any], size: int
+) -> tuple[Any, Mapping[str, Any], int]:
+    """The call with its first samples only, and how many these are."""
+    if size <= _MAX_ROWS:
+        return args, kwargs, size
+    few = [*range(_MAX_ROWS)]
+    return chosen(args, size, few), chosen(dict(kwargs), size, few), _MAX_ROWS

@@ -13,13 +13,9 @@ the run. What it finds is raised before the sums are handed out.
 from __future__ import annotations
 
 import math
-import random
 import time
-from collections import Counter
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,51 +25,29 @@ from shuffled_dpsgd.clipping.capture.output_tensors import tensors_in
 from shuffled_dpsgd.clipping.capture.random_tape import (
     CannotRepeatError,
     RecordedTape,
-    ReplayedTape,
     generators_kept,
 )
 from shuffled_dpsgd.clipping.capture.samples import BatchedInputs
 from shuffled_dpsgd.clipping.capture.slot import Slot
-from shuffled_dpsgd.clipping.checks.sketches import Sketches, distances, length, sketch
+from shuffled_dpsgd.clipping.checks.check_turns import CheckTurns
+from shuffled_dpsgd.clipping.checks.sample_comparison import Disagreement, SampleComparison
+from shuffled_dpsgd.clipping.checks.sketches import sketch
 from shuffled_dpsgd.clipping.checks.solo_runs import (
     Autocast,
     HostGenerators,
     dropout_silenced,
-    gradients_of,
     without_a_trace,
 )
-from shuffled_dpsgd.clipping.checks.watch import (
-    ModelCall,
-    OtherOutputsError,
-    Watch,
-    cotangents_of,
-    random_cotangents,
-    rows_of,
-)
+from shuffled_dpsgd.clipping.checks.watch import ModelCall, Watch, random_cotangents, rows_of
 from shuffled_dpsgd.errors import UnsupportedModuleError
 
-# Backwards that are checked at random, as a share of all; and, up to that rate, the share of the
-# time that has passed which those checks may take.
-DEFAULT_RATE = 1 / 256
-_SHARE_OF_TIME = 0.01
-_SAMPLES = 2
-# Relative to the length of the gradient; wider than what another batch size does to rounding.
-_TOLERANCE = {torch.float64: 1e-7, torch.float32: 2e-3}
-_TF32_TOLERANCE = 2e-2
-_HALF_TOLERANCE = 0.25
-# Norms may be booked a little too large, never too small: kernels add what matrix units cut off.
-_NORM_HEAD_ROOM = 0.03
-# Gradients far below their batch's typical one are all rounding.
-_NEGLIGIBLE = 1e-4
-# Roundings of the terms of a sum that may remain where the terms cancel.
-_ULPS = 16.0
 # First batches of a kind that are checked if they draw masks for dropout, or any other numbers.
 _DROPOUT_LOOKS, _RANDOM_LOOKS = 2, 8
 _DROPOUTS = {"bernoulli_", "native_dropout"}
 
 
 class StandingCheck:
-    """Decides when to check, keeps what is booked meanwhile, and compares.
+    """Keeps what is booked for a few samples of a batch, and compares; `turns` says of which.
 
     `detached` takes the engine off the model for a while; `attached` puts it on for one forward of
     a batch whose entries go to this check alone, and gives the function that ends the forward.
@@ -97,7 +71,7 @@ class StandingCheck:
         self.num_samples = 0
         self.num_by_coin = 0
         self.watch: Watch | None = None
-        self._rate = rate
+        self.turns = CheckTurns(rate)
         self._numbers_are_means = numbers_are_means
         self._inputs = inputs
         self._model = model
@@ -105,17 +79,8 @@ class StandingCheck:
         self._parameters = dict(parameters)
         self._detached = detached
         self._attached = attached
-        # How often each kind of batch has been checked, and how often it must be at first.
-        self._checked: Counter[Hashable] = Counter()
-        self._wanted: dict[Hashable, int] = {}
-        self._draws = random.Random(0)
-        floating = [p.dtype for p in self._parameters.values()]
-        self._smallest_step = max(torch.finfo(dtype).eps for dtype in floating)
+        self._comparison = SampleComparison(model, slots, self._parameters, inputs)
         self._pending: Watch | None = None
-        self._began: float | None = None
-        self._seconds_by_chance = 0.0
-        self._kind: Hashable = None
-        self._by_coin = False
 
     @property
     def is_pending(self) -> bool:
@@ -123,24 +88,6 @@ class StandingCheck:
         return self._pending is not None
 
     # --- while a forward and its backward run ----------------------------------------------------
-
-    def is_due(self, size: int, kind: Hashable) -> bool:
-        """Whether a batch is of a new kind, or its turn has come at random."""
-        self._kind = kind
-        by_chance = self._draws.random() < self._rate and self._is_affordable()
-        self._by_coin = by_chance or not self._checked
-        return size > 0 and (by_chance or self._is_new(kind))
-
-    def _is_new(self, kind: Hashable) -> bool:
-        return self._checked[kind] < self._wanted.get(kind, 1)
-
-    def _is_affordable(self) -> bool:
-        """Whether checks at random have kept to their share of the time, unless more were asked."""
-        if self._rate > DEFAULT_RATE:
-            return True
-        now = time.perf_counter()
-        self._began = now if self._began is None else self._began
-        return self._seconds_by_chance <= _SHARE_OF_TIME * (now - self._began)
 
     def begin(
         self,
@@ -154,12 +101,12 @@ class StandingCheck:
         counted = size if counted is None else counted
         self.watch = Watch(
             batch=batch,
-            kind=self._kind,
-            by_coin=self._by_coin,
+            kind=self.turns.kind,
+            by_coin=self.turns.by_coin,
             call=call,
             size=size,
             counted=counted,
-            samples=self._drawn(counted),
+            samples=self.turns.draw_samples(counted),
             autocast=Autocast.now(device),
             host=HostGenerators.now(),
         )
@@ -176,12 +123,9 @@ class StandingCheck:
         if watch is None or watch.batch is not batch:
             return []
         if max(watch.samples) >= batch.counted:
-            watch.counted, watch.samples = batch.counted, self._drawn(batch.counted)
+            watch.counted, watch.samples = batch.counted, self.turns.draw_samples(batch.counted)
             watch.booked = [{} for _ in watch.samples]
         return watch.samples
-
-    def _drawn(self, counted: int) -> list[int]:
-        return sorted(self._draws.sample(range(counted), min(_SAMPLES, counted)))
 
     def book(self, batch: CapturedBatch, entry: Entry) -> None:
         """Keep what one recorded call contributes for the watched samples."""
@@ -228,19 +172,19 @@ class StandingCheck:
         if watch is None:
             return
         started = time.perf_counter()
-        is_new = self._is_new(watch.kind)
+        is_new = self.turns.is_new(watch.kind)
         try:
             self._settle(watch)
         finally:
             if not is_new:
-                self._seconds_by_chance += watch.seconds + time.perf_counter() - started
+                self.turns.note_seconds(watch.seconds + time.perf_counter() - started)
 
     def _settle(self, watch: Watch) -> None:
         try:
             found = self._compare(watch)
         except CannotRepeatError as error:
             got = f"random numbers that cannot be repeated: {error}"
-            found = self._second_opinion(watch, _Disagreement(path="", got=got))
+            found = self._second_opinion(watch, Disagreement(path="", got=got))
         if found is not None:
             raise _refusal(found)
 
@@ -258,7 +202,7 @@ class StandingCheck:
     def _is_random(self, watch: Watch) -> bool:
         return bool(watch.tape.draws) or bool(watch.tape.unrepeatable) or watch.host.have_moved()
 
-    def _second_opinion(self, watch: Watch, first: _Disagreement) -> _Disagreement | None:
+    def _second_opinion(self, watch: Watch, first: Disagreement) -> Disagreement | None:
         """The same batch again with dropout switched off; any other randomness stays.
 
         Only where the first comparison could not be made. One that was made and failed is final:
@@ -271,7 +215,7 @@ class StandingCheck:
             found = self._trial(watch.call, watch.size, watch.counted, device, used)
         return None if found is None else first
 
-    def _compare(self, watch: Watch) -> _Disagreement | None:
+    def _compare(self, watch: Watch) -> Disagreement | None:
         """The first disagreement between what was booked and what samples have alone."""
         if watch.tape.unrepeatable:
             raise CannotRepeatError(watch.tape.unrepeatable)
@@ -285,15 +229,14 @@ class StandingCheck:
                 booked_norm = None if watch.norms is None else float(watch.norms[place])
                 if booked_norm is not None and not math.isfinite(booked_norm):
                     continue
-                found = self._compare_sample(watch, place, sample, booked_norm)
+                found = self._comparison.compare(watch, place, sample, booked_norm)
                 if found is not None:
                     return found
                 self.num_samples += 1
                 self.num_by_coin += watch.by_coin
                 compared += 1
         if compared:
-            self._checked[watch.kind] += 1
-            self._wanted[watch.kind] = self._looks_at(watch)
+            self.turns.note_checked(watch.kind, self._looks_at(watch))
         return None
 
     def _looks_at(self, watch: Watch) -> int:
@@ -306,105 +249,9 @@ class StandingCheck:
         only_dropout = {draw.name for draw in watch.tape.draws} <= _DROPOUTS
         return _DROPOUT_LOOKS if only_dropout and not watch.host.have_moved() else _RANDOM_LOOKS
 
-    def _compare_sample(
-        self, watch: Watch, place: int, sample: int, booked_norm: float | None
-    ) -> _Disagreement | None:
-        try:
-            alone, norm = self._alone_if_it_can(watch, place, sample)
-        except OtherOutputsError as error:
-            return _Disagreement(path="", got=str(error))
-        booked = {name: part * watch.scale for name, part in watch.booked[place].items()}
-        tolerance = self._tolerance(watch, place, sample, alone)
-        apart = distances(booked, alone)
-        whole = max(length(booked), length(alone), _NEGLIGIBLE * watch.typical_norm)
-        if whole == 0.0:
-            return None
-        distance = sum(part * part for part in apart.values()) ** 0.5
-        rounding = _ULPS * abs(watch.scale) * watch.rounding[place]
-        rounding = rounding if math.isfinite(rounding) else 0.0
-        off = distance / whole
-        if not distance <= tolerance * whole + rounding:
-            worst = max(apart, key=lambda name: apart[name])
-            return _Disagreement(
-                path=self._path_of(worst),
-                got=f"a gradient of {worst} in the batch that is {off:.1%} away from that of the "
-                "same sample alone",
-            )
-        if booked_norm is not None:
-            low, high = (1 - tolerance) * norm, (1 + tolerance + _NORM_HEAD_ROOM) * norm
-            slack = _NEGLIGIBLE * watch.typical_norm + rounding
-            # Squares that cancel are rounded upwards, and their root shows it.
-            upward = rounding / math.sqrt(self._smallest_step)
-            if not low - slack <= booked_norm <= high + slack + upward:
-                return _Disagreement(
-                    path="", got=f"a norm of {booked_norm:.6g} in the batch and {norm:.6g} alone"
-                )
-        return None
-
-    def _alone_if_it_can(self, watch: Watch, place: int, sample: int) -> tuple[Sketches, float]:
-        """One sample alone; among others where the model takes no single sample, or cuts off what
-        is padding for all of them."""
-        try:
-            return self._alone(watch, place, sample)
-        except (CannotRepeatError, torch.OutOfMemoryError):
-            raise
-        except (RuntimeError, ValueError, IndexError, TypeError):
-            return self._alone(watch, place, sample, among_others=True)
-
-    def _alone(
-        self,
-        watch: Watch,
-        place: int,
-        sample: int,
-        *,
-        full: bool = False,
-        among_others: bool = False,
-    ) -> tuple[Sketches, float]:
-        """One sample's gradient by itself, as sketches, and its norm.
-
-        It is run alone, or, `among_others`, in its batch with no gradient at the others' outputs.
-        """
-        samples = range(watch.size) if among_others else [sample]
-        call = self._inputs.take(*watch.call, watch.size, samples)
-        watch.host.restore()
-        own = None if among_others else sample
-        tape = ReplayedTape(watch.tape, sample=own, size=watch.size)
-        contexts: list[Any] = [watch.autocast.again(off=full), tape]
-        if watch.on_trial:
-            contexts.append(dropout_silenced(self._model))
-
-        def cotangents(outputs: Sequence[Tensor]) -> dict[int, Tensor]:
-            tape.require_end()
-            return cotangents_of(watch, place, outputs, among_others)
-
-        grads = gradients_of(self._model, self._parameters, call, cotangents, contexts)
-        squares = [float(grad.double().square().sum()) for grad in grads.values()]
-        return {name: sketch(grad) for name, grad in grads.items()}, sum(squares) ** 0.5
-
-    def _tolerance(self, watch: Watch, place: int, sample: int, alone: Sketches) -> float:
-        """What rounding explains: by the type, or measured where the forward is cast to half."""
-        dtypes = {parameter.dtype for parameter in self._parameters.values()}
-        if dtypes & {torch.float16, torch.bfloat16}:
-            return _HALF_TOLERANCE
-        if watch.autocast.enabled:
-            return min(_HALF_TOLERANCE, max(0.02, self._rounding(watch, place, sample, alone)))
-        if torch.float32 in dtypes:
-            lower = watch.autocast.device == "cuda" and torch.backends.cuda.matmul.allow_tf32
-            return _TF32_TOLERANCE if lower else _TOLERANCE[torch.float32]
-        return _TOLERANCE[torch.float64]
-
-    def _rounding(self, watch: Watch, place: int, sample: int, alone: Sketches) -> float:
-        """Four times what half precision does to the sample alone."""
-        try:
-            precise, _ = self._alone(watch, place, sample, full=True)
-        except (RuntimeError, TypeError, ValueError):
-            return _HALF_TOLERANCE
-        apart = distances(precise, alone)
-        return 4 * sum(x * x for x in apart.values()) ** 0.5 / max(length(alone), 1e-30)
-
     def _trial(
         self, call: ModelCall, size: int, counted: int, device: str, used: frozenset[int] | None
-    ) -> _Disagreement | None:
+    ) -> Disagreement | None:
         """Run a batch for this check alone, with dropout off and random gradients at the outputs.
 
         `used` says which outputs get any; without it, all that have a batch axis do.
@@ -429,24 +276,12 @@ class StandingCheck:
         try:
             return self._compare(watch)
         except CannotRepeatError as error:
-            return _Disagreement(path="", got=f"random numbers that cannot be repeated: {error}")
+            return Disagreement(path="", got=f"random numbers that cannot be repeated: {error}")
         finally:
             watch.tape.restore_generators()
 
-    def _path_of(self, name: str) -> str:
-        paths = [slot.path for slot in self._slots if name in slot.names.values()]
-        return paths[0] if paths else name
 
-
-@dataclass(frozen=True, kw_only=True)
-class _Disagreement:
-    """Where, and in what, a sample in its batch differs from the sample alone."""
-
-    path: str
-    got: str
-
-
-def _refusal(found: _Disagreement) -> UnsupportedModuleError:
+def _refusal(found: Disagreement) -> UnsupportedModuleError:
     return UnsupportedModuleError(
         found.path,
         expected="every sample of a batch to have the gradient it has alone",

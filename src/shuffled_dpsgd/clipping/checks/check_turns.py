@@ -1,0 +1,65 @@
+"""Which batches the standing check looks at: every new kind of batch, and others by chance."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import Counter
+from collections.abc import Hashable
+
+# Backwards that are checked at random, as a share of all; and, up to that rate, the share of the
+# time that has passed which those checks may take.
+DEFAULT_RATE = 1 / 256
+_SHARE_OF_TIME = 0.01
+_SAMPLES = 2
+
+
+class CheckTurns:
+    """Decides whose turn it is: a batch's, and which samples' of it.
+
+    `kind` is the kind of the latest batch that was asked for, and `by_coin` says whether it is the
+    first of all batches or was chosen at random.
+    """
+
+    def __init__(self, rate: float) -> None:
+        self.kind: Hashable = None
+        self.by_coin = False
+        self._rate = rate
+        # How often each kind of batch has been checked, and how often it must be at first.
+        self._checked: Counter[Hashable] = Counter()
+        self._wanted: dict[Hashable, int] = {}
+        self._draws = random.Random(0)
+        self._began: float | None = None
+        self._seconds_by_chance = 0.0
+
+    def is_due(self, size: int, kind: Hashable) -> bool:
+        """Whether a batch is of a new kind, or its turn has come at random."""
+        self.kind = kind
+        by_chance = self._draws.random() < self._rate and self._is_affordable()
+        self.by_coin = by_chance or not self._checked
+        return size > 0 and (by_chance or self.is_new(kind))
+
+    def is_new(self, kind: Hashable) -> bool:
+        """Whether a kind of batch has not been checked as often as it must be at first."""
+        return self._checked[kind] < self._wanted.get(kind, 1)
+
+    def draw_samples(self, counted: int) -> list[int]:
+        """A few of the `counted` first samples of a batch."""
+        return sorted(self._draws.sample(range(counted), min(_SAMPLES, counted)))
+
+    def note_checked(self, kind: Hashable, wanted: int) -> None:
+        """A batch of this kind was checked; so many `wanted` of them must be at first."""
+        self._checked[kind] += 1
+        self._wanted[kind] = wanted
+
+    def note_seconds(self, seconds: float) -> None:
+        """A check by chance has taken so long."""
+        self._seconds_by_chance += seconds
+
+    def _is_affordable(self) -> bool:
+        """Whether checks at random have kept to their share of the time, unless more were asked."""
+        if self._rate > DEFAULT_RATE:
+            return True
+        now = time.perf_counter()
+        self._began = now if self._began is None else self._began
+        return self._seconds_by_chance <= _SHARE_OF_TIME * (now - self._began)

@@ -20,6 +20,7 @@ from benchmarks.adapters import ADAPTERS
 from benchmarks.results import Document, load, merge, save
 from benchmarks.table import Table, host_milliseconds, milliseconds
 from benchmarks.workloads import SUITES, workload
+from shuffled_dpsgd.reports.style import INK, house_style, save_drawing
 
 EAGER_TARGET, COMPILED_TARGET, MEMORY_TARGET, CPU_TARGET = 0.85, 0.90, 1.3, 3.0
 MISSING = "–"
@@ -180,18 +181,16 @@ def environment_lines(document: Document) -> list[str]:
     return [f"- Run {', '.join(numbers)}: {ground}" for ground, numbers in grounds.items()]
 
 
+@house_style()
 def plot(table: Table, path: Path) -> None:
     """Throughput as shares of plain eager, and memory where it was measured."""
-    import matplotlib
-
-    matplotlib.use("svg")
-    matplotlib.rcParams["svg.hashsalt"] = "step"
-    from matplotlib import pyplot as plt
+    from matplotlib.figure import Figure
 
     scaled = set(SUITES["scaling"]) - set(SUITES["headline"])
     names = [n for n in table.workloads if n not in scaled] or table.workloads
     adapters = [a for a in ADAPTERS if any(table.of(n, a) for n in names)]
-    figure, axes = plt.subplots(2, 1, figsize=(11, 8), layout="constrained")
+    figure = Figure(figsize=(11, 8), layout="constrained")
+    axes = figure.subplots(2, 1)
     width = 0.8 / len(adapters)
     for place, adapter in enumerate(adapters):
         at = [index + width * place for index in range(len(names))]
@@ -202,13 +201,13 @@ def plot(table: Table, path: Path) -> None:
         axes[0].bar(at, medians, width, label=adapter, yerr=(below, above), capsize=2)
         found_peaks = [[e["peak_gib"] or 0.0 for e in table.of(n, adapter)] for n in names]
         axes[1].bar(at, [max(peaks, default=0.0) for peaks in found_peaks], width)
-    axes[0].axhline(1.0, color="black", linewidth=0.8)
+    axes[0].axhline(1.0, color=INK, linewidth=0.8)
     axes[0].set_ylabel("throughput, share of plain eager")
     axes[1].set_ylabel("peak memory, GiB")
     for axis in axes:
         axis.set_xticks([i + 0.4 - width / 2 for i in range(len(names))], names)
-    axes[0].legend(ncols=5, fontsize="small")
-    figure.savefig(path, metadata={"Date": None})
+    axes[0].legend(ncols=5)
+    save_drawing(figure, path)
 
 
 def page(document: Document, plot_name: str) -> str:

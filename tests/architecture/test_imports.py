@@ -27,7 +27,7 @@ ALLOWED = {
     "scaling": FLOOR | {"clipping"},
     "training": FLOOR | BUILDING_BLOCKS | {"options", "distributed"},
     "integrations": TRAINING | {"reports", "environment"},
-    "auditing": TRAINING,
+    "auditing": TRAINING | {"reports"},
     "reports": TRAINING,
     "tasks": PRODUCT,
     "experiments": PRODUCT | {"auditing", "tasks"},

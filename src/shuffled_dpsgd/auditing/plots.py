@@ -15,24 +15,31 @@ from shuffled_dpsgd.auditing.estimators.curves import claim_trade_off, roc
 from shuffled_dpsgd.auditing.estimators.one_run import Inclusion
 from shuffled_dpsgd.auditing.estimators.scores import Floats, ScorePair
 from shuffled_dpsgd.auditing.verdict import AuditReport
+from shuffled_dpsgd.reports.style import (
+    BLUE,
+    HEURISTIC,
+    MUTED,
+    ORANGE,
+    PROVEN,
+    house_style,
+    save_drawing,
+)
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
     from shuffled_dpsgd.auditing.black_box import BlackBoxReport
 
 FLOOR = 1e-4
-CLAIM_STYLES = {"proven": ("black", "-"), "heuristic": ("crimson", "--"), "measured": ("grey", ":")}
+CLAIM_STYLES = {"proven": (PROVEN, "-"), "heuristic": (HEURISTIC, "--"), "measured": (MUTED, ":")}
 
 
+@house_style()
 def draw(report: AuditReport) -> Figure:
     """Trade-off curves (type II over type I error) on the left, ROC on logarithmic axes right."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11.5, 5.0), layout="constrained")
-    FigureCanvasAgg(figure)
     trade_off, logarithmic = figure.subplots(1, 2)
     grid = np.concatenate([[0.0], np.geomspace(FLOOR, 1.0, 400)])
     for attack in report.attacks:
@@ -48,23 +55,33 @@ def draw(report: AuditReport) -> Figure:
         logarithmic.plot(
             _visible(grid), _visible(1.0 - least), color=color, linestyle=dashes, linewidth=1.8
         )
-    _label(trade_off, "type I error (false alarms)", "type II error (misses)", "Trade-off")
-    _label(logarithmic, "false-positive rate", "true-positive rate", "ROC, logarithmic")
-    logarithmic.set(xscale="log", yscale="log", xlim=(FLOOR, 1.0), ylim=(FLOOR, 1.2))
-    figure.legend(loc="outside lower center", ncols=3, fontsize=8, frameon=False)
+    trade_off.set(
+        title="Trade-off",
+        xlabel="type I error (false alarms)",
+        ylabel="type II error (misses)",
+    )
+    logarithmic.set(
+        title="ROC, logarithmic",
+        xlabel="false-positive rate",
+        ylabel="true-positive rate",
+        xscale="log",
+        yscale="log",
+        xlim=(FLOOR, 1.0),
+        ylim=(FLOOR, 1.2),
+    )
+    figure.legend(loc="outside lower center", ncols=3)
     figure.suptitle(f"Audit of {report.unit}: what each adversary can tell apart")
     return figure
 
 
+@house_style()
 def draw_black_box(report: BlackBoxReport) -> Figure:
     """Pooled ROC of both attacks with the shuffle and without, and the area of every run."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10.5, 4.6), layout="constrained")
-    FigureCanvasAgg(figure)
     curves, areas = figure.subplots(1, 2)
-    looks = {"loss": ("loss", "tab:blue"), "ratio": ("likelihood ratio", "tab:orange")}
+    looks = {"loss": ("loss", BLUE), "ratio": ("likelihood ratio", ORANGE)}
     for attack, (name, colour) in looks.items():
         for arm, dashes in (("off", "-"), ("on", "--")):
             curve = roc(report.pooled(arm, attack))
@@ -74,12 +91,23 @@ def draw_black_box(report: BlackBoxReport) -> Figure:
         for arm, mark, words in (("on", "o", "own noise"), ("on-paired", "+", "same noise")):
             label = f"{name}, {words}"
             areas.plot(off, report.areas(arm, attack), mark, color=colour, label=label)
-    areas.axline((1.0, 1.0), slope=1.0, color="grey", linewidth=0.8)
-    _label(curves, "false-positive rate", "true-positive rate", "All seeds pooled")
-    curves.set(xscale="log", yscale="log", xlim=(1e-3, 1.0), ylim=(1e-3, 1.2))
-    _label(areas, "area under ROC, shuffle off", "area under ROC, shuffle on", "Seed by seed")
+    areas.axline((1.0, 1.0), slope=1.0, color=MUTED, linewidth=0.8)
+    curves.set(
+        title="All seeds pooled",
+        xlabel="false-positive rate",
+        ylabel="true-positive rate",
+        xscale="log",
+        yscale="log",
+        xlim=(1e-3, 1.0),
+        ylim=(1e-3, 1.2),
+    )
+    areas.set(
+        title="Seed by seed",
+        xlabel="area under ROC, shuffle off",
+        ylabel="area under ROC, shuffle on",
+    )
     for axes in (curves, areas):
-        axes.legend(fontsize=8, frameon=False)
+        axes.legend()
     figure.suptitle("Membership attacks on the released function: with the shuffle and without")
     return figure
 
@@ -95,11 +123,9 @@ def save(report: AuditReport, stem: Path) -> tuple[Path, ...]:
 
 
 def _write(figure: Figure, stem: Path) -> tuple[Path, ...]:
-    stem.parent.mkdir(parents=True, exist_ok=True)
     written = tuple(stem.with_suffix(suffix) for suffix in (".png", ".svg"))
     for path in written:
-        # Without a date, equal audits give equal drawings.
-        figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)
+        save_drawing(figure, path)
     return written
 
 
@@ -112,8 +138,3 @@ def _two_worlds(scores: ScorePair | Inclusion) -> ScorePair:
 
 def _visible(rates: Floats) -> Floats:
     return np.maximum(rates, FLOOR)
-
-
-def _label(axes: Axes, across: str, up: str, title: str) -> None:
-    axes.set(xlabel=across, ylabel=up, title=title)
-    axes.grid(alpha=0.25)

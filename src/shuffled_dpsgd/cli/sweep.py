@@ -32,6 +32,7 @@ def sweep(
     stop_after: Annotated[
         float | None, typer.Option(help="Start no cell after so many seconds.")
     ] = None,
+    jobs: Annotated[int, typer.Option(help="Processes that share the cells.")] = 1,
     table: Annotated[bool, typer.Option("--table", help="Only draw the table.")] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -40,12 +41,18 @@ def sweep(
     Each cell is one JSON file that is never edited. A sweep that was stopped, or killed, goes on
     where it was; exit status 3 says that cells are missing.
     """
-    from shuffled_dpsgd_experiments.sweeps import load_sweep, run_sweep, table_of
+    from shuffled_dpsgd_experiments.sweeps import load_sweep, run_in_jobs, table_of
     from shuffled_dpsgd_experiments.sweeps.table import read_records, rows_of
 
     loaded = load_sweep(file, model=model, data=data, results=results)
-    complete = table or run_sweep(
-        loaded, on_progress=_quiet if as_json else _say, stop_after=stop_after
+    complete = table or run_in_jobs(
+        loaded,
+        file,
+        jobs,
+        model=model,
+        data=data,
+        stop_after=stop_after,
+        on_progress=_quiet if as_json else _say,
     )
     if as_json:
         rows = rows_of(read_records(loaded.results))

@@ -37,9 +37,9 @@ def parser() -> argparse.ArgumentParser:
     add = found.add_argument
     add("--data", required=True, type=Path, help="a folder with CIFAR-10")
     add("--out", required=True, type=Path, help="folder for the checkpoint and pretraining.json")
-    add("--hidden", type=int, default=384)
-    add("--layers", type=int, default=8)
-    add("--heads", type=int, default=6)
+    add("--hidden", type=int, default=256)
+    add("--layers", type=int, default=6)
+    add("--heads", type=int, default=4)
     add("--patch", type=int, default=4)
     add("--batch-size", type=int, default=512)
     add("--learning-rate", type=float, default=1e-3)
@@ -47,6 +47,7 @@ def parser() -> argparse.ArgumentParser:
     add("--epochs", type=int, default=100)
     add("--seconds", type=float, default=200.0, help="stop training after so long")
     add("--max-records", type=int, default=None, help="use at most so many, for a trial")
+    add("--note", default="", help="what else to say of the data, for pretraining.json")
     add("--seed", type=int, default=0)
     add("--stored", choices=("float32", "bf16"), default="float32", help="bf16 halves the files")
     add("--device", default="auto")
@@ -176,14 +177,14 @@ def main(arguments: Sequence[str] | None = None) -> Path:
         "what": "public pre-training of a vision Transformer; not private",
         "public": PUBLIC,
         "private_later": "cifar100",
-        "note": "no image of CIFAR-100 was read",
+        "note": "; ".join(["no image of CIFAR-100 was read", *filter(None, [options.note])]),
         "train_records": len(arrays["train"][1]),
         "heldout_records": len(arrays["test"][1]),
         "parameters": sum(p.numel() for p in model.parameters()),
         "heldout_loss": round(heldout_loss, 4),
         "heldout_accuracy": round(accuracy, 4),
         **found,
-        "settings": {k: v for k, v in vars(options).items() if k not in ("data", "out")},
+        "settings": {k: v for k, v in vars(options).items() if k not in ("data", "out", "note")},
         "environment": environment(str(device)),
     }
     options.out.mkdir(parents=True, exist_ok=True)

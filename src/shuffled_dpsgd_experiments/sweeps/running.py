@@ -1,13 +1,14 @@
 """Runs what is missing of a sweep: tuning first, then the grid, most informative cells first.
 
 A cell whose result is there is never run again, so a sweep that was killed goes on where it was.
-The cell in progress then is started over; all its randomness follows from its seed.
+The cell in progress then is started over; all its randomness follows from its seed. Processes that
+share a folder of results share the work.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,7 @@ from shuffled_dpsgd_experiments.sweeps.grid import Cell, Sweep
 from shuffled_dpsgd_experiments.sweeps.store import Store
 
 LOWER_IS_BETTER = ("perplexity", "loss")
+POLL_SECONDS = 0.2
 Run = Callable[[Cell, Tasks], dict[str, Any] | None]
 
 
@@ -49,14 +51,29 @@ def run_sweep(
     """Run every cell that has no result; True when all have one.
 
     No cell is started once `stop_after` seconds have passed. A signal ends the sweep after the
-    step in progress, without a result for the cell it was in.
+    step in progress, without a result for the cell it was in. Several processes may run one sweep
+    at a time: each cell is run by one of them, and the last ones wait for each other.
     """
-    worker = _Worker(sweep, on_progress, stop_after, run)
-    trials = worker.run_all(sweep.tuning_cells())
-    if trials is None:
-        return False
-    chosen = choose(trials)
-    return worker.run_all(list(sweep.main_cells(chosen))) is not None
+    return _Worker(sweep, on_progress, stop_after, run).work()
+
+
+def known_cells(sweep: Sweep, store: Store) -> Iterator[tuple[Cell, Mapping[str, Any] | None]]:
+    """Every cell whose settings are known, with its result: all trials, then the grid.
+
+    A method is part of the grid as soon as all its trials have a result.
+    """
+    trials = [(cell, store.find(cell)) for cell in sweep.tuning_cells()]
+    yield from trials
+    open_ = {cell.method for cell, record in trials if record is None}
+    chosen = choose((cell, record) for cell, record in trials if record is not None)
+    for cell in sweep.main_cells(chosen):
+        if cell.method not in open_:
+            yield cell, store.find(cell)
+
+
+def size_of(sweep: Sweep) -> int:
+    """How many cells there are; the grid has as many whatever tuning chooses."""
+    return len(sweep.tuning_cells()) + len(list(sweep.main_cells({})))
 
 
 def choose(trials: Iterable[tuple[Cell, Mapping[str, Any]]]) -> dict[str, dict[str, Any]]:
@@ -78,6 +95,8 @@ def merit(record: Mapping[str, Any]) -> float:
 
 
 class _Worker:
+    """One process at a sweep: reports what is there, claims what is not, waits for the others."""
+
     def __init__(
         self,
         sweep: Sweep,
@@ -85,52 +104,83 @@ class _Worker:
         stop_after: float | None,
         run: Run,
     ) -> None:
+        self._sweep = sweep
         self._store = Store(sweep.results)
         self._tasks = Tasks()
-        self._report = on_progress
         self._stop_after = stop_after
         self._run = run
         self._started = time.monotonic()
-        # The grid has as many cells whatever tuning chooses.
-        self._total = len(sweep.tuning_cells()) + len(list(sweep.main_cells({})))
-        self._done = 0
-        self._times: list[float] = []
+        self._reporter = Reporter(sweep, on_progress)
 
-    def run_all(self, cells: list[Cell]) -> list[tuple[Cell, Mapping[str, Any]]] | None:
-        """Every cell with its result; None if time ran out or a signal came."""
-        found: list[tuple[Cell, Mapping[str, Any]]] = []
-        for cell in cells:
-            record = self._store.find(cell)
-            seconds = None
-            if record is None:
-                if self._out_of_time():
-                    return None
-                began = time.monotonic()
-                record = self._run(cell, self._tasks)
+    def work(self) -> bool:
+        """True when every cell has a result; False if time ran out or a signal came."""
+        while True:
+            missing = []
+            for cell, record in known_cells(self._sweep, self._store):
                 if record is None:
-                    return None
-                self._store.add(cell, record)
-                seconds = time.monotonic() - began
-                self._times.append(seconds)
-            self._done += 1
-            found.append((cell, record))
-            self._report(self._progress(cell, record, seconds))
-        return found
+                    missing.append(cell)
+                else:
+                    self._reporter.found(cell, record)
+            if not missing:
+                return True
+            for cell in missing:
+                if self._out_of_time():
+                    return False
+                ran = self._try(cell)
+                if ran is None:
+                    return False
+                if ran:
+                    break
+            else:
+                time.sleep(POLL_SECONDS)
+
+    def _try(self, cell: Cell) -> bool | None:
+        """Whether the cell was this process's to run, and was run; None if a signal came."""
+        with self._store.claim(cell) as mine:
+            if not mine:
+                return False
+            began = time.monotonic()
+            record = self._run(cell, self._tasks)
+            if record is None:
+                return None
+            self._store.add(cell, record)
+        self._reporter.found(cell, record, time.monotonic() - began)
+        return True
 
     def _out_of_time(self) -> bool:
         passed = time.monotonic() - self._started
         return self._stop_after is not None and passed >= self._stop_after
 
-    def _progress(
-        self, cell: Cell, record: Mapping[str, Any], seconds: float | None
-    ) -> SweepProgress:
+
+class Reporter:
+    """Tells of each cell once, and how long the rest will take `jobs` processes."""
+
+    def __init__(
+        self, sweep: Sweep, on_progress: Callable[[SweepProgress], object], jobs: int = 1
+    ) -> None:
+        self._total = size_of(sweep)
+        self._tell = on_progress
+        self._jobs = jobs
+        self._told: set[str] = set()
+        self._times: list[float] = []
+
+    def found(self, cell: Cell, record: Mapping[str, Any], seconds: float | None = None) -> None:
+        """A cell has a result; `seconds` is None if it was there, or another process ran it."""
+        if cell.file_name in self._told:
+            return
+        self._told.add(cell.file_name)
+        if seconds is not None:
+            self._times.append(seconds)
         recent = self._times[-8:]
         each = sum(recent) / len(recent) if recent else 0.0
-        return SweepProgress(
-            done=self._done,
-            total=self._total,
-            cell=cell,
-            record=record,
-            seconds=seconds,
-            seconds_left=each * (self._total - self._done),
+        done = len(self._told)
+        self._tell(
+            SweepProgress(
+                done=done,
+                total=self._total,
+                cell=cell,
+                record=record,
+                seconds=seconds,
+                seconds_left=each * (self._total - done) / self._jobs,
+            )
         )

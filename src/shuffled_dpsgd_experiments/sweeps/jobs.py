@@ -18,13 +18,11 @@ from shuffled_dpsgd.errors import InvalidArgumentError, ShuffledDPError
 from shuffled_dpsgd_experiments.sweeps.grid import Sweep
 from shuffled_dpsgd_experiments.sweeps.running import (
     POLL_SECONDS,
+    KnownCells,
     Reporter,
     SweepProgress,
-    known_cells,
     run_sweep,
-    size_of,
 )
-from shuffled_dpsgd_experiments.sweeps.store import Store
 
 INCOMPLETE = 3
 """Exit status of a process that ended with cells missing."""
@@ -88,16 +86,15 @@ class _Board:
     def __init__(
         self, sweep: Sweep, on_progress: Callable[[SweepProgress], object], jobs: int
     ) -> None:
-        self._sweep = sweep
-        self._store = Store(sweep.results)
-        self._reporter = Reporter(sweep, on_progress, jobs)
+        self._cells = KnownCells(sweep)
+        self._reporter = Reporter(self._cells.total, on_progress, jobs)
 
     def read(self, *, new: bool = True) -> bool:
         """Tell of results not told of yet; True when all are there."""
         count = 0
-        for cell, record in known_cells(self._sweep, self._store):
+        for cell, record in self._cells.read():
             if record is not None:
                 count += 1
                 seconds = record.get("seconds", {}).get("whole") if new else None
                 self._reporter.found(cell, record, seconds)
-        return count == size_of(self._sweep)
+        return count == self._cells.total

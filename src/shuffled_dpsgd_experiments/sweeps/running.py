@@ -8,7 +8,7 @@ share a folder of results share the work.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from shuffled_dpsgd_experiments.sweeps.grid import Cell, Sweep
 from shuffled_dpsgd_experiments.sweeps.store import Store
 
 LOWER_IS_BETTER = ("perplexity", "loss")
-POLL_SECONDS = 0.2
+POLL_SECONDS = 0.5
 Run = Callable[[Cell, Tasks], dict[str, Any] | None]
 
 
@@ -57,23 +57,27 @@ def run_sweep(
     return _Worker(sweep, on_progress, stop_after, run).work()
 
 
-def known_cells(sweep: Sweep, store: Store) -> Iterator[tuple[Cell, Mapping[str, Any] | None]]:
-    """Every cell whose settings are known, with its result: all trials, then the grid.
+class KnownCells:
+    """The cells of a sweep whose settings are known, with their results, as a folder has them."""
 
-    A method is part of the grid as soon as all its trials have a result.
-    """
-    trials = [(cell, store.find(cell)) for cell in sweep.tuning_cells()]
-    yield from trials
-    open_ = {cell.method for cell, record in trials if record is None}
-    chosen = choose((cell, record) for cell, record in trials if record is not None)
-    for cell in sweep.main_cells(chosen):
-        if cell.method not in open_:
-            yield cell, store.find(cell)
+    def __init__(self, sweep: Sweep) -> None:
+        self.store = Store(sweep.results)
+        self._sweep = sweep
+        self._trials = sweep.tuning_cells()
+        self._chosen: dict[str, dict[str, Any]] | None = None
+        self._grid = list(sweep.main_cells({}))
+        # The grid has as many cells whatever tuning chooses.
+        self.total = len(self._trials) + len(self._grid)
 
-
-def size_of(sweep: Sweep) -> int:
-    """How many cells there are; the grid has as many whatever tuning chooses."""
-    return len(sweep.tuning_cells()) + len(list(sweep.main_cells({})))
+    def read(self) -> list[tuple[Cell, Mapping[str, Any] | None]]:
+        """All trials, then the grid; a method is part of it when all its trials have a result."""
+        trials = [(cell, self.store.find(cell)) for cell in self._trials]
+        open_ = {cell.method for cell, record in trials if record is None}
+        chosen = choose((cell, record) for cell, record in trials if record is not None)
+        if chosen != self._chosen:
+            self._chosen, self._grid = chosen, list(self._sweep.main_cells(chosen))
+        grid = [cell for cell in self._grid if cell.method not in open_]
+        return [*trials, *((cell, self.store.find(cell)) for cell in grid)]
 
 
 def choose(trials: Iterable[tuple[Cell, Mapping[str, Any]]]) -> dict[str, dict[str, Any]]:
@@ -104,19 +108,18 @@ class _Worker:
         stop_after: float | None,
         run: Run,
     ) -> None:
-        self._sweep = sweep
-        self._store = Store(sweep.results)
+        self._cells = KnownCells(sweep)
         self._tasks = Tasks()
         self._stop_after = stop_after
         self._run = run
         self._started = time.monotonic()
-        self._reporter = Reporter(sweep, on_progress)
+        self._reporter = Reporter(self._cells.total, on_progress)
 
     def work(self) -> bool:
         """True when every cell has a result; False if time ran out or a signal came."""
         while True:
             missing = []
-            for cell, record in known_cells(self._sweep, self._store):
+            for cell, record in self._cells.read():
                 if record is None:
                     missing.append(cell)
                 else:
@@ -136,14 +139,14 @@ class _Worker:
 
     def _try(self, cell: Cell) -> bool | None:
         """Whether the cell was this process's to run, and was run; None if a signal came."""
-        with self._store.claim(cell) as mine:
+        with self._cells.store.claim(cell) as mine:
             if not mine:
                 return False
             began = time.monotonic()
             record = self._run(cell, self._tasks)
             if record is None:
                 return None
-            self._store.add(cell, record)
+            self._cells.store.add(cell, record)
         self._reporter.found(cell, record, time.monotonic() - began)
         return True
 
@@ -156,9 +159,9 @@ class Reporter:
     """Tells of each cell once, and how long the rest will take `jobs` processes."""
 
     def __init__(
-        self, sweep: Sweep, on_progress: Callable[[SweepProgress], object], jobs: int = 1
+        self, total: int, on_progress: Callable[[SweepProgress], object], jobs: int = 1
     ) -> None:
-        self._total = size_of(sweep)
+        self._total = total
         self._tell = on_progress
         self._jobs = jobs
         self._told: set[str] = set()

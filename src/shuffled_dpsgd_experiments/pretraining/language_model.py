@@ -27,6 +27,7 @@ from shuffled_dpsgd.tasks.text import encode_continuations, evaluate_perplexity
 from shuffled_dpsgd.tasks.tokenizers import PretrainedTokenizer
 from shuffled_dpsgd.tasks.tokens import Record, TokenCollate, continuation_labels, ids_of
 from shuffled_dpsgd_experiments.pretraining.corpus import PRIVATE_OF, Corpus, read_corpus
+from shuffled_dpsgd_experiments.pretraining.options import make_parser
 from shuffled_dpsgd_experiments.pretraining.schedule import Pace, decayed, descend, rounded
 from shuffled_dpsgd_experiments.pretraining.vocabulary import learn_tokenizer
 
@@ -35,27 +36,22 @@ _POOL = 50
 
 
 def parser() -> argparse.ArgumentParser:
-    found = argparse.ArgumentParser(prog="language_model", description=__doc__.split("\n", 1)[0])
+    found = make_parser(
+        "language_model",
+        __doc__.split("\n", 1)[0],
+        hidden=768,
+        layers=5,
+        heads=12,
+        batch_size=256,
+        epochs=20,
+    )
     add = found.add_argument
     add("--public", required=True, choices=sorted(PRIVATE_OF), help="the public set")
     add("--data", required=True, type=Path, help="its folder")
     add("--texts", action="append", default=[], metavar="FORMAT=FOLDER", help="more public text")
-    add("--out", required=True, type=Path, help="folder for the checkpoint and pretraining.json")
     add("--vocabulary", type=int, default=8192)
-    add("--hidden", type=int, default=768)
-    add("--layers", type=int, default=5)
-    add("--heads", type=int, default=12)
     add("--positions", type=int, default=256)
     add("--max-length", type=int, default=128)
-    add("--batch-size", type=int, default=256)
-    add("--learning-rate", type=float, default=1e-3)
-    add("--weight-decay", type=float, default=0.1)
-    add("--epochs", type=int, default=20)
-    add("--seconds", type=float, default=200.0, help="stop training after so long")
-    add("--max-records", type=int, default=None, help="use at most so many, for a trial")
-    add("--seed", type=int, default=0)
-    add("--stored", choices=("float32", "bf16"), default="float32", help="bf16 halves the files")
-    add("--device", default="auto")
     return found
 
 

@@ -25,6 +25,7 @@ from shuffled_dpsgd.tasks.images import save_processor
 from shuffled_dpsgd.tasks.models import no_progress_bars
 from shuffled_dpsgd.tasks.parts import drawn_part
 from shuffled_dpsgd.tasks.privacy import chosen_device
+from shuffled_dpsgd_experiments.pretraining.options import make_parser
 from shuffled_dpsgd_experiments.pretraining.schedule import Pace, decayed, descend, rounded
 
 SIDE, SHIFT, SQUARE = 32, 4, 8
@@ -33,24 +34,19 @@ PUBLIC = "cifar10"
 
 
 def parser() -> argparse.ArgumentParser:
-    found = argparse.ArgumentParser(prog="vision", description=__doc__.split("\n", 1)[0])
+    found = make_parser(
+        "vision",
+        __doc__.split("\n", 1)[0],
+        hidden=256,
+        layers=6,
+        heads=4,
+        batch_size=512,
+        epochs=100,
+    )
     add = found.add_argument
     add("--data", required=True, type=Path, help="a folder with CIFAR-10")
-    add("--out", required=True, type=Path, help="folder for the checkpoint and pretraining.json")
-    add("--hidden", type=int, default=256)
-    add("--layers", type=int, default=6)
-    add("--heads", type=int, default=4)
     add("--patch", type=int, default=4)
-    add("--batch-size", type=int, default=512)
-    add("--learning-rate", type=float, default=1e-3)
-    add("--weight-decay", type=float, default=0.1)
-    add("--epochs", type=int, default=100)
-    add("--seconds", type=float, default=200.0, help="stop training after so long")
-    add("--max-records", type=int, default=None, help="use at most so many, for a trial")
     add("--note", default="", help="what else to say of the data, for pretraining.json")
-    add("--seed", type=int, default=0)
-    add("--stored", choices=("float32", "bf16"), default="float32", help="bf16 halves the files")
-    add("--device", default="auto")
     return found
 
 

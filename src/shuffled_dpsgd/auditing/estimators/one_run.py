@@ -11,6 +11,7 @@ The largest ε for which the right side stays at or below the error level is ref
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -94,10 +95,18 @@ def one_run_epsilon(
             <= level
         )
 
+    return last_refuted(refuted, largest=LARGEST_EPSILON, accuracy=1e-5)
+
+
+def last_refuted(refuted: Callable[[float], bool], *, largest: float, accuracy: float) -> float:
+    """The largest parameter up to `largest` that is refuted, to `accuracy` below; zero if none is.
+
+    Whatever is below a refuted parameter must be refuted too.
+    """
     if not refuted(0.0):
         return 0.0
-    low, high = 0.0, LARGEST_EPSILON
-    while high - low > 1e-5:
+    low, high = 0.0, largest
+    while high - low > accuracy:
         middle = 0.5 * (low + high)
         low, high = (middle, high) if refuted(middle) else (low, middle)
     return low

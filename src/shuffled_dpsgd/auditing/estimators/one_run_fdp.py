@@ -22,7 +22,7 @@ from typing import Literal
 from scipy.special import ndtr, ndtri
 
 from shuffled_dpsgd.auditing.estimators.gaussian_dp import gaussian_epsilon
-from shuffled_dpsgd.auditing.estimators.one_run import Inclusion
+from shuffled_dpsgd.auditing.estimators.one_run import Inclusion, last_refuted
 from shuffled_dpsgd.auditing.estimators.scores import EstimatedBound, check_levels
 
 Family = Literal["any", "gaussian"]
@@ -87,13 +87,7 @@ def largest_refuted(
             level=level,
         )
 
-    if not refuted(0.0):
-        return 0.0
-    low, high = 0.0, largest
-    while high - low > 1e-4:
-        middle = 0.5 * (low + high)
-        low, high = (middle, high) if refuted(middle) else (low, middle)
-    return low
+    return last_refuted(refuted, largest=largest, accuracy=1e-4)
 
 
 @dataclass(frozen=True, kw_only=True)

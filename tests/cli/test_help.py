@@ -43,6 +43,22 @@ def test_every_verb_speaks_json_and_has_an_example(path: tuple[str, ...]) -> Non
     assert f"shuffled-dpsgd {' '.join(path)}" in done.stdout.partition("xample")[2]
 
 
+@pytest.mark.parametrize("path", [(), ("audit",)], ids=["all verbs", "audit"])
+def test_groups_of_verbs_have_examples_of_verbs(path: tuple[str, ...]) -> None:
+    done = CliRunner().invoke(app, [*path, "--help"], env={"COLUMNS": "1000"})
+    assert done.exit_code == 0
+    examples = done.stdout.partition("Examples: ")[2].split(" · ")
+    assert len(examples) > 2
+    for example in examples:
+        words = example.split()
+        assert words[0] == "shuffled-dpsgd"
+        known = [verb for verb in VERBS if tuple(words[1 : 1 + len(verb)]) == verb]
+        assert len(known) == 1
+        assert known[0][: len(path)] == path
+        options = {name for parameter in VERBS[known[0]].params for name in parameter.opts}
+        assert {word for word in words if word.startswith("--")} <= options
+
+
 def test_help_is_quick_because_nothing_heavy_is_imported() -> None:
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     script = (

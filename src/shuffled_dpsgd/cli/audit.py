@@ -11,8 +11,16 @@ from shuffled_dpsgd.cli.output import AsJson, print_json, reports_errors
 from shuffled_dpsgd.errors import InvalidArgumentError
 from shuffled_dpsgd.options import choices_of
 
+EPILOG = (
+    "Examples: [bold]shuffled-dpsgd audit step --dimension 85800000 --sigma 0.274 --claim 0.198"
+    "[/bold] · "
+    "[bold]shuffled-dpsgd audit run --mode one-run --epsilon 1 --epochs 10[/bold] · "
+    "[bold]shuffled-dpsgd audit run-folder runs/digits[/bold]"
+)
+
 app = typer.Typer(
     name="audit",
+    epilog=EPILOG,
     help="Attack the mechanism and hold every claimed ε against what the attacks show. "
     "Exit status 1: a proven claim was refuted, or a replay check failed.",
     no_args_is_help=True,

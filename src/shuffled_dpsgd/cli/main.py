@@ -33,8 +33,17 @@ from shuffled_dpsgd.cli.use import (
     predict,
 )
 
+EPILOG = (
+    "Examples: [bold]shuffled-dpsgd train digits[/bold] · "
+    "[bold]shuffled-dpsgd inspect --model gpt2[/bold] · "
+    "[bold]shuffled-dpsgd calibrate --epsilon 1 --delta 5e-6 --dataset-size 50000 --batch-size 1000"
+    " --epochs 10[/bold] · "
+    "[bold]shuffled-dpsgd audit run-folder runs/digits[/bold]"
+)
+
 app = typer.Typer(
     name="shuffled-dpsgd",
+    epilog=EPILOG,
     cls=OneLineGroup,
     help="Differentially private training of Transformers, with weight shuffling.",
     no_args_is_help=True,

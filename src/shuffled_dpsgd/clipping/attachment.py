@@ -1,4 +1,4 @@
-"""Slots in place of their modules: put on, taken off, and changed for a while."""
+"""Puts the forwards of slots in place of their modules' own, and takes them off again."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from shuffled_dpsgd.clipping.capture.slot import Slot
 
 
 class Attachment:
-    """The slots' forwards in the place of their modules' own.
+    """Replaces the forwards of modules by those of their slots.
 
-    A forward in a module's `__dict__` hides that of its class; nothing else of a module changes.
+    A forward in a module's `__dict__` hides the one of its class. Nothing else of a module changes.
     """
 
     def __init__(self, slots: Sequence[Slot]) -> None:
@@ -31,14 +31,14 @@ class Attachment:
         self._take()
 
     def renew(self) -> None:
-        """Take note that some slots see folded inputs now."""
+        """Look the forwards up again, after some slots were found to have folded inputs."""
         self._forwards = self._find_forwards()
         if self._is_on:
             self._put()
 
     @contextmanager
     def lifted(self) -> Iterator[None]:
-        """Off inside, and afterwards as before."""
+        """Take the slots off inside the context, and restore what was before."""
         self._take()
         try:
             yield
@@ -48,7 +48,7 @@ class Attachment:
 
     @contextmanager
     def lent(self) -> Iterator[None]:
-        """On inside, and afterwards as before."""
+        """Put the slots on inside the context, and restore what was before."""
         self._put()
         try:
             yield

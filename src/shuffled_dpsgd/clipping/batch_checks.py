@@ -103,9 +103,9 @@ class BatchChecks:
         tape.__enter__()
 
     def after_forward(self, batch: CapturedBatch, args: Any, kwargs: Any, output: Any) -> Any:
-        """Have gradients refused that begin where samples meet; returns outputs to use instead.
+        """Make a backward fail that begins at a number which mixes the samples.
 
-        Returns None where the outputs stay as they are.
+        Returns the outputs that the caller must get instead, or None if they stay as they are.
         """
         tapped = None
         watch = self.standing.watch
@@ -146,7 +146,7 @@ class BatchChecks:
             self._compiled_call = (args, kwargs), batch.size, batch.counted, cast
         if batch.has_losses or not self.axis.rows.has_numbers:
             return
-        # Where this backward began nobody knows; it may have been one of the model's own numbers.
+        # A compiled backward does not show where it began: perhaps at a number of the model's own.
         if self.axis.rows.mixed_numbers:
             raise mixed_number()
         if self._trusts_means() and are_uneven(args, kwargs, batch.size):
@@ -179,7 +179,7 @@ class BatchChecks:
             self._tape_hook = None
 
     def _trusts_means(self) -> bool:
-        """Whether a mean of the model's own has only been seen of samples of one length."""
+        """Whether the model's own mean was only ever seen with samples of one length."""
         return self._numbers_are_means and not self.axis.rows.saw_uneven
 
     def _check_axis(
@@ -190,7 +190,7 @@ class BatchChecks:
             self.axis.run(args, kwargs, size, kind, late)
         self._recorder.axis_checked = True
         if [slot.folded for slot in self._slots] != folded:
-            # Not otherwise: a compiled model would take new forwards for other ones.
+            # Only then: replaced forwards make a compiled model compile again.
             self._attachment.renew()
 
     @contextmanager

@@ -78,7 +78,7 @@ def _rule_for_bare_parameters(module: nn.Module, names: dict[int, str]) -> type[
     """
     if is_container(module):
         return None
-    # DoRA computes its weight from its factors: they meet each other before they meet a sample.
+    # DoRA multiplies its factors with each other before any sample comes in.
     if is_parametrized(module) or len(getattr(module, "lora_magnitude_vector", ())) > 0:
         return GenericSlot
     held = dict(module.named_parameters(recurse=False))

@@ -64,8 +64,8 @@ class ClippingEngine:
             samples' losses.
         check_rate: The share of backwards, chosen at random, in which a few samples are run once
             more alone and compared with what was booked for them (see `checks/standing.py`). The
-            first batches of every kind are always checked; one checks every batch. Up to the
-            default rate, checks at random take at most one percent of the time that has passed.
+            first batches of every kind are always checked. A rate of one checks every batch. Up to
+            the default rate, checks at random take at most one percent of the time so far.
 
     Raises:
         UnsupportedModuleError: some trainable parameter cannot be handled exactly.
@@ -164,7 +164,7 @@ class ClippingEngine:
             self._settle_check()
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copies and pickles of a model, which would take its hooks and so the engine along."""
+        """Refuse copies and pickles of an active model: its hooks would take the engine along."""
         for slot in self._slots:
             slot.__getstate__()
         return vars(self)
@@ -313,7 +313,7 @@ class ClippingEngine:
             )
         traced = torch.compiler.is_compiling()
         if traced:
-            # Always: that they are needed once would have the model compiled once more.
+            # Kept in every trace: keeping them only when needed would compile the model twice.
             lower = torch.is_autocast_enabled(device)
             dtype = torch.get_autocast_dtype(device) if lower else None
             batch.compiled.inputs = (args, kwargs, dtype)
@@ -332,7 +332,7 @@ class ClippingEngine:
         return tapped
 
     def _is_half_done(self) -> bool:
-        """Whether a backward broke off that adds to the sums layer by layer."""
+        """Whether a backward that adds to the sums layer by layer failed half way."""
         latest = self._recorder.latest
         return latest is not None and not latest.closed and bool(latest.settling.squares)
 

@@ -2,8 +2,8 @@
 
 As soon as a first forward has shown what every layer is given, each kind of layer is settled once
 in a thread: with two samples of zeros in place of the batch, by the code that the batch itself will
-take. Other lengths that are to come are rehearsed along with it. A wrong guess costs nothing but
-that a kernel is compiled later, when it is needed.
+take. Other lengths that are to come are rehearsed along with it. A wrong guess only means that a
+kernel is compiled later, when it is needed.
 """
 
 from __future__ import annotations
@@ -200,9 +200,9 @@ def _length(calls: Sequence[Call]) -> int | None:
 
 
 def _entry(call: Call, device: torch.device, dtype: torch.dtype | None) -> Entry:
-    """What a call would have captured, of a slot that may decide without anybody noticing.
+    """The entry that a call would make, on a copy of its slot, so that the slot is left alone.
 
-    Without autocast, which keeps the copies it makes of weights, for other threads too.
+    Autocast is off: it would keep copies of the weights, and other threads would see them.
     """
     slot = object.__new__(type(call.slot))
     vars(slot).update(vars(call.slot))

@@ -38,7 +38,7 @@ class HostMoment:
         self.at = time.perf_counter()
 
     def is_over(self) -> bool:
-        """It is."""
+        """Always: the host has passed it."""
         return True
 
     def seconds_until(self, later: Moment) -> float:
@@ -68,7 +68,7 @@ class DeviceMoment:
 
 
 class Clock:
-    """Charges time to parts; parts inside another interrupt it.
+    """Charges time to parts. A part entered inside another one interrupts it.
 
     >>> clock = Clock()
     >>> clock.start()

@@ -1,9 +1,9 @@
 """Work done ahead, in threads, so that kernels are compiled by the time they are needed.
 
-Compiling a kernel takes up to some seconds and needs the interpreter for a tenth of them. So a
-rehearsal runs a small problem by the very code that the large one will take, and throws the result
-away. It trusts that every route serves, and does not wait for its trial. A rehearsal that fails is
-not reported: the work it stands for fails in the same way, where its error belongs.
+Compiling a kernel takes up to a few seconds, and needs the interpreter for a tenth of that time. So
+a rehearsal runs a small problem by the very code that the large one will take, and throws the
+result away. It trusts that every route serves, and does not wait for its trial. A rehearsal that
+fails is not reported: the work it stands for fails in the same way, where its error belongs.
 
 `SHUFFLED_DPSGD_REHEARSALS=0` turns rehearsals off; kernels are then compiled one after the other.
 """
@@ -20,16 +20,16 @@ from dataclasses import dataclass, field
 import torch
 
 SWITCH = "SHUFFLED_DPSGD_REHEARSALS"
-# Every operation of torch lets go of the interpreter, and waits for it afterwards until another
-# thread has had it for that long. At the usual 5 ms, a forward of a few hundred operations would
-# wait for seconds.
+# Every operation of torch releases the interpreter. It gets it back once another thread has had it
+# for this long. At Python's default of 5 ms, a forward of a few hundred operations would wait for
+# seconds.
 SWITCH_SECONDS = 1e-4
 Work = Callable[[], object]
 _here = threading.local()
 
 
 def may_rehearse(device: torch.device) -> bool:
-    """Whether anything is compiled there, and the environment allows to do so ahead."""
+    """Whether kernels are compiled for this device, and the environment allows rehearsals."""
     return device.type == "cuda" and os.environ.get(SWITCH, "1") != "0"
 
 
@@ -71,7 +71,7 @@ class Rehearsals:
     ) -> None:
         """Have `work` done soon; `wait_for(topic)` waits for it.
 
-        A trial of a route is not a rehearsal, only done in the same way.
+        A trial of a route runs in the same threads, but is no rehearsal.
         """
         rehearsal = _Rehearsal(work, device, is_trial)
         with self._lock:

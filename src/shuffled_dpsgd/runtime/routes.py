@@ -57,7 +57,7 @@ class Route:
         """Begin the trial, if there has to be one; whoever asks before it is over waits for it."""
         if (self.name, device) in _reasons or not may_rehearse(device):
             return
-        # The mode in which waiting for a device is an error is one of all threads together.
+        # The mode that makes waiting for a device an error applies to all threads at once.
         if not torch.cuda.get_sync_debug_mode():
             REHEARSALS.add(self.name, lambda: self._decide(device), device, is_trial=True)
 
@@ -118,7 +118,7 @@ def _undisturbed(device: torch.device) -> Iterator[None]:
             stack.enter_context(torch.cuda.device(device))
             mode = torch.cuda.get_sync_debug_mode()
             if mode:
-                # torch says of this mode, whenever it is set, that it is a prototype.
+                # torch warns that this mode is a prototype whenever it is set.
                 stack.enter_context(warnings.catch_warnings())
                 warnings.simplefilter("ignore")
                 torch.cuda.set_sync_debug_mode(0)

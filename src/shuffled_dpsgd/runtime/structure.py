@@ -26,9 +26,9 @@ class Change:
 class Structure:
     """What a model holds now: the children and the parameters of every module, in order.
 
-    If each module still has the children it had, the modules are the same. Compared before every
-    step, and by C: a walk over `named_parameters` takes ten times as long. The model itself is not
-    kept alive.
+    If each module still has the children it had, the modules are the same. This is compared before
+    every step, in C, because a walk over `named_parameters` takes ten times as long. The model
+    itself is not kept alive.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -65,8 +65,8 @@ class Structure:
         )
 
 
-# Between two steps of training all of this has left the processor's caches, and what is touched
-# costs more than what is computed. So the check walks each kind of object once, and in C.
+# Between two steps of training these objects leave the processor's caches. Touching them then costs
+# more than comparing them. So the check visits each kind of object once, and in C.
 _children = attrgetter("_modules")
 _parameters = attrgetter("_parameters")
 

@@ -265,7 +265,7 @@ class _ListenerLast(OrderedDict[int, Any]):
     """A tensor's hooks, with the listener (under the key -1) always last.
 
     A parameter's gradient is computed from what all hooks on the output leave of its gradient,
-    those of the model's author included. A listener that ran before them would clip another one.
+    those of the model's author included. A listener that ran earlier would see another gradient.
     """
 
     __slots__ = ()

@@ -42,7 +42,7 @@ def can_listen() -> bool:
 
 
 def no_view(out: Tensor) -> Tensor:
-    """The output of a function, not as a view: autograd forbids in-place changes of those."""
+    """`out` as no view: autograd forbids in-place changes of views that functions return."""
     if torch.compiler.is_compiling() or not out._is_view():
         return out
     return cast(Tensor, torch.ops.aten._unsafe_view(out, out.shape))

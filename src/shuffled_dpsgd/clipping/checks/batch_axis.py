@@ -1,17 +1,19 @@
 """Checks that the first axis of every layer's input really is the batch.
 
-A table of positions looked up with ids of shape (T,), or a linear map of a (T, D) table, has no
-batch axis: its gradient arrives already summed over the samples. Where T differs from the batch
-size the shapes give that away; where it happens to be equal nothing does, and the clipping would
-be silently wrong. So a few samples of the first batch are run twice, without gradients, as they are
-and with one sample added: inputs that carry the batch grow, all others do not.
+Some inputs have no batch axis: the ids of a table of positions, of shape (T,), or a table (T, D)
+that goes through a linear map. Their gradient arrives already summed over the samples. Where T
+differs from the batch size, the shapes show it. Where T happens to equal the batch size, nothing
+shows it, and the clipping would be silently wrong. So a few samples of the first batch are run
+twice without gradients, once as they are and once with one sample added. Inputs that carry the
+batch grow. All others do not.
 
-What was found may be an accident of the first batch: with a single token, (T, D) has one row like
-something that is broadcast. So a few samples of every new kind of batch are run once without
-gradients, and only where layers see other lengths than they should all is checked anew. Models that
-fold the batch into another axis are checked anew for every shape, with the whole batch, and once
-their samples come to have different lengths: how many rows belong to a sample is counted, and
-counting must be right each time.
+The first batch may mislead: with a single token, (T, D) has one row, like an input that is
+broadcast. So a few samples of every new kind of batch are run once without gradients. If a layer
+then sees a length it should not, everything is checked again.
+
+Some models fold the batch into another axis. There the number of rows of a sample is counted, and
+the count must be right every time. So such a model is checked with the whole batch, for every new
+shape, and again once its samples have different lengths.
 """
 
 from __future__ import annotations
@@ -39,14 +41,14 @@ from shuffled_dpsgd.clipping.checks.row_check import RowCheck
 from shuffled_dpsgd.clipping.rules.trial_runs import buffers_kept, in_eval_mode
 from shuffled_dpsgd.errors import UnsupportedModuleError
 
-# How many batches with a NaN among them are looked at before one has to do.
+# A batch with a NaN shows little. After this many of them, the next one is taken as it is.
 _MAX_HIDDEN = 8
 
 
 class BatchAxisCheck:
-    """Runs the check on the first batch, and that samples keep apart on the first of several.
+    """Checks the batch axis on the first batch, and the samples' rows on the first of several.
 
-    `rows` checks the latter. `on_calls` is told what the slots of a first batch are given, as soon
+    `rows` does the latter. `on_calls` is told what the slots of a first batch are given, as soon
     as that is known.
     """
 
@@ -116,7 +118,7 @@ class BatchAxisCheck:
         }
 
     def _rows(self, index: int, size: int) -> tuple[int, ...]:
-        """The rows a sample had in a slot's latest calls; none if nobody can know the next ones."""
+        """The rows a sample had in each of a slot's latest calls; empty if calls come and go."""
         given, found = self._latest.get(index, []), self._found.get(index, [])
         if len(given) != len(found):
             return ()
@@ -148,7 +150,7 @@ class BatchAxisCheck:
         return True
 
     def _check(self, args: Any, kwargs: Mapping[str, Any], size: int, late: bool) -> None:
-        """On a few samples of the batch, unless the model folds it, or takes no smaller one."""
+        """Check a few samples; the whole batch if the model folds it or takes no smaller one."""
         few_args, few_kwargs, few = first_few(args, kwargs, size)
         if few < size and not self._folds():
             try:
@@ -194,7 +196,7 @@ class BatchAxisCheck:
             if any(slot.folded for slot in self._slots):
                 self._refuse_without_input(after)
                 for slot in self._slots:
-                    # Where tokens are sent to some layers only, one may be called later on.
+                    # A mixture of experts may call a layer later that it has not called now.
                     unseen = slot.may_fold and slot.index not in before
                     slot.layout.folded = slot.folded or unseen
             self._check_shared(found, more_args, more_kwargs, size + 1)

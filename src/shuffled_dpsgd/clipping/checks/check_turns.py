@@ -7,18 +7,18 @@ import time
 from collections import Counter
 from collections.abc import Hashable
 
-# Backwards that are checked at random, as a share of all; and, up to that rate, the share of the
-# time that has passed which those checks may take.
+# The share of backwards that are checked at random.
 DEFAULT_RATE = 1 / 256
+# The share of the time so far that such checks may take, unless a higher rate was asked for.
 _SHARE_OF_TIME = 0.01
 _SAMPLES = 2
 
 
 class CheckTurns:
-    """Decides whose turn it is: a batch's, and which samples' of it.
+    """Decides which batches are checked, and which of their samples.
 
-    `kind` is the kind of the latest batch that was asked for, and `by_coin` says whether it is the
-    first of all batches or was chosen at random.
+    `kind` is the kind of the batch that `is_due` was asked for last. `by_coin` says whether that
+    batch is the first of all or was chosen at random.
     """
 
     def __init__(self, rate: float) -> None:
@@ -48,16 +48,16 @@ class CheckTurns:
         return sorted(self._draws.sample(range(counted), min(_SAMPLES, counted)))
 
     def note_checked(self, kind: Hashable, wanted: int) -> None:
-        """A batch of this kind was checked; so many `wanted` of them must be at first."""
+        """Count a checked batch of this kind, of which the first `wanted` must be checked."""
         self._checked[kind] += 1
         self._wanted[kind] = wanted
 
     def note_seconds(self, seconds: float) -> None:
-        """A check by chance has taken so long."""
+        """Add to the time that checks at random have taken."""
         self._seconds_by_chance += seconds
 
     def _is_affordable(self) -> bool:
-        """Whether checks at random have kept to their share of the time, unless more were asked."""
+        """Whether checks at random have kept to their share of the time, if they must."""
         if self._rate > DEFAULT_RATE:
             return True
         now = time.perf_counter()

@@ -19,7 +19,7 @@ Calls = dict[int, list["Given"]]
 
 
 class Given(NamedTuple):
-    """The first input of a call, and how long its axis is that should be the batch."""
+    """The first input of a call; `length` is that of the axis that should be the batch."""
 
     length: int
     shape: tuple[int, ...]
@@ -50,7 +50,7 @@ def growth_of(before: int, after: int, size: int) -> Growth:
     if (before, after) == (size, size + 1):
         return Growth.BATCH
     if before % size == 0 and before // size * (size + 1) == after:
-        # No rows at all are a multiple, too: an expert that nobody was sent to.
+        # Zero rows are a multiple too: an expert that received no token.
         return Growth.FOLDED
     if before == after:
         return Growth.ONE if after == 1 else Growth.NONE
@@ -81,16 +81,16 @@ def judge_growth(
     size: int,
     earlier: Sequence[tuple[Growth, int]],
 ) -> list[tuple[Growth, int]]:
-    """How a slot's inputs grow; notes that they are folded.
+    """How a slot's inputs grow with the batch; marks the slot if they are folded.
 
-    `earlier` is what was found in an earlier batch. In which order the rows of folded inputs come
-    lengths cannot tell; the rows themselves will.
+    `earlier` is what an earlier batch showed. Lengths do not show in which order the rows of folded
+    inputs come; `row_check` compares the rows themselves.
 
     Raises:
-        UnsupportedModuleError: they grow as none should.
+        UnsupportedModuleError: they grow in a way that no rule can handle.
     """
     if len(before) != len(after):
-        # A model that calls it as the samples require; one of the runs must do.
+        # How often the slot is called depends on the samples. Only the second run is judged.
         before = [a._replace(length=size if a.length == size + 1 else a.length) for a in after]
     found: list[tuple[Growth, int]] = []
     for was, is_now in zip(before, after, strict=True):

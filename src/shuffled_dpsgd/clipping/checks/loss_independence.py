@@ -20,7 +20,7 @@ from shuffled_dpsgd.clipping.capture.output_tensors import batch_axis_of, tensor
 from shuffled_dpsgd.clipping.checks.row_identity import numbers_in
 from shuffled_dpsgd.errors import UnsupportedModuleError
 
-# What loss functions take for the lack of a label.
+# The label that loss functions ignore.
 NO_LABEL = -100
 # Samples whose gradients are looked at together.
 _ROWS = 32
@@ -38,16 +38,16 @@ class LossCheck:
         self._outputs: list[Tensor] = []
 
     def note(self, output: Any, size: int) -> None:
-        """Remember the outputs of a batch of `size`, where it could show anything."""
+        """Keep the outputs of a batch of `size`; those of a single sample would show nothing."""
         found = tensors_in(output) if size > 1 else []
         self._outputs = [leaf for leaf in found if leaf.requires_grad]
 
     def run(self, losses: Tensor, samples: Sequence[int] = ()) -> None:
         """Follow the losses of some samples back to the outputs, no further.
 
-        The first time, of any two samples some time only the one is followed, and some time only
-        the other; later, each of `samples` without the others, and the others without it. That
-        takes little time, but for a moment the memory of one more gradient of the outputs.
+        The first time, for any two samples there is a trial with the one and without the other.
+        Later, each of `samples` is followed without the others, and the others without it. That
+        takes little time, and for a moment the memory of one more gradient of the outputs.
 
         Raises:
             UnsupportedModuleError: they arrive at other samples too.
@@ -76,7 +76,7 @@ class LossCheck:
 
 
 def refuse_gradients(output: Any, mixed: Container[int]) -> None:
-    """Have a backward fail that begins at some of the single numbers among a model's outputs."""
+    """Make a backward fail that begins at one of the `mixed` numbers among a model's outputs."""
     for place, number in enumerate(numbers_in(output)):
         if place in mixed and number.requires_grad:
             number.register_hook(_refuse)
@@ -85,7 +85,7 @@ def refuse_gradients(output: Any, mixed: Container[int]) -> None:
 def refuse_uneven_gradients(
     output: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], size: int
 ) -> None:
-    """Have a backward fail that begins at a single number, if its samples' labels are uneven."""
+    """Make a backward fail that begins at a single number, if samples' labels are uneven."""
 
     def refuse(grad: Tensor) -> None:
         if are_uneven(args, kwargs, size):
@@ -134,7 +134,7 @@ def _refuse(grad: Tensor) -> None:
 
 
 def _separating(size: int, device: torch.device) -> Iterator[Tensor]:
-    """Sets of samples as masks; each of two samples is in one of them without the other."""
+    """Masks of samples: for any two samples, one mask has the first and not the second."""
     numbers = torch.arange(size, device=device)
     for bit in range((size - 1).bit_length()):
         members = (numbers >> bit) % 2 == 1
@@ -162,10 +162,10 @@ def _mixed(got: str) -> UnsupportedModuleError:
 
 
 def _first_reached(losses: Tensor, outputs: list[Tensor]) -> list[Tensor]:
-    """The outputs met on the way back from the losses, without those that lie behind them.
+    """The outputs that the losses depend on directly, without those further back.
 
-    A decoder's model also returns what its encoder computed; the way there leads through the
-    decoder, and would have checkpointed layers computed again.
+    An encoder-decoder also returns its encoder's output. Going back that far would lead through
+    the decoder, and compute checkpointed layers again.
     """
     places = {(output.grad_fn, output.output_nr): output for output in outputs}
     waiting = [(losses.grad_fn, losses.output_nr)]

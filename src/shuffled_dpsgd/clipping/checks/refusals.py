@@ -51,7 +51,7 @@ def refuse_scripted(model: nn.Module) -> None:
 
 
 def refuse_hooks(model: nn.Module) -> None:
-    """Refuse hooks on the gradients of parameters, which never come to be one by one."""
+    """Refuse hooks on parameters' gradients: the engine never forms those, so no hook would run."""
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and (
             parameter._backward_hooks or parameter._post_accumulate_grad_hooks

@@ -64,10 +64,14 @@ class RowCheck:
         self._slots = slots
 
     def check(self, args: Any, kwargs: Mapping[str, Any], size: int) -> None:
-        """As the model is, but for dropout; in evaluation mode if it is random even so.
+        """Check the model without dropout but otherwise as it is.
 
-        A few samples do: those that meet do so among few as among many. Samples that meet at
-        random are left to the standing check, which repeats what is random.
+        If it is random even so, it is checked in evaluation mode. A few samples are enough, because
+        samples that meet do so in small batches too. Samples that meet at random are left to the
+        standing check, which repeats random numbers.
+
+        Raises:
+            UnsupportedModuleError: a sample's row moves, or depends on another sample.
         """
         args, kwargs, size = first_few(args, kwargs, size)
         host = HostGenerators.now()
@@ -88,7 +92,7 @@ class RowCheck:
 
         def rows(change: Change, seed: int = 0) -> RowMarks:
             changed_args, changed_kwargs = change(args, size), change(dict(kwargs), size)
-            # Layers dropped as a whole, for one, are then the same in every run.
+            # So that, for one, the same layers are dropped in every run.
             torch.manual_seed(seed)
             host.restore()
             return rows_of(
@@ -104,7 +108,7 @@ class RowCheck:
         try:
             halves = (rows(first_half), rows(second_half))
         except (RuntimeError, ValueError, IndexError):
-            # The model takes no batch so small, which is not for us to judge.
+            # The model takes no batch this small. That alone is no reason to refuse it.
             halves = None
         found = find_moved_rows(plain, rows(one_more), rows(back_to_front), halves, size)
         if found is None:

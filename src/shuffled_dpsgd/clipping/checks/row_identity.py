@@ -26,8 +26,8 @@ from shuffled_dpsgd.errors import UnsupportedModuleError
 # Relative to the length of a row; wider than what another batch size does to rounding.
 _TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3}
 _HALF_TOLERANCE = 0.1
-# Of that tolerance: what random numbers may do to one batch run twice before the model counts as
-# random. One pair of runs shows less of it than the several that are compared, so far less.
+# The share of that tolerance by which two runs of one batch may differ before the model counts as
+# random. It is small, because two runs show less of the randomness than all that are compared.
 _REPEATED = 0.1
 
 RowMarks = dict[int, list[Tensor]]
@@ -66,8 +66,8 @@ def find_mixed_numbers(
 ) -> frozenset[int]:
     """Which numbers are neither the sum nor the mean of what the halves of the batch give.
 
-    A mean over tokens is neither where lengths differ: with every sample, all others' share of it
-    changes.
+    A mean over tokens is neither where lengths differ: each sample changes the weight of all
+    others.
     """
     found = set()
     first, second = size // 2, size - size // 2
@@ -153,7 +153,7 @@ def moved_rows(path: str) -> UnsupportedModuleError:
 
 
 def has_nan(rows: RowMarks) -> bool:
-    """Whether some row could not be compared, because NaN differs from nothing."""
+    """Whether some row holds a NaN, which compares as different from nothing."""
     return any(bool(marks_B3.isnan().any()) for calls in rows.values() for marks_B3 in calls)
 
 

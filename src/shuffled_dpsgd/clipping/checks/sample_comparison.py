@@ -98,8 +98,10 @@ class SampleComparison:
         return None
 
     def _alone_if_it_can(self, watch: Watch, place: int, sample: int) -> tuple[Sketches, float]:
-        """One sample alone; among others where the model takes no single sample, or cuts off what
-        is padding for all of them."""
+        """One sample alone, or among the others if the model cannot run it alone.
+
+        Some models take no single sample. Others cut off what is padding for all samples.
+        """
         try:
             return self._alone(watch, place, sample)
         except (CannotRepeatError, torch.OutOfMemoryError):

@@ -47,7 +47,7 @@ class Watch:
     # For every output that the loss depends on: the gradient's rows of each sample.
     rows: dict[int, list[Tensor]] = field(default_factory=dict)
     on_trial: bool = False
-    # Spent on booking.
+    # Time spent on booking.
     seconds: float = 0.0
 
 

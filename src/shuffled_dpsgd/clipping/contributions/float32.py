@@ -11,8 +11,8 @@ import torch
 _KNOBS = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # type: ignore[attr-defined]
 
 
-# The switches are those of the whole process. So the first thread to come in switches, and the last
-# to go out switches back.
+# The switches belong to the whole process. So the first thread in sets them, and the last one out
+# sets them back.
 _lock = threading.Lock()
 _inside = 0
 _before: list[str] = []
@@ -41,7 +41,7 @@ def full_float32() -> Iterator[None]:
 
 
 def _switch(precisions: list[str]) -> None:
-    """Set those that differ: one that is set no longer follows what is set for all."""
+    """Set only switches that differ: one set by itself stops following the global setting."""
     for knob, precision in zip(_KNOBS, precisions, strict=True):
         if knob.fp32_precision != precision:
             knob.fp32_precision = precision

@@ -157,7 +157,7 @@ class GenericSlot(CopiesSlot):
             with buffers_kept(self.module) as have_changed:
                 outputs = one_by_one(self, copies, call.leaves, call.spec, call.size)
                 if have_changed():
-                    # What keeps statistics would do so once per sample.
+                    # A module that keeps statistics would update them once per sample.
                     raise RuntimeError("vmap stops at buffers that its forward changes")
         except torch.OutOfMemoryError:
             raise
@@ -210,9 +210,9 @@ class GenericSlot(CopiesSlot):
                 self.unbatched.add(place)
 
     def _finds_unbatched(self, call: ModuleCall) -> bool:
-        """Whether all is well once one of the inputs is taken to be as long as the batch by chance.
+        """Whether the check passes once one input is taken to have the batch's length by chance.
 
-        Positions of shape (T,) are, whenever there are as many samples as tokens.
+        Positions of shape (T,) do, whenever there are as many samples as tokens.
         """
         for place in batched_leaves(call.leaves, call.size, self.unbatched)[1:]:
             self.unbatched.add(place)
@@ -225,9 +225,10 @@ class GenericSlot(CopiesSlot):
         return False
 
     def _turn_to_loop(self, call: ModuleCall, refusal: UnsupportedModuleError) -> None:
-        """Do without vmap from now on, unless that helps nothing.
+        """Use the loop instead of vmap from now on, if the check passes with it.
 
-        A module that cannot be called again with the same inputs fails by itself: caches grow.
+        Otherwise `refusal` is raised. A module that changes with every call, such as one with a
+        cache that grows, fails both ways.
         """
         self._map = one_by_one
         try:

@@ -89,7 +89,7 @@ class ManyLayers:
     """The entries of one backward, sorted by how they are settled.
 
     `filed` holds each group with its entries; `norm_runs` finds what norm layers have together.
-    `squares` must be asked for before `add_sums`, and each only once.
+    Call `squares` before `add_sums`, and each only once.
     """
 
     def __init__(

@@ -61,7 +61,7 @@ class ClippingRule:
     def norms(self, squares: Iterable[Tensor], batch: CapturedBatch) -> Tensor:
         """(B,) norms from squared parts, in terms of each sample's own loss.
 
-        Samples that do not count have infinite ones, and so the factor zero under every clip.
+        Samples that do not count get infinite norms, hence a factor of zero under every clip.
         """
         parts = list(squares)
         if len(parts) == 1:

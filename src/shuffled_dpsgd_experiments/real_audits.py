@@ -72,6 +72,7 @@ def parser() -> argparse.ArgumentParser:
     add("--input-canaries", type=int, default=1000, help="records planted; also of a black box")
     add("--input-canary", choices=get_args(InputCanary), default=None)
     add("--observations", type=int, default=1000, help="releases per world of a step audit")
+    add("--max-seconds", type=float, default=None, help="a step audit stops releasing after this")
     add("--seeds", type=int, default=8, help="runs per arm of a black-box audit")
     add("--fit-steps", type=int, default=0, help="fit the initial weights to the records first")
     add("--device", default="auto")
@@ -137,6 +138,7 @@ def two_worlds(mode: str, config: RunConfig, options: argparse.Namespace) -> dic
         num_input_canaries=options.input_canaries,
         input_canary=options.input_canary or TASKS[options.format][1],
         fit_steps=options.fit_steps,
+        max_seconds=options.max_seconds,
         seed=options.seed,
     )
     audit = audit_steps if mode == "step" else audit_one_run

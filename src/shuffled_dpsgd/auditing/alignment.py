@@ -10,16 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 
 import numpy as np
 import torch
 
-from shuffled_dpsgd.auditing.matching import Indices, assign
+from shuffled_dpsgd.auditing.alignment_costs import Bundle, bundles_of, slot_features
+from shuffled_dpsgd.auditing.matching import assign
 from shuffled_dpsgd.permutation import (
-    Block,
-    Group,
-    Member,
     Permutation,
     PermutationSpec,
     apply_to_tensors,
@@ -50,103 +47,99 @@ class Realignment:
         return float((self.permutation.packed == truth.packed.cpu()).double().mean())
 
 
-def realign(spec: PermutationSpec, known: Tensors, released: Tensors) -> Realignment:
-    """Find P such that `released` is nearest to P applied to `known`, group by group.
+class Aligner:
+    """Matches any number of releases with the same known weights.
 
-    Stages first, each blind to the groups after it; where there were several, all groups once more
-    with nothing summed away, until nothing moves.
+    What depends on the known weights alone is computed once, at their first use. Groups of equal
+    size are solved together, on the weights' own device.
     """
-    current = {name: tensor.detach().clone() for name, tensor in released.items()}
-    total = identity(spec, "cpu")
-    unsolved = set(range(len(spec.groups)))
-    stages = [{i for i in unsolved if spec.groups[i].kind in kinds} for kinds in STAGES]
-    assert unsolved == set().union(*stages), "a kind of group that no stage solves"
-    for stage in filter(None, stages):
-        total = _undo(spec, stage, unsolved, known, current).then(total)
-        unsolved -= stage
-    if any(stages[:-1]):
-        for _ in range(MOST_REFINEMENTS):
-            step = _undo(spec, set(range(len(spec.groups))), set(), known, current)
-            if torch.equal(step.packed, identity(spec, "cpu").packed):
-                break
-            total = step.then(total)
-    return Realignment(permutation=total, tensors=current)
+
+    def __init__(self, spec: PermutationSpec, known: Tensors) -> None:
+        self._spec = spec
+        self._known = known
+        self._ours: dict[Bundle, torch.Tensor] = {}
+        everything = frozenset(range(len(spec.groups)))
+        self._stages = [
+            frozenset(i for i in everything if spec.groups[i].kind in kinds) for kinds in STAGES
+        ]
+        assert everything == frozenset().union(*self._stages), "a kind that no stage solves"
+
+    def align(self, released: Tensors) -> Realignment:
+        """Find P such that `released` is nearest to P applied to the known weights.
+
+        Stages first, each blind to the groups after it; where there were several, all groups once
+        more with nothing summed away, until nothing moves.
+        """
+        spec = self._spec
+        current = {name: tensor.detach().clone() for name, tensor in released.items()}
+        total = identity(spec, "cpu")
+        unsolved = frozenset(range(len(spec.groups)))
+        for stage in filter(None, self._stages):
+            total = self._undo(stage, unsolved, current).then(total)
+            unsolved -= stage
+        if any(self._stages[:-1]):
+            everything = frozenset(range(len(spec.groups)))
+            for _ in range(MOST_REFINEMENTS):
+                step = self._undo(everything, frozenset(), current)
+                if torch.equal(step.packed, identity(spec, "cpu").packed):
+                    break
+                total = step.then(total)
+        return Realignment(permutation=total, tensors=current)
+
+    def _undo(
+        self, stage: frozenset[int], unsolved: frozenset[int], current: dict[str, torch.Tensor]
+    ) -> Permutation:
+        """Solve the groups of a stage, undo them in `current`, and return what was undone."""
+        spec = self._spec
+        solved = [torch.arange(group.size) for group in spec.groups]
+        for index, slots in self._solve(stage, unsolved, current).items():
+            # Known slot i lies at slots[i] now, as the shuffle set new[slots[i]] = old[i].
+            solved[index] = slots.argsort()
+        found = from_groups(spec, solved)
+        if not torch.equal(found.packed, identity(spec, "cpu").packed):
+            device = next(iter(current.values())).device
+            apply_to_tensors(found.inverse().to(device), current)
+        return found
+
+    def _solve(
+        self, stage: frozenset[int], unsolved: frozenset[int], current: Tensors
+    ) -> dict[int, torch.Tensor]:
+        """The best assignment of every group of the stage that has a tensor here."""
+        device = next(iter(current.values())).device
+        found: dict[int, torch.Tensor] = {}
+        plan = bundles_of(self._spec, stage, unsolved, device, frozenset(current))
+        for size, (groups, bundles) in plan.items():
+            costs = torch.zeros(len(groups), size, size, dtype=torch.float64, device=device)
+            for bundle in bundles:
+                theirs = slot_features(current[bundle.parameter], bundle)
+                # Squared distances of rows up to a term that depends on the known row alone.
+                part = 0.5 * theirs.square().sum(dim=2).unsqueeze(1)
+                part = torch.baddbmm(part, self._features(bundle), theirs.mT, alpha=-1.0)
+                costs.index_add_(0, bundle.rows, part)
+            found.update(zip(groups, _assignments(costs), strict=True))
+        return found
+
+    def _features(self, bundle: Bundle) -> torch.Tensor:
+        if bundle not in self._ours:
+            known = self._known[bundle.parameter].to(bundle.positions.device)
+            self._ours[bundle] = slot_features(known, bundle)
+        return self._ours[bundle]
 
 
-def _undo(
-    spec: PermutationSpec,
-    stage: set[int],
-    unsolved: set[int],
-    known: Tensors,
-    current: dict[str, torch.Tensor],
-) -> Permutation:
-    """Solve the groups of a stage, undo them in `current`, and return what was undone."""
-    solved = [torch.arange(group.size) for group in spec.groups]
-    for index in stage:
-        slots = _solve(spec, index, unsolved - {index}, known, current)
-        # Known slot i lies at slots[i] now, as the shuffle set new[slots[i]] = old[i].
-        solved[index] = torch.from_numpy(np.argsort(slots))
-    found = from_groups(spec, solved)
-    device = next(iter(current.values())).device
-    apply_to_tensors(found.inverse().to(device), current)
+def realign(spec: PermutationSpec, known: Tensors, released: Tensors) -> Realignment:
+    """Find P such that `released` is nearest to P applied to `known`, group by group."""
+    return Aligner(spec, known).align(released)
+
+
+def _assignments(costs: torch.Tensor) -> torch.Tensor:
+    """The column of each row in the cheapest assignment, for every matrix of a stack.
+
+    Where every row's cheapest column is a different one, those are the best assignment already.
+    """
+    nearest = costs.argmin(dim=2)
+    here = torch.arange(costs.shape[1], device=costs.device)
+    distinct = (nearest.sort(dim=1).values == here).all(dim=1).cpu()
+    found = nearest.cpu()
+    for index in (~distinct).nonzero().flatten().tolist():
+        found[index] = torch.from_numpy(np.asarray(assign(costs[index].cpu().numpy())))
     return found
-
-
-def _solve(
-    spec: PermutationSpec, index: int, unsolved: set[int], known: Tensors, current: Tensors
-) -> Indices:
-    group = spec.groups[index]
-    cost: torch.Tensor | None = None
-    for member in group.members:
-        if member.parameter not in current:
-            continue
-        moving = _moving_axes(spec, unsolved, member)
-        inner = any(_acts_inside(spec.groups[other], member) for other in unsolved)
-        theirs = slot_features(current[member.parameter], group, member, moving, inner)
-        ours = slot_features(known[member.parameter], group, member, moving, inner).to(theirs)
-        # Squared distances of rows up to a term that depends on the known row alone.
-        part = 0.5 * theirs.square().sum(dim=1) - ours @ theirs.T
-        cost = part if cost is None else cost + part
-    if cost is None:
-        return np.arange(group.size)
-    nearest: Indices = cost.argmin(dim=1).cpu().numpy()
-    # Where every slot's nearest partner is a different one, that is already the best assignment.
-    return nearest if np.unique(nearest).size == group.size else assign(cost.cpu().numpy())
-
-
-def slot_features(
-    tensor: torch.Tensor, group: Group, member: Member, moving: frozenset[int], inner: bool
-) -> torch.Tensor:
-    """One row of numbers per slot that no unsolved group can change."""
-    values = tensor.detach().to(torch.float64)
-    summed = sorted(axis for axis in moving if axis != member.axis)
-    rows = values.movedim(member.axis, 0)
-    if summed:
-        kept_first = [axis + 1 if axis < member.axis else axis for axis in summed]
-        rows = rows.sum(dim=kept_first)
-    positions = _positions(member.block, group.size).to(rows.device)
-    slots = rows.reshape(rows.shape[0], -1)[positions]
-    return slots.sum(dim=1) if inner else slots.reshape(group.size, -1)
-
-
-@lru_cache(maxsize=4096)
-def _positions(block: Block, size: int) -> torch.Tensor:
-    return torch.tensor(block.positions(size))
-
-
-def _moving_axes(spec: PermutationSpec, unsolved: set[int], member: Member) -> frozenset[int]:
-    return frozenset(
-        other.axis
-        for index in unsolved
-        for other in spec.groups[index].members
-        if other.parameter == member.parameter
-    )
-
-
-def _acts_inside(group: Group, member: Member) -> bool:
-    """Whether `group` moves positions within the slots of `member`."""
-    if member.block.width * member.block.repeats == 1:
-        return False
-    return any(
-        other.parameter == member.parameter and other.axis == member.axis for other in group.members
-    )

@@ -13,14 +13,22 @@ from typing import Literal
 import torch
 
 from shuffled_dpsgd.auditing.adversaries import ThreatModel
-from shuffled_dpsgd.auditing.alignment import realign
 from shuffled_dpsgd.auditing.probes import ModelAttack, Seen, Tensors
 from shuffled_dpsgd.errors import InvalidArgumentError
 from shuffled_dpsgd.permutation import PermutationSpec
 
 
+class FixedCanary:
+    """What joins the sum is what the adversary looks for."""
+
+    canary: Tensors
+
+    def contribution(self) -> Tensors:
+        return self.canary
+
+
 @dataclass(frozen=True, kw_only=True)
-class ReadLine:
+class ReadLine(FixedCanary):
     """One line of a tensor along a permuted axis: a single entry, its maximum, or its sum."""
 
     name: str
@@ -40,7 +48,7 @@ class ReadLine:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReadInner:
+class ReadInner(FixedCanary):
     """Inner product with the canary: in the shuffled release, or in what precedes the shuffle."""
 
     name: str
@@ -55,7 +63,7 @@ class ReadInner:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReadDifference:
+class ReadDifference(FixedCanary):
     """Inner product with the difference of two steps: finds noise that repeats itself."""
 
     canary: Tensors
@@ -68,19 +76,16 @@ class ReadDifference:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReadRealigned:
-    """Re-align the new weights with the old ones, then take the inner product with the step."""
+class ReadRealigned(FixedCanary):
+    """Re-align the new weights with the old ones, undo the update, and look for the canary."""
 
     canary: Tensors
-    spec: PermutationSpec
     name: str = "re-alignment against W_t"
     canary_name: str = "random-direction"
     threat_model: ThreatModel = ThreatModel.ITERATES
 
     def read(self, seen: Seen) -> float:
-        aligned = realign(self.spec, seen.weights, seen.new_weights()).tensors
-        step = {n: (seen.weights[n] - aligned[n]) / seen.step_size for n in self.canary}
-        return inner(self.canary, step)
+        return inner(self.canary, seen.from_iterates)
 
 
 def inner(left: Tensors, right: Tensors) -> float:
@@ -140,7 +145,7 @@ def step_attacks(weights: Tensors, spec: PermutationSpec | None, *, seed: int) -
             )
             for name, kind, canary, how in lines
         ]
-        attacks.append(ReadRealigned(canary=random_direction(moved, generator), spec=spec))
+        attacks.append(ReadRealigned(canary=random_direction(moved, generator)))
     if unmoved:
         largest = max(unmoved, key=lambda name: unmoved[name].numel())
         canary = random_direction({largest: unmoved[largest]}, generator)

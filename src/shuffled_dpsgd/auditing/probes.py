@@ -7,15 +7,20 @@ out is what an adversary of that step would see; all values are in units of `cli
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 import numpy as np
 import torch
 
 from shuffled_dpsgd.auditing.adversaries import ThreatModel
+from shuffled_dpsgd.auditing.alignment import Aligner
 from shuffled_dpsgd.auditing.estimators.scores import ScorePair
+from shuffled_dpsgd.auditing.updates import RewoundOptimizer
 from shuffled_dpsgd.auditing.verdict import Evidence
 from shuffled_dpsgd.permutation import Permutation, apply_to_tensors, draw
 from shuffled_dpsgd.training.private import PrivateTraining
@@ -23,6 +28,20 @@ from shuffled_dpsgd.training.private import PrivateTraining
 Tensors = Mapping[str, torch.Tensor]
 OnProgress = Callable[[int, int], object]
 """Called with (done, total)."""
+LEAST_OBSERVATIONS = 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where the audited step starts from, and what the adversary knows of it.
+
+    `optimizer` holds the weights before the step and takes it; `aligner` is None where nothing is
+    shuffled; `unit` is the gradient that counts as one.
+    """
+
+    optimizer: RewoundOptimizer
+    aligner: Aligner | None
+    unit: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,13 +49,12 @@ class Seen:
     """One release. Who may look at what is the threat model's business.
 
     `noisy` is the mechanism's output before the shuffle, `previous` that of an earlier step without
-    canary, `weights` the weights before the step, which has the length `step_size`.
+    canary.
     """
 
     noisy: Tensors
     previous: Tensors
-    weights: Tensors
-    step_size: float
+    place: Place
     permutation: Permutation | None
 
     def shuffled(self, name: str) -> torch.Tensor:
@@ -47,15 +65,29 @@ class Seen:
         return tensor[name]
 
     def new_weights(self) -> dict[str, torch.Tensor]:
-        """The weights after one plain gradient step and the shuffle."""
-        after = {n: w - (self.step_size * self.noisy[n]).to(w) for n, w in self.weights.items()}
+        """The weights after the step of the run's own optimizer, and the shuffle."""
+        unit = self.place.unit
+        after = self.place.optimizer.step({n: t * unit for n, t in self.noisy.items()})
         if self.permutation is not None:
             apply_to_tensors(self.permutation, after)
         return after
 
+    @cached_property
+    def from_iterates(self) -> Tensors:
+        """The gradient as whoever sees the iterates gets it: re-align, then undo the update."""
+        after, aligner = self.new_weights(), self.place.aligner
+        if aligner is not None:
+            after = aligner.align(after).tensors
+        found = self.place.optimizer.read_back(after)
+        return {name: tensor / self.place.unit for name, tensor in found.items()}
+
 
 class ModelAttack(Protocol):
-    """A canary in a model's own tensors, of joint norm one, and how its presence is read."""
+    """A canary in a model's own tensors and how its presence is read.
+
+    `contribution` is what joins the sum in one release, of joint norm at most one; `canary` is what
+    the adversary looks for.
+    """
 
     @property
     def name(self) -> str: ...
@@ -69,6 +101,8 @@ class ModelAttack(Protocol):
     @property
     def canary(self) -> Tensors: ...
 
+    def contribution(self) -> Tensors: ...
+
     def read(self, seen: Seen) -> float: ...
 
 
@@ -76,37 +110,37 @@ class Prober:
     """Makes releases of one run at will; its own steps never collide with those of training."""
 
     def __init__(self, private: PrivateTraining, *, seed: int) -> None:
+        plan = private.plan
         self._private = private
-        self._weights = {
-            name: p.detach().clone()
-            for name, p in private.model.named_parameters()
-            if p.requires_grad
-        }
+        self._spec = private.spec if plan.permutes else None
+        self._scale = plan.expected_batch_size / plan.clip_norm
+        optimizer = RewoundOptimizer(private)
+        self._place = Place(
+            optimizer=optimizer,
+            aligner=None if self._spec is None else Aligner(self._spec, optimizer.weights),
+            unit=1.0 / self._scale,
+        )
         self._generator = torch.Generator(private.device).manual_seed(seed)
-        self._step = private.plan.num_steps
+        self._step = plan.num_steps
         self._previous: Tensors = {}
         self.release(None)
 
     def release(self, canary: Tensors | None) -> Seen:
         """One step in which no record takes part, or nothing but the canary."""
-        private, plan = self._private, self._private.plan
+        private = self._private
         sums = {
             name: torch.zeros_like(w, dtype=torch.promote_types(w.dtype, torch.float32))
-            for name, w in self._weights.items()
+            for name, w in self._place.optimizer.weights.items()
         }
         for name, tensor in (canary or {}).items():
-            sums[name] += plan.clip_norm * tensor.to(sums[name])
+            sums[name] += private.plan.clip_norm * tensor.to(sums[name])
         self._step += 1
         private.mechanism.privatize(sums, step=self._step)
-        scale = plan.expected_batch_size / plan.clip_norm
-        rate = float(private.optimizer.param_groups[0]["lr"]) or 1.0
-        spec = private.spec if plan.permutes else None
         seen = Seen(
-            noisy={name: tensor * scale for name, tensor in sums.items()},
+            noisy={name: tensor * self._scale for name, tensor in sums.items()},
             previous=self._previous,
-            weights=self._weights,
-            step_size=rate / scale,
-            permutation=None if spec is None else draw(spec, self._generator),
+            place=self._place,
+            permutation=None if self._spec is None else draw(self._spec, self._generator),
         )
         if canary is None:
             self._previous = seen.noisy
@@ -123,25 +157,31 @@ def probe(
     attacks: Sequence[ModelAttack],
     *,
     count: int,
+    max_seconds: float | None = None,
     on_progress: OnProgress | None = None,
 ) -> list[Evidence]:
     """`count` releases without and with each attack's canary, read by that attack.
 
     The releases without a canary are shared by all attacks, those with by attacks on the same one.
+    After `max_seconds` no further ones are made. When to stop is decided by the clock, and not by
+    what was read, so the scores are as independent as ever and every bound keeps its level.
     """
     out: list[list[float]] = [[] for _ in attacks]
     present: list[list[float]] = [[] for _ in attacks]
+    deadline = time.monotonic() + (math.inf if max_seconds is None else max_seconds)
     for done in range(1, count + 1):
         plain = prober.release(None)
         marked: dict[int, Seen] = {}
         for index, attack in enumerate(attacks):
             key = id(attack.canary)
             if key not in marked:
-                marked[key] = prober.release(attack.canary)
+                marked[key] = prober.release(attack.contribution())
             out[index].append(attack.read(plain))
             present[index].append(attack.read(marked[key]))
         if on_progress is not None:
             on_progress(done, count)
+        if time.monotonic() > deadline and done >= LEAST_OBSERVATIONS:
+            break
     return [
         Evidence(
             adversary=attack.name,

@@ -28,10 +28,7 @@ ONE_RUN_CATCHES = {
     "loss threshold": "records that the released model remembers, seen by its loss alone",
 }
 NOT_RUN = {
-    "step": (
-        "leaks that build up over a run: audit run --mode one-run",
-        "records instead of gradients as canaries: audit run --mode one-run",
-    ),
+    "step": ("leaks that build up over a run: audit run --mode one-run",),
     "one-run": (
         "the worst neighbours of one step, where the other records contribute nothing: "
         "audit run --mode step",

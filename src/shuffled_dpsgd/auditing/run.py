@@ -12,16 +12,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, get_args
 
+import numpy as np
+
 from shuffled_dpsgd.accounting import PrivacyClaim, certified_claim
-from shuffled_dpsgd.auditing.estimators import OneRun, OneRunFDP
-from shuffled_dpsgd.auditing.input_canaries import InputCanary
+from shuffled_dpsgd.auditing.estimators import OneRun, OneRunFDP, ScorePair
+from shuffled_dpsgd.auditing.input_canaries import InputCanary, plant
 from shuffled_dpsgd.auditing.model_attacks import noise_attacks, step_attacks, tensor_attacks
 from shuffled_dpsgd.auditing.one_run_training import CanaryRun
 from shuffled_dpsgd.auditing.probes import OnProgress, Prober, probe, trainable
 from shuffled_dpsgd.auditing.ranges import require_at_least
 from shuffled_dpsgd.auditing.reach import one_run_reach, step_reach
+from shuffled_dpsgd.auditing.record_canaries import ReadRecord, RecordGradient
 from shuffled_dpsgd.auditing.step import ESTIMATORS, composition_notes
-from shuffled_dpsgd.auditing.verdict import Attack, AuditReport, assess, judge
+from shuffled_dpsgd.auditing.verdict import Attack, AuditReport, Evidence, assess, judge
 from shuffled_dpsgd.errors import InvalidArgumentError
 from shuffled_dpsgd.training.card import AuditedBound
 from shuffled_dpsgd.training.data import MapStyle
@@ -45,8 +48,9 @@ class RunSetting:
     """How much is spent on an audit.
 
     `warmup_steps` of real training precede a step audit; `num_gradient_canaries` and
-    `num_input_canaries` are planted in a one-run audit. `fit_steps` records how long the target's
-    initial weights were fitted to its records before.
+    `num_input_canaries` are planted in a one-run audit; a step audit takes one record as a canary
+    unless they are zero. `fit_steps` records how long the target's initial weights were fitted to
+    its records before. A step audit makes no further releases after `max_seconds` of them.
     """
 
     num_observations: int = 500
@@ -55,6 +59,7 @@ class RunSetting:
     num_input_canaries: int = 100
     input_canary: InputCanary = "mislabelled"
     fit_steps: int = 0
+    max_seconds: float | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -88,20 +93,25 @@ def audit_steps(
     started = time.perf_counter()
     private = target.start(len(target.data))
     _train(private, target, num_steps=min(setting.warmup_steps, private.plan.num_steps))
-    attacks = step_attacks(trainable(private.model), private.spec, seed=setting.seed)
+    attacks = [
+        *step_attacks(trainable(private.model), private.spec, seed=setting.seed),
+        *_record_attacks(private, target, setting),
+    ]
     evidence = probe(
         Prober(private, seed=setting.seed),
         attacks,
         count=setting.num_observations,
+        max_seconds=setting.max_seconds,
         on_progress=on_progress,
     )
+    made = _count(evidence)
     claims = step_claims(private.plan)
     delta = claims[0].delta
     assessed = assess(evidence, ESTIMATORS, delta=delta, confidence=confidence)
     private.close()
     return AuditReport(
         unit="one step of a run",
-        setting={**asdict(setting), "plan": private.plan.to_json()},
+        setting={**asdict(setting), "observations_made": made, "plan": private.plan.to_json()},
         claims=claims,
         attacks=assessed,
         verdicts=judge(claims, assessed, confidence=confidence),
@@ -114,7 +124,7 @@ def audit_steps(
         ),
         reach=step_reach(
             tuple(item.adversary for item in evidence),
-            num_observations=setting.num_observations,
+            num_observations=made,
             delta=delta,
             confidence=confidence,
         ),
@@ -246,6 +256,30 @@ def card_bounds(attacks: Sequence[Attack], *, confidence: float) -> tuple[Audite
         )
         for attack, bound in strongest
     )
+
+
+def _count(evidence: Sequence[Evidence]) -> int:
+    """Releases in each world, the same for all adversaries of a step audit."""
+    scores = evidence[0].scores
+    assert isinstance(scores, ScorePair)
+    return scores.num_out
+
+
+def _record_attacks(
+    private: PrivateTraining, target: AuditTarget, setting: RunSetting
+) -> list[ReadRecord]:
+    """One record as a canary, if the setting has any."""
+    rng = np.random.default_rng([setting.seed, 9])
+    return [
+        ReadRecord(
+            private,
+            RecordGradient(private, record, target.losses, target.collate),
+            kind=setting.input_canary,
+        )
+        for record in plant(
+            setting.input_canary, target.data, min(setting.num_input_canaries, 1), rng
+        )
+    ]
 
 
 def _train(private: PrivateTraining, target: AuditTarget, *, num_steps: int) -> None:

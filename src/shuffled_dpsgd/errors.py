@@ -6,6 +6,8 @@ them derive from `ShuffledDPError`, so the command line can print them without a
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class ShuffledDPError(Exception):
     """Base of every error raised on purpose.
@@ -14,6 +16,16 @@ class ShuffledDPError(Exception):
     """
 
     said_by_rank_0 = False
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """So that it travels between processes: `__init__` does not take what it made of them."""
+        return _rebuilt, (type(self), self.args, self.__dict__)
+
+
+def _rebuilt(kind: type[ShuffledDPError], said: tuple[Any, ...], held: dict[str, Any]) -> Exception:
+    error = kind.__new__(kind, *said)
+    error.__dict__.update(held)
+    return error
 
 
 class InvalidArgumentError(ShuffledDPError, ValueError):

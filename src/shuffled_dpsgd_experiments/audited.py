@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,17 +18,15 @@ from shuffled_dpsgd.tasks import digits
 from shuffled_dpsgd.tasks.config import RunConfig
 from shuffled_dpsgd.tasks.privacy import chosen_device, start_private
 from shuffled_dpsgd.tasks.registry import build_task
+from shuffled_dpsgd.tasks.task import Task
 from shuffled_dpsgd.training import make_private
 from shuffled_dpsgd.training.private import PrivateTraining
 
 HIDDEN = 64
 
 
-def audit_target(config: RunConfig, *, fit_steps: int = 0) -> AuditTarget:
-    """Fresh runs of the configured task, each from a copy of the same initial weights.
-
-    With `fit_steps`, these are first fitted to the records for so many steps: the worst case.
-    """
+def prepared_task(config: RunConfig, *, fit_steps: int = 0) -> Task:
+    """The configured task, its initial weights fitted to its records for so many steps first."""
     task = build_task(config)
     if fit_steps:
         task.model.to(chosen_device(config.training.device))
@@ -39,11 +38,37 @@ def audit_target(config: RunConfig, *, fit_steps: int = 0) -> AuditTarget:
             collate=task.collate,
             seed=config.init_seed,
         )
+    return task
+
+
+def audit_target(config: RunConfig, *, fit_steps: int = 0) -> AuditTarget:
+    """Fresh runs of the configured task, each from a copy of the same initial weights.
+
+    With `fit_steps`, these are first fitted to the records for so many steps: the worst case.
+    """
+    return target_of(config, prepared_task(config, fit_steps=fit_steps))
+
+
+def target_of(config: RunConfig, task: Task) -> AuditTarget:
+    """A task that is built already, as audits take it."""
 
     def start(dataset_size: int) -> PrivateTraining:
         return start_private(config, copy.deepcopy(task.model), dataset_size=dataset_size)
 
     return AuditTarget(start=start, data=task.train_data, losses=task.losses, collate=task.collate)
+
+
+def starts_of(config: RunConfig, initial: nn.Module) -> Start:
+    """Fresh runs from the same initial weights, by data set size, seed, shuffle and noise frame."""
+
+    def start(
+        dataset_size: int, seed: int, shuffle: Shuffle, noise_frame: NoiseFrame
+    ) -> PrivateTraining:
+        privacy = replace(config.privacy, shuffle=shuffle, noise_frame=noise_frame)
+        chosen = replace(config, seed=seed, privacy=privacy)
+        return start_private(chosen, copy.deepcopy(initial), dataset_size=dataset_size)
+
+    return start
 
 
 def cross_entropies(model: nn.Module, batch: Any) -> torch.Tensor:

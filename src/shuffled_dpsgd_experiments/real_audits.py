@@ -5,14 +5,14 @@
 
 AdamW, every step shuffled. `one-run` plants gradient canaries and records, each by a fair coin, and
 follows the shuffle by re-aligning every pair of iterates; `step` releases one step many times with
-and without each canary; `black-box` trains repeatedly with the shuffle and without and attacks
-with shadow models. Each mode writes one JSON: setting, claims, bounds, verdicts, cost, environment.
+and without each canary; `black-box` trains repeatedly with the shuffle and without and attacks with
+shadow models; `runs` repeats whole runs with one canary and without. Each mode writes one JSON:
+setting, claims, bounds, verdicts, cost, environment.
 """
 
 from __future__ import annotations
 
 import argparse
-import copy
 import json
 import sys
 import time
@@ -21,22 +21,17 @@ from pathlib import Path
 from typing import Any, get_args
 
 import torch
-from torch.utils.data import default_collate
 
-from shuffled_dpsgd.auditing.black_box import BlackBoxSetting, Start, audit_black_box
+from shuffled_dpsgd.auditing.black_box import BlackBoxSetting
 from shuffled_dpsgd.auditing.input_canaries import InputCanary
+from shuffled_dpsgd.auditing.repeated_runs import RepeatedSetting
 from shuffled_dpsgd.auditing.run import AuditTarget, RunSetting, audit_one_run, audit_steps
 from shuffled_dpsgd.environment import environment
-from shuffled_dpsgd.options import NoiseFrame, Shuffle
 from shuffled_dpsgd.tasks.config import RunConfig, parse_config
-from shuffled_dpsgd.tasks.optimizers import build_optimizer
-from shuffled_dpsgd.tasks.privacy import chosen_device
-from shuffled_dpsgd.tasks.registry import build_task
-from shuffled_dpsgd.training import make_private
-from shuffled_dpsgd.training.private import PrivateTraining
+from shuffled_dpsgd_experiments.audit_processes import black_box, repeated_runs
 from shuffled_dpsgd_experiments.audited import audit_target
 
-MODES = ("one-run", "step", "black-box")
+MODES = ("one-run", "step", "black-box", "runs")
 TASKS: dict[str, tuple[str, InputCanary]] = {
     "sst2": ("text-classification", "mislabelled"),
     "qnli": ("text-classification", "mislabelled"),
@@ -72,8 +67,16 @@ def parser() -> argparse.ArgumentParser:
     add("--input-canaries", type=int, default=1000, help="records planted; also of a black box")
     add("--input-canary", choices=get_args(InputCanary), default=None)
     add("--observations", type=int, default=1000, help="releases per world of a step audit")
-    add("--max-seconds", type=float, default=None, help="a step audit stops releasing after this")
+    add("--no-other-records", action="store_true", help="one-run: canaries take part alone")
+    add(
+        "--max-seconds",
+        type=float,
+        default=None,
+        help="begin nothing more after so many seconds; one-run always trains to its end",
+    )
     add("--seeds", type=int, default=8, help="runs per arm of a black-box audit")
+    add("--runs", type=int, default=200, help="whole runs of the mode runs")
+    add("--processes", type=int, default=1, help="that share the runs of black-box and runs")
     add("--fit-steps", type=int, default=0, help="fit the initial weights to the records first")
     add("--device", default="auto")
     add("--seed", type=int, default=0)
@@ -137,6 +140,7 @@ def two_worlds(mode: str, config: RunConfig, options: argparse.Namespace) -> dic
         num_gradient_canaries=options.canaries,
         num_input_canaries=options.input_canaries,
         input_canary=options.input_canary or TASKS[options.format][1],
+        other_records=not options.no_other_records,
         fit_steps=options.fit_steps,
         max_seconds=options.max_seconds,
         seed=options.seed,
@@ -145,54 +149,23 @@ def two_worlds(mode: str, config: RunConfig, options: argparse.Namespace) -> dic
     return audit(target, setting, on_progress=progress(mode)).to_json()
 
 
-def black_box(config: RunConfig, options: argparse.Namespace) -> dict[str, Any]:
-    """Repeated runs with the shuffle and without, attacked by their losses."""
-    task = build_task(config)
+def many_runs(mode: str, config: RunConfig, options: argparse.Namespace) -> dict[str, Any]:
+    """A black-box audit or one of repeated runs, in as many processes as are asked for."""
+    shared: dict[str, Any] = {
+        "processes": options.processes,
+        "max_seconds": options.max_seconds,
+        "fit_steps": options.fit_steps,
+    }
+    if mode == "runs":
+        repeated = RepeatedSetting(num_runs=options.runs, seed=options.seed)
+        return repeated_runs(config, repeated, **shared)
     setting = BlackBoxSetting(
         num_seeds=options.seeds,
         num_canaries=options.input_canaries,
         input_canary=options.input_canary or TASKS[options.format][1],
         seed=options.seed,
     )
-    report = audit_black_box(
-        starts(config, task.model),
-        task.train_data,
-        task.losses,
-        setting,
-        collate=task.collate or default_collate,
-        on_progress=progress("black-box"),
-    )
-    return report.to_json()
-
-
-def starts(config: RunConfig, initial: torch.nn.Module) -> Start:
-    """Fresh runs from the same initial weights, by seed, shuffle and noise frame."""
-    privacy, training = config.privacy, config.training
-
-    def start(
-        dataset_size: int, seed: int, shuffle: Shuffle, noise_frame: NoiseFrame
-    ) -> PrivateTraining:
-        model = copy.deepcopy(initial).to(chosen_device(training.device))
-        return make_private(
-            model,
-            build_optimizer(model, config.optimizer),
-            dataset_size=dataset_size,
-            expected_batch_size=training.expected_batch_size,
-            num_steps=training.num_steps,
-            epsilon=privacy.epsilon,
-            noise_multiplier=privacy.noise_multiplier,
-            delta=privacy.delta,
-            clip_norm=privacy.clip_norm,
-            batch_clip_norm=privacy.batch_clip_norm,
-            accounting=privacy.accounting,
-            shuffle=shuffle,
-            scope=privacy.scope,
-            noise_frame=noise_frame,
-            seed=seed,
-            physical_batch_size=training.physical_batch_size,
-        )
-
-    return start
+    return black_box(config, setting, **shared)
 
 
 def described(config: RunConfig) -> dict[str, Any]:
@@ -220,10 +193,8 @@ def main(arguments: Sequence[str] | None = None) -> list[Path]:
     written = []
     for mode in options.mode or MODES:
         started = time.perf_counter()
-        if mode == "black-box":
-            found = black_box(config, options)
-        else:
-            found = two_worlds(mode, config, options)
+        audit = many_runs if mode in ("black-box", "runs") else two_worlds
+        found = audit(mode, config, options)
         name = options.name or options.format
         path = options.out / f"audit_{name}_{mode.replace('-', '_')}_{options.accounting}.json"
         record = {

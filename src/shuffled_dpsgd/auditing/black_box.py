@@ -16,8 +16,9 @@ al. 2022).
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ from numpy.typing import NDArray
 from scipy.stats import t as student
 from torch.utils.data import default_collate
 
+from shuffled_dpsgd.accounting import PrivacyClaim
 from shuffled_dpsgd.auditing.estimators import Inclusion, OneRun, ScorePair, roc, tpr_at_fpr
 from shuffled_dpsgd.auditing.estimators.scores import Floats
 from shuffled_dpsgd.auditing.input_canaries import (
@@ -36,9 +38,11 @@ from shuffled_dpsgd.auditing.input_canaries import (
 )
 from shuffled_dpsgd.auditing.probes import OnProgress
 from shuffled_dpsgd.auditing.ranges import require_at_least
+from shuffled_dpsgd.errors import InvalidArgumentError
 from shuffled_dpsgd.options import NoiseFrame, Shuffle
 from shuffled_dpsgd.training.data import MapStyle
 from shuffled_dpsgd.training.physical import PerSampleLoss
+from shuffled_dpsgd.training.plan import PrivacyPlan
 from shuffled_dpsgd.training.private import PrivateTraining
 
 Start = Callable[[int, int, Shuffle, NoiseFrame], PrivateTraining]
@@ -48,6 +52,8 @@ ARMS: dict[str, tuple[Shuffle, NoiseFrame]] = {
     "on": ("every-step", "shuffled"),
     "on-paired": ("every-step", "unshuffled"),
 }
+ATTACKS = ("loss", "ratio")
+LEAST_SEEDS = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +66,7 @@ class BlackBoxSetting:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        require_at_least(self, num_seeds=3, num_canaries=10)
+        require_at_least(self, num_seeds=LEAST_SEEDS, num_canaries=10)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,6 +115,7 @@ class BlackBoxReport:
     arms: dict[str, Arm]
     confidence: float
     seconds: float
+    claims: tuple[PrivacyClaim, ...] = ()
 
     def scores(self, arm: str, attack: str) -> Floats:
         found = self.arms[arm]
@@ -149,31 +156,140 @@ class BlackBoxReport:
             "plan": self.plan,
             "confidence": self.confidence,
             "arms": {name: self._arm_json(name) for name in self.arms},
-            "on_minus_off": {attack: self.comparison(attack) for attack in ("loss", "ratio")},
+            "on_minus_off": {attack: self.comparison(attack) for attack in ATTACKS},
             "largest_paired_difference": self.largest_paired_difference,
+            "verdicts": [self._verdict(claim) for claim in self.claims],
             "seconds": self.seconds,
         }
 
+    @property
+    def num_seeds(self) -> int:
+        """Runs of each arm."""
+        return len(self.arms["off"].included)
+
+    @cached_property
+    def strongest(self) -> tuple[float, str]:
+        """The largest one-run bound of any run, arm and attack, all at the joint level."""
+        level = (1.0 - self.confidence) / (self.num_seeds * len(self.arms) * len(ATTACKS))
+        return max(
+            (max(self._bounds(arm, attack, confidence=1.0 - level)), f"{attack}, shuffle {arm}")
+            for arm in self.arms
+            for attack in ATTACKS
+        )
+
+    def _verdict(self, claim: PrivacyClaim) -> dict[str, Any]:
+        bound, attack = self.strongest
+        outcome = f"refuted at {100 * self.confidence:g} %"
+        return {
+            "claim": claim.to_json(),
+            "outcome": outcome if bound > claim.epsilon else "consistent",
+            "strongest_bound": bound,
+            "strongest_attack": attack,
+        }
+
+    def _bounds(self, arm: str, attack: str, *, confidence: float) -> list[float]:
+        """A bound from each run by itself; the ratio's shadow models are other runs."""
+        delta = float(self.plan["delta"])
+        return [
+            OneRun()
+            .lower_bound(Inclusion(scores=row, included=was), delta=delta, confidence=confidence)
+            .epsilon
+            for row, was in zip(self.scores(arm, attack), self.arms[arm].included, strict=True)
+        ]
+
     def _arm_json(self, name: str) -> dict[str, Any]:
         shown: dict[str, Any] = {}
-        for attack in ("loss", "ratio"):
+        for attack in ATTACKS:
             pair = self.pooled(name, attack)
             shown[attack] = {
                 "area_by_seed": self.areas(name, attack).tolist(),
                 "pooled_area": roc(pair).area,
                 "pooled_tpr_at_1_percent_fpr": tpr_at_fpr(pair, 0.01).true_positive_rate,
             }
-        bounds = [
-            OneRun()
-            .lower_bound(
-                Inclusion(scores=row, included=was),
-                delta=float(self.plan["delta"]),
-                confidence=1.0 - (1.0 - self.confidence) / self.setting.num_seeds,
-            )
-            .epsilon
-            for row, was in zip(self.scores(name, "loss"), self.arms[name].included, strict=True)
-        ]
+        level = (1.0 - self.confidence) / self.num_seeds
+        bounds = self._bounds(name, "loss", confidence=1.0 - level)
         return {**shown, "largest_one_run_bound": {"epsilon": max(bounds), "kind": "measured"}}
+
+
+@dataclass(frozen=True, kw_only=True)
+class SeedRuns:
+    """The losses of every canary after one seed's run of every arm, and who was in."""
+
+    index: int
+    included: NDArray[np.bool_]
+    losses: Mapping[str, Floats]
+    plan: PrivacyPlan
+
+
+class BlackBoxRuns:
+    """Trains every arm of any seed; canaries and coins are the same in all arms of a seed."""
+
+    def __init__(
+        self,
+        start: Start,
+        data: MapStyle,
+        losses: PerSampleLoss,
+        setting: BlackBoxSetting,
+        *,
+        collate: Callable[[list[Any]], Any] = default_collate,
+    ) -> None:
+        self._start, self._losses, self._collate = start, losses, collate
+        self._setting = setting
+        self._num_records = len(data)
+        rng = np.random.default_rng([setting.seed, 7])
+        self._canaries = plant(setting.input_canary, data, setting.num_canaries, rng)
+        self._data = Extended(data, self._canaries)
+
+    def run(self, index: int) -> SeedRuns:
+        """Seed number `index`, whichever others are run, and where."""
+        seed = self._setting.seed
+        coins = np.random.default_rng([seed, 8, index]).random(len(self._canaries))
+        included = coins < 0.5
+        left_out = self._num_records + np.flatnonzero(~included)
+        found: dict[str, Floats] = {}
+        for name, (shuffle, frame) in ARMS.items():
+            private = self._start(len(self._data), 1000 * seed + index, shuffle, frame)
+            private.sampler = Leaving(private.sampler, left_out)
+            found[name] = self._train_and_query(private)
+        return SeedRuns(index=index, included=included, losses=found, plan=private.plan)
+
+    def _train_and_query(self, private: PrivateTraining) -> Floats:
+        """The loss of every canary under the released model."""
+        for batch in private.batches(self._data, collate=self._collate):
+            private.backward(self._losses(private.model, batch))
+            private.step()
+        private.release()
+        queried = losses_of(private, self._canaries, self._losses, self._collate)
+        private.close()
+        return queried
+
+
+def gather_seeds(
+    found: Sequence[SeedRuns],
+    setting: BlackBoxSetting,
+    *,
+    seconds: float,
+    confidence: float = 0.95,
+) -> BlackBoxReport:
+    """The report on the seeds that were run, in the order of their numbers."""
+    if len(found) < LEAST_SEEDS:
+        raise InvalidArgumentError(
+            "seeds", expected=f"at least {LEAST_SEEDS} that were run", got=len(found)
+        )
+    ordered = sorted(found, key=lambda one: one.index)
+    included = np.stack([one.included for one in ordered])
+    plan = ordered[0].plan
+    return BlackBoxReport(
+        setting=setting,
+        plan=plan.to_json(),
+        arms={
+            name: Arm(losses=np.stack([one.losses[name] for one in ordered]), included=included)
+            for name in ARMS
+        },
+        confidence=confidence,
+        seconds=seconds,
+        claims=tuple(c for c in (plan.certified(), plan.paper_estimate()) if c is not None),
+    )
 
 
 def audit_black_box(
@@ -186,45 +302,13 @@ def audit_black_box(
     confidence: float = 0.95,
     on_progress: OnProgress | None = None,
 ) -> BlackBoxReport:
-    """Every arm with every seed; canaries and coins are the same in all arms of a seed."""
+    """Every arm with every seed, one after the other."""
     started = time.perf_counter()
-    rng = np.random.default_rng([setting.seed, 7])
-    canaries = plant(setting.input_canary, data, setting.num_canaries, rng)
-    joined = Extended(data, canaries)
-    coins = np.random.default_rng([setting.seed, 8]).random((setting.num_seeds, len(canaries)))
-    included = coins < 0.5
-    found: dict[str, list[Floats]] = {name: [] for name in ARMS}
-    plan: dict[str, Any] = {}
+    runs = BlackBoxRuns(start, data, losses, setting, collate=collate)
+    found = []
     for index in range(setting.num_seeds):
-        for name, (shuffle, frame) in ARMS.items():
-            private = start(len(joined), 1000 * setting.seed + index, shuffle, frame)
-            left_out = len(data) + np.flatnonzero(~included[index])
-            private.sampler = Leaving(private.sampler, left_out)
-            found[name].append(_train_and_query(private, joined, canaries, losses, collate))
-            plan = plan or private.plan.to_json()
+        found.append(runs.run(index))
         if on_progress is not None:
             on_progress(index + 1, setting.num_seeds)
-    return BlackBoxReport(
-        setting=setting,
-        plan=plan,
-        arms={name: Arm(losses=np.stack(rows), included=included) for name, rows in found.items()},
-        confidence=confidence,
-        seconds=time.perf_counter() - started,
-    )
-
-
-def _train_and_query(
-    private: PrivateTraining,
-    data: MapStyle,
-    canaries: list[Any],
-    losses: PerSampleLoss,
-    collate: Callable[[list[Any]], Any],
-) -> Floats:
-    """The loss of every canary under the released model."""
-    for batch in private.batches(data, collate=collate):
-        private.backward(losses(private.model, batch))
-        private.step()
-    private.release()
-    queried = losses_of(private, canaries, losses, collate)
-    private.close()
-    return queried
+    seconds = time.perf_counter() - started
+    return gather_seeds(found, setting, seconds=seconds, confidence=confidence)

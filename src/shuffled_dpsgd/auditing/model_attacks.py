@@ -28,23 +28,27 @@ class FixedCanary:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReadLine(FixedCanary):
-    """One line of a tensor along a permuted axis: a single entry, its maximum, or its sum."""
+class ReadOrbit(FixedCanary):
+    """The places of a tensor that the shuffle mixes: a single entry, their maximum, or their sum.
+
+    `axes` are those that move; along every other axis the last place is read.
+    """
 
     name: str
     canary_name: str
     canary: Tensors
     parameter: str
-    axis: int
+    axes: tuple[int, ...]
     how: Literal["first", "maximum", "sum"]
     threat_model: ThreatModel = ThreatModel.STEP_GRADIENTS
 
     def read(self, seen: Seen) -> float:
         tensor = seen.shuffled(self.parameter)
-        line = tensor[_place(tensor.ndim, self.axis)].double()
+        places = tensor[_places(tensor.ndim, self.axes)].double().flatten()
         if self.how == "first":
-            return float(line[0])
-        return float(line.max() if self.how == "maximum" else line.sum() / len(line) ** 0.5)
+            return float(places[0])
+        total = places.sum() / places.numel() ** 0.5
+        return float(places.max() if self.how == "maximum" else total)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,24 +130,25 @@ def step_attacks(weights: Tensors, spec: PermutationSpec | None, *, seed: int) -
     moved = {n: w for n, w in weights.items() if spec is not None and n in spec.moved_names}
     unmoved = {name: tensor for name, tensor in weights.items() if name not in moved}
     if spec is not None and moved:
-        parameter, axis = widest_axis(spec, moved)
-        dirac = {parameter: line_canary(weights[parameter], axis, 1)}
-        constant = {parameter: line_canary(weights[parameter], axis, None)}
-        lines: tuple[tuple[str, str, Tensors, Literal["first", "maximum", "sum"]], ...] = (
+        parameter, _ = widest_axis(spec, moved)
+        axes = tuple(axis for axis, _ in spec.axes_of[parameter])
+        dirac = {parameter: orbit_canary(weights[parameter], axes, 1)}
+        constant = {parameter: orbit_canary(weights[parameter], axes, None)}
+        orbits: tuple[tuple[str, str, Tensors, Literal["first", "maximum", "sum"]], ...] = (
             ("fixed index", "dirac", dirac, "first"),
             ("orbit maximum", "dirac", dirac, "maximum"),
             ("axis sum", "constant-on-axis", constant, "sum"),
         )
         attacks += [
-            ReadLine(
+            ReadOrbit(
                 name=name,
                 canary_name=kind,
                 canary=canary,
                 parameter=parameter,
-                axis=axis,
+                axes=axes,
                 how=how,
             )
-            for name, kind, canary, how in lines
+            for name, kind, canary, how in orbits
         ]
         attacks.append(ReadRealigned(canary=random_direction(moved, generator)))
     if unmoved:
@@ -193,13 +198,20 @@ def widest_axis(spec: PermutationSpec, moved: Mapping[str, torch.Tensor]) -> tup
     )
 
 
-def line_canary(like: torch.Tensor, axis: int, spikes: int | None) -> torch.Tensor:
-    """A unit vector on one line along `axis`: constant, or on its first `spikes` positions."""
+def orbit_canary(like: torch.Tensor, axes: tuple[int, ...], spikes: int | None) -> torch.Tensor:
+    """A unit vector on the places that `axes` span: constant, or on the first `spikes` of them.
+
+    Along every other axis it lies at the last place. The constant one is a fixed point of every
+    permutation of these axes.
+    """
     canary = torch.zeros(like.shape, dtype=torch.float64, device=like.device)
-    canary[_place(like.ndim, axis)][:spikes] = 1.0
+    where = _places(like.ndim, axes)
+    spread = torch.zeros_like(canary[where]).flatten()
+    spread[:spikes] = 1.0
+    canary[where] = spread.view(canary[where].shape)
     return canary / canary.norm()
 
 
-def _place(ndim: int, axis: int) -> tuple[slice | int, ...]:
-    """The line along `axis` through the last index of every other axis."""
-    return tuple(slice(None) if position == axis else -1 for position in range(ndim))
+def _places(ndim: int, axes: tuple[int, ...]) -> tuple[slice | int, ...]:
+    """Everything along `axes`, the last place along every other axis."""
+    return tuple(slice(None) if axis in axes else -1 for axis in range(ndim))

@@ -3,6 +3,8 @@
 Gradient canaries join every step with the run's own sampling probability, as records do; input
 canaries are records. Each is in the run or not by its own fair coin, drawn before it starts; one
 that is left out is never sampled, so that sampling probability and divisor do not depend on coins.
+The other records may be left out alike: the data set an adversary would choose, where they have no
+gradient and leave the batch clip to the canaries.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from shuffled_dpsgd.auditing.adversaries import ThreatModel
 from shuffled_dpsgd.auditing.alignment import realign
 from shuffled_dpsgd.auditing.estimators import Inclusion
 from shuffled_dpsgd.auditing.estimators.scores import Floats
-from shuffled_dpsgd.auditing.gradient_canaries import CanaryField, InjectingEngine
+from shuffled_dpsgd.auditing.gradient_canaries import CanaryField, InjectingEngine, Tensors
 from shuffled_dpsgd.auditing.input_canaries import (
     Extended,
     InputCanary,
@@ -51,6 +53,7 @@ class CanaryRun:
         num_input_canaries: int,
         input_canary: InputCanary,
         seed: int,
+        other_records: bool = True,
     ) -> None:
         self._rng = np.random.default_rng([seed, 4])
         self._losses, self._collate = losses, collate or default_collate
@@ -60,6 +63,8 @@ class CanaryRun:
         self._data = Extended(data, self._inputs)
         self.private = private = start(len(self._data))
         left_out = len(data) + np.flatnonzero(~self._inputs_in)
+        if not other_records:
+            left_out = np.concatenate([np.arange(len(data)), left_out])
         private.sampler = Leaving(private.sampler, left_out)
         if private.plan.secure and private.plan.permutes:
             raise InvalidArgumentError(
@@ -70,13 +75,13 @@ class CanaryRun:
             )
         self._initial = trainable(private.model)
         self._field = CanaryField(self._initial, num_gradient_canaries, self._rng)
-        self._included = self._rng.random(num_gradient_canaries) < 0.5
+        self.included = self._rng.random(num_gradient_canaries) < 0.5
         self._true_frame = self._found_frame = (
             identity(private.spec, private.device) if private.spec is not None else None
         )
         self._recorder = RecordingMechanism(private.mechanism)
         self._known = self._initial
-        self._iterate_scores = np.zeros(num_gradient_canaries)
+        self.iterate_scores = np.zeros(num_gradient_canaries)
         private.engine = InjectingEngine(private.engine, self._injected)  # type: ignore[assignment]
         private.mechanism = self._recorder
 
@@ -97,7 +102,7 @@ class CanaryRun:
         displacement = {n: self._initial[n] - aligned[n] for n in final}
         negated = {name: -tensor for name, tensor in final.items()}
         entries = [
-            ("re-alignment along the run", ThreatModel.STEP_GRADIENTS, self._iterate_scores),
+            ("re-alignment along the run", ThreatModel.STEP_GRADIENTS, self.iterate_scores),
             (
                 "re-alignment against W_0",
                 ThreatModel.FINAL_WITH_INITIAL,
@@ -117,7 +122,7 @@ class CanaryRun:
                 adversary=name,
                 canary="gradient",
                 threat_model=threat,
-                scores=Inclusion(scores=scores, included=self._included),
+                scores=Inclusion(scores=scores, included=self.included),
             )
             for name, threat, scores in entries
         ]
@@ -132,18 +137,26 @@ class CanaryRun:
             )
         return found
 
+    @property
+    def recovered(self) -> float:
+        """Share of the permuted positions that the adversary knows the place of by now."""
+        if self._true_frame is None or self._found_frame is None:
+            return 1.0
+        return float((self._true_frame.packed == self._found_frame.packed).double().mean())
+
     def notes(self) -> tuple[str, ...]:
         """How well the adversary followed the shuffle."""
-        if self._true_frame is None or self._found_frame is None:
+        if self._true_frame is None:
             return ()
-        share = float((self._true_frame.packed == self._found_frame.packed).double().mean())
-        return (f"re-alignment along the run recovered {share:.1%} of the permuted positions",)
+        return (
+            f"re-alignment along the run recovered {self.recovered:.1%} of the permuted positions",
+        )
 
     def _injected(self) -> dict[str, torch.Tensor]:
         """The clipped gradients of the canaries drawn for this step, in the current frame."""
         plan = self.private.plan
         joined = self._rng.random(self._field.count) < plan.sampling_prob
-        sums = self._field.sum_of(joined & self._included)
+        sums = self._field.sum_of(joined & self.included)
         sums = {name: plan.clip_norm * t.to(self.private.device) for name, t in sums.items()}
         if self._true_frame is not None:
             apply_to_tensors(self._true_frame, sums)
@@ -160,8 +173,23 @@ class CanaryRun:
                 self._true_frame = self._followed(private.steps_taken - 1)
                 step = realign(spec, self._known, current).permutation
                 self._found_frame = self._found_frame.then(step.to(private.device))
-        self._iterate_scores += self._field.read(released)
+        self.iterate_scores += self._log_ratios(released)
         self._known = current
+
+    def _log_ratios(self, released: Tensors) -> Floats:
+        """How much likelier the step is with each canary sampled into it than without it.
+
+        Read in the blocks with the least noise; as if the batch clip let the canary through whole.
+        """
+        plan = self.private.plan
+        sigma, rate = plan.smallest_noise_multiplier, plan.sampling_prob
+        quiet = [block for block in plan.blocks if block.noise_multiplier == sigma]
+        only = frozenset(name for block in quiet for name in block.parameters)
+        found = self._field.read(released, only) * (plan.expected_batch_size / plan.clip_norm)
+        if not 0.0 < rate < 1.0 or sigma == 0.0:
+            return found
+        exponents = (found - 0.5) / sigma**2 + np.log(rate)
+        return np.asarray(np.logaddexp(np.log1p(-rate), exponents), dtype=np.float64)
 
     def _followed(self, step: int) -> Permutation:
         """The frame after the shuffle of `step`, drawn again from the run's own stream."""

@@ -19,7 +19,7 @@ from shuffled_dpsgd.auditing.adversaries import ThreatModel
 from shuffled_dpsgd.auditing.alignment import realign
 from shuffled_dpsgd.auditing.estimators import ScorePair
 from shuffled_dpsgd.auditing.gradient_canaries import InjectingEngine
-from shuffled_dpsgd.auditing.model_attacks import inner, line_canary, step_attacks, widest_axis
+from shuffled_dpsgd.auditing.model_attacks import inner, orbit_canary, step_attacks, widest_axis
 from shuffled_dpsgd.auditing.probes import OnProgress, Prober, probe, trainable
 from shuffled_dpsgd.auditing.ranges import require_at_least
 from shuffled_dpsgd.auditing.run import AuditTarget, step_claims
@@ -57,7 +57,7 @@ class WatchedRun:
         weights = trainable(private.model)
         moved = {n: w for n, w in weights.items() if n in self._spec.moved_names}
         self.parameter, axis = widest_axis(self._spec, moved)
-        self._dirac = {self.parameter: line_canary(weights[self.parameter], axis, 1)}
+        self._dirac = {self.parameter: orbit_canary(weights[self.parameter], (axis,), 1)}
         self._place = self._dirac[self.parameter].nonzero()[0].tolist()
         self._known = weights
         self._joined = False

@@ -49,8 +49,9 @@ class RunSetting:
 
     `warmup_steps` of real training precede a step audit; `num_gradient_canaries` and
     `num_input_canaries` are planted in a one-run audit; a step audit takes one record as a canary
-    unless they are zero. `fit_steps` records how long the target's initial weights were fitted to
-    its records before. A step audit makes no further releases after `max_seconds` of them.
+    unless they are zero. Without `other_records` canaries alone take part in a one-run audit, the
+    worst case of the definition. `fit_steps` records how long the target's initial weights were
+    fitted to its records before. A step audit makes no more releases after `max_seconds` of them.
     """
 
     num_observations: int = 500
@@ -58,6 +59,7 @@ class RunSetting:
     num_gradient_canaries: int = 500
     num_input_canaries: int = 100
     input_canary: InputCanary = "mislabelled"
+    other_records: bool = True
     fit_steps: int = 0
     max_seconds: float | None = None
     seed: int = 0
@@ -179,6 +181,7 @@ def audit_one_run(
         num_gradient_canaries=setting.num_gradient_canaries,
         num_input_canaries=setting.num_input_canaries,
         input_canary=setting.input_canary,
+        other_records=setting.other_records,
         seed=setting.seed,
     )
     run.train(on_progress)

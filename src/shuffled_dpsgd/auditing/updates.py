@@ -31,7 +31,8 @@ class RewoundOptimizer:
             {**group, "params": [self._copies[names[id(p)]] for p in group["params"]]}
             for group in private.optimizer.param_groups
         ]
-        self._optimizer = type(private.optimizer)(groups)
+        kind: Any = type(private.optimizer)
+        self._optimizer = kind(groups)
         self._groups = {
             names[id(p)]: g for g in private.optimizer.param_groups for p in g["params"]
         }

@@ -16,7 +16,8 @@ from shuffled_dpsgd.auditing.model_attacks import (
     step_attacks,
     widest_axis,
 )
-from shuffled_dpsgd.auditing.probes import Prober, trainable
+from shuffled_dpsgd.auditing.probes import LEAST_OBSERVATIONS, Prober, trainable
+from shuffled_dpsgd.auditing.record_canaries import ReadRecord, RecordGradient
 from shuffled_dpsgd.auditing.run import (
     AuditTarget,
     RunSetting,
@@ -142,6 +143,50 @@ def test_model_canaries_have_norm_one_and_probes_see_them() -> None:
         if attack.name != "fixed index":
             assert attack.read(prober.release(attack.canary)) == pytest.approx(1.0, abs=1e-2)
             assert attack.read(prober.release(None)) == pytest.approx(0.0, abs=1e-2)
+
+
+def test_a_record_is_found_through_adamw_and_the_shuffle() -> None:
+    aimed = target(noise_multiplier=1e-4)
+    private = aimed.start(300)
+    record = mislabelled(aimed.data, 1, np.random.default_rng(0))[0]
+    gradient = RecordGradient(private, record, aimed.losses, None)
+    attack = ReadRecord(private, gradient, kind="mislabelled")
+    norm = sum(float(t.square().sum()) for t in attack.canary.values())
+    assert norm <= 1.0 + 1e-6
+    prober = Prober(private, seed=0)
+    found = attack.read(prober.release(attack.contribution()))
+    assert found == pytest.approx(norm, abs=1e-2)
+    assert attack.read(prober.release(None)) == pytest.approx(0.0, abs=1e-2)
+
+
+def test_the_clock_ends_a_step_audit_and_the_report_counts_what_was_made() -> None:
+    aimed = target(noise_multiplier=1.0)
+    setting = RunSetting(
+        num_observations=500, warmup_steps=0, num_input_canaries=0, max_seconds=0.0
+    )
+    report = audit_steps(aimed, setting)
+    assert report.setting["observations_made"] == LEAST_OBSERVATIONS
+    assert {a.evidence.scores.num_present for a in report.attacks} == {LEAST_OBSERVATIONS}
+
+
+def test_in_the_full_scope_sums_run_over_every_axis_that_moves() -> None:
+    private = target(noise_multiplier=1e-6, scope="full").start(300)
+    prober = Prober(private, seed=0)
+    for attack in step_attacks(trainable(private.model), private.spec, seed=0):
+        if attack.name in ("axis sum", "orbit maximum"):
+            assert attack.read(prober.release(attack.canary)) == pytest.approx(1.0, abs=1e-3)
+
+
+def test_canaries_alone_are_not_shrunk_by_the_records_of_their_batch() -> None:
+    """The same run at the paper's noise shows nothing among records, and the claim's end alone."""
+    aimed = target(epsilon=1.0, accounting="paper", batch_clip_norm=1.0, num_steps=25)
+    bounds = {}
+    for others in (True, False):
+        setting = RunSetting(num_gradient_canaries=24, num_input_canaries=0, other_records=others)
+        report = audit_one_run(aimed, setting)
+        bounds[others] = max(b.epsilon for b in report.attacks[0].bounds)
+        assert not report.refutes_a_proven_claim
+    assert bounds[True] < bounds[False]
 
 
 def test_widest_axis_and_given_directions() -> None:

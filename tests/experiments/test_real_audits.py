@@ -64,6 +64,19 @@ def test_bert_by_black_box(sst2: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("mode", ["black-box", "runs"])
+def test_several_processes_share_the_runs(sst2: Path, mode: str) -> None:
+    modes = ["--mode", mode, "--noise-multiplier", 0.1, "--runs", 24, "--processes", 2]
+    (path,) = main(arguments("bert-tiny", "sst2", sst2, *modes))
+    found = json.loads(path.read_text(encoding="utf-8"))
+    assert [verdict["outcome"] for verdict in found["verdicts"]][0] == "consistent"
+    if mode == "runs":
+        assert found["setting"]["runs_with"] + found["setting"]["runs_without"] == 24
+    else:
+        assert len(found["arms"]["off"]["loss"]["area_by_seed"]) == 3
+
+
+@pytest.mark.slow
 def test_gpt2_with_scrambled_records_and_a_step_audit(e2e: Path) -> None:
     modes = ["--mode", "step", "--mode", "one-run", "--noise-multiplier", 0.5]
     step, one_run = main(arguments("gpt2-tiny", "e2e", e2e, *modes, "--name", "tiny"))

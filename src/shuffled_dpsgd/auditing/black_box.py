@@ -243,8 +243,8 @@ class BlackBoxRuns:
     def run(self, index: int) -> SeedRuns:
         """Seed number `index`, whichever others are run, and where."""
         seed = self._setting.seed
-        coins = np.random.default_rng([seed, 8, index]).random(len(self._canaries))
-        included = coins < 0.5
+        coins = np.random.default_rng([seed, 8]).random((index + 1, len(self._canaries)))
+        included = coins[index] < 0.5
         left_out = self._num_records + np.flatnonzero(~included)
         found: dict[str, Floats] = {}
         for name, (shuffle, frame) in ARMS.items():

@@ -39,9 +39,10 @@ class CanaryField:
             )
         self.count = count
         device = next(iter(like.values())).device
-        self._order = torch.from_numpy(rng.permutation(dimension)).to(device)
-        signs = torch.from_numpy(rng.integers(0, 2, dimension, dtype=np.int8))
-        self._sign = (2 * signs - 1).to(device)
+        generator = torch.Generator(device).manual_seed(int(rng.integers(2**63)))
+        self._order = torch.randperm(dimension, generator=generator, device=device)
+        signs = torch.randint(2, (dimension,), generator=generator, device=device)
+        self._sign = (2 * signs - 1).to(torch.int8)
         shares = dimension // count + (np.arange(count) < dimension % count)
         self._scale = np.asarray(shares**-0.5, dtype=np.float64)
 

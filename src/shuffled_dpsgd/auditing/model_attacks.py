@@ -94,7 +94,8 @@ class ReadRealigned(FixedCanary):
 
 def inner(left: Tensors, right: Tensors) -> float:
     """Σ ⟨left, right⟩ over the tensors of `left`, in float64."""
-    return sum(float((t.double() * right[n].to(t.device).double()).sum()) for n, t in left.items())
+    parts = [(t.double() * right[n].to(t.device).double()).sum() for n, t in left.items()]
+    return float(torch.stack(parts).sum())
 
 
 def random_direction(shapes: Tensors, generator: torch.Generator) -> dict[str, torch.Tensor]:

@@ -32,7 +32,7 @@ LEAST_OBSERVATIONS = 20
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class StepStart:
     """Where the audited step starts from, and what the adversary knows of it.
 
     `optimizer` holds the weights before the step and takes it; `aligner` is None where nothing is
@@ -54,7 +54,7 @@ class Seen:
 
     noisy: Tensors
     previous: Tensors
-    place: Place
+    start: StepStart
     permutation: Permutation | None
 
     def shuffled(self, name: str) -> torch.Tensor:
@@ -66,8 +66,8 @@ class Seen:
 
     def new_weights(self) -> dict[str, torch.Tensor]:
         """The weights after the step of the run's own optimizer, and the shuffle."""
-        unit = self.place.unit
-        after = self.place.optimizer.step({n: t * unit for n, t in self.noisy.items()})
+        unit = self.start.unit
+        after = self.start.optimizer.step({n: t * unit for n, t in self.noisy.items()})
         if self.permutation is not None:
             apply_to_tensors(self.permutation, after)
         return after
@@ -75,11 +75,11 @@ class Seen:
     @cached_property
     def from_iterates(self) -> Tensors:
         """The gradient as whoever sees the iterates gets it: re-align, then undo the update."""
-        after, aligner = self.new_weights(), self.place.aligner
+        after, aligner = self.new_weights(), self.start.aligner
         if aligner is not None:
             after = aligner.align(after).tensors
-        found = self.place.optimizer.read_back(after)
-        return {name: tensor / self.place.unit for name, tensor in found.items()}
+        found = self.start.optimizer.read_back(after)
+        return {name: tensor / self.start.unit for name, tensor in found.items()}
 
 
 class ModelAttack(Protocol):
@@ -115,7 +115,7 @@ class Prober:
         self._spec = private.spec if plan.permutes else None
         self._scale = plan.expected_batch_size / plan.clip_norm
         optimizer = RewoundOptimizer(private)
-        self._place = Place(
+        self._start = StepStart(
             optimizer=optimizer,
             aligner=None if self._spec is None else Aligner(self._spec, optimizer.weights),
             unit=1.0 / self._scale,
@@ -130,7 +130,7 @@ class Prober:
         private = self._private
         sums = {
             name: torch.zeros_like(w, dtype=torch.promote_types(w.dtype, torch.float32))
-            for name, w in self._place.optimizer.weights.items()
+            for name, w in self._start.optimizer.weights.items()
         }
         for name, tensor in (canary or {}).items():
             sums[name] += private.plan.clip_norm * tensor.to(sums[name])
@@ -139,7 +139,7 @@ class Prober:
         seen = Seen(
             noisy={name: tensor * self._scale for name, tensor in sums.items()},
             previous=self._previous,
-            place=self._place,
+            start=self._start,
             permutation=None if self._spec is None else draw(self._spec, self._generator),
         )
         if canary is None:

@@ -56,11 +56,10 @@ class ReadRecord:
     def __init__(self, private: PrivateTraining, gradient: RecordGradient, *, kind: str) -> None:
         self.canary_name = f"{kind} record"
         self._gradient = gradient
-        draws = [gradient() for _ in range(DRAWS)]
-        mean = {
-            name: torch.stack([draw[name].double() for draw in draws]).mean(dim=0)
-            for name in draws[0]
-        }
+        mean = {name: tensor.double() / DRAWS for name, tensor in gradient().items()}
+        for _ in range(DRAWS - 1):
+            for name, tensor in gradient().items():
+                mean[name].add_(tensor, alpha=1.0 / DRAWS)
         least = private.plan.smallest_noise_multiplier
         weight = {
             name: (least / block.noise_multiplier) ** 2 if least else 1.0

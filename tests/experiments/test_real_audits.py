@@ -69,7 +69,7 @@ def test_several_processes_share_the_runs(sst2: Path, mode: str) -> None:
     modes = ["--mode", mode, "--noise-multiplier", 0.1, "--runs", 24, "--processes", 2]
     (path,) = main(arguments("bert-tiny", "sst2", sst2, *modes))
     found = json.loads(path.read_text(encoding="utf-8"))
-    assert [verdict["outcome"] for verdict in found["verdicts"]][0] == "consistent"
+    assert found["verdicts"][0]["outcome"] == "consistent"
     if mode == "runs":
         assert found["setting"]["runs_with"] + found["setting"]["runs_without"] == 24
     else:

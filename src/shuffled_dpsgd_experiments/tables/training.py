@@ -17,7 +17,12 @@ from shuffled_dpsgd.tasks.data.published import PUBLISHED
 from shuffled_dpsgd_experiments.presets import PRESETS
 from shuffled_dpsgd_experiments.sweeps import Sweep, run_sweep
 from shuffled_dpsgd_experiments.sweeps.grid import laid_over, parse_sweep
-from shuffled_dpsgd_experiments.sweeps.table import SweepRow, read_records, rows_of
+from shuffled_dpsgd_experiments.sweeps.table import (
+    TEXT_METRICS,
+    SweepRow,
+    read_records,
+    rows_of,
+)
 from shuffled_dpsgd_experiments.tables.demo_texts import write_restaurants, write_sentences
 from shuffled_dpsgd_experiments.tables.exhibit import Exhibit, ExhibitRow
 from shuffled_dpsgd_experiments.tables.printed import EPSILONS, METHODS, RESULTS
@@ -152,14 +157,14 @@ def records_for(table: TrainingTable, results: Path, scale: str) -> list[dict[st
 def exhibit(table: TrainingTable, records: list[dict[str, Any]], scale: str) -> Exhibit:
     """Our cells, each beside what the paper printed for that method; then what has no cell."""
     rows: list[ExhibitRow] = []
-    groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    groups: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
     for record in records:
-        key = record["config"]["model"]["name"], record["config"]["data"]["format"]
+        key = _model_of(record), _data_of(record), record["config"]["data"]["format"]
         groups.setdefault(key, []).append(record)
-    for (model, format_), group in groups.items():
-        rows += _rows(table, model, format_, group)
+    for (model, data, format_), group in groups.items():
+        rows += _rows(table, f"{model} on {data}", format_, group)
     if scale != "demo":
-        rows += _missing(table, {format_ for _, format_ in groups})
+        rows += _missing(table, {format_ for _, _, format_ in groups})
     return Exhibit(
         name=table.name,
         title=table.title,
@@ -171,6 +176,22 @@ def exhibit(table: TrainingTable, records: list[dict[str, Any]], scale: str) -> 
             "The paper's ε for its own method is heuristic. No ε covers tuning.",
         ),
     )
+
+
+def _model_of(record: Mapping[str, Any]) -> str:
+    """The model's name; runs from its checkpoint and from random weights are told apart."""
+    model = record["config"]["model"]
+    return f"{model['name']} from scratch" if model.get("from_scratch") else str(model["name"])
+
+
+def _data_of(record: Mapping[str, Any]) -> str:
+    """The data set's title, or what the run itself called its data: a part is no whole set."""
+    data = record["config"]["data"]
+    format_ = str(data["format"])
+    given = str(data.get("name") or format_)
+    if given != format_ and not given.startswith(f"{format_} ("):
+        return given
+    return PUBLISHED[format_].title if format_ in PUBLISHED else format_
 
 
 def _origin(table: TrainingTable, records: list[dict[str, Any]], scale: str) -> str:
@@ -186,24 +207,29 @@ def _origin(table: TrainingTable, records: list[dict[str, Any]], scale: str) -> 
 
 
 def _rows(
-    table: TrainingTable, model: str, format_: str, records: list[dict[str, Any]]
+    table: TrainingTable, what: str, format_: str, records: list[dict[str, Any]]
 ) -> list[ExhibitRow]:
     privacy = {record["method"]: record["config"]["privacy"] for record in records}
     guess = max((record.get("baseline") or 0.0 for record in records), default=0.0)
     found = sorted(rows_of(records), key=lambda row: (row.epsilon or 0.0, row.method))
-    title = PUBLISHED[format_].title if format_ in PUBLISHED else format_
     return [
         ExhibitRow(
-            what=f"{model} on {title}, {row.method}"
+            what=f"{what}, {row.method}"
             + ("" if row.epsilon is None else f", ε = {row.epsilon:g}"),
             paper=_printed(table, format_, privacy[row.method], row.epsilon),
-            ours=f"{row.score_name} {row.describe()}",
+            ours=_ours(row),
             certified=row.describe_certified(),
             verdict=_verdict(row, found, privacy)
             + (LEARNT_NOTHING if guess and row.mean <= guess + 0.005 else ""),
         )
         for row in found
     ]
+
+
+def _ours(row: SweepRow) -> str:
+    """The score over seeds, and the means of what generated texts scored."""
+    texts = [f"{TEXT_METRICS[name]} {value:.3g}" for name, value in row.texts.items()]
+    return "; ".join([f"{row.score_name} {row.describe()}", *texts])
 
 
 def _printed(

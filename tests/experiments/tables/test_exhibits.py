@@ -115,6 +115,24 @@ def test_cells_stand_beside_the_printed_method_with_what_is_proven(tmp_path: Pat
     assert len(rest) == 6
 
 
+def test_parts_random_weights_and_texts_are_named_as_such(tmp_path: Path) -> None:
+    whole, part, scratch = (row_of("mixopt, certified", "certified", 0.8, 0.1) for _ in range(3))
+    part["config"]["data"]["name"] = "SST-2, a part"
+    scratch["config"]["model"]["from_scratch"] = True
+    scratch |= {"generation": {"bleu": 12.5, "rouge_l": 0.5}}
+    shown = training.exhibit(training.TABLES["table4"], [whole, part, scratch], "paper")
+    model = whole["config"]["model"]["name"]
+    assert [row.what.removesuffix(", mixopt, certified, ε = 0.1") for row in shown.rows[:3]] == [
+        f"{model} on SST-2",
+        f"{model} on SST-2, a part",
+        f"{model} from scratch on SST-2",
+    ]
+    assert [row.ours for row in shown.rows[1:3]] == [
+        "accuracy 80.0 (n = 1)",
+        "accuracy 80.0 (n = 1); BLEU 12.5; ROUGE-L 0.5",
+    ]
+
+
 def test_settings_say_how_much_really_moves() -> None:
     pytest.importorskip("transformers")
     row = table1._row(table1.PRESETS["paper/bert-sst2"])

@@ -199,6 +199,7 @@ def main(arguments: Sequence[str] | None = None) -> list[Path]:
         path = options.out / f"audit_{name}_{mode.replace('-', '_')}_{options.accounting}.json"
         record = {
             "mode": mode,
+            "fit_steps": options.fit_steps,
             "config": described(config),
             **found,
             "cost": cost(started),

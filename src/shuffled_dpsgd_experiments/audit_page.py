@@ -1,0 +1,202 @@
+"""The tables of docs/auditing.md about real models, from the results that `real_audits` wrote.
+
+    python -m shuffled_dpsgd_experiments.audit_page results docs/auditing.md
+
+rewrites what stands between the two marks of the page; nothing in it is typed by hand.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+BEGIN, END = "<!-- real models: begin -->", "<!-- real models: end -->"
+MODES = ("step", "runs", "one-run", "black-box")
+NAMES = {"e2e": "E2E", "sst2": "SST-2"}
+Record = dict[str, Any]
+
+
+def audits_in(results: Path) -> list[Record]:
+    """Every audit of a real model in the folder, steps first."""
+    found = []
+    for path in sorted(results.glob("audit_*.json")):
+        record = json.loads(path.read_text(encoding="utf-8"))
+        if record.get("mode") in MODES:
+            found.append({"file": path.name, **record})
+    return sorted(found, key=lambda record: (MODES.index(record["mode"]), record["file"]))
+
+
+def page_part(results: Path) -> str:
+    """All tables, as Markdown."""
+    audits = audits_in(results)
+    steps = [record for record in audits if record["mode"] == "step"]
+    boxes = [record for record in audits if record["mode"] == "black-box"]
+    parts = [summary(audits)]
+    if steps:
+        parts.append(adversaries(steps))
+    if boxes:
+        parts.append(black_boxes(boxes))
+    return "\n\n".join(parts)
+
+
+def summary(audits: Sequence[Record]) -> str:
+    """One row per audit: what was run, what is certified and claimed, the bound, the verdict."""
+    rows = [
+        (
+            what(record),
+            sample(record),
+            shown(claim_of(record, "proven")),
+            shown(claim_of(record, "heuristic")),
+            strongest(record),
+            verdict(record),
+            cost(record),
+        )
+        for record in audits
+    ]
+    head = (
+        "audit",
+        "sample",
+        "certified ε (proven)",
+        "the paper's ε (heuristic)",
+        "strongest bound (measured, joint 95 %)",
+        "verdict on the paper's, on the certified",
+        "cost",
+    )
+    return table(head, rows)
+
+
+def adversaries(steps: Sequence[Record]) -> str:
+    """Bounds of every adversary of the step audits, each at its own 95 %."""
+    labels = list(
+        dict.fromkeys((a["adversary"], a["canary"]) for record in steps for a in record["attacks"])
+    )
+    rows = []
+    for adversary, canary in labels:
+        cells = []
+        for record in steps:
+            bounds = [
+                a["bounds"]
+                for a in record["attacks"]
+                if (a["adversary"], a["canary"]) == (adversary, canary)
+            ]
+            cells.append(_pair(bounds[0]) if bounds else "")
+        rows.append((f"{adversary} ({canary})", *cells))
+    return table(
+        ("order statistics / over Gaussian curves*", *(what(record) for record in steps)), rows
+    )
+
+
+def black_boxes(boxes: Sequence[Record]) -> str:
+    """Areas under the ROC curve with the shuffle and without."""
+    rows = []
+    for record in boxes:
+        for attack in ("loss", "ratio"):
+            arms, gap = record["arms"], record["on_minus_off"][attack]
+            half = (gap["high"] - gap["low"]) / 2.0
+            rows.append(
+                (
+                    f"{what(record)}: {attack}",
+                    f"{arms['off'][attack]['pooled_area']:.3f}",
+                    f"{arms['on'][attack]['pooled_area']:.3f}",
+                    f"{gap['mean_difference']:.3f} ± {half:.3f}",
+                    f"{record['largest_paired_difference']:.0e}",
+                )
+            )
+    head = (
+        "attack, area under the ROC curve",
+        "shuffle off",
+        "shuffle on",
+        "on minus off, 95 % over seeds",
+        "largest difference of a loss, same noise",
+    )
+    return table(head, rows)
+
+
+def what(record: Record) -> str:
+    """The model, the data and the kind of audit, with a link to the file."""
+    config = record["config"]
+    model = f"{config['model']['name']} on {NAMES.get(config['data']['format'], '')}"
+    extra = []
+    setting = record["setting"]
+    if record["mode"] == "one-run" and not setting.get("other_records", True):
+        extra.append("canaries alone")
+    if record.get("fit_steps"):
+        extra.append("initial weights fitted")
+    kind = {"step": "one step", "runs": "repeated runs", "black-box": "black box"}
+    words = ", ".join([kind.get(record["mode"], "one run"), *extra])
+    return f"[{model}, {words}](../results/{record['file']})"
+
+
+def sample(record: Record) -> str:
+    """How much was looked at."""
+    setting = record["setting"]
+    if record["mode"] == "step":
+        made = setting["observations_made"]
+        return f"{made} + {made} releases"
+    steps = _steps(record)
+    if record["mode"] == "runs":
+        return f"{setting['runs_without']} + {setting['runs_with']} runs of {steps} steps"
+    if record["mode"] == "black-box":
+        seeds = len(record["arms"]["off"]["loss"]["area_by_seed"])
+        return f"{seeds} seeds, {setting['num_canaries']} records, {steps} steps"
+    records = setting["num_input_canaries"]
+    beside = f", {records} records" if records else ""
+    return f"{setting['num_gradient_canaries']} gradients{beside}, {steps} steps"
+
+
+def claim_of(record: Record, kind: str) -> float | None:
+    found = [v["claim"]["epsilon"] for v in record["verdicts"] if v["claim"]["kind"] == kind]
+    return float(found[0]) if found else None
+
+
+def strongest(record: Record) -> str:
+    """The bound that judged the paper's claim, or the certified one where there is no other."""
+    judged = record["verdicts"][-1]
+    return f"**{judged['strongest_bound']:.2f}**, {judged['strongest_attack']}"
+
+
+def verdict(record: Record) -> str:
+    outcomes = {v["claim"]["kind"]: v["outcome"] for v in record["verdicts"]}
+    return f"{outcomes.get('heuristic', '–')}; {outcomes['proven']}"
+
+
+def cost(record: Record) -> str:
+    spent = record["cost"]
+    return f"{spent['seconds']:.0f} s, {spent['device'].replace('NVIDIA ', '')}"
+
+
+def shown(epsilon: float | None) -> str:
+    return "–" if epsilon is None else f"{epsilon:.3g}"
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def rewritten(page: str, part: str) -> str:
+    """The page with `part` between its marks."""
+    before, rest = page.split(BEGIN)
+    return f"{before}{BEGIN}\n\n{part}\n\n{END}{rest.split(END)[1]}"
+
+
+def _pair(bounds: Record) -> str:
+    plain, gaussian = bounds["order-statistics"], bounds["order-statistics-gaussian"]
+    return f"{plain['epsilon']:.2f} / {gaussian['epsilon']:.2f}"
+
+
+def _steps(record: Record) -> int:
+    return int(record["config"]["training"]["num_steps"])
+
+
+def main(arguments: Sequence[str]) -> None:
+    results, page = map(Path, arguments)
+    text = rewritten(page.read_text(encoding="utf-8"), page_part(results))
+    page.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -80,10 +80,40 @@ def linear_launches() -> Iterator[Launch]:
             )
     g = empty(B, 128, 768)
     yield Launch(name="biases", run=lambda: rows.weighted_row_sums([g], floats(B), [floats(768)]))
+    wide = floats(B, 128, 768)
+    yield Launch(
+        name="float32 biases",
+        run=lambda: rows.weighted_row_sums([wide], floats(B), [floats(768)]),
+    )
     yield Launch(
         name="stored",
         run=lambda: rows.weighted_stored_sum(floats(B, 1 << 16), floats(B), floats(1 << 16)),
     )
+
+
+def split_launches() -> Iterator[Launch]:
+    """Float32 on tensor cores; sums of halves have factors by layer."""
+    halves, split_gram, sums = (
+        importlib.import_module(f"{KERNELS}.triton.{name}")
+        for name in ("halves", "split_gram", "sums")
+    )
+    for T, D, P in ((128, 768, 3072), (300, 72, 136), (37, 768, 50257)):
+        x, g = [floats(B, T, D)] * 2, [floats(B, T, P)] * 2
+
+        def norms(x: list[Tensor] = x, g: list[Tensor] = g) -> None:
+            x_halves, g_halves = halves.split(x, low_first=True), halves.split(g, low_first=False)
+            split_gram.gram_sq_norms(x_halves, g_halves, True)
+
+        yield Launch(name=f"T={T}, {D} to {P}", run=norms)
+    x_half, g_half = (empty(B, 256, 768, dtype=torch.float16) for _ in range(2))
+    for bulk, chips in ((False, ANY_CHIP), (True, COPY_ENGINE)):
+        yield Launch(
+            name="sums of halves",
+            run=lambda bulk=bulk: sums.weighted_outer_sums(
+                [x_half], [g_half], floats(1, B), [floats(768, 768)], bulk=bulk
+            ),
+            chips=chips,
+        )
 
 
 def gluon_launches() -> Iterator[Launch]:
@@ -107,6 +137,14 @@ def gluon_launches() -> Iterator[Launch]:
                 ),
                 chips=HOPPER,
             )
+    x_half, g_half = (empty(B, 256, 768, dtype=torch.float16) for _ in range(2))
+    yield Launch(
+        name="sums of halves",
+        run=lambda: weighted_sums.weighted_outer_sums(
+            [x_half], [g_half], floats(1, B), [floats(768, 768)], True
+        ),
+        chips=HOPPER,
+    )
     x, g, stored = [empty(B, 128, 768)], [empty(B, 128, 512)], [floats(B, 512, 768)]
     yield Launch(
         name="stored", run=lambda: squares.tile_sq_norms(x, g, False, stored), chips=HOPPER
@@ -168,6 +206,7 @@ def shuffle_launches() -> Iterator[Launch]:
 
 FAMILIES = {
     "linear": linear_launches,
+    "split": split_launches,
     "gluon": gluon_launches,
     "other": other_launches,
     "shuffle": shuffle_launches,

@@ -7,16 +7,21 @@ adapter runs one block of steps in every round, and adapters are compared within
 from __future__ import annotations
 
 import gc
+import json
 import signal
 import statistics
+import tempfile
 import time
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.adapters import Setting, Step, build
 from benchmarks.workloads import Batch
@@ -28,6 +33,9 @@ HOST_STEPS = 5
 # Steps at the start of a block that are not timed: the adapter before left its traces in the
 # caches of memory and of the allocator, as would happen to nobody in training.
 LEAD_STEPS = 2
+# Steps of which a trace is taken, and what counts as the device's work there.
+BUSY_STEPS = 3
+DEVICE_WORK = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
 GIB = 2**30
 
 
@@ -51,6 +59,7 @@ class Measurement:
     `block_seconds` has the seconds of a whole block of `steps` steps for every round;
     `round_ratios` the throughput over that of each baseline of the same run, for every round.
     `peak_gib` covers preparation and steps, `step_peak_gib` one step after the warm-up.
+    `busy_seconds` is how long a GPU works on one step: its idle time is not in it.
     """
 
     run: str
@@ -63,6 +72,7 @@ class Measurement:
     step_peak_gib: float | None
     host_seconds: tuple[float, ...]
     block_seconds: tuple[float, ...]
+    busy_seconds: float | None
     round_ratios: dict[str, tuple[float, ...]]
     error: str | None
 
@@ -86,6 +96,7 @@ class Contestant:
     step_peak_gib: float | None = None
     host_seconds: list[float] = field(default_factory=list)
     block_seconds: list[float] = field(default_factory=list)
+    busy_seconds: float | None = None
     error: str | None = None
 
     @property
@@ -140,6 +151,9 @@ class Contest:
             for contestant in order[first:] + order[:first]:
                 with recorded(contestant):
                     contestant.block_seconds.append(time_block(contestant, device, steps))
+        for contestant in self.running() if device.type == "cuda" else ():
+            with recorded(contestant):
+                contestant.busy_seconds = time_busy(contestant, device)
         for contestant in self.contestants:
             contestant.drop()
         release(device)
@@ -161,6 +175,7 @@ class Contest:
                 step_peak_gib=c.step_peak_gib,
                 host_seconds=tuple(c.host_seconds),
                 block_seconds=tuple(c.block_seconds),
+                busy_seconds=c.busy_seconds,
                 round_ratios=round_ratios(c.adapter, blocks),
                 error=c.error,
             )
@@ -268,6 +283,34 @@ def time_block(contestant: Contestant, device: torch.device, steps: int) -> floa
         step(batch)
     synchronise(device)
     return time.perf_counter() - start
+
+
+def time_busy(contestant: Contestant, device: torch.device) -> float:
+    """Seconds that the device works on one step, after a few that do not count."""
+    step = contestant.step
+    assert step is not None
+    for _ in range(LEAD_STEPS):
+        step(contestant.batch)
+    synchronise(device)
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        for _ in range(BUSY_STEPS):
+            step(contestant.batch)
+        synchronise(device)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(path))
+        events = json.loads(path.read_text())["traceEvents"]
+    return 1e-6 * busy_time(events) / BUSY_STEPS
+
+
+def busy_time(events: Sequence[dict[str, Any]]) -> float:
+    """The time covered by work on a device, in a trace's units; what overlaps counts once."""
+    spans = sorted((e["ts"], e["ts"] + e["dur"]) for e in events if e.get("cat") in DEVICE_WORK)
+    total, end = 0.0, float("-inf")
+    for begin, finish in spans:
+        total += max(0.0, finish - max(begin, end))
+        end = max(end, finish)
+    return total
 
 
 def time_host(contestant: Contestant, device: torch.device) -> float:

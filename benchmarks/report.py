@@ -18,7 +18,7 @@ from pathlib import Path
 
 from benchmarks.adapters import ADAPTERS
 from benchmarks.results import Document, load, merge, save
-from benchmarks.table import Table, host_milliseconds, milliseconds
+from benchmarks.table import Table, busy_milliseconds, host_milliseconds, milliseconds
 from benchmarks.workloads import SUITES, workload
 from shuffled_dpsgd.reports.style import INK, house_style, save_drawing
 
@@ -130,7 +130,8 @@ def scaling_lines(table: Table) -> list[str]:
 def detail_lines(table: Table, runs: Sequence[str]) -> list[str]:
     """One row per measurement, its ratios taken within its run."""
     head = (
-        "workload", "adapter", "run", "rounds × steps", "samples/s", "ms a step", "host ms a step",
+        "workload", "adapter", "run", "rounds × steps", "samples/s", "ms a step", "GPU ms a step",
+        "host ms a step",
         "of plain eager", "of plain compiled", "of Opacus ghost", "peak GiB", "memory of plain",
         "prepared in s",
     )  # fmt: skip
@@ -155,6 +156,7 @@ def detail_lines(table: Table, runs: Sequence[str]) -> list[str]:
                     f"{len(entry['block_seconds'])} × {entry['steps']}",
                     f"{1e3 * entry['batch_size'] / step:.1f}",
                     f"{step:.2f}",
+                    shown(busy_milliseconds(entry)),
                     shown(host_milliseconds(entry)),
                     *ratios,
                     shown(entry["peak_gib"]),
@@ -171,6 +173,8 @@ def environment_lines(document: Document) -> list[str]:
     for number, facts in enumerate(document["runs"].values(), start=1):
         versions = ", ".join(f"{name} {v}" for name, v in facts["versions"].items() if v)
         autocast = "bfloat16 autocast" if facts["bfloat16_autocast"] else "float32"
+        if facts.get("float32_matmul_precision", "highest") != "highest":
+            autocast += " with TF32 allowed"
         ground = (
             f"{facts['hardware']}, {facts['cpu_cores']} CPU cores, {facts['torch_threads']} "
             f"threads, {facts['date']}: {autocast}, AdamW, Python {facts['python']}, {versions}."
@@ -220,8 +224,9 @@ def page(document: Document, plot_name: str) -> str:
         "",
         "All adapters of a run are prepared first and then take turns, one block of steps each in "
         "every round. A ratio is of throughput within one round; given are the median of the "
-        "rounds and their range. Milliseconds are medians too. Host ms is the time until one step "
-        "returns when the device has nothing else to do. Rows of one run and workload were timed "
+        "rounds and their range. Milliseconds are medians too. GPU ms is how long the device is "
+        "busy with one step. Host ms is the time until one step returns when the device has "
+        "nothing else to do. Rows of one run and workload were timed "
         "together; no ratio is between runs. See [the benchmark's page](../README.md) "
         "for what is timed.",
         "",

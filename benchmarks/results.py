@@ -31,6 +31,7 @@ def environment(device: torch.device, *, bfloat16: bool) -> dict[str, object]:
         "torch_threads": torch.get_num_threads(),
         "versions": versions(("torch", "triton", "transformers", "opacus")),
         "bfloat16_autocast": bfloat16,
+        "float32_matmul_precision": torch.get_float32_matmul_precision(),
         "routes": routes.report(),
     }
 

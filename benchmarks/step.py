@@ -35,6 +35,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--float32", action="store_true", help="no bfloat16 autocast, which a CPU never has"
     )
+    parser.add_argument("--tf32", action="store_true", help="let a model's products run in TF32")
     parser.add_argument("--warmup", type=int, default=5, help="steps before any timing")
     parser.add_argument("--rounds", type=int, default=8, help="blocks of every adapter")
     parser.add_argument("--steps", type=int, default=10, help="steps a block")
@@ -85,8 +86,9 @@ def show(found: Measurement) -> None:
             median, low, high = statistics.median(ratios), min(ratios), max(ratios)
             against += f"  {median:.2f} ({low:.2f}-{high:.2f}) of {baseline}"
     memory = f" {found.peak_gib:7.2f} GiB" if found.peak_gib is not None else ""
+    busy = f", busy {1e3 * found.busy_seconds:8.2f} ms" if found.busy_seconds is not None else ""
     print(
-        f"{name} {1e3 * found.step_seconds:8.2f} ms, host "
+        f"{name} {1e3 * found.step_seconds:8.2f} ms{busy}, host "
         f"{1e3 * statistics.median(found.host_seconds):8.2f} ms{memory}, prepared in "
         f"{found.preparation_seconds:4.0f} s{against}",
         flush=True,
@@ -112,6 +114,7 @@ def main() -> int:
     device = torch.device(options.device)
     # Few CPUs multiply bfloat16 any faster, and some die of it.
     bfloat16 = device.type != "cpu" and not options.float32
+    torch.set_float32_matmul_precision("high" if options.tf32 else "highest")
     name = new_run()
     taking_part: AbstractContextManager[None] = nullcontext()
     turn: AbstractContextManager[None] = nullcontext()

@@ -56,6 +56,12 @@ def milliseconds(entry: Entry | None) -> float | None:
     return float(1e3 * statistics.median(entry["block_seconds"]) / entry["steps"])
 
 
+def busy_milliseconds(entry: Entry | None) -> float | None:
+    """How long a GPU works on one step; older measurements do not have it."""
+    seconds = None if entry is None else entry.get("busy_seconds")
+    return None if seconds is None else float(1e3 * seconds)
+
+
 def host_milliseconds(entry: Entry | None) -> float | None:
     """Until one step returns, the median of a few."""
     if entry is None or not entry["host_seconds"]:

@@ -1,4 +1,4 @@
-"""What is trained: stock Hugging Face models of random weights on random data, by name.
+"""What is trained, by name: stock Hugging Face models and two written by hand.
 
 A name reads `model-BATCHxLENGTH`, such as `gpt2-32x128`; ViT's length follows from its images.
 Weights and data are random because only speed and memory are measured.
@@ -72,6 +72,18 @@ def vit(length: int, **sizes: int) -> nn.Module:
     return ViTForImageClassification(ViTConfig(image_size=side, num_labels=NUM_CLASSES, **sizes))
 
 
+def own_vit(length: int, **sizes: int) -> nn.Module:
+    from benchmarks.handwritten import VisionTransformer
+
+    return VisionTransformer(16 * round((length - 1) ** 0.5), NUM_CLASSES, **sizes)
+
+
+def own_gpt(length: int, **sizes: int) -> nn.Module:
+    from benchmarks.handwritten import LanguageModel
+
+    return LanguageModel(max(1024, length), **sizes)
+
+
 SMALL_GPT2 = {"n_embd": 256, "n_layer": 4, "n_head": 4, "vocab_size": 8192}
 SMALL_BERT = {
     "hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4,
@@ -84,6 +96,13 @@ MODELS: dict[str, tuple[str, Callable[[int], nn.Module]]] = {
     "vit-base": ("vit", vit),
     "gpt2-small": ("gpt2", lambda length: gpt2(length, **SMALL_GPT2)),
     "bert-small": ("bert", lambda length: bert(length, **SMALL_BERT)),
+    "own-vit": ("vit", own_vit),
+    "own-gpt": ("gpt2", own_gpt),
+    "own-gpt-small": (
+        "gpt2",
+        lambda length: own_gpt(length, width=256, depth=4, heads=4, vocabulary=8192),
+    ),
+    "own-vit-small": ("vit", lambda length: own_vit(length, width=192, depth=3, heads=3)),
 }
 HEADLINE = (
     "gpt2-32x128", "vit-base-128x197", "bert-base-64x128", "gpt2-large-32x128", "gpt2-8x1024",
@@ -96,13 +115,16 @@ CPU = (
     "gpt2-2x64", "gpt2-4x64", "gpt2-8x64", "bert-base-2x64", "bert-base-8x128", "vit-base-1x197",
     "gpt2-small-8x64", "bert-small-8x64", "bert-small-2x512",
 )  # fmt: skip
-SUITES = {"headline": HEADLINE, "scaling": SCALING, "cpu": CPU}
+# Models that nobody tuned for.
+OWN = ("own-vit-128x197", "own-gpt-32x128")
+SUITES = {"headline": HEADLINE, "scaling": SCALING, "cpu": CPU, "own": OWN}
 # What a suite compares unless told otherwise; `opacus:hooks` beside all the others would not fit
 # into a GPU's memory.
 DEFAULT_ADAPTERS = {
     "headline": ("plain", "plain:compiled", "ours", "ours:compiled", "opacus:ghost"),
     "scaling": ("plain", "ours"),
     "cpu": ("plain", "ours", "opacus:ghost"),
+    "own": ("plain", "plain:compiled", "ours", "ours:compiled"),
 }
 
 

@@ -66,6 +66,7 @@ ADAPTERS = (
     "ours:ghost",
     "ours:mixed",
     "ours:instantiate",
+    "ours:unsplit",
     "training",
     "training:compiled",
     "opacus:hooks",

@@ -2,35 +2,41 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import torch
 from torch import nn
 
 from benchmarks.adapters import CLIP_NORM, NOISE_MULTIPLIER, Setting, Step
 from benchmarks.workloads import Batch
 from shuffled_dpsgd.clipping import ClippingEngine
+from shuffled_dpsgd.clipping.kernels import choices
 from shuffled_dpsgd.training.noise import GaussianNoise
 from shuffled_dpsgd.training.randomness import RandomStreams
 
 
 def private_step(model: nn.Module, setting: Setting, *, variant: str) -> Step:
-    """A step of DP-SGD; `variant` is a strategy of the engine, or `compiled`."""
-    compiled = variant == "compiled"
-    strategy = "bookkeeping" if compiled else variant
+    """A step of DP-SGD; `variant` is a strategy of the engine, `compiled` or `unsplit`.
+
+    With `unsplit`, float32 is not split over tensor cores. A compiled model takes its first batch
+    without the compiler, which is when bare parameters are checked.
+    """
+    compiled, unsplit = variant == "compiled", variant == "unsplit"
+    strategy = "bookkeeping" if compiled or unsplit else variant
     engine = ClippingEngine(model, clip_norm=CLIP_NORM, strategy=strategy)
     optimizer = setting.optimizer(model)
     noise = GaussianNoise(RandomStreams(seed=0))
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     stds = dict.fromkeys(parameters, NOISE_MULTIPLIER * CLIP_NORM)
-    losses = setting.workload.losses
-    if compiled:
-        losses = torch.compile(losses, fullgraph=True)
+    bare = setting.workload.losses
+    losses = torch.compile(bare, fullgraph=True) if compiled else bare
     steps = 0
 
     def step(batch: Batch) -> None:
         nonlocal steps
         with engine:
             with setting.autocast():
-                per_sample = losses(model, batch)
+                per_sample = (losses if steps else bare)(model, batch)
             engine.backward(per_sample)
         sums = engine.clipped_sum()
         noise.add_(sums, stds, step=steps, divide_by=float(setting.workload.batch_size))
@@ -41,4 +47,14 @@ def private_step(model: nn.Module, setting: Setting, *, variant: str) -> Step:
         engine.reset()
         steps += 1
 
-    return step
+    return without_split(step) if unsplit else step
+
+
+def without_split(step: Step) -> Step:
+    """The same step with products of float32 in plain float32."""
+
+    def unsplit(batch: Batch) -> None:
+        with mock.patch.object(choices, "splits_float32", return_value=False):
+            step(batch)
+
+    return unsplit

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from shuffled_dpsgd.clipping import kernels
 from shuffled_dpsgd.clipping.contributions.cost import NormRoute
-from shuffled_dpsgd.clipping.contributions.float32 import full_float32
+from shuffled_dpsgd.clipping.kernels.float32 import full_float32
 
 
 class Contribution(Protocol):

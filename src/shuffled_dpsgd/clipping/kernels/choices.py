@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from shuffled_dpsgd.clipping.kernels import trials
+from shuffled_dpsgd.clipping.kernels.float32 import allows_tf32
 from shuffled_dpsgd.runtime.routes import Route
 from shuffled_dpsgd.runtime.triton_support import triton_available
 
@@ -53,6 +54,13 @@ PRODUCTS = Route(
     instead=_PLAIN,
     cost="products run in float32, several times slower",
     trial=trials.try_products,
+)
+SPLIT_PRODUCTS = Route(
+    name="Products of float32 linear layers on tensor cores in Triton",
+    package=PACKAGE,
+    instead=_PLAIN,
+    cost="norms are found in float64 and sums in float32, without tensor cores",
+    trial=trials.try_split_products,
 )
 ROWS = Route(
     name="Sums of biases and of stored gradients in Triton",
@@ -121,8 +129,15 @@ def may_take_gluon(route: Route, device: torch.device) -> bool:
     return is_hopper(device) and may_take(route, device)
 
 
+def splits_float32(device: torch.device) -> bool:
+    """Whether products of float32 are split there; only where the user lets them run in TF32."""
+    return device.type == "cuda" and allows_tf32() and may_take(SPLIT_PRODUCTS, device)
+
+
 def kind_of(tensor: Tensor) -> str:
     """The kind of device, as far as it matters to the cost of products of such tensors."""
+    if tensor.dtype is torch.float32 and splits_float32(tensor.device):
+        return "split"
     if tensor.dtype in HALF and may_take_gluon(GLUON_PRODUCTS, tensor.device):
         return "hopper"
     return tensor.device.type
@@ -146,6 +161,8 @@ def try_ahead(device: torch.device, widest: int) -> None:
         route.try_ahead(device)
     if widest > MAX_GRAM_WIDTH:
         WIDE_GRAM.try_ahead(device)
+    if allows_tf32():
+        SPLIT_PRODUCTS.try_ahead(device)
 
 
 def tile_norms(device: torch.device, tokens: int) -> str | None:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from shuffled_dpsgd.clipping.kernels import choices, host, plain
+from shuffled_dpsgd.clipping.kernels import choices, host, plain, split_products
 from shuffled_dpsgd.clipping.kernels.alignment import MIN_WIDTH, ROW_ALIGNMENT_BYTES, aligned
 from shuffled_dpsgd.clipping.kernels.choices import HALF
 from shuffled_dpsgd.runtime.routes import took
@@ -25,11 +25,15 @@ MIN_STORED = 1 << 16
 
 def fits_triton_linear(x_BTD: Tensor, g_BTP: Tensor) -> bool:
     """Whether the Triton kernels take this pair."""
+    return x_BTD.dtype in HALF and _fits_triton(x_BTD, g_BTP)
+
+
+def _fits_triton(x_BTD: Tensor, g_BTP: Tensor) -> bool:
+    """The same but for the precision."""
     B, T, D = x_BTD.shape
     return (
         x_BTD.is_cuda
         and x_BTD.dtype == g_BTP.dtype
-        and x_BTD.dtype in HALF
         and B > 0
         and T >= MIN_TOKENS
         and min(D, g_BTP.shape[2]) >= MIN_WIDTH
@@ -60,6 +64,9 @@ def gram_sq_norm_sums(
         kernel = None
         if fits_triton_linear(x, g):
             kernel = choices.gram_norms(x.device, x.shape[1], max(x.shape[2], g.shape[2]))
+        elif split_products.serves(x, g):
+            found += _split_sq_norms([pairs[i] for i in run], biases[run[0]])
+            continue
         took("norms by Gram matrices", kernel or host.name_for(x, g))
         if kernel == "triton.wide":
             wide = choices.module(kernel)
@@ -84,6 +91,10 @@ def tile_sq_norm_sums(
     found: list[Tensor] = []
     for run in alike(pairs, biases):
         x, g = pairs[run[0]]
+        if split_products.serves(x, g):
+            # There are no tiles of halves, and norms must leave room for what their sums lose.
+            found += _split_sq_norms([pairs[i] for i in run], biases[run[0]])
+            continue
         kernel = choices.tile_norms(x.device, x.shape[1]) if fits_triton_linear(x, g) else None
         took("norms by tiles", kernel or host.name_for(x, g))
         if kernel is not None:
@@ -93,6 +104,11 @@ def tile_sq_norm_sums(
             module = host if host.serves(x, g) else plain
             found += [module.tile_sq_norms(*pairs[i], biases[i]) for i in run]
     return found
+
+
+def _split_sq_norms(pairs: Sequence[tuple[Tensor, Tensor]], bias: bool) -> list[Tensor]:
+    took("norms by Gram matrices", "triton.split_gram")
+    return split_products.gram_sq_norms(pairs, bias)
 
 
 def stored_products(left_BTR: Tensor, right_BTC: Tensor) -> tuple[Tensor, Tensor]:
@@ -135,7 +151,8 @@ def add_weighted_outer_sums(
         added = [bias for i in run if (bias := wanted[i]) is not None]
         x, g = chosen[0]
         kernel = choices.outer_sums(x.device, x.shape[1]) if fits_triton_linear(x, g) else None
-        if kernel is not None and not all(_fits_triton_sum(out) for out in targets):
+        splits = split_products.serves(x, g)
+        if (splits or kernel is not None) and not all(_fits_triton_sum(out) for out in targets):
             _add_through_copies(chosen, factors_B, targets, accumulate)
         elif kernel == "gluon.weighted_sums":
             took("weighted sums", kernel)
@@ -143,6 +160,10 @@ def add_weighted_outer_sums(
             by = choices.module(kernel)
             by.weighted_outer_sums(xs, gs, factors_B.float(), targets, accumulate, added)
             continue
+        elif splits:
+            took("weighted sums", "split_products")
+            with_bias = wanted[run[0]] is not None
+            split_products.add_outer_sums(chosen, factors_B, targets, accumulate, with_bias)
         else:
             _add_outer_sums(chosen, factors_B, targets, accumulate, kernel)
         if added:
@@ -214,7 +235,7 @@ def add_weighted_row_sums(
     """Add each sum_b f_b sum_t g_bt into its (P,) `out`, or overwrite it unless `accumulate`."""
     for run in alike([(g, g) for g in gs], [out.dtype for out in outs]):
         g, targets = gs[run[0]], [outs[i] for i in run]
-        is_rows = fits_triton_linear(g, g)
+        is_rows = g.dtype is not torch.float64 and _fits_triton(g, g)
         is_stored = is_stored_gradient(g) and all(out.is_contiguous() for out in targets)
         # Asked last: a route that nobody wants is not tried.
         may_write = (

@@ -6,6 +6,7 @@ Captured activations are not copied: only their addresses are sent to the device
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -66,10 +67,18 @@ def _sent(rows: Rows, device: torch.device, stream: int) -> tuple[Tensor, ...]:
 def _written(rows: Rows, device: torch.device) -> tuple[Tensor, ...]:
     """The same table, written by launches: a capture can record these, but no copy from the host.
 
-    Slow, and only for the few tensors that are made during the capture.
+    Slow, and only for the few tensors that are made during the capture. Those that lie side by
+    side in one buffer take a single launch.
     """
-    tables = [torch.empty(len(row), dtype=torch.int64, device=device) for row in rows]
-    for table, row in zip(tables, rows, strict=True):
+    tables = []
+    for row in rows:
+        step = row[1] - row[0] if len(row) > 1 else 0
+        if step and all(b - a == step for a, b in itertools.pairwise(row)):
+            end = row[0] + step * len(row)
+            tables.append(torch.arange(row[0], end, step, dtype=torch.int64, device=device))
+            continue
+        table = torch.empty(len(row), dtype=torch.int64, device=device)
         for place, address in zip(table.unbind(), row, strict=True):
             place.fill_(address)
+        tables.append(table)
     return tuple(tables)

@@ -24,7 +24,7 @@ from shuffled_dpsgd.clipping.kernels.triton.device_limits import stages_that_fit
 GRAM_BLOCK = 128
 # Features read at a time, and stages of the pipeline where shared memory has room for them.
 STEP, NUM_STAGES = 64, 4
-ELEMENT = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+ELEMENT = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
 @triton.jit

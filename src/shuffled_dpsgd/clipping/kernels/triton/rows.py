@@ -2,9 +2,9 @@
 
 Shapes: L layers of one shape, B samples, S shares of the samples, T tokens, P output features, N
 numbers of a stored gradient. Sums are float32. Every number is read once and little is computed, so
-all that counts is that enough programs read at the same time. Biases: operands are bfloat16 or
-float16. The samples are divided into shares, and a second small kernel adds the shares up in a
-fixed order. Stored gradients are float32, and large enough to be divided by their numbers instead.
+all that counts is that enough programs read at the same time. For biases the samples are divided
+into shares, and a second small kernel adds the shares up in a fixed order. Stored gradients are
+float32, and large enough to be divided by their numbers instead.
 """
 
 from __future__ import annotations

@@ -52,9 +52,9 @@ def outer_chunk(  # type: ignore[no-untyped-def]
     return tl.dot(tl.trans(g_tile), x_tile, acc)
 
 
-@triton.jit(do_not_specialize=["B"])
+@triton.jit(do_not_specialize=["B", "factors_row"])
 def outer_kernel(  # type: ignore[no-untyped-def]
-    x_table, g_table, out_table, factors_B, B, T, D, P, x_batch, x_row, g_batch, g_row,
+    x_table, g_table, out_table, factors, factors_row, B, T, D, P, x_batch, x_row, g_batch, g_row,
     segments, SEGMENT: tl.constexpr, FULL: tl.constexpr, CHUNK: tl.constexpr, TAIL: tl.constexpr,
     EVEN_T: tl.constexpr, EVEN_P: tl.constexpr, EVEN_D: tl.constexpr,
     BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr, ADD: tl.constexpr, ELEMENT: tl.constexpr,
@@ -64,6 +64,7 @@ def outer_kernel(  # type: ignore[no-untyped-def]
     A sample's tokens come in `segments` segments of FULL chunks of CHUNK tokens and one of TAIL.
     """
     layer = tl.program_id(1)
+    factors += layer * factors_row
     tiles_d = tl.cdiv(D, BLOCK_D)
     p = (tl.program_id(0) // tiles_d) * BLOCK_P + tl.arange(0, BLOCK_P)
     d = (tl.program_id(0) % tiles_d) * BLOCK_D + tl.arange(0, BLOCK_D)
@@ -73,7 +74,7 @@ def outer_kernel(  # type: ignore[no-untyped-def]
     for step in range(B * segments):
         sample = (step // segments).to(tl.int64)
         first = (step % segments) * SEGMENT
-        factor = tl.load(factors_B + sample)
+        factor = tl.load(factors + sample)
         x_b = x + sample * x_batch
         g_b = g + sample * g_batch
         part = tl.zeros((BLOCK_P, BLOCK_D), dtype=tl.float32)
@@ -97,14 +98,15 @@ def outer_kernel(  # type: ignore[no-untyped-def]
     tl.store(out_ptrs, total, mask=inside)
 
 
-@triton.jit(do_not_specialize=["B"])
+@triton.jit(do_not_specialize=["B", "factors_row"])
 def bulk_outer_kernel(  # type: ignore[no-untyped-def]
-    x_table, g_table, out_table, factors_B, B, T, D, P, x_batch, x_row, g_batch, g_row,
+    x_table, g_table, out_table, factors, factors_row, B, T, D, P, x_batch, x_row, g_batch, g_row,
     segments, SEGMENT: tl.constexpr, FULL: tl.constexpr, CHUNK: tl.constexpr, TAIL: tl.constexpr,
     BLOCK: tl.constexpr, ADD: tl.constexpr, ELEMENT: tl.constexpr,
 ):  # fmt: skip
     """`outer_kernel` with the copy engine of Hopper and later, which fills in zeros by itself."""
     layer = tl.program_id(1)
+    factors += layer * factors_row
     tiles_d = tl.cdiv(D, BLOCK)
     p = (tl.program_id(0) // tiles_d) * BLOCK
     d = (tl.program_id(0) % tiles_d) * BLOCK
@@ -119,7 +121,7 @@ def bulk_outer_kernel(  # type: ignore[no-untyped-def]
     for step in range(B * segments):
         b = step // segments
         t = (step % segments) * SEGMENT
-        factor = tl.load(factors_B + b)
+        factor = tl.load(factors + b)
         part = tl.zeros((BLOCK, BLOCK), dtype=tl.float32)
         for chunk in tl.static_range(FULL):
             g_tile = gs.load([b, t + chunk * CHUNK, p]).reshape(CHUNK, BLOCK)
@@ -174,23 +176,29 @@ def segmentation(tokens: int) -> dict[str, int]:
             "TAIL": 0}  # fmt: skip
 
 
+def factors_row(factors: Tensor) -> int:
+    """How far a layer's factors are from those of the layer before: (B,) serve all layers."""
+    return 0 if factors.dim() == 1 else factors.stride(0)
+
+
 def weighted_outer_sums(
     xs: Sequence[Tensor],
     gs: Sequence[Tensor],
-    factors_B: Tensor,
+    factors: Tensor,
     outs: Sequence[Tensor],
     add: bool = True,
     bulk: bool | None = None,
 ) -> None:
     """Add sum_b f_b g_b^T x_b of L layers of one shape into their (P, D) float32 `outs`.
 
-    Without `add`, what the outputs hold is overwritten. `bulk` picks the kernel by hand; by
-    default the device decides.
+    The factors are (B,), or (L, B) where every layer has its own. Without `add`, what the outputs
+    hold is overwritten. `bulk` picks the kernel by hand; by default the device decides.
     """
     (B, T, D), P, L = xs[0].shape, gs[0].shape[2], len(xs)
     x, g = xs[0], gs[0]
     table = address_table((xs, gs, outs), x.device)
     cut = segmentation(T)
+    by_layer = (factors, factors_row(factors))
     grid = (triton.cdiv(P, BLOCK) * triton.cdiv(D, BLOCK), L)
     strides = (x.stride(0), x.stride(1), g.stride(0), g.stride(1))
     tokens = cut["FULL"] * cut["CHUNK"] + cut["TAIL"]
@@ -198,12 +206,12 @@ def weighted_outer_sums(
     if has_copy_engine(x.device) if bulk is None else bulk:
         triton.set_allocator(scratch)
         bulk_outer_kernel[grid](
-            table[0], table[1], table[2], factors_B, B, T, D, P, *strides, **cut,
+            table[0], table[1], table[2], *by_layer, B, T, D, P, *strides, **cut,
             BLOCK=BLOCK, ADD=add, ELEMENT=ELEMENT[x.dtype], num_warps=8, num_stages=stages,
         )  # fmt: skip
         return
     outer_kernel[grid](
-        table[0], table[1], table[2], factors_B, B, T, D, P, *strides, **cut,
+        table[0], table[1], table[2], *by_layer, B, T, D, P, *strides, **cut,
         EVEN_T=T % (cut["CHUNK"] * cut["segments"]) == 0 or cut["segments"] == 1,
         EVEN_P=may_read_past(g, triton.cdiv(P, BLOCK) * BLOCK),
         EVEN_D=may_read_past(x, triton.cdiv(D, BLOCK) * BLOCK),

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from shuffled_dpsgd.clipping import ClippingEngine, kernels
-from shuffled_dpsgd.clipping.contributions.float32 import full_float32
+from shuffled_dpsgd.clipping.kernels.float32 import full_float32
 
 
 @pytest.fixture

@@ -40,6 +40,12 @@ def full_float32() -> Iterator[None]:
                 _switch(_before)
 
 
+def allows_tf32() -> bool:
+    """Whether the user lets products of float32 on a GPU run in TF32, also while that is off."""
+    with _lock:
+        return (_before if _inside else [knob.fp32_precision for knob in _KNOBS])[0] == "tf32"
+
+
 def _switch(precisions: list[str]) -> None:
     """Set only switches that differ: one set by itself stops following the global setting."""
     for knob, precision in zip(_KNOBS, precisions, strict=True):

@@ -108,4 +108,4 @@ def test_the_lengths_of_two_parts_are_those_of_the_kernels() -> None:
 
 
 def test_every_route_has_a_name_of_its_own() -> None:
-    assert len({route.name for route in EVERY_ROUTE}) == len(EVERY_ROUTE) == 11
+    assert len({route.name for route in EVERY_ROUTE}) == len(EVERY_ROUTE) == 12

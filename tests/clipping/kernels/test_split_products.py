@@ -14,7 +14,7 @@ from on_triton import DEVICE, draw
 from shuffled_dpsgd.clipping.kernels import choices, float32, linear_maps, plain, split_products
 from shuffled_dpsgd.clipping.kernels.triton import halves, split_gram
 
-SHAPES = [(2, 3, 16, 64, 128), (1, 2, 37, 72, 136), (1, 2, 150, 64, 40)]
+SHAPES = [(2, 3, 16, 64, 128), (1, 2, 37, 72, 136), (1, 2, 70, 64, 40)]
 
 
 def pairs(L: int, B: int, T: int, D: int, P: int) -> list[tuple[Tensor, Tensor]]:
@@ -116,7 +116,7 @@ def test_sums_are_those_of_float32(
 # The interpreter subtracts infinities with a warning; a GPU does without.
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 def test_a_poisoned_sample_is_seen_and_counts_nothing() -> None:
-    x, g = (draw(3, 20, 32, seed=n, dtype=torch.float32) for n in (0, 1))
+    x, g = (draw(3, 9, 32, seed=n, dtype=torch.float32) for n in (0, 1))
     clean = split_products.gram_sq_norms([(x, g)], True)[0]
     factors = torch.tensor([0.5, 0.0, 2.0], device=DEVICE)
     kept = factors != 0

@@ -70,7 +70,7 @@ def largest_kernel(  # type: ignore[no-untyped-def]
     base = tl.load(table + layer).to(tl.pointer_type(ELEMENT)) + sample * batch
     rows = base + t.to(tl.int64)[:, None] * row
     largest = tl.zeros((BLOCK_T, BLOCK_D), dtype=tl.float32)
-    for start in range(0, FEATURES, BLOCK_D):
+    for start in range(0, tl.minimum(FEATURES, D - first), BLOCK_D):
         d = first + start + tl.arange(0, BLOCK_D)
         inside = (t < T)[:, None] & (d < D)[None, :]
         sizes = tl.abs(tl.load(rows + d[None, :], mask=inside, other=0.0))
@@ -97,7 +97,7 @@ def split_kernel(  # type: ignore[no-untyped-def]
     out = out_LB2TW + (layer * B + sample) * 2 * whole + t.to(tl.int64)[:, None] * W
     high_out = out + whole if LOW_FIRST else out
     low_out = out if LOW_FIRST else out + whole
-    for start in range(0, FEATURES, BLOCK_D):
+    for start in range(0, tl.minimum(FEATURES, W - first), BLOCK_D):
         d = first + start + tl.arange(0, BLOCK_D)
         inside = (t < T)[:, None] & (d < D)[None, :]
         scaled = tl.load(rows + d[None, :], mask=inside, other=0.0) * scale

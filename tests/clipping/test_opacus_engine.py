@@ -58,6 +58,18 @@ def test_it_agrees_on_the_bare_parameters_of_a_vit() -> None:
         assert torch.allclose(sums[0][name], value, rtol=1e-5, atol=1e-9), name
 
 
+def test_a_model_in_eval_mode_is_clipped_as_it_is_and_stays_so() -> None:
+    """Opacus itself passes over layers that are not in training mode."""
+    model = build_model("bert-tiny", device="cpu").double().eval()
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.5  # Were it awake, no two forwards would agree.
+    theirs = summed(OpacusEngine(model, clip_norm=0.5), model)
+    assert not any(module.training for module in model.modules())
+    for name, value in summed(ClippingEngine(model, clip_norm=0.5), model).items():
+        assert torch.allclose(theirs[name], value, rtol=1e-5, atol=1e-9), name
+
+
 class Scaled(torch.nn.Module):
     """Uses a layer's weight without calling the layer, which hooks do not see."""
 

@@ -37,6 +37,7 @@ class OpacusEngine:
         self._parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
         self._wrapped: Any = None
         self._positions: RemovableHandle | None = None
+        self._asleep: list[nn.Module] = []
         self._norms: list[Tensor] = []
         self._sums: dict[str, Tensor] = {}
         self.reset()
@@ -55,6 +56,15 @@ class OpacusEngine:
                     remedy="freeze what it names (model.freeze), or use another method",
                 ) from error
         self._positions = self._model.register_forward_pre_hook(_add_positions, with_kwargs=True)
+        # Opacus looks at layers in training mode alone. Those it has hooks on get the flag while it
+        # works; dropout and all else that acts by mode is another module and keeps its own.
+        self._asleep = [
+            module
+            for module in self._model.modules()
+            if not module.training and any(True for _ in module.parameters(recurse=False))
+        ]
+        for module in self._asleep:
+            module.training = True
         return self
 
     def __exit__(
@@ -67,6 +77,8 @@ class OpacusEngine:
         self._positions.remove()
         self._wrapped.remove_hooks()
         self._wrapped = None
+        for module in self._asleep:
+            module.training = False
         for module in self._model.modules():
             _drop(module, ("activations", "max_batch_len", "ft_compute_sample_grad"))
         for parameter in self._model.parameters():

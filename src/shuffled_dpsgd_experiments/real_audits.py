@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -176,6 +177,20 @@ def described(config: RunConfig) -> dict[str, Any]:
     return found
 
 
+def command(arguments: Sequence[str], mode: str) -> str:
+    """What writes this file again: names of folders, not where they lie, and one mode."""
+    kept: list[str] = []
+    for place, word in enumerate(arguments):
+        before = arguments[place - 1] if place else ""
+        if "--mode" in (word, before):
+            continue
+        folder = before in ("--model-dir", "--data", "--out")
+        kept.append(Path(word).name if folder else word)
+    return shlex.join(
+        ["python", "-m", "shuffled_dpsgd_experiments.real_audits", *kept, "--mode", mode]
+    )
+
+
 def cost(started: float) -> dict[str, Any]:
     """What the audit took, and on what."""
     found: dict[str, Any] = {"seconds": time.perf_counter() - started, "device": "cpu"}
@@ -187,7 +202,8 @@ def cost(started: float) -> dict[str, Any]:
 
 def main(arguments: Sequence[str] | None = None) -> list[Path]:
     """Run the chosen modes one after the other; each is written as soon as it is done."""
-    options = parser().parse_args(arguments)
+    given = sys.argv[1:] if arguments is None else list(arguments)
+    options = parser().parse_args(given)
     config = config_of(options)
     options.out.mkdir(parents=True, exist_ok=True)
     written = []
@@ -199,6 +215,7 @@ def main(arguments: Sequence[str] | None = None) -> list[Path]:
         path = options.out / f"audit_{name}_{mode.replace('-', '_')}_{options.accounting}.json"
         record = {
             "mode": mode,
+            "command": command(given, mode),
             "fit_steps": options.fit_steps,
             "config": described(config),
             **found,

@@ -53,6 +53,8 @@ def test_bert_by_one_run(sst2: Path) -> None:
     ]
     assert found["reach"]["ran"]
     assert found["cost"]["seconds"] > 0
+    assert found["command"].endswith("--noise-multiplier 0.05 --mode one-run")
+    assert str(sst2) not in found["command"]
 
 
 @pytest.mark.slow

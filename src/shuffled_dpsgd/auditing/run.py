@@ -125,7 +125,7 @@ def audit_steps(
             delta=private.plan.delta,
         ),
         reach=step_reach(
-            tuple(item.adversary for item in evidence),
+            tuple(dict.fromkeys(item.adversary for item in evidence)),
             num_observations=made,
             delta=delta,
             confidence=confidence,

@@ -219,6 +219,7 @@ def run(
     canaries: opt.GradientCanaries = 500,
     input_canaries: opt.InputCanaries = 100,
     input_canary: opt.InputCanary = "mislabelled",
+    other_records: opt.OtherRecords = True,
     fit_steps: opt.FitSteps = 0,
     confidence: opt.Confidence = 0.95,
     seed: opt.Seed = 0,
@@ -241,6 +242,7 @@ def run(
         num_gradient_canaries=canaries,
         num_input_canaries=input_canaries,
         input_canary=input_canary,  # type: ignore[arg-type]  # checked by RunSetting
+        other_records=other_records,
         fit_steps=fit_steps,
         seed=seed,
     )

@@ -55,8 +55,14 @@ FitSteps = Annotated[
         min=0, help="Fit the initial weights to the records first, without privacy: the worst case."
     ),
 ]
+OtherRecords = Annotated[
+    bool,
+    typer.Option(help="one-run: without them canaries take part alone, the worst data set."),
+]
 GradientCanaries = Annotated[int, typer.Option(help="one-run: gradient canaries.")]
-InputCanaries = Annotated[int, typer.Option(help="one-run: canaries that are records.")]
+InputCanaries = Annotated[
+    int, typer.Option(help="Records as canaries: so many in one-run, one in a step unless 0.")
+]
 InputCanary = Annotated[str, typer.Option(help="mislabelled, blank, or scrambled (text).")]
 
 Model = Annotated[

@@ -19,6 +19,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from shuffled_dpsgd.runtime import launchers
+
 SWITCH = "SHUFFLED_DPSGD_REHEARSALS"
 # Every operation of torch releases the interpreter. It gets it back once another thread has had it
 # for this long. At Python's default of 5 ms, a forward of a few hundred operations would wait for
@@ -29,8 +31,9 @@ _here = threading.local()
 
 
 def may_rehearse(device: torch.device) -> bool:
-    """Whether kernels are compiled for this device, and the environment allows rehearsals."""
-    return device.type == "cuda" and os.environ.get(SWITCH, "1") != "0"
+    """Whether kernels are compiled for this device, and threads may do it."""
+    allowed = device.type == "cuda" and os.environ.get(SWITCH, "1") != "0"
+    return allowed and launchers.make_safe_for_threads()
 
 
 def are_whole(tensors: Iterable[torch.Tensor]) -> bool:

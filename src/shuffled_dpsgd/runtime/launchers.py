@@ -1,0 +1,57 @@
+"""Lets several threads launch Triton kernels for the first time, whatever the release of Triton.
+
+Up to Triton 3.6, the C code that launches a kernel is a Python extension module, one for each list
+of argument types, and all have the same name. Python keeps one module object for a name: a module
+that is loaded a second time is written into whichever object has the name by then. A thread that
+has just loaded its launcher may so find another kernel's in it, which passes its arguments on as if
+they had other types. Triton 3.7 and later have one launcher for all kernels.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import threading
+from collections.abc import Callable
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+from shuffled_dpsgd.runtime.triton_support import triton_available
+
+_LOADER = "_load_module_from_path"
+_lock = threading.Lock()
+
+
+@functools.cache
+def make_safe_for_threads() -> bool:
+    """Have launchers loaded one at a time and kept apart; False if this release is not understood.
+
+    Does nothing where it is not needed.
+    """
+    if not triton_available():
+        return True
+    driver = importlib.import_module("triton.backends.nvidia.driver")
+    if not hasattr(driver, "make_launcher"):
+        return True
+    return keep_apart(importlib.import_module("triton.runtime.build"))
+
+
+def keep_apart(build: ModuleType) -> bool:
+    """Replace the module's loader by one whose results no later load can change."""
+    load = getattr(build, _LOADER, None)
+    if load is None:
+        return False
+    if not isinstance(load, _OneAtATime):
+        setattr(build, _LOADER, _OneAtATime(load))
+    return True
+
+
+class _OneAtATime:
+    """Loads a module while no other is loaded, and returns what it holds at that moment."""
+
+    def __init__(self, load: Callable[..., ModuleType]) -> None:
+        self._load = load
+
+    def __call__(self, *args: Any, **kwargs: Any) -> SimpleNamespace:
+        with _lock:
+            return SimpleNamespace(**vars(self._load(*args, **kwargs)))

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from shuffled_dpsgd.errors import DivergenceError
+
 WARM_UP = 0.05
 
 
@@ -67,6 +69,19 @@ def descend(
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
     pace.step += 1
+
+
+def refuse_divergence(loss: torch.Tensor, pace: Pace) -> None:
+    """End at once when the loss is not a number any more; nothing would be kept of the rest.
+
+    Raises:
+        DivergenceError: the loss is infinite or NaN.
+    """
+    if not math.isfinite(loss.item()):
+        raise DivergenceError(
+            f"the loss is {loss.item()} after {pace.step} steps; lower --learning-rate, or, for a "
+            "language model, try --attention eager"
+        )
 
 
 def rounded(model: torch.nn.Module, stored: str) -> None:

@@ -26,7 +26,13 @@ from shuffled_dpsgd.tasks.models import no_progress_bars
 from shuffled_dpsgd.tasks.parts import drawn_part
 from shuffled_dpsgd.tasks.privacy import chosen_device
 from shuffled_dpsgd_experiments.pretraining.options import make_parser
-from shuffled_dpsgd_experiments.pretraining.schedule import Pace, decayed, descend, rounded
+from shuffled_dpsgd_experiments.pretraining.schedule import (
+    Pace,
+    decayed,
+    descend,
+    refuse_divergence,
+    rounded,
+)
 
 SIDE, SHIFT, SQUARE = 32, 4, 8
 SMOOTHING, MIXING = 0.1, 0.2
@@ -142,6 +148,7 @@ def train(
             descend(model, optimizer, loss, pace, options.learning_rate)
             if pace.done:
                 break
+        refuse_divergence(loss, pace)
         heldout_loss, accuracy = evaluate(model, *arrays["test"])
         curve.append(
             {

@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 import torch
 
-from shuffled_dpsgd.errors import InvalidArgumentError
+from shuffled_dpsgd.errors import DivergenceError, InvalidArgumentError
 from shuffled_dpsgd.tasks.config import parse_config
 from shuffled_dpsgd.tasks.registry import build_task
 from shuffled_dpsgd_experiments.pretraining import language_model, vision
 from shuffled_dpsgd_experiments.pretraining.corpus import read_corpus
+from shuffled_dpsgd_experiments.pretraining.schedule import Pace, refuse_divergence
 
 transformers = pytest.importorskip("transformers")
 SMALL = ["--hidden", "16", "--layers", "1", "--heads", "2", "--batch-size", "8", "--epochs", "2"]
@@ -135,3 +136,21 @@ def test_nothing_is_needed_but_torch_transformers_and_numpy() -> None:
         "shuffled_dpsgd_experiments.pretraining.vision"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_padding_behind_a_text_changes_nothing_before_it_without_a_mask() -> None:
+    options = language_model.parser().parse_args(
+        ["--public", "dart", "--data", "x", "--out", "x", *SMALL, "--attention", "eager"]
+    )
+    tokenizer = language_model.learn_tokenizer(["a b c d"], 300)
+    model = language_model.build(options, tokenizer).double().eval()
+    ids = torch.tensor([[5, 6, 7], [5, 6, tokenizer.pad_token_id]])
+    whole, alone = model(input_ids=ids).logits, model(input_ids=ids[1:, :2]).logits
+    assert torch.allclose(whole[1:, :2], alone, rtol=1e-12, atol=1e-12)
+
+
+def test_a_loss_that_is_no_number_ends_the_run_at_once() -> None:
+    pace = Pace(num_steps=10, seconds=60.0, step=3)
+    refuse_divergence(torch.tensor(1.0), pace)
+    with pytest.raises(DivergenceError, match="nan after 3 steps"):
+        refuse_divergence(torch.tensor(float("nan")), pace)

@@ -2,8 +2,8 @@
 
 A plain loop is the one a good engineer would write: the same buckets of like length and the same
 collate, loaded ahead, and fused AdamW. Rows that only pad a batch are left out of it, except where
-a compiler profits from shapes that come again, and on the side that is called padded: on a GPU,
-attention that is planned for every new shape may take longer than the rows do.
+a compiler profits from shapes that come again, and on the side that is called padded. No side uses
+cuDNN's attention, which plans anew for every shape.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from benchmarks.adapters import CLIP_NORM, NOISE_MULTIPLIER
 from benchmarks.run_tasks import RunTask, build
 from shuffled_dpsgd.runtime import routes
+from shuffled_dpsgd.runtime.attention import without_cudnn_attention
 from shuffled_dpsgd.runtime.clock import Clock
 from shuffled_dpsgd.training import make_private
 from shuffled_dpsgd.training.data import LogicalBatch, physical_batches, shaped, to_device
@@ -207,6 +208,7 @@ def _parts(setting: Setting, sampler: PoissonSampler) -> Iterator[Any]:
     )  # fmt: skip
 
 
+@without_cudnn_attention()
 def main() -> int:
     parser = argparse.ArgumentParser(description="One side of `benchmarks.loop`; not to be called.")
     parser.add_argument("--side", choices=SIDES, required=True)

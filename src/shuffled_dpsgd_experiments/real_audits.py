@@ -28,6 +28,7 @@ from shuffled_dpsgd.auditing.input_canaries import InputCanary
 from shuffled_dpsgd.auditing.repeated_runs import RepeatedSetting
 from shuffled_dpsgd.auditing.run import AuditTarget, RunSetting, audit_one_run, audit_steps
 from shuffled_dpsgd.environment import environment
+from shuffled_dpsgd.runtime.attention import without_cudnn_attention
 from shuffled_dpsgd.tasks.config import RunConfig, parse_config
 from shuffled_dpsgd_experiments.audit_processes import black_box, repeated_runs
 from shuffled_dpsgd_experiments.audited import audit_target
@@ -200,6 +201,7 @@ def cost(started: float) -> dict[str, Any]:
     return found
 
 
+@without_cudnn_attention()
 def main(arguments: Sequence[str] | None = None) -> list[Path]:
     """Run the chosen modes one after the other; each is written as soon as it is done."""
     given = sys.argv[1:] if arguments is None else list(arguments)

@@ -171,7 +171,7 @@ def _nonfinite(records: Sequence[StepRecord]) -> Finding | None:
         kind="nonfinite",
         message=f"a record without a finite gradient was drawn {total} {times}, first at step "
         f"{broken[0][0]}; it contributed nothing",
-        advice="look for NaN or infinite values in the data",
+        advice='look for NaN or infinite values in the data, and try precision = "float32"',
     )
 
 

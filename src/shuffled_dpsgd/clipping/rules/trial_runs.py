@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from shuffled_dpsgd.clipping.capture.random_tape import paused
+from shuffled_dpsgd.runtime.attention import without_cudnn_attention
 
 
 @contextmanager
@@ -42,16 +43,12 @@ def without_fast_attention() -> Iterator[None]:
     every new shape of attention, which takes 0.1 s on an H200: a check sees a shape once.
     """
     before = torch.backends.mha.get_fastpath_enabled()
-    plans = torch.backends.cuda.cudnn_sdp_enabled() and torch.backends.cuda.math_sdp_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
-    if plans:
-        torch.backends.cuda.enable_cudnn_sdp(False)
     try:
-        yield
+        with without_cudnn_attention():
+            yield
     finally:
         torch.backends.mha.set_fastpath_enabled(before)
-        if plans:
-            torch.backends.cuda.enable_cudnn_sdp(True)
 
 
 @contextmanager

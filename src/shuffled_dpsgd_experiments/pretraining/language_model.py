@@ -21,6 +21,7 @@ import torch
 
 from shuffled_dpsgd.environment import environment
 from shuffled_dpsgd.integrations.per_sample_loss import next_token_losses
+from shuffled_dpsgd.runtime.attention import without_cudnn_attention
 from shuffled_dpsgd.tasks.models import no_progress_bars
 from shuffled_dpsgd.tasks.privacy import chosen_device
 from shuffled_dpsgd.tasks.text import encode_continuations, evaluate_perplexity
@@ -168,13 +169,11 @@ def save(model: Any, tokenizer: Any, options: argparse.Namespace, record: dict[s
     return path
 
 
+@without_cudnn_attention()
 def main(arguments: Sequence[str] | None = None) -> Path:
     """Learn the vocabulary, train, and write checkpoint and record."""
     options = parser().parse_args(arguments)
     device = chosen_device(options.device)
-    # A run on an H200 with cuDNN's attention, a mask and dropout became NaN within an epoch. Which
-    # of the three it was is not known; the first two are not needed.
-    torch.backends.cuda.enable_cudnn_sdp(False)
     text_sets = {name: Path(place) for name, _, place in (t.partition("=") for t in options.texts)}
     corpus = read_corpus(options.public, options.data, text_sets, options.max_records)
     public_text = [f"{one.prompt} || {one.target}" for one in corpus.train] + corpus.texts

@@ -116,18 +116,21 @@ def black_boxes(boxes: Sequence[Record]) -> str:
 
 
 def what(record: Record) -> str:
-    """The model, the data and the kind of audit, with a link to the file."""
+    """The audit in words, with a link to its file."""
+    return f"[{words_of(record)}](../results/{record['file']})"
+
+
+def words_of(record: Record) -> str:
+    """The model, the data and the kind of audit."""
     config = record["config"]
     model = f"{config['model']['name']} on {NAMES.get(config['data']['format'], '')}"
     extra = []
-    setting = record["setting"]
-    if record["mode"] == "one-run" and not setting.get("other_records", True):
+    if record["mode"] == "one-run" and not record["setting"].get("other_records", True):
         extra.append("canaries alone")
     if record.get("fit_steps"):
         extra.append("initial weights fitted")
     kind = {"step": "one step", "runs": "repeated runs", "black-box": "black box"}
-    words = ", ".join([kind.get(record["mode"], "one run"), *extra])
-    return f"[{model}, {words}](../results/{record['file']})"
+    return ", ".join([model, kind.get(record["mode"], "one run"), *extra])
 
 
 def sample(record: Record) -> str:

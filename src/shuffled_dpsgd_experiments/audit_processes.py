@@ -13,6 +13,7 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing import get_context
+from pathlib import Path
 from typing import Any
 
 from torch.utils.data import default_collate
@@ -22,6 +23,7 @@ from shuffled_dpsgd.auditing.repeated_runs import RepeatedRuns, RepeatedSetting,
 from shuffled_dpsgd.tasks.config import RunConfig
 from shuffled_dpsgd.training.private import PrivateTraining
 from shuffled_dpsgd_experiments.audited import prepared_task, starts_of, target_of
+from shuffled_dpsgd_experiments.journal import Journal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +35,7 @@ class Share:
     numbers: tuple[int, ...]
     until: float
     fit_steps: int
+    journal: Path
 
 
 def run_share(share: Share) -> list[Any]:
@@ -46,51 +49,27 @@ def run_share(share: Share) -> list[Any]:
     else:
         target = target_of(share.config, task)
         run = RepeatedRuns(target, partial(_shuffled, start), share.setting).run
-    found = []
+    found, journal = [], Journal(share.journal)
     for number in share.numbers:
         if time.time() > share.until:
             break
         found.append(run(number))
+        journal.add(found[-1])
         print(f"run {number} done", file=sys.stderr, flush=True)
     return found
 
 
-def black_box(
-    config: RunConfig,
-    setting: BlackBoxSetting,
-    *,
-    processes: int,
-    max_seconds: float | None,
-    fit_steps: int = 0,
-) -> dict[str, Any]:
-    """Repeated runs with the shuffle and without, attacked by their losses."""
-    started = time.perf_counter()
-    found = _shared(config, setting, setting.num_seeds, processes, max_seconds, fit_steps)
-    return gather_seeds(found, setting, seconds=time.perf_counter() - started).to_json()
-
-
-def repeated_runs(
-    config: RunConfig,
-    setting: RepeatedSetting,
-    *,
-    processes: int,
-    max_seconds: float | None,
-    fit_steps: int = 0,
-) -> dict[str, Any]:
-    """Whole runs with one canary and without."""
-    started = time.perf_counter()
-    found = _shared(config, setting, setting.num_runs, processes, max_seconds, fit_steps)
-    return gather_runs(found, setting, seconds=time.perf_counter() - started).to_json()
-
-
-def _shared(
+def make_runs(
     config: RunConfig,
     setting: BlackBoxSetting | RepeatedSetting,
-    count: int,
+    *,
     processes: int,
     max_seconds: float | None,
     fit_steps: int,
+    journal: Path,
 ) -> list[Any]:
+    """All runs of the setting, or as many as begin in time; each is in a journal when it ends."""
+    count = setting.num_seeds if isinstance(setting, BlackBoxSetting) else setting.num_runs
     until = time.time() + (1e9 if max_seconds is None else max_seconds)
     shares = [
         Share(
@@ -99,6 +78,7 @@ def _shared(
             numbers=tuple(range(count))[first::processes],
             until=until,
             fit_steps=fit_steps,
+            journal=journal.with_name(f"{journal.name}.{first}.journal"),
         )
         for first in range(processes)
     ]
@@ -107,6 +87,15 @@ def _shared(
     with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
         pending = [pool.submit(run_share, share) for share in shares]
         return [one for done in as_completed(pending) for one in done.result()]
+
+
+def report_runs(
+    found: list[Any], setting: BlackBoxSetting | RepeatedSetting, *, seconds: float
+) -> dict[str, Any]:
+    """The report on the runs that were made."""
+    if isinstance(setting, BlackBoxSetting):
+        return gather_seeds(found, setting, seconds=seconds).to_json()
+    return gather_runs(found, setting, seconds=seconds).to_json()
 
 
 def _shuffled(start: Start, dataset_size: int, seed: int) -> PrivateTraining:

@@ -26,14 +26,22 @@ import torch
 from shuffled_dpsgd.auditing.black_box import BlackBoxSetting
 from shuffled_dpsgd.auditing.input_canaries import InputCanary
 from shuffled_dpsgd.auditing.repeated_runs import RepeatedSetting
-from shuffled_dpsgd.auditing.run import AuditTarget, RunSetting, audit_one_run, audit_steps
+from shuffled_dpsgd.auditing.run import (
+    AuditTarget,
+    RunSetting,
+    audit_one_run,
+    audit_steps,
+    report_steps,
+)
 from shuffled_dpsgd.environment import environment
 from shuffled_dpsgd.runtime.attention import without_cudnn_attention
 from shuffled_dpsgd.tasks.config import RunConfig, parse_config
-from shuffled_dpsgd_experiments.audit_processes import black_box, repeated_runs
+from shuffled_dpsgd_experiments.audit_processes import make_runs, report_runs
 from shuffled_dpsgd_experiments.audited import audit_target
+from shuffled_dpsgd_experiments.journal import Journal, device_name, read_journals
 
 MODES = ("one-run", "step", "black-box", "runs")
+PROGRESS_SECONDS = 10.0
 TASKS: dict[str, tuple[str, InputCanary]] = {
     "sst2": ("text-classification", "mislabelled"),
     "qnli": ("text-classification", "mislabelled"),
@@ -80,6 +88,7 @@ def parser() -> argparse.ArgumentParser:
     add("--runs", type=int, default=200, help="whole runs of the mode runs")
     add("--processes", type=int, default=1, help="that share the runs of black-box and runs")
     add("--fit-steps", type=int, default=0, help="fit the initial weights to the records first")
+    add("--finish", action="store_true", help="report on the journals of an audit cut short")
     add("--device", default="auto")
     add("--seed", type=int, default=0)
     return found
@@ -123,19 +132,25 @@ def config_of(options: argparse.Namespace) -> RunConfig:
 
 
 def progress(mode: str) -> Callable[[int, int], None]:
-    """A line on standard error for every tenth of the work."""
-    started = time.perf_counter()
+    """A line on standard error every `PROGRESS_SECONDS`, and at the end."""
+    started = said = time.perf_counter()
 
     def report(done: int, total: int) -> None:
-        if done * 10 // total > (done - 1) * 10 // total:
-            seconds = time.perf_counter() - started
-            print(f"{mode}: {done} of {total}, {seconds:.0f} s", file=sys.stderr, flush=True)
+        nonlocal said
+        now = time.perf_counter()
+        if now > said + PROGRESS_SECONDS or done == total:
+            print(f"{mode}: {done} of {total}, {now - started:.0f} s", file=sys.stderr, flush=True)
+            said = now
 
     return report
 
 
-def two_worlds(mode: str, config: RunConfig, options: argparse.Namespace) -> dict[str, Any]:
+def two_worlds(
+    mode: str, config: RunConfig, options: argparse.Namespace, stem: str
+) -> dict[str, Any]:
     """A one-run or a step audit."""
+    if options.finish and mode == "step":
+        return report_steps(read_journals(options.out, stem)[1][-1]).to_json()
     target: AuditTarget = audit_target(config, fit_steps=options.fit_steps)
     setting = RunSetting(
         num_observations=options.observations,
@@ -147,27 +162,40 @@ def two_worlds(mode: str, config: RunConfig, options: argparse.Namespace) -> dic
         max_seconds=options.max_seconds,
         seed=options.seed,
     )
-    audit = audit_steps if mode == "step" else audit_one_run
-    return audit(target, setting, on_progress=progress(mode)).to_json()
+    if mode == "one-run":
+        return audit_one_run(target, setting, on_progress=progress(mode)).to_json()
+    journal = Journal(options.out / f"{stem}.journal")
+    report = audit_steps(target, setting, on_progress=progress(mode), on_seen=journal.add)
+    return report.to_json()
 
 
-def many_runs(mode: str, config: RunConfig, options: argparse.Namespace) -> dict[str, Any]:
+def many_runs(
+    mode: str, config: RunConfig, options: argparse.Namespace, stem: str
+) -> dict[str, Any]:
     """A black-box audit or one of repeated runs, in as many processes as are asked for."""
-    shared: dict[str, Any] = {
-        "processes": options.processes,
-        "max_seconds": options.max_seconds,
-        "fit_steps": options.fit_steps,
-    }
-    if mode == "runs":
-        repeated = RepeatedSetting(num_runs=options.runs, seed=options.seed)
-        return repeated_runs(config, repeated, **shared)
-    setting = BlackBoxSetting(
-        num_seeds=options.seeds,
-        num_canaries=options.input_canaries,
-        input_canary=options.input_canary or TASKS[options.format][1],
-        seed=options.seed,
+    setting: RepeatedSetting | BlackBoxSetting = RepeatedSetting(
+        num_runs=options.runs, seed=options.seed
     )
-    return black_box(config, setting, **shared)
+    if mode == "black-box":
+        setting = BlackBoxSetting(
+            num_seeds=options.seeds,
+            num_canaries=options.input_canaries,
+            input_canary=options.input_canary or TASKS[options.format][1],
+            seed=options.seed,
+        )
+    started = time.perf_counter()
+    if options.finish:
+        origin, found = read_journals(options.out, stem)
+        return report_runs(found, setting, seconds=origin.seconds)
+    found = make_runs(
+        config,
+        setting,
+        processes=options.processes,
+        max_seconds=options.max_seconds,
+        fit_steps=options.fit_steps,
+        journal=options.out / stem,
+    )
+    return report_runs(found, setting, seconds=time.perf_counter() - started)
 
 
 def described(config: RunConfig) -> dict[str, Any]:
@@ -192,13 +220,19 @@ def command(arguments: Sequence[str], mode: str) -> str:
     )
 
 
-def cost(started: float) -> dict[str, Any]:
-    """What the audit took, and on what."""
-    found: dict[str, Any] = {"seconds": time.perf_counter() - started, "device": "cpu"}
+def spent(started: float) -> dict[str, Any]:
+    """What the audit took, on what, and what produced it."""
+    cost: dict[str, Any] = {"seconds": time.perf_counter() - started, "device": device_name()}
     if torch.cuda.is_available():
-        found["device"] = torch.cuda.get_device_name()
-        found["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
-    return found
+        cost["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
+    return {"cost": cost, "environment": environment()}
+
+
+def spent_before(folder: Path, stem: str) -> dict[str, Any]:
+    """The same of an audit that was cut short, by its journals."""
+    origin, _ = read_journals(folder, stem)
+    cost = {"seconds": origin.seconds, "device": origin.device, "cut_short": True}
+    return {"cost": cost, "environment": origin.environment}
 
 
 @without_cudnn_attention()
@@ -211,18 +245,18 @@ def main(arguments: Sequence[str] | None = None) -> list[Path]:
     written = []
     for mode in options.mode or MODES:
         started = time.perf_counter()
-        audit = many_runs if mode in ("black-box", "runs") else two_worlds
-        found = audit(mode, config, options)
         name = options.name or options.format
-        path = options.out / f"audit_{name}_{mode.replace('-', '_')}_{options.accounting}.json"
+        stem = f"audit_{name}_{mode.replace('-', '_')}_{options.accounting}"
+        audit = many_runs if mode in ("black-box", "runs") else two_worlds
+        found = audit(mode, config, options, stem)
+        path = options.out / f"{stem}.json"
         record = {
             "mode": mode,
             "command": command(given, mode),
             "fit_steps": options.fit_steps,
             "config": described(config),
             **found,
-            "cost": cost(started),
-            "environment": environment(),
+            **(spent_before(options.out, stem) if options.finish else spent(started)),
         }
         path.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
         print(path, flush=True)

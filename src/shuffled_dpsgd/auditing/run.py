@@ -79,18 +79,30 @@ class RunSetting:
         )
 
 
+@dataclass(frozen=True, kw_only=True)
+class StepsSeen:
+    """What a step audit has read so far, and all that its report needs besides."""
+
+    evidence: tuple[Evidence, ...]
+    plan: PrivacyPlan
+    setting: RunSetting
+    seconds: float
+
+
 def audit_steps(
     target: AuditTarget,
     setting: RunSetting,
     *,
     confidence: float = 0.95,
     on_progress: OnProgress | None = None,
+    on_seen: Callable[[StepsSeen], object] | None = None,
 ) -> AuditReport:
     """Train a few steps, then release one step many times with and without each canary.
 
     The other records of that step contribute nothing: the neighbouring batches an adversary would
     choose, since a batch clip shrinks a canary among many records. Neighbours are arbitrary in the
-    definition, so a claim refuted there is refuted.
+    definition, so a claim refuted there is refuted. `on_seen` is handed what there is now and then,
+    for a report by `report_steps` should the audit not come to its end.
     """
     started = time.perf_counter()
     private = target.start(len(target.data))
@@ -99,30 +111,43 @@ def audit_steps(
         *step_attacks(trainable(private.model), private.spec, seed=setting.seed),
         *_record_attacks(private, target, setting),
     ]
+
+    def seen(evidence: Sequence[Evidence]) -> StepsSeen:
+        seconds = time.perf_counter() - started
+        return StepsSeen(
+            evidence=tuple(evidence), plan=private.plan, setting=setting, seconds=seconds
+        )
+
     evidence = probe(
         Prober(private, seed=setting.seed),
         attacks,
         count=setting.num_observations,
         max_seconds=setting.max_seconds,
         on_progress=on_progress,
+        on_evidence=None if on_seen is None else lambda found: on_seen(seen(found)),
     )
-    made = _count(evidence)
-    claims = step_claims(private.plan)
-    delta = claims[0].delta
-    assessed = assess(evidence, ESTIMATORS, delta=delta, confidence=confidence)
     private.close()
+    return report_steps(seen(evidence), confidence=confidence)
+
+
+def report_steps(seen: StepsSeen, *, confidence: float = 0.95) -> AuditReport:
+    """The report of a step audit on what was read."""
+    plan, evidence = seen.plan, seen.evidence
+    claims = step_claims(plan)
+    delta, made = claims[0].delta, _count(evidence)
+    assessed = assess(evidence, ESTIMATORS, delta=delta, confidence=confidence)
     return AuditReport(
         unit="one step of a run",
-        setting={**asdict(setting), "observations_made": made, "plan": private.plan.to_json()},
+        setting={**asdict(seen.setting), "observations_made": made, "plan": plan.to_json()},
         claims=claims,
         attacks=assessed,
         verdicts=judge(claims, assessed, confidence=confidence),
-        seconds=time.perf_counter() - started,
+        seconds=seen.seconds,
         notes=composition_notes(
             assessed,
-            sampling_prob=private.plan.sampling_prob,
-            num_steps=private.plan.num_steps,
-            delta=private.plan.delta,
+            sampling_prob=plan.sampling_prob,
+            num_steps=plan.num_steps,
+            delta=plan.delta,
         ),
         reach=step_reach(
             tuple(dict.fromkeys(item.adversary for item in evidence)),

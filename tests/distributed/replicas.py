@@ -7,11 +7,13 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.utils.data import TensorDataset
 
+from distributed.sharded_models import shard, whole
 from shuffled_dpsgd.distributed import current_world
 from shuffled_dpsgd.distributed.exchange import ReplicatedSums
 from shuffled_dpsgd.errors import ShuffledDPError
@@ -71,18 +73,22 @@ PAPER = {
 }
 
 
-def trained(name: str, **changes: Any) -> dict[str, Any]:
+def trained(name: str, *, sharded: bool = False, **changes: Any) -> dict[str, Any]:
     """Uneven steps in float64: everything that must not depend on the number of ranks."""
     case = CASES[name](torch.float64)
+    if sharded:
+        case = replace(case, make=lambda make=case.make: shard(make()))
     private = start(case, **PAPER | changes)
     metrics: list[dict[str, Any]] = []
     private.on_update(lambda: metrics.append(private.last_metrics.to_json()))  # type: ignore[union-attr]
     run(private, case)
     private.release()
     state = private.optimizer.state_dict()["state"]
-    moments = {f"{i}.{k}": v for i, s in state.items() for k, v in s.items() if v.dim()}
+    moments = {f"{i}.{k}": whole(v) for i, s in state.items() for k, v in s.items() if v.dim()}
+    found = {name: whole(p) for name, p in private.model.named_parameters()}
     return {
-        "weights": weights(private.model) | moments,
+        "weights": found | moments,
+        "verified": (private.engine.num_checked > 0, private.shuffling.num_verified),
         "metrics": metrics,
         "spent": private.ledger.spent,
         "claims": [str(private.card().certified), str(private.card().paper)],
@@ -90,14 +96,16 @@ def trained(name: str, **changes: Any) -> dict[str, Any]:
     }
 
 
-def several(names: list[str]) -> dict[str, Any]:
-    """The equalities, with noise and without it, in one launch."""
-    when = {"vit": "at-release"}
-    found = {name: trained(name, shuffle=when.get(name, "every-step")) for name in names}
+def several(names: list[str], sharded: bool = False) -> dict[str, Any]:
+    """The equalities in one launch; a name may end in "without noise"."""
+    noiseless = {"noise_multiplier": 0.0, "unshuffled_noise_multiplier": 0.0}
+    found = {}
     for name in names:
-        found[f"{name} without noise"] = trained(
-            name, noise_multiplier=0.0, unshuffled_noise_multiplier=0.0
-        )
+        case, _, without = name.partition(" ")
+        changes: dict[str, Any] = noiseless if without else {}
+        if name == "vit":
+            changes = {"shuffle": "at-release"}
+        found[name] = trained(case, sharded=sharded, **changes)
     return found
 
 
@@ -129,19 +137,21 @@ def secure_steps() -> dict[str, Any]:
     return {"weights": weights(private.model), "sizes": sizes, "tokens": private.ledger.tokens()}
 
 
-def one_bad_sample() -> dict[str, Any]:
+def one_bad_sample(sharded: bool = False) -> dict[str, Any]:
     """A record whose gradient is not a number, in the part of one rank."""
     case = mlp_case()
     inputs, labels = case.data.tensors
     inputs = inputs.clone()
     inputs[9] = math.nan
-    bad = Case(make=case.make, data=TensorDataset(inputs, labels), loss=case.loss)
+    bad = replace(case, data=TensorDataset(inputs, labels))
+    if sharded:
+        bad = replace(bad, make=lambda: shard(case.make()))
     private = start(bad)
     private.sampler = FixedSampler([1, 9, 4, 7])
     found: list[int] = []
     private.on_update(lambda: found.append(private.last_metrics.num_nonfinite))  # type: ignore[union-attr]
     run(private, bad, num_steps=1)
-    finite = all(bool(torch.isfinite(w).all()) for w in weights(private.model).values())
+    finite = all(bool(torch.isfinite(whole(w)).all()) for w in private.model.parameters())
     return {"found": found, "finite": finite}
 
 

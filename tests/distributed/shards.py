@@ -4,34 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from distributed import replicas
 from distributed.replicas import CASES, refusal
+from distributed.sharded_models import shard, whole
+from shuffled_dpsgd.distributed import current_world
+from shuffled_dpsgd.distributed.sharded_sums import ShardedSums
 from shuffled_dpsgd.permutation import apply, discover, draw
-from shuffled_dpsgd.training import PrivateTraining, make_private
-from training.cases import RECORDS
-
-
-def shard(model: nn.Module, **options: Any) -> nn.Module:
-    """Every block of a Transformer on its own, and the rest of the model with its root."""
-    for module in [*model.modules()]:
-        if isinstance(module, nn.ModuleList):
-            for block in module:
-                fully_shard(block, **options)
-    return fully_shard(model, **options)
-
-
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """All of a tensor, wherever its rows lie; collective."""
-    found = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    return found.detach().clone()
+from shuffled_dpsgd.training import GaussianNoise, PrivateTraining, RandomStreams
+from shuffled_dpsgd.training.physical import find_physical_batch_size
+from training.cases import Case, FixedSampler, run
 
 
 def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
@@ -52,7 +44,7 @@ def with_moments(model: nn.Module) -> torch.optim.Optimizer:
         grad = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
         if isinstance(parameter, DTensor):
             mesh, placements = parameter.device_mesh, parameter.placements
-            grad = dist.tensor.distribute_tensor(grad, mesh, placements)
+            grad = distribute_tensor(grad, mesh, placements)
         parameter.grad = grad
     optimizer.step()
     optimizer.zero_grad()
@@ -100,21 +92,142 @@ def _equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool
     return one.keys() == other.keys() and all(torch.equal(one[n], other[n]) for n in one)
 
 
-def start(model: nn.Module, **changes: Any) -> PrivateTraining:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
-    options: dict[str, Any] = {
-        "dataset_size": RECORDS,
-        "expected_batch_size": 8,
-        "num_steps": 2,
-        "noise_multiplier": 0.5,
-        "delta": 1e-4,
-        "seed": 3,
-        "physical_batch_size": 4,
-        **changes,
+def start(case: Case, **changes: Any) -> PrivateTraining:
+    """As `replicas.start`, with the model sharded before anything else."""
+    return replicas.start(replace(case, make=lambda: shard(case.make())), **changes)
+
+
+def rows_of_noise(shapes: dict[str, list[int]]) -> dict[str, torch.Tensor]:
+    """What each rank adds to its rows of zeros, in float32 and float64."""
+    world = current_world()
+    whole = {
+        name: torch.zeros(shape, dtype=torch.float64 if name == "wide" else torch.float32)
+        for name, shape in shapes.items()
     }
-    return make_private(model, optimizer, **options)
+    exchange = ShardedSums(world, whole)
+    noise = GaussianNoise(RandomStreams(seed=4), exchange.places())
+    narrow = {name: tensor for name, tensor in whole.items() if name != "wide"}
+    rows = exchange.scatter({"wide": whole["wide"]}) | exchange.scatter(narrow)
+    rows = {name: rows[name].contiguous() for name in whole}
+    noise.add_(rows, dict.fromkeys(shapes, 2.0), step=3)
+    return rows
+
+
+def held_in_a_run() -> dict[str, Any]:
+    """Steps with an evaluation after each, an empty one too: what a rank holds meanwhile."""
+    case = CASES["bert"](torch.float64)
+    batches: list[list[int]] = [[*range(8)], [], [*range(8, 16)], [*range(16, 24)]]
+    options = {"shuffle": "off", "physical_batch_size": 2, "num_steps": 4}
+    plain = replicas.start(case, **options)
+    plain.sampler = FixedSampler(*batches)
+    run(plain, case)
+    private = start(case, **options)
+    private.sampler = FixedSampler(*batches)
+    found: dict[str, Any] = {"gathered": 0, "batches": 0, "largest sums": 0}
+    sharding: Any = private._sharding
+    scatter, gather = sharding.sums.scatter, sharding.gather
+
+    def scattered(sums: Any) -> Any:
+        size = sum(tensor.numel() for tensor in sums.values())
+        found["largest sums"] = max(found["largest sums"], size)
+        return scatter(sums)
+
+    def gathered() -> None:
+        found["gathered"] += 1
+        gather()
+
+    sharding.sums.scatter, sharding.gather = scattered, gathered
+
+    def evaluate() -> None:
+        with torch.no_grad():
+            private.model(input_ids=torch.ones(1, 4, dtype=torch.int64))
+
+    private.on_update(evaluate)
+    for batch in private.batches(case.data):
+        found["batches"] += 1
+        private.backward(case.loss(private.model, batch))
+        own = sum(tensor.numel() for tensor in private.engine.clipped_sum().values())
+        private.step()
+    private.close()
+    trained = everything(private.model, private.optimizer)
+    expected = everything(plain.model, plain.optimizer)
+    shapes = [tensor.shape for tensor in plain.model.parameters()]
+    return found | {
+        "own sums": own,
+        "all sums": sum(shape.numel() for shape in shapes),
+        "largest layer": max(shape.numel() for shape in shapes) + 64,
+        "rows to spare": sum(shape[1:].numel() for shape in shapes),
+        "same": all(
+            torch.allclose(trained[n], expected[n], rtol=1e-9, atol=1e-9) for n in expected
+        ),
+    }
+
+
+class Around(nn.Module):
+    """A parameter of its own around a module that is sharded by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        self.scale = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.inner(x) * self.scale
+        return found
+
+
+def square(count: int = 2) -> nn.Sequential:
+    return nn.Sequential(*[nn.Linear(4, 4) for _ in range(count)])
 
 
 def refusals() -> dict[str, str]:
     """What cannot be trained is refused by name, on every rank alike."""
-    return {"sharded": refusal(lambda: start(shard(CASES["bert"](torch.float32).make())))}
+
+    def attempt(model: nn.Module, **changes: Any) -> str:
+        case = Case(make=lambda: model, data=None, loss=CASES["mlp"](torch.float32).loss)
+        return refusal(lambda: replicas.start(case, **{"shuffle": "off"} | changes))
+
+    hybrid = init_device_mesh("cpu", (2, 1), mesh_dim_names=("copies", "shards"))
+    ignoring, several, apart = square(), square(3), CASES["gpt2"](torch.float32).make()
+    fully_shard([several[0], several[1]])
+    fully_shard(apart.get_input_embeddings())
+    half, around, compiled = square(), Around(), square()
+    fully_shard(half[0])
+    fully_shard(around.inner)
+    compiled[0].compile()
+    other = square()
+    rows = distribute_tensor(other[0].weight.detach(), init_device_mesh("cpu", (2,)), [Shard(0)])
+    other[0].weight = nn.Parameter(rows)
+    offloading = CPUOffloadPolicy(pin_memory=False)
+    narrow = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    rank = current_world().rank
+    return {
+        "hybrid": attempt(fully_shard(square(), mesh=hybrid)),
+        "columns": attempt(fully_shard(square(), shard_placement_fn=lambda p: Shard(p.ndim - 1))),
+        "half": attempt(fully_shard(square(), mesh=DeviceMesh("cpu", [1, 0]))),
+        "root": attempt(half),
+        "tensor parallel": attempt(other),
+        "ignored": attempt(fully_shard(ignoring, ignored_params={ignoring[0].weight})),
+        "precision": attempt(fully_shard(square(), mp_policy=narrow)),
+        "offload": attempt(fully_shard(square(), offload_policy=offloading)),
+        "list": attempt(fully_shard(several)),
+        "untied": attempt(fully_shard(apart)),
+        "compiled": attempt(fully_shard(compiled)),
+        "ghost": attempt(fully_shard(square()), strategy="ghost"),
+        "mean": attempt(fully_shard(square()), loss_reduction="mean"),
+        "unaccounted": attempt(fully_shard(square()), sampling="unaccounted"),
+        "opacus": attempt(fully_shard(square()), method="opacus"),
+        "inside": attempt(fully_shard(around)),
+        "find": refusal(
+            lambda: find_physical_batch_size(
+                replicas.start(
+                    Case(make=lambda: fully_shard(square()), data=None, loss=None),  # type: ignore[arg-type]
+                    shuffle="off",
+                ),
+                [0],
+                lambda *_: torch.zeros(1),
+            )
+        ),
+        "frame": attempt(fully_shard(square()), noise_frame="unshuffled", shuffle="every-step"),
+        "size": attempt(fully_shard(square()), physical_batch_size=2 + rank),
+    }

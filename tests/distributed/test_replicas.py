@@ -8,18 +8,11 @@ from typing import Any
 import pytest
 import torch
 
+from distributed.equality import NAMES, assert_all_same
 from distributed.launching import Launcher
 from shuffled_dpsgd.training import GaussianNoise, RandomStreams
 
 HERE = "distributed.replicas"
-NAMES = ["bert", "gpt2", "vit"]
-
-
-@pytest.fixture(scope="module")
-def alone(launcher: Launcher) -> dict[str, Any]:
-    """What one process finds."""
-    found: dict[str, Any] = launcher.run(HERE, "several", ranks=1, names=NAMES)[0]
-    return found
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
@@ -27,24 +20,7 @@ def test_the_number_of_ranks_changes_nothing(
     launcher: Launcher, alone: dict[str, Any], ranks: int
 ) -> None:
     """Empty, uneven and full batches, batch clip, noise, shuffle: float64, to 1e-9."""
-    found = launcher.run(HERE, "several", ranks=ranks, names=NAMES)
-    for case, expected in alone.items():
-        for one in found:
-            for name, tensor in expected["weights"].items():
-                assert torch.allclose(one[case]["weights"][name], tensor, rtol=1e-9, atol=1e-9)
-                assert torch.equal(one[case]["weights"][name], found[0][case]["weights"][name])
-            assert torch.allclose(one[case]["norms"], expected["norms"], rtol=1e-9)
-            assert one[case]["spent"] == expected["spent"] == 4
-            assert one[case]["claims"] == expected["claims"]
-            for mine, theirs in zip(one[case]["metrics"], expected["metrics"], strict=True):
-                assert mine["batch_size"] == theirs["batch_size"]
-                assert (mine["loss"] is None) == (mine["batch_size"] == 0)
-                assert (mine["loss"] or 0.0) == pytest.approx(theirs["loss"] or 0.0, rel=1e-9)
-                assert mine["batch_clip_factors"] == pytest.approx(theirs["batch_clip_factors"])
-    moved = alone["bert"]["weights"], alone["bert without noise"]["weights"]
-    assert any(not torch.allclose(moved[0][name], moved[1][name]) for name in moved[0])
-    factors = [m["batch_clip_factors"]["shuffled"] for m in alone["vit"]["metrics"]]
-    assert min(factors) < 1.0, "the batch clip was never at work"
+    assert_all_same(launcher.run(HERE, "several", ranks=ranks, names=NAMES), alone)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

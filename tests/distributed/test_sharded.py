@@ -1,13 +1,101 @@
-"""Models that `fully_shard` has spread over ranks."""
+"""Models that `fully_shard` has spread over ranks: the result is that of one process."""
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from distributed.equality import NAMES, assert_all_same
 from distributed.launching import Launcher
+from shuffled_dpsgd.training import GaussianNoise, RandomStreams
 
 HERE = "distributed.shards"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "names"),
+    [
+        (2, ["bert without noise", "gpt2", "vit"]),
+        pytest.param(2, NAMES, marks=pytest.mark.slow),
+        pytest.param(4, NAMES, marks=pytest.mark.slow),
+    ],
+)
+def test_shards_change_nothing(
+    launcher: Launcher, alone: dict[str, Any], ranks: int, names: list[str]
+) -> None:
+    """Empty, uneven and full parts, batch clip, noise, shuffle: float64, to 1e-9."""
+    found = launcher.run("distributed.replicas", "several", ranks=ranks, names=names, sharded=True)
+    assert found[0].keys() == set(names)
+    assert_all_same(found, alone)
+
+
+def test_one_rank_with_all_shards_is_one_process(launcher: Launcher, alone: dict[str, Any]) -> None:
+    (found,) = launcher.run("distributed.replicas", "trained", ranks=1, name="gpt2", sharded=True)
+    for name, tensor in alone["gpt2"]["weights"].items():
+        assert torch.equal(found["weights"][name], tensor)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_every_rank_draws_the_noise_of_its_rows(launcher: Launcher, ranks: int) -> None:
+    """Bit for bit what one process draws; the right spread; nothing in common between ranks."""
+    shapes = {"a": [701, 100], "wide": [97, 31], "b": [3], "c": [1001, 600], "one": [1, 7]}
+    found = launcher.run(HERE, "rows_of_noise", ranks=ranks, shapes=shapes)
+    whole = {
+        name: torch.zeros(shape, dtype=torch.float64 if name == "wide" else torch.float32)
+        for name, shape in shapes.items()
+    }
+    GaussianNoise(RandomStreams(seed=4)).add_(whole, dict.fromkeys(shapes, 2.0), step=3)
+    for name, expected in whole.items():
+        assert torch.equal(torch.cat([one[name] for one in found]), expected)
+    rows = [torch.cat([one["a"].flatten(), one["c"].flatten()]) for one in found]
+    length = min(map(torch.numel, rows))
+    for own in rows:
+        assert float(own.std()) == pytest.approx(2.0, rel=0.01)
+    between = torch.corrcoef(torch.stack([own[:length] for own in rows])) - torch.eye(ranks)
+    assert float(between.abs().max()) < 5 / math.sqrt(length)
+
+
+def test_weights_are_whole_only_where_something_is_checked(launcher: Launcher) -> None:
+    """And no rank ever holds sums of more than the largest layer beside its own rows."""
+    for one in launcher.run(HERE, "held_in_a_run"):
+        assert one["gathered"] < one["batches"]
+        assert 0 < one["largest sums"] <= one["largest layer"] < one["all sums"]
+        assert one["own sums"] <= one["all sums"] // 2 + one["rows to spare"]
+        assert one["same"], "a check or an evaluation between steps changed what is trained"
+
+
+def test_a_sample_without_a_finite_gradient_is_counted_everywhere(launcher: Launcher) -> None:
+    for one in launcher.run("distributed.replicas", "one_bad_sample", sharded=True):
+        assert one == {"found": [1], "finite": True}
 
 
 def test_what_cannot_be_sharded_is_refused_by_name(launcher: Launcher) -> None:
     one, two = launcher.run(HERE, "refusals")
     assert one == two
-    assert "got a DTensor, as fully_shard and tensor parallelism leave them" in one["sharded"]
+    named = {
+        "hybrid": "on a mesh of shape (2, 1); give fully_shard a one-dimensional mesh",
+        "columns": "expected rows spread over a one-dimensional mesh of ranks, Shard(0)",
+        "half": "expected a mesh of all 2 ranks in their order",
+        "root": "got a model whose root it was not called on",
+        "tensor parallel": "got a DTensor of other making",
+        "ignored": "got one that fully_shard was told to ignore",
+        "precision": "expected fully_shard without a mixed-precision policy",
+        "offload": "got CPUOffloadPolicy",
+        "list": "expected fully_shard on one module at a time",
+        "untied": "expected tied embedding and head in one group of fully_shard",
+        "compiled": "got a compiled one",
+        "ghost": "strategy: expected one backward per batch for a sharded model",
+        "mean": "loss_reduction: expected 'sum' for a sharded model",
+        "unaccounted": "sampling: expected 'poisson' for a sharded model",
+        "opacus": "method: expected one of ours for a sharded model",
+        "inside": "expected fully_shard on this module as a whole, or above it",
+        "find": "physical_batch: expected 'as-planned' for a sharded model",
+        "frame": "noise_frame: expected 'shuffled' with several ranks",
+        "size": "rank 1 has another physical batch size than rank 0",
+    }
+    assert set(one) == set(named)
+    for name, words in named.items():
+        assert words in one[name], (name, one[name])

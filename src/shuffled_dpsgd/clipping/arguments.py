@@ -49,9 +49,9 @@ def require_losses(
             got=tuple(losses.shape),
             remedy="reduce over positions, not over samples",
         )
-    if counted is not None and not 0 < counted <= max(batch.size, 1):
+    if counted is not None and not 0 <= counted <= batch.size:
         raise InvalidArgumentError(
-            "counted", expected=f"a number of samples from 1 to {batch.size}", got=counted
+            "counted", expected=f"a number of samples up to {batch.size}", got=counted
         )
     if batch.size > 0 and not losses.requires_grad:
         raise InvalidArgumentError(

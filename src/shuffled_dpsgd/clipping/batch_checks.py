@@ -33,6 +33,7 @@ from shuffled_dpsgd.clipping.checks.standing import StandingCheck
 from shuffled_dpsgd.clipping.checks.watch import tap_output
 from shuffled_dpsgd.clipping.rehearsal import Rehearsal
 from shuffled_dpsgd.runtime.clock import Clock
+from shuffled_dpsgd.runtime.shards import Sharding
 
 
 class BatchChecks:
@@ -41,6 +42,10 @@ class BatchChecks:
     While a check runs the model, `is_running` is set: the engine's hooks then do nothing. `trial`
     is the batch, if any, that is booked for the standing check alone. With `numbers_are_means`, a
     single number among the outputs is the mean of the samples' losses.
+
+    With a `sharding`, all ranks gather the whole weights for a batch that any of them checks, so
+    that each can run the model as often as its checks ask. A batch without samples that count
+    (`has_samples`) is not compared with single ones.
     """
 
     def __init__(
@@ -54,9 +59,12 @@ class BatchChecks:
         attachment: Attachment,
         rate: float,
         numbers_are_means: bool,
+        sharding: Sharding | None = None,
     ) -> None:
         self.clock = Clock()
         self.is_running = False
+        self.has_samples = True
+        self._sharding = sharding
         self.trial: CapturedBatch | None = None
         self.axis = BatchAxisCheck(model, slots, rehearsal.begin)
         self._model = model
@@ -79,13 +87,19 @@ class BatchChecks:
         self._compiled_call: tuple[tuple[Any, Any], int, int, Autocast] | None = None
         self._tape_hook: RemovableHandle | None = None
 
-    def before_forward(self, args: Any, kwargs: Any, size: int, device: str) -> Hashable:
-        """Check the batch axis of a call of the model; returns the kind of its batch."""
+    def before_forward(self, args: Any, kwargs: Any, size: int, device: str) -> bool:
+        """Check the batch axis of a call of the model; returns whether to watch its forward."""
         kind = self._kinds.of(args, kwargs, size, device)
-        if self.axis.is_due(args, kwargs, size, kind):
+        checks_axis = self.axis.is_due(args, kwargs, size, kind)
+        watches = self.has_samples and self.standing.turns.is_due(size, kind)
+        if self._sharding is not None:
+            checks_losses = size > 1 and not self._losses.done
+            if self._sharding.is_any(checks_axis or watches or checks_losses):
+                self._sharding.gather()
+        if checks_axis:
             self._check_axis(args, kwargs, size, kind)
         self.axis.expect(args, kwargs, size, kind)
-        return kind
+        return watches
 
     def watch_forward(self, batch: CapturedBatch, args: Any, kwargs: Any) -> None:
         """Write down the random numbers of the forward that begins, until it ends or fails."""

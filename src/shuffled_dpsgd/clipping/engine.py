@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Iterable, Mapping
 from types import TracebackType
 from typing import Any, Self
 
@@ -33,11 +33,18 @@ from shuffled_dpsgd.clipping.plan import Plan, describe
 from shuffled_dpsgd.clipping.rehearsal import Rehearsal
 from shuffled_dpsgd.clipping.rules.half_copies import HalfCopies
 from shuffled_dpsgd.clipping.settle import clip_functions
-from shuffled_dpsgd.clipping.settle.schedules import ClippingRule, WholeGradient, schedule_for
+from shuffled_dpsgd.clipping.settle.layer_by_layer import LayerByLayer
+from shuffled_dpsgd.clipping.settle.schedules import (
+    ClippingRule,
+    SettleSchedule,
+    WholeGradient,
+    schedule_for,
+)
 from shuffled_dpsgd.clipping.settle.shared_parameters import group_slots
 from shuffled_dpsgd.clipping.settle.totals import Totals
 from shuffled_dpsgd.errors import InvalidArgumentError, UnsupportedModuleError
 from shuffled_dpsgd.runtime.clock import Clock
+from shuffled_dpsgd.runtime.shards import LiveParameters, Sharding, held
 from shuffled_dpsgd.runtime.structure import Structure
 
 
@@ -66,6 +73,8 @@ class ClippingEngine:
             more alone and compared with what was booked for them (see `checks/standing.py`). The
             first batches of every kind are always checked. A rate of one checks every batch. Up to
             the default rate, checks at random take at most one percent of the time so far.
+        sharding: How the model is spread over ranks, if it is. Every rank must then run as many
+            batches as the others, and the sums are its own rows of the total over all ranks.
 
     Raises:
         UnsupportedModuleError: some trainable parameter cannot be handled exactly.
@@ -80,6 +89,7 @@ class ClippingEngine:
         strategy: str = "bookkeeping",
         loss_reduction: str = "sum",
         check_rate: float = DEFAULT_RATE,
+        sharding: Sharding | None = None,
     ) -> None:
         require_choice("clip", clip, clip_functions.CLIP_FUNCTIONS)
         require_choice("strategy", strategy, cost.STRATEGIES)
@@ -89,7 +99,13 @@ class ClippingEngine:
         self.clip = clip
         self.strategy = strategy
         self.loss_reduction = loss_reduction
-        self._parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        self._sharding = sharding
+        self._parameters: Mapping[str, nn.Parameter] = {
+            n: p for n, p in model.named_parameters() if p.requires_grad
+        }
+        owned = {name: held(p) for name, p in self._parameters.items()}
+        if sharding is not None:
+            self._parameters = LiveParameters(model)
         self._frozen = {n: p for n, p in model.named_parameters() if not p.requires_grad}
         refusals.refuse_unfit(self._parameters)
         refusals.refuse_scripted(model)
@@ -99,6 +115,8 @@ class ClippingEngine:
         refusals.refuse_batch_statistics(self._batch_norms)
         self._slots = build.build_slots(model, self._recorder)
         self._recorder.slots = self._slots
+        if sharding is not None:
+            refusals.refuse_sharded(self._slots, sharding.modules, strategy)
         shapes = {name: p.shape for name, p in self._parameters.items()}
         self._rule = ClippingRule(
             groups=group_slots(self._slots, shapes),
@@ -106,9 +124,11 @@ class ClippingEngine:
             clip=clip_functions.CLIP_FUNCTIONS[clip],
             clip_norm=self.clip_norm,
             per_group=clip == "per-layer",
-            totals=Totals(self._parameters),
+            totals=Totals(owned),
         )
-        self._schedule = schedule_for(strategy, self._rule)
+        self._schedule: SettleSchedule = schedule_for(strategy, self._rule)
+        if sharding is not None and sharding.ranks > 1:
+            self._schedule = LayerByLayer(self._rule, sharding.scatter)
         self._recorder.may_tap = isinstance(self._schedule, WholeGradient)
         self._halves = HalfCopies(self._slots)
         self._rehearsal = Rehearsal(self._parameters, self._rule.groups, self._rule.choose)
@@ -124,6 +144,7 @@ class ClippingEngine:
             attachment=self._attachment,
             rate=require_share("check_rate", check_rate),
             numbers_are_means=loss_reduction == "mean",
+            sharding=sharding,
         )
         self._standing = self._checks.standing
         self._hooks: list[RemovableHandle] = []
@@ -132,6 +153,7 @@ class ClippingEngine:
     def __enter__(self) -> Self:
         if self._hooks:
             raise InvalidArgumentError("engine", expected="one `with` at a time", got="a second")
+        self._reshard()
         refusals.refuse_batch_statistics(self._batch_norms)
         refusals.refuse_thawed(self._frozen)
         build.refuse_changes(self._structure)
@@ -262,8 +284,8 @@ class ClippingEngine:
             UnsupportedModuleError: modules or parameters were replaced, added or removed.
         """
         self._refuse_half_done()
-        build.refuse_changes(self._structure)
         self._settle_check()
+        build.refuse_changes(self._structure)
         if not self._was_entered and any(p.grad is not None for p in self._parameters.values()):
             raise InvalidArgumentError(
                 "engine",
@@ -272,6 +294,10 @@ class ClippingEngine:
                 remedy="wrap the forward and backward, and clear the gradients with zero_grad()",
             )
         return dict(self._rule.totals.sums)
+
+    def expect_samples(self, *, any_count: bool) -> None:
+        """Say whether any sample of the next batch is going to count."""
+        self._checks.has_samples = any_count
 
     def expect_lengths(self, lengths: Iterable[int]) -> None:
         """Say that batches are going to be padded to these lengths, so that kernels are ready."""
@@ -297,16 +323,18 @@ class ClippingEngine:
         if not torch.compiler.is_compiling():
             self._refuse_half_done()
             self._settle_check()
+            self._reshard()
             build.refuse_changes(self._structure)
             refusals.refuse_batch_statistics(self._batch_norms)
             self._rule.totals.let_go()
         size, device = find_batch(args, kwargs)
-        kind: Hashable = None
+        watches = False
         if not torch.compiler.is_compiling():
-            kind = self._checks.before_forward(args, kwargs, size, device)
+            watches = self._checks.before_forward(args, kwargs, size, device)
         scale = float(size) if self.loss_reduction == "mean" else 1.0
         batch = CapturedBatch(size=size, device=device, slots=len(self._slots), scale=scale)
-        if device == "cuda" and torch.is_autocast_enabled(device) and can_listen():
+        lowers = device == "cuda" and torch.is_autocast_enabled(device) and can_listen()
+        if lowers and self._sharding is None:
             latest = self._recorder.latest
             batch.halves = self._halves.make(
                 torch.get_autocast_dtype(device), reuse=latest is None or latest.closed
@@ -318,7 +346,7 @@ class ClippingEngine:
             dtype = torch.get_autocast_dtype(device) if lower else None
             batch.compiled.inputs = (args, kwargs, dtype)
         self._recorder.open(batch, signature_of(args, kwargs, device) if traced else None)
-        if not traced and self._standing.turns.is_due(size, kind):
+        if watches:
             self._checks.watch_forward(batch, args, kwargs)
 
     def _end(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
@@ -375,6 +403,15 @@ class ClippingEngine:
         except UnsupportedModuleError:
             self.reset()
             raise
+        finally:
+            latest = self._recorder.latest
+            if latest is None or latest.closed:
+                self._reshard()
+
+    def _reshard(self) -> None:
+        """Let go of the weights of other ranks, gathered for a check or left by an evaluation."""
+        if self._sharding is not None:
+            self._sharding.reshard()
 
 
 def _inside_backward() -> bool:

@@ -55,6 +55,10 @@ class World(Protocol):
         """The fact of rank 0."""
         ...
 
+    def is_any(self, flag: bool) -> bool:
+        """Whether the flag is set on any rank."""
+        ...
+
     def add_(self, tensor: torch.Tensor) -> torch.Tensor:
         """The sum over all ranks, in place."""
         ...
@@ -94,6 +98,10 @@ class Alone:
     def from_first(self, fact: Any) -> Any:
         """The fact."""
         return fact
+
+    def is_any(self, flag: bool) -> bool:
+        """The flag."""
+        return flag
 
     def add_(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor."""
@@ -144,6 +152,13 @@ class GroupWorld:
         with self._expecting("a fact of rank 0"):
             dist.broadcast_object_list(held, src=0, group=self._facts)
         return held[0]
+
+    def is_any(self, flag: bool) -> bool:
+        """Whether the flag is set on any rank."""
+        raised = torch.tensor([flag], dtype=torch.uint8)
+        with self._expecting("a flag of all ranks"):
+            dist.all_reduce(raised, op=dist.ReduceOp.MAX, group=self._facts)
+        return bool(raised)
 
     def add_(self, tensor: torch.Tensor) -> torch.Tensor:
         """The sum over all ranks, in place."""

@@ -5,11 +5,11 @@ Such a parameter is a DTensor. It has the shape of the whole and holds the rows 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, Protocol, cast
 
-from torch import Tensor
+from torch import Tensor, nn
 
 
 class Span(NamedTuple):
@@ -51,6 +51,12 @@ def any_sharded(tensors: Iterable[Tensor]) -> bool:
     return any(map(is_sharded, tensors))
 
 
+def is_wrapped(model: nn.Module) -> bool:
+    """Whether `fully_shard` was called on any module, whose class it has then replaced."""
+    kinds = {type(module) for module in model.modules()}
+    return any(base.__name__ == "FSDPModule" for kind in kinds for base in kind.__mro__)
+
+
 def held(tensor: Tensor) -> Tensor:
     """What this process holds of a tensor, sharing its memory: itself, unless it is spread."""
     if not is_sharded(tensor):
@@ -61,3 +67,80 @@ def held(tensor: Tensor) -> Tensor:
 def mesh_of(tensor: Tensor) -> Any:
     """The ranks a tensor is spread over."""
     return cast(Any, tensor).device_mesh
+
+
+def spread_like(part: Tensor, whole: Tensor) -> Tensor:
+    """What this process holds of a tensor like `whole`, as the tensor it is a part of.
+
+    `part` itself where `whole` is not spread over processes.
+    """
+    if not is_sharded(whole):
+        return part
+    kind = cast(Any, type(whole))
+    return cast(
+        Tensor,
+        kind.from_local(
+            part,
+            mesh_of(whole),
+            cast(Any, whole).placements,
+            run_check=False,
+            shape=whole.shape,
+            stride=whole.stride(),
+        ),
+    )
+
+
+class LiveParameters(Mapping[str, nn.Parameter]):
+    """The trainable parameters of a model as they are now, by name.
+
+    While a sharded module runs, the whole weights stand in the place of its shards.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._places: dict[str, tuple[dict[str, nn.Parameter | None], str]] = {}
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                path, _, key = name.rpartition(".")
+                self._places[name] = model.get_submodule(path)._parameters, key
+
+    def __getitem__(self, name: str) -> nn.Parameter:
+        held_by, key = self._places[name]
+        return cast(nn.Parameter, held_by[key])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._places)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+
+class Sharding(Protocol):
+    """A model whose rows are spread over `ranks`, as those see it that compute with it.
+
+    `modules` are gathered and freed as wholes, each just before and after it runs.
+    """
+
+    @property
+    def ranks(self) -> int: ...
+
+    @property
+    def modules(self) -> Sequence[nn.Module]: ...
+
+    def is_any(self, flag: bool) -> bool:
+        """Whether the flag is set on any rank; collective."""
+        ...
+
+    def gather(self) -> None:
+        """Have every rank hold the whole weights; collective.
+
+        Until `reshard`, running the model asks nothing of other ranks.
+        """
+        ...
+
+    def reshard(self) -> None:
+        """Have this rank hold its shards alone; whatever it wrote into whole weights is lost."""
+        ...
+
+    def scatter(self, sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Of sums shaped like whole parameters, this rank's rows of the total; collective."""
+        ...

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from shuffled_dpsgd.clipping import ClippingEngine
 from shuffled_dpsgd.clipping.opacus_engine import OpacusEngine
+from shuffled_dpsgd.distributed.agreement import agree
 from shuffled_dpsgd.distributed.world import World, current_world
 from shuffled_dpsgd.errors import InvalidArgumentError, UnsupportedModuleError
 from shuffled_dpsgd.options import (
@@ -26,6 +28,7 @@ from shuffled_dpsgd.options import (
     Strategy,
 )
 from shuffled_dpsgd.permutation import PermutationSpec, discover
+from shuffled_dpsgd.runtime.shards import any_sharded, is_wrapped
 from shuffled_dpsgd.training.launch_check import join_ranks
 from shuffled_dpsgd.training.ledger import Ledger
 from shuffled_dpsgd.training.mechanism import ShuffledGaussianMechanism
@@ -38,6 +41,9 @@ from shuffled_dpsgd.training.randomness import CommonSecret, RandomStreams
 from shuffled_dpsgd.training.sampler import PoissonSampler
 from shuffled_dpsgd.training.shared_ledger import SharedLedger
 from shuffled_dpsgd.training.succession import close_predecessors, remember_run
+
+if TYPE_CHECKING:
+    from shuffled_dpsgd.distributed.sharding import ShardedModel
 
 DEFAULT_PHYSICAL_BATCH = 64
 
@@ -141,24 +147,28 @@ def assemble(
     check_parameters(inner, optimizer)
     check_precision(inner)
     close_predecessors(inner, optimizer)
+    world = current_world()
+    sharding = _find_sharding(world, inner, options, compiled=inner is not model)
     spec: PermutationSpec | None = None
     if options.needs_blocks:
-        spec = discover(inner, scope=options.scope)
+        with _as_written(inner, sharding):
+            spec = discover(inner, scope=options.scope)
     plan = make_plan(
         options,
         sizes={n: p.numel() for n, p in inner.named_parameters() if p.requires_grad},
         moved=frozenset() if spec is None else spec.moved_names,
     )
-    world = current_world()
-    exchange = join_ranks(world, inner, optimizer, plan, spec)
+    exchange = join_ranks(world, inner, optimizer, plan, spec, sharding)
     common = CommonSecret(world) if world.size > 1 and plan.secure else None
     streams = RandomStreams(seed=plan.seed, common=common)
     noise = GaussianNoise(streams, None if exchange is None else exchange.places())
+    with _as_written(inner, sharding):
+        engine = _engine(inner, plan, options, sharding)
     private = PrivateTraining(
         model=inner,
         optimizer=optimizer,
         plan=plan,
-        engine=_engine(inner, plan, options),
+        engine=engine,
         sampler=PoissonSampler(
             dataset_size=plan.dataset_size, sampling_prob=plan.sampling_prob, streams=streams
         ),
@@ -172,6 +182,7 @@ def assemble(
         or min(DEFAULT_PHYSICAL_BATCH, plan.expected_batch_size),
         world=world,
         exchange=exchange,
+        sharding=sharding,
     )
     remember_run(private)
     return private
@@ -198,7 +209,59 @@ def _check_kinds(model: Any, optimizer: Any) -> None:
         )
 
 
-def _engine(model: torch.nn.Module, plan: PrivacyPlan, options: PrivacyOptions) -> ClippingEngine:
+def _find_sharding(
+    world: World, model: torch.nn.Module, options: PrivacyOptions, *, compiled: bool
+) -> ShardedModel | None:
+    """How `fully_shard` has spread the model, if it has; what it does not go with is refused."""
+    if not is_wrapped(model) and not any_sharded(model.parameters()):
+        return None
+    # torch.distributed.fsdp takes a while to import.
+    from shuffled_dpsgd.distributed.sharding import find_sharding
+
+    for name, wanted in (("sampling", "poisson"), ("loss_reduction", "sum")):
+        if getattr(options, name) != wanted:
+            raise InvalidArgumentError(
+                name,
+                expected=f"{wanted!r} for a sharded model, whose ranks run equally many batches, "
+                "some of which do not count",
+                got=getattr(options, name),
+            )
+    if options.method == "opacus":
+        raise InvalidArgumentError(
+            "method", expected="one of ours for a sharded model", got=options.method
+        )
+    if compiled:
+        raise UnsupportedModuleError(
+            "",
+            expected="a sharded model that runs eagerly",
+            got="a compiled one",
+            remedy="leave torch.compile out, or train with whole weights on every rank",
+        )
+    agree(
+        world,
+        {"physical batch size": options.physical_batch_size},
+        remedy="sharded ranks run equally many batches: give all of them the same",
+    )
+    return find_sharding(world, model)
+
+
+def _as_written(
+    model: torch.nn.Module, sharding: ShardedModel | None
+) -> AbstractContextManager[None]:
+    """Where modules are known by their classes, which `fully_shard` has replaced."""
+    if sharding is None:
+        return nullcontext()
+    from shuffled_dpsgd.distributed.sharding import as_written
+
+    return as_written(model)
+
+
+def _engine(
+    model: torch.nn.Module,
+    plan: PrivacyPlan,
+    options: PrivacyOptions,
+    sharding: ShardedModel | None,
+) -> ClippingEngine:
     if options.method == "opacus":
         if plan.clip != "flat" or plan.loss_reduction != "sum":
             raise InvalidArgumentError(
@@ -217,6 +280,7 @@ def _engine(model: torch.nn.Module, plan: PrivacyPlan, options: PrivacyOptions) 
         strategy=options.strategy,
         check_rate=options.check_rate,
         loss_reduction=plan.loss_reduction,
+        sharding=sharding,
     )
 
 
@@ -250,14 +314,4 @@ def _refuse_wrappers(model: torch.nn.Module) -> None:
             got=name,
             remedy="pass the wrapped model, usually .module: under torchrun this library divides "
             "the batch and reduces clipped sums itself, once a step",
-        )
-    sharded = [n for n, p in model.named_parameters() if type(p).__name__ == "DTensor"]
-    sharded += [n for n, p in model.named_parameters() if type(p.data).__name__ == "DTensor"]
-    if sharded:
-        raise UnsupportedModuleError(
-            sharded[0],
-            expected="whole parameters on every rank",
-            got="a DTensor, as fully_shard and tensor parallelism leave them",
-            remedy="sharded models are not supported yet: leave fully_shard out; every rank then "
-            "holds the whole model, and clipped sums are reduced once a step",
         )

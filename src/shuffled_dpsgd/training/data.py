@@ -51,17 +51,23 @@ class Batch(tuple[Any, ...]):
 
 @dataclass(frozen=True, kw_only=True)
 class LogicalBatch:
-    """What the sampler drew for one step."""
+    """What the sampler drew for one step.
+
+    Where all ranks must run equally many physical batches, `num_parts` is how many, and those
+    that a rank lacks consist of the record `filler`, which does not count.
+    """
 
     step: int
     indices: tuple[int, ...]
+    num_parts: int = 0
+    filler: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class PhysicalBatch:
     """A part of a logical batch; `data` is None when the logical batch is empty.
 
-    It has `rows` samples, of which the first `size` count; the others only fill it up.
+    It has `rows` samples, of which the first `size` count, perhaps none; the others only fill it.
     """
 
     step: int
@@ -117,6 +123,9 @@ def _physical_batches(
     def every_part() -> Iterator[Part]:
         for batch in logical:
             parts = layout.parts(batch.indices)
+            if batch.filler is not None:
+                idle = Part(records=(batch.filler,), counted=0)
+                parts = [*parts, *[idle] * (batch.num_parts - len(parts))]
             for number, part in enumerate(parts, start=1):
                 tags.append(_tag(batch, part, completes=number == len(parts)))
                 yield part
@@ -131,7 +140,7 @@ def _physical_batches(
         **options,
     )
     for loaded in loader:
-        while tags[0].size == 0:
+        while tags[0].rows == 0:
             yield tags.popleft()
         yield replace(tags.popleft(), data=loaded)
     yield from tags

@@ -37,7 +37,7 @@ class DrawnBatches:
 
     `current` is the physical batch in the user's hands, None between two. `num_drawn` counts the
     records of the logical batch up to and including it. With `pads`, a physical batch may end in
-    copies that do not count.
+    copies that do not count. Ranks that keep in step have physical batches in which nothing counts.
     """
 
     def __init__(
@@ -62,6 +62,7 @@ class DrawnBatches:
         self._pausing = False
         self._epoch_end: int | None = None
         self._stream: object = None
+        self._begun: int | None = None
 
     def open(
         self,
@@ -131,10 +132,12 @@ class DrawnBatches:
         """No batch is in hand any more."""
         self.current = None
         self.num_drawn = 0
+        self._begun = None
 
     def check_count(self, count: int) -> None:
         """Refuse unless every record drawn has one gradient among the `count` in the sums."""
-        check_count(count, drawn=self.num_drawn, padded=self.pads)
+        padded = self.pads or self._run.keeps_in_step
+        check_count(count, drawn=self.num_drawn, padded=padded)
 
     def _check_request(self, data: MapStyle, *, pad_batches: bool) -> None:
         run = self._run
@@ -168,11 +171,7 @@ class DrawnBatches:
         self, data: MapStyle, steps: range, options: dict[str, Any]
     ) -> Generator[Any, None, None]:
         run = self._run
-        share = self._meeting.part
-        logical = (
-            LogicalBatch(step=step, indices=share(step, run.sampler.indices(step).tolist()))
-            for step in steps
-        )
+        logical = (self._logical(step, options["layout"]) for step in steps)
         run.streams.renew()
         stream = self._stream = object()
         self.pads = options["layout"].pads
@@ -187,12 +186,15 @@ class DrawnBatches:
             )
             try:
                 while not self._pausing and (part := self._next(loaded)) is not None:
-                    if self.num_drawn == 0:
+                    if self._begun != part.step:
                         if not self._may_release():
                             break
                         self._begin_step(part.step)
+                        self._begun = part.step
                     self.current = part
                     self.num_drawn += part.size
+                    if run.keeps_in_step:
+                        run.engine.expect_samples(any_count=part.size > 0)
                     if part.data is None:
                         self._update()
                         continue
@@ -207,6 +209,15 @@ class DrawnBatches:
                 # A loop given up earlier may be closed only now, in the middle of another one.
                 if self._stream is stream:
                     run.discard()
+
+    def _logical(self, step: int, layout: Layout) -> LogicalBatch:
+        """This rank's part of what is drawn for a step; filled up where ranks keep in step."""
+        drawn = self._run.sampler.indices(step).tolist()
+        part = self._meeting.part(step, drawn)
+        if not self._run.keeps_in_step or not drawn:
+            return LogicalBatch(step=step, indices=part)
+        most = self._meeting.most_parts(drawn, lambda indices: len(layout.parts(indices)))
+        return LogicalBatch(step=step, indices=part, num_parts=most, filler=drawn[0])
 
     def _next(self, loaded: Iterator[PhysicalBatch]) -> PhysicalBatch | None:
         with self._run.clock.part("data"):

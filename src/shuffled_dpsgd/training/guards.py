@@ -92,7 +92,7 @@ def check_count(count: int, *, drawn: int, padded: bool = False) -> None:
             expected=f"gradients of the {drawn} records drawn",
             got=count,
             remedy="call private.backward(losses), which leaves out the samples that only pad a "
-            "batch, or do without pad_batches"
+            "batch or keep ranks in step, or do without pad_batches"
             if padded
             else "run the forward and backward of every physical batch inside the loop, once",
         )

@@ -12,7 +12,7 @@ import json
 import platform
 import sys
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -26,6 +26,9 @@ from shuffled_dpsgd.training.global_randomness import randomness_kept, seed_rank
 from shuffled_dpsgd.training.plan import PrivacyPlan
 from shuffled_dpsgd.training.record_digest import digest
 
+if TYPE_CHECKING:
+    from shuffled_dpsgd.distributed.sharding import ShardedModel
+
 _RECORDS = 256
 _PACKAGES = ("shuffled_dpsgd", "torch", "numpy", "transformers", "peft")
 _REMEDY = "start every rank with the same program, files and versions"
@@ -37,8 +40,11 @@ def join_ranks(
     optimizer: torch.optim.Optimizer,
     plan: PrivacyPlan,
     spec: PermutationSpec | None,
+    sharding: ShardedModel | None = None,
 ) -> Exchange | None:
     """Compare the launch on all ranks, give all of them rank 0's weights; None for one process.
+
+    Of a sharded model every rank has its own weights, and buffers alone are rank 0's.
 
     Raises:
         RankError: naming the rank that differs, and in what.
@@ -54,12 +60,14 @@ def join_ranks(
             "this comparison in one process",
         )
     agree(world, _facts(model, optimizer, plan, spec), remedy=_REMEDY)
-    for tensor in [*model.parameters(), *model.buffers()]:
+    for tensor in [*([] if sharding else model.parameters()), *model.buffers()]:
         with torch.no_grad():
             whole = tensor.detach().contiguous()
             world.copy_first_(whole)
             tensor.copy_(whole)
     seed_rank(world.rank)
+    if sharding is not None:
+        return sharding.sums
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
     return ReplicatedSums(world, trainable)
 

@@ -45,6 +45,14 @@ class Meeting:
         self._drawn[step] = hashlib.sha256(repr(tuple(indices)).encode()).hexdigest()
         return tuple(indices[self._world.rank :: self._world.size])
 
+    def most_parts(self, indices: Sequence[int], count: Callable[[Sequence[int]], int]) -> int:
+        """How many physical batches the rank has that has the most; `count` says it of one part.
+
+        Every rank knows what all ranks draw, so none needs to ask.
+        """
+        size = self._world.size
+        return max(count(indices[rank::size]) for rank in range(size))
+
     def hold(
         self,
         step: int,

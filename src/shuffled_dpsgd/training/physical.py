@@ -30,6 +30,14 @@ def find_physical_batch_size(
     run is used: the probes' sums are dropped and torch's global generators put back. The longest
     records are tried where the data can say how long they are, else the first ones.
     """
+    if private.is_sharded:
+        raise InvalidArgumentError(
+            "physical_batch",
+            expected="'as-planned' for a sharded model",
+            got="a search for one that fits",
+            remedy="ranks that run out of memory at different moments would wait for each other: "
+            "set physical_batch_size, the same on all ranks",
+        )
     size = min(start or private.plan.expected_batch_size, len(data))
     lengths = lengths_of(data)
     order = range(len(data))

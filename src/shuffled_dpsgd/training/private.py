@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -20,6 +21,7 @@ from shuffled_dpsgd.distributed.world import Alone, World
 from shuffled_dpsgd.errors import BudgetExhaustedError, InvalidArgumentError
 from shuffled_dpsgd.permutation import Permutation, PermutationSpec
 from shuffled_dpsgd.runtime.clock import OTHER, Clock
+from shuffled_dpsgd.runtime.shards import held
 from shuffled_dpsgd.training.batch_stream import BatchStream
 from shuffled_dpsgd.training.card import PrivacyCard
 from shuffled_dpsgd.training.card_of_plan import write_card
@@ -46,6 +48,9 @@ from shuffled_dpsgd.training.shuffling import Shuffling
 from shuffled_dpsgd.training.update import GuardedOptimizer
 from shuffled_dpsgd.training.watches import ModelWatch
 
+if TYPE_CHECKING:
+    from shuffled_dpsgd.distributed.sharding import ShardedModel
+
 
 class PrivateTraining:
     """One private run: Poisson batches in, noisy updates out, Algorithm 1 in between.
@@ -69,6 +74,7 @@ class PrivateTraining:
         physical_batch_size: int,
         world: World | None = None,
         exchange: Exchange | None = None,
+        sharding: ShardedModel | None = None,
     ) -> None:
         self.model = model
         self.optimizer = optimizer
@@ -82,6 +88,7 @@ class PrivateTraining:
         self.physical_batch_size = physical_batch_size
         self.world: World = world or Alone()
         self._exchange = exchange
+        self._sharding = sharding
         self._meeting = Meeting(self.world)
         self.steps_taken = 0
         self.released = False
@@ -95,7 +102,7 @@ class PrivateTraining:
         self._exhausted = False
         self._closed_because: str | None = None
         self._watch = ModelWatch(model, optimizer)
-        self._weights = WeightCheck(self._trainable)
+        self._weights = WeightCheck({name: held(p) for name, p in self._trainable.items()})
         self._optimizer = GuardedOptimizer(optimizer, self._trainable)
         self._tokens = ReleaseTokens(
             secure=plan.secure, streams=streams, world=self.world, trainable=self._trainable
@@ -108,7 +115,12 @@ class PrivateTraining:
             update=self._update,
         )
         self.shuffling = Shuffling(
-            model=model, optimizer=optimizer, plan=plan, spec=spec, streams=streams
+            model=model,
+            optimizer=optimizer,
+            plan=plan,
+            spec=spec,
+            streams=streams,
+            sharding=sharding,
         )
 
     @property
@@ -120,6 +132,26 @@ class PrivateTraining:
     def closed(self) -> bool:
         """Whether the run has let go of the model and the optimizer."""
         return self._closed_because is not None
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether the weights are spread over ranks, by `fully_shard`."""
+        return self._sharding is not None
+
+    @property
+    def keeps_in_step(self) -> bool:
+        """Whether every rank must run the model as often as the others, as sharded ranks must."""
+        return self.is_sharded and self.world.size > 1
+
+    @contextmanager
+    def whole_weights(self) -> Iterator[None]:
+        """Inside, a sharded model is whole on every rank, and each may run it at will.
+
+        For evaluation by one rank, for example. All ranks must enter; writes into the weights are
+        lost. Weights that are not sharded are whole anyway.
+        """
+        with nullcontext() if self._sharding is None else self._sharding.whole():
+            yield
 
     @property
     def frame(self) -> Permutation | None:
@@ -201,8 +233,9 @@ class PrivateTraining:
             may_be_mean=self.plan.loss_reduction == "mean",
         )
         reduced = losses.dim() == 0
-        if current is not None and self._drawn.pads:
-            self._losses.add(losses[: current.size], count=current.size, mean=False)
+        if current is not None and (self._drawn.pads or current.size < current.rows):
+            if current.size > 0:
+                self._losses.add(losses[: current.size], count=current.size, mean=False)
             self.engine.backward(losses, counted=current.size)
             return
         self._losses.add(losses, count=count, mean=reduced)
@@ -253,6 +286,13 @@ class PrivateTraining:
         """
         self._watch.trust_buffers()
 
+    def note_weights(self) -> None:
+        """Take the weights as they are now for those that the next step starts from.
+
+        Every update does. Whoever loads other weights into a sharded model calls it on all ranks.
+        """
+        self._tokens.note_weights()
+
     def check(self) -> None:
         """Wait for the last update and refuse weights that are not finite.
 
@@ -299,6 +339,8 @@ class PrivateTraining:
         while self._depth:
             self.__exit__(None, None, None)
         self._optimizer.remove()
+        if self._sharding is not None:
+            self._sharding.detach()
 
     def __enter__(self) -> PrivateTraining:
         if self._depth == 0:
@@ -339,6 +381,8 @@ class PrivateTraining:
                 "step", expected="no step after release()", got=f"step {self.steps_taken}"
             )
         self.clock.turn_to(OTHER)
+        if self._sharding is not None:
+            self._sharding.reshard()
         step = self.steps_taken
         wait_for_rehearsals()
         with self.clock.part("checks"):
@@ -360,6 +404,7 @@ class PrivateTraining:
             with self.clock.part("shuffle"):
                 self.shuffling.permute(step)
         self.discard()
+        self.note_weights()
         with self.clock.part("checks"):
             self._weights.ask(step, wait=self.device.type == "cpu")
         for callback in tuple(self._callbacks):

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import torch
 
 from shuffled_dpsgd.distributed.world import World
+from shuffled_dpsgd.runtime.shards import any_sharded, held
 from shuffled_dpsgd.training.fingerprints import fingerprint, summary
 from shuffled_dpsgd.training.ledger import Ledger
 from shuffled_dpsgd.training.randomness import RandomStreams
@@ -34,7 +35,10 @@ class ReleaseTokens:
         self._secure = secure
         self._streams = streams
         self._world = world
+        self._spread = world.size > 1 and any_sharded(trainable.values())
         self._trainable = trainable
+        self._known = ""
+        self.note_weights()
 
     def of_step(
         self,
@@ -50,6 +54,14 @@ class ReleaseTokens:
         whole = ":".join(shares) if shares else None
         return self._streams.token(step, key=key, start=start, sums=whole)
 
+    def note_weights(self) -> None:
+        """Take note of the weights as they are; collective where they lie on several ranks."""
+        if self._spread and not self._secure:
+            self._known = ":".join(self._world.gather(self._summary()))
+
     def summarize_weights(self) -> str:
-        """The weights' norms and sums, to the last bit."""
-        return summary([p.detach() for p in self._trainable.values()])
+        """The weights' norms and sums, to the last bit; on several ranks, as last noted."""
+        return self._known if self._spread else self._summary()
+
+    def _summary(self) -> str:
+        return summary([held(parameter).detach() for parameter in self._trainable.values()])

@@ -26,6 +26,7 @@ from shuffled_dpsgd.permutation.comparison import (
     function_outputs,
     output_deviation,
 )
+from shuffled_dpsgd.runtime.shards import Sharding
 from shuffled_dpsgd.training.global_randomness import randomness_kept
 
 _HALF_TOLERANCE = 1e-1
@@ -44,10 +45,14 @@ class ShuffleCheck:
     """Compares outputs before and after shuffles of `model` by `spec`.
 
     A model is run in evaluation mode, and in the mode it trains in if nothing is random there:
-    dropout strikes places, not units, so masks do not move with the weights.
+    dropout strikes places, not units, so masks do not move with the weights. A sharded model is
+    gathered for as long as it is run, and each rank runs it with inputs of its own.
     """
 
-    def __init__(self, model: nn.Module, spec: PermutationSpec) -> None:
+    def __init__(
+        self, model: nn.Module, spec: PermutationSpec, sharding: Sharding | None = None
+    ) -> None:
+        self._sharding = sharding
         self.num_verified = 0
         self._model = model
         self._spec = spec
@@ -106,10 +111,13 @@ class ShuffleCheck:
         yield
         with self._probing() as tolerance:
             deviation = _worst(before, self._outputs())
-        if not deviation <= tolerance:
+        if self._is_any(not deviation <= tolerance):
             apply(permutation.inverse(), self._model, optimizer)
             raise _changed("all groups together", deviation, tolerance)
         self.num_verified += 1
+
+    def _is_any(self, flag: bool) -> bool:
+        return flag if self._sharding is None else self._sharding.is_any(flag)
 
     def _is_due(self) -> bool:
         """At shuffles 0, 1, 2, 4, 8 and so on."""
@@ -207,6 +215,8 @@ class ShuffleCheck:
     @contextmanager
     def _probing(self) -> Iterator[float]:
         """No gradients, no shortcuts, every generator put back; yields the tolerance."""
+        if self._sharding is not None:
+            self._sharding.gather()
         compiled = getattr(self._model, "_compiled_call_impl", None) is not None
         eager = torch.compiler.set_stance("force_eager") if compiled else nullcontext()
         fast = torch.backends.mha.get_fastpath_enabled()
@@ -225,6 +235,8 @@ class ShuffleCheck:
                 yield max(default_tolerance(self._model), least)
         finally:
             torch.backends.mha.set_fastpath_enabled(fast)
+            if self._sharding is not None:
+                self._sharding.reshard()
 
     def _cannot_do_without_autocast(self) -> bool:
         """Without it rounding is smaller; but some kernels and inputs are half precision only."""

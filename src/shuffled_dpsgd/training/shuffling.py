@@ -8,6 +8,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from shuffled_dpsgd.permutation import Permutation, PermutationSpec, apply, draw, identity
+from shuffled_dpsgd.runtime.shards import Sharding
 from shuffled_dpsgd.training.adapters import guard_adapters
 from shuffled_dpsgd.training.plan import PrivacyPlan
 from shuffled_dpsgd.training.randomness import RandomStreams
@@ -30,6 +31,7 @@ class Shuffling:
         plan: PrivacyPlan,
         spec: PermutationSpec | None,
         streams: RandomStreams,
+        sharding: Sharding | None = None,
     ) -> None:
         self._model = model
         self._optimizer = optimizer
@@ -40,7 +42,7 @@ class Shuffling:
             self.frame = identity(spec, self._device)
         self._check: ShuffleCheck | None = None
         if plan.permutes and spec is not None and spec.groups:
-            self._check = ShuffleCheck(model, spec)
+            self._check = ShuffleCheck(model, spec, sharding)
         self._listening: RemovableHandle | None = None
         rehearse_release(
             spec if plan.permutes else None, dict(model.named_parameters()), self._device

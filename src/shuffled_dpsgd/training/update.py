@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from shuffled_dpsgd.errors import InvalidArgumentError
+from shuffled_dpsgd.runtime.shards import spread_like
 
 
 class GuardedOptimizer:
@@ -26,9 +27,13 @@ class GuardedOptimizer:
         self._hook = optimizer.register_step_pre_hook(self._refuse_foreign_step)
 
     def update(self, gradients: Mapping[str, torch.Tensor]) -> None:
-        """One step with these gradients, which are gone from the parameters afterwards."""
+        """One step with these gradients, which are gone from the parameters afterwards.
+
+        Of a sharded parameter, the gradient is that of the rows this rank holds.
+        """
         for name, parameter in self._trainable.items():
-            parameter.grad = gradients[name].to(parameter.dtype)
+            gradient = gradients[name].to(parameter.dtype)
+            parameter.grad = spread_like(gradient, parameter)
         self._updating = True
         try:
             self._optimizer.step()

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from shuffled_dpsgd.errors import InvalidArgumentError, UnsupportedModuleError
+from shuffled_dpsgd.runtime.shards import held
 from shuffled_dpsgd.runtime.structure import Structure
 
 
@@ -93,7 +94,7 @@ class ValueWatch:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._named = [(n, p) for n, p in model.named_parameters() if p.is_floating_point()]
+        self._named = [(n, held(p)) for n, p in model.named_parameters() if p.is_floating_point()]
         self._versions: list[int] = []
         self._norms: Tensor | None = None
 

@@ -98,6 +98,8 @@ class Slot:
     fixed_route: str | None = "stored"
     # Whether it can tell the samples of a folded input apart; see `folded`.
     may_fold = False
+    # Whether its rule may run the whole module more often than the model's forward does.
+    runs_module = False
 
     def __init__(
         self,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -10,7 +10,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
 from shuffled_dpsgd.clipping.capture.slot import Slot
-from shuffled_dpsgd.errors import UnsupportedModuleError
+from shuffled_dpsgd.errors import InvalidArgumentError, UnsupportedModuleError
 
 
 def refuse_known(module: nn.Module, path: str) -> None:
@@ -145,6 +145,34 @@ def already_replaced(path: str) -> UnsupportedModuleError:
         got="a forward replaced on the instance",
         remedy="leave the other engine's `with` block, or undo the replacement, first",
     )
+
+
+def refuse_sharded(slots: Iterable[Slot], modules: Sequence[nn.Module], strategy: str) -> None:
+    """Refuse what would run parts of a sharded model by itself: ranks would wait for each other.
+
+    Raises:
+        UnsupportedModuleError: a rule that runs a module for its own checks, around a module whose
+            weights are gathered when it runs.
+        InvalidArgumentError: a strategy with two backwards, each of which would gather weights.
+    """
+    if strategy == "ghost":
+        raise InvalidArgumentError(
+            "strategy",
+            expected="one backward per batch for a sharded model",
+            got="ghost, which has two",
+            remedy="use strategy='bookkeeping'",
+        )
+    gathered = set(map(id, modules))
+    for slot in slots:
+        below = [child for child in slot.module.modules() if child is not slot.module]
+        if slot.runs_module and any(id(child) in gathered for child in below):
+            raise UnsupportedModuleError(
+                slot.path,
+                expected="fully_shard on this module as a whole, or above it",
+                got="fully_shard on modules inside it, while its own parameters need a rule that "
+                "runs it for checks of its own",
+                remedy="shard this module in one call, or freeze the parameters it holds itself",
+            )
 
 
 def refuse_thawed(frozen: Mapping[str, nn.Parameter]) -> None:

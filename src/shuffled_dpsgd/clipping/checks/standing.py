@@ -76,7 +76,7 @@ class StandingCheck:
         self._inputs = inputs
         self._model = model
         self._slots = slots
-        self._parameters = dict(parameters)
+        self._parameters = parameters
         self._detached = detached
         self._attached = attached
         self._comparison = SampleComparison(model, slots, self._parameters, inputs)

@@ -22,7 +22,9 @@ class GradWatch:
 
     def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
         self._names = list(parameters)
-        self._parameters = list(parameters.values())
+        self._live = parameters
+        # Those of a sharded model change places with their shards.
+        self._fixed = list(parameters.values()) if isinstance(parameters, dict) else None
         self._before: list[tuple[object, int]] | None = None
 
     def begin(self) -> None:
@@ -54,6 +56,10 @@ class GradWatch:
                     remedy="make the forward inside `with engine:`, and call the module instead of "
                     "using its weight directly; or freeze it",
                 )
+
+    @property
+    def _parameters(self) -> list[nn.Parameter]:
+        return list(self._live.values()) if self._fixed is None else self._fixed
 
     def _all_none(self) -> bool:
         """As it is in every step; found by C, because it is asked three times a step."""

@@ -77,6 +77,7 @@ class BroadcastSlot(CopiesSlot):
         super().__init__(**site)
         self._unbound: Any = type(self.module).forward
         self._is_known = class_name(self.module) in KNOWN
+        self.runs_module = not self._is_known
         self._verified: set[Hashable] = set()
         # For a compiler, which follows no set of such things.
         self._is_verified = False

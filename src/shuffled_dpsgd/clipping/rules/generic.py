@@ -114,6 +114,7 @@ class GenericSlot(CopiesSlot):
 
     kind = "generic"
     may_fold = True
+    runs_module = True
 
     def __init__(self, **site: Any) -> None:
         super().__init__(**site)

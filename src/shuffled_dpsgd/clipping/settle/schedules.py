@@ -107,7 +107,7 @@ class WholeGradient:
         kept.unsummed.append(entry)
         kept.unsummed_bytes += norm.nbytes
         if kept.unsummed_bytes > _MAX_UNSUMMED_BYTES:
-            kept.norm_runs += _summed(kept.unsummed)
+            kept.norm_runs += summed_norms(kept.unsummed)
             kept.unsummed, kept.unsummed_bytes = [], 0
 
     def finish(self, batch: CapturedBatch) -> None:
@@ -159,10 +159,10 @@ class WholeGradient:
 
 
 def _norm_runs(kept: Settling) -> list[tuple[list[Slot], Tensor]]:
-    return [*kept.norm_runs, *_summed(kept.unsummed)]
+    return [*kept.norm_runs, *summed_norms(kept.unsummed)]
 
 
-def _summed(waiting: Sequence[Entry]) -> list[tuple[list[Slot], Tensor]]:
+def summed_norms(waiting: Sequence[Entry]) -> list[tuple[list[Slot], Tensor]]:
     """The per-sample gradients of norm layers, found together because each is little work."""
     runs = settle([cast(UnsummedNorm, entry.capture) for entry in waiting])
     return [([waiting[i].slot for i in run], sums_LBCD) for run, sums_LBCD in runs]

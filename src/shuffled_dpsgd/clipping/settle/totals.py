@@ -9,7 +9,7 @@ from operator import attrgetter
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from shuffled_dpsgd.clipping.settle.reused_memory import (
     ReusableBuffer,
@@ -71,7 +71,7 @@ class Totals:
     needed. An operation on the buffer is then one operation instead of hundreds.
     """
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
+    def __init__(self, parameters: Mapping[str, Tensor]) -> None:
         self._parameters = dict(parameters)
         self._sums: dict[str, Tensor] = {}
         self._buffers: list[Tensor] = []

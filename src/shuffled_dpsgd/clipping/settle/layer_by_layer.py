@@ -1,0 +1,123 @@
+"""Settling for weights whose rows lie on several ranks: a rank never holds all sums at once.
+
+Norms need nobody else, because a sample lives on one rank. Once the factors are known, the sums of
+a few layers are formed, reduce-scattered, added to the rows that this rank owns, and dropped before
+the next layers' turn. All ranks go through all layers in the same order, whatever they recorded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shuffled_dpsgd.clipping.capture.batch import CapturedBatch, Entry
+from shuffled_dpsgd.clipping.contributions.float32 import full_float32
+from shuffled_dpsgd.clipping.contributions.norm_sums import UnsummedNorm
+from shuffled_dpsgd.clipping.settle.many_layers import ManyLayers
+from shuffled_dpsgd.clipping.settle.schedules import ClippingRule, summed_norms
+from shuffled_dpsgd.clipping.settle.shared_parameters import LayerGroup
+
+Scatter = Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bucket:
+    """Layers whose sums are formed and scattered together; `shapes` are those of their sums."""
+
+    index: int
+    groups: Sequence[LayerGroup]
+    shapes: Mapping[str, torch.Size]
+    dtype: torch.dtype
+
+
+class LayerByLayer:
+    """One factor per sample and bucket, at the backward's end; `scatter` gives a rank its rows.
+
+    Without per-layer clipping all buckets have the same factors. No bucket is larger than the
+    largest layer.
+    """
+
+    def __init__(self, rule: ClippingRule, scatter: Scatter) -> None:
+        self.rule = rule
+        self._scatter = scatter
+        self._buckets: list[Bucket] = []
+
+    def receive(self, batch: CapturedBatch, entry: Entry) -> None:
+        slot = entry.slot
+        if type(entry.capture) is UnsummedNorm:
+            alone = not slot.sharing.shared and batch.calls[slot.index] == 1
+            if alone and len(slot.names) == 2:
+                batch.settling.unsummed.append(entry)
+                return
+        else:
+            entry.capture = slot.decide(entry.capture, self.rule.choose)
+        batch.settling.file(entry)
+
+    def finish(self, batch: CapturedBatch) -> None:
+        norms_B = self._settle_all(batch)
+        self.rule.totals.norms.append(norms_B[: batch.counted])
+        batch.close()
+
+    @full_float32()
+    def _settle_all(self, batch: CapturedBatch) -> Tensor:
+        rule, kept = self.rule, batch.settling
+        totals = rule.totals.sums
+        self._buckets = self._buckets or list(buckets(rule, totals))
+        layers = [self._layers(bucket, batch) for bucket in self._buckets]
+        squares = [settled.squares() for settled in layers]
+        norms_B = rule.norms([part_B for parts in squares for part_B in parts], batch)
+        whole_B = None if rule.per_group else rule.factors(norms_B, batch)
+        # Also says that parts of this batch are in the sums, until all of them are.
+        kept.squares[0] = norms_B
+        for bucket, settled, parts in zip(self._buckets, layers, squares, strict=True):
+            sums = {
+                name: torch.empty(shape, dtype=bucket.dtype, device=norms_B.device)
+                for name, shape in bucket.shapes.items()
+            }
+            factors_B = whole_B
+            if factors_B is None:
+                own_B = rule.norms(parts, batch) if parts else torch.zeros_like(norms_B)
+                factors_B = rule.factors(own_B, batch)
+            settled.add_sums(factors_B, sums, new=True)
+            own = self._scatter(sums)
+            torch._foreach_add_([totals[name] for name in own], list(own.values()))
+        return norms_B
+
+    def _layers(self, bucket: Bucket, batch: CapturedBatch) -> ManyLayers:
+        kept = batch.settling
+        indices = {group.index for group in bucket.groups}
+        filed = [(group, kept.entries.get(group.index, [])) for group in bucket.groups]
+        waiting = [entry for entry in kept.unsummed if entry.slot.sharing.group in indices]
+        return ManyLayers(
+            [(group, entries) for group, entries in filed if entries],
+            lambda: summed_norms(waiting),
+            self.rule.choose,
+        )
+
+
+def buckets(rule: ClippingRule, totals: Mapping[str, Tensor]) -> Iterator[Bucket]:
+    """The layers in order, put together while they are no larger than the largest of them.
+
+    With per-layer clipping each has factors of its own, and so a bucket of its own.
+    """
+    sizes = [sum(shape.numel() for shape in group.shapes.values()) for group in rule.groups]
+    most = 0 if rule.per_group else max(sizes)
+    taken: list[LayerGroup] = []
+    room, number = most, 0
+    for group, size in zip(rule.groups, sizes, strict=True):
+        dtypes = {totals[name].dtype for member in (*taken, group) for name in member.names}
+        if taken and (size > room or len(dtypes) > 1):
+            yield _bucket(number, taken, totals)
+            taken, room, number = [], most, number + 1
+        taken.append(group)
+        room -= size
+    yield _bucket(number, taken, totals)
+
+
+def _bucket(index: int, groups: Sequence[LayerGroup], totals: Mapping[str, Tensor]) -> Bucket:
+    shapes = {name: shape for group in groups for name, shape in group.shapes.items()}
+    dtype = totals[next(iter(shapes))].dtype
+    return Bucket(index=index, groups=tuple(groups), shapes=shapes, dtype=dtype)

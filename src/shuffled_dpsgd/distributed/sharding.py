@@ -1,0 +1,134 @@
+"""Models that `torch.distributed.fsdp.fully_shard` has spread over all ranks.
+
+Every rank holds some rows of every parameter. While a module runs, FSDP gathers its weights: that
+is collective, so all ranks must run the model equally often. Whoever needs to run it at will, as
+checks do, gathers all of it first. FSDP's hooks then do nothing until the weights are shards again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from shuffled_dpsgd.distributed.sharded_sums import ShardedSums
+from shuffled_dpsgd.distributed.sharding_refusals import refuse_unsupported
+from shuffled_dpsgd.distributed.world import World
+from shuffled_dpsgd.runtime.shards import any_sharded
+
+
+def find_sharding(world: World, model: nn.Module) -> ShardedModel | None:
+    """The sharding of a model, or None where every rank has the whole of it.
+
+    Raises:
+        UnsupportedModuleError: the model is spread in a way that is not supported.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()  # A forward without a backward leaves the root's weights whole.
+    if not any_sharded(model.parameters()):
+        return None
+    refuse_unsupported(world, model)
+    return ShardedModel(world, model)
+
+
+class ShardedModel:
+    """The weights of a sharded model: in shards, or for a while whole on every rank.
+
+    FSDP's hooks are replaced by ones that ask whether the weights are whole, until `detach`.
+    """
+
+    def __init__(self, world: World, model: nn.Module) -> None:
+        self._world = world
+        self._wrapped = [m for m in model.modules() if isinstance(m, FSDPModule)]
+        self._is_whole = False
+        self._hooks: list[tuple[dict[int, Any], int, Any]] = []
+        for module in self._wrapped:
+            # FSDP sets its shards up when it first needs them whole; later they stay in place.
+            module.unshard()
+            module.reshard()
+            self._take_hooks(module)
+        trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self.sums = ShardedSums(world, trainable)
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks share the rows."""
+        return self._world.size
+
+    @property
+    def modules(self) -> Sequence[nn.Module]:
+        """What `fully_shard` was called on."""
+        return [module for module in self._wrapped if isinstance(module, nn.Module)]
+
+    def is_any(self, flag: bool) -> bool:
+        """Whether the flag is set on any rank; collective."""
+        return self._world.is_any(flag)
+
+    def gather(self) -> None:
+        """Have every rank hold the whole weights; collective. See `Sharding.gather`."""
+        self.reshard()
+        for module in self._wrapped:
+            module.unshard()
+        self._is_whole = True
+
+    def reshard(self) -> None:
+        """Have this rank hold its shards alone."""
+        self._is_whole = False
+        for module in self._wrapped:
+            module.reshard()
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """Whole weights on every rank inside, shards afterwards; entering is collective."""
+        self.gather()
+        try:
+            yield
+        finally:
+            self.reshard()
+
+    def scatter(self, sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Of sums shaped like whole parameters, this rank's rows of the total; collective."""
+        return self.sums.scatter(sums)
+
+    def detach(self) -> None:
+        """Leave the model as `fully_shard` left it."""
+        self.reshard()
+        for hooks, key, original in self._hooks:
+            if key in hooks:
+                hooks[key] = original
+        self._hooks = []
+
+    def _take_hooks(self, module: Any) -> None:
+        state = module._get_fsdp_state()
+        for hooks, handle in (
+            (module._forward_pre_hooks, state._pre_forward_hook_handle),
+            (module._forward_hooks, state._post_forward_hook_handle),
+        ):
+            original = hooks[handle.id]
+            self._hooks.append((hooks, handle.id, original))
+            hooks[handle.id] = self._unless_whole(original)
+
+    def _unless_whole(self, hook: Any) -> Any:
+        def called(*args: Any, **kwargs: Any) -> Any:
+            return None if self._is_whole else hook(*args, **kwargs)
+
+        return torch.compiler.disable(called)
+
+
+@contextmanager
+def as_written(model: nn.Module) -> Iterator[None]:
+    """Modules with the classes that their author gave them, which `fully_shard` subclasses."""
+    found = [(module, type(module)) for module in model.modules() if isinstance(module, FSDPModule)]
+    for module, kind in found:
+        # The class FSDP made, FSDPModule, and then the author's.
+        module.__class__ = kind.__mro__[2]
+    try:
+        yield
+    finally:
+        for module, kind in found:
+            module.__class__ = kind

@@ -1,0 +1,115 @@
+"""Which sharded models are refused, each by name: those whose result would not be exact."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
+
+from shuffled_dpsgd.distributed.world import World
+from shuffled_dpsgd.errors import UnsupportedModuleError
+from shuffled_dpsgd.runtime.shards import is_sharded, mesh_of
+
+
+def refuse_unsupported(world: World, model: nn.Module) -> None:
+    """Refuse all but `fully_shard` by rows over all ranks, on the root and any modules below.
+
+    Raises:
+        UnsupportedModuleError: naming the module or parameter.
+    """
+    sharded = [name for name, p in model.named_parameters() if is_sharded(p)]
+    if not isinstance(model, FSDPModule):
+        wrapped = any(isinstance(module, FSDPModule) for module in model.modules())
+        got = "a model whose root it was not called on" if wrapped else "a DTensor of other making"
+        raise UnsupportedModuleError(
+            sharded[0],
+            expected="parameters that fully_shard has spread, the model itself last",
+            got=got,
+            remedy="call fully_shard on the blocks, then on the model; tensor parallelism is not "
+            "supported",
+        )
+    for name, parameter in model.named_parameters():
+        _refuse_placement(world, name, parameter)
+    for path, module in model.named_modules():
+        if isinstance(module, FSDPModule):
+            _refuse_options(path, module)
+        if getattr(module, "_compiled_call_impl", None) is not None or hasattr(module, "_orig_mod"):
+            raise UnsupportedModuleError(
+                path,
+                expected="sharded modules that run eagerly",
+                got="a compiled one",
+                remedy="leave torch.compile out, or train with whole weights on every rank",
+            )
+    _refuse_untied(model)
+
+
+def _refuse_placement(world: World, name: str, parameter: nn.Parameter) -> None:
+    if not is_sharded(parameter):
+        raise UnsupportedModuleError(
+            name,
+            expected="every parameter sharded",
+            got="one that fully_shard was told to ignore",
+            remedy="leave ignored_params out",
+        )
+    mesh, placements = mesh_of(parameter), cast(Any, parameter).placements
+    if mesh.ndim != 1 or len(placements) != 1 or not placements[0].is_shard(0):
+        raise UnsupportedModuleError(
+            name,
+            expected="rows spread over a one-dimensional mesh of ranks, Shard(0)",
+            got=f"placements {tuple(placements)} on a mesh of shape {tuple(mesh.shape)}",
+            remedy="give fully_shard a one-dimensional mesh and no shard_placement_fn; hybrid "
+            "sharding and tensor parallelism are not supported",
+        )
+    if mesh.mesh.tolist() != list(range(world.size)):
+        raise UnsupportedModuleError(
+            name,
+            expected=f"a mesh of all {world.size} ranks in their order",
+            got=f"a mesh of ranks {mesh.mesh.tolist()}",
+            remedy="leave `mesh` out of fully_shard",
+        )
+
+
+def _refuse_options(path: str, module: Any) -> None:
+    state = module._get_fsdp_state()
+    policy = state._mp_policy
+    if any((policy.param_dtype, policy.output_dtype)):
+        raise UnsupportedModuleError(
+            path,
+            expected="fully_shard without a mixed-precision policy",
+            got=f"{policy}",
+            remedy="use torch.autocast around the forward instead",
+        )
+    groups = getattr(state, "_fsdp_param_groups", None)
+    groups = [state._fsdp_param_group] if groups is None else groups
+    for group in groups:
+        if group is not None and isinstance(group.offload_policy, CPUOffloadPolicy):
+            raise UnsupportedModuleError(
+                path,
+                expected="shards that stay on the device",
+                got="CPUOffloadPolicy",
+                remedy="leave offload_policy out",
+            )
+    if len(state._modules) > 1:
+        raise UnsupportedModuleError(
+            path,
+            expected="fully_shard on one module at a time",
+            got=f"one call for {len(state._modules)} modules",
+            remedy="shard their parent: what it holds is then gathered together",
+        )
+
+
+def _refuse_untied(model: Any) -> None:
+    """Weights that belong together and were sharded apart have become two parameters."""
+    config = getattr(model, "config", None)
+    ends = [getattr(model, f"get_{end}_embeddings", None) for end in ("input", "output")]
+    if not getattr(config, "tie_word_embeddings", False) or not all(map(callable, ends)):
+        return
+    table, head = (cast(Any, end)() for end in ends)
+    if table is not None and head is not None and table.weight is not head.weight:
+        raise UnsupportedModuleError(
+            "",
+            expected="tied embedding and head in one group of fully_shard",
+            got="two parameters, because they were sharded by different calls",
+            remedy="call fully_shard on the blocks and the root only, so that both are the root's",
+        )

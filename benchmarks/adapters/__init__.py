@@ -42,7 +42,7 @@ def build(name: str, model: nn.Module, setting: Setting) -> Step:
     if family == "plain":
         from benchmarks.adapters.plain import plain_step
 
-        return plain_step(model, setting, compiled=variant == "compiled")
+        return plain_step(model, setting, variant=variant)
     if family == "ours":
         from benchmarks.adapters.ours import private_step
 
@@ -50,7 +50,7 @@ def build(name: str, model: nn.Module, setting: Setting) -> Step:
     if family == "training":
         from benchmarks.adapters.training import training_step
 
-        return training_step(model, setting, compiled=variant == "compiled")
+        return training_step(model, setting, variant=variant)
     if family == "opacus":
         from benchmarks.adapters.opacus import opacus_step
 
@@ -61,6 +61,7 @@ def build(name: str, model: nn.Module, setting: Setting) -> Step:
 ADAPTERS = (
     "plain",
     "plain:compiled",
+    "plain:sharded",
     "ours",
     "ours:compiled",
     "ours:ghost",
@@ -69,6 +70,7 @@ ADAPTERS = (
     "ours:unsplit",
     "training",
     "training:compiled",
+    "training:sharded",
     "opacus:hooks",
     "opacus:ghost",
 )

@@ -6,14 +6,17 @@ import torch
 from torch import nn
 
 from benchmarks.adapters import Setting, Step
+from benchmarks.adapters.sharding import shard
 from benchmarks.workloads import Batch
 
 
-def plain_step(model: nn.Module, setting: Setting, *, compiled: bool) -> Step:
-    """A step of ordinary training, its forward and losses compiled as one graph if asked."""
+def plain_step(model: nn.Module, setting: Setting, *, variant: str) -> Step:
+    """A step of ordinary training; `compiled` as one graph, `sharded` on one rank, or as it is."""
+    if variant == "sharded":
+        shard(model, setting.device)
     optimizer = setting.optimizer(model)
     losses = setting.workload.losses
-    if compiled:
+    if variant == "compiled":
         losses = torch.compile(losses, fullgraph=True)
 
     def step(batch: Batch) -> None:

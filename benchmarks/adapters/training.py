@@ -1,4 +1,8 @@
-"""This library as users meet it: `make_private`, its step and all its checks, shuffle included."""
+"""This library as users meet it: `make_private`, its step and all its checks, shuffle included.
+
+`sharded` is the same with the model under `fully_shard`, in a launch of one rank: what FSDP's hooks
+and copies cost, and what of ours is done otherwise.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ import torch
 from torch import nn
 
 from benchmarks.adapters import CLIP_NORM, NOISE_MULTIPLIER, Setting, Step
+from benchmarks.adapters.sharding import shard
 from benchmarks.workloads import Batch
 from shuffled_dpsgd.training import make_private
 
@@ -13,8 +18,10 @@ from shuffled_dpsgd.training import make_private
 NUM_STEPS = 1_000_000
 
 
-def training_step(model: nn.Module, setting: Setting, *, compiled: bool) -> Step:
+def training_step(model: nn.Module, setting: Setting, *, variant: str) -> Step:
     """A step of a planned run on batches that are fed, every parameter that can move shuffled."""
+    if variant == "sharded":
+        shard(model, setting.device)
     batch_size = setting.workload.batch_size
     private = make_private(
         model,
@@ -30,7 +37,7 @@ def training_step(model: nn.Module, setting: Setting, *, compiled: bool) -> Step
         physical_batch_size=batch_size,
     )
     losses = setting.workload.losses
-    if compiled:
+    if variant == "compiled":
         losses = torch.compile(losses, fullgraph=True)
 
     def step(batch: Batch) -> None:

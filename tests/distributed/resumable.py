@@ -9,18 +9,26 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
+from distributed.sharded_models import shard, whole
 from shuffled_dpsgd.training import LoopSettings, Progress, make_private, train
 
 RECORDS = 64
 
 
 def run(
-    directory: str, *, num_steps: int, stop_after: int | None = None, secure: bool = False
+    directory: str,
+    *,
+    num_steps: int,
+    stop_after: int | None = None,
+    secure: bool = False,
+    sharded: bool = False,
 ) -> dict[str, Any]:
     """Begin or resume the run in `directory`; with `stop_after`, stop as a signal would."""
     folder = Path(directory)
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 2)).double()
+    model: nn.Module = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 2)).double()
+    if sharded:
+        model = shard(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
     inputs = torch.randn(RECORDS, 5, generator=torch.Generator().manual_seed(1)).double()
@@ -54,7 +62,7 @@ def run(
         private, data, loss, settings=settings, callbacks=[note], scheduler=scheduler, resume=True
     )
     return {
-        "weights": torch.cat([p.detach().flatten() for p in model.parameters()]),
+        "weights": torch.cat([whole(p).flatten() for p in model.parameters()]),
         "steps": outcome.steps_taken,
         "finished": outcome.finished,
         "interrupted": outcome.interrupted_by,

@@ -33,9 +33,12 @@ def require_share(argument: str, value: Any) -> float:
 
 
 def require_losses(
-    losses: Tensor, batch: CapturedBatch | None, counted: int | None
+    losses: Tensor, batch: CapturedBatch | None, counted: int | None, *, any_count: bool
 ) -> CapturedBatch:
-    """One loss for each sample of the latest forward, of which the first `counted` count."""
+    """One loss for each sample of the latest forward, of which the first `counted` count.
+
+    Unless `any_count`, that may be none.
+    """
     if batch is None:
         raise InvalidArgumentError(
             "losses",
@@ -49,9 +52,10 @@ def require_losses(
             got=tuple(losses.shape),
             remedy="reduce over positions, not over samples",
         )
-    if counted is not None and not 0 <= counted <= batch.size:
+    least = 1 if any_count else 0
+    if counted is not None and not least <= counted <= max(batch.size, 1):
         raise InvalidArgumentError(
-            "counted", expected=f"a number of samples up to {batch.size}", got=counted
+            "counted", expected=f"a number of samples from {least} to {batch.size}", got=counted
         )
     if batch.size > 0 and not losses.requires_grad:
         raise InvalidArgumentError(

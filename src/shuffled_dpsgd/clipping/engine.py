@@ -204,7 +204,9 @@ class ClippingEngine:
         work is shared by batches that differ in `counted` alone.
         """
         loss_scale = require_positive("loss_scale", loss_scale)
-        batch = require_losses(losses, self._recorder.latest, counted)
+        batch = require_losses(
+            losses, self._recorder.latest, counted, any_count=self._checks.has_samples
+        )
         if batch.size == 0:
             return
         counting = losses

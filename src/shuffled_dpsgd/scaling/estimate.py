@@ -11,7 +11,10 @@ Memory of a rank, in bytes, for P parameters and n tokens:
   replicated ranks another 4 P for the vector that is exchanged;
 - activations n (s W + 10.6 V) for W numbers in and out of all linear maps and V logits per token,
   s = 2.7 bytes, or 5.2 where the activation is computed by several stored operations (gelu_new);
-- captures 2 n (W + V), held until the sums are formed, when activations and logits are gone.
+- captures 2 n (W + V), held until the sums are formed, when activations and logits are gone;
+- sharded ranks divide weights, moments and sums by their number, and hold the largest layer's sums
+  twice beside them; in a batch that is checked, the whole weights and then one sample's gradients,
+  4 P each.
 
 Time of a physical batch: the larger of what the host needs to issue it, 3.1 ms a layer, and what
 the GPU needs: operations at 74 % of its peak, and 13 passes over the activations at its bandwidth.
@@ -60,9 +63,13 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True)
 class RankMemory:
-    """Bytes on one rank."""
+    """Bytes on one rank.
+
+    `gathered` are whole weights in a batch that is checked, as the first one is.
+    """
 
     weights: float
+    gathered: float
     half_copies: float
     state: float
     sums: float
@@ -72,8 +79,9 @@ class RankMemory:
     @property
     def peak(self) -> float:
         """Activations are gone when sums are formed; the larger of the two moments."""
-        held = self.weights + self.half_copies + self.state
-        return held + max(self.activations, self.captures + self.sums)
+        held = self.weights + self.gathered + self.half_copies + self.state
+        # A check of sharded weights ends with the gradients of one sample, as large as the weights.
+        return held + max(self.activations, self.captures + self.sums, self.gathered)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,15 +156,16 @@ def memory_of(shapes: ModelShapes, job: Job, *, batch: int) -> RankMemory:
     """Bytes on one rank, with so many samples in a physical batch."""
     tokens, sharded = batch * job.length, job.strategy == "sharded"
     held = shapes.parameters / job.gpus if sharded else shapes.parameters
-    # Sharded: the whole weights of the layer at work, and of the next, which is fetched meanwhile.
-    whole = 2 * shapes.largest_layer if sharded else shapes.parameters
+    # Sharded: the largest layer's sums as they are formed, and once more as they are sent.
+    layers = 2 * shapes.largest_layer
     vector = 4 * shapes.parameters if job.gpus > 1 else 0
     stored = STORED_BYTES_COMPOSITE if shapes.composite_activation else STORED_BYTES
     return RankMemory(
         weights=4 * held,
-        half_copies=2 * whole,
+        gathered=4 * shapes.parameters if sharded else 0,
+        half_copies=2 * shapes.parameters,
         state=8 * held,
-        sums=4 * (held + shapes.largest_layer) if sharded else 4 * shapes.parameters + vector,
+        sums=4 * (held + layers) if sharded else 4 * shapes.parameters + vector,
         activations=tokens * (stored * shapes.stored_width + LOGIT_BYTES * shapes.logits),
         captures=2 * tokens * (shapes.stored_width + shapes.logits),
     )
@@ -189,8 +198,8 @@ def _exchanged_bytes(shapes: ModelShapes, job: Job, batches: int) -> float:
     ring = (job.gpus - 1) / job.gpus
     if job.strategy == "replicated":
         return 2 * ring * 4 * shapes.parameters
-    # Half-precision weights before forward and backward, float32 sums after, in every batch.
-    return batches * ring * (2 * 2 + 4) * shapes.parameters
+    # Float32 weights before forward and backward, float32 sums after, in every batch.
+    return batches * ring * (2 * 4 + 4) * shapes.parameters
 
 
 def _slowest_link(gpu: Gpu, gpus: int) -> float:

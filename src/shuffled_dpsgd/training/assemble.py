@@ -219,7 +219,7 @@ def _find_sharding(
     from shuffled_dpsgd.distributed.sharding import find_sharding
 
     for name, wanted in (("sampling", "poisson"), ("loss_reduction", "sum")):
-        if getattr(options, name) != wanted:
+        if world.size > 1 and getattr(options, name) != wanted:
             raise InvalidArgumentError(
                 name,
                 expected=f"{wanted!r} for a sharded model, whose ranks run equally many batches, "

@@ -31,12 +31,14 @@ from shuffled_dpsgd.training.checkpoint_folder import (
     choose_checkpoint,
     finish_files,
     hash_file,
+    listed_files,
     prune,
     put_in_place,
     verify_files,
 )
 from shuffled_dpsgd.training.checkpoint_weights import (
     WEIGHTS,
+    named_tensors,
     read_weights,
     restore_weights,
     save_weights,
@@ -49,7 +51,6 @@ from shuffled_dpsgd.training.global_randomness import (
 from shuffled_dpsgd.training.private import PrivateTraining
 
 _STATE, _RUN = "state.pt", "run.json"
-_FILES = (WEIGHTS, _STATE, _RUN)
 
 
 class Stateful(Protocol):
@@ -79,50 +80,80 @@ def save_checkpoint(
     """
     if keep < 1:
         raise InvalidArgumentError("keep", expected="at least 1", got=keep)
+    if private.is_sharded and not weights:
+        raise InvalidArgumentError("weights", expected="True for a sharded model", got=weights)
     private.check()
     randomness = private.world.gather(global_randomness())
     root = Path(directory)
+    temporary = first_does(private.world, lambda: _make_room(root, private.steps_taken))
+    shards: dict[str, str] = {}
+    if private.is_sharded:
+        from shuffled_dpsgd.training.sharded_checkpoint import write_shards
+
+        shards = write_shards(private.world, temporary, private.model, private.optimizer)
 
     def save() -> Path:
-        return _save(private, root, extras or {}, randomness, keep=keep, weights=weights)
+        state = _state(private, extras or {}, randomness)
+        return _save(private, temporary, state, shards, keep=keep, weights=weights)
 
     return first_does(private.world, save)
 
 
+def _make_room(root: Path, step: int) -> Path:
+    """A new folder for a checkpoint, under a temporary name."""
+    root.mkdir(parents=True, exist_ok=True)
+    for leftover in root.glob(".checkpoint-*.tmp"):
+        shutil.rmtree(leftover)
+    temporary = root / f".checkpoint-{step:08d}.{os.getpid()}.tmp"
+    try:
+        temporary.mkdir()
+    except OSError as error:
+        raise _not_written(root / f"checkpoint-{step:08d}", error) from error
+    return temporary
+
+
 def _save(
     private: PrivateTraining,
-    root: Path,
-    extras: Mapping[str, Stateful],
-    randomness: list[dict[str, Any]],
+    temporary: Path,
+    state: dict[str, Any],
+    shards: Mapping[str, str],
     *,
     keep: int,
     weights: bool,
 ) -> Path:
-    root.mkdir(parents=True, exist_ok=True)
+    root = temporary.parent
     target = root / f"checkpoint-{private.steps_taken:08d}"
-    temporary = root / f".{target.name}.{os.getpid()}.tmp"
-    for leftover in root.glob(".checkpoint-*.tmp"):
-        shutil.rmtree(leftover)
     try:
-        _write(private, temporary, _state(private, extras, randomness), weights=weights)
+        _write(private, temporary, state, shards, weights=weights)
         put_in_place(temporary, target)
     except (OSError, SafetensorError, RuntimeError) as error:
         shutil.rmtree(temporary, ignore_errors=True)
-        raise CheckpointError(
-            f"{target}: could not be written ({error}); make room or mend the disk, then resume: "
-            "checkpoints written before it are whole"
-        ) from error
+        raise _not_written(target, error) from error
     prune(root, keep=keep, spare=target)
     return target
 
 
-def _write(private: PrivateTraining, folder: Path, state: dict[str, Any], *, weights: bool) -> None:
-    """Every file of a checkpoint, durable when this returns."""
-    folder.mkdir()
-    save_weights(private.model, folder, whole=weights)
+def _not_written(target: Path, error: Exception) -> CheckpointError:
+    return CheckpointError(
+        f"{target}: could not be written ({error}); make room or mend the disk, then resume: "
+        "checkpoints written before it are whole"
+    )
+
+
+def _write(
+    private: PrivateTraining,
+    folder: Path,
+    state: dict[str, Any],
+    shards: Mapping[str, str],
+    *,
+    weights: bool,
+) -> None:
+    """Every file of a checkpoint but its `shards`, durable when this returns."""
+    if not shards:
+        save_weights(private.model, folder, whole=weights)
     torch.save(state, folder / _STATE)
     (folder / _RUN).write_text(json.dumps(_run(private), indent=1), encoding="utf-8")
-    finish_files(folder, _FILES)
+    finish_files(folder, (_STATE, _RUN) if shards else (WEIGHTS, _STATE, _RUN), shards)
 
 
 def load_checkpoint(
@@ -146,16 +177,21 @@ def load_checkpoint(
         remedy="every rank must read the same folder: put it on a disk all of them share",
     )
     private.ledger.adopt(tuple(found.run["releases"]), durable=found.run["durable_ledger"])
-    _restore(private, found.weights, found.state)
+    _restore(private, found)
     for name, extra in (extras or {}).items():
         extra.load_state_dict(found.state["extras"][name])
+    private.note_weights()
     private.streams.renew()
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Contents:
-    """A checkpoint that was read and fits the run; `mark` is a digest of all of it."""
+    """A checkpoint that was read and fits the run; `mark` is a digest of all of it.
 
+    The weights of a sharded run are read later, by every rank its own.
+    """
+
+    source: Path
     mark: str
     run: dict[str, Any]
     weights: dict[str, torch.Tensor]
@@ -165,7 +201,7 @@ class _Contents:
 def _read(private: PrivateTraining, path: Path, extras: Mapping[str, Stateful]) -> _Contents:
     """Everything in a checkpoint, compared with the run before anything is changed."""
     source = choose_checkpoint(path)
-    verify_files(source, _FILES)
+    verify_files(source, _files_to_verify(source, private))
     run = json.loads((source / _RUN).read_text(encoding="utf-8"))
     differing = private.plan.differences(run["plan"])
     if differing:
@@ -175,22 +211,51 @@ def _read(private: PrivateTraining, path: Path, extras: Mapping[str, Stateful]) 
         )
     if run["spec"] != _spec_hash(private):
         raise CheckpointError(f"{source}: the model's permutation groups differ from this model's")
-    weights = read_weights(source, private.model)
+    weights: dict[str, torch.Tensor] = {}
+    if private.is_sharded:
+        from shuffled_dpsgd.training.sharded_checkpoint import check_shards
+
+        check_shards(source, named_tensors(private.model))
+    else:
+        weights = read_weights(source, private.model)
     state = torch.load(source / _STATE, map_location="cpu", weights_only=True)
     wanted = set(extras)
     if set(state["extras"]) != wanted:
         raise CheckpointError(
             f"{source}: holds the state of {sorted(state['extras'])}, asked for {sorted(wanted)}"
         )
-    return _Contents(mark=hash_file(source / MANIFEST), run=run, weights=weights, state=state)
+    mark = hash_file(source / MANIFEST)
+    return _Contents(source=source, mark=mark, run=run, weights=weights, state=state)
 
 
-def _restore(
-    private: PrivateTraining, weights: Mapping[str, torch.Tensor], state: dict[str, Any]
-) -> None:
-    restore_weights(private.model, weights)
+def _files_to_verify(source: Path, private: PrivateTraining) -> list[str]:
+    """Every file; of shards, the part that falls to this rank.
+
+    Raises:
+        CheckpointError: a sharded run wrote it and this is none, or the other way round.
+    """
+    shards = [name for name in listed_files(source) if name not in (WEIGHTS, _STATE, _RUN)]
+    if bool(shards) != private.is_sharded:
+        kinds = {True: "a sharded run", False: "a run with whole weights on every rank"}
+        raise CheckpointError(
+            f"{source}: written by {kinds[bool(shards)]}, this is {kinds[private.is_sharded]}; "
+            "resume it as it was begun"
+        )
+    if not shards:
+        return [WEIGHTS, _STATE, _RUN]
+    return [_STATE, _RUN, *shards[private.world.rank :: private.world.size]]
+
+
+def _restore(private: PrivateTraining, found: _Contents) -> None:
+    state = found.state
+    if private.is_sharded:
+        from shuffled_dpsgd.training.sharded_checkpoint import read_shards
+
+        read_shards(found.source, private.model, private.optimizer, state["optimizer"])
+    else:
+        restore_weights(private.model, found.weights)
+        private.optimizer.load_state_dict(state["optimizer"])
     private.trust_buffers()
-    private.optimizer.load_state_dict(state["optimizer"])
     private.steps_taken = state["steps_taken"]
     private.released = state["released"]
     if private.shuffling.frame is not None:
@@ -212,8 +277,13 @@ def _state(
     extras: Mapping[str, Stateful],
     randomness: list[dict[str, Any]],
 ) -> dict[str, Any]:
+    optimizer = private.optimizer.state_dict()
+    if private.is_sharded:
+        from shuffled_dpsgd.training.sharded_checkpoint import describe_optimizer
+
+        optimizer = describe_optimizer(private.optimizer)
     return {
-        "optimizer": private.optimizer.state_dict(),
+        "optimizer": optimizer,
         "steps_taken": private.steps_taken,
         "released": private.released,
         "frame": None if private.shuffling.frame is None else private.shuffling.frame.packed.cpu(),

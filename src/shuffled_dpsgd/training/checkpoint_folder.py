@@ -11,7 +11,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from shuffled_dpsgd.errors import CheckpointError
@@ -50,10 +50,15 @@ def choose_checkpoint(path: Path) -> Path:
     return newest
 
 
-def finish_files(folder: Path, names: Iterable[str]) -> None:
-    """Write the manifest of these files, and make them and it durable."""
+def finish_files(
+    folder: Path, names: Iterable[str], durable: Mapping[str, str] | None = None
+) -> None:
+    """Write the manifest of these files, and make them and it durable.
+
+    `durable` are the hashes of files that are durable already.
+    """
     hashes = {name: hash_file(folder / name) for name in names}
-    manifest = {"format": FORMAT, "files": hashes}
+    manifest = {"format": FORMAT, "files": hashes | dict(durable or {})}
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
     for name in (*hashes, MANIFEST):
         _fsync_file(folder / name)
@@ -66,6 +71,11 @@ def verify_files(source: Path, names: Iterable[str]) -> None:
         _compare_hashes(source, names)
     except CheckpointError as error:
         raise CheckpointError(f"{error}{_earlier(source)}") from error
+
+
+def listed_files(source: Path) -> list[str]:
+    """The names of all files in a checkpoint's manifest."""
+    return sorted(_manifest(source)[1])
 
 
 def put_in_place(temporary: Path, target: Path) -> None:
@@ -93,15 +103,20 @@ def hash_file(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _compare_hashes(source: Path, names: Iterable[str]) -> None:
+def _manifest(source: Path) -> tuple[int, dict[str, str]]:
+    """The format of a checkpoint, and the hash of each of its files."""
     manifest_path = source / MANIFEST
     if not manifest_path.is_file():
         raise CheckpointError(f"{source}: no {MANIFEST}, so not a complete checkpoint")
     try:
         manifest = json.loads(manifest_path.read_text(encoding="utf-8"))
-        version, files = manifest["format"], dict(manifest["files"])
+        return manifest["format"], dict(manifest["files"])
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{manifest_path}: not a manifest of ours; {error}") from error
+
+
+def _compare_hashes(source: Path, names: Iterable[str]) -> None:
+    version, files = _manifest(source)
     if version != FORMAT:
         raise CheckpointError(f"{source}: format {version}, this version reads {FORMAT}")
     for name in names:

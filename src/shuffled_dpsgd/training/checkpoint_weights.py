@@ -37,7 +37,7 @@ def read_weights(source: Path, model: torch.nn.Module) -> dict[str, torch.Tensor
 def restore_weights(model: torch.nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
     """Copy weights that fit into the model."""
     with torch.no_grad():
-        for name, tensor in _named_tensors(model).items():
+        for name, tensor in named_tensors(model).items():
             tensor.copy_(weights[name])
 
 
@@ -61,10 +61,11 @@ def _digest(weights: Mapping[str, torch.Tensor]) -> str:
 
 def _weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     # Tied tensors appear once in named_parameters(), as safetensors requires.
-    return {name: t.detach().cpu().contiguous() for name, t in _named_tensors(model).items()}
+    return {name: t.detach().cpu().contiguous() for name, t in named_tensors(model).items()}
 
 
-def _named_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+def named_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """All that is stored of a model: parameters, each once, and persistent buffers."""
     persistent = model.state_dict(keep_vars=True)
     buffers = {name: b for name, b in model.named_buffers() if name in persistent}
     return {**dict(model.named_parameters()), **buffers}
@@ -73,7 +74,7 @@ def _named_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 def _check_weights(
     source: Path, model: torch.nn.Module, weights: Mapping[str, torch.Tensor]
 ) -> None:
-    tensors = _named_tensors(model)
+    tensors = named_tensors(model)
     if set(tensors) != set(weights):
         odd = sorted(set(tensors) ^ set(weights))
         raise CheckpointError(

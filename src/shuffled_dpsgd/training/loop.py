@@ -118,7 +118,7 @@ def train(
     """
     settings = settings or LoopSettings()
     private.clock.start()
-    with private.clock.part("checks"):
+    with private.clock.part("checks"), private.whole_weights():
         check_independence(private.model, data, per_sample_loss, collate=settings.collate)
     extras = dict(settings.extras) | ({} if scheduler is None else {"scheduler": scheduler})
     if resume:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from shuffled_dpsgd.clipping import kernels
 from shuffled_dpsgd.clipping.capture.captures import Capture
@@ -163,10 +164,22 @@ class CapturedBatch:
         self.compiled = CompiledForward()
         self.settling = Settling()
 
-    def cast(self, parameter: Tensor, dtype: torch.dtype) -> Tensor:
-        """The parameter detached and in `dtype`, from the copies made when the forward began."""
-        copy = self.halves.get(id(parameter)) if parameter.dtype is not dtype else None
-        return parameter.detach().to(dtype) if copy is None else copy
+    def cast(self, parameter: Tensor, dtype: torch.dtype, padded_rows: int = 0) -> Tensor:
+        """The parameter detached and in `dtype`, from the copies made when the forward began.
+
+        Without such copies, as for sharded weights, one is made now; on a GPU it gets rows of zeros
+        added to have `padded_rows`.
+        """
+        if parameter.dtype is dtype:
+            return parameter.detach()
+        copy = self.halves.get(id(parameter))
+        if copy is not None:
+            return copy
+        lower = parameter.detach().to(dtype)
+        missing = padded_rows - lower.shape[0]
+        if missing <= 0 or not lower.is_cuda:
+            return lower
+        return pad(lower, (*(0, 0) * (lower.dim() - 1), 0, missing))
 
     def close(self) -> None:
         """Drop every captured tensor; the batch takes no further backward."""

@@ -200,8 +200,9 @@ class LinearSlot(Slot):
         self, x: Tensor, weight: Tensor, bias: Tensor | None, batch: CapturedBatch
     ) -> Tensor:
         """The same by autograd's own operations, for eager mode."""
-        weight = batch.cast(weight, x.dtype)
-        bias = None if bias is None else batch.cast(bias, x.dtype)
+        rows = 0 if self.transposed else self.padded_outputs
+        weight = batch.cast(weight, x.dtype, rows)
+        bias = None if bias is None else batch.cast(bias, x.dtype, rows)
         out = self.multiply(x, weight, bias)
         self.recorder.listen(out, batch, self, x if self.keeps_input else None)
         # The weight's half-precision copy may have had rows of zeros added.

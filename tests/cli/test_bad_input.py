@@ -447,6 +447,20 @@ CASES: dict[str, tuple[Case, str]] = {
     "never evaluated": (changed("sst2", training__evaluate_every=0), "evaluate_every"),
     "never saved": (changed("sst2", training__checkpoint_every=0), "checkpoint_every"),
     "no threads": (changed("sst2", training__num_threads=0), "num_threads"),
+    "sharded by one process": (
+        changed("sst2", training__sharding="sharded"),
+        "start the command with torchrun --nproc-per-node 2 or more",
+    ),
+    "sharding unheard of": (changed("sst2", training__sharding="fsdp"), "sharding"),
+    "average of shards": (
+        changed(
+            "sst2",
+            training__sharding="sharded",
+            training__weight_averaging=0.9,
+            privacy__shuffle="off",
+        ),
+        "0 for a sharded model",
+    ),
     "half a precision": (changed("sst2", training__precision="fp16"), "precision"),
     "a batch too large": (changed("sst2", training__expected_batch_size=13), "12"),
     "no batch": (changed("sst2", training__expected_batch_size=0), "expected_batch_size"),

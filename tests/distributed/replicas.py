@@ -277,7 +277,7 @@ def refusal(work: Callable[[], object]) -> str:
     return ""
 
 
-def kinds_of_models() -> dict[str, Any]:
+def kinds_of_models(sharded: bool = False) -> dict[str, Any]:
     """LoRA, gradient checkpointing and bfloat16 autocast: two steps each, weights and losses."""
     found: dict[str, Any] = {}
     for name in ("lora", "checkpointing", "bfloat16"):
@@ -289,6 +289,8 @@ def kinds_of_models() -> dict[str, Any]:
         if name == "checkpointing":
             model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
             model.train()
+        if sharded:
+            model = shard(model)
         private = start(Case(make=lambda m=model: m, data=case.data, loss=case.loss), **options)
         private.sampler = FixedSampler([1, 2, 3], list(range(4, 15)))
         losses = []
@@ -299,7 +301,8 @@ def kinds_of_models() -> dict[str, Any]:
             private.step()
             assert private.last_metrics is not None
             losses.append(private.last_metrics.loss)
-        found[name] = {"weights": weights(private.model), "loss": losses[-1]}
+        trained = {key: whole(p) for key, p in private.model.named_parameters()}
+        found[name] = {"weights": trained, "loss": losses[-1]}
         private.close()
     return found
 

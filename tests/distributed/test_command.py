@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors import safe_open
 
 from distributed.launching import Launcher
 from distributed.test_resume import entries
@@ -43,6 +45,49 @@ def test_two_ranks_train_and_one_speaks(launcher: Launcher, tmp_path: Path) -> N
     one, two = launcher.run(HERE, "call", arguments=again)
     assert json.loads(one["out"])["already_finished"]
     assert two["out"] == ""
+
+
+SHARDED = """
+task = "digits"
+seed = 1
+model.name = "vit-digits"
+data.format = "digits"
+privacy.epsilon = 3.0
+privacy.delta = 1e-4
+privacy.clip_norm = 1.0
+training.epochs = 1
+training.expected_batch_size = 720
+training.evaluate_every = 1
+"""
+
+
+@pytest.mark.slow
+def test_a_key_of_the_file_shards_the_model(launcher: Launcher, tmp_path: Path) -> None:
+    """The same scores as one process, a whole model in the folder, and nothing left to resume."""
+    found = {}
+    for kind, ranks in (("replicated", 1), ("sharded", 2)):
+        path, folder = tmp_path / f"{kind}.toml", tmp_path / kind
+        path.write_text(f'{SHARDED}training.sharding = "{kind}"\n')
+        arguments = ["train", "--config", str(path), "--output", str(folder), "--json"]
+        one, *others = launcher.run(HERE, "call", ranks=ranks, arguments=arguments)
+        assert one["status"] == 0, one
+        assert all(other == {"status": 0, "out": "", "err": ""} for other in others)
+        found[kind] = json.loads(one["out"])
+    whole, parts = found["replicated"], found["sharded"]
+    assert parts["finished"]
+    assert parts["steps_taken"] == entries(tmp_path / "sharded") == 2
+    assert parts["heldout_loss"] == pytest.approx(whole["heldout_loss"], rel=1e-4)
+    assert parts["trainable_parameters"] == whole["trainable_parameters"]
+    with (
+        safe_open(tmp_path / "sharded" / "model" / "model.safetensors", "pt") as mine,
+        safe_open(tmp_path / "replicated" / "model" / "model.safetensors", "pt") as theirs,
+    ):
+        assert set(mine.keys()) == set(theirs.keys())
+        for name in mine.keys():  # noqa: SIM118  (it is no dictionary)
+            assert torch.allclose(mine.get_tensor(name), theirs.get_tensor(name), atol=1e-4)
+    again = ["train", "--resume", str(tmp_path / "sharded"), "--json"]
+    one, _ = launcher.run(HERE, "call", arguments=again)
+    assert json.loads(one["out"])["already_finished"]
 
 
 @pytest.mark.slow

@@ -69,9 +69,10 @@ def test_ranks_start_from_the_weights_of_rank_0_with_dropout_of_their_own(
 
 
 @pytest.mark.slow
-def test_adapters_checkpointing_and_half_precision(launcher: Launcher) -> None:
+@pytest.mark.parametrize("sharded", [False, True])
+def test_adapters_checkpointing_and_half_precision(launcher: Launcher, sharded: bool) -> None:
     (alone,) = launcher.run(HERE, "kinds_of_models", ranks=1)
-    for one in launcher.run(HERE, "kinds_of_models", ranks=2):
+    for one in launcher.run(HERE, "kinds_of_models", ranks=2, sharded=sharded):
         for kind, expected in alone.items():
             tolerance = 2e-2 if kind == "bfloat16" else 1e-9
             assert one[kind]["loss"] == pytest.approx(expected["loss"], rel=tolerance)

@@ -30,6 +30,9 @@ def test_shards_change_nothing(
     found = launcher.run("distributed.replicas", "several", ranks=ranks, names=names, sharded=True)
     assert found[0].keys() == set(names)
     assert_all_same(found, alone)
+    for one in found:
+        for name in names:
+            assert one[name]["verified"] == alone[name]["verified"], "a check was left out"
 
 
 def test_one_rank_with_all_shards_is_one_process(launcher: Launcher, alone: dict[str, Any]) -> None:

@@ -24,6 +24,7 @@ TaskName = Literal["digits", "image-classification", "text-classification", "cau
 OptimizerName = Literal["adamw", "adam", "sgd"]
 Precision = Literal["float32", "bf16"]
 RateSchedule = Literal["constant", "linear", "cosine"]
+Sharding = Literal["replicated", "sharded"]
 Section = TypeVar("Section")
 CERTIFIED_AVERAGING = 0.95
 """Decay of the average of weights that the method `certified` keeps unless told otherwise."""
@@ -95,9 +96,16 @@ class ScheduleConfig(Schedule):
     device: str = "auto"
     num_threads: int | None = None
     weight_averaging: float = 0.0
+    sharding: Sharding = "replicated"
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.weight_averaging and self.sharding == "sharded":
+            raise InvalidArgumentError(
+                "training.weight_averaging",
+                expected="0 for a sharded model, of which no rank has the whole",
+                got=self.weight_averaging,
+            )
         check_range("weight_averaging", self.weight_averaging, 0.0, below=1.0)
         check_range("evaluate_every", self.evaluate_every, 1)
         check_range("checkpoint_every", self.checkpoint_every, 1)

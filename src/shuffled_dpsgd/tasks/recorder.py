@@ -49,7 +49,11 @@ class Recorder:
         for observer in self._observers:
             observer(record, progress)
 
-    def score_last(self) -> None:
+    def evaluates(self, step: int) -> bool:
+        """Whether the record of a step, counted from 1, comes with an evaluation."""
+        return step % self._evaluate_every == 0 or step == self._num_steps
+
+    def score_last(self, model: nn.Module) -> None:
         """Evaluate the weights a run ended with, if its last step was not evaluated.
 
         That is so when a crash lost steps whose releases stay spent.
@@ -58,7 +62,7 @@ class Recorder:
         if not records or records[-1].heldout_score is not None:
             return
         last = records[-1]
-        evaluation = self._task.evaluate(self._model)
+        evaluation = self._task.evaluate(model)
         self._log.rewind(last.step - 1)
         self._log.append(replace(last, **_scores(evaluation)))
 
@@ -66,7 +70,7 @@ class Recorder:
         metrics = progress.metrics
         step = metrics.step + 1
         evaluation = None
-        if step % self._evaluate_every == 0 or step == self._num_steps:
+        if self.evaluates(step):
             with self._clock.part("evaluation"):
                 evaluation = self._task.evaluate(self._model)
         return StepRecord(

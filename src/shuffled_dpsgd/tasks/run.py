@@ -7,8 +7,10 @@ and `figures/`. Interrupted runs resume from the folder alone.
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,11 +32,13 @@ from shuffled_dpsgd.tasks.privacy import chosen_device, start_private
 from shuffled_dpsgd.tasks.recorder import Recorder
 from shuffled_dpsgd.tasks.registry import build_task
 from shuffled_dpsgd.tasks.run_folder import (
+    UNFINISHED,
     check_space,
     claim_directory,
     empty_directory,
     given_back_on_error,
 )
+from shuffled_dpsgd.tasks.sharding import fill_whole, shard_model
 from shuffled_dpsgd.tasks.summary import (
     count_parameters,
     describe_subject,
@@ -63,6 +67,8 @@ class PreparedRun:
     average: WeightAverage | None = None
     made: Path | None = None
     checkpoint: str | None = None
+    # Of a sharded run, on rank 0: a model that the trained weights are gathered into at the end.
+    whole: torch.nn.Module | None = None
 
     @property
     def scored(self) -> torch.nn.Module:
@@ -105,6 +111,10 @@ def prepare(
         else:
             first_does(world, lambda: check_space(directory, task.model))
         compare_all_data(world, task.train_data)
+        whole = None
+        if config.training.sharding == "sharded":
+            whole = copy.deepcopy(task.model) if world.leads else None
+            shard_model(task.model.to(device), world, device)
         model = task.model.to(device)
         decay = config.training.weight_averaging
         average = WeightAverage(model, decay=decay) if decay else None
@@ -126,13 +136,17 @@ def prepare(
         average=average,
         made=made,
         checkpoint=checkpoint,
+        whole=whole,
     )
 
 
 def _write_down(config: RunConfig, directory: Path, task: Task) -> None:
     remember_data(directory, task.train_data)
     text = json.dumps(config.to_json(), indent=2) + "\n"
-    (directory / CONFIG_FILE).write_text(text, encoding="utf-8")
+    # Whole or not at all: a folder with half of it could be neither begun nor resumed.
+    unfinished = directory / UNFINISHED
+    unfinished.write_text(text, encoding="utf-8")
+    unfinished.replace(directory / CONFIG_FILE)
 
 
 def is_run_folder(directory: Path) -> bool:
@@ -197,7 +211,7 @@ def execute(run: PreparedRun, observers: tuple[Observer, ...] = ()) -> RunResult
             run.task.train_data,
             run.task.losses,
             settings=settings,
-            callbacks=_callbacks(run, recorder if leads else None),
+            callbacks=_callbacks(run, recorder),
             scheduler=run.scheduler,
             resume=run.resumed,
         )
@@ -205,20 +219,23 @@ def execute(run: PreparedRun, observers: tuple[Observer, ...] = ()) -> RunResult
         if leads and run.made is not None and run.private.ledger.spent == 0:
             empty_directory(run.directory, made=run.made)
         raise
+    sizes = count_parameters(run.private.model)
+    if outcome.finished and run.private.is_sharded:
+        fill_whole(run.whole, run.private.model)
     if not leads:
         return RunResult(outcome=outcome, summary={}, directory=run.directory)
-    sizes = count_parameters(run.private.model)
+    scored = run.scored if run.whole is None else run.whole.to(run.private.device)
     if outcome.finished:
         # First of all: whatever happens to a report, the model was paid for.
-        save_weights(run.task, run.scored, run.directory / "model")
-        recorder.score_last()
+        save_weights(run.task, scored, run.directory / "model")
+        recorder.score_last(scored)
     records = log.read()
     texts: dict[str, Any] = {}
     scores: dict[str, Any] = {}
     if outcome.finished:
-        scores = scores_by_split(run.task, run.scored, records)
+        scores = scores_by_split(run.task, scored, records)
         if run.task.evaluate_texts is not None:
-            texts = {"generation": run.task.evaluate_texts(run.scored)}
+            texts = {"generation": run.task.evaluate_texts(scored)}
     findings = tuple(diagnose(records, run.private.plan))
     warnings = [finding.to_json() for finding in findings]
     more = sizes | {"warnings": warnings, "heldout_scores": scores} | texts
@@ -226,13 +243,23 @@ def execute(run: PreparedRun, observers: tuple[Observer, ...] = ()) -> RunResult
     return RunResult(outcome=outcome, summary=summary, directory=run.directory, findings=findings)
 
 
-def _callbacks(run: PreparedRun, recorder: Recorder | None) -> list[Callback]:
-    """What follows every update: the average first, for it is what is evaluated."""
+def _callbacks(run: PreparedRun, recorder: Recorder) -> list[Callback]:
+    """What follows every update: the average first, for it is what is evaluated.
+
+    Rank 0 records. All ranks of a sharded run gather its weights where that means to evaluate.
+    """
     found: list[Callback] = []
-    average = run.average
+    average, private = run.average, run.private
     if average is not None:
-        found.append(lambda progress: average.update(run.private.model))
-    return found if recorder is None else [*found, recorder]
+        found.append(lambda progress: average.update(private.model))
+
+    def record(progress: Progress) -> None:
+        gathers = private.is_sharded and recorder.evaluates(progress.metrics.step + 1)
+        with private.whole_weights() if gathers else nullcontext():
+            if private.world.leads:
+                recorder(progress)
+
+    return [*found, record]
 
 
 def _write_results(
@@ -266,4 +293,5 @@ def _write_results(
 
 def _searches_batch(run: PreparedRun) -> bool:
     """On a GPU, running out of memory is an error to learn from; on a CPU it swaps."""
-    return run.config.training.physical_batch_size is None and run.private.device.type == "cuda"
+    unsaid = run.config.training.physical_batch_size is None
+    return unsaid and run.private.device.type == "cuda" and not run.private.is_sharded

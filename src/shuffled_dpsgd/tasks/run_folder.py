@@ -15,13 +15,23 @@ from torch import nn
 
 from shuffled_dpsgd.errors import InvalidArgumentError
 
+UNFINISHED = ".run.json.tmp"
+"""A run's configuration while it is written."""
+# What a start leaves behind that was killed before its configuration was written.
+_BEFORE_A_RUN = frozenset({UNFINISHED, ".probe", "_data.json", "ledger.jsonl", "_ledger.jsonl.key"})
 _CHECKPOINTS_AT_ONCE = 3
 _ADAM_STATE = 2
 
 
 def claim_directory(directory: Path) -> Path:
-    """Create an empty folder that can be written to, or refuse; the first folder made for it."""
+    """Create an empty folder that can be written to, or refuse; the first folder made for it.
+
+    What a start left that was killed before its run began is removed: it released nothing.
+    """
     try:
+        if _was_never_begun(directory):
+            for item in directory.iterdir():
+                item.unlink()
         if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
             raise InvalidArgumentError(
                 "--output",
@@ -44,6 +54,21 @@ def claim_directory(directory: Path) -> Path:
             remedy=error.strerror or str(error),
         ) from error
     return made
+
+
+def _was_never_begun(directory: Path) -> bool:
+    """Whether a folder holds nothing but what comes before a run, with no release in its ledger.
+
+    A process that is still starting there loses nothing: it notices that its ledger is another one
+    before it releases anything.
+    """
+    if not directory.is_dir():
+        return False
+    names = {item.name for item in directory.iterdir()}
+    ledger = directory / "ledger.jsonl"
+    # Its first line is the plan; every other one is a release.
+    releases = ledger.read_bytes().count(b"\n") - 1 if ledger.is_file() else 0
+    return bool(names) and names <= _BEFORE_A_RUN and releases <= 0
 
 
 @contextmanager

@@ -1,0 +1,54 @@
+"""A task's model spread over the ranks of a launch, and made whole again to be saved."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from shuffled_dpsgd.distributed import World
+from shuffled_dpsgd.errors import InvalidArgumentError
+from shuffled_dpsgd.runtime.shards import is_sharded
+
+
+def shard_model(model: nn.Module, world: World, device: torch.device) -> None:
+    """Spread a model over all ranks: every block by itself, the rest with the root.
+
+    Blocks are what lists of modules hold; each is gathered when it runs.
+
+    Raises:
+        InvalidArgumentError: there are no ranks to spread it over.
+    """
+    if world.size == 1:
+        raise InvalidArgumentError(
+            "training.sharding",
+            expected="'replicated' for one process",
+            got="sharded",
+            remedy="start the command with torchrun --nproc-per-node 2 or more",
+        )
+    # torch.distributed.fsdp takes a while to import.
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh(device.type, (world.size,))
+    for module in [*model.modules()]:
+        if isinstance(module, nn.ModuleList):
+            for block in module:
+                fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+
+
+@torch.no_grad()
+def fill_whole(whole: nn.Module | None, sharded: nn.Module) -> None:
+    """Copy a sharded model into a whole one, on the ranks that have one. Collective.
+
+    One parameter is gathered at a time.
+    """
+    targets = {} if whole is None else dict(whole.named_parameters())
+    for name, parameter in sharded.named_parameters():
+        found = parameter.full_tensor() if is_sharded(parameter) else parameter  # type: ignore[attr-defined]
+        if whole is not None:
+            targets[name].copy_(found)
+    buffers = {} if whole is None else dict(whole.named_buffers())
+    for name, buffer in sharded.named_buffers():
+        if name in buffers:
+            buffers[name].copy_(buffer)

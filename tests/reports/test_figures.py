@@ -9,7 +9,7 @@ import pytest
 
 from shuffled_dpsgd.reports import RunView
 from shuffled_dpsgd.reports.figures import FIGURES, draw_all, draw_epsilon, draw_norms, smooth
-from shuffled_dpsgd.reports.style import save_figure, to_svg
+from shuffled_dpsgd.reports.style import on_white, save_figure, to_svg
 
 
 def test_every_figure_is_drawn_when_everything_was_measured(view: RunView) -> None:
@@ -72,5 +72,5 @@ def test_files_are_written_and_svg_is_repeatable(view: RunView, tmp_path: Path) 
     assert again is not None
     png, svg = save_figure(figure, tmp_path / "figures", "epsilon")
     assert png.read_bytes().startswith(b"\x89PNG")
-    assert svg.read_text() == to_svg(again)
+    assert svg.read_text() == on_white(to_svg(again)) == on_white(to_svg(figure))
     assert svg.read_text().startswith("<svg")

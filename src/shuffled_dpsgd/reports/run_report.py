@@ -13,12 +13,12 @@ from shuffled_dpsgd.reports.card_html import CARD_CSS, card_fragment, card_page
 from shuffled_dpsgd.reports.figures import RunView, draw_all
 from shuffled_dpsgd.reports.page import page, table
 from shuffled_dpsgd.reports.records import samples_per_second
-from shuffled_dpsgd.reports.style import save_figure, to_svg
+from shuffled_dpsgd.reports.style import on_white, save_drawing, to_svg
 from shuffled_dpsgd.training.card import PrivacyCard
 from shuffled_dpsgd.training.card_of_plan import power_of_ten
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+    pass
 
 CAPTIONS: Mapping[str, str] = {
     "loss": "Mean loss of each Poisson batch, and of the held-out data.",
@@ -44,17 +44,17 @@ def report_page(
     *,
     spec: PermutationSpec | None,
     facts: Mapping[str, Any],
-    figures: Mapping[str, Figure] | None = None,
+    figures: Mapping[str, str] | None = None,
 ) -> str:
     """The page: card first, then results, figures, permutation and configuration.
 
-    `figures` spares drawing them again when the caller has them.
+    `figures`, as `to_svg` returns them, spares drawing them again when the caller has them.
     """
-    figures = draw_all(view) if figures is None else figures
+    if figures is None:
+        figures = {name: to_svg(figure) for name, figure in draw_all(view).items()}
     drawn = "".join(
-        f"<figure>{to_svg(figure, transparent=True)}"
-        f"<figcaption>{escape(CAPTIONS[name])}</figcaption></figure>"
-        for name, figure in figures.items()
+        f"<figure>{svg}<figcaption>{escape(CAPTIONS[name])}</figcaption></figure>"
+        for name, svg in figures.items()
     )
     body = (
         f"<h1>{escape(view.title)}</h1>"
@@ -82,8 +82,9 @@ def write_report(
 ) -> list[Path]:
     """Write `report.html`, `privacy_card.{txt,json,html}` and `figures/`; return the paths."""
     figures = draw_all(view)
+    drawn = {name: to_svg(figure) for name, figure in figures.items()}
     texts = {
-        "report.html": report_page(view, card, spec=spec, facts=facts, figures=figures),
+        "report.html": report_page(view, card, spec=spec, facts=facts, figures=drawn),
         "privacy_card.html": card_page(card),
         "privacy_card.txt": f"{card}\n",
         "privacy_card.json": card.dumps() + "\n",
@@ -93,7 +94,12 @@ def write_report(
         (directory / name).write_text(text, encoding="utf-8")
         written.append(directory / name)
     for name, figure in figures.items():
-        written += save_figure(figure, directory / "figures", name)
+        png = directory / "figures" / f"{name}.png"
+        save_drawing(figure, png)
+        # Drawing takes longer than anything else here, so the page's drawing serves twice.
+        svg = png.with_suffix(".svg")
+        svg.write_text(on_white(drawn[name]), encoding="utf-8")
+        written += [png, svg]
     return written
 
 

@@ -75,25 +75,37 @@ def drawing(width: float = 5.4, height: float = 3.2) -> Iterator[tuple[Figure, A
             axes.xaxis.set_major_locator(MaxNLocator(integer=True))
 
 
-def to_svg(figure: Figure, *, transparent: bool = False) -> str:
+def to_svg(figure: Figure) -> str:
     """The figure as an `<svg>` element, ready to sit inside a page; equal input, equal text.
 
-    A `transparent` one has no background, so that a page can show it on its own.
+    It has no background, so that a page can show it on its own.
     """
     buffer = io.StringIO()
     with house_style():
-        figure.savefig(buffer, format="svg", metadata={"Date": None}, transparent=transparent)
+        _lay_out_once(figure)
+        figure.savefig(buffer, format="svg", metadata={"Date": None}, transparent=True)
     text = buffer.getvalue()
     return text[text.index("<svg") :]
 
 
+def on_white(svg: str) -> str:
+    """What `to_svg` returns with a white background, for a file of its own.
+
+    >>> on_white('<svg width="9pt"><g/></svg>')
+    '<svg width="9pt"><rect width="100%" height="100%" fill="#ffffff"/><g/></svg>'
+    """
+    opening, content = svg.split(">", 1)
+    return f'{opening}><rect width="100%" height="100%" fill="#ffffff"/>{content}'
+
+
 def save_drawing(figure: Figure, path: Path) -> None:
-    """Write the figure in the format of the path's suffix; SVG as `to_svg` has it."""
+    """Write the figure, on white, in the format of the path's suffix."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.suffix == ".svg":
-        path.write_text(to_svg(figure), encoding="utf-8")
+        path.write_text(on_white(to_svg(figure)), encoding="utf-8")
         return
     with house_style():
+        _lay_out_once(figure)
         figure.savefig(path)
 
 
@@ -103,3 +115,13 @@ def save_figure(figure: Figure, directory: Path, name: str) -> list[Path]:
     for path in paths:
         save_drawing(figure, path)
     return paths
+
+
+def _lay_out_once(figure: Figure) -> None:
+    """Place everything, for all saves to come: left to do so, each would draw the figure twice.
+
+    So a figure must be complete when it is first saved.
+    """
+    if figure.get_layout_engine() is not None:
+        figure.draw_without_rendering()
+        figure.set_layout_engine(None)

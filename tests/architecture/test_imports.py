@@ -6,6 +6,7 @@ import ast
 import json
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -51,7 +52,8 @@ def module_of(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def imports_of(path: Path) -> set[str]:
+@cache
+def imports_of(path: Path) -> frozenset[str]:
     found: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -66,7 +68,7 @@ def imports_of(path: Path) -> set[str]:
                 for alias in node.names
                 if (folder / alias.name).is_dir() or (folder / f"{alias.name}.py").is_file()
             }
-    return found
+    return frozenset(found)
 
 
 FILES = sorted(SOURCE.rglob("*.py"))

@@ -45,8 +45,20 @@ def most_misses() -> int:
     return int(binom.ppf(0.999, REPETITIONS, 1.0 - CONFIDENCE))
 
 
-@pytest.mark.parametrize("mechanism", MECHANISMS, ids=lambda m: m.name)
-@pytest.mark.parametrize("name", [name for name in TWO_WORLDS if name != "order-statistics"])
+@pytest.mark.parametrize(
+    ("name", "mechanism"),
+    [
+        pytest.param(
+            name,
+            known,
+            id=f"{name}-{known.name}",
+            marks=pytest.mark.slow if name == "joint-beta" and known.name not in TIGHT else (),
+        )
+        for name in TWO_WORLDS
+        if name != "order-statistics"
+        for known in MECHANISMS
+    ],
+)
 def test_two_world_bounds_keep_their_level(name: str, mechanism: Known) -> None:
     found = bounds(TWO_WORLDS[name], mechanism, 300, one_run=False)
     assert (found > mechanism.epsilon).sum() <= most_misses()

@@ -65,7 +65,7 @@ def test_the_papers_claim_is_refuted_and_the_certified_one_is_not(paper_step: Au
     assert certified.strongest_bound > 0.5 * certified.claim.epsilon
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_nothing_refutes_a_certified_step(seed: int) -> None:
     """σ = 1.95 is certified for ε = 1 over 500 steps at q = 0.02."""
     setting = StepSetting(

@@ -30,6 +30,7 @@ TESTS = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
 
 INTERPRETED = """
+import sys
 from unittest import mock
 import torch
 from permutation.zoo import FAMILIES
@@ -68,9 +69,9 @@ with mock.patch.object(fused, "move"):
 # Large programs and small ones, of which a matrix takes several.
 for size, family, scope, dtype in (
     (None, "gpt2", "full", torch.bfloat16),
-    (64, "llama", "paper", torch.float32),
     (256, "vit", "full", torch.bfloat16),
-):
+    (64, "llama", "paper", torch.float32),
+)[int(sys.argv[1]) : int(sys.argv[2])]:
     if size is not None:
         launches.PROGRAM_BYTES.update(columns=size, rows=size)
     model = FAMILIES[family]().model.to(dtype)
@@ -86,11 +87,15 @@ for size, family, scope, dtype in (
 """
 
 
-def test_interpreted_kernels_agree_with_indexing() -> None:
+@pytest.mark.parametrize(
+    "cases", [(0, 2), pytest.param((2, 3), marks=pytest.mark.slow)], ids=["wide", "small programs"]
+)
+def test_interpreted_kernels_agree_with_indexing(cases: tuple[int, int]) -> None:
     pytest.importorskip("triton")
     paths = os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": paths}
-    subprocess.run([sys.executable, "-c", INTERPRETED], check=True, env=environment)
+    command = [sys.executable, "-c", INTERPRETED, *map(str, cases)]
+    subprocess.run(command, check=True, env=environment)
 
 
 @pytest.fixture(params=[False, True], ids=["launched", "replayed"])

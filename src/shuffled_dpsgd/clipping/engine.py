@@ -33,15 +33,8 @@ from shuffled_dpsgd.clipping.plan import Plan, describe
 from shuffled_dpsgd.clipping.rehearsal import Rehearsal
 from shuffled_dpsgd.clipping.rules.half_copies import HalfCopies
 from shuffled_dpsgd.clipping.settle import clip_functions
-from shuffled_dpsgd.clipping.settle.layer_by_layer import LayerByLayer
-from shuffled_dpsgd.clipping.settle.schedules import (
-    ClippingRule,
-    SettleSchedule,
-    WholeGradient,
-    schedule_for,
-)
-from shuffled_dpsgd.clipping.settle.shared_parameters import group_slots
-from shuffled_dpsgd.clipping.settle.totals import Totals
+from shuffled_dpsgd.clipping.settle.schedules import WholeGradient
+from shuffled_dpsgd.clipping.settle.strategies import make_rule, schedule_for
 from shuffled_dpsgd.errors import InvalidArgumentError, UnsupportedModuleError
 from shuffled_dpsgd.runtime.clock import Clock
 from shuffled_dpsgd.runtime.shards import LiveParameters, Sharding, held
@@ -118,17 +111,10 @@ class ClippingEngine:
         if sharding is not None:
             refusals.refuse_sharded(self._slots, sharding.modules, strategy)
         shapes = {name: p.shape for name, p in self._parameters.items()}
-        self._rule = ClippingRule(
-            groups=group_slots(self._slots, shapes),
-            choose=cost.STRATEGIES[strategy],
-            clip=clip_functions.CLIP_FUNCTIONS[clip],
-            clip_norm=self.clip_norm,
-            per_group=clip == "per-layer",
-            totals=Totals(owned),
+        self._rule = make_rule(
+            self._slots, shapes, owned, clip=clip, clip_norm=self.clip_norm, strategy=strategy
         )
-        self._schedule: SettleSchedule = schedule_for(strategy, self._rule)
-        if sharding is not None and sharding.ranks > 1:
-            self._schedule = LayerByLayer(self._rule, sharding.scatter)
+        self._schedule = schedule_for(strategy, self._rule, sharding)
         self._recorder.may_tap = isinstance(self._schedule, WholeGradient)
         self._halves = HalfCopies(self._slots)
         self._rehearsal = Rehearsal(self._parameters, self._rule.groups, self._rule.choose)

@@ -253,10 +253,3 @@ class TwoPasses:
     def _add(self, batch: CapturedBatch, group: LayerGroup, entry: Entry) -> None:
         factors_B = batch.settling.factors[group.index]
         group.add_sums(contributions_of([entry]), factors_B, self.rule.totals.sums)
-
-
-def schedule_for(strategy: str, rule: ClippingRule) -> SettleSchedule:
-    """The schedule of one of the engine's strategies."""
-    if strategy == "ghost":
-        return TwoPasses(rule)
-    return GroupByGroup(rule) if rule.per_group else WholeGradient(rule)

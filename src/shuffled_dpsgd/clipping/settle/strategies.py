@@ -1,0 +1,55 @@
+"""From the engine's options to how a batch is settled: the clipping rule, and its schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from shuffled_dpsgd.clipping.capture.slot import Slot
+from shuffled_dpsgd.clipping.contributions import cost
+from shuffled_dpsgd.clipping.settle import clip_functions
+from shuffled_dpsgd.clipping.settle.layer_by_layer import LayerByLayer
+from shuffled_dpsgd.clipping.settle.schedules import (
+    ClippingRule,
+    GroupByGroup,
+    SettleSchedule,
+    TwoPasses,
+    WholeGradient,
+)
+from shuffled_dpsgd.clipping.settle.shared_parameters import group_slots
+from shuffled_dpsgd.clipping.settle.totals import Totals
+from shuffled_dpsgd.runtime.shards import Sharding
+
+
+def make_rule(
+    slots: Sequence[Slot],
+    shapes: Mapping[str, torch.Size],
+    owned: Mapping[str, Tensor],
+    *,
+    clip: str,
+    clip_norm: float,
+    strategy: str,
+) -> ClippingRule:
+    """The rule of an engine whose parameters have these shapes, and of which this rank owns some.
+
+    Without sharding, `owned` are the whole parameters.
+    """
+    return ClippingRule(
+        groups=group_slots(slots, shapes),
+        choose=cost.STRATEGIES[strategy],
+        clip=clip_functions.CLIP_FUNCTIONS[clip],
+        clip_norm=clip_norm,
+        per_group=clip == "per-layer",
+        totals=Totals(owned),
+    )
+
+
+def schedule_for(strategy: str, rule: ClippingRule, sharding: Sharding | None) -> SettleSchedule:
+    """The schedule of one of the engine's strategies; of several ranks, layer by layer."""
+    if sharding is not None and sharding.ranks > 1:
+        return LayerByLayer(rule, sharding.scatter)
+    if strategy == "ghost":
+        return TwoPasses(rule)
+    return GroupByGroup(rule) if rule.per_group else WholeGradient(rule)

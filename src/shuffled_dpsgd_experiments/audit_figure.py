@@ -48,7 +48,8 @@ def draw(audits: Sequence[Record]) -> Figure:
         )
     axes.set_yticks(range(len(audits)), [words_of(record) for record in audits])
     axes.set_xscale("symlog", linthresh=0.1)
-    axes.set(xlabel="ε", xlim=(-0.02, None))
+    largest = max(x for row in values for x in row if x is not None)
+    axes.set(xlabel="ε", xlim=(-0.02, 2.0 * largest))
     axes.invert_yaxis()
     figure.legend(loc="outside lower center", ncols=3)
     return figure

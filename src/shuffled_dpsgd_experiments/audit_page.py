@@ -2,7 +2,8 @@
 
     python -m shuffled_dpsgd_experiments.audit_page results docs/auditing.md
 
-rewrites what stands between the two marks of the page; nothing in it is typed by hand.
+rewrites what stands between the two marks of the page, and `figures/real-models.svg` beside it;
+nothing in either is typed by hand.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def page_part(results: Path) -> str:
     audits = audits_in(results)
     steps = [record for record in audits if record["mode"] == "step"]
     boxes = [record for record in audits if record["mode"] == "black-box"]
-    parts = [summary(audits)]
+    parts = [summary(audits), "![claimed, shown and certified](figures/real-models.svg)"]
     if steps:
         parts.append(adversaries(steps))
     if boxes:
@@ -199,6 +200,9 @@ def main(arguments: Sequence[str]) -> None:
     results, page = map(Path, arguments)
     text = rewritten(page.read_text(encoding="utf-8"), page_part(results))
     page.write_text(text, encoding="utf-8")
+    from shuffled_dpsgd_experiments.audit_figure import save
+
+    save(audits_in(results), page.parent / "figures" / "real-models.svg")
 
 
 if __name__ == "__main__":

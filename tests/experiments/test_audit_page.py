@@ -7,12 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from shuffled_dpsgd_experiments.audit_figure import save
 from shuffled_dpsgd_experiments.audit_page import (
     BEGIN,
     END,
     audits_in,
     page_part,
     rewritten,
+    words_of,
 )
 
 ROOT = Path(__file__).parents[2]
@@ -34,6 +36,13 @@ def test_every_row_has_its_claims_bound_verdict_and_cost(record: dict) -> None:
         above = verdict["strongest_bound"] > verdict["claim"]["epsilon"]
         assert above == verdict["outcome"].startswith("refuted")
     assert record["verdicts"][0]["outcome"] == "consistent", "a theorem was refuted: our bug"
+
+
+def test_the_figure_names_every_audit(tmp_path: Path) -> None:
+    audits = audits_in(RESULTS)
+    save(audits, tmp_path / "drawn.svg")
+    drawn = (tmp_path / "drawn.svg").read_text(encoding="utf-8")
+    assert all(words_of(record) in drawn for record in audits)
 
 
 def test_a_page_is_rewritten_between_its_marks_alone(tmp_path: Path) -> None:

@@ -1,0 +1,379 @@
+"""Figures in docs/claims.md, docs/auditing.md and the README are those of the committed results.
+
+Each check rebuilds a sentence, or a row of a table, from the JSON and looks for it on the page.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+CLAIMS, AUDITING, README = "docs/claims.md", "docs/auditing.md", "README.md"
+
+
+def result(name: str) -> Any:
+    return json.loads((ROOT / "results" / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def words(text: str) -> str:
+    return re.sub(r"\s+", " ", text)
+
+
+def page(name: str) -> str:
+    return words((ROOT / name).read_text(encoding="utf-8"))
+
+
+def bound(audit: Any, adversary: str, canary: str | None = None) -> dict[str, float]:
+    """Bounds by method of one attack, each at its own confidence; `closed` where there is one."""
+    for attack in audit["attacks"]:
+        if attack["adversary"] == adversary and canary in (None, attack["canary"]):
+            bounds = {name: found["epsilon"] for name, found in attack["bounds"].items()}
+            return bounds | {"closed": (attack.get("closed_form") or {}).get("epsilon")}
+    raise KeyError(adversary)
+
+
+def verdict(audit: Any, kind: str) -> Any:
+    return next(found for found in audit["verdicts"] if found["claim"]["kind"] == kind)
+
+
+STEP_ROWS = {
+    "axis sum (constant along the axis)": ("axis sum", "constant-on-axis"),
+    "un-permuted tensor (random direction)": ("un-permuted tensor", "random-direction"),
+    "re-alignment against W_t (random direction)": ("re-alignment against W_t", None),
+    "orbit maximum (Dirac, axis of 3072)": ("orbit maximum", "dirac"),
+    "orbit likelihood ratio (Dirac)": ("orbit likelihood ratio", "dirac"),
+    "orbit maximum, ideal shuffle of all d (worst-case pair)": (
+        "orbit maximum, ideal shuffle",
+        None,
+    ),
+    "orbit likelihood ratio, ideal shuffle (worst-case pair)": (
+        "orbit likelihood ratio, ideal shuffle",
+        None,
+    ),
+    "fixed index (Dirac), the paper's": ("fixed index", "dirac"),
+}
+
+
+@pytest.mark.parametrize("row", STEP_ROWS)
+def test_the_table_of_one_step(row: str) -> None:
+    found = bound(result("audit_step_vit_paper"), *STEP_ROWS[row])
+    gaussian = found["order-statistics-gaussian"]
+    digits = 2 if gaussian < 10.0 else 1
+    closed = "" if found["closed"] is None else f"**{found['closed']:.1f}** "
+    last = (
+        f"| {closed}| {found['order-statistics']:.2f} | {found['clopper-pearson']:.2f} "
+        f"| {gaussian:.{digits}f} |"
+    )
+    assert re.search(re.escape(f"| {row} | ") + r"[a-z ]+ " + re.escape(last), page(AUDITING)), last
+
+
+def test_samples_cap_bounds() -> None:
+    few, many = result("audit_step_vit_paper"), result("audit_step_vit_paper_40000")
+    caps = re.search(r"exceeds ([\d.]+) \(Clopper–Pearson\) or ([\d.]+)", few["notes"][0])
+    assert caps is not None
+    (pearson, ranks), sums = caps.groups(), bound(many, "axis sum")
+    for name in (CLAIMS, AUDITING):
+        text = page(name)
+        assert f"Clopper–Pearson cannot exceed {pearson}" in text
+        assert f"order statistics {ranks}" in text
+        assert f"gives {sums['clopper-pearson']:.2f} and {sums['order-statistics']:.2f}" in text
+    own = bound(few, "axis sum")
+    few_words = f"5000 give {own['clopper-pearson']:.2f} and {own['order-statistics']:.2f}"
+    assert few_words in page(CLAIMS)
+    settings = [{**audit["setting"], "num_observations": 0} for audit in (few, many)]
+    assert settings[0] == settings[1], "nothing but the sample may differ"
+
+
+def test_the_readme_quotes_the_step() -> None:
+    audit = result("audit_step_vit_paper")
+    names = (
+        ("fixed index", "dirac"),
+        ("orbit maximum", "dirac"),
+        ("axis sum", None),
+        ("un-permuted tensor", None),
+        ("re-alignment against W_t", None),
+    )
+    cells = " | ".join(f"{bound(audit, *name)['order-statistics']:.2f}" for name in names)
+    assert f"| from samples (measured) | {cells} |" in page(README)
+    proven = verdict(audit, "proven")["claim"]["epsilon"]
+    assert f"ε = {proven:.1f} is proven" in page(README)
+
+
+def test_whole_runs_in_isolation() -> None:
+    paper, certified = (result(f"audit_composition_vit_{kind}") for kind in ("paper", "certified"))
+    text = page(AUDITING)
+    assert f"the audit gives ε ≥ {verdict(paper, 'heuristic')['strongest_bound']:.1f}" in text
+    assert f"certified ε is {verdict(paper, 'proven')['claim']['epsilon']:.0f} (proven)" in text
+    assert f"certified for ε = {verdict(certified, 'proven')['claim']['epsilon']:.3f}" in text
+    runs = certified["setting"]["num_observations"]
+    assert f"{runs:,} + {runs:,} runs give" in text
+    assert f"ε ≥ {verdict(certified, 'proven')['strongest_bound']:.2f} (measured)" in text
+
+
+def test_the_digits() -> None:
+    text = page(AUDITING)
+    certified, paper, fitted, step = (
+        result(f"audit_run_digits_{kind}")
+        for kind in ("certified", "paper", "paper_fitted", "paper_step")
+    )
+    for audit in (certified, paper, fitted):
+        assert "recovered 100.0%" in audit["notes"][0]
+    joint = verdict(certified, "proven")["strongest_bound"]
+    alone = max(
+        found["epsilon"]
+        for attack in certified["attacks"]
+        for found in attack["bounds"].values()
+        if found["may_refute"] == "any claim"
+    )
+    shown = f"gives {joint:.2f} at the joint 95 %, and {alone:.2f} by its strongest bound alone"
+    assert shown in text
+    assert verdict(paper, "heuristic")["strongest_bound"] == 0.0
+    assert verdict(fitted, "heuristic")["strongest_bound"] == 0.0
+    judged = verdict(step, "heuristic")
+    assert judged["outcome"].startswith("refuted")
+    against = f"({judged['strongest_bound']:.1f} against {judged['claim']['epsilon']:.3f}, measured"
+    assert against in text
+
+
+def test_table_six_and_its_control() -> None:
+    rows, text = result("audit_paper_table6")["rows"], page(AUDITING)
+
+    def cells(label: str, shown: list[str]) -> str:
+        return f"| {label} | {' | '.join(shown)} |"
+
+    def spread(key: str) -> list[str]:
+        both = [row["readings"]["strict"][key] for row in rows]
+        return [f"{low:.2f} – {high:.2f}" for low, _, high in both]
+
+    def share(key: str) -> list[str]:
+        return [f"{100 * row['readings']['literal'][key]:.0f} %" for row in rows]
+
+    printed = [f"{row['printed_in_the_paper']:.4f}" for row in rows]
+    strongest = [
+        f"{max(row[name]['epsilon'] for name in ('clopper_pearson', 'order_statistics')):.2f}"
+        for row in rows
+    ]
+    repetitions = result("audit_paper_table6")["setting"]["repetitions"]
+    own = f"its estimator on this mechanism, strict, 5 to 95 % of {repetitions} repetitions"
+    for expected in (
+        cells("audited ε printed in the paper", printed),
+        cells(own, spread("quantiles")),
+        cells("the same on pure noise", spread("quantiles_on_pure_noise")),
+        cells("its estimator, literal: infinite in", share("share_infinite")),
+        cells("the same on pure noise: infinite in", share("share_infinite_on_pure_noise")),
+        cells("Clopper–Pearson and order statistics at 95 % (measured)", strongest),
+    ):
+        assert expected in text
+    median = rows[0]["readings"]["strict"]["quantiles_on_pure_noise"][1]
+    assert f"whose median is {median:.2f}" in text
+
+
+def test_the_papers_audit_inside_training() -> None:
+    half, one = result("audit_paper_table6")["training"]
+    text = page(AUDITING)
+
+    def shown(audit: Any) -> list[str]:
+        names = ("fixed index, during training", "re-alignment, during training", "axis sum")
+        return [f"{bound(audit, name)['order-statistics']:.2f}" for name in names]
+
+    for audit in (half, one):
+        assert audit["setting"]["plan"]["num_steps"] == 10_000
+    fixed, followed, summed = shown(half)
+    assert f"the planted index shows {fixed};" in text
+    assert f"shows ε ≥ {followed} (measured, 95 %)" in text
+    assert f"shows {summed} by its axis sum" in text
+    claimed = [verdict(audit, "heuristic")["claim"]["epsilon"] for audit in (half, one)]
+    assert f"{claimed[0]:.3f} for a step (heuristic)" in text
+    fixed, followed, summed = shown(one)
+    assert f"At claim 1 ({claimed[1]:.3f} a step): {fixed}, {followed} and {summed}." in text
+    proven = {f"{verdict(audit, 'proven')['claim']['epsilon']:.1f}" for audit in (half, one)}
+    assert f"The certified ε of a step, {proven.pop()} (proven), stands" in text
+    assert not proven
+
+
+@pytest.mark.parametrize("observations", [500, 1000, 5000])
+def test_the_comparison_with_public_estimators(observations: int) -> None:
+    points = [p for p in result("audit_comparison")["points"] if p["observations"] == observations]
+    plain = [
+        f"{p['mean_of_ours']:.2f} / {p['mean_of_their_best_on_each_data_set']:.2f}" for p in points
+    ]
+
+    def mean(values: list[float]) -> float:
+        return sum(values) / len(values)
+
+    gaussian = [
+        f"{mean(p['ours']['order-statistics-gaussian']):.2f} / {mean(p['theirs']['gdp']):.2f}"
+        for p in points
+    ]
+    assert f"| {observations:,}: ours / theirs | {' | '.join(plain)} |" in page(AUDITING)
+    row = f"| {observations:,}: Gaussian, ours / theirs | {' | '.join(gaussian)} |"
+    assert row in page(AUDITING)
+    for point in points:
+        best = point["mean_of_their_best_on_each_data_set"]
+        assert point["mean_of_ours"] >= best
+        ours, theirs = point["ours"]["order-statistics-gaussian"], point["theirs"]["gdp"]
+        assert mean(ours) >= mean(theirs)
+
+
+def test_how_often_ours_is_at_least_theirs() -> None:
+    points = result("audit_comparison")["points"]
+    wins = sum(p["data_sets_where_ours_is_at_least_their_best"] for p in points)
+    gaussian = sum(p["data_sets_where_our_gaussian_is_at_least_theirs"] for p in points)
+    text = page(AUDITING)
+    assert f"at least theirs on {wins} of {20 * len(points)} data sets" in text
+    assert f"our Gaussian bound at least theirs on {gaussian}." in text
+
+
+def test_coverage() -> None:
+    found, text = result("audit_coverage")["estimators"], page(AUDITING)
+
+    def worst(*names: str) -> str:
+        rows = [row for name in names for row in found[name].values()]
+        return f"{100 * max(row['above_the_truth'] for row in rows):.1f} %"
+
+    pearson = worst("clopper-pearson, held-out", "clopper-pearson, fixed")
+    assert (
+        f"{worst('order-statistics')} for order statistics, {pearson} for Clopper–Pearson" in text
+    )
+    assert f"{worst('one-run')} for one-run, {worst('one-run-fdp')} for one-run-fdp" in text
+    assert f"{worst('order-statistics-gaussian')} for order statistics over Gaussian" in text
+    assert f"{worst('joint-beta')} for joint beta" in text
+    assert len(found["order-statistics"]) == 11
+
+    def median(name: str, mechanism: str) -> str:
+        return f"{found[name][mechanism]['median_bound']:.2f}"
+
+    ties = [
+        f"{median('joint-beta', m)} against {median('order-statistics', m)} at ε = {epsilon}"
+        for m, epsilon in (("randomized response 0.3", 0.3), ("leaky 0.5", 0.5))
+    ]
+    assert f"({ties[0]}, {ties[1]})" in text
+
+
+def test_planted_bugs_are_all_caught() -> None:
+    found = result("audit_planted_bugs")
+    assert all(bug["caught_by"] for bug in found["bugs"].values())
+    assert len(found["bugs"]) == 20
+    assert "Twenty known DP-SGD mistakes" in page(AUDITING)
+
+
+def test_the_knock_out_on_the_digits() -> None:
+    found, text = result("audit_black_box"), page(CLAIMS)
+    areas = {
+        arm: " and ".join(f"{found['arms'][arm][a]['pooled_area']:.3f}" for a in ("loss", "ratio"))
+        for arm in ("off", "on")
+    }
+    assert f"without the shuffle {areas['off']}, with it {areas['on']}" in text
+    gaps = []
+    for attack in ("loss", "ratio"):
+        gap = found["on_minus_off"][attack]
+        gaps.append(f"{gap['mean_difference']:.3f} ± {(gap['high'] - gap['low']) / 2:.3f}")
+    assert f"with minus without {gaps[0]} and {gaps[1]} (measured" in text
+    assert found["largest_paired_difference"] < 3e-5
+    assert "by more than 3e-5" in text
+
+
+@pytest.mark.parametrize("batch_clip", [1.0, 10.0, 100.0])
+def test_claimed_and_true_delta(batch_clip: float) -> None:
+    row = next(
+        row
+        for row in result("claims")["claimed_and_true_delta"]
+        if row["batch_clip"] == batch_clip and row["pair"] == "spike"
+    )
+    first, second = (f"{t['delta']:.3f} ± {(t['high'] - t['low']) / 2:.3f}" for t in row["truth"])
+    name = "c' = c" if batch_clip == 1.0 else f"c' = {batch_clip:.0f}c"
+    start = f"| {name} | {row['noise_multiplier']:.3f} | {first}"
+    found = re.search(
+        re.escape(start) + r"[^|]*" + re.escape(second) + r"[^|]*\| ([^|]+) \|", page(CLAIMS)
+    )
+    assert found is not None, start
+    stated = found[1].replace(" million", "e6").replace(",", "").replace(" ", "")
+    assert float(stated) == pytest.approx(row["true_over_claimed_at_least"], rel=0.03)
+
+
+def test_groups_constants_and_remarks() -> None:
+    found, text = result("claims"), page(CLAIMS)
+    groups = found["group_against_dimension"]
+    assert f"10^{int(groups['log10_of_d_factorial']):,} of them" in text
+    for scope in ("paper", "full"):
+        assert f"10^{int(groups[scope]['log10_permutations']):,}" in text
+    constant = next(row for row in found["claimed_and_true_delta"] if row["pair"] == "constant")
+    assert f"the whole Gaussian δ remains: {constant['truth'][0]['delta']:.3f}" in text
+    shares = found["shuffled_over_unshuffled_at_0.25"].values()
+    fitting = sorted(100 * s["100"] for s in shares if s["100"] < 0.1)
+    assert f"({fitting[0]:.1f} to {fitting[-1]:.1f} %)" in text
+    smallest = sorted(100 * s["1"] for s in shares)
+    assert f"at c' = c it is {smallest[0]:.1f} to {smallest[-1]:.1f} %" in text
+
+
+def test_where_the_gain_comes_from() -> None:
+    strong, weak = result("claims")["where_the_gain_comes_from"]
+    text = page(CLAIMS)
+    unshuffled = "unshuffled_by_advanced_composition"
+    assert f"σ0 = {weak[unshuffled]:.2f} (ε = 1) and {strong[unshuffled]:.1f} (ε = 0.1)" in text
+    assert f"asks for {weak['certified']:.2f} and {strong['certified']:.1f}" in text
+    whole, accountant, theorem = (
+        f"{weak[key]:.{digits}f}×"
+        for key, digits in (
+            ("whole_factor", 0),
+            ("factor_of_the_accountant", 1),
+            ("factor_of_the_theorem", 1),
+        )
+    )
+    assert f"of the {whole} between" in text
+    assert f"{accountant} is the distance" in text
+    assert f"{theorem} is the invalid theorem" in text
+    assert f"of the {strong['whole_factor']:.0f}× at ε = 0.1" in text
+    assert f"and {strong['factor_of_the_theorem']:.0f}×" in text
+
+
+def test_fenton_wilkinson() -> None:
+    found, text = result("claims")["fenton_wilkinson_distance"], page(CLAIMS)
+    assert f"off by {found['log-standard deviation 4']:.2f} from Monte-Carlo" in text
+    assert f"by {result('fig2')['kolmogorov']['kernel-density']:.2f})" in text
+    assert f"it is off by {found['log-standard deviation 0.25']:.3f}" in text
+
+
+def test_the_readmes_box() -> None:
+    rows = {
+        (row["claimed_epsilon"], row["batch_clip"]): row["certified_epsilon"]
+        for row in result("claims")["certified_at_the_papers_noise"]
+    }
+    text = page(README).replace("> ", "")
+    assert f"with the noise it then asks for, {int(rows[1.0, 1.0])} is proven" in text
+    assert f"At c' = 100c the certified ε of that setting is {rows[1.0, 100.0]:.2f}" in text
+
+
+COMMANDS = dict(
+    re.findall(
+        r"^\| `(audit_\w+\.json)` \| `([^`]+)`",
+        (ROOT / AUDITING).read_text(encoding="utf-8"),
+        flags=re.MULTILINE,
+    )
+)
+
+
+def test_every_result_has_a_command() -> None:
+    """Those of real models hold their own."""
+    for path in (ROOT / "results").glob("audit_*.json"):
+        own = json.loads(path.read_text(encoding="utf-8")).get("command", "")
+        assert path.name in COMMANDS or own.startswith("python -m"), path.name
+
+
+@pytest.mark.parametrize("name", [n for n, c in COMMANDS.items() if c.startswith("shuffled")])
+def test_the_commands_are_understood(name: str) -> None:
+    """Parsed, not run."""
+    import typer
+
+    from shuffled_dpsgd.cli.audit import app
+
+    _, verb, which, *rest = COMMANDS[name].split()
+    assert verb == "audit"
+    group = typer.main.get_command(app)
+    found = group.commands[which].make_context(which, rest)  # type: ignore[attr-defined]
+    assert found.params

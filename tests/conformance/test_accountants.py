@@ -91,7 +91,7 @@ def test_a_proven_epsilon_is_never_below_the_certified_interval(accountant: Acco
 
 
 @every
-@pytest.mark.parametrize("target", [0.5, 3.0])
+@pytest.mark.parametrize("target", [pytest.param(0.5, marks=pytest.mark.slow), 3.0])
 def test_calibration_meets_its_target_from_below_and_is_tight(
     accountant: Accountant, target: float
 ) -> None:

@@ -30,8 +30,15 @@ def start(case: Case, **changes: Any) -> Any:
     return make_private(model, optimizer, **(settings | changes))
 
 
-@pytest.mark.parametrize("scope", ["paper", "full"])
-@pytest.mark.parametrize("privacy", [PRIVATE, NON_PRIVATE], ids=["dp", "non-dp"])
+@pytest.mark.parametrize(
+    ("privacy", "scope"),
+    [
+        pytest.param(PRIVATE, "full", id="dp-full"),
+        pytest.param(NON_PRIVATE, "paper", id="non-dp-paper"),
+        pytest.param(PRIVATE, "paper", id="dp-paper", marks=pytest.mark.slow),
+        pytest.param(NON_PRIVATE, "full", id="non-dp-full", marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("make_case", CASES.values(), ids=CASES)
 def test_loss_curve_is_that_of_the_unshuffled_run(
     make_case: Callable[[torch.dtype], Case], privacy: dict[str, float], scope: str

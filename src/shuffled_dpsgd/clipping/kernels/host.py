@@ -15,8 +15,9 @@ from torch import Tensor
 
 from shuffled_dpsgd.clipping.kernels import plain
 
-# Elements of a temporary that is small enough to be read back from the cache.
-CACHED_ELEMENTS = 1 << 19
+# Elements of a temporary that is small enough to be read back from the cache, and its columns:
+# blocks of other widths are multiplied more slowly than what the cache saves.
+CACHED_ELEMENTS, COLUMNS = 1 << 20, 256
 # At most this many float32 squares are added up in float32; longer sums round too much.
 NORM_BLOCK = 2048
 # Below every product of two float32 numbers, and representable.
@@ -125,7 +126,7 @@ def tile_sq_norms(x_BTD: Tensor, g_BTP: Tensor, bias: bool) -> Tensor:
 def _product_sq_norms(left_BST: Tensor, right_BTC: Tensor) -> Tensor:
     """(B,) squared norms of left @ right, float64, a cached block of columns at a time."""
     B, S, _ = left_BST.shape
-    step = max(64, CACHED_ELEMENTS // (B * S))
+    step = max(1, CACHED_ELEMENTS // (B * S * COLUMNS)) * COLUMNS
     parts = [
         row_sq_norms(torch.bmm(left_BST, columns_BTK).flatten(1))
         for columns_BTK in right_BTC.split(step, 2)

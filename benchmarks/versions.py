@@ -53,10 +53,10 @@ class Worker:
                 return line.removeprefix("answer ").strip()
         raise RuntimeError(f"a worker ended early, with exit code {self._process.wait()}")
 
-    def block(self) -> float:
-        """Seconds of one block."""
+    def measured(self, what: str) -> float:
+        """Seconds of one "block", by the clock, or of its "kernels" alone."""
         assert self._process.stdin is not None
-        self._process.stdin.write("block\n")
+        self._process.stdin.write(f"{what}\n")
         self._process.stdin.flush()
         return float(self.answer())
 
@@ -70,6 +70,7 @@ def compared(options: argparse.Namespace, workload: str, adapter: str) -> Result
     trees = dict.fromkeys(CONTESTANTS, options.before) | {"after": HERE.parent}
     workers: dict[str, Worker] = {}
     blocks: dict[str, list[float]] = {name: [] for name in CONTESTANTS}
+    kernels: dict[str, float] = {}
     try:
         for name, tree in trees.items():
             workers[name] = Worker(tree, options, workload, adapter)
@@ -78,7 +79,9 @@ def compared(options: argparse.Namespace, workload: str, adapter: str) -> Result
         for number in range(options.rounds):
             first = number % len(CONTESTANTS)
             for name in CONTESTANTS[first:] + CONTESTANTS[:first]:
-                blocks[name].append(workers[name].block())
+                blocks[name].append(workers[name].measured("block"))
+        if options.device != "cpu":
+            kernels = {name: worker.measured("kernels") for name, worker in workers.items()}
     finally:
         for worker in workers.values():
             worker.close()
@@ -87,6 +90,7 @@ def compared(options: argparse.Namespace, workload: str, adapter: str) -> Result
         "adapter": adapter,
         "steps_per_block": options.steps,
         "block_seconds": blocks,
+        "kernel_seconds_of_a_block": kernels,
         "of_before": {
             name: summarised(
                 [mine / base for mine, base in zip(found, blocks["before"], strict=True)]
@@ -108,6 +112,8 @@ def shown(result: Result) -> str:
     for name, ratios in result["of_before"].items():
         spread = f"{ratios['tenth']:.3f} to {ratios['ninetieth']:.3f}"
         words.append(f"{name} {ratios['median']:.4f} of it (middle 80 %: {spread})")
+        if kernels := result["kernel_seconds_of_a_block"]:
+            words.append(f"its kernels {kernels[name] / kernels['before']:.4f}")
     return "; ".join(words)
 
 

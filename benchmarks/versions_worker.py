@@ -10,6 +10,7 @@ import argparse
 import sys
 
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.adapters import Setting
 from benchmarks.measure import Contestant, prepare, time_block
@@ -32,9 +33,23 @@ def main() -> None:
     prepare(contestant, setting, options.warmup)
     print("answer ready", flush=True)
     for line in sys.stdin:
-        if line.strip() != "block":
-            raise SystemExit(f"expected the word block, got {line!r}")
-        print(f"answer {time_block(contestant, device, options.steps)!r}", flush=True)
+        if line.strip() not in ("block", "kernels"):
+            raise SystemExit(f"expected the word block or kernels, got {line!r}")
+        if line.strip() == "block":
+            seconds = time_block(contestant, device, options.steps)
+        else:
+            seconds = time_kernels(contestant, options.steps)
+        print(f"answer {seconds!r}", flush=True)
+
+
+def time_kernels(contestant: Contestant, steps: int) -> float:
+    """Seconds of all kernels of a block, added up: what the GPU has to do, whatever its host."""
+    assert contestant.step is not None
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        for _ in range(steps):
+            contestant.step(contestant.batch)
+        torch.cuda.synchronize()
+    return 1e-6 * sum(event.self_device_time_total for event in profiler.key_averages())
 
 
 if __name__ == "__main__":

@@ -32,6 +32,7 @@ from shuffled_dpsgd.clipping.contributions import cost
 from shuffled_dpsgd.clipping.plan import Plan, describe
 from shuffled_dpsgd.clipping.rehearsal import Rehearsal
 from shuffled_dpsgd.clipping.rules.half_copies import HalfCopies
+from shuffled_dpsgd.clipping.rules.linear import keep_no_copies
 from shuffled_dpsgd.clipping.settle import clip_functions
 from shuffled_dpsgd.clipping.settle.schedules import WholeGradient
 from shuffled_dpsgd.clipping.settle.strategies import make_rule, schedule_for
@@ -115,6 +116,8 @@ class ClippingEngine:
             self._slots, shapes, owned, clip=clip, clip_norm=self.clip_norm, strategy=strategy
         )
         self._schedule = schedule_for(strategy, self._rule, sharding)
+        if sharding is not None and sharding.ranks > 1:
+            keep_no_copies(self._slots)
         self._recorder.may_tap = isinstance(self._schedule, WholeGradient)
         self._halves = HalfCopies(self._slots)
         self._rehearsal = Rehearsal(self._parameters, self._rule.groups, self._rule.choose)

@@ -13,8 +13,8 @@ Memory of a rank, in bytes, for P parameters and n tokens:
   s = 2.7 bytes, or 5.2 where the activation is computed by several stored operations (gelu_new);
 - captures 2 n (W + V), held until the sums are formed, when activations and logits are gone;
 - sharded ranks divide weights, moments and sums by their number, and hold the largest layer's sums
-  twice beside them; in a batch that is checked, the whole weights and then one sample's gradients,
-  4 P each.
+  twice beside them, and bfloat16 copies of two layers; in a batch that is checked, the whole
+  weights and then one sample's gradients, 4 P each.
 
 Time of a physical batch: the larger of what the host needs to issue it, 3.1 ms a layer, and what
 the GPU needs: operations at 74 % of its peak, and 13 passes over the activations at its bandwidth.
@@ -156,14 +156,15 @@ def memory_of(shapes: ModelShapes, job: Job, *, batch: int) -> RankMemory:
     """Bytes on one rank, with so many samples in a physical batch."""
     tokens, sharded = batch * job.length, job.strategy == "sharded"
     held = shapes.parameters / job.gpus if sharded else shapes.parameters
-    # Sharded: the largest layer's sums as they are formed, and once more as they are sent.
+    # Sharded: half copies of the layer at work and the next, the largest layer's sums as they are
+    # formed and once more as they are sent.
     layers = 2 * shapes.largest_layer
     vector = 4 * shapes.parameters if job.gpus > 1 else 0
     stored = STORED_BYTES_COMPOSITE if shapes.composite_activation else STORED_BYTES
     return RankMemory(
         weights=4 * held,
         gathered=4 * shapes.parameters if sharded else 0,
-        half_copies=2 * shapes.parameters,
+        half_copies=2 * (layers if sharded else shapes.parameters),
         state=8 * held,
         sums=4 * (held + layers) if sharded else 4 * shapes.parameters + vector,
         activations=tokens * (stored * shapes.stored_width + LOGIT_BYTES * shapes.logits),

@@ -5,7 +5,7 @@ Shapes: B samples, T positions (all axes between the first and the last), D inpu
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -60,13 +60,14 @@ class LinearFunction(torch.autograd.Function):
         part: int,
         *taps: Tensor,
     ) -> Tensor:
-        outputs = weight.shape[0]
+        outputs, kept = weight.shape[0], weight
         if lower:
             rows = slot.padded_outputs - outputs
             weight = lowered(weight, x.dtype, rows)
             bias = None if bias is None else lowered(bias, x.dtype, rows)
         ctx.slot, ctx.batch, ctx.part = slot, batch, part
-        ctx.save_for_backward(x if slot.keeps_input else None, weight)
+        kept = kept if _lowers_again(slot) else weight
+        ctx.save_for_backward(x if slot.keeps_input else None, kept)
         if weight.shape[0] == outputs:
             return no_view(F.linear(x, weight, bias))
         # Cut before the view. With the view in between, a compiler would keep both the outputs and
@@ -77,6 +78,8 @@ class LinearFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
         x, weight = ctx.saved_tensors
+        if weight.dtype is not g.dtype:
+            weight = lowered(weight, g.dtype, ctx.slot.padded_outputs - weight.shape[0])
         g = kept = _in_rows(g)
         if weight.shape[0] != g.shape[-1]:
             g = _padded(g, weight.shape[0])
@@ -102,20 +105,28 @@ class TransposedLinearFunction(torch.autograd.Function):
         part: int,
         *taps: Tensor,
     ) -> Tensor:
+        kept = weight
         if lower:
             weight, bias = weight.to(x.dtype), bias.to(x.dtype)
         ctx.slot, ctx.batch, ctx.part = slot, batch, part
-        ctx.save_for_backward(x if slot.keeps_input else None, weight)
+        kept = kept if _lowers_again(slot) else weight
+        ctx.save_for_backward(x if slot.keeps_input else None, kept)
         flat = torch.addmm(bias, x.reshape(-1, x.shape[-1]), weight)
         return no_view(flat.view(*x.shape[:-1], weight.shape[1]))
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
         x, weight = ctx.saved_tensors
+        weight = weight if weight.dtype is g.dtype else weight.to(g.dtype)
         g = _in_rows(g)
         taps = recorder_of(ctx.slot).record(ctx.batch, ctx.slot, (x, g), ctx.part)
         grad_x = g.matmul(weight.t()) if ctx.needs_input_grad[0] else None
         return grad_x, None, None, None, None, None, None, *taps
+
+
+def _lowers_again(slot: LinearSlot) -> bool:
+    """Never asked of a slot by traced code, which would be checked for it in each run."""
+    return not torch.compiler.is_compiling() and slot.lowers_again
 
 
 def _in_rows(g: Tensor) -> Tensor:
@@ -163,7 +174,7 @@ def _run(slot: LinearSlot, x: Tensor, function: type[torch.autograd.Function]) -
     if lower:
         x = x.to(torch.get_autocast_dtype(batch.device))
     weight, bias = cast(Tensor, slot.parameters["weight"]), slot.parameters["bias"]
-    if x.requires_grad and can_listen():
+    if x.requires_grad and can_listen() and not (lower and slot.lowers_again):
         return slot.listen(x, weight, bias, batch)
     taps = recorder_of(slot).taps_of(batch, slot, part)
     return cast(Tensor, function.apply(x, weight, bias, lower, slot, batch, part, *taps))
@@ -176,6 +187,8 @@ class LinearSlot(Slot):
     may_fold = True
     transposed = False
     fixed_route = None
+    # Under autocast, whether the backward casts the weight once more instead of keeping the copy.
+    lowers_again = False
 
     def __init__(self, **site: Any) -> None:
         super().__init__(**site)
@@ -286,3 +299,10 @@ class Conv1DSlot(LinearSlot):
         assert bias is not None
         flat = torch.addmm(bias, x.reshape(-1, x.shape[-1]), weight)
         return flat.view(*x.shape[:-1], weight.shape[1])
+
+
+def keep_no_copies(slots: Iterable[Slot]) -> None:
+    """Have backwards cast weights once more, where copies of all would be whole on every rank."""
+    for slot in slots:
+        if isinstance(slot, LinearSlot):
+            slot.lowers_again = True

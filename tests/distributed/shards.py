@@ -20,6 +20,7 @@ from distributed.replicas import CASES, refusal
 from distributed.sharded_models import shard, whole
 from shuffled_dpsgd.distributed import current_world
 from shuffled_dpsgd.distributed.sharded_sums import ShardedSums
+from shuffled_dpsgd.integrations.hf_conflicts import check_model
 from shuffled_dpsgd.permutation import apply, discover, draw
 from shuffled_dpsgd.training import GaussianNoise, PrivateTraining, RandomStreams
 from shuffled_dpsgd.training.physical import find_physical_batch_size
@@ -229,5 +230,6 @@ def refusals() -> dict[str, str]:
             )
         ),
         "frame": attempt(fully_shard(square()), noise_frame="unshuffled", shuffle="every-step"),
+        "trainer": refusal(lambda: check_model(fully_shard(square()), "off")),
         "size": attempt(fully_shard(square()), physical_batch_size=2 + rank),
     }

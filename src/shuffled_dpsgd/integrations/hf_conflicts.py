@@ -10,7 +10,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from torch import nn
+
 from shuffled_dpsgd.errors import InvalidArgumentError
+from shuffled_dpsgd.runtime.shards import is_wrapped
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,7 +125,14 @@ def check_trainer_options(options: Mapping[str, Any]) -> None:
 
 
 def check_model(model: Any, shuffle: str) -> None:
-    """Refuse to shuffle under an adapter, which the Trainer saves without its base."""
+    """Refuse what the Trainer would save wrongly: a sharded model, a shuffle under an adapter."""
+    if isinstance(model, nn.Module) and is_wrapped(model):
+        raise InvalidArgumentError(
+            "model",
+            expected="a model that every rank has the whole of",
+            got="one under fully_shard, whose shards the Trainer does not save",
+            remedy="leave fully_shard out, or train it with make_private and a loop of your own",
+        )
     if hasattr(model, "peft_config") and shuffle != "off":
         raise InvalidArgumentError(
             "shuffle",

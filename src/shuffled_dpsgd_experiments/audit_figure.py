@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shuffled_dpsgd.reports.style import BLUE, HEURISTIC, PROVEN, house_style, save_drawing
-from shuffled_dpsgd_experiments.audit_page import Record, claim_of, words_of
+from shuffled_dpsgd_experiments.audit_page import Record, bound_of, claim_of, words_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -28,7 +28,7 @@ def draw(audits: Sequence[Record]) -> Figure:
     values = [
         (
             claim_of(record, "heuristic"),
-            float(record["verdicts"][-1]["strongest_bound"]),
+            bound_of(record),
             claim_of(record, "proven"),
         )
         for record in audits

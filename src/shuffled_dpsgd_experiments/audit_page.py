@@ -151,20 +151,39 @@ def sample(record: Record) -> str:
     return f"{setting['num_gradient_canaries']} gradients{beside}, {steps} steps"
 
 
+def judged(record: Record, kind: str) -> Record | None:
+    """The verdict on a claim; the paper's is on trial only where its noise was used."""
+    if kind == "heuristic" and record["config"]["privacy"]["accounting"] != "paper":
+        return None
+    found: list[Record] = [v for v in record["verdicts"] if v["claim"]["kind"] == kind]
+    return found[0] if found else None
+
+
 def claim_of(record: Record, kind: str) -> float | None:
-    found = [v["claim"]["epsilon"] for v in record["verdicts"] if v["claim"]["kind"] == kind]
-    return float(found[0]) if found else None
+    found = judged(record, kind)
+    return None if found is None else float(found["claim"]["epsilon"])
+
+
+def bound_of(record: Record) -> float:
+    """The bound that judged the paper's claim, or the certified one where that is alone."""
+    return float(_decisive(record)["strongest_bound"])
 
 
 def strongest(record: Record) -> str:
-    """The bound that judged the paper's claim, or the certified one where there is no other."""
-    judged = record["verdicts"][-1]
-    return f"**{judged['strongest_bound']:.2f}**, {judged['strongest_attack']}"
+    bound = bound_of(record)
+    attack = _decisive(record)["strongest_attack"]
+    return f"**{bound:.2f}**" + (f", {attack}" if bound > 0.0 else "")
+
+
+def _decisive(record: Record) -> Record:
+    found = judged(record, "heuristic") or judged(record, "proven")
+    assert found is not None, "every audit judges the certified claim"
+    return found
 
 
 def verdict(record: Record) -> str:
-    outcomes = {v["claim"]["kind"]: v["outcome"] for v in record["verdicts"]}
-    return f"{outcomes.get('heuristic', '–')}; {outcomes['proven']}"
+    found = [judged(record, kind) for kind in ("heuristic", "proven")]
+    return "; ".join("–" if one is None else one["outcome"] for one in found)
 
 
 def cost(record: Record) -> str:
@@ -173,7 +192,9 @@ def cost(record: Record) -> str:
 
 
 def shown(epsilon: float | None) -> str:
-    return "–" if epsilon is None else f"{epsilon:.3g}"
+    if epsilon is None:
+        return "–"
+    return f"{epsilon:,.0f}" if epsilon >= 1000.0 else f"{epsilon:.3g}"
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

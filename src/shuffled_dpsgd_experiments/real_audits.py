@@ -211,10 +211,10 @@ def command(arguments: Sequence[str], mode: str) -> str:
     kept: list[str] = []
     for place, word in enumerate(arguments):
         before = arguments[place - 1] if place else ""
-        if "--mode" in (word, before):
+        if "--mode" in (word, before) or word == "--finish":
             continue
-        folder = before in ("--model-dir", "--data", "--out")
-        kept.append(Path(word).name if folder else word)
+        folder = before in ("--model-dir", "--data")
+        kept.append("results" if before == "--out" else Path(word).name if folder else word)
     return shlex.join(
         ["python", "-m", "shuffled_dpsgd_experiments.real_audits", *kept, "--mode", mode]
     )

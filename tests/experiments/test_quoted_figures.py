@@ -349,6 +349,40 @@ def test_the_readmes_box() -> None:
     assert f"At c' = 100c the certified ε of that setting is {rows[1.0, 100.0]:.2f}" in text
 
 
+def test_real_models_in_words() -> None:
+    text, claims = page(AUDITING), page(CLAIMS)
+    mini, gpt2 = result("audit_minilm_step_paper"), result("audit_gpt2_step_paper")
+    runs, many = (
+        result("audit_minilm_repeated_runs_paper"),
+        result("audit_minilm_4000_one_run_certified"),
+    )
+    made = [audit["setting"]["observations_made"] for audit in (mini, gpt2)]
+    caps = [audit["reach"]["largest_possible_bound"]["epsilon"] for audit in (mini, gpt2)]
+    assert f"with {made[0]} and {made[1]} releases in each world" in text
+    assert f"more than {caps[0]:.2f} and {caps[1]:.2f}" in text
+    gaussian = "order-statistics-gaussian"
+    aligned = bound(mini, "re-alignment against W_t", "random-direction")[gaussian]
+    record = bound(gpt2, "re-alignment against W_t", "scrambled record")[gaussian]
+    proven = [verdict(audit, "proven")["claim"]["epsilon"] for audit in (mini, gpt2)]
+    assert f"{aligned:.2f} of the {proven[0]:.1f} that are certified for MiniLM" in text
+    assert f"the record {record:.2f} of {proven[1]:.1f} for GPT-2" in text
+    of_runs = verdict(runs, "heuristic")
+    counts = [runs["setting"][key] for key in ("runs_without", "runs_with")]
+    assert f"{counts[0]} + {counts[1]} runs of 8 steps" in text
+    assert f"about the *run*: ε ≥ {of_runs['strongest_bound']:.2f}." in text
+    shown = verdict(many, "proven")["strongest_bound"]
+    assert f"4000 gradient canaries, certified for 8, shows {shown:.2f}" in text
+    claimed = [verdict(audit, "heuristic") for audit in (mini, gpt2)]
+    for words_before, found in zip(("ε ≥", "shows"), claimed, strict=True):
+        epsilon, strongest = found["claim"]["epsilon"], found["strongest_bound"]
+        assert f"claimed {epsilon:.3f}, shows" in claims
+        assert f"{words_before} {strongest:.2f}" in claims
+    total = sum(counts)
+    sentence = f"{total} whole runs of MiniLM, claimed 1, show {of_runs['strongest_bound']:.2f}"
+    assert sentence in claims
+    assert result("audit_minilm_low_black_box_certified")["largest_paired_difference"] < 7e-5
+
+
 COMMANDS = dict(
     re.findall(
         r"^\| `(audit_\w+\.json)` \| `([^`]+)`",

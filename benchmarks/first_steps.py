@@ -31,7 +31,7 @@ from shuffled_dpsgd.clipping.rehearsal import Rehearsal
 from shuffled_dpsgd.clipping.replay.recordings import GraphRecorder
 from shuffled_dpsgd.clipping.settle.schedules import WholeGradient
 from shuffled_dpsgd.runtime.routes import Route
-from shuffled_dpsgd.training.private import PrivateTraining
+from shuffled_dpsgd.training.release import Releases
 from shuffled_dpsgd.training.shuffle_check import ShuffleCheck
 from shuffled_dpsgd.training.shuffling import Shuffling
 
@@ -48,7 +48,7 @@ EVENTS: list[tuple[type, str, str]] = [
     (WholeGradient, "finish", "settling"),
     (GraphRecorder, "__call__", "recording"),
     (ShuffleCheck, "try_out", "trial of the shuffle"),
-    (PrivateTraining, "_release", "noise and update"),
+    (Releases, "make", "noise and update"),
     (Shuffling, "permute", "shuffle"),
     (Route, "_judge", "trial of a route"),
 ]

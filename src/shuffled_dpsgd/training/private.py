@@ -18,7 +18,7 @@ import torch
 from shuffled_dpsgd.clipping import ClippingEngine
 from shuffled_dpsgd.distributed.exchange import Exchange
 from shuffled_dpsgd.distributed.world import Alone, World
-from shuffled_dpsgd.errors import BudgetExhaustedError, InvalidArgumentError
+from shuffled_dpsgd.errors import InvalidArgumentError
 from shuffled_dpsgd.permutation import Permutation, PermutationSpec
 from shuffled_dpsgd.runtime.clock import OTHER, Clock
 from shuffled_dpsgd.runtime.shards import held
@@ -35,12 +35,13 @@ from shuffled_dpsgd.training.guards import (
 )
 from shuffled_dpsgd.training.layout import Layout
 from shuffled_dpsgd.training.ledger import Ledger
-from shuffled_dpsgd.training.mechanism import Mechanism, Release
+from shuffled_dpsgd.training.mechanism import Mechanism
 from shuffled_dpsgd.training.meeting import Meeting
 from shuffled_dpsgd.training.metrics import LossMeter, StepMetrics, describe_step
 from shuffled_dpsgd.training.plan import PrivacyPlan
 from shuffled_dpsgd.training.randomness import RandomStreams
 from shuffled_dpsgd.training.rehearsal import wait_for_rehearsals
+from shuffled_dpsgd.training.release import Releases
 from shuffled_dpsgd.training.release_tokens import ReleaseTokens
 from shuffled_dpsgd.training.sampler import Sampler
 from shuffled_dpsgd.training.shared_ledger import SharedLedger
@@ -87,7 +88,6 @@ class PrivateTraining:
         self.spec = spec
         self.physical_batch_size = physical_batch_size
         self.world: World = world or Alone()
-        self._exchange = exchange
         self._sharding = sharding
         self._meeting = Meeting(self.world)
         self.steps_taken = 0
@@ -99,13 +99,19 @@ class PrivateTraining:
         self._losses = LossMeter()
         self.clock = engine.clock = Clock(self.device.type)
         self._depth = 0
-        self._exhausted = False
         self._closed_because: str | None = None
         self._watch = ModelWatch(model, optimizer)
         self._weights = WeightCheck({name: held(p) for name, p in self._trainable.items()})
         self._optimizer = GuardedOptimizer(optimizer, self._trainable)
         self._tokens = ReleaseTokens(
             secure=plan.secure, streams=streams, world=self.world, trainable=self._trainable
+        )
+        self._releases = Releases(
+            names=self._trainable,
+            tokens=self._tokens,
+            optimizer=self._optimizer,
+            exchange=exchange,
+            clock=self.clock,
         )
         self._drawn = DrawnBatches(
             self,
@@ -166,7 +172,11 @@ class PrivateTraining:
     @property
     def finished(self) -> bool:
         """Whether the plan and the ledger allow no further step."""
-        return self._exhausted or self.steps_taken >= self.plan.num_steps or not self._may_release()
+        return (
+            self._releases.exhausted
+            or self.steps_taken >= self.plan.num_steps
+            or not self._may_release()
+        )
 
     def batches(
         self,
@@ -365,7 +375,7 @@ class PrivateTraining:
             self.engine.__exit__(kind, error, trace)
 
     def _may_release(self) -> bool:
-        return self.ledger.allows(self._tokens.of_step(self.steps_taken, self.ledger))
+        return self._releases.are_allowed(self.steps_taken, self.ledger)
 
     def _update(self) -> None:
         try:
@@ -390,7 +400,13 @@ class PrivateTraining:
                 step, self._counted_norms, self._losses, self._tokens.summarize_weights
             )
             self._check_step(step, norms)
-        release = self._release(step)
+        release = self._releases.make(
+            self.engine.clipped_sum(),
+            step=step,
+            ledger=self.ledger,
+            mechanism=self.mechanism,
+            frame=self.shuffling.frame,
+        )
         self.last_sample_norms = norms
         self.last_metrics = describe_step(
             step=step,
@@ -424,30 +440,3 @@ class PrivateTraining:
         check_finite(norms, step=step)
         self._watch.check(step)
         self.shuffling.try_out()
-
-    def _release(self, step: int) -> Release:
-        """Make the sums private and update with them; no reference to them is left behind."""
-        clipped = self.engine.clipped_sum()
-        sums = {name: clipped[name].contiguous() for name in self._trainable}
-        exchange = self._exchange
-        if exchange is not None:
-            with self.clock.part("exchange"):
-                sums = exchange.reduce(sums)
-        with self.clock.part("ledger"):
-            self._record(sums)
-        with self.clock.part("noise"):
-            release = self.mechanism.privatize(sums, step=step, frame=self.shuffling.frame)
-        if exchange is not None:
-            with self.clock.part("exchange"):
-                sums = exchange.spread(sums)
-        with self.clock.part("update"):
-            self._optimizer.update(sums)
-        return release
-
-    def _record(self, sums: dict[str, torch.Tensor]) -> None:
-        try:
-            token = self._tokens.of_step(self.steps_taken, self.ledger, sums)
-            self.ledger.record(step=self.steps_taken, token=token)
-        except BudgetExhaustedError:
-            self._exhausted = True
-            raise

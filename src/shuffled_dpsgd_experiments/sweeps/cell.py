@@ -18,6 +18,7 @@ import torch
 
 from shuffled_dpsgd.accounting import PrivacyClaim
 from shuffled_dpsgd.environment import environment
+from shuffled_dpsgd.runtime.attention import without_cudnn_attention
 from shuffled_dpsgd.tasks import Evaluation, RunConfig, Task, build_task, start_private
 from shuffled_dpsgd.tasks.averaging import WeightAverage
 from shuffled_dpsgd.tasks.optimizers import build_scheduler
@@ -47,15 +48,21 @@ class Tasks:
 
 @dataclass(kw_only=True)
 class Meter:
-    """What the steps of a run used: records and seconds, the slow first steps apart."""
+    """What the steps of a run used: records and seconds, the slow first steps apart.
+
+    `nonfinite` counts, over all steps, the records drawn that had no finite gradient. They
+    contribute nothing.
+    """
 
     warm_up: int = 20
     samples: int = 0
     seconds: float = 0.0
     steps: int = 0
+    nonfinite: int = 0
 
     def __call__(self, progress: Progress) -> None:
         self.steps += 1
+        self.nonfinite += progress.metrics.num_nonfinite
         if self.steps > self.warm_up:
             self.samples += progress.metrics.batch_size
             self.seconds += progress.seconds
@@ -65,6 +72,7 @@ class Meter:
         return self.samples / self.seconds if self.seconds else None
 
 
+@without_cudnn_attention()
 def run_cell(cell: Cell, tasks: Tasks) -> dict[str, Any] | None:
     """Train and score a cell; None if a signal stopped it."""
     if cell.config.training.num_threads is not None:
@@ -107,6 +115,7 @@ def _record(cell: Cell, tasks: Tasks) -> dict[str, Any] | None:
         **scores,
         **describe_plan(private.plan),
         "steps_taken": outcome.steps_taken,
+        "samples_without_finite_gradient": meter.nonfinite,
         "seconds": {
             "whole": time.perf_counter() - started,
             "evaluation": time.perf_counter() - trained,

@@ -7,28 +7,22 @@ of any sweep on the same data set join the table when it is drawn from results.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from shuffled_dpsgd.tasks.data.published import PUBLISHED
 from shuffled_dpsgd_experiments.presets import PRESETS
 from shuffled_dpsgd_experiments.sweeps import Sweep, run_sweep
 from shuffled_dpsgd_experiments.sweeps.grid import laid_over, parse_sweep
-from shuffled_dpsgd_experiments.sweeps.table import (
-    TEXT_METRICS,
-    SweepRow,
-    read_records,
-    rows_of,
-)
+from shuffled_dpsgd_experiments.sweeps.table import read_records
 from shuffled_dpsgd_experiments.tables.demo_texts import write_restaurants, write_sentences
-from shuffled_dpsgd_experiments.tables.exhibit import Exhibit, ExhibitRow
-from shuffled_dpsgd_experiments.tables.printed import EPSILONS, METHODS, RESULTS
+from shuffled_dpsgd_experiments.tables.exhibit import Exhibit
+from shuffled_dpsgd_experiments.tables.printed import EPSILONS
+from shuffled_dpsgd_experiments.tables.training_rows import lost_samples, missing_rows, rows_from
 
 Say = Callable[[str], object]
-LEARNT_NOTHING = "; it has learnt nothing: this is the share of the commonest class"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,25 +140,22 @@ def records_for(table: TrainingTable, results: Path, scale: str) -> list[dict[st
             is_demo = record["sweep"].startswith("demo ")
             if is_demo != (scale == "demo"):
                 continue
-            format_ = record["config"]["data"]["format"]
             if record["sweep"] == f"demo {table.name}" or (
-                not is_demo and format_ in table.formats
+                not is_demo and _format_of(record) in table.formats
             ):
                 found.append(record)
     return found
 
 
+def _format_of(record: Mapping[str, Any]) -> str:
+    return str(record["config"]["data"]["format"])
+
+
 def exhibit(table: TrainingTable, records: list[dict[str, Any]], scale: str) -> Exhibit:
     """Our cells, each beside what the paper printed for that method; then what has no cell."""
-    rows: list[ExhibitRow] = []
-    groups: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
-    for record in records:
-        key = _model_of(record), _data_of(record), record["config"]["data"]["format"]
-        groups.setdefault(key, []).append(record)
-    for (model, data, format_), group in groups.items():
-        rows += _rows(table, f"{model} on {data}", format_, group)
+    rows = rows_from(table.name, records)
     if scale != "demo":
-        rows += _missing(table, {format_ for _, _, format_ in groups})
+        rows += missing_rows(table.name, {_format_of(record) for record in records})
     return Exhibit(
         name=table.name,
         title=table.title,
@@ -174,24 +165,9 @@ def exhibit(table: TrainingTable, records: list[dict[str, Any]], scale: str) -> 
             "Paper: as printed, for the models it names. Ours: mean ± standard deviation over "
             "seeds, of the model named in the row.",
             "The paper's ε for its own method is heuristic. No ε covers tuning.",
+            *lost_samples(records),
         ),
     )
-
-
-def _model_of(record: Mapping[str, Any]) -> str:
-    """The model's name; runs from its checkpoint and from random weights are told apart."""
-    model = record["config"]["model"]
-    return f"{model['name']} from scratch" if model.get("from_scratch") else str(model["name"])
-
-
-def _data_of(record: Mapping[str, Any]) -> str:
-    """The data set's title, or what the run itself called its data: a part is no whole set."""
-    data = record["config"]["data"]
-    format_ = str(data["format"])
-    given = str(data.get("name") or format_)
-    if given != format_ and not given.startswith(f"{format_} ("):
-        return given
-    return PUBLISHED[format_].title if format_ in PUBLISHED else format_
 
 
 def _origin(table: TrainingTable, records: list[dict[str, Any]], scale: str) -> str:
@@ -204,99 +180,3 @@ def _origin(table: TrainingTable, records: list[dict[str, Any]], scale: str) -> 
         source = " The texts are generated from templates; scores say nothing of the real data."
     made = f"{len(records)} runs on {', '.join(hardware)}, {' to '.join(sorted({*days}))}."
     return f"Scale: demo. {made}{source}" if scale == "demo" else made
-
-
-def _rows(
-    table: TrainingTable, what: str, format_: str, records: list[dict[str, Any]]
-) -> list[ExhibitRow]:
-    privacy = {record["method"]: record["config"]["privacy"] for record in records}
-    guess = max((record.get("baseline") or 0.0 for record in records), default=0.0)
-    found = sorted(rows_of(records), key=lambda row: (row.epsilon or 0.0, row.method))
-    return [
-        ExhibitRow(
-            what=f"{what}, {row.method}"
-            + ("" if row.epsilon is None else f", ε = {row.epsilon:g}"),
-            paper=_printed(table, format_, privacy[row.method], row.epsilon),
-            ours=_ours(row),
-            certified=row.describe_certified(),
-            verdict=_verdict(row, found, privacy)
-            + (LEARNT_NOTHING if guess and row.mean <= guess + 0.005 else ""),
-        )
-        for row in found
-    ]
-
-
-def _ours(row: SweepRow) -> str:
-    """The score over seeds, and the means of what generated texts scored."""
-    texts = [f"{TEXT_METRICS[name]} {value:.3g}" for name, value in row.texts.items()]
-    return "; ".join([f"{row.score_name} {row.describe()}", *texts])
-
-
-def _printed(
-    table: TrainingTable, format_: str, privacy: Mapping[str, Any], epsilon: float | None
-) -> str:
-    """What the paper has for the method and budget, by model and metric."""
-    title = PUBLISHED[format_].title if format_ in PUBLISHED else ""
-    method = privacy.get("method")
-    parts = []
-    for (model, data, metric), scores in RESULTS[table.name].items():
-        if data != title:
-            continue
-        if method == "non-private":
-            value = scores[0]
-        elif epsilon in EPSILONS and method in METHODS and _as_printed(privacy):
-            value = scores[1:][EPSILONS.index(epsilon)][METHODS.index(method)]
-        else:
-            continue
-        parts.append(f"{model} {metric} {value:g}")
-    return "; ".join(parts) or "not printed"
-
-
-def _as_printed(privacy: Mapping[str, Any]) -> bool:
-    """Whether a run is calibrated as the paper's: its own formula, or Rényi DP for baselines.
-
-    Baselines certified by PLD stand beside the printed ones as well: they meet the same ε.
-    """
-    return privacy.get("method") != "shuffled" or privacy.get("accounting") == "paper"
-
-
-def _verdict(
-    row: SweepRow, rows: Iterable[SweepRow], privacy: Mapping[str, Mapping[str, Any]]
-) -> str:
-    if row.epsilon is None:
-        return "no privacy"
-    if row.certified is None:
-        return "nothing is proven"
-    proven = row.certified <= 1.001 * row.epsilon
-    words = "ε is proven" if proven else f"ε = {row.epsilon:g} is claimed, not proven"
-    if privacy[row.method].get("accounting") != "paper":
-        return words
-    honest = [
-        other
-        for other in rows
-        if other.epsilon == row.epsilon and privacy[other.method].get("accounting") != "paper"
-    ]
-    if not honest:
-        return words
-    better = max if row.score_name not in ("perplexity",) else min
-    best = better(honest, key=lambda other: other.mean)
-    beats = better(row.mean, best.mean) == row.mean and row.mean != best.mean
-    more = "scores better" if beats else "does not score better"
-    return f"{words}; {more} than DP-SGD with a proven ε ({best.describe()})"
-
-
-def _missing(table: TrainingTable, there: set[str]) -> list[ExhibitRow]:
-    titles = {PUBLISHED[format_].title for format_ in there if format_ in PUBLISHED}
-    return [
-        ExhibitRow(
-            what=f"{model} on {data}, {metric}",
-            paper=f"non-private {scores[0]:g}; "
-            + "; ".join(
-                f"ε = {epsilon:g}: "
-                + ", ".join(f"{m} {v:g}" for m, v in zip(METHODS, values, strict=True))
-                for epsilon, values in zip(EPSILONS, scores[1:], strict=True)
-            ),
-        )
-        for (model, data, metric), scores in RESULTS[table.name].items()
-        if data not in titles
-    ]

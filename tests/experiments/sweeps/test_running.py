@@ -11,14 +11,17 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from experiments.sweeps.test_grid import RAW
 from shuffled_dpsgd.errors import CheckpointError
+from shuffled_dpsgd.tasks import RunConfig, Task
 from shuffled_dpsgd_experiments.sweeps import Sweep, SweepProgress, run_sweep, table_of
-from shuffled_dpsgd_experiments.sweeps.cell import Tasks, run_cell
+from shuffled_dpsgd_experiments.sweeps.cell import Meter, Tasks, run_cell
 from shuffled_dpsgd_experiments.sweeps.grid import Cell, laid_over, parse_sweep
 from shuffled_dpsgd_experiments.sweeps.running import choose, merit
 from shuffled_dpsgd_experiments.sweeps.store import Store
@@ -144,12 +147,35 @@ def test_a_cell_trains_and_says_what_is_claimed(tmp_path: Path) -> None:
     assert shuffled is not None
     assert plain["certified"] is None
     assert plain["steps_taken"] == 2
+    assert plain["samples_without_finite_gradient"] == 0
     assert shuffled["paper"]["epsilon"] == pytest.approx(1.0, rel=1e-3)
     assert shuffled["certified"]["kind"] == "proven"
     assert [block["name"] for block in shuffled["blocks"]] == ["shuffled", "rest"]
     assert 0.0 <= shuffled["score"] <= 1.0
     assert run_cell(cells[1], tasks)["score"] == shuffled["score"]  # type: ignore[index]
     assert tasks.of(cells[0].config) is tasks.of(cells[1].config)
+
+
+def test_a_cell_does_without_cudnn_attention(tmp_path: Path) -> None:
+    seen = []
+
+    class Looking(Tasks):
+        def of(self, config: RunConfig) -> Task:
+            seen.append(torch.backends.cuda.cudnn_sdp_enabled())
+            raise Killed
+
+    with pytest.raises(Killed):
+        run_cell(next(sweep_in(tmp_path).main_cells({})), Looking())
+    assert seen == [False]
+    assert torch.backends.cuda.cudnn_sdp_enabled()
+
+
+def test_samples_without_a_finite_gradient_are_counted_from_the_first_step() -> None:
+    meter = Meter()
+    for number in (3, 0, 2):
+        metrics = SimpleNamespace(num_nonfinite=number, batch_size=10)
+        meter(SimpleNamespace(metrics=metrics, seconds=1.0))  # type: ignore[arg-type]
+    assert meter.nonfinite == 5
 
 
 def test_texts_are_scored_in_the_grid_and_not_while_tuning(

@@ -11,6 +11,7 @@ import torch
 
 from shuffled_dpsgd.environment import environment
 from shuffled_dpsgd.tasks import parse_config
+from shuffled_dpsgd.tasks.data.published import PUBLISHED
 from shuffled_dpsgd_experiments.reproduction_page import write_page
 from shuffled_dpsgd_experiments.reproductions import (
     EXHIBITS,
@@ -23,6 +24,7 @@ from shuffled_dpsgd_experiments.tables import table1, table2, table6, table7, ta
 from shuffled_dpsgd_experiments.tables.demo_texts import write_restaurants, write_sentences
 from shuffled_dpsgd_experiments.tables.exhibit import NOT_RUN, Exhibit, ExhibitRow
 from shuffled_dpsgd_experiments.tables.printed import RESULTS
+from shuffled_dpsgd_experiments.tables.training_rows import lost_samples
 
 ROOT = Path(__file__).parents[3]
 ENVIRONMENT = environment()
@@ -113,6 +115,37 @@ def test_cells_stand_beside_the_printed_method_with_what_is_proven(tmp_path: Pat
     assert all(row.ours == NOT_RUN for row in rest)
     assert not any("SST-2" in row.what for row in rest)
     assert len(rest) == 6
+
+
+def test_what_is_printed_is_about_data_sets_by_the_names_of_their_cells() -> None:
+    for name, table in training.TABLES.items():
+        titles = {PUBLISHED[format_].title for format_ in table.formats}
+        assert {data for _, data, _ in RESULTS[name]} == titles
+
+
+def test_committed_cells_of_e2e_stand_beside_the_printed_scores() -> None:
+    request = Request(output=ROOT / "results", from_results=True)
+    shown = REPRODUCTIONS["table5"].reproduce(request).exhibit
+    assert shown is not None
+    rows = {row.what.removeprefix("gpt2-dart on E2E NLG, "): row for row in shown.rows}
+    shuffled = rows["shuffled, paper, c' = c, ε = 1"]
+    assert "GPT-2 BLEU 54.93" in shuffled.paper
+    assert "BLEU 3.01" in shuffled.ours
+    assert shuffled.certified == "51.6"
+    assert "claimed, not proven" in shuffled.verdict
+    assert "the paper prints it ahead of both its baselines" in shuffled.verdict
+    assert "GPT-2 BLEU 46.29" in rows["mixopt, certified by PLD, ε = 1"].paper
+    assert not any("E2E" in what for what, row in rows.items() if row.ours == NOT_RUN)
+    assert any("did not count" in note for note in shown.notes)
+
+
+def test_samples_that_contributed_nothing_are_told_of() -> None:
+    cell = row_of("mixopt, certified", "certified", 0.8, 0.1)
+    cell["environment"] = {**ENVIRONMENT, "hardware": "NVIDIA H200"}
+    assert "1 of the runs" in lost_samples([cell])[0]
+    assert lost_samples([{**cell, "samples_without_finite_gradient": 0}]) == []
+    (note,) = lost_samples([{**cell, "samples_without_finite_gradient": 7}])
+    assert note.startswith("7 times")
 
 
 def test_parts_random_weights_and_texts_are_named_as_such(tmp_path: Path) -> None:

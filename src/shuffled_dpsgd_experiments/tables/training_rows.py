@@ -1,0 +1,181 @@
+"""Rows of tables 3 to 5: a sweep's cells beside what the paper printed, with a verdict in words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from shuffled_dpsgd.tasks.data.published import PUBLISHED
+from shuffled_dpsgd_experiments.sweeps.running import LOWER_IS_BETTER
+from shuffled_dpsgd_experiments.sweeps.table import TEXT_METRICS, SweepRow, rows_of
+from shuffled_dpsgd_experiments.tables.exhibit import ExhibitRow
+from shuffled_dpsgd_experiments.tables.printed import EPSILONS, METHODS, RESULTS, Scores
+
+Record = Mapping[str, Any]
+LEARNT_NOTHING = "; it has learnt nothing: this is the share of the commonest class"
+
+
+def rows_from(table: str, records: Iterable[Record]) -> list[ExhibitRow]:
+    """The cells of each model and data set, by budget and method."""
+    groups: dict[tuple[str, str, str], list[Record]] = {}
+    for record in records:
+        key = _model_of(record), _data_of(record), record["config"]["data"]["format"]
+        groups.setdefault(key, []).append(record)
+    return [
+        row
+        for (model, data, format_), group in groups.items()
+        for row in _rows(table, f"{model} on {data}", format_, group)
+    ]
+
+
+def missing_rows(table: str, there: set[str]) -> list[ExhibitRow]:
+    """What the paper printed for the data sets that no cell is about."""
+    titles = {_title_of(format_) for format_ in there}
+    return [
+        ExhibitRow(
+            what=f"{model} on {data}, {metric}",
+            paper=f"non-private {scores[0]:g}; "
+            + "; ".join(
+                f"ε = {epsilon:g}: "
+                + ", ".join(f"{m} {v:g}" for m, v in zip(METHODS, values, strict=True))
+                for epsilon, values in zip(EPSILONS, scores[1:], strict=True)
+            ),
+        )
+        for (model, data, metric), scores in RESULTS[table].items()
+        if data not in titles
+    ]
+
+
+def lost_samples(records: Iterable[Record]) -> list[str]:
+    """A note if samples contributed nothing for want of a finite gradient, or if nobody counted."""
+    records = list(records)
+    counts = [record.get("samples_without_finite_gradient") for record in records]
+    notes = []
+    if any(counts):
+        notes.append(
+            f"{sum(count or 0 for count in counts)} times a sample had no finite gradient and "
+            "contributed nothing."
+        )
+    uncounted = sum(
+        count is None and record["environment"]["hardware"].startswith("NVIDIA")
+        for count, record in zip(counts, records, strict=True)
+    )
+    if uncounted:
+        notes.append(
+            f"{uncounted} of the runs used cuDNN's attention and did not count samples without a "
+            "finite gradient, which contribute nothing: docs/results.md says which may be so."
+        )
+    return notes
+
+
+def _model_of(record: Mapping[str, Any]) -> str:
+    """The model's name; runs from its checkpoint and from random weights are told apart."""
+    model = record["config"]["model"]
+    return f"{model['name']} from scratch" if model.get("from_scratch") else str(model["name"])
+
+
+def _data_of(record: Mapping[str, Any]) -> str:
+    """The data set's title, or what the run itself called its data: a part is no whole set."""
+    data = record["config"]["data"]
+    format_ = str(data["format"])
+    given = str(data.get("name") or format_)
+    if given != format_ and not given.startswith(f"{format_} ("):
+        return given
+    return _title_of(format_)
+
+
+def _title_of(format_: str) -> str:
+    return PUBLISHED[format_].title if format_ in PUBLISHED else format_
+
+
+def _rows(table: str, what: str, format_: str, records: list[Record]) -> list[ExhibitRow]:
+    privacy = {record["method"]: record["config"]["privacy"] for record in records}
+    guess = max((record.get("baseline") or 0.0 for record in records), default=0.0)
+    found = sorted(rows_of(records), key=lambda row: (row.epsilon or 0.0, row.method))
+    printed = {key: v for key, v in RESULTS[table].items() if key[1] == _title_of(format_)}
+    return [
+        ExhibitRow(
+            what=f"{what}, {row.method}"
+            + ("" if row.epsilon is None else f", ε = {row.epsilon:g}"),
+            paper=_printed(printed, privacy[row.method], row.epsilon),
+            ours=_ours(row),
+            certified=row.describe_certified(),
+            verdict=_verdict(row, found, privacy, printed)
+            + (LEARNT_NOTHING if guess and row.mean <= guess + 0.005 else ""),
+        )
+        for row in found
+    ]
+
+
+def _ours(row: SweepRow) -> str:
+    """The score over seeds, and the means of what generated texts scored."""
+    texts = [f"{TEXT_METRICS[name]} {value:.3g}" for name, value in row.texts.items()]
+    return "; ".join([f"{row.score_name} {row.describe()}", *texts])
+
+
+def _printed(
+    printed: Mapping[tuple[str, str, str], Scores],
+    privacy: Mapping[str, Any],
+    epsilon: float | None,
+) -> str:
+    """What the paper has for the method and budget, by model and metric."""
+    method = privacy.get("method")
+    parts = []
+    for (model, _, metric), scores in printed.items():
+        if method == "non-private":
+            value = scores[0]
+        elif epsilon in EPSILONS and method in METHODS and _as_printed(privacy):
+            value = scores[1:][EPSILONS.index(epsilon)][METHODS.index(method)]
+        else:
+            continue
+        parts.append(f"{model} {metric} {value:g}")
+    return "; ".join(parts) or "not printed"
+
+
+def _as_printed(privacy: Mapping[str, Any]) -> bool:
+    """Whether a run is calibrated as the paper's: its own formula, or Rényi DP for baselines.
+
+    Baselines certified by PLD stand beside the printed ones as well: they meet the same ε.
+    """
+    return privacy.get("method") != "shuffled" or privacy.get("accounting") == "paper"
+
+
+def _printed_ahead(printed: Mapping[tuple[str, str, str], Scores], epsilon: float | None) -> bool:
+    """Whether the paper's method is ahead of both baselines in everything printed at a budget."""
+    if epsilon not in EPSILONS:
+        return False
+    at = [scores[1:][EPSILONS.index(epsilon)] for scores in printed.values()]
+    own = METHODS.index("shuffled")
+    return bool(at) and all(each[own] > max(each[:own] + each[own + 1 :]) for each in at)
+
+
+def _verdict(
+    row: SweepRow,
+    rows: Iterable[SweepRow],
+    privacy: Mapping[str, Mapping[str, Any]],
+    printed: Mapping[tuple[str, str, str], Scores],
+) -> str:
+    """What is proven; for the paper's method also how it compares with DP-SGD, here and there."""
+    if row.epsilon is None:
+        return "no privacy"
+    if row.certified is None:
+        return "nothing is proven"
+    proven = row.certified <= 1.001 * row.epsilon
+    words = "ε is proven" if proven else f"ε = {row.epsilon:g} is claimed, not proven"
+    if privacy[row.method].get("accounting") != "paper":
+        return words
+    honest = [
+        other
+        for other in rows
+        if other.epsilon == row.epsilon and privacy[other.method].get("accounting") != "paper"
+    ]
+    if not honest:
+        return words
+    better = min if row.score_name in LOWER_IS_BETTER else max
+    best = better(honest, key=lambda other: other.mean)
+    beats = better(row.mean, best.mean) == row.mean and row.mean != best.mean
+    more = "scores better" if beats else "does not score better"
+    words += f"; {more} than DP-SGD with a proven ε ({best.score_name} {best.describe()})"
+    if not beats and _printed_ahead(printed, row.epsilon):
+        words += ", while the paper prints it ahead of both its baselines"
+    return words

@@ -60,7 +60,6 @@ def parser() -> argparse.ArgumentParser:
     add("--vocabulary", type=int, default=8192)
     add("--positions", type=int, default=256)
     add("--max-length", type=int, default=128)
-    add("--attention", choices=("sdpa", "eager"), default="sdpa", help="how attention is computed")
     return found
 
 
@@ -81,7 +80,6 @@ def build(options: argparse.Namespace, tokenizer: Any) -> Any:
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
-        attn_implementation=options.attention,
     )
     return GPT2LMHeadModel(config)
 

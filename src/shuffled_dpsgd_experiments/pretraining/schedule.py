@@ -79,8 +79,7 @@ def refuse_divergence(loss: torch.Tensor, pace: Pace) -> None:
     """
     if not math.isfinite(loss.item()):
         raise DivergenceError(
-            f"the loss is {loss.item()} after {pace.step} steps; lower --learning-rate, or, for a "
-            "language model, try --attention eager"
+            f"the loss is {loss.item()} after {pace.step} steps; lower --learning-rate"
         )
 
 

@@ -140,7 +140,7 @@ def test_nothing_is_needed_but_torch_transformers_and_numpy() -> None:
 
 def test_padding_behind_a_text_changes_nothing_before_it_without_a_mask() -> None:
     options = language_model.parser().parse_args(
-        ["--public", "dart", "--data", "x", "--out", "x", *SMALL, "--attention", "eager"]
+        ["--public", "dart", "--data", "x", "--out", "x", *SMALL]
     )
     tokenizer = language_model.learn_tokenizer(["a b c d"], 300)
     model = language_model.build(options, tokenizer).double().eval()

@@ -83,6 +83,13 @@ class World(Protocol):
         """Around the end of the process group: the others hear why before this process is gone."""
         ...
 
+    def explain(self, error: Exception) -> Exception:
+        """The error, or the one that says so where it means that another rank is gone.
+
+        For what torch itself asks of other ranks, as a sharded model does whenever it runs.
+        """
+        ...
+
 
 class Alone:
     """One process: every question answers itself."""
@@ -123,6 +130,10 @@ class Alone:
     def last_words(self, error: BaseException) -> AbstractContextManager[None]:
         """Nobody listens."""
         return nullcontext()
+
+    def explain(self, error: Exception) -> Exception:
+        """The error."""
+        return error
 
 
 class GroupWorld:
@@ -228,13 +239,23 @@ class GroupWorld:
         try:
             yield
         except RuntimeError as error:
-            known = _failures(self.rank)
-            cause = f"another rank failed: {known}" if known else f"a rank is gone ({_line(error)})"
-            raise RankError(
-                f"rank {self.rank} of {self.size} waited for {what}, but {cause}; the job ends "
-                "here: nothing was released by this step unless the ledger counts it. Mend the "
-                "cause and resume from the last checkpoint"
-            ) from error
+            raise self._gone(what, error) from error
+
+    def explain(self, error: Exception) -> Exception:
+        """The error, or a `RankError` where it is one of communication."""
+        spoken = isinstance(error, dist.DistError) or "gloo" in str(error)
+        if not isinstance(error, RuntimeError) or not spoken:
+            return error
+        return self._gone("weights of all ranks", error)
+
+    def _gone(self, what: str, error: Exception) -> RankError:
+        known = _failures(self.rank)
+        cause = f"another rank failed: {known}" if known else f"a rank is gone ({_line(error)})"
+        return RankError(
+            f"rank {self.rank} of {self.size} waited for {what}, but {cause}; the job ends "
+            "here: nothing was released by this step unless the ledger counts it. Mend the "
+            "cause and resume from the last checkpoint"
+        )
 
 
 def current_world() -> World:

@@ -136,7 +136,10 @@ def train(
             if not private.finished:
                 _run(private, data, loss, settings)
         except Exception as error:
-            private.world.tell_failure(error)
+            explained = private.world.explain(error)
+            private.world.tell_failure(explained)
+            if explained is not error:
+                raise explained from error
             raise
         finally:
             stop_observing()

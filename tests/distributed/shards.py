@@ -164,6 +164,36 @@ def held_in_a_run() -> dict[str, Any]:
     }
 
 
+def in_half_precision(name: str) -> dict[str, Any]:
+    """FSDP's own mixed precision beside float32 on whole weights: weights and what was checked."""
+    case = CASES[name](torch.float32)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    options = {"noise_multiplier": 0.0, "num_steps": 2, "clip_norm": 0.1}
+    found: dict[str, Any] = {}
+    for kind in ("float32", "bfloat16"):
+        half = kind == "bfloat16"
+        make = (lambda: shard(case.make(), mp_policy=policy)) if half else case.make
+        private = replicas.start(replace(case, make=make), **options)
+        private.optimizer.param_groups[0]["lr"] = 1e-3
+        private.sampler = FixedSampler([1, 2, 3], list(range(4, 15)))
+        seen: set[torch.dtype] = set()
+        block = next(m for m in private.model.modules() if isinstance(m, nn.ModuleList))[0]
+        block.register_forward_pre_hook(
+            lambda module, *_, seen=seen: seen.update(p.dtype for p in module.parameters())
+        )
+        run(private, case)
+        found[kind] = {
+            "weights": everything(private.model, private.optimizer),
+            "norms": private.last_sample_norms.sort().values,
+            "computed in": sorted(map(str, seen)),
+            "checked": private.engine.num_checked > 0,
+            "verified": private.shuffling.num_verified,
+            "sums": {str(total.dtype) for total in private.engine.clipped_sum().values()},
+        }
+        private.close()
+    return found
+
+
 class Around(nn.Module):
     """A parameter of its own around a module that is sharded by itself."""
 
@@ -200,7 +230,7 @@ def refusals() -> dict[str, str]:
     rows = distribute_tensor(other[0].weight.detach(), init_device_mesh("cpu", (2,)), [Shard(0)])
     other[0].weight = nn.Parameter(rows)
     offloading = CPUOffloadPolicy(pin_memory=False)
-    narrow = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    narrow = MixedPrecisionPolicy(param_dtype=torch.float16)
     rank = current_world().rank
     return {
         "hybrid": attempt(fully_shard(square(), mesh=hybrid)),

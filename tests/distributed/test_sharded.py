@@ -75,6 +75,23 @@ def test_a_sample_without_a_finite_gradient_is_counted_everywhere(launcher: Laun
         assert one == {"found": [1], "finite": True}
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["vit", "gpt2"])
+def test_mixed_precision_by_policy(launcher: Launcher, name: str) -> None:
+    """Weights are gathered in bfloat16; sums and updates stay float32; the checks still run."""
+    for one in launcher.run(HERE, "in_half_precision", name=name):
+        half, full = one["bfloat16"], one["float32"]
+        assert half["computed in"] == ["torch.bfloat16"]
+        assert half["sums"] == full["sums"] == {"torch.float32"}
+        assert half["checked"]
+        assert half["verified"] > 0
+        assert torch.allclose(half["norms"], full["norms"], rtol=0.05)
+        assert not torch.equal(half["norms"], full["norms"])
+        for key, tensor in full["weights"].items():
+            if "exp_avg" not in key:
+                assert torch.allclose(half["weights"][key], tensor, atol=5e-3), key
+
+
 def test_what_cannot_be_sharded_is_refused_by_name(launcher: Launcher) -> None:
     one, two = launcher.run(HERE, "refusals")
     assert one == two
@@ -85,7 +102,7 @@ def test_what_cannot_be_sharded_is_refused_by_name(launcher: Launcher) -> None:
         "root": "got a model whose root it was not called on",
         "tensor parallel": "got a DTensor of other making",
         "ignored": "got one that fully_shard was told to ignore",
-        "precision": "expected fully_shard without a mixed-precision policy",
+        "precision": "expected a mixed-precision policy of bfloat16, or none",
         "offload": "got CPUOffloadPolicy",
         "list": "expected fully_shard on one module at a time",
         "untied": "expected tied embedding and head in one group of fully_shard",

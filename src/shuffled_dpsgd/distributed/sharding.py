@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.utils._pytree import tree_map
 
 from shuffled_dpsgd.distributed.sharded_sums import ShardedSums
 from shuffled_dpsgd.distributed.sharding_refusals import refuse_unsupported
@@ -43,6 +45,8 @@ class ShardedModel:
 
     def __init__(self, world: World, model: nn.Module) -> None:
         self._world = world
+        self._root = model
+        self._policy: Any = cast(Any, model)._get_fsdp_state()._mp_policy
         self._wrapped = [m for m in model.modules() if isinstance(m, FSDPModule)]
         self._is_whole = False
         self._hooks: list[tuple[dict[int, Any], int, Any]] = []
@@ -74,9 +78,14 @@ class ShardedModel:
         for module in self._wrapped:
             module.unshard()
         self._is_whole = True
+        # Checks call the root's forward past its hooks, and must find the inputs as they are there.
+        if self._policy.param_dtype is not None and "forward" not in self._root.__dict__:
+            self._root.__dict__["forward"] = self._cast_forward
 
     def reshard(self) -> None:
         """Have this rank hold its shards alone."""
+        if self._root.__dict__.get("forward") == self._cast_forward:
+            del self._root.__dict__["forward"]
         self._is_whole = False
         for module in self._wrapped:
             module.reshard()
@@ -102,21 +111,51 @@ class ShardedModel:
                 hooks[key] = original
         self._hooks = []
 
+    def _cast_forward(self, *args: Any, **kwargs: Any) -> Any:
+        args, kwargs = _inputs(self._policy, args, kwargs) or (args, kwargs)
+        return type(self._root).forward(self._root, *args, **kwargs)
+
     def _take_hooks(self, module: Any) -> None:
+        """Have FSDP's hooks do no more than its casts while the weights are whole."""
         state = module._get_fsdp_state()
-        for hooks, handle in (
-            (module._forward_pre_hooks, state._pre_forward_hook_handle),
-            (module._forward_hooks, state._post_forward_hook_handle),
-        ):
-            original = hooks[handle.id]
-            self._hooks.append((hooks, handle.id, original))
-            hooks[handle.id] = self._unless_whole(original)
+        policy = state._mp_policy
 
-    def _unless_whole(self, hook: Any) -> Any:
-        def called(*args: Any, **kwargs: Any) -> Any:
-            return None if self._is_whole else hook(*args, **kwargs)
+        def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
+            if self._is_whole:
+                return _inputs(policy, args, kwargs)
+            return gathering(module, args, kwargs)
 
-        return called
+        def after(module: nn.Module, args: Any, output: Any) -> Any:
+            if self._is_whole:
+                return _cast(output, policy.output_dtype)
+            return freeing(module, args, output)
+
+        start, end = state._pre_forward_hook_handle.id, state._post_forward_hook_handle.id
+        gathering, freeing = module._forward_pre_hooks[start], module._forward_hooks[end]
+        self._hooks += [
+            (module._forward_pre_hooks, start, gathering),
+            (module._forward_hooks, end, freeing),
+        ]
+        module._forward_pre_hooks[start], module._forward_hooks[end] = before, after
+
+
+def _inputs(policy: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+    """The inputs of a module as its mixed-precision policy casts them; None if it does not."""
+    if policy.param_dtype is None or not policy.cast_forward_inputs:
+        return None
+    return _cast(args, policy.param_dtype), _cast(kwargs, policy.param_dtype)
+
+
+def _cast(value: Any, dtype: torch.dtype | None) -> Any:
+    """All floating-point tensors inside, in `dtype`; None without one."""
+    if dtype is None:
+        return None
+
+    def one(leaf: Any) -> Any:
+        floats = isinstance(leaf, Tensor) and leaf.is_floating_point()
+        return leaf.to(dtype) if floats else leaf
+
+    return tree_map(one, value)
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, cast
 
+import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 
@@ -73,12 +74,12 @@ def _refuse_placement(world: World, name: str, parameter: nn.Parameter) -> None:
 def _refuse_options(path: str, module: Any) -> None:
     state = module._get_fsdp_state()
     policy = state._mp_policy
-    if any((policy.param_dtype, policy.output_dtype)):
+    if torch.float16 in (policy.param_dtype, policy.output_dtype):
         raise UnsupportedModuleError(
             path,
-            expected="fully_shard without a mixed-precision policy",
+            expected="a mixed-precision policy of bfloat16, or none",
             got=f"{policy}",
-            remedy="use torch.autocast around the forward instead",
+            remedy="use bfloat16: float16 would need its losses scaled against underflow",
         )
     groups = getattr(state, "_fsdp_param_groups", None)
     groups = [state._fsdp_param_group] if groups is None else groups

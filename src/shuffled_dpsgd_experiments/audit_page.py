@@ -188,7 +188,8 @@ def verdict(record: Record) -> str:
 
 def cost(record: Record) -> str:
     spent = record["cost"]
-    return f"{spent['seconds']:.0f} s, {spent['device'].replace('NVIDIA ', '')}"
+    end = ", cut short" if spent.get("cut_short") else ""
+    return f"{spent['seconds']:.0f} s, {spent['device'].replace('NVIDIA ', '')}{end}"
 
 
 def shown(epsilon: float | None) -> str:

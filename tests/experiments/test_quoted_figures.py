@@ -138,6 +138,13 @@ def test_the_digits() -> None:
     assert judged["outcome"].startswith("refuted")
     against = f"({judged['strongest_bound']:.1f} against {judged['claim']['epsilon']:.3f}, measured"
     assert against in text
+    record = next(a for a in step["attacks"] if a["canary"] == "mislabelled record")
+    strongest = max(
+        found["epsilon"]
+        for found in record["joint_bounds"].values()
+        if found["may_refute"] == "any claim"
+    )
+    assert f"a mislabelled record alone shows {strongest:.1f})" in text
 
 
 def test_table_six_and_its_control() -> None:
@@ -372,6 +379,8 @@ def test_real_models_in_words() -> None:
     assert f"about the *run*: ε ≥ {of_runs['strongest_bound']:.2f}." in text
     shown = verdict(many, "proven")["strongest_bound"]
     assert f"4000 gradient canaries, certified for 8, shows {shown:.2f}" in text
+    alone = verdict(result("audit_bert_tiny_alone_one_run_paper"), "heuristic")
+    assert f"the same adversary shows {alone['strongest_bound']:.2f}: more than" in text
     claimed = [verdict(audit, "heuristic") for audit in (mini, gpt2)]
     for words_before, found in zip(("ε ≥", "shows"), claimed, strict=True):
         epsilon, strongest = found["claim"]["epsilon"], found["strongest_bound"]

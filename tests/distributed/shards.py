@@ -194,6 +194,46 @@ def in_half_precision(name: str) -> dict[str, Any]:
     return found
 
 
+class OtherLayers(nn.Module):
+    """PyTorch's own attention, and a recurrent layer that only the generic rule takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        layer = nn.TransformerEncoderLayer(6, 2, 12, dropout=0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.recurrent = nn.GRU(6, 5, batch_first=True)
+        self.head = nn.Linear(5, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.encoder(x.unsqueeze(1).expand(-1, 3, -1))
+        found: torch.Tensor = self.head(self.recurrent(x)[0][:, -1])
+        return found
+
+
+def other_layers() -> dict[str, Any]:
+    """Models that are no Hugging Face Transformer, whole and sharded, in one launch."""
+    case = replace(CASES["mlp"](torch.float64), make=lambda: OtherLayers().double())
+    options = {"shuffle": "off", "noise_multiplier": 0.1}
+    plain = replicas.start(case, **options)
+    run(plain, case)
+
+    def sharded() -> nn.Module:
+        model = OtherLayers().double()
+        for layer in [*model.encoder.layers, model.recurrent]:
+            fully_shard(layer)
+        return fully_shard(model)
+
+    private = replicas.start(replace(case, make=sharded), **options)
+    run(private, case)
+    mine = everything(private.model, private.optimizer)
+    theirs = everything(plain.model, plain.optimizer)
+    return {
+        "kinds": sorted({slot.kind for slot in private.engine._slots}),
+        "same": all(torch.allclose(mine[n], theirs[n], rtol=1e-9, atol=1e-9) for n in theirs),
+    }
+
+
 class Around(nn.Module):
     """A parameter of its own around a module that is sharded by itself."""
 

@@ -92,6 +92,14 @@ def test_mixed_precision_by_policy(launcher: Launcher, name: str) -> None:
                 assert torch.allclose(half["weights"][key], tensor, atol=5e-3), key
 
 
+@pytest.mark.slow
+def test_layers_of_other_kinds(launcher: Launcher) -> None:
+    """Also one that its rule runs more often than the model does, sharded as a whole."""
+    for one in launcher.run(HERE, "other_layers"):
+        assert {"generic", "linear", "layer-norm"} <= set(one["kinds"])
+        assert one["same"]
+
+
 def test_what_cannot_be_sharded_is_refused_by_name(launcher: Launcher) -> None:
     one, two = launcher.run(HERE, "refusals")
     assert one == two

@@ -60,6 +60,8 @@ class Measurement:
     `round_ratios` the throughput over that of each baseline of the same run, for every round.
     `peak_gib` covers preparation and steps, `step_peak_gib` one step after the warm-up.
     `busy_seconds` is how long a GPU works on one step: its idle time is not in it.
+    `core_seconds` is what the process used of its cores for a block, which others on the host
+    hardly change.
     """
 
     run: str
@@ -72,6 +74,7 @@ class Measurement:
     step_peak_gib: float | None
     host_seconds: tuple[float, ...]
     block_seconds: tuple[float, ...]
+    core_seconds: tuple[float, ...]
     busy_seconds: float | None
     round_ratios: dict[str, tuple[float, ...]]
     error: str | None
@@ -96,6 +99,7 @@ class Contestant:
     step_peak_gib: float | None = None
     host_seconds: list[float] = field(default_factory=list)
     block_seconds: list[float] = field(default_factory=list)
+    core_seconds: list[float] = field(default_factory=list)
     busy_seconds: float | None = None
     error: str | None = None
 
@@ -150,7 +154,9 @@ class Contest:
             first = number % max(1, len(order))
             for contestant in order[first:] + order[:first]:
                 with recorded(contestant):
-                    contestant.block_seconds.append(time_block(contestant, device, steps))
+                    seconds, core_seconds = time_block(contestant, device, steps)
+                    contestant.block_seconds.append(seconds)
+                    contestant.core_seconds.append(core_seconds)
         for contestant in self.running() if device.type == "cuda" else ():
             with recorded(contestant):
                 contestant.busy_seconds = time_busy(contestant, device)
@@ -175,6 +181,7 @@ class Contest:
                 step_peak_gib=c.step_peak_gib,
                 host_seconds=tuple(c.host_seconds),
                 block_seconds=tuple(c.block_seconds),
+                core_seconds=tuple(c.core_seconds),
                 busy_seconds=c.busy_seconds,
                 round_ratios=round_ratios(c.adapter, blocks),
                 error=c.error,
@@ -271,18 +278,21 @@ def synchronise(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def time_block(contestant: Contestant, device: torch.device, steps: int) -> float:
-    """Seconds of `steps` steps between two synchronisations, after a few that do not count."""
+def time_block(contestant: Contestant, device: torch.device, steps: int) -> tuple[float, float]:
+    """Seconds of `steps` steps between two synchronisations, after a few that do not count.
+
+    Beside them the seconds that all cores together spent on it.
+    """
     step, batch = contestant.step, contestant.batch
     assert step is not None
     for _ in range(LEAD_STEPS):
         step(batch)
     synchronise(device)
-    start = time.perf_counter()
+    start, on_cores = time.perf_counter(), time.process_time()
     for _ in range(steps):
         step(batch)
     synchronise(device)
-    return time.perf_counter() - start
+    return time.perf_counter() - start, time.process_time() - on_cores
 
 
 def time_busy(contestant: Contestant, device: torch.device) -> float:

@@ -22,7 +22,9 @@ from benchmarks.table import Table, busy_milliseconds, host_milliseconds, millis
 from benchmarks.workloads import SUITES, workload
 from shuffled_dpsgd.reports.style import INK, house_style, save_drawing
 
-EAGER_TARGET, COMPILED_TARGET, MEMORY_TARGET, CPU_TARGET = 0.85, 0.90, 1.3, 3.0
+EAGER_TARGET, COMPILED_TARGET, MEMORY_TARGET = 0.85, 0.90, 1.3
+# On a CPU: never slower than Opacus ghost, and so much of plain.
+CPU_TARGET, CPU_OF_PLAIN = 1.0, 0.75
 MISSING = "–"
 
 
@@ -86,14 +88,16 @@ def cpu_lines(table: Table) -> list[str]:
     """
     head = (
         "workload", f"times Opacus ghost (at least {CPU_TARGET:.0f})",
-        "plain, times Opacus ghost", "ours of plain",
+        "plain, times Opacus ghost", f"ours of plain (at least {CPU_OF_PLAIN})",
+        "ours of plain, by the time of the cores",
     )  # fmt: skip
     body = [
         (
             name,
             judged(table.ratios(name, "ours", "opacus:ghost"), CPU_TARGET),
             ranged(table.ratios(name, "plain", "opacus:ghost")),
-            ranged(table.ratios(name, "ours", "plain")),
+            judged(table.ratios(name, "ours", "plain"), CPU_OF_PLAIN),
+            judged(table.core_ratios(name, "ours", "plain"), CPU_OF_PLAIN),
         )
         for name in SUITES["cpu"]
         if name in table.workloads

@@ -39,6 +39,16 @@ class Table:
         entry = self.compared(workload, adapter, baseline)
         return [] if entry is None else entry["round_ratios"][baseline]
 
+    def core_ratios(self, workload: str, adapter: str, baseline: str) -> list[float]:
+        """The same by the time of all cores, round by round; older measurements do not have it."""
+        entry = self.compared(workload, adapter, baseline)
+        others = [] if entry is None else self.of(workload, baseline)
+        for other in (o for o in others if entry is not None and o["run"] == entry["run"]):
+            assert entry is not None
+            pairs = zip(entry.get("core_seconds", ()), other.get("core_seconds", ()), strict=False)
+            return [theirs / mine for mine, theirs in pairs]
+        return []
+
     def memory(self, entry: Entry | None, baseline: str) -> float | None:
         """Peak memory over that of `baseline` in the same run."""
         if entry is None or entry["error"] or entry["peak_gib"] is None:

@@ -25,6 +25,14 @@ def test_cost_rule_takes_the_cheaper_route() -> None:
     assert cost.cheapest(1024, 128256, 8192, "hopper", tied=True) is not cost.NormRoute.INSTANTIATE
 
 
+def test_float32_on_tensor_cores_has_no_tiles_and_stores_where_samples_are_long() -> None:
+    assert cost.cheapest(128, 768, 3072, "split") is cost.NormRoute.GRAM
+    assert cost.cheapest(2048, 768, 768, "split") is cost.NormRoute.GRAM
+    assert cost.cheapest(8192, 768, 768, "split") is cost.NormRoute.INSTANTIATE
+    assert cost.cheapest(8192, 64, 64, "split") is cost.NormRoute.INSTANTIATE
+    assert cost.cheapest(1440, 50257, 768, "split") is cost.NormRoute.GRAM
+
+
 def test_cost_rule_stores_more_on_a_cpu_but_not_without_bound() -> None:
     assert cost.cheapest(64, 256, 256, "cpu") is cost.NormRoute.GRAM
     assert cost.cheapest(128, 256, 256, "cuda") is cost.NormRoute.GRAM

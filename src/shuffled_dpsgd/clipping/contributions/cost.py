@@ -39,7 +39,7 @@ MEMORY_RATIO_IF_TIED = 0.8
 # The cost of an operation for Gram matrices on a Hopper, in percent of one for tiles.
 GRAM_PERCENT = 115
 # How much longer a product takes in float32 without tensor cores than three halves' with them.
-SPLIT_TILES = 4
+WITHOUT_TENSOR_CORES = 4
 # Tokens of a block on an accelerator, where each pair of blocks is multiplied once.
 SYMMETRIC_BLOCK = 128
 
@@ -71,10 +71,9 @@ def operations(T: int, R: int, C: int, device: str, tied: bool = False) -> tuple
         return gram, tiles, OPERATIONS_PER_NUMBER_ON_CPU * R * C
     gram = T * (T + min(T, SYMMETRIC_BLOCK)) * (R + C)
     if device == "split":
-        # The sum takes three products on tensor cores, which a stored gradient's replaces by one
-        # without them.
-        tiles *= SPLIT_TILES
-        return gram, tiles, OPERATIONS_PER_NUMBER * R * C + tiles
+        # There are no tiles of halves: Gram matrices take their place. A gradient that is stored is
+        # a product in float32, without tensor cores.
+        return gram, gram, OPERATIONS_PER_NUMBER * R * C + WITHOUT_TENSOR_CORES * tiles
     if device != "hopper":
         return gram, tiles, OPERATIONS_PER_NUMBER * R * C
     a_number = OPERATIONS_PER_TIED_NUMBER if tied else OPERATIONS_PER_NUMBER

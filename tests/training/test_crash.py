@@ -134,7 +134,9 @@ def test_a_killed_secure_run_pays_for_every_release(nursery: Nursery, tmp_path: 
     assert int(steps) <= happened <= STEPS
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM]
+)
 def test_signals_finish_the_step_and_write_a_checkpoint(
     nursery: Nursery, tmp_path: Path, number: signal.Signals
 ) -> None:

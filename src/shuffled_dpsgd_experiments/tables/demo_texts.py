@@ -1,7 +1,7 @@
 """Generated texts in the layouts of SST-2 and E2E, for demonstrations where no data are at hand.
 
-They are made of templates and nobody wrote them. A model learns them from scratch in a minute; what
-it scores says nothing about the real data sets.
+They are made of templates and nobody wrote them; what a model scores on them says nothing about the
+real data sets.
 """
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ SUBJECTS = ("film", "plot", "cast", "script", "ending", "score", "dialogue", "st
 FRAMES = ("the {s} is {a}", "a {a} {s}", "what a {a} {s}", "{s} and camera are {a}", "so {a} a {s}")
 NAMES = ("Alimentum", "Aromi", "Bibimbap", "Clowns", "Cotto", "Giraffe", "Zizzi", "Strada")
 FOODS = ("Italian", "French", "Indian", "English", "Japanese", "Chinese")
-AREAS = ("riverside", "city centre")
 
 
-def write_sentences(folder: Path, *, train: int = 2000, dev: int = 400) -> Path:
+def write_sentences(folder: Path, *, train: int = 20_000, dev: int = 400) -> Path:
     """`train.tsv` and `dev.tsv` as SST-2 has them."""
     draw = random.Random(0)
     folder.mkdir(parents=True, exist_ok=True)
@@ -33,7 +32,7 @@ def write_sentences(folder: Path, *, train: int = 2000, dev: int = 400) -> Path:
     return folder
 
 
-def write_restaurants(folder: Path, *, train: int = 600, dev: int = 60) -> Path:
+def write_restaurants(folder: Path, *, train: int = 20_000, dev: int = 60) -> Path:
     """`trainset.csv` and `devset.csv` as E2E has them."""
     draw = random.Random(0)
     folder.mkdir(parents=True, exist_ok=True)
@@ -42,11 +41,6 @@ def write_restaurants(folder: Path, *, train: int = 600, dev: int = 60) -> Path:
             table = csv.writer(file)
             table.writerow(["mr", "ref"])
             for _ in range(count):
-                place, food, area = map(draw.choice, (NAMES, FOODS, AREAS))
-                table.writerow(
-                    [
-                        f"name[{place}], food[{food}], area[{area}]",
-                        f"{place} serves {food} food in the {area}.",
-                    ]
-                )
+                place, food = map(draw.choice, (NAMES, FOODS))
+                table.writerow([f"name[{place}], food[{food}]", f"{place} serves {food} food."])
     return folder

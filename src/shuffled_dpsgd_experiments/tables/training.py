@@ -17,7 +17,7 @@ from shuffled_dpsgd_experiments.presets import PRESETS
 from shuffled_dpsgd_experiments.sweeps import Sweep, run_sweep
 from shuffled_dpsgd_experiments.sweeps.grid import laid_over, parse_sweep
 from shuffled_dpsgd_experiments.sweeps.table import read_records
-from shuffled_dpsgd_experiments.tables.demo_texts import write_restaurants, write_sentences
+from shuffled_dpsgd_experiments.tables.demonstrations import DEMONSTRATIONS
 from shuffled_dpsgd_experiments.tables.exhibit import Exhibit
 from shuffled_dpsgd_experiments.tables.printed import EPSILONS
 from shuffled_dpsgd_experiments.tables.training_rows import lost_samples, missing_rows, rows_from
@@ -27,14 +27,11 @@ Say = Callable[[str], object]
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingTable:
-    """One of the three: its title, its data sets, and what stands for them in a demonstration."""
+    """One of the three: its title and its data sets."""
 
     name: str
     title: str
     formats: tuple[str, ...]
-    demo_model: str
-    demo_format: str
-    demo_task: str
 
 
 TABLES: Mapping[str, TrainingTable] = MappingProxyType(
@@ -43,25 +40,16 @@ TABLES: Mapping[str, TrainingTable] = MappingProxyType(
             name="table3",
             title="Table 3: image classification",
             formats=("cifar100",),
-            demo_model="vit-digits",
-            demo_format="digits",
-            demo_task="digits",
         ),
         "table4": TrainingTable(
             name="table4",
             title="Table 4: text classification",
             formats=("sst2", "qqp", "mnli", "qnli"),
-            demo_model="bert-tiny",
-            demo_format="sst2",
-            demo_task="text-classification",
         ),
         "table5": TrainingTable(
             name="table5",
             title="Table 5: text generation",
             formats=("dart", "e2e"),
-            demo_model="gpt2-tiny",
-            demo_format="e2e",
-            demo_task="causal-lm",
         ),
     }
 )
@@ -108,22 +96,13 @@ def _preset_sweep(name: str, work: Path, data: Path | None) -> Sweep:
 
 
 def _demo(table: TrainingTable, work: Path) -> Sweep:
-    where: dict[str, Any] = {}
-    if table.demo_format == "sst2":
-        where = {"path": str(write_sentences(work / "generated_sst2")), "max_length": 48}
-    elif table.demo_format == "e2e":
-        where = {"path": str(write_restaurants(work / "generated_e2e")), "max_length": 96}
-    # Texts are learnt from scratch at a lower rate than digits.
-    rate = 1e-2 if table.demo_format == "digits" else 2e-3
-    run = {
-        "task": table.demo_task,
-        "model": {"name": table.demo_model},
-        "data": {"format": table.demo_format, **where},
-        "privacy": {"delta": 1e-4},
-        "optimizer": {"learning_rate": rate, "schedule": "cosine"},
-        "training": {"expected_batch_size": 288, "epochs": 10, "num_threads": 1},
-    }
-    return parse_sweep(_grid(f"demo {table.name}", run, 1.0), results=work / f"demo_{table.name}")
+    demo = DEMONSTRATIONS[table.name]
+    raw = _grid(f"demo {table.name}", demo.to_run(work), demo.clip_norm)
+    plain = {"run": {"optimizer": {"learning_rate": demo.plain_learning_rate}}}
+    raw["methods"] = [
+        laid_over(each, plain) if each["name"] == "non-private" else each for each in raw["methods"]
+    ]
+    return parse_sweep(raw, results=work / f"demo_{table.name}")
 
 
 def run(table: TrainingTable, scale: str, work: Path, *, data: Path | None, say: Say) -> None:
@@ -176,7 +155,7 @@ def _origin(table: TrainingTable, records: list[dict[str, Any]], scale: str) -> 
     hardware = sorted({record["environment"]["hardware"] for record in records})
     days = sorted({record["environment"]["date"] for record in records})
     source = ""
-    if scale == "demo" and table.demo_format != "digits":
+    if scale == "demo" and DEMONSTRATIONS[table.name].write_texts is not None:
         source = " The texts are generated from templates; scores say nothing of the real data."
     made = f"{len(records)} runs on {', '.join(hardware)}, {' to '.join(sorted({*days}))}."
     return f"Scale: demo. {made}{source}" if scale == "demo" else made

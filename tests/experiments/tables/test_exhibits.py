@@ -22,6 +22,7 @@ from shuffled_dpsgd_experiments.reproductions import (
 )
 from shuffled_dpsgd_experiments.tables import table1, table2, table6, table7, table8, training
 from shuffled_dpsgd_experiments.tables.demo_texts import write_restaurants, write_sentences
+from shuffled_dpsgd_experiments.tables.demonstrations import DEMONSTRATIONS
 from shuffled_dpsgd_experiments.tables.exhibit import NOT_RUN, Exhibit, ExhibitRow
 from shuffled_dpsgd_experiments.tables.printed import RESULTS
 from shuffled_dpsgd_experiments.tables.training_rows import lost_samples
@@ -258,7 +259,13 @@ def test_the_audit_stands_beside_pure_noise() -> None:
 def test_demonstrations_are_grids_of_the_papers_methods(tmp_path: Path) -> None:
     for table in training.TABLES.values():
         (sweep,) = training.sweeps_at(table, "demo", tmp_path, None)
-        assert len(list(sweep.main_cells({}))) == 1 + 3 * 3
+        cells = list(sweep.main_cells({}))
+        assert len(cells) == 1 + 3 * 3
+        demo = DEMONSTRATIONS[table.name]
+        rates = {cell.method: cell.config.optimizer.learning_rate for cell in cells}
+        assert rates.pop("non-private") == demo.plain_learning_rate
+        assert set(rates.values()) == {demo.learning_rate}
+        assert (cells[0].config.generation is None) == (table.name != "table5")
     presets = training.sweeps_at(training.TABLES["table4"], "paper", tmp_path, tmp_path / "data")
     assert len(presets) == 8
     cell = next(iter(presets[0].main_cells({})))

@@ -307,6 +307,20 @@ def kinds_of_models(sharded: bool = False) -> dict[str, Any]:
     return found
 
 
+def compiled_steps() -> dict[str, Any]:
+    """A compiled BERT: weights after two steps."""
+    case = bert_case(torch.float64)
+    private = start(case)
+    private.sampler = FixedSampler([1, 2, 3, 4], [5, 6, 7, 8])
+    losses = torch.compile(case.loss)
+    for batch in private.batches(case.data, num_steps=2):
+        private.backward(losses(private.model, batch))
+        private.step()
+    trained = {key: whole(p) for key, p in private.model.named_parameters()}
+    private.close()
+    return trained
+
+
 def with_adapters(model: Any) -> Any:
     import peft
 

@@ -79,3 +79,12 @@ def test_adapters_checkpointing_and_half_precision(launcher: Launcher, sharded: 
             for name, tensor in expected["weights"].items():
                 close = torch.allclose(one[kind]["weights"][name], tensor, rtol=0, atol=tolerance)
                 assert close, (kind, name)
+
+
+@pytest.mark.slow
+def test_compiled_models(launcher: Launcher) -> None:
+    """Every rank compiles its own model."""
+    (alone,) = launcher.run(HERE, "compiled_steps", ranks=1)
+    for one in launcher.run(HERE, "compiled_steps", ranks=2):
+        for name, tensor in alone.items():
+            assert torch.allclose(one[name], tensor, rtol=0, atol=1e-9), name

@@ -123,3 +123,19 @@ def test_without_a_seed_noise_is_not_repeatable_but_weights_are() -> None:
     config: RunConfig = parse_config(raw)
     assert config.seed is None
     assert config.init_seed == 0
+
+
+def test_all_missing_values_are_named_at_once() -> None:
+    raw = {"task": "digits", "privacy": {"epsilon": 1.0}, "training": {}}
+    with pytest.raises(InvalidArgumentError) as found:
+        parse_config(raw)
+    for line in ("`name = …` under [model]", "`format = …` under [data]", "`delta = …`"):
+        assert line in str(found.value)
+    assert found.value.argument == "model.name"
+
+
+def test_no_clip_norm_is_missing_from_a_run_without_privacy() -> None:
+    raw = {"task": "digits", "privacy": {"method": "non-private"}}
+    with pytest.raises(InvalidArgumentError) as found:
+        parse_config(raw)
+    assert "clip_norm" not in str(found.value)

@@ -33,7 +33,9 @@ def announcement(run: PreparedRun) -> RenderableType:
     total = sum(p.numel() for p in model.parameters() if p.requires_grad)
     table = _facts()
     table.add_row("task", f"{run.task.name}, {plan.dataset_size:,} training records")
-    table.add_row("model", f"{type(model).__name__}, {total:,} trainable parameters")
+    # `fully_shard` puts a word before the name of a model's class.
+    name = type(model).__name__.removeprefix("FSDP" if run.private.is_sharded else "")
+    table.add_row("model", f"{name}, {total:,} trainable parameters")
     table.add_row(
         "steps",
         f"{plan.num_steps}, Poisson batches of {plan.expected_batch_size} expected "
@@ -45,7 +47,8 @@ def announcement(run: PreparedRun) -> RenderableType:
     table.add_row("certified ε", _claim(certified, _no_claim(card)))
     table.add_row("paper's estimate", _paper(plan.paper_estimate(), card))
     if run.private.world.size > 1:
-        table.add_row("ranks", f"{run.private.world.size}, each with a part of every batch")
+        part = "every batch and of the weights" if run.private.is_sharded else "every batch"
+        table.add_row("ranks", f"{run.private.world.size}, each with a part of {part}")
     table.add_row("output", str(run.directory))
     verb = "Resuming" if run.resumed else "Training"
     how = Text("privately") if card.private else Text("without privacy", style="red")

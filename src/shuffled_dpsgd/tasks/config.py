@@ -213,10 +213,10 @@ def parse_config(raw: Mapping[str, Any]) -> RunConfig:
     if not isinstance(raw, Mapping):
         raise InvalidArgumentError("run", expected="a table of settings", got=type(raw).__name__)
     top = _with_recipe(raw)
+    given = {name: top.pop(name, {}) for name in SECTIONS if name in top or name not in _OPTIONAL}
+    _refuse_missing(given)
     sections: dict[str, Any] = {
-        name: _parse_section(name, kind, top.pop(name, {}))
-        for name, kind in SECTIONS.items()
-        if name in top or name not in _OPTIONAL
+        name: _parse_section(name, SECTIONS[name], table) for name, table in given.items()
     }
     hints = {"task": TaskName, "seed": int}
     refuse_unknown("", top, [*hints, *SECTIONS])
@@ -245,19 +245,30 @@ def _parse_section(name: str, kind: type[Section], raw: Any) -> Section:
     values = {key: _checked(f"{name}.{key}", hints[key], value) for key, value in raw.items()}
     if values.get("method") == "non-private":
         values.setdefault("clip_norm", math.inf)
-    required = [f.name for f in fields(kind) if _is_required(f)]  # type: ignore[arg-type]
-    for key in required:
-        if key not in values:
-            raise InvalidArgumentError(
-                f"{name}.{key}",
-                expected="a value",
-                got="nothing",
-                remedy=f"write `{key} = …` under [{name}]",
-            )
     try:
         return kind(**values)
     except InvalidArgumentError as error:
         raise error.about(f"{name}.{error.argument}") from error
+
+
+def _refuse_missing(given: Mapping[str, Any]) -> None:
+    """Name all values at once that a file must give and does not."""
+    missing = [
+        (name, item.name)
+        for name, table in given.items()
+        if isinstance(table, Mapping)
+        for item in fields(SECTIONS[name])
+        if _is_required(item) and item.name not in table
+        if (item.name, table.get("method")) != ("clip_norm", "non-private")
+    ]
+    if missing:
+        section, key = missing[0]
+        raise InvalidArgumentError(
+            f"{section}.{key}",
+            expected="a value",
+            got="nothing",
+            remedy="write " + ", ".join(f"`{key} = …` under [{name}]" for name, key in missing),
+        )
 
 
 def _is_required(item: Any) -> bool:

@@ -14,6 +14,8 @@ from typing import Any
 
 from shuffled_dpsgd_experiments.tables.demo_texts import write_restaurants, write_sentences
 
+GENERATED = "generated texts"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Demonstration:
@@ -39,7 +41,7 @@ class Demonstration:
         data: dict[str, Any] = {"format": self.data_format}
         if self.write_texts is not None:
             data["path"] = str(self.write_texts(work / f"generated_{self.data_format}"))
-            data["max_length"] = self.max_length
+            data |= {"max_length": self.max_length, "name": GENERATED}
         run = {
             "task": self.task,
             "model": {"name": self.model},

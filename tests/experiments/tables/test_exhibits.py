@@ -22,7 +22,7 @@ from shuffled_dpsgd_experiments.reproductions import (
 )
 from shuffled_dpsgd_experiments.tables import table1, table2, table6, table7, table8, training
 from shuffled_dpsgd_experiments.tables.demo_texts import write_restaurants, write_sentences
-from shuffled_dpsgd_experiments.tables.demonstrations import DEMONSTRATIONS
+from shuffled_dpsgd_experiments.tables.demonstrations import DEMONSTRATIONS, GENERATED
 from shuffled_dpsgd_experiments.tables.exhibit import NOT_RUN, Exhibit, ExhibitRow
 from shuffled_dpsgd_experiments.tables.printed import RESULTS
 from shuffled_dpsgd_experiments.tables.training_rows import lost_samples
@@ -262,6 +262,8 @@ def test_demonstrations_are_grids_of_the_papers_methods(tmp_path: Path) -> None:
         cells = list(sweep.main_cells({}))
         assert len(cells) == 1 + 3 * 3
         demo = DEMONSTRATIONS[table.name]
+        named = cells[0].described["data"]["name"]
+        assert named == ("digits" if table.name == "table3" else GENERATED)
         rates = {cell.method: cell.config.optimizer.learning_rate for cell in cells}
         assert rates.pop("non-private") == demo.plain_learning_rate
         assert set(rates.values()) == {demo.learning_rate}

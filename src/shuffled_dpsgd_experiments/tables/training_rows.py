@@ -62,8 +62,8 @@ def lost_samples(records: Iterable[Record]) -> list[str]:
     )
     if uncounted:
         notes.append(
-            f"{uncounted} of the runs used cuDNN's attention and did not count samples without a "
-            "finite gradient, which contribute nothing: docs/results.md says which may be so."
+            f"{uncounted} of the runs were free to use cuDNN's attention and did not count samples "
+            "without a finite gradient, which contribute nothing: docs/results.md has more."
         )
     return notes
 

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import versions
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -30,10 +32,10 @@ def test_three_processes_take_turns(tmp_path: Path) -> None:
     assert set(found["of_before"]) == {"after", "before again"}
 
 
-def test_a_folder_that_is_no_tree_is_refused(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.versions", "--before", str(tmp_path), "--workload", "x"],
-        cwd=ROOT, check=False, capture_output=True, text=True,
-    )  # fmt: skip
-    assert done.returncode == 2
-    assert "--before: expected a tree of this project" in done.stderr
+def test_a_folder_that_is_no_tree_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["versions", "--before", str(tmp_path), "--workload", "x"])
+    with pytest.raises(SystemExit, match="2"):
+        versions.parsed()
+    assert "--before: expected a tree of this project" in capsys.readouterr().err

@@ -83,7 +83,9 @@ def test_the_noise_is_that_of_the_reference_table(row: tuple[Any, ...]) -> None:
         assert found.step_delta == pytest.approx(step_delta, rel=5e-3)
 
 
-@pytest.mark.parametrize("method", ["shuffled", "ghost", "non-private"])
+@pytest.mark.parametrize(
+    "method", ["shuffled", pytest.param("ghost", marks=pytest.mark.slow), "non-private"]
+)
 def test_a_dry_run_needs_neither_data_nor_checkpoint(method: str) -> None:
     pytest.importorskip("transformers")
     arguments = ["train", "--preset", "paper/vit-cifar100", "--dry-run", "--method", method]

@@ -139,6 +139,7 @@ def counting(model: nn.Module) -> Callable[[], int]:
     return lambda: calls[0]
 
 
+@pytest.mark.slow
 def test_fifty_lengths_cost_a_handful_of_forwards_more() -> None:
     private = private_bert(shuffle="off", num_steps=50, expected_batch_size=2, dataset_size=100)
     # The random part of the standing check is left out: it does not depend on lengths.

@@ -251,6 +251,7 @@ def test_what_needs_autocast_is_compared_under_it() -> None:
     assert private.card().shuffles_verified == 3
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_compiled_models_are_checked_too() -> None:

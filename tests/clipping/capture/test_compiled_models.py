@@ -165,6 +165,7 @@ def tapped_pair() -> tuple[ClippingEngine, Case, nn.Module]:
     return engine, case, compiled
 
 
+@pytest.mark.slow
 def test_taps_cost_one_more_compilation_and_then_none() -> None:
     engine, case, compiled = tapped_pair()
     with torch.compiler.set_stance("fail_on_recompile"):
@@ -339,6 +340,7 @@ def test_a_backward_that_leaves_the_taps_out_is_refused() -> None:
         case.losses(compiled, inputs).sum().backward(inputs=[inputs["x"]])
 
 
+@pytest.mark.slow
 def test_nothing_outlives_the_engine() -> None:
     engine, _, _ = tapped_pair()
     recorder = weakref.ref(engine._recorder)

@@ -127,6 +127,7 @@ def test_augmented_images_are_parts_of_the_image() -> None:
     assert len({tuple(row) for row in middle.tolist()}) > 10
 
 
+@pytest.mark.slow
 def test_nothing_is_needed_but_torch_transformers_and_numpy() -> None:
     """What a GPU machine may lack: typer, pydantic, datasets, dp-accounting, matplotlib."""
     code = (

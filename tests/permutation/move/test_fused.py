@@ -88,7 +88,13 @@ for size, family, scope, dtype in (
 
 
 @pytest.mark.parametrize(
-    "cases", [(0, 2), pytest.param((2, 3), marks=pytest.mark.slow)], ids=["wide", "small programs"]
+    "cases",
+    [
+        pytest.param((0, 1), marks=pytest.mark.slow),
+        (1, 2),
+        pytest.param((2, 3), marks=pytest.mark.slow),
+    ],
+    ids=["large programs", "small programs", "smaller programs"],
 )
 def test_interpreted_kernels_agree_with_indexing(cases: tuple[int, int]) -> None:
     pytest.importorskip("triton")

@@ -38,6 +38,7 @@ def test_the_papers_run_is_refuted_by_axis_sums_and_not_by_a_fixed_index() -> No
     assert all(b.epsilon < 0.3 for b in fixed.bounds if b.confidence is not None)
 
 
+@pytest.mark.slow
 def test_a_run_certified_for_one_survives_and_the_audit_comes_close() -> None:
     report = audit(1.95, 1.0, num_observations=20_000)
     assert not report.refutes_a_proven_claim

@@ -49,6 +49,7 @@ def test_little_noise_is_seen_and_the_proven_claim_stands() -> None:
     assert report.notes == ("re-alignment recovered at least 100.0% of the permuted positions",)
 
 
+@pytest.mark.slow
 def test_the_papers_claim_about_a_run_is_refuted() -> None:
     def paper(size: int, seed: int):
         return start(size, seed, epsilon=0.3, accounting="paper", batch_clip_norm=1.0)

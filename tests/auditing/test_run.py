@@ -106,6 +106,7 @@ def test_one_run_certified_for_one_is_consistent_and_fills_the_card() -> None:
     assert "95% confidence" in str(report.card)
 
 
+@pytest.mark.slow
 def test_one_run_without_shuffle_or_at_release_reads_the_same_canaries() -> None:
     for shuffle in ("off", "at-release"):
         aimed = target(noise_multiplier=0.05, num_steps=15, shuffle=shuffle)
@@ -177,6 +178,7 @@ def test_in_the_full_scope_sums_run_over_every_axis_that_moves() -> None:
             assert attack.read(prober.release(attack.canary)) == pytest.approx(1.0, abs=1e-3)
 
 
+@pytest.mark.slow
 def test_canaries_alone_are_not_shrunk_by_the_records_of_their_batch() -> None:
     """The same run at the paper's noise shows nothing among records, and the claim's end alone."""
     aimed = target(epsilon=1.0, accounting="paper", batch_clip_norm=1.0, num_steps=25)

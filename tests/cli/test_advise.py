@@ -20,6 +20,7 @@ def run(*arguments: object, code: int = 0) -> Any:
     return result
 
 
+@pytest.mark.slow
 def test_a_hopeless_plan_is_called_so_with_what_it_would_take() -> None:
     plan = [*NUMBERS, "--epochs", "3", "--dimension", "22700000"]
     said = " ".join(run("advise", *plan).stdout.split())

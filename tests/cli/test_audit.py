@@ -56,6 +56,7 @@ def test_step_json_has_seeds_counts_and_kinds(tmp_path: Path) -> None:
     assert {path.name for path in output.iterdir()} == {"report.json", "curves.png", "curves.svg"}
 
 
+@pytest.mark.slow
 def test_step_takes_a_canary_of_the_users_own(tmp_path: Path) -> None:
     path = tmp_path / "mine.npy"
     np.save(path, np.arange(256.0))

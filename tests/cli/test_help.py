@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -59,8 +58,7 @@ def test_groups_of_verbs_have_examples_of_verbs(path: tuple[str, ...]) -> None:
         assert {word for word in words if word.startswith("--")} <= options
 
 
-def test_help_is_quick_because_nothing_heavy_is_imported() -> None:
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+def test_help_imports_nothing_heavy() -> None:
     script = (
         "import sys\n"
         "from shuffled_dpsgd.cli.main import app\n"
@@ -70,7 +68,4 @@ def test_help_is_quick_because_nothing_heavy_is_imported() -> None:
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, check=True
     )
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert "loaded: []" in done.stdout
-    # Time on a processor: a busy machine must not fail this.
-    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 0.5

@@ -35,6 +35,7 @@ def test_digits_prints_certified_claim_and_writes_a_folder(tmp_path: Path) -> No
     assert (tmp_path / "out" / "report.html").exists()
 
 
+@pytest.mark.slow
 def test_json_is_one_object(tmp_path: Path) -> None:
     result = run("digits", *SHORT, "--epsilon", 4, "--output", tmp_path / "out", "--json")
     summary = json.loads(result.stdout)

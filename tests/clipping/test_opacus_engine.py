@@ -90,6 +90,7 @@ def test_a_gradient_without_samples_is_refused_by_name() -> None:
         engine.backward(model(torch.randn(3, 4)).sum(1))
 
 
+@pytest.mark.slow
 def test_a_run_trains_with_it() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
     data = torch.utils.data.TensorDataset(torch.randn(60, 4), torch.randint(2, (60,)))

@@ -132,6 +132,7 @@ def test_an_impossible_delta_is_refused(accountant: Accountant, delta: float) ->
     assert refusal.value.argument == "delta"
 
 
+@pytest.mark.slow
 def test_compare_holds_one_claim_per_accountant() -> None:
     claims = compare(noise_multiplier=1.5, **RUN, delta=DELTA, dimension=10**6, batch_clip=10.0)
     assert list(claims) == IDS

@@ -35,6 +35,7 @@ def test_shards_change_nothing(
             assert one[name]["verified"] == alone[name]["verified"], "a check was left out"
 
 
+@pytest.mark.slow
 def test_one_rank_with_all_shards_is_one_process(launcher: Launcher, alone: dict[str, Any]) -> None:
     (found,) = launcher.run("distributed.replicas", "trained", ranks=1, name="gpt2", sharded=True)
     for name, tensor in alone["gpt2"]["weights"].items():
@@ -61,6 +62,7 @@ def test_every_rank_draws_the_noise_of_its_rows(launcher: Launcher, ranks: int) 
     assert float(between.abs().max()) < 5 / math.sqrt(length)
 
 
+@pytest.mark.slow
 def test_weights_are_whole_only_where_something_is_checked(launcher: Launcher) -> None:
     """And no rank ever holds sums of more than the largest layer beside its own rows."""
     for one in launcher.run(HERE, "held_in_a_run"):

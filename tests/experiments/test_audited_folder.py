@@ -54,6 +54,7 @@ def test_the_bounds_reach_every_form_of_the_card(finished: Path, tmp_path: Path)
     assert not list(folder.glob(".*.new"))
 
 
+@pytest.mark.slow
 def test_the_repeat_has_the_runs_noise_and_steps(finished: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     shutil.copytree(finished, folder)

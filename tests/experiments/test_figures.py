@@ -50,6 +50,7 @@ def test_fig2_ranks_the_methods() -> None:
         assert (np.diff(values) >= -1e-12).all()
 
 
+@pytest.mark.slow
 def test_fig3_one_panel() -> None:
     (curves,) = fig3.compute((VIT,))
     at = curves.epsilons.index(1.0)

@@ -142,6 +142,7 @@ def test_resume_gives_the_same_bits(tmp_path: Path) -> None:
     assert resumed.private.ledger.spent == 6
 
 
+@pytest.mark.slow
 def test_a_used_output_dir_is_not_started_over(tmp_path: Path) -> None:
     build(tmp_path).train()
     with pytest.raises(CheckpointError, match="earlier run spent privacy"):

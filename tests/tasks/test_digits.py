@@ -199,6 +199,7 @@ def test_a_folder_without_a_run_cannot_be_resumed(tmp_path: Path) -> None:
         load_run(tmp_path)
 
 
+@pytest.mark.slow
 def test_the_model_can_learn_without_privacy() -> None:
     task = build_task(default_config())
     images, labels = task.train_data.tensors  # type: ignore[attr-defined]

@@ -152,6 +152,7 @@ def test_fifty_lengths_cost_a_handful_of_forwards_more() -> None:
     assert 50 <= forwards() <= 65
 
 
+@pytest.mark.slow
 def test_the_loop_resumes_padded_runs_bit_for_bit(tmp_path: Path) -> None:
     def settings(name: str) -> LoopSettings:
         return LoopSettings(

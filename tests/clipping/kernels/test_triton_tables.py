@@ -73,6 +73,7 @@ def test_cross_terms_of_a_stored_head(padding_idx: int | None) -> None:
         torch.testing.assert_close(found, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small_blocks")
 def test_a_poisoned_row_of_a_table_spoils_no_other_sample() -> None:
     ids = torch.arange(19, device=DEVICE).repeat(3, 1) % 7

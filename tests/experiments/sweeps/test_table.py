@@ -50,6 +50,7 @@ def test_a_seed_without_texts_leaves_the_metrics_out() -> None:
     assert "texts" not in row.to_json()
 
 
+@pytest.mark.slow
 def test_cells_write_texts_and_tuning_does_not(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     for name in ("trainset", "devset", "testset_w_refs"):

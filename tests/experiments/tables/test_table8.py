@@ -14,6 +14,7 @@ from shuffled_dpsgd_experiments.tables import table8
 TINY = table8.TimedModel(label="tiny", model="bert-tiny", dataset_size=10, length=6, physical=2)
 
 
+@pytest.mark.slow
 def test_an_epoch_is_extrapolated_from_the_median_step(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("transformers")
     monkeypatch.setattr(table8, "BATCH_SIZE", 4)
@@ -27,6 +28,7 @@ def test_an_epoch_is_extrapolated_from_the_median_step(monkeypatch: pytest.Monke
     assert "extrapolated" in found["epoch"]
 
 
+@pytest.mark.slow
 def test_a_slow_model_is_timed_in_fewer_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("transformers")
     monkeypatch.setattr(table8, "BATCH_SIZE", 4)

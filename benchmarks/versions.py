@@ -54,7 +54,7 @@ class Worker:
         raise RuntimeError(f"a worker ended early, with exit code {self._process.wait()}")
 
     def measured(self, what: str) -> float:
-        """Seconds of one "block", by the clock, or of its "kernels" alone."""
+        """Seconds of one "block", by the clock, or of its "kernels" alone; "calls" of a step."""
         assert self._process.stdin is not None
         self._process.stdin.write(f"{what}\n")
         self._process.stdin.flush()
@@ -80,6 +80,7 @@ def compared(options: argparse.Namespace, workload: str, adapter: str) -> Result
             first = number % len(CONTESTANTS)
             for name in CONTESTANTS[first:] + CONTESTANTS[:first]:
                 blocks[name].append(workers[name].measured("block"))
+        calls = {name: int(worker.measured("calls")) for name, worker in workers.items()}
         if options.device != "cpu":
             kernels = {name: worker.measured("kernels") for name, worker in workers.items()}
     finally:
@@ -91,6 +92,7 @@ def compared(options: argparse.Namespace, workload: str, adapter: str) -> Result
         "steps_per_block": options.steps,
         "block_seconds": blocks,
         "kernel_seconds_of_a_block": kernels,
+        "python_calls_of_a_step": calls,
         "of_before": {
             name: summarised(
                 [mine / base for mine, base in zip(found, blocks["before"], strict=True)]
@@ -112,6 +114,8 @@ def shown(result: Result) -> str:
     for name, ratios in result["of_before"].items():
         spread = f"{ratios['tenth']:.3f} to {ratios['ninetieth']:.3f}"
         words.append(f"{name} {ratios['median']:.4f} of it (middle 80 %: {spread})")
+        made = result["python_calls_of_a_step"]
+        words.append(f"its Python calls {made[name]:,} instead of {made['before']:,}")
         if kernels := result["kernel_seconds_of_a_block"]:
             words.append(f"its kernels {kernels[name] / kernels['before']:.4f}")
     return "; ".join(words)

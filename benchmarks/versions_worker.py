@@ -7,6 +7,8 @@ both states of the code have.
 from __future__ import annotations
 
 import argparse
+import cProfile
+import pstats
 import sys
 from typing import Any
 
@@ -34,8 +36,11 @@ def main() -> None:
     prepare(contestant, setting, options.warmup)
     print("answer ready", flush=True)
     for line in sys.stdin:
-        if line.strip() not in ("block", "kernels"):
-            raise SystemExit(f"expected the word block or kernels, got {line!r}")
+        if line.strip() not in ("block", "calls", "kernels"):
+            raise SystemExit(f"expected the word block, calls or kernels, got {line!r}")
+        if line.strip() == "calls":
+            print(f"answer {count_calls(contestant)}", flush=True)
+            continue
         if line.strip() == "block":
             # Later trees also say what the cores spent on the block.
             found: Any = time_block(contestant, device, options.steps)
@@ -43,6 +48,14 @@ def main() -> None:
         else:
             seconds = time_kernels(contestant, options.steps)
         print(f"answer {seconds!r}", flush=True)
+
+
+def count_calls(contestant: Contestant) -> int:
+    """Python calls of one step: what the host has to do, whatever its speed."""
+    assert contestant.step is not None
+    profiler = cProfile.Profile()
+    profiler.runcall(contestant.step, contestant.batch)
+    return pstats.Stats(profiler).total_calls  # type: ignore[attr-defined, no-any-return]
 
 
 def time_kernels(contestant: Contestant, steps: int) -> float:

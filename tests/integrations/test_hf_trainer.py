@@ -253,6 +253,19 @@ def test_the_card_says_whose_it_is(tmp_path: Path) -> None:
         assert digest in (tmp_path / name).read_text()
 
 
+def test_it_does_without_cudnn_attention(tmp_path: Path) -> None:
+    seen: list[bool] = []
+
+    class Looks(transformers.TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            seen.append(torch.backends.cuda.cudnn_sdp_enabled())
+
+    build(tmp_path, arguments={"save_strategy": "no"}, callbacks=[Looks()]).train()
+    assert seen
+    assert not any(seen)
+    assert torch.backends.cuda.cudnn_sdp_enabled()
+
+
 def test_own_per_sample_loss(tmp_path: Path) -> None:
     seen: list[int] = []
 

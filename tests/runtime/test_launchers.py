@@ -74,3 +74,29 @@ def test_nothing_is_rehearsed_where_launchers_may_mix(monkeypatch: pytest.Monkey
     for safe in (True, False):
         monkeypatch.setattr(launchers, "make_safe_for_threads", lambda safe=safe: safe)
         assert rehearsals.may_rehearse(gpu) is safe  # type: ignore[arg-type]
+
+
+def test_the_triton_at_hand_is_understood() -> None:
+    pytest.importorskip("triton")
+    assert launchers.make_safe_for_threads()
+
+
+@pytest.mark.parametrize("understood", [True, False])
+def test_a_release_with_many_launchers_is_made_safe_or_said(
+    monkeypatch: pytest.MonkeyPatch, understood: bool
+) -> None:
+    build = fake_build() if understood else ModuleType("build")
+    modules = {"triton.runtime.build": build, "triton.backends.nvidia.driver": ModuleType("old")}
+    modules["triton.backends.nvidia.driver"].make_launcher = print  # type: ignore[attr-defined]
+
+    def load(name: str) -> ModuleType:
+        if name not in modules:
+            raise ImportError(name)
+        return modules[name]
+
+    said: list[str] = []
+    monkeypatch.setattr(launchers, "importlib", SimpleNamespace(import_module=load))
+    monkeypatch.setattr(launchers, "triton_available", lambda: True)
+    monkeypatch.setattr(launchers, "say_once", said.append)
+    assert launchers.make_safe_for_threads.__wrapped__() is understood
+    assert len(said) == (not understood)

@@ -57,6 +57,18 @@ def test_callbacks_see_every_update_with_both_epsilons() -> None:
     assert all(progress.seconds > 0 for progress in seen)
 
 
+def test_it_does_without_cudnn_attention() -> None:
+    seen: list[bool] = []
+    train(
+        start(num_steps=2),
+        vectors(),
+        classify,
+        callbacks=[lambda _: seen.append(torch.backends.cuda.cudnn_sdp_enabled())],
+    )
+    assert seen == [False, False]
+    assert torch.backends.cuda.cudnn_sdp_enabled()
+
+
 def test_the_schedule_moves_with_every_update() -> None:
     private = start(num_steps=3)
     private.sampler = FixedSampler([], [1])

@@ -46,6 +46,7 @@ from shuffled_dpsgd.integrations.trainer_files import (
 )
 from shuffled_dpsgd.integrations.worker_batches import WorkerBatches
 from shuffled_dpsgd.options import PrivacyOptions, options_in
+from shuffled_dpsgd.runtime.attention import without_cudnn_attention
 from shuffled_dpsgd.training import (
     PrivacyCard,
     PrivateTraining,
@@ -117,6 +118,7 @@ class ShuffledDPTrainer(Trainer):
         data = self._data_name or type(self.train_dataset).__name__
         return self._started().card().about(**subject_of(model, data, self._released_weights()))
 
+    @without_cudnn_attention()
     def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> Any:
         """Train to the end of the plan, then write the privacy card beside the model.
 

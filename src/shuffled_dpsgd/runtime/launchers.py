@@ -16,8 +16,10 @@ from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+from shuffled_dpsgd.runtime.notices import say_once
 from shuffled_dpsgd.runtime.triton_support import triton_available
 
+_BACKENDS = ("nvidia", "amd")
 _LOADER = "_load_module_from_path"
 _lock = threading.Lock()
 
@@ -30,10 +32,24 @@ def make_safe_for_threads() -> bool:
     """
     if not triton_available():
         return True
-    driver = importlib.import_module("triton.backends.nvidia.driver")
-    if not hasattr(driver, "make_launcher"):
+    if not any(_has_many_launchers(backend) for backend in _BACKENDS):
         return True
-    return keep_apart(importlib.import_module("triton.runtime.build"))
+    safe = keep_apart(importlib.import_module("triton.runtime.build"))
+    if not safe:
+        say_once(
+            "Kernels are compiled one after the other, and the first step takes longer: this "
+            "release of Triton loads launchers in a way that threads might mix up"
+        )
+    return safe
+
+
+def _has_many_launchers(backend: str) -> bool:
+    """Whether this kind of GPU has a launcher for each list of argument types."""
+    name = f"triton.backends.{backend}.driver"
+    try:
+        return hasattr(importlib.import_module(name), "make_launcher")
+    except ImportError:
+        return False  # A Triton that was built without it launches nothing there.
 
 
 def keep_apart(build: ModuleType) -> bool:

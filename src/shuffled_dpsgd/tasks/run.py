@@ -22,7 +22,6 @@ from shuffled_dpsgd.distributed.agreement import first_does
 from shuffled_dpsgd.environment import environment
 from shuffled_dpsgd.errors import CheckpointError
 from shuffled_dpsgd.reports import MetricsLog, RunView, StepRecord, write_report
-from shuffled_dpsgd.runtime.attention import without_cudnn_attention
 from shuffled_dpsgd.tasks.averaging import WeightAverage
 from shuffled_dpsgd.tasks.config import RunConfig, parse_config
 from shuffled_dpsgd.tasks.data_identity import check_data, compare_all_data, remember_data
@@ -178,7 +177,6 @@ def finished_summary(directory: Path) -> dict[str, Any] | None:
     return summary if done else None
 
 
-@without_cudnn_attention()
 def execute(run: PreparedRun, observers: tuple[Observer, ...] = ()) -> RunResult:
     """Train to the end of the plan or to a signal, then write everything down.
 

@@ -21,6 +21,7 @@ import torch
 
 from shuffled_dpsgd.accounting import PrivacyClaim
 from shuffled_dpsgd.errors import BudgetExhaustedError, CheckpointError, InvalidArgumentError
+from shuffled_dpsgd.runtime.attention import without_cudnn_attention
 from shuffled_dpsgd.training.checkpoint import Stateful, load_checkpoint, save_checkpoint
 from shuffled_dpsgd.training.checkpoint_folder import latest_checkpoint
 from shuffled_dpsgd.training.data import MapStyle
@@ -95,6 +96,7 @@ class Outcome:
     seconds: Mapping[str, float]
 
 
+@without_cudnn_attention()
 def train(
     private: PrivateTraining,
     data: MapStyle,

@@ -18,7 +18,6 @@ import torch
 
 from shuffled_dpsgd.accounting import PrivacyClaim
 from shuffled_dpsgd.environment import environment
-from shuffled_dpsgd.runtime.attention import without_cudnn_attention
 from shuffled_dpsgd.tasks import Evaluation, RunConfig, Task, build_task, start_private
 from shuffled_dpsgd.tasks.averaging import WeightAverage
 from shuffled_dpsgd.tasks.optimizers import build_scheduler
@@ -72,7 +71,6 @@ class Meter:
         return self.samples / self.seconds if self.seconds else None
 
 
-@without_cudnn_attention()
 def run_cell(cell: Cell, tasks: Tasks) -> dict[str, Any] | None:
     """Train and score a cell; None if a signal stopped it."""
     if cell.config.training.num_threads is not None:

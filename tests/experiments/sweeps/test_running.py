@@ -15,11 +15,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 from experiments.sweeps.test_grid import RAW
 from shuffled_dpsgd.errors import CheckpointError
-from shuffled_dpsgd.tasks import RunConfig, Task
 from shuffled_dpsgd_experiments.sweeps import Sweep, SweepProgress, run_sweep, table_of
 from shuffled_dpsgd_experiments.sweeps.cell import Meter, Tasks, run_cell
 from shuffled_dpsgd_experiments.sweeps.grid import Cell, laid_over, parse_sweep
@@ -154,20 +152,6 @@ def test_a_cell_trains_and_says_what_is_claimed(tmp_path: Path) -> None:
     assert 0.0 <= shuffled["score"] <= 1.0
     assert run_cell(cells[1], tasks)["score"] == shuffled["score"]  # type: ignore[index]
     assert tasks.of(cells[0].config) is tasks.of(cells[1].config)
-
-
-def test_a_cell_does_without_cudnn_attention(tmp_path: Path) -> None:
-    seen = []
-
-    class Looking(Tasks):
-        def of(self, config: RunConfig) -> Task:
-            seen.append(torch.backends.cuda.cudnn_sdp_enabled())
-            raise Killed
-
-    with pytest.raises(Killed):
-        run_cell(next(sweep_in(tmp_path).main_cells({})), Looking())
-    assert seen == [False]
-    assert torch.backends.cuda.cudnn_sdp_enabled()
 
 
 def test_samples_without_a_finite_gradient_are_counted_from_the_first_step() -> None:

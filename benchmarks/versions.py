@@ -3,9 +3,10 @@
 git worktree add ../before COMMIT
 python -m benchmarks.versions --before ../before --workload gpt2-32x128 --json FILE
 
-Three processes prepare the same step: one with the code of `--before`, one with this tree's, and a
-second one with the code of `--before`. Only one of them computes at a time. The two equal ones say
-how far the figures of one and the same code differ on this host.
+Four processes prepare the same step: two with the code of `--before`, two with this tree's. Only
+one of them computes at a time. Two with the same code say how far its figures differ on this host.
+By the clock a process may be slower than its twin for as long as it lives, so beside the clock
+stands what a host cannot change: calls in Python, calls of CUDA, and the time of the kernels.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from benchmarks.results import environment
 
 HERE = Path(__file__).resolve().parent
 WORKER = HERE / "versions_worker.py"
-CONTESTANTS = ("before", "after", "before again")
+CONTESTANTS = ("before", "after", "before again", "after again")
 Result = dict[str, Any]
 
 
@@ -53,12 +54,12 @@ class Worker:
                 return line.removeprefix("answer ").strip()
         raise RuntimeError(f"a worker ended early, with exit code {self._process.wait()}")
 
-    def measured(self, what: str) -> float:
-        """Seconds of one "block", by the clock, or of its "kernels" alone; "calls" of a step."""
+    def measured(self, what: str) -> Any:
+        """What one of the questions of `versions_worker` is answered with."""
         assert self._process.stdin is not None
         self._process.stdin.write(f"{what}\n")
         self._process.stdin.flush()
-        return float(self.answer())
+        return json.loads(self.answer())
 
     def close(self) -> None:
         self._process.kill()
@@ -66,11 +67,14 @@ class Worker:
 
 
 def compared(options: argparse.Namespace, workload: str, adapter: str) -> Result:
-    """The blocks of all three, and how the others' compare with those of "before"."""
-    trees = dict.fromkeys(CONTESTANTS, options.before) | {"after": HERE.parent}
+    """The blocks of all four, and how the others' compare with those of "before"."""
+    trees = {
+        name: options.before if name.startswith("before") else HERE.parent for name in CONTESTANTS
+    }
     workers: dict[str, Worker] = {}
     blocks: dict[str, list[float]] = {name: [] for name in CONTESTANTS}
     kernels: dict[str, float] = {}
+    launches: dict[str, dict[str, int]] = {}
     try:
         for name, tree in trees.items():
             workers[name] = Worker(tree, options, workload, adapter)
@@ -80,8 +84,9 @@ def compared(options: argparse.Namespace, workload: str, adapter: str) -> Result
             first = number % len(CONTESTANTS)
             for name in CONTESTANTS[first:] + CONTESTANTS[:first]:
                 blocks[name].append(workers[name].measured("block"))
-        calls = {name: int(worker.measured("calls")) for name, worker in workers.items()}
+        calls = {name: worker.measured("calls") for name, worker in workers.items()}
         if options.device != "cpu":
+            launches = {name: worker.measured("launches") for name, worker in workers.items()}
             kernels = {name: worker.measured("kernels") for name, worker in workers.items()}
     finally:
         for worker in workers.values():
@@ -93,6 +98,7 @@ def compared(options: argparse.Namespace, workload: str, adapter: str) -> Result
         "block_seconds": blocks,
         "kernel_seconds_of_a_block": kernels,
         "python_calls_of_a_step": calls,
+        "cuda_calls_of_a_block": launches,
         "of_before": {
             name: summarised(
                 [mine / base for mine, base in zip(found, blocks["before"], strict=True)]
@@ -118,6 +124,9 @@ def shown(result: Result) -> str:
         words.append(f"its Python calls {made[name]:,} instead of {made['before']:,}")
         if kernels := result["kernel_seconds_of_a_block"]:
             words.append(f"its kernels {kernels[name] / kernels['before']:.4f}")
+            of_cuda = result["cuda_calls_of_a_block"]
+            cuda = {who: sum(found.values()) for who, found in of_cuda.items()}
+            words.append(f"its calls of CUDA {cuda[name]:,} instead of {cuda['before']:,}")
     return "; ".join(words)
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from shuffled_dpsgd.cli.output import AsJson, print_json, reports_errors
+from shuffled_dpsgd.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
     from shuffled_dpsgd_experiments.sweeps import SweepProgress
@@ -21,14 +22,18 @@ INCOMPLETE = 3
 
 @reports_errors
 def sweep(
-    file: Annotated[Path, typer.Argument(help="A sweep in TOML.")],
+    files: Annotated[
+        list[Path], typer.Argument(metavar="FILE...", help="One sweep in TOML, or several.")
+    ],
     model: Annotated[
         str | None, typer.Option(help="The model's folder, in place of the file's.")
     ] = None,
     data: Annotated[
         str | None, typer.Option(help="The data's folder, in place of the file's.")
     ] = None,
-    results: Annotated[Path | None, typer.Option(help="The folder of results, likewise.")] = None,
+    results: Annotated[
+        Path | None, typer.Option(help="The folder of results, likewise; for one sweep.")
+    ] = None,
     stop_after: Annotated[
         float | None, typer.Option(help="Start no cell after so many seconds.")
     ] = None,
@@ -39,26 +44,36 @@ def sweep(
     """Run what is missing of a sweep and draw its table: mean ± sd over seeds.
 
     Each cell is one JSON file that is never edited. A sweep that was stopped, or killed, goes on
-    where it was; exit status 3 says that cells are missing.
+    where it was; exit status 3 says that cells are missing. Of several sweeps, cells of a later
+    one fill the time in which an earlier one has too few for all processes.
     """
     from shuffled_dpsgd_experiments.sweeps import load_sweep, run_in_jobs, table_of
     from shuffled_dpsgd_experiments.sweeps.table import read_records, rows_of
 
-    loaded = load_sweep(file, model=model, data=data, results=results)
+    if results is not None and len(files) > 1:
+        raise InvalidArgumentError(
+            "--results", expected="one sweep: the results of several would mix", got=len(files)
+        )
+    sweeps = [load_sweep(file, model=model, data=data, results=results) for file in files]
     complete = table or run_in_jobs(
-        loaded,
-        file,
+        sweeps,
+        files,
         jobs,
         model=model,
         data=data,
+        results=results,
         stop_after=stop_after,
         on_progress=_quiet if as_json else _say,
     )
     if as_json:
-        rows = rows_of(read_records(loaded.results))
-        print_json({"complete": complete, "rows": [row.to_json() for row in rows]})
+        rows = [
+            {"sweep": each.name, **row.to_json()}
+            for each in sweeps
+            for row in rows_of(read_records(each.results))
+        ]
+        print_json({"complete": complete, "rows": rows})
     else:
-        typer.echo(table_of(loaded), nl=False)
+        typer.echo("\n".join(table_of(each) for each in sweeps), nl=False)
     if not complete:
         raise typer.Exit(INCOMPLETE)
 

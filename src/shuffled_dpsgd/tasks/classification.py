@@ -24,6 +24,7 @@ def classification_task(
     model: nn.Module,
     splits: Splits[Any],
     *,
+    fresh_model: Callable[[int], nn.Module],
     collate: Callable[[list[Any]], Any] | None = None,
     save_assets: Callable[[Any], None] | None = None,
 ) -> Task:
@@ -43,6 +44,7 @@ def classification_task(
         evaluate=next(iter(evaluations.values())),
         evaluations=evaluations,
         score_name="accuracy",
+        fresh_model=fresh_model,
         collate=collate,
         save_assets=save_assets,
     )

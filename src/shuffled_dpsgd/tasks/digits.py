@@ -91,13 +91,19 @@ def build_task(config: RunConfig) -> Task:
     train, heldout = load_digits()
     splits: Splits[Any] = Splits(train=train, heldout={"test": heldout})
     check_sizes(config, splits)
-    model = prepare_model(config.model, head="image", num_labels=10, seed=config.init_seed)
-    name_classes(model, config.data, 10)
+
+    def fresh_model(seed: int) -> nn.Module:
+        model = prepare_model(config.model, head="image", num_labels=10, seed=seed)
+        name_classes(model, config.data, 10)
+        return model
+
+    model = fresh_model(config.init_seed)
     channels = int(model.config.num_channels)  # type: ignore[union-attr,arg-type]
     return classification_task(
         "digits",
         model,
         splits,
+        fresh_model=fresh_model,
         collate=None if channels == 1 else partial(_collate_in_channels, channels),
         save_assets=prepare_for_pipelines,
     )

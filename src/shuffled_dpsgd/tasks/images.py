@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from torch.nn import functional as F
 
 from shuffled_dpsgd.tasks.classes import name_classes, stated_classes
@@ -25,13 +26,19 @@ def build_task(config: RunConfig) -> Task:
     num_labels = stated_classes(config.data)
     splits = read_images(config.data, num_labels)
     check_sizes(config, splits)
-    model = prepare_model(config.model, head="image", num_labels=num_labels, seed=config.init_seed)
+
+    def fresh_model(seed: int) -> nn.Module:
+        model = prepare_model(config.model, head="image", num_labels=num_labels, seed=seed)
+        name_classes(model, config.data, num_labels)
+        return model
+
+    model = fresh_model(config.init_seed)
     size = int(model.config.image_size)  # type: ignore[union-attr,arg-type]
-    name_classes(model, config.data, num_labels)
     return classification_task(
         "image-classification",
         model,
         splits,
+        fresh_model=fresh_model,
         collate=lambda samples: collate_images(samples, size),
         save_assets=lambda directory: save_processor(directory, size),
     )
@@ -61,7 +68,7 @@ def collate_images(
     samples: Sequence[tuple[Any, int]], size: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Stack, scale to [-1, 1] and resize to `size` × `size`."""
-    images = torch.stack([_as_tensor(image) for image, _ in samples]) / 127.5 - 1.0
+    images = torch.stack([_as_tensor(image) for image, _ in samples]).float() / 127.5 - 1.0
     if images.shape[-2:] != (size, size):
         images = F.interpolate(images, size=(size, size), mode="bilinear", antialias=True)
     return images, torch.tensor([label for _, label in samples])
@@ -69,7 +76,7 @@ def collate_images(
 
 def _as_tensor(image: Any) -> torch.Tensor:
     if isinstance(image, torch.Tensor):
-        return image.float()
+        return image
     import numpy as np
 
-    return torch.from_numpy(np.array(image)).permute(2, 0, 1).float()
+    return torch.from_numpy(np.array(image)).permute(2, 0, 1)

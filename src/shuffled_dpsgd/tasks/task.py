@@ -35,6 +35,8 @@ class Task:
     split, by its name. `collate` turns a list of samples of `train_data` into a batch, or is None
     for torch's default. `save_assets` writes what belongs beside the weights (configuration,
     tokenizer) into a folder. `evaluate_texts` lets a language model write texts and scores them.
+    `fresh_model(seed)` builds the model once more, with initial weights from that seed; nothing
+    else of a task depends on it.
     """
 
     name: str
@@ -43,6 +45,7 @@ class Task:
     losses: Callable[[nn.Module, Any], torch.Tensor]
     evaluate: Callable[[nn.Module], Evaluation]
     score_name: str
+    fresh_model: Callable[[int], nn.Module]
     evaluations: Mapping[str, Callable[[nn.Module], Evaluation]] = field(default_factory=dict)
     collate: Callable[[list[Any]], Any] | None = None
     save_assets: Callable[[Any], None] | None = None

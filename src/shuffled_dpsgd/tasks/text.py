@@ -19,7 +19,7 @@ from shuffled_dpsgd.integrations.per_sample_loss import (
 )
 from shuffled_dpsgd.tasks.classes import name_classes, stated_classes
 from shuffled_dpsgd.tasks.classification import classification_task, heldout_batches
-from shuffled_dpsgd.tasks.config import RunConfig
+from shuffled_dpsgd.tasks.config import ModelConfig, RunConfig
 from shuffled_dpsgd.tasks.data.loading import read_continuations, read_texts, require_task
 from shuffled_dpsgd.tasks.data.records import Continuation, LabelledText, Splits
 from shuffled_dpsgd.tasks.generation.bleu import sacrebleu_metrics
@@ -48,10 +48,13 @@ def build_classification(config: RunConfig) -> Task:
     splits = read_texts(data, num_labels)
     check_sizes(config, splits)
     tokenizer = load_tokenizer(config.model.name)
-    model = prepare_model(
-        config.model, head="sequence", num_labels=num_labels, seed=config.init_seed
-    )
-    name_classes(model, data, num_labels)
+
+    def fresh_model(seed: int) -> nn.Module:
+        model = prepare_model(config.model, head="sequence", num_labels=num_labels, seed=seed)
+        name_classes(model, data, num_labels)
+        return model
+
+    model = fresh_model(config.init_seed)
     typed = uses_token_types(model)
     encoded = _map(splits, lambda part: encode_labelled(part, tokenizer, data.max_length, typed))
     check_tokens(config, model, encoded)
@@ -59,6 +62,7 @@ def build_classification(config: RunConfig) -> Task:
         "text-classification",
         model,
         encoded,
+        fresh_model=fresh_model,
         collate=TokenCollate(pad_id=tokenizer.pad_id, labels=class_labels),
         save_assets=tokenizer.save,
     )
@@ -76,7 +80,8 @@ def build_causal_lm(config: RunConfig) -> Task:
         if wanted.bleu == "sacrebleu":
             sacrebleu_metrics()  # Better now than when all has been paid for.
     tokenizer = load_tokenizer(config.model.name)
-    model = prepare_model(config.model, head="causal-lm", seed=config.init_seed)
+    fresh_model = partial(_causal_lm, config.model)
+    model = fresh_model(config.init_seed)
     encoded = _map(splits, lambda part: encode_continuations(part, tokenizer, data.max_length))
     check_tokens(config, model, encoded)
     collate = TokenCollate(pad_id=tokenizer.pad_id, labels=continuation_labels)
@@ -92,12 +97,17 @@ def build_causal_lm(config: RunConfig) -> Task:
         evaluate=next(iter(evaluations.values())),
         evaluations=evaluations,
         score_name="perplexity",
+        fresh_model=fresh_model,
         collate=collate,
         save_assets=tokenizer.save,
         evaluate_texts=None
         if wanted is None
         else lambda trained: evaluate_generation(trained, tokenizer, data, wanted),
     )
+
+
+def _causal_lm(config: ModelConfig, seed: int) -> nn.Module:
+    return prepare_model(config, head="causal-lm", seed=seed)
 
 
 def _map(splits: Splits[Any], encode: Callable[[Any], list[Record]]) -> Splits[TokenRecords]:

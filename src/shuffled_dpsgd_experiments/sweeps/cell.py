@@ -1,7 +1,8 @@
 """One cell: a configuration is trained and scored; everything found goes into one record.
 
-Nothing but the record is kept: no checkpoints and no weights. Cells of one process share the data
-and the initial weights where these are the same, and whatever the process has compiled.
+Nothing but the record is kept: no checkpoints and no weights. Cells of one process share the data,
+encoded, and whatever the process has compiled; what a cell finds does not depend on the cells that
+were run before it.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import gc
 import json
 import math
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -29,20 +30,31 @@ from shuffled_dpsgd_experiments.sweeps.grid import Cell
 
 
 class Tasks:
-    """The last task that was built, for cells that share data and initial weights."""
+    """The tasks of the last few cells: those that share data read and encode them once.
 
-    def __init__(self) -> None:
-        self._key: str | None = None
-        self._task: Task | None = None
+    Sweeps go back and forth between a few: tuning holds records back, the grid does not.
+    """
+
+    def __init__(self, kept: int = 4) -> None:
+        self._kept = kept
+        self._found: dict[str, tuple[int, Task]] = {}
 
     def of(self, config: RunConfig) -> Task:
-        """The configured task with fresh initial weights."""
+        """The configured task with the initial weights of the configured seed."""
         raw = config.to_json()
-        parts = [raw["task"], raw["model"], raw["data"], raw.get("generation"), config.init_seed]
-        key = json.dumps(parts, sort_keys=True)
-        if self._task is None or key != self._key:
-            self._task, self._key = build_task(config), key
-        return self._task
+        parts = [raw["task"], raw["model"], raw["data"], raw.get("generation")]
+        key, seed = json.dumps(parts, sort_keys=True), config.init_seed
+        known = self._found.pop(key, None)
+        if known is None:
+            task = build_task(config)
+        elif known[0] == seed:
+            task = known[1]
+        else:
+            task = replace(known[1], model=known[1].fresh_model(seed))
+        self._found[key] = seed, task
+        while len(self._found) > self._kept:
+            self._found.pop(next(iter(self._found)))
+        return task
 
 
 @dataclass(kw_only=True)

@@ -1,4 +1,4 @@
-"""Runs what is missing of a sweep: tuning first, then the grid, most informative cells first.
+"""Runs what is missing of sweeps: tuning first, then the grid, most informative cells first.
 
 A cell whose result is there is never run again, so a sweep that was killed goes on where it was.
 The cell in progress then is started over; all its randomness follows from its seed. Processes that
@@ -8,7 +8,7 @@ share a folder of results share the work.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,7 +54,22 @@ def run_sweep(
     step in progress, without a result for the cell it was in. Several processes may run one sweep
     at a time: each cell is run by one of them, and the last ones wait for each other.
     """
-    return _Worker(sweep, on_progress, stop_after, run).work()
+    return run_sweeps([sweep], on_progress=on_progress, stop_after=stop_after, run=run)
+
+
+def run_sweeps(
+    sweeps: Sequence[Sweep],
+    *,
+    on_progress: Callable[[SweepProgress], object] = lambda progress: None,
+    stop_after: float | None = None,
+    attempts: int | None = None,
+    run: Run = run_cell,
+) -> bool:
+    """`run_sweep` for several: cells of a later one fill the time that an earlier one waits.
+
+    A cell that processes have died of `attempts` times is left to another call.
+    """
+    return _Worker(sweeps, on_progress, stop_after, attempts, run).work()
 
 
 class KnownCells:
@@ -99,37 +114,40 @@ def merit(record: Mapping[str, Any]) -> float:
 
 
 class _Worker:
-    """One process at a sweep: reports what is there, claims what is not, waits for the others."""
+    """One process at sweeps: reports what is there, claims what is not, waits for the others."""
 
     def __init__(
         self,
-        sweep: Sweep,
+        sweeps: Sequence[Sweep],
         on_progress: Callable[[SweepProgress], object],
         stop_after: float | None,
+        attempts: int | None,
         run: Run,
     ) -> None:
-        self._cells = KnownCells(sweep)
+        self._sweeps = [KnownCells(sweep) for sweep in sweeps]
         self._tasks = Tasks()
         self._stop_after = stop_after
+        self._attempts = attempts
         self._run = run
         self._started = time.monotonic()
-        self._reporter = Reporter(self._cells.total, on_progress)
+        self._reporter = Reporter(sum(each.total for each in self._sweeps), on_progress)
 
     def work(self) -> bool:
-        """True when every cell has a result; False if time ran out or a signal came."""
+        """True when every cell has a result; False if time ran out or a signal came.
+
+        False also if nothing is missing but cells that were given up.
+        """
         while True:
-            missing = []
-            for cell, record in self._cells.read():
-                if record is None:
-                    missing.append(cell)
-                else:
-                    self._reporter.found(cell, record)
+            missing = self._missing()
             if not missing:
                 return True
-            for cell in missing:
+            hopeful = [(store, cell) for store, cell in missing if not self._given_up(store, cell)]
+            if not hopeful:
+                return False
+            for store, cell in hopeful:
                 if self._out_of_time():
                     return False
-                ran = self._try(cell)
+                ran = self._try(store, cell)
                 if ran is None:
                     return False
                 if ran:
@@ -137,16 +155,30 @@ class _Worker:
             else:
                 time.sleep(POLL_SECONDS)
 
-    def _try(self, cell: Cell) -> bool | None:
+    def _missing(self) -> list[tuple[Store, Cell]]:
+        """Cells without a result, whose settings are known; the others are told of."""
+        found = []
+        for cells in self._sweeps:
+            for cell, record in cells.read():
+                if record is None:
+                    found.append((cells.store, cell))
+                else:
+                    self._reporter.found(cell, record)
+        return found
+
+    def _given_up(self, store: Store, cell: Cell) -> bool:
+        return self._attempts is not None and store.deaths(cell) >= self._attempts
+
+    def _try(self, store: Store, cell: Cell) -> bool | None:
         """Whether the cell was this process's to run, and was run; None if a signal came."""
-        with self._cells.store.claim(cell) as mine:
+        with store.claim(cell, keep_on_error=self._attempts is not None) as mine:
             if not mine:
                 return False
             began = time.monotonic()
             record = self._run(cell, self._tasks)
             if record is None:
                 return None
-            self._cells.store.add(cell, record)
+            store.add(cell, record)
         self._reporter.found(cell, record, time.monotonic() - began)
         return True
 
@@ -164,14 +196,15 @@ class Reporter:
         self._total = total
         self._tell = on_progress
         self._jobs = jobs
-        self._told: set[str] = set()
+        self._told: set[tuple[str, str]] = set()
         self._times: list[float] = []
 
     def found(self, cell: Cell, record: Mapping[str, Any], seconds: float | None = None) -> None:
         """A cell has a result; `seconds` is None if it was there, or another process ran it."""
-        if cell.file_name in self._told:
+        name = cell.sweep, cell.file_name
+        if name in self._told:
             return
-        self._told.add(cell.file_name)
+        self._told.add(name)
         if seconds is not None:
             self._times.append(seconds)
         recent = self._times[-8:]

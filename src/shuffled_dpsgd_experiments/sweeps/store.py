@@ -17,6 +17,8 @@ from typing import Any
 from shuffled_dpsgd.errors import CheckpointError
 from shuffled_dpsgd_experiments.sweeps.grid import Cell
 
+_MARK = "x"
+
 
 class Store:
     """The folder of a sweep's results."""
@@ -42,23 +44,47 @@ class Store:
         return found
 
     @contextmanager
-    def claim(self, cell: Cell) -> Iterator[bool]:
-        """Whether the cell is this process's to run: not another's, and without a result yet."""
+    def claim(self, cell: Cell, *, keep_on_error: bool = False) -> Iterator[bool]:
+        """Whether the cell is this process's to run: not another's, and without a result yet.
+
+        The file goes when the claim ends, and stays if the process does not live to see that; it
+        has a mark for each time. With `keep_on_error` an exception counts as such an end.
+        """
         self.directory.mkdir(parents=True, exist_ok=True)
-        path = self.directory / f".{cell.file_name}.claim"
+        path = self._claim_path(cell)
         with path.open("a") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
+            if not _locked(file.fileno(), path):
                 yield False
                 return
-            if not _is_at(file.fileno(), path):  # Its owner has just removed it.
-                yield False
-                return
+            file.write(_MARK)
+            file.flush()
             try:
                 yield self.find(cell) is None
-            finally:
-                path.unlink()
+            except BaseException:
+                if not keep_on_error:
+                    path.unlink()
+                raise
+            path.unlink()
+
+    def deaths(self, cell: Cell) -> int:
+        """How many processes did not survive a cell that nobody is at now."""
+        path = self._claim_path(cell)
+        try:
+            with path.open() as file:
+                size = os.fstat(file.fileno()).st_size
+                return size // len(_MARK) if _locked(file.fileno(), path) else 0
+        except FileNotFoundError:
+            return 0
+
+    def forget_deaths(self) -> None:
+        """Begin a call with no cell given up; claims that are held stay."""
+        for path in self.directory.glob(".*.claim"):
+            with path.open() as file:
+                if _locked(file.fileno(), path):
+                    path.unlink()
+
+    def _claim_path(self, cell: Cell) -> Path:
+        return self.directory / f".{cell.file_name}.claim"
 
     def add(self, cell: Cell, record: dict[str, Any]) -> Path:
         """Write a result. A file that appears only when it is complete survives any kill.
@@ -82,9 +108,10 @@ class Store:
         return path
 
 
-def _is_at(descriptor: int, path: Path) -> bool:
-    """Whether an open file is the one that a path names now."""
+def _locked(descriptor: int, path: Path) -> bool:
+    """Lock an open file, unless another process has it or its owner has just removed it."""
     try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return os.path.samestat(os.fstat(descriptor), path.stat())
-    except FileNotFoundError:
+    except (BlockingIOError, FileNotFoundError):
         return False

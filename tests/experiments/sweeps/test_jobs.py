@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import multiprocessing
 import os
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,16 @@ import pytest
 from experiments.sweeps.test_grid import RAW
 from experiments.sweeps.test_running import pretended, sweep_in
 from shuffled_dpsgd.errors import InvalidArgumentError, ShuffledDPError
-from shuffled_dpsgd_experiments.sweeps import SweepProgress, load_sweep, run_in_jobs, run_sweep
+from shuffled_dpsgd_experiments.sweeps import (
+    SweepProgress,
+    load_sweep,
+    run_in_jobs,
+    run_sweep,
+    run_sweeps,
+)
 from shuffled_dpsgd_experiments.sweeps.cell import Tasks
 from shuffled_dpsgd_experiments.sweeps.grid import Cell, laid_over, parse_sweep
+from shuffled_dpsgd_experiments.sweeps.jobs import INCOMPLETE, _Workers
 from shuffled_dpsgd_experiments.sweeps.store import Store
 
 
@@ -44,6 +52,66 @@ def test_a_claimed_cell_is_no_one_elses_until_its_owner_is_gone(tmp_path: Path) 
 def _claim_and_die(cell: Cell, folder: Path) -> None:
     with Store(folder).claim(cell) as mine:
         os._exit(9 if mine else 1)
+
+
+def test_a_cell_that_processes_die_of_is_left_to_another_call(tmp_path: Path) -> None:
+    sweep = sweep_in(tmp_path)
+    cells = list(sweep.main_cells({}))
+    ran: list[str] = []
+
+    def run(cell: Cell, tasks: Tasks) -> dict[str, Any]:
+        if cell.file_name == cells[2].file_name:
+            raise RuntimeError("out of memory")
+        return pretended(ran)(cell, tasks)
+
+    store = Store(tmp_path)
+    for deaths in (1, 2):
+        with pytest.raises(RuntimeError, match="out of memory"):
+            run_sweeps([sweep], attempts=2, run=run)
+        assert store.deaths(cells[2]) == deaths
+    assert ran == [cell.file_name for cell in cells[:2]]
+    assert not run_sweeps([sweep], attempts=2, run=run)  # All but that one.
+    assert len(ran) == len(cells) - 1
+    store.forget_deaths()
+    assert store.deaths(cells[2]) == 0
+    assert run_sweeps([sweep], attempts=2, run=pretended(ran))
+    assert ran[-1] == cells[2].file_name
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_a_claim_that_is_held_is_no_death(tmp_path: Path) -> None:
+    cell = next(iter(sweep_in(tmp_path).main_cells({})))
+    with Store(tmp_path).claim(cell) as mine:
+        assert mine
+        Store(tmp_path).forget_deaths()
+        assert Store(tmp_path).deaths(cell) == 0
+        with Store(tmp_path).claim(cell) as second:
+            assert not second
+
+
+def test_a_process_that_failed_is_replaced_while_there_are_new_results() -> None:
+    workers = _Workers([sys.executable, "-S", "-c", "raise SystemExit(7)"], 2, stop_after=None)
+    started, results = 2, 0
+    while workers.running:
+        before = len(workers.running)
+        for worker in workers.running:
+            worker.wait()
+        results = min(results + 1, 2)
+        workers.replace_failed(results)
+        started += len(workers.running)
+        assert len(workers.running) <= before
+    # Two rounds with a new result each, then as many replacements as jobs in vain.
+    assert started == len(workers.failed) == 6
+    assert set(workers.failed) == {7}
+
+
+def test_processes_that_end_as_asked_are_not_replaced() -> None:
+    workers = _Workers([sys.executable, "-S", "-c", f"raise SystemExit({INCOMPLETE})"], 2, None)
+    for worker in workers.running:
+        worker.wait()
+    workers.replace_failed(0)
+    assert workers.running == []
+    assert workers.failed == []
 
 
 def test_workers_share_the_cells_and_wait_for_the_trials_of_a_method(tmp_path: Path) -> None:
@@ -76,14 +144,14 @@ def test_workers_share_the_cells_and_wait_for_the_trials_of_a_method(tmp_path: P
 
 def test_jobs_are_refused_below_one(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgumentError, match="--jobs"):
-        run_in_jobs(sweep_in(tmp_path), tmp_path / "absent.toml", 0)
+        run_in_jobs([sweep_in(tmp_path)], [tmp_path / "absent.toml"], 0)
 
 
 @pytest.mark.slow
 def test_the_failure_of_processes_is_told(tmp_path: Path) -> None:
     sweep = sweep_in(tmp_path)
-    with pytest.raises(ShuffledDPError, match="2 of 2 processes failed"):
-        run_in_jobs(sweep, tmp_path / "absent.toml", 2)
+    with pytest.raises(ShuffledDPError, match="4 processes failed"):
+        run_in_jobs([sweep], [tmp_path / "absent.toml"], 2)
 
 
 @pytest.mark.slow
@@ -98,9 +166,9 @@ def test_processes_run_a_sweep_together(tmp_path: Path) -> None:
     )
     sweep = load_sweep(file, results=tmp_path / "results")
     seen: list[SweepProgress] = []
-    assert run_in_jobs(sweep, file, 2, on_progress=seen.append)
+    assert run_in_jobs([sweep], [file], 2, results=sweep.results, on_progress=seen.append)
     assert [each.done for each in seen] == [1, 2, 3]
     assert all(each.seconds is not None for each in seen)
     again: list[SweepProgress] = []
-    assert run_in_jobs(sweep, file, 2, on_progress=again.append)
+    assert run_in_jobs([sweep], [file], 2, results=sweep.results, on_progress=again.append)
     assert all(each.seconds is None for each in again)

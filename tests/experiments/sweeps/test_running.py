@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -15,10 +16,18 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from experiments.sweeps.test_grid import RAW
 from shuffled_dpsgd.errors import CheckpointError
-from shuffled_dpsgd_experiments.sweeps import Sweep, SweepProgress, run_sweep, table_of
+from shuffled_dpsgd.tasks import build_task
+from shuffled_dpsgd_experiments.sweeps import (
+    Sweep,
+    SweepProgress,
+    run_sweep,
+    run_sweeps,
+    table_of,
+)
 from shuffled_dpsgd_experiments.sweeps.cell import Meter, Tasks, run_cell
 from shuffled_dpsgd_experiments.sweeps.grid import Cell, laid_over, parse_sweep
 from shuffled_dpsgd_experiments.sweeps.running import choose, merit
@@ -152,6 +161,68 @@ def test_a_cell_trains_and_says_what_is_claimed(tmp_path: Path) -> None:
     assert 0.0 <= shuffled["score"] <= 1.0
     assert run_cell(cells[1], tasks)["score"] == shuffled["score"]  # type: ignore[index]
     assert tasks.of(cells[0].config) is tasks.of(cells[1].config)
+
+
+def test_a_cell_finds_the_same_whatever_was_run_before_it(tmp_path: Path) -> None:
+    pytest.importorskip("sklearn")
+    raw = {"run": {"training": {"physical_batch_size": 600}}}
+    plain, first, *_, last = sweep_in(tmp_path, **raw).main_cells({})
+    after = Tasks()
+    in_a_row = [run_cell(cell, after) for cell in (plain, last, first)]
+    for cell, found in zip((last, first), in_a_row[1:], strict=True):
+        alone = run_cell(cell, Tasks())
+        assert alone is not None
+        assert found is not None
+        assert list(alone) == list(found)
+        for timed in ("seconds", "samples_per_second_when_warm"):
+            alone.pop(timed)
+            found.pop(timed)
+        assert alone == found
+
+
+@pytest.mark.slow
+def test_a_cell_finds_the_same_in_a_process_of_its_own(tmp_path: Path) -> None:
+    pytest.importorskip("sklearn")
+    cells = list(sweep_in(tmp_path).main_cells({}))
+    tasks = Tasks()
+    last = [run_cell(cell, tasks) for cell in cells][-1]
+    code = (
+        "import json, pickle, sys\n"
+        "from shuffled_dpsgd_experiments.sweeps.cell import Tasks, run_cell\n"
+        "print(json.dumps(run_cell(pickle.load(sys.stdin.buffer), Tasks())))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], input=pickle.dumps(cells[-1]), capture_output=True, check=True
+    )
+    alone = json.loads(done.stdout)
+    for timed in ("seconds", "samples_per_second_when_warm"):
+        alone.pop(timed)
+        last.pop(timed)  # type: ignore[union-attr]
+    assert alone == json.loads(json.dumps(last))
+
+
+def test_seeds_share_data_and_have_weights_of_their_own(tmp_path: Path) -> None:
+    pytest.importorskip("sklearn")
+    configs = {cell.seed: cell.config for cell in sweep_in(tmp_path).main_cells({})}
+    tasks = Tasks()
+    zero, one = tasks.of(configs[0]), tasks.of(configs[1])
+    assert one.train_data is zero.train_data
+    for seed, task in ((0, zero), (1, one)):
+        fresh = build_task(configs[seed]).model.state_dict()
+        assert all(torch.equal(value, fresh[key]) for key, value in task.model.state_dict().items())
+    assert not torch.equal(*(next(task.model.parameters()) for task in (zero, one)))
+    assert len({id(Tasks(kept=1).of(configs[0])) for _ in range(2)}) == 2
+
+
+def test_cells_of_a_later_sweep_come_after_those_of_an_earlier_one(tmp_path: Path) -> None:
+    first, second = sweep_in(tmp_path / "a"), sweep_in(tmp_path / "b", name="other")
+    ran: list[str] = []
+    seen: list[SweepProgress] = []
+    assert run_sweeps([first, second], run=pretended(ran), on_progress=seen.append)
+    both = [cell.file_name for sweep in (first, second) for cell in sweep.main_cells({})]
+    assert ran == both
+    assert [(each.done, each.total) for each in seen] == [(i, 12) for i in range(1, 13)]
+    assert [each.cell.sweep for each in seen] == 6 * [first.name] + 6 * ["other"]
 
 
 def test_samples_without_a_finite_gradient_are_counted_from_the_first_step() -> None:

@@ -11,6 +11,7 @@ whether they are tried on `SHUFFLED_DPSGD_CACHE`: empty folders there make a col
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import sys
 import tempfile
@@ -30,6 +31,8 @@ from shuffled_dpsgd.clipping.checks.standing import StandingCheck
 from shuffled_dpsgd.clipping.rehearsal import Rehearsal
 from shuffled_dpsgd.clipping.replay.recordings import GraphRecorder
 from shuffled_dpsgd.clipping.settle.schedules import WholeGradient
+from shuffled_dpsgd.runtime.compiling import service
+from shuffled_dpsgd.runtime.compiling.triton_hook import TritonHook
 from shuffled_dpsgd.runtime.routes import Route
 from shuffled_dpsgd.training.release import Releases
 from shuffled_dpsgd.training.shuffle_check import ShuffleCheck
@@ -75,7 +78,10 @@ def timed(work: Callable[..., Any], label: Callable[..., str], seconds: list[flo
 
 
 def watch_events() -> list[float]:
-    """Have all events told of; returns the list that the seconds of compilations go to."""
+    """Have all events told of; returns the list that the seconds of compilations here go to.
+
+    A kernel that a worker compiles is told of twice: when it is on disk, and when it is read here.
+    """
     for owner, name, label in EVENTS:
         setattr(owner, name, timed(getattr(owner, name), lambda *_, label=label: label, []))
     compilations: list[float] = []
@@ -83,10 +89,13 @@ def watch_events() -> list[float]:
         from triton.runtime.jit import JITFunction
     except ImportError:
         return compilations
-    compiled = timed(
-        JITFunction._do_compile, lambda kernel, *_: f"compiling {kernel.fn.__name__}", compilations
+    method = JITFunction._do_compile
+    here = timed(method, lambda kernel, *_: f"here: {kernel.fn.__name__}", compilations)
+    # The hook that is put there later looks at the parameters.
+    JITFunction._do_compile = functools.wraps(method)(here)
+    TritonHook._prepare = timed(  # type: ignore[method-assign]
+        TritonHook._prepare, lambda _, kernel, *__: f"a worker: {kernel.fn.__name__}", []
     )
-    JITFunction._do_compile = compiled
     return compilations
 
 
@@ -163,7 +172,9 @@ def main() -> int:
     compilations = watch_events()
     sampler.start()
     facts = run_side.run_private(setting, ShownLog(sampler))
-    say(f"{len(compilations)} kernels compiled or loaded in {sum(compilations):.1f} s of threads")
+    taken = sum(compilations)
+    say(f"{len(compilations)} kernels compiled or read here in {taken:.1f} s of threads")
+    say(f"they came from: {service.tally()}")
     say(str(facts["seconds_by_part"]))
     sys.stdout.flush()
     os._exit(0)

@@ -80,10 +80,10 @@ def linear_launches() -> Iterator[Launch]:
             )
     g = empty(B, 128, 768)
     yield Launch(name="biases", run=lambda: rows.weighted_row_sums([g], floats(B), [floats(768)]))
-    wide = floats(B, 128, 768)
+    float32_g = floats(B, 128, 768)
     yield Launch(
         name="float32 biases",
-        run=lambda: rows.weighted_row_sums([wide], floats(B), [floats(768)]),
+        run=lambda: rows.weighted_row_sums([float32_g], floats(B), [floats(768)]),
     )
     yield Launch(
         name="stored",

@@ -68,6 +68,65 @@ def test_a_release_without_that_loader_is_not_understood() -> None:
     assert not launchers.keep_apart(ModuleType("build"))
 
 
+def compiled_kernel() -> type:
+    """Triton's class: the launcher is there before the kernel is on the GPU."""
+
+    class CompiledKernel:
+        def __init__(self) -> None:
+            self.function: str | None = None
+            self._run: str | None = None
+            self.loads = 0
+
+        def _init_handles(self) -> None:
+            if self.function is None:
+                self._run = "launcher"
+                self.loads += 1
+                threading.Event().wait(0.05)
+                self.function = "on the GPU"
+
+        @property
+        def run(self) -> str | None:
+            if self._run is None:
+                self._init_handles()
+            return self._run
+
+    return CompiledKernel
+
+
+def functions_at_launch(compiled: type) -> tuple[list[str | None], int]:
+    """What two threads that launch a kernel for the first time find, and how often it is loaded."""
+    kernel, found = compiled(), []
+    together = threading.Barrier(2, timeout=10)
+
+    def launch(after: float) -> None:
+        together.wait()
+        threading.Event().wait(after)
+        assert kernel.run == "launcher"
+        found.append(kernel.function)
+
+    threads = [threading.Thread(target=launch, args=(after,)) for after in (0.0, 0.02)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found, kernel.loads
+
+
+def test_triton_hands_out_launchers_of_kernels_that_are_not_loaded() -> None:
+    found, _ = functions_at_launch(compiled_kernel())
+    assert None in found
+
+
+def test_launchers_are_handed_out_once_their_kernel_is_loaded() -> None:
+    compiled = compiled_kernel()
+    assert launchers.wait_for_loading(compiled)
+    assert functions_at_launch(compiled) == (["on the GPU"] * 2, 1)
+
+
+def test_other_compiled_kernels_are_not_understood() -> None:
+    assert not launchers.wait_for_loading(SimpleNamespace)
+
+
 def test_nothing_is_rehearsed_where_launchers_may_mix(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = SimpleNamespace(type="cuda")
     monkeypatch.delenv(rehearsals.SWITCH, raising=False)
@@ -88,6 +147,8 @@ def test_a_release_with_many_launchers_is_made_safe_or_said(
     build = fake_build() if understood else ModuleType("build")
     modules = {"triton.runtime.build": build, "triton.backends.nvidia.driver": ModuleType("old")}
     modules["triton.backends.nvidia.driver"].make_launcher = print  # type: ignore[attr-defined]
+    modules["triton.compiler.compiler"] = ModuleType("compiler")
+    modules["triton.compiler.compiler"].CompiledKernel = compiled_kernel()  # type: ignore[attr-defined]
 
     def load(name: str) -> ModuleType:
         if name not in modules:

@@ -5,6 +5,9 @@ of argument types, and all have the same name. Python keeps one module object fo
 that is loaded a second time is written into whichever object has the name by then. A thread that
 has just loaded its launcher may so find another kernel's in it, which passes its arguments on as if
 they had other types. Triton 3.7 and later have one launcher for all kernels.
+
+In all releases a compiled kernel has its launcher before it is loaded onto the GPU. A thread that
+finds the launcher of a kernel that another thread is about to load would launch nothing.
 """
 
 from __future__ import annotations
@@ -32,15 +35,37 @@ def make_safe_for_threads() -> bool:
     """
     if not triton_available():
         return True
-    if not any(_has_many_launchers(backend) for backend in _BACKENDS):
-        return True
-    safe = keep_apart(importlib.import_module("triton.runtime.build"))
+    compiler = importlib.import_module("triton.compiler.compiler")
+    safe = wait_for_loading(compiler.CompiledKernel)
+    if safe and any(_has_many_launchers(backend) for backend in _BACKENDS):
+        safe = keep_apart(importlib.import_module("triton.runtime.build"))
     if not safe:
         say_once(
             "Kernels are compiled one after the other, and the first step takes longer: this "
-            "release of Triton loads launchers in a way that threads might mix up"
+            "release of Triton loads kernels in a way that threads might mix up"
         )
     return safe
+
+
+def wait_for_loading(compiled: type) -> bool:
+    """Have a kernel's launcher handed out once the kernel is loaded, whoever loads it.
+
+    False if this class of compiled kernels is not understood.
+    """
+    launcher: Any = getattr(compiled, "run", None)
+    load: Any = getattr(compiled, "_init_handles", None)
+    if not isinstance(launcher, property) or load is None:
+        return False
+
+    def run(kernel: Any) -> Any:
+        if kernel.function is None:
+            with vars(kernel).setdefault("_loading", threading.Lock()):
+                load(kernel)
+        assert launcher.fget is not None
+        return launcher.fget(kernel)
+
+    compiled.run = property(run)  # type: ignore[attr-defined]
+    return True
 
 
 def _has_many_launchers(backend: str) -> bool:

@@ -1,11 +1,13 @@
 """Work done ahead, in threads, so that kernels are compiled by the time they are needed.
 
-Compiling a kernel takes up to a few seconds, and needs the interpreter for a tenth of that time. So
-a rehearsal runs a small problem by the very code that the large one will take, and throws the
-result away. It trusts that every route serves, and does not wait for its trial. A rehearsal that
-fails is not reported: the work it stands for fails in the same way, where its error belongs.
+Compiling a kernel takes up to a few seconds. So a rehearsal runs a small problem by the very code
+that the large one will take, and throws the result away. The compiler itself runs in processes of
+its own (`compiling`), because the threads share one interpreter. A rehearsal trusts that every
+route serves, and does not wait for its trial. A rehearsal that fails is not reported: the work it
+stands for fails in the same way, where its error belongs.
 
-`SHUFFLED_DPSGD_REHEARSALS=0` turns rehearsals off; kernels are then compiled one after the other.
+`SHUFFLED_DPSGD_REHEARSALS=0` turns rehearsals off, and these processes; kernels are then compiled
+one after the other.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from dataclasses import dataclass, field
 import torch
 
 from shuffled_dpsgd.runtime import launchers
+from shuffled_dpsgd.runtime.compiling import service
 
 SWITCH = "SHUFFLED_DPSGD_REHEARSALS"
 # Every operation of torch releases the interpreter. It gets it back once another thread has had it
@@ -34,6 +37,16 @@ def may_rehearse(device: torch.device) -> bool:
     """Whether kernels are compiled for this device, and threads may do it."""
     allowed = device.type == "cuda" and os.environ.get(SWITCH, "1") != "0"
     return allowed and launchers.make_safe_for_threads()
+
+
+def get_ready(device: torch.device) -> None:
+    """Start the processes that compile kernels for this device, if there are to be any.
+
+    Called as soon as it is known that there will be a private run, it saves the time they take to
+    start.
+    """
+    if may_rehearse(device):
+        service.begin()
 
 
 def are_whole(tensors: Iterable[torch.Tensor]) -> bool:
@@ -115,6 +128,7 @@ def _do(rehearsal: _Rehearsal) -> None:
     try:
         _here.rehearses = not rehearsal.is_trial
         if rehearsal.device.type == "cuda":
+            service.wait_for_driver()
             torch.cuda.set_device(rehearsal.device)
         with torch.no_grad():
             rehearsal.work()

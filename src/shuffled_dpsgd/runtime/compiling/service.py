@@ -1,0 +1,82 @@
+"""Begins to compile in processes: once in a process, and as early as can be."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable
+
+from shuffled_dpsgd.runtime.compiling.triton_hook import TritonHook, install
+from shuffled_dpsgd.runtime.compiling.workers import Workers
+from shuffled_dpsgd.runtime.notices import say_once
+from shuffled_dpsgd.runtime.triton_support import triton_available
+
+_NOT_STARTED = "Kernels are compiled in this process, and the first steps take longer: "
+_hooks: list[TritonHook] = []
+
+
+class _Once:
+    """Work that is done once; whoever calls it meanwhile waits."""
+
+    def __init__(self, work: Callable[[], object]) -> None:
+        self._work: Callable[[], object] | None = work
+        self._lock = threading.Lock()
+
+    def __call__(self) -> None:
+        with self._lock:
+            work, self._work = self._work, None
+            if work is not None:
+                work()
+
+
+def _make_driver() -> None:
+    """Triton's driver is a C program, which is compiled on a new machine."""
+    try:
+        _ = importlib.import_module("triton.runtime.driver").driver.active
+    except Exception:  # Whoever launches a kernel will say what is wrong.
+        return
+
+
+def _digest_triton() -> None:
+    """Keys of Triton's cache depend on a digest of its libraries, some hundred megabytes."""
+    importlib.import_module("triton.runtime.cache").triton_key()
+
+
+_driver, _digest = _Once(_make_driver), _Once(_digest_triton)
+
+
+@functools.cache
+def begin() -> None:
+    """Start the processes, and whatever Triton has to do here before it can ask them.
+
+    Does nothing where there is no Triton, or no Linux.
+    """
+    if sys.platform != "linux" or not triton_available():
+        return
+    try:
+        workers = Workers()
+    except OSError as error:
+        say_once(f"{_NOT_STARTED}no other could be started ({error})")
+        return
+    hook = install(workers, _digest)
+    if hook is None:
+        workers.close()
+        say_once(f"{_NOT_STARTED}this release of Triton compiles in a way that is not known")
+        return
+    _hooks.append(hook)
+    for work in (_driver, _digest):
+        threading.Thread(target=work, name="compiling", daemon=True).start()
+
+
+def wait_for_driver() -> None:
+    """Return once Triton's driver is there; several threads would make one each."""
+    if triton_available():
+        _driver()
+
+
+def tally() -> dict[str, int]:
+    """Where compiled kernels came from in this process: "on disk", "a worker", "this process"."""
+    return dict(sum((hook.tally for hook in _hooks), Counter[str]()))

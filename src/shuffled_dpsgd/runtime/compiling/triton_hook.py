@@ -1,0 +1,147 @@
+"""Hands what Triton is about to compile to workers, and lets Triton find it on disk.
+
+Only kernels of this package. A variant that several threads need at once is compiled once: the
+others wait for it. What a worker does not compile is compiled here, as if there were no workers.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib
+import inspect
+import threading
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+from shuffled_dpsgd.runtime.compiling.requests import NotNamedError, Request, encode, settings
+from shuffled_dpsgd.runtime.compiling.workers import WorkerError, Workers
+from shuffled_dpsgd.runtime.notices import say_once
+
+PROJECT = "shuffled_dpsgd."
+# What Triton's method must be given for its replacement to stand in for it.
+_PARAMETERS = ("key", "signature", "device", "constexprs", "options", "attrs", "warmup")
+# Triton cuts names of files at this length.
+_LONGEST_NAME = 150
+
+
+class TritonHook:
+    """Stands in for the method by which Triton compiles a variant that it has not in memory.
+
+    `tally` counts where variants came from: "on disk", "a worker" or "this process".
+    """
+
+    def __init__(
+        self, compile_here: Callable[..., Any], workers: Workers, get_ready: Callable[[], None]
+    ) -> None:
+        self.tally: Counter[str] = Counter()
+        self._compile_here = compile_here
+        self._get_ready = get_ready
+        self._workers: Workers | None = workers
+        # Held while a variant is compiled.
+        self._turns: dict[tuple[str, str, int, str], threading.Lock] = {}
+
+    def compile(self, kernel: Any, key: str, signature: Any, device: int, *rest: Any) -> Any:
+        """A compiled variant; the arguments are those of Triton's method."""
+        function = kernel.fn
+        if not function.__module__.startswith(PROJECT):
+            return self._compile_here(kernel, key, signature, device, *rest)
+        variant = (function.__module__, function.__qualname__, device, key)
+        self._get_ready()
+        with self._turns.setdefault(variant, threading.Lock()):
+            found = kernel.device_caches[device][0].get(key)
+            if found is not None:
+                return found
+            failure = self._prepare(kernel, signature, device, *rest)
+            found = self._compile_here(kernel, key, signature, device, *rest)
+        if failure is not None:
+            say_once(
+                "Kernels are compiled in this process, and the first steps take longer: a process "
+                f"that was to do it failed ({failure})"
+            )
+        return found
+
+    def _prepare(
+        self, kernel: Any, signature: Any, device: int, constants: Any, options: Any, attrs: Any,
+        _: bool,
+    ) -> str | None:  # fmt: skip
+        """Have a variant compiled by a worker, unless it is on disk; returns why it is not there.
+
+        None if workers have left because there was nothing to do for them.
+        """
+        target = kernel.device_caches[device][2]
+        request = Request(
+            kind=kernel.ASTSource,
+            function=kernel,
+            signature=signature,
+            constants=constants,
+            attributes=attrs,
+            target=target,
+            options=options.__dict__,
+            environment=settings(),
+        )
+        if is_on_disk(request):
+            self.tally["on disk"] += 1
+            return None
+        failure = self._ask(request)
+        found = is_on_disk(request)
+        self.tally["a worker" if found else "this process"] += 1
+        if failure is None and not found and self._workers is not None:
+            self._workers = None
+            return "what it compiled is not found"
+        return None if found else failure
+
+    def _ask(self, request: Request) -> str | None:
+        """Why no worker has compiled it; None if one has, or there are none."""
+        workers = self._workers
+        if workers is None:
+            return None
+        try:
+            workers.compile(encode(request))
+        except WorkerError as error:
+            if workers.have_left:
+                self._workers = None
+                return None
+            return str(error)
+        except (NotNamedError, TypeError, AttributeError, ValueError) as error:
+            return f"{type(error).__name__}: {error}"
+        return None
+
+
+def is_on_disk(request: Request) -> bool:
+    """Whether Triton is going to find the variant in its cache."""
+    compiler = importlib.import_module("triton.compiler.compiler")
+    cache = importlib.import_module("triton.runtime.cache")
+    native = importlib.import_module("triton._C.libtriton")
+    if compiler.knobs.compilation.always_compile:
+        return False
+    source = request.source
+    backend = compiler.make_backend(request.target)
+    options = backend.parse_options({**request.options, **source.parse_options()})
+    key = cache.get_cache_key(source, backend, options, native.get_cache_invalidating_env_vars())
+    entry = cache.get_cache_manager(hashlib.sha256(key.encode()).hexdigest())
+    name = f"{source.name[:_LONGEST_NAME]}.json"
+    return name in (entry.get_group(name) or {})
+
+
+def install(workers: Workers, get_ready: Callable[[], None]) -> TritonHook | None:
+    """Have Triton ask these workers from now on; None if this release is not understood.
+
+    `get_ready` is called before each compilation.
+    """
+    jit = importlib.import_module("triton.runtime.jit").JITFunction
+    method = getattr(jit, "_do_compile", None)
+    if method is None or tuple(inspect.signature(method).parameters)[1:] != _PARAMETERS:
+        return None
+    hook = TritonHook(method, workers, get_ready)
+
+    @functools.wraps(method)
+    def compile_variant(
+        kernel: Any, key: Any, signature: Any, device: Any, constexprs: Any, options: Any,
+        attrs: Any, warmup: Any,
+    ) -> Any:  # fmt: skip
+        return hook.compile(kernel, key, signature, device, constexprs, options, attrs, warmup)
+
+    jit._do_compile = compile_variant
+    return hook

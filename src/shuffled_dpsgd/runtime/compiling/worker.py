@@ -1,0 +1,117 @@
+"""The processes that compile: one that imports Triton, and as many forks of it as may work.
+
+They touch no GPU and import no torch. Each takes a request from the socket they share, compiles it
+into Triton's cache on disk, and answers. They leave when the process that started them is gone, or
+has not asked for anything for a minute.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import select
+import signal
+import socket
+from typing import Any
+
+from shuffled_dpsgd.runtime.compiling.torch_free import leave_torch_out
+
+# No request for so long: there is nothing left to compile.
+IDLE_SECONDS = 60.0
+# A compilation that takes longer hangs; its process is ended.
+MOST_SECONDS = 110
+DONE = b"done"
+
+
+def main(descriptor: int, workers: int) -> None:
+    """Serve requests that come over a socket; returns when nobody is there any more."""
+    control = socket.socket(fileno=descriptor)
+    leave_torch_out()
+    reason = _get_ready()
+    # With all kernels on disk there is never a request, and nothing is forked.
+    if not select.select([control], [], [], IDLE_SECONDS)[0]:
+        return
+    if not control.recv(1, socket.MSG_PEEK):
+        return
+    forks = [_fork(control, reason) for _ in range(workers)]
+    control.close()
+    for fork in forks:
+        os.waitpid(fork, 0)
+
+
+def _get_ready() -> str | None:
+    """Do what all forks would have to do; returns what went wrong."""
+    try:
+        importlib.import_module("triton.experimental.gluon")
+        importlib.import_module("triton.runtime.cache").triton_key()
+    except Exception as error:
+        return _words(error)
+    return None
+
+
+def _fork(control: socket.socket, reason: str | None) -> int:
+    fork = os.fork()
+    if fork == 0:
+        try:
+            _serve(control, reason)
+        finally:
+            os._exit(0)
+    return fork
+
+
+def _serve(control: socket.socket, reason: str | None) -> None:
+    control.settimeout(IDLE_SECONDS)
+    while True:
+        try:
+            _, descriptors, _, _ = socket.recv_fds(control, 16, 1)
+        except TimeoutError:
+            return
+        if not descriptors:
+            return
+        with socket.socket(fileno=descriptors[0]) as connection:
+            signal.alarm(MOST_SECONDS)
+            request = read_all(connection)
+            answer = reason.encode() if reason else compile_one(request)
+            try:
+                connection.sendall(answer)
+            except OSError:
+                return  # Nobody waits for it any more.
+            signal.alarm(0)
+
+
+def read_all(connection: socket.socket) -> bytes:
+    """What the other end writes until it closes, or has ended."""
+    return b"".join(iter(lambda: connection.recv(1 << 16), b""))
+
+
+def compile_one(text: bytes) -> bytes:
+    """Compile what an encoded request asks for; returns `DONE`, or what went wrong."""
+    from shuffled_dpsgd.runtime.compiling import requests
+
+    try:
+        request = requests.decode(text)
+        requests.adopt(request.environment)
+        compiler = importlib.import_module("triton.compiler.compiler")
+        source = request.source
+        kernel = compiler.compile(source, target=request.target, options=request.options)
+        _build_launcher(request.target.backend, source, kernel.metadata)
+    except Exception as error:
+        return _words(error).encode()
+    return DONE
+
+
+def _build_launcher(backend: str, source: Any, metadata: Any) -> None:
+    """Up to Triton 3.6 a kernel's launcher is a C program, which goes into the same cache."""
+    if backend != "cuda":
+        return
+    driver = importlib.import_module("triton.backends.nvidia.driver")
+    if hasattr(driver, "make_launcher"):
+        try:
+            driver.CudaLauncher(source, metadata)
+        except Exception:  # The kernel is there; its launcher is then built where it is needed.
+            return
+
+
+def _words(error: BaseException) -> str:
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0][:300]}"

@@ -1,0 +1,92 @@
+"""Starts the processes that compile, and asks them.
+
+Whatever happens to them, a kernel is compiled: an answer other than `DONE` means that whoever asked
+does it itself.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+
+from shuffled_dpsgd.runtime.compiling.worker import DONE, MOST_SECONDS, read_all
+
+MOST_WORKERS = 12
+# Somewhat longer than a worker may take, so that a worker that hangs is ended first.
+PATIENCE_SECONDS = MOST_SECONDS + 10.0
+_CODE = """import sys
+sys.path[:] = {path!r}
+from shuffled_dpsgd.runtime.compiling.worker import main
+main({descriptor}, {workers})
+"""
+
+
+class WorkerError(Exception):
+    """A request that was not fulfilled, and why."""
+
+
+class Workers:
+    """Processes that compile; they are started here and leave by themselves."""
+
+    def __init__(self, workers: int | None = None) -> None:
+        """Start them.
+
+        Raises:
+            OSError: the system does not allow it.
+        """
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._control = ours
+        self._control.settimeout(PATIENCE_SECONDS)
+        with theirs:
+            code = _CODE.format(
+                path=sys.path, descriptor=theirs.fileno(), workers=workers or fair_share()
+            )
+            # A session of its own: Ctrl-C in a terminal is for the run.
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", code],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+            )
+        # Leaves no dead process behind, whenever it ends.
+        threading.Thread(target=self.process.wait, name="compile workers", daemon=True).start()
+
+    @property
+    def have_left(self) -> bool:
+        """Whether they have ended of their own accord, because there was nothing to do."""
+        return self.process.returncode == 0
+
+    def compile(self, request: bytes) -> None:
+        """Have a request compiled into Triton's cache.
+
+        Raises:
+            WorkerError: it has not been, for whatever reason.
+        """
+        try:
+            ours, theirs = socket.socketpair()
+            with ours:
+                with theirs:
+                    socket.send_fds(self._control, [b"compile"], [theirs.fileno()])
+                ours.settimeout(PATIENCE_SECONDS)
+                ours.sendall(request)
+                ours.shutdown(socket.SHUT_WR)
+                answer = read_all(ours)
+        except OSError as error:
+            raise WorkerError(f"{type(error).__name__}: {error}") from error
+        if answer != DONE:
+            raise WorkerError(answer.decode() or "the process that compiled it has ended")
+
+    def close(self) -> None:
+        """Let the processes go; those that are compiling go once they are done."""
+        self._control.close()
+
+
+def fair_share() -> int:
+    """As many as there are cores for this process among those of a launch."""
+    cores = len(os.sched_getaffinity(0)) // max(1, int(os.environ.get("LOCAL_WORLD_SIZE") or 1))
+    return max(1, min(MOST_WORKERS, cores))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from shuffled_dpsgd.runtime.compiling import requests
-from shuffled_dpsgd.runtime.compiling.requests import NotNamedError, Request, decode, encode
+from shuffled_dpsgd.runtime.compiling.requests import CompileRequest, NotNamedError, decode, encode
 
 jit = pytest.importorskip("triton.runtime.jit")
 
@@ -34,8 +34,8 @@ kernel.__qualname__ = "wrapped"
 wrapped = Callable(kernel)
 
 
-def request_for(function: Any) -> Request:
-    return Request(
+def request_for(function: Any) -> CompileRequest:
+    return CompileRequest(
         kind=Source, function=function, signature={"x": "*fp32", "N": "constexpr"},
         constants={(1,): 4}, attributes={(0,): [["tt.divisibility", 16]]}, target="a chip",
         options={"num_warps": 4}, environment={"TRITON_CACHE_DIR": "there"},

@@ -17,7 +17,7 @@ _SETTINGS = "TRITON_"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
+class CompileRequest:
     """A call of `triton.compile`; `kind` is the class of its source."""
 
     kind: type
@@ -49,7 +49,7 @@ def adopt(environment: dict[str, str]) -> None:
     os.environ.update(environment)
 
 
-def encode(request: Request) -> bytes:
+def encode(request: CompileRequest) -> bytes:
     """The request as bytes.
 
     Raises:
@@ -60,9 +60,9 @@ def encode(request: Request) -> bytes:
     return buffer.getvalue()
 
 
-def decode(text: bytes) -> Request:
+def decode(text: bytes) -> CompileRequest:
     request = pickle.loads(text)
-    assert isinstance(request, Request)
+    assert isinstance(request, CompileRequest)
     return request
 
 

@@ -15,7 +15,12 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from shuffled_dpsgd.runtime.compiling.requests import NotNamedError, Request, encode, settings
+from shuffled_dpsgd.runtime.compiling.requests import (
+    CompileRequest,
+    NotNamedError,
+    encode,
+    settings,
+)
 from shuffled_dpsgd.runtime.compiling.workers import WorkerError, Workers
 from shuffled_dpsgd.runtime.notices import say_once
 
@@ -71,7 +76,7 @@ class TritonHook:
         None if workers have left because there was nothing to do for them.
         """
         target = kernel.device_caches[device][2]
-        request = Request(
+        request = CompileRequest(
             kind=kernel.ASTSource,
             function=kernel,
             signature=signature,
@@ -92,7 +97,7 @@ class TritonHook:
             return "what it compiled is not found"
         return None if found else failure
 
-    def _ask(self, request: Request) -> str | None:
+    def _ask(self, request: CompileRequest) -> str | None:
         """Why no worker has compiled it; None if one has, or there are none."""
         workers = self._workers
         if workers is None:
@@ -109,7 +114,7 @@ class TritonHook:
         return None
 
 
-def is_on_disk(request: Request) -> bool:
+def is_on_disk(request: CompileRequest) -> bool:
     """Whether Triton is going to find the variant in its cache."""
     compiler = importlib.import_module("triton.compiler.compiler")
     cache = importlib.import_module("triton.runtime.cache")

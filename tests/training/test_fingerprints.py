@@ -36,8 +36,8 @@ def test_tensors_that_differ_have_other_fingerprints(
     changed = change(values)
     assert fingerprint({"w": values}, KEY) == fingerprint({"w": values.clone()}, KEY)
     assert fingerprint({"w": values}, KEY) != fingerprint({"w": changed}, KEY)
-    assert torch.equal(compress(values, 3), compress(values.clone(), 3))
-    upper = (compress(values, 3) >> 32) == (compress(changed, 3) >> 32)
+    assert torch.equal(compress([values], 3), compress([values.clone()], 3))
+    upper = (compress([values], 3) >> 32) == (compress([changed], 3) >> 32)
     assert not upper.any()
 
 
@@ -47,14 +47,22 @@ def test_names_shapes_and_the_key_count() -> None:
     assert known != fingerprint({"v": values}, KEY)
     assert known != fingerprint({"w": values.view(2, 3)}, KEY)
     assert known != fingerprint({"w": values}, OTHER_KEY)
-    assert not torch.equal(compress(values, 3), compress(values, 4))
+    assert not torch.equal(compress([values], 3), compress([values], 4))
 
 
 def test_long_vectors_are_compressed_chunk_by_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shuffled_dpsgd.training.fingerprints._CHUNK", 4)
     values = torch.arange(10.0)
-    seen = {tuple(compress(values.roll(by), 3).tolist()) for by in range(10)}
+    seen = {tuple(compress([values.roll(by)], 3).tolist()) for by in range(10)}
     assert len(seen) == 10
+
+
+def test_how_a_vector_is_cut_makes_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shuffled_dpsgd.training.fingerprints._CHUNK", 4)
+    values = torch.arange(11.0)
+    whole = compress([values], 3)
+    for sizes in ([11], [4, 4, 3], [1, 6, 0, 4], [5, 6]):
+        assert torch.equal(compress(values.split(sizes), 3), whole)
 
 
 def test_compressed_words_are_products_with_random_numbers() -> None:
@@ -66,10 +74,10 @@ def test_compressed_words_are_products_with_random_numbers() -> None:
     expected = [
         sum(f * e for f, e in zip(row, entries, strict=True)) % 2**64 for row in factors.tolist()
     ]
-    assert [word % 2**64 for word in compress(values, 3).tolist()] == expected
+    assert [word % 2**64 for word in compress([values], 3).tolist()] == expected
 
 
 @pytest.mark.parametrize("values", [torch.empty(0), torch.tensor(2.0)])
 def test_empty_tensors_and_scalars_have_one_too(values: torch.Tensor) -> None:
     assert len(fingerprint({"w": values}, KEY)) == 64
-    assert compress(values.view(-1), 3).shape == (4,)
+    assert compress([values.view(-1)], 3).shape == (4,)

@@ -115,17 +115,26 @@ class WeightCheck:
     """Refuses to go on once a weight is not finite.
 
     Waiting for a GPU after every update would leave it idle while the next forward is issued. So
-    `ask` has the device look, and `answer` reads what it found when the run waits for the device
-    anyway, before anything more is released or saved.
+    `note` says that there are new weights, `ask` has the device look at them while it is busy
+    anyway, and `answer` reads what it found once the run has waited for the device, before anything
+    more is released or saved.
     """
 
     def __init__(self, weights: Mapping[str, torch.Tensor]) -> None:
         self._weights = weights
         self._finite: torch.Tensor | None = None
+        self._are_new = False
         self._step = 0
 
-    def ask(self, step: int, *, wait: bool) -> None:
-        """Look at the weights as `step` has left them; with `wait`, answer at once."""
+    def note(self, step: int) -> None:
+        """The weights are those that `step` has left."""
+        self._step, self._are_new, self._finite = step, True, None
+
+    def ask(self) -> None:
+        """Have new weights looked at; `answer` knows the outcome."""
+        if not self._are_new:
+            return
+        self._are_new = False
         weights = [weight.detach() for weight in self._weights.values() if weight.numel()]
         if all(weight.device.type == "cpu" for weight in weights):
             # A norm takes ten times as long there. Both ends are NaN if any weight is.
@@ -133,16 +142,14 @@ class WeightCheck:
         else:
             ends = list(torch._foreach_norm(weights, math.inf))
         self._finite = torch.isfinite(torch.stack([end.float() for end in ends])).all()
-        self._step = step
-        if wait:
-            self.answer()
 
     def answer(self) -> None:
-        """Raise if the last look found a weight that is not finite; nothing asked, nothing raised.
+        """Raise if a weight is not finite; weights that were found finite are not read again.
 
         Raises:
             DivergenceError: naming the step and the first such parameter.
         """
+        self.ask()
         finite, self._finite = self._finite, None
         if finite is None or bool(finite):
             return

@@ -399,7 +399,8 @@ class PrivateTraining:
             norms, loss = self._meeting.hold(
                 step, self._counted_norms, self._losses, self._tokens.summarize_weights
             )
-            self._check_step(step, norms)
+            check_finite(norms, step=step)
+            self.shuffling.try_out()
         release = self._releases.make(
             self.engine.clipped_sum(),
             step=step,
@@ -422,21 +423,24 @@ class PrivateTraining:
         self.discard()
         self.note_weights()
         with self.clock.part("checks"):
-            self._weights.ask(step, wait=self.device.type == "cpu")
+            self._weights.note(step)
+            if self.device.type == "cpu":
+                self._weights.answer()
         for callback in tuple(self._callbacks):
             callback()
 
     def _counted_norms(self) -> torch.Tensor:
-        """The norms of this rank's part of the batch; refuses to go on if some are missing."""
+        """The norms of this rank's part of the batch; refuses to go on if some are missing.
+
+        What else can be looked at before a release is looked at here, while a GPU is still busy
+        with the backward.
+        """
+        found = self.engine.sample_norms.detach()
+        self._watch.check(self.steps_taken)
+        self._weights.ask()
         # The one wait for the backward: nothing is released before its outcome is known.
-        norms = self.engine.sample_norms.detach().cpu()
+        norms = found.cpu()
         self._weights.answer()
         if self.plan.sampling == "poisson":
             self._drawn.check_count(norms.numel())
         return norms
-
-    def _check_step(self, step: int, norms: torch.Tensor) -> None:
-        """Refuse a step that must not be taken; `norms` are those of the whole logical batch."""
-        check_finite(norms, step=step)
-        self._watch.check(step)
-        self.shuffling.try_out()

@@ -461,6 +461,14 @@ CASES: dict[str, tuple[Case, str]] = {
         ),
         "0 for a sharded model",
     ),
+    "views of a sentence": (
+        changed("sst2", training__augmentation_multiplicity=2),
+        "only images have views",
+    ),
+    "views in shards": (
+        changed("cifar", training__augmentation_multiplicity=2, training__sharding="sharded"),
+        "0 for a sharded model",
+    ),
     "half a precision": (changed("sst2", training__precision="fp16"), "precision"),
     "a batch too large": (changed("sst2", training__expected_batch_size=13), "12"),
     "no batch": (changed("sst2", training__expected_batch_size=0), "expected_batch_size"),

@@ -15,6 +15,7 @@ from shuffled_dpsgd.integrations.per_sample_loss import classification_losses
 from shuffled_dpsgd.tasks.data.records import Splits
 from shuffled_dpsgd.tasks.task import Evaluation, Task
 from shuffled_dpsgd.training.data import MapStyle, to_device
+from shuffled_dpsgd.training.loop import Augment
 
 EVALUATION_BATCH = 256
 
@@ -27,10 +28,12 @@ def classification_task(
     fresh_model: Callable[[int], nn.Module],
     collate: Callable[[list[Any]], Any] | None = None,
     save_assets: Callable[[Any], None] | None = None,
+    augment: Augment | None = None,
 ) -> Task:
     """A task from samples that collate to `(inputs, labels)`.
 
-    `inputs` is a tensor, or a dictionary of keyword arguments for the model.
+    `inputs` is a tensor, or a dictionary of keyword arguments for the model. Logits may be
+    (B, classes), or (B, K, classes) for K views of each record, whose losses are averaged.
     """
     evaluations = {
         split: partial(evaluate_accuracy, heldout=heldout, collate=collate)
@@ -47,6 +50,7 @@ def classification_task(
         fresh_model=fresh_model,
         collate=collate,
         save_assets=save_assets,
+        augment=augment,
     )
 
 
@@ -58,7 +62,12 @@ def logits_of(model: nn.Module, inputs: Any) -> torch.Tensor:
 
 def _losses(model: nn.Module, batch: Any) -> torch.Tensor:
     inputs, labels = batch
-    return classification_losses(logits_of(model, inputs), labels)
+    logits = logits_of(model, inputs)
+    if logits.dim() == 2:
+        return classification_losses(logits, labels)
+    views = logits.shape[1]
+    losses = classification_losses(logits.flatten(0, 1), labels.repeat_interleave(views))
+    return losses.unflatten(0, (-1, views)).mean(1)
 
 
 def heldout_batches(

@@ -96,6 +96,7 @@ class ScheduleConfig(Schedule):
     device: str = "auto"
     num_threads: int | None = None
     weight_averaging: float = 0.0
+    augmentation_multiplicity: int = 0
     sharding: Sharding = "replicated"
 
     def __post_init__(self) -> None:
@@ -107,6 +108,13 @@ class ScheduleConfig(Schedule):
                 got=self.weight_averaging,
             )
         check_range("weight_averaging", self.weight_averaging, 0.0, below=1.0)
+        check_range("augmentation_multiplicity", self.augmentation_multiplicity, 0)
+        if self.augmentation_multiplicity and self.sharding == "sharded":
+            raise InvalidArgumentError(
+                "training.augmentation_multiplicity",
+                expected="0 for a sharded model, with which views are not tested",
+                got=self.augmentation_multiplicity,
+            )
         check_range("evaluate_every", self.evaluate_every, 1)
         check_range("checkpoint_every", self.checkpoint_every, 1)
         check_range("num_threads", self.num_threads, 1)
@@ -138,6 +146,7 @@ class RunConfig:
                 got=self.training.weight_averaging,
                 remedy='set privacy.shuffle = "off", or a method without a shuffle',
             )
+        self._check_views()
         if self.generation is not None and self.task != "causal-lm":
             raise InvalidArgumentError(
                 "generation", expected="nothing: only causal-lm writes texts", got=self.task
@@ -147,6 +156,22 @@ class RunConfig:
                 "data.format",
                 expected="digits for the task digits, and for no other",
                 got=self.data.format,
+            )
+
+    def _check_views(self) -> None:
+        """Refuse several views of what is no image, or where nobody gathers them by record."""
+        if not self.training.augmentation_multiplicity:
+            return
+        wanted = None
+        if self.task not in ("digits", "image-classification"):
+            wanted = f"0 for {self.task}: only images have views"
+        elif self.privacy.method == "opacus":
+            wanted = "0 with method 'opacus', which would clip every view by itself"
+        if wanted is not None:
+            raise InvalidArgumentError(
+                "training.augmentation_multiplicity",
+                expected=wanted,
+                got=self.training.augmentation_multiplicity,
             )
 
     @property

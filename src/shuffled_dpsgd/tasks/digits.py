@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from shuffled_dpsgd.errors import MissingExtraError
+from shuffled_dpsgd.tasks.augmentation import ImageViews, take_views
 from shuffled_dpsgd.tasks.classes import name_classes
 from shuffled_dpsgd.tasks.classification import classification_task
 from shuffled_dpsgd.tasks.config import (
@@ -91,11 +92,12 @@ def build_task(config: RunConfig) -> Task:
     train, heldout = load_digits()
     splits: Splits[Any] = Splits(train=train, heldout={"test": heldout})
     check_sizes(config, splits)
+    views = config.training.augmentation_multiplicity
 
     def fresh_model(seed: int) -> nn.Module:
         model = prepare_model(config.model, head="image", num_labels=10, seed=seed)
         name_classes(model, config.data, 10)
-        return model
+        return take_views(model) if views else model
 
     model = fresh_model(config.init_seed)
     channels = int(model.config.num_channels)  # type: ignore[union-attr,arg-type]
@@ -106,6 +108,8 @@ def build_task(config: RunConfig) -> Task:
         fresh_model=fresh_model,
         collate=None if channels == 1 else partial(_collate_in_channels, channels),
         save_assets=prepare_for_pipelines,
+        # Mirrored digits are no digits.
+        augment=ImageViews(views, flips=False) if views else None,
     )
 
 

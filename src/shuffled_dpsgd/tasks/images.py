@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from shuffled_dpsgd.tasks.augmentation import ImageViews, take_views
 from shuffled_dpsgd.tasks.classes import name_classes, stated_classes
 from shuffled_dpsgd.tasks.classification import classification_task
 from shuffled_dpsgd.tasks.config import RunConfig
@@ -26,11 +27,12 @@ def build_task(config: RunConfig) -> Task:
     num_labels = stated_classes(config.data)
     splits = read_images(config.data, num_labels)
     check_sizes(config, splits)
+    views = config.training.augmentation_multiplicity
 
     def fresh_model(seed: int) -> nn.Module:
         model = prepare_model(config.model, head="image", num_labels=num_labels, seed=seed)
         name_classes(model, config.data, num_labels)
-        return model
+        return take_views(model) if views else model
 
     model = fresh_model(config.init_seed)
     size = int(model.config.image_size)  # type: ignore[union-attr,arg-type]
@@ -41,6 +43,7 @@ def build_task(config: RunConfig) -> Task:
         fresh_model=fresh_model,
         collate=lambda samples: collate_images(samples, size),
         save_assets=lambda directory: save_processor(directory, size),
+        augment=ImageViews(views, flips=True) if views else None,
     )
 
 

@@ -203,6 +203,7 @@ def execute(run: PreparedRun, observers: tuple[Observer, ...] = ()) -> RunResult
         physical_batch="find" if _searches_batch(run) else "as-planned",
         collate=run.task.collate,
         price_steps=leads,
+        augment=run.task.augment,
         extras={} if run.average is None else {"average": run.average},
     )
     try:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from shuffled_dpsgd.training.data import MapStyle
+from shuffled_dpsgd.training.loop import Augment
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +37,8 @@ class Task:
     for torch's default. `save_assets` writes what belongs beside the weights (configuration,
     tokenizer) into a folder. `evaluate_texts` lets a language model write texts and scores them.
     `fresh_model(seed)` builds the model once more, with initial weights from that seed; nothing
-    else of a task depends on it.
+    else of a task depends on it. `augment(batch, generator)` is what training makes of a batch
+    before `losses` sees it.
     """
 
     name: str
@@ -50,3 +52,4 @@ class Task:
     collate: Callable[[list[Any]], Any] | None = None
     save_assets: Callable[[Any], None] | None = None
     evaluate_texts: Callable[[nn.Module], dict[str, Any]] | None = None
+    augment: Augment | None = None

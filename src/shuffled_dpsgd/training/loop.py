@@ -51,6 +51,7 @@ class Progress:
 
 
 Callback = Callable[[Progress], object]
+Augment = Callable[[Any, torch.Generator], Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +63,9 @@ class LoopSettings:
     signal. `physical_batch="find"` tries sizes until one fits. `price_steps=False` leaves
     epsilon out of the progress, so that no accountant is needed. `pad_batches` fills physical
     batches up to a few fixed shapes (`private.batches`); None does so on a GPU, where shapes that
-    come again are faster.
+    come again are faster. `augment(batch, generator)` makes of a batch what the loss is given; the
+    generator (on the CPU) is of the run's own streams, another for every physical batch, and has
+    nothing to do with which records are drawn. It must treat every record on its own.
     """
 
     checkpoint_dir: str | Path | None = None
@@ -72,6 +75,7 @@ class LoopSettings:
     precision: Precision = "float32"
     physical_batch: Literal["as-planned", "find"] = "as-planned"
     collate: Callable[[list[Any]], Any] | None = None
+    augment: Augment | None = None
     num_workers: int = 0
     pad_batches: bool | None = None
     price_steps: bool = True
@@ -127,7 +131,8 @@ def train(
         _resume(private, settings, extras)
     loss = _in_precision(per_sample_loss, settings.precision, private.device)
     if settings.physical_batch == "find":
-        find_physical_batch_size(private, data, loss, collate=settings.collate)
+        shown = _augmented(loss, settings.augment)
+        find_physical_batch_size(private, data, shown, collate=settings.collate)
     _refuse_untrained(private)
     with _signals() as received:
         observer = _Observer(private, settings, callbacks, scheduler, extras, received)
@@ -173,13 +178,39 @@ def _run(
         num_workers=settings.num_workers,
         pad_batches=private.pads_by_default if pads is None else pads,
     )
+    views = _Views(private, settings.augment)
     try:
         for batch in batches:
-            private.backward(per_sample_loss(private.model, batch))
+            private.backward(per_sample_loss(private.model, views.of(batch)))
             private.step()
     except BudgetExhaustedError:
         # The last steps before a crash, repeated with other bits: there is no budget for them.
         return
+
+
+class _Views:
+    """Batches as the loss is given them: as they are, or augmented by streams of the run."""
+
+    def __init__(self, private: PrivateTraining, augment: Augment | None) -> None:
+        self._private = private
+        self._augment = augment
+        self._place = -1, 0
+
+    def of(self, batch: Any) -> Any:
+        if self._augment is None:
+            return batch
+        step, world = self._private.steps_taken, self._private.world
+        number = self._place[1] + 1 if self._place[0] == step else 0
+        self._place = step, number
+        index = number * world.size + world.rank
+        return self._augment(batch, self._private.streams.torch("augmentation", step, index))
+
+
+def _augmented(loss: PerSampleLoss, augment: Augment | None) -> PerSampleLoss:
+    """The loss of augmented batches, for trials that are of no run."""
+    if augment is None:
+        return loss
+    return lambda model, batch: loss(model, augment(batch, torch.Generator().manual_seed(0)))
 
 
 class _Observer:

@@ -1,4 +1,4 @@
-"""Where every random stream of a run comes from: sampling, noise and permutations.
+"""Where every random stream of a run comes from: sampling, noise, permutations, augmentation.
 
 A seeded run derives each stream from (seed, purpose, step, position), so that no generator has a
 position to lose: resuming at step t draws exactly what the uninterrupted run drew at step t. A
@@ -28,8 +28,14 @@ import torch
 from shuffled_dpsgd.distributed.world import World
 from shuffled_dpsgd.errors import InvalidArgumentError
 
-Purpose = Literal["sampling", "noise", "permutation", "loader"]
-_PURPOSES: dict[Purpose, int] = {"sampling": 0, "noise": 1, "permutation": 2, "loader": 3}
+Purpose = Literal["sampling", "noise", "permutation", "loader", "augmentation"]
+_PURPOSES: dict[Purpose, int] = {
+    "sampling": 0,
+    "noise": 1,
+    "permutation": 2,
+    "loader": 3,
+    "augmentation": 4,
+}
 _MERSENNE_WORDS = 624
 _MERSENNE_OFFSET = 24
 _MERSENNE_BYTES = 5056

@@ -42,7 +42,8 @@ class Tasks:
     def of(self, config: RunConfig) -> Task:
         """The configured task with the initial weights of the configured seed."""
         raw = config.to_json()
-        parts = [raw["task"], raw["model"], raw["data"], raw.get("generation")]
+        views = config.training.augmentation_multiplicity
+        parts = [raw["task"], raw["model"], raw["data"], raw.get("generation"), views]
         key, seed = json.dumps(parts, sort_keys=True), config.init_seed
         known = self._found.pop(key, None)
         if known is None:
@@ -97,6 +98,8 @@ def run_cell(cell: Cell, tasks: Tasks) -> dict[str, Any] | None:
 
 def _record(cell: Cell, tasks: Tasks) -> dict[str, Any] | None:
     started, config, meter = time.perf_counter(), cell.config, Meter()
+    # Dropout, where a model has any, must not depend on the cells before.
+    torch.manual_seed(config.init_seed)
     task = tasks.of(config)
     model = copy.deepcopy(task.model).to(chosen_device(config.training.device))
     decay = config.training.weight_averaging
@@ -148,6 +151,7 @@ def _train(
             precision=config.training.precision,
             physical_batch="find" if find else "as-planned",
             collate=task.collate,
+            augment=task.augment,
             price_steps=False,
         ),
         callbacks=callbacks,

@@ -216,7 +216,7 @@ class Slot:
             recorder = recorder_of(self)
             batch = recorder.batch if recorder.batch is not None else recorder.latest
             if recorder.batch is not None and not torch.compiler.is_compiling():
-                self._refuse_other_rows(recorder.batch, len(x))
+                self.refuse_other_rows(recorder.batch, len(x))
             if batch is None or len(x) in (1, batch.size):
                 return self.forward(x)
             if batch.size == 0 or len(x) % batch.size != 0:
@@ -225,7 +225,7 @@ class Slot:
 
         return forward
 
-    def _refuse_other_rows(self, batch: CapturedBatch, length: int) -> None:
+    def refuse_other_rows(self, batch: CapturedBatch, length: int) -> None:
         """Refuse a folded input unless each sample has as many rows as in the check.
 
         A router that sends only some tokens here may happen to send as many as there are samples.

@@ -5,18 +5,21 @@ while that module runs, by one copy per sample; the module's children keep their
 classes known to do just that the replacement is taken as right. For any other it is checked on
 every new kind of batch against the generic rule, with different values in every copy.
 
-Shapes: B samples, S the parameter's shape without its leading one.
+A sample may have several rows of the batch, side by side (folded inputs: views of an image, say).
+In classes known, its copy then serves all of them; any other is refused.
+
+Shapes: B samples, K rows of a sample, S the parameter's shape without its leading one.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Hashable
-from typing import Any, cast
+from collections.abc import Callable, Hashable
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import tree_flatten, tree_leaves
 
 from shuffled_dpsgd.clipping.capture.samples import kind_of_call
 from shuffled_dpsgd.clipping.rules.generic import (
@@ -27,6 +30,9 @@ from shuffled_dpsgd.clipping.rules.generic import (
 from shuffled_dpsgd.clipping.rules.mapping import at_once
 from shuffled_dpsgd.clipping.rules.trial_runs import in_eval_mode
 from shuffled_dpsgd.errors import UnsupportedModuleError
+
+if TYPE_CHECKING:
+    from shuffled_dpsgd.clipping.capture.batch import CapturedBatch
 
 KNOWN = frozenset(
     {
@@ -77,6 +83,7 @@ class BroadcastSlot(CopiesSlot):
         super().__init__(**site)
         self._unbound: Any = type(self.module).forward
         self._is_known = class_name(self.module) in KNOWN
+        self.may_fold = self._is_known
         self.runs_module = not self._is_known
         self._verified: set[Hashable] = set()
         # For a compiler, which follows no set of such things.
@@ -96,8 +103,26 @@ class BroadcastSlot(CopiesSlot):
         batch = self.recorder.batch or self.recorder.recomputed_batch(self.path)
         if not self._is_known and batch.size > 0:
             self._verify_once(owned, args, kwargs, batch.size)
-        copies = self.copies(owned)
-        return self._with({key: c.squeeze(1) for key, c in copies.items()}, args, kwargs)
+        rows = self._rows_each(batch, args, kwargs) if self.folded else 1
+        copies = {key: copy.squeeze(1) for key, copy in self.copies(owned).items()}
+        if rows > 1:
+            copies = {key: c.repeat_interleave(rows, dim=0) for key, c in copies.items()}
+        return self._with(copies, args, kwargs)
+
+    def folded_forward(self) -> Callable[..., Any]:
+        return self.forward
+
+    def _rows_each(self, batch: CapturedBatch, args: Any, kwargs: Any) -> int:
+        """K: how many rows of its inputs a sample has."""
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        lengths = {len(leaf) for leaf in given}
+        if self.recorder.batch is not None and not torch.compiler.is_compiling():
+            self.refuse_other_rows(batch, len(given[0]))
+        if batch.size == 0:
+            return 1
+        if len(lengths) != 1 or len(given[0]) % batch.size:
+            raise self.refuse_batch_axis(batch.size, given[0].shape)
+        return len(given[0]) // batch.size
 
     def _with(self, values: dict[str, Tensor], args: Any, kwargs: Any) -> Any:
         if torch.compiler.is_compiling():

@@ -1,6 +1,7 @@
 """Convolutions, as linear maps of unfolded patches.
 
-Shapes: B samples, L output positions, R output channels, C weights per output channel.
+Shapes: B samples, K images of a sample where it has several (folded inputs), L output positions, R
+output channels, C weights per output channel.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 from shuffled_dpsgd.clipping import kernels
 from shuffled_dpsgd.clipping.capture.captures import Capture, InputAndGradient, StoredWeight
-from shuffled_dpsgd.clipping.capture.slot import Slot, batch_of, recorder_of
+from shuffled_dpsgd.clipping.capture.slot import Slot, batch_of, recorder_of, unfolded
 from shuffled_dpsgd.clipping.contributions import cost
 from shuffled_dpsgd.clipping.contributions.kinds import (
     Contribution,
@@ -48,9 +49,18 @@ class ConvFunction(torch.autograd.Function):
         ctx.slot, ctx.batch = slot, batch
         ctx.save_for_backward(x, weight)
         zeros = [0] * len(slot.stride)
-        return torch.convolution(
-            x, weight, bias, slot.stride, slot.padding, slot.dilation, False, zeros, slot.groups
+        out = torch.convolution(
+            slot.images(x),
+            weight,
+            bias,
+            slot.stride,
+            slot.padding,
+            slot.dilation,
+            False,
+            zeros,
+            slot.groups,
         )
+        return out if out.dim() == x.dim() else unfolded(out, len(x))
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
@@ -61,8 +71,8 @@ class ConvFunction(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             zeros = [0] * len(slot.stride)
             grad_x = torch.ops.aten.convolution_backward(
-                g,
-                x,
+                slot.images(g),
+                slot.images(x),
                 weight,
                 None,
                 slot.stride,
@@ -73,6 +83,7 @@ class ConvFunction(torch.autograd.Function):
                 slot.groups,
                 [True, False, False],
             )[0]
+            grad_x = grad_x.view(x.shape)
         return grad_x, None, None, None, None, None, *taps
 
 
@@ -81,6 +92,7 @@ class ConvSlot(Slot):
 
     kind = "convolution"
     fixed_route = None
+    may_fold = True
 
     def __init__(self, **site: Any) -> None:
         super().__init__(**site)
@@ -101,7 +113,7 @@ class ConvSlot(Slot):
         if not torch.is_grad_enabled():
             return cast(Tensor, self.plain(input))
         batch, x = batch_of(self), input
-        if x.dim() != len(self.stride) + 2:
+        if x.dim() - len(self.stride) not in ((2, 3) if self.folded else (2,)):
             raise self.refuse_batch_axis(batch.size, x.shape)
         if x.shape[0] != batch.size:
             x = self.over_batch(x, batch.size)
@@ -109,21 +121,23 @@ class ConvSlot(Slot):
         if casts:
             x = x.to(torch.get_autocast_dtype(batch.device))
         if self.pads_first:
-            x = F.pad(x, self.pad_widths, mode=self.pad_mode)
+            padded = F.pad(self.images(x), self.pad_widths, mode=self.pad_mode)
+            x = padded if x.dim() == padded.dim() else unfolded(padded, len(x))
         owned = self.parameters
         weight, bias, taps = owned["weight"], owned["bias"], recorder_of(self).taps_of(batch, self)
         return cast(Tensor, ConvFunction.apply(x, weight, bias, casts, self, batch, *taps))
 
     def contributions(self, capture: Capture) -> Iterator[tuple[str, Contribution]]:
         assert isinstance(capture, InputAndGradient | StoredWeight)
-        g_BLR = capture.g.flatten(2).mT.contiguous()
+        g_BLR = self._by_sample(self.images(capture.g).flatten(2).mT, capture.g).contiguous()
         if self.weight_name is not None:
             if isinstance(capture, StoredWeight):
                 yield self.weight_name, DenseGrad(grads_BS=capture.weight_BS)
             elif self.groups > 1:
                 yield self.weight_name, DenseGrad(grads_BS=self._stored(capture))
             else:
-                patches_BLC = self._patches(cast(Tensor, capture.x)).mT
+                x = cast(Tensor, capture.x)
+                patches_BLC = self._by_sample(self._patches(self.images(x)).mT, x)
                 yield (
                     self.weight_name,
                     OuterGrad(left_BTR=g_BLR, right_BTC=patches_BLC, route=capture.route),
@@ -137,7 +151,8 @@ class ConvSlot(Slot):
         if self.weight_name is None:
             return capture
         weight = cast(Tensor, self.parameters["weight"])
-        self.last_shape = (g[0, 0].numel(), weight.shape[0], weight[0].numel())
+        positions = g[0].numel() // weight.shape[0]
+        self.last_shape = (positions, weight.shape[0], weight[0].numel())
         self.last_device = kernels.kind_of(g)
         capture.route = choose(*self.last_shape, self.last_device)
         if self.groups == 1 and capture.route is not cost.NormRoute.INSTANTIATE:
@@ -165,7 +180,18 @@ class ConvSlot(Slot):
 
     def _stored(self, capture: InputAndGradient) -> Tensor:
         """Every sample's weight gradient, (B, *weight.shape)."""
-        weight = cast(Tensor, self.parameters["weight"])
-        patches = widen(self._patches(cast(Tensor, capture.x))).unflatten(1, (self.groups, -1))
-        g_BGRL = widen(capture.g.flatten(2)).unflatten(1, (self.groups, -1))
-        return (g_BGRL @ patches.mT).reshape(-1, *weight.shape)
+        weight, x, g = cast(Tensor, self.parameters["weight"]), capture.x, capture.g
+        assert x is not None
+        patches = widen(self._patches(self.images(x))).unflatten(1, (self.groups, -1))
+        g_BGRL = widen(self.images(g).flatten(2)).unflatten(1, (self.groups, -1))
+        found = (g_BGRL @ patches.mT).reshape(-1, *weight.shape)
+        return found if len(found) == len(g) else unfolded(found, len(g)).sum(1)
+
+    def images(self, x: Tensor) -> Tensor:
+        """All images on the first axis: (B, ...), or (B K, ...) of a folded (B, K, ...)."""
+        return x.flatten(0, 1) if x.dim() == len(self.stride) + 3 else x
+
+    def _by_sample(self, rows: Tensor, given: Tensor) -> Tensor:
+        """(B K, L, ...) as (B, K L, ...): a sample has the positions of all its images."""
+        size = len(given)
+        return rows if len(rows) == size else unfolded(rows, size).flatten(1, 2)

@@ -14,11 +14,15 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.checkpoint import checkpoint
 
 from distributed import replicas
 from distributed.replicas import CASES, refusal
 from distributed.sharded_models import shard, whole
 from shuffled_dpsgd.distributed import current_world
+from shuffled_dpsgd.distributed.borrowed import BorrowedGraph
+from shuffled_dpsgd.distributed.lending import Lending
 from shuffled_dpsgd.distributed.sharded_sums import ShardedSums
 from shuffled_dpsgd.integrations.hf_conflicts import check_model
 from shuffled_dpsgd.permutation import apply, discover, draw
@@ -124,20 +128,20 @@ def held_in_a_run() -> dict[str, Any]:
     run(plain, case)
     private = start(case, **options)
     private.sampler = FixedSampler(*batches)
-    found: dict[str, Any] = {"gathered": 0, "batches": 0, "largest sums": 0}
+    found: dict[str, Any] = {"lent": 0, "batches": 0, "largest sums": 0}
     sharding: Any = private._sharding
-    scatter, gather = sharding.sums.scatter, sharding.gather
+    scatter, lending = sharding.sums.scatter, sharding.lending
 
     def scattered(sums: Any) -> Any:
         size = sum(tensor.numel() for tensor in sums.values())
         found["largest sums"] = max(found["largest sums"], size)
         return scatter(sums)
 
-    def gathered() -> None:
-        found["gathered"] += 1
-        gather()
+    def lent() -> Any:
+        found["lent"] += 1
+        return lending()
 
-    sharding.sums.scatter, sharding.gather = scattered, gathered
+    sharding.sums.scatter, sharding.lending = scattered, lent
 
     def evaluate() -> None:
         with torch.no_grad():
@@ -162,6 +166,104 @@ def held_in_a_run() -> dict[str, Any]:
             torch.allclose(trained[n], expected[n], rtol=1e-9, atol=1e-9) for n in expected
         ),
     }
+
+
+class Deep(nn.Module):
+    """Many blocks of one size, around them little. No activation is as large as a weight."""
+
+    WIDTH, HIDDEN = 6, 24
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(
+                nn.Linear(self.WIDTH, self.HIDDEN), nn.Tanh(), nn.Linear(self.HIDDEN, self.WIDTH)
+            )
+            for _ in range(8)
+        )
+        self.head = nn.Linear(6, 3)
+        self.checkpoints = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            if self.checkpoints:
+                x = x + checkpoint(block, x, use_reentrant=False)
+            else:
+                x = x + block(x)
+        found: torch.Tensor = self.head(x)
+        return found
+
+
+@contextmanager
+def whole_weights_counted(found: dict[str, int]) -> Iterator[None]:
+    """Write down the most bytes of gathered weights, and of gradients of them, alive at once."""
+    alive: list[tuple[StorageWeakRef, int]] = []
+
+    def note(tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        alive[:] = [(ref, size) for ref, size in alive if not ref.expired()]
+        if all(ref.cdata != storage._cdata for ref, _ in alive):
+            alive.append((StorageWeakRef(storage), storage.nbytes()))
+        found["most"] = max(found.get("most", 0), sum(size for _, size in alive))
+
+    unpacked, receive, pack = Lending._unpacked, BorrowedGraph.receive, BorrowedGraph.pack
+
+    def noted(self: Lending, parcel: Any) -> Any:
+        wholes = unpacked(self, parcel)
+        for tensor in wholes.values():
+            note(tensor)
+        found["sent"] = found.get("sent", 0) + sum(w.nbytes for w in wholes.values())
+        return wholes
+
+    def received(self: BorrowedGraph, name: str, grad: torch.Tensor) -> None:
+        note(grad)
+        found["gradients"] = found.get("gradients", 0) + 1
+        receive(self, name, grad)
+
+    def packed(self: BorrowedGraph, tensor: torch.Tensor) -> Any:
+        kept = pack(self, tensor)
+        is_weight = tensor.numel() == Deep.WIDTH * Deep.HIDDEN
+        found["kept by graphs"] += isinstance(kept, torch.Tensor) and is_weight
+        found["borrowed again"] += is_weight
+        return kept
+
+    found |= {"kept by graphs": 0, "borrowed again": 0}
+    with (
+        mock.patch.object(BorrowedGraph, "pack", packed),
+        mock.patch.object(Lending, "_unpacked", noted),
+        mock.patch.object(BorrowedGraph, "receive", received),
+    ):
+        yield
+
+
+def lent_in_checks(kinds: list[str]) -> dict[str, Any]:
+    """Steps of which every batch is checked, and a shuffle: what is whole at once on a rank."""
+    case = replace(CASES["mlp"](torch.float32), make=Deep)
+    found: dict[str, Any] = {}
+    for kind in kinds:
+        model = Deep()
+        model.checkpoints = kind == "checkpointing"
+        sizes = [sum(p.nbytes for p in block.parameters()) for block in model.blocks]
+        root = sum(p.nbytes for p in model.head.parameters())
+        whole = sum(p.nbytes for p in model.parameters())
+        shuffle = "off" if kind == "checkpointing" else "every-step"
+        sharded = replace(case, make=lambda model=model: shard(model))
+        private = replicas.start(sharded, shuffle=shuffle, check_rate=1.0, num_steps=2)
+        private.sampler = FixedSampler([1, 2, 3], [5, 6, 7, 8])
+        one: dict[str, int] = {"block": max(sizes), "root": root, "whole": whole}
+        with whole_weights_counted(one):
+            for batch in private.batches(case.data):
+                with torch.autocast("cpu", dtype=torch.bfloat16, enabled=kind == "bfloat16"):
+                    losses = case.loss(private.model, batch)
+                private.backward(losses)
+                private.step()
+        one["checked"] = private.engine.num_checked
+        one["verified"] = private.shuffling.num_verified
+        shards = all(isinstance(p, DTensor) for p in private.model.parameters())
+        found[kind] = one | {"shards": shards}
+        private.close()
+    return found
 
 
 def in_half_precision(name: str) -> dict[str, Any]:

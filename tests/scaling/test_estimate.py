@@ -23,6 +23,8 @@ def test_shapes_are_read_off_the_modules() -> None:
     assert shapes.stored_width == 12 * 16 * 768
     assert shapes.products == 12 * 12 * 768**2 + 50257 * 768
     assert shapes.largest_layer == 7_087_872
+    assert shapes.outside_layers == (50257 + 1024 + 2) * 768
+    assert shapes.largest_module == 50257 * 768
     assert shapes.composite_activation
     assert not shapes_of(build_model("bert-base")).composite_activation
     with pytest.raises(UnsupportedModuleError, match="num_hidden_layers"):
@@ -54,6 +56,16 @@ def test_shards_need_less_memory_and_more_communication() -> None:
     sharded = estimate(shapes, H100, replace(JOB, strategy="sharded"))
     assert sharded.memory.peak < whole.memory.peak
     assert sharded.exchange_bytes > whole.exchange_bytes
+
+
+def test_shards_need_the_whole_model_on_no_rank() -> None:
+    """Of 70 billion parameters a rank holds its share, what lies outside the blocks, and two."""
+    shapes = shapes_of(build_model("llama-70b"))
+    job = replace(JOB, gpus=64, strategy="sharded")
+    memory = memory_of(shapes, job, batch=1)
+    assert memory.gathered == 4 * (shapes.outside_layers + 2 * shapes.largest_layer)
+    assert memory.gathered < 4 * shapes.parameters / 10
+    assert estimate(shapes, GPUS["h200"], replace(job, physical_batch=1)).fits
 
 
 def test_one_gpu_exchanges_nothing_and_a_second_node_is_slower() -> None:

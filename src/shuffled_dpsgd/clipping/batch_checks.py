@@ -6,7 +6,7 @@ The checks themselves are in `checks/`. Here is their order, and how they borrow
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from shuffled_dpsgd.clipping.attachment import Attachment
 from shuffled_dpsgd.clipping.capture.batch import CapturedBatch
+from shuffled_dpsgd.clipping.capture.output_tensors import tensors_in, with_tensors
 from shuffled_dpsgd.clipping.capture.random_tape import RecordedTape
 from shuffled_dpsgd.clipping.capture.recorder import CaptureRecorder
 from shuffled_dpsgd.clipping.capture.samples import BatchKinds
@@ -43,9 +44,9 @@ class BatchChecks:
     is the batch, if any, that is booked for the standing check alone. With `numbers_are_means`, a
     single number among the outputs is the mean of the samples' losses.
 
-    With a `sharding`, all ranks gather the whole weights for a batch that any of them checks, so
-    that each can run the model as often as its checks ask. A batch without samples that count
-    (`has_samples`) is not compared with single ones.
+    With a `sharding`, all ranks lend each other weights for the checks of a batch that any of them
+    checks, so that each can run the model as often as its checks ask. A batch without samples that
+    count (`has_samples`) is not compared with single ones.
     """
 
     def __init__(
@@ -65,6 +66,8 @@ class BatchChecks:
         self.is_running = False
         self.has_samples = True
         self._sharding = sharding
+        # Whether some rank compares samples of the latest batch with single ones.
+        self._owes_lending = False
         self.trial: CapturedBatch | None = None
         self.axis = BatchAxisCheck(model, slots, rehearsal.begin)
         self._model = model
@@ -83,6 +86,7 @@ class BatchChecks:
             inputs=self._kinds.inputs,
             detached=self._taken_off,
             attached=self._put_on_trial,
+            sharding=sharding,
         )
         self._compiled_call: tuple[tuple[Any, Any], int, int, Autocast] | None = None
         self._tape_hook: RemovableHandle | None = None
@@ -92,12 +96,9 @@ class BatchChecks:
         kind = self._kinds.of(args, kwargs, size, device)
         checks_axis = self.axis.is_due(args, kwargs, size, kind)
         watches = self.has_samples and self.standing.turns.is_due(size, kind)
-        if self._sharding is not None:
-            checks_losses = size > 1 and not self._losses.done
-            if self._sharding.is_any(checks_axis or watches or checks_losses):
-                self._sharding.gather()
-        if checks_axis:
-            self._check_axis(args, kwargs, size, kind)
+        with self._lending_before(checks_axis or watches):
+            if checks_axis:
+                self._check_axis(args, kwargs, size, kind)
         self.axis.expect(args, kwargs, size, kind)
         return watches
 
@@ -128,6 +129,9 @@ class BatchChecks:
             output = tap_output(watch, output, lambda: self._recorder.muted)
             tapped = output
         if is_watched or not self._losses.done:
+            if self._sharding is not None and not is_watched:
+                # FSDP gathers weights when a gradient arrives at the outputs that it has seen.
+                tapped = output = with_tensors(output, _views(output))
             self._losses.note(output, batch.size)
         if self.axis.rows.mixed_numbers:
             refuse_gradients(output, self.axis.rows.mixed_numbers)
@@ -173,13 +177,22 @@ class BatchChecks:
             UnsupportedModuleError: what was booked for a sample is not its gradient.
         """
         call, self._compiled_call = self._compiled_call, None
-        if call is None and not self.standing.is_pending:
+        owes, self._owes_lending = self._owes_lending, False
+        if call is None and not self.standing.is_pending and not owes:
             return
-        with self.clock.part("checks"):
+        lending = nullcontext() if self._sharding is None or not owes else self._sharding.lending()
+        with self.clock.part("checks"), lending:
             self.standing.settle()
             if call is not None:
                 (args, kwargs), size, counted, cast = call
                 self.standing.try_batch((args, kwargs), size, counted, cast)
+
+    def _lending_before(self, checks: bool) -> AbstractContextManager[None]:
+        """Around what a rank checks before a forward; collective where the model is sharded."""
+        if self._sharding is None:
+            return nullcontext()
+        self._owes_lending = self._sharding.is_any(checks)
+        return self._sharding.lending() if self._owes_lending else nullcontext()
 
     def forget(self) -> None:
         """Drop what has not been compared yet."""
@@ -217,6 +230,12 @@ class BatchChecks:
         finally:
             self.is_running = False
 
+    def _graph_on_loan(self) -> AbstractContextManager[None]:
+        """A forward and backward whose gradients go to the book-keeping, not to parameters."""
+        if self._sharding is None:
+            return nullcontext()
+        return self._sharding.gradients_to(lambda name, grad: None)
+
     @contextmanager
     def _put_on_trial(self, batch: CapturedBatch) -> Iterator[Callable[[], None]]:
         """Run the model with book-keeping for the standing check alone."""
@@ -224,9 +243,14 @@ class BatchChecks:
         self.is_running, self.trial = True, batch
         self._recorder.open(batch)
         try:
-            with self._attachment.lent(), eagerly():
+            with self._attachment.lent(), eagerly(), self._graph_on_loan():
                 yield self._recorder.close_forward
         finally:
             self._recorder.close_forward()
             self._recorder.latest = latest
             self.is_running, self.trial = False, None
+
+
+def _views(output: Any) -> dict[int, Tensor]:
+    """Every tensor of an output as another one with the same numbers."""
+    return {id(tensor): tensor.view_as(tensor) for tensor in tensors_in(output)}

@@ -1,14 +1,15 @@
 """Models that `torch.distributed.fsdp.fully_shard` has spread over all ranks.
 
 Every rank holds some rows of every parameter. While a module runs, FSDP gathers its weights: that
-is collective, so all ranks must run the model equally often. Whoever needs to run it at will, as
-checks do, gathers all of it first. FSDP's hooks then do nothing until the weights are shards again.
+is collective, so all ranks must run the model equally often. Whoever needs to run it at will has
+the weights lent, layer by layer, as checks do, or gathers all of them first. FSDP's hooks then do
+no more than cast until the weights are shards again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, cast
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_map
 
+from shuffled_dpsgd.distributed.lending import Lending, lent_modules
 from shuffled_dpsgd.distributed.sharded_sums import ShardedSums
 from shuffled_dpsgd.distributed.sharding_refusals import refuse_unsupported
 from shuffled_dpsgd.distributed.world import World
@@ -49,12 +51,14 @@ class ShardedModel:
         self._policy: Any = cast(Any, model)._get_fsdp_state()._mp_policy
         self._wrapped = [m for m in model.modules() if isinstance(m, FSDPModule)]
         self._is_whole = False
+        self._is_read = False
         self._hooks: list[tuple[dict[int, Any], int, Any]] = []
         for module in self._wrapped:
             # FSDP sets its shards up when it first needs them whole; later they stay in place.
             module.unshard()
             module.reshard()
             self._take_hooks(module)
+        self._lending = Lending(world, lent_modules(model, self._wrapped))
         trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.sums = ShardedSums(world, trainable)
 
@@ -72,20 +76,24 @@ class ShardedModel:
         """Whether the flag is set on any rank; collective."""
         return self._world.is_any(flag)
 
-    def gather(self) -> None:
-        """Have every rank hold the whole weights; collective. See `Sharding.gather`."""
+    @property
+    def computed_in(self) -> frozenset[torch.dtype]:
+        """The types that weights are gathered in."""
+        return self._lending.dtypes
+
+    @contextmanager
+    def lending(self) -> Iterator[None]:
+        """Inside, each rank may run the model at will; see `Sharding.lending`."""
         self.reshard()
-        for module in self._wrapped:
-            module.unshard()
-        self._is_whole = True
-        # Checks call the root's forward past its hooks, and must find the inputs as they are there.
-        if self._policy.param_dtype is not None and "forward" not in self._root.__dict__:
-            self._root.__dict__["forward"] = self._cast_forward
+        with self._casting(), self._lending.open():
+            yield
+
+    def gradients_to(self, take: Callable[[str, Tensor], None]) -> AbstractContextManager[None]:
+        """Give whole gradients to `take`; see `Sharding.gradients_to`."""
+        return self._lending.gradients_to(take)
 
     def reshard(self) -> None:
-        """Have this rank hold its shards alone."""
-        if self._root.__dict__.get("forward") == self._cast_forward:
-            del self._root.__dict__["forward"]
+        """Have this rank hold its shards alone; whatever it wrote into whole weights is lost."""
         self._is_whole = False
         for module in self._wrapped:
             module.reshard()
@@ -93,9 +101,13 @@ class ShardedModel:
     @contextmanager
     def whole(self) -> Iterator[None]:
         """Whole weights on every rank inside, shards afterwards; entering is collective."""
-        self.gather()
+        self.reshard()
+        for module in self._wrapped:
+            module.unshard()
+        self._is_whole = True
         try:
-            yield
+            with self._casting():
+                yield
         finally:
             self.reshard()
 
@@ -111,24 +123,60 @@ class ShardedModel:
                 hooks[key] = original
         self._hooks = []
 
+    @contextmanager
+    def as_written(self) -> Iterator[None]:
+        """Modules as their author made them: without what FSDP does when they run, and with the
+        classes that `fully_shard` subclasses. For those who read a model and do not compute."""
+        kinds = [(module, type(module)) for module in self._wrapped]
+        for module, kind in kinds:
+            # The class FSDP made, FSDPModule, and then the author's.
+            module.__class__ = kind.__mro__[2]
+        self._is_read = True
+        try:
+            yield
+        finally:
+            self._is_read = False
+            for module, kind in kinds:
+                module.__class__ = kind
+
+    @contextmanager
+    def _casting(self) -> Iterator[None]:
+        """Cast inputs also where the root's forward is called without its hooks, as checks do."""
+        casts = self._policy.param_dtype is not None and "forward" not in self._root.__dict__
+        if casts:
+            self._root.__dict__["forward"] = self._cast_forward
+        try:
+            yield
+        finally:
+            if casts:
+                self._root.__dict__.pop("forward", None)
+
     def _cast_forward(self, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = _inputs(self._policy, args, kwargs) or (args, kwargs)
         return type(self._root).forward(self._root, *args, **kwargs)
 
     def _take_hooks(self, module: Any) -> None:
-        """Have FSDP's hooks do no more than its casts while the weights are whole."""
+        """Have FSDP's hooks do no more than its casts while the weights are whole or lent."""
         state = module._get_fsdp_state()
         policy = state._mp_policy
 
         def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
-            if self._is_whole:
-                return _inputs(policy, args, kwargs)
-            return gathering(module, args, kwargs)
+            if self._is_read:
+                return None
+            if self._lending.is_open:
+                self._lending.enter(module)
+            elif not self._is_whole:
+                return gathering(module, args, kwargs)
+            return _inputs(policy, args, kwargs)
 
         def after(module: nn.Module, args: Any, output: Any) -> Any:
-            if self._is_whole:
-                return _cast(output, policy.output_dtype)
-            return freeing(module, args, output)
+            if self._is_read:
+                return None
+            if self._lending.is_open:
+                self._lending.leave(module)
+            elif not self._is_whole:
+                return freeing(module, args, output)
+            return _cast(output, policy.output_dtype)
 
         start, end = state._pre_forward_hook_handle.id, state._post_forward_hook_handle.id
         gathering, freeing = module._forward_pre_hooks[start], module._forward_hooks[end]
@@ -156,17 +204,3 @@ def _cast(value: Any, dtype: torch.dtype | None) -> Any:
         return leaf.to(dtype) if floats else leaf
 
     return tree_map(one, value)
-
-
-@contextmanager
-def as_written(model: nn.Module) -> Iterator[None]:
-    """Modules with the classes that their author gave them, which `fully_shard` subclasses."""
-    found = [(module, type(module)) for module in model.modules() if isinstance(module, FSDPModule)]
-    for module, kind in found:
-        # The class FSDP made, FSDPModule, and then the author's.
-        module.__class__ = kind.__mro__[2]
-    try:
-        yield
-    finally:
-        for module, kind in found:
-            module.__class__ = kind

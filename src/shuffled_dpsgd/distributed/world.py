@@ -51,6 +51,10 @@ class World(Protocol):
         """A small fact of every rank, in the order of the ranks."""
         ...
 
+    def gather_numbers(self, number: int) -> list[int]:
+        """A whole number of every rank, in their order; faster than `gather`."""
+        ...
+
     def from_first(self, fact: Any) -> Any:
         """The fact of rank 0."""
         ...
@@ -101,6 +105,10 @@ class Alone:
     def gather(self, fact: Any) -> list[Any]:
         """The fact."""
         return [fact]
+
+    def gather_numbers(self, number: int) -> list[int]:
+        """The number."""
+        return [number]
 
     def from_first(self, fact: Any) -> Any:
         """The fact."""
@@ -156,6 +164,13 @@ class GroupWorld:
         with self._expecting("facts of all ranks"):
             dist.all_gather_object(found, fact, group=self._facts)
         return found
+
+    def gather_numbers(self, number: int) -> list[int]:
+        """A whole number of every rank, in their order; faster than `gather`."""
+        found = [torch.empty(1, dtype=torch.int64) for _ in range(self.size)]
+        with self._expecting("numbers of all ranks"):
+            dist.all_gather(found, torch.tensor([number]), group=self._facts)
+        return [int(each) for each in found]
 
     def from_first(self, fact: Any) -> Any:
         """The fact of rank 0."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -34,12 +34,12 @@ _TOLERANCE = {
 FLOOR = 1e-2
 
 
-def default_tolerance(model: nn.Module) -> float:
-    """By the coarsest dtype in which the model computes.
+def default_tolerance(model: nn.Module, also: Iterable[torch.dtype] = ()) -> float:
+    """By the coarsest dtype in which the model computes: that of a parameter, or one of `also`.
 
     The RMS norms of Hugging Face's models compute in float32 whatever comes in.
     """
-    dtypes = {parameter.dtype for parameter in model.parameters()}
+    dtypes = {*also, *(parameter.dtype for parameter in model.parameters())}
     names = (class_name(module) for module in model.modules())
     if any(name.startswith("transformers.") and name.endswith("RMSNorm") for name in names):
         dtypes.add(torch.float32)

@@ -5,10 +5,12 @@ Such a parameter is a DTensor. It has the shape of the whole and holds the rows 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, cast
 
+import torch
 from torch import Tensor, nn
 
 
@@ -47,8 +49,8 @@ def is_sharded(tensor: Tensor) -> bool:
 
 
 def any_sharded(tensors: Iterable[Tensor]) -> bool:
-    """Whether one of the tensors is spread over several processes."""
-    return any(map(is_sharded, tensors))
+    """Whether one of the tensors is spread over several processes. Asked of types, not tensors."""
+    return any(kind.__name__ == "DTensor" for kind in set(map(type, tensors)))
 
 
 def is_wrapped(model: nn.Module) -> bool:
@@ -62,6 +64,12 @@ def held(tensor: Tensor) -> Tensor:
     if not is_sharded(tensor):
         return tensor
     return cast(Tensor, cast(Any, tensor)._local_tensor)
+
+
+def all_held(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """What this process holds of each of the tensors; see `held`."""
+    found = [*tensors]
+    return [*map(held, found)] if any_sharded(found) else found
 
 
 def mesh_of(tensor: Tensor) -> Any:
@@ -121,10 +129,22 @@ class Sharding(Protocol):
         """Whether the flag is set on any rank; collective."""
         ...
 
-    def gather(self) -> None:
-        """Have every rank hold the whole weights; collective.
+    @property
+    def computed_in(self) -> frozenset[torch.dtype]:
+        """The types that weights are gathered in."""
+        ...
 
-        Until `reshard`, running the model asks nothing of other ranks.
+    def lending(self) -> AbstractContextManager[None]:
+        """Inside, each rank may run the model at will; entering and leaving are collective.
+
+        Weights are sent on demand, layer by layer, by all ranks to those that need them.
+        """
+        ...
+
+    def gradients_to(self, take: Callable[[str, Tensor], None]) -> AbstractContextManager[None]:
+        """Inside `lending`, around a forward and its backward: parameters get no gradients.
+
+        `take` gets the whole gradient of each, by name, as soon as it is known.
         """
         ...
 

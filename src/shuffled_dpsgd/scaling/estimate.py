@@ -12,9 +12,10 @@ Memory of a rank, in bytes, for P parameters and n tokens:
 - activations n (s W + 10.6 V) for W numbers in and out of all linear maps and V logits per token,
   s = 2.7 bytes, or 5.2 where the activation is computed by several stored operations (gelu_new);
 - captures 2 n (W + V), held until the sums are formed, when activations and logits are gone;
-- sharded ranks divide weights, moments and sums by their number, and hold the largest layer's sums
-  twice beside them, and bfloat16 copies of two layers; in a batch that is checked, the whole
-  weights and then one sample's gradients, 4 P each.
+- sharded ranks divide weights, moments and sums by their number. Beside them they hold the gathered
+  weights outside the blocks and of two blocks, with bfloat16 copies of those two, and the sums of
+  the largest module twice. Checks need no more: they gather layer by layer as well, and one
+  sample's gradient of a module takes the place of the sums.
 
 Time of a physical batch: the larger of what the host needs to issue it, 3.1 ms a layer, and what
 the GPU needs: operations at 74 % of its peak, and 13 passes over the activations at its bandwidth.
@@ -65,7 +66,7 @@ class Job:
 class RankMemory:
     """Bytes on one rank.
 
-    `gathered` are whole weights in a batch that is checked, as the first one is.
+    `gathered` are whole weights of sharded ranks: those outside the blocks, and of two blocks.
     """
 
     weights: float
@@ -80,8 +81,7 @@ class RankMemory:
     def peak(self) -> float:
         """Activations are gone when sums are formed; the larger of the two moments."""
         held = self.weights + self.gathered + self.half_copies + self.state
-        # A check of sharded weights ends with the gradients of one sample, as large as the weights.
-        return held + max(self.activations, self.captures + self.sums, self.gathered)
+        return held + max(self.activations, self.captures + self.sums)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,17 +156,17 @@ def memory_of(shapes: ModelShapes, job: Job, *, batch: int) -> RankMemory:
     """Bytes on one rank, with so many samples in a physical batch."""
     tokens, sharded = batch * job.length, job.strategy == "sharded"
     held = shapes.parameters / job.gpus if sharded else shapes.parameters
-    # Sharded: half copies of the layer at work and the next, the largest layer's sums as they are
-    # formed and once more as they are sent.
-    layers = 2 * shapes.largest_layer
+    # Sharded: the layer at work and the next; the largest module's sums as they are formed and once
+    # more as they are sent.
+    layers, modules = 2 * shapes.largest_layer, 2 * shapes.largest_module
     vector = 4 * shapes.parameters if job.gpus > 1 else 0
     stored = STORED_BYTES_COMPOSITE if shapes.composite_activation else STORED_BYTES
     return RankMemory(
         weights=4 * held,
-        gathered=4 * shapes.parameters if sharded else 0,
+        gathered=4 * (shapes.outside_layers + layers) if sharded else 0,
         half_copies=2 * (layers if sharded else shapes.parameters),
         state=8 * held,
-        sums=4 * (held + layers) if sharded else 4 * shapes.parameters + vector,
+        sums=4 * (held + modules) if sharded else 4 * shapes.parameters + vector,
         activations=tokens * (stored * shapes.stored_width + LOGIT_BYTES * shapes.logits),
         captures=2 * tokens * (shapes.stored_width + shapes.logits),
     )

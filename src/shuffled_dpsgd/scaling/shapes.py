@@ -27,12 +27,17 @@ class LinearShape:
 class ModelShapes:
     """Sizes of a Transformer.
 
+    `largest_layer` counts the parameters of a block, `outside_layers` those in no block, and
+    `largest_module` those that a single module holds itself, such as a table of words.
+
     `stored_width` is the number of inputs and outputs of all linear maps together, for one token:
     what a backward needs is about proportional to it.
     """
 
     parameters: int
     largest_layer: int
+    outside_layers: int
+    largest_module: int
     layers: int
     width: int
     length: int | None
@@ -85,6 +90,10 @@ def shapes_of(model: nn.Module) -> ModelShapes:
     return ModelShapes(
         parameters=counted,
         largest_layer=max(inside, default=counted),
+        outside_layers=counted - sum(inside),
+        largest_module=max(
+            sum(p.numel() for p in module.parameters(recurse=False)) for module in model.modules()
+        ),
         layers=layers,
         width=width,
         length=getattr(config, "max_position_embeddings", None),

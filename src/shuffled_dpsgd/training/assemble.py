@@ -154,7 +154,7 @@ def assemble(
     sharding = _find_sharding(world, inner, options, compiled=inner is not model)
     spec: PermutationSpec | None = None
     if options.needs_blocks:
-        with _as_written(inner, sharding):
+        with _as_written(sharding):
             spec = discover(inner, scope=options.scope)
     plan = make_plan(
         options,
@@ -165,7 +165,7 @@ def assemble(
     common = CommonSecret(world) if world.size > 1 and plan.secure else None
     streams = RandomStreams(seed=plan.seed, common=common)
     noise = GaussianNoise(streams, None if exchange is None else exchange.places())
-    with _as_written(inner, sharding):
+    with _as_written(sharding):
         engine = _engine(inner, plan, options, sharding)
     private = PrivateTraining(
         model=inner,
@@ -248,15 +248,9 @@ def _find_sharding(
     return find_sharding(world, model)
 
 
-def _as_written(
-    model: torch.nn.Module, sharding: ShardedModel | None
-) -> AbstractContextManager[None]:
+def _as_written(sharding: ShardedModel | None) -> AbstractContextManager[None]:
     """Where modules are known by their classes, which `fully_shard` has replaced."""
-    if sharding is None:
-        return nullcontext()
-    from shuffled_dpsgd.distributed.sharding import as_written
-
-    return as_written(model)
+    return nullcontext() if sharding is None else sharding.as_written()
 
 
 def _engine(

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 
 from shuffled_dpsgd.distributed.world import World
-from shuffled_dpsgd.runtime.shards import any_sharded, held
+from shuffled_dpsgd.runtime.shards import all_held, any_sharded
 from shuffled_dpsgd.training.fingerprints import fingerprint, summary
 from shuffled_dpsgd.training.ledger import Ledger
 from shuffled_dpsgd.training.randomness import RandomStreams
@@ -64,4 +64,4 @@ class ReleaseTokens:
         return self._known if self._spread else self._summary()
 
     def _summary(self) -> str:
-        return summary([held(parameter).detach() for parameter in self._trainable.values()])
+        return summary([part.detach() for part in all_held(self._trainable.values())])

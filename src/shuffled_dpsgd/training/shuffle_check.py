@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -45,8 +45,8 @@ class ShuffleCheck:
     """Compares outputs before and after shuffles of `model` by `spec`.
 
     A model is run in evaluation mode, and in the mode it trains in if nothing is random there:
-    dropout strikes places, not units, so masks do not move with the weights. A sharded model is
-    gathered for as long as it is run, and each rank runs it with inputs of its own.
+    dropout strikes places, not units, so masks do not move with the weights. Of a
+    sharded model, weights are lent as they are needed; each rank runs it with inputs of its own.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class ShuffleCheck:
         with self._probing() as tolerance:
             before = self._outputs()
             deviation = self._deviation(groups, before)
-            if not deviation <= tolerance:
+            if self._is_any(not deviation <= tolerance):
                 raise _changed(self._culprit(groups, before, tolerance), deviation, tolerance)
         self.num_verified += 1
 
@@ -138,7 +138,11 @@ class ShuffleCheck:
         """One group that changes the outputs by itself, by halving."""
         while len(groups) > 1:
             halves = groups[: len(groups) // 2], groups[len(groups) // 2 :]
-            guilty = [half for half in halves if not self._deviation(half, before) <= tolerance]
+            guilty = [
+                half
+                for half in halves
+                if self._is_any(not self._deviation(half, before) <= tolerance)
+            ]
             if not guilty:
                 return f"{len(groups)} groups together, first {self._spec.groups[groups[0]].name}"
             groups = guilty[0]
@@ -165,6 +169,10 @@ class ShuffleCheck:
 
     def _outputs(self) -> list[Outputs]:
         """In evaluation mode; at first also in the present mode, if nothing is random there."""
+        with self._lending():
+            return self._outputs_of_this_rank()
+
+    def _outputs_of_this_rank(self) -> list[Outputs]:
         modes = {module: module.training for module in self._model.modules()}
         self._model.eval()
         try:
@@ -215,8 +223,6 @@ class ShuffleCheck:
     @contextmanager
     def _probing(self) -> Iterator[float]:
         """No gradients, no shortcuts, every generator put back; yields the tolerance."""
-        if self._sharding is not None:
-            self._sharding.gather()
         compiled = getattr(self._model, "_compiled_call_impl", None) is not None
         eager = torch.compiler.set_stance("force_eager") if compiled else nullcontext()
         fast = torch.backends.mha.get_fastpath_enabled()
@@ -230,13 +236,18 @@ class ShuffleCheck:
                 warnings.catch_warnings(action="ignore"),
             ):
                 if self._needs_autocast is None:
-                    self._needs_autocast = self._cannot_do_without_autocast()
+                    with self._lending():
+                        self._needs_autocast = self._cannot_do_without_autocast()
                 least = _HALF_TOLERANCE if self._needs_autocast else 0.0
-                yield max(default_tolerance(self._model), least)
+                dtypes = frozenset[torch.dtype]()
+                if self._sharding is not None:
+                    dtypes = self._sharding.computed_in
+                yield max(default_tolerance(self._model, dtypes), least)
         finally:
             torch.backends.mha.set_fastpath_enabled(fast)
-            if self._sharding is not None:
-                self._sharding.reshard()
+
+    def _lending(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._sharding is None else self._sharding.lending()
 
     def _cannot_do_without_autocast(self) -> bool:
         """Without it rounding is smaller; but some kernels and inputs are half precision only."""

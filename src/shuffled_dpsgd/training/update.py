@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from shuffled_dpsgd.errors import InvalidArgumentError
-from shuffled_dpsgd.runtime.shards import spread_like
+from shuffled_dpsgd.runtime.shards import any_sharded, spread_like
 
 
 class GuardedOptimizer:
@@ -24,6 +24,7 @@ class GuardedOptimizer:
         self._optimizer = optimizer
         self._trainable = trainable
         self._updating = False
+        self._is_sharded = any_sharded(trainable.values())
         self._hook = optimizer.register_step_pre_hook(self._refuse_foreign_step)
 
     def update(self, gradients: Mapping[str, torch.Tensor]) -> None:
@@ -33,7 +34,7 @@ class GuardedOptimizer:
         """
         for name, parameter in self._trainable.items():
             gradient = gradients[name].to(parameter.dtype)
-            parameter.grad = spread_like(gradient, parameter)
+            parameter.grad = spread_like(gradient, parameter) if self._is_sharded else gradient
         self._updating = True
         try:
             self._optimizer.step()

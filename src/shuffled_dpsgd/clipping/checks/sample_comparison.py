@@ -20,6 +20,7 @@ from shuffled_dpsgd.clipping.capture.slot import Slot
 from shuffled_dpsgd.clipping.checks.sketches import Sketches, distances, length, sketch
 from shuffled_dpsgd.clipping.checks.solo_runs import dropout_silenced, gradients_of
 from shuffled_dpsgd.clipping.checks.watch import OtherOutputsError, Watch, cotangents_of
+from shuffled_dpsgd.runtime.shards import Sharding
 
 # Relative to the length of the gradient; wider than what another batch size does to rounding.
 _TOLERANCE = {torch.float64: 1e-7, torch.float32: 2e-3}
@@ -50,11 +51,13 @@ class SampleComparison:
         slots: Sequence[Slot],
         parameters: Mapping[str, nn.Parameter],
         inputs: BatchedInputs,
+        sharding: Sharding | None = None,
     ) -> None:
         self._model = model
         self._slots = slots
         self._parameters = parameters
         self._inputs = inputs
+        self._sharding = sharding
         floating = [p.dtype for p in parameters.values()]
         self._smallest_step = max(torch.finfo(dtype).eps for dtype in floating)
 
@@ -135,13 +138,26 @@ class SampleComparison:
             tape.require_end()
             return cotangents_of(watch, place, outputs, among_others)
 
+        found: Sketches = {}
+        squares: list[float] = []
+
+        def take(name: str, grad: Tensor) -> None:
+            found[name] = sketch(grad)
+            # Without a copy in double precision: a table of words is large.
+            squares.append(float(torch.linalg.vector_norm(grad, dtype=torch.float64)) ** 2)
+
+        if self._sharding is not None:
+            contexts.append(self._sharding.gradients_to(take))
         grads = gradients_of(self._model, self._parameters, call, cotangents, contexts)
-        squares = [float(grad.double().square().sum()) for grad in grads.values()]
-        return {name: sketch(grad) for name, grad in grads.items()}, sum(squares) ** 0.5
+        for name, grad in grads.items():
+            take(name, grad)
+        return found, sum(squares) ** 0.5
 
     def _tolerance(self, watch: Watch, place: int, sample: int, alone: Sketches) -> float:
         """What rounding explains: by the type, or measured where the forward is cast to half."""
         dtypes = {parameter.dtype for parameter in self._parameters.values()}
+        if self._sharding is not None:
+            dtypes |= self._sharding.computed_in
         if dtypes & {torch.float16, torch.bfloat16}:
             return _HALF_TOLERANCE
         if watch.autocast.enabled:

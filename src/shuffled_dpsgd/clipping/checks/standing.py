@@ -40,6 +40,7 @@ from shuffled_dpsgd.clipping.checks.solo_runs import (
 )
 from shuffled_dpsgd.clipping.checks.watch import ModelCall, Watch, random_cotangents, rows_of
 from shuffled_dpsgd.errors import UnsupportedModuleError
+from shuffled_dpsgd.runtime.shards import Sharding
 
 # First batches of a kind that are checked if they draw masks for dropout, or any other numbers.
 _DROPOUT_LOOKS, _RANDOM_LOOKS = 2, 8
@@ -67,6 +68,7 @@ class StandingCheck:
         inputs: BatchedInputs,
         detached: Callable[[], AbstractContextManager[None]],
         attached: Callable[[CapturedBatch], AbstractContextManager[Callable[[], None]]],
+        sharding: Sharding | None = None,
     ) -> None:
         self.num_samples = 0
         self.num_by_coin = 0
@@ -79,7 +81,7 @@ class StandingCheck:
         self._parameters = parameters
         self._detached = detached
         self._attached = attached
-        self._comparison = SampleComparison(model, slots, self._parameters, inputs)
+        self._comparison = SampleComparison(model, slots, self._parameters, inputs, sharding)
         self._pending: Watch | None = None
 
     @property

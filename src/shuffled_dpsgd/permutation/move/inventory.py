@@ -19,7 +19,7 @@ from torch import nn
 from shuffled_dpsgd.errors import InvalidArgumentError, UnsupportedModuleError
 from shuffled_dpsgd.permutation.move import fused
 from shuffled_dpsgd.permutation.spec import PermutationSpec
-from shuffled_dpsgd.runtime.shards import held, is_sharded, mesh_of
+from shuffled_dpsgd.runtime.shards import all_held, mesh_of
 from shuffled_dpsgd.runtime.structure import Structure, same_objects
 
 Named = tuple[str, torch.Tensor]
@@ -60,7 +60,7 @@ class _Kept:
             self.structure.fits(model)
             and same_objects(_state(optimizer), self.state)
             and _no_gradients(self.parameters)
-            and (not self.sources or same_objects([*map(held, self.sources)], self.tensors))
+            and (not self.sources or same_objects(all_held(self.sources), self.tensors))
             and _views(self.parameters, self.tensors) == self.views
         )
 
@@ -83,7 +83,7 @@ def take_inventory(
     parameters = [*model.parameters()]
     if not inventory.apart and not inventory.sharded and _no_gradients(parameters):
         sources = [tensor for _, tensor in moving]
-        tensors = [*map(held, sources)]
+        tensors = all_held(sources)
         sources = [] if same_objects(sources, tensors) else sources
         cache[owner] = _Kept(
             structure=Structure(model),
@@ -131,9 +131,9 @@ def sort_out(spec: PermutationSpec, moving: Sequence[Named]) -> Inventory:
     together: dict[tuple[torch.device, int], list[Named]] = {}
     apart: dict[tuple[torch.device, torch.dtype], list[Named]] = {}
     sharded: dict[str, list[Named]] = {}
-    for name, source in moving:
-        tensor = held(source)
-        if is_sharded(source) and not _is_whole(name, source):
+    parts = all_held([tensor for _, tensor in moving])
+    for (name, source), tensor in zip(moving, parts, strict=True):
+        if tensor is not source and not _is_whole(name, source):
             sharded.setdefault(name, []).append((name, source))
         elif fused.can_move(spec, name, tensor):
             together.setdefault((tensor.device, tensor.element_size()), []).append((name, tensor))
@@ -224,8 +224,9 @@ def optimizer_tensors(
 
 def _refuse_shared_memory(moving: Sequence[Named]) -> None:
     """Refuse two tensors that begin at one address: the second would move what has moved before."""
-    local = [(name, held(tensor)) for name, tensor in moving]
-    named = [(tensor.data_ptr(), name) for name, tensor in local if tensor.numel()]
+    parts = all_held([tensor for _, tensor in moving])
+    names = [name for name, _ in moving]
+    named = [(p.data_ptr(), name) for name, p in zip(names, parts, strict=True) if p.numel()]
     seen: dict[int, str] = {}
     for address, name in named:
         # Tensors without data, as on the meta device, are refused elsewhere.

@@ -1,0 +1,270 @@
+"""Weights of a sharded model lent layer by layer, for runs that every rank makes by itself.
+
+FSDP gathers weights by collective calls, so all ranks must run the model equally often. A check
+runs it as often as it likes: on one rank, twice on another, with an error half way on a third. So
+inside `Lending.open` a rank that needs the weights of a module says so, and the ranks go in rounds:
+each says which module it needs, or that it has done, and all of them send their rows of the modules
+asked for. A rank that has done keeps answering until nobody asks any more.
+
+A rank holds the weights of the root, which FSDP does not free in a forward either, and of one
+module below it with the modules around that; and while others ask, one parameter at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shuffled_dpsgd.distributed.borrowed import BorrowedGraph, Loan
+from shuffled_dpsgd.distributed.world import World
+from shuffled_dpsgd.errors import RankError
+from shuffled_dpsgd.runtime.shards import RowSplit, held
+
+_DONE = -1
+
+
+@dataclass(frozen=True, kw_only=True)
+class LentWeight:
+    """One parameter: its shard, and the modules that hold it, several if it is tied.
+
+    The whole is gathered in `dtype`, as the policy of its module says.
+    """
+
+    name: str
+    shard: nn.Parameter
+    owners: tuple[tuple[nn.Module, str], ...]
+    dtype: torch.dtype
+
+    def width(self, ranks: int) -> int:
+        """How much of it a rank has, at most."""
+        shape = self.shard.shape
+        return RowSplit(rows=shape[0], ranks=ranks).per_rank * shape[1:].numel()
+
+
+@dataclass(frozen=True, kw_only=True)
+class LentModule:
+    """A module whose weights are lent together; `around` are the numbers of those it is inside."""
+
+    module: nn.Module
+    weights: tuple[LentWeight, ...]
+    around: frozenset[int]
+
+    def parcels(self) -> Iterator[list[LentWeight]]:
+        """Weights that are sent together, in less memory than the largest of the module takes."""
+        most = max((weight.shard.numel() for weight in self.weights), default=0)
+        parcel: list[LentWeight] = []
+        for weight in sorted(self.weights, key=lambda each: (str(each.dtype), each.shard.numel())):
+            size = sum(each.shard.numel() for each in (*parcel, weight))
+            if parcel and (size > most or weight.dtype is not parcel[0].dtype):
+                yield parcel
+                parcel = []
+            parcel.append(weight)
+        if parcel:
+            yield parcel
+
+
+class Lending:
+    """What this rank holds of the modules' weights while it runs the model by itself.
+
+    Inside `open`, `enter` and `leave` are called around every run of a module. The root is the
+    first of `modules`, whose weights are at hand from the beginning: checks call its forward
+    without its hooks.
+    """
+
+    def __init__(self, world: World, modules: Sequence[LentModule]) -> None:
+        self.is_open = False
+        self.dtypes = frozenset(weight.dtype for lent in modules for weight in lent.weights)
+        self._world = world
+        self._modules = modules
+        self._numbers = {id(lent.module): number for number, lent in enumerate(modules)}
+        # Whole weights at hand, and the modules that they stand in.
+        self._wholes: dict[int, list[Tensor]] = {}
+        self._placed: list[int] = []
+        self._graph: BorrowedGraph | None = None
+
+    @contextmanager
+    def open(self) -> Iterator[None]:
+        """Inside, this rank may run the model at will, or not at all; all ranks must enter."""
+        self.is_open = True
+        try:
+            self._hold(0)
+            self._place(0)
+            yield
+        except RankError:
+            raise
+        except Exception:
+            self._return_all()
+            self._answer()
+            raise
+        else:
+            self._return_all()
+            self._answer()
+        finally:
+            self._return_all()
+            self.is_open = False
+
+    @contextmanager
+    def gradients_to(self, take: Callable[[str, Tensor], None]) -> Iterator[None]:
+        """Inside `open`: give whole gradients to `take`, one by one, as a backward finds them."""
+        graph = BorrowedGraph(lend=self._whole, lent=self._loans, take=take)
+        self._graph = graph
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(graph.pack, graph.unpack):
+                yield
+            graph.finish()
+        finally:
+            self._graph = None
+            for number in tuple(self._placed):
+                # What a run that ended half way has left there are parts of its graph.
+                self._unplace(number)
+            self._place(0)
+
+    def enter(self, module: nn.Module) -> None:
+        """A module is about to run: put its whole weights in place of the shards."""
+        number = self._numbers[id(module)]
+        around = self._modules[number].around
+        for other in [n for n in self._placed if n not in around and n != number]:
+            # Left by a run that ended half way, as recomputations of checkpoints do.
+            self._unplace(other)
+        self._hold(number)
+        self._place(number)
+
+    def leave(self, module: nn.Module) -> None:
+        """A module has run. Its weights stay at hand until others are needed."""
+        number = self._numbers[id(module)]
+        self._unplace(number)
+        if number == 0:
+            self._place(0, with_graph=False)
+
+    def _whole(self, number: int, place: int) -> Tensor:
+        return self._hold(number)[place]
+
+    def _loans(self) -> Iterator[tuple[Loan, Tensor]]:
+        for number in self._placed:
+            for place, whole in enumerate(self._wholes[number]):
+                yield Loan(number, place), whole
+
+    def _hold(self, number: int) -> list[Tensor]:
+        """The whole weights of a module; what is needed neither by it nor by a run is dropped."""
+        kept = self._modules[number].around | {number, 0, *self._placed}
+        for other in self._wholes.keys() - kept:
+            del self._wholes[other]
+        if number not in self._wholes:
+            self._go_round(number)
+        return self._wholes[number]
+
+    def _place(self, number: int, *, with_graph: bool = True) -> None:
+        with_graph = with_graph and torch.is_grad_enabled() and self._graph is not None
+        for place, weight in enumerate(self._modules[number].weights):
+            whole = self._wholes[number][place]
+            if with_graph and self._graph is not None and weight.shard.requires_grad:
+                whole = self._graph.borrow(weight.name, whole)
+            _put(weight, whole)
+        if number not in self._placed:
+            self._placed.append(number)
+
+    def _unplace(self, number: int) -> None:
+        for weight in self._modules[number].weights:
+            _put(weight, weight.shard)
+        if number in self._placed:
+            self._placed.remove(number)
+
+    def _return_all(self) -> None:
+        for number in tuple(self._placed):
+            self._unplace(number)
+        self._wholes.clear()
+
+    def _answer(self) -> None:
+        """Send rows to those that ask for them, until nobody does."""
+        while self._go_round(_DONE):
+            pass
+
+    def _go_round(self, wanted: int) -> bool:
+        """One round: every rank says what it needs. Returns whether any needed something."""
+        asked = sorted(set(self._world.gather_numbers(wanted)) - {_DONE})
+        for number in asked:
+            found = self._gathered(self._modules[number], keep=number == wanted)
+            if number == wanted:
+                self._wholes[number] = found
+        return bool(asked)
+
+    def _gathered(self, lent: LentModule, *, keep: bool) -> list[Tensor]:
+        """The whole weights of a module, from the rows of all ranks; none without `keep`."""
+        found: dict[str, Tensor] = {}
+        for parcel in lent.parcels():
+            wholes = self._unpacked(parcel)
+            if keep:
+                found |= wholes
+        return [found[weight.name] for weight in lent.weights] if keep else []
+
+    def _unpacked(self, parcel: Sequence[LentWeight]) -> dict[str, Tensor]:
+        """Whole weights that were sent together; a copy of each, unless there is only one."""
+        world, widths = self._world, [weight.width(self._world.size) for weight in parcel]
+        shard = held(parcel[0].shard)
+        pieces = torch.empty(world.size, sum(widths), dtype=parcel[0].dtype, device=shard.device)
+        parts = pieces.split(widths, dim=1)
+        for weight, part in zip(parcel, parts, strict=True):
+            rows = held(weight.shard).detach().reshape(-1)
+            part[world.rank, : rows.numel()] = rows
+        world.gather_pieces_(pieces.view(-1))
+        found = {}
+        for weight, part in zip(parcel, parts, strict=True):
+            shape = weight.shard.shape
+            found[weight.name] = part.reshape(-1)[: shape.numel()].view(shape)
+        return found
+
+
+def lent_modules(model: nn.Module, wrapped: Sequence[Any]) -> list[LentModule]:
+    """What `fully_shard` was called on, the root first, each with the weights that are its own.
+
+    A weight belongs to the innermost of them around it.
+    """
+    names: dict[int, str] = {}
+    owners: dict[int, list[tuple[nn.Module, str]]] = {}
+    for path, module in model.named_modules():
+        for key, parameter in module._parameters.items():
+            if parameter is not None:
+                names.setdefault(id(parameter), f"{path}.{key}" if path else key)
+                owners.setdefault(id(parameter), []).append((module, key))
+    inside = {id(module): {id(child) for child in module.modules()} for module in wrapped}
+    taken: set[int] = set()
+    found: dict[int, list[nn.Parameter]] = {}
+    # From the innermost outwards.
+    for module in sorted(wrapped, key=lambda each: len(inside[id(each)])):
+        own = [p for p in module.parameters() if id(p) not in taken]
+        taken.update(map(id, own))
+        found[id(module)] = own
+    return [
+        LentModule(
+            module=module,
+            weights=tuple(
+                LentWeight(
+                    name=names[id(shard)],
+                    shard=shard,
+                    owners=tuple(owners[id(shard)]),
+                    dtype=module._get_fsdp_state()._mp_policy.param_dtype or shard.dtype,
+                )
+                for shard in found[id(module)]
+            ),
+            around=frozenset(
+                number
+                for number, other in enumerate(wrapped)
+                if other is not module and id(module) in inside[id(other)]
+            ),
+        )
+        for module in wrapped
+    ]
+
+
+def _put(weight: LentWeight, value: Tensor) -> None:
+    for owner, key in weight.owners:
+        owner._parameters[key] = value  # type: ignore[assignment]
+        if isinstance(owner, nn.RNNBase):
+            # Recurrent layers keep a list of their weights besides.
+            names = owner._flat_weights_names
+            owner._flat_weights = [getattr(owner, name) for name in names]

@@ -24,6 +24,7 @@ from shuffled_dpsgd.distributed import current_world
 from shuffled_dpsgd.distributed.borrowed import BorrowedGraph
 from shuffled_dpsgd.distributed.lending import Lending
 from shuffled_dpsgd.distributed.sharded_sums import ShardedSums
+from shuffled_dpsgd.errors import UnsupportedModuleError
 from shuffled_dpsgd.integrations.hf_conflicts import check_model
 from shuffled_dpsgd.permutation import apply, discover, draw
 from shuffled_dpsgd.training import GaussianNoise, PrivateTraining, RandomStreams
@@ -264,6 +265,34 @@ def lent_in_checks(kinds: list[str]) -> dict[str, Any]:
         found[kind] = one | {"shards": shards}
         private.close()
     return found
+
+
+def uneven_runs() -> dict[str, Any]:
+    """Ranks run the model on loan three times, once, and half way."""
+    torch.manual_seed(0)
+    x, plain = torch.randn(3, Deep.WIDTH), Deep()
+    sharded: Any = replicas.start(
+        Case(make=lambda: shard(Deep()), data=None, loss=None),  # type: ignore[arg-type]
+        shuffle="off",
+    )._sharding
+    model, rank = sharded._root, current_world().rank
+    found: dict[str, Any] = {"same": []}
+
+    def run(times: int, breaks: bool = False) -> None:
+        with sharded.lending(), torch.no_grad():
+            for _ in range(times):
+                found["same"].append(torch.equal(model(x), plain(x)))
+            if breaks:
+                model.blocks[4].register_forward_pre_hook(_break)
+                model(x)
+
+    run(3 if rank == 0 else 0)
+    found["refused"] = refusal(lambda: run(1, breaks=rank == 1))
+    return found | {"shards": all(isinstance(p, DTensor) for p in model.parameters())}
+
+
+def _break(module: nn.Module, args: Any) -> None:
+    raise UnsupportedModuleError("blocks.4", expected="better", got="worse", remedy="none")
 
 
 def in_half_precision(name: str) -> dict[str, Any]:

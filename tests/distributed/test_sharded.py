@@ -85,6 +85,15 @@ def test_checks_hold_a_layer_or_two_at_once(launcher: Launcher, kinds: list[str]
             assert found["shards"], "a check left whole weights behind"
 
 
+def test_ranks_on_loan_run_as_often_as_they_like(launcher: Launcher) -> None:
+    """One not at all, one with an error half way: none waits for another in vain."""
+    one, two = launcher.run(HERE, "uneven_runs")
+    assert one == {"same": [True] * 4, "refused": "", "shards": True}
+    assert two["same"] == [True]
+    assert two["refused"].startswith("UnsupportedModuleError: blocks.4")
+    assert two["shards"]
+
+
 @pytest.mark.slow
 def test_weights_are_lent_only_where_something_is_checked(launcher: Launcher) -> None:
     """And no rank ever holds sums of more than the largest layer beside its own rows."""

@@ -94,7 +94,7 @@ def watch_events() -> list[float]:
     # The hook that is put there later looks at the parameters.
     JITFunction._do_compile = functools.wraps(method)(here)
     TritonHook._prepare = timed(  # type: ignore[method-assign]
-        TritonHook._prepare, lambda _, kernel, *__: f"a worker: {kernel.fn.__name__}", []
+        TritonHook._prepare, lambda _, variant, *__: f"a worker: {variant[1]}", []
     )
     return compilations
 

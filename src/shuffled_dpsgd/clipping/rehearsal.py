@@ -131,7 +131,7 @@ class Rehearsal:
         for layers in alike.values():
             for half in (Half.NORMS, Half.SUMS):
                 work = partial(rehearse, layers, half, self._choose, self._device, dtype)
-                REHEARSALS.add(self, work, self._device)
+                REHEARSALS.add(self, work, self._device, announcement=work)
 
     def _calls(
         self, inputs: Mapping[int, Sequence[Input]]

@@ -23,12 +23,15 @@ import torch
 
 from shuffled_dpsgd.runtime import launchers
 from shuffled_dpsgd.runtime.compiling import service
+from shuffled_dpsgd.runtime.compiling.announcements import announced_by
 
 SWITCH = "SHUFFLED_DPSGD_REHEARSALS"
 # Every operation of torch releases the interpreter. It gets it back once another thread has had it
 # for this long. At Python's default of 5 ms, a forward of a few hundred operations would wait for
 # seconds.
 SWITCH_SECONDS = 1e-4
+# Threads wait for processes that compile most of the time; so there may be more than cores.
+FEWEST_THREADS = 16
 Work = Callable[[], object]
 _here = threading.local()
 
@@ -64,18 +67,19 @@ class _Rehearsal:
     work: Work
     device: torch.device
     is_trial: bool
+    announcement: Work | None
     over: threading.Event = field(default_factory=threading.Event)
 
 
 class Rehearsals:
-    """Does work in as many threads as there are cores, in the order in which it was given.
+    """Does work in threads, in the order in which it was given.
 
     Threads are started when there is work and end when there is none. They are daemons: a process
     that ends does not wait for them.
     """
 
     def __init__(self, threads: int | None = None) -> None:
-        self._most = threads or os.cpu_count() or 1
+        self._most = threads or max(FEWEST_THREADS, os.cpu_count() or 1)
         self._lock = threading.Lock()
         self._waiting: deque[_Rehearsal] = deque()
         self._pending: dict[Hashable, list[_Rehearsal]] = {}
@@ -83,13 +87,21 @@ class Rehearsals:
         self._interval = sys.getswitchinterval()
 
     def add(
-        self, topic: Hashable, work: Work, device: torch.device, *, is_trial: bool = False
+        self,
+        topic: Hashable,
+        work: Work,
+        device: torch.device,
+        *,
+        is_trial: bool = False,
+        announcement: Work | None = None,
     ) -> None:
         """Have `work` done soon; `wait_for(topic)` waits for it.
 
-        A trial of a route runs in the same threads, but is no rehearsal.
+        A trial of a route runs in the same threads, but is no rehearsal. An `announcement` is run
+        inside `work` when a kernel is missing, so that all that it launches is compiled at the same
+        time (`compiling.announcements` says what may be run so).
         """
-        rehearsal = _Rehearsal(work, device, is_trial)
+        rehearsal = _Rehearsal(work, device, is_trial, announcement)
         with self._lock:
             self._pending.setdefault(topic, []).append(rehearsal)
             self._waiting.append(rehearsal)
@@ -130,7 +142,7 @@ def _do(rehearsal: _Rehearsal) -> None:
         if rehearsal.device.type == "cuda":
             service.wait_for_driver()
             torch.cuda.set_device(rehearsal.device)
-        with torch.no_grad():
+        with torch.no_grad(), announced_by(rehearsal.announcement):
             rehearsal.work()
     except Exception:  # The work itself is still to come, and will say what is wrong.
         return

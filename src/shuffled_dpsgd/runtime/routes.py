@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 
 from shuffled_dpsgd.runtime import verdicts
+from shuffled_dpsgd.runtime.compiling.announcements import is_announcing
 from shuffled_dpsgd.runtime.notices import say_once
 from shuffled_dpsgd.runtime.rehearsals import REHEARSALS, is_rehearsing, may_rehearse
 
@@ -59,7 +60,13 @@ class Route:
             return
         # The mode that makes waiting for a device an error applies to all threads at once.
         if not torch.cuda.get_sync_debug_mode():
-            REHEARSALS.add(self.name, lambda: self._decide(device), device, is_trial=True)
+            REHEARSALS.add(
+                self.name,
+                lambda: self._decide(device),
+                device,
+                is_trial=True,
+                announcement=lambda: self.trial(device),
+            )
 
     def _decide(self, device: torch.device) -> None:
         key = (self.name, device)
@@ -82,6 +89,7 @@ class Route:
         return entry.reason
 
     def _try(self, device: torch.device) -> str | None:
+        assert not is_announcing(), "an announcement has no result"
         try:
             with _undisturbed(device):
                 self.trial(device)
@@ -104,8 +112,13 @@ def expect_close(
     wide = found.detach().cpu().double()
     error = float((wide - expected.cpu().double()).abs().max())
     allowed = rtol * float(expected.double().abs().max())
-    if not error <= allowed:
-        raise WrongResult(f"{what} off by {error:.3g}, more than {allowed:.3g}")
+    expect(error <= allowed, f"{what} off by {error:.3g}, more than {allowed:.3g}")
+
+
+def expect(holds: bool, otherwise: str) -> None:
+    """Raise `WrongResult` unless `holds`; in an announcement there is no result to be wrong."""
+    if not holds and not is_announcing():
+        raise WrongResult(otherwise)
 
 
 @contextmanager

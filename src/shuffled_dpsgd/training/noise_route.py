@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from shuffled_dpsgd.runtime.routes import Route, WrongResult, expect_close
+from shuffled_dpsgd.runtime.routes import Route, expect, expect_close
 from shuffled_dpsgd.runtime.triton_support import triton_available
 from shuffled_dpsgd.training.philox_reference import BLOCK, Key, expected_normals
 
@@ -28,8 +28,8 @@ def try_kernel(device: torch.device) -> None:
     normals = torch.from_numpy(expected_normals(_TRIAL_KEY, range(blocks))[0])
     expected = (9.0 + 0.5 * normals[_FIRST : _FIRST + _SIZE]) / 4.0
     expect_close(guarded[32:-32], expected, rtol=1e-5, what="noise")
-    if not bool((guarded[:32] == 9.0).all() & (guarded[-32:] == 9.0).all()):
-        raise WrongResult("noise outside the sums")
+    is_guarded = bool((guarded[:32] == 9.0).all() & (guarded[-32:] == 9.0).all())
+    expect(is_guarded, "noise outside the sums")
 
 
 ROUTE = Route(

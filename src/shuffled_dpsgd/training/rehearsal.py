@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Hashable, Mapping
 from functools import partial
 
 import torch
 
-from shuffled_dpsgd.permutation import PermutationSpec, apply_to_tensors, draw
+from shuffled_dpsgd.permutation import PermutationSpec, apply_to_tensors, draw, identity
 from shuffled_dpsgd.permutation.move import kernel_route
 from shuffled_dpsgd.runtime.rehearsals import REHEARSALS, are_whole, may_rehearse
 from shuffled_dpsgd.runtime.triton_support import triton_available
@@ -39,7 +40,12 @@ def rehearse_release(
         REHEARSALS.add(_TOPIC, partial(_add_noise, size, first, device), device)
     if spec is not None and spec.groups and are_whole(parameters.values()):
         kernel_route.ROUTE.try_ahead(device)
-        REHEARSALS.add(_TOPIC, partial(_shuffle, spec, parameters, device), device)
+        REHEARSALS.add(
+            _TOPIC,
+            partial(_shuffle, spec, parameters, device),
+            device,
+            announcement=partial(_announce_shuffle, spec, parameters, device),
+        )
 
 
 def wait_for_rehearsals() -> None:
@@ -57,7 +63,22 @@ def _add_noise(size: int, first: int, device: torch.device) -> None:
 def _shuffle(
     spec: PermutationSpec, parameters: Mapping[str, torch.Tensor], device: torch.device
 ) -> None:
-    """Move one tensor of every shape, each a copy without contents."""
+    """Draw, and move one tensor of every shape, each a copy without contents."""
+    drawn = draw(spec, torch.Generator(device).manual_seed(0))
+    apply_to_tensors(drawn, _empty_copies(spec, parameters))
+
+
+def _announce_shuffle(
+    spec: PermutationSpec, parameters: Mapping[str, torch.Tensor], device: torch.device
+) -> None:
+    """The same launches, without what others share, and without indices that nobody has written."""
+    alone = copy.copy(spec)
+    draw(alone, torch.Generator(device).manual_seed(0))
+    apply_to_tensors(identity(alone, device), _empty_copies(spec, parameters))
+
+
+def _empty_copies(
+    spec: PermutationSpec, parameters: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
     by_shape = {spec.shapes[name]: name for name in spec.axes_of}
-    copies = {name: torch.empty_like(parameters[name]) for name in by_shape.values()}
-    apply_to_tensors(draw(spec, torch.Generator(device).manual_seed(0)), copies)
+    return {name: torch.empty_like(parameters[name]) for name in by_shape.values()}

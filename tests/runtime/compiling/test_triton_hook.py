@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from shuffled_dpsgd.runtime.compiling import triton_hook
+from shuffled_dpsgd.runtime.compiling import announcements, triton_hook
 from shuffled_dpsgd.runtime.compiling.triton_hook import TritonHook
-from shuffled_dpsgd.runtime.compiling.workers import WorkerError
+from shuffled_dpsgd.runtime.compiling.workers import Answer, WorkerError
 
 
 class Kernel:
@@ -23,8 +23,21 @@ class Kernel:
         self.device_caches: dict[int, Any] = {0: ({}, {}, "target", None, None)}
 
 
+class FakeAnswer(Answer):
+    """Puts what was asked for on disk once it is waited for, or fails."""
+
+    def __init__(self, workers: FakeWorkers, request: str) -> None:
+        self._workers, self._request = workers, request
+
+    def wait(self) -> None:
+        if self._workers.error is not None:
+            raise WorkerError(self._workers.error)
+        if self._workers.finds:
+            self._workers.disk.add(self._request)
+
+
 class FakeWorkers:
-    """Puts what it is asked for on disk, or fails."""
+    """Notes what it is asked for; nobody is there if they have left."""
 
     def __init__(self, error: str | None = None, have_left: bool = False) -> None:
         self.disk: set[str] = set()
@@ -33,12 +46,11 @@ class FakeWorkers:
         self.have_left = have_left
         self.finds = True
 
-    def compile(self, request: str) -> None:
+    def ask(self, request: str) -> FakeAnswer:
         self.asked.append(request)
-        if self.error is not None:
-            raise WorkerError(self.error)
-        if self.finds:
-            self.disk.add(request)
+        if self.have_left:
+            raise WorkerError("Broken pipe")
+        return FakeAnswer(self, request)
 
 
 class Scene:
@@ -91,6 +103,28 @@ def test_a_variant_that_two_threads_need_is_compiled_once(monkeypatch: pytest.Mo
         thread.join()
     assert found == ["compiled new"] * 4
     assert (workers.asked, scene.here) == (["new"], ["new"])
+
+
+def test_a_thread_that_has_to_wait_asks_first_for_all_that_it_needs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    workers = FakeWorkers()
+    workers.disk.add("known")
+    scene, kernel, asked_by_then = Scene(monkeypatch, workers), Kernel(), []
+    monkeypatch.setattr(
+        FakeAnswer, "wait", lambda answer: asked_by_then.append(list(workers.asked))
+    )
+    workers.finds = False
+
+    def work() -> None:
+        for variant in ("first", "known", "second", "first"):
+            assert (scene.compile(kernel, variant) is None) is announcements.is_announcing()
+
+    with announcements.announced_by(work):
+        work()
+    assert asked_by_then[0] == ["first", "second"]
+    assert workers.asked == ["first", "second"]
+    assert scene.here == ["first", "known", "second"]
 
 
 def test_kernels_of_others_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:

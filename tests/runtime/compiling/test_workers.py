@@ -41,7 +41,7 @@ def start(monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
 def test_a_request_is_answered(start: Start) -> None:
     code = TAKES_ONE + "connection.sendall(b'done' if request == b'kernel' else b'what?')"
     pool = start(code)
-    pool.compile(b"kernel")
+    pool.ask(b"kernel").wait()
     assert pool.process.wait(10) == 0
 
 
@@ -60,7 +60,7 @@ def test_what_goes_wrong_is_told(
     monkeypatch.setattr(workers, "PATIENCE_SECONDS", 0.5)
     pool = start(TAKES_ONE + then)
     with pytest.raises(WorkerError, match=said):
-        pool.compile(b"kernel")
+        pool.ask(b"kernel").wait()
 
 
 @pytest.mark.parametrize(("code", "left"), [("", True), ("raise SystemExit(3)", False)])
@@ -68,7 +68,7 @@ def test_processes_that_are_gone_are_not_waited_for(start: Start, code: str, lef
     pool = start(code)
     pool.process.wait(10)
     with pytest.raises(WorkerError):
-        pool.compile(b"kernel")
+        pool.ask(b"kernel").wait()
     assert pool.have_left is left
 
 
@@ -76,7 +76,7 @@ def test_processes_that_never_take_a_request_end_it(start: Start) -> None:
     """A request that was sent before they ended is answered by the end of their socket."""
     pool = start("import time; time.sleep(0.2)")
     with pytest.raises(WorkerError, match=r"has ended|Broken pipe|reset"):
-        pool.compile(b"kernel")
+        pool.ask(b"kernel").wait()
 
 
 def test_the_other_process_imports_what_this_one_does(

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from shuffled_dpsgd.clipping.kernels import plain
-from shuffled_dpsgd.runtime.routes import WrongResult, expect_close
+from shuffled_dpsgd.runtime.routes import expect, expect_close
 
 SAMPLES = 3
 # What a norm may fall short of the exact one, by rounding alone.
@@ -39,8 +39,8 @@ def _wide(tensor: Tensor) -> Tensor:
 
 def _expect_norms(found: Tensor, exact: Tensor, rtol: float) -> None:
     expect_close(found, exact, rtol=rtol, what="norms")
-    if not bool((found.cpu().double() >= exact * (1 - SHORT)).all()):
-        raise WrongResult("norms smaller than they are")
+    are_long = bool((found.cpu().double() >= exact * (1 - SHORT)).all())
+    expect(are_long, "norms smaller than they are")
 
 
 def _poisoned(device: torch.device, g: Tensor) -> tuple[Tensor, Tensor]:
@@ -119,8 +119,8 @@ def _try_gluon_products(device: torch.device, T: int) -> None:
     alone = torch.eye(SAMPLES, device=device, dtype=torch.float32)[0]
     weighted_sums.weighted_outer_sums([x], [clean], alone, [out], False, [bias])
     length = out.double().square().sum() + bias.double().square().sum()
-    if not bool(length <= found[0].double()):
-        raise WrongResult("a norm smaller than the sum of its sample alone")
+    is_long = bool(length <= found[0].double())
+    expect(is_long, "a norm smaller than the sum of its sample alone")
     g, factors = _poisoned(device, clean)
     weighted_sums.weighted_outer_sums([x], [g], factors, [out], False, [bias])
     wide_g, wide_factors = _wide(g), _wide(factors)
@@ -187,8 +187,8 @@ def try_tables(device: torch.device) -> None:
     cross = plain.tied_cross_terms(_wide(x), _wide(gl), ids, _wide(ge), 1)
     found = tables.tied_cross_terms(x, gl, there, ge, 1)
     lengths = float(_wide(x).norm() * _wide(gl).norm() * _wide(ge).norm())
-    if not bool(((found.cpu() - cross).abs() <= 1e-5 * lengths).all()):
-        raise WrongResult("cross terms of a tied head are off")
+    are_close = bool(((found.cpu() - cross).abs() <= 1e-5 * lengths).all())
+    expect(are_close, "cross terms of a tied head are off")
     head = _draw(device, SAMPLES, V, D, dtype=torch.float32)
     exact = plain.stored_cross_terms(_wide(head), ids, _wide(ge), 1)
     expect_close(tables.stored_cross_terms(head, there, ge, 1), exact, rtol=1e-5)
@@ -208,5 +208,5 @@ def try_casts(device: torch.device) -> None:
     targets = [torch.empty_like(source, dtype=_half(device)) for source in sources]
     casts.copy_all(targets, sources)
     for target, source in zip(targets, sources, strict=True):
-        if not torch.equal(target.cpu(), source.cpu().to(target.dtype)):
-            raise WrongResult("half-precision copies are not rounded to nearest")
+        are_nearest = torch.equal(target.cpu(), source.cpu().to(target.dtype))
+        expect(are_nearest, "half-precision copies are not rounded to nearest")

@@ -8,7 +8,7 @@ from types import ModuleType
 import torch
 
 from shuffled_dpsgd.permutation.spec import Group, Member, PermutationSpec
-from shuffled_dpsgd.runtime.routes import Route, WrongResult
+from shuffled_dpsgd.runtime.routes import Route, expect
 from shuffled_dpsgd.runtime.triton_support import triton_available
 
 ROWS, COLS = 40, 24
@@ -41,16 +41,15 @@ def try_kernels(device: torch.device) -> None:
     rows, cols = (part.argsort(stable=True) for part in keys.split(sizes))
     for parameter, first, second in (("up", rows, cols), ("down", cols, rows)):
         for axis, expected in enumerate((first, second)):
-            if not torch.equal(permutation.index(parameter, axis).cpu(), expected):
-                raise WrongResult("a draw is not the order of its keys")
+            drawn = permutation.index(parameter, axis).cpu()
+            expect(torch.equal(drawn, expected), "a draw is not the order of its keys")
     up = torch.randn(ROWS, COLS, generator=generator, device="cpu", dtype=torch.float32)
     moved = up[rows][:, cols]
     tensors = {"up": up.to(device), "down": up.mT.contiguous().to(device)}
     fused.move(permutation, fused.prepare(spec, list(tensors.items())))
-    if not torch.equal(tensors["up"].cpu(), moved) or not torch.equal(
-        tensors["down"].cpu(), moved.mT
-    ):
-        raise WrongResult("a matrix is not moved as indexing moves it")
+    for name, wanted in (("up", moved), ("down", moved.mT)):
+        is_moved = torch.equal(tensors[name].cpu(), wanted)
+        expect(is_moved, "a matrix is not moved as indexing moves it")
 
 
 def small_spec(rows: int, cols: int) -> PermutationSpec:

@@ -1,7 +1,8 @@
 """Hands what Triton is about to compile to workers, and lets Triton find it on disk.
 
 Only kernels of this package. A variant that several threads need at once is compiled once: the
-others wait for it. What a worker does not compile is compiled here, as if there were no workers.
+others wait for it. A thread that has to wait announces first what else its work needs. What a
+worker does not compile is compiled here, as if there were no workers.
 """
 
 from __future__ import annotations
@@ -15,13 +16,14 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+from shuffled_dpsgd.runtime.compiling.announcements import announce, is_announcing
 from shuffled_dpsgd.runtime.compiling.requests import (
     CompileRequest,
     NotNamedError,
     encode,
     settings,
 )
-from shuffled_dpsgd.runtime.compiling.workers import WorkerError, Workers
+from shuffled_dpsgd.runtime.compiling.workers import Answer, WorkerError, Workers
 from shuffled_dpsgd.runtime.notices import say_once
 
 PROJECT = "shuffled_dpsgd."
@@ -29,6 +31,8 @@ PROJECT = "shuffled_dpsgd."
 _PARAMETERS = ("key", "signature", "device", "constexprs", "options", "attrs", "warmup")
 # Triton cuts names of files at this length.
 _LONGEST_NAME = 150
+# Module and name of a kernel, device, and Triton's key.
+Variant = tuple[str, str, int, str]
 
 
 class TritonHook:
@@ -45,20 +49,31 @@ class TritonHook:
         self._get_ready = get_ready
         self._workers: Workers | None = workers
         # Held while a variant is compiled.
-        self._turns: dict[tuple[str, str, int, str], threading.Lock] = {}
+        self._turns: dict[Variant, threading.Lock] = {}
+        # Asked for and not on disk yet, or why they could not be asked for.
+        self._lock = threading.Lock()
+        self._asked: dict[Variant, Answer | str] = {}
 
     def compile(self, kernel: Any, key: str, signature: Any, device: int, *rest: Any) -> Any:
-        """A compiled variant; the arguments are those of Triton's method."""
+        """A compiled variant; the arguments are those of Triton's method.
+
+        None in an announcement, which Triton takes for a launch that is not wanted.
+        """
         function = kernel.fn
         if not function.__module__.startswith(PROJECT):
             return self._compile_here(kernel, key, signature, device, *rest)
-        variant = (function.__module__, function.__qualname__, device, key)
         self._get_ready()
+        variant = (function.__module__, function.__qualname__, device, key)
+        request = _request(kernel, signature, device, *rest)
+        if is_announcing():
+            if not is_on_disk(request):
+                self._ask(variant, request)
+            return None
         with self._turns.setdefault(variant, threading.Lock()):
             found = kernel.device_caches[device][0].get(key)
             if found is not None:
                 return found
-            failure = self._prepare(kernel, signature, device, *rest)
+            failure = self._prepare(variant, request)
             found = self._compile_here(kernel, key, signature, device, *rest)
         if failure is not None:
             say_once(
@@ -67,29 +82,17 @@ class TritonHook:
             )
         return found
 
-    def _prepare(
-        self, kernel: Any, signature: Any, device: int, constants: Any, options: Any, attrs: Any,
-        _: bool,
-    ) -> str | None:  # fmt: skip
+    def _prepare(self, variant: Variant, request: CompileRequest) -> str | None:
         """Have a variant compiled by a worker, unless it is on disk; returns why it is not there.
 
         None if workers have left because there was nothing to do for them.
         """
-        target = kernel.device_caches[device][2]
-        request = CompileRequest(
-            kind=kernel.ASTSource,
-            function=kernel,
-            signature=signature,
-            constants=constants,
-            attributes=attrs,
-            target=target,
-            options=options.__dict__,
-            environment=settings(),
-        )
-        if is_on_disk(request):
+        if variant not in self._asked and is_on_disk(request):
             self.tally["on disk"] += 1
             return None
-        failure = self._ask(request)
+        self._ask(variant, request)
+        announce()
+        failure = self._wait(variant)
         found = is_on_disk(request)
         self.tally["a worker" if found else "this process"] += 1
         if failure is None and not found and self._workers is not None:
@@ -97,21 +100,49 @@ class TritonHook:
             return "what it compiled is not found"
         return None if found else failure
 
-    def _ask(self, request: CompileRequest) -> str | None:
-        """Why no worker has compiled it; None if one has, or there are none."""
+    def _ask(self, variant: Variant, request: CompileRequest) -> None:
+        """Ask for a variant that has not been asked for, if there are workers."""
         workers = self._workers
-        if workers is None:
-            return None
+        with self._lock:
+            if workers is None or variant in self._asked:
+                return
+            try:
+                self._asked[variant] = workers.ask(encode(request))
+            except WorkerError as error:
+                if workers.have_left:
+                    self._workers = None
+                else:
+                    self._asked[variant] = str(error)
+            except (NotNamedError, TypeError, AttributeError, ValueError) as error:
+                self._asked[variant] = f"{type(error).__name__}: {error}"
+
+    def _wait(self, variant: Variant) -> str | None:
+        """Why no worker has compiled a variant; None if one has, or there are none."""
+        answer = self._asked.get(variant)
+        if not isinstance(answer, Answer):
+            return answer
         try:
-            workers.compile(encode(request))
+            answer.wait()
         except WorkerError as error:
-            if workers.have_left:
-                self._workers = None
-                return None
             return str(error)
-        except (NotNamedError, TypeError, AttributeError, ValueError) as error:
-            return f"{type(error).__name__}: {error}"
+        finally:
+            del self._asked[variant]
         return None
+
+
+def _request(
+    kernel: Any, signature: Any, device: int, constants: Any, options: Any, attrs: Any, _: bool
+) -> CompileRequest:
+    return CompileRequest(
+        kind=kernel.ASTSource,
+        function=kernel,
+        signature=signature,
+        constants=constants,
+        attributes=attrs,
+        target=kernel.device_caches[device][2],
+        options=options.__dict__,
+        environment=settings(),
+    )
 
 
 def is_on_disk(request: CompileRequest) -> bool:

@@ -28,6 +28,27 @@ class WorkerError(Exception):
     """A request that was not fulfilled, and why."""
 
 
+class Answer:
+    """What a worker is going to say to a request."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+
+    def wait(self) -> None:
+        """Return once the request has been compiled.
+
+        Raises:
+            WorkerError: it has not been, for whatever reason.
+        """
+        try:
+            with self._connection:
+                answer = read_all(self._connection)
+        except OSError as error:
+            raise WorkerError(f"{type(error).__name__}: {error}") from error
+        if answer != DONE:
+            raise WorkerError(answer.decode() or "the process that compiled it has ended")
+
+
 class Workers:
     """Processes that compile; they are started here and leave by themselves."""
 
@@ -61,25 +82,25 @@ class Workers:
         """Whether they have ended of their own accord, because there was nothing to do."""
         return self.process.returncode == 0
 
-    def compile(self, request: bytes) -> None:
-        """Have a request compiled into Triton's cache.
+    def ask(self, request: bytes) -> Answer:
+        """Have a request compiled into Triton's cache; the answer says when it has been.
 
         Raises:
-            WorkerError: it has not been, for whatever reason.
+            WorkerError: nobody is there to ask.
         """
+        ours: socket.socket | None = None
         try:
             ours, theirs = socket.socketpair()
-            with ours:
-                with theirs:
-                    socket.send_fds(self._control, [b"compile"], [theirs.fileno()])
-                ours.settimeout(PATIENCE_SECONDS)
-                ours.sendall(request)
-                ours.shutdown(socket.SHUT_WR)
-                answer = read_all(ours)
+            with theirs:
+                socket.send_fds(self._control, [b"compile"], [theirs.fileno()])
+            ours.settimeout(PATIENCE_SECONDS)
+            ours.sendall(request)
+            ours.shutdown(socket.SHUT_WR)
         except OSError as error:
+            if ours is not None:
+                ours.close()
             raise WorkerError(f"{type(error).__name__}: {error}") from error
-        if answer != DONE:
-            raise WorkerError(answer.decode() or "the process that compiled it has ended")
+        return Answer(ours)
 
     def close(self) -> None:
         """Let the processes go; those that are compiling go once they are done."""

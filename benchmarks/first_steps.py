@@ -28,9 +28,9 @@ from benchmarks import run_side, run_tasks
 from shuffled_dpsgd.clipping.checks.batch_axis import BatchAxisCheck
 from shuffled_dpsgd.clipping.checks.loss_independence import LossCheck
 from shuffled_dpsgd.clipping.checks.standing import StandingCheck
-from shuffled_dpsgd.clipping.rehearsal import Rehearsal
 from shuffled_dpsgd.clipping.replay.recordings import GraphRecorder
 from shuffled_dpsgd.clipping.settle.schedules import WholeGradient
+from shuffled_dpsgd.runtime.attention import without_cudnn_attention
 from shuffled_dpsgd.runtime.compiling import service
 from shuffled_dpsgd.runtime.compiling.triton_hook import TritonHook
 from shuffled_dpsgd.runtime.routes import Route
@@ -47,7 +47,6 @@ EVENTS: list[tuple[type, str, str]] = [
     (LossCheck, "run", "check of the losses"),
     (StandingCheck, "book", "standing check, booking"),
     (StandingCheck, "settle", "standing check"),
-    (Rehearsal, "wait", "waiting for kernels"),
     (WholeGradient, "finish", "settling"),
     (GraphRecorder, "__call__", "recording"),
     (ShuffleCheck, "try_out", "trial of the shuffle"),
@@ -146,6 +145,7 @@ class ShownLog(run_side.Log):
             self._sampler.show()
 
 
+@without_cudnn_attention()
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
     parser.add_argument("--workload", choices=tuple(run_tasks.PHYSICAL), default="sst2")

@@ -37,7 +37,7 @@ def works(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], object]]:
     """Rehearsals as if there were something to compile, kept instead of run."""
     found: list[Callable[[], object]] = []
 
-    def add(topic: object, work: Callable[[], object], device: torch.device) -> None:
+    def add(topic: object, work: Callable[[], object], device: torch.device, **_: object) -> None:
         found.append(work)
 
     monkeypatch.setattr(rehearsal, "may_rehearse", lambda device: True)

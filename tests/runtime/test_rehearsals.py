@@ -74,6 +74,23 @@ def test_a_failure_stops_neither_the_others_nor_the_caller() -> None:
     assert done == ["next"]
 
 
+def test_a_process_that_ends_waits_for_what_has_begun_but_not_for_long() -> None:
+    rehearsals, done = Rehearsals(threads=1), []
+    began, go = threading.Event(), threading.Event()
+    rehearsals.add("topic", lambda: (began.set(), go.wait(10), done.append("first")), CPU)
+    rehearsals.add("topic", lambda: done.append("second"), CPU)
+    began.wait(10)
+    rehearsals.end(0.01)
+    assert done == []
+    threading.Timer(0.05, go.set).start()
+    rehearsals.end(10)
+    assert done == ["first"]
+    for thread in threading.enumerate():
+        if thread.name == "rehearsal":
+            thread.join(10)
+    assert done == ["first"]
+
+
 def test_nothing_is_rehearsed_where_nothing_is_compiled() -> None:
     assert not may_rehearse(CPU)
 

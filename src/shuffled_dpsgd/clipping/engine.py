@@ -376,7 +376,6 @@ class ClippingEngine:
         if batch.size > 0:
             self._checks.check_late(batch)
             with self.clock.part("settle"):
-                self._rehearsal.wait()
                 self._schedule.finish(batch)
             if batch.closed:
                 self._standing.finish(batch, self._rule.totals.norms[-1])

@@ -2,8 +2,9 @@
 
 As soon as a first forward has shown what every layer is given, each kind of layer is settled once
 in a thread: with two samples of zeros in place of the batch, by the code that the batch itself will
-take. Other lengths that are to come are rehearsed along with it. A wrong guess only means that a
-kernel is compiled later, when it is needed.
+take. Other lengths that are to come are rehearsed after it. Nobody waits for a rehearsal: whoever
+needs a kernel waits for that kernel alone. A wrong guess only means that a kernel is compiled
+later, when it is needed.
 """
 
 from __future__ import annotations
@@ -129,9 +130,9 @@ class Rehearsal:
                 label = (group.shared, *(call.label for call in calls))
                 alike.setdefault(label, []).append((group, calls))
         for layers in alike.values():
-            for half in (Half.NORMS, Half.SUMS):
+            for half in (Half.SUMS, Half.NORMS):  # Kernels of sums take longer to compile.
                 work = partial(rehearse, layers, half, self._choose, self._device, dtype)
-                REHEARSALS.add(self, work, self._device, announcement=work)
+                REHEARSALS.add(None, work, self._device, announcement=work)
 
     def _calls(
         self, inputs: Mapping[int, Sequence[Input]]
@@ -148,10 +149,6 @@ class Rehearsal:
             assert length is not None
             for group, calls in found:
                 yield group, [call.with_length(length, other) for call in calls]
-
-    def wait(self) -> None:
-        """Return once all that was begun is over."""
-        REHEARSALS.wait_for(self)
 
 
 def rehearse(

@@ -12,9 +12,11 @@ one after the other.
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
@@ -32,6 +34,7 @@ SWITCH = "SHUFFLED_DPSGD_REHEARSALS"
 SWITCH_SECONDS = 1e-4
 # Threads wait for processes that compile most of the time; so there may be more than cores.
 FEWEST_THREADS = 16
+SECONDS_AT_EXIT = 3.0
 Work = Callable[[], object]
 _here = threading.local()
 
@@ -74,8 +77,8 @@ class _Rehearsal:
 class Rehearsals:
     """Does work in threads, in the order in which it was given.
 
-    Threads are started when there is work and end when there is none. They are daemons: a process
-    that ends does not wait for them.
+    Threads are started when there is work and end when there is none. They are daemons, so that no
+    process waits for all of their work to end.
     """
 
     def __init__(self, threads: int | None = None) -> None:
@@ -83,19 +86,20 @@ class Rehearsals:
         self._lock = threading.Lock()
         self._waiting: deque[_Rehearsal] = deque()
         self._pending: dict[Hashable, list[_Rehearsal]] = {}
+        self._running: set[_Rehearsal] = set()
         self._threads = 0
         self._interval = sys.getswitchinterval()
 
     def add(
         self,
-        topic: Hashable,
+        topic: Hashable | None,
         work: Work,
         device: torch.device,
         *,
         is_trial: bool = False,
         announcement: Work | None = None,
     ) -> None:
-        """Have `work` done soon; `wait_for(topic)` waits for it.
+        """Have `work` done soon; `wait_for(topic)` waits for it, unless that is None.
 
         A trial of a route runs in the same threads, but is no rehearsal. An `announcement` is run
         inside `work` when a kernel is missing, so that all that it launches is compiled at the same
@@ -103,7 +107,8 @@ class Rehearsals:
         """
         rehearsal = _Rehearsal(work, device, is_trial, announcement)
         with self._lock:
-            self._pending.setdefault(topic, []).append(rehearsal)
+            if topic is not None:
+                self._pending.setdefault(topic, []).append(rehearsal)
             self._waiting.append(rehearsal)
             starts = self._threads < self._most
             if starts and self._threads == 0:
@@ -121,6 +126,18 @@ class Rehearsals:
             for rehearsal in pending:
                 rehearsal.over.wait()
 
+    def end(self, seconds: float) -> None:
+        """Begin nothing more, and give what has begun some time to end.
+
+        A process that ends while a thread is using its GPU may crash.
+        """
+        with self._lock:
+            self._waiting.clear()
+            running = list(self._running)
+        deadline = time.monotonic() + seconds
+        for rehearsal in running:
+            rehearsal.over.wait(max(0.0, deadline - time.monotonic()))
+
     def _run(self) -> None:
         while True:
             with self._lock:
@@ -130,9 +147,11 @@ class Rehearsals:
                         sys.setswitchinterval(self._interval)
                     return
                 rehearsal = self._waiting.popleft()
+                self._running.add(rehearsal)
             try:
                 _do(rehearsal)
             finally:
+                self._running.discard(rehearsal)
                 rehearsal.over.set()
 
 
@@ -150,3 +169,4 @@ def _do(rehearsal: _Rehearsal) -> None:
 
 # All rehearsals of this process: they share its cores.
 REHEARSALS = Rehearsals()
+atexit.register(REHEARSALS.end, SECONDS_AT_EXIT)

@@ -23,6 +23,8 @@ from shuffled_dpsgd.runtime.rehearsals import REHEARSALS, is_rehearsing, may_reh
 
 # By route and device: why it does not serve, or None.
 _reasons: dict[tuple[str, torch.device], str | None] = {}
+# Whose trials have begun ahead.
+_ahead: set[tuple[str, torch.device]] = set()
 # Held while a route is tried there.
 _trials: dict[tuple[str, torch.device], threading.Lock] = {}
 _taken: dict[str, set[str]] = {}
@@ -54,14 +56,24 @@ class Route:
             self._decide(device)
         return _reasons[key] is None
 
+    def is_likely(self, device: torch.device) -> bool:
+        """Whether this route may be taken, taken for granted while its trial is under way.
+
+        For estimates alone: whoever takes the route asks whether it `serves`.
+        """
+        key = (self.name, device)
+        return (key in _ahead and key not in _reasons) or self.serves(device)
+
     def try_ahead(self, device: torch.device) -> None:
         """Begin the trial, if there has to be one; whoever asks before it is over waits for it."""
-        if (self.name, device) in _reasons or not may_rehearse(device):
+        key = (self.name, device)
+        if key in _reasons or key in _ahead or not may_rehearse(device):
             return
         # The mode that makes waiting for a device an error applies to all threads at once.
         if not torch.cuda.get_sync_debug_mode():
+            _ahead.add(key)
             REHEARSALS.add(
-                self.name,
+                None,
                 lambda: self._decide(device),
                 device,
                 is_trial=True,

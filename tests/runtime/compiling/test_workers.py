@@ -89,7 +89,7 @@ def test_the_other_process_imports_what_this_one_does(
 
 def test_ranks_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(workers.os, "sched_getaffinity", lambda _: set(range(16)))
-    for ranks, share in ((None, 12), ("1", 12), ("2", 8), ("8", 2), ("64", 1)):
+    for ranks, share in ((None, 14), ("1", 14), ("2", 7), ("8", 1), ("64", 1)):
         if ranks is not None:
             monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
         assert fair_share() == share

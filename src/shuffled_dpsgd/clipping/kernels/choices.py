@@ -135,10 +135,14 @@ def splits_float32(device: torch.device) -> bool:
 
 
 def kind_of(tensor: Tensor) -> str:
-    """The kind of device, as far as it matters to the cost of products of such tensors."""
+    """The kind of device, as far as it matters to the cost of products of such tensors.
+
+    Does not wait for a trial: a backward would stop at its first layer until it is over.
+    """
     if tensor.dtype is torch.float32 and splits_float32(tensor.device):
         return "split"
-    if tensor.dtype in HALF and may_take_gluon(GLUON_PRODUCTS, tensor.device):
+    may_be_hopper = tensor.dtype in HALF and is_hopper(tensor.device) and triton_available()
+    if may_be_hopper and GLUON_PRODUCTS.is_likely(tensor.device):
         return "hopper"
     return tensor.device.type
 

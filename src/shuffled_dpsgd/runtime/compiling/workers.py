@@ -14,7 +14,7 @@ import threading
 
 from shuffled_dpsgd.runtime.compiling.worker import DONE, MOST_SECONDS, read_all
 
-MOST_WORKERS = 12
+MOST_WORKERS = 14
 # Somewhat longer than a worker may take, so that a worker that hangs is ended first.
 PATIENCE_SECONDS = MOST_SECONDS + 10.0
 _CODE = """import sys
@@ -108,6 +108,6 @@ class Workers:
 
 
 def fair_share() -> int:
-    """As many as there are cores for this process among those of a launch."""
+    """As many as there are cores for this process among those of a launch, but one."""
     cores = len(os.sched_getaffinity(0)) // max(1, int(os.environ.get("LOCAL_WORLD_SIZE") or 1))
-    return max(1, min(MOST_WORKERS, cores))
+    return max(1, min(MOST_WORKERS, cores - 1))

@@ -79,6 +79,16 @@ def test_a_second_batch_of_another_size_is_as_exact() -> None:
         torch.testing.assert_close(found, fresh.clipped_sum(), rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("views", [1, 4])
+def test_views_on_a_gpu_are_those_of_the_oracle(views: int) -> None:
+    model = Views(vit()).float()
+    inputs = batch(1, 8, 8, views=views, size=33)
+    inputs["images"] = inputs["images"].float()
+    moved = {key: value.cuda() for key, value in inputs.items()}
+    assert_exact(model.cuda(), losses, moved, rtol=1e-3, clip_norm=0.3)
+
+
 @pytest.mark.parametrize(
     ("layer", "shape"),
     [

@@ -12,10 +12,15 @@ import pytest
 
 from shuffled_dpsgd.errors import InvalidArgumentError, MissingExtraError
 from shuffled_dpsgd.tasks.generation.bleu import corpus_bleu
-from shuffled_dpsgd.tasks.generation.meteor import Alignment, align, corpus_meteor
+from shuffled_dpsgd.tasks.generation.meteor import (
+    Alignment,
+    align,
+    best_alignment,
+    corpus_meteor,
+)
 from shuffled_dpsgd.tasks.generation.meteor_jar import jar_meteor
 from shuffled_dpsgd.tasks.generation.nist import corpus_nist
-from shuffled_dpsgd.tasks.generation.rouge import rouge_l
+from shuffled_dpsgd.tasks.generation.rouge import longest_common, rouge_l
 from shuffled_dpsgd.tasks.generation.scores import score_texts
 from shuffled_dpsgd.tasks.generation.words import mteval_words
 
@@ -233,3 +238,28 @@ def test_scores_say_what_they_are() -> None:
         score_texts([CAT], [[CAT], [CAT]])
     with pytest.raises(InvalidArgumentError, match="prompt 1"):
         score_texts([CAT, CAT], [[CAT], []])
+
+
+def words_at_random(rng: random.Random, length: int) -> list[str]:
+    return [rng.choice("abcde") for _ in range(length)]
+
+
+def test_references_that_cannot_be_best_need_no_alignment() -> None:
+    rng = random.Random(0)
+    for _ in range(200):
+        text = words_at_random(rng, rng.randrange(9))
+        references = [words_at_random(rng, rng.randrange(1, 9)) for _ in range(rng.randrange(1, 6))]
+        slow = max((align(text, one) for one in references), key=lambda found: found.score)
+        assert best_alignment(text, references) == slow
+
+
+def test_the_longest_common_subsequence_is_that_of_the_table() -> None:
+    rng = random.Random(0)
+    for _ in range(200):
+        first, second = (words_at_random(rng, rng.randrange(12)) for _ in range(2))
+        table = [[0] * (len(second) + 1) for _ in range(len(first) + 1)]
+        for i, one in enumerate(first):
+            for j, other in enumerate(second):
+                longer = max(table[i][j + 1], table[i + 1][j])
+                table[i + 1][j + 1] = table[i][j] + 1 if one == other else longer
+        assert longest_common(first, second) == table[-1][-1]

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shuffled_dpsgd.tasks.generation.porter import stem
 from shuffled_dpsgd.tasks.generation.words import lower_words
@@ -55,8 +55,7 @@ def corpus_meteor(hypotheses: Sequence[str], references: Sequence[Sequence[str]]
     """The score of a corpus, from 0 to 1."""
     total = Alignment()
     for hypothesis, those in zip(hypotheses, references, strict=True):
-        stems = stems_of(hypothesis)
-        total += max((align(stems, stems_of(one)) for one in those), key=lambda a: a.score)
+        total += best_alignment(stems_of(hypothesis), [stems_of(one) for one in those])
     return total.score
 
 
@@ -65,27 +64,46 @@ def stems_of(text: str) -> list[str]:
     return [stem(word) for word in lower_words(text)]
 
 
-def align(hypothesis: Sequence[str], reference: Sequence[str]) -> Alignment:
-    """Most matches, then fewest chunks; exact up to `BEAM` open alternatives at a time."""
-    places: dict[str, list[int]] = {}
-    for place, word in enumerate(reference):
-        places.setdefault(word, []).append(place)
-    counts = Counter(hypothesis)
-    matches = sum(min(count, len(places.get(word, ()))) for word, count in counts.items())
+def best_alignment(hypothesis: Sequence[str], references: Sequence[Sequence[str]]) -> Alignment:
+    """The alignment of the best score, the first of equals.
+
+    In one chunk a reference would score most. Those whose most is below what another reaches are
+    not aligned, which takes long.
+    """
+    most = [_with_chunks(1, hypothesis, reference).score for reference in references]
+    best, at = Alignment(), len(references)
+    for place in sorted(range(len(references)), key=lambda place: -most[place]):
+        if most[place] < best.score:
+            break
+        found = align(hypothesis, references[place])
+        if at == len(references) or (found.score, -place) > (best.score, -at):
+            best, at = found, place
+    return best
+
+
+def _with_chunks(chunks: int, hypothesis: Sequence[str], reference: Sequence[str]) -> Alignment:
+    """The most matches there can be, in so many chunks."""
     return Alignment(
-        matches=matches,
-        chunks=_fewest_chunks(hypothesis, places, counts) if matches else 0,
+        matches=(Counter(hypothesis) & Counter(reference)).total(),
+        chunks=chunks,
         hypothesis_length=len(hypothesis),
         reference_length=len(reference),
     )
 
 
-def _fewest_chunks(
-    hypothesis: Sequence[str], places: dict[str, list[int]], counts: Counter[str]
-) -> int:
+def align(hypothesis: Sequence[str], reference: Sequence[str]) -> Alignment:
+    """Most matches, then fewest chunks; exact up to `BEAM` open alternatives at a time."""
+    places: dict[str, list[int]] = {}
+    for place, word in enumerate(reference):
+        places.setdefault(word, []).append(place)
+    found = _with_chunks(0, hypothesis, reference)
+    return replace(found, chunks=_fewest_chunks(hypothesis, places)) if found.matches else found
+
+
+def _fewest_chunks(hypothesis: Sequence[str], places: dict[str, list[int]]) -> int:
     # A state: which places of the reference are taken (as bits), and that of the word before.
     states: dict[tuple[int, int], int] = {(0, -2): 0}
-    left = Counter(counts)
+    left = Counter(hypothesis)
     for word in hypothesis:
         left[word] -= 1
         grown: dict[tuple[int, int], int] = {}

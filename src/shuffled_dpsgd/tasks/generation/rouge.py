@@ -44,14 +44,16 @@ def longest_common(first: Sequence[str], second: Sequence[str]) -> int:
     >>> longest_common("abcbdab", "bdcaba")
     4
     """
-    before = [0] * (len(second) + 1)
+    # A bit for every word of `second`, zero where the table of lengths grows by one (Hyyrö, 2004).
+    places: dict[str, int] = {}
+    for place, word in enumerate(second):
+        places[word] = places.get(word, 0) | 1 << place
+    every = (1 << len(second)) - 1
+    rows = every
     for word in first:
-        row = [0]
-        for place, other in enumerate(second):
-            best = max(before[place + 1], row[place])
-            row.append(before[place] + 1 if word == other else best)
-        before = row
-    return before[-1]
+        met = rows & places.get(word, 0)
+        rows = (rows + met | rows - met) & every
+    return len(second) - rows.bit_count()
 
 
 def _words(text: str) -> list[str]:

@@ -9,9 +9,14 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 import select
 import signal
 import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from shuffled_dpsgd.runtime.compiling.torch_free import leave_torch_out
@@ -21,6 +26,7 @@ IDLE_SECONDS = 60.0
 # A compilation that takes longer hangs; its process is ended.
 MOST_SECONDS = 110
 DONE = b"done"
+_KERNEL = re.compile(rb"^@(triton|gluon)\.jit\b", re.MULTILINE)
 
 
 def main(descriptor: int, workers: int) -> None:
@@ -28,6 +34,7 @@ def main(descriptor: int, workers: int) -> None:
     control = socket.socket(fileno=descriptor)
     leave_torch_out()
     reason = _get_ready()
+    _import_until_asked(control)
     # With all kernels on disk there is never a request, and nothing is forked.
     if not select.select([control], [], [], IDLE_SECONDS)[0]:
         return
@@ -47,6 +54,26 @@ def _get_ready() -> str | None:
     except Exception as error:
         return _words(error)
     return None
+
+
+def _import_until_asked(control: socket.socket) -> None:
+    """Import modules of kernels for all forks, as long as nobody waits for the first of them."""
+    for name in kernel_modules():
+        if select.select([control], [], [], 0)[0]:
+            return
+        try:
+            importlib.import_module(name)
+        except Exception:  # Whoever asks for one of its kernels is told.
+            continue
+
+
+def kernel_modules() -> Iterator[str]:
+    """The modules of this package that define kernels."""
+    package = Path(__file__).parents[2]
+    for path in sorted(package.rglob("*.py")):
+        if _KERNEL.search(path.read_bytes()):
+            parts = path.relative_to(package.parent).with_suffix("").parts
+            yield ".".join(parts)
 
 
 def _fork(control: socket.socket, reason: str | None) -> int:
@@ -93,23 +120,45 @@ def compile_one(text: bytes) -> bytes:
         requests.adopt(request.environment)
         compiler = importlib.import_module("triton.compiler.compiler")
         source = request.source
-        kernel = compiler.compile(source, target=request.target, options=request.options)
-        _build_launcher(request.target.backend, source, kernel.metadata)
+        with _building_launcher(request.target.backend, source):
+            compiler.compile(source, target=request.target, options=request.options)
     except Exception as error:
         return _words(error).encode()
     return DONE
 
 
-def _build_launcher(backend: str, source: Any, metadata: Any) -> None:
-    """Up to Triton 3.6 a kernel's launcher is a C program, which goes into the same cache."""
-    if backend != "cuda":
-        return
+@contextmanager
+def _building_launcher(backend: str, source: Any) -> Iterator[None]:
+    """Meanwhile have the kernel's launcher built, which goes into the same cache.
+
+    Up to Triton 3.6 it is a C program that depends on the types of the arguments. Descriptors among
+    them are another matter: their launcher depends on the compiled kernel.
+    """
     driver = importlib.import_module("triton.backends.nvidia.driver")
-    if hasattr(driver, "make_launcher"):
+    has_descriptors = "tensordesc" in str(source.signature)
+    if backend != "cuda" or has_descriptors or not hasattr(driver, "make_launcher"):
+        yield
+        return
+
+    def build() -> None:
         try:
-            driver.CudaLauncher(source, metadata)
-        except Exception:  # The kernel is there; its launcher is then built where it is needed.
+            driver.CudaLauncher(source, _NoMetadata())
+        except Exception:  # It is then built where it is needed.
             return
+
+    building = threading.Thread(target=build)
+    building.start()
+    try:
+        yield
+    finally:
+        building.join()
+
+
+class _NoMetadata:
+    """What is known of a kernel before it is compiled."""
+
+    def __getattr__(self, name: str) -> None:
+        return None
 
 
 def _words(error: BaseException) -> str:

@@ -26,6 +26,7 @@ from shuffled_dpsgd.clipping.kernels.triton.linear import (
     gram_block,
     gram_stages,
 )
+from shuffled_dpsgd.runtime.rehearsals import is_rehearsing
 
 # The room that the blocks of all shares may take, unless a single share needs more.
 MAX_STORED_BYTES = 96 << 20
@@ -204,11 +205,15 @@ def gram_sq_norms(x_BTD: Tensor, g_BTP: Tensor, bias: bool) -> Tensor:
     out = torch.empty(B, pairs, 2, dtype=torch.float32, device=w.device)
     num_warps, even = 8 if block == 128 else 4, T % block == 0
     stages = gram_stages(block, num_blocks, w.device)
-    share_kernel[(pairs, by.parts, B)](
-        w, stored, T, by.whole, by.share, by.stretch, w.stride(0), w.stride(1),
-        ONE_PAIR=pairs == 1, ONE=by.stretch >= by.share, EVEN=even, BLOCK=block, STEP=STEP,
-        num_warps=num_warps, num_stages=stages,
-    )  # fmt: skip
+    is_one = by.stretch >= by.share
+    # A rehearsal has few samples, hence short shares. Those of a whole batch may be cut.
+    may_be_cut = is_one and is_rehearsing() and by.whole * T > MAX_STRETCH
+    for one in (is_one, False) if may_be_cut else (is_one,):
+        share_kernel[(pairs, by.parts, B)](
+            w, stored, T, by.whole, by.share, by.stretch, w.stride(0), w.stride(1),
+            ONE_PAIR=pairs == 1, ONE=one, EVEN=even, BLOCK=block, STEP=STEP,
+            num_warps=num_warps, num_stages=stages,
+        )  # fmt: skip
     pair_kernel[(pairs, B)](
         n, w, stored, out, T, D, by.whole, W, by.parts,
         n.stride(0), n.stride(1), w.stride(0), w.stride(1),

@@ -16,6 +16,7 @@ from shuffled_dpsgd.runtime.compiling import service
 class FakeWorkers:
     started: int = 0
     closed: int = 0
+    have_left = False
 
     def __init__(self) -> None:
         FakeWorkers.started += 1
@@ -28,21 +29,36 @@ class FakeWorkers:
 def fakes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     FakeWorkers.started = FakeWorkers.closed = 0
     monkeypatch.setattr(service, "Workers", FakeWorkers)
-    monkeypatch.setattr(service, "install", lambda workers, ready: SimpleNamespace(tally={}))
+    monkeypatch.setattr(service, "install", lambda workers, ready: SimpleNamespace(workers=workers))
     monkeypatch.setattr(service, "_hooks", [])
     monkeypatch.setattr(service, "triton_available", lambda: True)
     monkeypatch.setattr(service, "_driver", lambda: None)
     monkeypatch.setattr(service, "_digest", lambda: None)
     monkeypatch.setattr(service.sys, "platform", "linux")
     monkeypatch.setattr(rehearsals.launchers, "make_safe_for_threads", lambda: True)
-    service.begin.cache_clear()
+    service._begin.cache_clear()
     yield
-    service.begin.cache_clear()
+    service._begin.cache_clear()
 
 
 def test_processes_are_started_once() -> None:
     for _ in range(3):
         service.begin()
+    assert FakeWorkers.started == 1
+
+
+def test_processes_that_have_left_are_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    service.begin()
+    monkeypatch.setattr(service._hooks[0].workers, "have_left", True)
+    for _ in range(2):
+        service.begin()
+    assert (FakeWorkers.started, FakeWorkers.closed) == (2, 1)
+
+
+def test_processes_that_are_of_no_use_are_not_replaced() -> None:
+    service.begin()
+    service._hooks[0].workers = None
+    service.begin()
     assert FakeWorkers.started == 1
 
 

@@ -48,18 +48,24 @@ def _digest_triton() -> None:
 _driver, _digest = _Once(_make_driver), _Once(_digest_triton)
 
 
-@functools.cache
 def begin() -> None:
     """Start the processes, and whatever Triton has to do here before it can ask them.
 
-    Does nothing where there is no Triton, or no Linux.
+    Again if they have left since. Does nothing where there is no Triton, or no Linux.
     """
     if sys.platform != "linux" or not triton_available():
         return
-    try:
-        workers = Workers()
-    except OSError as error:
-        say_once(f"{_NOT_STARTED}no other could be started ({error})")
+    if not _hooks:
+        _begin()
+    elif (before := _hooks[0].workers) is not None and before.have_left:
+        before.close()
+        _hooks[0].workers = _start()
+
+
+@functools.cache
+def _begin() -> None:
+    workers = _start()
+    if workers is None:
         return
     hook = install(workers, _digest)
     if hook is None:
@@ -69,6 +75,14 @@ def begin() -> None:
     _hooks.append(hook)
     for work in (_driver, _digest):
         threading.Thread(target=work, name="compiling", daemon=True).start()
+
+
+def _start() -> Workers | None:
+    try:
+        return Workers()
+    except OSError as error:
+        say_once(f"{_NOT_STARTED}no other could be started ({error})")
+        return None
 
 
 def wait_for_driver() -> None:

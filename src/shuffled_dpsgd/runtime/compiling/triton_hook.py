@@ -38,16 +38,17 @@ Variant = tuple[str, str, int, str]
 class TritonHook:
     """Stands in for the method by which Triton compiles a variant that it has not in memory.
 
-    `tally` counts where variants came from: "on disk", "a worker" or "this process".
+    `workers` are asked; None if they are of no use. `tally` counts where variants came from: "on
+    disk", "a worker" or "this process".
     """
 
     def __init__(
         self, compile_here: Callable[..., Any], workers: Workers, get_ready: Callable[[], None]
     ) -> None:
+        self.workers: Workers | None = workers
         self.tally: Counter[str] = Counter()
         self._compile_here = compile_here
         self._get_ready = get_ready
-        self._workers: Workers | None = workers
         # Held while a variant is compiled.
         self._turns: dict[Variant, threading.Lock] = {}
         # Asked for and not on disk yet, or why they could not be asked for.
@@ -95,23 +96,23 @@ class TritonHook:
         failure = self._wait(variant)
         found = is_on_disk(request)
         self.tally["a worker" if found else "this process"] += 1
-        if failure is None and not found and self._workers is not None:
-            self._workers = None
+        if found or failure is not None:
+            return None if found else failure
+        if self.workers is not None and not self.workers.have_left:
+            self.workers = None
             return "what it compiled is not found"
-        return None if found else failure
+        return None
 
     def _ask(self, variant: Variant, request: CompileRequest) -> None:
         """Ask for a variant that has not been asked for, if there are workers."""
-        workers = self._workers
+        workers = self.workers
         with self._lock:
-            if workers is None or variant in self._asked:
+            if workers is None or workers.have_left or variant in self._asked:
                 return
             try:
                 self._asked[variant] = workers.ask(encode(request))
             except WorkerError as error:
-                if workers.have_left:
-                    self._workers = None
-                else:
+                if not workers.have_left:
                     self._asked[variant] = str(error)
             except (NotNamedError, TypeError, AttributeError, ValueError) as error:
                 self._asked[variant] = f"{type(error).__name__}: {error}"

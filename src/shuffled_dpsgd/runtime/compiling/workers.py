@@ -58,12 +58,16 @@ class Workers:
         Raises:
             OSError: the system does not allow it.
         """
+        if not sys.executable:
+            raise OSError("it is not known which program runs Python")
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._control = ours
         self._control.settimeout(PATIENCE_SECONDS)
         with theirs:
             code = _CODE.format(
-                path=sys.path, descriptor=theirs.fileno(), workers=workers or fair_share()
+                path=[str(folder) for folder in sys.path],
+                descriptor=theirs.fileno(),
+                workers=workers or fair_share(),
             )
             # A session of its own: Ctrl-C in a terminal is for the run.
             self.process = subprocess.Popen(

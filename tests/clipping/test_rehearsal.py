@@ -98,6 +98,24 @@ def test_a_rehearsal_changes_neither_sums_nor_slots(works: list[Callable[[], obj
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
+def test_lengths_that_come_later_are_not_urgent(
+    works: list[Callable[[], object]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    urgent: list[bool] = []
+
+    def add(*_: object, is_urgent: bool, **__: object) -> None:
+        urgent.append(is_urgent)
+
+    monkeypatch.setattr(rehearsal.REHEARSALS, "add", add)
+    model, ids = Tagger(), torch.arange(10).view(2, 5)
+    with ClippingEngine(model) as engine:
+        engine.expect_lengths([5, 200])
+        engine.backward(losses_of(model, ids))
+    assert urgent == sorted(urgent, reverse=True)
+    assert True in urgent
+    assert False in urgent
+
+
 def test_layers_of_one_kind_are_rehearsed_once(works: list[Callable[[], object]]) -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8, bias=False))
     with ClippingEngine(model):

@@ -121,7 +121,8 @@ class Rehearsal:
         kind = self._device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         alike: dict[Hashable, list[tuple[LayerGroup, list[Call]]]] = {}
-        for group, calls in self._calls(inputs):
+        found = self._calls(inputs)
+        for group, calls in (*found, *self._with_other_lengths(found)):
             key = (self._device, dtype, group.shared, *(call.kind for call in calls))
             if key not in _begun and _is_rehearsed(group, calls):
                 _begun.add(key)
@@ -130,20 +131,24 @@ class Rehearsal:
                 label = (group.shared, *(call.label for call in calls))
                 alike.setdefault(label, []).append((group, calls))
         for layers in alike.values():
+            # Batches of other lengths come later.
+            is_urgent = layers[0] in found
             for half in (Half.SUMS, Half.NORMS):  # Kernels of sums take longer to compile.
                 work = partial(rehearse, layers, half, self._choose, self._device, dtype)
-                REHEARSALS.add(None, work, self._device, announcement=work)
+                REHEARSALS.add(None, work, self._device, announcement=work, is_urgent=is_urgent)
 
-    def _calls(
-        self, inputs: Mapping[int, Sequence[Input]]
-    ) -> Iterator[tuple[LayerGroup, list[Call]]]:
-        """The calls of every group, then the same with samples of other lengths."""
-        found = [
+    def _calls(self, inputs: Mapping[int, Sequence[Input]]) -> list[tuple[LayerGroup, list[Call]]]:
+        """The calls of every group that had any."""
+        return [
             (group, calls)
             for group in self._groups
             if (calls := [call for slot in group.slots for call in _of(slot, inputs)])
         ]
-        yield from found
+
+    def _with_other_lengths(
+        self, found: Sequence[tuple[LayerGroup, list[Call]]]
+    ) -> Iterator[tuple[LayerGroup, list[Call]]]:
+        """The same calls with samples of every other length."""
         length = _length([call for _, calls in found for call in calls])
         for other in self.lengths if length is not None else ():
             assert length is not None

@@ -71,6 +71,7 @@ class _Rehearsal:
     device: torch.device
     is_trial: bool
     announcement: Work | None
+    is_urgent: bool
     over: threading.Event = field(default_factory=threading.Event)
 
 
@@ -98,14 +99,16 @@ class Rehearsals:
         *,
         is_trial: bool = False,
         announcement: Work | None = None,
+        is_urgent: bool = True,
     ) -> None:
         """Have `work` done soon; `wait_for(topic)` waits for it, unless that is None.
 
         A trial of a route runs in the same threads, but is no rehearsal. An `announcement` is run
         inside `work` when a kernel is missing, so that all that it launches is compiled at the same
-        time (`compiling.announcements` says what may be run so).
+        time (`compiling.announcements` says what may be run so). Kernels of work that is not urgent
+        are compiled after those of other work.
         """
-        rehearsal = _Rehearsal(work, device, is_trial, announcement)
+        rehearsal = _Rehearsal(work, device, is_trial, announcement, is_urgent)
         with self._lock:
             if topic is not None:
                 self._pending.setdefault(topic, []).append(rehearsal)
@@ -161,7 +164,7 @@ def _do(rehearsal: _Rehearsal) -> None:
         if rehearsal.device.type == "cuda":
             service.wait_for_driver()
             torch.cuda.set_device(rehearsal.device)
-        with torch.no_grad(), announced_by(rehearsal.announcement):
+        with torch.no_grad(), announced_by(rehearsal.announcement, is_urgent=rehearsal.is_urgent):
             rehearsal.work()
     except Exception:  # The work itself is still to come, and will say what is wrong.
         return

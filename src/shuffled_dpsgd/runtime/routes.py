@@ -64,7 +64,7 @@ class Route:
         key = (self.name, device)
         return (key in _ahead and key not in _reasons) or self.serves(device)
 
-    def try_ahead(self, device: torch.device) -> None:
+    def try_ahead(self, device: torch.device, *, is_urgent: bool = True) -> None:
         """Begin the trial, if there has to be one; whoever asks before it is over waits for it."""
         key = (self.name, device)
         if key in _reasons or key in _ahead or not may_rehearse(device):
@@ -78,6 +78,7 @@ class Route:
                 device,
                 is_trial=True,
                 announcement=lambda: self.trial(device),
+                is_urgent=is_urgent,
             )
 
     def _decide(self, device: torch.device) -> None:

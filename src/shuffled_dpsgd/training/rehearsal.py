@@ -29,22 +29,24 @@ def rehearse_release(
 ) -> None:
     """Begin to rehearse noise and, with a `spec`, the shuffle of tensors like the `parameters`.
 
-    The shuffle must not be drawn before `wait_for_rehearsals`: both use the same buffers.
+    Not urgent: a forward and a backward come first. The shuffle must not be drawn
+    before `wait_for_rehearsals`: both use the same buffers.
     """
     shapes = () if spec is None else tuple(spec.shapes.items())
     if not may_rehearse(device) or not triton_available() or (device, shapes) in _begun:
         return
     _begun.add((device, shapes))
-    noise_route.ROUTE.try_ahead(device)
+    noise_route.ROUTE.try_ahead(device, is_urgent=False)
     for size, first in _STRETCHES:
-        REHEARSALS.add(_TOPIC, partial(_add_noise, size, first, device), device)
+        REHEARSALS.add(_TOPIC, partial(_add_noise, size, first, device), device, is_urgent=False)
     if spec is not None and spec.groups and are_whole(parameters.values()):
-        kernel_route.ROUTE.try_ahead(device)
+        kernel_route.ROUTE.try_ahead(device, is_urgent=False)
         REHEARSALS.add(
             _TOPIC,
             partial(_shuffle, spec, parameters, device),
             device,
             announcement=partial(_announce_shuffle, spec, parameters, device),
+            is_urgent=False,
         )
 
 

@@ -42,12 +42,14 @@ class FakeWorkers:
     def __init__(self, error: str | None = None, have_left: bool = False) -> None:
         self.disk: set[str] = set()
         self.asked: list[str] = []
+        self.urgent: list[bool] = []
         self.error = error
         self.have_left = have_left
         self.finds = True
 
-    def ask(self, request: str) -> FakeAnswer:
+    def ask(self, request: str, *, is_urgent: bool) -> FakeAnswer:
         self.asked.append(request)
+        self.urgent.append(is_urgent)
         if self.have_left:
             raise WorkerError("Broken pipe")
         return FakeAnswer(self, request)
@@ -111,20 +113,22 @@ def test_a_thread_that_has_to_wait_asks_first_for_all_that_it_needs(
     workers = FakeWorkers()
     workers.disk.add("known")
     scene, kernel, asked_by_then = Scene(monkeypatch, workers), Kernel(), []
+    wait = FakeAnswer.wait
     monkeypatch.setattr(
-        FakeAnswer, "wait", lambda answer: asked_by_then.append(list(workers.asked))
+        FakeAnswer, "wait", lambda a: (asked_by_then.append(list(workers.asked)), wait(a))
     )
-    workers.finds = False
 
     def work() -> None:
         for variant in ("first", "known", "second", "first"):
             assert (scene.compile(kernel, variant) is None) is announcements.is_announcing()
 
-    with announcements.announced_by(work):
+    with announcements.announced_by(work, is_urgent=False):
         work()
+    scene.compile(kernel, "third")
     assert asked_by_then[0] == ["first", "second"]
-    assert workers.asked == ["first", "second"]
-    assert scene.here == ["first", "known", "second"]
+    assert workers.asked == ["first", "second", "third"]
+    assert workers.urgent == [False, False, True]
+    assert scene.here == ["first", "known", "second", "third"]
 
 
 def test_kernels_of_others_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:

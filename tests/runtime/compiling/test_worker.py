@@ -16,22 +16,34 @@ class Asker:
     """The other end of a worker that serves in a thread."""
 
     def __init__(self, reason: str | None = None) -> None:
-        self.control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self.thread = threading.Thread(target=self._serve, args=(theirs, reason))
+        pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(2)]
+        self.urgent, self.patient = (ours for ours, _ in pairs)
+        lanes = [theirs for _, theirs in pairs]
+        self.thread = threading.Thread(target=self._serve, args=(lanes, reason))
         self.thread.start()
 
-    def _serve(self, control: socket.socket, reason: str | None) -> None:
-        with control:
-            worker._serve(control, reason)
+    def _serve(self, lanes: list[socket.socket], reason: str | None) -> None:
+        worker.serve(lanes, reason)
+        for lane in lanes:
+            lane.close()
+
+    def send(self, lane: socket.socket, request: bytes) -> socket.socket:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            socket.send_fds(lane, [b"compile"], [theirs.fileno()])
+        ours.sendall(request)
+        ours.shutdown(socket.SHUT_WR)
+        return ours
 
     def ask(self, request: bytes) -> bytes:
-        ours, theirs = socket.socketpair()
-        with ours:
-            with theirs:
-                socket.send_fds(self.control, [b"compile"], [theirs.fileno()])
-            ours.sendall(request)
-            ours.shutdown(socket.SHUT_WR)
-            return worker.read_all(ours)
+        with self.send(self.urgent, request) as connection:
+            return worker.read_all(connection)
+
+    def leave(self) -> None:
+        self.urgent.close()
+        self.patient.close()
+        self.thread.join(10)
+        assert not self.thread.is_alive()
 
 
 @pytest.fixture
@@ -39,9 +51,7 @@ def asker(monkeypatch: pytest.MonkeyPatch) -> Iterator[Asker]:
     monkeypatch.setattr(worker, "compile_one", lambda request: b"compiled " + request)
     asker = Asker()
     yield asker
-    asker.control.close()
-    asker.thread.join(10)
-    assert not asker.thread.is_alive()
+    asker.leave()
 
 
 def test_requests_are_answered_one_after_the_other(asker: Asker) -> None:
@@ -49,11 +59,37 @@ def test_requests_are_answered_one_after_the_other(asker: Asker) -> None:
     assert asker.ask(b"that" * 100_000) == b"compiled " + b"that" * 100_000
 
 
+def test_what_is_urgent_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    began, go, done = threading.Event(), threading.Event(), []
+
+    def compile_one(request: bytes) -> bytes:
+        began.set()
+        go.wait(10)
+        done.append(request)
+        return DONE
+
+    monkeypatch.setattr(worker, "compile_one", compile_one)
+    asker = Asker()
+    connections = [asker.send(asker.patient, b"first")]
+    began.wait(10)
+    connections += [asker.send(asker.patient, b"third"), asker.send(asker.urgent, b"second")]
+    go.set()
+    for connection in connections:
+        with connection:
+            assert worker.read_all(connection) == DONE
+    assert done == [b"first", b"second", b"third"]
+    asker.leave()
+
+
+def test_a_worker_goes_on_when_whoever_asked_has_ended(asker: Asker) -> None:
+    asker.send(asker.urgent, b"this").close()
+    assert asker.ask(b"that") == b"compiled that"
+
+
 def test_a_worker_without_triton_says_why() -> None:
     asker = Asker("ImportError: no triton")
     assert asker.ask(b"this") == b"ImportError: no triton"
-    asker.control.close()
-    asker.thread.join(10)
+    asker.leave()
 
 
 def test_a_worker_that_has_nothing_to_do_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,7 +97,7 @@ def test_a_worker_that_has_nothing_to_do_leaves(monkeypatch: pytest.MonkeyPatch)
     asker = Asker()
     asker.thread.join(10)
     assert not asker.thread.is_alive()
-    asker.control.close()
+    asker.leave()
 
 
 def test_what_cannot_be_compiled_is_an_answer() -> None:

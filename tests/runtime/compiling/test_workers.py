@@ -12,7 +12,7 @@ from shuffled_dpsgd.runtime.compiling.workers import WorkerError, Workers, fair_
 
 # A process that takes one request and then does what a test says.
 TAKES_ONE = """import socket, time
-control = socket.socket(fileno={descriptor})
+control = socket.socket(fileno={descriptors}[0])
 _, descriptors, _, _ = socket.recv_fds(control, 16, 1)
 connection = socket.socket(fileno=descriptors[0])
 request = connection.recv(100)
@@ -85,6 +85,12 @@ def test_the_other_process_imports_what_this_one_does(
     monkeypatch.setattr(sys, "path", [*sys.path, "there"])
     code = "import sys; sys.path[:] = {path!r}; sys.exit(sys.path[-1] != 'there')"
     assert start(code).process.wait(10) == 0
+
+
+def test_what_is_not_urgent_comes_another_way(start: Start) -> None:
+    code = TAKES_ONE.replace("[0])\n_,", "[1])\n_,") + "connection.sendall(b'done')"
+    assert code != TAKES_ONE + "connection.sendall(b'done')"
+    start(code).ask(b"kernel", is_urgent=False).wait()
 
 
 def test_ranks_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,6 +23,7 @@ class _Here(threading.local):
 
     work: Work | None = None
     announces: bool = False
+    is_urgent: bool = True
 
 
 _here = _Here()
@@ -36,14 +37,19 @@ def is_announcing() -> bool:
     return _here.announces
 
 
+def is_urgent() -> bool:
+    """Whether somebody waits for the kernels that are needed here, or soon will."""
+    return _here.is_urgent
+
+
 @contextmanager
-def announced_by(work: Work | None) -> Iterator[None]:
+def announced_by(work: Work | None, *, is_urgent: bool = True) -> Iterator[None]:
     """Have `work` run as an announcement as soon as a kernel is missing inside."""
-    _here.work = work
+    _here.work, _here.is_urgent = work, is_urgent
     try:
         yield
     finally:
-        _here.work = None
+        _here.work, _here.is_urgent = None, True
 
 
 def announce() -> None:

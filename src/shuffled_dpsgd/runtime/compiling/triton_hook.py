@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from shuffled_dpsgd.runtime.compiling.announcements import announce, is_announcing
+from shuffled_dpsgd.runtime.compiling.announcements import announce, is_announcing, is_urgent
 from shuffled_dpsgd.runtime.compiling.requests import (
     CompileRequest,
     NotNamedError,
@@ -110,7 +110,7 @@ class TritonHook:
             if workers is None or workers.have_left or variant in self._asked:
                 return
             try:
-                self._asked[variant] = workers.ask(encode(request))
+                self._asked[variant] = workers.ask(encode(request), is_urgent=is_urgent())
             except WorkerError as error:
                 if not workers.have_left:
                     self._asked[variant] = str(error)

@@ -1,6 +1,6 @@
 """The processes that compile: one that imports Triton, and as many forks of it as may work.
 
-They touch no GPU and import no torch. Each takes a request from the socket they share, compiles it
+They touch no GPU and import no torch. Each takes a request from the sockets they share, compiles it
 into Triton's cache on disk, and answers. They leave when the process that started them is gone, or
 has not asked for anything for a minute.
 """
@@ -14,8 +14,8 @@ import select
 import signal
 import socket
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -29,19 +29,22 @@ DONE = b"done"
 _KERNEL = re.compile(rb"^@(triton|gluon)\.jit\b", re.MULTILINE)
 
 
-def main(descriptor: int, workers: int) -> None:
-    """Serve requests that come over a socket; returns when nobody is there any more."""
-    control = socket.socket(fileno=descriptor)
+def main(descriptors: Sequence[int], workers: int) -> None:
+    """Serve requests that come over sockets, those of the first socket first.
+
+    Returns when nobody is there any more.
+    """
+    lanes = [socket.socket(fileno=descriptor) for descriptor in descriptors]
     leave_torch_out()
     reason = _get_ready()
-    _import_until_asked(control)
+    _import_until_asked(lanes)
     # With all kernels on disk there is never a request, and nothing is forked.
-    if not select.select([control], [], [], IDLE_SECONDS)[0]:
+    asked = select.select(lanes, [], [], IDLE_SECONDS)[0]
+    if not asked or not asked[0].recv(1, socket.MSG_PEEK):
         return
-    if not control.recv(1, socket.MSG_PEEK):
-        return
-    forks = [_fork(control, reason) for _ in range(workers)]
-    control.close()
+    forks = [_fork(lanes, reason) for _ in range(workers)]
+    for lane in lanes:
+        lane.close()
     for fork in forks:
         os.waitpid(fork, 0)
 
@@ -56,10 +59,10 @@ def _get_ready() -> str | None:
     return None
 
 
-def _import_until_asked(control: socket.socket) -> None:
+def _import_until_asked(lanes: Sequence[socket.socket]) -> None:
     """Import modules of kernels for all forks, as long as nobody waits for the first of them."""
     for name in kernel_modules():
-        if select.select([control], [], [], 0)[0]:
+        if select.select(lanes, [], [], 0)[0]:
             return
         try:
             importlib.import_module(name)
@@ -76,34 +79,40 @@ def kernel_modules() -> Iterator[str]:
             yield ".".join(parts)
 
 
-def _fork(control: socket.socket, reason: str | None) -> int:
+def _fork(lanes: Sequence[socket.socket], reason: str | None) -> int:
     fork = os.fork()
     if fork == 0:
         try:
-            _serve(control, reason)
+            serve(lanes, reason)
         finally:
             os._exit(0)
     return fork
 
 
-def _serve(control: socket.socket, reason: str | None) -> None:
-    control.settimeout(IDLE_SECONDS)
-    while True:
-        try:
-            _, descriptors, _, _ = socket.recv_fds(control, 16, 1)
-        except TimeoutError:
-            return
-        if not descriptors:
-            return
-        with socket.socket(fileno=descriptors[0]) as connection:
+def serve(lanes: Sequence[socket.socket], reason: str | None) -> None:
+    """Answer requests until there are none; with a `reason` why there is no other answer."""
+    for lane in lanes:
+        lane.setblocking(False)
+    while (connection := _next(lanes)) is not None:
+        with connection:
             signal.alarm(MOST_SECONDS)
             request = read_all(connection)
             answer = reason.encode() if reason else compile_one(request)
-            try:
-                connection.sendall(answer)
-            except OSError:
-                return  # Nobody waits for it any more.
             signal.alarm(0)
+            with suppress(OSError):  # Whoever asked may have ended.
+                connection.sendall(answer)
+
+
+def _next(lanes: Sequence[socket.socket]) -> socket.socket | None:
+    """The connection of the next request; None if nobody is there, or asks for anything."""
+    while ready := select.select(lanes, [], [], IDLE_SECONDS)[0]:
+        first = min(ready, key=lanes.index)
+        try:
+            _, descriptors, _, _ = socket.recv_fds(first, 16, 1)
+        except BlockingIOError:
+            continue  # Another worker was quicker.
+        return socket.socket(fileno=descriptors[0]) if descriptors else None
+    return None
 
 
 def read_all(connection: socket.socket) -> bytes:

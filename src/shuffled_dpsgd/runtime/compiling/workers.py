@@ -20,7 +20,7 @@ PATIENCE_SECONDS = MOST_SECONDS + 10.0
 _CODE = """import sys
 sys.path[:] = {path!r}
 from shuffled_dpsgd.runtime.compiling.worker import main
-main({descriptor}, {workers})
+main({descriptors}, {workers})
 """
 
 
@@ -60,24 +60,31 @@ class Workers:
         """
         if not sys.executable:
             raise OSError("it is not known which program runs Python")
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._control = ours
-        self._control.settimeout(PATIENCE_SECONDS)
-        with theirs:
-            code = _CODE.format(
-                path=[str(folder) for folder in sys.path],
-                descriptor=theirs.fileno(),
-                workers=workers or fair_share(),
-            )
+        # What is urgent, and what is not.
+        pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(2)]
+        self._urgent, self._patient = lanes = [ours for ours, _ in pairs]
+        for lane in lanes:
+            lane.settimeout(PATIENCE_SECONDS)
+        theirs = [theirs for _, theirs in pairs]
+        descriptors = [lane.fileno() for lane in theirs]
+        code = _CODE.format(
+            path=[str(folder) for folder in sys.path],
+            descriptors=descriptors,
+            workers=workers or fair_share(),
+        )
+        try:
             # A session of its own: Ctrl-C in a terminal is for the run.
             self.process = subprocess.Popen(
                 [sys.executable, "-c", code],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
+                pass_fds=descriptors,
                 start_new_session=True,
             )
+        finally:
+            for lane in theirs:
+                lane.close()
         # Leaves no dead process behind, whenever it ends.
         threading.Thread(target=self.process.wait, name="compile workers", daemon=True).start()
 
@@ -86,8 +93,10 @@ class Workers:
         """Whether they have ended of their own accord, because there was nothing to do."""
         return self.process.returncode == 0
 
-    def ask(self, request: bytes) -> Answer:
+    def ask(self, request: bytes, *, is_urgent: bool = True) -> Answer:
         """Have a request compiled into Triton's cache; the answer says when it has been.
+
+        What is not urgent waits for what is.
 
         Raises:
             WorkerError: nobody is there to ask.
@@ -96,7 +105,8 @@ class Workers:
         try:
             ours, theirs = socket.socketpair()
             with theirs:
-                socket.send_fds(self._control, [b"compile"], [theirs.fileno()])
+                lane = self._urgent if is_urgent else self._patient
+                socket.send_fds(lane, [b"compile"], [theirs.fileno()])
             ours.settimeout(PATIENCE_SECONDS)
             ours.sendall(request)
             ours.shutdown(socket.SHUT_WR)
@@ -108,7 +118,8 @@ class Workers:
 
     def close(self) -> None:
         """Let the processes go; those that are compiling go once they are done."""
-        self._control.close()
+        self._urgent.close()
+        self._patient.close()
 
 
 def fair_share() -> int:

@@ -11,6 +11,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -365,6 +366,36 @@ def other_layers() -> dict[str, Any]:
     }
 
 
+def compiled_blocks(name: str, backend: str) -> dict[str, Any]:
+    """Blocks that are compiled and then sharded, beside the model as it is, in uneven steps."""
+    case, counter = CASES[name](torch.float64), CompileCounterWithBackend(backend)
+
+    def compiled() -> nn.Module:
+        model = case.make()
+        for blocks in model.modules():
+            if isinstance(blocks, nn.ModuleList):
+                for block in blocks:
+                    block.compile(backend=counter)
+        return shard(model)
+
+    plain, private = replicas.start(case), replicas.start(replace(case, make=compiled))
+    run(plain, case)
+    run(private, case)
+    mine = everything(private.model, private.optimizer)
+    theirs = everything(plain.model, plain.optimizer)
+    traced = replicas.start(replace(case, make=lambda: shard(case.make())))
+    traced.sampler = FixedSampler([1, 2, 3])
+    as_a_whole = torch.compile(traced.model, backend="eager")
+    return {
+        "same": all(torch.allclose(mine[n], theirs[n], rtol=1e-9, atol=1e-9) for n in theirs),
+        "graphs": counter.frame_count,
+        "checked": private.engine.num_checked > 0,
+        "as a whole": refusal(
+            lambda: [case.loss(as_a_whole, batch) for batch in traced.batches(case.data)]
+        ),
+    }
+
+
 class Around(nn.Module):
     """A parameter of its own around a module that is sharded by itself."""
 
@@ -396,7 +427,8 @@ def refusals() -> dict[str, str]:
     half, around, compiled = square(), Around(), square()
     fully_shard(half[0])
     fully_shard(around.inner)
-    compiled[0].compile()
+    compiled.compile()
+    optimized = nn.Sequential(torch.compile(nn.Linear(4, 4)), nn.Linear(4, 4))
     other = square()
     rows = distribute_tensor(other[0].weight.detach(), init_device_mesh("cpu", (2,)), [Shard(0)])
     other[0].weight = nn.Parameter(rows)
@@ -415,6 +447,7 @@ def refusals() -> dict[str, str]:
         "list": attempt(fully_shard(several)),
         "untied": attempt(fully_shard(apart)),
         "compiled": attempt(fully_shard(compiled)),
+        "wrapped by a compiler": attempt(fully_shard(optimized)),
         "ghost": attempt(fully_shard(square()), strategy="ghost"),
         "mean": attempt(fully_shard(square()), loss_reduction="mean"),
         "unaccounted": attempt(fully_shard(square()), sampling="unaccounted"),

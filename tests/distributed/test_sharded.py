@@ -127,6 +127,17 @@ def test_mixed_precision_by_policy(launcher: Launcher, name: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("name", "backend"), [("bert", "inductor"), ("gpt2", "aot_eager")])
+def test_compiled_blocks(launcher: Launcher, name: str, backend: str) -> None:
+    """`block.compile()`, then `fully_shard`: as one process without a compiler, to 1e-9."""
+    for one in launcher.run(HERE, "compiled_blocks", name=name, backend=backend):
+        assert one["same"]
+        assert one["graphs"] > 0
+        assert one["checked"]
+        assert "call block.compile() on each block" in one["as a whole"]
+
+
+@pytest.mark.slow
 def test_layers_of_other_kinds(launcher: Launcher) -> None:
     """Also one that its rule runs more often than the model does, sharded as a whole."""
     for one in launcher.run(HERE, "other_layers"):
@@ -148,7 +159,8 @@ def test_what_cannot_be_sharded_is_refused_by_name(launcher: Launcher) -> None:
         "offload": "got CPUOffloadPolicy",
         "list": "expected fully_shard on one module at a time",
         "untied": "expected tied embedding and head in one group of fully_shard",
-        "compiled": "got a compiled one",
+        "compiled": "expected a sharded model whose blocks are compiled one by one",
+        "wrapped by a compiler": "expected blocks that are compiled in place",
         "ghost": "strategy: expected one backward per batch for a sharded model",
         "mean": "loss_reduction: expected 'sum' for a sharded model",
         "unaccounted": "sampling: expected 'poisson' for a sharded model",

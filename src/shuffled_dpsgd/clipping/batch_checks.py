@@ -6,7 +6,7 @@ The checks themselves are in `checks/`. Here is their order, and how they borrow
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -29,12 +29,13 @@ from shuffled_dpsgd.clipping.checks.loss_independence import (
     refuse_gradients,
     refuse_uneven_gradients,
 )
-from shuffled_dpsgd.clipping.checks.solo_runs import Autocast, eagerly
+from shuffled_dpsgd.clipping.checks.solo_runs import Autocast
 from shuffled_dpsgd.clipping.checks.standing import StandingCheck
 from shuffled_dpsgd.clipping.checks.watch import tap_output
 from shuffled_dpsgd.clipping.rehearsal import Rehearsal
 from shuffled_dpsgd.runtime.clock import Clock
 from shuffled_dpsgd.runtime.shards import Sharding
+from shuffled_dpsgd.runtime.uncompiled import eagerly
 
 
 class BatchChecks:
@@ -109,10 +110,15 @@ class BatchChecks:
         if self._tape_hook is not None:
             self._tape_hook.remove()
 
+        # A compiler never again looks at code that it has once met under a tape.
+        compilers = ExitStack()
+        compilers.enter_context(eagerly())
+
         def end_tape(*_: Any) -> None:
             if not tape.ended:
                 tape.ended = True
                 tape.__exit__(None, None, None)
+                compilers.close()
 
         self._tape_hook = self._model.register_forward_hook(end_tape, always_call=True)
         tape.__enter__()

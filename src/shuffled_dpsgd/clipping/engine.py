@@ -100,6 +100,7 @@ class ClippingEngine:
         owned = {name: held(p) for name, p in self._parameters.items()}
         if sharding is not None:
             self._parameters = LiveParameters(model)
+            self._refuse_tracing = torch.compiler.disable(refusals.refuse_tracing)
         self._frozen = {n: p for n, p in model.named_parameters() if not p.requires_grad}
         refusals.refuse_unfit(self._parameters)
         refusals.refuse_scripted(model)
@@ -311,6 +312,8 @@ class ClippingEngine:
     def _begin(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if not torch.is_grad_enabled() or _inside_backward() or self._checks.is_running:
             return
+        if self._sharding is not None and torch.compiler.is_compiling():
+            self._refuse_tracing()
         if not torch.compiler.is_compiling():
             self._refuse_half_done()
             self._settle_check()

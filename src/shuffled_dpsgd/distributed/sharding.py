@@ -22,6 +22,7 @@ from shuffled_dpsgd.distributed.sharded_sums import ShardedSums
 from shuffled_dpsgd.distributed.sharding_refusals import refuse_unsupported
 from shuffled_dpsgd.distributed.world import World
 from shuffled_dpsgd.runtime.shards import any_sharded
+from shuffled_dpsgd.runtime.uncompiled import eagerly
 
 
 def find_sharding(world: World, model: nn.Module) -> ShardedModel | None:
@@ -85,7 +86,7 @@ class ShardedModel:
     def lending(self) -> Iterator[None]:
         """Inside, each rank may run the model at will; see `Sharding.lending`."""
         self.reshard()
-        with self._casting(), self._lending.open():
+        with self._casting(), eagerly(), self._lending.open():
             yield
 
     def gradients_to(self, take: Callable[[str, Tensor], None]) -> AbstractContextManager[None]:
@@ -184,7 +185,9 @@ class ShardedModel:
             (module._forward_pre_hooks, start, gathering),
             (module._forward_hooks, end, freeing),
         ]
-        module._forward_pre_hooks[start], module._forward_hooks[end] = before, after
+        # As FSDP's own, they are no part of what a compiler traces.
+        module._forward_pre_hooks[start] = torch.compiler.disable(before)
+        module._forward_hooks[end] = torch.compiler.disable(after)
 
 
 def _inputs(policy: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:

@@ -35,13 +35,20 @@ def refuse_unsupported(world: World, model: nn.Module) -> None:
     for path, module in model.named_modules():
         if isinstance(module, FSDPModule):
             _refuse_options(path, module)
-        if getattr(module, "_compiled_call_impl", None) is not None or hasattr(module, "_orig_mod"):
+        if hasattr(module, "_orig_mod"):
             raise UnsupportedModuleError(
                 path,
-                expected="sharded modules that run eagerly",
-                got="a compiled one",
-                remedy="leave torch.compile out, or train with whole weights on every rank",
+                expected="blocks that are compiled in place",
+                got="one that torch.compile has wrapped",
+                remedy="call block.compile() on each block, then fully_shard",
             )
+    if getattr(model, "_compiled_call_impl", None) is not None:
+        raise UnsupportedModuleError(
+            "",
+            expected="a sharded model whose blocks are compiled one by one",
+            got="one that is compiled as a whole, which FSDP's hooks cut into pieces",
+            remedy="call block.compile() on each block before fully_shard, not model.compile()",
+        )
     _refuse_untied(model)
 
 

@@ -236,9 +236,9 @@ def _find_sharding(
     if compiled:
         raise UnsupportedModuleError(
             "",
-            expected="a sharded model that runs eagerly",
-            got="a compiled one",
-            remedy="leave torch.compile out, or train with whole weights on every rank",
+            expected="a sharded model whose blocks are compiled one by one",
+            got="torch.compile of the model as a whole, which FSDP's hooks cut into pieces",
+            remedy="call block.compile() on each block before fully_shard, and pass the model",
         )
     agree(
         world,

@@ -27,6 +27,7 @@ from shuffled_dpsgd.permutation.comparison import (
     output_deviation,
 )
 from shuffled_dpsgd.runtime.shards import Sharding
+from shuffled_dpsgd.runtime.uncompiled import eagerly
 from shuffled_dpsgd.training.global_randomness import randomness_kept
 
 _HALF_TOLERANCE = 1e-1
@@ -223,8 +224,6 @@ class ShuffleCheck:
     @contextmanager
     def _probing(self) -> Iterator[float]:
         """No gradients, no shortcuts, every generator put back; yields the tolerance."""
-        compiled = getattr(self._model, "_compiled_call_impl", None) is not None
-        eager = torch.compiler.set_stance("force_eager") if compiled else nullcontext()
         fast = torch.backends.mha.get_fastpath_enabled()
         # The shortcut for inference is not what training runs.
         torch.backends.mha.set_fastpath_enabled(False)
@@ -232,7 +231,7 @@ class ShuffleCheck:
             with (
                 torch.no_grad(),
                 randomness_kept(),
-                eager,
+                eagerly(),
                 warnings.catch_warnings(action="ignore"),
             ):
                 if self._needs_autocast is None:

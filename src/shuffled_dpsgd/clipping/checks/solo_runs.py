@@ -7,7 +7,6 @@ generator of random numbers.
 from __future__ import annotations
 
 import random
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -66,16 +65,6 @@ class HostGenerators:
         places = self.numpy["state"]["pos"], now.numpy["state"]["pos"]
         same = places[0] == places[1] and bool(np.array_equal(*keys))
         return self.python != now.python or not same
-
-
-@contextmanager
-def eagerly() -> Iterator[None]:
-    """Run compiled models without their compiler."""
-    if "torch._dynamo" not in sys.modules:
-        yield
-        return
-    with torch.compiler.set_stance("force_eager"):
-        yield
 
 
 @contextmanager

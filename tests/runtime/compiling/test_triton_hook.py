@@ -10,7 +10,7 @@ import pytest
 
 from shuffled_dpsgd.runtime.compiling import announcements, triton_hook
 from shuffled_dpsgd.runtime.compiling.triton_hook import TritonHook
-from shuffled_dpsgd.runtime.compiling.workers import Answer, WorkerError
+from shuffled_dpsgd.runtime.compiling.workers import Answer, WorkerError, WorkersHangError
 
 
 class Kernel:
@@ -151,6 +151,20 @@ def test_what_no_worker_compiles_is_compiled_here(
     assert len(workers.asked) == (0 if have_left else 2)
     assert len(scene.said) == said
     assert all("it has ended" in text for text in scene.said)
+
+
+def test_workers_that_hang_are_not_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    workers = FakeWorkers()
+    scene, kernel = Scene(monkeypatch, workers), Kernel()
+
+    def hang(_: FakeAnswer) -> None:
+        raise WorkersHangError("no answer in 120 s")
+
+    monkeypatch.setattr(FakeAnswer, "wait", hang)
+    for variant in ("this", "that"):
+        assert scene.compile(kernel, variant) == f"compiled {variant}"
+    assert workers.asked == ["this"]
+    assert ["no answer" in text for text in scene.said] == [True]
 
 
 def test_workers_whose_results_are_not_found_are_not_asked_again(

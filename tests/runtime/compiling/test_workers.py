@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -51,16 +53,36 @@ def test_a_request_is_answered(start: Start) -> None:
         ("connection.sendall(b'CompilationError: no such thing')", "no such thing"),
         ("raise SystemExit(1)", "has ended"),
         ("import os; os.kill(os.getpid(), 9)", "has ended"),
-        ("time.sleep(60)", "timed out"),
+        ("time.sleep(60)", "no answer in"),
     ],
 )
 def test_what_goes_wrong_is_told(
     monkeypatch: pytest.MonkeyPatch, start: Start, then: str, said: str
 ) -> None:
-    monkeypatch.setattr(workers, "PATIENCE_SECONDS", 0.5)
+    monkeypatch.setattr(workers, "PATIENCE_SECONDS", 0.3)
+    monkeypatch.setattr(workers, "_LOOK_EVERY_SECONDS", 0.05)
     pool = start(TAKES_ONE + then)
     with pytest.raises(WorkerError, match=said):
         pool.ask(b"kernel").wait()
+
+
+def test_a_request_is_waited_for_as_long_as_others_are_answered(
+    monkeypatch: pytest.MonkeyPatch, start: Start
+) -> None:
+    monkeypatch.setattr(workers, "PATIENCE_SECONDS", 0.6)
+    monkeypatch.setattr(workers, "_LOOK_EVERY_SECONDS", 0.05)
+    pool = start(TAKES_ONE + "time.sleep(0.9); connection.sendall(b'done')")
+    answer, end = pool.ask(b"kernel"), time.monotonic() + 0.8
+
+    def answer_others() -> None:
+        while time.monotonic() < end:
+            pool.last_sign = time.monotonic()
+            time.sleep(0.05)
+
+    others = threading.Thread(target=answer_others)
+    others.start()
+    answer.wait()
+    others.join()
 
 
 @pytest.mark.parametrize(("code", "left"), [("", True), ("raise SystemExit(3)", False)])

@@ -23,7 +23,7 @@ from shuffled_dpsgd.runtime.compiling.requests import (
     encode,
     settings,
 )
-from shuffled_dpsgd.runtime.compiling.workers import Answer, WorkerError, Workers
+from shuffled_dpsgd.runtime.compiling.workers import Answer, WorkerError, Workers, WorkersHangError
 from shuffled_dpsgd.runtime.notices import say_once
 
 PROJECT = "shuffled_dpsgd."
@@ -124,6 +124,9 @@ class TritonHook:
             return answer
         try:
             answer.wait()
+        except WorkersHangError as error:
+            self.workers = None
+            return str(error)
         except WorkerError as error:
             return str(error)
         finally:

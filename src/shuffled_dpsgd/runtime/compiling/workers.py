@@ -11,12 +11,15 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 
 from shuffled_dpsgd.runtime.compiling.worker import DONE, MOST_SECONDS, read_all
 
 MOST_WORKERS = 14
-# Somewhat longer than a worker may take, so that a worker that hangs is ended first.
+# Processes that have not answered anyone for so long hang. Somewhat longer than a worker may take,
+# so that one that hangs alone is ended first.
 PATIENCE_SECONDS = MOST_SECONDS + 10.0
+_LOOK_EVERY_SECONDS = 1.0
 _CODE = """import sys
 sys.path[:] = {path!r}
 from shuffled_dpsgd.runtime.compiling.worker import main
@@ -28,11 +31,16 @@ class WorkerError(Exception):
     """A request that was not fulfilled, and why."""
 
 
+class WorkersHangError(WorkerError):
+    """No request is being fulfilled."""
+
+
 class Answer:
     """What a worker is going to say to a request."""
 
-    def __init__(self, connection: socket.socket) -> None:
+    def __init__(self, connection: socket.socket, workers: Workers) -> None:
         self._connection = connection
+        self._workers = workers
 
     def wait(self) -> None:
         """Return once the request has been compiled.
@@ -42,11 +50,25 @@ class Answer:
         """
         try:
             with self._connection:
+                self._wait_for_a_sign()
                 answer = read_all(self._connection)
         except OSError as error:
             raise WorkerError(f"{type(error).__name__}: {error}") from error
+        self._workers.last_sign = time.monotonic()
         if answer != DONE:
             raise WorkerError(answer.decode() or "the process that compiled it has ended")
+
+    def _wait_for_a_sign(self) -> None:
+        """Others may be served first: it is enough that anyone is."""
+        self._connection.settimeout(_LOOK_EVERY_SECONDS)
+        while True:
+            try:
+                self._connection.recv(1, socket.MSG_PEEK)
+                return
+            except TimeoutError:
+                silent = time.monotonic() - self._workers.last_sign
+                if silent > PATIENCE_SECONDS:
+                    raise WorkersHangError(f"no answer in {silent:.0f} s") from None
 
 
 class Workers:
@@ -60,6 +82,7 @@ class Workers:
         """
         if not sys.executable:
             raise OSError("it is not known which program runs Python")
+        self.last_sign = time.monotonic()
         # What is urgent, and what is not.
         pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(2)]
         self._urgent, self._patient = lanes = [ours for ours, _ in pairs]
@@ -114,7 +137,7 @@ class Workers:
             if ours is not None:
                 ours.close()
             raise WorkerError(f"{type(error).__name__}: {error}") from error
-        return Answer(ours)
+        return Answer(ours, self)
 
     def close(self) -> None:
         """Let the processes go; those that are compiling go once they are done."""

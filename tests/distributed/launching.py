@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import tempfile
@@ -94,3 +95,9 @@ class Launcher:
         assert self._server.stdout is not None
         heard: list[int] = json.loads(self._server.stdout.readline())
         return heard
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

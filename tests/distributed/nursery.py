@@ -10,7 +10,6 @@ from __future__ import annotations
 import importlib
 import json
 import os
-import socket
 import sys
 import traceback
 from pathlib import Path
@@ -26,6 +25,7 @@ import distributed.command
 import distributed.replicas
 import distributed.resumable
 import distributed.shards  # noqa: F401  (so that no fork imports what they need)
+from distributed.launching import free_port
 from shuffled_dpsgd.distributed import launched
 
 
@@ -63,12 +63,6 @@ def fork(order: dict[str, Any], rank: int, port: int) -> int:
         (folder / f"rank-{rank}.txt").write_text(traceback.format_exc(), encoding="utf-8")
     finally:
         os._exit(code)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 if __name__ == "__main__":

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from distributed.launching import Launcher
+from distributed.launching import Launcher, free_port
 
 HERE = "distributed.trainer"
+TESTS = Path(__file__).parents[1]
 
 
 @pytest.mark.slow
@@ -26,3 +31,37 @@ def test_two_ranks_train_what_one_trains(launcher: Launcher, tmp_path: Path) -> 
             assert torch.allclose(one["weights"][name], tensor, rtol=1e-9, atol=1e-9)
     assert (both / "privacy_card.json").exists()
     assert (both / "checkpoint-6").exists()
+
+
+def started(folder: Path, *launcher: str) -> dict[str, Any]:
+    """What rank 0 of `accelerated.py` found."""
+    folder.mkdir()
+    paths = [str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])]
+    done = subprocess.run(
+        [sys.executable, *launcher, str(TESTS / "distributed" / "accelerated.py"), str(folder)],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found: dict[str, Any] = torch.load(folder / "rank-0.pt", weights_only=False)
+    return found
+
+
+@pytest.mark.slow
+def test_accelerate_launch_starts_one_run(tmp_path: Path) -> None:
+    """A loop of one's own and the Trainer, in two processes and in one: the same weights."""
+    alone = started(tmp_path / "alone")
+    both = started(
+        tmp_path / "both",
+        *("-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"),
+        *("--main_process_port", str(free_port())),
+    )
+    assert (alone["loop"]["processes"], both["loop"]["processes"]) == (1, 2)
+    for part in ("loop", "trainer"):
+        assert both[part]["spent"] == alone[part]["spent"]
+        for name, tensor in alone[part]["weights"].items():
+            assert torch.allclose(both[part]["weights"][name], tensor, rtol=1e-9, atol=1e-9)
+    assert "got DistributedDataParallel" in both["loop"]["model prepared"]
+    assert "leave model, optimizer and data out" in both["loop"]["optimizer prepared"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -373,3 +374,29 @@ def test_a_run_stopped_early_is_shuffled_at_its_release(tmp_path: Path) -> None:
     assert trainer.private.released
     assert trainer.card().steps_released == 1
     assert "not yet applied" not in str(trainer.card())
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"distributed_type": "FSDP"}, "got FSDP, as accelerate was told"),
+        ({"distributed_type": "DEEPSPEED"}, "got DEEPSPEED, as accelerate was told"),
+        ({"mixed_precision": "fp16"}, "mixed_precision: expected no or bf16, got fp16"),
+        ({"parallelism_config": "tensors"}, "parallelism_config: expected nothing"),
+    ],
+)
+def test_what_accelerate_was_told_besides_is_refused(
+    changes: dict[str, str], words: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """By environment variables or a file, so no argument shows it."""
+    from accelerate.utils import DistributedType
+
+    from shuffled_dpsgd.integrations import hf_trainer
+
+    told = {"distributed_type": "NO", "mixed_precision": "no", "parallelism_config": None} | changes
+    told["distributed_type"] = DistributedType(told["distributed_type"])
+    check = hf_trainer.check_accelerator
+    monkeypatch.setattr(hf_trainer, "check_accelerator", lambda _: check(SimpleNamespace(**told)))
+    with pytest.raises(InvalidArgumentError) as refused:
+        build(tmp_path)
+    assert words in str(refused.value)

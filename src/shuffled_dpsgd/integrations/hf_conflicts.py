@@ -61,6 +61,8 @@ CONFLICTS = (
         name="use_liger_kernel", allowed=False, remedy="fused kernels hide per-sample gradients"
     ),
 )
+# How accelerate calls processes with a model each.
+_SERVED = ("NO", "MULTI_CPU", "MULTI_GPU")
 UNSUPPORTED = {
     "deepspeed": "run without it",
     "fsdp": "run without it",
@@ -103,6 +105,36 @@ def check_training_arguments(args: Any) -> None:
             expected="use_reentrant=False",
             got=args.gradient_checkpointing_kwargs,
             remedy="reentrant checkpointing runs backward inside backward",
+        )
+
+
+def check_accelerator(accelerator: Any) -> None:
+    """Refuse what `accelerate launch` or its configuration asks for besides plain processes.
+
+    It says so by environment variables, which no `TrainingArguments` show.
+    """
+    kind = str(accelerator.distributed_type.value)
+    if kind not in _SERVED:
+        raise InvalidArgumentError(
+            "distributed_type",
+            expected="processes that have the whole model each (MULTI_GPU or MULTI_CPU)",
+            got=f"{kind}, as accelerate was told",
+            remedy="start it with torchrun, or accelerate launch --multi_gpu and no other plugin",
+        )
+    if accelerator.mixed_precision not in ("no", "bf16"):
+        raise InvalidArgumentError(
+            "mixed_precision",
+            expected="no or bf16",
+            got=f"{accelerator.mixed_precision}, as accelerate was told",
+            remedy="a gradient scaler would rescale what is clipped: launch with "
+            "--mixed_precision bf16",
+        )
+    if getattr(accelerator, "parallelism_config", None) is not None:
+        raise InvalidArgumentError(
+            "parallelism_config",
+            expected="nothing",
+            got=accelerator.parallelism_config,
+            remedy="processes divide the batch and nothing else: launch without it",
         )
 
 

@@ -27,6 +27,7 @@ from shuffled_dpsgd.distributed.agreement import first_does
 from shuffled_dpsgd.environment import subject_of
 from shuffled_dpsgd.errors import BudgetExhaustedError, InvalidArgumentError
 from shuffled_dpsgd.integrations.hf_conflicts import (
+    check_accelerator,
     check_model,
     check_trainer_options,
     check_training_arguments,
@@ -106,6 +107,7 @@ class ShuffledDPTrainer(Trainer):
         args.average_tokens_across_devices = False
         get_ready(args.device)
         super().__init__(model=model, args=args, **options)
+        check_accelerator(self.accelerator)
         # Evaluation mode leaves the model as it is: wrapped, its gradients would be averaged over
         # the processes before anything is clipped.
         self.accelerator.prepare_model = functools.partial(

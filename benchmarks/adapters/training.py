@@ -36,15 +36,17 @@ def training_step(model: nn.Module, setting: Setting, *, variant: str) -> Step:
         scope="full",
         physical_batch_size=batch_size,
     )
-    losses = setting.workload.losses
-    if variant == "compiled":
-        losses = torch.compile(losses, fullgraph=True)
+    bare = setting.workload.losses
+    losses = torch.compile(bare, fullgraph=True) if variant == "compiled" else bare
+    # Entered once and for all, as a loop over its batches would do.
+    private.__enter__()
 
     def step(batch: Batch) -> None:
-        with private:
-            with setting.autocast():
-                per_sample = losses(model, batch)
-            private.backward(per_sample)
-            private.step()
+        # Bare parameters are checked in a first step without the compiler.
+        run = losses if private.steps_taken else bare
+        with setting.autocast():
+            per_sample = run(model, batch)
+        private.backward(per_sample)
+        private.step()
 
     return step

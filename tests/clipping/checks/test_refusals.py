@@ -347,3 +347,24 @@ def test_as_many_tokens_as_samples_do_not_stop_an_encoder_decoder() -> None:
         engine.reset()
         got = run(engine, losses, inputs)
         assert_same_sums(got, oracle(model, losses, inputs, 1.0).clipped_sum, 1e-9)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("whole", [True, False])
+def test_bare_parameters_are_checked_before_they_are_compiled(whole: bool) -> None:
+    torch._dynamo.reset()
+    model = Holding((1, 1, 4), lambda x, own: x + own)
+    compiled = torch.compile(model, fullgraph=whole, backend="eager")
+    x = torch.randn(3, 5, 4)
+    told = torch._dynamo.exc.Unsupported if whole else UnsupportedModuleError
+    engine = ClippingEngine(model)
+    with engine, pytest.raises(told, match="run one step without"):
+        compiled(x)
+    engine.reset()
+    with engine:
+        engine.backward(model(x).square().sum((1, 2)))
+        wanted = engine.clipped_sum()
+        engine.reset()
+        engine.backward(compiled(x).square().sum((1, 2)))
+    for name, total in engine.clipped_sum().items():
+        torch.testing.assert_close(total, wanted[name])

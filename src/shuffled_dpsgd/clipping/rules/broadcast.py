@@ -62,6 +62,17 @@ def class_name(module: nn.Module) -> str:
     return f"{type(module).__module__}.{type(module).__qualname__}"
 
 
+@torch.compiler.disable(reason="bare parameters must be checked: first run one step without it")
+def _refuse_unchecked(path: str, name: str) -> None:
+    """Refuse to compile; where a graph must be whole, the compiler tells its user the reason."""
+    raise UnsupportedModuleError(
+        path,
+        expected="a module whose bare parameters are known to be broadcast",
+        got=f"{name}, not yet checked",
+        remedy="run one step without torch.compile first",
+    )
+
+
 class StandIn:
     """Takes a module's place as `self` in its forward, with some attributes replaced."""
 
@@ -142,7 +153,7 @@ class BroadcastSlot(CopiesSlot):
         """Verify every kind of call: one sample, or one shape, hides what is wrong for others."""
         if torch.compiler.is_compiling():
             if not self._is_verified:
-                self._verify(owned, args, kwargs, size)
+                _refuse_unchecked(self.path, type(self.module).__name__)
             return
         kind = (*kind_of_call(args, kwargs, size), self.module.training)
         if kind not in self._verified:
@@ -152,13 +163,6 @@ class BroadcastSlot(CopiesSlot):
 
     def _verify(self, owned: dict[str, Any], args: Any, kwargs: Any, size: int) -> None:
         """Compare the replacement with one sample at a time, every sample its own parameters."""
-        if torch.compiler.is_compiling():
-            raise UnsupportedModuleError(
-                self.path,
-                expected="a module whose bare parameters are known to be broadcast",
-                got=f"{type(self.module).__name__}, not yet checked",
-                remedy="run one step without torch.compile first",
-            )
         leaves, spec = tree_flatten((args, kwargs))
         with in_eval_mode(self.module), torch.random.fork_rng():
             self.plain(*args, **kwargs)  # An error of the module's own is raised here, as it is.

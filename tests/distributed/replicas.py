@@ -109,6 +109,22 @@ def several(names: list[str], sharded: bool = False) -> dict[str, Any]:
     return found
 
 
+def means(name: str, *, sharded: bool = False) -> dict[str, torch.Tensor]:
+    """Uneven steps with the mean of every physical batch as its loss, declared as such."""
+    case = CASES[name](torch.float64)
+    if sharded:
+        case = replace(case, make=lambda make=case.make: shard(make()))
+    private = start(case, loss_reduction="mean", clip_norm=0.05)
+    for batch in private.batches(case.data):
+        if name == "gpt2":  # The mean that the model computes itself.
+            words = batch["input_ids"]
+            private.backward(private.model(input_ids=words, labels=words).loss)
+        else:
+            private.backward(case.loss(private.model, batch).mean())
+        private.step()
+    return {key: whole(p) for key, p in private.model.named_parameters()}
+
+
 def shares_of_noise(sizes: dict[str, int]) -> dict[str, torch.Tensor]:
     """What each rank adds to its share of zeros, in float32 and float64; zeros elsewhere."""
     world = current_world()

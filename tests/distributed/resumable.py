@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from distributed.sharded_models import shard, whole
+from shuffled_dpsgd.tasks.averaging import ShardedAverage, WeightAverage
 from shuffled_dpsgd.training import LoopSettings, Progress, make_private, train
 
 RECORDS = 64
@@ -33,6 +34,7 @@ def run(
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
     inputs = torch.randn(RECORDS, 5, generator=torch.Generator().manual_seed(1)).double()
     data = TensorDataset(inputs, (inputs[:, 0] > 0).long())
+    average = ShardedAverage(model, decay=0.8) if sharded else WeightAverage(model, decay=0.8)
     private = make_private(
         model,
         optimizer,
@@ -49,6 +51,7 @@ def run(
 
     def note(progress: Progress) -> None:
         started_at.append(progress.metrics.step)
+        average.update(model)
         if private.world.leads:
             with open(folder / "released.txt", "a", encoding="utf-8") as file:
                 file.write(f"{progress.metrics.step} {private.ledger.spent}\n")
@@ -56,13 +59,26 @@ def run(
             private.pause()
 
     settings = LoopSettings(
-        checkpoint_dir=folder / "checkpoints", checkpoint_every=3, price_steps=False
+        checkpoint_dir=folder / "checkpoints",
+        checkpoint_every=3,
+        price_steps=False,
+        extras={"average": average},
     )
     outcome = train(
         private, data, loss, settings=settings, callbacks=[note], scheduler=scheduler, resume=True
     )
+    if isinstance(average, ShardedAverage):
+        kept = [whole(p) for p in model.parameters()]
+        with average.standing_in(model):
+            averaged = [whole(p) for p in model.parameters()]
+        assert all(
+            torch.equal(whole(p), one) for p, one in zip(model.parameters(), kept, strict=True)
+        )
+    else:
+        averaged = [whole(p) for p in average.model.parameters()]
     return {
         "weights": torch.cat([whole(p).flatten() for p in model.parameters()]),
+        "average": torch.cat([one.flatten() for one in averaged]),
         "steps": outcome.steps_taken,
         "finished": outcome.finished,
         "interrupted": outcome.interrupted_by,

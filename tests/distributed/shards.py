@@ -449,7 +449,6 @@ def refusals() -> dict[str, str]:
         "compiled": attempt(fully_shard(compiled)),
         "wrapped by a compiler": attempt(fully_shard(optimized)),
         "ghost": attempt(fully_shard(square()), strategy="ghost"),
-        "mean": attempt(fully_shard(square()), loss_reduction="mean"),
         "unaccounted": attempt(fully_shard(square()), sampling="unaccounted"),
         "opacus": attempt(fully_shard(square()), method="opacus"),
         "inside": attempt(fully_shard(around)),

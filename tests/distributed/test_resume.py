@@ -54,6 +54,8 @@ def test_another_number_of_ranks_goes_on_where_the_first_stopped(
         assert (one["first"], one["steps"], one["finished"]) == (6, STEPS, True)
         assert one["spent"] == entries(parts) == STEPS
         assert torch.allclose(one["weights"], expected["weights"], rtol=1e-9, atol=1e-12)
+        assert torch.allclose(one["average"], expected["average"], rtol=1e-9, atol=1e-12)
+        assert not torch.allclose(one["average"], one["weights"], rtol=1e-3)
 
 
 def test_a_signal_to_one_rank_stops_all_after_the_same_step(

@@ -35,6 +35,15 @@ def test_shards_change_nothing(
             assert one[name]["verified"] == alone[name]["verified"], "a check was left out"
 
 
+@pytest.mark.parametrize("name", ["mlp", pytest.param("gpt2", marks=pytest.mark.slow)])
+def test_means_as_losses(launcher: Launcher, name: str) -> None:
+    """A rank that runs a record along with others counts it no more than with single losses."""
+    (alone,) = launcher.run("distributed.replicas", "means", ranks=1, name=name)
+    for one in launcher.run("distributed.replicas", "means", name=name, sharded=True):
+        for key, tensor in alone.items():
+            assert torch.allclose(one[key], tensor, rtol=1e-9, atol=1e-9)
+
+
 @pytest.mark.slow
 def test_one_rank_with_all_shards_is_one_process(launcher: Launcher, alone: dict[str, Any]) -> None:
     (found,) = launcher.run("distributed.replicas", "trained", ranks=1, name="gpt2", sharded=True)
@@ -162,7 +171,6 @@ def test_what_cannot_be_sharded_is_refused_by_name(launcher: Launcher) -> None:
         "compiled": "expected a sharded model whose blocks are compiled one by one",
         "wrapped by a compiler": "expected blocks that are compiled in place",
         "ghost": "strategy: expected one backward per batch for a sharded model",
-        "mean": "loss_reduction: expected 'sum' for a sharded model",
         "unaccounted": "sampling: expected 'poisson' for a sharded model",
         "opacus": "method: expected one of ours for a sharded model",
         "inside": "expected fully_shard on this module as a whole, or above it",

@@ -101,12 +101,6 @@ class ScheduleConfig(Schedule):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.weight_averaging and self.sharding == "sharded":
-            raise InvalidArgumentError(
-                "training.weight_averaging",
-                expected="0 for a sharded model, of which no rank has the whole",
-                got=self.weight_averaging,
-            )
         check_range("weight_averaging", self.weight_averaging, 0.0, below=1.0)
         check_range("augmentation_multiplicity", self.augmentation_multiplicity, 0)
         if self.augmentation_multiplicity and self.sharding == "sharded":

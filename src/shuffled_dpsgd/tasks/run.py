@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from shuffled_dpsgd.environment import environment
 from shuffled_dpsgd.errors import CheckpointError
 from shuffled_dpsgd.reports import MetricsLog, RunView, StepRecord, write_report
 from shuffled_dpsgd.runtime.rehearsals import get_ready
-from shuffled_dpsgd.tasks.averaging import WeightAverage
+from shuffled_dpsgd.tasks.averaging import ShardedAverage, WeightAverage
 from shuffled_dpsgd.tasks.config import RunConfig, parse_config
 from shuffled_dpsgd.tasks.data_identity import check_data, compare_all_data, remember_data
 from shuffled_dpsgd.tasks.diagnosis import Finding, diagnose
@@ -64,7 +64,7 @@ class PreparedRun:
     task: Task
     private: PrivateTraining
     scheduler: torch.optim.lr_scheduler.LRScheduler
-    average: WeightAverage | None = None
+    average: WeightAverage | ShardedAverage | None = None
     made: Path | None = None
     checkpoint: str | None = None
     # Of a sharded run, on rank 0: a model that the trained weights are gathered into at the end.
@@ -72,8 +72,19 @@ class PreparedRun:
 
     @property
     def scored(self) -> torch.nn.Module:
-        """What is evaluated and saved: the trained model, or the average of its weights."""
-        return self.private.model if self.average is None else self.average.model
+        """What is evaluated and saved: the trained model, or the average of its weights.
+
+        Of a sharded run, the average is in the trained model's place inside `scoring`.
+        """
+        if isinstance(self.average, WeightAverage):
+            return self.average.model
+        return self.private.model
+
+    def scoring(self) -> AbstractContextManager[None]:
+        """Around what is made of `scored`."""
+        if isinstance(self.average, ShardedAverage):
+            return self.average.standing_in(self.private.model)
+        return nullcontext()
 
     @property
     def resumed(self) -> bool:
@@ -118,7 +129,8 @@ def prepare(
             shard_model(task.model.to(device), world, device)
         model = task.model.to(device)
         decay = config.training.weight_averaging
-        average = WeightAverage(model, decay=decay) if decay else None
+        kind = ShardedAverage if config.training.sharding == "sharded" else WeightAverage
+        average = kind(model, decay=decay) if decay else None
         private = start_private(
             config,
             model,
@@ -222,7 +234,8 @@ def execute(run: PreparedRun, observers: tuple[Observer, ...] = ()) -> RunResult
         raise
     sizes = count_parameters(run.private.model)
     if outcome.finished and run.private.is_sharded:
-        fill_whole(run.whole, run.private.model)
+        with run.scoring():
+            fill_whole(run.whole, run.private.model)
     if not leads:
         return RunResult(outcome=outcome, summary={}, directory=run.directory)
     scored = run.scored if run.whole is None else run.whole.to(run.private.device)
@@ -256,7 +269,10 @@ def _callbacks(run: PreparedRun, recorder: Recorder) -> list[Callback]:
 
     def record(progress: Progress) -> None:
         gathers = private.is_sharded and recorder.evaluates(progress.metrics.step + 1)
-        with private.whole_weights() if gathers else nullcontext():
+        with ExitStack() as stack:
+            if gathers:
+                stack.enter_context(run.scoring())
+                stack.enter_context(private.whole_weights())
             if private.world.leads:
                 recorder(progress)
 

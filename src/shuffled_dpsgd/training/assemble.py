@@ -221,14 +221,13 @@ def _find_sharding(
     # torch.distributed.fsdp takes a while to import.
     from shuffled_dpsgd.distributed.sharding import find_sharding
 
-    for name, wanted in (("sampling", "poisson"), ("loss_reduction", "sum")):
-        if world.size > 1 and getattr(options, name) != wanted:
-            raise InvalidArgumentError(
-                name,
-                expected=f"{wanted!r} for a sharded model, whose ranks run equally many batches, "
-                "some of which do not count",
-                got=getattr(options, name),
-            )
+    if world.size > 1 and options.sampling != "poisson":
+        raise InvalidArgumentError(
+            "sampling",
+            expected="'poisson' for a sharded model, whose ranks run equally many batches, "
+            "some of which do not count",
+            got=options.sampling,
+        )
     if options.method == "opacus":
         raise InvalidArgumentError(
             "method", expected="one of ours for a sharded model", got=options.method

@@ -87,13 +87,15 @@ def save_checkpoint(
     root = Path(directory)
     temporary = first_does(private.world, lambda: _make_room(root, private.steps_taken))
     shards: dict[str, str] = {}
+    further = {name: extra.state_dict() for name, extra in (extras or {}).items()}
     if private.is_sharded:
-        from shuffled_dpsgd.training.sharded_checkpoint import write_shards
+        from shuffled_dpsgd.training.sharded_checkpoint import without_shards, write_shards
 
-        shards = write_shards(private.world, temporary, private.model, private.optimizer)
+        shards = write_shards(private.world, temporary, private.model, private.optimizer, further)
+        further = without_shards(further)
 
     def save() -> Path:
-        state = _state(private, extras or {}, randomness)
+        state = _state(private, further, randomness)
         return _save(private, temporary, state, shards, keep=keep, weights=weights)
 
     return first_does(private.world, save)
@@ -177,9 +179,9 @@ def load_checkpoint(
         remedy="every rank must read the same folder: put it on a disk all of them share",
     )
     private.ledger.adopt(tuple(found.run["releases"]), durable=found.run["durable_ledger"])
-    _restore(private, found)
+    further = _restore(private, found, extras or {})
     for name, extra in (extras or {}).items():
-        extra.load_state_dict(found.state["extras"][name])
+        extra.load_state_dict(further[name])
     private.note_weights()
     private.streams.renew()
 
@@ -246,12 +248,18 @@ def _files_to_verify(source: Path, private: PrivateTraining) -> list[str]:
     return [_STATE, _RUN, *shards[private.world.rank :: private.world.size]]
 
 
-def _restore(private: PrivateTraining, found: _Contents) -> None:
+def _restore(
+    private: PrivateTraining, found: _Contents, extras: Mapping[str, Stateful]
+) -> dict[str, Any]:
+    """Put everything back but the extras, whose states are returned."""
     state = found.state
+    further: dict[str, Any] = state["extras"]
     if private.is_sharded:
-        from shuffled_dpsgd.training.sharded_checkpoint import read_shards
+        from shuffled_dpsgd.training.sharded_checkpoint import read_shards, with_shards
 
-        read_shards(found.source, private.model, private.optimizer, state["optimizer"])
+        own = {name: extra.state_dict() for name, extra in extras.items()}
+        read_shards(found.source, private.model, private.optimizer, state["optimizer"], own)
+        further = with_shards(further, own)
     else:
         restore_weights(private.model, found.weights)
         private.optimizer.load_state_dict(state["optimizer"])
@@ -262,6 +270,7 @@ def _restore(private: PrivateTraining, found: _Contents) -> None:
         packed = state["frame"].to(private.device)
         private.shuffling.frame = Permutation(spec=private.shuffling.frame.spec, packed=packed)
     _restore_randomness(private.world, state)
+    return further
 
 
 def _restore_randomness(world: World, state: dict[str, Any]) -> None:
@@ -274,7 +283,7 @@ def _restore_randomness(world: World, state: dict[str, Any]) -> None:
 
 def _state(
     private: PrivateTraining,
-    extras: Mapping[str, Stateful],
+    extras: Mapping[str, Any],
     randomness: list[dict[str, Any]],
 ) -> dict[str, Any]:
     optimizer = private.optimizer.state_dict()
@@ -289,7 +298,7 @@ def _state(
         "frame": None if private.shuffling.frame is None else private.shuffling.frame.packed.cpu(),
         "randomness": randomness[0],
         "other_ranks_randomness": randomness[1:],
-        "extras": {name: extra.state_dict() for name, extra in extras.items()},
+        "extras": extras,
     }
 
 

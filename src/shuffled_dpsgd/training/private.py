@@ -242,6 +242,9 @@ class PrivateTraining:
             expected=None if current is None else current.rows,
             may_be_mean=self.plan.loss_reduction == "mean",
         )
+        if losses.dim() == 0 and current is not None and current.size < current.rows == 1:
+            # The mean of the single record that a rank runs along with others, and does not count.
+            losses = losses.reshape(1)
         reduced = losses.dim() == 0
         if current is not None and (self._drawn.pads or current.size < current.rows):
             if current.size > 0:

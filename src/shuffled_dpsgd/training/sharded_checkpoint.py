@@ -6,7 +6,7 @@ ranks reads them again. What is small (settings, step counts) is kept beside the
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +31,15 @@ Tensors = dict[str, torch.Tensor]
 
 
 def write_shards(
-    world: World, checkpoint: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer
+    world: World,
+    checkpoint: Path,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    extras: Mapping[str, Any],
 ) -> dict[str, str]:
     """Have every rank write its rows of everything; the hashes of all files. Collective.
+
+    `extras` are further states, of which sharded tensors are stored here.
 
     Raises:
         CheckpointError: some rank could not write.
@@ -41,7 +47,7 @@ def write_shards(
     folder = checkpoint / SHARDS
     try:
         save(
-            _contents(named_tensors(model), optimizer),
+            _contents(named_tensors(model), optimizer) | dict(_spread_in(extras, "extras")),
             storage_writer=FileSystemWriter(folder, sync_files=True),
         )
     except (CheckpointException, OSError) as error:
@@ -58,18 +64,21 @@ def read_shards(
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
     described: Mapping[str, Any],
+    extras: Mapping[str, Any],
 ) -> None:
-    """Read this rank's rows into the model and into the optimizer's state, in place. Collective.
+    """Read this rank's rows into the model and into the states, in place. Collective.
 
-    `described` is what `describe_optimizer` said of the optimizer.
+    `described` is what `describe_optimizer` said of the optimizer. Of `extras`, the sharded tensors
+    are filled.
 
     Raises:
         CheckpointError: some rank could not read.
     """
     folder = checkpoint / SHARDS
     _prepare_optimizer(optimizer, described)
+    wanted = _contents(named_tensors(model), optimizer) | dict(_spread_in(extras, "extras"))
     try:
-        load(_contents(named_tensors(model), optimizer), storage_reader=FileSystemReader(folder))
+        load(wanted, storage_reader=FileSystemReader(folder))
     except (CheckpointException, OSError) as error:
         raise CheckpointError(f"{folder}: could not be read ({_line(error)})") from error
 
@@ -98,6 +107,20 @@ def check_shards(source: Path, tensors: Mapping[str, torch.Tensor]) -> None:
                 f"{source}: {name} is {stored[name][0]} {stored[name][1]} in the checkpoint and "
                 f"{kind[0]} {kind[1]} in the model"
             )
+
+
+def without_shards(state: Any) -> Any:
+    """A state whose sharded tensors are replaced by what is said of them."""
+    if isinstance(state, dict):
+        return {key: without_shards(value) for key, value in state.items()}
+    return _described(state)
+
+
+def with_shards(stored: Any, own: Any) -> Any:
+    """A stored state with the sharded tensors of one's own, which `read_shards` has filled."""
+    if isinstance(stored, dict) and isinstance(own, dict):
+        return {key: with_shards(value, own.get(key)) for key, value in stored.items()}
+    return own if _is_spread(own) else stored
 
 
 def describe_optimizer(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -134,6 +157,15 @@ def _contents(tensors: Tensors, optimizer: torch.optim.Optimizer) -> dict[str, t
         if _is_spread(value)
     }
     return {f"model.{name}": tensor.detach() for name, tensor in tensors.items()} | moments
+
+
+def _spread_in(state: Any, path: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """The sharded tensors inside nested dictionaries, by where they are."""
+    if isinstance(state, Mapping):
+        for key, value in state.items():
+            yield from _spread_in(value, f"{path}.{key}")
+    elif _is_spread(state):
+        yield path, state
 
 
 def _described(value: Any) -> Any:

@@ -452,15 +452,6 @@ CASES: dict[str, tuple[Case, str]] = {
         "start the command with torchrun --nproc-per-node 2 or more",
     ),
     "sharding unheard of": (changed("sst2", training__sharding="fsdp"), "sharding"),
-    "average of shards": (
-        changed(
-            "sst2",
-            training__sharding="sharded",
-            training__weight_averaging=0.9,
-            privacy__shuffle="off",
-        ),
-        "0 for a sharded model",
-    ),
     "views of a sentence": (
         changed("sst2", training__augmentation_multiplicity=2),
         "only images have views",

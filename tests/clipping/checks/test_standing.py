@@ -21,6 +21,7 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 from shuffled_dpsgd.clipping import ClippingEngine
+from shuffled_dpsgd.clipping.checks import sample_comparison
 from shuffled_dpsgd.clipping.checks.sample_comparison import SampleComparison
 from shuffled_dpsgd.clipping.checks.standing import StandingCheck
 from shuffled_dpsgd.errors import InvalidArgumentError, UnsupportedModuleError
@@ -559,6 +560,31 @@ def test_small_mixing_is_found_in_half_precision() -> None:
 
     with pytest.raises(UnsupportedModuleError, match=DISAGREES):
         run()
+
+
+@pytest.mark.parametrize("least", [sample_comparison._LEAST_TOLERANCE, -1.0])
+def test_what_rounding_does_is_measured_where_the_least_tolerance_is_not_enough(
+    least: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run in full precision, which only ever allows more."""
+    monkeypatch.setattr(sample_comparison, "_LEAST_TOLERANCE", least)
+    measured: list[float] = []
+    measure = SampleComparison._measured_tolerance
+
+    def watched(*args: Any) -> float:
+        measured.append(measure(*args))
+        return measured[-1]
+
+    monkeypatch.setattr(SampleComparison, "_measured_tolerance", watched)
+    torch.manual_seed(0)
+    model = Net(plain)
+    engine = ClippingEngine(model)
+    with engine, torch.autocast("cpu", torch.bfloat16):
+        engine.backward(model(torch.randn(5, 4, WIDTH)).float().square().sum((1, 2)))
+    engine.clipped_sum()
+    assert engine.num_checked > 0
+    assert bool(measured) is (least < 0.0)
+    assert all(0.0 <= tolerance <= sample_comparison._HALF_TOLERANCE for tolerance in measured)
 
 
 def test_checks_at_random_keep_to_their_share_of_the_time(monkeypatch: Any) -> None:

@@ -63,16 +63,18 @@ class LossCheck:
             raise _mixed("a number that the model computed from all samples")
         if not outputs:
             return
+        meet: list[Tensor] = []
         for members in trials:
             grads = torch.autograd.grad(
-                losses[members].sum(), outputs, retain_graph=True, allow_unused=True
+                losses, outputs, members.to(losses), retain_graph=True, allow_unused=True
             )
-            others = torch.nonzero(~members).flatten().tolist()
-            if any(
-                grad is not None and _are_reached(_by_sample(grad, axis, len(losses)), others)
-                for grad, axis in zip(grads, axes, strict=True)
-            ):
-                raise _mixed("losses of some samples with gradients at others")
+            for grad, axis in zip(grads, axes, strict=True):
+                if grad is not None:
+                    reached_B = _reached(_by_sample(grad, axis, len(losses)))
+                    meet.append((reached_B & ~members.to(reached_B.device)).any())
+        # The host waits for all trials at once.
+        if any(bool(found) for found in meet):
+            raise _mixed("losses of some samples with gradients at others")
 
 
 def refuse_gradients(output: Any, mixed: Container[int]) -> None:
@@ -188,11 +190,10 @@ def _by_sample(grad: Tensor, axis: int | None, size: int) -> Tensor:
     return moved if len(moved) == size else moved.unflatten(0, (size, -1))
 
 
-def _are_reached(grad: Tensor, samples: list[int]) -> bool:
-    """Whether samples' rows of a gradient hold anything; zeros times infinity do not count.
+def _reached(grad: Tensor) -> Tensor:
+    """(B,) whether samples' rows of a gradient hold anything; zeros times infinity do not count.
 
     A few rows at a time, because logits are large and another copy would be as well.
     """
-    parts = [grad[samples[i : i + _ROWS]] for i in range(0, len(samples), _ROWS)]
-    found = [((part != 0) & torch.isfinite(part)).any() for part in parts]
-    return bool(torch.stack(found).any()) if found else False
+    parts = [part.reshape(len(part), -1) for part in grad.split(_ROWS)]
+    return torch.cat([((part != 0) & torch.isfinite(part)).any(1) for part in parts])

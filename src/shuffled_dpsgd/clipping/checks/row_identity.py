@@ -42,13 +42,13 @@ def rows_of(slots: Sequence[Slot], forward: Callable[[], Any], size: int) -> Row
     All rows of one of the `size` samples count as one where a slot's inputs are folded.
     """
     rows: RowMarks = {}
-    coarse = _computes_in_half(slots)
-    with _noting(slots, rows, coarse, size):
+    marks_of = _Marker(coarse=_computes_in_half(slots))
+    with _noting(slots, rows, marks_of, size):
         output = forward()
     leaves = [x for x in tree_leaves(output) if isinstance(x, Tensor) and x.dim() > 0]
-    rows[OUTPUTS] = [_fingerprints(leaf, 0, coarse) for leaf in leaves if leaf.numel()]
+    rows[OUTPUTS] = [marks_of(leaf, 0) for leaf in leaves if leaf.numel()]
     numbers = [leaf.detach().view(1, 1) for leaf in numbers_in(output)]
-    rows[NUMBERS] = [_fingerprints(number, 0, coarse) for number in numbers]
+    rows[NUMBERS] = [marks_of(number, 0) for number in numbers]
     return rows
 
 
@@ -164,7 +164,7 @@ def _differ(one_B3: Tensor, other_B3: Tensor, share: float = 1.0) -> bool:
 
 
 @contextmanager
-def _noting(slots: Sequence[Slot], rows: RowMarks, coarse: bool, size: int) -> Iterator[None]:
+def _noting(slots: Sequence[Slot], rows: RowMarks, marks_of: _Marker, size: int) -> Iterator[None]:
     with ExitStack() as hooks:
         for slot in slots:
 
@@ -176,8 +176,7 @@ def _noting(slots: Sequence[Slot], rows: RowMarks, coarse: bool, size: int) -> I
                     x = found[0]
                     if slot.folded and len(x) % size == 0:
                         x = unfolded(x, size)
-                    marks = _fingerprints(x, slot.batch_axis, coarse)
-                    rows.setdefault(slot.index, []).append(marks)
+                    rows.setdefault(slot.index, []).append(marks_of(x, slot.batch_axis))
 
             handle = slot.module.register_forward_pre_hook(note, with_kwargs=True)
             hooks.callback(handle.remove)
@@ -193,20 +192,36 @@ def _computes_in_half(slots: Sequence[Slot]) -> bool:
     )
 
 
-def _fingerprints(tensor: Tensor, axis: int, coarse: bool) -> Tensor:
-    """(B, 3): a fixed odd combination of each row, how far rounding may move it, and N.
+class _Marker:
+    """Makes the marks of one forward's tensors; `coarse` where they may come of half precision."""
 
-    Plain sums would be blind after a normalisation, where every row sums to zero.
-    """
-    tolerance = _HALF_TOLERANCE if coarse else _TOLERANCE.get(tensor.dtype, _HALF_TOLERANCE)
-    exact = not tensor.is_floating_point()
-    # Half precision stays as it is: a float32 copy of a language model's outputs would be large.
-    x_BN = (tensor.double() if exact else tensor).movedim(axis, 0)
-    x_BN = x_BN.reshape(tensor.shape[axis], -1)
-    weights_N = torch.arange(x_BN.shape[1], device=x_BN.device).double().cos().to(x_BN.dtype)
-    marks_B = (x_BN @ weights_N).double()
-    # A wider type than this one would have PyTorch copy the whole tensor into it.
-    wide = torch.float32 if x_BN.dtype in (torch.float16, torch.bfloat16) else x_BN.dtype
-    norms_B = torch.linalg.vector_norm(x_BN, dim=1, dtype=wide).double()
-    sizes_B = torch.full_like(norms_B, x_BN.shape[1])
-    return torch.stack([marks_B, norms_B * (1e-8 if exact else tolerance), sizes_B], 1)
+    def __init__(self, *, coarse: bool) -> None:
+        self._coarse = coarse
+        # Most layers have rows of one of a few lengths.
+        self._weights: dict[tuple[int, torch.dtype, torch.device], Tensor] = {}
+
+    def __call__(self, tensor: Tensor, axis: int) -> Tensor:
+        """(B, 3): a fixed odd combination of each row, how far rounding may move it, and N.
+
+        Plain sums would be blind after a normalisation, where every row sums to zero.
+        """
+        rounding = _TOLERANCE.get(tensor.dtype, _HALF_TOLERANCE)
+        tolerance = _HALF_TOLERANCE if self._coarse else rounding
+        exact = not tensor.is_floating_point()
+        # Half precision stays as it is: a float32 copy of a language model's outputs would be
+        # large.
+        x_BN = (tensor.double() if exact else tensor).movedim(axis, 0)
+        x_BN = x_BN.reshape(tensor.shape[axis], -1)
+        marks_B = (x_BN @ self._weights_for(x_BN)).double()
+        # A wider type than this one would have PyTorch copy the whole tensor into it.
+        wide = torch.float32 if x_BN.dtype in (torch.float16, torch.bfloat16) else x_BN.dtype
+        norms_B = torch.linalg.vector_norm(x_BN, dim=1, dtype=wide).double()
+        sizes_B = torch.full_like(norms_B, x_BN.shape[1])
+        return torch.stack([marks_B, norms_B * (1e-8 if exact else tolerance), sizes_B], 1)
+
+    def _weights_for(self, x_BN: Tensor) -> Tensor:
+        key = (x_BN.shape[1], x_BN.dtype, x_BN.device)
+        if key not in self._weights:
+            numbers_N = torch.arange(x_BN.shape[1], device=x_BN.device).double().cos()
+            self._weights[key] = numbers_N.to(x_BN.dtype)
+        return self._weights[key]

@@ -25,7 +25,8 @@ from shuffled_dpsgd.runtime.shards import Sharding
 # Relative to the length of the gradient; wider than what another batch size does to rounding.
 _TOLERANCE = {torch.float64: 1e-7, torch.float32: 2e-3}
 _TF32_TOLERANCE = 2e-2
-_HALF_TOLERANCE = 0.25
+# Where a forward is cast to half precision, the tolerance is measured, between these.
+_LEAST_TOLERANCE, _HALF_TOLERANCE = 0.02, 0.25
 # Norms may be booked a little too large, never too small: kernels add what matrix units cut off.
 _NORM_HEAD_ROOM = 0.03
 # Gradients far below their batch's typical one are all rounding.
@@ -72,8 +73,25 @@ class SampleComparison:
             alone, norm = self._alone_if_it_can(watch, place, sample)
         except OtherOutputsError as error:
             return Disagreement(path="", got=str(error))
+        tolerance = self._tolerance(watch)
+        found = self._judge(watch, place, booked_norm, alone, norm, tolerance or _LEAST_TOLERANCE)
+        if found is None or tolerance is not None:
+            return found
+        # Only now: it takes one more run, and allows no less.
+        tolerance = self._measured_tolerance(watch, place, sample, alone)
+        return self._judge(watch, place, booked_norm, alone, norm, tolerance)
+
+    def _judge(
+        self,
+        watch: Watch,
+        place: int,
+        booked_norm: float | None,
+        alone: Sketches,
+        norm: float,
+        tolerance: float,
+    ) -> Disagreement | None:
+        """What a sample alone differs in by more than the tolerance; a larger one finds no more."""
         booked = {name: part * watch.scale for name, part in watch.booked[place].items()}
-        tolerance = self._tolerance(watch, place, sample, alone)
         apart = distances(booked, alone)
         whole = max(length(booked), length(alone), _NEGLIGIBLE * watch.typical_norm)
         if whole == 0.0:
@@ -139,42 +157,43 @@ class SampleComparison:
             return cotangents_of(watch, place, outputs, among_others)
 
         found: Sketches = {}
-        squares: list[float] = []
+        norms: Sketches = {}
 
         def take(name: str, grad: Tensor) -> None:
             found[name] = sketch(grad)
             # Without a copy in double precision: a table of words is large.
-            squares.append(float(torch.linalg.vector_norm(grad, dtype=torch.float64)) ** 2)
+            norms[name] = torch.linalg.vector_norm(grad, dtype=torch.float64)
 
         if self._sharding is not None:
             contexts.append(self._sharding.gradients_to(take))
         grads = gradients_of(self._model, self._parameters, call, cotangents, contexts)
         for name, grad in grads.items():
             take(name, grad)
-        return found, sum(squares) ** 0.5
+        return found, length(norms)
 
-    def _tolerance(self, watch: Watch, place: int, sample: int, alone: Sketches) -> float:
-        """What rounding explains: by the type, or measured where the forward is cast to half."""
+    def _tolerance(self, watch: Watch) -> float | None:
+        """What rounding explains, by the type; None where the forward is cast to half precision."""
         dtypes = {parameter.dtype for parameter in self._parameters.values()}
         if self._sharding is not None:
             dtypes |= self._sharding.computed_in
         if dtypes & {torch.float16, torch.bfloat16}:
             return _HALF_TOLERANCE
         if watch.autocast.enabled:
-            return min(_HALF_TOLERANCE, max(0.02, self._rounding(watch, place, sample, alone)))
+            return None
         if torch.float32 in dtypes:
             lower = watch.autocast.device == "cuda" and torch.backends.cuda.matmul.allow_tf32
             return _TF32_TOLERANCE if lower else _TOLERANCE[torch.float32]
         return _TOLERANCE[torch.float64]
 
-    def _rounding(self, watch: Watch, place: int, sample: int, alone: Sketches) -> float:
-        """Four times what half precision does to the sample alone."""
+    def _measured_tolerance(self, watch: Watch, place: int, sample: int, alone: Sketches) -> float:
+        """Four times what half precision does to the sample alone, within bounds."""
         try:
             precise, _ = self._alone(watch, place, sample, full=True)
         except (RuntimeError, TypeError, ValueError):
             return _HALF_TOLERANCE
-        apart = distances(precise, alone)
-        return 4 * sum(x * x for x in apart.values()) ** 0.5 / max(length(alone), 1e-30)
+        apart = distances(precise, alone).values()
+        rounding = sum(x * x for x in apart) ** 0.5 / max(length(alone), 1e-30)
+        return min(_HALF_TOLERANCE, max(_LEAST_TOLERANCE, 4 * rounding))
 
     def _path_of(self, name: str) -> str:
         paths = [slot.path for slot in self._slots if name in slot.names.values()]

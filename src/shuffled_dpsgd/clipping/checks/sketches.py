@@ -7,7 +7,7 @@ the sum of the sketches, and its length is that of the tensor to within a few pe
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -37,16 +37,32 @@ def _signs(rows: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 def length(sketches: Mapping[str, Tensor]) -> float:
     """The length of all sketches together."""
-    squares = [float(part.square().sum()) for part in sketches.values()]
-    return sum(squares) ** 0.5
+    return sum(x * x for x in _lengths([*sketches.values()])) ** 0.5
 
 
 def distances(one: Sketches, other: Sketches) -> dict[str, float]:
     """How far apart two gradients are, parameter by parameter; what is missing is zero."""
-    found = {}
-    for name in one.keys() | other.keys():
-        a, b = one.get(name), other.get(name)
-        difference = a - b if a is not None and b is not None else a if b is None else b
-        assert difference is not None
-        found[name] = float(difference.norm())
+    names = [*one, *(name for name in other if name not in one)]
+    apart = [_difference(one.get(name), other.get(name)) for name in names]
+    return dict(zip(names, _lengths(apart), strict=True))
+
+
+def _difference(a: Tensor | None, b: Tensor | None) -> Tensor:
+    if a is not None and b is not None:
+        return a - b
+    found = a if b is None else b
+    assert found is not None
+    return found
+
+
+def _lengths(tensors: Sequence[Tensor]) -> list[float]:
+    """Their lengths, for which the host waits once for each device."""
+    by_device: dict[torch.device, list[int]] = {}
+    for place, tensor in enumerate(tensors):
+        by_device.setdefault(tensor.device, []).append(place)
+    found = [0.0] * len(tensors)
+    for places in by_device.values():
+        lengths = torch.stack([tensors[place].norm() for place in places]).tolist()
+        for place, length in zip(places, lengths, strict=True):
+            found[place] = length
     return found

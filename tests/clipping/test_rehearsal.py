@@ -11,6 +11,7 @@ from torch import nn
 
 from shuffled_dpsgd.clipping import ClippingEngine, kernels, rehearsal
 from shuffled_dpsgd.clipping.checks.input_growth import Given
+from shuffled_dpsgd.clipping.kernels import choices
 
 CPU = torch.device("cpu")
 
@@ -96,6 +97,40 @@ def test_a_rehearsal_changes_neither_sums_nor_slots(works: list[Callable[[], obj
         for name, total in engine.clipped_sum().items():
             assert torch.equal(total, before[name])
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+class Tied(nn.Module):
+    """A head that is its table, too; `widest` of it all is the number of words."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(50, 8)
+        self.head = nn.Linear(8, 50, bias=False)
+        self.head.weight = self.table.weight
+
+
+@pytest.mark.parametrize(
+    ("model", "needs"),
+    [
+        (nn.Linear(3, 7), {"widest": 7}),
+        (nn.LayerNorm(5), {"norm_layers": True}),
+        (nn.RMSNorm(5), {"norm_layers": True}),
+        (nn.Embedding(50, 8), {"tables": True}),
+        (Tied(), {"tables": True, "tied_tables": True, "widest": 50}),
+        (nn.Sequential(nn.Embedding(50, 8), nn.Linear(8, 9)), {"tables": True, "widest": 9}),
+        (nn.Conv2d(3, 6, 5), {"widest": 6}),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else "",
+)
+def test_trials_are_those_that_the_layers_ask_for(
+    model: nn.Module, needs: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[choices.Needs] = []
+    monkeypatch.setattr(rehearsal, "may_rehearse", lambda device: True)
+    monkeypatch.setattr(choices, "try_ahead", lambda device, needs: found.append(needs))
+    ClippingEngine(model)
+    none = {"widest": 0, "norm_layers": False, "tables": False, "tied_tables": False}
+    assert found == [choices.Needs(**{**none, **needs})]
 
 
 def test_lengths_that_come_later_are_not_urgent(

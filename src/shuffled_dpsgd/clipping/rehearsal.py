@@ -26,7 +26,7 @@ from shuffled_dpsgd.clipping.kernels import choices
 from shuffled_dpsgd.clipping.rules.conv import ConvSlot
 from shuffled_dpsgd.clipping.rules.embedding import EmbeddingSlot
 from shuffled_dpsgd.clipping.rules.linear import LinearSlot
-from shuffled_dpsgd.clipping.rules.norms import LayerNormSlot
+from shuffled_dpsgd.clipping.rules.norms import LayerNormSlot, NormSlot
 from shuffled_dpsgd.clipping.settle.many_layers import ManyLayers, NormRun
 from shuffled_dpsgd.clipping.settle.shared_parameters import LayerGroup
 from shuffled_dpsgd.runtime.rehearsals import REHEARSALS, are_whole, may_rehearse
@@ -111,8 +111,7 @@ class Rehearsal:
         alone = len(devices) == 1 and are_whole(parameters.values())
         self._device = devices.pop() if alone else torch.device("cpu")
         if may_rehearse(self._device):
-            axes = [length for parameter in parameters.values() for length in parameter.shape]
-            choices.try_ahead(self._device, max(axes, default=0))
+            choices.try_ahead(self._device, needs_of(groups))
 
     def begin(self, inputs: Mapping[int, Sequence[Input]]) -> None:
         """Rehearse the settling of a forward in which slots were given these inputs, by index."""
@@ -183,6 +182,21 @@ def rehearse(
         factors_B = torch.ones(SAMPLES, device=device, dtype=torch.float32)
         for new in (True, False):
             settled.add_sums(factors_B, sums, new)
+
+
+def needs_of(groups: Sequence[LayerGroup]) -> choices.Needs:
+    """What kernels these layers ask for; those of an unknown kind count as linear maps."""
+    slots = [slot for group in groups for slot in group.slots]
+    tables = [slot for slot in slots if isinstance(slot, EmbeddingSlot)]
+    norm_layers = [slot for slot in slots if isinstance(slot, NormSlot)]
+    maps = [slot for slot in slots if not isinstance(slot, EmbeddingSlot | NormSlot)]
+    weights = [weight for slot in maps for weight in slot.parameters.values() if weight is not None]
+    return choices.Needs(
+        widest=max([length for weight in weights for length in weight.shape], default=0),
+        norm_layers=bool(norm_layers),
+        tables=bool(tables),
+        tied_tables=any(slot.sharing.tied for slot in tables),
+    )
 
 
 def _is_rehearsed(group: LayerGroup, calls: Sequence[Call]) -> bool:

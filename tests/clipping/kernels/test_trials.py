@@ -30,8 +30,8 @@ TRIALS = [
     (trials.try_rows, "triton.rows", "weighted_stored_sum", 2),
     (trials.try_norm_layers, "triton.norms", "norm_sums", None),
     (trials.try_tables, "triton.tables", "embedding_sq_norms", None),
-    (trials.try_tables, "triton.tables", "tied_cross_terms", None),
-    (trials.try_tables, "triton.tables", "stored_cross_terms", None),
+    (trials.try_tied_tables, "triton.tables", "tied_cross_terms", None),
+    (trials.try_tied_tables, "triton.tables", "stored_cross_terms", None),
     (trials.try_tables, "triton.tables", "weighted_embedding_sum", 4),
     (trials.try_casts, "triton.casts", "copy_all", 0),
 ]
@@ -96,7 +96,8 @@ def test_gluon_passes_and_is_seen_to_be_wrong(
 def test_every_route_serves_on_this_gpu() -> None:
     device = torch.device("cuda:0")
     plain = [choices.PRODUCTS, choices.ROWS, choices.GRAM, choices.TWO_PART_GRAM]
-    plain += [choices.WIDE_GRAM, choices.NORM_LAYERS, choices.TABLES, choices.CASTS]
+    plain += [choices.WIDE_GRAM, choices.NORM_LAYERS, choices.CASTS]
+    plain += [choices.TABLES, choices.TIED_TABLES]
     assert all(choices.may_take(route, device) for route in plain)
     gluon = [choices.GLUON_PRODUCTS, choices.GLUON_STRIPS]
     assert all(choices.may_take_gluon(route, device) for route in gluon) == choices.is_hopper(

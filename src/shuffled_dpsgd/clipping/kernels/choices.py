@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+from dataclasses import dataclass
 from types import ModuleType
 
 import torch
@@ -104,6 +105,13 @@ TABLES = Route(
     cost="gradients of tables are written and read again some twenty times",
     trial=trials.try_tables,
 )
+TIED_TABLES = Route(
+    name="Cross terms of embedding tables and their heads in Triton",
+    package=PACKAGE,
+    instead=_PLAIN,
+    cost="products of all pairs of tokens run in float64, a fifteenth of the speed",
+    trial=trials.try_tied_tables,
+)
 CASTS = Route(
     name="Half-precision copies in Triton",
     package=PACKAGE,
@@ -153,20 +161,40 @@ def module(name: str) -> ModuleType:
     return importlib.import_module(f"{PACKAGE}.{name}")
 
 
-def try_ahead(device: torch.device, widest: int) -> None:
-    """Begin the trials that half precision will ask for; `widest` is the longest axis of a weight.
+@dataclass(frozen=True, kw_only=True)
+class Needs:
+    """What layers a model has, as far as kernels are concerned.
+
+    `widest` is the longest axis of the weights of its linear maps, zero if it has none.
+    """
+
+    widest: int
+    norm_layers: bool
+    tables: bool
+    tied_tables: bool
+
+
+def try_ahead(device: torch.device, needs: Needs) -> None:
+    """Begin the trials that such layers in half precision will ask for.
 
     Whatever else is asked for is tried then.
     """
     if device.type != "cuda" or not triton_available():
         return
     products = GLUON_PRODUCTS if is_hopper(device) else PRODUCTS
-    for route in (products, GRAM, NORM_LAYERS, TABLES, CASTS):
-        route.try_ahead(device)
-    if widest > MAX_GRAM_WIDTH:
-        WIDE_GRAM.try_ahead(device)
-    if allows_tf32():
-        SPLIT_PRODUCTS.try_ahead(device)
+    wanted = (
+        (products, needs.widest > 0),
+        (WIDE_GRAM, needs.widest > MAX_GRAM_WIDTH),
+        (GRAM, needs.widest > 0),
+        (NORM_LAYERS, needs.norm_layers),
+        (TIED_TABLES, needs.tied_tables),
+        (TABLES, needs.tables),
+        (CASTS, needs.widest > 0),
+        (SPLIT_PRODUCTS, needs.widest > 0 and allows_tf32()),
+    )
+    for route, is_wanted in wanted:
+        if is_wanted:
+            route.try_ahead(device)
 
 
 def tile_norms(device: torch.device, tokens: int) -> str | None:

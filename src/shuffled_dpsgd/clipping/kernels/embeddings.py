@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from shuffled_dpsgd.clipping.kernels import choices, host, plain
-from shuffled_dpsgd.runtime.routes import took
+from shuffled_dpsgd.runtime.routes import Route, took
 
 # From here on adding rows up takes less time than the Gram matrix.
 MIN_TOKENS = 256
@@ -21,7 +21,7 @@ MIN_TOKENS = 256
 def embedding_sq_norms(ids_BT: Tensor, g_BTD: Tensor, padding_idx: int | None) -> Tensor:
     """`plain.embedding_sq_norms` by the fastest means at hand."""
     long = g_BTD.dtype is torch.float32 and g_BTD.shape[1] >= MIN_TOKENS
-    if long and _may_take_triton(g_BTD):
+    if long and _may_take(choices.TABLES, g_BTD):
         took("norms of embedding tables", "triton.tables")
         tables = choices.module("triton.tables")
         found: Tensor = tables.embedding_sq_norms(ids_BT, g_BTD, padding_idx)
@@ -36,7 +36,8 @@ def tied_cross_terms(
 ) -> Tensor:
     """`plain.tied_cross_terms` by the fastest means at hand; on matrix units it errs upwards."""
     halves = x_BTD.dtype in choices.HALF and x_BTD.dtype == gl_BTV.dtype
-    fits = halves and ge_BSD.dtype is not torch.float64 and _may_take_triton(x_BTD)
+    fits = halves and ge_BSD.dtype is not torch.float64
+    fits = fits and _may_take(choices.TIED_TABLES, x_BTD)
     took("cross terms of a tied head", "triton.tables" if fits else "plain")
     module = choices.module("triton.tables") if fits else plain
     found: Tensor = module.tied_cross_terms(x_BTD, gl_BTV, ids_BS, ge_BSD, padding_idx)
@@ -48,7 +49,7 @@ def stored_cross_terms(
 ) -> Tensor:
     """`plain.stored_cross_terms` by the fastest means at hand."""
     floats = torch.float64 not in (head_BVD.dtype, ge_BSD.dtype)
-    fits = floats and head_BVD.is_contiguous() and _may_take_triton(ge_BSD)
+    fits = floats and head_BVD.is_contiguous() and _may_take(choices.TIED_TABLES, ge_BSD)
     took("cross terms of a stored head", "triton.tables" if fits else "plain")
     module = choices.module("triton.tables") if fits else plain
     found: Tensor = module.stored_cross_terms(head_BVD, ids_BS, ge_BSD, padding_idx)
@@ -65,7 +66,7 @@ def weighted_embedding_sum(
         and out_VD.is_contiguous()
         # The kernel adds tokens that pick one row in any order.
         and not torch.are_deterministic_algorithms_enabled()
-        and _may_take_triton(g_BTD)
+        and _may_take(choices.TABLES, g_BTD)
     )
     took("sums of embedding tables", "triton.tables" if fits else "plain")
     if not fits:
@@ -75,6 +76,6 @@ def weighted_embedding_sum(
     return out_VD
 
 
-def _may_take_triton(of_BTD: Tensor) -> bool:
+def _may_take(route: Route, of_BTD: Tensor) -> bool:
     """Whether the kernels serve there and have something to do."""
-    return of_BTD.numel() > 0 and choices.may_take(choices.TABLES, of_BTD.device)
+    return of_BTD.numel() > 0 and choices.may_take(route, of_BTD.device)

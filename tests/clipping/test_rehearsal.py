@@ -125,12 +125,12 @@ class Tied(nn.Module):
 def test_trials_are_those_that_the_layers_ask_for(
     model: nn.Module, needs: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found: list[choices.Needs] = []
+    found: list[choices.LayerNeeds] = []
     monkeypatch.setattr(rehearsal, "may_rehearse", lambda device: True)
     monkeypatch.setattr(choices, "try_ahead", lambda device, needs: found.append(needs))
     ClippingEngine(model)
     none = {"widest": 0, "norm_layers": False, "tables": False, "tied_tables": False}
-    assert found == [choices.Needs(**{**none, **needs})]
+    assert found == [choices.LayerNeeds(**{**none, **needs})]
 
 
 def test_lengths_that_come_later_are_not_urgent(

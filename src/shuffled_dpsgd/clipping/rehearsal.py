@@ -184,14 +184,14 @@ def rehearse(
             settled.add_sums(factors_B, sums, new)
 
 
-def needs_of(groups: Sequence[LayerGroup]) -> choices.Needs:
+def needs_of(groups: Sequence[LayerGroup]) -> choices.LayerNeeds:
     """What kernels these layers ask for; those of an unknown kind count as linear maps."""
     slots = [slot for group in groups for slot in group.slots]
     tables = [slot for slot in slots if isinstance(slot, EmbeddingSlot)]
     norm_layers = [slot for slot in slots if isinstance(slot, NormSlot)]
     maps = [slot for slot in slots if not isinstance(slot, EmbeddingSlot | NormSlot)]
     weights = [weight for slot in maps for weight in slot.parameters.values() if weight is not None]
-    return choices.Needs(
+    return choices.LayerNeeds(
         widest=max([length for weight in weights for length in weight.shape], default=0),
         norm_layers=bool(norm_layers),
         tables=bool(tables),

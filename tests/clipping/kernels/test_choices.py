@@ -115,7 +115,7 @@ def tried_ahead(monkeypatch: pytest.MonkeyPatch, **needs: object) -> set[str]:
     tried: set[str] = set()
     monkeypatch.setattr(Route, "try_ahead", lambda route, device: tried.add(route.name))
     layers = {"widest": 0, "norm_layers": False, "tables": False, "tied_tables": False}
-    choices.try_ahead(GPU, choices.Needs(**{**layers, **needs}))  # type: ignore[arg-type]
+    choices.try_ahead(GPU, choices.LayerNeeds(**{**layers, **needs}))  # type: ignore[arg-type]
     return tried
 
 

@@ -162,7 +162,7 @@ def module(name: str) -> ModuleType:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Needs:
+class LayerNeeds:
     """What layers a model has, as far as kernels are concerned.
 
     `widest` is the longest axis of the weights of its linear maps, zero if it has none.
@@ -174,7 +174,7 @@ class Needs:
     tied_tables: bool
 
 
-def try_ahead(device: torch.device, needs: Needs) -> None:
+def try_ahead(device: torch.device, needs: LayerNeeds) -> None:
     """Begin the trials that such layers in half precision will ask for.
 
     Whatever else is asked for is tried then.

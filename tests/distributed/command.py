@@ -7,6 +7,7 @@ import io
 import os
 import signal
 from typing import Any
+from unittest import mock
 
 from shuffled_dpsgd.cli.main import app
 
@@ -21,6 +22,12 @@ def call(arguments: list[str]) -> dict[str, Any]:
         except SystemExit as error:
             status = error.code
     return {"status": status, "out": out.getvalue(), "err": err.getvalue()}
+
+
+def call_without_room(arguments: list[str]) -> dict[str, Any]:
+    """As `call`, on devices that have no room for the whole model."""
+    with mock.patch("shuffled_dpsgd.tasks.run.has_room", return_value=False):
+        return call(arguments)
 
 
 def die_once(record: dict[str, Any]) -> None:

@@ -272,15 +272,16 @@ def uneven_runs() -> dict[str, Any]:
     """Ranks run the model on loan three times, once, and half way."""
     torch.manual_seed(0)
     x, plain = torch.randn(3, Deep.WIDTH), Deep()
-    sharded: Any = replicas.start(
+    private = replicas.start(
         Case(make=lambda: shard(Deep()), data=None, loss=None),  # type: ignore[arg-type]
         shuffle="off",
-    )._sharding
-    model, rank = sharded._root, current_world().rank
+    )
+    model: Any = private.model
+    rank = current_world().rank
     found: dict[str, Any] = {"same": []}
 
     def run(times: int, breaks: bool = False) -> None:
-        with sharded.lending(), torch.no_grad():
+        with private.lent_weights(), torch.no_grad():
             for _ in range(times):
                 found["same"].append(torch.equal(model(x), plain(x)))
             if breaks:

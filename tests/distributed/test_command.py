@@ -65,15 +65,17 @@ AVERAGED = 'privacy.shuffle = "off"\ntraining.weight_averaging = 0.5\n'
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("more", ["", AVERAGED])
-def test_a_key_of_the_file_shards_the_model(launcher: Launcher, tmp_path: Path, more: str) -> None:
+@pytest.mark.parametrize(("more", "call"), [("", "call"), (AVERAGED, "call_without_room")])
+def test_a_key_of_the_file_shards_the_model(
+    launcher: Launcher, tmp_path: Path, more: str, call: str
+) -> None:
     """The same scores as one process, a whole model in the folder, and nothing left to resume."""
     found = {}
     for kind, ranks in (("replicated", 1), ("sharded", 2)):
         path, folder = tmp_path / f"{kind}.toml", tmp_path / kind
         path.write_text(f'{SHARDED}{more}training.sharding = "{kind}"\n')
         arguments = ["train", "--config", str(path), "--output", str(folder), "--json"]
-        one, *others = launcher.run(HERE, "call", ranks=ranks, arguments=arguments)
+        one, *others = launcher.run(HERE, call, ranks=ranks, arguments=arguments)
         assert one["status"] == 0, one
         assert all(other == {"status": 0, "out": "", "err": ""} for other in others)
         found[kind] = json.loads(one["out"])

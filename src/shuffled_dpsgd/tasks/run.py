@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,7 @@ from shuffled_dpsgd.tasks.run_folder import (
     empty_directory,
     given_back_on_error,
 )
-from shuffled_dpsgd.tasks.sharding import fill_whole, shard_model
+from shuffled_dpsgd.tasks.sharding import fill_whole, has_room, shard_model
 from shuffled_dpsgd.tasks.summary import (
     count_parameters,
     describe_subject,
@@ -233,34 +233,59 @@ def execute(run: PreparedRun, observers: tuple[Observer, ...] = ()) -> RunResult
             empty_directory(run.directory, made=run.made)
         raise
     sizes = count_parameters(run.private.model)
-    if outcome.finished and run.private.is_sharded:
-        with run.scoring():
-            fill_whole(run.whole, run.private.model)
-    if not leads:
-        return RunResult(outcome=outcome, summary={}, directory=run.directory)
-    scored = run.scored if run.whole is None else run.whole.to(run.private.device)
+    scores: dict[str, Any] = {"heldout_scores": {}}
     if outcome.finished:
         # First of all: whatever happens to a report, the model was paid for.
-        save_weights(run.task, scored, run.directory / "model")
-        recorder.score_last(scored)
+        _save(run)
+        with _whole_or_lent(run) as scored:
+            scores = _scores(run, scored, recorder, log) if leads else scores
+    if not leads:
+        return RunResult(outcome=outcome, summary={}, directory=run.directory)
     records = log.read()
-    texts: dict[str, Any] = {}
-    scores: dict[str, Any] = {}
-    if outcome.finished:
-        scores = scores_by_split(run.task, scored, records)
-        if run.task.evaluate_texts is not None:
-            texts = {"generation": run.task.evaluate_texts(scored)}
     findings = tuple(diagnose(records, run.private.plan))
     warnings = [finding.to_json() for finding in findings]
-    more = sizes | {"warnings": warnings, "heldout_scores": scores} | texts
+    more = sizes | {"warnings": warnings} | scores
     summary = _write_results(run, outcome, records, more)
     return RunResult(outcome=outcome, summary=summary, directory=run.directory, findings=findings)
+
+
+def _save(run: PreparedRun) -> None:
+    """Write the trained weights; collective where they are sharded."""
+    if run.private.is_sharded:
+        with run.scoring():
+            fill_whole(run.whole, run.private.model)
+    if run.private.world.leads:
+        save_weights(run.task, run.whole or run.scored, run.directory / "model")
+
+
+@contextmanager
+def _whole_or_lent(run: PreparedRun) -> Iterator[torch.nn.Module]:
+    """The model as rank 0 scores it: the whole copy, unless its device has no room for one."""
+    private, room = run.private, True
+    if private.is_sharded:
+        room = private.world.from_first(run.whole is None or has_room(run.whole, private.device))
+    if room:
+        yield run.scored if run.whole is None else run.whole.to(private.device)
+        return
+    with run.scoring(), private.lent_weights():
+        yield run.scored
+
+
+def _scores(
+    run: PreparedRun, scored: torch.nn.Module, recorder: Recorder, log: MetricsLog
+) -> dict[str, Any]:
+    """What the finished run scored on every split, and what its texts did."""
+    recorder.score_last(scored)
+    found: dict[str, Any] = {"heldout_scores": scores_by_split(run.task, scored, log.read())}
+    if run.task.evaluate_texts is not None:
+        found["generation"] = run.task.evaluate_texts(scored)
+    return found
 
 
 def _callbacks(run: PreparedRun, recorder: Recorder) -> list[Callback]:
     """What follows every update: the average first, for it is what is evaluated.
 
-    Rank 0 records. All ranks of a sharded run gather its weights where that means to evaluate.
+    Rank 0 records. All ranks of a sharded run lend it their weights where that means to evaluate.
     """
     found: list[Callback] = []
     average, private = run.average, run.private
@@ -272,7 +297,7 @@ def _callbacks(run: PreparedRun, recorder: Recorder) -> list[Callback]:
         with ExitStack() as stack:
             if gathers:
                 stack.enter_context(run.scoring())
-                stack.enter_context(private.whole_weights())
+                stack.enter_context(private.lent_weights())
             if private.world.leads:
                 recorder(progress)
 

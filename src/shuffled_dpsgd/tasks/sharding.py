@@ -52,3 +52,11 @@ def fill_whole(whole: nn.Module | None, sharded: nn.Module) -> None:
     for name, buffer in sharded.named_buffers():
         if name in buffers:
             buffers[name].copy_(buffer)
+
+
+def has_room(whole: nn.Module, device: torch.device) -> bool:
+    """Whether a whole model fits beside what a device holds, with half of it again to run it."""
+    if device.type != "cuda":
+        return True
+    free, _ = torch.cuda.mem_get_info(device)
+    return 1.5 * sum(parameter.nbytes for parameter in whole.parameters()) < free

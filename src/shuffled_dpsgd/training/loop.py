@@ -124,7 +124,7 @@ def train(
     """
     settings = settings or LoopSettings()
     private.clock.start()
-    with private.clock.part("checks"), private.whole_weights():
+    with private.clock.part("checks"), private.lent_weights():
         check_independence(private.model, data, per_sample_loss, collate=settings.collate)
     extras = dict(settings.extras) | ({} if scheduler is None else {"scheduler": scheduler})
     if resume:

@@ -159,6 +159,16 @@ class PrivateTraining:
         with nullcontext() if self._sharding is None else self._sharding.whole():
             yield
 
+    @contextmanager
+    def lent_weights(self) -> Iterator[None]:
+        """As `whole_weights`, for models that fit on no rank: weights come layer by layer.
+
+        Each forward of a rank asks the others for its weights anew. All ranks must enter, and those
+        that do not run the model answer until all others leave.
+        """
+        with nullcontext() if self._sharding is None else self._sharding.lending():
+            yield
+
     @property
     def frame(self) -> Permutation | None:
         """How the weights lie now, where noise is drawn as if they had never moved."""

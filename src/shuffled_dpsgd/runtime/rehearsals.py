@@ -41,8 +41,11 @@ _here = threading.local()
 
 def may_rehearse(device: torch.device) -> bool:
     """Whether kernels are compiled for this device, and threads may do it."""
-    allowed = device.type == "cuda" and os.environ.get(SWITCH, "1") != "0"
-    return allowed and launchers.make_safe_for_threads()
+    return _is_wanted(device) and launchers.make_safe_for_threads()
+
+
+def _is_wanted(device: torch.device) -> bool:
+    return device.type == "cuda" and os.environ.get(SWITCH, "1") != "0"
 
 
 def get_ready(device: torch.device) -> None:
@@ -51,7 +54,7 @@ def get_ready(device: torch.device) -> None:
     Called as soon as it is known that there will be a private run, it saves the time they take to
     start.
     """
-    if may_rehearse(device):
+    if _is_wanted(device):
         service.begin()
 
 

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from shuffled_dpsgd.runtime import rehearsals
+from shuffled_dpsgd.runtime import launchers, rehearsals
 from shuffled_dpsgd.runtime.compiling import service
 
 
@@ -35,7 +35,7 @@ def fakes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(service, "_driver", lambda: None)
     monkeypatch.setattr(service, "_digest", lambda: None)
     monkeypatch.setattr(service.sys, "platform", "linux")
-    monkeypatch.setattr(rehearsals.launchers, "make_safe_for_threads", lambda: True)
+    monkeypatch.setattr(launchers, "make_safe_for_threads", lambda: True)
     service._begin.cache_clear()
     yield
     service._begin.cache_clear()
@@ -106,6 +106,25 @@ def test_a_release_that_is_not_understood_is_said(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(service, "say_once", said.append)
     service.begin()
     assert (len(said), FakeWorkers.closed) == (1, 1)
+
+
+def test_where_threads_may_not_compile_nobody_does_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launchers, "make_safe_for_threads", lambda: False)
+    service.begin()
+    assert (FakeWorkers.started, FakeWorkers.closed) == (1, 1)
+    assert service.tally() == {}
+
+
+def test_processes_begin_before_this_one_imports_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    started_by_then: list[int] = []
+
+    def look() -> bool:
+        started_by_then.append(FakeWorkers.started)
+        return True
+
+    monkeypatch.setattr(launchers, "make_safe_for_threads", look)
+    rehearsals.get_ready(torch.device("cuda"))
+    assert started_by_then == [1]
 
 
 def test_work_is_done_once_and_waited_for() -> None:

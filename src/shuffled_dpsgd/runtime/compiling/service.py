@@ -9,6 +9,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable
 
+from shuffled_dpsgd.runtime import launchers
 from shuffled_dpsgd.runtime.compiling.triton_hook import TritonHook, install
 from shuffled_dpsgd.runtime.compiling.workers import Workers
 from shuffled_dpsgd.runtime.notices import say_once
@@ -64,8 +65,12 @@ def begin() -> None:
 
 @functools.cache
 def _begin() -> None:
+    # First of all: while this process imports Triton, so do they.
     workers = _start()
     if workers is None:
+        return
+    if not launchers.make_safe_for_threads():
+        workers.close()
         return
     hook = install(workers, _digest)
     if hook is None:

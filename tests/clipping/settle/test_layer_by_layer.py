@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import pytest
@@ -20,6 +20,7 @@ class OneOfTwo:
 
     ranks = 2
     modules: tuple[nn.Module, ...] = ()
+    computed_in: frozenset[torch.dtype] = frozenset()
 
     def __init__(self) -> None:
         self.scattered: list[dict[str, torch.Size]] = []
@@ -27,7 +28,11 @@ class OneOfTwo:
     def is_any(self, flag: bool) -> bool:
         return flag
 
-    def gather(self) -> None: ...
+    def lending(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def gradients_to(self, take: Callable[[str, Tensor], None]) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def reshard(self) -> None: ...
 

@@ -17,10 +17,12 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader
 
 from distributed import replicas
 from distributed.replicas import CASES, refusal
 from distributed.sharded_models import shard, whole
+from shuffled_dpsgd.clipping.checks.solo_runs import Autocast
 from shuffled_dpsgd.distributed import current_world
 from shuffled_dpsgd.distributed.borrowed import BorrowedGraph
 from shuffled_dpsgd.distributed.lending import Lending
@@ -291,6 +293,23 @@ def uneven_runs() -> dict[str, Any]:
     run(3 if rank == 0 else 0)
     found["refused"] = refusal(lambda: run(1, breaks=rank == 1))
     return found | {"shards": all(isinstance(p, DTensor) for p in model.parameters())}
+
+
+def on_trial(name: str) -> dict[str, Any]:
+    """Batches that are booked for the standing check alone, by one rank and by the other not."""
+    case = CASES[name](torch.float64)
+    private = start(case, shuffle="off")
+    checks, rank = private.engine._checks, current_world().rank
+    batch = next(iter(DataLoader(case.data, batch_size=3)))
+    kwargs = {"input_ids": batch["input_ids"]}
+    found: dict[str, int] = {}
+    with private, whole_weights_counted(found), private.lent_weights():
+        if rank == 1:
+            checks.standing.try_batch(((), kwargs), 3, 3, Autocast.now("cpu"))
+    return found | {
+        "checked": private.engine.num_checked,
+        "shards": all(isinstance(p, DTensor) for p in private.model.parameters()),
+    }
 
 
 def _break(module: nn.Module, args: Any) -> None:

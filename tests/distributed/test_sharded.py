@@ -104,6 +104,17 @@ def test_ranks_on_loan_run_as_often_as_they_like(launcher: Launcher) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["bert", "gpt2"])
+def test_a_batch_on_trial(launcher: Launcher, name: str) -> None:
+    """Book-keeping and autograd agree on loan too; a rank that tries nothing answers."""
+    one, two = launcher.run(HERE, "on_trial", name=name)
+    assert (one["checked"], two["checked"]) == (0, 2)
+    assert two["gradients"] > 0
+    assert one["shards"]
+    assert two["shards"]
+
+
+@pytest.mark.slow
 def test_weights_are_lent_only_where_something_is_checked(launcher: Launcher) -> None:
     """And no rank ever holds sums of more than the largest layer beside its own rows."""
     for one in launcher.run(HERE, "held_in_a_run"):

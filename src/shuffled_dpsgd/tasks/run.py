@@ -126,7 +126,7 @@ def prepare(
         whole = None
         if config.training.sharding == "sharded":
             whole = copy.deepcopy(task.model) if world.leads else None
-            shard_model(task.model.to(device), world, device)
+            shard_model(task.model, world, device)
         model = task.model.to(device)
         decay = config.training.weight_averaging
         kind = ShardedAverage if config.training.sharding == "sharded" else WeightAverage

@@ -13,7 +13,8 @@ from shuffled_dpsgd.runtime.shards import is_sharded
 def shard_model(model: nn.Module, world: World, device: torch.device) -> None:
     """Spread a model over all ranks: every block by itself, the rest with the root.
 
-    Blocks are what lists of modules hold; each is gathered when it runs.
+    Blocks are what lists of modules hold; each is gathered when it runs. FSDP moves them to the
+    device one by one, so that no device ever has the whole model.
 
     Raises:
         InvalidArgumentError: there are no ranks to spread it over.

@@ -41,14 +41,19 @@ def data(size: int = 300) -> TensorDataset:
 
 def target(**privacy: object) -> AuditTarget:
     records = data()
+
+    def fresh_model(seed: int) -> torch.nn.Module:
+        return build_model("vit-digits", num_labels=10, device="cpu", seed=seed)
+
     task = classification_task(
         "noise",
-        build_model("vit-digits", num_labels=10, device="cpu"),
+        fresh_model(0),
         Splits(train=records, heldout={"test": records}),
+        fresh_model=fresh_model,
     )
 
     def start(size: int):
-        model = build_model("vit-digits", num_labels=10, device="cpu")
+        model = fresh_model(0)
         return make_private(
             model,
             torch.optim.SGD(model.parameters(), lr=0.05),

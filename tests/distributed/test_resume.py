@@ -106,7 +106,10 @@ def kill_one_and_resume(
         assert set(updates(folder)) == set(range(steps))
 
 
-@pytest.mark.parametrize(("secure", "sharded"), [(False, False), (True, False), (False, True)])
+@pytest.mark.parametrize(
+    ("secure", "sharded"),
+    [(False, False), pytest.param(True, False, marks=pytest.mark.slow), (False, True)],
+)
 def test_a_killed_rank_costs_nothing_but_lost_steps(
     launcher: Launcher, tmp_path: Path, secure: bool, sharded: bool
 ) -> None:

@@ -97,6 +97,7 @@ def test_a_figure_is_written_in_three_forms(name: str, tmp_path: Path) -> None:
     assert record["environment"]["numpy"]
 
 
+@pytest.mark.slow
 def test_fig3_is_written_too(tmp_path: Path) -> None:
     one_panel = FigureRecipe(
         name="fig3",

@@ -92,9 +92,19 @@ def watch_events() -> list[float]:
     here = timed(method, lambda kernel, *_: f"here: {kernel.fn.__name__}", compilations)
     # The hook that is put there later looks at the parameters.
     JITFunction._do_compile = functools.wraps(method)(here)
-    TritonHook._prepare = timed(  # type: ignore[method-assign]
-        TritonHook._prepare, lambda _, variant, *__: f"a worker: {variant[1]}", []
-    )
+    asked_at: dict[Any, float] = {}
+    ask = TritonHook._ask
+
+    def noted(hook: Any, variant: Any, request: Any) -> None:
+        asked_at.setdefault(variant, time.perf_counter())
+        ask(hook, variant, request)
+
+    def label(_: Any, variant: Any, *__: Any) -> str:
+        age = time.perf_counter() - asked_at.get(variant, time.perf_counter())
+        return f"a worker: {variant[1]}, asked for {age:.2f} s ago"
+
+    TritonHook._ask = noted  # type: ignore[method-assign]
+    TritonHook._prepare = timed(TritonHook._prepare, label, [])  # type: ignore[method-assign]
     return compilations
 
 

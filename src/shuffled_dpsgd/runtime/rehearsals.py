@@ -13,6 +13,7 @@ one after the other.
 from __future__ import annotations
 
 import atexit
+import multiprocessing
 import os
 import sys
 import threading
@@ -20,6 +21,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 
@@ -35,6 +37,8 @@ SWITCH_SECONDS = 1e-4
 # Threads wait for processes that compile most of the time; so there may be more than cores.
 FEWEST_THREADS = 16
 SECONDS_AT_EXIT = 3.0
+# There where the driver for NVIDIA GPUs is loaded.
+_DRIVER = Path("/dev/nvidiactl")
 Work = Callable[[], object]
 _here = threading.local()
 
@@ -56,6 +60,25 @@ def get_ready(device: torch.device) -> None:
     """
     if _is_wanted(device):
         service.begin()
+
+
+def get_ready_early() -> None:
+    """The same before a device is chosen, on a machine with an NVIDIA GPU.
+
+    Only in a process of the user's own, not in those that load data for it.
+    """
+    is_first = multiprocessing.parent_process() is None
+    if is_first and has_nvidia_gpu() and os.environ.get(SWITCH, "1") != "0":
+        service.begin_early()
+
+
+def has_nvidia_gpu() -> bool:
+    """Whether a GPU seems to be there that this process may see; CUDA is not asked.
+
+    Once it is asked it no longer looks at `CUDA_VISIBLE_DEVICES`, which may still be set.
+    """
+    seen = os.environ.get("CUDA_VISIBLE_DEVICES", "0")
+    return torch.version.cuda is not None and seen not in ("", "-1") and _DRIVER.exists()
 
 
 def are_whole(tensors: Iterable[torch.Tensor]) -> bool:

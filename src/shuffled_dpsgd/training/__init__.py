@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from shuffled_dpsgd.options import PrivacyOptions
+from shuffled_dpsgd.runtime.rehearsals import get_ready_early
 from shuffled_dpsgd.training.assemble import assemble, make_private
 from shuffled_dpsgd.training.card import AuditedBound, PrivacyCard
 from shuffled_dpsgd.training.card_of_plan import write_card
@@ -56,3 +57,6 @@ __all__ = [
     "train",
     "write_card",
 ]
+
+# Whoever imports this is likely to train soon. Loading data takes longer than starting a compiler.
+get_ready_early()

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -31,6 +34,7 @@ def fakes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(service, "Workers", FakeWorkers)
     monkeypatch.setattr(service, "install", lambda workers, ready: SimpleNamespace(workers=workers))
     monkeypatch.setattr(service, "_hooks", [])
+    monkeypatch.setattr(service, "_early", [])
     monkeypatch.setattr(service, "triton_available", lambda: True)
     monkeypatch.setattr(service, "_driver", lambda: None)
     monkeypatch.setattr(service, "_digest", lambda: None)
@@ -62,9 +66,42 @@ def test_processes_that_are_of_no_use_are_not_replaced() -> None:
     assert FakeWorkers.started == 1
 
 
+def test_processes_that_were_started_early_are_taken_over() -> None:
+    for _ in range(2):
+        service.begin_early()
+    early = service._early[0]
+    service.begin()
+    service.begin_early()
+    assert (FakeWorkers.started, FakeWorkers.closed) == (1, 0)
+    assert service._hooks[0].workers is early
+
+
+def test_processes_that_were_started_too_early_are_replaced() -> None:
+    service.begin_early()
+    early = service._early[0]
+    early.have_left = True
+    service.begin()
+    assert (FakeWorkers.started, FakeWorkers.closed) == (2, 1)
+    assert service._hooks[0].workers is not early
+
+
+def test_a_system_that_allows_no_process_is_not_said_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> None:
+        raise OSError("too many processes")
+
+    said: list[str] = []
+    monkeypatch.setattr(service, "Workers", refuse)
+    monkeypatch.setattr(service, "say_once", said.append)
+    service.begin_early()
+    assert said == []
+    service.begin()
+    assert len(said) == 1
+
+
 @pytest.mark.parametrize("platform", ["darwin", "win32"])
 def test_other_systems_compile_as_they_did(monkeypatch: pytest.MonkeyPatch, platform: str) -> None:
     monkeypatch.setattr(service.sys, "platform", platform)
+    service.begin_early()
     service.begin()
     assert FakeWorkers.started == 0
 
@@ -86,6 +123,51 @@ def test_they_are_started_for_a_gpu_unless_rehearsals_are_off(
     monkeypatch.delenv(rehearsals.SWITCH)
     rehearsals.get_ready(gpu)
     assert FakeWorkers.started == 1
+
+
+@pytest.fixture
+def gpu_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(rehearsals, "_DRIVER", tmp_path)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    for name in ("CUDA_VISIBLE_DEVICES", rehearsals.SWITCH):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.usefixtures("gpu_machine")
+def test_they_are_started_early_where_there_is_a_gpu() -> None:
+    rehearsals.get_ready_early()
+    assert FakeWorkers.started == 1
+
+
+@pytest.mark.usefixtures("gpu_machine")
+@pytest.mark.parametrize(
+    ("owner", "name", "value"),
+    [
+        (os.environ, "CUDA_VISIBLE_DEVICES", ""),
+        (os.environ, "CUDA_VISIBLE_DEVICES", "-1"),
+        (os.environ, rehearsals.SWITCH, "0"),
+        (torch.version, "cuda", None),
+        (rehearsals, "_DRIVER", Path("nowhere")),
+        (rehearsals.multiprocessing, "parent_process", lambda: "the one that trains"),
+    ],
+)
+def test_elsewhere_nothing_is_started_early(
+    monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, value: Any
+) -> None:
+    change = monkeypatch.setitem if owner is os.environ else monkeypatch.setattr
+    change(owner, name, value)
+    rehearsals.get_ready_early()
+    assert FakeWorkers.started == 0
+
+
+@pytest.mark.usefixtures("gpu_machine")
+def test_whether_there_is_a_gpu_is_found_without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> bool:
+        raise AssertionError("from now on CUDA_VISIBLE_DEVICES would be ignored")
+
+    monkeypatch.setattr(torch.cuda, "is_available", refuse)
+    monkeypatch.setattr(torch.cuda, "device_count", refuse)
+    assert rehearsals.has_nvidia_gpu()
 
 
 def test_a_system_that_allows_no_process_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

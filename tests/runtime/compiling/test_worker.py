@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import socket
+import sys
 import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 
@@ -104,3 +106,17 @@ def test_what_cannot_be_compiled_is_an_answer() -> None:
     answer = worker.compile_one(b"no request")
     assert answer != DONE
     assert answer.startswith(b"UnpicklingError")
+
+
+def test_the_driver_is_built_for_whoever_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    built: list[str] = []
+
+    def refuse() -> None:
+        built.append("tried")
+        raise FileNotFoundError("no C compiler")
+
+    for build in (lambda: built.append("built"), refuse):
+        driver = SimpleNamespace(CudaUtils=build)
+        monkeypatch.setitem(sys.modules, "triton.backends.nvidia.driver", driver)
+        worker._build_driver()
+    assert built == ["built", "tried"]

@@ -17,6 +17,8 @@ from shuffled_dpsgd.runtime.triton_support import triton_available
 
 _NOT_STARTED = "Kernels are compiled in this process, and the first steps take longer: "
 _hooks: list[TritonHook] = []
+# Started before it was known whether there would be a run; the first run takes them over.
+_early: list[Workers] = []
 
 
 class _Once:
@@ -47,6 +49,23 @@ def _digest_triton() -> None:
 
 
 _driver, _digest = _Once(_make_driver), _Once(_digest_triton)
+
+
+def begin_early() -> None:
+    """Start the processes before it is known whether there will be a run, which `begin` tells.
+
+    Until then they import what they need, while this process loads its data. The GPU is left
+    alone: whoever imports this package may still choose one, or none.
+    """
+    if sys.platform != "linux" or not triton_available() or _hooks or _early:
+        return
+    try:
+        _early.append(Workers())
+    except OSError:  # There may never be a run; `begin` tries again, and says so.
+        return
+    # Not imported for its sake: two threads that import at a time may see half a module.
+    if "triton.runtime.cache" in sys.modules:
+        threading.Thread(target=_digest, name="compiling", daemon=True).start()
 
 
 def begin() -> None:
@@ -83,6 +102,12 @@ def _begin() -> None:
 
 
 def _start() -> Workers | None:
+    """New processes, or those that were started early, if they are still there."""
+    early = _early.pop() if _early else None
+    if early is not None and not early.have_left:
+        return early
+    if early is not None:
+        early.close()
     try:
         return Workers()
     except OSError as error:

@@ -14,7 +14,7 @@ import select
 import signal
 import socket
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -37,12 +37,14 @@ def main(descriptors: Sequence[int], workers: int) -> None:
     lanes = [socket.socket(fileno=descriptor) for descriptor in descriptors]
     leave_torch_out()
     reason = _get_ready()
+    # For whoever asks: meanwhile this process imports.
+    forks = [_fork(_build_driver)]
     _import_until_asked(lanes)
     # With all kernels on disk there is never a request, and nothing is forked.
     asked = select.select(lanes, [], [], IDLE_SECONDS)[0]
     if not asked or not asked[0].recv(1, socket.MSG_PEEK):
         return
-    forks = [_fork(lanes, reason) for _ in range(workers)]
+    forks += [_fork(lambda: serve(lanes, reason)) for _ in range(workers)]
     for lane in lanes:
         lane.close()
     for fork in forks:
@@ -57,6 +59,14 @@ def _get_ready() -> str | None:
     except Exception as error:
         return _words(error)
     return None
+
+
+def _build_driver() -> None:
+    """Have Triton's driver in the cache, a C program, by the time that somebody loads it."""
+    try:
+        importlib.import_module("triton.backends.nvidia.driver").CudaUtils()
+    except Exception:  # It is then built where it is needed.
+        return
 
 
 def _import_until_asked(lanes: Sequence[socket.socket]) -> None:
@@ -79,11 +89,11 @@ def kernel_modules() -> Iterator[str]:
             yield ".".join(parts)
 
 
-def _fork(lanes: Sequence[socket.socket], reason: str | None) -> int:
+def _fork(work: Callable[[], None]) -> int:
     fork = os.fork()
     if fork == 0:
         try:
-            serve(lanes, reason)
+            work()
         finally:
             os._exit(0)
     return fork

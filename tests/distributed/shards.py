@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -16,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
@@ -30,7 +32,15 @@ from shuffled_dpsgd.distributed.sharded_sums import ShardedSums
 from shuffled_dpsgd.errors import UnsupportedModuleError
 from shuffled_dpsgd.integrations.hf_conflicts import check_model
 from shuffled_dpsgd.permutation import apply, discover, draw
-from shuffled_dpsgd.training import GaussianNoise, PrivateTraining, RandomStreams
+from shuffled_dpsgd.tasks.averaging import ShardedAverage
+from shuffled_dpsgd.tasks.sharding import fill_whole
+from shuffled_dpsgd.training import (
+    GaussianNoise,
+    PrivateTraining,
+    RandomStreams,
+    load_checkpoint,
+    save_checkpoint,
+)
 from shuffled_dpsgd.training.physical import find_physical_batch_size
 from training.cases import Case, FixedSampler, run
 
@@ -413,6 +423,44 @@ def compiled_blocks(name: str, backend: str) -> dict[str, Any]:
         "as a whole": refusal(
             lambda: [case.loss(as_a_whole, batch) for batch in traced.batches(case.data)]
         ),
+    }
+
+
+class FunctionalCollectives(TorchDispatchMode):
+    """Counts the collectives that a DTensor asks for by itself."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(kind is DTensor for kind in types):
+            return NotImplemented  # What it becomes is seen here afterwards.
+        self.count += func.namespace == "_c10d_functional"
+        return func(*args, **(kwargs or {}))
+
+
+def collectives_of_dtensors(directory: str) -> dict[str, Any]:
+    """All that a run asks of a sharded model: checks, steps, shuffles, checkpoints, weights."""
+    case, kept, asked = CASES["mlp"](torch.float64), Path(directory), FunctionalCollectives()
+    with asked:
+        private = start(case, check_rate=1.0)
+        average = ShardedAverage(private.model, decay=0.5)
+        run(private, case)
+        average.update(private.model)
+        saved = save_checkpoint(private, kept, extras={"average": average})
+        private.release()
+        copied = case.make()
+        fill_whole(current_world(), copied, private.model)
+        load_checkpoint(start(case), saved, extras={"average": average})
+    found = {
+        "asked for": asked.count,
+        "checked": private.engine.num_checked,
+        "verified": private.shuffling.num_verified,
+    }
+    with asked:
+        expected = everything(private.model, private.optimizer)
+    return found | {
+        "seen if there are any": asked.count,
+        "same": all(torch.equal(p, expected[name]) for name, p in copied.named_parameters()),
     }
 
 

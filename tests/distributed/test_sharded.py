@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -127,6 +128,15 @@ def test_weights_are_lent_only_where_something_is_checked(launcher: Launcher) ->
 def test_a_sample_without_a_finite_gradient_is_counted_everywhere(launcher: Launcher) -> None:
     for one in launcher.run("distributed.replicas", "one_bad_sample", sharded=True):
         assert one == {"found": [1], "finite": True}
+
+
+def test_dtensors_send_nothing_by_themselves(launcher: Launcher, tmp_path: Path) -> None:
+    """Their own collectives crash where gloo carries CUDA tensors, so ours carry everything."""
+    for one in launcher.run(HERE, "collectives_of_dtensors", directory=str(tmp_path)):
+        assert one["checked"] > 0
+        assert one["verified"] > 0
+        assert one["same"]
+        assert one["asked for"] == 0 < one["seen if there are any"]
 
 
 @pytest.mark.slow

@@ -21,9 +21,9 @@ import torch
 from torch import Tensor, nn
 
 from shuffled_dpsgd.distributed.borrowed import BorrowedGraph, Loan
+from shuffled_dpsgd.distributed.gathering import gather_together
 from shuffled_dpsgd.distributed.world import World
 from shuffled_dpsgd.errors import RankError
-from shuffled_dpsgd.runtime.shards import RowSplit, held
 
 _DONE = -1
 
@@ -39,11 +39,6 @@ class LentWeight:
     shard: nn.Parameter
     owners: tuple[tuple[nn.Module, str], ...]
     dtype: torch.dtype
-
-    def width(self, ranks: int) -> int:
-        """How much of it a rank has, at most."""
-        shape = self.shard.shape
-        return RowSplit(rows=shape[0], ranks=ranks).per_rank * shape[1:].numel()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,19 +199,9 @@ class Lending:
 
     def _unpacked(self, parcel: Sequence[LentWeight]) -> dict[str, Tensor]:
         """Whole weights that were sent together; a copy of each, unless there is only one."""
-        world, widths = self._world, [weight.width(self._world.size) for weight in parcel]
-        shard = held(parcel[0].shard)
-        pieces = torch.empty(world.size, sum(widths), dtype=parcel[0].dtype, device=shard.device)
-        parts = pieces.split(widths, dim=1)
-        for weight, part in zip(parcel, parts, strict=True):
-            rows = held(weight.shard).detach().reshape(-1)
-            part[world.rank, : rows.numel()] = rows
-        world.gather_pieces_(pieces.view(-1))
-        found = {}
-        for weight, part in zip(parcel, parts, strict=True):
-            shape = weight.shard.shape
-            found[weight.name] = part.reshape(-1)[: shape.numel()].view(shape)
-        return found
+        shards, dtype = [weight.shard for weight in parcel], parcel[0].dtype
+        wholes = gather_together(self._world, shards, dtype)
+        return {weight.name: whole for weight, whole in zip(parcel, wholes, strict=True)}
 
 
 def lent_modules(model: nn.Module, wrapped: Sequence[Any]) -> list[LentModule]:

@@ -253,7 +253,7 @@ def _save(run: PreparedRun) -> None:
     """Write the trained weights; collective where they are sharded."""
     if run.private.is_sharded:
         with run.scoring():
-            fill_whole(run.whole, run.private.model)
+            fill_whole(run.private.world, run.whole, run.private.model)
     if run.private.world.leads:
         save_weights(run.task, run.whole or run.scored, run.directory / "model")
 

@@ -6,8 +6,8 @@ import torch
 from torch import nn
 
 from shuffled_dpsgd.distributed import World
+from shuffled_dpsgd.distributed.gathering import gather_whole
 from shuffled_dpsgd.errors import InvalidArgumentError
-from shuffled_dpsgd.runtime.shards import is_sharded
 
 
 def shard_model(model: nn.Module, world: World, device: torch.device) -> None:
@@ -39,14 +39,14 @@ def shard_model(model: nn.Module, world: World, device: torch.device) -> None:
 
 
 @torch.no_grad()
-def fill_whole(whole: nn.Module | None, sharded: nn.Module) -> None:
+def fill_whole(world: World, whole: nn.Module | None, sharded: nn.Module) -> None:
     """Copy a sharded model into a whole one, on the ranks that have one. Collective.
 
     One parameter is gathered at a time.
     """
     targets = {} if whole is None else dict(whole.named_parameters())
     for name, parameter in sharded.named_parameters():
-        found = parameter.full_tensor() if is_sharded(parameter) else parameter  # type: ignore[attr-defined]
+        found = gather_whole(world, parameter)
         if whole is not None:
             targets[name].copy_(found)
     buffers = {} if whole is None else dict(whole.named_buffers())

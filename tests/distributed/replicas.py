@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import torch
 from torch.utils.data import TensorDataset
@@ -16,6 +17,7 @@ from torch.utils.data import TensorDataset
 from distributed.sharded_models import shard, whole
 from shuffled_dpsgd.distributed import current_world
 from shuffled_dpsgd.distributed.exchange import ReplicatedSums
+from shuffled_dpsgd.distributed.world import leave_world
 from shuffled_dpsgd.errors import ShuffledDPError
 from shuffled_dpsgd.training import (
     GaussianNoise,
@@ -263,8 +265,14 @@ def broken_data(rank: int) -> None:
 
 
 def killed_in_a_step(rank: int) -> None:
-    """One rank is killed while the others wait for its sums."""
+    """One rank is killed while the others wait for its sums; a launcher then ends those too."""
     case = mlp_case()
+
+    def leave() -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        leave_world()
+
+    mock.patch("shuffled_dpsgd.distributed.launch.leave_world", leave).start()
     private = start(case)
     private.sampler = FixedSampler([1, 2, 3, 4])
     if current_world().rank == rank:

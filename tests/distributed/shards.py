@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -303,6 +305,17 @@ def uneven_runs() -> dict[str, Any]:
     run(3 if rank == 0 else 0)
     found["refused"] = refusal(lambda: run(1, breaks=rank == 1))
     return found | {"shards": all(isinstance(p, DTensor) for p in model.parameters())}
+
+
+def killed_in_a_shuffle(rank: int) -> None:
+    """One rank is killed while the others wait for the rows that move."""
+    case = CASES["mlp"](torch.float32)
+    private = start(case)
+    private.sampler = FixedSampler([1, 2, 3, 4])
+    if current_world().rank == rank:
+        sending = "shuffled_dpsgd.permutation.move.sharded.send_rows"
+        mock.patch(sending, lambda *_: os.kill(os.getpid(), signal.SIGKILL)).start()
+    run(private, case)
 
 
 def on_trial(name: str) -> dict[str, Any]:

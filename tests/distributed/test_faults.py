@@ -48,6 +48,7 @@ def test_a_rank_that_cannot_load_a_record_tells_the_others(launcher: Launcher) -
 
 
 def test_a_rank_killed_in_a_step_ends_the_others(launcher: Launcher) -> None:
+    """And they say so, though torchrun tells them to end in the same moment."""
     started = time.monotonic()
     launcher.start(HERE, "killed_in_a_step", rank=1)
     assert launcher.wait() == [1, -signal.SIGKILL]
@@ -55,6 +56,15 @@ def test_a_rank_killed_in_a_step_ends_the_others(launcher: Launcher) -> None:
     said = launcher.error(0)
     assert "RankError: rank 0 of 2 waited for sums of all ranks, but a rank is gone" in said
     assert "resume from the last checkpoint" in said
+
+
+def test_a_rank_killed_in_a_shuffle_of_shards_ends_the_others(launcher: Launcher) -> None:
+    """None takes for another's failure that it could not reach it."""
+    launcher.start("distributed.shards", "killed_in_a_shuffle", rank=1)
+    assert launcher.wait() == [1, -signal.SIGKILL]
+    said = launcher.error(0)
+    assert "RankError: rank 0 of 2 waited for weights of all ranks, but a rank is gone (" in said
+    assert "another rank failed" not in said
 
 
 @pytest.mark.slow

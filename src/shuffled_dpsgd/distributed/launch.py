@@ -7,6 +7,8 @@ The environment says who a process is: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR
 from __future__ import annotations
 
 import os
+import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -54,10 +56,27 @@ def launched(device: str = "auto") -> Iterator[World]:
     try:
         yield world
     except Exception as error:
-        with world.last_words(error):
+        with _undisturbed(), world.last_words(error):
             leave_world()
         raise
     leave_world()
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Inside, SIGTERM ends nothing: this process is ending, and has yet to say why.
+
+    A launcher that sees one rank die sends it to all others at once.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield  # Handlers of signals can only be set in the main thread.
+        return
+    before = signal.signal(signal.SIGTERM, lambda *_: None)
+    try:
+        yield
+    finally:
+        # None stands for a handler that was not set by Python.
+        signal.signal(signal.SIGTERM, signal.SIG_DFL if before is None else before)
 
 
 def _join(*, on_gpu: bool) -> None:

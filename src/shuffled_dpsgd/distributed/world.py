@@ -214,7 +214,9 @@ class GroupWorld:
         text = " ".join(f"{type(error).__name__}: {error}".split())[:500]
         store, line = _store(), f"rank {self.rank}: {text}\n"
         agreed = isinstance(error, ShuffledDPError) and error.said_by_rank_0
-        if self._has_told or agreed or isinstance(error, RankError) or store is None:
+        # What only says that another rank is gone explains nothing to anybody.
+        of_others = isinstance(error, RankError) or _is_of_communication(error)
+        if self._has_told or agreed or of_others or store is None:
             return
         self._has_told = True
         try:
@@ -258,8 +260,7 @@ class GroupWorld:
 
     def explain(self, error: Exception) -> Exception:
         """The error, or a `RankError` where it is one of communication."""
-        spoken = isinstance(error, dist.DistError) or "gloo" in str(error)
-        if not isinstance(error, RuntimeError) or not spoken:
+        if not _is_of_communication(error):
             return error
         return self._gone("weights of all ranks", error)
 
@@ -310,6 +311,12 @@ def declared_size() -> int:
     """How many processes the launcher says it has started; 1 without a launcher."""
     text = os.environ.get("WORLD_SIZE", "1")
     return int(text) if text.isdigit() and "RANK" in os.environ else 1
+
+
+def _is_of_communication(error: BaseException) -> bool:
+    """Whether torch says that it could not reach another rank."""
+    spoken = isinstance(error, dist.DistError) or "gloo" in str(error)
+    return isinstance(error, RuntimeError) and spoken
 
 
 def _store() -> Any:

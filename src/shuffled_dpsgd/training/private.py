@@ -394,7 +394,10 @@ class PrivateTraining:
         try:
             self._update_together()
         except Exception as error:
-            self.world.tell_failure(error)
+            explained = self.world.explain(error)
+            self.world.tell_failure(explained)
+            if explained is not error:
+                raise explained from error
             raise
 
     def _update_together(self) -> None:

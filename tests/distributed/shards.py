@@ -307,6 +307,10 @@ def uneven_runs() -> dict[str, Any]:
     return found | {"shards": all(isinstance(p, DTensor) for p in model.parameters())}
 
 
+def _die(*_: Any) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 def killed_in_a_shuffle(rank: int) -> None:
     """One rank is killed while the others wait for the rows that move."""
     case = CASES["mlp"](torch.float32)
@@ -314,7 +318,7 @@ def killed_in_a_shuffle(rank: int) -> None:
     private.sampler = FixedSampler([1, 2, 3, 4])
     if current_world().rank == rank:
         sending = "shuffled_dpsgd.permutation.move.sharded.send_rows"
-        mock.patch(sending, lambda *_: os.kill(os.getpid(), signal.SIGKILL)).start()
+        mock.patch(sending, _die).start()
     run(private, case)
 
 

@@ -19,6 +19,8 @@ from shuffled_dpsgd.distributed import current_world
 from shuffled_dpsgd.distributed.exchange import ReplicatedSums
 from shuffled_dpsgd.distributed.world import leave_world
 from shuffled_dpsgd.errors import ShuffledDPError
+from shuffled_dpsgd.tasks.config import RunConfig, parse_config
+from shuffled_dpsgd.tasks.same_config import compare_configs
 from shuffled_dpsgd.training import (
     GaussianNoise,
     PoissonSampler,
@@ -184,11 +186,27 @@ def drawn_differently() -> str:
 def bad_launches() -> dict[str, str]:
     """What is refused when rank 1 differs; every rank gets the same answer and lives on."""
     case, odd = mlp_case(), current_world().rank == 1
+    sharded = replace(case, make=lambda: shard(case.make()))
+
+    def config(every: int) -> RunConfig:
+        training = {"epochs": 1, "expected_batch_size": 8, "evaluate_every": every}
+        return parse_config(
+            {
+                "task": "digits",
+                "model": {"name": "vit-digits"},
+                "data": {"format": "digits"},
+                "privacy": {"epsilon": 3.0, "delta": 1e-4, "clip_norm": 1.0},
+                "training": training,
+            }
+        )
+
     found = {
         "seed": refusal(lambda: start(case, seed=4 if odd else 3)),
         "clip": refusal(lambda: start(case, clip_norm=2.0 if odd else 1.0)),
         "model": refusal(lambda: start(vit_case() if odd else bert_case(), shuffle="off")),
         "frame": refusal(lambda: start(case, noise_frame="unshuffled")),
+        "kind": refusal(lambda: start(sharded if odd else case)),
+        "command": refusal(lambda: compare_configs(current_world(), config(3 if odd else 2))),
         "wrapped": refusal(lambda: wrapped(case)),
     }
     version = torch.__version__

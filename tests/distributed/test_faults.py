@@ -20,7 +20,9 @@ def test_bad_launches_are_refused_before_the_first_step(launcher: Launcher) -> N
     assert one == two
     named = {
         "seed": "rank 1 has another plan, in seed than rank 0",
-        "clip": "rank 1 has another plan, in clip_norm than rank 0",
+        "clip": "rank 1 has another plan, in clip_norm than rank 0: 2.0 and 1.0",
+        "kind": "rank 1 has another kind of model than rank 0: 'sharded' and 'whole'",
+        "command": "rank 1 has another training.evaluate_every than rank 0: 3 and 2",
         "model": "rank 1 has another plan, in blocks than rank 0",
         "version": "rank 1 has another version of torch than rank 0",
         "data": "rank 1 has another set of records than rank 0",

@@ -38,6 +38,7 @@ from shuffled_dpsgd.tasks.run_folder import (
     empty_directory,
     given_back_on_error,
 )
+from shuffled_dpsgd.tasks.same_config import compare_configs
 from shuffled_dpsgd.tasks.sharding import fill_whole, has_room, shard_model
 from shuffled_dpsgd.tasks.summary import (
     count_parameters,
@@ -113,6 +114,7 @@ def prepare(
     device = chosen_device(config.training.device)
     get_ready(device)
     world = current_world()
+    compare_configs(world, config)
     made = None if resume else first_does(world, lambda: claim_directory(directory))
     with given_back_on_error(directory, made=made if world.leads else None):
         if config.training.num_threads is not None:

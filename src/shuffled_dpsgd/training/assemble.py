@@ -216,7 +216,13 @@ def _find_sharding(
     world: World, model: torch.nn.Module, options: PrivacyOptions, *, compiled: bool
 ) -> ShardedModel | None:
     """How `fully_shard` has spread the model, if it has; what it does not go with is refused."""
-    if not is_wrapped(model) and not any_sharded(model.parameters()):
+    spread = is_wrapped(model) or any_sharded(model.parameters())
+    agree(
+        world,
+        {"kind of model": "sharded" if spread else "whole"},
+        remedy="call fully_shard on every rank, or on none",
+    )
+    if not spread:
         return None
     # torch.distributed.fsdp takes a while to import.
     from shuffled_dpsgd.distributed.sharding import find_sharding

@@ -98,18 +98,25 @@ def _facts(
     kinds = {n: (tuple(p.shape), str(p.dtype)) for n, p in model.named_parameters()}
     trained = [name for name, p in model.named_parameters() if p.requires_grad]
     groups = None if spec is None else spec.to_json()
-    fields = {f"plan, in {name}": mark for name, mark in plan.field_fingerprints().items()}
+    marks = plan.field_fingerprints()
     return {
         "version of Python": platform.python_version(),
         **{f"version of {name}": _version(name) for name in _PACKAGES},
         "kind of device": _hardware(next(model.parameters()).device),
-        **fields,
+        **{f"plan, in {name}": _shown(plan, name, mark) for name, mark in marks.items()},
         "model": _mark(kinds),
         "set of trained parameters": _mark(trained),
         "set of permutation groups": _mark(groups),
         "optimizer": _describe(optimizer),
         "optimizer state": _mark(sorted(map(str, optimizer.state_dict()["state"]))),
     }
+
+
+def _shown(plan: PrivacyPlan, name: str, mark: str) -> Any:
+    """A field as a refusal shows it: its value, or a mark of what is secret or long."""
+    value = getattr(plan, name)
+    plain = value is None or isinstance(value, bool | int | float | str)
+    return value if plain and name != "seed" else mark
 
 
 def _hardware(device: torch.device) -> str:

@@ -18,7 +18,7 @@ def compare_configs(world: World, config: RunConfig) -> None:
     Raises:
         RankError: they differ.
     """
-    facts = {}
+    facts: dict[str, object] = {}
     for section, value in config.without_seed().items():
         named = value if isinstance(value, dict) else {"": value}
         facts |= {f"{section}.{key}".rstrip("."): setting for key, setting in named.items()}

@@ -22,6 +22,7 @@ def test_json_has_memory_time_and_communication() -> None:
         "weights_gib", "gathered_gib", "half_copies_gib", "state_gib", "sums_gib",
         "activations_gib", "captures_gib", "peak_gib",
     }  # fmt: skip
+    assert found["largest_relative_error"] == {"time": 0.45, "memory": 0.08, "exchange": None}
     assert replicated["step_seconds"] > replicated["exchange_seconds"] > 0
     assert [row["gpus"] for row in found["weak_scaling"]][-1] == 1024
 
@@ -29,6 +30,10 @@ def test_json_has_memory_time_and_communication() -> None:
 def test_the_table_says_what_does_not_fit() -> None:
     done = CliRunner().invoke(app, ["plan", "--model", "llama-70b", "--gpus", "64"])
     words = " ".join(done.stdout.split())
-    assert "does not fit" in words
-    assert "train adapters (LoRA)" in words
+    assert "The whole model does not fit on a rank: shard it." in words
+    assert "Communication takes longer than computing: put more tokens into" in words
     assert done.exit_code == 0
+    words = " ".join(
+        CliRunner().invoke(app, ["plan", "--model", "llama-70b", "--gpus", "8"]).stdout.split()
+    )
+    assert "Neither way fits: shard it over 16 GPUs, train adapters (LoRA)" in words

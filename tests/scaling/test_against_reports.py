@@ -13,8 +13,10 @@ from benchmarks.workloads import workload
 
 from shuffled_dpsgd.scaling import GPUS, Job, ModelShapes, shapes_of
 from shuffled_dpsgd.scaling.estimate import (
+    MEMORY_ERROR,
     STEP_BYTES_PER_PARAMETER,
     STEP_SECONDS,
+    TIME_ERROR,
     batch_seconds,
     memory_of,
 )
@@ -22,7 +24,11 @@ from shuffled_dpsgd.scaling.estimate import (
 REPORTS = Path(__file__).resolve().parents[2] / "benchmarks/reports"
 FITTED = "2026-11-15-h200.json"
 # The same and one more workload on other hosts, before and after other changes of the code.
-OTHERS = ("2026-11-15-h200-narrow-blocks.json", "2026-11-16-h200-rooms.json")
+OTHERS = (
+    "2026-11-15-h200-narrow-blocks.json",
+    "2026-11-16-h200-rooms.json",
+    "2026-11-16-h200-sharded.json",
+)
 H200 = GPUS["h200"]
 # Updating 36 bytes per parameter is part of what the reports call `ours`.
 UPDATE_BYTES = 36.0
@@ -95,3 +101,9 @@ def test_what_the_model_was_not_fitted_to(report: str) -> None:
     for name, time, memory in found:
         assert 0.9 <= time <= 1.5, (name, time)
         assert 0.94 <= memory <= 1.09, (name, memory)
+
+
+def test_the_errors_that_are_stated_are_the_largest_ones() -> None:
+    found = [one for report in (FITTED, *OTHERS) for one in ratios(report)]
+    assert max(abs(time - 1.0) for _, time, _ in found) == pytest.approx(TIME_ERROR, abs=0.005)
+    assert max(abs(memory - 1.0) for *_, memory in found) == pytest.approx(MEMORY_ERROR, abs=0.005)

@@ -10,7 +10,7 @@ from torch import nn
 from shuffled_dpsgd.errors import UnsupportedModuleError
 from shuffled_dpsgd.models import build_model
 from shuffled_dpsgd.scaling import GPUS, Job, estimate, largest_batch, shapes_of
-from shuffled_dpsgd.scaling.estimate import USABLE_MEMORY, memory_of, weak_scaling
+from shuffled_dpsgd.scaling.estimate import USABLE_MEMORY, fewest_gpus, memory_of, weak_scaling
 
 H100 = GPUS["h100"]
 JOB = Job(gpus=4, length=128, logical_batch=1000, records=50_000, physical_batch=64)
@@ -70,8 +70,18 @@ def test_shards_need_the_whole_model_on_no_rank() -> None:
 
 def test_one_gpu_exchanges_nothing_and_a_second_node_is_slower() -> None:
     shapes = shapes_of(build_model("gpt2"))
-    one, eight, sixteen = weak_scaling(shapes, H100, JOB, [1, 8, 16])
+    one, eight, sixteen = weak_scaling(shapes, H100, JOB, [1, 8, 16], physical_batch=64)
     assert one.exchange_seconds == 0.0
     assert 0.0 < eight.exchange_seconds < sixteen.exchange_seconds
     assert one.compute_seconds == eight.compute_seconds == sixteen.compute_seconds
     assert [e.job.logical_batch for e in (one, eight, sixteen)] == [250, 2000, 4000]
+
+
+def test_smaller_shards_leave_room_for_larger_physical_batches() -> None:
+    shapes, h200 = shapes_of(build_model("llama-70b")), GPUS["h200"]
+    job = replace(JOB, gpus=8, strategy="sharded")
+    few, many = weak_scaling(shapes, h200, job, [16, 256], physical_batch=None)
+    assert few.fits
+    assert few.batches_per_rank > 2 * many.batches_per_rank
+    assert few.exchange_seconds > 2 * many.exchange_seconds
+    assert fewest_gpus(shapes, h200, job) == 16

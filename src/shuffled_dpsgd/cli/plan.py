@@ -19,6 +19,8 @@ EPILOG = (
     "Examples: [bold]shuffled-dpsgd plan --model gpt2-large --gpus 8 --gpu h200[/bold] · "
     "[bold]shuffled-dpsgd plan --model llama-7b --gpus 64 --gpu h100 --length 512[/bold]"
 )
+# By strategy: the largest physical batch that fits, and the estimate.
+Found = dict[str, "tuple[int, Estimate]"]
 GIB = 2.0**30
 LENGTHS = {"vit": 197}
 DEFAULT_LENGTH = 128
@@ -56,6 +58,7 @@ def plan(
     """
     from shuffled_dpsgd.models import build_model
     from shuffled_dpsgd.scaling import GPUS, shapes_of
+    from shuffled_dpsgd.scaling.estimate import MEMORY_ERROR, TIME_ERROR
 
     shapes = shapes_of(build_model(model))
     tokens = length or _default_length(model, shapes)
@@ -72,10 +75,12 @@ def plan(
     }  # fmt: skip
     if as_json:
         described = {name: _described(*one) for name, one in found.items()}
-        weak = _weak(shapes, GPUS[gpu], found)
-        print_json({"model": model, "gpu": GPUS[gpu].name, **described, "weak_scaling": weak})
+        weak = _weak(shapes, GPUS[gpu], found, physical_batch)
+        errors = {"time": TIME_ERROR, "memory": MEMORY_ERROR, "exchange": None}
+        chosen = {"model": model, "gpu": GPUS[gpu].name, "largest_relative_error": errors}
+        print_json({**chosen, **described, "weak_scaling": weak})
     else:
-        _print(model, shapes, GPUS[gpu], found)
+        _print(model, shapes, GPUS[gpu], found, physical_batch)
 
 
 def _default_length(model: str, shapes: ModelShapes) -> int:
@@ -123,12 +128,15 @@ def _described(most: int, one: Estimate) -> dict[str, Any]:
 
 
 def _weak(
-    shapes: ModelShapes, gpu: Gpu, found: dict[str, tuple[int, Estimate]]
+    shapes: ModelShapes, gpu: Gpu, found: Found, physical_batch: int | None
 ) -> list[dict[str, Any]]:
     """Efficiency against one GPU's compute, for the work per rank of the job."""
     from shuffled_dpsgd.scaling.estimate import weak_scaling
 
-    rows = {name: weak_scaling(shapes, gpu, one.job, COUNTS) for name, (_, one) in found.items()}
+    rows = {
+        name: weak_scaling(shapes, gpu, one.job, COUNTS, physical_batch=physical_batch)
+        for name, (_, one) in found.items()
+    }
     return [
         {"gpus": count}
         | {
@@ -143,7 +151,7 @@ def _weak(
 
 
 def _print(
-    model: str, shapes: ModelShapes, gpu: Gpu, found: dict[str, tuple[int, Estimate]]
+    model: str, shapes: ModelShapes, gpu: Gpu, found: Found, physical_batch: int | None
 ) -> None:
     from rich.console import Console
 
@@ -154,11 +162,11 @@ def _print(
         f"batches of {job.logical_batch} samples of {job.length} tokens"
     )
     console.print(_costs(found))
-    console.print(_scaling(_weak(shapes, gpu, found)))
-    console.print(_advice(found), style="dim")
+    console.print(_scaling(_weak(shapes, gpu, found, physical_batch)))
+    console.print(f"{_errors()} {_advice(shapes, gpu, found)}", style="dim")
 
 
-def _costs(found: dict[str, tuple[int, Estimate]]) -> Table:
+def _costs(found: Found) -> Table:
     from rich.table import Table
 
     table = Table(title="one rank")
@@ -211,17 +219,39 @@ def _scaling(rows: list[dict[str, Any]]) -> Table:
     return table
 
 
-def _advice(found: dict[str, tuple[int, Estimate]]) -> str:
-    _, one = found["replicated"]
-    words = "Fitted to eager steps on one H200; communication is assumed, not measured."
-    if not one.fits:
+def _errors() -> str:
+    from shuffled_dpsgd.scaling.estimate import MEMORY_ERROR, TIME_ERROR
+
+    return (
+        f"Fitted to eager steps on one H200: time was off by at most {TIME_ERROR:.0%}, memory by "
+        f"{MEMORY_ERROR:.0%} (docs/distributed.md). Other GPUs and communication are assumed, not "
+        "measured."
+    )
+
+
+def _advice(shapes: ModelShapes, gpu: Gpu, found: Found) -> str:
+    from shuffled_dpsgd.scaling.estimate import fewest_gpus
+
+    whole, parts = found["replicated"][1], found["sharded"][1]
+    if not whole.fits and not parts.fits:
+        enough = fewest_gpus(shapes, gpu, parts.job)
+        more = f"shard it over {enough} GPUs, " if enough and enough > parts.job.gpus else ""
         return (
-            f"{words} The whole model does not fit on a rank: train adapters (LoRA), use shorter "
-            "samples or gradient checkpointing, or a smaller model."
+            f"Neither way fits: {more}train adapters (LoRA), use shorter samples or gradient "
+            "checkpointing, or a smaller model."
         )
-    if one.exchange_seconds > one.compute_seconds:
-        return (
-            f"{words} Communication takes longer than computing: use a larger logical batch, "
-            "which is exchanged once a step however many physical batches it has, or fewer ranks."
+    one = whole if whole.fits else parts
+    says = "" if whole.fits else "The whole model does not fit on a rank: shard it. "
+    if one.exchange_seconds <= one.compute_seconds:
+        return says.strip()
+    if one is whole:
+        remedy = (
+            "use a larger logical batch, which is exchanged once a step however many physical "
+            "batches it has, or fewer ranks"
         )
-    return f"{words} See docs/distributed.md for the cost model and its errors."
+    else:
+        remedy = (
+            "put more tokens into a physical batch, for each of which all weights are gathered: "
+            "gradient checkpointing, more GPUs, or adapters (LoRA)"
+        )
+    return f"{says}Communication takes longer than computing: {remedy}."

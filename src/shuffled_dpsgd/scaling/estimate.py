@@ -46,6 +46,8 @@ STEP_SECONDS = 6e-3
 STEP_BYTES_PER_PARAMETER = 28e-12 * 4.8e12
 # Of the links' peak rates; assumed, not measured.
 LINK_SHARE = 0.7
+# How far steps measured on an H200 were from this model, which `tests/scaling` holds against them.
+TIME_ERROR, MEMORY_ERROR = 0.45, 0.08
 # What is left for the first batch's checks, fragmentation and the driver.
 USABLE_MEMORY = 0.8
 
@@ -187,11 +189,26 @@ def batch_seconds(shapes: ModelShapes, gpu: Gpu, *, batch: int, length: int) -> 
     return max(HOST_SECONDS_PER_LAYER * shapes.layers, on_gpu)
 
 
-def weak_scaling(shapes: ModelShapes, gpu: Gpu, job: Job, counts: list[int]) -> list[Estimate]:
-    """The same work for every rank on more and more GPUs: the logical batch grows along."""
+def weak_scaling(
+    shapes: ModelShapes, gpu: Gpu, job: Job, counts: list[int], *, physical_batch: int | None
+) -> list[Estimate]:
+    """The same work for every rank on more and more GPUs: the logical batch grows along.
+
+    Without a `physical_batch` it is the largest that fits, which grows where shards get smaller.
+    """
     per_gpu = job.logical_batch / job.gpus
-    grown = [replace(job, gpus=n, logical_batch=max(1, round(per_gpu * n))) for n in counts]
-    return [estimate(shapes, gpu, one) for one in grown]
+    found = []
+    for count in counts:
+        grown = replace(job, gpus=count, logical_batch=max(1, round(per_gpu * count)))
+        size = physical_batch or max(1, largest_batch(shapes, gpu, grown))
+        found.append(estimate(shapes, gpu, replace(grown, physical_batch=size)))
+    return found
+
+
+def fewest_gpus(shapes: ModelShapes, gpu: Gpu, job: Job) -> int | None:
+    """How many sharded ranks hold the model with one sample each; None if no number does."""
+    counts = (replace(job, gpus=2**power, strategy="sharded") for power in range(1, 17))
+    return next((one.gpus for one in counts if largest_batch(shapes, gpu, one)), None)
 
 
 def _exchanged_bytes(shapes: ModelShapes, job: Job, batches: int) -> float:

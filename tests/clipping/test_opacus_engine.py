@@ -70,6 +70,20 @@ def test_a_model_in_eval_mode_is_clipped_as_it_is_and_stays_so() -> None:
         assert torch.allclose(theirs[name], value, rtol=1e-5, atol=1e-9), name
 
 
+def test_a_sample_without_a_finite_gradient_counts_as_zero() -> None:
+    model = torch.nn.Linear(4, 2).double()
+    inputs = torch.randn(5, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    inputs[2] *= torch.inf
+    sums = []
+    for chosen in (inputs, inputs[[0, 1, 3, 4]]):
+        with OpacusEngine(model, clip_norm=0.5) as engine:
+            engine.backward(model(chosen).square().sum(1))
+        sums.append(engine.clipped_sum())
+        assert engine.num_nonfinite == len(chosen) - 4
+    for name, value in sums[1].items():
+        assert torch.allclose(sums[0][name], value), name
+
+
 class Scaled(torch.nn.Module):
     """Uses a layer's weight without calling the layer, which hooks do not see."""
 

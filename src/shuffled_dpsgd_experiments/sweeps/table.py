@@ -64,9 +64,32 @@ class SweepRow:
             "paper_epsilon": {"value": self.paper, "kind": "heuristic"},
         }
 
+    def describe_budget(self) -> str:
+        """The ε asked for; a dash where none was."""
+        return "–" if self.epsilon is None else f"{self.epsilon:g}"
+
+    def describe_texts(self, metrics: Iterable[str]) -> str:
+        """A cell of a table for each metric of generated texts; a dash where one is missing."""
+        return "".join(
+            f" {self.texts[name]:.3g} |" if name in self.texts else " – |" for name in metrics
+        )
+
     def describe_certified(self) -> str:
         """What is proven of the runs."""
-        return "none" if self.certified is None else f"{self.certified:.3g}"
+        return "none" if self.certified is None else three_digits(self.certified)
+
+    def describe_paper(self) -> str:
+        """What the paper's theorem claims of them."""
+        return "–" if self.paper is None else three_digits(self.paper)
+
+
+def three_digits(value: float) -> str:
+    """Rounded to three digits, without an exponent.
+
+    >>> three_digits(0.0123456), three_digits(1146.2)
+    ('0.0123', '1150')
+    """
+    return f"{value:.3g}" if abs(value) < 1000 else f"{float(f'{value:.3g}'):.0f}"
 
 
 def read_records(directory: Path, stage: str = "main") -> list[dict[str, Any]]:
@@ -112,29 +135,33 @@ def _mean_texts(group: list[Record]) -> dict[str, float]:
 
 def table_of(sweep: Sweep) -> str:
     """Markdown: a row for every method and budget that has results, and what tuning tried."""
-    rows = rows_of(read_records(sweep.results))
+    lines = [f"# {sweep.title}", "", *grid_lines(sweep), *_tuning_lines(sweep)]
+    return "\n".join(lines) + "\n"
+
+
+def ordered_rows(sweep: Sweep) -> list[SweepRow]:
+    """By budget, none first, then in the order of the sweep's file."""
     order = [method.name for method in sweep.methods]
-    rows.sort(key=lambda e: (e.epsilon or 0.0, order.index(e.method)))
+    rows = rows_of(read_records(sweep.results))
+    return sorted(rows, key=lambda row: (row.epsilon or 0.0, order.index(row.method)))
+
+
+def grid_lines(sweep: Sweep) -> list[str]:
+    """The table itself."""
+    rows = ordered_rows(sweep)
     score = rows[0].score_name if rows else "score"
     metrics = [name for name in TEXT_METRICS if any(name in row.texts for row in rows)]
     heads = "".join(f" {TEXT_METRICS[name]} |" for name in metrics)
     lines = [
-        f"# {sweep.title}",
-        "",
         f"| ε asked for | method | {score} |{heads} certified ε (proven) | paper's ε (heuristic) |",
         "|---" * (5 + len(metrics)) + "|",
     ]
     for row in rows:
-        budget = "–" if row.epsilon is None else f"{row.epsilon:g}"
-        paper = "–" if row.paper is None else f"{row.paper:.3g}"
-        texts = "".join(
-            f" {row.texts[name]:.3g} |" if name in row.texts else " – |" for name in metrics
-        )
         lines.append(
-            f"| {budget} | {row.method} | {row.describe()} |{texts} {row.describe_certified()} | "
-            f"{paper} |"
+            f"| {row.describe_budget()} | {row.method} | {row.describe()} |"
+            f"{row.describe_texts(metrics)} {row.describe_certified()} | {row.describe_paper()} |"
         )
-    return "\n".join([*lines, *_tuning_lines(sweep)]) + "\n"
+    return lines
 
 
 def _tuning_lines(sweep: Sweep) -> list[str]:

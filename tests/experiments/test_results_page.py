@@ -1,0 +1,122 @@
+"""Tables of sweeps on pages are those of the committed cells."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from shuffled_dpsgd_experiments.results_page import MARKED, NOTHING, part_of, rewritten
+
+ROOT = Path(__file__).parents[2]
+PAGES = ("docs/results.md", "docs/ingredients.md")
+SWEEP = """
+name = "small"
+epsilons = [1.0]
+seeds = [0, 1]
+[run]
+task = "digits"
+[run.model]
+name = "vit-digits"
+[run.data]
+format = "digits"
+[run.privacy]
+delta = 1e-4
+clip_norm = 1.0
+[run.training]
+expected_batch_size = 100
+epochs = 1
+[tuning]
+epsilon = 1.0
+[tuning.run.training]
+epochs = 2
+[[methods]]
+name = "first"
+[methods.run.privacy]
+method = "mixopt"
+[methods.tuning]
+"optimizer.learning_rate" = [0.1, 0.2]
+[[methods]]
+name = "second"
+[methods.run.privacy]
+method = "certified"
+[methods.tuning]
+"optimizer.learning_rate" = [0.1, 0.2]
+"""
+
+
+def record(stage: str, method: str, seed: int, rate: float, score: float) -> dict:
+    return {
+        "stage": stage,
+        "method": method,
+        "epsilon": 1.0,
+        "seed": seed,
+        "tuned": {"optimizer.learning_rate": rate},
+        "score_name": "accuracy",
+        "score": score,
+        "certified": {"epsilon": 0.9},
+        "paper": {"epsilon": 1146.2},
+    }
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    (tmp_path / "sweeps").mkdir()
+    (tmp_path / "sweeps" / "small.toml").write_text(SWEEP, encoding="utf-8")
+    (tmp_path / "results" / "small").mkdir(parents=True)
+    return tmp_path
+
+
+def fill(root: Path) -> None:
+    cells = [
+        record("tuning", "first", 0, 0.1, 0.25),
+        record("tuning", "first", 0, 0.2, 0.5),
+        record("main", "first", 0, 0.2, 0.5),
+        record("main", "first", 1, 0.2, 0.6),
+        record("main", "second", 0, 0.1, 0.75),
+        record("main", "second", 1, 0.1, 0.65),
+    ]
+    for number, cell in enumerate(cells):
+        path = root / "results" / "small" / f"{cell['stage']}_{number}.json"
+        path.write_text(json.dumps(cell), encoding="utf-8")
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_pages_hold_the_tables_of_the_results(page: str) -> None:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    assert rewritten(text, ROOT) == text, f"python -m {part_of.__module__} {page}"
+
+
+def test_every_folder_of_cells_has_a_table() -> None:
+    shown = {
+        found.group(3)
+        for page in PAGES
+        for found in MARKED.finditer((ROOT / page).read_text(encoding="utf-8"))
+    }
+    run = {path.parent.name for path in (ROOT / "results").glob("*/main_*.json")}
+    # The page on ingredients tells of these in words of its own.
+    assert run - {"recipe_digits"} <= shown
+
+
+def test_the_grid_has_means_over_seeds_and_what_was_tried(root: Path) -> None:
+    fill(root)
+    lines = part_of("grid", "small", root).splitlines()
+    assert lines[2] == "| 1 | first | 55.0 ± 7.1 (n = 2) | 0.9 | 1150 |"
+    assert lines[-1] == "| first | 0.1: 25.0; **0.2: 50.0** |"
+
+
+def test_ingredients_are_compared_with_the_first_seed_by_seed(root: Path) -> None:
+    fill(root)
+    lines = part_of("ingredients", "small", root).splitlines()
+    assert lines[2] == "| 1 | first | 55.0 ± 7.1 (n = 2) |  | 0.9 |"
+    assert lines[3] == "| 1 | second | 70.0 ± 7.1 (n = 2) | +15.0 ± 14.1 | 0.9 |"
+
+
+def test_only_what_is_between_marks_changes(root: Path) -> None:
+    page = "before\n<!-- grid small: begin -->old<!-- grid small: end -->\nafter"
+    found = rewritten(page, root)
+    assert found.startswith("before\n<!-- grid small: begin -->\n")
+    assert found.endswith("<!-- grid small: end -->\nafter")
+    assert NOTHING in found
+    assert "old" not in found

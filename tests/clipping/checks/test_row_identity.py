@@ -226,7 +226,7 @@ def test_half_precision_rows_are_looked_at_without_a_float64_copy() -> None:
     """
     outputs = torch.ones(64, 1 << 16, dtype=torch.bfloat16)
     with torch.profiler.profile(profile_memory=True) as profile:
-        marks = row_identity._Marker(coarse=True)(outputs, 0)
-    assert marks.shape == (64, 3)
+        noted = row_identity._Marker(coarse=True)(outputs, 0)
+    assert noted.marks_B.shape == noted.lengths_B.shape == (64,)
     taken = [event.self_cpu_memory_usage for event in profile.key_averages()]
     assert 0 < max(taken) < 3 * outputs.nbytes

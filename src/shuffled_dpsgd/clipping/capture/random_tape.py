@@ -10,6 +10,7 @@ generator back before it recomputes a segment, and thereby puts the cursor back 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -125,9 +126,17 @@ class _TapeMode(TorchDispatchMode):
         _active.remove(self)  # type: ignore[arg-type]
         super().__exit__(*error)
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Do without torch's guard against compiling what is called here.
+
+        It doubles the time that an operation takes, and tapes run where nothing is compiled.
+        """
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self.paused or torch.Tag.nondeterministic_seeded not in func.tags:
+        if self.paused or not _may_be_random(func):
             return func(*args, **kwargs)
         return self.draw(func, args, kwargs)
 
@@ -232,6 +241,11 @@ def sample_of(recorded: Tensor, shape: torch.Size, sample: int, size: int) -> Te
         f"random numbers of shape {tuple(recorded.shape)} in a batch of {size}, and of shape "
         f"{tuple(shape)} for one sample"
     )
+
+
+@functools.cache
+def _may_be_random(func: Any) -> bool:
+    return torch.Tag.nondeterministic_seeded in func.tags
 
 
 def _name(func: Any) -> str:

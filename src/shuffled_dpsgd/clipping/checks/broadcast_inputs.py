@@ -18,11 +18,19 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from shuffled_dpsgd.clipping.capture.slot import Slot
-from shuffled_dpsgd.clipping.checks.row_identity import RowMarks, repeats, row_differs, rows_of
+from shuffled_dpsgd.clipping.checks.row_identity import (
+    RowMarks,
+    Weights,
+    repeats,
+    row_differs,
+    rows_of,
+)
 from shuffled_dpsgd.clipping.rules.embedding import EmbeddingSlot
 from shuffled_dpsgd.errors import UnsupportedModuleError
 
 _SAMPLES = 2
+# Calls without batch axis, with what random numbers are multiplied by that are added to outputs.
+SharedCalls = dict[int, Tensor | None]
 
 
 def check_shared(slot: Slot, slots: Sequence[Slot], forward: Callable[[], Any]) -> None:
@@ -31,16 +39,17 @@ def check_shared(slot: Slot, slots: Sequence[Slot], forward: Callable[[], Any]) 
     Raises:
         UnsupportedModuleError: what it computes is used otherwise than by broadcasting.
     """
-    shared_calls: dict[int, float] = {}
+    shared_calls: SharedCalls = {}
+    weights: Weights = {}
 
     def single(sample: int) -> RowMarks:
         with _adding(slot, sample, shared_calls):
-            return rows_of(slots, forward, _SAMPLES)
+            return rows_of(slots, forward, _SAMPLES, weights)
 
     try:
         alone = [single(sample) for sample in range(_SAMPLES)]
         with _adding(slot, None, shared_calls):
-            together = rows_of(slots, forward, _SAMPLES)
+            together = rows_of(slots, forward, _SAMPLES, weights)
     except (RuntimeError, ValueError, IndexError) as error:
         raise _refusal(slot, f"{type(error).__name__}: {str(error).splitlines()[0]}") from error
     moved = any(row_differs(alone[i], together, i, _SAMPLES) for i in range(_SAMPLES))
@@ -50,7 +59,7 @@ def check_shared(slot: Slot, slots: Sequence[Slot], forward: Callable[[], Any]) 
 
 
 @contextmanager
-def _adding(slot: Slot, sample: int | None, shared_calls: dict[int, float]) -> Iterator[None]:
+def _adding(slot: Slot, sample: int | None, shared_calls: SharedCalls) -> Iterator[None]:
     """Add a sample's own numbers to what the slot computes once for all.
 
     Without a `sample`, the input is expanded as the engine will do, and every row gets the numbers
@@ -67,7 +76,7 @@ def _adding(slot: Slot, sample: int | None, shared_calls: dict[int, float]) -> I
         first = leaves[places[0]]
         if sample is not None:
             if _has_no_batch(slot, first):
-                shared_calls.setdefault(calls, 0.0)
+                shared_calls.setdefault(calls, None)
             return None
         if calls in shared_calls:
             for i in places:
@@ -81,8 +90,11 @@ def _adding(slot: Slot, sample: int | None, shared_calls: dict[int, float]) -> I
         if calls - 1 not in shared_calls:
             return None
         leaves, structure = tree_flatten(output)
-        typical = float(leaves[0].float().square().mean().sqrt())
-        scale = shared_calls[calls - 1] = shared_calls[calls - 1] or 1.0 + typical
+        scale = shared_calls[calls - 1]
+        if scale is None:
+            # As large as what is typical, and left on the device, which nobody has to wait for.
+            scale = 1.0 + leaves[0].float().square().mean().sqrt()
+            shared_calls[calls - 1] = scale
         leaves[0] = leaves[0] + scale * _numbers(leaves[0], slot.batch_axis, sample, seed=calls)
         return tree_unflatten(leaves, structure)
 

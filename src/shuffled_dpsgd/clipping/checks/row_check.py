@@ -29,6 +29,7 @@ from shuffled_dpsgd.clipping.checks.row_identity import (
     NUMBERS,
     OUTPUTS,
     RowMarks,
+    Weights,
     find_mixed_numbers,
     find_moved_rows,
     has_nan,
@@ -99,8 +100,10 @@ class RowCheck:
                 self._slots,
                 lambda: self._model.forward(*changed_args, **changed_kwargs),
                 find_batch(changed_args, changed_kwargs)[0],
+                weights,
             )
 
+        weights: Weights = {}
         host = HostGenerators.now()
         plain = rows(as_it_is)
         self.num_hidden += has_nan(plain)

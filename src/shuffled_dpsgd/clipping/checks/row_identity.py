@@ -7,15 +7,22 @@ the batch, no other row may change; with the batch back to front, the same rows 
 front; and each half of the batch must give by itself what it gives beside the other. Each of the
 above breaks one of the three.
 
-Shapes: B samples, N all other elements of a tensor. A mark holds three numbers of a row.
+Shapes: B samples, N all other elements of a tensor.
+
+What a forward leaves behind of every tensor is computed on its device and brought to the host once
+the forward is over. There are hundreds of tensors, and waiting for each would take longer than the
+forward.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
@@ -30,26 +37,60 @@ _HALF_TOLERANCE = 0.1
 # random. It is small, because two runs show less of the randomness than all that are compared.
 _REPEATED = 0.1
 
-RowMarks = dict[int, list[Tensor]]
 OUTPUTS = -1
 # Outputs without axes: the mean or the sum of the samples' losses, if they are to be trained on.
 NUMBERS = -2
 
 
-def rows_of(slots: Sequence[Slot], forward: Callable[[], Any], size: int) -> RowMarks:
-    """A mark per row, its tolerance and the row's size, (B, 3), for every call and every output.
+@dataclass(frozen=True, kw_only=True)
+class Marks:
+    """What is kept of a tensor, on the host: a number of each row, and what rounding may do to it.
 
-    All rows of one of the `size` samples count as one where a slot's inputs are folded.
+    `row_size` is N.
     """
-    rows: RowMarks = {}
-    marks_of = _Marker(coarse=_computes_in_half(slots))
-    with _noting(slots, rows, marks_of, size):
+
+    marks_B: npt.NDArray[np.float64]
+    tolerances_B: npt.NDArray[np.float64]
+    row_size: int
+
+    def __len__(self) -> int:
+        return len(self.marks_B)
+
+    def __getitem__(self, rows: slice) -> Marks:
+        """The marks of some rows, such as `[::-1]` for the rows back to front."""
+        return Marks(
+            marks_B=self.marks_B[rows],
+            tolerances_B=self.tolerances_B[rows],
+            row_size=self.row_size,
+        )
+
+    def have_nan(self) -> bool:
+        return bool(np.isnan(self.marks_B).any() or np.isnan(self.tolerances_B).any())
+
+
+# By slot, or one of the names above: the marks of every call.
+RowMarks = dict[int, list[Marks]]
+# By length, type and device: what rows are combined with.
+Weights = dict[tuple[int, torch.dtype, torch.device], Tensor]
+
+
+def rows_of(
+    slots: Sequence[Slot], forward: Callable[[], Any], size: int, weights: Weights | None = None
+) -> RowMarks:
+    """Marks for every call and every output of a forward.
+
+    All rows of one of the `size` samples count as one where a slot's inputs are folded. Several
+    forwards may share `weights`.
+    """
+    noted: dict[int, list[_Noted]] = {}
+    marks_of = _Marker(coarse=_computes_in_half(slots), weights=weights)
+    with _noting(slots, noted, marks_of, size):
         output = forward()
     leaves = [x for x in tree_leaves(output) if isinstance(x, Tensor) and x.dim() > 0]
-    rows[OUTPUTS] = [marks_of(leaf, 0) for leaf in leaves if leaf.numel()]
+    noted[OUTPUTS] = [marks_of(leaf, 0) for leaf in leaves if leaf.numel()]
     numbers = [leaf.detach().view(1, 1) for leaf in numbers_in(output)]
-    rows[NUMBERS] = [marks_of(number, 0) for number in numbers]
-    return rows
+    noted[NUMBERS] = [marks_of(number, 0) for number in numbers]
+    return _brought_to_host(noted)
 
 
 def numbers_in(output: Any) -> list[Tensor]:
@@ -73,9 +114,9 @@ def find_mixed_numbers(
     first, second = size // 2, size - size // 2
     parts = (half.get(NUMBERS, []) for half in halves)
     for place, (whole, *both) in enumerate(zip(plain[NUMBERS], *parts, strict=False)):
-        (value, tolerance), (a, b) = whole[0, :2].tolist(), (float(part[0, 0]) for part in both)
+        value, a, b = (float(marks.marks_B[0]) for marks in (whole, *both))
         off = min(abs(a + b - value), abs((first * a + second * b) / size - value))
-        if off > _REPEATED * tolerance:
+        if off > _REPEATED * float(whole.tolerances_B[0]):
             found.add(place)
     return frozenset(found)
 
@@ -95,37 +136,37 @@ def find_moved_rows(
     """
     for index, calls in plain.items():
         others = zip(grown.get(index, []), flipped.get(index, []), strict=False)
-        for call, (rows_B3, (grown_B3, flipped_B3)) in enumerate(zip(calls, others, strict=False)):
-            if (len(rows_B3), len(grown_B3), len(flipped_B3)) != (size, size + 1, size):
+        for call, (rows, (more, reverse)) in enumerate(zip(calls, others, strict=False)):
+            if (len(rows), len(more), len(reverse)) != (size, size + 1, size):
                 continue
-            if _differ(rows_B3, grown_B3[:size]) or _differ(rows_B3, flipped_B3.flip(0)):
+            if _differ(rows, more[:size]) or _differ(rows, reverse[::-1]):
                 return index
-            if halves is not None and _halves_differ(rows_B3, halves, index, call):
+            if halves is not None and _halves_differ(rows, halves, index, call):
                 return index
     return None
 
 
-def _halves_differ(
-    rows_B3: Tensor, halves: tuple[RowMarks, RowMarks], index: int, call: int
-) -> bool:
+def _halves_differ(rows: Marks, halves: tuple[RowMarks, RowMarks], index: int, call: int) -> bool:
     """Whether a half of the batch, run by itself, has other rows.
 
-    RowMarks of another size are passed over: a model may cut off what is padding for all samples.
+    Halves of another size are passed over: a model may cut off what is padding for all samples.
     """
     parts = [half.get(index, [])[call : call + 1] for half in halves]
     if not all(parts):
         return False
-    together = torch.cat([part[0] for part in parts])
-    same_shape = len(together) == len(rows_B3) and torch.equal(together[:, 2], rows_B3[:, 2])
-    return same_shape and _differ(rows_B3, together)
+    (first,), (second,) = parts
+    same_size = all(part.row_size == rows.row_size for part in (first, second) if len(part))
+    if not same_size or len(first) + len(second) != len(rows):
+        return False
+    return _differ(rows[: len(first)], first) or _differ(rows[len(first) :], second)
 
 
 def repeats(one: RowMarks, other: RowMarks) -> bool:
     """Whether two runs of one batch agree: a model that draws random numbers does not."""
     return not any(
-        len(a_B3) == len(b_B3) and _differ(a_B3, b_B3, _REPEATED)
+        len(a) == len(b) and _differ(a, b, _REPEATED)
         for index, calls in one.items()
-        for a_B3, b_B3 in zip(calls, other.get(index, []), strict=False)
+        for a, b in zip(calls, other.get(index, []), strict=False)
     )
 
 
@@ -135,10 +176,10 @@ def row_differs(one: RowMarks, other: RowMarks, row: int, size: int) -> bool:
     Tensors of another length in the first run have no batch axis and are passed over.
     """
     return any(
-        len(a_B3) != len(b_B3) or _differ(a_B3[row : row + 1], b_B3[row : row + 1])
+        len(a) != len(b) or _differ(a[row : row + 1], b[row : row + 1])
         for index, calls in one.items()
-        for a_B3, b_B3 in zip(calls, other.get(index, []), strict=False)
-        if len(a_B3) == size
+        for a, b in zip(calls, other.get(index, []), strict=False)
+        if len(a) == size
     )
 
 
@@ -154,17 +195,54 @@ def moved_rows(path: str) -> UnsupportedModuleError:
 
 def has_nan(rows: RowMarks) -> bool:
     """Whether some row holds a NaN, which compares as different from nothing."""
-    return any(bool(marks_B3.isnan().any()) for calls in rows.values() for marks_B3 in calls)
+    return any(marks.have_nan() for calls in rows.values() for marks in calls)
 
 
-def _differ(one_B3: Tensor, other_B3: Tensor, share: float = 1.0) -> bool:
+def _differ(one: Marks, other: Marks, share: float = 1.0) -> bool:
     """Whether a mark is further from the other than this share of its tolerance."""
-    marks_B, tolerance_B, _ = one_B3.unbind(1)
-    return bool(((other_B3[:, 0] - marks_B).abs() > share * tolerance_B).any())
+    with np.errstate(invalid="ignore", over="ignore"):
+        off_B = np.abs(other.marks_B - one.marks_B)
+        return bool((off_B > share * one.tolerances_B).any())
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Noted:
+    """What becomes `Marks`, still on the device; tolerances are so much of a row's length."""
+
+    marks_B: Tensor
+    lengths_B: Tensor
+    tolerance: float
+    row_size: int
+
+
+def _brought_to_host(noted: dict[int, list[_Noted]]) -> RowMarks:
+    """All marks of a forward; the host waits once for each device."""
+    by_device: dict[torch.device, list[_Noted]] = {}
+    for calls in noted.values():
+        for each in calls:
+            by_device.setdefault(each.marks_B.device, []).append(each)
+    found: dict[int, Marks] = {}
+    for some in by_device.values():
+        # Types may differ; joining them takes the widest, which changes no number.
+        marks = torch.cat([each.marks_B for each in some]).double()
+        lengths = torch.cat([each.lengths_B for each in some]).double()
+        together = torch.stack([marks, lengths]).cpu().numpy()
+        first = 0
+        for each in some:
+            here = slice(first, first + len(each.marks_B))
+            first = here.stop
+            found[id(each)] = Marks(
+                marks_B=together[0, here],
+                tolerances_B=together[1, here] * each.tolerance,
+                row_size=each.row_size,
+            )
+    return {index: [found[id(each)] for each in calls] for index, calls in noted.items()}
 
 
 @contextmanager
-def _noting(slots: Sequence[Slot], rows: RowMarks, marks_of: _Marker, size: int) -> Iterator[None]:
+def _noting(
+    slots: Sequence[Slot], noted: dict[int, list[_Noted]], marks_of: _Marker, size: int
+) -> Iterator[None]:
     with ExitStack() as hooks:
         for slot in slots:
 
@@ -176,7 +254,7 @@ def _noting(slots: Sequence[Slot], rows: RowMarks, marks_of: _Marker, size: int)
                     x = found[0]
                     if slot.folded and len(x) % size == 0:
                         x = unfolded(x, size)
-                    rows.setdefault(slot.index, []).append(marks_of(x, slot.batch_axis))
+                    noted.setdefault(slot.index, []).append(marks_of(x, slot.batch_axis))
 
             handle = slot.module.register_forward_pre_hook(note, with_kwargs=True)
             hooks.callback(handle.remove)
@@ -195,13 +273,13 @@ def _computes_in_half(slots: Sequence[Slot]) -> bool:
 class _Marker:
     """Makes the marks of one forward's tensors; `coarse` where they may come of half precision."""
 
-    def __init__(self, *, coarse: bool) -> None:
+    def __init__(self, *, coarse: bool, weights: Weights | None = None) -> None:
         self._coarse = coarse
         # Most layers have rows of one of a few lengths.
-        self._weights: dict[tuple[int, torch.dtype, torch.device], Tensor] = {}
+        self._weights: Weights = {} if weights is None else weights
 
-    def __call__(self, tensor: Tensor, axis: int) -> Tensor:
-        """(B, 3): a fixed odd combination of each row, how far rounding may move it, and N.
+    def __call__(self, tensor: Tensor, axis: int) -> _Noted:
+        """A fixed odd combination of each row, and the row's length.
 
         Plain sums would be blind after a normalisation, where every row sums to zero.
         """
@@ -210,14 +288,17 @@ class _Marker:
         exact = not tensor.is_floating_point()
         # Half precision stays as it is: a float32 copy of a language model's outputs would be
         # large.
-        x_BN = (tensor.double() if exact else tensor).movedim(axis, 0)
-        x_BN = x_BN.reshape(tensor.shape[axis], -1)
-        marks_B = (x_BN @ self._weights_for(x_BN)).double()
+        x_BN = tensor.double() if exact else tensor
+        x_BN = x_BN.movedim(axis, 0) if axis else x_BN
+        x_BN = x_BN.reshape(len(x_BN), -1)
         # A wider type than this one would have PyTorch copy the whole tensor into it.
         wide = torch.float32 if x_BN.dtype in (torch.float16, torch.bfloat16) else x_BN.dtype
-        norms_B = torch.linalg.vector_norm(x_BN, dim=1, dtype=wide).double()
-        sizes_B = torch.full_like(norms_B, x_BN.shape[1])
-        return torch.stack([marks_B, norms_B * (1e-8 if exact else tolerance), sizes_B], 1)
+        return _Noted(
+            marks_B=x_BN @ self._weights_for(x_BN),
+            lengths_B=torch.linalg.vector_norm(x_BN, dim=1, dtype=wide),
+            tolerance=1e-8 if exact else tolerance,
+            row_size=x_BN.shape[1],
+        )
 
     def _weights_for(self, x_BN: Tensor) -> Tensor:
         key = (x_BN.shape[1], x_BN.dtype, x_BN.device)

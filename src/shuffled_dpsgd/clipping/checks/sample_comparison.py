@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from shuffled_dpsgd.clipping.capture.random_tape import CannotRepeatError, ReplayedTape
 from shuffled_dpsgd.clipping.capture.samples import BatchedInputs
 from shuffled_dpsgd.clipping.capture.slot import Slot
-from shuffled_dpsgd.clipping.checks.sketches import Sketches, distances, length, sketch
+from shuffled_dpsgd.clipping.checks.sketches import Sketches, distances, length, on_host, sketch
 from shuffled_dpsgd.clipping.checks.solo_runs import dropout_silenced, gradients_of
 from shuffled_dpsgd.clipping.checks.watch import OtherOutputsError, Watch, cotangents_of
 from shuffled_dpsgd.runtime.shards import Sharding
@@ -97,7 +97,7 @@ class SampleComparison:
         if whole == 0.0:
             return None
         distance = sum(part * part for part in apart.values()) ** 0.5
-        rounding = _ULPS * abs(watch.scale) * watch.rounding[place]
+        rounding = _ULPS * abs(watch.scale) * sum(on_host(watch.rounding[place]))
         rounding = rounding if math.isfinite(rounding) else 0.0
         off = distance / whole
         if not distance <= tolerance * whole + rounding:

@@ -24,8 +24,9 @@ def sketch(tensor: Tensor) -> Tensor:
         return flat.double()
     rows = -(-flat.numel() // _WIDTH)
     wide = flat if flat.dtype is torch.float64 else flat.float()
-    padded = F.pad(wide, (0, rows * _WIDTH - flat.numel())).view(rows, _WIDTH)
-    return (_signs(rows, wide.dtype, wide.device) @ padded).double()
+    missing = rows * _WIDTH - flat.numel()
+    padded = F.pad(wide, (0, missing)) if missing else wide
+    return (_signs(rows, wide.dtype, wide.device) @ padded.view(rows, _WIDTH)).double()
 
 
 @functools.lru_cache(maxsize=64)
@@ -56,13 +57,17 @@ def _difference(a: Tensor | None, b: Tensor | None) -> Tensor:
 
 
 def _lengths(tensors: Sequence[Tensor]) -> list[float]:
-    """Their lengths, for which the host waits once for each device."""
+    return on_host([tensor.norm() for tensor in tensors])
+
+
+def on_host(numbers: Sequence[Tensor]) -> list[float]:
+    """Single numbers of one type, for which the host waits once for each device."""
     by_device: dict[torch.device, list[int]] = {}
-    for place, tensor in enumerate(tensors):
-        by_device.setdefault(tensor.device, []).append(place)
-    found = [0.0] * len(tensors)
+    for place, number in enumerate(numbers):
+        by_device.setdefault(number.device, []).append(place)
+    found = [0.0] * len(numbers)
     for places in by_device.values():
-        lengths = torch.stack([tensors[place].norm() for place in places]).tolist()
-        for place, length in zip(places, lengths, strict=True):
-            found[place] = length
+        together = torch.stack([numbers[place] for place in places]).tolist()
+        for place, value in zip(places, together, strict=True):
+            found[place] = value
     return found

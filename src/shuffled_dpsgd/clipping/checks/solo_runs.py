@@ -102,12 +102,12 @@ class _AttentionWithoutDropout(TorchFunctionMode):
     """Fused attention draws its dropout inside one kernel, where nobody can repeat it."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
         if func is torch.nn.functional.scaled_dot_product_attention:
-            args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
-            if len(args) <= 4:
-                kwargs["dropout_p"] = 0.0
-        return func(*args, **kwargs)
+            if len(args) > 4:
+                args = (*args[:4], 0.0, *args[5:])
+            else:
+                kwargs = {**(kwargs or {}), "dropout_p": 0.0}
+        return func(*args, **(kwargs or {}))
 
 
 @contextmanager

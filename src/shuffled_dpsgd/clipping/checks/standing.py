@@ -113,7 +113,7 @@ class StandingCheck:
             host=HostGenerators.now(),
         )
         self.watch.booked = [{} for _ in self.watch.samples]
-        self.watch.rounding = [0.0 for _ in self.watch.samples]
+        self.watch.rounding = [[] for _ in self.watch.samples]
         return self.watch
 
     def samples_of(self, batch: CapturedBatch) -> list[int]:
@@ -127,6 +127,7 @@ class StandingCheck:
         if max(watch.samples) >= batch.counted:
             watch.counted, watch.samples = batch.counted, self.turns.draw_samples(batch.counted)
             watch.booked = [{} for _ in watch.samples]
+            watch.rounding = [[] for _ in watch.samples]
         return watch.samples
 
     def book(self, batch: CapturedBatch, entry: Entry) -> None:
@@ -139,7 +140,7 @@ class StandingCheck:
             for place, sample in enumerate(watch.samples):
                 one = part.of_sample(sample)
                 found, kept = sketch(one.stored(self._parameters[name].shape)), watch.booked[place]
-                watch.rounding[place] += one.rounding()
+                watch.rounding[place].append(one.rounding())
                 kept[name] = kept[name] + found if name in kept else found
         watch.seconds += time.perf_counter() - started
 

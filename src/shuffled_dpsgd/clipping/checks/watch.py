@@ -39,7 +39,7 @@ class Watch:
     tape: Tape = field(default_factory=Tape)
     booked: list[Sketches] = field(default_factory=list)
     # What rounding may do to each sample's gradient: the size of the products that were added up.
-    rounding: list[float] = field(default_factory=list)
+    rounding: list[list[Tensor]] = field(default_factory=list)
     norms: Tensor | None = None
     typical_norm: float = 0.0
     scale: float = 1.0

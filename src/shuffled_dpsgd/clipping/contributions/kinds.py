@@ -33,8 +33,8 @@ class Contribution(Protocol):
         """The same of one sample alone, as a batch of one."""
         ...
 
-    def rounding(self) -> float:
-        """One rounding of the terms that are added up, which may cancel."""
+    def rounding(self) -> Tensor:
+        """One rounding of the terms that are added up, which may cancel; a number in float64."""
         ...
 
     def sq_norms(self) -> Tensor:
@@ -53,9 +53,9 @@ class Contribution(Protocol):
         ...
 
 
-def _ulp(tensor: Tensor) -> float:
+def _ulp(tensor: Tensor) -> Tensor:
     """The length of a tensor, in units of its last place."""
-    return torch.finfo(tensor.dtype).eps * float(torch.linalg.vector_norm(tensor.double()))
+    return torch.finfo(tensor.dtype).eps * torch.linalg.vector_norm(tensor.double())
 
 
 def positions(tensor: Tensor) -> Tensor:
@@ -89,8 +89,8 @@ class OuterGrad:
         one = slice(sample, sample + 1)
         return replace(self, left_BTR=self.left_BTR[one], right_BTC=self.right_BTC[one])
 
-    def rounding(self) -> float:
-        return _ulp(self.left_BTR) * float(torch.linalg.vector_norm(self.right_BTC.double()))
+    def rounding(self) -> Tensor:
+        return _ulp(self.left_BTR) * torch.linalg.vector_norm(self.right_BTC.double())
 
     def sq_norms(self) -> Tensor:
         return outer_sq_norms(self.right_BTC, self.left_BTR, False, self.route)
@@ -117,7 +117,7 @@ class RowsGrad:
         one = slice(sample, sample + 1)
         return replace(self, ids_BT=self.ids_BT[one], grad_BTD=self.grad_BTD[one])
 
-    def rounding(self) -> float:
+    def rounding(self) -> Tensor:
         return _ulp(self.grad_BTD)
 
     def sq_norms(self) -> Tensor:
@@ -155,7 +155,7 @@ class DenseGrad:
         # A parameter that is a single number has no axis to flatten.
         return self.grads_BS.flatten(1) if self.grads_BS.dim() > 1 else self.grads_BS.unsqueeze(1)
 
-    def rounding(self) -> float:
+    def rounding(self) -> Tensor:
         return _ulp(self.grads_BS)
 
     def sq_norms(self) -> Tensor:
@@ -184,7 +184,7 @@ class RowSumGrad:
         wide = torch.float64 if self.grad_BTP.dtype == torch.float64 else torch.float32
         return self.grad_BTP.sum(1, dtype=wide)
 
-    def rounding(self) -> float:
+    def rounding(self) -> Tensor:
         return _ulp(self.grad_BTP)
 
     def sq_norms(self) -> Tensor:

@@ -27,6 +27,7 @@ from distributed import replicas
 from distributed.replicas import CASES, refusal
 from distributed.sharded_models import shard, whole
 from shuffled_dpsgd.clipping.checks.solo_runs import Autocast
+from shuffled_dpsgd.clipping.settle.layer_by_layer import LayerByLayer
 from shuffled_dpsgd.distributed import current_world
 from shuffled_dpsgd.distributed.borrowed import BorrowedGraph
 from shuffled_dpsgd.distributed.lending import Lending
@@ -182,6 +183,39 @@ def held_in_a_run() -> dict[str, Any]:
             torch.allclose(trained[n], expected[n], rtol=1e-9, atol=1e-9) for n in expected
         ),
     }
+
+
+def sums_held() -> dict[str, Any]:
+    """Backwards of eight blocks: the sums that are alive at once, and what is gathered for them."""
+    case = replace(CASES["mlp"](torch.float32), make=lambda: shard(Deep()))
+    private = replicas.start(case, shuffle="off", check_rate=0.0, num_steps=2)
+    private.sampler = FixedSampler([1, 2, 3], [5, 6, 7, 8])
+    found: dict[str, Any] = {"most": 0, "settled": 0, "scattered": 0}
+    alive: list[tuple[StorageWeakRef, int]] = []
+    sharding: Any = private._sharding
+    scatter, settle = sharding.sums.scatter, LayerByLayer._settle_all
+
+    def scattered(sums: Any) -> Any:
+        for tensor in sums.values():
+            storage = tensor.untyped_storage()
+            alive.append((StorageWeakRef(storage), storage.nbytes()))
+        alive[:] = [(ref, size) for ref, size in alive if not ref.expired()]
+        found["most"] = max(found["most"], sum(size for _, size in alive))
+        found["scattered"] += 1
+        return scatter(sums)
+
+    def settled(self: LayerByLayer, batch: Any) -> Any:
+        found["settled"] += 1
+        gather = "shuffled_dpsgd.distributed.world._gather_parts"
+        with nothing_gathered(), mock.patch(gather, _refuse):
+            return settle(self, batch)
+
+    sharding.sums.scatter = scattered
+    with mock.patch.object(LayerByLayer, "_settle_all", settled):
+        run(private, case)
+    own = sum(total.nbytes for total in private.engine.clipped_sum().values())
+    whole = [p.nbytes for p in Deep().parameters()]
+    return found | {"own": own, "whole": sum(whole), "layer": max(whole) + 4 * Deep.HIDDEN}
 
 
 class Deep(nn.Module):

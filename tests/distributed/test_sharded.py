@@ -95,6 +95,17 @@ def test_checks_hold_a_layer_or_two_at_once(launcher: Launcher, kinds: list[str]
             assert found["shards"], "a check left whole weights behind"
 
 
+def test_sums_are_held_a_layer_at_once_and_no_weight_is_gathered_for_them(
+    launcher: Launcher,
+) -> None:
+    """Sums of earlier layers are gone, not only sent, when those of the next are formed."""
+    for one in launcher.run(HERE, "sums_held"):
+        assert one["settled"] == 2
+        assert one["scattered"] >= 16, "not layer by layer"
+        assert one["most"] <= one["layer"] < one["whole"] / 8
+        assert one["own"] < 0.6 * one["whole"]
+
+
 def test_ranks_on_loan_run_as_often_as_they_like(launcher: Launcher) -> None:
     """One not at all, one with an error half way: none waits for another in vain."""
     one, two = launcher.run(HERE, "uneven_runs")

@@ -335,7 +335,7 @@ CASES: dict[str, tuple[Case, str]] = {
     "a cell too many": (text("sst2", "train.tsv", TSV, "a\tb\t1"), "tsv:2"),
     "a cell too few": (text("sst2", "dev.tsv", TSV, "a\t1", "b"), "dev.tsv:3"),
     "a blank line": (text("sst2", "train.tsv", TSV, "a\t1", "", "b\t0"), "tsv:3"),
-    "csv with an open quote": (text("csv", "train.csv", "text,label", '"a,1', "b,0"), "csv:"),
+    "csv with an open quote": (text("csv", "train.csv", "text,label", '"a,1', "b,0"), "csv:2"),
     "csv with a short row": (text("csv", "train.csv", "text,label", "a"), "csv:2"),
     "csv with other columns": (text("csv", "train.csv", "words,label", "a,1"), "text"),
     "csv separated by semicolons": (text("csv", "train.csv", "text;label", "a;1"), "columns"),
@@ -351,8 +351,12 @@ CASES: dict[str, tuple[Case, str]] = {
         text("dart", "train.jsonl", '{"tripleset": ["a"], "annotations": []}'),
         "tripleset",
     ),
+    "dart with a pair": (
+        text("dart", "train.jsonl", '{"tripleset": [["a", "b"]], "annotations": []}'),
+        "jsonl:1: expected lists of three texts",
+    ),
     "dart with a bare note": (
-        text("dart", "train.jsonl", '{"tripleset": [["a"]], "annotations": ["b"]}'),
+        text("dart", "train.jsonl", '{"tripleset": [["a", "b", "c"]], "annotations": ["b"]}'),
         "annotations",
     ),
     # Classes.

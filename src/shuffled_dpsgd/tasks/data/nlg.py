@@ -71,14 +71,16 @@ def dart_references(items: Iterable[DartItem], excluded: Sequence[str] = ()) -> 
 
 def _triples(row: Row) -> list[list[str]]:
     triples = row.cells["tripleset"]
-    if not isinstance(triples, list) or not all(
-        isinstance(triple, list) and all(isinstance(part, str) for part in triple)
-        for triple in triples
-    ):
+    if not isinstance(triples, list) or not all(map(_is_triple, triples)):
         raise InvalidArgumentError(
-            row.where, expected="lists of texts in 'tripleset'", got=shortened(str(triples))
+            row.where, expected="lists of three texts in 'tripleset'", got=shortened(str(triples))
         )
     return triples
+
+
+def _is_triple(value: Any) -> bool:
+    is_list = isinstance(value, list) and len(value) == 3
+    return is_list and all(isinstance(part, str) for part in value)
 
 
 def _notes(row: Row) -> Iterator[tuple[str, str]]:

@@ -167,16 +167,20 @@ def _read_tsv(path: Path, columns: Sequence[str], broken_share: float) -> Iterat
 
 def _read_csv(path: Path, columns: Sequence[str]) -> Iterator[Row]:
     reader = csv.reader(_lines(path), strict=True)
+    began = 1
     try:
         header = next(reader, [])
         require_columns(path, header, columns)
+        began = reader.line_num + 1
         for cells in reader:
-            yield _row(path, reader.line_num, header, cells)
+            yield _row(path, began, header, cells)
+            began = reader.line_num + 1
     except csv.Error as error:
+        # A quote that nobody closes is noticed many lines below, at the end of the file.
         raise InvalidArgumentError(
-            f"{path}:{reader.line_num}",
+            f"{path}:{began}",
             expected="comma-separated values, quoted as CSV has it",
-            got=str(error),
+            got=f"{error}, in the record that begins there",
         ) from error
 
 

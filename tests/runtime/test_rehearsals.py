@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from functools import partial
 
 import torch
 
@@ -72,6 +73,17 @@ def test_a_failure_stops_neither_the_others_nor_the_caller() -> None:
     rehearsals.add("topic", lambda: done.append("next"), CPU)
     rehearsals.wait_for("topic")
     assert done == ["next"]
+
+
+def test_what_is_urgent_is_done_first() -> None:
+    rehearsals, done = Rehearsals(threads=1), []
+    go = threading.Event()
+    rehearsals.add("topic", lambda: go.wait(10), CPU)
+    for name, is_urgent in (("later", False), ("first", True), ("last", False), ("second", True)):
+        rehearsals.add("topic", partial(done.append, name), CPU, is_urgent=is_urgent)
+    go.set()
+    rehearsals.wait_for("topic")
+    assert done == ["first", "second", "later", "last"]
 
 
 def test_a_process_that_ends_waits_for_what_has_begun_but_not_for_long() -> None:

@@ -9,6 +9,7 @@ later, when it is needed.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -129,10 +130,10 @@ class Rehearsal:
                 # has them compiled, and the others find them there.
                 label = (group.shared, *(call.label for call in calls))
                 alike.setdefault(label, []).append((group, calls))
-        for layers in alike.values():
-            # Batches of other lengths come later.
-            is_urgent = layers[0] in found
-            for half in (Half.SUMS, Half.NORMS):  # Kernels of sums take longer to compile.
+        for is_urgent in (True, False):  # Batches of other lengths come later.
+            some = [layers for layers in alike.values() if (layers[0] in found) is is_urgent]
+            # Kernels of sums take longer to compile.
+            for half, layers in itertools.product((Half.SUMS, Half.NORMS), some):
                 work = partial(rehearse, layers, half, self._choose, self._device, dtype)
                 REHEARSALS.add(None, work, self._device, announcement=work, is_urgent=is_urgent)
 

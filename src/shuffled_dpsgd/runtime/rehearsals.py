@@ -34,8 +34,9 @@ SWITCH = "SHUFFLED_DPSGD_REHEARSALS"
 # for this long. At Python's default of 5 ms, a forward of a few hundred operations would wait for
 # seconds.
 SWITCH_SECONDS = 1e-4
-# Threads wait for processes that compile most of the time; so there may be more than cores.
-FEWEST_THREADS = 16
+# Threads wait for processes that compile most of the time; so there may be more than cores. A start
+# has about thirty pieces of work, and one that waits for a thread asks for its kernels late.
+FEWEST_THREADS = 32
 SECONDS_AT_EXIT = 3.0
 # There where the driver for NVIDIA GPUs is loaded.
 _DRIVER = Path("/dev/nvidiactl")
@@ -102,7 +103,7 @@ class _Rehearsal:
 
 
 class Rehearsals:
-    """Does work in threads, in the order in which it was given.
+    """Does work in threads, in the order in which it was given, and what is urgent first.
 
     Threads are started when there is work and end when there is none. They are daemons, so that no
     process waits for all of their work to end.
@@ -111,7 +112,8 @@ class Rehearsals:
     def __init__(self, threads: int | None = None) -> None:
         self._most = threads or max(FEWEST_THREADS, os.cpu_count() or 1)
         self._lock = threading.Lock()
-        self._waiting: deque[_Rehearsal] = deque()
+        self._urgent: deque[_Rehearsal] = deque()
+        self._patient: deque[_Rehearsal] = deque()
         self._pending: dict[Hashable, list[_Rehearsal]] = {}
         self._running: set[_Rehearsal] = set()
         self._threads = 0
@@ -131,14 +133,14 @@ class Rehearsals:
 
         A trial of a route runs in the same threads, but is no rehearsal. An `announcement` is run
         inside `work` when a kernel is missing, so that all that it launches is compiled at the same
-        time (`compiling.announcements` says what may be run so). Kernels of work that is not urgent
-        are compiled after those of other work.
+        time (`compiling.announcements` says what may be run so). Work that is not urgent comes
+        after other work, and so do its kernels.
         """
         rehearsal = _Rehearsal(work, device, is_trial, announcement, is_urgent)
         with self._lock:
             if topic is not None:
                 self._pending.setdefault(topic, []).append(rehearsal)
-            self._waiting.append(rehearsal)
+            (self._urgent if is_urgent else self._patient).append(rehearsal)
             starts = self._threads < self._most
             if starts and self._threads == 0:
                 self._interval = sys.getswitchinterval()
@@ -161,7 +163,8 @@ class Rehearsals:
         A process that ends while a thread is using its GPU may crash.
         """
         with self._lock:
-            self._waiting.clear()
+            self._urgent.clear()
+            self._patient.clear()
             running = list(self._running)
         deadline = time.monotonic() + seconds
         for rehearsal in running:
@@ -170,12 +173,13 @@ class Rehearsals:
     def _run(self) -> None:
         while True:
             with self._lock:
-                if not self._waiting:
+                waiting = self._urgent or self._patient
+                if not waiting:
                     self._threads -= 1
                     if self._threads == 0:
                         sys.setswitchinterval(self._interval)
                     return
-                rehearsal = self._waiting.popleft()
+                rehearsal = waiting.popleft()
                 self._running.add(rehearsal)
             try:
                 _do(rehearsal)

@@ -21,8 +21,9 @@ class FakeWorkers:
     closed: int = 0
     have_left = False
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_early: bool = False) -> None:
         FakeWorkers.started += 1
+        self.is_early = is_early
 
     def close(self) -> None:
         FakeWorkers.closed += 1
@@ -70,6 +71,7 @@ def test_processes_that_were_started_early_are_taken_over() -> None:
     for _ in range(2):
         service.begin_early()
     early = service._early[0]
+    assert early.is_early
     service.begin()
     service.begin_early()
     assert (FakeWorkers.started, FakeWorkers.closed) == (1, 0)
@@ -86,7 +88,7 @@ def test_processes_that_were_started_too_early_are_replaced() -> None:
 
 
 def test_a_system_that_allows_no_process_is_not_said_early(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse() -> None:
+    def refuse(**_: object) -> None:
         raise OSError("too many processes")
 
     said: list[str] = []

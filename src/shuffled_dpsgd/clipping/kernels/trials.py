@@ -100,7 +100,9 @@ def try_products(device: torch.device) -> None:
 
 def try_gluon_products(device: torch.device) -> None:
     """`gluon.squares` and `gluon.weighted_sums`, with a last chunk of tokens that is not whole."""
-    _try_gluon_products(device, 77)
+    from shuffled_dpsgd.clipping.kernels.gluon.products import TRIAL
+
+    _try_gluon_products(device, TRIAL.tokens)
 
 
 def try_gluon_products_of_a_few(device: torch.device) -> None:
@@ -110,13 +112,14 @@ def try_gluon_products_of_a_few(device: torch.device) -> None:
 
 def _try_gluon_products(device: torch.device, T: int) -> None:
     """Norms are no smaller than what is summed."""
-    from shuffled_dpsgd.clipping.kernels.gluon import squares, weighted_sums
+    from shuffled_dpsgd.clipping.kernels.gluon import products, squares, weighted_sums
 
-    x, clean = _draw(device, SAMPLES, T, 208), _draw(device, SAMPLES, T, 144)
+    D, P = products.TRIAL.inputs, products.TRIAL.outputs
+    x, clean = _draw(device, SAMPLES, T, D), _draw(device, SAMPLES, T, P)
     found = squares.tile_sq_norms([x], [clean], True)[0]
     expect_close(found, plain.tile_sq_norms(_wide(x), _wide(clean), True), rtol=1e-4, what="norms")
-    out = torch.empty(144, 208, device=device, dtype=torch.float32)
-    bias = torch.empty(144, device=device, dtype=torch.float32)
+    out = torch.empty(P, D, device=device, dtype=torch.float32)
+    bias = torch.empty(P, device=device, dtype=torch.float32)
     alone = torch.eye(SAMPLES, device=device, dtype=torch.float32)[0]
     weighted_sums.weighted_outer_sums([x], [clean], alone, [out], False, [bias])
     length = out.double().square().sum() + bias.double().square().sum()

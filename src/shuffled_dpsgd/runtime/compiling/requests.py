@@ -34,6 +34,22 @@ class CompileRequest:
         return self.kind(self.function, self.signature, self.constants, self.attributes)
 
 
+def request_of(
+    kernel: Any, signature: Any, device: int, constants: Any, options: Any, attrs: Any, _: bool
+) -> CompileRequest:
+    """What Triton's own method for compiling is about to do, given its arguments but the key."""
+    return CompileRequest(
+        kind=kernel.ASTSource,
+        function=kernel,
+        signature=signature,
+        constants=constants,
+        attributes=attrs,
+        target=kernel.device_caches[device][2],
+        options=options.__dict__,
+        environment=settings(),
+    )
+
+
 class NotNamedError(Exception):
     """A function that another process cannot find."""
 

@@ -21,7 +21,7 @@ from shuffled_dpsgd.runtime.compiling.requests import (
     CompileRequest,
     NotNamedError,
     encode,
-    settings,
+    request_of,
 )
 from shuffled_dpsgd.runtime.compiling.workers import Answer, WorkerError, Workers, WorkersHangError
 from shuffled_dpsgd.runtime.notices import say_once
@@ -65,7 +65,7 @@ class TritonHook:
             return self._compile_here(kernel, key, signature, device, *rest)
         self._get_ready()
         variant = (function.__module__, function.__qualname__, device, key)
-        request = _request(kernel, signature, device, *rest)
+        request = request_of(kernel, signature, device, *rest)
         if is_announcing():
             if not is_on_disk(request):
                 self._ask(variant, request)
@@ -134,35 +134,25 @@ class TritonHook:
         return None
 
 
-def _request(
-    kernel: Any, signature: Any, device: int, constants: Any, options: Any, attrs: Any, _: bool
-) -> CompileRequest:
-    return CompileRequest(
-        kind=kernel.ASTSource,
-        function=kernel,
-        signature=signature,
-        constants=constants,
-        attributes=attrs,
-        target=kernel.device_caches[device][2],
-        options=options.__dict__,
-        environment=settings(),
-    )
-
-
 def is_on_disk(request: CompileRequest) -> bool:
     """Whether Triton is going to find the variant in its cache."""
+    if importlib.import_module("triton.compiler.compiler").knobs.compilation.always_compile:
+        return False
+    cache = importlib.import_module("triton.runtime.cache")
+    name = f"{request.source.name[:_LONGEST_NAME]}.json"
+    return name in (cache.get_cache_manager(key_on_disk(request)).get_group(name) or {})
+
+
+def key_on_disk(request: CompileRequest) -> str:
+    """The key under which Triton keeps the variant."""
     compiler = importlib.import_module("triton.compiler.compiler")
     cache = importlib.import_module("triton.runtime.cache")
     native = importlib.import_module("triton._C.libtriton")
-    if compiler.knobs.compilation.always_compile:
-        return False
     source = request.source
     backend = compiler.make_backend(request.target)
     options = backend.parse_options({**request.options, **source.parse_options()})
     key = cache.get_cache_key(source, backend, options, native.get_cache_invalidating_env_vars())
-    entry = cache.get_cache_manager(hashlib.sha256(key.encode()).hexdigest())
-    name = f"{source.name[:_LONGEST_NAME]}.json"
-    return name in (entry.get_group(name) or {})
+    return hashlib.sha256(key.encode()).hexdigest()
 
 
 def install(workers: Workers, get_ready: Callable[[], None]) -> TritonHook | None:

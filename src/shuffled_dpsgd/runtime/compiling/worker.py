@@ -16,10 +16,16 @@ import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 from shuffled_dpsgd.runtime.compiling.torch_free import leave_torch_out
+from shuffled_dpsgd.runtime.compiling.trial_kernels import compile_trials, trial_modules
+
+if TYPE_CHECKING:
+    from shuffled_dpsgd.runtime.compiling.requests import CompileRequest
 
 # No request for so long: there is nothing left to compile.
 IDLE_SECONDS = 60.0
@@ -29,22 +35,24 @@ DONE = b"done"
 _KERNEL = re.compile(rb"^@(triton|gluon)\.jit\b", re.MULTILINE)
 
 
-def main(descriptors: Sequence[int], workers: int) -> None:
+def main(descriptors: Sequence[int], workers: int, *, is_early: bool = False) -> None:
     """Serve requests that come over sockets, those of the first socket first.
 
-    Returns when nobody is there any more.
+    Returns when nobody is there any more. Processes that are started early, before it is known
+    whether there will be a run, begin with what every run needs.
     """
     lanes = [socket.socket(fileno=descriptor) for descriptor in descriptors]
     leave_torch_out()
     reason = _get_ready()
     # For whoever asks: meanwhile this process imports.
     forks = [_fork(_build_driver)]
-    _import_until_asked(lanes)
+    modules = _import_until_asked(lanes)
+    if is_early and not _is_asked(lanes):
+        forks += [_fork(partial(compile_trials, module)) for module in trial_modules(modules)]
     # With all kernels on disk there is never a request, and nothing is forked.
     asked = select.select(lanes, [], [], IDLE_SECONDS)[0]
-    if not asked or not asked[0].recv(1, socket.MSG_PEEK):
-        return
-    forks += [_fork(lambda: serve(lanes, reason)) for _ in range(workers)]
+    if asked and asked[0].recv(1, socket.MSG_PEEK):
+        forks += [_fork(lambda: serve(lanes, reason)) for _ in range(workers)]
     for lane in lanes:
         lane.close()
     for fork in forks:
@@ -69,15 +77,21 @@ def _build_driver() -> None:
         return
 
 
-def _import_until_asked(lanes: Sequence[socket.socket]) -> None:
+def _import_until_asked(lanes: Sequence[socket.socket]) -> list[ModuleType]:
     """Import modules of kernels for all forks, as long as nobody waits for the first of them."""
+    found = []
     for name in kernel_modules():
-        if select.select(lanes, [], [], 0)[0]:
-            return
+        if _is_asked(lanes):
+            break
         try:
-            importlib.import_module(name)
+            found.append(importlib.import_module(name))
         except Exception:  # Whoever asks for one of its kernels is told.
             continue
+    return found
+
+
+def _is_asked(lanes: Sequence[socket.socket]) -> bool:
+    return bool(select.select(lanes, [], [], 0)[0])
 
 
 def kernel_modules() -> Iterator[str]:
@@ -137,13 +151,18 @@ def compile_one(text: bytes) -> bytes:
     try:
         request = requests.decode(text)
         requests.adopt(request.environment)
-        compiler = importlib.import_module("triton.compiler.compiler")
-        source = request.source
-        with _building_launcher(request.target.backend, source):
-            compiler.compile(source, target=request.target, options=request.options)
+        compile_request(request)
     except Exception as error:
         return _words(error).encode()
     return DONE
+
+
+def compile_request(request: CompileRequest) -> None:
+    """Compile into Triton's cache on disk, unless it is there."""
+    compiler = importlib.import_module("triton.compiler.compiler")
+    source = request.source
+    with _building_launcher(request.target.backend, source):
+        compiler.compile(source, target=request.target, options=request.options)
 
 
 @contextmanager

@@ -23,7 +23,7 @@ _LOOK_EVERY_SECONDS = 1.0
 _CODE = """import sys
 sys.path[:] = {path!r}
 from shuffled_dpsgd.runtime.compiling.worker import main
-main({descriptors}, {workers})
+main({descriptors}, {workers}, is_early={is_early})
 """
 
 
@@ -74,8 +74,8 @@ class Answer:
 class Workers:
     """Processes that compile; they are started here and leave by themselves."""
 
-    def __init__(self, workers: int | None = None) -> None:
-        """Start them.
+    def __init__(self, workers: int | None = None, *, is_early: bool = False) -> None:
+        """Start them; early ones compile what every run needs before they are asked.
 
         Raises:
             OSError: the system does not allow it.
@@ -94,6 +94,7 @@ class Workers:
             path=[str(folder) for folder in sys.path],
             descriptors=descriptors,
             workers=workers or fair_share(),
+            is_early=is_early,
         )
         try:
             # A session of its own: Ctrl-C in a terminal is for the run.

@@ -41,6 +41,24 @@ SEGMENTS = (1024, 512, 256, 128, 64)
 ONES = gl.constexpr(16)
 
 
+class TrialSizes(NamedTuple):
+    """The small problem by which these kernels are tried; a last chunk of tokens is not whole."""
+
+    samples: int = 3
+    tokens: int = 77
+    inputs: int = 208
+    outputs: int = 144
+
+    @property
+    def strides(self) -> tuple[int, int, int, int]:
+        """Those of x and of g, by sample and by token."""
+        D, P = self.inputs, self.outputs
+        return self.tokens * D, D, self.tokens * P, P
+
+
+TRIAL = TrialSizes()
+
+
 class ProductBlock(NamedTuple):
     """How a block is multiplied: groups of warps, columns, and loads under way.
 

@@ -11,7 +11,8 @@ another multiplies; see `products`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import triton
 from torch import Tensor
@@ -22,6 +23,7 @@ from shuffled_dpsgd.clipping.kernels.gluon.compatibility import fix_keys
 from shuffled_dpsgd.clipping.kernels.gluon.products import (
     ROWS,
     TALL,
+    TRIAL,
     block_at,
     buffers,
     load,
@@ -164,9 +166,29 @@ def weighted_outer_sums(
     x, g = xs[0], gs[0]
     table = address_table((xs, gs, outs, biases or outs), x.device)
     triton.set_allocator(scratch)
-    parted_outer_kernel[(TALL.number(P, D), L)](
-        table[0], table[1], table[2], table[3], factors, factors_row(factors), B, T, D, P,
-        x.stride(0), x.stride(1), g.stride(0), g.stride(1), *outs[0].stride(), int(add),
-        **TALL.of(T), BIAS=len(biases) > 0, ELEMENT=ELEMENT[x.dtype],
-        num_warps=4,
+    strides = x.stride(0), x.stride(1), g.stride(0), g.stride(1), *outs[0].stride()
+    _launch(
+        table, factors, factors_row(factors), (B, T, D, P), strides,
+        add=add, layers=L, has_biases=len(biases) > 0, element=ELEMENT[x.dtype],
+    )  # fmt: skip
+
+
+def compile_trial(pointer: Callable[[str], Any]) -> None:
+    """Launch what the trial of these sums launches, on pointers to nothing."""
+    D = TRIAL.inputs
+    _launch(
+        [pointer("int64")] * 4, pointer("float32"), 0, TRIAL, (*TRIAL.strides, D, 1),
+        add=False, layers=1, has_biases=True, element=gl.bfloat16,
+    )  # fmt: skip
+
+
+def _launch(
+    table: Sequence[Any], factors: Any, factors_row: int, sizes: tuple[int, int, int, int],
+    strides: Sequence[int], *, add: bool, layers: int, has_biases: bool, element: Any,
+) -> None:  # fmt: skip
+    """Launch the sums of layers whose tensors a table of addresses tells."""
+    B, T, D, P = sizes
+    parted_outer_kernel[(TALL.number(P, D), layers)](
+        *table, factors, factors_row, B, T, D, P, *strides, int(add), **TALL.of(T),
+        BIAS=has_biases, ELEMENT=element, num_warps=4,
     )  # fmt: skip

@@ -1,0 +1,119 @@
+"""What is compiled ahead of any run is what trials launch, where there is a chip for it."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from shuffled_dpsgd.runtime.compiling import trial_kernels, worker
+
+SCRIPT = Path(__file__).with_name("trial_variants.py")
+
+
+def test_a_process_without_torch_compiles_what_a_trial_launches() -> None:
+    pytest.importorskip("triton.experimental.gluon")
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(SCRIPT), *options],
+            env={name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for options in ([], ["--ahead"])
+    ]
+    with_torch, ahead = (json.loads(process.communicate(timeout=100)[0]) for process in processes)
+    assert [name for name, _ in ahead] == ["parted_outer_kernel", "square_kernel"]
+    assert ahead == with_torch
+
+
+class Nvml:
+    """The library, for GPUs of these chips; one that is not well has none."""
+
+    def __init__(self, chips: list[int | None], status: int = 0) -> None:
+        self._chips, self._status = chips, status
+        self.open = 0
+
+    def nvmlInit_v2(self) -> int:  # noqa: N802
+        self.open += 1
+        return self._status
+
+    def nvmlShutdown(self) -> int:  # noqa: N802
+        self.open -= 1
+        return 0
+
+    def nvmlDeviceGetCount_v2(self, count: Any) -> int:  # noqa: N802
+        count._obj.value = len(self._chips)
+        return 0
+
+    def nvmlDeviceGetHandleByIndex_v2(self, place: int, gpu: Any) -> int:  # noqa: N802
+        gpu._obj.value = place + 1
+        return int(self._chips[place] is None)
+
+    def nvmlDeviceGetCudaComputeCapability(self, gpu: Any, *numbers: Any) -> int:  # noqa: N802
+        chip = self._chips[gpu.value - 1]
+        assert chip is not None
+        for number, value in zip(numbers, divmod(chip, 10), strict=True):
+            number._obj.value = value
+        return 0
+
+
+def test_chips_are_found_without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    nvml = Nvml([80, None, 90, 120])
+    monkeypatch.setattr(trial_kernels.ctypes, "CDLL", lambda name: nvml)
+    assert trial_kernels.chips() == [80, 90, 120]
+    assert nvml.open == 0
+    monkeypatch.setattr(trial_kernels.ctypes, "CDLL", lambda name: Nvml([90], status=9))
+    assert trial_kernels.chips() == []
+
+
+def test_without_the_library_there_is_no_chip(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trial_kernels, "_NVML", "libno-such-thing.so.1")
+    assert trial_kernels.chips() == []
+
+
+@pytest.mark.parametrize(("chips", "found"), [([], False), ([80], False), ([89, 90], True)])
+def test_only_a_chip_that_is_served_is_compiled_for(
+    chips: list[int], found: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trial_kernels, "chips", lambda: chips)
+    plain, trial = ModuleType("plain"), ModuleType("trial")
+    trial.compile_trial = print  # type: ignore[attr-defined]
+    assert trial_kernels.trial_modules([plain, trial]) == ([trial] if found else [])
+
+
+@pytest.mark.parametrize(("is_early", "asked"), [(True, False), (False, False), (True, True)])
+def test_processes_compile_ahead_if_they_are_early_and_nobody_asks(
+    is_early: bool, asked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled: list[str] = []
+
+    def run(work: Any) -> int:
+        work()
+        return 0
+
+    monkeypatch.setattr(worker, "IDLE_SECONDS", 0.01)
+    monkeypatch.setattr(worker, "leave_torch_out", lambda: None)
+    monkeypatch.setattr(worker, "_get_ready", lambda: None)
+    monkeypatch.setattr(worker, "_build_driver", lambda: None)
+    monkeypatch.setattr(worker, "_fork", run)
+    monkeypatch.setattr(worker, "kernel_modules", list)
+    monkeypatch.setattr(worker, "serve", lambda lanes, reason: None)
+    monkeypatch.setattr(worker.os, "waitpid", lambda fork, options: None)
+    module = SimpleNamespace(__name__="trial")
+    monkeypatch.setattr(worker, "trial_modules", lambda modules: [module])
+    monkeypatch.setattr(worker, "compile_trials", lambda module: compiled.append(module.__name__))
+    pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(2)]
+    if asked:
+        pairs[0][0].send(b"compile")
+    worker.main([theirs.detach() for _, theirs in pairs], 1, is_early=is_early)
+    for ours, _ in pairs:
+        ours.close()
+    assert compiled == (["trial"] if is_early and not asked else [])

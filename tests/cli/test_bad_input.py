@@ -589,7 +589,7 @@ CASES: dict[str, tuple[Case, str]] = {
     "plan too long": (verb("plan", "--model", "gpt2", "--length", "5000"), "at most 1024 tokens"),
     "audit nothing": (verb("audit", "step"), "--dimension"),
     "another preset": (verb("train", "--preset", "paper/t5"), "paper/vit-cifar100"),
-    "a preset without epsilon": (verb("train", "--preset", "paper/bert-sst2"), "epsilon"),
+    "a preset without epsilon": (verb("train", "--preset", "paper/bert-sst2"), "--epsilon"),
     "a preset and a task": (verb("train", "digits", "--preset", "paper/bert-sst2"), "TASK"),
     "data without a preset": (digits("--data", "sst2"), "--preset"),
     "sweep nothing": (verb("sweep", "no-such.toml"), "no-such.toml"),

@@ -113,7 +113,14 @@ def test_a_dry_run_prints_the_plan() -> None:
     pytest.importorskip("transformers")
     arguments = ["train", "--preset", "paper/bert-sst2", "--epsilon", "0.5", "--dry-run"]
     said = " ".join(CliRunner().invoke(app, arguments, env={"COLUMNS": "200"}).stdout.split())
-    for part in ("204, Poisson", "σ (shuffled)", "σ0 (rest)", "(proven)", "GiB"):
+    for part in (
+        "204, Poisson",
+        "σ (shuffled)",
+        "σ0 (rest)",
+        "ε = 0.5 (heuristic)",
+        "(proven)",
+        "GiB",
+    ):
         assert part in said
 
 

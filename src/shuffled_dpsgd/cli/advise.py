@@ -159,11 +159,12 @@ def suggestions(advice: Advice) -> list[str]:
             "by half of its size over the run"
         )
     if now.verdict != "promising":
-        reach = "no ε up to 64" if needs.epsilon is None else f"ε = {needs.epsilon:g}"
+        reach = "; no ε up to 64 is enough"
+        reach = reach if needs.epsilon is None else f", or ε = {needs.epsilon:g}"
         lines.append(
             f"to be promising without any other change: {needs.dataset_size:,} records instead of "
             f"{now.dataset_size:,}, or {needs.dimension:,} trainable parameters instead of "
-            f"{now.dimension:,} (lora_rank, freeze), or {reach}"
+            f"{now.dimension:,} (lora_rank, freeze){reach}"
         )
     return lines
 
@@ -187,6 +188,10 @@ def _facts(preview: Preview) -> Any:
             f"{symbol} ({block.name})",
             f"{block.noise_multiplier:.4g} on {block.dimension:,} coordinates, clip c = "
             f"{plan.clip_norm:g}{batch}",
+        )
+    if plan.accounting == "paper" and plan.epsilon is not None:
+        table.add_row(
+            "calibrated to", f"ε = {plan.epsilon:g} (heuristic), the paper's formula: no guarantee"
         )
     none = "; ".join(plan.uncertifiable)
     table.add_row(

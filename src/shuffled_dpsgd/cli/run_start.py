@@ -74,6 +74,13 @@ def with_overrides(
         raw[section].update({key: value for key, value in values.items() if value is not None})
     if given["epsilon"] is not None:
         privacy.pop("noise_multiplier", None)
+    if not {"epsilon", "noise_multiplier"} & privacy.keys() and given["method"] != "non-private":
+        raise InvalidArgumentError(
+            "--epsilon",
+            expected="a number: a preset leaves it open",
+            got=None,
+            remedy="the paper's tables have 0.1, 0.5 and 1",
+        )
     if overrides["training"]["epochs"] is not None:
         raw["training"].pop("num_steps", None)
     default = "paper" if privacy.get("method") == "shuffled" else "certified"

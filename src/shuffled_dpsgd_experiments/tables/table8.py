@@ -229,7 +229,7 @@ def run(scale: str) -> dict[str, Any]:
             remedy="or --from-results",
         )
     rows = SMALL if scale == "demo" else MODELS
-    found = measure(rows, device, rounds=2 if scale == "demo" else 6, warm_up=1)
+    found = measure(rows, device, rounds=FEWEST_ROUNDS if scale == "demo" else 6, warm_up=1)
     return {"scale": scale, **found}
 
 
@@ -251,7 +251,7 @@ def exhibit(raw: dict[str, Any]) -> Exhibit:
                 paper=printed,
                 ours=f"{_minutes(times[0])} → {_minutes(times[1])} ({more:+.2%}; "
                 f"{len(row['ratios'])} of {row['steps_per_epoch']} steps timed)",
-                verdict=_verdict(more, shuffled / without - 1),
+                verdict=_verdict(row["ratios"], shuffled / without - 1),
             )
         )
     return Exhibit(
@@ -271,10 +271,17 @@ def _minutes(seconds: float) -> str:
     return f"{seconds:.1f} s" if seconds < 60 else f"{int(seconds // 60)}:{seconds % 60:02.0f}"
 
 
-def _verdict(ours: float, printed: float) -> str:
-    if abs(ours) < 0.005:
-        return "the shuffle costs nothing that can be told from the noise of timing"
-    return "costs less than printed" if ours < printed else "costs more than printed"
+def _verdict(ratios: Sequence[float], printed: float) -> str:
+    """What the rounds say of the shuffle's cost, as a share; nothing that their spread hides."""
+    low, high = min(ratios) - 1, max(ratios) - 1
+    spread = f"rounds from {low:+.1%} to {high:+.1%}"
+    if len(ratios) < FEWEST_ROUNDS:
+        return f"too few rounds to tell ({spread})"
+    if low <= 0 <= high:
+        return f"no cost that can be told from the spread of timing ({spread})"
+    if low <= printed <= high:
+        return f"about as printed ({spread})"
+    return f"costs {'less' if high < printed else 'more'} than printed ({spread})"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -58,3 +58,23 @@ def test_the_models_are_those_of_the_table() -> None:
 
     assert {row.label for row in table8.MODELS} == set(EPOCH_SECONDS)
     assert all(table8.BATCH_SIZE % row.physical == 0 for row in table8.MODELS)
+
+
+@pytest.mark.parametrize(
+    ("ratios", "words"),
+    [
+        ([0.9, 0.95], "too few rounds to tell (rounds from -10.0% to -5.0%)"),
+        ([0.99, 1.0, 1.2], "no cost that can be told from the spread of timing"),
+        ([1.01, 1.02, 1.03], "about as printed"),
+        ([1.001, 1.002, 1.003], "costs less than printed"),
+        ([1.04, 1.05, 1.06], "costs more than printed"),
+    ],
+)
+def test_a_verdict_says_nothing_that_the_spread_hides(ratios: list[float], words: str) -> None:
+    row = {"label": "BERT, QNLI", "model": "bert-base", "steps_per_epoch": 108, "ratios": ratios}
+    times = {"unshuffled_epoch_seconds": 1.0, "shuffled_epoch_seconds": 1.0}
+    row |= times | {"ratio": statistics.median(ratios)}
+    made = {"hardware": "x", "date": "today", "torch": "2"}
+    raw = {"rows": [row], "batch_size": 1000, "precision": "x", "epoch": "y", "environment": made}
+    shown = {one.what: one.verdict for one in table8.exhibit(raw).rows}
+    assert words in shown["BERT, QNLI"]

@@ -104,6 +104,7 @@ def test_processes_compile_ahead_if_they_are_early_and_nobody_asks(
     monkeypatch.setattr(worker, "_get_ready", lambda: None)
     monkeypatch.setattr(worker, "_build_driver", lambda: None)
     monkeypatch.setattr(worker, "_fork", run)
+    monkeypatch.setattr(worker, "_turns", None)
     monkeypatch.setattr(worker, "kernel_modules", list)
     monkeypatch.setattr(worker, "serve", lambda lanes, reason: None)
     monkeypatch.setattr(worker.os, "waitpid", lambda fork, options: None)
@@ -117,3 +118,32 @@ def test_processes_compile_ahead_if_they_are_early_and_nobody_asks(
     for ours, _ in pairs:
         ours.close()
     assert compiled == (["trial"] if is_early and not asked else [])
+
+
+# One process holds the turn of a variant, named by its key, until the other has had another turn.
+TURNS = """import os, time
+from shuffled_dpsgd.runtime.compiling import requests, worker
+requests.key_on_disk = lambda key: key
+worker._turns = os.memfd_create("variants")
+(begun, begin), (ended, end) = os.pipe(), os.pipe()
+if os.fork() == 0:
+    with worker._alone("aa" * 32):
+        os.write(begin, b"!")
+        os.read(ended, 1)
+        time.sleep(0.2)
+        print("first", flush=True)
+    os._exit(0)
+os.read(begun, 1)
+with worker._alone("bb" * 32):
+    print("another", flush=True)
+os.write(end, b"!")
+with worker._alone("aa" * 32):
+    print("second", flush=True)
+"""
+
+
+def test_a_variant_that_is_being_compiled_is_waited_for_and_others_are_not() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", TURNS], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert done.stdout.split() == ["another", "first", "second"]

@@ -23,8 +23,11 @@ if AHEAD:
     leave_torch_out()
 
 from shuffled_dpsgd.runtime.compiling import trial_kernels, worker  # noqa: E402
-from shuffled_dpsgd.runtime.compiling.requests import CompileRequest, request_of  # noqa: E402
-from shuffled_dpsgd.runtime.compiling.triton_hook import key_on_disk  # noqa: E402
+from shuffled_dpsgd.runtime.compiling.requests import (  # noqa: E402
+    CompileRequest,
+    key_on_disk,
+    request_of,
+)
 
 
 def note_trials_ahead(note: Any) -> None:

@@ -5,6 +5,7 @@ Functions go by their names: both processes import the same modules.
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import io
 import os
@@ -48,6 +49,18 @@ def request_of(
         options=options.__dict__,
         environment=settings(),
     )
+
+
+def key_on_disk(request: CompileRequest) -> str:
+    """The key under which Triton keeps the variant."""
+    compiler = importlib.import_module("triton.compiler.compiler")
+    cache = importlib.import_module("triton.runtime.cache")
+    native = importlib.import_module("triton._C.libtriton")
+    source = request.source
+    backend = compiler.make_backend(request.target)
+    options = backend.parse_options({**request.options, **source.parse_options()})
+    key = cache.get_cache_key(source, backend, options, native.get_cache_invalidating_env_vars())
+    return hashlib.sha256(key.encode()).hexdigest()
 
 
 class NotNamedError(Exception):

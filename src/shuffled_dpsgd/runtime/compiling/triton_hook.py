@@ -8,7 +8,6 @@ worker does not compile is compiled here, as if there were no workers.
 from __future__ import annotations
 
 import functools
-import hashlib
 import importlib
 import inspect
 import threading
@@ -21,6 +20,7 @@ from shuffled_dpsgd.runtime.compiling.requests import (
     CompileRequest,
     NotNamedError,
     encode,
+    key_on_disk,
     request_of,
 )
 from shuffled_dpsgd.runtime.compiling.workers import Answer, WorkerError, Workers, WorkersHangError
@@ -141,18 +141,6 @@ def is_on_disk(request: CompileRequest) -> bool:
     cache = importlib.import_module("triton.runtime.cache")
     name = f"{request.source.name[:_LONGEST_NAME]}.json"
     return name in (cache.get_cache_manager(key_on_disk(request)).get_group(name) or {})
-
-
-def key_on_disk(request: CompileRequest) -> str:
-    """The key under which Triton keeps the variant."""
-    compiler = importlib.import_module("triton.compiler.compiler")
-    cache = importlib.import_module("triton.runtime.cache")
-    native = importlib.import_module("triton._C.libtriton")
-    source = request.source
-    backend = compiler.make_backend(request.target)
-    options = backend.parse_options({**request.options, **source.parse_options()})
-    key = cache.get_cache_key(source, backend, options, native.get_cache_invalidating_env_vars())
-    return hashlib.sha256(key.encode()).hexdigest()
 
 
 def install(workers: Workers, get_ready: Callable[[], None]) -> TritonHook | None:

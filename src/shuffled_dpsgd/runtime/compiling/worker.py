@@ -7,6 +7,7 @@ has not asked for anything for a minute.
 
 from __future__ import annotations
 
+import fcntl
 import importlib
 import os
 import re
@@ -32,6 +33,8 @@ IDLE_SECONDS = 60.0
 # A compilation that takes longer hangs; its process is ended.
 MOST_SECONDS = 110
 DONE = b"done"
+# A file that all forks share, of which they lock a byte for each variant.
+_turns: int | None = None
 _KERNEL = re.compile(rb"^@(triton|gluon)\.jit\b", re.MULTILINE)
 
 
@@ -41,8 +44,10 @@ def main(descriptors: Sequence[int], workers: int, *, is_early: bool = False) ->
     Returns when nobody is there any more. Processes that are started early, before it is known
     whether there will be a run, begin with what every run needs.
     """
+    global _turns
     lanes = [socket.socket(fileno=descriptor) for descriptor in descriptors]
     leave_torch_out()
+    _turns = os.memfd_create("variants")
     reason = _get_ready()
     # For whoever asks: meanwhile this process imports.
     forks = [_fork(_build_driver)]
@@ -161,8 +166,27 @@ def compile_request(request: CompileRequest) -> None:
     """Compile into Triton's cache on disk, unless it is there."""
     compiler = importlib.import_module("triton.compiler.compiler")
     source = request.source
-    with _building_launcher(request.target.backend, source):
+    with _alone(request), _building_launcher(request.target.backend, source):
         compiler.compile(source, target=request.target, options=request.options)
+
+
+@contextmanager
+def _alone(request: CompileRequest) -> Iterator[None]:
+    """Have a variant compiled by one process at a time: the next one finds it on disk.
+
+    It may be asked for while it is compiled ahead.
+    """
+    from shuffled_dpsgd.runtime.compiling import requests
+
+    if _turns is None:
+        yield
+        return
+    place = int(requests.key_on_disk(request)[:15], 16)
+    fcntl.lockf(_turns, fcntl.LOCK_EX, 1, place)
+    try:
+        yield
+    finally:
+        fcntl.lockf(_turns, fcntl.LOCK_UN, 1, place)
 
 
 @contextmanager

@@ -38,8 +38,8 @@ SWITCH_SECONDS = 1e-4
 # has about thirty pieces of work, and one that waits for a thread asks for its kernels late.
 FEWEST_THREADS = 32
 SECONDS_AT_EXIT = 3.0
-# There where the driver for NVIDIA GPUs is loaded.
-_DRIVER = Path("/dev/nvidiactl")
+# One of these is there where the driver for NVIDIA GPUs is loaded; the last one on Windows' Linux.
+_DRIVERS = tuple(map(Path, ("/dev/nvidiactl", "/proc/driver/nvidia", "/dev/dxg")))
 Work = Callable[[], object]
 _here = threading.local()
 
@@ -79,7 +79,8 @@ def has_nvidia_gpu() -> bool:
     Once it is asked it no longer looks at `CUDA_VISIBLE_DEVICES`, which may still be set.
     """
     seen = os.environ.get("CUDA_VISIBLE_DEVICES", "0")
-    return torch.version.cuda is not None and seen not in ("", "-1") and _DRIVER.exists()
+    has_driver = any(path.exists() for path in _DRIVERS)
+    return torch.version.cuda is not None and seen not in ("", "-1") and has_driver
 
 
 def are_whole(tensors: Iterable[torch.Tensor]) -> bool:

@@ -129,7 +129,7 @@ def test_they_are_started_for_a_gpu_unless_rehearsals_are_off(
 
 @pytest.fixture
 def gpu_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(rehearsals, "_DRIVER", tmp_path)
+    monkeypatch.setattr(rehearsals, "_DRIVERS", (Path("nowhere"), tmp_path))
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     for name in ("CUDA_VISIBLE_DEVICES", rehearsals.SWITCH):
         monkeypatch.delenv(name, raising=False)
@@ -149,7 +149,7 @@ def test_they_are_started_early_where_there_is_a_gpu() -> None:
         (os.environ, "CUDA_VISIBLE_DEVICES", "-1"),
         (os.environ, rehearsals.SWITCH, "0"),
         (torch.version, "cuda", None),
-        (rehearsals, "_DRIVER", Path("nowhere")),
+        (rehearsals, "_DRIVERS", (Path("nowhere"),)),
         (rehearsals.multiprocessing, "parent_process", lambda: "the one that trains"),
     ],
 )

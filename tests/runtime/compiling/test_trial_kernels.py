@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -83,10 +83,14 @@ def test_without_the_library_there_is_no_chip(monkeypatch: pytest.MonkeyPatch) -
 def test_only_a_chip_that_is_served_is_compiled_for(
     chips: list[int], found: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    compiled: list[Any] = []
     monkeypatch.setattr(trial_kernels, "chips", lambda: chips)
+    monkeypatch.setattr(trial_kernels, "compile_trial", lambda *given: compiled.append(given))
     plain, trial = ModuleType("plain"), ModuleType("trial")
     trial.compile_trial = print  # type: ignore[attr-defined]
-    assert trial_kernels.trial_modules([plain, trial]) == ([trial] if found else [])
+    for work in trial_kernels.trials_here([plain, trial]):
+        work()
+    assert compiled == ([(trial, 90)] if found else [])
 
 
 @pytest.mark.parametrize(("is_early", "asked"), [(True, False), (False, False), (True, True)])
@@ -108,9 +112,7 @@ def test_processes_compile_ahead_if_they_are_early_and_nobody_asks(
     monkeypatch.setattr(worker, "kernel_modules", list)
     monkeypatch.setattr(worker, "serve", lambda lanes, reason: None)
     monkeypatch.setattr(worker.os, "waitpid", lambda fork, options: None)
-    module = SimpleNamespace(__name__="trial")
-    monkeypatch.setattr(worker, "trial_modules", lambda modules: [module])
-    monkeypatch.setattr(worker, "compile_trials", lambda module: compiled.append(module.__name__))
+    monkeypatch.setattr(worker, "trials_here", lambda modules: [lambda: compiled.append("trial")])
     pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(2)]
     if asked:
         pairs[0][0].send(b"compile")

@@ -35,7 +35,7 @@ def note_trials_ahead(note: Any) -> None:
     names = [*worker.kernel_modules()]
     for module in map(importlib.import_module, names):
         if hasattr(module, trial_kernels.FUNCTION):
-            trial_kernels.compile_trials(module, CHIP)
+            trial_kernels.compile_trial(module, CHIP)
 
 
 def note_trials(note: Any) -> None:

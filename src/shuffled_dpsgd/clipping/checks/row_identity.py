@@ -263,10 +263,10 @@ def _noting(
 
 def _computes_in_half(slots: Sequence[Slot]) -> bool:
     """Whether float32 tensors may be sums of half-precision ones: autocast, half parameters."""
-    parameters = [p for slot in slots for p in slot.module.parameters()]
     return any(
         p.dtype in (torch.float16, torch.bfloat16) or torch.is_autocast_enabled(p.device.type)
-        for p in parameters
+        for slot in slots
+        for p in slot.module.parameters()
     )
 
 

@@ -55,7 +55,11 @@ class Contribution(Protocol):
 
 def _ulp(tensor: Tensor) -> Tensor:
     """The length of a tensor, in units of its last place."""
-    return torch.finfo(tensor.dtype).eps * torch.linalg.vector_norm(tensor.double())
+    return torch.finfo(tensor.dtype).eps * _length(tensor)
+
+
+def _length(tensor: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(tensor, dtype=torch.float64)
 
 
 def positions(tensor: Tensor) -> Tensor:
@@ -90,7 +94,7 @@ class OuterGrad:
         return replace(self, left_BTR=self.left_BTR[one], right_BTC=self.right_BTC[one])
 
     def rounding(self) -> Tensor:
-        return _ulp(self.left_BTR) * torch.linalg.vector_norm(self.right_BTC.double())
+        return _ulp(self.left_BTR) * _length(self.right_BTC)
 
     def sq_norms(self) -> Tensor:
         return outer_sq_norms(self.right_BTC, self.left_BTR, False, self.route)

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import ctypes
 import importlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -33,14 +34,18 @@ class Pointer:
         return 0
 
 
-def trial_modules(modules: Iterable[ModuleType]) -> list[ModuleType]:
-    """Those of the modules that take part, if this machine has a GPU that they serve."""
+def trials_here(modules: Iterable[ModuleType]) -> list[Callable[[], None]]:
+    """What compiles the trials of these modules for this machine, each for a process of its own.
+
+    Nothing if it has no GPU that they serve.
+    """
     found = [module for module in modules if hasattr(module, FUNCTION)]
-    return found if found and _hopper_chip() is not None else []
+    chip = next((chip for chip in chips() if chip // 10 == _HOPPER), None) if found else None
+    return [] if chip is None else [partial(compile_trial, module, chip) for module in found]
 
 
-def compile_trials(module: ModuleType, chip: int | None = None) -> None:
-    """Compile a module's trial into Triton's cache, for a chip such as 90, or for the one here.
+def compile_trial(module: ModuleType, chip: int) -> None:
+    """Compile a module's trial into Triton's cache, for a chip such as 90.
 
     For a process that does nothing else: its Triton compiles and never launches.
     """
@@ -50,8 +55,6 @@ def compile_trials(module: ModuleType, chip: int | None = None) -> None:
     def compile_only(kernel: Any, key: Any, *rest: Any) -> None:
         compile_request(request_of(kernel, *rest))
 
-    chip = _hopper_chip() if chip is None else chip
-    assert chip is not None
     target = importlib.import_module("triton.backends.compiler").GPUTarget("cuda", chip, 32)
     importlib.import_module("triton.runtime").driver.set_active(
         SimpleNamespace(
@@ -62,11 +65,6 @@ def compile_trials(module: ModuleType, chip: int | None = None) -> None:
     )
     importlib.import_module("triton.runtime.jit").JITFunction._do_compile = compile_only
     getattr(module, FUNCTION)(Pointer)
-
-
-def _hopper_chip() -> int | None:
-    """The chip of this machine's first Hopper GPU; None if there is none."""
-    return next((chip for chip in chips() if chip // 10 == _HOPPER), None)
 
 
 def chips() -> list[int]:

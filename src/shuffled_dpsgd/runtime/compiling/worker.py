@@ -23,7 +23,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from shuffled_dpsgd.runtime.compiling.torch_free import leave_torch_out
-from shuffled_dpsgd.runtime.compiling.trial_kernels import compile_trials, trial_modules
+from shuffled_dpsgd.runtime.compiling.trial_kernels import trials_here
 
 if TYPE_CHECKING:
     from shuffled_dpsgd.runtime.compiling.requests import CompileRequest
@@ -53,7 +53,7 @@ def main(descriptors: Sequence[int], workers: int, *, is_early: bool = False) ->
     forks = [_fork(_build_driver)]
     modules = _import_until_asked(lanes)
     if is_early and not _is_asked(lanes):
-        forks += [_fork(partial(compile_trials, module)) for module in trial_modules(modules)]
+        forks.append(_fork(partial(_compile_ahead, modules)))
     # With all kernels on disk there is never a request, and nothing is forked.
     asked = select.select(lanes, [], [], IDLE_SECONDS)[0]
     if asked and asked[0].recv(1, socket.MSG_PEEK):
@@ -80,6 +80,12 @@ def _build_driver() -> None:
         importlib.import_module("triton.backends.nvidia.driver").CudaUtils()
     except Exception:  # It is then built where it is needed.
         return
+
+
+def _compile_ahead(modules: Sequence[ModuleType]) -> None:
+    """Compile the trials of these modules, all at a time."""
+    for fork in [_fork(work) for work in trials_here(modules)]:
+        os.waitpid(fork, 0)
 
 
 def _import_until_asked(lanes: Sequence[socket.socket]) -> list[ModuleType]:

@@ -25,6 +25,7 @@ from shuffled_dpsgd.tasks.digits import (
     default_config,
     load_digits,
 )
+from shuffled_dpsgd.tasks.models import prepare_model
 from shuffled_dpsgd.tasks.run import execute, load_run, prepare
 
 pytest.importorskip("transformers")
@@ -54,6 +55,31 @@ def test_the_model_section_is_honoured_or_refused() -> None:
     assert any("lora" in name for name, p in task.model.named_parameters() if p.requires_grad)
     with pytest.raises(InvalidArgumentError, match=r"model\.name: expected a model whose head"):
         build_task(replace(default_config(), model=ModelConfig(name="bert-tiny")))
+
+
+def test_the_factors_of_adapters_follow_the_seed() -> None:
+    pytest.importorskip("peft")
+    made = [
+        prepare_model(ModelConfig(name="vit-digits", lora_rank=2), head="image", seed=seed)
+        for seed in (1, 1, 2)
+    ]
+    first, again, other = (
+        {name: p for name, p in model.named_parameters() if "lora_A" in name} for model in made
+    )
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert not any(torch.equal(first[name], other[name]) for name in first)
+
+
+def test_dropout_follows_the_seed_of_a_run(tmp_path: Path) -> None:
+    def drawn(folder: str, seed: int | None) -> torch.Tensor:
+        prepare(
+            replace(short_config(epsilon=None, noise_multiplier=1.0), seed=seed), tmp_path / folder
+        )
+        return torch.rand(4)
+
+    assert torch.equal(drawn("a", 1), drawn("b", 1))
+    assert not torch.equal(drawn("c", 1), drawn("d", 2))
+    assert not torch.equal(drawn("e", None), drawn("f", None))
 
 
 def test_split_is_fixed_and_complete() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shuffled_dpsgd.models.catalogue import CATALOGUE, Head, NamedModel, find_named, head_of
-from shuffled_dpsgd.models.loading import build_model, load_model, weights_of
+from shuffled_dpsgd.models.loading import build_model, load_model, seeded, weights_of
 
 __all__ = [
     "CATALOGUE",
@@ -13,5 +13,6 @@ __all__ = [
     "find_named",
     "head_of",
     "load_model",
+    "seeded",
     "weights_of",
 ]

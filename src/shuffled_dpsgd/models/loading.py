@@ -59,7 +59,7 @@ def build_model(
         )
     import torch
 
-    with torch.device(device), _seeded(seed, device):
+    with torch.device(device), seeded(seed, device):
         return kind(config)
 
 
@@ -90,10 +90,10 @@ def load_model(
     try:
         if from_scratch:
             config = transformers.AutoConfig.from_pretrained(source, **extra)
-            with _seeded(seed):
+            with seeded(seed):
                 return auto.from_config(config, dtype=torch.float32)
         mismatch = {} if num_labels is None else {"ignore_mismatched_sizes": True}
-        with _seeded(seed):
+        with seeded(seed):
             return auto.from_pretrained(source, dtype=torch.float32, **extra, **mismatch)
     except OSError as error:
         raise _unknown(name, remedy=str(error).splitlines()[0]) from error
@@ -160,7 +160,7 @@ def _quiet_hub() -> Iterator[None]:
 
 
 @contextmanager
-def _seeded(seed: int, device: str = "cpu") -> Iterator[None]:
+def seeded(seed: int, device: str = "cpu") -> Iterator[None]:
     """Draw from `seed` inside, and leave torch's own generators as they were."""
     import torch
 

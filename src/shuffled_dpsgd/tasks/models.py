@@ -10,7 +10,7 @@ from safetensors import SafetensorError
 from torch import nn
 
 from shuffled_dpsgd.errors import InvalidArgumentError, MissingExtraError
-from shuffled_dpsgd.models import Head, load_model
+from shuffled_dpsgd.models import Head, load_model, seeded
 from shuffled_dpsgd.tasks.config import ModelConfig
 
 
@@ -20,7 +20,7 @@ def prepare_model(
     """The model `config` names: a local folder, else the catalogue, else the hub.
 
     `from_scratch` keeps the architecture and draws new weights; `lora_rank` freezes the weights
-    and adds trainable low-rank factors.
+    and adds trainable low-rank factors. Whatever is drawn is drawn from `seed`.
     """
     try:
         with no_progress_bars():
@@ -43,7 +43,10 @@ def prepare_model(
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
     choose_trained(model, config)
-    return model if config.lora_rank is None else _with_lora(model, head, config.lora_rank)
+    if config.lora_rank is None:
+        return model
+    with seeded(seed):
+        return _with_lora(model, head, config.lora_rank)
 
 
 @contextmanager

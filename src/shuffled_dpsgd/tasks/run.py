@@ -48,6 +48,7 @@ from shuffled_dpsgd.tasks.summary import (
     summarise,
 )
 from shuffled_dpsgd.tasks.task import Task
+from shuffled_dpsgd.training.global_randomness import seed_dropout
 from shuffled_dpsgd.training.loop import Callback, LoopSettings, Outcome, Progress, train
 from shuffled_dpsgd.training.private import PrivateTraining
 
@@ -130,6 +131,8 @@ def prepare(
             whole = copy.deepcopy(task.model) if world.leads else None
             shard_model(task.model, world, device)
         model = task.model.to(device)
+        if config.seed is not None:
+            seed_dropout(config.seed)
         decay = config.training.weight_averaging
         kind = ShardedAverage if config.training.sharding == "sharded" else WeightAverage
         average = kind(model, decay=decay) if decay else None

@@ -45,7 +45,16 @@ def seed_rank(rank: int) -> None:
     if rank == 0:
         return
     drawn = int(torch.randint(2**62, ()))
-    own = int.from_bytes(hashlib.sha256(f"{drawn}:{rank}".encode()).digest()[:8], "little")
+    _begin_at(f"{drawn}:{rank}")
+
+
+def seed_dropout(seed: int) -> None:
+    """Have the shared generators follow the seed of a run, by a hash that does not show it."""
+    _begin_at(f"dropout of a run:{seed}")
+
+
+def _begin_at(label: str) -> None:
+    own = int.from_bytes(hashlib.sha256(label.encode()).digest()[:8], "little")
     torch.manual_seed(own)
     random.seed(own)
     np.random.seed(own % 2**32)  # noqa: NPY002

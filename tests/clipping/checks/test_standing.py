@@ -21,9 +21,11 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 from shuffled_dpsgd.clipping import ClippingEngine
+from shuffled_dpsgd.clipping.capture.random_tape import RecordedTape
 from shuffled_dpsgd.clipping.checks import sample_comparison
 from shuffled_dpsgd.clipping.checks.sample_comparison import SampleComparison
 from shuffled_dpsgd.clipping.checks.standing import StandingCheck
+from shuffled_dpsgd.clipping.checks.watch import Watch
 from shuffled_dpsgd.errors import InvalidArgumentError, UnsupportedModuleError
 
 DISAGREES = "the gradient it has alone|samples that keep their row|look|depend on that sample"
@@ -230,6 +232,28 @@ def test_rare_mix_up_is_stopped_when_it_happens() -> None:
     torch.manual_seed(1)
     with pytest.raises(UnsupportedModuleError, match=DISAGREES):
         train(Net(rarely), batches=40, check_rate=1.0)
+
+
+def test_a_forward_that_cannot_be_repeated_is_not_booked_but_the_batch_is_checked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Attention may draw its dropout inside a kernel; the batch is then run without dropout."""
+    draw, settle, settled = RecordedTape.draw, StandingCheck._settle, []
+
+    def hidden(tape: RecordedTape, *call: Any) -> Any:
+        tape.tape.unrepeatable = "a fused kernel"
+        return draw(tape, *call)
+
+    def noted(check: StandingCheck, watch: Watch) -> None:
+        settled.append(watch)
+        settle(check, watch)
+
+    monkeypatch.setattr(RecordedTape, "draw", hidden)
+    monkeypatch.setattr(StandingCheck, "_settle", noted)
+    assert train(Net(plain, dropout=0.5), batches=1).num_checked == 2
+    assert [(watch.booked, watch.norms) for watch in settled] == [([{}, {}], None)]
+    with pytest.raises(UnsupportedModuleError, match=DISAGREES):
+        train(Net(running_mean, dropout=0.5))
 
 
 def test_a_disagreement_that_was_seen_is_not_explained_away(monkeypatch: Any) -> None:

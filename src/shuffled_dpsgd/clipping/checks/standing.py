@@ -135,6 +135,8 @@ class StandingCheck:
         watch = self.watch
         if watch is None or watch.batch is not batch or batch.phase is Phase.SUMS:
             return
+        if watch.tape.unrepeatable:
+            return  # Another forward is compared instead of this one; see `_second_opinion`.
         started = time.perf_counter()
         for name, part in entry.slot.contributions(entry.capture):
             for place, sample in enumerate(watch.samples):
@@ -153,9 +155,10 @@ class StandingCheck:
         watch.scale = watch.number_scale = batch.scale
         if self._numbers_are_means and not batch.has_losses:
             watch.number_scale = 1.0
-        finite = norms[torch.isfinite(norms)]
-        watch.norms = norms[watch.samples].double().cpu()
-        watch.typical_norm = float(finite.median()) if finite.numel() else 0.0
+        if not watch.tape.unrepeatable:
+            finite = norms[torch.isfinite(norms)]
+            watch.norms = norms[watch.samples].double().cpu()
+            watch.typical_norm = float(finite.median()) if finite.numel() else 0.0
         watch.batch = None
         self._pending = watch
 

@@ -35,6 +35,24 @@ def test_digits_prints_certified_claim_and_writes_a_folder(tmp_path: Path) -> No
     assert (tmp_path / "out" / "report.html").exists()
 
 
+def test_people_see_every_split_and_what_texts_scored() -> None:
+    from shuffled_dpsgd.cli.training_display import scored
+
+    one: dict[str, Any] = {"score_name": "accuracy", "heldout_score": 0.5}
+    one["heldout_scores"] = {"matched": {"score": 0.5}, "mismatched": {"score": 0.25}}
+    assert [*scored(one)] == [
+        ("held-out accuracy", "0.5000 on matched"),
+        ("held-out accuracy", "0.2500 on mismatched"),
+    ]
+    one["heldout_scores"] = {"dev": {"score": 0.5}}
+    texts = {"split": "dev", "num_prompts": 7, "bleu": 12.345678, "variants": {"bleu": "BLEU"}}
+    assert [*scored(one | {"generation": texts})] == [
+        ("held-out accuracy", "0.5000"),
+        ("generated texts", "7 on dev: bleu 12.35"),
+    ]
+    assert [*scored(one | {"heldout_scores": {}, "heldout_score": None})] == []
+
+
 @pytest.mark.slow
 def test_json_is_one_object(tmp_path: Path) -> None:
     result = run("digits", *SHORT, "--epsilon", 4, "--output", tmp_path / "out", "--json")

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator, Mapping
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, Group, RenderableType
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
@@ -227,6 +228,19 @@ def _lost(outcome: Outcome) -> Text:
     )
 
 
+def scored(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """What a finished run scored, for people: on every split, and by the texts it wrote."""
+    name, splits = summary["score_name"], summary["heldout_scores"]
+    several = {split: found["score"] for split, found in splits.items() if len(splits) > 1}
+    for split, score in (several or {"": summary["heldout_score"]}).items():
+        if score is not None:
+            yield f"held-out {name}", f"{score:.4f}{split and f' on {split}'}"
+    texts = summary.get("generation")
+    if texts is not None:
+        metrics = ", ".join(f"{metric} {texts[metric]:.4g}" for metric in texts["variants"])
+        yield "generated texts", f"{texts['num_prompts']:,} on {texts['split']}: {metrics}"
+
+
 def conclusion(result: RunResult, run: PreparedRun, seconds: float) -> RenderableType:
     """The result, the claims in the order every surface keeps, and where everything is."""
     card = run.private.card()
@@ -241,9 +255,8 @@ def conclusion(result: RunResult, run: PreparedRun, seconds: float) -> Renderabl
             _claim(card.certified, _no_claim(card)),
         )
     table = _facts()
-    score = result.summary["heldout_score"]
-    if score is not None:
-        table.add_row(f"held-out {run.task.score_name}", f"{score:.4f}")
+    for label, text in scored(result.summary):
+        table.add_row(label, text)
     if result.outcome.steps_lost:
         table.add_row("lost", _lost(result.outcome))
     table.add_row("time", f"{seconds:.1f} s")

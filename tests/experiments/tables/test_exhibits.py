@@ -129,10 +129,13 @@ def test_committed_cells_of_e2e_stand_beside_the_printed_scores() -> None:
     shown = REPRODUCTIONS["table5"].reproduce(request).exhibit
     assert shown is not None
     rows = {row.what.removeprefix("gpt2-dart on E2E NLG, "): row for row in shown.rows}
+    (path,) = (ROOT / "results/e2e").glob("main_shuffled-paper-c-c_eps1_seed0_*.json")
+    cell = json.loads(path.read_text(encoding="utf-8"))
     shuffled = rows["shuffled, paper, c' = c, ε = 1"]
     assert "GPT-2 BLEU 54.93" in shuffled.paper
-    assert "BLEU 7.16" in shuffled.ours
-    assert shuffled.certified == "51.6"
+    assert f"perplexity {cell['score']:.2f} (n = 1)" in shuffled.ours
+    assert f"BLEU {cell['generation']['bleu']:.3g};" in shuffled.ours
+    assert shuffled.certified == f"{cell['certified']['epsilon']:.3g}"
     assert "claimed, not proven" in shuffled.verdict
     assert "the paper prints it ahead of both its baselines" in shuffled.verdict
     assert "GPT-2 BLEU 46.29" in rows["mixopt, certified by PLD, ε = 1"].paper

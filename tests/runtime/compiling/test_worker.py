@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import sys
 import threading
@@ -10,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from shuffled_dpsgd.runtime.compiling import worker
+from shuffled_dpsgd.runtime.compiling import requests, worker
 from shuffled_dpsgd.runtime.compiling.worker import DONE
 
 
@@ -106,6 +107,24 @@ def test_what_cannot_be_compiled_is_an_answer() -> None:
     answer = worker.compile_one(b"no request")
     assert answer != DONE
     assert answer.startswith(b"UnpicklingError")
+
+
+def test_an_answer_has_what_the_compiler_wrote_and_did_not_raise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def compile_request(request: object) -> None:
+        os.write(complaints, b"note: at line 3\nkernel.py:3: error: no such layout\n")
+        raise RuntimeError("parsing failed")
+
+    complaints = os.memfd_create("complaints")
+    os.write(complaints, b"error: of the request before\n" * 9)
+    monkeypatch.setattr(worker, "_complaints", complaints)
+    monkeypatch.setattr(worker, "compile_request", compile_request)
+    monkeypatch.setattr(requests, "decode", lambda text: SimpleNamespace(environment={}))
+    monkeypatch.setattr(requests, "adopt", lambda environment: None)
+    answer = worker.compile_one(b"a request")
+    os.close(complaints)
+    assert answer == b"RuntimeError: parsing failed; kernel.py:3: error: no such layout"
 
 
 def test_the_driver_is_built_for_whoever_asks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -78,8 +78,8 @@ class TritonHook:
             found = self._compile_here(kernel, key, signature, device, *rest)
         if failure is not None:
             say_once(
-                "Kernels are compiled in this process, and the first steps take longer: a process "
-                f"that was to do it failed ({failure})"
+                f"{variant[1]} was compiled in this process, and the first steps take "
+                f"longer: a process that was to do it failed ({failure})"
             )
         return found
 

@@ -35,6 +35,8 @@ MOST_SECONDS = 110
 DONE = b"done"
 # A file that all forks share, of which they lock a byte for each variant.
 _turns: int | None = None
+# Where a worker's standard error goes: the compiler writes there what its exceptions leave out.
+_complaints: int | None = None
 _KERNEL = re.compile(rb"^@(triton|gluon)\.jit\b", re.MULTILINE)
 
 
@@ -57,7 +59,7 @@ def main(descriptors: Sequence[int], workers: int, *, is_early: bool = False) ->
     # With all kernels on disk there is never a request, and nothing is forked.
     asked = select.select(lanes, [], [], IDLE_SECONDS)[0]
     if asked and asked[0].recv(1, socket.MSG_PEEK):
-        forks += [_fork(lambda: serve(lanes, reason)) for _ in range(workers)]
+        forks += [_fork(partial(_serve_alone, lanes, reason)) for _ in range(workers)]
     for lane in lanes:
         lane.close()
     for fork in forks:
@@ -124,6 +126,14 @@ def _fork(work: Callable[[], None]) -> int:
     return fork
 
 
+def _serve_alone(lanes: Sequence[socket.socket], reason: str | None) -> None:
+    """`serve` in a process that does nothing else, and whose standard error nobody reads."""
+    global _complaints
+    _complaints = os.memfd_create("complaints")
+    os.dup2(_complaints, 2)
+    serve(lanes, reason)
+
+
 def serve(lanes: Sequence[socket.socket], reason: str | None) -> None:
     """Answer requests until there are none; with a `reason` why there is no other answer."""
     for lane in lanes:
@@ -159,13 +169,25 @@ def compile_one(text: bytes) -> bytes:
     """Compile what an encoded request asks for; returns `DONE`, or what went wrong."""
     from shuffled_dpsgd.runtime.compiling import requests
 
+    if _complaints is not None:
+        os.ftruncate(_complaints, 0)
+        os.lseek(_complaints, 0, os.SEEK_SET)
     try:
         request = requests.decode(text)
         requests.adopt(request.environment)
         compile_request(request)
     except Exception as error:
-        return _words(error).encode()
+        return "; ".join([_words(error), *_complained()]).encode()
     return DONE
+
+
+def _complained() -> list[str]:
+    """The first line that the compiler called an error, if there is one."""
+    if _complaints is None:
+        return []
+    text = os.pread(_complaints, 1 << 16, 0).decode(errors="replace")
+    lines = [line.strip() for line in text.splitlines() if "error:" in line]
+    return [line[:300] for line in lines[:1]]
 
 
 def compile_request(request: CompileRequest) -> None:

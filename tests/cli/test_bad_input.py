@@ -488,6 +488,15 @@ CASES: dict[str, tuple[Case, str]] = {
         changed("sst2", privacy__method="non-private"),
         "privacy.noise_multiplier",
     ),
+    "embeddings in other words": (changed("sst2", model__embeddings="no"), "model.embeddings"),
+    "embeddings that a head shares": (
+        changed("e2e", model__embeddings="freeze"),
+        "lm_head.weight shares",
+    ),
+    "embeddings and patterns": (
+        changed("sst2", model__embeddings="freeze", model__freeze=["*.bias"]),
+        "nothing beside freeze",
+    ),
     "a negative seed": (changed("sst2", seed=-1), "seed"),
     "a seed in words": (changed("sst2", seed="now"), "seed"),
     "another task": (changed("sst2", task="translation"), "task"),

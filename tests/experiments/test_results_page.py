@@ -88,6 +88,42 @@ def test_pages_hold_the_tables_of_the_results(page: str) -> None:
     assert rewritten(text, ROOT) == text, f"python -m {part_of.__module__} {page}"
 
 
+PLD, LINEAR = "noise by PLD", "noise by PLD, linear schedule"
+AVERAGED, FROZEN = f"{PLD}, weight averaging 0.95", f"{LINEAR}, embeddings frozen"
+COLUMNS = [("sst2", 1.0), ("sst2", 8.0), ("cifar100", 1.0), ("e2e", 1.0), ("e2e", 8.0)]
+
+
+def difference(data: str, epsilon: float, row: str, other: str) -> str:
+    """One score less another as the page prints it; nothing for a row that was not run."""
+    scores = {}
+    for path in (ROOT / "results" / f"recipe_{data}").glob("main_*.json"):
+        cell = json.loads(path.read_text(encoding="utf-8"))
+        if cell["epsilon"] == epsilon:
+            scores[cell["method"]] = cell["score"]
+    if row not in scores:
+        return ""
+    found = scores[row] - scores[other]
+    text = f" {found:+.2f}" if data == "e2e" else f" {100 * found:+.1f}"
+    return text.replace("-", "−")
+
+
+@pytest.mark.parametrize(
+    ("words", "row", "other"),
+    [
+        ("linear schedule, against a constant rate", LINEAR, PLD),
+        ("linear schedule, against averaged weights", LINEAR, AVERAGED),
+        ("averaged weights, against last ones at a constant rate", AVERAGED, PLD),
+        ("embeddings frozen, linear schedule, against all weights", FROZEN, LINEAR),
+    ],
+)
+def test_what_stands_behind_the_method_is_what_was_measured(
+    words: str, row: str, other: str
+) -> None:
+    page = (ROOT / "docs/ingredients.md").read_text(encoding="utf-8")
+    cells = [difference(data, epsilon, row, other) for data, epsilon in COLUMNS]
+    assert f"| {words} |{' |'.join(cells)} |" in page
+
+
 def test_every_folder_of_cells_has_a_table() -> None:
     shown = {
         found.group(3)

@@ -11,7 +11,7 @@ import torch
 from shuffled_dpsgd.errors import InvalidArgumentError
 from shuffled_dpsgd.tasks import digits, execute, parse_config, prepare
 from shuffled_dpsgd.tasks.averaging import WeightAverage
-from shuffled_dpsgd.tasks.config import CERTIFIED_AVERAGING, RunConfig
+from shuffled_dpsgd.tasks.config import RunConfig
 
 
 def config(num_steps: int = 3) -> RunConfig:
@@ -67,15 +67,3 @@ def test_a_shuffle_and_an_average_contradict() -> None:
     good = config()
     with pytest.raises(InvalidArgumentError, match="weight_averaging"):
         replace(good, privacy=replace(good.privacy, method=None, shuffle="every-step"))
-
-
-def test_the_certified_method_averages_unless_told_otherwise() -> None:
-    raw = config().to_json()
-    del raw["training"]["weight_averaging"]
-    assert parse_config(raw).training.weight_averaging == CERTIFIED_AVERAGING
-    raw["training"]["weight_averaging"] = 0.0
-    assert parse_config(raw).training.weight_averaging == 0.0
-    raw["privacy"]["method"] = "mixopt"
-    raw["privacy"].update(accounting="rdp", strategy="mixed")
-    del raw["training"]["weight_averaging"]
-    assert parse_config(raw).training.weight_averaging == 0.0

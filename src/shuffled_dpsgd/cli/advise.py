@@ -189,6 +189,8 @@ def _facts(preview: Preview) -> Any:
             f"{block.noise_multiplier:.4g} on {block.dimension:,} coordinates, clip c = "
             f"{plan.clip_norm:g}{batch}",
         )
+    if preview.chosen is not None:
+        table.add_row("chosen by method", preview.chosen)
     if plan.accounting == "paper" and plan.epsilon is not None:
         table.add_row(
             "calibrated to", f"ε = {plan.epsilon:g} (heuristic), the paper's formula: no guarantee"

@@ -31,13 +31,21 @@ class RunStart:
                     raise InvalidArgumentError(
                         f"--{name}", expected="--preset beside it", got=getattr(self, name)
                     )
-            return chosen_config(self.task, self.config).to_json()
+            return _stated(self.task, self.config)
         from shuffled_dpsgd_experiments.presets import find_preset
 
         for name, value in (("TASK", self.task), ("--config", self.config)):
             if value is not None:
                 raise InvalidArgumentError(name, expected="nothing beside --preset", got=str(value))
         return find_preset(self.preset).to_run(model=self.model, data=self.data)
+
+
+def _stated(task: str | None, config: Path | None) -> dict[str, Any]:
+    """What a file itself states, checked; of the embedded default everything."""
+    from shuffled_dpsgd.tasks.config import read_config
+
+    found = chosen_config(task, config)
+    return found.to_json() if config is None else read_config(config)
 
 
 def chosen_config(task: str | None, config: Path | None) -> RunConfig:
@@ -69,9 +77,9 @@ def with_overrides(
     privacy, given = raw["privacy"], overrides["privacy"]
     if given["method"] is not None:
         _reopen(privacy, given["method"])
-        raw["training"].pop("weight_averaging", None)  # That is the method's, too.
     for section, values in overrides.items():
-        raw[section].update({key: value for key, value in values.items() if value is not None})
+        stated = {key: value for key, value in values.items() if value is not None}
+        raw.setdefault(section, {}).update(stated)
     if given["epsilon"] is not None:
         privacy.pop("noise_multiplier", None)
     if not {"epsilon", "noise_multiplier"} & privacy.keys() and given["method"] != "non-private":

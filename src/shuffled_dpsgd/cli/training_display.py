@@ -29,6 +29,8 @@ COLOURS = {"proven": "green", "heuristic": "yellow", "measured": "cyan"}
 
 def announcement(run: PreparedRun) -> RenderableType:
     """What will be trained, on what noise, and what that is worth."""
+    from shuffled_dpsgd.tasks.recipe import describe_choices
+
     plan, model = run.private.plan, run.private.model
     certified = plan.certified()
     total = sum(p.numel() for p in model.parameters() if p.requires_grad)
@@ -42,6 +44,9 @@ def announcement(run: PreparedRun) -> RenderableType:
         f"{plan.num_steps}, Poisson batches of {plan.expected_batch_size} expected "
         f"(sampling probability {plan.sampling_prob:.4g})",
     )
+    chosen = describe_choices(run.config, model)
+    if chosen is not None:
+        table.add_row("chosen by method", chosen)
     table.add_row("noise", _noise(run))
     card = run.private.card()
     table.add_row("shuffle", card.shuffle)

@@ -110,7 +110,7 @@ def advise_run(config: RunConfig) -> Advice:
         found,
         clip_norm=_CLIP_NORM,
         learning_rate=rate,
-        preview=preview_of(plan, model, optimizer=config.optimizer.name),
+        preview=preview_of(plan, model, config),
     )
 
 

@@ -19,26 +19,31 @@ from shuffled_dpsgd.options import Budget, Schedule, help_of
 from shuffled_dpsgd.tasks.data.config import DataConfig
 from shuffled_dpsgd.tasks.generation.config import GenerationConfig
 from shuffled_dpsgd.tasks.ranges import check_range
+from shuffled_dpsgd.tasks.recipe import with_recipe
 
 TaskName = Literal["digits", "image-classification", "text-classification", "causal-lm"]
 OptimizerName = Literal["adamw", "adam", "sgd"]
 Precision = Literal["float32", "bf16"]
 RateSchedule = Literal["constant", "linear", "cosine"]
 Sharding = Literal["replicated", "sharded"]
+EmbeddingTraining = Literal["train", "freeze", "freeze-if-found"]
 Section = TypeVar("Section")
-CERTIFIED_AVERAGING = 0.95
-"""Decay of the average of weights that the method `certified` keeps unless told otherwise."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """Which model: a name of the catalogue, a local folder, or a hub name."""
+    """Which model: a name of the catalogue, a local folder, or a hub name.
+
+    `embeddings` is about what the model turns tokens into vectors with; "freeze-if-found" trains
+    them where they cannot be told from the model's structure.
+    """
 
     name: str
     from_scratch: bool = False
     lora_rank: int | None = None
     freeze: tuple[str, ...] = ()
     train_only: tuple[str, ...] = ()
+    embeddings: EmbeddingTraining = "train"
     gradient_checkpointing: bool = False
 
     @property
@@ -49,6 +54,7 @@ class ModelConfig:
     def __post_init__(self) -> None:
         check_range("lora_rank", self.lora_rank, 1)
         chosen = [key for key in ("lora_rank", "freeze", "train_only") if getattr(self, key)]
+        chosen += ["embeddings"] * (self.embeddings != "train")
         if len(chosen) > 1:
             raise InvalidArgumentError(
                 chosen[1],
@@ -120,6 +126,7 @@ class RunConfig:
 
     Without `seed` all noise comes from the operating system and nothing can reproduce it; with
     one, whoever learns the seed can remove the noise. Initial weights follow `init_seed`.
+    `by_method` has the dotted keys whose values the method chose, for a file was silent.
     """
 
     task: TaskName
@@ -130,6 +137,7 @@ class RunConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     generation: GenerationConfig | None = None
     seed: int | None = None
+    by_method: tuple[str, ...] = field(default=(), compare=False)
 
     def __post_init__(self) -> None:
         check_range("seed", self.seed, 0, below=2**63)
@@ -174,8 +182,13 @@ class RunConfig:
         return self.seed or 0
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data; `parse_config` reads it back. Infinity is the word "inf": JSON has none."""
-        return _plain(asdict(self))
+        """Plain data; `parse_config` reads it back. Infinity is the word "inf": JSON has none.
+
+        Every key is written out, so reading it back leaves nothing to the method.
+        """
+        found = _plain(asdict(self))
+        del found["by_method"]
+        return found
 
     def without_seed(self) -> dict[str, Any]:
         """`to_json` for what leaves the run's folder: whoever has the seed can remove the noise."""
@@ -195,6 +208,11 @@ _OPTIONAL = ("generation",)
 
 def load_config(path: Path) -> RunConfig:
     """Read a TOML file; relative folders in it are relative to the file."""
+    return parse_config(read_config(path))
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """What a TOML file states, unchecked; relative folders in it are relative to the file."""
     if not path.is_file():
         raise InvalidArgumentError(
             "--config", expected="a TOML file", got=str(path), remedy="check the path"
@@ -210,7 +228,7 @@ def load_config(path: Path) -> RunConfig:
             "--config", expected="a file that can be read", got=str(path), remedy=str(error)
         ) from error
     place_paths(raw, path.parent)
-    return parse_config(raw)
+    return raw
 
 
 def place_paths(raw: dict[str, Any], folder: Path) -> None:
@@ -231,7 +249,7 @@ def parse_config(raw: Mapping[str, Any]) -> RunConfig:
     """Check plain data against the schema and freeze it."""
     if not isinstance(raw, Mapping):
         raise InvalidArgumentError("run", expected="a table of settings", got=type(raw).__name__)
-    top = _with_recipe(raw)
+    top, chosen = with_recipe(raw)
     given = {name: top.pop(name, {}) for name in SECTIONS if name in top or name not in _OPTIONAL}
     _refuse_missing(given)
     sections: dict[str, Any] = {
@@ -242,18 +260,7 @@ def parse_config(raw: Mapping[str, Any]) -> RunConfig:
     if "task" not in top:
         raise InvalidArgumentError("task", expected=f"one of {get_args(TaskName)}", got="nothing")
     values = {key: _checked(key, hints[key], value) for key, value in top.items()}
-    return RunConfig(**values, **sections)
-
-
-def _with_recipe(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """What the method `certified` adds where a file is silent (docs/ingredients.md)."""
-    top = dict(raw)
-    privacy, training = top.get("privacy"), top.get("training")
-    if not isinstance(privacy, Mapping) or not isinstance(training, Mapping):
-        return top
-    if privacy.get("method") == "certified":
-        top["training"] = {"weight_averaging": CERTIFIED_AVERAGING, **training}
-    return top
+    return RunConfig(**values, **sections, by_method=chosen)
 
 
 def _parse_section(name: str, kind: type[Section], raw: Any) -> Section:

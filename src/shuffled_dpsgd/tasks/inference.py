@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from shuffled_dpsgd.errors import CheckpointError, InvalidArgumentError
-from shuffled_dpsgd.tasks.config import RunConfig
+from shuffled_dpsgd.tasks.config import ModelConfig, RunConfig
 from shuffled_dpsgd.tasks.data.config import DataConfig
 from shuffled_dpsgd.tasks.data.records import LabelledText
 from shuffled_dpsgd.tasks.digits import LARGEST_PIXEL, PIXEL_MEAN, PIXEL_STD
@@ -60,9 +60,7 @@ def trained_config(directory: Path) -> RunConfig:
             f"{directory}: no model/ yet, so the run has not finished; continue it with "
             f"`shuffled-dpsgd train --resume {directory}`"
         )
-    model = replace(
-        config.model, name=str(saved), from_scratch=False, lora_rank=None, freeze=(), train_only=()
-    )
+    model = ModelConfig(name=str(saved), gradient_checkpointing=config.model.gradient_checkpointing)
     return replace(config, model=model)
 
 

@@ -12,6 +12,7 @@ from torch import nn
 from shuffled_dpsgd.errors import InvalidArgumentError, MissingExtraError
 from shuffled_dpsgd.models import Head, load_model, seeded
 from shuffled_dpsgd.tasks.config import ModelConfig
+from shuffled_dpsgd.tasks.embeddings import find_input_embeddings
 
 
 def prepare_model(
@@ -66,7 +67,7 @@ def no_progress_bars() -> Iterator[None]:
 
 
 def choose_trained(model: nn.Module, config: ModelConfig) -> None:
-    """Freeze the parameters whose names `freeze` matches, or all that `train_only` does not.
+    """Freeze what `freeze` matches, all that `train_only` does not, or the input embeddings.
 
     Patterns are those of the shell: `*` stands for anything.
 
@@ -89,10 +90,30 @@ def choose_trained(model: nn.Module, config: ModelConfig) -> None:
             frozen = not any(fnmatch.fnmatchcase(name, p) for p in config.train_only)
         if frozen:
             parameter.requires_grad_(False)
+    if config.embeddings != "train":
+        _freeze_embeddings(model, required=config.embeddings == "freeze")
     if not any(p.requires_grad for p in model.parameters()):
         raise InvalidArgumentError(
             "model.freeze", expected="something left to train", got=list(config.freeze)
         )
+
+
+def _freeze_embeddings(model: nn.Module, *, required: bool) -> None:
+    """Freeze what the model turns tokens into vectors with; if it is not `required`, where found.
+
+    Raises:
+        InvalidArgumentError: the embeddings are required and cannot be told.
+    """
+    found = find_input_embeddings(model)
+    if required and found.why_not is not None:
+        raise InvalidArgumentError(
+            "model.embeddings",
+            expected="a model whose input embeddings can be told from its structure",
+            got=found.why_not,
+            remedy="name them by patterns in model.freeze",
+        )
+    for name in found.names:
+        model.get_parameter(name).requires_grad_(False)
 
 
 def _with_lora(model: nn.Module, head: Head, rank: int) -> nn.Module:

@@ -13,6 +13,8 @@ from shuffled_dpsgd.models import build_model
 from shuffled_dpsgd.options import PrivacyOptions, options_in
 from shuffled_dpsgd.permutation import discover
 from shuffled_dpsgd.tasks.config import RunConfig
+from shuffled_dpsgd.tasks.models import choose_trained
+from shuffled_dpsgd.tasks.recipe import describe_choices
 from shuffled_dpsgd.training.plan import PrivacyPlan
 from shuffled_dpsgd.training.planning import make_plan
 
@@ -23,7 +25,10 @@ _TENSORS_PER_WEIGHT = {"adamw": 4, "adam": 4, "sgd": 3}
 
 @dataclass(frozen=True, kw_only=True)
 class Preview:
-    """A plan with what it claims; `memory_bytes` leaves activations out, which batches decide."""
+    """A plan with what it claims; `memory_bytes` leaves activations out, which batches decide.
+
+    `chosen` says what the method chose where the file was silent.
+    """
 
     plan: PrivacyPlan
     certified: PrivacyClaim | None
@@ -31,6 +36,7 @@ class Preview:
     total_parameters: int
     trainable_parameters: int
     memory_bytes: int
+    chosen: str | None = None
 
     @property
     def noise(self) -> dict[str, float]:
@@ -61,15 +67,16 @@ class Preview:
             "total_parameters": self.total_parameters,
             "trainable_parameters": self.trainable_parameters,
             "memory_bytes_without_activations": self.memory_bytes,
+            "chosen_by_method": self.chosen,
         }
 
 
-def preview_of(plan: PrivacyPlan, model: nn.Module, *, optimizer: str) -> Preview:
+def preview_of(plan: PrivacyPlan, model: nn.Module, config: RunConfig) -> Preview:
     """The preview of a plan that was made for `model`."""
     sizes = [(p.numel(), p.requires_grad) for p in model.parameters()]
     total = sum(size for size, _ in sizes)
     trainable = sum(size for size, trains in sizes if trains)
-    weights = _TENSORS_PER_WEIGHT[optimizer] * trainable + (total - trainable)
+    weights = _TENSORS_PER_WEIGHT[config.optimizer.name] * trainable + (total - trainable)
     return Preview(
         plan=plan,
         certified=plan.certified(),
@@ -77,6 +84,7 @@ def preview_of(plan: PrivacyPlan, model: nn.Module, *, optimizer: str) -> Previe
         total_parameters=total,
         trainable_parameters=trainable,
         memory_bytes=_FLOAT_BYTES * weights,
+        chosen=describe_choices(config, model),
     )
 
 
@@ -85,12 +93,13 @@ def preview_shapes(
 ) -> Preview:
     """The preview of a run whose model is known by its shapes alone, without weights or data."""
     shapes = build_model(model, num_labels=num_labels)
+    choose_trained(shapes, config.model)
     options = PrivacyOptions(
         **options_in(config.privacy), **options_in(config.training), dataset_size=dataset_size
     )
     moved: frozenset[str] = frozenset()
     if options.needs_blocks:
         moved = discover(shapes, scope=options.scope).moved_names
-    sizes = {name: p.numel() for name, p in shapes.named_parameters()}
+    sizes = {name: p.numel() for name, p in shapes.named_parameters() if p.requires_grad}
     plan = make_plan(options, sizes=sizes, moved=moved)
-    return preview_of(plan, shapes, optimizer=config.optimizer.name)
+    return preview_of(plan, shapes, config)

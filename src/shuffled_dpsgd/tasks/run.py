@@ -11,7 +11,7 @@ import copy
 import json
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from shuffled_dpsgd.tasks.data_identity import check_data, compare_all_data, rem
 from shuffled_dpsgd.tasks.diagnosis import Finding, diagnose
 from shuffled_dpsgd.tasks.optimizers import build_scheduler
 from shuffled_dpsgd.tasks.privacy import chosen_device, start_private
+from shuffled_dpsgd.tasks.recipe import describe_choices
 from shuffled_dpsgd.tasks.recorder import Recorder
 from shuffled_dpsgd.tasks.registry import build_task
 from shuffled_dpsgd.tasks.run_folder import (
@@ -54,6 +55,7 @@ from shuffled_dpsgd.training.private import PrivateTraining
 
 CONFIG_FILE = "run.json"
 SUMMARY_FILE = "summary.json"
+_BY_METHOD = "chosen_by_method"
 Observer = Callable[[StepRecord, Progress], object]
 
 
@@ -160,7 +162,8 @@ def prepare(
 
 def _write_down(config: RunConfig, directory: Path, task: Task) -> None:
     remember_data(directory, task.train_data)
-    text = json.dumps(config.to_json(), indent=2) + "\n"
+    stated = config.to_json() | {_BY_METHOD: list(config.by_method)}
+    text = json.dumps(stated, indent=2) + "\n"
     # Whole or not at all: a folder with half of it could be neither begun nor resumed.
     unfinished = directory / UNFINISHED
     unfinished.write_text(text, encoding="utf-8")
@@ -181,8 +184,11 @@ def load_run(directory: Path) -> RunConfig:
             "pass the folder an earlier run wrote to"
         )
     try:
-        return parse_config(json.loads(path.read_text(encoding="utf-8")))
-    except (ValueError, OSError) as error:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+        # Runs that are older than the word have none.
+        chosen = raw.pop(_BY_METHOD, ()) if isinstance(raw, dict) else ()
+        return replace(parse_config(raw), by_method=tuple(chosen))
+    except (ValueError, TypeError, OSError) as error:
         raise CheckpointError(f"{path}: not a run's configuration; {error}") from error
 
 
@@ -313,7 +319,8 @@ def _write_results(
     run: PreparedRun, outcome: Outcome, records: list[StepRecord], more: dict[str, Any]
 ) -> dict[str, Any]:
     plan, spec = run.private.plan, run.private.spec
-    subject = describe_subject(run.config, run.directory / "model")
+    chosen = describe_choices(run.config, run.private.model)
+    subject = describe_subject(run.config, run.directory / "model", chosen)
     card = run.private.card().about(**subject)
     machine = environment(str(run.private.device))
     moved = {} if spec is None else spec.count_by_kind()
@@ -333,6 +340,7 @@ def _write_results(
     )
     write_report(run.directory, view, card, spec=spec, facts=run.config.without_seed())
     summary = summarise(run.task, run.config, outcome, records, card) | more
+    summary["chosen_by_method"] = chosen
     text = json.dumps(summary, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
     (run.directory / SUMMARY_FILE).write_text(text, encoding="utf-8")
     return summary

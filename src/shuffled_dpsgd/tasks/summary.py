@@ -41,9 +41,10 @@ def save_weights(task: Task, model: nn.Module, directory: Path) -> None:
         task.save_assets(directory)
 
 
-def describe_subject(config: RunConfig, model: Path) -> dict[str, str]:
-    """Whose card it is; `model` is the folder of the weights."""
-    return subject_of(config.model.given_name, config.data.given_name, model)
+def describe_subject(config: RunConfig, model: Path, chosen: str | None) -> dict[str, str]:
+    """Whose card it is; `model` is the folder of the weights, `chosen` what the method chose."""
+    subject = subject_of(config.model.given_name, config.data.given_name, model)
+    return subject if chosen is None else {**subject, "chosen by method": chosen}
 
 
 def count_parameters(model: nn.Module) -> dict[str, int]:

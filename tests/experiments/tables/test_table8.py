@@ -53,6 +53,18 @@ def test_the_command_writes_after_every_model(
     assert json.loads(path.read_text())["rows"][0]["label"] == "tiny"
 
 
+def test_a_model_that_the_file_has_is_not_timed_again() -> None:
+    device = torch.device("cpu")
+    row = {"label": "tiny", "ratio": 1.25}
+    made = {**table8.environment("cpu"), "date": "some other day"}
+    before = {"environment": made, "rows": [row]}
+    found = table8.measure([TINY], device, stop_after=0.0, before=before)
+    assert (found["rows"], found["left_out"]) == ([row], [])
+    before["environment"] = {**made, "hardware": "another machine"}
+    found = table8.measure([TINY], device, stop_after=0.0, before=before)
+    assert (found["rows"], found["left_out"]) == ([], ["tiny"])
+
+
 def test_the_models_are_those_of_the_table() -> None:
     from shuffled_dpsgd_experiments.tables.printed import EPOCH_SECONDS
 

@@ -45,6 +45,8 @@ def test_lengths_with_as_many_chunks_share_a_kernel() -> None:
     products = importlib.import_module("shuffled_dpsgd.clipping.kernels.gluon.products")
     assert products.cut_of(65, 5) == products.cut_of(80, 5)
     assert products.cut_of(20, 5) == products.cut_of(32, 5)
+    assert products.cut_of(40, 5) == products.cut_of(64, 5)
+    assert products.cut_of(100, 5) == products.cut_of(128, 5)
     assert products.cut_of(80, 5) != products.cut_of(81, 5)
     tried = (128, 135, 144, 145, 192, 197, 208)
     assert [tokens for tokens in tried if products.has_few(tokens)] == [135, 144, 197, 208]

@@ -72,7 +72,9 @@ def try_two_part_gram(device: torch.device) -> None:
 
 def try_gluon_strips(device: torch.device) -> None:
     """`gluon.strips`: the same on Hopper."""
-    _try_norms("gluon.strips", device, 197, 72, 64, 1e-2)
+    from shuffled_dpsgd.clipping.kernels.gluon.strips import TRIAL
+
+    _try_norms("gluon.strips", device, TRIAL.tokens, TRIAL.inputs, TRIAL.outputs, 1e-2)
 
 
 def try_wide_gram(device: torch.device) -> None:

@@ -54,8 +54,9 @@ _driver, _digest = _Once(_make_driver), _Once(_digest_triton)
 def begin_early() -> None:
     """Start the processes before it is known whether there will be a run, which `begin` tells.
 
-    Until then they import what they need and compile what trials need, while this process loads
-    its data. The GPU is left alone: whoever imports this package may still choose one, or none.
+    Until then they import what they need and compile what trials and popular layers need, while
+    this process loads its data. The GPU is left alone: whoever imports this package may still
+    choose one, or none.
     """
     if sys.platform != "linux" or not triton_available() or _hooks or _early:
         return

@@ -22,8 +22,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from shuffled_dpsgd.runtime.compiling.ahead import (
+    Launch,
+    chip_here,
+    launches_of,
+    only_compile,
+)
 from shuffled_dpsgd.runtime.compiling.torch_free import leave_torch_out
-from shuffled_dpsgd.runtime.compiling.trial_kernels import trials_here
 
 if TYPE_CHECKING:
     from shuffled_dpsgd.runtime.compiling.requests import CompileRequest
@@ -33,6 +38,9 @@ IDLE_SECONDS = 60.0
 # A compilation that takes longer hangs; its process is ended.
 MOST_SECONDS = 110
 DONE = b"done"
+# Processes that compile before they are asked; the system lets others go first.
+MOST_AHEAD = 8
+_NICENESS = 10
 # A file that all forks share, of which they lock a byte for each variant.
 _turns: int | None = None
 # Where a worker's standard error goes: the compiler writes there what its exceptions leave out.
@@ -48,6 +56,7 @@ def main(descriptors: Sequence[int], workers: int, *, is_early: bool = False) ->
     """
     global _turns
     lanes = [socket.socket(fileno=descriptor) for descriptor in descriptors]
+    asker = os.getppid()
     leave_torch_out()
     _turns = os.memfd_create("variants")
     reason = _get_ready()
@@ -55,7 +64,7 @@ def main(descriptors: Sequence[int], workers: int, *, is_early: bool = False) ->
     forks = [_fork(_build_driver)]
     modules = _import_until_asked(lanes)
     if is_early and not _is_asked(lanes):
-        forks.append(_fork(partial(_compile_ahead, modules)))
+        forks.append(_fork(partial(_compile_ahead, modules, lanes, workers, asker)))
     # With all kernels on disk there is never a request, and nothing is forked.
     asked = select.select(lanes, [], [], IDLE_SECONDS)[0]
     if asked and asked[0].recv(1, socket.MSG_PEEK):
@@ -84,10 +93,35 @@ def _build_driver() -> None:
         return
 
 
-def _compile_ahead(modules: Sequence[ModuleType]) -> None:
-    """Compile the trials of these modules, all at a time."""
-    for fork in [_fork(work) for work in trials_here(modules)]:
+def _compile_ahead(
+    modules: Sequence[ModuleType], lanes: Sequence[socket.socket], workers: int, asker: int
+) -> None:
+    """Compile what a run with these modules is likely to ask for, by a few processes at a time."""
+    for lane in lanes:
+        lane.close()  # Whoever asks must not take these processes for some that answer.
+    chip = chip_here()
+    launches = [] if chip is None else launches_of(modules)
+    if not launches:
+        return
+    assert chip is not None
+    os.nice(_NICENESS)
+    # A byte is read by one process alone, and names what it compiles next.
+    turns, numbers = os.pipe()
+    os.write(numbers, bytes(range(len(launches))))
+    os.close(numbers)
+    work = partial(_take_turns, turns, launches, chip, asker)
+    for fork in [_fork(work) for _ in range(min(workers, MOST_AHEAD, len(launches)))]:
         os.waitpid(fork, 0)
+
+
+def _take_turns(turns: int, launches: Sequence[Launch], chip: int, asker: int) -> None:
+    """Compile what no other process does, one after the other, until the asker has ended."""
+    only_compile(chip)
+    while (turn := os.read(turns, 1)) and Path(f"/proc/{asker}").exists():
+        signal.alarm(MOST_SECONDS)
+        with suppress(Exception):  # Whoever asks for it is told.
+            launches[turn[0]]()
+        signal.alarm(0)
 
 
 def _import_until_asked(lanes: Sequence[socket.socket]) -> list[ModuleType]:

@@ -42,7 +42,7 @@ ONES = gl.constexpr(16)
 
 
 class TrialSizes(NamedTuple):
-    """The small problem by which these kernels are tried; a last chunk of tokens is not whole."""
+    """A small problem by which kernels are tried; here a last chunk of tokens is not whole."""
 
     samples: int = 3
     tokens: int = 77
@@ -248,8 +248,10 @@ def cut_of(tokens: int, stages: int) -> dict[str, int]:
     """How a sample's tokens are cut into segments of chunks, and whether a few are left over.
 
     Where there is only one segment its length plays no part, and lengths with as many chunks share
-    a compiled kernel.
+    a compiled kernel. So a tail that is as long as a chunk is one.
 
+    >>> cut_of(48, 5) == cut_of(64, 5)
+    True
     >>> cut_of(197, 5)
     {'segments': 1, 'SEGMENT': 0, 'FULL': 3, 'TAIL': 0, 'HAS_FEW': True}
     >>> cut_of(130, 5)
@@ -267,5 +269,8 @@ def cut_of(tokens: int, stages: int) -> dict[str, int]:
     full = cut["FULL"] // CHUNK.value
     # A sample's few are loaded once the chunk so many stages before them is done with; by then the
     # few that lie in the same buffer, SIDES samples earlier, must be too.
-    few = cut["TAIL"] == FEW.value and full * SIDES.value >= stages
-    return {**cut, "FULL": full, "TAIL": 0 if few else cut["TAIL"], "HAS_FEW": few}
+    tail = cut["TAIL"]
+    if tail == CHUNK.value:
+        full, tail = full + 1, 0
+    few = tail == FEW.value and full * SIDES.value >= stages
+    return {**cut, "FULL": full, "TAIL": 0 if few else tail, "HAS_FEW": few}

@@ -8,7 +8,8 @@ cut off. No bound on that is needed, and nothing has to be read for one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -215,10 +216,12 @@ def tile_sq_norms(
     return squares.sum(2).mul_(1.0 + ROUNDING)
 
 
-def compile_trial(pointer: Callable[[str], Any]) -> None:
-    """Launch what the trial of these norms launches, on pointers to nothing."""
+def launches_ahead(pointer: Callable[[str], Any]) -> Iterator[Callable[[], None]]:
+    """A launch of what the trial of these norms launches, on no memory."""
     pointers = [*[pointer("int64")] * 3, pointer("float32")]
-    _launch(pointers, TRIAL, TRIAL.strides, None, layers=1, bias=True, element=gl.bfloat16)
+    yield partial(
+        _launch, pointers, TRIAL, TRIAL.strides, None, layers=1, bias=True, element=gl.bfloat16
+    )
 
 
 def _launch(

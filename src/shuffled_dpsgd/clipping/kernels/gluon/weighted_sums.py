@@ -11,7 +11,8 @@ another multiplies; see `products`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import triton
@@ -32,6 +33,7 @@ from shuffled_dpsgd.clipping.kernels.gluon.products import (
     zeros,
 )
 from shuffled_dpsgd.clipping.kernels.gluon.ring import ELEMENT
+from shuffled_dpsgd.clipping.kernels.popular import POPULAR
 from shuffled_dpsgd.clipping.kernels.triton.addresses import address_table
 from shuffled_dpsgd.clipping.kernels.triton.sums import factors_row, scratch
 
@@ -173,13 +175,16 @@ def weighted_outer_sums(
     )  # fmt: skip
 
 
-def compile_trial(pointer: Callable[[str], Any]) -> None:
-    """Launch what the trial of these sums launches, on pointers to nothing."""
+def launches_ahead(pointer: Callable[[str], Any]) -> Iterator[Callable[[], None]]:
+    """Launches of what the trial of these sums launches and popular layers do, on no memory."""
+    launch = partial(
+        _launch, [pointer("int64")] * 4, pointer("float32"), 0, layers=1, element=gl.bfloat16
+    )
     D = TRIAL.inputs
-    _launch(
-        [pointer("int64")] * 4, pointer("float32"), 0, TRIAL, (*TRIAL.strides, D, 1),
-        add=False, layers=1, has_biases=True, element=gl.bfloat16,
-    )  # fmt: skip
+    yield partial(launch, TRIAL, (*TRIAL.strides, D, 1), add=False, has_biases=True)
+    for layer in POPULAR:
+        strides = (*layer.strides, *layer.sum_strides)
+        yield partial(launch, layer.sizes, strides, add=False, has_biases=layer.has_bias)
 
 
 def _launch(

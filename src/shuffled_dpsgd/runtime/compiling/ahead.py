@@ -1,27 +1,31 @@
-"""Compiles the kernels that trials launch, before it is known whether there will be a run.
+"""Which kernels are compiled before it is known whether there will be a run, and how.
 
-A trial launches the same kernels whatever the model. Those in Gluon take longest to compile, about
-two seconds each, and a run that begins waits for them. So a process that has been started early
-compiles them while its user loads data. It has no GPU, no torch and no tensors: what decides about
-a variant are types and sizes. A wrong guess costs some time of another core.
+Kernels in Gluon take longest to compile, one to three seconds each, and a run that begins waits for
+them. A trial launches the same ones whatever the model, and models of a few popular kinds share
+most of the others. So processes that have been started early compile these while their user loads
+data. They have no GPU, no torch and no tensors: what decides about a variant are types and sizes. A
+wrong guess costs some time of another core.
 
-A module of kernels that takes part has a function `compile_trial`. It launches what the module's
-trial launches, on pointers that are made by the function it is given, from names of types.
+A module of kernels that takes part has a function `launches_ahead`. It returns calls of the very
+function that launches the module's kernels. They launch first what the module's trial launches,
+then what popular layers do, on pointers that are made from names of types by the function it is
+given.
 """
 
 from __future__ import annotations
 
 import ctypes
 import importlib
+import itertools
 from collections.abc import Callable, Iterable
-from functools import partial
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-FUNCTION = "compile_trial"
+FUNCTION = "launches_ahead"
 # The chips that kernels in Gluon serve.
 _HOPPER = 9
 _NVML = "libnvidia-ml.so.1"
+Launch = Callable[[], None]
 
 
 class Pointer:
@@ -34,20 +38,22 @@ class Pointer:
         return 0
 
 
-def trials_here(modules: Iterable[ModuleType]) -> list[Callable[[], None]]:
-    """What compiles the trials of these modules for this machine, each for a process of its own.
-
-    Nothing if it has no GPU that they serve.
-    """
-    found = [module for module in modules if hasattr(module, FUNCTION)]
-    chip = next((chip for chip in chips() if chip // 10 == _HOPPER), None) if found else None
-    return [] if chip is None else [partial(compile_trial, module, chip) for module in found]
+def chip_here() -> int | None:
+    """A chip of this machine that kernels are compiled for ahead, such as 90; None without one."""
+    return next((chip for chip in chips() if chip // 10 == _HOPPER), None)
 
 
-def compile_trial(module: ModuleType, chip: int) -> None:
-    """Compile a module's trial into Triton's cache, for a chip such as 90.
+def launches_of(modules: Iterable[ModuleType]) -> list[Launch]:
+    """What is to be compiled ahead of these modules: all trials first, then by popularity."""
+    found = [getattr(module, FUNCTION)(Pointer) for module in modules if hasattr(module, FUNCTION)]
+    rounds = itertools.zip_longest(*found)
+    return [launch for launches in rounds for launch in launches if launch is not None]
 
-    For a process that does nothing else: its Triton compiles and never launches.
+
+def only_compile(chip: int) -> None:
+    """Have every later launch of this process compiled for a chip, and not launched.
+
+    For a process that does nothing else.
     """
     from shuffled_dpsgd.runtime.compiling.requests import request_of
     from shuffled_dpsgd.runtime.compiling.worker import compile_request
@@ -64,7 +70,6 @@ def compile_trial(module: ModuleType, chip: int) -> None:
         )
     )
     importlib.import_module("triton.runtime.jit").JITFunction._do_compile = compile_only
-    getattr(module, FUNCTION)(Pointer)
 
 
 def chips() -> list[int]:

@@ -1,0 +1,64 @@
+"""Linear maps that many models have, so that their kernels can be compiled before a run begins.
+
+Widths are examples: a variant of a kernel depends on whether they are multiples of 16, and on
+nothing else. Lengths are one for each way in which samples of up to 128 tokens, and those of an
+image of 14 by 14 patches, are cut into chunks (`gluon.products.cut_of`). This module does without
+torch, as the processes that compile ahead do.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+# By falling popularity.
+LENGTHS = (64, 128, 32, 80, 96, 16)
+IMAGE_LENGTH = 197
+_WIDTH = 768
+# That of GPT-2, which is odd, and to how many columns its gradients are padded.
+_WORDS, _PADDED_WORDS = 50257, 50304
+
+
+@dataclass(frozen=True, kw_only=True)
+class PopularMap:
+    """A linear map and how long its samples are.
+
+    A `transposed` weight is stored as (inputs, outputs). Rows of output gradients have room for
+    `row` numbers.
+    """
+
+    tokens: int
+    outputs: int = _WIDTH
+    row: int = _WIDTH
+    has_bias: bool = True
+    transposed: bool = False
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        """Samples, of which any number will do, tokens, inputs and outputs."""
+        return 2, self.tokens, _WIDTH, self.outputs
+
+    @property
+    def strides(self) -> tuple[int, int, int, int]:
+        """Those of inputs and of output gradients, by sample and by token."""
+        return self.tokens * _WIDTH, _WIDTH, self.tokens * self.row, self.row
+
+    @property
+    def sum_strides(self) -> tuple[int, int]:
+        """Those of a sum of gradients, by output and by input."""
+        return (1, self.outputs) if self.transposed else (_WIDTH, 1)
+
+
+def _maps(tokens: int) -> tuple[PopularMap, ...]:
+    """The layers of encoders, those of GPT-2, its head, and heads and layers without a bias."""
+    return (
+        PopularMap(tokens=tokens),
+        PopularMap(tokens=tokens, transposed=True),
+        PopularMap(tokens=tokens, has_bias=False, outputs=_WORDS, row=_PADDED_WORDS),
+        PopularMap(tokens=tokens, has_bias=False),
+    )
+
+
+POPULAR: tuple[PopularMap, ...] = (
+    *(layer for tokens in LENGTHS for layer in _maps(tokens)),
+    PopularMap(tokens=IMAGE_LENGTH),
+)

@@ -18,12 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from shuffled_dpsgd_experiments.sweeps import Sweep, load_sweep
-from shuffled_dpsgd_experiments.sweeps.table import (
-    TEXT_METRICS,
-    grid_lines,
-    ordered_rows,
-    read_records,
-)
+from shuffled_dpsgd_experiments.sweeps.grid import describe_value
+from shuffled_dpsgd_experiments.sweeps.store import read_records
+from shuffled_dpsgd_experiments.sweeps.table import TEXT_METRICS, grid_lines, ordered_rows
 
 MARKED = re.compile(
     r"(<!-- (grid|ingredients) (\w+): begin -->).*?(<!-- \2 \3: end -->)", re.DOTALL
@@ -61,9 +58,9 @@ def ingredient_lines(sweep: Sweep) -> list[str]:
         "|---" * (5 + len(metrics)) + "|",
     ]
     for row in rows:
-        away = difference(sweep, row.method, row.epsilon)
+        away = "" if row.variant else difference(sweep, row.method, row.epsilon)
         lines.append(
-            f"| {row.describe_budget()} | {row.method} | {row.describe()} | {away} |"
+            f"| {row.describe_budget()} | {row.name} | {row.describe()} | {away} |"
             f"{row.describe_texts(metrics)} {row.describe_certified()} |"
         )
     return lines
@@ -104,7 +101,7 @@ def trial_lines(sweep: Sweep) -> list[str]:
 
 
 def _describe(record: dict[str, Any], chosen: bool) -> str:
-    values = ", ".join(f"{value:g}" for value in record["tuned"].values())
+    values = ", ".join(describe_value(value) for value in record["tuned"].values())
     scale, digits = (100.0, 1) if record["score_name"] == "accuracy" else (1.0, 2)
     score = "none" if record["score"] is None else f"{scale * record['score']:.{digits}f}"
     text = f"{values}: {score}"

@@ -48,33 +48,35 @@ def sweep(
     one fill the time in which an earlier one has too few for all processes.
     """
     from shuffled_dpsgd_experiments.sweeps import load_sweep, run_in_jobs, table_of
-    from shuffled_dpsgd_experiments.sweeps.table import read_records, rows_of
+    from shuffled_dpsgd_experiments.sweeps.running import is_complete
+    from shuffled_dpsgd_experiments.sweeps.table import ordered_rows
 
     if results is not None and len(files) > 1:
         raise InvalidArgumentError(
             "--results", expected="one sweep: the results of several would mix", got=len(files)
         )
     sweeps = [load_sweep(file, model=model, data=data, results=results) for file in files]
-    complete = table or run_in_jobs(
-        sweeps,
-        files,
-        jobs,
-        model=model,
-        data=data,
-        results=results,
-        stop_after=stop_after,
-        on_progress=_quiet if as_json else _say,
-    )
+    if table:
+        complete = all(map(is_complete, sweeps))
+    else:
+        complete = run_in_jobs(
+            sweeps,
+            files,
+            jobs,
+            model=model,
+            data=data,
+            results=results,
+            stop_after=stop_after,
+            on_progress=_quiet if as_json else _say,
+        )
     if as_json:
         rows = [
-            {"sweep": each.name, **row.to_json()}
-            for each in sweeps
-            for row in rows_of(read_records(each.results))
+            {"sweep": each.name, **row.to_json()} for each in sweeps for row in ordered_rows(each)
         ]
         print_json({"complete": complete, "rows": rows})
     else:
         typer.echo("\n".join(table_of(each) for each in sweeps), nl=False)
-    if not complete:
+    if not complete and not table:
         raise typer.Exit(INCOMPLETE)
 
 

@@ -251,6 +251,9 @@ def parse_config(raw: Mapping[str, Any]) -> RunConfig:
         raise InvalidArgumentError("run", expected="a table of settings", got=type(raw).__name__)
     top, chosen = with_recipe(raw)
     given = {name: top.pop(name, {}) for name in SECTIONS if name in top or name not in _OPTIONAL}
+    for name, table in given.items():
+        # A key that is misspelt is named as such, before it is missed.
+        refuse_unknown(f"{name}.", _as_table(name, table), list(get_type_hints(SECTIONS[name])))
     _refuse_missing(given)
     sections: dict[str, Any] = {
         name: _parse_section(name, SECTIONS[name], table) for name, table in given.items()
@@ -263,11 +266,14 @@ def parse_config(raw: Mapping[str, Any]) -> RunConfig:
     return RunConfig(**values, **sections, by_method=chosen)
 
 
-def _parse_section(name: str, kind: type[Section], raw: Any) -> Section:
+def _as_table(name: str, raw: Any) -> Mapping[str, Any]:
     if not isinstance(raw, Mapping):
         raise InvalidArgumentError(name, expected=f"a table [{name}]", got=raw)
+    return raw
+
+
+def _parse_section(name: str, kind: type[Section], raw: Mapping[str, Any]) -> Section:
     hints = get_type_hints(kind)
-    refuse_unknown(f"{name}.", raw, list(hints))
     values = {key: _checked(f"{name}.{key}", hints[key], value) for key, value in raw.items()}
     if values.get("method") == "non-private":
         values.setdefault("clip_norm", math.inf)
@@ -282,7 +288,6 @@ def _refuse_missing(given: Mapping[str, Any]) -> None:
     missing = [
         (name, item.name)
         for name, table in given.items()
-        if isinstance(table, Mapping)
         for item in fields(SECTIONS[name])
         if _is_required(item) and item.name not in table
         if (item.name, table.get("method")) != ("clip_norm", "non-private")

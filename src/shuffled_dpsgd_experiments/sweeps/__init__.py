@@ -7,8 +7,9 @@ several, `run_in_jobs` does so by several processes, `table_of` draws the table.
 
 from __future__ import annotations
 
-from shuffled_dpsgd_experiments.sweeps.grid import Cell, Sweep, load_sweep
+from shuffled_dpsgd_experiments.sweeps.grid import Cell, Sweep
 from shuffled_dpsgd_experiments.sweeps.jobs import run_in_jobs
+from shuffled_dpsgd_experiments.sweeps.reading import load_sweep
 from shuffled_dpsgd_experiments.sweeps.running import SweepProgress, run_sweep, run_sweeps
 from shuffled_dpsgd_experiments.sweeps.table import table_of
 

@@ -1,10 +1,4 @@
-"""A sweep as frozen data: what all cells share, the methods, and the order of the cells.
-
-A sweep file is TOML. `[run]` holds what all cells share, as a run's own file would. Each
-`[[methods]]` has a `name` and a `[methods.run]` that is laid over it. `epsilons` and `seeds` span
-the grid; the first seed's cells all come before the second's. A method may have a `tuning` table:
-dotted keys with the values to try, on records held back from training, at one ε for all.
-"""
+"""A sweep as frozen data: what all cells share, the methods, and the order of the cells."""
 
 from __future__ import annotations
 
@@ -12,18 +6,15 @@ import hashlib
 import itertools
 import json
 import re
-import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
-from shuffled_dpsgd.errors import InvalidArgumentError
 from shuffled_dpsgd.tasks import RunConfig, parse_config
-from shuffled_dpsgd.tasks.config import SECTIONS, place_paths, refuse_unknown
+from shuffled_dpsgd.tasks.config import SECTIONS
 
 Stage = Literal["tuning", "main"]
-_KEYS = ["name", "title", "results", "run", "methods", "epsilons", "seeds", "tuning"]
 # What a result does not depend on; a cell that was run elsewhere is the same cell.
 MACHINE = ("device", "num_threads", "physical_batch_size", "evaluate_every", "checkpoint_every")
 
@@ -70,12 +61,7 @@ class Cell:
     @property
     def identity(self) -> dict[str, Any]:
         """What differs from the defaults, so that an option added later changes no name."""
-        return {
-            section: {k: v for k, v in values.items() if v != _default(SECTIONS[section], k)}
-            if isinstance(values, dict)
-            else values
-            for section, values in self.described.items()
-        }
+        return identity_of(self.described)
 
     @property
     def file_name(self) -> str:
@@ -88,7 +74,7 @@ class Cell:
     def describe(self) -> str:
         """One line for people."""
         budget = "" if self.epsilon is None else f", ε = {self.epsilon:g}"
-        tuned = "".join(f", {key.split('.')[-1]} {value:g}" for key, value in self.tuned.items())
+        tuned = "".join(f", {each}" for each in describe_values(self.tuned))
         stage = "tuning " if self.stage == "tuning" else ""
         return f"{stage}{self.method}{budget}, seed {self.seed}{tuned}"
 
@@ -145,11 +131,12 @@ class Sweep:
         layers = [self.run, method.run]
         if stage == "tuning":
             layers.append(self.tuning_run or {})
-        raw = laid_over(*layers, *(nested(key, value) for key, value in tuned.items()))
+        layers += [nested(key, value) for key, value in tuned.items()]
         if epsilon is not None:
-            raw["privacy"]["epsilon"] = epsilon
-        if method.batch_clip_ratio is not None:
-            clip = raw["privacy"]["clip_norm"]
+            layers.append({"privacy": {"epsilon": epsilon}})
+        raw = laid_over(*layers)
+        clip = raw.get("privacy", {}).get("clip_norm")
+        if method.batch_clip_ratio is not None and isinstance(clip, int | float):
             raw["privacy"]["batch_clip_norm"] = method.batch_clip_ratio * clip
         return Cell(
             sweep=self.name,
@@ -162,105 +149,6 @@ class Sweep:
         )
 
 
-def load_sweep(
-    path: Path,
-    *,
-    model: str | None = None,
-    data: str | None = None,
-    results: Path | None = None,
-) -> Sweep:
-    """Read a sweep file; `model` and `data` name folders in place of the file's.
-
-    Every cell's configuration is checked at once, before anything is trained. Folders of data and
-    models in the file are relative to it, the folder of results to the working directory.
-    """
-    try:
-        raw = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise InvalidArgumentError(
-            "FILE", expected="a sweep in TOML", got=str(path), remedy=str(error)
-        ) from error
-    place_paths(raw.get("run", {}), path.parent)
-    return parse_sweep(raw, model=model, data=data, results=results)
-
-
-def parse_sweep(
-    raw: Mapping[str, Any],
-    *,
-    model: str | None = None,
-    data: str | None = None,
-    results: Path | None = None,
-) -> Sweep:
-    """A sweep from plain data, as `load_sweep` reads it."""
-    refuse_unknown("", raw, _KEYS)
-    run = laid_over(_required(raw, "run", dict))
-    for section, key, value in (("model", "name", model), ("data", "path", data)):
-        if value is not None:
-            run.setdefault(section, {})[key] = value
-    tuning = raw.get("tuning", {})
-    refuse_unknown("tuning.", tuning, ["epsilon", "run"])
-    name = _required(raw, "name", str)
-    sweep = Sweep(
-        name=name,
-        title=raw.get("title", name),
-        results=results or Path(raw.get("results", f"results/{slug(name)}")),
-        run=run,
-        methods=tuple(_method(each) for each in _required(raw, "methods", list)),
-        epsilons=tuple(float(each) for each in _required(raw, "epsilons", list)),
-        seeds=tuple(_required(raw, "seeds", list)),
-        tuning_run=tuning.get("run"),
-        tuning_epsilon=tuning.get("epsilon"),
-    )
-    _check(sweep)
-    return sweep
-
-
-def _check(sweep: Sweep) -> None:
-    names = [method.name for method in sweep.methods]
-    if len(set(names)) < len(names) or not names or not sweep.seeds:
-        raise InvalidArgumentError(
-            "methods", expected="at least one seed, and methods of different names", got=names
-        )
-    tuned = [method for method in sweep.methods if method.tuning]
-    if tuned and sweep.tuning_run is None:
-        raise InvalidArgumentError(
-            "tuning.run",
-            expected="what differs while tuning, such as records held back",
-            got=None,
-            remedy="write [tuning.run.data] with heldout_from_train = …",
-        )
-    efforts = {len(method.trials()) for method in tuned}
-    if len(efforts) > 1 or (tuned and len(tuned) < len(sweep.methods)):
-        raise InvalidArgumentError(
-            "tuning",
-            expected="as many trials for every method: equal effort",
-            got={method.name: len(method.trials()) for method in sweep.methods},
-        )
-    sweep.tuning_cells()
-    list(sweep.main_cells({}))
-
-
-def _method(raw: Mapping[str, Any]) -> SweptMethod:
-    refuse_unknown("methods.", raw, ["name", "run", "epsilons", "batch_clip_ratio", "tuning"])
-    epsilons = raw.get("epsilons")
-    return SweptMethod(
-        name=_required(raw, "name", str),
-        run=raw.get("run", {}),
-        epsilons=None if epsilons is None else tuple(float(each) for each in epsilons),
-        batch_clip_ratio=raw.get("batch_clip_ratio"),
-        tuning=raw.get("tuning", {}),
-    )
-
-
-_WORDS: dict[type, str] = {dict: "a table", list: "a list", str: "a text"}
-
-
-def _required(raw: Mapping[str, Any], key: str, kind: type) -> Any:
-    if not isinstance(raw.get(key), kind):
-        raise InvalidArgumentError(key, expected=_WORDS[kind], got=raw.get(key))
-    return raw[key]
-
-
 def laid_over(*layers: Mapping[str, Any]) -> dict[str, Any]:
     """Tables merged key by key, later ones winning; nothing is shared with the arguments.
 
@@ -271,7 +159,8 @@ def laid_over(*layers: Mapping[str, Any]) -> dict[str, Any]:
     for layer in layers:
         for key, value in layer.items():
             if isinstance(value, Mapping):
-                found[key] = laid_over(found.get(key, {}), value)
+                under = found.get(key)
+                found[key] = laid_over(under if isinstance(under, Mapping) else {}, value)
             else:
                 found[key] = value
     return found
@@ -287,10 +176,38 @@ def nested(key: str, value: Any) -> dict[str, Any]:
     return {first: nested(rest, value) if rest else value}
 
 
+def identity_of(described: Mapping[str, Any]) -> dict[str, Any]:
+    """What a described configuration has that differs from the defaults."""
+    return {
+        section: {k: v for k, v in values.items() if _plain(v) != _default(SECTIONS[section], k)}
+        if isinstance(values, Mapping)
+        else values
+        for section, values in described.items()
+    }
+
+
 def _default(section: type, key: str) -> Any:
     """The default of a key as plain data; of one that has none, something nothing equals."""
-    item = next(each for each in fields(section) if each.name == key)
-    return object() if item.default is MISSING else item.default
+    item = next((each for each in fields(section) if each.name == key), None)
+    return object() if item is None or item.default is MISSING else _plain(item.default)
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def describe_values(settings: Mapping[str, Any]) -> list[str]:
+    """Dotted keys with their values, for people.
+
+    >>> describe_values({"optimizer.learning_rate": 0.001, "optimizer.schedule": "linear"})
+    ['learning_rate 0.001', 'schedule linear']
+    """
+    return [f"{key.split('.')[-1]} {describe_value(value)}" for key, value in settings.items()]
+
+
+def describe_value(value: Any) -> str:
+    """A number without superfluous digits; anything else as it is."""
+    return f"{value:g}" if isinstance(value, int | float) else str(value)
 
 
 def slug(text: str) -> str:

@@ -23,22 +23,25 @@ Run = Callable[[Cell, Tasks], dict[str, Any] | None]
 
 @dataclass(frozen=True, kw_only=True)
 class SweepProgress:
-    """Where a sweep is, after each cell; `seconds` is None for a cell that was there."""
+    """Where a sweep is, after each cell; `seconds` is None for a cell that was there.
+
+    `seconds_left` is None as long as no cell was run that says how long one takes.
+    """
 
     done: int
     total: int
     cell: Cell
     record: Mapping[str, Any]
     seconds: float | None
-    seconds_left: float
+    seconds_left: float | None
 
     def describe(self) -> str:
         """One line for people."""
         name, score = self.record["score_name"], self.record["score"]
         found = f"{name} {'none' if score is None else f'{score:.4g}'}"
         took = "there already" if self.seconds is None else f"{self.seconds:.0f} s"
-        left = f"about {self.seconds_left / 60:.1f} min left"
-        return f"cell {self.done} of {self.total}: {self.cell.describe()}: {found}, {took}; {left}"
+        left = "" if self.seconds_left is None else f"; about {self.seconds_left / 60:.1f} min left"
+        return f"cell {self.done} of {self.total}: {self.cell.describe()}: {found}, {took}{left}"
 
 
 def run_sweep(
@@ -93,6 +96,12 @@ class KnownCells:
             self._chosen, self._grid = chosen, list(self._sweep.main_cells(chosen))
         grid = [cell for cell in self._grid if cell.method not in open_]
         return [*trials, *((cell, self.store.find(cell)) for cell in grid)]
+
+
+def is_complete(sweep: Sweep) -> bool:
+    """Whether every cell has a result; asks the folder and runs nothing."""
+    cells = KnownCells(sweep)
+    return sum(record is not None for _, record in cells.read()) == cells.total
 
 
 def choose(trials: Iterable[tuple[Cell, Mapping[str, Any]]]) -> dict[str, dict[str, Any]]:
@@ -208,8 +217,8 @@ class Reporter:
         if seconds is not None:
             self._times.append(seconds)
         recent = self._times[-8:]
-        each = sum(recent) / len(recent) if recent else 0.0
         done = len(self._told)
+        left = sum(recent) / len(recent) * (self._total - done) / self._jobs if recent else None
         self._tell(
             SweepProgress(
                 done=done,
@@ -217,6 +226,6 @@ class Reporter:
                 cell=cell,
                 record=record,
                 seconds=seconds,
-                seconds_left=each * (self._total - done) / self._jobs,
+                seconds_left=left,
             )
         )

@@ -18,6 +18,33 @@ from shuffled_dpsgd.errors import CheckpointError
 from shuffled_dpsgd_experiments.sweeps.grid import Cell
 
 _MARK = "x"
+# What every table needs of a cell.
+_KEYS = frozenset(
+    {"method", "epsilon", "seed", "tuned", "score_name", "score", "certified", "paper"}
+)
+
+
+def read_record(path: Path) -> dict[str, Any]:
+    """A cell's result.
+
+    Raises:
+        CheckpointError: the file is damaged, or it holds something else.
+    """
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        why = str(error)
+    else:
+        missing = sorted(_KEYS - found.keys()) if isinstance(found, dict) else sorted(_KEYS)
+        if not missing:
+            return dict(found)
+        why = f"it lacks {', '.join(missing)}"
+    raise CheckpointError(f"{path}: not a cell's result; {why}. Move it away to run the cell again")
+
+
+def read_records(directory: Path, stage: str = "main") -> list[dict[str, Any]]:
+    """Every result of a stage in a folder, in the order of their names."""
+    return [read_record(path) for path in sorted(directory.glob(f"{stage}_*.json"))]
 
 
 class Store:
@@ -34,14 +61,8 @@ class Store:
             return self._found[cell.file_name]
         if not path.is_file():
             return None
-        try:
-            found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise CheckpointError(
-                f"{path}: not a cell's result; {error}. Move it away to run the cell again"
-            ) from error
-        self._found[cell.file_name] = found
-        return found
+        self._found[cell.file_name] = read_record(path)
+        return self._found[cell.file_name]
 
     @contextmanager
     def claim(self, cell: Cell, *, keep_on_error: bool = False) -> Iterator[bool]:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import math
 import statistics
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from shuffled_dpsgd_experiments.sweeps.grid import Sweep
+from shuffled_dpsgd_experiments.sweeps.grid import Sweep, describe_values, identity_of
+from shuffled_dpsgd_experiments.sweeps.running import KnownCells
+from shuffled_dpsgd_experiments.sweeps.store import read_records
 
 Record = Mapping[str, Any]
 TEXT_METRICS = {
@@ -23,7 +25,11 @@ TEXT_METRICS = {
 
 @dataclass(frozen=True, kw_only=True)
 class SweepRow:
-    """All seeds of one method at one budget; `texts` are the means of generation's metrics."""
+    """All seeds of one method at one budget; `texts` are the means of generation's metrics.
+
+    `variant` says what tells it from other rows of the same method and budget, where there are any.
+    Runs `without_score` diverged: they are counted, for no mean can have them.
+    """
 
     method: str
     epsilon: float | None
@@ -32,10 +38,19 @@ class SweepRow:
     certified: float | None
     paper: float | None
     texts: Mapping[str, float] = field(default_factory=dict)
+    variant: str = ""
+    without_score: int = 0
+    privacy: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def mean(self) -> float:
-        return statistics.fmean(self.scores)
+        """Over the seeds that have a score; not a number if none has."""
+        return statistics.fmean(self.scores) if self.scores else math.nan
+
+    @property
+    def name(self) -> str:
+        """The method, and what is particular about this row of it."""
+        return f"{self.method} ({self.variant})" if self.variant else self.method
 
     @property
     def spread(self) -> float | None:
@@ -44,21 +59,26 @@ class SweepRow:
 
     def describe(self) -> str:
         """Score, spread and number of seeds; shares in percent."""
+        lost = f"{self.without_score} without a finite score"
+        if not self.scores:
+            return f"none ({lost})"
         scale, digits = (100.0, 1) if self.score_name == "accuracy" else (1.0, 2)
         text = f"{scale * self.mean:.{digits}f}"
         if self.spread is not None:
             text += f" ± {scale * self.spread:.{digits}f}"
-        return f"{text} (n = {len(self.scores)})"
+        return f"{text} (n = {len(self.scores)}{f', {lost}' if self.without_score else ''})"
 
     def to_json(self) -> dict[str, Any]:
         """Plain data; each ε with its kind."""
         return {
             "method": self.method,
+            **({"variant": self.variant} if self.variant else {}),
             "epsilon": self.epsilon,
             "score_name": self.score_name,
-            "mean": self.mean,
+            "mean": self.mean if self.scores else None,
             "standard_deviation": self.spread,
             "seeds": len(self.scores),
+            "seeds_without_score": self.without_score,
             **({"texts": dict(self.texts)} if self.texts else {}),
             "certified_epsilon": {"value": self.certified, "kind": "proven"},
             "paper_epsilon": {"value": self.paper, "kind": "heuristic"},
@@ -92,32 +112,55 @@ def three_digits(value: float) -> str:
     return f"{value:.3g}" if abs(value) < 1000 else f"{float(f'{value:.3g}'):.0f}"
 
 
-def read_records(directory: Path, stage: str = "main") -> list[dict[str, Any]]:
-    """Every result of a stage in a folder, in the order of their names."""
-    paths = sorted(directory.glob(f"{stage}_*.json"))
-    return [json.loads(path.read_text(encoding="utf-8")) for path in paths]
-
-
 def rows_of(records: Iterable[Record]) -> list[SweepRow]:
-    """Seeds of one method and budget together; runs without a finite score are left out."""
-    groups: dict[tuple[str, float | None], list[Record]] = {}
+    """Seeds of one method, budget and configuration together.
+
+    Results of other settings are never averaged: where a method has several, as after a change of
+    its file, each is a row that says what differs.
+    """
+    groups: dict[tuple[str, float | None], dict[str, list[Record]]] = {}
     for record in records:
-        groups.setdefault((record["method"], record["epsilon"]), []).append(record)
-    found = []
-    for (method, epsilon), group in groups.items():
-        scores = tuple(float(r["score"]) for r in group if r["score"] is not None)
-        if scores:
-            found.append(
-                SweepRow(
-                    method=method,
-                    epsilon=epsilon,
-                    score_name=group[0]["score_name"],
-                    scores=scores,
-                    certified=_largest(group, "certified"),
-                    paper=_largest(group, "paper"),
-                    texts=_mean_texts(group),
-                )
-            )
+        alike = groups.setdefault((record["method"], record["epsilon"]), {})
+        settings = json.dumps(identity_of(record.get("config", {})), sort_keys=True)
+        alike.setdefault(settings, []).append(record)
+    return [
+        _row(method, epsilon, group, variant)
+        for (method, epsilon), alike in groups.items()
+        for group, variant in zip(alike.values(), _variants(alike), strict=True)
+    ]
+
+
+def _row(method: str, epsilon: float | None, group: list[Record], variant: str) -> SweepRow:
+    return SweepRow(
+        method=method,
+        variant=variant,
+        epsilon=epsilon,
+        score_name=group[0]["score_name"],
+        scores=tuple(float(r["score"]) for r in group if r["score"] is not None),
+        without_score=sum(record["score"] is None for record in group),
+        certified=_largest(group, "certified"),
+        paper=_largest(group, "paper"),
+        texts=_mean_texts(group),
+        privacy=group[0].get("config", {}).get("privacy", {}),
+    )
+
+
+def _variants(settings: Iterable[str]) -> list[str]:
+    """Of several configurations, what each has that they do not all share."""
+    found = [_flat(json.loads(each)) for each in settings]
+    keys = sorted({key for each in found for key in each})
+    differ = [key for key in keys if len({json.dumps(each.get(key)) for each in found}) > 1]
+    return [
+        ", ".join(describe_values({key: each.get(key, "default") for key in differ}))
+        for each in found
+    ]
+
+
+def _flat(settings: Mapping[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for section, values in settings.items():
+        inner = values if isinstance(values, Mapping) else {"": values}
+        found |= {f"{section}.{key}".rstrip("."): value for key, value in inner.items()}
     return found
 
 
@@ -135,15 +178,31 @@ def _mean_texts(group: list[Record]) -> dict[str, float]:
 
 def table_of(sweep: Sweep) -> str:
     """Markdown: a row for every method and budget that has results, and what tuning tried."""
-    lines = [f"# {sweep.title}", "", *grid_lines(sweep), *_tuning_lines(sweep)]
+    lines = [f"# {sweep.title}", "", *grid_lines(sweep), *_strangers(sweep), *_tuning_lines(sweep)]
     return "\n".join(lines) + "\n"
+
+
+def _strangers(sweep: Sweep) -> list[str]:
+    """A note if the folder has results of other settings than the file's, which are shown too."""
+    cells = KnownCells(sweep).read()
+    known = {cell.file_name for cell, _ in cells}
+    there = [path.name for path in sweep.results.glob("main_*.json")]
+    strange = sum(name not in known for name in there)
+    if not strange:
+        return []
+    return [
+        "",
+        f"{strange} of {len(there)} results are no cells of this file as it stands: they have "
+        "other settings, or the folders of model or data have other names.",
+    ]
 
 
 def ordered_rows(sweep: Sweep) -> list[SweepRow]:
     """By budget, none first, then in the order of the sweep's file."""
     order = [method.name for method in sweep.methods]
     rows = rows_of(read_records(sweep.results))
-    return sorted(rows, key=lambda row: (row.epsilon or 0.0, order.index(row.method)))
+    places = {name: place for place, name in enumerate(order)}
+    return sorted(rows, key=lambda row: (row.epsilon or 0.0, places.get(row.method, len(order))))
 
 
 def grid_lines(sweep: Sweep) -> list[str]:
@@ -158,7 +217,7 @@ def grid_lines(sweep: Sweep) -> list[str]:
     ]
     for row in rows:
         lines.append(
-            f"| {row.describe_budget()} | {row.method} | {row.describe()} |"
+            f"| {row.describe_budget()} | {row.name} | {row.describe()} |"
             f"{row.describe_texts(metrics)} {row.describe_certified()} | {row.describe_paper()} |"
         )
     return lines
@@ -176,7 +235,7 @@ def _tuning_lines(sweep: Sweep) -> list[str]:
         "|---|---|---|",
     ]
     for record in trials:
-        tried = ", ".join(f"{key.split('.')[-1]} {v:g}" for key, v in record["tuned"].items())
+        tried = ", ".join(describe_values(record["tuned"]))
         score = "none" if record["score"] is None else f"{record['score']:.4g}"
         lines.append(f"| {record['method']} | {tried} | {score} |")
     return lines

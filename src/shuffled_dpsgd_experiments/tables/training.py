@@ -15,8 +15,9 @@ from typing import Any
 
 from shuffled_dpsgd_experiments.presets import PRESETS
 from shuffled_dpsgd_experiments.sweeps import Sweep, run_sweep
-from shuffled_dpsgd_experiments.sweeps.grid import laid_over, parse_sweep
-from shuffled_dpsgd_experiments.sweeps.table import read_records
+from shuffled_dpsgd_experiments.sweeps.grid import laid_over
+from shuffled_dpsgd_experiments.sweeps.reading import parse_sweep
+from shuffled_dpsgd_experiments.sweeps.store import read_records
 from shuffled_dpsgd_experiments.tables.demonstrations import DEMONSTRATIONS
 from shuffled_dpsgd_experiments.tables.exhibit import Exhibit
 from shuffled_dpsgd_experiments.tables.printed import EPSILONS

@@ -90,18 +90,16 @@ def _title_of(format_: str) -> str:
 
 
 def _rows(table: str, what: str, format_: str, records: list[Record]) -> list[ExhibitRow]:
-    privacy = {record["method"]: record["config"]["privacy"] for record in records}
     guess = max((record.get("baseline") or 0.0 for record in records), default=0.0)
-    found = sorted(rows_of(records), key=lambda row: (row.epsilon or 0.0, row.method))
+    found = sorted(rows_of(records), key=lambda row: (row.epsilon or 0.0, row.name))
     printed = {key: v for key, v in RESULTS[table].items() if key[1] == _title_of(format_)}
     return [
         ExhibitRow(
-            what=f"{what}, {row.method}"
-            + ("" if row.epsilon is None else f", ε = {row.epsilon:g}"),
-            paper=_printed(printed, privacy[row.method], row.epsilon),
+            what=f"{what}, {row.name}" + ("" if row.epsilon is None else f", ε = {row.epsilon:g}"),
+            paper=_printed(printed, row.privacy, row.epsilon),
             ours=_ours(row),
             certified=row.describe_certified(),
-            verdict=_verdict(row, found, privacy, printed, guess),
+            verdict=_verdict(row, found, printed, guess),
         )
         for row in found
     ]
@@ -152,7 +150,6 @@ def _printed_ahead(printed: Mapping[tuple[str, str, str], Scores], epsilon: floa
 def _verdict(
     row: SweepRow,
     rows: Iterable[SweepRow],
-    privacy: Mapping[str, Mapping[str, Any]],
     printed: Mapping[tuple[str, str, str], Scores],
     guess: float,
 ) -> str:
@@ -164,11 +161,13 @@ def _verdict(
         return "no privacy"
     if row.certified is None:
         return "nothing is proven"
+    if not row.scores:
+        return "no run has a finite score"
     proven = row.certified <= 1.001 * row.epsilon
     words = "ε is proven" if proven else f"ε = {row.epsilon:g} is claimed, not proven"
     learnt_nothing = bool(guess) and row.mean <= guess + _CLOSE
-    if privacy[row.method].get("accounting") == "paper":
-        words += _compared(row, rows, privacy, printed, learnt_nothing=learnt_nothing)
+    if row.privacy.get("accounting") == "paper":
+        words += _compared(row, rows, printed, learnt_nothing=learnt_nothing)
     if learnt_nothing:
         words += f"; it has learnt nothing: the commonest class alone gives {100 * guess:.1f}"
     return words
@@ -177,7 +176,6 @@ def _verdict(
 def _compared(
     row: SweepRow,
     rows: Iterable[SweepRow],
-    privacy: Mapping[str, Mapping[str, Any]],
     printed: Mapping[tuple[str, str, str], Scores],
     *,
     learnt_nothing: bool,
@@ -186,7 +184,9 @@ def _compared(
     honest = [
         other
         for other in rows
-        if other.epsilon == row.epsilon and privacy[other.method].get("accounting") != "paper"
+        if other.scores
+        and other.epsilon == row.epsilon
+        and other.privacy.get("accounting") != "paper"
     ]
     if not honest:
         return ""

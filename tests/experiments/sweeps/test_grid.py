@@ -10,7 +10,8 @@ import pytest
 
 from shuffled_dpsgd.errors import InvalidArgumentError
 from shuffled_dpsgd_experiments.sweeps import load_sweep
-from shuffled_dpsgd_experiments.sweeps.grid import laid_over, parse_sweep
+from shuffled_dpsgd_experiments.sweeps.grid import laid_over
+from shuffled_dpsgd_experiments.sweeps.reading import parse_sweep
 
 ROOT = Path(__file__).parents[3]
 RAW: dict[str, Any] = {
@@ -109,11 +110,52 @@ def test_tuning_tries_every_combination_at_one_budget() -> None:
         ({"run": {"generation": {"num_beams": 2}}}, "causal-lm"),
         ({"run": {"training": {"epochs": 2}}}, "exactly one of epochs"),
         ({"run": {"privacy": {"epsilom": 2}}}, "did you mean `epsilon`"),
+        ({"epsilons": ["a"]}, "epsilons: expected a number, got 'a'"),
+        ({"epsilons": [1.0, 1]}, "epsilons: expected each once"),
+        ({"seeds": [0, 0]}, "seeds: expected each once"),
+        ({"results": 3}, "results: expected a text"),
+        ({"tuning": 3}, "tuning: expected a table"),
+        ({"methods": [3]}, "methods.0.: expected a table"),
+        ({"methods": [{"name": "a", "run": 3}]}, "methods.run: expected a table"),
+        ({"methods": [{"name": "a", "epsilons": [3.0]}]}, "some of the sweep's .1.0, 8.0."),
+        ({"methods": [{"name": "a", "epsilons": "all"}]}, "methods.epsilons: expected a list"),
+        ({"methods": [{"name": "a", "batch_clip_ratio": "x"}]}, "batch_clip_ratio: expected a num"),
+        ({"methods": [{"name": "a", "tuning": {"x.y": 1}}]}, "tuning.x.y: expected a list"),
+        (
+            {"methods": [{"name": "a", "tuning": {"x.y": [1]}}], "tuning": {"run": {}}},
+            "tuning.epsilon",
+        ),
+        ({"run": {"privacy": 3}}, "privacy.delta"),
     ],
 )
 def test_what_is_wrong_is_refused_before_anything_runs(changes: dict[str, Any], match: str) -> None:
     with pytest.raises(InvalidArgumentError, match=match):
         parse_sweep(changed(**changes))
+
+
+def test_folders_of_methods_are_relative_to_the_file_too(tmp_path: Path) -> None:
+    (tmp_path / "models" / "mine").mkdir(parents=True)
+    (tmp_path / "models" / "mine" / "config.json").write_text("{}")
+    (tmp_path / "sweep.toml").write_text(
+        """
+        name = "x"
+        epsilons = [1.0]
+        seeds = [0]
+        [run]
+        task = "text-classification"
+        model.name = "bert-tiny"
+        data = {format = "sst2", path = "data"}
+        privacy = {delta = 1e-5, clip_norm = 1.0}
+        training = {expected_batch_size = 4, num_steps = 1}
+        [[methods]]
+        name = "other model"
+        run.model.name = "models/mine"
+        run.data.path = "other"
+        """
+    )
+    (cell,) = load_sweep(tmp_path / "sweep.toml").main_cells({})
+    assert cell.config.model.name == str(tmp_path / "models" / "mine")
+    assert cell.config.data.path == str(tmp_path / "other")
 
 
 def test_unequal_effort_is_refused() -> None:

@@ -23,8 +23,9 @@ from shuffled_dpsgd_experiments.sweeps import (
     run_sweeps,
 )
 from shuffled_dpsgd_experiments.sweeps.cell import Tasks
-from shuffled_dpsgd_experiments.sweeps.grid import Cell, laid_over, parse_sweep
+from shuffled_dpsgd_experiments.sweeps.grid import Cell, laid_over
 from shuffled_dpsgd_experiments.sweeps.jobs import INCOMPLETE, _Workers
+from shuffled_dpsgd_experiments.sweeps.reading import parse_sweep
 from shuffled_dpsgd_experiments.sweeps.store import Store
 
 
@@ -44,7 +45,7 @@ def test_a_claimed_cell_is_no_one_elses_until_its_owner_is_gone(tmp_path: Path) 
     with Store(tmp_path).claim(cell) as mine:
         assert mine
     store = Store(tmp_path)
-    store.add(cell, {"score": 1.0})
+    store.add(cell, pretended([])(cell, Tasks()))
     with Store(tmp_path).claim(cell) as mine:
         assert not mine  # It has a result by now.
 

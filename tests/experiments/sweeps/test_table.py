@@ -8,9 +8,13 @@ from typing import Any
 
 import pytest
 
-from shuffled_dpsgd_experiments.sweeps.grid import parse_sweep
+from shuffled_dpsgd.errors import CheckpointError
+from shuffled_dpsgd_experiments.sweeps.cell import Tasks
+from shuffled_dpsgd_experiments.sweeps.grid import Cell
+from shuffled_dpsgd_experiments.sweeps.reading import parse_sweep
 from shuffled_dpsgd_experiments.sweeps.running import run_sweep
-from shuffled_dpsgd_experiments.sweeps.table import read_records, rows_of, table_of
+from shuffled_dpsgd_experiments.sweeps.store import read_records
+from shuffled_dpsgd_experiments.sweeps.table import rows_of, table_of
 
 RUN = {
     "task": "causal-lm",
@@ -24,6 +28,7 @@ RUN = {
 def record(seed: int, **texts: float) -> dict[str, Any]:
     claim = {"epsilon": 8.0, "kind": "proven"}
     found = {"method": "plain", "epsilon": 8.0, "seed": seed, "score_name": "perplexity"}
+    found |= {"tuned": {}}
     return found | {"score": 3.0 + seed, "certified": claim, "paper": None, "generation": texts}
 
 
@@ -48,6 +53,61 @@ def test_a_seed_without_texts_leaves_the_metrics_out() -> None:
     del other["generation"]
     (row,) = rows_of([record(0, bleu=20.0), other])
     assert "texts" not in row.to_json()
+
+
+def configured(seed: int, score: float | None, **training: int) -> dict[str, Any]:
+    """A result that says what it was run with."""
+    return record(seed) | {"score": score, "config": {"training": training}}
+
+
+def test_results_of_other_settings_are_never_averaged() -> None:
+    short = [configured(seed, 2.0 + seed, num_steps=3) for seed in (0, 1)]
+    long = [configured(0, 7.0, num_steps=4, evaluate_every=20)]
+    rows = {row.name: row for row in rows_of([*short, *long])}
+    assert rows["plain (num_steps 3)"].scores == (2.0, 3.0)
+    assert rows["plain (num_steps 4)"].scores == (7.0,)
+    # A key that has its default is the same as one that is not there.
+    (same,) = rows_of([*short, configured(2, 4.0, num_steps=3, evaluate_every=20)])
+    assert (same.name, len(same.scores)) == ("plain", 3)
+
+
+def test_a_run_without_a_score_is_counted() -> None:
+    (row,) = rows_of([configured(0, 2.0), configured(1, None)])
+    assert row.describe() == "2.00 (n = 1, 1 without a finite score)"
+    (lost,) = rows_of([configured(0, None)])
+    assert lost.describe() == "none (1 without a finite score)"
+    assert lost.to_json()["mean"] is None
+
+
+def test_a_folder_with_results_of_another_file_is_drawn_and_said(tmp_path: Path) -> None:
+    (tmp_path / "main_plain_eps8_seed0_00000000.json").write_text(json.dumps(record(0, bleu=1.0)))
+    raw = {"name": "x", "epsilons": [8.0], "seeds": [0], "run": RUN, "methods": [{"name": "new"}]}
+    text = table_of(parse_sweep(raw, results=tmp_path))
+    assert "| 8 | plain | 3.00 (n = 1) |" in text
+    assert "1 of 1 results are no cells of this file as it stands" in text
+
+
+@pytest.mark.parametrize("content", ['{"score"', '{"score": 1.0}', "[]"])
+def test_a_damaged_result_is_named(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "main_plain_eps8_seed0_00000000.json"
+    path.write_text(content)
+    with pytest.raises(CheckpointError, match=f"{path}: not a cell's result"):
+        read_records(tmp_path)
+
+
+def test_settings_that_are_words_can_be_tuned(tmp_path: Path) -> None:
+    raw = {"name": "x", "epsilons": [8.0], "seeds": [0], "run": RUN}
+    raw["methods"] = [{"name": "plain", "tuning": {"optimizer.schedule": ["linear", "cosine"]}}]
+    raw["tuning"] = {"epsilon": 8.0, "run": {}}
+    sweep = parse_sweep(raw, results=tmp_path)
+    said: list[str] = []
+
+    def run(cell: Cell, tasks: Tasks) -> dict[str, Any]:
+        return record(0) | {"tuned": dict(cell.tuned)}
+
+    assert run_sweep(sweep, run=run, on_progress=lambda p: said.append(p.describe()))
+    assert "schedule cosine" in said[1]
+    assert "| plain | schedule linear | 3 |" in table_of(sweep)
 
 
 @pytest.mark.slow

@@ -77,6 +77,8 @@ def row_of(method: str, accounting: str, score: float, certified: float) -> dict
         "sweep": "sst2",
         "method": method,
         "epsilon": 0.1,
+        "seed": 0,
+        "tuned": {},
         "score_name": "accuracy",
         "score": score,
         "baseline": 0.5,

@@ -180,7 +180,10 @@ def _compared(
     *,
     learnt_nothing: bool,
 ) -> str:
-    """How the paper's method compares with the best DP-SGD; a guess is not called better."""
+    """How the paper's method compares with the best DP-SGD.
+
+    A guess is not called better, nor is a mean that is ahead by less than a spread over seeds.
+    """
     honest = [
         other
         for other in rows
@@ -195,7 +198,11 @@ def _compared(
     beats = better(row.mean, best.mean) == row.mean and row.mean != best.mean
     if beats and learnt_nothing:
         return ""
-    more = "scores better" if beats else "does not score better"
+    spread = max(row.spread or 0.0, best.spread or 0.0)
+    if beats and abs(row.mean - best.mean) <= spread:
+        more = "scores no better, by its spread over seeds,"
+    else:
+        more = "scores better" if beats else "does not score better"
     words = f"; {more} than DP-SGD with a proven ε ({best.score_name} {best.describe()})"
     if not beats and _printed_ahead(printed, row.epsilon):
         words += ", while the paper prints it ahead of both its baselines"

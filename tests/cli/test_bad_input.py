@@ -480,6 +480,10 @@ CASES: dict[str, tuple[Case, str]] = {
     "a clip nan": (changed("sst2", privacy__clip_norm=float("nan")), "clip_norm"),
     "another accounting": (changed("sst2", privacy__accounting="gdp"), "accounting"),
     "another method": (changed("sst2", privacy__method="dpsgd"), "privacy.method"),
+    "a method misspelt": (changed("sst2", privacy__method="certifed"), "mean `certified`"),
+    "a key misspelt": (changed("sst2", privacy__delta=None, privacy__delt=1e-3), "mean `delta`"),
+    "no budget": (changed("sst2", privacy__noise_multiplier=None), "--epsilon"),
+    "no table": (changed("sst2", privacy=3), "a table [privacy]"),
     "a method and its contrary": (
         changed("sst2", privacy__method="ghost", privacy__shuffle="every-step"),
         "privacy.shuffle",

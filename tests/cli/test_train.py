@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from cli.test_bad_input import settings, toml
 from shuffled_dpsgd.cli.main import app
 
 pytest.importorskip("transformers")
@@ -33,6 +34,24 @@ def test_digits_prints_certified_claim_and_writes_a_folder(tmp_path: Path) -> No
     assert "(proven)" in printed
     assert "(heuristic)" in printed
     assert (tmp_path / "out" / "report.html").exists()
+
+
+def test_a_file_without_privacy_is_planned_and_its_budget_may_come_from_a_flag(
+    tmp_path: Path,
+) -> None:
+    file = tmp_path / "run.toml"
+    raw = settings("digits", privacy__noise_multiplier=None, privacy__clip_norm=None)
+    raw["privacy"]["method"] = "non-private"
+    file.write_text(toml(raw))
+    said = run("--config", file, "--dry-run").stdout
+    assert "no noise" in said
+    assert "learning rate" not in said
+    found = json.loads(run("--config", file, "--dry-run", "--json").stdout)
+    assert found["run"]["certified"] is None
+    assert found["suggested"]["learning_rate"] is None
+    file.write_text(toml(settings("digits", privacy__noise_multiplier=None)))
+    found = json.loads(run("--config", file, "--epsilon", 3, "--dry-run", "--json").stdout)
+    assert 2.9 < found["run"]["certified"]["epsilon"] <= 3
 
 
 def test_people_see_every_split_and_what_texts_scored() -> None:

@@ -66,6 +66,19 @@ def test_a_language_model_continues_prompts(runs: Path) -> None:
     assert found["continuations"][0]["prompt"] == "food[3]"
 
 
+def test_a_language_model_is_prompted_in_a_pipeline_as_it_was_trained(runs: Path) -> None:
+    tokenizer = transformers.AutoTokenizer.from_pretrained(runs / "e2e" / "model")
+    prompt = "food[3] ||"
+    # A mark of the end behind the prompt would be taken for the end of the text.
+    assert list(tokenizer(prompt)) == ["input_ids", "attention_mask"]
+    assert tokenizer(prompt)["input_ids"] == ByteTokenizer().encode_plain(prompt)
+    pipe = transformers.pipeline("text-generation", model=str(runs / "e2e" / "model"))
+    arguments = ["generate", runs / "e2e", "food[3]", "--max-new-tokens", 4, "--json"]
+    (mine,) = json.loads(run(*arguments).stdout)["continuations"]
+    (theirs,) = pipe(prompt, max_new_tokens=4, do_sample=False, return_full_text=False)
+    assert theirs["generated_text"].strip() == mine["text"]
+
+
 def test_the_image_model_loads_in_a_pipeline(runs: Path) -> None:
     image = pytest.importorskip("PIL.Image").new("RGB", (32, 32), (200, 10, 10))
     pipe = transformers.pipeline("image-classification", model=str(runs / "cifar" / "model"))

@@ -124,6 +124,9 @@ def print_advice(advice: Advice, *, as_json: bool) -> None:
     console, now = Console(), advice.now
     if advice.preview is not None:
         console.print(_facts(advice.preview))
+    if not now.noise_multiplier:
+        console.print("no noise: nothing to weigh against it, and no privacy")
+        return
     console.print(Text(f"{now.verdict}: {now.explanation}", style=COLOURS[now.verdict]))
     console.print(_table(advice))
     console.print(
@@ -181,11 +184,14 @@ def _facts(preview: Preview) -> Any:
         f"{plan.dataset_size:,} records (sampling probability {plan.sampling_prob:.4g})",
     )
     for block in plan.blocks:
-        symbol = "σ0" if block.name == "rest" and len(plan.blocks) > 1 else "σ"
+        name = f"σ ({block.name})"
+        if block.name == "rest":
+            # Where nothing is shuffled the rest is everything.
+            name = "σ0 (rest)" if len(plan.blocks) > 1 else "σ"
         clip = block.batch_clip_norm
         batch = "" if clip is None else f", batch clip c' = {clip / plan.clip_norm:g} c"
         table.add_row(
-            f"{symbol} ({block.name})",
+            name,
             f"{block.noise_multiplier:.4g} on {block.dimension:,} coordinates, clip c = "
             f"{plan.clip_norm:g}{batch}",
         )
@@ -202,11 +208,20 @@ def _facts(preview: Preview) -> Any:
     )
     table.add_row(
         "memory",
-        f"{preview.memory_bytes / 2**30:.2f} GiB for weights, sums and moments of "
+        f"{_size(preview.memory_bytes)} for weights, sums and moments of "
         f"{preview.total_parameters:,} parameters; activations come on top, as many samples at "
         "once as fit",
     )
     return table
+
+
+def _size(count: int) -> str:
+    """Bytes for people.
+
+    >>> _size(291488), _size(3 * 2**29)
+    ('0.28 MiB', '1.50 GiB')
+    """
+    return f"{count / 2**30:.2f} GiB" if count >= 2**28 else f"{count / 2**20:.2f} MiB"
 
 
 def _table(advice: Advice) -> Any:

@@ -41,11 +41,18 @@ class RunStart:
 
 
 def _stated(task: str | None, config: Path | None) -> dict[str, Any]:
-    """What a file itself states, checked; of the embedded default everything."""
+    """What a file itself states, to be checked with the flags; of the embedded default all."""
     from shuffled_dpsgd.tasks.config import read_config
 
-    found = chosen_config(task, config)
-    return found.to_json() if config is None else read_config(config)
+    if config is None:
+        return chosen_config(task, None).to_json()
+    _refuse_task(task)
+    return read_config(config)
+
+
+def _refuse_task(task: str | None) -> None:
+    if task is not None:
+        raise InvalidArgumentError("TASK", expected="nothing beside --config", got=task)
 
 
 def chosen_config(task: str | None, config: Path | None) -> RunConfig:
@@ -53,8 +60,7 @@ def chosen_config(task: str | None, config: Path | None) -> RunConfig:
     from shuffled_dpsgd.tasks import digits, load_config
 
     if config is not None:
-        if task is not None:
-            raise InvalidArgumentError("TASK", expected="nothing beside --config", got=task)
+        _refuse_task(task)
         return load_config(config)
     if task != "digits":
         raise InvalidArgumentError(
@@ -74,28 +80,33 @@ def with_overrides(
 
     if secure and seed is not None:
         raise InvalidArgumentError("--seed", expected="nothing beside --secure", got=seed)
+    if not all(isinstance(raw.setdefault(section, {}), dict) for section in overrides):
+        parse_config(raw)  # Refuses what is no table, by its name.
     privacy, given = raw["privacy"], overrides["privacy"]
     if given["method"] is not None:
         _reopen(privacy, given["method"])
     for section, values in overrides.items():
-        stated = {key: value for key, value in values.items() if value is not None}
-        raw.setdefault(section, {}).update(stated)
+        raw[section].update({key: value for key, value in values.items() if value is not None})
     if given["epsilon"] is not None:
         privacy.pop("noise_multiplier", None)
-    if not {"epsilon", "noise_multiplier"} & privacy.keys() and given["method"] != "non-private":
-        raise InvalidArgumentError(
-            "--epsilon",
-            expected="a number: a preset leaves it open",
-            got=None,
-            remedy="the paper's tables have 0.1, 0.5 and 1",
-        )
     if overrides["training"]["epochs"] is not None:
         raw["training"].pop("num_steps", None)
     default = "paper" if privacy.get("method") == "shuffled" else "certified"
-    if raw["task"] == "digits" and privacy.get("accounting", default) == "paper":
+    by_paper = privacy.get("accounting", default) == "paper"
+    if raw.get("task") == "digits" and by_paper and "clip_norm" in privacy:
         # What the paper's text implies; the announcement prints it.
         privacy.setdefault("batch_clip_norm", privacy["clip_norm"])
-    parsed = parse_config(raw)
+    try:
+        parsed = parse_config(raw)
+    except InvalidArgumentError as error:
+        if error.argument != "privacy.epsilon" or "epsilon" in privacy:
+            raise
+        raise InvalidArgumentError(
+            "--epsilon",
+            expected="a number, where the preset or the file leaves it open",
+            got=None,
+            remedy="the paper's tables have 0.1, 0.5 and 1",
+        ) from error
     if secure:
         return replace(parsed, seed=None)
     return parsed if seed is None else replace(parsed, seed=seed)
@@ -107,6 +118,6 @@ def _reopen(privacy: dict[str, Any], method: str) -> None:
     if method != "shuffled":
         dropped.append("batch_clip_norm")
     if method == "non-private":
-        dropped += ["epsilon", "clip_norm"]
+        dropped += ["epsilon", "noise_multiplier", "clip_norm"]
     for name in dropped:
         privacy.pop(name, None)

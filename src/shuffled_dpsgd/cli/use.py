@@ -22,7 +22,7 @@ PREDICT_EPILOG = (
     "[bold]shuffled-dpsgd predict runs/cifar cat.png dog.png[/bold]"
 )
 GENERATE_EPILOG = (
-    'Example: [bold]shuffled-dpsgd generate runs/e2e "name[[The Mill]], food[[Thai]]"[/bold]'
+    'Example: [bold]shuffled-dpsgd generate runs/e2e "name\\[The Mill], food\\[Thai]"[/bold]'
 )
 
 Run = Annotated[Path, typer.Argument(help="The folder of a finished run.")]

@@ -99,19 +99,16 @@ def advise_run(config: RunConfig) -> Advice:
     private = start_private(config, model, dataset_size=len(task.train_data))
     plan = private.plan
     private.close()
-    found = _advice_on(plan)
+    found = replace(_advice_on(plan), preview=preview_of(plan, model, config))
+    if not found.now.noise_multiplier:
+        return found  # Without noise no ratio speaks for a clip or a rate.
     rate = suggested_learning_rate(
         found.batch,
         weight_scale=weight_scale(model),
         optimizer=config.optimizer.name,
         clip_norm=_CLIP_NORM,
     )
-    return replace(
-        found,
-        clip_norm=_CLIP_NORM,
-        learning_rate=rate,
-        preview=preview_of(plan, model, config),
-    )
+    return replace(found, clip_norm=_CLIP_NORM, learning_rate=rate)
 
 
 def advise_shapes(

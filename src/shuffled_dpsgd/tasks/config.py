@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import math
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_type_hints
@@ -310,11 +310,18 @@ def refuse_unknown(prefix: str, raw: Mapping[str, Any], known: list[str]) -> Non
     """Refuse a key that is not known, with the one that was probably meant."""
     for key in raw:
         if key not in known:
-            near = difflib.get_close_matches(key, known, n=1)
-            remedy = f"did you mean `{near[0]}`?" if near else ""
             raise InvalidArgumentError(
-                f"{prefix}{key}", expected=f"one of {sorted(known)}", got=key, remedy=remedy
+                f"{prefix}{key}",
+                expected=f"one of {sorted(known)}",
+                got=key,
+                remedy=_nearest(key, known),
             )
+
+
+def _nearest(word: Any, known: Sequence[str]) -> str:
+    """A question about what was probably meant; nothing if nothing known is like it."""
+    near = difflib.get_close_matches(word, known, n=1) if isinstance(word, str) else []
+    return f"did you mean `{near[0]}`?" if near else ""
 
 
 def _checked(name: str, hint: Any, value: Any) -> Any:
@@ -325,7 +332,9 @@ def _checked(name: str, hint: Any, value: Any) -> Any:
         return _checked(name, inner, value)
     if choices and all(isinstance(choice, str) for choice in choices):
         if value not in choices:
-            raise InvalidArgumentError(name, expected=f"one of {choices}", got=value)
+            raise InvalidArgumentError(
+                name, expected=f"one of {choices}", got=value, remedy=_nearest(value, choices)
+            )
         return value
     if choices:
         if not isinstance(value, list | tuple) or not all(isinstance(v, str) for v in value):

@@ -99,7 +99,7 @@ def build_causal_lm(config: RunConfig) -> Task:
         score_name="perplexity",
         fresh_model=fresh_model,
         collate=collate,
-        save_assets=tokenizer.save,
+        save_assets=partial(tokenizer.save, marked=False),
         evaluate_texts=None
         if wanted is None
         else lambda trained: evaluate_generation(trained, tokenizer, data, wanted),

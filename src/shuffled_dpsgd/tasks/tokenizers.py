@@ -47,7 +47,9 @@ class Tokenizer(Protocol):
         """The text of ids, without special tokens."""
         ...
 
-    def save(self, directory: Path) -> None: ...
+    def save(self, directory: Path, *, marked: bool = True) -> None:
+        """For `from_pretrained`. A language model's texts are not `marked`: it continues them."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,12 +106,15 @@ class ByteTokenizer:
         """The bytes among the ids as text; what is no UTF-8 is replaced."""
         return bytes(i for i in ids if i < self.pad_id).decode("utf-8", errors="replace")
 
-    def save(self, directory: Path) -> None:
-        """As a tokenizer of transformers with the same ids, so that `from_pretrained` finds it."""
-        _byte_level().save_pretrained(directory)
+    def save(self, directory: Path, *, marked: bool = True) -> None:
+        """As a tokenizer of transformers with the same ids, so that `from_pretrained` finds it.
+
+        Texts begin and end with a mark if they are `marked`.
+        """
+        _byte_level(marked=marked).save_pretrained(directory)
 
 
-def _byte_level() -> Any:
+def _byte_level(*, marked: bool) -> Any:
     """`ByteTokenizer` for transformers: byte-level BPE without a single merge."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
@@ -121,18 +126,19 @@ def _byte_level() -> Any:
     tokenizer.decoder = decoders.ByteLevel()
     names = {"<pad>": 256, "<begin>": 257, "<end>": 258, "<sep>": 259}
     tokenizer.add_special_tokens([AddedToken(name, special=True) for name in names])
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single="<begin> $A <end>",
-        pair="<begin>:0 $A:0 <sep>:0 $B:1 <end>:1",
-        special_tokens=list(names.items()),
-    )
+    if marked:
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single="<begin> $A <end>",
+            pair="<begin>:0 $A:0 <sep>:0 $B:1 <end>:1",
+            special_tokens=list(names.items()),
+        )
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         pad_token="<pad>",
         bos_token="<begin>",
         eos_token="<end>",
         sep_token="<sep>",
-        model_input_names=["input_ids", "token_type_ids", "attention_mask"],
+        model_input_names=["input_ids", *["token_type_ids"] * marked, "attention_mask"],
     )
 
 
@@ -210,8 +216,8 @@ class PretrainedTokenizer:
         """The text of ids, without special tokens."""
         return str(self._tokenizer.decode(ids, skip_special_tokens=True))
 
-    def save(self, directory: Path) -> None:
-        """Beside the weights, so that `from_pretrained` finds it."""
+    def save(self, directory: Path, *, marked: bool = True) -> None:
+        """As it came, beside the weights, so that `from_pretrained` finds it."""
         self._tokenizer.save_pretrained(directory)
 
 

@@ -32,10 +32,11 @@ def write_page(found: Iterable[Reproduced], directory: Path) -> Path:
 
 
 def _section(each: Reproduced) -> str:
-    if each.exhibit is not None:
-        return each.exhibit.to_html()
-    title = f'<section id="{escape(each.name)}"><h2>{escape(each.name)}: {escape(each.title)}</h2>'
+    figure = ""
     if each.drawing is not None:
-        svg = each.drawing[each.drawing.index("<svg") :]
-        return f"{title}<figure>{svg}</figure></section>"
-    return f"{title}<p>{escape(each.missing or 'nothing to show')}</p></section>"
+        figure = f"<figure>{each.drawing[each.drawing.index('<svg') :]}</figure>"
+    if each.exhibit is not None:
+        return each.exhibit.to_html(before=figure)
+    title = f'<section id="{escape(each.name)}"><h2>{escape(each.name)}: {escape(each.title)}</h2>'
+    found = figure or f"<p>{escape(each.missing or 'nothing to show')}</p>"
+    return f"{title}{found}</section>"

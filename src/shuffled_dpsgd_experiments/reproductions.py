@@ -18,6 +18,7 @@ from typing import Any, Literal, Protocol
 from shuffled_dpsgd.errors import InvalidArgumentError
 from shuffled_dpsgd_experiments.claims import Claims
 from shuffled_dpsgd_experiments.figures import FIGURES, FigureRecipe
+from shuffled_dpsgd_experiments.figures.statements import exhibit_of
 from shuffled_dpsgd_experiments.tables import table1, table2, table6, table7, table8, training
 from shuffled_dpsgd_experiments.tables.exhibit import Exhibit
 
@@ -29,12 +30,14 @@ SCALES: tuple[Scale, ...] = ("demo", "paper")
 class Request:
     """How to reproduce: at which scale, into which folder, from which data.
 
-    With `from_results` nothing is run: what is in the folder is shown.
+    With `from_results` nothing is run: what is in the folder is shown. Figures whose numbers are
+    there are drawn from them only where `drawings` are wanted, as for a page.
     """
 
     output: Path
     scale: Scale = "demo"
     from_results: bool = False
+    drawings: bool = True
     data: Path | None = None
     say: Callable[[str], object] = lambda line: None
 
@@ -78,19 +81,27 @@ class FigureReproduction:
         return self.recipe.title
 
     def reproduce(self, request: Request) -> Reproduced:
+        if not request.from_results:
+            written = tuple(self.recipe.reproduce(request.output))
+            return self._shown(request.output, written=written)
         drawn = request.output / f"{self.name}.svg"
-        if request.from_results and drawn.is_file():
-            return self._shown(drawn, written=())
-        if request.from_results:
-            # Seconds of arithmetic: drawn again, and nothing in the folder is touched.
-            with TemporaryDirectory() as place:
-                self.recipe.reproduce(Path(place))
-                return self._shown(Path(place) / drawn.name, written=())
-        return self._shown(drawn, written=tuple(self.recipe.reproduce(request.output)))
+        if drawn.with_suffix(".json").is_file() and (drawn.is_file() or not request.drawings):
+            return self._shown(request.output, written=())
+        # Seconds of arithmetic: done again, and nothing in the folder is touched.
+        with TemporaryDirectory() as place:
+            self.recipe.reproduce(Path(place))
+            return self._shown(Path(place), written=())
 
-    def _shown(self, drawn: Path, *, written: tuple[Path, ...]) -> Reproduced:
-        text = drawn.read_text(encoding="utf-8")
-        return Reproduced(name=self.name, title=self.title, written=written, drawing=text)
+    def _shown(self, folder: Path, *, written: tuple[Path, ...]) -> Reproduced:
+        raw = json.loads((folder / f"{self.name}.json").read_text(encoding="utf-8"))
+        drawn = folder / f"{self.name}.svg"
+        return Reproduced(
+            name=self.name,
+            title=self.title,
+            written=written,
+            exhibit=exhibit_of(self.name, self.title, raw),
+            drawing=drawn.read_text(encoding="utf-8") if drawn.is_file() else None,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,8 +116,13 @@ class ClaimsReproduction:
         return self.claims.title
 
     def reproduce(self, request: Request) -> Reproduced:
-        written = () if request.from_results else tuple(self.claims.reproduce(request.output))
-        return Reproduced(name=self.name, title=self.title, written=written)
+        if not request.from_results:
+            written = tuple(self.claims.reproduce(request.output))
+            return Reproduced(name=self.name, title=self.title, written=written)
+        path = request.output / f"{self.name}.json"
+        if not path.is_file():
+            return _missing(self, f"no {path.name} in {request.output}")
+        return _missing(self, f"every figure is in {path}; docs/claims.md says what they mean")
 
 
 @dataclass(frozen=True, kw_only=True)

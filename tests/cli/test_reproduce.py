@@ -12,14 +12,26 @@ from shuffled_dpsgd.cli.main import app
 
 def test_a_figure_lands_in_the_folder(tmp_path: Path) -> None:
     done = CliRunner().invoke(
-        app, ["reproduce", "fig1", "fig4", "--output", str(tmp_path), "--json"]
+        app, ["reproduce", "fig2", "fig1", "--output", str(tmp_path), "--json"]
     )
     assert done.exit_code == 0, done.output
-    written = {name: each["written"] for name, each in json.loads(done.stdout).items()}
-    assert list(written) == ["fig1", "fig4"]
+    found = json.loads(done.stdout)
+    written = {name: each["written"] for name, each in found.items()}
+    assert list(written) == ["fig2", "fig1"]
+    assert found["fig1"]["exhibit"]["rows"][1]["verdict"] == "as printed"
     for paths in written.values():
         assert {Path(path).suffix for path in paths} == {".json", ".png", ".svg"}
         assert all(Path(path).stat().st_size > 500 for path in paths)
+
+
+def test_what_is_there_is_shown_and_nothing_is_computed_for_it() -> None:
+    results = Path(__file__).resolve().parents[2] / "results"
+    for name, said in (("fig1", "| 13.96 |"), ("claims", "claims.json")):
+        done = CliRunner().invoke(
+            app, ["reproduce", name, "--from-results", "--output", str(results)]
+        )
+        assert done.exit_code == 0, done.output
+        assert said in done.stdout
 
 
 def test_the_list_describes_all_four() -> None:

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from shuffled_dpsgd.accounting import constant_pair, spike_pair
 from shuffled_dpsgd.errors import InvalidArgumentError
-from shuffled_dpsgd_experiments.figures import FIGURES, examination, fig1, fig2, fig3, fig4
+from shuffled_dpsgd_experiments.figures import FIGURES, examination, fig1, fig3
 from shuffled_dpsgd_experiments.figures.output import FigureRecipe
 from shuffled_dpsgd_experiments.figures.settings import SIX, VIT
+from shuffled_dpsgd_experiments.figures.statements import exhibit_of
 from shuffled_dpsgd_experiments.reproductions import REPRODUCTIONS, find
+
+RESULTS = Path(__file__).resolve().parents[2] / "results"
 
 
 def test_fig1_distances() -> None:
@@ -37,8 +43,14 @@ def test_fig1_frobenius_norms_follow_from_the_grid() -> None:
     assert coarse.frobenius == pytest.approx(coarse.exact_l2 * 10.0, rel=1e-6)
 
 
+@cache
+def computed(name: str) -> Any:
+    """The numbers of a figure, which several tests look at."""
+    return FIGURES[name].compute()
+
+
 def test_fig2_ranks_the_methods() -> None:
-    curves = fig2.compute()
+    curves = computed("fig2")
     assert curves.dimension == 10**8
     assert curves.std == 4.0
     distance = curves.kolmogorov
@@ -74,7 +86,7 @@ def test_fig3_settings_are_those_of_the_specification() -> None:
 
 
 def test_fig4_cells() -> None:
-    heat_map = fig4.compute()
+    heat_map = computed("fig4")
     values = np.array(heat_map.noise_multiplier)
     assert heat_map.dimensions[0] == 1
     assert values[heat_map.epsilons.index(0.1), 0] == pytest.approx(87.1, abs=0.05)
@@ -88,7 +100,8 @@ def test_fig4_cells() -> None:
 @pytest.mark.parametrize("name", ["fig1", "fig2", "fig4"])
 def test_a_figure_is_written_in_three_forms(name: str, tmp_path: Path) -> None:
     png, svg = tmp_path / f"{name}.png", tmp_path / f"{name}.svg"
-    paths = FIGURES[name].reproduce(tmp_path)
+    recipe = replace(FIGURES[name], compute=lambda: computed(name))
+    paths = recipe.reproduce(tmp_path)
     assert {path.name for path in paths} == {f"{name}.json", png.name, svg.name}
     assert png.read_bytes().startswith(b"\x89PNG")
     assert "<svg" in svg.read_text()
@@ -120,15 +133,52 @@ def test_committed_numbers_are_what_the_code_computes() -> None:
     folder = Path(__file__).resolve().parents[2] / "results"
     heat_map = json.loads((folder / "fig4.json").read_text())
     assert np.array(heat_map["noise_multiplier"]) == pytest.approx(
-        np.array(fig4.compute().noise_multiplier), rel=1e-9
+        np.array(computed("fig4").noise_multiplier), rel=1e-9
     )
     panels = json.loads((folder / "fig1.json").read_text())["panels"]
-    computed = fig1.compute()
     assert [panel["exact_l2"] for panel in panels] == pytest.approx(
-        [panel.exact_l2 for panel in computed]
+        [panel.exact_l2 for panel in computed("fig1")]
     )
     vit = json.loads((folder / "fig3.json").read_text())["panels"][0]
     assert vit["certified"] == pytest.approx(list(fig3.compute((VIT,))[0].certified), rel=1e-3)
+
+
+def committed(name: str) -> dict[str, Any]:
+    raw: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+    return raw
+
+
+def test_figures_stand_beside_what_the_paper_says_of_them() -> None:
+    unshuffled, shuffled = exhibit_of("fig1", "Title", committed("fig1")).rows
+    assert (unshuffled.paper, shuffled.paper) == ("18.53", "13.96")
+    assert shuffled.ours.startswith("13.96 on 1,000 × 1,000 points")
+    assert shuffled.verdict == "as printed"
+    assert unshuffled.verdict.startswith("differs by +6.6%")
+    fenton, *others = exhibit_of("fig2", "Title", committed("fig2")).rows
+    assert "sufficiently close" in fenton.paper
+    assert "off by 0.40" in fenton.ours
+    assert "farthest" in fenton.verdict
+    assert not any(row.verdict for row in others)
+
+
+def test_the_noise_of_figure_3_is_priced() -> None:
+    raw = committed("fig3")
+    raw["panels"] = raw["panels"][:1]
+    (row,) = exhibit_of("fig3", "Title", raw).rows
+    assert row.paper == "5 to 7 %"
+    assert "6.2% at c' = 100c" in row.ours
+    known = committed("claims")["certified_at_the_papers_noise"]
+    (same,) = [r for r in known if (r["claimed_epsilon"], r["batch_clip"]) == (0.25, 100.0)]
+    assert row.certified == f"{same['certified_epsilon']:.3g} at c' = 100c"
+    assert row.verdict == "as printed at c' = 100c; ε = 0.25 is claimed, not proven"
+
+
+@pytest.mark.slow
+def test_the_noise_of_figure_4_is_priced() -> None:
+    first, last = exhibit_of("fig4", "Title", committed("fig4")).rows
+    assert first.ours.startswith("87.1 → 0.2")
+    assert float(first.certified) > 100
+    assert "ε = 4 is claimed" in last.verdict
 
 
 def test_the_examination_claims_less_than_the_truth() -> None:

@@ -99,7 +99,14 @@ def _run(
             typer.echo(line, err=True)
 
     chosen = find(names)
-    request = Request(output=output, scale=scale, from_results=from_results, data=data, say=say)
+    request = Request(
+        output=output,
+        scale=scale,
+        from_results=from_results,
+        drawings=names == ["all"],
+        data=data,
+        say=say,
+    )
     found = []
     for each in chosen:
         if not from_results:

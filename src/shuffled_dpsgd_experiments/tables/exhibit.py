@@ -47,8 +47,8 @@ class Exhibit:
         lines += ["", *(f"- {note}" for note in self.notes)] if self.notes else []
         return "\n".join(lines) + "\n"
 
-    def to_html(self) -> str:
-        """A section of a page, escaped."""
+    def to_html(self, before: str = "") -> str:
+        """A section of a page, escaped, with HTML `before` its table."""
         head = "".join(f"<th>{escape(cell)}</th>" for cell in HEADINGS)
         body = "".join(
             "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row.cells()) + "</tr>"
@@ -57,7 +57,7 @@ class Exhibit:
         notes = "".join(f"<li>{escape(note)}</li>" for note in self.notes)
         return (
             f'<section id="{escape(self.name)}"><h2>{escape(self.title)}</h2>'
-            f'<p class="muted">{escape(self.origin)}</p>'
+            f'<p class="muted">{escape(self.origin)}</p>{before}'
             f"<table><tr>{head}</tr>{body}</table><ul>{notes}</ul></section>"
         )
 

@@ -158,9 +158,7 @@ def exhibit(raw: dict[str, Any]) -> Exhibit:
                 ours=f"{plain['loss']:.6g} / {plain['score']:.2%}; shuffled {shuffled['loss']:.6g} "
                 f"/ {shuffled['score']:.2%}",
                 certified="none" if epsilon is None else f"{epsilon:.3g}",
-                verdict=f"equal to rounding (losses differ by {gap:.1e})"
-                if same
-                else f"differ by {gap:.3g}: rounding grew along the run",
+                verdict=_verdict(gap, same=same),
             )
         )
     distance = raw["weight_distance"]
@@ -183,6 +181,12 @@ def exhibit(raw: dict[str, Any]) -> Exhibit:
             "Without a common frame of noise the two runs agree in distribution only.",
         ),
     )
+
+
+def _verdict(gap: float, *, same: bool) -> str:
+    if not same:
+        return f"differ by {gap:.3g}: rounding grew along the run"
+    return f"equal to rounding: the losses {f'differ by {gap:.0e}' if gap else 'do not differ'}"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -65,9 +65,12 @@ def test_committed_results_make_a_page(tmp_path: Path) -> None:
     request = Request(output=ROOT / "results", from_results=True)
     names = [name for name in EXHIBITS if name.startswith("table")]
     found = [REPRODUCTIONS[name].reproduce(request) for name in names]
-    found.append(Reproduced(name="fig1", title="drawn", drawing="<?xml?><svg><g/></svg>"))
+    drawing = "<?xml?><svg><g/></svg>"
+    found.append(Reproduced(name="fig1", title="drawn", drawing=drawing))
+    shown = Exhibit(name="fig2", title="both", origin="", rows=())
+    found.append(Reproduced(name="fig2", title="both", drawing=drawing, exhibit=shown))
     text = write_page(found, tmp_path).read_text(encoding="utf-8")
-    assert "<figure><svg>" in text
+    assert text.count("<figure><svg>") == 2
     assert "<?xml" not in text
     assert "http" not in text.replace("http://www.w3.org", "")
     assert all(f'id="{name}"' in text for name in names)

@@ -237,8 +237,17 @@ class ClippingEngine:
     def sample_norms(self) -> Tensor:
         """(B,) norms, before clipping, of all samples since the last reset."""
         self._settle_check()
-        norms = self._rule.totals.norms
+        norms = self._rule.totals.norms.batches
         return torch.cat(norms) if norms else torch.zeros(0)
+
+    def read_norms(self, *others: Tensor) -> list[Tensor]:
+        """`sample_norms` on the host, and after them other tensors.
+
+        On a GPU this waits until the norms are known, and mostly not until the sums are. The other
+        tensors must have been asked for before the latest backward.
+        """
+        self._settle_check()
+        return self._rule.totals.norms.read(others)
 
     @property
     def num_nonfinite(self) -> int:
@@ -381,7 +390,7 @@ class ClippingEngine:
             with self.clock.part("settle"):
                 self._schedule.finish(batch)
             if batch.closed:
-                self._standing.finish(batch, self._rule.totals.norms[-1])
+                self._standing.finish(batch, self._rule.totals.norms.batches[-1])
         self._watch.check()
 
     def _settle_check(self) -> None:

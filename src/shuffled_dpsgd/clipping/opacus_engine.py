@@ -123,6 +123,10 @@ class OpacusEngine:
         """(B,) norms, before clipping, of all samples since the last reset."""
         return torch.cat(self._norms) if self._norms else torch.zeros(0)
 
+    def read_norms(self, *others: Tensor) -> list[Tensor]:
+        """`sample_norms` on the host, and after them other tensors."""
+        return [self.sample_norms.cpu(), *(other.cpu() for other in others)]
+
     @property
     def num_nonfinite(self) -> int:
         """Samples since the last reset whose gradient was infinite or NaN; they count as zero."""

@@ -117,23 +117,23 @@ class WeightCheck:
     Waiting for a GPU after every update would leave it idle while the next forward is issued. So
     `note` says that there are new weights, `ask` has the device look at them while it is busy
     anyway, and `answer` reads what it found once the run has waited for the device, before anything
-    more is released or saved.
+    more is released or saved. `unread` is what it found; a copy on the host may take its place.
     """
 
     def __init__(self, weights: Mapping[str, torch.Tensor]) -> None:
         self._weights = weights
-        self._finite: torch.Tensor | None = None
+        self.unread: torch.Tensor | None = None
         self._are_new = False
         self._step = 0
 
     def note(self, step: int) -> None:
         """The weights are those that `step` has left."""
-        self._step, self._are_new, self._finite = step, True, None
+        self._step, self._are_new, self.unread = step, True, None
 
-    def ask(self) -> None:
-        """Have new weights looked at; `answer` knows the outcome."""
+    def ask(self) -> bool:
+        """Have weights looked at if they are new, and say whether they were."""
         if not self._are_new:
-            return
+            return False
         self._are_new = False
         weights = [weight.detach() for weight in self._weights.values() if weight.numel()]
         if all(weight.device.type == "cpu" for weight in weights):
@@ -141,7 +141,8 @@ class WeightCheck:
             ends = [end for weight in weights for end in torch.aminmax(weight)]
         else:
             ends = list(torch._foreach_norm(weights, math.inf))
-        self._finite = torch.isfinite(torch.stack([end.float() for end in ends])).all()
+        self.unread = torch.isfinite(torch.stack([end.float() for end in ends])).all()
+        return True
 
     def answer(self) -> None:
         """Raise if a weight is not finite; weights that were found finite are not read again.
@@ -150,7 +151,7 @@ class WeightCheck:
             DivergenceError: naming the step and the first such parameter.
         """
         self.ask()
-        finite, self._finite = self._finite, None
+        finite, self.unread = self.unread, None
         if finite is None or bool(finite):
             return
         broken = [name for name, w in self._weights.items() if not torch.isfinite(w).all()]

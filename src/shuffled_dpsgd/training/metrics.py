@@ -54,14 +54,17 @@ class StepMetrics:
 
 
 class LossMeter:
-    """Adds up per-sample losses over the physical batches of a logical one."""
+    """Adds up per-sample losses over the physical batches of a logical one.
+
+    `unread` is their sum, on whatever device; a copy on the host may take its place.
+    """
 
     def __init__(self) -> None:
         self.reset()
 
     def reset(self) -> None:
         """Forget everything."""
-        self._total: torch.Tensor | None = None
+        self.unread: torch.Tensor | None = None
         self._count = 0
 
     def add(self, losses: torch.Tensor, *, count: int, mean: bool) -> None:
@@ -69,12 +72,12 @@ class LossMeter:
         observed = losses.detach()
         total = torch.nan_to_num(observed.double(), nan=0.0, posinf=0.0, neginf=0.0).sum()
         total = total * count if mean else total
-        self._total = total if self._total is None else self._total + total
+        self.unread = total if self.unread is None else self.unread + total
         self._count += count
 
     def totals(self) -> tuple[float, int] | None:
         """Sum and number of the losses, non-finite ones as zero; None when nothing was added."""
-        return None if self._total is None else (float(self._total), self._count)
+        return None if self.unread is None else (float(self.unread), self._count)
 
     def mean(self) -> float | None:
         """The mean loss, non-finite samples counted as zero; None when nothing was added."""

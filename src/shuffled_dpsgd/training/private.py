@@ -256,12 +256,15 @@ class PrivateTraining:
             # The mean of the single record that a rank runs along with others, and does not count.
             losses = losses.reshape(1)
         reduced = losses.dim() == 0
+        # Here, so that the outcome is known before the norms are, for which a step waits.
+        self._weights.ask()
         if current is not None and (self._drawn.pads or current.size < current.rows):
             if current.size > 0:
                 self._losses.add(losses[: current.size], count=current.size, mean=False)
             self.engine.backward(losses, counted=current.size)
             return
-        self._losses.add(losses, count=count, mean=reduced)
+        if count > 0:
+            self._losses.add(losses, count=count, mean=reduced)
         if reduced:
             losses.backward()
         else:
@@ -451,11 +454,15 @@ class PrivateTraining:
         What else can be looked at before a release is looked at here, while a GPU is still busy
         with the backward.
         """
-        found = self.engine.sample_norms.detach()
         self._watch.check(self.steps_taken)
-        self._weights.ask()
+        holders: list[LossMeter | WeightCheck] = [self._losses]
+        if not self._weights.ask():
+            holders.append(self._weights)
+        unread = [(holder, holder.unread) for holder in holders if holder.unread is not None]
         # The one wait for the backward: nothing is released before its outcome is known.
-        norms = found.cpu()
+        norms, *found = self.engine.read_norms(*(tensor for _, tensor in unread))
+        for (holder, _), value in zip(unread, found, strict=True):
+            holder.unread = value
         self._weights.answer()
         if self.plan.sampling == "poisson":
             self._drawn.check_count(norms.numel())

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from shuffled_dpsgd.clipping.capture.captures import Capture
 from shuffled_dpsgd.clipping.kernels.triton.addresses import Tables, holding
+from shuffled_dpsgd.clipping.replay.early_norms import Announcement
 from shuffled_dpsgd.clipping.replay.side_streams import CudaSideStreams, using_side_streams
 from shuffled_dpsgd.runtime import cuda_graphs
 
@@ -72,10 +73,11 @@ def places_of(
 
 
 class _Recorded(NamedTuple):
-    """A recording and the tables of addresses that it reads."""
+    """A recording, the tables of addresses that it reads, and what it announces."""
 
     recording: RecordedWork
     tables: Tables
+    announced: Announcement | None
 
 
 class Replays:
@@ -83,6 +85,9 @@ class Replays:
 
     The first time, work is done as it is; the second time it is recorded. `record` is replaced in
     tests. Should recording fail, a warning says so and the engine goes on without.
+
+    Work may put an announcement into `announced`. That of the latest run is there afterwards, one
+    that was replayed included.
     """
 
     def __init__(self, record: WorkRecorder | None = None) -> None:
@@ -91,9 +96,11 @@ class Replays:
         self._recorded: OrderedDict[Places, _Recorded] = OrderedDict()
         self.enabled = cuda_graphs.may_record()
         self.replayed = 0
+        self.announced: Announcement | None = None
 
     def run(self, places: Places | None, work: Work) -> Tensor:
         """The result of `work`, which must depend on nothing but `places`."""
+        self.announced = None
         if places is None or not self.enabled:
             return work()
         found = self._recorded.get(places)
@@ -110,9 +117,12 @@ class Replays:
                     recording = self._record(work)
             except cuda_graphs.CaptureFailed as error:
                 self._give_up(error)
+                self.announced = None
                 return work()
-            found = _added(self._recorded, places, _Recorded(recording, tables), MAX_RECORDINGS)
+            made = _Recorded(recording, tables, self.announced)
+            found = _added(self._recorded, places, made, MAX_RECORDINGS)
         self.replayed += 1
+        self.announced = found.announced
         return found.recording.replay()
 
     def _give_up(self, error: cuda_graphs.CaptureFailed) -> None:

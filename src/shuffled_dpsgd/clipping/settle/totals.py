@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shuffled_dpsgd.clipping.replay.early_norms import EarlyNorms
 from shuffled_dpsgd.clipping.settle.reused_memory import (
     ReusableBuffer,
     ReusableTensors,
@@ -80,7 +81,7 @@ class Totals:
         self._reusable_buffers: list[ReusableBuffer] = []
         self._kinds: list[tuple[torch.device, torch.dtype]] = []
         self._allocations: list[Allocation] = []
-        self.norms: list[Tensor] = []
+        self.norms = EarlyNorms()
 
     @property
     def sums(self) -> dict[str, Tensor]:
@@ -115,7 +116,7 @@ class Totals:
         if self._sums and not self._buffers:
             self._reusable = ReusableTensors(self._sums)
         self._sums, self._buffers = {}, []
-        self.norms = []
+        self.norms.clear()
         self.let_go()
 
     def let_go(self) -> None:

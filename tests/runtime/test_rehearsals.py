@@ -8,6 +8,7 @@ from functools import partial
 
 import torch
 
+from shuffled_dpsgd.runtime.interpreter_share import SHARE
 from shuffled_dpsgd.runtime.rehearsals import Rehearsals, are_whole, is_rehearsing, may_rehearse
 
 CPU = torch.device("cpu")
@@ -40,6 +41,35 @@ def test_work_runs_in_several_threads_at_a_time_and_without_gradients() -> None:
     rehearsals.wait_for("both")
     assert found == [False] * 4
     assert not is_rehearsing()
+
+
+def test_work_that_waits_does_not_keep_later_work_from_its_thread() -> None:
+    """Threads start each other; a thread that is busy starts none, and the caller does."""
+    rehearsals = Rehearsals(threads=8)
+    go = threading.Event()
+
+    def wait() -> None:
+        with SHARE.given_back():
+            go.wait(10)
+
+    for _ in range(3):
+        rehearsals.add("waits", wait, CPU)
+    rehearsals.add("later", lambda: None, CPU)
+    rehearsals.wait_for("later")
+    rehearsals.add("last", lambda: None, CPU)
+    rehearsals.wait_for("last")
+    assert not go.is_set()
+    go.set()
+    rehearsals.wait_for("waits")
+
+
+def test_there_are_never_more_threads_than_allowed() -> None:
+    rehearsals, found = Rehearsals(threads=2), []
+    for _ in range(20):
+        rehearsals.add("topic", lambda: found.append(rehearsals._threads), CPU)
+    rehearsals.wait_for("topic")
+    assert max(found) <= 2
+    assert len(found) == 20
 
 
 def test_a_trial_is_no_rehearsal() -> None:

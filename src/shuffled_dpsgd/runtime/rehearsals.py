@@ -28,6 +28,7 @@ import torch
 from shuffled_dpsgd.runtime import launchers
 from shuffled_dpsgd.runtime.compiling import service
 from shuffled_dpsgd.runtime.compiling.announcements import announced_by
+from shuffled_dpsgd.runtime.interpreter_share import SHARE
 
 SWITCH = "SHUFFLED_DPSGD_REHEARSALS"
 # Every operation of torch releases the interpreter. It gets it back once another thread has had it
@@ -118,6 +119,8 @@ class Rehearsals:
         self._pending: dict[Hashable, list[_Rehearsal]] = {}
         self._running: set[_Rehearsal] = set()
         self._threads = 0
+        # Whether a thread has been started that has no work yet.
+        self._is_starting = False
         self._interval = sys.getswitchinterval()
 
     def add(
@@ -142,13 +145,12 @@ class Rehearsals:
             if topic is not None:
                 self._pending.setdefault(topic, []).append(rehearsal)
             (self._urgent if is_urgent else self._patient).append(rehearsal)
-            starts = self._threads < self._most
-            if starts and self._threads == 0:
+            starts = self._may_start()
+            if starts and self._threads == 1:
                 self._interval = sys.getswitchinterval()
                 sys.setswitchinterval(min(self._interval, SWITCH_SECONDS))
-            self._threads += starts
         if starts:
-            threading.Thread(target=self._run, name="rehearsal", daemon=True).start()
+            self._start()
 
     def wait_for(self, topic: Hashable) -> None:
         """Return once all work given under `topic` so far has been done."""
@@ -171,10 +173,36 @@ class Rehearsals:
         for rehearsal in running:
             rehearsal.over.wait(max(0.0, deadline - time.monotonic()))
 
+    def _may_start(self) -> bool:
+        """Whether the caller, who holds the lock, is to start a thread; it counts as started.
+
+        One at a time: whoever starts a thread waits until it runs, and the thread that runs can do
+        so for the next. So it is not always the main thread that waits.
+        """
+        starts = not self._is_starting and self._threads < self._most
+        if starts:
+            self._is_starting = True
+            self._threads += 1
+        return starts
+
+    def _start(self) -> None:
+        try:
+            threading.Thread(target=self._run, name="rehearsal", daemon=True).start()
+        except RuntimeError:
+            with self._lock:
+                self._is_starting = False
+                self._threads -= 1
+                is_alone = self._threads == 0
+            if is_alone:
+                raise  # Otherwise the threads there are do the work.
+
     def _run(self) -> None:
+        is_new = True
         while True:
             with self._lock:
                 waiting = self._urgent or self._patient
+                if is_new:
+                    self._is_starting = is_new = False
                 if not waiting:
                     self._threads -= 1
                     if self._threads == 0:
@@ -182,7 +210,10 @@ class Rehearsals:
                     return
                 rehearsal = waiting.popleft()
                 self._running.add(rehearsal)
+                starts = bool(self._urgent or self._patient) and self._may_start()
             try:
+                if starts:
+                    self._start()
                 _do(rehearsal)
             finally:
                 self._running.discard(rehearsal)
@@ -195,7 +226,8 @@ def _do(rehearsal: _Rehearsal) -> None:
         if rehearsal.device.type == "cuda":
             service.wait_for_driver()
             torch.cuda.set_device(rehearsal.device)
-        with torch.no_grad(), announced_by(rehearsal.announcement, is_urgent=rehearsal.is_urgent):
+        announced = announced_by(rehearsal.announcement, is_urgent=rehearsal.is_urgent)
+        with torch.no_grad(), announced, SHARE.taken():
             rehearsal.work()
     except Exception:  # The work itself is still to come, and will say what is wrong.
         return

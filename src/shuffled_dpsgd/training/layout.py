@@ -70,7 +70,7 @@ def lengths_of(data: Any) -> Sequence[int] | None:
     """
     found: list[int] | None = None
     if callable(getattr(data, "length", None)):
-        found = [int(data.length(i)) for i in range(len(data))]
+        found = [*map(int, map(data.length, range(len(data))))]
     elif "input_ids" in (getattr(data, "column_names", None) or ()):
         if data.format["type"] != "custom":
             found = [len(ids) for ids in data["input_ids"]]
@@ -163,7 +163,10 @@ class Layout:
             return (self._shape(expected + extra, 0),)
         share = expected / len(self._lengths)
         longest = max(max(self._lengths), self._max_length // _MULTIPLE * _MULTIPLE)
-        counts = Counter(min(length_class(length), longest) for length in self._lengths)
+        counts: Counter[int] = Counter()
+        # There are many records and few lengths.
+        for length, count in Counter(self._lengths).items():
+            counts[min(length_class(length), longest)] += count
         classes = sorted(counts)
         expectations = [share * counts[c] for c in classes]
 

@@ -94,7 +94,11 @@ class ValueWatch:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._named = [(n, held(p)) for n, p in model.named_parameters() if p.is_floating_point()]
+        self._named = [
+            (name, held(parameter))
+            for name, parameter in model.named_parameters()
+            if parameter.is_floating_point() and held(parameter).numel()
+        ]
         self._versions: list[int] = []
         self._norms: Tensor | None = None
 
@@ -120,8 +124,11 @@ class ValueWatch:
         self._versions, self._norms = [], None
 
     def _norms_now(self) -> Tensor:
+        # One call for all of them: a model has hundreds, and threads beside this one are busy.
         tensors = [parameter.detach() for _, parameter in self._named]
-        return torch.stack([torch.linalg.vector_norm(t, dtype=torch.float64) for t in tensors])
+        if not tensors:
+            return torch.zeros(0, dtype=torch.float64)
+        return torch.stack(torch._foreach_norm(tensors, 2, dtype=torch.float64))
 
 
 class BufferWatch:

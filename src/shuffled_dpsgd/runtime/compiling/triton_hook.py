@@ -12,7 +12,8 @@ import importlib
 import inspect
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from shuffled_dpsgd.runtime.compiling.announcements import announce, is_announcing, is_urgent
@@ -24,6 +25,7 @@ from shuffled_dpsgd.runtime.compiling.requests import (
     request_of,
 )
 from shuffled_dpsgd.runtime.compiling.workers import Answer, WorkerError, Workers, WorkersHangError
+from shuffled_dpsgd.runtime.interpreter_share import SHARE
 from shuffled_dpsgd.runtime.notices import say_once
 
 PROJECT = "shuffled_dpsgd."
@@ -70,7 +72,7 @@ class TritonHook:
             if not is_on_disk(request):
                 self._ask(variant, request)
             return None
-        with self._turns.setdefault(variant, threading.Lock()):
+        with _held(self._turns.setdefault(variant, threading.Lock())):
             found = kernel.device_caches[device][0].get(key)
             if found is not None:
                 return found
@@ -123,7 +125,8 @@ class TritonHook:
         if not isinstance(answer, Answer):
             return answer
         try:
-            answer.wait()
+            with SHARE.given_back():
+                answer.wait()
         except WorkersHangError as error:
             self.workers = None
             return str(error)
@@ -132,6 +135,17 @@ class TritonHook:
         finally:
             del self._asked[variant]
         return None
+
+
+@contextmanager
+def _held(lock: threading.Lock) -> Iterator[None]:
+    """Hold a lock, and let other threads run while this one waits for it."""
+    with SHARE.given_back() if lock.locked() else nullcontext():
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def is_on_disk(request: CompileRequest) -> bool:

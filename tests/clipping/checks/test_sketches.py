@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 
+import pytest
 import torch
 
-from shuffled_dpsgd.clipping.checks.sketches import distances, length, sketch
+from shuffled_dpsgd.clipping.checks.sketches import distances, length, sketch, sketches_of
 
 
 def test_lengths_and_distances_are_those_of_the_numbers() -> None:
@@ -31,3 +32,11 @@ def test_a_sketch_is_linear_and_about_as_long() -> None:
     torch.testing.assert_close(sketch(a + 2 * b), sketch(a) + 2 * sketch(b))
     assert abs(float(sketch(a).norm() / a.norm()) - 1) < 0.1
     assert torch.equal(sketch(a[0]), a[0])
+
+
+@pytest.mark.parametrize("shape", [(), (7,), (512,), (30, 40), (8, 64)])
+def test_several_at_once_have_the_sketches_they_have_alone(shape: tuple[int, ...]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    tensors = torch.randn(5, *shape, generator=generator, dtype=torch.float64)
+    found = sketches_of(tensors[1::3])
+    torch.testing.assert_close(found, torch.stack([sketch(tensors[1]), sketch(tensors[4])]))

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from shuffled_dpsgd.clipping import ClippingEngine
 from shuffled_dpsgd.clipping.capture.random_tape import RecordedTape
-from shuffled_dpsgd.clipping.checks import sample_comparison
+from shuffled_dpsgd.clipping.checks import sample_comparison, standing
 from shuffled_dpsgd.clipping.checks.sample_comparison import SampleComparison
 from shuffled_dpsgd.clipping.checks.standing import StandingCheck
 from shuffled_dpsgd.clipping.checks.watch import Watch
@@ -129,6 +129,31 @@ def checkpointed(net: Net, h: Tensor) -> Tensor:
 def test_independent_samples_pass(between: Callable[[Net, Tensor], Tensor], dropout: float) -> None:
     engine = train(Net(between, dropout), check_rate=1.0)
     assert engine.num_checked == 6
+
+
+def test_what_is_booked_is_each_samples_own_gradient_at_once_or_in_turn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Samples whose gradients are large are booked one after the other."""
+    booked: list[list[dict[str, Tensor]]] = []
+    settle = StandingCheck._settle
+
+    def keep(check: StandingCheck, watch: Watch) -> None:
+        booked.append(watch.booked)
+        assert len(watch.rounding) == len(watch.samples) == 2
+        settle(check, watch)
+
+    monkeypatch.setattr(StandingCheck, "_settle", keep)
+    for most in (1 << 23, 0):
+        monkeypatch.setattr(standing, "_MOST_AT_ONCE", most)
+        torch.manual_seed(0)
+        train(Net(plain), batches=1)
+    together, in_turn = booked
+    assert not torch.equal(together[0]["first.weight"], together[1]["first.weight"])
+    for one, other in zip(together, in_turn, strict=True):
+        assert one.keys() == other.keys() == {*dict(Net(plain).named_parameters())}
+        for name, found in one.items():
+            torch.testing.assert_close(found, other[name])
 
 
 def test_batches_checked_for_their_shape_are_counted_apart() -> None:

@@ -91,7 +91,9 @@ class SampleComparison:
         tolerance: float,
     ) -> Disagreement | None:
         """What a sample alone differs in by more than the tolerance; a larger one finds no more."""
-        booked = {name: part * watch.scale for name, part in watch.booked[place].items()}
+        booked = watch.booked[place]
+        if watch.scale != 1.0:
+            booked = {name: part * watch.scale for name, part in booked.items()}
         apart = distances(booked, alone)
         whole = max(length(booked), length(alone), _NEGLIGIBLE * watch.typical_norm)
         if whole == 0.0:
@@ -167,8 +169,11 @@ class SampleComparison:
         if self._sharding is not None:
             contexts.append(self._sharding.gradients_to(take))
         grads = gradients_of(self._model, self._parameters, call, cotangents, contexts)
-        for name, grad in grads.items():
-            take(name, grad)
+        found |= {name: sketch(grad) for name, grad in grads.items()}
+        if grads:
+            # One call for all of them: a model has hundreds.
+            lengths = torch._foreach_norm([*grads.values()], 2, dtype=torch.float64)
+            norms |= dict(zip(grads, lengths, strict=True))
         return found, length(norms)
 
     def _tolerance(self, watch: Watch) -> float | None:

@@ -19,14 +19,31 @@ Sketches = dict[str, Tensor]
 
 def sketch(tensor: Tensor) -> Tensor:
     """At most 512 numbers in float64, linear in the tensor."""
-    flat = tensor.detach().reshape(-1)
-    if flat.numel() <= _WIDTH:
+    flat = _padded(tensor.detach().reshape(1, -1))
+    if flat.shape[1] <= _WIDTH:
+        return flat.view(-1).double()
+    rows = flat.shape[1] // _WIDTH
+    return (_signs(rows, flat.dtype, flat.device) @ flat.view(rows, _WIDTH)).double()
+
+
+def sketches_of(tensors: Tensor) -> Tensor:
+    """The sketches of tensors of one shape, which are given as rows."""
+    flat = _padded(tensors.detach().reshape(len(tensors), -1))
+    if flat.shape[1] <= _WIDTH:
         return flat.double()
-    rows = -(-flat.numel() // _WIDTH)
+    count, rows = len(flat), flat.shape[1] // _WIDTH
+    signs = _signs(rows, flat.dtype, flat.device).expand(count, 1, rows)
+    return torch.bmm(signs, flat.view(count, rows, _WIDTH)).squeeze(1).double()
+
+
+def _padded(flat: Tensor) -> Tensor:
+    """Rows of whole sketches, wide enough to be added up; short ones as they are."""
+    numbers = flat.shape[1]
+    if numbers <= _WIDTH:
+        return flat
     wide = flat if flat.dtype is torch.float64 else flat.float()
-    missing = rows * _WIDTH - flat.numel()
-    padded = F.pad(wide, (0, missing)) if missing else wide
-    return (_signs(rows, wide.dtype, wide.device) @ padded.view(rows, _WIDTH)).double()
+    missing = -numbers % _WIDTH
+    return F.pad(wide, (0, missing)) if missing else wide
 
 
 @functools.lru_cache(maxsize=64)
@@ -43,21 +60,17 @@ def length(sketches: Mapping[str, Tensor]) -> float:
 
 def distances(one: Sketches, other: Sketches) -> dict[str, float]:
     """How far apart two gradients are, parameter by parameter; what is missing is zero."""
-    names = [*one, *(name for name in other if name not in one)]
-    apart = [_difference(one.get(name), other.get(name)) for name in names]
-    return dict(zip(names, _lengths(apart), strict=True))
-
-
-def _difference(a: Tensor | None, b: Tensor | None) -> Tensor:
-    if a is not None and b is not None:
-        return a - b
-    found = a if b is None else b
-    assert found is not None
-    return found
+    both = [name for name in one if name in other]
+    rest = [name for name in (*one, *other) if (name in one) is not (name in other)]
+    apart = [(one if name in one else other)[name] for name in rest]
+    if both:
+        # One call for all of them: a model has hundreds.
+        ones, others = ([some[name] for name in both] for some in (one, other))
+        apart = [*torch._foreach_sub(ones, others), *apart]
+    return dict(zip([*both, *rest], _lengths(apart), strict=True))
 
 
 def _lengths(tensors: Sequence[Tensor]) -> list[float]:
-    # One call for all of them: a model has hundreds.
     return on_host(torch._foreach_norm(list(tensors))) if tensors else []
 
 

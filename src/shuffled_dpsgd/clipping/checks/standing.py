@@ -31,7 +31,7 @@ from shuffled_dpsgd.clipping.capture.samples import BatchedInputs
 from shuffled_dpsgd.clipping.capture.slot import Slot
 from shuffled_dpsgd.clipping.checks.check_turns import CheckTurns
 from shuffled_dpsgd.clipping.checks.sample_comparison import Disagreement, SampleComparison
-from shuffled_dpsgd.clipping.checks.sketches import sketch
+from shuffled_dpsgd.clipping.checks.sketches import sketches_of
 from shuffled_dpsgd.clipping.checks.solo_runs import (
     Autocast,
     HostGenerators,
@@ -45,6 +45,8 @@ from shuffled_dpsgd.runtime.shards import Sharding
 # First batches of a kind that are checked if they draw masks for dropout, or any other numbers.
 _DROPOUT_LOOKS, _RANDOM_LOOKS = 2, 8
 _DROPOUTS = {"bernoulli_", "native_dropout"}
+# Numbers of single samples' gradients that are formed at once to be booked.
+_MOST_AT_ONCE = 1 << 23
 
 
 class StandingCheck:
@@ -139,10 +141,16 @@ class StandingCheck:
             return  # Another forward is compared instead of this one; see `_second_opinion`.
         started = time.perf_counter()
         for name, part in entry.slot.contributions(entry.capture):
-            for place, sample in enumerate(watch.samples):
-                one = part.of_sample(sample)
-                found, kept = sketch(one.stored(self._parameters[name].shape)), watch.booked[place]
-                watch.rounding[place].append(one.rounding())
+            shape = self._parameters[name].shape
+            sketches: list[Tensor] = []
+            roundings: list[Tensor] = []
+            for samples in _slices(watch.samples, shape.numel()):
+                some = part.of_samples(samples)
+                sketches += sketches_of(some.stored(shape)).unbind()
+                roundings += some.rounding().unbind()
+            for place, (found, rounding) in enumerate(zip(sketches, roundings, strict=True)):
+                kept = watch.booked[place]
+                watch.rounding[place].append(rounding)
                 kept[name] = kept[name] + found if name in kept else found
         watch.seconds += time.perf_counter() - started
 
@@ -285,6 +293,18 @@ class StandingCheck:
             return Disagreement(path="", got=f"random numbers that cannot be repeated: {error}")
         finally:
             watch.tape.restore_generators()
+
+
+def _slices(samples: Sequence[int], numbers: int) -> list[slice]:
+    """Slices that pick the samples in order: all at once, where their gradients are not large.
+
+    >>> _slices([3, 8], 100), _slices([3, 8], _MOST_AT_ONCE)
+    ([slice(3, 9, 5)], [slice(3, 4, 1), slice(8, 9, 1)])
+    """
+    if len(samples) == 2 and len(samples) * numbers <= _MOST_AT_ONCE:
+        first, last = samples
+        return [slice(first, last + 1, last - first)]
+    return [slice(sample, sample + 1, 1) for sample in samples]
 
 
 def _refusal(found: Disagreement) -> UnsupportedModuleError:

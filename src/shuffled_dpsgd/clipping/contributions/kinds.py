@@ -29,12 +29,12 @@ from shuffled_dpsgd.clipping.kernels.float32 import full_float32
 class Contribution(Protocol):
     """Per-sample gradients of one parameter, from one call of one layer."""
 
-    def of_sample(self, sample: int) -> Contribution:
-        """The same of one sample alone, as a batch of one."""
+    def of_samples(self, samples: slice) -> Contribution:
+        """The same of some samples alone."""
         ...
 
     def rounding(self) -> Tensor:
-        """One rounding of the terms that are added up, which may cancel; a number in float64."""
+        """(B,) one rounding of the terms that are added up, which may cancel, in float64."""
         ...
 
     def sq_norms(self) -> Tensor:
@@ -54,12 +54,16 @@ class Contribution(Protocol):
 
 
 def _ulp(tensor: Tensor) -> Tensor:
-    """The length of a tensor, in units of its last place."""
-    return torch.finfo(tensor.dtype).eps * _length(tensor)
+    """(B,) lengths of rows, in units of their last place."""
+    return torch.finfo(tensor.dtype).eps * _lengths(tensor)
 
 
-def _length(tensor: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(tensor, dtype=torch.float64)
+def _lengths(tensor: Tensor) -> Tensor:
+    axes = tuple(range(1, tensor.dim()))
+    # Without another axis there is one number in each row; no axis would mean all of them.
+    if not axes:
+        return tensor.abs().double()
+    return torch.linalg.vector_norm(tensor, dim=axes, dtype=torch.float64)
 
 
 def positions(tensor: Tensor) -> Tensor:
@@ -89,12 +93,11 @@ class OuterGrad:
     right_BTC: Tensor
     route: NormRoute
 
-    def of_sample(self, sample: int) -> OuterGrad:
-        one = slice(sample, sample + 1)
-        return replace(self, left_BTR=self.left_BTR[one], right_BTC=self.right_BTC[one])
+    def of_samples(self, samples: slice) -> OuterGrad:
+        return replace(self, left_BTR=self.left_BTR[samples], right_BTC=self.right_BTC[samples])
 
     def rounding(self) -> Tensor:
-        return _ulp(self.left_BTR) * _length(self.right_BTC)
+        return _ulp(self.left_BTR) * _lengths(self.right_BTC)
 
     def sq_norms(self) -> Tensor:
         return outer_sq_norms(self.right_BTC, self.left_BTR, False, self.route)
@@ -117,9 +120,8 @@ class RowsGrad:
     grad_BTD: Tensor
     padding_idx: int | None
 
-    def of_sample(self, sample: int) -> RowsGrad:
-        one = slice(sample, sample + 1)
-        return replace(self, ids_BT=self.ids_BT[one], grad_BTD=self.grad_BTD[one])
+    def of_samples(self, samples: slice) -> RowsGrad:
+        return replace(self, ids_BT=self.ids_BT[samples], grad_BTD=self.grad_BTD[samples])
 
     def rounding(self) -> Tensor:
         return _ulp(self.grad_BTD)
@@ -151,9 +153,8 @@ class DenseGrad:
     grads_BS: Tensor
     squares_B: Tensor | None = None
 
-    def of_sample(self, sample: int) -> DenseGrad:
-        one = slice(sample, sample + 1)
-        return replace(self, grads_BS=self.grads_BS[one], squares_B=None)
+    def of_samples(self, samples: slice) -> DenseGrad:
+        return replace(self, grads_BS=self.grads_BS[samples], squares_B=None)
 
     def _rows(self) -> Tensor:
         # A parameter that is a single number has no axis to flatten.
@@ -180,9 +181,8 @@ class RowSumGrad:
 
     grad_BTP: Tensor
 
-    def of_sample(self, sample: int) -> RowSumGrad:
-        one = slice(sample, sample + 1)
-        return replace(self, grad_BTP=self.grad_BTP[one])
+    def of_samples(self, samples: slice) -> RowSumGrad:
+        return replace(self, grad_BTP=self.grad_BTP[samples])
 
     def _stored(self) -> Tensor:
         wide = torch.float64 if self.grad_BTP.dtype == torch.float64 else torch.float32

@@ -46,7 +46,7 @@ def test_the_table_shows_kinds_and_what_is_proven_at_the_papers_noise() -> None:
 
 
 def test_without_a_dimension_the_paper_is_left_out() -> None:
-    assert run("--epsilon", "2", *RUN)["paper"] is None
+    assert run("--epsilon", "1", *RUN)["paper"] is None
 
 
 def test_replace_one_is_certified_and_refused_by_the_rest() -> None:

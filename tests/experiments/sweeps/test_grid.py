@@ -23,7 +23,7 @@ RAW: dict[str, Any] = {
         "model": {"name": "vit-digits"},
         "data": {"format": "digits"},
         "privacy": {"delta": 1e-4},
-        "training": {"expected_batch_size": 480, "num_steps": 2},
+        "training": {"expected_batch_size": 480, "num_steps": 2, "physical_batch_size": 600},
     },
     "methods": [
         {"name": "plain", "epsilons": [], "run": {"privacy": {"method": "non-private"}}},

@@ -166,8 +166,7 @@ def test_a_cell_trains_and_says_what_is_claimed(tmp_path: Path) -> None:
 
 def test_a_cell_finds_the_same_whatever_was_run_before_it(tmp_path: Path) -> None:
     pytest.importorskip("sklearn")
-    raw = {"run": {"training": {"physical_batch_size": 600}}}
-    plain, first, *_, last = sweep_in(tmp_path, **raw).main_cells({})
+    plain, first, *_, last = sweep_in(tmp_path).main_cells({})
     after = Tasks()
     in_a_row = [run_cell(cell, after) for cell in (plain, last, first)]
     for cell, found in zip((last, first), in_a_row[1:], strict=True):

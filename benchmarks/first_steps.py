@@ -178,13 +178,13 @@ def main() -> int:
         physical=min(run_tasks.PHYSICAL[options.workload], options.logical),
         pads=device.type == "cuda", limit_seconds=options.limit_seconds,
     )  # fmt: skip
-    say("model and data are there")
+    say(f"model and data are there, and {run_side.count_kernels()} kernels on disk")
     compilations = watch_events()
     sampler.start()
     facts = run_side.run_private(setting, ShownLog(sampler))
     taken = sum(compilations)
     say(f"{len(compilations)} kernels compiled or read here in {taken:.1f} s of threads")
-    say(f"they came from: {service.tally()}")
+    say(f"they came from: {service.tally()}; {run_side.count_kernels()} are on disk")
     say(str(facts["seconds_by_part"]))
     sys.stdout.flush()
     os._exit(0)

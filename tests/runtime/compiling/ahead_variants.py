@@ -16,8 +16,8 @@ from typing import Any
 
 IS_AHEAD = sys.argv[1] == "ahead"
 CHIP = 90
-# With a length of 72, one for each way in which up to 128 tokens are cut into chunks.
-LENGTHS = (8, 24, 48, 96, 112)
+# With a length of 72, one for each way in which up to 128 tokens are cut into chunks or blocks.
+LENGTHS = (8, 16, 24, 32, 48, 64, 96, 128)
 
 if IS_AHEAD:
     from shuffled_dpsgd.runtime.compiling.torch_free import leave_torch_out
@@ -48,7 +48,7 @@ def named(request: CompileRequest) -> tuple[str, str]:
 
 
 def note_needed() -> dict[str, Found]:
-    """What trials launch, and each kind of model, as far as it is in Gluon."""
+    """What trials launch, and each kind of model, of modules that take part."""
     import torch
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
@@ -60,14 +60,19 @@ def note_needed() -> dict[str, Found]:
     wanted: Found = set()
 
     def note(kernel: Any, key: Any, *rest: Any) -> None:
-        if "gluon" in kernel.fn.__module__:
+        if hasattr(sys.modules[kernel.fn.__module__], ahead.FUNCTION):
             wanted.add(named(request_of(kernel, *rest)))
 
     ahead.only_compile(CHIP)
     importlib.import_module("triton.runtime.jit").JITFunction._do_compile = note
     trials._half = lambda device: torch.bfloat16
     announcements._here.announces = True
-    for trial in (trials.try_gluon_products, trials.try_gluon_strips):
+    for trial in (
+        trials.try_gluon_products,
+        trials.try_gluon_strips,
+        trials.try_gram,
+        trials.try_norm_layers,
+    ):
         trial(torch.device("cpu"))
     found["trials"] = set(wanted)
     FakeTensor.data_ptr = lambda tensor: 0
@@ -96,7 +101,7 @@ def settle(layers: Any, shapes: dict[str, tuple[int, ...]], lengths: tuple[int, 
     slots = {slot.path: slot for group in engine._rehearsal._groups for slot in group.slots}
     given = {
         slots[path].index: [
-            SimpleNamespace(shape=shape, dtype=torch.int64 if len(shape) == 2 else torch.bfloat16)
+            SimpleNamespace(shape=shape, dtype=torch.int64 if len(shape) == 2 else torch.float32)
         ]
         for path, shape in shapes.items()
     }
@@ -107,8 +112,11 @@ def settle(layers: Any, shapes: dict[str, tuple[int, ...]], lengths: tuple[int, 
 def minilm() -> None:
     from torch import nn
 
-    layers = nn.ModuleDict({"table": nn.Embedding(40, 384), "up": nn.Linear(384, 1536)})
-    settle(layers, {"table": (2, 72), "up": (2, 72, 384)}, LENGTHS)
+    layers = nn.ModuleDict(
+        {"table": nn.Embedding(40, 384), "norm": nn.LayerNorm(384), "up": nn.Linear(384, 1536)}
+    )
+    inputs = 2, 72, 384
+    settle(layers, {"table": (2, 72), "norm": inputs, "up": inputs}, LENGTHS)
 
 
 def gpt2() -> None:
@@ -120,13 +128,14 @@ def gpt2() -> None:
         layers = nn.ModuleDict(
             {
                 "table": nn.Embedding(words, 768),
+                "norm": nn.LayerNorm(768),
                 "attention": Conv1D(2304, 768),
                 "head": nn.Linear(768, words, bias=False),
             }
         )
         layers["head"].weight = layers["table"].weight
-        shapes = {"attention": (2, 72, 768), "table": (2, 72), "head": (2, 72, 768)}
-        settle(layers, shapes, LENGTHS)
+        shapes = dict.fromkeys(("norm", "attention", "head"), (2, 72, 768))
+        settle(layers, {"table": (2, 72), **shapes}, LENGTHS)
 
 
 def vit() -> None:

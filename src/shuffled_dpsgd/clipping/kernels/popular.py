@@ -1,21 +1,41 @@
-"""Linear maps that many models have, so that their kernels can be compiled before a run begins.
+"""Layers that many models have, so that their kernels can be compiled before a run begins.
 
-Widths are examples: a variant of a kernel depends on whether they are multiples of 16, and on
-nothing else. Lengths are one for each way in which samples of up to 128 tokens, and those of an
-image of 14 by 14 patches, are cut into chunks (`gluon.products.cut_of`). This module does without
-torch, as the processes that compile ahead do.
+Widths of linear maps are examples: a variant of a kernel depends on whether they are multiples of
+16 or 64, and on nothing else. Lengths are one for each way in which samples of up to 128 tokens,
+and those of an image of 14 by 14 patches, are cut into chunks (`gluon.products.cut_of`). This
+module does without torch, as the processes that compile ahead do.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 # By falling popularity.
 LENGTHS = (64, 128, 32, 80, 96, 16)
+# The same where a block is the next power of two, and has room for more tokens.
+UNEVEN_LENGTHS = (80, 48, 24, 8)
 IMAGE_LENGTH = 197
 _WIDTH = 768
+# Widths of norm layers, one for each of the next powers of two.
+NORM_WIDTHS = (768, 384)
 # That of GPT-2, which is odd, and to how many columns its gradients are padded.
 _WORDS, _PADDED_WORDS = 50257, 50304
+
+
+class TrialSizes(NamedTuple):
+    """A small problem by which kernels of linear maps are tried."""
+
+    samples: int
+    tokens: int
+    inputs: int
+    outputs: int
+
+    @property
+    def strides(self) -> tuple[int, int, int, int]:
+        """Those of x and of g, by sample and by token."""
+        D, P = self.inputs, self.outputs
+        return self.tokens * D, D, self.tokens * P, P
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -62,7 +62,9 @@ def _try_norms(module: str, device: torch.device, T: int, D: int, P: int, rtol: 
 
 def try_gram(device: torch.device) -> None:
     """`triton.linear`: norms by Gram matrices for samples of any length."""
-    _try_norms("triton.linear", device, 37, 80, 144, 1e-2)
+    from shuffled_dpsgd.clipping.kernels.triton.linear import TRIAL
+
+    _try_norms("triton.linear", device, TRIAL.tokens, TRIAL.inputs, TRIAL.outputs, 1e-2)
 
 
 def try_two_part_gram(device: torch.device) -> None:
@@ -173,7 +175,8 @@ def try_norm_layers(device: torch.device) -> None:
     """`triton.norms`: layer norms and RMS norms."""
     from shuffled_dpsgd.clipping.kernels.triton import norms
 
-    x, g = 1 + _draw(device, SAMPLES, 37, 72, dtype=torch.float32), _draw(device, SAMPLES, 37, 72)
+    x = 1 + _draw(device, *norms.TRIAL, dtype=torch.float32)
+    g = _draw(device, *norms.TRIAL)
     for centred in (True, False):
         found = norms.norm_sums([x], [g], 1e-5, centred)[0]
         expect_close(found, plain.norm_sums(_wide(x), _wide(g), 1e-5, centred), rtol=1e-5)

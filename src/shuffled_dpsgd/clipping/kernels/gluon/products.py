@@ -26,6 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from shuffled_dpsgd.clipping.kernels.gluon.compatibility import begin_load, fix_keys, group_barrier
 from shuffled_dpsgd.clipping.kernels.gluon.ring import after, barriers, held, source_of
+from shuffled_dpsgd.clipping.kernels.popular import TrialSizes
 from shuffled_dpsgd.clipping.kernels.triton.sums import segmentation
 
 # Tokens in a load, and rows of one group of warps.
@@ -39,24 +40,8 @@ SIDES = gl.constexpr(2)
 SEGMENTS = (1024, 512, 256, 128, 64)
 # Columns of ones that a block's rows are multiplied by for the bias: the fewest that fit a layout.
 ONES = gl.constexpr(16)
-
-
-class TrialSizes(NamedTuple):
-    """A small problem by which kernels are tried; here a last chunk of tokens is not whole."""
-
-    samples: int = 3
-    tokens: int = 77
-    inputs: int = 208
-    outputs: int = 144
-
-    @property
-    def strides(self) -> tuple[int, int, int, int]:
-        """Those of x and of g, by sample and by token."""
-        D, P = self.inputs, self.outputs
-        return self.tokens * D, D, self.tokens * P, P
-
-
-TRIAL = TrialSizes()
+# A last chunk of tokens is not whole.
+TRIAL = TrialSizes(samples=3, tokens=77, inputs=208, outputs=144)
 
 
 class ProductBlock(NamedTuple):

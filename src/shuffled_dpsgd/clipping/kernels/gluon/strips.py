@@ -31,7 +31,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from shuffled_dpsgd.clipping.kernels import plain
 from shuffled_dpsgd.clipping.kernels.gluon.compatibility import begin_load, fix_keys, group_barrier
-from shuffled_dpsgd.clipping.kernels.gluon.products import TrialSizes
 from shuffled_dpsgd.clipping.kernels.gluon.ring import (
     ELEMENT,
     after,
@@ -42,7 +41,7 @@ from shuffled_dpsgd.clipping.kernels.gluon.ring import (
     source_of,
     times,
 )
-from shuffled_dpsgd.clipping.kernels.popular import IMAGE_LENGTH, POPULAR
+from shuffled_dpsgd.clipping.kernels.popular import IMAGE_LENGTH, POPULAR, TrialSizes
 from shuffled_dpsgd.clipping.kernels.triton.addresses import address_table
 from shuffled_dpsgd.clipping.kernels.triton.device_limits import multiprocessors
 from shuffled_dpsgd.clipping.kernels.triton.sums import scratch
@@ -58,7 +57,7 @@ CHUNK = gl.constexpr(64)
 STAGES = gl.constexpr(4)
 MULTIPLYING_REGISTERS = gl.constexpr(224)
 LOADING_REGISTERS = gl.constexpr(56)
-TRIAL = TrialSizes(tokens=IMAGE_LENGTH, inputs=72, outputs=64)
+TRIAL = TrialSizes(samples=3, tokens=IMAGE_LENGTH, inputs=72, outputs=64)
 
 
 @gluon.constexpr_function

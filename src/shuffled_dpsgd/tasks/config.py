@@ -268,7 +268,7 @@ def parse_config(raw: Mapping[str, Any]) -> RunConfig:
 
 
 @cache
-def _hints_of(kind: Any) -> dict[str, Any]:
+def _hints_of(kind: type) -> dict[str, Any]:
     """The types of a section's keys. Reading them anew takes longer than the rest of a check."""
     return get_type_hints(kind)
 
@@ -280,7 +280,7 @@ def _as_table(name: str, raw: Any) -> Mapping[str, Any]:
 
 
 def _parse_section(name: str, kind: type[Section], raw: Mapping[str, Any]) -> Section:
-    hints = _hints_of(kind)
+    hints = _hints_of(SECTIONS[name])
     values = {key: _checked(f"{name}.{key}", hints[key], value) for key, value in raw.items()}
     if values.get("method") == "non-private":
         values.setdefault("clip_norm", math.inf)

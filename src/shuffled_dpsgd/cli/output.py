@@ -50,6 +50,8 @@ def reports_errors(verb: Callable[P, R]) -> Callable[P, R]:
     So are those of the operating system that nobody expected: a full disk, a folder taken away.
     """
 
+    verb.__doc__ = unwrapped(verb.__doc__ or "")
+
     @wraps(verb)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
         try:
@@ -66,6 +68,15 @@ def reports_errors(verb: Callable[P, R]) -> Callable[P, R]:
             fail(text, type(error).__name__, as_json=bool(kwargs.get("as_json")))
 
     return run
+
+
+def unwrapped(text: str) -> str:
+    """Paragraphs on one line each: help is broken where a terminal ends, not where a file does.
+
+    >>> unwrapped("One line.\\n\\n    Two,\\n    of it.")
+    'One line.\\n\\nTwo, of it.'
+    """
+    return "\n\n".join(" ".join(part.split()) for part in text.split("\n\n"))
 
 
 def fail(message: str, kind: str, *, as_json: bool) -> NoReturn:

@@ -21,6 +21,7 @@ from shuffled_dpsgd.tasks.generation.decoding import (
     room_for_prompts,
 )
 from shuffled_dpsgd.tasks.generation.evaluation import evaluate_generation
+from shuffled_dpsgd.tasks.generation.meteor_jar import find_java
 from shuffled_dpsgd.tasks.images import collate_images
 from shuffled_dpsgd.tasks.models import prepare_model
 from shuffled_dpsgd.tasks.privacy import chosen_device
@@ -44,11 +45,22 @@ ONE_HELDOUT_SPLIT = ("digits", "cifar")
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationRequest:
-    """What `evaluate` is to do with a language model's texts."""
+    """What `evaluate` is to do with a language model's texts.
+
+    Whatever is needed once they are written is looked for now: writing them takes long.
+    """
 
     settings: GenerationConfig = field(default_factory=GenerationConfig)
     meteor_jar: Path | None = None
     texts_to: Path | None = None
+
+    def __post_init__(self) -> None:
+        if self.texts_to is not None and not self.texts_to.parent.is_dir():
+            raise InvalidArgumentError(
+                "--texts", expected="a file in a folder that is there", got=str(self.texts_to)
+            )
+        if self.meteor_jar is not None:
+            find_java(self.meteor_jar)
 
 
 def trained_config(directory: Path) -> RunConfig:

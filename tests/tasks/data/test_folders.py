@@ -156,6 +156,11 @@ def test_cifar_reads_one_npz(tmp_path: Path) -> None:
     ("text", "match"),
     [
         ('[{"tripleset": [], "annotations": []},\n {"tripleset": []}]', r"json:2.*annotations"),
+        (
+            '[{"tripleset": [], "annotations": {"source": ["a", "b"], "text": ["c"]}}]',
+            r"json:1.*as many texts as sources",
+        ),
+        ('[{"tripleset": [], "annotations": {"source": 3, "text": []}}]', r"json:1.*as many"),
         ('[\n{"tripleset": [],\n"annotations": []}\n{}]', r"json:4.*','"),
         ('[\n{"tripleset": []', r"json:2.*JSON object"),
         ("{}", r"json:1.*'\['"),

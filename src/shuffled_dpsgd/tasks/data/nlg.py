@@ -83,12 +83,22 @@ def _is_triple(value: Any) -> bool:
     return is_list and all(isinstance(part, str) for part in value)
 
 
+def _paired(notes: dict[str, Any], where: str) -> list[dict[str, Any]]:
+    sources: Any = notes.get("source")
+    texts: Any = notes.get("text")
+    lists = isinstance(sources, list) and isinstance(texts, list)
+    if not lists or len(sources) != len(texts):
+        raise InvalidArgumentError(
+            where, expected="as many texts as sources in 'annotations'", got=shortened(str(notes))
+        )
+    return [{"source": s, "text": t} for s, t in zip(sources, texts, strict=True)]
+
+
 def _notes(row: Row) -> Iterator[tuple[str, str]]:
     """Objects with a text and its source; the hub turns a list of them into two lists."""
     notes: Any = row.cells["annotations"]
-    if isinstance(notes, dict) and {"source", "text"} <= notes.keys():
-        pairs = zip(notes["source"], notes["text"], strict=True)
-        notes = [{"source": source, "text": text} for source, text in pairs]
+    if isinstance(notes, dict):
+        notes = _paired(notes, row.where)
     if not isinstance(notes, list) or not all(
         isinstance(note, dict) and isinstance(note.get("text"), str) for note in notes
     ):

@@ -22,12 +22,7 @@ def jar_meteor(hypotheses: Sequence[str], references: Sequence[Sequence[str]], j
     Raises:
         InvalidArgumentError: no Java, no jar, or it does not answer as METEOR does.
     """
-    java = shutil.which("java")
-    if java is None:
-        raise InvalidArgumentError("--meteor-jar", expected="Java on the path", got="none")
-    if not jar.is_file():
-        raise InvalidArgumentError("--meteor-jar", expected="meteor-1.5.jar", got=str(jar))
-    command = [java, "-Xmx2G", "-jar", str(jar), "-", "-", "-stdio", "-l", "en", "-norm"]
+    command = [find_java(jar), "-Xmx2G", "-jar", str(jar), "-", "-", "-stdio", "-l", "en", "-norm"]
     lines = [
         _SEPARATOR.join(["SCORE", *map(_plain, those), _plain(text)])
         for text, those in zip(hypotheses, references, strict=True)
@@ -38,6 +33,20 @@ def jar_meteor(hypotheses: Sequence[str], references: Sequence[Sequence[str]], j
         return float(answer[-1])
     except ValueError as error:
         raise _strange(command, answer[-1]) from error
+
+
+def find_java(jar: Path) -> str:
+    """The program that runs `jar`, which must be there.
+
+    Raises:
+        InvalidArgumentError: no Java, or no jar.
+    """
+    java = shutil.which("java")
+    if java is None:
+        raise InvalidArgumentError("--meteor-jar", expected="Java on the path", got="none")
+    if not jar.is_file():
+        raise InvalidArgumentError("--meteor-jar", expected="meteor-1.5.jar", got=str(jar))
+    return java
 
 
 def _ask(command: Sequence[str], lines: Sequence[str], expected: int) -> list[str]:

@@ -44,3 +44,10 @@ def shapes_beside_batch(args: Any, kwargs: Mapping[str, Any], size: int) -> Hash
     """
     shapes = [leaf.shape for leaf in tree_leaves((args, dict(kwargs))) if isinstance(leaf, Tensor)]
     return tuple([(-1, *shape[1:]) if shape[:1] == (size,) else tuple(shape) for shape in shapes])
+
+
+def first_tensor(args: Any, kwargs: Mapping[str, Any]) -> Tensor | None:
+    """The first tensor that a module is given, if any."""
+    if args and isinstance(args[0], Tensor):
+        return args[0]  # Most often; looking through all of them takes longer.
+    return next((x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)), None)

@@ -8,9 +8,9 @@ from enum import Enum
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch import nn
 
+from shuffled_dpsgd.clipping.capture.batch_size import first_tensor
 from shuffled_dpsgd.clipping.capture.slot import Slot
 from shuffled_dpsgd.clipping.rules.embedding import EmbeddingSlot
 
@@ -120,10 +120,9 @@ def _watching(slots: Sequence[Slot], calls: Calls) -> Iterator[None]:
         for slot in slots:
 
             def note(_: nn.Module, args: Any, kwargs: Any, slot: Slot = slot) -> None:
-                found = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+                x = first_tensor(args, kwargs)
                 noted = calls.setdefault(slot.index, [])
-                if found and found[0].dim() > slot.batch_axis:
-                    x = found[0]
+                if x is not None and x.dim() > slot.batch_axis:
                     noted.append(Given(x.shape[slot.batch_axis], tuple(x.shape), x.dtype))
 
             handle = slot.module.register_forward_pre_hook(note, with_kwargs=True)

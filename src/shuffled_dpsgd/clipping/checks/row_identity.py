@@ -17,7 +17,7 @@ forward.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from shuffled_dpsgd.clipping.capture.batch_size import first_tensor
 from shuffled_dpsgd.clipping.capture.slot import Slot, unfolded
 from shuffled_dpsgd.errors import UnsupportedModuleError
 
@@ -249,16 +250,27 @@ def _noting(
             def note(_: nn.Module, args: Any, kwargs: Any, slot: Slot = slot) -> None:
                 if slot.shared_by_batch:
                     return
-                found = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-                if found and found[0].numel() and found[0].dim() > slot.batch_axis:
-                    x = found[0]
-                    if slot.folded and len(x) % size == 0:
-                        x = unfolded(x, size)
-                    noted.setdefault(slot.index, []).append(marks_of(x, slot.batch_axis))
+                x = first_tensor(args, kwargs)
+                if x is None:
+                    return
+                with _unnoticed(x):
+                    if x.numel() and x.dim() > slot.batch_axis:
+                        if slot.folded and len(x) % size == 0:
+                            x = unfolded(x, size)
+                        noted.setdefault(slot.index, []).append(marks_of(x, slot.batch_axis))
 
             handle = slot.module.register_forward_pre_hook(note, with_kwargs=True)
             hooks.callback(handle.remove)
         yield
+
+
+def _unnoticed(tensor: Tensor) -> AbstractContextManager[object]:
+    """Operations on it are seen by no mode of the check's own, which would see every one of them.
+
+    Tensors of other kinds may need their own functions.
+    """
+    is_plain = type(tensor) in (Tensor, nn.Parameter)
+    return torch._C.DisableTorchFunction() if is_plain else nullcontext()
 
 
 def _computes_in_half(slots: Sequence[Slot]) -> bool:

@@ -23,7 +23,7 @@ def sketch(tensor: Tensor) -> Tensor:
     if flat.shape[1] <= _WIDTH:
         return flat.view(-1).double()
     rows = flat.shape[1] // _WIDTH
-    return (_signs(rows, flat.dtype, flat.device) @ flat.view(rows, _WIDTH)).double()
+    return (_signs_for(flat, rows) @ flat.view(rows, _WIDTH)).double()
 
 
 def sketches_of(tensors: Tensor) -> Tensor:
@@ -32,8 +32,9 @@ def sketches_of(tensors: Tensor) -> Tensor:
     if flat.shape[1] <= _WIDTH:
         return flat.double()
     count, rows = len(flat), flat.shape[1] // _WIDTH
-    signs = _signs(rows, flat.dtype, flat.device).expand(count, 1, rows)
-    return torch.bmm(signs, flat.view(count, rows, _WIDTH)).squeeze(1).double()
+    # No matrix product: on a GPU its inputs may be rounded to TF32.
+    signed = flat.view(count, rows, _WIDTH) * _signs_for(flat, rows).unsqueeze(1)
+    return signed.sum(1).double()
 
 
 def _padded(flat: Tensor) -> Tensor:
@@ -46,11 +47,20 @@ def _padded(flat: Tensor) -> Tensor:
     return F.pad(wide, (0, missing)) if missing else wide
 
 
+def _signs_for(flat: Tensor, rows: int) -> Tensor:
+    on_gpu = flat.device.type == "cuda"
+    stream = torch.cuda.current_stream(flat.device).cuda_stream if on_gpu else 0
+    return _signs(rows, flat.dtype, flat.device, stream)
+
+
 @functools.lru_cache(maxsize=64)
-def _signs(rows: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+def _signs(rows: int, dtype: torch.dtype, device: torch.device, stream: int) -> Tensor:
+    """Random signs, for use on one stream."""
     generator = torch.Generator("cpu").manual_seed(rows)
     bits = torch.randint(0, 2, (rows,), generator=generator, device="cpu")
-    return (2 * bits - 1).to(device=device, dtype=dtype)
+    signs = (2 * bits - 1).to(dtype)
+    # From pinned memory a GPU copies without the host waiting for all it has been given to do.
+    return signs.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else signs
 
 
 def length(sketches: Mapping[str, Tensor]) -> float:

@@ -123,9 +123,10 @@ class ValueWatch:
                 raise _written(self._named[int((~same).nonzero()[0])][0])
         self._versions, self._norms = [], None
 
+    @torch.no_grad()
     def _norms_now(self) -> Tensor:
         # One call for all of them: a model has hundreds, and threads beside this one are busy.
-        tensors = [parameter.detach() for _, parameter in self._named]
+        tensors = [parameter for _, parameter in self._named]
         if not tensors:
             return torch.zeros(0, dtype=torch.float64)
         return torch.stack(torch._foreach_norm(tensors, 2, dtype=torch.float64))

@@ -484,6 +484,7 @@ CASES: dict[str, tuple[Case, str]] = {
     "a key misspelt": (changed("sst2", privacy__delta=None, privacy__delt=1e-3), "mean `delta`"),
     "no budget": (changed("sst2", privacy__noise_multiplier=None), "--epsilon"),
     "no table": (changed("sst2", privacy=3), "a table [privacy]"),
+    "a section misspelt": (changed("sst2", training=None, trainig={}), "mean `training`"),
     "a method and its contrary": (
         changed("sst2", privacy__method="ghost", privacy__shuffle="every-step"),
         "privacy.shuffle",

@@ -121,9 +121,14 @@ def print_advice(advice: Advice, *, as_json: bool) -> None:
     from rich.console import Console
     from rich.text import Text
 
+    from shuffled_dpsgd.tasks.preview import large_delta
+
     console, now = Console(), advice.now
     if advice.preview is not None:
         console.print(_facts(advice.preview))
+        warning = large_delta(advice.preview.plan)
+        if warning is not None:
+            console.print(Text(warning, style="bold red"))
     if not now.noise_multiplier:
         console.print("no noise: nothing to weigh against it, and no privacy")
         return

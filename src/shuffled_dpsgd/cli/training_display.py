@@ -29,6 +29,7 @@ COLOURS = {"proven": "green", "heuristic": "yellow", "measured": "cyan"}
 
 def announcement(run: PreparedRun) -> RenderableType:
     """What will be trained, on what noise, and what that is worth."""
+    from shuffled_dpsgd.tasks.preview import large_delta
     from shuffled_dpsgd.tasks.recipe import describe_choices
 
     plan, model = run.private.plan, run.private.model
@@ -59,7 +60,8 @@ def announcement(run: PreparedRun) -> RenderableType:
     verb = "Resuming" if run.resumed else "Training"
     how = Text("privately") if card.private else Text("without privacy", style="red")
     title = Text(f"{verb} ", style="bold").append(how)
-    return Group(title, table, _warning(plan, certified), Text())
+    warnings = [_warning(plan, certified), Text(large_delta(plan) or "", style="bold red")]
+    return Group(title, table, *(each for each in warnings if each), Text())
 
 
 def _warning(plan: PrivacyPlan, certified: PrivacyClaim | None) -> Text:

@@ -252,15 +252,15 @@ def parse_config(raw: Mapping[str, Any]) -> RunConfig:
         raise InvalidArgumentError("run", expected="a table of settings", got=type(raw).__name__)
     top, chosen = with_recipe(raw)
     given = {name: top.pop(name, {}) for name in SECTIONS if name in top or name not in _OPTIONAL}
+    hints = {"task": TaskName, "seed": int}
+    # What is misspelt is named as such, before it is missed.
+    refuse_unknown("", top, [*hints, *SECTIONS])
     for name, table in given.items():
-        # A key that is misspelt is named as such, before it is missed.
         refuse_unknown(f"{name}.", _as_table(name, table), list(_hints_of(SECTIONS[name])))
     _refuse_missing(given)
     sections: dict[str, Any] = {
         name: _parse_section(name, SECTIONS[name], table) for name, table in given.items()
     }
-    hints = {"task": TaskName, "seed": int}
-    refuse_unknown("", top, [*hints, *SECTIONS])
     if "task" not in top:
         raise InvalidArgumentError("task", expected=f"one of {get_args(TaskName)}", got="nothing")
     values = {key: _checked(key, hints[key], value) for key, value in top.items()}

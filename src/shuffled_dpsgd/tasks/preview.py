@@ -68,7 +68,18 @@ class Preview:
             "trainable_parameters": self.trainable_parameters,
             "memory_bytes_without_activations": self.memory_bytes,
             "chosen_by_method": self.chosen,
+            "warning": large_delta(plan),
         }
+
+
+def large_delta(plan: PrivacyPlan) -> str | None:
+    """What is wrong with a δ of 1/N or more, to be said before anything is spent."""
+    if plan.uncertifiable or plan.delta * plan.dataset_size < 1.0:
+        return None
+    return (
+        f"δ = {plan.delta:.3g} is not below 1/{plan.dataset_size:,}: publishing one record drawn "
+        "at random meets such a δ. Choose one well below that."
+    )
 
 
 def preview_of(plan: PrivacyPlan, model: nn.Module, config: RunConfig) -> Preview:

@@ -37,6 +37,7 @@ from shuffled_dpsgd_experiments.pretraining.schedule import (
     rounded,
 )
 from shuffled_dpsgd_experiments.pretraining.vocabulary import learn_tokenizer
+from shuffled_dpsgd_experiments.programs import errors_on_one_line
 
 DROPOUT = 0.1
 CHECK_EVERY = 20
@@ -208,4 +209,5 @@ def main(arguments: Sequence[str] | None = None) -> Path:
 
 
 if __name__ == "__main__":
-    main()
+    with errors_on_one_line():
+        main()

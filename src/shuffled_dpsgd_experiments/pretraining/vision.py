@@ -33,6 +33,7 @@ from shuffled_dpsgd_experiments.pretraining.schedule import (
     refuse_divergence,
     rounded,
 )
+from shuffled_dpsgd_experiments.programs import errors_on_one_line
 
 SIDE, SHIFT, SQUARE = 32, 4, 8
 SMOOTHING, MIXING = 0.1, 0.2
@@ -201,4 +202,5 @@ def main(arguments: Sequence[str] | None = None) -> Path:
 
 
 if __name__ == "__main__":
-    main()
+    with errors_on_one_line():
+        main()

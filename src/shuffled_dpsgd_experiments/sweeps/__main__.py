@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from shuffled_dpsgd_experiments.programs import errors_on_one_line
 from shuffled_dpsgd_experiments.sweeps import (
     SweepProgress,
     load_sweep,
@@ -63,4 +64,5 @@ def say(progress: SweepProgress) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with errors_on_one_line():
+        sys.exit(main())

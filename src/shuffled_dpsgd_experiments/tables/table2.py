@@ -28,6 +28,7 @@ from shuffled_dpsgd.tasks import RunConfig, Task, build_task, load_config, parse
 from shuffled_dpsgd.tasks.optimizers import build_scheduler
 from shuffled_dpsgd.tasks.privacy import chosen_device, start_private
 from shuffled_dpsgd.training.loop import LoopSettings, train
+from shuffled_dpsgd_experiments.programs import errors_on_one_line
 from shuffled_dpsgd_experiments.tables.exhibit import Exhibit, ExhibitRow, origin_of
 from shuffled_dpsgd_experiments.tables.printed import INVARIANCE, WEIGHT_DISTANCE
 
@@ -202,4 +203,5 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with errors_on_one_line():
+        main()

@@ -32,6 +32,7 @@ from shuffled_dpsgd.models import build_model
 from shuffled_dpsgd.options import Shuffle
 from shuffled_dpsgd.tasks.privacy import chosen_device
 from shuffled_dpsgd.training import make_private
+from shuffled_dpsgd_experiments.programs import errors_on_one_line
 from shuffled_dpsgd_experiments.tables.exhibit import Exhibit, ExhibitRow, origin_of
 from shuffled_dpsgd_experiments.tables.printed import EPOCH_SECONDS
 
@@ -335,4 +336,5 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with errors_on_one_line():
+        main()

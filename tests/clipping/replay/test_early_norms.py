@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from shuffled_dpsgd.clipping import ClippingEngine
-from shuffled_dpsgd.clipping.replay.early_norms import EarlyNorms, announce
+from shuffled_dpsgd.clipping.replay.early_norms import Announcement, EarlyNorms, announce
 from shuffled_dpsgd.clipping.replay.recordings import Replays, Work
+from shuffled_dpsgd.clipping.settle import schedules
 from shuffled_dpsgd.clipping.settle.many_layers import ManyLayers
 
 # About a tenth of a second of an H200.
@@ -55,10 +58,28 @@ def test_a_replay_announces_what_its_recording_did() -> None:
     seen = []
     for _ in range(4):
         replays.run(("here",), work)
-        seen.append(replays.announced)
+        seen.append(replays.take_announced())
     assert seen == ["done", "recorded", "recorded", "recorded"]
     replays.run(None, lambda: torch.zeros(()))
-    assert replays.announced is None
+    assert replays.take_announced() is None
+
+
+def test_norms_are_freed_when_an_engine_forgets_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is kept beyond a step shifts the memory of the next, and nothing is replayed."""
+    announced: list[weakref.ref[Tensor]] = []
+
+    def noted(norms_B: Tensor) -> Announcement:
+        announced.append(weakref.ref(norms_B))
+        return Announcement(norms_B, mock.Mock())
+
+    monkeypatch.setattr(schedules, "announce", noted)
+    monkeypatch.setattr(torch.cuda, "current_stream", mock.Mock())
+    engine = ClippingEngine(nn.Linear(3, 2), clip_norm=1.0)
+    with engine:
+        engine.backward(engine.model(torch.randn(2, 3)).square().sum(1))
+    assert announced[0]() is not None
+    engine.reset()
+    assert announced[0]() is None
 
 
 def slowed(method: Callable[..., Any]) -> Callable[..., Any]:

@@ -86,8 +86,7 @@ class Replays:
     The first time, work is done as it is; the second time it is recorded. `record` is replaced in
     tests. Should recording fail, a warning says so and the engine goes on without.
 
-    Work may put an announcement into `announced`. That of the latest run is there afterwards, one
-    that was replayed included.
+    Work may put an announcement into `announced`, where a replay puts it again.
     """
 
     def __init__(self, record: WorkRecorder | None = None) -> None:
@@ -124,6 +123,11 @@ class Replays:
         self.replayed += 1
         self.announced = found.announced
         return found.recording.replay()
+
+    def take_announced(self) -> Announcement | None:
+        """What the latest run announced; it is not kept, for it holds memory of its batch."""
+        found, self.announced = self.announced, None
+        return found
 
     def _give_up(self, error: cuda_graphs.CaptureFailed) -> None:
         self.enabled = False

@@ -61,6 +61,7 @@ class LayerByLayer:
     def finish(self, batch: CapturedBatch) -> None:
         norms_B = self._settle_all(batch)
         self.rule.totals.norms.add(norms_B[: batch.counted], self._announced)
+        self._announced = None  # It holds memory of its batch.
         batch.close()
 
     @full_float32()

@@ -115,7 +115,7 @@ class WholeGradient:
         with self.rule.totals.adding() as (sums, new):
             places = self._places(batch, new) if self._may_replay(batch) else None
             norms_B = self.replays.run(places, lambda: self._settle_all(batch, sums, new))
-        self.rule.totals.norms.add(norms_B[: batch.counted], self.replays.announced)
+        self.rule.totals.norms.add(norms_B[: batch.counted], self.replays.take_announced())
         batch.close()
 
     @full_float32()

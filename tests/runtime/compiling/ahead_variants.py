@@ -14,7 +14,7 @@ import sys
 from types import SimpleNamespace
 from typing import Any
 
-IS_AHEAD = sys.argv[1] == "ahead"
+IS_AHEAD = sys.argv[1:] == ["ahead"]
 CHIP = 90
 # With a length of 72, one for each way in which up to 128 tokens are cut into chunks or blocks.
 LENGTHS = (8, 16, 24, 32, 48, 64, 96, 128)

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from shuffled_dpsgd.errors import InvalidArgumentError
 from shuffled_dpsgd.tasks import run as run_module
 from shuffled_dpsgd.tasks.config import parse_config
 from shuffled_dpsgd.tasks.data.med_codec import encode
@@ -151,6 +152,12 @@ def check_use(run: Path, task: str, generation: dict[str, Any] | None) -> None:
     elif task == "text-classification":
         (answer,) = predict(run, ["a text\tand another"])
         assert answer["name"]
+        if run_module.load_run(run).data.format == "sst2":
+            assert predict(run, ["a text"])[0]["name"]
+        else:
+            # One text would be judged like a pair, and the answer would mean nothing.
+            with pytest.raises(InvalidArgumentError, match="two texts with a tab between"):
+                predict(run, ["a text"])
 
 
 def test_texts_are_kept_for_scoring_elsewhere(tmp_path: Path) -> None:

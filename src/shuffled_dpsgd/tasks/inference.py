@@ -11,6 +11,7 @@ import torch
 from shuffled_dpsgd.errors import CheckpointError, InvalidArgumentError
 from shuffled_dpsgd.tasks.config import ModelConfig, RunConfig
 from shuffled_dpsgd.tasks.data.config import DataConfig
+from shuffled_dpsgd.tasks.data.loading import num_texts
 from shuffled_dpsgd.tasks.data.records import LabelledText
 from shuffled_dpsgd.tasks.digits import LARGEST_PIXEL, PIXEL_MEAN, PIXEL_STD
 from shuffled_dpsgd.tasks.generation.config import GenerationConfig
@@ -177,9 +178,24 @@ def generate(directory: Path, prompts: list[str], decoding: Decoding) -> list[di
 
 
 def _tokens(given: str, config: RunConfig, model: Any) -> dict[str, torch.Tensor]:
-    """One text, or two with a tab between, as the model was trained on them."""
+    """One text, or two with a tab between, as the model was trained on them.
+
+    Raises:
+        InvalidArgumentError: the model judges pairs, and this is a single text.
+    """
     tokenizer = load_tokenizer(config.model.name)
-    example = LabelledText(texts=tuple(given.split("\t", 1)), label=0)
+    texts: tuple[str, ...] = (given,)
+    if num_texts(config.data) == 2:
+        first, tab, second = given.partition("\t")
+        if not tab:
+            raise InvalidArgumentError(
+                "INPUT",
+                expected=f"two texts with a tab between: the run's data ({config.data.format}) are "
+                "pairs",
+                got=given,
+            )
+        texts = (first, second)
+    example = LabelledText(texts=texts, label=0)
     records = encode_labelled([example], tokenizer, config.data.max_length, uses_token_types(model))
     return TokenCollate(pad_id=tokenizer.pad_id, labels=class_labels)(records)[0]
 

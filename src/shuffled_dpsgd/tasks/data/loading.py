@@ -134,6 +134,13 @@ def _images(data: DataConfig, num_labels: int) -> Source[Any]:
     return Source(read=lambda split: ArrayImages(*arrays[split]), heldout=("test",))
 
 
+def num_texts(data: DataConfig) -> int:
+    """How many texts a labelled record has: one, or the two of a pair."""
+    if data.format in glue.LAYOUTS:
+        return len(glue.LAYOUTS[data.format].columns[0]) - 1
+    return len(data.text_columns)
+
+
 def folder_of(data: DataConfig) -> Path:
     """The folder (or file) the user named."""
     if data.path is not None:

@@ -16,8 +16,8 @@ from typing import Any
 
 IS_AHEAD = sys.argv[1:] == ["ahead"]
 CHIP = 90
-# With a length of 72, one for each way in which up to 128 tokens are cut into chunks or blocks.
-LENGTHS = (8, 16, 24, 32, 48, 64, 96, 128)
+# With a length of 80, one for each way in which up to 128 tokens are cut into chunks or blocks.
+LENGTHS = (8, 16, 24, 32, 48, 56, 64, 96, 128)
 
 if IS_AHEAD:
     from shuffled_dpsgd.runtime.compiling.torch_free import leave_torch_out
@@ -53,6 +53,7 @@ def note_needed() -> dict[str, Found]:
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
     from shuffled_dpsgd.clipping.kernels import choices, host, trials
+    from shuffled_dpsgd.clipping.kernels.triton import device_limits, wide
     from shuffled_dpsgd.runtime import routes
     from shuffled_dpsgd.runtime.compiling import announcements
 
@@ -71,10 +72,12 @@ def note_needed() -> dict[str, Found]:
         trials.try_gluon_products,
         trials.try_gluon_strips,
         trials.try_gram,
+        trials.try_wide_gram,
         trials.try_norm_layers,
     ):
         trial(torch.device("cpu"))
     found["trials"] = set(wanted)
+    wide.multiprocessors = lambda device: device_limits.HOPPER_MULTIPROCESSORS
     FakeTensor.data_ptr = lambda tensor: 0
     torch.Tensor.is_cuda = property(lambda tensor: True)
     choices.is_hopper = choices.may_take = routes.Route.serves = lambda *_: True
@@ -115,8 +118,8 @@ def minilm() -> None:
     layers = nn.ModuleDict(
         {"table": nn.Embedding(40, 384), "norm": nn.LayerNorm(384), "up": nn.Linear(384, 1536)}
     )
-    inputs = 2, 72, 384
-    settle(layers, {"table": (2, 72), "norm": inputs, "up": inputs}, LENGTHS)
+    inputs = 2, 80, 384
+    settle(layers, {"table": (2, 80), "norm": inputs, "up": inputs}, LENGTHS)
 
 
 def gpt2() -> None:
@@ -134,8 +137,8 @@ def gpt2() -> None:
             }
         )
         layers["head"].weight = layers["table"].weight
-        shapes = dict.fromkeys(("norm", "attention", "head"), (2, 72, 768))
-        settle(layers, {"table": (2, 72), **shapes}, LENGTHS)
+        shapes = dict.fromkeys(("norm", "attention", "head"), (2, 80, 768))
+        settle(layers, {"table": (2, 80), **shapes}, LENGTHS)
 
 
 def vit() -> None:

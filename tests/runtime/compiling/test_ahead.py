@@ -45,6 +45,8 @@ def test_what_is_compiled_ahead_is_what_trials_and_popular_layers_launch() -> No
     assert counts == {
         "parted_outer_kernel": 25,
         "gram_kernel": 8,
+        "pair_kernel": 19,
+        "share_kernel": 9,
         "norm_kernel": 4,
         "strip_gram_kernel": 2,
         "square_kernel": 1,

@@ -14,13 +14,15 @@ from typing import NamedTuple
 # By falling popularity.
 LENGTHS = (64, 128, 32, 80, 96, 16)
 # The same where a block is the next power of two, and has room for more tokens.
-UNEVEN_LENGTHS = (80, 48, 24, 8)
+UNEVEN_LENGTHS = (80, 48, 56, 24, 8)
 IMAGE_LENGTH = 197
 _WIDTH = 768
 # Widths of norm layers, one for each of the next powers of two.
 NORM_WIDTHS = (768, 384)
 # That of GPT-2, which is odd, and to how many columns its gradients are padded.
 _WORDS, _PADDED_WORDS = 50257, 50304
+# A vocabulary that is rounded up.
+_ROUND_WORDS = 30720
 
 
 class TrialSizes(NamedTuple):
@@ -81,4 +83,11 @@ def _maps(tokens: int) -> tuple[PopularMap, ...]:
 POPULAR: tuple[PopularMap, ...] = (
     *(layer for tokens in LENGTHS for layer in _maps(tokens)),
     PopularMap(tokens=IMAGE_LENGTH),
+)
+
+# Heads over a vocabulary, of all lengths.
+HEADS: tuple[PopularMap, ...] = tuple(
+    PopularMap(tokens=tokens, has_bias=False, outputs=outputs, row=row)
+    for tokens in dict.fromkeys((*LENGTHS, *UNEVEN_LENGTHS))
+    for outputs, row in ((_WORDS, _PADDED_WORDS), (_ROUND_WORDS, _ROUND_WORDS))
 )

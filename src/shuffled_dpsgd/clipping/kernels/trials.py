@@ -83,7 +83,8 @@ def try_wide_gram(device: torch.device) -> None:
     """`triton.wide`: norms by Gram matrices of very wide layers."""
     from shuffled_dpsgd.clipping.kernels.triton import wide
 
-    x, g = _draw(device, SAMPLES, 37, 64), _draw(device, SAMPLES, 37, 512)[..., :451]
+    B, T, D, P = wide.TRIAL
+    x, g = _draw(device, B, T, D), _draw(device, B, T, wide.TRIAL_ROW)[..., :P]
     exact = plain.tile_sq_norms(_wide(x), _wide(g), True)
     _expect_norms(wide.gram_sq_norms(x, g, True), exact, 2e-2)
 

@@ -39,7 +39,7 @@ IDLE_SECONDS = 60.0
 MOST_SECONDS = 110
 DONE = b"done"
 # Processes that compile before they are asked; the system lets others go first.
-MOST_AHEAD = 8
+MOST_AHEAD = 10
 _NICENESS = 10
 # A file that all forks share, of which they lock a byte for each variant.
 _turns: int | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,9 +17,9 @@ from shuffled_dpsgd.tasks.data.loading import read_texts
 from shuffled_dpsgd.tasks.data.records import Continuation
 from shuffled_dpsgd.tasks.registry import build_task
 from shuffled_dpsgd.tasks.run import execute, prepare
-from shuffled_dpsgd.tasks.text import encode_continuations, uses_token_types
+from shuffled_dpsgd.tasks.text import encode_continuations, evaluate_perplexity, uses_token_types
 from shuffled_dpsgd.tasks.tokenizers import ByteTokenizer, PretrainedTokenizer
-from shuffled_dpsgd.tasks.tokens import TokenCollate, continuation_labels
+from shuffled_dpsgd.tasks.tokens import TokenCollate, TokenRecords, continuation_labels
 
 pytest.importorskip("transformers")
 
@@ -234,6 +235,27 @@ def test_only_the_target_is_scored() -> None:
     assert first[-1] == tokenizer.end_id
     assert torch.equal(inputs["attention_mask"][0].sum(), torch.tensor(len(samples[0][0])))
     assert bytes(labels[1][labels[1] != -100].tolist()[:-1]).decode() == " xyz"
+
+
+class Diverged(torch.nn.Module):
+    """A language model that is sure of the first token, wherever it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sure = torch.nn.Parameter(torch.tensor(1e4))
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> SimpleNamespace:
+        logits = torch.zeros(*input_ids.shape, 260)
+        logits[..., 0] = self.sure
+        return SimpleNamespace(logits=logits)
+
+
+def test_a_perplexity_beyond_any_float_is_infinite_and_no_error() -> None:
+    records = TokenRecords([([97, 98, 99], 1)])
+    collate = TokenCollate(pad_id=256, labels=continuation_labels)
+    found = evaluate_perplexity(Diverged(), records, collate)
+    assert found.score == math.inf
+    assert found.loss == pytest.approx(1e4)
 
 
 def test_many_texts_are_encoded_as_one_by_one() -> None:

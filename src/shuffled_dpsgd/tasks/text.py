@@ -39,6 +39,8 @@ from shuffled_dpsgd.tasks.tokens import (
     ids_of,
 )
 
+_LARGEST_EXPONENT = 700.0
+
 
 def build_classification(config: RunConfig) -> Task:
     """Fine-tune a sequence classifier."""
@@ -204,6 +206,7 @@ def evaluate_perplexity(
         token_loss += (losses * counts).sum().item()
         tokens += int(counts.sum())
     model.train(was_training)
-    return Evaluation(
-        loss=sample_loss / max(len(heldout), 1), score=math.exp(token_loss / max(tokens, 1))
-    )
+    mean = token_loss / max(tokens, 1)
+    # Beyond any float: of a model that diverged, which must not end the run that paid for it.
+    perplexity = math.inf if mean > _LARGEST_EXPONENT else math.exp(mean)
+    return Evaluation(loss=sample_loss / max(len(heldout), 1), score=perplexity)

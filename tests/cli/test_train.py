@@ -71,6 +71,8 @@ def test_people_see_every_split_and_what_texts_scored() -> None:
         ("generated texts", "7 on dev: bleu 12.35"),
     ]
     assert [*scored(one | {"heldout_scores": {}, "heldout_score": None})] == []
+    lost = {"heldout_scores": {"dev": {"score": None}}, "heldout_score": None}
+    assert [*scored(one | lost)] == [("held-out accuracy", "not finite")]
 
 
 @pytest.mark.slow

@@ -240,8 +240,9 @@ def scored(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     name, splits = summary["score_name"], summary["heldout_scores"]
     several = {split: found["score"] for split, found in splits.items() if len(splits) > 1}
     for split, score in (several or {"": summary["heldout_score"]}).items():
-        if score is not None:
-            yield f"held-out {name}", f"{score:.4f}{split and f' on {split}'}"
+        if score is not None or splits:
+            shown = "not finite" if score is None else f"{score:.4f}"
+            yield f"held-out {name}", f"{shown}{split and f' on {split}'}"
     texts = summary.get("generation")
     if texts is not None:
         metrics = ", ".join(f"{metric} {texts[metric]:.4g}" for metric in texts["variants"])

@@ -32,7 +32,7 @@ def announce(norms_B: Tensor) -> Announcement | None:
     is_recorded = torch.cuda.is_current_stream_capturing()
     if is_recorded and torch.version.hip is not None:
         return None
-    event = torch.cuda.Event(external=is_recorded)
+    event = torch.cuda.Event(external=True) if is_recorded else torch.cuda.Event()
     event.record()
     return Announcement(norms_B, event)
 

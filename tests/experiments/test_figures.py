@@ -179,6 +179,10 @@ def test_the_noise_of_figure_4_is_priced() -> None:
     assert first.ours.startswith("87.1 → 0.2")
     assert float(first.certified) > 100
     assert "ε = 4 is claimed" in last.verdict
+    raw = committed("fig4")
+    raw["noise_multiplier"] = [[100.0, 90.0]] * len(raw["epsilons"])
+    _, last = exhibit_of("fig4", "Title", raw).rows
+    assert last.verdict == "does not drop much; ε = 4 is proven of that noise"
 
 
 def test_the_examination_claims_less_than_the_truth() -> None:

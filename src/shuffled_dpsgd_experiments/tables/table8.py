@@ -230,6 +230,21 @@ def measure(
     return found
 
 
+def _read(path: Path) -> dict[str, Any]:
+    """A table that was written before, whose rows are kept."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        {row["label"] for row in found["rows"]}, dict(found["environment"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise InvalidArgumentError(
+            "--json",
+            expected="a new file, or one that this program wrote",
+            got=str(path),
+            remedy="name another, or move it away",
+        ) from error
+    return dict(found)
+
+
 def _apart_from_date(versions: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in versions.items() if name != "date"}
 
@@ -329,7 +344,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         rounds=options.rounds,
         seconds=options.seconds,
         stop_after=options.stop_after,
-        before=json.loads(options.json.read_text()) if options.json.exists() else None,
+        before=_read(options.json) if options.json.exists() else None,
         on_row=write,
     )
     options.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from shuffled_dpsgd.errors import InvalidArgumentError
 from shuffled_dpsgd_experiments.tables import table8
 
 TINY = table8.TimedModel(label="tiny", model="bert-tiny", dataset_size=10, length=6, physical=2)
@@ -63,6 +64,15 @@ def test_a_model_that_the_file_has_is_not_timed_again() -> None:
     before["environment"] = {**made, "hardware": "another machine"}
     found = table8.measure([TINY], device, stop_after=0.0, before=before)
     assert (found["rows"], found["left_out"]) == ([], ["tiny"])
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"rows": [{}], "environment": {}}'])
+def test_a_file_of_something_else_is_refused_and_kept(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "other.json"
+    path.write_text(text)
+    with pytest.raises(InvalidArgumentError, match=r"--json.*move it away"):
+        table8.main(["--small", "--device", "cpu", "--json", str(path)])
+    assert path.read_text() == text
 
 
 def test_the_models_are_those_of_the_table() -> None:

@@ -115,7 +115,7 @@ def gram_sq_norms(xs: Sequence[Tensor], gs: Sequence[Tensor], bias: bool) -> Ten
     """`plain.gram_sq_norms` of L layers of one shape, (L, B)."""
     (B, T, D), P, L = xs[0].shape, gs[0].shape[2], len(xs)
     x, g = xs[0], gs[0]
-    _, num_blocks = _blocks(T)
+    _, num_blocks = blocks_of(T)
     table = address_table((xs, gs), x.device)
     out = torch.empty(L, B, num_blocks**2, 2, dtype=torch.float32, device=x.device)
     strides = x.stride(0), x.stride(1), g.stride(0), g.stride(1)
@@ -140,7 +140,7 @@ def launches_ahead(pointer: Callable[[str], Any]) -> Iterator[Callable[[], None]
         yield partial(launch, layer.sizes, layer.strides)
 
 
-def _blocks(tokens: int) -> tuple[int, int]:
+def blocks_of(tokens: int) -> tuple[int, int]:
     """Tokens of a block, and blocks of a sample."""
     block = min(GRAM_BLOCK, max(16, triton.next_power_of_2(tokens)))
     return block, triton.cdiv(tokens, block)
@@ -152,7 +152,7 @@ def _launch(
 ) -> None:  # fmt: skip
     """Launch the norms of layers whose tensors a table of addresses tells."""
     B, T, D, P = sizes
-    block, num_blocks = _blocks(T)
+    block, num_blocks = blocks_of(T)
     gram_kernel[(num_blocks**2, B, layers)](
         *pointers, B, T, D, P, *strides, BIAS=bias, NUM_BLOCKS=num_blocks, BLOCK=block, STEP=STEP,
         EVEN_D=T % block == 0 and D % STEP == 0, EVEN_P=T % block == 0 and P % STEP == 0,

@@ -28,8 +28,8 @@ from shuffled_dpsgd.clipping.kernels.triton.device_limits import (
     multiprocessors,
 )
 from shuffled_dpsgd.clipping.kernels.triton.linear import (
-    GRAM_BLOCK,
     STEP,
+    blocks_of,
     gram_block,
     gram_stages,
 )
@@ -235,8 +235,7 @@ def launches_ahead(pointer: Callable[[str], Any]) -> Iterator[Callable[[], None]
 
 def _blocks(tokens: int) -> tuple[int, int, int]:
     """Tokens of a block, blocks of a sample, and pairs of them."""
-    block = min(GRAM_BLOCK, max(16, triton.next_power_of_2(tokens)))
-    num_blocks = triton.cdiv(tokens, block)
+    block, num_blocks = blocks_of(tokens)
     return block, num_blocks, num_blocks * (num_blocks + 1) // 2
 
 

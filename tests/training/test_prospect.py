@@ -91,6 +91,7 @@ def test_larger_batches_help_and_the_best_is_no_larger_than_needed() -> None:
     assert best_batch([now, now]) is now
 
 
+@pytest.mark.slow
 def test_what_is_needed_is_enough() -> None:
     now = plain(dimension=1_000_000)
     needs = needs_of(now, epsilon=3.0, delta=1e-5)

@@ -290,6 +290,7 @@ def squares(model: nn.Module, inputs: Inputs) -> Tensor:
     return model(inputs["x"]).square().flatten(1).sum(1)
 
 
+@pytest.mark.slow
 def test_a_model_compiled_in_pieces_goes_on_without_taps() -> None:
     torch._dynamo.reset()
     model, inputs = InPieces().double(), {"x": torch.randn(3, 5, 4, dtype=torch.float64)}

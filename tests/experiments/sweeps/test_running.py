@@ -164,6 +164,7 @@ def test_a_cell_trains_and_says_what_is_claimed(tmp_path: Path) -> None:
     assert tasks.of(cells[0].config) is tasks.of(cells[1].config)
 
 
+@pytest.mark.slow
 def test_a_cell_finds_the_same_whatever_was_run_before_it(tmp_path: Path) -> None:
     pytest.importorskip("sklearn")
     plain, first, *_, last = sweep_in(tmp_path).main_cells({})

@@ -44,8 +44,9 @@ def sweep(
     """Run what is missing of a sweep and draw its table: mean ± sd over seeds.
 
     Each cell is one JSON file that is never edited. A sweep that was stopped, or killed, goes on
-    where it was; exit status 3 says that cells are missing. Of several sweeps, cells of a later
-    one fill the time in which an earlier one has too few for all processes.
+    where it was; exit status 3 says that cells are missing. A cell that fails is named, with the
+    reason, and stepped over; exit status 2 then says so. Of several sweeps, cells of a later one
+    fill the time in which an earlier one has too few for all processes.
     """
     from shuffled_dpsgd_experiments.sweeps import load_sweep, run_in_jobs, table_of
     from shuffled_dpsgd_experiments.sweeps.running import is_complete

@@ -20,11 +20,15 @@ from shuffled_dpsgd_experiments.sweeps import (
     run_sweeps,
     table_of,
 )
-from shuffled_dpsgd_experiments.sweeps.jobs import ATTEMPTS, INCOMPLETE
+from shuffled_dpsgd_experiments.sweeps.jobs import INCOMPLETE
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """0 when every cell has a result, 3 when some are still missing."""
+    """0 when every cell has a result, 3 when some are still missing.
+
+    Raises:
+        ShuffledDPError: cells raised; all others were tried.
+    """
     parser = argparse.ArgumentParser(prog="sweeps", description=__doc__.split("\n", 1)[0])
     parser.add_argument("files", type=Path, nargs="+", help="sweeps in TOML")
     parser.add_argument("--model", help="the model's folder, in place of the file's")
@@ -42,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for file in options.files
     ]
     if options.worker:
-        done = run_sweeps(sweeps, stop_after=options.stop_after, attempts=ATTEMPTS)
+        done = run_sweeps(sweeps, stop_after=options.stop_after, is_replaced=True)
         return 0 if done else INCOMPLETE
     complete = options.table or run_in_jobs(
         sweeps,

@@ -19,6 +19,7 @@ import torch
 
 from shuffled_dpsgd.accounting import PrivacyClaim
 from shuffled_dpsgd.environment import environment
+from shuffled_dpsgd.errors import ShuffledDPError
 from shuffled_dpsgd.tasks import Evaluation, RunConfig, Task, build_task, start_private
 from shuffled_dpsgd.tasks.averaging import WeightAverage
 from shuffled_dpsgd.tasks.optimizers import build_scheduler
@@ -26,28 +27,30 @@ from shuffled_dpsgd.tasks.privacy import chosen_device
 from shuffled_dpsgd.training.loop import Callback, LoopSettings, Outcome, Progress, train
 from shuffled_dpsgd.training.plan import PrivacyPlan
 from shuffled_dpsgd.training.private import PrivateTraining
+from shuffled_dpsgd_experiments.sweeps.failures import why
 from shuffled_dpsgd_experiments.sweeps.grid import Cell
 
 
 class Tasks:
     """The tasks of the last few cells: those that share data read and encode them once.
 
-    Sweeps go back and forth between a few: tuning holds records back, the grid does not.
+    Sweeps go back and forth between a few: tuning holds records back, the grid does not. What could
+    not be built is not tried again: it may have been a minute's attempt to reach the hub.
     """
 
     def __init__(self, kept: int = 4) -> None:
         self._kept = kept
         self._found: dict[str, tuple[int, Task]] = {}
+        self._missing: dict[str, str] = {}
 
     def of(self, config: RunConfig) -> Task:
         """The configured task with the initial weights of the configured seed."""
-        raw = config.to_json()
-        views = config.training.augmentation_multiplicity
-        parts = [raw["task"], raw["model"], raw["data"], raw.get("generation"), views]
-        key, seed = json.dumps(parts, sort_keys=True), config.init_seed
+        key, seed = _parts(config), config.init_seed
+        if key in self._missing:
+            raise ShuffledDPError(self._missing[key])
         known = self._found.pop(key, None)
         if known is None:
-            task = build_task(config)
+            task = self._built(key, config)
         elif known[0] == seed:
             task = known[1]
         else:
@@ -56,6 +59,25 @@ class Tasks:
         while len(self._found) > self._kept:
             self._found.pop(next(iter(self._found)))
         return task
+
+    def _built(self, key: str, config: RunConfig) -> Task:
+        try:
+            return build_task(config)
+        except Exception as error:
+            self._missing[key] = why(error)
+            raise
+
+    def are_missing(self, config: RunConfig) -> bool:
+        """Whether the data or the model of a run could not be had."""
+        return _parts(config) in self._missing
+
+
+def _parts(config: RunConfig) -> str:
+    """What a task is built from, but for the seed."""
+    raw = config.to_json()
+    views = config.training.augmentation_multiplicity
+    parts = [raw["task"], raw["model"], raw["data"], raw.get("generation"), views]
+    return json.dumps(parts, sort_keys=True)
 
 
 @dataclass(kw_only=True)
@@ -88,12 +110,18 @@ def run_cell(cell: Cell, tasks: Tasks) -> dict[str, Any] | None:
     """Train and score a cell; None if a signal stopped it."""
     if cell.config.training.num_threads is not None:
         torch.set_num_threads(cell.config.training.num_threads)
+    # What a cell that raised had in memory is free only now, after its error.
+    _free_memory()
     try:
         return _record(cell, tasks)
     finally:
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        _free_memory()
+
+
+def _free_memory() -> None:
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def _record(cell: Cell, tasks: Tasks) -> dict[str, Any] | None:

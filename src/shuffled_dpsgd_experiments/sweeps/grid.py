@@ -71,6 +71,11 @@ class Cell:
         budget = "" if self.epsilon is None else f"_eps{self.epsilon:g}"
         return f"{self.stage}_{slug(self.method)}{budget}_seed{self.seed}_{digest}.json"
 
+    @property
+    def key(self) -> tuple[str, str]:
+        """What tells it from all cells of all sweeps."""
+        return self.sweep, self.file_name
+
     def describe(self) -> str:
         """One line for people."""
         budget = "" if self.epsilon is None else f", ε = {self.epsilon:g}"

@@ -2,7 +2,7 @@
 
 Each is a process of its own, with its own data and kernels, that claims cell after cell from the
 common folders. This one only starts them, tells what they found, puts a fresh one in the place of
-one that died, and ends them when it is ended.
+one that died or that a cell has ended, and ends them when it is ended.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from pathlib import Path
 from types import FrameType
 
 from shuffled_dpsgd.errors import InvalidArgumentError, ShuffledDPError
-from shuffled_dpsgd_experiments.sweeps.grid import Sweep
+from shuffled_dpsgd_experiments.sweeps.failures import all_failed
+from shuffled_dpsgd_experiments.sweeps.grid import Cell, Sweep
 from shuffled_dpsgd_experiments.sweeps.running import (
     POLL_SECONDS,
     KnownCells,
@@ -28,8 +29,6 @@ from shuffled_dpsgd_experiments.sweeps.running import (
 
 INCOMPLETE = 3
 """Exit status of a process that ended with cells missing."""
-ATTEMPTS = 2
-"""Processes that a cell may cost before it is left to another call."""
 
 
 def run_in_jobs(
@@ -48,7 +47,8 @@ def run_in_jobs(
     One job is this process. `model`, `data` and `results` are those that they were read with.
 
     Raises:
-        ShuffledDPError: cells are missing and a process failed; what it said is on standard error.
+        ShuffledDPError: cells are missing because they raised, or because a process failed; what
+            was said of it is on standard error.
     """
     if jobs < 1:
         raise InvalidArgumentError("--jobs", expected="at least 1", got=jobs)
@@ -66,6 +66,8 @@ def run_in_jobs(
             time.sleep(POLL_SECONDS)
     complete = board.read()
     if workers.failed and not complete:
+        if failed := board.failed():
+            raise all_failed(failed)
         raise ShuffledDPError(
             f"{len(workers.failed)} processes failed (status {workers.failed[0]}) and cells are "
             "missing; what they said stands above. Run the sweep again to go on"
@@ -143,6 +145,15 @@ class _Board:
     def read(self) -> bool:
         """Tell of results not told of yet; True when all are there."""
         return self._read(new=True)
+
+    def failed(self) -> list[Cell]:
+        """Cells without a result that processes have ended with."""
+        return [
+            cell
+            for each in self._sweeps
+            for cell, record in each.read()
+            if record is None and each.store.deaths(cell)
+        ]
 
     def _read(self, *, new: bool) -> bool:
         self.count = 0

@@ -2,7 +2,7 @@
 
 A cell whose result is there is never run again, so a sweep that was killed goes on where it was.
 The cell in progress then is started over; all its randomness follows from its seed. Processes that
-share a folder of results share the work.
+share a folder of results share the work. A cell that raises is stepped over.
 """
 
 from __future__ import annotations
@@ -13,11 +13,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from shuffled_dpsgd_experiments.sweeps.cell import Tasks, run_cell
+from shuffled_dpsgd_experiments.sweeps.failures import CellFailedError, all_failed
 from shuffled_dpsgd_experiments.sweeps.grid import Cell, Sweep
 from shuffled_dpsgd_experiments.sweeps.store import Store
 
 LOWER_IS_BETTER = ("perplexity", "loss")
 POLL_SECONDS = 0.5
+ATTEMPTS = 2
+"""Processes that a cell may cost before it is left to another call."""
 Run = Callable[[Cell, Tasks], dict[str, Any] | None]
 
 
@@ -56,6 +59,10 @@ def run_sweep(
     No cell is started once `stop_after` seconds have passed. A signal ends the sweep after the
     step in progress, without a result for the cell it was in. Several processes may run one sweep
     at a time: each cell is run by one of them, and the last ones wait for each other.
+
+    Raises:
+        ShuffledDPError: cells raised. Each was named at once on standard error, and stepped over;
+            this comes when everything else has been tried.
     """
     return run_sweeps([sweep], on_progress=on_progress, stop_after=stop_after, run=run)
 
@@ -65,14 +72,15 @@ def run_sweeps(
     *,
     on_progress: Callable[[SweepProgress], object] = lambda progress: None,
     stop_after: float | None = None,
-    attempts: int | None = None,
+    is_replaced: bool = False,
     run: Run = run_cell,
 ) -> bool:
     """`run_sweep` for several: cells of a later one fill the time that an earlier one waits.
 
-    A cell that processes have died of `attempts` times is left to another call.
+    A process that `is_replaced` ends with the first cell that raises, whatever that has done to
+    its GPU, and a fresh one steps over cells that `ATTEMPTS` processes have ended with.
     """
-    return _Worker(sweeps, on_progress, stop_after, attempts, run).work()
+    return _Worker(sweeps, on_progress, stop_after, is_replaced, run).work()
 
 
 class KnownCells:
@@ -130,13 +138,15 @@ class _Worker:
         sweeps: Sequence[Sweep],
         on_progress: Callable[[SweepProgress], object],
         stop_after: float | None,
-        attempts: int | None,
+        is_replaced: bool,
         run: Run,
     ) -> None:
         self._sweeps = [KnownCells(sweep) for sweep in sweeps]
         self._tasks = Tasks()
         self._stop_after = stop_after
-        self._attempts = attempts
+        self._is_replaced = is_replaced
+        self._failed: set[tuple[str, str]] = set()
+        self._has_run = False
         self._run = run
         self._started = time.monotonic()
         self._reporter = Reporter(sum(each.total for each in self._sweeps), on_progress)
@@ -144,8 +154,15 @@ class _Worker:
     def work(self) -> bool:
         """True when every cell has a result; False if time ran out or a signal came.
 
-        False also if nothing is missing but cells that were given up.
+        False also if nothing is missing but cells that others ended with.
         """
+        complete = self._run_missing()
+        failed = [cell for _, cell in self._missing() if cell.key in self._failed]
+        if failed:
+            raise all_failed(failed)
+        return complete
+
+    def _run_missing(self) -> bool:
         while True:
             missing = self._missing()
             if not missing:
@@ -176,20 +193,38 @@ class _Worker:
         return found
 
     def _given_up(self, store: Store, cell: Cell) -> bool:
-        return self._attempts is not None and store.deaths(cell) >= self._attempts
+        if self._is_replaced:
+            return store.deaths(cell) >= ATTEMPTS
+        return cell.key in self._failed
 
     def _try(self, store: Store, cell: Cell) -> bool | None:
         """Whether the cell was this process's to run, and was run; None if a signal came."""
-        with store.claim(cell, keep_on_error=self._attempts is not None) as mine:
+        with store.claim(cell, keep_on_error=self._is_replaced) as mine:
             if not mine:
                 return False
             began = time.monotonic()
-            record = self._run(cell, self._tasks)
+            try:
+                record = self._run(cell, self._tasks)
+            except Exception as error:
+                self._step_over(cell, error)
+                return True
             if record is None:
                 return None
             store.add(cell, record)
+            self._has_run = True
         self._reporter.found(cell, record, time.monotonic() - began)
         return True
+
+    def _step_over(self, cell: Cell, error: Exception) -> None:
+        """Leave a cell that raised; raises what is not of one cell."""
+        failure = CellFailedError(cell, error)
+        if self._is_replaced:
+            raise failure from error
+        missing = (self._tasks.are_missing(other.config) for _, other in self._missing())
+        if not self._has_run and all(missing):
+            raise error  # None of them has its data and its model.
+        self._failed.add(cell.key)
+        failure.say()
 
     def _out_of_time(self) -> bool:
         passed = time.monotonic() - self._started
@@ -210,10 +245,9 @@ class Reporter:
 
     def found(self, cell: Cell, record: Mapping[str, Any], seconds: float | None = None) -> None:
         """A cell has a result; `seconds` is None if it was there, or another process ran it."""
-        name = cell.sweep, cell.file_name
-        if name in self._told:
+        if cell.key in self._told:
             return
-        self._told.add(name)
+        self._told.add(cell.key)
         if seconds is not None:
             self._times.append(seconds)
         recent = self._times[-8:]

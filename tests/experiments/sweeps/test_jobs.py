@@ -23,6 +23,7 @@ from shuffled_dpsgd_experiments.sweeps import (
     run_sweeps,
 )
 from shuffled_dpsgd_experiments.sweeps.cell import Tasks
+from shuffled_dpsgd_experiments.sweeps.failures import CellFailedError
 from shuffled_dpsgd_experiments.sweeps.grid import Cell, laid_over
 from shuffled_dpsgd_experiments.sweeps.jobs import INCOMPLETE, _Workers
 from shuffled_dpsgd_experiments.sweeps.reading import parse_sweep
@@ -67,15 +68,15 @@ def test_a_cell_that_processes_die_of_is_left_to_another_call(tmp_path: Path) ->
 
     store = Store(tmp_path)
     for deaths in (1, 2):
-        with pytest.raises(RuntimeError, match="out of memory"):
-            run_sweeps([sweep], attempts=2, run=run)
+        with pytest.raises(CellFailedError, match=r"ε = 8, seed 0: RuntimeError: out of memory"):
+            run_sweeps([sweep], is_replaced=True, run=run)
         assert store.deaths(cells[2]) == deaths
     assert ran == [cell.file_name for cell in cells[:2]]
-    assert not run_sweeps([sweep], attempts=2, run=run)  # All but that one.
+    assert not run_sweeps([sweep], is_replaced=True, run=run)  # All but that one.
     assert len(ran) == len(cells) - 1
     store.forget_deaths()
     assert store.deaths(cells[2]) == 0
-    assert run_sweeps([sweep], attempts=2, run=pretended(ran))
+    assert run_sweeps([sweep], is_replaced=True, run=pretended(ran))
     assert ran[-1] == cells[2].file_name
     assert not list(tmp_path.glob(".*"))
 
@@ -153,6 +154,31 @@ def test_the_failure_of_processes_is_told(tmp_path: Path) -> None:
     sweep = sweep_in(tmp_path)
     with pytest.raises(ShuffledDPError, match="4 processes failed"):
         run_in_jobs([sweep], [tmp_path / "absent.toml"], 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_a_cell_that_fails_is_named_and_all_others_are_run(
+    tmp_path: Path, jobs: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("sklearn")
+    file = tmp_path / "sweep.toml"
+    file.write_text(
+        'name = "f"\nepsilons = [1.0]\nseeds = [0, 1]\n[run]\ntask = "digits"\n'
+        'model.name = "vit-digits"\ndata.format = "digits"\nprivacy.delta = 1e-4\n'
+        "privacy.clip_norm = 1.0\ntraining.expected_batch_size = 480\ntraining.num_steps = 2\n"
+        '[[methods]]\nname = "bad"\nrun.model.train_only = ["nothing"]\n'
+        '[[methods]]\nname = "certified"\nrun.privacy.method = "certified"\n'
+    )
+    sweep = load_sweep(file, results=tmp_path / "results")
+    with pytest.raises(ShuffledDPError, match=r"2 cells failed: bad, ε = 1, seed 0; bad, ε = 1, "):
+        run_in_jobs([sweep], [file], jobs, results=sweep.results)
+    assert len(list(sweep.results.glob("main_certified_*.json"))) == 2
+    said = capfd.readouterr().err.splitlines()
+    for seed in (0, 1):
+        line = f"error: cell failed: bad, ε = 1, seed {seed}: model.train_only: "
+        # Several processes try each cell twice, in a fresh one.
+        assert sum(each.startswith(line) for each in said) == jobs
 
 
 @pytest.mark.slow

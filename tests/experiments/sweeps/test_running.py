@@ -6,6 +6,7 @@ import copy
 import json
 import os
 import pickle
+import re
 import signal
 import subprocess
 import sys
@@ -19,8 +20,8 @@ import pytest
 import torch
 
 from experiments.sweeps.test_grid import RAW
-from shuffled_dpsgd.errors import CheckpointError
-from shuffled_dpsgd.tasks import build_task
+from shuffled_dpsgd.errors import CheckpointError, ShuffledDPError
+from shuffled_dpsgd.tasks import RunConfig, build_task
 from shuffled_dpsgd_experiments.sweeps import (
     Sweep,
     SweepProgress,
@@ -28,6 +29,7 @@ from shuffled_dpsgd_experiments.sweeps import (
     run_sweeps,
     table_of,
 )
+from shuffled_dpsgd_experiments.sweeps import cell as cell_module
 from shuffled_dpsgd_experiments.sweeps.cell import Meter, Tasks, run_cell
 from shuffled_dpsgd_experiments.sweeps.grid import Cell, laid_over
 from shuffled_dpsgd_experiments.sweeps.reading import parse_sweep
@@ -84,6 +86,83 @@ def test_a_killed_sweep_repeats_nothing_and_loses_nothing(tmp_path: Path, killed
     third: list[str] = []
     assert run_sweep(sweep, run=pretended(third))
     assert third == []
+
+
+def test_a_cell_that_raises_is_named_and_stepped_over(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sweep = sweep_in(tmp_path)
+    bad = list(sweep.main_cells({}))[2]
+    ran: list[str] = []
+
+    def run(cell: Cell, tasks: Tasks) -> dict[str, Any]:
+        if cell.file_name == bad.file_name:
+            raise RuntimeError("out of\nmemory")
+        return pretended(ran)(cell, tasks)
+
+    for once_more in (False, True):
+        with pytest.raises(ShuffledDPError, match=f"^1 cell failed: {re.escape(bad.describe())}. "):
+            run_sweep(sweep, run=run)
+        assert len(ran) == 5, once_more
+        (line,) = capsys.readouterr().err.splitlines()
+        expected = f"error: cell failed: {bad.describe()}: RuntimeError: out of memory ("
+        assert line.startswith(f"{expected}test_running.py:")
+        assert sorted(path.name for path in tmp_path.iterdir()) == sorted(ran)
+    assert run_sweep(sweep, run=pretended(ran))
+    assert ran[-1] == bad.file_name
+
+
+def test_a_trial_that_raises_keeps_back_no_other_method(tmp_path: Path) -> None:
+    raw = laid_over(copy.deepcopy(RAW), {"tuning": {"epsilon": 1.0, "run": {}}})
+    for method in raw["methods"]:
+        method["tuning"] = {"optimizer.learning_rate": [1e-3, 1e-2]}
+    sweep = parse_sweep(raw, results=tmp_path)
+    bad = sweep.tuning_cells()[0]
+    ran: list[str] = []
+
+    def run(cell: Cell, tasks: Tasks) -> dict[str, Any]:
+        if cell.file_name == bad.file_name:
+            raise RuntimeError
+        return pretended(ran)(cell, tasks)
+
+    with pytest.raises(ShuffledDPError, match=r"^1 cell failed: tuning plain"):
+        run_sweep(sweep, run=run)
+    stages = [name.split("_")[0] for name in ran]
+    # No value was chosen for the method whose trial is missing, and so its grid is not run.
+    grid = [cell for cell in sweep.main_cells({}) if cell.method != bad.method]
+    assert (stages.count("tuning"), stages.count("main")) == (3, len(grid))
+
+
+def test_what_all_cells_need_ends_the_sweep_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tried = []
+
+    def without_data(config: RunConfig) -> None:
+        tried.append(config)
+        raise ConnectionError("no hub")
+
+    monkeypatch.setattr(cell_module, "build_task", without_data)
+    with pytest.raises(ConnectionError, match=r"^no hub$"):
+        run_sweep(sweep_in(tmp_path))
+    assert len(tried) == 1
+    assert capsys.readouterr().err == ""
+    # Of one method only: it is stepped over, and its data are asked for once.
+    methods = copy.deepcopy(RAW["methods"])
+    methods[1]["run"]["model"] = {"lora_rank": 2}
+    sweep = sweep_in(tmp_path, methods=methods)
+
+    def run(cell: Cell, tasks: Tasks) -> dict[str, Any]:
+        if cell.method == methods[1]["name"]:
+            tasks.of(cell.config)
+        return pretended([])(cell, tasks)
+
+    with pytest.raises(ShuffledDPError, match=r"^4 cells failed: "):
+        run_sweep(sweep, run=run)
+    assert len(tried) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 4
+    assert all("ConnectionError: no hub (test_running.py:" in line for line in lines)
 
 
 def test_progress_is_that_of_the_whole_grid(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 from typer.testing import CliRunner
 
 from shuffled_dpsgd.cli.main import app
@@ -50,3 +51,13 @@ def test_no_name_is_an_error_that_lists_the_names() -> None:
     done = CliRunner().invoke(app, ["reproduce"])
     assert done.exit_code == 2
     assert "fig1" in done.stderr
+
+
+@pytest.mark.parametrize("name", ["table3", "table4", "table5"])
+def test_without_the_data_nothing_is_left_behind(tmp_path: Path, name: str) -> None:
+    output = tmp_path / "new" / "results"
+    places = ["--data", str(tmp_path / "nowhere"), "--output", str(output)]
+    done = CliRunner().invoke(app, ["reproduce", name, "--scale", "paper", *places])
+    assert done.exit_code == 2
+    assert "nowhere" in done.stderr
+    assert not list(tmp_path.iterdir())

@@ -58,6 +58,7 @@ def test_a_failed_cell_is_told_and_counts_in_the_exit_status(
         return pretended([])(cell, tasks)
 
     monkeypatch.setattr(cell_module, "_record", record)
+    monkeypatch.setattr(cell_module, "_free_memory", lambda: None)  # Slow among many tests.
     file = tmp_path / "sweep.toml"
     file.write_text(FILE)
     arguments = ["sweep", str(file), "--results", str(tmp_path / "found")]

@@ -12,7 +12,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from shuffled_dpsgd.errors import CheckpointError
 from shuffled_dpsgd_experiments.sweeps.grid import Cell
@@ -69,11 +69,11 @@ class Store:
         """Whether the cell is this process's to run: not another's, and without a result yet.
 
         The file goes when the claim ends, and stays if the process does not live to see that; it
-        has a mark for each time. With `keep_on_error` an exception counts as such an end.
+        has a mark for each time. With `keep_on_error` an exception counts as such an end. Folders
+        that were made for the claim go with it, if nothing came of it.
         """
-        self.directory.mkdir(parents=True, exist_ok=True)
         path = self._claim_path(cell)
-        with path.open("a") as file:
+        with _opened(path) as file:
             if not _locked(file.fileno(), path):
                 yield False
                 return
@@ -127,6 +127,28 @@ class Store:
         finally:
             temporary.unlink()
         return path
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[IO[str]]:
+    """A file to append to. Folders that are made for it are removed if they end up empty."""
+    made = [folder for folder in path.parents if not folder.exists()]
+    while True:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            file = path.open("a")
+            break
+        except FileNotFoundError:
+            continue  # Another process has just removed the folder that it had made.
+    try:
+        with file:
+            yield file
+    finally:
+        for folder in made:
+            try:
+                folder.rmdir()
+            except OSError:
+                break
 
 
 def _locked(descriptor: int, path: Path) -> bool:

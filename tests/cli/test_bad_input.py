@@ -138,6 +138,11 @@ def changed(layout: str, **changes: Any) -> Case:
     return prepare
 
 
+def flagged(layout: str, *flags: str, **changes: Any) -> Case:
+    """Good data, a run's file with these values, and flags."""
+    return lambda folder: [*changed(layout, **changes)(folder), *flags]
+
+
 def text(layout: str, name: str, *content: str, encoding: str = "utf-8") -> Case:
     """Good data but for one file with these lines."""
 
@@ -297,6 +302,7 @@ GOOD_ROWS = [f"film {i}\t{i % 2}" for i in range(NUM_RECORDS)]
 XZ = lzma.compress("\n".join([TSV, *GOOD_ROWS, ""]).encode())
 WORDS = np.array(["cat"] * NUM_RECORDS)
 OBJECTS = np.array([{}] * NUM_RECORDS, dtype=object)
+IN_EPOCHS: dict[str, Any] = {"training__num_steps": None, "training__epochs": 3}
 PLAN = ["--noise-multiplier", "1", "--delta", "1e-5"]
 CALIBRATE = ["calibrate", "--delta", "1e-5", "--dataset-size", "100", "--epochs", "1"]
 ADVISE = ["advise", "--delta", "1e-5", "--dataset-size", "10", "--epochs", "1", "--dimension", "5"]
@@ -445,6 +451,18 @@ CASES: dict[str, tuple[Case, str]] = {
     ),
     "another optimizer": (changed("sst2", optimizer__name="lion"), "optimizer.name"),
     "negative warm-up": (changed("sst2", optimizer__warmup_steps=-1), "warmup_steps"),
+    "a warm-up beyond the steps": (
+        changed("sst2", optimizer__warmup_steps=99),
+        "optimizer.warmup_steps: expected at most ",
+    ),
+    "a warm-up beyond the epochs": (
+        changed("sst2", optimizer__warmup_steps=7, **IN_EPOCHS),
+        "optimizer.warmup_steps: expected at most 6, the number of steps of the run, got 7; lower",
+    ),
+    "a warm-up beyond the flags": (
+        flagged("sst2", "--epochs", "1", optimizer__warmup_steps=4, **IN_EPOCHS),
+        "optimizer.warmup_steps: expected at most 2",
+    ),
     "cuda that is not there": (changed("sst2", training__device="cuda:99"), "training.device"),
     "another device": (changed("sst2", training__device="tpu"), "training.device"),
     "the meta device": (changed("sst2", training__device="meta"), "training.device"),

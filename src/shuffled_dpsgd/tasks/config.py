@@ -92,6 +92,17 @@ class OptimizerConfig:
                 "momentum", expected=f"0: {self.name} has none", got=self.momentum
             )
 
+    def check_length(self, num_steps: int) -> None:
+        """Refuse a warm-up that a run of so many steps would never leave."""
+        if self.warmup_steps > num_steps:
+            raise InvalidArgumentError(
+                "optimizer.warmup_steps",
+                expected=f"at most {num_steps}, the number of steps of the run",
+                got=self.warmup_steps,
+                remedy="lower it, or train for longer: training.num_steps, or training.epochs of "
+                "⌈records / expected_batch_size⌉ steps",
+            )
+
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleConfig(Schedule):
@@ -142,6 +153,9 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         check_range("seed", self.seed, 0, below=2**63)
+        # With epochs, the number of steps is known when the data are.
+        if self.training.num_steps is not None:
+            self.optimizer.check_length(self.training.num_steps)
         if self.training.weight_averaging and self.privacy.shuffle != "off":
             raise InvalidArgumentError(
                 "training.weight_averaging",

@@ -24,7 +24,12 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Op
 def build_scheduler(
     optimizer: torch.optim.Optimizer, config: OptimizerConfig, num_steps: int
 ) -> torch.optim.lr_scheduler.LambdaLR:
-    """Warm-up, then constant, or linear or cosine decay to zero at `num_steps`."""
+    """Warm-up, then constant, or linear or cosine decay to zero at `num_steps`.
+
+    Raises:
+        InvalidArgumentError: the warm-up takes more than `num_steps`.
+    """
+    config.check_length(num_steps)
 
     def factor(step: int) -> float:
         return learning_rate_factor(step, config, num_steps)

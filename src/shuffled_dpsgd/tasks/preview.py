@@ -108,6 +108,7 @@ def preview_shapes(
     options = PrivacyOptions(
         **options_in(config.privacy), **options_in(config.training), dataset_size=dataset_size
     )
+    config.optimizer.check_length(options.steps())
     moved: frozenset[str] = frozenset()
     if options.needs_blocks:
         moved = discover(shapes, scope=options.scope).moved_names

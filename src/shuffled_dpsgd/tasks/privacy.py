@@ -30,6 +30,7 @@ def start_private(
         seed=config.seed,
         ledger_path=ledger_path,
     )
+    config.optimizer.check_length(options.steps())
     return assemble(model, build_optimizer(model, config.optimizer), options)
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -209,6 +210,23 @@ def test_processes_begin_before_this_one_imports_triton(monkeypatch: pytest.Monk
     monkeypatch.setattr(launchers, "make_safe_for_threads", look)
     rehearsals.get_ready(torch.device("cuda"))
     assert started_by_then == [1]
+
+
+@pytest.mark.parametrize("begin", [service.begin, service.begin_early])
+def test_the_compiler_is_imported_between_the_processes_and_the_threads(
+    monkeypatch: pytest.MonkeyPatch, begin: Callable[[], None]
+) -> None:
+    seen: list[str] = []
+    monkeypatch.setattr(
+        service, "_import_compiler", lambda: seen.append(f"{FakeWorkers.started} started")
+    )
+    monkeypatch.setattr(service, "_digest", lambda: seen.append("thread"))
+    monkeypatch.setitem(sys.modules, "triton.runtime.cache", SimpleNamespace())
+    begin()
+    for thread in threading.enumerate():
+        if thread.name == "compiling":
+            thread.join()
+    assert seen == ["1 started", "thread"]
 
 
 def test_work_is_done_once_and_waited_for() -> None:

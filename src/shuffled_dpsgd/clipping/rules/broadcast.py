@@ -13,6 +13,7 @@ Shapes: B samples, K rows of a sample, S the parameter's shape without its leadi
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING, Any, cast
@@ -62,9 +63,19 @@ def class_name(module: nn.Module) -> str:
     return f"{type(module).__module__}.{type(module).__qualname__}"
 
 
-@torch.compiler.disable(reason="bare parameters must be checked: first run one step without it")
+@functools.cache
+def _untraced_refusal() -> Callable[[str, str], None]:
+    """`_refuse_unchecked` for code that is compiled.
+
+    Where a graph must be whole, the compiler tells its user the reason. Made on first use: it
+    imports PyTorch's compiler, which takes more than a second.
+    """
+    reason = "bare parameters must be checked: first run one step without it"
+    refuse: Callable[[str, str], None] = torch.compiler.disable(_refuse_unchecked, reason=reason)
+    return refuse
+
+
 def _refuse_unchecked(path: str, name: str) -> None:
-    """Refuse to compile; where a graph must be whole, the compiler tells its user the reason."""
     raise UnsupportedModuleError(
         path,
         expected="a module whose bare parameters are known to be broadcast",
@@ -99,6 +110,7 @@ class BroadcastSlot(CopiesSlot):
         self._verified: set[Hashable] = set()
         # For a compiler, which follows no set of such things.
         self._is_verified = False
+        self._refuse_unchecked = None if self._is_known else _untraced_refusal()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -153,7 +165,8 @@ class BroadcastSlot(CopiesSlot):
         """Verify every kind of call: one sample, or one shape, hides what is wrong for others."""
         if torch.compiler.is_compiling():
             if not self._is_verified:
-                _refuse_unchecked(self.path, type(self.module).__name__)
+                assert self._refuse_unchecked is not None, "known modules need no check"
+                self._refuse_unchecked(self.path, type(self.module).__name__)
             return
         kind = (*kind_of_call(args, kwargs, size), self.module.training)
         if kind not in self._verified:

@@ -51,6 +51,14 @@ def _digest_triton() -> None:
 _driver, _digest = _Once(_make_driver), _Once(_digest_triton)
 
 
+def _import_compiler() -> None:
+    """Import PyTorch's compiler, and Triton with it, while no thread of ours imports anything.
+
+    PyTorch does so with the first optimizer, where threads may be at work by then.
+    """
+    importlib.import_module("torch._dynamo")
+
+
 def begin_early() -> None:
     """Start the processes before it is known whether there will be a run, which `begin` tells.
 
@@ -64,6 +72,7 @@ def begin_early() -> None:
         _early.append(Workers(is_early=True))
     except OSError:  # There may never be a run; `begin` tries again, and says so.
         return
+    _import_compiler()
     # Not imported for its sake: two threads that import at a time may see half a module.
     if "triton.runtime.cache" in sys.modules:
         threading.Thread(target=_digest, name="compiling", daemon=True).start()
@@ -89,6 +98,7 @@ def _begin() -> None:
     workers = _start()
     if workers is None:
         return
+    _import_compiler()
     if not launchers.make_safe_for_threads():
         workers.close()
         return

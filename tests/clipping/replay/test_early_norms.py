@@ -17,8 +17,11 @@ from shuffled_dpsgd.clipping.replay.recordings import Replays, Work
 from shuffled_dpsgd.clipping.settle import schedules
 from shuffled_dpsgd.clipping.settle.many_layers import ManyLayers
 
-# About a tenth of a second of an H200.
-CYCLES = 200_000_000
+# About a tenth of a second of an H200 for the norms, and three tenths for the sums.
+NORM_CYCLES, SUM_CYCLES = 200_000_000, 600_000_000
+# Norms must be read early so often, within so many steps. On a busy machine the host may come late
+# to some of them, after the sums, which says nothing of the code.
+ENOUGH, MOST_STEPS = 4, 30
 
 
 def test_norms_of_all_batches_come_with_what_was_asked_for() -> None:
@@ -82,9 +85,9 @@ def test_norms_are_freed_when_an_engine_forgets_them(monkeypatch: pytest.MonkeyP
     assert announced[0]() is None
 
 
-def slowed(method: Callable[..., Any]) -> Callable[..., Any]:
+def slowed(method: Callable[..., Any], cycles: int) -> Callable[..., Any]:
     def slow(*args: Any, **kwargs: Any) -> Any:
-        torch.cuda._sleep(CYCLES)
+        torch.cuda._sleep(cycles)
         return method(*args, **kwargs)
 
     return slow
@@ -101,21 +104,26 @@ def test_norms_are_read_while_sums_are_still_added(
     engine = ClippingEngine(model, clip_norm=0.1)
     first, second = (torch.randn(4, 8, 64, device="cuda") for _ in range(2))
     # Both are slowed down, in recordings too: reading too early would find the norms before these.
-    monkeypatch.setattr(ManyLayers, "squares", slowed(ManyLayers.squares))
-    monkeypatch.setattr(ManyLayers, "add_sums", slowed(ManyLayers.add_sums))
-    was_early = []
-    for step in range(10):
+    monkeypatch.setattr(ManyLayers, "squares", slowed(ManyLayers.squares, NORM_CYCLES))
+    monkeypatch.setattr(ManyLayers, "add_sums", slowed(ManyLayers.add_sums, SUM_CYCLES))
+    times_early = 0
+    for step in range(MOST_STEPS):
+        replayed_before = engine.num_replayed
         engine.reset()
         other = torch.full((), float(step), device="cuda")
         for batch in (first, (1.0 + step) * second):
             with engine:
                 engine.backward(model(batch).square().sum((1, 2)))
         norms, read = engine.read_norms(other)
-        was_early.append(not torch.cuda.current_stream().query())
+        is_early = not torch.cuda.current_stream().query()
         assert torch.equal(norms, engine.sample_norms.cpu())
         assert read.item() == step
-    # The first batches are checked, which waits for everything.
-    assert all(was_early[-4:])
+        # The first batches are checked, which waits for everything; then come recordings.
+        is_replayed = engine.num_replayed > replayed_before
+        times_early += is_early and is_replayed == (graphs == "1")
+        if times_early == ENOUGH:
+            break
+    assert times_early == ENOUGH
     assert (engine.num_replayed > 0) == (graphs == "1")
 
 

@@ -38,6 +38,7 @@ def fakes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(service, "_hooks", [])
     monkeypatch.setattr(service, "_early", [])
     monkeypatch.setattr(service, "triton_available", lambda: True)
+    monkeypatch.setattr(service, "_import_compiler", lambda: None)
     monkeypatch.setattr(service, "_driver", lambda: None)
     monkeypatch.setattr(service, "_digest", lambda: None)
     monkeypatch.setattr(service.sys, "platform", "linux")

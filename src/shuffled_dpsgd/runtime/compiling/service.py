@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
 import importlib
 import sys
@@ -19,6 +20,19 @@ _NOT_STARTED = "Kernels are compiled in this process, and the first steps take l
 _hooks: list[TritonHook] = []
 # Started before it was known whether there would be a run; the first run takes them over.
 _early: list[Workers] = []
+
+
+@atexit.register
+def _end() -> None:
+    """Let the processes go when this one ends.
+
+    What still rehearses has been waited for by then: `rehearsals` imports this module before it
+    registers its own end, and what is registered last is called first.
+    """
+    for hook in _hooks:
+        hook.close()
+    for workers in _early:
+        workers.close()
 
 
 class _Once:

@@ -85,6 +85,16 @@ class TritonHook:
             )
         return found
 
+    def close(self) -> None:
+        """Ask nobody from now on, and leave open nothing that nobody waits for."""
+        workers, self.workers = self.workers, None
+        if workers is not None:
+            workers.close()
+        with self._lock:
+            for answer in self._asked.values():
+                if isinstance(answer, Answer):
+                    answer.forgo()
+
     def _prepare(self, variant: Variant, request: CompileRequest) -> str | None:
         """Have a variant compiled by a worker, unless it is on disk; returns why it is not there.
 

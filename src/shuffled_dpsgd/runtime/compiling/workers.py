@@ -41,6 +41,7 @@ class Answer:
     def __init__(self, connection: socket.socket, workers: Workers) -> None:
         self._connection = connection
         self._workers = workers
+        self._is_waited_for = False
 
     def wait(self) -> None:
         """Return once the request has been compiled.
@@ -48,6 +49,7 @@ class Answer:
         Raises:
             WorkerError: it has not been, for whatever reason.
         """
+        self._is_waited_for = True
         try:
             with self._connection:
                 self._wait_for_a_sign()
@@ -57,6 +59,11 @@ class Answer:
         self._workers.last_sign = time.monotonic()
         if answer != DONE:
             raise WorkerError(answer.decode() or "the process that compiled it has ended")
+
+    def forgo(self) -> None:
+        """Hear of the request no more, unless somebody waits for it."""
+        if not self._is_waited_for:
+            self._connection.close()
 
     def _wait_for_a_sign(self) -> None:
         """Others may be served first: it is enough that anyone is."""
@@ -106,6 +113,9 @@ class Workers:
                 pass_fds=descriptors,
                 start_new_session=True,
             )
+        except BaseException:
+            self.close()
+            raise
         finally:
             for lane in theirs:
                 lane.close()

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, fields
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -115,7 +116,8 @@ class Budget:
     )
 
     def __post_init__(self) -> None:
-        checks.check_choices(self, _choices(type(self)))
+        kind: type = type(self)
+        checks.check_choices(self, _choices(kind))
         given = {item.name: getattr(self, item.name) for item in fields(self)}
         decided = settle(self.method, given)
         if self.method == "non-private":
@@ -237,8 +239,12 @@ def options_in(source: Any) -> dict[str, Any]:
     }
 
 
+@cache
 def _choices(kind: type) -> dict[str, tuple[str, ...]]:
-    """Read from annotations, because `HfArgumentParser` writes to the fields' own `type`."""
+    """Read from annotations, because `HfArgumentParser` writes to the fields' own `type`.
+
+    Once for each class: it takes longer than everything else that is checked.
+    """
     found = {}
     for name, hint in get_type_hints(kind).items():
         # The choices themselves, of an option that may be left open as well.

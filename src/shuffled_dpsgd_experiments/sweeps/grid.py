@@ -8,6 +8,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -63,7 +64,7 @@ class Cell:
         """What differs from the defaults, so that an option added later changes no name."""
         return identity_of(self.described)
 
-    @property
+    @cached_property
     def file_name(self) -> str:
         """Where its result goes: readable, and different for every configuration."""
         text = json.dumps([self.identity, self.seed, self.stage], sort_keys=True)

@@ -355,14 +355,14 @@ def audit_fails(plant: Plant) -> bool:
     """The mechanism's output, all tensors together, against its proven claim."""
     private = noisy()
     plant(private)
-    return audit_mechanism(private, num_observations=400, num_sweep=0).refutes_a_proven_claim
+    return audit_mechanism(private, num_observations=150, num_sweep=0).refutes_a_proven_claim
 
 
 def sweep_fails(plant: Plant) -> bool:
     """The same, tensor by tensor."""
     private = noisy(noise_multiplier=1.0)
     plant(private)
-    return audit_mechanism(private, num_observations=60, num_sweep=60).refutes_a_proven_claim
+    return audit_mechanism(private, num_observations=40, num_sweep=40).refutes_a_proven_claim
 
 
 CHECKS: Mapping[str, Callable[[Plant], bool]] = {

@@ -28,7 +28,7 @@ from shuffled_dpsgd.auditing.estimators import (
     OneRunFDP,
 )
 
-REPETITIONS = 200
+REPETITIONS = 120
 TIGHT = ("randomized response 3.0", "uniform 0.05", "nothing")
 COMMITTED = Path(__file__).parents[2] / "results" / "audit_coverage.json"
 GAUSSIANS = MECHANISMS[:2]

@@ -7,6 +7,7 @@ what its function returned in `rank-N.pt`, or its error in `rank-N.txt`.
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import os
@@ -15,21 +16,26 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+import dp_accounting.pld  # noqa: F401  (what is imported here is not imported by every rank)
 import torch
-import torch._dynamo  # optimizers import it at their first step: once here, not in every rank
+import torch._dynamo  # optimizers import it at their first step
 import transformers.models.bert.modeling_bert
 import transformers.models.gpt2.modeling_gpt2
-import transformers.models.vit.modeling_vit  # noqa: F401  (for the forks as well)
+import transformers.models.vit.modeling_vit  # noqa: F401
 
 import distributed.command
 import distributed.replicas
 import distributed.resumable
-import distributed.shards  # noqa: F401  (so that no fork imports what they need)
+import distributed.shards  # noqa: F401
+import shuffled_dpsgd.distributed.sharding
+import shuffled_dpsgd.training.sharded_checkpoint  # noqa: F401
 from distributed.launching import free_port
 from shuffled_dpsgd.distributed import launched
 
 
 def serve() -> None:
+    # A rank whose garbage collector looks through all of this has to copy it.
+    gc.freeze()
     for line in sys.stdin:
         order = json.loads(line)
         port = free_port()
@@ -67,3 +73,4 @@ def fork(order: dict[str, Any], rank: int, port: int) -> int:
 
 if __name__ == "__main__":
     serve()
+    os._exit(0)  # Taking apart all that was imported takes a second.

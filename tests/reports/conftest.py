@@ -31,7 +31,7 @@ def made_up_record(step: int) -> StepRecord:
     )
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def view() -> RunView:
     return RunView(
         title="a <made-up> run",
@@ -43,7 +43,7 @@ def view() -> RunView:
     )
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def card() -> PrivacyCard:
     plan = make_plan(
         PrivacyOptions(

@@ -9,12 +9,28 @@ from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
 
+import pytest
+from matplotlib import pyplot as plt
+
 from shuffled_dpsgd.permutation import PermutationSpec
 from shuffled_dpsgd.permutation.spec import Group, Member
-from shuffled_dpsgd.reports import RunView, card_page, report_page, write_report
+from shuffled_dpsgd.reports import RunView, card_page, report_page, run_report, write_report
 from shuffled_dpsgd.training import AuditedBound, PrivacyCard
 
 VOID = {"meta", "br", "link", "wbr"}
+SPEC = PermutationSpec(
+    scope="paper",
+    groups=(
+        Group(
+            name="mlp",
+            kind="mlp-hidden",
+            size=4,
+            members=(Member(parameter="w", axis=0),),
+        ),
+    ),
+    shapes={"w": (4, 2), "b": (3,)},
+    unmoved={"b": "class axis"},
+)
 
 
 class Balanced(HTMLParser):
@@ -41,13 +57,27 @@ def check_page(text: str) -> None:
     assert [target for target in references if not target.startswith("#")] == []
 
 
-def test_report_is_one_self_contained_page(view: RunView, card: PrivacyCard) -> None:
-    text = report_page(view, card, spec=None, facts={"privacy": {"epsilon": 3.0}})
-    check_page(text)
-    assert text.count("<svg") == 7
-    assert "a &lt;made-up&gt; run" in text
-    assert "privacy.<wbr>epsilon" in text
-    assert "No ε covers publishing them" in text
+@pytest.fixture(scope="module")
+def written(
+    tmp_path_factory: pytest.TempPathFactory, view: RunView, card: PrivacyCard
+) -> tuple[Path, list[Path]]:
+    """A folder with everything, and what was said to be in it; its figures take a while."""
+    folder = tmp_path_factory.mktemp("report")
+    facts = {"privacy": {"epsilon": 3.0}}
+    return folder, write_report(folder, view, card.about(model="a <b>"), spec=SPEC, facts=facts)
+
+
+@pytest.fixture(scope="module")
+def page(written: tuple[Path, list[Path]]) -> str:
+    return (written[0] / "report.html").read_text(encoding="utf-8")
+
+
+def test_report_is_one_self_contained_page(page: str) -> None:
+    check_page(page)
+    assert page.count("<svg") == 7
+    assert "a &lt;made-up&gt; run" in page
+    assert "privacy.<wbr>epsilon" in page
+    assert "No ε covers publishing them" in page
 
 
 def test_card_keeps_the_order_of_claims(card: PrivacyCard) -> None:
@@ -91,45 +121,42 @@ def test_uncertified_runs_say_why(card: PrivacyCard) -> None:
     assert "proven" not in text.split("<body>")[1].split("target")[0]
 
 
-def test_permutation_is_summarised(view: RunView, card: PrivacyCard) -> None:
-    spec = PermutationSpec(
-        scope="paper",
-        groups=(
-            Group(
-                name="mlp",
-                kind="mlp-hidden",
-                size=4,
-                members=(Member(parameter="w", axis=0),),
-            ),
-        ),
-        shapes={"w": (4, 2), "b": (3,)},
-        unmoved={"b": "class axis"},
-    )
-    text = report_page(view, card, spec=spec, facts={})
-    assert "8 of 11 parameters (72.7%)" in text
-    assert "class axis" in text
-    assert "credits this with nothing" in text
+def test_permutation_is_summarised(page: str) -> None:
+    assert "8 of 11 parameters (72.7%)" in page
+    assert "class axis" in page
+    assert "credits this with nothing" in page
 
 
-def test_files_of_a_report(view: RunView, card: PrivacyCard, tmp_path: Path) -> None:
-    written = write_report(tmp_path, view, card, spec=None, facts={})
-    assert all(path.stat().st_size > 0 for path in written)
-    names = {path.relative_to(tmp_path).as_posix() for path in written}
+def test_files_of_a_report(card: PrivacyCard, written: tuple[Path, list[Path]]) -> None:
+    folder, paths = written
+    assert all(path.stat().st_size > 0 for path in paths)
+    names = {path.relative_to(folder).as_posix() for path in paths}
     assert {"report.html", "privacy_card.txt", "privacy_card.json", "privacy_card.html"} <= names
     assert {"figures/epsilon.png", "figures/epsilon.svg"} <= names
-    assert json.loads((tmp_path / "privacy_card.json").read_text()) == card.to_json()
-    assert (tmp_path / "privacy_card.txt").read_text() == f"{card}\n"
+    shown = card.about(model="a <b>")
+    assert json.loads((folder / "privacy_card.json").read_text()) == shown.to_json()
+    assert (folder / "privacy_card.txt").read_text() == f"{shown}\n"
 
 
-def test_pages_suit_dark_screens_and_small_ones(view: RunView, card: PrivacyCard) -> None:
-    text = report_page(view, card.about(model="a <b>"), spec=None, facts={})
-    assert "prefers-color-scheme: dark" in text
-    assert "min(24rem, 100%)" in text
-    assert "a &lt;b&gt;" in text
-    assert 'class="claim small"' in text
-    assert "; small print: " in text
-    assert "fill: #ffffff" not in text  # no white plates behind the figures
-    assert "10^" not in re.sub("<svg.*?</svg>", "", text, flags=re.DOTALL)
+def test_a_run_without_a_shuffle_has_a_page(
+    view: RunView, card: PrivacyCard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    figure = plt.figure(figsize=(1, 1))
+    monkeypatch.setattr(run_report, "draw_all", lambda view: {"loss": figure})
+    text = report_page(view, card, spec=None, facts={})
+    check_page(text)
+    assert text.count("<svg") == 1
+    assert "class axis" not in text
+
+
+def test_pages_suit_dark_screens_and_small_ones(page: str) -> None:
+    assert "prefers-color-scheme: dark" in page
+    assert "min(24rem, 100%)" in page
+    assert "a &lt;b&gt;" in page
+    assert 'class="claim small"' in page
+    assert "; small print: " in page
+    assert "fill: #ffffff" not in page  # no white plates behind the figures
+    assert "10^" not in re.sub("<svg.*?</svg>", "", page, flags=re.DOTALL)
 
 
 def test_steps_are_whole_numbers(view: RunView) -> None:

@@ -17,30 +17,66 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from permutation.zoo import FAMILIES
-from shuffled_dpsgd.permutation import apply, apply_to_tensors, discover, draw
+from shuffled_dpsgd.permutation import PermutationSpec, apply, apply_to_tensors, discover, draw
 from shuffled_dpsgd.permutation.move import fused, launches, recording
 from shuffled_dpsgd.permutation.move.drawing import fused_drawing
-from shuffled_dpsgd.permutation.move.kernel_route import find_kernels
+from shuffled_dpsgd.permutation.move.kernel_route import find_kernels, kernels, try_kernels
+from shuffled_dpsgd.runtime.routes import WrongResult
 from waiting import waiting_is_an_error
 
 TESTS = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
 
-INTERPRETED = """
-import sys
-from unittest import mock
-import torch
-from permutation.zoo import FAMILIES
-from shuffled_dpsgd.permutation import apply_to_tensors, discover, draw
-from shuffled_dpsgd.permutation.move import fused, launches
-from shuffled_dpsgd.permutation.move.drawing import fused_drawing
-from shuffled_dpsgd.permutation.move.kernel_route import kernels, try_kernels
-from shuffled_dpsgd.runtime.routes import WrongResult
+# Size of a program, family, scope and type: large programs and small ones, of which a matrix takes
+# several.
+CASES = {
+    "large programs": (None, "gpt2", "full", torch.bfloat16),
+    "small programs": (256, "vit", "full", torch.bfloat16),
+    "smaller programs": (64, "llama", "paper", torch.float32),
+}
 
-def draws_agree(spec, seed):
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=() if n == "small programs" else pytest.mark.slow) for n in CASES],
+)
+def test_interpreted_kernels_agree_with_indexing(name: str) -> None:
+    pytest.importorskip("triton")
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        interpreted(name)
+        return
+    # A kernel is made for the interpreter or for the GPU when it is defined.
+    paths = os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": paths}
+    code = f"from permutation.move.test_fused import interpreted; interpreted({name!r})"
+    subprocess.run([sys.executable, "-c", code], check=True, env=environment)
+
+
+def interpreted(name: str) -> None:
+    """Draw and move by kernels that run in Triton's interpreter."""
+    size, family, scope, dtype = CASES[name]
+    try_kernels(CPU)
+    # A trial sees matrices that stay as they are.
+    with mock.patch.object(fused, "move"), pytest.raises(WrongResult):
+        try_kernels(CPU)
+    sizes = {} if size is None else {"columns": size, "rows": size}
+    with mock.patch.dict(launches.PROGRAM_BYTES, sizes):
+        model = FAMILIES[family]().model.to(dtype)
+        spec = discover(model, scope=scope)
+        _assert_draws_agree(spec, seed=2)
+        moved = {n: p.detach() for n, p in model.named_parameters() if n in spec.axes_of}
+        _assert_moves_agree(spec, moved, seed=0)
+        flat = torch.randn(1 + sum(t.numel() for t in moved.values())).to(dtype)
+        parts = flat[1:].split([t.numel() for t in moved.values()])
+        odd = {n: part.view(moved[n].shape) for n, part in zip(moved, parts, strict=True)}
+        _assert_moves_agree(spec, odd, seed=1)
+        assert flat[0] != 0
+
+
+def _assert_draws_agree(spec: PermutationSpec, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     slots = sum(group.size for group in spec.groups)
     keys = torch.empty(slots, dtype=torch.int64).random_(generator=generator)
@@ -49,59 +85,13 @@ def draws_agree(spec, seed):
     drawing.keys.copy_(keys)
     assert torch.equal(drawing.result().packed, permutation.packed)
 
-def agree(spec, seed, tensors):
+
+def _assert_moves_agree(spec: PermutationSpec, tensors: dict[str, Tensor], seed: int) -> None:
     permutation = draw(spec, torch.Generator().manual_seed(seed))
     expected = {n: t.clone() for n, t in tensors.items()}
     apply_to_tensors(permutation, expected)
     fused.move(permutation, fused.prepare(spec, list(tensors.items())))
     assert all(torch.equal(tensors[n], expected[n]) for n in tensors)
-
-try_kernels(torch.device("cpu"))
-# A trial sees matrices that stay as they are.
-with mock.patch.object(fused, "move"):
-    try:
-        try_kernels(torch.device("cpu"))
-    except WrongResult:
-        pass
-    else:
-        raise AssertionError("nothing moved, and the trial passed")
-
-# Large programs and small ones, of which a matrix takes several.
-for size, family, scope, dtype in (
-    (None, "gpt2", "full", torch.bfloat16),
-    (256, "vit", "full", torch.bfloat16),
-    (64, "llama", "paper", torch.float32),
-)[int(sys.argv[1]) : int(sys.argv[2])]:
-    if size is not None:
-        launches.PROGRAM_BYTES.update(columns=size, rows=size)
-    model = FAMILIES[family]().model.to(dtype)
-    spec = discover(model, scope=scope)
-    draws_agree(spec, 2)
-    moved = {n: p.detach() for n, p in model.named_parameters() if n in spec.axes_of}
-    agree(spec, 0, moved)
-    flat = torch.randn(1 + sum(t.numel() for t in moved.values())).to(dtype)
-    parts = flat[1:].split([t.numel() for t in moved.values()])
-    odd = {n: part.view(moved[n].shape) for n, part in zip(moved, parts)}
-    agree(spec, 1, odd)
-    assert flat[0] != 0
-"""
-
-
-@pytest.mark.parametrize(
-    "cases",
-    [
-        pytest.param((0, 1), marks=pytest.mark.slow),
-        (1, 2),
-        pytest.param((2, 3), marks=pytest.mark.slow),
-    ],
-    ids=["large programs", "small programs", "smaller programs"],
-)
-def test_interpreted_kernels_agree_with_indexing(cases: tuple[int, int]) -> None:
-    pytest.importorskip("triton")
-    paths = os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": paths}
-    command = [sys.executable, "-c", INTERPRETED, *map(str, cases)]
-    subprocess.run(command, check=True, env=environment)
 
 
 @pytest.fixture(params=[False, True], ids=["launched", "replayed"])

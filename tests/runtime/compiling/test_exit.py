@@ -15,7 +15,10 @@ from shuffled_dpsgd.runtime.compiling.workers import Answer, Workers
 
 # Holds on to all that has a socket, which Python then takes apart last, and with a warning.
 CODE = """
-import threading, time, torch
+import contextlib, sys, threading, time, types
+# As much as a rehearsal needs of torch, whose import takes longer than all the rest.
+device = types.SimpleNamespace(type="cpu")
+sys.modules["torch"] = types.SimpleNamespace(no_grad=contextlib.nullcontext)
 from shuffled_dpsgd.runtime import rehearsals
 from shuffled_dpsgd.runtime.compiling import service, workers
 from shuffled_dpsgd.runtime.compiling.triton_hook import TritonHook
@@ -35,7 +38,7 @@ def rehearse():
     time.sleep(0.3)
     print("rehearsed while open:", asked._urgent.fileno() >= 0)
 
-rehearsals.REHEARSALS.add(None, rehearse, torch.device("cpu"))
+rehearsals.REHEARSALS.add(None, rehearse, device)
 is_running.wait()
 """
 

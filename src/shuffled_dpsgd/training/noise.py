@@ -14,8 +14,9 @@ from __future__ import annotations
 import functools
 import itertools
 import os
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from operator import attrgetter
 from typing import NamedTuple, Protocol
 
@@ -142,13 +143,25 @@ class GaussianNoise:
                 if divide_by != 1.0:
                     target /= divide_by
 
-        pieces = _by_piece(stretches, _PIECE_CPU)
-        threads = min(torch.get_num_threads(), len(pieces))
-        if threads < 2:
-            for piece, parts in pieces.items():
-                add(piece, parts)
-        else:
-            list(_threads(torch.get_num_threads()).map(add, pieces.keys(), pieces.values()))
+        tasks = deque(_by_piece(stretches, _PIECE_CPU).items())
+
+        def work() -> None:
+            while tasks:
+                try:
+                    task = tasks.popleft()
+                except IndexError:  # Another thread took the last one.
+                    return
+                add(*task)
+
+        # This thread works too: waking one more would take longer than a piece.
+        most = torch.get_num_threads() - 1
+        running = [_threads(most).submit(work) for _ in range(min(most, len(tasks) - 1))]
+        try:
+            work()
+        finally:
+            wait(running)
+        for other in running:
+            other.result()
 
     def _add_by_kernel(
         self, stretches: Sequence[Stretch], *, step: int, index: int, divide_by: float

@@ -77,6 +77,33 @@ def test_layers_of_one_input_share_its_factor_and_nothing_else(widths: tuple[int
         assert torch.equal(found, gram_sq_norms(one, g, True))
 
 
+@pytest.mark.parametrize("tokens", [host.FEWEST_HALVED, host.FEWEST_HALVED + 1])
+@pytest.mark.parametrize("widths", [(160, 200), (200, 160)])
+def test_triangles_are_cut_in_two_without_losing_anything(
+    tokens: int, widths: tuple[int, int]
+) -> None:
+    x, g = draw(2, tokens, widths[0], seed=30), draw(2, tokens, widths[1], seed=31)
+    found = gram_sq_norms(x, g, True).double()
+    torch.testing.assert_close(found, exact_sq_norms(x, g, True), rtol=1e-5, atol=0)
+
+
+def test_factors_are_found_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    pairs = [(draw(2, 6, 8, seed=32 + i), draw(2, 6, 9, seed=42 + i)) for i in range(5)]
+    pairs.insert(3, (pairs[0][0], pairs[4][1]))
+    together = host.gram_sq_norms(pairs, True)
+    monkeypatch.setattr(host, "CACHED_ELEMENTS", 2 * 2 * 6 * 6)
+    torch.testing.assert_close(host.gram_sq_norms(pairs, True), together, rtol=0, atol=0)
+
+
+def test_a_poisoned_layer_leaves_the_others_their_norms() -> None:
+    pairs = [(draw(2, 6, 8, seed=52 + i), draw(2, 6, 9, seed=62 + i)) for i in range(3)]
+    clean = host.gram_sq_norms(pairs, True)
+    pairs[1][0][0, 2, 3] = float("nan")
+    found = host.gram_sq_norms(pairs, True)
+    torch.testing.assert_close([found[0], found[2]], [clean[0], clean[2]])
+    assert torch.isfinite(found[1]).tolist() == [False, True]
+
+
 @pytest.mark.parametrize("bias", [False, True])
 def test_zero_and_repeated_tokens_have_a_factor(bias: bool) -> None:
     x, g = draw(3, 12, 16, seed=3), draw(3, 12, 24, seed=4)

@@ -20,6 +20,8 @@ from shuffled_dpsgd.clipping.kernels import plain
 CACHED_ELEMENTS, COLUMNS = 1 << 20, 256
 # At most this many float32 squares are added up in float32; longer sums round too much.
 NORM_BLOCK = 2048
+# Products with a triangle of fewer rows than these are not cut in two: they are too small for it.
+FEWEST_HALVED = 128
 # Below every product of two float32 numbers, and representable.
 _TINY = 1e-200
 
@@ -48,11 +50,14 @@ def row_sq_norms(rows_BN: Tensor) -> Tensor:
     return squares_B
 
 
-class Factor(NamedTuple):
-    """L with L L^T = X X^T for each sample's tokens, and the tokens' lengths, in float64."""
+class Factors(NamedTuple):
+    """L with L L^T = X X^T for the tokens of every sample of F inputs, in float64.
 
-    lower_BTT: Tensor
-    lengths_BT: Tensor
+    `lengths_FBT` are the lengths of the tokens.
+    """
+
+    lower_FBTT: Tensor
+    lengths_FBT: Tensor
 
 
 def gram_sq_norms(pairs: Sequence[tuple[Tensor, Tensor]], bias: bool) -> list[Tensor]:
@@ -64,53 +69,72 @@ def gram_sq_norms(pairs: Sequence[tuple[Tensor, Tensor]], bias: bool) -> list[Te
     the head room of `plain.not_too_small` covers. (Rounding both Gram matrices to float32 would
     cost the *square* as much relative to the square of that sum.)
 
-    Layers with the same input (queries, keys and values) share its factor.
+    Layers with the same input (queries, keys and values) share its factor. Small layers are taken
+    several at a time, because asking for an operation takes longer than many of them.
     """
-    factors: dict[int, Factor | None] = {}
-    found = []
-    for x_BTD, g_BTP in pairs:
-        inputs_narrow = x_BTD.shape[2] <= g_BTP.shape[2]
-        narrow, wide = (x_BTD, g_BTP) if inputs_narrow else (g_BTP, x_BTD)
-        if id(narrow) not in factors:
-            factors[id(narrow)] = _factor(narrow, bias and inputs_narrow)
-        factor = factors[id(narrow)]
-        if factor is None:
-            found.append(plain.gram_sq_norms(x_BTD, g_BTP, bias))
-        else:
-            found.append(_factored_sq_norms(factor, wide, bias and not inputs_narrow))
-    return found
-
-
-def _factor(x_BTD: Tensor, with_one: bool) -> Factor | None:
-    """The factor of the tokens' Gram matrix, each token with a one at its end if asked.
-
-    Repeated tokens make that matrix singular; its diagonal is therefore enlarged by what the
-    rounding of the matrix and of its factor can amount to (Demmel 1989), about 1e-11 of it. That
-    errs upwards. None where a factor would save nothing (one token, or more tokens than features)
-    or where some tokens are not finite, which `plain` handles.
-    """
-    _, T, D = x_BTD.shape
+    x_BTD, g_BTP = pairs[0]
+    inputs_narrow = x_BTD.shape[2] <= g_BTP.shape[2]
+    sides = [(x, g) if inputs_narrow else (g, x) for x, g in pairs]
+    B, T, D = sides[0][0].shape
+    # A factor saves nothing for one token, or for more tokens than features.
     if T == 1 or D < T:
-        return None
-    gram_BTT = plain.exact_inner_products(x_BTD, x_BTD)
-    if with_one:
-        gram_BTT += 1.0
-    diagonal_BT = gram_BTT.diagonal(dim1=1, dim2=2)
-    lengths_BT = diagonal_BT.sqrt()
-    diagonal_BT.mul_(1.0 + T * (T + D + 4) * 2.0**-52).clamp_(min=_TINY)
-    lower_BTT, failed_B = torch.linalg.cholesky_ex(gram_BTT)
-    return None if bool(failed_B.any()) else Factor(lower_BTT, lengths_BT)
+        return [plain.gram_sq_norms(x, g, bias) for x, g in pairs]
+    layers_of: dict[int, list[int]] = {}
+    for layer, (narrow, _) in enumerate(sides):
+        layers_of.setdefault(id(narrow), []).append(layer)
+    sharing = list(layers_of.values())
+    found: dict[int, Tensor] = {}
+    at_once = max(1, CACHED_ELEMENTS // (B * T * T))
+    for first in range(0, len(sharing), at_once):
+        some = sharing[first : first + at_once]
+        layers = [layer for each in some for layer in each]
+        factors = _factors([sides[each[0]][0] for each in some], bias and inputs_narrow)
+        if factors is None:
+            found |= {layer: plain.gram_sq_norms(*pairs[layer], bias) for layer in layers}
+            continue
+        places = [place for place, each in enumerate(some) for _ in each]
+        wides = [sides[layer][1] for layer in layers]
+        squares_LB = _factored_sq_norms(factors, places, wides, bias and not inputs_narrow)
+        found |= zip(layers, squares_LB.unbind(), strict=True)
+    return [found[layer] for layer in range(len(pairs))]
 
 
-def _factored_sq_norms(factor: Factor, wide_BTC: Tensor, with_one: bool) -> Tensor:
-    wide_BTC = wide_BTC.float()
-    squares_B = _product_sq_norms(factor.lower_BTT.float().mT, wide_BTC)
-    lengths_BT = torch.linalg.vector_norm(wide_BTC, dim=2).double()
+def _factors(inputs: Sequence[Tensor], with_one: bool) -> Factors | None:
+    """The factors of the tokens' Gram matrices, each token with a one at its end if asked.
+
+    Repeated tokens make such a matrix singular; its diagonal is therefore enlarged by what the
+    rounding of the matrix and of its factor can amount to (Demmel 1989), about 1e-11 of it. That
+    errs upwards. None where some tokens are not finite, which `plain` handles.
+    """
+    _, T, D = inputs[0].shape
+    gram_FBTT = torch.stack([plain.exact_inner_products(x_BTD, x_BTD) for x_BTD in inputs])
     if with_one:
-        squares_B += factor.lower_BTT.sum(1).square_().sum(1)
-        lengths_BT = (lengths_BT.square_() + 1.0).sqrt_()
-    reach_B = (factor.lengths_BT * lengths_BT).sum(1)
-    return plain.not_too_small(squares_B, reach_B, torch.float32)
+        gram_FBTT += 1.0
+    diagonal_FBT = gram_FBTT.diagonal(dim1=2, dim2=3)
+    lengths_FBT = diagonal_FBT.sqrt()
+    diagonal_FBT.mul_(1.0 + T * (T + D + 4) * 2.0**-52).clamp_(min=_TINY)
+    lower_FBTT, failed_FB = torch.linalg.cholesky_ex(gram_FBTT)
+    return None if bool(failed_FB.any()) else Factors(lower_FBTT, lengths_FBT)
+
+
+def _factored_sq_norms(
+    factors: Factors, places: Sequence[int], wides: Sequence[Tensor], with_one: bool
+) -> Tensor:
+    """(L, B) squared norms of layers whose narrow sides have the factors at `places`."""
+    wides = [wide_BTC.float() for wide_BTC in wides]
+    uppers = factors.lower_FBTT.float().mT.unbind()
+    squares_LB = torch.stack(
+        [
+            _triangular_sq_norms(uppers[place], wide)
+            for place, wide in zip(places, wides, strict=True)
+        ]
+    )
+    lengths_LBT = torch.stack([torch.linalg.vector_norm(wide, dim=2) for wide in wides]).double()
+    if with_one:
+        squares_LB += factors.lower_FBTT.sum(2).square_().sum(2)[places]
+        lengths_LBT = (lengths_LBT.square_() + 1.0).sqrt_()
+    reach_LB = lengths_LBT.mul_(factors.lengths_FBT[places]).sum(2)
+    return plain.not_too_small(squares_LB, reach_LB, torch.float32)
 
 
 def tile_sq_norms(x_BTD: Tensor, g_BTP: Tensor, bias: bool) -> Tensor:
@@ -121,6 +145,16 @@ def tile_sq_norms(x_BTD: Tensor, g_BTP: Tensor, bias: bool) -> Tensor:
     if bias:
         squares_B += row_sq_norms(g_BTP.sum(1))
     return plain.not_too_small(squares_B, plain.reach(x_BTD, g_BTP, bias), torch.float32)
+
+
+def _triangular_sq_norms(upper_BTT: Tensor, right_BTC: Tensor) -> Tensor:
+    """(B,) squared norms of upper @ right, float64, without half of the zeros it would add up."""
+    T = upper_BTT.shape[1]
+    if T < FEWEST_HALVED:
+        return _product_sq_norms(upper_BTT, right_BTC)
+    half = T // 2
+    above_B = _product_sq_norms(upper_BTT[:, :half], right_BTC)
+    return above_B + _product_sq_norms(upper_BTT[:, half:, half:], right_BTC[:, half:])
 
 
 def _product_sq_norms(left_BST: Tensor, right_BTC: Tensor) -> Tensor:

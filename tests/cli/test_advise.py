@@ -38,6 +38,11 @@ def test_a_dry_run_advises_and_writes_nothing(
     pytest.importorskip("sklearn")
     pytest.importorskip("transformers")
     monkeypatch.chdir(tmp_path)
+    # Under torchrun every rank is asked, and the first one answers.
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    assert run("train", "digits", "--dry-run", "--json").stdout == ""
+    monkeypatch.setenv("RANK", "0")
     advice = json.loads(run("train", "digits", "--dry-run", "--json").stdout)
     assert advice["plan"]["verdict"] == "promising"
     assert 1e-3 < advice["suggested"]["learning_rate"] < 1e-1

@@ -29,6 +29,12 @@ def is_first_rank() -> bool:
     return not rank()
 
 
+def leave_launch() -> None:
+    """Go on as a process alone, to plan and not to train: plans do not depend on the ranks."""
+    for name in ("RANK", "WORLD_SIZE"):
+        os.environ.pop(name, None)
+
+
 def is_restart() -> bool:
     """Whether torchrun started this launch again after a rank had failed."""
     return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") not in ("", "0")

@@ -12,7 +12,7 @@ import typer
 
 from shuffled_dpsgd.cli import privacy_options as opt
 from shuffled_dpsgd.cli.advise import advise_on
-from shuffled_dpsgd.cli.launching import is_first_rank, is_restart, joined
+from shuffled_dpsgd.cli.launching import is_first_rank, is_restart, joined, leave_launch
 from shuffled_dpsgd.cli.output import AsJson, print_json, reports_errors
 from shuffled_dpsgd.cli.run_start import RunStart, with_overrides
 from shuffled_dpsgd.cli.trackers import Observer, check_tracker, find_tracker
@@ -126,6 +126,7 @@ def train(
         chosen = with_overrides(start.raw(), overrides, seed=seed, secure=secure)
         if dry_run:
             if is_first_rank():
+                leave_launch()
                 advise_on(chosen, as_json=as_json, preset=preset if data is None else None)
             return
     with joined(chosen) as world:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from shuffled_dpsgd.cli.accounting_tables import remark
 from shuffled_dpsgd.cli.main import app
 
 RUN = ["--sampling-prob", "0.02", "--num-steps", "500", "--delta", "5e-6"]
@@ -38,6 +39,11 @@ def test_every_method_with_its_kind() -> None:
     for field in ("step_epsilon", "step_delta", "unshuffled_noise_multiplier", "falls_back"):
         assert field in found["paper"]
     assert found["paper"]["unshuffled_noise_multiplier"] > 10.0
+
+
+def test_an_impossible_estimate_is_called_so() -> None:
+    assert remark("paper", {"kind": "heuristic", "epsilon": 0.36}) == "estimate"
+    assert "cannot be" in remark("paper", {"kind": "heuristic", "epsilon": 0.0})
 
 
 def test_sizes_and_probabilities_are_the_same_run() -> None:

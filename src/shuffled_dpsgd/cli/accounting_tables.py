@@ -83,6 +83,8 @@ def remark(name: str, row: Mapping[str, Any]) -> str:
     """What a reader must know about this row, in a few words."""
     if "refusal" in row:
         return "refused"
+    if name == "paper" and row["epsilon"] == 0.0:
+        return "cannot be: noise never gives ε = 0"
     return {
         "certified": "rely on this",
         "gdp": "under-states ε",

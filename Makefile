@@ -5,6 +5,8 @@ BIN := .venv/bin
 STAMP := .venv/stamp-$(shell cat pyproject.toml constraints.txt | cksum | cut -d' ' -f1)
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
+# Modules stay compiled for the next process, whatever the shell says: tests start many.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: demo test test-slow test-gpu test-kernels check format clean
 

@@ -22,7 +22,7 @@ with turns.taking_part():
     prepared = time.monotonic()
     with turns.turn():
         start = time.monotonic()
-        time.sleep(0.3)
+        time.sleep(0.1)
         print(prepared, start, time.monotonic())
 """
 
@@ -35,7 +35,7 @@ def member(folder: Path, preparation: float, limit: float = 30.0) -> subprocess.
 
 
 def test_one_at_a_time_and_nobody_before_all_are_prepared(tmp_path: Path) -> None:
-    members = [member(tmp_path / "new", preparation) for preparation in (0.1, 0.6)]
+    members = [member(tmp_path / "new", preparation) for preparation in (0.1, 0.3)]
     said = [process.communicate()[0].split()[1:] for process in members]
     prepared, starts, ends = zip(*(map(float, words) for words in said), strict=True)
     assert min(starts) >= max(prepared)

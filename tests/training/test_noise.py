@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ from scipy import stats
 from shuffled_dpsgd.errors import InvalidArgumentError
 from shuffled_dpsgd.training import GaussianNoise, RandomStreams, make_private
 from shuffled_dpsgd.training.flat import abutting, merged
-from shuffled_dpsgd.training.noise import Stretch, _threads
+from shuffled_dpsgd.training.noise import Stretch
 from training.cases import (
     RECORDS,
     Case,
@@ -99,15 +98,6 @@ def test_the_sum_is_divided_even_where_there_is_no_noise() -> None:
     alone = {"x": torch.zeros(5), "b": torch.full((5,), 6.0)}
     noise.add_(alone, {"x": 0.0, "b": 1.0}, step=0)
     assert torch.equal(sums["b"], alone["b"] / 4)
-
-
-def test_a_forked_child_has_threads_of_its_own() -> None:
-    before = _threads(2)
-    assert before is _threads(2)
-    child = os.fork()
-    if child == 0:
-        os._exit(int(_threads(2) is before))
-    assert os.waitpid(child, 0)[1] == 0
 
 
 def test_noise_differs_between_steps_and_tensors_and_repeats_with_the_seed() -> None:

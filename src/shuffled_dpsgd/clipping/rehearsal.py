@@ -1,7 +1,7 @@
 """Rehearses the settling of a batch before its backward has run, so that its kernels are ready.
 
 As soon as a first forward has shown what every layer is given, each kind of layer is settled once
-in a thread: with two samples of zeros in place of the batch, by the code that the batch itself will
+in a thread: with two made-up samples in place of the batch, by the code that the batch itself will
 take. Other lengths that are to come are rehearsed after it. Nobody waits for a rehearsal: whoever
 needs a kernel waits for that kernel alone. A wrong guess only means that a kernel is compiled
 later, when it is needed.
@@ -28,6 +28,7 @@ from shuffled_dpsgd.clipping.rules.conv import ConvSlot
 from shuffled_dpsgd.clipping.rules.embedding import EmbeddingSlot
 from shuffled_dpsgd.clipping.rules.linear import LinearSlot
 from shuffled_dpsgd.clipping.rules.norms import LayerNormSlot, NormSlot
+from shuffled_dpsgd.clipping.rules.tiling import TilingConvSlot
 from shuffled_dpsgd.clipping.settle.many_layers import ManyLayers, NormRun
 from shuffled_dpsgd.clipping.settle.shared_parameters import LayerGroup
 from shuffled_dpsgd.runtime.rehearsals import REHEARSALS, are_whole, may_rehearse
@@ -163,7 +164,7 @@ def rehearse(
     device: torch.device,
     dtype: torch.dtype | None,
 ) -> None:
-    """Settle zeros in place of the calls of some groups, one after the other.
+    """Settle made-up samples in place of the calls of some groups, one after the other.
 
     `dtype` is what autocast lowers products to, or None.
     """
@@ -226,12 +227,14 @@ def _entry(call: Call, device: torch.device, dtype: torch.dtype | None) -> Entry
     x = torch.zeros(SAMPLES, *call.shape, device=device, dtype=call.dtype)
     weight = slot.parameters["weight"]
     assert weight is not None
-    g = torch.zeros_like(slot.plain(x.to(weight.dtype) if x.is_floating_point() else x))
+    g = torch.ones_like(slot.plain(x.to(weight.dtype) if x.is_floating_point() else x))
+    if isinstance(slot, TilingConvSlot):
+        x, g = slot.tiles(x), slot.rows(g)
     if dtype is not None and isinstance(slot, LinearSlot | ConvSlot):
         if g.dtype is not torch.float64:
             x, g = x.to(dtype), g.to(dtype)
         if isinstance(slot, LinearSlot) and slot.padded_outputs != slot.outputs:
-            g = g.new_zeros(*g.shape[:-1], slot.padded_outputs)
+            g = g.new_ones(*g.shape[:-1], slot.padded_outputs)
     return Entry(slot, slot.heard(SAMPLES, x, g))
 
 

@@ -12,7 +12,6 @@ float64 numbers come from the ziggurat, whose tail is exact.
 from __future__ import annotations
 
 import math
-import threading
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,8 +19,9 @@ from numpy.typing import NDArray
 _ALL_BITS = np.iinfo(np.uint64).max
 _FINE_BITS = 31
 _TINY = 1 << 16
-# Two arrays for each thread that draws: getting fresh memory takes longer than filling it.
-_scratch = threading.local()
+# Pairs of arrays to work in that no thread uses now: getting fresh memory takes longer than filling
+# it.
+_free: list[NDArray[np.float32]] = []
 
 
 def standard_normal(
@@ -32,7 +32,10 @@ def standard_normal(
         return rng.standard_normal(size, dtype=np.float64)
     pairs = -(-size // 2)
     words = rng.integers(0, _ALL_BITS, size=pairs, dtype=np.uint64, endpoint=True).view(np.uint32)
-    radius, angle = _buffers(pairs)
+    held = _free.pop() if _free else np.empty((2, pairs), dtype=np.float32)
+    if held.shape[1] < pairs:
+        held = np.empty((2, pairs), dtype=np.float32)
+    radius, angle = held[:, :pairs]
     _fill_radius(rng, words[:pairs], out=radius)
     # Signed, because vector instructions convert only those; the angle is in [-pi, pi).
     np.copyto(angle, words[pairs:].view(np.int32), casting="unsafe")
@@ -41,15 +44,8 @@ def standard_normal(
     np.cos(angle, out=numbers[:pairs])
     np.sin(angle, out=numbers[pairs:])
     numbers.reshape(2, pairs)[:] *= radius
+    _free.append(held)
     return numbers[:size]
-
-
-def _buffers(size: int) -> NDArray[np.float32]:
-    """Two arrays of `size` to work in, this thread's own."""
-    held: NDArray[np.float32] | None = getattr(_scratch, "held", None)
-    if held is None or held.shape[1] < size:
-        held = _scratch.held = np.empty((2, size), dtype=np.float32)
-    return held[:, :size]
 
 
 def _fill_radius(

@@ -11,12 +11,9 @@ every low-order bit of a released sum is outside the model (Mironov 2012).
 
 from __future__ import annotations
 
-import functools
 import itertools
-import os
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
 from operator import attrgetter
 from typing import NamedTuple, Protocol
 
@@ -24,6 +21,7 @@ import torch
 
 from shuffled_dpsgd.distributed.parts import Place
 from shuffled_dpsgd.errors import InvalidArgumentError
+from shuffled_dpsgd.runtime.cpu_threads import on_all_threads
 from shuffled_dpsgd.runtime.routes import took
 from shuffled_dpsgd.training.box_muller import standard_normal
 from shuffled_dpsgd.training.flat import abutting, as_flat
@@ -153,15 +151,7 @@ class GaussianNoise:
                     return
                 add(*task)
 
-        # This thread works too: waking one more would take longer than a piece.
-        most = torch.get_num_threads() - 1
-        running = [_threads(most).submit(work) for _ in range(min(most, len(tasks) - 1))]
-        try:
-            work()
-        finally:
-            wait(running)
-        for other in running:
-            other.result()
+        on_all_threads(work, most=len(tasks))
 
     def _add_by_kernel(
         self, stretches: Sequence[Stretch], *, step: int, index: int, divide_by: float
@@ -285,13 +275,3 @@ def _packed(tensors: Sequence[torch.Tensor], size: int) -> Iterator[list[torch.T
         room -= piece.numel()
     if packed:
         yield packed
-
-
-@functools.lru_cache(maxsize=1)
-def _threads(count: int) -> ThreadPoolExecutor:
-    """Kept from step to step: starting threads takes as long as noise for a small model."""
-    return ThreadPoolExecutor(count, thread_name_prefix="noise")
-
-
-# A forked child inherits the pool but not its threads, and would wait for them for ever.
-os.register_at_fork(after_in_child=_threads.cache_clear)

@@ -136,7 +136,8 @@ def test_the_route_of_a_call_is_chosen_once(clip: str, monkeypatch: pytest.Monke
         return cost.NormRoute.TILES
 
     monkeypatch.setitem(cost.STRATEGIES, "bookkeeping", choose)
-    model = nn.Sequential(nn.Linear(4, 6), nn.LayerNorm(6), nn.Conv1d(5, 5, 1), nn.Linear(6, 3))
+    conv = nn.Conv1d(5, 5, 3, padding=1)
+    model = nn.Sequential(nn.Linear(4, 6), nn.LayerNorm(6), conv, nn.Linear(6, 3))
     engine = ClippingEngine(model, clip=clip)
     for _ in range(3):
         with engine:
@@ -144,10 +145,10 @@ def test_the_route_of_a_call_is_chosen_once(clip: str, monkeypatch: pytest.Monke
     # A linear map asks again only when the shape changes.
     assert [shape[:3] for shape in chosen] == [
         (5, 3, 6),
-        (6, 5, 5),
+        (6, 5, 15),
         (5, 6, 4),
-        (6, 5, 5),
-        (6, 5, 5),
+        (6, 5, 15),
+        (6, 5, 15),
     ]
 
 

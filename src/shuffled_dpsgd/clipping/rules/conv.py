@@ -1,4 +1,4 @@
-"""Convolutions, as linear maps of unfolded patches.
+"""Convolutions, as linear maps of unfolded patches; `tiling` has those whose patches are apart.
 
 Shapes: B samples, K images of a sample where it has several (folded inputs), L output positions, R
 output channels, C weights per output channel.
@@ -161,22 +161,11 @@ class ConvSlot(Slot):
 
     def _patches(self, x: Tensor) -> Tensor:
         """(B, channels·kernel, L): the inputs that meet each output position."""
-        if self.kernel == self.stride and not any(self.padding) and set(self.dilation) == {1}:
-            return self._tiles(x)
         if len(self.kernel) == 2:
             return F.unfold(x, self.kernel, self.dilation, self.padding, self.stride)
         lifted = x.unsqueeze(2)
         kernel, dilation = (1, *self.kernel), (1, *self.dilation)
         return F.unfold(lifted, kernel, dilation, (0, *self.padding), (1, *self.stride))
-
-    def _tiles(self, x: Tensor) -> Tensor:
-        """`_patches` for kernels that tile the input: a rearrangement, in one operation."""
-        for axis, size in enumerate(self.kernel):
-            whole = x.shape[2 + 2 * axis] // size
-            x = x.narrow(2 + 2 * axis, 0, whole * size).unflatten(2 + 2 * axis, (whole, size))
-        places = range(2, 2 + 2 * len(self.kernel), 2)
-        inside = range(3, 3 + 2 * len(self.kernel), 2)
-        return x.permute(0, *places, 1, *inside).flatten(1, len(places)).flatten(2).mT
 
     def _stored(self, capture: InputAndGradient) -> Tensor:
         """Every sample's weight gradient, (B, *weight.shape)."""

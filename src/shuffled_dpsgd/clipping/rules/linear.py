@@ -35,6 +35,7 @@ from shuffled_dpsgd.clipping.contributions.kinds import (
     positions,
     stored_outer,
 )
+from shuffled_dpsgd.clipping.contributions.live_positions import live_positions, without_silence
 
 if TYPE_CHECKING:
     from shuffled_dpsgd.clipping.capture.batch import CapturedBatch
@@ -68,6 +69,7 @@ class LinearFunction(torch.autograd.Function):
         ctx.slot, ctx.batch, ctx.part = slot, batch, part
         kept = kept if _lowers_again(slot) else weight
         ctx.save_for_backward(x if slot.keeps_input else None, kept)
+        weight = _matrix(weight)
         if weight.shape[0] == outputs:
             return no_view(F.linear(x, weight, bias))
         # Cut before the view. With the view in between, a compiler would keep both the outputs and
@@ -80,13 +82,14 @@ class LinearFunction(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         if weight.dtype is not g.dtype:
             weight = lowered(weight, g.dtype, ctx.slot.padded_outputs - weight.shape[0])
+        weight = _matrix(weight)
         g = kept = _in_rows(g)
         if weight.shape[0] != g.shape[-1]:
             g = _padded(g, weight.shape[0])
             # What leaves a compiled graph should lie in whole, aligned rows.
             kept = g if torch.compiler.is_compiling() else g[..., : kept.shape[-1]]
         taps = recorder_of(ctx.slot).record(ctx.batch, ctx.slot, (x, kept), ctx.part)
-        grad_x = g.matmul(weight) if ctx.needs_input_grad[0] else None
+        grad_x = _input_gradient(g, weight) if ctx.needs_input_grad[0] else None
         return grad_x, None, None, None, None, None, None, *taps
 
 
@@ -120,8 +123,13 @@ class TransposedLinearFunction(torch.autograd.Function):
         weight = weight if weight.dtype is g.dtype else weight.to(g.dtype)
         g = _in_rows(g)
         taps = recorder_of(ctx.slot).record(ctx.batch, ctx.slot, (x, g), ctx.part)
-        grad_x = g.matmul(weight.t()) if ctx.needs_input_grad[0] else None
+        grad_x = _input_gradient(g, weight.t()) if ctx.needs_input_grad[0] else None
         return grad_x, None, None, None, None, None, None, *taps
+
+
+def _matrix(weight: Tensor) -> Tensor:
+    """(outputs, inputs); a convolution's weight has more axes."""
+    return weight if weight.dim() == 2 else weight.flatten(1)
 
 
 def _lowers_again(slot: LinearSlot) -> bool:
@@ -135,6 +143,16 @@ def _in_rows(g: Tensor) -> Tensor:
     The gradient of attention's keys comes transposed. The product with the weight needs rows too.
     """
     return g.contiguous() if torch.compiler.is_compiling() else g
+
+
+def _input_gradient(g: Tensor, weight: Tensor) -> Tensor:
+    """g @ weight; positions without a gradient are left out where that saves half."""
+    live = live_positions(g) if g.dim() == 3 and not torch.compiler.is_compiling() else None
+    if live is None:
+        return g.matmul(weight)
+    grad_x = g.new_zeros(*g.shape[:-1], weight.shape[1])
+    grad_x[:, live] = g[:, live].matmul(weight)
+    return grad_x
 
 
 def _padded(g: Tensor, width: int) -> Tensor:
@@ -160,7 +178,7 @@ def _bias_grads(g_BTP: Tensor) -> Tensor:
     return RowSumGrad(grad_BTP=g_BTP).stored(g_BTP.shape[2:])
 
 
-def _run(slot: LinearSlot, x: Tensor, function: type[torch.autograd.Function]) -> Tensor:
+def run_linear(slot: LinearSlot, x: Tensor, function: type[torch.autograd.Function]) -> Tensor:
     """The forward of a linear map; not a method, for the same reason as `batch_of`."""
     if not torch.is_grad_enabled():
         return cast(Tensor, slot.plain(x))
@@ -174,7 +192,8 @@ def _run(slot: LinearSlot, x: Tensor, function: type[torch.autograd.Function]) -
     if lower:
         x = x.to(torch.get_autocast_dtype(batch.device))
     weight, bias = cast(Tensor, slot.parameters["weight"]), slot.parameters["bias"]
-    if x.requires_grad and can_listen() and not (lower and slot.lowers_again):
+    listens = can_listen() and not slot.is_silent and not (lower and slot.lowers_again)
+    if x.requires_grad and listens:
         return slot.listen(x, weight, bias, batch)
     taps = recorder_of(slot).taps_of(batch, slot, part)
     return cast(Tensor, function.apply(x, weight, bias, lower, slot, batch, part, *taps))
@@ -189,6 +208,9 @@ class LinearSlot(Slot):
     fixed_route = None
     # Under autocast, whether the backward casts the weight once more instead of keeping the copy.
     lowers_again = False
+    # Whether most positions of the latest call had no gradient. Then the next call has a backward
+    # of its own, which leaves such positions out.
+    is_silent = False
 
     def __init__(self, **site: Any) -> None:
         super().__init__(**site)
@@ -207,7 +229,7 @@ class LinearSlot(Slot):
         self._decided_for: tuple[torch.Size, torch.dtype, torch.device] | None = None
 
     def forward(self, input: Tensor) -> Tensor:
-        return _run(self, input, LinearFunction)
+        return run_linear(self, input, LinearFunction)
 
     def listen(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, batch: CapturedBatch
@@ -268,6 +290,10 @@ class LinearSlot(Slot):
         x, g = capture.x, capture.g
         if x is None:
             return StoredGradients(None, _bias_grads(positions(g)))
+        if g.dim() > 2:
+            x_BTD, g_BTP = positions(x), positions(g)
+            x, g = capture.x, capture.g = without_silence(x_BTD, g_BTP)
+            self.is_silent = g is not g_BTP
         like = (x.shape, x.dtype, x.device)
         if like != self._decided_for:
             self._decided_for = like
@@ -293,7 +319,7 @@ class Conv1DSlot(LinearSlot):
     transposed = True
 
     def forward(self, x: Tensor) -> Tensor:
-        return _run(self, x, TransposedLinearFunction)
+        return run_linear(self, x, TransposedLinearFunction)
 
     def multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         assert bias is not None

@@ -1,0 +1,128 @@
+"""Positions without a gradient: left out of norms, sums and input gradients, changing neither."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from clipping import tiny_models
+from clipping.compare import assert_exact, assert_same_sums, oracle, run
+from shuffled_dpsgd.clipping import ClippingEngine
+from shuffled_dpsgd.clipping.contributions.live_positions import live_positions, without_silence
+from shuffled_dpsgd.clipping.rules.linear import LinearSlot
+
+
+class Picks(nn.Module):
+    """Two layers whose loss looks at some tokens only; the first mixes none of them."""
+
+    def __init__(self, at: slice, layer: type[nn.Module] = nn.Linear) -> None:
+        super().__init__()
+        self.before, self.at = nn.Linear(5, 6), at
+        self.last = nn.Linear(6, 4) if layer is nn.Linear else layer(4, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.last(torch.tanh(self.before(x)))[:, self.at]
+        return out
+
+
+def losses(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
+    return model(inputs["x"]).square().flatten(1).sum(1)
+
+
+def slot_of(engine: ClippingEngine, path: str) -> LinearSlot:
+    (slot,) = [slot for slot in engine._recorder.slots if slot.path == path]
+    assert isinstance(slot, LinearSlot)
+    return slot
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    batch=st.integers(1, 3), length=st.integers(1, 12), first=st.integers(0, 11),
+    count=st.integers(0, 12), seed=st.integers(0, 99),
+)  # fmt: skip
+def test_the_span_is_what_is_not_zero_if_that_is_half_or_less(
+    batch: int, length: int, first: int, count: int, seed: int
+) -> None:
+    torch.manual_seed(seed)
+    g = torch.zeros(batch, length, 3)
+    g[-1, first : first + count, 1] = torch.randn(g[-1, first : first + count, 1].shape)
+    span = live_positions(g)
+    if span is None:
+        return
+    assert 2 * (span.stop - span.start) <= length
+    assert torch.equal(g[:, span].abs().sum(), g.abs().sum())
+    kept_x, kept_g = without_silence(torch.randn(batch, length, 2), g)
+    assert kept_x.shape[1] == kept_g.shape[1] == span.stop - span.start
+
+
+def test_a_nan_is_a_gradient() -> None:
+    g = torch.zeros(2, 8, 3)
+    g[1, 7, 2] = math.nan
+    assert live_positions(g) == slice(7, 8)
+
+
+@pytest.mark.parametrize("at", [slice(0, 1), slice(7, 8), slice(2, 4), slice(0, 8)], ids=str)
+@pytest.mark.parametrize("layer", [nn.Linear, Conv1D])
+@pytest.mark.parametrize("strategy", ["bookkeeping", "instantiate", "ghost"])
+def test_sums_and_norms_are_the_oracles(at: slice, layer: type[nn.Module], strategy: str) -> None:
+    """Also in later batches, whose backwards leave out what was silent before."""
+    torch.manual_seed(0)
+    model = Picks(at, layer).double()
+    inputs = {"x": torch.randn(3, 8, 5, dtype=torch.float64)}
+    engine = assert_exact(model, losses, inputs, clip_norm=0.3, strategy=strategy)
+    for seed in range(2):
+        engine.reset()
+        model.at = at if seed else slice(1, 7)
+        torch.manual_seed(seed)
+        inputs = {"x": torch.randn(3, 8, 5, dtype=torch.float64)}
+        found = run(engine, losses, inputs)
+        assert_same_sums(found, oracle(model, losses, inputs, 0.3).clipped_sum, 1e-9)
+
+
+def test_a_classifiers_last_layers_are_settled_at_one_token() -> None:
+    case = tiny_models.bert_classifier().to(torch.float64)
+    engine = assert_exact(case.model, case.losses, case.inputs, clip_norm=0.3)
+    lengths = {
+        slot.path.split(".", 3)[3]: slot.last_shape[0]
+        for slot in engine._recorder.slots
+        if isinstance(slot, LinearSlot) and slot.last_shape and "layer.1." in slot.path
+    }
+    whole = case.inputs["input_ids"].shape[1]
+    assert lengths["1.attention.self.key"] == lengths["1.attention.self.value"] == whole
+    for path in ("attention.self.query", "attention.output.dense", "intermediate.dense"):
+        assert lengths[f"1.{path}"] == 1
+    assert lengths["1.output.dense"] == 1
+
+
+def test_an_infinite_input_at_a_silent_position_still_silences_its_sample() -> None:
+    """Zero times infinity is no number: the oracle drops the sample, and so must the engine."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 3)).double()
+    x = torch.randn(2, 8, 4, dtype=torch.float64)
+    x[1, 5, 0] = math.inf
+
+    def first(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
+        return model(inputs["x"])[:, 0].square().sum(1)
+
+    engine = ClippingEngine(model, clip_norm=0.3)
+    found = run(engine, first, {"x": x})
+    wanted = oracle(model, first, {"x": x}, 0.3)
+    assert engine.num_nonfinite == 1
+    assert_same_sums(found, wanted.clipped_sum, 1e-9)
+
+
+def test_slots_remember_silence_for_the_next_backward_only() -> None:
+    torch.manual_seed(0)
+    model = Picks(slice(0, 1)).double()
+    engine = ClippingEngine(model)
+    for at, silent in ((slice(0, 1), True), (slice(0, 8), False)):
+        model.at = at
+        run(engine, losses, {"x": torch.randn(2, 8, 5, dtype=torch.float64)})
+        assert slot_of(engine, "last").is_silent is silent
+        engine.reset()

@@ -26,6 +26,7 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks.adapters import Setting, Step, build
 from benchmarks.workloads import Batch
 from shuffled_dpsgd.errors import ShuffledDPError
+from shuffled_dpsgd.runtime import routes
 
 # Whom the others are compared with, in every round in which both ran.
 BASELINES = ("plain", "plain:compiled", "opacus:ghost")
@@ -135,7 +136,7 @@ class Contest:
             start = time.monotonic()
             try:
                 with interrupted_at(end, f"not prepared within {limit_seconds:.0f} s"):
-                    prepare(contestant, self.setting, warmup)
+                    self._prepare(contestant, warmup)
             except failures() as error:
                 contestant.fail(error)
             contestant.preparation_seconds = time.monotonic() - start
@@ -147,22 +148,41 @@ class Contest:
         for contestant in self.running():
             with recorded(contestant):
                 # The first step after a pause is slower than the others.
-                time_block(contestant, device, 1)
-                contestant.host_seconds = [time_host(contestant, device) for _ in range(HOST_STEPS)]
+                self._block(contestant, 1)
+                contestant.host_seconds = [self._host(contestant) for _ in range(HOST_STEPS)]
         for number in range(rounds):
             order = self.running()
             first = number % max(1, len(order))
             for contestant in order[first:] + order[:first]:
                 with recorded(contestant):
-                    seconds, core_seconds = time_block(contestant, device, steps)
+                    seconds, core_seconds = self._block(contestant, steps)
                     contestant.block_seconds.append(seconds)
                     contestant.core_seconds.append(core_seconds)
         for contestant in self.running() if device.type == "cuda" else ():
             with recorded(contestant):
-                contestant.busy_seconds = time_busy(contestant, device)
+                contestant.busy_seconds = self._busy(contestant)
         for contestant in self.contestants:
             contestant.drop()
         release(device)
+
+    def routes(self) -> dict[str, object]:
+        """The faster routes that the adapters have taken."""
+        return routes.report()
+
+    def close(self) -> None:
+        """End whatever the contest has started."""
+
+    def _prepare(self, contestant: Contestant, warmup: int) -> None:
+        prepare(contestant, self.setting, warmup)
+
+    def _block(self, contestant: Contestant, steps: int) -> tuple[float, float]:
+        return time_block(contestant, self.setting.device, steps)
+
+    def _host(self, contestant: Contestant) -> float:
+        return time_host(contestant, self.setting.device)
+
+    def _busy(self, contestant: Contestant) -> float:
+        return time_busy(contestant, self.setting.device)
 
     def running(self) -> list[Contestant]:
         return [contestant for contestant in self.contestants if contestant.error is None]

@@ -43,11 +43,13 @@ def new_run() -> str:
 
 
 def document_of(
-    run: str, environment: dict[str, object], measurements: Iterable[Measurement]
+    run: str,
+    environment: dict[str, object],
+    measurements: Iterable[Measurement],
+    routes_taken: dict[str, object],
 ) -> Document:
-    # The routes again, now that everything has run.
     return {
-        "runs": {run: {**environment, "routes": routes.report()}},
+        "runs": {run: {**environment, "routes": routes_taken}},
         "notes": [],
         "measurements": [entry.to_json() for entry in measurements],
     }

@@ -1,7 +1,7 @@
-"""Times whole training steps side by side in one process and writes the numbers as JSON.
+"""Times whole training steps side by side and writes the numbers as JSON.
 
 python -m benchmarks.step --suite headline --json benchmarks/reports/NAME.json
-python -m benchmarks.step --workload gpt2-small-8x64 --adapters plain ours opacus:ghost
+python -m benchmarks.step --workload gpt2-small-8x64 --adapters plain ours opacus:ghost --apart
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.adapters import ADAPTERS, Setting
+from benchmarks.apart import ApartContest
 from benchmarks.measure import Contest, Measurement
 from benchmarks.results import add, document_of, environment, new_run
 from benchmarks.turns import Turns
@@ -42,6 +43,11 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--prepare-seconds", type=float, default=float("inf"), metavar="S",
         help="a workload's adapters that are not prepared by then have failed",
+    )  # fmt: skip
+    parser.add_argument(
+        "--apart", action="store_true",
+        help="a process for each adapter: on a CPU they would share a heap, which one may have "
+        "made faster for another",
     )  # fmt: skip
     parser.add_argument("--json", type=Path, help="add the numbers to this file")
     turns = parser.add_argument_group("several processes, prepared at once and timed in turn")
@@ -126,10 +132,14 @@ def main() -> int:
         facts = environment(device, bfloat16=bfloat16)
         for named, adapters in plan.items():
             setting = Setting(workload=workload(named), device=device, bfloat16=bfloat16)
-            fresh = run(Contest(setting, adapters), options, turn, name)
-            found += fresh
-            if options.json:
-                add(options.json, document_of(name, facts, found))
+            contest = (ApartContest if options.apart else Contest)(setting, adapters)
+            try:
+                fresh = run(contest, options, turn, name)
+                found += fresh
+                if options.json:
+                    add(options.json, document_of(name, facts, found, contest.routes()))
+            finally:
+                contest.close()
             for entry in fresh:
                 show(entry)
             torch.compiler.reset()

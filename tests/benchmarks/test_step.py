@@ -107,3 +107,20 @@ def test_a_step_of_every_adapter_runs_on_a_cpu(tmp_path: Path) -> None:
     found = json.loads(path.read_text())["measurements"]
     assert [entry["adapter"] for entry in found] == list(adapters)
     assert all(entry["error"] is None and entry["round_ratios"]["plain"] for entry in found)
+
+
+@pytest.mark.slow
+def test_adapters_apart_are_compared_round_by_round_and_fail_alone(tmp_path: Path) -> None:
+    path = tmp_path / "numbers.json"
+    done = python(
+        "-m", "benchmarks.step", "--apart", "--device", "cpu", "--warmup", "0", "--rounds", "2",
+        "--steps", "1", "--workload", "bert-small-2x16", "--json", str(path),
+        "--adapters", "plain", "ours", "plain:sharded",
+    )  # fmt: skip
+    assert done.returncode == 1
+    document = json.loads(path.read_text())
+    plain, ours, failed = document["measurements"]
+    assert len(ours["round_ratios"]["plain"]) == len(plain["block_seconds"]) == 2
+    assert failed["error"].startswith("ApartError: ")
+    (run,) = document["runs"].values()
+    assert run["routes"]["ours"]["taken"]["weighted sums"] == ["host"]

@@ -8,7 +8,6 @@ every step. Rounds and blocks are those of `measure`, and only one process compu
 from __future__ import annotations
 
 import multiprocessing
-import os
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from typing import Any
@@ -107,7 +106,7 @@ def serve(pipe: Connection, adapter: str, facts: tuple[str, str, bool], precisio
         try:
             what, numbers = pipe.recv()
         except EOFError:
-            os._exit(0)
+            return
         try:
             pipe.send((False, answers[what](*numbers)))
         except measure.failures() as error:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from shuffled_dpsgd.errors import InvalidArgumentError
-from shuffled_dpsgd.tasks.config import RunConfig, load_config, parse_config
+from shuffled_dpsgd.tasks.config import ModelConfig, RunConfig, load_config, parse_config
 from shuffled_dpsgd.tasks.digits import default_config
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "configs"
@@ -139,3 +139,18 @@ def test_no_clip_norm_is_missing_from_a_run_without_privacy() -> None:
     with pytest.raises(InvalidArgumentError) as found:
         parse_config(raw)
     assert "clip_norm" not in str(found.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "given"),
+    [
+        ("gpt2", "gpt2"),
+        ("google/vit-base-patch16-224", "google/vit-base-patch16-224"),
+        ("sweeps/../models/MiniLM", "MiniLM"),
+        ("/no/such/folder/MiniLM", "MiniLM"),
+    ],
+)
+def test_a_model_in_a_folder_is_called_like_it_whether_it_is_there_or_not(
+    name: str, given: str
+) -> None:
+    assert ModelConfig(name=name).given_name == given

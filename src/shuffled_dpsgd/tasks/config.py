@@ -49,8 +49,13 @@ class ModelConfig:
 
     @property
     def given_name(self) -> str:
-        """What the card calls the model: its name, or that of its folder."""
-        return Path(self.name).name if Path(self.name).is_dir() else self.name
+        """What the card calls the model: its name, or that of its folder.
+
+        A path that no name on the hub can be is a folder's, also where the folder is missing.
+        """
+        place = Path(self.name)
+        is_path = place.is_absolute() or ".." in place.parts or len(place.parts) > 2
+        return place.name if is_path or place.is_dir() else self.name
 
     def __post_init__(self) -> None:
         check_range("lora_rank", self.lora_rank, 1)

@@ -61,6 +61,13 @@ def test_the_span_is_what_is_not_zero_if_that_is_half_or_less(
     assert kept_x.shape[1] == kept_g.shape[1] == span.stop - span.start
 
 
+@pytest.mark.parametrize(("shape", "span"), [((0, 8, 3), None), ((2, 8, 3), slice(0, 1))])
+def test_where_nothing_has_a_gradient_one_position_stands_for_all(
+    shape: tuple[int, ...], span: slice | None
+) -> None:
+    assert live_positions(torch.zeros(shape)) == span
+
+
 def test_a_nan_is_a_gradient() -> None:
     g = torch.zeros(2, 8, 3)
     g[1, 7, 2] = math.nan

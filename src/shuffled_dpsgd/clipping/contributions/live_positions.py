@@ -23,9 +23,12 @@ def live_positions(g_BTP: Tensor) -> slice | None:
     One look at the middle tells nearly always that it does not. NaN counts as a gradient.
     """
     T = g_BTP.shape[1]
-    if g_BTP.device.type != "cpu" or T < FEWEST or bool(g_BTP[:, T // 2].any()):
+    if g_BTP.device.type != "cpu" or T < FEWEST or g_BTP.numel() == 0:
         return None
-    live = g_BTP.abs().amax((0, 2)).nonzero().flatten().tolist() or [0]
+    if bool(g_BTP[:, T // 2].any()):
+        return None
+    is_live_T = (g_BTP.amax((0, 2)) != 0) | (g_BTP.amin((0, 2)) != 0)
+    live = is_live_T.nonzero().flatten().tolist() or [0]
     first, end = live[0], live[-1] + 1
     return slice(first, end) if 2 * (end - first) <= T else None
 

@@ -74,6 +74,13 @@ def test_one_thread_is_enough_for_one_piece_of_work(threads: int, most: int) -> 
     assert names == [threading.get_native_id()]
 
 
+def test_no_more_threads_work_than_there_are_pieces() -> None:
+    torch.set_num_threads(4)
+    names: list[int] = []
+    on_all_threads(lambda: names.append(threading.get_native_id()), most=3)
+    assert len(names) == 3
+
+
 def test_the_threads_are_those_that_torch_computes_with() -> None:
     if cpu_threads._gnu_parallel_region() is None:
         pytest.skip("this torch does not compute with GNU's OpenMP")

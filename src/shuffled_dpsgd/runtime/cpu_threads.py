@@ -3,7 +3,8 @@
 After a parallel operation, OpenMP's threads look for the next one for some milliseconds before they
 sleep, and each keeps its core busy meanwhile. Other threads would have to share those cores. So
 work is handed to OpenMP's own threads where torch uses GNU's library, whose entry every program
-compiled with it calls. Elsewhere a pool of threads does the work.
+compiled with it calls. Elsewhere, and where there is not enough work for all of them, a pool of
+threads does it.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ _Region = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 def on_all_threads(work: Callable[[], None], *, most: int) -> None:
     """Call `work` on several threads at once, this one among them, and wait for all.
 
-    As many threads as torch computes with; only this one if `most` is one. What `work` raises on
-    any of them is raised here.
+    As many threads as torch computes with, but at most `most`, the pieces that there are. What
+    `work` raises on any of them is raised here.
     """
     count = torch.get_num_threads()
     if min(count, most) <= 1:
@@ -39,9 +40,10 @@ def on_all_threads(work: Callable[[], None], *, most: int) -> None:
         except BaseException as error:
             errors.append(error)
 
-    region = None if _is_forked else _gnu_parallel_region()
+    # All threads of torch's own operations or none: with another number, some would be ended.
+    is_enough = most >= count and not _is_forked
+    region = _gnu_parallel_region() if is_enough else None
     if region is not None:
-        # The same number of threads as in torch's own operations: another would end some of them.
         region(_Region(run), None, count, 0)
     else:
         # This thread works too: waking one more would take longer.

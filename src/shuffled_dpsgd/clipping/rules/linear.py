@@ -290,7 +290,7 @@ class LinearSlot(Slot):
         x, g = capture.x, capture.g
         if x is None:
             return StoredGradients(None, _bias_grads(positions(g)))
-        if g.dim() > 2:
+        if g.dim() > 2 and g.device.type == "cpu":
             x_BTD, g_BTP = positions(x), positions(g)
             x, g = capture.x, capture.g = without_silence(x_BTD, g_BTP)
             self.is_silent = g is not g_BTP

@@ -20,7 +20,7 @@ from benchmarks.measure import Contest, Contestant
 from benchmarks.workloads import workload
 from shuffled_dpsgd.runtime import routes
 
-# What a process is asked to do, each with its contestant first.
+# What a process can be asked.
 PREPARE, BLOCK, HOST, BUSY, ROUTES = "prepare", "block", "host", "busy", "routes"
 
 
@@ -35,7 +35,7 @@ class ApartContest(Contest):
         super().__init__(setting, adapters)
         self._context = multiprocessing.get_context("spawn")
         self._pipes: dict[str, Connection] = {}
-        self._processes: list[Any] = []
+        self._processes: dict[str, Any] = {}
 
     def routes(self) -> dict[str, object]:
         """By adapter, for those that took any."""
@@ -43,9 +43,13 @@ class ApartContest(Contest):
         return {adapter: report for adapter, report in found.items() if report["taken"]}
 
     def close(self) -> None:
-        for process in self._processes:
-            process.kill()
-            process.join()
+        for adapter in list(self._processes):
+            self._end(adapter)
+
+    def _end(self, adapter: str) -> None:
+        process = self._processes.pop(adapter)
+        process.kill()
+        process.join()
 
     def _prepare(self, contestant: Contestant, warmup: int) -> None:
         here, there = self._context.Pipe()
@@ -58,7 +62,7 @@ class ApartContest(Contest):
         process.start()
         there.close()
         self._pipes[contestant.adapter] = here
-        self._processes.append(process)
+        self._processes[contestant.adapter] = process
         contestant.peak_gib, contestant.step_peak_gib = self._ask(contestant, PREPARE, warmup)
 
     def _block(self, contestant: Contestant, steps: int) -> tuple[float, float]:
@@ -76,6 +80,10 @@ class ApartContest(Contest):
         try:
             pipe.send((what, numbers))
             is_error, answer = pipe.recv()
+        except TimeoutError:
+            # Nobody waits for it any more, and it would compute while others are timed.
+            self._end(contestant.adapter)
+            raise
         except (EOFError, OSError) as error:
             raise ApartError("its process has ended") from error
         if is_error:

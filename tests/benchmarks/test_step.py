@@ -136,6 +136,17 @@ def test_adapters_apart_are_compared_round_by_round(tmp_path: Path) -> None:
     assert "plain" not in run["routes"]
 
 
+@pytest.mark.slow
+def test_a_process_that_is_not_prepared_in_time_is_ended() -> None:
+    cpu = torch.device("cpu")
+    setting = Setting(workload=workload("bert-small-2x16"), device=cpu, bfloat16=False)
+    contest = apart.ApartContest(setting, ["plain"])
+    contest.prepare(warmup=10**6, limit_seconds=8.0)
+    assert "not prepared within 8 s" in (contest.contestants[0].error or "")
+    assert not contest._processes
+    contest.close()
+
+
 def test_what_goes_wrong_in_a_process_is_told_as_text(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: object) -> None:
         raise RuntimeError("ours is broken")

@@ -19,6 +19,7 @@ from shuffled_dpsgd.distributed import current_world
 from shuffled_dpsgd.distributed.exchange import ReplicatedSums
 from shuffled_dpsgd.distributed.world import leave_world
 from shuffled_dpsgd.errors import ShuffledDPError
+from shuffled_dpsgd.models import checkpoint_activations
 from shuffled_dpsgd.tasks.config import RunConfig, parse_config
 from shuffled_dpsgd.tasks.same_config import compare_configs
 from shuffled_dpsgd.training import (
@@ -329,7 +330,7 @@ def kinds_of_models(sharded: bool = False) -> dict[str, Any]:
             model = with_adapters(model)
             options["shuffle"] = "off"
         if name == "checkpointing":
-            model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
+            checkpoint_activations(model)
             model.train()
         if sharded:
             model = shard(model)

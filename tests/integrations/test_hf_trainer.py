@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 from pathlib import Path
@@ -296,6 +297,17 @@ def test_own_per_sample_loss(tmp_path: Path) -> None:
 )
 def test_conflicts_are_refused_by_name(tmp_path: Path, changes: Any, name: str) -> None:
     with pytest.raises(InvalidArgumentError, match=name):
+        build(tmp_path, arguments=changes)
+
+
+@pytest.mark.filterwarnings("ignore:.gradient_checkpointing:FutureWarning")
+@pytest.mark.parametrize("name", ["activation_checkpointing", "gradient_checkpointing"])
+def test_reentrant_checkpointing_is_refused_by_either_name(tmp_path: Path, name: str) -> None:
+    known = {field.name for field in dataclasses.fields(transformers.TrainingArguments)}
+    if name not in known:
+        pytest.skip(f"this release of transformers has no {name}")
+    changes = {name: True, f"{name}_kwargs": {"use_reentrant": True}}
+    with pytest.raises(InvalidArgumentError, match="use_reentrant"):
         build(tmp_path, arguments=changes)
 
 

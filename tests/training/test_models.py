@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from shuffled_dpsgd.errors import InvalidArgumentError
+from shuffled_dpsgd.models import checkpoint_activations
 from shuffled_dpsgd.training import PrivateTraining, make_private
 from training.cases import (
     Case,
@@ -63,7 +64,7 @@ def test_gradient_checkpointing_changes_nothing() -> None:
         model = make_bert()
         model.train()
         if checkpointed:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
+            checkpoint_activations(model)
         private = start(model)
         run(private, Case(make=case.make, data=case.data, loss=classify_sentences))
         finals.append(weights(private.model))

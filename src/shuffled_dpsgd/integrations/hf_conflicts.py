@@ -61,6 +61,8 @@ CONFLICTS = (
         name="use_liger_kernel", allowed=False, remedy="fused kernels hide per-sample gradients"
     ),
 )
+# Two names for one setting: transformers 5.23 has both, earlier releases the second.
+_CHECKPOINTING = ("activation_checkpointing", "gradient_checkpointing")
 # How accelerate calls processes with a model each.
 _SERVED = ("NO", "MULTI_CPU", "MULTI_GPU")
 UNSUPPORTED = {
@@ -97,15 +99,15 @@ def check_training_arguments(args: Any) -> None:
             got=args.n_gpu,
             remedy="restrict CUDA_VISIBLE_DEVICES to one",
         )
-    if args.gradient_checkpointing and (args.gradient_checkpointing_kwargs or {}).get(
-        "use_reentrant"
-    ):
-        raise InvalidArgumentError(
-            "gradient_checkpointing_kwargs",
-            expected="use_reentrant=False",
-            got=args.gradient_checkpointing_kwargs,
-            remedy="reentrant checkpointing runs backward inside backward",
-        )
+    for name in _CHECKPOINTING:
+        given = getattr(args, f"{name}_kwargs", None) or {}
+        if getattr(args, name, False) and given.get("use_reentrant"):
+            raise InvalidArgumentError(
+                f"{name}_kwargs",
+                expected="use_reentrant=False",
+                got=given,
+                remedy="reentrant checkpointing runs backward inside backward",
+            )
 
 
 def check_accelerator(accelerator: Any) -> None:

@@ -10,7 +10,7 @@ from safetensors import SafetensorError
 from torch import nn
 
 from shuffled_dpsgd.errors import InvalidArgumentError, MissingExtraError
-from shuffled_dpsgd.models import Head, load_model, seeded
+from shuffled_dpsgd.models import Head, checkpoint_activations, load_model, seeded
 from shuffled_dpsgd.tasks.config import ModelConfig
 from shuffled_dpsgd.tasks.embeddings import find_input_embeddings
 
@@ -42,7 +42,7 @@ def prepare_model(
             remedy=(str(error) or type(error).__name__).splitlines()[0],
         ) from error
     if config.gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
+        checkpoint_activations(model)
     choose_trained(model, config)
     if config.lora_rank is None:
         return model

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from clipping.compare import assert_exact
 from clipping.tiny_models import Inputs, gpt2, llama
 from shuffled_dpsgd.clipping import ClippingEngine
+from shuffled_dpsgd.models import checkpoint_activations
 
 STRATEGIES = ("bookkeeping", "ghost", "mixed", "instantiate")
 
@@ -64,6 +65,6 @@ def test_activation_checkpointing(reentrant: bool, clip: str) -> None:
 def test_hugging_face_gradient_checkpointing(build: Callable[[], object]) -> None:
     torch.manual_seed(3)
     case = build().to(torch.float64)  # type: ignore[attr-defined]
-    case.model.gradient_checkpointing_enable({"use_reentrant": False})
+    checkpoint_activations(case.model)
     case.model.train()
     assert_exact(case.model, case.losses, case.inputs)

@@ -36,7 +36,8 @@ class Route:
 
     `trial` computes a small problem on a device by this route and raises whatever goes wrong,
     `WrongResult` included. A verdict holds as long as the sources in `package` stay the same.
-    `instead` and `cost` are for the reader of the warning.
+    `instead` and `cost` are for the reader of the warning. A route that is not remembered is tried
+    in every process: its trial is quick, and what it needs may come and go.
     """
 
     name: str
@@ -44,6 +45,7 @@ class Route:
     instead: str
     cost: str
     trial: Callable[[torch.device], None]
+    is_remembered: bool = True
 
     def serves(self, device: torch.device) -> bool:
         """Whether this route may be taken on `device`; tried when first asked."""
@@ -89,17 +91,22 @@ class Route:
 
     def _judge(self, device: torch.device) -> str | None:
         """The reason against this route, remembered or found now."""
+        if self.is_remembered:
+            reason, again = self._remembered(device)
+        else:
+            reason, again = self._try(device), ""
+        if reason is not None:
+            say_once(f"{self.name} is off: {reason}. {self.instead} instead; {self.cost}.{again}")
+        return reason
+
+    def _remembered(self, device: torch.device) -> tuple[str | None, str]:
+        """The same with what is on disk, and how to have the route tried again."""
         memory = verdicts.Memory(device)
         entry = memory.find(self.name, self.package)
         if entry is None:
             entry = verdicts.TrialVerdict(reason=self._try(device))
             memory.keep(self.name, self.package, entry)
-        if entry.reason is not None:
-            say_once(
-                f"{self.name} is off: {entry.reason}. {self.instead} instead; {self.cost}. "
-                f"To try it again, delete {memory.path}."
-            )
-        return entry.reason
+        return entry.reason, f" To try it again, delete {memory.path}."
 
     def _try(self, device: torch.device) -> str | None:
         assert not is_announcing(), "an announcement has no result"

@@ -1,4 +1,4 @@
-"""Standard normal numbers on the CPU, as fast as vector instructions make them.
+"""Standard normal numbers on the CPU, as fast as numpy makes them.
 
 float32 numbers come in pairs from the Box-Muller transform, whole arrays at a time. That is three
 times as fast as numpy's ziggurat, which makes one number after the other. With only 24 bits for the
@@ -7,11 +7,15 @@ radius, no number would exceed 5.8 standard deviations. Here the radius comes fr
 and reaches 11.5.
 
 float64 numbers come from the ziggurat, whose tail is exact.
+
+`native_noise` does the same for float32 in compiled C. This module defines what it computes.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +26,26 @@ _TINY = 1 << 16
 # Pairs of arrays to work in that no thread uses now: getting fresh memory takes longer than filling
 # it.
 _free: list[NDArray[np.float32]] = []
+
+
+class NoisedPart(NamedTuple):
+    """Sums side by side, and which of the numbers of a piece they receive, from `first` on."""
+
+    target: NDArray[np.floating]
+    first: int
+    std: float
+
+
+def add_normals(
+    rng: np.random.Generator, size: int, parts: Sequence[NoisedPart], divide_by: float
+) -> None:
+    """Draw a piece of `size` numbers, add each part its own times its std, and divide the sums."""
+    numbers = standard_normal(rng, size, parts[0].target.dtype)
+    for target, first, std in parts:
+        noise = numbers[first : first + target.size]
+        noise *= std
+        target += noise
+        target /= divide_by
 
 
 def standard_normal(

@@ -4,7 +4,8 @@ Gaussian noise is added to tensors in place, through scratch buffers of bounded 
 or better: never in bfloat16, whose eight bits would let the noisy sum betray the sum it hides.
 
 The tails are kept: torch's float32 normals stop at 5.8 standard deviations on the CPU and at 6.7
-on a GPU, which a model of 1e8 coordinates would notice (`box_muller`, `triton_noise`). Floating
+on a GPU, which a model of 1e8 coordinates would notice (`box_muller`, `native_noise`,
+`triton_noise`). Floating
 point noise of any kind is not the real-valued Gaussian of the theorems: an adversary who reads
 every low-order bit of a released sum is outside the model (Mironov 2012).
 """
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from typing import NamedTuple, Protocol
 
@@ -23,11 +24,14 @@ from shuffled_dpsgd.distributed.parts import Place
 from shuffled_dpsgd.errors import InvalidArgumentError
 from shuffled_dpsgd.runtime.cpu_threads import on_all_threads
 from shuffled_dpsgd.runtime.routes import took
-from shuffled_dpsgd.training.box_muller import standard_normal
+from shuffled_dpsgd.training import box_muller, native_noise
+from shuffled_dpsgd.training.box_muller import NoisedPart
 from shuffled_dpsgd.training.flat import abutting, as_flat
-from shuffled_dpsgd.training.noise_route import may_take_kernel
+from shuffled_dpsgd.training.noise_route import may_take_c, may_take_kernel
 from shuffled_dpsgd.training.randomness import RandomStreams
 
+# From so many numbers on, C is worth compiling.
+_LARGE_CPU = 1 << 19
 # Large enough that threads seldom wait for the interpreter lock between two operations.
 _PIECE_CPU = 1 << 19
 _SCRATCH_ELEMENTS_ACCELERATOR = 1 << 24
@@ -74,7 +78,8 @@ class GaussianNoise:
 
     The coordinates of a release are numbered through. On the CPU every 2^19 of them have a stream
     of their own, keyed by (run, step, number of the piece), so that the number of threads that
-    share the work changes nothing. On a GPU one kernel turns (key of the step, number of the
+    share the work changes nothing. Large models have their noise from compiled C, others from
+    numpy, which agrees to rounding. On a GPU one kernel turns (key of the step, number of the
     coordinate) into noise; where Triton or float32 is missing, one torch generator per step
     serves all coordinates in turn.
 
@@ -103,7 +108,6 @@ class GaussianNoise:
         for group, total, stretches in _coordinates(tensors, stds, self._places):
             device, dtype = stretches[0].flat.device, stretches[0].flat.dtype
             if device.type == "cpu":
-                took("noise", "box_muller" if dtype == torch.float32 else "ziggurat")
                 self._add_on_cpu(
                     stretches, step=step, index=group, total=total, divide_by=divide_by
                 )
@@ -125,21 +129,21 @@ class GaussianNoise:
         total: int,
         divide_by: float,
     ) -> None:
-        def add(piece: int, parts: list[Stretch]) -> None:
+        add_normals = _way_on_cpu(stretches[0].flat.dtype, total)
+
+        def add(piece: int, stretches: list[Stretch]) -> None:
             start = piece * _PIECE_CPU
-            draw = None
-            if any(part.std for part in parts):
+            noised = [
+                NoisedPart(stretch.flat.numpy(), stretch.first - start, stretch.std)
+                for stretch in stretches
+                if stretch.std
+            ]
+            if noised:
                 rng = self._streams.numpy("noise", step, index, piece)
-                dtype = parts[0].flat.numpy().dtype
-                draw = standard_normal(rng, min(_PIECE_CPU, total - start), dtype)
-            for part in parts:
-                target = part.flat.numpy()
-                if part.std and draw is not None:
-                    noise = draw[part.first - start :][: target.size]
-                    noise *= part.std
-                    target += noise
-                if divide_by != 1.0:
-                    target /= divide_by
+                add_normals(rng, min(_PIECE_CPU, total - start), noised, divide_by)
+            for stretch in stretches:
+                if not stretch.std and divide_by != 1.0:
+                    stretch.flat.div_(divide_by)
 
         tasks = deque(_by_piece(stretches, _PIECE_CPU).items())
 
@@ -179,6 +183,18 @@ class GaussianNoise:
                     torch._foreach_add_(parts, list(draws), alpha=std)
                 if divide_by != 1.0:
                     torch._foreach_div_(parts, divide_by)
+
+
+def _way_on_cpu(dtype: torch.dtype, total: int) -> Callable[..., None]:
+    """How a piece is drawn and added; the same on all ranks, since `total` is that of the whole."""
+    if dtype != torch.float32:
+        took("noise", "ziggurat")
+        return box_muller.add_normals
+    if total >= _LARGE_CPU and may_take_c():
+        took("noise", "c")
+        return native_noise.add_normals
+    took("noise", "box_muller")
+    return box_muller.add_normals
 
 
 def _check(tensors: Mapping[str, torch.Tensor], stds: Mapping[str, float]) -> None:

@@ -1,16 +1,43 @@
-"""Whether the noise kernel serves on a device, found by comparing it with its definition."""
+"""Whether faster noise serves on a device, found by comparing it with its definition."""
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
+from shuffled_dpsgd.runtime.c_library import is_wanted
 from shuffled_dpsgd.runtime.routes import Route, expect, expect_close
 from shuffled_dpsgd.runtime.triton_support import triton_available
+from shuffled_dpsgd.training import native_noise
+from shuffled_dpsgd.training.box_muller import standard_normal
 from shuffled_dpsgd.training.philox_reference import BLOCK, Key, expected_normals
 
 # Not a run's key, and never used for noise. Two words have their highest bit set.
 _TRIAL_KEY: Key = (0x243F6A88, 0x85A308D3, 0xFFFFFFFF, 0x7FFFFFFF)
 _SIZE, _FIRST = 9000, 700
+# So many that a few radii need their second draw.
+_C_SIZE = (1 << 18) - 1
+
+
+# Numbers near 10 and angles near pi round by so much.
+_ROUNDING = 4e-6
+_CPU = torch.device("cpu")
+
+
+def may_take_c() -> bool:
+    """Whether noise on the CPU may come from compiled C."""
+    return is_wanted() and C_ROUTE.serves(_CPU)
+
+
+def try_c(_: torch.device) -> None:
+    """An odd number of numbers against numpy's, beside one that must not be touched."""
+    found = np.full(_C_SIZE + 2, 9.0, dtype=np.float32)
+    native_noise.fill_normal(np.random.Generator(np.random.SFC64(_FIRST)), _C_SIZE, found)
+    expect(found[-1] == 9.0, "noise outside the sums")
+    rng = np.random.Generator(np.random.SFC64(_FIRST))
+    expected = standard_normal(rng, _C_SIZE, np.dtype(np.float32))
+    error = float(np.abs(found[:_C_SIZE] - expected).max())
+    expect(error <= _ROUNDING, f"noise off by {error:.3g}, more than {_ROUNDING:.3g}")
 
 
 def may_take_kernel(device: torch.device) -> bool:
@@ -39,4 +66,13 @@ ROUTE = Route(
     cost="noise is drawn, added and divided in passes of their own, and stops at 6.7 standard "
     "deviations",
     trial=try_kernel,
+)
+
+C_ROUTE = Route(
+    name="Noise in C",
+    package="shuffled_dpsgd.training",
+    instead="numpy serves",
+    cost="noise for a large model took 2.8 times as long on two cores",
+    trial=try_c,
+    is_remembered=False,
 )

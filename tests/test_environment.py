@@ -16,7 +16,8 @@ def test_versions_machine_and_day_are_recorded() -> None:
     found = environment()
     assert set(PACKAGES) <= found.keys()
     assert found["shuffled-dpsgd"] == __version__
-    assert found["torch"] == str(torch.__version__)
+    # The build's name, as in 2.15.0+cu132, is not always part of the package's version.
+    assert str(found["torch"]).partition("+")[0] == str(torch.__version__).partition("+")[0]
     assert found["hardware"]
     assert date.fromisoformat(str(found["date"]))
 

@@ -4,6 +4,9 @@ A classifier that looks at one token gives its last layers a gradient there and 
 other positions it is exactly zero, in every sample. These add nothing to norms or sums, but would
 cost as much as any other. Only on a CPU: a GPU would have to be waited for.
 
+Whether a position is left out depends on the batch alone, never on batches before it: sums round
+otherwise then, and a run that is resumed must round as one that was not interrupted.
+
 Shapes: B samples, T positions, D inputs, P outputs.
 """
 
@@ -15,6 +18,11 @@ from torch import Tensor
 
 # Of fewer positions none is left out.
 FEWEST = 4
+
+
+def may_leave_out(x: Tensor) -> bool:
+    """Whether a layer with this input needs a backward of its own, which looks at its gradient."""
+    return x.device.type == "cpu" and x.dim() == 3 and x.shape[1] >= FEWEST
 
 
 def live_positions(g_BTP: Tensor) -> slice | None:

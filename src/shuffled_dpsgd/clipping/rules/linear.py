@@ -35,7 +35,11 @@ from shuffled_dpsgd.clipping.contributions.kinds import (
     positions,
     stored_outer,
 )
-from shuffled_dpsgd.clipping.contributions.live_positions import live_positions, without_silence
+from shuffled_dpsgd.clipping.contributions.live_positions import (
+    live_positions,
+    may_leave_out,
+    without_silence,
+)
 
 if TYPE_CHECKING:
     from shuffled_dpsgd.clipping.capture.batch import CapturedBatch
@@ -192,8 +196,8 @@ def run_linear(slot: LinearSlot, x: Tensor, function: type[torch.autograd.Functi
     if lower:
         x = x.to(torch.get_autocast_dtype(batch.device))
     weight, bias = cast(Tensor, slot.parameters["weight"]), slot.parameters["bias"]
-    listens = can_listen() and not slot.is_silent and not (lower and slot.lowers_again)
-    if x.requires_grad and listens:
+    listens = can_listen() and not (lower and slot.lowers_again)
+    if x.requires_grad and listens and not may_leave_out(x):
         return slot.listen(x, weight, bias, batch)
     taps = recorder_of(slot).taps_of(batch, slot, part)
     return cast(Tensor, function.apply(x, weight, bias, lower, slot, batch, part, *taps))
@@ -208,9 +212,6 @@ class LinearSlot(Slot):
     fixed_route = None
     # Under autocast, whether the backward casts the weight once more instead of keeping the copy.
     lowers_again = False
-    # Whether most positions of the latest call had no gradient. Then the next call has a backward
-    # of its own, which leaves such positions out.
-    is_silent = False
 
     def __init__(self, **site: Any) -> None:
         super().__init__(**site)
@@ -293,7 +294,6 @@ class LinearSlot(Slot):
         if g.dim() > 2 and g.device.type == "cpu":
             x_BTD, g_BTP = positions(x), positions(g)
             x, g = capture.x, capture.g = without_silence(x_BTD, g_BTP)
-            self.is_silent = g is not g_BTP
         like = (x.shape, x.dtype, x.device)
         if like != self._decided_for:
             self._decided_for = like

@@ -14,6 +14,11 @@ from typing import Any
 import torch
 
 HERE = Path(__file__).parent
+# Later ones count first. What transformers deprecates and peft still calls fails nothing.
+WARNINGS = (
+    *("-W", "error::FutureWarning"),
+    *("-W", "default::FutureWarning:transformers.modeling_utils"),
+)
 
 
 class Launcher:
@@ -22,7 +27,7 @@ class Launcher:
     def __init__(self) -> None:
         paths = [str(HERE.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
         self._server = subprocess.Popen(
-            [sys.executable, "-W", "error::FutureWarning", str(HERE / "nursery.py")],
+            [sys.executable, *WARNINGS, str(HERE / "nursery.py")],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

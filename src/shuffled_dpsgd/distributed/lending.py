@@ -15,10 +15,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from shuffled_dpsgd.distributed.borrowed import BorrowedGraph, Loan
 from shuffled_dpsgd.distributed.gathering import gather_together
@@ -129,12 +131,27 @@ class Lending:
         self._hold(number)
         self._place(number)
 
-    def leave(self, module: nn.Module) -> None:
-        """A module has run. Its weights stay at hand until others are needed."""
+    def leave(self, module: nn.Module, output: Any) -> None:
+        """A module has run. Its weights stay at hand until others are needed.
+
+        They are put in place again when a backward reaches its output: a checkpoint inside its
+        forward computes again then, and runs none of the module's hooks.
+        """
         number = self._numbers[id(module)]
         self._unplace(number)
         if number == 0:
             self._place(0, with_graph=False)
+        elif self._graph is not None:
+            come_back = partial(self._come_back, module, self._graph)
+            for tensor in tree_leaves(output):
+                if isinstance(tensor, Tensor) and tensor.requires_grad:
+                    tensor.register_hook(come_back)
+
+    def _come_back(self, module: nn.Module, graph: BorrowedGraph, _: Tensor) -> None:
+        """A backward is about to go through a module; what is computed again needs gradients."""
+        if self._graph is graph:
+            with torch.enable_grad():
+                self.enter(module)
 
     def _whole(self, number: int, place: int) -> Tensor:
         return self._hold(number)[place]

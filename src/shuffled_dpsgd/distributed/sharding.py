@@ -174,7 +174,7 @@ class ShardedModel:
             if self._is_read:
                 return None
             if self._lending.is_open:
-                self._lending.leave(module)
+                self._lending.leave(module, output)
             elif not self._is_whole:
                 return freeing(module, args, output)
             return _cast(output, policy.output_dtype)

@@ -121,7 +121,7 @@ def _describe(name: str, changes: Mapping[str, Any]) -> tuple[Any, str]:
             config = transformers.AutoConfig.from_pretrained(
                 name, local_files_only=_is_saved(name), **changes
             )
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, TypeError) as error:
         reason = str(error).splitlines()[0]
         if not _is_saved(name):
             raise _unknown(name, remedy=reason) from error

@@ -5,7 +5,8 @@ other positions it is exactly zero, in every sample. These add nothing to norms 
 cost as much as any other. Only on a CPU: a GPU would have to be waited for.
 
 Whether a position is left out depends on the batch alone, never on batches before it: sums round
-otherwise then, and a run that is resumed must round as one that was not interrupted.
+otherwise then, and a run that is resumed must round as one that was not interrupted. Autograd finds
+the inputs' gradients before anybody has looked, so these are computed at all positions.
 
 Shapes: B samples, T positions, D inputs, P outputs.
 """
@@ -18,11 +19,6 @@ from torch import Tensor
 
 # Of fewer positions none is left out.
 FEWEST = 4
-
-
-def may_leave_out(x: Tensor) -> bool:
-    """Whether a layer with this input needs a backward of its own, which looks at its gradient."""
-    return x.device.type == "cpu" and x.dim() == 3 and x.shape[1] >= FEWEST
 
 
 def live_positions(g_BTP: Tensor) -> slice | None:

@@ -35,11 +35,7 @@ from shuffled_dpsgd.clipping.contributions.kinds import (
     positions,
     stored_outer,
 )
-from shuffled_dpsgd.clipping.contributions.live_positions import (
-    live_positions,
-    may_leave_out,
-    without_silence,
-)
+from shuffled_dpsgd.clipping.contributions.live_positions import without_silence
 
 if TYPE_CHECKING:
     from shuffled_dpsgd.clipping.capture.batch import CapturedBatch
@@ -93,7 +89,7 @@ class LinearFunction(torch.autograd.Function):
             # What leaves a compiled graph should lie in whole, aligned rows.
             kept = g if torch.compiler.is_compiling() else g[..., : kept.shape[-1]]
         taps = recorder_of(ctx.slot).record(ctx.batch, ctx.slot, (x, kept), ctx.part)
-        grad_x = _input_gradient(g, weight) if ctx.needs_input_grad[0] else None
+        grad_x = g.matmul(weight) if ctx.needs_input_grad[0] else None
         return grad_x, None, None, None, None, None, None, *taps
 
 
@@ -127,7 +123,7 @@ class TransposedLinearFunction(torch.autograd.Function):
         weight = weight if weight.dtype is g.dtype else weight.to(g.dtype)
         g = _in_rows(g)
         taps = recorder_of(ctx.slot).record(ctx.batch, ctx.slot, (x, g), ctx.part)
-        grad_x = _input_gradient(g, weight.t()) if ctx.needs_input_grad[0] else None
+        grad_x = g.matmul(weight.t()) if ctx.needs_input_grad[0] else None
         return grad_x, None, None, None, None, None, None, *taps
 
 
@@ -147,16 +143,6 @@ def _in_rows(g: Tensor) -> Tensor:
     The gradient of attention's keys comes transposed. The product with the weight needs rows too.
     """
     return g.contiguous() if torch.compiler.is_compiling() else g
-
-
-def _input_gradient(g: Tensor, weight: Tensor) -> Tensor:
-    """g @ weight; positions without a gradient are left out where that saves half."""
-    live = live_positions(g) if g.dim() == 3 and not torch.compiler.is_compiling() else None
-    if live is None:
-        return g.matmul(weight)
-    grad_x = g.new_zeros(*g.shape[:-1], weight.shape[1])
-    grad_x[:, live] = g[:, live].matmul(weight)
-    return grad_x
 
 
 def _padded(g: Tensor, width: int) -> Tensor:
@@ -197,7 +183,7 @@ def run_linear(slot: LinearSlot, x: Tensor, function: type[torch.autograd.Functi
         x = x.to(torch.get_autocast_dtype(batch.device))
     weight, bias = cast(Tensor, slot.parameters["weight"]), slot.parameters["bias"]
     listens = can_listen() and not (lower and slot.lowers_again)
-    if x.requires_grad and listens and not may_leave_out(x):
+    if x.requires_grad and listens:
         return slot.listen(x, weight, bias, batch)
     taps = recorder_of(slot).taps_of(batch, slot, part)
     return cast(Tensor, function.apply(x, weight, bias, lower, slot, batch, part, *taps))

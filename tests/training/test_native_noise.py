@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -181,6 +182,15 @@ def test_wrong_numbers_switch_it_off_and_are_said_once(monkeypatch: pytest.Monke
     noise_of(LARGE)
     assert routes.taken() == {"noise": ("box_muller",)}
     assert list(routes.switched_off()) == ["Noise in C"]
+
+
+def test_the_trial_sees_sums_that_got_no_noise(monkeypatch: pytest.MonkeyPatch) -> None:
+    library = SimpleNamespace(
+        standard_normal=native_noise.library().standard_normal, add_noise=lambda *_: None
+    )
+    monkeypatch.setattr(native_noise, "library", lambda: library)
+    with pytest.raises(routes.WrongResult, match="noise off"):
+        try_c(CPU)
 
 
 def test_the_trial_passes_here() -> None:

@@ -8,8 +8,7 @@ import torch
 from shuffled_dpsgd.runtime.c_library import is_wanted
 from shuffled_dpsgd.runtime.routes import Route, expect, expect_close
 from shuffled_dpsgd.runtime.triton_support import triton_available
-from shuffled_dpsgd.training import native_noise
-from shuffled_dpsgd.training.box_muller import standard_normal
+from shuffled_dpsgd.training import box_muller, native_noise
 from shuffled_dpsgd.training.philox_reference import BLOCK, Key, expected_normals
 
 # Not a run's key, and never used for noise. Two words have their highest bit set.
@@ -30,13 +29,17 @@ def may_take_c() -> bool:
 
 
 def try_c(_: torch.device) -> None:
-    """An odd number of numbers against numpy's, beside one that must not be touched."""
-    found = np.full(_C_SIZE + 2, 9.0, dtype=np.float32)
-    native_noise.fill_normal(np.random.Generator(np.random.SFC64(_FIRST)), _C_SIZE, found)
-    expect(found[-1] == 9.0, "noise outside the sums")
-    rng = np.random.Generator(np.random.SFC64(_FIRST))
-    expected = standard_normal(rng, _C_SIZE, np.dtype(np.float32))
-    error = float(np.abs(found[:_C_SIZE] - expected).max())
+    """An odd number of sums with noise against numpy's, between some that must not be touched."""
+    sums = []
+    for way in (native_noise, box_muller):
+        guarded = np.full(_C_SIZE + 64, 9.0, dtype=np.float32)
+        part = box_muller.NoisedPart(guarded[32:-32], 0, 2.0)
+        way.add_normals(np.random.Generator(np.random.SFC64(_FIRST)), _C_SIZE, [part], 4.0)
+        sums.append(guarded)
+    found, expected = sums
+    is_guarded = bool((found[:32] == 9.0).all() and (found[-32:] == 9.0).all())
+    expect(is_guarded, "noise outside the sums")
+    error = float(np.abs(found - expected).max())
     expect(error <= _ROUNDING, f"noise off by {error:.3g}, more than {_ROUNDING:.3g}")
 
 

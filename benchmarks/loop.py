@@ -63,7 +63,8 @@ def run_side(
             command += ["--encoded", str(encoded), "--model", str(options.model)]
         if options.records is not None:
             command += ["--records", str(options.records)]
-        if options.pads == "yes" or (options.pads == "auto" and options.device != "cpu"):
+        profits = options.device != "cpu" or side.endswith(":compiled")
+        if options.pads == "yes" or (options.pads == "auto" and profits):
             command += ["--pads"]
         command += ["--started", repr(time.time())]
         try:
@@ -193,7 +194,8 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--records", type=int, help="use only so many records")
     parser.add_argument(
         "--pads", choices=("auto", "yes", "no"), default="auto",
-        help="whether batches are filled up to fixed shapes; auto does so on a GPU",
+        help="whether batches are filled up to fixed shapes; auto does so on a GPU and for a "
+        "compiler",
     )  # fmt: skip
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--limit-seconds", type=float, default=1800.0, help="for one run")

@@ -56,7 +56,9 @@ def mlp_case(dtype: torch.dtype = torch.float32) -> Case:
     return Case(make=lambda: make_mlp(dtype), data=vectors(dtype), loss=classify)
 
 
-def make_bert(hidden: int = 16, vocabulary: int = 30, **changes: Any) -> nn.Module:
+def make_bert(
+    hidden: int = 16, vocabulary: int = 30, positions: int = 12, **changes: Any
+) -> nn.Module:
     from transformers import BertConfig, BertForSequenceClassification
 
     torch.manual_seed(0)
@@ -66,7 +68,7 @@ def make_bert(hidden: int = 16, vocabulary: int = 30, **changes: Any) -> nn.Modu
         num_hidden_layers=2,
         num_attention_heads=2,
         intermediate_size=2 * hidden,
-        max_position_embeddings=12,
+        max_position_embeddings=positions,
         num_labels=CLASSES,
         hidden_dropout_prob=0.0,
         attention_probs_dropout_prob=0.0,

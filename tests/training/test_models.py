@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
@@ -9,7 +10,9 @@ import torch
 from torch import nn
 
 from shuffled_dpsgd.errors import InvalidArgumentError
+from shuffled_dpsgd.integrations.per_sample_loss import classification_losses
 from shuffled_dpsgd.models import checkpoint_activations
+from shuffled_dpsgd.tasks.tokens import TokenCollate, TokenRecords, class_labels
 from shuffled_dpsgd.training import PrivateTraining, make_private
 from training.cases import (
     Case,
@@ -87,6 +90,38 @@ def test_compiled_models_are_trained_under_their_own_names() -> None:
         finals.append(weights(private.model))
         assert list(finals[-1]) == list(weights(make_mlp()))
     assert distance(*finals) < 1e-6
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+# Some shapes come several times in a row in every step, or none does.
+@pytest.mark.parametrize("physical", [16, 120])
+def test_padded_batches_of_any_length_compile_in_the_first_steps_only(physical: int) -> None:
+    torch._dynamo.reset()
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    lengths = random.Random(0)
+    data = TokenRecords([([1 + i % 7] * lengths.randint(2, 30), i % 3) for i in range(1200)])
+    model = make_bert(positions=32).train()
+    called = torch.compile(model, backend="aot_eager")
+    private = start(
+        model,
+        dataset_size=1200,
+        expected_batch_size=120,
+        num_steps=12,
+        physical_batch_size=physical,
+    )
+    collate = TokenCollate(pad_id=0, labels=class_labels)
+    graphs, shapes = [], set()
+    for inputs, labels in private.batches(data, collate=collate, pad_batches=True):
+        shapes.add(inputs["input_ids"].shape)
+        private.backward(classification_losses(called(**inputs).logits, labels))
+        if private.step():
+            graphs.append(counters["stats"]["unique_graphs"])
+    assert len(graphs) == 12
+    assert len(shapes) > 4
+    assert 0 < graphs[1] == graphs[-1]
 
 
 def test_a_frozen_half_is_left_alone() -> None:

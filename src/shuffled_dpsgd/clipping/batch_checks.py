@@ -219,7 +219,8 @@ class BatchChecks:
         self, args: Any, kwargs: Any, size: int, kind: Hashable, late: bool = False
     ) -> None:
         folded = [slot.folded for slot in self._slots]
-        with self.clock.part("checks"):
+        # Compiled blocks would be compiled with the check's hooks, as often as the compiler may.
+        with self.clock.part("checks"), eagerly():
             self.axis.run(args, kwargs, size, kind, late)
         self._recorder.axis_checked = True
         if [slot.folded for slot in self._slots] != folded:

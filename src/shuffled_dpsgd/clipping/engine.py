@@ -330,12 +330,15 @@ class ClippingEngine:
             build.refuse_changes(self._structure)
             refusals.refuse_batch_statistics(self._batch_norms)
             self._rule.totals.let_go()
-        size, device = find_batch(args, kwargs)
+        input_B = find_batch(args, kwargs)
+        size, device = input_B.shape[0], input_B.device.type
         watches = False
         if not torch.compiler.is_compiling():
             watches = self._checks.before_forward(args, kwargs, size, device)
         scale = float(size) if self.loss_reduction == "mean" else 1.0
-        batch = CapturedBatch(size=size, device=device, slots=len(self._slots), scale=scale)
+        batch = CapturedBatch(
+            size=size, device=device, slots=len(self._slots), scale=scale, input_B=input_B
+        )
         lowers = device == "cuda" and torch.is_autocast_enabled(device) and can_listen()
         if lowers and self._sharding is None:
             latest = self._recorder.latest

@@ -211,7 +211,7 @@ class ShuffleCheck:
         torch.manual_seed(seed)
         if self._takes_few:
             try:
-                size, _ = find_batch(args, kwargs)
+                size = len(find_batch(args, kwargs))
                 if size > _MOST_SAMPLES:
                     few = [*range(_MOST_SAMPLES)]
                     return self._model(*chosen(args, size, few), **chosen(kwargs, size, few))

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from clipping.compare import assert_same_sums, run
 from clipping.tiny_models import CASES, Case, Inputs, gpt2
 from shuffled_dpsgd.clipping import ClippingEngine
+from shuffled_dpsgd.clipping.capture.recorder import LEARNING_BATCHES
 from shuffled_dpsgd.clipping.rules import linear
 from shuffled_dpsgd.errors import UnsupportedModuleError
 
@@ -176,6 +177,95 @@ def test_taps_cost_one_more_compilation_and_then_none() -> None:
             with engine:
                 engine.backward(case.losses(compiled, inputs))
             assert_same_sums(engine.clipped_sum(), wanted, 1e-9)
+
+
+@pytest.mark.slow
+def test_a_shape_that_comes_twice_in_a_row_only_late_compiles_nothing() -> None:
+    torch.manual_seed(5)
+    torch._dynamo.reset()
+    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4))
+    case = Case(model=model, inputs=small().inputs, losses=small().losses).to(torch.float64)
+    compiled = torch.compile(case.model, fullgraph=True, backend="aot_eager")
+    engine = ClippingEngine(case.model)
+    sizes = [3, 5] * (LEARNING_BATCHES // 2)
+    for number, size in enumerate([*sizes, 5, 5, 5, 3]):
+        inputs = {"x": torch.randn(size, 5, 4, dtype=torch.float64)}
+        wanted = run(ClippingEngine(case.model), case.losses, inputs)
+        engine.reset()
+        late = number >= len(sizes)
+        with torch.compiler.set_stance("fail_on_recompile" if late else "default"), engine:
+            engine.backward(case.losses(compiled, inputs))
+        assert_same_sums(engine.clipped_sum(), wanted, 1e-9)
+    assert tapped_calls(engine) == 0
+
+
+def resized(inputs: Inputs, size: int) -> Inputs:
+    """The samples of a batch over and over, until there are so many."""
+    places = torch.arange(size) % len(next(iter(inputs.values())))
+    return {name: tensor[places] for name, tensor in inputs.items()}
+
+
+def num_graphs() -> int:
+    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["bert-classifier", "gpt2", "llama-tied", "vit"])
+def test_a_model_is_compiled_for_two_sizes_and_then_for_all(name: str) -> None:
+    torch.manual_seed(6)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    case = CASES[name]().to(torch.float64)
+    compiled = torch.compile(case.model, backend="aot_eager")
+    engine, eager = ClippingEngine(case.model), ClippingEngine(case.model)
+    graphs = []
+    for size in (3, 5, 4, 7, 6):
+        inputs = resized(case.inputs, size)
+        eager.reset()
+        engine.reset()
+        wanted = run(eager, case.losses, inputs)
+        with engine:
+            engine.backward(case.losses(compiled, inputs))
+        assert_same_sums(engine.clipped_sum(), wanted, 1e-9)
+        graphs.append(num_graphs())
+    assert graphs[0] < graphs[1] == graphs[-1]
+
+
+class Block(nn.Module):
+    """A user's own class: the compiler passes over `nn.Sequential`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(4, 4), nn.LayerNorm(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.norm(self.linear(x))
+
+
+@pytest.mark.slow
+def test_checks_compile_nothing_where_blocks_are_compiled() -> None:
+    torch.manual_seed(7)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    blocks = [Block(), Block()]
+    case = Case(model=nn.Sequential(*blocks), inputs=small().inputs, losses=small().losses)
+    case = case.to(torch.float64)
+    for block in blocks:
+        block.compile(backend="aot_eager")
+    engine, eager = ClippingEngine(case.model), ClippingEngine(case.model)
+    graphs = []
+    for size in (3, 3, 6, 7, 8):
+        inputs = resized(case.inputs, size)
+        with torch.compiler.set_stance("force_eager"):
+            wanted = run(eager, case.losses, inputs)
+        eager.reset()
+        engine.reset()
+        with engine:
+            engine.backward(case.losses(case.model, inputs))
+        assert_same_sums(engine.clipped_sum(), wanted, 1e-9)
+        graphs.append(num_graphs())
+    # The first batch is watched without a compiler, the others are compiled block by block.
+    assert graphs == [0, 2, 4, 4, 4]
 
 
 class ThreeReaders(nn.Module):

@@ -130,9 +130,10 @@ class CapturedBatch:
 
     `scale` is what a captured gradient must be multiplied by to be the gradient of that sample's
     own loss: the batch size under a mean, one under a sum. `calls` counts the calls that the
-    forward made of each slot. `halves` are this forward's half-precision copies of parameters, by
-    the parameter's id. `has_losses` says that the backward is one of losses, one for each sample.
-    Of a padded batch only the first `counted` samples count, which `counts_B` marks.
+    forward made of each slot. `input_B` is the input of the model that `size` was read off.
+    `halves` are this forward's half-precision copies of parameters, by the parameter's id.
+    `has_losses` says that the backward is one of losses, one for each sample. Of a padded batch
+    only the first `counted` samples count, which `counts_B` marks.
     """
 
     __slots__ = (
@@ -144,14 +145,18 @@ class CapturedBatch:
         "device",
         "halves",
         "has_losses",
+        "input_B",
         "phase",
         "scale",
         "settling",
         "size",
     )
 
-    def __init__(self, *, size: int, device: str, slots: int, scale: float) -> None:
+    def __init__(
+        self, *, size: int, device: str, slots: int, scale: float, input_B: Tensor | None = None
+    ) -> None:
         self.size = size
+        self.input_B = input_B
         self.counted = size
         self.counts_B: Tensor | None = None
         self.device = device
@@ -185,5 +190,6 @@ class CapturedBatch:
         """Drop every captured tensor; the batch takes no further backward."""
         self.closed = True
         self.halves = {}
+        self.input_B = None
         self.compiled.late = self.compiled.inputs = None
         self.settling = Settling()

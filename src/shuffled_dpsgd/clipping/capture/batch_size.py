@@ -1,4 +1,4 @@
-"""The batch size of a call of the model, read off its inputs."""
+"""Which input of a call of the model tells the batch size."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from shuffled_dpsgd.errors import InvalidArgumentError
 PRIMARY_INPUTS = ("input_ids", "inputs_embeds", "pixel_values", "input_values", "input_features")
 
 
-def find_batch(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[int, str]:
-    """(batch size, device type) of a call: axis 0 of the primary input, else of the first tensor.
+def find_batch(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
+    """The input of a call that has the batch on axis 0: the primary one, else the first tensor.
 
     A wrong guess is not silent: every layer checks its own input against the batch size. Passing
     over a leading length of one would be wrong, though: that is what a batch of one looks like.
@@ -23,10 +23,10 @@ def find_batch(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[int, s
     for name in PRIMARY_INPUTS:
         value = kwargs.get(name)
         if isinstance(value, Tensor):
-            return value.shape[0], value.device.type
+            return value
     for leaf in tree_leaves((args, dict(kwargs))):
         if isinstance(leaf, Tensor) and leaf.dim() > 0:
-            return leaf.shape[0], leaf.device.type
+            return leaf
     raise InvalidArgumentError(
         "inputs",
         expected="a tensor with the batch on axis 0",

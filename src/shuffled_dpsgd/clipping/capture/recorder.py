@@ -20,6 +20,9 @@ from shuffled_dpsgd.clipping.capture.slot import Slot
 from shuffled_dpsgd.clipping.capture.taps import Signature, Taps, key_of, make_taps
 from shuffled_dpsgd.errors import UnsupportedModuleError
 
+# Taps compile a model again, so they are made for one of its first batches or for none.
+LEARNING_BATCHES = 16
+
 
 class CaptureRecorder:
     """Passes entries on under the batch whose backward runs.
@@ -53,6 +56,7 @@ class CaptureRecorder:
         # The rows of the stack of taps, taken apart by the traced forward that is running.
         self._rows: tuple[Tensor, ...] = ()
         self._last_signature: Signature | None = None
+        self._num_traced = 0
         self.handle = add_sink(self)
         self._running: CapturedBatch | None = None
 
@@ -214,12 +218,14 @@ class CaptureRecorder:
             self._learn(compiled, compiled.signature)
 
     def _learn(self, compiled: CompiledForward, signature: Signature) -> None:
-        """Make taps for the first signature that comes twice in a row, and for no other.
+        """Make taps for the first signature that comes twice in a row soon, and for no other.
 
         Other signatures go on through the operator: taps for each would compile the model again
         and again. So does a model in pieces: each piece would have to know the taps of the others.
         """
-        if signature == self._last_signature and len(compiled.graphs) < 2:
+        self._num_traced += 1
+        is_soon = self._num_traced <= LEARNING_BATCHES
+        if is_soon and signature == self._last_signature and len(compiled.graphs) < 2:
             small = {slot.index for slot in self.slots if slot.captures_sums}
             self._taps = make_taps(compiled.captures, small, signature, self.tap, self.handle)
         self._last_signature = signature

@@ -217,11 +217,12 @@ class Slot:
             batch = recorder.batch if recorder.batch is not None else recorder.latest
             if recorder.batch is not None and not torch.compiler.is_compiling():
                 self.refuse_other_rows(recorder.batch, len(x))
-            if batch is None or len(x) in (1, batch.size):
+            size = 0 if batch is None else size_of(batch)
+            if batch is None or len(x) in (1, size):
                 return self.forward(x)
-            if batch.size == 0 or len(x) % batch.size != 0:
-                raise self.refuse_batch_axis(batch.size, x.shape)
-            return no_view(self.forward(unfolded(x, batch.size)).flatten(0, 1))
+            if size == 0 or len(x) % size != 0:
+                raise self.refuse_batch_axis(size, x.shape)
+            return no_view(self.forward(unfolded(x, size)).flatten(0, 1))
 
         return forward
 
@@ -283,3 +284,15 @@ def batch_of(slot: Slot) -> CapturedBatch:
         return recorder.recomputed_batch(slot.path)
     batch.calls[slot.index] += 1
     return batch
+
+
+def size_of(batch: CapturedBatch) -> int:
+    """The batch size that a slot's forward compares its input with.
+
+    A compiler that traces a layer alone takes a number from outside for a constant, and compiles
+    the layer anew for every size. The length of a tensor it takes for a variable.
+    """
+    input_B = batch.input_B
+    if input_B is None or not torch.compiler.is_compiling():
+        return batch.size
+    return input_B.shape[0]

@@ -99,7 +99,7 @@ class RowCheck:
             return rows_of(
                 self._slots,
                 lambda: self._model.forward(*changed_args, **changed_kwargs),
-                find_batch(changed_args, changed_kwargs)[0],
+                len(find_batch(changed_args, changed_kwargs)),
                 weights,
             )
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from shuffled_dpsgd.clipping import kernels
 from shuffled_dpsgd.clipping.capture.captures import Capture, Projection, StoredWeight
-from shuffled_dpsgd.clipping.capture.slot import Slot, batch_of, no_view, recorder_of
+from shuffled_dpsgd.clipping.capture.slot import Slot, batch_of, no_view, recorder_of, size_of
 from shuffled_dpsgd.clipping.contributions import cost
 from shuffled_dpsgd.clipping.contributions.kinds import (
     Contribution,
@@ -146,7 +146,7 @@ class MultiheadAttentionSlot(Slot):
         inputs = [query] if together else [query, key, value]
         if not self.layer.batch_first:
             inputs = [x.transpose(0, 1) for x in inputs]
-        inputs = [self.over_batch(x, batch.size) for x in inputs]
+        inputs = [self.over_batch(x, size_of(batch)) for x in inputs]
         if together:
             projected = list(self._project(inputs[0], PACKED, batch).chunk(3, -1))
         else:

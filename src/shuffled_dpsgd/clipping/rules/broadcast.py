@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves
 
 from shuffled_dpsgd.clipping.capture.samples import kind_of_call
+from shuffled_dpsgd.clipping.capture.slot import size_of
 from shuffled_dpsgd.clipping.rules.generic import (
     FAILURES,
     CopiesSlot,
@@ -124,8 +125,8 @@ class BroadcastSlot(CopiesSlot):
             )
         owned = {key: cast(Tensor, self.parameters[key]) for key in self.names}
         batch = self.recorder.batch or self.recorder.recomputed_batch(self.path)
-        if not self._is_known and batch.size > 0:
-            self._verify_once(owned, args, kwargs, batch.size)
+        if not self._is_known and size_of(batch) > 0:
+            self._verify_once(owned, args, kwargs, size_of(batch))
         rows = self._rows_each(batch, args, kwargs) if self.folded else 1
         copies = {key: copy.squeeze(1) for key, copy in self.copies(owned).items()}
         if rows > 1:
@@ -141,11 +142,12 @@ class BroadcastSlot(CopiesSlot):
         lengths = {len(leaf) for leaf in given}
         if self.recorder.batch is not None and not torch.compiler.is_compiling():
             self.refuse_other_rows(batch, len(given[0]))
-        if batch.size == 0:
+        size = size_of(batch)
+        if size == 0:
             return 1
-        if len(lengths) != 1 or len(given[0]) % batch.size:
-            raise self.refuse_batch_axis(batch.size, given[0].shape)
-        return len(given[0]) // batch.size
+        if len(lengths) != 1 or len(given[0]) % size:
+            raise self.refuse_batch_axis(size, given[0].shape)
+        return len(given[0]) // size
 
     def _with(self, values: dict[str, Tensor], args: Any, kwargs: Any) -> Any:
         if torch.compiler.is_compiling():

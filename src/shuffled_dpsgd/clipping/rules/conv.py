@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from shuffled_dpsgd.clipping import kernels
 from shuffled_dpsgd.clipping.capture.captures import Capture, InputAndGradient, StoredWeight
-from shuffled_dpsgd.clipping.capture.slot import Slot, batch_of, recorder_of, unfolded
+from shuffled_dpsgd.clipping.capture.slot import Slot, batch_of, recorder_of, size_of, unfolded
 from shuffled_dpsgd.clipping.contributions import cost
 from shuffled_dpsgd.clipping.contributions.kinds import (
     Contribution,
@@ -115,8 +115,8 @@ class ConvSlot(Slot):
         batch, x = batch_of(self), input
         if x.dim() - len(self.stride) not in ((2, 3) if self.folded else (2,)):
             raise self.refuse_batch_axis(batch.size, x.shape)
-        if x.shape[0] != batch.size:
-            x = self.over_batch(x, batch.size)
+        if x.shape[0] != size_of(batch):
+            x = self.over_batch(x, size_of(batch))
         casts = torch.is_autocast_enabled(batch.device) and x.dtype is not torch.float64
         if casts:
             x = x.to(torch.get_autocast_dtype(batch.device))

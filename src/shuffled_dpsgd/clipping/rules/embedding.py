@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from shuffled_dpsgd.clipping.capture.captures import Capture, InputAndGradient
-from shuffled_dpsgd.clipping.capture.slot import Slot, batch_of, recorder_of
+from shuffled_dpsgd.clipping.capture.slot import Slot, batch_of, recorder_of, size_of
 from shuffled_dpsgd.clipping.contributions.kinds import Contribution, RowsGrad
 from shuffled_dpsgd.errors import UnsupportedModuleError
 
@@ -73,8 +73,9 @@ class EmbeddingSlot(Slot):
     def look_up(self, ids: Tensor) -> Tensor:
         """Rows of the table, one set per sample, with book-keeping in the backward."""
         batch = batch_of(self)
-        if self.shared_by_batch or ids.dim() < 2 or ids.shape[0] != batch.size:
-            ids = self._over_batch(ids, batch.size)
+        size = size_of(batch)
+        if self.shared_by_batch or ids.dim() < 2 or ids.shape[0] != size:
+            ids = self._over_batch(ids, size)
         weight, taps = self.parameters["weight"], recorder_of(self).taps_of(batch, self)
         return cast(Tensor, EmbeddingFunction.apply(ids, weight, self, batch, *taps))
 

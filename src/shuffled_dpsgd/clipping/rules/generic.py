@@ -18,7 +18,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from shuffled_dpsgd.clipping.capture.captures import Capture, CopyGradients
-from shuffled_dpsgd.clipping.capture.slot import Slot, batch_of, recorder_of
+from shuffled_dpsgd.clipping.capture.slot import Slot, batch_of, recorder_of, size_of
 from shuffled_dpsgd.clipping.contributions.kinds import Contribution, DenseGrad
 from shuffled_dpsgd.clipping.rules.gradient_sums import add_up, as_it_is, gradients
 from shuffled_dpsgd.clipping.rules.mapping import (
@@ -63,7 +63,7 @@ class CopiesFunction(torch.autograd.Function):
         *taps: Tensor,
     ) -> Tensor:
         ctx.part, ctx.slot, ctx.batch = part, slot, batch
-        return parameter.expand(batch.size, *parameter.shape)
+        return parameter.expand(size_of(batch), *parameter.shape)
 
     @staticmethod
     def backward(ctx: Any, grads_BS: Tensor) -> Any:
@@ -132,7 +132,7 @@ class GenericSlot(CopiesSlot):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return self.plain(*args, **kwargs)
-        batch_size = (self.recorder.batch or self.recorder.recomputed_batch(self.path)).size
+        batch_size = size_of(self.recorder.batch or self.recorder.recomputed_batch(self.path))
         leaves, spec = tree_flatten((args, kwargs))
         trainable = {k: p for k, p in self.module.named_parameters() if k in self.names}
         if batch_size == 0:

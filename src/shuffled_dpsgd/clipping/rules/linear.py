@@ -24,6 +24,7 @@ from shuffled_dpsgd.clipping.capture.slot import (
     can_listen,
     no_view,
     recorder_of,
+    size_of,
 )
 from shuffled_dpsgd.clipping.contributions import cost
 from shuffled_dpsgd.clipping.contributions.kinds import (
@@ -173,8 +174,8 @@ def run_linear(slot: LinearSlot, x: Tensor, function: type[torch.autograd.Functi
     if not torch.is_grad_enabled():
         return cast(Tensor, slot.plain(x))
     batch = batch_of(slot)
-    if x.shape[0] != batch.size:
-        x = slot.over_batch(x, batch.size)
+    if x.shape[0] != size_of(batch):
+        x = slot.over_batch(x, size_of(batch))
     part = 0
     if slot.keeps_input and torch.compiler.is_compiling():
         part = recorder_of(slot).input_part(batch, slot, x)

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shuffled_dpsgd.clipping.capture.captures import Capture, StoredGradients
-from shuffled_dpsgd.clipping.capture.slot import Slot, batch_of, can_listen, recorder_of
+from shuffled_dpsgd.clipping.capture.slot import Slot, batch_of, can_listen, recorder_of, size_of
 from shuffled_dpsgd.clipping.contributions.kinds import Contribution, DenseGrad
 from shuffled_dpsgd.clipping.contributions.norm_sums import UnsummedNorm, settle
 from shuffled_dpsgd.clipping.kernels import plain
@@ -102,8 +102,8 @@ class LayerNormSlot(NormSlot):
         if not torch.is_grad_enabled():
             return cast(Tensor, self.plain(input))
         batch, x = batch_of(self), input
-        if x.shape[0] != batch.size:
-            x = self.over_batch(x, batch.size)
+        if x.shape[0] != size_of(batch):
+            x = self.over_batch(x, size_of(batch))
         owned = self.parameters
         weight, bias = owned["weight"], owned["bias"]
         if x.requires_grad and can_listen():
@@ -179,8 +179,8 @@ class GainSlot(NormSlot):
         if not torch.is_grad_enabled():
             return cast(Tensor, self.plain(x))
         batch = batch_of(self)
-        if x.shape[0] != batch.size:
-            x = self.over_batch(x, batch.size)
+        if x.shape[0] != size_of(batch):
+            x = self.over_batch(x, size_of(batch))
         weight, bias = self.parameters["weight"], self.parameters.get("bias")
         normed = self.normalise(x)
         taps = recorder_of(self).taps_of(batch, self)
@@ -277,7 +277,7 @@ class LlamaRMSNormSlot(GainSlot):
         if not torch.is_grad_enabled() or x.dtype is torch.float64:
             return self.with_gain(x)
         batch = batch_of(self)
-        if x.shape[0] != batch.size:
-            x = self.over_batch(x, batch.size)
+        if x.shape[0] != size_of(batch):
+            x = self.over_batch(x, size_of(batch))
         weight, taps = self.parameters["weight"], recorder_of(self).taps_of(batch, self)
         return cast(Tensor, LlamaRMSNormFunction.apply(x, weight, self, batch, *taps))

@@ -301,8 +301,13 @@ class ClippingEngine:
         self._checks.has_samples = any_count
 
     def expect_lengths(self, lengths: Iterable[int]) -> None:
-        """Say that batches are going to be padded to these lengths, so that kernels are ready."""
+        """Say that batches are going to be padded to these lengths, so that kernels are ready.
+
+        With several, no single shape is worth a compiled graph of its own, with taps.
+        """
         self._rehearsal.lengths = tuple(lengths)
+        if len(self._rehearsal.lengths) > 1:
+            self._recorder.may_tap = False
 
     def plan(self) -> Plan:
         """How each parameter's norms are found, with the cost rule's figures; prints as a table.

@@ -14,21 +14,23 @@ import pytest
 
 SOURCE = Path(__file__).resolve().parents[2] / "src"
 FLOOR = {"errors", "runtime"}
+CORE = {"core"}
 BUILDING_BLOCKS = {"permutation", "clipping", "accounting"}
-TRAINING = FLOOR | BUILDING_BLOCKS | {"options", "distributed", "training"}
+TRAINING = FLOOR | CORE | BUILDING_BLOCKS | {"options", "distributed", "training"}
 PRODUCT = TRAINING | {"models", "environment", "integrations", "reports", "scaling"}
 ALLOWED = {
     "errors": set(),
+    "core": {"errors"},
     "environment": set(),
     "runtime": {"errors"},
-    "distributed": FLOOR,
-    "options": {"errors"},
+    "distributed": FLOOR | CORE,
+    "options": {"errors", "core"},
     "models": {"errors"},
-    "permutation": FLOOR,
-    "clipping": FLOOR,
-    "accounting": {"errors"},
-    "scaling": FLOOR | {"clipping"},
-    "training": FLOOR | BUILDING_BLOCKS | {"options", "distributed"},
+    "permutation": FLOOR | CORE,
+    "clipping": FLOOR | CORE,
+    "accounting": {"errors", "core"},
+    "scaling": FLOOR | CORE | {"clipping"},
+    "training": FLOOR | CORE | BUILDING_BLOCKS | {"options", "distributed"},
     "integrations": TRAINING | {"reports", "environment"},
     "auditing": TRAINING | {"reports"},
     "reports": TRAINING,

@@ -20,8 +20,6 @@ from shuffled_dpsgd.accounting.certified import (
     certified_claim,
     certified_curve,
 )
-from shuffled_dpsgd.accounting.claim import Adjacency, Calibration, Kind, PrivacyClaim
-from shuffled_dpsgd.accounting.events import SampledGaussian, smallest_noise
 from shuffled_dpsgd.accounting.exact import (
     DeltaEstimate,
     Examination,
@@ -31,6 +29,8 @@ from shuffled_dpsgd.accounting.exact import (
 from shuffled_dpsgd.accounting.given_pairs import vector_pair
 from shuffled_dpsgd.accounting.pairs import Pair, constant_pair, spike_pair
 from shuffled_dpsgd.accounting.paper import PaperCalibration, calibrate_paper, paper_claim
+from shuffled_dpsgd.core.claim import Adjacency, Calibration, Kind, PrivacyClaim
+from shuffled_dpsgd.core.events import SampledGaussian, smallest_noise
 
 __all__ = [
     "Accountant",

@@ -16,9 +16,7 @@ from shuffled_dpsgd.accounting.certified import (
     calibrate_certified,
     certified_claim,
 )
-from shuffled_dpsgd.accounting.claim import Adjacency, Calibration, Kind, PrivacyClaim
 from shuffled_dpsgd.accounting.comparisons import advanced_composition_epsilon, gdp_epsilon
-from shuffled_dpsgd.accounting.events import SampledGaussian, check_delta, check_epsilon
 from shuffled_dpsgd.accounting.paper import (
     DeltaSplit,
     PaperCalibration,
@@ -28,6 +26,8 @@ from shuffled_dpsgd.accounting.paper import (
 from shuffled_dpsgd.accounting.prv import prv_epsilon
 from shuffled_dpsgd.accounting.rdp import rdp_epsilon
 from shuffled_dpsgd.accounting.search import smallest_noise_multiplier
+from shuffled_dpsgd.core.claim import Adjacency, Calibration, Kind, PrivacyClaim
+from shuffled_dpsgd.core.events import SampledGaussian, check_delta, check_epsilon
 from shuffled_dpsgd.errors import InvalidArgumentError
 
 

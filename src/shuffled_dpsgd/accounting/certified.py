@@ -12,11 +12,11 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from shuffled_dpsgd.accounting.claim import Adjacency, Calibration, Kind, PrivacyClaim
-from shuffled_dpsgd.accounting.events import SampledGaussian, check_delta, check_epsilon
 from shuffled_dpsgd.accounting.pld import MANY_STEPS, epsilon_at, optimistic, price, refine
 from shuffled_dpsgd.accounting.rdp import rdp_epsilon
 from shuffled_dpsgd.accounting.search import smallest_noise_multiplier
+from shuffled_dpsgd.core.claim import Adjacency, Calibration, Kind, PrivacyClaim
+from shuffled_dpsgd.core.events import SampledGaussian, check_delta, check_epsilon
 from shuffled_dpsgd.errors import InvalidArgumentError
 
 METHOD = "PLD"

@@ -11,8 +11,8 @@ from __future__ import annotations
 import math
 
 from shuffled_dpsgd.accounting.composition import step_delta, total_epsilon
-from shuffled_dpsgd.accounting.events import SampledGaussian
 from shuffled_dpsgd.accounting.theorem import smallest_epsilon
+from shuffled_dpsgd.core.events import SampledGaussian
 
 
 def gdp_epsilon(mechanism: SampledGaussian, delta: float) -> float:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from shuffled_dpsgd.accounting.events import check_delta, check_sampling
+from shuffled_dpsgd.core.events import check_delta, check_sampling
 from shuffled_dpsgd.errors import InvalidArgumentError
 
 

@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from shuffled_dpsgd.accounting.claim import Kind
 from shuffled_dpsgd.accounting.pairs import Array, Pair, World
 from shuffled_dpsgd.accounting.theorem import theorem_delta
+from shuffled_dpsgd.core.claim import Kind
 from shuffled_dpsgd.errors import InvalidArgumentError
 
 DRAWS = 20_000

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from shuffled_dpsgd.accounting.claim import PrivacyClaim
 from shuffled_dpsgd.accounting.composition import (
     StepBudget,
     check_split,
@@ -20,13 +19,14 @@ from shuffled_dpsgd.accounting.composition import (
     step_delta,
     total_epsilon,
 )
-from shuffled_dpsgd.accounting.events import (
+from shuffled_dpsgd.accounting.theorem import check_theorem, smallest_epsilon, smallest_sigma
+from shuffled_dpsgd.core.claim import PrivacyClaim
+from shuffled_dpsgd.core.events import (
     check_delta,
     check_epsilon,
     check_noise_multiplier,
     check_sampling,
 )
-from shuffled_dpsgd.accounting.theorem import check_theorem, smallest_epsilon, smallest_sigma
 from shuffled_dpsgd.errors import InvalidArgumentError
 
 METHOD = "paper's theorem 3"

@@ -14,8 +14,8 @@ import math
 from functools import lru_cache
 from typing import Any
 
-from shuffled_dpsgd.accounting.claim import Adjacency
-from shuffled_dpsgd.accounting.events import SampledGaussian
+from shuffled_dpsgd.core.claim import Adjacency
+from shuffled_dpsgd.core.events import SampledGaussian
 
 # dp_accounting drops tails of probability e^-50, that is beyond about ten standard deviations.
 TAIL_DEVIATIONS = 10.0

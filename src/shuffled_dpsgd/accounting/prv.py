@@ -19,8 +19,8 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from shuffled_dpsgd.accounting.events import SampledGaussian
 from shuffled_dpsgd.accounting.rdp import loss_tail, rdp_epsilon
+from shuffled_dpsgd.core.events import SampledGaussian
 
 Array: TypeAlias = npt.NDArray[np.float64]
 Cdf: TypeAlias = Callable[[Array], Array]

@@ -16,7 +16,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from shuffled_dpsgd.accounting.events import SampledGaussian
+from shuffled_dpsgd.core.events import SampledGaussian
 
 Array: TypeAlias = npt.NDArray[np.float64]
 

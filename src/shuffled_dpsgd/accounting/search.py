@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from shuffled_dpsgd.accounting.events import check_epsilon
+from shuffled_dpsgd.core.events import check_epsilon
 from shuffled_dpsgd.errors import InvalidArgumentError
 
 SIGMA_ACCURACY = 5e-4

@@ -11,12 +11,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from shuffled_dpsgd.accounting.claim import PrivacyClaim
 from shuffled_dpsgd.auditing.adversaries import ThreatModel
 from shuffled_dpsgd.auditing.estimators.curves import RateAt, tpr_at_fpr
 from shuffled_dpsgd.auditing.estimators.one_run import Inclusion
 from shuffled_dpsgd.auditing.estimators.scores import EstimatedBound, Refutable, ScorePair
 from shuffled_dpsgd.auditing.reach import Reach
+from shuffled_dpsgd.core.claim import PrivacyClaim
 from shuffled_dpsgd.errors import InvalidArgumentError
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from shuffled_dpsgd.accounting.claim import PrivacyClaim
+from shuffled_dpsgd.core.claim import PrivacyClaim
 from shuffled_dpsgd.errors import InvalidArgumentError
 
 Floats = NDArray[np.float64]

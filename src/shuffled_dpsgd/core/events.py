@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, get_args
 
-from shuffled_dpsgd.accounting.claim import Adjacency
+from shuffled_dpsgd.core.claim import Adjacency
 from shuffled_dpsgd.errors import InvalidArgumentError
 
 

@@ -30,11 +30,11 @@ from shuffled_dpsgd.clipping.checks.loss_independence import LossCheck
 from shuffled_dpsgd.clipping.checks.standing import StandingCheck
 from shuffled_dpsgd.clipping.replay.recordings import GraphRecorder
 from shuffled_dpsgd.clipping.settle.schedules import WholeGradient
+from shuffled_dpsgd.core.release import Releases
 from shuffled_dpsgd.runtime.attention import without_cudnn_attention
 from shuffled_dpsgd.runtime.compiling import service
 from shuffled_dpsgd.runtime.compiling.triton_hook import TritonHook
 from shuffled_dpsgd.runtime.routes import Route
-from shuffled_dpsgd.training.release import Releases
 from shuffled_dpsgd.training.shuffle_check import ShuffleCheck
 from shuffled_dpsgd.training.shuffling import Shuffling
 

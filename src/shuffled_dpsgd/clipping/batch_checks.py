@@ -85,7 +85,7 @@ class BatchChecks:
             rate=rate,
             numbers_are_means=numbers_are_means,
             inputs=self._kinds.inputs,
-            detached=self._taken_off,
+            detached=self.taken_off,
             attached=self._put_on_trial,
             sharding=sharding,
         )
@@ -228,7 +228,7 @@ class BatchChecks:
             self._attachment.renew()
 
     @contextmanager
-    def _taken_off(self) -> Iterator[None]:
+    def taken_off(self) -> Iterator[None]:
         """Run the model as its owner wrote it."""
         self.is_running = True
         try:

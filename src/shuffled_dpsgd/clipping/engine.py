@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, Self
 
@@ -272,6 +273,20 @@ class ClippingEngine:
         """Backwards so far whose norms and sums came from a replayed CUDA graph."""
         schedule = self._schedule
         return schedule.replays.replayed if isinstance(schedule, WholeGradient) else 0
+
+    @property
+    def is_checking(self) -> bool:
+        """Whether the model is being run for a check of the engine's own."""
+        return self._checks.is_running
+
+    def lifted(self) -> AbstractContextManager[None]:
+        """Inside, the model runs as its owner wrote it, and nothing is booked."""
+        return self._checks.taken_off()
+
+    @property
+    def clip_groups(self) -> list[list[str]]:
+        """Names of the parameters that are clipped together."""
+        return [list(group.shapes) for group in self._rule.groups]
 
     def clipped_sum(self) -> dict[str, Tensor]:
         """The sum of clipped per-sample gradients since the last reset, by parameter name.

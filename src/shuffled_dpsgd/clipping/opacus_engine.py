@@ -8,7 +8,8 @@ batch, which it needs. None of our checks of the clipping run here.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Self
 
@@ -131,6 +132,17 @@ class OpacusEngine:
     def num_nonfinite(self) -> int:
         """Samples since the last reset whose gradient was infinite or NaN; they count as zero."""
         return int((~torch.isfinite(self.sample_norms)).sum())
+
+    is_checking = False
+
+    @contextmanager
+    def lifted(self) -> Iterator[None]:
+        """Inside, the model runs without Opacus' hooks."""
+        self._wrapped.disable_hooks()
+        try:
+            yield
+        finally:
+            self._wrapped.enable_hooks()
 
     def clipped_sum(self) -> dict[str, Tensor]:
         """The sum of clipped per-sample gradients since the last reset, by parameter name."""

@@ -1,7 +1,7 @@
-"""The frozen plan of a run: sampler, clips, noise per block, shuffle and claims, coupled.
+"""The frozen plan of a run: sampler, clips, noise per block and shuffle, coupled.
 
-Everything that decides the privacy of a run is in one immutable object. The sampler, the engine
-and the mechanism are built from it and the claims are priced from it, so they cannot disagree.
+Everything that decides the privacy of a run is in one immutable object. The sampler and the
+mechanism are built from it and the certified claim is priced from it, so they cannot disagree.
 """
 
 from __future__ import annotations
@@ -13,23 +13,15 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
 
-from shuffled_dpsgd.accounting import (
-    PrivacyClaim,
-    certified_claim,
-    certified_curve,
-    paper_claim,
-)
-from shuffled_dpsgd.options import (
-    Accounting,
-    Adjacency,
-    Clip,
-    LossReduction,
-    NoiseFrame,
-    Sampling,
-    Scope,
-    Shuffle,
-)
+from shuffled_dpsgd.core.claim import Adjacency, PrivacyClaim
 
+Accounting = Literal["certified", "rdp", "paper"]
+Shuffle = Literal["every-step", "at-release", "off"]
+Scope = Literal["paper", "full"]
+Clip = Literal["flat", "automatic", "per-layer", "none"]
+Sampling = Literal["poisson", "unaccounted"]
+LossReduction = Literal["sum", "mean"]
+NoiseFrame = Literal["shuffled", "unshuffled"]
 BlockName = Literal["shuffled", "rest"]
 
 
@@ -53,27 +45,28 @@ class PrivacyPlan:
     """What a run will do to the data, and what may be claimed about it.
 
     Fields named like an option of `PrivacyOptions` hold its value. `epsilon` is the target the
-    noise was calibrated to, or None when the noise was given.
+    noise was calibrated to, or None when the noise was given. With `falls_back`, Algorithm 1 found
+    that shuffling would need more noise, and the run is plain DP-SGD.
     """
 
     dataset_size: int
     expected_batch_size: int
     num_steps: int
-    epsilon: float | None
     delta: float
-    clip: Clip
     clip_norm: float
-    accounting: Accounting
-    shuffle: Shuffle
-    scope: Scope
-    sampling: Sampling
-    adjacency: Adjacency
-    delta_split: float
-    loss_reduction: LossReduction
-    noise_frame: NoiseFrame
-    seed: int | None
-    falls_back: bool
     blocks: tuple[NoiseBlock, ...]
+    epsilon: float | None = None
+    clip: Clip = "flat"
+    accounting: Accounting = "certified"
+    shuffle: Shuffle = "off"
+    scope: Scope = "paper"
+    sampling: Sampling = "poisson"
+    adjacency: Adjacency = "add-remove"
+    delta_split: float = 0.5
+    loss_reduction: LossReduction = "sum"
+    noise_frame: NoiseFrame = "shuffled"
+    seed: int | None = None
+    falls_back: bool = False
 
     @property
     def sampling_prob(self) -> float:
@@ -96,6 +89,11 @@ class PrivacyPlan:
         return min(block.noise_multiplier for block in self.blocks)
 
     @property
+    def bounds_samples(self) -> bool:
+        """Whether a record's contribution has a bound at all."""
+        return self.clip != "none" and math.isfinite(self.clip_norm)
+
+    @property
     def uncertifiable(self) -> tuple[str, ...]:
         """Why no proven epsilon can be given; empty when one can."""
         reasons = []
@@ -103,7 +101,7 @@ class PrivacyPlan:
             reasons.append("the batches were not drawn by the Poisson sampler accounted for")
         if self.smallest_noise_multiplier == 0.0:
             reasons.append("some parameters receive no noise")
-        if self.clip == "none" or math.isinf(self.clip_norm):
+        if not self.bounds_samples:
             reasons.append("per-sample gradients are not clipped")
         return tuple(reasons)
 
@@ -117,7 +115,10 @@ class PrivacyPlan:
         if self.uncertifiable:
             return None
         if steps == 0:
-            return self._nothing_released("proven")
+            return self.nothing_released("proven")
+        # Here, because options import this file and must stay light.
+        from shuffled_dpsgd.core.certified import certified_claim
+
         return certified_claim(
             noise_multiplier=self.smallest_noise_multiplier,
             sampling_prob=self.sampling_prob,
@@ -130,6 +131,8 @@ class PrivacyPlan:
         """Proven claims at several step counts, cheap enough for curves and progress displays."""
         if self.uncertifiable:
             return None
+        from shuffled_dpsgd.core.certified import certified_curve
+
         positive = [step for step in steps if step > 0]
         priced = iter(
             certified_curve(
@@ -142,36 +145,13 @@ class PrivacyPlan:
             if positive
             else ()
         )
-        return [next(priced) if step > 0 else self._nothing_released("proven") for step in steps]
+        return [next(priced) if step > 0 else self.nothing_released("proven") for step in steps]
 
-    def paper_estimate(self, num_steps: int | None = None) -> PrivacyClaim | None:
-        """The paper's own estimate, heuristic: Theorem 3 with Theorems 22 and 29.
-
-        Each block is priced as the paper would: the shuffled one with its dimension and batch
-        clip, the rest (and everything, in a fallback or without a batch clip) as the Gaussian
-        mechanism, d = 1. The run's estimate is the worst block's, the shuffled one's if they
-        agree to 0.1 %. None where the formula has nothing to say: no Poisson sampling, no
-        clipping, no noise.
-        """
-        claims = list(self.paper_by_block(num_steps).values())
-        if not claims:
-            return None
-        worst = max(claim.epsilon for claim in claims)
-        return next(claim for claim in claims if claim.epsilon >= 0.999 * worst)
-
-    def paper_by_block(self, num_steps: int | None = None) -> dict[str, PrivacyClaim]:
-        """The paper's estimate of each block alone, heuristic; empty where there is none."""
-        steps = self.num_steps if num_steps is None else num_steps
-        if self.uncertifiable:
-            return {}
-        if steps == 0:
-            return {block.name: self._nothing_released("heuristic") for block in self.blocks}
-        return {block.name: self._paper_claim(block, steps) for block in self.blocks}
-
-    def paper_dimension(self, block: NoiseBlock) -> int:
-        """The `d` the paper's formula is evaluated at for a block."""
-        counted = self.permutes and block.name == "shuffled" and block.batch_clip_norm is not None
-        return block.dimension if counted else 1
+    def nothing_released(self, kind: Literal["proven", "heuristic"]) -> PrivacyClaim:
+        """The claim before the first release."""
+        return PrivacyClaim(
+            epsilon=0.0, delta=self.delta, method="nothing being released yet", kind=kind
+        )
 
     def to_json(self) -> dict[str, Any]:
         """Plain data without the seed, which would let a reader remove the noise."""
@@ -208,20 +188,3 @@ class PrivacyPlan:
     def _comparable(self) -> dict[str, Any]:
         data = asdict(self)
         return {field.name: data[field.name] for field in fields(self)}
-
-    def _paper_claim(self, block: NoiseBlock, steps: int) -> PrivacyClaim:
-        clip = block.batch_clip_norm
-        return paper_claim(
-            noise_multiplier=block.noise_multiplier,
-            sampling_prob=self.sampling_prob,
-            num_steps=steps,
-            delta=self.delta,
-            dimension=self.paper_dimension(block),
-            batch_clip=1.0 if clip is None else clip / self.clip_norm,
-            delta_split=self.delta_split,
-        )
-
-    def _nothing_released(self, kind: Literal["proven", "heuristic"]) -> PrivacyClaim:
-        return PrivacyClaim(
-            epsilon=0.0, delta=self.delta, method="nothing being released yet", kind=kind
-        )

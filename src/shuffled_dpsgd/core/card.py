@@ -2,7 +2,9 @@
 
 Certified epsilon first (proven, shuffling credited with nothing), then the paper's estimate
 (heuristic, with its c', d and delta split), then audited lower bounds (measured), then the
-verdict per claim; then the sampler, the threat model and what nothing here covers.
+verdict per claim; then the facts the certified epsilon rests on and how often each was watched, the
+threat model, and what nothing here covers. The core computes the certified epsilon and the facts;
+estimates, audits and the words about the shuffle are handed in.
 """
 
 from __future__ import annotations
@@ -13,7 +15,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from shuffled_dpsgd.accounting import PrivacyClaim
+from shuffled_dpsgd.core.claim import PrivacyClaim
+from shuffled_dpsgd.core.plan import PrivacyPlan
+from shuffled_dpsgd.core.referee import Checks
 
 THREAT_MODEL = (
     "the adversary sees the weights after every step and knows the model, the code, the plan and "
@@ -79,6 +83,7 @@ class PrivacyCard:
     private: bool = True
     shuffles_verified: int = 0
     samples_checked: int = 0
+    checks: Checks = field(default_factory=Checks)
     exactness: str | None = None
     accounting: str = "certified"
     subject: Mapping[str, str] = field(default_factory=dict)
@@ -144,6 +149,7 @@ class PrivacyCard:
             "shuffle": self.shuffle,
             "shuffles_verified": self.shuffles_verified,
             "samples_checked": self.samples_checked,
+            "checks": {**asdict(self.checks), "reasons": sorted(self.checks.reasons)},
             "randomness": self.randomness,
             "threat_model": self.threat_model,
             "assumptions": list(self.assumptions),
@@ -188,14 +194,25 @@ class PrivacyCard:
 
     @property
     def check_lines(self) -> list[str]:
-        """How many contributions were compared with those of the samples alone."""
-        if not self.samples_checked:
-            return []
-        count = f"{self.samples_checked} sample{'' if self.samples_checked == 1 else 's'}"
-        return [
-            f"{count} of the first batch and of batches chosen at random run alone: none differed "
-            "from what was clipped"
-        ]
+        """What was compared with the definition while the run went on."""
+        checks = self.checks
+        lines = []
+        if checks.releases:
+            lines.append(
+                "compared with plain autograd and with the key: the whole sums of "
+                f"{_counted(checks.sums, 'step')}, the norms of "
+                f"{_counted(checks.norms, 'sample')}, "
+                f"{_counted(checks.noise, 'coordinate')} of the noise; none differed"
+            )
+        if checks.not_made:
+            reasons = "; ".join(sorted(checks.reasons))
+            lines.append(f"{_counted(checks.not_made, 'comparison')} could not be made: {reasons}")
+        if self.samples_checked:
+            lines.append(
+                f"{_counted(self.samples_checked, 'sample')} of the first batch and of batches "
+                "chosen at random run alone: none differed from what was clipped"
+            )
+        return lines
 
     @property
     def shuffle_lines(self) -> list[str]:
@@ -217,6 +234,10 @@ class PrivacyCard:
                 for name, claim in self.paper_by_block.items()
             ]
         return lines
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def _with_inputs(claim: PrivacyClaim) -> str:
@@ -244,3 +265,119 @@ def _labelled(label: str, lines: list[str]) -> list[str]:
 def _claim_json(claim: PrivacyClaim) -> dict[str, Any]:
     data = claim.to_json()
     return data if math.isfinite(claim.epsilon) else {**data, "epsilon": None}
+
+
+TARGET_KINDS = {
+    "certified": "proven",
+    "rdp": "proven, by Rényi DP, which is looser than the certified ε",
+    "paper": "heuristic, the paper's estimate",
+}
+SEEDED_TWICE = (
+    "steps were released more than once with different sums: a seeded run draws the same batch "
+    "again, and the accountant prices independent draws only"
+)
+NO_LEDGER = (
+    "a seeded run was resumed without its ledger on disk, so nobody knows which noise was used "
+    "before on other sums"
+)
+
+
+def write_card(
+    plan: PrivacyPlan,
+    *,
+    num_steps: int,
+    checks: Checks | None = None,
+    why_not: tuple[str, ...] = (),
+    shuffle: str = "off",
+    paper: PrivacyClaim | None = None,
+    paper_by_block: Mapping[str, PrivacyClaim] | None = None,
+    exactness: str | None = None,
+    shuffles_verified: int = 0,
+    samples_checked: int = 0,
+) -> PrivacyCard:
+    """The card of a run that made `num_steps` releases under `plan`.
+
+    `why_not` are reasons of the run, besides those of the plan, that no epsilon can be certified.
+    """
+    reasons = (*plan.uncertifiable, *why_not)
+    return PrivacyCard(
+        certified=None if reasons else plan.certified(num_steps),
+        why_not_certified=reasons,
+        paper=paper,
+        paper_by_block=paper_by_block or {},
+        audits=(),
+        steps_released=num_steps,
+        steps_planned=plan.num_steps,
+        target=_target(plan),
+        accounting=plan.accounting,
+        sampler=_sampler(plan),
+        mechanism=tuple(_mechanism(plan)),
+        shuffle=shuffle,
+        randomness=_randomness(plan),
+        private=is_private(plan),
+        shuffles_verified=shuffles_verified,
+        samples_checked=samples_checked,
+        checks=checks or Checks(),
+        exactness=None if reasons or num_steps == 0 else exactness,
+        not_covered=(*NOT_COVERED, *_large_delta(plan)),
+    )
+
+
+def is_private(plan: PrivacyPlan) -> bool:
+    """Whether noise hides every record at all: it must be there, and gradients bounded."""
+    return plan.bounds_samples and plan.smallest_noise_multiplier > 0.0
+
+
+def _target(plan: PrivacyPlan) -> str:
+    if plan.epsilon is None:
+        return "none: the noise multiplier was given"
+    kind = TARGET_KINDS[plan.accounting]
+    return f"ε = {plan.epsilon:g} ({kind}) at δ = {plan.delta:.3g} over {plan.num_steps} steps"
+
+
+def _sampler(plan: PrivacyPlan) -> str:
+    if plan.sampling != "poisson":
+        return "the user's own batches, unaccounted"
+    return (
+        f"Poisson, every record joins each batch with probability {plan.sampling_prob:.6g} "
+        f"(expected batch {plan.expected_batch_size} of {plan.dataset_size}); "
+        f"adjacency {plan.adjacency}"
+    )
+
+
+def _mechanism(plan: PrivacyPlan) -> list[str]:
+    clip = f"per-sample clip {plan.clip} at {plan.clip_norm:g} over all trainable parameters"
+    lines = [clip if plan.bounds_samples else "no per-sample clip"]
+    for block in plan.blocks:
+        bound = block.batch_clip_norm
+        batch = "no batch clip" if bound is None else f"batch clip {bound:g}"
+        lines.append(
+            f"block {block.name}: {block.dimension} coordinates, noise multiplier "
+            f"{block.noise_multiplier:.6g}, {batch}"
+        )
+    if plan.falls_back:
+        lines.append("Algorithm 1 fell back to plain DP-SGD: shuffling would need more noise")
+    return lines
+
+
+def _large_delta(plan: PrivacyPlan) -> tuple[str, ...]:
+    """What a delta of 1/N or more allows: publishing a record chosen at random meets it."""
+    if plan.delta * plan.dataset_size < 1.0:
+        return ()
+    return (
+        f"every single record: δ = {plan.delta:.3g} is not below 1/{plan.dataset_size}, and a "
+        "mechanism that publishes one record drawn at random meets such a δ",
+    )
+
+
+def _randomness(plan: PrivacyPlan) -> str:
+    if plan.secure:
+        return (
+            "ChaCha20, keyed by the operating system anew for every release; the key is kept "
+            "nowhere, and without it the noise cannot be computed"
+        )
+    return (
+        "ChaCha20, keyed by a seed: whoever learns the seed can remove the noise, so every claim "
+        "assumes that it is secret and used for no other run; a step that is released again with "
+        "other sums has other noise"
+    )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from shuffled_dpsgd.options import PrivacyOptions
-from shuffled_dpsgd.runtime.rehearsals import get_ready_early
 from shuffled_dpsgd.training.assemble import assemble, make_private
 from shuffled_dpsgd.training.card import AuditedBound, PrivacyCard
 from shuffled_dpsgd.training.card_of_plan import write_card
@@ -57,6 +56,3 @@ __all__ = [
     "train",
     "write_card",
 ]
-
-# Whoever imports this is likely to train soon. Loading data takes longer than starting a compiler.
-get_ready_early()

@@ -40,7 +40,6 @@ from shuffled_dpsgd.training.meeting import Meeting
 from shuffled_dpsgd.training.metrics import LossMeter, StepMetrics, describe_step
 from shuffled_dpsgd.training.plan import PrivacyPlan
 from shuffled_dpsgd.training.randomness import RandomStreams
-from shuffled_dpsgd.training.rehearsal import wait_for_rehearsals
 from shuffled_dpsgd.training.release import Releases
 from shuffled_dpsgd.training.release_tokens import ReleaseTokens
 from shuffled_dpsgd.training.sampler import Sampler
@@ -413,7 +412,6 @@ class PrivateTraining:
         if self._sharding is not None:
             self._sharding.reshard()
         step = self.steps_taken
-        wait_for_rehearsals()
         with self.clock.part("checks"):
             norms, loss = self._meeting.hold(
                 step, self._counted_norms, self._losses, self._tokens.summarize_weights

@@ -31,7 +31,6 @@ from shuffled_dpsgd.clipping.checks.check_turns import DEFAULT_RATE
 from shuffled_dpsgd.clipping.checks.stray_gradients import GradWatch
 from shuffled_dpsgd.clipping.contributions import cost
 from shuffled_dpsgd.clipping.plan import Plan, describe
-from shuffled_dpsgd.clipping.rehearsal import Rehearsal
 from shuffled_dpsgd.clipping.rules.half_copies import HalfCopies
 from shuffled_dpsgd.clipping.rules.linear import keep_no_copies
 from shuffled_dpsgd.clipping.settle import clip_functions
@@ -122,7 +121,6 @@ class ClippingEngine:
             keep_no_copies(self._slots)
         self._recorder.may_tap = isinstance(self._schedule, WholeGradient)
         self._halves = HalfCopies(self._slots)
-        self._rehearsal = Rehearsal(self._parameters, self._rule.groups, self._rule.choose)
         self._watch = GradWatch(self._parameters)
         self._counted = CountedRows()
         self._attachment = Attachment(self._slots)
@@ -131,7 +129,6 @@ class ClippingEngine:
             slots=self._slots,
             parameters=self._parameters,
             recorder=self._recorder,
-            rehearsal=self._rehearsal,
             attachment=self._attachment,
             rate=require_share("check_rate", check_rate),
             numbers_are_means=loss_reduction == "mean",
@@ -316,12 +313,11 @@ class ClippingEngine:
         self._checks.has_samples = any_count
 
     def expect_lengths(self, lengths: Iterable[int]) -> None:
-        """Say that batches are going to be padded to these lengths, so that kernels are ready.
+        """Say that batches are going to be padded to these lengths.
 
         With several, no single shape is worth a compiled graph of its own, with taps.
         """
-        self._rehearsal.lengths = tuple(lengths)
-        if len(self._rehearsal.lengths) > 1:
+        if len(tuple(lengths)) > 1:
             self._recorder.may_tap = False
 
     def plan(self) -> Plan:

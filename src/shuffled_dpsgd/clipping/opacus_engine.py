@@ -149,7 +149,7 @@ class OpacusEngine:
         return dict(self._sums)
 
     def expect_lengths(self, lengths: Iterable[int]) -> None:
-        """Nothing is prepared for lengths here."""
+        """Nothing here depends on lengths."""
 
     def reset(self) -> None:
         """Forget norms and sums."""

@@ -10,7 +10,6 @@ from shuffled_dpsgd.core.plan import NoiseBlock, PrivacyPlan
 from shuffled_dpsgd.core.sampler import PoissonSampler, Sampler
 from shuffled_dpsgd.core.streams import Streams
 from shuffled_dpsgd.options import PrivacyOptions
-from shuffled_dpsgd.runtime.rehearsals import get_ready_early
 from shuffled_dpsgd.training.assemble import assemble, make_private
 from shuffled_dpsgd.training.card_of_plan import write_card
 from shuffled_dpsgd.training.checkpoint import load_checkpoint, save_checkpoint
@@ -57,6 +56,3 @@ __all__ = [
     "train",
     "write_card",
 ]
-
-# Whoever imports this is likely to train soon. Loading data takes longer than starting a compiler.
-get_ready_early()

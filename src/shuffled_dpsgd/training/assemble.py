@@ -33,7 +33,6 @@ from shuffled_dpsgd.options import (
     Strategy,
 )
 from shuffled_dpsgd.permutation import PermutationSpec, discover
-from shuffled_dpsgd.runtime.rehearsals import get_ready
 from shuffled_dpsgd.runtime.shards import any_sharded, is_wrapped
 from shuffled_dpsgd.training.device_noise import DeviceNoise
 from shuffled_dpsgd.training.launch_check import join_ranks
@@ -142,8 +141,6 @@ def assemble(
 ) -> PrivateTraining:
     """Build every part of a run from its options; what `make_private` does."""
     _check_kinds(model, optimizer)
-    for device in {parameter.device for parameter in model.parameters()}:
-        get_ready(device)
     inner = _uncompiled(model)
     _refuse_wrappers(inner)
     check_optimizer(optimizer, shuffled=options.shuffle != "off")

@@ -44,7 +44,6 @@ from shuffled_dpsgd.training.guards import (
 from shuffled_dpsgd.training.layout import Layout
 from shuffled_dpsgd.training.meeting import Meeting
 from shuffled_dpsgd.training.metrics import LossMeter, StepMetrics, describe_step
-from shuffled_dpsgd.training.rehearsal import wait_for_rehearsals
 from shuffled_dpsgd.training.shared_ledger import SharedLedger
 from shuffled_dpsgd.training.shuffling import PermutedFrame, Shuffling
 from shuffled_dpsgd.training.update import GuardedOptimizer
@@ -458,7 +457,6 @@ class PrivateTraining:
         if self._sharding is not None:
             self._sharding.reshard()
         step = self.steps_taken
-        wait_for_rehearsals()
         with self.clock.part("checks"):
             norms, loss = self._meeting.hold(
                 step, self._inspected_norms, self._losses, self._summary.describe

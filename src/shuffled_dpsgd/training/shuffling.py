@@ -20,7 +20,6 @@ from shuffled_dpsgd.permutation import (
 )
 from shuffled_dpsgd.runtime.shards import Sharding
 from shuffled_dpsgd.training.adapters import guard_adapters
-from shuffled_dpsgd.training.rehearsal import rehearse_release, wait_for_rehearsals
 from shuffled_dpsgd.training.shuffle_check import ShuffleCheck
 
 
@@ -71,9 +70,6 @@ class Shuffling:
         if plan.permutes and spec is not None and spec.groups:
             self._check = ShuffleCheck(model, spec, sharding)
         self._listening: RemovableHandle | None = None
-        rehearse_release(
-            spec if plan.permutes else None, dict(model.named_parameters()), self._device
-        )
 
     @property
     def num_verified(self) -> int:
@@ -104,7 +100,6 @@ class Shuffling:
     def permute(self, step: int) -> None:
         """Draw the permutation of `step` and apply it."""
         assert self._spec is not None, "a plan that permutes has a spec"
-        wait_for_rehearsals()
         guard_adapters(self._model)
         key = self._streams.key("permutation", step)
         permutation = draw(self._spec, key, self._device)

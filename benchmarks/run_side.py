@@ -20,12 +20,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from shuffled_dpsgd.training.randomness import RandomStreams
 from torch import Tensor, nn
 
 from benchmarks.adapters import CLIP_NORM, NOISE_MULTIPLIER
 from benchmarks.run_tasks import RunTask, build
 from shuffled_dpsgd.core.sampler import PoissonSampler
+from shuffled_dpsgd.core.streams import RandomStreams
 from shuffled_dpsgd.runtime import routes
 from shuffled_dpsgd.runtime.attention import without_cudnn_attention
 from shuffled_dpsgd.runtime.clock import Clock

@@ -11,8 +11,8 @@ from benchmarks.adapters import CLIP_NORM, NOISE_MULTIPLIER, Setting, Step
 from benchmarks.workloads import Batch
 from shuffled_dpsgd.clipping import ClippingEngine
 from shuffled_dpsgd.clipping.kernels import choices
-from shuffled_dpsgd.training.noise import GaussianNoise
-from shuffled_dpsgd.training.randomness import RandomStreams
+from shuffled_dpsgd.core.streams import fresh_key
+from shuffled_dpsgd.training.device_noise import DeviceNoise
 
 
 def private_step(model: nn.Module, setting: Setting, *, variant: str) -> Step:
@@ -25,7 +25,7 @@ def private_step(model: nn.Module, setting: Setting, *, variant: str) -> Step:
     strategy = "bookkeeping" if compiled or unsplit else variant
     engine = ClippingEngine(model, clip_norm=CLIP_NORM, strategy=strategy)
     optimizer = setting.optimizer(model)
-    noise = GaussianNoise(RandomStreams(seed=0))
+    noise = DeviceNoise()
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     stds = dict.fromkeys(parameters, NOISE_MULTIPLIER * CLIP_NORM)
     bare = setting.workload.losses
@@ -39,7 +39,7 @@ def private_step(model: nn.Module, setting: Setting, *, variant: str) -> Step:
                 per_sample = (losses if steps else bare)(model, batch)
             engine.backward(per_sample)
         sums = engine.clipped_sum()
-        noise.add_(sums, stds, step=steps, divide_by=float(setting.workload.batch_size))
+        noise.add_(sums, stds, key=fresh_key(), divide_by=float(setting.workload.batch_size))
         for name, total in sums.items():
             parameters[name].grad = total
         optimizer.step()

@@ -16,6 +16,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from shuffled_dpsgd.auditing.run import audit_mechanism
 from shuffled_dpsgd.auditing.sampling import check_sampler
 from shuffled_dpsgd.auditing.sensitivity import Records, check_sensitivity, quiet_run
+from shuffled_dpsgd.auditing.unwatched import Unwatched
 from shuffled_dpsgd.integrations.per_sample_loss import next_token_losses
 from shuffled_dpsgd.training import GaussianNoise, ShuffledGaussianMechanism, make_private
 from shuffled_dpsgd.training.private import PrivateTraining
@@ -80,19 +81,18 @@ def noisy(noise_multiplier: float = NOISE_MULTIPLIER) -> PrivateTraining:
 class BentNoise:
     """The library's noise with its standard deviations or steps bent."""
 
-    def __init__(self, private: PrivateTraining, bend: Callable[[str, float], float], step=None):
-        self._inner = GaussianNoise(private.streams)
-        self._bend, self._step = bend, step
+    def __init__(self, bend: Callable[[str, float], float], key: bytes | None = None) -> None:
+        self._inner = GaussianNoise()
+        self._bend, self._key = bend, key
 
-    def add_(self, tensors, stds, *, step: int, divide_by: float = 1.0) -> None:
+    def add_(self, tensors, stds, *, key: bytes, places=None, divide_by: float = 1.0) -> None:
         bent = {name: self._bend(name, std) for name, std in stds.items()}
-        step = step if self._step is None else self._step
-        self._inner.add_(tensors, bent, step=step, divide_by=divide_by)
+        self._inner.add_(tensors, bent, key=self._key or key, places=places, divide_by=divide_by)
 
 
-def bent_noise(bend: Callable[[str, float], float], step: int | None = None) -> Plant:
+def bent_noise(bend: Callable[[str, float], float], key: bytes | None = None) -> Plant:
     def plant(private: PrivateTraining) -> None:
-        noise = BentNoise(private, bend, step)
+        noise = BentNoise(bend, key)
         private.mechanism = ShuffledGaussianMechanism(private.plan, noise)
 
     return plant
@@ -102,8 +102,8 @@ def divide_by_real_batch(private: PrivateTraining) -> None:
     inner = private.mechanism
 
     class RealDivisor:
-        def privatize(self, sums, *, step, frame=None):
-            release = inner.privatize(sums, step=step, frame=frame)
+        def privatize(self, sums, *, key, frame=None, watch=None):
+            release = inner.privatize(sums, key=key, frame=frame, watch=watch)
             size = max(private.engine.sample_norms.numel(), 1)
             for tensor in sums.values():
                 tensor.mul_(private.plan.expected_batch_size / size)
@@ -119,7 +119,7 @@ def batch_clip_on_the_rest(private: PrivateTraining) -> None:
         for block, clip in zip(private.plan.blocks, reversed(clips), strict=True)
     )
     bent = replace(private.plan, blocks=blocks)
-    private.mechanism = ShuffledGaussianMechanism(bent, GaussianNoise(private.streams))
+    private.mechanism = ShuffledGaussianMechanism(bent, GaussianNoise())
 
 
 class NaiveEngine:
@@ -317,7 +317,7 @@ BUGS: Mapping[str, Bug] = {
         bent_noise(lambda _, std: std / BATCH_SIZE), "audit"
     ),
     "noise not scaled by the clip": _bug(bent_noise(lambda _, std: std / CLIP_NORM), "audit"),
-    "same noise each step": _bug(bent_noise(lambda _, std: std, step=0), "audit"),
+    "same noise each step": _bug(bent_noise(lambda _, std: std, key=bytes(32)), "audit"),
     "divisor from the real batch": _bug(divide_by_real_batch, "replay"),
     "batch clip of the wrong block": _bug(batch_clip_on_the_rest, "replay"),
     "clip applied after summation": _bug(engine(ClipAfterSumming), "replay"),
@@ -339,6 +339,7 @@ BUGS: Mapping[str, Bug] = {
 def replay_fails(plant: Plant) -> bool:
     """Replayed sensitivity and its invariants."""
     private = quiet()
+    private.referee = Unwatched()
     plant(private)
     return not check_sensitivity(private, build_records()).passed
 
@@ -346,6 +347,7 @@ def replay_fails(plant: Plant) -> bool:
 def sampler_fails(plant: Plant) -> bool:
     """Statistical tests of Poisson sampling."""
     private = noisy()
+    private.referee = Unwatched()
     plant(private)
     rate = BATCH_SIZE / DATASET_SIZE
     return not check_sampler(private.sampler, sampling_prob=rate, num_steps=100).passed
@@ -354,6 +356,7 @@ def sampler_fails(plant: Plant) -> bool:
 def audit_fails(plant: Plant) -> bool:
     """The mechanism's output, all tensors together, against its proven claim."""
     private = noisy()
+    private.referee = Unwatched()
     plant(private)
     return audit_mechanism(private, num_observations=150, num_sweep=0).refutes_a_proven_claim
 
@@ -361,6 +364,7 @@ def audit_fails(plant: Plant) -> bool:
 def sweep_fails(plant: Plant) -> bool:
     """The same, tensor by tensor."""
     private = noisy(noise_multiplier=1.0)
+    private.referee = Unwatched()
     plant(private)
     return audit_mechanism(private, num_observations=40, num_sweep=40).refutes_a_proven_claim
 

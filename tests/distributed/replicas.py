@@ -26,7 +26,6 @@ from shuffled_dpsgd.training import (
     GaussianNoise,
     PoissonSampler,
     PrivateTraining,
-    RandomStreams,
     make_private,
 )
 from training.cases import (
@@ -138,9 +137,9 @@ def shares_of_noise(sizes: dict[str, int]) -> dict[str, torch.Tensor]:
         for name, size in sizes.items()
     }
     exchange = ReplicatedSums(world, sums)
-    noise = GaussianNoise(RandomStreams(seed=4), exchange.places())
     shares = exchange.reduce(sums)
-    noise.add_(shares, dict.fromkeys(sizes, 2.0), step=3)
+    stds = dict.fromkeys(sizes, 2.0)
+    GaussianNoise().add_(shares, stds, key=bytes(32), places=exchange.places())
     own = {f"share of {name}": share.clone() for name, share in shares.items()}
     return own | exchange.spread(shares)
 
@@ -155,7 +154,7 @@ def secure_steps() -> dict[str, Any]:
     sizes: list[int] = []
     private.on_update(lambda: sizes.append(private.last_metrics.batch_size))  # type: ignore[union-attr]
     run(private, case)
-    return {"weights": weights(private.model), "sizes": sizes, "tokens": private.ledger.tokens()}
+    return {"weights": weights(private.model), "sizes": sizes, "tokens": private.ledger.entries()}
 
 
 def one_bad_sample(sharded: bool = False) -> dict[str, Any]:

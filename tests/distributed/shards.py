@@ -40,7 +40,6 @@ from shuffled_dpsgd.tasks.sharding import fill_whole
 from shuffled_dpsgd.training import (
     GaussianNoise,
     PrivateTraining,
-    RandomStreams,
     load_checkpoint,
     save_checkpoint,
 )
@@ -127,11 +126,11 @@ def rows_of_noise(shapes: dict[str, list[int]]) -> dict[str, torch.Tensor]:
         for name, shape in shapes.items()
     }
     exchange = ShardedSums(world, whole)
-    noise = GaussianNoise(RandomStreams(seed=4), exchange.places())
     narrow = {name: tensor for name, tensor in whole.items() if name != "wide"}
     rows = exchange.scatter({"wide": whole["wide"]}) | exchange.scatter(narrow)
     rows = {name: rows[name].contiguous() for name in whole}
-    noise.add_(rows, dict.fromkeys(shapes, 2.0), step=3)
+    stds = dict.fromkeys(shapes, 2.0)
+    GaussianNoise().add_(rows, stds, key=bytes(32), places=exchange.places())
     return rows
 
 

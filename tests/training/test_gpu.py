@@ -10,16 +10,15 @@ import torch
 
 from shuffled_dpsgd.permutation import apply
 from shuffled_dpsgd.training import (
-    GaussianNoise,
     PrivacyOptions,
     PrivateTraining,
-    RandomStreams,
     ShuffledGaussianMechanism,
     load_checkpoint,
     make_plan,
     make_private,
     save_checkpoint,
 )
+from shuffled_dpsgd.training.device_noise import DeviceNoise
 from training.cases import Case, distance, run, vit_case, weights
 from waiting import waiting_is_an_error
 
@@ -46,7 +45,7 @@ def start(case: Case, **changes: Any) -> PrivateTraining:
 
 def test_noise_on_the_device_has_the_std_asked_for() -> None:
     sums = {"a": torch.zeros(1000, 2000, device="cuda"), "b": torch.zeros(500_000, device="cuda")}
-    GaussianNoise(RandomStreams(seed=1)).add_(sums, {"a": 2.0, "b": 0.5}, step=0)
+    DeviceNoise().add_(sums, {"a": 2.0, "b": 0.5}, key=bytes(32))
     assert float(sums["a"].std()) == pytest.approx(2.0, rel=0.01)
     assert float(sums["b"].std()) == pytest.approx(0.5, rel=0.01)
 
@@ -64,17 +63,17 @@ def test_a_release_waits_for_nothing_and_is_that_of_the_cpu(scale: float) -> Non
         seed=0,
     )
     plan = make_plan(request, sizes={"a": 1200, "b": 40}, moved=frozenset({"a"}))
-    mechanism = ShuffledGaussianMechanism(plan, GaussianNoise(RandomStreams(seed=0)))
+    mechanism = ShuffledGaussianMechanism(plan, DeviceNoise())
 
     def sums(device: str) -> dict[str, torch.Tensor]:
         values = scale * torch.linspace(-1, 1, 1240)
         return {"a": values[:1200].to(device), "b": values[1200:].to(device)}
 
-    mechanism.privatize(sums("cuda"), step=0)
+    mechanism.privatize(sums("cuda"), key=bytes(32))
     found, expected = sums("cuda"), sums("cpu")
     with waiting_is_an_error():
-        record = mechanism.privatize(found, step=0)
-    same = mechanism.privatize(expected, step=0)
+        record = mechanism.privatize(found, key=bytes(32))
+    same = mechanism.privatize(expected, key=bytes(32))
     for name, tensor in expected.items():
         torch.testing.assert_close(found[name].cpu(), tensor)
     for one, other in zip(record.blocks, same.blocks, strict=True):

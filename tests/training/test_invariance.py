@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from shuffled_dpsgd.auditing.unwatched import Unwatched
+from shuffled_dpsgd.core.noise import Place
 from shuffled_dpsgd.permutation import Permutation, apply, apply_to_tensors, draw, identity
 from shuffled_dpsgd.training import GaussianNoise, ShuffledGaussianMechanism, make_private
 from training.cases import Case, bert_case, distance, gpt2_case, run, vit_case, weights
@@ -67,19 +69,21 @@ class PulledBackNoise:
 
     def __init__(self, inner: GaussianNoise, frames: list[Permutation]) -> None:
         self._inner = inner
-        self._frames = frames
+        self._frames = iter(frames)
 
     def add_(
         self,
         tensors: Mapping[str, torch.Tensor],
         stds: Mapping[str, float],
         *,
-        step: int,
+        key: bytes,
+        places: Mapping[str, Place] | None = None,
         divide_by: float = 1.0,
     ) -> None:
-        apply_to_tensors(self._frames[step], tensors)
-        self._inner.add_(tensors, stds, step=step, divide_by=divide_by)
-        apply_to_tensors(self._frames[step].inverse(), tensors)
+        frame = next(self._frames)
+        apply_to_tensors(frame, tensors)
+        self._inner.add_(tensors, stds, key=key, places=places, divide_by=divide_by)
+        apply_to_tensors(frame.inverse(), tensors)
 
 
 @pytest.mark.parametrize("make_case", CASES.values(), ids=CASES)
@@ -99,10 +103,11 @@ def test_every_step_and_at_release_have_the_same_distribution(
     later = start(case, shuffle="at-release", **PRIVATE)
     frames = [identity(later.spec)]
     for step in range(later.plan.num_steps):
-        drawn = draw(later.spec, every.streams.torch("permutation", step))
+        drawn = draw(later.spec, every.streams.key("permutation", step))
         frames.append(frames[-1].then(drawn))
-    noise = PulledBackNoise(GaussianNoise(later.streams), frames)
+    noise = PulledBackNoise(GaussianNoise(), frames)
     later.mechanism = ShuffledGaussianMechanism(later.plan, noise)
+    later.referee = Unwatched()
     run(later, case)
     assert distance(weights(every.model), weights(later.model)) > 1e-3
     apply(frames[-1], later.model, later.optimizer)

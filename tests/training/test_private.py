@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import TensorDataset
 
+from shuffled_dpsgd.core.card import SEEDED_TWICE
 from shuffled_dpsgd.errors import (
     BudgetExhaustedError,
     CheckpointError,
@@ -143,9 +144,9 @@ class Witness:
         self._path = path
         self.entries: list[int] = []
 
-    def privatize(self, sums: Any, *, step: int, frame: Any = None) -> Release:
+    def privatize(self, sums: Any, *, key: bytes, frame: Any = None, watch: Any = None) -> Release:
         self.entries.append(self._path.read_text().count("token"))
-        return self._inner.privatize(sums, step=step, frame=frame)
+        return self._inner.privatize(sums, key=key, frame=frame, watch=watch)
 
 
 def test_the_ledger_is_written_ahead_of_every_release(tmp_path: Path) -> None:
@@ -164,7 +165,8 @@ def test_starting_a_seeded_run_again_with_other_settings_is_not_free(tmp_path: P
     run(again, mlp_case(), num_steps=4)
     assert again.ledger.spent == 4
     other = private_mlp(lr=0.2, num_steps=6, ledger_path=path)
-    run(other, mlp_case())
+    with pytest.raises(BudgetExhaustedError, match="release 7 of 6"):
+        run(other, mlp_case())
     assert (other.steps_taken, other.ledger.spent, other.finished) == (3, 6, True)
 
 
@@ -434,6 +436,11 @@ def test_the_same_noise_on_other_sums_is_another_release(tmp_path: Path) -> None
     changed = private_mlp(ledger_path=path)
     run(changed, Case(make=make_mlp, data=data, loss=classify), num_steps=1)
     assert changed.ledger.spent == 2
+    assert [entry.attempt for entry in changed.ledger.entries()] == [0, 1]
+    assert distance(weights(changed.model), weights(again.model)) > 0.01, "its noise is its own"
+    card = changed.card()
+    assert card.certified is None
+    assert card.why_not_certified == (SEEDED_TWICE,)
 
 
 def project(model: nn.Module, batch: Any) -> torch.Tensor:
@@ -474,7 +481,7 @@ def test_nothing_public_can_be_matched_with_the_data(tmp_path: Path) -> None:
         path.parent.mkdir()
         private = private_mlp(ledger_path=path)
         run(private, mlp_case(), num_steps=2)
-        tokens.append(set(private.ledger.tokens()))
+        tokens.append({entry.token for entry in private.ledger.entries()})
         key = path.with_name("_ledger.jsonl.key")
         assert key.stat().st_mode & 0o077 == 0
         for public in (path.read_text(), private.card().dumps(), str(private.card())):

@@ -19,7 +19,7 @@ import torch
 from torch.utils.data import default_collate
 
 from shuffled_dpsgd.auditing.checks import Check, CheckReport
-from shuffled_dpsgd.core.mechanism import Frame, Mechanism, Release, Watch
+from shuffled_dpsgd.core.mechanism import Frame, Mechanism, NoiseWatch, Release
 from shuffled_dpsgd.errors import InvalidArgumentError
 from shuffled_dpsgd.options import Clip, Strategy
 from shuffled_dpsgd.training.assemble import make_private
@@ -61,7 +61,7 @@ class RecordingMechanism:
         *,
         key: bytes,
         frame: Frame | None = None,
-        watch: Watch | None = None,
+        watch: NoiseWatch | None = None,
     ) -> Release:
         release = self.inner.privatize(sums, key=key, frame=frame, watch=watch)
         self.last = {name: tensor.detach().clone() for name, tensor in sums.items()}

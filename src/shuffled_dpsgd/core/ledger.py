@@ -31,7 +31,7 @@ from shuffled_dpsgd.errors import BudgetExhaustedError, CheckpointError
 _VERSION = 2
 
 
-class Entry(NamedTuple):
+class LedgerEntry(NamedTuple):
     """One release: its step, which attempt at that step it is, and what it is known by."""
 
     step: int
@@ -45,7 +45,7 @@ class ReleaseLedger(Protocol):
     @property
     def key(self) -> bytes: ...
 
-    def record(self, *, step: int, token: str) -> Entry: ...
+    def record(self, *, step: int, token: str) -> LedgerEntry: ...
 
 
 class Ledger:
@@ -72,8 +72,8 @@ the budget is spent: stop here, or start a run with a larger plan
         self._fingerprint = plan_fingerprint
         self._max_releases = max_releases
         self._path = Path(path) if path is not None else None
-        self._entries: list[Entry] = []
-        self._at_step: dict[int, list[Entry]] = {}
+        self._entries: list[LedgerEntry] = []
+        self._at_step: dict[int, list[LedgerEntry]] = {}
         self._tokens: set[str] = set()
         self._chain = ""
         self._size = 0
@@ -113,7 +113,7 @@ the budget is spent: stop here, or start a run with a larger plan
         """
         return self.remaining > 0 or (not secure and step in self._at_step)
 
-    def record(self, *, step: int, token: str) -> Entry:
+    def record(self, *, step: int, token: str) -> LedgerEntry:
         """Account for a release before it happens; returns once the entry is durable."""
         at_step = self._at_step.get(step, [])
         for entry in at_step:
@@ -124,16 +124,16 @@ the budget is spent: stop here, or start a run with a larger plan
                 f"step {step} would be release {self.spent + 1} of {self._max_releases}; "
                 "the budget is spent: stop here, or start a run with a larger plan"
             )
-        entry = Entry(step, len(at_step), token)
+        entry = LedgerEntry(step, len(at_step), token)
         self._append(entry._asdict())
         self._count(entry)
         return entry
 
-    def entries(self) -> tuple[Entry, ...]:
+    def entries(self) -> tuple[LedgerEntry, ...]:
         """Every release so far, in order; part of a checkpoint."""
         return tuple(self._entries)
 
-    def adopt(self, entries: Iterable[Entry], *, durable: bool) -> None:
+    def adopt(self, entries: Iterable[LedgerEntry], *, durable: bool) -> None:
         """Count the releases a checkpoint knows of.
 
         `durable` says that run kept its ledger on disk. Such a file is always ahead of its
@@ -151,7 +151,7 @@ the budget is spent: stop here, or start a run with a larger plan
             self._append(entry._asdict())
             self._count(entry)
 
-    def _count(self, entry: Entry) -> None:
+    def _count(self, entry: LedgerEntry) -> None:
         self._entries.append(entry)
         self._at_step.setdefault(entry.step, []).append(entry)
         self._tokens.add(entry.token)
@@ -207,7 +207,7 @@ the budget is spent: stop here, or start a run with a larger plan
         try:
             body = json.loads(line)
             chain = body.pop("chain")
-            entry = Entry(**body) if number else None
+            entry = LedgerEntry(**body) if number else None
         except (ValueError, KeyError, AttributeError, TypeError) as error:
             raise CheckpointError(f"{place} is not a ledger entry; restore the file") from error
         if number == 0 and (body.get("version"), body.get("streams")) != (_VERSION, STREAM_VERSION):

@@ -87,11 +87,11 @@ class Mechanism(Protocol):
         *,
         key: bytes,
         frame: Frame | None = None,
-        watch: Watch | None = None,
+        watch: NoiseWatch | None = None,
     ) -> Release: ...
 
 
-class Watch(Protocol):
+class NoiseWatch(Protocol):
     """Who looks at the noise that is added; the referee does."""
 
     def before_noise(self, sums: Mapping[str, torch.Tensor]) -> None: ...
@@ -134,7 +134,7 @@ class ShuffledGaussianMechanism:
         *,
         key: bytes,
         frame: Frame | None = None,
-        watch: Watch | None = None,
+        watch: NoiseWatch | None = None,
     ) -> Release:
         """Make `sums` private in place, with noise from `key`."""
         plan = self._plan

@@ -52,7 +52,10 @@ class Place(NamedTuple):
 
 
 class NoiseSource(Protocol):
-    """Adds noise to named tensors in place and divides: by this definition, to rounding."""
+    """Adds noise to named tensors in place and divides: by this definition, to rounding.
+
+    Without `places`, the tensors are a whole release.
+    """
 
     def add_(
         self,
@@ -60,8 +63,8 @@ class NoiseSource(Protocol):
         stds: Mapping[str, float],
         *,
         key: bytes,
-        places: Mapping[str, Place],
-        divide_by: float,
+        places: Mapping[str, Place] | None = None,
+        divide_by: float = 1.0,
     ) -> None: ...
 
 
@@ -120,7 +123,7 @@ def normals(
     return numbers.view(-1)[:count] if lanes == LANES else numbers[0, 0]
 
 
-class ChaChaNoise:
+class GaussianNoise:
     """The definition, on the CPU, and copied to whatever device the sums are on."""
 
     def add_(
@@ -129,12 +132,15 @@ class ChaChaNoise:
         stds: Mapping[str, float],
         *,
         key: bytes,
-        places: Mapping[str, Place],
-        divide_by: float,
+        places: Mapping[str, Place] | None = None,
+        divide_by: float = 1.0,
     ) -> None:
-        """Add N(0, stds[name]²) to every coordinate of every tensor, then divide."""
+        """Add N(0, stds[name]²) to every coordinate of every tensor, then divide.
+
+        Without `places`, the tensors are a whole release.
+        """
         check_sums(tensors, stds)
-        for group, first, part in _pieces(tensors, places):
+        for group, first, part in _pieces(tensors, places or number(tensors)):
             size = max(place + flat.numel() for _, place, flat in part) - first
             numbers = normals(key, group, first, size, part[0][2].dtype)
             for name, place, flat in part:

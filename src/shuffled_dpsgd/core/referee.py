@@ -34,7 +34,7 @@ from torch.utils._pytree import tree_leaves
 from shuffled_dpsgd.core.clip import ClippedSums, PlainClipping, clip_factor
 from shuffled_dpsgd.core.mechanism import joint_norm
 from shuffled_dpsgd.core.noise import Place, normal
-from shuffled_dpsgd.core.replay import CannotReplayError, Replay, Witness
+from shuffled_dpsgd.core.replay import CannotReplayError, Rerun, Witness
 from shuffled_dpsgd.errors import RefereeError
 
 DEFAULT_RATE = 1 / 256
@@ -162,6 +162,11 @@ class Referee:
         self._pending = _Pending(kind=kind, rows=rows, num_norms=num_norms, sums=sums)
         return True
 
+    @property
+    def is_pending(self) -> bool:
+        """Whether a batch has run that is going to be compared."""
+        return self._pending is not None
+
     def settle(self) -> None:
         """Compare the batch that is pending, if its backward is over."""
         pending, call = self._pending, self.witness.call
@@ -196,7 +201,7 @@ class Referee:
                 self._total[name] = part if name not in self._total else self._total[name] + part
         self._seconds += time.perf_counter() - started
 
-    def _expected(self, replay: Replay, norms: Tensor, rows: int) -> dict[str, Tensor]:
+    def _expected(self, replay: Rerun, norms: Tensor, rows: int) -> dict[str, Tensor]:
         """The clipped sum of one batch by plain autograd; checks the norms of a few samples."""
         scale = 1.0
         if self._takes_means and not self._has_losses and not replay.has_numbers:
@@ -214,7 +219,7 @@ class Referee:
         return _widened(replay.gradient(weights, last=True))
 
     def _by_groups(
-        self, replay: Replay, norms: Tensor, rows: int, scale: float
+        self, replay: Rerun, norms: Tensor, rows: int, scale: float
     ) -> dict[str, Tensor]:
         """Groups of parameters have factors of their own: every sample by itself."""
         groups = None if self._groups is None else self._groups()

@@ -19,9 +19,9 @@ import torch
 
 from shuffled_dpsgd.core.clip import ClippedSums
 from shuffled_dpsgd.core.ledger import ReleaseLedger, fingerprint
-from shuffled_dpsgd.core.mechanism import Frame, Mechanism, Release, Watch, joint_norm
+from shuffled_dpsgd.core.mechanism import Frame, Mechanism, NoiseWatch, Release, joint_norm
 from shuffled_dpsgd.core.referee import Checks
-from shuffled_dpsgd.core.streams import Streams
+from shuffled_dpsgd.core.streams import RandomStreams
 from shuffled_dpsgd.errors import BudgetExhaustedError, RefereeError
 
 Tensors = dict[str, torch.Tensor]
@@ -43,7 +43,7 @@ class Exchange(Protocol):
         ...
 
 
-class Alone:
+class OneProcess:
     """The exchange of a single process."""
 
     def reduce(self, sums: Tensors) -> Tensors:
@@ -59,7 +59,7 @@ class Alone:
         return shares
 
 
-class Inspector(Watch, Protocol):
+class Inspector(NoiseWatch, Protocol):
     """Who looks at a release: the referee, or nobody where an audit plants something in it."""
 
     checks: Checks
@@ -86,7 +86,7 @@ class Door:
         self,
         *,
         names: tuple[str, ...],
-        streams: Streams,
+        streams: RandomStreams,
         update: Callable[[Mapping[str, torch.Tensor]], None],
         exchange: Exchange | None = None,
         sharded: bool = False,
@@ -97,7 +97,7 @@ class Door:
         self._names = names
         self._streams = streams
         self._update = update
-        self._exchange: Exchange = exchange or Alone()
+        self._exchange: Exchange = exchange or OneProcess()
         self._sharded = sharded
         self._fingerprinted = fingerprinted
         self._timed = timed

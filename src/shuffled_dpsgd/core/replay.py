@@ -79,6 +79,7 @@ class Call:
     before: Generators
     autocast: tuple[str, bool, torch.dtype]
     cotangents: dict[int, Tensor] = field(default_factory=dict)
+    outputs: dict[int, Tensor] = field(default_factory=dict)
     is_random: bool = False
 
 
@@ -161,11 +162,12 @@ class Witness:
         leaves, structure = tree_flatten(output)
         for place, leaf in enumerate(leaves):
             if isinstance(leaf, Tensor) and leaf.requires_grad:
+                call.outputs[place] = leaf.detach()
                 leaves[place] = cast(Tensor, _Tap.apply(leaf, place, call.cotangents))
         return tree_unflatten(leaves, structure)
 
     @contextmanager
-    def replay(self, call: Call, rows: int, lifted: Any) -> Iterator[Replay]:
+    def replay(self, call: Call, rows: int, lifted: Any) -> Iterator[Rerun]:
         """Run the batch of `call` once more, which has `rows` rows; `lifted` is entered for it.
 
         Raises:
@@ -181,7 +183,7 @@ class Witness:
         self._replaying = True
         try:
             with lifted, torch.autocast(kind, dtype=dtype, enabled=enabled), torch.enable_grad():
-                yield Replay(self._model, call, rows)
+                yield Rerun(self._model, call, rows)
         finally:
             self._replaying = False
             now.restore()
@@ -191,7 +193,7 @@ class Witness:
                         buffer.copy_(kept)
 
 
-class Replay:
+class Rerun:
     """The gradients of one batch, by plain autograd."""
 
     def __init__(self, model: nn.Module, call: Call, rows: int) -> None:
@@ -212,6 +214,8 @@ class Replay:
         if self.has_numbers:
             return self._one_by_one(weights)
         outputs = self._forward() if self._outputs is None else self._outputs
+        if self._call.is_random and not self._drew_the_same(outputs):
+            raise CannotReplayError("the model draws other random numbers when it is run once more")
         grads = {
             place: self._weighted(grad, weights) for place, grad in self._call.cotangents.items()
         }
@@ -228,6 +232,14 @@ class Replay:
         if len(found) != len(self._call.cotangents):
             raise CannotReplayError("the model returned fewer outputs when it was run once more")
         return found
+
+    def _drew_the_same(self, outputs: dict[int, Tensor]) -> bool:
+        """Whether random numbers fell as before: other layers may draw them in another order."""
+        for place, output in outputs.items():
+            before = self._call.outputs[place].double()
+            if (output.detach().double() - before).norm() > 0.05 * before.norm():
+                return False
+        return True
 
     def _backward(
         self, outputs: dict[int, Tensor], grads: dict[int, Tensor], *, retain: bool

@@ -18,12 +18,12 @@ from shuffled_dpsgd.core.card import PrivacyCard, write_card
 from shuffled_dpsgd.core.clip import PlainClipping
 from shuffled_dpsgd.core.ledger import Ledger
 from shuffled_dpsgd.core.mechanism import ShuffledGaussianMechanism
-from shuffled_dpsgd.core.noise import ChaChaNoise
+from shuffled_dpsgd.core.noise import GaussianNoise
 from shuffled_dpsgd.core.plan import NoiseBlock, PrivacyPlan
 from shuffled_dpsgd.core.referee import Referee
 from shuffled_dpsgd.core.release import Door
 from shuffled_dpsgd.core.sampler import PoissonSampler
-from shuffled_dpsgd.core.streams import Streams
+from shuffled_dpsgd.core.streams import RandomStreams
 from shuffled_dpsgd.errors import InvalidArgumentError
 
 
@@ -55,13 +55,13 @@ def train(
     if len(data) != plan.dataset_size:
         raise InvalidArgumentError("data", expected=f"{plan.dataset_size} records", got=len(data))
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    streams = Streams(plan.seed)
+    streams = RandomStreams(plan.seed)
     sampler = PoissonSampler(
         dataset_size=plan.dataset_size, sampling_prob=plan.sampling_prob, streams=streams
     )
     engine = PlainClipping(model, clip_norm=plan.clip_norm, clip=plan.clip)
     referee = Referee(model, engine, clip_norm=plan.clip_norm, clip=plan.clip)
-    mechanism = ShuffledGaussianMechanism(plan, ChaChaNoise())
+    mechanism = ShuffledGaussianMechanism(plan, GaussianNoise())
     ledger = Ledger(
         plan_fingerprint=plan.fingerprint(), max_releases=plan.num_steps, path=ledger_path
     )

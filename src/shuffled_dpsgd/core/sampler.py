@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from shuffled_dpsgd.core.streams import Streams, words
+from shuffled_dpsgd.core.streams import RandomStreams, words
 from shuffled_dpsgd.errors import InvalidArgumentError
 
 
@@ -40,12 +40,12 @@ class PoissonSampler:
     Batch sizes vary from zero to `dataset_size`; nothing is dropped, padded or topped up, because
     any of those would make one record's presence depend on the others.
 
-    >>> sampler = PoissonSampler(dataset_size=8, sampling_prob=0.5, streams=Streams(seed=1))
+    >>> sampler = PoissonSampler(dataset_size=8, sampling_prob=0.5, streams=RandomStreams(seed=1))
     >>> sampler.indices(0).tolist() == sampler.indices(0).tolist()
     True
     """
 
-    def __init__(self, *, dataset_size: int, sampling_prob: float, streams: Streams) -> None:
+    def __init__(self, *, dataset_size: int, sampling_prob: float, streams: RandomStreams) -> None:
         if dataset_size < 1:
             raise InvalidArgumentError(
                 "dataset_size", expected="a positive integer", got=dataset_size

@@ -70,14 +70,14 @@ def fresh_key() -> bytes:
     return secrets.token_bytes(KEY_BYTES)
 
 
-class Streams:
+class RandomStreams:
     """The keys of one run; `seed=None` means that nobody can compute them.
 
     `secret` is what several processes of one run share; by default this process draws its own.
 
-    >>> Streams(seed=1).key("noise", 0) == Streams(seed=1).key("noise", 0)
+    >>> RandomStreams(seed=1).key("noise", 0) == RandomStreams(seed=1).key("noise", 0)
     True
-    >>> Streams(seed=1).key("noise", 0) == Streams(seed=1).key("noise", 0, attempt=1)
+    >>> RandomStreams(seed=1).key("noise", 0) == RandomStreams(seed=1).key("noise", 0, attempt=1)
     False
     """
 

@@ -14,6 +14,7 @@ from typing import Protocol
 import torch
 
 from shuffled_dpsgd.core.noise import Place
+from shuffled_dpsgd.core.release import Exchange
 from shuffled_dpsgd.distributed.parts import Numbering
 from shuffled_dpsgd.distributed.world import World
 from shuffled_dpsgd.runtime.shards import Span
@@ -21,23 +22,11 @@ from shuffled_dpsgd.runtime.shards import Span
 Tensors = dict[str, torch.Tensor]
 
 
-class Exchange(Protocol):
+class RankExchange(Exchange, Protocol):
     """What happens to sums between the backward and the mechanism, and after it."""
 
     def places(self) -> Mapping[str, Place] | None:
         """Which coordinates this rank makes private; None for all of them."""
-        ...
-
-    def reduce(self, sums: Tensors) -> Tensors:
-        """This rank's share of the total over all ranks, a part of every tensor."""
-        ...
-
-    def norms(self, squares: torch.Tensor) -> torch.Tensor:
-        """Norms of whole blocks, from the squares of this rank's shares of them."""
-        ...
-
-    def spread(self, shares: Tensors) -> Tensors:
-        """Whole private gradients from every rank's share."""
         ...
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from shuffled_dpsgd.core.card import AuditedBound, PrivacyCard
 from shuffled_dpsgd.core.ledger import Ledger
 from shuffled_dpsgd.core.mechanism import Mechanism, Release, ShuffledGaussianMechanism
-from shuffled_dpsgd.core.noise import ChaChaNoise
+from shuffled_dpsgd.core.noise import GaussianNoise
 from shuffled_dpsgd.core.plan import NoiseBlock, PrivacyPlan
 from shuffled_dpsgd.core.sampler import PoissonSampler, Sampler
-from shuffled_dpsgd.core.streams import Streams
+from shuffled_dpsgd.core.streams import RandomStreams
 from shuffled_dpsgd.options import PrivacyOptions
 from shuffled_dpsgd.training.assemble import assemble, make_private
 from shuffled_dpsgd.training.card_of_plan import write_card
@@ -26,7 +26,7 @@ from shuffled_dpsgd.training.spending import SpendingCurve
 __all__ = [
     "AuditedBound",
     "Batch",
-    "ChaChaNoise",
+    "GaussianNoise",
     "Ledger",
     "LoopSettings",
     "Mechanism",
@@ -38,12 +38,12 @@ __all__ = [
     "PrivacyPlan",
     "PrivateTraining",
     "Progress",
+    "RandomStreams",
     "Release",
     "Sampler",
     "ShuffledGaussianMechanism",
     "SpendingCurve",
     "StepMetrics",
-    "Streams",
     "assemble",
     "check_independence",
     "find_checkpoints",

@@ -15,7 +15,7 @@ from shuffled_dpsgd.core.ledger import Ledger
 from shuffled_dpsgd.core.mechanism import ShuffledGaussianMechanism
 from shuffled_dpsgd.core.plan import PrivacyPlan
 from shuffled_dpsgd.core.sampler import PoissonSampler
-from shuffled_dpsgd.core.streams import Streams, fresh_key
+from shuffled_dpsgd.core.streams import RandomStreams, fresh_key
 from shuffled_dpsgd.distributed.agreement import agree
 from shuffled_dpsgd.distributed.world import World, current_world
 from shuffled_dpsgd.errors import InvalidArgumentError, UnsupportedModuleError
@@ -159,7 +159,9 @@ def assemble(
         moved=frozenset() if spec is None else spec.moved_names,
     )
     exchange = join_ranks(world, inner, optimizer, plan, spec, sharding)
-    streams = Streams(plan.seed, secret=world.from_first(fresh_key() if world.leads else None))
+    streams = RandomStreams(
+        plan.seed, secret=world.from_first(fresh_key() if world.leads else None)
+    )
     with _as_written(sharding):
         engine = _engine(inner, plan, options, sharding)
     private = PrivateTraining(

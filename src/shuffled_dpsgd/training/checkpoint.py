@@ -22,7 +22,7 @@ from typing import Any, Protocol
 import torch
 from safetensors import SafetensorError
 
-from shuffled_dpsgd.core.ledger import Entry
+from shuffled_dpsgd.core.ledger import LedgerEntry
 from shuffled_dpsgd.core.streams import STREAM_VERSION
 from shuffled_dpsgd.distributed.agreement import agree, all_do, first_does
 from shuffled_dpsgd.distributed.world import World
@@ -181,7 +181,7 @@ def load_checkpoint(
         remedy="every rank must read the same folder: put it on a disk all of them share",
     )
     durable = bool(found.run["durable_ledger"])
-    private.ledger.adopt([Entry(*entry) for entry in found.run["releases"]], durable=durable)
+    private.ledger.adopt([LedgerEntry(*entry) for entry in found.run["releases"]], durable=durable)
     private.resumed_without_ledger = not durable or bool(found.run["resumed_without_ledger"])
     further = _restore(private, found, extras or {})
     for name, extra in (extras or {}).items():

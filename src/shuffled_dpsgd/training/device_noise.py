@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 import torch
 
-from shuffled_dpsgd.core.noise import ChaChaNoise, Place, check_sums
+from shuffled_dpsgd.core.noise import GaussianNoise, Place, check_sums
 from shuffled_dpsgd.runtime.routes import took
 
 
@@ -17,7 +17,7 @@ class DeviceNoise:
     """Adds the noise of the core's definition, wherever each sum is."""
 
     def __init__(self) -> None:
-        self._plain = ChaChaNoise()
+        self._plain = GaussianNoise()
 
     def add_(
         self,
@@ -25,8 +25,8 @@ class DeviceNoise:
         stds: Mapping[str, float],
         *,
         key: bytes,
-        places: Mapping[str, Place],
-        divide_by: float,
+        places: Mapping[str, Place] | None = None,
+        divide_by: float = 1.0,
     ) -> None:
         """Add N(0, stds[name]²) to every coordinate of every tensor, then divide."""
         check_sums(tensors, stds)

@@ -23,8 +23,8 @@ from shuffled_dpsgd.core.plan import PrivacyPlan
 from shuffled_dpsgd.core.referee import DEFAULT_RATE, Referee
 from shuffled_dpsgd.core.release import Door, Inspector
 from shuffled_dpsgd.core.sampler import Sampler
-from shuffled_dpsgd.core.streams import Streams, fresh_key
-from shuffled_dpsgd.distributed.exchange import Exchange
+from shuffled_dpsgd.core.streams import RandomStreams, fresh_key
+from shuffled_dpsgd.distributed.exchange import RankExchange
 from shuffled_dpsgd.distributed.world import Alone, World
 from shuffled_dpsgd.errors import InvalidArgumentError
 from shuffled_dpsgd.permutation import Permutation, PermutationSpec
@@ -72,11 +72,11 @@ class PrivateTraining:
         sampler: Sampler,
         mechanism: Mechanism,
         ledger: Ledger | SharedLedger,
-        streams: Streams,
+        streams: RandomStreams,
         spec: PermutationSpec | None,
         physical_batch_size: int,
         world: World | None = None,
-        exchange: Exchange | None = None,
+        exchange: RankExchange | None = None,
         sharding: ShardedModel | None = None,
         check_rate: float = DEFAULT_RATE,
     ) -> None:
@@ -280,7 +280,7 @@ class PrivateTraining:
             if current.size > 0:
                 self._losses.add(losses[: current.size], count=current.size, mean=False)
             self.engine.backward(losses, counted=current.size)
-            self._referee.settle()
+            self._settle_referee()
             return
         if count > 0:
             self._losses.add(losses, count=count, mean=reduced)
@@ -288,7 +288,13 @@ class PrivateTraining:
             losses.backward()
         else:
             self.engine.backward(losses)
-        self._referee.settle()
+        self._settle_referee()
+
+    def _settle_referee(self) -> None:
+        """Have the batch compared, if it is due, while its inputs are as they were."""
+        if self._referee.is_pending:
+            self._watch.check(self.steps_taken)
+            self._referee.settle()
 
     def step(self) -> bool:
         """Clip, batch clip, noise, update, shuffle; False until the logical batch is complete.

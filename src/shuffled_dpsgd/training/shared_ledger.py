@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from shuffled_dpsgd.core.ledger import Entry, Ledger
+from shuffled_dpsgd.core.ledger import Ledger, LedgerEntry
 from shuffled_dpsgd.distributed.agreement import agree, first_does
 from shuffled_dpsgd.distributed.world import World
 
@@ -28,7 +28,7 @@ class SharedLedger:
         self._world = world
         opened: list[Ledger] = []
 
-        def opening() -> tuple[tuple[Entry, ...], bytes, Path | None]:
+        def opening() -> tuple[tuple[LedgerEntry, ...], bytes, Path | None]:
             ledger = open_file()
             opened.append(ledger)
             return ledger.entries(), ledger.key if has_key else b"", ledger.path
@@ -67,11 +67,11 @@ class SharedLedger:
         """Whether a release at `step` may stay within the budget."""
         return self._ledger.allows(step, secure=secure)
 
-    def entries(self) -> tuple[Entry, ...]:
+    def entries(self) -> tuple[LedgerEntry, ...]:
         """Every release so far, in order; part of a checkpoint."""
         return self._ledger.entries()
 
-    def record(self, *, step: int, token: str) -> Entry:
+    def record(self, *, step: int, token: str) -> LedgerEntry:
         """Account for a release before it happens, once all ranks agree which one it is.
 
         Without a key tokens are random, and rank 0's is the one that counts.
@@ -89,7 +89,7 @@ class SharedLedger:
             self._ledger.record(step=step, token=written.token)
         return written
 
-    def adopt(self, entries: Iterable[Entry], *, durable: bool) -> None:
+    def adopt(self, entries: Iterable[LedgerEntry], *, durable: bool) -> None:
         """Count the releases a checkpoint knows of, as `Ledger.adopt` does."""
         known = tuple(entries)
         first_does(self._world, lambda: self._ledger.adopt(known, durable=durable))

@@ -9,7 +9,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from shuffled_dpsgd.core.plan import PrivacyPlan
-from shuffled_dpsgd.core.streams import Streams
+from shuffled_dpsgd.core.streams import RandomStreams
 from shuffled_dpsgd.permutation import (
     Permutation,
     PermutationSpec,
@@ -56,7 +56,7 @@ class Shuffling:
         optimizer: torch.optim.Optimizer,
         plan: PrivacyPlan,
         spec: PermutationSpec | None,
-        streams: Streams,
+        streams: RandomStreams,
         sharding: Sharding | None = None,
     ) -> None:
         self._model = model

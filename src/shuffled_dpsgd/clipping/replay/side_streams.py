@@ -15,14 +15,14 @@ from typing import Protocol, TypeVar
 
 import torch
 
-# Streams beside the main one, which is the one that is recorded. With none, it does all work.
+# RandomStreams beside the main one, which is the one that is recorded. With none, it does all work.
 NUM_SIDE_STREAMS = 2
 Result = TypeVar("Result")
 Lane = Sequence[Callable[[], Result]]
 
 
 class SideStreams(Protocol):
-    """Streams of work beside the current one, the main stream."""
+    """RandomStreams of work beside the current one, the main stream."""
 
     def aside(self, number: int) -> AbstractContextManager[None]:
         """Inside, work goes to a side stream, after all that the main stream was asked for."""

@@ -134,7 +134,10 @@ class MultiheadAttentionSlot(Slot):
         else:
             mixed = F.scaled_dot_product_attention(q, k, v, bias, dropout)
         out = self._project(mixed.transpose(1, 2).flatten(2), OUT, batch)
-        return out if self.layer.batch_first else out.transpose(0, 1), weights
+        # Laid out in memory as PyTorch's own: dropout that follows draws its mask in that order,
+        # and a model run without the engine must draw the same.
+        out_TBE = out.transpose(0, 1).contiguous()
+        return out_TBE.transpose(0, 1) if self.layer.batch_first else out_TBE, weights
 
     def _projected(
         self, query: Tensor, key: Tensor, value: Tensor, batch: CapturedBatch

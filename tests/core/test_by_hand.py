@@ -9,17 +9,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from shuffled_dpsgd.core.noise import Place, normal
+from shuffled_dpsgd.core.sampler import PoissonSampler
 from shuffled_dpsgd.permutation import apply, draw
 from shuffled_dpsgd.training import PrivateTraining, RandomStreams, make_private
 from training.cases import gpt2_case, make_bert
 
-RECORDS, EXPECTED, STEPS, CLIP, SEED = 40, 2, 6, 0.3, 11
+RECORDS, EXPECTED, STEPS, CLIP, SEED = 40, 2, 6, 0.3, 5
 
 
 class Ragged:
@@ -101,9 +102,11 @@ def train_by_hand(
     streams, data = RandomStreams(seed=SEED), Ragged()
     trainable = {n: p for n, p in model.named_parameters() if p.requires_grad}
     for step in range(STEPS):
-        chosen = streams.numpy("sampling", step).random(RECORDS) < EXPECTED / RECORDS
+        sampler = PoissonSampler(
+            dataset_size=RECORDS, sampling_prob=EXPECTED / RECORDS, streams=streams
+        )
         sums = {name: torch.zeros_like(p) for name, p in trainable.items()}
-        for index in chosen.nonzero()[0].tolist():
+        for index in sampler.indices(step).tolist():
             model.zero_grad()
             loss(model, padded([data[index]])).sum().backward()
             grads = {
@@ -119,15 +122,18 @@ def train_by_hand(
                 for name in block.parameters:
                     sums[name] *= block.batch_clip_norm / norm
         stds = {n: b.noise_multiplier * CLIP for b in private.plan.blocks for n in b.parameters}
-        rng = streams.numpy("noise", step)
+        key, following = streams.key("noise", step), 0
         for name, parameter in trainable.items():
-            noise = rng.standard_normal(parameter.numel(), dtype=np.float64)
-            noisy = sums[name] + stds[name] * torch.from_numpy(noise).view_as(parameter)
+            places = [Place(0, following + i) for i in range(parameter.numel())]
+            drawn = [normal(key, place, wide=True) for place in places]
+            noise = torch.tensor(drawn, dtype=torch.float64)
+            following += parameter.numel()
+            noisy = sums[name] + stds[name] * noise.view_as(parameter)
             parameter.grad = noisy / EXPECTED
         optimizer.step()
         model.zero_grad()
         if private.plan.permutes and private.spec is not None:
-            apply(draw(private.spec, streams.torch("permutation", step)), model, optimizer)
+            apply(draw(private.spec, streams.key("permutation", step)), model, optimizer)
 
 
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:

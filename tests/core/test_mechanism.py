@@ -37,8 +37,8 @@ def plan(**changes: Any) -> PrivacyPlan:
 
 def release(plan: PrivacyPlan, total: torch.Tensor, step: int = 0) -> torch.Tensor:
     sums = {"moved": total[:12].clone(), "fixed": total[12:].clone()}
-    noise = GaussianNoise(RandomStreams(seed=plan.seed))
-    ShuffledGaussianMechanism(plan, noise).privatize(sums, step=step)
+    key = RandomStreams(seed=plan.seed).key("noise", step)
+    ShuffledGaussianMechanism(plan, GaussianNoise()).privatize(sums, key=key)
     return torch.cat([sums["moved"], sums["fixed"]])
 
 
@@ -70,8 +70,8 @@ def test_sums_inside_the_ball_are_only_divided() -> None:
 def test_signal_to_noise_compares_norms() -> None:
     found = plan(noise_multiplier=2.0, clip_norm=0.5)
     sums = {"moved": torch.full((12,), 10.0), "fixed": torch.zeros(4)}
-    noise = GaussianNoise(RandomStreams(seed=1))
-    record = ShuffledGaussianMechanism(found, noise).privatize(sums, step=0)
+    noise = GaussianNoise()
+    record = ShuffledGaussianMechanism(found, noise).privatize(sums, key=bytes(32))
     shuffled, _ = record.blocks
     assert shuffled.sum_norm == pytest.approx(10 * math.sqrt(12))
     assert shuffled.signal_norm == pytest.approx(1.0)
@@ -91,8 +91,8 @@ def test_blocks_are_clipped_and_measured_alike_wherever_their_sums_lie() -> None
     found = plan(batch_clip_norm=0.5)
 
     def record(sums: dict[str, torch.Tensor]) -> tuple[Release, torch.Tensor]:
-        noise = GaussianNoise(RandomStreams(seed=1))
-        done = ShuffledGaussianMechanism(found, noise).privatize(sums, step=0)
+        noise = GaussianNoise()
+        done = ShuffledGaussianMechanism(found, noise).privatize(sums, key=bytes(32))
         return done, torch.cat([sums["moved"].double(), sums["fixed"].double()])
 
     buffer = torch.arange(16.0)

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from shuffled_dpsgd.core.ledger import Ledger, LedgerEntry
 from shuffled_dpsgd.errors import BudgetExhaustedError, CheckpointError
-from shuffled_dpsgd.training import Ledger
 
 
 def open_ledger(path: Path | None, plan: str = "plan", budget: int = 3) -> Ledger:
@@ -50,6 +50,7 @@ def test_a_torn_last_line_announces_a_release_that_never_happened(tmp_path: Path
     for cut in range(len(whole) + 1, len(path.read_bytes())):
         torn = tmp_path / "torn.jsonl"
         torn.write_bytes(path.read_bytes()[:cut])
+        (tmp_path / "_torn.jsonl.key").write_bytes(ledger.key)
         again = open_ledger(torn)
         assert again.spent == 1
         again.record(step=1, token="c")
@@ -58,6 +59,7 @@ def test_a_torn_last_line_announces_a_release_that_never_happened(tmp_path: Path
 
 def test_a_torn_header_is_written_again(tmp_path: Path) -> None:
     path = tmp_path / "ledger.jsonl"
+    open_ledger(path)
     path.write_bytes(b'{"plan": "pl')
     open_ledger(path).record(step=0, token="a")
     assert open_ledger(path).spent == 1
@@ -102,9 +104,69 @@ def test_two_runs_on_one_ledger_are_noticed(tmp_path: Path) -> None:
 def test_a_checkpoint_ahead_of_its_ledger_is_refused(tmp_path: Path) -> None:
     ledger = open_ledger(tmp_path / "ledger.jsonl")
     with pytest.raises(CheckpointError, match="2 releases"):
-        ledger.adopt(("a", "b"), durable=True)
-    ledger.adopt(("a", "b"), durable=False)
-    assert open_ledger(ledger.path).spent == 2
+        ledger.adopt([LedgerEntry(0, 0, "a"), LedgerEntry(1, 0, "b")], durable=True)
+    ledger.adopt([LedgerEntry(0, 0, "a"), LedgerEntry(0, 1, "b")], durable=False)
+    again = open_ledger(ledger.path)
+    assert (again.spent, again.repeated_steps) == (2, 1)
+    assert again.record(step=0, token="c").attempt == 2
+
+
+def test_other_sums_at_a_step_are_its_next_attempt(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.jsonl"
+    assert open_ledger(path).record(step=0, token="a").attempt == 0
+    resumed = open_ledger(path)
+    assert resumed.record(step=0, token="a").attempt == 0
+    assert resumed.record(step=0, token="other sums").attempt == 1
+    assert resumed.record(step=1, token="b").attempt == 0
+    assert (resumed.spent, resumed.repeated_steps) == (3, 1)
+    assert resumed.allows(1, secure=False)
+    assert not resumed.allows(1, secure=True)
+    assert not resumed.allows(2, secure=False)
+
+
+def forged(path: Path, key: bytes, tokens: list[str]) -> None:
+    """A ledger as somebody with `key` would write it."""
+    other = path.with_name("other.jsonl")
+    other.with_name("_other.jsonl.key").write_bytes(key)
+    ledger = open_ledger(other, budget=100)
+    for step, token in enumerate(tokens):
+        ledger.record(step=step, token=token)
+    path.write_bytes(other.read_bytes())
+    other.unlink()
+
+
+def test_a_ledger_made_up_without_the_key_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.jsonl"
+    open_ledger(path, budget=100).record(step=0, token="a")
+    forged(path, bytes(32), ["a"])
+    with pytest.raises(CheckpointError, match="line 1 does not follow"):
+        open_ledger(path, budget=100)
+
+
+def test_a_ledger_whose_key_is_gone_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.jsonl"
+    open_ledger(path)
+    (tmp_path / "_ledger.jsonl.key").unlink()
+    with pytest.raises(CheckpointError, match="put it back"):
+        open_ledger(path)
+
+
+def test_repeated_tokens_do_not_hide_releases(tmp_path: Path) -> None:
+    """Steps that claim one and the same release would read as a single one."""
+    path = tmp_path / "ledger.jsonl"
+    key = open_ledger(path, budget=100).key
+    forged(path, key, ["a", "a", "a"])
+    with pytest.raises(CheckpointError, match="repeats a release"):
+        open_ledger(path, budget=100)
+
+
+def test_a_ledger_of_another_version_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.jsonl"
+    open_ledger(path)
+    header = json.loads(path.read_text()) | {"streams": 1}
+    path.write_text(json.dumps(header) + "\n")
+    with pytest.raises(CheckpointError, match="another version"):
+        open_ledger(path)
 
 
 def test_two_writers_take_turns(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from shuffled_dpsgd.cli.experiments import need_experiments
 from shuffled_dpsgd.cli.output import AsJson, print_json, reports_errors
 from shuffled_dpsgd.errors import InvalidArgumentError
 
@@ -46,8 +47,9 @@ def sweep(
     Each cell is one JSON file that is never edited. A sweep that was stopped, or killed, goes on
     where it was; exit status 3 says that cells are missing. A cell that fails is named, with the
     reason, and stepped over; exit status 2 then says so. Of several sweeps, cells of a later one
-    fill the time in which an earlier one has too few for all processes.
+    fill the time in which an earlier one has too few for all processes. Needs a clone.
     """
+    need_experiments("sweep")
     from shuffled_dpsgd_experiments.sweeps import load_sweep, run_in_jobs, table_of
     from shuffled_dpsgd_experiments.sweeps.running import is_complete
     from shuffled_dpsgd_experiments.sweeps.table import ordered_rows

@@ -6,16 +6,16 @@ import numpy as np
 import pytest
 import torch
 
-from shuffled_dpsgd.auditing.repeated_runs import (
+from shuffled_dpsgd.auditing.run import AuditTarget
+from shuffled_dpsgd.errors import InvalidArgumentError
+from shuffled_dpsgd.training import make_private
+from shuffled_dpsgd_experiments.audits.repeated_runs import (
     RepeatedRuns,
     RepeatedSetting,
     audit_repeated_runs,
     gather_runs,
 )
-from shuffled_dpsgd.auditing.run import AuditTarget
-from shuffled_dpsgd.errors import InvalidArgumentError
-from shuffled_dpsgd.training import make_private
-from shuffled_dpsgd_experiments.audited import cross_entropies, small_network
+from shuffled_dpsgd_experiments.audits.targets import cross_entropies, small_network
 
 RECORDS = torch.utils.data.TensorDataset(torch.randn(40, 1, 8, 8), torch.randint(10, (40,)))
 

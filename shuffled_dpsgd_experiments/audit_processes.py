@@ -18,11 +18,21 @@ from typing import Any
 
 from torch.utils.data import default_collate
 
-from shuffled_dpsgd.auditing.black_box import BlackBoxRuns, BlackBoxSetting, Start, gather_seeds
-from shuffled_dpsgd.auditing.repeated_runs import RepeatedRuns, RepeatedSetting, gather_runs
+from shuffled_dpsgd.tasks.audited import prepared_task, target_of
 from shuffled_dpsgd.tasks.config import RunConfig
 from shuffled_dpsgd.training.private import PrivateTraining
-from shuffled_dpsgd_experiments.audited import prepared_task, starts_of, target_of
+from shuffled_dpsgd_experiments.audits.black_box import (
+    BlackBoxRuns,
+    BlackBoxSetting,
+    Start,
+    gather_seeds,
+)
+from shuffled_dpsgd_experiments.audits.repeated_runs import (
+    RepeatedRuns,
+    RepeatedSetting,
+    gather_runs,
+)
+from shuffled_dpsgd_experiments.audits.targets import starts_of
 from shuffled_dpsgd_experiments.journal import Journal
 
 

@@ -23,9 +23,7 @@ from typing import Any, get_args
 
 import torch
 
-from shuffled_dpsgd.auditing.black_box import BlackBoxSetting
 from shuffled_dpsgd.auditing.input_canaries import InputCanary
-from shuffled_dpsgd.auditing.repeated_runs import RepeatedSetting
 from shuffled_dpsgd.auditing.run import (
     AuditTarget,
     RunSetting,
@@ -35,9 +33,11 @@ from shuffled_dpsgd.auditing.run import (
 )
 from shuffled_dpsgd.environment import environment
 from shuffled_dpsgd.runtime.attention import without_cudnn_attention
+from shuffled_dpsgd.tasks.audited import audit_target
 from shuffled_dpsgd.tasks.config import RunConfig, parse_config
 from shuffled_dpsgd_experiments.audit_processes import make_runs, report_runs
-from shuffled_dpsgd_experiments.audited import audit_target
+from shuffled_dpsgd_experiments.audits.black_box import BlackBoxSetting
+from shuffled_dpsgd_experiments.audits.repeated_runs import RepeatedSetting
 from shuffled_dpsgd_experiments.journal import Journal, device_name, read_journals
 
 MODES = ("one-run", "step", "black-box", "runs")

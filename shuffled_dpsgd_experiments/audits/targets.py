@@ -1,4 +1,4 @@
-"""Tasks as audits take them: how to start a fresh run on data of a given size, and its records."""
+"""What these audits attack: runs by seed and shuffle, and small models on digits."""
 
 from __future__ import annotations
 
@@ -10,52 +10,20 @@ import torch
 from torch import nn
 from torch.utils.data import Subset
 
-from shuffled_dpsgd.auditing.black_box import Start
-from shuffled_dpsgd.auditing.fitted_start import fit_to_records
+from shuffled_dpsgd.auditing.probes import OnProgress
 from shuffled_dpsgd.auditing.run import AuditTarget
+from shuffled_dpsgd.auditing.verdict import AuditReport
+from shuffled_dpsgd.errors import InvalidArgumentError
 from shuffled_dpsgd.options import NoiseFrame, Shuffle
 from shuffled_dpsgd.tasks import digits
 from shuffled_dpsgd.tasks.config import RunConfig
-from shuffled_dpsgd.tasks.privacy import chosen_device, start_private
-from shuffled_dpsgd.tasks.registry import build_task
-from shuffled_dpsgd.tasks.task import Task
+from shuffled_dpsgd.tasks.privacy import start_private
 from shuffled_dpsgd.training import make_private
 from shuffled_dpsgd.training.private import PrivateTraining
+from shuffled_dpsgd_experiments.audits.black_box import Start
+from shuffled_dpsgd_experiments.audits.paper_training import TrainingSetting, audit_paper_training
 
 HIDDEN = 64
-
-
-def prepared_task(config: RunConfig, *, fit_steps: int = 0) -> Task:
-    """The configured task, its initial weights fitted to its records for so many steps first."""
-    task = build_task(config)
-    if fit_steps:
-        task.model.to(chosen_device(config.training.device))
-        fit_to_records(
-            task.model,
-            task.train_data,
-            task.losses,
-            num_steps=fit_steps,
-            collate=task.collate,
-            seed=config.init_seed,
-        )
-    return task
-
-
-def audit_target(config: RunConfig, *, fit_steps: int = 0) -> AuditTarget:
-    """Fresh runs of the configured task, each from a copy of the same initial weights.
-
-    With `fit_steps`, these are first fitted to the records for so many steps: the worst case.
-    """
-    return target_of(config, prepared_task(config, fit_steps=fit_steps))
-
-
-def target_of(config: RunConfig, task: Task) -> AuditTarget:
-    """A task that is built already, as audits take it."""
-
-    def start(dataset_size: int) -> PrivateTraining:
-        return start_private(config, copy.deepcopy(task.model), dataset_size=dataset_size)
-
-    return AuditTarget(start=start, data=task.train_data, losses=task.losses, collate=task.collate)
 
 
 def starts_of(config: RunConfig, initial: nn.Module) -> Start:
@@ -139,3 +107,25 @@ def digits_records(count: int) -> Subset[Any]:
     """The first `count` training digits."""
     train, _ = digits.load_digits()
     return Subset(train, range(count))
+
+
+def watch_training(
+    epsilons: tuple[float, ...],
+    num_steps: int,
+    batch_clip: float,
+    seed: int,
+    on_progress: OnProgress | None,
+) -> list[AuditReport]:
+    """The paper's audit inside one training run per claim; none for no steps."""
+    if num_steps == 0:
+        return []
+    if num_steps < 100:
+        raise InvalidArgumentError("--training-steps", expected="0, or at least 100", got=num_steps)
+    return [
+        audit_paper_training(
+            long_run_target(epsilon=epsilon, num_steps=num_steps, batch_clip=batch_clip, seed=seed),
+            TrainingSetting(num_observations=min(200, num_steps // 2), seed=seed),
+            on_progress=on_progress,
+        )
+        for epsilon in epsilons
+    ]

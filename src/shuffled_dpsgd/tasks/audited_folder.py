@@ -20,11 +20,12 @@ from typing import Any
 
 from shuffled_dpsgd.auditing.estimators.scores import check_levels
 from shuffled_dpsgd.auditing.probes import OnProgress
-from shuffled_dpsgd.auditing.run import AuditTarget, RunSetting, audit_one_run
+from shuffled_dpsgd.auditing.run import RunSetting, audit_one_run
 from shuffled_dpsgd.auditing.verdict import AuditReport
 from shuffled_dpsgd.environment import describe_weights
 from shuffled_dpsgd.errors import CheckpointError, InvalidArgumentError
 from shuffled_dpsgd.reports import card_fragment, card_page
+from shuffled_dpsgd.tasks.audited import target_of
 from shuffled_dpsgd.tasks.config import RunConfig
 from shuffled_dpsgd.tasks.data_identity import check_data
 from shuffled_dpsgd.tasks.privacy import start_private
@@ -33,7 +34,6 @@ from shuffled_dpsgd.tasks.run import SUMMARY_FILE, finished_summary, load_run
 from shuffled_dpsgd.training.card import AuditedBound, PrivacyCard
 from shuffled_dpsgd.training.card_of_plan import write_card
 from shuffled_dpsgd.training.plan import PrivacyPlan
-from shuffled_dpsgd.training.private import PrivateTraining
 
 SECOND_RUN = (
     "the audited bounds: they were read off a second run on the same records with the same noise, "
@@ -71,13 +71,7 @@ def audit_folder(
             "DIR", expected="a private run", got=f"{directory}: {'; '.join(plan.uncertifiable)}"
         )
     repeated = _with_noise_of(config, plan, seed=setting.seed)
-
-    def start(dataset_size: int) -> PrivateTraining:
-        return start_private(repeated, copy.deepcopy(task.model), dataset_size=dataset_size)
-
-    target = AuditTarget(
-        start=start, data=task.train_data, losses=task.losses, collate=task.collate
-    )
+    target = target_of(repeated, task)
     report = audit_one_run(target, setting, confidence=confidence, on_progress=on_progress)
     card = write_card(
         plan,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from shuffled_dpsgd.auditing.black_box import Arm, BlackBoxReport, BlackBoxSetting
 from shuffled_dpsgd.errors import InvalidArgumentError
+from shuffled_dpsgd_experiments.audits.black_box import Arm, BlackBoxReport, BlackBoxSetting
 
 
 def report(num_seeds: int = 40, leak: float = 1.0) -> BlackBoxReport:

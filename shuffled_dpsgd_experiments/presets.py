@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from shuffled_dpsgd.errors import InvalidArgumentError
-from shuffled_dpsgd_experiments.recipes import RECIPES, Recipe
+from shuffled_dpsgd.tasks.recipes import RECIPES, Recipe
 
 BATCH_SIZE = 1000
 PREFIX = "paper/"

@@ -6,8 +6,8 @@ from dataclasses import asdict
 from typing import Any
 
 from shuffled_dpsgd.accounting import certified_bracket
-from shuffled_dpsgd.auditing.paper_audit import PaperSetting, paper_audit
 from shuffled_dpsgd.environment import environment
+from shuffled_dpsgd_experiments.audits.paper_audit import PaperSetting, paper_audit
 from shuffled_dpsgd_experiments.tables.exhibit import Exhibit, ExhibitRow
 from shuffled_dpsgd_experiments.tables.printed import AUDIT
 

@@ -18,8 +18,10 @@ TEXT_METRICS = {
     "bleu": "BLEU",
     "meteor": "METEOR 1.5",
     "meteor_exact_stem": "METEOR (exact, stem)",
+    "meteor_nltk": "METEOR (nltk: exact, stem)",
     "rouge_l": "ROUGE-L",
     "nist": "NIST",
+    "nist_nltk": "NIST (nltk)",
 }
 
 

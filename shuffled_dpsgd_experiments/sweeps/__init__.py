@@ -2,7 +2,6 @@
 
 `load_sweep` reads a file, `run_sweep` runs every cell that has no result yet, `run_sweeps` those of
 several, `run_in_jobs` does so by several processes, `table_of` draws the table.
-`python -m shuffled_dpsgd_experiments.sweeps FILE` needs nothing but the training libraries.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ def run_in_jobs(
     if jobs == 1:
         return run_sweeps(sweeps, on_progress=on_progress, stop_after=stop_after)
     options = {"--model": model, "--data": data, "--results": results}
-    command = [sys.executable, "-m", "shuffled_dpsgd_experiments.sweeps", *map(str, files)]
+    command = [sys.executable, "-m", "shuffled_dpsgd", "sweep", *map(str, files)]
     command += [f"{name}={value}" for name, value in options.items() if value is not None]
     board = _Board(sweeps, on_progress, jobs)
     workers = _Workers([*command, "--worker"], jobs, stop_after)

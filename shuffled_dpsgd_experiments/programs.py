@@ -1,4 +1,4 @@
-"""Programs that are started with `python -m`, where the command line is not installed."""
+"""Programs that are started with `python -m`: their errors are the command's."""
 
 from __future__ import annotations
 

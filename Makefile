@@ -8,7 +8,7 @@ export HF_HUB_OFFLINE ?= 1
 # Modules stay compiled for the next process, whatever the shell says: tests start many.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-slow test-gpu test-kernels check format clean
+.PHONY: demo test test-slow test-gpu test-kernels check size format clean
 
 demo: $(STAMP)
 	rm -rf runs/demo
@@ -28,10 +28,14 @@ test-gpu:
 test-kernels: $(STAMP)
 	$(BIN)/python -m benchmarks.compile_kernels --triton 3.6 3.7 3.8 3.9
 
-check: $(STAMP)
+check: $(STAMP) size
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# Lines by room; fails above a budget.
+size:
+	$(PYTHON) tests/architecture/size.py
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .

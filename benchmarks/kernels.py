@@ -14,12 +14,12 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
+from shuffled_dpsgd.training.box_muller import standard_normal
 from torch import Tensor
 
 from benchmarks.results import environment
 from shuffled_dpsgd.clipping import kernels
 from shuffled_dpsgd.clipping.kernels import host, plain
-from shuffled_dpsgd.training.box_muller import standard_normal
 
 # (name, layers, batch, tokens, inputs, outputs)
 LINEAR_SHAPES = (

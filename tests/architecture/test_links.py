@@ -15,7 +15,7 @@ LINK = re.compile(r"\]\(([^)\s]+)\)")
 FENCE = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
 FILES = {
     path.as_posix()
-    for folder in ("src", "tests", "benchmarks", "examples")
+    for folder in ("src", "shuffled_dpsgd_experiments", "tests", "benchmarks", "examples")
     for path in (ROOT / folder).rglob("*.py")
 }
 OUTSIDE = ("http://", "https://", "mailto:")

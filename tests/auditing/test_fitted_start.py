@@ -8,7 +8,7 @@ from torch import nn
 
 from shuffled_dpsgd.auditing.fitted_start import fit_to_records
 from shuffled_dpsgd.errors import InvalidArgumentError
-from shuffled_dpsgd_experiments.audited import cross_entropies
+from shuffled_dpsgd_experiments.audits.targets import cross_entropies
 
 
 def records(count: int = 24) -> list[tuple[torch.Tensor, torch.Tensor]]:

@@ -15,7 +15,6 @@ from shuffled_dpsgd.auditing.adversaries import (
     OrbitLikelihoodRatio,
     OrbitMaximum,
 )
-from shuffled_dpsgd.auditing.paper_audit import PaperSetting, paper_audit
 from shuffled_dpsgd.auditing.plots import save
 from shuffled_dpsgd.auditing.step import StepSetting, audit_step, place, step_claims
 from shuffled_dpsgd.auditing.verdict import AuditReport, judge, refuters_of
@@ -25,6 +24,7 @@ from shuffled_dpsgd.auditing.worst_case import (
     spike_maximum,
 )
 from shuffled_dpsgd.errors import InvalidArgumentError
+from shuffled_dpsgd_experiments.audits.paper_audit import PaperSetting, paper_audit
 
 # Re-aligning 16 rows is as easy as 64, of which the page tells.
 PAPER = StepSetting(noise_multiplier=0.274, dimension=85_800_000, delta=2.5e-7, aligned_rows=16)

@@ -14,7 +14,8 @@ import pytest
 
 from shuffled_dpsgd.accounting import constant_pair, spike_pair
 from shuffled_dpsgd.errors import InvalidArgumentError
-from shuffled_dpsgd_experiments.figures import FIGURES, examination, fig1, fig3
+from shuffled_dpsgd.reports import examination
+from shuffled_dpsgd_experiments.figures import FIGURES, fig1, fig3
 from shuffled_dpsgd_experiments.figures.output import FigureRecipe
 from shuffled_dpsgd_experiments.figures.settings import SIX, VIT
 from shuffled_dpsgd_experiments.figures.statements import exhibit_of

@@ -12,8 +12,9 @@ import pytest
 
 from shuffled_dpsgd.errors import InvalidArgumentError
 from shuffled_dpsgd.tasks import digits, parse_config
+from shuffled_dpsgd.tasks.recipes import RECIPES
 from shuffled_dpsgd_experiments.presets import find_preset
-from shuffled_dpsgd_experiments.recipes import RECIPES, scores_of, table_of
+from shuffled_dpsgd_experiments.recipes_page import scores_of, table_of
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -173,7 +173,7 @@ def test_texts_are_kept_for_scoring_elsewhere(tmp_path: Path) -> None:
     }
     summary = execute(prepare(parse_config(config), tmp_path / "run")).summary
     assert (summary["generation"]["split"], summary["generation"]["num_prompts"]) == ("test", 3)
-    assert "plain" in summary["generation"]["bleu_signature"]
+    assert "tok:13a" in summary["generation"]["bleu_signature"]
     kept = tmp_path / "texts.jsonl"
     request = GenerationRequest(settings=GenerationConfig(max_new_tokens=2), texts_to=kept)
     _, splits, held_back = evaluate_run(tmp_path / "run", generation=request)

@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from shuffled_dpsgd.training.philox_reference import expected_normals, philox
 
 from on_triton import DEVICE, ON_GPU
+from shuffled_dpsgd.core.noise import Stretch
 from shuffled_dpsgd.runtime.routes import WrongResult
 from shuffled_dpsgd.training import GaussianNoise, RandomStreams, noise_route, triton_noise
-from shuffled_dpsgd.training.noise import Stretch
-from shuffled_dpsgd.training.philox_reference import expected_normals, philox
 from shuffled_dpsgd.training.triton_noise import add_normal_
 from waiting import waiting_is_an_error
 

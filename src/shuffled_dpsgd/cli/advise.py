@@ -77,7 +77,7 @@ def advise_on(config: RunConfig, *, as_json: bool, preset: str | None = None) ->
     if preset is None:
         print_advice(advise_run(config), as_json=as_json)
         return
-    from shuffled_dpsgd_experiments.presets import find_preset
+    from shuffled_dpsgd.cli.experiments import find_preset
 
     row = find_preset(preset)
     advice = advise_shapes(

@@ -7,6 +7,7 @@ import typer
 from shuffled_dpsgd.cli import audit_options as opt
 from shuffled_dpsgd.cli import privacy_options as privacy
 from shuffled_dpsgd.cli.audit_delivery import deliver, progress, read_canary, write_json
+from shuffled_dpsgd.cli.experiments import need_experiments
 from shuffled_dpsgd.cli.output import AsJson, print_json, reports_errors
 from shuffled_dpsgd.errors import InvalidArgumentError
 from shuffled_dpsgd.options import choices_of
@@ -128,15 +129,19 @@ def paper(
 ) -> None:
     """Repeat the paper's Table 6, show what its estimator prints on pure noise, and train.
 
-    The last part takes a minute or two for each claim; --training-steps 0 leaves it out.
+    The last part takes a minute or two for each claim; --training-steps 0 leaves it out. Needs a
+    clone.
 
     Example: shuffled-dpsgd audit paper --epsilon 0.5 --epsilon 1
     """
     from dataclasses import asdict
 
-    from shuffled_dpsgd.auditing.paper_audit import PaperSetting, paper_audit
-    from shuffled_dpsgd.cli.audit_tables import show_paper, show_report
-    from shuffled_dpsgd.cli.audit_target import watch_training
+    from shuffled_dpsgd.cli.audit_tables import show_report
+
+    need_experiments("audit paper")
+    from shuffled_dpsgd_experiments.audits.paper_audit import PaperSetting, paper_audit
+    from shuffled_dpsgd_experiments.audits.shown import show_paper
+    from shuffled_dpsgd_experiments.audits.targets import watch_training
 
     setting = PaperSetting(
         batch_clip=batch_clip, num_observations=observations, repetitions=repetitions, seed=seed
@@ -174,28 +179,31 @@ def blackbox(
 ) -> None:
     """The knock-out: the same membership attack with the shuffle and without, many seeds.
 
+    Needs a clone.
+
     Example: shuffled-dpsgd audit blackbox --output black-box
     """
-    from shuffled_dpsgd.auditing.black_box import BlackBoxSetting, audit_black_box
-    from shuffled_dpsgd.cli.audit_tables import show_black_box
-    from shuffled_dpsgd_experiments.audited import cross_entropies, digits_records, small_vit_runs
+    need_experiments("audit blackbox")
+    from shuffled_dpsgd_experiments.audits import targets
+    from shuffled_dpsgd_experiments.audits.black_box import BlackBoxSetting, audit_black_box
+    from shuffled_dpsgd_experiments.audits.shown import show_black_box
 
     setting = BlackBoxSetting(num_seeds=seeds, num_canaries=canaries, seed=seed)
-    start = small_vit_runs(
+    start = targets.small_vit_runs(
         noise_multiplier=noise_multiplier, num_steps=training_steps, expected_batch_size=100
     )
-    records = digits_records(200)
+    records = targets.digits_records(200)
     with progress(quiet=as_json) as on_progress:
         report = audit_black_box(
             start,
             records,
-            cross_entropies,
+            targets.cross_entropies,
             setting,
             confidence=confidence,
             on_progress=on_progress,
         )
     if output is not None:
-        from shuffled_dpsgd.auditing.plots import save_black_box
+        from shuffled_dpsgd_experiments.audits.drawing import save_black_box
 
         write_json(report.to_json(), output)
         save_black_box(report, output / "black-box")
@@ -233,7 +241,7 @@ def run(
     from shuffled_dpsgd.auditing.estimators.scores import check_levels
     from shuffled_dpsgd.auditing.run import RunSetting, audit_one_run, audit_steps
     from shuffled_dpsgd.cli.audit_target import chosen_config
-    from shuffled_dpsgd_experiments.audited import audit_target
+    from shuffled_dpsgd.tasks.audited import audit_target
 
     if mode not in MODES:
         raise InvalidArgumentError("--mode", expected=f"one of {MODES}", got=mode)
@@ -285,7 +293,7 @@ def run_folder(
     Example: shuffled-dpsgd audit run-folder runs/digits
     """
     from shuffled_dpsgd.auditing.run import RunSetting
-    from shuffled_dpsgd_experiments.audited_folder import audit_folder, write_audited_card
+    from shuffled_dpsgd.tasks.audited_folder import audit_folder, write_audited_card
 
     setting = RunSetting(
         num_gradient_canaries=canaries,

@@ -11,9 +11,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from shuffled_dpsgd.auditing.checks import CheckReport
-    from shuffled_dpsgd.auditing.probes import OnProgress
     from shuffled_dpsgd.auditing.sensitivity import Records
-    from shuffled_dpsgd.auditing.verdict import AuditReport
     from shuffled_dpsgd.tasks import RunConfig
 
 NUM_LABELS = 10
@@ -38,33 +36,6 @@ def chosen_config(
         raw["training"].pop("num_steps", None)
         raw["training"]["epochs"] = epochs
     return replace(parse_config(raw), seed=seed)
-
-
-def watch_training(
-    epsilons: tuple[float, ...],
-    num_steps: int,
-    batch_clip: float,
-    seed: int,
-    on_progress: OnProgress | None,
-) -> list[AuditReport]:
-    """The paper's audit inside one training run per claim; none for no steps."""
-    from shuffled_dpsgd.errors import InvalidArgumentError
-
-    if num_steps == 0:
-        return []
-    if num_steps < 100:
-        raise InvalidArgumentError("--training-steps", expected="0, or at least 100", got=num_steps)
-    from shuffled_dpsgd.auditing.paper_training import TrainingSetting, audit_paper_training
-    from shuffled_dpsgd_experiments.audited import long_run_target
-
-    return [
-        audit_paper_training(
-            long_run_target(epsilon=epsilon, num_steps=num_steps, batch_clip=batch_clip, seed=seed),
-            TrainingSetting(num_observations=min(200, num_steps // 2), seed=seed),
-            on_progress=on_progress,
-        )
-        for epsilon in epsilons
-    ]
 
 
 def replay_target(

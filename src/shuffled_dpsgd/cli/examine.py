@@ -186,8 +186,8 @@ def _draw(
     draws: int,
     seed: int,
 ) -> dict[str, Any]:
+    from shuffled_dpsgd.reports.examination import compute, draw
     from shuffled_dpsgd.reports.style import house_style, save_drawing
-    from shuffled_dpsgd_experiments.figures.examination import compute, draw
 
     comparison = compute(
         pairs,

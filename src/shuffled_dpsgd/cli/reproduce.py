@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from shuffled_dpsgd.cli.experiments import need_experiments
 from shuffled_dpsgd.cli.output import AsJson, print_json, reports_errors
 from shuffled_dpsgd.errors import InvalidArgumentError
 
@@ -49,8 +50,9 @@ def reproduce(
     """Rebuild the paper's exhibits: what it printed, what a run here gives, what is proven of it.
 
     Figures become a PNG, an SVG and their data. Tables are printed with a verdict. `all` also
-    writes one self-contained page. No number is shown that no run produced.
+    writes one self-contained page. No number is shown that no run produced. Needs a clone.
     """
+    need_experiments("reproduce")
     from shuffled_dpsgd_experiments.reproductions import REPRODUCTIONS, SCALES
 
     if list_all:

@@ -32,7 +32,7 @@ class RunStart:
                         f"--{name}", expected="--preset beside it", got=getattr(self, name)
                     )
             return _stated(self.task, self.config)
-        from shuffled_dpsgd_experiments.presets import find_preset
+        from shuffled_dpsgd.cli.experiments import find_preset
 
         for name, value in (("TASK", self.task), ("--config", self.config)):
             if value is not None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from shuffled_dpsgd.cli.experiments import need_experiments
 from shuffled_dpsgd.cli.output import AsJson, print_json, reports_errors
 from shuffled_dpsgd.errors import InvalidArgumentError
 
@@ -39,6 +40,7 @@ def sweep(
     ] = None,
     jobs: Annotated[int, typer.Option(help="Processes that share the cells.")] = 1,
     table: Annotated[bool, typer.Option("--table", help="Only draw the table.")] = False,
+    worker: Annotated[bool, typer.Option("--worker", hidden=True)] = False,
     as_json: AsJson = False,
 ) -> None:
     """Run what is missing of a sweep and draw its table: mean ± sd over seeds.
@@ -46,9 +48,10 @@ def sweep(
     Each cell is one JSON file that is never edited. A sweep that was stopped, or killed, goes on
     where it was; exit status 3 says that cells are missing. A cell that fails is named, with the
     reason, and stepped over; exit status 2 then says so. Of several sweeps, cells of a later one
-    fill the time in which an earlier one has too few for all processes.
+    fill the time in which an earlier one has too few for all processes. Needs a clone.
     """
-    from shuffled_dpsgd_experiments.sweeps import load_sweep, run_in_jobs, table_of
+    need_experiments("sweep")
+    from shuffled_dpsgd_experiments.sweeps import load_sweep, run_in_jobs, run_sweeps, table_of
     from shuffled_dpsgd_experiments.sweeps.running import is_complete
     from shuffled_dpsgd_experiments.sweeps.table import ordered_rows
 
@@ -57,6 +60,10 @@ def sweep(
             "--results", expected="one sweep: the results of several would mix", got=len(files)
         )
     sweeps = [load_sweep(file, model=model, data=data, results=results) for file in files]
+    if worker:  # One of the processes of --jobs; the one that started it says what was found.
+        if run_sweeps(sweeps, stop_after=stop_after, is_replaced=True):
+            return
+        raise typer.Exit(INCOMPLETE)
     if table:
         complete = all(map(is_complete, sweeps))
     else:

@@ -22,6 +22,7 @@ from shuffled_dpsgd.tasks.generation.decoding import (
     room_for_prompts,
 )
 from shuffled_dpsgd.tasks.generation.evaluation import evaluate_generation
+from shuffled_dpsgd.tasks.generation.libraries import require_libraries
 from shuffled_dpsgd.tasks.generation.meteor_jar import find_java
 from shuffled_dpsgd.tasks.images import collate_images
 from shuffled_dpsgd.tasks.models import prepare_model
@@ -97,6 +98,8 @@ def evaluate_run(
             got=config.task,
             remedy="leave out what is about beams, tokens, prompts, texts and METEOR",
         )
+    if config.task == "causal-lm" and generation is not None:
+        require_libraries()
     if data is not None:
         if config.data.path is None:
             raise InvalidArgumentError(

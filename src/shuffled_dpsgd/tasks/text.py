@@ -22,9 +22,9 @@ from shuffled_dpsgd.tasks.classification import classification_task, heldout_bat
 from shuffled_dpsgd.tasks.config import ModelConfig, RunConfig
 from shuffled_dpsgd.tasks.data.loading import read_continuations, read_texts, require_task
 from shuffled_dpsgd.tasks.data.records import Continuation, LabelledText, Splits
-from shuffled_dpsgd.tasks.generation.bleu import sacrebleu_metrics
 from shuffled_dpsgd.tasks.generation.decoding import MARK, cut_prompt
 from shuffled_dpsgd.tasks.generation.evaluation import evaluate_generation
+from shuffled_dpsgd.tasks.generation.libraries import require_libraries
 from shuffled_dpsgd.tasks.models import prepare_model
 from shuffled_dpsgd.tasks.parts import check_sizes
 from shuffled_dpsgd.tasks.task import Evaluation, Task
@@ -79,8 +79,7 @@ def build_causal_lm(config: RunConfig) -> Task:
     wanted = config.generation
     if wanted is not None:
         data.check_split(wanted.split)
-        if wanted.bleu == "sacrebleu":
-            sacrebleu_metrics()  # Better now than when all has been paid for.
+        require_libraries()
     tokenizer = load_tokenizer(config.model.name)
     fresh_model = partial(_causal_lm, config.model)
     model = fresh_model(config.init_seed)

@@ -18,7 +18,7 @@ from typing import Any
 
 # What a physical batch costs before its first token, in tokens of a small Transformer: mostly
 # launches, which an accelerator waits for. On an H200, MiniLM took 15,900 to 17,500 samples a
-# second in two batches a step and 11,700 in three (benchmarks/reports/2026-11-16-h200-runs.md).
+# second in two batches a step and 11,700 in three (16 November 2026).
 TOKENS_PER_BATCH = {"cpu": 256, "cuda": 32768}
 # Planned batches hold draws this many standard deviations above the expected one.
 HEAD_ROOM = 2.0

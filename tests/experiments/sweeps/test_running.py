@@ -355,7 +355,7 @@ def test_a_process_killed_in_the_middle_resumes(tmp_path: Path) -> None:
         "privacy.clip_norm = 1.0\ntraining.expected_batch_size = 480\ntraining.num_steps = 20\n"
         '[[methods]]\nname = "certified"\nrun.privacy.method = "certified"\n'
     )
-    command = [sys.executable, "-m", "shuffled_dpsgd_experiments.sweeps", str(file)]
+    command = [sys.executable, "-m", "shuffled_dpsgd", "sweep", str(file)]
     command += ["--results", str(tmp_path / "results")]
     process = subprocess.Popen(command, env=os.environ.copy())
     results = tmp_path / "results"

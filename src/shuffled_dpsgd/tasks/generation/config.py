@@ -8,19 +8,17 @@ from typing import Literal
 from shuffled_dpsgd.tasks.generation.decoding import Decoding
 from shuffled_dpsgd.tasks.ranges import check_range
 
-Bleu = Literal["sacrebleu", "plain"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationConfig(Decoding):
     """How texts are searched for, on which held-out split, and for how many of its prompts.
 
-    `bleu = "plain"` computes the same score without sacrebleu, where that is not installed.
+    `bleu = "plain"` stands in files whose cells are committed. It is sacrebleu's score as well.
     """
 
     split: str | None = None
     max_prompts: int | None = None
-    bleu: Bleu = "sacrebleu"
+    bleu: Literal["sacrebleu", "plain"] = "sacrebleu"
 
     def __post_init__(self) -> None:
         super().__post_init__()

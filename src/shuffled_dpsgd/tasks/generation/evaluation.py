@@ -12,7 +12,7 @@ from shuffled_dpsgd.errors import InvalidArgumentError
 from shuffled_dpsgd.tasks.data.config import DataConfig
 from shuffled_dpsgd.tasks.data.loading import read_references, scored_split
 from shuffled_dpsgd.tasks.data.tables import Row, read_table
-from shuffled_dpsgd.tasks.generation.config import Bleu, GenerationConfig
+from shuffled_dpsgd.tasks.generation.config import GenerationConfig
 from shuffled_dpsgd.tasks.generation.decoding import (
     continue_prompts,
     prompt_ids,
@@ -46,14 +46,13 @@ def generate_split(
 
 
 def score_generated(
-    generated: Sequence[Generated], *, meteor_jar: Path | None = None, bleu: Bleu = "sacrebleu"
+    generated: Sequence[Generated], *, meteor_jar: Path | None = None
 ) -> dict[str, Any]:
     """Every metric, and how much it was computed from."""
     scores = score_texts(
         [one.text for one in generated],
         [one.references for one in generated],
         meteor_jar=meteor_jar,
-        bleu=bleu,
     )
     return {
         **scores.to_json(),
@@ -85,7 +84,7 @@ def evaluate_generation(
     )
     return {
         "split": settings.split or scored_split(data),
-        **score_generated(generated, meteor_jar=meteor_jar, bleu=settings.bleu),
+        **score_generated(generated, meteor_jar=meteor_jar),
         "num_prompts_cut": cut,
         "decoding": decoding.to_json(),
     }

@@ -8,19 +8,16 @@ from pathlib import Path
 from typing import Any
 
 from shuffled_dpsgd.errors import InvalidArgumentError
-from shuffled_dpsgd.tasks.generation.bleu import corpus_bleu
-from shuffled_dpsgd.tasks.generation.config import Bleu
-from shuffled_dpsgd.tasks.generation.meteor import corpus_meteor
+from shuffled_dpsgd.tasks.generation.libraries import corpus_bleu, corpus_nist, mean_meteor
 from shuffled_dpsgd.tasks.generation.meteor_jar import jar_meteor
-from shuffled_dpsgd.tasks.generation.nist import corpus_nist
 from shuffled_dpsgd.tasks.generation.rouge import corpus_rouge_l
 
 VARIANTS = {
     "bleu": "corpus BLEU, 0 to 100",
-    "meteor_exact_stem": "METEOR 2005 with exact and stem matches alone, 0 to 1",
+    "meteor_nltk": "METEOR 2005 by nltk, exact and stem matches alone, mean over texts, 0 to 1",
     "meteor": "METEOR 1.5, the Java program, 0 to 1",
     "rouge_l": "ROUGE-L, F at beta 1.2, best reference, 0 to 1",
-    "nist": "NIST up to 5 words, mteval-v13a",
+    "nist_nltk": "NIST up to 5 words by nltk, the best reference of each text",
 }
 
 
@@ -30,9 +27,9 @@ class GenerationScores:
 
     bleu: float
     bleu_signature: str
-    meteor_exact_stem: float
+    meteor_nltk: float
     rouge_l: float
-    nist: float
+    nist_nltk: float
     meteor: float | None = None
 
     def to_json(self) -> dict[str, Any]:
@@ -50,12 +47,12 @@ def score_texts(
     references: Sequence[Sequence[str]],
     *,
     meteor_jar: Path | None = None,
-    bleu: Bleu = "sacrebleu",
 ) -> GenerationScores:
     """Every metric of these texts; text i is compared with all of `references[i]`.
 
     Raises:
         InvalidArgumentError: no texts, another number of texts, or a text without a reference.
+        MissingExtraError: sacrebleu or nltk is not installed.
     """
     if not hypotheses or len(hypotheses) != len(references):
         raise InvalidArgumentError(
@@ -64,12 +61,12 @@ def score_texts(
     alone = next((i for i, those in enumerate(references) if not those), None)
     if alone is not None:
         raise InvalidArgumentError(f"prompt {alone}", expected="at least one reference", got=0)
-    score, signature = corpus_bleu(hypotheses, references, bleu)
+    score, signature = corpus_bleu(hypotheses, references)
     return GenerationScores(
         bleu=score,
         bleu_signature=signature,
-        meteor_exact_stem=corpus_meteor(hypotheses, references),
+        meteor_nltk=mean_meteor(hypotheses, references),
         rouge_l=corpus_rouge_l(hypotheses, references),
-        nist=corpus_nist(hypotheses, references),
+        nist_nltk=corpus_nist(hypotheses, references),
         meteor=None if meteor_jar is None else jar_meteor(hypotheses, references, meteor_jar),
     )

@@ -1,0 +1,59 @@
+"""The way to the paper's experiments: they stand beside `src` in a clone and are in no wheel."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from shuffled_dpsgd.errors import InvalidArgumentError, ShuffledDPError
+
+if TYPE_CHECKING:
+    from shuffled_dpsgd.tasks.recipes import Recipe
+    from shuffled_dpsgd_experiments.presets import Preset
+
+NAME = "shuffled_dpsgd_experiments"
+ROOT = Path(__file__).resolve().parents[3]
+"""Of a clone, its root; of an installed wheel, a folder without the experiments."""
+
+
+def need_experiments(purpose: str) -> None:
+    """Make the experiments importable, here and in processes that this one starts.
+
+    Raises:
+        ShuffledDPError: the package runs from a wheel; the message says what to do.
+    """
+    if not _are_there():
+        raise ShuffledDPError(
+            f"{purpose} needs the experiments, which are in no wheel: clone the repository, "
+            "`pip install -e .` in it, and run this again"
+        )
+
+
+def find_preset(name: str) -> Preset | Recipe:
+    """The recipe of that name, or the row of the paper's Table 1, which needs a clone."""
+    from shuffled_dpsgd.tasks.recipes import RECIPES
+
+    if name in RECIPES:
+        return RECIPES[name]
+    if name.startswith("paper/"):
+        need_experiments(f"--preset {name}")
+    elif not _are_there():
+        raise InvalidArgumentError("--preset", expected=f"one of {', '.join(RECIPES)}", got=name)
+    from shuffled_dpsgd_experiments import presets
+
+    return presets.find_preset(name)
+
+
+def _are_there() -> bool:
+    if (ROOT / NAME / "__init__.py").is_file() and str(ROOT) not in sys.path:
+        sys.path.insert(1, str(ROOT))  # Before another clone that is installed.
+        paths = [path for path in (os.environ.get("PYTHONPATH"), str(ROOT)) if path]
+        os.environ["PYTHONPATH"] = os.pathsep.join(paths)
+    try:
+        importlib.import_module(NAME)
+    except ModuleNotFoundError:
+        return False
+    return True

@@ -1,0 +1,49 @@
+"""The likelihood-ratio attack of the knock-out on losses whose law is known."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from shuffled_dpsgd.errors import InvalidArgumentError
+from shuffled_dpsgd_experiments.audits.black_box import Arm, BlackBoxReport, BlackBoxSetting
+
+
+def report(num_seeds: int = 40, leak: float = 1.0) -> BlackBoxReport:
+    """Records differ in difficulty far more than by membership: ratios see what losses do not."""
+    rng = np.random.default_rng(0)
+    included = rng.random((num_seeds, 60)) < 0.5
+    hard = 3.0 * rng.standard_normal(60)
+
+    def arm(shift: float) -> Arm:
+        logits = hard + leak * included + 0.5 * rng.standard_normal(included.shape) + shift
+        return Arm(losses=np.logaddexp(0.0, -logits), included=included)
+
+    off = arm(0.0)
+    return BlackBoxReport(
+        setting=BlackBoxSetting(num_seeds=num_seeds, num_canaries=60),
+        plan={"delta": 1e-5},
+        arms={"off": off, "on": arm(0.0), "on-paired": off},
+        confidence=0.95,
+        seconds=0.0,
+    )
+
+
+def test_ratios_beat_losses_and_equal_arms_compare_as_equal() -> None:
+    found = report()
+    assert found.areas("off", "ratio").mean() > 0.85 > 0.7 > found.areas("off", "loss").mean()
+    assert found.largest_paired_difference == 0.0
+    for attack in ("loss", "ratio"):
+        gap = found.comparison(attack)
+        assert gap["low"] < 0.0 < gap["high"]
+        assert abs(gap["mean_difference"]) < 0.05
+
+
+def test_without_a_leak_ratios_guess() -> None:
+    """The run that is scored is left out of its own means, so nothing is found in noise."""
+    assert report(leak=0.0).areas("off", "ratio").mean() == pytest.approx(0.5, abs=0.03)
+
+
+def test_settings_that_compare_nothing_are_refused() -> None:
+    with pytest.raises(InvalidArgumentError, match="num_seeds"):
+        BlackBoxSetting(num_seeds=2)

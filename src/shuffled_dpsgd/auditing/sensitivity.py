@@ -19,6 +19,7 @@ import torch
 from torch.utils.data import default_collate
 
 from shuffled_dpsgd.auditing.checks import Check, CheckReport
+from shuffled_dpsgd.auditing.unwatched import Unwatched
 from shuffled_dpsgd.core.mechanism import Frame, Mechanism, NoiseWatch, Release
 from shuffled_dpsgd.errors import InvalidArgumentError
 from shuffled_dpsgd.options import Clip, Strategy
@@ -82,6 +83,8 @@ class Replay:
                 remedy="a replay feeds its own batches and must leave the weights alone",
             )
         self.private = private
+        # What is measured here is the engine as it is, faults included.
+        private.referee = Unwatched()
         self.dtype = next(p.dtype for p in private.model.parameters() if p.is_floating_point())
         self._records = records
 

@@ -122,7 +122,8 @@ class PlainClipping:
     @property
     def sample_norms(self) -> Tensor:
         """(B,) norms, before clipping, of all samples since the last reset."""
-        return torch.tensor(self._norms, dtype=torch.float64)
+        dtypes = [total.dtype for total in self._sums.values()]
+        return torch.tensor(self._norms, dtype=dtypes[0] if dtypes else None)
 
     def clipped_sum(self) -> dict[str, Tensor]:
         """The sums themselves: a later `add` adds to them until `reset`."""

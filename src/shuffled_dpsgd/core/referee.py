@@ -306,7 +306,8 @@ class Referee:
         if tolerance == HALF_TOLERANCE and abs(along) > ALONG_TOLERANCE * whole * scale:
             wrong.add(worst)
         for name, part in expected.items():
-            own = 5 * tolerance * float(joint_norm([part])) + tolerance / 4 * scale
+            # Single tensors round worse than the whole, and gradients that cancel are all rounding.
+            own = 7.5 * tolerance * float(joint_norm([part])) + tolerance / 40 * scale
             if not lengths[name] <= own:
                 wrong.add(name)
         if wrong:

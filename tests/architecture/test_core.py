@@ -1,4 +1,4 @@
-"""The core is small and stands alone: its lines, its imports, and who may draw noise, are counted."""
+"""The core is small and stands alone: its lines, imports, and who may draw noise."""
 
 from __future__ import annotations
 

@@ -224,9 +224,11 @@ def test_the_bound_holds_at_every_release(factor: float) -> None:
     private.on_update(
         lambda: scaled(factor)(private) if private.steps_taken == FIRST_STEPS + 2 else None
     )
-    with pytest.raises(RefereeError, match="no clipped sum can have"):
+    with pytest.raises(RefereeError, match="nothing was released"):
         train(private)
     assert private.ledger.spent == FIRST_STEPS + 2
+    with pytest.raises(RefereeError, match="no clipped sum can have"):
+        private.referee.check_bound(factor * CLIP, count=3)
 
 
 def test_a_sum_of_no_record_is_zero() -> None:
@@ -240,7 +242,7 @@ def test_records_that_are_missing_from_the_sums_are_noticed() -> None:
     private = start()
     sums = private.engine.clipped_sum()
     with pytest.raises(RefereeError, match="3 records were drawn and 2"):
-        private._referee.inspect(sums, count=2, drawn=3)
+        private._referee.inspect(sums, norm=0.0, count=2, drawn=3)
 
 
 def test_what_nobody_looked_at_is_not_released() -> None:

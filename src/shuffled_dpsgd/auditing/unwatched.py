@@ -19,7 +19,7 @@ class Unwatched:
     def begin_step(self) -> None:
         """Nothing is kept of a step."""
 
-    def inspect(self, sums: Any, *, count: int, drawn: int, are_whole: bool) -> None:
+    def inspect(self, sums: Any, *, norm: float | None, count: int, drawn: int) -> None:
         """Every sum passes."""
 
     def check_bound(self, norm: float, *, count: int) -> None:

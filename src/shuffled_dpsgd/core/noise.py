@@ -92,9 +92,10 @@ def normal(key: bytes, place: Place, *, wide: bool = False) -> float:
     """
     tile, inside = divmod(place.first, _TILE)
     pair = tile * LANES + inside % LANES
-    a, b, c, d = (int(words(key, pair, 1, stream=s, group=place.group)[0]) for s in range(4))
+    streams = range(4 if wide else 3)
+    a, b, c, *d = (int(words(key, pair, 1, stream=s, group=place.group)[0]) for s in streams)
     u = ((a & _LOW_BITS) + ((b & _LOW_BITS) + 0.5) / 2**31) / 2**31
-    v = (c + ((d & _LOW_BITS) / 2**31 if wide else 0.0)) / 2**31
+    v = (c + ((d[0] & _LOW_BITS) / 2**31 if wide else 0.0)) / 2**31
     turn = math.cos if inside < LANES else math.sin
     return math.sqrt(-2.0 * math.log(u)) * turn(math.pi * v)
 

@@ -247,20 +247,20 @@ class Referee:
     # --- at the door -----------------------------------------------------------------------------
 
     def inspect(
-        self, sums: Mapping[str, Tensor], *, count: int, drawn: int, are_whole: bool = True
+        self, sums: Mapping[str, Tensor], *, norm: float | None, count: int, drawn: int
     ) -> None:
         """Refuse sums that are not the clipped sums of the records drawn.
 
-        Without `are_whole` they are one process's rows of a total over several, and have no bound
-        of their own.
+        Without a `norm` they are one process's rows of a total over several, and have no bound of
+        their own.
         """
         self.settle()
         if count != drawn:
             raise RefereeError(
                 f"{drawn} records were drawn and {count} are in the sums; nothing was released"
             )
-        if are_whole:
-            self._check_bound(float(joint_norm(sums.values())), count)
+        if norm is not None:
+            self._check_bound(norm, count)
         is_whole = self._compares and self._total is not None and self._num_compared == count
         if is_whole and count and self._total is not None:
             self._compare(sums, self._total, self._engine.sample_norms.double().cpu())

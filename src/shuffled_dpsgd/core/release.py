@@ -43,22 +43,6 @@ class Exchange(Protocol):
         ...
 
 
-class OneProcess:
-    """The exchange of a single process."""
-
-    def reduce(self, sums: Tensors) -> Tensors:
-        """The sums are the total."""
-        return sums
-
-    def norms(self, squares: torch.Tensor) -> torch.Tensor:
-        """The shares are whole."""
-        return squares.sqrt()
-
-    def spread(self, shares: Tensors) -> Tensors:
-        """The shares are whole."""
-        return shares
-
-
 class Inspector(NoiseWatch, Protocol):
     """Who looks at a release: the referee, or nobody where an audit plants something in it."""
 
@@ -67,7 +51,7 @@ class Inspector(NoiseWatch, Protocol):
     def begin_step(self) -> None: ...
 
     def inspect(
-        self, sums: Mapping[str, torch.Tensor], *, count: int, drawn: int, are_whole: bool
+        self, sums: Mapping[str, torch.Tensor], *, norm: float | None, count: int, drawn: int
     ) -> None: ...
 
     def check_bound(self, norm: float, *, count: int) -> None: ...
@@ -97,11 +81,11 @@ class Door:
         self._names = names
         self._streams = streams
         self._update = update
-        self._exchange: Exchange = exchange or OneProcess()
+        self._exchange = exchange
         self._sharded = sharded
         self._fingerprinted = fingerprinted
         self._timed = timed
-        self._inspected: tuple[int, Tensors] | None = None
+        self._inspected: tuple[int, Tensors, float] | None = None
 
     def inspect(self, engine: ClippedSums, referee: Inspector, *, step: int, drawn: int) -> None:
         """Have the referee look at this process's sums of `step`, of `drawn` records.
@@ -112,9 +96,11 @@ class Door:
         self._inspected = None
         clipped = engine.clipped_sum()
         sums = {name: clipped[name].contiguous() for name in self._names}
+        norm = float(joint_norm(sums.values()))
         count = engine.sample_norms.numel()
-        referee.inspect(sums, count=count, drawn=drawn, are_whole=not self._sharded)
-        self._inspected = step, sums
+        bounded = None if self._sharded else norm
+        referee.inspect(sums, norm=bounded, count=count, drawn=drawn)
+        self._inspected = step, sums, norm
 
     def release(
         self,
@@ -135,17 +121,20 @@ class Door:
         inspected, self._inspected = self._inspected, None
         if inspected is None or inspected[0] != step:
             raise RefereeError(f"the sums of step {step} were not inspected; nothing was released")
-        with self._timed("exchange"):
-            sums = self._exchange.reduce(inspected[1])
-        norm = self._exchange.norms(joint_norm(sums.values()).square().view(1))
-        referee.check_bound(float(norm), count=count)
+        _, sums, norm = inspected
+        if self._exchange is not None:
+            with self._timed("exchange"):
+                sums = self._exchange.reduce(sums)
+            norm = float(self._exchange.norms(joint_norm(sums.values()).square().view(1)))
+        referee.check_bound(norm, count=count)
         with self._timed("ledger"):
             key = self._record(sums, step, ledger)
         with self._timed("noise"):
             release = mechanism.privatize(sums, key=key, frame=frame, watch=referee)
         del key
-        with self._timed("exchange"):
-            sums = self._exchange.spread(sums)
+        if self._exchange is not None:
+            with self._timed("exchange"):
+                sums = self._exchange.spread(sums)
         with self._timed("update"):
             self._update(sums)
         referee.begin_step()

@@ -11,7 +11,6 @@ whether they are tried on `SHUFFLED_DPSGD_CACHE`: empty folders there make a col
 from __future__ import annotations
 
 import argparse
-import functools
 import os
 import sys
 import tempfile
@@ -30,11 +29,9 @@ from shuffled_dpsgd.clipping.checks.loss_independence import LossCheck
 from shuffled_dpsgd.clipping.checks.standing import StandingCheck
 from shuffled_dpsgd.clipping.replay.recordings import GraphRecorder
 from shuffled_dpsgd.clipping.settle.schedules import WholeGradient
+from shuffled_dpsgd.core.release import Releases
 from shuffled_dpsgd.runtime.attention import without_cudnn_attention
-from shuffled_dpsgd.runtime.compiling import service
-from shuffled_dpsgd.runtime.compiling.triton_hook import TritonHook
 from shuffled_dpsgd.runtime.routes import Route
-from shuffled_dpsgd.training.release import Releases
 from shuffled_dpsgd.training.shuffle_check import ShuffleCheck
 from shuffled_dpsgd.training.shuffling import Shuffling
 
@@ -77,10 +74,7 @@ def timed(work: Callable[..., Any], label: Callable[..., str], seconds: list[flo
 
 
 def watch_events() -> list[float]:
-    """Have all events told of; returns the list that the seconds of compilations here go to.
-
-    A kernel that a worker compiles is told of twice: when it is on disk, and when it is read here.
-    """
+    """Have all events told of; returns the list that the seconds of compilations go to."""
     for owner, name, label in EVENTS:
         setattr(owner, name, timed(getattr(owner, name), lambda *_, label=label: label, []))
     compilations: list[float] = []
@@ -89,22 +83,9 @@ def watch_events() -> list[float]:
     except ImportError:
         return compilations
     method = JITFunction._do_compile
-    here = timed(method, lambda kernel, *_: f"here: {kernel.fn.__name__}", compilations)
-    # The hook that is put there later looks at the parameters.
-    JITFunction._do_compile = functools.wraps(method)(here)
-    asked_at: dict[Any, float] = {}
-    ask = TritonHook._ask
-
-    def noted(hook: Any, variant: Any, request: Any) -> None:
-        asked_at.setdefault(variant, time.perf_counter())
-        ask(hook, variant, request)
-
-    def label(_: Any, variant: Any, *__: Any) -> str:
-        age = time.perf_counter() - asked_at.get(variant, time.perf_counter())
-        return f"a worker: {variant[1]}, asked for {age:.2f} s ago"
-
-    TritonHook._ask = noted  # type: ignore[method-assign]
-    TritonHook._prepare = timed(TritonHook._prepare, label, [])  # type: ignore[method-assign]
+    JITFunction._do_compile = timed(
+        method, lambda kernel, *_: f"compiled or read: {kernel.fn.__name__}", compilations
+    )
     return compilations
 
 
@@ -183,8 +164,8 @@ def main() -> int:
     sampler.start()
     facts = run_side.run_private(setting, ShownLog(sampler))
     taken = sum(compilations)
-    say(f"{len(compilations)} kernels compiled or read here in {taken:.1f} s of threads")
-    say(f"they came from: {service.tally()}; {run_side.count_kernels()} are on disk")
+    say(f"{len(compilations)} kernels compiled or read in {taken:.1f} s")
+    say(f"{run_side.count_kernels()} kernels are on disk")
     say(str(facts["seconds_by_part"]))
     sys.stdout.flush()
     os._exit(0)

@@ -30,7 +30,6 @@ import torch
 from benchmarks.results import environment
 from benchmarks.run_side import SIDES
 from benchmarks.run_tasks import PHYSICAL, encode
-from shuffled_dpsgd.runtime import rehearsals
 
 DEFAULT_SIDES = SIDES[:3]
 CACHES = ("cold", "warm")
@@ -47,9 +46,6 @@ def run_side(
 ) -> Result:
     """One process; what it measured, or how it failed."""
     variables = {name: str(caches / name.lower()) for name in CACHE_VARIABLES}
-    if not side.startswith("private"):
-        # A plain loop's process compiles nothing ahead beside it, although it imports this package.
-        variables[rehearsals.SWITCH] = "0"
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "result.json"
         command = [

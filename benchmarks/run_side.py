@@ -20,18 +20,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from shuffled_dpsgd.training.randomness import RandomStreams
 from torch import Tensor, nn
 
 from benchmarks.adapters import CLIP_NORM, NOISE_MULTIPLIER
 from benchmarks.run_tasks import RunTask, build
+from shuffled_dpsgd.core.sampler import PoissonSampler
 from shuffled_dpsgd.runtime import routes
 from shuffled_dpsgd.runtime.attention import without_cudnn_attention
 from shuffled_dpsgd.runtime.clock import Clock
 from shuffled_dpsgd.training import make_private
 from shuffled_dpsgd.training.data import LogicalBatch, physical_batches, shaped, to_device
 from shuffled_dpsgd.training.layout import Layout, Part, lengths_of
-from shuffled_dpsgd.training.randomness import RandomStreams
-from shuffled_dpsgd.training.sampler import PoissonSampler
 
 SIDES = ("plain", "plain:compiled", "private", "private:compiled", "plain:padded")
 # After which steps the kernels compiled so far are counted.

@@ -64,6 +64,10 @@ class UnsupportedModuleError(ShuffledDPError):
         super().__init__(f"{path or '<root>'}: expected {expected}, got {got}; {remedy}")
 
 
+class RefereeError(ShuffledDPError):
+    """What was about to be released is not what was promised; nothing was released."""
+
+
 class InvarianceError(ShuffledDPError):
     """A permutation that should leave the model's function unchanged does not."""
 

@@ -22,6 +22,8 @@ from shuffled_dpsgd.auditing.estimators.scores import check_levels
 from shuffled_dpsgd.auditing.probes import OnProgress
 from shuffled_dpsgd.auditing.run import AuditTarget, RunSetting, audit_one_run
 from shuffled_dpsgd.auditing.verdict import AuditReport
+from shuffled_dpsgd.core.card import AuditedBound, PrivacyCard
+from shuffled_dpsgd.core.plan import PrivacyPlan
 from shuffled_dpsgd.environment import describe_weights
 from shuffled_dpsgd.errors import CheckpointError, InvalidArgumentError
 from shuffled_dpsgd.reports import card_fragment, card_page
@@ -30,9 +32,7 @@ from shuffled_dpsgd.tasks.data_identity import check_data
 from shuffled_dpsgd.tasks.privacy import start_private
 from shuffled_dpsgd.tasks.registry import build_task
 from shuffled_dpsgd.tasks.run import SUMMARY_FILE, finished_summary, load_run
-from shuffled_dpsgd.training.card import AuditedBound, PrivacyCard
 from shuffled_dpsgd.training.card_of_plan import write_card
-from shuffled_dpsgd.training.plan import PrivacyPlan
 from shuffled_dpsgd.training.private import PrivateTraining
 
 SECOND_RUN = (

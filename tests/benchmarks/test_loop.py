@@ -7,7 +7,6 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
-from subprocess import CompletedProcess
 from typing import Any
 
 import pytest
@@ -18,7 +17,6 @@ from torch import nn
 
 from benchmarks import loop, run_side, run_tasks
 from shuffled_dpsgd.integrations.per_sample_loss import classification_losses
-from shuffled_dpsgd.runtime import rehearsals
 from shuffled_dpsgd.tasks.tokens import TokenCollate, TokenRecords, class_labels
 from training.cases import make_bert
 
@@ -170,21 +168,3 @@ def test_a_padded_plain_loop_has_the_shapes_of_the_private_one() -> None:
     longest = {shape.split("x")[1] for shape in shapes[0]}
     assert {shape.split("x")[1] for shape in shapes[1]} == longest
     assert all(int(shape.split("x")[0]) % 8 == 0 for found in shapes for shape in found)
-
-
-@pytest.mark.parametrize(("side", "ahead"), [("private", None), ("plain", "0")])
-def test_only_a_private_run_compiles_ahead(
-    side: str, ahead: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen = {}
-
-    def run(command: list[str], *, env: dict[str, str], **rest: object) -> CompletedProcess[str]:
-        seen.update(env)
-        return CompletedProcess(command, 1, stderr="not run")
-
-    monkeypatch.delenv(rehearsals.SWITCH, raising=False)
-    monkeypatch.setattr(loop.subprocess, "run", run)
-    monkeypatch.setattr(sys, "argv", ["loop", "--workload", "images", "--device", "cpu"])
-    options = loop.parsed()
-    assert loop.run_side(options, "images", side, None, tmp_path) == {"error": "not run"}
-    assert seen.get(rehearsals.SWITCH) == ahead

@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from shuffled_dpsgd.runtime import notices, routes, verdicts
-from shuffled_dpsgd.runtime.rehearsals import Rehearsals
-from shuffled_dpsgd.runtime.routes import Route, WrongResult, expect, expect_close
+from shuffled_dpsgd.runtime.routes import Route, WrongResult, expect_close
 
 CPU = torch.device("cpu")
 
@@ -29,7 +28,6 @@ def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def forget(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a new process."""
     monkeypatch.setattr(routes, "_reasons", {})
-    monkeypatch.setattr(routes, "_ahead", set())
     monkeypatch.setattr(routes, "_taken", {})
     monkeypatch.setattr(notices, "_said", set())
 
@@ -69,48 +67,6 @@ def test_threads_that_ask_at_once_wait_for_one_trial() -> None:
     for thread in threads:
         thread.join()
     assert (tried, answers) == ([CPU], [True] * 4)
-
-
-@pytest.mark.parametrize("passes", [True, False])
-def test_an_estimate_does_not_wait_for_a_trial_that_has_begun(
-    monkeypatch: pytest.MonkeyPatch, passes: bool
-) -> None:
-    """Whoever takes the route does."""
-    rehearsals, go = Rehearsals(threads=1), threading.Event()
-
-    def trial(device: torch.device) -> None:
-        go.wait(10)
-        expect(passes, "wrong")
-
-    add = rehearsals.add
-    monkeypatch.setattr(rehearsals, "add", lambda _, *args, **given: add("trial", *args, **given))
-    monkeypatch.setattr(routes, "REHEARSALS", rehearsals)
-    monkeypatch.setattr(routes, "may_rehearse", lambda device: True)
-    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 0)
-    monkeypatch.setattr(routes, "say_once", lambda text: None)
-    for _ in range(2):
-        route(trial).try_ahead(CPU)
-    assert route(trial).is_likely(CPU)
-    go.set()
-    rehearsals.wait_for("trial")
-    assert route(trial).is_likely(CPU) is passes
-    assert route(trial).serves(CPU) is passes
-
-
-def test_without_a_trial_an_estimate_is_what_serves() -> None:
-    assert route(lambda device: None).is_likely(CPU)
-    assert (route(lambda device: None).name, CPU) in routes._reasons
-
-
-def test_a_rehearsal_neither_waits_for_a_trial_nor_makes_one() -> None:
-    tried: list[torch.device] = []
-    answers: list[bool] = []
-    rehearsals = Rehearsals(threads=1)
-    rehearsals.add("topic", lambda: answers.append(route(tried.append).serves(CPU)), CPU)
-    rehearsals.add("topic", lambda: routes.took("sums", "a fast way"), CPU)
-    rehearsals.wait_for("topic")
-    assert (tried, answers) == ([], [True])
-    assert not routes.taken()
 
 
 @pytest.mark.parametrize("error", [WrongResult("off by 3"), AttributeError("no thread_barrier")])

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from shuffled_dpsgd.core.ledger import Ledger
 from shuffled_dpsgd.errors import InvalidArgumentError
 from shuffled_dpsgd.tasks.run_folder import UNFINISHED, claim_directory
-from shuffled_dpsgd.training.ledger import Ledger
 
 
 def begin(folder: Path, *, releases: int) -> None:

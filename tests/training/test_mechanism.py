@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shuffled_dpsgd.core.mechanism import Release
 from shuffled_dpsgd.training import (
     GaussianNoise,
     PrivacyOptions,
@@ -18,7 +19,6 @@ from shuffled_dpsgd.training import (
     ShuffledGaussianMechanism,
     make_plan,
 )
-from shuffled_dpsgd.training.mechanism import Release
 
 
 def plan(**changes: Any) -> PrivacyPlan:

@@ -38,11 +38,12 @@ from shuffled_dpsgd.auditing.input_canaries import (
 )
 from shuffled_dpsgd.auditing.probes import OnProgress
 from shuffled_dpsgd.auditing.ranges import require_at_least
+from shuffled_dpsgd.core.plan import PrivacyPlan
 from shuffled_dpsgd.errors import InvalidArgumentError
 from shuffled_dpsgd.options import NoiseFrame, Shuffle
 from shuffled_dpsgd.training.data import MapStyle
+from shuffled_dpsgd.training.paper_estimates import paper_estimate
 from shuffled_dpsgd.training.physical import PerSampleLoss
-from shuffled_dpsgd.training.plan import PrivacyPlan
 from shuffled_dpsgd.training.private import PrivateTraining
 
 Start = Callable[[int, int, Shuffle, NoiseFrame], PrivateTraining]
@@ -288,7 +289,7 @@ def gather_seeds(
         },
         confidence=confidence,
         seconds=seconds,
-        claims=tuple(c for c in (plan.certified(), plan.paper_estimate()) if c is not None),
+        claims=tuple(c for c in (plan.certified(), paper_estimate(plan)) if c is not None),
     )
 
 

@@ -14,11 +14,11 @@ import torch
 from numpy.typing import NDArray
 
 from shuffled_dpsgd.auditing.estimators.scores import Floats
+from shuffled_dpsgd.core.sampler import Sampler
 from shuffled_dpsgd.errors import InvalidArgumentError
 from shuffled_dpsgd.training.data import MapStyle, shaped, to_device
 from shuffled_dpsgd.training.physical import PerSampleLoss
 from shuffled_dpsgd.training.private import PrivateTraining
-from shuffled_dpsgd.training.sampler import Sampler
 
 InputCanary = Literal["mislabelled", "blank", "scrambled"]
 SCORING_BATCH = 64

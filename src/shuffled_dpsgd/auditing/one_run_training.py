@@ -30,6 +30,7 @@ from shuffled_dpsgd.auditing.input_canaries import (
 )
 from shuffled_dpsgd.auditing.probes import OnProgress, trainable
 from shuffled_dpsgd.auditing.sensitivity import RecordingMechanism
+from shuffled_dpsgd.auditing.unwatched import Unwatched
 from shuffled_dpsgd.auditing.verdict import Evidence
 from shuffled_dpsgd.auditing.watched_training import train_watched
 from shuffled_dpsgd.errors import InvalidArgumentError
@@ -84,6 +85,7 @@ class CanaryRun:
         self.iterate_scores = np.zeros(num_gradient_canaries)
         private.engine = InjectingEngine(private.engine, self._injected)  # type: ignore[assignment]
         private.mechanism = self._recorder
+        private.referee = Unwatched()
 
     def train(self, on_progress: OnProgress | None = None) -> None:
         """To the end of the plan, then release."""
@@ -196,8 +198,8 @@ class CanaryRun:
         private = self.private
         assert private.spec is not None
         assert self._true_frame is not None
-        generator = private.streams.torch("permutation", step, device=private.device)
-        return self._true_frame.then(draw(private.spec, generator))
+        key = private.streams.key("permutation", step)
+        return self._true_frame.then(draw(private.spec, key, private.device))
 
     def _queried(self) -> Floats:
         return losses_of(self.private, self._inputs, self._losses, self._collate)

@@ -25,6 +25,7 @@ from shuffled_dpsgd.auditing.ranges import require_at_least
 from shuffled_dpsgd.auditing.run import AuditTarget, step_claims
 from shuffled_dpsgd.auditing.sensitivity import RecordingMechanism
 from shuffled_dpsgd.auditing.step import ESTIMATORS
+from shuffled_dpsgd.auditing.unwatched import Unwatched
 from shuffled_dpsgd.auditing.verdict import AuditReport, Evidence, assess, judge
 from shuffled_dpsgd.auditing.watched_training import train_watched
 from shuffled_dpsgd.errors import InvalidArgumentError
@@ -68,6 +69,7 @@ class WatchedRun:
         self._recorder = RecordingMechanism(private.mechanism)
         private.engine = InjectingEngine(private.engine, self._injected)  # type: ignore[assignment]
         private.mechanism = self._recorder
+        private.referee = Unwatched()
 
     def train(self, target: AuditTarget, on_progress: OnProgress | None) -> None:
         train_watched(
@@ -93,10 +95,8 @@ class WatchedRun:
         expected = {name: tensor.clone() for name, tensor in self._dirac.items()}
         apply_to_tensors(self._found, expected)
         self.followed.append(inner(expected, noisy))
-        generator = private.streams.torch(
-            "permutation", private.steps_taken - 1, device=private.device
-        )
-        step = draw(self._spec, generator)
+        key = private.streams.key("permutation", private.steps_taken - 1)
+        step = draw(self._spec, key, private.device)
         apply_to_tensors(step, noisy)
         self.fixed.append(float(noisy[self.parameter][tuple(self._place)]))
         self.coins.append(self._joined)

@@ -136,7 +136,8 @@ class Prober:
         for name, tensor in (canary or {}).items():
             sums[name] += private.plan.clip_norm * tensor.to(sums[name])
         self._step += 1
-        private.mechanism.privatize(sums, step=self._step)
+        # No record is in these sums: the mechanism is what is attacked.
+        private.mechanism.privatize(sums, key=private.streams.key("noise", self._step))
         seen = Seen(
             noisy={name: tensor * self._scale for name, tensor in sums.items()},
             previous=self._previous,

@@ -20,8 +20,9 @@ from shuffled_dpsgd.auditing.one_run_training import CanaryRun
 from shuffled_dpsgd.auditing.ranges import require_at_least
 from shuffled_dpsgd.auditing.run import AuditTarget
 from shuffled_dpsgd.auditing.verdict import AuditReport, Evidence, assess, judge
+from shuffled_dpsgd.core.plan import PrivacyPlan
 from shuffled_dpsgd.errors import InvalidArgumentError
-from shuffled_dpsgd.training.plan import PrivacyPlan
+from shuffled_dpsgd.training.paper_estimates import paper_estimate
 from shuffled_dpsgd.training.private import PrivateTraining
 
 LEAST_RUNS = 20
@@ -108,7 +109,7 @@ def gather_runs(
         threat_model=ThreatModel.STEP_GRADIENTS,
         scores=ScorePair(out=scores[~included], present=scores[included]),
     )
-    claims = tuple(c for c in (plan.certified(), plan.paper_estimate()) if c is not None)
+    claims = tuple(c for c in (plan.certified(), paper_estimate(plan)) if c is not None)
     estimators = (ClopperPearson(), OrderStatistics())
     attacks = assess([evidence], estimators, delta=plan.delta, confidence=confidence)
     share = min(one.recovered for one in ordered)

@@ -25,11 +25,12 @@ from shuffled_dpsgd.auditing.reach import one_run_reach, step_reach
 from shuffled_dpsgd.auditing.record_canaries import ReadRecord, RecordGradient
 from shuffled_dpsgd.auditing.step import ESTIMATORS, composition_notes
 from shuffled_dpsgd.auditing.verdict import Attack, AuditReport, Evidence, assess, judge
+from shuffled_dpsgd.core.card import AuditedBound
+from shuffled_dpsgd.core.plan import PrivacyPlan
 from shuffled_dpsgd.errors import InvalidArgumentError
-from shuffled_dpsgd.training.card import AuditedBound
 from shuffled_dpsgd.training.data import MapStyle
+from shuffled_dpsgd.training.paper_estimates import paper_estimate
 from shuffled_dpsgd.training.physical import PerSampleLoss
-from shuffled_dpsgd.training.plan import PrivacyPlan
 from shuffled_dpsgd.training.private import PrivateTraining
 
 
@@ -211,7 +212,7 @@ def audit_one_run(
     )
     run.train(on_progress)
     plan = run.private.plan
-    claims = tuple(c for c in (plan.certified(), plan.paper_estimate()) if c is not None)
+    claims = tuple(c for c in (plan.certified(), paper_estimate(plan)) if c is not None)
     estimators = (OneRun(), OneRunFDP(), OneRunFDP(family="gaussian"))
     assessed = assess(run.evidence(), estimators, delta=plan.delta, confidence=confidence)
     run.private.close()
@@ -239,7 +240,7 @@ def step_claims(plan: PrivacyPlan) -> tuple[PrivacyClaim, ...]:
     The δ is the per-step one of the paper's composition where its formula applies, the run's δ
     over the number of steps otherwise.
     """
-    paper = plan.paper_estimate()
+    paper = paper_estimate(plan)
     delta = plan.delta / plan.num_steps
     if paper is not None and "step_delta" in paper.inputs:
         delta = float(paper.inputs["step_delta"])

@@ -13,8 +13,8 @@ import numpy as np
 from scipy.stats import chi2, norm
 
 from shuffled_dpsgd.auditing.checks import Check, CheckReport
+from shuffled_dpsgd.core.sampler import Sampler
 from shuffled_dpsgd.errors import InvalidArgumentError
-from shuffled_dpsgd.training.sampler import Sampler
 
 FALSE_ALARM = 1e-4
 """Chance that a true Poisson sampler fails any of the four tests."""

@@ -19,12 +19,11 @@ import torch
 from torch.utils.data import default_collate
 
 from shuffled_dpsgd.auditing.checks import Check, CheckReport
+from shuffled_dpsgd.core.mechanism import Frame, Mechanism, Release, Watch
 from shuffled_dpsgd.errors import InvalidArgumentError
 from shuffled_dpsgd.options import Clip, Strategy
-from shuffled_dpsgd.permutation import Permutation
 from shuffled_dpsgd.training.assemble import make_private
 from shuffled_dpsgd.training.data import shaped, to_device
-from shuffled_dpsgd.training.mechanism import Mechanism, Release
 from shuffled_dpsgd.training.physical import PerSampleLoss
 from shuffled_dpsgd.training.private import PrivateTraining
 
@@ -57,9 +56,14 @@ class RecordingMechanism:
         self.last: Sums = {}
 
     def privatize(
-        self, sums: Mapping[str, torch.Tensor], *, step: int, frame: Permutation | None = None
+        self,
+        sums: Mapping[str, torch.Tensor],
+        *,
+        key: bytes,
+        frame: Frame | None = None,
+        watch: Watch | None = None,
     ) -> Release:
-        release = self.inner.privatize(sums, step=step, frame=frame)
+        release = self.inner.privatize(sums, key=key, frame=frame, watch=watch)
         self.last = {name: tensor.detach().clone() for name, tensor in sums.items()}
         return release
 

@@ -49,10 +49,12 @@ def announcement(run: PreparedRun) -> RenderableType:
     if chosen is not None:
         table.add_row("chosen by method", chosen)
     table.add_row("noise", _noise(run))
+    from shuffled_dpsgd.training.paper_estimates import paper_estimate
+
     card = run.private.card()
     table.add_row("shuffle", card.shuffle)
     table.add_row("certified ε", _claim(certified, _no_claim(card)))
-    table.add_row("paper's estimate", _paper(plan.paper_estimate(), card))
+    table.add_row("paper's estimate", _paper(paper_estimate(plan), card))
     if run.private.world.size > 1:
         part = "every batch and of the weights" if run.private.is_sharded else "every batch"
         table.add_row("ranks", f"{run.private.world.size}, each with a part of {part}")
@@ -110,7 +112,7 @@ def _paper(claim: PrivacyClaim | None, card: PrivacyCard) -> Text:
     text = _claim(claim, NO_ESTIMATE)
     if claim is None or not card.paper_is_small_print:
         return text
-    from shuffled_dpsgd.training.card import SMALL_PRINT
+    from shuffled_dpsgd.core.card import SMALL_PRINT
 
     return Text(f"{claim.describe()}; {SMALL_PRINT}", style="dim")
 

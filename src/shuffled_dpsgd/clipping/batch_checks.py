@@ -32,7 +32,6 @@ from shuffled_dpsgd.clipping.checks.loss_independence import (
 from shuffled_dpsgd.clipping.checks.solo_runs import Autocast
 from shuffled_dpsgd.clipping.checks.standing import StandingCheck
 from shuffled_dpsgd.clipping.checks.watch import tap_output
-from shuffled_dpsgd.clipping.rehearsal import Rehearsal
 from shuffled_dpsgd.runtime.clock import Clock
 from shuffled_dpsgd.runtime.shards import Sharding
 from shuffled_dpsgd.runtime.uncompiled import eagerly
@@ -57,7 +56,6 @@ class BatchChecks:
         slots: Sequence[Slot],
         parameters: Mapping[str, nn.Parameter],
         recorder: CaptureRecorder,
-        rehearsal: Rehearsal,
         attachment: Attachment,
         rate: float,
         numbers_are_means: bool,
@@ -70,7 +68,7 @@ class BatchChecks:
         # Whether some rank compares samples of the latest batch with single ones.
         self._owes_lending = False
         self.trial: CapturedBatch | None = None
-        self.axis = BatchAxisCheck(model, slots, rehearsal.begin)
+        self.axis = BatchAxisCheck(model, slots)
         self._model = model
         self._slots = slots
         self._recorder = recorder
@@ -85,7 +83,7 @@ class BatchChecks:
             rate=rate,
             numbers_are_means=numbers_are_means,
             inputs=self._kinds.inputs,
-            detached=self._taken_off,
+            detached=self.taken_off,
             attached=self._put_on_trial,
             sharding=sharding,
         )
@@ -228,7 +226,7 @@ class BatchChecks:
             self._attachment.renew()
 
     @contextmanager
-    def _taken_off(self) -> Iterator[None]:
+    def taken_off(self) -> Iterator[None]:
         """Run the model as its owner wrote it."""
         self.is_running = True
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, Self
 
@@ -30,7 +31,6 @@ from shuffled_dpsgd.clipping.checks.check_turns import DEFAULT_RATE
 from shuffled_dpsgd.clipping.checks.stray_gradients import GradWatch
 from shuffled_dpsgd.clipping.contributions import cost
 from shuffled_dpsgd.clipping.plan import Plan, describe
-from shuffled_dpsgd.clipping.rehearsal import Rehearsal
 from shuffled_dpsgd.clipping.rules.half_copies import HalfCopies
 from shuffled_dpsgd.clipping.rules.linear import keep_no_copies
 from shuffled_dpsgd.clipping.settle import clip_functions
@@ -121,7 +121,6 @@ class ClippingEngine:
             keep_no_copies(self._slots)
         self._recorder.may_tap = isinstance(self._schedule, WholeGradient)
         self._halves = HalfCopies(self._slots)
-        self._rehearsal = Rehearsal(self._parameters, self._rule.groups, self._rule.choose)
         self._watch = GradWatch(self._parameters)
         self._counted = CountedRows()
         self._attachment = Attachment(self._slots)
@@ -130,7 +129,6 @@ class ClippingEngine:
             slots=self._slots,
             parameters=self._parameters,
             recorder=self._recorder,
-            rehearsal=self._rehearsal,
             attachment=self._attachment,
             rate=require_share("check_rate", check_rate),
             numbers_are_means=loss_reduction == "mean",
@@ -273,6 +271,20 @@ class ClippingEngine:
         schedule = self._schedule
         return schedule.replays.replayed if isinstance(schedule, WholeGradient) else 0
 
+    @property
+    def is_checking(self) -> bool:
+        """Whether the model is being run for a check of the engine's own."""
+        return self._checks.is_running
+
+    def lifted(self) -> AbstractContextManager[None]:
+        """Inside, the model runs as its owner wrote it, and nothing is booked."""
+        return self._checks.taken_off()
+
+    @property
+    def clip_groups(self) -> list[list[str]]:
+        """Names of the parameters that are clipped together."""
+        return [list(group.shapes) for group in self._rule.groups]
+
     def clipped_sum(self) -> dict[str, Tensor]:
         """The sum of clipped per-sample gradients since the last reset, by parameter name.
 
@@ -301,12 +313,11 @@ class ClippingEngine:
         self._checks.has_samples = any_count
 
     def expect_lengths(self, lengths: Iterable[int]) -> None:
-        """Say that batches are going to be padded to these lengths, so that kernels are ready.
+        """Say that batches are going to be padded to these lengths.
 
         With several, no single shape is worth a compiled graph of its own, with taps.
         """
-        self._rehearsal.lengths = tuple(lengths)
-        if len(self._rehearsal.lengths) > 1:
+        if len(tuple(lengths)) > 1:
             self._recorder.may_tap = False
 
     def plan(self) -> Plan:

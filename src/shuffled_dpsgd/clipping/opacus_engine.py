@@ -8,7 +8,8 @@ batch, which it needs. None of our checks of the clipping run here.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Self
 
@@ -132,12 +133,23 @@ class OpacusEngine:
         """Samples since the last reset whose gradient was infinite or NaN; they count as zero."""
         return int((~torch.isfinite(self.sample_norms)).sum())
 
+    is_checking = False
+
+    @contextmanager
+    def lifted(self) -> Iterator[None]:
+        """Inside, the model runs without Opacus' hooks."""
+        self._wrapped.disable_hooks()
+        try:
+            yield
+        finally:
+            self._wrapped.enable_hooks()
+
     def clipped_sum(self) -> dict[str, Tensor]:
         """The sum of clipped per-sample gradients since the last reset, by parameter name."""
         return dict(self._sums)
 
     def expect_lengths(self, lengths: Iterable[int]) -> None:
-        """Nothing is prepared for lengths here."""
+        """Nothing here depends on lengths."""
 
     def reset(self) -> None:
         """Forget norms and sums."""

@@ -13,7 +13,8 @@ from typing import Protocol
 
 import torch
 
-from shuffled_dpsgd.distributed.parts import Numbering, Place
+from shuffled_dpsgd.core.noise import Place
+from shuffled_dpsgd.distributed.parts import Numbering
 from shuffled_dpsgd.distributed.world import World
 from shuffled_dpsgd.runtime.shards import Span
 

@@ -8,24 +8,12 @@ on nothing else, so it does not matter which rank draws it.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
 
 import torch
 
-from shuffled_dpsgd.errors import InvalidArgumentError
+from shuffled_dpsgd.core.clip import sum_dtype
+from shuffled_dpsgd.core.noise import Place
 from shuffled_dpsgd.runtime.shards import Span
-
-
-class Place(NamedTuple):
-    """Where the coordinates of a tensor, or of a part of one, lie in the whole release.
-
-    `group` tells dtypes apart, in the order in which they occur. The part holds the coordinates
-    from `first` on, out of `total` of this dtype.
-    """
-
-    group: int
-    first: int
-    total: int
 
 
 class Numbering:
@@ -34,7 +22,7 @@ class Numbering:
     >>> sums = {"a": torch.zeros(2, 3), "b": torch.zeros(4)}
     >>> numbering = Numbering(sums)
     >>> numbering.totals, numbering.place("b")
-    ([10], Place(group=0, first=6, total=10))
+    ([10], Place(group=0, first=6))
     """
 
     def __init__(self, sums: Mapping[str, torch.Tensor]) -> None:
@@ -56,7 +44,7 @@ class Numbering:
     def place(self, name: str, low: int = 0) -> Place:
         """Where the coordinates of a parameter lie, from its own number `low` on."""
         group, first = self._firsts[name]
-        return Place(group, first + low, self.totals[group] if self.totals else 0)
+        return Place(group, first + low)
 
     def names(self, group: int) -> list[str]:
         """The parameters of one dtype, in order."""
@@ -68,10 +56,3 @@ class Numbering:
         size = self.shapes[name].numel()
         low = min(max(start - first, 0), size)
         return Span(low, min(max(stop - first, low), size))
-
-
-def sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What the sums of a parameter are kept in: float64 for float64, else float32."""
-    if not dtype.is_floating_point:
-        raise InvalidArgumentError("dtype", expected="floating point", got=dtype)
-    return torch.float64 if dtype == torch.float64 else torch.float32

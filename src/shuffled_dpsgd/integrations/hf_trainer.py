@@ -48,7 +48,6 @@ from shuffled_dpsgd.integrations.trainer_files import (
 from shuffled_dpsgd.integrations.worker_batches import WorkerBatches
 from shuffled_dpsgd.options import PrivacyOptions, options_in
 from shuffled_dpsgd.runtime.attention import without_cudnn_attention
-from shuffled_dpsgd.runtime.rehearsals import get_ready
 from shuffled_dpsgd.training import (
     PrivacyCard,
     PrivateTraining,
@@ -105,7 +104,6 @@ class ShuffledDPTrainer(Trainer):
         # It multiplies the losses of an evaluation by the number of processes, and means by it that
         # they were divided by the labels of all of them; a classifier's are not.
         args.average_tokens_across_devices = False
-        get_ready(args.device)
         super().__init__(model=model, args=args, **options)
         check_accelerator(self.accelerator)
         # Evaluation mode leaves the model as it is: wrapped, its gradients would be averaged over

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from shuffled_dpsgd.options.methods import METHODS, Method
-from shuffled_dpsgd.options.statement import (
+from shuffled_dpsgd.core.claim import Adjacency
+from shuffled_dpsgd.core.plan import (
     Accounting,
-    Adjacency,
-    Budget,
     Clip,
     LossReduction,
     NoiseFrame,
-    PrivacyOptions,
     Sampling,
-    Schedule,
     Scope,
     Shuffle,
+)
+from shuffled_dpsgd.options.methods import METHODS, Method
+from shuffled_dpsgd.options.statement import (
+    Budget,
+    PrivacyOptions,
+    Schedule,
     Strategy,
     choices_of,
     help_of,

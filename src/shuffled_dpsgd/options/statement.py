@@ -17,17 +17,19 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+from shuffled_dpsgd.core.claim import Adjacency
+from shuffled_dpsgd.core.plan import (
+    Accounting,
+    Clip,
+    LossReduction,
+    NoiseFrame,
+    Sampling,
+    Scope,
+    Shuffle,
+)
 from shuffled_dpsgd.options import checks
 from shuffled_dpsgd.options.methods import Method, settle, without_privacy
 
-Accounting = Literal["certified", "rdp", "paper"]
-Shuffle = Literal["every-step", "at-release", "off"]
-Scope = Literal["paper", "full"]
-Clip = Literal["flat", "automatic", "per-layer", "none"]
-Sampling = Literal["poisson", "unaccounted"]
-Adjacency = Literal["add-remove", "replace-one"]
-LossReduction = Literal["sum", "mean"]
-NoiseFrame = Literal["shuffled", "unshuffled"]
 Strategy = Literal["bookkeeping", "mixed", "ghost", "instantiate"]
 
 

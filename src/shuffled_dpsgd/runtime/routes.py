@@ -17,16 +17,12 @@ from dataclasses import dataclass
 import torch
 
 from shuffled_dpsgd.runtime import verdicts
-from shuffled_dpsgd.runtime.compiling.announcements import is_announcing
 from shuffled_dpsgd.runtime.notices import say_once
-from shuffled_dpsgd.runtime.rehearsals import REHEARSALS, is_rehearsing, may_rehearse
 
 # By route and device: why it does not serve, or None.
 _reasons: dict[tuple[str, torch.device], str | None] = {}
-# Whose trials have begun ahead.
-_ahead: set[tuple[str, torch.device]] = set()
-# Held while a route is tried there.
-_trials: dict[tuple[str, torch.device], threading.Lock] = {}
+# Held while a route is tried. A trial may ask whether another route serves.
+_trying = threading.RLock()
 _taken: dict[str, set[str]] = {}
 
 
@@ -53,41 +49,10 @@ class Route:
         if key not in _reasons:
             if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
                 return False  # A trial reads its result, which a capture forbids.
-            if is_rehearsing():
-                return True  # Its result is thrown away.
-            self._decide(device)
+            with _trying:
+                if key not in _reasons:
+                    _reasons[key] = self._judge(device)
         return _reasons[key] is None
-
-    def is_likely(self, device: torch.device) -> bool:
-        """Whether this route may be taken, taken for granted while its trial is under way.
-
-        For estimates alone: whoever takes the route asks whether it `serves`.
-        """
-        key = (self.name, device)
-        return (key in _ahead and key not in _reasons) or self.serves(device)
-
-    def try_ahead(self, device: torch.device, *, is_urgent: bool = True) -> None:
-        """Begin the trial, if there has to be one; whoever asks before it is over waits for it."""
-        key = (self.name, device)
-        if key in _reasons or key in _ahead or not may_rehearse(device):
-            return
-        # The mode that makes waiting for a device an error applies to all threads at once.
-        if not torch.cuda.get_sync_debug_mode():
-            _ahead.add(key)
-            REHEARSALS.add(
-                None,
-                lambda: self._decide(device),
-                device,
-                is_trial=True,
-                announcement=lambda: self.trial(device),
-                is_urgent=is_urgent,
-            )
-
-    def _decide(self, device: torch.device) -> None:
-        key = (self.name, device)
-        with _trials.setdefault(key, threading.Lock()):
-            if key not in _reasons:
-                _reasons[key] = self._judge(device)
 
     def _judge(self, device: torch.device) -> str | None:
         """The reason against this route, remembered or found now."""
@@ -109,7 +74,6 @@ class Route:
         return entry.reason, f" To try it again, delete {memory.path}."
 
     def _try(self, device: torch.device) -> str | None:
-        assert not is_announcing(), "an announcement has no result"
         try:
             with _undisturbed(device):
                 self.trial(device)
@@ -136,8 +100,8 @@ def expect_close(
 
 
 def expect(holds: bool, otherwise: str) -> None:
-    """Raise `WrongResult` unless `holds`; in an announcement there is no result to be wrong."""
-    if not holds and not is_announcing():
+    """Raise `WrongResult` unless `holds`."""
+    if not holds:
         raise WrongResult(otherwise)
 
 
@@ -160,9 +124,8 @@ def _undisturbed(device: torch.device) -> Iterator[None]:
 
 
 def took(task: str, route: str) -> None:
-    """Note that `task` was done by `route`, unless this is a rehearsal."""
-    if not is_rehearsing():
-        _taken.setdefault(task, set()).add(route)
+    """Note that `task` was done by `route`."""
+    _taken.setdefault(task, set()).add(route)
 
 
 def taken() -> dict[str, tuple[str, ...]]:

@@ -12,16 +12,12 @@ import importlib.metadata
 import importlib.util
 import json
 import os
-import threading
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 
 from shuffled_dpsgd import __version__
-
-# Trials may run in several threads, and each adds to the same file.
-_writing = threading.Lock()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,14 +54,13 @@ class Memory:
         """Remember a verdict, beside what other processes may have written meanwhile."""
         entry = {"source": source_digest(package), **asdict(verdict)}
         unfinished = self.path.with_name(f".{self.path.name}.{os.getpid()}")
-        with _writing:
-            document = {"facts": self._facts, "routes": {**self._entries(), route: entry}}
-            try:
-                self.path.parent.mkdir(parents=True, exist_ok=True)
-                unfinished.write_text(json.dumps(document, indent=1) + "\n")
-                unfinished.replace(self.path)
-            except OSError:
-                return  # A read-only home: the next process tries again.
+        document = {"facts": self._facts, "routes": {**self._entries(), route: entry}}
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            unfinished.write_text(json.dumps(document, indent=1) + "\n")
+            unfinished.replace(self.path)
+        except OSError:
+            return  # A read-only home: the next process tries again.
 
     def _entries(self) -> dict[str, dict[str, str | None]]:
         try:

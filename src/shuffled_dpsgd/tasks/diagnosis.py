@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from shuffled_dpsgd.core.plan import PrivacyPlan
 from shuffled_dpsgd.reports import StepRecord
-from shuffled_dpsgd.training.plan import PrivacyPlan
 from shuffled_dpsgd.training.prospect import prospect_of
 
 Kind = Literal["noise", "clipped", "loss", "majority", "nonfinite"]

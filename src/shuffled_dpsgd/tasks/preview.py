@@ -9,13 +9,14 @@ from typing import Any
 from torch import nn
 
 from shuffled_dpsgd.accounting import PrivacyClaim
+from shuffled_dpsgd.core.plan import PrivacyPlan
 from shuffled_dpsgd.models import build_model
 from shuffled_dpsgd.options import PrivacyOptions, options_in
 from shuffled_dpsgd.permutation import discover
 from shuffled_dpsgd.tasks.config import RunConfig
 from shuffled_dpsgd.tasks.models import choose_trained
 from shuffled_dpsgd.tasks.recipe import describe_choices
-from shuffled_dpsgd.training.plan import PrivacyPlan
+from shuffled_dpsgd.training.paper_estimates import paper_estimate
 from shuffled_dpsgd.training.planning import make_plan
 
 _FLOAT_BYTES = 4
@@ -91,7 +92,7 @@ def preview_of(plan: PrivacyPlan, model: nn.Module, config: RunConfig) -> Previe
     return Preview(
         plan=plan,
         certified=plan.certified(),
-        paper=plan.paper_estimate(),
+        paper=paper_estimate(plan),
         total_parameters=total,
         trainable_parameters=trainable,
         memory_bytes=_FLOAT_BYTES * weights,

@@ -22,7 +22,6 @@ from shuffled_dpsgd.distributed.agreement import first_does
 from shuffled_dpsgd.environment import environment
 from shuffled_dpsgd.errors import CheckpointError
 from shuffled_dpsgd.reports import MetricsLog, RunView, StepRecord, write_report
-from shuffled_dpsgd.runtime.rehearsals import get_ready
 from shuffled_dpsgd.tasks.averaging import ShardedAverage, WeightAverage
 from shuffled_dpsgd.tasks.config import RunConfig, parse_config
 from shuffled_dpsgd.tasks.data_identity import check_data, compare_all_data, remember_data
@@ -115,7 +114,6 @@ def prepare(
     folder as it was.
     """
     device = chosen_device(config.training.device)
-    get_ready(device)
     world = current_world()
     compare_configs(world, config)
     made = None if resume else first_does(world, lambda: claim_directory(directory))

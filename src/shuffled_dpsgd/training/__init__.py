@@ -2,32 +2,31 @@
 
 from __future__ import annotations
 
+from shuffled_dpsgd.core.card import AuditedBound, PrivacyCard
+from shuffled_dpsgd.core.ledger import Ledger
+from shuffled_dpsgd.core.mechanism import Mechanism, Release, ShuffledGaussianMechanism
+from shuffled_dpsgd.core.noise import ChaChaNoise
+from shuffled_dpsgd.core.plan import NoiseBlock, PrivacyPlan
+from shuffled_dpsgd.core.sampler import PoissonSampler, Sampler
+from shuffled_dpsgd.core.streams import Streams
 from shuffled_dpsgd.options import PrivacyOptions
-from shuffled_dpsgd.runtime.rehearsals import get_ready_early
 from shuffled_dpsgd.training.assemble import assemble, make_private
-from shuffled_dpsgd.training.card import AuditedBound, PrivacyCard
 from shuffled_dpsgd.training.card_of_plan import write_card
 from shuffled_dpsgd.training.checkpoint import load_checkpoint, save_checkpoint
 from shuffled_dpsgd.training.checkpoint_folder import find_checkpoints, latest_checkpoint
 from shuffled_dpsgd.training.data import Batch
 from shuffled_dpsgd.training.independence import check_independence
-from shuffled_dpsgd.training.ledger import Ledger
 from shuffled_dpsgd.training.loop import LoopSettings, Outcome, Progress, train
-from shuffled_dpsgd.training.mechanism import Mechanism, Release, ShuffledGaussianMechanism
 from shuffled_dpsgd.training.metrics import StepMetrics
-from shuffled_dpsgd.training.noise import GaussianNoise
 from shuffled_dpsgd.training.physical import find_physical_batch_size
-from shuffled_dpsgd.training.plan import NoiseBlock, PrivacyPlan
 from shuffled_dpsgd.training.planning import make_plan
 from shuffled_dpsgd.training.private import PrivateTraining
-from shuffled_dpsgd.training.randomness import RandomStreams
-from shuffled_dpsgd.training.sampler import PoissonSampler, Sampler
 from shuffled_dpsgd.training.spending import SpendingCurve
 
 __all__ = [
     "AuditedBound",
     "Batch",
-    "GaussianNoise",
+    "ChaChaNoise",
     "Ledger",
     "LoopSettings",
     "Mechanism",
@@ -39,12 +38,12 @@ __all__ = [
     "PrivacyPlan",
     "PrivateTraining",
     "Progress",
-    "RandomStreams",
     "Release",
     "Sampler",
     "ShuffledGaussianMechanism",
     "SpendingCurve",
     "StepMetrics",
+    "Streams",
     "assemble",
     "check_independence",
     "find_checkpoints",
@@ -57,6 +56,3 @@ __all__ = [
     "train",
     "write_card",
 ]
-
-# Whoever imports this is likely to train soon. Loading data takes longer than starting a compiler.
-get_ready_early()

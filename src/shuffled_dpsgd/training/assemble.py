@@ -11,6 +11,11 @@ import torch
 
 from shuffled_dpsgd.clipping import ClippingEngine
 from shuffled_dpsgd.clipping.opacus_engine import OpacusEngine
+from shuffled_dpsgd.core.ledger import Ledger
+from shuffled_dpsgd.core.mechanism import ShuffledGaussianMechanism
+from shuffled_dpsgd.core.plan import PrivacyPlan
+from shuffled_dpsgd.core.sampler import PoissonSampler
+from shuffled_dpsgd.core.streams import Streams, fresh_key
 from shuffled_dpsgd.distributed.agreement import agree
 from shuffled_dpsgd.distributed.world import World, current_world
 from shuffled_dpsgd.errors import InvalidArgumentError, UnsupportedModuleError
@@ -28,18 +33,12 @@ from shuffled_dpsgd.options import (
     Strategy,
 )
 from shuffled_dpsgd.permutation import PermutationSpec, discover
-from shuffled_dpsgd.runtime.rehearsals import get_ready
 from shuffled_dpsgd.runtime.shards import any_sharded, is_wrapped
+from shuffled_dpsgd.training.device_noise import DeviceNoise
 from shuffled_dpsgd.training.launch_check import join_ranks
-from shuffled_dpsgd.training.ledger import Ledger
-from shuffled_dpsgd.training.mechanism import ShuffledGaussianMechanism
-from shuffled_dpsgd.training.noise import GaussianNoise
 from shuffled_dpsgd.training.optimizers import check_optimizer, check_parameters, check_precision
-from shuffled_dpsgd.training.plan import PrivacyPlan
 from shuffled_dpsgd.training.planning import make_plan
 from shuffled_dpsgd.training.private import PrivateTraining
-from shuffled_dpsgd.training.randomness import CommonSecret, RandomStreams
-from shuffled_dpsgd.training.sampler import PoissonSampler
 from shuffled_dpsgd.training.shared_ledger import SharedLedger
 from shuffled_dpsgd.training.succession import close_predecessors, remember_run
 
@@ -142,8 +141,6 @@ def assemble(
 ) -> PrivateTraining:
     """Build every part of a run from its options; what `make_private` does."""
     _check_kinds(model, optimizer)
-    for device in {parameter.device for parameter in model.parameters()}:
-        get_ready(device)
     inner = _uncompiled(model)
     _refuse_wrappers(inner)
     check_optimizer(optimizer, shuffled=options.shuffle != "off")
@@ -162,9 +159,7 @@ def assemble(
         moved=frozenset() if spec is None else spec.moved_names,
     )
     exchange = join_ranks(world, inner, optimizer, plan, spec, sharding)
-    common = CommonSecret(world) if world.size > 1 and plan.secure else None
-    streams = RandomStreams(seed=plan.seed, common=common)
-    noise = GaussianNoise(streams, None if exchange is None else exchange.places())
+    streams = Streams(plan.seed, secret=world.from_first(fresh_key() if world.leads else None))
     with _as_written(sharding):
         engine = _engine(inner, plan, options, sharding)
     private = PrivateTraining(
@@ -176,7 +171,10 @@ def assemble(
             dataset_size=plan.dataset_size, sampling_prob=plan.sampling_prob, streams=streams
         ),
         mechanism=ShuffledGaussianMechanism(
-            plan, noise, None if exchange is None else exchange.norms
+            plan,
+            DeviceNoise(),
+            places=None if exchange is None else exchange.places(),
+            whole_norms=None if exchange is None else exchange.norms,
         ),
         ledger=_ledger(world, plan, options.ledger_path),
         streams=streams,
@@ -186,6 +184,7 @@ def assemble(
         world=world,
         exchange=exchange,
         sharding=sharding,
+        check_rate=options.check_rate,
     )
     remember_run(private)
     return private

@@ -22,6 +22,8 @@ from typing import Any, Protocol
 import torch
 from safetensors import SafetensorError
 
+from shuffled_dpsgd.core.ledger import Entry
+from shuffled_dpsgd.core.streams import STREAM_VERSION
 from shuffled_dpsgd.distributed.agreement import agree, all_do, first_does
 from shuffled_dpsgd.distributed.world import World
 from shuffled_dpsgd.errors import CheckpointError, InvalidArgumentError
@@ -178,12 +180,14 @@ def load_checkpoint(
         {"checkpoint": found.mark},
         remedy="every rank must read the same folder: put it on a disk all of them share",
     )
-    private.ledger.adopt(tuple(found.run["releases"]), durable=found.run["durable_ledger"])
+    durable = bool(found.run["durable_ledger"])
+    private.ledger.adopt([Entry(*entry) for entry in found.run["releases"]], durable=durable)
+    private.resumed_without_ledger = not durable or bool(found.run["resumed_without_ledger"])
     further = _restore(private, found, extras or {})
     for name, extra in (extras or {}).items():
         extra.load_state_dict(further[name])
     private.note_weights()
-    private.streams.renew()
+    private.renew_streams()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,6 +214,11 @@ def _read(private: PrivateTraining, path: Path, extras: Mapping[str, Stateful]) 
         raise CheckpointError(
             f"{source}: belongs to another plan, which differs in {', '.join(differing)}; "
             "resume with the settings of the checkpoint, or start in a fresh directory"
+        )
+    if run.get("streams") != STREAM_VERSION:
+        raise CheckpointError(
+            f"{source}: written by another version of this library, whose noise was drawn "
+            "otherwise; resume with that version, or start in a fresh directory"
         )
     if run["spec"] != _spec_hash(private):
         raise CheckpointError(f"{source}: the model's permutation groups differ from this model's")
@@ -306,8 +315,10 @@ def _run(private: PrivateTraining) -> dict[str, Any]:
     return {
         "plan": private.plan.field_fingerprints(),
         "spec": _spec_hash(private),
-        "releases": list(private.ledger.tokens()),
+        "streams": STREAM_VERSION,
+        "releases": [list(entry) for entry in private.ledger.entries()],
         "durable_ledger": private.ledger.path is not None,
+        "resumed_without_ledger": private.resumed_without_ledger,
     }
 
 

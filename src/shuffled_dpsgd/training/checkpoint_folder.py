@@ -14,8 +14,8 @@ import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from shuffled_dpsgd.core.ledger import fsync_directory
 from shuffled_dpsgd.errors import CheckpointError
-from shuffled_dpsgd.training.ledger import fsync_directory
 
 FORMAT = 1
 MANIFEST = "manifest.json"

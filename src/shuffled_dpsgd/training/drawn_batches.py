@@ -172,7 +172,6 @@ class DrawnBatches:
     ) -> Generator[Any, None, None]:
         run = self._run
         logical = (self._logical(step, options["layout"]) for step in steps)
-        run.streams.renew()
         stream = self._stream = object()
         self.pads = options["layout"].pads
         self._pausing = False
@@ -181,7 +180,7 @@ class DrawnBatches:
             loaded = physical_batches(
                 data,
                 logical,
-                generator=run.streams.torch("loader", run.steps_taken),
+                generator=run.streams.generator("loader", run.steps_taken),
                 **options,
             )
             try:

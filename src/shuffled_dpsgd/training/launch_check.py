@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from shuffled_dpsgd.core.plan import PrivacyPlan
 from shuffled_dpsgd.distributed.agreement import agree
 from shuffled_dpsgd.distributed.exchange import Exchange, ReplicatedSums
 from shuffled_dpsgd.distributed.world import World
@@ -23,7 +24,6 @@ from shuffled_dpsgd.errors import InvalidArgumentError
 from shuffled_dpsgd.permutation import PermutationSpec
 from shuffled_dpsgd.training.data import MapStyle
 from shuffled_dpsgd.training.global_randomness import randomness_kept, seed_rank
-from shuffled_dpsgd.training.plan import PrivacyPlan
 from shuffled_dpsgd.training.record_digest import digest
 
 if TYPE_CHECKING:

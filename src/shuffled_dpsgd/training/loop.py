@@ -203,7 +203,7 @@ class _Views:
         number = self._place[1] + 1 if self._place[0] == step else 0
         self._place = step, number
         index = number * world.size + world.rank
-        return self._augment(batch, self._private.streams.torch("augmentation", step, index))
+        return self._augment(batch, self._private.streams.generator("augmentation", step, index))
 
 
 def _augmented(loss: PerSampleLoss, augment: Augment | None) -> PerSampleLoss:

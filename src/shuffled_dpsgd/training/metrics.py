@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from shuffled_dpsgd.training.mechanism import Release
+from shuffled_dpsgd.core.mechanism import Release
 
 
 @dataclass(frozen=True, kw_only=True)

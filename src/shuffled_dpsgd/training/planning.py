@@ -13,9 +13,9 @@ from dataclasses import fields
 from typing import Any
 
 from shuffled_dpsgd.accounting import calibrate_certified, calibrate_paper, calibrate_rdp
+from shuffled_dpsgd.core.plan import NoiseBlock, PrivacyPlan
 from shuffled_dpsgd.errors import InvalidArgumentError
 from shuffled_dpsgd.options import PrivacyOptions, options_in
-from shuffled_dpsgd.training.plan import NoiseBlock, PrivacyPlan
 
 
 def make_plan(

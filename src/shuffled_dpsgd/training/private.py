@@ -8,7 +8,7 @@ so that a test can replace one and watch the audits catch it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -16,6 +16,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shuffled_dpsgd.clipping import ClippingEngine
+from shuffled_dpsgd.core.card import NO_LEDGER, SEEDED_TWICE, PrivacyCard
+from shuffled_dpsgd.core.ledger import Ledger
+from shuffled_dpsgd.core.mechanism import Mechanism
+from shuffled_dpsgd.core.plan import PrivacyPlan
+from shuffled_dpsgd.core.referee import DEFAULT_RATE, Referee
+from shuffled_dpsgd.core.release import Door, Inspector
+from shuffled_dpsgd.core.sampler import Sampler
+from shuffled_dpsgd.core.streams import Streams, fresh_key
 from shuffled_dpsgd.distributed.exchange import Exchange
 from shuffled_dpsgd.distributed.world import Alone, World
 from shuffled_dpsgd.errors import InvalidArgumentError
@@ -23,10 +31,10 @@ from shuffled_dpsgd.permutation import Permutation, PermutationSpec
 from shuffled_dpsgd.runtime.clock import OTHER, Clock
 from shuffled_dpsgd.runtime.shards import held
 from shuffled_dpsgd.training.batch_stream import BatchStream
-from shuffled_dpsgd.training.card import PrivacyCard
 from shuffled_dpsgd.training.card_of_plan import write_card
 from shuffled_dpsgd.training.data import MapStyle
 from shuffled_dpsgd.training.drawn_batches import DrawnBatches
+from shuffled_dpsgd.training.fingerprints import fingerprint
 from shuffled_dpsgd.training.guards import (
     WeightCheck,
     check_finite,
@@ -34,20 +42,13 @@ from shuffled_dpsgd.training.guards import (
     check_usable,
 )
 from shuffled_dpsgd.training.layout import Layout
-from shuffled_dpsgd.training.ledger import Ledger
-from shuffled_dpsgd.training.mechanism import Mechanism
 from shuffled_dpsgd.training.meeting import Meeting
 from shuffled_dpsgd.training.metrics import LossMeter, StepMetrics, describe_step
-from shuffled_dpsgd.training.plan import PrivacyPlan
-from shuffled_dpsgd.training.randomness import RandomStreams
-from shuffled_dpsgd.training.rehearsal import wait_for_rehearsals
-from shuffled_dpsgd.training.release import Releases
-from shuffled_dpsgd.training.release_tokens import ReleaseTokens
-from shuffled_dpsgd.training.sampler import Sampler
 from shuffled_dpsgd.training.shared_ledger import SharedLedger
-from shuffled_dpsgd.training.shuffling import Shuffling
+from shuffled_dpsgd.training.shuffling import PermutedFrame, Shuffling
 from shuffled_dpsgd.training.update import GuardedOptimizer
 from shuffled_dpsgd.training.watches import ModelWatch
+from shuffled_dpsgd.training.weight_summary import WeightSummary
 
 if TYPE_CHECKING:
     from shuffled_dpsgd.distributed.sharding import ShardedModel
@@ -57,7 +58,8 @@ class PrivateTraining:
     """One private run: Poisson batches in, noisy updates out, Algorithm 1 in between.
 
     Invariants: a step's ledger entry is durable before its noise is drawn; the batches are those
-    of the sampler the plan accounts for; the optimizer only ever sees privatized gradients.
+    of the sampler the plan accounts for; the optimizer only ever sees privatized gradients; what is
+    released went through the core's one door, past its referee.
     """
 
     def __init__(
@@ -70,12 +72,13 @@ class PrivateTraining:
         sampler: Sampler,
         mechanism: Mechanism,
         ledger: Ledger | SharedLedger,
-        streams: RandomStreams,
+        streams: Streams,
         spec: PermutationSpec | None,
         physical_batch_size: int,
         world: World | None = None,
         exchange: Exchange | None = None,
         sharding: ShardedModel | None = None,
+        check_rate: float = DEFAULT_RATE,
     ) -> None:
         self.model = model
         self.optimizer = optimizer
@@ -103,15 +106,28 @@ class PrivateTraining:
         self._watch = ModelWatch(model, optimizer)
         self._weights = WeightCheck({name: held(p) for name, p in self._trainable.items()})
         self._optimizer = GuardedOptimizer(optimizer, self._trainable)
-        self._tokens = ReleaseTokens(
-            secure=plan.secure, streams=streams, world=self.world, trainable=self._trainable
+        self._summary = WeightSummary(self.world, self._trainable)
+        self.resumed_without_ledger = False
+        self._referee = Referee(
+            model,
+            engine,
+            clip_norm=plan.clip_norm,
+            clip=plan.clip,
+            groups=lambda: engine.clip_groups,
+            rate=check_rate,
+            takes_means=plan.loss_reduction == "mean",
+            can_replay=sharding is None,
+            rows=self._rows_in_hand,
         )
-        self._releases = Releases(
-            names=self._trainable,
-            tokens=self._tokens,
-            optimizer=self._optimizer,
+        self.referee: Inspector = self._referee
+        self._door = Door(
+            names=tuple(self._trainable),
+            streams=streams,
+            update=self._optimizer.update,
             exchange=exchange,
-            clock=self.clock,
+            sharded=sharding is not None and self.world.size > 1,
+            fingerprinted=self._fingerprinted,
+            timed=self.clock.part,
         )
         self._drawn = DrawnBatches(
             self,
@@ -183,7 +199,7 @@ class PrivateTraining:
     def finished(self) -> bool:
         """Whether the plan and the ledger allow no further step."""
         return (
-            self._releases.exhausted
+            self._door.exhausted
             or self.steps_taken >= self.plan.num_steps
             or not self._may_release()
         )
@@ -258,10 +274,13 @@ class PrivateTraining:
         reduced = losses.dim() == 0
         # Here, so that the outcome is known before the norms are, for which a step waits.
         self._weights.ask()
+        if not reduced:
+            self._referee.note_losses()
         if current is not None and (self._drawn.pads or current.size < current.rows):
             if current.size > 0:
                 self._losses.add(losses[: current.size], count=current.size, mean=False)
             self.engine.backward(losses, counted=current.size)
+            self._referee.settle()
             return
         if count > 0:
             self._losses.add(losses, count=count, mean=reduced)
@@ -269,6 +288,7 @@ class PrivateTraining:
             losses.backward()
         else:
             self.engine.backward(losses)
+        self._referee.settle()
 
     def step(self) -> bool:
         """Clip, batch clip, noise, update, shuffle; False until the logical batch is complete.
@@ -294,6 +314,7 @@ class PrivateTraining:
     def discard(self) -> None:
         """Drop what was accumulated since the last update; nothing of it has been released."""
         self.engine.reset()
+        self.referee.begin_step()
         self._losses.reset()
         self._drawn.forget()
         self.shuffling.forget()
@@ -317,7 +338,11 @@ class PrivateTraining:
 
         Every update does. Whoever loads other weights into a sharded model calls it on all ranks.
         """
-        self._tokens.note_weights()
+        self._summary.note()
+
+    def renew_streams(self) -> None:
+        """Draw other batches from here on, where no seed decides; all ranks call it together."""
+        self.streams.renew(self.world.from_first(fresh_key() if self.world.leads else None))
 
     def check(self) -> None:
         """Wait for the last update and refuse weights that are not finite.
@@ -357,7 +382,16 @@ class PrivateTraining:
             released=self.released,
             shuffles_verified=self.shuffling.num_verified,
             samples_checked=self.engine.num_checked_by_coin,
+            checks=self.referee.checks,
+            why_not=self._why_not_certified(),
         )
+
+    def _why_not_certified(self) -> tuple[str, ...]:
+        """What happened in this run that no price covers."""
+        if self.plan.secure:
+            return ()
+        reasons = [SEEDED_TWICE] if self.ledger.repeated_steps else []
+        return (*reasons, *([NO_LEDGER] if self.resumed_without_ledger else ()))
 
     def close(self, *, because: str = "private.close() was called") -> None:
         """Detach from the model and the optimizer; nothing of ours stays on them."""
@@ -371,6 +405,7 @@ class PrivateTraining:
     def __enter__(self) -> PrivateTraining:
         if self._depth == 0:
             self.engine.__enter__()
+            self._referee.witness.listen()
             self.shuffling.listen()
         self._depth += 1
         return self
@@ -388,10 +423,19 @@ class PrivateTraining:
         self._depth -= 1
         if self._depth == 0:
             self.shuffling.stop_listening()
+            self._referee.witness.stop()
             self.engine.__exit__(kind, error, trace)
 
     def _may_release(self) -> bool:
-        return self._releases.are_allowed(self.steps_taken, self.ledger)
+        return self.ledger.allows(self.steps_taken, secure=self.plan.secure)
+
+    def _rows_in_hand(self) -> int | None:
+        current = self._drawn.current
+        return None if current is None else current.rows
+
+    def _fingerprinted(self, sums: Mapping[str, torch.Tensor], key: bytes) -> str:
+        """What sums are known by: over all ranks, where each has a share of them."""
+        return ":".join(self.world.gather(fingerprint(sums, key)))
 
     def _update(self) -> None:
         try:
@@ -413,19 +457,20 @@ class PrivateTraining:
         if self._sharding is not None:
             self._sharding.reshard()
         step = self.steps_taken
-        wait_for_rehearsals()
         with self.clock.part("checks"):
             norms, loss = self._meeting.hold(
-                step, self._counted_norms, self._losses, self._tokens.summarize_weights
+                step, self._inspected_norms, self._losses, self._summary.describe
             )
             check_finite(norms, step=step)
             self.shuffling.try_out()
-        release = self._releases.make(
-            self.engine.clipped_sum(),
+        frame = self.shuffling.frame
+        release = self._door.release(
             step=step,
+            count=norms.numel(),
+            referee=self.referee,
             ledger=self.ledger,
             mechanism=self.mechanism,
-            frame=self.shuffling.frame,
+            frame=None if frame is None else PermutedFrame(frame),
         )
         self.last_sample_norms = norms
         self.last_metrics = describe_step(
@@ -448,8 +493,8 @@ class PrivateTraining:
         for callback in tuple(self._callbacks):
             callback()
 
-    def _counted_norms(self) -> torch.Tensor:
-        """The norms of this rank's part of the batch; refuses to go on if some are missing.
+    def _inspected_norms(self) -> torch.Tensor:
+        """The norms of this rank's part of the batch, once the referee has seen its sums.
 
         What else can be looked at before a release is looked at here, while a GPU is still busy
         with the backward.
@@ -466,4 +511,7 @@ class PrivateTraining:
         self._weights.answer()
         if self.plan.sampling == "poisson":
             self._drawn.check_count(norms.numel())
+        poisson = self.plan.sampling == "poisson"
+        drawn = self._drawn.num_drawn if poisson else norms.numel()
+        self._door.inspect(self.engine, self.referee, step=self.steps_taken, drawn=drawn)
         return norms

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from shuffled_dpsgd.accounting import calibrate_certified
+from shuffled_dpsgd.core.plan import PrivacyPlan
 from shuffled_dpsgd.errors import InvalidArgumentError
-from shuffled_dpsgd.training.plan import PrivacyPlan
 
 Outlook = Literal["hopeless", "doubtful", "promising"]
 HOPELESS_BELOW, PROMISING_FROM = 1.0, 5.0

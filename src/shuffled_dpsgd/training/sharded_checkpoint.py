@@ -17,12 +17,12 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from shuffled_dpsgd.core.ledger import fsync_directory
 from shuffled_dpsgd.distributed.world import World
 from shuffled_dpsgd.errors import CheckpointError
 from shuffled_dpsgd.runtime.shards import is_sharded
 from shuffled_dpsgd.training.checkpoint_folder import hash_file
 from shuffled_dpsgd.training.checkpoint_weights import named_tensors
-from shuffled_dpsgd.training.ledger import fsync_directory
 
 # The folder of the shards inside a checkpoint.
 SHARDS = "shards"

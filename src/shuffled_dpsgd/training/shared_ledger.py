@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from shuffled_dpsgd.core.ledger import Entry, Ledger
 from shuffled_dpsgd.distributed.agreement import agree, first_does
 from shuffled_dpsgd.distributed.world import World
-from shuffled_dpsgd.training.ledger import Ledger
 
 
 class SharedLedger:
@@ -28,15 +28,15 @@ class SharedLedger:
         self._world = world
         opened: list[Ledger] = []
 
-        def opening() -> tuple[tuple[str, ...], bytes, Path | None]:
+        def opening() -> tuple[tuple[Entry, ...], bytes, Path | None]:
             ledger = open_file()
             opened.append(ledger)
-            return ledger.tokens(), ledger.key if has_key else b"", ledger.path
+            return ledger.entries(), ledger.key if has_key else b"", ledger.path
 
-        tokens, self._key, self._path = first_does(world, opening)
+        entries, self._key, self._path = first_does(world, opening)
         self._ledger = opened[0] if opened else in_memory()
         if not opened:
-            self._ledger.adopt(tokens, durable=False)
+            self._ledger.adopt(entries, durable=False)
 
     @property
     def spent(self) -> int:
@@ -58,15 +58,20 @@ class SharedLedger:
         """The secret of this ledger's tokens, which all ranks have and rank 0 keeps."""
         return self._key
 
-    def allows(self, beginning: str) -> bool:
-        """Whether recording a token may stay within the budget, given what it begins with."""
-        return self._ledger.allows(beginning)
+    @property
+    def repeated_steps(self) -> int:
+        """Steps that were released more than once, with different sums."""
+        return self._ledger.repeated_steps
 
-    def tokens(self) -> tuple[str, ...]:
+    def allows(self, step: int, *, secure: bool) -> bool:
+        """Whether a release at `step` may stay within the budget."""
+        return self._ledger.allows(step, secure=secure)
+
+    def entries(self) -> tuple[Entry, ...]:
         """Every release so far, in order; part of a checkpoint."""
-        return self._ledger.tokens()
+        return self._ledger.entries()
 
-    def record(self, *, step: int, token: str) -> None:
+    def record(self, *, step: int, token: str) -> Entry:
         """Account for a release before it happens, once all ranks agree which one it is.
 
         Without a key tokens are random, and rank 0's is the one that counts.
@@ -79,16 +84,14 @@ class SharedLedger:
             "all of them from one checkpoint",
         )
 
-        def write() -> str:
-            self._ledger.record(step=step, token=token)
-            return token
-
-        written = first_does(self._world, write)
+        written = first_does(self._world, lambda: self._ledger.record(step=step, token=token))
         if not self._world.leads:
-            self._ledger.record(step=step, token=written)
+            self._ledger.record(step=step, token=written.token)
+        return written
 
-    def adopt(self, tokens: tuple[str, ...], *, durable: bool) -> None:
+    def adopt(self, entries: Iterable[Entry], *, durable: bool) -> None:
         """Count the releases a checkpoint knows of, as `Ledger.adopt` does."""
-        first_does(self._world, lambda: self._ledger.adopt(tokens, durable=durable))
+        known = tuple(entries)
+        first_does(self._world, lambda: self._ledger.adopt(known, durable=durable))
         if not self._world.leads:
-            self._ledger.adopt(tokens, durable=False)
+            self._ledger.adopt(known, durable=False)

@@ -2,18 +2,44 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import nullcontext
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from shuffled_dpsgd.permutation import Permutation, PermutationSpec, apply, draw, identity
+from shuffled_dpsgd.core.plan import PrivacyPlan
+from shuffled_dpsgd.core.streams import Streams
+from shuffled_dpsgd.permutation import (
+    Permutation,
+    PermutationSpec,
+    apply,
+    apply_to_tensors,
+    draw,
+    identity,
+)
 from shuffled_dpsgd.runtime.shards import Sharding
 from shuffled_dpsgd.training.adapters import guard_adapters
-from shuffled_dpsgd.training.plan import PrivacyPlan
-from shuffled_dpsgd.training.randomness import RandomStreams
-from shuffled_dpsgd.training.rehearsal import rehearse_release, wait_for_rehearsals
 from shuffled_dpsgd.training.shuffle_check import ShuffleCheck
+
+
+class PermutedFrame:
+    """Draws noise as if the weights had never been permuted by `permutation`.
+
+    Same distribution, and the same trajectory as an unshuffled run up to rounding. The sums are
+    moved there and back rather than the noise, which would need a model-sized buffer.
+    """
+
+    def __init__(self, permutation: Permutation) -> None:
+        self._permutation = permutation
+
+    def enter(self, sums: Mapping[str, torch.Tensor]) -> None:
+        """Move the sums to where they would lie had nothing been permuted."""
+        apply_to_tensors(self._permutation.inverse(), sums)
+
+    def leave(self, sums: Mapping[str, torch.Tensor]) -> None:
+        """Move them back."""
+        apply_to_tensors(self._permutation, sums)
 
 
 class Shuffling:
@@ -30,7 +56,7 @@ class Shuffling:
         optimizer: torch.optim.Optimizer,
         plan: PrivacyPlan,
         spec: PermutationSpec | None,
-        streams: RandomStreams,
+        streams: Streams,
         sharding: Sharding | None = None,
     ) -> None:
         self._model = model
@@ -44,9 +70,6 @@ class Shuffling:
         if plan.permutes and spec is not None and spec.groups:
             self._check = ShuffleCheck(model, spec, sharding)
         self._listening: RemovableHandle | None = None
-        rehearse_release(
-            spec if plan.permutes else None, dict(model.named_parameters()), self._device
-        )
 
     @property
     def num_verified(self) -> int:
@@ -77,10 +100,9 @@ class Shuffling:
     def permute(self, step: int) -> None:
         """Draw the permutation of `step` and apply it."""
         assert self._spec is not None, "a plan that permutes has a spec"
-        wait_for_rehearsals()
         guard_adapters(self._model)
-        generator = self._streams.torch("permutation", step, device=self._device)
-        permutation = draw(self._spec, generator)
+        key = self._streams.key("permutation", step)
+        permutation = draw(self._spec, key, self._device)
         check = self._check
         with nullcontext() if check is None else check.watching(permutation, self._optimizer):
             apply(permutation, self._model, self._optimizer)

@@ -6,7 +6,8 @@ import bisect
 import math
 
 from shuffled_dpsgd.accounting import PrivacyClaim
-from shuffled_dpsgd.training.plan import PrivacyPlan
+from shuffled_dpsgd.core.plan import PrivacyPlan
+from shuffled_dpsgd.training.paper_estimates import paper_estimate
 
 _KNOTS = 24
 
@@ -23,7 +24,7 @@ class SpendingCurve:
         self._knots = [0, *sorted(even)]
         certified = plan.certified_along(self._knots)
         self._certified: list[PrivacyClaim] | list[None] = certified or [None] * len(self._knots)
-        self._paper = [plan.paper_estimate(knot) for knot in self._knots]
+        self._paper = [paper_estimate(plan, knot) for knot in self._knots]
 
     def certified(self, releases: int) -> PrivacyClaim | None:
         """Proven after at most `releases`; None where nothing can be certified."""

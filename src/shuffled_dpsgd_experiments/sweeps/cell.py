@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from shuffled_dpsgd.accounting import PrivacyClaim
+from shuffled_dpsgd.core.plan import PrivacyPlan
 from shuffled_dpsgd.environment import environment
 from shuffled_dpsgd.errors import ShuffledDPError
 from shuffled_dpsgd.tasks import Evaluation, RunConfig, Task, build_task, start_private
@@ -25,7 +26,7 @@ from shuffled_dpsgd.tasks.averaging import WeightAverage
 from shuffled_dpsgd.tasks.optimizers import build_scheduler
 from shuffled_dpsgd.tasks.privacy import chosen_device
 from shuffled_dpsgd.training.loop import Callback, LoopSettings, Outcome, Progress, train
-from shuffled_dpsgd.training.plan import PrivacyPlan
+from shuffled_dpsgd.training.paper_estimates import paper_estimate
 from shuffled_dpsgd.training.private import PrivateTraining
 from shuffled_dpsgd_experiments.sweeps.failures import why
 from shuffled_dpsgd_experiments.sweeps.grid import Cell
@@ -228,7 +229,7 @@ def describe_plan(plan: PrivacyPlan) -> dict[str, Any]:
         ],
         "certified": _claim(plan.certified()),
         "why_not_certified": list(plan.uncertifiable),
-        "paper": _claim(plan.paper_estimate()),
+        "paper": _claim(paper_estimate(plan)),
     }
 
 

@@ -109,28 +109,3 @@ def test_the_lengths_of_two_parts_are_those_of_the_kernels() -> None:
 
 def test_every_route_has_a_name_of_its_own() -> None:
     assert len({route.name for route in EVERY_ROUTE}) == len(EVERY_ROUTE) == 13
-
-
-def tried_ahead(monkeypatch: pytest.MonkeyPatch, **needs: object) -> set[str]:
-    tried: set[str] = set()
-    monkeypatch.setattr(Route, "try_ahead", lambda route, device: tried.add(route.name))
-    layers = {"widest": 0, "norm_layers": False, "tables": False, "tied_tables": False}
-    choices.try_ahead(GPU, choices.LayerNeeds(**{**layers, **needs}))  # type: ignore[arg-type]
-    return tried
-
-
-@pytest.mark.usefixtures("verdicts")
-@pytest.mark.parametrize("tf32", [False, True])
-def test_what_a_model_will_not_ask_for_is_not_tried_ahead(
-    monkeypatch: pytest.MonkeyPatch, tf32: bool
-) -> None:
-    monkeypatch.setattr(choices, "allows_tf32", lambda: tf32)
-    linear = {choices.GLUON_PRODUCTS.name, choices.GRAM.name, choices.CASTS.name}
-    linear |= {choices.SPLIT_PRODUCTS.name} if tf32 else set()
-    assert tried_ahead(monkeypatch) == set()
-    assert tried_ahead(monkeypatch, widest=768) == linear
-    assert tried_ahead(monkeypatch, widest=50257) == linear | {choices.WIDE_GRAM.name}
-    assert tried_ahead(monkeypatch, norm_layers=True) == {choices.NORM_LAYERS.name}
-    assert tried_ahead(monkeypatch, tables=True) == {choices.TABLES.name}
-    both = {choices.TABLES.name, choices.TIED_TABLES.name}
-    assert tried_ahead(monkeypatch, tables=True, tied_tables=True) == both

@@ -96,30 +96,6 @@ def test_norms_of_a_vocabulary_for_pairs_of_blocks(
         assert (found >= expected * (1 - 1e-6)).all()
 
 
-def test_a_rehearsal_launches_what_a_whole_batch_may_need(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its shares are short, and so not cut; those of many samples may be."""
-    monkeypatch.setattr(triton_wide, "multiprocessors", lambda device: 132)
-    monkeypatch.setattr(triton_wide, "MAX_STRETCH", 64 * 16)
-    kernel, cuts = triton_wide.share_kernel, []
-
-    class Watched:
-        def __getitem__(self, grid: object) -> Callable[..., object]:
-            def launch(*args: object, **given: object) -> object:
-                cuts.append(not given["ONE"])
-                return kernel[grid](*args, **given)
-
-            return launch
-
-    monkeypatch.setattr(triton_wide, "share_kernel", Watched())
-    x, g = draw(2, 16, 32, seed=0), draw(2, 16, 512, seed=1)
-    expected = plain.gram_sq_norms(x.double(), g.double(), True)
-    for rehearses in (False, True):
-        monkeypatch.setattr(triton_wide, "is_rehearsing", lambda rehearses=rehearses: rehearses)
-        found = triton_wide.gram_sq_norms(x, g, True)
-        assert ((found - expected) / expected).abs().max() < 1e-2
-    assert cuts == [False, False, True]
-
-
 def test_a_poisoned_sample_of_a_vocabulary_is_seen_and_spoils_no_other() -> None:
     x, g = draw(3, 150, 32, seed=0), draw(3, 150, 200, seed=1)
     clean = triton_wide.gram_sq_norms(x, g, True)

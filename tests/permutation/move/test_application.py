@@ -155,6 +155,54 @@ def test_gathering_equals_plain_indexing(shape: tuple[int, ...]) -> None:
             assert torch.equal(tensor, expected)
 
 
+def random_bits(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Any bits, not-a-numbers with payloads included."""
+    generator = torch.Generator().manual_seed(0)
+    if dtype == torch.bool:
+        return torch.randint(0, 2, shape, generator=generator).bool()
+    return (
+        torch.randint(0, 256, (*shape[:-1], shape[-1] * dtype.itemsize), generator=generator)
+        .to(torch.uint8)
+        .view(dtype)
+    )
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float64, torch.bool, torch.complex128], ids=str
+)
+@pytest.mark.parametrize("shape", [(501,), (101, 37), (37, 203), (53, 3, 11)])
+def test_every_bit_of_every_dtype_moves(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    last = len(shape) - 1
+    for axes in ([0], [last], sorted({0, last})):
+        tensor = random_bits(shape, dtype)
+        index = {axis: torch.randperm(shape[axis]) for axis in axes}
+        expected = tensor
+        for axis, order in index.items():
+            expected = expected[(slice(None),) * axis + (order,)]
+        place = tensor.data_ptr()
+        gather_(tensor, list(index.items()))
+        assert torch.equal(tensor.view(torch.uint8), expected.view(torch.uint8))
+        assert tensor.data_ptr() == place
+
+
+def test_autograd_refuses_a_backward_over_moved_weights() -> None:
+    for axes in ([0], [1], [0, 1]):
+        weight = torch.randn(30, 20, requires_grad=True)
+        loss = (weight * weight).sum()
+        with torch.no_grad():
+            gather_(weight, [(axis, torch.randperm(weight.shape[axis])) for axis in axes])
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+def test_a_conjugated_view_moves_as_any_other() -> None:
+    tensor = torch.randn(6, 5, dtype=torch.complex64)
+    index = torch.randperm(6)
+    expected = tensor.conj().resolve_conj()[index]
+    gather_(tensor.conj(), [(0, index)])
+    assert torch.equal(tensor.conj(), expected)
+
+
 def test_a_model_on_the_meta_device_is_discovered_but_not_moved() -> None:
     with torch.device("meta"):
         model = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_layer=1))

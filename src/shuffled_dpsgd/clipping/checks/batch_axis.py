@@ -18,7 +18,7 @@ shape, and again once its samples have different lengths.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -48,16 +48,10 @@ _MAX_HIDDEN = 8
 class BatchAxisCheck:
     """Checks the batch axis on the first batch, and the samples' rows on the first of several.
 
-    `rows` does the latter. `on_calls` is told what the slots of a first batch are given, as soon
-    as that is known.
+    `rows` does the latter.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        slots: Sequence[Slot],
-        on_calls: Callable[[Calls], None] = lambda _: None,
-    ) -> None:
+    def __init__(self, model: nn.Module, slots: Sequence[Slot]) -> None:
         self.rows = RowCheck(model, slots)
         self._seen = 0
         # The kinds that were checked, with the rows a sample then has in calls of folded slots.
@@ -69,7 +63,6 @@ class BatchAxisCheck:
         self._found: dict[int, list[tuple[Growth, int]]] = {}
         self._model = model
         self._slots = slots
-        self._on_calls = on_calls
 
     def is_due(self, args: Any, kwargs: Mapping[str, Any], size: int, kind: Hashable) -> bool:
         """Whether a batch of `size` and of this kind would show what no batch has shown yet."""
@@ -171,7 +164,6 @@ class BatchAxisCheck:
         with in_eval_mode(self._model), buffers_kept(self._model), torch.random.fork_rng():
             # An error of the model's own comes up here, and is raised as it is.
             before = self._latest = find_calls(self._model, self._slots, args, kwargs)
-            self._on_calls(before)
             try:
                 after = find_calls(self._model, self._slots, more_args, more_kwargs)
             except (RuntimeError, ValueError, IndexError) as error:

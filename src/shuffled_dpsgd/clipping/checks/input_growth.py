@@ -7,7 +7,6 @@ from contextlib import ExitStack, contextmanager
 from enum import Enum
 from typing import Any, NamedTuple
 
-import torch
 from torch import nn
 
 from shuffled_dpsgd.clipping.capture.batch_size import first_tensor
@@ -19,16 +18,10 @@ Calls = dict[int, list["Given"]]
 
 
 class Given(NamedTuple):
-    """The first input of a call; `length` is that of the axis that should be the batch."""
+    """The first input of a call: the length of the axis that should be the batch, and its axes."""
 
     length: int
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def axes(self) -> int:
-        """How many axes the input has."""
-        return len(self.shape)
+    axes: int
 
 
 class Growth(Enum):
@@ -123,7 +116,7 @@ def _watching(slots: Sequence[Slot], calls: Calls) -> Iterator[None]:
                 x = first_tensor(args, kwargs)
                 noted = calls.setdefault(slot.index, [])
                 if x is not None and x.dim() > slot.batch_axis:
-                    noted.append(Given(x.shape[slot.batch_axis], tuple(x.shape), x.dtype))
+                    noted.append(Given(x.shape[slot.batch_axis], x.dim()))
 
             handle = slot.module.register_forward_pre_hook(note, with_kwargs=True)
             hooks.callback(handle.remove)

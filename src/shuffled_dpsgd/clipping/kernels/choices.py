@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-from dataclasses import dataclass
 from types import ModuleType
 
 import torch
@@ -143,14 +142,10 @@ def splits_float32(device: torch.device) -> bool:
 
 
 def kind_of(tensor: Tensor) -> str:
-    """The kind of device, as far as it matters to the cost of products of such tensors.
-
-    Does not wait for a trial: a backward would stop at its first layer until it is over.
-    """
+    """The kind of device, as far as it matters to the cost of products of such tensors."""
     if tensor.dtype is torch.float32 and splits_float32(tensor.device):
         return "split"
-    may_be_hopper = tensor.dtype in HALF and is_hopper(tensor.device) and triton_available()
-    if may_be_hopper and GLUON_PRODUCTS.is_likely(tensor.device):
+    if tensor.dtype in HALF and may_take_gluon(GLUON_PRODUCTS, tensor.device):
         return "hopper"
     return tensor.device.type
 
@@ -159,42 +154,6 @@ def kind_of(tensor: Tensor) -> str:
 def module(name: str) -> ModuleType:
     """A module of kernels, such as "triton.tiles", imported when first asked for."""
     return importlib.import_module(f"{PACKAGE}.{name}")
-
-
-@dataclass(frozen=True, kw_only=True)
-class LayerNeeds:
-    """What layers a model has, as far as kernels are concerned.
-
-    `widest` is the longest axis of the weights of its linear maps, zero if it has none.
-    """
-
-    widest: int
-    norm_layers: bool
-    tables: bool
-    tied_tables: bool
-
-
-def try_ahead(device: torch.device, needs: LayerNeeds) -> None:
-    """Begin the trials that such layers in half precision will ask for.
-
-    Whatever else is asked for is tried then.
-    """
-    if device.type != "cuda" or not triton_available():
-        return
-    products = GLUON_PRODUCTS if is_hopper(device) else PRODUCTS
-    wanted = (
-        (products, needs.widest > 0),
-        (WIDE_GRAM, needs.widest > MAX_GRAM_WIDTH),
-        (GRAM, needs.widest > 0),
-        (NORM_LAYERS, needs.norm_layers),
-        (TIED_TABLES, needs.tied_tables),
-        (TABLES, needs.tables),
-        (CASTS, needs.widest > 0),
-        (SPLIT_PRODUCTS, needs.widest > 0 and allows_tf32()),
-    )
-    for route, is_wanted in wanted:
-        if is_wanted:
-            route.try_ahead(device)
 
 
 def tile_norms(device: torch.device, tokens: int) -> str | None:

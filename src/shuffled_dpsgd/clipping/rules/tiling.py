@@ -76,10 +76,6 @@ class TilingConvSlot(LinearSlot):
         x = x.permute(*range(lead), *places, lead, *inside)
         return x.flatten(lead, lead + axes - 1).flatten(lead + 1)
 
-    def rows(self, g: Tensor) -> Tensor:
-        """The gradient of an output, (B, R, ...), as that of the linear map's, (B, L, R)."""
-        return g.flatten(-len(self.kernel)).mT.contiguous()
-
     def captured(self, part: int, tensors: Sequence[Tensor]) -> Capture:
         return _in_rows(super().captured(part, tensors))
 

@@ -14,6 +14,7 @@ from types import ModuleType
 
 import torch
 
+from shuffled_dpsgd.core.streams import uniform_keys
 from shuffled_dpsgd.errors import InvalidArgumentError
 from shuffled_dpsgd.permutation.move.index_layout import BLOCK, Packing, packing_of
 from shuffled_dpsgd.permutation.move.kernel_route import find_kernels
@@ -82,23 +83,34 @@ def identity(spec: PermutationSpec, device: torch.device | str = "cpu") -> Permu
     return Permutation(spec=spec, packed=here - packing.offsets)
 
 
-def draw(spec: PermutationSpec, generator: torch.Generator) -> Permutation:
-    """Draw uniformly from the spec's group, on the generator's device.
+def draw(
+    spec: PermutationSpec,
+    source: torch.Generator | bytes,
+    device: torch.device | str | None = None,
+) -> Permutation:
+    """Draw uniformly from the spec's group; `source` is a key of a run, or a generator.
+
+    From a key the element lies on `device`, from a generator on the generator's own.
 
     Each group's permutation sorts independent 63-bit keys; two equal keys, the only departure
     from uniformity, have probability below size² / 2⁶⁴ in a group.
     """
-    device = generator.device
+    if isinstance(source, torch.Generator):
+        device = source.device
+    device = torch.device("cpu" if device is None else device)
     packing = packing_of(spec, device)
+    keys = torch.empty(packing.slots, dtype=torch.int64, device=device)
+    if isinstance(source, torch.Generator):
+        keys.random_(generator=source)
+    else:
+        keys.copy_(torch.from_numpy(uniform_keys(source, packing.slots)))
     compared = 0 < max(packing.by_size, default=0) <= _LARGEST_COMPARED
     code = find_kernels(device) if compared else None
     took("drawing permutations", "plain" if code is None else "triton")
     if code is not None:
         drawing = fused_drawing(spec, device, code)
-        drawing.keys.random_(generator=generator)
+        drawing.keys.copy_(keys)
         return drawing.result()
-    keys = torch.empty(packing.slots, dtype=torch.int64, device=device)
-    keys.random_(generator=generator)
     parts = keys.split([size * len(groups) for size, groups in packing.by_size.items()])
     drawn = [
         part.view(-1, size).argsort(dim=1).flatten()

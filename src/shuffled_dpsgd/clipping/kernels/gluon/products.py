@@ -26,7 +26,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from shuffled_dpsgd.clipping.kernels.gluon.compatibility import begin_load, fix_keys, group_barrier
 from shuffled_dpsgd.clipping.kernels.gluon.ring import after, barriers, held, source_of
-from shuffled_dpsgd.clipping.kernels.popular import TrialSizes
 from shuffled_dpsgd.clipping.kernels.triton.sums import segmentation
 
 # Tokens in a load, and rows of one group of warps.
@@ -40,8 +39,6 @@ SIDES = gl.constexpr(2)
 SEGMENTS = (1024, 512, 256, 128, 64)
 # Columns of ones that a block's rows are multiplied by for the bias: the fewest that fit a layout.
 ONES = gl.constexpr(16)
-# A last chunk of tokens is not whole.
-TRIAL = TrialSizes(samples=3, tokens=77, inputs=208, outputs=144)
 
 
 class ProductBlock(NamedTuple):

@@ -8,9 +8,7 @@ cut off. No bound on that is needed, and nothing has to be read for one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 import triton
@@ -23,7 +21,6 @@ from shuffled_dpsgd.clipping.kernels.gluon.products import (
     FEWEST_STAGES,
     ONES,
     ROWS,
-    TRIAL,
     ProductBlock,
     block_at,
     buffers,
@@ -206,33 +203,13 @@ def tile_sq_norms(
     x, g = xs[0], gs[0]
     table = address_table((xs, gs, keep or xs), x.device)
     triton.set_allocator(scratch)
-    blocks = block_for(T, D).number(P, D)
+    block = block_for(T, D)
+    blocks, cut = block.number(P, D), block.of(T)
     squares = torch.empty(L, B, blocks * LEFT.value, dtype=torch.float32, device=x.device)
     strides = x.stride(0), x.stride(1), g.stride(0), g.stride(1)
-    _launch(
-        [*table, squares], (B, T, D, P), strides, keep[0].stride() if keep else None,
-        layers=L, bias=bias, element=ELEMENT[x.dtype],
+    batch, row, col = keep[0].stride() if keep else (0, 0, 0)
+    square_kernel[(blocks, L)](
+        *table, squares, B, T, D, P, *strides, batch, ROW=row, COL=col, **cut, BIAS=bias,
+        ONE=cut["segments"] == 1, KEEP=len(keep) > 0, ELEMENT=ELEMENT[x.dtype], num_warps=4,
     )  # fmt: skip
     return squares.sum(2).mul_(1.0 + ROUNDING)
-
-
-def launches_ahead(pointer: Callable[[str], Any]) -> Iterator[Callable[[], None]]:
-    """A launch of what the trial of these norms launches, on no memory."""
-    pointers = [*[pointer("int64")] * 3, pointer("float32")]
-    yield partial(
-        _launch, pointers, TRIAL, TRIAL.strides, None, layers=1, bias=True, element=gl.bfloat16
-    )
-
-
-def _launch(
-    pointers: Sequence[Any], sizes: tuple[int, int, int, int], strides: Sequence[int],
-    kept: Sequence[int] | None, *, layers: int, bias: bool, element: Any,
-) -> None:  # fmt: skip
-    """Launch the norms of layers; products are `kept` at these strides, if at all."""
-    B, T, D, P = sizes
-    block = block_for(T, D)
-    cut, (batch, row, col) = block.of(T), kept or (0, 0, 0)
-    square_kernel[(block.number(P, D), layers)](
-        *pointers, B, T, D, P, *strides, batch, ROW=row, COL=col, **cut,
-        BIAS=bias, ONE=cut["segments"] == 1, KEEP=kept is not None, ELEMENT=element, num_warps=4,
-    )  # fmt: skip

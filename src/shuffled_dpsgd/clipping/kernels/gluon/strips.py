@@ -14,9 +14,7 @@ This is Gluon for the same reason as `products`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 import triton
@@ -41,7 +39,6 @@ from shuffled_dpsgd.clipping.kernels.gluon.ring import (
     source_of,
     times,
 )
-from shuffled_dpsgd.clipping.kernels.popular import IMAGE_LENGTH, POPULAR, TrialSizes
 from shuffled_dpsgd.clipping.kernels.triton.addresses import address_table
 from shuffled_dpsgd.clipping.kernels.triton.device_limits import multiprocessors
 from shuffled_dpsgd.clipping.kernels.triton.sums import scratch
@@ -57,7 +54,6 @@ CHUNK = gl.constexpr(64)
 STAGES = gl.constexpr(4)
 MULTIPLYING_REGISTERS = gl.constexpr(224)
 LOADING_REGISTERS = gl.constexpr(56)
-TRIAL = TrialSizes(samples=3, tokens=IMAGE_LENGTH, inputs=72, outputs=64)
 
 
 @gluon.constexpr_function
@@ -283,27 +279,9 @@ def gram_sq_norms(xs: Sequence[Tensor], gs: Sequence[Tensor], bias: bool) -> Ten
     triton.set_allocator(scratch)
     strides = x.stride(0), x.stride(1), g.stride(0), g.stride(1)
     grid = even_share(L, B, multiprocessors(x.device)), L
-    _launch(grid, [*table, out], (B, T, D, P), strides, bias=bias, element=ELEMENT[x.dtype])
+    strip_gram_kernel[grid](
+        *table, out, B, T, D, P, *strides,
+        BIAS=bias, LAST=T > NARROW_FROM, ELEMENT=ELEMENT[x.dtype], num_warps=4,
+    )  # fmt: skip
     squares_LB, reach_LB = out.sum((2, 4)).unbind(2)
     return plain.above_cut_off(squares_LB, reach_LB, D, P)
-
-
-def launches_ahead(pointer: Callable[[str], Any]) -> Iterator[Callable[[], None]]:
-    """Launches of what the trial of these norms launches and popular layers do, on no memory."""
-    pointers = [*[pointer("int64")] * 2, pointer("float32")]
-    launch = partial(_launch, (1, 1), pointers, element=gl.bfloat16)
-    yield partial(launch, TRIAL, TRIAL.strides, bias=True)
-    for layer in POPULAR:
-        if layer.tokens == IMAGE_LENGTH:
-            yield partial(launch, layer.sizes, layer.strides, bias=layer.has_bias)
-
-
-def _launch(
-    grid: tuple[int, int], pointers: Sequence[Any], sizes: tuple[int, int, int, int],
-    strides: Sequence[int], *, bias: bool, element: Any,
-) -> None:  # fmt: skip
-    """Launch the norms of layers whose tensors a table of addresses tells."""
-    strip_gram_kernel[grid](
-        *pointers, *sizes, *strides,
-        BIAS=bias, LAST=sizes[1] > NARROW_FROM, ELEMENT=element, num_warps=4,
-    )  # fmt: skip

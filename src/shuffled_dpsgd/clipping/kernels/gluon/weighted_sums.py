@@ -11,9 +11,7 @@ another multiplies; see `products`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
-from typing import Any
+from collections.abc import Sequence
 
 import triton
 from torch import Tensor
@@ -24,7 +22,6 @@ from shuffled_dpsgd.clipping.kernels.gluon.compatibility import fix_keys
 from shuffled_dpsgd.clipping.kernels.gluon.products import (
     ROWS,
     TALL,
-    TRIAL,
     block_at,
     buffers,
     load,
@@ -33,7 +30,6 @@ from shuffled_dpsgd.clipping.kernels.gluon.products import (
     zeros,
 )
 from shuffled_dpsgd.clipping.kernels.gluon.ring import ELEMENT
-from shuffled_dpsgd.clipping.kernels.popular import POPULAR
 from shuffled_dpsgd.clipping.kernels.triton.addresses import address_table
 from shuffled_dpsgd.clipping.kernels.triton.sums import factors_row, scratch
 
@@ -169,31 +165,7 @@ def weighted_outer_sums(
     table = address_table((xs, gs, outs, biases or outs), x.device)
     triton.set_allocator(scratch)
     strides = x.stride(0), x.stride(1), g.stride(0), g.stride(1), *outs[0].stride()
-    _launch(
-        table, factors, factors_row(factors), (B, T, D, P), strides,
-        add=add, layers=L, has_biases=len(biases) > 0, element=ELEMENT[x.dtype],
-    )  # fmt: skip
-
-
-def launches_ahead(pointer: Callable[[str], Any]) -> Iterator[Callable[[], None]]:
-    """Launches of what the trial of these sums launches and popular layers do, on no memory."""
-    launch = partial(
-        _launch, [pointer("int64")] * 4, pointer("float32"), 0, layers=1, element=gl.bfloat16
-    )
-    D = TRIAL.inputs
-    yield partial(launch, TRIAL, (*TRIAL.strides, D, 1), add=False, has_biases=True)
-    for layer in POPULAR:
-        strides = (*layer.strides, *layer.sum_strides)
-        yield partial(launch, layer.sizes, strides, add=False, has_biases=layer.has_bias)
-
-
-def _launch(
-    table: Sequence[Any], factors: Any, factors_row: int, sizes: tuple[int, int, int, int],
-    strides: Sequence[int], *, add: bool, layers: int, has_biases: bool, element: Any,
-) -> None:  # fmt: skip
-    """Launch the sums of layers whose tensors a table of addresses tells."""
-    B, T, D, P = sizes
-    parted_outer_kernel[(TALL.number(P, D), layers)](
-        *table, factors, factors_row, B, T, D, P, *strides, int(add), **TALL.of(T),
-        BIAS=has_biases, ELEMENT=element, num_warps=4,
+    parted_outer_kernel[(TALL.number(P, D), L)](
+        *table, factors, factors_row(factors), B, T, D, P, *strides, int(add), **TALL.of(T),
+        BIAS=len(biases) > 0, ELEMENT=ELEMENT[x.dtype], num_warps=4,
     )  # fmt: skip

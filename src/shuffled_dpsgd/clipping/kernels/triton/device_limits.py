@@ -9,8 +9,6 @@ import torch
 
 # Shared memory that a kernel needs beside the buffers of its pipeline, to add up across warps.
 _RESERVED_BYTES = 4 << 10
-# Those of an H100 or H200, for kernels that are compiled before a GPU is asked.
-HOPPER_MULTIPROCESSORS = 132
 
 
 @functools.cache

@@ -10,9 +10,7 @@ more than 128 tokens. `tiles` and `sums` multiply gradients out.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 import triton
@@ -20,19 +18,12 @@ import triton.language as tl
 from torch import Tensor
 
 from shuffled_dpsgd.clipping.kernels import plain
-from shuffled_dpsgd.clipping.kernels.popular import (
-    LENGTHS,
-    UNEVEN_LENGTHS,
-    PopularMap,
-    TrialSizes,
-)
 from shuffled_dpsgd.clipping.kernels.triton.addresses import address_table
 from shuffled_dpsgd.clipping.kernels.triton.device_limits import stages_that_fit
 
 GRAM_BLOCK = 128
 # Features read at a time, and stages of the pipeline where shared memory has room for them.
 STEP, NUM_STAGES = 64, 4
-TRIAL = TrialSizes(samples=3, tokens=37, inputs=80, outputs=144)
 ELEMENT = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
@@ -115,47 +106,21 @@ def gram_sq_norms(xs: Sequence[Tensor], gs: Sequence[Tensor], bias: bool) -> Ten
     """`plain.gram_sq_norms` of L layers of one shape, (L, B)."""
     (B, T, D), P, L = xs[0].shape, gs[0].shape[2], len(xs)
     x, g = xs[0], gs[0]
-    _, num_blocks = blocks_of(T)
+    block, num_blocks = blocks_of(T)
     table = address_table((xs, gs), x.device)
     out = torch.empty(L, B, num_blocks**2, 2, dtype=torch.float32, device=x.device)
     strides = x.stride(0), x.stride(1), g.stride(0), g.stride(1)
-    _launch(
-        [*table, out], (B, T, D, P), strides, x.device,
-        layers=L, bias=bias, element=ELEMENT[x.dtype],
+    gram_kernel[(num_blocks**2, B, L)](
+        *table, out, B, T, D, P, *strides, BIAS=bias, NUM_BLOCKS=num_blocks, BLOCK=block, STEP=STEP,
+        EVEN_D=T % block == 0 and D % STEP == 0, EVEN_P=T % block == 0 and P % STEP == 0,
+        ELEMENT=ELEMENT[x.dtype], num_warps=8 if block == 128 else 4,
+        num_stages=gram_stages(block, num_blocks, x.device),
     )  # fmt: skip
     squares_LB, reach_LB = out.sum(2).unbind(2)
     return plain.above_cut_off(squares_LB, reach_LB, D, P)
-
-
-def launches_ahead(pointer: Callable[[str], Any]) -> Iterator[Callable[[], None]]:
-    """Launches of what the trial of these norms launches and popular layers do, on no memory."""
-    pointers = [*[pointer("int64")] * 2, pointer("float32")]
-    # What is not a GPU passes for a Hopper.
-    launch = partial(
-        _launch, pointers, device=torch.device("cpu"), layers=1, bias=True, element=tl.bfloat16
-    )
-    yield partial(launch, TRIAL, TRIAL.strides)
-    for tokens in (*LENGTHS, *UNEVEN_LENGTHS):
-        layer = PopularMap(tokens=tokens)
-        yield partial(launch, layer.sizes, layer.strides)
 
 
 def blocks_of(tokens: int) -> tuple[int, int]:
     """Tokens of a block, and blocks of a sample."""
     block = min(GRAM_BLOCK, max(16, triton.next_power_of_2(tokens)))
     return block, triton.cdiv(tokens, block)
-
-
-def _launch(
-    pointers: Sequence[Any], sizes: tuple[int, int, int, int], strides: Sequence[int],
-    device: torch.device, *, layers: int, bias: bool, element: Any,
-) -> None:  # fmt: skip
-    """Launch the norms of layers whose tensors a table of addresses tells."""
-    B, T, D, P = sizes
-    block, num_blocks = blocks_of(T)
-    gram_kernel[(num_blocks**2, B, layers)](
-        *pointers, B, T, D, P, *strides, BIAS=bias, NUM_BLOCKS=num_blocks, BLOCK=block, STEP=STEP,
-        EVEN_D=T % block == 0 and D % STEP == 0, EVEN_P=T % block == 0 and P % STEP == 0,
-        ELEMENT=element, num_warps=8 if block == 128 else 4,
-        num_stages=gram_stages(block, num_blocks, device),
-    )  # fmt: skip

@@ -8,16 +8,13 @@ again from the input, which has to be read in any case.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from shuffled_dpsgd.clipping.kernels.popular import LENGTHS, NORM_WIDTHS
 from shuffled_dpsgd.clipping.kernels.triton.addresses import address_table
 
 ROWS = 4
@@ -25,8 +22,6 @@ ROWS = 4
 TARGET_PROGRAMS = 264
 # Rows wider than this would spill the registers that hold the running sums.
 MAX_WIDTH = 8192
-# Samples, tokens and features of the small problem by which this kernel is tried.
-TRIAL = (3, 37, 72)
 ELEMENT = {
     torch.float32: tl.float32,
     torch.bfloat16: tl.bfloat16,
@@ -73,35 +68,10 @@ def norm_sums(xs: Sequence[Tensor], gs: Sequence[Tensor], eps: float, centred: b
     slices = triton.cdiv(T, slice_tokens)
     sums = torch.empty(L, B, 2 if centred else 1, slices, D, dtype=torch.float32, device=device)
     table = address_table((xs, gs), device)
-    _launch(
-        (slices, B, L), [*table, sums], (B, T, D), eps, slice_tokens,
-        centred=centred, x=ELEMENT[xs[0].dtype], g=ELEMENT[gs[0].dtype],
+    block_d = triton.next_power_of_2(D)
+    norm_kernel[(slices, B, L)](
+        *table, sums, B, T, D, eps, slice_tokens, slices, CENTRED=centred,
+        ROWS=ROWS if block_d <= 2048 else 1, BLOCK_D=block_d,
+        X=ELEMENT[xs[0].dtype], G=ELEMENT[gs[0].dtype], num_warps=8,
     )  # fmt: skip
     return sums[:, :, :, 0] if slices == 1 else sums.sum(3)
-
-
-def launches_ahead(pointer: Callable[[str], Any]) -> Iterator[Callable[[], None]]:
-    """Launches of what the trial of these sums launches and popular layers do, on no memory."""
-    pointers = [*[pointer("int64")] * 2, pointer("float32")]
-    for centred in (True, False):
-        yield partial(
-            _launch, (1, 1, 1), pointers, TRIAL, 1e-5, TRIAL[1],
-            centred=centred, x=tl.float32, g=tl.bfloat16,
-        )  # fmt: skip
-    for width in NORM_WIDTHS:
-        yield partial(
-            _launch, (1, 1, 1), pointers, (2, LENGTHS[0], width), 1e-5, LENGTHS[0],
-            centred=True, x=tl.float32, g=tl.float32,
-        )  # fmt: skip
-
-
-def _launch(
-    grid: tuple[int, int, int], pointers: Sequence[Any], sizes: tuple[int, int, int], eps: float,
-    slice_tokens: int, *, centred: bool, x: Any, g: Any,
-) -> None:  # fmt: skip
-    """Launch the sums of layers whose tensors a table of addresses tells."""
-    block_d = triton.next_power_of_2(sizes[2])
-    norm_kernel[grid](
-        *pointers, *sizes, eps, slice_tokens, grid[0], CENTRED=centred,
-        ROWS=ROWS if block_d <= 2048 else 1, BLOCK_D=block_d, X=x, G=g, num_warps=8,
-    )  # fmt: skip

@@ -11,10 +11,7 @@ order and multiplies them with the other side's, entry by entry.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
 
 import torch
 import triton
@@ -22,27 +19,19 @@ import triton.language as tl
 from torch import Tensor
 
 from shuffled_dpsgd.clipping.kernels import plain
-from shuffled_dpsgd.clipping.kernels.popular import HEADS, TrialSizes
-from shuffled_dpsgd.clipping.kernels.triton.device_limits import (
-    HOPPER_MULTIPROCESSORS,
-    multiprocessors,
-)
+from shuffled_dpsgd.clipping.kernels.triton.device_limits import multiprocessors
 from shuffled_dpsgd.clipping.kernels.triton.linear import (
     STEP,
     blocks_of,
     gram_block,
     gram_stages,
 )
-from shuffled_dpsgd.runtime.rehearsals import is_rehearsing
 
 # The room that the blocks of all shares may take, unless a single share needs more.
 MAX_STORED_BYTES = 96 << 20
 # Matrix units add up at most so many features times tokens at a stretch. What they may cut off is
 # counted in, and so stays within 2^21 / 2^27, or 1.6 %, of a squared norm.
 MAX_STRETCH = 1 << 21
-# The small problem by which these kernels are tried, and the numbers that a row of g has room for.
-TRIAL = TrialSizes(samples=3, tokens=37, inputs=64, outputs=451)
-TRIAL_ROW = 512
 
 
 def even_parts(samples: int, at_a_time: int, most: int = 16) -> int:
@@ -207,60 +196,24 @@ def gram_sq_norms(x_BTD: Tensor, g_BTP: Tensor, bias: bool) -> Tensor:
     wider = x_BTD.shape[2] > g_BTP.shape[2]
     n, w = (g_BTP, x_BTD) if wider else (x_BTD, g_BTP)
     (B, T, D), W = n.shape, w.shape[2]
-    block, _, pairs = _blocks(T)
+    block, num_blocks = blocks_of(T)
+    pairs = num_blocks * (num_blocks + 1) // 2
     by = cut(W, T, B * pairs, 4 * block * block, multiprocessors(w.device))
     stored = torch.empty(by.parts, B, pairs, block, block, dtype=torch.float32, device=w.device)
     out = torch.empty(B, pairs, 2, dtype=torch.float32, device=w.device)
-    strides = n.stride(0), n.stride(1), w.stride(0), w.stride(1)
-    ones = float(bias and not wider), float(bias and wider)
-    _launch((n, w, stored, out), (B, T, D, W), strides, by, w.device, ones)
-    squares_B, reach_B = out.sum(1).unbind(1)
-    return plain.above_cut_off(squares_B, reach_B, D, by.width)
-
-
-def launches_ahead(pointer: Callable[[str], Any]) -> Iterator[Callable[[], None]]:
-    """Launches of what the trial of these norms launches and popular heads do, on no memory."""
-    n, w, stored, out = (pointer(name) for name in ("bfloat16", "bfloat16", "float32", "float32"))
-    _, T, D, _ = TRIAL
-    trial = TRIAL, (T * D, D, T * TRIAL_ROW, TRIAL_ROW), (1.0, 0.0)
-    heads = ((head.sizes, head.strides, (0.0, 0.0)) for head in HEADS)
-    for sizes, strides, ones in (trial, *heads):
-        B, T, _, W = sizes
-        block, _, pairs = _blocks(T)
-        by = cut(W, T, B * pairs, 4 * block * block, HOPPER_MULTIPROCESSORS)
-        # What is not a GPU has the shared memory of a Hopper.
-        device = torch.device("cpu")
-        yield partial(_launch, (n, w, stored, out), sizes, strides, by, device, ones)
-
-
-def _blocks(tokens: int) -> tuple[int, int, int]:
-    """Tokens of a block, blocks of a sample, and pairs of them."""
-    block, num_blocks = blocks_of(tokens)
-    return block, num_blocks, num_blocks * (num_blocks + 1) // 2
-
-
-def _launch(
-    pointers: tuple[Any, Any, Any, Any], sizes: tuple[int, int, int, int],
-    strides: tuple[int, int, int, int], by: Cut, device: torch.device, ones: tuple[float, float],
-) -> None:  # fmt: skip
-    """Launch both kernels on the narrow and the wide side, room for shares, and the result."""
-    (n, w, stored, out), (B, T, D, W) = pointers, sizes
-    n_batch, n_row, w_batch, w_row = strides
-    block, num_blocks, pairs = _blocks(T)
     num_warps, even = 8 if block == 128 else 4, T % block == 0
-    stages = gram_stages(block, num_blocks, device)
-    is_one = by.stretch >= by.share
-    # A rehearsal has few samples, hence short shares. Those of a whole batch may be cut.
-    may_be_cut = is_one and is_rehearsing() and by.whole * T > MAX_STRETCH
-    for one in (is_one, False) if may_be_cut else (is_one,):
-        share_kernel[(pairs, by.parts, B)](
-            w, stored, T, by.whole, by.share, by.stretch, w_batch, w_row,
-            ONE_PAIR=pairs == 1, ONE=one, EVEN=even, BLOCK=block, STEP=STEP,
-            num_warps=num_warps, num_stages=stages,
-        )  # fmt: skip
+    stages = gram_stages(block, num_blocks, w.device)
+    share_kernel[(pairs, by.parts, B)](
+        w, stored, T, by.whole, by.share, by.stretch, w.stride(0), w.stride(1),
+        ONE_PAIR=pairs == 1, ONE=by.stretch >= by.share, EVEN=even, BLOCK=block, STEP=STEP,
+        num_warps=num_warps, num_stages=stages,
+    )  # fmt: skip
     pair_kernel[(pairs, B)](
-        n, w, stored, out, T, D, by.whole, W, by.parts, n_batch, n_row, w_batch, w_row,
-        N_ONE=ones[0], W_ONE=ones[1], ONE_PAIR=pairs == 1,
+        n, w, stored, out, T, D, by.whole, W, by.parts,
+        n.stride(0), n.stride(1), w.stride(0), w.stride(1),
+        N_ONE=float(bias and not wider), W_ONE=float(bias and wider), ONE_PAIR=pairs == 1,
         TAIL=by.whole < W, EVEN=even and D % STEP == 0, BLOCK=block, STEP=STEP,
         num_warps=num_warps, num_stages=stages,
     )  # fmt: skip
+    squares_B, reach_B = out.sum(1).unbind(1)
+    return plain.above_cut_off(squares_B, reach_B, D, by.width)

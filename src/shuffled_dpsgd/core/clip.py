@@ -1,0 +1,168 @@
+"""The definition of a clipped sum: one sample at a time, with plain autograd.
+
+Fact established here: a record moves the sum by at most `clip_norm`. Each sample's gradient over
+all trainable parameters is multiplied by a factor that brings its norm to `clip_norm` at most, and
+a sample whose gradient is not finite contributes zero. Everything faster is a plug-in that must
+deliver the same sums, and the referee compares (`referee.py`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from shuffled_dpsgd.errors import InvalidArgumentError
+
+# Keeps the factor of automatic clipping finite (Bu et al. 2023).
+AUTOMATIC_STABILITY = 0.01
+
+
+class ClippedSums(Protocol):
+    """What delivers clipped sums: the definition below, or a faster engine."""
+
+    @property
+    def sample_norms(self) -> Tensor:
+        """(B,) norms, before clipping, of all samples since the last reset."""
+        ...
+
+    def clipped_sum(self) -> Mapping[str, Tensor]:
+        """The sum of clipped per-sample gradients since the last reset, by parameter name."""
+        ...
+
+    @property
+    def is_checking(self) -> bool:
+        """Whether the engine runs the model at the moment for a check of its own."""
+        ...
+
+    def lifted(self) -> AbstractContextManager[None]:
+        """Inside, the model runs as its owner wrote it, and nothing is recorded."""
+        ...
+
+    def reset(self) -> None:
+        """Forget norms and sums."""
+        ...
+
+
+def clip_factor(norm: float, bound: float, clip: str = "flat") -> float:
+    """What a sample's gradient of this norm is multiplied by.
+
+    >>> clip_factor(4.0, 1.0), clip_factor(0.5, 1.0), clip_factor(math.inf, 1.0)
+    (0.25, 1.0, 0.0)
+    """
+    if not math.isfinite(norm):
+        return 0.0
+    if clip == "none":
+        return 1.0
+    if clip == "automatic":
+        return bound / (norm + AUTOMATIC_STABILITY)
+    return min(1.0, bound / norm) if norm > 0 else 1.0
+
+
+def sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What the sums of a parameter are kept in: float64 for float64, else float32."""
+    if not dtype.is_floating_point:
+        raise InvalidArgumentError("dtype", expected="floating point", got=dtype)
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+class PlainClipping:
+    """Clipped sums by the definition: `add` one sample's loss after the other.
+
+    `groups` are the parameter names clipped together under "per-layer", each group to
+    clip_norm / sqrt(number of groups), so that the whole has norm clip_norm at most.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        clip_norm: float = 1.0,
+        clip: str = "flat",
+        groups: Iterable[Iterable[str]] | None = None,
+    ) -> None:
+        self._named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        whole = [list(self._named)]
+        self._groups = whole if clip != "per-layer" else [list(names) for names in groups or ()]
+        if sorted(chain(*self._groups)) != sorted(self._named):
+            raise InvalidArgumentError(
+                "groups", expected="every trainable parameter in one group", got=self._groups
+            )
+        self._bound = clip_norm / math.sqrt(len(self._groups))
+        self._clip = clip
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget norms and sums."""
+        self._norms: list[float] = []
+        self._sums = {
+            name: torch.zeros_like(p, dtype=sum_dtype(p.dtype)) for name, p in self._named.items()
+        }
+
+    def add(self, loss: Tensor) -> None:
+        """Add the clipped gradient of one sample's loss to the sums."""
+        found = torch.autograd.grad(loss, list(self._named.values()), allow_unused=True)
+        self.add_gradient({n: g for n, g in zip(self._named, found, strict=True) if g is not None})
+
+    def add_gradient(self, grads: Mapping[str, Tensor]) -> None:
+        """Clip one sample's gradient and add it; parameters it does not name are zero."""
+        self._norms.append(_norm(grads.values()))
+        for names in self._groups:
+            own = {name: grads[name] for name in names if name in grads}
+            factor = clip_factor(_norm(own.values()), self._bound, self._clip)
+            for name, grad in own.items() if factor > 0.0 else ():
+                self._sums[name] += factor * grad
+
+    @property
+    def sample_norms(self) -> Tensor:
+        """(B,) norms, before clipping, of all samples since the last reset."""
+        return torch.tensor(self._norms, dtype=torch.float64)
+
+    def clipped_sum(self) -> dict[str, Tensor]:
+        """The sums themselves: a later `add` adds to them until `reset`."""
+        return dict(self._sums)
+
+    is_checking = False
+
+    def lifted(self) -> AbstractContextManager[None]:
+        """Nothing is attached to the model, so there is nothing to take off."""
+        return nullcontext()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReferenceSum:
+    """What the definition found: each sample's norm before clipping, and the clipped sum."""
+
+    sample_norms: Tensor
+    clipped_sum: dict[str, Tensor]
+
+
+def clipped_sum_reference(
+    model: nn.Module,
+    per_example_loss_fn: Callable[[nn.Module, Any], Tensor],
+    examples: Iterable[Any],
+    clip_norm: float = 1.0,
+    clip: str = "flat",
+    groups: Sequence[Sequence[str]] | None = None,
+) -> ReferenceSum:
+    """The clipped sum of a batch given as single examples; what fast paths are compared with.
+
+    `per_example_loss_fn` maps (model, example) to the scalar loss of that example. The model's
+    `.grad` fields are left alone. A model that calls `backward()` inside its backward (Reformer's
+    reversible layers) keeps gradients from us there.
+    """
+    sums = PlainClipping(model, clip_norm=clip_norm, clip=clip, groups=groups)
+    for example in examples:
+        sums.add(per_example_loss_fn(model, example))
+    return ReferenceSum(sample_norms=sums.sample_norms, clipped_sum=sums.clipped_sum())
+
+
+def _norm(grads: Iterable[Tensor]) -> float:
+    squares = [grad.square().sum().double() for grad in grads]
+    return float(torch.stack(squares).sum().sqrt()) if squares else 0.0

@@ -1,0 +1,192 @@
+"""One release of Algorithm 1: batch clip, noise, division, on sums of clipped gradients.
+
+What holds: let every record's contribution to the sums have joint L2 norm at most `clip_norm`.
+The batch clip projects one block on a ball, and projections on convex sets do not expand distances,
+so adding or removing one record still moves the sums by at most `clip_norm` jointly. With noise of
+std `noise_multiplier * clip_norm` per block, the release is at least as private as the Gaussian
+mechanism at the smallest of the blocks' noise multipliers. Dividing by the expected batch size and
+permuting are post-processing.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from shuffled_dpsgd.core.noise import NoiseSource, Place, number
+from shuffled_dpsgd.core.plan import NoiseBlock, PrivacyPlan
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockRelease:
+    """What one block went through: norm of its sum before and after the batch clip, and noise."""
+
+    name: str
+    norm_on_device: torch.Tensor
+    batch_clip_norm: float | None
+    noise_norm: float
+
+    @functools.cached_property
+    def sum_norm(self) -> float:
+        """Norm of the block's sum; waits for the device, so it is read only where asked for."""
+        return float(self.norm_on_device)
+
+    @property
+    def batch_clip_factor(self) -> float:
+        """What the batch clip multiplied the sum by."""
+        clip = self.batch_clip_norm
+        return 1.0 if clip is None or not self.sum_norm > clip else clip / self.sum_norm
+
+    @property
+    def signal_norm(self) -> float:
+        """Norm of the sum that the noise was added to."""
+        return self.sum_norm * self.batch_clip_factor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Release:
+    """The record of one release; its norms are computed from private data and not noised."""
+
+    blocks: tuple[BlockRelease, ...]
+
+    @property
+    def signal_to_noise(self) -> float:
+        """Norm of what was released over the expected norm of its noise."""
+        noise = math.hypot(*(block.noise_norm for block in self.blocks))
+        signal = math.hypot(*(block.signal_norm for block in self.blocks))
+        return signal / noise if noise else math.inf
+
+
+class Frame(Protocol):
+    """Where the noise is drawn: as if the weights had never been permuted (for experiments)."""
+
+    def enter(self, sums: Mapping[str, torch.Tensor]) -> None:
+        """Move the sums, in place, to where they would lie had nothing been permuted."""
+        ...
+
+    def leave(self, sums: Mapping[str, torch.Tensor]) -> None:
+        """Move them back."""
+        ...
+
+
+class Mechanism(Protocol):
+    """Turns sums of clipped gradients into a private gradient, in place.
+
+    `watch` is called twice with the sums and the stds: before the noise is added, with everything
+    clipped, and after it.
+    """
+
+    def privatize(
+        self,
+        sums: Mapping[str, torch.Tensor],
+        *,
+        key: bytes,
+        frame: Frame | None = None,
+        watch: Watch | None = None,
+    ) -> Release: ...
+
+
+class Watch(Protocol):
+    """Who looks at the noise that is added; the referee does."""
+
+    def before_noise(self, sums: Mapping[str, torch.Tensor]) -> None: ...
+
+    def after_noise(
+        self,
+        sums: Mapping[str, torch.Tensor],
+        *,
+        stds: Mapping[str, float],
+        key: bytes,
+        places: Mapping[str, Place],
+        divide_by: float,
+    ) -> None: ...
+
+
+class ShuffledGaussianMechanism:
+    """Algorithm 1's lines from the batch clip to the division, for the blocks of one plan.
+
+    Where the sums are one rank's share of them, `places` says which coordinates they are, and
+    `whole_norms` turns the squares of the shares' norms, one for each block, into the norms of the
+    blocks.
+    """
+
+    def __init__(
+        self,
+        plan: PrivacyPlan,
+        noise: NoiseSource,
+        *,
+        places: Mapping[str, Place] | None = None,
+        whole_norms: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    ) -> None:
+        self._plan = plan
+        self._noise = noise
+        self._places = places
+        self._whole_norms = whole_norms
+
+    def privatize(
+        self,
+        sums: Mapping[str, torch.Tensor],
+        *,
+        key: bytes,
+        frame: Frame | None = None,
+        watch: Watch | None = None,
+    ) -> Release:
+        """Make `sums` private in place, with noise from `key`."""
+        plan = self._plan
+        norms = torch.stack([joint_norm(sums[n] for n in b.parameters) for b in plan.blocks])
+        if self._whole_norms is not None:
+            norms = self._whole_norms(norms.square())
+        released = [
+            self._clip(block, [sums[name] for name in block.parameters], norm)
+            for block, norm in zip(plan.blocks, norms, strict=True)
+        ]
+        stds = {n: b.noise_std(plan.clip_norm) for b in plan.blocks for n in b.parameters}
+        stds = {name: stds[name] for name in sums}
+        places = number(sums) if self._places is None else self._places
+        divide_by = float(plan.expected_batch_size)
+        if frame is not None:
+            frame.enter(sums)
+        if watch is not None:
+            watch.before_noise(sums)
+        self._noise.add_(sums, stds, key=key, places=places, divide_by=divide_by)
+        if watch is not None:
+            watch.after_noise(sums, stds=stds, key=key, places=places, divide_by=divide_by)
+        if frame is not None:
+            frame.leave(sums)
+        return Release(blocks=tuple(released))
+
+    def _clip(
+        self, block: NoiseBlock, tensors: list[torch.Tensor], norm: torch.Tensor
+    ) -> BlockRelease:
+        if block.batch_clip_norm is not None and tensors:
+            # On the device, so that it need not be waited for. Multiplying by one changes no bit.
+            factor = torch.where(norm > block.batch_clip_norm, block.batch_clip_norm / norm, 1.0)
+            for tensor in tensors:
+                tensor.mul_(factor.to(tensor.dtype))
+        return BlockRelease(
+            name=block.name,
+            norm_on_device=norm,
+            batch_clip_norm=block.batch_clip_norm,
+            noise_norm=block.noise_std(self._plan.clip_norm) * math.sqrt(block.dimension),
+        )
+
+
+def joint_norm(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+    """The L2 norm of all tensors as one vector, in double precision.
+
+    `vector_norm` in float32 is off by a thousandth for long vectors on a CPU. Sums of squares by
+    pieces are right to 1e-8 there.
+    """
+    flats = [tensor.detach().reshape(-1) for tensor in tensors if tensor.numel()]
+    if not flats:
+        return torch.zeros((), dtype=torch.float64)
+    if any(flat.device.type != "cpu" for flat in flats):
+        norms = torch._foreach_norm(flats, 2, dtype=torch.float64)
+        return torch.linalg.vector_norm(torch.stack(norms))
+    pieces = (piece for flat in flats for piece in flat.split(1 << 16))
+    return torch.stack([piece.square().sum().double() for piece in pieces]).sum().sqrt()

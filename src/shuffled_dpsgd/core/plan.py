@@ -1,0 +1,190 @@
+"""The frozen plan of a run: sampler, clips, noise per block and shuffle, coupled.
+
+Everything that decides the privacy of a run is in one immutable object. The sampler and the
+mechanism are built from it and the certified claim is priced from it, so they cannot disagree.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Literal
+
+from shuffled_dpsgd.core.claim import Adjacency, PrivacyClaim
+
+Accounting = Literal["certified", "rdp", "paper"]
+Shuffle = Literal["every-step", "at-release", "off"]
+Scope = Literal["paper", "full"]
+Clip = Literal["flat", "automatic", "per-layer", "none"]
+Sampling = Literal["poisson", "unaccounted"]
+LossReduction = Literal["sum", "mean"]
+NoiseFrame = Literal["shuffled", "unshuffled"]
+BlockName = Literal["shuffled", "rest"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class NoiseBlock:
+    """Parameters that share a noise multiplier and, if any, a batch clip."""
+
+    name: BlockName
+    parameters: tuple[str, ...]
+    dimension: int
+    noise_multiplier: float
+    batch_clip_norm: float | None = None
+
+    def noise_std(self, clip_norm: float) -> float:
+        """Standard deviation of the noise on the block's sum, before the division."""
+        return 0.0 if self.noise_multiplier == 0.0 else self.noise_multiplier * clip_norm
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrivacyPlan:
+    """What a run will do to the data, and what may be claimed about it.
+
+    Fields named like an option of `PrivacyOptions` hold its value. `epsilon` is the target the
+    noise was calibrated to, or None when the noise was given. With `falls_back`, Algorithm 1 found
+    that shuffling would need more noise, and the run is plain DP-SGD.
+    """
+
+    dataset_size: int
+    expected_batch_size: int
+    num_steps: int
+    delta: float
+    clip_norm: float
+    blocks: tuple[NoiseBlock, ...]
+    epsilon: float | None = None
+    clip: Clip = "flat"
+    accounting: Accounting = "certified"
+    shuffle: Shuffle = "off"
+    scope: Scope = "paper"
+    sampling: Sampling = "poisson"
+    adjacency: Adjacency = "add-remove"
+    delta_split: float = 0.5
+    loss_reduction: LossReduction = "sum"
+    noise_frame: NoiseFrame = "shuffled"
+    seed: int | None = None
+    falls_back: bool = False
+
+    @property
+    def sampling_prob(self) -> float:
+        """Probability of one record joining one logical batch."""
+        return self.expected_batch_size / self.dataset_size
+
+    @property
+    def secure(self) -> bool:
+        """Whether all randomness comes from the operating system."""
+        return self.seed is None
+
+    @property
+    def permutes(self) -> bool:
+        """Whether weights are permuted at all; Algorithm 1's fallback does not."""
+        return self.shuffle != "off" and not self.falls_back
+
+    @property
+    def smallest_noise_multiplier(self) -> float:
+        """What the certified claim is priced at: the weakest noise any block receives."""
+        return min(block.noise_multiplier for block in self.blocks)
+
+    @property
+    def bounds_samples(self) -> bool:
+        """Whether a record's contribution has a bound at all."""
+        return self.clip != "none" and math.isfinite(self.clip_norm)
+
+    @property
+    def uncertifiable(self) -> tuple[str, ...]:
+        """Why no proven epsilon can be given; empty when one can."""
+        reasons = []
+        if self.sampling != "poisson":
+            reasons.append("the batches were not drawn by the Poisson sampler accounted for")
+        if self.smallest_noise_multiplier == 0.0:
+            reasons.append("some parameters receive no noise")
+        if not self.bounds_samples:
+            reasons.append("per-sample gradients are not clipped")
+        return tuple(reasons)
+
+    def certified(self, num_steps: int | None = None) -> PrivacyClaim | None:
+        """The proven claim after `num_steps` releases (all of them by default).
+
+        Poisson-subsampled Gaussian at the smallest noise multiplier of any block, by privacy-loss
+        distributions; shuffling is credited with nothing. None if `uncertifiable` says why not.
+        """
+        steps = self.num_steps if num_steps is None else num_steps
+        if self.uncertifiable:
+            return None
+        if steps == 0:
+            return self.nothing_released("proven")
+        # Here, because options import this file and must stay light.
+        from shuffled_dpsgd.core.certified import certified_claim
+
+        return certified_claim(
+            noise_multiplier=self.smallest_noise_multiplier,
+            sampling_prob=self.sampling_prob,
+            num_steps=steps,
+            delta=self.delta,
+            adjacency=self.adjacency,
+        )
+
+    def certified_along(self, steps: Sequence[int]) -> list[PrivacyClaim] | None:
+        """Proven claims at several step counts, cheap enough for curves and progress displays."""
+        if self.uncertifiable:
+            return None
+        from shuffled_dpsgd.core.certified import certified_curve
+
+        positive = [step for step in steps if step > 0]
+        priced = iter(
+            certified_curve(
+                noise_multiplier=self.smallest_noise_multiplier,
+                sampling_prob=self.sampling_prob,
+                steps=positive,
+                delta=self.delta,
+                adjacency=self.adjacency,
+            )
+            if positive
+            else ()
+        )
+        return [next(priced) if step > 0 else self.nothing_released("proven") for step in steps]
+
+    def nothing_released(self, kind: Literal["proven", "heuristic"]) -> PrivacyClaim:
+        """The claim before the first release."""
+        return PrivacyClaim(
+            epsilon=0.0, delta=self.delta, method="nothing being released yet", kind=kind
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data without the seed, which would let a reader remove the noise."""
+        data = asdict(self)
+        del data["seed"]
+        for block in data["blocks"]:
+            block["parameters"] = list(block["parameters"])
+        data["blocks"] = list(data["blocks"])
+        return data | {
+            "clip_norm": self.clip_norm if math.isfinite(self.clip_norm) else None,
+            "sampling_prob": self.sampling_prob,
+            "secure": self.secure,
+        }
+
+    def fingerprint(self) -> str:
+        """Equal for equal plans; what ledgers and checkpoints know their run by."""
+        text = json.dumps(self._comparable(), sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+    def differences(self, fingerprints: dict[str, str]) -> list[str]:
+        """Names of the fields whose fingerprints differ from those of another plan."""
+        mine = self.field_fingerprints()
+        return sorted(
+            key for key in mine.keys() | fingerprints if mine.get(key) != fingerprints.get(key)
+        )
+
+    def field_fingerprints(self) -> dict[str, str]:
+        """One hash per field, so that a refusal can name what differs without storing the seed."""
+        return {
+            key: hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
+            for key, value in self._comparable().items()
+        }
+
+    def _comparable(self) -> dict[str, Any]:
+        data = asdict(self)
+        return {field.name: data[field.name] for field in fields(self)}

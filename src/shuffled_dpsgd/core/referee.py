@@ -1,0 +1,394 @@
+"""The referee at the door: nothing is released before it was looked at.
+
+Whatever is fast (engines, kernels, compilers, exchanges) is on probation. A fault in it would give
+wrong sums under a card that says proven, so the sums are compared with the definition as they come.
+
+At every release: the sums are finite, there are as many contributions as records were drawn, and
+‖sum‖ ≤ count · clip_norm, as holds for every clipped sum. Of the noise, random coordinates are
+recomputed from the key by the definition (`noise.normal`).
+
+In the first steps, for every new kind of batch, and at random: the whole sum, at its real shape and
+precision, against one stock backward of Σ f_i·loss_i (`replay.py`), with the referee's own factors
+f_i = min(1, C / norm_i); and the norms of a few samples against their gradients by plain autograd.
+
+A disagreement stops the run before the ledger is written and names the parameter. A comparison that
+could not be made is not counted as made, and is made for a later batch instead.
+
+How far two right sums may be apart depends on the precision. Measured on a small BERT, relative to
+the sum: 7e-7 in float32, 5e-3 under bfloat16 autocast, of which at most 4e-3 along the sum itself.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from shuffled_dpsgd.core.clip import ClippedSums, PlainClipping, clip_factor
+from shuffled_dpsgd.core.mechanism import joint_norm
+from shuffled_dpsgd.core.noise import Place, normal
+from shuffled_dpsgd.core.replay import CannotReplayError, Replay, Witness
+from shuffled_dpsgd.errors import RefereeError
+
+DEFAULT_RATE = 1 / 256
+# Steps with records in them whose sums are always compared. Faults that carry something over from
+# an earlier batch show from the second on.
+FIRST_STEPS = 3
+# Share of the time so far that comparisons at random may take, up to the default rate.
+SHARE_OF_TIME = 0.01
+SAMPLES = 2
+NOISE_COORDINATES = 4
+# On an accelerator, where each look waits for it: always at first, then one release in so many.
+FIRST_NOISES, NOISE_TURNS = 8, 16
+# Rounding of a bound that is exact on paper, and room that engines leave when they round norms up.
+BOUND_ROOM = 1e-3
+NORM_ROOM = 0.03
+# Of float32 noise near zero, where its radius is coarse, in units of the standard deviation.
+NOISE_ROOM = 1e-3
+TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-3}
+TF32_TOLERANCE, HALF_TOLERANCE = 1e-2, 2e-2
+# Under half precision errors of single samples cancel along the sum, where a lost sample shows.
+ALONG_TOLERANCE = 1e-2
+
+
+@dataclass(kw_only=True)
+class Checks:
+    """What was looked at so far; part of the card.
+
+    Comparisons that a new kind of batch gave rise to are not counted: how many there are depends on
+    the lengths of the records.
+    """
+
+    releases: int = 0
+    sums: int = 0
+    norms: int = 0
+    noise: int = 0
+    not_made: int = 0
+    reasons: set[str] = field(default_factory=set)
+
+
+@dataclass(kw_only=True)
+class _Pending:
+    """A batch whose forward has begun: it is compared once its backward is over."""
+
+    kind: Hashable
+    rows: int | None
+    num_norms: int
+    sums: dict[str, Tensor] | None
+
+
+class Referee:
+    """Compares what the engine delivers for `model` with the definition.
+
+    `rate` is the share of steps compared at random; one compares every step. `rows` says how many
+    rows the next batch has, those that only pad it included, or None if all of them count. Without
+    `can_replay` (weights spread over processes) sums are not compared, and the card says so.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        engine: ClippedSums,
+        *,
+        clip_norm: float,
+        clip: str = "flat",
+        groups: Callable[[], list[list[str]]] | None = None,
+        rate: float = DEFAULT_RATE,
+        takes_means: bool = False,
+        can_replay: bool = True,
+        rows: Callable[[], int | None] = lambda: None,
+    ) -> None:
+        self.checks = Checks()
+        self.witness = Witness(model, self._wants, lambda: engine.is_checking)
+        self._model = model
+        self._engine = engine
+        self._bound = clip_norm if clip != "none" else math.inf
+        self._clip = clip if math.isfinite(clip_norm) else "none"
+        self._groups = groups
+        self._rate = rate
+        self._takes_means = takes_means
+        self._can_replay = can_replay
+        self._rows = rows
+        self._coin = random.SystemRandom()
+        self._steps_compared = 0
+        self._kinds: set[Hashable] = set()
+        self._pending: _Pending | None = None
+        self._has_losses = False
+        self._began = time.perf_counter()
+        self._seconds = 0.0
+        self._noise: list[tuple[str, int, Tensor]] = []
+        self.begin_step()
+
+    # --- while a step is computed ----------------------------------------------------------------
+
+    def begin_step(self) -> None:
+        """Whatever was accumulated is gone; the next batch begins a step."""
+        self._compares: bool | None = None
+        self._total: dict[str, Tensor] | None = {}
+        self._num_compared = 0
+        self._half = False
+        self._new_kinds: set[Hashable] = set()
+        self._pending = None
+
+    def note_losses(self) -> None:
+        """The backward that follows begins at one loss per sample, whatever was declared."""
+        self._has_losses = True
+
+    def _wants(self, args: Any, kwargs: Mapping[str, Any]) -> bool:
+        """Whether the batch that is about to run is going to be compared."""
+        if not self._can_replay:
+            return False
+        self.settle()
+        if self._compares is None:
+            first = self._steps_compared < FIRST_STEPS
+            by_chance = self._coin.random() < self._rate and self._is_affordable()
+            self._compares = first or by_chance
+        rows = self._rows()
+        kind = _kind_of(self._model, args, kwargs)
+        self._has_losses = False
+        if not self._compares and kind in self._kinds:
+            return False
+        sums = None
+        if not self._compares:
+            sums = {name: total.clone() for name, total in self._engine.clipped_sum().items()}
+        num_norms = self._engine.sample_norms.numel()
+        self._pending = _Pending(kind=kind, rows=rows, num_norms=num_norms, sums=sums)
+        return True
+
+    def settle(self) -> None:
+        """Compare the batch that is pending, if its backward is over."""
+        pending, call = self._pending, self.witness.call
+        self._pending, self.witness.call = None, None
+        if pending is None or call is None:
+            return
+        norms = self._engine.sample_norms[pending.num_norms :].double().cpu()
+        if not norms.numel():
+            return
+        started = time.perf_counter()
+        self._half = self._half or call.autocast[1]
+        rows = norms.numel() if pending.rows is None else pending.rows
+        try:
+            if not torch.isfinite(norms).all():
+                raise CannotReplayError("a sample has a gradient that is not finite")
+            with self.witness.replay(call, rows, self._engine.lifted()) as replay:
+                total = self._expected(replay, norms, rows)
+        except CannotReplayError as reason:
+            self.checks.not_made += 1
+            self.checks.reasons.add(str(reason))
+            self._total = None
+            return
+        if pending.sums is not None:
+            found = self._engine.clipped_sum()
+            delivered = {name: found[name] - before for name, before in pending.sums.items()}
+            self._compare(delivered, total, norms)
+            self._kinds.add(pending.kind)
+        elif self._total is not None:
+            self._num_compared += norms.numel()
+            self._new_kinds.add(pending.kind)
+            for name, part in total.items():
+                self._total[name] = part if name not in self._total else self._total[name] + part
+        self._seconds += time.perf_counter() - started
+
+    def _expected(self, replay: Replay, norms: Tensor, rows: int) -> dict[str, Tensor]:
+        """The clipped sum of one batch by plain autograd; checks the norms of a few samples."""
+        scale = 1.0
+        if self._takes_means and not self._has_losses and not replay.has_numbers:
+            scale = float(rows)
+        if self._clip == "per-layer":
+            return self._by_groups(replay, norms, rows, scale)
+        for sample in self._coin.sample(range(len(norms)), min(SAMPLES, len(norms))):
+            weights = torch.zeros(rows, dtype=torch.float64)
+            weights[sample] = scale
+            expected = float(joint_norm(replay.gradient(weights).values()))
+            self._check_norm(float(norms[sample]), expected, sample, float(norms.median()))
+        weights = torch.zeros(rows, dtype=torch.float64)
+        factors = [clip_factor(norm, self._bound, self._clip) for norm in norms.tolist()]
+        weights[: len(norms)] = torch.tensor(factors, dtype=torch.float64) * scale
+        return _widened(replay.gradient(weights, last=True))
+
+    def _by_groups(
+        self, replay: Replay, norms: Tensor, rows: int, scale: float
+    ) -> dict[str, Tensor]:
+        """Groups of parameters have factors of their own: every sample by itself."""
+        groups = None if self._groups is None else self._groups()
+        plain = PlainClipping(self._model, clip_norm=self._bound, clip="per-layer", groups=groups)
+        for sample in range(len(norms)):
+            weights = torch.zeros(rows, dtype=torch.float64)
+            weights[sample] = scale
+            plain.add_gradient(replay.gradient(weights))
+            found, expected = float(norms[sample]), float(plain.sample_norms[-1])
+            self._check_norm(found, expected, sample, float(norms.median()))
+        return plain.clipped_sum()
+
+    def _check_norm(self, found: float, expected: float, sample: int, typical: float) -> None:
+        tolerance = max(self._tolerance(), 2e-3)
+        low, high = (1 - tolerance) * expected, (1 + tolerance + NORM_ROOM) * expected
+        # Gradients far below their batch's typical one are all rounding.
+        slack = 1e-3 * typical
+        if not low - slack <= found <= high + slack:
+            raise RefereeError(
+                f"sample {sample} of a batch: a norm of {found:.6g}, where plain autograd finds "
+                f"{expected:.6g}; nothing was released: {_REMEDY}"
+            )
+        self.checks.norms += bool(self._compares)
+
+    # --- at the door -----------------------------------------------------------------------------
+
+    def inspect(
+        self, sums: Mapping[str, Tensor], *, count: int, drawn: int, are_whole: bool = True
+    ) -> None:
+        """Refuse sums that are not the clipped sums of the records drawn.
+
+        Without `are_whole` they are one process's rows of a total over several, and have no bound
+        of their own.
+        """
+        self.settle()
+        if count != drawn:
+            raise RefereeError(
+                f"{drawn} records were drawn and {count} are in the sums; nothing was released"
+            )
+        if are_whole:
+            self._check_bound(float(joint_norm(sums.values())), count)
+        is_whole = self._compares and self._total is not None and self._num_compared == count
+        if is_whole and count and self._total is not None:
+            self._compare(sums, self._total, self._engine.sample_norms.double().cpu())
+            self._kinds |= self._new_kinds
+            self._steps_compared += 1
+            self.checks.sums += 1
+        elif self._compares and count and self._num_compared < count and self._total is not None:
+            self.checks.not_made += 1
+            self.checks.reasons.add("the model was not called in a way that could be followed")
+
+    def check_bound(self, norm: float, *, count: int) -> None:
+        """‖sum‖ ≤ count · clip_norm, over all processes: the last look before the ledger."""
+        self._check_bound(norm, count)
+        self.checks.releases += 1
+
+    def _check_bound(self, norm: float, count: int) -> None:
+        """As for every clipped sum; of no record it is zero."""
+        most = count * self._bound * (1 + BOUND_ROOM) if count else 0.0
+        if not norm <= most or not math.isfinite(norm):
+            raise RefereeError(
+                f"a sum of norm {norm:.6g} over {count} records clipped to {self._bound:g}, which "
+                f"no clipped sum can have; nothing was released: {_REMEDY}"
+            )
+
+    def _compare(
+        self,
+        found: Mapping[str, Tensor],
+        expected: Mapping[str, Tensor],
+        norms: Tensor,
+    ) -> None:
+        """Refuse a sum that differs from the definition's by more than rounding."""
+        tolerance = self._tolerance()
+        clipped = [n * clip_factor(n, self._bound, self._clip) for n in norms.tolist()]
+        apart = {name: found[name] - expected[name].to(found[name]) for name in expected}
+        lengths = {name: float(joint_norm([part])) for name, part in apart.items()}
+        whole = float(joint_norm(expected.values()))
+        # Errors of single samples add up even where the samples themselves cancel.
+        scale = max(whole, math.hypot(*clipped))
+        distance = math.hypot(*lengths.values())
+        worst = max(lengths, key=lambda name: lengths[name])
+        along = sum(float((apart[n] * expected[n].to(apart[n])).sum()) for n in expected)
+        wrong = {worst} if not distance <= tolerance * scale else set()
+        if tolerance == HALF_TOLERANCE and abs(along) > ALONG_TOLERANCE * whole * scale:
+            wrong.add(worst)
+        for name, part in expected.items():
+            own = 5 * tolerance * float(joint_norm([part])) + tolerance / 4 * scale
+            if not lengths[name] <= own:
+                wrong.add(name)
+        if wrong:
+            name = max(wrong, key=lambda name: lengths[name])
+            raise RefereeError(
+                f"{name}: the sum of clipped gradients is {lengths[name] / scale:.2%} of its norm "
+                f"away from what plain autograd finds ({distance / scale:.2%} over all "
+                f"parameters); nothing was released: {_REMEDY}"
+            )
+
+    # --- the noise -------------------------------------------------------------------------------
+
+    def before_noise(self, sums: Mapping[str, Tensor]) -> None:
+        """Keep a few coordinates as they are before the noise."""
+        self._noise = []
+        on_host = all(tensor.device.type == "cpu" for tensor in sums.values())
+        often = on_host or self.checks.releases <= FIRST_NOISES or self._compares
+        if not often and self._coin.randrange(NOISE_TURNS):
+            return
+        names = [name for name, tensor in sums.items() if tensor.numel()]
+        sizes = [sums[name].numel() for name in names]
+        chosen = self._coin.choices(names, sizes, k=NOISE_COORDINATES) if names else []
+        if self._compares:
+            # Every tensor, where the step is looked at closely anyway.
+            chosen += names
+        for name in chosen:
+            at = self._coin.randrange(sums[name].numel())
+            self._noise.append((name, at, sums[name].view(-1)[at].clone()))
+
+    def after_noise(
+        self,
+        sums: Mapping[str, Tensor],
+        *,
+        stds: Mapping[str, float],
+        key: bytes,
+        places: Mapping[str, Place],
+        divide_by: float,
+    ) -> None:
+        """Recompute those coordinates from the key, by the definition."""
+        for name, at, before in self._noise:
+            group, first = places[name]
+            wide = sums[name].dtype == torch.float64
+            noise = stds[name] * normal(key, Place(group, first + at), wide=wide)
+            value, found = float(before), float(sums[name].view(-1)[at]) * divide_by
+            rounding = (1e-12 if wide else 1e-6) * (abs(value) + abs(found))
+            if not abs(found - value - noise) <= NOISE_ROOM * stds[name] + rounding:
+                raise RefereeError(
+                    f"{name}: coordinate {at} received noise of {found - value:.6g}, where the key "
+                    f"gives {noise:.6g}; nothing was released: {_REMEDY}"
+                )
+            self.checks.noise += 1
+        self._noise = []
+
+    # --- how close, how often --------------------------------------------------------------------
+
+    @property
+    def _device(self) -> str:
+        return next(self._model.parameters()).device.type
+
+    def _tolerance(self) -> float:
+        dtypes = {p.dtype for p in self._model.parameters() if p.requires_grad}
+        computed = {p.dtype for p in self._model.parameters() if p.is_floating_point()}
+        if self._half or computed & {torch.float16, torch.bfloat16}:
+            return HALF_TOLERANCE
+        if self._device == "cuda" and torch.backends.cuda.matmul.allow_tf32:
+            return TF32_TOLERANCE
+        return max(TOLERANCES.get(dtype, HALF_TOLERANCE) for dtype in dtypes)
+
+    def _is_affordable(self) -> bool:
+        if self._rate > DEFAULT_RATE:
+            return True
+        return self._seconds <= SHARE_OF_TIME * (time.perf_counter() - self._began)
+
+
+_REMEDY = (
+    "a kernel, the compiler or the hardware gives wrong numbers, or the model computes something "
+    "else each time it is run. Try strategy='instantiate', without torch.compile, and report it"
+)
+
+
+def _widened(grads: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {n: g if g.dtype == torch.float64 else g.float() for n, g in grads.items()}
+
+
+def _kind_of(model: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> Hashable:
+    """Batches that should take the same path: types, axes, and sizes to a factor of two."""
+    tensors = [leaf for leaf in tree_leaves((args, dict(kwargs))) if isinstance(leaf, Tensor)]
+    shapes = tuple((t.dtype, *(length.bit_length() for length in t.shape)) for t in tensors)
+    device = next(model.parameters()).device.type
+    return shapes, model.training, torch.is_autocast_enabled(device)

@@ -1,0 +1,163 @@
+"""The one door: sums come in, a private gradient goes out, and nothing else does.
+
+The order is the argument. The referee looks at the sums first, so that a fault costs nothing. The
+ledger entry is durable before any noise is drawn: a release that nobody wrote down would be spent
+unnoticed. The key of the noise depends on the entry and is forgotten with the step. The referee
+looks at the noise before the update sees it. Only the private gradient reaches the optimizer.
+
+No other code of this package calls a mechanism on sums of records or draws noise for them.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Protocol
+
+import torch
+
+from shuffled_dpsgd.core.clip import ClippedSums
+from shuffled_dpsgd.core.ledger import ReleaseLedger, fingerprint
+from shuffled_dpsgd.core.mechanism import Frame, Mechanism, Release, Watch, joint_norm
+from shuffled_dpsgd.core.referee import Checks
+from shuffled_dpsgd.core.streams import Streams
+from shuffled_dpsgd.errors import BudgetExhaustedError, RefereeError
+
+Tensors = dict[str, torch.Tensor]
+
+
+class Exchange(Protocol):
+    """How the sums of several processes become one release."""
+
+    def reduce(self, sums: Tensors) -> Tensors:
+        """This process's share of the total over all of them, a part of every tensor."""
+        ...
+
+    def norms(self, squares: torch.Tensor) -> torch.Tensor:
+        """Norms of whole tensors, from the squares of this process's shares of them."""
+        ...
+
+    def spread(self, shares: Tensors) -> Tensors:
+        """Whole private gradients from everybody's shares."""
+        ...
+
+
+class Alone:
+    """The exchange of a single process."""
+
+    def reduce(self, sums: Tensors) -> Tensors:
+        """The sums are the total."""
+        return sums
+
+    def norms(self, squares: torch.Tensor) -> torch.Tensor:
+        """The shares are whole."""
+        return squares.sqrt()
+
+    def spread(self, shares: Tensors) -> Tensors:
+        """The shares are whole."""
+        return shares
+
+
+class Inspector(Watch, Protocol):
+    """Who looks at a release: the referee, or nobody where an audit plants something in it."""
+
+    checks: Checks
+
+    def begin_step(self) -> None: ...
+
+    def inspect(
+        self, sums: Mapping[str, torch.Tensor], *, count: int, drawn: int, are_whole: bool
+    ) -> None: ...
+
+    def check_bound(self, norm: float, *, count: int) -> None: ...
+
+
+class Door:
+    """Makes the releases of a run; `exhausted` says whether the ledger has refused one.
+
+    `update` receives the private gradients. `fingerprinted` tells sums apart in a seeded run: over
+    all processes, where there are several. With `sharded`, a process has its rows of the total over
+    all of them, and not sums of its own. Engine, referee, ledger and mechanism are given for each
+    release, because audits replace them.
+    """
+
+    def __init__(
+        self,
+        *,
+        names: tuple[str, ...],
+        streams: Streams,
+        update: Callable[[Mapping[str, torch.Tensor]], None],
+        exchange: Exchange | None = None,
+        sharded: bool = False,
+        fingerprinted: Callable[[Mapping[str, torch.Tensor], bytes], str] = fingerprint,
+        timed: Callable[[str], AbstractContextManager[object]] = lambda part: nullcontext(),
+    ) -> None:
+        self.exhausted = False
+        self._names = names
+        self._streams = streams
+        self._update = update
+        self._exchange: Exchange = exchange or Alone()
+        self._sharded = sharded
+        self._fingerprinted = fingerprinted
+        self._timed = timed
+        self._inspected: tuple[int, Tensors] | None = None
+
+    def inspect(self, engine: ClippedSums, referee: Inspector, *, step: int, drawn: int) -> None:
+        """Have the referee look at this process's sums of `step`, of `drawn` records.
+
+        Raises:
+            RefereeError: they are not the clipped sums of those records.
+        """
+        self._inspected = None
+        clipped = engine.clipped_sum()
+        sums = {name: clipped[name].contiguous() for name in self._names}
+        count = engine.sample_norms.numel()
+        referee.inspect(sums, count=count, drawn=drawn, are_whole=not self._sharded)
+        self._inspected = step, sums
+
+    def release(
+        self,
+        *,
+        step: int,
+        count: int,
+        referee: Inspector,
+        ledger: ReleaseLedger,
+        mechanism: Mechanism,
+        frame: Frame | None = None,
+    ) -> Release:
+        """Make the inspected sums private, over `count` records of all processes, and update.
+
+        Raises:
+            RefereeError: nobody has looked at these sums, or their total or their noise is wrong.
+            BudgetExhaustedError: the ledger allows no further release; nothing was noised.
+        """
+        inspected, self._inspected = self._inspected, None
+        if inspected is None or inspected[0] != step:
+            raise RefereeError(f"the sums of step {step} were not inspected; nothing was released")
+        with self._timed("exchange"):
+            sums = self._exchange.reduce(inspected[1])
+        norm = self._exchange.norms(joint_norm(sums.values()).square().view(1))
+        referee.check_bound(float(norm), count=count)
+        with self._timed("ledger"):
+            key = self._record(sums, step, ledger)
+        with self._timed("noise"):
+            release = mechanism.privatize(sums, key=key, frame=frame, watch=referee)
+        del key
+        with self._timed("exchange"):
+            sums = self._exchange.spread(sums)
+        with self._timed("update"):
+            self._update(sums)
+        referee.begin_step()
+        return release
+
+    def _record(self, sums: Mapping[str, torch.Tensor], step: int, ledger: ReleaseLedger) -> bytes:
+        """Write the release down; returns the key of its noise, which is used once."""
+        secure = self._streams.secure
+        token = secrets.token_hex(16) if secure else self._fingerprinted(sums, ledger.key)
+        try:
+            entry = ledger.record(step=step, token=token)
+        except BudgetExhaustedError:
+            self.exhausted = True
+            raise
+        return self._streams.key("noise", step, attempt=entry.attempt)

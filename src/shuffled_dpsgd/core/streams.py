@@ -1,0 +1,128 @@
+"""Where every random number of a run comes from: ChaCha20 under keys of 256 bits.
+
+Fact established here: whoever does not know a key cannot tell its stream from random bits, nor
+compute one part of it from another (ChaCha20, RFC 8439). A statistical generator does not give
+that: its state can be solved for from its outputs, and noise that can be computed can be
+subtracted. A key belongs to one purpose at one step, and to one attempt at it.
+
+Without a seed, the key of the noise of a release comes from the operating system when the release
+is made and is kept nowhere. Keys of batches and permutations are derived from a secret that lives
+in memory, so that the same records come again until the step is released: a batch that was drawn
+and given up must not be replaced by a luckier one. Several processes share that secret.
+
+With a seed, every key is derived from it, and whoever knows the seed can remove the noise. The
+attempt is part of the key. So the same step released again with other sums has other noise.
+
+The stream comes from OpenSSL through the `cryptography` package. What remains to be believed is
+the operating system's entropy.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import secrets
+from typing import Literal
+
+import numpy as np
+import torch
+from cryptography.hazmat.primitives.ciphers import Cipher, algorithms
+from numpy.typing import NDArray
+
+from shuffled_dpsgd.errors import InvalidArgumentError
+
+# Seeded runs of another version draw other numbers. Records and checkpoints carry it.
+STREAM_VERSION = 2
+KEY_BYTES = 32
+WORDS_PER_BLOCK = 16
+MOST_WORDS = WORDS_PER_BLOCK << 32
+
+Purpose = Literal["sampling", "noise", "permutation", "loader", "augmentation"]
+
+
+def words(
+    key: bytes, first: int, count: int, *, stream: int = 0, group: int = 0
+) -> NDArray[np.int32]:
+    """Words `first` to `first + count` of one of a key's streams, as signed numbers of 32 bits.
+
+    Word w is in block w // 16, which is computed from the key and its own number alone. `stream`
+    and `group` are words of the nonce, so that streams of different numbers never overlap.
+
+    >>> whole = words(bytes(32), 0, 40)
+    >>> (words(bytes(32), 19, 3) == whole[19:22]).all()
+    np.True_
+    """
+    assert first >= 0
+    if first + count > MOST_WORDS:
+        raise InvalidArgumentError(
+            "count", expected=f"at most {MOST_WORDS} words of one stream", got=first + count
+        )
+    block, skipped = divmod(first, WORDS_PER_BLOCK)
+    nonce = b"".join(part.to_bytes(4, "little") for part in (block, stream, group, 0))
+    cipher = Cipher(algorithms.ChaCha20(key, nonce), mode=None).encryptor()
+    buffer = bytearray(4 * (skipped + count))
+    cipher.update_into(buffer, buffer)
+    return np.frombuffer(buffer, dtype="<i4")[skipped:]
+
+
+def fresh_key() -> bytes:
+    """A key from the operating system."""
+    return secrets.token_bytes(KEY_BYTES)
+
+
+class Streams:
+    """The keys of one run; `seed=None` means that nobody can compute them.
+
+    `secret` is what several processes of one run share; by default this process draws its own.
+
+    >>> Streams(seed=1).key("noise", 0) == Streams(seed=1).key("noise", 0)
+    True
+    >>> Streams(seed=1).key("noise", 0) == Streams(seed=1).key("noise", 0, attempt=1)
+    False
+    """
+
+    def __init__(self, seed: int | None = None, *, secret: bytes | None = None) -> None:
+        if seed is not None and seed < 0:
+            raise InvalidArgumentError("seed", expected="a non-negative integer", got=seed)
+        self._seed = seed
+        self._secret = secret or fresh_key()
+
+    @property
+    def secure(self) -> bool:
+        """Whether the keys come from the operating system."""
+        return self._seed is None
+
+    def renew(self, secret: bytes | None = None) -> None:
+        """Draw other batches and permutations from here on, where no seed decides.
+
+        For a run that goes back to an earlier step: what is released anew is drawn anew.
+        """
+        self._secret = secret or fresh_key()
+
+    def key(self, purpose: Purpose, step: int, index: int = 0, *, attempt: int = 0) -> bytes:
+        """The key of one purpose at one step; that of noise is another at every call.
+
+        In a seeded run it is the same at every call, and depends on the attempt.
+        """
+        if self._seed is None and purpose == "noise":
+            return fresh_key()
+        root = self._secret if self._seed is None else f"seed:{self._seed}".encode()
+        label = f"shuffled-dpsgd:{STREAM_VERSION}:{purpose}:{step}:{index}:{attempt}"
+        return hmac.new(root, label.encode(), hashlib.sha256).digest()
+
+    def generator(self, purpose: Purpose, step: int, index: int = 0) -> torch.Generator:
+        """A torch generator on the CPU, for what privacy does not rest on: loaders, augmentation.
+
+        It keeps 64 bits of the key at most, and is no cryptographic generator.
+        """
+        seed = int.from_bytes(self.key(purpose, step, index)[:8], "little") >> 1
+        return torch.Generator().manual_seed(seed)
+
+
+def uniform_keys(key: bytes, count: int) -> NDArray[np.int64]:
+    """Independent uniform numbers of 63 bits: sorting them gives a uniform permutation.
+
+    Two of n are equal with probability below n²/2^64.
+    """
+    wide = words(key, 0, 2 * count).view("<i8")
+    return wide & np.iinfo(np.int64).max

@@ -8,7 +8,7 @@ export HF_HUB_OFFLINE ?= 1
 # Modules stay compiled for the next process, whatever the shell says: tests start many.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-slow test-gpu test-kernels check size format clean
+.PHONY: demo test test-slow test-gpu test-kernels attack check size format clean
 
 demo: $(STAMP)
 	rm -rf runs/demo
@@ -27,6 +27,10 @@ test-gpu:
 # Compiles all kernels on four releases of Triton, fetched by name; needs no GPU.
 test-kernels: $(STAMP)
 	$(BIN)/python -m benchmarks.compile_kernels --triton 3.6 3.7 3.8 3.9
+
+# Computes the noise of a private step from its weights: the old generator's, and tries today's.
+attack: $(STAMP)
+	PYTHONPATH=tests $(BIN)/python -m attacks
 
 check: $(STAMP) size
 	$(BIN)/ruff check .

@@ -180,11 +180,13 @@ def other_launches() -> Iterator[Launch]:
     ):
         yield Launch(name="padding", run=run)
     yield Launch(name="weights", run=lambda: casts.copy_all([empty(5000)], [floats(5000)]))
+    from shuffled_dpsgd.core.noise import Place
+
     noise = importlib.import_module("shuffled_dpsgd.training.triton_noise")
     yield Launch(
         name="sums",
         run=lambda: noise.add_normal_(
-            floats(9000), key=(1, 2, 3, 1 << 31), first=0, std=1.0, divide_by=2.0
+            floats(9000), key=bytes(32), place=Place(0, 700), std=1.0, divide_by=2.0
         ),
     )
 

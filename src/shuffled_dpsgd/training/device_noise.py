@@ -1,6 +1,8 @@
 """Noise where the sums are: a kernel on a GPU, the core's definition everywhere else.
 
 Both compute the same numbers from the same key, to rounding, and the referee recomputes some.
+Whether the kernel serves on a device is found by comparing it with the definition, once in a
+process. Where it does not, noise is drawn on the CPU and copied.
 """
 
 from __future__ import annotations
@@ -9,8 +11,14 @@ from collections.abc import Mapping
 
 import torch
 
-from shuffled_dpsgd.core.noise import GaussianNoise, Place, check_sums
-from shuffled_dpsgd.runtime.routes import took
+from shuffled_dpsgd.core.noise import GaussianNoise, Place, check_sums, normals, number
+from shuffled_dpsgd.runtime.routes import Route, expect, expect_close, took
+from shuffled_dpsgd.runtime.triton_support import triton_available
+from shuffled_dpsgd.training.flat import abutting, as_flat
+
+# Not a run's key, and never used for noise. Half of its bytes have their highest bit set.
+_TRIAL_KEY = bytes(range(112, 144))
+_TRIAL_PLACE, _TRIAL_SIZE = Place(1, 4080), 9008
 
 
 class DeviceNoise:
@@ -30,5 +38,73 @@ class DeviceNoise:
     ) -> None:
         """Add N(0, stds[name]²) to every coordinate of every tensor, then divide."""
         check_sums(tensors, stds)
-        took("noise", "chacha")
-        self._plain.add_(tensors, stds, key=key, places=places, divide_by=divide_by)
+        places = number(tensors) if places is None else places
+        served = {name: tensor for name, tensor in tensors.items() if may_take_kernel(tensor)}
+        if served:
+            took("noise", "triton")
+            add_by_kernel_(served, stds, key=key, places=places, divide_by=divide_by)
+        others = {name: tensor for name, tensor in tensors.items() if name not in served}
+        if others:
+            took("noise", "chacha")
+            own = {name: stds[name] for name in others}
+            self._plain.add_(others, own, key=key, places=places, divide_by=divide_by)
+
+
+def add_by_kernel_(
+    tensors: Mapping[str, torch.Tensor],
+    stds: Mapping[str, float],
+    *,
+    key: bytes,
+    places: Mapping[str, Place],
+    divide_by: float,
+) -> None:
+    """The same for float32 sums, by the kernel: one launch where memory, place and std go on."""
+    from shuffled_dpsgd.training.triton_noise import add_normal_
+
+    # Neighbours in memory are one stretch only if their numbers are neighbours as well.
+    names = [name for name, tensor in tensors.items() if tensor.numel()]
+    sums = [tensors[name] for name in names]
+    labels = [
+        (places[name].group, stds[name], places[name].first - int(tensor.storage_offset()))
+        for name, tensor in zip(names, sums, strict=True)
+    ]
+    done = 0
+    for run in abutting(sums, labels):
+        name = names[done]
+        done += len(run)
+        flat = as_flat(run).detach()
+        add_normal_(flat, key=key, place=places[name], std=stds[name], divide_by=divide_by)
+
+
+def may_take_kernel(tensor: torch.Tensor) -> bool:
+    """Whether the kernel serves these sums."""
+    on_gpu = tensor.device.type == "cuda" and tensor.dtype == torch.float32
+    return on_gpu and triton_available() and ROUTE.serves(tensor.device)
+
+
+def try_kernel(device: torch.device) -> None:
+    """Some thousand numbers against the definition, in the middle of a guarded buffer."""
+    guarded = torch.full((_TRIAL_SIZE + 64,), 9.0, device=device, dtype=torch.float32)
+    add_by_kernel_(
+        {"sums": guarded[32:-32]},
+        {"sums": 0.5},
+        key=_TRIAL_KEY,
+        places={"sums": _TRIAL_PLACE},
+        divide_by=4.0,
+    )
+    group, first = _TRIAL_PLACE
+    numbers = normals(_TRIAL_KEY, group, 0, first + _TRIAL_SIZE)[first:]
+    expect_close(guarded[32:-32], (9.0 + 0.5 * numbers) / 4.0, rtol=1e-5, what="noise")
+    is_guarded = bool((guarded[:32] == 9.0).all() & (guarded[-32:] == 9.0).all())
+    expect(is_guarded, "noise outside the sums")
+
+
+# Not remembered: the verdict depends on the core's definition as much as on the kernel.
+ROUTE = Route(
+    name="Noise in Triton",
+    package="shuffled_dpsgd.training.triton_noise",
+    instead="The CPU draws it",
+    cost="every step waits for noise to be drawn there and copied",
+    trial=try_kernel,
+    is_remembered=False,
+)

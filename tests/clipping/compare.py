@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from clipping.tiny_models import Inputs, Losses
 from shuffled_dpsgd.clipping import ClippingEngine
-from shuffled_dpsgd.core.clip import ReferenceSum, clipped_sum_reference
+from shuffled_dpsgd.clipping.reference import ReferenceSum, clipped_sum_reference
 
 
 def split(inputs: Inputs) -> list[Inputs]:

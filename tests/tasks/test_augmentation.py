@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from shuffled_dpsgd.core.clip import clipped_sum_reference
+from shuffled_dpsgd.clipping.reference import clipped_sum_reference
 from shuffled_dpsgd.errors import InvalidArgumentError
 from shuffled_dpsgd.tasks import build_task, digits, parse_config, start_private
 from shuffled_dpsgd.tasks.augmentation import ImageViews

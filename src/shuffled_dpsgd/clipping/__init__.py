@@ -9,6 +9,6 @@ from __future__ import annotations
 
 from shuffled_dpsgd.clipping.engine import ClippingEngine
 from shuffled_dpsgd.clipping.plan import Plan, PlanRow
-from shuffled_dpsgd.core.clip import ReferenceSum, clipped_sum_reference
+from shuffled_dpsgd.clipping.reference import ReferenceSum, clipped_sum_reference
 
 __all__ = ["ClippingEngine", "Plan", "PlanRow", "ReferenceSum", "clipped_sum_reference"]

@@ -9,11 +9,10 @@ deliver the same sums, and the referee compares (`referee.py`).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from itertools import chain
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -134,34 +133,6 @@ class PlainClipping:
     def lifted(self) -> AbstractContextManager[None]:
         """Nothing is attached to the model, so there is nothing to take off."""
         return nullcontext()
-
-
-@dataclass(frozen=True, kw_only=True)
-class ReferenceSum:
-    """What the definition found: each sample's norm before clipping, and the clipped sum."""
-
-    sample_norms: Tensor
-    clipped_sum: dict[str, Tensor]
-
-
-def clipped_sum_reference(
-    model: nn.Module,
-    per_example_loss_fn: Callable[[nn.Module, Any], Tensor],
-    examples: Iterable[Any],
-    clip_norm: float = 1.0,
-    clip: str = "flat",
-    groups: Sequence[Sequence[str]] | None = None,
-) -> ReferenceSum:
-    """The clipped sum of a batch given as single examples; what fast paths are compared with.
-
-    `per_example_loss_fn` maps (model, example) to the scalar loss of that example. The model's
-    `.grad` fields are left alone. A model that calls `backward()` inside its backward (Reformer's
-    reversible layers) keeps gradients from us there.
-    """
-    sums = PlainClipping(model, clip_norm=clip_norm, clip=clip, groups=groups)
-    for example in examples:
-        sums.add(per_example_loss_fn(model, example))
-    return ReferenceSum(sample_norms=sums.sample_norms, clipped_sum=sums.clipped_sum())
 
 
 def _norm(grads: Iterable[Tensor]) -> float:

@@ -10,7 +10,7 @@ import hashlib
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from shuffled_dpsgd.core.claim import Adjacency, PrivacyClaim
@@ -168,23 +168,9 @@ class PrivacyPlan:
 
     def fingerprint(self) -> str:
         """Equal for equal plans; what ledgers and checkpoints know their run by."""
-        text = json.dumps(self._comparable(), sort_keys=True)
+        text = json.dumps(self.comparable(), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:32]
 
-    def differences(self, fingerprints: dict[str, str]) -> list[str]:
-        """Names of the fields whose fingerprints differ from those of another plan."""
-        mine = self.field_fingerprints()
-        return sorted(
-            key for key in mine.keys() | fingerprints if mine.get(key) != fingerprints.get(key)
-        )
-
-    def field_fingerprints(self) -> dict[str, str]:
-        """One hash per field, so that a refusal can name what differs without storing the seed."""
-        return {
-            key: hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
-            for key, value in self._comparable().items()
-        }
-
-    def _comparable(self) -> dict[str, Any]:
-        data = asdict(self)
-        return {field.name: data[field.name] for field in fields(self)}
+    def comparable(self) -> dict[str, Any]:
+        """Every field, the seed included, as plain data."""
+        return asdict(self)

@@ -50,6 +50,7 @@ from shuffled_dpsgd.training.global_randomness import (
     seed_rank,
     set_global_randomness,
 )
+from shuffled_dpsgd.training.plan_identity import differences, field_fingerprints
 from shuffled_dpsgd.training.private import PrivateTraining
 
 _STATE, _RUN = "state.pt", "run.json"
@@ -209,7 +210,7 @@ def _read(private: PrivateTraining, path: Path, extras: Mapping[str, Stateful]) 
     source = choose_checkpoint(path)
     verify_files(source, _files_to_verify(source, private))
     run = json.loads((source / _RUN).read_text(encoding="utf-8"))
-    differing = private.plan.differences(run["plan"])
+    differing = differences(private.plan, run["plan"])
     if differing:
         raise CheckpointError(
             f"{source}: belongs to another plan, which differs in {', '.join(differing)}; "
@@ -313,7 +314,7 @@ def _state(
 
 def _run(private: PrivateTraining) -> dict[str, Any]:
     return {
-        "plan": private.plan.field_fingerprints(),
+        "plan": field_fingerprints(private.plan),
         "spec": _spec_hash(private),
         "streams": STREAM_VERSION,
         "releases": [list(entry) for entry in private.ledger.entries()],

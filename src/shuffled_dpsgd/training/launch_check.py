@@ -24,6 +24,7 @@ from shuffled_dpsgd.errors import InvalidArgumentError
 from shuffled_dpsgd.permutation import PermutationSpec
 from shuffled_dpsgd.training.data import MapStyle
 from shuffled_dpsgd.training.global_randomness import randomness_kept, seed_rank
+from shuffled_dpsgd.training.plan_identity import field_fingerprints
 from shuffled_dpsgd.training.record_digest import digest
 
 if TYPE_CHECKING:
@@ -98,7 +99,7 @@ def _facts(
     kinds = {n: (tuple(p.shape), str(p.dtype)) for n, p in model.named_parameters()}
     trained = [name for name, p in model.named_parameters() if p.requires_grad]
     groups = None if spec is None else spec.to_json()
-    marks = plan.field_fingerprints()
+    marks = field_fingerprints(plan)
     return {
         "version of Python": platform.python_version(),
         **{f"version of {name}": _version(name) for name in _PACKAGES},

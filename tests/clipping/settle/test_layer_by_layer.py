@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from shuffled_dpsgd.clipping import ClippingEngine
-from shuffled_dpsgd.core.clip import clipped_sum_reference
+from shuffled_dpsgd.clipping.reference import clipped_sum_reference
 from shuffled_dpsgd.errors import InvalidArgumentError
 
 

@@ -369,3 +369,26 @@ def with_adapters(model: Any) -> Any:
     torch.manual_seed(7)
     config = peft.LoraConfig(r=2, lora_alpha=4, task_type="SEQ_CLS", lora_dropout=0.0)
     return peft.get_peft_model(model, config).double()
+
+
+def faulty_exchange(fault: str) -> None:
+    """An exchange that loses a rank's sums, counts them twice, or mixes coordinates up."""
+    case = mlp_case()
+    private = start(case)
+    private.sampler = FixedSampler([1, 2, 3, 4])
+    exchange: Any = private._door._exchange
+    reduce, rank = exchange.reduce, current_world().rank
+
+    def bent(sums: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        if fault == "lost" and rank == 1:
+            sums = {name: torch.zeros_like(total) for name, total in sums.items()}
+        if fault == "twice" and rank == 1:
+            sums = {name: 2.0 * total for name, total in sums.items()}
+        shares: dict[str, torch.Tensor] = reduce(sums)
+        if fault == "mixed" and rank == 0:
+            largest = max(shares.values(), key=torch.numel)
+            largest.copy_(largest.flip(0))
+        return shares
+
+    exchange.reduce = bent
+    run(private, case)

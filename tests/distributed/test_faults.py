@@ -102,3 +102,11 @@ def test_processes_that_have_not_joined_are_refused(monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(InvalidArgumentError, match=r"2 processes of a launcher, each on its own"):
         current_world()
+
+
+@pytest.mark.parametrize("fault", ["lost", "twice", "mixed"])
+def test_an_exchange_that_gives_other_sums_is_stopped(launcher: Launcher, fault: str) -> None:
+    launcher.start(HERE, "faulty_exchange", fault=fault)
+    assert launcher.wait() == [1, 1]
+    for rank in (0, 1):
+        assert "RefereeError: step 0: the total over all processes" in launcher.error(rank)

@@ -111,8 +111,7 @@ class ShuffledGaussianMechanism:
     """Algorithm 1's lines from the batch clip to the division, for the blocks of one plan.
 
     Where the sums are one rank's share of them, `places` says which coordinates they are, and
-    `whole_norms` turns the squares of the shares' norms, one for each block, into the norms of the
-    blocks.
+    `total` adds up the squares of the shares' norms, one for each block, over all ranks.
     """
 
     def __init__(
@@ -121,12 +120,12 @@ class ShuffledGaussianMechanism:
         noise: NoiseSource,
         *,
         places: Mapping[str, Place] | None = None,
-        whole_norms: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        total: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> None:
         self._plan = plan
         self._noise = noise
         self._places = places
-        self._whole_norms = whole_norms
+        self._total = total
 
     def privatize(
         self,
@@ -139,8 +138,8 @@ class ShuffledGaussianMechanism:
         """Make `sums` private in place, with noise from `key`."""
         plan = self._plan
         norms = torch.stack([joint_norm(sums[n] for n in b.parameters) for b in plan.blocks])
-        if self._whole_norms is not None:
-            norms = self._whole_norms(norms.square())
+        if self._total is not None:
+            norms = self._total(norms.square()).sqrt()
         released = [
             self._clip(block, [sums[name] for name in block.parameters], norm)
             for block, norm in zip(plan.blocks, norms, strict=True)

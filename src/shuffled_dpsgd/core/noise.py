@@ -149,6 +149,20 @@ class GaussianNoise:
                 flat.add_(own.to(flat.device), alpha=stds[name]).div_(divide_by)
 
 
+def sketch(
+    tensors: Mapping[str, torch.Tensor], *, key: bytes, places: Mapping[str, Place] | None = None
+) -> float:
+    """The inner product with the noise of a key: parts of a release add up to the whole's."""
+    total = 0.0
+    for group, first, part in _pieces(tensors, places or number(tensors)):
+        size = max(place + flat.numel() for _, place, flat in part) - first
+        numbers = normals(key, group, first, size).double()
+        for _, place, flat in part:
+            own = numbers[place - first : place - first + flat.numel()]
+            total += float(torch.dot(flat.double().cpu(), own))
+    return total
+
+
 def check_sums(tensors: Mapping[str, torch.Tensor], stds: Mapping[str, float]) -> None:
     """Refuse sums that noise cannot be added to as it should be."""
     if tensors.keys() != stds.keys():

@@ -10,6 +10,7 @@ No other code of this package calls a mechanism on sums of records or draws nois
 
 from __future__ import annotations
 
+import math
 import secrets
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -20,22 +21,30 @@ import torch
 from shuffled_dpsgd.core.clip import ClippedSums
 from shuffled_dpsgd.core.ledger import ReleaseLedger, fingerprint
 from shuffled_dpsgd.core.mechanism import Frame, Mechanism, NoiseWatch, Release, joint_norm
-from shuffled_dpsgd.core.referee import Checks
+from shuffled_dpsgd.core.noise import Place, sketch
+from shuffled_dpsgd.core.referee import FIRST_STEPS, Checks
 from shuffled_dpsgd.core.streams import RandomStreams
 from shuffled_dpsgd.errors import BudgetExhaustedError, RefereeError
 
 Tensors = dict[str, torch.Tensor]
+EXCHANGE_RATE = 1 / 64
+# Rounding of the sums of an exchange, relative to the sum of the norms that go into it.
+EXCHANGE_ROOM = 1e-4
 
 
 class Exchange(Protocol):
     """How the sums of several processes become one release."""
 
+    def places(self) -> Mapping[str, Place]:
+        """Which coordinates of the release this process makes private."""
+        ...
+
     def reduce(self, sums: Tensors) -> Tensors:
         """This process's share of the total over all of them, a part of every tensor."""
         ...
 
-    def norms(self, squares: torch.Tensor) -> torch.Tensor:
-        """Norms of whole tensors, from the squares of this process's shares of them."""
+    def total(self, values: torch.Tensor) -> torch.Tensor:
+        """The sum of a few numbers over all processes."""
         ...
 
     def spread(self, shares: Tensors) -> Tensors:
@@ -124,8 +133,8 @@ class Door:
         _, sums, norm = inspected
         if self._exchange is not None:
             with self._timed("exchange"):
-                sums = self._exchange.reduce(sums)
-            norm = float(self._exchange.norms(joint_norm(sums.values()).square().view(1)))
+                sums = self._reduced(self._exchange, sums, norm, step)
+            norm = math.sqrt(float(self._exchange.total(joint_norm(sums.values()).square())))
         referee.check_bound(norm, count=count)
         with self._timed("ledger"):
             key = self._record(sums, step, ledger)
@@ -139,6 +148,27 @@ class Door:
             self._update(sums)
         referee.begin_step()
         return release
+
+    def _reduced(self, exchange: Exchange, sums: Tensors, norm: float, step: int) -> Tensors:
+        """This process's share of the total; refuses shares that are not shares of these sums.
+
+        Inner products with one and the same random vector, of the sums before and of the shares
+        after, add up to the same number over all processes. Looked at in the first steps and at
+        random. Processes that keep rows of a total have nothing to add up here.
+        """
+        if self._sharded or not (step < FIRST_STEPS or self._streams.coin(step, EXCHANGE_RATE)):
+            return exchange.reduce(sums)
+        key = self._streams.key("checks", step, 1)
+        before = sketch(sums, key=key)
+        shares = exchange.reduce(sums)
+        after = sketch(shares, key=key, places=exchange.places())
+        found = exchange.total(torch.tensor([before, after, norm], dtype=torch.float64))
+        if not abs(float(found[0] - found[1])) <= EXCHANGE_ROOM * float(found[2]):
+            raise RefereeError(
+                f"step {step}: the total over all processes is not what they put in; nothing was "
+                "released: the exchange between them is at fault"
+            )
+        return shares
 
     def _record(self, sums: Mapping[str, torch.Tensor], step: int, ledger: ReleaseLedger) -> bytes:
         """Write the release down; returns the key of its noise, which is used once."""

@@ -37,7 +37,7 @@ KEY_BYTES = 32
 WORDS_PER_BLOCK = 16
 MOST_WORDS = WORDS_PER_BLOCK << 32
 
-Purpose = Literal["sampling", "noise", "permutation", "loader", "augmentation"]
+Purpose = Literal["sampling", "noise", "permutation", "checks", "loader", "augmentation"]
 
 
 def words(
@@ -109,6 +109,11 @@ class RandomStreams:
         root = self._secret if self._seed is None else f"seed:{self._seed}".encode()
         label = f"shuffled-dpsgd:{STREAM_VERSION}:{purpose}:{step}:{index}:{attempt}"
         return hmac.new(root, label.encode(), hashlib.sha256).digest()
+
+    def coin(self, step: int, rate: float) -> bool:
+        """Whether a step is looked at closely: the same on all processes of a run."""
+        drawn = int.from_bytes(self.key("checks", step)[:6], "little")
+        return drawn < rate * 2**48
 
     def generator(self, purpose: Purpose, step: int, index: int = 0) -> torch.Generator:
         """A torch generator on the CPU, for what privacy does not rest on: loaders, augmentation.

@@ -9,25 +9,15 @@ Both together move as much as one all-reduce.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Protocol
 
 import torch
 
 from shuffled_dpsgd.core.noise import Place
-from shuffled_dpsgd.core.release import Exchange
 from shuffled_dpsgd.distributed.parts import Numbering
 from shuffled_dpsgd.distributed.world import World
 from shuffled_dpsgd.runtime.shards import Span
 
 Tensors = dict[str, torch.Tensor]
-
-
-class RankExchange(Exchange, Protocol):
-    """What happens to sums between the backward and the mechanism, and after it."""
-
-    def places(self) -> Mapping[str, Place] | None:
-        """Which coordinates this rank makes private; None for all of them."""
-        ...
 
 
 class ReplicatedSums:
@@ -57,9 +47,9 @@ class ReplicatedSums:
             shares |= self._cut(group, vector)
         return {name: shares[name] for name in sums}
 
-    def norms(self, squares: torch.Tensor) -> torch.Tensor:
-        """Norms of whole blocks, from the squares of this rank's shares of them."""
-        return self._world.add_(squares).sqrt()
+    def total(self, values: torch.Tensor) -> torch.Tensor:
+        """The sum of a few numbers over all ranks."""
+        return self._world.add_(values.clone())
 
     def spread(self, shares: Tensors) -> Tensors:
         """Whole private gradients from every rank's share, which `reduce` has laid out."""

@@ -67,9 +67,9 @@ class ShardedSums:
         """The sums: they are this rank's rows of the total already."""
         return sums
 
-    def norms(self, squares: torch.Tensor) -> torch.Tensor:
-        """Norms of whole blocks, from the squares of this rank's rows of them."""
-        return self._world.add_(squares).sqrt()
+    def total(self, values: torch.Tensor) -> torch.Tensor:
+        """The sum of a few numbers over all ranks."""
+        return self._world.add_(values.clone())
 
     def spread(self, shares: Tensors) -> Tensors:
         """The shares: a rank updates its own rows."""

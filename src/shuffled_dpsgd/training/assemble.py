@@ -176,7 +176,7 @@ def assemble(
             plan,
             DeviceNoise(),
             places=None if exchange is None else exchange.places(),
-            whole_norms=None if exchange is None else exchange.norms,
+            total=None if exchange is None else exchange.total,
         ),
         ledger=_ledger(world, plan, options.ledger_path),
         streams=streams,

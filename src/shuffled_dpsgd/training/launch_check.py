@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shuffled_dpsgd.core.plan import PrivacyPlan
+from shuffled_dpsgd.core.release import Exchange
 from shuffled_dpsgd.distributed.agreement import agree
-from shuffled_dpsgd.distributed.exchange import RankExchange, ReplicatedSums
+from shuffled_dpsgd.distributed.exchange import ReplicatedSums
 from shuffled_dpsgd.distributed.world import World
 from shuffled_dpsgd.errors import InvalidArgumentError
 from shuffled_dpsgd.permutation import PermutationSpec
@@ -42,7 +43,7 @@ def join_ranks(
     plan: PrivacyPlan,
     spec: PermutationSpec | None,
     sharding: ShardedModel | None = None,
-) -> RankExchange | None:
+) -> Exchange | None:
     """Compare the launch on all ranks, give all of them rank 0's weights; None for one process.
 
     Of a sharded model every rank has its own weights, and buffers alone are rank 0's.

@@ -21,10 +21,9 @@ from shuffled_dpsgd.core.ledger import Ledger
 from shuffled_dpsgd.core.mechanism import Mechanism
 from shuffled_dpsgd.core.plan import PrivacyPlan
 from shuffled_dpsgd.core.referee import DEFAULT_RATE, Referee
-from shuffled_dpsgd.core.release import Door, Inspector
+from shuffled_dpsgd.core.release import Door, Exchange, Inspector
 from shuffled_dpsgd.core.sampler import Sampler
 from shuffled_dpsgd.core.streams import RandomStreams, fresh_key
-from shuffled_dpsgd.distributed.exchange import RankExchange
 from shuffled_dpsgd.distributed.world import Alone, World
 from shuffled_dpsgd.errors import InvalidArgumentError
 from shuffled_dpsgd.permutation import Permutation, PermutationSpec
@@ -76,7 +75,7 @@ class PrivateTraining:
         spec: PermutationSpec | None,
         physical_batch_size: int,
         world: World | None = None,
-        exchange: RankExchange | None = None,
+        exchange: Exchange | None = None,
         sharding: ShardedModel | None = None,
         check_rate: float = DEFAULT_RATE,
     ) -> None:

@@ -6,15 +6,16 @@ import time
 
 import numpy as np
 
-from attacks.recover import halves, recover
+from attacks.recover import Layout, halves, recover, tiles
 from attacks.victims import NOISE_STD, Step, old_step, real_step
+from shuffled_dpsgd.core.noise import LANES
 
 
-def attack(step: Step) -> None:
+def attack(step: Step, layout: Layout) -> None:
     """Try to predict noise that the attack has not used, and print how well it went."""
     started = time.perf_counter()
     seen, size = step.seen, step.before.size
-    found = recover(seen, halves(size))
+    found = recover(seen, layout)
     seconds = f"{time.perf_counter() - started:.1f} s"
     if found is None:
         print(f"  no state of the generator explains what was seen (proved in {seconds})")
@@ -30,6 +31,10 @@ def attack(step: Step) -> None:
 
 if __name__ == "__main__":
     print("One SGD step with noise from SFC64, the generator until November 2026:", flush=True)
-    attack(old_step(seed=int(time.time()))[0])
+    old = old_step(seed=int(time.time()))[0]
+    attack(old, halves(old.before.size))
     print("One SGD step of make_private, default settings, no seed:", flush=True)
-    attack(real_step())
+    real = real_step()
+    attack(real, halves(real.before.size))
+    print("The same step, with the words of its noise put together as the library uses them:")
+    attack(real, tiles(real.before.size, LANES))

@@ -89,6 +89,12 @@ def halves(size: int) -> Layout:
     return Layout(cosines=cosines, sines=cosines + pairs, first_half=pairs)
 
 
+def tiles(size: int, lanes: int) -> Layout:
+    """The library's layout today: tiles of as many first members as second ones, angles apart."""
+    whole = np.arange(size // (2 * lanes) * 2 * lanes).reshape(-1, 2, lanes)
+    return Layout(cosines=whole[:, 0].ravel(), sines=whole[:, 1].ravel(), first_half=0)
+
+
 def recover(seen: Observation, layout: Layout) -> Recovered | None:
     """The generator of this noise, or None where no state of SFC64 explains it.
 

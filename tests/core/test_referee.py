@@ -350,6 +350,29 @@ def test_inputs_changed_after_the_forward_are_not_replayed() -> None:
     assert not model._forward_pre_hooks
 
 
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize("fault", ["", "scaled", "dropout"])
+def test_batches_that_a_compiler_ran_are_compared_too(fault: str) -> None:
+    torch._dynamo.reset()
+    dropout = nn.Dropout(0.5 if fault == "dropout" else 0.0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), dropout, nn.Linear(8, 3))
+    compiled = torch.compile(model, backend="aot_eager")
+    private = start(model, num_steps=4)
+    if fault == "scaled":
+        scaled(1.05)(private)
+    sentences = Sentences()
+    data = torch.utils.data.TensorDataset(sentences.ids.float() / 30, sentences.labels)
+    with pytest.raises(RefereeError) if fault == "scaled" else nullcontext():
+        for x, y in private.batches(data):
+            private.backward(F.cross_entropy(compiled(x), y, reduction="none"))
+            private.step()
+    checks = private.referee.checks
+    assert private.ledger.spent == (0 if fault == "scaled" else 4)
+    assert checks.sums == (FIRST_STEPS if fault == "" else 0)
+    assert (checks.not_made > 0) == (fault == "dropout")
+
+
 @contextmanager
 def torch_state_kept() -> Iterator[None]:
     before = torch.get_rng_state()

@@ -32,7 +32,7 @@ from shuffled_dpsgd.distributed import current_world
 from shuffled_dpsgd.distributed.borrowed import BorrowedGraph
 from shuffled_dpsgd.distributed.lending import Lending
 from shuffled_dpsgd.distributed.sharded_sums import ShardedSums
-from shuffled_dpsgd.errors import UnsupportedModuleError
+from shuffled_dpsgd.errors import RefereeError, UnsupportedModuleError
 from shuffled_dpsgd.integrations.hf_conflicts import check_model
 from shuffled_dpsgd.permutation import apply, discover, draw
 from shuffled_dpsgd.tasks.averaging import ShardedAverage
@@ -594,4 +594,32 @@ def refusals() -> dict[str, str]:
         "frame": attempt(fully_shard(square()), noise_frame="unshuffled", shuffle="every-step"),
         "trainer": refusal(lambda: check_model(fully_shard(square()), "off")),
         "size": attempt(fully_shard(square()), physical_batch_size=2 + rank),
+    }
+
+
+def refereed(fault: str) -> dict[str, Any]:
+    """A few steps with or without a fault in the sums of rank 1; says what was compared."""
+    case = CASES["bert"](torch.float32)
+    private = start(case, check_rate=1.0)
+    inner = private.engine.clipped_sum
+
+    def bent() -> dict[str, torch.Tensor]:
+        sums = {name: total.clone() for name, total in inner().items()}
+        if fault == "scaled" and current_world().rank == 1:
+            for total in sums.values():
+                total.mul_(1.05)
+        return sums
+
+    private.engine.clipped_sum = bent  # type: ignore[method-assign]
+    said = ""
+    try:
+        run(private, case)
+    except RefereeError as error:
+        said = str(error)
+    checks = private.referee.checks
+    return {
+        "said": said,
+        "sums": checks.sums,
+        "spent": private.ledger.spent,
+        "not": checks.not_made,
     }

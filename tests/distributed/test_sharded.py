@@ -215,3 +215,14 @@ def test_what_cannot_be_sharded_is_refused_by_name(launcher: Launcher) -> None:
     assert set(one) == set(named)
     for name, words in named.items():
         assert words in one[name], (name, one[name])
+
+
+def test_sums_of_shards_are_compared_with_a_stock_backward(launcher: Launcher) -> None:
+    for one in launcher.run(HERE, "refereed", fault=""):
+        assert one["said"] == ""
+        assert one["sums"] == one["spent"] > 0
+        assert one["not"] == 0
+    healthy, faulty = launcher.run(HERE, "refereed", fault="scaled")
+    assert "the sum of clipped gradients is" in faulty["said"]
+    assert "another process" in healthy["said"]
+    assert healthy["spent"] == faulty["spent"] == 0

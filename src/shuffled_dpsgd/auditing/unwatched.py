@@ -22,6 +22,9 @@ class Unwatched:
     def inspect(self, sums: Any, *, norm: float | None, count: int, drawn: int) -> None:
         """Every sum passes."""
 
+    def inspect_rows(self, sums: Any) -> None:
+        """All rows pass."""
+
     def check_bound(self, norm: float, *, count: int) -> None:
         """Every norm passes."""
 

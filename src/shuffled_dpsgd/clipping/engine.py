@@ -276,6 +276,12 @@ class ClippingEngine:
         """Whether the model is being run for a check of the engine's own."""
         return self._checks.is_running
 
+    @property
+    def compiled_inputs(self) -> tuple[Any, Any, torch.dtype | None] | None:
+        """What a compiled forward was called with, and what it was cast to; until its backward."""
+        latest = self._recorder.latest
+        return None if latest is None else latest.compiled.inputs
+
     def lifted(self) -> AbstractContextManager[None]:
         """Inside, the model runs as its owner wrote it, and nothing is booked."""
         return self._checks.taken_off()

@@ -25,7 +25,7 @@ import random
 import time
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +34,7 @@ from torch.utils._pytree import tree_leaves
 from shuffled_dpsgd.core.clip import ClippedSums, PlainClipping, clip_factor
 from shuffled_dpsgd.core.mechanism import joint_norm
 from shuffled_dpsgd.core.noise import Place, normal
-from shuffled_dpsgd.core.replay import CannotReplayError, Rerun, Witness
+from shuffled_dpsgd.core.replay import Call, CannotReplayError, Rerun, Witness
 from shuffled_dpsgd.errors import RefereeError
 
 DEFAULT_RATE = 1 / 256
@@ -84,12 +84,34 @@ class _Pending:
     sums: dict[str, Tensor] | None
 
 
+class Shards(Protocol):
+    """The processes that a model's rows are spread over; every call is collective.
+
+    `computed_in` are the types that weights are gathered in.
+    """
+
+    @property
+    def computed_in(self) -> frozenset[torch.dtype]: ...
+
+    def coin(self) -> bool:
+        """Whether the step that begins is compared: the same for all."""
+        ...
+
+    def rows(self, outputs: list[Tensor], grads: list[Tensor]) -> dict[str, Tensor]:
+        """This process's rows of the gradients, summed over all processes."""
+        ...
+
+    def is_any(self, flag: bool) -> bool:
+        """Whether the flag is set in any process."""
+        ...
+
+
 class Referee:
     """Compares what the engine delivers for `model` with the definition.
 
     `rate` is the share of steps compared at random; one compares every step. `rows` says how many
-    rows the next batch has, those that only pad it included, or None if all of them count. Without
-    `can_replay` (weights spread over processes) sums are not compared, and the card says so.
+    rows the next batch has, those that only pad it included, or None if all of them count. With
+    `shards`, the engine has this process's rows of sums over all processes.
     """
 
     def __init__(
@@ -102,7 +124,7 @@ class Referee:
         groups: Callable[[], list[list[str]]] | None = None,
         rate: float = DEFAULT_RATE,
         takes_means: bool = False,
-        can_replay: bool = True,
+        shards: Shards | None = None,
         rows: Callable[[], int | None] = lambda: None,
     ) -> None:
         self.checks = Checks()
@@ -114,7 +136,7 @@ class Referee:
         self._groups = groups
         self._rate = rate
         self._takes_means = takes_means
-        self._can_replay = can_replay
+        self._shards = shards
         self._rows = rows
         self._coin = random.SystemRandom()
         self._steps_compared = 0
@@ -141,19 +163,24 @@ class Referee:
         """The backward that follows begins at one loss per sample, whatever was declared."""
         self._has_losses = True
 
+    def follow(self, args: Any, kwargs: Mapping[str, Any], find: Callable[[], Call | None]) -> None:
+        """For a batch that the witness did not see: have `find` put its call together, if due."""
+        if self._pending is None and self._shards is None and self._wants(args, kwargs):
+            self.witness.call = find()
+
     def _wants(self, args: Any, kwargs: Mapping[str, Any]) -> bool:
         """Whether the batch that is about to run is going to be compared."""
-        if not self._can_replay:
-            return False
         self.settle()
         if self._compares is None:
             first = self._steps_compared < FIRST_STEPS
             by_chance = self._coin.random() < self._rate and self._is_affordable()
+            if self._shards is not None:
+                by_chance = self._shards.coin()
             self._compares = first or by_chance
         rows = self._rows()
         kind = _kind_of(self._model, args, kwargs)
         self._has_losses = False
-        if not self._compares and kind in self._kinds:
+        if not self._compares and (kind in self._kinds or self._shards is not None):
             return False
         sums = None
         if not self._compares:
@@ -174,18 +201,18 @@ class Referee:
         if pending is None or call is None:
             return
         norms = self._engine.sample_norms[pending.num_norms :].double().cpu()
-        if not norms.numel():
+        if not norms.numel() and self._shards is None:
             return
         started = time.perf_counter()
         self._half = self._half or call.autocast[1]
         rows = norms.numel() if pending.rows is None else pending.rows
         try:
-            if not torch.isfinite(norms).all():
-                raise CannotReplayError("a sample has a gradient that is not finite")
-            with self.witness.replay(call, rows, self._engine.lifted()) as replay:
+            self._refuse_to_replay(call, norms)
+            pull = None if self._shards is None else self._shards.rows
+            with self.witness.replay(call, rows, self._engine.lifted(), pull) as replay:
                 total = self._expected(replay, norms, rows)
         except CannotReplayError as reason:
-            self.checks.not_made += 1
+            self.checks.not_made += pending.sums is not None
             self.checks.reasons.add(str(reason))
             self._total = None
             return
@@ -201,6 +228,14 @@ class Referee:
                 self._total[name] = part if name not in self._total else self._total[name] + part
         self._seconds += time.perf_counter() - started
 
+    def _refuse_to_replay(self, call: Call, norms: Tensor) -> None:
+        """Where processes run the model together, all of them do or none does."""
+        problem = None if torch.isfinite(norms).all() else "a sample's gradient is not finite"
+        problem = problem or call.problem()
+        is_any = problem is not None if self._shards is None else self._shards.is_any(bool(problem))
+        if is_any:
+            raise CannotReplayError(problem or "another process could not run its batch once more")
+
     def _expected(self, replay: Rerun, norms: Tensor, rows: int) -> dict[str, Tensor]:
         """The clipped sum of one batch by plain autograd; checks the norms of a few samples."""
         scale = 1.0
@@ -208,7 +243,9 @@ class Referee:
             scale = float(rows)
         if self._clip == "per-layer":
             return self._by_groups(replay, norms, rows, scale)
-        for sample in self._coin.sample(range(len(norms)), min(SAMPLES, len(norms))):
+        # Rows of a gradient summed over processes say nothing of a single sample.
+        watched = 0 if self._shards is not None else min(SAMPLES, len(norms))
+        for sample in self._coin.sample(range(len(norms)), watched):
             weights = torch.zeros(rows, dtype=torch.float64)
             weights[sample] = scale
             expected = float(joint_norm(replay.gradient(weights).values()))
@@ -261,15 +298,38 @@ class Referee:
             )
         if norm is not None:
             self._check_bound(norm, count)
-        is_whole = self._compares and self._total is not None and self._num_compared == count
-        if is_whole and count and self._total is not None:
-            self._compare(sums, self._total, self._engine.sample_norms.double().cpu())
-            self._kinds |= self._new_kinds
-            self._steps_compared += 1
-            self.checks.sums += 1
-        elif self._compares and count and self._num_compared < count and self._total is not None:
+        if self._compares and self._shards is None and count:
+            self._conclude(sums, self._whole_total(count))
+
+    def inspect_rows(self, sums: Mapping[str, Tensor]) -> None:
+        """As `inspect`, for rows of a total over all processes; collective."""
+        if self._shards is None or not self._compares:
+            return
+        total = self._whole_total(self._engine.sample_norms.numel())
+        error: RefereeError | None = None
+        try:
+            self._conclude(sums, None if self._shards.is_any(total is None) else total)
+        except RefereeError as found:
+            error = found
+        if self._shards.is_any(error is not None):
+            raise error or RefereeError(
+                "the sums of another process are wrong; nothing was released"
+            )
+
+    def _whole_total(self, count: int) -> dict[str, Tensor] | None:
+        """What plain autograd found for all records of the step, if it could be run for all."""
+        return self._total if self._num_compared == count else None
+
+    def _conclude(self, sums: Mapping[str, Tensor], total: Mapping[str, Tensor] | None) -> None:
+        if total is None:
             self.checks.not_made += 1
-            self.checks.reasons.add("the model was not called in a way that could be followed")
+            if not self.checks.reasons:
+                self.checks.reasons.add("the model was not called in a way that could be followed")
+            return
+        self._compare(sums, total, self._engine.sample_norms.double().cpu())
+        self._kinds |= self._new_kinds
+        self._steps_compared += 1
+        self.checks.sums += 1
 
     def check_bound(self, norm: float, *, count: int) -> None:
         """‖sum‖ ≤ count · clip_norm, over all processes: the last look before the ledger."""
@@ -370,6 +430,7 @@ class Referee:
     def _tolerance(self) -> float:
         dtypes = {p.dtype for p in self._model.parameters() if p.requires_grad}
         computed = {p.dtype for p in self._model.parameters() if p.is_floating_point()}
+        computed |= frozenset() if self._shards is None else self._shards.computed_in
         if self._half or computed & {torch.float16, torch.bfloat16}:
             return HALF_TOLERANCE
         if self._device == "cuda" and torch.backends.cuda.matmul.allow_tf32:

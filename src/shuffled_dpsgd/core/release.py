@@ -63,6 +63,8 @@ class Inspector(NoiseWatch, Protocol):
         self, sums: Mapping[str, torch.Tensor], *, norm: float | None, count: int, drawn: int
     ) -> None: ...
 
+    def inspect_rows(self, sums: Mapping[str, torch.Tensor]) -> None: ...
+
     def check_bound(self, norm: float, *, count: int) -> None: ...
 
 
@@ -131,6 +133,8 @@ class Door:
         if inspected is None or inspected[0] != step:
             raise RefereeError(f"the sums of step {step} were not inspected; nothing was released")
         _, sums, norm = inspected
+        if self._sharded:
+            referee.inspect_rows(sums)
         if self._exchange is not None:
             with self._timed("exchange"):
                 sums = self._reduced(self._exchange, sums, norm, step)

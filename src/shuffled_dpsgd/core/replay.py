@@ -25,6 +25,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from torch.utils.hooks import RemovableHandle
 
+Pull = Callable[[list[Tensor], list[Tensor]], dict[str, Tensor]]
+
 
 class CannotReplayError(Exception):
     """The batch cannot be run once more as it was; says why."""
@@ -81,6 +83,14 @@ class Call:
     cotangents: dict[int, Tensor] = field(default_factory=dict)
     outputs: dict[int, Tensor] = field(default_factory=dict)
     is_random: bool = False
+
+    def problem(self) -> str | None:
+        """Why the batch cannot be run once more, as far as can be told before it is."""
+        if self.versions != versions_of(self.args, self.kwargs):
+            return "an input of the model was changed in place after the forward"
+        if not self.cotangents:
+            return "no gradient arrived at an output that could be followed"
+        return None
 
 
 class _Tap(torch.autograd.Function):
@@ -149,7 +159,7 @@ class Witness:
             self.call = Call(
                 args=args,
                 kwargs=dict(kwargs),
-                versions=_versions(args, kwargs),
+                versions=versions_of(args, kwargs),
                 before=Generators.now(device),
                 autocast=(kind, torch.is_autocast_enabled(kind), cast_to),
             )
@@ -167,23 +177,27 @@ class Witness:
         return tree_unflatten(leaves, structure)
 
     @contextmanager
-    def replay(self, call: Call, rows: int, lifted: Any) -> Iterator[Rerun]:
+    def replay(
+        self, call: Call, rows: int, lifted: Any, pull: Pull | None = None
+    ) -> Iterator[Rerun]:
         """Run the batch of `call` once more, which has `rows` rows; `lifted` is entered for it.
+
+        `pull` takes outputs and their gradients back to the parameters where those are spread over
+        processes; by default autograd does.
 
         Raises:
             CannotReplayError: the call was not kept whole, or its inputs have changed since.
         """
-        if call.versions != _versions(call.args, call.kwargs):
-            raise CannotReplayError("an input of the model was changed in place after the forward")
-        if not call.cotangents:
-            raise CannotReplayError("no gradient arrived at an output that could be followed")
+        problem = call.problem()
+        if problem is not None:
+            raise CannotReplayError(problem)
         buffers = [(buffer, buffer.detach().clone()) for buffer in self._model.buffers()]
         now = Generators.now(call.before.device)
         kind, enabled, dtype = call.autocast
         self._replaying = True
         try:
             with lifted, torch.autocast(kind, dtype=dtype, enabled=enabled), torch.enable_grad():
-                yield Rerun(self._model, call, rows)
+                yield Rerun(self._model, call, rows, pull)
         finally:
             self._replaying = False
             now.restore()
@@ -196,12 +210,12 @@ class Witness:
 class Rerun:
     """The gradients of one batch, by plain autograd."""
 
-    def __init__(self, model: nn.Module, call: Call, rows: int) -> None:
+    def __init__(self, model: nn.Module, call: Call, rows: int, pull: Pull | None = None) -> None:
         self._model = model
         self._call = call
         self._rows = rows
-        named = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        self._names, self._parameters = list(named), list(named.values())
+        self._pull = pull
+        self._named = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._outputs: dict[int, Tensor] | None = None
 
     @property
@@ -213,12 +227,10 @@ class Rerun:
         """The gradient of Σ weights_i·loss_i; `last` lets go of the forward."""
         if self.has_numbers:
             return self._one_by_one(weights)
-        outputs = self._forward() if self._outputs is None else self._outputs
-        if self._call.is_random and not self._drew_the_same(outputs):
-            raise CannotReplayError("the model draws other random numbers when it is run once more")
         grads = {
             place: self._weighted(grad, weights) for place, grad in self._call.cotangents.items()
         }
+        outputs = self._forward() if self._outputs is None else self._outputs
         found = self._backward(outputs, grads, retain=not last)
         self._outputs = None if last else outputs
         return found
@@ -231,6 +243,8 @@ class Rerun:
         found = {place: leaves[place] for place in self._call.cotangents if place < len(leaves)}
         if len(found) != len(self._call.cotangents):
             raise CannotReplayError("the model returned fewer outputs when it was run once more")
+        if self._call.is_random and not self._drew_the_same(found):
+            raise CannotReplayError("the model draws other random numbers when it is run once more")
         return found
 
     def _drew_the_same(self, outputs: dict[int, Tensor]) -> bool:
@@ -246,15 +260,15 @@ class Rerun:
     ) -> dict[str, Tensor]:
         if any(outputs[place].shape != grad.shape for place, grad in grads.items()):
             raise CannotReplayError("an output has another shape when the model is run once more")
+        ends = [outputs[place] for place in grads]
+        given = [grads[place].to(outputs[place].dtype) for place in grads]
+        if self._pull is not None:
+            return self._pull(ends, given)
         found = torch.autograd.grad(
-            [outputs[place] for place in grads],
-            self._parameters,
-            [grads[place].to(outputs[place].dtype) for place in grads],
-            retain_graph=retain,
-            allow_unused=True,
+            ends, list(self._named.values()), given, retain_graph=retain, allow_unused=True
         )
-        pairs = zip(self._names, self._parameters, found, strict=True)
-        return {name: torch.zeros_like(p) if grad is None else grad for name, p, grad in pairs}
+        pairs = zip(self._named.items(), found, strict=True)
+        return {name: torch.zeros_like(p) if grad is None else grad for (name, p), grad in pairs}
 
     def _weighted(self, grad: Tensor, weights: Tensor) -> Tensor:
         """The gradient with each sample's rows multiplied by the sample's weight.
@@ -273,9 +287,9 @@ class Rerun:
 
     def _one_by_one(self, weights: Tensor) -> dict[str, Tensor]:
         """Where the model returns one number for the batch: every sample alone."""
-        if self._call.is_random:
+        if self._call.is_random or self._pull is not None:
             raise CannotReplayError(
-                "the model returns one number for the batch and draws random numbers"
+                "the model returns one number for the batch and draws random numbers, or is sharded"
             )
         total: dict[str, Tensor] = {}
         for sample in weights.nonzero().flatten().tolist():
@@ -304,7 +318,8 @@ def _detached(inputs: Any) -> Any:
     return tree_map(cut, inputs)
 
 
-def _versions(args: Any, kwargs: Any) -> list[int]:
+def versions_of(args: Any, kwargs: Any) -> list[int]:
+    """How often each tensor of a call has been written to."""
     leaves, _ = tree_flatten((args, dict(kwargs)))
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     return [tensor._version for tensor in tensors if not tensor.is_inference()]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,7 @@ from shuffled_dpsgd.core.referee import DEFAULT_RATE, Referee
 from shuffled_dpsgd.core.release import Door, Exchange, Inspector
 from shuffled_dpsgd.core.sampler import Sampler
 from shuffled_dpsgd.core.streams import RandomStreams, fresh_key
+from shuffled_dpsgd.distributed.sharded_totals import ShardedTotals
 from shuffled_dpsgd.distributed.world import Alone, World
 from shuffled_dpsgd.errors import InvalidArgumentError
 from shuffled_dpsgd.permutation import Permutation, PermutationSpec
@@ -31,6 +33,7 @@ from shuffled_dpsgd.runtime.clock import OTHER, Clock
 from shuffled_dpsgd.runtime.shards import held
 from shuffled_dpsgd.training.batch_stream import BatchStream
 from shuffled_dpsgd.training.card_of_plan import write_card
+from shuffled_dpsgd.training.compiled_batches import follow
 from shuffled_dpsgd.training.data import MapStyle
 from shuffled_dpsgd.training.drawn_batches import DrawnBatches
 from shuffled_dpsgd.training.fingerprints import fingerprint
@@ -115,7 +118,7 @@ class PrivateTraining:
             groups=lambda: engine.clip_groups,
             rate=check_rate,
             takes_means=plan.loss_reduction == "mean",
-            can_replay=sharding is None,
+            shards=self._shards(check_rate),
             rows=self._rows_in_hand,
         )
         self.referee: Inspector = self._referee
@@ -124,7 +127,7 @@ class PrivateTraining:
             streams=streams,
             update=self._optimizer.update,
             exchange=exchange,
-            sharded=sharding is not None and self.world.size > 1,
+            sharded=sharding is not None,
             fingerprinted=self._fingerprinted,
             timed=self.clock.part,
         )
@@ -273,6 +276,11 @@ class PrivateTraining:
         reduced = losses.dim() == 0
         # Here, so that the outcome is known before the norms are, for which a step waits.
         self._weights.ask()
+        inputs = getattr(self.engine, "compiled_inputs", None)
+        if inputs is not None:
+            args, kwargs, _ = inputs
+            find = partial(follow, self.model, self.engine, losses, inputs)
+            self._referee.follow(args, kwargs, find)
         if not reduced:
             self._referee.note_losses()
         if current is not None and (self._drawn.pads or current.size < current.rows):
@@ -433,6 +441,13 @@ class PrivateTraining:
 
     def _may_release(self) -> bool:
         return self.ledger.allows(self.steps_taken, secure=self.plan.secure)
+
+    def _shards(self, rate: float) -> ShardedTotals | None:
+        if self._sharding is None:
+            return None
+        return ShardedTotals(
+            self._sharding, self._trainable, lambda: self.streams.coin(self.steps_taken, rate)
+        )
 
     def _rows_in_hand(self) -> int | None:
         current = self._drawn.current

@@ -156,6 +156,7 @@ class Referee:
         self._total: dict[str, Tensor] | None = {}
         self._num_compared = 0
         self._half = False
+        self._single: dict[str, float] = {}
         self._new_kinds: set[Hashable] = set()
         self._pending = None
 
@@ -248,7 +249,12 @@ class Referee:
         for sample in self._coin.sample(range(len(norms)), watched):
             weights = torch.zeros(rows, dtype=torch.float64)
             weights[sample] = scale
-            expected = float(joint_norm(replay.gradient(weights).values()))
+            grads = replay.gradient(weights)
+            expected = float(joint_norm(grads.values()))
+            factor = clip_factor(expected, self._bound, self._clip)
+            for name, grad in grads.items():
+                own = factor * float(joint_norm([grad]))
+                self._single[name] = max(own, self._single.get(name, 0.0))
             self._check_norm(float(norms[sample]), expected, sample, float(norms.median()))
         weights = torch.zeros(rows, dtype=torch.float64)
         factors = [clip_factor(norm, self._bound, self._clip) for norm in norms.tolist()]
@@ -366,9 +372,12 @@ class Referee:
         if tolerance == HALF_TOLERANCE and abs(along) > ALONG_TOLERANCE * whole * scale:
             wrong.add(worst)
         for name, part in expected.items():
-            # Single tensors round worse than the whole, and gradients that cancel are all rounding.
-            own = 7.5 * tolerance * float(joint_norm([part])) + tolerance / 40 * scale
-            if not lengths[name] <= own:
+            # Single tensors round worse than the whole. Where samples cancel, what is left of them
+            # is rounding: of what single samples were seen to contribute, or else of the whole.
+            own = 7.5 * float(joint_norm([part])) + scale / 40
+            single = self._single.get(name)
+            own += scale / 4 if single is None else 2 * single * math.sqrt(len(clipped))
+            if not lengths[name] <= tolerance * own:
                 wrong.add(name)
         if wrong:
             name = max(wrong, key=lambda name: lengths[name])

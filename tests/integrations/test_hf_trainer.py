@@ -116,7 +116,7 @@ def test_logs_carry_the_kind_of_every_epsilon(tmp_path: Path) -> None:
     trainer.train()
     steps = [entry for entry in trainer.state.log_history if "loss" in entry]
     assert len(steps) == 6
-    spent = [entry["certified_epsilon_proven"] for entry in steps]
+    spent = [entry["certified_epsilon_spent_so_far"] for entry in steps]
     assert spent == sorted(spent)
     assert spent[-1] == pytest.approx(trainer.card().certified.epsilon, rel=1e-6)
     assert all("grad_norm" not in entry and "paper_epsilon_heuristic" in entry for entry in steps)

@@ -31,7 +31,7 @@ class SpendingLogs:
             "clipped_share": metrics.clipped_share,
             "median_sample_norm": metrics.median_norm,
         }
-        return {key: float(value) for key, value in values.items() if value is not None}
+        return {key: value for key, value in values.items() if value is not None}
 
 
 class StopWhenSpent(TrainerCallback):

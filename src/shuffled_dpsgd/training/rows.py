@@ -1,0 +1,100 @@
+"""Which rows of a data set stand there several times, and which two data sets share.
+
+The unit of every claim is one row. A row that stands there k times is protected k times less well,
+and a held-out row that is trained on as well is not held out. Both are found by comparing rows as
+they are loaded, for a limited time; rows whose content is drawn anew at every load (augmentation)
+compare as different.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch.utils.data
+
+from shuffled_dpsgd.training.data import MapStyle
+from shuffled_dpsgd.training.global_randomness import randomness_kept
+from shuffled_dpsgd.training.record_digest import row_digest
+
+_SECONDS = 3.0
+_AT_ONCE = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class Repeats:
+    """How often the most frequent row stands in a data set, as far as it was looked at."""
+
+    largest: int
+    compared: int
+    total: int
+
+    @property
+    def looked_at(self) -> str:
+        """How much of the data was compared."""
+        rows = f"{self.compared:,} of {self.total:,}" if self.compared < self.total else "all"
+        return f"{rows} rows compared"
+
+
+def find_repeats(data: MapStyle) -> Repeats:
+    """Count equal rows, and equal indices of the data sets that `data` is made of."""
+    counts = Counter(_digests(data))
+    places = np.unique(_places(data, {}), return_counts=True)[1] if _is_made_of(data) else [1]
+    largest = max(max(counts.values(), default=1), int(max(places, default=1)))
+    return Repeats(largest=largest, compared=counts.total(), total=len(data))
+
+
+def shared_rows(training: MapStyle, heldout: MapStyle) -> int:
+    """How many rows of `heldout` are rows of `training`, as far as they were looked at."""
+    if heldout is training:
+        return len(training)
+    known = set(_digests(training))
+    return sum(digest in known for digest in _digests(heldout))
+
+
+def _digests(data: MapStyle) -> Iterator[bytes]:
+    """Rows all over the data, each once, until they are through or time is up."""
+    total, until = len(data), time.monotonic() + _SECONDS
+    # About the golden section: whatever part of the rows is reached, it is spread over all.
+    stride = next((s for s in range(int(total * 0.618) or 1, total) if math.gcd(s, total) == 1), 1)
+    load_many = getattr(data, "__getitems__", None)
+    with randomness_kept():
+        for start in range(0, total, _AT_ONCE):
+            if time.monotonic() > until:
+                return
+            some = [i * stride % total for i in range(start, min(start + _AT_ONCE, total))]
+            rows = [data[i] for i in some] if load_many is None else load_many(some)
+            yield from map(row_digest, rows)
+
+
+def _is_made_of(data: Any) -> bool:
+    wrappers = (torch.utils.data.Subset, torch.utils.data.ConcatDataset)
+    return isinstance(data, wrappers) or getattr(data, "_indices", None) is not None
+
+
+def _places(data: Any, bases: dict[int, tuple[int, Any]]) -> np.ndarray:
+    """Where each row comes from, as one number.
+
+    `bases` has the data sets at the bottom, each with the number of its first row.
+    """
+    if isinstance(data, torch.utils.data.Subset):
+        return _places(data.dataset, bases)[np.asarray(data.indices, dtype=np.int64)]
+    if isinstance(data, torch.utils.data.ConcatDataset):
+        return np.concatenate([_places(part, bases) for part in data.datasets])
+    # A `datasets.Dataset` keeps what was selected as a table of indices.
+    chosen: Any = getattr(data, "_indices", None)
+    if chosen is not None and hasattr(chosen, "column"):
+        index, base = np.asarray(chosen.column(0).to_numpy(), dtype=np.int64), data._data
+    else:
+        index, base = np.arange(len(data), dtype=np.int64), getattr(data, "_data", data)
+    return _first_place(base, bases) + index
+
+
+def _first_place(base: Any, bases: dict[int, tuple[int, Any]]) -> int:
+    after = sum(len(known) for _, known in bases.values())
+    return bases.setdefault(id(base), (after, base))[0]

@@ -8,10 +8,12 @@ compare as different.
 
 from __future__ import annotations
 
+import hashlib
 import math
 import time
+import weakref
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,15 +26,20 @@ from shuffled_dpsgd.training.record_digest import row_digest
 
 _SECONDS = 3.0
 _AT_ONCE = 64
+_FOR_IDENTITY = 64
 
 
 @dataclass(frozen=True, kw_only=True)
-class Repeats:
-    """How often the most frequent row stands in a data set, as far as it was looked at."""
+class Survey:
+    """How often the most frequent row stands in a data set, as far as it was looked at.
+
+    `identity` is equal for equal rows in equal order, and known from some of them.
+    """
 
     largest: int
     compared: int
     total: int
+    identity: str
 
     @property
     def looked_at(self) -> str:
@@ -41,12 +48,31 @@ class Repeats:
         return f"{rows} rows compared"
 
 
-def find_repeats(data: MapStyle) -> Repeats:
-    """Count equal rows, and equal indices of the data sets that `data` is made of."""
-    counts = Counter(_digests(data))
+_KNOWN: weakref.WeakKeyDictionary[Any, Survey] = weakref.WeakKeyDictionary()
+
+
+def survey(data: MapStyle) -> Survey:
+    """Count equal rows, and equal indices of the data sets that `data` is made of.
+
+    A data set object is gone through once; a list, which cannot be remembered, every time.
+    """
+    remembered = isinstance(data, Hashable) and hasattr(data, "__weakref__")
+    known = _KNOWN.get(data) if remembered else None
+    if known is None or known.total != len(data):
+        known = _survey(data)
+        if remembered:
+            _KNOWN[data] = known
+    return known
+
+
+def _survey(data: MapStyle) -> Survey:
+    digests = list(_digests(data))
+    counts = Counter(digests)
+    some = b"".join(digests[:_FOR_IDENTITY])
+    identity = hashlib.blake2b(some, key=f"{len(data)}".encode(), digest_size=16).hexdigest()
     places = np.unique(_places(data, {}), return_counts=True)[1] if _is_made_of(data) else [1]
     largest = max(max(counts.values(), default=1), int(max(places, default=1)))
-    return Repeats(largest=largest, compared=counts.total(), total=len(data))
+    return Survey(largest=largest, compared=len(digests), total=len(data), identity=identity)
 
 
 def shared_rows(training: MapStyle, heldout: MapStyle) -> int:
@@ -62,14 +88,27 @@ def _digests(data: MapStyle) -> Iterator[bytes]:
     total, until = len(data), time.monotonic() + _SECONDS
     # About the golden section: whatever part of the rows is reached, it is spread over all.
     stride = next((s for s in range(int(total * 0.618) or 1, total) if math.gcd(s, total) == 1), 1)
-    load_many = getattr(data, "__getitems__", None)
     with randomness_kept():
         for start in range(0, total, _AT_ONCE):
             if time.monotonic() > until:
                 return
             some = [i * stride % total for i in range(start, min(start + _AT_ONCE, total))]
-            rows = [data[i] for i in some] if load_many is None else load_many(some)
-            yield from map(row_digest, rows)
+            yield from map(row_digest, _load(data, some))
+
+
+def _load(data: Any, indices: list[int]) -> list[Any]:
+    loaded: list[Any] = []
+    many = hasattr(data, "__getitems__")
+    try:
+        if many:
+            return list(data.__getitems__(indices))
+        for index in indices:
+            loaded.append(data[index])
+    except Exception as error:
+        which = f"records {indices}" if many else f"record {indices[len(loaded)]}"
+        error.add_note(f"while loading {which} of the data set, to compare rows")
+        raise
+    return loaded
 
 
 def _is_made_of(data: Any) -> bool:

@@ -72,8 +72,8 @@ def test_the_shuffled_release_follows_the_gaussian_pair() -> None:
 
 def test_the_card_says_that_nothing_less_can_be_certified() -> None:
     plan = start("paper", "vit-digits").plan
-    assert STATEMENT in str(write_card(plan, num_steps=10))
-    assert write_card(plan, num_steps=10).to_json()["exactness"] == STATEMENT
+    assert STATEMENT in str(write_card(plan, num_steps=plan.num_steps))
+    assert write_card(plan, num_steps=plan.num_steps).to_json()["exactness"] == STATEMENT
     for change in ({"clip": "per-layer"}, {"adjacency": "replace-one"}):
-        assert STATEMENT not in str(write_card(replace(plan, **change), num_steps=10))
+        assert STATEMENT not in str(write_card(replace(plan, **change), num_steps=plan.num_steps))
     assert write_card(plan, num_steps=0).exactness is None

@@ -116,7 +116,7 @@ def test_logs_carry_the_kind_of_every_epsilon(tmp_path: Path) -> None:
     trainer.train()
     steps = [entry for entry in trainer.state.log_history if "loss" in entry]
     assert len(steps) == 6
-    spent = [entry["certified_epsilon_proven"] for entry in steps]
+    spent = [entry["certified_epsilon_spent_so_far"] for entry in steps]
     assert spent == sorted(spent)
     assert spent[-1] == pytest.approx(trainer.card().certified.epsilon, rel=1e-6)
     assert all("grad_norm" not in entry and "paper_epsilon_heuristic" in entry for entry in steps)
@@ -412,3 +412,31 @@ def test_what_accelerate_was_told_besides_is_refused(
     with pytest.raises(InvalidArgumentError) as refused:
         build(tmp_path)
     assert words in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 2},
+        {"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "steps", "eval_steps": 2},
+        {"save_strategy": "best", "eval_strategy": "steps", "metric_for_best_model": "loss"},
+        None,
+    ],
+)
+def test_no_score_on_training_rows_decides(tmp_path: Path, settings: Any) -> None:
+    stops: Any = {"arguments": settings}
+    if settings is None:
+        early = transformers.EarlyStoppingCallback(early_stopping_patience=1)
+        stops = {
+            "callbacks": [early],
+            "arguments": {"eval_strategy": "steps", "metric_for_best_model": "loss"},
+        }
+    shared = [*records(30)[24:], dict(records()[3])]
+    trainer = build(tmp_path, eval_dataset={"dev": shared}, **stops)
+    with pytest.raises(InvalidArgumentError, match="1 shared row in dev"):
+        trainer.train()
+    assert trainer.private is None
+    apart = build(tmp_path / "apart", eval_dataset=records(30)[24:], **stops)
+    if settings is None or "lr_scheduler_type" in settings:
+        apart.train()
+        assert apart.private.steps_taken > 0

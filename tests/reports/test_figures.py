@@ -26,7 +26,7 @@ def test_epsilon_curves_carry_their_kind(view: RunView) -> None:
     assert figure is not None
     (axes,) = figure.axes
     lines = {str(line.get_label()): line for line in axes.lines}
-    certified = lines["certified (proven)"]
+    certified = lines["certified, spent so far"]
     paper = lines["paper's estimate (heuristic), noise not its own"]
     assert list(certified.get_ydata()) == [record.certified_epsilon for record in view.records]
     assert list(paper.get_ydata()) == [record.paper_epsilon for record in view.records]

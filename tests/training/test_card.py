@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from shuffled_dpsgd.reports import card_page
 from shuffled_dpsgd.training import AuditedBound, PrivacyCard, PrivacyOptions, make_plan, write_card
 
 
-def card(**changes: Any) -> PrivacyCard:
+def card(*, taken: int = 10, **changes: Any) -> PrivacyCard:
     settings: dict[str, Any] = {
         "dataset_size": 1000,
         "expected_batch_size": 100,
@@ -23,11 +25,11 @@ def card(**changes: Any) -> PrivacyCard:
     }
     request = PrivacyOptions(**(settings | changes))
     plan = make_plan(request, sizes={"a": 10_000, "b": 10}, moved=frozenset({"a"}))
-    return write_card(plan, num_steps=10)
+    return write_card(plan, num_steps=taken)
 
 
-def certified_card() -> PrivacyCard:
-    return card(accounting="certified", batch_clip_norm=None)
+def certified_card(*, taken: int = 10) -> PrivacyCard:
+    return card(accounting="certified", batch_clip_norm=None, taken=taken)
 
 
 def bound(epsilon: float, delta: float = 1e-5) -> AuditedBound:
@@ -121,3 +123,42 @@ def test_the_papers_estimate_is_small_print_under_certified_noise() -> None:
     assert certified_card().paper_is_small_print
     assert "small print" in str(certified_card())
     assert "small print" not in str(card())
+
+
+def test_a_run_that_stopped_early_claims_its_plan() -> None:
+    """The time of stopping may depend on the weights, and the claim of a prefix forgets that."""
+    early, finished = certified_card(taken=3), certified_card()
+    assert early.certified is not None
+    assert early.certified == finished.certified
+    assert early.paper == finished.paper
+    assert early.certified_so_far is not None
+    assert early.certified_so_far.epsilon < 0.8 * early.certified.epsilon
+    assert early.exactness is None
+    assert any(line.startswith("when the run stopped") for line in early.not_covered)
+    assert "spent so far: ε = " in str(early)
+    assert "spent so far" in card_page(early)
+    assert early.to_json()["certified_so_far"]["epsilon"] == early.certified_so_far.epsilon
+
+
+def test_a_finished_run_and_one_not_begun_have_no_word_about_stopping() -> None:
+    nothing = certified_card(taken=0)
+    assert nothing.certified is not None
+    assert nothing.certified.epsilon == 0.0
+    for each in (nothing, certified_card()):
+        assert each.certified_so_far is None
+        assert not any("stopped" in line for line in each.not_covered)
+        assert "spent so far" not in str(each)
+
+
+@pytest.mark.parametrize(
+    ("noise", "clip", "private"),
+    [(1.0, 1.0, True), (0.0, 1.0, False), (0.0, math.inf, False), (1.0, "none", False)],
+)
+def test_a_card_without_noise_or_clip_says_so(noise: float, clip: Any, private: bool) -> None:
+    """Either is enough: noise beside unbounded gradients hides nobody, nor does a clip alone."""
+    given = {"clip": "none"} if clip == "none" else {"clip_norm": clip}
+    found = card(
+        accounting="certified", batch_clip_norm=None, epsilon=None, noise_multiplier=noise, **given
+    )
+    assert found.private is private
+    assert ("this run is not private" in str(found)) is not private

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +94,9 @@ def test_a_cell_run_again_closes_the_first_run_and_says_so() -> None:
         first.batches(vectors())
     suspended.close()
     second.close()
-    third = make_private(model, optimizer, **SETTINGS)  # no warning: the second was closed
+    third = make_private(
+        model, optimizer, **(SETTINGS | {"seed": 4})
+    )  # no warning: the second was closed
     take(third, third.batches(vectors(), num_steps=1))
 
 
@@ -224,3 +227,17 @@ def test_encoder_decoders_shuffle_once_their_shared_biases_are_frozen() -> None:
     private = make_private(model, torch.optim.SGD(trained, lr=0.1), **settings)
     assert private.spec is not None
     assert "decoder.block.0.layer.2.DenseReluDense.wi.weight" in private.spec.moved_names
+
+
+def test_a_schedule_cannot_follow_the_training_loss() -> None:
+    """The rate would depend on single records, and the weights on the rate."""
+    private = private_mlp()
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(private.optimizer)
+    take(private, private.batches(vectors(), num_steps=1))
+    metrics = private.last_metrics
+    assert metrics is not None
+    assert metrics.loss is not None
+    with pytest.raises(InvalidArgumentError, match="without noise"):
+        plateau.step(metrics.loss)
+    assert json.loads(json.dumps(metrics.to_json()))["loss"] == metrics.loss
+    assert f"{metrics.loss:.3f}" == f"{metrics.loss + 0.0:.3f}"

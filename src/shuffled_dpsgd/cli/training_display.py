@@ -132,6 +132,8 @@ class TrainingBar:
 
     def __init__(self, run: PreparedRun, console: Console) -> None:
         self._plan = run.private.plan
+        whole = self._plan.certified()
+        self._of = "" if whole is None else f", of a plan of ε = {whole.epsilon:.3f}"
         self._score_name = run.task.score_name
         self._console = console
         self._records: list[StepRecord] = []
@@ -170,7 +172,7 @@ class TrainingBar:
             self._score = f"{self._score_name} {record.heldout_score:.3f}"
         loss = "no loss" if record.loss is None else f"loss {record.loss:.3f}"
         spent = record.certified_epsilon
-        epsilon = "no certified ε" if spent is None else f"ε {spent:.3f} proven"
+        epsilon = "no certified ε" if spent is None else f"ε {spent:.3f} spent so far{self._of}"
         if self._progress is not None:
             colour = "red" if spent is None else "green"
             status = _joined(loss, self._score, f"[{colour}]{epsilon}[/]", self._speed())
@@ -263,6 +265,7 @@ def conclusion(result: RunResult, run: PreparedRun, seconds: float) -> Renderabl
             ),
             Text(f"continue with: shuffled-dpsgd train --resume {result.directory}"),
             _claim(card.certified, _no_claim(card)),
+            Text(card.spent_so_far or ""),
         )
     table = _facts()
     for label, text in scored(result.summary):

@@ -44,6 +44,10 @@ SMALL_PRINT = (
     "noise; this noise was not calibrated by it"
 )
 CERTIFIED_METHOD_NOTE = "shuffling credited with nothing"
+STOPPED_EARLY = (
+    "when the run stopped: the ε of the whole plan covers every time of stopping that was chosen "
+    "by the released weights, and none that was chosen by the records or by training metrics"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +85,7 @@ class PrivacyCard:
     shuffle: str
     randomness: str
     private: bool = True
+    certified_so_far: PrivacyClaim | None = None
     shuffles_verified: int = 0
     samples_checked: int = 0
     checks: Checks = field(default_factory=Checks)
@@ -134,10 +139,11 @@ class PrivacyCard:
         return {
             "subject": dict(self.subject),
             "private": self.private,
-            "certified": None if self.certified is None else _claim_json(self.certified),
+            "certified": _claim_json(self.certified),
+            "certified_so_far": _claim_json(self.certified_so_far),
             "why_not_certified": list(self.why_not_certified),
             "exactness": self.exactness,
-            "paper": None if self.paper is None else _claim_json(self.paper),
+            "paper": _claim_json(self.paper),
             "paper_by_block": {n: _claim_json(c) for n, c in self.paper_by_block.items()},
             "audits": [{**asdict(bound), "kind": "measured"} for bound in self.audits],
             "verdicts": self.verdicts,
@@ -185,7 +191,23 @@ class PrivacyCard:
         if self.certified is None:
             return [f"{self.no_claim}: {'; '.join(self.why_not_certified)}"]
         line = f"{self.certified.describe()}, {CERTIFIED_METHOD_NOTE}"
-        return [line] if self.exactness is None else [line, self.exactness]
+        more = (self.exactness, self.spent_so_far)
+        return [line, *(each for each in more if each is not None)]
+
+    @property
+    def spent_so_far(self) -> str | None:
+        """What the steps taken would cost had their number been fixed beforehand; None at the end.
+
+        A time of stopping that depends on what was released is a release too, so the claim of a
+        run that ended early is that of its plan.
+        """
+        if self.certified is None or self.certified_so_far is None:
+            return None
+        return (
+            f"spent so far: ε = {self.certified_so_far.epsilon:.4g}, of a plan of ε = "
+            f"{self.certified.epsilon:.4g} (proven); claim the plan's, unless so many steps and no "
+            "more were settled on before the first"
+        )
 
     @property
     def no_claim(self) -> str:
@@ -262,7 +284,9 @@ def _labelled(label: str, lines: list[str]) -> list[str]:
     return [f"  {label:<17} {first}", *(f"  {'':<17} {line}" for line in more)]
 
 
-def _claim_json(claim: PrivacyClaim) -> dict[str, Any]:
+def _claim_json(claim: PrivacyClaim | None) -> dict[str, Any] | None:
+    if claim is None:
+        return None
     data = claim.to_json()
     return data if math.isfinite(claim.epsilon) else {**data, "epsilon": None}
 
@@ -295,13 +319,15 @@ def write_card(
     shuffles_verified: int = 0,
     samples_checked: int = 0,
 ) -> PrivacyCard:
-    """The card of a run that made `num_steps` releases under `plan`.
+    """The card of a run that made `num_steps` releases under `plan`, priced as the whole plan.
 
     `why_not` are reasons of the run, besides those of the plan, that no epsilon can be certified.
     """
     reasons = (*plan.uncertifiable, *why_not)
+    ended = num_steps in (0, plan.num_steps)
     return PrivacyCard(
-        certified=None if reasons else plan.certified(num_steps),
+        certified=None if reasons else plan.certified(num_steps and plan.num_steps),
+        certified_so_far=None if reasons or ended else plan.certified(num_steps),
         why_not_certified=reasons,
         paper=paper,
         paper_by_block=paper_by_block or {},
@@ -318,8 +344,8 @@ def write_card(
         shuffles_verified=shuffles_verified,
         samples_checked=samples_checked,
         checks=checks or Checks(),
-        exactness=None if reasons or num_steps == 0 else exactness,
-        not_covered=(*NOT_COVERED, *_large_delta(plan)),
+        exactness=None if reasons or num_steps < plan.num_steps else exactness,
+        not_covered=(*NOT_COVERED, *(() if ended else (STOPPED_EARLY,)), *_large_delta(plan)),
     )
 
 

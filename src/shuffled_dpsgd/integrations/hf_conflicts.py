@@ -6,14 +6,16 @@ seen. Each is refused here rather than ignored, with what to use instead.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
+from transformers import EarlyStoppingCallback
 
 from shuffled_dpsgd.errors import InvalidArgumentError
 from shuffled_dpsgd.runtime.shards import is_wrapped
+from shuffled_dpsgd.training.rows import shared_rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,6 +158,29 @@ def check_trainer_options(options: Mapping[str, Any]) -> None:
             got="a function",
             remedy="a model drawn anew for each trial spends privacy anew; pass one model",
         )
+
+
+def check_deciders(
+    args: Any, callbacks: Sequence[Any], train_data: Any, heldout: Mapping[str, Any]
+) -> None:
+    """Refuse to let a score decide that is computed from rows the model is trained on.
+
+    Whoever sees the weights then learns the outcome of a choice that has no noise.
+    """
+    by = ["load_best_model_at_end"] * bool(args.load_best_model_at_end)
+    by += ["save_strategy='best'"] * (getattr(args.save_strategy, "value", "") == "best")
+    plateau = getattr(args.lr_scheduler_type, "value", "") == "reduce_lr_on_plateau"
+    by += ["lr_scheduler_type='reduce_lr_on_plateau'"] * plateau
+    by += ["EarlyStoppingCallback" for each in callbacks if isinstance(each, EarlyStoppingCallback)]
+    for name, part in heldout.items() if by else ():
+        count = shared_rows(train_data, part)
+        if count:
+            raise InvalidArgumentError(
+                "eval_dataset",
+                expected=f"no row of the training data where {by[0]} decides by a score",
+                got=f"{count} shared row{'s' if count > 1 else ''}{name and f' in {name}'}",
+                remedy=f"evaluate on other records, or do without {by[0]}",
+            )
 
 
 def check_model(model: Any, shuffle: str) -> None:

@@ -28,6 +28,7 @@ from shuffled_dpsgd.environment import subject_of
 from shuffled_dpsgd.errors import BudgetExhaustedError, InvalidArgumentError
 from shuffled_dpsgd.integrations.hf_conflicts import (
     check_accelerator,
+    check_deciders,
     check_model,
     check_trainer_options,
     check_training_arguments,
@@ -131,6 +132,12 @@ class ShuffledDPTrainer(Trainer):
                 "this trainer has trained already; another run spends privacy of its own: "
                 "make a new trainer with a new output_dir"
             )
+        check_deciders(
+            self.args,
+            self.callback_handler.callbacks,
+            self._taken_by_model(self.train_dataset),
+            {name: self._taken_by_model(part) for name, part in self._heldout().items()},
+        )
         self._resuming = bool(resume_from_checkpoint)
         output = super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
         private = self._started()
@@ -299,6 +306,15 @@ class ShuffledDPTrainer(Trainer):
             )
         return len(data)
 
+    def _heldout(self) -> dict[str, Any]:
+        data = self.eval_dataset
+        return data if isinstance(data, dict) else {} if data is None else {"": data}
+
+    def _taken_by_model(self, data: Any) -> Any:
+        if not hasattr(data, "column_names"):
+            return data
+        return self._remove_unused_columns(data, description="training")
+
     def _steps_per_epoch(self) -> int:
         return math.ceil(self._dataset_size() / self._expected_batch_size)
 
@@ -308,10 +324,8 @@ class ShuffledDPTrainer(Trainer):
         That is also when the loss is tried out on a few records.
         """
         if self._data is None:
-            data, collate = self.train_dataset, self.data_collator
-            if hasattr(data, "column_names"):
-                data = self._remove_unused_columns(data, description="training")
-            else:
+            data, collate = self._taken_by_model(self.train_dataset), self.data_collator
+            if not hasattr(data, "column_names"):
                 collate = self._get_collator_with_removed_columns(collate, "training")
             check_independence(self.model, data, self.per_sample_losses, collate=collate)
             self._data = data, with_lengths(collate, self.processing_class)

@@ -11,7 +11,7 @@ from shuffled_dpsgd.training import PrivateTraining, SpendingCurve
 
 
 class SpendingLogs:
-    """What a step adds to the Trainer's logs; every epsilon has its kind in its name."""
+    """What a step adds to the Trainer's logs; every epsilon says in its name what it is."""
 
     def __init__(self) -> None:
         self._spending: SpendingCurve | None = None
@@ -23,13 +23,15 @@ class SpendingLogs:
         metrics, spent = private.last_metrics, private.ledger.spent
         assert metrics is not None
         certified, paper = self._spending.certified(spent), self._spending.paper(spent)
+        whole = self._spending.certified(private.plan.num_steps)
         values = {
-            "certified_epsilon_proven": None if certified is None else certified.epsilon,
+            "certified_epsilon_spent_so_far": None if certified is None else certified.epsilon,
+            "certified_epsilon_of_plan": None if whole is None else whole.epsilon,
             "paper_epsilon_heuristic": None if paper is None else paper.epsilon,
             "clipped_share": metrics.clipped_share,
             "median_sample_norm": metrics.median_norm,
         }
-        return {key: float(value) for key, value in values.items() if value is not None}
+        return {key: value for key, value in values.items() if value is not None}
 
 
 class StopWhenSpent(TrainerCallback):

@@ -107,6 +107,7 @@ def _terms(card: PrivacyCard) -> str:
     rows = [
         *((escape(name), [escape(of)]) for name, of in card.subject.items()),
         *([] if card.exactness is None else [("certified ε", [escape(card.exactness)])]),
+        *([] if card.spent_so_far is None else [("certified ε", [escape(card.spent_so_far)])]),
         ("verdict", verdicts or ["nothing is claimed"]),
         *([("paper’s estimate", blocks)] if differ else []),
         ("target", [escape(card.target)]),

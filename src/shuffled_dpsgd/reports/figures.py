@@ -105,14 +105,14 @@ def draw_score(view: RunView) -> Figure | None:
 
 
 def draw_epsilon(view: RunView) -> Figure | None:
-    """ε spent: the certified bound (proven) and the paper's estimate (heuristic)."""
+    """ε spent so far: by the certified bound, and by the paper's estimate (heuristic)."""
     steps, certified = view.series("certified_epsilon")
     if not steps:
         return None
     paper_steps, paper = view.series("paper_epsilon")
     with drawing() as (figure, axes):
         axes.fill_between(steps, certified, color=PROVEN, alpha=0.10, linewidth=0)
-        axes.plot(steps, certified, color=PROVEN, label="certified (proven)")
+        axes.plot(steps, certified, color=PROVEN, label="certified, spent so far")
         if paper_steps:
             _draw_estimate(axes, paper_steps, paper, calibrated=view.budget_kind == "heuristic")
         if view.epsilon_budget is not None:

@@ -57,11 +57,11 @@ def count_norms(norms: Iterable[float]) -> dict[int, int]:
 class StepRecord:
     """One optimizer step. `None` means not measured at this step.
 
-    `certified_epsilon` is proven for everything released up to and including this step;
-    `paper_epsilon` is the paper's estimate for the same steps, heuristic. `heldout_baseline` is
-    the score of always answering the commonest held-out class, `predicted_classes` how many
-    classes were answered at all, `num_nonfinite` how many records of the batch had no finite
-    gradient; those contribute nothing.
+    `certified_epsilon` is spent up to and including this step, of the plan's, which is what may be
+    claimed; `paper_epsilon` is the paper's estimate for the same steps, heuristic.
+    `heldout_baseline` is the score of always answering the commonest held-out class,
+    `predicted_classes` how many classes were answered at all, `num_nonfinite` how many records of
+    the batch had no finite gradient; those contribute nothing.
     """
 
     step: int

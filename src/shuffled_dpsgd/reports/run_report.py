@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 CAPTIONS: Mapping[str, str] = {
     "loss": "Mean loss of each Poisson batch, and of the held-out data.",
     "score": "On data the model was not trained on.",
-    "epsilon": "What everything released up to each step may claim: the certified bound is "
-    "proven, the paper’s estimate is heuristic.",
+    "epsilon": "What was spent up to each step, by the certified bound and by the paper’s "
+    "estimate, which is heuristic. What may be claimed is the end of the curve: see the card.",
     "gradient_norms": "All samples of all steps; those right of the line were scaled down to it.",
     "clipped_share": "Samples of each batch whose gradient was longer than the clip norm.",
     "signal_to_noise": "Below the dotted line the noise is longer than the sum it hides.",

@@ -24,6 +24,7 @@ from shuffled_dpsgd.training.guards import check_count, check_records
 from shuffled_dpsgd.training.launch_check import compare_records
 from shuffled_dpsgd.training.layout import Layout, lengths_of
 from shuffled_dpsgd.training.meeting import Meeting
+from shuffled_dpsgd.training.rows import survey
 
 if TYPE_CHECKING:
     from shuffled_dpsgd.training.private import PrivateTraining
@@ -149,8 +150,11 @@ class DrawnBatches:
                 remedy="feed your own batches inside `with private:`, or plan Poisson sampling",
             )
         check_records(data, dataset_size=run.plan.dataset_size)
-        if run.world.size > 1 and self._compared is not data:
-            compare_records(run.world, data)
+        if self._compared is not data:
+            if run.world.size > 1:
+                compare_records(run.world, data)
+            with run.clock.part("checks"):
+                run.history.begin(survey(data).identity)
             self._compared = data
         if run.finished:
             raise BudgetExhaustedError(

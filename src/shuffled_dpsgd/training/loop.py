@@ -38,8 +38,8 @@ Precision = Literal["float32", "bf16"]
 class Progress:
     """What a callback sees after each update.
 
-    `certified` is proven and `paper` heuristic, both for everything released so far; the metrics
-    come from private data without noise.
+    `certified` and `paper` (heuristic) say what was spent so far. That is no claim: the card of a
+    run that stops here claims the plan's ε. The metrics come from private data without noise.
     """
 
     metrics: StepMetrics

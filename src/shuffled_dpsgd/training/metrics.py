@@ -14,6 +14,33 @@ from typing import Any
 import torch
 
 from shuffled_dpsgd.core.mechanism import Release
+from shuffled_dpsgd.errors import InvalidArgumentError
+
+
+class Unnoised(float):
+    """A number computed from the records without noise: to look at, not to steer by.
+
+    It prints, sums and goes into JSON as any other. What takes it for a plain number by `float()`,
+    as `ReduceLROnPlateau` does, is refused: a choice made by it is a release that no ε covers.
+
+    >>> f"{Unnoised(0.25):.1f}", Unnoised(0.25) < 1
+    ('0.2', True)
+    """
+
+    __slots__ = ()
+
+    def __float__(self) -> float:
+        raise InvalidArgumentError(
+            "metrics",
+            expected="a number that may decide something, such as a score on public records",
+            got=f"{float.__repr__(self)}, computed from the training records without noise",
+            remedy="let no schedule, early stopping or choice of weights read it; to write it "
+            "down, print it or put it into JSON as it is",
+        )
+
+
+def _unnoised(value: float | None) -> Unnoised | None:
+    return None if value is None else Unnoised(value)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,10 +130,10 @@ def describe_step(
     return StepMetrics(
         step=step,
         batch_size=norms.numel(),
-        loss=loss,
-        mean_norm=float(finite.mean()) if known else None,
-        median_norm=float(finite.median()) if known else None,
-        clipped_share=float((finite > clip_norm).double().mean()) if known else None,
+        loss=_unnoised(loss),
+        mean_norm=Unnoised(finite.mean()) if known else None,
+        median_norm=Unnoised(finite.median()) if known else None,
+        clipped_share=Unnoised((finite > clip_norm).double().mean()) if known else None,
         num_nonfinite=norms.numel() - finite.numel(),
         release=release,
     )

@@ -48,6 +48,7 @@ from shuffled_dpsgd.training.meeting import Meeting
 from shuffled_dpsgd.training.metrics import LossMeter, StepMetrics, describe_step
 from shuffled_dpsgd.training.shared_ledger import SharedLedger
 from shuffled_dpsgd.training.shuffling import PermutedFrame, Shuffling
+from shuffled_dpsgd.training.succession import History
 from shuffled_dpsgd.training.update import GuardedOptimizer
 from shuffled_dpsgd.training.watches import ModelWatch
 from shuffled_dpsgd.training.weight_summary import WeightSummary
@@ -110,6 +111,7 @@ class PrivateTraining:
         self._optimizer = GuardedOptimizer(optimizer, self._trainable)
         self._summary = WeightSummary(self.world, self._trainable)
         self.resumed_without_ledger = False
+        self.history = History(self)
         self._referee = Referee(
             model,
             engine,
@@ -388,7 +390,7 @@ class PrivateTraining:
 
     def card(self) -> PrivacyCard:
         """What may be said about everything released so far."""
-        return write_card(
+        card = write_card(
             self.plan,
             num_steps=self.ledger.spent,
             spec=self.spec,
@@ -398,6 +400,7 @@ class PrivateTraining:
             checks=self.referee.checks,
             why_not=self._why_not_certified(),
         )
+        return self.history.added_to(card)
 
     def _why_not_certified(self) -> tuple[str, ...]:
         """What happened in this run that no price covers."""
@@ -501,6 +504,7 @@ class PrivateTraining:
             release=release,
         )
         self.steps_taken += 1
+        self.history.note()
         if self.plan.shuffle == "every-step" and self.plan.permutes:
             with self.clock.part("shuffle"):
                 self.shuffling.permute(step)

@@ -8,6 +8,8 @@ from __future__ import annotations
 import hashlib
 from typing import Any
 
+import torch
+
 from shuffled_dpsgd.training.data import MapStyle
 
 
@@ -23,6 +25,13 @@ def digest(data: MapStyle, salt: bytes) -> str:
     return whole.hexdigest()
 
 
+def row_digest(record: Any) -> bytes:
+    """What one record is told from others by; for memory only, since it has no key."""
+    whole = hashlib.blake2b(digest_size=16)
+    _add(whole, record)
+    return whole.digest()
+
+
 def _add(whole: Any, value: Any) -> None:
     """Each value with its kind and length before it, so that no two can run together."""
     if isinstance(value, tuple | list):
@@ -34,10 +43,10 @@ def _add(whole: Any, value: Any) -> None:
             _add(whole, item)
     elif isinstance(value, dict):
         _add(whole, [part for key in sorted(value) for part in (key, value[key])])
-    elif hasattr(value, "detach"):
+    elif isinstance(value, torch.Tensor):
         array = value.detach().cpu().contiguous()
         kind = f"tensor:{array.dtype}:{tuple(array.shape)}"
-        _add_bytes(whole, kind, array.numpy().tobytes())
+        _add_bytes(whole, kind, array.reshape(-1).view(torch.uint8).numpy().tobytes())
     elif hasattr(value, "tobytes"):
         shape = getattr(value, "shape", None) or getattr(value, "size", None)
         content = getattr(value, "dtype", None) or getattr(value, "mode", None)

@@ -27,7 +27,10 @@ class SpendingCurve:
         self._paper = [paper_estimate(plan, knot) for knot in self._knots]
 
     def certified(self, releases: int) -> PrivacyClaim | None:
-        """Proven after at most `releases`; None where nothing can be certified."""
+        """Spent after at most `releases`; None where nothing can be certified.
+
+        A claim only for runs whose length was fixed at `releases` beforehand.
+        """
         return self._certified[self._knot(releases)]
 
     def paper(self, releases: int) -> PrivacyClaim | None:

@@ -1,0 +1,139 @@
+"""Which rows of a data set stand there several times, and which two data sets share.
+
+The unit of every claim is one row. A row that stands there k times is protected k times less well,
+and a held-out row that is trained on as well is not held out. Both are found by comparing rows as
+they are loaded, for a limited time; rows whose content is drawn anew at every load (augmentation)
+compare as different.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import time
+import weakref
+from collections import Counter
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch.utils.data
+
+from shuffled_dpsgd.training.data import MapStyle
+from shuffled_dpsgd.training.global_randomness import randomness_kept
+from shuffled_dpsgd.training.record_digest import row_digest
+
+_SECONDS = 3.0
+_AT_ONCE = 64
+_FOR_IDENTITY = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class Survey:
+    """How often the most frequent row stands in a data set, as far as it was looked at.
+
+    `identity` is equal for equal rows in equal order, and known from some of them.
+    """
+
+    largest: int
+    compared: int
+    total: int
+    identity: str
+
+    @property
+    def looked_at(self) -> str:
+        """How much of the data was compared."""
+        rows = f"{self.compared:,} of {self.total:,}" if self.compared < self.total else "all"
+        return f"{rows} rows compared"
+
+
+_KNOWN: weakref.WeakKeyDictionary[Any, Survey] = weakref.WeakKeyDictionary()
+
+
+def survey(data: MapStyle) -> Survey:
+    """Count equal rows, and equal indices of the data sets that `data` is made of.
+
+    A data set object is gone through once; a list, which cannot be remembered, every time.
+    """
+    remembered = isinstance(data, Hashable) and hasattr(data, "__weakref__")
+    known = _KNOWN.get(data) if remembered else None
+    if known is None or known.total != len(data):
+        known = _survey(data)
+        if remembered:
+            _KNOWN[data] = known
+    return known
+
+
+def _survey(data: MapStyle) -> Survey:
+    digests = list(_digests(data))
+    counts = Counter(digests)
+    some = b"".join(digests[:_FOR_IDENTITY])
+    identity = hashlib.blake2b(some, key=f"{len(data)}".encode(), digest_size=16).hexdigest()
+    places = np.unique(_places(data, {}), return_counts=True)[1] if _is_made_of(data) else [1]
+    largest = max(max(counts.values(), default=1), int(max(places, default=1)))
+    return Survey(largest=largest, compared=len(digests), total=len(data), identity=identity)
+
+
+def shared_rows(training: MapStyle, heldout: MapStyle) -> int:
+    """How many rows of `heldout` are rows of `training`, as far as they were looked at."""
+    if heldout is training:
+        return len(training)
+    known = set(_digests(training))
+    return sum(digest in known for digest in _digests(heldout))
+
+
+def _digests(data: MapStyle) -> Iterator[bytes]:
+    """Rows all over the data, each once, until they are through or time is up."""
+    total, until = len(data), time.monotonic() + _SECONDS
+    # About the golden section: whatever part of the rows is reached, it is spread over all.
+    stride = next((s for s in range(int(total * 0.618) or 1, total) if math.gcd(s, total) == 1), 1)
+    with randomness_kept():
+        for start in range(0, total, _AT_ONCE):
+            if time.monotonic() > until:
+                return
+            some = [i * stride % total for i in range(start, min(start + _AT_ONCE, total))]
+            yield from map(row_digest, _load(data, some))
+
+
+def _load(data: Any, indices: list[int]) -> list[Any]:
+    loaded: list[Any] = []
+    many = hasattr(data, "__getitems__")
+    try:
+        if many:
+            return list(data.__getitems__(indices))
+        for index in indices:
+            loaded.append(data[index])
+    except Exception as error:
+        which = f"records {indices}" if many else f"record {indices[len(loaded)]}"
+        error.add_note(f"while loading {which} of the data set, to compare rows")
+        raise
+    return loaded
+
+
+def _is_made_of(data: Any) -> bool:
+    wrappers = (torch.utils.data.Subset, torch.utils.data.ConcatDataset)
+    return isinstance(data, wrappers) or getattr(data, "_indices", None) is not None
+
+
+def _places(data: Any, bases: dict[int, tuple[int, Any]]) -> np.ndarray:
+    """Where each row comes from, as one number.
+
+    `bases` has the data sets at the bottom, each with the number of its first row.
+    """
+    if isinstance(data, torch.utils.data.Subset):
+        return _places(data.dataset, bases)[np.asarray(data.indices, dtype=np.int64)]
+    if isinstance(data, torch.utils.data.ConcatDataset):
+        return np.concatenate([_places(part, bases) for part in data.datasets])
+    # A `datasets.Dataset` keeps what was selected as a table of indices.
+    chosen: Any = getattr(data, "_indices", None)
+    if chosen is not None and hasattr(chosen, "column"):
+        index, base = np.asarray(chosen.column(0).to_numpy(), dtype=np.int64), data._data
+    else:
+        index, base = np.arange(len(data), dtype=np.int64), getattr(data, "_data", data)
+    return _first_place(base, bases) + index
+
+
+def _first_place(base: Any, bases: dict[int, tuple[int, Any]]) -> int:
+    after = sum(len(known) for _, known in bases.values())
+    return bases.setdefault(id(base), (after, base))[0]

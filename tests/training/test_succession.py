@@ -1,0 +1,119 @@
+"""A second run on a model or on the same rows: nothing that was spent is forgotten."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from shuffled_dpsgd.errors import InvalidArgumentError
+from shuffled_dpsgd.training import (
+    PrivateTraining,
+    load_checkpoint,
+    make_private,
+    save_checkpoint,
+)
+from training.cases import Case, classify, make_mlp, mlp_case, run, vectors
+
+
+def start(model: torch.nn.Module, **changes: Any) -> PrivateTraining:
+    settings: dict[str, Any] = {
+        "dataset_size": 40,
+        "expected_batch_size": 10,
+        "num_steps": 3,
+        "delta": 1e-3,
+        "noise_multiplier": 1.0,
+        "shuffle": "off",
+    }
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return make_private(model, optimizer, **(settings | changes))
+
+
+def epsilon(private: PrivateTraining) -> float:
+    certified = private.card().certified
+    assert certified is not None
+    return certified.epsilon
+
+
+def test_a_cell_run_again_adds_up_on_the_card() -> None:
+    """Closed, forgotten and collected runs count: the weights carry what they released."""
+    case, model = mlp_case(), make_mlp()
+    alone = 0.0
+    for number in range(1, 4):
+        private = start(model)
+        run(private, case)
+        alone = alone or epsilon(private)
+        assert epsilon(private) == pytest.approx(number * alone)
+        private.close()
+        del private
+        gc.collect()
+    last = start(model)
+    run(last, Case(make=case.make, data=vectors(), loss=classify), num_steps=1)
+    text = str(last.card())
+    assert "basic composition of 4 runs on these weights" in text
+    certified = last.card().certified
+    assert certified is not None
+    assert certified.delta == pytest.approx(4e-3)
+    assert last.card().exactness is None
+
+
+def test_a_fresh_model_on_the_same_rows_says_what_the_rows_gave_before() -> None:
+    case = mlp_case()
+    first, second = start(make_mlp()), start(make_mlp())
+    run(first, case)
+    run(second, case)
+    assert epsilon(second) == epsilon(first)
+    assert any("on these rows, other models: ε = " in line for line in second.card().not_covered)
+
+
+def test_other_rows_are_listed_and_not_added() -> None:
+    model = make_mlp()
+    first = start(model)
+    run(first, mlp_case())
+    first.close()
+    inputs, labels = vectors().tensors
+    other = torch.utils.data.TensorDataset(inputs + 1.0, labels)
+    second = start(model)
+    run(second, Case(make=make_mlp, data=other, loss=classify))
+    assert epsilon(second) == epsilon(first)
+    assert any("on this model, on other rows" in line for line in second.card().not_covered)
+
+
+def test_weights_of_a_run_without_noise_are_not_certified_later() -> None:
+    case, model = mlp_case(), make_mlp()
+    plain = start(model, noise_multiplier=0.0)
+    run(plain, case)
+    plain.close()
+    private = start(model)
+    run(private, case)
+    assert private.card().certified is None
+    assert "an earlier run on these weights had no claim" in str(private.card())
+
+
+def test_the_same_seed_twice_on_one_model_is_refused() -> None:
+    case, model = mlp_case(), make_mlp()
+    first = start(model, seed=3)
+    run(first, case, num_steps=1)
+    first.close()
+    with pytest.raises(InvalidArgumentError, match="the seed of an earlier run"):
+        run(start(model, seed=3), case)
+    with pytest.warns(UserWarning, match="is closed"):
+        run(start(model, seed=4), case)
+    run(start(make_mlp(), seed=3), case)
+
+
+@pytest.mark.parametrize("durable", [True, False])
+def test_going_on_with_a_checkpoint_is_no_second_run(tmp_path: Path, durable: bool) -> None:
+    case, model = mlp_case(), make_mlp()
+    ledger = {"ledger_path": tmp_path / "ledger.jsonl"} if durable else {}
+    first = start(model, **ledger)
+    run(first, case, num_steps=2)
+    checkpoint = save_checkpoint(first, tmp_path / "checkpoints")
+    first.close()
+    resumed = start(model, **ledger)
+    load_checkpoint(resumed, checkpoint)
+    run(resumed, case)
+    assert epsilon(resumed) == epsilon(first)

@@ -25,9 +25,9 @@ from shuffled_dpsgd.auditing.reach import one_run_reach, step_reach
 from shuffled_dpsgd.auditing.record_canaries import ReadRecord, RecordGradient
 from shuffled_dpsgd.auditing.step import ESTIMATORS, composition_notes
 from shuffled_dpsgd.auditing.verdict import Attack, AuditReport, Evidence, assess, judge
-from shuffled_dpsgd.core.card import AuditedBound
 from shuffled_dpsgd.core.plan import PrivacyPlan
 from shuffled_dpsgd.errors import InvalidArgumentError
+from shuffled_dpsgd.training.card import AuditedBound
 from shuffled_dpsgd.training.data import MapStyle
 from shuffled_dpsgd.training.paper_estimates import paper_estimate
 from shuffled_dpsgd.training.physical import PerSampleLoss

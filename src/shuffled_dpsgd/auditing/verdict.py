@@ -20,7 +20,7 @@ from shuffled_dpsgd.core.claim import PrivacyClaim
 from shuffled_dpsgd.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
-    from shuffled_dpsgd.core.card import PrivacyCard
+    from shuffled_dpsgd.training.card import PrivacyCard
 
 
 LOW_RATES = (0.01, 0.001)

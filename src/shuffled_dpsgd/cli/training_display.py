@@ -112,7 +112,7 @@ def _paper(claim: PrivacyClaim | None, card: PrivacyCard) -> Text:
     text = _claim(claim, NO_ESTIMATE)
     if claim is None or not card.paper_is_small_print:
         return text
-    from shuffled_dpsgd.core.card import SMALL_PRINT
+    from shuffled_dpsgd.training.card import SMALL_PRINT
 
     return Text(f"{claim.describe()}; {SMALL_PRINT}", style="dim")
 

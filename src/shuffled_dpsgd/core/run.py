@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shuffled_dpsgd.core.card import PrivacyCard, write_card
+from shuffled_dpsgd.core.card import CertifiedCard, write_card
 from shuffled_dpsgd.core.clip import PlainClipping
 from shuffled_dpsgd.core.ledger import Ledger
 from shuffled_dpsgd.core.mechanism import ShuffledGaussianMechanism
@@ -36,7 +36,7 @@ def train(
     *,
     ledger_path: str | Path | None = None,
     after_update: Callable[[int], None] = lambda step: None,
-) -> PrivacyCard:
+) -> CertifiedCard:
     """Train `model` on `data` under `plan` and return the card.
 
     `loss(model, record)` is the scalar loss of one record, which nothing else may influence.
@@ -83,7 +83,7 @@ def train(
             step=step, count=len(drawn), referee=referee, ledger=ledger, mechanism=mechanism
         )
         after_update(step)
-    return write_card(plan, num_steps=ledger.spent, checks=referee.checks)
+    return write_card(plan, CertifiedCard, num_steps=ledger.spent, checks=referee.checks)
 
 
 def plain_plan(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from shuffled_dpsgd.core.card import PrivacyCard
+from shuffled_dpsgd.training.card import PrivacyCard
 
 BEGIN = "<!-- privacy-card:begin -->"
 END = "<!-- privacy-card:end -->"

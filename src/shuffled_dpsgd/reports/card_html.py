@@ -6,13 +6,9 @@ from collections.abc import Iterable
 from html import escape
 
 from shuffled_dpsgd.accounting import PrivacyClaim
-from shuffled_dpsgd.core.card import (
-    CERTIFIED_METHOD_NOTE,
-    SMALL_PRINT,
-    PrivacyCard,
-    paper_inputs,
-)
+from shuffled_dpsgd.core.card import CERTIFIED_METHOD_NOTE
 from shuffled_dpsgd.reports.page import page
+from shuffled_dpsgd.training.card import SMALL_PRINT, PrivacyCard, paper_inputs
 
 CARD_CSS = """
 .card { border: 1px solid var(--line); border-radius: 10px; padding: 1.2rem 1.4rem; }

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shuffled_dpsgd import __version__
-from shuffled_dpsgd.core.card import PrivacyCard
 from shuffled_dpsgd.permutation import PermutationSpec
 from shuffled_dpsgd.reports.card_html import CARD_CSS, card_fragment, card_page
 from shuffled_dpsgd.reports.figures import RunView, draw_all
 from shuffled_dpsgd.reports.page import page, table
 from shuffled_dpsgd.reports.records import samples_per_second
 from shuffled_dpsgd.reports.style import on_white, save_drawing, to_svg
+from shuffled_dpsgd.training.card import PrivacyCard
 from shuffled_dpsgd.training.card_of_plan import power_of_ten
 
 if TYPE_CHECKING:

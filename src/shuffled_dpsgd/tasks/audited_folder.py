@@ -22,7 +22,6 @@ from shuffled_dpsgd.auditing.estimators.scores import check_levels
 from shuffled_dpsgd.auditing.probes import OnProgress
 from shuffled_dpsgd.auditing.run import RunSetting, audit_one_run
 from shuffled_dpsgd.auditing.verdict import AuditReport
-from shuffled_dpsgd.core.card import AuditedBound, PrivacyCard
 from shuffled_dpsgd.core.plan import PrivacyPlan
 from shuffled_dpsgd.environment import describe_weights
 from shuffled_dpsgd.errors import CheckpointError, InvalidArgumentError
@@ -33,6 +32,7 @@ from shuffled_dpsgd.tasks.data_identity import check_data
 from shuffled_dpsgd.tasks.privacy import start_private
 from shuffled_dpsgd.tasks.registry import build_task
 from shuffled_dpsgd.tasks.run import SUMMARY_FILE, finished_summary, load_run
+from shuffled_dpsgd.training.card import AuditedBound, PrivacyCard
 from shuffled_dpsgd.training.card_of_plan import write_card
 
 SECOND_RUN = (

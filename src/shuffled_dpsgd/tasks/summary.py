@@ -11,13 +11,13 @@ from safetensors.torch import save_model
 from torch import nn
 
 from shuffled_dpsgd import __version__
-from shuffled_dpsgd.core.card import PrivacyCard
 from shuffled_dpsgd.environment import environment, subject_of
 from shuffled_dpsgd.reports import StepRecord, samples_per_second
 from shuffled_dpsgd.runtime import routes
 from shuffled_dpsgd.tasks.config import RunConfig
 from shuffled_dpsgd.tasks.models import no_progress_bars
 from shuffled_dpsgd.tasks.task import Task
+from shuffled_dpsgd.training.card import PrivacyCard
 from shuffled_dpsgd.training.loop import Outcome
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from shuffled_dpsgd.accounting.exactness import STATEMENT, is_exact
 from shuffled_dpsgd.core import card
-from shuffled_dpsgd.core.card import PrivacyCard
 from shuffled_dpsgd.core.plan import PrivacyPlan
 from shuffled_dpsgd.core.referee import Checks
 from shuffled_dpsgd.permutation import PermutationSpec
+from shuffled_dpsgd.training.card import PrivacyCard
 from shuffled_dpsgd.training.paper_estimates import paper_by_block, paper_estimate
 
 
@@ -29,15 +29,18 @@ def write_card(
     many samples what was clipped was compared with what each has alone. That number must not depend
     on the records.
     """
+    covered = num_steps == plan.num_steps and not (plan.uncertifiable or why_not)
     return card.write_card(
         plan,
+        PrivacyCard,
         num_steps=num_steps,
         checks=checks,
         why_not=why_not,
         shuffle=_shuffle(plan, spec, released=released),
         paper=paper_estimate(plan, num_steps and plan.num_steps),
         paper_by_block=paper_by_block(plan, num_steps and plan.num_steps),
-        exactness=_exactness(plan),
+        exactness=_exactness(plan) if covered else None,
+        accounting=plan.accounting,
         shuffles_verified=shuffles_verified,
         samples_checked=samples_checked,
     )

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shuffled_dpsgd.clipping import ClippingEngine
-from shuffled_dpsgd.core.card import NO_LEDGER, SEEDED_TWICE, PrivacyCard
+from shuffled_dpsgd.core.card import NO_LEDGER, SEEDED_TWICE
 from shuffled_dpsgd.core.ledger import Ledger
 from shuffled_dpsgd.core.mechanism import Mechanism
 from shuffled_dpsgd.core.plan import PrivacyPlan
@@ -32,6 +32,7 @@ from shuffled_dpsgd.permutation import Permutation, PermutationSpec
 from shuffled_dpsgd.runtime.clock import OTHER, Clock
 from shuffled_dpsgd.runtime.shards import held
 from shuffled_dpsgd.training.batch_stream import BatchStream
+from shuffled_dpsgd.training.card import PrivacyCard
 from shuffled_dpsgd.training.card_of_plan import write_card
 from shuffled_dpsgd.training.compiled_batches import follow
 from shuffled_dpsgd.training.data import MapStyle

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from shuffled_dpsgd.core.card import PrivacyCard
 from shuffled_dpsgd.core.claim import PrivacyClaim
 from shuffled_dpsgd.core.plan import PrivacyPlan
 from shuffled_dpsgd.errors import InvalidArgumentError
+from shuffled_dpsgd.training.card import PrivacyCard
 
 if TYPE_CHECKING:
     from shuffled_dpsgd.training.private import PrivateTraining

@@ -32,6 +32,8 @@ from shuffled_dpsgd.cli.use import (
     generate,
     predict,
 )
+from shuffled_dpsgd.cli.warm_up import EPILOG as WARM_UP_EPILOG
+from shuffled_dpsgd.cli.warm_up import warm_up
 
 EPILOG = (
     "Examples: [bold]shuffled-dpsgd train digits[/bold] · "
@@ -81,6 +83,7 @@ app.command("plan", epilog=PLAN_EPILOG)(plan)
 app.command("evaluate", epilog=EVALUATE_EPILOG)(evaluate)
 app.command("predict", epilog=PREDICT_EPILOG)(predict)
 app.command("generate", epilog=GENERATE_EPILOG)(generate)
+app.command("warm-up", epilog=WARM_UP_EPILOG)(warm_up)
 
 
 def main() -> None:

@@ -1,0 +1,280 @@
+"""Every GPU kernel of this package, as calls of the functions that launch it.
+
+`shuffled-dpsgd warm-up` makes these calls on a GPU, so that Triton has the kernels in its cache.
+`benchmarks.compile_kernels` makes them with tensors on a CPU and compiles what would be launched.
+Triton compiles a kernel again for other types, for sizes that are no multiples of 16, and for
+other values of its constants. What is listed covers layers whose widths are multiples of 16, in
+bfloat16, with samples of the given lengths, and a few odd sizes.
+
+Shapes: B samples, T tokens, D input features, P output features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
+from itertools import product
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from shuffled_dpsgd.clipping.kernels import choices
+from shuffled_dpsgd.core.noise import Place
+from shuffled_dpsgd.permutation.move import fused, kernel_route
+from shuffled_dpsgd.permutation.move.drawing import fused_drawing
+from shuffled_dpsgd.runtime.routes import Route
+from shuffled_dpsgd.training import device_noise
+
+# Of a usual text, and of an image of 14 by 14 patches.
+LENGTHS = (128, 197)
+Map = tuple[int, int, int]
+"""Tokens, inputs and outputs of a linear layer."""
+B = 2
+# Enough samples that each program of a vocabulary's norms adds up in several stretches.
+MANY = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelLaunch:
+    """A call that launches kernels, and from which to which chip they serve, as in sm_90."""
+
+    name: str
+    run: Callable[[], object]
+    first_chip: int = 0
+    last_chip: int = 999
+
+    def serves(self, chip: int) -> bool:
+        return self.first_chip <= chip <= self.last_chip
+
+
+copy_engine_launch = partial(KernelLaunch, first_chip=90)
+hopper_launch = partial(KernelLaunch, first_chip=90, last_chip=99)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tensors:
+    """Makes tensors without contents on a device."""
+
+    device: torch.device
+
+    def halves(self, *shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=self.device)
+
+    def floats(self, *shape: int) -> Tensor:
+        return self.halves(*shape, dtype=torch.float32)
+
+    def pair(self, one: Map) -> tuple[list[Tensor], list[Tensor]]:
+        """Inputs and output gradients of one layer."""
+        T, D, P = one
+        return [self.halves(B, T, D)], [self.halves(B, T, P)]
+
+    def pair_of_halves(self) -> tuple[list[Tensor], list[Tensor], Tensor, list[Tensor]]:
+        """The same in float16, with factors by layer and a sum."""
+        x, g = (self.halves(B, 256, 768, dtype=torch.float16) for _ in range(2))
+        return [x], [g], self.floats(1, B), [self.floats(768, 768)]
+
+
+def all_launches(device: torch.device, lengths: Sequence[int] = LENGTHS) -> list[KernelLaunch]:
+    """All of them; tensors are made when a launch is run."""
+    made = Tensors(device=device)
+    maps = [(T, 768, 3072) for T in lengths] + [(T, 72, 136) for T in (37, 192, 300)]
+    return [
+        *linear_launches(made, maps),
+        *wide_launches(made, lengths),
+        *split_launches(made, maps),
+        *gluon_launches(made, maps),
+        *row_launches(made),
+        *table_launches(made),
+        *release_launches(made),
+    ]
+
+
+def all_routes(device: torch.device) -> list[Route]:
+    """The routes whose trials decide which of these kernels serve on a GPU."""
+    found = [route for route in vars(choices).values() if isinstance(route, Route)]
+    if not choices.is_hopper(device):
+        found = [route for route in found if "Gluon" not in route.name]
+    return [*found, kernel_route.ROUTE, device_noise.ROUTE]
+
+
+def compiling_work(
+    device: torch.device, lengths: Sequence[int] = LENGTHS
+) -> list[tuple[str, Callable[[], object]]]:
+    """The trials of all routes and all launches that a GPU serves, with their names."""
+    major, minor = torch.cuda.get_device_capability(device)
+    chip = 10 * major + minor
+    return [
+        *((f"trial: {r.name}", partial(r.trial, device)) for r in all_routes(device)),
+        *((k.name, k.run) for k in all_launches(device, lengths) if k.serves(chip)),
+    ]
+
+
+def linear_launches(made: Tensors, maps: Sequence[Map]) -> Iterator[KernelLaunch]:
+    """Norms and sums of linear layers in plain Triton."""
+    linear, gram, tiles, sums = _modules("linear", "gram", "tiles", "sums")
+
+    def norms(way: Callable[..., object], one: Map, bias: bool) -> None:
+        way(*made.pair(one), bias)
+
+    def add(one: Map, bulk: bool) -> None:
+        _, D, P = one
+        sums.weighted_outer_sums(*made.pair(one), made.floats(B), [made.floats(P, D)], bulk=bulk)
+
+    for one in maps:
+        ways = [linear.gram_sq_norms, tiles.tile_sq_norms]
+        if gram.MIN_TOKENS <= one[0] <= gram.MAX_TOKENS:
+            ways.append(gram.gram_sq_norms)
+        for way, bias in product(ways, (True, False)):
+            yield KernelLaunch(name=_name(one), run=partial(norms, way, one, bias))
+        yield KernelLaunch(name=_name(one), run=partial(add, one, False))
+        yield copy_engine_launch(name=_name(one), run=partial(add, one, True))
+
+
+def wide_launches(made: Tensors, lengths: Sequence[int]) -> Iterator[KernelLaunch]:
+    """Norms of heads over GPT-2's vocabulary, which is odd, and over a rounded one."""
+    (wide,) = _modules("wide")
+
+    def norms(T: int, words: int, row: int, samples: int) -> None:
+        # The memory of one sample stands for that of all.
+        x, g = (made.halves(1, T, width).expand(samples, -1, -1) for width in (768, row))
+        wide.gram_sq_norms(x, g[..., :words], False)
+
+    vocabularies = ((50257, 50304), (30720, 30720))
+    for T, (words, row), samples in product((*lengths, 300), vocabularies, (B, MANY)):
+        name = f"T={T}, {words} words, {samples} samples"
+        yield KernelLaunch(name=name, run=partial(norms, T, words, row, samples))
+
+
+def split_launches(made: Tensors, maps: Sequence[Map]) -> Iterator[KernelLaunch]:
+    """Float32 on tensor cores; sums of halves have factors by layer."""
+    halves, split_gram, sums = _modules("halves", "split_gram", "sums")
+
+    def norms(T: int, D: int, P: int) -> None:
+        x, g = [made.floats(B, T, D)] * 2, [made.floats(B, T, P)] * 2
+        x_halves, g_halves = halves.split(x, low_first=True), halves.split(g, low_first=False)
+        split_gram.gram_sq_norms(x_halves, g_halves, True)
+
+    def add(bulk: bool) -> None:
+        sums.weighted_outer_sums(*made.pair_of_halves(), bulk=bulk)
+
+    for one in (*maps, (37, 768, 50257)):
+        yield KernelLaunch(name=f"float32, {_name(one)}", run=partial(norms, *one))
+    yield KernelLaunch(name="sums of halves", run=partial(add, False))
+    yield copy_engine_launch(name="sums of halves", run=partial(add, True))
+
+
+def gluon_launches(made: Tensors, maps: Sequence[Map]) -> Iterator[KernelLaunch]:
+    """Norms and sums of linear layers on Hopper; weights may be stored transposed, as GPT-2's."""
+    squares, strips, weighted = _modules("squares", "strips", "weighted_sums", folder="gluon")
+
+    def norms(way: Callable[..., object], one: Map, bias: bool) -> None:
+        way(*made.pair(one), bias)
+
+    def add(one: Map, bias: bool, transposed: bool) -> None:
+        _, D, P = one
+        out = made.floats(D, P).mT if transposed else made.floats(P, D)
+        biases = [made.floats(P)] if bias else []
+        weighted.weighted_outer_sums(*made.pair(one), made.floats(B), [out], True, biases)
+
+    def keep() -> None:
+        squares.tile_sq_norms(*made.pair((128, 768, 512)), False, [made.floats(B, 512, 768)])
+
+    for one in maps:
+        ways = [squares.tile_sq_norms]
+        if strips.MIN_TOKENS <= one[0] <= strips.MAX_TOKENS:
+            ways.append(strips.gram_sq_norms)
+        for way, bias in product(ways, (True, False)):
+            yield hopper_launch(name=_name(one), run=partial(norms, way, one, bias))
+        for bias, transposed in product((True, False), repeat=2):
+            yield hopper_launch(name=_name(one), run=partial(add, one, bias, transposed))
+    yield hopper_launch(
+        name="sums of halves", run=lambda: weighted.weighted_outer_sums(*made.pair_of_halves())
+    )
+    yield hopper_launch(name="stored products", run=keep)
+
+
+def row_launches(made: Tensors) -> Iterator[KernelLaunch]:
+    """Sums of biases and of stored gradients, norm layers, copies in half precision."""
+    rows, norms, casts = _modules("rows", "norms", "casts")
+
+    def add_biases(dtype: torch.dtype) -> None:
+        g = made.halves(B, 128, 768, dtype=dtype)
+        rows.weighted_row_sums([g], made.floats(B), [made.floats(768)])
+
+    def add_stored() -> None:
+        rows.weighted_stored_sum(made.floats(B, 1 << 16), made.floats(B), made.floats(1 << 16))
+
+    def norm_layer(dtype: torch.dtype, D: int, centred: bool) -> None:
+        g = made.halves(B, 128, D, dtype=dtype)
+        norms.norm_sums([made.floats(B, 128, D)], [g], 1e-5, centred)
+
+    for dtype in (torch.bfloat16, torch.float32):
+        yield KernelLaunch(name=f"biases, {dtype}", run=partial(add_biases, dtype))
+        for D, centred in ((768, True), (384, True), (4096, False)):
+            name = f"norm layer of {D}, {dtype}"
+            yield KernelLaunch(name=name, run=partial(norm_layer, dtype, D, centred))
+    yield KernelLaunch(name="stored gradients", run=add_stored)
+    yield KernelLaunch(
+        name="copies", run=lambda: casts.copy_all([made.halves(5000)], [made.floats(5000)])
+    )
+
+
+def table_launches(made: Tensors) -> Iterator[KernelLaunch]:
+    """Embedding tables, alone and tied to a head."""
+    (tables,) = _modules("tables")
+
+    def looked_up() -> tuple[Tensor, Tensor]:
+        ids = torch.zeros(B, 300, dtype=torch.int64, device=made.device)
+        return ids, made.floats(B, 300, 768)
+
+    def add() -> None:
+        tables.weighted_embedding_sum(*looked_up(), made.floats(B), 1, made.floats(1000, 768))
+
+    def tie() -> None:
+        x, g = made.pair((300, 768, 1000))
+        tables.tied_cross_terms(x[0], g[0], *looked_up(), 1)
+
+    def cross() -> None:
+        tables.stored_cross_terms(made.floats(B, 1000, 768), *looked_up(), 1)
+
+    for run in (lambda: tables.embedding_sq_norms(*looked_up(), 1), add, tie, cross):
+        yield KernelLaunch(name="table", run=run)
+
+
+def release_launches(made: Tensors) -> Iterator[KernelLaunch]:
+    """Noise at any place of a release, and the shuffle."""
+    noise = import_module("shuffled_dpsgd.training.triton_noise")
+
+    def add_noise(size: int, first: int) -> None:
+        sums, place = made.floats(size), Place(0, first)
+        noise.add_normal_(sums, key=bytes(32), place=place, std=1.0, divide_by=2.0)
+
+    for size, first in ((8192, 0), (8191, 0), (8192, 1)):
+        yield KernelLaunch(name="noise", run=partial(add_noise, size, first))
+    for rows, cols, dtype in (
+        (768, 3072, torch.float32),
+        (768, 3072, torch.bfloat16),
+        (40, 24, torch.float64),
+    ):
+        name = f"shuffle of {rows} by {cols}, {dtype}"
+        yield KernelLaunch(name=name, run=partial(_shuffle, made, rows, cols, dtype))
+
+
+def _shuffle(made: Tensors, rows: int, cols: int, dtype: torch.dtype) -> None:
+    """Draw, and move two matrices along both axes."""
+    spec = kernel_route.small_spec(rows, cols)
+    drawing = fused_drawing(spec, made.device, kernel_route.kernels())
+    drawing.keys.random_()
+    pairs = [(name, made.halves(*shape, dtype=dtype)) for name, shape in spec.shapes.items()]
+    fused.move(drawing.result(), fused.prepare(spec, pairs))
+
+
+def _name(one: Map) -> str:
+    return f"T={one[0]}, {one[1]} to {one[2]}"
+
+
+def _modules(*names: str, folder: str = "triton") -> list[ModuleType]:
+    return [choices.module(f"{folder}.{name}") for name in names]

@@ -68,6 +68,10 @@ class RefereeError(ShuffledDPError):
     """What was about to be released is not what was promised; nothing was released."""
 
 
+class CannotReplayError(ShuffledDPError):
+    """A batch cannot be run once more as it was; says why."""
+
+
 class InvarianceError(ShuffledDPError):
     """A permutation that should leave the model's function unchanged does not."""
 

@@ -15,9 +15,9 @@ from shuffled_dpsgd.clipping.settle import clip_functions
 from shuffled_dpsgd.core.noise import GaussianNoise, Place
 from shuffled_dpsgd.core.referee import FIRST_STEPS
 from shuffled_dpsgd.core.release import Door
-from shuffled_dpsgd.core.replay import CannotReplayError, Witness
 from shuffled_dpsgd.core.streams import RandomStreams
-from shuffled_dpsgd.errors import RefereeError
+from shuffled_dpsgd.errors import CannotReplayError, RefereeError
+from shuffled_dpsgd.runtime.replay import Witness
 from shuffled_dpsgd.training import PrivateTraining, ShuffledGaussianMechanism, make_private
 from training.cases import make_bert
 

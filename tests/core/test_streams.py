@@ -12,6 +12,7 @@ from core.chacha20 import chacha20_block, chacha20_word
 from shuffled_dpsgd.core.sampler import PoissonSampler
 from shuffled_dpsgd.core.streams import MOST_WORDS, RandomStreams, uniform_keys, words
 from shuffled_dpsgd.errors import InvalidArgumentError
+from shuffled_dpsgd.training.global_randomness import loader_generator
 
 
 def test_rfc_8439_block_and_key_stream() -> None:
@@ -75,7 +76,7 @@ def test_permutation_keys_are_uniform() -> None:
 
 
 def test_generators_for_loaders_repeat_with_the_seed() -> None:
-    one, other = (RandomStreams(seed=2).generator("loader", 7) for _ in range(2))
+    one, other = (loader_generator(RandomStreams(seed=2), "loader", 7) for _ in range(2))
     assert torch.equal(torch.rand(4, generator=one), torch.rand(4, generator=other))
 
 

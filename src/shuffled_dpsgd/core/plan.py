@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -126,26 +125,6 @@ class PrivacyPlan:
             delta=self.delta,
             adjacency=self.adjacency,
         )
-
-    def certified_along(self, steps: Sequence[int]) -> list[PrivacyClaim] | None:
-        """Proven claims at several step counts, cheap enough for curves and progress displays."""
-        if self.uncertifiable:
-            return None
-        from shuffled_dpsgd.core.certified import certified_curve
-
-        positive = [step for step in steps if step > 0]
-        priced = iter(
-            certified_curve(
-                noise_multiplier=self.smallest_noise_multiplier,
-                sampling_prob=self.sampling_prob,
-                steps=positive,
-                delta=self.delta,
-                adjacency=self.adjacency,
-            )
-            if positive
-            else ()
-        )
-        return [next(priced) if step > 0 else self.nothing_released("proven") for step in steps]
 
     def nothing_released(self, kind: Literal["proven", "heuristic"]) -> PrivacyClaim:
         """The claim before the first release."""

@@ -8,7 +8,7 @@ At every release: the sums are finite, there are as many contributions as record
 recomputed from the key by the definition (`noise.normal`).
 
 In the first steps, for every new kind of batch, and at random: the whole sum, at its real shape and
-precision, against one stock backward of Σ f_i·loss_i (`replay.py`), with the referee's own factors
+precision, against one stock backward of Σ f_i·loss_i, with the referee's own factors
 f_i = min(1, C / norm_i); and the norms of a few samples against their gradients by plain autograd.
 
 A disagreement stops the run before the ledger is written and names the parameter. A comparison that
@@ -24,6 +24,7 @@ import math
 import random
 import time
 from collections.abc import Callable, Hashable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -34,8 +35,7 @@ from torch.utils._pytree import tree_leaves
 from shuffled_dpsgd.core.clip import ClippedSums, PlainClipping, clip_factor
 from shuffled_dpsgd.core.mechanism import joint_norm
 from shuffled_dpsgd.core.noise import Place, normal
-from shuffled_dpsgd.core.replay import Call, CannotReplayError, Rerun, Witness
-from shuffled_dpsgd.errors import RefereeError
+from shuffled_dpsgd.errors import CannotReplayError, RefereeError
 
 DEFAULT_RATE = 1 / 256
 # Steps with records in them whose sums are always compared. Faults that carry something over from
@@ -84,6 +84,47 @@ class _Pending:
     sums: dict[str, Tensor] | None
 
 
+class KeptCall(Protocol):
+    """A forward of the model that was kept, so that it can be run once more."""
+
+    autocast: tuple[str, bool, torch.dtype]
+
+    def problem(self) -> str | None:
+        """Why it cannot be run once more, as far as can be told before it is."""
+        ...
+
+
+class SecondRun(Protocol):
+    """A batch run once more, by nothing but the model and autograd.
+
+    `has_numbers` says that the loss came out of the model as one number for the whole batch.
+    """
+
+    @property
+    def has_numbers(self) -> bool: ...
+
+    def gradient(self, weights: Tensor, *, last: bool = False) -> dict[str, Tensor]:
+        """The gradient of Σ weights_i·loss_i; `last` lets go of the forward."""
+        ...
+
+
+Pull = Callable[[list[Tensor], list[Tensor]], dict[str, Tensor]]
+
+
+class BatchWitness(Protocol):
+    """Keeps the latest call of the model whenever the referee `wants` it.
+
+    A witness that is wrong can raise a false alarm or none at all. It cannot make two different
+    sums equal, so it is handed in, and nothing is counted as compared that it did not deliver.
+    """
+
+    call: Any
+
+    def replay(
+        self, call: Any, rows: int, lifted: Any, pull: Pull | None = None
+    ) -> AbstractContextManager[SecondRun]: ...
+
+
 class Shards(Protocol):
     """The processes that a model's rows are spread over; every call is collective.
 
@@ -128,7 +169,7 @@ class Referee:
         rows: Callable[[], int | None] = lambda: None,
     ) -> None:
         self.checks = Checks()
-        self.witness = Witness(model, self._wants, lambda: engine.is_checking)
+        self.witness: BatchWitness | None = None
         self._model = model
         self._engine = engine
         self._bound = clip_norm if clip != "none" else math.inf
@@ -164,12 +205,15 @@ class Referee:
         """The backward that follows begins at one loss per sample, whatever was declared."""
         self._has_losses = True
 
-    def follow(self, args: Any, kwargs: Mapping[str, Any], find: Callable[[], Call | None]) -> None:
+    def follow(
+        self, args: Any, kwargs: Mapping[str, Any], find: Callable[[], KeptCall | None]
+    ) -> None:
         """For a batch that the witness did not see: have `find` put its call together, if due."""
-        if self._pending is None and self._shards is None and self._wants(args, kwargs):
+        unseen = self.witness is not None and self._pending is None and self._shards is None
+        if unseen and self.wants(args, kwargs) and self.witness is not None:
             self.witness.call = find()
 
-    def _wants(self, args: Any, kwargs: Mapping[str, Any]) -> bool:
+    def wants(self, args: Any, kwargs: Mapping[str, Any]) -> bool:
         """Whether the batch that is about to run is going to be compared."""
         self.settle()
         if self._compares is None:
@@ -197,10 +241,10 @@ class Referee:
 
     def settle(self) -> None:
         """Compare the batch that is pending, if its backward is over."""
-        pending, call = self._pending, self.witness.call
-        self._pending, self.witness.call = None, None
-        if pending is None or call is None:
+        pending, self._pending, witness = self._pending, None, self.witness
+        if pending is None or witness is None or witness.call is None:
             return
+        call, witness.call = witness.call, None
         norms = self._engine.sample_norms[pending.num_norms :].double().cpu()
         if not norms.numel() and self._shards is None:
             return
@@ -210,7 +254,7 @@ class Referee:
         try:
             self._refuse_to_replay(call, norms)
             pull = None if self._shards is None else self._shards.rows
-            with self.witness.replay(call, rows, self._engine.lifted(), pull) as replay:
+            with witness.replay(call, rows, self._engine.lifted(), pull) as replay:
                 total = self._expected(replay, norms, rows)
         except CannotReplayError as reason:
             self.checks.not_made += pending.sums is not None
@@ -229,7 +273,7 @@ class Referee:
                 self._total[name] = part if name not in self._total else self._total[name] + part
         self._seconds += time.perf_counter() - started
 
-    def _refuse_to_replay(self, call: Call, norms: Tensor) -> None:
+    def _refuse_to_replay(self, call: KeptCall, norms: Tensor) -> None:
         """Where processes run the model together, all of them do or none does."""
         problem = None if torch.isfinite(norms).all() else "a sample's gradient is not finite"
         problem = problem or call.problem()
@@ -237,7 +281,7 @@ class Referee:
         if is_any:
             raise CannotReplayError(problem or "another process could not run its batch once more")
 
-    def _expected(self, replay: Rerun, norms: Tensor, rows: int) -> dict[str, Tensor]:
+    def _expected(self, replay: SecondRun, norms: Tensor, rows: int) -> dict[str, Tensor]:
         """The clipped sum of one batch by plain autograd; checks the norms of a few samples."""
         scale = 1.0
         if self._takes_means and not self._has_losses and not replay.has_numbers:
@@ -262,7 +306,7 @@ class Referee:
         return _widened(replay.gradient(weights, last=True))
 
     def _by_groups(
-        self, replay: Rerun, norms: Tensor, rows: int, scale: float
+        self, replay: SecondRun, norms: Tensor, rows: int, scale: float
     ) -> dict[str, Tensor]:
         """Groups of parameters have factors of their own: every sample by itself."""
         groups = None if self._groups is None else self._groups()

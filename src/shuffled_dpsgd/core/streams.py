@@ -25,7 +25,6 @@ import secrets
 from typing import Literal
 
 import numpy as np
-import torch
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms
 from numpy.typing import NDArray
 
@@ -114,14 +113,6 @@ class RandomStreams:
         """Whether a step is looked at closely: the same on all processes of a run."""
         drawn = int.from_bytes(self.key("checks", step)[:6], "little")
         return drawn < rate * 2**48
-
-    def generator(self, purpose: Purpose, step: int, index: int = 0) -> torch.Generator:
-        """A torch generator on the CPU, for what privacy does not rest on: loaders, augmentation.
-
-        It keeps 64 bits of the key at most, and is no cryptographic generator.
-        """
-        seed = int.from_bytes(self.key(purpose, step, index)[:8], "little") >> 1
-        return torch.Generator().manual_seed(seed)
 
 
 def uniform_keys(key: bytes, count: int) -> NDArray[np.int64]:

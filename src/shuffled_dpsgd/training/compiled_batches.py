@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from shuffled_dpsgd.core.clip import ClippedSums
-from shuffled_dpsgd.core.replay import Call, Generators, versions_of
+from shuffled_dpsgd.runtime.replay import Call, Generators, versions_of
 
 _COMPILED = "CompiledFunctionBackward"
 

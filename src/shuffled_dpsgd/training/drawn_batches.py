@@ -20,6 +20,7 @@ from shuffled_dpsgd.training.data import (
     shaped,
     to_device,
 )
+from shuffled_dpsgd.training.global_randomness import loader_generator
 from shuffled_dpsgd.training.guards import check_count, check_records
 from shuffled_dpsgd.training.launch_check import compare_records
 from shuffled_dpsgd.training.layout import Layout, lengths_of
@@ -184,7 +185,7 @@ class DrawnBatches:
             loaded = physical_batches(
                 data,
                 logical,
-                generator=run.streams.generator("loader", run.steps_taken),
+                generator=loader_generator(run.streams, "loader", run.steps_taken),
                 **options,
             )
             try:

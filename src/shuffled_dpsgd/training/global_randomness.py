@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from shuffled_dpsgd.core.streams import Purpose, RandomStreams
+
 
 def global_randomness() -> dict[str, Any]:
     """The generators that dropout and data augmentation use; never those of noise or sampling."""
@@ -68,3 +70,14 @@ def randomness_kept() -> Iterator[None]:
         yield
     finally:
         set_global_randomness(before)
+
+
+def loader_generator(
+    streams: RandomStreams, purpose: Purpose, step: int, index: int = 0
+) -> torch.Generator:
+    """A torch generator on the CPU, for what privacy does not rest on: loaders, augmentation.
+
+    It keeps 64 bits of the key at most, and is no cryptographic generator.
+    """
+    seed = int.from_bytes(streams.key(purpose, step, index)[:8], "little") >> 1
+    return torch.Generator().manual_seed(seed)

@@ -25,6 +25,7 @@ from shuffled_dpsgd.runtime.attention import without_cudnn_attention
 from shuffled_dpsgd.training.checkpoint import Stateful, load_checkpoint, save_checkpoint
 from shuffled_dpsgd.training.checkpoint_folder import latest_checkpoint
 from shuffled_dpsgd.training.data import MapStyle
+from shuffled_dpsgd.training.global_randomness import loader_generator
 from shuffled_dpsgd.training.independence import check_independence
 from shuffled_dpsgd.training.metrics import StepMetrics
 from shuffled_dpsgd.training.physical import PerSampleLoss, find_physical_batch_size
@@ -203,7 +204,9 @@ class _Views:
         number = self._place[1] + 1 if self._place[0] == step else 0
         self._place = step, number
         index = number * world.size + world.rank
-        return self._augment(batch, self._private.streams.generator("augmentation", step, index))
+        return self._augment(
+            batch, loader_generator(self._private.streams, "augmentation", step, index)
+        )
 
 
 def _augmented(loss: PerSampleLoss, augment: Augment | None) -> PerSampleLoss:

@@ -30,6 +30,7 @@ from shuffled_dpsgd.distributed.world import Alone, World
 from shuffled_dpsgd.errors import InvalidArgumentError
 from shuffled_dpsgd.permutation import Permutation, PermutationSpec
 from shuffled_dpsgd.runtime.clock import OTHER, Clock
+from shuffled_dpsgd.runtime.replay import Witness
 from shuffled_dpsgd.runtime.shards import held
 from shuffled_dpsgd.training.batch_stream import BatchStream
 from shuffled_dpsgd.training.card import PrivacyCard
@@ -124,6 +125,8 @@ class PrivateTraining:
             shards=self._shards(check_rate),
             rows=self._rows_in_hand,
         )
+        self._witness = Witness(model, self._referee.wants, lambda: engine.is_checking)
+        self._referee.witness = self._witness
         self.referee: Inspector = self._referee
         self._door = Door(
             names=tuple(self._trainable),
@@ -422,7 +425,7 @@ class PrivateTraining:
     def __enter__(self) -> PrivateTraining:
         if self._depth == 0:
             self.engine.__enter__()
-            self._referee.witness.listen()
+            self._witness.listen()
             self.shuffling.listen()
         self._depth += 1
         return self
@@ -440,7 +443,7 @@ class PrivateTraining:
         self._depth -= 1
         if self._depth == 0:
             self.shuffling.stop_listening()
-            self._referee.witness.stop()
+            self._witness.stop()
             self.engine.__exit__(kind, error, trace)
 
     def _may_release(self) -> bool:

@@ -25,11 +25,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from torch.utils.hooks import RemovableHandle
 
+from shuffled_dpsgd.errors import CannotReplayError
+
 Pull = Callable[[list[Tensor], list[Tensor]], dict[str, Tensor]]
-
-
-class CannotReplayError(Exception):
-    """The batch cannot be run once more as it was; says why."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,8 +4,9 @@ A tensor is gathered along all its moving axes with one temporary of its own siz
 written back into its own storage, so ties, views, dtype, device and `requires_grad` stay. Tensors
 whose rows lie on several ranks are moved by `sharded`.
 
-On a CPU numpy moves them, on one thread. torch would use all its threads, which wait for each other
-after every tensor: with another process on one of two cores that took up to ten times as long.
+On a CPU numpy moves large tensors, on one thread. torch would use all its threads, which wait for
+each other after every tensor: with another process on one of two cores that took up to ten times as
+long.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from shuffled_dpsgd.runtime.routes import took
 OnAxis = tuple[int, torch.Tensor]
 # A tensor that moves along one axis only is moved slice by slice: the temporary stays in cache.
 _SLICE_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 23}
+# torch moves fewer elements than these on one thread, and is called more quickly than numpy.
+_ONE_THREAD = 1 << 15
 # numpy moves elements as if they were of these dtypes, by their size: it has no bfloat16.
 _CARRIERS = {1: torch.int8, 2: torch.int16, 4: torch.float32, 8: torch.int64}
 
@@ -117,9 +120,10 @@ def gather_(
 
 
 def _suits_numpy(tensor: torch.Tensor) -> bool:
-    """Whether numpy sees the tensor's memory as it is."""
+    """Whether numpy sees the tensor's memory as it is, and is worth calling."""
     return (
-        tensor.device.type == "cpu"
+        tensor.numel() >= _ONE_THREAD
+        and tensor.device.type == "cpu"
         and type(tensor) in (torch.Tensor, nn.Parameter)
         and tensor.element_size() in _CARRIERS
         and not (tensor.is_conj() or tensor.is_neg())
@@ -131,7 +135,7 @@ def _take(source: torch.Tensor, axis: int, index: torch.Tensor, *, out: torch.Te
         # Of a matrix's columns torch is faster, and on one thread too.
         torch.index_select(source, axis, index, out=out)
     else:
-        np.take(source.numpy(), index.numpy(), axis=axis, out=out.numpy(), mode="clip")
+        source.numpy().take(index.numpy(), axis, out.numpy(), "clip")
 
 
 def _copy(target: torch.Tensor, source: torch.Tensor) -> None:

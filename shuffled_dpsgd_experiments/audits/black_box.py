@@ -44,6 +44,7 @@ from shuffled_dpsgd.options import NoiseFrame, Shuffle
 from shuffled_dpsgd.training.data import MapStyle
 from shuffled_dpsgd.training.paper_estimates import paper_estimate
 from shuffled_dpsgd.training.physical import PerSampleLoss
+from shuffled_dpsgd.training.plan_identity import plan_json
 from shuffled_dpsgd.training.private import PrivateTraining
 
 Start = Callable[[int, int, Shuffle, NoiseFrame], PrivateTraining]
@@ -282,7 +283,7 @@ def gather_seeds(
     plan = ordered[0].plan
     return BlackBoxReport(
         setting=setting,
-        plan=plan.to_json(),
+        plan=plan_json(plan),
         arms={
             name: Arm(losses=np.stack([one.losses[name] for one in ordered]), included=included)
             for name in ARMS

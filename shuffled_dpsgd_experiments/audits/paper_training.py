@@ -30,6 +30,7 @@ from shuffled_dpsgd.auditing.verdict import AuditReport, Evidence, assess, judge
 from shuffled_dpsgd.auditing.watched_training import train_watched
 from shuffled_dpsgd.errors import InvalidArgumentError
 from shuffled_dpsgd.permutation import apply_to_tensors, draw, identity
+from shuffled_dpsgd.training.plan_identity import plan_json
 from shuffled_dpsgd.training.private import PrivateTraining
 
 
@@ -143,7 +144,7 @@ def audit_paper_training(
     private.close()
     return AuditReport(
         unit=f"a training run of {plan.num_steps} steps, observed at every step",
-        setting={**asdict(setting), "plan": plan.to_json()},
+        setting={**asdict(setting), "plan": plan_json(plan)},
         claims=claims,
         attacks=attacks,
         verdicts=judge(claims, attacks, confidence=confidence),

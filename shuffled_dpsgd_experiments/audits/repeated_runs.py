@@ -23,6 +23,7 @@ from shuffled_dpsgd.auditing.verdict import AuditReport, Evidence, assess, judge
 from shuffled_dpsgd.core.plan import PrivacyPlan
 from shuffled_dpsgd.errors import InvalidArgumentError
 from shuffled_dpsgd.training.paper_estimates import paper_estimate
+from shuffled_dpsgd.training.plan_identity import plan_json
 from shuffled_dpsgd.training.private import PrivateTraining
 
 LEAST_RUNS = 20
@@ -119,7 +120,7 @@ def gather_runs(
             **asdict(setting),
             "runs_without": int((~included).sum()),
             "runs_with": int(included.sum()),
-            "plan": plan.to_json(),
+            "plan": plan_json(plan),
         },
         claims=claims,
         attacks=attacks,

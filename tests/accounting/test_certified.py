@@ -15,7 +15,6 @@ from shuffled_dpsgd.accounting import (
     certified_bracket,
     certified_claim,
     certified_curve,
-    smallest_noise,
 )
 from shuffled_dpsgd.accounting.comparisons import gaussian_epsilon
 from shuffled_dpsgd.errors import InvalidArgumentError
@@ -154,12 +153,6 @@ def test_a_curve_is_monotone_ends_exactly_and_says_what_it_priced() -> None:
         assert curve[index].inputs["priced_num_steps"] >= index + 1
     assert len({claim.inputs["priced_num_steps"] for claim in curve}) <= 24
     assert certified_curve(steps=[], **run) == []
-
-
-def test_blocks_with_different_noise_are_certified_at_the_smallest() -> None:
-    assert smallest_noise({"shuffled": 0.3, "rest": 11.7, "head": 2.0}) == 0.3
-    with pytest.raises(InvalidArgumentError):
-        smallest_noise({})
 
 
 def test_no_noise_is_no_privacy() -> None:

@@ -19,6 +19,7 @@ from shuffled_dpsgd.training import (
     ShuffledGaussianMechanism,
     make_plan,
 )
+from shuffled_dpsgd.training.metrics import signal_to_noise
 
 
 def plan(**changes: Any) -> PrivacyPlan:
@@ -74,8 +75,8 @@ def test_signal_to_noise_compares_norms() -> None:
     record = ShuffledGaussianMechanism(found, noise).privatize(sums, key=bytes(32))
     shuffled, _ = record.blocks
     assert shuffled.sum_norm == pytest.approx(10 * math.sqrt(12))
-    assert shuffled.signal_norm == pytest.approx(1.0)
-    assert record.signal_to_noise == pytest.approx(1.0 / (2.0 * 0.5 * math.sqrt(16)))
+    assert shuffled.sum_norm * shuffled.batch_clip_factor == pytest.approx(1.0)
+    assert signal_to_noise(record) == pytest.approx(1.0 / (2.0 * 0.5 * math.sqrt(16)))
 
 
 def test_every_step_draws_noise_of_its_own() -> None:

@@ -14,7 +14,8 @@ from shuffled_dpsgd.accounting.accountants import (
     compare_calibrations,
 )
 from shuffled_dpsgd.accounting.bracket import Bracket, certified_bracket
-from shuffled_dpsgd.accounting.calibration import calibrate_certified
+from shuffled_dpsgd.accounting.calibration import Calibration, calibrate_certified
+from shuffled_dpsgd.accounting.curve import certified_curve
 from shuffled_dpsgd.accounting.exact import (
     DeltaEstimate,
     Examination,
@@ -24,9 +25,9 @@ from shuffled_dpsgd.accounting.exact import (
 from shuffled_dpsgd.accounting.given_pairs import vector_pair
 from shuffled_dpsgd.accounting.pairs import Pair, constant_pair, spike_pair
 from shuffled_dpsgd.accounting.paper import PaperCalibration, calibrate_paper, paper_claim
-from shuffled_dpsgd.core.certified import certified_claim, certified_curve
-from shuffled_dpsgd.core.claim import Adjacency, Calibration, Kind, PrivacyClaim
-from shuffled_dpsgd.core.events import SampledGaussian, smallest_noise
+from shuffled_dpsgd.core.certified import certified_claim
+from shuffled_dpsgd.core.claim import Adjacency, Kind, PrivacyClaim
+from shuffled_dpsgd.core.events import SampledGaussian
 
 __all__ = [
     "Accountant",
@@ -54,7 +55,6 @@ __all__ = [
     "exact_delta",
     "examine_pair",
     "paper_claim",
-    "smallest_noise",
     "spike_pair",
     "vector_pair",
 ]

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 from shuffled_dpsgd.core.certified import certified_claim, check_certifiable
-from shuffled_dpsgd.core.claim import Adjacency, Calibration
+from shuffled_dpsgd.core.claim import Adjacency, PrivacyClaim
 from shuffled_dpsgd.core.events import SampledGaussian, check_epsilon
 from shuffled_dpsgd.core.pld import price
 from shuffled_dpsgd.errors import InvalidArgumentError
@@ -21,6 +23,21 @@ SMALLEST_SIGMA = 1e-3
 LARGEST_SIGMA = 1e6
 
 Pricing = Callable[[float], float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calibration:
+    """The smallest noise multiplier found for a target, and the claim it supports.
+
+    `claim.epsilon` never exceeds the target it was asked for.
+    """
+
+    noise_multiplier: float
+    claim: PrivacyClaim
+
+    def to_json(self) -> dict[str, Any]:
+        """The claim's data with the noise multiplier beside it."""
+        return {"noise_multiplier": self.noise_multiplier, **self.claim.to_json()}
 
 
 def smallest_noise_multiplier(

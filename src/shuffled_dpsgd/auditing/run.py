@@ -31,6 +31,7 @@ from shuffled_dpsgd.training.card import AuditedBound
 from shuffled_dpsgd.training.data import MapStyle
 from shuffled_dpsgd.training.paper_estimates import paper_estimate
 from shuffled_dpsgd.training.physical import PerSampleLoss
+from shuffled_dpsgd.training.plan_identity import plan_json
 from shuffled_dpsgd.training.private import PrivateTraining
 
 
@@ -139,7 +140,7 @@ def report_steps(seen: StepsSeen, *, confidence: float = 0.95) -> AuditReport:
     assessed = assess(evidence, ESTIMATORS, delta=delta, confidence=confidence)
     return AuditReport(
         unit="one step of a run",
-        setting={**asdict(seen.setting), "observations_made": made, "plan": plan.to_json()},
+        setting={**asdict(seen.setting), "observations_made": made, "plan": plan_json(plan)},
         claims=claims,
         attacks=assessed,
         verdicts=judge(claims, assessed, confidence=confidence),
@@ -218,7 +219,7 @@ def audit_one_run(
     run.private.close()
     return AuditReport(
         unit="one whole run",
-        setting={**asdict(setting), "plan": plan.to_json()},
+        setting={**asdict(setting), "plan": plan_json(plan)},
         claims=claims,
         attacks=assessed,
         verdicts=judge(claims, assessed, confidence=confidence),

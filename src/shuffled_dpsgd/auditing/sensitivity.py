@@ -20,7 +20,7 @@ from torch.utils.data import default_collate
 
 from shuffled_dpsgd.auditing.checks import Check, CheckReport
 from shuffled_dpsgd.auditing.unwatched import Unwatched
-from shuffled_dpsgd.core.mechanism import Frame, Mechanism, NoiseWatch, Release
+from shuffled_dpsgd.core.mechanism import Mechanism, NoiseWatch, Release, SumFrame
 from shuffled_dpsgd.errors import InvalidArgumentError
 from shuffled_dpsgd.options import Clip, Strategy
 from shuffled_dpsgd.training.assemble import make_private
@@ -61,7 +61,7 @@ class RecordingMechanism:
         sums: Mapping[str, torch.Tensor],
         *,
         key: bytes,
-        frame: Frame | None = None,
+        frame: SumFrame | None = None,
         watch: NoiseWatch | None = None,
     ) -> Release:
         release = self.inner.privatize(sums, key=key, frame=frame, watch=watch)

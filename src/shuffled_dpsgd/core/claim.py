@@ -81,20 +81,5 @@ class PrivacyClaim:
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Calibration:
-    """The smallest noise multiplier found for a target, and the claim it supports.
-
-    `claim.epsilon` never exceeds the target it was asked for.
-    """
-
-    noise_multiplier: float
-    claim: PrivacyClaim
-
-    def to_json(self) -> dict[str, Any]:
-        """The claim's data with the noise multiplier beside it."""
-        return {"noise_multiplier": self.noise_multiplier, **self.claim.to_json()}
-
-
 def _rebuild(data: dict[str, Any]) -> PrivacyClaim:
     return PrivacyClaim.from_json(data)

@@ -21,7 +21,8 @@ class SampledGaussian:
     Every example joins a step independently with probability `sampling_prob`; its contribution has
     norm at most `clip_norm`; the noise has standard deviation `noise_multiplier * clip_norm` in
     every coordinate. Where blocks of coordinates received different noise, `noise_multiplier` is
-    the smallest of them (`smallest_noise`).
+    the smallest of them: the joint release is a post-processing of the mechanism with that noise
+    everywhere (add independent noise to the other blocks).
     """
 
     noise_multiplier: float
@@ -50,25 +51,6 @@ class SampledGaussian:
             "num_steps": self.num_steps,
             "adjacency": self.adjacency,
         }
-
-
-def smallest_noise(noise_multipliers: dict[str, float]) -> float:
-    """The noise multiplier that certifies blocks with different noise: the smallest.
-
-    The joint release is a post-processing of the Gaussian mechanism at the smallest noise (add
-    independent noise to the other blocks), so what holds for that mechanism holds for all blocks
-    together, however the clipped contribution is spread over them.
-
-    >>> smallest_noise({"shuffled": 0.3, "rest": 11.7})
-    0.3
-    """
-    if not noise_multipliers:
-        raise InvalidArgumentError(
-            "noise_multipliers", expected="at least one block", got={}, remedy="name every block"
-        )
-    for value in noise_multipliers.values():
-        check_noise_multiplier(value)
-    return min(noise_multipliers.values())
 
 
 def check_epsilon(epsilon: float) -> None:

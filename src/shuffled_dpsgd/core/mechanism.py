@@ -42,11 +42,6 @@ class BlockRelease:
         clip = self.batch_clip_norm
         return 1.0 if clip is None or not self.sum_norm > clip else clip / self.sum_norm
 
-    @property
-    def signal_norm(self) -> float:
-        """Norm of the sum that the noise was added to."""
-        return self.sum_norm * self.batch_clip_factor
-
 
 @dataclass(frozen=True, kw_only=True)
 class Release:
@@ -54,15 +49,8 @@ class Release:
 
     blocks: tuple[BlockRelease, ...]
 
-    @property
-    def signal_to_noise(self) -> float:
-        """Norm of what was released over the expected norm of its noise."""
-        noise = math.hypot(*(block.noise_norm for block in self.blocks))
-        signal = math.hypot(*(block.signal_norm for block in self.blocks))
-        return signal / noise if noise else math.inf
 
-
-class Frame(Protocol):
+class SumFrame(Protocol):
     """Where the noise is drawn: as if the weights had never been permuted (for experiments)."""
 
     def enter(self, sums: Mapping[str, torch.Tensor]) -> None:
@@ -86,7 +74,7 @@ class Mechanism(Protocol):
         sums: Mapping[str, torch.Tensor],
         *,
         key: bytes,
-        frame: Frame | None = None,
+        frame: SumFrame | None = None,
         watch: NoiseWatch | None = None,
     ) -> Release: ...
 
@@ -132,7 +120,7 @@ class ShuffledGaussianMechanism:
         sums: Mapping[str, torch.Tensor],
         *,
         key: bytes,
-        frame: Frame | None = None,
+        frame: SumFrame | None = None,
         watch: NoiseWatch | None = None,
     ) -> Release:
         """Make `sums` private in place, with noise from `key`."""

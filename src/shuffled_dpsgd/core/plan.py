@@ -132,19 +132,6 @@ class PrivacyPlan:
             epsilon=0.0, delta=self.delta, method="nothing being released yet", kind=kind
         )
 
-    def to_json(self) -> dict[str, Any]:
-        """Plain data without the seed, which would let a reader remove the noise."""
-        data = asdict(self)
-        del data["seed"]
-        for block in data["blocks"]:
-            block["parameters"] = list(block["parameters"])
-        data["blocks"] = list(data["blocks"])
-        return data | {
-            "clip_norm": self.clip_norm if math.isfinite(self.clip_norm) else None,
-            "sampling_prob": self.sampling_prob,
-            "secure": self.secure,
-        }
-
     def fingerprint(self) -> str:
         """Equal for equal plans; what ledgers and checkpoints know their run by."""
         text = json.dumps(self.comparable(), sort_keys=True)

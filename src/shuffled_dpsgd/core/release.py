@@ -20,7 +20,7 @@ import torch
 
 from shuffled_dpsgd.core.clip import ClippedSums
 from shuffled_dpsgd.core.ledger import ReleaseLedger, fingerprint
-from shuffled_dpsgd.core.mechanism import Frame, Mechanism, NoiseWatch, Release, joint_norm
+from shuffled_dpsgd.core.mechanism import Mechanism, NoiseWatch, Release, SumFrame, joint_norm
 from shuffled_dpsgd.core.noise import Place, sketch
 from shuffled_dpsgd.core.referee import FIRST_STEPS, Checks
 from shuffled_dpsgd.core.streams import RandomStreams
@@ -121,7 +121,7 @@ class Door:
         referee: Inspector,
         ledger: ReleaseLedger,
         mechanism: Mechanism,
-        frame: Frame | None = None,
+        frame: SumFrame | None = None,
     ) -> Release:
         """Make the inspected sums private, over `count` records of all processes, and update.
 

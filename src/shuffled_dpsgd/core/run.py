@@ -86,17 +86,7 @@ def train(
     return write_card(plan, CertifiedCard, num_steps=ledger.spent, checks=referee.checks)
 
 
-def plain_plan(
-    model: nn.Module,
-    *,
-    dataset_size: int,
-    expected_batch_size: int,
-    num_steps: int,
-    delta: float,
-    clip_norm: float,
-    noise_multiplier: float,
-    seed: int | None = None,
-) -> PrivacyPlan:
+def plain_plan(model: nn.Module, *, noise_multiplier: float, **settings: Any) -> PrivacyPlan:
     """The plan of DP-SGD: one block, one noise multiplier, no batch clip."""
     sizes = {name: p.numel() for name, p in model.named_parameters() if p.requires_grad}
     block = NoiseBlock(
@@ -105,12 +95,4 @@ def plain_plan(
         dimension=sum(sizes.values()),
         noise_multiplier=noise_multiplier,
     )
-    return PrivacyPlan(
-        dataset_size=dataset_size,
-        expected_batch_size=expected_batch_size,
-        num_steps=num_steps,
-        delta=delta,
-        clip_norm=clip_norm,
-        blocks=(block,),
-        seed=seed,
-    )
+    return PrivacyPlan(blocks=(block,), **settings)

@@ -62,7 +62,7 @@ class StepMetrics:
     @property
     def signal_to_noise(self) -> float:
         """Norm of what was released over the expected norm of its noise; waits for the device."""
-        return self.release.signal_to_noise
+        return signal_to_noise(self.release)
 
     def to_json(self) -> dict[str, Any]:
         """Plain data; an infinite signal-to-noise (no noise) becomes None."""
@@ -137,3 +137,10 @@ def describe_step(
         num_nonfinite=norms.numel() - finite.numel(),
         release=release,
     )
+
+
+def signal_to_noise(release: Release) -> float:
+    """Norm of what was released over the expected norm of its noise."""
+    noise = math.hypot(*(block.noise_norm for block in release.blocks))
+    signal = math.hypot(*(b.sum_norm * b.batch_clip_factor for b in release.blocks))
+    return signal / noise if noise else math.inf

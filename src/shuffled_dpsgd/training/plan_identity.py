@@ -1,9 +1,11 @@
-"""How two plans differ, told without storing the seed."""
+"""A plan as plain data, and how two plans differ, without storing the seed."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
+from typing import Any
 
 from shuffled_dpsgd.core.plan import PrivacyPlan
 
@@ -22,3 +24,15 @@ def differences(plan: PrivacyPlan, fingerprints: dict[str, str]) -> list[str]:
     return sorted(
         key for key in mine.keys() | fingerprints if mine.get(key) != fingerprints.get(key)
     )
+
+
+def plan_json(plan: PrivacyPlan) -> dict[str, Any]:
+    """Plain data without the seed, which would let a reader remove the noise."""
+    data = plan.comparable()
+    del data["seed"]
+    data["blocks"] = [{**b, "parameters": list(b["parameters"])} for b in data["blocks"]]
+    return data | {
+        "clip_norm": plan.clip_norm if math.isfinite(plan.clip_norm) else None,
+        "sampling_prob": plan.sampling_prob,
+        "secure": plan.secure,
+    }

@@ -440,3 +440,14 @@ def test_no_score_on_training_rows_decides(tmp_path: Path, settings: Any) -> Non
     if settings is None or "lr_scheduler_type" in settings:
         apart.train()
         assert apart.private.steps_taken > 0
+
+
+def test_weights_trained_on_without_privacy_are_not_saved_under_the_card(tmp_path: Path) -> None:
+    trainer = build(tmp_path)
+    trainer.train()
+    trainer.save_model()
+    with torch.no_grad():
+        next(trainer.model.parameters()).add_(1e-3)
+    for folder in (None, str(tmp_path / "elsewhere")):
+        with pytest.raises(InvalidArgumentError, match="as release\\(\\) left them"):
+            trainer.save_model(folder)

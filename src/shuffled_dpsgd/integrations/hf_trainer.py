@@ -254,7 +254,12 @@ class ShuffledDPTrainer(Trainer):
             self._write_card()
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """The Trainer's own; after `train()` the card in `output_dir` names the weights saved."""
+        """The Trainer's own; after `train()` the card in `output_dir` names the weights saved.
+
+        Weights that were changed after `train()` are refused: the card is not about them.
+        """
+        if self.private is not None:
+            self.private.check_released()
         super().save_model(output_dir, _internal_call)
         private, target = self.private, Path(output_dir or self.args.output_dir)
         if private is not None and private.released and target == Path(self.args.output_dir):

@@ -96,6 +96,7 @@ class PrivateTraining:
         self._meeting = Meeting(self.world)
         self.steps_taken = 0
         self.released = False
+        self._released_as: str | None = None
         self.last_metrics: StepMetrics | None = None
         self.last_sample_norms = torch.empty(0)
         self._trainable = {n: p for n, p in model.named_parameters() if p.requires_grad}
@@ -380,6 +381,26 @@ class PrivateTraining:
         if self.plan.shuffle == "at-release" and self.plan.permutes:
             self.shuffling.permute(self.plan.num_steps)
         self.released = True
+        self.note_released()
+
+    def note_released(self) -> None:
+        """Take the weights as they are now for those that the card is about."""
+        self._released_as = self._weights_mark() if self.released else None
+
+    def check_released(self) -> None:
+        """Refuse weights that are others than `release()` left; before it, all may be saved."""
+        if self._released_as not in (None, self._weights_mark()):
+            raise InvalidArgumentError(
+                "model",
+                expected="the weights as release() left them, which the privacy card is about",
+                got="weights that were changed since",
+                remedy="save before you train on or change them; what is made of released weights "
+                "without the private records may be saved by itself, as model.save_pretrained does",
+            )
+
+    def _weights_mark(self) -> str:
+        weights = {name: held(p) for name, p in self.model.named_parameters()}
+        return fingerprint(weights, b"the weights of a release")
 
     def card(self) -> PrivacyCard:
         """What may be said about everything released so far."""

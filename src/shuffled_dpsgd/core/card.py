@@ -32,7 +32,7 @@ NOT_COVERED = (
     "held-out records: scores, and choices made by them (best checkpoint, early stopping), are "
     "computed from those without noise",
     "the number of records, which the sampling probability and the plan reveal",
-    "several records of one person: the unit of protection is one record",
+    "several rows of one person: the unit of protection is one row",
     "side channels: timing, memory, and the lowest bits of floating-point noise",
 )
 USE_ASSUMPTIONS = (
@@ -86,6 +86,7 @@ class PrivacyCard:
     randomness: str
     private: bool = True
     certified_so_far: PrivacyClaim | None = None
+    unit: tuple[str, ...] = ("one row",)
     shuffles_verified: int = 0
     samples_checked: int = 0
     checks: Checks = field(default_factory=Checks)
@@ -150,6 +151,7 @@ class PrivacyCard:
             "steps_released": self.steps_released,
             "steps_planned": self.steps_planned,
             "target": self.target,
+            "unit": list(self.unit),
             "sampler": self.sampler,
             "mechanism": list(self.mechanism),
             "shuffle": self.shuffle,
@@ -178,6 +180,7 @@ class PrivacyCard:
         verdicts = [f"{name}: {verdict}" for name, verdict in self.verdicts.items()]
         lines += _labelled("verdict", verdicts or ["nothing is claimed"])
         lines += _labelled("target", [self.target])
+        lines += _labelled("unit", list(self.unit))
         lines += _labelled("sampler", [self.sampler])
         lines += _labelled("mechanism", [*self.mechanism, *self.check_lines])
         lines += _labelled("shuffle", self.shuffle_lines)

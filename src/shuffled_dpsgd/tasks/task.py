@@ -35,7 +35,8 @@ class Task:
     held-out data: `heldout_data`, the first split where there are several. `evaluations` has a
     function for each split, by its name. `collate` turns a list of samples of `train_data` into a
     batch, or is None for torch's default. `save_assets` writes what belongs beside the weights
-    (configuration, tokenizer) into a folder. `evaluate_texts` lets a language model write texts and scores them.
+    (configuration, tokenizer) into a folder. `evaluate_texts` lets a language model write texts and
+    scores them.
     `fresh_model(seed)` builds the model once more, with initial weights from that seed; nothing
     else of a task depends on it. `augment(batch, generator)` is what training makes of a batch
     before `losses` sees it.

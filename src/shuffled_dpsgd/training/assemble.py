@@ -78,6 +78,7 @@ def make_private(
     secure: bool | None = None,
     physical_batch_size: int | None = None,
     ledger_path: str | Path | None = None,
+    unit: str = "row",
 ) -> PrivateTraining:
     """Plan a private run of `model` with `optimizer`; neither changes type, name or shape.
 
@@ -127,6 +128,8 @@ def make_private(
         physical_batch_size: Samples in memory at once; never changes what is released.
         ledger_path: File that counts releases, written ahead of each; by default kept in memory
             only.
+        unit: What one row of the data is, such as patient, document or window of 512 tokens: what
+            every claim is about. row: not stated.
     """
     # All of them, by name: a parameter that is not passed on by hand cannot be forgotten.
     options = dict(locals())
@@ -187,6 +190,7 @@ def assemble(
         exchange=exchange,
         sharding=sharding,
         check_rate=options.check_rate,
+        unit=options.unit,
     )
     remember_run(private)
     return private

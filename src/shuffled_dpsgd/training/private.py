@@ -44,9 +44,11 @@ from shuffled_dpsgd.training.guards import (
 from shuffled_dpsgd.training.layout import Layout
 from shuffled_dpsgd.training.meeting import Meeting
 from shuffled_dpsgd.training.metrics import LossMeter, StepMetrics, describe_step
+from shuffled_dpsgd.training.rows import Survey
 from shuffled_dpsgd.training.shared_ledger import SharedLedger
 from shuffled_dpsgd.training.shuffling import PermutedFrame, Shuffling
 from shuffled_dpsgd.training.succession import History
+from shuffled_dpsgd.training.units import DEFAULT_UNIT, unit_lines
 from shuffled_dpsgd.training.update import GuardedOptimizer
 from shuffled_dpsgd.training.watches import ModelWatch
 from shuffled_dpsgd.training.weight_summary import WeightSummary
@@ -80,6 +82,7 @@ class PrivateTraining:
         exchange: RankExchange | None = None,
         sharding: ShardedModel | None = None,
         check_rate: float = DEFAULT_RATE,
+        unit: str = DEFAULT_UNIT,
     ) -> None:
         self.model = model
         self.optimizer = optimizer
@@ -111,6 +114,8 @@ class PrivateTraining:
         self._summary = WeightSummary(self.world, self._trainable)
         self.resumed_without_ledger = False
         self.history = History(self)
+        self.unit = unit
+        self.rows: Survey | None = None
         self._referee = Referee(
             model,
             engine,
@@ -413,6 +418,7 @@ class PrivateTraining:
             samples_checked=self.engine.num_checked_by_coin,
             checks=self.referee.checks,
             why_not=self._why_not_certified(),
+            unit=unit_lines(self.plan, self.unit, self.rows),
         )
         return self.history.added_to(card)
 

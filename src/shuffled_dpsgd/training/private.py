@@ -40,6 +40,7 @@ from shuffled_dpsgd.training.guards import (
     check_finite,
     check_losses,
     check_usable,
+    warn_if_scaled,
 )
 from shuffled_dpsgd.training.layout import Layout
 from shuffled_dpsgd.training.meeting import Meeting
@@ -280,6 +281,8 @@ class PrivateTraining:
             # The mean of the single record that a rank runs along with others, and does not count.
             losses = losses.reshape(1)
         reduced = losses.dim() == 0
+        if self.steps_taken == 0:
+            warn_if_scaled(losses)
         # Here, so that the outcome is known before the norms are, for which a step waits.
         self._weights.ask()
         if not reduced:

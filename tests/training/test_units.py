@@ -114,13 +114,13 @@ def test_rows_that_stand_there_once_are_not_warned_of() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         private.batches(vectors())
-    assert any("no row was found twice" in line for line in private.card().unit)
+    assert "one row; no row was found twice (all rows compared)" in str(private.card())
 
 
 def test_the_card_says_one_row_until_it_is_named() -> None:
-    assert start(vectors()).card().unit == ("one row",)
+    assert start(vectors()).card().subject["unit"] == "one row"
     named = start(vectors(), unit="patient").card()
-    assert named.unit[0] == "one patient, as stated: one row each"
+    assert named.subject["unit"] == "one patient, as stated: one row each"
     assert "one patient" in str(named)
     with pytest.raises(InvalidArgumentError, match="unit"):
         start(vectors(), unit=" ")

@@ -86,7 +86,6 @@ class PrivacyCard:
     randomness: str
     private: bool = True
     certified_so_far: PrivacyClaim | None = None
-    unit: tuple[str, ...] = ("one row",)
     shuffles_verified: int = 0
     samples_checked: int = 0
     checks: Checks = field(default_factory=Checks)
@@ -151,7 +150,6 @@ class PrivacyCard:
             "steps_released": self.steps_released,
             "steps_planned": self.steps_planned,
             "target": self.target,
-            "unit": list(self.unit),
             "sampler": self.sampler,
             "mechanism": list(self.mechanism),
             "shuffle": self.shuffle,
@@ -180,7 +178,6 @@ class PrivacyCard:
         verdicts = [f"{name}: {verdict}" for name, verdict in self.verdicts.items()]
         lines += _labelled("verdict", verdicts or ["nothing is claimed"])
         lines += _labelled("target", [self.target])
-        lines += _labelled("unit", list(self.unit))
         lines += _labelled("sampler", [self.sampler])
         lines += _labelled("mechanism", [*self.mechanism, *self.check_lines])
         lines += _labelled("shuffle", self.shuffle_lines)

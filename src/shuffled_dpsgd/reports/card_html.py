@@ -111,7 +111,6 @@ def _terms(card: PrivacyCard) -> str:
         ("verdict", verdicts or ["nothing is claimed"]),
         *([("paper’s estimate", blocks)] if differ else []),
         ("target", [escape(card.target)]),
-        ("unit", [escape(line) for line in card.unit]),
         ("sampler", [escape(card.sampler)]),
         ("mechanism", [escape(line) for line in (*card.mechanism, *card.check_lines)]),
         ("shuffle", [escape(line) for line in card.shuffle_lines]),

@@ -79,7 +79,6 @@ def audit_folder(
         spec=spec,
         shuffles_verified=old["shuffles_verified"],
         samples_checked=int(old["samples_checked"]),
-        unit=tuple(old.get("unit", ("one row",))),
     ).about(**old["subject"])
     assert report.card is not None
     price = SECOND_RUN if setting.num_input_canaries == 0 else SECOND_RUN + COPIED_RECORDS

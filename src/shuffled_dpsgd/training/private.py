@@ -49,7 +49,7 @@ from shuffled_dpsgd.training.rows import Survey
 from shuffled_dpsgd.training.shared_ledger import SharedLedger
 from shuffled_dpsgd.training.shuffling import PermutedFrame, Shuffling
 from shuffled_dpsgd.training.succession import History
-from shuffled_dpsgd.training.units import DEFAULT_UNIT, unit_lines
+from shuffled_dpsgd.training.units import DEFAULT_UNIT, describe_unit
 from shuffled_dpsgd.training.update import GuardedOptimizer
 from shuffled_dpsgd.training.watches import ModelWatch
 from shuffled_dpsgd.training.weight_summary import WeightSummary
@@ -421,9 +421,9 @@ class PrivateTraining:
             samples_checked=self.engine.num_checked_by_coin,
             checks=self.referee.checks,
             why_not=self._why_not_certified(),
-            unit=unit_lines(self.plan, self.unit, self.rows),
         )
-        return self.history.added_to(card)
+        unit = describe_unit(self.plan, self.unit, self.rows)
+        return self.history.added_to(card).about(unit=unit)
 
     def _why_not_certified(self) -> tuple[str, ...]:
         """What happened in this run that no price covers."""

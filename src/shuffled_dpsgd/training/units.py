@@ -25,14 +25,14 @@ _MOST_ROWS = 32
 _SPACING = 0.01
 
 
-def unit_lines(plan: PrivacyPlan, unit: str, survey: Survey | None) -> tuple[str, ...]:
+def describe_unit(plan: PrivacyPlan, unit: str, survey: Survey | None) -> str:
     """What the card says of the unit: its name, and the ε of the row that is there most often."""
     named = "one row" if unit == DEFAULT_UNIT else f"one {unit}, as stated: one row each"
     if survey is None:
-        return (named,)
+        return named
     if survey.largest == 1:
-        return (named, f"no row was found twice ({survey.looked_at})")
-    return (named, _repeated(plan, survey))
+        return f"{named}; no row was found twice ({survey.looked_at})"
+    return f"{named}; {_repeated(plan, survey)}"
 
 
 def warn_of_repeats(plan: PrivacyPlan, survey: Survey) -> None:

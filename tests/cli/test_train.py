@@ -38,7 +38,8 @@ def test_digits_prints_certified_claim_and_writes_a_folder(tmp_path: Path) -> No
     assert steps
     assert all("spent so far, of a plan of ε = " in line for line in steps)
     assert not any("proven" in line for line in steps)
-    assert (tmp_path / "out" / "report.html").exists()
+    page = (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
+    assert "held-out rows are training records" not in page
 
 
 def test_a_file_without_privacy_is_planned_and_its_budget_may_come_from_a_flag(

@@ -40,6 +40,13 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def test_the_report_does_not_call_training_rows_held_out(runs: Path) -> None:
+    """In these folders the two splits are the same file twice."""
+    for layout in ("csv", "e2e"):
+        page = (runs / layout / "report.html").read_text(encoding="utf-8")
+        assert "12 of the held-out rows are training records" in page
+
+
 def test_evaluate_repeats_the_runs_score(runs: Path) -> None:
     for layout in ("csv", "e2e"):
         summary = json.loads((runs / layout / "summary.json").read_text())

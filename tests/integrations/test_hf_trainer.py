@@ -440,3 +440,79 @@ def test_no_score_on_training_rows_decides(tmp_path: Path, settings: Any) -> Non
     if settings is None or "lr_scheduler_type" in settings:
         apart.train()
         assert apart.private.steps_taken > 0
+
+
+def test_weights_trained_on_without_privacy_are_not_saved_under_the_card(tmp_path: Path) -> None:
+    trainer = build(tmp_path)
+    trainer.train()
+    trainer.save_model()
+    with torch.no_grad():
+        next(trainer.model.parameters()).add_(1e-3)
+    for folder in (None, str(tmp_path / "elsewhere")):
+        with pytest.raises(InvalidArgumentError, match="as release\\(\\) left them"):
+            trainer.save_model(folder)
+
+
+@pytest.mark.parametrize("name", ["compute_loss", "get_train_dataloader", "_get_train_sampler"])
+def test_an_override_that_is_never_called_is_refused(tmp_path: Path, name: str) -> None:
+    from shuffled_dpsgd.integrations import ShuffledDPTrainer
+
+    mine = type("Mine", (ShuffledDPTrainer,), {name: lambda self, *_, **__: None})
+    with pytest.raises(InvalidArgumentError, match=f"Mine.{name}"):
+        mine(
+            model=tiny_bert(),
+            args=arguments(tmp_path),
+            train_dataset=records(),
+            privacy=privacy(),
+        )
+
+
+def test_the_objective_of_another_trainer_is_not_dropped(tmp_path: Path) -> None:
+    from shuffled_dpsgd.integrations import ShuffledDPTrainer
+
+    def usual(self: Any, *given: Any, **more: Any) -> Any:
+        return transformers.Trainer.compute_loss(self, *given, **more)
+
+    preference = type("DPOTrainer", (transformers.Trainer,), {"compute_loss": usual})
+    fine_tuning = type("SFTTrainer", (transformers.Trainer,), {"compute_loss": usual})
+    fine_tuning.__module__ = "trl.trainer.sft_trainer"
+    given = {"args": arguments(tmp_path), "train_dataset": records(), "privacy": privacy()}
+    with pytest.raises(InvalidArgumentError, match=r"DPOTrainer\.compute_loss"):
+        type("Mine", (ShuffledDPTrainer, preference), {})(model=tiny_bert(), **given)
+    type("Mine", (ShuffledDPTrainer, fine_tuning), {})(model=tiny_bert(), **given)
+
+
+def test_adapters_that_a_base_class_adds_are_checked_at_once(tmp_path: Path) -> None:
+    """As TRL's trainers do with `peft_config`."""
+    peft = pytest.importorskip("peft")
+    from shuffled_dpsgd.integrations import ShuffledDPTrainer
+
+    class Adapting(transformers.Trainer):
+        def __init__(self, model: Any = None, *, peft_config: Any = None, **options: Any) -> None:
+            super().__init__(model=peft.get_peft_model(model, peft_config), **options)
+
+    mine = type("Mine", (ShuffledDPTrainer, Adapting), {})
+    given = {"args": arguments(tmp_path), "train_dataset": records()}
+    lora = peft.LoraConfig(r=2, target_modules=["query"], task_type="SEQ_CLS")
+    with pytest.raises(InvalidArgumentError, match="off for a model with adapters"):
+        mine(model=tiny_bert(), peft_config=lora, privacy=privacy(), **given)
+    mine(model=tiny_bert(), peft_config=lora, privacy=privacy(shuffle="off"), **given)
+    prompt = peft.PromptTuningConfig(num_virtual_tokens=2, task_type="SEQ_CLS")
+    with pytest.raises(InvalidArgumentError, match="PROMPT_TUNING"):
+        mine(model=tiny_bert(), peft_config=prompt, privacy=privacy(shuffle="off"), **given)
+
+
+def test_a_router_loss_that_is_left_out_is_said(tmp_path: Path) -> None:
+    model = tiny_bert()
+    model.config.output_router_logits = True
+    with pytest.warns(UserWarning, match="auxiliary loss is not trained"):
+        build(tmp_path, model=model)
+
+
+def test_a_label_out_of_range_is_found_before_anything_is_spent(tmp_path: Path) -> None:
+    wrong = records()
+    wrong[17]["labels"] = 2
+    trainer = build(tmp_path, data=wrong)
+    with pytest.raises(InvalidArgumentError, match="from 0 to 1, got '2, in row 17'"):
+        trainer.train()
+    assert trainer.private.ledger.spent == 0

@@ -53,6 +53,7 @@ def test_fewer_than_ten_lines_are_changed() -> None:
     assert len(lines) < 150
 
 
+@pytest.mark.filterwarnings("ignore:the most frequent row")
 def test_example_runs_offline(
     tmp_path: Path,
     model_folder: Path,

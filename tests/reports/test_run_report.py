@@ -166,3 +166,15 @@ def test_steps_are_whole_numbers(view: RunView) -> None:
     assert figure is not None
     ticks = figure.axes[0].get_xticks()
     assert all(float(tick).is_integer() for tick in ticks)
+
+
+def test_rows_that_were_trained_on_are_not_called_held_out(
+    view: RunView, card: PrivacyCard
+) -> None:
+    told = report_page(
+        replace(view, shared_rows=3), card, spec=SPEC, facts={}, figures={"score": ""}
+    )
+    assert "On data the model was trained on as well" in told
+    assert "3 of the held-out rows are training records" in told
+    apart = report_page(view, card, spec=SPEC, facts={}, figures={"score": ""})
+    assert "On data the model was not trained on" in apart

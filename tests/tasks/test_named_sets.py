@@ -112,6 +112,7 @@ def test_every_named_set_is_tried_here() -> None:
 
 
 @pytest.mark.parametrize("write", WRITERS, ids=lambda write: write.__name__)
+@pytest.mark.filterwarnings("ignore:the most frequent row")
 def test_a_run_on_a_named_set(write: Callable[[Path], None], tmp_path: Path) -> None:
     name, folder, run = write.__name__, tmp_path / "data", tmp_path / "run"
     folder.mkdir()

@@ -137,6 +137,7 @@ def arguments(tmp_path: Path) -> list[str]:
     return run_file(tmp_path, "sst2", model__name=str(saved), optimizer=None)
 
 
+@pytest.mark.filterwarnings("ignore:the most frequent row")
 def test_the_plan_the_card_and_the_report_say_what_was_chosen(
     arguments: list[str], tmp_path: Path
 ) -> None:

@@ -247,3 +247,20 @@ def test_a_checkpoint_just_written_is_not_an_old_one(tmp_path: Path) -> None:
     private = start(mlp_case())
     run(private, mlp_case(), num_steps=1)
     assert save_checkpoint(private, tmp_path, keep=1).is_dir()
+
+
+def test_released_weights_that_were_changed_are_not_saved(tmp_path: Path) -> None:
+    """Neither by the run that released them nor by one that goes on from its checkpoint."""
+    private = start(mlp_case())
+    run(private, mlp_case())
+    private.release()
+    checkpoint = save_checkpoint(private, tmp_path)
+    private.close()
+    again = start(mlp_case())
+    load_checkpoint(again, checkpoint)
+    save_checkpoint(again, tmp_path / "same")
+    for each in (private, again):
+        with torch.no_grad():
+            next(each.model.parameters()).mul_(1.01)
+        with pytest.raises(InvalidArgumentError, match="left them"):
+            save_checkpoint(each, tmp_path / "other")

@@ -85,3 +85,29 @@ def test_the_optimizer_must_hold_exactly_the_trainable_parameters() -> None:
         check_parameters(model, stranger)
     with pytest.raises(InvalidArgumentError, match="trainable"):
         check_parameters(model.requires_grad_(False), stranger)
+
+
+class SAM(torch.optim.SGD):
+    def first_step(self) -> None: ...
+
+    def second_step(self) -> None: ...
+
+
+class AdamWScheduleFree(torch.optim.AdamW):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("kind", "sharded", "expected"),
+    [
+        (SAM, False, "evaluates the loss again"),
+        (AdamWScheduleFree, False, "two points"),
+        (torch.optim.Adafactor, True, "of a shard"),
+    ],
+)
+def test_optimizers_that_cannot_work_are_refused_unshuffled_too(
+    kind: type[torch.optim.Optimizer], sharded: bool, expected: str
+) -> None:
+    optimizer = kind([torch.nn.Parameter(torch.ones(2, 2))])  # type: ignore[call-arg]
+    with pytest.raises(InvalidArgumentError, match=expected):
+        check_optimizer(optimizer, shuffled=False, sharded=sharded)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from shuffled_dpsgd.training import (
     load_checkpoint,
     make_private,
     save_checkpoint,
+    train,
 )
 from training.cases import bert_case, classify, make_bert, make_mlp, mlp_case, run, vectors
 
@@ -241,3 +243,63 @@ def test_a_schedule_cannot_follow_the_training_loss() -> None:
         plateau.step(metrics.loss)
     assert json.loads(json.dumps(metrics.to_json()))["loss"] == metrics.loss
     assert f"{metrics.loss:.3f}" == f"{metrics.loss + 0.0:.3f}"
+
+
+def test_a_plateau_schedule_is_refused_before_anything_is_spent() -> None:
+    private = private_mlp()
+    plateau: Any = torch.optim.lr_scheduler.ReduceLROnPlateau(private.optimizer)
+    with pytest.raises(InvalidArgumentError, match="ReduceLROnPlateau, which follows a metric"):
+        train(private, vectors(), classify, scheduler=plateau)
+    assert private.ledger.spent == 0
+
+
+@pytest.mark.parametrize("kind", ["VBLORA", "PROMPT_TUNING", "P_TUNING"])
+def test_adapters_that_cannot_be_clipped_are_refused_at_once(kind: str) -> None:
+    peft = pytest.importorskip("peft")
+    config = {
+        "VBLORA": lambda: peft.VBLoRAConfig(
+            num_vectors=16, vector_length=4, r=2, target_modules=["query"]
+        ),
+        "PROMPT_TUNING": lambda: peft.PromptTuningConfig(task_type="SEQ_CLS", num_virtual_tokens=2),
+        "P_TUNING": lambda: peft.PromptEncoderConfig(
+            task_type="SEQ_CLS", num_virtual_tokens=2, encoder_hidden_size=8
+        ),
+    }[kind]()
+    model = peft.get_peft_model(make_bert(), config)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    with pytest.raises(InvalidArgumentError, match=f"PEFT's {kind}"):
+        make_private(model, optimizer, **SETTINGS)
+
+
+def test_an_adaption_prompt_is_refused_at_once() -> None:
+    peft = pytest.importorskip("peft")
+    model = make_mlp()
+    model.peft_config = {"default": peft.AdaptionPromptConfig()}  # type: ignore[assignment]
+    with pytest.raises(InvalidArgumentError, match="ADAPTION_PROMPT"):
+        private_mlp(model)
+
+
+def test_a_delta_of_one_record_is_warned_of_in_python_too() -> None:
+    with pytest.warns(UserWarning, match="is not below 1/40"):
+        private_mlp(delta=0.05)
+
+
+@pytest.mark.parametrize(
+    ("scaled", "said"), [(lambda losses: losses / 4, "divided by 4"), (lambda x: x * 8.0, "by 8")]
+)
+def test_losses_scaled_by_a_constant_are_said(scaled: Any, said: str) -> None:
+    private = private_mlp()
+    batches = private.batches(vectors())
+    batch = next(batches)
+    with pytest.warns(UserWarning, match=said):
+        private.backward(scaled(classify(private.model, batch)))
+
+
+def test_losses_divided_by_their_own_lengths_are_nothing_to_say() -> None:
+    private = private_mlp()
+    batches = private.batches(vectors())
+    batch = next(batches)
+    losses = classify(private.model, batch)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        private.backward(losses / torch.full_like(losses, 2.0).detach())

@@ -258,6 +258,7 @@ def test_one_broken_record_is_survived_and_counted() -> None:
     assert all(torch.isfinite(p).all() for p in private.model.parameters())
 
 
+@pytest.mark.filterwarnings("ignore:the most frequent row")
 def test_divergence_stops_the_run_with_advice_before_spending() -> None:
     data = vectors()
     data.tensors[0][:] = torch.nan
@@ -447,6 +448,7 @@ def project(model: nn.Module, batch: Any) -> torch.Tensor:
     return model(batch.x).squeeze(-1)
 
 
+@pytest.mark.filterwarnings("ignore:the most frequent row")
 def test_data_and_their_negative_are_two_releases(tmp_path: Path) -> None:
     """Norms and sums of all gradients agree, and the noise cancels in the difference."""
     path = tmp_path / "ledger.jsonl"

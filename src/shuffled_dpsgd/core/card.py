@@ -27,7 +27,7 @@ NOT_COVERED = (
     "held-out records: scores, and choices made by them (best checkpoint, early stopping), are "
     "computed from those without noise",
     "the number of records, which the sampling probability and the plan reveal",
-    "several records of one person: the unit of protection is one record",
+    "several rows of one person: the unit of protection is one row",
     "side channels: timing, memory, and the lowest bits of floating-point noise",
 )
 USE_ASSUMPTIONS = (

@@ -6,6 +6,7 @@ seen. Each is refused here rather than ignored, with what to use instead.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -160,6 +161,35 @@ def check_trainer_options(options: Mapping[str, Any]) -> None:
         )
 
 
+# Methods of the Trainer that a private run does not call, with what takes their place.
+_NOT_CALLED = {
+    "compute_loss": "pass per_sample_loss=function(outputs, labels), or override "
+    "per_sample_losses(model, inputs): one loss per sample, which can be clipped",
+    "get_train_dataloader": "records are drawn from train_dataset by Poisson sampling: prepare "
+    "that, and data_collator",
+    "_get_train_sampler": "records are drawn by Poisson sampling, the sampler accounted for",
+}
+
+
+def check_overrides(trainer: Any, own: type) -> None:
+    """Refuse methods of a user's class that would never be called; `own` is our Trainer.
+
+    TRL's SFTTrainer has a `compute_loss` that adds logs to the usual loss and is left out.
+    """
+    for owner in type(trainer).__mro__:
+        ours = owner is own or owner.__module__.startswith(("transformers.", "trl.trainer.sft"))
+        comes_first = issubclass(owner, own)
+        for name, remedy in _NOT_CALLED.items():
+            if ours or name not in vars(owner) or not (comes_first or name == "compute_loss"):
+                continue
+            raise InvalidArgumentError(
+                f"{owner.__name__}.{name}",
+                expected="a method that private training calls",
+                got="an override that it never does",
+                remedy=remedy,
+            )
+
+
 def check_deciders(
     args: Any, callbacks: Sequence[Any], train_data: Any, heldout: Mapping[str, Any]
 ) -> None:
@@ -191,6 +221,14 @@ def check_model(model: Any, shuffle: str) -> None:
             expected="a model that every rank has the whole of",
             got="one under fully_shard, whose shards the Trainer does not save",
             remedy="leave fully_shard out, or train it with make_private and a loop of your own",
+        )
+    config = getattr(model, "config", None)
+    if getattr(config, "output_router_logits", False):
+        warnings.warn(
+            "the router's auxiliary loss is not trained: it is a mean over the tokens of a batch, "
+            "which has no share per sample; experts may end up unevenly used",
+            UserWarning,
+            stacklevel=3,
         )
     if hasattr(model, "peft_config") and shuffle != "off":
         raise InvalidArgumentError(

@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +30,17 @@ from shuffled_dpsgd.integrations.hf_conflicts import (
     check_accelerator,
     check_deciders,
     check_model,
+    check_overrides,
     check_trainer_options,
     check_training_arguments,
 )
 from shuffled_dpsgd.integrations.padded_collator import with_lengths
-from shuffled_dpsgd.integrations.per_sample_loss import head_of, per_sample_losses
+from shuffled_dpsgd.integrations.per_sample_loss import (
+    check_labels,
+    head_of,
+    per_sample_losses,
+    unwrapped,
+)
 from shuffled_dpsgd.integrations.privacy_arguments import PrivacyArguments
 from shuffled_dpsgd.integrations.stepped_optimizer import SteppedOptimizer
 from shuffled_dpsgd.integrations.trainer_budget import SpendingLogs, StopWhenSpent
@@ -55,6 +61,7 @@ from shuffled_dpsgd.training import (
     assemble,
     check_independence,
 )
+from shuffled_dpsgd.training.adapters import check_adapters
 
 LossFunction = Callable[[Any, torch.Tensor], torch.Tensor]
 
@@ -84,6 +91,7 @@ class ShuffledDPTrainer(Trainer):
             )
         check_training_arguments(args)
         check_trainer_options(options)
+        check_overrides(self, ShuffledDPTrainer)
         assert privacy.shuffle is not None, "filled in on construction"
         check_model(model, privacy.shuffle)
         if per_sample_loss is None:
@@ -106,6 +114,10 @@ class ShuffledDPTrainer(Trainer):
         # they were divided by the labels of all of them; a classifier's are not.
         args.average_tokens_across_devices = False
         super().__init__(model=model, args=args, **options)
+        if self.model is not model:
+            # A base class of another library has wrapped it, in adapters for example.
+            check_model(self.model, privacy.shuffle)
+            check_adapters(self.model)
         check_accelerator(self.accelerator)
         # Evaluation mode leaves the model as it is: wrapped, its gradients would be averaged over
         # the processes before anything is clipped.
@@ -254,7 +266,12 @@ class ShuffledDPTrainer(Trainer):
             self._write_card()
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """The Trainer's own; after `train()` the card in `output_dir` names the weights saved."""
+        """The Trainer's own; after `train()` the card in `output_dir` names the weights saved.
+
+        Weights that were changed after `train()` are refused: the card is not about them.
+        """
+        if self.private is not None:
+            self.private.check_released()
         super().save_model(output_dir, _internal_call)
         private, target = self.private, Path(output_dir or self.args.output_dir)
         if private is not None and private.released and target == Path(self.args.output_dir):
@@ -327,9 +344,23 @@ class ShuffledDPTrainer(Trainer):
             data, collate = self._taken_by_model(self.train_dataset), self.data_collator
             if not hasattr(data, "column_names"):
                 collate = self._get_collator_with_removed_columns(collate, "training")
+            if self._per_sample_loss is None and head_of(self.model) == "classification":
+                config: Any = unwrapped(self.model).config
+                if config.num_labels > 1:  # one logit is a regression
+                    check_labels(_labels_of(self.train_dataset), config.num_labels)
             check_independence(self.model, data, self.per_sample_losses, collate=collate)
             self._data = data, with_lengths(collate, self.processing_class)
         return self._data
+
+
+def _labels_of(data: Any) -> Sequence[Any]:
+    """The labels of all rows where they can be had without loading the rest of them."""
+    names = getattr(data, "column_names", ())
+    for name in ("labels", "label"):
+        if name in names:
+            return list(data[name])
+    rows = data if isinstance(data, list) else ()
+    return [row.get("labels", row.get("label")) for row in rows if isinstance(row, dict)]
 
 
 def _nothing(_: list[int]) -> dict[str, Any]:

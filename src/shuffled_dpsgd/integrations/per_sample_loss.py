@@ -8,13 +8,14 @@ every sample; here each sample's tokens are averaged by themselves.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from shuffled_dpsgd.errors import UnsupportedModuleError
+from shuffled_dpsgd.errors import InvalidArgumentError, UnsupportedModuleError
 
 Head = Literal["classification", "tokens", "next-token"]
 IGNORED_LABEL = -100
@@ -64,7 +65,21 @@ def classification_losses(logits: torch.Tensor, labels: torch.Tensor) -> torch.T
         return F.mse_loss(logits.squeeze(-1), labels.float().reshape(-1), reduction="none")
     if labels.is_floating_point():
         return F.binary_cross_entropy_with_logits(logits, labels, reduction="none").mean(-1)
+    if labels.device.type == "cpu":
+        check_labels(labels.flatten().tolist(), logits.shape[-1])
     return F.cross_entropy(logits, labels.reshape(-1), reduction="none")
+
+
+def check_labels(labels: Sequence[Any], num_labels: int) -> None:
+    """Refuse a class that the model has no logit for; labels that are no integers pass."""
+    for number, label in enumerate(labels):
+        if isinstance(label, int) and not 0 <= label < num_labels and label != IGNORED_LABEL:
+            raise InvalidArgumentError(
+                "labels",
+                expected=f"classes from 0 to {num_labels - 1}",
+                got=f"{label}, in row {number}",
+                remedy="count classes from 0, or build the model with a larger num_labels",
+            )
 
 
 def token_losses(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

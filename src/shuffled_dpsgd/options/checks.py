@@ -49,6 +49,10 @@ def check_budget(budget: Budget) -> None:
         value = getattr(budget, name)
         if value is not None and not 0.0 <= value < math.inf:
             raise InvalidArgumentError(name, expected="a non-negative number", got=value)
+    if not isinstance(budget.unit, str) or not budget.unit.strip():
+        raise InvalidArgumentError(
+            "unit", expected="a name for what one row is, such as patient", got=budget.unit
+        )
     if not 0.0 <= budget.check_rate <= 1.0:
         raise InvalidArgumentError(
             "check_rate", expected="a number from 0 to 1", got=budget.check_rate

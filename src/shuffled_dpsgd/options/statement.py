@@ -116,6 +116,13 @@ class Budget:
             "1 checks every one. New kinds of batches are always checked."
         ),
     )
+    unit: str = field(
+        default="row",
+        metadata=_help(
+            "What one row of the data is, such as patient, document or window of 512 tokens: what "
+            "every claim is about. row: not stated."
+        ),
+    )
 
     def __post_init__(self) -> None:
         kind: type = type(self)

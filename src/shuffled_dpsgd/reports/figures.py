@@ -37,6 +37,7 @@ class RunView:
     epsilon_budget: float | None = None
     budget_kind: str = "proven"
     score_name: str = "accuracy"
+    shared_rows: int = 0
     moved_by_kind: Mapping[str, int] = field(default_factory=dict)
     unmoved_parameters: int = 0
     subtitle: str = "Private training with shuffled DP-SGD"

@@ -31,6 +31,10 @@ CAPTIONS: Mapping[str, str] = {
     "permutation": "Parameters in tensors each kind of symmetry moves; a tensor moved by two "
     "kinds counts in both.",
 }
+SHARED_ROWS = (
+    "{count:,} of the held-out rows are training records: their scores say little, and no ε covers "
+    "publishing them."
+)
 PRIVATE_METRICS_WARNING = (
     "Training loss, gradient norms, clipped shares and signal-to-noise are computed from the "
     "training data without noise. No ε covers publishing them: this page is for whoever may see "
@@ -52,8 +56,11 @@ def report_page(
     """
     if figures is None:
         figures = {name: to_svg(figure) for name, figure in draw_all(view).items()}
+    captions = dict(CAPTIONS)
+    if view.shared_rows:
+        captions["score"] = "On data the model was trained on as well."
     drawn = "".join(
-        f"<figure>{svg}<figcaption>{escape(CAPTIONS[name])}</figcaption></figure>"
+        f"<figure>{svg}<figcaption>{escape(captions[name])}</figcaption></figure>"
         for name, svg in figures.items()
     )
     body = (
@@ -104,7 +111,9 @@ def write_report(
 
 
 def _warnings(view: RunView) -> str:
-    return "".join(f'<p class="warning">{escape(line)}</p>' for line in view.warnings)
+    shared = [SHARED_ROWS.format(count=view.shared_rows)] if view.shared_rows else []
+    lines = (*shared, *view.warnings)
+    return "".join(f'<p class="warning">{escape(line)}</p>' for line in lines)
 
 
 def _results(view: RunView) -> list[tuple[str, str]]:

@@ -46,6 +46,7 @@ def classification_task(
         losses=_losses,
         evaluate=next(iter(evaluations.values())),
         evaluations=evaluations,
+        heldout_data=next(iter(splits.heldout.values())),
         score_name="accuracy",
         fresh_model=fresh_model,
         collate=collate,

@@ -2,7 +2,8 @@
 
 The folder holds `run.json` (the configuration), `ledger.jsonl` and `checkpoints/` while training,
 and at the end `model/` (weights), `metrics.jsonl`, `summary.json`, the privacy card, `report.html`
-and `figures/`. Interrupted runs resume from the folder alone.
+and `figures/`. Weights and card may be published; the others have numbers without noise, or more.
+Interrupted runs resume from the folder alone.
 """
 
 from __future__ import annotations
@@ -51,6 +52,7 @@ from shuffled_dpsgd.tasks.task import Task
 from shuffled_dpsgd.training.global_randomness import seed_dropout
 from shuffled_dpsgd.training.loop import Callback, LoopSettings, Outcome, Progress, train
 from shuffled_dpsgd.training.private import PrivateTraining
+from shuffled_dpsgd.training.rows import shared_rows
 
 CONFIG_FILE = "run.json"
 SUMMARY_FILE = "summary.json"
@@ -260,6 +262,7 @@ def execute(run: PreparedRun, observers: tuple[Observer, ...] = ()) -> RunResult
 
 def _save(run: PreparedRun) -> None:
     """Write the trained weights; collective where they are sharded."""
+    run.private.check_released()
     if run.private.is_sharded:
         with run.scoring():
             fill_whole(run.private.world, run.whole, run.private.model)
@@ -326,6 +329,7 @@ def _write_results(
         title=f"{subject['model']} on {subject['data']}, {subject['date']}",
         subtitle=f"Private training with shuffled DP-SGD: {run.task.name}",
         warnings=[f"{w['message']}; {w['advice']}" for w in more["warnings"]],
+        shared_rows=shared_rows(run.task.train_data, run.task.heldout_data),
         environment={key: machine[key] for key in ("hardware", "cpu_cores", "python", "torch")},
         records=records,
         clip_norm=plan.clip_norm,

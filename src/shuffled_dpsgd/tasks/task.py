@@ -32,10 +32,11 @@ class Task:
     """Everything a training run needs besides its privacy plan and optimizer.
 
     `losses(model, batch)` returns one loss per sample, shape (B,); `evaluate(model)` sees only
-    held-out data: the first split, where there are several. `evaluations` has a function for each
-    split, by its name. `collate` turns a list of samples of `train_data` into a batch, or is None
-    for torch's default. `save_assets` writes what belongs beside the weights (configuration,
-    tokenizer) into a folder. `evaluate_texts` lets a language model write texts and scores them.
+    held-out data: `heldout_data`, the first split where there are several. `evaluations` has a
+    function for each split, by its name. `collate` turns a list of samples of `train_data` into a
+    batch, or is None for torch's default. `save_assets` writes what belongs beside the weights
+    (configuration, tokenizer) into a folder. `evaluate_texts` lets a language model write texts and
+    scores them.
     `fresh_model(seed)` builds the model once more, with initial weights from that seed; nothing
     else of a task depends on it. `augment(batch, generator)` is what training makes of a batch
     before `losses` sees it.
@@ -48,6 +49,7 @@ class Task:
     evaluate: Callable[[nn.Module], Evaluation]
     score_name: str
     fresh_model: Callable[[int], nn.Module]
+    heldout_data: MapStyle = ()
     evaluations: Mapping[str, Callable[[nn.Module], Evaluation]] = field(default_factory=dict)
     collate: Callable[[list[Any]], Any] | None = None
     save_assets: Callable[[Any], None] | None = None

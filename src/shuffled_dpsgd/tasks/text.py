@@ -97,6 +97,7 @@ def build_causal_lm(config: RunConfig) -> Task:
         losses=_continuation_losses,
         evaluate=next(iter(evaluations.values())),
         evaluations=evaluations,
+        heldout_data=next(iter(encoded.heldout.values())),
         score_name="perplexity",
         fresh_model=fresh_model,
         collate=collate,

@@ -24,6 +24,29 @@ def guard_adapters(model: torch.nn.Module) -> None:
         model.save_pretrained = partial(_refuse, type(model).__name__)  # type: ignore[assignment]
 
 
+# Those of PEFT's kinds that cannot be run sample by sample, each with the reason.
+_UNSUPPORTED = {
+    "VBLORA": "it picks vectors of a shared bank by a top-k that vmap cannot run",
+    "ADAPTION_PROMPT": "its attention repeats a prompt over the batch by the size of the batch",
+    "PROMPT_TUNING": "its prompt is repeated over the batch before it is joined to the inputs",
+    "MULTITASK_PROMPT_TUNING": "its prompt is repeated over the batch before it is joined",
+    "P_TUNING": "its prompt is repeated over the batch before it is joined to the inputs",
+}
+
+
+def check_adapters(model: torch.nn.Module) -> None:
+    """Refuse kinds of adapters whose gradients per sample cannot be had, before anything runs."""
+    for config in (getattr(model, "peft_config", None) or {}).values():
+        kind = str(getattr(config, "peft_type", "")).rpartition(".")[2]
+        if kind in _UNSUPPORTED:
+            raise InvalidArgumentError(
+                "model",
+                expected=f"adapters that can be clipped per sample ({_UNSUPPORTED[kind]})",
+                got=f"PEFT's {kind}",
+                remedy="use LoRA, IA³ or prefix tuning",
+            )
+
+
 def _refuse(name: str, *_: Any, **__: Any) -> NoReturn:
     raise InvalidArgumentError(
         "save_pretrained",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,6 +35,7 @@ from shuffled_dpsgd.options import (
 )
 from shuffled_dpsgd.permutation import PermutationSpec, discover
 from shuffled_dpsgd.runtime.shards import any_sharded, is_wrapped
+from shuffled_dpsgd.training.adapters import check_adapters
 from shuffled_dpsgd.training.device_noise import DeviceNoise
 from shuffled_dpsgd.training.launch_check import join_ranks
 from shuffled_dpsgd.training.optimizers import check_optimizer, check_parameters, check_precision
@@ -78,6 +80,7 @@ def make_private(
     secure: bool | None = None,
     physical_batch_size: int | None = None,
     ledger_path: str | Path | None = None,
+    unit: str = "row",
 ) -> PrivateTraining:
     """Plan a private run of `model` with `optimizer`; neither changes type, name or shape.
 
@@ -127,11 +130,21 @@ def make_private(
         physical_batch_size: Samples in memory at once; never changes what is released.
         ledger_path: File that counts releases, written ahead of each; by default kept in memory
             only.
+        unit: What one row of the data is, such as patient, document or window of 512 tokens: what
+            every claim is about. row: not stated.
     """
     # All of them, by name: a parameter that is not passed on by hand cannot be forgotten.
     options = dict(locals())
     del options["model"], options["optimizer"]
-    return assemble(model, optimizer, PrivacyOptions(**options))
+    private = assemble(model, optimizer, PrivacyOptions(**options))
+    if not private.plan.uncertifiable and delta * dataset_size >= 1.0:
+        warnings.warn(
+            f"δ = {delta:.3g} is not below 1/{dataset_size}: publishing one record drawn at random "
+            "meets such a δ; choose one well below that",
+            UserWarning,
+            stacklevel=2,
+        )
+    return private
 
 
 def assemble(
@@ -143,7 +156,10 @@ def assemble(
     _check_kinds(model, optimizer)
     inner = _uncompiled(model)
     _refuse_wrappers(inner)
-    check_optimizer(optimizer, shuffled=options.shuffle != "off")
+    check_adapters(inner)
+    check_optimizer(
+        optimizer, shuffled=options.shuffle != "off", sharded=any_sharded(inner.parameters())
+    )
     check_parameters(inner, optimizer)
     check_precision(inner)
     close_predecessors(inner, optimizer)
@@ -187,6 +203,7 @@ def assemble(
         exchange=exchange,
         sharding=sharding,
         check_rate=options.check_rate,
+        unit=options.unit,
     )
     remember_run(private)
     return private

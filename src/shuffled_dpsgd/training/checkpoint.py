@@ -86,6 +86,7 @@ def save_checkpoint(
     if private.is_sharded and not weights:
         raise InvalidArgumentError("weights", expected="True for a sharded model", got=weights)
     private.check()
+    private.check_released()
     randomness = private.world.gather(global_randomness())
     root = Path(directory)
     temporary = first_does(private.world, lambda: _make_room(root, private.steps_taken))
@@ -276,6 +277,7 @@ def _restore(
     private.trust_buffers()
     private.steps_taken = state["steps_taken"]
     private.released = state["released"]
+    private.note_released()
     if private.shuffling.frame is not None:
         packed = state["frame"].to(private.device)
         private.shuffling.frame = Permutation(spec=private.shuffling.frame.spec, packed=packed)

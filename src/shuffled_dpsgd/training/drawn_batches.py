@@ -26,6 +26,7 @@ from shuffled_dpsgd.training.launch_check import compare_records
 from shuffled_dpsgd.training.layout import Layout, lengths_of
 from shuffled_dpsgd.training.meeting import Meeting
 from shuffled_dpsgd.training.rows import survey
+from shuffled_dpsgd.training.units import warn_of_repeats
 
 if TYPE_CHECKING:
     from shuffled_dpsgd.training.private import PrivateTraining
@@ -155,7 +156,9 @@ class DrawnBatches:
             if run.world.size > 1:
                 compare_records(run.world, data)
             with run.clock.part("checks"):
-                run.history.begin(survey(data).identity)
+                run.rows = survey(data)
+                run.history.begin(run.rows.identity)
+                warn_of_repeats(run.plan, run.rows)
             self._compared = data
         if run.finished:
             raise BudgetExhaustedError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -78,6 +79,27 @@ def check_losses(losses: torch.Tensor, *, expected: int | None, may_be_mean: boo
             "or declare loss_reduction='mean'",
         )
     return int(losses.shape[0])
+
+
+def warn_if_scaled(losses: torch.Tensor) -> None:
+    """Say that losses come multiplied or divided by a constant, as far as their last step shows it.
+
+    Dividing by accumulation steps, or a `GradScaler`, scales what is clipped.
+    """
+    last: Any = losses.grad_fn
+    if last is None or type(last).__name__ not in ("DivBackward0", "MulBackward0"):
+        return
+    factor = getattr(last, "_saved_other", None)
+    if factor is None or factor.dim() > 0 or factor.requires_grad or float(factor) == 1.0:
+        return
+    verb = "divided" if type(last).__name__ == "DivBackward0" else "multiplied"
+    warnings.warn(
+        f"losses are {verb} by {float(factor):g} before the clip, and nothing undoes it: leave out "
+        "accumulation steps and loss scalers (logical batches are split for you, and bfloat16 "
+        "needs no scaler), or scale clip_norm alike",
+        UserWarning,
+        stacklevel=3,
+    )
 
 
 def check_count(count: int, *, drawn: int, padded: bool = False) -> None:

@@ -124,6 +124,14 @@ def train(
         BudgetExhaustedError: no release is left to take a first step with.
     """
     settings = settings or LoopSettings()
+    if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+        raise InvalidArgumentError(
+            "scheduler",
+            expected="a schedule that depends on the number of steps alone",
+            got="ReduceLROnPlateau, which follows a metric",
+            remedy="training metrics have no noise, so a rate that follows them is a release that "
+            "no ε covers; use a cosine or linear schedule",
+        )
     private.clock.start()
     with private.clock.part("checks"), private.lent_weights():
         check_independence(private.model, data, per_sample_loss, collate=settings.collate)

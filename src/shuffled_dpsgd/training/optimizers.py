@@ -28,6 +28,10 @@ _ELEMENTWISE = (
     torch.optim.ASGD,
 )
 _CLOSURE = "it evaluates the loss again inside its step, and every evaluation would need new noise"
+_TWO_POINTS = (
+    "it keeps the weights at two points, one for gradients and one to be released, and what is "
+    "checked, shuffled and saved here would be the wrong one"
+)
 _REASONS: Mapping[str, str] = {
     "muon": "it orthogonalises whole matrices, so a coordinate's update depends on the others",
     "shampoo": "it preconditions with matrix roots, so a coordinate's update depends on the others",
@@ -46,15 +50,26 @@ _MASTER_WEIGHTS = (
 _REMEDY = "use SGD, Adam(W) or another elementwise optimizer, or shuffle='off'"
 
 
-def check_optimizer(optimizer: torch.optim.Optimizer, *, shuffled: bool) -> None:
+def check_optimizer(
+    optimizer: torch.optim.Optimizer, *, shuffled: bool, sharded: bool = False
+) -> None:
     """Refuse an optimizer whose step needs a closure, or does not commute with permutations.
 
     Torch's elementwise optimizers pass by type, known others are refused by name; anything else
     is tried: its class, with its own settings, must commute with a permutation of coordinates.
     """
     name = type(optimizer).__name__
-    if isinstance(optimizer, torch.optim.LBFGS):
+    two_steps = hasattr(optimizer, "first_step") and hasattr(optimizer, "second_step")
+    if isinstance(optimizer, torch.optim.LBFGS) or two_steps:
         raise _refusal(name, _CLOSURE, remedy="use SGD or Adam(W)")
+    if "schedulefree" in name.lower().replace("_", ""):
+        raise _refusal(name, _TWO_POINTS, remedy="use Adam(W) or SGD with a schedule of its own")
+    if sharded and "adafactor" in name.lower():
+        raise _refusal(
+            name,
+            "its row and column averages are those of a shard, not of the parameter",
+            remedy="use Adam(W) under fully_shard, or train unsharded",
+        )
     if not shuffled or type(optimizer) in _ELEMENTWISE:
         return
     for known, reason in _REASONS.items():

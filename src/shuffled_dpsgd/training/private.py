@@ -44,13 +44,16 @@ from shuffled_dpsgd.training.guards import (
     check_finite,
     check_losses,
     check_usable,
+    warn_if_scaled,
 )
 from shuffled_dpsgd.training.layout import Layout
 from shuffled_dpsgd.training.meeting import Meeting
 from shuffled_dpsgd.training.metrics import LossMeter, StepMetrics, describe_step
+from shuffled_dpsgd.training.rows import Survey
 from shuffled_dpsgd.training.shared_ledger import SharedLedger
 from shuffled_dpsgd.training.shuffling import PermutedFrame, Shuffling
 from shuffled_dpsgd.training.succession import History
+from shuffled_dpsgd.training.units import DEFAULT_UNIT, describe_unit
 from shuffled_dpsgd.training.update import GuardedOptimizer
 from shuffled_dpsgd.training.watches import ModelWatch
 from shuffled_dpsgd.training.weight_summary import WeightSummary
@@ -84,6 +87,7 @@ class PrivateTraining:
         exchange: Exchange | None = None,
         sharding: ShardedModel | None = None,
         check_rate: float = DEFAULT_RATE,
+        unit: str = DEFAULT_UNIT,
     ) -> None:
         self.model = model
         self.optimizer = optimizer
@@ -100,6 +104,7 @@ class PrivateTraining:
         self._meeting = Meeting(self.world)
         self.steps_taken = 0
         self.released = False
+        self._released_as: str | None = None
         self.last_metrics: StepMetrics | None = None
         self.last_sample_norms = torch.empty(0)
         self._trainable = {n: p for n, p in model.named_parameters() if p.requires_grad}
@@ -114,6 +119,8 @@ class PrivateTraining:
         self._summary = WeightSummary(self.world, self._trainable)
         self.resumed_without_ledger = False
         self.history = History(self)
+        self.unit = unit
+        self.rows: Survey | None = None
         self._referee = Referee(
             model,
             engine,
@@ -280,6 +287,8 @@ class PrivateTraining:
             # The mean of the single record that a rank runs along with others, and does not count.
             losses = losses.reshape(1)
         reduced = losses.dim() == 0
+        if self.steps_taken == 0:
+            warn_if_scaled(losses)
         # Here, so that the outcome is known before the norms are, for which a step waits.
         self._weights.ask()
         inputs = getattr(self.engine, "compiled_inputs", None)
@@ -391,6 +400,26 @@ class PrivateTraining:
         if self.plan.shuffle == "at-release" and self.plan.permutes:
             self.shuffling.permute(self.plan.num_steps)
         self.released = True
+        self.note_released()
+
+    def note_released(self) -> None:
+        """Take the weights as they are now for those that the card is about."""
+        self._released_as = self._weights_mark() if self.released else None
+
+    def check_released(self) -> None:
+        """Refuse weights that are others than `release()` left; before it, all may be saved."""
+        if self._released_as not in (None, self._weights_mark()):
+            raise InvalidArgumentError(
+                "model",
+                expected="the weights as release() left them, which the privacy card is about",
+                got="weights that were changed since",
+                remedy="save before you train on or change them; what is made of released weights "
+                "without the private records may be saved by itself, as model.save_pretrained does",
+            )
+
+    def _weights_mark(self) -> str:
+        weights = {name: held(p) for name, p in self.model.named_parameters()}
+        return fingerprint(weights, b"the weights of a release")
 
     def card(self) -> PrivacyCard:
         """What may be said about everything released so far."""
@@ -404,7 +433,8 @@ class PrivateTraining:
             checks=self.referee.checks,
             why_not=self._why_not_certified(),
         )
-        return self.history.added_to(card)
+        unit = describe_unit(self.plan, self.unit, self.rows)
+        return self.history.added_to(card).about(unit=unit)
 
     def _why_not_certified(self) -> tuple[str, ...]:
         """What happened in this run that no price covers."""

@@ -90,10 +90,10 @@ def _digests(data: MapStyle) -> Iterator[bytes]:
     stride = next((s for s in range(int(total * 0.618) or 1, total) if math.gcd(s, total) == 1), 1)
     with randomness_kept():
         for start in range(0, total, _AT_ONCE):
-            if time.monotonic() > until:
-                return
             some = [i * stride % total for i in range(start, min(start + _AT_ONCE, total))]
             yield from map(row_digest, _load(data, some))
+            if time.monotonic() > until:
+                return
 
 
 def _load(data: Any, indices: list[int]) -> list[Any]:

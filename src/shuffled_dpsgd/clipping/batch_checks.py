@@ -16,7 +16,6 @@ from torch.utils.hooks import RemovableHandle
 from shuffled_dpsgd.clipping.attachment import Attachment
 from shuffled_dpsgd.clipping.capture.batch import CapturedBatch
 from shuffled_dpsgd.clipping.capture.output_tensors import tensors_in, with_tensors
-from shuffled_dpsgd.clipping.capture.random_tape import RecordedTape
 from shuffled_dpsgd.clipping.capture.recorder import CaptureRecorder
 from shuffled_dpsgd.clipping.capture.samples import BatchKinds
 from shuffled_dpsgd.clipping.capture.slot import Slot
@@ -88,7 +87,7 @@ class BatchChecks:
             sharding=sharding,
         )
         self._compiled_call: tuple[tuple[Any, Any], int, int, Autocast] | None = None
-        self._tape_hook: RemovableHandle | None = None
+        self._forward_hook: RemovableHandle | None = None
 
     def before_forward(self, args: Any, kwargs: Any, size: int, device: str) -> bool:
         """Check the batch axis of a call of the model; returns whether to watch its forward."""
@@ -102,24 +101,17 @@ class BatchChecks:
         return watches
 
     def watch_forward(self, batch: CapturedBatch, args: Any, kwargs: Any) -> None:
-        """Write down the random numbers of the forward that begins, until it ends or fails."""
-        watch = self.standing.begin(batch, (args, kwargs), batch.size, batch.device)
-        tape = RecordedTape(watch.tape)
-        if self._tape_hook is not None:
-            self._tape_hook.remove()
+        """Keep what the forward that begins needs to be repeated; it runs without a compiler.
 
-        # A compiler never again looks at code that it has once met under a tape.
+        Compiled blocks would draw other random numbers than the blocks themselves.
+        """
+        self.standing.begin(batch, (args, kwargs), batch.size, batch.device)
+        self.detach()
         compilers = ExitStack()
         compilers.enter_context(eagerly())
-
-        def end_tape(*_: Any) -> None:
-            if not tape.ended:
-                tape.ended = True
-                tape.__exit__(None, None, None)
-                compilers.close()
-
-        self._tape_hook = self._model.register_forward_hook(end_tape, always_call=True)
-        tape.__enter__()
+        self._forward_hook = self._model.register_forward_hook(
+            lambda *_: compilers.close(), always_call=True
+        )
 
     def after_forward(self, batch: CapturedBatch, args: Any, kwargs: Any, output: Any) -> Any:
         """Make a backward fail that begins at a number which mixes the samples.
@@ -205,9 +197,9 @@ class BatchChecks:
 
     def detach(self) -> None:
         """Leave no hook on the model."""
-        if self._tape_hook is not None:
-            self._tape_hook.remove()
-            self._tape_hook = None
+        if self._forward_hook is not None:
+            self._forward_hook.remove()
+            self._forward_hook = None
 
     def _trusts_means(self) -> bool:
         """Whether the model's own mean was only ever seen with samples of one length."""

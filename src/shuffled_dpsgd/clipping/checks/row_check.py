@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 from shuffled_dpsgd.clipping.capture.batch_size import find_batch
-from shuffled_dpsgd.clipping.capture.random_tape import paused
 from shuffled_dpsgd.clipping.capture.slot import Slot
 from shuffled_dpsgd.clipping.checks.changed_batches import (
     as_it_is,
@@ -37,7 +36,8 @@ from shuffled_dpsgd.clipping.checks.row_identity import (
     repeats,
     rows_of,
 )
-from shuffled_dpsgd.clipping.checks.solo_runs import HostGenerators, dropout_silenced
+from shuffled_dpsgd.clipping.checks.random_states import RandomStates, randomness_kept
+from shuffled_dpsgd.clipping.checks.solo_runs import dropout_silenced
 from shuffled_dpsgd.clipping.rules.trial_runs import (
     buffers_kept,
     in_eval_mode,
@@ -75,14 +75,11 @@ class RowCheck:
             UnsupportedModuleError: a sample's row moves, or depends on another sample.
         """
         args, kwargs, size = first_few(args, kwargs, size)
-        host = HostGenerators.now()
-        try:
+        with randomness_kept(self._model, find_batch(args, kwargs).device):
             for mode in (_without_dropout, in_eval_mode):
-                with mode(self._model), buffers_kept(self._model), torch.random.fork_rng():
+                with mode(self._model), buffers_kept(self._model):
                     if self._rows_are_kept(args, kwargs, size):
                         return
-        finally:
-            host.restore()
 
     def _rows_are_kept(self, args: Any, kwargs: Mapping[str, Any], size: int) -> bool:
         """Whether samples keep their rows; False if random numbers forbid the comparison.
@@ -94,8 +91,8 @@ class RowCheck:
         def rows(change: Change, seed: int = 0) -> RowMarks:
             changed_args, changed_kwargs = change(args, size), change(dict(kwargs), size)
             # So that, for one, the same layers are dropped in every run.
+            (states if seed == 0 else states.shared).restore()
             torch.manual_seed(seed)
-            host.restore()
             return rows_of(
                 self._slots,
                 lambda: self._model.forward(*changed_args, **changed_kwargs),
@@ -104,7 +101,7 @@ class RowCheck:
             )
 
         weights: Weights = {}
-        host = HostGenerators.now()
+        states = RandomStates.now(self._model, find_batch(args, kwargs).device)
         plain = rows(as_it_is)
         self.num_hidden += has_nan(plain)
         self.has_numbers = bool(plain[NUMBERS])
@@ -131,7 +128,6 @@ def _without_dropout(model: nn.Module) -> Iterator[None]:
         dropout_silenced(model),
         torch.no_grad(),
         without_fast_attention(),
-        paused(),
         warnings.catch_warnings(action="ignore"),
     ):
         yield

@@ -74,7 +74,7 @@ class BatchChecks:
         self._attachment = attachment
         self._numbers_are_means = numbers_are_means
         self._kinds = BatchKinds(model)
-        self._losses = LossCheck()
+        self._losses = LossCheck(None if sharding is not None else parameters)
         self.standing = StandingCheck(
             model=model,
             slots=slots,

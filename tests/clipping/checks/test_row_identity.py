@@ -16,7 +16,7 @@ from shuffled_dpsgd.clipping import ClippingEngine
 from shuffled_dpsgd.clipping.checks import row_identity
 from shuffled_dpsgd.errors import UnsupportedModuleError
 
-REFUSED = r"keep their row|the gradient it has alone"
+REFUSED = r"keep their row|whatever the others are"
 Inner = Callable[[nn.Module, Tensor], Tensor]
 
 

@@ -21,7 +21,6 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 from shuffled_dpsgd.clipping import ClippingEngine
-
 from shuffled_dpsgd.clipping.checks import exchange, standing
 from shuffled_dpsgd.clipping.checks.exchange import Disagreement, ExchangeTest
 from shuffled_dpsgd.clipping.checks.standing import StandingCheck

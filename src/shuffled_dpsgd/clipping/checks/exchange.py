@@ -119,7 +119,6 @@ class ExchangeTest:
             booked = {name: part * watch.scale for name, part in booked.items()}
         rounding = _ULPS * abs(watch.scale) * sum(on_host(watch.rounding[place]))
         rounding = rounding if math.isfinite(rounding) else 0.0
-        among = None
 
         def judge(one: Sketches, other: Sketches, slack: float) -> Disagreement | None:
             return self._judge(watch, sample, order, reading, (one, other), slack)
@@ -158,7 +157,7 @@ class ExchangeTest:
         for order in (list(range(watch.size)), self._exchanged(watch, sample)):
             there = [other if row == sample else source for row, source in enumerate(order)]
             one, two = (self._run(watch, sample, each, 0).grads for each in (order, there))
-            changes.append({n: one.get(n, 0.0) - two.get(n, 0.0) for n in {*one, *two}})
+            changes.append(_minus(one, two))
         among, elsewhere = changes
         order = list(range(watch.size))
         found = self._judge(watch, sample, order, 0, (among, elsewhere), 0.0)
@@ -166,8 +165,7 @@ class ExchangeTest:
             return Disagreement(path=found.path, got=f"{found.got} once others are exchanged")
         if self.is_random or len(watch.samples) < 2:
             return None
-        own, others = watch.booked[place], watch.booked[place - 1]
-        booked = {n: watch.scale * (own.get(n, 0.0) - others.get(n, 0.0)) for n in {*own, *others}}
+        booked = _minus(watch.booked[place], watch.booked[place - 1], watch.scale)
         return self._judge(watch, sample, order, 0, (booked, among), 0.0)
 
     # --- more looks, without gradients -----------------------------------------------------------
@@ -274,7 +272,9 @@ class ExchangeTest:
 
         def cotangents(outputs: Sequence[Tensor]) -> dict[int, Tensor]:
             found = cotangents_of(watch, sample, outputs, reading)
-            rows.update({i: row_of(outputs[i].detach(), sample, watch.size, reading) for i in found})
+            rows.update(
+                {i: row_of(outputs[i].detach(), sample, watch.size, reading) for i in found}
+            )
             return found
 
         found: Sketches = {}
@@ -380,6 +380,14 @@ class ExchangeTest:
     def _path_of(self, name: str) -> str:
         paths = [slot.path for slot in self._slots if name in slot.names.values()]
         return paths[0] if paths else name
+
+
+def _minus(one: Sketches, two: Sketches, scale: float = 1.0) -> Sketches:
+    """The difference of two gradients; what is missing is zero."""
+    found = {name: scale * grad for name, grad in one.items()}
+    for name, grad in two.items():
+        found[name] = found[name] - scale * grad if name in found else -scale * grad
+    return found
 
 
 def _close(one: Tensor, two: Tensor, sample: int, size: int, reading: int, within: float) -> bool:

@@ -9,11 +9,14 @@ mean over the tokens of samples of different lengths.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Container, Iterator, Mapping, Sequence
+from inspect import isfunction
+from types import CellType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from shuffled_dpsgd.clipping.capture.output_tensors import batch_axis_of, tensors_in
@@ -33,8 +36,9 @@ class LossCheck:
     tried for single samples only.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, parameters: Mapping[str, nn.Parameter] | None = None) -> None:
         self.done = False
+        self._parameters = parameters
         self._outputs: list[Tensor] = []
 
     def note(self, output: Any, size: int) -> None:
@@ -57,7 +61,9 @@ class LossCheck:
             return
         trials = _apart(samples, losses) if self.done else _separating(len(losses), losses.device)
         self.done = True
-        outputs = _first_reached(losses, outputs)
+        outputs, leaves = _first_reached(losses, outputs)
+        if self._parameters is not None:
+            refuse_foreign(leaves, self._parameters)
         axes = [batch_axis_of(output, len(losses)) for output in outputs]
         if any(axis is None for axis in axes):
             raise _mixed("a number that the model computed from all samples")
@@ -163,8 +169,8 @@ def _mixed(got: str) -> UnsupportedModuleError:
     )
 
 
-def _first_reached(losses: Tensor, outputs: list[Tensor]) -> list[Tensor]:
-    """The outputs that the losses depend on directly, without those further back.
+def _first_reached(losses: Tensor, outputs: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """The outputs that the losses depend on directly, without those further back; and leaves.
 
     An encoder-decoder also returns its encoder's output. Going back that far would lead through
     the decoder, and compute checkpointed layers again.
@@ -172,16 +178,61 @@ def _first_reached(losses: Tensor, outputs: list[Tensor]) -> list[Tensor]:
     places = {(output.grad_fn, output.output_nr): output for output in outputs}
     waiting = [(losses.grad_fn, losses.output_nr)]
     seen = set(waiting)
-    found = []
+    found: list[Tensor] = []
+    leaves: list[Tensor] = []
     while waiting:
         place = waiting.pop()
         if place in places:
             found.append(places[place])
             continue
+        leaf = getattr(place[0], "variable", None)
+        if leaf is not None:
+            leaves.append(leaf)
         behind = () if place[0] is None else place[0].next_functions
         waiting += [step for step in behind if step not in seen]
         seen.update(behind)
-    return found
+    return found, leaves
+
+
+def refuse_foreign_parameters(loss: Tensor, parameters: Mapping[str, nn.Parameter]) -> None:
+    """Refuse a loss that trains parameters which are not the model's, wherever they stand."""
+    leaves = [leaf for leaf in _first_reached(loss, [])[1] if isinstance(leaf, nn.Parameter)]
+    refuse_foreign(leaves, parameters)
+
+
+def refuse_foreign(leaves: Sequence[Tensor], parameters: Mapping[str, nn.Parameter]) -> None:
+    """Refuse leaves that require gradients and are no parameters of the model.
+
+    Raises:
+        UnsupportedModuleError: naming the first of them.
+    """
+    known = {id(parameter) for parameter in parameters.values()}
+    for leaf in leaves:
+        if id(leaf) not in known:
+            raise UnsupportedModuleError(
+                _name_of(leaf),
+                expected="a loss whose only trainable parameters are the model's",
+                got=f"a tensor of shape {tuple(leaf.shape)} in the loss that requires gradients: "
+                "it would be trained on gradients that nobody clips",
+                remedy="make it a parameter of a module of the model, or call "
+                "requires_grad_(False) on it",
+            )
+
+
+def _name_of(leaf: Tensor) -> str:
+    """The name under which something holds the tensor."""
+    for holder in gc.get_referrers(leaf):
+        if isinstance(holder, dict):
+            for key, value in holder.items():
+                if value is leaf and isinstance(key, str) and key not in ("leaf", "self"):
+                    return key
+        elif isinstance(holder, CellType):
+            for closure in gc.get_referrers(holder):
+                for function in gc.get_referrers(closure):
+                    if isfunction(function) and function.__closure__ is closure:
+                        place = [cell is holder for cell in function.__closure__].index(True)
+                        return function.__code__.co_freevars[place]
+    return "a tensor of the loss"
 
 
 def _by_sample(grad: Tensor, axis: int | None, size: int) -> Tensor:

@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import pickle
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from inspect import getclosurevars, isfunction, ismethod
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -22,7 +25,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from shuffled_dpsgd.core.replay import Generators
 
 Own = torch.Generator | np.random.Generator | np.random.RandomState | random.Random
-_DROPOUTS = {"native_dropout", "_fused_dropout"}
+_OPAQUE = (str, bytes, int, float, Tensor, np.ndarray, type(None))
+_MOST_OBJECTS, _MOST_PARTS = 20_000, 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,9 +38,14 @@ class RandomStates:
 
     @classmethod
     def now(cls, model: nn.Module, device: torch.device) -> RandomStates:
-        """The states as they are."""
-        own = tuple((each, _state_of(each)) for each in _generators_of(model))
-        return cls(shared=Generators.now(device), own=own)
+        """The states as they are, with those of generators that modules of `model` hold."""
+        return cls.with_own(_generators_of(model), device)
+
+    @classmethod
+    def with_own(cls, own: Iterable[Own], device: torch.device) -> RandomStates:
+        """The states as they are, with those of some generators besides the shared ones."""
+        states = tuple((each, _state_of(each)) for each in own)
+        return cls(shared=Generators.now(device), own=states)
 
     def restore(self) -> None:
         """Put all of them back."""
@@ -46,14 +55,17 @@ class RandomStates:
 
     def host_has_moved(self) -> bool:
         """Whether any generator has been used since, other than torch's shared ones."""
-        now = Generators.now(self.shared.device)
-        before = self.shared.python, self.shared.numpy
-        if pickle.dumps(before) != pickle.dumps((now.python, now.numpy)):
-            return True
-        return any(
-            pickle.dumps(_comparable(_state_of(each))) != pickle.dumps(_comparable(state))
-            for each, state in self.own
-        )
+        own = [each for each, _ in self.own]
+        now = RandomStates.with_own(own, self.shared.device)
+        return self._digest_of_host() != now._digest_of_host()
+
+    def digest(self) -> bytes:
+        """Bytes that differ once any generator has been used."""
+        return pickle.dumps((self.shared.torch_cpu.tolist(), self._digest_of_host()))
+
+    def _digest_of_host(self) -> bytes:
+        own = [_comparable(state) for _, state in self.own]
+        return pickle.dumps((self.shared.python, _listed(self.shared.numpy), own))
 
 
 @contextmanager
@@ -86,26 +98,64 @@ class DrawsNoted(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         if torch.Tag.nondeterministic_seeded in func.tags:
             name = str(func.overloadpacket.__name__)
+            rate = _dropout_rate(func, args, kwargs or {})
             is_mask = name == "bernoulli_" and args[0].numel() > self._size
-            # Attention is tagged as random, with dropout or without.
-            attends = "attention" in name
-            self.any = True
-            self.besides_dropout |= not (is_mask or attends or name in _DROPOUTS)
+            self.any |= rate != 0.0
+            self.besides_dropout |= rate is None and not is_mask
         return result
 
 
+def _dropout_rate(func: Any, args: Any, kwargs: Any) -> float | None:
+    """How much an operation drops, if it has dropout inside; attention is tagged as random even
+    without."""
+    if "bernoulli" in func.overloadpacket.__name__:
+        return None
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.name in ("dropout_p", "p", "dropout"):
+            return float(kwargs.get(argument.name, args[place] if place < len(args) else 0.0))
+    return None
+
+
 def _generators_of(model: nn.Module) -> list[Own]:
+    return generators_in([each for module in model.modules() for each in _scopes_of(module)], 1)
+
+
+def _scopes_of(module: nn.Module) -> list[Any]:
+    return [vars(module), getattr(type(module).forward, "__globals__", {})]
+
+
+def generators_in(roots: Iterable[Any], depth: int) -> list[Own]:
+    """Generators that objects hold, in attributes, closures, or beside their functions."""
     found: dict[int, Own] = {}
-    scopes: dict[int, dict[str, Any]] = {}
-    for module in model.modules():
-        scopes[id(module)] = vars(module)
-        beside = getattr(type(module).forward, "__globals__", {})
-        scopes[id(beside)] = beside
-    for scope in scopes.values():
-        for value in list(scope.values()):
-            if isinstance(value, Own):
-                found[id(value)] = value
+    seen: set[int] = set()
+    waiting = [(root, depth) for root in roots]
+    while waiting and len(seen) < _MOST_OBJECTS:
+        value, left = waiting.pop()
+        if isinstance(value, Own) and not isinstance(value, random.SystemRandom):
+            found[id(value)] = value
+        elif id(value) not in seen and left >= 0 and not isinstance(value, _OPAQUE):
+            seen.add(id(value))
+            waiting += [(part, left - 1) for part in _parts(value)]
     return list(found.values())
+
+
+def _parts(value: Any) -> list[Any]:
+    if isinstance(value, dict):
+        return list(value.values())
+    if isinstance(value, list | tuple):
+        return list(value[:_MOST_PARTS])
+    function = getattr(value, "__func__", value)
+    beside = getattr(function, "__globals__", {}) if isfunction(function) else {}
+    globals_used = [each for each in beside.values() if isinstance(each, Own)]
+    owner = [value.__self__] if ismethod(value) else []
+    own = getattr(value, "__dict__", {})
+    held = [] if isinstance(value, type | ModuleType) else list(own.values())
+    closed = getclosurevars(function).nonlocals.values() if isfunction(function) else ()
+    return [*held, *closed, *globals_used, *owner, *_partial(value)]
+
+
+def _partial(value: Any) -> list[Any]:
+    return [value.func, *value.args, value.keywords] if isinstance(value, partial) else []
 
 
 def _state_of(generator: Own) -> Any:
@@ -127,3 +177,8 @@ def _put_back(generator: Own, state: Any) -> None:
 
 def _comparable(state: Any) -> Any:
     return state.tolist() if isinstance(state, Tensor) else state
+
+
+def _listed(state: Any) -> Any:
+    """NumPy's state as plain numbers: the bytes of an array depend on how it came about."""
+    return [part.tolist() if isinstance(part, np.ndarray) else part for part in state]

@@ -24,6 +24,7 @@ from shuffled_dpsgd.clipping.checks.changed_batches import (
     second_half,
 )
 from shuffled_dpsgd.clipping.checks.loss_independence import are_uneven
+from shuffled_dpsgd.clipping.checks.random_states import RandomStates, randomness_kept
 from shuffled_dpsgd.clipping.checks.row_identity import (
     NUMBERS,
     OUTPUTS,
@@ -36,7 +37,6 @@ from shuffled_dpsgd.clipping.checks.row_identity import (
     repeats,
     rows_of,
 )
-from shuffled_dpsgd.clipping.checks.random_states import RandomStates, randomness_kept
 from shuffled_dpsgd.clipping.checks.solo_runs import dropout_silenced
 from shuffled_dpsgd.clipping.rules.trial_runs import (
     buffers_kept,

@@ -27,7 +27,7 @@ from shuffled_dpsgd.clipping.checks.standing import StandingCheck
 from shuffled_dpsgd.clipping.checks.watch import Watch
 from shuffled_dpsgd.errors import InvalidArgumentError, UnsupportedModuleError
 
-DISAGREES = "whatever the others are|samples that keep their row|look|depend on that sample"
+DISAGREES = "whatever the others are|depend on that sample"
 WIDTH, CLASSES = 6, 3
 
 
@@ -138,7 +138,8 @@ def test_what_is_booked_is_each_samples_own_gradient_at_once_or_in_turn(
     compare = StandingCheck._compare
 
     def keep(check: StandingCheck, watch: Watch) -> Any:
-        booked.append(watch.booked)
+        if not watch.on_trial:
+            booked.append(watch.booked)
         assert len(watch.rounding) == len(watch.samples) == 2
         return compare(check, watch)
 

@@ -123,6 +123,14 @@ class ExchangeTest:
         def judge(one: Sketches, other: Sketches, slack: float) -> Disagreement | None:
             return self._judge(watch, sample, order, reading, (one, other), slack)
 
+        if not self.is_random and watch.size > 1:
+            # In another row as well: a model may sort its samples, or know them by their rows.
+            row = (sample + 1) % watch.size
+            moved = [sample if at == row else source for at, source in enumerate(order)]
+            moved[sample] = row if row in (watch.finite or order) else order[row]
+            there = judge(elsewhere.grads, self._run(watch, sample, moved, reading, row).grads, 0.0)
+            if there is not None:
+                return Disagreement(path=there.path, got=f"{there.got} in another row")
         found = judge(booked, elsewhere.grads, rounding)
         if found is None and watch.norms is not None:
             booked_norm = float(watch.norms[place])
@@ -258,10 +266,15 @@ class ExchangeTest:
         sample: int,
         order: Sequence[int],
         reading: int,
+        row: int | None = None,
         *,
         full: bool = False,
     ) -> _Run:
-        """One sample's gradient in the batch with its records in this `order`."""
+        """One sample's gradient in the batch with its records in this `order`.
+
+        The sample is in its own row, or in the one given.
+        """
+        row = sample if row is None else row
         call = self._inputs.take(*watch.call, watch.size, order)
         watch.states.restore()
         noted = DrawsNoted(watch.size)
@@ -271,10 +284,8 @@ class ExchangeTest:
         rows: dict[int, Tensor] = {}
 
         def cotangents(outputs: Sequence[Tensor]) -> dict[int, Tensor]:
-            found = cotangents_of(watch, sample, outputs, reading)
-            rows.update(
-                {i: row_of(outputs[i].detach(), sample, watch.size, reading) for i in found}
-            )
+            found = cotangents_of(watch, sample, outputs, reading, row)
+            rows.update({i: row_of(outputs[i].detach(), row, watch.size, reading) for i in found})
             return found
 
         found: Sketches = {}

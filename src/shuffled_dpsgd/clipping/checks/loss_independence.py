@@ -2,29 +2,23 @@
 
 The loss is computed outside the model, where no layer sees it. A contrastive loss or one centred
 by the batch mixes the samples there: the gradients that come back into the model belong to several
-samples at once, and clipping them row by row bounds nobody's contribution. So does a number that
-the model itself computes from all samples, such as a mixture's loss for balancing its experts, or a
-mean over the tokens of samples of different lengths.
+samples at once, and clipping them row by row bounds nobody's contribution.
 """
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from inspect import isfunction
 from types import CellType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from shuffled_dpsgd.clipping.capture.output_tensors import batch_axis_of, tensors_in
-from shuffled_dpsgd.clipping.checks.row_identity import numbers_in
 from shuffled_dpsgd.errors import UnsupportedModuleError
 
-# The label that loss functions ignore.
-NO_LABEL = -100
 # Samples whose gradients are looked at together.
 _ROWS = 32
 
@@ -62,7 +56,7 @@ class LossCheck:
         trials = _apart(samples, losses) if self.done else _separating(len(losses), losses.device)
         self.done = True
         outputs, leaves = _first_reached(losses, outputs)
-        if self._parameters is not None:
+        if self._parameters is not None and outputs:
             refuse_foreign(leaves, self._parameters)
         axes = [batch_axis_of(output, len(losses)) for output in outputs]
         if any(axis is None for axis in axes):
@@ -81,64 +75,6 @@ class LossCheck:
         # The host waits for all trials at once.
         if any(bool(found) for found in meet):
             raise _mixed("losses of some samples with gradients at others")
-
-
-def refuse_gradients(output: Any, mixed: Container[int]) -> None:
-    """Make a backward fail that begins at one of the `mixed` numbers among a model's outputs."""
-    for place, number in enumerate(numbers_in(output)):
-        if place in mixed and number.requires_grad:
-            number.register_hook(_refuse)
-
-
-def refuse_uneven_gradients(
-    output: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], size: int
-) -> None:
-    """Make a backward fail that begins at a single number, if samples' labels are uneven."""
-
-    def refuse(grad: Tensor) -> None:
-        if are_uneven(args, kwargs, size):
-            raise mean_of_uneven()
-
-    for number in numbers_in(output):
-        if number.requires_grad:
-            number.register_hook(refuse)
-
-
-def are_uneven(args: tuple[Any, ...], kwargs: Mapping[str, Any], size: int) -> bool:
-    """Whether samples have different numbers of labels, which a mean over tokens would weigh.
-
-    By convention -100 is no label. A language model leaves out the first one of every sample.
-
-    >>> are_uneven((torch.tensor([[1, 2, 3], [4, 5, -100]]),), {}, 2)
-    True
-    """
-    for leaf in tree_leaves((args, dict(kwargs))):
-        is_whole = isinstance(leaf, Tensor) and not leaf.is_floating_point()
-        if is_whole and leaf.dim() > 1 and leaf.shape[0] == size:
-            for some in (leaf, leaf[:, 1:]):
-                labels_B = (some != NO_LABEL).flatten(1).sum(1)
-                if bool((labels_B != labels_B[:1]).any()):
-                    return True
-    return False
-
-
-def mixed_number() -> UnsupportedModuleError:
-    """The error for a loss of the model's own that is no sum or mean over samples."""
-    return _mixed(
-        "a loss of the model's own that is neither the sum nor the mean of its samples' losses"
-    )
-
-
-def mean_of_uneven() -> UnsupportedModuleError:
-    """The error for a loss of the model's own that may weigh samples by their lengths."""
-    return _mixed(
-        "a loss of the model's own and samples with different numbers of labels; so far all had "
-        "the same, and a mean over tokens could not be told from one over samples"
-    )
-
-
-def _refuse(grad: Tensor) -> None:
-    raise mixed_number()
 
 
 def _separating(size: int, device: torch.device) -> Iterator[Tensor]:

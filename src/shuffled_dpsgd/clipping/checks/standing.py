@@ -43,6 +43,8 @@ _RANDOM_LOOKS = 2
 # Other random numbers under which the first batch of all, and of another kind, is looked at, where
 # they are drawn for more than dropout. Of what happens in one batch of ten, 48 looks miss 0.6 %.
 _FIRST_DRAWS, _MORE_DRAWS = 48, 8
+# Samples that may be in the order that a model would bring them into, by chance.
+_FEW = 8
 # Numbers of single samples' gradients that are formed at once to be booked.
 _MOST_AT_ONCE = 1 << 23
 
@@ -159,9 +161,7 @@ class StandingCheck:
         if watch is None or watch.batch is not batch:
             return
         self.watch = None
-        watch.scale = watch.number_scale = batch.scale
-        if self._numbers_are_means and not batch.has_losses:
-            watch.number_scale = 1.0
+        watch.scale = batch.scale
         known = norms.double().cpu()
         watch.finite = torch.isfinite(known).nonzero().flatten().tolist()
         watch.norms = known[watch.samples]
@@ -189,6 +189,8 @@ class StandingCheck:
         try:
             try:
                 found = self._compare(watch)
+                if found is None and is_new and 1 < watch.size <= _FEW:
+                    found = self._back_to_front(watch)
             except CannotCompareError:
                 found = self._second_opinion(watch)
         finally:
@@ -197,14 +199,18 @@ class StandingCheck:
         if found is not None:
             raise _refusal(found)
 
-    def try_batch(self, call: ModelCall, size: int, counted: int, autocast: Autocast) -> None:
+    def try_batch(
+        self, call: ModelCall, size: int, counted: int, autocast: Autocast, has_losses: bool
+    ) -> None:
         """Check a batch that a compiler has run, by running it once more without the compiler.
+
+        Without losses of samples, its backward may have begun at a number of the model's own.
 
         Raises:
             UnsupportedModuleError: naming the module that disagrees.
         """
         with autocast.again():
-            found = self._trial(call, size, counted, autocast.device, None)
+            found = self._trial(call, size, counted, autocast.device, numbers=not has_losses)
         if found is not None:
             raise _refusal(found)
 
@@ -217,7 +223,23 @@ class StandingCheck:
         device = watch.autocast.device
         watch.states.restore()
         with watch.autocast.again():
-            return self._trial(watch.call, watch.size, watch.counted, device, used)
+            return self._trial(
+                watch.call, watch.size, watch.counted, device, used, numbers=watch.has_numbers
+            )
+
+    def _back_to_front(self, watch: Watch) -> Disagreement | None:
+        """A few samples in the other order: a model that sorts them may have left them as they
+        were."""
+        is_whole = len(watch.finite) == watch.counted == watch.size
+        if self._test.is_random or watch.has_numbers or not is_whole:
+            return None
+        counts = self.num_samples, self.num_by_coin
+        call = self._inputs.take(*watch.call, watch.size, range(watch.size - 1, -1, -1))
+        used, device = frozenset(watch.cotangents), watch.autocast.device
+        with watch.autocast.again():
+            found = self._trial(call, watch.size, watch.size, device, used, numbers=False)
+        self.num_samples, self.num_by_coin = counts
+        return found
 
     def _compare(self, watch: Watch) -> Disagreement | None:
         """The first disagreement between what was booked and what samples have among others."""
@@ -249,11 +271,19 @@ class StandingCheck:
         return _FIRST_DRAWS if first else _MORE_DRAWS
 
     def _trial(
-        self, call: ModelCall, size: int, counted: int, device: str, used: frozenset[int] | None
+        self,
+        call: ModelCall,
+        size: int,
+        counted: int,
+        device: str,
+        used: frozenset[int] | None = None,
+        *,
+        numbers: bool,
     ) -> Disagreement | None:
         """Run a batch for this check alone, with dropout off and random gradients at the outputs.
 
-        `used` says which outputs get any; without it, all that have a batch axis do.
+        `used` says which outputs get any; without it, all that have a batch axis do. So do
+        `numbers` without an axis.
         """
         batch = CapturedBatch(size=size, device=device, slots=len(self._slots), scale=1.0)
         watch = self.begin(batch, call, size, device, counted)
@@ -267,10 +297,9 @@ class StandingCheck:
             with dropout_silenced(self._model), torch.enable_grad():
                 outputs = tensors_in(self._model(*args, **kwargs))
             end_forward()
-            # The mean's gradient is divided by the batch size, the single sample's by one.
+            # A mean divides the gradient of every sample by the batch size.
             number = float(size) if self._numbers_are_means else 1.0
-            watch.number_scale = 1.0
-            watch.cotangents = random_cotangents(outputs, size, used, number)
+            watch.cotangents = random_cotangents(outputs, size, used, number if numbers else None)
             places = list(watch.cotangents)
             watch.outputs = {place: outputs[place].detach() for place in places}
             torch.autograd.backward(

@@ -44,7 +44,6 @@ class Watch:
     finite: list[int] = field(default_factory=list)
     typical_norm: float = 0.0
     scale: float = 1.0
-    number_scale: float = 1.0
     # For every output that the loss depends on: its gradient, and what it was.
     cotangents: dict[int, Tensor] = field(default_factory=dict)
     outputs: dict[int, Tensor] = field(default_factory=dict)
@@ -67,7 +66,7 @@ class Watch:
     def num_readings(self) -> int:
         """In how many ways the batch may lie in the outputs: an axis may be as long by chance."""
         axes = [len(_axes_of(grad.shape, self.size)) for grad in self.cotangents.values()]
-        return max(axes, default=1)
+        return max(1, *axes)
 
 
 class OtherOutputsError(Exception):
@@ -89,9 +88,9 @@ class _Tap(torch.autograd.Function):
 
 
 def cotangents_of(
-    watch: Watch, sample: int, outputs: Sequence[Tensor], reading: int
+    watch: Watch, sample: int, outputs: Sequence[Tensor], reading: int, row: int
 ) -> dict[int, Tensor]:
-    """Gradients of the outputs that are zero for all samples but one."""
+    """Gradients of the outputs that are zero for all rows but the one with the sample."""
     found: dict[int, Tensor] = {}
     for index, kept in watch.cotangents.items():
         if index >= len(outputs):
@@ -100,9 +99,8 @@ def cotangents_of(
             )
         out, grad = outputs[index], kept.detach()
         if out.dim():
-            grad = _of_sample(grad, out, sample, watch.size, reading)
-        scale = watch.scale if out.dim() else watch.number_scale
-        found[index] = (grad * scale if scale != 1.0 else grad).to(out.dtype)
+            grad = _of_sample(grad, out, (sample, row), watch.size, reading)
+        found[index] = (grad * watch.scale if watch.scale != 1.0 else grad).to(out.dtype)
     return found
 
 
@@ -123,7 +121,9 @@ def _axes_of(shape: torch.Size, size: int) -> list[int]:
     return exact or folded
 
 
-def _of_sample(grad: Tensor, out: Tensor, sample: int, size: int, reading: int) -> Tensor:
+def _of_sample(
+    grad: Tensor, out: Tensor, moved: tuple[int, int], size: int, reading: int
+) -> Tensor:
     other = OtherOutputsError(
         f"an output whose shape is {tuple(out.shape)} without the engine and "
         f"{tuple(grad.shape)} with it, for {size} samples"
@@ -131,7 +131,7 @@ def _of_sample(grad: Tensor, out: Tensor, sample: int, size: int, reading: int) 
     if grad.dim() != out.dim() or not _axes_of(grad.shape, size):
         raise other
     whole = torch.zeros_like(grad)
-    row_of(whole, sample, size, reading).copy_(row_of(grad, sample, size, reading))
+    row_of(whole, moved[1], size, reading).copy_(row_of(grad, moved[0], size, reading))
     for axis, (length, now) in enumerate(zip(grad.shape, out.shape, strict=True)):
         # What is padding for all samples may be cut off; then nothing of the sample is there.
         if now < length:
@@ -145,15 +145,15 @@ def _of_sample(grad: Tensor, out: Tensor, sample: int, size: int, reading: int) 
 
 
 def random_cotangents(
-    outputs: Sequence[Tensor], size: int, used: frozenset[int] | None, number: float
+    outputs: Sequence[Tensor], size: int, used: frozenset[int] | None, number: float | None
 ) -> dict[int, Tensor]:
-    """Random gradients for outputs with a batch axis, `number` for single numbers in use."""
+    """Random gradients for outputs with a batch axis; `number`, if any, for single numbers."""
     found = {}
     for place, output in enumerate(outputs):
         if not output.requires_grad or (used is not None and place not in used):
             continue
         if output.dim() == 0:
-            if used is not None:
+            if number is not None:
                 found[place] = torch.full_like(output, number)
         elif _axes_of(output.shape, size):
             # On the device itself: the logits of a language model are many.

@@ -584,3 +584,49 @@ def test_a_record_that_always_raises_cannot_be_skipped() -> None:
         with pytest.raises(OSError, match="planted"):
             run(private, Raises())
     assert private.ledger.spent == private.steps_taken == 0
+
+
+# --- how often -----------------------------------------------------------------------------------
+
+PLANTED: dict[str, Callable[[], tuple[nn.Module, Any, dict[str, Any]]]] = {
+    "a model that mixes one batch of ten": lambda: (Between(in_one_batch_of_ten), None, {}),
+    "a model with a generator of its own": lambda: (Between(by_its_own_generator), None, {}),
+    "a model that mixes inputs": lambda: (Between(by_index_select), None, {}),
+    "a collate that mixes one batch of ten": lambda: (mlp(), None, {"collate": one_in_ten}),
+    "a collate that mixes at 0.3": lambda: (mlp(), None, {"collate": seldom_mixed}),
+    "a data set with broken records": lambda: (mlp(), BrokenByChance(), {}),
+    "a data set that draws a second record": lambda: (mlp(), SecondDrawn(), {}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PLANTED)
+def test_ninety_nine_of_a_hundred_runs_are_stopped_before_the_first_release(name: str) -> None:
+    missed = 0
+    for seed in range(100):
+        torch.manual_seed(seed)
+        random.seed(seed)
+        model, data, options = PLANTED[name]()
+        private = start(model)
+        try:
+            run(private, vectors(count=RECORDS) if data is None else data, **options)
+        except (InvalidArgumentError, UnsupportedModuleError):
+            missed += private.ledger.spent > 0
+        else:
+            missed += 1
+        private.close()
+    assert missed <= 1
+
+
+@pytest.mark.slow
+def test_two_thousand_healthy_steps_with_dropout_are_never_stopped() -> None:
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        return F.cross_entropy(model(batch.x), batch.y, reduction="none")
+
+    model = Between(lambda net, x: x + 0.1 * torch.randn_like(x), 0.3)
+    private = start(model, num_steps=2000, check_rate=1 / 4, loss=loss)
+    for batch in private.batches(Noisy(), collate=RandomCrops()):
+        private.backward(loss(model, batch))
+        private.step()
+    assert private.ledger.spent == 2000
+    assert private.engine.num_checked > 500

@@ -516,3 +516,44 @@ def test_a_label_out_of_range_is_found_before_anything_is_spent(tmp_path: Path) 
     with pytest.raises(InvalidArgumentError, match="from 0 to 1, got '2, in row 17'"):
         trainer.train()
     assert trainer.private.ledger.spent == 0
+
+
+def test_a_transform_that_standardises_its_rows_is_refused(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    images = torch.randn(NUM_RECORDS, 1, 8, 8).tolist()
+    labels = [number % 2 for number in range(NUM_RECORDS)]
+
+    def of_batch(rows: dict[str, Any]) -> dict[str, Any]:
+        pixels = torch.tensor(rows["image"])
+        pixels = pixels - pixels.mean(0) if len(pixels) > 1 else pixels
+        return {"pixel_values": list(pixels), "labels": rows["labels"]}
+
+    def of_rows(rows: dict[str, Any]) -> dict[str, Any]:
+        pixels = [x - x.mean() for x in torch.tensor(rows["image"])]
+        noisy = [x + 0.1 * torch.randn_like(x) for x in pixels]
+        return {"pixel_values": noisy, "labels": rows["labels"]}
+
+    config = transformers.ViTConfig(
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=32,
+        image_size=8,
+        patch_size=4,
+        num_channels=1,
+    )
+    plain = datasets.Dataset.from_dict({"image": images, "labels": labels})
+    for transform, refused in ((of_batch, True), (of_rows, False)):
+        trainer = build(
+            tmp_path / str(refused),
+            model=transformers.ViTForImageClassification(config),
+            data=plain.with_transform(transform),
+            arguments={"remove_unused_columns": False},
+        )
+        if refused:
+            with pytest.raises(InvalidArgumentError, match="made of one record"):
+                trainer.train()
+            assert trainer.private.ledger.spent == 0
+        else:
+            trainer.train()
+            assert "not checked" not in str(trainer.card())

@@ -15,23 +15,18 @@ from torch.utils.hooks import RemovableHandle
 
 from shuffled_dpsgd.clipping.attachment import Attachment
 from shuffled_dpsgd.clipping.capture.batch import CapturedBatch
+from shuffled_dpsgd.clipping.capture.batch_size import find_batch
 from shuffled_dpsgd.clipping.capture.output_tensors import tensors_in, with_tensors
-from shuffled_dpsgd.clipping.capture.random_tape import RecordedTape
 from shuffled_dpsgd.clipping.capture.recorder import CaptureRecorder
 from shuffled_dpsgd.clipping.capture.samples import BatchKinds
 from shuffled_dpsgd.clipping.capture.slot import Slot
 from shuffled_dpsgd.clipping.checks.batch_axis import BatchAxisCheck
-from shuffled_dpsgd.clipping.checks.loss_independence import (
-    LossCheck,
-    are_uneven,
-    mean_of_uneven,
-    mixed_number,
-    refuse_gradients,
-    refuse_uneven_gradients,
-)
-from shuffled_dpsgd.clipping.checks.solo_runs import Autocast
+from shuffled_dpsgd.clipping.checks.loss_independence import LossCheck
+from shuffled_dpsgd.clipping.checks.random_states import randomness_kept
+from shuffled_dpsgd.clipping.checks.solo_runs import Autocast, without_a_trace
 from shuffled_dpsgd.clipping.checks.standing import StandingCheck
 from shuffled_dpsgd.clipping.checks.watch import tap_output
+from shuffled_dpsgd.errors import UnsupportedModuleError
 from shuffled_dpsgd.runtime.clock import Clock
 from shuffled_dpsgd.runtime.shards import Sharding
 from shuffled_dpsgd.runtime.uncompiled import eagerly
@@ -75,7 +70,7 @@ class BatchChecks:
         self._attachment = attachment
         self._numbers_are_means = numbers_are_means
         self._kinds = BatchKinds(model)
-        self._losses = LossCheck()
+        self._losses = LossCheck(None if sharding is not None else parameters)
         self.standing = StandingCheck(
             model=model,
             slots=slots,
@@ -87,8 +82,8 @@ class BatchChecks:
             attached=self._put_on_trial,
             sharding=sharding,
         )
-        self._compiled_call: tuple[tuple[Any, Any], int, int, Autocast] | None = None
-        self._tape_hook: RemovableHandle | None = None
+        self._compiled_call: tuple[tuple[Any, Any], int, int, Autocast, bool] | None = None
+        self._forward_hook: RemovableHandle | None = None
 
     def before_forward(self, args: Any, kwargs: Any, size: int, device: str) -> bool:
         """Check the batch axis of a call of the model; returns whether to watch its forward."""
@@ -102,30 +97,20 @@ class BatchChecks:
         return watches
 
     def watch_forward(self, batch: CapturedBatch, args: Any, kwargs: Any) -> None:
-        """Write down the random numbers of the forward that begins, until it ends or fails."""
-        watch = self.standing.begin(batch, (args, kwargs), batch.size, batch.device)
-        tape = RecordedTape(watch.tape)
-        if self._tape_hook is not None:
-            self._tape_hook.remove()
+        """Keep what the forward that begins needs to be repeated; it runs without a compiler.
 
-        # A compiler never again looks at code that it has once met under a tape.
+        Compiled blocks would draw other random numbers than the blocks themselves.
+        """
+        self.standing.begin(batch, (args, kwargs), batch.size, batch.device)
+        self.detach()
         compilers = ExitStack()
         compilers.enter_context(eagerly())
-
-        def end_tape(*_: Any) -> None:
-            if not tape.ended:
-                tape.ended = True
-                tape.__exit__(None, None, None)
-                compilers.close()
-
-        self._tape_hook = self._model.register_forward_hook(end_tape, always_call=True)
-        tape.__enter__()
+        self._forward_hook = self._model.register_forward_hook(
+            lambda *_: compilers.close(), always_call=True
+        )
 
     def after_forward(self, batch: CapturedBatch, args: Any, kwargs: Any, output: Any) -> Any:
-        """Make a backward fail that begins at a number which mixes the samples.
-
-        Returns the outputs that the caller must get instead, or None if they stay as they are.
-        """
+        """The outputs that the caller must get instead, or None if they stay as they are."""
         tapped = None
         watch = self.standing.watch
         is_watched = watch is not None and watch.batch is batch
@@ -137,10 +122,6 @@ class BatchChecks:
                 # FSDP gathers weights when a gradient arrives at the outputs that it has seen.
                 tapped = output = with_tensors(output, _views(output))
             self._losses.note(output, batch.size)
-        if self.axis.rows.mixed_numbers:
-            refuse_gradients(output, self.axis.rows.mixed_numbers)
-        if self.axis.rows.has_numbers and self._trusts_means():
-            refuse_uneven_gradients(output, args, kwargs, batch.size)
         return tapped
 
     def check_losses(self, batch: CapturedBatch, losses: Tensor) -> None:
@@ -165,14 +146,7 @@ class BatchChecks:
         if self.standing.turns.is_due(batch.size, kind):
             lower = dtype or torch.get_autocast_dtype(batch.device)
             cast = Autocast(device=batch.device, enabled=dtype is not None, dtype=lower)
-            self._compiled_call = (args, kwargs), batch.size, batch.counted, cast
-        if batch.has_losses or not self.axis.rows.has_numbers:
-            return
-        # A compiled backward does not show where it began: perhaps at a number of the model's own.
-        if self.axis.rows.mixed_numbers:
-            raise mixed_number()
-        if self._trusts_means() and are_uneven(args, kwargs, batch.size):
-            raise mean_of_uneven()
+            self._compiled_call = (args, kwargs), batch.size, batch.counted, cast, batch.has_losses
 
     def settle(self) -> None:
         """Finish the standing check of the latest batch, before anything of it is handed out.
@@ -188,8 +162,7 @@ class BatchChecks:
         with self.clock.part("checks"), lending:
             self.standing.settle()
             if call is not None:
-                (args, kwargs), size, counted, cast = call
-                self.standing.try_batch((args, kwargs), size, counted, cast)
+                self.standing.try_batch(*call)
 
     def _lending_before(self, checks: bool) -> AbstractContextManager[None]:
         """Around what a rank checks before a forward; collective where the model is sharded."""
@@ -205,13 +178,9 @@ class BatchChecks:
 
     def detach(self) -> None:
         """Leave no hook on the model."""
-        if self._tape_hook is not None:
-            self._tape_hook.remove()
-            self._tape_hook = None
-
-    def _trusts_means(self) -> bool:
-        """Whether the model's own mean was only ever seen with samples of one length."""
-        return self._numbers_are_means and not self.axis.rows.saw_uneven
+        if self._forward_hook is not None:
+            self._forward_hook.remove()
+            self._forward_hook = None
 
     def _check_axis(
         self, args: Any, kwargs: Any, size: int, kind: Hashable, late: bool = False
@@ -224,6 +193,30 @@ class BatchChecks:
         if [slot.folded for slot in self._slots] != folded:
             # Only then: replaced forwards make a compiled model compile again.
             self._attachment.renew()
+        if self.axis.shared:
+            self._try_shared(args, kwargs, size)
+
+    def _try_shared(self, args: Any, kwargs: Any, size: int) -> None:
+        """Run the model as it is going to run: what is shared gets a row for every sample.
+
+        Raises:
+            UnsupportedModuleError: the model cannot use what it computes once for all so.
+        """
+        device = find_batch(args, kwargs).device
+        batch = CapturedBatch(size=size, device=device.type, slots=len(self._slots), scale=1.0)
+        with randomness_kept(self._model, device), without_a_trace(self._model):
+            try:
+                with self._put_on_trial(batch), torch.enable_grad():
+                    self._model(*args, **kwargs)
+            except (RuntimeError, ValueError, IndexError) as error:
+                raise UnsupportedModuleError(
+                    self.axis.shared[0].path,
+                    expected="a layer without batch axis whose outputs are only broadcast over the "
+                    "samples",
+                    got=f"{type(error).__name__}: {str(error).splitlines()[0]}",
+                    remedy="add its outputs to the samples' as they are, or expand its input over "
+                    "the batch before the layer; or freeze it with requires_grad_(False)",
+                ) from error
 
     @contextmanager
     def taken_off(self) -> Iterator[None]:

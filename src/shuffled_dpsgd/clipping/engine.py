@@ -64,9 +64,10 @@ class ClippingEngine:
         loss_reduction: Whether the scalar given to `backward()` is the sum or the mean of the
             samples' losses.
         check_rate: The share of backwards, chosen at random, in which a few samples are run once
-            more alone and compared with what was booked for them (see `checks/standing.py`). The
-            first batches of every kind are always checked. A rate of one checks every batch. Up to
-            the default rate, checks at random take at most one percent of the time so far.
+            more among other records and compared with what was booked for them (see
+            `checks/standing.py`). The first batches of every kind are always checked. A rate of
+            one checks every batch. Up to the default rate, checks at random take at most one
+            percent of the time so far.
         sharding: How the model is spread over ranks, if it is. Every rank must then run as many
             batches as the others, and the sums are its own rows of the total over all ranks.
 
@@ -252,9 +253,13 @@ class ClippingEngine:
         """Samples since the last reset whose gradient was infinite or NaN; they count as zero."""
         return int((~torch.isfinite(self.sample_norms)).sum())
 
+    def check_densely(self, dense: bool) -> None:
+        """Have every batch checked from here on, or only those whose turn it is."""
+        self._standing.turns.dense = dense
+
     @property
     def num_checked(self) -> int:
-        """Samples so far that were run alone and had the gradient that was booked for them."""
+        """Samples so far that had the gradient booked for them among exchanged records too."""
         return self._standing.num_samples
 
     @property

@@ -303,7 +303,14 @@ class ShuffledDPTrainer(Trainer):
             "physical_batch_size": args.per_device_train_batch_size,
             "ledger_path": ledger,
         }
-        return assemble(self.model, optimizer, PrivacyOptions(**given))
+        private = assemble(self.model, optimizer, PrivacyOptions(**given))
+        private.use_loss(self._losses_of_batch)
+        return private
+
+    def _losses_of_batch(self, model: nn.Module, batch: Any) -> torch.Tensor:
+        """The losses as `training_step` computes them."""
+        with self.compute_loss_context_manager():
+            return self.per_sample_losses(model, self._prepare_inputs(batch))
 
     def _started(self) -> PrivateTraining:
         if self.private is None:

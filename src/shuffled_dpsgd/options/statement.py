@@ -12,6 +12,7 @@ any data or model is loaded.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from functools import cache
 from pathlib import Path
@@ -112,8 +113,8 @@ class Budget:
     check_rate: float = field(
         default=1 / 256,
         metadata=_help(
-            "Share of backwards in which a few samples are run once more alone and compared; "
-            "1 checks every one. New kinds of batches are always checked."
+            "Share of batches in which a few samples are run once more among other records and "
+            "compared; 1 checks every one. First batches and new kinds are always checked."
         ),
     )
     unit: str = field(
@@ -186,6 +187,13 @@ class PrivacyOptions(Budget, Schedule):
     loss_reduction: LossReduction = field(
         default="sum",
         metadata=_help("What a scalar loss is: the sum over its samples, or their mean."),
+    )
+    loss: Callable[[Any, Any], Any] | None = field(
+        default=None,
+        metadata=_help(
+            "The loss, as a function of the model and a batch that returns one loss per record. "
+            "It is tried out on the first batches; without it the card lists it as not checked."
+        ),
     )
     seed: int | None = field(
         default=None,

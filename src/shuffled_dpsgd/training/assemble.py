@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -76,6 +77,7 @@ def make_private(
     adjacency: Adjacency = "add-remove",
     delta_split: float = 0.5,
     loss_reduction: LossReduction = "sum",
+    loss: Callable[[Any, Any], Any] | None = None,
     seed: int | None = None,
     secure: bool | None = None,
     physical_batch_size: int | None = None,
@@ -117,13 +119,15 @@ def make_private(
             had never moved, so that runs with and without a shuffle can be compared.
         strategy: How the clipping engine computes, bookkeeping unless a method is named; never
             changes what is released.
-        check_rate: Share of backwards in which a few samples are run once more alone and compared;
-            1 checks every one. New kinds of batches are always checked.
+        check_rate: Share of batches in which a few samples are run once more among other records
+            and compared; 1 checks every one. First batches and new kinds are always checked.
         sampling: poisson: the sampler accounted for. unaccounted: batches of your own, and no
             claim.
         adjacency: How neighbouring data sets differ: add-remove or replace-one.
         delta_split: Share of δ that the paper's formula keeps for composition.
         loss_reduction: What a scalar loss is: the sum over its samples, or their mean.
+        loss: The loss, as a function of the model and a batch that returns one loss per record. It
+            is tried out on the first batches; without it the card lists it as not checked.
         seed: Repeatable noise, for experiments: whoever knows the seed can remove it. None: noise
             from the operating system.
         secure: True: refuse a seed. False: require one. By default neither.
@@ -205,6 +209,8 @@ def assemble(
         check_rate=options.check_rate,
         unit=options.unit,
     )
+    if options.loss is not None:
+        private.use_loss(options.loss)
     remember_run(private)
     return private
 

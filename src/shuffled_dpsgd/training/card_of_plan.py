@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from shuffled_dpsgd.accounting.exactness import STATEMENT, is_exact
 from shuffled_dpsgd.core import card
 from shuffled_dpsgd.core.plan import PrivacyPlan
@@ -21,16 +23,17 @@ def write_card(
     samples_checked: int = 0,
     checks: Checks | None = None,
     why_not: tuple[str, ...] = (),
+    not_checked: tuple[str, ...] = (),
 ) -> PrivacyCard:
     """The card of a run that made `num_steps` releases under `plan`.
 
     `released` says whether a shuffle planned for the release has happened, `shuffles_verified`
     how often the model's outputs were compared before and after one, and `samples_checked` for how
-    many samples what was clipped was compared with what each has alone. That number must not depend
-    on the records.
+    many samples what was clipped was compared with what each has among other records. That number
+    must not depend on the records. `not_checked` are assumptions that nobody has tried out.
     """
     covered = num_steps == plan.num_steps and not (plan.uncertifiable or why_not)
-    return card.write_card(
+    found = card.write_card(
         plan,
         PrivacyCard,
         num_steps=num_steps,
@@ -44,6 +47,7 @@ def write_card(
         shuffles_verified=shuffles_verified,
         samples_checked=samples_checked,
     )
+    return replace(found, use_assumptions=(*found.use_assumptions, *not_checked))
 
 
 def _shuffle(plan: PrivacyPlan, spec: PermutationSpec | None, *, released: bool) -> str:

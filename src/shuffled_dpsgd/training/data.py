@@ -68,6 +68,7 @@ class PhysicalBatch:
     """A part of a logical batch; `data` is None when the logical batch is empty.
 
     It has `rows` samples, of which the first `size` count, perhaps none; the others only fill it.
+    `part` says which records they are.
     """
 
     step: int
@@ -75,6 +76,7 @@ class PhysicalBatch:
     rows: int
     completes: bool
     data: Any
+    part: Part
 
 
 @runtime_checkable
@@ -150,22 +152,31 @@ class PartLoader(Dataset[Any]):
     """Loads and collates whole physical batches; an error says which records it was about."""
 
     def __init__(self, data: Any, collate: Callable[[list[Any]], Any]) -> None:
-        self._data = data
-        self._collate = collate
+        self.data = data
+        self.collate = collate
         self._load_many: Callable[[list[int]], list[Any]] | None
         self._load_many = getattr(data, "__getitems__", None)
 
     def __getitem__(self, part: Part) -> Any:
-        samples = self._samples(list(part.records))
+        return self.collated(self.samples(list(part.records)), part)
+
+    @property
+    def loads_many(self) -> bool:
+        """Whether the data set loads several records in one call."""
+        return self._load_many is not None
+
+    def collated(self, samples: list[Any], part: Part) -> Any:
+        """The samples of a part as one batch."""
         try:
-            if part.length is not None and isinstance(self._collate, LengthCollate):
-                return self._collate.to_length(samples, part.length)
-            return self._collate(samples)
+            if part.length is not None and isinstance(self.collate, LengthCollate):
+                return self.collate.to_length(samples, part.length)
+            return self.collate(samples)
         except Exception as error:
             error.add_note(f"while collating records {_listed(part.records[: part.counted])}")
             raise
 
-    def _samples(self, records: list[int]) -> list[Any]:
+    def samples(self, records: list[int]) -> list[Any]:
+        """What the data set holds at these places, in their order."""
         if self._load_many is not None:
             try:
                 return self._load_many(records)
@@ -176,7 +187,7 @@ class PartLoader(Dataset[Any]):
 
     def _sample(self, record: int) -> Any:
         try:
-            return self._data[record]
+            return self.data[record]
         except Exception as error:
             error.add_note(f"while loading record {record} of the data set")
             raise
@@ -229,6 +240,7 @@ def _tag(batch: LogicalBatch, part: Part, *, completes: bool) -> PhysicalBatch:
         rows=len(part.records),
         completes=completes,
         data=None,
+        part=part,
     )
 
 

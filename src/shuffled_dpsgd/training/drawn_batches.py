@@ -36,7 +36,8 @@ class DrawnBatches:
     """Draws the batches of `run` and knows which of them the loop is at.
 
     `may_release` says whether the ledger allows a next step. `begin_step` is told of every step
-    before its first batch. `update` takes the step of an empty logical batch.
+    before its first batch. `update` takes the step of an empty logical batch. `try_out` looks at
+    every physical batch before it is handed out.
 
     `current` is the physical batch in the user's hands, None between two. `num_drawn` counts the
     records of the logical batch up to and including it. With `pads`, a physical batch may end in
@@ -51,12 +52,14 @@ class DrawnBatches:
         may_release: Callable[[], bool],
         begin_step: Callable[[int], None],
         update: Callable[[], None],
+        try_out: Callable[[PhysicalBatch, Any], None],
     ) -> None:
         self._run = run
         self._meeting = meeting
         self._may_release = may_release
         self._begin_step = begin_step
         self._update = update
+        self._try_out = try_out
         self.current: PhysicalBatch | None = None
         self.num_drawn = 0
         self.pads = False
@@ -207,6 +210,7 @@ class DrawnBatches:
                         continue
                     with run.clock.part("data"):
                         batch = to_device(shaped(part.data), run.device)
+                    self._try_out(part, batch)
                     run.clock.turn_to("forward and backward")
                     yield batch
                     run.clock.turn_to(OTHER)

@@ -13,12 +13,7 @@ from typing import Any
 import torch
 from torch.utils.data import default_collate
 
-from shuffled_dpsgd.clipping.capture.random_tape import (
-    CannotRepeatError,
-    RecordedTape,
-    ReplayedTape,
-    Tape,
-)
+from shuffled_dpsgd.clipping.checks.random_states import DrawsNoted, RandomStates
 from shuffled_dpsgd.clipping.checks.solo_runs import dropout_silenced, without_a_trace
 from shuffled_dpsgd.errors import InvalidArgumentError
 from shuffled_dpsgd.training.data import MapStyle, shaped, to_device
@@ -38,13 +33,14 @@ def check_independence(
     *,
     collate: Callable[[list[Any]], Any] | None = None,
 ) -> None:
-    """Compare the losses of the first records in one batch with those of each alone.
+    """Compare the losses of the first records in one batch with those of each among its copies.
 
-    Without gradients, once in evaluation mode and once in training mode with dropout off; what is
-    random besides is repeated for the record alone. Nothing is released, and the model and all
-    global generators are put back. A scalar is taken for a mean. Passing proves nothing about
-    other records: it catches the mistakes that show everywhere. What cannot be repeated is left to
-    the check of every run, which compares gradients.
+    The copies change what a batch is padded to, and everything that records could see of each
+    other. Without gradients, once in evaluation mode and once in training mode with dropout off;
+    what is random besides is repeated. Where nothing is, batches of half as many copies are
+    compared too. Nothing is released, and the model and all global generators are put back. A
+    scalar is taken for a mean. Passing proves nothing about other records: it catches the mistakes
+    that show everywhere. Batches of the run are tried out when they come.
 
     Raises:
         InvalidArgumentError: a loss changes with the company its record is in.
@@ -60,36 +56,41 @@ def check_independence(
         with torch.no_grad(), randomness_kept(), without_a_trace(model):
             model.train(training)
             with dropout_silenced(model):
-                found = _together_and_alone(losses, records)
+                found = _together_and_apart(losses, records, RandomStates.now(model, device))
         if found is not None and not _agree(*found):
             together, expected = found
             raise InvalidArgumentError(
                 "per_sample_loss",
-                expected=f"the losses of {len(records)} records alone, {_shown(expected)}, in one "
-                "batch too",
+                expected=f"the losses of {len(records)} records among copies of themselves, "
+                f"{_shown(expected)}, in one batch too",
                 got=_shown(together),
                 remedy="records must not see each other: average over a record's own tokens, "
                 "weight by fixed class weights, mask padding, do not compare records",
             )
 
 
-def _together_and_alone(
-    losses: Callable[[list[Any]], torch.Tensor], records: list[Any]
+def _together_and_apart(
+    losses: Callable[[list[Any]], torch.Tensor], records: list[Any], states: RandomStates
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Losses of records in one batch and by themselves; None where they cannot be compared."""
-    tape, alone = Tape(), []
-    with RecordedTape(tape):
+    """Losses of records in one batch and of each among copies; None where all are not finite."""
+    noted, size = DrawsNoted(len(records)), len(records)
+    with noted:
         together = losses(records)
+    is_random = noted.any or states.host_has_moved()
     if together.dim() > 1:
         return None
-    try:
+    apart: list[torch.Tensor] = []
+    for count in (size,) if is_random else (size, max(1, size // 2)):
+        found = []
         for place, record in enumerate(records):
-            with ReplayedTape(tape, sample=place, size=len(records)):
-                alone.append(losses([record]).reshape(-1))
-    except CannotRepeatError:
+            states.restore()
+            own = losses([record] * count)
+            found.append(own[min(place, count - 1)] if own.dim() else own)
+        apart.append(torch.stack(found))
+    if is_random and together.dim() == 0:
         return None
-    apart = torch.cat(alone)
-    return together, apart if together.dim() else apart.mean()
+    expected = apart[0] if _agree(apart[0], apart[-1]) else apart[-1]
+    return together, expected if together.dim() else expected.mean()
 
 
 def _shown(losses: torch.Tensor) -> str:

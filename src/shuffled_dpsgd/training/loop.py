@@ -139,8 +139,9 @@ def train(
     if resume:
         _resume(private, settings, extras)
     loss = _in_precision(per_sample_loss, settings.precision, private.device)
+    shown = _augmented(loss, settings.augment)
+    private.use_loss(shown)
     if settings.physical_batch == "find":
-        shown = _augmented(loss, settings.augment)
         find_physical_batch_size(private, data, shown, collate=settings.collate)
     _refuse_untrained(private)
     with _signals() as received:
@@ -221,7 +222,12 @@ def _augmented(loss: PerSampleLoss, augment: Augment | None) -> PerSampleLoss:
     """The loss of augmented batches, for trials that are of no run."""
     if augment is None:
         return loss
-    return lambda model, batch: loss(model, augment(batch, torch.Generator().manual_seed(0)))
+
+    def shown(model: torch.nn.Module, batch: Any) -> torch.Tensor:
+        seed = int(torch.randint(2**31, (), device="cpu"))
+        return loss(model, augment(batch, torch.Generator().manual_seed(seed)))
+
+    return shown
 
 
 class _Observer:

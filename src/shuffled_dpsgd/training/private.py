@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shuffled_dpsgd.clipping import ClippingEngine
+from shuffled_dpsgd.clipping.checks.loss_independence import refuse_foreign_parameters
 from shuffled_dpsgd.core.card import NO_LEDGER, SEEDED_TWICE
 from shuffled_dpsgd.core.ledger import Ledger
 from shuffled_dpsgd.core.mechanism import Mechanism
@@ -49,6 +50,7 @@ from shuffled_dpsgd.training.guards import (
 from shuffled_dpsgd.training.layout import Layout
 from shuffled_dpsgd.training.meeting import Meeting
 from shuffled_dpsgd.training.metrics import LossMeter, StepMetrics, describe_step
+from shuffled_dpsgd.training.neighbours import NeighbourTests
 from shuffled_dpsgd.training.rows import Survey
 from shuffled_dpsgd.training.shared_ledger import SharedLedger
 from shuffled_dpsgd.training.shuffling import PermutedFrame, Shuffling
@@ -150,7 +152,9 @@ class PrivateTraining:
             may_release=self._may_release,
             begin_step=self._watch.begin,
             update=self._update,
+            try_out=lambda drawn, batch: self._neighbours.check(drawn, batch),
         )
+        self._neighbours = NeighbourTests(self, rate=check_rate)
         self.shuffling = Shuffling(
             model=model,
             optimizer=optimizer,
@@ -244,7 +248,7 @@ class PrivateTraining:
         With `background`, a thread loads ahead; that and `pin_memory` are on for a GPU by default.
         """
         check_usable(self._closed_because)
-        return self._drawn.open(
+        stream = self._drawn.open(
             data,
             num_steps=num_steps,
             collate=collate,
@@ -253,6 +257,8 @@ class PrivateTraining:
             pad_batches=pad_batches,
             background=background,
         )
+        self._neighbours.use_loader(data, collate)
+        return stream
 
     def epochs(self) -> Iterator[int]:
         """Number the epochs of the plan; inside, `batches` stops where the epoch ends.
@@ -298,6 +304,8 @@ class PrivateTraining:
             self._referee.follow(args, kwargs, find)
         if not reduced:
             self._referee.note_losses()
+        elif self.ledger.spent == 0 and not self.is_sharded:
+            refuse_foreign_parameters(losses, self._trainable)
         if current is not None and (self._drawn.pads or current.size < current.rows):
             if current.size > 0:
                 self._losses.add(losses[: current.size], count=current.size, mean=False)
@@ -338,6 +346,10 @@ class PrivateTraining:
                 return False
         self._update()
         return True
+
+    def use_loss(self, loss: Callable[[Any, Any], torch.Tensor]) -> None:
+        """Try out `loss(model, batch)` on batches of the run: it must treat every record alone."""
+        self._neighbours.use_loss(loss)
 
     def discard(self) -> None:
         """Drop what was accumulated since the last update; nothing of it has been released."""
@@ -432,6 +444,7 @@ class PrivateTraining:
             samples_checked=self.engine.num_checked_by_coin,
             checks=self.referee.checks,
             why_not=self._why_not_certified(),
+            not_checked=self._neighbours.not_checked,
         )
         unit = describe_unit(self.plan, self.unit, self.rows)
         return self.history.added_to(card).about(unit=unit)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,14 +21,13 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 from shuffled_dpsgd.clipping import ClippingEngine
-from shuffled_dpsgd.clipping.capture.random_tape import RecordedTape
-from shuffled_dpsgd.clipping.checks import sample_comparison, standing
-from shuffled_dpsgd.clipping.checks.sample_comparison import SampleComparison
+from shuffled_dpsgd.clipping.checks import exchange, standing
+from shuffled_dpsgd.clipping.checks.exchange import Disagreement, ExchangeTest
 from shuffled_dpsgd.clipping.checks.standing import StandingCheck
 from shuffled_dpsgd.clipping.checks.watch import Watch
 from shuffled_dpsgd.errors import InvalidArgumentError, UnsupportedModuleError
 
-DISAGREES = "the gradient it has alone|samples that keep their row|look|depend on that sample"
+DISAGREES = "whatever the others are|depend on that sample"
 WIDTH, CLASSES = 6, 3
 
 
@@ -136,14 +135,15 @@ def test_what_is_booked_is_each_samples_own_gradient_at_once_or_in_turn(
 ) -> None:
     """Samples whose gradients are large are booked one after the other."""
     booked: list[list[dict[str, Tensor]]] = []
-    settle = StandingCheck._settle
+    compare = StandingCheck._compare
 
-    def keep(check: StandingCheck, watch: Watch) -> None:
-        booked.append(watch.booked)
+    def keep(check: StandingCheck, watch: Watch) -> Any:
+        if not watch.on_trial:
+            booked.append(watch.booked)
         assert len(watch.rounding) == len(watch.samples) == 2
-        settle(check, watch)
+        return compare(check, watch)
 
-    monkeypatch.setattr(StandingCheck, "_settle", keep)
+    monkeypatch.setattr(StandingCheck, "_compare", keep)
     for most in (1 << 23, 0):
         monkeypatch.setattr(standing, "_MOST_AT_ONCE", most)
         torch.manual_seed(0)
@@ -259,26 +259,41 @@ def test_rare_mix_up_is_stopped_when_it_happens() -> None:
         train(Net(rarely), batches=40, check_rate=1.0)
 
 
-def test_a_forward_that_cannot_be_repeated_is_not_booked_but_the_batch_is_checked(
+def test_an_engine_that_draws_in_another_order_is_compared_without_dropout(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Attention may draw its dropout inside a kernel; the batch is then run without dropout."""
-    draw, settle, settled = RecordedTape.draw, StandingCheck._settle, []
+    """A module may be run on one sample after the other; the batch is then run on trial."""
+    again, trials = StandingCheck._second_opinion, []
 
-    def hidden(tape: RecordedTape, *call: Any) -> Any:
-        tape.tape.unrepeatable = "a fused kernel"
-        return draw(tape, *call)
+    class OneByOne(nn.Module):
+        """Its own parameter beside a layer's: samples are run with copies of it."""
 
-    def noted(check: StandingCheck, watch: Watch) -> None:
-        settled.append(watch)
-        settle(check, watch)
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(WIDTH))
+            self.drop = nn.Dropout(0.5)
 
-    monkeypatch.setattr(RecordedTape, "draw", hidden)
-    monkeypatch.setattr(StandingCheck, "_settle", noted)
+        def forward(self, x: Tensor) -> Tensor:
+            return self.drop(x * self.scale)
+
+    def noted(check: StandingCheck, watch: Watch) -> Any:
+        trials.append(watch)
+        return again(check, watch)
+
+    monkeypatch.setattr(StandingCheck, "_second_opinion", noted)
+    net = nn.Sequential(OneByOne(), nn.Linear(WIDTH, CLASSES))
+    assert train(net, batches=2, strategy="instantiate").num_checked > 0
+    monkeypatch.setattr(ExchangeTest, "_drew_other_numbers", lambda *_: True)
+    judged = ExchangeTest._judge
+
+    def wrong_at_first(test: ExchangeTest, watch: Watch, *rest: Any) -> Any:
+        bent = rest[-1] > 0.0 and not watch.on_trial
+        return Disagreement(path="", got="") if bent else judged(test, watch, *rest)
+
+    monkeypatch.setattr(ExchangeTest, "_judge", wrong_at_first)
+    trials.clear()
     assert train(Net(plain, dropout=0.5), batches=1).num_checked == 2
-    assert [(watch.booked, watch.norms) for watch in settled] == [([{}, {}], None)]
-    with pytest.raises(UnsupportedModuleError, match=DISAGREES):
-        train(Net(running_mean, dropout=0.5))
+    assert len(trials) == 1
 
 
 def test_a_disagreement_that_was_seen_is_not_explained_away(monkeypatch: Any) -> None:
@@ -289,14 +304,14 @@ def test_a_disagreement_that_was_seen_is_not_explained_away(monkeypatch: Any) ->
 
 
 def test_a_gradient_that_is_not_a_number_alone_is_a_disagreement(monkeypatch: Any) -> None:
-    alone = SampleComparison._alone
+    run = ExchangeTest._run
 
-    def no_number(*args: Any, **options: Any) -> tuple[dict[str, Tensor], float]:
-        sketches, norm = alone(*args, **options)
-        return {name: part * torch.nan for name, part in sketches.items()}, norm
+    def no_number(*args: Any, **options: Any) -> Any:
+        found = run(*args, **options)
+        return replace(found, grads={name: g * torch.nan for name, g in found.grads.items()})
 
-    monkeypatch.setattr(SampleComparison, "_alone", no_number)
-    with pytest.raises(UnsupportedModuleError, match="the gradient it has alone"):
+    monkeypatch.setattr(ExchangeTest, "_run", no_number)
+    with pytest.raises(UnsupportedModuleError, match="whatever the others are"):
         train(Net(plain), batches=1)
 
 
@@ -611,20 +626,20 @@ def test_small_mixing_is_found_in_half_precision() -> None:
         run()
 
 
-@pytest.mark.parametrize("least", [sample_comparison._LEAST_TOLERANCE, -1.0])
+@pytest.mark.parametrize("least", [exchange._LEAST_TOLERANCE, -1.0])
 def test_what_rounding_does_is_measured_where_the_least_tolerance_is_not_enough(
     least: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A run in full precision, which only ever allows more."""
-    monkeypatch.setattr(sample_comparison, "_LEAST_TOLERANCE", least)
+    monkeypatch.setattr(exchange, "_LEAST_TOLERANCE", least)
     measured: list[float] = []
-    measure = SampleComparison._measured_tolerance
+    measure = ExchangeTest._measured_tolerance
 
     def watched(*args: Any) -> float:
         measured.append(measure(*args))
         return measured[-1]
 
-    monkeypatch.setattr(SampleComparison, "_measured_tolerance", watched)
+    monkeypatch.setattr(ExchangeTest, "_measured_tolerance", watched)
     torch.manual_seed(0)
     model = Net(plain)
     engine = ClippingEngine(model)
@@ -633,7 +648,7 @@ def test_what_rounding_does_is_measured_where_the_least_tolerance_is_not_enough(
     engine.clipped_sum()
     assert engine.num_checked > 0
     assert bool(measured) is (least < 0.0)
-    assert all(0.0 <= tolerance <= sample_comparison._HALF_TOLERANCE for tolerance in measured)
+    assert all(0.0 <= tolerance <= exchange._HALF_TOLERANCE for tolerance in measured)
 
 
 def test_checks_at_random_keep_to_their_share_of_the_time(monkeypatch: Any) -> None:

@@ -7,7 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+# The label that loss functions ignore.
+NO_LABEL = -100
 
 
 class BatchedInputs:
@@ -65,6 +68,24 @@ def are_ragged(args: Any, kwargs: Mapping[str, Any], size: int) -> tuple[bool, .
     return tuple(found)
 
 
+def are_uneven(args: tuple[Any, ...], kwargs: Mapping[str, Any], size: int) -> bool:
+    """Whether samples have different numbers of labels, which a mean over tokens would weigh.
+
+    By convention -100 is no label. A language model leaves out the first one of every sample.
+
+    >>> are_uneven((torch.tensor([[1, 2, 3], [4, 5, -100]]),), {}, 2)
+    True
+    """
+    for leaf in tree_leaves((args, dict(kwargs))):
+        is_whole = isinstance(leaf, Tensor) and not leaf.is_floating_point()
+        if is_whole and leaf.dim() > 1 and leaf.shape[0] == size:
+            for some in (leaf, leaf[:, 1:]):
+                labels_B = (some != NO_LABEL).flatten(1).sum(1)
+                if bool((labels_B != labels_B[:1]).any()):
+                    return True
+    return False
+
+
 def _run_lengths(ids_BT: Tensor) -> Tensor:
     """How many entries at the beginning of each row are the same."""
     return (ids_BT == ids_BT[:, :1]).cumprod(1).sum(1)
@@ -105,7 +126,9 @@ class BatchKinds:
         """The kind of a call with a batch of `size`."""
         self.inputs.note(args, kwargs, size)
         modes = tuple([module.training for module in self._modules])
-        return kind_of_call(args, kwargs, size), modes, torch.is_autocast_enabled(device)
+        # A mean over tokens cannot be told from one over samples until samples differ in labels.
+        uneven = are_uneven(args, kwargs, size)
+        return kind_of_call(args, kwargs, size), uneven, modes, torch.is_autocast_enabled(device)
 
 
 def _length_class(length: int, size: int) -> str:

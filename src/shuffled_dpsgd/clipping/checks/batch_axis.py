@@ -27,8 +27,7 @@ from torch import nn
 from shuffled_dpsgd.clipping.capture.batch_size import shapes_beside_batch
 from shuffled_dpsgd.clipping.capture.samples import are_ragged
 from shuffled_dpsgd.clipping.capture.slot import ONE_FOR_ALL, Slot
-from shuffled_dpsgd.clipping.checks.broadcast_inputs import check_shared
-from shuffled_dpsgd.clipping.checks.changed_batches import first_few, first_two, one_more
+from shuffled_dpsgd.clipping.checks.changed_batches import first_few, one_more
 from shuffled_dpsgd.clipping.checks.input_growth import (
     Calls,
     Given,
@@ -37,27 +36,17 @@ from shuffled_dpsgd.clipping.checks.input_growth import (
     fits,
     judge_growth,
 )
-from shuffled_dpsgd.clipping.checks.row_check import RowCheck
 from shuffled_dpsgd.clipping.rules.trial_runs import buffers_kept, in_eval_mode
 from shuffled_dpsgd.errors import UnsupportedModuleError
 
-# A batch with a NaN shows little. After this many of them, the next one is taken as it is.
-_MAX_HIDDEN = 8
-
 
 class BatchAxisCheck:
-    """Checks the batch axis on the first batch, and the samples' rows on the first of several.
-
-    `rows` does the latter.
-    """
+    """Checks the batch axis on the first batch, and on every kind not seen before."""
 
     def __init__(self, model: nn.Module, slots: Sequence[Slot]) -> None:
-        self.rows = RowCheck(model, slots)
         self._seen = 0
         # The kinds that were checked, with the rows a sample then has in calls of folded slots.
         self._known: dict[Hashable, dict[int, tuple[int, ...]]] = {}
-        # Kinds whose batch had a NaN in it, and so is not taken for all of its kind.
-        self._hiding: set[Hashable] = set()
         self._latest: Calls = {}
         # What was found out, call by call, and how many axes the input had.
         self._found: dict[int, list[tuple[Growth, int]]] = {}
@@ -83,19 +72,21 @@ class BatchAxisCheck:
         It is `late` if the batch itself has been run before.
 
         Raises:
-            UnsupportedModuleError: a layer's input does not grow with the batch, samples change
-                places or see each other, or the model cannot be run with one sample more.
+            UnsupportedModuleError: a layer's input does not grow with the batch, or the model
+                cannot be run with one sample more.
         """
-        hidden = self.rows.num_hidden
         is_first = min(size, 2) > self._seen
         if is_first or self._folds() or not self._is_as_before(args, kwargs, size):
             self._check(args, kwargs, size, late)
-            if hidden < self.rows.num_hidden <= _MAX_HIDDEN:
-                self._hiding.add(self._key(args, kwargs, size, kind))
-                self._remember(args, kwargs, size, kind)
-                return
             self._seen = max(self._seen, min(size, 2))
         self._remember(args, kwargs, size, kind)
+
+    @property
+    def shared(self) -> list[Slot]:
+        """Slots that compute something once for all samples."""
+        kinds = {Growth.ONE, Growth.NONE}
+        found = self._found
+        return [s for s in self._slots if {g for g, _ in found.get(s.index, [])} & kinds]
 
     def _folds(self) -> bool:
         return any(slot.folded for slot in self._slots)
@@ -124,9 +115,6 @@ class BatchAxisCheck:
             key = self._key(args, kwargs, size, kind)
             for slot in self._slots:
                 slot.layout.rows = self._known[key].get(slot.index)
-            if key in self._hiding:
-                del self._known[key]
-                self._hiding.discard(key)
 
     def _is_as_before(self, args: Any, kwargs: Mapping[str, Any], size: int) -> bool:
         """Whether every layer sees the lengths it should, by what was found before."""
@@ -191,9 +179,6 @@ class BatchAxisCheck:
                     # A mixture of experts may call a layer later that it has not called now.
                     unseen = slot.may_fold and slot.index not in before
                     slot.layout.folded = slot.folded or unseen
-            self._check_shared(found, more_args, more_kwargs, size + 1)
-        if size > 1:
-            self.rows.check(args, kwargs, size)
         self._found = found
 
     def _refuse_other_batch(self, after: Calls, size: int) -> None:
@@ -216,21 +201,6 @@ class BatchAxisCheck:
                     expected="an input that tells how many rows belong to a sample",
                     got="none, in a model that folds its batch into another axis",
                     remedy="freeze this module with requires_grad_(False)",
-                )
-
-    def _check_shared(
-        self,
-        found: Mapping[int, Sequence[tuple[Growth, int]]],
-        args: Any,
-        kwargs: Mapping[str, Any],
-        size: int,
-    ) -> None:
-        """What layers compute once for all samples must only be broadcast over them."""
-        two_args, two_kwargs = first_two(args, size), first_two(dict(kwargs), size)
-        for slot in self._slots:
-            if {growth for growth, _ in found[slot.index]} & {Growth.ONE, Growth.NONE}:
-                check_shared(
-                    slot, self._slots, lambda: self._model.forward(*two_args, **two_kwargs)
                 )
 
 

@@ -1,4 +1,4 @@
-"""The inputs of a batch with samples added, left out, replaced or in another order.
+"""The inputs of a batch with samples added or left out.
 
 Each takes the inputs and the batch's size, and changes every tensor that has the batch.
 """
@@ -20,18 +20,6 @@ def one_more(inputs: Any, size: int) -> Any:
     return chosen(inputs, size, [*range(size), 0])
 
 
-def first_two(inputs: Any, size: int) -> Any:
-    return chosen(inputs, size, [0, 1])
-
-
-def first_half(inputs: Any, size: int) -> Any:
-    return chosen(inputs, size, [*range(size // 2)])
-
-
-def second_half(inputs: Any, size: int) -> Any:
-    return chosen(inputs, size, [*range(size // 2, size)])
-
-
 def chosen(inputs: Any, size: int, samples: list[int]) -> Any:
     """Inputs with these samples in every tensor that has the batch."""
 
@@ -40,15 +28,6 @@ def chosen(inputs: Any, size: int, samples: list[int]) -> Any:
         return leaf[samples] if has_batch else leaf
 
     return tree_map(choose, inputs)
-
-
-def as_it_is(inputs: Any, size: int) -> Any:
-    return inputs
-
-
-def back_to_front(inputs: Any, size: int) -> Any:
-    """Inputs with the samples in reverse order."""
-    return chosen(inputs, size, [*reversed(range(size))])
 
 
 def first_few(

@@ -18,12 +18,13 @@ class CheckTurns:
     """Decides which batches are checked, and which of their samples.
 
     `kind` is the kind of the batch that `is_due` was asked for last. `by_coin` says whether that
-    batch is the first of all or was chosen at random.
+    batch is the first of all or was chosen at random. While it is `dense`, every batch is checked.
     """
 
     def __init__(self, rate: float) -> None:
         self.kind: Hashable = None
         self.by_coin = False
+        self.dense = False
         self._rate = rate
         # How often each kind of batch has been checked, and how often it must be at first.
         self._checked: Counter[Hashable] = Counter()
@@ -37,7 +38,7 @@ class CheckTurns:
         self.kind = kind
         by_chance = self._draws.random() < self._rate and self._is_affordable()
         self.by_coin = by_chance or not self._checked
-        return size > 0 and (by_chance or self.is_new(kind))
+        return size > 0 and (by_chance or self.dense or self.is_new(kind))
 
     def is_new(self, kind: Hashable) -> bool:
         """Whether a kind of batch has not been checked as often as it must be at first."""

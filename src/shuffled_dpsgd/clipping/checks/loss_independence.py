@@ -2,26 +2,23 @@
 
 The loss is computed outside the model, where no layer sees it. A contrastive loss or one centred
 by the batch mixes the samples there: the gradients that come back into the model belong to several
-samples at once, and clipping them row by row bounds nobody's contribution. So does a number that
-the model itself computes from all samples, such as a mixture's loss for balancing its experts, or a
-mean over the tokens of samples of different lengths.
+samples at once, and clipping them row by row bounds nobody's contribution.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping, Sequence
+import gc
+from collections.abc import Iterator, Mapping, Sequence
+from inspect import isfunction
+from types import CellType
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.utils._pytree import tree_leaves
+from torch import Tensor, nn
 
 from shuffled_dpsgd.clipping.capture.output_tensors import batch_axis_of, tensors_in
-from shuffled_dpsgd.clipping.checks.row_identity import numbers_in
 from shuffled_dpsgd.errors import UnsupportedModuleError
 
-# The label that loss functions ignore.
-NO_LABEL = -100
 # Samples whose gradients are looked at together.
 _ROWS = 32
 
@@ -33,8 +30,9 @@ class LossCheck:
     tried for single samples only.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, parameters: Mapping[str, nn.Parameter] | None = None) -> None:
         self.done = False
+        self._parameters = parameters
         self._outputs: list[Tensor] = []
 
     def note(self, output: Any, size: int) -> None:
@@ -57,7 +55,9 @@ class LossCheck:
             return
         trials = _apart(samples, losses) if self.done else _separating(len(losses), losses.device)
         self.done = True
-        outputs = _first_reached(losses, outputs)
+        outputs, leaves = _first_reached(losses, outputs)
+        if self._parameters is not None and outputs:
+            refuse_foreign(leaves, self._parameters)
         axes = [batch_axis_of(output, len(losses)) for output in outputs]
         if any(axis is None for axis in axes):
             raise _mixed("a number that the model computed from all samples")
@@ -75,64 +75,6 @@ class LossCheck:
         # The host waits for all trials at once.
         if any(bool(found) for found in meet):
             raise _mixed("losses of some samples with gradients at others")
-
-
-def refuse_gradients(output: Any, mixed: Container[int]) -> None:
-    """Make a backward fail that begins at one of the `mixed` numbers among a model's outputs."""
-    for place, number in enumerate(numbers_in(output)):
-        if place in mixed and number.requires_grad:
-            number.register_hook(_refuse)
-
-
-def refuse_uneven_gradients(
-    output: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], size: int
-) -> None:
-    """Make a backward fail that begins at a single number, if samples' labels are uneven."""
-
-    def refuse(grad: Tensor) -> None:
-        if are_uneven(args, kwargs, size):
-            raise mean_of_uneven()
-
-    for number in numbers_in(output):
-        if number.requires_grad:
-            number.register_hook(refuse)
-
-
-def are_uneven(args: tuple[Any, ...], kwargs: Mapping[str, Any], size: int) -> bool:
-    """Whether samples have different numbers of labels, which a mean over tokens would weigh.
-
-    By convention -100 is no label. A language model leaves out the first one of every sample.
-
-    >>> are_uneven((torch.tensor([[1, 2, 3], [4, 5, -100]]),), {}, 2)
-    True
-    """
-    for leaf in tree_leaves((args, dict(kwargs))):
-        is_whole = isinstance(leaf, Tensor) and not leaf.is_floating_point()
-        if is_whole and leaf.dim() > 1 and leaf.shape[0] == size:
-            for some in (leaf, leaf[:, 1:]):
-                labels_B = (some != NO_LABEL).flatten(1).sum(1)
-                if bool((labels_B != labels_B[:1]).any()):
-                    return True
-    return False
-
-
-def mixed_number() -> UnsupportedModuleError:
-    """The error for a loss of the model's own that is no sum or mean over samples."""
-    return _mixed(
-        "a loss of the model's own that is neither the sum nor the mean of its samples' losses"
-    )
-
-
-def mean_of_uneven() -> UnsupportedModuleError:
-    """The error for a loss of the model's own that may weigh samples by their lengths."""
-    return _mixed(
-        "a loss of the model's own and samples with different numbers of labels; so far all had "
-        "the same, and a mean over tokens could not be told from one over samples"
-    )
-
-
-def _refuse(grad: Tensor) -> None:
-    raise mixed_number()
 
 
 def _separating(size: int, device: torch.device) -> Iterator[Tensor]:
@@ -163,8 +105,8 @@ def _mixed(got: str) -> UnsupportedModuleError:
     )
 
 
-def _first_reached(losses: Tensor, outputs: list[Tensor]) -> list[Tensor]:
-    """The outputs that the losses depend on directly, without those further back.
+def _first_reached(losses: Tensor, outputs: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """The outputs that the losses depend on directly, without those further back; and leaves.
 
     An encoder-decoder also returns its encoder's output. Going back that far would lead through
     the decoder, and compute checkpointed layers again.
@@ -172,16 +114,61 @@ def _first_reached(losses: Tensor, outputs: list[Tensor]) -> list[Tensor]:
     places = {(output.grad_fn, output.output_nr): output for output in outputs}
     waiting = [(losses.grad_fn, losses.output_nr)]
     seen = set(waiting)
-    found = []
+    found: list[Tensor] = []
+    leaves: list[Tensor] = []
     while waiting:
         place = waiting.pop()
         if place in places:
             found.append(places[place])
             continue
+        leaf = getattr(place[0], "variable", None)
+        if leaf is not None:
+            leaves.append(leaf)
         behind = () if place[0] is None else place[0].next_functions
         waiting += [step for step in behind if step not in seen]
         seen.update(behind)
-    return found
+    return found, leaves
+
+
+def refuse_foreign_parameters(loss: Tensor, parameters: Mapping[str, nn.Parameter]) -> None:
+    """Refuse a loss that trains parameters which are not the model's, wherever they stand."""
+    leaves = [leaf for leaf in _first_reached(loss, [])[1] if isinstance(leaf, nn.Parameter)]
+    refuse_foreign(leaves, parameters)
+
+
+def refuse_foreign(leaves: Sequence[Tensor], parameters: Mapping[str, nn.Parameter]) -> None:
+    """Refuse leaves that require gradients and are no parameters of the model.
+
+    Raises:
+        UnsupportedModuleError: naming the first of them.
+    """
+    known = {id(parameter) for parameter in parameters.values()}
+    for leaf in leaves:
+        if id(leaf) not in known:
+            raise UnsupportedModuleError(
+                _name_of(leaf),
+                expected="a loss whose only trainable parameters are the model's",
+                got=f"a tensor of shape {tuple(leaf.shape)} in the loss that requires gradients: "
+                "it would be trained on gradients that nobody clips",
+                remedy="make it a parameter of a module of the model, or call "
+                "requires_grad_(False) on it",
+            )
+
+
+def _name_of(leaf: Tensor) -> str:
+    """The name under which something holds the tensor."""
+    for holder in gc.get_referrers(leaf):
+        if isinstance(holder, dict):
+            for key, value in holder.items():
+                if value is leaf and isinstance(key, str) and key not in ("leaf", "self"):
+                    return key
+        elif isinstance(holder, CellType):
+            for closure in gc.get_referrers(holder):
+                for function in gc.get_referrers(closure):
+                    if isfunction(function) and function.__closure__ is closure:
+                        place = [cell is holder for cell in function.__closure__].index(True)
+                        return function.__code__.co_freevars[place]
+    return "a tensor of the loss"
 
 
 def _by_sample(grad: Tensor, axis: int | None, size: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Run a model once more without leaving a trace: one sample alone, or a batch on trial.
+"""Run a model once more without leaving a trace.
 
 Everything such a run may change is put back: gradients, buffers, attributes of modules, and every
 generator of random numbers.
@@ -41,32 +41,6 @@ class Autocast:
         return torch.autocast(self.device, dtype=self.dtype, enabled=self.enabled and not off)
 
 
-@dataclass(frozen=True, kw_only=True)
-class HostGenerators:
-    """States of the generators of Python and NumPy, which no operation of torch shows."""
-
-    python: Any
-    numpy: Any
-
-    @classmethod
-    def now(cls) -> HostGenerators:
-        """The states as they are."""
-        return cls(python=random.getstate(), numpy=np.random.get_state(legacy=False))  # noqa: NPY002
-
-    def restore(self) -> None:
-        """Put both back."""
-        random.setstate(self.python)
-        np.random.set_state(self.numpy)  # noqa: NPY002
-
-    def have_moved(self) -> bool:
-        """Whether either has been used since."""
-        now = HostGenerators.now()
-        keys = self.numpy["state"]["key"], now.numpy["state"]["key"]
-        places = self.numpy["state"]["pos"], now.numpy["state"]["pos"]
-        same = places[0] == places[1] and bool(np.array_equal(*keys))
-        return self.python != now.python or not same
-
-
 @contextmanager
 def without_a_trace(model: nn.Module) -> Iterator[None]:
     """Put back gradients, buffers, attributes of modules and generators afterwards."""
@@ -79,13 +53,14 @@ def without_a_trace(model: nn.Module) -> Iterator[None]:
         if isinstance(value, Tensor)
     ]
     grads = [(parameter, parameter.grad) for parameter in model.parameters()]
-    host = HostGenerators.now()
+    host = random.getstate(), np.random.get_state()  # noqa: NPY002
     devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
     with buffers_kept(model), torch.random.fork_rng(devices=list(devices)):
         try:
             yield
         finally:
-            host.restore()
+            random.setstate(host[0])
+            np.random.set_state(host[1])  # noqa: NPY002
             for parameter, grad in grads:
                 parameter.grad = grad
             with torch.no_grad():

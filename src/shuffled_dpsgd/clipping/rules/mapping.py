@@ -17,7 +17,6 @@ from torch.func import functional_call, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from shuffled_dpsgd.clipping.capture.random_tape import drawing_for
 from shuffled_dpsgd.clipping.capture.slot import Slot, unfolded
 from shuffled_dpsgd.clipping.rules.embedding import OwnLookups
 from shuffled_dpsgd.errors import UnsupportedModuleError
@@ -98,7 +97,7 @@ def one_by_one(
             filled[position] = leaves[position][sample * rows : (sample + 1) * rows]
         args, kwargs = tree_unflatten(filled, spec)
         own = {key: parts[sample] for key, parts in owns.items()}
-        with OwnLookups(), drawing_for(sample):
+        with OwnLookups():
             outputs, out_spec = slot.bare.flat_call_with(own, args, kwargs)
         found.append(outputs)
     joined = [

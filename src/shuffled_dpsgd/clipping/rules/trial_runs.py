@@ -9,7 +9,6 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from shuffled_dpsgd.clipping.capture.random_tape import paused
 from shuffled_dpsgd.runtime.attention import without_cudnn_attention
 
 
@@ -25,7 +24,6 @@ def in_eval_mode(module: nn.Module) -> Iterator[None]:
         with (
             torch.no_grad(),
             without_fast_attention(),
-            paused(),
             warnings.catch_warnings(action="ignore"),
         ):
             yield

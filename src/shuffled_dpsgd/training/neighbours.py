@@ -1,0 +1,90 @@
+"""The neighbour tests of a run: of what makes its batches, and of its loss.
+
+Every batch is tried until the first release, so that what mixes records is found before anything is
+out; then every new kind of batch, and others at random. The model itself is tried by the engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from torch.utils.data import default_collate
+
+from shuffled_dpsgd.runtime.notices import say_once
+from shuffled_dpsgd.training.data import MapStyle, PartLoader, PhysicalBatch
+from shuffled_dpsgd.training.loader_check import LoaderCheck
+from shuffled_dpsgd.training.loss_check import LossExchange, PerSampleLoss
+
+if TYPE_CHECKING:
+    from shuffled_dpsgd.training.private import PrivateTraining
+
+NO_LOSS = (
+    "not checked: that the loss of a record does not depend on its batch (make_private was given "
+    "no loss=)"
+)
+
+
+class NeighbourTests:
+    """Tries out the loader and the loss of `run` on the batches it draws."""
+
+    def __init__(self, run: PrivateTraining, *, rate: float) -> None:
+        self._run = run
+        self._rate = rate
+        self._loader: LoaderCheck | None = None
+        self._loss: LossExchange | None = None
+        self._made_of: tuple[Any, Any] | None = None
+
+    def use_loss(self, loss: PerSampleLoss) -> None:
+        """Test this loss from here on."""
+        self._loss = LossExchange(
+            self._run.model,
+            loss,
+            self._run.engine.lifted,
+            rate=self._rate,
+            with_gradients=not self._run.is_sharded,
+        )
+
+    def use_loader(self, data: MapStyle, collate: Callable[[list[Any]], Any] | None) -> None:
+        """Test what loads and collates from here on."""
+        if self._made_of is not None and self._made_of[0] is data and self._made_of[1] is collate:
+            return
+        self._made_of = data, collate
+        loader = PartLoader(data, collate or default_collate)
+        self._loader = LoaderCheck(loader, dataset_size=len(data), rate=self._rate)
+
+    @property
+    def not_checked(self) -> tuple[str, ...]:
+        """What the card lists among the assumptions because nobody has tried it."""
+        reasons = [] if self._loss is not None else [NO_LOSS]
+        if self._loader is not None and self._loader.why_not is not None:
+            reasons.append(
+                f"not checked: that a row of a batch is made of one record ({self._loader.why_not})"
+            )
+        return tuple(reasons)
+
+    def check(self, drawn: PhysicalBatch, batch: Any) -> None:
+        """Try out a batch that is about to be handed out, if its turn has come."""
+        run = self._run
+        dense = run.ledger.spent == 0
+        run.engine.check_densely(dense)
+        with run.clock.part("checks"):
+            if self._loader is not None and drawn.size:
+                self._loader.turns.dense = dense
+                self._loader.check(drawn.part)
+            self._check_loss(drawn, batch, dense)
+
+    def _check_loss(self, drawn: PhysicalBatch, batch: Any, dense: bool) -> None:
+        if self._loss is None:
+            say_once(
+                "the loss is not checked: pass loss=, a function of the model and a batch that "
+                "returns one loss per record, to make_private, and it is tried out on the first "
+                "batches; the card lists it as not checked"
+            )
+        elif not self._run.keeps_in_step:
+            self._loss.turns.dense = dense
+            self._loss.check(batch, drawn.rows, drawn.size)
+        elif dense:
+            # All ranks have as many batches, and those in which nothing counts lend weights.
+            with self._run.lent_weights():
+                self._loss.check(batch, drawn.rows, drawn.size)

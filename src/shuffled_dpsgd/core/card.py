@@ -210,7 +210,7 @@ class PrivacyCard:
         if self.samples_checked:
             lines.append(
                 f"{_counted(self.samples_checked, 'sample')} of the first batch and of batches "
-                "chosen at random run alone: none differed from what was clipped"
+                "chosen at random run among other records: none differed from what was clipped"
             )
         return lines
 

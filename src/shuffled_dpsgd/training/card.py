@@ -152,7 +152,7 @@ class PrivacyCard(CertifiedCard):
         return [
             *super().check_lines,
             f"{counted(self.samples_checked, 'sample')} of the first batch and of batches chosen "
-            "at random run alone: none differed from what was clipped",
+            "at random run among other records: none differed from what was clipped",
         ]
 
     @property

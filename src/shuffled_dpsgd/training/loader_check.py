@@ -35,7 +35,10 @@ from shuffled_dpsgd.training.record_check import check_records_alone
 # Where random numbers are drawn: at the first part, and at later ones. Of what happens in one
 # batch of ten, 48 trials miss 0.6 %.
 _FIRST_TRIALS, _MORE_TRIALS = 48, 8
-# Trials stop after so long, but not before the number above.
+# Where none are drawn, of later parts.
+_FEW_TRIALS = 2
+# Trials of the first part stop after so long, but not before the second number above. So do the
+# exchanges in the data set, for all parts together.
 _SECONDS = 20.0
 _HOST = torch.device("cpu")
 
@@ -62,6 +65,7 @@ class LoaderCheck:
         self._size = dataset_size
         self._draws = random.Random(1)
         self._is_first = True
+        self._seconds_of_records = 0.0
         self._loads_at_random = self._draws_numbers = self._has_shifted = False
         self._own = generators_in([loader.data, loader.collate], 4)
 
@@ -88,8 +92,10 @@ class LoaderCheck:
             self.turns.note_seconds(time.perf_counter() - started)
 
     def _check(self, part: Part) -> None:
-        seed = self._draws.getrandbits(32)
-        check_records_alone(self._loader, part.records, seed, self._draws)
+        seed, started = self._draws.getrandbits(32), time.perf_counter()
+        if self._seconds_of_records < _SECONDS:
+            check_records_alone(self._loader, part.records, seed, self._draws)
+            self._seconds_of_records += time.perf_counter() - started
         first, self._is_first = self._is_first, False
         if len(part.records) < 2 or not self._repeats(part, seed):
             return
@@ -101,7 +107,7 @@ class LoaderCheck:
             if outcome.is_random:
                 if done >= (_FIRST_TRIALS if first and not slow else _MORE_TRIALS):
                     break
-            elif done >= 2 * (len(part.records) - 1).bit_length():
+            elif done >= (2 * (len(part.records) - 1).bit_length() if first else _FEW_TRIALS):
                 break
         # Where every record draws as many numbers as any other, none are shifted.
         self._has_shifted = self._has_shifted or any(each.shifts for each in suspects)
@@ -112,7 +118,9 @@ class LoaderCheck:
 
     def _exchanges(self, rows: int) -> Iterator[set[int]]:
         """Which rows to exchange: first so that any two are told apart, then by chance."""
-        for bit in range((rows - 1).bit_length()):
+        bits = list(range((rows - 1).bit_length()))
+        self._draws.shuffle(bits)
+        for bit in bits:
             members = {row for row in range(rows) if (row >> bit) % 2}
             yield members
             yield set(range(rows)) - members

@@ -33,8 +33,8 @@ from shuffled_dpsgd.runtime.shards import Sharding
 # Relative to the length of the gradient; wider than what rounding does.
 _TOLERANCE = {torch.float64: 1e-7, torch.float32: 2e-3}
 _TF32_TOLERANCE = 2e-2
-# Where a forward is cast to half precision, the tolerance is measured, between these.
-_LEAST_TOLERANCE, _HALF_TOLERANCE = 0.02, 0.25
+# In half precision: between two runs of one shape, and of what the engine books.
+_HALF_TOLERANCES = 0.02, 0.25
 # Norms may be booked a little too large, never too small: kernels add what matrix units cut off.
 _NORM_HEAD_ROOM = 0.03
 # Gradients far below their batch's typical one are all rounding.
@@ -119,26 +119,24 @@ class ExchangeTest:
             booked = {name: part * watch.scale for name, part in booked.items()}
         rounding = _ULPS * abs(watch.scale) * sum(on_host(watch.rounding[place]))
         rounding = rounding if math.isfinite(rounding) else 0.0
-
-        def judge(one: Sketches, other: Sketches, slack: float) -> Disagreement | None:
-            return self._judge(watch, sample, order, reading, (one, other), slack)
-
+        strict, loose = self._tolerances(watch)
         if not self.is_random and watch.size > 1:
             # In another row as well: a model may sort its samples, or know them by their rows.
             row = (sample + 1) % watch.size
             moved = [sample if at == row else source for at, source in enumerate(order)]
             moved[sample] = row if row in (watch.finite or order) else order[row]
-            there = judge(elsewhere.grads, self._run(watch, sample, moved, reading, row).grads, 0.0)
+            again = self._run(watch, sample, moved, reading, row).grads
+            there = self._judge(watch, elsewhere.grads, again, 0.0, strict)
             if there is not None:
                 return Disagreement(path=there.path, got=f"{there.got} in another row")
-        found = judge(booked, elsewhere.grads, rounding)
-        if found is None and watch.norms is not None:
-            booked_norm = float(watch.norms[place])
-            found = self._judge_norms(watch, booked_norm, elsewhere.norm, rounding)
-        if found is None:
+        found = self._judge(watch, booked, elsewhere.grads, rounding, strict)
+        off = None
+        if watch.norms is not None:
+            off = self._judge_norms(watch, float(watch.norms[place]), elsewhere.norm, rounding)
+        if found is None and off is None:
             return None
         among = self._run(watch, sample, range(watch.size), reading)
-        meets = judge(among.grads, elsewhere.grads, 0.0)
+        meets = self._judge(watch, among.grads, elsewhere.grads, 0.0, strict)
         if meets is not None and order != list(range(watch.size)):
             return Disagreement(
                 path=meets.path,
@@ -149,7 +147,8 @@ class ExchangeTest:
             return Disagreement(path=meets.path, got=f"{meets.got} when the batch is run again")
         if self.is_random and self._drew_other_numbers(watch, sample, among, reading):
             raise CannotCompareError
-        return Disagreement(path=found.path, got=f"{found.got} by plain autograd")
+        found = self._judge(watch, booked, elsewhere.grads, rounding, loose) or off
+        return found and Disagreement(path=found.path, got=f"{found.got} by plain autograd")
 
     def _compare_numbers(self, watch: Watch, place: int) -> Disagreement | None:
         """A model that returns one number for the batch: what another record in a row changes.
@@ -167,14 +166,14 @@ class ExchangeTest:
             one, two = (self._run(watch, sample, each, 0).grads for each in (order, there))
             changes.append(_minus(one, two))
         among, elsewhere = changes
-        order = list(range(watch.size))
-        found = self._judge(watch, sample, order, 0, (among, elsewhere), 0.0)
+        strict, loose = self._tolerances(watch)
+        found = self._judge(watch, among, elsewhere, 0.0, strict)
         if found is not None:
             return Disagreement(path=found.path, got=f"{found.got} once others are exchanged")
         if self.is_random or len(watch.samples) < 2:
             return None
         booked = _minus(watch.booked[place], watch.booked[place - 1], watch.scale)
-        return self._judge(watch, sample, order, 0, (booked, among), 0.0)
+        return self._judge(watch, booked, among, 0.0, loose)
 
     # --- more looks, without gradients -----------------------------------------------------------
 
@@ -218,7 +217,7 @@ class ExchangeTest:
         return {i: found[i] for i in watch.cotangents if i < len(found)}
 
     def _same_rows(self, watch: Watch, sample: int, outputs: list[dict[int, Tensor]]) -> bool:
-        tolerance = self._tolerance(watch) or _LEAST_TOLERANCE
+        tolerance = self._tolerances(watch)[0]
         for place, first in outputs[0].items():
             if first.dim() == 0:
                 a, b, c, d = (each[place].double() for each in outputs)
@@ -267,8 +266,6 @@ class ExchangeTest:
         order: Sequence[int],
         reading: int,
         row: int | None = None,
-        *,
-        full: bool = False,
     ) -> _Run:
         """One sample's gradient in the batch with its records in this `order`.
 
@@ -278,7 +275,7 @@ class ExchangeTest:
         call = self._inputs.take(*watch.call, watch.size, order)
         watch.states.restore()
         noted = DrawsNoted(watch.size)
-        contexts: list[Any] = [watch.autocast.again(off=full), noted]
+        contexts: list[Any] = [watch.autocast.again(), noted]
         if watch.on_trial:
             contexts.append(dropout_silenced(self._model))
         rows: dict[int, Tensor] = {}
@@ -320,29 +317,14 @@ class ExchangeTest:
     # --- how close -------------------------------------------------------------------------------
 
     def _judge(
-        self,
-        watch: Watch,
-        sample: int,
-        order: Sequence[int],
-        reading: int,
-        gradients: tuple[Sketches, Sketches],
-        slack: float,
+        self, watch: Watch, one: Sketches, other: Sketches, slack: float, tolerance: float
     ) -> Disagreement | None:
         """How two gradients of the sample differ by more than rounding."""
-        one, other = gradients
         apart = distances(one, other)
         whole = max(length(one), length(other), _NEGLIGIBLE * watch.typical_norm)
         distance = sum(part * part for part in apart.values()) ** 0.5
-        if distance == 0.0:
+        if distance <= tolerance * whole + slack:
             return None
-        tolerance = self._tolerance(watch)
-        if distance <= (tolerance or _LEAST_TOLERANCE) * whole + slack:
-            return None
-        if tolerance is None:
-            # Only now: it takes more runs, and allows no less.
-            tolerance = self._measured_tolerance(watch, sample, order, reading)
-            if distance <= tolerance * whole + slack:
-                return None
         worst = max(apart, key=lambda name: apart[name])
         return Disagreement(
             path=self._path_of(worst),
@@ -352,7 +334,7 @@ class ExchangeTest:
     def _judge_norms(
         self, watch: Watch, booked: float, norm: float, rounding: float
     ) -> Disagreement | None:
-        tolerance = self._tolerance(watch) or _HALF_TOLERANCE
+        tolerance = self._tolerances(watch)[1]
         low, high = (1 - tolerance) * norm, (1 + tolerance + _NORM_HEAD_ROOM) * norm
         slack = _NEGLIGIBLE * watch.typical_norm + rounding
         # Squares that cancel are rounded upwards, and their root shows it.
@@ -361,32 +343,17 @@ class ExchangeTest:
             return None
         return Disagreement(path="", got=f"a norm of {booked:.6g} in the batch and {norm:.6g}")
 
-    def _tolerance(self, watch: Watch) -> float | None:
-        """What rounding explains, by the type; None where the forward is cast to half precision."""
+    def _tolerances(self, watch: Watch) -> tuple[float, float]:
+        """What rounding explains between two runs of one shape, and of what the engine books."""
         dtypes = {parameter.dtype for parameter in self._parameters.values()}
         if self._sharding is not None:
             dtypes |= self._sharding.computed_in
-        if dtypes & {torch.float16, torch.bfloat16}:
-            return _HALF_TOLERANCE
-        if watch.autocast.enabled:
-            return None
+        if watch.autocast.enabled or dtypes & {torch.float16, torch.bfloat16}:
+            return _HALF_TOLERANCES
         if torch.float32 in dtypes:
             lower = watch.autocast.device == "cuda" and torch.backends.cuda.matmul.allow_tf32
-            return _TF32_TOLERANCE if lower else _TOLERANCE[torch.float32]
-        return _TOLERANCE[torch.float64]
-
-    def _measured_tolerance(
-        self, watch: Watch, sample: int, order: Sequence[int], reading: int
-    ) -> float:
-        """Four times what half precision does to the sample, within bounds."""
-        try:
-            precise = self._run(watch, sample, order, reading, full=True).grads
-            rounded = self._run(watch, sample, order, reading).grads
-        except (RuntimeError, TypeError, ValueError):
-            return _HALF_TOLERANCE
-        apart = distances(precise, rounded).values()
-        rounding = sum(x * x for x in apart) ** 0.5 / max(length(rounded), 1e-30)
-        return min(_HALF_TOLERANCE, max(_LEAST_TOLERANCE, 4 * rounding))
+            return (_TF32_TOLERANCE,) * 2 if lower else (_TOLERANCE[torch.float32],) * 2
+        return (_TOLERANCE[torch.float64],) * 2
 
     def _path_of(self, name: str) -> str:
         paths = [slot.path for slot in self._slots if name in slot.names.values()]

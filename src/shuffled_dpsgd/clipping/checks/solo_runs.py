@@ -36,9 +36,9 @@ class Autocast:
         dtype = torch.get_autocast_dtype(device)
         return cls(device=device, enabled=torch.is_autocast_enabled(device), dtype=dtype)
 
-    def again(self, *, off: bool = False) -> torch.autocast:
-        """The same setting, or none."""
-        return torch.autocast(self.device, dtype=self.dtype, enabled=self.enabled and not off)
+    def again(self) -> torch.autocast:
+        """The same setting."""
+        return torch.autocast(self.device, dtype=self.dtype, enabled=self.enabled)
 
 
 @contextmanager

@@ -153,3 +153,8 @@ def test_options_are_frozen_and_read_back() -> None:
 def test_bad_options_are_refused_when_they_are_made(changes: dict[str, Any], named: str) -> None:
     with pytest.raises(InvalidArgumentError, match=named):
         PrivacyOptions(**(VALID | changes))
+
+
+def test_an_epsilon_that_only_noise_meets_is_refused() -> None:
+    with pytest.raises(InvalidArgumentError, match="at least 1e-06"):
+        PrivacyOptions(**(VALID | {"epsilon": 1e-9}))

@@ -6,8 +6,8 @@ import math
 
 import pytest
 
-from shuffled_dpsgd.tasks.preview import large_delta
 from shuffled_dpsgd.training import PrivacyOptions, make_plan
+from shuffled_dpsgd.training.planning import large_delta
 
 
 @pytest.mark.parametrize(("delta", "warned"), [(1e-3, True), (0.1, True), (9e-4, False)])

@@ -11,6 +11,7 @@ import torch
 
 from shuffled_dpsgd.errors import InvalidArgumentError
 from shuffled_dpsgd.training import (
+    Batch,
     PrivateTraining,
     load_checkpoint,
     make_private,
@@ -91,6 +92,19 @@ def test_weights_of_a_run_without_noise_are_not_certified_later() -> None:
     run(private, case)
     assert private.card().certified is None
     assert "an earlier run on these weights had no claim" in str(private.card())
+
+
+def test_weights_of_unaccounted_batches_are_not_certified_later() -> None:
+    model, data = make_mlp(), vectors()
+    unaccounted = start(model, sampling="unaccounted")
+    with unaccounted:
+        batch = Batch(tensor[:4] for tensor in data.tensors)
+        unaccounted.backward(classify(model, batch))
+        unaccounted.step()
+    unaccounted.close()
+    private = start(model)
+    run(private, mlp_case())
+    assert private.card().certified is None
 
 
 def test_the_same_seed_twice_on_one_model_is_refused() -> None:

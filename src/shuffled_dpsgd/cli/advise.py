@@ -121,7 +121,7 @@ def print_advice(advice: Advice, *, as_json: bool) -> None:
     from rich.console import Console
     from rich.text import Text
 
-    from shuffled_dpsgd.tasks.preview import large_delta
+    from shuffled_dpsgd.training.planning import large_delta
 
     console, now = Console(), advice.now
     if advice.preview is not None:

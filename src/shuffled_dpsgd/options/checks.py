@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from shuffled_dpsgd.options.statement import Budget, PrivacyOptions, Schedule
 
 
+_LEAST_EPSILON = 1e-6
 _NUMBERS = ("epsilon", "noise_multiplier", "unshuffled_noise_multiplier", "batch_clip_norm")
 
 
@@ -45,6 +46,14 @@ def check_budget(budget: Budget) -> None:
         )
     if budget.epsilon is not None and not 0.0 < budget.epsilon < math.inf:
         raise InvalidArgumentError("epsilon", expected="a positive number", got=budget.epsilon)
+    if budget.epsilon is not None and budget.epsilon < _LEAST_EPSILON:
+        raise InvalidArgumentError(
+            "epsilon",
+            expected=f"at least {_LEAST_EPSILON:g}",
+            got=budget.epsilon,
+            remedy="under so much noise nothing is learned, and no accountant is exact; leave the "
+            "records out instead",
+        )
     for name in ("noise_multiplier", "unshuffled_noise_multiplier"):
         value = getattr(budget, name)
         if value is not None and not 0.0 <= value < math.inf:

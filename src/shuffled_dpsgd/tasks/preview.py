@@ -17,7 +17,7 @@ from shuffled_dpsgd.tasks.config import RunConfig
 from shuffled_dpsgd.tasks.models import choose_trained
 from shuffled_dpsgd.tasks.recipe import describe_choices
 from shuffled_dpsgd.training.paper_estimates import paper_estimate
-from shuffled_dpsgd.training.planning import make_plan
+from shuffled_dpsgd.training.planning import large_delta, make_plan
 
 _FLOAT_BYTES = 4
 # Weights, clipped sums, and AdamW's two moments; SGD has one at most.
@@ -71,16 +71,6 @@ class Preview:
             "chosen_by_method": self.chosen,
             "warning": large_delta(plan),
         }
-
-
-def large_delta(plan: PrivacyPlan) -> str | None:
-    """What is wrong with a δ of 1/N or more, to be said before anything is spent."""
-    if plan.uncertifiable or plan.delta * plan.dataset_size < 1.0:
-        return None
-    return (
-        f"δ = {plan.delta:.3g} is not below 1/{plan.dataset_size:,}: publishing one record drawn "
-        "at random meets such a δ. Choose one well below that."
-    )
 
 
 def preview_of(plan: PrivacyPlan, model: nn.Module, config: RunConfig) -> Preview:

@@ -40,7 +40,7 @@ from shuffled_dpsgd.training.adapters import check_adapters
 from shuffled_dpsgd.training.device_noise import DeviceNoise
 from shuffled_dpsgd.training.launch_check import join_ranks
 from shuffled_dpsgd.training.optimizers import check_optimizer, check_parameters, check_precision
-from shuffled_dpsgd.training.planning import make_plan
+from shuffled_dpsgd.training.planning import large_delta, make_plan
 from shuffled_dpsgd.training.private import PrivateTraining
 from shuffled_dpsgd.training.shared_ledger import SharedLedger
 from shuffled_dpsgd.training.succession import close_predecessors, remember_run
@@ -141,13 +141,9 @@ def make_private(
     options = dict(locals())
     del options["model"], options["optimizer"]
     private = assemble(model, optimizer, PrivacyOptions(**options))
-    if not private.plan.uncertifiable and delta * dataset_size >= 1.0:
-        warnings.warn(
-            f"δ = {delta:.3g} is not below 1/{dataset_size}: publishing one record drawn at random "
-            "meets such a δ; choose one well below that",
-            UserWarning,
-            stacklevel=2,
-        )
+    warning = large_delta(private.plan)
+    if warning is not None:
+        warnings.warn(warning, UserWarning, stacklevel=2)
     return private
 
 

@@ -101,3 +101,13 @@ def _freeze(
     kept = {name: value for name, value in options_in(options).items() if name in planned}
     kept["num_steps"] = options.steps()
     return PrivacyPlan(**kept, falls_back=falls_back, blocks=blocks)
+
+
+def large_delta(plan: PrivacyPlan) -> str | None:
+    """What is wrong with a δ of 1/N or more, to be said before anything is spent."""
+    if plan.uncertifiable or plan.delta * plan.dataset_size < 1.0:
+        return None
+    return (
+        f"δ = {plan.delta:.3g} is not below 1/{plan.dataset_size:,}: publishing one record drawn "
+        "at random meets such a δ. Choose one well below that."
+    )

@@ -102,8 +102,9 @@ class History:
     def added_to(self, card: PrivacyCard) -> PrivacyCard:
         """The card with what the weights carry of earlier runs, and what else the rows gave."""
         earlier = self._earlier()
-        same = [each for each in earlier if each.rows == self._own.rows]
-        other = [each for each in earlier if each.rows != self._own.rows]
+        # Whose rows are not known, because its batches were the user's own, counts as well.
+        same = [each for each in earlier if each.rows in ("", self._own.rows)]
+        other = [each for each in earlier if each not in same]
         notes = [
             f"{len(runs)} earlier run{'s' if len(runs) > 1 else ''} of this process {what}: "
             f"{_summed(runs)}"

@@ -11,17 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shuffled_dpsgd.accounting import (
-    SampledGaussian,
-    accountants,
     calibrate_certified,
     certified_bracket,
     certified_claim,
     certified_curve,
-    pld,
     smallest_noise,
 )
 from shuffled_dpsgd.accounting.comparisons import gaussian_epsilon
-from shuffled_dpsgd.accounting.pld import epsilon_at
 from shuffled_dpsgd.errors import InvalidArgumentError
 
 VIT = {"sampling_prob": 0.02, "num_steps": 500, "delta": 5e-6}
@@ -160,22 +156,6 @@ def test_a_curve_is_monotone_ends_exactly_and_says_what_it_priced() -> None:
     assert certified_curve(steps=[], **run) == []
 
 
-@pytest.mark.parametrize(
-    ("sigma", "prob", "steps"), [(0.5, 0.01, 10), (2.0, 0.1, 500), (0.3, 0.9, 3), (20.0, 0.3, 5)]
-)
-def test_our_quicker_construction_is_dp_accountings_own(
-    sigma: float, prob: float, steps: int
-) -> None:
-    mechanism = SampledGaussian(noise_multiplier=sigma, sampling_prob=prob, num_steps=steps)
-    theirs = privacy_loss_distribution.from_gaussian_mechanism(
-        sigma, sampling_prob=prob, value_discretization_interval=2**-8
-    )
-    for delta in (1e-3, 1e-6):
-        expected = theirs.self_compose(steps).get_epsilon_for_delta(delta)
-        ours = epsilon_at(mechanism, delta, 2**-8, pessimistic=True)
-        assert ours == pytest.approx(expected, rel=1e-7)
-
-
 def test_blocks_with_different_noise_are_certified_at_the_smallest() -> None:
     assert smallest_noise({"shuffled": 0.3, "rest": 11.7, "head": 2.0}) == 0.3
     with pytest.raises(InvalidArgumentError):
@@ -197,7 +177,7 @@ def test_no_noise_is_no_privacy() -> None:
         ({"num_steps": 0}, "num_steps"),
         ({"delta": 0.0}, "delta"),
         ({"delta": 1.0}, "delta"),
-        ({"delta": 1e-15}, "delta"),
+        ({"delta": 9e-31}, "delta"),
         ({"adjacency": "swap"}, "adjacency"),
     ],
 )
@@ -213,31 +193,3 @@ def test_a_target_that_no_noise_meets_is_refused(epsilon: float) -> None:
         calibrate_certified(epsilon=epsilon, delta=1e-12, sampling_prob=0.02, num_steps=500)
     assert refusal.value.argument == "epsilon"
     assert refusal.value.remedy
-
-
-def test_two_stages_of_composition_are_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps that leave a rest, in two stages, against dp_accounting in one."""
-    steps, spacing = 1003, 2.0**-9
-    mechanism = SampledGaussian(noise_multiplier=2.0, sampling_prob=0.02, num_steps=steps)
-    monkeypatch.setattr(pld, "MANY_STEPS", 100)
-    in_stages = epsilon_at(mechanism, 1e-5, spacing, pessimistic=True)
-    at_once = privacy_loss_distribution.from_gaussian_mechanism(
-        2.0, sampling_prob=0.02, value_discretization_interval=spacing
-    ).self_compose(steps)
-    assert in_stages == pytest.approx(at_once.get_epsilon_for_delta(1e-5), rel=1e-6)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("noise", "prob"), [(2.33, 2e-4), (50.0, 1e-3), (1.0, 1e-5)])
-def test_a_hundred_million_steps_are_priced(noise: float, prob: float) -> None:
-    run = {"noise_multiplier": noise, "sampling_prob": prob, "num_steps": 10**8, "delta": 5e-6}
-    bracket = certified_bracket(**run)  # type: ignore[arg-type]
-    limit, renyi = (
-        found.claim(
-            SampledGaussian(noise_multiplier=noise, sampling_prob=prob, num_steps=10**8), 5e-6
-        )
-        for found in accountants()
-        if found.name in ("rdp", "gdp")
-    )
-    assert 0.0 <= bracket.lower < bracket.upper < 5.0
-    assert min(limit.epsilon, renyi.epsilon) < bracket.upper <= max(limit.epsilon, renyi.epsilon)

@@ -110,12 +110,3 @@ def test_orders_up_to_63_fail_at_strong_privacy_and_ours_do_not() -> None:
     short = RdpAccountant([1 + step / 10 for step in range(1, 100)] + list(range(12, 64)))
     short.compose(PoissonSampledDpEvent(0.02, GaussianDpEvent(ours)), 500)
     assert short.get_epsilon(5e-6) > 0.13
-
-
-def test_a_loose_prv_error_target_wastes_noise_and_a_relative_one_does_not() -> None:
-    from shuffled_dpsgd.accounting import SampledGaussian
-    from shuffled_dpsgd.accounting.prv import prv_epsilon
-
-    mechanism = SampledGaussian(noise_multiplier=14.7, sampling_prob=0.02, num_steps=500)
-    assert prv_epsilon(mechanism, 5e-6) < 0.1
-    assert prv_epsilon(mechanism, 5e-6, relative_error=1.0) > 0.19

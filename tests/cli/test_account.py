@@ -27,7 +27,6 @@ def test_every_method_with_its_kind() -> None:
     assert kinds == {
         "certified": "proven",
         "rdp": "proven",
-        "prv": "proven",
         "gdp": "heuristic",
         "advanced_composition": "proven",
         "paper": "heuristic",

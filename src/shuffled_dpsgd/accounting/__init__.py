@@ -1,6 +1,6 @@
 """Accounting: what a run costs, by proven methods and by the paper's formula, never confused.
 
-Numpy and scipy only; `dp_accounting` is imported when a claim is first priced; torch never.
+Numpy and scipy only; `dp_accounting` is imported when Rényi DP is first asked for; torch never.
 """
 
 from __future__ import annotations
@@ -13,13 +13,8 @@ from shuffled_dpsgd.accounting.accountants import (
     compare,
     compare_calibrations,
 )
-from shuffled_dpsgd.accounting.certified import (
-    Bracket,
-    calibrate_certified,
-    certified_bracket,
-    certified_claim,
-    certified_curve,
-)
+from shuffled_dpsgd.accounting.bracket import Bracket, certified_bracket
+from shuffled_dpsgd.accounting.calibration import calibrate_certified
 from shuffled_dpsgd.accounting.exact import (
     DeltaEstimate,
     Examination,
@@ -29,6 +24,7 @@ from shuffled_dpsgd.accounting.exact import (
 from shuffled_dpsgd.accounting.given_pairs import vector_pair
 from shuffled_dpsgd.accounting.pairs import Pair, constant_pair, spike_pair
 from shuffled_dpsgd.accounting.paper import PaperCalibration, calibrate_paper, paper_claim
+from shuffled_dpsgd.core.certified import certified_claim, certified_curve
 from shuffled_dpsgd.core.claim import Adjacency, Calibration, Kind, PrivacyClaim
 from shuffled_dpsgd.core.events import SampledGaussian, smallest_noise
 

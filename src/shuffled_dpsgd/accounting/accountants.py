@@ -11,11 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from shuffled_dpsgd.accounting.certified import (
-    ASSUMPTIONS,
-    calibrate_certified,
-    certified_claim,
-)
+from shuffled_dpsgd.accounting.calibration import calibrate_certified, smallest_noise_multiplier
 from shuffled_dpsgd.accounting.comparisons import advanced_composition_epsilon, gdp_epsilon
 from shuffled_dpsgd.accounting.paper import (
     DeltaSplit,
@@ -23,9 +19,8 @@ from shuffled_dpsgd.accounting.paper import (
     calibrate_paper,
     paper_claim,
 )
-from shuffled_dpsgd.accounting.prv import prv_epsilon
 from shuffled_dpsgd.accounting.rdp import rdp_epsilon
-from shuffled_dpsgd.accounting.search import smallest_noise_multiplier
+from shuffled_dpsgd.core.certified import ASSUMPTIONS, certified_claim
 from shuffled_dpsgd.core.claim import Adjacency, Calibration, Kind, PrivacyClaim
 from shuffled_dpsgd.core.events import SampledGaussian, check_delta, check_epsilon
 from shuffled_dpsgd.errors import InvalidArgumentError
@@ -176,18 +171,11 @@ STANDARD: tuple[Accountant, ...] = (
         note="proven but loose: moments at a finite set of orders",
     ),
     FormulaAccountant(
-        name="prv",
-        kind="proven",
-        method="PRV",
-        formula=prv_epsilon,
-        note="upper end of the PRV interval, error target relative to epsilon",
-    ),
-    FormulaAccountant(
         name="gdp",
         kind="heuristic",
         method="Gaussian DP, central limit",
         formula=gdp_epsilon,
-        note="approximate: the central limit theorem under-states epsilon",
+        note="approximate: the central limit theorem bounds epsilon in neither direction",
     ),
     FormulaAccountant(
         name="advanced_composition",

@@ -1,7 +1,7 @@
 """Rényi differential privacy of the Poisson-sampled Gaussian, with orders that reach far enough.
 
-Proven, and looser than a privacy-loss distribution by about a tenth. Its moments also bound the
-tails of the privacy loss, which tells other accountants how wide a domain they need.
+Proven, and looser than the certified ε: by 1 % to 14-fold over the settings of `tests/core`, 8 % in
+the median. It loses most where few steps at a small sampling rate decide.
 
 Legend: σ noise_multiplier, q sampling_prob, T num_steps, α order, D_α Rényi divergence.
 """
@@ -38,16 +38,6 @@ def rdp_epsilon(mechanism: SampledGaussian, delta: float) -> float:
         orders, mechanism.num_steps * divergences, delta
     )
     return float(epsilon)
-
-
-def loss_tail(mechanism: SampledGaussian, probability: float) -> float:
-    """A t with Pr[privacy loss of the run >= t] <= `probability`, in either direction.
-
-    Markov's inequality on e^{(α−1)·loss}, whose mean is e^{(α−1)·T·D_α}, at the best order.
-    """
-    orders, divergences = _divergences(mechanism.noise_multiplier, mechanism.sampling_prob)
-    bounds = mechanism.num_steps * divergences + math.log(1.0 / probability) / (orders - 1.0)
-    return float(np.min(bounds))
 
 
 @lru_cache(maxsize=64)

@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from shuffled_dpsgd.accounting.search import LARGEST_SIGMA, SMALLEST_SIGMA, unreachable
+from shuffled_dpsgd.accounting.calibration import LARGEST_SIGMA, SMALLEST_SIGMA, unreachable
 from shuffled_dpsgd.errors import InvalidArgumentError
 
 Array: TypeAlias = npt.NDArray[np.float64]

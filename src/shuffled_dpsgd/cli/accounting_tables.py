@@ -87,7 +87,7 @@ def remark(name: str, row: Mapping[str, Any]) -> str:
         return "cannot be: noise never gives ε = 0"
     return {
         "certified": "rely on this",
-        "gdp": "under-states ε",
+        "gdp": "no bound of ε",
         "paper": "estimate",
     }.get(name, "")
 

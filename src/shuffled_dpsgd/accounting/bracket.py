@@ -1,0 +1,118 @@
+"""The exact ε from both sides: the certified one above, and a proven lower bound.
+
+Nobody is promised the lower end. It shows how little the certified ε can be improved, and audits
+need it: a lower bound on a mechanism's noise becomes a lower bound on ε.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from shuffled_dpsgd.core.certified import certified_claim
+from shuffled_dpsgd.core.claim import Adjacency, Kind
+from shuffled_dpsgd.core.events import SampledGaussian
+from shuffled_dpsgd.core.pld import (
+    ULPS,
+    UNIT,
+    Frame,
+    Lattice,
+    StepPair,
+    compose,
+    cut,
+    frame_for,
+    pairs_of,
+    spacing_for,
+)
+
+LOWER_ERROR = 1e-6
+NOISE_SHARE = 1e-3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bracket:
+    """A proven interval that contains the exact ε of the mechanism."""
+
+    lower: float
+    upper: float
+    kind: Kind = "proven"
+
+
+def certified_bracket(
+    *,
+    noise_multiplier: float,
+    sampling_prob: float,
+    num_steps: int,
+    delta: float,
+    adjacency: Adjacency = "add-remove",
+) -> Bracket:
+    """The exact ε lies between these two; the upper end is `certified_claim`'s."""
+    mechanism = SampledGaussian(
+        noise_multiplier=noise_multiplier,
+        sampling_prob=sampling_prob,
+        num_steps=num_steps,
+        adjacency=adjacency,
+    )
+    upper = certified_claim(**mechanism.to_json(), delta=delta).epsilon
+    if math.isinf(upper):
+        return Bracket(lower=math.inf, upper=math.inf)
+    pairs, steps = pairs_of(mechanism)
+    lower = max(lower_epsilon(pair, steps, delta) for pair in pairs)
+    return Bracket(lower=min(lower, upper), upper=upper)
+
+
+def lower_epsilon(pair: StepPair, steps: int, delta: float) -> float:
+    """An ε' with δ(ε') ≥ `delta`, or 0.
+
+    Mostly within 1e-3 of the largest. It is looser where very many steps at a tiny sampling rate
+    put most of a step's mass into a few cells: rounding down then costs up to a spacing a step.
+    """
+    frame = frame_for(pair, steps, delta=delta)
+    allowed = LOWER_ERROR * frame.tilt * max(frame.centre, 1e-7)
+    lattice = rounded_down(pair, frame, spacing_for(pair, frame, steps, allowed))
+    if not lattice.masses.any():
+        return 0.0
+    best = 0.0
+    for real in (np.float64, np.longdouble):
+        curve = compose(lattice, steps, frame, real)
+        reached = np.flatnonzero(curve.lower >= delta)
+        if reached.size:
+            best = max(best, float(curve.epsilons[reached[-1]]))
+            if curve.noise[reached[-1]] <= NOISE_SHARE * delta:
+                break
+    return best
+
+
+def rounded_down(pair: StepPair, frame: Frame, spacing: float) -> Lattice:
+    """A lattice law whose δ(ε) is at most the pair's, for every ε.
+
+    Whoever learns only in which cell the output lies knows less: the cell's loss is log(p_i/q_i).
+    It is moved down to a lattice with an offset. p_i is taken too small and q_i too large by more
+    than their error, and the tails are dropped: without a P-mass δ is smaller.
+    """
+    x, ends, _ = cut(pair, frame, spacing, side=1.0)
+    above, above_error = pair.upper.log_tail(x)
+    below, below_error = pair.lower.log_tail(x)
+    most, least = above + above_error, above - above_error
+    p = np.exp(least[:-1]) * -np.expm1(most[1:] - least[:-1]) * (1.0 - 4.0 * ULPS * UNIT)
+    kept = p > 0.0
+    p, most, least = p[kept], (below + below_error)[:-1][kept], (below - below_error)[1:][kept]
+    log_q = most + np.log(-np.expm1(least - most))
+    losses = np.log(p) - log_q
+    losses -= ULPS * UNIT * (4.0 + np.abs(losses) + 2.0 * np.abs(log_q))
+    # What rounding has pushed far below all losses may be dropped as well.
+    inside = losses >= ends[0] - spacing
+    p, losses = p[inside], losses[inside]
+    if p.size == 0:
+        return Lattice(spacing=spacing, first=0, masses=np.zeros(1))
+    # An offset c lowers the mean by Σ p·((l − c) mod h), which is least at one of the remainders.
+    remainder = np.mod(losses, spacing)
+    order = np.argsort(remainder)
+    smaller = np.cumsum(p[order]) - p[order]
+    offset = float(remainder[order][np.argmin(spacing * smaller - remainder[order] * p.sum())])
+    index = np.floor((losses - offset) / spacing).astype(np.int64)
+    masses = np.zeros(int(index.max() - index.min()) + 1)
+    np.add.at(masses, index - index.min(), p * (1.0 - ULPS * UNIT * p.size))
+    return Lattice(spacing=spacing, first=int(index.min()), masses=masses, offset=offset)

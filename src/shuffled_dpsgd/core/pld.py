@@ -1,0 +1,470 @@
+"""An upper bound of ε(δ) for T steps of a Poisson-sampled Gaussian, float error included.
+
+One step. Let the unit own k records, each drawn with probability q and clipped to norm C, and
+measure outputs in units of C. Given everybody else's draws, the outputs with and without the unit
+are mixtures of Gaussians of the same covariance σ²I. Their worst case is one-dimensional:
+
+    remove   P = Σ_j Bin(j; k, q) N(j, σ²)   against   Q = N(0, σ²)
+    add      P = N(0, σ²)                    against   Q = Σ_j Bin(j; k, q) N(−j, σ²)
+    replace  P = Σ_j Bin(j; k, q) N(j, σ²)   against   Q = Σ_j Bin(j; k, q) N(−j, σ²)
+
+Proof. With F(a, b) = (a − e^ε b)_+, δ(ε) is E[F(Σ p_i exp(X_i − Var X_i/2), Σ r_j exp(Y_j − Var
+Y_j/2))], where X_i = ⟨c_i, Z⟩/σ and Y_j = ⟨d_j, Z⟩/σ for the mixtures' means c_i, d_j and a
+standard normal vector Z. F is convex with F_aa, F_bb ≥ 0 ≥ F_ab, so by Gaussian interpolation
+(Kahane 1986) δ grows with every Cov(X_i, X_i') and Cov(Y_j, Y_j') and falls with Cov(X_i, Y_j).
+A mean of j records has norm at most j. So the first two kinds are largest when all means of a
+side are parallel and as long as allowed, and the third smallest when the sides are opposite: the
+pairs above. Averaging over the others' draws keeps the bound (δ is jointly convex), and pairs that
+dominate every step dominate adaptive composition (Zhu, Dong & Wang 2022, Thm. 10). ∎
+
+In each pair the privacy loss l(x) = log P(dx)/Q(dx) grows with x. δ(ε) = E_P[(1 − e^{ε − l})_+]
+depends only on the law of l under P, and grows if P-mass moves to larger losses. T steps add T
+independent losses. Three moves give an upper bound, and none relies on a fine grid:
+
+1. `rounded_up` puts the law of l on a lattice. Cut the line at points x_i. Within a cell, move each
+   output to one end of the cell at random so that P(cell) and Q(cell) stay (connect the dots,
+   Doroshenko et al. 2022): E_Q of any convex function of P/Q, hence δ, can only grow. Then move
+   the losses of the ends up to the lattice. Any x_i are sound; those with l(x_i) on the lattice
+   are tight.
+2. `compose` weighs lattice losses s by e^{λs} (an Esscher tilt) before the Fourier transform, so
+   that the composed law is centred at ε and the transform's absolute error is small against δ.
+3. What floats may have lost is bounded and added by the code itself: `rounded_up` takes P too
+   large and Q too small by more than their error, and `compose` adds its own.
+
+Assumed of floats: + − × ÷ √ round correctly; exp, expm1, log, log1p, pow, atan2, sin, cos of numpy
+and log_ndtr of scipy are right to `ULPS` units in the last place of their value (a test compares
+log_ndtr with mpmath); the FFT is made of sums and of products with numbers of modulus one.
+
+Legend: σ noise, q sampling_prob, T steps, h spacing, l or s a privacy loss, λ tilt.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+from scipy.fft import irfft, next_fast_len, rfft
+from scipy.optimize import brentq, minimize_scalar
+from scipy.signal import lfilter
+from scipy.special import gammaln, log_ndtr
+
+from shuffled_dpsgd.core.events import SampledGaussian
+
+Array: TypeAlias = npt.NDArray[np.float64]
+
+UNIT = 2.0**-52
+ULPS = 8.0
+LOST_SHARE = 1e-8  # of δ: what may be charged for the tails that are cut off
+LOW_TAIL = 1e-22  # smaller outputs than this probability has are not looked at
+OUTSIDE = 1e-10  # tilted probability outside the window of the Fourier transform
+TABLE = 4001
+COARSER = 16.0
+LARGEST_LATTICE = 2**21
+
+
+@lru_cache(maxsize=4096)
+def price(
+    mechanism: SampledGaussian, delta: float, relative_error: float, records: int = 1
+) -> float:
+    """An ε' with δ(ε') ≤ `delta` for a unit of so many records; infinite without noise."""
+    if mechanism.noise_multiplier == 0.0:
+        return math.inf
+    pairs, steps = pairs_of(mechanism, records)
+    return max(upper_epsilon(pair, steps, delta, relative_error) for pair in pairs)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mixture:
+    """The mixture Σ_j exp(log_weights_j)·N(means_j, noise²)."""
+
+    log_weights: Array
+    means: Array
+    noise: float
+
+    def log_ratio(self, x: Array) -> tuple[Array, Array, float]:
+        """(log of the density over N(0, noise²)'s, the posterior mean, a bound of the error)."""
+        terms = np.outer(self.means, x) - 0.5 * self.means[:, None] ** 2
+        terms = terms / self.noise**2 + self.log_weights[:, None]
+        top = terms.max(axis=0)
+        shares = np.exp(terms - top)
+        total = shares.sum(axis=0)
+        furthest = float(np.abs(self.means).max())
+        reach = furthest * (float(np.abs(x).max(initial=0.0)) + furthest) / self.noise**2
+        return top + np.log(total), self.means @ shares / total, ULPS * UNIT * (self.size + reach)
+
+    def log_tail(self, x: Array) -> tuple[Array, Array]:
+        """(log Pr[X > x], a bound of its absolute error).
+
+        Below all means it is log1p(−Pr[X ≤ x]), which keeps the digits of a small lower tail.
+        The argument z of log_ndtr is off by 2 ulps, and so its value by 2z² ulps.
+        """
+        z = (x - self.means[:, None]) / self.noise
+        error = ULPS * UNIT * (self.size + (z**2).max(axis=0))
+        low, weights = x < self.means.min(), self.log_weights[:, None]
+        below = np.exp(np.logaddexp.reduce(weights + log_ndtr(z[:, low]), axis=0))
+        tail = np.empty_like(x)
+        tail[low] = np.log1p(-below)
+        tail[~low] = np.logaddexp.reduce(weights + log_ndtr(-z[:, ~low]), axis=0)
+        error[low] *= 2.0 * below
+        return tail, error
+
+    @property
+    def size(self) -> float:
+        """How many terms a sum has, and how large they get: for bounds of rounding errors."""
+        return self.means.size + float(np.abs(self.log_weights).max())
+
+    def quantile_above(self, probability: float) -> float:
+        """An x with Pr[X > x] about `probability`."""
+        reach = self.noise * (2.0 + math.sqrt(-2.0 * math.log(probability)))
+        low, high = float(self.means.min()) - reach, float(self.means.max()) + reach
+
+        def excess(x: float) -> float:
+            return float(self.log_tail(np.array([x]))[0][0]) - math.log(probability)
+
+        return float(brentq(excess, low, high, rtol=1e-6))
+
+    def mirrored(self) -> Mixture:
+        """The law of −X."""
+        return Mixture(log_weights=self.log_weights, means=-self.means, noise=self.noise)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepPair:
+    """One step's worst case in one direction: outputs of `upper` against outputs of `lower`."""
+
+    upper: Mixture
+    lower: Mixture
+
+    def loss(self, x: Array) -> tuple[Array, Array, float]:
+        """(l(x), its slope, a bound of the error of l)."""
+        above, mean_above, error_above = self.upper.log_ratio(x)
+        below, mean_below, error_below = self.lower.log_ratio(x)
+        slope = (mean_above - mean_below) / self.upper.noise**2
+        return above - below, slope, 2.0 * (error_above + error_below)
+
+
+def pairs_of(mechanism: SampledGaussian, records: int = 1) -> tuple[tuple[StepPair, ...], int]:
+    """The worst cases of one step in every direction, and how many steps to compose.
+
+    Without sampling the mean of T releases tells all that they tell: one release of noise σ/√T,
+    and the same pair in both directions.
+    """
+    noise, q, steps = mechanism.noise_multiplier, mechanism.sampling_prob, mechanism.num_steps
+    if q == 1.0:
+        noise, steps = noise / math.sqrt(steps), 1
+        joined, weights = np.array([float(records)]), np.zeros(1)
+    else:
+        joined = np.arange(records + 1.0)
+        choose = gammaln(records + 1.0) - gammaln(joined + 1.0) - gammaln(records - joined + 1.0)
+        weights = choose + joined * math.log(q) + (records - joined) * math.log1p(-q)
+    drawn = Mixture(log_weights=weights, means=joined, noise=noise)
+    absent = Mixture(log_weights=np.zeros(1), means=np.zeros(1), noise=noise)
+    if mechanism.adjacency == "replace-one":
+        return (StepPair(upper=drawn, lower=drawn.mirrored()),), steps
+    remove = StepPair(upper=drawn, lower=absent)
+    add = StepPair(upper=absent, lower=drawn.mirrored())
+    return ((remove, add) if q < 1.0 else (remove,)), steps
+
+
+@dataclass(frozen=True, kw_only=True)
+class Frame:
+    """Where to look, estimated by quadrature. It decides accuracy and never soundness.
+
+    Outputs from `low` to `high`; the `tilt`, and the tilted composed loss's `centre`, `deviation`
+    and window from `bottom` to `top`, with the exponents of Markov's inequality at its two ends.
+    """
+
+    low: float
+    high: float
+    tilt: float
+    centre: float
+    deviation: float
+    bottom: float
+    bottom_exponent: float
+    top: float
+    top_exponent: float
+
+
+def frame_for(pair: StepPair, steps: int, *, delta: float, epsilon: float | None = None) -> Frame:
+    """The frame for the ε of `delta`, or for the δ (about `delta` or more) of a given ε.
+
+    With K(λ) = log E_P[e^{λl}], Markov's inequality gives δ(ε) ≤ exp(T·K(λ) − λε). The best λ
+    for δ minimises (T·K(λ) + log 1/δ)/λ, and for ε it minimises T·K(λ) − λε. Either way the
+    composed loss tilted by λ has that ε for its mean. The same inequality ends the window.
+    """
+    high = pair.upper.quantile_above(LOST_SHARE * delta / steps)
+    x = np.linspace(-pair.upper.mirrored().quantile_above(LOW_TAIL), high, TABLE)
+    losses = pair.loss(x)[0]
+    density = pair.upper.log_ratio(x)[0] - 0.5 * (x / pair.upper.noise) ** 2
+    density -= np.logaddexp.reduce(density)
+
+    def cumulant(tilt: float) -> float:
+        return float(np.logaddexp.reduce(density + tilt * losses))
+
+    def bound(tilt: float) -> float:
+        if epsilon is None:
+            return (steps * cumulant(tilt) - math.log(delta)) / tilt
+        return steps * cumulant(tilt) - tilt * epsilon
+
+    def mean_and_deviation(tilt: float) -> tuple[float, float]:
+        shares = np.exp(density + tilt * losses - cumulant(tilt))
+        mean = float(shares @ losses)
+        variance = float(shares @ (losses - mean) ** 2)
+        return steps * mean, max(math.sqrt(steps * variance), 1e-12)
+
+    untilted = mean_and_deviation(0.0)[1]
+    tilt = _best(bound, 1e-3 / untilted, 1e3 / untilted)
+    at = cumulant(tilt)
+    centre, deviation = mean_and_deviation(tilt)
+
+    def reach(exponent: float) -> float:
+        return (steps * (cumulant(tilt + exponent) - at) - math.log(OUTSIDE)) / abs(exponent)
+
+    above = _best(reach, 1e-2 / deviation, 1e2 / deviation)
+    below = _best(lambda t: reach(-t), 1e-2 / deviation, 1e2 / deviation)
+    # Smaller outputs than `low` have a tilted probability of at most LOST_SHARE in all steps.
+    smaller = np.logaddexp.accumulate(density) + tilt * losses - at
+    low = x[max(int(np.searchsorted(smaller, math.log(LOST_SHARE / steps))) - 1, 0)]
+    return Frame(
+        low=float(low),
+        high=high,
+        tilt=tilt,
+        centre=centre,
+        deviation=deviation,
+        bottom=min(-reach(-below), centre - deviation),
+        bottom_exponent=below,
+        top=max(reach(above), centre + deviation),
+        top_exponent=above,
+    )
+
+
+def _best(objective: Callable[[float], float], low: float, high: float) -> float:
+    """The positive number in a range that minimises a function with one minimum."""
+    bounds = (math.log(low), math.log(high))
+    return math.exp(float(minimize_scalar(lambda t: objective(math.exp(t)), bounds=bounds).x))
+
+
+def spacing_for(pair: StepPair, frame: Frame, steps: int, allowed: float) -> float:
+    """A spacing whose rounding raises log δ by about `allowed`, as far as memory allows.
+
+    Rounding spreads a step's P/Q by a relative variance of h²/6 on average, which raises T·K(λ) by
+    Tλ(λ+1)h²/12. A power of two, so that lattice losses are exact floats.
+    """
+    curvature = max(frame.tilt * (frame.tilt + 1.0), frame.deviation**-2)
+    losses = pair.loss(np.array([frame.low, frame.high]))[0]
+    widest = max(float(losses[1] - losses[0]), frame.top - frame.bottom)
+    wanted = max(math.sqrt(12.0 * allowed / (steps * curvature)), widest / LARGEST_LATTICE)
+    return 2.0 ** math.floor(math.log2(wanted))
+
+
+def cut(pair: StepPair, frame: Frame, spacing: float, *, side: float) -> tuple[Array, Array, float]:
+    """Outputs x whose losses are a hair to one `side` of all lattice points: (x, l(x), error)."""
+    table = np.linspace(frame.low, frame.high, TABLE)
+    losses, _, error = pair.loss(table)
+    first, last = math.ceil(losses[0] / spacing), math.floor(losses[-1] / spacing)
+    wanted = spacing * np.arange(first, last + 1) + side * 4.0 * error
+    x = np.interp(wanted, losses, table)
+    cell = np.clip(np.searchsorted(losses, wanted), 1, TABLE - 1)
+    for _ in range(4):  # Newton's steps, kept inside the table's cell
+        value, slope, _ = pair.loss(x)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            step = np.nan_to_num((value - wanted) / slope)
+        x = np.clip(x - step, table[cell - 1], table[cell])
+    x = np.maximum.accumulate(np.concatenate([table[:1], x, table[-1:]]))
+    losses, _, error = pair.loss(x)
+    return x, np.maximum.accumulate(losses), error
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lattice:
+    """P-mass `masses[i]` at loss (first + i)·spacing + offset, and `lost` mass at loss +∞."""
+
+    spacing: float
+    first: int
+    masses: Array
+    lost: float = 0.0
+    offset: float = 0.0
+
+
+def rounded_up(pair: StepPair, frame: Frame, spacing: float) -> Lattice:
+    """A lattice law whose δ(ε) is at least the pair's, for every ε.
+
+    Let S_P and S_Q be the tails at the cuts x_i, l_i the losses there, and p_i, q_i the masses of
+    the cells. The two ends of a cell get P-masses `down` at l_i and `up` at l_{i+1}, with
+    down + up = p_i and down·e^{−l_i} + up·e^{−l_{i+1}} = q_i. Summed over all cells above x_i the
+    law has δ(l_i) = S_P(x_i) − e^{l_i}·S_Q(x_i). That is the pair's own δ there, whose graph over
+    e^ε is convex and so lies below the law's chords in between. The first and the last cell may be
+    spread to lattice points beyond their losses. Outputs below the first cut go to the second, and
+    those above the last to infinity.
+
+    Floats: S_P is taken too large and S_Q too small by more than their errors, which raises
+    δ(l_i). `up` is raised by more than the error of its formula, at the expense of `down`, and a
+    mass that comes out negative is dropped: both raise δ. A last factor covers the sums.
+    """
+    x, losses, error = cut(pair, frame, spacing, side=-1.0)
+    index = np.ceil((losses + 2.0 * error) / spacing)
+    index[0] = math.floor((losses[0] - 2.0 * error) / spacing)
+    losses[[0, -1]] = spacing * index[[0, -1]]
+    apart = np.concatenate([[True], np.diff(losses) > 0.25 * spacing])
+    x, losses, index = x[apart], losses[apart], index[apart]
+    above, above_error = pair.upper.log_tail(x)
+    below, below_error = pair.lower.log_tail(x)
+    above, below = above + above_error, below - below_error
+    p = np.exp(above[:-1]) * -np.expm1(np.diff(above))
+    q = np.exp(losses[:-1] + below[:-1]) * -np.expm1(np.diff(below))  # times e^{l_i}
+    slack = 4.0 * error + UNIT * (4.0 * ULPS + np.abs(losses[:-1]) + np.abs(below[:-1]))
+    up = (p - q + slack * (np.abs(p) + np.abs(q))) / -np.expm1(-np.diff(losses))
+    place = (index - index[0]).astype(np.int64)
+    masses = np.zeros(int(place[-1]) + 1)
+    np.add.at(masses, place[:-1], np.maximum(p - up, 0.0))
+    np.add.at(masses, place[1:], np.maximum(up, 0.0))
+    masses[place[1]] += max(-math.expm1(above[0]), 0.0)
+    wider = 1.0 + 8.0 * ULPS * UNIT
+    lost = math.exp(above[-1]) * wider
+    return Lattice(spacing=spacing, first=int(index[0]), masses=masses * wider, lost=lost)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeltaCurve:
+    """Bounds of δ at losses `epsilons`; `noise` is what the transform's error added to `upper`."""
+
+    epsilons: Array
+    lower: Array
+    upper: Array
+    noise: Array
+
+
+def compose(lattice: Lattice, steps: int, frame: Frame, real: type = np.float64) -> DeltaCurve:
+    """δ(ε) of T losses of the lattice's law, for ε over the frame's window.
+
+    With K = log Σ_s p(s)e^{λs} and the tilted law t(s) = p(s)e^{λs − K}, T-fold sums satisfy
+    p*(s) = e^{TK − λs}·t*(s). `_power` computes t* in the type `real`.
+
+    - Wrapping. Indices are taken modulo N, so the window also receives the mass of t* outside it:
+      by Markov's inequality at most `above` + `below`, with any exponents. A sum s counts for δ(ε)
+      with e^{TK − λs}(1 − e^{ε−s}) ≤ e^{TK − λε}/(λ+1), so the lower bound loses (above +
+      below) times that. The upper bound may keep it, and gains what is missing above the window,
+      at most above·e^{TK − λ·top}.
+    - δ(ε_j) = (e^h − 1)·Σ_{i≥j} w_i with w_j = e^{−h}(w_{j+1} + p*(s_{j+1})) (`_delta`): sums of at
+      most N positive terms. Exponents are off by their size in ulps, in each of t*'s T factors.
+    """
+    h, tilt = lattice.spacing, frame.tilt
+    places = lattice.first + np.arange(lattice.masses.size)
+    with np.errstate(divide="ignore"):
+        log_masses = np.log(lattice.masses)
+
+    def cumulant(t: float) -> float:
+        return float(np.logaddexp.reduce(log_masses + t * (h * places)))
+
+    at, shift = cumulant(tilt), steps * lattice.offset
+    bottom = math.floor((frame.bottom - shift) / h)
+    size = next_fast_len(math.ceil((frame.top - shift) / h) - bottom + 1, real=True)
+    top, t, u = bottom + size, frame.top_exponent, frame.bottom_exponent
+    above = math.exp(min(steps * (cumulant(tilt + t) - at) - t * h * top, 0.0))
+    below = math.exp(min(steps * (cumulant(tilt - u) - at) + u * h * bottom, 0.0))
+
+    tilted = np.exp(log_masses + tilt * (h * places) - at)
+    wrapped = np.bincount(np.mod(places, size), weights=tilted, minlength=size)
+    composed, error = _power(wrapped.astype(real), steps)
+    composed = np.roll(composed, -(bottom % size))
+
+    epsilons = h * np.arange(bottom, top, dtype=np.float64)
+    exponents = np.abs(log_masses) + np.abs(tilt * (h * places)) + abs(at)
+    sizes = steps * (4.0 + float(exponents[tilted > 0.0].max()) + abs(at))
+    sizes += tilt * float(np.abs(epsilons).max()) + size + places.size
+    roundoff = math.expm1(min(ULPS * UNIT * sizes, 700.0))
+    # An overflow far below ε becomes an infinite bound, or none (nan).
+    with np.errstate(over="ignore", invalid="ignore"):
+        weights = np.exp(steps * at - tilt * epsilons)
+        noise = _delta(weights, h) * error
+        upper = _delta(weights * composed, h) + noise
+        upper += above * np.exp(steps * at - tilt * h * top)
+        upper = upper * (1.0 + roundoff) + steps * lattice.lost
+        lower = _delta(weights * np.maximum(composed - error, 0.0), h)
+        lower = (lower - (above + below) * weights / (tilt + 1.0)) * max(1.0 - roundoff, 0.0)
+    return DeltaCurve(epsilons=epsilons + shift, lower=lower, upper=upper, noise=noise)
+
+
+def _power(law: npt.NDArray[Any], steps: int) -> tuple[Array, float]:
+    """(the T-fold convolution modulo N of a law, a bound of its error at every place).
+
+    Each value f of the transform sums all inputs, each after log2 N additions and products with
+    numbers of modulus one, so it errs by at most e = ULPS·unit·log2 N·Σt. Its power errs by
+    T·(e + ULPS·unit·(|f|+e))·(|f|+e)^{T−1}, and the result by the mean of that over frequencies
+    and by the mean of the powers times ULPS·unit·log2 N for the transform back. Masses and powers
+    below 1e-300 may have become zero.
+    """
+    size, unit = law.size, float(np.finfo(law.dtype).eps)
+    values = rfft(law)
+    rounding = ULPS * unit * math.log2(size)
+    error = rounding * float(law.sum())
+    modulus = np.abs(values)
+    powers = modulus**steps * np.exp(1j * (steps * np.angle(values)))
+    larger = (modulus + error).astype(np.float64)
+    off = steps * (error + ULPS * unit * larger) * larger ** (steps - 1)
+    off += rounding * larger**steps + steps * size * 1e-300
+    composed: Array = np.maximum(irfft(powers, size).astype(np.float64), 0.0)
+    return composed, 2.0 * float(off.sum()) / size
+
+
+def _delta(masses: Array, spacing: float) -> Array:
+    """Σ_{i>j} p_i(1 − e^{s_j − s_i}) at every lattice loss s_j."""
+    decay = math.exp(-spacing)
+    later = np.concatenate([[0.0], masses[:0:-1]])
+    sums: Array = math.expm1(spacing) * np.cumsum(lfilter([decay], [1.0, -decay], later))[::-1]
+    return sums
+
+
+def upper_epsilon(pair: StepPair, steps: int, delta: float, relative_error: float) -> float:
+    """An ε' with δ(ε') ≤ `delta`, about `relative_error` above the smallest.
+
+    A coarse lattice says where to look. Both ε' are proven, so the smaller one is.
+    """
+    frame = frame_for(pair, steps, delta=delta)
+    coarse = _priced(pair, frame, steps, delta, COARSER * relative_error * frame.centre)
+    if coarse == 0.0:
+        return 0.0
+    frame = frame_for(pair, steps, delta=delta, epsilon=coarse)
+    return min(coarse, _priced(pair, frame, steps, delta, relative_error * coarse))
+
+
+def _priced(pair: StepPair, frame: Frame, steps: int, delta: float, error: float) -> float:
+    """An ε' with δ(ε') ≤ `delta`, from one lattice whose rounding costs about `error` of ε.
+
+    Where the transform's own error costs more than that, long doubles may cost less.
+    """
+    lattice = rounded_up(pair, frame, spacing_for(pair, frame, steps, error * frame.tilt))
+    largest = steps * lattice.spacing * (lattice.first + lattice.masses.size - 1)
+    # No sum of finite losses exceeds T times the largest.
+    epsilon = max(largest, 0.0) if steps * lattice.lost <= delta else math.inf
+    for real in (np.float64, np.longdouble):
+        curve = compose(lattice, steps, frame, real)
+        epsilon = min(epsilon, _where_it_falls(curve, delta))
+        at = min(int(np.searchsorted(curve.epsilons, epsilon)), curve.noise.size - 1)
+        if curve.noise[at] <= frame.tilt * error * delta:
+            break
+    return epsilon
+
+
+def _where_it_falls(curve: DeltaCurve, delta: float) -> float:
+    """The ε ≥ 0 at which the upper bound falls to `delta`; infinite if not within the window.
+
+    Over e^ε the bound is convex between nodes, so the chord is a bound as well.
+    """
+    enough = np.flatnonzero(curve.upper <= delta)
+    if enough.size == 0:
+        return math.inf
+    node = int(enough[0])
+    if node == 0:
+        return max(float(curve.epsilons[0]), 0.0)
+    left, right = curve.epsilons[node - 1 : node + 1]
+    more, less = curve.upper[node - 1 : node + 1]
+    if not more < math.inf:
+        return max(float(right), 0.0)
+    share = (more - delta) / (more - less)
+    return max(float(left + math.log1p(share * math.expm1(right - left))), 0.0)

@@ -710,7 +710,7 @@ CASES: dict[str, tuple[Case, str]] = {
             "--noise-multiplier",
             "1",
             "--delta",
-            "1e-13",
+            "1e-31",
             "--sampling-prob",
             "0.1",
             "--num-steps",

@@ -1,6 +1,6 @@
 """Accounting: what a run costs, by proven methods and by the paper's formula, never confused.
 
-Numpy and scipy only; `dp_accounting` is imported when a claim is first priced; torch never.
+Numpy and scipy only; `dp_accounting` is imported when Rényi DP is first asked for; torch never.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -31,9 +30,6 @@ EPILOG = (
     "Example: [bold]shuffled-dpsgd account --noise-multiplier 2.33 --sampling-prob 0.02 "
     "--num-steps 500 --delta 5e-6 --dimension 85800000 --batch-clip 100[/bold]"
 )
-
-
-MANY_STEPS = 10_000_000
 
 
 @reports_errors
@@ -74,8 +70,6 @@ def account(
     chosen = accountants(
         dimension=dimension, batch_clip=batch_clip, delta_split=parse_delta_split(delta_split)
     )
-    if steps > MANY_STEPS:
-        _say_it_takes_long(chosen, mechanism, delta)
     rows = price_each(chosen, lambda each: _row(each, mechanism, delta), quiet=as_json)
     bracket = certified_bracket(**mechanism.to_json(), delta=delta)
     rows["certified"]["bracket"] = [bracket.lower, bracket.upper]
@@ -86,18 +80,6 @@ def account(
     print_comparison(title, rows)
     typer.echo(
         f"The exact ε lies between {number(bracket.lower)} and {number(bracket.upper)} (proven)."
-    )
-
-
-def _say_it_takes_long(
-    chosen: Sequence[Accountant], mechanism: SampledGaussian, delta: float
-) -> None:
-    """Before half a minute of silence: what is being computed, and a proven bound meanwhile."""
-    quick = next(each for each in chosen if each.name == "rdp").claim(mechanism, delta)
-    typer.echo(
-        f"Composing {mechanism.num_steps:,} steps by privacy-loss distributions takes up to half a "
-        f"minute. A looser bound meanwhile: {quick.describe()}.",
-        err=True,
     )
 
 

@@ -374,24 +374,20 @@ def compose(lattice: Lattice, steps: int, frame: Frame, real: type = np.float64)
     composed = np.roll(composed, -(bottom % size))
 
     epsilons = h * np.arange(bottom, top, dtype=np.float64)
+    exponents = np.abs(log_masses) + np.abs(tilt * (h * places)) + abs(at)
+    sizes = steps * (4.0 + float(exponents[tilted > 0.0].max()) + abs(at))
+    sizes += tilt * float(np.abs(epsilons).max()) + size + places.size
+    roundoff = math.expm1(min(ULPS * UNIT * sizes, 700.0))
     # An overflow far below ε becomes an infinite bound, or none (nan).
     with np.errstate(over="ignore", invalid="ignore"):
         weights = np.exp(steps * at - tilt * epsilons)
         noise = _delta(weights, h) * error
         upper = _delta(weights * composed, h) + noise
         upper += above * np.exp(steps * at - tilt * h * top)
+        upper = upper * (1.0 + roundoff) + steps * lattice.lost
         lower = _delta(weights * np.maximum(composed - error, 0.0), h)
-        lower -= (above + below) * weights / (tilt + 1.0)
-    exponents = np.abs(log_masses) + np.abs(tilt * (h * places)) + abs(at)
-    sizes = steps * (4.0 + float(exponents[tilted > 0.0].max()) + abs(at))
-    sizes += tilt * float(np.abs(epsilons).max()) + size + places.size
-    roundoff = math.expm1(min(ULPS * UNIT * sizes, 700.0))
-    return DeltaCurve(
-        epsilons=epsilons + shift,
-        lower=lower * max(1.0 - roundoff, 0.0),
-        upper=upper * (1.0 + roundoff) + steps * lattice.lost,
-        noise=noise,
-    )
+        lower = (lower - (above + below) * weights / (tilt + 1.0)) * max(1.0 - roundoff, 0.0)
+    return DeltaCurve(epsilons=epsilons + shift, lower=lower, upper=upper, noise=noise)
 
 
 def _power(law: npt.NDArray[Any], steps: int) -> tuple[Array, float]:

@@ -610,6 +610,7 @@ def test_a_record_that_always_raises_cannot_be_skipped() -> None:
 
 PLANTED: dict[str, Callable[[], tuple[nn.Module, Any, dict[str, Any]]]] = {
     "a model that mixes one batch of ten": lambda: (Between(in_one_batch_of_ten), None, {}),
+    "a model that mixes one of ten by Python": lambda: (Between(seldom_by_python), None, {}),
     "a model with a generator of its own": lambda: (Between(by_its_own_generator), None, {}),
     "a model that mixes inputs": lambda: (Between(by_index_select), None, {}),
     "a collate that mixes one batch of ten": lambda: (mlp(), None, {"collate": one_in_ten}),

@@ -6,6 +6,7 @@ The checks know nothing of mix-up, centring or means: one record is exchanged, a
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -193,6 +194,25 @@ def test_healthy_random_collates_pass(collate: Any) -> None:
 def test_the_loader_of_workers_is_tested_too() -> None:
     private = start(mlp())
     stops_before_the_first_release(private, vectors(count=RECORDS), collate=centred, num_workers=1)
+
+
+class OneAtATime(TensorDataset):
+    """Fails where two threads load at once."""
+
+    busy = False
+
+    def __getitem__(self, index: int) -> Any:
+        assert not self.busy
+        OneAtATime.busy = True
+        time.sleep(1e-5)
+        OneAtATime.busy = False
+        return super().__getitem__(index)
+
+
+def test_a_thread_that_loads_ahead_waits_for_the_check() -> None:
+    private = start(mlp(), check_rate=1.0)
+    run(private, OneAtATime(*vectors(count=RECORDS).tensors), background=True)
+    assert private.ledger.spent == 4
 
 
 # --- data sets and transforms --------------------------------------------------------------------
@@ -590,6 +610,7 @@ def test_a_record_that_always_raises_cannot_be_skipped() -> None:
 
 PLANTED: dict[str, Callable[[], tuple[nn.Module, Any, dict[str, Any]]]] = {
     "a model that mixes one batch of ten": lambda: (Between(in_one_batch_of_ten), None, {}),
+    "a model that mixes one of ten by Python": lambda: (Between(seldom_by_python), None, {}),
     "a model with a generator of its own": lambda: (Between(by_its_own_generator), None, {}),
     "a model that mixes inputs": lambda: (Between(by_index_select), None, {}),
     "a collate that mixes one batch of ten": lambda: (mlp(), None, {"collate": one_in_ten}),

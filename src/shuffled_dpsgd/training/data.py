@@ -7,6 +7,7 @@ so that empty logical batches, for which there is nothing to load, are not forgo
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,6 +19,10 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 from shuffled_dpsgd.errors import InvalidArgumentError
 from shuffled_dpsgd.training.background import loaded_ahead
 from shuffled_dpsgd.training.layout import Layout, Part
+
+# A thread may load ahead while records are loaded for a check: a data set need not be prepared for
+# two at a time, and a check moves the generators that all threads share.
+LOADING = threading.RLock()
 
 
 class MapStyle(Protocol):
@@ -158,7 +163,8 @@ class PartLoader(Dataset[Any]):
         self._load_many = getattr(data, "__getitems__", None)
 
     def __getitem__(self, part: Part) -> Any:
-        return self.collated(self.samples(list(part.records)), part)
+        with LOADING:
+            return self.collated(self.samples(list(part.records)), part)
 
     @property
     def loads_many(self) -> bool:

@@ -26,7 +26,7 @@ from shuffled_dpsgd.clipping.checks.check_turns import CheckTurns
 from shuffled_dpsgd.clipping.checks.random_states import RandomStates, generators_in, seed_all
 from shuffled_dpsgd.errors import InvalidArgumentError
 from shuffled_dpsgd.training import equal_rows
-from shuffled_dpsgd.training.data import PartLoader
+from shuffled_dpsgd.training.data import LOADING, PartLoader
 from shuffled_dpsgd.training.equal_rows import same, same_row
 from shuffled_dpsgd.training.global_randomness import randomness_kept
 from shuffled_dpsgd.training.layout import Part
@@ -80,13 +80,13 @@ class LoaderCheck:
         if not self.turns.is_due(rows, kind):
             return
         started = time.perf_counter()
-        states = RandomStates.with_own(self._own, _HOST)
         is_new = self.turns.is_new(kind)
-        try:
-            with randomness_kept():
+        with LOADING, randomness_kept():
+            states = RandomStates.with_own(self._own, _HOST)
+            try:
                 self._check(part)
-        finally:
-            states.restore()
+            finally:
+                states.restore()
         self.turns.note_checked(kind, 1)
         if not is_new:
             self.turns.note_seconds(time.perf_counter() - started)

@@ -100,7 +100,8 @@ class LossExchange:
         for _ in range(_FIRST_LOOKS if first else _MORE_LOOKS):
             seed_all(self._draws.getrandbits(32))
             states = RandomStates.now(self._model, device)
-            self._compare(batch, rows, samples[0], states, gradients=False)
+            for sample in samples:
+                self._compare(batch, rows, sample, states, gradients=False)
 
     def _compare(
         self, batch: Any, rows: int, sample: int, states: RandomStates, *, gradients: bool

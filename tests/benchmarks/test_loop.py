@@ -22,6 +22,9 @@ from training.cases import make_bert
 
 RECORDS, LOGICAL, STEPS = 80, 16, 3
 
+# The data of a benchmark are made, and rows may come twice.
+pytestmark = pytest.mark.filterwarnings("ignore:the most frequent row")
+
 
 def losses_of(model: nn.Module, batch: Any) -> torch.Tensor:
     inputs, labels = batch

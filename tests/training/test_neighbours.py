@@ -24,6 +24,12 @@ from training.cases import FixedSampler, vectors
 RECORDS, EXPECTED, WIDTH, CLASSES = 200, 20, 6, 3
 
 
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:the most frequent row"),
+    pytest.mark.filterwarnings("ignore:δ = "),
+]
+
+
 def start(model: nn.Module, **changes: Any) -> PrivateTraining:
     settings: dict[str, Any] = {
         "dataset_size": RECORDS,
@@ -33,6 +39,9 @@ def start(model: nn.Module, **changes: Any) -> PrivateTraining:
         "delta": 1e-3,
         "shuffle": "off",
         "physical_batch_size": 16,
+        # So that a test passes always or never; how often planted mixing is found in time is
+        # counted by the slow one, without it.
+        "seed": 5,
     }
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     return make_private(model, optimizer, **(settings | changes))

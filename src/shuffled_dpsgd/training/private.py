@@ -293,7 +293,7 @@ class PrivateTraining:
             # The mean of the single record that a rank runs along with others, and does not count.
             losses = losses.reshape(1)
         reduced = losses.dim() == 0
-        if self.steps_taken == 0:
+        if self.steps_taken == 0 and self.plan.sampling == "poisson":
             warn_if_scaled(losses)
         # Here, so that the outcome is known before the norms are, for which a step waits.
         self._weights.ask()

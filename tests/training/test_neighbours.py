@@ -637,7 +637,7 @@ def test_ninety_nine_of_a_hundred_runs_are_stopped_before_the_first_release(name
         torch.manual_seed(seed)
         random.seed(seed)
         model, data, options = PLANTED[name]()
-        private = start(model)
+        private = start(model, seed=None)
         try:
             run(private, vectors(count=RECORDS) if data is None else data, **options)
         except (InvalidArgumentError, UnsupportedModuleError):

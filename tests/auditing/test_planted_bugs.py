@@ -7,6 +7,8 @@ import pytest
 from auditing.planted import BUGS, CHECKS, NaiveEngine, engine, replay_fails
 from auditing.planted_report import report
 
+pytestmark = pytest.mark.filterwarnings("ignore:losses are multiplied")
+
 
 @pytest.mark.parametrize("name", BUGS)
 def test_planted_bug_is_caught(name: str) -> None:

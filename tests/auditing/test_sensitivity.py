@@ -14,6 +14,8 @@ from shuffled_dpsgd.auditing.sensitivity import Replay, check_sensitivity, joint
 from shuffled_dpsgd.clipping.reference import clipped_sum_reference
 from shuffled_dpsgd.errors import InvalidArgumentError
 
+pytestmark = pytest.mark.filterwarnings("ignore:losses are multiplied")
+
 
 @pytest.mark.parametrize("clip", ["flat", "automatic", "per-layer"])
 @pytest.mark.parametrize("strategy", ["bookkeeping", "ghost", "mixed", "instantiate"])

@@ -20,6 +20,8 @@ from shuffled_dpsgd.integrations.per_sample_loss import classification_losses
 from shuffled_dpsgd.tasks.tokens import TokenCollate, TokenRecords, class_labels
 from training.cases import make_bert
 
+pytestmark = pytest.mark.filterwarnings("ignore:the most frequent row")
+
 RECORDS, LOGICAL, STEPS = 80, 16, 3
 
 # The data of a benchmark are made, and rows may come twice.

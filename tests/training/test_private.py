@@ -341,15 +341,16 @@ def test_secure_runs_differ_and_seeded_runs_repeat() -> None:
     assert distance(finals["c"], finals["d"]) == 0
 
 
-def test_training_needs_no_accountant_when_the_noise_is_given(
+def test_only_renyi_accounting_needs_dp_accounting(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(sys.modules, "dp_accounting", None)
     private = private_mlp()
     train(private, vectors(), classify, settings=LoopSettings(price_steps=False))
     assert private.finished
+    assert private_mlp(noise_multiplier=None, epsilon=0.123).card().private
     with pytest.raises(ImportError, match="dp_accounting"):
-        private_mlp(noise_multiplier=None, epsilon=0.123)
+        private_mlp(noise_multiplier=None, epsilon=0.123, accounting="rdp")
 
 
 def test_dictionaries_go_straight_into_the_model() -> None:

@@ -24,13 +24,15 @@ def write_card(
     released: bool = True,
     shuffles_verified: int = 0,
     samples_checked: int = 0,
+    optimizer: str | None = None,
 ) -> PrivacyCard:
     """The card of a run that made `num_steps` releases under `plan`.
 
     `released` says whether a shuffle planned for the release has happened, `shuffles_verified`
     how often the model's outputs were compared before and after one, and `samples_checked` for how
     many samples what was clipped was compared with what each has alone. That number must not depend
-    on the records.
+    on the records. `optimizer` is the name of the optimizer's class; without it the card does not
+    say whether the certified ε is attained.
     """
     return PrivacyCard(
         certified=plan.certified(num_steps),
@@ -49,7 +51,7 @@ def write_card(
         private=_is_private(plan),
         shuffles_verified=shuffles_verified,
         samples_checked=samples_checked,
-        exactness=_exactness(plan, num_steps),
+        exactness=_exactness(plan, num_steps, optimizer),
         not_covered=(*NOT_COVERED, *_large_delta(plan)),
     )
 
@@ -104,7 +106,7 @@ def _shuffle(plan: PrivacyPlan, spec: PermutationSpec | None, *, released: bool)
     )
 
 
-def _exactness(plan: PrivacyPlan, num_steps: int) -> str | None:
+def _exactness(plan: PrivacyPlan, num_steps: int, optimizer: str | None) -> str | None:
     """That the certified epsilon is attained, where the proposition covers the run."""
     if plan.uncertifiable or num_steps == 0:
         return None
@@ -114,6 +116,7 @@ def _exactness(plan: PrivacyPlan, num_steps: int) -> str | None:
         clip_norm=plan.clip_norm,
         batch_clip_norm=least.batch_clip_norm,
         adjacency=plan.adjacency,
+        optimizer=optimizer,
     )
     return STATEMENT if covered else None
 

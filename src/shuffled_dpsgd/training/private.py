@@ -103,6 +103,8 @@ class PrivateTraining:
         self._watch = ModelWatch(model, optimizer)
         self._weights = WeightCheck({name: held(p) for name, p in self._trainable.items()})
         self._optimizer = GuardedOptimizer(optimizer, self._trainable)
+        # A subclass may update in another way, so it goes without a name.
+        self._optimizer_name = "sgd" if type(optimizer) is torch.optim.SGD else None
         self._tokens = ReleaseTokens(
             secure=plan.secure, streams=streams, world=self.world, trainable=self._trainable
         )
@@ -357,6 +359,7 @@ class PrivateTraining:
             released=self.released,
             shuffles_verified=self.shuffling.num_verified,
             samples_checked=self.engine.num_checked_by_coin,
+            optimizer=self._optimizer_name,
         )
 
     def close(self, *, because: str = "private.close() was called") -> None:

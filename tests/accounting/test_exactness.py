@@ -71,14 +71,24 @@ def test_one_step_is_the_closed_form() -> None:
 
 
 def test_the_statement_is_made_only_where_it_is_proven() -> None:
-    covered = {"clip": "flat", "clip_norm": 1.0, "batch_clip_norm": 1.0, "adjacency": "add-remove"}
+    covered = {
+        "clip": "flat",
+        "clip_norm": 1.0,
+        "batch_clip_norm": 1.0,
+        "adjacency": "add-remove",
+        "optimizer": "SGD",
+    }
     assert is_exact(**covered)
+    assert is_exact(**{**covered, "optimizer": "AdamW", "released": "sums"})
     assert is_exact(**{**covered, "batch_clip_norm": None})
     for change in (
         {"clip": "per-layer"},
         {"clip": "automatic"},
         {"batch_clip_norm": 0.5},
         {"adjacency": "replace-one"},
+        {"optimizer": "AdamW"},
+        {"optimizer": None},
+        {"adjacency": "replace-one", "released": "sums"},
     ):
         assert not is_exact(**{**covered, **change})
-    assert "no accountant can certify less" in STATEMENT
+    assert "no accountant that knows only clip, sampling rate, noise and steps" in STATEMENT

@@ -23,7 +23,7 @@ def run(*arguments: str) -> dict[str, Any]:
 def test_every_method_with_its_kind() -> None:
     paper = ["--dimension", "85800000", "--batch-clip", "100"]
     found = run("--noise-multiplier", "2.33", *RUN, *paper)
-    kinds = {name: found[name]["kind"] for name in found if name != "run"}
+    kinds = {name: found[name]["kind"] for name in found if name not in ("run", "meaning")}
     assert kinds == {
         "certified": "proven",
         "rdp": "proven",
@@ -38,6 +38,21 @@ def test_every_method_with_its_kind() -> None:
     for field in ("step_epsilon", "step_delta", "unshuffled_noise_multiplier", "falls_back"):
         assert field in found["paper"]
     assert found["paper"]["unshuffled_noise_multiplier"] > 10.0
+
+
+def test_what_it_means_to_people_with_kinds() -> None:
+    found = run("--noise-multiplier", "1.947", *RUN)["meaning"]
+    assert found["kind"] == found["attacker"]["kind"] == "proven"
+    by_adjacency = found["epsilon_by_adjacency"]
+    assert by_adjacency["add-remove"]["epsilon"] == pytest.approx(1.0, abs=2e-3)
+    assert by_adjacency["replace-one"]["epsilon"] == pytest.approx(1.90, abs=5e-3)
+    assert [row["records"] for row in found["epsilon_by_records"]] == [2, 4, 8]
+    assert {row["kind"] for row in found["epsilon_by_records"]} == {"proven"}
+    rates = found["attacker"]["true_positive_rates"]
+    assert [row["false_positive_rate"] for row in rates] == [0.01, 0.001]
+    done = CliRunner().invoke(app, ["account", "--noise-multiplier", "1.947", *RUN])
+    for words in ("best attacker (proven)", "0.1% false positives", "several records (proven)"):
+        assert words in done.stdout
 
 
 def test_an_impossible_estimate_is_called_so() -> None:

@@ -343,7 +343,7 @@ def test_secure_runs_differ_and_seeded_runs_repeat() -> None:
     assert distance(finals["c"], finals["d"]) == 0
 
 
-def test_training_needs_no_accountant_when_the_noise_is_given(
+def test_only_renyi_accounting_needs_dp_accounting(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def refuse(*_: Any, **__: Any) -> float:

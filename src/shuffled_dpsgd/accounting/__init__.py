@@ -23,6 +23,7 @@ from shuffled_dpsgd.accounting.exact import (
     examine_pair,
 )
 from shuffled_dpsgd.accounting.given_pairs import vector_pair
+from shuffled_dpsgd.accounting.meaning import Meaning, what_it_means
 from shuffled_dpsgd.accounting.pairs import Pair, constant_pair, spike_pair
 from shuffled_dpsgd.accounting.paper import PaperCalibration, calibrate_paper, paper_claim
 from shuffled_dpsgd.core.certified import certified_claim
@@ -37,6 +38,7 @@ __all__ = [
     "DeltaEstimate",
     "Examination",
     "Kind",
+    "Meaning",
     "Pair",
     "PaperCalibration",
     "PrivacyClaim",
@@ -57,4 +59,5 @@ __all__ = [
     "paper_claim",
     "spike_pair",
     "vector_pair",
+    "what_it_means",
 ]

@@ -49,10 +49,17 @@ def account(
 ) -> None:
     """Price a run that was, or will be, trained with this noise.
 
-    The certified row is what may be claimed, with the interval its exact value lies in. The
-    paper's row appears when --dimension and --batch-clip are given (null in JSON otherwise).
+    The certified row is what may be claimed, with the interval its exact value lies in. Below it:
+    ε by both adjacencies, what the best attacker can achieve, and ε of a person with several
+    records. The paper's row appears when --dimension and --batch-clip are given (null in JSON
+    otherwise).
     """
-    from shuffled_dpsgd.accounting import SampledGaussian, accountants, certified_bracket
+    from shuffled_dpsgd.accounting import (
+        SampledGaussian,
+        accountants,
+        certified_bracket,
+        what_it_means,
+    )
 
     prob, steps = resolve_sampling(
         sampling_prob=sampling_prob,
@@ -73,14 +80,20 @@ def account(
     rows = price_each(chosen, lambda each: _row(each, mechanism, delta), quiet=as_json)
     bracket = certified_bracket(**mechanism.to_json(), delta=delta)
     rows["certified"]["bracket"] = [bracket.lower, bracket.upper]
+    meaning = what_it_means(
+        noise_multiplier=noise_multiplier, sampling_prob=prob, num_steps=steps, delta=delta
+    )
     if as_json:
-        print_json({"run": {**mechanism.to_json(), "delta": delta}, "paper": None, **rows})
+        run = {**mechanism.to_json(), "delta": delta}
+        print_json({"run": run, "paper": None, **rows, "meaning": meaning.to_json()})
         return
     title = f"σ = {noise_multiplier:g}, q = {prob:.6g}, T = {steps:,}, δ = {delta:g}, {adjacency}"
     print_comparison(title, rows)
     typer.echo(
         f"The exact ε lies between {number(bracket.lower)} and {number(bracket.upper)} (proven)."
     )
+    for line in meaning.describe():
+        typer.echo(line)
 
 
 def _row(accountant: Accountant, mechanism: SampledGaussian, delta: float) -> dict[str, Any]:

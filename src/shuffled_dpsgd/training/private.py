@@ -118,6 +118,8 @@ class PrivateTraining:
         self._watch = ModelWatch(model, optimizer)
         self._weights = WeightCheck({name: held(p) for name, p in self._trainable.items()})
         self._optimizer = GuardedOptimizer(optimizer, self._trainable)
+        # A subclass may update in another way, so it goes without a name.
+        self._optimizer_name = "sgd" if type(optimizer) is torch.optim.SGD else None
         self._summary = WeightSummary(self.world, self._trainable)
         self.resumed_without_ledger = False
         self.history = History(self)
@@ -445,6 +447,7 @@ class PrivateTraining:
             checks=self.referee.checks,
             why_not=self._why_not_certified(),
             not_checked=self._neighbours.not_checked,
+            optimizer=self._optimizer_name,
         )
         unit = describe_unit(self.plan, self.unit, self.rows)
         return self.history.added_to(card).about(unit=unit)

@@ -1,0 +1,143 @@
+"""What an (ε, δ) means to the people in the data, each figure a proven bound.
+
+- Both adjacencies: what it costs to be in the data at all, and what it costs to have one's values
+  replaced by others.
+- The best attacker who must tell whether one record was in the data, knows everything else and sees
+  every step. From δ(ε) of "with" against "without", any test with false-positive rate α has a
+  true-positive rate of at most min over real ε of e^ε·α + δ(ε), and no test does better than its
+  advantage δ(0) (true minus false positives).
+- A person who owns k records. Given the others, they join a step independently, so the sum moves by
+  at most the number that joined, and `pairs_of` prices the mixture over that number.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from shuffled_dpsgd.core.certified import certified_claim
+from shuffled_dpsgd.core.claim import Kind, PrivacyClaim
+from shuffled_dpsgd.core.events import SampledGaussian
+from shuffled_dpsgd.core.pld import (
+    DeltaCurve,
+    compose,
+    frame_for,
+    pairs_of,
+    price,
+    rounded_up,
+    spacing_for,
+)
+
+FALSE_POSITIVE_RATES = (0.01, 0.001)
+GROUP_SIZES = (2, 4, 8)
+GROUP_ERROR = 1e-3
+CURVE_ERROR = 1e-4
+SMALL_DELTA = 1e-12
+
+
+@dataclass(frozen=True, kw_only=True)
+class Meaning:
+    """Proven bounds for one run: none of them can be exceeded, whoever attacks.
+
+    `true_positive_rates` holds pairs (false-positive rate, bound of the true-positive rate), and
+    `groups` pairs (number of records of one person, claim about that person).
+    """
+
+    add_remove: PrivacyClaim
+    replace_one: PrivacyClaim
+    advantage: float
+    true_positive_rates: tuple[tuple[float, float], ...]
+    groups: tuple[tuple[int, PrivacyClaim], ...]
+    kind: Kind = "proven"
+
+    def describe(self) -> tuple[str, ...]:
+        """Lines for people; each says that it is proven."""
+        rates = ", ".join(
+            f"at most {rate:.3g} at {alpha:.1%} false positives"
+            for alpha, rate in self.true_positive_rates
+        )
+        groups = ", ".join(f"{claim.epsilon:.3g} for {k}" for k, claim in self.groups)
+        return (
+            f"ε by adjacency ({self.kind}): {self.add_remove.epsilon:.4g} if a record is added or "
+            f"removed, {self.replace_one.epsilon:.4g} if it is replaced",
+            f"best attacker ({self.kind}): advantage at most {self.advantage:.3g}; "
+            f"true positives {rates}",
+            f"ε of a person with several records ({self.kind}): {groups}",
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data, with the kind beside every figure."""
+        return {
+            "kind": self.kind,
+            "epsilon_by_adjacency": {
+                "add-remove": self.add_remove.to_json(),
+                "replace-one": self.replace_one.to_json(),
+            },
+            "attacker": {
+                "kind": self.kind,
+                "advantage": self.advantage,
+                "true_positive_rates": [
+                    {"false_positive_rate": alpha, "true_positive_rate": rate}
+                    for alpha, rate in self.true_positive_rates
+                ],
+            },
+            "epsilon_by_records": [{"records": k, **claim.to_json()} for k, claim in self.groups],
+        }
+
+
+def what_it_means(
+    *, noise_multiplier: float, sampling_prob: float, num_steps: int, delta: float
+) -> Meaning:
+    """All bounds of this page for one run."""
+    mechanism = SampledGaussian(
+        noise_multiplier=noise_multiplier, sampling_prob=sampling_prob, num_steps=num_steps
+    )
+    one = certified_claim(**mechanism.to_json(), delta=delta)
+    other = certified_claim(**replace(mechanism, adjacency="replace-one").to_json(), delta=delta)
+    curve = None if math.isinf(one.epsilon) else membership_curve(mechanism)
+    return Meaning(
+        add_remove=one,
+        replace_one=other,
+        advantage=1.0 if curve is None else _advantage(curve),
+        true_positive_rates=tuple(
+            (alpha, 1.0 if curve is None else _true_positive_rate(curve, alpha))
+            for alpha in FALSE_POSITIVE_RATES
+        ),
+        groups=tuple((k, _group_claim(one, mechanism, k)) for k in GROUP_SIZES),
+    )
+
+
+def membership_curve(mechanism: SampledGaussian) -> DeltaCurve:
+    """An upper bound of δ(ε) of all steps with the record against all without, for many real ε."""
+    (pair, *_), steps = pairs_of(mechanism)
+    frame = frame_for(pair, steps, delta=SMALL_DELTA, epsilon=0.0)
+    spacing = spacing_for(pair, frame, steps, CURVE_ERROR)
+    return compose(rounded_up(pair, frame, spacing), steps, frame)
+
+
+def _advantage(curve: DeltaCurve) -> float:
+    """δ(0), which is at most δ at any ε below zero."""
+    at = int(np.searchsorted(curve.epsilons, 0.0, side="right")) - 1
+    return 1.0 if at < 0 else min(float(curve.upper[at]), 1.0)
+
+
+def _true_positive_rate(curve: DeltaCurve, alpha: float) -> float:
+    """The smallest e^ε·α + δ(ε) on the curve; where e^ε overflows it bounds nothing."""
+    with np.errstate(over="ignore"):
+        bounds = np.exp(curve.epsilons) * alpha + curve.upper
+    return min(float(np.nanmin(bounds)), 1.0)
+
+
+def _group_claim(one: PrivacyClaim, mechanism: SampledGaussian, records: int) -> PrivacyClaim:
+    """The claim about a person with so many records, added or removed together."""
+    epsilon = price(mechanism, one.delta, GROUP_ERROR, records)
+    relation = f"neighbouring data sets differ by {records} records of one person, added or removed"
+    return replace(
+        one,
+        epsilon=epsilon,
+        assumptions=(*one.assumptions[:-1], relation),
+        inputs={**one.inputs, "records": records},
+    )

@@ -343,7 +343,14 @@ def test_secure_runs_differ_and_seeded_runs_repeat() -> None:
     assert distance(finals["c"], finals["d"]) == 0
 
 
-def test_only_renyi_accounting_needs_dp_accounting(
+def test_only_renyi_accounting_needs_dp_accounting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "dp_accounting", None)
+    assert private_mlp(noise_multiplier=None, epsilon=0.123).card().private
+    with pytest.raises(ImportError, match="dp_accounting"):
+        private_mlp(noise_multiplier=None, epsilon=0.123, accounting="rdp")
+
+
+def test_training_needs_no_accountant_when_the_noise_is_given(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def refuse(*_: Any, **__: Any) -> float:

@@ -101,20 +101,15 @@ class History:
 
     def added_to(self, card: PrivacyCard) -> PrivacyCard:
         """The card with what the weights carry of earlier runs, and what else the rows gave."""
-        earlier = self._earlier()
-        # Whose rows are not known, because its batches were the user's own, counts as well.
-        same = [each for each in earlier if each.rows in ("", self._own.rows)]
-        other = [each for each in earlier if each not in same]
-        notes = [
-            f"{len(runs)} earlier run{'s' if len(runs) > 1 else ''} of this process {what}: "
-            f"{_summed(runs)}"
-            for runs, what in (
-                (other, "on this model, on other rows"),
-                ([each for each in self._beside if each.releases], "on these rows, other models"),
+        # Whatever their rows: data in another order, or with one row more, hold the same records.
+        same = self._earlier()
+        beside = [each for each in self._beside if each.releases]
+        if beside:
+            note = (
+                f"{len(beside)} earlier run{'s' if len(beside) > 1 else ''} of this process on "
+                f"these rows, other models: {_summed(beside)}"
             )
-            if runs
-        ]
-        card = replace(card, not_covered=(*card.not_covered, *notes))
+            card = replace(card, not_covered=(*card.not_covered, note))
         reasons = {why for each in same for why in each.plan.uncertifiable}
         if reasons and card.certified is not None:
             why = f"an earlier run on these weights had no claim: {'; '.join(sorted(reasons))}"

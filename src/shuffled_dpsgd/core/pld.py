@@ -352,8 +352,8 @@ def compose(lattice: Lattice, steps: int, frame: Frame, real: type = np.float64)
       with e^{TK − λs}(1 − e^{ε−s}) ≤ e^{TK − λε}/(λ+1), so the lower bound loses (above +
       below) times that. The upper bound may keep it, and gains what is missing above the window,
       at most above·e^{TK − λ·top}.
-    - δ(ε_j) = (1 − e^{−h})·Σ_{i>j} y_i with y_i = p*(s_i) + e^{−h}·y_{i+1} (`_delta`): sums of at most
-      N positive terms. Exponents are off by their size in ulps, in each of t*'s T factors.
+    - δ(ε_j) = (1 − e^{−h})·Σ_{i>j} y_i with y_i = p*(s_i) + e^{−h}·y_{i+1} (`_delta`): sums of at
+      most N positive terms. Exponents are off by their size in ulps, in each of t*'s T factors.
     """
     h, tilt = lattice.spacing, frame.tilt
     places = lattice.first + np.arange(lattice.masses.size)

@@ -303,8 +303,9 @@ def rounded_up(pair: StepPair, frame: Frame, spacing: float) -> Lattice:
     those above the last to infinity.
 
     Floats: S_P is taken too large and S_Q too small by more than their errors, which raises
-    δ(l_i). `up` is raised by more than the error of its formula, at the expense of `down`, and a
-    mass that comes out negative is dropped: both raise δ. A last factor covers the sums.
+    δ(l_i). `up` is raised by more than the error of its formula (of p_i, q_i and the cell's
+    width), at the expense of `down`, and a mass that comes out negative is dropped: both raise δ.
+    A last factor covers the sums.
     """
     x, losses, error = cut(pair, frame, spacing, side=-1.0)
     index = np.ceil((losses + 2.0 * error) / spacing)
@@ -317,8 +318,9 @@ def rounded_up(pair: StepPair, frame: Frame, spacing: float) -> Lattice:
     above, below = above + above_error, below - below_error
     p = np.exp(above[:-1]) * -np.expm1(np.diff(above))
     q = np.exp(losses[:-1] + below[:-1]) * -np.expm1(np.diff(below))  # times e^{l_i}
+    width = -np.expm1(-np.diff(losses))
     slack = 4.0 * error + UNIT * (4.0 * ULPS + np.abs(losses[:-1]) + np.abs(below[:-1]))
-    up = (p - q + slack * (np.abs(p) + np.abs(q))) / -np.expm1(-np.diff(losses))
+    up = (p - q + slack * (np.abs(p) + np.abs(q) + np.abs(p - q) / width)) / width
     place = (index - index[0]).astype(np.int64)
     masses = np.zeros(int(place[-1]) + 1)
     np.add.at(masses, place[:-1], np.maximum(p - up, 0.0))
@@ -350,7 +352,7 @@ def compose(lattice: Lattice, steps: int, frame: Frame, real: type = np.float64)
       with e^{TK − λs}(1 − e^{ε−s}) ≤ e^{TK − λε}/(λ+1), so the lower bound loses (above +
       below) times that. The upper bound may keep it, and gains what is missing above the window,
       at most above·e^{TK − λ·top}.
-    - δ(ε_j) = (e^h − 1)·Σ_{i≥j} w_i with w_j = e^{−h}(w_{j+1} + p*(s_{j+1})) (`_delta`): sums of at
+    - δ(ε_j) = (1 − e^{−h})·Σ_{i>j} y_i with y_i = p*(s_i) + e^{−h}·y_{i+1} (`_delta`): sums of at
       most N positive terms. Exponents are off by their size in ulps, in each of t*'s T factors.
     """
     h, tilt = lattice.spacing, frame.tilt
@@ -365,8 +367,10 @@ def compose(lattice: Lattice, steps: int, frame: Frame, real: type = np.float64)
     bottom = math.floor((frame.bottom - shift) / h)
     size = next_fast_len(math.ceil((frame.top - shift) / h) - bottom + 1, real=True)
     top, t, u = bottom + size, frame.top_exponent, frame.bottom_exponent
-    above = math.exp(min(steps * (cumulant(tilt + t) - at) - t * h * top, 0.0))
-    below = math.exp(min(steps * (cumulant(tilt - u) - at) + u * h * bottom, 0.0))
+    reach = (tilt + t + u) * h * float(np.abs(places).max()) + abs(at)
+    doubt = ULPS * UNIT * steps * (places.size + reach)
+    above = math.exp(min(steps * (cumulant(tilt + t) - at) - t * h * top + doubt, 0.0))
+    below = math.exp(min(steps * (cumulant(tilt - u) - at) + u * h * bottom + doubt, 0.0))
 
     tilted = np.exp(log_masses + tilt * (h * places) - at)
     wrapped = np.bincount(np.mod(places, size), weights=tilted, minlength=size)
@@ -414,9 +418,9 @@ def _power(law: npt.NDArray[Any], steps: int) -> tuple[Array, float]:
 
 def _delta(masses: Array, spacing: float) -> Array:
     """Σ_{i>j} p_i(1 − e^{s_j − s_i}) at every lattice loss s_j."""
-    decay = math.exp(-spacing)
     later = np.concatenate([[0.0], masses[:0:-1]])
-    sums: Array = math.expm1(spacing) * np.cumsum(lfilter([decay], [1.0, -decay], later))[::-1]
+    y = lfilter([1.0], [1.0, -math.exp(-spacing)], later)
+    sums: Array = -math.expm1(-spacing) * np.cumsum(y)[::-1]
     return sums
 
 
@@ -441,7 +445,7 @@ def _priced(pair: StepPair, frame: Frame, steps: int, delta: float, error: float
     lattice = rounded_up(pair, frame, spacing_for(pair, frame, steps, error * frame.tilt))
     largest = steps * lattice.spacing * (lattice.first + lattice.masses.size - 1)
     # No sum of finite losses exceeds T times the largest.
-    epsilon = max(largest, 0.0) if steps * lattice.lost <= delta else math.inf
+    epsilon = max(largest * (1.0 + UNIT), 0.0) if steps * lattice.lost <= delta else math.inf
     for real in (np.float64, np.longdouble):
         curve = compose(lattice, steps, frame, real)
         epsilon = min(epsilon, _where_it_falls(curve, delta))
@@ -464,7 +468,8 @@ def _where_it_falls(curve: DeltaCurve, delta: float) -> float:
         return max(float(curve.epsilons[0]), 0.0)
     left, right = curve.epsilons[node - 1 : node + 1]
     more, less = curve.upper[node - 1 : node + 1]
-    if not more < math.inf:
+    if not more < math.inf or right - left > 1.0:
         return max(float(right), 0.0)
     share = (more - delta) / (more - less)
-    return max(float(left + math.log1p(share * math.expm1(right - left))), 0.0)
+    between = float(left + math.log1p(share * math.expm1(right - left)))
+    return min(max(between + ULPS * UNIT * (abs(between) + right - left), 0.0), max(right, 0.0))

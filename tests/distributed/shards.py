@@ -13,6 +13,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from shuffled_dpsgd.clipping.checks.solo_runs import Autocast
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -26,7 +27,6 @@ from torch.utils.data import DataLoader
 from distributed import replicas
 from distributed.replicas import CASES, refusal
 from distributed.sharded_models import shard, whole
-from shuffled_dpsgd.clipping.checks.solo_runs import Autocast
 from shuffled_dpsgd.clipping.settle.layer_by_layer import LayerByLayer
 from shuffled_dpsgd.distributed import current_world
 from shuffled_dpsgd.distributed.borrowed import BorrowedGraph

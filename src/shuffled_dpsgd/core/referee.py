@@ -23,8 +23,8 @@ from __future__ import annotations
 import math
 import random
 import time
-from collections.abc import Callable, Hashable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -74,6 +74,27 @@ class Checks:
     reasons: set[str] = field(default_factory=set)
 
 
+class TimeShare:
+    """What checks have taken; those at random are made while it is a small share of the time."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._began = time.perf_counter()
+
+    def allows(self) -> bool:
+        """Whether another check may be made by chance."""
+        return self.seconds <= SHARE_OF_TIME * (time.perf_counter() - self._began)
+
+    @contextmanager
+    def spent(self) -> Iterator[None]:
+        """The time inside is that of a check."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds += time.perf_counter() - started
+
+
 @dataclass(kw_only=True)
 class _Pending:
     """A batch whose forward has begun: it is compared once its backward is over."""
@@ -119,6 +140,7 @@ class BatchWitness(Protocol):
     """
 
     call: Any
+    wants: list[Callable[[Any, Mapping[str, Any]], bool]]
 
     def replay(
         self, call: Any, rows: int, lifted: Any, pull: Pull | None = None
@@ -152,7 +174,9 @@ class Referee:
 
     `rate` is the share of steps compared at random; one compares every step. `rows` says how many
     rows the next batch has, those that only pad it included, or None if all of them count. With
-    `shards`, the engine has this process's rows of sums over all processes.
+    `shards`, the engine has this process's rows of sums over all processes. What comes back from
+    the loss must be multiplied by `scale`. `check_time` is what all checks of the run have taken.
+    Without a `door` there are no steps: batches of new kinds are compared, and others at random.
     """
 
     def __init__(
@@ -164,9 +188,11 @@ class Referee:
         clip: str = "flat",
         groups: Callable[[], list[list[str]]] | None = None,
         rate: float = DEFAULT_RATE,
-        takes_means: bool = False,
+        scale: Callable[[], float] = lambda: 1.0,
         shards: Shards | None = None,
         rows: Callable[[], int | None] = lambda: None,
+        check_time: TimeShare | None = None,
+        door: bool = True,
     ) -> None:
         self.checks = Checks()
         self.witness: BatchWitness | None = None
@@ -176,16 +202,15 @@ class Referee:
         self._clip = clip if math.isfinite(clip_norm) else "none"
         self._groups = groups
         self._rate = rate
-        self._takes_means = takes_means
+        self._scale = scale
+        self._has_door = door
         self._shards = shards
         self._rows = rows
         self._coin = random.SystemRandom()
         self._steps_compared = 0
         self._kinds: set[Hashable] = set()
         self._pending: _Pending | None = None
-        self._has_losses = False
-        self._began = time.perf_counter()
-        self._seconds = 0.0
+        self._time = check_time or TimeShare()
         self._noise: list[tuple[str, int, Tensor]] = []
         self.begin_step()
 
@@ -201,31 +226,21 @@ class Referee:
         self._new_kinds: set[Hashable] = set()
         self._pending = None
 
-    def note_losses(self) -> None:
-        """The backward that follows begins at one loss per sample, whatever was declared."""
-        self._has_losses = True
-
-    def follow(
-        self, args: Any, kwargs: Mapping[str, Any], find: Callable[[], KeptCall | None]
-    ) -> None:
-        """For a batch that the witness did not see: have `find` put its call together, if due."""
-        unseen = self.witness is not None and self._pending is None and self._shards is None
-        if unseen and self.wants(args, kwargs) and self.witness is not None:
-            self.witness.call = find()
-
     def wants(self, args: Any, kwargs: Mapping[str, Any]) -> bool:
         """Whether the batch that is about to run is going to be compared."""
         self.settle()
-        if self._compares is None:
+        chosen = self._compares
+        if chosen is None:
             first = self._steps_compared < FIRST_STEPS
-            by_chance = self._coin.random() < self._rate and self._is_affordable()
+            by_chance = self._coin.random() < self._rate
+            by_chance = by_chance and (self._rate > DEFAULT_RATE or self._time.allows())
             if self._shards is not None:
                 by_chance = self._shards.coin()
-            self._compares = first or by_chance
+            chosen = by_chance or (first and self._has_door)
+            self._compares = chosen if self._has_door else None
         rows = self._rows()
         kind = _kind_of(self._model, args, kwargs)
-        self._has_losses = False
-        if not self._compares and (kind in self._kinds or self._shards is not None):
+        if not chosen and (kind in self._kinds or self._shards is not None):
             return False
         sums = None
         if not self._compares:
@@ -244,18 +259,18 @@ class Referee:
         pending, self._pending, witness = self._pending, None, self.witness
         if pending is None or witness is None or witness.call is None:
             return
-        call, witness.call = witness.call, None
+        call = witness.call
         norms = self._engine.sample_norms[pending.num_norms :].double().cpu()
         if not norms.numel() and self._shards is None:
             return
-        started = time.perf_counter()
         self._half = self._half or call.autocast[1]
         rows = norms.numel() if pending.rows is None else pending.rows
+        pull = None if self._shards is None else self._shards.rows
         try:
             self._refuse_to_replay(call, norms)
-            pull = None if self._shards is None else self._shards.rows
-            with witness.replay(call, rows, self._engine.lifted(), pull) as replay:
-                total = self._expected(replay, norms, rows)
+            lifted = self._engine.lifted()
+            with self._time.spent(), witness.replay(call, rows, lifted, pull) as replay:
+                total, lengths = self._expected(replay, norms, rows)
         except CannotReplayError as reason:
             self.checks.not_made += pending.sums is not None
             self.checks.reasons.add(str(reason))
@@ -271,7 +286,7 @@ class Referee:
             self._new_kinds.add(pending.kind)
             for name, part in total.items():
                 self._total[name] = part if name not in self._total else self._total[name] + part
-        self._seconds += time.perf_counter() - started
+        self._check_norms(norms, lengths)
 
     def _refuse_to_replay(self, call: KeptCall, norms: Tensor) -> None:
         """Where processes run the model together, all of them do or none does."""
@@ -281,33 +296,33 @@ class Referee:
         if is_any:
             raise CannotReplayError(problem or "another process could not run its batch once more")
 
-    def _expected(self, replay: SecondRun, norms: Tensor, rows: int) -> dict[str, Tensor]:
-        """The clipped sum of one batch by plain autograd; checks the norms of a few samples."""
-        scale = 1.0
-        if self._takes_means and not self._has_losses and not replay.has_numbers:
-            scale = float(rows)
+    def _expected(
+        self, replay: SecondRun, norms: Tensor, rows: int
+    ) -> tuple[dict[str, Tensor], dict[int, float]]:
+        """The clipped sum of one batch by plain autograd, and the norms of a few samples."""
+        scale = 1.0 if replay.has_numbers else self._scale()
         if self._clip == "per-layer":
             return self._by_groups(replay, norms, rows, scale)
         # Rows of a gradient summed over processes say nothing of a single sample.
         watched = 0 if self._shards is not None else min(SAMPLES, len(norms))
+        lengths = {}
         for sample in self._coin.sample(range(len(norms)), watched):
             weights = torch.zeros(rows, dtype=torch.float64)
             weights[sample] = scale
             grads = replay.gradient(weights)
-            expected = float(joint_norm(grads.values()))
-            factor = clip_factor(expected, self._bound, self._clip)
+            lengths[sample] = float(joint_norm(grads.values()))
+            factor = clip_factor(lengths[sample], self._bound, self._clip)
             for name, grad in grads.items():
                 own = factor * float(joint_norm([grad]))
                 self._single[name] = max(own, self._single.get(name, 0.0))
-            self._check_norm(float(norms[sample]), expected, sample, float(norms.median()))
         weights = torch.zeros(rows, dtype=torch.float64)
         factors = [clip_factor(norm, self._bound, self._clip) for norm in norms.tolist()]
         weights[: len(norms)] = torch.tensor(factors, dtype=torch.float64) * scale
-        return _widened(replay.gradient(weights, last=True))
+        return _widened(replay.gradient(weights, last=True)), lengths
 
     def _by_groups(
         self, replay: SecondRun, norms: Tensor, rows: int, scale: float
-    ) -> dict[str, Tensor]:
+    ) -> tuple[dict[str, Tensor], dict[int, float]]:
         """Groups of parameters have factors of their own: every sample by itself."""
         groups = None if self._groups is None else self._groups()
         plain = PlainClipping(self._model, clip_norm=self._bound, clip="per-layer", groups=groups)
@@ -315,21 +330,21 @@ class Referee:
             weights = torch.zeros(rows, dtype=torch.float64)
             weights[sample] = scale
             plain.add_gradient(replay.gradient(weights))
-            found, expected = float(norms[sample]), float(plain.sample_norms[-1])
-            self._check_norm(found, expected, sample, float(norms.median()))
-        return plain.clipped_sum()
+        return plain.clipped_sum(), dict(enumerate(plain.sample_norms.tolist()))
 
-    def _check_norm(self, found: float, expected: float, sample: int, typical: float) -> None:
+    def _check_norms(self, norms: Tensor, lengths: Mapping[int, float]) -> None:
         tolerance = max(self._tolerance(), 2e-3)
-        low, high = (1 - tolerance) * expected, (1 + tolerance + NORM_ROOM) * expected
         # Gradients far below their batch's typical one are all rounding.
-        slack = 1e-3 * typical
-        if not low - slack <= found <= high + slack:
-            raise RefereeError(
-                f"sample {sample} of a batch: a norm of {found:.6g}, where plain autograd finds "
-                f"{expected:.6g}; nothing was released: {_REMEDY}"
-            )
-        self.checks.norms += bool(self._compares)
+        slack = 1e-3 * float(norms.median()) if len(norms) else 0.0
+        for sample, expected in lengths.items():
+            found = float(norms[sample])
+            low, high = (1 - tolerance) * expected, (1 + tolerance + NORM_ROOM) * expected
+            if not low - slack <= found <= high + slack:
+                raise RefereeError(
+                    f"sample {sample} of a batch: a norm of {found:.6g}, where plain autograd "
+                    f"finds {expected:.6g}; nothing was released: {_REMEDY}"
+                )
+            self.checks.norms += bool(self._compares)
 
     # --- at the door -----------------------------------------------------------------------------
 
@@ -428,7 +443,8 @@ class Referee:
             raise RefereeError(
                 f"{name}: the sum of clipped gradients is {lengths[name] / scale:.2%} of its norm "
                 f"away from what plain autograd finds ({distance / scale:.2%} over all "
-                f"parameters); nothing was released: {_REMEDY}"
+                f"parameters); nothing was released: {_REMEDY}",
+                name=name,
             )
 
     # --- the noise -------------------------------------------------------------------------------
@@ -489,11 +505,6 @@ class Referee:
         if self._device == "cuda" and torch.backends.cuda.matmul.allow_tf32:
             return TF32_TOLERANCE
         return max(TOLERANCES.get(dtype, HALF_TOLERANCE) for dtype in dtypes)
-
-    def _is_affordable(self) -> bool:
-        if self._rate > DEFAULT_RATE:
-            return True
-        return self._seconds <= SHARE_OF_TIME * (time.perf_counter() - self._began)
 
 
 _REMEDY = (

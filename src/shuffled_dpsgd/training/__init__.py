@@ -15,8 +15,8 @@ from shuffled_dpsgd.training.card_of_plan import write_card
 from shuffled_dpsgd.training.checkpoint import load_checkpoint, save_checkpoint
 from shuffled_dpsgd.training.checkpoint_folder import find_checkpoints, latest_checkpoint
 from shuffled_dpsgd.training.data import Batch
-from shuffled_dpsgd.training.independence import check_independence
 from shuffled_dpsgd.training.loop import LoopSettings, Outcome, Progress, train
+from shuffled_dpsgd.training.loss_check import check_independence
 from shuffled_dpsgd.training.metrics import StepMetrics
 from shuffled_dpsgd.training.physical import find_physical_batch_size
 from shuffled_dpsgd.training.planning import make_plan

@@ -7,10 +7,13 @@ out; then every new kind of batch, and others at random. The model itself is tri
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import default_collate
 
+from shuffled_dpsgd.clipping.checks.check_turns import CheckTurns
+from shuffled_dpsgd.core.referee import TimeShare
 from shuffled_dpsgd.runtime.notices import say_once
 from shuffled_dpsgd.training.data import MapStyle, PartLoader, PhysicalBatch
 from shuffled_dpsgd.training.loader_check import LoaderCheck
@@ -26,11 +29,14 @@ NO_LOSS = (
 
 
 class NeighbourTests:
-    """Tries out the loader and the loss of `run` on the batches it draws."""
+    """Tries out the loader and the loss of `run` on the batches it draws.
 
-    def __init__(self, run: PrivateTraining, *, rate: float) -> None:
+    `check_time` is what all checks of the run have taken.
+    """
+
+    def __init__(self, run: PrivateTraining, *, rate: float, check_time: TimeShare) -> None:
         self._run = run
-        self._rate = rate
+        self._turns = partial(CheckTurns, rate, check_time, run.plan.seed)
         self._loader: LoaderCheck | None = None
         self._loss: LossExchange | None = None
         self._made_of: tuple[Any, Any] | None = None
@@ -41,7 +47,7 @@ class NeighbourTests:
             self._run.model,
             loss,
             self._run.engine.lifted,
-            rate=self._rate,
+            turns=self._turns(),
             with_gradients=not self._run.is_sharded,
         )
 
@@ -51,7 +57,7 @@ class NeighbourTests:
             return
         self._made_of = data, collate
         loader = PartLoader(data, collate or default_collate)
-        self._loader = LoaderCheck(loader, dataset_size=len(data), rate=self._rate)
+        self._loader = LoaderCheck(loader, dataset_size=len(data), turns=self._turns())
 
     @property
     def not_checked(self) -> tuple[str, ...]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +21,7 @@ from shuffled_dpsgd.core.card import NO_LEDGER, SEEDED_TWICE
 from shuffled_dpsgd.core.ledger import Ledger
 from shuffled_dpsgd.core.mechanism import Mechanism
 from shuffled_dpsgd.core.plan import PrivacyPlan
-from shuffled_dpsgd.core.referee import DEFAULT_RATE, Referee
+from shuffled_dpsgd.core.referee import DEFAULT_RATE, Referee, TimeShare
 from shuffled_dpsgd.core.release import Door, Exchange, Inspector
 from shuffled_dpsgd.core.sampler import Sampler
 from shuffled_dpsgd.core.streams import RandomStreams, fresh_key
@@ -36,7 +35,6 @@ from shuffled_dpsgd.runtime.shards import held
 from shuffled_dpsgd.training.batch_stream import BatchStream
 from shuffled_dpsgd.training.card import PrivacyCard
 from shuffled_dpsgd.training.card_of_plan import write_card
-from shuffled_dpsgd.training.compiled_batches import follow
 from shuffled_dpsgd.training.data import MapStyle
 from shuffled_dpsgd.training.drawn_batches import DrawnBatches
 from shuffled_dpsgd.training.fingerprints import fingerprint
@@ -125,6 +123,7 @@ class PrivateTraining:
         self.history = History(self)
         self.unit = unit
         self.rows: Survey | None = None
+        self._check_time = getattr(engine, "check_time", None) or TimeShare()
         self._referee = Referee(
             model,
             engine,
@@ -132,12 +131,18 @@ class PrivateTraining:
             clip=plan.clip,
             groups=lambda: engine.clip_groups,
             rate=check_rate,
-            takes_means=plan.loss_reduction == "mean",
+            scale=lambda: getattr(engine, "scale", 1.0),
             shards=self._shards(check_rate),
             rows=self._rows_in_hand,
+            check_time=self._check_time,
         )
-        self._witness = Witness(model, self._referee.wants, lambda: engine.is_checking)
-        self._referee.witness = self._witness
+        # Other engines than our own have none.
+        self._witness = None if hasattr(engine, "witness") else Witness(model, self._is_checking)
+        if self._witness is None:
+            engine.use_referee(self._referee)
+        else:
+            self._referee.witness = self._witness
+            self._witness.wants.append(self._referee.wants)
         self.referee: Inspector = self._referee
         self._door = Door(
             names=tuple(self._trainable),
@@ -156,7 +161,7 @@ class PrivateTraining:
             update=self._update,
             try_out=lambda drawn, batch: self._neighbours.check(drawn, batch),
         )
-        self._neighbours = NeighbourTests(self, rate=check_rate)
+        self._neighbours = NeighbourTests(self, rate=check_rate, check_time=self._check_time)
         self.shuffling = Shuffling(
             model=model,
             optimizer=optimizer,
@@ -299,14 +304,9 @@ class PrivateTraining:
             warn_if_scaled(losses)
         # Here, so that the outcome is known before the norms are, for which a step waits.
         self._weights.ask()
-        inputs = getattr(self.engine, "compiled_inputs", None)
-        if inputs is not None:
-            args, kwargs, _ = inputs
-            find = partial(follow, self.model, self.engine, losses, inputs)
-            self._referee.follow(args, kwargs, find)
-        if not reduced:
-            self._referee.note_losses()
-        elif self.ledger.spent == 0 and not self.is_sharded:
+        if reduced and self._witness is None:
+            self.engine.follow_compiled(losses)
+        if reduced and self.ledger.spent == 0 and not self.is_sharded:
             refuse_foreign_parameters(losses, self._trainable)
         if current is not None and (self._drawn.pads or current.size < current.rows):
             if current.size > 0:
@@ -471,7 +471,8 @@ class PrivateTraining:
     def __enter__(self) -> PrivateTraining:
         if self._depth == 0:
             self.engine.__enter__()
-            self._witness.listen()
+            if self._witness is not None:
+                self._witness.listen()
             self.shuffling.listen()
         self._depth += 1
         return self
@@ -489,7 +490,8 @@ class PrivateTraining:
         self._depth -= 1
         if self._depth == 0:
             self.shuffling.stop_listening()
-            self._witness.stop()
+            if self._witness is not None:
+                self._witness.stop()
             self.engine.__exit__(kind, error, trace)
 
     def _may_release(self) -> bool:
@@ -501,6 +503,9 @@ class PrivateTraining:
         return ShardedTotals(
             self._sharding, self._trainable, lambda: self.streams.coin(self.steps_taken, rate)
         )
+
+    def _is_checking(self) -> bool:
+        return self.engine.is_checking
 
     def _rows_in_hand(self) -> int | None:
         current = self._drawn.current

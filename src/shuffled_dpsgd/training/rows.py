@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 import torch.utils.data
 
+from shuffled_dpsgd.runtime.random_states import randomness_kept
 from shuffled_dpsgd.training.data import MapStyle
-from shuffled_dpsgd.training.global_randomness import randomness_kept
 from shuffled_dpsgd.training.record_digest import row_digest
 
 _SECONDS = 3.0

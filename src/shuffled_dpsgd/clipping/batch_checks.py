@@ -145,6 +145,11 @@ class BatchChecks:
         self._outputs = tensors_in(output)
         return None if self._sharding is None else output
 
+    def note_counted(self, counted: int) -> None:
+        """Only so many samples of the latest batch count; the others may hold anything."""
+        if self.witness.call is not None:
+            self.witness.call.counted = counted
+
     def check_losses(self, batch: CapturedBatch, losses: Tensor) -> None:
         """Follow the first losses, and those of watched batches, back to the outputs."""
         outputs, self._outputs = self._outputs, ()

@@ -27,6 +27,7 @@ from shuffled_dpsgd.clipping.capture.recorder import CaptureRecorder
 from shuffled_dpsgd.clipping.capture.slot import can_listen
 from shuffled_dpsgd.clipping.capture.taps import signature_of
 from shuffled_dpsgd.clipping.checks import refusals
+from shuffled_dpsgd.clipping.checks.check_turns import TimeShare
 from shuffled_dpsgd.clipping.contributions import cost
 from shuffled_dpsgd.clipping.plan import Plan, describe
 from shuffled_dpsgd.clipping.rules.half_copies import HalfCopies
@@ -34,7 +35,7 @@ from shuffled_dpsgd.clipping.rules.linear import keep_no_copies
 from shuffled_dpsgd.clipping.settle import clip_functions
 from shuffled_dpsgd.clipping.settle.schedules import WholeGradient
 from shuffled_dpsgd.clipping.settle.strategies import make_rule, schedule_for
-from shuffled_dpsgd.core.referee import DEFAULT_RATE, Referee, TimeShare
+from shuffled_dpsgd.core.referee import DEFAULT_RATE, Referee
 from shuffled_dpsgd.errors import InvalidArgumentError, UnsupportedModuleError
 from shuffled_dpsgd.runtime.clock import Clock
 from shuffled_dpsgd.runtime.shards import LiveParameters, Sharding, held
@@ -206,6 +207,7 @@ class ClippingEngine:
         counting = losses
         if counted is not None:
             counting, batch.counted = losses[:counted], counted
+            self._checks.note_counted(counted)
             batch.counts_B = self._counted.mark(batch.size, counted, losses.device)
         self._checks.check_losses(batch, losses)
         self._rule.totals.let_go()
@@ -286,13 +288,14 @@ class ClippingEngine:
         """Whether the model is being run for a check of the engine's own."""
         return self._checks.is_running
 
-    def use_referee(self, referee: Referee) -> None:
-        """Have this one compare what is handed out, and no longer the engine's own."""
+    def use_referee(self, referee: Referee | None) -> None:
+        """Have this one compare what is handed out, or nobody, and no longer the engine's own."""
         if self._referee is not None and self._referee is not referee:
             self.witness.wants.remove(self._referee.wants)
             self._referee = None
-        referee.witness = self.witness
-        self.witness.wants.append(referee.wants)
+        if referee is not None:
+            referee.witness = self.witness
+            self.witness.wants.append(referee.wants)
 
     @property
     def scale(self) -> float:
@@ -472,7 +475,8 @@ class ClippingEngine:
             rate=rate,
             scale=lambda: self.scale,
             rows=lambda: None if self._recorder.latest is None else self._recorder.latest.size,
-            check_time=self.check_time,
+            may_check=self.check_time.allows,
+            timed=self.check_time.spent,
             door=False,
         )
 

@@ -22,9 +22,8 @@ from __future__ import annotations
 
 import math
 import random
-import time
-from collections.abc import Callable, Hashable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Hashable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -41,8 +40,6 @@ DEFAULT_RATE = 1 / 256
 # Steps with records in them whose sums are always compared. Faults that carry something over from
 # an earlier batch show from the second on.
 FIRST_STEPS = 3
-# Share of the time so far that comparisons at random may take, up to the default rate.
-SHARE_OF_TIME = 0.01
 SAMPLES = 2
 NOISE_COORDINATES = 4
 # On an accelerator, where each look waits for it: always at first, then one release in so many.
@@ -72,27 +69,6 @@ class Checks:
     noise: int = 0
     not_made: int = 0
     reasons: set[str] = field(default_factory=set)
-
-
-class TimeShare:
-    """What checks have taken; those at random are made while it is a small share of the time."""
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-        self._began = time.perf_counter()
-
-    def allows(self) -> bool:
-        """Whether another check may be made by chance."""
-        return self.seconds <= SHARE_OF_TIME * (time.perf_counter() - self._began)
-
-    @contextmanager
-    def spent(self) -> Iterator[None]:
-        """The time inside is that of a check."""
-        started = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.seconds += time.perf_counter() - started
 
 
 @dataclass(kw_only=True)
@@ -128,7 +104,12 @@ class SecondRun(Protocol):
         """The gradient of Σ weights_i·loss_i; `last` lets go of the forward."""
         ...
 
+    def cancels(self) -> bool:
+        """Whether the gradient of all samples is a small rest of much larger terms."""
+        ...
 
+
+Tensors = dict[str, Tensor]
 Pull = Callable[[list[Tensor], list[Tensor]], dict[str, Tensor]]
 
 
@@ -175,8 +156,9 @@ class Referee:
     `rate` is the share of steps compared at random; one compares every step. `rows` says how many
     rows the next batch has, those that only pad it included, or None if all of them count. With
     `shards`, the engine has this process's rows of sums over all processes. What comes back from
-    the loss must be multiplied by `scale`. `check_time` is what all checks of the run have taken.
-    Without a `door` there are no steps: batches of new kinds are compared, and others at random.
+    the loss must be multiplied by `scale`. `may_check` says whether there is time for a comparison
+    at random, up to the default rate; what comparisons take is `timed`. Without a `door` there are
+    no steps: batches of new kinds are compared, and others at random.
     """
 
     def __init__(
@@ -191,7 +173,8 @@ class Referee:
         scale: Callable[[], float] = lambda: 1.0,
         shards: Shards | None = None,
         rows: Callable[[], int | None] = lambda: None,
-        check_time: TimeShare | None = None,
+        may_check: Callable[[], bool] = lambda: True,
+        timed: Callable[[], AbstractContextManager[object]] = nullcontext,
         door: bool = True,
     ) -> None:
         self.checks = Checks()
@@ -210,7 +193,8 @@ class Referee:
         self._steps_compared = 0
         self._kinds: set[Hashable] = set()
         self._pending: _Pending | None = None
-        self._time = check_time or TimeShare()
+        self._may_check = may_check
+        self._timed = timed
         self._noise: list[tuple[str, int, Tensor]] = []
         self.begin_step()
 
@@ -233,7 +217,7 @@ class Referee:
         if chosen is None:
             first = self._steps_compared < FIRST_STEPS
             by_chance = self._coin.random() < self._rate
-            by_chance = by_chance and (self._rate > DEFAULT_RATE or self._time.allows())
+            by_chance = by_chance and (self._rate > DEFAULT_RATE or self._may_check())
             if self._shards is not None:
                 by_chance = self._shards.coin()
             chosen = by_chance or (first and self._has_door)
@@ -269,13 +253,26 @@ class Referee:
         try:
             self._refuse_to_replay(call, norms)
             lifted = self._engine.lifted()
-            with self._time.spent(), witness.replay(call, rows, lifted, pull) as replay:
+            with self._timed(), witness.replay(call, rows, lifted, pull) as replay:
                 total, lengths = self._expected(replay, norms, rows)
+                try:
+                    self._weigh(pending, norms, total, lengths)
+                except RefereeError:
+                    if replay.cancels():
+                        raise CannotReplayError("gradients are all rounding") from None
+                    if self._compares:
+                        raise
+                    # A backward that its author has changed need not be linear in the losses.
+                    self._weigh(pending, norms, *self._one_by_one(replay, norms, rows))
         except CannotReplayError as reason:
             self.checks.not_made += pending.sums is not None
             self.checks.reasons.add(str(reason))
             self._total = None
-            return
+
+    def _weigh(
+        self, pending: _Pending, norms: Tensor, total: Tensors, lengths: Mapping[int, float]
+    ) -> None:
+        """Compare one batch, or add it to what its step is going to be compared with."""
         if pending.sums is not None:
             found = self._engine.clipped_sum()
             delivered = {name: found[name] - before for name, before in pending.sums.items()}
@@ -298,11 +295,11 @@ class Referee:
 
     def _expected(
         self, replay: SecondRun, norms: Tensor, rows: int
-    ) -> tuple[dict[str, Tensor], dict[int, float]]:
+    ) -> tuple[Tensors, dict[int, float]]:
         """The clipped sum of one batch by plain autograd, and the norms of a few samples."""
         scale = 1.0 if replay.has_numbers else self._scale()
         if self._clip == "per-layer":
-            return self._by_groups(replay, norms, rows, scale)
+            return self._one_by_one(replay, norms, rows)
         # Rows of a gradient summed over processes say nothing of a single sample.
         watched = 0 if self._shards is not None else min(SAMPLES, len(norms))
         lengths = {}
@@ -320,15 +317,15 @@ class Referee:
         weights[: len(norms)] = torch.tensor(factors, dtype=torch.float64) * scale
         return _widened(replay.gradient(weights, last=True)), lengths
 
-    def _by_groups(
-        self, replay: SecondRun, norms: Tensor, rows: int, scale: float
-    ) -> tuple[dict[str, Tensor], dict[int, float]]:
-        """Groups of parameters have factors of their own: every sample by itself."""
+    def _one_by_one(
+        self, replay: SecondRun, norms: Tensor, rows: int
+    ) -> tuple[Tensors, dict[int, float]]:
+        """The same with every sample by itself: groups of parameters have factors of their own."""
         groups = None if self._groups is None else self._groups()
-        plain = PlainClipping(self._model, clip_norm=self._bound, clip="per-layer", groups=groups)
+        plain = PlainClipping(self._model, clip_norm=self._bound, clip=self._clip, groups=groups)
         for sample in range(len(norms)):
             weights = torch.zeros(rows, dtype=torch.float64)
-            weights[sample] = scale
+            weights[sample] = 1.0 if replay.has_numbers else self._scale()
             plain.add_gradient(replay.gradient(weights))
         return plain.clipped_sum(), dict(enumerate(plain.sample_norms.tolist()))
 

@@ -34,6 +34,8 @@ TakeGradients = Callable[[Callable[[str, Tensor], None]], AbstractContextManager
 # Entries of a larger tensor that are enough to see whether it is another one.
 _MOST_ENTRIES = 1 << 12
 _MOST_OUTPUTS = 1 << 20
+# Of a sum, what rounding may have had a part in.
+_SMALL_REST = 1e-2
 
 
 @dataclass(kw_only=True)
@@ -48,6 +50,8 @@ class Call:
     cotangents: dict[int, Tensor] = field(default_factory=dict)
     outputs: dict[int, Tensor] = field(default_factory=dict)
     is_random: bool = False
+    # Rows after so many only fill the batch up, and may hold anything.
+    counted: int | None = None
 
     @classmethod
     def now(cls, model: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> Call:
@@ -208,6 +212,8 @@ class Rerun:
         self._pull = pull
         self._take = take
         self._outputs: dict[int, Tensor] | None = None
+        counted = rows if call.counted is None else call.counted
+        self._whole = [row if row < counted else 0 for row in range(rows)]
 
     @property
     def has_numbers(self) -> bool:
@@ -225,14 +231,35 @@ class Rerun:
         if self.has_numbers:
             return self._one_by_one(weights)
         outputs = self._forward() if self._outputs is None else self._outputs
+        found = self._backward(outputs, self._cotangents(outputs, weights), retain=not last)
+        self._outputs = None if last else outputs
+        return found
+
+    def cancels(self) -> bool:
+        """Whether the gradient of all samples is a small rest of much larger terms.
+
+        These show once the gradients that come back from the loss have random signs.
+        """
+        if self.has_numbers or self._pull is not None:
+            return False
+        outputs = self._forward()
+        grads = self._cotangents(outputs, torch.ones(self._rows))
+        signed = {place: grad * torch.randn_like(grad).sign() for place, grad in grads.items()}
+        large, rest = (
+            torch.stack(torch._foreach_norm(list(found.values()))).norm()
+            for found in (
+                self._backward(outputs, signed, retain=True),
+                self._backward(outputs, grads, retain=False),
+            )
+        )
+        return bool(rest < _SMALL_REST * large)
+
+    def _cotangents(self, outputs: dict[int, Tensor], weights: Tensor) -> dict[int, Tensor]:
         places = range(self._rows)
-        grads = {
+        return {
             place: self._weighted(grad, outputs[place], weights, places, places)
             for place, grad in self._call.cotangents.items()
         }
-        found = self._backward(outputs, grads, retain=not last)
-        self._outputs = None if last else outputs
-        return found
 
     def observe(
         self, order: Sequence[int], kept: Sequence[int], gradients: bool = True
@@ -278,7 +305,7 @@ class Rerun:
     def _forward(self) -> dict[int, Tensor]:
         """The outputs of the batch as it was, under the same random numbers."""
         self._call.before.restore()
-        found = self._run(range(self._rows))
+        found = self._run(self._whole)
         for place, out in found.items() if self._call.is_random else ():
             # Other layers may draw them in another order.
             before = self._call.outputs[place].double()

@@ -27,7 +27,7 @@ from shuffled_dpsgd.runtime.replay import Observed, some_entries, without_a_trac
 from shuffled_dpsgd.training.data import Batch, MapStyle, shaped, to_device
 
 PerSampleLoss = Callable[[nn.Module, Any], Tensor]
-_RECORDS, _TRIALS = 8, 8
+_RECORDS, _TRIALS = 4, 8
 _MOST_ENTRIES = 1 << 12
 
 

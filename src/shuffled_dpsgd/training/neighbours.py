@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import default_collate
 
-from shuffled_dpsgd.clipping.checks.check_turns import CheckTurns
-from shuffled_dpsgd.core.referee import TimeShare
+from shuffled_dpsgd.clipping.checks.check_turns import CheckTurns, TimeShare
 from shuffled_dpsgd.runtime.notices import say_once
 from shuffled_dpsgd.training.data import MapStyle, PartLoader, PhysicalBatch
 from shuffled_dpsgd.training.loader_check import LoaderCheck

@@ -16,12 +16,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shuffled_dpsgd.clipping import ClippingEngine
+from shuffled_dpsgd.clipping.checks.check_turns import TimeShare
 from shuffled_dpsgd.clipping.checks.loss_independence import refuse_foreign_parameters
 from shuffled_dpsgd.core.card import NO_LEDGER, SEEDED_TWICE
 from shuffled_dpsgd.core.ledger import Ledger
 from shuffled_dpsgd.core.mechanism import Mechanism
 from shuffled_dpsgd.core.plan import PrivacyPlan
-from shuffled_dpsgd.core.referee import DEFAULT_RATE, Referee, TimeShare
+from shuffled_dpsgd.core.referee import DEFAULT_RATE, Referee
 from shuffled_dpsgd.core.release import Door, Exchange, Inspector
 from shuffled_dpsgd.core.sampler import Sampler
 from shuffled_dpsgd.core.streams import RandomStreams, fresh_key
@@ -134,7 +135,8 @@ class PrivateTraining:
             scale=lambda: getattr(engine, "scale", 1.0),
             shards=self._shards(check_rate),
             rows=self._rows_in_hand,
-            check_time=self._check_time,
+            may_check=self._check_time.allows,
+            timed=self._check_time.spent,
         )
         # Other engines than our own have none.
         self._witness = None if hasattr(engine, "witness") else Witness(model, self._is_checking)

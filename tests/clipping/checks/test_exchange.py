@@ -21,8 +21,8 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 from shuffled_dpsgd.clipping import ClippingEngine
+from shuffled_dpsgd.clipping.checks import check_turns
 from shuffled_dpsgd.clipping.checks.check_turns import CheckTurns
-from shuffled_dpsgd.core import referee
 from shuffled_dpsgd.errors import InvalidArgumentError, UnsupportedModuleError
 from shuffled_dpsgd.runtime.replay import Rerun
 
@@ -632,7 +632,7 @@ def test_half_precision_is_given_its_rounding(dtype: torch.dtype) -> None:
 
 def test_checks_at_random_keep_to_their_share_of_the_time(monkeypatch: Any) -> None:
     now = [0.0]
-    monkeypatch.setattr(referee.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(check_turns.time, "perf_counter", lambda: now[0])
 
     def turns(rate: float) -> CheckTurns:
         found = CheckTurns(rate)

@@ -3,9 +3,35 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Hashable
+import time
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
 
-from shuffled_dpsgd.core.referee import DEFAULT_RATE, TimeShare
+from shuffled_dpsgd.core.referee import DEFAULT_RATE
+
+# Of the time so far, what all checks of a run together may take.
+SHARE_OF_TIME = 0.01
+
+
+class TimeShare:
+    """What checks have taken; those at random are made while it is a small share of the time."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._began = time.perf_counter()
+
+    def allows(self) -> bool:
+        """Whether another check may be made by chance."""
+        return self.seconds <= SHARE_OF_TIME * (time.perf_counter() - self._began)
+
+    @contextmanager
+    def spent(self) -> Iterator[None]:
+        """The time inside is that of a check."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds += time.perf_counter() - started
 
 
 class CheckTurns:
@@ -15,10 +41,10 @@ class CheckTurns:
     While it is `dense`, every batch is checked.
     """
 
-    def __init__(self, rate: float, time: TimeShare | None = None, seed: int | None = 0) -> None:
+    def __init__(self, rate: float, share: TimeShare | None = None, seed: int | None = 0) -> None:
         self.by_coin = False
         self.dense = False
-        self.time = time or TimeShare()
+        self.time = share or TimeShare()
         self.draws = random.Random(seed)
         self._rate = rate
         self._seen: set[Hashable] = set()

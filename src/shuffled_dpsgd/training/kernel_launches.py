@@ -114,7 +114,7 @@ def compiling_work(
 
 def linear_launches(made: Tensors, maps: Sequence[Map]) -> Iterator[KernelLaunch]:
     """Norms and sums of linear layers in plain Triton."""
-    linear, gram, tiles, sums = _modules("linear", "gram", "tiles", "sums")
+    linear, tiles, sums = _modules("linear", "tiles", "sums")
 
     def norms(way: Callable[..., object], one: Map, bias: bool) -> None:
         way(*made.pair(one), bias)
@@ -124,10 +124,7 @@ def linear_launches(made: Tensors, maps: Sequence[Map]) -> Iterator[KernelLaunch
         sums.weighted_outer_sums(*made.pair(one), made.floats(B), [made.floats(P, D)], bulk=bulk)
 
     for one in maps:
-        ways = [linear.gram_sq_norms, tiles.tile_sq_norms]
-        if gram.MIN_TOKENS <= one[0] <= gram.MAX_TOKENS:
-            ways.append(gram.gram_sq_norms)
-        for way, bias in product(ways, (True, False)):
+        for way, bias in product((linear.gram_sq_norms, tiles.tile_sq_norms), (True, False)):
             yield KernelLaunch(name=_name(one), run=partial(norms, way, one, bias))
         yield KernelLaunch(name=_name(one), run=partial(add, one, False))
         yield copy_engine_launch(name=_name(one), run=partial(add, one, True))
@@ -168,7 +165,7 @@ def split_launches(made: Tensors, maps: Sequence[Map]) -> Iterator[KernelLaunch]
 
 def gluon_launches(made: Tensors, maps: Sequence[Map]) -> Iterator[KernelLaunch]:
     """Norms and sums of linear layers on Hopper; weights may be stored transposed, as GPT-2's."""
-    squares, strips, weighted = _modules("squares", "strips", "weighted_sums", folder="gluon")
+    squares, weighted = _modules("squares", "weighted_sums", folder="gluon")
 
     def norms(way: Callable[..., object], one: Map, bias: bool) -> None:
         way(*made.pair(one), bias)
@@ -183,10 +180,8 @@ def gluon_launches(made: Tensors, maps: Sequence[Map]) -> Iterator[KernelLaunch]
         squares.tile_sq_norms(*made.pair((128, 768, 512)), False, [made.floats(B, 512, 768)])
 
     for one in maps:
-        ways = [squares.tile_sq_norms]
-        if strips.MIN_TOKENS <= one[0] <= strips.MAX_TOKENS:
-            ways.append(strips.gram_sq_norms)
-        for way, bias in product(ways, (True, False)):
+        for bias in (True, False):
+            way = squares.tile_sq_norms
             yield hopper_launch(name=_name(one), run=partial(norms, way, one, bias))
         for bias, transposed in product((True, False), repeat=2):
             yield hopper_launch(name=_name(one), run=partial(add, one, bias, transposed))

@@ -23,8 +23,6 @@ HALF = (torch.bfloat16, torch.float16)
 PACKAGE = "shuffled_dpsgd.clipping.kernels"
 # One program reads a pair of blocks of tokens alone; past this width they are shared out.
 MAX_GRAM_WIDTH = 16384
-# The lengths that `gluon.strips` and `triton.gram` are written for.
-FEWEST_IN_TWO_PARTS, MOST_IN_TWO_PARTS = 129, 208
 _PLAIN = "Plain torch operations serve"
 
 GLUON_PRODUCTS = Route(
@@ -40,13 +38,6 @@ GLUON_PRODUCTS_OF_A_FEW = Route(
     instead="Plain Triton serves",
     cost="weighted sums of linear layers took 1.2 to 1.4 times as long on an H200",
     trial=trials.try_gluon_products_of_a_few,
-)
-GLUON_STRIPS = Route(
-    name="Norms of 129 to 208 tokens in Gluon",
-    package=PACKAGE,
-    instead="Plain Triton serves",
-    cost="these norms took 1.5 times as long on an H200",
-    trial=trials.try_gluon_strips,
 )
 PRODUCTS = Route(
     name="Sums and tile norms of linear layers in Triton",
@@ -75,13 +66,6 @@ GRAM = Route(
     instead=_PLAIN,
     cost="Gram matrices are written to memory and read back, for every layer alone",
     trial=trials.try_gram,
-)
-TWO_PART_GRAM = Route(
-    name="Gram norms of 129 to 208 tokens in Triton",
-    package=PACKAGE,
-    instead="The kernel for any length serves",
-    cost="it computes twice as many products at these lengths",
-    trial=trials.try_two_part_gram,
 )
 WIDE_GRAM = Route(
     name="Gram norms of very wide layers in Triton",
@@ -178,16 +162,11 @@ def _may_take_gluon_products(device: torch.device, tokens: int) -> bool:
     return not has_few or may_take_gluon(GLUON_PRODUCTS_OF_A_FEW, device)
 
 
-def gram_norms(device: torch.device, tokens: int, width: int) -> str | None:
+def gram_norms(device: torch.device, width: int) -> str | None:
     """The module whose norms by Gram matrices are fastest on this device, if any serves.
 
     `width` is the number of inputs or outputs, whichever is larger.
     """
     if width > MAX_GRAM_WIDTH:
         return "triton.wide" if may_take(WIDE_GRAM, device) else None
-    if FEWEST_IN_TWO_PARTS <= tokens <= MOST_IN_TWO_PARTS:
-        if may_take_gluon(GLUON_STRIPS, device):
-            return "gluon.strips"
-        if may_take(TWO_PART_GRAM, device):
-            return "triton.gram"
     return "triton.linear" if may_take(GRAM, device) else None

@@ -63,7 +63,7 @@ def gram_sq_norm_sums(
         x, g = pairs[run[0]]
         kernel = None
         if fits_triton_linear(x, g):
-            kernel = choices.gram_norms(x.device, x.shape[1], max(x.shape[2], g.shape[2]))
+            kernel = choices.gram_norms(x.device, max(x.shape[2], g.shape[2]))
         elif split_products.serves(x, g):
             found += _split_sq_norms([pairs[i] for i in run], biases[run[0]])
             continue

@@ -65,16 +65,6 @@ def try_gram(device: torch.device) -> None:
     _try_norms("triton.linear", device, 37, 80, 144, 1e-2)
 
 
-def try_two_part_gram(device: torch.device) -> None:
-    """`triton.gram`: norms by Gram matrices for samples of a few more than 128 tokens."""
-    _try_norms("triton.gram", device, 197, 72, 64, 1e-2)
-
-
-def try_gluon_strips(device: torch.device) -> None:
-    """`gluon.strips`: the same on Hopper."""
-    _try_norms("gluon.strips", device, 197, 72, 64, 1e-2)
-
-
 def try_wide_gram(device: torch.device) -> None:
     """`triton.wide`: norms by Gram matrices of very wide layers."""
     from shuffled_dpsgd.clipping.kernels.triton import wide

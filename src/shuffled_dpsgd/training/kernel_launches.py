@@ -192,8 +192,8 @@ def gluon_launches(made: Tensors, maps: Sequence[Map]) -> Iterator[KernelLaunch]
 
 
 def row_launches(made: Tensors) -> Iterator[KernelLaunch]:
-    """Sums of biases and of stored gradients, norm layers, copies in half precision."""
-    rows, norms, casts = _modules("rows", "norms", "casts")
+    """Sums of biases and of stored gradients, norm layers."""
+    rows, norms = _modules("rows", "norms")
 
     def add_biases(dtype: torch.dtype) -> None:
         g = made.halves(B, 128, 768, dtype=dtype)
@@ -212,9 +212,6 @@ def row_launches(made: Tensors) -> Iterator[KernelLaunch]:
             name = f"norm layer of {D}, {dtype}"
             yield KernelLaunch(name=name, run=partial(norm_layer, dtype, D, centred))
     yield KernelLaunch(name="stored gradients", run=add_stored)
-    yield KernelLaunch(
-        name="copies", run=lambda: casts.copy_all([made.halves(5000)], [made.floats(5000)])
-    )
 
 
 def table_launches(made: Tensors) -> Iterator[KernelLaunch]:

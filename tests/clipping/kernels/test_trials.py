@@ -32,7 +32,6 @@ TRIALS = [
     (trials.try_tied_tables, "triton.tables", "tied_cross_terms", None),
     (trials.try_tied_tables, "triton.tables", "stored_cross_terms", None),
     (trials.try_tables, "triton.tables", "weighted_embedding_sum", 4),
-    (trials.try_casts, "triton.casts", "copy_all", 0),
 ]
 GLUON = [
     (trials.try_gluon_products, "gluon.squares", "tile_sq_norms", None),
@@ -94,7 +93,7 @@ def test_gluon_passes_and_is_seen_to_be_wrong(
 def test_every_route_serves_on_this_gpu() -> None:
     device = torch.device("cuda:0")
     plain = [choices.PRODUCTS, choices.ROWS, choices.GRAM]
-    plain += [choices.WIDE_GRAM, choices.NORM_LAYERS, choices.CASTS]
+    plain += [choices.WIDE_GRAM, choices.NORM_LAYERS]
     plain += [choices.TABLES, choices.TIED_TABLES]
     assert all(choices.may_take(route, device) for route in plain)
     serves = choices.may_take_gluon(choices.GLUON_PRODUCTS, device)

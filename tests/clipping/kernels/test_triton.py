@@ -410,19 +410,3 @@ def test_kernels_agree_with_plain_torch_in_a_whole_step(monkeypatch: pytest.Monk
         found.append(engine.clipped_sum())
     for name, total in found[0].items():
         torch.testing.assert_close(total, found[1][name], rtol=1e-3, atol=1e-6)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_casts_of_many_tensors_round_as_torch_does(dtype: torch.dtype) -> None:
-    casts = choices.module("triton.casts")
-    shapes = [(3,), (70, 60), (4096,), (2, 4100), (1,)]
-    sources = [draw(*shape, seed=i, dtype=torch.float32) for i, shape in enumerate(shapes)]
-    sources[1][0, :3] = torch.tensor([float("inf"), -float("inf"), 1e-6])
-    room = [torch.full((s.numel() + 8,), 7.0, dtype=dtype, device=DEVICE) for s in sources]
-    targets = [r[: s.numel()].view(s.shape) for r, s in zip(room, sources, strict=True)]
-    casts.copy_all(targets, sources)
-    # Triton's interpreter cuts bfloat16 off where a GPU rounds.
-    rtol = 0.0 if DEVICE == "cuda" or dtype is torch.float16 else 2.0**-7
-    for target, source, whole in zip(targets, sources, room, strict=True):
-        torch.testing.assert_close(target, source.to(dtype), rtol=rtol, atol=0)
-        assert (whole[source.numel() :] == 7.0).all()

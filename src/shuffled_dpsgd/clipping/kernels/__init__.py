@@ -8,7 +8,6 @@ among them by `choices`.
 from __future__ import annotations
 
 from shuffled_dpsgd.clipping.kernels.alignment import aligned_copy, as_aligned
-from shuffled_dpsgd.clipping.kernels.casts import copy_all
 from shuffled_dpsgd.clipping.kernels.choices import kind_of
 from shuffled_dpsgd.clipping.kernels.embeddings import (
     embedding_sq_norms,
@@ -42,7 +41,6 @@ __all__ = [
     "aligned_copy",
     "alike",
     "as_aligned",
-    "copy_all",
     "embedding_sq_norms",
     "gram_sq_norm_sums",
     "gram_sq_norms",

@@ -95,13 +95,6 @@ TIED_TABLES = Route(
     cost="products of all pairs of tokens run in float64, a fifteenth of the speed",
     trial=trials.try_tied_tables,
 )
-CASTS = Route(
-    name="Half-precision copies in Triton",
-    package=PACKAGE,
-    instead="torch's own copies serve",
-    cost="all weights take more than one launch",
-    trial=trials.try_casts,
-)
 
 
 def may_take(route: Route, device: torch.device) -> bool:

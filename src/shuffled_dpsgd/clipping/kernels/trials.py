@@ -205,15 +205,3 @@ def try_tied_tables(device: torch.device) -> None:
     head = _draw(device, SAMPLES, TABLE_ROWS, TABLE_WIDTH, dtype=torch.float32)
     exact = plain.stored_cross_terms(_wide(head), ids, _wide(ge), 1)
     expect_close(tables.stored_cross_terms(head, there, ge, 1), exact, rtol=1e-5)
-
-
-def try_casts(device: torch.device) -> None:
-    """`triton.casts`: copies in half precision, rounded to nearest."""
-    from shuffled_dpsgd.clipping.kernels.triton import casts
-
-    sources = [_draw(device, size, dtype=torch.float32) for size in (3, 4200)]
-    targets = [torch.empty_like(source, dtype=_half(device)) for source in sources]
-    casts.copy_all(targets, sources)
-    for target, source in zip(targets, sources, strict=True):
-        are_nearest = torch.equal(target.cpu(), source.cpu().to(target.dtype))
-        expect(are_nearest, "half-precision copies are not rounded to nearest")

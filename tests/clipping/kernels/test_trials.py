@@ -25,13 +25,7 @@ TRIALS = [
     (trials.try_products, "triton.sums", "weighted_outer_sums", 3),
     (trials.try_split_products, "triton.split_gram", "gram_sq_norms", None),
     (trials.try_split_products, "triton.sums", "weighted_outer_sums", 3),
-    (trials.try_rows, "triton.rows", "weighted_row_sums", 2),
-    (trials.try_rows, "triton.rows", "weighted_stored_sum", 2),
     (trials.try_norm_layers, "triton.norms", "norm_sums", None),
-    (trials.try_tables, "triton.tables", "embedding_sq_norms", None),
-    (trials.try_tied_tables, "triton.tables", "tied_cross_terms", None),
-    (trials.try_tied_tables, "triton.tables", "stored_cross_terms", None),
-    (trials.try_tables, "triton.tables", "weighted_embedding_sum", 4),
 ]
 GLUON = [
     (trials.try_gluon_products, "gluon.squares", "tile_sq_norms", None),
@@ -92,9 +86,8 @@ def test_gluon_passes_and_is_seen_to_be_wrong(
 @pytest.mark.skipif(not ON_GPU, reason="needs a CUDA device")
 def test_every_route_serves_on_this_gpu() -> None:
     device = torch.device("cuda:0")
-    plain = [choices.PRODUCTS, choices.ROWS, choices.GRAM]
+    plain = [choices.PRODUCTS, choices.GRAM]
     plain += [choices.WIDE_GRAM, choices.NORM_LAYERS]
-    plain += [choices.TABLES, choices.TIED_TABLES]
     assert all(choices.may_take(route, device) for route in plain)
     serves = choices.may_take_gluon(choices.GLUON_PRODUCTS, device)
     assert serves == choices.is_hopper(device)

@@ -14,11 +14,10 @@ from torch import Tensor
 
 from on_triton import DEVICE, ON_GPU, cases, draw
 from shuffled_dpsgd.clipping import ClippingEngine, kernels
-from shuffled_dpsgd.clipping.kernels import choices, linear_maps, plain
+from shuffled_dpsgd.clipping.kernels import choices, plain
 from shuffled_dpsgd.clipping.kernels.triton import device_limits
 from shuffled_dpsgd.clipping.kernels.triton import linear as triton_linear
 from shuffled_dpsgd.clipping.kernels.triton import norms as triton_norms
-from shuffled_dpsgd.clipping.kernels.triton import rows as triton_rows
 from shuffled_dpsgd.clipping.kernels.triton import sums as triton_sums
 from shuffled_dpsgd.clipping.kernels.triton import tiles as triton_tiles
 from shuffled_dpsgd.clipping.kernels.triton import wide as triton_wide
@@ -72,9 +71,6 @@ def test_norms_of_a_vocabulary_shared_out(
     assert (found >= expected * (1 - 1e-6)).all()
     found = triton_tiles.tile_sq_norms([x], [g], bias)[0]
     assert ((found - expected) / expected).abs().max() < 1e-3
-    row = torch.zeros(901, device=DEVICE)
-    triton_rows.weighted_row_sums([g], torch.ones(3, device=DEVICE), [row])
-    assert (row - g.double().sum((0, 1))).norm() / row.norm() < 1e-6
 
 
 @pytest.mark.parametrize("bias", cases(False, True, interpreted=[True]))
@@ -140,15 +136,10 @@ def test_weighted_sums_are_added_to_what_is_there(shape: tuple[int, ...], bulk: 
     factors[0] = 0.0
     gs[0][0] = float("nan")
     outs = [torch.ones(g.shape[2], x.shape[2], device=DEVICE) for x, g in zip(xs, gs, strict=True)]
-    rows = [torch.ones(g.shape[2], device=DEVICE) for g in gs]
     triton_sums.weighted_outer_sums(xs, gs, factors, outs, bulk=bulk)
-    triton_rows.weighted_row_sums(gs, factors, rows)
-    for x, g, out, row in zip(xs, gs, outs, rows, strict=True):
-        wide = (x.double(), g.double(), factors.double())
-        expected = 1 + plain.weighted_outer_sum(*wide)
+    for x, g, out in zip(xs, gs, outs, strict=True):
+        expected = 1 + plain.weighted_outer_sum(x.double(), g.double(), factors.double())
         assert (out - expected).norm() / expected.norm() < 1e-6
-        expected = 1 + plain.weighted_row_sum(*wide[1:])
-        assert (row - expected).norm() / expected.norm() < 1e-6
 
 
 @pytest.mark.parametrize("bulk", [False, True])
@@ -157,52 +148,15 @@ def test_weighted_sums_can_overwrite_what_is_there(bulk: bool) -> None:
         pytest.skip("no copy engine")
     xs, gs, factors = layers(2, 2, 37, 72, 136)
     outs = [torch.full((136, 72), float("nan"), device=DEVICE) for _ in xs]
-    rows = [torch.full((136,), float("nan"), device=DEVICE) for _ in gs]
     triton_sums.weighted_outer_sums(xs, gs, factors, outs, add=False, bulk=bulk)
-    triton_rows.weighted_row_sums(gs, factors, rows, add=False)
-    for x, g, out, row in zip(xs, gs, outs, rows, strict=True):
+    for x, g, out in zip(xs, gs, outs, strict=True):
         expected = plain.weighted_outer_sum(x.double(), g.double(), factors.double())
         assert (out - expected).norm() / expected.norm() < 1e-6
-        expected = plain.weighted_row_sum(g.double(), factors.double())
-        assert (row - expected).norm() / expected.norm() < 1e-6
-
-
-@pytest.mark.parametrize("target", [1, 20, 1000])
-@pytest.mark.parametrize("samples", cases(1, 5, 7, interpreted=[5]))
-def test_bias_sums_do_not_depend_on_how_samples_are_shared_out(
-    samples: int, target: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(triton_rows, "TARGET_PROGRAMS", target)
-    gs = [draw(samples, 45, 264, seed=layer)[..., :200] for layer in range(3)]
-    factors = draw(samples, seed=7, dtype=torch.float32).abs()
-    factors[-1] = 0.0
-    gs[1][-1, 3] = float("nan")
-    outs = [torch.full((200,), 2.0, device=DEVICE) for _ in gs]
-    triton_rows.weighted_row_sums(gs, factors, outs)
-    for g, out in zip(gs, outs, strict=True):
-        expected = 2.0 + plain.weighted_row_sum(g.double(), factors.double())
-        assert (out - expected).norm() / expected.norm() < 1e-6
-
-
-@pytest.mark.parametrize("add", [True, False])
-@pytest.mark.parametrize("samples", [1, 4, 9])
-def test_sums_of_stored_gradients(samples: int, add: bool) -> None:
-    grads = draw(samples, 1337, seed=0, dtype=torch.float32)
-    factors = draw(samples, seed=1, dtype=torch.float32).abs()
-    if samples > 1:
-        factors[1] = 0.0
-        grads[1, 5] = float("nan")
-    out = torch.full((1337,), 2.0, device=DEVICE)
-    triton_rows.weighted_stored_sum(grads, factors, out, add)
-    expected = plain.weighted_row_sum(grads.double().unsqueeze(1), factors.double())
-    expected += 2.0 if add else 0.0
-    assert (out - expected).norm() / expected.norm() < 1e-6
 
 
 @pytest.mark.gpu
 def test_large_stored_gradients_are_summed_and_measured_on_a_gpu() -> None:
     grads = draw(3, 300, 400, seed=0, dtype=torch.float32)
-    assert linear_maps.is_stored_gradient(grads.flatten(1).unsqueeze(1))
     factors = draw(3, seed=1, dtype=torch.float32).abs()
     found = kernels.weighted_row_sum(grads.flatten(1).unsqueeze(1), factors)
     expected = (factors.double() @ grads.double().flatten(1)).cpu()

@@ -53,13 +53,6 @@ SPLIT_PRODUCTS = Route(
     cost="norms are found in float64 and sums in float32, without tensor cores",
     trial=trials.try_split_products,
 )
-ROWS = Route(
-    name="Sums of biases and of stored gradients in Triton",
-    package=PACKAGE,
-    instead=_PLAIN,
-    cost="gradients are widened, scaled and summed in passes of their own",
-    trial=trials.try_rows,
-)
 GRAM = Route(
     name="Gram norms of linear layers in Triton",
     package=PACKAGE,
@@ -80,20 +73,6 @@ NORM_LAYERS = Route(
     instead=_PLAIN,
     cost="every layer takes a dozen launches instead of a share of one",
     trial=trials.try_norm_layers,
-)
-TABLES = Route(
-    name="Norms and sums of embedding tables in Triton",
-    package=PACKAGE,
-    instead=_PLAIN,
-    cost="gradients of tables are written and read again some twenty times",
-    trial=trials.try_tables,
-)
-TIED_TABLES = Route(
-    name="Cross terms of embedding tables and their heads in Triton",
-    package=PACKAGE,
-    instead=_PLAIN,
-    cost="products of all pairs of tokens run in float64, a fifteenth of the speed",
-    trial=trials.try_tied_tables,
 )
 
 

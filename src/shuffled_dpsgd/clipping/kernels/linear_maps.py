@@ -15,7 +15,7 @@ from torch import Tensor
 from shuffled_dpsgd.clipping.kernels import choices, host, plain, split_products
 from shuffled_dpsgd.clipping.kernels.alignment import MIN_WIDTH, ROW_ALIGNMENT_BYTES, aligned
 from shuffled_dpsgd.clipping.kernels.choices import HALF
-from shuffled_dpsgd.runtime.routes import took
+from shuffled_dpsgd.runtime.backends import took
 
 # A shorter sample does not fill blocks of 16 tokens well enough.
 MIN_TOKENS = 8

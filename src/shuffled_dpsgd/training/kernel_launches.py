@@ -50,7 +50,6 @@ class KernelLaunch:
         return self.first_chip <= chip <= self.last_chip
 
 
-copy_engine_launch = partial(KernelLaunch, first_chip=90)
 hopper_launch = partial(KernelLaunch, first_chip=90, last_chip=99)
 
 
@@ -118,15 +117,14 @@ def linear_launches(made: Tensors, maps: Sequence[Map]) -> Iterator[KernelLaunch
     def norms(way: Callable[..., object], one: Map, bias: bool) -> None:
         way(*made.pair(one), bias)
 
-    def add(one: Map, bulk: bool) -> None:
+    def add(one: Map) -> None:
         _, D, P = one
-        sums.weighted_outer_sums(*made.pair(one), made.floats(B), [made.floats(P, D)], bulk=bulk)
+        sums.weighted_outer_sums(*made.pair(one), made.floats(B), [made.floats(P, D)])
 
     for one in maps:
         for way, bias in product((linear.gram_sq_norms, tiles.tile_sq_norms), (True, False)):
             yield KernelLaunch(name=_name(one), run=partial(norms, way, one, bias))
-        yield KernelLaunch(name=_name(one), run=partial(add, one, False))
-        yield copy_engine_launch(name=_name(one), run=partial(add, one, True))
+        yield KernelLaunch(name=_name(one), run=partial(add, one))
 
 
 def wide_launches(made: Tensors, lengths: Sequence[int]) -> Iterator[KernelLaunch]:
@@ -153,13 +151,11 @@ def split_launches(made: Tensors, maps: Sequence[Map]) -> Iterator[KernelLaunch]
         x_halves, g_halves = halves.split(x, low_first=True), halves.split(g, low_first=False)
         split_gram.gram_sq_norms(x_halves, g_halves, True)
 
-    def add(bulk: bool) -> None:
-        sums.weighted_outer_sums(*made.pair_of_halves(), bulk=bulk)
-
     for one in (*maps, (37, 768, 50257)):
         yield KernelLaunch(name=f"float32, {_name(one)}", run=partial(norms, *one))
-    yield KernelLaunch(name="sums of halves", run=partial(add, False))
-    yield copy_engine_launch(name="sums of halves", run=partial(add, True))
+    yield KernelLaunch(
+        name="sums of halves", run=lambda: sums.weighted_outer_sums(*made.pair_of_halves())
+    )
 
 
 def gluon_launches(made: Tensors, maps: Sequence[Map]) -> Iterator[KernelLaunch]:

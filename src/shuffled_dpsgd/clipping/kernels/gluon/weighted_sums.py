@@ -29,11 +29,9 @@ from shuffled_dpsgd.clipping.kernels.gluon.products import (
     tensor_of,
     zeros,
 )
-from shuffled_dpsgd.clipping.kernels.gluon.ring import ELEMENT
+from shuffled_dpsgd.clipping.kernels.gluon.ring import ELEMENT, scratch
 from shuffled_dpsgd.clipping.kernels.triton.addresses import address_table
-from shuffled_dpsgd.clipping.kernels.triton.sums import factors_row, scratch
-
-TAKES_BIASES = True
+from shuffled_dpsgd.clipping.kernels.triton.sums import factors_row
 
 
 @gluon.jit

@@ -18,8 +18,8 @@ from shuffled_dpsgd.training.device_noise import DeviceNoise
 def private_step(model: nn.Module, setting: Setting, *, variant: str) -> Step:
     """A step of DP-SGD; `variant` is a strategy of the engine, `compiled` or `unsplit`.
 
-    With `unsplit`, float32 is not split over tensor cores. A compiled model takes its first batch
-    without the compiler, which is when bare parameters are checked.
+    With `unsplit`, tensor cores multiply no float32 for norms and sums. A compiled model takes its
+    first batch without the compiler, which is when bare parameters are checked.
     """
     compiled, unsplit = variant == "compiled", variant == "unsplit"
     strategy = "bookkeeping" if compiled or unsplit else variant
@@ -54,7 +54,7 @@ def without_split(step: Step) -> Step:
     """The same step with products of float32 in plain float32."""
 
     def unsplit(batch: Batch) -> None:
-        with mock.patch.object(choices, "splits_float32", return_value=False):
+        with mock.patch.object(choices, "allows_tf32", return_value=False):
             step(batch)
 
     return unsplit

@@ -1,7 +1,7 @@
 """Weighted sums of linear layers' gradients on a GPU, multiplied out tile by tile.
 
 Shapes: L layers of one shape, B samples, T tokens, D input features, P output features. Operands
-are bfloat16 or float16; every product is accumulated in float32.
+as in `linear`; every product is accumulated in float32.
 
 Why the weighted sum is a kernel of its own: scaling bfloat16 rows by a clip factor would round
 them again, and a sample could then contribute a part in 256 more than the clip norm. Here each
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from shuffled_dpsgd.clipping.kernels.triton.addresses import address_table
 from shuffled_dpsgd.clipping.kernels.triton.device_limits import stages_that_fit
-from shuffled_dpsgd.clipping.kernels.triton.linear import ELEMENT, tile_at
+from shuffled_dpsgd.clipping.kernels.triton.linear import ELEMENT, add_product, tile_at
 
 BLOCK = 128
 # Tokens of a sample that fit into shared memory whole, twice: 2 x 2 x 128 features of 2 bytes each.
@@ -46,12 +46,12 @@ def outer_chunk(  # type: ignore[no-untyped-def]
         x_tile = tl.load(x_ptrs)
     else:
         x_tile = tl.load(x_ptrs, mask=(t < T)[:, None] & (d < D)[None, :], other=0.0)
-    return tl.dot(tl.trans(g_tile), x_tile, acc)
+    return add_product(tl.trans(g_tile), x_tile, acc)
 
 
-@triton.jit(do_not_specialize=["B", "factors_row"])
+@triton.jit(do_not_specialize=["B"])
 def outer_kernel(  # type: ignore[no-untyped-def]
-    x_table, g_table, out_table, factors, factors_row, B, T, D, P, x_batch, x_row, g_batch, g_row,
+    x_table, g_table, out_table, factors_B, B, T, D, P, x_batch, x_row, g_batch, g_row,
     segments, SEGMENT: tl.constexpr, FULL: tl.constexpr, CHUNK: tl.constexpr, TAIL: tl.constexpr,
     EVEN_T: tl.constexpr, EVEN_P: tl.constexpr, EVEN_D: tl.constexpr,
     BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr, ADD: tl.constexpr, ELEMENT: tl.constexpr,
@@ -61,7 +61,6 @@ def outer_kernel(  # type: ignore[no-untyped-def]
     A sample's tokens come in `segments` segments of FULL chunks of CHUNK tokens and one of TAIL.
     """
     layer = tl.program_id(1)
-    factors += layer * factors_row
     tiles_d = tl.cdiv(D, BLOCK_D)
     p = (tl.program_id(0) // tiles_d) * BLOCK_P + tl.arange(0, BLOCK_P)
     d = (tl.program_id(0) % tiles_d) * BLOCK_D + tl.arange(0, BLOCK_D)
@@ -71,7 +70,7 @@ def outer_kernel(  # type: ignore[no-untyped-def]
     for step in range(B * segments):
         sample = (step // segments).to(tl.int64)
         first = (step % segments) * SEGMENT
-        factor = tl.load(factors + sample)
+        factor = tl.load(factors_B + sample)
         x_b = x + sample * x_batch
         g_b = g + sample * g_batch
         part = tl.zeros((BLOCK_P, BLOCK_D), dtype=tl.float32)
@@ -124,34 +123,28 @@ def segmentation(tokens: int) -> dict[str, int]:
             "TAIL": 0}  # fmt: skip
 
 
-def factors_row(factors: Tensor) -> int:
-    """How far a layer's factors are from those of the layer before: (B,) serve all layers."""
-    return 0 if factors.dim() == 1 else factors.stride(0)
-
-
 def weighted_outer_sums(
     xs: Sequence[Tensor],
     gs: Sequence[Tensor],
-    factors: Tensor,
+    factors_B: Tensor,
     outs: Sequence[Tensor],
     add: bool = True,
 ) -> None:
     """Add sum_b f_b g_b^T x_b of L layers of one shape into their (P, D) float32 `outs`.
 
-    The factors are (B,), or (L, B) where every layer has its own. Without `add`, what the outputs
-    hold is overwritten.
+    Without `add`, what the outputs hold is overwritten.
     """
     (B, T, D), P, L = xs[0].shape, gs[0].shape[2], len(xs)
     x, g = xs[0], gs[0]
     table = address_table((xs, gs, outs), x.device)
     cut = segmentation(T)
-    by_layer = (factors, factors_row(factors))
     grid = (triton.cdiv(P, BLOCK) * triton.cdiv(D, BLOCK), L)
     strides = (x.stride(0), x.stride(1), g.stride(0), g.stride(1))
     tokens = cut["FULL"] * cut["CHUNK"] + cut["TAIL"]
-    stages = stages_that_fit(3 if tokens <= 128 else 2, tokens * 2 * BLOCK * 2, x.device)
+    stage_bytes = tokens * 2 * BLOCK * x.element_size()
+    stages = stages_that_fit(3 if tokens <= 128 else 2, stage_bytes, x.device)
     outer_kernel[grid](
-        table[0], table[1], table[2], *by_layer, B, T, D, P, *strides, **cut,
+        table[0], table[1], table[2], factors_B, B, T, D, P, *strides, **cut,
         EVEN_T=T % (cut["CHUNK"] * cut["segments"]) == 0 or cut["segments"] == 1,
         EVEN_P=may_read_past(g, triton.cdiv(P, BLOCK) * BLOCK),
         EVEN_D=may_read_past(x, triton.cdiv(D, BLOCK) * BLOCK),

@@ -18,7 +18,7 @@ from benchmarks import measure
 from benchmarks.adapters import Setting
 from benchmarks.measure import Contest, Contestant
 from benchmarks.workloads import workload
-from shuffled_dpsgd.runtime import routes
+from shuffled_dpsgd.runtime import backends
 
 # What a process can be asked.
 PREPARE, BLOCK, HOST, BUSY, ROUTES = "prepare", "block", "host", "busy", "routes"
@@ -108,7 +108,7 @@ def serve(pipe: Connection, adapter: str, facts: tuple[str, str, bool], precisio
         BLOCK: lambda steps: measure.time_block(contestant, device, steps),
         HOST: lambda: measure.time_host(contestant, device),
         BUSY: lambda: measure.time_busy(contestant, device),
-        ROUTES: routes.report,
+        ROUTES: backends.report,
     }
     while True:
         try:

@@ -31,7 +31,7 @@ from shuffled_dpsgd.clipping.replay.recordings import GraphRecorder
 from shuffled_dpsgd.clipping.settle.schedules import WholeGradient
 from shuffled_dpsgd.core.release import Releases
 from shuffled_dpsgd.runtime.attention import without_cudnn_attention
-from shuffled_dpsgd.runtime.routes import Route
+from shuffled_dpsgd.runtime.backends import Backend
 from shuffled_dpsgd.training.shuffle_check import ShuffleCheck
 from shuffled_dpsgd.training.shuffling import Shuffling
 
@@ -49,7 +49,7 @@ EVENTS: list[tuple[type, str, str]] = [
     (ShuffleCheck, "try_out", "trial of the shuffle"),
     (Releases, "make", "noise and update"),
     (Shuffling, "permute", "shuffle"),
-    (Route, "_judge", "trial of a route"),
+    (Backend, "_judge", "probe of a backend"),
 ]
 
 

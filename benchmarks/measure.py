@@ -26,7 +26,7 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks.adapters import Setting, Step, build
 from benchmarks.workloads import Batch
 from shuffled_dpsgd.errors import ShuffledDPError
-from shuffled_dpsgd.runtime import routes
+from shuffled_dpsgd.runtime import backends
 
 # Whom the others are compared with, in every round in which both ran.
 BASELINES = ("plain", "plain:compiled", "opacus:ghost")
@@ -167,7 +167,7 @@ class Contest:
 
     def routes(self) -> dict[str, object]:
         """The faster routes that the adapters have taken."""
-        return routes.report()
+        return backends.report()
 
     def close(self) -> None:
         """End whatever the contest has started."""

@@ -13,8 +13,7 @@ import torch
 
 from shuffled_dpsgd.errors import InvalidArgumentError
 from shuffled_dpsgd.tasks.config import RunConfig, parse_config
-from shuffled_dpsgd.tasks.data.loading import read_texts
-from shuffled_dpsgd.tasks.data.records import Continuation
+from shuffled_dpsgd.tasks.data.loading import Continuation, read_texts
 from shuffled_dpsgd.tasks.registry import build_task
 from shuffled_dpsgd.tasks.run import execute, prepare
 from shuffled_dpsgd.tasks.text import encode_continuations, evaluate_perplexity, uses_token_types

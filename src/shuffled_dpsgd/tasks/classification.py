@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, default_collate
 
 from shuffled_dpsgd.integrations.per_sample_loss import classification_losses
-from shuffled_dpsgd.tasks.data.records import Splits
+from shuffled_dpsgd.tasks.data.loading import Splits
 from shuffled_dpsgd.tasks.task import Evaluation, Task
 from shuffled_dpsgd.training.data import MapStyle, to_device
 from shuffled_dpsgd.training.loop import Augment

@@ -28,10 +28,9 @@ from shuffled_dpsgd.tasks.config import (
     ScheduleConfig,
 )
 from shuffled_dpsgd.tasks.data.config import DataConfig
-from shuffled_dpsgd.tasks.data.records import Splits
+from shuffled_dpsgd.tasks.data.loading import Splits, check_sizes
 from shuffled_dpsgd.tasks.images import save_processor
 from shuffled_dpsgd.tasks.models import prepare_model
-from shuffled_dpsgd.tasks.parts import check_sizes
 
 if TYPE_CHECKING:
     from shuffled_dpsgd.tasks.task import Task
@@ -91,7 +90,7 @@ def build_task(config: RunConfig) -> Task:
     """The digits task with the model `config` names."""
     train, heldout = load_digits()
     splits: Splits[Any] = Splits(train=train, heldout={"test": heldout})
-    check_sizes(config, splits)
+    check_sizes(splits, batch=config.training.expected_batch_size)
     views = config.training.augmentation_multiplicity
 
     def fresh_model(seed: int) -> nn.Module:

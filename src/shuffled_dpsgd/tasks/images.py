@@ -15,9 +15,8 @@ from shuffled_dpsgd.tasks.augmentation import ImageViews, take_views
 from shuffled_dpsgd.tasks.classes import name_classes, stated_classes
 from shuffled_dpsgd.tasks.classification import classification_task
 from shuffled_dpsgd.tasks.config import RunConfig
-from shuffled_dpsgd.tasks.data.loading import read_images, require_task
+from shuffled_dpsgd.tasks.data.loading import check_sizes, read_images, require_task
 from shuffled_dpsgd.tasks.models import prepare_model
-from shuffled_dpsgd.tasks.parts import check_sizes
 from shuffled_dpsgd.tasks.task import Task
 
 
@@ -26,7 +25,7 @@ def build_task(config: RunConfig) -> Task:
     require_task(config.data, "image-classification")
     num_labels = stated_classes(config.data)
     splits = read_images(config.data, num_labels)
-    check_sizes(config, splits)
+    check_sizes(splits, batch=config.training.expected_batch_size)
     views = config.training.augmentation_multiplicity
 
     def fresh_model(seed: int) -> nn.Module:
@@ -74,7 +73,7 @@ def collate_images(
     images = torch.stack([_as_tensor(image) for image, _ in samples]).float() / 127.5 - 1.0
     if images.shape[-2:] != (size, size):
         images = F.interpolate(images, size=(size, size), mode="bilinear", antialias=True)
-    return images, torch.tensor([label for _, label in samples])
+    return images, torch.tensor([int(label) for _, label in samples])
 
 
 def _as_tensor(image: Any) -> torch.Tensor:

@@ -11,8 +11,7 @@ import torch
 from shuffled_dpsgd.errors import CheckpointError, InvalidArgumentError
 from shuffled_dpsgd.tasks.config import ModelConfig, RunConfig
 from shuffled_dpsgd.tasks.data.config import DataConfig
-from shuffled_dpsgd.tasks.data.loading import num_texts
-from shuffled_dpsgd.tasks.data.records import LabelledText
+from shuffled_dpsgd.tasks.data.loading import LabelledText, num_texts
 from shuffled_dpsgd.tasks.digits import LARGEST_PIXEL, PIXEL_MEAN, PIXEL_STD
 from shuffled_dpsgd.tasks.generation.config import GenerationConfig
 from shuffled_dpsgd.tasks.generation.decoding import (

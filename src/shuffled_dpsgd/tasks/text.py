@@ -20,13 +20,19 @@ from shuffled_dpsgd.integrations.per_sample_loss import (
 from shuffled_dpsgd.tasks.classes import name_classes, stated_classes
 from shuffled_dpsgd.tasks.classification import classification_task, heldout_batches
 from shuffled_dpsgd.tasks.config import ModelConfig, RunConfig
-from shuffled_dpsgd.tasks.data.loading import read_continuations, read_texts, require_task
-from shuffled_dpsgd.tasks.data.records import Continuation, LabelledText, Splits
+from shuffled_dpsgd.tasks.data.loading import (
+    Continuation,
+    LabelledText,
+    Splits,
+    check_sizes,
+    read_continuations,
+    read_texts,
+    require_task,
+)
 from shuffled_dpsgd.tasks.generation.decoding import MARK, cut_prompt
 from shuffled_dpsgd.tasks.generation.evaluation import evaluate_generation
 from shuffled_dpsgd.tasks.generation.libraries import require_libraries
 from shuffled_dpsgd.tasks.models import prepare_model
-from shuffled_dpsgd.tasks.parts import check_sizes
 from shuffled_dpsgd.tasks.task import Evaluation, Task
 from shuffled_dpsgd.tasks.tokenizers import Tokenizer, load_tokenizer
 from shuffled_dpsgd.tasks.tokens import (
@@ -48,7 +54,7 @@ def build_classification(config: RunConfig) -> Task:
     require_task(data, "text-classification")
     num_labels = stated_classes(data)
     splits = read_texts(data, num_labels)
-    check_sizes(config, splits)
+    check_sizes(splits, batch=config.training.expected_batch_size)
     tokenizer = load_tokenizer(config.model.name)
 
     def fresh_model(seed: int) -> nn.Module:
@@ -75,7 +81,7 @@ def build_causal_lm(config: RunConfig) -> Task:
     data = config.data
     require_task(data, "causal-lm")
     splits = read_continuations(data)
-    check_sizes(config, splits)
+    check_sizes(splits, batch=config.training.expected_batch_size)
     wanted = config.generation
     if wanted is not None:
         data.check_split(wanted.split)

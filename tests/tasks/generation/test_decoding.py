@@ -11,7 +11,7 @@ import torch
 from shuffled_dpsgd.errors import InvalidArgumentError
 from shuffled_dpsgd.integrations.per_sample_loss import next_token_losses
 from shuffled_dpsgd.models import build_model
-from shuffled_dpsgd.tasks.data.records import Continuation
+from shuffled_dpsgd.tasks.data.loading import Continuation
 from shuffled_dpsgd.tasks.generation.decoding import (
     MARK,
     Decoding,

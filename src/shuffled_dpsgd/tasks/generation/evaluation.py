@@ -10,7 +10,7 @@ from typing import Any
 
 from shuffled_dpsgd.errors import InvalidArgumentError
 from shuffled_dpsgd.tasks.data.config import DataConfig
-from shuffled_dpsgd.tasks.data.loading import read_references, scored_split
+from shuffled_dpsgd.tasks.data.loading import drawn_part, read_references, scored_split
 from shuffled_dpsgd.tasks.data.tables import Row, read_table
 from shuffled_dpsgd.tasks.generation.config import GenerationConfig
 from shuffled_dpsgd.tasks.generation.decoding import (
@@ -19,7 +19,6 @@ from shuffled_dpsgd.tasks.generation.decoding import (
     room_for_prompts,
 )
 from shuffled_dpsgd.tasks.generation.scores import score_texts
-from shuffled_dpsgd.tasks.parts import drawn_part
 from shuffled_dpsgd.tasks.tokenizers import Tokenizer
 
 

@@ -18,16 +18,16 @@ import torch
 from torch import Tensor, nn
 
 from shuffled_dpsgd.integrations.per_sample_loss import classification_losses, next_token_losses
-from shuffled_dpsgd.tasks.data.config import DataConfig
+from shuffled_dpsgd.tasks.config import DataConfig
 from shuffled_dpsgd.tasks.data.loading import read_continuations, read_texts
 from shuffled_dpsgd.tasks.text import encode_continuations, encode_labelled
-from shuffled_dpsgd.tasks.tokenizers import load_tokenizer
 from shuffled_dpsgd.tasks.tokens import (
     TokenCollate,
     TokenRecords,
     class_labels,
     continuation_labels,
     ids_of,
+    load_tokenizer,
 )
 from shuffled_dpsgd.training.data import MapStyle
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from shuffled_dpsgd.errors import InvalidArgumentError
-from shuffled_dpsgd.tasks.data.config import DataConfig
+from shuffled_dpsgd.tasks.config import DataConfig
 from shuffled_dpsgd.tasks.data.loading import Continuation, read_continuations, read_texts
 from shuffled_dpsgd.tasks.data.published import PUBLISHED
 

@@ -24,7 +24,7 @@ from shuffled_dpsgd.tasks.data.loading import drawn_part
 from shuffled_dpsgd.tasks.data.published import PUBLISHED
 from shuffled_dpsgd.tasks.images import save_processor
 from shuffled_dpsgd.tasks.models import no_progress_bars
-from shuffled_dpsgd.tasks.privacy import chosen_device
+from shuffled_dpsgd.tasks.start import chosen_device
 from shuffled_dpsgd_experiments.pretraining.options import make_parser
 from shuffled_dpsgd_experiments.pretraining.schedule import (
     Pace,

@@ -12,12 +12,11 @@ import numpy as np
 import pytest
 
 from shuffled_dpsgd.errors import InvalidArgumentError
+from shuffled_dpsgd.tasks import parse_config
 from shuffled_dpsgd.tasks import run as run_module
-from shuffled_dpsgd.tasks.config import parse_config
+from shuffled_dpsgd.tasks.config import GenerationConfig
 from shuffled_dpsgd.tasks.data.published import PUBLISHED
-from shuffled_dpsgd.tasks.generation.config import GenerationConfig
-from shuffled_dpsgd.tasks.generation.decoding import Decoding
-from shuffled_dpsgd.tasks.generation.evaluation import read_generated, score_generated
+from shuffled_dpsgd.tasks.generation import read_generated, score_generated
 from shuffled_dpsgd.tasks.inference import GenerationRequest, evaluate_run, generate, predict
 from shuffled_dpsgd.tasks.run import execute, prepare
 
@@ -145,7 +144,7 @@ def check_use(run: Path, task: str, generation: dict[str, Any] | None) -> None:
         assert generation["num_references"] == COUNT
         assert generation["num_prompts"] == COUNT // 2
         assert all(math.isfinite(generation[metric]) for metric in generation["variants"])
-        (answer,) = generate(run, ["A : is : B"], Decoding(max_new_tokens=3, num_beams=2))
+        (answer,) = generate(run, ["A : is : B"], GenerationConfig(max_new_tokens=3, num_beams=2))
         assert isinstance(answer["text"], str)
     elif task == "text-classification":
         (answer,) = predict(run, ["a text\tand another"])

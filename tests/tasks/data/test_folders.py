@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from shuffled_dpsgd.errors import InvalidArgumentError
-from shuffled_dpsgd.tasks.data.config import DataConfig
+from shuffled_dpsgd.tasks.config import DataConfig
 from shuffled_dpsgd.tasks.data.image_files import read_npz
 from shuffled_dpsgd.tasks.data.loading import (
     Continuation,

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from shuffled_dpsgd.errors import InvalidArgumentError
-from shuffled_dpsgd.tasks.data.config import DataConfig
+from shuffled_dpsgd.tasks.config import DataConfig
 from shuffled_dpsgd.tasks.data.loading import (
     Continuation,
     LabelledText,

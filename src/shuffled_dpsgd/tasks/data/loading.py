@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 from shuffled_dpsgd.errors import InvalidArgumentError
-from shuffled_dpsgd.tasks.data.config import DataConfig
+from shuffled_dpsgd.tasks.config import DataConfig
 from shuffled_dpsgd.tasks.data.image_files import read_cifar, read_npz
 from shuffled_dpsgd.tasks.data.published import PUBLISHED, Columns
 from shuffled_dpsgd.tasks.data.sources import folder_of, open_source

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from shuffled_dpsgd.errors import InvalidArgumentError, MissingExtraError
-from shuffled_dpsgd.tasks.data.config import DataConfig
+from shuffled_dpsgd.tasks.config import DataConfig
 from shuffled_dpsgd.tasks.data.published import (
     HUB_SPLITS,
     PUBLISHED,

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import torch
@@ -18,7 +17,6 @@ from benchmarks.adapters import ADAPTERS, Setting
 from benchmarks.apart import ApartContest
 from benchmarks.measure import Contest, Measurement
 from benchmarks.results import add, document_of, environment, new_run
-from benchmarks.turns import Turns
 from benchmarks.workloads import DEFAULT_ADAPTERS, SUITES, workload
 
 
@@ -50,16 +48,7 @@ def arguments() -> argparse.Namespace:
         "made faster for another",
     )  # fmt: skip
     parser.add_argument("--json", type=Path, help="add the numbers to this file")
-    turns = parser.add_argument_group("several processes, prepared at once and timed in turn")
-    turns.add_argument("--turns", type=Path, metavar="DIR", help="a new folder, shared by all")
-    turns.add_argument("--of", type=int, metavar="N", help="how many processes there are")
-    turns.add_argument(
-        "--turns-seconds", type=float, default=600.0, metavar="S",
-        help="how long to wait for the others to be prepared",
-    )  # fmt: skip
     options = parser.parse_args()
-    if (options.turns is None) != (options.of is None):
-        parser.error("--turns and --of go together")
     if min(options.rounds, options.steps) < 1:
         parser.error("--rounds and --steps: expected at least 1")
     return options
@@ -73,11 +62,6 @@ def planned(options: argparse.Namespace) -> dict[str, tuple[str, ...]]:
             plan.setdefault(name, tuple(options.adapters or DEFAULT_ADAPTERS[suite]))
     for name in options.workload:
         plan.setdefault(name, tuple(options.adapters or ADAPTERS))
-    if options.turns is not None and len(plan) != 1:
-        raise SystemExit(
-            f"--turns: expected one workload a process, got {len(plan)}; a second one would be "
-            "prepared while another process is timed"
-        )
     return plan
 
 
@@ -101,19 +85,6 @@ def show(found: Measurement) -> None:
     )
 
 
-def run(
-    contest: Contest, options: argparse.Namespace, turn: AbstractContextManager[None], name: str
-) -> list[Measurement]:
-    """Prepare, wait for the turn, time."""
-    contest.prepare(warmup=options.warmup, limit_seconds=options.prepare_seconds)
-    try:
-        with turn:
-            contest.time(rounds=options.rounds, steps=options.steps)
-    except TimeoutError as error:
-        raise SystemExit(f"--turns: {error}") from error
-    return contest.measurements(run=name, steps=options.steps)
-
-
 def main() -> int:
     options = arguments()
     plan = planned(options)
@@ -122,27 +93,23 @@ def main() -> int:
     bfloat16 = device.type != "cpu" and not options.float32
     torch.set_float32_matmul_precision("high" if options.tf32 else "highest")
     name = new_run()
-    taking_part: AbstractContextManager[None] = nullcontext()
-    turn: AbstractContextManager[None] = nullcontext()
-    if options.turns is not None:
-        turns = Turns(folder=options.turns, total=options.of, limit_seconds=options.turns_seconds)
-        taking_part, turn = turns.taking_part(), turns.turn()
     found: list[Measurement] = []
-    with taking_part:
-        facts = environment(device, bfloat16=bfloat16)
-        for named, adapters in plan.items():
-            setting = Setting(workload=workload(named), device=device, bfloat16=bfloat16)
-            contest = (ApartContest if options.apart else Contest)(setting, adapters)
-            try:
-                fresh = run(contest, options, turn, name)
-                found += fresh
-                if options.json:
-                    add(options.json, document_of(name, facts, found, contest.routes()))
-            finally:
-                contest.close()
-            for entry in fresh:
-                show(entry)
-            torch.compiler.reset()
+    facts = environment(device, bfloat16=bfloat16)
+    for named, adapters in plan.items():
+        setting = Setting(workload=workload(named), device=device, bfloat16=bfloat16)
+        contest = (ApartContest if options.apart else Contest)(setting, adapters)
+        try:
+            contest.prepare(warmup=options.warmup, limit_seconds=options.prepare_seconds)
+            contest.time(rounds=options.rounds, steps=options.steps)
+            fresh = contest.measurements(run=name, steps=options.steps)
+            found += fresh
+            if options.json:
+                add(options.json, document_of(name, facts, found, contest.routes()))
+        finally:
+            contest.close()
+        for entry in fresh:
+            show(entry)
+        torch.compiler.reset()
     ours_failed = any(e.error and e.adapter.startswith(("ours", "plain")) for e in found)
     return 1 if ours_failed else 0
 

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shuffled_dpsgd.runtime.verdicts import cache_folder
+from shuffled_dpsgd.runtime.backends import cache_folder
 
 ROOT = Path(__file__).resolve().parents[1]
 RELEASES = ("3.6", "3.7", "3.8", "3.9")

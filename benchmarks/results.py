@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from shuffled_dpsgd.environment import machine, today, versions
-from shuffled_dpsgd.runtime import routes
+from shuffled_dpsgd.runtime import backends
 
 Document = dict[str, Any]
 
@@ -29,7 +29,7 @@ def environment(device: torch.device, *, bfloat16: bool) -> dict[str, object]:
         "versions": versions(("torch", "triton", "transformers", "opacus")),
         "bfloat16_autocast": bfloat16,
         "float32_matmul_precision": torch.get_float32_matmul_precision(),
-        "routes": routes.report(),
+        "routes": backends.report(),
     }
 
 

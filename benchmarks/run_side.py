@@ -26,7 +26,7 @@ from benchmarks.adapters import CLIP_NORM, NOISE_MULTIPLIER
 from benchmarks.run_tasks import RunTask, build
 from shuffled_dpsgd.core.sampler import PoissonSampler
 from shuffled_dpsgd.core.streams import RandomStreams
-from shuffled_dpsgd.runtime import routes
+from shuffled_dpsgd.runtime import backends
 from shuffled_dpsgd.runtime.attention import without_cudnn_attention
 from shuffled_dpsgd.runtime.clock import Clock
 from shuffled_dpsgd.training import make_private
@@ -151,7 +151,7 @@ def run_private(setting: Setting, log: Log) -> dict[str, Any]:
         "seconds_by_part": private.clock.seconds(),
         "replayed": private.engine.num_replayed,
         "samples_checked": private.engine.num_checked,
-        "routes": routes.report(),
+        "routes": backends.report(),
     }
 
 

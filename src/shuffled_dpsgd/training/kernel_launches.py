@@ -25,7 +25,7 @@ from shuffled_dpsgd.clipping.kernels import choices
 from shuffled_dpsgd.core.noise import Place
 from shuffled_dpsgd.permutation.move import fused, kernel_route
 from shuffled_dpsgd.permutation.move.drawing import fused_drawing
-from shuffled_dpsgd.runtime.routes import Route
+from shuffled_dpsgd.runtime.backends import Backend
 from shuffled_dpsgd.training import device_noise
 
 # Of a usual text, and of an image of 14 by 14 patches.
@@ -92,22 +92,22 @@ def all_launches(device: torch.device, lengths: Sequence[int] = LENGTHS) -> list
     ]
 
 
-def all_routes(device: torch.device) -> list[Route]:
-    """The routes whose trials decide which of these kernels serve on a GPU."""
-    found = [route for route in vars(choices).values() if isinstance(route, Route)]
+def all_backends(device: torch.device) -> list[Backend]:
+    """The backends whose probes decide which of these kernels serve on a GPU."""
+    found = [backend for backend in vars(choices).values() if isinstance(backend, Backend)]
     if not choices.is_hopper(device):
-        found = [route for route in found if "Gluon" not in route.name]
-    return [*found, kernel_route.ROUTE, device_noise.ROUTE]
+        found = [backend for backend in found if "Gluon" not in backend.name]
+    return [*found, kernel_route.BACKEND, device_noise.BACKEND]
 
 
 def compiling_work(
     device: torch.device, lengths: Sequence[int] = LENGTHS
 ) -> list[tuple[str, Callable[[], object]]]:
-    """The trials of all routes and all launches that a GPU serves, with their names."""
+    """The probes of all backends and all launches that a GPU serves, with their names."""
     major, minor = torch.cuda.get_device_capability(device)
     chip = 10 * major + minor
     return [
-        *((f"trial: {r.name}", partial(r.trial, device)) for r in all_routes(device)),
+        *((f"probe: {r.name}", partial(r.probe, device)) for r in all_backends(device)),
         *((k.name, k.run) for k in all_launches(device, lengths) if k.serves(chip)),
     ]
 

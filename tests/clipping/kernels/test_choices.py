@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from shuffled_dpsgd.clipping.kernels import choices
-from shuffled_dpsgd.runtime import routes
-from shuffled_dpsgd.runtime.routes import Route
+from shuffled_dpsgd.runtime import backends
+from shuffled_dpsgd.runtime.backends import Backend
 
 GPU = torch.device("cuda:0")
-EVERY_ROUTE = [value for value in vars(choices).values() if isinstance(value, Route)]
+EVERY_ROUTE = [value for value in vars(choices).values() if isinstance(value, Backend)]
 
 
 @pytest.fixture
@@ -21,7 +21,7 @@ def verdicts(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[str, torch.device], 
     reasons: dict[tuple[str, torch.device], str | None] = {}
     for route in EVERY_ROUTE:
         reasons[route.name, GPU] = None
-    monkeypatch.setattr(routes, "_reasons", reasons)
+    monkeypatch.setattr(backends, "_reasons", reasons)
     monkeypatch.setattr(choices, "triton_available", lambda: True)
     monkeypatch.setattr(choices, "is_hopper", lambda device: True)
     return reasons
@@ -60,7 +60,7 @@ def test_other_gpus_take_plain_triton(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("family", [choices.GLUON_PRODUCTS, choices.PRODUCTS])
 def test_norms_and_sums_of_a_family_go_together(
-    family: Route, verdicts: dict[tuple[str, torch.device], str | None]
+    family: Backend, verdicts: dict[tuple[str, torch.device], str | None]
 ) -> None:
     """Norms from one family would be too small for the sums of another."""
     verdicts[choices.GLUON_PRODUCTS.name, GPU] = "wrong"

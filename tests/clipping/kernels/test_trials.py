@@ -14,7 +14,7 @@ import torch
 
 from on_triton import DEVICE, ON_GPU
 from shuffled_dpsgd.clipping.kernels import choices, trials
-from shuffled_dpsgd.runtime.routes import WrongResult
+from shuffled_dpsgd.runtime.backends import WrongResult
 
 WHERE = torch.device(DEVICE)
 # Each trial with a function that it should try, and where that function leaves its result.

@@ -24,7 +24,7 @@ from shuffled_dpsgd.permutation import PermutationSpec, apply, apply_to_tensors,
 from shuffled_dpsgd.permutation.move import fused, launches, recording
 from shuffled_dpsgd.permutation.move.drawing import fused_drawing
 from shuffled_dpsgd.permutation.move.kernel_route import find_kernels, kernels, try_kernels
-from shuffled_dpsgd.runtime.routes import WrongResult
+from shuffled_dpsgd.runtime.backends import WrongResult
 from waiting import waiting_is_an_error
 
 TESTS = Path(__file__).resolve().parents[2]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from shuffled_dpsgd.clipping.kernels import choices, host, plain
-from shuffled_dpsgd.runtime.routes import Route, took
+from shuffled_dpsgd.runtime.backends import Backend, took
 
 # From here on adding rows up takes less time than the Gram matrix.
 MIN_TOKENS = 256
@@ -76,6 +76,6 @@ def weighted_embedding_sum(
     return out_VD
 
 
-def _may_take(route: Route, of_BTD: Tensor) -> bool:
+def _may_take(backend: Backend, of_BTD: Tensor) -> bool:
     """Whether the kernels serve there and have something to do."""
-    return of_BTD.numel() > 0 and choices.may_take(route, of_BTD.device)
+    return of_BTD.numel() > 0 and choices.may_take(backend, of_BTD.device)

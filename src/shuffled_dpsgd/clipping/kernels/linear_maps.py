@@ -15,7 +15,7 @@ from torch import Tensor
 from shuffled_dpsgd.clipping.kernels import choices, host, plain, split_products
 from shuffled_dpsgd.clipping.kernels.alignment import MIN_WIDTH, ROW_ALIGNMENT_BYTES, aligned
 from shuffled_dpsgd.clipping.kernels.choices import HALF
-from shuffled_dpsgd.runtime.routes import took
+from shuffled_dpsgd.runtime.backends import took
 
 # A shorter sample does not fill blocks of 16 tokens well enough.
 MIN_TOKENS = 8
@@ -237,7 +237,7 @@ def add_weighted_row_sums(
         g, targets = gs[run[0]], [outs[i] for i in run]
         is_rows = g.dtype is not torch.float64 and _fits_triton(g, g)
         is_stored = is_stored_gradient(g) and all(out.is_contiguous() for out in targets)
-        # Asked last: a route that nobody wants is not tried.
+        # Asked last: a backend that nobody wants is not probed.
         may_write = (
             targets[0].dtype is torch.float32
             and (is_rows or is_stored)

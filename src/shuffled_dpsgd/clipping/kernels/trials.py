@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from shuffled_dpsgd.clipping.kernels import plain
-from shuffled_dpsgd.runtime.routes import expect, expect_close
+from shuffled_dpsgd.runtime.backends import expect, expect_close
 
 SAMPLES = 3
 TABLE_TOKENS, TABLE_WIDTH, TABLE_ROWS = 7, 24, 4

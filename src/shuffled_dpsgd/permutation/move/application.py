@@ -22,7 +22,7 @@ from shuffled_dpsgd.errors import InvalidArgumentError
 from shuffled_dpsgd.permutation.move import fused, sharded
 from shuffled_dpsgd.permutation.move.drawing import Permutation
 from shuffled_dpsgd.permutation.move.inventory import Inventory, sort_out, take_inventory
-from shuffled_dpsgd.runtime.routes import took
+from shuffled_dpsgd.runtime.backends import took
 
 OnAxis = tuple[int, torch.Tensor]
 # A tensor that moves along one axis only is moved slice by slice: the temporary stays in cache.

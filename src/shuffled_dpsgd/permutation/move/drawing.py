@@ -20,7 +20,7 @@ from shuffled_dpsgd.permutation.move.index_layout import BLOCK, Packing, packing
 from shuffled_dpsgd.permutation.move.kernel_route import find_kernels
 from shuffled_dpsgd.permutation.move.recording import Recording
 from shuffled_dpsgd.permutation.spec import PermutationSpec
-from shuffled_dpsgd.runtime.routes import took
+from shuffled_dpsgd.runtime.backends import took
 
 # The kernel compares every two keys of a group: for larger groups sorting is quicker.
 _LARGEST_COMPARED = 8192

@@ -8,15 +8,14 @@ from types import ModuleType
 import torch
 
 from shuffled_dpsgd.permutation.spec import Group, Member, PermutationSpec
-from shuffled_dpsgd.runtime.routes import Route, expect
-from shuffled_dpsgd.runtime.triton_support import triton_available
+from shuffled_dpsgd.runtime.backends import Backend, expect, triton_available
 
 ROWS, COLS = 40, 24
 
 
 def find_kernels(device: torch.device) -> ModuleType | None:
     """The Triton kernels if they serve on `device`, else None."""
-    if device.type != "cuda" or not triton_available() or not ROUTE.serves(device):
+    if device.type != "cuda" or not triton_available() or not BACKEND.serves(device):
         return None
     return kernels()
 
@@ -71,10 +70,10 @@ def small_spec(rows: int, cols: int) -> PermutationSpec:
     )
 
 
-ROUTE = Route(
+BACKEND = Backend(
     name="Shuffling in Triton",
     package="shuffled_dpsgd.permutation.move",
     instead="Plain indexing serves",
     cost="every tensor takes launches and a temporary of its own",
-    trial=try_kernels,
+    probe=try_kernels,
 )

@@ -21,7 +21,7 @@ Document = dict[str, Any]
 
 
 def environment(device: torch.device, *, bfloat16: bool) -> dict[str, object]:
-    """What the numbers depend on; `routes` are those this process has taken so far."""
+    """What the numbers depend on; `backends` are those this process has taken so far."""
     return {
         "date": today(),
         **machine(str(device)),
@@ -29,7 +29,7 @@ def environment(device: torch.device, *, bfloat16: bool) -> dict[str, object]:
         "versions": versions(("torch", "triton", "transformers", "opacus")),
         "bfloat16_autocast": bfloat16,
         "float32_matmul_precision": torch.get_float32_matmul_precision(),
-        "routes": backends.report(),
+        "backends": backends.report(),
     }
 
 

@@ -151,7 +151,7 @@ def run_private(setting: Setting, log: Log) -> dict[str, Any]:
         "seconds_by_part": private.clock.seconds(),
         "replayed": private.engine.num_replayed,
         "samples_checked": private.engine.num_checked,
-        "routes": backends.report(),
+        "backends": backends.report(),
     }
 
 

@@ -166,9 +166,9 @@ def document_of(run: str, name: str, steps: int, found: Mapping[str, Entry]) -> 
     for side, entry in found.items():
         environment = dict(entry.pop("environment"))
         heading = {"run": run, "workload": name, "adapter": side, "steps": steps}
-        routes = environment.pop("routes", {})
+        taken = {"backends": environment.pop("backends", {})}
         ratios = round_ratios(side, blocks)
-        measurements.append({**heading, **entry, "round_ratios": ratios, "routes": routes})
+        measurements.append({**heading, **entry, "round_ratios": ratios, **taken})
         facts = facts or environment
     return {"runs": {run: facts}, "notes": [], "measurements": measurements}
 

@@ -59,15 +59,15 @@ class Side:
         self._step = build(self._adapter, model.train(), self._setting)
         self._batch = self._setting.workload.batch(self._setting.device)
         self._run(warmup)
-        peak, step_peak = self._peak_bytes(), None
+        peak = self._peak_bytes()
         if self._on_gpu:
             torch.cuda.reset_peak_memory_stats()
-            self._run(1)
-            step_peak = self._peak_bytes()
-        largest = max(peak, step_peak or 0) - (0 if self._on_gpu else before)
+        self._run(1)
+        step_peak = self._peak_bytes()
+        before = 0 if self._on_gpu else before
         return {
-            "peak_gib": largest / GIB,
-            "step_peak_gib": None if step_peak is None else step_peak / GIB,
+            "peak_gib": (max(peak, step_peak) - before) / GIB,
+            "step_peak_gib": step_peak / GIB if self._on_gpu else None,
             "environment": environment(self._setting.device, bfloat16=self._setting.bfloat16),
         }
 

@@ -25,8 +25,7 @@ import torch
 
 from benchmarks.results import environment, save
 from shuffled_dpsgd.models import build_model
-from shuffled_dpsgd.permutation import Permutation, PermutationSpec, apply, discover, draw
-from shuffled_dpsgd.permutation.move import fused
+from shuffled_dpsgd.permutation import Permutation, PermutationSpec, apply, discover, draw, gpu
 
 MODELS = ("vit-base", "bert-base", "gpt2", "gpt2-large")
 SMALL = {"n_embd": 256, "n_layer": 2, "n_head": 4}
@@ -103,7 +102,7 @@ def shuffle_model(
 @contextmanager
 def plain_indexing(permutation: Permutation) -> Iterator[Permutation]:
     """The same permutation of a spec that has nothing prepared, while the kernels refuse all."""
-    with mock.patch.object(fused, "can_move", return_value=False):
+    with mock.patch.object(gpu, "can_move", return_value=False):
         yield replace(permutation, spec=copy.deepcopy(permutation.spec))
 
 
@@ -117,7 +116,7 @@ def check_kernels(spec: PermutationSpec, model: Any, generator: torch.Generator)
     with plain_indexing(permutation.inverse()) as inverse:
         apply(inverse, model)
     if not all(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True)):
-        raise RuntimeError("the fused kernels and plain indexing disagree")
+        raise RuntimeError("the GPU kernels and plain indexing disagree")
 
 
 def main() -> None:

@@ -22,8 +22,6 @@ HALF = (torch.bfloat16, torch.float16)
 PACKAGE = "shuffled_dpsgd.clipping.kernels"
 # One program reads a pair of blocks of tokens alone; past this width they are shared out.
 MAX_GRAM_WIDTH = 16384
-# The lengths that `gluon.strips` and `triton.gram` are written for.
-FEWEST_IN_TWO_PARTS, MOST_IN_TWO_PARTS = 129, 208
 _PLAIN = "Plain torch operations serve"
 
 GLUON_PRODUCTS = Backend(
@@ -40,13 +38,6 @@ GLUON_PRODUCTS_OF_A_FEW = Backend(
     cost="weighted sums of linear layers took 1.2 to 1.4 times as long on an H200",
     probe=trials.try_gluon_products_of_a_few,
 )
-GLUON_STRIPS = Backend(
-    name="Norms of 129 to 208 tokens in Gluon",
-    package=PACKAGE,
-    instead="Plain Triton serves",
-    cost="these norms took 1.5 times as long on an H200",
-    probe=trials.try_gluon_strips,
-)
 PRODUCTS = Backend(
     name="Sums and tile norms of linear layers in Triton",
     package=PACKAGE,
@@ -61,26 +52,12 @@ SPLIT_PRODUCTS = Backend(
     cost="norms are found in float64 and sums in float32, without tensor cores",
     probe=trials.try_split_products,
 )
-ROWS = Backend(
-    name="Sums of biases and of stored gradients in Triton",
-    package=PACKAGE,
-    instead=_PLAIN,
-    cost="gradients are widened, scaled and summed in passes of their own",
-    probe=trials.try_rows,
-)
 GRAM = Backend(
     name="Gram norms of linear layers in Triton",
     package=PACKAGE,
     instead=_PLAIN,
     cost="Gram matrices are written to memory and read back, for every layer alone",
     probe=trials.try_gram,
-)
-TWO_PART_GRAM = Backend(
-    name="Gram norms of 129 to 208 tokens in Triton",
-    package=PACKAGE,
-    instead="The kernel for any length serves",
-    cost="it computes twice as many products at these lengths",
-    probe=trials.try_two_part_gram,
 )
 WIDE_GRAM = Backend(
     name="Gram norms of very wide layers in Triton",
@@ -95,27 +72,6 @@ NORM_LAYERS = Backend(
     instead=_PLAIN,
     cost="every layer takes a dozen launches instead of a share of one",
     probe=trials.try_norm_layers,
-)
-TABLES = Backend(
-    name="Norms and sums of embedding tables in Triton",
-    package=PACKAGE,
-    instead=_PLAIN,
-    cost="gradients of tables are written and read again some twenty times",
-    probe=trials.try_tables,
-)
-TIED_TABLES = Backend(
-    name="Cross terms of embedding tables and their heads in Triton",
-    package=PACKAGE,
-    instead=_PLAIN,
-    cost="products of all pairs of tokens run in float64, a fifteenth of the speed",
-    probe=trials.try_tied_tables,
-)
-CASTS = Backend(
-    name="Half-precision copies in Triton",
-    package=PACKAGE,
-    instead="torch's own copies serve",
-    cost="all weights take more than one launch",
-    probe=trials.try_casts,
 )
 
 
@@ -177,16 +133,11 @@ def _may_take_gluon_products(device: torch.device, tokens: int) -> bool:
     return not has_few or may_take_gluon(GLUON_PRODUCTS_OF_A_FEW, device)
 
 
-def gram_norms(device: torch.device, tokens: int, width: int) -> str | None:
+def gram_norms(device: torch.device, width: int) -> str | None:
     """The module whose norms by Gram matrices are fastest on this device, if any serves.
 
     `width` is the number of inputs or outputs, whichever is larger.
     """
     if width > MAX_GRAM_WIDTH:
         return "triton.wide" if may_take(WIDE_GRAM, device) else None
-    if FEWEST_IN_TWO_PARTS <= tokens <= MOST_IN_TWO_PARTS:
-        if may_take_gluon(GLUON_STRIPS, device):
-            return "gluon.strips"
-        if may_take(TWO_PART_GRAM, device):
-            return "triton.gram"
     return "triton.linear" if may_take(GRAM, device) else None

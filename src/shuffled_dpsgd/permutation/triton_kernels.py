@@ -1,6 +1,6 @@
-"""Triton kernels that draw a permutation and move many matrices per launch, without a temporary.
+"""Triton kernels that move many matrices per launch, without a temporary.
 
-Moving: one program owns a region that is closed under the permutation, whole rows where columns
+One program owns a region that is closed under the permutation, whole rows where columns
 move, all rows of a few columns where rows move. It reads its region into registers, waits until all
 its threads have, and only then writes; no two programs share an element. `programs` gives each
 program its job. A job is a line of `jobs`: the tensor's place in `pointers`, its rows and columns,
@@ -40,7 +40,7 @@ def permute_columns(  # type: ignore[no-untyped-def]
     inside = (line < rows) & (col < cols)
     here = tl.multiple_of(base + line * cols + col, ALIGNMENT)
     held = tl.load(here, mask=inside)
-    source = tl.load(index + col, mask=col < cols, other=0)
+    source = tl.load(index + col, mask=col < cols, other=0).to(tl.int32)
     # Of one axis: along one of two, the compiler would unroll a gather into thousands of shuffles.
     moved = tl.gather(held, row * COLS + source, 0)
     tl.debug_barrier()
@@ -73,46 +73,3 @@ def permute_rows(  # type: ignore[no-untyped-def]
     moved = tl.load(there, mask=inside)
     tl.debug_barrier()
     tl.store(here, moved, mask=inside)
-
-
-@triton.jit
-def sort_groups(keys, drawn, programs, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Each group's permutation by its keys, as a stable argsort gives it, all groups at once.
-
-    `programs` gives each program the group's first slot, its size, and the first of the BLOCK
-    slots whose places among all keys of the group it counts.
-    """
-    first = tl.load(programs + 3 * tl.program_id(0))
-    size = tl.load(programs + 3 * tl.program_id(0) + 1)
-    here = tl.load(programs + 3 * tl.program_id(0) + 2) + tl.arange(0, BLOCK)
-    key = tl.load(keys + first + here, mask=here < size, other=0)
-    place = tl.zeros([BLOCK], tl.int32)
-    for start in range(0, size, BLOCK):
-        there = start + tl.arange(0, BLOCK)
-        rival = tl.load(keys + first + there, mask=there < size, other=0)
-        smaller = rival[None, :] < key[:, None]
-        earlier = (rival[None, :] == key[:, None]) & (there[None, :] < here[:, None])
-        before = (smaller | earlier) & (there[None, :] < size)
-        place += tl.sum(before.to(tl.int32), axis=1)
-    tl.store(drawn + first + place, here, mask=here < size)
-
-
-@triton.jit
-def compose_levels(  # type: ignore[no-untyped-def]
-    drawn, levels, offsets, packed, length, LEVELS: tl.constexpr, BLOCK: tl.constexpr
-):
-    """Every position's source, followed through all levels from the last to the first.
-
-    `levels` holds base, slot and step of each level, of `length` entries each.
-    """
-    position = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = position < length
-    source = position.to(tl.int64)
-    for level in tl.static_range(LEVELS):
-        table = levels + (LEVELS - 1 - level) * 3 * length + source
-        base = tl.load(table, mask=inside, other=0)
-        slot = tl.load(table + length, mask=inside, other=0)
-        step = tl.load(table + 2 * length, mask=inside, other=0)
-        source = base + step * tl.load(drawn + slot, mask=inside, other=0)
-    offset = tl.load(offsets + position, mask=inside, other=0)
-    tl.store(packed + position, source - offset, mask=inside)

@@ -1,8 +1,8 @@
-"""Which tensors move with a model, and by which route.
+"""Which tensors move with a model, and how each is moved.
 
-Looking at every parameter and every state tensor takes longer than moving them does on a GPU. So
-what was found is kept, and used again as long as the model and the optimizer hold the very same
-tensors at the same addresses; otherwise everything is looked at anew.
+To look at every parameter and every state tensor takes longer than to move them does in a small
+model or on a GPU. So what was found is kept, and used again as long as model and optimizer hold the
+very same tensors with the same dtypes and addresses; otherwise everything is looked at anew.
 """
 
 from __future__ import annotations
@@ -17,23 +17,25 @@ import torch
 from torch import nn
 
 from shuffled_dpsgd.errors import InvalidArgumentError, UnsupportedModuleError
-from shuffled_dpsgd.permutation.move import fused
+from shuffled_dpsgd.permutation import gpu
 from shuffled_dpsgd.permutation.spec import PermutationSpec
 from shuffled_dpsgd.runtime.shards import all_held, mesh_of
 from shuffled_dpsgd.runtime.structure import Structure, same_objects
 
 Named = tuple[str, torch.Tensor]
+WithAxes = tuple[torch.Tensor, Sequence[tuple[int, int]]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Inventory:
-    """Tensors that move: those the fused kernels take, and the others by device and dtype.
+    """Tensors that move: those the GPU's kernels take, and the others by device and dtype.
 
-    `sharded` are those whose rows lie on several ranks, by parameter.
+    The others come with their moving axes, each with its place in the spec's layouts. `sharded`
+    are tensors whose rows lie on several ranks, by parameter.
     """
 
-    together: tuple[fused.Prepared, ...]
-    apart: Mapping[tuple[torch.device, torch.dtype], Sequence[Named]]
+    tables: tuple[gpu.Table, ...]
+    apart: Mapping[tuple[torch.device, torch.dtype], Sequence[WithAxes]]
     sharded: Sequence[Named] = ()
 
 
@@ -43,7 +45,7 @@ class _Kept:
 
     Its objects may be the same and yet differ: a parameter's `.data` may have been replaced, by a
     view of the same memory even, or by another dtype at an address used before. `tensors` are what
-    this process holds of the `sources`, which are listed if they are anything else.
+    this process holds of the `sources`, the tensors that move.
     """
 
     structure: Structure
@@ -60,7 +62,7 @@ class _Kept:
             self.structure.fits(model)
             and same_objects(_state(optimizer), self.state)
             and _no_gradients(self.parameters)
-            and (not self.sources or same_objects(all_held(self.sources), self.tensors))
+            and same_objects(all_held(self.sources), self.tensors)
             and _views(self.parameters, self.tensors) == self.views
         )
 
@@ -81,10 +83,9 @@ def take_inventory(
     inventory = sort_out(spec, moving)
     # Gradients come and go with every step: to hold them would keep their memory.
     parameters = [*model.parameters()]
-    if not inventory.apart and not inventory.sharded and _no_gradients(parameters):
+    if not inventory.sharded and _no_gradients(parameters):
         sources = [tensor for _, tensor in moving]
         tensors = all_held(sources)
-        sources = [] if same_objects(sources, tensors) else sources
         cache[owner] = _Kept(
             structure=Structure(model),
             state=_state(optimizer),
@@ -126,22 +127,23 @@ def _views(parameters: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) 
 
 
 def sort_out(spec: PermutationSpec, moving: Sequence[Named]) -> Inventory:
-    """Choose the route of every tensor; refuse those that have none."""
-    _refuse_shared_memory(moving)
-    together: dict[tuple[torch.device, int], list[Named]] = {}
-    apart: dict[tuple[torch.device, torch.dtype], list[Named]] = {}
-    sharded: dict[str, list[Named]] = {}
+    """Choose how each tensor is moved; refuse those that cannot be."""
     parts = all_held([tensor for _, tensor in moving])
+    _refuse_shared_memory([name for name, _ in moving], parts)
+    together: dict[tuple[torch.device, int], list[Named]] = {}
+    apart: dict[tuple[torch.device, torch.dtype], list[WithAxes]] = {}
+    sharded: dict[str, list[Named]] = {}
     for (name, source), tensor in zip(moving, parts, strict=True):
         if tensor is not source and not _is_whole(name, source):
             sharded.setdefault(name, []).append((name, source))
-        elif fused.can_move(spec, name, tensor):
+        elif gpu.can_move(spec, name, tensor):
             together.setdefault((tensor.device, tensor.element_size()), []).append((name, tensor))
         else:
             _check_movable(name, tensor)
-            apart.setdefault((tensor.device, tensor.dtype), []).append((name, tensor))
+            with_axes = (tensor, spec.axes_of[name])
+            apart.setdefault((tensor.device, tensor.dtype), []).append(with_axes)
     return Inventory(
-        together=tuple(fused.prepare(spec, tensors) for tensors in together.values()),
+        tables=tuple(gpu.prepare(spec, tensors) for tensors in together.values()),
         apart=apart,
         sharded=[named for tensors in sharded.values() for named in tensors],
     )
@@ -222,10 +224,8 @@ def optimizer_tensors(
     return found
 
 
-def _refuse_shared_memory(moving: Sequence[Named]) -> None:
+def _refuse_shared_memory(names: Sequence[str], parts: Sequence[torch.Tensor]) -> None:
     """Refuse two tensors that begin at one address: the second would move what has moved before."""
-    parts = all_held([tensor for _, tensor in moving])
-    names = [name for name, _ in moving]
     named = [(p.data_ptr(), name) for name, p in zip(names, parts, strict=True) if p.numel()]
     seen: dict[int, str] = {}
     for address, name in named:

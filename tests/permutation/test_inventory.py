@@ -5,8 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
-from collections.abc import Callable, Iterator
-from unittest import mock
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -14,26 +13,20 @@ from torch import nn
 
 from shuffled_dpsgd.errors import InvalidArgumentError
 from shuffled_dpsgd.permutation import PermutationSpec, apply, discover, draw
-from shuffled_dpsgd.permutation.move import fused
-from shuffled_dpsgd.permutation.move.inventory import take_inventory
+from shuffled_dpsgd.permutation.inventory import take_inventory
 
 Held = tuple[PermutationSpec, nn.Sequential, torch.optim.AdamW]
 
 
-def _takes_all(*_: object) -> bool:
-    return True
-
-
 @pytest.fixture
-def held() -> Iterator[Held]:
-    """A model in training whose tensors all take the fused route, as on a GPU."""
+def held() -> Held:
+    """A model in training."""
     model = nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 4))
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(1, 4)).sum().backward()
     optimizer.step()
     optimizer.zero_grad()
-    with mock.patch.object(fused, "can_move", new=_takes_all):
-        yield discover(model, scope="full"), model, optimizer
+    return discover(model, scope="full"), model, optimizer
 
 
 def test_an_unchanged_model_is_looked_at_once(held: Held) -> None:
@@ -175,9 +168,8 @@ def test_a_model_is_not_kept_alive() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 4))
     spec = discover(model, scope="full")
     optimizer = torch.optim.SGD(model.parameters())
-    with mock.patch.object(fused, "can_move", new=_takes_all):
-        take_inventory(spec, model, None)
-        take_inventory(spec, model, optimizer)
+    take_inventory(spec, model, None)
+    take_inventory(spec, model, optimizer)
     watched = weakref.ref(model)
     del model
     gc.collect()
@@ -224,12 +216,12 @@ def test_a_copied_spec_starts_empty(held: Held) -> None:
     assert take_inventory(again, *held[1:]) is not first
 
 
-def test_plain_indexing_looks_every_time() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 4))
-    spec = discover(model, scope="full")
+def test_shuffles_from_one_inventory_keep_the_function(held: Held) -> None:
+    spec, model, optimizer = held
     before = model(torch.ones(1, 4))
+    first = take_inventory(*held)
     generator = torch.Generator().manual_seed(0)
     for _ in range(3):
-        apply(draw(spec, generator), model)
+        apply(draw(spec, generator), model, optimizer)
         assert torch.allclose(model(torch.ones(1, 4)), before)
-    assert take_inventory(spec, model, None) is not take_inventory(spec, model, None)
+    assert take_inventory(*held) is first

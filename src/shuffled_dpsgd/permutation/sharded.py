@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shuffled_dpsgd.permutation.move.drawing import Permutation
+from shuffled_dpsgd.permutation.drawing import Permutation
 from shuffled_dpsgd.runtime.shards import RowSplit, held, mesh_of
 
 Named = tuple[str, Tensor]
@@ -30,7 +30,7 @@ def move(permutation: Permutation, tensors: Sequence[Named], gather_: Gather) ->
 
     Tensors of one parameter must follow each other.
     """
-    routes: dict[tuple[int, int], RowRoute] = {}
+    transfers: dict[tuple[int, int], RowTransfer] = {}
     for name, named in groupby(tensors, key=itemgetter(0)):
         together = [tensor for _, tensor in named]
         parts = [held(tensor).detach() for tensor in together]
@@ -45,13 +45,13 @@ def move(permutation: Permutation, tensors: Sequence[Named], gather_: Gather) ->
             mesh = mesh_of(together[0])
             split = RowSplit(rows=together[0].shape[0], ranks=mesh.size())
             key = layout, split.rows
-            if key not in routes:
-                routes[key] = find_route(indices[layout], split, mesh.get_local_rank())
-            send_rows(parts, routes[key], mesh.get_group())
+            if key not in transfers:
+                transfers[key] = find_transfer(indices[layout], split, mesh.get_local_rank())
+            send_rows(parts, transfers[key], mesh.get_group())
 
 
 @dataclass(frozen=True, kw_only=True)
-class RowRoute:
+class RowTransfer:
     """Which of its rows a rank sends, in order of their receivers, and where it puts those it gets.
 
     `sent_to` and `got_from` count rows by rank, those that stay included.
@@ -63,11 +63,11 @@ class RowRoute:
     got_from: list[int]
 
 
-def find_route(index: Tensor, split: RowSplit, rank: int) -> RowRoute:
+def find_transfer(index: Tensor, split: RowSplit, rank: int) -> RowTransfer:
     """The part of one rank in a move after which row i of the whole is what row index[i] was.
 
-    >>> route = find_route(torch.tensor([3, 0, 2, 1]), RowSplit(rows=4, ranks=2), rank=0)
-    >>> route.sent.tolist(), route.sent_to, route.arriving_at.tolist(), route.got_from
+    >>> transfer = find_transfer(torch.tensor([3, 0, 2, 1]), RowSplit(rows=4, ranks=2), rank=0)
+    >>> transfer.sent.tolist(), transfer.sent_to, transfer.arriving_at.tolist(), transfer.got_from
     ([0, 1], [1, 1], [1, 0], [1, 1])
     """
     low, high = split.span(rank)
@@ -75,7 +75,7 @@ def find_route(index: Tensor, split: RowSplit, rank: int) -> RowRoute:
     leaving = (owners == rank).nonzero().flatten()
     receivers = torch.div(leaving, split.per_rank, rounding_mode="floor")
     givers = owners[low:high]
-    return RowRoute(
+    return RowTransfer(
         sent=index[leaving].long() - low,
         sent_to=torch.bincount(receivers, minlength=split.ranks).tolist(),
         arriving_at=torch.argsort(givers, stable=True),
@@ -83,16 +83,16 @@ def find_route(index: Tensor, split: RowSplit, rank: int) -> RowRoute:
     )
 
 
-def send_rows(parts: Sequence[Tensor], route: RowRoute, group: Any) -> None:
+def send_rows(parts: Sequence[Tensor], transfer: RowTransfer, group: Any) -> None:
     """Exchange the rows of several tensors, of any types, as bytes side by side."""
-    rows = [_as_bytes(part.index_select(0, route.sent)) for part in parts]
+    rows = [_as_bytes(part.index_select(0, transfer.sent)) for part in parts]
     widths = [row.shape[1] for row in rows]
     leaving = torch.cat(rows, dim=1)
-    arriving = leaving.new_empty(len(route.arriving_at), sum(widths))
-    dist.all_to_all_single(arriving, leaving, route.got_from, route.sent_to, group=group)
+    arriving = leaving.new_empty(len(transfer.arriving_at), sum(widths))
+    dist.all_to_all_single(arriving, leaving, transfer.got_from, transfer.sent_to, group=group)
     for part, found in zip(parts, arriving.split(widths, dim=1), strict=True):
         values = found.contiguous().view(part.dtype).view(-1, *part.shape[1:])
-        part.index_copy_(0, route.arriving_at, values)
+        part.index_copy_(0, transfer.arriving_at, values)
 
 
 def _as_bytes(rows: Tensor) -> Tensor:

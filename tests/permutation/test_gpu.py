@@ -1,4 +1,4 @@
-"""The fused kernels move exactly what plain indexing moves.
+"""The GPU kernels move exactly what plain indexing moves.
 
 On a GPU they are compiled; where only Triton's interpreter is at hand, they run in it. The
 interpreter runs one program after another, so that programs do not share elements is tested apart.
@@ -7,11 +7,9 @@ interpreter runs one program after another, so that programs do not share elemen
 from __future__ import annotations
 
 import copy
-import itertools
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
 
@@ -20,14 +18,19 @@ import torch
 from torch import Tensor, nn
 
 from permutation.zoo import FAMILIES
-from shuffled_dpsgd.permutation import PermutationSpec, apply, apply_to_tensors, discover, draw
-from shuffled_dpsgd.permutation.move import fused, launches, recording
-from shuffled_dpsgd.permutation.move.drawing import fused_drawing
-from shuffled_dpsgd.permutation.move.kernel_route import find_kernels, kernels, try_kernels
+from shuffled_dpsgd.permutation import (
+    PermutationSpec,
+    apply,
+    apply_to_tensors,
+    discover,
+    draw,
+    gpu,
+)
+from shuffled_dpsgd.permutation.gpu import Launch, MatrixShape, num_warps, probe_kernels, tile_of
 from shuffled_dpsgd.runtime.backends import WrongResult
 from waiting import waiting_is_an_error
 
-TESTS = Path(__file__).resolve().parents[2]
+TESTS = Path(__file__).resolve().parents[1]
 CPU = torch.device("cpu")
 
 # Size of a program, family, scope and type: large programs and small ones, of which a matrix takes
@@ -51,22 +54,21 @@ def test_interpreted_kernels_agree_with_indexing(name: str) -> None:
     # A kernel is made for the interpreter or for the GPU when it is defined.
     paths = os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": paths}
-    code = f"from permutation.move.test_fused import interpreted; interpreted({name!r})"
+    code = f"from permutation.test_gpu import interpreted; interpreted({name!r})"
     subprocess.run([sys.executable, "-c", code], check=True, env=environment)
 
 
 def interpreted(name: str) -> None:
-    """Draw and move by kernels that run in Triton's interpreter."""
+    """Move by kernels that run in Triton's interpreter."""
     size, family, scope, dtype = CASES[name]
-    try_kernels(CPU)
-    # A trial sees matrices that stay as they are.
-    with mock.patch.object(fused, "move"), pytest.raises(WrongResult):
-        try_kernels(CPU)
+    probe_kernels(CPU)
+    # A probe sees matrices that stay as they are.
+    with mock.patch.object(gpu, "move"), pytest.raises(WrongResult):
+        probe_kernels(CPU)
     sizes = {} if size is None else {"columns": size, "rows": size}
-    with mock.patch.dict(launches.PROGRAM_BYTES, sizes):
+    with mock.patch.dict(gpu.PROGRAM_BYTES, sizes):
         model = FAMILIES[family]().model.to(dtype)
         spec = discover(model, scope=scope)
-        _assert_draws_agree(spec, seed=2)
         moved = {n: p.detach() for n, p in model.named_parameters() if n in spec.axes_of}
         _assert_moves_agree(spec, moved, seed=0)
         flat = torch.randn(1 + sum(t.numel() for t in moved.values())).to(dtype)
@@ -76,47 +78,27 @@ def interpreted(name: str) -> None:
         assert flat[0] != 0
 
 
-def _assert_draws_agree(spec: PermutationSpec, seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    slots = sum(group.size for group in spec.groups)
-    keys = torch.empty(slots, dtype=torch.int64).random_(generator=generator)
-    permutation = draw(spec, generator.manual_seed(seed))
-    drawing = fused_drawing(spec, keys.device, kernels())
-    drawing.keys.copy_(keys)
-    assert torch.equal(drawing.result().packed, permutation.packed)
-
-
 def _assert_moves_agree(spec: PermutationSpec, tensors: dict[str, Tensor], seed: int) -> None:
     permutation = draw(spec, torch.Generator().manual_seed(seed))
     expected = {n: t.clone() for n, t in tensors.items()}
     apply_to_tensors(permutation, expected)
-    fused.move(permutation, fused.prepare(spec, list(tensors.items())))
+    gpu.move(permutation, gpu.prepare(spec, list(tensors.items())))
     assert all(torch.equal(tensors[n], expected[n]) for n in tensors)
-
-
-@pytest.fixture(params=[False, True], ids=["launched", "replayed"])
-def replay(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Launches issued anew every time, or replayed."""
-    with mock.patch.object(recording, "REPLAY", request.param):
-        yield
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("family", ["bert", "vit", "llama"])
 def test_compiled_kernels_agree_with_indexing(family: str) -> None:
-    assert find_kernels(torch.device("cuda:0")) is not None
     _assert_compiled_agrees(FAMILIES[family]().model.cuda(), draws=5)
 
 
 @pytest.mark.gpu
-@pytest.mark.usefixtures("replay")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_every_dtype_agrees_with_indexing(dtype: torch.dtype) -> None:
     _assert_compiled_agrees(FAMILIES["gpt2"]().model.to("cuda", dtype), draws=5)
 
 
 @pytest.mark.gpu
-@pytest.mark.usefixtures("replay")
 @pytest.mark.parametrize("hidden", [3072, 5000])
 def test_compiled_kernels_agree_at_full_width(hidden: int) -> None:
     layers = [nn.Linear(768, hidden), nn.GELU(), nn.Linear(hidden, 768), nn.GELU()]
@@ -127,7 +109,7 @@ def test_compiled_kernels_agree_at_full_width(hidden: int) -> None:
 def _assert_compiled_agrees(model: nn.Module, draws: int) -> None:
     spec = discover(model, scope="full")
     generator = torch.Generator(device="cuda").manual_seed(0)
-    assert all(fused.can_move(spec, n, p) for n, p in model.named_parameters() if n in spec.axes_of)
+    assert all(gpu.can_move(spec, n, p) for n, p in model.named_parameters() if n in spec.axes_of)
     for _ in range(draws):
         permutation = draw(spec, generator)
         expected = {n: p.detach().cpu() for n, p in model.named_parameters()}
@@ -138,7 +120,7 @@ def _assert_compiled_agrees(model: nn.Module, draws: int) -> None:
 
 @pytest.mark.gpu
 def test_replaced_weights_are_moved_where_they_are_now() -> None:
-    """A recording of old addresses is never replayed for new ones."""
+    """Old addresses are never used for new ones."""
     model = FAMILIES["gpt2"]().model.cuda()
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     for parameter in model.parameters():
@@ -171,21 +153,6 @@ def test_replaced_weights_are_moved_where_they_are_now() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("hidden", [3072, 5000])
-def test_a_compiled_draw_sorts_its_keys(hidden: int) -> None:
-    model = nn.Sequential(nn.Linear(8, hidden), nn.GELU(), nn.Linear(hidden, 8)).cuda()
-    spec = discover(model, scope="full")
-    code = find_kernels(torch.device("cuda:0"))
-    assert code is not None
-    for bound in (2**62, 50):
-        keys = torch.randint(bound, (hidden,), device="cuda")
-        drawing = fused_drawing(spec, keys.device, code)
-        drawing.keys.copy_(keys)
-        for _ in ("launched", "recorded", "replayed"):
-            assert torch.equal(drawing.result().packed[:hidden], keys.argsort(stable=True))
-
-
-@pytest.mark.gpu
 def test_a_shuffle_never_waits_for_the_device_nor_takes_memory() -> None:
     model = FAMILIES["gpt2"]().model.cuda()
     optimizer = torch.optim.AdamW(model.parameters(), capturable=True)
@@ -198,7 +165,7 @@ def test_a_shuffle_never_waits_for_the_device_nor_takes_memory() -> None:
     for parameter in model.parameters():
         parameter.grad = None
     torch.cuda.synchronize()
-    for _ in ("launched", "recorded", "replayed"):
+    for _ in range(3):
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         apply(permutation, model, optimizer)
@@ -212,7 +179,7 @@ def test_every_tensor_of_the_families_is_served() -> None:
     for build in FAMILIES.values():
         for scope in ("paper", "full"):
             spec = discover(build().model, scope=scope)
-            assert all(fused.matrix_shape(spec, name) for name in spec.axes_of)
+            assert all(gpu.matrix_shape(spec, name) for name in spec.axes_of)
 
 
 @pytest.mark.parametrize("program_bytes", [16 << 10, 64])
@@ -221,67 +188,30 @@ def test_programs_share_no_element_and_miss_none(family: str, program_bytes: int
     spec = discover(FAMILIES[family]().model, scope="full")
     names = tuple(spec.axes_of)
     sizes = {"columns": program_bytes, "rows": program_bytes}
-    with mock.patch.dict(launches.PROGRAM_BYTES, sizes):
-        branches = fused.branches_for(spec, names, 4, CPU)
-    found = [launch for branch in branches for launch in branch]
+    shapes = [gpu.matrix_shape(spec, name) for name in names]
+    with mock.patch.dict(gpu.PROGRAM_BYTES, sizes):
+        found = gpu.build_launches([shape for shape in shapes if shape is not None], 4, CPU)
     for moving in ("columns", "rows"):
         touched = {name: torch.zeros(spec.shapes[name], dtype=torch.int64) for name in names}
         for launch in found:
             if launch.tile.moving == moving:
                 _touch(launch, [touched[name] for name in names])
         for name in names:
-            shape = fused.matrix_shape(spec, name)
+            shape = gpu.matrix_shape(spec, name)
             assert shape is not None
             moves = shape.col_start if moving == "columns" else shape.row_start
             assert (touched[name] == int(moves is not None)).all(), name
 
 
 def test_rows_too_long_for_shared_memory_are_left_to_indexing() -> None:
-    wide = launches.MatrixShape(rows=4, cols=9000, row_start=None, col_start=0)
-    assert fused.fits_shared_memory(wide, 4)
-    assert not fused.fits_shared_memory(wide, 8)
-    across = launches.MatrixShape(rows=4, cols=9000, row_start=0, col_start=None)
-    assert fused.fits_shared_memory(across, 8)
+    wide = MatrixShape(rows=4, cols=9000, row_start=None, col_start=0)
+    assert gpu.fits_shared_memory(wide, 4)
+    assert not gpu.fits_shared_memory(wide, 8)
+    across = MatrixShape(rows=4, cols=9000, row_start=0, col_start=None)
+    assert gpu.fits_shared_memory(across, 8)
 
 
-@pytest.mark.parametrize("cache_bytes", [1 << 12, 1 << 20, 1 << 30])
-def test_branches_share_no_tensor_and_columns_go_before_rows(cache_bytes: int) -> None:
-    spec = discover(FAMILIES["gpt2"]().model, scope="full")
-    shapes = [fused.matrix_shape(spec, name) for name in spec.axes_of]
-    kept = [shape for shape in shapes if shape is not None]
-    branches = launches.build_branches(kept, 4, CPU, cache_bytes)
-    places = [[launch.jobs[:, 0].tolist() for launch in branch] for branch in branches]
-    owners = [set(itertools.chain(*found)) for found in places]
-    assert sum(map(len, owners)) == len(kept) == len(set().union(*owners))
-    for branch, found in zip(branches, places, strict=True):
-        seen: dict[int, str] = {}
-        for launch, moved in zip(branch, found, strict=True):
-            for place in moved:
-                assert seen.get(place) in (None, "columns")
-                seen[place] = launch.tile.moving
-    in_flight = sum(max(_bytes_of_pairs(branch, kept), default=0) for branch in branches)
-    assert in_flight <= max(launches.CACHE_SHARE * cache_bytes, _largest(kept))
-
-
-def _bytes_of_pairs(
-    branch: tuple[launches.Launch, ...], shapes: list[launches.MatrixShape]
-) -> list[int]:
-    """What each launch moves of tensors that take two passes."""
-    return [
-        sum(4 * shapes[place].rows * shapes[place].cols for place in launch.jobs[:, 0].tolist())
-        for launch in branch
-        if all(
-            shapes[place].row_start is not None and shapes[place].col_start is not None
-            for place in launch.jobs[:, 0].tolist()
-        )
-    ]
-
-
-def _largest(shapes: list[launches.MatrixShape]) -> int:
-    return max(4 * shape.rows * shape.cols for shape in shapes)
-
-
-def _touch(launch: launches.Launch, tensors: list[torch.Tensor]) -> None:
+def _touch(launch: Launch, tensors: list[torch.Tensor]) -> None:
     """Add one to every element a program of the launch owns, as the kernels take their share."""
     tile = launch.tile
     for program, job in enumerate(launch.programs.tolist()):
@@ -300,11 +230,11 @@ def _touch(launch: launches.Launch, tensors: list[torch.Tensor]) -> None:
 def test_tiles_fit_and_tell_the_truth_about_alignment(size: int) -> None:
     for rows in (1, 7, 768, 3072, 5120, 16384):
         for cols in (1, 6, 768, 3072, 16384):
-            shape = launches.MatrixShape(rows=rows, cols=cols, row_start=0, col_start=0)
+            shape = MatrixShape(rows=rows, cols=cols, row_start=0, col_start=0)
             for moving in ("columns", "rows"):
-                tile = launches.tile_of(shape, moving, size)
+                tile = tile_of(shape, moving, size)
                 assert tile.rows * tile.cols * size <= 128 << 10
-                assert 4 <= launches.num_warps(tile, size) <= 32
+                assert 4 <= num_warps(tile, size) <= 32
                 assert tile.alignment >= size
                 assert cols * size % tile.alignment == 0
                 assert tile.moving == "columns" or tile.cols * size % tile.alignment == 0
@@ -313,5 +243,5 @@ def test_tiles_fit_and_tell_the_truth_about_alignment(size: int) -> None:
 @pytest.mark.parametrize("size", [1, 2, 4, 8])
 def test_slabs_are_a_sector_wide_as_long_as_registers_take_that(size: int) -> None:
     for rows, width in ((768, 64), (3072, 32), (4096, 32), (5120, 16), (16384, 8)):
-        shape = launches.MatrixShape(rows=rows, cols=768, row_start=0, col_start=None)
-        assert launches.tile_of(shape, "rows", size).cols * size == width
+        shape = MatrixShape(rows=rows, cols=768, row_start=0, col_start=None)
+        assert tile_of(shape, "rows", size).cols * size == width

@@ -14,8 +14,7 @@ from torch import nn
 from permutation.zoo import FAMILIES, Specimen
 from shuffled_dpsgd.errors import InvalidArgumentError, UnsupportedModuleError
 from shuffled_dpsgd.permutation import Permutation, apply, apply_to_tensors, discover, draw
-from shuffled_dpsgd.permutation.move import application
-from shuffled_dpsgd.permutation.move.application import gather_
+from shuffled_dpsgd.permutation.moving import gather_
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.01),
@@ -172,11 +171,7 @@ def random_bits(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     "dtype", [torch.float32, torch.bfloat16, torch.float64, torch.bool, torch.complex128], ids=str
 )
 @pytest.mark.parametrize("shape", [(501,), (101, 37), (37, 203), (53, 3, 11)])
-@pytest.mark.parametrize("by_numpy", [True, False])
-def test_every_bit_of_every_dtype_moves(
-    shape: tuple[int, ...], dtype: torch.dtype, by_numpy: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(application, "_ONE_THREAD", 0 if by_numpy else 1 << 15)
+def test_every_bit_of_every_dtype_moves(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     last = len(shape) - 1
     for axes in ([0], [last], sorted({0, last})):
         tensor = random_bits(shape, dtype)
@@ -192,7 +187,6 @@ def test_every_bit_of_every_dtype_moves(
 
 @pytest.mark.parametrize("shape", [(30, 20), (300, 200)])
 def test_autograd_refuses_a_backward_over_moved_weights(shape: tuple[int, int]) -> None:
-    """Small tensors are moved by torch, large ones by numpy."""
     for axes in ([0], [1], [0, 1]):
         weight = torch.randn(shape, requires_grad=True)
         loss = (weight * weight).sum()

@@ -15,7 +15,6 @@ from shuffled_dpsgd.accounting.accountants import (
 )
 from shuffled_dpsgd.accounting.bracket import Bracket, certified_bracket
 from shuffled_dpsgd.accounting.calibration import Calibration, calibrate_certified
-from shuffled_dpsgd.accounting.curve import certified_curve
 from shuffled_dpsgd.accounting.exact import (
     DeltaEstimate,
     Examination,
@@ -50,7 +49,6 @@ __all__ = [
     "calibrate_rdp",
     "certified_bracket",
     "certified_claim",
-    "certified_curve",
     "compare",
     "compare_calibrations",
     "constant_pair",

@@ -24,11 +24,10 @@ from shuffled_dpsgd.core.events import SampledGaussian
 from shuffled_dpsgd.core.pld import (
     DeltaCurve,
     compose,
+    directions,
     frame_for,
-    pairs_of,
+    lattices_for,
     price,
-    rounded_up,
-    spacing_for,
 )
 
 FALSE_POSITIVE_RATES = (0.01, 0.001)
@@ -112,10 +111,9 @@ def what_it_means(
 
 def membership_curve(mechanism: SampledGaussian) -> DeltaCurve:
     """An upper bound of δ(ε) of all steps with the record against all without, for many real ε."""
-    (pair, *_), steps = pairs_of(mechanism)
-    frame = frame_for(pair, steps, delta=SMALL_DELTA, epsilon=0.0)
-    spacing = spacing_for(pair, frame, steps, CURVE_ERROR)
-    return compose(rounded_up(pair, frame, spacing), steps, frame)
+    (steps, *_) = directions([mechanism])
+    frame = frame_for(steps, delta=SMALL_DELTA, epsilon=0.0)
+    return compose(lattices_for(steps, frame, CURVE_ERROR), frame)
 
 
 def _advantage(curve: DeltaCurve) -> float:

@@ -43,17 +43,18 @@ def rdp_epsilon(mechanism: SampledGaussian, delta: float) -> float:
 @lru_cache(maxsize=64)
 def _divergences(noise: float, sampling_prob: float) -> tuple[Array, Array]:
     """(orders, D_α of one step)."""
+    import dp_accounting
     from dp_accounting.rdp import rdp_privacy_accountant
 
     accountant = rdp_privacy_accountant.RdpAccountant(FRACTIONAL_ORDERS)
-    one_step = SampledGaussian(noise_multiplier=noise, sampling_prob=sampling_prob, num_steps=1)
+    gaussian = dp_accounting.GaussianDpEvent(noise)
     # It says of every order for which its series does not converge that it leaves it out. That is
     # sound, for the minimum over fewer orders is larger; the whole orders below always converge.
     log = logging.getLogger("absl")
     level = log.level
     log.setLevel(logging.ERROR)
     try:
-        accountant.compose(one_step.to_dp_event())
+        accountant.compose(dp_accounting.PoissonSampledDpEvent(sampling_prob, gaussian))
     finally:
         log.setLevel(level)
     whole = np.array(WHOLE_ORDERS, dtype=np.float64)

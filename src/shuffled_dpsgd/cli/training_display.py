@@ -49,7 +49,7 @@ def announcement(run: PreparedRun) -> RenderableType:
     if chosen is not None:
         table.add_row("chosen by method", chosen)
     table.add_row("noise", _noise(run))
-    from shuffled_dpsgd.training.paper_estimates import paper_estimate
+    from shuffled_dpsgd.training.spending import paper_estimate
 
     card = run.private.card()
     table.add_row("shuffle", card.shuffle)

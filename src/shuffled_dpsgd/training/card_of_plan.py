@@ -10,7 +10,7 @@ from shuffled_dpsgd.core.plan import PrivacyPlan
 from shuffled_dpsgd.core.referee import Checks
 from shuffled_dpsgd.permutation import PermutationSpec
 from shuffled_dpsgd.training.card import PrivacyCard
-from shuffled_dpsgd.training.paper_estimates import paper_by_block, paper_estimate
+from shuffled_dpsgd.training.spending import paper_by_block, paper_estimate
 
 
 def write_card(

@@ -29,9 +29,9 @@ from shuffled_dpsgd.reports import card_fragment, card_page
 from shuffled_dpsgd.tasks.audited import target_of
 from shuffled_dpsgd.tasks.config import RunConfig
 from shuffled_dpsgd.tasks.data_identity import check_data
-from shuffled_dpsgd.tasks.privacy import start_private
-from shuffled_dpsgd.tasks.registry import build_task
 from shuffled_dpsgd.tasks.run import SUMMARY_FILE, finished_summary, load_run
+from shuffled_dpsgd.tasks.start import start_private
+from shuffled_dpsgd.tasks.task import build_task
 from shuffled_dpsgd.training.card import AuditedBound, PrivacyCard, write_card
 
 SECOND_RUN = (

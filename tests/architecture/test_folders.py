@@ -26,7 +26,12 @@ EDGES = {
         "spec": set(),
         "describe": {"spec"},
         "trace": {"spec", "describe"},
-        "move": {"spec"},
+        "packing": {"spec"},
+        "drawing": {"spec", "packing"},
+        "gpu": {"spec", "drawing"},
+        "inventory": {"spec", "gpu"},
+        "sharded": {"drawing"},
+        "moving": {"drawing", "gpu", "inventory", "sharded"},
         "discovery": {"spec", "describe", "trace"},
     },
 }

@@ -19,8 +19,8 @@ from shuffled_dpsgd.permutation.comparison import (
     output_deviation,
 )
 from shuffled_dpsgd.permutation.discovery import discover
-from shuffled_dpsgd.permutation.move.application import apply, apply_to_tensors
-from shuffled_dpsgd.permutation.move.drawing import draw
+from shuffled_dpsgd.permutation.drawing import draw
+from shuffled_dpsgd.permutation.moving import apply, apply_to_tensors
 from shuffled_dpsgd.permutation.spec import PermutationSpec, Scope
 
 Loss = Callable[[Any], torch.Tensor]

@@ -23,8 +23,7 @@ from torch import Tensor
 
 from shuffled_dpsgd.clipping.kernels import choices
 from shuffled_dpsgd.core.noise import Place
-from shuffled_dpsgd.permutation.move import fused, kernel_route
-from shuffled_dpsgd.permutation.move.drawing import fused_drawing
+from shuffled_dpsgd.permutation import draw, gpu
 from shuffled_dpsgd.runtime.backends import Backend
 from shuffled_dpsgd.training import device_noise
 
@@ -90,7 +89,7 @@ def all_backends(device: torch.device) -> list[Backend]:
     found = [backend for backend in vars(choices).values() if isinstance(backend, Backend)]
     if not choices.is_hopper(device):
         found = [backend for backend in found if "Gluon" not in backend.name]
-    return [*found, kernel_route.BACKEND, device_noise.BACKEND]
+    return [*found, gpu.BACKEND, device_noise.BACKEND]
 
 
 def compiling_work(
@@ -217,12 +216,11 @@ def release_launches(made: Tensors) -> Iterator[KernelLaunch]:
 
 
 def _shuffle(made: Tensors, rows: int, cols: int, dtype: torch.dtype) -> None:
-    """Draw, and move two matrices along both axes."""
-    spec = kernel_route.small_spec(rows, cols)
-    drawing = fused_drawing(spec, made.device, kernel_route.kernels())
-    drawing.keys.random_()
+    """Move two matrices along both axes."""
+    spec = gpu.small_spec(rows, cols)
+    permutation = draw(spec, torch.Generator(made.device))
     pairs = [(name, made.halves(*shape, dtype=dtype)) for name, shape in spec.shapes.items()]
-    fused.move(drawing.result(), fused.prepare(spec, pairs))
+    gpu.move(permutation, gpu.prepare(spec, pairs))
 
 
 def _name(one: Map) -> str:

@@ -83,11 +83,13 @@ def run_cell(
         private.close()
     if not outcome.finished:
         return None
-    plan, paper = private.plan, paper_estimate(private.plan)
+    plan = private.plan
+    certified, paper = plan.certified(), paper_estimate(plan)
+    assert certified is not None, "every point has noise and a clip"
     return {
         **cell_key(workload, material, point, stage=stage, rate=rate, seed=seed),
         **_scores(task, model),
-        "certified_epsilon": plan.certified().epsilon,
+        "certified_epsilon": certified.epsilon,
         "paper_epsilon": None if paper is None else paper.epsilon,
         "noise_multipliers": {block.name: block.noise_multiplier for block in plan.blocks},
         "dimensions": {block.name: block.dimension for block in plan.blocks},

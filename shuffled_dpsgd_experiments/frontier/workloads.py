@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.utils.data import TensorDataset
 
 from shuffled_dpsgd.models import seeded
 from shuffled_dpsgd.tasks import Task
@@ -34,7 +35,6 @@ from shuffled_dpsgd_experiments.frontier.sst2 import SPLITS, encoder_folder, fea
 
 CLIP_NORM = 1.0
 RATIOS = (1.0, 3.0, 10.0, 30.0, 100.0)
-FEATURES, HIDDEN = 384, 64
 _KEY = b"frontier"
 
 
@@ -132,11 +132,9 @@ def _short(records: Sequence[Any]) -> str:
     return digest(records, _KEY)[:16]
 
 
-def _load_digits(data: Path | None) -> Material:
-    train, test = load_digits()
-    records = [_plain(image, label) for image, label in train]
-    held_out = [_plain(image, label) for image, label in test]
-    return _material("digits", records, {"test": held_out}, 287, build_model, _collate)
+def _load_digits(fresh_model: Callable[[int], nn.Module], data: Path | None) -> Material:
+    train, test = map(_plain, load_digits())
+    return _material("digits", train, {"test": test}, 287, fresh_model, _collate)
 
 
 def _load_features(data: Path | None) -> Material:
@@ -146,7 +144,7 @@ def _load_features(data: Path | None) -> Material:
         for name in SPLITS
     }
     train = splits.pop("train")
-    return _material("sst2-features", train, splits, 6_000, _head, _collate)
+    return _material("sst2-features", train, splits, 6_000, partial(_mlp, 384, 64, 2), _collate)
 
 
 def _load_lora(data: Path | None) -> Material:
@@ -191,9 +189,10 @@ def _material(
     return Material(tuning=task(part), scored=task(whole), digest=_short(records))
 
 
-def _plain(image: torch.Tensor, label: torch.Tensor) -> tuple[Any, int]:
-    """A record without tensors, which are slow to copy one by one when batches are checked."""
-    return image.numpy(), int(label)
+def _plain(data: TensorDataset) -> list[tuple[Any, int]]:
+    """Records without tensors, which are slow to copy one by one when batches are checked."""
+    images, labels = data.tensors
+    return list(zip(images.numpy(), labels.tolist(), strict=True))
 
 
 def _collate(samples: list[tuple[Any, int]]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -201,10 +200,11 @@ def _collate(samples: list[tuple[Any, int]]) -> tuple[torch.Tensor, torch.Tensor
     return inputs, torch.tensor([label for _, label in samples])
 
 
-def _head(seed: int) -> nn.Module:
-    """An MLP; its hidden units move by Theorem 1, and so does all of it but two biases."""
+def _mlp(inputs: int, hidden: int, classes: int, seed: int) -> nn.Module:
+    """Its hidden units move by Theorem 1, and so does all of it but the biases of the classes."""
     with seeded(seed):
-        return nn.Sequential(nn.Linear(FEATURES, HIDDEN), nn.GELU(), nn.Linear(HIDDEN, 2))
+        layers = nn.Linear(inputs, hidden), nn.GELU(), nn.Linear(hidden, classes)
+    return nn.Sequential(nn.Flatten(), *layers)
 
 
 def _adapted(config: ModelConfig, seed: int) -> nn.Module:
@@ -220,8 +220,8 @@ WORKLOADS: Mapping[str, Workload] = {
     for each in (
         Workload(
             name="digits",
-            title="Digits, a small ViT from scratch",
-            load=_load_digits,
+            title="Digits, an MLP from scratch",
+            load=partial(_load_digits, partial(_mlp, 64, 128, 10)),
             num_steps=60,
             expected_batch_size=144,
             delta=1e-4,
@@ -232,17 +232,30 @@ WORKLOADS: Mapping[str, Workload] = {
             num_tuning_seeds=2,
         ),
         Workload(
+            name="digits-vit",
+            title="Digits, a small ViT from scratch",
+            load=partial(_load_digits, build_model),
+            num_steps=60,
+            expected_batch_size=144,
+            delta=1e-4,
+            middle_rate=0.02,
+            budgets=(0.25, 0.5, 2.0, 8.0, 60.0),
+            claims=(0.5,),
+            num_seeds=20,
+            num_tuning_seeds=2,
+        ),
+        Workload(
             name="sst2-features",
             title="SST-2, an MLP on frozen MiniLM features",
             load=_load_features,
-            num_steps=100,
+            num_steps=60,
             expected_batch_size=500,
             delta=7.4e-6,
             middle_rate=0.005,
-            budgets=(0.05, 0.125, 0.25, 0.5, 1.0, 4.0, 16.0, 60.0),
-            claims=(0.5, 1.0, 3.0),
+            budgets=(0.0625, 0.125, 0.25, 0.5, 1.0, 3.0, 16.0),
+            claims=(0.5, 3.0),
             num_seeds=20,
-            num_tuning_seeds=2,
+            num_tuning_seeds=1,
         ),
         Workload(
             name="sst2-lora",
@@ -252,7 +265,7 @@ WORKLOADS: Mapping[str, Workload] = {
             expected_batch_size=100,
             delta=8e-5,
             middle_rate=0.005,
-            budgets=(0.5, 2.0, 8.0, 60.0),
+            budgets=(0.1, 0.25, 1.0, 4.0, 16.0),
             claims=(1.0,),
             num_seeds=5,
             num_tuning_seeds=1,

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from shuffled_dpsgd.cli import warm_up
 from shuffled_dpsgd.cli.main import app
 from shuffled_dpsgd.clipping.kernels import choices
-from shuffled_dpsgd.runtime import routes, triton_support
+from shuffled_dpsgd.runtime import backends
 from shuffled_dpsgd.training import kernel_launches
 
 
@@ -24,7 +24,7 @@ def test_without_a_gpu_or_triton_there_is_nothing_to_do(
     monkeypatch: pytest.MonkeyPatch, has_gpu: bool
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
-    monkeypatch.setattr(triton_support, "triton_available", lambda: not has_gpu)
+    monkeypatch.setattr(backends, "triton_available", lambda: not has_gpu)
     monkeypatch.setattr(warm_up, "run_in_processes", None)
     reason = "Triton is not available" if has_gpu else "there is no GPU"
     done = CliRunner().invoke(app, ["warm-up"])
@@ -48,7 +48,7 @@ def test_work_that_fails_stops_no_other() -> None:
 
 @pytest.fixture
 def given(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Any, ...]]]:
-    """A made-up Hopper GPU on which every trial passes; yields what is given to processes."""
+    """A made-up Hopper GPU on which every probe passes; yields what is given to processes."""
     pytest.importorskip("triton")
     choices.is_hopper.cache_clear()
     given: list[tuple[Any, ...]] = []
@@ -61,15 +61,15 @@ def given(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Any, ...]]]:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A made-up GPU")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(triton_support, "triton_available", lambda: True)
-    monkeypatch.setattr(routes, "_reasons", {})
-    monkeypatch.setattr(routes.Route, "_judge", lambda route, device: None)
+    monkeypatch.setattr(backends, "triton_available", lambda: True)
+    monkeypatch.setattr(backends, "_reasons", {})
+    monkeypatch.setattr(backends.Backend, "_judge", lambda route, device: None)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     yield given
     choices.is_hopper.cache_clear()
 
 
-def test_every_kernel_is_compiled_and_every_route_tried(given: list[tuple[Any, ...]]) -> None:
+def test_every_kernel_is_compiled_and_every_backend_probed(given: list[tuple[Any, ...]]) -> None:
     done = CliRunner().invoke(app, ["warm-up", "--length", "64", "--jobs", "3", "--json"])
     assert done.exit_code == 0, done.stderr
     found = json.loads(done.stdout)
@@ -77,7 +77,7 @@ def test_every_kernel_is_compiled_and_every_route_tried(given: list[tuple[Any, .
     assert given == [(3, *((number, (64,)) for number in range(len(names))))]
     assert found["done"] == len(names) - 1
     assert found["failed"] == [f"{names[1]}: why"]
-    assert len(routes._reasons) == sum(name.startswith("trial: ") for name in names) == 15
+    assert len(backends._reasons) == sum(name.startswith("probe: ") for name in names) == 9
     assert "T=64, 768 to 3072" in names
 
 
@@ -86,8 +86,8 @@ def test_people_are_told_what_failed(given: list[tuple[Any, ...]]) -> None:
     assert done.exit_code == 0, done.stderr
     first, failed = done.stdout.splitlines()
     total = len(kernel_launches.compiling_work(torch.device("cuda", 0)))
-    assert first == f"A made-up GPU: {total - 1} of {total} trials and launches done."
-    assert failed.startswith("failed: trial: ")
+    assert first == f"A made-up GPU: {total - 1} of {total} probes and launches done."
+    assert failed.startswith("failed: probe: ")
     assert given[0][0] == min(8, os.cpu_count() or 1)
 
 

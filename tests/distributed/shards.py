@@ -361,7 +361,7 @@ def killed_in_a_shuffle(rank: int) -> None:
     private = start(case)
     private.sampler = FixedSampler([1, 2, 3, 4])
     if current_world().rank == rank:
-        sending = "shuffled_dpsgd.permutation.move.sharded.send_rows"
+        sending = "shuffled_dpsgd.permutation.sharded.send_rows"
         mock.patch(sending, _die).start()
     run(private, case)
 

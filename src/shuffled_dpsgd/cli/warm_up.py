@@ -24,7 +24,7 @@ Jobs = Annotated[int | None, typer.Option(min=1, help="Processes; one per core, 
 
 @reports_errors
 def warm_up(length: Lengths = None, jobs: Jobs = None, as_json: AsJson = False) -> None:
-    """Compile the GPU kernels into Triton's cache and try them, so that a first run starts sooner.
+    """Compile the GPU kernels into Triton's cache and probe them: a first run then starts sooner.
 
     Without it a first run on a GPU takes 10 to 20 s more. Kernels are compiled for the first GPU
     of CUDA_VISIBLE_DEVICES, for bfloat16 and samples of the given lengths; whatever else a model
@@ -34,9 +34,9 @@ def warm_up(length: Lengths = None, jobs: Jobs = None, as_json: AsJson = False) 
     from rich.console import Console
     from rich.progress import track
 
-    from shuffled_dpsgd.runtime import routes, triton_support
+    from shuffled_dpsgd.runtime import backends
 
-    reason = None if triton_support.triton_available() else "Triton is not available"
+    reason = None if backends.triton_available() else "Triton is not available"
     reason = reason if torch.cuda.is_available() else "there is no GPU"
     if reason is not None:
         if as_json:
@@ -44,7 +44,7 @@ def warm_up(length: Lengths = None, jobs: Jobs = None, as_json: AsJson = False) 
         else:
             typer.echo(f"Nothing to do: {reason}. Plain torch needs no warm-up.")
         return
-    from shuffled_dpsgd.training.kernel_launches import LENGTHS, all_routes, compiling_work
+    from shuffled_dpsgd.training.kernel_launches import LENGTHS, all_backends, compiling_work
 
     device, lengths = torch.device("cuda", 0), tuple(length or LENGTHS)
     names = [name for name, _ in compiling_work(device, lengths)]
@@ -52,16 +52,16 @@ def warm_up(length: Lengths = None, jobs: Jobs = None, as_json: AsJson = False) 
     over = run_in_processes(work, jobs or min(8, os.cpu_count() or 1))
     shown = track(over, "Compiling", len(work), console=Console(stderr=True), disable=as_json)
     failed = [f"{names[number]}: {error}" for number, error in shown if error is not None]
-    for route in all_routes(device):
-        route.serves(device)  # Tried here once more, from Triton's cache; the verdict is kept.
+    for backend in all_backends(device):
+        backend.serves(device)  # Probed here once more, from Triton's cache; the outcome is kept.
     found: dict[str, Any] = {
         "device": torch.cuda.get_device_name(device), "reason": None,
-        "done": len(names) - len(failed), "failed": failed, "off": routes.switched_off(),
+        "done": len(names) - len(failed), "failed": failed, "off": backends.switched_off(),
     }  # fmt: skip
     if as_json:
         print_json(found)
         return
-    typer.echo(f"{found['device']}: {found['done']} of {len(names)} trials and launches done.")
+    typer.echo(f"{found['device']}: {found['done']} of {len(names)} probes and launches done.")
     for line in failed:
         typer.echo(f"failed: {line}")
     for name, why in found["off"].items():

@@ -24,14 +24,12 @@ from shuffled_dpsgd.clipping.capture.batch import CapturedBatch, Entry, Phase
 from shuffled_dpsgd.clipping.capture.batch_size import find_batch
 from shuffled_dpsgd.clipping.capture.counted import CountedRows
 from shuffled_dpsgd.clipping.capture.recorder import CaptureRecorder
-from shuffled_dpsgd.clipping.capture.slot import can_listen
 from shuffled_dpsgd.clipping.capture.taps import signature_of
 from shuffled_dpsgd.clipping.checks import refusals
 from shuffled_dpsgd.clipping.checks.check_turns import DEFAULT_RATE
 from shuffled_dpsgd.clipping.checks.stray_gradients import GradWatch
 from shuffled_dpsgd.clipping.contributions import cost
 from shuffled_dpsgd.clipping.plan import Plan, describe
-from shuffled_dpsgd.clipping.rules.half_copies import HalfCopies
 from shuffled_dpsgd.clipping.rules.linear import keep_no_copies
 from shuffled_dpsgd.clipping.settle import clip_functions
 from shuffled_dpsgd.clipping.settle.schedules import WholeGradient
@@ -121,7 +119,6 @@ class ClippingEngine:
         if sharding is not None and sharding.ranks > 1:
             keep_no_copies(self._slots)
         self._recorder.may_tap = isinstance(self._schedule, WholeGradient)
-        self._halves = HalfCopies(self._slots)
         self._watch = GradWatch(self._parameters)
         self._counted = CountedRows()
         self._attachment = Attachment(self._slots)
@@ -366,12 +363,6 @@ class ClippingEngine:
         batch = CapturedBatch(
             size=size, device=device, slots=len(self._slots), scale=scale, input_B=input_B
         )
-        lowers = device == "cuda" and torch.is_autocast_enabled(device) and can_listen()
-        if lowers and self._sharding is None:
-            latest = self._recorder.latest
-            batch.halves = self._halves.make(
-                torch.get_autocast_dtype(device), reuse=latest is None or latest.closed
-            )
         traced = torch.compiler.is_compiling()
         if traced:
             # Kept in every trace: keeping them only when needed would compile the model twice.

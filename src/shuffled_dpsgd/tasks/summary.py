@@ -13,7 +13,7 @@ from torch import nn
 from shuffled_dpsgd import __version__
 from shuffled_dpsgd.environment import environment, subject_of
 from shuffled_dpsgd.reports import StepRecord, samples_per_second
-from shuffled_dpsgd.runtime import routes
+from shuffled_dpsgd.runtime import backends
 from shuffled_dpsgd.tasks.config import RunConfig
 from shuffled_dpsgd.tasks.models import no_progress_bars
 from shuffled_dpsgd.tasks.task import Task
@@ -98,7 +98,7 @@ def summarise(
         "seconds_by_part": {name: round(value, 6) for name, value in outcome.seconds.items()},
         "dataset_size": len(task.train_data),
         "privacy_card": card.to_json(),
-        "routes": routes.report(),
+        "routes": backends.report(),
         "config": config.without_seed(),
         "environment": {
             **environment(device),

@@ -23,9 +23,8 @@ from torch import Tensor
 
 from shuffled_dpsgd.clipping.kernels import choices
 from shuffled_dpsgd.core.noise import Place
-from shuffled_dpsgd.permutation.move import fused, kernel_route
-from shuffled_dpsgd.permutation.move.drawing import fused_drawing
-from shuffled_dpsgd.runtime.routes import Route
+from shuffled_dpsgd.permutation import draw, gpu
+from shuffled_dpsgd.runtime.backends import Backend
 from shuffled_dpsgd.training import device_noise
 
 # Of a usual text, and of an image of 14 by 14 patches.
@@ -86,35 +85,34 @@ def all_launches(device: torch.device, lengths: Sequence[int] = LENGTHS) -> list
         *wide_launches(made, lengths),
         *split_launches(made, maps),
         *gluon_launches(made, maps),
-        *row_launches(made),
-        *table_launches(made),
+        *norm_layer_launches(made),
         *release_launches(made),
     ]
 
 
-def all_routes(device: torch.device) -> list[Route]:
-    """The routes whose trials decide which of these kernels serve on a GPU."""
-    found = [route for route in vars(choices).values() if isinstance(route, Route)]
+def all_backends(device: torch.device) -> list[Backend]:
+    """The backends whose probes decide which of these kernels serve on a GPU."""
+    found = [backend for backend in vars(choices).values() if isinstance(backend, Backend)]
     if not choices.is_hopper(device):
-        found = [route for route in found if "Gluon" not in route.name]
-    return [*found, kernel_route.ROUTE, device_noise.ROUTE]
+        found = [backend for backend in found if "Gluon" not in backend.name]
+    return [*found, gpu.BACKEND, device_noise.BACKEND]
 
 
 def compiling_work(
     device: torch.device, lengths: Sequence[int] = LENGTHS
 ) -> list[tuple[str, Callable[[], object]]]:
-    """The trials of all routes and all launches that a GPU serves, with their names."""
+    """The probes of all backends and all launches that a GPU serves, with their names."""
     major, minor = torch.cuda.get_device_capability(device)
     chip = 10 * major + minor
     return [
-        *((f"trial: {r.name}", partial(r.trial, device)) for r in all_routes(device)),
+        *((f"probe: {r.name}", partial(r.probe, device)) for r in all_backends(device)),
         *((k.name, k.run) for k in all_launches(device, lengths) if k.serves(chip)),
     ]
 
 
 def linear_launches(made: Tensors, maps: Sequence[Map]) -> Iterator[KernelLaunch]:
     """Norms and sums of linear layers in plain Triton."""
-    linear, gram, tiles, sums = _modules("linear", "gram", "tiles", "sums")
+    linear, tiles, sums = _modules("linear", "tiles", "sums")
 
     def norms(way: Callable[..., object], one: Map, bias: bool) -> None:
         way(*made.pair(one), bias)
@@ -124,10 +122,7 @@ def linear_launches(made: Tensors, maps: Sequence[Map]) -> Iterator[KernelLaunch
         sums.weighted_outer_sums(*made.pair(one), made.floats(B), [made.floats(P, D)], bulk=bulk)
 
     for one in maps:
-        ways = [linear.gram_sq_norms, tiles.tile_sq_norms]
-        if gram.MIN_TOKENS <= one[0] <= gram.MAX_TOKENS:
-            ways.append(gram.gram_sq_norms)
-        for way, bias in product(ways, (True, False)):
+        for way, bias in product((linear.gram_sq_norms, tiles.tile_sq_norms), (True, False)):
             yield KernelLaunch(name=_name(one), run=partial(norms, way, one, bias))
         yield KernelLaunch(name=_name(one), run=partial(add, one, False))
         yield copy_engine_launch(name=_name(one), run=partial(add, one, True))
@@ -168,7 +163,7 @@ def split_launches(made: Tensors, maps: Sequence[Map]) -> Iterator[KernelLaunch]
 
 def gluon_launches(made: Tensors, maps: Sequence[Map]) -> Iterator[KernelLaunch]:
     """Norms and sums of linear layers on Hopper; weights may be stored transposed, as GPT-2's."""
-    squares, strips, weighted = _modules("squares", "strips", "weighted_sums", folder="gluon")
+    squares, weighted = _modules("squares", "weighted_sums", folder="gluon")
 
     def norms(way: Callable[..., object], one: Map, bias: bool) -> None:
         way(*made.pair(one), bias)
@@ -183,10 +178,8 @@ def gluon_launches(made: Tensors, maps: Sequence[Map]) -> Iterator[KernelLaunch]
         squares.tile_sq_norms(*made.pair((128, 768, 512)), False, [made.floats(B, 512, 768)])
 
     for one in maps:
-        ways = [squares.tile_sq_norms]
-        if strips.MIN_TOKENS <= one[0] <= strips.MAX_TOKENS:
-            ways.append(strips.gram_sq_norms)
-        for way, bias in product(ways, (True, False)):
+        for bias in (True, False):
+            way = squares.tile_sq_norms
             yield hopper_launch(name=_name(one), run=partial(norms, way, one, bias))
         for bias, transposed in product((True, False), repeat=2):
             yield hopper_launch(name=_name(one), run=partial(add, one, bias, transposed))
@@ -196,52 +189,18 @@ def gluon_launches(made: Tensors, maps: Sequence[Map]) -> Iterator[KernelLaunch]
     yield hopper_launch(name="stored products", run=keep)
 
 
-def row_launches(made: Tensors) -> Iterator[KernelLaunch]:
-    """Sums of biases and of stored gradients, norm layers, copies in half precision."""
-    rows, norms, casts = _modules("rows", "norms", "casts")
-
-    def add_biases(dtype: torch.dtype) -> None:
-        g = made.halves(B, 128, 768, dtype=dtype)
-        rows.weighted_row_sums([g], made.floats(B), [made.floats(768)])
-
-    def add_stored() -> None:
-        rows.weighted_stored_sum(made.floats(B, 1 << 16), made.floats(B), made.floats(1 << 16))
+def norm_layer_launches(made: Tensors) -> Iterator[KernelLaunch]:
+    """Layer norms and RMS norms."""
+    (norms,) = _modules("norms")
 
     def norm_layer(dtype: torch.dtype, D: int, centred: bool) -> None:
         g = made.halves(B, 128, D, dtype=dtype)
         norms.norm_sums([made.floats(B, 128, D)], [g], 1e-5, centred)
 
     for dtype in (torch.bfloat16, torch.float32):
-        yield KernelLaunch(name=f"biases, {dtype}", run=partial(add_biases, dtype))
         for D, centred in ((768, True), (384, True), (4096, False)):
             name = f"norm layer of {D}, {dtype}"
             yield KernelLaunch(name=name, run=partial(norm_layer, dtype, D, centred))
-    yield KernelLaunch(name="stored gradients", run=add_stored)
-    yield KernelLaunch(
-        name="copies", run=lambda: casts.copy_all([made.halves(5000)], [made.floats(5000)])
-    )
-
-
-def table_launches(made: Tensors) -> Iterator[KernelLaunch]:
-    """Embedding tables, alone and tied to a head."""
-    (tables,) = _modules("tables")
-
-    def looked_up() -> tuple[Tensor, Tensor]:
-        ids = torch.zeros(B, 300, dtype=torch.int64, device=made.device)
-        return ids, made.floats(B, 300, 768)
-
-    def add() -> None:
-        tables.weighted_embedding_sum(*looked_up(), made.floats(B), 1, made.floats(1000, 768))
-
-    def tie() -> None:
-        x, g = made.pair((300, 768, 1000))
-        tables.tied_cross_terms(x[0], g[0], *looked_up(), 1)
-
-    def cross() -> None:
-        tables.stored_cross_terms(made.floats(B, 1000, 768), *looked_up(), 1)
-
-    for run in (lambda: tables.embedding_sq_norms(*looked_up(), 1), add, tie, cross):
-        yield KernelLaunch(name="table", run=run)
 
 
 def release_launches(made: Tensors) -> Iterator[KernelLaunch]:
@@ -264,12 +223,11 @@ def release_launches(made: Tensors) -> Iterator[KernelLaunch]:
 
 
 def _shuffle(made: Tensors, rows: int, cols: int, dtype: torch.dtype) -> None:
-    """Draw, and move two matrices along both axes."""
-    spec = kernel_route.small_spec(rows, cols)
-    drawing = fused_drawing(spec, made.device, kernel_route.kernels())
-    drawing.keys.random_()
+    """Move two matrices along both axes."""
+    spec = gpu.small_spec(rows, cols)
+    permutation = draw(spec, torch.Generator(made.device))
     pairs = [(name, made.halves(*shape, dtype=dtype)) for name, shape in spec.shapes.items()]
-    fused.move(drawing.result(), fused.prepare(spec, pairs))
+    gpu.move(permutation, gpu.prepare(spec, pairs))
 
 
 def _name(one: Map) -> str:

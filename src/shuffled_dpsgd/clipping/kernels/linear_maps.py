@@ -15,12 +15,10 @@ from torch import Tensor
 from shuffled_dpsgd.clipping.kernels import choices, host, plain, split_products
 from shuffled_dpsgd.clipping.kernels.alignment import MIN_WIDTH, ROW_ALIGNMENT_BYTES, aligned
 from shuffled_dpsgd.clipping.kernels.choices import HALF
-from shuffled_dpsgd.runtime.routes import took
+from shuffled_dpsgd.runtime.backends import took
 
 # A shorter sample does not fill blocks of 16 tokens well enough.
 MIN_TOKENS = 8
-# Fewer numbers than this are not worth a launch of their own.
-MIN_STORED = 1 << 16
 
 
 def fits_triton_linear(x_BTD: Tensor, g_BTP: Tensor) -> bool:
@@ -63,7 +61,7 @@ def gram_sq_norm_sums(
         x, g = pairs[run[0]]
         kernel = None
         if fits_triton_linear(x, g):
-            kernel = choices.gram_norms(x.device, x.shape[1], max(x.shape[2], g.shape[2]))
+            kernel = choices.gram_norms(x.device, max(x.shape[2], g.shape[2]))
         elif split_products.serves(x, g):
             found += _split_sq_norms([pairs[i] for i in run], biases[run[0]])
             continue
@@ -218,47 +216,12 @@ def _fits_triton_sum(out: Tensor) -> bool:
     return out.dtype is torch.float32 and whole and out.data_ptr() % ROW_ALIGNMENT_BYTES == 0
 
 
-def is_stored_gradient(g_B1N: Tensor) -> bool:
-    """Whether these are large per-sample gradients of the kind that Triton sums."""
-    return (
-        g_B1N.is_cuda
-        and g_B1N.dtype is torch.float32
-        and g_B1N.shape[1] == 1
-        and g_B1N.shape[2] >= MIN_STORED
-        and g_B1N.is_contiguous()
-    )
-
-
 def add_weighted_row_sums(
     gs: Sequence[Tensor], factors_B: Tensor, outs: Sequence[Tensor], accumulate: bool = True
 ) -> None:
     """Add each sum_b f_b sum_t g_bt into its (P,) `out`, or overwrite it unless `accumulate`."""
-    for run in alike([(g, g) for g in gs], [out.dtype for out in outs]):
-        g, targets = gs[run[0]], [outs[i] for i in run]
-        is_rows = g.dtype is not torch.float64 and _fits_triton(g, g)
-        is_stored = is_stored_gradient(g) and all(out.is_contiguous() for out in targets)
-        # Asked last: a route that nobody wants is not tried.
-        may_write = (
-            targets[0].dtype is torch.float32
-            and (is_rows or is_stored)
-            and choices.may_take(choices.ROWS, g.device)
-        )
-        if may_write and is_rows:
-            took("sums of biases", "triton.rows")
-            rows = choices.module("triton.rows")
-            rows.weighted_row_sums([gs[i] for i in run], factors_B.float(), targets, accumulate)
-        elif may_write:
-            took("sums of stored gradients", "triton.rows")
-            rows = choices.module("triton.rows")
-            for i in run:
-                stored_BN = gs[i].squeeze(1)
-                rows.weighted_stored_sum(stored_BN, factors_B.float(), outs[i], accumulate)
-        else:
-            took("sums of biases", host.name_for(g, targets[0]))
-            for i in run:
-                out = outs[i] if accumulate else outs[i].zero_()
-                module = host if host.serves(gs[i], out) else plain
-                module.weighted_row_sum(gs[i], factors_B, out)
+    for g, out in zip(gs, outs, strict=True):
+        plain.weighted_row_sum(g, factors_B, out if accumulate else out.zero_())
 
 
 def row_sq_norms(rows_BN: Tensor) -> Tensor:
@@ -293,13 +256,3 @@ def weighted_outer_sum(
     else:
         add_weighted_outer_sums([(x_BTD, g_BTP)], factors_B, [out_PD])
     return out_PD
-
-
-def weighted_row_sum(g_BTP: Tensor, factors_B: Tensor, out_P: Tensor | None = None) -> Tensor:
-    """`plain.weighted_row_sum` by the fastest means at hand."""
-    if out_P is None:
-        out_P = torch.zeros(
-            g_BTP.shape[2], dtype=plain.accumulator_dtype(g_BTP), device=g_BTP.device
-        )
-    add_weighted_row_sums([g_BTP], factors_B, [out_P])
-    return out_P

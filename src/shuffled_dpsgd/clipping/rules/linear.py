@@ -158,7 +158,9 @@ def _padded(g: Tensor, width: int) -> Tensor:
 
 
 def lowered(parameter: Tensor, dtype: torch.dtype, rows: int) -> Tensor:
-    """A half-precision copy; on a GPU with `rows` rows of zeros added."""
+    """The parameter in another precision; on a GPU with `rows` rows of zeros added."""
+    if parameter.dtype is dtype:
+        return parameter
     lower = parameter.to(dtype)
     if rows == 0 or not lower.is_cuda:
         return lower
@@ -223,9 +225,9 @@ class LinearSlot(Slot):
         self, x: Tensor, weight: Tensor, bias: Tensor | None, batch: CapturedBatch
     ) -> Tensor:
         """The same by autograd's own operations, for eager mode."""
-        rows = 0 if self.transposed else self.padded_outputs
-        weight = batch.cast(weight, x.dtype, rows)
-        bias = None if bias is None else batch.cast(bias, x.dtype, rows)
+        rows = self.padded_outputs - self.outputs
+        weight = lowered(weight.detach(), x.dtype, rows)
+        bias = None if bias is None else lowered(bias.detach(), x.dtype, rows)
         out = self.multiply(x, weight, bias)
         self.recorder.listen(out, batch, self, x if self.keeps_input else None)
         # The weight's half-precision copy may have had rows of zeros added.

@@ -4,8 +4,8 @@ Shapes: L layers, B samples, T tokens, D input features, P output features. Oper
 or float16; every product is accumulated in float32. The tensors of the L layers are found through
 tables of addresses, so captured activations are read where they lie.
 
-This file has the norms by Gram matrices, `wide` those of very wide layers, `gram` those of a few
-more than 128 tokens. `tiles` and `sums` multiply gradients out.
+This file has the norms by Gram matrices, `wide` those of very wide layers. `tiles` and `sums`
+multiply gradients out.
 """
 
 from __future__ import annotations

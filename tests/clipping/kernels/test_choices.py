@@ -11,7 +11,7 @@ from shuffled_dpsgd.clipping.kernels import choices
 from shuffled_dpsgd.runtime import backends
 from shuffled_dpsgd.runtime.backends import Backend
 
-GPU = torch.device("cuda:0")
+GPU, HALF = torch.device("cuda:0"), torch.bfloat16
 EVERY_ROUTE = [value for value in vars(choices).values() if isinstance(value, Backend)]
 
 
@@ -30,8 +30,8 @@ def verdicts(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[str, torch.device], 
 def modules() -> list[str | None]:
     """The modules for norms by tiles, for sums, and for norms by Gram matrices, narrow and wide."""
     return [
-        choices.tile_norms(GPU, 128),
-        choices.outer_sums(GPU, 128),
+        choices.tile_norms(GPU, HALF, 128),
+        choices.outer_sums(GPU, HALF, 128),
         choices.gram_norms(GPU, 768),
         choices.gram_norms(GPU, 50257),
     ]
@@ -63,7 +63,7 @@ def test_norms_and_sums_of_a_family_go_together(
     """Norms from one family would be too small for the sums of another."""
     verdicts[choices.GLUON_PRODUCTS.name, GPU] = "wrong"
     verdicts[family.name, GPU] = "wrong"
-    pair = (choices.tile_norms(GPU, 128), choices.outer_sums(GPU, 128))
+    pair = (choices.tile_norms(GPU, HALF, 128), choices.outer_sums(GPU, HALF, 128))
     plain = family is choices.PRODUCTS
     assert pair == ((None, None) if plain else ("triton.tiles", "triton.sums"))
 
@@ -74,9 +74,9 @@ def test_lengths_with_a_few_tokens_apart_have_a_trial_of_their_own(
     """The kernel for them is another one; norms and sums still go together."""
     verdicts[choices.GLUON_PRODUCTS_OF_A_FEW.name, GPU] = "wrong"
     for tokens in (135, 197):
-        pair = (choices.tile_norms(GPU, tokens), choices.outer_sums(GPU, tokens))
+        pair = (choices.tile_norms(GPU, HALF, tokens), choices.outer_sums(GPU, HALF, tokens))
         assert pair == ("triton.tiles", "triton.sums")
-    assert choices.tile_norms(GPU, 128) == "gluon.squares"
+    assert choices.tile_norms(GPU, HALF, 128) == "gluon.squares"
 
 
 @pytest.mark.usefixtures("verdicts")

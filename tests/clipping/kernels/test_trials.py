@@ -23,8 +23,10 @@ TRIALS = [
     (trials.try_wide_gram, "triton.wide", "gram_sq_norms", None),
     (trials.try_products, "triton.tiles", "tile_sq_norms", None),
     (trials.try_products, "triton.sums", "weighted_outer_sums", 3),
-    (trials.try_split_products, "triton.split_gram", "gram_sq_norms", None),
-    (trials.try_split_products, "triton.sums", "weighted_outer_sums", 3),
+    (trials.try_float32_products, "triton.linear", "gram_sq_norms", None),
+    (trials.try_float32_products, "triton.tiles", "tile_sq_norms", None),
+    (trials.try_float32_products, "triton.wide", "gram_sq_norms", None),
+    (trials.try_float32_products, "triton.sums", "weighted_outer_sums", 3),
     (trials.try_norm_layers, "triton.norms", "norm_sums", None),
 ]
 GLUON = [

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from on_triton import DEVICE, ON_GPU, cases, draw
+from on_triton import DEVICE, cases, draw
 from shuffled_dpsgd.clipping import ClippingEngine, kernels
 from shuffled_dpsgd.clipping.kernels import choices, plain
 from shuffled_dpsgd.clipping.kernels.triton import device_limits
@@ -128,27 +128,21 @@ def test_gram_norms_of_every_kind_of_length_on_a_gpu(tokens: int, bias: bool) ->
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("bulk", [False, True])
-def test_weighted_sums_are_added_to_what_is_there(shape: tuple[int, ...], bulk: bool) -> None:
-    if bulk and ON_GPU and not device_limits.has_copy_engine(torch.device(DEVICE)):
-        pytest.skip("no copy engine")
+def test_weighted_sums_are_added_to_what_is_there(shape: tuple[int, ...]) -> None:
     xs, gs, factors = layers(*shape)
     factors[0] = 0.0
     gs[0][0] = float("nan")
     outs = [torch.ones(g.shape[2], x.shape[2], device=DEVICE) for x, g in zip(xs, gs, strict=True)]
-    triton_sums.weighted_outer_sums(xs, gs, factors, outs, bulk=bulk)
+    triton_sums.weighted_outer_sums(xs, gs, factors, outs)
     for x, g, out in zip(xs, gs, outs, strict=True):
         expected = 1 + plain.weighted_outer_sum(x.double(), g.double(), factors.double())
         assert (out - expected).norm() / expected.norm() < 1e-6
 
 
-@pytest.mark.parametrize("bulk", [False, True])
-def test_weighted_sums_can_overwrite_what_is_there(bulk: bool) -> None:
-    if bulk and ON_GPU and not device_limits.has_copy_engine(torch.device(DEVICE)):
-        pytest.skip("no copy engine")
+def test_weighted_sums_can_overwrite_what_is_there() -> None:
     xs, gs, factors = layers(2, 2, 37, 72, 136)
     outs = [torch.full((136, 72), float("nan"), device=DEVICE) for _ in xs]
-    triton_sums.weighted_outer_sums(xs, gs, factors, outs, add=False, bulk=bulk)
+    triton_sums.weighted_outer_sums(xs, gs, factors, outs, add=False)
     for x, g, out in zip(xs, gs, outs, strict=True):
         expected = plain.weighted_outer_sum(x.double(), g.double(), factors.double())
         assert (out - expected).norm() / expected.norm() < 1e-6

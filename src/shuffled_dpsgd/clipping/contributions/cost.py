@@ -38,8 +38,6 @@ MEMORY_RATIO, MEMORY_RATIO_ON_CPU = 0.5, 2.0
 MEMORY_RATIO_IF_TIED = 0.8
 # The cost of an operation for Gram matrices on a Hopper, in percent of one for tiles.
 GRAM_PERCENT = 115
-# How much longer a product takes in float32 without tensor cores than three halves' with them.
-WITHOUT_TENSOR_CORES = 4
 # Tokens of a block on an accelerator, where each pair of blocks is multiplied once.
 SYMMETRIC_BLOCK = 128
 
@@ -55,9 +53,8 @@ class NormRoute(Enum):
 class Chooser(Protocol):
     """The route for T positions, R rows and C columns.
 
-    `device` is the kind of device (`kernels.kind_of`): "cpu", "cuda", "hopper" for half precision
-    there, or "split" for float32 on tensor cores. `tied` says that
-    the weight is an embedding's too.
+    `device` is the kind of device (`kernels.kind_of`): "cpu", "cuda", or "hopper" for half
+    precision there. `tied` says that the weight is an embedding's too.
     """
 
     def __call__(self, T: int, R: int, C: int, device: str, tied: bool = False) -> NormRoute: ...
@@ -70,10 +67,6 @@ def operations(T: int, R: int, C: int, device: str, tied: bool = False) -> tuple
         gram = 5 * T * T * (2 * min(R, C) + max(R, C)) // 2
         return gram, tiles, OPERATIONS_PER_NUMBER_ON_CPU * R * C
     gram = T * (T + min(T, SYMMETRIC_BLOCK)) * (R + C)
-    if device == "split":
-        # There are no tiles of halves: Gram matrices take their place. A gradient that is stored is
-        # a product in float32, without tensor cores.
-        return gram, gram, OPERATIONS_PER_NUMBER * R * C + WITHOUT_TENSOR_CORES * tiles
     if device != "hopper":
         return gram, tiles, OPERATIONS_PER_NUMBER * R * C
     a_number = OPERATIONS_PER_TIED_NUMBER if tied else OPERATIONS_PER_NUMBER

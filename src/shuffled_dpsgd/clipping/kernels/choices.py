@@ -45,12 +45,12 @@ PRODUCTS = Backend(
     cost="products run in float32, several times slower",
     probe=trials.try_products,
 )
-SPLIT_PRODUCTS = Backend(
+FLOAT32_PRODUCTS = Backend(
     name="Products of float32 linear layers on tensor cores in Triton",
     package=PACKAGE,
     instead=_PLAIN,
     cost="norms are found in float64 and sums in float32, without tensor cores",
-    probe=trials.try_split_products,
+    probe=trials.try_float32_products,
 )
 GRAM = Backend(
     name="Gram norms of linear layers in Triton",
@@ -91,15 +91,15 @@ def may_take_gluon(backend: Backend, device: torch.device) -> bool:
     return is_hopper(device) and may_take(backend, device)
 
 
-def splits_float32(device: torch.device) -> bool:
-    """Whether products of float32 are split there; only where the user lets them run in TF32."""
-    return device.type == "cuda" and allows_tf32() and may_take(SPLIT_PRODUCTS, device)
+def multiplies(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether tensor cores multiply this type here; float32 only where the user allows TF32."""
+    if dtype is torch.float32:
+        return device.type == "cuda" and allows_tf32() and may_take(FLOAT32_PRODUCTS, device)
+    return device.type == "cuda" and dtype in HALF
 
 
 def kind_of(tensor: Tensor) -> str:
     """The kind of device, as far as it matters to the cost of products of such tensors."""
-    if tensor.dtype is torch.float32 and splits_float32(tensor.device):
-        return "split"
     if tensor.dtype in HALF and may_take_gluon(GLUON_PRODUCTS, tensor.device):
         return "hopper"
     return tensor.device.type
@@ -111,23 +111,23 @@ def module(name: str) -> ModuleType:
     return importlib.import_module(f"{PACKAGE}.{name}")
 
 
-def tile_norms(device: torch.device, tokens: int) -> str | None:
+def tile_norms(device: torch.device, dtype: torch.dtype, tokens: int) -> str | None:
     """The module whose norms by tiles are fastest for samples of so many tokens, if any serves."""
-    if _may_take_gluon_products(device, tokens):
+    if _may_take_gluon_products(device, dtype, tokens):
         return "gluon.squares"
     return "triton.tiles" if may_take(PRODUCTS, device) else None
 
 
-def outer_sums(device: torch.device, tokens: int) -> str | None:
+def outer_sums(device: torch.device, dtype: torch.dtype, tokens: int) -> str | None:
     """The module whose weighted sums are fastest for samples of so many tokens, if any serves."""
-    if _may_take_gluon_products(device, tokens):
+    if _may_take_gluon_products(device, dtype, tokens):
         return "gluon.weighted_sums"
     return "triton.sums" if may_take(PRODUCTS, device) else None
 
 
-def _may_take_gluon_products(device: torch.device, tokens: int) -> bool:
+def _may_take_gluon_products(device: torch.device, dtype: torch.dtype, tokens: int) -> bool:
     """Norms and sums of samples of one length always decide alike."""
-    if not may_take_gluon(GLUON_PRODUCTS, device):
+    if dtype not in HALF or not may_take_gluon(GLUON_PRODUCTS, device):
         return False
     has_few: bool = module("gluon.products").has_few(tokens)
     return not has_few or may_take_gluon(GLUON_PRODUCTS_OF_A_FEW, device)

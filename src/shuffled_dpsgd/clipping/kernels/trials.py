@@ -121,20 +121,19 @@ def _try_gluon_products(device: torch.device, T: int) -> None:
     expect_close(bias, exact, rtol=1e-5, what="sums of biases")
 
 
-def try_split_products(device: torch.device) -> None:
-    """`triton.halves` and `triton.split_gram`, and the sums of halves by `triton.sums`."""
-    from shuffled_dpsgd.clipping.kernels import split_products
+def try_float32_products(device: torch.device) -> None:
+    """`triton.linear`, `triton.tiles`, `triton.wide` and `triton.sums` with float32 operands."""
+    from shuffled_dpsgd.clipping.kernels.triton import linear, sums, tiles, wide
 
     floats = torch.float32
     x, clean = (_draw(device, SAMPLES, 70, width, dtype=floats) for width in (72, 136))
-    # Samples of very different size, each with its own scale.
-    clean *= torch.tensor([1e-20, 1.0, 1e15], device=device)[:, None, None]
     exact = plain.tile_sq_norms(_wide(x), _wide(clean), True)
-    found = split_products.gram_sq_norms([(x, clean)], True)[0]
-    _expect_norms(found / exact.to(device, floats), torch.ones_like(exact), 1e-3)
+    _expect_norms(linear.gram_sq_norms([x], [clean], True)[0], exact, 2e-3)
+    _expect_norms(tiles.tile_sq_norms([x], [clean], True)[0], exact, 1e-4)
+    _expect_norms(wide.gram_sq_norms(x, clean, True), exact, 2e-3)
     g, factors = _poisoned(device, clean)
     out = torch.ones(136, 72, device=device, dtype=floats)
-    split_products.add_outer_sums([(x, g)], factors, [out], True, True)
+    sums.weighted_outer_sums([x], [g], factors, [out])
     exact = 1 + plain.weighted_outer_sum(_wide(x), _wide(g), _wide(factors))
     expect_close(out, exact, rtol=2e-6, what="sums")
 

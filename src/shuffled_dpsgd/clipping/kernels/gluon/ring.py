@@ -48,3 +48,8 @@ def held(N):  # type: ignore[no-untyped-def]
 
 
 fix_keys(after, barriers, source_of)
+
+
+def scratch(size: int, alignment: int, stream: int | None) -> torch.Tensor:
+    """Device memory for a launch's copy-engine descriptors."""
+    return torch.empty(size, dtype=torch.int8, device="cuda")

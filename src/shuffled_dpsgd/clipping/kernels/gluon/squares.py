@@ -30,9 +30,8 @@ from shuffled_dpsgd.clipping.kernels.gluon.products import (
     tensor_of,
     zeros,
 )
-from shuffled_dpsgd.clipping.kernels.gluon.ring import ELEMENT
+from shuffled_dpsgd.clipping.kernels.gluon.ring import ELEMENT, scratch
 from shuffled_dpsgd.clipping.kernels.triton.addresses import address_table
-from shuffled_dpsgd.clipping.kernels.triton.sums import scratch
 
 # Warps of a group, each of which leaves the sum of its squares, and numbers that a block leaves.
 WARPS = gl.constexpr(4)

@@ -29,11 +29,8 @@ from shuffled_dpsgd.clipping.kernels.gluon.products import (
     tensor_of,
     zeros,
 )
-from shuffled_dpsgd.clipping.kernels.gluon.ring import ELEMENT
+from shuffled_dpsgd.clipping.kernels.gluon.ring import ELEMENT, scratch
 from shuffled_dpsgd.clipping.kernels.triton.addresses import address_table
-from shuffled_dpsgd.clipping.kernels.triton.sums import factors_row, scratch
-
-TAKES_BIASES = True
 
 
 @gluon.jit
@@ -106,9 +103,9 @@ def run_groups(  # type: ignore[no-untyped-def]
     )  # fmt: skip
 
 
-@gluon.jit(do_not_specialize=["B", "T", "add", "factors_row"])
+@gluon.jit(do_not_specialize=["B", "T", "add"])
 def parted_outer_kernel(  # type: ignore[no-untyped-def]
-    x_table, g_table, out_table, bias_table, factors, factors_row, B, T, D, P,
+    x_table, g_table, out_table, bias_table, factors_B, B, T, D, P,
     x_batch, x_row, g_batch, g_row, out_row, out_col, add, segments,
     SEGMENT: gl.constexpr, FULL: gl.constexpr, TAIL: gl.constexpr, GROUPS: gl.constexpr,
     COLUMNS: gl.constexpr, STAGES: gl.constexpr, HAS_FEW: gl.constexpr, BIAS: gl.constexpr,
@@ -129,7 +126,7 @@ def parted_outer_kernel(  # type: ignore[no-untyped-def]
     rings = buffers(GROUPS, COLUMNS, STAGES, HAS_FEW, BIAS, ELEMENT)
     source = (x, g, T, x_batch, x_row, g_batch, g_row)
     geometry = (B, segments, D, P, p, d)
-    todo = (factors + layer * factors_row, out, bias, out_row, out_col, add)
+    todo = (factors_B, out, bias, out_row, out_col, add)
     # Two specialised kinds of blocks, so that none has to ask at every product what to do.
     if BIAS and d == 0:
         run_groups(
@@ -149,7 +146,7 @@ fix_keys(write, add_up, run_groups, parted_outer_kernel)
 def weighted_outer_sums(
     xs: Sequence[Tensor],
     gs: Sequence[Tensor],
-    factors: Tensor,
+    factors_B: Tensor,
     outs: Sequence[Tensor],
     add: bool = True,
     biases: Sequence[Tensor] = (),
@@ -157,8 +154,7 @@ def weighted_outer_sums(
     """Add sum_b f_b g_b^T x_b of L layers of one shape into their (P, D) float32 `outs`.
 
     The outputs may be transposed views. With (P,) float32 `biases`, sum_b f_b sum_t g_bt is added
-    into these. Factors are (B,), or (L, B) where every layer has its own. Without `add`, what the
-    outputs hold is overwritten.
+    into these. Without `add`, what the outputs hold is overwritten.
     """
     (B, T, D), P, L = xs[0].shape, gs[0].shape[2], len(xs)
     x, g = xs[0], gs[0]
@@ -166,6 +162,6 @@ def weighted_outer_sums(
     triton.set_allocator(scratch)
     strides = x.stride(0), x.stride(1), g.stride(0), g.stride(1), *outs[0].stride()
     parted_outer_kernel[(TALL.number(P, D), L)](
-        *table, factors, factors_row(factors), B, T, D, P, *strides, int(add), **TALL.of(T),
+        *table, factors_B, B, T, D, P, *strides, int(add), **TALL.of(T),
         BIAS=len(biases) > 0, ELEMENT=ELEMENT[x.dtype], num_warps=4,
     )  # fmt: skip

@@ -20,10 +20,10 @@ from shuffled_dpsgd.environment import PACKAGES, today, versions
 from shuffled_dpsgd.errors import CheckpointError, ShuffledDPError
 from shuffled_dpsgd.tasks import Task
 from shuffled_dpsgd.tasks.config import OptimizerConfig
-from shuffled_dpsgd.tasks.optimizers import build_optimizer, build_scheduler
+from shuffled_dpsgd.tasks.start import build_optimizer, build_scheduler
 from shuffled_dpsgd.training.global_randomness import seed_dropout
 from shuffled_dpsgd.training.loop import LoopSettings, Progress, train
-from shuffled_dpsgd.training.paper_estimates import paper_estimate
+from shuffled_dpsgd.training.spending import paper_estimate
 from shuffled_dpsgd_experiments.frontier.workloads import (
     CLIP_NORM,
     Material,

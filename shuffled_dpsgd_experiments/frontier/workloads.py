@@ -23,13 +23,11 @@ from shuffled_dpsgd.models import seeded
 from shuffled_dpsgd.tasks import Task
 from shuffled_dpsgd.tasks.classification import classification_task
 from shuffled_dpsgd.tasks.config import ModelConfig
-from shuffled_dpsgd.tasks.data.records import Splits
+from shuffled_dpsgd.tasks.data.loading import Splits, drawn_part
 from shuffled_dpsgd.tasks.digits import build_model, load_digits
 from shuffled_dpsgd.tasks.models import prepare_model
-from shuffled_dpsgd.tasks.parts import drawn_part, held_back
 from shuffled_dpsgd.tasks.text import encode_labelled
-from shuffled_dpsgd.tasks.tokenizers import load_tokenizer
-from shuffled_dpsgd.tasks.tokens import TokenCollate, TokenRecords, class_labels
+from shuffled_dpsgd.tasks.tokens import TokenCollate, TokenRecords, class_labels, load_tokenizer
 from shuffled_dpsgd.training.record_digest import digest
 from shuffled_dpsgd_experiments.frontier.sst2 import SPLITS, encoder_folder, features, sentences
 
@@ -150,7 +148,7 @@ def _load_features(data: Path | None) -> Material:
 def _load_lora(data: Path | None) -> Material:
     folder = encoder_folder()
     tokenizer = load_tokenizer(str(folder))
-    texts = {name: sentences(_folder(data), name) for name in SPLITS}
+    texts = sentences(_folder(data))
     chosen = drawn_part(len(texts["train"]), 6_000)
     texts["train"] = [texts["train"][place] for place in chosen]
     splits = {name: encode_labelled(each, tokenizer, 64) for name, each in texts.items()}
@@ -169,7 +167,8 @@ def _material(
     fresh_model: Callable[[int], nn.Module],
     collate: Callable[[list[Any]], Any],
 ) -> Material:
-    kept, back = held_back(len(train), num_held_back)
+    order = torch.randperm(len(train), generator=torch.Generator().manual_seed(1)).tolist()
+    kept, back = sorted(order[num_held_back:]), sorted(order[:num_held_back])
     whole = Splits(train=train, heldout=dict(heldout))
     part = Splits(
         train=[train[place] for place in kept],

@@ -52,7 +52,7 @@ class Measured:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Comparison:
+class Difference:
     """A point of the paper's algorithm less DP-SGD at the same certified ε.
 
     `at_the_claim` is less DP-SGD certified at the ε that is only claimed; None if that is beyond
@@ -96,7 +96,7 @@ class Curves:
         own = [e for e in self.measured if e.point.is_paper and e.point.epsilon == claim]
         return sorted(own, key=lambda each: each.certified_epsilon)
 
-    def comparisons(self) -> list[Comparison]:
+    def comparisons(self) -> list[Difference]:
         """Every point of the paper's algorithm that DP-SGD can be compared with."""
         found = []
         for each in self.measured:
@@ -105,7 +105,7 @@ class Curves:
                 continue
             score, claimed = each.scores[self.split], self._plain_at(each.point.epsilon)
             found.append(
-                Comparison(
+                Difference(
                     point=each.point,
                     difference=score.mean - other[0],
                     error=math.hypot(score.error, other[1]),

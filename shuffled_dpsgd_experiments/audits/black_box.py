@@ -42,10 +42,10 @@ from shuffled_dpsgd.core.plan import PrivacyPlan
 from shuffled_dpsgd.errors import InvalidArgumentError
 from shuffled_dpsgd.options import NoiseFrame, Shuffle
 from shuffled_dpsgd.training.data import MapStyle
-from shuffled_dpsgd.training.paper_estimates import paper_estimate
 from shuffled_dpsgd.training.physical import PerSampleLoss
 from shuffled_dpsgd.training.plan_identity import plan_json
 from shuffled_dpsgd.training.private import PrivateTraining
+from shuffled_dpsgd.training.spending import paper_estimate
 
 Start = Callable[[int, int, Shuffle, NoiseFrame], PrivateTraining]
 """(data set size, seed, shuffle, noise frame) -> a fresh run."""

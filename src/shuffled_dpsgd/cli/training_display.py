@@ -29,7 +29,7 @@ COLOURS = {"proven": "green", "heuristic": "yellow", "measured": "cyan"}
 
 def announcement(run: PreparedRun) -> RenderableType:
     """What will be trained, on what noise, and what that is worth."""
-    from shuffled_dpsgd.tasks.recipe import describe_choices
+    from shuffled_dpsgd.tasks.models import describe_choices
     from shuffled_dpsgd.training.planning import large_delta
 
     plan, model = run.private.plan, run.private.model
@@ -49,7 +49,7 @@ def announcement(run: PreparedRun) -> RenderableType:
     if chosen is not None:
         table.add_row("chosen by method", chosen)
     table.add_row("noise", _noise(run))
-    from shuffled_dpsgd.training.paper_estimates import paper_estimate
+    from shuffled_dpsgd.training.spending import paper_estimate
 
     card = run.private.card()
     table.add_row("shuffle", card.shuffle)

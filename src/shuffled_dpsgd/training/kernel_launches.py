@@ -23,8 +23,7 @@ from torch import Tensor
 
 from shuffled_dpsgd.clipping.kernels import choices
 from shuffled_dpsgd.core.noise import Place
-from shuffled_dpsgd.permutation.move import fused, kernel_route
-from shuffled_dpsgd.permutation.move.drawing import fused_drawing
+from shuffled_dpsgd.permutation import draw, gpu
 from shuffled_dpsgd.runtime.backends import Backend
 from shuffled_dpsgd.training import device_noise
 
@@ -50,7 +49,6 @@ class KernelLaunch:
         return self.first_chip <= chip <= self.last_chip
 
 
-copy_engine_launch = partial(KernelLaunch, first_chip=90)
 hopper_launch = partial(KernelLaunch, first_chip=90, last_chip=99)
 
 
@@ -71,11 +69,6 @@ class Tensors:
         T, D, P = one
         return [self.halves(B, T, D)], [self.halves(B, T, P)]
 
-    def pair_of_halves(self) -> tuple[list[Tensor], list[Tensor], Tensor, list[Tensor]]:
-        """The same in float16, with factors by layer and a sum."""
-        x, g = (self.halves(B, 256, 768, dtype=torch.float16) for _ in range(2))
-        return [x], [g], self.floats(1, B), [self.floats(768, 768)]
-
 
 def all_launches(device: torch.device, lengths: Sequence[int] = LENGTHS) -> list[KernelLaunch]:
     """All of them; tensors are made when a launch is run."""
@@ -84,10 +77,9 @@ def all_launches(device: torch.device, lengths: Sequence[int] = LENGTHS) -> list
     return [
         *linear_launches(made, maps),
         *wide_launches(made, lengths),
-        *split_launches(made, maps),
+        *float32_launches(made, maps),
         *gluon_launches(made, maps),
-        *row_launches(made),
-        *table_launches(made),
+        *norm_layer_launches(made),
         *release_launches(made),
     ]
 
@@ -97,7 +89,7 @@ def all_backends(device: torch.device) -> list[Backend]:
     found = [backend for backend in vars(choices).values() if isinstance(backend, Backend)]
     if not choices.is_hopper(device):
         found = [backend for backend in found if "Gluon" not in backend.name]
-    return [*found, kernel_route.BACKEND, device_noise.BACKEND]
+    return [*found, gpu.BACKEND, device_noise.BACKEND]
 
 
 def compiling_work(
@@ -114,23 +106,19 @@ def compiling_work(
 
 def linear_launches(made: Tensors, maps: Sequence[Map]) -> Iterator[KernelLaunch]:
     """Norms and sums of linear layers in plain Triton."""
-    linear, gram, tiles, sums = _modules("linear", "gram", "tiles", "sums")
+    linear, tiles, sums = _modules("linear", "tiles", "sums")
 
     def norms(way: Callable[..., object], one: Map, bias: bool) -> None:
         way(*made.pair(one), bias)
 
-    def add(one: Map, bulk: bool) -> None:
+    def add(one: Map) -> None:
         _, D, P = one
-        sums.weighted_outer_sums(*made.pair(one), made.floats(B), [made.floats(P, D)], bulk=bulk)
+        sums.weighted_outer_sums(*made.pair(one), made.floats(B), [made.floats(P, D)])
 
     for one in maps:
-        ways = [linear.gram_sq_norms, tiles.tile_sq_norms]
-        if gram.MIN_TOKENS <= one[0] <= gram.MAX_TOKENS:
-            ways.append(gram.gram_sq_norms)
-        for way, bias in product(ways, (True, False)):
+        for way, bias in product((linear.gram_sq_norms, tiles.tile_sq_norms), (True, False)):
             yield KernelLaunch(name=_name(one), run=partial(norms, way, one, bias))
-        yield KernelLaunch(name=_name(one), run=partial(add, one, False))
-        yield copy_engine_launch(name=_name(one), run=partial(add, one, True))
+        yield KernelLaunch(name=_name(one), run=partial(add, one))
 
 
 def wide_launches(made: Tensors, lengths: Sequence[int]) -> Iterator[KernelLaunch]:
@@ -148,30 +136,30 @@ def wide_launches(made: Tensors, lengths: Sequence[int]) -> Iterator[KernelLaunc
         yield KernelLaunch(name=name, run=partial(norms, T, words, row, samples))
 
 
-def split_launches(made: Tensors, maps: Sequence[Map]) -> Iterator[KernelLaunch]:
-    """Float32 on tensor cores; sums of halves have factors by layer."""
-    halves, split_gram, sums = _modules("halves", "split_gram", "sums")
+def float32_launches(made: Tensors, maps: Sequence[Map]) -> Iterator[KernelLaunch]:
+    """Linear layers of float32 on tensor cores."""
+    linear, tiles, wide, sums = _modules("linear", "tiles", "wide", "sums")
 
-    def norms(T: int, D: int, P: int) -> None:
-        x, g = [made.floats(B, T, D)] * 2, [made.floats(B, T, P)] * 2
-        x_halves, g_halves = halves.split(x, low_first=True), halves.split(g, low_first=False)
-        split_gram.gram_sq_norms(x_halves, g_halves, True)
+    def layer(way: Callable[..., object], T: int, D: int, P: int) -> None:
+        way([made.floats(B, T, D)], [made.floats(B, T, P)], True)
 
-    def add(bulk: bool) -> None:
-        sums.weighted_outer_sums(*made.pair_of_halves(), bulk=bulk)
+    def add(T: int, D: int, P: int) -> None:
+        x, g = [made.floats(B, T, D)], [made.floats(B, T, P)]
+        sums.weighted_outer_sums(x, g, made.floats(B), [made.floats(P, D)])
 
-    for one in (*maps, (37, 768, 50257)):
-        yield KernelLaunch(name=f"float32, {_name(one)}", run=partial(norms, *one))
-    yield KernelLaunch(name="sums of halves", run=partial(add, False))
-    yield copy_engine_launch(name="sums of halves", run=partial(add, True))
+    def head() -> None:
+        wide.gram_sq_norms(made.floats(B, 37, 768), made.floats(B, 37, 50257), True)
+
+    for one in maps:
+        for way in (linear.gram_sq_norms, tiles.tile_sq_norms):
+            yield KernelLaunch(name=f"float32, {_name(one)}", run=partial(layer, way, *one))
+        yield KernelLaunch(name=f"float32, {_name(one)}", run=partial(add, *one))
+    yield KernelLaunch(name="float32, a vocabulary", run=head)
 
 
 def gluon_launches(made: Tensors, maps: Sequence[Map]) -> Iterator[KernelLaunch]:
-    """Norms and sums of linear layers on Hopper; weights may be stored transposed, as GPT-2's."""
-    squares, strips, weighted = _modules("squares", "strips", "weighted_sums", folder="gluon")
-
-    def norms(way: Callable[..., object], one: Map, bias: bool) -> None:
-        way(*made.pair(one), bias)
+    """Sums of linear layers on Hopper; weights may be stored transposed, as GPT-2's."""
+    (weighted,) = _modules("weighted_sums", folder="gluon")
 
     def add(one: Map, bias: bool, transposed: bool) -> None:
         _, D, P = one
@@ -179,69 +167,25 @@ def gluon_launches(made: Tensors, maps: Sequence[Map]) -> Iterator[KernelLaunch]
         biases = [made.floats(P)] if bias else []
         weighted.weighted_outer_sums(*made.pair(one), made.floats(B), [out], True, biases)
 
-    def keep() -> None:
-        squares.tile_sq_norms(*made.pair((128, 768, 512)), False, [made.floats(B, 512, 768)])
-
     for one in maps:
-        ways = [squares.tile_sq_norms]
-        if strips.MIN_TOKENS <= one[0] <= strips.MAX_TOKENS:
-            ways.append(strips.gram_sq_norms)
-        for way, bias in product(ways, (True, False)):
-            yield hopper_launch(name=_name(one), run=partial(norms, way, one, bias))
         for bias, transposed in product((True, False), repeat=2):
-            yield hopper_launch(name=_name(one), run=partial(add, one, bias, transposed))
-    yield hopper_launch(
-        name="sums of halves", run=lambda: weighted.weighted_outer_sums(*made.pair_of_halves())
-    )
-    yield hopper_launch(name="stored products", run=keep)
+            yield hopper_launch(
+                name=f"Gluon, {_name(one)}", run=partial(add, one, bias, transposed)
+            )
 
 
-def row_launches(made: Tensors) -> Iterator[KernelLaunch]:
-    """Sums of biases and of stored gradients, norm layers, copies in half precision."""
-    rows, norms, casts = _modules("rows", "norms", "casts")
-
-    def add_biases(dtype: torch.dtype) -> None:
-        g = made.halves(B, 128, 768, dtype=dtype)
-        rows.weighted_row_sums([g], made.floats(B), [made.floats(768)])
-
-    def add_stored() -> None:
-        rows.weighted_stored_sum(made.floats(B, 1 << 16), made.floats(B), made.floats(1 << 16))
+def norm_layer_launches(made: Tensors) -> Iterator[KernelLaunch]:
+    """Layer norms and RMS norms."""
+    (norms,) = _modules("norms")
 
     def norm_layer(dtype: torch.dtype, D: int, centred: bool) -> None:
         g = made.halves(B, 128, D, dtype=dtype)
         norms.norm_sums([made.floats(B, 128, D)], [g], 1e-5, centred)
 
     for dtype in (torch.bfloat16, torch.float32):
-        yield KernelLaunch(name=f"biases, {dtype}", run=partial(add_biases, dtype))
         for D, centred in ((768, True), (384, True), (4096, False)):
             name = f"norm layer of {D}, {dtype}"
             yield KernelLaunch(name=name, run=partial(norm_layer, dtype, D, centred))
-    yield KernelLaunch(name="stored gradients", run=add_stored)
-    yield KernelLaunch(
-        name="copies", run=lambda: casts.copy_all([made.halves(5000)], [made.floats(5000)])
-    )
-
-
-def table_launches(made: Tensors) -> Iterator[KernelLaunch]:
-    """Embedding tables, alone and tied to a head."""
-    (tables,) = _modules("tables")
-
-    def looked_up() -> tuple[Tensor, Tensor]:
-        ids = torch.zeros(B, 300, dtype=torch.int64, device=made.device)
-        return ids, made.floats(B, 300, 768)
-
-    def add() -> None:
-        tables.weighted_embedding_sum(*looked_up(), made.floats(B), 1, made.floats(1000, 768))
-
-    def tie() -> None:
-        x, g = made.pair((300, 768, 1000))
-        tables.tied_cross_terms(x[0], g[0], *looked_up(), 1)
-
-    def cross() -> None:
-        tables.stored_cross_terms(made.floats(B, 1000, 768), *looked_up(), 1)
-
-    for run in (lambda: tables.embedding_sq_norms(*looked_up(), 1), add, tie, cross):
-        yield KernelLaunch(name="table", run=run)
 
 
 def release_launches(made: Tensors) -> Iterator[KernelLaunch]:
@@ -264,12 +208,11 @@ def release_launches(made: Tensors) -> Iterator[KernelLaunch]:
 
 
 def _shuffle(made: Tensors, rows: int, cols: int, dtype: torch.dtype) -> None:
-    """Draw, and move two matrices along both axes."""
-    spec = kernel_route.small_spec(rows, cols)
-    drawing = fused_drawing(spec, made.device, kernel_route.kernels())
-    drawing.keys.random_()
+    """Move two matrices along both axes."""
+    spec = gpu.small_spec(rows, cols)
+    permutation = draw(spec, torch.Generator(made.device))
     pairs = [(name, made.halves(*shape, dtype=dtype)) for name, shape in spec.shapes.items()]
-    fused.move(drawing.result(), fused.prepare(spec, pairs))
+    gpu.move(permutation, gpu.prepare(spec, pairs))
 
 
 def _name(one: Map) -> str:

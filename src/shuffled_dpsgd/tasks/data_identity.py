@@ -17,7 +17,7 @@ from shuffled_dpsgd.distributed import World
 from shuffled_dpsgd.distributed.agreement import agree
 from shuffled_dpsgd.errors import CheckpointError
 from shuffled_dpsgd.training.data import MapStyle
-from shuffled_dpsgd.training.record_digest import digest
+from shuffled_dpsgd.training.equal_records import digest
 
 FILE = "_data.json"
 

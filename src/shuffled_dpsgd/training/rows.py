@@ -21,8 +21,8 @@ import numpy as np
 import torch.utils.data
 
 from shuffled_dpsgd.runtime.random_states import randomness_kept
-from shuffled_dpsgd.training.data import MapStyle
-from shuffled_dpsgd.training.record_digest import row_digest
+from shuffled_dpsgd.training.data import MapStyle, PartLoader
+from shuffled_dpsgd.training.equal_records import row_digest
 
 _SECONDS = 3.0
 _AT_ONCE = 64
@@ -88,27 +88,13 @@ def _digests(data: MapStyle) -> Iterator[bytes]:
     total, until = len(data), time.monotonic() + _SECONDS
     # About the golden section: whatever part of the rows is reached, it is spread over all.
     stride = next((s for s in range(int(total * 0.618) or 1, total) if math.gcd(s, total) == 1), 1)
+    loader = PartLoader(data, list)
     with randomness_kept():
         for start in range(0, total, _AT_ONCE):
             some = [i * stride % total for i in range(start, min(start + _AT_ONCE, total))]
-            yield from map(row_digest, _load(data, some))
+            yield from map(row_digest, loader.samples(some))
             if time.monotonic() > until:
                 return
-
-
-def _load(data: Any, indices: list[int]) -> list[Any]:
-    loaded: list[Any] = []
-    many = hasattr(data, "__getitems__")
-    try:
-        if many:
-            return list(data.__getitems__(indices))
-        for index in indices:
-            loaded.append(data[index])
-    except Exception as error:
-        which = f"records {indices}" if many else f"record {indices[len(loaded)]}"
-        error.add_note(f"while loading {which} of the data set, to compare rows")
-        raise
-    return loaded
 
 
 def _is_made_of(data: Any) -> bool:

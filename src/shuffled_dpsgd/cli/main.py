@@ -32,6 +32,8 @@ from shuffled_dpsgd.cli.use import (
     generate,
     predict,
 )
+from shuffled_dpsgd.cli.verify import EPILOG as VERIFY_EPILOG
+from shuffled_dpsgd.cli.verify import verify
 from shuffled_dpsgd.cli.warm_up import EPILOG as WARM_UP_EPILOG
 from shuffled_dpsgd.cli.warm_up import warm_up
 
@@ -83,6 +85,7 @@ app.command("plan", epilog=PLAN_EPILOG)(plan)
 app.command("evaluate", epilog=EVALUATE_EPILOG)(evaluate)
 app.command("predict", epilog=PREDICT_EPILOG)(predict)
 app.command("generate", epilog=GENERATE_EPILOG)(generate)
+app.command("verify", epilog=VERIFY_EPILOG)(verify)
 app.command("warm-up", epilog=WARM_UP_EPILOG)(warm_up)
 
 

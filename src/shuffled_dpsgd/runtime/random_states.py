@@ -102,18 +102,19 @@ def seed_all(seed: int) -> None:
 
 
 class OperationsNoted(TorchDispatchMode):
-    """Notes whether anything is computed in half precision, and whether torch draws numbers for
-    more than dropout masks of `size` samples."""
+    """Notes the types that are computed in, and whether torch draws numbers for more than dropout
+    masks of `size` samples."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
         self._size = size
-        self.half = False
+        self.dtypes: set[torch.dtype] = set()
         self.besides_dropout = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        self.half |= getattr(result, "dtype", None) in (torch.float16, torch.bfloat16)
+        if isinstance(result, Tensor):
+            self.dtypes.add(result.dtype)
         if torch.Tag.nondeterministic_seeded in func.tags:
             name = str(func.overloadpacket.__name__)
             rates = {"dropout_p", "p", "dropout"} & {each.name for each in func._schema.arguments}

@@ -25,6 +25,7 @@ from shuffled_dpsgd.runtime.attention import without_fast_attention
 from shuffled_dpsgd.runtime.random_states import RandomStates
 from shuffled_dpsgd.runtime.replay import Observed, some_entries, without_a_trace
 from shuffled_dpsgd.training.data import Batch, MapStyle, shaped, to_device
+from shuffled_dpsgd.training.label_check import labels_named
 
 PerSampleLoss = Callable[[nn.Module, Any], Tensor]
 _RECORDS, _TRIALS = 4, 8
@@ -65,6 +66,7 @@ class LossExchange:
             return
         with (
             self.turns.time.spent(),
+            labels_named(),
             self._lifted(),
             without_a_trace(self._model),
             without_fast_attention(),
@@ -113,7 +115,7 @@ def check_independence(
         with torch.set_grad_enabled(gradients):
             return _observed(model, per_sample_loss(model, batch), kept)
 
-    with without_a_trace(model), without_fast_attention():
+    with labels_named(), without_a_trace(model), without_fast_attention():
         records = [data[place] for place in range(count)]
         test = partial(
             ExchangeTest(model, random.Random(0)).find_change,

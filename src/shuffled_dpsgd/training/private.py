@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -49,6 +50,7 @@ from shuffled_dpsgd.training.layout import Layout
 from shuffled_dpsgd.training.meeting import Meeting
 from shuffled_dpsgd.training.metrics import LossMeter, StepMetrics, describe_step
 from shuffled_dpsgd.training.neighbours import NeighbourTests
+from shuffled_dpsgd.training.released_weights import describe_weights
 from shuffled_dpsgd.training.rows import Survey
 from shuffled_dpsgd.training.shared_ledger import SharedLedger
 from shuffled_dpsgd.training.shuffling import PermutedFrame, Shuffling
@@ -104,7 +106,7 @@ class PrivateTraining:
         self._meeting = Meeting(self.world)
         self.steps_taken = 0
         self.released = False
-        self._released_as: str | None = None
+        self._released_as: dict[str, list[str]] | None = None
         self.last_metrics: StepMetrics | None = None
         self.last_sample_norms = torch.empty(0)
         self._trainable = {n: p for n, p in model.named_parameters() if p.requires_grad}
@@ -303,6 +305,7 @@ class PrivateTraining:
         reduced = losses.dim() == 0
         if self.steps_taken == 0 and self.plan.sampling == "poisson":
             warn_if_scaled(losses)
+        self._neighbours.check_labels(losses)
         # Here, so that the outcome is known before the norms are, for which a step waits.
         self._weights.ask()
         if reduced and self._witness is None:
@@ -419,11 +422,11 @@ class PrivateTraining:
 
     def note_released(self) -> None:
         """Take the weights as they are now for those that the card is about."""
-        self._released_as = self._weights_mark() if self.released else None
+        self._released_as = describe_weights(self.model) if self.released else None
 
     def check_released(self) -> None:
         """Refuse weights that are others than `release()` left; before it, all may be saved."""
-        if self._released_as not in (None, self._weights_mark()):
+        if self._released_as not in (None, describe_weights(self.model)):
             raise InvalidArgumentError(
                 "model",
                 expected="the weights as release() left them, which the privacy card is about",
@@ -431,10 +434,6 @@ class PrivateTraining:
                 remedy="save before you train on or change them; what is made of released weights "
                 "without the private records may be saved by itself, as model.save_pretrained does",
             )
-
-    def _weights_mark(self) -> str:
-        weights = {name: held(p) for name, p in self.model.named_parameters()}
-        return fingerprint(weights, b"the weights of a release")
 
     def card(self) -> PrivacyCard:
         """What may be said about everything released so far."""
@@ -450,6 +449,9 @@ class PrivateTraining:
             not_checked=self._neighbours.not_checked,
             optimizer=self._optimizer_name,
         )
+        # Where weights are spread over processes, each knows its own rows of them alone.
+        known = {} if self.is_sharded else self._released_as or {}
+        card = replace(card, weights=known)
         unit = describe_unit(self.plan, self.unit, self.rows)
         return self.history.added_to(card).about(unit=unit)
 

@@ -31,8 +31,12 @@ FIRST_LOOKS, MORE_LOOKS = 48, 8
 # Records that are watched together.
 _MOST_KEPT = 16
 # Relative to the length of what is compared; wider than what rounding does.
-_TOLERANCES = {torch.float64: 1e-7, torch.float32: 2e-3}
-HALF_TOLERANCE = 2e-2
+_TOLERANCES = {
+    torch.float64: 1e-7,
+    torch.float32: 2e-3,
+    torch.bfloat16: 2e-2,
+    torch.float16: 2e-2,
+}
 # A sum that cancels is compared with what the samples themselves would make.
 _CANCELLED = 0.1
 
@@ -82,7 +86,7 @@ class ExchangeTest:
         noted = OperationsNoted(rows)
 
         def allowed() -> float:
-            return max(tolerance, HALF_TOLERANCE if noted.half else 0.0)
+            return max(tolerance, *(_TOLERANCES.get(kind, 0.0) for kind in noted.dtypes))
 
         trial = _Trial(run, rows, sources, self._draws, allowed, typical)
         self.num_watched = len(trial.kept)
@@ -207,8 +211,7 @@ def tolerance_for(model: nn.Module) -> float:
     dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
     device = next(model.parameters()).device
     lower = device.type == "cuda" and torch.backends.cuda.matmul.allow_tf32
-    found = max(_TOLERANCES.get(kind, HALF_TOLERANCE) for kind in dtypes)
-    return max(found, HALF_TOLERANCE) if lower else found
+    return max(2e-2 if lower else _TOLERANCES.get(kind, 2e-2) for kind in dtypes)
 
 
 def _first_that_runs(

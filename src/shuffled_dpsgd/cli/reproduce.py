@@ -12,7 +12,7 @@ from shuffled_dpsgd.cli.output import AsJson, print_json, reports_errors
 from shuffled_dpsgd.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
-    from shuffled_dpsgd_experiments.reproductions import Reproduced
+    from shuffled_dpsgd_experiments.exhibits import Reproduced
 
 EPILOG = (
     "Examples: [bold]shuffled-dpsgd reproduce fig1 fig3 --output figures[/bold] · "
@@ -53,7 +53,8 @@ def reproduce(
     writes one self-contained page. No number is shown that no run produced. Needs a clone.
     """
     need_experiments("reproduce")
-    from shuffled_dpsgd_experiments.reproductions import REPRODUCTIONS, SCALES
+    from shuffled_dpsgd_experiments.exhibits import SCALES
+    from shuffled_dpsgd_experiments.reproductions import REPRODUCTIONS, write_page
 
     if list_all:
         titles = {name: each.title for name, each in REPRODUCTIONS.items()}
@@ -75,7 +76,7 @@ def reproduce(
     if scale not in SCALES:
         raise InvalidArgumentError("--scale", expected=f"one of {SCALES}", got=scale)
     found = _run(names, scale, output, data, from_results=from_results, quiet=as_json)
-    pages = _write_page(found, output) if names == ["all"] else []
+    pages = [write_page(found, output)] if names == ["all"] else []
     if as_json:
         print_json({each.name: _plain(each) for each in found})
         return
@@ -94,7 +95,8 @@ def _run(
     from_results: bool,
     quiet: bool,
 ) -> list[Reproduced]:
-    from shuffled_dpsgd_experiments.reproductions import Request, find
+    from shuffled_dpsgd_experiments.exhibits import Request
+    from shuffled_dpsgd_experiments.reproductions import find
 
     def say(line: str) -> None:
         if not quiet:
@@ -115,12 +117,6 @@ def _run(
             say(f"{each.name}: {each.title}")
         found.append(each.reproduce(request))
     return found
-
-
-def _write_page(found: list[Reproduced], output: Path) -> list[Path]:
-    from shuffled_dpsgd_experiments.reproduction_page import write_page
-
-    return [write_page(found, output)]
 
 
 def _plain(each: Reproduced) -> dict[str, Any]:

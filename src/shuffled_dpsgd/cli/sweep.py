@@ -40,7 +40,6 @@ def sweep(
     ] = None,
     jobs: Annotated[int, typer.Option(help="Processes that share the cells.")] = 1,
     table: Annotated[bool, typer.Option("--table", help="Only draw the table.")] = False,
-    worker: Annotated[bool, typer.Option("--worker", hidden=True)] = False,
     as_json: AsJson = False,
 ) -> None:
     """Run what is missing of a sweep and draw its table: mean ± sd over seeds.
@@ -51,8 +50,8 @@ def sweep(
     fill the time in which an earlier one has too few for all processes. Needs a clone.
     """
     need_experiments("sweep")
-    from shuffled_dpsgd_experiments.sweeps import load_sweep, run_in_jobs, run_sweeps, table_of
-    from shuffled_dpsgd_experiments.sweeps.running import is_complete
+    from shuffled_dpsgd_experiments.sweeps import load_sweep, run_sweeps, table_of
+    from shuffled_dpsgd_experiments.sweeps.running import KnownCells
     from shuffled_dpsgd_experiments.sweeps.table import ordered_rows
 
     if results is not None and len(files) > 1:
@@ -60,23 +59,11 @@ def sweep(
             "--results", expected="one sweep: the results of several would mix", got=len(files)
         )
     sweeps = [load_sweep(file, model=model, data=data, results=results) for file in files]
-    if worker:  # One of the processes of --jobs; the one that started it says what was found.
-        if run_sweeps(sweeps, stop_after=stop_after, is_replaced=True):
-            return
-        raise typer.Exit(INCOMPLETE)
     if table:
-        complete = all(map(is_complete, sweeps))
+        complete = all(KnownCells(each).is_complete() for each in sweeps)
     else:
-        complete = run_in_jobs(
-            sweeps,
-            files,
-            jobs,
-            model=model,
-            data=data,
-            results=results,
-            stop_after=stop_after,
-            on_progress=_quiet if as_json else _say,
-        )
+        tell = _quiet if as_json else _say
+        complete = run_sweeps(sweeps, jobs=jobs, stop_after=stop_after, on_progress=tell)
     if as_json:
         rows = [
             {"sweep": each.name, **row.to_json()} for each in sweeps for row in ordered_rows(each)

@@ -194,21 +194,27 @@ class _Scheduler:
         return len(self._told) == self._total
 
     def _missing(self) -> list[tuple[Store, Cell]]:
-        """Cells without a result, whose settings are known; the others are told of."""
-        found = []
+        """Cells without a result, whose settings are known; the others are told of.
+
+        A worker that has just written one says so itself, and how long it took.
+        """
+        found, running = [], self._running()
         for cells in self._sweeps:
             for cell, record in cells.read():
                 if record is None:
                     found.append((cells.store, cell))
-                else:
+                elif cell.key not in running:
                     self._say(cell, record)
         return found
+
+    def _running(self) -> set[tuple[str, str]]:
+        return {worker.at[1].key for worker in self._workers if worker.at is not None}
 
     def _is_over(self) -> bool:
         return self.is_stopping or (self._end is not None and time.monotonic() >= self._end)
 
     def _give_out(self, hopeful: Iterable[tuple[Store, Cell]]) -> None:
-        given = self._taken | {worker.at[1].key for worker in self._workers if worker.at}
+        given = self._taken | self._running()
         waiting = iter([each for each in hopeful if each[1].key not in given])
         for worker in self._workers:
             if worker.at is None and (chosen := next(waiting, None)) is not None:

@@ -17,9 +17,11 @@ from shuffled_dpsgd.reports.page import page
 from shuffled_dpsgd_experiments import claims
 from shuffled_dpsgd_experiments.exhibits import Reproduced, Reproduction
 from shuffled_dpsgd_experiments.figures import fig1, fig2, noise
+from shuffled_dpsgd_experiments.frontier.reproducing import FrontierReproduction
 from shuffled_dpsgd_experiments.tables import table1, table2, table6, table7, table8, training
 
-REPRODUCTIONS: Mapping[str, Reproduction] = MappingProxyType(
+Reproducible = Reproduction | FrontierReproduction
+REPRODUCTIONS: Mapping[str, Reproducible] = MappingProxyType(
     {
         each.name: each
         for each in (
@@ -32,6 +34,7 @@ REPRODUCTIONS: Mapping[str, Reproduction] = MappingProxyType(
             table6.TABLE,
             table7.TABLE,
             table8.TABLE,
+            FrontierReproduction(),
             claims.CLAIMS,
         )
     }
@@ -45,7 +48,7 @@ _INTRODUCTION = (
 )
 
 
-def find(names: list[str]) -> list[Reproduction]:
+def find(names: list[str]) -> list[Reproducible]:
     """The named reproductions in order, `all` for every exhibit of the paper."""
     chosen = [*EXHIBITS] if names == ["all"] else names
     for name in chosen:

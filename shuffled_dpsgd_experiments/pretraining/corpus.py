@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Literal
 
 from shuffled_dpsgd.errors import InvalidArgumentError
-from shuffled_dpsgd.tasks.data.config import DataConfig
-from shuffled_dpsgd.tasks.data.loading import read_continuations, read_texts
+from shuffled_dpsgd.tasks.config import DataConfig
+from shuffled_dpsgd.tasks.data.loading import Continuation, read_continuations, read_texts
 from shuffled_dpsgd.tasks.data.published import PUBLISHED
-from shuffled_dpsgd.tasks.data.records import Continuation
 
 TextSet = Literal["e2e", "dart"]
 PRIVATE_OF: dict[TextSet, TextSet] = {"dart": "e2e", "e2e": "dart"}

@@ -23,10 +23,9 @@ from shuffled_dpsgd.environment import environment
 from shuffled_dpsgd.integrations.per_sample_loss import next_token_losses
 from shuffled_dpsgd.runtime.attention import without_cudnn_attention
 from shuffled_dpsgd.tasks.models import no_progress_bars
-from shuffled_dpsgd.tasks.privacy import chosen_device
+from shuffled_dpsgd.tasks.start import chosen_device
 from shuffled_dpsgd.tasks.text import encode_continuations, evaluate_perplexity
-from shuffled_dpsgd.tasks.tokenizers import PretrainedTokenizer
-from shuffled_dpsgd.tasks.tokens import Record, TokenCollate, continuation_labels, ids_of
+from shuffled_dpsgd.tasks.tokens import Record, TokenCollate, Tokenizer, continuation_labels, ids_of
 from shuffled_dpsgd_experiments.pretraining.corpus import PRIVATE_OF, Corpus, read_corpus
 from shuffled_dpsgd_experiments.pretraining.options import make_parser
 from shuffled_dpsgd_experiments.pretraining.schedule import (
@@ -90,12 +89,12 @@ def build(options: argparse.Namespace, tokenizer: Any) -> Any:
     return GPT2LMHeadModel(config)
 
 
-def encode(corpus: Corpus, tokenizer: PretrainedTokenizer, max_length: int) -> list[Record]:
+def encode(corpus: Corpus, tokenizer: Tokenizer, max_length: int) -> list[Record]:
     """Every record from its first token on, and every plain text, each with its end."""
     records: list[Record] = [
         (ids_of(record), 0) for record in encode_continuations(corpus.train, tokenizer, max_length)
     ]
-    for ids in tokenizer.encode_all_plain(corpus.texts):
+    for ids in tokenizer.encode_plain(corpus.texts):
         records.append(([*ids[: max_length - 1], tokenizer.end_id], 0))
     return records
 
@@ -182,7 +181,7 @@ def main(arguments: Sequence[str] | None = None) -> Path:
     corpus = read_corpus(options.public, options.data, text_sets, options.max_records)
     public_text = [f"{one.prompt} || {one.target}" for one in corpus.train] + corpus.texts
     tokenizer = learn_tokenizer(public_text, options.vocabulary)
-    encoder = PretrainedTokenizer(tokenizer)
+    encoder = Tokenizer(tokenizer)
     model = build(options, tokenizer).to(device)
     collate = TokenCollate(pad_id=encoder.pad_id, labels=continuation_labels)
     records = encode(corpus, encoder, options.max_length)

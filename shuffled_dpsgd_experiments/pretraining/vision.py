@@ -19,12 +19,12 @@ import torch
 from torch.nn import functional as F
 
 from shuffled_dpsgd.environment import environment
-from shuffled_dpsgd.tasks.data.cifar import read_cifar_set
+from shuffled_dpsgd.tasks.data.image_files import read_cifar
+from shuffled_dpsgd.tasks.data.loading import drawn_part
 from shuffled_dpsgd.tasks.data.published import PUBLISHED
 from shuffled_dpsgd.tasks.images import save_processor
 from shuffled_dpsgd.tasks.models import no_progress_bars
-from shuffled_dpsgd.tasks.parts import drawn_part
-from shuffled_dpsgd.tasks.privacy import chosen_device
+from shuffled_dpsgd.tasks.start import chosen_device
 from shuffled_dpsgd_experiments.pretraining.options import make_parser
 from shuffled_dpsgd_experiments.pretraining.schedule import (
     Pace,
@@ -169,7 +169,8 @@ def main(arguments: Sequence[str] | None = None) -> Path:
     options = parser().parse_args(arguments)
     device = chosen_device(options.device)
     arrays = {}
-    for split, (images, labels) in read_cifar_set(PUBLIC, options.data).items():
+    for split in ("train", "test"):
+        images, labels = read_cifar(PUBLIC, options.data, split)
         chosen = drawn_part(len(labels), options.max_records)
         both = torch.as_tensor(images[chosen]), torch.as_tensor(labels[chosen])
         arrays[split] = both[0].to(device), both[1].to(device)

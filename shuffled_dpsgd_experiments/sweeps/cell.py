@@ -22,8 +22,7 @@ from shuffled_dpsgd.core.plan import PrivacyPlan
 from shuffled_dpsgd.environment import environment
 from shuffled_dpsgd.tasks import Evaluation, RunConfig, Task, build_task, start_private
 from shuffled_dpsgd.tasks.averaging import WeightAverage
-from shuffled_dpsgd.tasks.optimizers import build_scheduler
-from shuffled_dpsgd.tasks.privacy import chosen_device
+from shuffled_dpsgd.tasks.start import build_scheduler, chosen_device
 from shuffled_dpsgd.training.loop import Callback, LoopSettings, Outcome, Progress, train
 from shuffled_dpsgd.training.private import PrivateTraining
 from shuffled_dpsgd.training.spending import paper_estimate

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from shuffled_dpsgd.errors import InvalidArgumentError
-from shuffled_dpsgd.tasks.config import place_paths, refuse_unknown
+from shuffled_dpsgd.tasks.config_files import place_paths, refuse_unknown
 from shuffled_dpsgd_experiments.sweeps.grid import Sweep, SweptMethod, laid_over, slug
 
 _KEYS = ["name", "title", "results", "run", "methods", "epsilons", "seeds", "tuning"]

@@ -25,8 +25,7 @@ from shuffled_dpsgd.environment import environment
 from shuffled_dpsgd.errors import InvalidArgumentError
 from shuffled_dpsgd.permutation import apply, discover, draw
 from shuffled_dpsgd.tasks import RunConfig, Task, build_task, load_config, parse_config
-from shuffled_dpsgd.tasks.optimizers import build_scheduler
-from shuffled_dpsgd.tasks.privacy import chosen_device, start_private
+from shuffled_dpsgd.tasks.start import build_scheduler, chosen_device, start_private
 from shuffled_dpsgd.training.loop import LoopSettings, train
 from shuffled_dpsgd_experiments.exhibits import Exhibit, ExhibitRow, in_one_file, origin_of
 from shuffled_dpsgd_experiments.programs import errors_on_one_line

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from shuffled_dpsgd.environment import environment
-from shuffled_dpsgd.tasks.privacy import chosen_device
+from shuffled_dpsgd.tasks.start import chosen_device
 from shuffled_dpsgd_experiments.exhibits import Exhibit, ExhibitRow, in_one_file, origin_of
 from shuffled_dpsgd_experiments.tables.printed import MATRIX_SHUFFLES
 

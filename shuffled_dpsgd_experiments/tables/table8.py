@@ -23,7 +23,7 @@ from shuffled_dpsgd.environment import environment
 from shuffled_dpsgd.errors import InvalidArgumentError
 from shuffled_dpsgd.models import build_model
 from shuffled_dpsgd.options import Shuffle
-from shuffled_dpsgd.tasks.privacy import chosen_device
+from shuffled_dpsgd.tasks.start import chosen_device
 from shuffled_dpsgd.training import make_private
 from shuffled_dpsgd_experiments.exhibits import Exhibit, ExhibitRow, in_one_file, origin_of
 from shuffled_dpsgd_experiments.tables.printed import EPOCH_SECONDS

@@ -29,7 +29,7 @@ from shuffled_dpsgd.auditing.run import (
 from shuffled_dpsgd.errors import InvalidArgumentError
 from shuffled_dpsgd.models import build_model
 from shuffled_dpsgd.tasks.classification import classification_task
-from shuffled_dpsgd.tasks.data.records import Splits
+from shuffled_dpsgd.tasks.data.loading import Splits
 from shuffled_dpsgd.training import make_private
 
 

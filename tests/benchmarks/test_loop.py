@@ -106,11 +106,12 @@ def test_what_cannot_be_run_is_refused(
 
 
 def test_real_texts_keep_their_lengths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from shuffled_dpsgd.tasks.tokenizers import ByteTokenizer
+    from shuffled_dpsgd.tasks.tokens import load_tokenizer
 
     (tmp_path / "sst2").mkdir()
-    (tmp_path / "sst2" / "train.tsv").write_text("sentence\tlabel\nhi\t1\nlonger\t0\n")
-    monkeypatch.setattr(run_tasks, "load_tokenizer", lambda _: ByteTokenizer())
+    for split in ("train", "dev"):
+        (tmp_path / "sst2" / f"{split}.tsv").write_text("sentence\tlabel\nhi\t1\nlonger\t0\n")
+    monkeypatch.setattr(run_tasks, "load_tokenizer", lambda _: load_tokenizer("bert-tiny"))
     monkeypatch.setattr(run_tasks, "_classifier", lambda _: nn.Linear(1, 1))
     file = tmp_path / "records.npz"
     run_tasks.encode("sst2", tmp_path, tmp_path, file, None)

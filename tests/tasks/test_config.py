@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from shuffled_dpsgd.errors import InvalidArgumentError
-from shuffled_dpsgd.tasks.config import ModelConfig, RunConfig, load_config, parse_config
+from shuffled_dpsgd.tasks import RunConfig, load_config, parse_config
+from shuffled_dpsgd.tasks.config import ModelConfig
 from shuffled_dpsgd.tasks.digits import default_config
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "configs"

@@ -42,7 +42,7 @@ class RunStart:
 
 def _stated(task: str | None, config: Path | None) -> dict[str, Any]:
     """What a file itself states, to be checked with the flags; of the embedded default all."""
-    from shuffled_dpsgd.tasks.config import read_config
+    from shuffled_dpsgd.tasks.config_files import read_config
 
     if config is None:
         return chosen_config(task, None).to_json()

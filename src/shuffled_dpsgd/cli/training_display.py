@@ -29,7 +29,7 @@ COLOURS = {"proven": "green", "heuristic": "yellow", "measured": "cyan"}
 
 def announcement(run: PreparedRun) -> RenderableType:
     """What will be trained, on what noise, and what that is worth."""
-    from shuffled_dpsgd.tasks.recipe import describe_choices
+    from shuffled_dpsgd.tasks.models import describe_choices
     from shuffled_dpsgd.training.planning import large_delta
 
     plan, model = run.private.plan, run.private.model

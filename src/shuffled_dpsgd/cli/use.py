@@ -69,7 +69,7 @@ def evaluate(
     A language model also continues the held-out prompts, and its texts are compared with all their
     references: BLEU, METEOR, ROUGE-L, NIST.
     """
-    from shuffled_dpsgd.tasks.generation.config import GenerationConfig
+    from shuffled_dpsgd.tasks.config import GenerationConfig
     from shuffled_dpsgd.tasks.inference import GenerationRequest, evaluate_run
 
     request = GenerationRequest(
@@ -139,12 +139,12 @@ def generate(
 ) -> None:
     """Continue prompts with the language model a run left, greedily or by beam search."""
     from shuffled_dpsgd.tasks import inference
-    from shuffled_dpsgd.tasks.generation.decoding import Decoding
+    from shuffled_dpsgd.tasks.config import GenerationConfig
 
-    decoding = Decoding(max_new_tokens=max_new_tokens, num_beams=num_beams)
-    results = inference.generate(run, prompts, decoding)
+    settings = GenerationConfig(max_new_tokens=max_new_tokens, num_beams=num_beams)
+    results = inference.generate(run, prompts, settings)
     if as_json:
-        print_json({"continuations": results, "decoding": decoding.to_json()})
+        print_json({"continuations": results, "decoding": settings.search})
         return
     for result in results:
         typer.echo(result["text"])

@@ -15,8 +15,8 @@ from torch import nn
 from shuffled_dpsgd.core.plan import PrivacyPlan
 from shuffled_dpsgd.tasks.config import RunConfig
 from shuffled_dpsgd.tasks.preview import Preview, preview_of, preview_shapes
-from shuffled_dpsgd.tasks.privacy import chosen_device, start_private
-from shuffled_dpsgd.tasks.registry import build_task
+from shuffled_dpsgd.tasks.start import chosen_device, start_private
+from shuffled_dpsgd.tasks.task import build_task
 from shuffled_dpsgd.training.prospect import (
     Needs,
     Prospect,

@@ -7,9 +7,8 @@ import copy
 from shuffled_dpsgd.auditing.fitted_start import fit_to_records
 from shuffled_dpsgd.auditing.run import AuditTarget
 from shuffled_dpsgd.tasks.config import RunConfig
-from shuffled_dpsgd.tasks.privacy import chosen_device, start_private
-from shuffled_dpsgd.tasks.registry import build_task
-from shuffled_dpsgd.tasks.task import Task
+from shuffled_dpsgd.tasks.start import chosen_device, start_private
+from shuffled_dpsgd.tasks.task import Task, build_task
 from shuffled_dpsgd.training.private import PrivateTraining
 
 

@@ -29,11 +29,10 @@ from shuffled_dpsgd.reports import card_fragment, card_page
 from shuffled_dpsgd.tasks.audited import target_of
 from shuffled_dpsgd.tasks.config import RunConfig
 from shuffled_dpsgd.tasks.data_identity import check_data
-from shuffled_dpsgd.tasks.privacy import start_private
-from shuffled_dpsgd.tasks.registry import build_task
 from shuffled_dpsgd.tasks.run import SUMMARY_FILE, finished_summary, load_run
-from shuffled_dpsgd.training.card import AuditedBound, PrivacyCard
-from shuffled_dpsgd.training.card_of_plan import write_card
+from shuffled_dpsgd.tasks.start import start_private
+from shuffled_dpsgd.tasks.task import build_task
+from shuffled_dpsgd.training.card import AuditedBound, PrivacyCard, write_card
 
 SECOND_RUN = (
     "the audited bounds: they were read off a second run on the same records with the same noise, "

@@ -14,8 +14,7 @@ from shuffled_dpsgd.models import build_model
 from shuffled_dpsgd.options import PrivacyOptions, options_in
 from shuffled_dpsgd.permutation import discover
 from shuffled_dpsgd.tasks.config import RunConfig
-from shuffled_dpsgd.tasks.models import choose_trained
-from shuffled_dpsgd.tasks.recipe import describe_choices
+from shuffled_dpsgd.tasks.models import choose_trained, describe_choices
 from shuffled_dpsgd.training.planning import large_delta, make_plan
 from shuffled_dpsgd.training.spending import paper_estimate
 

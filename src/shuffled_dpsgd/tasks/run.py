@@ -23,15 +23,12 @@ from shuffled_dpsgd.distributed.agreement import first_does
 from shuffled_dpsgd.environment import environment
 from shuffled_dpsgd.errors import CheckpointError
 from shuffled_dpsgd.reports import MetricsLog, RunView, StepRecord, write_report
+from shuffled_dpsgd.tasks import RunConfig, parse_config
 from shuffled_dpsgd.tasks.averaging import ShardedAverage, WeightAverage
-from shuffled_dpsgd.tasks.config import RunConfig, parse_config
 from shuffled_dpsgd.tasks.data_identity import check_data, compare_all_data, remember_data
 from shuffled_dpsgd.tasks.diagnosis import Finding, diagnose
-from shuffled_dpsgd.tasks.optimizers import build_scheduler
-from shuffled_dpsgd.tasks.privacy import chosen_device, start_private
-from shuffled_dpsgd.tasks.recipe import describe_choices
+from shuffled_dpsgd.tasks.models import describe_choices
 from shuffled_dpsgd.tasks.recorder import Recorder
-from shuffled_dpsgd.tasks.registry import build_task
 from shuffled_dpsgd.tasks.run_folder import (
     UNFINISHED,
     check_space,
@@ -39,8 +36,13 @@ from shuffled_dpsgd.tasks.run_folder import (
     empty_directory,
     given_back_on_error,
 )
-from shuffled_dpsgd.tasks.same_config import compare_configs
 from shuffled_dpsgd.tasks.sharding import fill_whole, has_room, shard_model
+from shuffled_dpsgd.tasks.start import (
+    build_scheduler,
+    chosen_device,
+    compare_configs,
+    start_private,
+)
 from shuffled_dpsgd.tasks.summary import (
     count_parameters,
     describe_subject,
@@ -48,7 +50,7 @@ from shuffled_dpsgd.tasks.summary import (
     scores_by_split,
     summarise,
 )
-from shuffled_dpsgd.tasks.task import Task
+from shuffled_dpsgd.tasks.task import Task, build_task
 from shuffled_dpsgd.training.global_randomness import seed_dropout
 from shuffled_dpsgd.training.loop import Callback, LoopSettings, Outcome, Progress, train
 from shuffled_dpsgd.training.private import PrivateTraining

@@ -21,24 +21,20 @@ from shuffled_dpsgd_experiments.frontier.reproducing import FrontierReproduction
 from shuffled_dpsgd_experiments.tables import table1, table2, table6, table7, table8, training
 
 Reproducible = Reproduction | FrontierReproduction
-REPRODUCTIONS: Mapping[str, Reproducible] = MappingProxyType(
-    {
-        each.name: each
-        for each in (
-            fig1.FIGURE,
-            fig2.FIGURE,
-            *noise.FIGURES,
-            table1.TABLE,
-            table2.TABLE,
-            *training.REPRODUCTIONS,
-            table6.TABLE,
-            table7.TABLE,
-            table8.TABLE,
-            FrontierReproduction(),
-            claims.CLAIMS,
-        )
-    }
+_ALL: tuple[Reproducible, ...] = (
+    FrontierReproduction(),
+    fig1.FIGURE,
+    fig2.FIGURE,
+    *noise.FIGURES,
+    table1.TABLE,
+    table2.TABLE,
+    *training.REPRODUCTIONS,
+    table6.TABLE,
+    table7.TABLE,
+    table8.TABLE,
+    claims.CLAIMS,
 )
+REPRODUCTIONS: Mapping[str, Reproducible] = MappingProxyType({each.name: each for each in _ALL})
 EXHIBITS = tuple(name for name in REPRODUCTIONS if name != "claims")
 PAGE = "reproduction.html"
 _INTRODUCTION = (

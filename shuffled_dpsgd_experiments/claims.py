@@ -22,7 +22,7 @@ from shuffled_dpsgd.environment import environment
 from shuffled_dpsgd_experiments.exhibits import in_one_file
 from shuffled_dpsgd_experiments.figures import fig2
 from shuffled_dpsgd_experiments.figures.noise import paper_noise
-from shuffled_dpsgd_experiments.presets import SIX, VIT, Preset, Steps
+from shuffled_dpsgd_experiments.presets import SIX, VIT, Preset, AccountedSteps
 
 EPSILONS = (0.1, 0.25, 0.5, 1.0)
 BATCH_CLIPS = (1.0, 10.0, 100.0)
@@ -148,7 +148,7 @@ def group_against_dimension() -> dict[str, Any]:
 
 def one_step() -> dict[str, float]:
     """σ = 0.274, δ = 2.5e-7: the exact Gaussian beside the accountant."""
-    step: Steps = {"sampling_prob": 1.0, "num_steps": 1, "delta": 2.5e-7}
+    step: AccountedSteps = {"sampling_prob": 1.0, "num_steps": 1, "delta": 2.5e-7}
     return {
         "closed_form": smallest_epsilon(0.274, 2.5e-7, dimension=1, batch_clip=1.0),
         "certified": certified_bracket(noise_multiplier=0.274, **step).upper,

@@ -22,7 +22,7 @@ PAPER_EPSILONS = (0.1, 0.5, 1.0)
 Task = Literal["image-classification", "text-classification", "causal-lm"]
 
 
-class Steps(TypedDict):
+class AccountedSteps(TypedDict):
     """What every accountant needs to know of a setting."""
 
     delta: float
@@ -57,7 +57,7 @@ class Preset:
         return self.epochs * math.ceil(self.dataset_size / BATCH_SIZE)
 
     @property
-    def steps(self) -> Steps:
+    def steps(self) -> AccountedSteps:
         return {
             "delta": self.delta,
             "sampling_prob": self.sampling_prob,

@@ -22,7 +22,7 @@ from shuffled_dpsgd.environment import environment
 from shuffled_dpsgd_experiments.exhibits import in_one_file
 from shuffled_dpsgd_experiments.figures import fig2
 from shuffled_dpsgd_experiments.figures.noise import paper_noise
-from shuffled_dpsgd_experiments.presets import SIX, VIT, Preset, AccountedSteps
+from shuffled_dpsgd_experiments.presets import SIX, VIT, AccountedSteps, Preset
 
 EPSILONS = (0.1, 0.25, 0.5, 1.0)
 BATCH_CLIPS = (1.0, 10.0, 100.0)

@@ -23,7 +23,7 @@ from shuffled_dpsgd.errors import InvalidArgumentError, ShuffledDPError
 from shuffled_dpsgd_experiments.sweeps.cell import Tasks, run_cell
 from shuffled_dpsgd_experiments.sweeps.grid import Cell, Sweep
 from shuffled_dpsgd_experiments.sweeps.store import Store
-from shuffled_dpsgd_experiments.sweeps.workers import Here, Outcome, Process, Run, Worker
+from shuffled_dpsgd_experiments.sweeps.workers import CellOutcome, Here, Process, Run, Worker
 
 LOWER_IS_BETTER = ("perplexity", "loss")
 POLL_SECONDS = 0.5
@@ -245,7 +245,7 @@ class _Scheduler:
             self._step_over(cell, outcome)
         return True
 
-    def _step_over(self, cell: Cell, outcome: Outcome) -> None:
+    def _step_over(self, cell: Cell, outcome: CellOutcome) -> None:
         """Leave a cell that failed; end at once where all of them lack their data or model."""
         self._failures[cell.key] += 1
         if outcome.lacks:

@@ -26,7 +26,7 @@ _MOST_CHARACTERS = 600
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class CellOutcome:
     """What became of a cell that a worker was given.
 
     `taken`: another process runs it or has run it. `stopped`: a signal came. `lacks` says that its
@@ -46,7 +46,7 @@ class Worker(Protocol):
 
     def start(self, store: Store, cell: Cell) -> None: ...
 
-    def outcome(self) -> Outcome | None:
+    def outcome(self) -> CellOutcome | None:
         """What became of the cell; None while it is being run."""
 
 
@@ -56,13 +56,13 @@ class Here:
     def __init__(self, run: Run) -> None:
         self.at: tuple[Store, Cell] | None = None
         self._run, self._tasks = run, Tasks()
-        self._outcome: Outcome | None = None
+        self._outcome: CellOutcome | None = None
 
     def start(self, store: Store, cell: Cell) -> None:
         self.at = store, cell
         self._outcome = attempt(store, cell, self._tasks, self._run)
 
-    def outcome(self) -> Outcome | None:
+    def outcome(self) -> CellOutcome | None:
         return self._outcome
 
 
@@ -88,15 +88,15 @@ class Process:
             there.close()
         self.pipe.send((store.directory, cell))
 
-    def outcome(self) -> Outcome | None:
+    def outcome(self) -> CellOutcome | None:
         if not self.pipe.poll():
             return None
         try:
-            found: Outcome = self.pipe.recv()
+            found: CellOutcome = self.pipe.recv()
         except EOFError:
             self._process.join()
             status = self._process.exitcode
-            found = Outcome(kind="failed", why=f"its process ended with status {status}")
+            found = CellOutcome(kind="failed", why=f"its process ended with status {status}")
         if found.kind == "failed":
             self.close()
         return found
@@ -125,20 +125,20 @@ def serve(pipe: Connection, run: Run) -> None:
         pipe.send(attempt(Store(folder), cell, tasks, run))
 
 
-def attempt(store: Store, cell: Cell, tasks: Tasks, run: Run) -> Outcome:
+def attempt(store: Store, cell: Cell, tasks: Tasks, run: Run) -> CellOutcome:
     """Claim a cell, run it and write its result."""
     with store.claim(cell) as mine:
         if not mine:
-            return Outcome(kind="taken")
+            return CellOutcome(kind="taken")
         began = time.monotonic()
         try:
             record = run(cell, tasks)
         except Exception as error:
-            return Outcome(kind="failed", why=why(error), lacks=tasks.are_missing(cell.config))
+            return CellOutcome(kind="failed", why=why(error), lacks=tasks.are_missing(cell.config))
         if record is None:
-            return Outcome(kind="stopped")
+            return CellOutcome(kind="stopped")
         store.add(cell, record)
-        return Outcome(kind="found", seconds=time.monotonic() - began)
+        return CellOutcome(kind="found", seconds=time.monotonic() - began)
 
 
 def why(error: Exception) -> str:

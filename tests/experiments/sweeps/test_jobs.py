@@ -21,7 +21,7 @@ from shuffled_dpsgd_experiments.sweeps.grid import Cell, laid_over
 from shuffled_dpsgd_experiments.sweeps.reading import parse_sweep
 from shuffled_dpsgd_experiments.sweeps.running import ATTEMPTS, _Scheduler
 from shuffled_dpsgd_experiments.sweeps.store import Store
-from shuffled_dpsgd_experiments.sweeps.workers import Outcome, Process
+from shuffled_dpsgd_experiments.sweeps.workers import CellOutcome, Process
 
 
 def test_a_claimed_cell_is_no_one_elses_until_its_owner_is_gone(tmp_path: Path) -> None:
@@ -69,7 +69,7 @@ def test_folders_that_a_claim_made_go_with_it_unless_there_is_a_result(tmp_path:
 class Scripted:
     """A worker that says of each cell what it was told to, some time after it began."""
 
-    def __init__(self, outcomes: dict[str, list[Outcome]]) -> None:
+    def __init__(self, outcomes: dict[str, list[CellOutcome]]) -> None:
         self.at: tuple[Store, Cell] | None = None
         self.outcomes, self.began = outcomes, [""]
 
@@ -77,14 +77,14 @@ class Scripted:
         self.at = store, cell
         self.began.append(cell.file_name)
 
-    def outcome(self) -> Outcome | None:
+    def outcome(self) -> CellOutcome | None:
         assert self.at is not None
         store, cell = self.at
         told = self.outcomes.get(cell.file_name)
         if told:
             return told.pop(0)
         store.add(cell, pretended([])(cell, Tasks()) or {})
-        return Outcome(kind="found", seconds=1.0)
+        return CellOutcome(kind="found", seconds=1.0)
 
 
 def test_a_cell_that_processes_die_of_is_left_to_another_call(
@@ -92,7 +92,7 @@ def test_a_cell_that_processes_die_of_is_left_to_another_call(
 ) -> None:
     sweep = sweep_in(tmp_path)
     cells = list(sweep.main_cells({}))
-    died = Outcome(kind="failed", why="its process ended with status -9")
+    died = CellOutcome(kind="failed", why="its process ended with status -9")
     outcomes = {cells[2].file_name: [died, died, died]}
     workers = [Scripted(outcomes), Scripted(outcomes)]
     scheduler = _Scheduler([sweep], workers, lambda progress: None, None, ATTEMPTS)
@@ -113,7 +113,7 @@ def test_a_cell_that_another_command_has_taken_is_asked_for_again(
     monkeypatch.setattr(running, "POLL_SECONDS", 0.0)
     sweep = sweep_in(tmp_path)
     (first, *_) = sweep.main_cells({})
-    worker = Scripted({first.file_name: [Outcome(kind="taken"), Outcome(kind="taken")]})
+    worker = Scripted({first.file_name: [CellOutcome(kind="taken"), CellOutcome(kind="taken")]})
     assert _Scheduler([sweep], [worker], lambda progress: None, None).work()
     assert worker.began.count(first.file_name) == 3
 
@@ -121,7 +121,7 @@ def test_a_cell_that_another_command_has_taken_is_asked_for_again(
 def test_a_signal_ends_what_is_running_and_starts_nothing_after_it(tmp_path: Path) -> None:
     sweep = sweep_in(tmp_path)
     (first, *_) = sweep.main_cells({})
-    worker = Scripted({first.file_name: [Outcome(kind="stopped")]})
+    worker = Scripted({first.file_name: [CellOutcome(kind="stopped")]})
     assert not _Scheduler([sweep], [worker], lambda progress: None, None).work()
     assert worker.began[1:] == [first.file_name]
 

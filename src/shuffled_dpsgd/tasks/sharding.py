@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from shuffled_dpsgd.distributed import World
-from shuffled_dpsgd.distributed.gathering import gather_whole
+from shuffled_dpsgd.distributed.layouts import gather_whole
 from shuffled_dpsgd.errors import InvalidArgumentError
 
 

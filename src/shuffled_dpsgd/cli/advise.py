@@ -14,8 +14,7 @@ from shuffled_dpsgd.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
     from shuffled_dpsgd.tasks import RunConfig
-    from shuffled_dpsgd.tasks.advice import Advice
-    from shuffled_dpsgd.tasks.preview import Preview
+    from shuffled_dpsgd.tasks.advice import Advice, Preview
     from shuffled_dpsgd.training.prospect import Prospect
 
 EPILOG = (

@@ -18,8 +18,6 @@ from shuffled_dpsgd.tasks.data.tables import find_file, require_columns, shorten
 _LAYOUT = "images of shape (N, height, width, 3)"
 _SIDE = 32
 _PIXELS = 3 * _SIDE * _SIDE
-# Of CIFAR's records, how many bytes of labels stand before an image; the last one counts.
-_LABEL_BYTES = {"cifar10": 1, "cifar100": 2}
 _PICKLES = ("data_batch_1", "train", "cifar-10-batches-py", "cifar-100-python")
 
 
@@ -87,14 +85,14 @@ def read_cifar(name: str, path: Path, split: str) -> tuple[Any, Any]:
 def _read_binary(name: str, folder: Path, split: str) -> tuple[Any, Any]:
     import numpy as np
 
-    facts, num_label_bytes = PUBLISHED[name], _LABEL_BYTES[name]
+    facts = PUBLISHED[name]
     images, labels = [], []
     for file in facts.files(split):
         path = folder / file
         if not path.is_file():
             raise facts.missing_file(folder, file)
         content = np.frombuffer(path.read_bytes(), np.uint8)
-        size = num_label_bytes + _PIXELS
+        size = facts.label_bytes + _PIXELS
         if len(content) == 0 or len(content) % size:
             raise InvalidArgumentError(
                 str(path),
@@ -103,10 +101,10 @@ def _read_binary(name: str, folder: Path, split: str) -> tuple[Any, Any]:
                 remedy="fetch it again; a complete file has no remainder",
             )
         records = content.reshape(-1, size)
-        found = records[:, num_label_bytes - 1]
+        found = records[:, facts.label_bytes - 1]
         _check_classes(str(path), found, len(facts.classes))
         labels.append(found.astype(np.int64))
-        planes = records[:, num_label_bytes:].reshape(-1, 3, _SIDE, _SIDE)
+        planes = records[:, facts.label_bytes :].reshape(-1, 3, _SIDE, _SIDE)
         images.append(np.ascontiguousarray(planes.transpose(0, 2, 3, 1)))
     return np.concatenate(images), np.concatenate(labels)
 

@@ -76,7 +76,7 @@ def read_table(
     records = _separated(path, kind)
     number, header = next(records, (1, []))
     columns = next((c for c in choices if set(c) <= set(header)), choices[0])
-    require_columns(path, header, columns)
+    _require_columns(path, header, columns)
     rows, broken = [], []
     for number, cells in records:
         if len(cells) == len(header):
@@ -111,7 +111,7 @@ def shortened(value: Any) -> Any:
     return value
 
 
-def require_columns(path: Path, found: Sequence[str], wanted: Sequence[str]) -> None:
+def _require_columns(path: Path, found: Sequence[str], wanted: Sequence[str]) -> None:
     """Refuse a file that lacks a column, or has it twice."""
     wrong = [name for name in wanted if list(found).count(name) != 1]
     if wrong:

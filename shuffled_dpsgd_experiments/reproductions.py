@@ -19,6 +19,7 @@ from shuffled_dpsgd.errors import InvalidArgumentError
 from shuffled_dpsgd_experiments.claims import Claims
 from shuffled_dpsgd_experiments.figures import FIGURES, FigureRecipe
 from shuffled_dpsgd_experiments.figures.statements import exhibit_of
+from shuffled_dpsgd_experiments.frontier.reproducing import FrontierReproduction
 from shuffled_dpsgd_experiments.tables import table1, table2, table6, table7, table8, training
 from shuffled_dpsgd_experiments.tables.exhibit import Exhibit
 
@@ -211,7 +212,12 @@ def _all() -> dict[str, Reproduction]:
         "table7": _table(table7, "table7"),
         "table8": _table(table8, "table8"),
     }
-    return {**found, **tables, "claims": ClaimsReproduction()}
+    return {
+        "frontier": FrontierReproduction(),
+        **found,
+        **tables,
+        "claims": ClaimsReproduction(),
+    }
 
 
 REPRODUCTIONS: Mapping[str, Reproduction] = MappingProxyType(_all())

@@ -80,9 +80,7 @@ def account(
     rows = price_each(chosen, lambda each: _row(each, mechanism, delta), quiet=as_json)
     bracket = certified_bracket(**mechanism.to_json(), delta=delta)
     rows["certified"]["bracket"] = [bracket.lower, bracket.upper]
-    meaning = what_it_means(
-        noise_multiplier=noise_multiplier, sampling_prob=prob, num_steps=steps, delta=delta
-    )
+    meaning = what_it_means((mechanism,), delta)
     if as_json:
         run = {**mechanism.to_json(), "delta": delta}
         print_json({"run": run, "paper": None, **rows, "meaning": meaning.to_json()})

@@ -25,7 +25,9 @@ EPILOG = (
 def reproduce(
     names: Annotated[
         list[str] | None,
-        typer.Argument(help="What to rebuild: fig1 to fig4, table1 to table8, claims, or all."),
+        typer.Argument(
+            help="What to rebuild: frontier, fig1 to fig4, table1 to table8, claims, or all."
+        ),
     ] = None,
     scale: Annotated[
         str,

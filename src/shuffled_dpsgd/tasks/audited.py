@@ -31,8 +31,7 @@ from shuffled_dpsgd.tasks.config import RunConfig
 from shuffled_dpsgd.tasks.run_folder import SUMMARY_FILE, check_data, finished_summary, load_run
 from shuffled_dpsgd.tasks.start import chosen_device, start_private
 from shuffled_dpsgd.tasks.task import Task, build_task
-from shuffled_dpsgd.training.card import AuditedBound, PrivacyCard
-from shuffled_dpsgd.training.card_of_plan import write_card
+from shuffled_dpsgd.training.card import AuditedBound, PrivacyCard, write_card
 from shuffled_dpsgd.training.private import PrivateTraining
 
 SECOND_RUN = (

@@ -34,8 +34,7 @@ from shuffled_dpsgd.runtime.clock import OTHER, Clock
 from shuffled_dpsgd.runtime.replay import Witness
 from shuffled_dpsgd.runtime.shards import held
 from shuffled_dpsgd.training.batch_stream import BatchStream
-from shuffled_dpsgd.training.card import PrivacyCard
-from shuffled_dpsgd.training.card_of_plan import write_card
+from shuffled_dpsgd.training.card import PrivacyCard, write_card
 from shuffled_dpsgd.training.compiled_batches import follow
 from shuffled_dpsgd.training.data import MapStyle
 from shuffled_dpsgd.training.drawn_batches import DrawnBatches

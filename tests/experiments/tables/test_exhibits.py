@@ -34,7 +34,7 @@ ENVIRONMENT = environment()
 
 def test_every_exhibit_of_the_paper_has_a_name() -> None:
     figures = [f"fig{number}" for number in range(1, 5)]
-    assert list(EXHIBITS) == [*figures, *(f"table{number}" for number in range(1, 9))]
+    assert list(EXHIBITS) == ["frontier", *figures, *(f"table{number}" for number in range(1, 9))]
     assert [each.name for each in find(["all"])] == list(EXHIBITS)
     assert all(each.name == name for name, each in REPRODUCTIONS.items())
 
@@ -49,7 +49,7 @@ def test_an_exhibit_is_markdown_and_escaped_html() -> None:
 
 def test_without_results_nothing_is_shown_but_the_paper(tmp_path: Path) -> None:
     request = Request(output=tmp_path, from_results=True)
-    for name in ("table1", "table2", "table6", "table7", "table8"):
+    for name in ("frontier", "table1", "table2", "table6", "table7", "table8"):
         found = REPRODUCTIONS[name].reproduce(request)
         assert found.exhibit is None
         assert found.missing is not None

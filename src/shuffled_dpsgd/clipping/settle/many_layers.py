@@ -41,8 +41,8 @@ NormRun = tuple[Sequence[Slot], Tensor]
 Kind = TypeVar("Kind", OuterGrad, RowSumGrad)
 # The norms that many linear layers find together.
 _LINEAR_NORMS = {
-    cost.NormRoute.GRAM: kernels.gram_sq_norm_sums,
-    cost.NormRoute.TILES: kernels.tile_sq_norm_sums,
+    cost.NormMethod.GRAM: kernels.gram_sq_norm_sums,
+    cost.NormMethod.TILES: kernels.tile_sq_norm_sums,
 }
 
 
@@ -63,7 +63,7 @@ class LinearLayer:
 class LinearRun:
     """Linear layers of one shape and route, which share every launch."""
 
-    def __init__(self, route: cost.NormRoute, layers: Sequence[LinearLayer]) -> None:
+    def __init__(self, route: cost.NormMethod, layers: Sequence[LinearLayer]) -> None:
         self._norms = _LINEAR_NORMS[route]
         self._layers = layers
         self._pairs = [(layer.x_BTD, layer.g_BTP) for layer in layers]
@@ -107,7 +107,7 @@ class ManyLayers:
         self._small: list[tuple[str, DenseGrad]] = []
         self._side_by_side_BN: Tensor | None = None
         self._linear_names: set[str] = set()
-        linear: dict[cost.NormRoute, list[LinearLayer]] = {}
+        linear: dict[cost.NormMethod, list[LinearLayer]] = {}
         for group, entries in filed:
             self._sort(group, entries, linear)
         self._linear = [run for route, layers in linear.items() for run in _runs(route, layers)]
@@ -116,7 +116,7 @@ class ManyLayers:
         self,
         group: LayerGroup,
         entries: Sequence[Entry],
-        linear: dict[cost.NormRoute, list[LinearLayer]],
+        linear: dict[cost.NormMethod, list[LinearLayer]],
     ) -> None:
         parts = contributions_of(entries)
         if not group.is_alone(entries):
@@ -230,7 +230,7 @@ def _linear_layer(parts: Sequence[Named]) -> LinearLayer:
     return LinearLayer(right, left, weight, bias_name, transposed=False)
 
 
-def _runs(route: cost.NormRoute, layers: Sequence[LinearLayer]) -> Iterator[LinearRun]:
+def _runs(route: cost.NormMethod, layers: Sequence[LinearLayer]) -> Iterator[LinearRun]:
     """The layers of one route, sorted into runs of one shape, the same for norms and sums."""
     pairs = [(layer.x_BTD, layer.g_BTP) for layer in layers]
     labels = [(layer.bias is None, layer.transposed) for layer in layers]

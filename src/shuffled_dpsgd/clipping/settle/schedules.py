@@ -19,7 +19,6 @@ from shuffled_dpsgd.clipping.capture.slot import Slot
 from shuffled_dpsgd.clipping.contributions import cost
 from shuffled_dpsgd.clipping.contributions.norm_sums import UnsummedNorm, settle
 from shuffled_dpsgd.clipping.kernels.float32 import full_float32
-from shuffled_dpsgd.clipping.kernels.split_products import keeping_halves
 from shuffled_dpsgd.clipping.replay.early_norms import announce
 from shuffled_dpsgd.clipping.replay.recordings import Places, Replays, places_of
 from shuffled_dpsgd.clipping.replay.stable_places import StablePlaces
@@ -133,10 +132,9 @@ class WholeGradient:
             entries.setdefault(entry.slot.sharing.group, []).append(entry)
         filed = [(rule.groups[index], found) for index, found in entries.items()]
         layers = ManyLayers(filed, lambda: _norm_runs(kept), rule.choose)
-        with keeping_halves():
-            norms_B = rule.norms(layers.squares(), batch)
-            self.replays.announced = announce(norms_B)
-            layers.add_sums(rule.factors(norms_B, batch), sums, new)
+        norms_B = rule.norms(layers.squares(), batch)
+        self.replays.announced = announce(norms_B)
+        layers.add_sums(rule.factors(norms_B, batch), sums, new)
         return norms_B
 
     def _may_replay(self, batch: CapturedBatch) -> bool:

@@ -12,8 +12,6 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-_Extent = tuple[int, int, str]
-
 
 def entangled(parameters: Mapping[str, nn.Parameter]) -> dict[str, str]:
     """Names of parameters that share memory, each with the name of one it shares it with.
@@ -21,16 +19,20 @@ def entangled(parameters: Mapping[str, nn.Parameter]) -> dict[str, str]:
     A parameter some of whose own entries coincide is entangled with itself.
     """
     found: dict[str, str] = {}
-    extents: dict[int, list[_Extent]] = {}
+    extents: dict[int, list[tuple[int, int, str]]] = {}
     for name, parameter in parameters.items():
         # Other kinds (sharded, quantised) keep their memory elsewhere, and are refused when moved.
-        if type(parameter) is not nn.Parameter or parameter.layout != torch.strided:
+        plain = type(parameter) is nn.Parameter and parameter.layout == torch.strided
+        if not plain or not parameter.numel():
             continue
-        if not parameter.numel():
-            continue
-        if any(s == 0 and n > 1 for n, s in zip(parameter.shape, parameter.stride(), strict=True)):
+        axes = [*zip(parameter.shape, parameter.stride(), strict=True)]
+        if any(stride == 0 and length > 1 for length, stride in axes):
             found[name] = name
-        extents.setdefault(parameter.untyped_storage()._cdata, []).append(_extent(name, parameter))
+        # First and one past the last element in the storage, counted in bytes.
+        width, start = parameter.element_size(), int(parameter.storage_offset())
+        last = start + sum((length - 1) * stride for length, stride in axes)
+        extent = start * width, (last + 1) * width, name
+        extents.setdefault(parameter.untyped_storage()._cdata, []).append(extent)
     for together in extents.values():
         reached, holder = -1, ""
         for start, end, name in sorted(together):
@@ -40,12 +42,3 @@ def entangled(parameters: Mapping[str, nn.Parameter]) -> dict[str, str]:
             if end > reached:
                 reached, holder = end, name
     return found
-
-
-def _extent(name: str, parameter: nn.Parameter) -> _Extent:
-    """First and one past the last element in the storage, counted in bytes."""
-    steps = zip(parameter.shape, parameter.stride(), strict=True)
-    last = sum((int(length) - 1) * int(stride) for length, stride in steps)
-    start = int(parameter.storage_offset())
-    width = parameter.element_size()
-    return start * width, (start + last + 1) * width, name

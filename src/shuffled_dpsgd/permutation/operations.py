@@ -15,13 +15,11 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 from shuffled_dpsgd.errors import UnsupportedModuleError
-from shuffled_dpsgd.permutation.describe import ports
-from shuffled_dpsgd.permutation.describe.elementwise import is_elementwise
-from shuffled_dpsgd.permutation.describe.families import torch_nn
-from shuffled_dpsgd.permutation.describe.ports import Port, class_name
-from shuffled_dpsgd.permutation.describe.sketch import Sketch, join
-from shuffled_dpsgd.permutation.trace.calls import argument, note_call
-from shuffled_dpsgd.permutation.trace.spaces import Role, Space, Spaces
+from shuffled_dpsgd.permutation import layers, torch_layers
+from shuffled_dpsgd.permutation.calls import argument, note_call
+from shuffled_dpsgd.permutation.layers import Port, class_name, is_elementwise, join
+from shuffled_dpsgd.permutation.sketch import Sketch
+from shuffled_dpsgd.permutation.spaces import Role, Space, Spaces
 
 _Value = Space | tuple["_Value", ...] | None
 
@@ -31,18 +29,8 @@ _QUOTIENTS = {operator.truediv, operator.itruediv, torch.div}
 _SAME = {F.dropout, torch.dropout, torch.clone, torch.detach, operator.neg, torch.neg}
 _METHOD_SUMS = {"add", "add_", "sub", "sub_"}
 _METHOD_PRODUCTS = {"mul", "mul_"}
-_SAME_METHODS = {
-    "bfloat16",
-    "clone",
-    "contiguous",
-    "detach",
-    "double",
-    "float",
-    "half",
-    "relu",
-    "sigmoid",
-    "tanh",
-}
+_CASTS = {"bfloat16", "double", "float", "half"}
+_SAME_METHODS = _CASTS | {"clone", "contiguous", "detach", "relu", "sigmoid", "tanh"}
 _METADATA_METHODS = {"dim", "numel", "size", "is_floating_point"}
 _METADATA = {"device", "dtype", "ndim", "shape"}
 
@@ -79,11 +67,11 @@ class GraphReader:
         kind = class_name(module)
         if is_elementwise(module):
             return self._same(node)
-        if kind in ports.NORM:
+        if kind in layers.NORM:
             return self._norm(node)
-        if kind == torch_nn.ATTENTION:
+        if kind == torch_layers.ATTENTION:
             return self._attention(node, module)
-        if kind in torch_nn.ENCODERS | torch_nn.DECODERS:
+        if kind in torch_layers.ENCODERS | torch_layers.DECODERS:
             return self._layers(node, module)
         return self._affine(node, module)
 
@@ -91,7 +79,7 @@ class GraphReader:
         path = join(self._path, str(node.target))
         try:
             writes = self._sketch.outputs(path)
-            reads = [] if class_name(module) in _TABLES else self._sketch.inputs(path)
+            reads = [] if class_name(module) in layers.TABLES else self._sketch.inputs(path)
         except UnsupportedModuleError:
             return self._unknown_module(node, path)
         if reads:
@@ -117,13 +105,11 @@ class GraphReader:
     def _attention(self, node: fx.Node, module: Any) -> _Value:
         path = join(self._path, str(node.target))
         given = [argument(node, i, name) for i, name in enumerate(("query", "key", "value"))]
-        reads = torch_nn.attention_reads(self._sketch, path, module)
+        reads = torch_layers.attention_reads(self._sketch, path, module)
         for value, axes in zip(given, reads, strict=True):
             source = self._features(value, self._sketch.size(axes[0]), path)
             self._attach(source, axes, "read")
-        for other in node.all_input_nodes:
-            if other not in given:
-                self._pin_node(other, f"enters {path} as a mask")
+        self._pin_masks(node, given, path)
         written = self._spaces.new(module.embed_dim)
         self._attach(written, self._sketch.outputs(join(path, "out_proj")), "write")
         return (written, None)
@@ -132,22 +118,25 @@ class GraphReader:
         """Layers that add to a residual stream: what they read, they return."""
         path = join(self._path, str(node.target))
         try:
-            streams = torch_nn.streams(self._sketch, path, module)
+            stream, memory = torch_layers.streams(self._sketch, path, module)
         except UnsupportedModuleError:
             return self._unknown_module(node, path)
-        first = "src" if class_name(module) in torch_nn.ENCODERS else "tgt"
+        first = "src" if class_name(module) in torch_layers.ENCODERS else "tgt"
         given = [argument(node, 0, first)]
-        source = self._features(given[0], self._sketch.size(streams.stream[0]), path)
+        source = self._features(given[0], self._sketch.size(stream[0]), path)
         self._spaces.mark_stream(source)
-        self._attach(source, streams.stream, "scale")
-        if streams.memory:
+        self._attach(source, stream, "scale")
+        if memory:
             given.append(argument(node, 1, "memory"))
-            memory = self._features(given[1], self._sketch.size(streams.memory[0]), path)
-            self._attach(memory, streams.memory, "read")
+            read = self._features(given[1], self._sketch.size(memory[0]), path)
+            self._attach(read, memory, "read")
+        self._pin_masks(node, given, path)
+        return source
+
+    def _pin_masks(self, node: fx.Node, given: list[Any], path: str) -> None:
         for other in node.all_input_nodes:
             if other not in given:
                 self._pin_node(other, f"enters {path} as a mask")
-        return source
 
     def _function(self, node: fx.Node) -> _Value:
         target = node.target
@@ -247,20 +236,17 @@ class GraphReader:
             if name == prefix or name.startswith(f"{prefix}."):
                 for axis, size in enumerate(parameter.shape):
                     space = self._spaces.new(int(size), pinned="is used in a way not known")
-                    self._spaces.attach(space, (self._sketch.canonical(name), axis), "scale")
+                    self._spaces.attach(space, (self._sketch.canonical[name], axis), "scale")
 
     def _attach(self, space: Space, found: list[Port], role: Role) -> None:
         for port in found:
-            axis = (self._sketch.canonical(port.parameter), port.axis)
+            axis = (self._sketch.canonical[port.parameter], port.axis)
             self._spaces.attach(space, axis, role)
 
     def _first(self, node: fx.Node) -> Space | None:
         sources = node.all_input_nodes
         value = self._values[sources[0]] if sources else None
         return value if isinstance(value, Space) else None
-
-
-_TABLES = ports.EMBEDDING | ports.LORA_EMBEDDING
 
 
 def _flatten(value: _Value) -> Iterator[Space]:

@@ -11,17 +11,18 @@ from typing import Any
 
 from torch import fx, nn
 
-from shuffled_dpsgd.permutation.describe.families import ATTENTIONS, HIDDEN_UNITS, LAYERS, torch_nn
-from shuffled_dpsgd.permutation.describe.ports import class_name
-from shuffled_dpsgd.permutation.describe.sketch import Sketch, join
+from shuffled_dpsgd.permutation import torch_layers
+from shuffled_dpsgd.permutation.families import LAYERS
+from shuffled_dpsgd.permutation.layers import class_name, join
+from shuffled_dpsgd.permutation.sketch import Sketch
 
-_BLOCKS = frozenset({torch_nn.ATTENTION, *torch_nn.LAYERS, *LAYERS, *ATTENTIONS, *HIDDEN_UNITS})
+_BLOCKS = frozenset({torch_layers.ATTENTION, *torch_layers.LAYERS, *LAYERS})
 # Position and name of every argument that may hold a mask for each head.
 _MASKS: dict[str, tuple[tuple[int, str], ...]] = {
-    torch_nn.ATTENTION: ((5, "attn_mask"),),
+    torch_layers.ATTENTION: ((5, "attn_mask"),),
     "torch.nn.modules.transformer.TransformerEncoder": ((1, "mask"),),
     "torch.nn.modules.transformer.TransformerEncoderLayer": ((1, "src_mask"),),
-    **dict.fromkeys(torch_nn.DECODERS, ((2, "tgt_mask"), (3, "memory_mask"))),
+    **dict.fromkeys(torch_layers.DECODERS, ((2, "tgt_mask"), (3, "memory_mask"))),
 }
 
 
@@ -38,7 +39,7 @@ def note_call(sketch: Sketch, root: str, node: fx.Node) -> None:
         for position, name in _MASKS.get(class_name(module), ()):
             if _may_be_per_head(sketch, root, argument(node, position, name)):
                 sketch.keep(path, f"{name} of {path} may be another one for each head", "heads")
-        if class_name(module) == torch_nn.ATTENTION and _uses_weights_per_head(node):
+        if class_name(module) == torch_layers.ATTENTION and _uses_weights_per_head(node):
             sketch.keep(path, f"the weights of each head of {path} are used", "heads")
 
 

@@ -11,15 +11,14 @@ import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import product
-from typing import Any
 
 from torch import fx, nn
 
-from shuffled_dpsgd.permutation.describe.ports import Port, class_name
-from shuffled_dpsgd.permutation.describe.sketch import Sketch, join
-from shuffled_dpsgd.permutation.spec import Block
-from shuffled_dpsgd.permutation.trace.operations import GraphReader
-from shuffled_dpsgd.permutation.trace.spaces import Space, Spaces
+from shuffled_dpsgd.permutation.layers import Port, class_name, join
+from shuffled_dpsgd.permutation.operations import GraphReader
+from shuffled_dpsgd.permutation.sketch import Sketch
+from shuffled_dpsgd.permutation.spaces import Space, Spaces
+from shuffled_dpsgd.permutation.spec import Block, Kind
 
 _MOST_OPTIONAL = 3
 # A forward run on symbols may fail wherever it needs a number, so in as many ways as there are
@@ -36,20 +35,9 @@ _UNTRACEABLE = (
 )
 # A symbol answers these otherwise than a tensor would, or they ask for something that may change
 # between calls; a forward that uses them may take a branch the trace does not see.
-_QUESTIONS = frozenset(
-    {
-        "hasattr",
-        "is_autocast_enabled",
-        "is_compiling",
-        "is_grad_enabled",
-        "is_inference_mode_enabled",
-        "is_scripting",
-        "is_tensor",
-        "is_tracing",
-        "isinstance",
-        "type",
-    }
-)
+_QUESTIONS = {"hasattr", "isinstance", "type", "is_tensor"}
+_QUESTIONS |= {"is_autocast_enabled", "is_grad_enabled", "is_inference_mode_enabled"}
+_QUESTIONS |= {"is_compiling", "is_scripting", "is_tracing"}
 
 
 class _Tracer(fx.Tracer):
@@ -143,12 +131,14 @@ def _add(sketch: Sketch, path: str, index: int, space: Space) -> None:
             for name, _ in space.axes:
                 sketch.refuse(name, space.pinned)
         return
-    within: list[Port] = [
+    below = f"{path}." if path else ""
+    within = [
         Port(parameter=alias, axis=axis)
         for name, axis in space.axes
-        for alias in sketch.aliases(name, path)
+        for alias, known in sketch.canonical.items()
+        if known == name and alias.startswith(below)
     ]
-    kind: Any = "mlp-hidden" if chain else "residual"
+    kind: Kind = "mlp-hidden" if chain else "residual"
     writers = [n for (n, _), role in space.axes.items() if role == "write"]
     label = writers[0].rpartition(".")[0] if writers else join(path, f"space.{index}")
     sketch.add(kind, label, space.size, [(within, Block())])

@@ -11,7 +11,7 @@ from shuffled_dpsgd.cli.output import AsJson, print_json, reports_errors
 from shuffled_dpsgd.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
-    from shuffled_dpsgd_experiments.reproductions import Reproduced
+    from shuffled_dpsgd_experiments.exhibits import Reproduced
     from shuffled_dpsgd_experiments.sweeps import SweepProgress
 
 EPILOGS = {
@@ -57,7 +57,8 @@ def reproduce(
     Figures become a PNG, an SVG and their data. Tables are printed with a verdict. `all` also
     writes one self-contained page. No number is shown that no run produced. Needs a clone.
     """
-    from shuffled_dpsgd_experiments.reproductions import REPRODUCTIONS, SCALES
+    from shuffled_dpsgd_experiments.exhibits import SCALES, Request
+    from shuffled_dpsgd_experiments.reproductions import REPRODUCTIONS, find
 
     if list_all:
         titles = {name: each.title for name, each in REPRODUCTIONS.items()}
@@ -78,7 +79,6 @@ def reproduce(
         )
     if scale not in SCALES:
         raise InvalidArgumentError("--scale", expected=f"one of {SCALES}", got=scale)
-    from shuffled_dpsgd_experiments.reproductions import Request, find
 
     def say(line: str) -> None:
         if not as_json:
@@ -103,7 +103,7 @@ def reproduce(
 
 def _show(found: list[Reproduced], page_in: Path | None, *, as_json: bool) -> None:
     """Print what was found; of everything, one page is written as well."""
-    from shuffled_dpsgd_experiments.reproduction_page import write_page
+    from shuffled_dpsgd_experiments.reproductions import write_page
 
     pages = [] if page_in is None else [write_page(found, page_in)]
     if as_json:
@@ -149,7 +149,6 @@ def sweep(
     ] = None,
     jobs: Annotated[int, typer.Option(help="Processes that share the cells.")] = 1,
     table: Annotated[bool, typer.Option("--table", help="Only draw the table.")] = False,
-    worker: Annotated[bool, typer.Option("--worker", hidden=True)] = False,
     as_json: AsJson = False,
 ) -> None:
     """Run what is missing of a sweep and draw its table: mean ± sd over seeds.
@@ -159,8 +158,8 @@ def sweep(
     reason, and stepped over; exit status 2 then says so. Of several sweeps, cells of a later one
     fill the time in which an earlier one has too few for all processes. Needs a clone.
     """
-    from shuffled_dpsgd_experiments.sweeps import load_sweep, run_in_jobs, run_sweeps, table_of
-    from shuffled_dpsgd_experiments.sweeps.running import is_complete
+    from shuffled_dpsgd_experiments.sweeps import load_sweep, run_sweeps, table_of
+    from shuffled_dpsgd_experiments.sweeps.running import KnownCells
     from shuffled_dpsgd_experiments.sweeps.table import ordered_rows
 
     if results is not None and len(files) > 1:
@@ -168,23 +167,11 @@ def sweep(
             "--results", expected="one sweep: the results of several would mix", got=len(files)
         )
     sweeps = [load_sweep(file, model=model, data=data, results=results) for file in files]
-    if worker:  # One of the processes of --jobs; the one that started it says what was found.
-        if run_sweeps(sweeps, stop_after=stop_after, is_replaced=True):
-            return
-        raise typer.Exit(INCOMPLETE)
     if table:
-        complete = all(map(is_complete, sweeps))
+        complete = all(KnownCells(each).is_complete() for each in sweeps)
     else:
-        complete = run_in_jobs(
-            sweeps,
-            files,
-            jobs,
-            model=model,
-            data=data,
-            results=results,
-            stop_after=stop_after,
-            on_progress=_quiet if as_json else _say,
-        )
+        tell = _quiet if as_json else _say
+        complete = run_sweeps(sweeps, jobs=jobs, stop_after=stop_after, on_progress=tell)
     if as_json:
         rows = [
             {"sweep": each.name, **row.to_json()} for each in sweeps for row in ordered_rows(each)

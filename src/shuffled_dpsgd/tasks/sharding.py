@@ -9,7 +9,7 @@ from torch import nn
 
 from shuffled_dpsgd.distributed import World
 from shuffled_dpsgd.distributed.agreement import agree
-from shuffled_dpsgd.distributed.gathering import gather_whole
+from shuffled_dpsgd.distributed.layouts import gather_whole
 from shuffled_dpsgd.errors import InvalidArgumentError
 from shuffled_dpsgd.training.data import MapStyle
 from shuffled_dpsgd.training.record_digest import digest

@@ -52,7 +52,9 @@ def part_of(kind: str, name: str, root: Path) -> str:
     rows = ordered_rows(sweep)
     if not rows:
         return NOTHING
-    return "\n".join(grid_lines(sweep, rows) if kind == "grid" else ingredient_lines(sweep, rows))
+    lines = grid_lines(sweep, rows) if kind == "grid" else ingredient_lines(sweep, rows)
+    counts = {len(row.scores) for row in rows}
+    return "\n".join([*lines, *(f"\n{n} seeds each." for n in counts if counts == {n} != {1})])
 
 
 def grid_lines(sweep: Sweep, rows: Sequence[SweepRow]) -> list[str]:
@@ -60,7 +62,7 @@ def grid_lines(sweep: Sweep, rows: Sequence[SweepRow]) -> list[str]:
     epsilons = sorted(sweep.epsilons)
     found = {(row.method, row.epsilon): row for row in rows if not row.variant}
     names = [method.name for method in sweep.methods]
-    lines = [f"Non-private: {shown(row)}.\n" for row in rows if row.epsilon is None]
+    lines = [f"Non-private: {shown(row, rows)}.\n" for row in rows if row.epsilon is None]
     lines += [
         line_of([f"{score_of(rows)} at ε =", *[f"{epsilon:g}" for epsilon in epsilons]]),
         "|---" * (1 + len(epsilons)) + "|",
@@ -68,7 +70,9 @@ def grid_lines(sweep: Sweep, rows: Sequence[SweepRow]) -> list[str]:
     asked = {name: [found.get((name, epsilon)) for epsilon in epsilons] for name in names}
     for name, mine in asked.items():
         if any(mine):
-            lines.append(line_of([name, *["" if row is None else shown(row) for row in mine]]))
+            lines.append(
+                line_of([name, *["" if row is None else shown(row, rows) for row in mine]])
+            )
     for name, mine in asked.items():
         if any(row is not None and not meets_its_budget(row) for row in mine):
             proven = ["" if row is None else row.describe_certified() for row in mine]
@@ -87,7 +91,7 @@ def ingredient_lines(sweep: Sweep, rows: Sequence[SweepRow]) -> list[str]:
         for epsilon in epsilons:
             row = found.get((method.name, epsilon))
             away = difference(sweep, method.name, epsilon)
-            cells += ["", ""] if row is None else [shown(row), away]
+            cells += ["", ""] if row is None else [shown(row, rows), away]
         if any(cells):
             lines.append(line_of([method.name, *cells]))
     first = [found.get((sweep.methods[0].name, epsilon)) for epsilon in epsilons]
@@ -105,9 +109,10 @@ def score_of(rows: Sequence[SweepRow]) -> str:
     return rows[0].score_name + ("; BLEU" if any("bleu" in row.texts for row in rows) else "")
 
 
-def shown(row: SweepRow) -> str:
-    """Mean and spread over seeds, their number where there are several, and BLEU."""
-    count = f" ({len(row.scores)})" if len(row.scores) > 1 else ""
+def shown(row: SweepRow, rows: Sequence[SweepRow]) -> str:
+    """Mean and spread over seeds, their number if it is not the same in all rows, and BLEU."""
+    differs = len({len(other.scores) for other in rows}) > 1
+    count = f" ({len(row.scores)})" if differs and len(row.scores) > 1 else ""
     bleu = f"; {row.texts['bleu']:.3g}" if "bleu" in row.texts else ""
     return f"{row.describe_score()}{count}{bleu}"
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from shuffled_dpsgd.training import PrivateTraining
-from shuffled_dpsgd.training.batch_stream import BatchStream
+from shuffled_dpsgd.training.drawn_batches import BatchStream
 
 
 class WorkerBatches:

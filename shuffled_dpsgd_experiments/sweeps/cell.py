@@ -141,8 +141,9 @@ def _record(cell: Cell, tasks: Tasks) -> dict[str, Any] | None:
     if not outcome.finished:
         return None
     trained = time.perf_counter()
-    scored = model if average is None else average.model
-    scores = evaluate(task, scored, texts=cell.stage == "main")
+    if average is not None:
+        average.change_places(model)
+    scores = evaluate(task, model, texts=cell.stage == "main")
     return {
         "sweep": cell.sweep,
         "stage": cell.stage,

@@ -9,7 +9,7 @@ from typing import Any
 
 from shuffled_dpsgd.environment import environment
 from shuffled_dpsgd.tasks import parse_config
-from shuffled_dpsgd.tasks.preview import preview_shapes
+from shuffled_dpsgd.tasks.advice import preview_shapes
 from shuffled_dpsgd_experiments.exhibits import Exhibit, ExhibitRow, in_one_file, origin_of
 from shuffled_dpsgd_experiments.presets import PRESETS, Preset
 

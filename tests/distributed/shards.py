@@ -35,7 +35,7 @@ from shuffled_dpsgd.distributed.unshard_graph import UnshardedGraph
 from shuffled_dpsgd.errors import RefereeError, UnsupportedModuleError
 from shuffled_dpsgd.integrations.hf_conflicts import check_model
 from shuffled_dpsgd.permutation import apply, discover, draw
-from shuffled_dpsgd.tasks.averaging import ShardedAverage
+from shuffled_dpsgd.tasks.averaging import WeightAverage
 from shuffled_dpsgd.tasks.sharding import fill_whole
 from shuffled_dpsgd.training import (
     GaussianNoise,
@@ -503,7 +503,7 @@ def collectives_of_dtensors(directory: str) -> dict[str, Any]:
     case, kept, asked = CASES["mlp"](torch.float64), Path(directory), FunctionalCollectives()
     with asked:
         private = start(case, check_rate=1.0)
-        average = ShardedAverage(private.model, decay=0.5)
+        average = WeightAverage(private.model, decay=0.5)
         run(private, case)
         average.update(private.model)
         saved = save_checkpoint(private, kept, extras={"average": average})

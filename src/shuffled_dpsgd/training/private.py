@@ -193,7 +193,7 @@ class PrivateTraining:
             yield
 
     @contextmanager
-    def lent_weights(self) -> Iterator[None]:
+    def unsharded_layers(self) -> Iterator[None]:
         """As `whole_weights`, for models that fit on no rank: weights come layer by layer.
 
         Each forward of a rank asks the others for its weights anew. All ranks must enter, and those

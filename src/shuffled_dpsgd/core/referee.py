@@ -81,16 +81,6 @@ class _Pending:
     sums: dict[str, Tensor] | None
 
 
-class KeptCall(Protocol):
-    """A forward of the model that was kept, so that it can be run once more."""
-
-    autocast: tuple[str, bool, torch.dtype]
-
-    def problem(self) -> str | None:
-        """Why it cannot be run once more, as far as can be told before it is."""
-        ...
-
-
 class SecondRun(Protocol):
     """A batch run once more, by nothing but the model and autograd.
 
@@ -116,8 +106,9 @@ Pull = Callable[[list[Tensor], list[Tensor]], dict[str, Tensor]]
 class BatchWitness(Protocol):
     """Keeps the latest call of the model whenever the referee `wants` it.
 
-    A witness that is wrong can raise a false alarm or none at all. It cannot make two different
-    sums equal, so it is handed in, and nothing is counted as compared that it did not deliver.
+    A call says whether it was cast (`autocast`) and why it cannot be repeated (`problem`). A wrong
+    witness can raise a false alarm or none at all. It cannot make two different sums equal, so it
+    is handed in, and nothing is counted as compared that it did not deliver.
     """
 
     call: Any
@@ -257,13 +248,16 @@ class Referee:
                 total, lengths = self._expected(replay, norms, rows)
                 try:
                     self._weigh(pending, norms, total, lengths)
-                except RefereeError:
+                except RefereeError as error:
                     if replay.cancels():
                         raise CannotReplayError("gradients are all rounding") from None
                     if self._compares:
                         raise
-                    # A backward that its author has changed need not be linear in the losses.
-                    self._weigh(pending, norms, *self._one_by_one(replay, norms, rows))
+                    try:
+                        # A backward that its author has changed need not be linear in the losses.
+                        self._weigh(pending, norms, *self._one_by_one(replay, norms, rows))
+                    except RefereeError:
+                        raise error from None
         except CannotReplayError as reason:
             self.checks.not_made += pending.sums is not None
             self.checks.reasons.add(str(reason))
@@ -285,7 +279,7 @@ class Referee:
                 self._total[name] = part if name not in self._total else self._total[name] + part
         self._check_norms(norms, lengths)
 
-    def _refuse_to_replay(self, call: KeptCall, norms: Tensor) -> None:
+    def _refuse_to_replay(self, call: Any, norms: Tensor) -> None:
         """Where processes run the model together, all of them do or none does."""
         problem = None if torch.isfinite(norms).all() else "a sample's gradient is not finite"
         problem = problem or call.problem()

@@ -5,13 +5,11 @@ from __future__ import annotations
 import typer
 
 from shuffled_dpsgd import __version__
-from shuffled_dpsgd.cli.account import EPILOG as ACCOUNT_EPILOG
-from shuffled_dpsgd.cli.account import account
+from shuffled_dpsgd.cli.account import ACCOUNT_EPILOG, CALIBRATE_EPILOG, account, calibrate
 from shuffled_dpsgd.cli.advise import EPILOG as ADVISE_EPILOG
 from shuffled_dpsgd.cli.advise import advise
 from shuffled_dpsgd.cli.audit import app as audit_app
-from shuffled_dpsgd.cli.calibrate import EPILOG as CALIBRATE_EPILOG
-from shuffled_dpsgd.cli.calibrate import calibrate
+from shuffled_dpsgd.cli.budget import app as budget_app
 from shuffled_dpsgd.cli.examine import EPILOG as EXAMINE_EPILOG
 from shuffled_dpsgd.cli.examine import examine
 from shuffled_dpsgd.cli.inspect import inspect
@@ -71,6 +69,7 @@ def options(
 
 
 app.add_typer(audit_app)
+app.add_typer(budget_app)
 app.command("calibrate", epilog=CALIBRATE_EPILOG)(calibrate)
 app.command("account", epilog=ACCOUNT_EPILOG)(account)
 app.command("examine", epilog=EXAMINE_EPILOG)(examine)

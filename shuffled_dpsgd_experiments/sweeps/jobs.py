@@ -39,12 +39,13 @@ def run_in_jobs(
     model: str | None = None,
     data: str | None = None,
     results: Path | None = None,
+    budget: Path | None = None,
     stop_after: float | None = None,
     on_progress: Callable[[SweepProgress], object] = lambda progress: None,
 ) -> bool:
     """Run sweeps that were read from `files` by `jobs` processes; True when all have their results.
 
-    One job is this process. `model`, `data` and `results` are those that they were read with.
+    One job is this process. `model` to `budget` are those that they were read with.
 
     Raises:
         ShuffledDPError: cells are missing because they raised, or because a process failed; what
@@ -54,7 +55,7 @@ def run_in_jobs(
         raise InvalidArgumentError("--jobs", expected="at least 1", got=jobs)
     if jobs == 1:
         return run_sweeps(sweeps, on_progress=on_progress, stop_after=stop_after)
-    options = {"--model": model, "--data": data, "--results": results}
+    options = {"--model": model, "--data": data, "--results": results, "--budget": budget}
     command = [sys.executable, "-m", "shuffled_dpsgd", "sweep", *map(str, files)]
     command += [f"{name}={value}" for name, value in options.items() if value is not None]
     board = _Board(sweeps, on_progress, jobs)

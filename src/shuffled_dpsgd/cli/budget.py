@@ -112,16 +112,14 @@ def _table(account: Account, found: dict[str, Any]) -> Any:
     from rich.table import Table
 
     table = Table(title=f"δ = {account.delta:g}, {account.adjacency}", title_justify="left")
-    for heading in ("begun", "run", "σ", "q", "steps", "ε alone (proven)", "how it ended"):
+    for heading in ("begun", "run", "σ, q, T", "ε alone (proven)", "how it ended"):
         table.add_column(heading, overflow="fold")
     for run, row in zip(account.runs, found["runs"], strict=True):
         best = "" if run.best_of is None else f"best of Poisson({run.best_of:g}): "
         table.add_row(
             run.began[:16].replace("T", " "),
             f"{best}{run.name}",
-            number(run.noise_multiplier),
-            number(run.sampling_prob),
-            str(run.num_steps),
+            f"{run.noise_multiplier:.4g}, {run.sampling_prob:.4g}, {run.num_steps}",
             number(row["epsilon"]),
             run.ending,
         )

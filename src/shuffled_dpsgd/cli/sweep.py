@@ -9,6 +9,7 @@ import typer
 
 from shuffled_dpsgd.cli.experiments import need_experiments
 from shuffled_dpsgd.cli.output import AsJson, print_json, reports_errors
+from shuffled_dpsgd.cli.privacy_options import BudgetFile
 from shuffled_dpsgd.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ def sweep(
     results: Annotated[
         Path | None, typer.Option(help="The folder of results, likewise; for one sweep.")
     ] = None,
+    budget: BudgetFile = None,
     stop_after: Annotated[
         float | None, typer.Option(help="Start no cell after so many seconds.")
     ] = None,
@@ -59,7 +61,9 @@ def sweep(
         raise InvalidArgumentError(
             "--results", expected="one sweep: the results of several would mix", got=len(files)
         )
-    sweeps = [load_sweep(file, model=model, data=data, results=results) for file in files]
+    sweeps = [
+        load_sweep(file, model=model, data=data, results=results, budget=budget) for file in files
+    ]
     if worker:  # One of the processes of --jobs; the one that started it says what was found.
         if run_sweeps(sweeps, stop_after=stop_after, is_replaced=True):
             return
@@ -74,6 +78,7 @@ def sweep(
             model=model,
             data=data,
             results=results,
+            budget=budget,
             stop_after=stop_after,
             on_progress=_quiet if as_json else _say,
         )

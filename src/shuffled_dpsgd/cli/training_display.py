@@ -275,6 +275,8 @@ def conclusion(result: RunResult, run: PreparedRun, seconds: float) -> Renderabl
     table.add_row("time", f"{seconds:.1f} s")
     table.add_row("certified ε", _claim(card.certified, _no_claim(card)))
     table.add_row("paper's estimate", _paper(card.paper, card))
+    if run.private.history.in_budget:
+        table.add_row("budget", run.private.history.in_budget)
     table.add_row("report", str(result.directory / "report.html"))
     table.add_row("weights", str(result.directory / "model"))
     if not result.findings:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 from shuffled_dpsgd.auditing.fitted_start import fit_to_records
 from shuffled_dpsgd.auditing.run import AuditTarget
@@ -37,9 +38,19 @@ def audit_target(config: RunConfig, *, fit_steps: int = 0) -> AuditTarget:
 
 
 def target_of(config: RunConfig, task: Task) -> AuditTarget:
-    """A task that is built already, as audits take it."""
+    """A task that is built already, as audits take it.
+
+    An audit counts itself in the run's budget; the runs that it starts have none of their own.
+    """
+    uncounted = replace(config, privacy=replace(config.privacy, budget=None))
 
     def start(dataset_size: int) -> PrivateTraining:
-        return start_private(config, copy.deepcopy(task.model), dataset_size=dataset_size)
+        return start_private(uncounted, copy.deepcopy(task.model), dataset_size=dataset_size)
 
-    return AuditTarget(start=start, data=task.train_data, losses=task.losses, collate=task.collate)
+    return AuditTarget(
+        start=start,
+        data=task.train_data,
+        losses=task.losses,
+        collate=task.collate,
+        budget=config.privacy.budget,
+    )

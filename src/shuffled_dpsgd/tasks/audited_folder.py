@@ -11,9 +11,9 @@ A second run spends privacy of its own if what it shows is published, and the ca
 
 from __future__ import annotations
 
-import copy
 import json
 import re
+import secrets
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,6 @@ from shuffled_dpsgd.tasks.audited import target_of
 from shuffled_dpsgd.tasks.config import RunConfig
 from shuffled_dpsgd.tasks.data_identity import check_data
 from shuffled_dpsgd.tasks.run import SUMMARY_FILE, finished_summary, load_run
-from shuffled_dpsgd.tasks.start import start_private
 from shuffled_dpsgd.tasks.task import build_task
 from shuffled_dpsgd.training.card import AuditedBound, PrivacyCard, write_card
 
@@ -62,14 +61,16 @@ def audit_folder(
         )
     task = build_task(config)
     check_data(directory, task.train_data)
-    first = start_private(config, copy.deepcopy(task.model), dataset_size=len(task.train_data))
+    first = target_of(config, task).start(len(task.train_data))
     plan, spec = first.plan, first.spec
     first.close()
     if plan.uncertifiable:
         raise InvalidArgumentError(
             "DIR", expected="a private run", got=f"{directory}: {'; '.join(plan.uncertifiable)}"
         )
-    repeated = _with_noise_of(config, plan, seed=setting.seed)
+    # What a budget covers must not rest on a seed that the report shows.
+    seed = setting.seed if config.privacy.budget is None else secrets.randbits(62)
+    repeated = _with_noise_of(config, plan, seed=seed)
     target = target_of(repeated, task)
     report = audit_one_run(target, setting, confidence=confidence, on_progress=on_progress)
     card = write_card(

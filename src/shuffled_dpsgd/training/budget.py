@@ -32,12 +32,9 @@ from shuffled_dpsgd.core.events import check_delta
 from shuffled_dpsgd.core.ledger import fsync_directory
 from shuffled_dpsgd.core.plan import PrivacyPlan
 from shuffled_dpsgd.errors import BudgetExhaustedError, CheckpointError, InvalidArgumentError
-from shuffled_dpsgd.training.data import MapStyle
-from shuffled_dpsgd.training.global_randomness import randomness_kept, seed_dropout
-from shuffled_dpsgd.training.record_digest import digest
+from shuffled_dpsgd.training.record_digest import keyed
 
 _VERSION = 1
-_RECORDS = 256
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +68,8 @@ class CountedRun:
     @property
     def ending(self) -> str:
         """How far it got, as far as the file has heard."""
+        if self.best_of is not None:
+            return "counted as a whole"
         if self.releases >= self.num_steps:
             return "finished"
         if self.releases:
@@ -122,12 +121,12 @@ class Account:
                 remedy="runs add up only if their noise is independent; leave the seed out",
             )
         grown = replace(self, data=self.data or (data,), runs=(*self.runs, run))
-        total = grown.together()
-        if self.epsilon is not None and not total.epsilon <= self.epsilon:
+        if self.epsilon is not None and not grown.together().epsilon <= self.epsilon:
             before = f"ε = {self.together().epsilon:.4g}" if self.runs else "nothing"
             raise BudgetExhaustedError(
-                f"{path}: {before} is spent, and this run would make it {total.describe()}, above "
-                f"the limit of {self.epsilon:g}; nothing was released. Plan a run with a smaller ε"
+                f"{path}: {before} is spent, and this run would make it "
+                f"{grown.together().describe()}, above the limit of {self.epsilon:g}; nothing was "
+                "released. Plan a run with a smaller ε"
             )
         return grown
 
@@ -175,10 +174,6 @@ class BudgetFile:
                 f"{self.path}: damaged, so nobody knows what was spent ({error}); restore it"
             ) from error
 
-    def check(self, run: CountedRun, data: str) -> None:
-        """Refuse a run that does not fit, before it has cost anything."""
-        self.read().with_run(run, data, self.path)
-
     def enter(self, run: CountedRun, data: str) -> Account:
         """Count a run; returns once that is on disk."""
         return self._change(lambda now: now.with_run(run, data, self.path))
@@ -217,7 +212,8 @@ class BudgetFile:
         text = json.dumps({**body, "checksum": _checksum(body)}, indent=1, ensure_ascii=False)
         temporary = self.path.with_name(f".{self.path.name}.tmp")
         temporary.unlink(missing_ok=True)
-        with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "w") as file:
+        with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            os.fchmod(file.fileno(), mode)
             file.write(text + "\n")
             file.flush()
             os.fsync(file.fileno())
@@ -236,7 +232,7 @@ def counted(
             got="; ".join(plan.uncertifiable),
             remedy="no budget covers it: leave the budget out, and these records unprotected",
         )
-    seed = None if plan.seed is None else _mark(str(plan.seed).encode(), salt)
+    seed = None if plan.seed is None else keyed(str(plan.seed).encode(), salt)
     return CountedRun(
         identity=identity or secrets.token_hex(16),
         name=name,
@@ -247,30 +243,6 @@ def counted(
         seed=seed,
         releases=releases,
     )
-
-
-def data_mark(data: MapStyle, salt: str) -> str:
-    """Equal for equal records: known from their number and from records spread over them."""
-    chosen = range(0, len(data), max(1, len(data) // _RECORDS))
-
-    def once() -> str:
-        with randomness_kept():
-            seed_dropout(0)
-            return digest([data[index] for index in chosen], bytes.fromhex(salt))
-
-    found = once()
-    if found != once():
-        raise InvalidArgumentError(
-            "budget",
-            expected="records that load alike each time, by which a budget knows its data",
-            got="records that differ from one load to the next",
-            remedy="augment in the collate function, or by the generators of torch or numpy",
-        )
-    return _mark(f"{len(data)}:{found}".encode(), salt)
-
-
-def _mark(content: bytes, salt: str) -> str:
-    return hashlib.blake2b(content, key=bytes.fromhex(salt), digest_size=12).hexdigest()
 
 
 def _checksum(body: dict[str, Any]) -> str:

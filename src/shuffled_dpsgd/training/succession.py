@@ -24,9 +24,10 @@ from shuffled_dpsgd.core.plan import PrivacyPlan
 from shuffled_dpsgd.distributed.agreement import first_does
 from shuffled_dpsgd.errors import InvalidArgumentError, ShuffledDPError
 from shuffled_dpsgd.runtime.notices import say_once
-from shuffled_dpsgd.training.budget import BudgetFile, CountedRun, counted, data_mark
+from shuffled_dpsgd.training.budget import BudgetFile, CountedRun, counted
 from shuffled_dpsgd.training.card import PrivacyCard
 from shuffled_dpsgd.training.data import MapStyle
+from shuffled_dpsgd.training.record_digest import data_mark
 
 if TYPE_CHECKING:
     from shuffled_dpsgd.training.private import PrivateTraining
@@ -77,7 +78,8 @@ def remember_run(run: PrivateTraining) -> None:
 class History:
     """What was released before a run, on its model and of its rows, and the budget it counts in.
 
-    `tells` says whether another run of this process on the same rows is worth a warning.
+    `tells` says whether another run of this process on the same rows is worth a warning, and
+    `in_budget` what its budget has counted, from the first release on.
     """
 
     def __init__(self, run: PrivateTraining, budget: str | Path | None = None) -> None:
@@ -89,7 +91,7 @@ class History:
         self._beside: tuple[_Spent, ...] = ()
         self._on_model.append(self._own)
         self._budget = None if budget is None else BudgetFile(budget)
-        self._data = self._in_budget = ""
+        self._data = self.in_budget = ""
         if self._budget is not None:
             first_does(run.world, lambda: self._counted().identity)
 
@@ -118,12 +120,16 @@ class History:
         budget = self._budget
         if budget is not None:
             self._data = first_does(run.world, lambda: data_mark(data, budget.read().salt))
-            first_does(run.world, lambda: budget.check(self._counted(), self._data))
+            first_does(run.world, lambda: self._fitted(budget))
+
+    def _fitted(self, budget: BudgetFile) -> None:
+        """Refuse before the first batch what would be refused before the first release."""
+        budget.read().with_run(self._counted(), self._data, budget.path)
 
     def enter(self) -> None:
         """The run is about to make a release: count it in its budget, on disk, unless it is."""
         budget = self._budget
-        if budget is None or self._in_budget:
+        if budget is None or self.in_budget:
             return
 
         def entered() -> str:
@@ -131,7 +137,7 @@ class History:
             total = account.together().describe()
             return f"{len(account.runs)} runs in {budget.path.name}, together {total}"
 
-        self._in_budget = first_does(self._owner().world, entered)
+        self.in_budget = first_does(self._owner().world, entered)
 
     def note(self) -> None:
         """A step was released."""
@@ -143,7 +149,7 @@ class History:
     def note_end(self) -> None:
         """Tell the budget how far the run got. It is counted already, so a failure only warns."""
         run = self._owner()
-        if self._budget is None or not self._in_budget or not run.world.leads:
+        if self._budget is None or not self.in_budget or not run.world.leads:
             return
         try:
             self._budget.note(self._identity(), run.ledger.spent)
@@ -154,7 +160,7 @@ class History:
         """The card with what the weights carry of earlier runs, and what else the rows gave."""
         # Whatever their rows: data in another order, or with one row more, hold the same records.
         same = self._earlier()
-        notes = [f"the other runs on these records: {self._in_budget}"] if self._in_budget else []
+        notes = [f"the other runs on these records: {self.in_budget}"] if self.in_budget else []
         beside = [each for each in self._beside if each.releases]
         if beside and self._budget is None:
             notes.append(
@@ -216,10 +222,10 @@ class History:
     def _counted(self) -> CountedRun:
         assert self._budget is not None
         run = self._owner()
-        place = "" if self._own.ledger is None else f", {self._own.ledger.resolve().parent}"
+        place = "" if self._own.ledger is None else f"{self._own.ledger.resolve().parent.name}: "
         return counted(
             run.plan,
-            name=f"{type(run.model).__name__}{place}",
+            name=f"{place}{type(run.model).__name__}",
             salt=self._budget.read().salt,
             identity=self._identity(),
             releases=run.ledger.spent,

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 EPILOG = (
     "Examples: [bold]shuffled-dpsgd budget new patients.json --epsilon 3 --delta 1e-6[/bold] · "
     "[bold]shuffled-dpsgd train --config run.toml --budget patients.json[/bold] · "
-    "[bold]shuffled-dpsgd budget show patients.json[/bold]"
+    "[bold]shuffled-dpsgd budget show patients.json --json[/bold]"
 )
 app = typer.Typer(
     name="budget",
@@ -39,7 +39,10 @@ def new(
     adjacency: AdjacencyOption = "add-remove",
     as_json: AsJson = False,
 ) -> None:
-    """Make a budget for the records of the first run that names it. An old one stays as it is."""
+    """Make a budget for the records of the first run that names it. An old one stays as it is.
+
+    Example: shuffled-dpsgd budget new patients.json --epsilon 3 --delta 1e-6
+    """
     from shuffled_dpsgd.training.budget import BudgetFile
 
     made = BudgetFile(file).create(delta=delta, epsilon=epsilon, adjacency=adjacency)
@@ -49,7 +52,10 @@ def new(
 @app.command()
 @reports_errors
 def show(file: File, as_json: AsJson = False) -> None:
-    """What all runs cost, each alone and all together, and what is left."""
+    """What all runs cost, each alone and all together, and what is left.
+
+    Example: shuffled-dpsgd budget show patients.json
+    """
     from shuffled_dpsgd.training.budget import BudgetFile
 
     _print(file, BudgetFile(file).read(), as_json)
@@ -62,7 +68,10 @@ def admit(
     mark: Annotated[str, typer.Argument(metavar="MARK", help="As the refusal of a run named it.")],
     as_json: AsJson = False,
 ) -> None:
-    """Say that data of another mark are the same records, prepared in another way."""
+    """Say that data of another mark are the same records, prepared in another way.
+
+    Example: shuffled-dpsgd budget admit patients.json 5f0c2a9e1b7d4c3388aa10f2
+    """
     from shuffled_dpsgd.training.budget import BudgetFile
 
     _print(file, BudgetFile(file).admit(mark), as_json)

@@ -3,9 +3,9 @@
     python -m benchmarks.compile_kernels --triton 3.6 3.7 3.8 3.9
 
 Needs no GPU. The newest patch of each release is fetched by pip, by name, and unpacked into a
-folder of its own; nothing is installed. Plain Triton is compiled for sm_80, 89, 90 and 100, what
-uses the copy engine for sm_90 and 100, Gluon for sm_90. A kernel that asks for more shared memory
-than a chip has fails too. Prints a table, and fails if a kernel does.
+folder of its own; nothing is installed. Plain Triton is compiled for sm_80, 89, 90 and 100, Gluon
+for sm_90. A kernel that asks for more shared memory than a chip has fails too. Prints a table, and
+fails if a kernel does.
 """
 
 from __future__ import annotations

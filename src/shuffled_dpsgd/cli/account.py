@@ -31,14 +31,12 @@ if TYPE_CHECKING:
 
     from shuffled_dpsgd.accounting import Accountant, PrivacyClaim, SampledGaussian, Target
 
-ACCOUNT_EPILOG = (
-    "Example: [bold]shuffled-dpsgd account --noise-multiplier 2.33 --sampling-prob 0.02 "
-    "--num-steps 500 --delta 5e-6 --dimension 85800000 --batch-clip 100[/bold]"
-)
-CALIBRATE_EPILOG = (
-    "Example: [bold]shuffled-dpsgd calibrate --epsilon 1 --delta 5e-6 --dataset-size 50000 "
-    "--batch-size 1000 --epochs 10 --dimension 85800000 --batch-clip 1[/bold]"
-)
+EPILOGS = {
+    "account": "Example: [bold]shuffled-dpsgd account --noise-multiplier 2.33 --sampling-prob 0.02 "
+    "--num-steps 500 --delta 5e-6 --dimension 85800000 --batch-clip 100[/bold]",
+    "calibrate": "Example: [bold]shuffled-dpsgd calibrate --epsilon 1 --delta 5e-6 "
+    "--dataset-size 50000 --batch-size 1000 --epochs 10 --dimension 85800000 --batch-clip 1[/bold]",
+}
 
 
 @reports_errors

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from shuffled_dpsgd.cli.output import table
 from shuffled_dpsgd.cli.privacy_options import stated
 from shuffled_dpsgd.errors import InvalidArgumentError, ShuffledDPError
 from shuffled_dpsgd.options import Adjacency
@@ -119,25 +120,21 @@ def price_each(
 def print_comparison(title: str, rows: Mapping[str, Mapping[str, Any]]) -> None:
     """A table for people, one row a method, its kind always shown; notes under it."""
     from rich.console import Console
-    from rich.table import Table
 
-    table = Table(title=title, title_justify="left")
-    table.add_column("method", no_wrap=True)
-    table.add_column("kind")
-    table.add_column("ε", justify="right")
-    table.add_column("noise multiplier", justify="right")
-    table.add_column("remark")
-    for name, row in rows.items():
-        style = KIND_STYLE[row["kind"]]
-        table.add_row(
+    words = ("method", "kind", "remark")
+    shown = [
+        (
             name.replace("_", " "),
-            f"[{style}]{row['kind']}[/{style}]",
+            f"[{KIND_STYLE[row['kind']]}]{row['kind']}[/]",
             number(row["epsilon"]),
             number(row["noise_multiplier"]),
             _remark(name, row),
         )
+        for name, row in rows.items()
+    ]
+    headings = ("method", "kind", "ε", "noise multiplier", "remark")
     console = Console()
-    console.print(table)
+    console.print(table(headings, shown, words=words, title=title, title_justify="left"))
     for line in _notes(rows):
         console.print(line, highlight=False)
 

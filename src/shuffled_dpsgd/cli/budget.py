@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from shuffled_dpsgd.cli.accounting import AdjacencyOption, Delta, number
-from shuffled_dpsgd.cli.output import AsJson, print_json, reports_errors
+from shuffled_dpsgd.cli.output import AsJson, print_json, reports_errors, table
 
 if TYPE_CHECKING:
     from shuffled_dpsgd.training.budget import Account
@@ -84,9 +84,21 @@ def _print(file: Path, account: Account, as_json: bool) -> None:
         return
     from rich.console import Console
 
+    headings = ("begun", "run", "σ, q, T", "ε alone (proven)", "how it ended")
+    rows = [
+        (
+            run.began[:16].replace("T", " "),
+            f"{'' if run.best_of is None else f'best of Poisson({run.best_of:g}): '}{run.name}",
+            f"{run.noise_multiplier:.4g}, {run.sampling_prob:.4g}, {run.num_steps}",
+            number(row["epsilon"]),
+            run.ending,
+        )
+        for run, row in zip(account.runs, found["runs"], strict=True)
+    ]
     console = Console()
-    if account.runs:
-        console.print(_table(account, found))
+    if rows:
+        title = f"δ = {account.delta:g}, {account.adjacency}"
+        console.print(table(headings, rows, words=headings, title=title, title_justify="left"))
     for line in _totals(account, found):
         console.print(line, highlight=False)
 
@@ -115,24 +127,6 @@ def _described(account: Account) -> dict[str, Any]:
             for run, epsilon in zip(account.runs, alone, strict=True)
         ],
     }
-
-
-def _table(account: Account, found: dict[str, Any]) -> Any:
-    from rich.table import Table
-
-    table = Table(title=f"δ = {account.delta:g}, {account.adjacency}", title_justify="left")
-    for heading in ("begun", "run", "σ, q, T", "ε alone (proven)", "how it ended"):
-        table.add_column(heading, overflow="fold")
-    for run, row in zip(account.runs, found["runs"], strict=True):
-        best = "" if run.best_of is None else f"best of Poisson({run.best_of:g}): "
-        table.add_row(
-            run.began[:16].replace("T", " "),
-            f"{best}{run.name}",
-            f"{run.noise_multiplier:.4g}, {run.sampling_prob:.4g}, {run.num_steps}",
-            number(row["epsilon"]),
-            run.ending,
-        )
-    return table
 
 
 def _totals(account: Account, found: dict[str, Any]) -> list[str]:

@@ -49,7 +49,6 @@ class KernelLaunch:
         return self.first_chip <= chip <= self.last_chip
 
 
-copy_engine_launch = partial(KernelLaunch, first_chip=90)
 hopper_launch = partial(KernelLaunch, first_chip=90, last_chip=99)
 
 
@@ -70,11 +69,6 @@ class Tensors:
         T, D, P = one
         return [self.halves(B, T, D)], [self.halves(B, T, P)]
 
-    def pair_of_halves(self) -> tuple[list[Tensor], list[Tensor], Tensor, list[Tensor]]:
-        """The same in float16, with factors by layer and a sum."""
-        x, g = (self.halves(B, 256, 768, dtype=torch.float16) for _ in range(2))
-        return [x], [g], self.floats(1, B), [self.floats(768, 768)]
-
 
 def all_launches(device: torch.device, lengths: Sequence[int] = LENGTHS) -> list[KernelLaunch]:
     """All of them; tensors are made when a launch is run."""
@@ -83,7 +77,7 @@ def all_launches(device: torch.device, lengths: Sequence[int] = LENGTHS) -> list
     return [
         *linear_launches(made, maps),
         *wide_launches(made, lengths),
-        *split_launches(made, maps),
+        *float32_launches(made, maps),
         *gluon_launches(made, maps),
         *norm_layer_launches(made),
         *release_launches(made),
@@ -117,15 +111,14 @@ def linear_launches(made: Tensors, maps: Sequence[Map]) -> Iterator[KernelLaunch
     def norms(way: Callable[..., object], one: Map, bias: bool) -> None:
         way(*made.pair(one), bias)
 
-    def add(one: Map, bulk: bool) -> None:
+    def add(one: Map) -> None:
         _, D, P = one
-        sums.weighted_outer_sums(*made.pair(one), made.floats(B), [made.floats(P, D)], bulk=bulk)
+        sums.weighted_outer_sums(*made.pair(one), made.floats(B), [made.floats(P, D)])
 
     for one in maps:
         for way, bias in product((linear.gram_sq_norms, tiles.tile_sq_norms), (True, False)):
             yield KernelLaunch(name=_name(one), run=partial(norms, way, one, bias))
-        yield KernelLaunch(name=_name(one), run=partial(add, one, False))
-        yield copy_engine_launch(name=_name(one), run=partial(add, one, True))
+        yield KernelLaunch(name=_name(one), run=partial(add, one))
 
 
 def wide_launches(made: Tensors, lengths: Sequence[int]) -> Iterator[KernelLaunch]:
@@ -143,30 +136,30 @@ def wide_launches(made: Tensors, lengths: Sequence[int]) -> Iterator[KernelLaunc
         yield KernelLaunch(name=name, run=partial(norms, T, words, row, samples))
 
 
-def split_launches(made: Tensors, maps: Sequence[Map]) -> Iterator[KernelLaunch]:
-    """Float32 on tensor cores; sums of halves have factors by layer."""
-    halves, split_gram, sums = _modules("halves", "split_gram", "sums")
+def float32_launches(made: Tensors, maps: Sequence[Map]) -> Iterator[KernelLaunch]:
+    """Linear layers of float32 on tensor cores."""
+    linear, tiles, wide, sums = _modules("linear", "tiles", "wide", "sums")
 
-    def norms(T: int, D: int, P: int) -> None:
-        x, g = [made.floats(B, T, D)] * 2, [made.floats(B, T, P)] * 2
-        x_halves, g_halves = halves.split(x, low_first=True), halves.split(g, low_first=False)
-        split_gram.gram_sq_norms(x_halves, g_halves, True)
+    def layer(way: Callable[..., object], T: int, D: int, P: int) -> None:
+        way([made.floats(B, T, D)], [made.floats(B, T, P)], True)
 
-    def add(bulk: bool) -> None:
-        sums.weighted_outer_sums(*made.pair_of_halves(), bulk=bulk)
+    def add(T: int, D: int, P: int) -> None:
+        x, g = [made.floats(B, T, D)], [made.floats(B, T, P)]
+        sums.weighted_outer_sums(x, g, made.floats(B), [made.floats(P, D)])
 
-    for one in (*maps, (37, 768, 50257)):
-        yield KernelLaunch(name=f"float32, {_name(one)}", run=partial(norms, *one))
-    yield KernelLaunch(name="sums of halves", run=partial(add, False))
-    yield copy_engine_launch(name="sums of halves", run=partial(add, True))
+    def head() -> None:
+        wide.gram_sq_norms(made.floats(B, 37, 768), made.floats(B, 37, 50257), True)
+
+    for one in maps:
+        for way in (linear.gram_sq_norms, tiles.tile_sq_norms):
+            yield KernelLaunch(name=f"float32, {_name(one)}", run=partial(layer, way, *one))
+        yield KernelLaunch(name=f"float32, {_name(one)}", run=partial(add, *one))
+    yield KernelLaunch(name="float32, a vocabulary", run=head)
 
 
 def gluon_launches(made: Tensors, maps: Sequence[Map]) -> Iterator[KernelLaunch]:
-    """Norms and sums of linear layers on Hopper; weights may be stored transposed, as GPT-2's."""
-    squares, weighted = _modules("squares", "weighted_sums", folder="gluon")
-
-    def norms(way: Callable[..., object], one: Map, bias: bool) -> None:
-        way(*made.pair(one), bias)
+    """Sums of linear layers on Hopper; weights may be stored transposed, as GPT-2's."""
+    (weighted,) = _modules("weighted_sums", folder="gluon")
 
     def add(one: Map, bias: bool, transposed: bool) -> None:
         _, D, P = one
@@ -174,19 +167,11 @@ def gluon_launches(made: Tensors, maps: Sequence[Map]) -> Iterator[KernelLaunch]
         biases = [made.floats(P)] if bias else []
         weighted.weighted_outer_sums(*made.pair(one), made.floats(B), [out], True, biases)
 
-    def keep() -> None:
-        squares.tile_sq_norms(*made.pair((128, 768, 512)), False, [made.floats(B, 512, 768)])
-
     for one in maps:
-        for bias in (True, False):
-            way = squares.tile_sq_norms
-            yield hopper_launch(name=_name(one), run=partial(norms, way, one, bias))
         for bias, transposed in product((True, False), repeat=2):
-            yield hopper_launch(name=_name(one), run=partial(add, one, bias, transposed))
-    yield hopper_launch(
-        name="sums of halves", run=lambda: weighted.weighted_outer_sums(*made.pair_of_halves())
-    )
-    yield hopper_launch(name="stored products", run=keep)
+            yield hopper_launch(
+                name=f"Gluon, {_name(one)}", run=partial(add, one, bias, transposed)
+            )
 
 
 def norm_layer_launches(made: Tensors) -> Iterator[KernelLaunch]:

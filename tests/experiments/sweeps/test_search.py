@@ -15,7 +15,7 @@ from shuffled_dpsgd.accounting import BestOf, claim_together
 from shuffled_dpsgd.core.plan import NoiseBlock, PrivacyPlan
 from shuffled_dpsgd.errors import InvalidArgumentError
 from shuffled_dpsgd.training.budget import BudgetFile
-from shuffled_dpsgd_experiments.sweeps import run_sweep, table_of
+from shuffled_dpsgd_experiments.sweeps import run_sweeps, table_of
 from shuffled_dpsgd_experiments.sweeps.cell import Tasks, _alone, _start
 from shuffled_dpsgd_experiments.sweeps.grid import Cell, laid_over
 from shuffled_dpsgd_experiments.sweeps.reading import parse_sweep
@@ -175,7 +175,7 @@ def test_a_search_is_one_result_with_its_own_price(tmp_path: Path) -> None:
     raw = {**SEARCH, "tuning": {"best_of": 1.5}}
     raw["methods"] = [{**METHOD, "tuning": {"optimizer.learning_rate": [1e-2]}}]
     sweep = parse_sweep(raw, results=tmp_path)
-    assert run_sweep(sweep)
+    assert run_sweeps([sweep])
     (path,) = tmp_path.glob("*.json")
     record = json.loads(path.read_text())
     assert record["best_of"] == 1.5

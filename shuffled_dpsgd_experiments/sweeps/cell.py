@@ -7,11 +7,13 @@ were run before it.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import json
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -24,7 +26,6 @@ from shuffled_dpsgd.tasks import Evaluation, RunConfig, Task, build_task, start_
 from shuffled_dpsgd.tasks.averaging import WeightAverage
 from shuffled_dpsgd.tasks.start import build_scheduler, chosen_device
 from shuffled_dpsgd.training.loop import Callback, LoopSettings, Outcome, Progress, train
-from shuffled_dpsgd.training.private import PrivateTraining
 from shuffled_dpsgd.training.spending import paper_estimate
 from shuffled_dpsgd_experiments.sweeps.grid import Cell
 from shuffled_dpsgd_experiments.sweeps.search import run_search
@@ -162,10 +163,7 @@ def _record(cell: Cell, tasks: Tasks) -> dict[str, Any] | None:
     callbacks: list[Callback] = [meter]
     if average is not None:
         callbacks.append(lambda progress: average.update(model))
-    try:
-        outcome = _train(config, task, private, callbacks)
-    finally:
-        private.close()
+    plan, outcome = train_on(config, task, model, callbacks)
     if not outcome.finished:
         return None
     trained = time.perf_counter()
@@ -181,7 +179,7 @@ def _record(cell: Cell, tasks: Tasks) -> dict[str, Any] | None:
         "tuned": dict(cell.tuned),
         "score_name": task.score_name,
         **scores,
-        **describe_plan(private.plan),
+        **describe_plan(plan),
         "steps_taken": outcome.steps_taken,
         "samples_without_finite_gradient": meter.nonfinite,
         "seconds": {
@@ -190,28 +188,32 @@ def _record(cell: Cell, tasks: Tasks) -> dict[str, Any] | None:
         },
         "samples_per_second_when_warm": meter.samples_per_second(),
         "config": cell.described,
-        "environment": environment(str(private.device)),
+        "environment": environment(str(next(model.parameters()).device)),
     }
 
 
-def _train(
-    config: RunConfig, task: Task, private: PrivateTraining, callbacks: list[Callback]
-) -> Outcome:
+def train_on(
+    config: RunConfig, task: Task, model: torch.nn.Module, callbacks: Sequence[Callback] = ()
+) -> tuple[PrivacyPlan, Outcome]:
+    """Train a model on a task's records as a file asks, and keep nothing but the model."""
+    private = start_private(config, model, dataset_size=len(task.train_data))
     find = config.training.physical_batch_size is None and private.device.type == "cuda"
-    return train(
-        private,
-        task.train_data,
-        task.losses,
-        settings=LoopSettings(
-            precision=config.training.precision,
-            physical_batch="find" if find else "as-planned",
-            collate=task.collate,
-            augment=task.augment,
-            price_steps=False,
-        ),
-        callbacks=callbacks,
-        scheduler=build_scheduler(private.optimizer, config.optimizer, private.plan.num_steps),
-    )
+    with contextlib.closing(private):
+        outcome = train(
+            private,
+            task.train_data,
+            task.losses,
+            settings=LoopSettings(
+                precision=config.training.precision,
+                physical_batch="find" if find else "as-planned",
+                collate=task.collate,
+                augment=task.augment,
+                price_steps=False,
+            ),
+            callbacks=callbacks,
+            scheduler=build_scheduler(private.optimizer, config.optimizer, private.plan.num_steps),
+        )
+    return private.plan, outcome
 
 
 def evaluate(task: Task, model: torch.nn.Module, *, texts: bool) -> dict[str, Any]:

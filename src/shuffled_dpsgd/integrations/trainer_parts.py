@@ -12,7 +12,7 @@ from transformers import TrainerCallback
 
 from shuffled_dpsgd.integrations.per_sample_loss import IGNORED_LABEL
 from shuffled_dpsgd.training import PrivateTraining, SpendingCurve
-from shuffled_dpsgd.training.batch_stream import BatchStream
+from shuffled_dpsgd.training.drawn_batches import BatchStream
 
 Collate = Callable[[list[Any]], Any]
 

@@ -27,7 +27,7 @@ from shuffled_dpsgd.errors import CheckpointError, InvalidArgumentError
 from shuffled_dpsgd.tasks.config import RunConfig
 from shuffled_dpsgd.tasks.config_files import parse_config
 from shuffled_dpsgd.training.data import MapStyle
-from shuffled_dpsgd.training.equal_records import digest
+from shuffled_dpsgd.training.record_digest import digest
 
 CONFIG_FILE = "run.json"
 SUMMARY_FILE = "summary.json"

@@ -12,7 +12,7 @@ from shuffled_dpsgd.distributed.agreement import agree
 from shuffled_dpsgd.distributed.layouts import gather_whole
 from shuffled_dpsgd.errors import InvalidArgumentError
 from shuffled_dpsgd.training.data import MapStyle
-from shuffled_dpsgd.training.equal_records import digest
+from shuffled_dpsgd.training.record_digest import digest
 
 
 def compare_data(world: World, data: MapStyle) -> None:

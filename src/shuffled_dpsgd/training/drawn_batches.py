@@ -181,7 +181,7 @@ class DrawnBatches:
                 compare_records(run.world, data)
             with run.clock.part("checks"):
                 run.rows = survey(data)
-                run.history.begin(run.rows.identity)
+                run.history.begin(data, run.rows.identity)
                 warn_of_repeats(run.plan, run.rows)
                 warn_of_labels(run.model, run.rows)
             self._compared = data

@@ -24,9 +24,9 @@ from shuffled_dpsgd.clipping.checks.exchange import FIRST_LOOKS, MORE_LOOKS
 from shuffled_dpsgd.errors import InvalidArgumentError
 from shuffled_dpsgd.runtime.random_states import RandomStates, generators_in, seed_all
 from shuffled_dpsgd.training.data import LOADING, PartLoader
-from shuffled_dpsgd.training.equal_records import same, same_row, shapes
 from shuffled_dpsgd.training.layout import Part
 from shuffled_dpsgd.training.record_check import check_records_alone
+from shuffled_dpsgd.training.record_digest import same, same_row, shapes
 
 # Trials of a later part where nothing is drawn at random.
 _FEW_TRIALS = 2

@@ -19,7 +19,7 @@ from torch import Tensor
 from shuffled_dpsgd.errors import InvalidArgumentError
 from shuffled_dpsgd.runtime.random_states import Own, RandomStates, seed_all
 from shuffled_dpsgd.training.data import MapStyle
-from shuffled_dpsgd.training.equal_records import same
+from shuffled_dpsgd.training.record_digest import same
 
 _MOST_BYTES = 1 << 30
 _BESIDES, _MOST_GROUPS, _TRIED, _STATES = 32, 8, 4, 16

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from shuffled_dpsgd.runtime.random_states import randomness_kept
 from shuffled_dpsgd.training.data import MapStyle, PartLoader
-from shuffled_dpsgd.training.equal_records import row_digest
+from shuffled_dpsgd.training.record_digest import row_digest
 
 _SECONDS = 3.0
 _AT_ONCE = 64

@@ -180,7 +180,7 @@ class DrawnBatches:
                 compare_records(run.world, data)
             with run.clock.part("checks"):
                 run.rows = survey(data)
-                run.history.begin(run.rows.identity)
+                run.history.begin(data, run.rows.identity)
                 warn_of_repeats(run.plan, run.rows)
             self._compared = data
         if run.finished:

@@ -159,6 +159,8 @@ def train(
     if private.finished:
         private.release()
         observer.save()
+    else:
+        private.history.note_end()
     private.clock.stop()
     return Outcome(
         steps_taken=private.steps_taken,

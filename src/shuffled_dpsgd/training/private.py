@@ -87,6 +87,7 @@ class PrivateTraining:
         sharding: ShardedModel | None = None,
         check_rate: float = DEFAULT_RATE,
         unit: str = DEFAULT_UNIT,
+        budget: str | None = None,
     ) -> None:
         self.model = model
         self.optimizer = optimizer
@@ -118,7 +119,7 @@ class PrivateTraining:
         # A subclass may update in another way, so it goes without a name.
         self._optimizer_name = "sgd" if type(optimizer) is torch.optim.SGD else None
         self.resumed_without_ledger = False
-        self.history = History(self)
+        self.history = History(self, budget)
         self.unit = unit
         self.rows: Survey | None = None
         self._referee = Referee(
@@ -411,6 +412,7 @@ class PrivateTraining:
             self.shuffling.permute(self.plan.num_steps)
         self.released = True
         self.note_released()
+        self.history.note_end()
 
     def note_released(self) -> None:
         """Take the weights as they are now for those that the card is about."""
@@ -457,6 +459,8 @@ class PrivateTraining:
 
     def close(self, *, because: str = "private.close() was called") -> None:
         """Detach from the model and the optimizer; nothing of ours stays on them."""
+        if not self.closed:
+            self.history.note_end()
         self._closed_because = because
         while self._depth:
             self.__exit__(None, None, None)
@@ -525,6 +529,7 @@ class PrivateTraining:
             check_finite(norms, step=step)
             self.shuffling.try_out()
         frame = self.shuffling.frame
+        self.history.enter()
         release = self._door.release(
             step=step,
             count=norms.numel(),

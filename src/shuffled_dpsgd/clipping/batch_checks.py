@@ -25,8 +25,8 @@ from shuffled_dpsgd.clipping.checks.batch_axis import BatchAxisCheck
 from shuffled_dpsgd.clipping.checks.check_turns import CheckTurns
 from shuffled_dpsgd.clipping.checks.compiled_calls import follow
 from shuffled_dpsgd.clipping.checks.exchange import (
-    Change,
     ExchangeTest,
+    Moved,
     tolerance_for,
 )
 from shuffled_dpsgd.clipping.checks.loss_independence import check_losses
@@ -228,7 +228,7 @@ class BatchChecks:
         try:
             referee.settle()
         except RefereeError as error:
-            raise self._refusal(Change(name=error.name, got=str(error))) from error
+            raise self._refusal(Moved(name=error.name, got=str(error))) from error
 
     def forget(self) -> None:
         """Drop what has not been compared yet."""
@@ -257,7 +257,7 @@ class BatchChecks:
             try:
                 found = self._find_change(rerun, call, watched, finite)
             except CannotReplayError as error:
-                found = Change(name="", got=str(error))
+                found = Moved(name="", got=str(error))
         if found is not None:
             raise self._refusal(found)
         self.turns.note_checked(watched.kind)
@@ -266,10 +266,10 @@ class BatchChecks:
 
     def _find_change(
         self, rerun: Rerun, call: Call, watched: _Watched, finite: list[int]
-    ) -> Change | None:
+    ) -> Moved | None:
         """What moves in every way that the outputs can be read."""
         if not call.cotangents:
-            return Change(name="", got="a loss that reaches no output of the model")
+            return Moved(name="", got="a loss that reaches no output of the model")
         assert watched.norms is not None, "known since its backward"
         typical = float(watched.norms[finite].median()) / abs(watched.batch.scale)
         found = None
@@ -288,7 +288,7 @@ class BatchChecks:
                 break
         return found
 
-    def _refusal(self, found: Change) -> UnsupportedModuleError:
+    def _refusal(self, found: Moved) -> UnsupportedModuleError:
         paths = [slot.path for slot in self._slots if found.name in slot.names.values()]
         return UnsupportedModuleError(
             paths[0] if paths else found.name,

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import default_collate
 
 from shuffled_dpsgd.clipping.checks.check_turns import CheckTurns
-from shuffled_dpsgd.clipping.checks.exchange import Change, ExchangeTest, tolerance_for
+from shuffled_dpsgd.clipping.checks.exchange import ExchangeTest, Moved, tolerance_for
 from shuffled_dpsgd.clipping.checks.loss_independence import refuse_foreign_parameters
 from shuffled_dpsgd.errors import InvalidArgumentError
 from shuffled_dpsgd.runtime.attention import without_fast_attention
@@ -177,7 +177,7 @@ def taken(batch: Any, order: Sequence[int], rows: int) -> Any:
     return batch
 
 
-def _refusal(found: Change) -> InvalidArgumentError:
+def _refusal(found: Moved) -> InvalidArgumentError:
     return InvalidArgumentError(
         "per_sample_loss",
         expected="the loss of a record to be its own, whatever the other records of its batch are",

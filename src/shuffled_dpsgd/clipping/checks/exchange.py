@@ -46,7 +46,7 @@ Run = Callable[[Sequence[int], Sequence[int], bool], Observed]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Change:
+class Moved:
     """What moved: the parameter whose gradient did most, if it was a gradient, and how far."""
 
     name: str
@@ -76,7 +76,7 @@ class ExchangeTest:
         typical: float = 0.0,
         is_new: bool = True,
         gradients: bool = True,
-    ) -> Change | None:
+    ) -> Moved | None:
         """What of the watched records moves, if anything, in a batch of `rows` records.
 
         `run(order, kept, gradients)` gives what the records at the `kept` places have when the
@@ -130,7 +130,7 @@ class _Trial:
         self._plain = [row if row in known else self.kept[0] for row in range(rows)]
         self._seen: Observed | None = None
 
-    def exchange(self, states: RandomStates, gradients: bool) -> Change | None:
+    def exchange(self, states: RandomStates, gradients: bool) -> Moved | None:
         """What moves once the others are exchanged, under the random numbers of `states`."""
 
         def at(order: list[int]) -> Observed:
@@ -153,7 +153,7 @@ class _Trial:
             return self._apart(one, two, *lengths)
         return self._apart(one, two)
 
-    def leave_out(self, gradients: bool) -> Change | None:
+    def leave_out(self, gradients: bool) -> Moved | None:
         """What moves once the others are left out, and the rest stand in another order."""
         assert self._seen is not None, "what the batch as a whole gave"
         order = self._draws.sample(self.kept, len(self.kept))
@@ -183,7 +183,7 @@ class _Trial:
         least_gradient: float = 0.0,
         least_value: float = 0.0,
         slack: float = 1.0,
-    ) -> Change | None:
+    ) -> Moved | None:
         tolerance = slack * self._tolerance()
         for a, b in zip(one.values, two.values, strict=True):
             a, b = (torch.nan_to_num(value.double()) for value in (a, b))
@@ -193,7 +193,7 @@ class _Trial:
             gaps = torch.linalg.vector_norm(torch.atleast_2d(a - b), dim=-1)
             if not bool((gaps <= tolerance * max(float(sizes.max()), least_value) + 1e-12).all()):
                 share = float(gaps.max()) / max(float(sizes.max()), 1e-30)
-                return Change(name="", got=f"a value that is {share:.1%} away {_AMONG_OTHERS}")
+                return Moved(name="", got=f"a value that is {share:.1%} away {_AMONG_OTHERS}")
         gaps_by_name = _minus(one, two).grads
         whole = max(_length(one.grads.values()), _length(two.grads.values()))
         distance = _length(gaps_by_name.values())
@@ -201,7 +201,7 @@ class _Trial:
             return None
         worst = max(gaps_by_name, key=lambda name: _length([gaps_by_name[name]]))
         share = distance / max(whole, 1e-30)
-        return Change(
+        return Moved(
             name=worst, got=f"a gradient of {worst} that is {share:.1%} away {_AMONG_OTHERS}"
         )
 

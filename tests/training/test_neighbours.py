@@ -621,7 +621,7 @@ def test_a_record_that_always_raises_cannot_be_skipped() -> None:
 
 @pytest.mark.parametrize("name", planted_mixing.PLANTED)
 def test_mixing_that_nobody_thought_of_is_stopped(name: str) -> None:
-    assert not planted_mixing.is_missed(name)
+    assert not planted_mixing.is_missed(name, seed=1)
 
 
 @pytest.mark.slow
@@ -630,6 +630,7 @@ def test_ninety_nine_of_a_hundred_runs_are_stopped_before_the_first_release(name
     assert sum(planted_mixing.is_missed(name) for _ in range(100)) <= 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", false_alarms.ZOO)
 @pytest.mark.parametrize("precision", false_alarms.PRECISIONS)
 def test_healthy_models_of_every_kind_pass(name: str, precision: str) -> None:

@@ -6,19 +6,16 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from shuffled_dpsgd.reports.style import house_style, save_figure, to_svg
+from shuffled_dpsgd_experiments.exhibits import Exhibit, ExhibitRow, Reproduced, Request
 from shuffled_dpsgd_experiments.frontier.curves import Curves, curves_of, statement
 from shuffled_dpsgd_experiments.frontier.figure import caption, draw
 from shuffled_dpsgd_experiments.frontier.running import cells_of, run
 from shuffled_dpsgd_experiments.frontier.workloads import WORKLOADS, Workload
-from shuffled_dpsgd_experiments.tables.exhibit import Exhibit, ExhibitRow
-
-if TYPE_CHECKING:
-    from shuffled_dpsgd_experiments.reproductions import Reproduced, Request
 
 DEMO: tuple[Workload, ...] = (
     replace(
@@ -41,8 +38,6 @@ class FrontierReproduction:
     title: str = "Accuracy over certified ε: DP-SGD and the paper's algorithm"
 
     def reproduce(self, request: Request) -> Reproduced:
-        from shuffled_dpsgd_experiments.reproductions import Reproduced
-
         wanted = DEMO if request.scale == "demo" else tuple(WORKLOADS.values())
         if not request.from_results:
             _run(wanted, request)

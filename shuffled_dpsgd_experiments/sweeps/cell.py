@@ -20,14 +20,12 @@ import torch
 from shuffled_dpsgd.accounting import PrivacyClaim
 from shuffled_dpsgd.core.plan import PrivacyPlan
 from shuffled_dpsgd.environment import environment
-from shuffled_dpsgd.errors import ShuffledDPError
 from shuffled_dpsgd.tasks import Evaluation, RunConfig, Task, build_task, start_private
 from shuffled_dpsgd.tasks.averaging import WeightAverage
 from shuffled_dpsgd.tasks.start import build_scheduler, chosen_device
 from shuffled_dpsgd.training.loop import Callback, LoopSettings, Outcome, Progress, train
 from shuffled_dpsgd.training.private import PrivateTraining
 from shuffled_dpsgd.training.spending import paper_estimate
-from shuffled_dpsgd_experiments.sweeps.failures import why
 from shuffled_dpsgd_experiments.sweeps.grid import Cell
 
 
@@ -41,13 +39,13 @@ class Tasks:
     def __init__(self, kept: int = 4) -> None:
         self._kept = kept
         self._found: dict[str, tuple[int, Task]] = {}
-        self._missing: dict[str, str] = {}
+        self._missing: dict[str, Exception] = {}
 
     def of(self, config: RunConfig) -> Task:
         """The configured task with the initial weights of the configured seed."""
-        key, seed = _parts(config), config.init_seed
+        key, seed = self.key_of(config), config.init_seed
         if key in self._missing:
-            raise ShuffledDPError(self._missing[key])
+            raise self._missing[key]
         known = self._found.pop(key, None)
         if known is None:
             task = self._built(key, config)
@@ -64,20 +62,20 @@ class Tasks:
         try:
             return build_task(config)
         except Exception as error:
-            self._missing[key] = why(error)
+            self._missing[key] = error
             raise
 
     def are_missing(self, config: RunConfig) -> bool:
         """Whether the data or the model of a run could not be had."""
-        return _parts(config) in self._missing
+        return self.key_of(config) in self._missing
 
-
-def _parts(config: RunConfig) -> str:
-    """What a task is built from, but for the seed."""
-    raw = config.to_json()
-    views = config.training.augmentation_multiplicity
-    parts = [raw["task"], raw["model"], raw["data"], raw.get("generation"), views]
-    return json.dumps(parts, sort_keys=True)
+    @staticmethod
+    def key_of(config: RunConfig) -> str:
+        """What a task is built from, but for the seed."""
+        raw = config.to_json()
+        views = config.training.augmentation_multiplicity
+        parts = [raw["task"], raw["model"], raw["data"], raw.get("generation"), views]
+        return json.dumps(parts, sort_keys=True)
 
 
 @dataclass(kw_only=True)
@@ -143,8 +141,9 @@ def _record(cell: Cell, tasks: Tasks) -> dict[str, Any] | None:
     if not outcome.finished:
         return None
     trained = time.perf_counter()
-    scored = model if average is None else average.model
-    scores = evaluate(task, scored, texts=cell.stage == "main")
+    if average is not None:
+        average.change_places(model)
+    scores = evaluate(task, model, texts=cell.stage == "main")
     return {
         "sweep": cell.sweep,
         "stage": cell.stage,

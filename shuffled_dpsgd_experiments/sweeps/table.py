@@ -64,11 +64,14 @@ class SweepRow:
         lost = f"{self.without_score} without a finite score"
         if not self.scores:
             return f"none ({lost})"
-        scale, digits = (100.0, 1) if self.score_name == "accuracy" else (1.0, 2)
-        text = f"{scale * self.mean:.{digits}f}"
-        if self.spread is not None:
-            text += f" ± {scale * self.spread:.{digits}f}"
-        return f"{text} (n = {len(self.scores)}{f', {lost}' if self.without_score else ''})"
+        lost = f", {lost}" if self.without_score else ""
+        return f"{self.describe_score()} (n = {len(self.scores)}{lost})"
+
+    def describe_score(self) -> str:
+        """Mean and spread over seeds."""
+        text = in_units(self.score_name, self.mean)
+        spread = self.spread
+        return text if spread is None else f"{text} ± {in_units(self.score_name, spread)}"
 
     def to_json(self) -> dict[str, Any]:
         """Plain data; each ε with its kind."""
@@ -103,6 +106,17 @@ class SweepRow:
     def describe_paper(self) -> str:
         """What the paper's theorem claims of them."""
         return "–" if self.paper is None else three_digits(self.paper)
+
+
+def in_units(score_name: str, value: float, sign: str = "") -> str:
+    """A score as tables have it: accuracies in percent.
+
+    >>> in_units("accuracy", 0.1234), in_units("perplexity", 0.1234, "+")
+    ('12.3', '+0.12')
+    """
+    if score_name == "accuracy":
+        return f"{100 * value:{sign}.1f}"
+    return f"{value:{sign}.2f}"
 
 
 def three_digits(value: float) -> str:

@@ -27,8 +27,8 @@ from shuffled_dpsgd.permutation import apply, discover, draw
 from shuffled_dpsgd.tasks import RunConfig, Task, build_task, load_config, parse_config
 from shuffled_dpsgd.tasks.start import build_scheduler, chosen_device, start_private
 from shuffled_dpsgd.training.loop import LoopSettings, train
+from shuffled_dpsgd_experiments.exhibits import Exhibit, ExhibitRow, in_one_file, origin_of
 from shuffled_dpsgd_experiments.programs import errors_on_one_line
-from shuffled_dpsgd_experiments.tables.exhibit import Exhibit, ExhibitRow, origin_of
 from shuffled_dpsgd_experiments.tables.printed import INVARIANCE, WEIGHT_DISTANCE
 
 TITLE = "Table 2: permutation invariance"
@@ -141,7 +141,7 @@ def _train(config: RunConfig, task: Task) -> dict[str, Any]:
     }
 
 
-def exhibit(raw: dict[str, Any]) -> Exhibit:
+def show(raw: dict[str, Any]) -> Exhibit:
     """Losses and scores of both sides, and the distance."""
     rows = []
     for mode, sides in raw["modes"].items():
@@ -189,6 +189,9 @@ def _verdict(gap: float, *, same: bool) -> str:
     return f"equal to rounding: the losses {f'differ by {gap:.0e}' if gap else 'do not differ'}"
 
 
+TABLE = in_one_file("table2", TITLE, run, show)
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Train a run of one's own four times, where a GPU is."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -198,7 +201,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     found = run("paper", load_config(options.config))
     options.json.parent.mkdir(parents=True, exist_ok=True)
     options.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    print(exhibit(found).to_markdown())
+    print(show(found).to_markdown())
 
 
 if __name__ == "__main__":

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from shuffled_dpsgd.tasks.data.published import PUBLISHED
+from shuffled_dpsgd_experiments.exhibits import ExhibitRow
 from shuffled_dpsgd_experiments.sweeps.running import LOWER_IS_BETTER
 from shuffled_dpsgd_experiments.sweeps.table import TEXT_METRICS, SweepRow, rows_of
-from shuffled_dpsgd_experiments.tables.exhibit import ExhibitRow
 from shuffled_dpsgd_experiments.tables.printed import EPSILONS, METHODS, RESULTS, Scores
 
 Record = Mapping[str, Any]

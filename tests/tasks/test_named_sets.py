@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 
 from shuffled_dpsgd.errors import InvalidArgumentError
-from shuffled_dpsgd.tasks import parse_config
-from shuffled_dpsgd.tasks import run as run_module
+from shuffled_dpsgd.tasks import load_run, parse_config, results
 from shuffled_dpsgd.tasks.config import GenerationConfig
 from shuffled_dpsgd.tasks.data.published import PUBLISHED
 from shuffled_dpsgd.tasks.generation import read_generated, score_generated
@@ -97,7 +96,7 @@ def cifar100(folder: Path) -> None:
 @pytest.fixture(autouse=True)
 def no_report(monkeypatch: pytest.MonkeyPatch) -> None:
     """Figures take longer than these runs do, and have tests of their own."""
-    monkeypatch.setattr(run_module, "write_report", lambda *_, **__: None)
+    monkeypatch.setattr(results, "write_report", lambda *_, **__: None)
 
 
 WRITERS = (sst2, qqp, mnli, qnli, e2e, dart, cifar10, cifar100)
@@ -149,7 +148,7 @@ def check_use(run: Path, task: str, generation: dict[str, Any] | None) -> None:
     elif task == "text-classification":
         (answer,) = predict(run, ["a text\tand another"])
         assert answer["name"]
-        if run_module.load_run(run).data.format == "sst2":
+        if load_run(run).data.format == "sst2":
             assert predict(run, ["a text"])[0]["name"]
         else:
             # One text would be judged like a pair, and the answer would mean nothing.

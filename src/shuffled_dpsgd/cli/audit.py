@@ -293,7 +293,7 @@ def run_folder(
     Example: shuffled-dpsgd audit run-folder runs/digits
     """
     from shuffled_dpsgd.auditing.run import RunSetting
-    from shuffled_dpsgd.tasks.audited_folder import audit_folder, write_audited_card
+    from shuffled_dpsgd.tasks.audited import audit_folder, write_audited_card
 
     setting = RunSetting(
         num_gradient_canaries=canaries,

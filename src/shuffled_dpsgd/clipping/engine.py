@@ -233,17 +233,12 @@ class ClippingEngine:
     def sample_norms(self) -> Tensor:
         """(B,) norms, before clipping, of all samples since the last reset."""
         self._settle_check()
-        norms = self._rule.totals.norms.batches
+        norms = self._rule.totals.norms
         return torch.cat(norms) if norms else torch.zeros(0)
 
     def read_norms(self, *others: Tensor) -> list[Tensor]:
-        """`sample_norms` on the host, and after them other tensors.
-
-        On a GPU this waits until the norms are known, and mostly not until the sums are. The other
-        tensors must have been asked for before the latest backward.
-        """
-        self._settle_check()
-        return self._rule.totals.norms.read(others)
+        """`sample_norms` on the host, and after them other tensors."""
+        return [self.sample_norms.cpu(), *(other.cpu() for other in others)]
 
     @property
     def num_nonfinite(self) -> int:
@@ -411,7 +406,7 @@ class ClippingEngine:
             with self.clock.part("settle"):
                 self._schedule.finish(batch)
             if batch.closed:
-                self._standing.finish(batch, self._rule.totals.norms.batches[-1])
+                self._standing.finish(batch, self._rule.totals.norms[-1])
         self._watch.check()
 
     def _settle_check(self) -> None:

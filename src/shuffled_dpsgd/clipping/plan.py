@@ -92,4 +92,4 @@ def _route(slot: Slot, choose: cost.Chooser) -> str:
         return slot.fixed_route
     if slot.last_shape is None:
         return "per call"
-    return choose(*slot.last_shape, slot.last_device, slot.sharing.tied).value
+    return choose(*slot.last_shape, slot.last_device).value

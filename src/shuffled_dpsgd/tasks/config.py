@@ -26,7 +26,7 @@ NamedSet = Literal["sst2", "qqp", "mnli", "qnli", "e2e", "dart", "cifar10", "cif
 DataFormat = Literal["digits", NamedSet, "cifar", "csv", "jsonl", "hub"]
 DataSource = Literal["folder", "hub"]
 _OF_COLUMNS = ("csv", "jsonl", "hub")
-# Keys that only some formats use, so that none is ignored in silence.
+# Keys that only some formats use, so that none is ignored without a word.
 _USED_BY: Mapping[str, Collection[str]] = {
     "source": PUBLISHED,
     "subset": ("hub",),
@@ -37,26 +37,29 @@ _USED_BY: Mapping[str, Collection[str]] = {
 _SPLITS = {"csv": ("dev", "test"), "jsonl": ("dev", "test"), "cifar": ("test",)}
 
 
-def check_range(
-    name: str,
-    value: float | None,
-    low: float,
-    *,
-    below: float = math.inf,
-    open_at_low: bool = False,
-) -> None:
-    """Refuse a number outside [low, below); None is the absence of one."""
-    if value is None:
-        return
-    if not low <= value < below or (open_at_low and value == low):
-        least = f"more than {low:g}" if open_at_low else f"at least {low:g}"
-        most = "" if math.isinf(below) else f" and below {below:g}"
-        finite = " and finite" if isinstance(value, float) and math.isinf(below) else ""
-        raise InvalidArgumentError(name, expected=f"{least}{most}{finite}", got=value)
+def _ranged(low: float, default: Any, *, below: float = math.inf, open_at_low: bool = False) -> Any:
+    """A key whose number lies in [low, below); None is the absence of one."""
+    return field(default=default, metadata={"range": (low, below, open_at_low)})
+
+
+class Section:
+    """A part of a configuration, whose numbers are in their ranges."""
+
+    def __post_init__(self) -> None:
+        for item in fields(self):  # type: ignore[arg-type]  # of dataclasses alone
+            value = getattr(self, item.name)
+            if "range" not in item.metadata or value is None:
+                continue
+            low, below, open_at_low = item.metadata["range"]
+            if not low <= value < below or (open_at_low and value == low):
+                least = f"more than {low:g}" if open_at_low else f"at least {low:g}"
+                most = "" if math.isinf(below) else f" and below {below:g}"
+                finite = " and finite" if isinstance(value, float) and math.isinf(below) else ""
+                raise InvalidArgumentError(item.name, expected=f"{least}{most}{finite}", got=value)
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelConfig:
+class ModelConfig(Section):
     """Which model: a name of the catalogue, a local folder, or a hub name.
 
     `embeddings` is about what the model turns tokens into vectors with; "freeze-if-found" trains
@@ -65,7 +68,7 @@ class ModelConfig:
 
     name: str
     from_scratch: bool = False
-    lora_rank: int | None = None
+    lora_rank: int | None = _ranged(1, None)
     freeze: tuple[str, ...] = ()
     train_only: tuple[str, ...] = ()
     embeddings: EmbeddingTraining = "train"
@@ -82,7 +85,7 @@ class ModelConfig:
         return place.name if is_path or place.is_dir() else self.name
 
     def __post_init__(self) -> None:
-        check_range("lora_rank", self.lora_rank, 1)
+        super().__post_init__()
         chosen = [key for key in ("lora_rank", "freeze", "train_only") if getattr(self, key)]
         chosen += ["embeddings"] * (self.embeddings != "train")
         if len(chosen) > 1:
@@ -94,7 +97,7 @@ class ModelConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataConfig:
+class DataConfig(Section):
     """Which data: a format, and the folder (or hub name) it is read from.
 
     `heldout_split` is scored in place of the usual split. With `heldout_from_train` that many
@@ -112,11 +115,11 @@ class DataConfig:
     num_labels: int | None = None
     label_names: tuple[str, ...] = ()
     exclude_sources: tuple[str, ...] = ()
-    max_length: int = 128
-    max_train_examples: int | None = None
-    max_heldout_examples: int | None = None
+    max_length: int = _ranged(4, 128)
+    max_train_examples: int | None = _ranged(1, None)
+    max_heldout_examples: int | None = _ranged(1, None)
     heldout_split: str | None = None
-    heldout_from_train: int | None = None
+    heldout_from_train: int | None = _ranged(1, None)
 
     @property
     def given_name(self) -> str:
@@ -131,9 +134,7 @@ class DataConfig:
         return "hub" in (self.format, self.source)
 
     def __post_init__(self) -> None:
-        check_range("max_length", self.max_length, 4)
-        for name in ("max_train_examples", "max_heldout_examples", "heldout_from_train"):
-            check_range(name, getattr(self, name), 1)
+        super().__post_init__()
         for item in fields(self):
             if self.format == "digits":
                 used = item.name in ("format", "name")
@@ -170,7 +171,7 @@ class DataConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerationConfig:
+class GenerationConfig(Section):
     """How a language model's texts are searched for and scored: one beam is greedy.
 
     A sequence's score is its log-probability over its length to the power `length_penalty`; no
@@ -179,18 +180,13 @@ class GenerationConfig:
     is sacrebleu's score as well.
     """
 
-    max_new_tokens: int = 64
-    num_beams: int = 1
+    max_new_tokens: int = _ranged(1, 64)
+    num_beams: int = _ranged(1, 1)
     length_penalty: float = 1.0
-    no_repeat_ngram_size: int = 0
+    no_repeat_ngram_size: int = _ranged(0, 0)
     split: str | None = None
-    max_prompts: int | None = None
+    max_prompts: int | None = _ranged(1, None)
     bleu: Literal["sacrebleu", "plain"] = "sacrebleu"
-
-    def __post_init__(self) -> None:
-        for name in ("max_new_tokens", "num_beams", "max_prompts"):
-            check_range(name, getattr(self, name), 1)
-        check_range("no_repeat_ngram_size", self.no_repeat_ngram_size, 0)
 
     @property
     def search(self) -> dict[str, Any]:
@@ -207,21 +203,18 @@ class PrivacyConfig(Budget):
 
 
 @dataclass(frozen=True, kw_only=True)
-class OptimizerConfig:
+class OptimizerConfig(Section):
     """Optimizer and learning-rate schedule."""
 
     name: OptimizerName = "adamw"
-    learning_rate: float = 1e-3
-    weight_decay: float = 0.0
-    momentum: float = 0.0
+    learning_rate: float = _ranged(0.0, 1e-3, open_at_low=True)
+    weight_decay: float = _ranged(0.0, 0.0)
+    momentum: float = _ranged(0.0, 0.0, below=1.0)
     schedule: RateSchedule = "constant"
-    warmup_steps: int = 0
+    warmup_steps: int = _ranged(0, 0)
 
     def __post_init__(self) -> None:
-        check_range("learning_rate", self.learning_rate, 0.0, open_at_low=True)
-        check_range("weight_decay", self.weight_decay, 0.0)
-        check_range("momentum", self.momentum, 0.0, below=1.0)
-        check_range("warmup_steps", self.warmup_steps, 0)
+        super().__post_init__()
         if self.momentum and self.name != "sgd":
             raise InvalidArgumentError(
                 "momentum", expected=f"0: {self.name} has none", got=self.momentum
@@ -253,28 +246,25 @@ class OptimizerConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScheduleConfig(Schedule):
+class ScheduleConfig(Schedule, Section):
     """How long and in what portions, and on what machine."""
 
-    evaluate_every: int = 20
-    checkpoint_every: int = 50
+    evaluate_every: int = _ranged(1, 20)
+    checkpoint_every: int = _ranged(1, 50)
     precision: Precision = "float32"
     device: str = "auto"
-    num_threads: int | None = None
-    weight_averaging: float = 0.0
-    augmentation_multiplicity: int = 0
+    num_threads: int | None = _ranged(1, None)
+    weight_averaging: float = _ranged(0.0, 0.0, below=1.0)
+    augmentation_multiplicity: int = _ranged(0, 0)
     sharding: Sharding = "replicated"
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        check_range("weight_averaging", self.weight_averaging, 0.0, below=1.0)
-        check_range("augmentation_multiplicity", self.augmentation_multiplicity, 0)
-        for name in ("evaluate_every", "checkpoint_every", "num_threads"):
-            check_range(name, getattr(self, name), 1)
+        Schedule.__post_init__(self)
+        Section.__post_init__(self)
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunConfig:
+class RunConfig(Section):
     """One training run.
 
     Without `seed` all noise comes from the operating system and nothing can reproduce it; with
@@ -289,11 +279,11 @@ class RunConfig:
     training: ScheduleConfig
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     generation: GenerationConfig | None = None
-    seed: int | None = None
+    seed: int | None = _ranged(0, None, below=2**63)
     by_method: tuple[str, ...] = field(default=(), compare=False)
 
     def __post_init__(self) -> None:
-        check_range("seed", self.seed, 0, below=2**63)
+        super().__post_init__()
         # With epochs, the number of steps is known when the data are.
         if self.training.num_steps is not None:
             self.optimizer.check_length(self.training.num_steps)
@@ -304,20 +294,6 @@ class RunConfig:
                 got=self.training.weight_averaging,
                 remedy='set privacy.shuffle = "off", or a method without a shuffle',
             )
-        self._check_views()
-        if self.generation is not None and self.task != "causal-lm":
-            raise InvalidArgumentError(
-                "generation", expected="nothing: only causal-lm writes texts", got=self.task
-            )
-        if (self.task == "digits") != (self.data.format == "digits"):
-            raise InvalidArgumentError(
-                "data.format",
-                expected="digits for the task digits, and for no other",
-                got=self.data.format,
-            )
-
-    def _check_views(self) -> None:
-        """Refuse several views of what is no image, or where nobody gathers them by record."""
         views, wanted = self.training.augmentation_multiplicity, None
         if self.task not in ("digits", "image-classification"):
             wanted = f"0 for {self.task}: only images have views"
@@ -328,6 +304,16 @@ class RunConfig:
         if views and wanted is not None:
             raise InvalidArgumentError(
                 "training.augmentation_multiplicity", expected=wanted, got=views
+            )
+        if self.generation is not None and self.task != "causal-lm":
+            raise InvalidArgumentError(
+                "generation", expected="nothing: only causal-lm writes texts", got=self.task
+            )
+        if (self.task == "digits") != (self.data.format == "digits"):
+            raise InvalidArgumentError(
+                "data.format",
+                expected="digits for the task digits, and for no other",
+                got=self.data.format,
             )
 
     @property

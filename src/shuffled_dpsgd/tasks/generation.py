@@ -184,7 +184,7 @@ def read_generated(path: Path) -> list[Generated]:
     if not path.is_file():
         raise InvalidArgumentError("--texts", expected="a .jsonl file", got=str(path))
     found = []
-    for row in read_table(path, Generated._fields):
+    for row in read_table(path, [Generated._fields])[0]:
         references = row.cells["references"]
         if not isinstance(references, list) or not all(isinstance(one, str) for one in references):
             raise InvalidArgumentError(

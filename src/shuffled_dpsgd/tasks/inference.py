@@ -20,7 +20,7 @@ from shuffled_dpsgd.tasks.generation import (
 )
 from shuffled_dpsgd.tasks.images import collate_images
 from shuffled_dpsgd.tasks.models import prepare_model
-from shuffled_dpsgd.tasks.run import load_run
+from shuffled_dpsgd.tasks.run_folder import load_run
 from shuffled_dpsgd.tasks.start import chosen_device
 from shuffled_dpsgd.tasks.task import Evaluation, build_task
 from shuffled_dpsgd.tasks.text import encode_labelled, uses_token_types

@@ -158,11 +158,8 @@ def float32_launches(made: Tensors, maps: Sequence[Map]) -> Iterator[KernelLaunc
 
 
 def gluon_launches(made: Tensors, maps: Sequence[Map]) -> Iterator[KernelLaunch]:
-    """Norms and sums of linear layers on Hopper; weights may be stored transposed, as GPT-2's."""
-    squares, weighted = _modules("squares", "weighted_sums", folder="gluon")
-
-    def norms(way: Callable[..., object], one: Map, bias: bool) -> None:
-        way(*made.pair(one), bias)
+    """Sums of linear layers on Hopper; weights may be stored transposed, as GPT-2's."""
+    (weighted,) = _modules("weighted_sums", folder="gluon")
 
     def add(one: Map, bias: bool, transposed: bool) -> None:
         _, D, P = one
@@ -170,16 +167,11 @@ def gluon_launches(made: Tensors, maps: Sequence[Map]) -> Iterator[KernelLaunch]
         biases = [made.floats(P)] if bias else []
         weighted.weighted_outer_sums(*made.pair(one), made.floats(B), [out], True, biases)
 
-    def keep() -> None:
-        squares.tile_sq_norms(*made.pair((128, 768, 512)), False, [made.floats(B, 512, 768)])
-
     for one in maps:
-        for bias in (True, False):
-            way = squares.tile_sq_norms
-            yield hopper_launch(name=_name(one), run=partial(norms, way, one, bias))
         for bias, transposed in product((True, False), repeat=2):
-            yield hopper_launch(name=_name(one), run=partial(add, one, bias, transposed))
-    yield hopper_launch(name="stored products", run=keep)
+            yield hopper_launch(
+                name=f"Gluon, {_name(one)}", run=partial(add, one, bias, transposed)
+            )
 
 
 def norm_layer_launches(made: Tensors) -> Iterator[KernelLaunch]:

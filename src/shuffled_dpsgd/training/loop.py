@@ -151,13 +151,8 @@ def train(
         stop_observing = private.on_update(observer)
         try:
             if not private.finished:
-                _run(private, data, loss, settings)
-        except Exception as error:
-            explained = private.world.explain(error)
-            private.world.tell_failure(explained)
-            if explained is not error:
-                raise explained from error
-            raise
+                with private.world.explaining():
+                    _run(private, data, loss, settings)
         finally:
             stop_observing()
     _refuse_untrained(private)

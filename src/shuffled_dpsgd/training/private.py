@@ -26,8 +26,8 @@ from shuffled_dpsgd.core.referee import DEFAULT_RATE, Referee
 from shuffled_dpsgd.core.release import Door, Exchange, Inspector
 from shuffled_dpsgd.core.sampler import Sampler
 from shuffled_dpsgd.core.streams import RandomStreams, fresh_key
-from shuffled_dpsgd.distributed.sharded_totals import ShardedTotals
-from shuffled_dpsgd.distributed.world import Alone, World
+from shuffled_dpsgd.distributed.exchange import ShardedTotals
+from shuffled_dpsgd.distributed.world import World
 from shuffled_dpsgd.errors import InvalidArgumentError
 from shuffled_dpsgd.permutation import Permutation, PermutationSpec
 from shuffled_dpsgd.runtime.clock import OTHER, Clock
@@ -100,7 +100,7 @@ class PrivateTraining:
         self.streams = streams
         self.spec = spec
         self.physical_batch_size = physical_batch_size
-        self.world: World = world or Alone()
+        self.world = world or World()
         self._sharding = sharding
         self._meeting = Meeting(self.world)
         self.steps_taken = 0
@@ -510,14 +510,8 @@ class PrivateTraining:
         return ":".join(self.world.gather(fingerprint(sums, key)))
 
     def _update(self) -> None:
-        try:
+        with self.world.explaining():
             self._update_together()
-        except Exception as error:
-            explained = self.world.explain(error)
-            self.world.tell_failure(explained)
-            if explained is not error:
-                raise explained from error
-            raise
 
     def _update_together(self) -> None:
         check_usable(self._closed_because)

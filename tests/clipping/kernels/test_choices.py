@@ -30,8 +30,8 @@ def verdicts(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[str, torch.device], 
 def modules() -> list[str | None]:
     """The modules for norms by tiles, for sums, and for norms by Gram matrices, narrow and wide."""
     return [
-        choices.tile_norms(GPU, HALF, 128),
-        choices.outer_sums(GPU, HALF, 128),
+        choices.tile_norms(GPU),
+        choices.outer_sums(GPU, HALF),
         choices.gram_norms(GPU, 768),
         choices.gram_norms(GPU, 50257),
     ]
@@ -40,7 +40,7 @@ def modules() -> list[str | None]:
 @pytest.mark.usefixtures("verdicts")
 def test_hopper_takes_gluon_where_it_serves() -> None:
     assert modules() == [
-        "gluon.squares",
+        "triton.tiles",
         "gluon.weighted_sums",
         "triton.linear",
         "triton.wide",
@@ -56,35 +56,28 @@ def test_other_gpus_take_plain_triton(monkeypatch: pytest.MonkeyPatch) -> None:
         assert importlib.util.find_spec(f"{choices.PACKAGE}.{name}")
 
 
-@pytest.mark.parametrize("family", [choices.GLUON_PRODUCTS, choices.PRODUCTS])
-def test_norms_and_sums_of_a_family_go_together(
-    family: Backend, verdicts: dict[tuple[str, torch.device], str | None]
-) -> None:
-    """Norms from one family would be too small for the sums of another."""
-    verdicts[choices.GLUON_PRODUCTS.name, GPU] = "wrong"
-    verdicts[family.name, GPU] = "wrong"
-    pair = (choices.tile_norms(GPU, HALF, 128), choices.outer_sums(GPU, HALF, 128))
-    plain = family is choices.PRODUCTS
-    assert pair == ((None, None) if plain else ("triton.tiles", "triton.sums"))
-
-
-def test_lengths_with_a_few_tokens_apart_have_a_trial_of_their_own(
+def test_norms_by_tiles_and_sums_in_triton_go_together(
     verdicts: dict[tuple[str, torch.device], str | None],
 ) -> None:
-    """The kernel for them is another one; norms and sums still go together."""
-    verdicts[choices.GLUON_PRODUCTS_OF_A_FEW.name, GPU] = "wrong"
-    for tokens in (135, 197):
-        pair = (choices.tile_norms(GPU, HALF, tokens), choices.outer_sums(GPU, HALF, tokens))
-        assert pair == ("triton.tiles", "triton.sums")
-    assert choices.tile_norms(GPU, HALF, 128) == "gluon.squares"
+    verdicts[choices.GLUON_SUMS.name, GPU] = "wrong"
+    assert (choices.tile_norms(GPU), choices.outer_sums(GPU, HALF)) == (
+        "triton.tiles",
+        "triton.sums",
+    )
+    verdicts[choices.PRODUCTS.name, GPU] = "wrong"
+    assert (choices.tile_norms(GPU), choices.outer_sums(GPU, HALF)) == (None, None)
+
+
+@pytest.mark.usefixtures("verdicts")
+def test_gluon_takes_no_float32() -> None:
+    assert choices.outer_sums(GPU, torch.float32) == "triton.sums"
 
 
 @pytest.mark.usefixtures("verdicts")
 def test_without_triton_nothing_of_it_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choices, "triton_available", lambda: False)
     assert modules() == [None] * 4
-    assert choices.kind_of(torch.zeros(1, dtype=torch.bfloat16)) == "cpu"
 
 
 def test_every_route_has_a_name_of_its_own() -> None:
-    assert len({route.name for route in EVERY_ROUTE}) == len(EVERY_ROUTE) == 7
+    assert len({route.name for route in EVERY_ROUTE}) == len(EVERY_ROUTE) == 6

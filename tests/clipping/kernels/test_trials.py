@@ -30,8 +30,7 @@ TRIALS = [
     (trials.try_norm_layers, "triton.norms", "norm_sums", None),
 ]
 GLUON = [
-    (trials.try_gluon_products, "gluon.squares", "tile_sq_norms", None),
-    (trials.try_gluon_products, "gluon.weighted_sums", "weighted_outer_sums", 3),
+    (trials.try_gluon_sums, "gluon.weighted_sums", "weighted_outer_sums", 3),
 ]
 Trial = Callable[[torch.device], None]
 
@@ -91,5 +90,5 @@ def test_every_route_serves_on_this_gpu() -> None:
     plain = [choices.PRODUCTS, choices.GRAM]
     plain += [choices.WIDE_GRAM, choices.NORM_LAYERS]
     assert all(choices.may_take(route, device) for route in plain)
-    serves = choices.may_take_gluon(choices.GLUON_PRODUCTS, device)
-    assert serves == choices.is_hopper(device)
+    if choices.is_hopper(device):
+        assert choices.may_take(choices.GLUON_SUMS, device)

@@ -230,57 +230,6 @@ def test_sums_with_loading_and_multiplying_kept_apart(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("wide", [False, True])
-@pytest.mark.parametrize("tokens", [24, 64, 70, 100, 130, 197, 208, 256, 1000, 1024, 1500])
-def test_squares_are_those_of_the_products_that_are_summed(
-    tokens: int, wide: bool, bias: bool, transposed: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if not choices.is_hopper(torch.device(DEVICE)):
-        pytest.skip("written for another device")
-    squares = choices.module("gluon.squares")
-    monkeypatch.setattr(squares, "MOST_WASTE", 2.0 if wide else 0.0)
-    xs = [draw(3, tokens, 328, seed=layer)[..., :200] for layer in range(2)]
-    gs = [draw(3, tokens, 136, seed=10 + layer) for layer in range(2)]
-    gs[0][1, 2, 3] = float("inf")
-    kept = [torch.zeros(3, 136, 200, device=DEVICE) for _ in xs]
-    if transposed:
-        kept = [torch.zeros(3, 200, 136, device=DEVICE).mT for _ in xs]
-    found = squares.tile_sq_norms(xs, gs, bias, kept)
-    again = squares.tile_sq_norms(xs, gs, bias)
-    torch.testing.assert_close(found, again, rtol=0.0, atol=0.0, equal_nan=True)
-    assert found.isfinite().tolist() == [[True, False, True], [True, True, True]]
-    for sample in (0, 2):
-        alone = torch.eye(3, device=DEVICE)[sample]
-        sums = [torch.empty(136, 200, device=DEVICE) for _ in xs]
-        biases = [torch.zeros(136, device=DEVICE) for _ in xs]
-        parted = choices.module("gluon.weighted_sums")
-        parted.weighted_outer_sums(xs, gs, alone, sums, False, biases if bias else [])
-        # Whichever side is called the input.
-        swapped = [torch.empty(200, 136, device=DEVICE) for _ in xs]
-        parted.weighted_outer_sums(gs, xs, alone, swapped, False)
-        for layer in range(2):
-            assert torch.equal(kept[layer][sample], sums[layer])
-            assert torch.equal(swapped[layer].mT, sums[layer])
-            length = sums[layer].double().square().sum() + biases[layer].double().square().sum()
-            assert length <= found[layer, sample] <= length * (1 + 2e-5)
-    exact = plain.tile_sq_norms(xs[1].double(), gs[1].double(), bias)
-    assert ((found[1] - exact) / exact).abs().max() < 1e-4
-
-
-@pytest.mark.gpu
-def test_stored_products_of_a_vocabulary() -> None:
-    x, g = draw(3, 70, 64, seed=0), draw(3, 70, 70_016, seed=1)[..., :70_001]
-    kept, squares = kernels.stored_products(g, x)
-    exact = torch.bmm(g.double().mT, x.double())
-    assert ((kept - exact).norm() / exact.norm()) < 1e-6
-    norms = exact.square().sum((1, 2))
-    assert ((squares - norms) / norms).abs().max() < 2e-5
-    assert (squares >= kept.double().square().sum((1, 2))).all()
-
-
-@pytest.mark.gpu
 @pytest.mark.parametrize("accumulate", [False, True])
 def test_sums_go_where_kernels_cannot_write_them(accumulate: bool) -> None:
     x, g = draw(3, 40, 64, seed=0), draw(3, 40, 48, seed=1)

@@ -8,7 +8,6 @@ them by `choices`.
 from __future__ import annotations
 
 from shuffled_dpsgd.clipping.kernels.alignment import aligned_copy, as_aligned
-from shuffled_dpsgd.clipping.kernels.choices import kind_of
 from shuffled_dpsgd.clipping.kernels.linear_maps import (
     add_weighted_outer_sums,
     add_weighted_row_sums,
@@ -16,7 +15,6 @@ from shuffled_dpsgd.clipping.kernels.linear_maps import (
     gram_sq_norm_sums,
     gram_sq_norms,
     row_sq_norms,
-    stored_products,
     tile_sq_norm_sums,
     tile_sq_norms,
     weighted_outer_sum,
@@ -42,14 +40,12 @@ __all__ = [
     "embedding_sq_norms",
     "gram_sq_norm_sums",
     "gram_sq_norms",
-    "kind_of",
     "layer_norm_backward",
     "norm_sum_runs",
     "outer_products",
     "rms_norm_backward",
     "row_sq_norms",
     "stored_cross_terms",
-    "stored_products",
     "tied_cross_terms",
     "tile_sq_norm_sums",
     "tile_sq_norms",

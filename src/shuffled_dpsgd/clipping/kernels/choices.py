@@ -1,8 +1,7 @@
 """Which kernels serve a tensor: by its device, its type, and a probe of each family of kernels.
 
-A family is switched on or off as a whole, because its members rely on each other: norms from
-`gluon.squares` are exact for the sums of `gluon.weighted_sums` and for no others, and norms from
-`triton.tiles` leave room for what the sums of `triton.sums` lose.
+Norms by tiles and sums in Triton are one family, because these norms leave room for what such sums
+lose.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ import importlib
 from types import ModuleType
 
 import torch
-from torch import Tensor
 
 from shuffled_dpsgd.clipping.kernels import trials
 from shuffled_dpsgd.clipping.kernels.float32 import allows_tf32
@@ -24,19 +22,12 @@ PACKAGE = "shuffled_dpsgd.clipping.kernels"
 MAX_GRAM_WIDTH = 16384
 _PLAIN = "Plain torch operations serve"
 
-GLUON_PRODUCTS = Backend(
-    name="Sums and norms of linear layers in Gluon",
+GLUON_SUMS = Backend(
+    name="Sums of linear layers in Gluon",
     package=PACKAGE,
     instead="Plain Triton serves",
     cost="weighted sums of linear layers took 1.2 to 1.4 times as long on an H200",
-    probe=trials.try_gluon_products,
-)
-GLUON_PRODUCTS_OF_A_FEW = Backend(
-    name="Sums and norms of linear layers in Gluon, with a few tokens apart",
-    package=PACKAGE,
-    instead="Plain Triton serves",
-    cost="weighted sums of linear layers took 1.2 to 1.4 times as long on an H200",
-    probe=trials.try_gluon_products_of_a_few,
+    probe=trials.try_gluon_sums,
 )
 PRODUCTS = Backend(
     name="Sums and tile norms of linear layers in Triton",
@@ -86,23 +77,11 @@ def is_hopper(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
 
 
-def may_take_gluon(backend: Backend, device: torch.device) -> bool:
-    """Whether a backend written in Gluon serves on a device."""
-    return is_hopper(device) and may_take(backend, device)
-
-
 def multiplies(dtype: torch.dtype, device: torch.device) -> bool:
     """Whether tensor cores multiply this type here; float32 only where the user allows TF32."""
     if dtype is torch.float32:
         return device.type == "cuda" and allows_tf32() and may_take(FLOAT32_PRODUCTS, device)
     return device.type == "cuda" and dtype in HALF
-
-
-def kind_of(tensor: Tensor) -> str:
-    """The kind of device, as far as it matters to the cost of products of such tensors."""
-    if tensor.dtype in HALF and may_take_gluon(GLUON_PRODUCTS, tensor.device):
-        return "hopper"
-    return tensor.device.type
 
 
 @functools.cache
@@ -111,26 +90,16 @@ def module(name: str) -> ModuleType:
     return importlib.import_module(f"{PACKAGE}.{name}")
 
 
-def tile_norms(device: torch.device, dtype: torch.dtype, tokens: int) -> str | None:
-    """The module whose norms by tiles are fastest for samples of so many tokens, if any serves."""
-    if _may_take_gluon_products(device, dtype, tokens):
-        return "gluon.squares"
+def tile_norms(device: torch.device) -> str | None:
+    """The module for norms by tiles, if any serves."""
     return "triton.tiles" if may_take(PRODUCTS, device) else None
 
 
-def outer_sums(device: torch.device, dtype: torch.dtype, tokens: int) -> str | None:
-    """The module whose weighted sums are fastest for samples of so many tokens, if any serves."""
-    if _may_take_gluon_products(device, dtype, tokens):
+def outer_sums(device: torch.device, dtype: torch.dtype) -> str | None:
+    """The module whose weighted sums are fastest, if any serves."""
+    if dtype in HALF and is_hopper(device) and may_take(GLUON_SUMS, device):
         return "gluon.weighted_sums"
     return "triton.sums" if may_take(PRODUCTS, device) else None
-
-
-def _may_take_gluon_products(device: torch.device, dtype: torch.dtype, tokens: int) -> bool:
-    """Norms and sums of samples of one length always decide alike."""
-    if dtype not in HALF or not may_take_gluon(GLUON_PRODUCTS, device):
-        return False
-    has_few: bool = module("gluon.products").has_few(tokens)
-    return not has_few or may_take_gluon(GLUON_PRODUCTS_OF_A_FEW, device)
 
 
 def gram_norms(device: torch.device, width: int) -> str | None:

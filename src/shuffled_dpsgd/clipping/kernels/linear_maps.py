@@ -87,7 +87,7 @@ def tile_sq_norm_sums(
         x, g = pairs[run[0]]
         kernel = None
         if fits_triton_linear(x, g):
-            kernel = choices.tile_norms(x.device, x.dtype, x.shape[1])
+            kernel = choices.tile_norms(x.device)
         took("norms by tiles", kernel or host.name_for(x, g))
         if kernel is not None:
             xs, gs = zip(*(pairs[i] for i in run), strict=True)
@@ -96,23 +96,6 @@ def tile_sq_norm_sums(
             module = host if host.serves(x, g) else plain
             found += [module.tile_sq_norms(*pairs[i], biases[i]) for i in run]
     return found
-
-
-def stored_products(left_BTR: Tensor, right_BTC: Tensor) -> tuple[Tensor, Tensor]:
-    """Every sample's left^T right, (B, R, C), accumulated wide, and its (B,) squared norm."""
-    (B, _, R), C = left_BTR.shape, right_BTC.shape[2]
-    fits = fits_triton_linear(right_BTC, left_BTR)
-    of = left_BTR
-    if fits and choices.tile_norms(of.device, of.dtype, of.shape[1]) == "gluon.squares":
-        squares = choices.module("gluon.squares")
-        if squares.fills_gpu(left_BTR.shape[1], R, C):
-            took("stored products", "gluon.squares")
-            stored = torch.empty(B, R, C, dtype=torch.float32, device=left_BTR.device)
-            norms_LB = squares.tile_sq_norms([right_BTC], [left_BTR], False, [stored])
-            return stored, norms_LB[0]
-    took("stored products", "plain")
-    stored = plain.outer_products(left_BTR, right_BTC)
-    return stored, row_sq_norms(stored.flatten(1))
 
 
 def add_weighted_outer_sums(
@@ -140,7 +123,7 @@ def add_weighted_outer_sums(
         x, g = chosen[0]
         kernel = None
         if fits_triton_linear(x, g):
-            kernel = choices.outer_sums(x.device, x.dtype, x.shape[1])
+            kernel = choices.outer_sums(x.device, x.dtype)
         if kernel is not None and not all(_fits_triton_sum(out) for out in targets):
             _add_through_copies(chosen, factors_B, targets, accumulate)
         elif kernel == "gluon.weighted_sums":

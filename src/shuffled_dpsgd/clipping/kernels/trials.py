@@ -87,38 +87,32 @@ def try_products(device: torch.device) -> None:
     expect_close(out, exact, rtol=1e-5, what="sums")
 
 
-def try_gluon_products(device: torch.device) -> None:
-    """`gluon.squares` and `gluon.weighted_sums`, with a last chunk of tokens that is not whole."""
-    _try_gluon_products(device, 77)
+def try_gluon_sums(device: torch.device) -> None:
+    """`gluon.weighted_sums`, with a last chunk of tokens that is not whole, and with a few apart.
 
-
-def try_gluon_products_of_a_few(device: torch.device) -> None:
-    """The same where a few tokens are multiplied together with the chunk before them."""
-    _try_gluon_products(device, 197)
-
-
-def _try_gluon_products(device: torch.device, T: int) -> None:
-    """Norms are no smaller than what is summed."""
-    from shuffled_dpsgd.clipping.kernels.gluon import squares, weighted_sums
+    No sample's part of a sum is longer than its norm by Gram matrices says.
+    """
+    from shuffled_dpsgd.clipping.kernels.gluon import weighted_sums
+    from shuffled_dpsgd.clipping.kernels.triton import linear
 
     D, P = 208, 144
-    x, clean = _draw(device, SAMPLES, T, D), _draw(device, SAMPLES, T, P)
-    found = squares.tile_sq_norms([x], [clean], True)[0]
-    expect_close(found, plain.tile_sq_norms(_wide(x), _wide(clean), True), rtol=1e-4, what="norms")
-    out = torch.empty(P, D, device=device, dtype=torch.float32)
-    bias = torch.empty(P, device=device, dtype=torch.float32)
-    alone = torch.eye(SAMPLES, device=device, dtype=torch.float32)[0]
-    weighted_sums.weighted_outer_sums([x], [clean], alone, [out], False, [bias])
-    length = out.double().square().sum() + bias.double().square().sum()
-    is_long = bool(length <= found[0].double())
-    expect(is_long, "a norm smaller than the sum of its sample alone")
-    g, factors = _poisoned(device, clean)
-    weighted_sums.weighted_outer_sums([x], [g], factors, [out], False, [bias])
-    wide_g, wide_factors = _wide(g), _wide(factors)
-    exact = plain.weighted_outer_sum(_wide(x), wide_g, wide_factors)
-    expect_close(out, exact, rtol=1e-5, what="sums")
-    exact = plain.weighted_row_sum(wide_g, wide_factors)
-    expect_close(bias, exact, rtol=1e-5, what="sums of biases")
+    for T in (77, 197):
+        x, clean = _draw(device, SAMPLES, T, D), _draw(device, SAMPLES, T, P)
+        norms = linear.gram_sq_norms([x], [clean], True)[0]
+        out = torch.empty(P, D, device=device, dtype=torch.float32)
+        bias = torch.empty(P, device=device, dtype=torch.float32)
+        alone = torch.eye(SAMPLES, device=device, dtype=torch.float32)[0]
+        weighted_sums.weighted_outer_sums([x], [clean], alone, [out], False, [bias])
+        length = out.double().square().sum() + bias.double().square().sum()
+        is_long = bool(length <= norms[0].double())
+        expect(is_long, "a norm smaller than the sum of its sample alone")
+        g, factors = _poisoned(device, clean)
+        weighted_sums.weighted_outer_sums([x], [g], factors, [out], False, [bias])
+        wide_g, wide_factors = _wide(g), _wide(factors)
+        exact = plain.weighted_outer_sum(_wide(x), wide_g, wide_factors)
+        expect_close(out, exact, rtol=1e-5, what="sums")
+        exact = plain.weighted_row_sum(wide_g, wide_factors)
+        expect_close(bias, exact, rtol=1e-5, what="sums of biases")
 
 
 def try_float32_products(device: torch.device) -> None:

@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shuffled_dpsgd.clipping import kernels
 from shuffled_dpsgd.clipping.capture.captures import (
     Capture,
     InputAndGradient,
@@ -215,7 +214,7 @@ class LinearSlot(Slot):
         if not self.transposed and self.outputs >= _MIN_PADDED_ROWS:
             self.padded_outputs = -(-self.outputs // _ROW_BLOCK) * _ROW_BLOCK
         # The route of the latest call, and of which inputs it holds.
-        self._route = cost.NormRoute.GRAM
+        self._route = cost.NormMethod.GRAM
         self._decided_for: tuple[torch.Size, torch.dtype, torch.device] | None = None
 
     def forward(self, input: Tensor) -> Tensor:
@@ -288,9 +287,9 @@ class LinearSlot(Slot):
             self._decided_for = like
             T = x.numel() // (x.shape[0] * x.shape[-1])
             self.last_shape = (T, self.outputs, x.shape[-1])
-            self.last_device = kernels.kind_of(x)
-            self._route = choose(*self.last_shape, self.last_device, self.sharing.tied)
-            self.stores = self._route is cost.NormRoute.INSTANTIATE
+            self.last_device = x.device.type
+            self._route = choose(*self.last_shape, self.last_device)
+            self.stores = self._route is cost.NormMethod.INSTANTIATE
         if not self.stores:
             capture.route = self._route
             return capture

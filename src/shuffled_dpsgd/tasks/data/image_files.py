@@ -13,14 +13,16 @@ from typing import Any
 
 from shuffled_dpsgd.errors import InvalidArgumentError
 from shuffled_dpsgd.tasks.data.published import PUBLISHED
-from shuffled_dpsgd.tasks.data.tables import find_file, require_columns, shortened
+from shuffled_dpsgd.tasks.data.tables import find_file, shortened
 
-_LAYOUT = "images of shape (N, height, width, 3)"
 _SIDE = 32
 _PIXELS = 3 * _SIDE * _SIDE
-# Of CIFAR's records, how many bytes of labels stand before an image; the last one counts.
-_LABEL_BYTES = {"cifar10": 1, "cifar100": 2}
 _PICKLES = ("data_batch_1", "train", "cifar-10-batches-py", "cifar-100-python")
+_REMEDY = (
+    "with numpy, images.transpose(0, 2, 3, 1) puts the channels last, numpy.repeat(images.reshape("
+    "n, h, w, 1), 3, axis=-1) makes three of a grey one, and (images * 255).round().astype('uint8')"
+    " scales images in [0, 1]"
+)
 
 
 def read_npz(path: Path, split: str, num_labels: int) -> tuple[Any, Any]:
@@ -31,30 +33,32 @@ def read_npz(path: Path, split: str, num_labels: int) -> tuple[Any, Any]:
     """
     import numpy as np
 
-    path = _only_npz(path)
+    if path.is_dir():
+        found = sorted(path.glob("*.npz"))
+        if len(found) != 1:
+            raise InvalidArgumentError(
+                "data.path",
+                expected="a folder with exactly one .npz of images",
+                got=f"{path} ({len(found)} found)",
+                remedy="unpack the images to one .npz and name that file",
+            )
+        path = found[0]
     part = "train" if split == "train" else "test"
     names = [f"{part}_images", f"{part}_labels"]
     try:
         with path.open("rb") as file:  # numpy leaves a file open that it cannot read
             arrays = np.load(file)
-            if not hasattr(arrays, "files"):
-                raise InvalidArgumentError(
-                    str(path), expected=f"an .npz with {names}", got="a single array"
-                )
-            require_columns(path, list(arrays), names)
-            images, labels = (arrays[name] for name in names)
-    except InvalidArgumentError:
-        raise
-    except (ValueError, EOFError, OSError, KeyError, zipfile.BadZipFile, zlib.error) as error:
-        remedy = "save it again with numpy.savez"
-        if "pickle" in str(error):
-            remedy = "it holds Python objects or is no .npz: save numbers with numpy.savez"
+            there = getattr(arrays, "files", ["a single array"])
+            images, labels = (arrays[n] if n in there else None for n in names)
+    except (ValueError, EOFError, OSError, zipfile.BadZipFile, zlib.error) as error:
         raise InvalidArgumentError(
             str(path),
-            expected="a complete .npz file of numbers",
+            expected="an .npz file of numbers",
             got=str(error) or type(error).__name__,
-            remedy=remedy,
+            remedy="save the arrays, which must be numbers and no Python objects, by numpy.savez",
         ) from error
+    if images is None or labels is None:
+        raise InvalidArgumentError(str(path), expected=f"an .npz with {names}", got=there)
     _check_images(f"{path}: {names[0]}", images)
     where = f"{path}: {names[1]}"
     _check_classes(where, labels, num_labels)
@@ -87,14 +91,14 @@ def read_cifar(name: str, path: Path, split: str) -> tuple[Any, Any]:
 def _read_binary(name: str, folder: Path, split: str) -> tuple[Any, Any]:
     import numpy as np
 
-    facts, num_label_bytes = PUBLISHED[name], _LABEL_BYTES[name]
+    facts = PUBLISHED[name]
     images, labels = [], []
     for file in facts.files(split):
         path = folder / file
         if not path.is_file():
             raise facts.missing_file(folder, file)
         content = np.frombuffer(path.read_bytes(), np.uint8)
-        size = num_label_bytes + _PIXELS
+        size = facts.label_bytes + _PIXELS
         if len(content) == 0 or len(content) % size:
             raise InvalidArgumentError(
                 str(path),
@@ -103,50 +107,22 @@ def _read_binary(name: str, folder: Path, split: str) -> tuple[Any, Any]:
                 remedy="fetch it again; a complete file has no remainder",
             )
         records = content.reshape(-1, size)
-        found = records[:, num_label_bytes - 1]
+        found = records[:, facts.label_bytes - 1]
         _check_classes(str(path), found, len(facts.classes))
         labels.append(found.astype(np.int64))
-        planes = records[:, num_label_bytes:].reshape(-1, 3, _SIDE, _SIDE)
+        planes = records[:, facts.label_bytes :].reshape(-1, 3, _SIDE, _SIDE)
         images.append(np.ascontiguousarray(planes.transpose(0, 2, 3, 1)))
     return np.concatenate(images), np.concatenate(labels)
 
 
-def _only_npz(path: Path) -> Path:
-    if path.is_dir():
-        found = sorted(path.glob("*.npz"))
-        if len(found) != 1:
-            raise InvalidArgumentError(
-                "data.path",
-                expected="a folder with exactly one .npz of images",
-                got=f"{path} ({len(found)} found)",
-                remedy="unpack the images to one .npz and name that file",
-            )
-        return found[0]
-    if not path.is_file():
-        raise InvalidArgumentError("data.path", expected="an .npz file or a folder", got=str(path))
-    return path
-
-
 def _check_images(where: str, images: Any) -> None:
-    shape, remedy = tuple(images.shape), None
-    if images.ndim == 3 or (images.ndim == 4 and shape[-1] == 1):
-        remedy = (
-            "grey images need three equal channels: "
-            "numpy.repeat(images.reshape(n, h, w, 1), 3, axis=-1)"
-        )
-    elif images.ndim == 4 and shape[1] == 3 and shape[-1] != 3:
-        remedy = "put the channels last: images.transpose(0, 2, 3, 1)"
-    elif images.ndim != 4 or shape[-1] != 3 or 0 in shape[1:]:
-        remedy = ""
-    if remedy is not None:
-        raise InvalidArgumentError(where, expected=_LAYOUT, got=shape, remedy=remedy)
-    if images.dtype != "uint8":
+    shape = tuple(images.shape)
+    if len(shape) != 4 or shape[-1] != 3 or 0 in shape[1:] or images.dtype != "uint8":
         raise InvalidArgumentError(
             where,
-            expected="uint8 pixels from 0 to 255",
-            got=str(images.dtype),
-            remedy="scale to 0 … 255 and convert: (images * 255).round().astype('uint8') for "
-            "images in [0, 1]",
+            expected="uint8 images of shape (N, height, width, 3), from 0 to 255",
+            got=f"{images.dtype} of shape {shape}",
+            remedy=_REMEDY,
         )
 
 

@@ -13,9 +13,9 @@ from torch.utils.data import TensorDataset
 from shuffled_dpsgd.errors import InvalidArgumentError
 from shuffled_dpsgd.tasks.config import DataConfig
 from shuffled_dpsgd.tasks.data.image_files import read_cifar, read_npz
-from shuffled_dpsgd.tasks.data.published import PUBLISHED, Columns
+from shuffled_dpsgd.tasks.data.published import PUBLISHED
 from shuffled_dpsgd.tasks.data.sources import folder_of, open_source
-from shuffled_dpsgd.tasks.data.tables import Row, shortened
+from shuffled_dpsgd.tasks.data.tables import Columns, Row, shortened
 
 HELD_BACK = "held-back"
 _PART_SEED = 0
@@ -96,7 +96,7 @@ def read_references(data: DataConfig, split: str | None = None) -> list[Referenc
 
 def read_images(data: DataConfig, num_labels: int) -> Splits[Any]:
     """Images with their classes: decoded ones, or tensors uint8 (3, H, W)."""
-    if "hub" in (data.format, data.source):
+    if data.is_on_hub:
         _check_columns(data, (0, 1), "at most the image column")
         source = open_source(data, (*(data.text_columns or ("image",)), data.label_column))
 

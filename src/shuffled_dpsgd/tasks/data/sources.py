@@ -9,14 +9,8 @@ from typing import Any
 
 from shuffled_dpsgd.errors import InvalidArgumentError, MissingExtraError
 from shuffled_dpsgd.tasks.config import DataConfig
-from shuffled_dpsgd.tasks.data.published import (
-    HUB_SPLITS,
-    PUBLISHED,
-    Columns,
-    HubPlace,
-    PublishedSet,
-)
-from shuffled_dpsgd.tasks.data.tables import Row, columns_of, find_file, read_table
+from shuffled_dpsgd.tasks.data.published import HUB_SPLITS, PUBLISHED, HubPlace, PublishedSet
+from shuffled_dpsgd.tasks.data.tables import Columns, Row, find_file, read_table
 
 _HUB_HELDOUT = ("validation", "dev", "test")
 _OWN_STEMS = {"train": ("train",), "dev": ("dev", "validation", "test"), "test": ("test",)}
@@ -25,7 +19,7 @@ Convert = Callable[[Row, Columns], Any]
 
 def open_source(data: DataConfig, own_columns: Columns) -> FolderSource | HubSource:
     """Where the rows of `data` come from; `own_columns` are those of a set without a name."""
-    kind = HubSource if "hub" in (data.format, data.source) else FolderSource
+    kind = HubSource if data.is_on_hub else FolderSource
     return kind(data, own_columns)
 
 
@@ -54,12 +48,12 @@ class FolderSource:
         facts, file = self._facts, self._file(split)
         if file is None:
             raise facts.missing_file(self._path, facts.files(split)[0])
-        there = set(columns_of(file)) if len(facts.columns) > 1 else set()
-        columns = next((c for c in facts.columns if set(c) <= there), facts.columns[0])
-        rows = read_table(file, columns, broken_share=facts.broken_share)
-        if facts.unlabelled is not None:
-            rows = (row for row in rows if row.cells[columns[-1]] != facts.unlabelled)
-        return [convert(row, columns) for row in rows]
+        rows, columns = read_table(file, facts.columns, broken_share=facts.broken_share)
+        return [
+            convert(row, columns)
+            for row in rows
+            if facts.unlabelled is None or row.cells[columns[-1]] != facts.unlabelled
+        ]
 
     def _file(self, split: str) -> Path | None:
         folders = [self._path, *(self._path / name for name in self._facts.folders)]

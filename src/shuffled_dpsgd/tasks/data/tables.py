@@ -8,6 +8,7 @@ and nothing is converted silently.
 from __future__ import annotations
 
 import csv
+import io
 import json
 import lzma
 import re
@@ -21,6 +22,7 @@ from shuffled_dpsgd.errors import InvalidArgumentError
 
 _SHOWN = 60
 _BOM = b"\xef\xbb\xbf"
+Columns = tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,23 +62,38 @@ class Row:
         return value
 
 
-def read_table(path: Path, columns: Sequence[str], *, broken_share: float = 0.0) -> Iterator[Row]:
-    """The rows of a `.tsv`, `.csv`, `.jsonl` or `.json` file, which must have `columns`.
+def read_table(
+    path: Path, choices: Sequence[Columns], *, broken_share: float = 0.0
+) -> tuple[list[Row], Columns]:
+    """The rows of a `.tsv`, `.csv`, `.jsonl` or `.json` file, and which of `choices` it has.
 
     Lines with too few or too many cells are an error; up to a share of `broken_share` of them are
     left out with a warning instead.
     """
-    if _kind(path) in (".tsv", ".csv"):
-        return _separated_rows(path, columns, broken_share)
-    return _object_rows(path, columns)
-
-
-def columns_of(path: Path) -> list[str]:
-    """The columns a file has: its header, or the keys of its first object."""
-    if _kind(path) in (".tsv", ".csv"):
-        return next(_separated(path), (1, []))[1]
-    first = next(_object_rows(path, ()), None)
-    return [] if first is None else list(first.cells)
+    kind = path.with_suffix("").suffix if path.suffix == ".xz" else path.suffix
+    if kind in (".jsonl", ".json"):
+        return _objects(path, kind, choices)
+    records = _separated(path, kind)
+    number, header = next(records, (1, []))
+    columns = next((c for c in choices if set(c) <= set(header)), choices[0])
+    _require_columns(path, header, columns)
+    rows, broken = [], []
+    for number, cells in records:
+        if len(cells) == len(header):
+            cell_of = dict(zip(header, cells, strict=True))
+            rows.append(Row(where=f"{path}:{number}", cells=cell_of))
+        else:
+            broken.append((number, len(cells)))
+    if len(broken) > broken_share * number:
+        first, found = broken[0]
+        raise InvalidArgumentError(f"{path}:{first}", expected=f"{len(header)} columns", got=found)
+    if broken:
+        warnings.warn(
+            f"{path}: left out {len(broken)} lines that do not have {len(header)} columns, line "
+            f"{broken[0][0]} the first of them",
+            stacklevel=2,
+        )
+    return rows, columns
 
 
 def find_file(folders: Sequence[Path], names: Sequence[str]) -> Path | None:
@@ -94,53 +111,27 @@ def shortened(value: Any) -> Any:
     return value
 
 
-def require_columns(path: Path, found: Sequence[str], wanted: Sequence[str]) -> None:
+def _require_columns(path: Path, found: Sequence[str], wanted: Sequence[str]) -> None:
     """Refuse a file that lacks a column, or has it twice."""
-    missing = [name for name in wanted if name not in found]
-    if missing:
+    wrong = [name for name in wanted if list(found).count(name) != 1]
+    if wrong:
+        how = "twice" if wrong[0] in found else "not there"
         raise InvalidArgumentError(
             str(path),
-            expected=f"columns {list(wanted)}",
-            got=f"without {missing}",
-            remedy=f"the first line names {[shortened(name) for name in found[:8]]}",
-        )
-    twice = [name for name in wanted if list(found).count(name) > 1]
-    if twice:
-        raise InvalidArgumentError(str(path), expected="each column once", got=f"{twice} twice")
-
-
-def _kind(path: Path) -> str:
-    return path.with_suffix("").suffix if path.suffix == ".xz" else path.suffix
-
-
-def _separated_rows(path: Path, columns: Sequence[str], broken_share: float) -> Iterator[Row]:
-    records = _separated(path)
-    number, header = next(records, (1, []))
-    require_columns(path, header, columns)
-    broken: list[tuple[int, int]] = []
-    for number, cells in records:
-        if len(cells) == len(header):
-            yield Row(where=f"{path}:{number}", cells=dict(zip(header, cells, strict=True)))
-        else:
-            broken.append((number, len(cells)))
-    if len(broken) > broken_share * number:
-        first, found = broken[0]
-        raise InvalidArgumentError(f"{path}:{first}", expected=f"{len(header)} columns", got=found)
-    if broken:
-        warnings.warn(
-            f"{path}: left out {len(broken)} lines that do not have {len(header)} columns, line "
-            f"{broken[0][0]} the first of them",
-            stacklevel=2,
+            expected=f"columns {list(wanted)}, each once",
+            got=f"{wrong[0]} {how}",
+            remedy=f"it has {[shortened(name) for name in found[:8]]}",
         )
 
 
-def _separated(path: Path) -> Iterator[tuple[int, list[str]]]:
+def _separated(path: Path, kind: str) -> Iterator[tuple[int, list[str]]]:
     """The number of a record's first line, and its cells. Tabs are without quoting, as in GLUE."""
-    if _kind(path) == ".tsv":
-        for number, line in enumerate(_lines(path), start=1):
-            yield number, line.rstrip("\r\n").split("\t")
+    text = _text(path)
+    if kind == ".tsv":
+        for number, line in enumerate(text.removesuffix("\n").split("\n"), start=1):
+            yield number, line.rstrip("\r").split("\t")
         return
-    reader, began = csv.reader(_lines(path), strict=True), 1
+    reader, began = csv.reader(io.StringIO(text, newline=""), strict=True), 1
     try:
         for cells in reader:
             yield began, cells
@@ -154,8 +145,24 @@ def _separated(path: Path) -> Iterator[tuple[int, list[str]]]:
         ) from error
 
 
-def _object_rows(path: Path, columns: Sequence[str]) -> Iterator[Row]:
-    for where, cells in _objects(path):
+def _objects(path: Path, kind: str, choices: Sequence[Columns]) -> tuple[list[Row], Columns]:
+    text = _text(path)
+    if kind == ".json":
+        found = _parsed(path, 1, text, "a list of JSON objects")
+        if not isinstance(found, list):
+            raise InvalidArgumentError(
+                str(path), expected="a list of JSON objects", got=type(found).__name__
+            )
+        items = {f"{path}, item {number}": item for number, item in enumerate(found, start=1)}
+    else:
+        lines = text.removesuffix("\n").split("\n") if text else []
+        items = {
+            f"{path}:{number}": _parsed(path, number, line.strip(), "one JSON object")
+            for number, line in enumerate(lines, start=1)
+        }
+    first: Any = next(iter(items.values()), {})
+    columns = next((c for c in choices if set(c) <= set(first)), choices[0])
+    for where, cells in items.items():
         if not isinstance(cells, dict):
             raise InvalidArgumentError(where, expected="one JSON object", got=shortened(cells))
         missing = [name for name in columns if name not in cells]
@@ -163,20 +170,7 @@ def _object_rows(path: Path, columns: Sequence[str]) -> Iterator[Row]:
             raise InvalidArgumentError(
                 where, expected=f"keys {list(columns)}", got=f"without {missing}"
             )
-        yield Row(where=where, cells=cells, typed=True)
-
-
-def _objects(path: Path) -> Iterator[tuple[str, Any]]:
-    if _kind(path) == ".jsonl":
-        for number, line in enumerate(_lines(path), start=1):
-            yield f"{path}:{number}", _parsed(path, number, line.strip(), "one JSON object")
-        return
-    found = _parsed(path, 1, "".join(_lines(path)), "a list of JSON objects")
-    if not isinstance(found, list):
-        got = type(found).__name__
-        raise InvalidArgumentError(str(path), expected="a list of JSON objects", got=got)
-    for number, item in enumerate(found, start=1):
-        yield f"{path}, item {number}", item
+    return [Row(where=where, cells=cells, typed=True) for where, cells in items.items()], columns
 
 
 def _parsed(path: Path, line: int, text: str, expected: str) -> Any:
@@ -189,22 +183,20 @@ def _parsed(path: Path, line: int, text: str, expected: str) -> Any:
         ) from error
 
 
-def _lines(path: Path) -> Iterator[str]:
-    """Decoded line by line, so that an error names the line."""
-    number = 0
+def _text(path: Path) -> str:
     try:
-        with lzma.open(path) if path.suffix == ".xz" else path.open("rb") as file:
-            for number, line in enumerate(file, start=1):
-                raw = line.removeprefix(_BOM) if number == 1 else line
-                yield raw.decode("utf-8")
+        content = path.read_bytes()
+        content = lzma.decompress(content) if path.suffix == ".xz" else content
+        return content.removeprefix(_BOM).decode("utf-8")
     except UnicodeDecodeError as error:
+        line = error.object.count(b"\n", 0, error.start) + 1
         raise InvalidArgumentError(
-            f"{path}:{number}",
+            f"{path}:{line}",
             expected="text in UTF-8",
             got=error.object[error.start : error.start + 8],
             remedy="convert the file, for example with `iconv -f LATIN1 -t UTF-8`",
         ) from error
-    except (lzma.LZMAError, EOFError) as error:
+    except lzma.LZMAError as error:
         raise InvalidArgumentError(
             str(path),
             expected="a complete .xz file",

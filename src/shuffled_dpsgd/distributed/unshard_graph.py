@@ -1,7 +1,7 @@
-"""An autograd graph that keeps no weights: they are borrowed again when the backward needs them.
+"""An autograd graph that keeps no whole weights: they are gathered again for the backward.
 
 Autograd saves weights for the backward, and the gradients of all parameters until somebody takes
-them. Either would be a whole model on every rank. Here what a graph saves of a borrowed weight is a
+them. Either would be a whole model on every rank. Here what a graph saves of a whole weight is a
 note of which one it is, and a gradient is passed on, and forgotten, as soon as it is complete.
 """
 
@@ -18,53 +18,53 @@ from torch import Tensor
 from shuffled_dpsgd.errors import UnsupportedModuleError
 
 
-class Loan(NamedTuple):
-    """Which weight: the number of its module, and its place there."""
+class WeightPlace(NamedTuple):
+    """Which weight: the number of its module, and its own there."""
 
     module: int
-    place: int
+    weight: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Note:
-    """A saved tensor that is a view of a borrowed weight, or of a copy of it in another type."""
+    """A saved tensor that is a view of a whole weight, or of a copy of it in another type."""
 
-    loan: Loan
+    place: WeightPlace
     dtype: torch.dtype
     size: torch.Size
     stride: tuple[int, ...]
     offset: int
 
 
-class BorrowedGraph:
-    """The weights that one forward borrows, and the gradients of its backward.
+class UnshardedGraph:
+    """The whole weights that one forward uses, and the gradients of its backward.
 
-    `lend` finds a whole weight, wherever it is now; `lent` are those that stand in modules; `take`
-    gets the gradient of each weight once.
+    `find` returns a whole weight, gathered again if need be; `placed` are those that stand in
+    modules; `take` gets the gradient of each weight once.
     """
 
     def __init__(
         self,
         *,
-        lend: Callable[[int, int], Tensor],
-        lent: Callable[[], Iterator[tuple[Loan, Tensor]]],
+        find: Callable[[WeightPlace], Tensor],
+        placed: Callable[[], Iterator[tuple[WeightPlace, Tensor]]],
         take: Callable[[str, Tensor], None],
     ) -> None:
-        self._lend = lend
-        self._lent = lent
+        self._find = find
+        self._placed = placed
         self._take = take
         self._anchor = torch.zeros((), requires_grad=True)
-        # How often a weight was borrowed, so that its gradient is known to be complete.
+        # How often a weight was used, so that its gradient is known to be complete.
         self._uses: Counter[str] = Counter()
         self._parts: dict[str, Tensor] = {}
         self._taken: set[str] = set()
 
-    def borrow(self, name: str, whole: Tensor) -> Tensor:
+    def use(self, name: str, whole: Tensor) -> Tensor:
         """The weight as a part of the graph."""
         if torch._C._current_graph_task_id() < 0:
             # What a checkpoint computes again, inside the backward, was counted before.
             self._uses[name] += 1
-        return cast(Tensor, _Borrow.apply(self._anchor, whole, name, self.receive))
+        return cast(Tensor, _Use.apply(self._anchor, whole, name, self.receive))
 
     def receive(self, name: str, grad: Tensor) -> None:
         """A gradient has arrived; the last one of a weight completes it."""
@@ -98,10 +98,10 @@ class BorrowedGraph:
         if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
             return tensor
         storage = tensor.untyped_storage()
-        for loan, whole in self._lent():
+        for place, whole in self._placed():
             if storage.data_ptr() == whole.untyped_storage().data_ptr() or _is_cast(tensor, whole):
                 return _Note(
-                    loan=loan,
+                    place=place,
                     dtype=tensor.dtype,
                     size=tensor.shape,
                     stride=tensor.stride(),
@@ -110,11 +110,10 @@ class BorrowedGraph:
         return tensor
 
     def unpack(self, kept: Any) -> Tensor:
-        """The tensor again; its weight is borrowed once more if need be."""
+        """The tensor again; its weight is gathered once more if need be."""
         if not isinstance(kept, _Note):
             return cast(Tensor, kept)
-        whole = self._lend(*kept.loan)
-        whole = whole if whole.dtype is kept.dtype else whole.to(kept.dtype)
+        whole = self._find(kept.place).to(kept.dtype)
         return whole.as_strided(kept.size, kept.stride, kept.offset)
 
 
@@ -129,7 +128,7 @@ def _is_cast(tensor: Tensor, whole: Tensor) -> bool:
     return torch.equal(copy, whole.reshape(-1).to(tensor.dtype))
 
 
-class _Borrow(torch.autograd.Function):
+class _Use(torch.autograd.Function):
     """A weight in the graph without being kept by it; passes its gradient on."""
 
     @staticmethod

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from shuffled_dpsgd_experiments.results_page import MARKED, NOTHING, part_of, rewritten
+from shuffled_dpsgd_experiments.pages import MARKED, NOTHING, part_of, rewritten
 
 ROOT = Path(__file__).parents[2]
-PAGES = ("docs/results.md", "docs/ingredients.md")
+PAGES = ("docs/results.md", "docs/ingredients.md", "docs/recipes.md")
 SWEEP = """
 name = "small"
 epsilons = [1.0]
@@ -133,22 +133,24 @@ def test_every_folder_of_cells_has_a_table() -> None:
         for found in MARKED.finditer((ROOT / page).read_text(encoding="utf-8"))
     }
     run = {path.parent.name for path in (ROOT / "results").glob("*/main_*.json")}
-    # The page on ingredients tells of these in words of its own.
-    assert run - {"recipe_digits"} <= shown
+    assert run <= shown
 
 
-def test_the_grid_has_means_over_seeds_and_what_was_tried(root: Path) -> None:
+def test_the_grid_has_means_over_seeds_and_what_is_proven(root: Path) -> None:
     fill(root)
     lines = part_of("grid", "small", root).splitlines()
-    assert lines[2] == "| 1 | first | 55.0 ± 7.1 (n = 2) | 0.9 | 1150 |"
-    assert lines[-1] == "| first | 0.1: 25.0; **0.2: 50.0** |"
+    assert lines[0] == "| accuracy at ε = | 1 |"
+    assert lines[2] == "| first | 55.0 ± 7.1 (2) |"
+    assert lines[-1] == "| certified ε (proven) of second | 0.9 |"
 
 
 def test_ingredients_are_compared_with_the_first_seed_by_seed(root: Path) -> None:
     fill(root)
     lines = part_of("ingredients", "small", root).splitlines()
-    assert lines[2] == "| 1 | first | 55.0 ± 7.1 (n = 2) |  | 0.9 |"
-    assert lines[3] == "| 1 | second | 70.0 ± 7.1 (n = 2) | +15.0 ± 14.1 | 0.9 |"
+    assert lines[0] == "| what | accuracy, ε = 1 | to the first |"
+    assert lines[2] == "| first | 55.0 ± 7.1 (2) |  |"
+    assert lines[3] == "| second | 70.0 ± 7.1 (2) | +15.0 ± 14.1 |"
+    assert "first row's certified ε (proven) is 0.9" in lines[-1]
 
 
 def test_only_what_is_between_marks_changes(root: Path) -> None:

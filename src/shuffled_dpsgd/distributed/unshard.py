@@ -1,10 +1,10 @@
-"""Weights of a sharded model lent layer by layer, for runs that every rank makes by itself.
+"""Sharded models unsharded layer by layer, for runs that every rank makes by itself.
 
-FSDP gathers weights by collective calls, so all ranks must run the model equally often. A check
+FSDP unshards weights by collective calls, so all ranks must run the model equally often. A check
 runs it as often as it likes: on one rank, twice on another, with an error half way on a third. So
-inside `Lending.open` a rank that needs the weights of a module says so, and the ranks go in rounds:
-each says which module it needs, or that it has done, and all of them send their rows of the modules
-asked for. A rank that has done keeps answering until nobody asks any more.
+inside `LayerwiseUnshard.open` a rank that needs the weights of a module says so, and the ranks go
+in rounds: each says which module it needs, or that it has done, and all of them send their rows of
+the modules asked for. A rank that has done keeps answering until nobody asks any more.
 
 A rank holds the weights of the root, which FSDP does not free in a forward either, and of one
 module below it with the modules around that; and while others ask, one parameter at a time.
@@ -22,16 +22,17 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from shuffled_dpsgd.distributed.borrowed import BorrowedGraph, Loan
-from shuffled_dpsgd.distributed.gathering import gather_together
+from shuffled_dpsgd.distributed.layouts import RowPieces
+from shuffled_dpsgd.distributed.unshard_graph import UnshardedGraph, WeightPlace
 from shuffled_dpsgd.distributed.world import World
 from shuffled_dpsgd.errors import RankError
+from shuffled_dpsgd.runtime.shards import held
 
 _DONE = -1
 
 
 @dataclass(frozen=True, kw_only=True)
-class LentWeight:
+class ShardedWeight:
     """One parameter: its shard, and the modules that hold it, several if it is tied.
 
     The whole is gathered in `dtype`, as the policy of its module says.
@@ -42,30 +43,32 @@ class LentWeight:
     owners: tuple[tuple[nn.Module, str], ...]
     dtype: torch.dtype
 
+    def put(self, value: Tensor) -> None:
+        """Have the modules use this tensor as the weight."""
+        for owner, key in self.owners:
+            owner._parameters[key] = value  # type: ignore[assignment]
+            if isinstance(owner, nn.RNNBase):
+                # Recurrent layers keep a list of their weights besides.
+                names = owner._flat_weights_names
+                owner._flat_weights = [getattr(owner, name) for name in names]
+
+    def gathered(self, world: World) -> Tensor:
+        """The whole weight, from the rows of all ranks."""
+        pieces = RowPieces(world, [self.shard.shape])
+        (whole,) = pieces.gather([held(self.shard).detach()], self.dtype)
+        return whole
+
 
 @dataclass(frozen=True, kw_only=True)
-class LentModule:
-    """A module whose weights are lent together; `around` are the numbers of those it is inside."""
+class ShardedModule:
+    """A module that is unsharded as one; `around` are the numbers of those it is inside."""
 
     module: nn.Module
-    weights: tuple[LentWeight, ...]
+    weights: tuple[ShardedWeight, ...]
     around: frozenset[int]
 
-    def parcels(self) -> Iterator[list[LentWeight]]:
-        """Weights that are sent together, in less memory than the largest of the module takes."""
-        most = max((weight.shard.numel() for weight in self.weights), default=0)
-        parcel: list[LentWeight] = []
-        for weight in sorted(self.weights, key=lambda each: (str(each.dtype), each.shard.numel())):
-            size = sum(each.shard.numel() for each in (*parcel, weight))
-            if parcel and (size > most or weight.dtype is not parcel[0].dtype):
-                yield parcel
-                parcel = []
-            parcel.append(weight)
-        if parcel:
-            yield parcel
 
-
-class Lending:
+class LayerwiseUnshard:
     """What this rank holds of the modules' weights while it runs the model by itself.
 
     Inside `open`, `enter` and `leave` are called around every run of a module. The root is the
@@ -73,16 +76,16 @@ class Lending:
     without its hooks.
     """
 
-    def __init__(self, world: World, modules: Sequence[LentModule]) -> None:
+    def __init__(self, world: World, modules: Sequence[ShardedModule]) -> None:
         self.is_open = False
-        self.dtypes = frozenset(weight.dtype for lent in modules for weight in lent.weights)
+        self.dtypes = frozenset(weight.dtype for each in modules for weight in each.weights)
         self._world = world
         self._modules = modules
-        self._numbers = {id(lent.module): number for number, lent in enumerate(modules)}
+        self._numbers = {id(each.module): number for number, each in enumerate(modules)}
         # Whole weights at hand, and the modules that they stand in.
         self._wholes: dict[int, list[Tensor]] = {}
         self._placed: list[int] = []
-        self._graph: BorrowedGraph | None = None
+        self._graph: UnshardedGraph | None = None
 
     @contextmanager
     def open(self) -> Iterator[None]:
@@ -92,23 +95,24 @@ class Lending:
             self._hold(0)
             self._place(0)
             yield
+            self._finish()
         except RankError:
             raise
         except Exception:
-            self._return_all()
-            self._answer()
+            self._finish()
             raise
-        else:
-            self._return_all()
-            self._answer()
         finally:
-            self._return_all()
+            self._reshard()
             self.is_open = False
 
     @contextmanager
     def gradients_to(self, take: Callable[[str, Tensor], None]) -> Iterator[None]:
         """Inside `open`: give whole gradients to `take`, one by one, as a backward finds them."""
-        graph = BorrowedGraph(lend=self._whole, lent=self._loans, take=take)
+        graph = UnshardedGraph(
+            find=lambda place: self._hold(place.module)[place.weight],
+            placed=self._placed_weights,
+            take=take,
+        )
         self._graph = graph
         try:
             with torch.autograd.graph.saved_tensors_hooks(graph.pack, graph.unpack):
@@ -147,19 +151,16 @@ class Lending:
                 if isinstance(tensor, Tensor) and tensor.requires_grad:
                     tensor.register_hook(come_back)
 
-    def _come_back(self, module: nn.Module, graph: BorrowedGraph, _: Tensor) -> None:
+    def _come_back(self, module: nn.Module, graph: UnshardedGraph, _: Tensor) -> None:
         """A backward is about to go through a module; what is computed again needs gradients."""
         if self._graph is graph:
             with torch.enable_grad():
                 self.enter(module)
 
-    def _whole(self, number: int, place: int) -> Tensor:
-        return self._hold(number)[place]
-
-    def _loans(self) -> Iterator[tuple[Loan, Tensor]]:
+    def _placed_weights(self) -> Iterator[tuple[WeightPlace, Tensor]]:
         for number in self._placed:
-            for place, whole in enumerate(self._wholes[number]):
-                yield Loan(number, place), whole
+            for weight, whole in enumerate(self._wholes[number]):
+                yield WeightPlace(number, weight), whole
 
     def _hold(self, number: int) -> list[Tensor]:
         """The whole weights of a module; what is needed neither by it nor by a run is dropped."""
@@ -171,28 +172,27 @@ class Lending:
         return self._wholes[number]
 
     def _place(self, number: int, *, with_graph: bool = True) -> None:
-        with_graph = with_graph and torch.is_grad_enabled() and self._graph is not None
-        for place, weight in enumerate(self._modules[number].weights):
-            whole = self._wholes[number][place]
-            if with_graph and self._graph is not None and weight.shard.requires_grad:
-                whole = self._graph.borrow(weight.name, whole)
-            _put(weight, whole)
+        graph = self._graph if with_graph and torch.is_grad_enabled() else None
+        for whole, weight in zip(self._wholes[number], self._modules[number].weights, strict=True):
+            in_graph = graph is not None and weight.shard.requires_grad
+            weight.put(graph.use(weight.name, whole) if graph and in_graph else whole)
         if number not in self._placed:
             self._placed.append(number)
 
     def _unplace(self, number: int) -> None:
         for weight in self._modules[number].weights:
-            _put(weight, weight.shard)
+            weight.put(weight.shard)
         if number in self._placed:
             self._placed.remove(number)
 
-    def _return_all(self) -> None:
+    def _reshard(self) -> None:
         for number in tuple(self._placed):
             self._unplace(number)
         self._wholes.clear()
 
-    def _answer(self) -> None:
+    def _finish(self) -> None:
         """Send rows to those that ask for them, until nobody does."""
+        self._reshard()
         while self._go_round(_DONE):
             pass
 
@@ -200,28 +200,17 @@ class Lending:
         """One round: every rank says what it needs. Returns whether any needed something."""
         asked = sorted(set(self._world.gather_numbers(wanted)) - {_DONE})
         for number in asked:
-            found = self._gathered(self._modules[number], keep=number == wanted)
+            found = []
+            for weight in self._modules[number].weights:
+                whole = weight.gathered(self._world)
+                if number == wanted:
+                    found.append(whole)
             if number == wanted:
                 self._wholes[number] = found
         return bool(asked)
 
-    def _gathered(self, lent: LentModule, *, keep: bool) -> list[Tensor]:
-        """The whole weights of a module, from the rows of all ranks; none without `keep`."""
-        found: dict[str, Tensor] = {}
-        for parcel in lent.parcels():
-            wholes = self._unpacked(parcel)
-            if keep:
-                found |= wholes
-        return [found[weight.name] for weight in lent.weights] if keep else []
 
-    def _unpacked(self, parcel: Sequence[LentWeight]) -> dict[str, Tensor]:
-        """Whole weights that were sent together; a copy of each, unless there is only one."""
-        shards, dtype = [weight.shard for weight in parcel], parcel[0].dtype
-        wholes = gather_together(self._world, shards, dtype)
-        return {weight.name: whole for weight, whole in zip(parcel, wholes, strict=True)}
-
-
-def lent_modules(model: nn.Module, wrapped: Sequence[Any]) -> list[LentModule]:
+def sharded_modules(model: nn.Module, wrapped: Sequence[Any]) -> list[ShardedModule]:
     """What `fully_shard` was called on, the root first, each with the weights that are its own.
 
     A weight belongs to the innermost of them around it.
@@ -242,10 +231,10 @@ def lent_modules(model: nn.Module, wrapped: Sequence[Any]) -> list[LentModule]:
         taken.update(map(id, own))
         found[id(module)] = own
     return [
-        LentModule(
+        ShardedModule(
             module=module,
             weights=tuple(
-                LentWeight(
+                ShardedWeight(
                     name=names[id(shard)],
                     shard=shard,
                     owners=tuple(owners[id(shard)]),
@@ -261,12 +250,3 @@ def lent_modules(model: nn.Module, wrapped: Sequence[Any]) -> list[LentModule]:
         )
         for module in wrapped
     ]
-
-
-def _put(weight: LentWeight, value: Tensor) -> None:
-    for owner, key in weight.owners:
-        owner._parameters[key] = value  # type: ignore[assignment]
-        if isinstance(owner, nn.RNNBase):
-            # Recurrent layers keep a list of their weights besides.
-            names = owner._flat_weights_names
-            owner._flat_weights = [getattr(owner, name) for name in names]

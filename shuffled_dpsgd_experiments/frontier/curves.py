@@ -16,6 +16,8 @@ from shuffled_dpsgd_experiments.frontier.workloads import Point, Workload
 
 BAND = (10, 90)
 """Percentiles over seeds that a band reaches from and to."""
+SPLIT = "test"
+"""What is drawn and compared. SST-2's test set is twice its development set."""
 ERRORS = 2.0
 """A difference counts when it is larger than so many standard errors."""
 
@@ -32,7 +34,7 @@ class Score:
     @classmethod
     def of(cls, values: Sequence[float]) -> Score:
         low, high = np.percentile(values, BAND)
-        error = stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.inf
+        error = stdev(values) / math.sqrt(len(values))
         return cls(mean=fmean(values), low=float(low), high=float(high), error=error)
 
 
@@ -81,11 +83,6 @@ class Curves:
     commits: tuple[str, ...]
     dates: tuple[str, ...]
 
-    @property
-    def split(self) -> str:
-        """The held-out set that is drawn and compared: the larger one where there are two."""
-        return "test"
-
     def plain(self) -> list[Measured]:
         """DP-SGD by rising certified ε."""
         own = [each for each in self.measured if not each.point.is_paper]
@@ -103,7 +100,7 @@ class Curves:
             other = self._plain_at(each.certified_epsilon)
             if not each.point.is_paper or other is None:
                 continue
-            score, claimed = each.scores[self.split], self._plain_at(each.point.epsilon)
+            score, claimed = each.scores[SPLIT], self._plain_at(each.point.epsilon)
             found.append(
                 Difference(
                     point=each.point,
@@ -122,8 +119,8 @@ class Curves:
         # Calibration stays below what was asked for by less than this.
         if not own or not places[0] <= at <= places[-1] + 1e-3:
             return None
-        means = [each.scores[self.split].mean for each in own]
-        errors = [each.scores[self.split].error for each in own]
+        means = [each.scores[SPLIT].mean for each in own]
+        errors = [each.scores[SPLIT].error for each in own]
         return float(np.interp(at, places, means)), float(np.interp(at, places, errors))
 
     def to_json(self) -> dict[str, Any]:
@@ -131,7 +128,7 @@ class Curves:
         return {
             "title": self.workload.title,
             "settings": self.workload.settings(),
-            "split": self.split,
+            "split": SPLIT,
             "points": [asdict(each) for each in self.measured],
             "comparisons": [
                 asdict(each) | {"verdict": each.verdict} for each in self.comparisons()
@@ -142,7 +139,7 @@ class Curves:
 
 
 def curves_of(workload: Workload, records: list[Record]) -> Curves:
-    """The points that have a score."""
+    """The points that have a score and a spread, so at least two seeds."""
     runs: dict[Point, list[Record]] = {point: [] for point in workload.points()}
     for record in records:
         if record["stage"] == "figure":
@@ -150,7 +147,9 @@ def curves_of(workload: Workload, records: list[Record]) -> Curves:
     return Curves(
         workload=workload,
         measured=tuple(
-            _measured(workload, records, point, found) for point, found in runs.items() if found
+            _measured(workload, records, point, found)
+            for point, found in runs.items()
+            if len(found) > 1
         ),
         commits=tuple(sorted({record["commit"] for record in records})),
         dates=tuple(sorted({record["date"] for record in records})),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from statistics import fmean, stdev
@@ -180,7 +181,8 @@ def _measured(
 
 def statement(curves: Sequence[Curves]) -> str:
     """What the figure shows, in sentences that follow from its numbers."""
-    return " ".join(_sentence(each) for each in curves if each.comparisons())
+    text = " ".join(_sentence(each) for each in curves if each.comparisons())
+    return re.sub(r"(?<= )-(?=\d)", "−", text)
 
 
 def _sentence(curves: Curves) -> str:

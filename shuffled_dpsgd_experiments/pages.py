@@ -20,7 +20,13 @@ from pathlib import Path
 from shuffled_dpsgd.tasks.recipes import RECIPES, Recipe
 from shuffled_dpsgd_experiments.sweeps import Sweep, load_sweep
 from shuffled_dpsgd_experiments.sweeps.store import read_records
-from shuffled_dpsgd_experiments.sweeps.table import SweepRow, in_units, ordered_rows, three_digits
+from shuffled_dpsgd_experiments.sweeps.table import (
+    SweepRow,
+    in_units,
+    line_of,
+    ordered_rows,
+    three_digits,
+)
 
 MARKED = re.compile(
     r"(<!-- (grid|ingredients|recipes) (\w+): begin -->).*?(<!-- \2 \3: end -->)", re.DOTALL
@@ -46,7 +52,9 @@ def part_of(kind: str, name: str, root: Path) -> str:
     rows = ordered_rows(sweep)
     if not rows:
         return NOTHING
-    return "\n".join(grid_lines(sweep, rows) if kind == "grid" else ingredient_lines(sweep, rows))
+    lines = grid_lines(sweep, rows) if kind == "grid" else ingredient_lines(sweep, rows)
+    counts = {len(row.scores) for row in rows}
+    return "\n".join([*lines, *(f"\n{n} seeds each." for n in counts if counts == {n} != {1})])
 
 
 def grid_lines(sweep: Sweep, rows: Sequence[SweepRow]) -> list[str]:
@@ -54,19 +62,21 @@ def grid_lines(sweep: Sweep, rows: Sequence[SweepRow]) -> list[str]:
     epsilons = sorted(sweep.epsilons)
     found = {(row.method, row.epsilon): row for row in rows if not row.variant}
     names = [method.name for method in sweep.methods]
-    lines = [f"Non-private: {shown(row)}.\n" for row in rows if row.epsilon is None]
+    lines = [f"Non-private: {shown(row, rows)}.\n" for row in rows if row.epsilon is None]
     lines += [
-        table_line(f"{score_of(rows)} at ε =", [f"{epsilon:g}" for epsilon in epsilons]),
+        line_of([f"{score_of(rows)} at ε =", *[f"{epsilon:g}" for epsilon in epsilons]]),
         "|---" * (1 + len(epsilons)) + "|",
     ]
     asked = {name: [found.get((name, epsilon)) for epsilon in epsilons] for name in names}
     for name, mine in asked.items():
         if any(mine):
-            lines.append(table_line(name, ["" if row is None else shown(row) for row in mine]))
+            lines.append(
+                line_of([name, *["" if row is None else shown(row, rows) for row in mine]])
+            )
     for name, mine in asked.items():
         if any(row is not None and not meets_its_budget(row) for row in mine):
             proven = ["" if row is None else row.describe_certified() for row in mine]
-            lines.append(table_line(f"certified ε (proven) of {name}", proven))
+            lines.append(line_of([f"certified ε (proven) of {name}", *proven]))
     return lines
 
 
@@ -75,15 +85,15 @@ def ingredient_lines(sweep: Sweep, rows: Sequence[SweepRow]) -> list[str]:
     found = {(row.method, row.epsilon): row for row in rows if not row.variant}
     score, epsilons = score_of(rows), sorted(sweep.epsilons)
     heads = [head for e in epsilons for head in (f"{score}, ε = {e:g}", "to the first")]
-    lines = [table_line("what", heads), "|---" * (1 + len(heads)) + "|"]
+    lines = [line_of(["what", *heads]), "|---" * (1 + len(heads)) + "|"]
     for method in sweep.methods:
         cells = []
         for epsilon in epsilons:
             row = found.get((method.name, epsilon))
             away = difference(sweep, method.name, epsilon)
-            cells += ["", ""] if row is None else [shown(row), away]
+            cells += ["", ""] if row is None else [shown(row, rows), away]
         if any(cells):
-            lines.append(table_line(method.name, cells))
+            lines.append(line_of([method.name, *cells]))
     first = [found.get((sweep.methods[0].name, epsilon)) for epsilon in epsilons]
     if all(row is not None and not meets_its_budget(row) for row in first):
         proven = " and ".join(row.describe_certified() for row in first if row is not None)
@@ -99,9 +109,10 @@ def score_of(rows: Sequence[SweepRow]) -> str:
     return rows[0].score_name + ("; BLEU" if any("bleu" in row.texts for row in rows) else "")
 
 
-def shown(row: SweepRow) -> str:
-    """Mean and spread over seeds, their number where there are several, and BLEU."""
-    count = f" ({len(row.scores)})" if len(row.scores) > 1 else ""
+def shown(row: SweepRow, rows: Sequence[SweepRow]) -> str:
+    """Mean and spread over seeds, their number if it is not the same in all rows, and BLEU."""
+    differs = len({len(other.scores) for other in rows}) > 1
+    count = f" ({len(row.scores)})" if differs and len(row.scores) > 1 else ""
     bleu = f"; {row.texts['bleu']:.3g}" if "bleu" in row.texts else ""
     return f"{row.describe_score()}{count}{bleu}"
 
@@ -111,10 +122,6 @@ def meets_its_budget(row: SweepRow) -> bool:
     if row.certified is None or row.epsilon is None:
         return False
     return abs(row.certified / row.epsilon - 1.0) < 0.02
-
-
-def table_line(first: str, cells: Sequence[str]) -> str:
-    return "| " + " | ".join([first, *cells]) + " |"
 
 
 def difference(sweep: Sweep, method: str, epsilon: float | None) -> str:
@@ -144,7 +151,7 @@ def recipe_lines(root: Path) -> list[str]:
         ]
         delta = three_digits(recipe.run["privacy"]["delta"])
         link = f"[records](../{recipe.results})"
-        lines.append(table_line(f"`{recipe.name}`", [delta, "; ".join(reached), link]))
+        lines.append(line_of([f"`{recipe.name}`", delta, "; ".join(reached), link]))
     return lines
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from shuffled_dpsgd.cli.output import AsJson, print_json, reports_errors
+from shuffled_dpsgd.cli.privacy_options import BudgetFile
 from shuffled_dpsgd.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
@@ -144,6 +145,7 @@ def sweep(
     results: Annotated[
         Path | None, typer.Option(help="The folder of results, likewise; for one sweep.")
     ] = None,
+    budget: BudgetFile = None,
     stop_after: Annotated[
         float | None, typer.Option(help="Start no cell after so many seconds.")
     ] = None,
@@ -166,7 +168,9 @@ def sweep(
         raise InvalidArgumentError(
             "--results", expected="one sweep: the results of several would mix", got=len(files)
         )
-    sweeps = [load_sweep(file, model=model, data=data, results=results) for file in files]
+    sweeps = [
+        load_sweep(file, model=model, data=data, results=results, budget=budget) for file in files
+    ]
     if table:
         complete = all(KnownCells(each).is_complete() for each in sweeps)
     else:

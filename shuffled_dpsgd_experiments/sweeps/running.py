@@ -22,10 +22,10 @@ from typing import Any
 from shuffled_dpsgd.errors import InvalidArgumentError, ShuffledDPError
 from shuffled_dpsgd_experiments.sweeps.cell import Tasks, run_cell
 from shuffled_dpsgd_experiments.sweeps.grid import Cell, Sweep
+from shuffled_dpsgd_experiments.sweeps.search import merit
 from shuffled_dpsgd_experiments.sweeps.store import Store
 from shuffled_dpsgd_experiments.sweeps.workers import CellOutcome, Here, Process, Run, Worker
 
-LOWER_IS_BETTER = ("perplexity", "loss")
 POLL_SECONDS = 0.5
 ATTEMPTS = 2
 """Processes of several that a cell may cost before it is left to another call."""
@@ -139,14 +139,6 @@ def choose(trials: Iterable[tuple[Cell, Mapping[str, Any]]]) -> dict[str, dict[s
         if cell.method not in best or value > best[cell.method][0]:
             best[cell.method] = value, dict(cell.tuned)
     return {method: tuned for method, (_, tuned) in best.items()}
-
-
-def merit(record: Mapping[str, Any]) -> float:
-    """The score with a sign that makes more better; a run without a score is the worst."""
-    score = record["score"]
-    if score is None:
-        return float("-inf")
-    return -float(score) if record["score_name"] in LOWER_IS_BETTER else float(score)
 
 
 class _Scheduler:

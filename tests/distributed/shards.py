@@ -338,7 +338,7 @@ def uneven_runs() -> dict[str, Any]:
     found: dict[str, Any] = {"same": []}
 
     def run(times: int, breaks: bool = False) -> None:
-        with private.lent_weights(), torch.no_grad():
+        with private.unsharded_layers(), torch.no_grad():
             for _ in range(times):
                 found["same"].append(torch.equal(model(x), plain(x)))
             if breaks:
@@ -373,7 +373,7 @@ def on_trial(name: str) -> dict[str, Any]:
     batch = next(iter(DataLoader(case.data, batch_size=3)))
     kwargs = {"input_ids": batch["input_ids"]}
     found: dict[str, int] = {}
-    with private, whole_weights_counted(found), private.lent_weights():
+    with private, whole_weights_counted(found), private.unsharded_layers():
         if rank == 1:
             checks.standing.try_batch(((), kwargs), 3, 3, Autocast.now("cpu"))
     return found | {

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from shuffled_dpsgd.integrations.model_card import privacy_section
+from shuffled_dpsgd.integrations.trainer_files import with_privacy_section
 from shuffled_dpsgd.reports import card_page
 from shuffled_dpsgd.training import AuditedBound, PrivacyCard, PrivacyOptions, make_plan, write_card
 
@@ -178,7 +178,7 @@ def test_what_epsilon_means_is_on_every_form_of_the_card_for_the_whole_plan(take
     assert meaning.replace_one.epsilon > meaning.add_remove.epsilon
     assert [k for k, _ in meaning.groups] == [2, 4, 8]
     assert stopped.to_json()["meaning"] == meaning.to_json()
-    for text in (str(stopped), card_page(stopped), privacy_section(stopped)):
+    for text in (str(stopped), card_page(stopped), with_privacy_section("", stopped)):
         assert all(line in unescape(text) for line in meaning.describe())
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, get_args
 
 import numpy as np
@@ -27,22 +27,28 @@ from shuffled_dpsgd.auditing.step import ESTIMATORS, composition_notes
 from shuffled_dpsgd.auditing.verdict import Attack, AuditReport, Evidence, assess, judge
 from shuffled_dpsgd.core.plan import PrivacyPlan
 from shuffled_dpsgd.errors import InvalidArgumentError
+from shuffled_dpsgd.training.budget import BudgetFile, counted
 from shuffled_dpsgd.training.card import AuditedBound
 from shuffled_dpsgd.training.data import MapStyle
 from shuffled_dpsgd.training.physical import PerSampleLoss
 from shuffled_dpsgd.training.plan_identity import plan_json
 from shuffled_dpsgd.training.private import PrivateTraining
+from shuffled_dpsgd.training.record_digest import data_mark
 from shuffled_dpsgd.training.spending import paper_estimate
 
 
 @dataclass(frozen=True, kw_only=True)
 class AuditTarget:
-    """What is audited: how to start a fresh run on a data set of a given size, and its records."""
+    """What is audited: how to start a fresh run on a data set of a given size, and its records.
+
+    `budget` is the file in which an audit of these records counts itself.
+    """
 
     start: Callable[[int], PrivateTraining]
     data: MapStyle
     losses: PerSampleLoss
     collate: Callable[[list[Any]], Any] | None = None
+    budget: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +114,9 @@ def audit_steps(
     """
     started = time.perf_counter()
     private = target.start(len(target.data))
-    _train(private, target, num_steps=min(setting.warmup_steps, private.plan.num_steps))
+    warmup = min(setting.warmup_steps, private.plan.num_steps)
+    _count_in_budget(target, setting, private.plan, steps=warmup)
+    _train(private, target, num_steps=warmup)
     attacks = [
         *step_attacks(trainable(private.model), private.spec, seed=setting.seed),
         *_record_attacks(private, target, setting),
@@ -211,8 +219,9 @@ def audit_one_run(
         other_records=setting.other_records,
         seed=setting.seed,
     )
-    run.train(on_progress)
     plan = run.private.plan
+    _count_in_budget(target, setting, plan, steps=plan.num_steps if setting.other_records else 0)
+    run.train(on_progress)
     claims = tuple(c for c in (plan.certified(), paper_estimate(plan)) if c is not None)
     estimators = (OneRun(), OneRunFDP(), OneRunFDP(family="gaussian"))
     assessed = assess(run.evidence(), estimators, delta=plan.delta, confidence=confidence)
@@ -286,6 +295,27 @@ def card_bounds(attacks: Sequence[Attack], *, confidence: float) -> tuple[Audite
         )
         for attack, bound in strongest
     )
+
+
+def _count_in_budget(
+    target: AuditTarget, setting: RunSetting, plan: PrivacyPlan, *, steps: int
+) -> None:
+    """Write an audit whose runs take so many steps with the records into their budget."""
+    if target.budget is None:
+        return
+    if setting.num_input_canaries or setting.fit_steps:
+        raise InvalidArgumentError(
+            "budget",
+            expected="gradient canaries alone, and initial weights that never saw the records",
+            got=f"{setting.num_input_canaries} input canaries, {setting.fit_steps} fit steps",
+            remedy="what copies of records and fitted weights show has no noise: leave them out "
+            "with --input-canaries 0",
+        )
+    if steps:
+        file = BudgetFile(target.budget)
+        salt = file.read().salt
+        entry = counted(plan, name=f"audit, {setting.num_gradient_canaries} canaries", salt=salt)
+        file.enter(replace(entry, num_steps=steps), data_mark(target.data, salt))
 
 
 def _count(evidence: Sequence[Evidence]) -> int:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from shuffled_dpsgd.cli import privacy_options as opt
-from shuffled_dpsgd.cli.accounting_options import BatchSize, DatasetSize, Epochs, resolve_sampling
+from shuffled_dpsgd.cli.accounting import BatchSize, DatasetSize, Epochs, resolve_sampling
 from shuffled_dpsgd.cli.output import AsJson, facts, print_json, reports_errors, table
 from shuffled_dpsgd.cli.run_start import ConfigFile, Task, chosen_config
 from shuffled_dpsgd.errors import InvalidArgumentError

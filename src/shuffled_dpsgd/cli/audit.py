@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import secrets
+from dataclasses import replace
+
 import typer
 
 from shuffled_dpsgd.cli import audit_options as opt
@@ -223,6 +226,7 @@ def run(
     accounting: privacy.Accounting = None,
     batch_clip_norm: privacy.BatchClipNorm = None,
     epochs: privacy.Epochs = None,
+    budget: privacy.BudgetFile = None,
     observations: opt.Observations = 500,
     canaries: opt.GradientCanaries = 500,
     input_canaries: opt.InputCanaries = 100,
@@ -258,6 +262,7 @@ def run(
         config,
         seed=seed,
         privacy={
+            "budget": None if budget is None else str(budget.resolve()),
             "epsilon": epsilon,
             "noise_multiplier": noise_multiplier,
             "accounting": accounting,
@@ -265,6 +270,9 @@ def run(
         },
         epochs=epochs,
     )
+    if chosen.privacy.budget is not None:
+        # What a budget covers must not rest on a seed that the report shows.
+        chosen = replace(chosen, seed=secrets.randbits(62))
     check_levels(delta=0.0, confidence=confidence)
     target = audit_target(chosen, fit_steps=fit_steps)
     audit = audit_steps if mode == "step" else audit_one_run

@@ -11,7 +11,7 @@ from shuffled_dpsgd.cli import (
     account,
     advise,
     audit,
-    calibrate,
+    budget,
     examine,
     inspect,
     plan,
@@ -29,9 +29,7 @@ EPILOG = (
     " --epochs 10[/bold] · "
     "[bold]shuffled-dpsgd audit run-folder runs/digits[/bold]"
 )
-VERBS: tuple[ModuleType, ...] = (
-    *(calibrate, account, examine, inspect, train, advise, plan, warm_up),
-)
+VERBS: tuple[ModuleType, ...] = (*(examine, inspect, train, advise, plan, warm_up),)
 
 app = typer.Typer(
     name="shuffled-dpsgd",
@@ -61,11 +59,13 @@ def options(
 
 
 app.add_typer(audit.app)
+app.add_typer(budget.app)
 for module in VERBS:
     name = module.__name__.rpartition(".")[2]
     app.command(name.replace("_", "-"), epilog=module.EPILOG)(getattr(module, name))
-for name, epilog in use.EPILOGS.items():
-    app.command(name, epilog=epilog)(getattr(use, name))
+for module in (account, use):
+    for name, epilog in module.EPILOGS.items():
+        app.command(name, epilog=epilog)(getattr(module, name))
 register_verbs(app)
 
 

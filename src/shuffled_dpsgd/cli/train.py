@@ -83,6 +83,7 @@ def train(
     noise_frame: opt.NoiseFrame = None,
     epochs: opt.Epochs = None,
     batch_size: opt.BatchSize = None,
+    budget: opt.BudgetFile = None,
     learning_rate: LearningRate = None,
     seed: opt.Seed = None,
     secure: Secure = False,
@@ -107,6 +108,7 @@ def train(
             "shuffle": shuffle,
             "scope": scope,
             "noise_frame": noise_frame,
+            "budget": None if budget is None else str(budget.resolve()),
         },
         "training": {"epochs": epochs, "expected_batch_size": batch_size},
         "optimizer": {"learning_rate": learning_rate},
@@ -122,7 +124,9 @@ def train(
         raise InvalidArgumentError("--checkpoint", expected="--resume beside it", got=checkpoint)
     else:
         raw = stated_run(task, config, preset=preset, model=model, data=data)
-        chosen = with_overrides(raw, overrides, seed=seed, secure=secure)
+        # The embedded default has a seed, whose noise would be that of every run of a budget.
+        unsaid = budget is not None and seed is None and config is None
+        chosen = with_overrides(raw, overrides, seed=seed, secure=secure or unsaid)
         if dry_run:
             _plan_alone(chosen, preset if data is None else None, as_json=as_json)
             return

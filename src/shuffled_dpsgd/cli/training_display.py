@@ -231,6 +231,7 @@ def conclusion(result: RunResult, run: PreparedRun, seconds: float) -> Renderabl
         ("time", f"{seconds:.1f} s"),
         ("certified ε", _claim(card.certified, card)),
         ("paper's estimate", _paper(card.paper, card)),
+        *([("budget", run.private.history.in_budget)] if run.private.history.in_budget else []),
         ("report", str(result.directory / "report.html")),
         ("weights", str(result.directory / "model")),
     ]

@@ -531,7 +531,7 @@ def _where_it_falls(curve: DeltaCurve, delta: float) -> float:
     node = int(enough[0])
     if node == 0:
         return max(float(curve.epsilons[0]), 0.0)
-    left, right = curve.epsilons[node - 1 : node + 1]
+    left, right = map(float, curve.epsilons[node - 1 : node + 1])
     more, less = curve.upper[node - 1 : node + 1]
     if not more < math.inf or right - left > 1.0:
         return max(float(right), 0.0)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import copy
 import json
 import re
+import secrets
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -66,12 +67,22 @@ def audit_target(config: RunConfig, *, fit_steps: int = 0) -> AuditTarget:
 
 
 def target_of(config: RunConfig, task: Task) -> AuditTarget:
-    """A task that is built already, as audits take it."""
+    """A task that is built already, as audits take it.
+
+    An audit counts itself in the run's budget; the runs that it starts have none of their own.
+    """
+    uncounted = replace(config, privacy=replace(config.privacy, budget=None))
 
     def start(dataset_size: int) -> PrivateTraining:
-        return start_private(config, copy.deepcopy(task.model), dataset_size=dataset_size)
+        return start_private(uncounted, copy.deepcopy(task.model), dataset_size=dataset_size)
 
-    return AuditTarget(start=start, data=task.train_data, losses=task.losses, collate=task.collate)
+    return AuditTarget(
+        start=start,
+        data=task.train_data,
+        losses=task.losses,
+        collate=task.collate,
+        budget=config.privacy.budget,
+    )
 
 
 def audit_folder(
@@ -95,14 +106,16 @@ def audit_folder(
         )
     task = build_task(config)
     check_data(directory, task.train_data)
-    first = start_private(config, copy.deepcopy(task.model), dataset_size=len(task.train_data))
+    first = target_of(config, task).start(len(task.train_data))
     plan, spec = first.plan, first.spec
     first.close()
     if plan.uncertifiable:
         raise InvalidArgumentError(
             "DIR", expected="a private run", got=f"{directory}: {'; '.join(plan.uncertifiable)}"
         )
-    target = target_of(_repeated(config, plan, seed=setting.seed), task)
+    # What a budget covers must not rest on a seed that the report shows.
+    seed = setting.seed if config.privacy.budget is None else secrets.randbits(62)
+    target = target_of(_repeated(config, plan, seed=seed), task)
     report = audit_one_run(target, setting, confidence=confidence, on_progress=on_progress)
     card = write_card(
         plan,

@@ -50,7 +50,7 @@ def read_config(path: Path) -> dict[str, Any]:
 
 def place_paths(raw: dict[str, Any], folder: Path) -> None:
     """Make relative paths relative to the file: data always, hub names only if they are there."""
-    for section, key in (("data", "path"), ("model", "name")):
+    for section, key in (("data", "path"), ("model", "name"), ("privacy", "budget")):
         table = raw.get(section)
         if not isinstance(table, dict) or not isinstance(table.get(key), str):
             continue

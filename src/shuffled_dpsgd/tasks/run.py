@@ -221,7 +221,7 @@ def _callbacks(run: PreparedRun, recorder: Recorder) -> list[Callback]:
         with ExitStack() as stack:
             if recorder.evaluates(progress.metrics.step + 1):
                 stack.enter_context(run.scoring())
-                stack.enter_context(private.lent_weights())
+                stack.enter_context(private.unsharded_layers())
             if private.world.leads:
                 recorder(progress, private.model)
 
@@ -250,5 +250,5 @@ def _scored(run: PreparedRun) -> Iterator[nn.Module]:
     if room:
         yield run.task.model if run.whole is None else run.whole.to(private.device)
         return
-    with private.lent_weights():
+    with private.unsharded_layers():
         yield run.task.model

@@ -32,7 +32,9 @@ def start_private(
         ledger_path=ledger_path,
     )
     config.optimizer.check_length(options.steps())
-    return assemble(model, build_optimizer(model, config.optimizer), options)
+    private = assemble(model, build_optimizer(model, config.optimizer), options)
+    private.history.tells = False  # Whoever runs several of these from one command knows.
+    return private
 
 
 def chosen_device(name: str) -> torch.device:

@@ -133,7 +133,7 @@ def train(
             "no ε covers; use a cosine or linear schedule",
         )
     private.clock.start()
-    with private.clock.part("checks"), private.lent_weights():
+    with private.clock.part("checks"), private.unsharded_layers():
         check_independence(private.model, data, per_sample_loss, collate=settings.collate)
     extras = dict(settings.extras) | ({} if scheduler is None else {"scheduler": scheduler})
     if resume:
@@ -159,6 +159,8 @@ def train(
     if private.finished:
         private.release()
         observer.save()
+    else:
+        private.history.note_end()
     private.clock.stop()
     return Outcome(
         steps_taken=private.steps_taken,

@@ -1,7 +1,7 @@
 """Every GPU kernel of this package, as calls of the functions that launch it.
 
-`shuffled-dpsgd warm-up` makes these calls on a GPU, so that Triton has the kernels in its cache.
-`benchmarks.compile_kernels` makes them with tensors on a CPU and compiles what would be launched.
+`benchmarks.kernel_launches` makes these calls with tensors on a CPU and compiles what would be
+launched.
 Triton compiles a kernel again for other types, for sizes that are no multiples of 16, and for
 other values of its constants. What is listed covers layers whose widths are multiples of 16, in
 bfloat16, with samples of the given lengths, and a few odd sizes.
@@ -24,8 +24,6 @@ from torch import Tensor
 from shuffled_dpsgd.clipping.kernels import choices
 from shuffled_dpsgd.core.noise import Place
 from shuffled_dpsgd.permutation import draw, gpu
-from shuffled_dpsgd.runtime.backends import Backend
-from shuffled_dpsgd.training import device_noise
 
 # Of a usual text, and of an image of 14 by 14 patches.
 LENGTHS = (128, 197)
@@ -81,26 +79,6 @@ def all_launches(device: torch.device, lengths: Sequence[int] = LENGTHS) -> list
         *gluon_launches(made, maps),
         *norm_layer_launches(made),
         *release_launches(made),
-    ]
-
-
-def all_backends(device: torch.device) -> list[Backend]:
-    """The backends whose probes decide which of these kernels serve on a GPU."""
-    found = [backend for backend in vars(choices).values() if isinstance(backend, Backend)]
-    if not choices.is_hopper(device):
-        found = [backend for backend in found if "Gluon" not in backend.name]
-    return [*found, gpu.BACKEND, device_noise.BACKEND]
-
-
-def compiling_work(
-    device: torch.device, lengths: Sequence[int] = LENGTHS
-) -> list[tuple[str, Callable[[], object]]]:
-    """The probes of all backends and all launches that a GPU serves, with their names."""
-    major, minor = torch.cuda.get_device_capability(device)
-    chip = 10 * major + minor
-    return [
-        *((f"probe: {r.name}", partial(r.probe, device)) for r in all_backends(device)),
-        *((k.name, k.run) for k in all_launches(device, lengths) if k.serves(chip)),
     ]
 
 

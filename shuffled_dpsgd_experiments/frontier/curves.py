@@ -199,7 +199,7 @@ def _sentence(curves: Curves) -> str:
         f"{curves.workload.title} ({_span(seeds)} seeds a point): at its claimed ε = "
         f"{best.point.epsilon:g} (heuristic) the paper's algorithm with c' = "
         f"{best.point.batch_clip_ratio:g}c is {abs(gain):.1f} points "
-        f"{'more' if gain > 0 else 'less'} accurate than DP-SGD certified at that ε, but what is "
+        f"{'more' if gain > 0 else 'less'} accurate than DP-SGD certified at that ε, and what is "
         f"proven of it there is ε = {proven.certified_epsilon:.3g}. Of its {len(found)} points, "
         f"compared with DP-SGD at the same certified ε, {below} lie below, {above} above, and "
         f"{len(found) - below - above} show no difference beyond two standard errors (differences "

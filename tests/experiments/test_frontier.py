@@ -227,15 +227,15 @@ def test_points_say_what_make_private_is_told() -> None:
 
 
 def test_the_readme_says_what_the_figure_shows() -> None:
-    """About ten points at the claim on digits, and no point above DP-SGD at its certified ε."""
+    """Over nine points at the claim on digits, and no point above DP-SGD at its certified ε."""
     raw = json.loads((ROOT / "results" / "frontier.json").read_text(encoding="utf-8"))
     claimed = [each["at_the_claim"] for each in raw["workloads"]["digits"]["comparisons"]]
-    assert round(max(each for each in claimed if each is not None)) == 10
+    assert 9 < max(each for each in claimed if each is not None) < 10
     found = [each for name in raw["workloads"] for each in raw["workloads"][name]["comparisons"]]
     assert found
     assert "above DP-SGD" not in {each["verdict"] for each in found}
     page = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
-    assert "about 10 points more accurate on digits than DP-SGD certified at that ε" in page
+    assert "over 9 points more accurate on digits than DP-SGD certified at that ε" in page
     assert "none of its points is above DP-SGD" in page
 
 

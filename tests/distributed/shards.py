@@ -26,7 +26,6 @@ from torch.utils.data import DataLoader
 from distributed import replicas
 from distributed.replicas import CASES, refusal
 from distributed.sharded_models import shard, whole
-from shuffled_dpsgd.clipping.checks.solo_runs import Autocast
 from shuffled_dpsgd.clipping.settle.layer_by_layer import LayerByLayer
 from shuffled_dpsgd.distributed import current_world
 from shuffled_dpsgd.distributed.exchange import ShardedSums
@@ -35,6 +34,7 @@ from shuffled_dpsgd.distributed.unshard_graph import UnshardedGraph
 from shuffled_dpsgd.errors import RefereeError, UnsupportedModuleError
 from shuffled_dpsgd.integrations.hf_conflicts import check_model
 from shuffled_dpsgd.permutation import apply, discover, draw
+from shuffled_dpsgd.runtime.replay import Call
 from shuffled_dpsgd.tasks.averaging import WeightAverage
 from shuffled_dpsgd.tasks.sharding import fill_whole
 from shuffled_dpsgd.training import (
@@ -365,19 +365,25 @@ def killed_in_a_shuffle(rank: int) -> None:
     run(private, case)
 
 
-def on_trial(name: str) -> dict[str, Any]:
-    """Batches that are booked for the standing check alone, by one rank and by the other not."""
+def on_loan(name: str) -> dict[str, Any]:
+    """A batch that one rank runs twice among other records, and the other rank not at all."""
     case = CASES[name](torch.float64)
     private = start(case, shuffle="off")
     checks, rank = private.engine._checks, current_world().rank
     batch = next(iter(DataLoader(case.data, batch_size=3)))
     kwargs = {"input_ids": batch["input_ids"]}
-    found: dict[str, int] = {}
+    found: dict[str, Any] = {"same": None}
     with private, whole_weights_counted(found), private.unsharded_layers():
         if rank == 1:
-            checks.standing.try_batch(((), kwargs), 3, 3, Autocast.now("cpu"))
+            call, take = Call.now(private.model, (), kwargs), private._sharding.gradients_to
+            with checks.witness.replay(call, 3, checks.taken_off(), take=take) as rerun:
+                rerun.invent_gradients(numbers=False)
+                one, two = (rerun.observe(order, [1]) for order in ([0, 1, 2], [2, 1, 0]))
+                found["same"] = all(
+                    torch.allclose(one.grads[name], two.grads[name], atol=1e-12)
+                    for name in one.grads
+                )
     return found | {
-        "checked": private.engine.num_checked,
         "shards": all(isinstance(p, DTensor) for p in private.model.parameters()),
     }
 

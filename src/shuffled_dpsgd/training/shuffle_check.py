@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from shuffled_dpsgd.clipping.capture.batch_size import find_batch
-from shuffled_dpsgd.clipping.checks.changed_batches import chosen
+from shuffled_dpsgd.clipping.checks.batch_axis import chosen
 from shuffled_dpsgd.errors import InvalidArgumentError, InvarianceError
 from shuffled_dpsgd.permutation import Permutation, PermutationSpec, apply, from_groups
 from shuffled_dpsgd.permutation.comparison import (
@@ -26,9 +26,9 @@ from shuffled_dpsgd.permutation.comparison import (
     function_outputs,
     output_deviation,
 )
+from shuffled_dpsgd.runtime.random_states import randomness_kept
 from shuffled_dpsgd.runtime.shards import Sharding
 from shuffled_dpsgd.runtime.uncompiled import eagerly
-from shuffled_dpsgd.training.global_randomness import randomness_kept
 
 _HALF_TOLERANCE = 1e-1
 # Of larger outputs only so many entries are kept: the logits of a language model are many.

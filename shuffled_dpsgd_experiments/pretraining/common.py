@@ -106,7 +106,10 @@ def decaying_matrices(model: torch.nn.Module, weight_decay: float) -> torch.opti
     """AdamW that decays matrices and leaves biases and norms alone."""
     matrices = [p for p in model.parameters() if p.ndim > 1]
     others = [p for p in model.parameters() if p.ndim <= 1]
-    groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": others}]
+    groups: list[dict[str, Any]] = [
+        {"params": matrices, "weight_decay": weight_decay},
+        {"params": others},
+    ]
     fused = next(model.parameters()).is_cuda
     return torch.optim.AdamW(groups, lr=0.0, weight_decay=0.0, betas=(0.9, 0.95), fused=fused)
 

@@ -26,7 +26,6 @@ from shuffled_dpsgd.tasks import Evaluation, RunConfig, Task, build_task, start_
 from shuffled_dpsgd.tasks.averaging import WeightAverage
 from shuffled_dpsgd.tasks.start import build_scheduler, chosen_device
 from shuffled_dpsgd.training.loop import Callback, LoopSettings, Outcome, Progress, train
-from shuffled_dpsgd.training.private import PrivateTraining
 from shuffled_dpsgd.training.spending import paper_estimate
 from shuffled_dpsgd_experiments.sweeps.grid import Cell
 from shuffled_dpsgd_experiments.sweeps.search import run_search
@@ -127,7 +126,9 @@ def run_cell(cell: Cell, tasks: Tasks) -> dict[str, Any] | None:
 
 
 def _plan_of(cell: Cell, tasks: Tasks) -> PrivacyPlan:
-    private = _start(_alone(cell), tasks.of(cell.config))
+    task = tasks.of(cell.config)
+    model = copy.deepcopy(task.model)
+    private = start_private(_alone(cell).noisy_config, model, dataset_size=len(task.train_data))
     private.close()
     return private.plan
 
@@ -136,15 +137,6 @@ def _alone(cell: Cell) -> Cell:
     """A run of a search: it is the search that counts in the budget, and no noise is repeated."""
     privacy = replace(cell.config.privacy, budget=None)
     return replace(cell, config=replace(cell.config, privacy=privacy), own_noise=True)
-
-
-def _start(cell: Cell, task: Task) -> PrivateTraining:
-    """Seeds share their noise between cells, so where runs are priced together there is none."""
-    config = cell.config
-    if cell.own_noise or config.privacy.budget is not None:
-        config = replace(config, seed=None)
-    model = copy.deepcopy(task.model).to(chosen_device(config.training.device))
-    return start_private(config, model, dataset_size=len(task.train_data))
 
 
 def _free_memory() -> None:
@@ -158,13 +150,13 @@ def _record(cell: Cell, tasks: Tasks) -> dict[str, Any] | None:
     # Dropout, where a model has any, must not depend on the cells before.
     torch.manual_seed(config.init_seed)
     task = tasks.of(config)
-    private = _start(cell, task)
-    model, decay = private.model, config.training.weight_averaging
+    model = copy.deepcopy(task.model).to(chosen_device(config.training.device))
+    decay = config.training.weight_averaging
     average = WeightAverage(model, decay=decay) if decay else None
     callbacks: list[Callback] = [meter]
     if average is not None:
         callbacks.append(lambda progress: average.update(model))
-    plan, outcome = train_on(config, task, model, callbacks)
+    plan, outcome = train_on(cell.noisy_config, task, model, callbacks)
     if not outcome.finished:
         return None
     trained = time.perf_counter()

@@ -26,6 +26,7 @@ from shuffled_dpsgd.tasks import Evaluation, RunConfig, Task, build_task, start_
 from shuffled_dpsgd.tasks.averaging import WeightAverage
 from shuffled_dpsgd.tasks.start import build_scheduler, chosen_device
 from shuffled_dpsgd.training.loop import Callback, LoopSettings, Outcome, Progress, train
+from shuffled_dpsgd.training.private import PrivateTraining
 from shuffled_dpsgd.training.spending import paper_estimate
 from shuffled_dpsgd_experiments.sweeps.grid import Cell
 from shuffled_dpsgd_experiments.sweeps.search import run_search
@@ -126,11 +127,14 @@ def run_cell(cell: Cell, tasks: Tasks) -> dict[str, Any] | None:
 
 
 def _plan_of(cell: Cell, tasks: Tasks) -> PrivacyPlan:
-    task = tasks.of(cell.config)
-    model = copy.deepcopy(task.model)
-    private = start_private(_alone(cell).noisy_config, model, dataset_size=len(task.train_data))
+    private = _start(_alone(cell), tasks.of(cell.config))
     private.close()
     return private.plan
+
+
+def _start(cell: Cell, task: Task) -> PrivateTraining:
+    model = copy.deepcopy(task.model).to(chosen_device(cell.config.training.device))
+    return start_private(cell.noisy_config, model, dataset_size=len(task.train_data))
 
 
 def _alone(cell: Cell) -> Cell:
@@ -150,13 +154,13 @@ def _record(cell: Cell, tasks: Tasks) -> dict[str, Any] | None:
     # Dropout, where a model has any, must not depend on the cells before.
     torch.manual_seed(config.init_seed)
     task = tasks.of(config)
-    model = copy.deepcopy(task.model).to(chosen_device(config.training.device))
-    decay = config.training.weight_averaging
+    private = _start(cell, task)
+    model, decay = private.model, config.training.weight_averaging
     average = WeightAverage(model, decay=decay) if decay else None
     callbacks: list[Callback] = [meter]
     if average is not None:
         callbacks.append(lambda progress: average.update(model))
-    plan, outcome = train_on(cell.noisy_config, task, model, callbacks)
+    outcome = train_on(config, task, private, callbacks)
     if not outcome.finished:
         return None
     trained = time.perf_counter()
@@ -172,7 +176,7 @@ def _record(cell: Cell, tasks: Tasks) -> dict[str, Any] | None:
         "tuned": dict(cell.tuned),
         "score_name": task.score_name,
         **scores,
-        **describe_plan(plan),
+        **describe_plan(private.plan),
         "steps_taken": outcome.steps_taken,
         "samples_without_finite_gradient": meter.nonfinite,
         "seconds": {
@@ -181,18 +185,17 @@ def _record(cell: Cell, tasks: Tasks) -> dict[str, Any] | None:
         },
         "samples_per_second_when_warm": meter.samples_per_second(),
         "config": cell.described,
-        "environment": environment(str(next(model.parameters()).device)),
+        "environment": environment(str(private.device)),
     }
 
 
 def train_on(
-    config: RunConfig, task: Task, model: torch.nn.Module, callbacks: Sequence[Callback] = ()
-) -> tuple[PrivacyPlan, Outcome]:
-    """Train a model on a task's records as a file asks, and keep nothing but the model."""
-    private = start_private(config, model, dataset_size=len(task.train_data))
+    config: RunConfig, task: Task, private: PrivateTraining, callbacks: Sequence[Callback] = ()
+) -> Outcome:
+    """Train what was started on a task's records as a file asks; nothing is kept but the model."""
     find = config.training.physical_batch_size is None and private.device.type == "cuda"
     with contextlib.closing(private):
-        outcome = train(
+        return train(
             private,
             task.train_data,
             task.losses,
@@ -206,7 +209,6 @@ def train_on(
             callbacks=callbacks,
             scheduler=build_scheduler(private.optimizer, config.optimizer, private.plan.num_steps),
         )
-    return private.plan, outcome
 
 
 def evaluate(task: Task, model: torch.nn.Module, *, texts: bool) -> dict[str, Any]:

@@ -65,7 +65,14 @@ class UnsupportedModuleError(ShuffledDPError):
 
 
 class RefereeError(ShuffledDPError):
-    """What was about to be released is not what was promised; nothing was released."""
+    """What was about to be released is not what was promised; nothing was released.
+
+    `name` is the parameter in which it shows, if it shows in one.
+    """
+
+    def __init__(self, message: str, *, name: str = "") -> None:
+        super().__init__(message)
+        self.name = name
 
 
 class CannotReplayError(ShuffledDPError):

@@ -129,6 +129,7 @@ def audit_folder(
     audited = replace(
         card.with_audits(*map(_of_a_repeat, report.card.audits)),
         not_covered=(*card.not_covered, price),
+        weights=old.get("weights", {}),
     )
     return replace(report, card=audited), audited
 

@@ -200,8 +200,7 @@ def assemble(
         ledger=_ledger(world, plan, options.ledger_path),
         streams=streams,
         spec=spec,
-        physical_batch_size=options.physical_batch_size
-        or min(DEFAULT_PHYSICAL_BATCH, plan.expected_batch_size),
+        physical_batch_size=options.physical_batch_size or DEFAULT_PHYSICAL_BATCH,
         world=world,
         exchange=exchange,
         sharding=sharding,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -62,6 +62,8 @@ class PrivacyCard(CertifiedCard):
     exactness: str | None = None
     accounting: str = "certified"
     subject: Mapping[str, str] = field(default_factory=dict)
+    # Digests of what was released, by which saved weights are known; see `released_weights.py`.
+    weights: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     __str__ = CertifiedCard.__str__
 
@@ -110,6 +112,7 @@ class PrivacyCard(CertifiedCard):
         """Plain data in the card's order; every epsilon sits beside its kind."""
         return {
             "subject": dict(self.subject),
+            "weights": {kind: list(digests) for kind, digests in self.weights.items()},
             "private": self.private,
             "certified": _claim_json(self.certified),
             "certified_so_far": _claim_json(self.certified_so_far),

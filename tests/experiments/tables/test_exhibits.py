@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import statistics
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -326,3 +328,57 @@ def test_generated_texts_have_the_published_layouts(tmp_path: Path) -> None:
     rows = (write_restaurants(tmp_path / "b", train=5, dev=2) / "trainset.csv").read_text()
     assert rows.startswith("mr,ref")
     assert "serves" in rows
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["table1", "table2", "table6", "table7"])
+def test_a_table_is_run_at_small_size(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("sklearn")
+    pytest.importorskip("transformers")
+    monkeypatch.setattr(table1, "DEMO", ("paper/bert-sst2",))
+    raw = table2.demo_config().to_json()
+    raw["training"] = {"expected_batch_size": 200, "num_steps": 2, "device": "cpu"}
+    small = parse_config(raw)
+    monkeypatch.setattr(table2, "demo_config", lambda: small)
+    few = partial(table6.PaperSetting, num_observations=200)
+    monkeypatch.setattr(
+        table6, "PaperSetting", lambda repetitions: few(repetitions=repetitions // 10)
+    )
+    monkeypatch.setattr(table7, "SIZES", {"demo": 16})
+    found = REPRODUCTIONS[name].reproduce(Request(output=tmp_path))
+    assert [path.name for path in found.written] == [f"{name}_demo.json"]
+    assert found.exhibit is not None
+    assert found.exhibit.rows
+    assert all(row.ours != NOT_RUN for row in found.exhibit.rows)
+    shown = REPRODUCTIONS[name].reproduce(Request(output=tmp_path, from_results=True))
+    assert shown.exhibit == found.exhibit
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:the most frequent row")
+@pytest.mark.parametrize("name", ["table3", "table4", "table5"])
+def test_a_table_of_runs_is_run_at_small_size(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("sklearn")
+    pytest.importorskip("sacrebleu")
+    monkeypatch.setattr(training, "EPSILONS", (1.0,))
+    demo = DEMONSTRATIONS[name]
+    write = demo.write_texts
+    small = replace(
+        demo,
+        run={**demo.run, "training": {"expected_batch_size": 100, "num_steps": 1}},
+        write_texts=None if write is None else lambda folder: write(folder, train=400, dev=4),
+    )
+    monkeypatch.setattr(training, "DEMONSTRATIONS", {name: small})
+    found = REPRODUCTIONS[name].reproduce(Request(output=tmp_path))
+    assert found.exhibit is not None
+    methods = [row.what.split(", ", 1)[1] for row in found.exhibit.rows]
+    own = "shuffled, paper, c' = c"
+    assert methods == ["non-private", *(f"{m}, ε = 1" for m in ("ghost", "mixopt", own))]
+    assert all(row.ours != NOT_RUN for row in found.exhibit.rows)
+    assert found.exhibit.origin.startswith("Scale: demo. 4 runs")
+    shown = REPRODUCTIONS[name].reproduce(Request(output=tmp_path, from_results=True))
+    assert shown.exhibit == found.exhibit

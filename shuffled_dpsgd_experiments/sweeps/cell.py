@@ -132,19 +132,15 @@ def _plan_of(cell: Cell, tasks: Tasks) -> PrivacyPlan:
     return private.plan
 
 
+def _start(cell: Cell, task: Task) -> PrivateTraining:
+    model = copy.deepcopy(task.model).to(chosen_device(cell.config.training.device))
+    return start_private(cell.noisy_config, model, dataset_size=len(task.train_data))
+
+
 def _alone(cell: Cell) -> Cell:
     """A run of a search: it is the search that counts in the budget, and no noise is repeated."""
     privacy = replace(cell.config.privacy, budget=None)
     return replace(cell, config=replace(cell.config, privacy=privacy), own_noise=True)
-
-
-def _start(cell: Cell, task: Task) -> PrivateTraining:
-    """Seeds share their noise between cells, so where runs are priced together there is none."""
-    config = cell.config
-    if cell.own_noise or config.privacy.budget is not None:
-        config = replace(config, seed=None)
-    model = copy.deepcopy(task.model).to(chosen_device(config.training.device))
-    return start_private(config, model, dataset_size=len(task.train_data))
 
 
 def _free_memory() -> None:

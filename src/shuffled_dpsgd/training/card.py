@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from shuffled_dpsgd.accounting import Meaning, what_it_means
-from shuffled_dpsgd.accounting.exactness import STATEMENT, is_exact
+from shuffled_dpsgd.accounting.bracket import STATEMENT, is_exact
 from shuffled_dpsgd.accounting.together import runs_of
 from shuffled_dpsgd.core import card as core_card
 from shuffled_dpsgd.core.card import CertifiedCard, counted

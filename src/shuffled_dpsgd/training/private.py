@@ -209,7 +209,7 @@ class PrivateTraining:
         Each forward of a rank asks the others for its weights anew. All ranks must enter, and those
         that do not run the model answer until all others leave.
         """
-        with nullcontext() if self._sharding is None else self._sharding.lending():
+        with nullcontext() if self._sharding is None else self._sharding.unsharded():
             yield
 
     @property

@@ -1,4 +1,4 @@
-"""The tables of docs/auditing.md about real models, from the results that `real_audits` wrote.
+"""The table of docs/auditing.md about real models, from the results that `real_audits` wrote.
 
     python -m shuffled_dpsgd_experiments.audit_page results docs/auditing.md
 
@@ -12,11 +12,31 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from shuffled_dpsgd.reports.style import BLUE, HEURISTIC, PROVEN, house_style, save_drawing
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 BEGIN, END = "<!-- real models: begin -->", "<!-- real models: end -->"
-MODES = ("step", "runs", "one-run", "black-box")
+FIGURE = "![claimed, shown and certified](figures/real-models.svg)"
+KINDS = {
+    "step": "one step",
+    "runs": "repeated runs",
+    "one-run": "one run",
+    "black-box": "black box",
+}
 NAMES = {"e2e": "E2E", "sst2": "SST-2"}
+HEAD = (
+    "audit",
+    "sample",
+    "certified ε (proven)",
+    "the paper's ε (heuristic)",
+    "strongest bound (measured, joint 95 %)",
+    "verdict on the paper's, on the certified",
+    "cost",
+)
 Record = dict[str, Any]
 
 
@@ -25,100 +45,32 @@ def audits_in(results: Path) -> list[Record]:
     found = []
     for path in sorted(results.glob("audit_*.json")):
         record = json.loads(path.read_text(encoding="utf-8"))
-        if record.get("mode") in MODES:
+        if record.get("mode") in KINDS:
             found.append({"file": path.name, **record})
-    return sorted(found, key=lambda record: (MODES.index(record["mode"]), record["file"]))
+    return sorted(found, key=lambda record: (list(KINDS).index(record["mode"]), record["file"]))
 
 
 def page_part(results: Path) -> str:
-    """All tables, as Markdown."""
-    audits = audits_in(results)
-    steps = [record for record in audits if record["mode"] == "step"]
-    boxes = [record for record in audits if record["mode"] == "black-box"]
-    parts = [summary(audits), "![claimed, shown and certified](figures/real-models.svg)"]
-    if steps:
-        parts.append(adversaries(steps))
-    if boxes:
-        parts.append(black_boxes(boxes))
-    return "\n\n".join(parts)
+    """The table, one row per audit, as Markdown, and the figure."""
+    rows = [HEAD, ["---"] * len(HEAD), *map(row_of, audits_in(results))]
+    return "\n".join("| " + " | ".join(row) + " |" for row in rows) + f"\n\n{FIGURE}"
 
 
-def summary(audits: Sequence[Record]) -> str:
-    """One row per audit: what was run, what is certified and claimed, the bound, the verdict."""
-    rows = [
-        (
-            what(record),
-            sample(record),
-            shown(claim_of(record, "proven")),
-            shown(claim_of(record, "heuristic")),
-            strongest(record),
-            verdict(record),
-            cost(record),
-        )
-        for record in audits
-    ]
-    head = (
-        "audit",
-        "sample",
-        "certified ε (proven)",
-        "the paper's ε (heuristic)",
-        "strongest bound (measured, joint 95 %)",
-        "verdict on the paper's, on the certified",
-        "cost",
+def row_of(record: Record) -> tuple[str, ...]:
+    """What was run, what is certified and claimed, the bound, the verdict, the cost."""
+    bound, found = bound_of(record), [judged(record, kind) for kind in ("heuristic", "proven")]
+    attack = f", {_decisive(record)['strongest_attack']}" if bound > 0.0 else ""
+    spent = record["cost"]
+    end = ", cut short" if spent.get("cut_short") else ""
+    return (
+        f"[{words_of(record)}](../results/{record['file']})",
+        sample(record),
+        shown(claim_of(record, "proven")),
+        shown(claim_of(record, "heuristic")),
+        f"**{bound:.2f}**{attack}",
+        "; ".join("–" if one is None else one["outcome"] for one in found),
+        f"{spent['seconds']:.0f} s, {spent['device'].replace('NVIDIA ', '')}{end}",
     )
-    return table(head, rows)
-
-
-def adversaries(steps: Sequence[Record]) -> str:
-    """Bounds of every adversary of the step audits, each at its own 95 %."""
-    labels = list(
-        dict.fromkeys((a["adversary"], a["canary"]) for record in steps for a in record["attacks"])
-    )
-    rows = []
-    for adversary, canary in labels:
-        cells = []
-        for record in steps:
-            bounds = [
-                a["bounds"]
-                for a in record["attacks"]
-                if (a["adversary"], a["canary"]) == (adversary, canary)
-            ]
-            cells.append(_pair(bounds[0]) if bounds else "")
-        rows.append((f"{adversary} ({canary})", *cells))
-    return table(
-        ("order statistics / over Gaussian curves*", *(what(record) for record in steps)), rows
-    )
-
-
-def black_boxes(boxes: Sequence[Record]) -> str:
-    """Areas under the ROC curve with the shuffle and without."""
-    rows = []
-    for record in boxes:
-        for attack in ("loss", "ratio"):
-            arms, gap = record["arms"], record["on_minus_off"][attack]
-            half = (gap["high"] - gap["low"]) / 2.0
-            rows.append(
-                (
-                    f"{what(record)}: {attack}",
-                    f"{arms['off'][attack]['pooled_area']:.3f}",
-                    f"{arms['on'][attack]['pooled_area']:.3f}",
-                    f"{gap['mean_difference']:.3f} ± {half:.3f}",
-                    f"{record['largest_paired_difference']:.0e}",
-                )
-            )
-    head = (
-        "attack, area under the ROC curve",
-        "shuffle off",
-        "shuffle on",
-        "on minus off, 95 % over seeds",
-        "largest difference of a loss, same noise",
-    )
-    return table(head, rows)
-
-
-def what(record: Record) -> str:
-    """The audit in words, with a link to its file."""
-    return f"[{words_of(record)}](../results/{record['file']})"
 
 
 def words_of(record: Record) -> str:
@@ -130,17 +82,15 @@ def words_of(record: Record) -> str:
         extra.append("canaries alone")
     if record.get("fit_steps"):
         extra.append("initial weights fitted")
-    kind = {"step": "one step", "runs": "repeated runs", "black-box": "black box"}
-    return ", ".join([model, kind.get(record["mode"], "one run"), *extra])
+    return ", ".join([model, KINDS[record["mode"]], *extra])
 
 
 def sample(record: Record) -> str:
     """How much was looked at."""
-    setting = record["setting"]
+    setting, steps = record["setting"], record["config"]["training"]["num_steps"]
     if record["mode"] == "step":
         made = setting["observations_made"]
         return f"{made} + {made} releases"
-    steps = _steps(record)
     if record["mode"] == "runs":
         return f"{setting['runs_without']} + {setting['runs_with']} runs of {steps} steps"
     if record["mode"] == "black-box":
@@ -169,27 +119,10 @@ def bound_of(record: Record) -> float:
     return float(_decisive(record)["strongest_bound"])
 
 
-def strongest(record: Record) -> str:
-    bound = bound_of(record)
-    attack = _decisive(record)["strongest_attack"]
-    return f"**{bound:.2f}**" + (f", {attack}" if bound > 0.0 else "")
-
-
 def _decisive(record: Record) -> Record:
     found = judged(record, "heuristic") or judged(record, "proven")
     assert found is not None, "every audit judges the certified claim"
     return found
-
-
-def verdict(record: Record) -> str:
-    found = [judged(record, kind) for kind in ("heuristic", "proven")]
-    return "; ".join("–" if one is None else one["outcome"] for one in found)
-
-
-def cost(record: Record) -> str:
-    spent = record["cost"]
-    end = ", cut short" if spent.get("cut_short") else ""
-    return f"{spent['seconds']:.0f} s, {spent['device'].replace('NVIDIA ', '')}{end}"
 
 
 def shown(epsilon: float | None) -> str:
@@ -198,32 +131,52 @@ def shown(epsilon: float | None) -> str:
     return f"{epsilon:,.0f}" if epsilon >= 1000.0 else f"{epsilon:.3g}"
 
 
-def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
-
-
 def rewritten(page: str, part: str) -> str:
     """The page with `part` between its marks."""
     before, rest = page.split(BEGIN)
     return f"{before}{BEGIN}\n\n{part}\n\n{END}{rest.split(END)[1]}"
 
 
-def _pair(bounds: Record) -> str:
-    plain, gaussian = bounds["order-statistics"], bounds["order-statistics-gaussian"]
-    return f"{plain['epsilon']:.2f} / {gaussian['epsilon']:.2f}"
+@house_style()
+def draw(audits: Sequence[Record]) -> Figure:
+    """A line per audit, ε to the right: a bound right of the paper's claim refutes it."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10.0, 1.6 + 0.42 * len(audits)), layout="constrained")
+    axes = figure.subplots()
+    looks = (
+        ("the paper's claim (heuristic)", HEURISTIC, "x", lambda r: claim_of(r, "heuristic")),
+        ("strongest joint bound (measured)", BLUE, "o", bound_of),
+        ("certified (proven)", PROVEN, "|", lambda r: claim_of(r, "proven")),
+    )
+    for label, colour, mark, value_of in looks:
+        values = [value_of(record) for record in audits]
+        places = [(x, row) for row, x in enumerate(values) if x is not None]
+        axes.plot(
+            *zip(*places, strict=True),
+            mark,
+            color=colour,
+            markersize=9,
+            markeredgewidth=2,
+            label=label,
+        )
+    axes.set_yticks(range(len(audits)), [words_of(record) for record in audits])
+    axes.set_xscale("symlog", linthresh=0.1)
+    axes.set(xlabel="ε", xlim=(-0.02, None))
+    axes.invert_yaxis()
+    figure.legend(loc="outside lower center", ncols=3)
+    return figure
 
 
-def _steps(record: Record) -> int:
-    return int(record["config"]["training"]["num_steps"])
+def save(audits: Sequence[Record], path: Path) -> None:
+    """As SVG or PNG, by the name's ending."""
+    save_drawing(draw(audits), path)
 
 
 def main(arguments: Sequence[str]) -> None:
     results, page = map(Path, arguments)
     text = rewritten(page.read_text(encoding="utf-8"), page_part(results))
     page.write_text(text, encoding="utf-8")
-    from shuffled_dpsgd_experiments.audit_figure import save
-
     save(audits_in(results), page.parent / "figures" / "real-models.svg")
 
 

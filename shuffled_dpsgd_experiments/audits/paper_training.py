@@ -15,19 +15,22 @@ from dataclasses import asdict, dataclass
 import numpy as np
 import torch
 
-from shuffled_dpsgd.auditing.adversaries import ThreatModel
 from shuffled_dpsgd.auditing.alignment import realign
 from shuffled_dpsgd.auditing.estimators import ScorePair
-from shuffled_dpsgd.auditing.gradient_canaries import InjectingEngine
 from shuffled_dpsgd.auditing.model_attacks import inner, orbit_canary, step_attacks, widest_axis
-from shuffled_dpsgd.auditing.probes import OnProgress, Prober, probe, trainable
-from shuffled_dpsgd.auditing.ranges import require_at_least
+from shuffled_dpsgd.auditing.probes import Prober, probe
 from shuffled_dpsgd.auditing.run import AuditTarget, step_claims
-from shuffled_dpsgd.auditing.sensitivity import RecordingMechanism
 from shuffled_dpsgd.auditing.step import ESTIMATORS
-from shuffled_dpsgd.auditing.unwatched import Unwatched
-from shuffled_dpsgd.auditing.verdict import AuditReport, Evidence, assess, judge
-from shuffled_dpsgd.auditing.watched_training import train_watched
+from shuffled_dpsgd.auditing.taps import OnProgress, Tensors, tap, train
+from shuffled_dpsgd.auditing.updates import trainable
+from shuffled_dpsgd.auditing.verdict import (
+    AuditReport,
+    Evidence,
+    ThreatModel,
+    assess,
+    judge,
+    require_at_least,
+)
 from shuffled_dpsgd.errors import InvalidArgumentError
 from shuffled_dpsgd.permutation import apply_to_tensors, draw, identity
 from shuffled_dpsgd.training.plan_identity import plan_json
@@ -67,21 +70,23 @@ class WatchedRun:
         self.coins: list[bool] = []
         self.fixed: list[float] = []
         self.followed: list[float] = []
-        self._recorder = RecordingMechanism(private.mechanism)
-        private.engine = InjectingEngine(private.engine, self._injected)  # type: ignore[assignment]
-        private.mechanism = self._recorder
-        private.referee = Unwatched()
+        self._recorder = tap(private, self._injected)
 
     def train(self, target: AuditTarget, on_progress: OnProgress | None) -> None:
-        train_watched(
-            self.private, target.data, target.losses, target.collate, self._observe, on_progress
+        train(
+            self.private,
+            target.data,
+            target.losses,
+            target.collate,
+            watch=self._observe,
+            on_progress=on_progress,
         )
 
     def scores(self, read: list[float]) -> ScorePair:
         values, coins = np.array(read), np.array(self.coins)
         return ScorePair(out=values[~coins], present=values[coins])
 
-    def _injected(self) -> dict[str, torch.Tensor]:
+    def _injected(self, records: Tensors) -> dict[str, torch.Tensor]:
         """The canary, where this step's frame has it, if the coin says so."""
         self._joined = bool(self._rng.random() < 0.5)
         canary = {n: t.clone() * self.private.plan.clip_norm for n, t in self._dirac.items()}

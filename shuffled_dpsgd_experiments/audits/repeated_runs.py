@@ -14,12 +14,17 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
-from shuffled_dpsgd.auditing.adversaries import ThreatModel
+from shuffled_dpsgd.auditing.canary_run import CanaryRun
 from shuffled_dpsgd.auditing.estimators import ClopperPearson, OrderStatistics, ScorePair
-from shuffled_dpsgd.auditing.one_run_training import CanaryRun
-from shuffled_dpsgd.auditing.ranges import require_at_least
 from shuffled_dpsgd.auditing.run import AuditTarget
-from shuffled_dpsgd.auditing.verdict import AuditReport, Evidence, assess, judge
+from shuffled_dpsgd.auditing.verdict import (
+    AuditReport,
+    Evidence,
+    ThreatModel,
+    assess,
+    judge,
+    require_at_least,
+)
 from shuffled_dpsgd.core.plan import PrivacyPlan
 from shuffled_dpsgd.errors import InvalidArgumentError
 from shuffled_dpsgd.training.paper_estimates import paper_estimate

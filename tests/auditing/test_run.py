@@ -7,17 +7,16 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
-from shuffled_dpsgd.auditing.adversaries import ThreatModel
-from shuffled_dpsgd.auditing.gradient_canaries import CanaryField
+from shuffled_dpsgd.auditing.canary_run import CanaryField
 from shuffled_dpsgd.auditing.input_canaries import Extended, Leaving, blank, label_of, mislabelled
 from shuffled_dpsgd.auditing.model_attacks import (
     normalised,
     random_direction,
+    record_attack,
     step_attacks,
     widest_axis,
 )
-from shuffled_dpsgd.auditing.probes import LEAST_OBSERVATIONS, Prober, trainable
-from shuffled_dpsgd.auditing.record_canaries import ReadRecord, RecordGradient
+from shuffled_dpsgd.auditing.probes import LEAST_OBSERVATIONS, Prober
 from shuffled_dpsgd.auditing.run import (
     AuditTarget,
     RunSetting,
@@ -26,6 +25,8 @@ from shuffled_dpsgd.auditing.run import (
     card_bounds,
     step_claims,
 )
+from shuffled_dpsgd.auditing.updates import trainable
+from shuffled_dpsgd.auditing.verdict import ThreatModel
 from shuffled_dpsgd.errors import InvalidArgumentError
 from shuffled_dpsgd.models import build_model
 from shuffled_dpsgd.tasks.classification import classification_task
@@ -87,12 +88,13 @@ def test_one_run_at_little_noise_finds_the_canaries_through_the_shuffle() -> Non
     assert not report.refutes_a_proven_claim
     by_threat = {attack.evidence.threat_model: attack for attack in report.attacks}
     assert set(by_threat) == {
+        ThreatModel.MECHANISM_OUTPUT,
         ThreatModel.STEP_GRADIENTS,
         ThreatModel.FINAL_WITH_INITIAL,
         ThreatModel.FINAL_WITHOUT_INITIAL,
         ThreatModel.BLACK_BOX,
     }
-    for threat in (ThreatModel.STEP_GRADIENTS, ThreatModel.FINAL_WITH_INITIAL):
+    for threat in set(by_threat) - {ThreatModel.FINAL_WITHOUT_INITIAL, ThreatModel.BLACK_BOX}:
         assert by_threat[threat].bounds[0].epsilon > 2.0
     assert report.notes == (
         "re-alignment along the run recovered 100.0% of the permuted positions",
@@ -155,8 +157,8 @@ def test_a_record_is_found_through_adamw_and_the_shuffle() -> None:
     aimed = target(noise_multiplier=1e-4)
     private = aimed.start(300)
     record = mislabelled(aimed.data, 1, np.random.default_rng(0))[0]
-    gradient = RecordGradient(private, record, aimed.losses, None)
-    attack = ReadRecord(private, gradient, kind="mislabelled")
+    attack = record_attack(private, record, aimed.losses, None, kind="mislabelled")
+    assert attack.contribution is not None
     norm = sum(float(t.square().sum()) for t in attack.canary.values())
     assert norm <= 1.0 + 1e-6
     prober = Prober(private, seed=0)

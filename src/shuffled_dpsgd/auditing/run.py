@@ -15,16 +15,29 @@ from typing import Any, get_args
 import numpy as np
 
 from shuffled_dpsgd.accounting import PrivacyClaim, certified_claim
-from shuffled_dpsgd.auditing.estimators import OneRun, OneRunFDP, ScorePair
+from shuffled_dpsgd.auditing.canary_run import CanaryRun
+from shuffled_dpsgd.auditing.estimators import OneRunFDP, OrderStatistics, ScorePair
 from shuffled_dpsgd.auditing.input_canaries import InputCanary, plant
-from shuffled_dpsgd.auditing.model_attacks import noise_attacks, step_attacks, tensor_attacks
-from shuffled_dpsgd.auditing.one_run_training import CanaryRun
-from shuffled_dpsgd.auditing.probes import OnProgress, Prober, probe, trainable
-from shuffled_dpsgd.auditing.ranges import require_at_least
+from shuffled_dpsgd.auditing.membership import Membership
+from shuffled_dpsgd.auditing.model_attacks import (
+    noise_attacks,
+    record_attack,
+    step_attacks,
+    tensor_attacks,
+)
+from shuffled_dpsgd.auditing.probes import ModelAttack, Prober, probe
 from shuffled_dpsgd.auditing.reach import one_run_reach, step_reach
-from shuffled_dpsgd.auditing.record_canaries import ReadRecord, RecordGradient
 from shuffled_dpsgd.auditing.step import ESTIMATORS, composition_notes
-from shuffled_dpsgd.auditing.verdict import Attack, AuditReport, Evidence, assess, judge
+from shuffled_dpsgd.auditing.taps import OnProgress, train
+from shuffled_dpsgd.auditing.updates import trainable
+from shuffled_dpsgd.auditing.verdict import (
+    Attack,
+    AuditReport,
+    Evidence,
+    assess,
+    judge,
+    require_at_least,
+)
 from shuffled_dpsgd.core.plan import PrivacyPlan
 from shuffled_dpsgd.errors import InvalidArgumentError
 from shuffled_dpsgd.training.card import AuditedBound
@@ -37,9 +50,14 @@ from shuffled_dpsgd.training.private import PrivateTraining
 
 @dataclass(frozen=True, kw_only=True)
 class AuditTarget:
-    """What is audited: how to start a fresh run on a data set of a given size, and its records."""
+    """What is audited: how to start a fresh run on a data set of a given size, and its records.
+
+    `start_plain` starts the same run with neither clip nor noise, which membership is compared
+    with.
+    """
 
     start: Callable[[int], PrivateTraining]
+    start_plain: Callable[[int], PrivateTraining] | None = None
     data: MapStyle
     losses: PerSampleLoss
     collate: Callable[[list[Any]], Any] | None = None
@@ -108,7 +126,9 @@ def audit_steps(
     """
     started = time.perf_counter()
     private = target.start(len(target.data))
-    _train(private, target, num_steps=min(setting.warmup_steps, private.plan.num_steps))
+    steps = min(setting.warmup_steps, private.plan.num_steps)
+    if steps:
+        train(private, target.data, target.losses, target.collate, num_steps=steps)
     attacks = [
         *step_attacks(trainable(private.model), private.spec, seed=setting.seed),
         *_record_attacks(private, target, setting),
@@ -214,8 +234,16 @@ def audit_one_run(
     run.train(on_progress)
     plan = run.private.plan
     claims = tuple(c for c in (plan.certified(), paper_estimate(plan)) if c is not None)
-    estimators = (OneRun(), OneRunFDP(), OneRunFDP(family="gaussian"))
-    assessed = assess(run.evidence(), estimators, delta=plan.delta, confidence=confidence)
+    noise = OrderStatistics(
+        family="gaussian", sampling_prob=plan.sampling_prob, num_steps=plan.num_steps
+    )
+    evidence = run.evidence()
+    assessed = assess(evidence, (OneRunFDP(), noise), delta=plan.delta, confidence=confidence)
+    membership = None
+    if setting.num_input_canaries > 1:
+        plain = None if target.start_plain is None else run.queried_after(target.start_plain)
+        seen = run.queried(run.private)
+        membership = Membership.of(run.input_name, seen, plain, confidence=confidence)
     run.private.close()
     return AuditReport(
         unit="one whole run",
@@ -232,6 +260,7 @@ def audit_one_run(
             delta=plan.delta,
             confidence=confidence,
         ),
+        membership=membership,
     )
 
 
@@ -267,15 +296,11 @@ def certified_step(plan: PrivacyPlan, delta: float) -> PrivacyClaim:
 
 
 def card_bounds(attacks: Sequence[Attack], *, confidence: float) -> tuple[AuditedBound, ...]:
-    """Each attack's strongest joint bound that holds for any mechanism, as the card words it.
+    """Each attack's strongest joint bound, as the card words it.
 
     The joint bounds hold all together at `confidence`, the level they were divided from.
     """
-    strongest = [
-        (attack, max(admitted, key=lambda bound: bound.epsilon))
-        for attack in attacks
-        if (admitted := [b for b in attack.joint if b.may_refute == "any claim"])
-    ]
+    strongest = [(attack, max(attack.joint, key=lambda b: b.epsilon)) for attack in attacks]
     return tuple(
         AuditedBound(
             adversary=attack.label,
@@ -283,6 +308,7 @@ def card_bounds(attacks: Sequence[Attack], *, confidence: float) -> tuple[Audite
             epsilon=bound.epsilon,
             delta=bound.delta,
             confidence=confidence,
+            tests_noise=bound.may_refute == "Gaussian claims",
         )
         for attack, bound in strongest
     )
@@ -297,24 +323,11 @@ def _count(evidence: Sequence[Evidence]) -> int:
 
 def _record_attacks(
     private: PrivateTraining, target: AuditTarget, setting: RunSetting
-) -> list[ReadRecord]:
+) -> list[ModelAttack]:
     """One record as a canary, if the setting has any."""
-    rng = np.random.default_rng([setting.seed, 9])
+    rng, kind = np.random.default_rng([setting.seed, 9]), setting.input_canary
+    count = min(setting.num_input_canaries, 1)
     return [
-        ReadRecord(
-            private,
-            RecordGradient(private, record, target.losses, target.collate),
-            kind=setting.input_canary,
-        )
-        for record in plant(
-            setting.input_canary, target.data, min(setting.num_input_canaries, 1), rng
-        )
+        record_attack(private, record, target.losses, target.collate, kind=kind)
+        for record in plant(kind, target.data, count, rng, private.model)
     ]
-
-
-def _train(private: PrivateTraining, target: AuditTarget, *, num_steps: int) -> None:
-    if num_steps == 0:
-        return
-    for batch in private.batches(target.data, num_steps=num_steps, collate=target.collate):
-        private.backward(target.losses(private.model, batch))
-        private.step()

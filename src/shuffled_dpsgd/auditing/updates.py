@@ -11,12 +11,17 @@ from typing import Any
 
 import torch
 
+from shuffled_dpsgd.auditing.taps import Tensors
 from shuffled_dpsgd.training.private import PrivateTraining
 
-Tensors = Mapping[str, torch.Tensor]
 FARTHEST = 10.0
 """No noise is larger than so many standard deviations: what is read back beyond that and a canary
 is rounding."""
+
+
+def trainable(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Copies of the trainable weights, by name."""
+    return {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
 
 
 class RewoundOptimizer:

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from shuffled_dpsgd.auditing.estimators.scores import check_levels
-from shuffled_dpsgd.auditing.probes import OnProgress
 from shuffled_dpsgd.auditing.run import RunSetting, audit_one_run
+from shuffled_dpsgd.auditing.taps import OnProgress
 from shuffled_dpsgd.auditing.verdict import AuditReport
 from shuffled_dpsgd.core.plan import PrivacyPlan
 from shuffled_dpsgd.environment import describe_weights

@@ -202,19 +202,21 @@ def test_gaussian_bounds_only_refute_proven_claims_about_their_own_mechanism() -
 
 def test_the_papers_table_is_within_noise_and_its_bound_is_zero() -> None:
     rows = paper_audit(PaperSetting(repetitions=40))
-    assert [row.printed for row in rows] == [0.4771, 0.7005]
-    assert rows[0].noise_multiplier == pytest.approx(0.274, abs=1e-3)
-    assert rows[0].step_epsilon == pytest.approx(0.198, abs=1e-3)
+    assert [row["printed_in_the_paper"] for row in rows] == [0.4771, 0.7005]
+    assert rows[0]["noise_multiplier"] == pytest.approx(0.274, abs=1e-3)
+    assert rows[0]["step_epsilon"]["epsilon"] == pytest.approx(0.198, abs=1e-3)
     for row in rows:
-        low, _, high = row.strict.quantiles_on_noise
-        assert low < row.printed < high
-        assert row.strict.infinite_on_noise == 0.0
-        assert row.literal.infinite_on_noise > 0.4
-        assert row.literal.num_observations == 2 * row.strict.num_observations
-        assert row.bound.epsilon == pytest.approx(0.0, abs=0.05)
-        assert row.order_statistics.epsilon == pytest.approx(0.0, abs=0.05)
-        assert "confidence interval" in " ".join(row.to_json()["lacks"])
-    assert [row.literal.drop for row in rows] == ["both", "nothing"]
+        strict, literal = (row["readings"][name] for name in ("strict", "literal"))
+        low, _, high = strict["quantiles_on_pure_noise"]
+        assert low < row["printed_in_the_paper"] < high
+        assert strict["share_infinite_on_pure_noise"] == 0.0
+        assert literal["share_infinite_on_pure_noise"] > 0.4
+        world = "observations_in_each_world"
+        assert literal[world] == 2 * strict[world]
+        assert row["clopper_pearson"]["epsilon"] == pytest.approx(0.0, abs=0.05)
+        assert row["order_statistics"]["epsilon"] == pytest.approx(0.0, abs=0.05)
+        assert "confidence interval" in " ".join(row["lacks"])
+    assert [row["readings"]["literal"]["dropped"] for row in rows] == ["both", "nothing"]
 
 
 @pytest.mark.slow

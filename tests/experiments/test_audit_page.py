@@ -1,4 +1,4 @@
-"""The tables about real models are those of the committed results, and say what these say."""
+"""The table about real models is that of the committed results, and says what these say."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from shuffled_dpsgd_experiments.audit_figure import save
 from shuffled_dpsgd_experiments.audit_page import (
     BEGIN,
     END,
     audits_in,
     page_part,
     rewritten,
+    save,
     words_of,
 )
 

@@ -278,7 +278,7 @@ def run(
 def run_folder(
     directory: opt.RunFolder,
     canaries: opt.GradientCanaries = 500,
-    input_canaries: opt.InputCanaries = 0,
+    input_canaries: opt.InputCanaries = 100,
     input_canary: opt.InputCanary = "mislabelled",
     confidence: opt.Confidence = 0.95,
     seed: opt.Seed = 0,
@@ -288,7 +288,8 @@ def run_folder(
 
     The repeat has the run's own records, noise, clip and steps, and is thrown away. What was found
     is in DIR/audit, and on the run's card, report and summary. Publishing it spends as much
-    privacy as the run did; the card says so.
+    privacy as the run did; the card says so. With input canaries it is trained a third time,
+    without privacy, and the report compares what a membership attack reaches.
 
     Example: shuffled-dpsgd audit run-folder runs/digits
     """
@@ -305,7 +306,7 @@ def run_folder(
         report, card = audit_folder(
             directory, setting, confidence=confidence, on_progress=on_progress
         )
-    write_audited_card(directory, card)
+    write_audited_card(directory, card, report.membership)
     deliver(report, directory / "audit", as_json)
 
 

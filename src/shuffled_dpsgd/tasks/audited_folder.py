@@ -15,17 +15,20 @@ import copy
 import json
 import re
 from dataclasses import replace
+from html import escape
 from pathlib import Path
 from typing import Any
 
 from shuffled_dpsgd.auditing.estimators.scores import check_levels
-from shuffled_dpsgd.auditing.run import RunSetting, audit_one_run
+from shuffled_dpsgd.auditing.membership import Membership
+from shuffled_dpsgd.auditing.run import RunSetting, audit_one_run, card_bounds
 from shuffled_dpsgd.auditing.taps import OnProgress
-from shuffled_dpsgd.auditing.verdict import AuditReport
+from shuffled_dpsgd.auditing.verdict import AuditReport, ThreatModel
 from shuffled_dpsgd.core.plan import PrivacyPlan
 from shuffled_dpsgd.environment import describe_weights
 from shuffled_dpsgd.errors import CheckpointError, InvalidArgumentError
 from shuffled_dpsgd.reports import card_fragment, card_page
+from shuffled_dpsgd.reports.page import table
 from shuffled_dpsgd.tasks.audited import target_of
 from shuffled_dpsgd.tasks.config import RunConfig
 from shuffled_dpsgd.tasks.data_identity import check_data
@@ -39,7 +42,10 @@ SECOND_RUN = (
     "the audited bounds: they were read off a second run on the same records with the same noise, "
     "so publishing them spends as much again"
 )
-COPIED_RECORDS = "; some of its canaries are copies of records, whose losses carry no noise at all"
+MEMBERSHIP_WARNING = (
+    "Read off a second run with {count} records planted by fair coins ({canary}), and off the same "
+    "training without privacy. These losses carry no noise: no ε covers publishing them."
+)
 
 
 def audit_folder(
@@ -80,17 +86,22 @@ def audit_folder(
         shuffles_verified=old["shuffles_verified"],
         samples_checked=int(old["samples_checked"]),
     ).about(**old["subject"])
-    assert report.card is not None
-    price = SECOND_RUN if setting.num_input_canaries == 0 else SECOND_RUN + COPIED_RECORDS
+    # Bounds from releases alone: losses of records carry no noise and have no place on a card.
+    noised = [a for a in report.attacks if a.evidence.threat_model is not ThreatModel.BLACK_BOX]
+    bounds = card_bounds(noised, confidence=confidence)
     audited = replace(
-        card.with_audits(*map(_of_a_repeat, report.card.audits)),
-        not_covered=(*card.not_covered, price),
+        card.with_audits(*map(_of_a_repeat, bounds)), not_covered=(*card.not_covered, SECOND_RUN)
     )
     return replace(report, card=audited), audited
 
 
-def write_audited_card(directory: Path, card: PrivacyCard) -> list[Path]:
-    """Put `card` in the place of the folder's, on every page and in every file that has it."""
+def write_audited_card(
+    directory: Path, card: PrivacyCard, membership: Membership | None
+) -> list[Path]:
+    """Put `card` in the place of the folder's, on every page and in every file that has it.
+
+    What the membership attack reached goes into the report, which is not for publishing.
+    """
     summary = json.loads((directory / SUMMARY_FILE).read_text(encoding="utf-8"))
     summary["privacy_card"] = card.to_json()
     texts = {
@@ -102,15 +113,29 @@ def write_audited_card(directory: Path, card: PrivacyCard) -> list[Path]:
     report = directory / "report.html"
     if report.is_file():
         page = report.read_text(encoding="utf-8")
-        fragment = card_fragment(card)
-        texts[report.name] = re.sub(
-            r'<section class="card">.*?</section>', lambda _: fragment, page, flags=re.DOTALL
-        )
+        page = _with_section(page, "membership", "")
+        page = _with_section(page, "card", card_fragment(card) + _membership_section(membership))
+        texts[report.name] = page
     for name, text in texts.items():
         beside = directory / f".{name}.new"
         beside.write_text(text, encoding="utf-8")
         beside.replace(directory / name)
     return [directory / name for name in texts]
+
+
+def _with_section(page: str, name: str, fragment: str) -> str:
+    section = rf'<section class="{name}">.*?</section>'
+    return re.sub(section, lambda _: fragment, page, flags=re.DOTALL)
+
+
+def _membership_section(found: Membership | None) -> str:
+    if found is None:
+        return ""
+    warning = MEMBERSHIP_WARNING.format(count=found.num_records, canary=found.canary)
+    return (
+        '<section class="membership"><h2>Membership attack: area under the ROC curve</h2>'
+        f'<p class="warning">{escape(warning)}</p>{table(found.rows())}</section>'
+    )
 
 
 def _card_in(directory: Path) -> dict[str, Any]:

@@ -32,13 +32,12 @@ from shuffled_dpsgd.auditing.estimators import Inclusion, OneRunFDP, ScorePair, 
 from shuffled_dpsgd.auditing.estimators.curves import tpr_at_fpr
 from shuffled_dpsgd.auditing.estimators.scores import Floats
 from shuffled_dpsgd.auditing.input_canaries import Extended, InputCanary, Leaving, losses_of, plant
-from shuffled_dpsgd.auditing.run import AuditTarget
+from shuffled_dpsgd.auditing.run import AuditTarget, claims_of
 from shuffled_dpsgd.auditing.taps import OnProgress, train
 from shuffled_dpsgd.auditing.verdict import require_at_least
 from shuffled_dpsgd.core.plan import PrivacyPlan
 from shuffled_dpsgd.errors import InvalidArgumentError
 from shuffled_dpsgd.tasks.audited import WITHOUT_PRIVACY
-from shuffled_dpsgd.training.paper_estimates import paper_estimate
 from shuffled_dpsgd.training.plan_identity import plan_json
 from shuffled_dpsgd.training.private import PrivateTraining
 
@@ -286,7 +285,7 @@ def gather_seeds(
         },
         confidence=confidence,
         seconds=seconds,
-        claims=tuple(c for c in (plan.certified(), paper_estimate(plan)) if c is not None),
+        claims=claims_of(plan),
     )
 
 

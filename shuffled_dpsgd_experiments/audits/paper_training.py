@@ -27,8 +27,7 @@ from shuffled_dpsgd.auditing.verdict import (
     AuditReport,
     Evidence,
     ThreatModel,
-    assess,
-    judge,
+    report_on,
     require_at_least,
 )
 from shuffled_dpsgd.errors import InvalidArgumentError
@@ -145,15 +144,16 @@ def audit_paper_training(
         ),
     ]
     claims = step_claims(plan)
-    attacks = assess(evidence, ESTIMATORS, delta=claims[0].delta, confidence=confidence)
     private.close()
-    return AuditReport(
+    return report_on(
+        evidence,
+        ESTIMATORS,
         unit=f"a training run of {plan.num_steps} steps, observed at every step",
         setting={**asdict(setting), "plan": plan_json(plan)},
         claims=claims,
-        attacks=attacks,
-        verdicts=judge(claims, attacks, confidence=confidence),
-        seconds=time.perf_counter() - started,
+        delta=claims[0].delta,
+        confidence=confidence,
+        started=started,
         notes=(
             "during training the batch clip shrinks the canary with the batch it joined; "
             "after it, the other records of the attacked step contribute nothing",

@@ -25,6 +25,10 @@ from shuffled_dpsgd.auditing.estimators import (
 from shuffled_dpsgd.auditing.estimators.order_statistics import gaussian_epsilon
 from shuffled_dpsgd.environment import environment
 
+COMMAND = (
+    "python tests/auditing/comparison_report.py results/audit_comparison.json"
+    " PATH/auditing.py VERSION"
+)
 MUS = (0.0, 0.5, 1.0, 2.0, 3.0, 4.0)
 SIZES = (500, 1000, 5000)
 DELTA, LEVEL, DATA_SETS = 1e-5, 0.05, 20
@@ -156,7 +160,8 @@ def report(path: Path, version: str) -> dict[str, Any]:
 if __name__ == "__main__":
     found = report(Path(sys.argv[2]), sys.argv[3])
     Path(sys.argv[1]).write_text(
-        json.dumps({**found, "environment": environment()}, indent=1) + "\n", encoding="utf-8"
+        json.dumps({**found, "command": COMMAND, "environment": environment()}, indent=1) + "\n",
+        encoding="utf-8",
     )
     for row in [*found["points"], *found["one_run"]]:
         hidden = ("ours", "theirs", "bounds")

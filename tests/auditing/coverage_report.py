@@ -37,6 +37,7 @@ from shuffled_dpsgd.environment import environment
 from shuffled_dpsgd.training import make_private
 from shuffled_dpsgd.training.private import PrivateTraining
 
+COMMAND = "python tests/auditing/coverage_report.py results/audit_coverage.json"
 CONFIDENCE = 0.95
 REPETITIONS, OF_REAL_RUNS = 1000, 500
 MECHANISMS = [
@@ -159,5 +160,6 @@ def report(count: int = 500) -> dict[str, Any]:
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
     Path(sys.argv[1]).write_text(
-        json.dumps({**report(), "environment": environment()}, indent=2) + "\n", encoding="utf-8"
+        json.dumps({**report(), "command": COMMAND, "environment": environment()}, indent=2) + "\n",
+        encoding="utf-8",
     )

@@ -10,7 +10,7 @@ import torch
 from scipy.stats import kstest
 
 from shuffled_dpsgd.accounting.exactness import STATEMENT
-from shuffled_dpsgd.auditing.model_attacks import inner, invariant_direction
+from shuffled_dpsgd.auditing.model_attacks import inner, normalised
 from shuffled_dpsgd.auditing.probes import Prober
 from shuffled_dpsgd.auditing.updates import trainable
 from shuffled_dpsgd.models import build_model
@@ -19,6 +19,11 @@ from shuffled_dpsgd.training import make_private
 from shuffled_dpsgd.training.card_of_plan import write_card
 
 SIGMA = 0.7
+
+
+def invariant_direction(weights, names) -> dict[str, torch.Tensor]:
+    """A unit vector constant over each of the named tensors: no permutation of axes moves it."""
+    return normalised({name: torch.ones_like(weights[name]) for name in names})
 
 
 def start(scope: str, preset: str, **changes: object):

@@ -21,8 +21,7 @@ from shuffled_dpsgd.auditing.verdict import (
     AuditReport,
     Evidence,
     ThreatModel,
-    assess,
-    judge,
+    report_on,
     require_at_least,
     require_positive,
 )
@@ -109,14 +108,15 @@ def audit_composition(
         )
         for adversary, canary, rate in seen
     ]
-    attacks = assess(evidence, ESTIMATORS, delta=setting.delta, confidence=confidence)
-    return AuditReport(
+    return report_on(
+        evidence,
+        ESTIMATORS,
         unit="a run in isolation",
         setting=asdict(setting),
         claims=claims,
-        attacks=attacks,
-        verdicts=judge(claims, attacks, confidence=confidence),
-        seconds=time.perf_counter() - started,
+        delta=setting.delta,
+        confidence=confidence,
+        started=started,
     )
 
 

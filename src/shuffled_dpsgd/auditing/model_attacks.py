@@ -7,7 +7,7 @@ through the run's own clipping.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -46,15 +46,6 @@ def normalised(tensors: Tensors) -> dict[str, torch.Tensor]:
     if not 0.0 < norm < float("inf"):
         raise InvalidArgumentError("canary", expected="a finite, non-zero direction", got=norm)
     return {name: tensor.double() / norm for name, tensor in tensors.items()}
-
-
-def invariant_direction(weights: Tensors, names: Collection[str]) -> dict[str, torch.Tensor]:
-    """A unit vector constant over each of the named tensors: no permutation of axes moves it.
-
-    The canary for which the shuffled release is the plain Gaussian pair
-    (`shuffled_dpsgd.accounting.exactness`).
-    """
-    return normalised({name: torch.ones_like(weights[name]) for name in names})
 
 
 def step_attacks(weights: Tensors, spec: PermutationSpec | None, *, seed: int) -> list[ModelAttack]:

@@ -25,7 +25,6 @@ from shuffled_dpsgd.permutation import Permutation, apply_to_tensors, draw
 from shuffled_dpsgd.training.private import PrivateTraining
 
 LEAST_OBSERVATIONS = 20
-SAVE_SECONDS = 15.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,19 +143,16 @@ def probe(
     count: int,
     max_seconds: float | None = None,
     on_progress: OnProgress | None = None,
-    on_evidence: Callable[[list[Evidence]], object] | None = None,
 ) -> list[Evidence]:
     """`count` releases without and with each attack's canary, read by that attack.
 
     The releases without a canary are shared by all attacks, those with by attacks on the same one.
     After `max_seconds` no further ones are made. When to stop is decided by the clock, and not by
     what was read, so the scores are as independent as ever and every bound keeps its level.
-    `on_evidence` is handed what there is so far, now and then.
     """
     out: list[list[float]] = [[] for _ in attacks]
     present: list[list[float]] = [[] for _ in attacks]
-    started = saved = time.monotonic()
-    deadline = started + (math.inf if max_seconds is None else max_seconds)
+    deadline = time.monotonic() + (math.inf if max_seconds is None else max_seconds)
     for done in range(1, count + 1):
         plain = prober.release(None)
         marked: dict[int, Seen] = {}
@@ -169,18 +165,8 @@ def probe(
             present[index].append(attack.read(marked[key]))
         if on_progress is not None:
             on_progress(done, count)
-        now = time.monotonic()
-        if on_evidence is not None and done >= LEAST_OBSERVATIONS and now > saved + SAVE_SECONDS:
-            on_evidence(_evidence(attacks, out, present))
-            saved = now
-        if now > deadline and done >= LEAST_OBSERVATIONS:
+        if time.monotonic() > deadline and done >= LEAST_OBSERVATIONS:
             break
-    return _evidence(attacks, out, present)
-
-
-def _evidence(
-    attacks: Sequence[ModelAttack], out: list[list[float]], present: list[list[float]]
-) -> list[Evidence]:
     return [
         Evidence(
             adversary=attack.name,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, get_args
 
 import numpy as np
@@ -27,17 +27,10 @@ from shuffled_dpsgd.auditing.model_attacks import (
 )
 from shuffled_dpsgd.auditing.probes import ModelAttack, Prober, probe
 from shuffled_dpsgd.auditing.reach import one_run_reach, step_reach
-from shuffled_dpsgd.auditing.step import ESTIMATORS, composition_notes
+from shuffled_dpsgd.auditing.step import ESTIMATORS, RunLength, composition_notes
 from shuffled_dpsgd.auditing.taps import OnProgress, train
 from shuffled_dpsgd.auditing.updates import trainable
-from shuffled_dpsgd.auditing.verdict import (
-    Attack,
-    AuditReport,
-    Evidence,
-    assess,
-    judge,
-    require_at_least,
-)
+from shuffled_dpsgd.auditing.verdict import Attack, AuditReport, report_on, require_at_least
 from shuffled_dpsgd.core.plan import PrivacyPlan
 from shuffled_dpsgd.errors import InvalidArgumentError
 from shuffled_dpsgd.training.card import AuditedBound
@@ -99,82 +92,62 @@ class RunSetting:
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class StepsSeen:
-    """What a step audit has read so far, and all that its report needs besides."""
-
-    evidence: tuple[Evidence, ...]
-    plan: PrivacyPlan
-    setting: RunSetting
-    seconds: float
-
-
 def audit_steps(
     target: AuditTarget,
     setting: RunSetting,
     *,
     confidence: float = 0.95,
     on_progress: OnProgress | None = None,
-    on_seen: Callable[[StepsSeen], object] | None = None,
 ) -> AuditReport:
     """Train a few steps, then release one step many times with and without each canary.
 
     The other records of that step contribute nothing: the neighbouring batches an adversary would
     choose, since a batch clip shrinks a canary among many records. Neighbours are arbitrary in the
-    definition, so a claim refuted there is refuted. `on_seen` is handed what there is now and then,
-    for a report by `report_steps` should the audit not come to its end.
+    definition, so a claim refuted there is refuted.
     """
     started = time.perf_counter()
     private = target.start(len(target.data))
-    steps = min(setting.warmup_steps, private.plan.num_steps)
+    plan = private.plan
+    steps = min(setting.warmup_steps, plan.num_steps)
     if steps:
         train(private, target.data, target.losses, target.collate, num_steps=steps)
     attacks = [
         *step_attacks(trainable(private.model), private.spec, seed=setting.seed),
         *_record_attacks(private, target, setting),
     ]
-
-    def seen(evidence: Sequence[Evidence]) -> StepsSeen:
-        seconds = time.perf_counter() - started
-        return StepsSeen(
-            evidence=tuple(evidence), plan=private.plan, setting=setting, seconds=seconds
-        )
-
     evidence = probe(
         Prober(private, seed=setting.seed),
         attacks,
         count=setting.num_observations,
         max_seconds=setting.max_seconds,
         on_progress=on_progress,
-        on_evidence=None if on_seen is None else lambda found: on_seen(seen(found)),
     )
     private.close()
-    return report_steps(seen(evidence), confidence=confidence)
-
-
-def report_steps(seen: StepsSeen, *, confidence: float = 0.95) -> AuditReport:
-    """The report of a step audit on what was read."""
-    plan, evidence = seen.plan, seen.evidence
-    claims = step_claims(plan)
-    delta, made = claims[0].delta, _count(evidence)
-    assessed = assess(evidence, ESTIMATORS, delta=delta, confidence=confidence)
-    return AuditReport(
+    claims, scores = step_claims(plan), evidence[0].scores
+    assert isinstance(scores, ScorePair)
+    made = scores.num_out
+    report = report_on(
+        evidence,
+        ESTIMATORS,
         unit="one step of a run",
-        setting={**asdict(seen.setting), "observations_made": made, "plan": plan_json(plan)},
+        setting={**asdict(setting), "observations_made": made, "plan": plan_json(plan)},
         claims=claims,
-        attacks=assessed,
-        verdicts=judge(claims, assessed, confidence=confidence),
-        seconds=seen.seconds,
-        notes=composition_notes(
-            assessed,
-            sampling_prob=plan.sampling_prob,
-            num_steps=plan.num_steps,
-            delta=plan.delta,
-        ),
+        delta=claims[0].delta,
+        confidence=confidence,
+        started=started,
+    )
+    run: RunLength = {
+        "sampling_prob": plan.sampling_prob,
+        "num_steps": plan.num_steps,
+        "delta": plan.delta,
+    }
+    return replace(
+        report,
+        notes=composition_notes(report.attacks, **run),
         reach=step_reach(
             tuple(dict.fromkeys(item.adversary for item in evidence)),
             num_observations=made,
-            delta=delta,
+            delta=claims[0].delta,
             confidence=confidence,
         ),
     )
@@ -200,14 +173,15 @@ def audit_mechanism(
     evidence = probe(prober, noise_attacks(weights, seed=seed), count=num_observations)
     if num_sweep:
         evidence += probe(prober, tensor_attacks(weights, seed=seed), count=num_sweep)
-    attacks = assess(evidence, ESTIMATORS, delta=claim.delta, confidence=confidence)
-    return AuditReport(
+    return report_on(
+        evidence,
+        ESTIMATORS,
         unit="the mechanism of a run",
         setting={"num_observations": num_observations, "num_sweep": num_sweep, "seed": seed},
         claims=(claim,),
-        attacks=attacks,
-        verdicts=judge((claim,), attacks, confidence=confidence),
-        seconds=time.perf_counter() - started,
+        delta=claim.delta,
+        confidence=confidence,
+        started=started,
     )
 
 
@@ -233,35 +207,43 @@ def audit_one_run(
     )
     run.train(on_progress)
     plan = run.private.plan
-    claims = tuple(c for c in (plan.certified(), paper_estimate(plan)) if c is not None)
     noise = OrderStatistics(
         family="gaussian", sampling_prob=plan.sampling_prob, num_steps=plan.num_steps
     )
-    evidence = run.evidence()
-    assessed = assess(evidence, (OneRunFDP(), noise), delta=plan.delta, confidence=confidence)
     membership = None
     if setting.num_input_canaries > 1:
         plain = None if target.start_plain is None else run.queried_after(target.start_plain)
         seen = run.queried(run.private)
         membership = Membership.of(run.input_name, seen, plain, confidence=confidence)
-    run.private.close()
-    return AuditReport(
+    report = report_on(
+        run.evidence(),
+        (OneRunFDP(), noise),
         unit="one whole run",
         setting={**asdict(setting), "plan": plan_json(plan)},
-        claims=claims,
-        attacks=assessed,
-        verdicts=judge(claims, assessed, confidence=confidence),
-        seconds=time.perf_counter() - started,
+        claims=claims_of(plan),
+        delta=plan.delta,
+        confidence=confidence,
+        started=started,
         notes=run.notes(),
-        card=run.private.card().with_audits(*card_bounds(assessed, confidence=confidence)),
+    )
+    bounds = card_bounds(report.attacks, confidence=confidence)
+    run.private.close()
+    return replace(
+        report,
+        card=run.private.card().with_audits(*bounds),
         reach=one_run_reach(
-            tuple(attack.evidence.adversary for attack in assessed),
+            tuple(attack.evidence.adversary for attack in report.attacks),
             num_canaries=max(setting.num_gradient_canaries, setting.num_input_canaries),
             delta=plan.delta,
             confidence=confidence,
         ),
         membership=membership,
     )
+
+
+def claims_of(plan: PrivacyPlan) -> tuple[PrivacyClaim, ...]:
+    """Certified and paper's ε of a whole run, where it has them."""
+    return tuple(c for c in (plan.certified(), paper_estimate(plan)) if c is not None)
 
 
 def step_claims(plan: PrivacyPlan) -> tuple[PrivacyClaim, ...]:
@@ -312,13 +294,6 @@ def card_bounds(attacks: Sequence[Attack], *, confidence: float) -> tuple[Audite
         )
         for attack, bound in strongest
     )
-
-
-def _count(evidence: Sequence[Evidence]) -> int:
-    """Releases in each world, the same for all adversaries of a step audit."""
-    scores = evidence[0].scores
-    assert isinstance(scores, ScorePair)
-    return scores.num_out
 
 
 def _record_attacks(

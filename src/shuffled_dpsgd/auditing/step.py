@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TypedDict
 
 import numpy as np
@@ -28,8 +28,7 @@ from shuffled_dpsgd.auditing.verdict import (
     AuditReport,
     Evidence,
     ThreatModel,
-    assess,
-    judge,
+    report_on,
     require_at_least,
     require_positive,
 )
@@ -126,19 +125,20 @@ def audit_step(
     """
     started = time.perf_counter()
     evidence = [*axis_evidence(setting, given), aligned_evidence(setting), *worst_case(setting)]
-    attacks = assess(evidence, ESTIMATORS, delta=setting.delta, confidence=confidence)
-    return AuditReport(
+    report = report_on(
+        evidence,
+        ESTIMATORS,
         unit="one step",
         setting=asdict(setting),
         claims=claims,
-        attacks=attacks,
-        verdicts=judge(claims, attacks, confidence=confidence),
-        seconds=time.perf_counter() - started,
-        notes=(
-            cap_note(setting.num_observations, delta=setting.delta, confidence=confidence),
-            *(() if run is None else composition_notes(attacks, **run)),
-        ),
+        delta=setting.delta,
+        confidence=confidence,
+        started=started,
+        notes=(cap_note(setting.num_observations, delta=setting.delta, confidence=confidence),),
     )
+    if run is None:
+        return report
+    return replace(report, notes=(*report.notes, *composition_notes(report.attacks, **run)))
 
 
 def cap_note(num_observations: int, *, delta: float, confidence: float) -> str:

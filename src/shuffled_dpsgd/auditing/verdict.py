@@ -8,6 +8,7 @@ single bound is also reported at its own 95 %.
 from __future__ import annotations
 
 import enum
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -80,14 +81,14 @@ class Attack:
         return f"{self.evidence.adversary} ({self.evidence.canary})"
 
     def strongest_against(self, claim: PrivacyClaim) -> float:
-        """Largest joint bound that may refute `claim`."""
-        return max((b.epsilon for b in self.joint if b.refutes_such(claim)), default=0.0)
+        """Largest joint bound that may refute `claim`; below zero where none may."""
+        return max((b.epsilon for b in self.joint if b.refutes_such(claim)), default=-1.0)
 
     @property
     def true_positive_rates(self) -> dict[float, RateAt]:
-        """TPR at low FPR (Carlini et al. 2022); empty for one-run evidence."""
+        """TPR at low FPR (Carlini et al. 2022); empty for the canaries of one run."""
         scores = self.evidence.scores
-        if not isinstance(scores, ScorePair):
+        if not isinstance(scores, ScorePair) or self.evidence.assumptions:
             return {}
         return {rate: tpr_at_fpr(scores, rate) for rate in LOW_RATES}
 
@@ -203,17 +204,42 @@ def judge(
                 "claims", expected=f"the δ of the bounds, {sorted(deltas)}", got=claim.delta
             )
         bounds = [attack.strongest_against(claim) for attack in attacks]
-        strongest = max(bounds)
+        strongest = max(bounds, default=-1.0)
         verdicts.append(
             Verdict(
                 claim=claim,
                 refuted=strongest > claim.epsilon,
                 confidence=confidence,
-                strongest_bound=strongest,
-                strongest_attack=attacks[bounds.index(strongest)].label,
+                strongest_bound=max(strongest, 0.0),
+                strongest_attack=attacks[bounds.index(strongest)].label if bounds else "nobody",
             )
         )
     return tuple(verdicts)
+
+
+def report_on(
+    evidence: Sequence[Evidence],
+    estimators: Sequence[Estimator],
+    *,
+    unit: str,
+    setting: Mapping[str, Any],
+    claims: tuple[PrivacyClaim, ...],
+    delta: float,
+    confidence: float,
+    started: float,
+    notes: tuple[str, ...] = (),
+) -> AuditReport:
+    """Assess and judge what was read since `started`, by the performance counter."""
+    attacks = assess(evidence, estimators, delta=delta, confidence=confidence)
+    return AuditReport(
+        unit=unit,
+        setting=setting,
+        claims=claims,
+        attacks=attacks,
+        verdicts=judge(claims, attacks, confidence=confidence),
+        seconds=time.perf_counter() - started,
+        notes=notes,
+    )
 
 
 def require_positive(setting: object, *names: str) -> None:

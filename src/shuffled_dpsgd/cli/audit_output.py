@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import shlex
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -64,12 +67,23 @@ def hand_over(
         from shuffled_dpsgd.environment import environment
 
         output.mkdir(parents=True, exist_ok=True)
-        text = json_text({**found, "environment": environment()})
+        text = json_text({**found, "command": _command(), "environment": environment()})
         (output / "report.json").write_text(text, encoding="utf-8")
     if as_json:
         print_json(found)
     else:
         show()
+
+
+def _command() -> str:
+    """What writes the same file again, wherever it is put."""
+    words = sys.argv[1:]
+    kept = [
+        word
+        for before, word in pairwise(["", *words])
+        if not word.startswith("--output") and before != "--output" and word != "--json"
+    ]
+    return shlex.join(["shuffled-dpsgd", *kept])
 
 
 def show_report(report: AuditReport) -> None:

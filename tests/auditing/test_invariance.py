@@ -12,7 +12,7 @@ from scipy.stats import kstest
 from shuffled_dpsgd.accounting.exactness import STATEMENT
 from shuffled_dpsgd.auditing.model_attacks import inner, normalised
 from shuffled_dpsgd.auditing.probes import Prober
-from shuffled_dpsgd.auditing.updates import trainable
+from shuffled_dpsgd.auditing.taps import trainable
 from shuffled_dpsgd.models import build_model
 from shuffled_dpsgd.permutation import apply_to_tensors, draw
 from shuffled_dpsgd.training import make_private

@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 from auditing.planted import bent_noise
-from shuffled_dpsgd.auditing import canary_run
+from shuffled_dpsgd.auditing import alignment, canary_run
 from shuffled_dpsgd.auditing.alignment import Realignment
 from shuffled_dpsgd.auditing.canary_run import STEP_ASSUMPTIONS, STEP_BY_STEP, CanaryField
 from shuffled_dpsgd.auditing.run import AuditTarget, RunSetting, audit_one_run
@@ -130,7 +130,7 @@ def shrunk(private: PrivateTraining) -> None:
 
 def lost(private: PrivateTraining) -> None:
     """The adversary matches weights with nothing and does not follow the shuffle."""
-    canary_run.realign = lambda spec, known, current: Realignment(
+    alignment.realign = lambda spec, known, current: Realignment(
         permutation=identity(spec, "cpu"), tensors=current
     )
 
@@ -162,7 +162,7 @@ def test_scores_that_depend_on_each_other_are_refused(
     """No bound, no part in a verdict, and the report says why."""
     for owner, name in (
         (canary_run.CanaryRun, "_injected"),
-        (canary_run, "realign"),
+        (alignment, "realign"),
         (CanaryField, "sum_of"),
     ):
         monkeypatch.setattr(owner, name, getattr(owner, name))  # put back afterwards

@@ -35,7 +35,7 @@ from shuffled_dpsgd.auditing.run import (
     card_bounds,
     step_claims,
 )
-from shuffled_dpsgd.auditing.updates import trainable
+from shuffled_dpsgd.auditing.taps import trainable
 from shuffled_dpsgd.auditing.verdict import ThreatModel
 from shuffled_dpsgd.errors import InvalidArgumentError
 from shuffled_dpsgd.integrations.per_sample_loss import next_token_losses

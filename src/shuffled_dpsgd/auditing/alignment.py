@@ -13,16 +13,19 @@ from dataclasses import dataclass
 import torch
 from scipy.optimize import linear_sum_assignment
 
-from shuffled_dpsgd.auditing.taps import Tensors
+from shuffled_dpsgd.auditing.taps import Tensors, trainable
+from shuffled_dpsgd.errors import InvalidArgumentError
 from shuffled_dpsgd.permutation import (
     Group,
     Member,
     Permutation,
     PermutationSpec,
     apply_to_tensors,
+    draw,
     from_groups,
     identity,
 )
+from shuffled_dpsgd.training.private import PrivateTraining
 
 MOST_REFINEMENTS = 10
 STAGES: tuple[tuple[str, ...], ...] = (
@@ -178,3 +181,45 @@ class _Slots:
 def realign(spec: PermutationSpec, known: Tensors, released: Tensors) -> Realignment:
     """Find P such that `released` is nearest to P applied to `known`, group by group."""
     return Aligner(spec, known).align(released)
+
+
+class ShuffleFollower:
+    """Where the shuffles of a seeded run have put things: in `true`, and as matching has `found`.
+
+    Both are None where nothing can move. `follow` is called after every update: the auditor draws
+    the shuffle again from the run's own stream, the adversary matches the weights with the last.
+    """
+
+    def __init__(self, private: PrivateTraining) -> None:
+        if private.plan.secure and private.plan.permutes:
+            raise InvalidArgumentError(
+                "seed",
+                expected="a seeded run",
+                got="operating-system randomness",
+                remedy="canaries must move with the shuffle, so the auditor has to know its draws",
+            )
+        self._private = private
+        self._known = trainable(private.model)
+        spec = private.spec
+        self.true = self.found = None if spec is None else identity(spec, private.device)
+
+    @property
+    def recovered(self) -> float:
+        """Share of the permuted positions that the adversary knows the place of by now."""
+        if self.true is None or self.found is None:
+            return 1.0
+        return float((self.true.packed == self.found.packed).double().mean())
+
+    def follow(self) -> None:
+        private, spec = self._private, self._private.spec
+        if not (private.plan.shuffle == "every-step" and private.plan.permutes):
+            return
+        assert spec is not None
+        assert self.true is not None
+        assert self.found is not None
+        current = trainable(private.model)
+        key = private.streams.key("permutation", private.steps_taken - 1)
+        self.true = self.true.then(draw(spec, key, private.device))
+        step = realign(spec, self._known, current).permutation
+        self.found = self.found.then(step.to(private.device))
+        self._known = current

@@ -24,15 +24,14 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import default_collate
 
-from shuffled_dpsgd.auditing.alignment import realign
+from shuffled_dpsgd.auditing.alignment import ShuffleFollower, realign
 from shuffled_dpsgd.auditing.estimators import Inclusion, ScorePair
 from shuffled_dpsgd.auditing.estimators.scores import Floats
 from shuffled_dpsgd.auditing.input_canaries import Extended, InputCanary, Leaving, losses_of, plant
-from shuffled_dpsgd.auditing.taps import OnProgress, Tensors, tap, train
-from shuffled_dpsgd.auditing.updates import trainable
+from shuffled_dpsgd.auditing.taps import OnProgress, Tensors, tap, train, trainable
 from shuffled_dpsgd.auditing.verdict import Evidence, ThreatModel
 from shuffled_dpsgd.errors import InvalidArgumentError
-from shuffled_dpsgd.permutation import Permutation, apply_to_tensors, draw, identity
+from shuffled_dpsgd.permutation import Permutation, apply_to_tensors
 from shuffled_dpsgd.training.data import MapStyle
 from shuffled_dpsgd.training.physical import PerSampleLoss
 from shuffled_dpsgd.training.private import PrivateTraining
@@ -126,21 +125,11 @@ class CanaryRun:
         self._left_out = left_out
         private.sampler = Leaving(private.sampler, left_out)
         plan = private.plan
-        if plan.secure and plan.permutes:
-            raise InvalidArgumentError(
-                "seed",
-                expected="a seeded run",
-                got="operating-system randomness",
-                remedy="canaries must move with the shuffle, so the auditor has to know its draws",
-            )
+        self._shuffle = ShuffleFollower(private)
         self._initial = trainable(private.model)
         self._field = CanaryField(self._initial, num_gradient_canaries, self._rng)
         self.included = self._rng.random(num_gradient_canaries) < 0.5
         self._joined = np.zeros(num_gradient_canaries, dtype=bool)
-        self._true_frame = self._found_frame = (
-            identity(private.spec, private.device) if private.spec is not None else None
-        )
-        self._known = self._initial
         sigma = plan.smallest_noise_multiplier
         quiet = [block for block in plan.blocks if block.noise_multiplier == sigma]
         self._quiet_blocks = {block.name for block in quiet}
@@ -247,14 +236,12 @@ class CanaryRun:
     @property
     def recovered(self) -> float:
         """Share of the permuted positions that the adversary knows the place of by now."""
-        if self._true_frame is None or self._found_frame is None:
-            return 1.0
-        return float((self._true_frame.packed == self._found_frame.packed).double().mean())
+        return self._shuffle.recovered
 
     def notes(self) -> tuple[str, ...]:
         """How well the adversary followed the shuffle, and why steps could not be read singly."""
         found = []
-        if self._true_frame is not None:
+        if self._shuffle.true is not None:
             share = f"{self.recovered:.1%}"
             found.append(f"re-alignment along the run recovered {share} of the permuted positions")
         if self.why_not_step_by_step:
@@ -268,11 +255,11 @@ class CanaryRun:
         """The clipped gradients of the canaries drawn for this step, in the current frame."""
         plan = self.private.plan
         self._joined = self._rng.random(self._field.count) < plan.sampling_prob
-        self._of_records = self._read(records, self._true_frame)
+        self._of_records = self._read(records, self._shuffle.true)
         sums = self._field.sum_of(self._joined & self.included)
         sums = {name: plan.clip_norm * t.to(self.private.device) for name, t in sums.items()}
-        if self._true_frame is not None:
-            apply_to_tensors(self._true_frame, sums)
+        if self._shuffle.true is not None:
+            apply_to_tensors(self._shuffle.true, sums)
         return sums
 
     def _read(self, sums: Tensors, frame: Permutation | None) -> Floats:
@@ -287,23 +274,16 @@ class CanaryRun:
 
     def _observe(self) -> None:
         """After an update: read the release, then follow the shuffle to the next one."""
-        private, spec = self.private, self.private.spec
-        scale = private.plan.expected_batch_size
+        scale = self.private.plan.expected_batch_size
         released = {name: tensor * scale for name, tensor in self._recorder.last.items()}
-        read = self._read(released, self._found_frame)
+        read = self._read(released, self._shuffle.found)
         self.iterate_scores += self._log_ratios(read)
         self._read_step(read)
-        if spec is not None and private.plan.shuffle == "every-step" and private.plan.permutes:
-            assert self._found_frame is not None
-            current = trainable(private.model)
-            self._true_frame = self._followed(private.steps_taken - 1)
-            step = realign(spec, self._known, current).permutation
-            self._found_frame = self._found_frame.then(step.to(private.device))
-            self._known = current
+        self._shuffle.follow()
 
     def _read_step(self, read: Floats) -> None:
         """One score for every canary drawn for this step; notes what would make them dependent."""
-        given = self._read(self._recorder.given, self._found_frame) - self._of_records
+        given = self._read(self._recorder.given, self._shuffle.found) - self._of_records
         expected = self._quiet_norms**2 * (self._joined & self.included)
         quiet = [b for b in self._recorder.release.blocks if b.name in self._quiet_blocks]
         faults = {
@@ -328,11 +308,3 @@ class CanaryRun:
             return found
         exponents = (found - 0.5) / sigma**2 + np.log(rate)
         return np.asarray(np.logaddexp(np.log1p(-rate), exponents), dtype=np.float64)
-
-    def _followed(self, step: int) -> Permutation:
-        """The frame after the shuffle of `step`, drawn again from the run's own stream."""
-        private = self.private
-        assert private.spec is not None
-        assert self._true_frame is not None
-        key = private.streams.key("permutation", step)
-        return self._true_frame.then(draw(private.spec, key, private.device))

@@ -28,8 +28,7 @@ from shuffled_dpsgd.auditing.model_attacks import (
 from shuffled_dpsgd.auditing.probes import ModelAttack, Prober, probe
 from shuffled_dpsgd.auditing.reach import one_run_reach, step_reach
 from shuffled_dpsgd.auditing.step import ESTIMATORS, RunLength, composition_notes
-from shuffled_dpsgd.auditing.taps import OnProgress, train
-from shuffled_dpsgd.auditing.updates import trainable
+from shuffled_dpsgd.auditing.taps import OnProgress, train, trainable
 from shuffled_dpsgd.auditing.verdict import Attack, AuditReport, report_on, require_at_least
 from shuffled_dpsgd.core.plan import PrivacyPlan
 from shuffled_dpsgd.errors import InvalidArgumentError

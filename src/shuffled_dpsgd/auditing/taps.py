@@ -19,6 +19,11 @@ OnProgress = Callable[[int, int], object]
 """Called with (done, total)."""
 
 
+def trainable(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Copies of the trainable weights, by name."""
+    return {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
+
+
 class Unwatched:
     """Takes the referee's place and looks at nothing; its counts stay zero, and the card shows it.
 

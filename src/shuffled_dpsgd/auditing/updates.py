@@ -19,11 +19,6 @@ FARTHEST = 10.0
 is rounding."""
 
 
-def trainable(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Copies of the trainable weights, by name."""
-    return {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
-
-
 class RewoundOptimizer:
     """The optimizer of a run on copies of weights and state: the same step, any number of times."""
 

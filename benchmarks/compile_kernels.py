@@ -3,15 +3,14 @@
     python -m benchmarks.compile_kernels --triton 3.6 3.7 3.8 3.9
 
 Needs no GPU. The newest patch of each release is fetched by pip, by name, and unpacked into a
-folder of its own; nothing is installed. Plain Triton is compiled for sm_80, 89, 90 and 100, what
-uses the copy engine for sm_90 and 100, Gluon for sm_90. A kernel that asks for more shared memory
-than a chip has fails too. Prints a table, and fails if a kernel does.
+folder of its own; nothing is installed. Plain Triton is compiled for sm_80, 89, 90 and 100, Gluon
+for sm_90. A kernel that asks for more shared memory than a chip has fails too. Prints a table, and
+fails if a kernel does.
 """
 
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import os
 import platform
@@ -26,7 +25,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shuffled_dpsgd.runtime.verdicts import cache_folder
+from benchmarks.results import save
+from shuffled_dpsgd.environment import today
+from shuffled_dpsgd.runtime.backends import cache_folder
 
 ROOT = Path(__file__).resolve().parents[1]
 RELEASES = ("3.6", "3.7", "3.8", "3.9")
@@ -116,21 +117,19 @@ def failures(results: Iterable[Compiled]) -> list[str]:
     ]
 
 
-def report(results: Sequence[Compiled]) -> list[str]:
-    today = datetime.datetime.now(datetime.UTC).date().isoformat()
-    total = sum(len(result.notes) for result in results)
-    failed = failures(results)
-    return [
-        f"# Kernels compiled for the chips they serve, {today}",
-        "",
-        "`python -m benchmarks.compile_kernels` on a CPU; nothing was run. Each cell names the",
-        "chips (sm_80, 89, 90, 100) that a kernel was compiled for, struck out where that failed.",
-        f"Python {platform.python_version()}, torch {results[0].torch}, {total} compilations.",
-        "",
-        *table(results),
-        "",
-        *(["Failures:", "", *failed] if failed else ["No failure."]),
-    ]
+def document_of(results: Sequence[Compiled]) -> dict[str, Any]:
+    """The record: which chips every kernel was compiled for, by release."""
+    return {
+        "date": today(),
+        "hardware": "none: nothing was run",
+        "versions": {"python": platform.python_version(), "torch": results[0].torch},
+        "compilations": sum(len(result.notes) for result in results),
+        "failures": failures(results),
+        "chips_by_kernel_and_triton": {
+            kernel: {result.triton: result.chips(kernel) for result in results}
+            for kernel in sorted({note["kernel"] for result in results for note in result.notes})
+        },
+    }
 
 
 def main() -> int:
@@ -139,16 +138,16 @@ def main() -> int:
     parser.add_argument("--chips", type=int, nargs="+", choices=CHIPS, default=list(CHIPS))
     parser.add_argument("--folder", type=Path, default=cache_folder() / "triton")
     parser.add_argument("--jobs", type=int, default=2, help="releases at a time")
-    parser.add_argument("--output", type=Path, help="a file for the report")
+    parser.add_argument("--json", type=Path, help="a file for the record")
     options = parser.parse_args()
     folders = [fetch(release, options.folder) for release in options.triton]
     with ThreadPoolExecutor(options.jobs) as pool:
         results = list(pool.map(lambda folder: compile_with(folder, options.chips), folders))
-    lines = report(results)
-    print("\n".join(lines))
-    if options.output is not None:
-        options.output.write_text("\n".join(lines) + "\n")
-    return 1 if failures(results) else 0
+    failed = failures(results)
+    print("\n".join([*table(results), "", *(failed or ["No failure."])]))
+    if options.json is not None:
+        save(options.json, document_of(results))
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
     PYTHONPATH=<folder of one Triton> python -m benchmarks.kernel_launches --chips 80 90
 
 Run by `benchmarks.compile_kernels`, once for each release of Triton. The launches that
-`shuffled_dpsgd.training.kernel_launches` lists are made with tensors on the CPU, and what Triton
+`benchmarks.launches` lists are made with tensors on the CPU, and what Triton
 would launch is compiled for a chip instead. So arguments, alignment and options are those of real
 launches. Each compilation is a line of JSON on the standard output.
 """
@@ -25,7 +25,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from shuffled_dpsgd.training.kernel_launches import all_launches
+from benchmarks.launches import all_launches
 
 DEVICE_LIMITS = "shuffled_dpsgd.clipping.kernels.triton.device_limits"
 # Shared memory that one program may have, in bytes (CUDA C++ programming guide).

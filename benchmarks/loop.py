@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.results import environment
+from benchmarks.results import environment, save
 from benchmarks.run_side import SIDES
 from benchmarks.run_tasks import PHYSICAL, encode
 
@@ -59,9 +59,8 @@ def run_side(
             command += ["--encoded", str(encoded), "--model", str(options.model)]
         if options.records is not None:
             command += ["--records", str(options.records)]
-        profits = options.device != "cpu" or side.endswith(":compiled")
-        if options.pads == "yes" or (options.pads == "auto" and profits):
-            command += ["--pads"]
+        if options.device != "cpu" or side.endswith(":compiled"):
+            command += ["--pads"]  # shapes that come again are worth it there
         command += ["--started", repr(time.time())]
         try:
             done = subprocess.run(
@@ -81,9 +80,6 @@ def summarised(found: Result) -> Result:
     ends, samples, began = found["step_ends"], found["samples"], found["loop_began"]
     begin = min(BEGINNING, len(ends) // 2)
     later_samples = sum(samples[begin:])
-    kernels = {int(step): count for step, count in found["kernels_after_step"].items()}
-    last = max(kernels)
-    early = max((step for step in kernels if step <= BEGINNING), default=last)
     return found | {
         "samples_per_second": sum(samples) / (found["loop_ended"] - began),
         "samples_per_second_from_start": sum(samples) / found["loop_ended"],
@@ -93,9 +89,6 @@ def summarised(found: Result) -> Result:
         / (found["cpu_seconds"][-1] - (found["cpu_seconds"][begin - 1] if begin else 0.0)),
         "first_step_seconds": ends[0] - began,
         "first_step_ends_at": ends[0],
-        "kernels_compiled": kernels[last],
-        "kernels_compiled_later": kernels[last] - kernels[early],
-        "later_means_after_step": early,
     }
 
 
@@ -107,8 +100,6 @@ def described(result: Result) -> str:
         f"{len(result['step_ends'])} steps, {result['samples_per_second']:,.0f} samples/s "
         f"({result['samples_per_second_later']:,.0f} after the beginning), "
         f"first step {result['first_step_seconds']:.1f} s",
-        f"{result['kernels_compiled']} kernels compiled, {result['kernels_compiled_later']} of "
-        f"them after step {result['later_means_after_step']}",
     ]
     if "replayed" in result:
         words.append(f"{result['replayed']} of {result['backwards']} backwards replayed")
@@ -157,11 +148,11 @@ def run_workload(options: argparse.Namespace, workload: str, results: list[Resul
                 heading = {"workload": workload, "side": side, "cache": cache, "round": number}
                 results.append(heading | found)
                 print(f"{workload}, {side}, {cache}: {described(found)}", flush=True)
-                save(options, results)
+                write(options, results)
             print_ratios(results[before:])
 
 
-def save(options: argparse.Namespace, results: list[Result]) -> None:
+def write(options: argparse.Namespace, results: list[Result]) -> None:
     if options.json is None:
         return
     device = torch.device(options.device)
@@ -171,8 +162,7 @@ def save(options: argparse.Namespace, results: list[Result]) -> None:
         "settings": settings,
         "results": results,
     }
-    options.json.parent.mkdir(parents=True, exist_ok=True)
-    options.json.write_text(json.dumps(document, indent=1) + "\n")
+    save(options.json, document)
 
 
 def parsed() -> argparse.Namespace:
@@ -188,11 +178,6 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--logical", type=int, default=1000, help="expected size of a drawn batch")
     parser.add_argument("--physical", type=int, help="samples at once; by default by workload")
     parser.add_argument("--records", type=int, help="use only so many records")
-    parser.add_argument(
-        "--pads", choices=("auto", "yes", "no"), default="auto",
-        help="whether batches are filled up to fixed shapes; auto does so on a GPU and for a "
-        "compiler",
-    )  # fmt: skip
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--limit-seconds", type=float, default=1800.0, help="for one run")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")

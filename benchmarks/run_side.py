@@ -2,8 +2,8 @@
 
 A plain loop is the one a good engineer would write: the same buckets of like length and the same
 collate, loaded ahead, and fused AdamW. Rows that only pad a batch are left out of it, except where
-a compiler profits from shapes that come again, and on the side that is called padded. No side uses
-cuDNN's attention, which plans anew for every shape.
+a compiler profits from shapes that come again. No side uses cuDNN's attention, which plans anew for
+every shape.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -26,16 +25,14 @@ from benchmarks.adapters import CLIP_NORM, NOISE_MULTIPLIER
 from benchmarks.run_tasks import RunTask, build
 from shuffled_dpsgd.core.sampler import PoissonSampler
 from shuffled_dpsgd.core.streams import RandomStreams
-from shuffled_dpsgd.runtime import routes
+from shuffled_dpsgd.runtime import backends
 from shuffled_dpsgd.runtime.attention import without_cudnn_attention
 from shuffled_dpsgd.runtime.clock import Clock
 from shuffled_dpsgd.training import make_private
 from shuffled_dpsgd.training.data import LogicalBatch, physical_batches, shaped, to_device
 from shuffled_dpsgd.training.layout import Layout, Part, lengths_of
 
-SIDES = ("plain", "plain:compiled", "private", "private:compiled", "plain:padded")
-# After which steps the kernels compiled so far are counted.
-COUNTED_AFTER = (1, 2, 3, 5, 10, 20, 50, 100, 200, 400)
+SIDES = ("plain", "plain:compiled", "private", "private:compiled")
 LEARNING_RATE = 1e-5
 Losses = Callable[[nn.Module, Any], Tensor]
 
@@ -51,8 +48,6 @@ class Setting:
     steps: int
     pads: bool
     compiled: bool
-    # Whether a plain loop keeps the rows that only pad a batch.
-    padded: bool = False
     # Seconds since the start of the process after which no further step is begun.
     limit_seconds: float = math.inf
 
@@ -82,7 +77,6 @@ class Log:
     samples: list[int] = field(default_factory=list)
     shapes: dict[str, int] = field(default_factory=dict)
     new_shapes: list[int] = field(default_factory=list)
-    kernels: dict[int, int] = field(default_factory=dict)
     backwards: int = 0
 
     def now(self) -> float:
@@ -104,8 +98,6 @@ class Log:
         self.step_ends.append(self.now())
         self.cpu_seconds.append(time.process_time())
         self.samples.append(samples)
-        if len(self.step_ends) in COUNTED_AFTER:
-            self.kernels[len(self.step_ends)] = count_kernels()
 
 
 class WithoutCopies(Layout):
@@ -113,14 +105,6 @@ class WithoutCopies(Layout):
 
     def parts(self, drawn: Any) -> list[Part]:
         return [replace(p, records=p.records[: p.counted]) for p in super().parts(drawn)]
-
-
-def count_kernels() -> int:
-    """Kernels on disk that Triton compiled, by itself or for the compiler."""
-    names = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
-    folders = {os.environ[name] for name in names if name in os.environ}
-    found = (path for folder in folders for path in Path(folder).rglob("*.*"))
-    return sum(path.suffix in (".cubin", ".hsaco") for path in found)
 
 
 def run_private(setting: Setting, log: Log) -> dict[str, Any]:
@@ -151,7 +135,7 @@ def run_private(setting: Setting, log: Log) -> dict[str, Any]:
         "seconds_by_part": private.clock.seconds(),
         "replayed": private.engine.num_replayed,
         "samples_checked": private.engine.num_checked,
-        "routes": routes.report(),
+        "backends": backends.report(),
     }
 
 
@@ -189,7 +173,7 @@ def run_plain(setting: Setting, log: Log) -> dict[str, Any]:
 
 
 def _parts(setting: Setting, sampler: PoissonSampler) -> Iterator[Any]:
-    kind = Layout if setting.compiled or setting.padded else WithoutCopies
+    kind = Layout if setting.compiled else WithoutCopies
     layout = kind(
         batch_size=setting.physical,
         expected=setting.logical,
@@ -232,7 +216,7 @@ def main() -> int:
     setting = Setting(
         task=task, device=device, logical=options.logical, physical=options.physical,
         steps=options.steps, pads=options.pads, compiled=variant == "compiled",
-        padded=variant == "padded", limit_seconds=options.limit_seconds,
+        limit_seconds=options.limit_seconds,
     )  # fmt: skip
     facts = (run_private if name == "private" else run_plain)(setting, log)
     if device.type == "cuda":
@@ -247,7 +231,6 @@ def main() -> int:
         "backwards": log.backwards,
         "shapes": log.shapes,
         "steps_with_new_shapes": log.new_shapes,
-        "kernels_after_step": log.kernels | {len(log.step_ends): count_kernels()},
         **facts,
     }
     options.output.write_text(json.dumps(found))

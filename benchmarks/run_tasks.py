@@ -18,15 +18,16 @@ import torch
 from torch import Tensor, nn
 
 from shuffled_dpsgd.integrations.per_sample_loss import classification_losses, next_token_losses
-from shuffled_dpsgd.tasks.data import glue, nlg
+from shuffled_dpsgd.tasks.config import DataConfig
+from shuffled_dpsgd.tasks.data.loading import read_continuations, read_texts
 from shuffled_dpsgd.tasks.text import encode_continuations, encode_labelled
-from shuffled_dpsgd.tasks.tokenizers import load_tokenizer
 from shuffled_dpsgd.tasks.tokens import (
     TokenCollate,
     TokenRecords,
     class_labels,
     continuation_labels,
     ids_of,
+    load_tokenizer,
 )
 from shuffled_dpsgd.training.data import MapStyle
 
@@ -51,10 +52,12 @@ def encode(workload: str, data: Path, model: Path, file: Path, records: int | No
     """Write the token ids of a text workload to `file`."""
     tokenizer = load_tokenizer(str(model))
     if workload == "sst2":
-        texts = glue.read_glue("sst2", data / workload, "train")[:records]
+        section = DataConfig(format="sst2", path=str(data / workload))
+        texts = read_texts(section, num_labels=2).train[:records]
         encoded = encode_labelled(texts, tokenizer, MAX_LENGTH)
     else:
-        pairs = nlg.read_e2e(data / workload, "train")[:records]
+        section = DataConfig(format="e2e", path=str(data / workload))
+        pairs = read_continuations(section).train[:records]
         encoded = encode_continuations(pairs, tokenizer, MAX_LENGTH)
     ids = np.concatenate([np.asarray(ids_of(record), dtype=np.int32) for record in encoded])
     lengths = np.asarray([len(ids_of(record)) for record in encoded])

@@ -1,28 +1,184 @@
 """Times whole training steps side by side and writes the numbers as JSON.
 
-python -m benchmarks.step --suite headline --json benchmarks/reports/NAME.json
-python -m benchmarks.step --workload gpt2-small-8x64 --adapters plain ours opacus:ghost --apart
+    python -m benchmarks.step --suite headline --json benchmarks/reports/NAME.json
+    python -m benchmarks.step --workload gpt2-small-8x64 --adapters plain ours opacus:ghost
+    git worktree add ../before COMMIT
+    python -m benchmarks.step --workload bert-small-8x64 --adapters ours --before ../before
+
+A host's speed changes from minute to minute by more than the differences of interest. So every side
+runs one block of steps in every round, each round begins with another side, and sides are compared
+within rounds only. Each has a process of its own, for sides in one process share a heap, and only
+one process computes at a time. With `--before` every adapter is also run twice with the code of
+another tree: two sides of the same code say how far figures differ on this host.
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
+import os
+import subprocess
 import sys
-from contextlib import AbstractContextManager, nullcontext
+import time
+from collections.abc import Mapping, Sequence
+from multiprocessing import Pipe
 from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 
-from benchmarks.adapters import ADAPTERS, Setting
-from benchmarks.apart import ApartContest
-from benchmarks.measure import Contest, Measurement
-from benchmarks.results import add, document_of, environment, new_run
-from benchmarks.turns import Turns
-from benchmarks.workloads import DEFAULT_ADAPTERS, SUITES, workload
+from benchmarks.adapters import ADAPTERS
+from benchmarks.report import describe
+from benchmarks.results import Document, add, new_run
+from benchmarks.workloads import DEFAULT_ADAPTERS, SUITES
+
+HERE = Path(__file__).resolve().parent
+BEFORE, AGAIN = "@before", "@before again"
+# Whom the others are compared with; besides, every side of an earlier tree.
+BASELINES = ("plain", "plain:compiled", "opacus:ghost")
+HOST_STEPS = 5
+Entry = dict[str, Any]
 
 
-def arguments() -> argparse.Namespace:
+class SideError(RuntimeError):
+    """What a side's process raised, as text, or that it is no more."""
+
+
+class Asked(Protocol):
+    """Where a side is: it answers the questions of `benchmarks.worker.Side`."""
+
+    def ask(self, question: str, *numbers: int, limit_seconds: float | None = None) -> Any: ...
+
+    def close(self) -> None: ...
+
+
+class Worker:
+    """A side in a process of its own, with the code of one tree."""
+
+    def __init__(self, options: argparse.Namespace, name: str, side: str) -> None:
+        adapter, at, _ = side.partition("@")
+        tree = options.before if at else HERE.parent
+        self._pipe, there = Pipe()
+        command = [
+            sys.executable, str(HERE / "worker.py"), "--workload", name, "--adapter", adapter,
+            "--device", options.device, "--pipe", str(there.fileno()),
+            *(["--bfloat16"] if computes_in_bfloat16(options) else []),
+            *(["--tf32"] if options.tf32 else []),
+        ]  # fmt: skip
+        path = os.pathsep.join([str(tree / "src"), str(tree), os.environ.get("PYTHONPATH", "")])
+        variables = os.environ | {"PYTHONPATH": path, "PYTHONSAFEPATH": "1"}
+        self._process = subprocess.Popen(
+            command, cwd=tree, env=variables, pass_fds=[there.fileno()]
+        )
+        there.close()
+
+    def ask(self, question: str, *numbers: int, limit_seconds: float | None = None) -> Any:
+        try:
+            self._pipe.send((question, numbers))
+            if not self._pipe.poll(limit_seconds):
+                # Nobody waits for it any more, and it would compute while others are timed.
+                self.close()
+                raise SideError(f"no answer within {limit_seconds:.0f} s")
+            is_error, answer = self._pipe.recv()
+        except (EOFError, OSError) as error:
+            raise SideError("its process has ended") from error
+        if is_error:
+            raise SideError(answer)
+        return answer
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
+class Contest:
+    """All sides of one workload; a side that fails is left out from then on."""
+
+    def __init__(self, sides: Mapping[str, Asked]) -> None:
+        self._sides = dict(sides)
+        self.found: dict[str, Entry] = {
+            side: {
+                "preparation_seconds": 0.0, "peak_gib": None, "step_peak_gib": None,
+                "environment": {}, "host_seconds": [], "block_seconds": [], "core_seconds": [],
+                "busy_seconds": None, "python_calls": None, "error": None,
+            }
+            for side in sides
+        }  # fmt: skip
+
+    def prepare(self, *, warmup: int, limit_seconds: float | None) -> None:
+        """Build and warm up every side, so that nothing is compiled later."""
+        for side in self._running():
+            start = time.monotonic()
+            self.found[side] |= self._ask(side, "prepare", warmup, limit=limit_seconds) or {}
+            self.found[side]["preparation_seconds"] = time.monotonic() - start
+
+    def time(self, *, rounds: int, steps: int) -> None:
+        """Run every side once per round, each round beginning with another one."""
+        for side in self._running():
+            self._ask(side, "block", 1)  # the first step after a pause is slower than the others
+            hosts = [self._ask(side, "host") for _ in range(HOST_STEPS)]
+            self.found[side]["host_seconds"] = [seconds for seconds in hosts if seconds is not None]
+        for number in range(rounds):
+            order = self._running()
+            first = number % max(1, len(order))
+            for side in order[first:] + order[:first]:
+                if (answer := self._ask(side, "block", steps)) is not None:
+                    self.found[side]["block_seconds"].append(answer[0])
+                    self.found[side]["core_seconds"].append(answer[1])
+        for side in self._running():
+            self.found[side]["busy_seconds"] = self._ask(side, "busy")
+            self.found[side]["python_calls"] = self._ask(side, "calls")
+
+    def close(self) -> None:
+        for side in self._sides.values():
+            side.close()
+
+    def _running(self) -> list[str]:
+        return [side for side, entry in self.found.items() if entry["error"] is None]
+
+    def _ask(self, side: str, question: str, *numbers: int, limit: float | None = None) -> Any:
+        """The answer; None for a side that has failed, now or before."""
+        if self.found[side]["error"] is not None:
+            return None
+        try:
+            return self._sides[side].ask(question, *numbers, limit_seconds=limit)
+        except SideError as error:
+            self.found[side]["error"] = str(error)
+            return None
+
+
+def round_ratios(side: str, blocks: Mapping[str, Sequence[float]]) -> dict[str, list[float]]:
+    """Throughput of `side` over each baseline's, round by round, while both ran."""
+    found = {
+        baseline: [
+            theirs / mine for mine, theirs in zip(blocks[side], blocks[baseline], strict=False)
+        ]
+        for baseline in blocks
+        if baseline in BASELINES or baseline.endswith(BEFORE)
+    }
+    return {baseline: ratios for baseline, ratios in found.items() if ratios}
+
+
+def document_of(run: str, name: str, steps: int, found: Mapping[str, Entry]) -> Document:
+    """What one workload gave in one run of the command."""
+    blocks = {side: entry["block_seconds"] for side, entry in found.items()}
+    facts: Entry = {}
+    measurements = []
+    for side, entry in found.items():
+        environment = dict(entry.pop("environment"))
+        heading = {"run": run, "workload": name, "adapter": side, "steps": steps}
+        taken = {"backends": environment.pop("backends", {})}
+        ratios = round_ratios(side, blocks)
+        measurements.append({**heading, **entry, "round_ratios": ratios, **taken})
+        facts = facts or environment
+    return {"runs": {run: facts}, "notes": [], "measurements": measurements}
+
+
+def computes_in_bfloat16(options: argparse.Namespace) -> bool:
+    """Few CPUs multiply bfloat16 any faster, and some die of it."""
+    return not options.float32 and not options.device.startswith("cpu")
+
+
+def arguments(given: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -32,119 +188,59 @@ def arguments() -> argparse.Namespace:
         "--adapters", nargs="*", choices=ADAPTERS, metavar="ADAPTER",
         help=f"of {', '.join(ADAPTERS)}; a suite has its own default, else all",
     )  # fmt: skip
+    parser.add_argument("--before", type=Path, metavar="TREE", help="a tree of earlier code")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument(
         "--float32", action="store_true", help="no bfloat16 autocast, which a CPU never has"
     )
     parser.add_argument("--tf32", action="store_true", help="let a model's products run in TF32")
     parser.add_argument("--warmup", type=int, default=5, help="steps before any timing")
-    parser.add_argument("--rounds", type=int, default=8, help="blocks of every adapter")
+    parser.add_argument("--rounds", type=int, default=8, help="blocks of every side")
     parser.add_argument("--steps", type=int, default=10, help="steps a block")
     parser.add_argument(
-        "--prepare-seconds", type=float, default=float("inf"), metavar="S",
-        help="a workload's adapters that are not prepared by then have failed",
-    )  # fmt: skip
-    parser.add_argument(
-        "--apart", action="store_true",
-        help="a process for each adapter: on a CPU they would share a heap, which one may have "
-        "made faster for another",
+        "--prepare-seconds", type=float, metavar="S",
+        help="a side that is not prepared within so long has failed",
     )  # fmt: skip
     parser.add_argument("--json", type=Path, help="add the numbers to this file")
-    turns = parser.add_argument_group("several processes, prepared at once and timed in turn")
-    turns.add_argument("--turns", type=Path, metavar="DIR", help="a new folder, shared by all")
-    turns.add_argument("--of", type=int, metavar="N", help="how many processes there are")
-    turns.add_argument(
-        "--turns-seconds", type=float, default=600.0, metavar="S",
-        help="how long to wait for the others to be prepared",
-    )  # fmt: skip
-    options = parser.parse_args()
-    if (options.turns is None) != (options.of is None):
-        parser.error("--turns and --of go together")
+    options = parser.parse_args(given)
     if min(options.rounds, options.steps) < 1:
         parser.error("--rounds and --steps: expected at least 1")
+    if options.before is not None:
+        options.before = options.before.resolve()
+        if not (options.before / "benchmarks" / "workloads.py").is_file():
+            parser.error("--before: expected a tree of this project, with its benchmarks")
     return options
 
 
-def planned(options: argparse.Namespace) -> dict[str, tuple[str, ...]]:
-    """The adapters of every workload asked for."""
-    plan: dict[str, tuple[str, ...]] = {}
+def planned(options: argparse.Namespace) -> dict[str, list[str]]:
+    """The sides of every workload asked for."""
+    plan: dict[str, Sequence[str]] = {}
     for suite in options.suite:
         for name in SUITES[suite]:
-            plan.setdefault(name, tuple(options.adapters or DEFAULT_ADAPTERS[suite]))
+            plan.setdefault(name, options.adapters or DEFAULT_ADAPTERS[suite])
     for name in options.workload:
-        plan.setdefault(name, tuple(options.adapters or ADAPTERS))
-    if options.turns is not None and len(plan) != 1:
-        raise SystemExit(
-            f"--turns: expected one workload a process, got {len(plan)}; a second one would be "
-            "prepared while another process is timed"
-        )
-    return plan
+        plan.setdefault(name, options.adapters or ADAPTERS)
+    ends = ["", BEFORE, AGAIN] if options.before is not None else [""]
+    return {name: [a + end for a in adapters for end in ends] for name, adapters in plan.items()}
 
 
-def show(found: Measurement) -> None:
-    name = f"{found.workload:20} {found.adapter:16}"
-    if found.error is not None:
-        print(f"{name} failed after {found.preparation_seconds:.0f} s: {found.error}", flush=True)
-        return
-    against = ""
-    for baseline, ratios in found.round_ratios.items():
-        if baseline != found.adapter:
-            median, low, high = statistics.median(ratios), min(ratios), max(ratios)
-            against += f"  {median:.2f} ({low:.2f}-{high:.2f}) of {baseline}"
-    memory = f" {found.peak_gib:7.2f} GiB" if found.peak_gib is not None else ""
-    busy = f", busy {1e3 * found.busy_seconds:8.2f} ms" if found.busy_seconds is not None else ""
-    print(
-        f"{name} {1e3 * found.step_seconds:8.2f} ms{busy}, host "
-        f"{1e3 * statistics.median(found.host_seconds):8.2f} ms{memory}, prepared in "
-        f"{found.preparation_seconds:4.0f} s{against}",
-        flush=True,
-    )
-
-
-def run(
-    contest: Contest, options: argparse.Namespace, turn: AbstractContextManager[None], name: str
-) -> list[Measurement]:
-    """Prepare, wait for the turn, time."""
-    contest.prepare(warmup=options.warmup, limit_seconds=options.prepare_seconds)
-    try:
-        with turn:
+def main(given: Sequence[str] | None = None) -> int:
+    options = arguments(given)
+    run, failed = new_run(), False
+    for name, sides in planned(options).items():
+        contest = Contest({side: Worker(options, name, side) for side in dict.fromkeys(sides)})
+        try:
+            contest.prepare(warmup=options.warmup, limit_seconds=options.prepare_seconds)
             contest.time(rounds=options.rounds, steps=options.steps)
-    except TimeoutError as error:
-        raise SystemExit(f"--turns: {error}") from error
-    return contest.measurements(run=name, steps=options.steps)
-
-
-def main() -> int:
-    options = arguments()
-    plan = planned(options)
-    device = torch.device(options.device)
-    # Few CPUs multiply bfloat16 any faster, and some die of it.
-    bfloat16 = device.type != "cpu" and not options.float32
-    torch.set_float32_matmul_precision("high" if options.tf32 else "highest")
-    name = new_run()
-    taking_part: AbstractContextManager[None] = nullcontext()
-    turn: AbstractContextManager[None] = nullcontext()
-    if options.turns is not None:
-        turns = Turns(folder=options.turns, total=options.of, limit_seconds=options.turns_seconds)
-        taking_part, turn = turns.taking_part(), turns.turn()
-    found: list[Measurement] = []
-    with taking_part:
-        facts = environment(device, bfloat16=bfloat16)
-        for named, adapters in plan.items():
-            setting = Setting(workload=workload(named), device=device, bfloat16=bfloat16)
-            contest = (ApartContest if options.apart else Contest)(setting, adapters)
-            try:
-                fresh = run(contest, options, turn, name)
-                found += fresh
-                if options.json:
-                    add(options.json, document_of(name, facts, found, contest.routes()))
-            finally:
-                contest.close()
-            for entry in fresh:
-                show(entry)
-            torch.compiler.reset()
-    ours_failed = any(e.error and e.adapter.startswith(("ours", "plain")) for e in found)
-    return 1 if ours_failed else 0
+        finally:
+            contest.close()
+        document = document_of(run, name, options.steps, contest.found)
+        if options.json:
+            add(options.json, document)
+        for entry in document["measurements"]:
+            print(describe(entry), flush=True)
+            failed |= entry["error"] is not None and not entry["adapter"].startswith("opacus")
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":

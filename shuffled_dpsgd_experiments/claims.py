@@ -6,11 +6,8 @@ for. `shuffled-dpsgd reproduce claims` writes it.
 
 from __future__ import annotations
 
-import json
 import math
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
 
 from shuffled_dpsgd.accounting import (
     calibrate_certified,
@@ -22,8 +19,10 @@ from shuffled_dpsgd.accounting import (
 )
 from shuffled_dpsgd.accounting.theorem import smallest_epsilon
 from shuffled_dpsgd.environment import environment
+from shuffled_dpsgd_experiments.exhibits import in_one_file
 from shuffled_dpsgd_experiments.figures import fig2
-from shuffled_dpsgd_experiments.figures.settings import SIX, VIT, Setting
+from shuffled_dpsgd_experiments.figures.noise import paper_noise
+from shuffled_dpsgd_experiments.presets import SIX, VIT, AccountedSteps, Preset
 
 EPSILONS = (0.1, 0.25, 0.5, 1.0)
 BATCH_CLIPS = (1.0, 10.0, 100.0)
@@ -31,34 +30,13 @@ REMARKED_EPSILON = 0.25
 """Where the paper says that the shuffled σ is "merely 5-7 %" of the unshuffled one."""
 
 
-class Run(TypedDict):
-    """What every accountant needs to know of a setting."""
-
-    delta: float
-    sampling_prob: float
-    num_steps: int
-
-
-def run_of(setting: Setting) -> Run:
-    return {
-        "delta": setting.delta,
-        "sampling_prob": setting.sampling_prob,
-        "num_steps": setting.num_steps,
-    }
-
-
-def certified_at_the_papers_noise(setting: Setting = VIT) -> list[dict[str, Any]]:
+def certified_at_the_papers_noise(setting: Preset = VIT) -> list[dict[str, Any]]:
     """What is proven, and attained, where the paper claims ε, by ε and batch clip."""
     rows = []
     for epsilon in EPSILONS:
         for batch_clip in BATCH_CLIPS:
-            noise = calibrate_paper(
-                epsilon=epsilon,
-                dimension=setting.dimension,
-                batch_clip=batch_clip,
-                **run_of(setting),
-            ).noise_multiplier
-            bracket = certified_bracket(noise_multiplier=noise, **run_of(setting))
+            noise = paper_noise(setting, epsilon, setting.dimension, batch_clip)
+            bracket = certified_bracket(noise_multiplier=noise, **setting.steps)
             rows.append(
                 {
                     "claimed_epsilon": epsilon,
@@ -74,29 +52,22 @@ def certified_at_the_papers_noise(setting: Setting = VIT) -> list[dict[str, Any]
     return rows
 
 
-def where_the_gain_comes_from(setting: Setting = VIT) -> list[dict[str, float]]:
+def where_the_gain_comes_from(setting: Preset = VIT) -> list[dict[str, float]]:
     """The paper's "unshuffled" σ over its shuffled one, split at the certified σ of DP-SGD."""
     rows = []
     for epsilon in (0.1, 1.0):
-        noise = {
-            name: calibrate_paper(
-                epsilon=epsilon,
-                dimension=dimension,
-                batch_clip=1.0,
-                **run_of(setting),
-            ).noise_multiplier
-            for name, dimension in (("unshuffled", 1), ("shuffled", setting.dimension))
-        }
-        certified = calibrate_certified(epsilon=epsilon, **run_of(setting)).noise_multiplier
+        unshuffled = paper_noise(setting, epsilon, 1)
+        shuffled = paper_noise(setting, epsilon, setting.dimension)
+        certified = calibrate_certified(epsilon=epsilon, **setting.steps).noise_multiplier
         rows.append(
             {
                 "epsilon": epsilon,
-                "unshuffled_by_advanced_composition": noise["unshuffled"],
+                "unshuffled_by_advanced_composition": unshuffled,
                 "certified": certified,
-                "shuffled": noise["shuffled"],
-                "whole_factor": noise["unshuffled"] / noise["shuffled"],
-                "factor_of_the_accountant": noise["unshuffled"] / certified,
-                "factor_of_the_theorem": certified / noise["shuffled"],
+                "shuffled": shuffled,
+                "whole_factor": unshuffled / shuffled,
+                "factor_of_the_accountant": unshuffled / certified,
+                "factor_of_the_theorem": certified / shuffled,
             }
         )
     return rows
@@ -104,28 +75,17 @@ def where_the_gain_comes_from(setting: Setting = VIT) -> list[dict[str, float]]:
 
 def remarked_shares() -> dict[str, dict[str, float]]:
     """Shuffled over unshuffled σ at ε = 0.25 of the six settings, by batch clip."""
-    shares: dict[str, dict[str, float]] = {}
-    for setting in SIX:
-        unshuffled, *shuffled = (
-            calibrate_paper(
-                epsilon=REMARKED_EPSILON,
-                dimension=dimension,
-                batch_clip=batch_clip,
-                **run_of(setting),
-            ).noise_multiplier
-            for dimension, batch_clip in (
-                (1, 1.0),
-                *((setting.dimension, clip) for clip in BATCH_CLIPS),
-            )
-        )
-        shares[setting.label] = {
-            f"{clip:g}": noise / unshuffled
-            for clip, noise in zip(BATCH_CLIPS, shuffled, strict=True)
+    return {
+        setting.label: {
+            f"{clip:g}": paper_noise(setting, REMARKED_EPSILON, setting.dimension, clip)
+            / paper_noise(setting, REMARKED_EPSILON, 1)
+            for clip in BATCH_CLIPS
         }
-    return shares
+        for setting in SIX
+    }
 
 
-def claimed_and_true_delta(setting: Setting = VIT, *, draws: int = 20_000) -> list[dict[str, Any]]:
+def claimed_and_true_delta(setting: Preset = VIT, *, draws: int = 20_000) -> list[dict[str, Any]]:
     """One step at ε = 1: the claimed δ, the true one of two pairs, and the factor between."""
     rows = []
     for batch_clip in BATCH_CLIPS:
@@ -133,7 +93,7 @@ def claimed_and_true_delta(setting: Setting = VIT, *, draws: int = 20_000) -> li
             epsilon=1.0,
             dimension=setting.dimension,
             batch_clip=batch_clip,
-            **run_of(setting),
+            **setting.steps,
         )
         for pair in (
             spike_pair(setting.dimension, batch_clip),
@@ -160,7 +120,7 @@ def claimed_and_true_delta(setting: Setting = VIT, *, draws: int = 20_000) -> li
 def fenton_wilkinson() -> dict[str, float]:
     """Kolmogorov distance to Monte-Carlo at d = 1e8, by what σ = 0.25 is taken to mean."""
     return {
-        f"log-standard deviation {std:g}": fig2.compute(sigma=1.0 / std).kolmogorov[
+        f"log-standard deviation {std:g}": fig2.compute(sigma=1.0 / std)["kolmogorov"][
             "fenton-wilkinson"
         ]
         for std in (1.0 / fig2.SIGMA, fig2.SIGMA)
@@ -188,33 +148,32 @@ def group_against_dimension() -> dict[str, Any]:
 
 def one_step() -> dict[str, float]:
     """σ = 0.274, δ = 2.5e-7: the exact Gaussian beside the accountant."""
-    step: Run = {"sampling_prob": 1.0, "num_steps": 1, "delta": 2.5e-7}
+    step: AccountedSteps = {"sampling_prob": 1.0, "num_steps": 1, "delta": 2.5e-7}
     return {
         "closed_form": smallest_epsilon(0.274, 2.5e-7, dimension=1, batch_clip=1.0),
         "certified": certified_bracket(noise_multiplier=0.274, **step).upper,
     }
 
 
-@dataclass(frozen=True, kw_only=True)
-class Claims:
-    """The reproduction that `reproduce claims` runs."""
+def compute() -> dict[str, Any]:
+    """Everything, as `results/claims.json` has it."""
+    return {
+        "setting": VIT.steps,
+        "certified_at_the_papers_noise": certified_at_the_papers_noise(),
+        "where_the_gain_comes_from": where_the_gain_comes_from(),
+        "shuffled_over_unshuffled_at_0.25": remarked_shares(),
+        "claimed_and_true_delta": claimed_and_true_delta(),
+        "fenton_wilkinson_distance": fenton_wilkinson(),
+        "group_against_dimension": group_against_dimension(),
+        "one_step": one_step(),
+        "environment": environment(),
+    }
 
-    name: str = "claims"
-    title: str = "The figures of docs/claims.md: what holds at the paper's noise, and what does not"
 
-    def reproduce(self, directory: Path) -> list[Path]:
-        directory.mkdir(parents=True, exist_ok=True)
-        found = {
-            "setting": run_of(VIT),
-            "certified_at_the_papers_noise": certified_at_the_papers_noise(),
-            "where_the_gain_comes_from": where_the_gain_comes_from(),
-            "shuffled_over_unshuffled_at_0.25": remarked_shares(),
-            "claimed_and_true_delta": claimed_and_true_delta(),
-            "fenton_wilkinson_distance": fenton_wilkinson(),
-            "group_against_dimension": group_against_dimension(),
-            "one_step": one_step(),
-            "environment": environment(),
-        }
-        path = directory / "claims.json"
-        path.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-        return [path]
+CLAIMS = in_one_file(
+    "claims",
+    "The figures of docs/claims.md: what holds at the paper's noise, and what does not",
+    lambda scale: compute(),
+    lambda raw: None,
+    has_scales=False,
+)

@@ -33,8 +33,8 @@ from shuffled_dpsgd.auditing.run import (
 from shuffled_dpsgd.environment import environment
 from shuffled_dpsgd.errors import InvalidArgumentError
 from shuffled_dpsgd.runtime.attention import without_cudnn_attention
+from shuffled_dpsgd.tasks import RunConfig, parse_config
 from shuffled_dpsgd.tasks.audited import audit_target
-from shuffled_dpsgd.tasks.config import RunConfig, parse_config
 from shuffled_dpsgd_experiments.audit_processes import make_runs, report_runs
 from shuffled_dpsgd_experiments.audits.black_box import BlackBoxSetting
 from shuffled_dpsgd_experiments.audits.repeated_runs import RepeatedSetting

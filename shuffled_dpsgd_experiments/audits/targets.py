@@ -18,7 +18,7 @@ from shuffled_dpsgd.errors import InvalidArgumentError
 from shuffled_dpsgd.tasks import digits
 from shuffled_dpsgd.tasks.audited import prepared_task, target_of
 from shuffled_dpsgd.tasks.config import RunConfig
-from shuffled_dpsgd.tasks.privacy import start_private
+from shuffled_dpsgd.tasks.start import start_private
 from shuffled_dpsgd.training import make_private
 from shuffled_dpsgd.training.private import PrivateTraining
 from shuffled_dpsgd_experiments.audits.black_box import Start

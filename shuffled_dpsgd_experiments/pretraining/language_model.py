@@ -11,36 +11,37 @@ the best epoch are kept.
 from __future__ import annotations
 
 import argparse
-import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from shuffled_dpsgd.environment import environment
+from shuffled_dpsgd.errors import InvalidArgumentError
 from shuffled_dpsgd.integrations.per_sample_loss import next_token_losses
 from shuffled_dpsgd.runtime.attention import without_cudnn_attention
-from shuffled_dpsgd.tasks.models import no_progress_bars
-from shuffled_dpsgd.tasks.privacy import chosen_device
+from shuffled_dpsgd.tasks.config import DataConfig
+from shuffled_dpsgd.tasks.data.loading import Continuation, read_continuations, read_texts
+from shuffled_dpsgd.tasks.data.published import PUBLISHED
+from shuffled_dpsgd.tasks.start import chosen_device
 from shuffled_dpsgd.tasks.text import encode_continuations, evaluate_perplexity
-from shuffled_dpsgd.tasks.tokenizers import PretrainedTokenizer
-from shuffled_dpsgd.tasks.tokens import Record, TokenCollate, continuation_labels, ids_of
-from shuffled_dpsgd_experiments.pretraining.corpus import PRIVATE_OF, Corpus, read_corpus
-from shuffled_dpsgd_experiments.pretraining.options import make_parser
-from shuffled_dpsgd_experiments.pretraining.schedule import (
-    Pace,
-    decayed,
-    descend,
-    refuse_divergence,
-    rounded,
+from shuffled_dpsgd.tasks.tokens import Record, TokenCollate, Tokenizer, continuation_labels, ids_of
+from shuffled_dpsgd_experiments.pretraining.common import (
+    make_parser,
+    pretrain,
+    round_as_stored,
+    save,
 )
-from shuffled_dpsgd_experiments.pretraining.vocabulary import learn_tokenizer
 from shuffled_dpsgd_experiments.programs import errors_on_one_line
 
+# DART holds a copy of E2E. As public text beside a private E2E it is used without that copy; beside
+# a public E2E, the private DART must be trained on without it (`exclude_sources = ["e2e"]`).
+PRIVATE_OF = {"dart": "e2e", "e2e": "dart"}
+EXCLUDED: dict[str, tuple[str, ...]] = {"dart": ("e2e",), "e2e": ()}
+END, PAD = "<|endoftext|>", "<|pad|>"
 DROPOUT = 0.1
-CHECK_EVERY = 20
 _POOL = 50
 
 
@@ -62,6 +63,87 @@ def parser() -> argparse.ArgumentParser:
     add("--positions", type=int, default=256)
     add("--max-length", type=int, default=128)
     return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Corpus:
+    """Records to train on and held-out ones of the public set, and plain texts from elsewhere."""
+
+    public: str
+    train: list[Continuation]
+    heldout: list[Continuation]
+    texts: list[str]
+    text_sets: tuple[str, ...]
+
+    def describe(self) -> dict[str, object]:
+        """What the checkpoint has seen and what it has not."""
+        private = PRIVATE_OF[self.public]
+        return {
+            "public": self.public,
+            "excluded_sources": list(EXCLUDED[self.public]),
+            "private_later": private,
+            "train_records": len(self.train),
+            "heldout_records": len(self.heldout),
+            "other_public_texts": len(self.texts),
+            "other_public_sets": list(self.text_sets),
+            "note": f"not private; no record of {PUBLISHED[private].title} was read",
+        }
+
+
+def read_corpus(
+    public: str, folder: Path, text_sets: dict[str, Path], max_records: int | None = None
+) -> Corpus:
+    """The public set from `folder`, and the sentences of further sets, by format and folder.
+
+    Raises:
+        InvalidArgumentError: a further set is one of the two the runs are about.
+    """
+    fitting = [name for name, facts in PUBLISHED.items() if facts.task == "text-classification"]
+    for name in text_sets:
+        if name not in fitting:
+            raise InvalidArgumentError("--texts", expected=f"one of {fitting}", got=name)
+
+    def config(name: str, place: Path, **more: Any) -> DataConfig:
+        most = {"max_train_examples": max_records, "max_heldout_examples": max_records}
+        return DataConfig(format=name, path=str(place), **most, **more)  # type: ignore[arg-type]
+
+    splits = read_continuations(config(public, folder, exclude_sources=EXCLUDED[public]))
+    texts = []
+    for name, place in text_sets.items():
+        found = read_texts(config(name, place), len(PUBLISHED[name].classes))
+        texts += [text for record in found.train for text in record.texts if text.strip()]
+    return Corpus(
+        public=public,
+        train=splits.train,
+        heldout=splits.heldout["dev"],
+        texts=texts,
+        text_sets=tuple(text_sets),
+    )
+
+
+def learn_tokenizer(texts: Iterable[str], size: int) -> Any:
+    """A byte-level BPE of at most `size` tokens, in which any text can be written byte by byte."""
+    from tokenizers import Tokenizer as Model
+    from tokenizers import decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    model = Model(models.BPE())
+    model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    model.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=size,
+        special_tokens=[END, PAD],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    model.train_from_iterator(texts, trainer=trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=model,
+        eos_token=END,
+        bos_token=END,
+        pad_token=PAD,
+        model_input_names=["input_ids", "attention_mask"],
+    )
 
 
 def build(options: argparse.Namespace, tokenizer: Any) -> Any:
@@ -90,12 +172,12 @@ def build(options: argparse.Namespace, tokenizer: Any) -> Any:
     return GPT2LMHeadModel(config)
 
 
-def encode(corpus: Corpus, tokenizer: PretrainedTokenizer, max_length: int) -> list[Record]:
+def encode(corpus: Corpus, tokenizer: Tokenizer, max_length: int) -> list[Record]:
     """Every record from its first token on, and every plain text, each with its end."""
     records: list[Record] = [
         (ids_of(record), 0) for record in encode_continuations(corpus.train, tokenizer, max_length)
     ]
-    for ids in tokenizer.encode_all_plain(corpus.texts):
+    for ids in tokenizer.encode_plain(corpus.texts):
         records.append(([*ids[: max_length - 1], tokenizer.end_id], 0))
     return records
 
@@ -113,66 +195,6 @@ def batches(
         yield [records[i] for i in groups[at]]
 
 
-def train(
-    model: Any,
-    records: Sequence[Record],
-    heldout: Sequence[Record],
-    collate: TokenCollate,
-    options: argparse.Namespace,
-) -> dict[str, Any]:
-    """Train to the end of the epochs or of the time; the model is left with its best weights."""
-    device = next(model.parameters()).device
-    rng = np.random.default_rng(options.seed)
-    optimizer = decayed(model, options.weight_decay)
-    steps = options.epochs * -(-len(records) // options.batch_size)
-    pace = Pace(num_steps=steps, seconds=options.seconds)
-    curve: list[dict[str, float]] = []
-    best: dict[str, torch.Tensor] = {}
-    model.train()
-    while not pace.done:
-        for batch in batches(records, options.batch_size, rng):
-            inputs, labels = collate(batch)
-            # Padding follows the text, where no token looks: attention needs no mask for it.
-            ids = inputs["input_ids"].to(device)
-            with torch.autocast(device.type, dtype=torch.bfloat16, enabled=device.type == "cuda"):
-                logits = model(input_ids=ids).logits
-            loss = next_token_losses(logits, labels.to(device)).mean()
-            descend(model, optimizer, loss, pace, options.learning_rate)
-            if pace.step % CHECK_EVERY == 1:
-                refuse_divergence(loss, pace)
-            if pace.done:
-                break
-        refuse_divergence(loss, pace)
-        found = evaluate_perplexity(model, heldout, collate)
-        curve.append(
-            {
-                "step": pace.step,
-                "seconds": round(pace.elapsed, 1),
-                "train_loss": round(loss.item(), 4),
-                "heldout_loss": round(found.loss, 4),
-                "heldout_perplexity": round(found.score, 3),
-            }
-        )
-        print(curve[-1], flush=True)
-        if curve[-1]["heldout_loss"] <= min(one["heldout_loss"] for one in curve):
-            best = {name: value.clone() for name, value in model.state_dict().items()}
-    model.load_state_dict(best)
-    return {"steps": pace.step, "seconds": round(pace.elapsed, 1), "curve": curve}
-
-
-def save(model: Any, tokenizer: Any, options: argparse.Namespace, record: dict[str, Any]) -> Path:
-    """The checkpoint without dropout, which private fine-tuning has noise instead of."""
-    options.out.mkdir(parents=True, exist_ok=True)
-    for name in ("resid_pdrop", "embd_pdrop", "attn_pdrop"):
-        setattr(model.config, name, 0.0)
-    with no_progress_bars():
-        (model.bfloat16() if options.stored == "bf16" else model).save_pretrained(options.out)
-    tokenizer.save_pretrained(options.out)
-    path: Path = options.out / "pretraining.json"
-    path.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    return path
-
-
 @without_cudnn_attention()
 def main(arguments: Sequence[str] | None = None) -> Path:
     """Learn the vocabulary, train, and write checkpoint and record."""
@@ -181,30 +203,44 @@ def main(arguments: Sequence[str] | None = None) -> Path:
     text_sets = {name: Path(place) for name, _, place in (t.partition("=") for t in options.texts)}
     corpus = read_corpus(options.public, options.data, text_sets, options.max_records)
     public_text = [f"{one.prompt} || {one.target}" for one in corpus.train] + corpus.texts
-    tokenizer = learn_tokenizer(public_text, options.vocabulary)
-    encoder = PretrainedTokenizer(tokenizer)
-    model = build(options, tokenizer).to(device)
-    collate = TokenCollate(pad_id=encoder.pad_id, labels=continuation_labels)
-    records = encode(corpus, encoder, options.max_length)
-    heldout = encode_continuations(corpus.heldout, encoder, options.max_length)
-    found = train(model, records, heldout, collate, options)
-    rounded(model, options.stored)
-    final = evaluate_perplexity(model, heldout, collate)
-    settings = {k: v for k, v in vars(options).items() if k not in ("data", "texts", "out")}
+    vocabulary = learn_tokenizer(public_text, options.vocabulary)
+    tokenizer = Tokenizer(vocabulary)
+    model = build(options, vocabulary).to(device)
+    collate = TokenCollate(pad_id=tokenizer.pad_id, labels=continuation_labels)
+    records = encode(corpus, tokenizer, options.max_length)
+    heldout = encode_continuations(corpus.heldout, tokenizer, options.max_length)
+    rng = np.random.default_rng(options.seed)
+
+    def losses() -> Iterator[torch.Tensor]:
+        for batch in batches(records, options.batch_size, rng):
+            inputs, labels = collate(batch)
+            # Padding follows the text, where no token looks: attention needs no mask for it.
+            ids = inputs["input_ids"].to(device)
+            with torch.autocast(device.type, dtype=torch.bfloat16, enabled=device.type == "cuda"):
+                logits = model(input_ids=ids).logits
+            yield next_token_losses(logits, labels.to(device)).mean()
+
+    def evaluate() -> dict[str, float]:
+        found = evaluate_perplexity(model, heldout, collate)
+        return {"heldout_loss": found.loss, "heldout_perplexity": found.score}
+
+    steps = -(-len(records) // options.batch_size)
+    done = pretrain(model, losses, evaluate, options, steps_per_epoch=steps, keeps_best=True)
+    round_as_stored(model, options)
     record = {
         "what": "public pre-training of a language model; not private",
         **corpus.describe(),
         "parameters": sum(p.numel() for p in model.parameters()),
-        "vocabulary": len(tokenizer),
+        "vocabulary": len(vocabulary),
         "train_tokens": sum(len(ids_of(one)) for one in records),
-        "heldout_loss": round(final.loss, 4),
-        "heldout_perplexity": round(final.score, 3),
-        **found,
-        "settings": settings,
-        "environment": environment(str(device)),
+        **{name: round(value, 4) for name, value in evaluate().items()},
+        **done,
     }
-    path = save(model, tokenizer, options, record)
-    print(path, flush=True)
+    # Private fine-tuning has noise instead of dropout.
+    for name in ("resid_pdrop", "embd_pdrop", "attn_pdrop"):
+        setattr(model.config, name, 0.0)
+    path = save(model, options, record)
+    vocabulary.save_pretrained(options.out)
     return path
 
 

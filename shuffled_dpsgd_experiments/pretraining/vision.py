@@ -10,28 +10,23 @@ The test images of CIFAR-10 are only scored, once an epoch; the last weights are
 from __future__ import annotations
 
 import argparse
-import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.nn import functional as F
 
-from shuffled_dpsgd.environment import environment
-from shuffled_dpsgd.tasks.data.cifar import read_cifar_set
+from shuffled_dpsgd.tasks.data.image_files import read_cifar
+from shuffled_dpsgd.tasks.data.loading import drawn_part
 from shuffled_dpsgd.tasks.data.published import PUBLISHED
 from shuffled_dpsgd.tasks.images import save_processor
-from shuffled_dpsgd.tasks.models import no_progress_bars
-from shuffled_dpsgd.tasks.parts import drawn_part
-from shuffled_dpsgd.tasks.privacy import chosen_device
-from shuffled_dpsgd_experiments.pretraining.options import make_parser
-from shuffled_dpsgd_experiments.pretraining.schedule import (
-    Pace,
-    decayed,
-    descend,
-    refuse_divergence,
-    rounded,
+from shuffled_dpsgd.tasks.start import chosen_device
+from shuffled_dpsgd_experiments.pretraining.common import (
+    make_parser,
+    pretrain,
+    round_as_stored,
+    save,
 )
 from shuffled_dpsgd_experiments.programs import errors_on_one_line
 
@@ -106,7 +101,7 @@ def augmented(images: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
 
 
 @torch.no_grad()
-def evaluate(model: Any, images: torch.Tensor, labels: torch.Tensor) -> tuple[float, float]:
+def evaluate(model: Any, images: torch.Tensor, labels: torch.Tensor) -> dict[str, float]:
     """Mean loss and accuracy."""
     model.eval()
     losses, correct = 0.0, 0
@@ -115,7 +110,7 @@ def evaluate(model: Any, images: torch.Tensor, labels: torch.Tensor) -> tuple[fl
         losses += F.cross_entropy(logits, classes, reduction="sum").item()
         correct += int((logits.argmax(dim=-1) == classes).sum())
     model.train()
-    return losses / len(labels), correct / len(labels)
+    return {"heldout_loss": losses / len(labels), "heldout_accuracy": correct / len(labels)}
 
 
 def _logits(model: Any, pixels: torch.Tensor) -> torch.Tensor:
@@ -124,80 +119,57 @@ def _logits(model: Any, pixels: torch.Tensor) -> torch.Tensor:
     return logits.float()
 
 
-def train(
-    model: Any, arrays: dict[str, tuple[torch.Tensor, torch.Tensor]], options: argparse.Namespace
-) -> dict[str, Any]:
-    """Train to the end of the epochs or of the time."""
-    images, labels = arrays["train"]
-    generator = torch.Generator(images.device).manual_seed(options.seed)
-    mixing = torch.distributions.Beta(MIXING, MIXING)
-    optimizer = decayed(model, options.weight_decay)
-    size = min(options.batch_size, len(labels))
-    pace = Pace(num_steps=options.epochs * (len(labels) // size), seconds=options.seconds)
-    curve: list[dict[str, float]] = []
-    model.train()
-    while not pace.done:
-        order = torch.randperm(len(labels), generator=generator, device=images.device)
-        for chosen in order[: len(order) // size * size].split(size):
-            pixels, classes = augmented(images[chosen], generator), labels[chosen]
-            share = mixing.sample().item()
-            logits = _logits(model, share * pixels + (1 - share) * pixels.flip(0))
-            loss = share * F.cross_entropy(logits, classes, label_smoothing=SMOOTHING)
-            loss = loss + (1 - share) * F.cross_entropy(
-                logits, classes.flip(0), label_smoothing=SMOOTHING
-            )
-            descend(model, optimizer, loss, pace, options.learning_rate)
-            if pace.done:
-                break
-        refuse_divergence(loss, pace)
-        heldout_loss, accuracy = evaluate(model, *arrays["test"])
-        curve.append(
-            {
-                "step": pace.step,
-                "seconds": round(pace.elapsed, 1),
-                "train_loss": round(loss.item(), 4),
-                "heldout_loss": round(heldout_loss, 4),
-                "heldout_accuracy": round(accuracy, 4),
-            }
-        )
-        print(curve[-1], flush=True)
-    return {"steps": pace.step, "seconds": round(pace.elapsed, 1), "curve": curve}
-
-
 def main(arguments: Sequence[str] | None = None) -> Path:
     """Train, and write checkpoint and record."""
     options = parser().parse_args(arguments)
     device = chosen_device(options.device)
     arrays = {}
-    for split, (images, labels) in read_cifar_set(PUBLIC, options.data).items():
+    for split in ("train", "test"):
+        images, labels = read_cifar(PUBLIC, options.data, split)
         chosen = drawn_part(len(labels), options.max_records)
         both = torch.as_tensor(images[chosen]), torch.as_tensor(labels[chosen])
         arrays[split] = both[0].to(device), both[1].to(device)
     model = build(options).to(device)
-    found = train(model, arrays, options)
-    rounded(model, options.stored)
-    heldout_loss, accuracy = evaluate(model, *arrays["test"])
+    images, labels = arrays["train"]
+    generator = torch.Generator(device).manual_seed(options.seed)
+    mixing = torch.distributions.Beta(MIXING, MIXING)
+    size = min(options.batch_size, len(labels))
+    steps = len(labels) // size
+
+    def losses() -> Iterator[torch.Tensor]:
+        order = torch.randperm(len(labels), generator=generator, device=device)
+        for chosen in order[: steps * size].split(size):
+            pixels, classes = augmented(images[chosen], generator), labels[chosen]
+            share = mixing.sample().item()
+            logits = _logits(model, share * pixels + (1 - share) * pixels.flip(0))
+            parts = ((share, classes), (1 - share, classes.flip(0)))
+            yield torch.stack(
+                [part * F.cross_entropy(logits, c, label_smoothing=SMOOTHING) for part, c in parts]
+            ).sum()
+
+    done = pretrain(
+        model,
+        losses,
+        lambda: evaluate(model, *arrays["test"]),
+        options,
+        steps_per_epoch=steps,
+        keeps_best=False,
+    )
+    round_as_stored(model, options)
+    scores = {name: round(value, 4) for name, value in evaluate(model, *arrays["test"]).items()}
     record = {
         "what": "public pre-training of a vision Transformer; not private",
         "public": PUBLIC,
         "private_later": "cifar100",
         "note": "; ".join(["no image of CIFAR-100 was read", *filter(None, [options.note])]),
-        "train_records": len(arrays["train"][1]),
+        "train_records": len(labels),
         "heldout_records": len(arrays["test"][1]),
         "parameters": sum(p.numel() for p in model.parameters()),
-        "heldout_loss": round(heldout_loss, 4),
-        "heldout_accuracy": round(accuracy, 4),
-        **found,
-        "settings": {k: v for k, v in vars(options).items() if k not in ("data", "out", "note")},
-        "environment": environment(str(device)),
+        **scores,
+        **done,
     }
-    options.out.mkdir(parents=True, exist_ok=True)
-    with no_progress_bars():
-        (model.bfloat16() if options.stored == "bf16" else model).save_pretrained(options.out)
+    path = save(model, options, record)
     save_processor(options.out, SIDE)
-    path: Path = options.out / "pretraining.json"
-    path.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    print(path, flush=True)
     return path
 
 

@@ -7,11 +7,13 @@ were run before it.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import json
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -20,16 +22,14 @@ import torch
 from shuffled_dpsgd.accounting import PrivacyClaim
 from shuffled_dpsgd.core.plan import PrivacyPlan
 from shuffled_dpsgd.environment import environment
-from shuffled_dpsgd.errors import ShuffledDPError
 from shuffled_dpsgd.tasks import Evaluation, RunConfig, Task, build_task, start_private
 from shuffled_dpsgd.tasks.averaging import WeightAverage
-from shuffled_dpsgd.tasks.optimizers import build_scheduler
-from shuffled_dpsgd.tasks.privacy import chosen_device
+from shuffled_dpsgd.tasks.start import build_scheduler, chosen_device
 from shuffled_dpsgd.training.loop import Callback, LoopSettings, Outcome, Progress, train
-from shuffled_dpsgd.training.paper_estimates import paper_estimate
 from shuffled_dpsgd.training.private import PrivateTraining
-from shuffled_dpsgd_experiments.sweeps.failures import why
+from shuffled_dpsgd.training.spending import paper_estimate
 from shuffled_dpsgd_experiments.sweeps.grid import Cell
+from shuffled_dpsgd_experiments.sweeps.search import run_search
 
 
 class Tasks:
@@ -42,13 +42,13 @@ class Tasks:
     def __init__(self, kept: int = 4) -> None:
         self._kept = kept
         self._found: dict[str, tuple[int, Task]] = {}
-        self._missing: dict[str, str] = {}
+        self._missing: dict[str, Exception] = {}
 
     def of(self, config: RunConfig) -> Task:
         """The configured task with the initial weights of the configured seed."""
-        key, seed = _parts(config), config.init_seed
+        key, seed = self.key_of(config), config.init_seed
         if key in self._missing:
-            raise ShuffledDPError(self._missing[key])
+            raise self._missing[key]
         known = self._found.pop(key, None)
         if known is None:
             task = self._built(key, config)
@@ -65,20 +65,20 @@ class Tasks:
         try:
             return build_task(config)
         except Exception as error:
-            self._missing[key] = why(error)
+            self._missing[key] = error
             raise
 
     def are_missing(self, config: RunConfig) -> bool:
         """Whether the data or the model of a run could not be had."""
-        return _parts(config) in self._missing
+        return self.key_of(config) in self._missing
 
-
-def _parts(config: RunConfig) -> str:
-    """What a task is built from, but for the seed."""
-    raw = config.to_json()
-    views = config.training.augmentation_multiplicity
-    parts = [raw["task"], raw["model"], raw["data"], raw.get("generation"), views]
-    return json.dumps(parts, sort_keys=True)
+    @staticmethod
+    def key_of(config: RunConfig) -> str:
+        """What a task is built from, but for the seed."""
+        raw = config.to_json()
+        views = config.training.augmentation_multiplicity
+        parts = [raw["task"], raw["model"], raw["data"], raw.get("generation"), views]
+        return json.dumps(parts, sort_keys=True)
 
 
 @dataclass(kw_only=True)
@@ -114,9 +114,37 @@ def run_cell(cell: Cell, tasks: Tasks) -> dict[str, Any] | None:
     # What a cell that raised had in memory is free only now, after its error.
     _free_memory()
     try:
-        return _record(cell, tasks)
+        if cell.best_of is None:
+            return _record(cell, tasks)
+        return run_search(
+            cell,
+            tasks.of(cell.config),
+            plan_of=lambda each: _plan_of(each, tasks),
+            train=lambda each: _record(_alone(each), tasks),
+        )
     finally:
         _free_memory()
+
+
+def _plan_of(cell: Cell, tasks: Tasks) -> PrivacyPlan:
+    private = _start(_alone(cell), tasks.of(cell.config))
+    private.close()
+    return private.plan
+
+
+def _alone(cell: Cell) -> Cell:
+    """A run of a search: it is the search that counts in the budget, and no noise is repeated."""
+    privacy = replace(cell.config.privacy, budget=None)
+    return replace(cell, config=replace(cell.config, privacy=privacy), own_noise=True)
+
+
+def _start(cell: Cell, task: Task) -> PrivateTraining:
+    """Seeds share their noise between cells, so where runs are priced together there is none."""
+    config = cell.config
+    if cell.own_noise or config.privacy.budget is not None:
+        config = replace(config, seed=None)
+    model = copy.deepcopy(task.model).to(chosen_device(config.training.device))
+    return start_private(config, model, dataset_size=len(task.train_data))
 
 
 def _free_memory() -> None:
@@ -130,22 +158,19 @@ def _record(cell: Cell, tasks: Tasks) -> dict[str, Any] | None:
     # Dropout, where a model has any, must not depend on the cells before.
     torch.manual_seed(config.init_seed)
     task = tasks.of(config)
-    model = copy.deepcopy(task.model).to(chosen_device(config.training.device))
-    decay = config.training.weight_averaging
+    private = _start(cell, task)
+    model, decay = private.model, config.training.weight_averaging
     average = WeightAverage(model, decay=decay) if decay else None
-    private = start_private(config, model, dataset_size=len(task.train_data))
     callbacks: list[Callback] = [meter]
     if average is not None:
         callbacks.append(lambda progress: average.update(model))
-    try:
-        outcome = _train(config, task, private, callbacks)
-    finally:
-        private.close()
+    plan, outcome = train_on(config, task, model, callbacks)
     if not outcome.finished:
         return None
     trained = time.perf_counter()
-    scored = model if average is None else average.model
-    scores = evaluate(task, scored, texts=cell.stage == "main")
+    if average is not None:
+        average.change_places(model)
+    scores = evaluate(task, model, texts=cell.stage == "main")
     return {
         "sweep": cell.sweep,
         "stage": cell.stage,
@@ -155,7 +180,7 @@ def _record(cell: Cell, tasks: Tasks) -> dict[str, Any] | None:
         "tuned": dict(cell.tuned),
         "score_name": task.score_name,
         **scores,
-        **describe_plan(private.plan),
+        **describe_plan(plan),
         "steps_taken": outcome.steps_taken,
         "samples_without_finite_gradient": meter.nonfinite,
         "seconds": {
@@ -164,28 +189,32 @@ def _record(cell: Cell, tasks: Tasks) -> dict[str, Any] | None:
         },
         "samples_per_second_when_warm": meter.samples_per_second(),
         "config": cell.described,
-        "environment": environment(str(private.device)),
+        "environment": environment(str(next(model.parameters()).device)),
     }
 
 
-def _train(
-    config: RunConfig, task: Task, private: PrivateTraining, callbacks: list[Callback]
-) -> Outcome:
+def train_on(
+    config: RunConfig, task: Task, model: torch.nn.Module, callbacks: Sequence[Callback] = ()
+) -> tuple[PrivacyPlan, Outcome]:
+    """Train a model on a task's records as a file asks, and keep nothing but the model."""
+    private = start_private(config, model, dataset_size=len(task.train_data))
     find = config.training.physical_batch_size is None and private.device.type == "cuda"
-    return train(
-        private,
-        task.train_data,
-        task.losses,
-        settings=LoopSettings(
-            precision=config.training.precision,
-            physical_batch="find" if find else "as-planned",
-            collate=task.collate,
-            augment=task.augment,
-            price_steps=False,
-        ),
-        callbacks=callbacks,
-        scheduler=build_scheduler(private.optimizer, config.optimizer, private.plan.num_steps),
-    )
+    with contextlib.closing(private):
+        outcome = train(
+            private,
+            task.train_data,
+            task.losses,
+            settings=LoopSettings(
+                precision=config.training.precision,
+                physical_batch="find" if find else "as-planned",
+                collate=task.collate,
+                augment=task.augment,
+                price_steps=False,
+            ),
+            callbacks=callbacks,
+            scheduler=build_scheduler(private.optimizer, config.optimizer, private.plan.num_steps),
+        )
+    return private.plan, outcome
 
 
 def evaluate(task: Task, model: torch.nn.Module, *, texts: bool) -> dict[str, Any]:

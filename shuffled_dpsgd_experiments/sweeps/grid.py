@@ -7,7 +7,7 @@ import itertools
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -38,7 +38,11 @@ class SweptMethod:
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """One training run of the grid, and the name of its result."""
+    """One training run of the grid, and the name of its result.
+
+    Or one search: of `best_of` runs on average, each one of `candidates`, the best is the result.
+    With `own_noise` its noise does not follow the seed.
+    """
 
     sweep: str
     stage: Stage
@@ -47,6 +51,9 @@ class Cell:
     seed: int
     config: RunConfig
     tuned: Mapping[str, Any] = field(default_factory=dict)
+    best_of: float | None = None
+    candidates: tuple[Cell, ...] = ()
+    own_noise: bool = False
 
     @property
     def described(self) -> dict[str, Any]:
@@ -54,6 +61,7 @@ class Cell:
         config = self.config.without_seed()
         config["model"]["name"] = self.config.model.given_name
         config["data"].pop("path", None)
+        config["privacy"].pop("budget", None)
         config["data"]["name"] = self.config.data.given_name
         for name in MACHINE:
             config["training"].pop(name, None)
@@ -67,7 +75,10 @@ class Cell:
     @cached_property
     def file_name(self) -> str:
         """Where its result goes: readable, and different for every configuration."""
-        text = json.dumps([self.identity, self.seed, self.stage], sort_keys=True)
+        facts = [self.identity, self.seed, self.stage]
+        if self.best_of is not None:
+            facts += [self.best_of, [each.identity for each in self.candidates]]
+        text = json.dumps(facts, sort_keys=True)
         digest = hashlib.sha256(text.encode()).hexdigest()[:8]
         budget = "" if self.epsilon is None else f"_eps{self.epsilon:g}"
         return f"{self.stage}_{slug(self.method)}{budget}_seed{self.seed}_{digest}.json"
@@ -82,6 +93,7 @@ class Cell:
         budget = "" if self.epsilon is None else f", ε = {self.epsilon:g}"
         tuned = "".join(f", {each}" for each in describe_values(self.tuned))
         stage = "tuning " if self.stage == "tuning" else ""
+        stage = stage if self.best_of is None else f"best of Poisson({self.best_of:g}) runs of "
         return f"{stage}{self.method}{budget}, seed {self.seed}{tuned}"
 
 
@@ -98,9 +110,12 @@ class Sweep:
     seeds: tuple[int, ...]
     tuning_run: Mapping[str, Any] | None = None
     tuning_epsilon: float | None = None
+    best_of: float | None = None
 
     def tuning_cells(self) -> list[Cell]:
-        """Every trial of every method, at the ε tuned at and the first seed."""
+        """Every trial of every method, at the ε tuned at and the first seed; none of searches."""
+        if self.best_of is not None:
+            return []
         return [
             self._cell("tuning", method, self._tuned_at(method), self.seeds[0], trial)
             for method in self.methods
@@ -109,7 +124,7 @@ class Sweep:
         ]
 
     def main_cells(self, chosen: Mapping[str, Mapping[str, Any]]) -> Iterator[Cell]:
-        """The grid itself, with what tuning chose for each method."""
+        """The grid itself, with what tuning chose for each method, or searches."""
         for seed in self.seeds:
             for method in self.methods:
                 if self._budgets(method) == (None,):
@@ -118,7 +133,14 @@ class Sweep:
                 for method in self.methods:
                     if epsilon in self._budgets(method):
                         tuned = chosen.get(method.name, {})
-                        yield self._cell("main", method, epsilon, seed, tuned)
+                        cell = self._cell("main", method, epsilon, seed, tuned)
+                        yield cell if self.best_of is None else self._search(cell, method)
+
+    def _search(self, cell: Cell, method: SweptMethod) -> Cell:
+        trials = [
+            self._cell("main", method, cell.epsilon, cell.seed, each) for each in method.trials()
+        ]
+        return replace(cell, best_of=self.best_of, candidates=tuple(trials))
 
     def _budgets(self, method: SweptMethod) -> tuple[float | None, ...]:
         return (self.epsilons if method.epsilons is None else method.epsilons) or (None,)

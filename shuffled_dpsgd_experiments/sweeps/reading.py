@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from shuffled_dpsgd.errors import InvalidArgumentError
-from shuffled_dpsgd.tasks.config import place_paths, refuse_unknown
-from shuffled_dpsgd_experiments.sweeps.grid import Sweep, SweptMethod, laid_over, slug
+from shuffled_dpsgd.tasks.config_files import place_paths, refuse_unknown
+from shuffled_dpsgd_experiments.sweeps.grid import Cell, Sweep, SweptMethod, laid_over, slug
 
 _KEYS = ["name", "title", "results", "run", "methods", "epsilons", "seeds", "tuning"]
 _WORDS: dict[type, str] = {dict: "a table", list: "a list", str: "a text"}
@@ -28,8 +28,9 @@ def load_sweep(
     model: str | None = None,
     data: str | None = None,
     results: Path | None = None,
+    budget: Path | None = None,
 ) -> Sweep:
-    """Read a sweep file; `model` and `data` name folders in place of the file's.
+    """Read a sweep file; `model`, `data` and `budget` take the place of the file's.
 
     Every cell's configuration is checked at once, before anything is trained. Folders of data and
     models in the file are relative to it, the folder of results to the working directory.
@@ -44,7 +45,7 @@ def load_sweep(
     for holder in (raw, raw.get("tuning"), *(methods if isinstance(methods, list) else ())):
         if isinstance(holder, dict) and isinstance(holder.get("run"), dict):
             place_paths(holder["run"], path.parent)
-    return parse_sweep(raw, model=model, data=data, results=results)
+    return parse_sweep(raw, model=model, data=data, results=results, budget=budget)
 
 
 def parse_sweep(
@@ -53,17 +54,24 @@ def parse_sweep(
     model: str | None = None,
     data: str | None = None,
     results: Path | None = None,
+    budget: Path | None = None,
 ) -> Sweep:
     """A sweep from plain data, as `load_sweep` reads it."""
     refuse_unknown("", raw, _KEYS)
     run = laid_over(_taken(raw, "run", dict))
-    for section, key, value in (("model", "name", model), ("data", "path", data)):
+    counted = None if budget is None else str(budget.resolve())
+    for section, key, value in (
+        ("model", "name", model),
+        ("data", "path", data),
+        ("privacy", "budget", counted),
+    ):
         if value is not None:
             run.setdefault(section, {})[key] = value
     tuning = _taken(raw, "tuning", dict, {})
-    refuse_unknown("tuning.", tuning, ["epsilon", "run"])
+    refuse_unknown("tuning.", tuning, ["epsilon", "run", "best_of"])
     name = _taken(raw, "name", str)
     methods = _taken(raw, "methods", list)
+    best_of = _numbers("tuning.best_of", [tuning["best_of"]])[0] if "best_of" in tuning else None
     tuned_at = _numbers("tuning.epsilon", [tuning["epsilon"]]) if "epsilon" in tuning else (None,)
     sweep = Sweep(
         name=name,
@@ -75,6 +83,7 @@ def parse_sweep(
         seeds=tuple(_taken(raw, "seeds", list)),
         tuning_run=_taken(tuning, "run", dict, None, "tuning."),
         tuning_epsilon=tuned_at[0],
+        best_of=best_of,
     )
     _check(sweep)
     return sweep
@@ -98,21 +107,40 @@ def _check(sweep: Sweep) -> None:
                 remedy="a cell at another ε would never be run: write it under epsilons too",
             )
     _check_tuning(sweep)
-    sweep.tuning_cells()
-    list(sweep.main_cells({}))
+    for cell in (*sweep.tuning_cells(), *sweep.main_cells({})):
+        _check_budget(cell)
+
+
+def _check_budget(cell: Cell) -> None:
+    """Refuse what no budget covers, before anything is spent."""
+    if cell.config.privacy.budget is None:
+        return
+    if cell.config.privacy.method == "non-private" or cell.config.privacy.noise_multiplier == 0.0:
+        raise InvalidArgumentError(
+            f"methods.{cell.method}", expected="a private method under a budget", got="no noise"
+        )
+    if cell.stage == "tuning" and cell.config.data.heldout_from_train:
+        raise InvalidArgumentError(
+            "tuning.run.data.heldout_from_train",
+            expected="0 under a budget, whose records would be scored without noise",
+            got=cell.config.data.heldout_from_train,
+            remedy="tune on the held-out split, or by tuning.best_of",
+        )
 
 
 def _check_tuning(sweep: Sweep) -> None:
     """Refuse tuning that is incomplete, or harder for one method than for another."""
     tuned = [method for method in sweep.methods if method.tuning]
-    if tuned and sweep.tuning_run is None:
+    if sweep.best_of is not None:
+        _check_searches(sweep)
+    elif tuned and sweep.tuning_run is None:
         raise InvalidArgumentError(
             "tuning.run",
             expected="what differs while tuning, such as records held back",
             got=None,
             remedy="write [tuning.run.data] with heldout_from_train = …",
         )
-    if sweep.tuning_epsilon is None and any(method.epsilons != () for method in tuned):
+    elif sweep.tuning_epsilon is None and any(method.epsilons != () for method in tuned):
         raise InvalidArgumentError(
             "tuning.epsilon", expected="the ε that methods with a budget are tuned at", got=None
         )
@@ -123,6 +151,23 @@ def _check_tuning(sweep: Sweep) -> None:
             expected="as many trials for every method: equal effort",
             got={method.name: len(method.trials()) for method in sweep.methods},
         )
+
+
+def _check_searches(sweep: Sweep) -> None:
+    """Refuse searches that their price does not cover, as far as the file shows it."""
+    if sweep.tuning_run is not None or sweep.tuning_epsilon is not None:
+        raise InvalidArgumentError(
+            "tuning",
+            expected="nothing beside best_of: each search trains as the grid says",
+            got="epsilon or run",
+        )
+    for method in sweep.methods:
+        if not method.tuning or method.epsilons == ():
+            raise InvalidArgumentError(
+                f"methods.{method.name}",
+                expected="a budget and a tuning table, from which best_of draws its runs",
+                got="none",
+            )
 
 
 def _method(place: int, raw: Any) -> SweptMethod:

@@ -1,27 +1,35 @@
 """Runs what is missing of sweeps: tuning first, then the grid, most informative cells first.
 
 A cell whose result is there is never run again, so a sweep that was killed goes on where it was.
-The cell in progress then is started over; all its randomness follows from its seed. Processes that
-share a folder of results share the work. A cell that raises is stepped over.
+The cell in progress then is started over; all its randomness follows from its seed. Cells are run
+by this process, or by several at once for a device that one does not fill. Whoever runs a cell
+claims it by a lock, so commands that share a folder of results share the work.
 """
 
 from __future__ import annotations
 
+import signal
+import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from multiprocessing.connection import wait
+from types import FrameType
 from typing import Any
 
+from shuffled_dpsgd.errors import InvalidArgumentError, ShuffledDPError
 from shuffled_dpsgd_experiments.sweeps.cell import Tasks, run_cell
-from shuffled_dpsgd_experiments.sweeps.failures import CellFailedError, all_failed
 from shuffled_dpsgd_experiments.sweeps.grid import Cell, Sweep
+from shuffled_dpsgd_experiments.sweeps.search import merit
 from shuffled_dpsgd_experiments.sweeps.store import Store
+from shuffled_dpsgd_experiments.sweeps.workers import CellOutcome, Here, Process, Run, Worker
 
-LOWER_IS_BETTER = ("perplexity", "loss")
 POLL_SECONDS = 0.5
 ATTEMPTS = 2
-"""Processes that a cell may cost before it is left to another call."""
-Run = Callable[[Cell, Tasks], dict[str, Any] | None]
+"""Processes of several that a cell may cost before it is left to another call."""
+_MOST_NAMED = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,40 +55,53 @@ class SweepProgress:
         return f"cell {self.done} of {self.total}: {self.cell.describe()}: {found}, {took}{left}"
 
 
-def run_sweep(
-    sweep: Sweep,
+def run_sweeps(
+    sweeps: Sequence[Sweep],
     *,
+    jobs: int = 1,
     on_progress: Callable[[SweepProgress], object] = lambda progress: None,
     stop_after: float | None = None,
     run: Run = run_cell,
 ) -> bool:
     """Run every cell that has no result; True when all have one.
 
-    No cell is started once `stop_after` seconds have passed. A signal ends the sweep after the
-    step in progress, without a result for the cell it was in. Several processes may run one sweep
-    at a time: each cell is run by one of them, and the last ones wait for each other.
+    Cells of a later sweep fill the time that an earlier one waits. No cell is started once
+    `stop_after` seconds have passed. A signal ends the sweeps after the step in progress, without
+    results for the cells that were being run. One job is this process.
 
     Raises:
-        ShuffledDPError: cells raised. Each was named at once on standard error, and stepped over;
+        ShuffledDPError: cells failed. Each was named at once on standard error, and stepped over;
             this comes when everything else has been tried.
     """
-    return run_sweeps([sweep], on_progress=on_progress, stop_after=stop_after, run=run)
+    if jobs < 1:
+        raise InvalidArgumentError("--jobs", expected="at least 1", got=jobs)
+    if jobs == 1:
+        return _Scheduler(sweeps, [Here(run)], on_progress, stop_after).work()
+    processes = [Process(run) for _ in range(jobs)]
+    try:
+        scheduler = _Scheduler(sweeps, processes, on_progress, stop_after, ATTEMPTS)
+        with _passed_on(scheduler, processes):
+            return scheduler.work()
+    finally:
+        for process in processes:
+            process.close()
 
 
-def run_sweeps(
-    sweeps: Sequence[Sweep],
-    *,
-    on_progress: Callable[[SweepProgress], object] = lambda progress: None,
-    stop_after: float | None = None,
-    is_replaced: bool = False,
-    run: Run = run_cell,
-) -> bool:
-    """`run_sweep` for several: cells of a later one fill the time that an earlier one waits.
+@contextmanager
+def _passed_on(scheduler: _Scheduler, processes: Sequence[Process]) -> Iterator[None]:
+    """Pass a request to end on to the processes, and start nothing after it."""
 
-    A process that `is_replaced` ends with the first cell that raises, whatever that has done to
-    its GPU, and a fresh one steps over cells that `ATTEMPTS` processes have ended with.
-    """
-    return _Worker(sweeps, on_progress, stop_after, is_replaced, run).work()
+    def pass_on(number: int, frame: FrameType | None) -> None:
+        scheduler.is_stopping = True
+        for process in processes:
+            process.stop(number)
+
+    before = {each: signal.signal(each, pass_on) for each in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 class KnownCells:
@@ -105,11 +126,9 @@ class KnownCells:
         grid = [cell for cell in self._grid if cell.method not in open_]
         return [*trials, *((cell, self.store.find(cell)) for cell in grid)]
 
-
-def is_complete(sweep: Sweep) -> bool:
-    """Whether every cell has a result; asks the folder and runs nothing."""
-    cells = KnownCells(sweep)
-    return sum(record is not None for _, record in cells.read()) == cells.total
+    def is_complete(self) -> bool:
+        """Whether every cell has a result; asks the folder and runs nothing."""
+        return sum(record is not None for _, record in self.read()) == self.total
 
 
 def choose(trials: Iterable[tuple[Cell, Mapping[str, Any]]]) -> dict[str, dict[str, Any]]:
@@ -122,137 +141,119 @@ def choose(trials: Iterable[tuple[Cell, Mapping[str, Any]]]) -> dict[str, dict[s
     return {method: tuned for method, (_, tuned) in best.items()}
 
 
-def merit(record: Mapping[str, Any]) -> float:
-    """The score with a sign that makes more better; a run without a score is the worst."""
-    score = record["score"]
-    if score is None:
-        return float("-inf")
-    return -float(score) if record["score_name"] in LOWER_IS_BETTER else float(score)
-
-
-class _Worker:
-    """One process at sweeps: reports what is there, claims what is not, waits for the others."""
+class _Scheduler:
+    """Tells of what is there, and gives what is not to workers that have nothing to do."""
 
     def __init__(
         self,
         sweeps: Sequence[Sweep],
+        workers: Sequence[Worker],
         on_progress: Callable[[SweepProgress], object],
         stop_after: float | None,
-        is_replaced: bool,
-        run: Run,
+        attempts: int = 1,
     ) -> None:
+        self.is_stopping = False
         self._sweeps = [KnownCells(sweep) for sweep in sweeps]
-        self._tasks = Tasks()
-        self._stop_after = stop_after
-        self._is_replaced = is_replaced
-        self._failed: set[tuple[str, str]] = set()
-        self._has_run = False
-        self._run = run
-        self._started = time.monotonic()
-        self._reporter = Reporter(sum(each.total for each in self._sweeps), on_progress)
+        self._total = sum(each.total for each in self._sweeps)
+        self._workers = workers
+        self._attempts = attempts
+        self._tell = on_progress
+        self._end = None if stop_after is None else time.monotonic() + stop_after
+        self._told: set[tuple[str, str]] = set()
+        self._failures: Counter[tuple[str, str]] = Counter()
+        self._lacking: set[str] = set()
+        self._taken: set[tuple[str, str]] = set()
+        self._times: list[float] = []
 
     def work(self) -> bool:
-        """True when every cell has a result; False if time ran out or a signal came.
-
-        False also if nothing is missing but cells that others ended with.
-        """
-        complete = self._run_missing()
-        failed = [cell for _, cell in self._missing() if cell.key in self._failed]
-        if failed:
-            raise all_failed(failed)
-        return complete
-
-    def _run_missing(self) -> bool:
+        """True when every cell has a result; False if time ran out or a signal came."""
         while True:
-            missing = self._missing()
-            if not missing:
-                return True
-            hopeful = [(store, cell) for store, cell in missing if not self._given_up(store, cell)]
-            if not hopeful:
-                return False
-            for store, cell in hopeful:
-                if self._out_of_time():
-                    return False
-                ran = self._try(store, cell)
-                if ran is None:
-                    return False
-                if ran:
-                    break
-            else:
-                time.sleep(POLL_SECONDS)
+            hopeful = [
+                (store, cell)
+                for store, cell in self._missing()
+                if self._failures[cell.key] < self._attempts
+            ]
+            if not self._is_over():
+                self._give_out(hopeful)
+            busy = [worker for worker in self._workers if worker.at is not None]
+            if not busy and (self._is_over() or not hopeful):
+                break
+            if not [worker for worker in busy if self._collect(worker)]:
+                self._wait(busy)
+        failed = [cell for _, cell in self._missing() if self._failures[cell.key]]
+        if failed:
+            raise _all_failed(failed)
+        return len(self._told) == self._total
 
     def _missing(self) -> list[tuple[Store, Cell]]:
-        """Cells without a result, whose settings are known; the others are told of."""
-        found = []
+        """Cells without a result, whose settings are known; the others are told of.
+
+        A worker that has just written one says so itself, and how long it took.
+        """
+        found, running = [], self._running()
         for cells in self._sweeps:
             for cell, record in cells.read():
                 if record is None:
                     found.append((cells.store, cell))
-                else:
-                    self._reporter.found(cell, record)
+                elif cell.key not in running:
+                    self._say(cell, record)
         return found
 
-    def _given_up(self, store: Store, cell: Cell) -> bool:
-        if self._is_replaced:
-            return store.deaths(cell) >= ATTEMPTS
-        return cell.key in self._failed
+    def _running(self) -> set[tuple[str, str]]:
+        return {worker.at[1].key for worker in self._workers if worker.at is not None}
 
-    def _try(self, store: Store, cell: Cell) -> bool | None:
-        """Whether the cell was this process's to run, and was run; None if a signal came."""
-        with store.claim(cell, keep_on_error=self._is_replaced) as mine:
-            if not mine:
-                return False
-            began = time.monotonic()
-            try:
-                record = self._run(cell, self._tasks)
-            except Exception as error:
-                self._step_over(cell, error)
-                return True
-            if record is None:
-                return None
-            store.add(cell, record)
-            self._has_run = True
-        self._reporter.found(cell, record, time.monotonic() - began)
+    def _is_over(self) -> bool:
+        return self.is_stopping or (self._end is not None and time.monotonic() >= self._end)
+
+    def _give_out(self, hopeful: Iterable[tuple[Store, Cell]]) -> None:
+        given = self._taken | self._running()
+        waiting = iter([each for each in hopeful if each[1].key not in given])
+        for worker in self._workers:
+            if worker.at is None and (chosen := next(waiting, None)) is not None:
+                worker.start(*chosen)
+
+    def _wait(self, busy: Sequence[Worker]) -> None:
+        """Until a worker has something to say, or others may have ended what they had taken."""
+        pipes = [worker.pipe for worker in busy if isinstance(worker, Process)]
+        if not wait(pipes, POLL_SECONDS):
+            self._taken.clear()
+        if not pipes:
+            time.sleep(POLL_SECONDS)
+
+    def _collect(self, worker: Worker) -> bool:
+        """Whether a worker has done with its cell."""
+        outcome = worker.outcome()
+        if outcome is None or worker.at is None:
+            return False
+        (store, cell), worker.at = worker.at, None
+        if outcome.kind == "found":
+            self._times.append(outcome.seconds)
+            self._say(cell, store.find(cell) or {}, outcome.seconds)
+        elif outcome.kind == "taken":
+            self._taken.add(cell.key)
+        elif outcome.kind == "stopped" or self.is_stopping:
+            self.is_stopping = True
+        else:
+            self._step_over(cell, outcome)
         return True
 
-    def _step_over(self, cell: Cell, error: Exception) -> None:
-        """Leave a cell that raised; raises what is not of one cell."""
-        failure = CellFailedError(cell, error)
-        if self._is_replaced:
-            raise failure from error
-        missing = (self._tasks.are_missing(other.config) for _, other in self._missing())
-        if not self._has_run and all(missing):
-            raise error  # None of them has its data and its model.
-        self._failed.add(cell.key)
-        failure.say()
+    def _step_over(self, cell: Cell, outcome: CellOutcome) -> None:
+        """Leave a cell that failed; end at once where all of them lack their data or model."""
+        self._failures[cell.key] += 1
+        if outcome.lacks:
+            self._lacking.add(Tasks.key_of(cell.config))
+        others = {Tasks.key_of(each.config) for _, each in self._missing()}
+        if not self._times and others <= self._lacking:
+            raise ShuffledDPError(outcome.why)
+        print(f"error: cell failed: {cell.describe()}: {outcome.why}", file=sys.stderr, flush=True)
 
-    def _out_of_time(self) -> bool:
-        passed = time.monotonic() - self._started
-        return self._stop_after is not None and passed >= self._stop_after
-
-
-class Reporter:
-    """Tells of each cell once, and how long the rest will take `jobs` processes."""
-
-    def __init__(
-        self, total: int, on_progress: Callable[[SweepProgress], object], jobs: int = 1
-    ) -> None:
-        self._total = total
-        self._tell = on_progress
-        self._jobs = jobs
-        self._told: set[tuple[str, str]] = set()
-        self._times: list[float] = []
-
-    def found(self, cell: Cell, record: Mapping[str, Any], seconds: float | None = None) -> None:
-        """A cell has a result; `seconds` is None if it was there, or another process ran it."""
+    def _say(self, cell: Cell, record: Mapping[str, Any], seconds: float | None = None) -> None:
+        """Tell of a cell once, and how long the rest will take."""
         if cell.key in self._told:
             return
         self._told.add(cell.key)
-        if seconds is not None:
-            self._times.append(seconds)
-        recent = self._times[-8:]
-        done = len(self._told)
-        left = sum(recent) / len(recent) * (self._total - done) / self._jobs if recent else None
+        recent, done = self._times[-8:], len(self._told)
+        left = sum(recent) / len(recent) / len(self._workers) if recent else None
         self._tell(
             SweepProgress(
                 done=done,
@@ -260,6 +261,16 @@ class Reporter:
                 cell=cell,
                 record=record,
                 seconds=seconds,
-                seconds_left=left,
+                seconds_left=None if left is None else left * (self._total - done),
             )
         )
+
+
+def _all_failed(cells: Sequence[Cell]) -> ShuffledDPError:
+    """What a call ends with once everything but these cells has been tried."""
+    names = "; ".join(cell.describe() for cell in cells[:_MOST_NAMED])
+    more = f"; and {len(cells) - _MOST_NAMED} more" if len(cells) > _MOST_NAMED else ""
+    number = "1 cell" if len(cells) == 1 else f"{len(cells)} cells"
+    return ShuffledDPError(
+        f"{number} failed: {names}{more}. Why stands above. Run the sweep again to try them again"
+    )

@@ -17,7 +17,6 @@ from typing import IO, Any
 from shuffled_dpsgd.errors import CheckpointError
 from shuffled_dpsgd_experiments.sweeps.grid import Cell
 
-_MARK = "x"
 # What every table needs of a cell.
 _KEYS = frozenset(
     {"method", "epsilon", "seed", "tuned", "score_name", "score", "certified", "paper"}
@@ -65,47 +64,20 @@ class Store:
         return self._found[cell.file_name]
 
     @contextmanager
-    def claim(self, cell: Cell, *, keep_on_error: bool = False) -> Iterator[bool]:
+    def claim(self, cell: Cell) -> Iterator[bool]:
         """Whether the cell is this process's to run: not another's, and without a result yet.
 
-        The file goes when the claim ends, and stays if the process does not live to see that; it
-        has a mark for each time. With `keep_on_error` an exception counts as such an end. Folders
-        that were made for the claim go with it, if nothing came of it.
+        Folders that were made for the claim go with it, if nothing came of it.
         """
-        path = self._claim_path(cell)
+        path = self.directory / f".{cell.file_name}.claim"
         with _opened(path) as file:
             if not _locked(file.fileno(), path):
                 yield False
                 return
-            file.write(_MARK)
-            file.flush()
             try:
                 yield self.find(cell) is None
-            except BaseException:
-                if not keep_on_error:
-                    path.unlink()
-                raise
-            path.unlink()
-
-    def deaths(self, cell: Cell) -> int:
-        """How many processes did not survive a cell that nobody is at now."""
-        path = self._claim_path(cell)
-        try:
-            with path.open() as file:
-                size = os.fstat(file.fileno()).st_size
-                return size // len(_MARK) if _locked(file.fileno(), path) else 0
-        except FileNotFoundError:
-            return 0
-
-    def forget_deaths(self) -> None:
-        """Begin a call with no cell given up; claims that are held stay."""
-        for path in self.directory.glob(".*.claim"):
-            with path.open() as file:
-                if _locked(file.fileno(), path):
-                    path.unlink()
-
-    def _claim_path(self, cell: Cell) -> Path:
-        return self.directory / f".{cell.file_name}.claim"
+            finally:
+                path.unlink()
 
     def add(self, cell: Cell, record: dict[str, Any]) -> Path:
         """Write a result. A file that appears only when it is complete survives any kill.

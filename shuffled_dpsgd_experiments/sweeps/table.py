@@ -64,11 +64,14 @@ class SweepRow:
         lost = f"{self.without_score} without a finite score"
         if not self.scores:
             return f"none ({lost})"
-        scale, digits = (100.0, 1) if self.score_name == "accuracy" else (1.0, 2)
-        text = f"{scale * self.mean:.{digits}f}"
-        if self.spread is not None:
-            text += f" ± {scale * self.spread:.{digits}f}"
-        return f"{text} (n = {len(self.scores)}{f', {lost}' if self.without_score else ''})"
+        lost = f", {lost}" if self.without_score else ""
+        return f"{self.describe_score()} (n = {len(self.scores)}{lost})"
+
+    def describe_score(self) -> str:
+        """Mean and spread over seeds."""
+        text = in_units(self.score_name, self.mean)
+        spread = self.spread
+        return text if spread is None else f"{text} ± {in_units(self.score_name, spread)}"
 
     def to_json(self) -> dict[str, Any]:
         """Plain data; each ε with its kind."""
@@ -90,19 +93,27 @@ class SweepRow:
         """The ε asked for; a dash where none was."""
         return "–" if self.epsilon is None else f"{self.epsilon:g}"
 
-    def describe_texts(self, metrics: Iterable[str]) -> str:
-        """A cell of a table for each metric of generated texts; a dash where one is missing."""
-        return "".join(
-            f" {self.texts[name]:.3g} |" if name in self.texts else " – |" for name in metrics
-        )
-
     def describe_certified(self) -> str:
         """What is proven of the runs."""
         return "none" if self.certified is None else three_digits(self.certified)
 
-    def describe_paper(self) -> str:
-        """What the paper's theorem claims of them."""
-        return "–" if self.paper is None else three_digits(self.paper)
+    def cells(self, metrics: Iterable[str]) -> list[str]:
+        """A line of the table: texts have a dash where a metric is missing."""
+        texts = [f"{self.texts[m]:.3g}" if m in self.texts else "–" for m in metrics]
+        paper = "–" if self.paper is None else three_digits(self.paper)
+        budget = self.describe_budget()
+        return [budget, self.name, self.describe(), *texts, self.describe_certified(), paper]
+
+
+def in_units(score_name: str, value: float, sign: str = "") -> str:
+    """A score as tables have it: accuracies in percent.
+
+    >>> in_units("accuracy", 0.1234), in_units("perplexity", 0.1234, "+")
+    ('12.3', '+0.12')
+    """
+    if score_name == "accuracy":
+        return f"{100 * value:{sign}.1f}"
+    return f"{value:{sign}.2f}"
 
 
 def three_digits(value: float) -> str:
@@ -149,21 +160,20 @@ def _row(method: str, epsilon: float | None, group: list[Record], variant: str) 
 
 def _variants(settings: Iterable[str]) -> list[str]:
     """Of several configurations, what each has that they do not all share."""
-    found = [_flat(json.loads(each)) for each in settings]
+    found = [
+        {
+            f"{section}.{key}".rstrip("."): value
+            for section, values in json.loads(each).items()
+            for key, value in (values if isinstance(values, dict) else {"": values}).items()
+        }
+        for each in settings
+    ]
     keys = sorted({key for each in found for key in each})
     differ = [key for key in keys if len({json.dumps(each.get(key)) for each in found}) > 1]
     return [
         ", ".join(describe_values({key: each.get(key, "default") for key in differ}))
         for each in found
     ]
-
-
-def _flat(settings: Mapping[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for section, values in settings.items():
-        inner = values if isinstance(values, Mapping) else {"": values}
-        found |= {f"{section}.{key}".rstrip("."): value for key, value in inner.items()}
-    return found
 
 
 def _mean_texts(group: list[Record]) -> dict[str, float]:
@@ -180,23 +190,26 @@ def _mean_texts(group: list[Record]) -> dict[str, float]:
 
 def table_of(sweep: Sweep) -> str:
     """Markdown: a row for every method and budget that has results, and what tuning tried."""
-    lines = [f"# {sweep.title}", "", *grid_lines(sweep), *_strangers(sweep), *_tuning_lines(sweep)]
-    return "\n".join(lines) + "\n"
-
-
-def _strangers(sweep: Sweep) -> list[str]:
-    """A note if the folder has results of other settings than the file's, which are shown too."""
-    cells = KnownCells(sweep).read()
-    known = {cell.file_name for cell, _ in cells}
-    there = [path.name for path in sweep.results.glob("main_*.json")]
-    strange = sum(name not in known for name in there)
-    if not strange:
-        return []
-    return [
-        "",
-        f"{strange} of {len(there)} results are no cells of this file as it stands: they have "
-        "other settings, or the folders of model or data have other names.",
+    rows = ordered_rows(sweep)
+    score = rows[0].score_name if rows else "score"
+    metrics = [name for name in TEXT_METRICS if any(name in row.texts for row in rows)]
+    texts = [TEXT_METRICS[name] for name in metrics]
+    heads = [
+        "ε asked for",
+        "method",
+        score,
+        *texts,
+        "certified ε (proven)",
+        "paper's ε (heuristic)",
     ]
+    lines = [f"# {sweep.title}", "", line_of(heads), "|---" * len(heads) + "|"]
+    lines += [line_of(row.cells(metrics)) for row in rows]
+    return "\n".join([*lines, *_strangers(sweep), *_tuning_lines(sweep)]) + "\n"
+
+
+def line_of(cells: Iterable[str]) -> str:
+    """A line of a table in Markdown."""
+    return f"| {' | '.join(cells)} |"
 
 
 def ordered_rows(sweep: Sweep) -> list[SweepRow]:
@@ -207,28 +220,20 @@ def ordered_rows(sweep: Sweep) -> list[SweepRow]:
     return sorted(rows, key=lambda row: (row.epsilon or 0.0, places.get(row.method, len(order))))
 
 
-def grid_lines(sweep: Sweep) -> list[str]:
-    """The table itself."""
-    rows = ordered_rows(sweep)
-    score = rows[0].score_name if rows else "score"
-    metrics = [name for name in TEXT_METRICS if any(name in row.texts for row in rows)]
-    heads = "".join(f" {TEXT_METRICS[name]} |" for name in metrics)
-    lines = [
-        f"| ε asked for | method | {score} |{heads} certified ε (proven) | paper's ε (heuristic) |",
-        "|---" * (5 + len(metrics)) + "|",
-    ]
-    for row in rows:
-        lines.append(
-            f"| {row.describe_budget()} | {row.name} | {row.describe()} |"
-            f"{row.describe_texts(metrics)} {row.describe_certified()} | {row.describe_paper()} |"
-        )
-    return lines
+def _strangers(sweep: Sweep) -> list[str]:
+    """A note if the folder has results of other settings than the file's, which are shown too."""
+    known = {cell.file_name for cell, _ in KnownCells(sweep).read()}
+    there = [path.name for path in sweep.results.glob("main_*.json")]
+    strange = sum(name not in known for name in there)
+    note = (
+        f"{strange} of {len(there)} results are no cells of this file as it stands: they have "
+        "other settings, or the folders of model or data have other names."
+    )
+    return ["", note] if strange else []
 
 
 def _tuning_lines(sweep: Sweep) -> list[str]:
     trials = read_records(sweep.results, "tuning")
-    if not trials:
-        return []
     lines = [
         "",
         "What tuning tried, on training records held back; no ε above covers it:",
@@ -237,10 +242,11 @@ def _tuning_lines(sweep: Sweep) -> list[str]:
         "|---|---|---|",
     ]
     for record in trials:
-        tried = ", ".join(describe_values(record["tuned"]))
         score = "none" if record["score"] is None else f"{record['score']:.4g}"
-        lines.append(f"| {record['method']} | {tried} | {score} |")
-    return lines
+        lines.append(
+            line_of([record["method"], ", ".join(describe_values(record["tuned"])), score])
+        )
+    return lines if trials else []
 
 
 def _largest(group: Iterable[Record], claim: str) -> float | None:

@@ -9,9 +9,9 @@ from typing import Any
 
 from shuffled_dpsgd.environment import environment
 from shuffled_dpsgd.tasks import parse_config
-from shuffled_dpsgd.tasks.preview import preview_shapes
+from shuffled_dpsgd.tasks.advice import preview_shapes
+from shuffled_dpsgd_experiments.exhibits import Exhibit, ExhibitRow, in_one_file, origin_of
 from shuffled_dpsgd_experiments.presets import PRESETS, Preset
-from shuffled_dpsgd_experiments.tables.exhibit import Exhibit, ExhibitRow, origin_of
 
 TITLE = "Table 1: settings"
 EPSILON = 1.0
@@ -40,7 +40,7 @@ def _row(preset: Preset) -> dict[str, Any]:
     return {"preset": preset.name, **found.to_json()}
 
 
-def exhibit(raw: dict[str, Any]) -> Exhibit:
+def show(raw: dict[str, Any]) -> Exhibit:
     """Printed settings beside what they amount to."""
     return Exhibit(
         name="table1",
@@ -74,3 +74,6 @@ def _shown(row: dict[str, Any]) -> ExhibitRow:
         "weights move, not 100 %"
         + (f"; the model has {sizes[1]:.0f}M parameters, not {sizes[0]:.0f}M" if differs else ""),
     )
+
+
+TABLE = in_one_file("table1", TITLE, run, show)

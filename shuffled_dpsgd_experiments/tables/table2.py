@@ -25,11 +25,10 @@ from shuffled_dpsgd.environment import environment
 from shuffled_dpsgd.errors import InvalidArgumentError
 from shuffled_dpsgd.permutation import apply, discover, draw
 from shuffled_dpsgd.tasks import RunConfig, Task, build_task, load_config, parse_config
-from shuffled_dpsgd.tasks.optimizers import build_scheduler
-from shuffled_dpsgd.tasks.privacy import chosen_device, start_private
-from shuffled_dpsgd.training.loop import LoopSettings, train
+from shuffled_dpsgd.tasks.start import chosen_device
+from shuffled_dpsgd_experiments.exhibits import Exhibit, ExhibitRow, in_one_file, origin_of
 from shuffled_dpsgd_experiments.programs import errors_on_one_line
-from shuffled_dpsgd_experiments.tables.exhibit import Exhibit, ExhibitRow, origin_of
+from shuffled_dpsgd_experiments.sweeps.cell import train_on
 from shuffled_dpsgd_experiments.tables.printed import INVARIANCE, WEIGHT_DISTANCE
 
 TITLE = "Table 2: permutation invariance"
@@ -119,21 +118,9 @@ def _compare(config: RunConfig, task: Task, mode: str) -> dict[str, Any]:
 def _train(config: RunConfig, task: Task) -> dict[str, Any]:
     model = copy.deepcopy(task.model).to(chosen_device(config.training.device))
     model.eval()  # No dropout; layers without it compute the same in either mode.
-    private = start_private(config, model, dataset_size=len(task.train_data))
-    try:
-        train(
-            private,
-            task.train_data,
-            task.losses,
-            settings=LoopSettings(
-                precision=config.training.precision, collate=task.collate, price_steps=False
-            ),
-            scheduler=build_scheduler(private.optimizer, config.optimizer, private.plan.num_steps),
-        )
-    finally:
-        private.close()
+    plan, _ = train_on(config, task, model)
     found = task.evaluate(model)
-    certified = private.plan.certified()
+    certified = plan.certified()
     return {
         "loss": found.loss,
         "score": found.score,
@@ -142,7 +129,7 @@ def _train(config: RunConfig, task: Task) -> dict[str, Any]:
     }
 
 
-def exhibit(raw: dict[str, Any]) -> Exhibit:
+def show(raw: dict[str, Any]) -> Exhibit:
     """Losses and scores of both sides, and the distance."""
     rows = []
     for mode, sides in raw["modes"].items():
@@ -190,6 +177,9 @@ def _verdict(gap: float, *, same: bool) -> str:
     return f"equal to rounding: the losses {f'differ by {gap:.0e}' if gap else 'do not differ'}"
 
 
+TABLE = in_one_file("table2", TITLE, run, show)
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Train a run of one's own four times, where a GPU is."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -199,7 +189,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     found = run("paper", load_config(options.config))
     options.json.parent.mkdir(parents=True, exist_ok=True)
     options.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    print(exhibit(found).to_markdown())
+    print(show(found).to_markdown())
 
 
 if __name__ == "__main__":

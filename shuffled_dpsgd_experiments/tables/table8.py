@@ -1,25 +1,18 @@
 """Table 8: the time of an epoch with and without shuffling, full-size models, batch 1000.
 
-    python -m shuffled_dpsgd_experiments.tables.table8 --json results/table8.json --stop-after 170
-
 Random weights, and random records of one length, because neither changes how long a step takes. A
 private step is timed with the shuffle and without, in turns, so that both meet the same machine; an
-epoch is the median step times ⌈N/1000⌉ steps, extrapolated and said so. Each model is written as
-soon as it is done. One that the file has from the same hardware and versions is not timed again.
+epoch is the median step times ⌈N/1000⌉ steps, extrapolated and said so.
 """
 
 from __future__ import annotations
 
-import argparse
 import gc
-import json
 import math
 import statistics
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,16 +23,15 @@ from shuffled_dpsgd.environment import environment
 from shuffled_dpsgd.errors import InvalidArgumentError
 from shuffled_dpsgd.models import build_model
 from shuffled_dpsgd.options import Shuffle
-from shuffled_dpsgd.tasks.privacy import chosen_device
+from shuffled_dpsgd.tasks.start import chosen_device
 from shuffled_dpsgd.training import make_private
-from shuffled_dpsgd_experiments.programs import errors_on_one_line
-from shuffled_dpsgd_experiments.tables.exhibit import Exhibit, ExhibitRow, origin_of
+from shuffled_dpsgd_experiments.exhibits import Exhibit, ExhibitRow, in_one_file, origin_of
 from shuffled_dpsgd_experiments.tables.printed import EPOCH_SECONDS
 
 TITLE = "Table 8: the time of an epoch"
 BATCH_SIZE = 1000
 NUM_STEPS = 10_000  # More than are timed; a run refuses steps beyond its plan.
-FEWEST_ROUNDS = 3
+ROUNDS, FEWEST_ROUNDS = 6, 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,20 +49,16 @@ class TimedModel:
         return math.ceil(self.dataset_size / BATCH_SIZE)
 
 
-# The paper states no lengths; 128 tokens are the usual cut for both tasks. RoBERTa is last, for it
-# takes as long as BERT: where time ends early, it is missed least.
-MODELS = (
-    TimedModel(label="ViT, CIFAR", model="vit-base", dataset_size=50_000, length=224, physical=250),
-    TimedModel(
-        label="BERT, QNLI", model="bert-base", dataset_size=108_000, length=128, physical=250
-    ),
-    TimedModel(label="GPT-2, E2E", model="gpt2", dataset_size=42_043, length=128, physical=125),
-    TimedModel(
-        label="GPT-2-large, E2E", model="gpt2-large", dataset_size=42_043, length=128, physical=50
-    ),
-    TimedModel(
-        label="RoBERTa, QNLI", model="roberta-base", dataset_size=108_000, length=128, physical=250
-    ),
+# The paper states no lengths; 128 tokens are the usual cut for both tasks.
+MODELS = tuple(
+    TimedModel(label=label, model=model, dataset_size=size, length=length, physical=physical)
+    for label, model, size, length, physical in (
+        ("ViT, CIFAR", "vit-base", 50_000, 224, 250),
+        ("BERT, QNLI", "bert-base", 108_000, 128, 250),
+        ("GPT-2, E2E", "gpt2", 42_043, 128, 125),
+        ("GPT-2-large, E2E", "gpt2-large", 42_043, 128, 50),
+        ("RoBERTa, QNLI", "roberta-base", 108_000, 128, 250),
+    )
 )
 SMALL = tuple(
     TimedModel(label=f"{label}, small", model=model, dataset_size=size, length=32, physical=100)
@@ -136,39 +124,25 @@ def step_of(row: TimedModel, device: torch.device, shuffle: Shuffle) -> Callable
     return step
 
 
-def time_model(
-    row: TimedModel,
-    device: torch.device,
-    *,
-    rounds: int,
-    warm_up: int,
-    seconds: float | None = None,
-) -> dict[str, Any]:
+def time_model(row: TimedModel, device: torch.device, *, rounds: int) -> dict[str, Any]:
     """Steps with and without the shuffle, one of each a round, the first of a round by turns.
 
-    After `seconds` of timing no further round is begun, but for the first three.
+    The first round warms up and does not count.
     """
-    began = time.perf_counter()
     shuffles: tuple[Shuffle, Shuffle] = ("off", "every-step")
     steps = {shuffle: step_of(row, device, shuffle) for shuffle in shuffles}
     times: dict[str, list[float]] = {shuffle: [] for shuffle in steps}
-    prepared = 0.0
-    for number in range(warm_up + rounds):
-        if number == warm_up:
-            prepared = time.perf_counter() - began
-        over = seconds is not None and time.perf_counter() - began - prepared >= seconds
-        if number >= warm_up + FEWEST_ROUNDS and over:
-            break
+    for number in range(1 + rounds):
         for shuffle in list(steps)[:: 1 if number % 2 else -1]:
             started = time.perf_counter()
             steps[shuffle]()
-            if number >= warm_up:
+            if number:
                 times[shuffle].append(time.perf_counter() - started)
     steps.clear()
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
-    without, shuffled = (statistics.median(times[s]) for s in ("off", "every-step"))
+    without, shuffled = (statistics.median(times[s]) for s in shuffles)
     ratios = [b / a for a, b in zip(times["off"], times["every-step"], strict=True)]
     return {
         "label": row.label,
@@ -177,76 +151,12 @@ def time_model(
         "length": row.length,
         "physical_batch_size": row.physical,
         "steps_per_epoch": row.steps_per_epoch,
-        "steps_timed": len(times["off"]),
-        "warm_up_steps": warm_up,
-        "prepared_seconds": prepared,
         "step_seconds": times,
         "unshuffled_epoch_seconds": without * row.steps_per_epoch,
         "shuffled_epoch_seconds": shuffled * row.steps_per_epoch,
         "ratios": ratios,
         "ratio": statistics.median(ratios),
     }
-
-
-def measure(
-    rows: Sequence[TimedModel],
-    device: torch.device,
-    *,
-    rounds: int = 6,
-    warm_up: int = 2,
-    seconds: float | None = None,
-    stop_after: float | None = None,
-    before: dict[str, Any] | None = None,
-    on_row: Callable[[dict[str, Any]], object] = lambda found: None,
-) -> dict[str, Any]:
-    """Every model in turn; none is started once `stop_after` seconds have passed.
-
-    Rows of `before`, an earlier table from the same hardware and versions, are kept as they are.
-    """
-    started = time.monotonic()
-    here = environment(str(device))
-    known = {}
-    if before is not None and _apart_from_date(before["environment"]) == _apart_from_date(here):
-        known = {row["label"]: row for row in before["rows"]}
-    found: dict[str, Any] = {
-        "batch_size": BATCH_SIZE,
-        "precision": "bfloat16 autocast" if device.type == "cuda" else "float32",
-        "epoch": "extrapolated: the median step times the steps of an epoch",
-        "rows": [],
-        "left_out": [],
-        "environment": here,
-    }
-    for row in rows:
-        if row.label in known:
-            found["rows"].append(known[row.label])
-            continue
-        if stop_after is not None and time.monotonic() - started >= stop_after:
-            found["left_out"].append(row.label)
-            continue
-        found["rows"].append(
-            time_model(row, device, rounds=rounds, warm_up=warm_up, seconds=seconds)
-        )
-        on_row(found)
-    return found
-
-
-def _read(path: Path) -> dict[str, Any]:
-    """A table that was written before, whose rows are kept."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        {row["label"] for row in found["rows"]}, dict(found["environment"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise InvalidArgumentError(
-            "--json",
-            expected="a new file, or one that this program wrote",
-            got=str(path),
-            remedy="name another, or move it away",
-        ) from error
-    return dict(found)
-
-
-def _apart_from_date(versions: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in versions.items() if name != "date"}
 
 
 def run(scale: str) -> dict[str, Any]:
@@ -259,12 +169,19 @@ def run(scale: str) -> dict[str, Any]:
             got=scale,
             remedy="or --from-results",
         )
-    rows = SMALL if scale == "demo" else MODELS
-    found = measure(rows, device, rounds=FEWEST_ROUNDS if scale == "demo" else 6, warm_up=1)
-    return {"scale": scale, **found}
+    rounds = FEWEST_ROUNDS if scale == "demo" else ROUNDS
+    models = SMALL if scale == "demo" else MODELS
+    return {
+        "scale": scale,
+        "batch_size": BATCH_SIZE,
+        "precision": "bfloat16 autocast" if device.type == "cuda" else "float32",
+        "epoch": "extrapolated: the median step times the steps of an epoch",
+        "rows": [time_model(row, device, rounds=rounds) for row in models],
+        "environment": environment(str(device)),
+    }
 
 
-def exhibit(raw: dict[str, Any]) -> Exhibit:
+def show(raw: dict[str, Any]) -> Exhibit:
     """Epoch times, and what the shuffle adds."""
     found = {row["label"].removesuffix(", small"): row for row in raw["rows"]}
     rows = []
@@ -315,41 +232,4 @@ def _verdict(ratios: Sequence[float], printed: float) -> str:
     return f"costs {'less' if high < printed else 'more'} than printed ({spread})"
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Time the models of Table 8 and write what was found."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path, default=Path("results/table8.json"))
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--seconds", type=float, help="time a model for about so long")
-    parser.add_argument("--stop-after", type=float, help="start no model after so many seconds")
-    parser.add_argument("--small", action="store_true", help="small models, for two cores")
-    options = parser.parse_args(arguments)
-    options.json.parent.mkdir(parents=True, exist_ok=True)
-
-    def write(found: dict[str, Any]) -> None:
-        options.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-        row = found["rows"][-1]
-        print(
-            f"{row['label']}: {row['unshuffled_epoch_seconds']:.1f} s an epoch without, "
-            f"{row['shuffled_epoch_seconds']:.1f} s with the shuffle ({row['ratio'] - 1:+.2%}, "
-            f"{row['steps_timed']} steps of each, prepared in {row['prepared_seconds']:.0f} s)",
-            file=sys.stderr,
-            flush=True,
-        )
-
-    found = measure(
-        SMALL if options.small else MODELS,
-        chosen_device(options.device),
-        rounds=options.rounds,
-        seconds=options.seconds,
-        stop_after=options.stop_after,
-        before=_read(options.json) if options.json.exists() else None,
-        on_row=write,
-    )
-    options.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-
-
-if __name__ == "__main__":
-    with errors_on_one_line():
-        main()
+TABLE = in_one_file("table8", TITLE, run, show)

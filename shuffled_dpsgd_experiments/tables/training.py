@@ -7,53 +7,22 @@ of any sweep on the same data set join the table when it is drawn from results.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
+from shuffled_dpsgd_experiments.exhibits import SCALES, Exhibit, Reproduction, Request, Scale
 from shuffled_dpsgd_experiments.presets import PRESETS
-from shuffled_dpsgd_experiments.sweeps import Sweep, run_sweep
-from shuffled_dpsgd_experiments.sweeps.grid import laid_over
+from shuffled_dpsgd_experiments.sweeps.grid import Sweep, laid_over
 from shuffled_dpsgd_experiments.sweeps.reading import parse_sweep
+from shuffled_dpsgd_experiments.sweeps.running import run_sweeps
 from shuffled_dpsgd_experiments.sweeps.store import read_records
 from shuffled_dpsgd_experiments.tables.demonstrations import DEMONSTRATIONS
-from shuffled_dpsgd_experiments.tables.exhibit import Exhibit
 from shuffled_dpsgd_experiments.tables.printed import EPSILONS
 from shuffled_dpsgd_experiments.tables.training_rows import lost_samples, missing_rows, rows_from
 
-Say = Callable[[str], object]
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainingTable:
-    """One of the three: its title and its data sets."""
-
-    name: str
-    title: str
-    formats: tuple[str, ...]
-
-
-TABLES: Mapping[str, TrainingTable] = MappingProxyType(
-    {
-        "table3": TrainingTable(
-            name="table3",
-            title="Table 3: image classification",
-            formats=("cifar100",),
-        ),
-        "table4": TrainingTable(
-            name="table4",
-            title="Table 4: text classification",
-            formats=("sst2", "qqp", "mnli", "qnli"),
-        ),
-        "table5": TrainingTable(
-            name="table5",
-            title="Table 5: text generation",
-            formats=("dart", "e2e"),
-        ),
-    }
-)
+Record = Mapping[str, Any]
 _METHODS: list[dict[str, Any]] = [
     {"name": "non-private", "epsilons": [], "run": {"privacy": {"method": "non-private"}}},
     {"name": "ghost", "run": {"privacy": {"method": "ghost"}}},
@@ -66,97 +35,110 @@ _METHODS: list[dict[str, Any]] = [
 ]
 
 
-def sweeps_at(table: TrainingTable, scale: str, work: Path, data: Path | None) -> list[Sweep]:
-    """The grids to run, one for every preset of the table, or one demonstration."""
-    if scale == "demo":
-        return [_demo(table, work)]
-    return [
-        _preset_sweep(name, work, data)
-        for name, preset in PRESETS.items()
-        if preset.data_format in table.formats
-    ]
+@dataclass(frozen=True, kw_only=True)
+class TrainingTable:
+    """One of the three: its title and the formats of its data sets."""
+
+    name: str
+    title: str
+    formats: tuple[str, ...]
+
+    def sweeps(self, scale: Scale, work: Path, data: Path | None) -> list[Sweep]:
+        """The grids to run, one for every preset of the table, or one demonstration."""
+        if scale == "demo":
+            demo = DEMONSTRATIONS[self.name]
+            raw = _grid(f"demo {self.name}", demo.to_run(work), demo.clip_norm)
+            plain = raw["methods"][0]["run"]
+            plain["optimizer"] = {"learning_rate": demo.plain_learning_rate}
+            return [parse_sweep(raw, results=work / f"demo_{self.name}")]
+        found = []
+        for name, preset in PRESETS.items():
+            if preset.data_format in self.formats:
+                run = preset.to_run(data=None if data is None else str(data / preset.data_format))
+                run["privacy"] = {"delta": preset.delta}
+                raw = _grid(name, run, preset.clip_norm)
+                found.append(parse_sweep(raw, results=work / name.removeprefix("paper/")))
+        return found
+
+    def run(self, request: Request) -> list[Path]:
+        """Run what is missing of the table's grids; every cell stays in its folder."""
+        for sweep in self.sweeps(request.scale, request.output, request.data):
+            run_sweeps([sweep], on_progress=lambda progress: request.say(progress.describe()))
+        return []
+
+    def read(self, request: Request) -> tuple[list[Record], Scale]:
+        """Cells of the paper's scale where there are any, else the demonstration's."""
+        found = {scale: self.records(request.output, scale) for scale in SCALES}
+        scale = request.scale
+        if request.from_results:
+            scale = "paper" if found["paper"] or not found["demo"] else "demo"
+        return found[scale], scale
+
+    def records(self, results: Path, scale: Scale) -> list[Record]:
+        """Every main cell under `results` that belongs to the table: its data sets, or its demo."""
+        folders = sorted({path.parent for path in results.glob("**/main_*.json")})
+        every = [record for folder in folders for record in read_records(folder)]
+        if scale == "demo":
+            return [record for record in every if record["sweep"] == f"demo {self.name}"]
+        real = (record for record in every if not record["sweep"].startswith("demo "))
+        return [record for record in real if _format_of(record) in self.formats]
+
+    def show(self, found: tuple[Sequence[Record], Scale]) -> Exhibit:
+        """Our cells, each beside what the paper printed for that method; then what has no cell."""
+        records, scale = found
+        rows = rows_from(self.name, records)
+        if scale != "demo":
+            rows += missing_rows(self.name, {_format_of(record) for record in records})
+        return Exhibit(
+            name=self.name,
+            title=self.title,
+            origin=self._origin(records, scale),
+            rows=tuple(rows),
+            notes=(
+                "Paper: as printed, for the models it names. Ours: mean ± standard deviation over "
+                "seeds, of the model named in the row.",
+                "The paper's ε for its own method is heuristic. No ε covers tuning.",
+                *lost_samples(records),
+            ),
+        )
+
+    def _origin(self, records: Sequence[Record], scale: Scale) -> str:
+        if not records:
+            return "No result of this table is there."
+        hardware = sorted({record["environment"]["hardware"] for record in records})
+        days = sorted({record["environment"]["date"] for record in records})
+        made = f"{len(records)} runs on {', '.join(hardware)}, {' to '.join(days)}."
+        if scale != "demo":
+            return made
+        generated = DEMONSTRATIONS[self.name].write_texts is not None
+        source = " The texts are generated from templates; scores say nothing of the real data."
+        return f"Scale: demo. {made}{source if generated else ''}"
 
 
 def _grid(name: str, run: dict[str, Any], clip: float) -> dict[str, Any]:
-    methods = [
-        each
-        if each["name"] == "non-private"
-        else laid_over(each, {"run": {"privacy": {"clip_norm": clip}}})
-        for each in _METHODS
-    ]
+    plain, *private = (laid_over(each) for each in _METHODS)
+    clipped = [laid_over(each, {"run": {"privacy": {"clip_norm": clip}}}) for each in private]
+    methods = [plain, *clipped]
     return {"name": name, "epsilons": [*EPSILONS], "seeds": [0], "run": run, "methods": methods}
 
 
-def _preset_sweep(name: str, work: Path, data: Path | None) -> Sweep:
-    preset = PRESETS[name]
-    folder = None if data is None else str(data / preset.data_format)
-    run = preset.to_run(data=folder)
-    run["privacy"] = {"delta": preset.delta}
-    short = name.removeprefix("paper/")
-    return parse_sweep(_grid(name, run, preset.clip_norm), results=work / short)
-
-
-def _demo(table: TrainingTable, work: Path) -> Sweep:
-    demo = DEMONSTRATIONS[table.name]
-    raw = _grid(f"demo {table.name}", demo.to_run(work), demo.clip_norm)
-    plain = {"run": {"optimizer": {"learning_rate": demo.plain_learning_rate}}}
-    raw["methods"] = [
-        laid_over(each, plain) if each["name"] == "non-private" else each for each in raw["methods"]
-    ]
-    return parse_sweep(raw, results=work / f"demo_{table.name}")
-
-
-def run(table: TrainingTable, scale: str, work: Path, *, data: Path | None, say: Say) -> None:
-    """Run what is missing of the table's grids; every cell stays in `work`."""
-    for sweep in sweeps_at(table, scale, work, data):
-        run_sweep(sweep, on_progress=lambda progress: say(progress.describe()))
-
-
-def records_for(table: TrainingTable, results: Path, scale: str) -> list[dict[str, Any]]:
-    """Every main cell under `results` that belongs to the table: its data sets, or its demo."""
-    found = []
-    for folder in sorted({path.parent for path in results.glob("**/main_*.json")}):
-        for record in read_records(folder):
-            is_demo = record["sweep"].startswith("demo ")
-            if is_demo != (scale == "demo"):
-                continue
-            if record["sweep"] == f"demo {table.name}" or (
-                not is_demo and _format_of(record) in table.formats
-            ):
-                found.append(record)
-    return found
-
-
-def _format_of(record: Mapping[str, Any]) -> str:
+def _format_of(record: Record) -> str:
     return str(record["config"]["data"]["format"])
 
 
-def exhibit(table: TrainingTable, records: list[dict[str, Any]], scale: str) -> Exhibit:
-    """Our cells, each beside what the paper printed for that method; then what has no cell."""
-    rows = rows_from(table.name, records)
-    if scale != "demo":
-        rows += missing_rows(table.name, {_format_of(record) for record in records})
-    return Exhibit(
-        name=table.name,
-        title=table.title,
-        origin=_origin(table, records, scale),
-        rows=tuple(rows),
-        notes=(
-            "Paper: as printed, for the models it names. Ours: mean ± standard deviation over "
-            "seeds, of the model named in the row.",
-            "The paper's ε for its own method is heuristic. No ε covers tuning.",
-            *lost_samples(records),
+TABLES = {
+    table.name: table
+    for table in (
+        TrainingTable(name="table3", title="Table 3: image classification", formats=("cifar100",)),
+        TrainingTable(
+            name="table4",
+            title="Table 4: text classification",
+            formats=("sst2", "qqp", "mnli", "qnli"),
         ),
+        TrainingTable(name="table5", title="Table 5: text generation", formats=("dart", "e2e")),
     )
-
-
-def _origin(table: TrainingTable, records: list[dict[str, Any]], scale: str) -> str:
-    if not records:
-        return "No result of this table is there."
-    hardware = sorted({record["environment"]["hardware"] for record in records})
-    days = sorted({record["environment"]["date"] for record in records})
-    source = ""
-    if scale == "demo" and DEMONSTRATIONS[table.name].write_texts is not None:
-        source = " The texts are generated from templates; scores say nothing of the real data."
-    made = f"{len(records)} runs on {', '.join(hardware)}, {' to '.join(sorted({*days}))}."
-    return f"Scale: demo. {made}{source}" if scale == "demo" else made
+}
+REPRODUCTIONS = tuple(
+    Reproduction(name=t.name, title=t.title, run=t.run, read=t.read, show=t.show)
+    for t in TABLES.values()
+)

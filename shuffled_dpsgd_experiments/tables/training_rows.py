@@ -2,30 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeAlias
 
 from shuffled_dpsgd.tasks.data.published import PUBLISHED
-from shuffled_dpsgd_experiments.sweeps.running import LOWER_IS_BETTER
+from shuffled_dpsgd_experiments.exhibits import ExhibitRow
+from shuffled_dpsgd_experiments.sweeps.search import LOWER_IS_BETTER
 from shuffled_dpsgd_experiments.sweeps.table import TEXT_METRICS, SweepRow, rows_of
-from shuffled_dpsgd_experiments.tables.exhibit import ExhibitRow
 from shuffled_dpsgd_experiments.tables.printed import EPSILONS, METHODS, RESULTS, Scores
 
 Record = Mapping[str, Any]
+Printed: TypeAlias = Mapping[tuple[str, str, str], Scores]
 # A classifier this close to the share of the commonest class has not shown that it learnt anything.
 _CLOSE = 0.01
+_OWN = METHODS.index("shuffled")
 
 
 def rows_from(table: str, records: Iterable[Record]) -> list[ExhibitRow]:
     """The cells of each model and data set, by budget and method."""
-    groups: dict[tuple[str, str, str], list[Record]] = {}
+    groups: dict[tuple[str, str], list[Record]] = {}
     for record in records:
-        key = _model_of(record), _data_of(record), record["config"]["data"]["format"]
+        key = f"{_model_of(record)} on {_data_of(record)}", record["config"]["data"]["format"]
         groups.setdefault(key, []).append(record)
     return [
         row
-        for (model, data, format_), group in groups.items()
-        for row in _rows(table, f"{model} on {data}", format_, group)
+        for (what, format_), group in groups.items()
+        for row in _rows(what, _printed_for(table, format_), group)
     ]
 
 
@@ -47,16 +49,12 @@ def missing_rows(table: str, there: set[str]) -> list[ExhibitRow]:
     ]
 
 
-def lost_samples(records: Iterable[Record]) -> list[str]:
+def lost_samples(records: Sequence[Record]) -> list[str]:
     """A note if samples contributed nothing for want of a finite gradient, or if nobody counted."""
-    records = list(records)
     counts = [record.get("samples_without_finite_gradient") for record in records]
     notes = []
-    if any(counts):
-        notes.append(
-            f"{sum(count or 0 for count in counts)} times a sample had no finite gradient and "
-            "contributed nothing."
-        )
+    if lost := sum(count or 0 for count in counts):
+        notes.append(f"{lost} times a sample had no finite gradient and contributed nothing.")
     uncounted = sum(
         count is None and record["environment"]["hardware"].startswith("NVIDIA")
         for count, record in zip(counts, records, strict=True)
@@ -69,13 +67,13 @@ def lost_samples(records: Iterable[Record]) -> list[str]:
     return notes
 
 
-def _model_of(record: Mapping[str, Any]) -> str:
+def _model_of(record: Record) -> str:
     """The model's name; runs from its checkpoint and from random weights are told apart."""
     model = record["config"]["model"]
     return f"{model['name']} from scratch" if model.get("from_scratch") else str(model["name"])
 
 
-def _data_of(record: Mapping[str, Any]) -> str:
+def _data_of(record: Record) -> str:
     """The data set's title, or what the run itself called its data: a part is no whole set."""
     data = record["config"]["data"]
     format_ = str(data["format"])
@@ -89,23 +87,7 @@ def _title_of(format_: str) -> str:
     return PUBLISHED[format_].title if format_ in PUBLISHED else format_
 
 
-def _rows(table: str, what: str, format_: str, records: list[Record]) -> list[ExhibitRow]:
-    guess = max((record.get("baseline") or 0.0 for record in records), default=0.0)
-    found = sorted(rows_of(records), key=lambda row: (row.epsilon or 0.0, row.name))
-    printed = _printed_for(table, format_)
-    return [
-        ExhibitRow(
-            what=f"{what}, {row.name}" + ("" if row.epsilon is None else f", ε = {row.epsilon:g}"),
-            paper=_printed(printed, row.privacy, row.epsilon),
-            ours=_ours(row),
-            certified=row.describe_certified(),
-            verdict=_verdict(row, found, printed, guess),
-        )
-        for row in found
-    ]
-
-
-def _printed_for(table: str, format_: str) -> dict[tuple[str, str, str], Scores]:
+def _printed_for(table: str, format_: str) -> Printed:
     """What the paper has for a data set; a demonstration on another stands beside the only one."""
     title, titles = _title_of(format_), {data for _, data, _ in RESULTS[table]}
     if title not in titles and len(titles) == 1:
@@ -116,54 +98,46 @@ def _printed_for(table: str, format_: str) -> dict[tuple[str, str, str], Scores]
     return {key: scores for key, scores in RESULTS[table].items() if key[1] == title}
 
 
-def _ours(row: SweepRow) -> str:
-    """The score over seeds, and the means of what generated texts scored."""
-    texts = [f"{TEXT_METRICS[name]} {value:.3g}" for name, value in row.texts.items()]
-    return "; ".join([f"{row.score_name} {row.describe()}", *texts])
+def _rows(what: str, printed: Printed, records: Sequence[Record]) -> list[ExhibitRow]:
+    guess = max((record.get("baseline") or 0.0 for record in records), default=0.0)
+    found = sorted(rows_of(records), key=lambda row: (row.epsilon or 0.0, row.name))
+    rows = []
+    for row in found:
+        texts = [f"{TEXT_METRICS[name]} {value:.3g}" for name, value in row.texts.items()]
+        rows.append(
+            ExhibitRow(
+                what=f"{what}, {row.name}"
+                + ("" if row.epsilon is None else f", ε = {row.epsilon:g}"),
+                paper=_beside(row, printed),
+                ours="; ".join([f"{row.score_name} {row.describe()}", *texts]),
+                certified=row.describe_certified(),
+                verdict=_verdict(row, found, printed, guess),
+            )
+        )
+    return rows
 
 
-def _printed(
-    printed: Mapping[tuple[str, str, str], Scores],
-    privacy: Mapping[str, Any],
-    epsilon: float | None,
-) -> str:
-    """What the paper has for the method and budget, by model and metric."""
-    method = privacy.get("method")
+def _beside(row: SweepRow, printed: Printed) -> str:
+    """What the paper has for the method and budget, by model and metric.
+
+    Its own method counts as calibrated by its own formula. Baselines certified by PLD stand beside
+    the printed ones as well: they meet the same ε.
+    """
+    method = row.privacy.get("method")
+    theirs = method != "shuffled" or row.privacy.get("accounting") == "paper"
     parts = []
     for (model, _, metric), scores in printed.items():
         if method == "non-private":
             value = scores[0]
-        elif epsilon in EPSILONS and method in METHODS and _as_printed(privacy):
-            value = scores[1:][EPSILONS.index(epsilon)][METHODS.index(method)]
+        elif row.epsilon in EPSILONS and method in METHODS and theirs:
+            value = scores[1:][EPSILONS.index(row.epsilon)][METHODS.index(method)]
         else:
             continue
         parts.append(f"{model} {metric} {value:g}")
     return "; ".join(parts) or "not printed"
 
 
-def _as_printed(privacy: Mapping[str, Any]) -> bool:
-    """Whether a run is calibrated as the paper's: its own formula, or Rényi DP for baselines.
-
-    Baselines certified by PLD stand beside the printed ones as well: they meet the same ε.
-    """
-    return privacy.get("method") != "shuffled" or privacy.get("accounting") == "paper"
-
-
-def _printed_ahead(printed: Mapping[tuple[str, str, str], Scores], epsilon: float | None) -> bool:
-    """Whether the paper's method is ahead of both baselines in everything printed at a budget."""
-    if epsilon not in EPSILONS:
-        return False
-    at = [scores[1:][EPSILONS.index(epsilon)] for scores in printed.values()]
-    own = METHODS.index("shuffled")
-    return bool(at) and all(each[own] > max(each[:own] + each[own + 1 :]) for each in at)
-
-
-def _verdict(
-    row: SweepRow,
-    rows: Iterable[SweepRow],
-    printed: Mapping[tuple[str, str, str], Scores],
-    guess: float,
-) -> str:
+def _verdict(row: SweepRow, rows: Sequence[SweepRow], printed: Printed, guess: float) -> str:
     """What is proven, and whether anything was learnt.
 
     For the paper's method also how it compares with DP-SGD, here and there.
@@ -185,23 +159,14 @@ def _verdict(
 
 
 def _compared(
-    row: SweepRow,
-    rows: Iterable[SweepRow],
-    printed: Mapping[tuple[str, str, str], Scores],
-    *,
-    learnt_nothing: bool,
+    row: SweepRow, rows: Sequence[SweepRow], printed: Printed, *, learnt_nothing: bool
 ) -> str:
     """How the paper's method compares with the best DP-SGD.
 
     A guess is not called better, nor is a mean that is ahead by less than a spread over seeds.
     """
-    honest = [
-        other
-        for other in rows
-        if other.scores
-        and other.epsilon == row.epsilon
-        and other.privacy.get("accounting") != "paper"
-    ]
+    same = (other for other in rows if other.scores and other.epsilon == row.epsilon)
+    honest = [other for other in same if other.privacy.get("accounting") != "paper"]
     if not honest:
         return ""
     better = min if row.score_name in LOWER_IS_BETTER else max
@@ -215,6 +180,12 @@ def _compared(
     else:
         more = "scores better" if beats else "does not score better"
     words = f"; {more} than DP-SGD with a proven ε ({best.score_name} {best.describe()})"
-    if not beats and _printed_ahead(printed, row.epsilon):
+    if not beats and row.epsilon in EPSILONS and _printed_ahead(printed, row.epsilon):
         words += ", while the paper prints it ahead of both its baselines"
     return words
+
+
+def _printed_ahead(printed: Printed, epsilon: float) -> bool:
+    """Whether the paper's method is ahead of both baselines in everything printed at a budget."""
+    at = [scores[1:][EPSILONS.index(epsilon)] for scores in printed.values()]
+    return bool(at) and all(each[_OWN] > max(each[:_OWN] + each[_OWN + 1 :]) for each in at)

@@ -14,7 +14,6 @@ from shuffled_dpsgd.accounting import (
     calibrate_certified,
     certified_bracket,
     certified_claim,
-    certified_curve,
 )
 from shuffled_dpsgd.accounting.comparisons import gaussian_epsilon
 from shuffled_dpsgd.errors import InvalidArgumentError
@@ -138,21 +137,6 @@ def test_replace_one_costs_more_than_add_remove() -> None:
         adjacency="replace-one",
     )
     assert gaussian.epsilon == pytest.approx(gaussian_epsilon(1.5, 1e-5), rel=1e-3)
-
-
-def test_a_curve_is_monotone_ends_exactly_and_says_what_it_priced() -> None:
-    run = {"noise_multiplier": 1.5, "sampling_prob": 0.02, "delta": 1e-5}
-    curve = certified_curve(steps=range(1, 401), **run)
-    values = [claim.epsilon for claim in curve]
-    assert values == sorted(values)
-    assert values[-1] == certified_claim(num_steps=400, **run).epsilon
-    assert [claim.inputs["num_steps"] for claim in curve] == list(range(1, 401))
-    for index in (0, 57, 200):
-        exact = certified_claim(num_steps=index + 1, **run).epsilon
-        assert exact * (1 - 1e-9) <= values[index] <= exact * 1.25 + 0.05
-        assert curve[index].inputs["priced_num_steps"] >= index + 1
-    assert len({claim.inputs["priced_num_steps"] for claim in curve}) <= 24
-    assert certified_curve(steps=[], **run) == []
 
 
 def test_no_noise_is_no_privacy() -> None:

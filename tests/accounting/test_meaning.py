@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,16 +11,25 @@ from dp_accounting.pld import privacy_loss_distribution
 from scipy.special import ndtr, ndtri
 from scipy.stats import binom
 
-from shuffled_dpsgd.accounting import SampledGaussian, calibrate_certified, what_it_means
+from shuffled_dpsgd.accounting import (
+    Meaning,
+    SampledGaussian,
+    calibrate_certified,
+    what_it_means,
+)
 from shuffled_dpsgd.accounting.comparisons import gaussian_epsilon
 from shuffled_dpsgd.core.pld import price
 
 SST2 = {"sampling_prob": 1000 / 67_349, "num_steps": 202, "delta": 0.5 / 67_349}
 
 
+def meaning_of(*, delta: float, **run: Any) -> Meaning:
+    return what_it_means((SampledGaussian(**run),), delta)
+
+
 @pytest.mark.parametrize(("noise", "steps"), [(0.5, 1), (2.0, 1), (30.0, 100)])
 def test_without_sampling_everything_has_a_closed_form(noise: float, steps: int) -> None:
-    found = what_it_means(noise_multiplier=noise, sampling_prob=1.0, num_steps=steps, delta=1e-6)
+    found = meaning_of(noise_multiplier=noise, sampling_prob=1.0, num_steps=steps, delta=1e-6)
     mu = math.sqrt(steps) / noise
     advantage = 2.0 * ndtr(mu / 2.0) - 1.0
     assert advantage <= found.advantage <= advantage * 1.001
@@ -45,7 +55,7 @@ def test_drawn_attackers_stay_within_the_bounds_and_come_close() -> None:
         return total
 
     present, absent = losses(True), losses(False)
-    found = what_it_means(noise_multiplier=noise, sampling_prob=prob, num_steps=steps, delta=1e-6)
+    found = meaning_of(noise_multiplier=noise, sampling_prob=prob, num_steps=steps, delta=1e-6)
     assert (present > 0).mean() - (absent > 0).mean() == pytest.approx(found.advantage, abs=0.005)
     for alpha, rate in found.true_positive_rates:
         measured = (present > np.quantile(absent, 1.0 - alpha)).mean()
@@ -67,7 +77,7 @@ def test_people_with_several_records_against_dp_accounting(records: int) -> None
 
 def test_sst2_at_one_costs_a_person_with_eight_records_ten() -> None:
     noise = calibrate_certified(epsilon=1.0, **SST2).noise_multiplier
-    found = what_it_means(noise_multiplier=noise, **SST2)
+    found = meaning_of(noise_multiplier=noise, **SST2)
     assert [round(claim.epsilon, 2) for _, claim in found.groups[:2]] == [2.15, 4.68]
     assert found.groups[2][1].epsilon == pytest.approx(10.5, abs=0.05)
     claim = found.groups[2][1]
@@ -78,20 +88,20 @@ def test_sst2_at_one_costs_a_person_with_eight_records_ten() -> None:
 
 
 def test_with_hardly_any_noise_hardly_anything_is() -> None:
-    found = what_it_means(noise_multiplier=0.02, sampling_prob=0.5, num_steps=100, delta=1e-5)
+    found = meaning_of(noise_multiplier=0.02, sampling_prob=0.5, num_steps=100, delta=1e-5)
     assert found.advantage > 0.99
     assert all(0.99 < rate <= 1.0 for _, rate in found.true_positive_rates)
 
 
 def test_without_noise_nothing_is_bounded() -> None:
-    found = what_it_means(noise_multiplier=0.0, sampling_prob=0.1, num_steps=3, delta=1e-5)
+    found = meaning_of(noise_multiplier=0.0, sampling_prob=0.1, num_steps=3, delta=1e-5)
     assert found.advantage == 1.0
     assert {rate for _, rate in found.true_positive_rates} == {1.0}
     assert all(math.isinf(claim.epsilon) for _, claim in found.groups)
 
 
 def test_every_line_and_every_figure_carries_its_kind() -> None:
-    found = what_it_means(noise_multiplier=1.0, sampling_prob=0.01, num_steps=10, delta=1e-5)
+    found = meaning_of(noise_multiplier=1.0, sampling_prob=0.01, num_steps=10, delta=1e-5)
     assert all("proven" in line for line in found.describe())
     data = found.to_json()
     assert data["attacker"]["kind"] == "proven"

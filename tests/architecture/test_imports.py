@@ -36,7 +36,7 @@ ALLOWED = {
     "auditing": TRAINING | {"reports"},
     "reports": TRAINING,
     "tasks": PRODUCT | {"auditing"},
-    "experiments": PRODUCT | {"auditing", "tasks"},
+    "experiments": PRODUCT | {"auditing", "tasks", "cli"},
     "cli": PRODUCT | {"auditing", "tasks", "experiments"},
     "__main__": {"cli"},
 }

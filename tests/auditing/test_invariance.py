@@ -16,7 +16,7 @@ from shuffled_dpsgd.auditing.taps import trainable
 from shuffled_dpsgd.models import build_model
 from shuffled_dpsgd.permutation import apply_to_tensors, draw
 from shuffled_dpsgd.training import make_private
-from shuffled_dpsgd.training.card_of_plan import write_card
+from shuffled_dpsgd.training.card import write_card
 
 SIGMA = 0.7
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import copy
 import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -41,9 +44,10 @@ from shuffled_dpsgd.errors import InvalidArgumentError
 from shuffled_dpsgd.integrations.per_sample_loss import next_token_losses
 from shuffled_dpsgd.models import build_model
 from shuffled_dpsgd.tasks.classification import classification_task
-from shuffled_dpsgd.tasks.data.records import Splits
+from shuffled_dpsgd.tasks.data.loading import Splits
 from shuffled_dpsgd.tasks.tokens import TokenCollate, TokenRecords, continuation_labels
 from shuffled_dpsgd.training import make_private
+from shuffled_dpsgd.training.budget import BudgetFile
 
 
 def data(size: int = 300) -> TensorDataset:
@@ -52,7 +56,7 @@ def data(size: int = 300) -> TensorDataset:
     return TensorDataset(images, torch.randint(10, (size,), generator=generator))
 
 
-def target(**privacy: object) -> AuditTarget:
+def target(budget: str | None = None, **privacy: object) -> AuditTarget:
     records = data()
 
     def fresh_model(seed: int) -> torch.nn.Module:
@@ -78,7 +82,29 @@ def target(**privacy: object) -> AuditTarget:
             **{key: value for key, value in privacy.items() if key != "num_steps"},
         )
 
-    return AuditTarget(start=start, data=records, losses=task.losses)
+    return AuditTarget(start=start, data=records, losses=task.losses, budget=budget)
+
+
+@pytest.mark.parametrize("audit", [audit_one_run, audit_steps])
+def test_an_audit_counts_itself_with_the_steps_that_see_the_records(
+    audit: Any, tmp_path: Path
+) -> None:
+    file = BudgetFile(tmp_path / "b.json")
+    file.create(delta=1e-5, epsilon=None, adjacency="add-remove")
+    aimed = target(epsilon=1.0, num_steps=4, budget=str(file.path))
+    setting = RunSetting(
+        num_gradient_canaries=20, num_input_canaries=0, num_observations=20, warmup_steps=3
+    )
+    audit(aimed, setting)
+    (entry,) = file.read().runs
+    assert entry.num_steps == (4 if audit is audit_one_run else 3)
+    with pytest.raises(InvalidArgumentError, match="gradient canaries alone"):
+        audit(aimed, replace(setting, num_input_canaries=1))
+    with pytest.raises(InvalidArgumentError, match="fit steps"):
+        audit(aimed, replace(setting, fit_steps=1))
+    alone = replace(setting, other_records=False, warmup_steps=0)
+    audit(aimed, alone)
+    assert len(file.read().runs) == 1
 
 
 @pytest.mark.slow

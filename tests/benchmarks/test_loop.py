@@ -20,8 +20,6 @@ from shuffled_dpsgd.integrations.per_sample_loss import classification_losses
 from shuffled_dpsgd.tasks.tokens import TokenCollate, TokenRecords, class_labels
 from training.cases import make_bert
 
-pytestmark = pytest.mark.filterwarnings("ignore:the most frequent row")
-
 RECORDS, LOGICAL, STEPS = 80, 16, 3
 
 # The data of a benchmark are made, and rows may come twice.
@@ -69,7 +67,6 @@ def test_the_figures_follow_from_the_times() -> None:
         "loop_began": 2.0, "loop_ended": 12.0, "step_ends": [6.0, 8.0, 10.0, 12.0],
         "samples": [10, 20, 30, 40], "cpu_seconds": [5.0, 6.0, 6.5, 7.0],
         "backwards": 4, "shapes": {"8x8": 4},
-        "kernels_after_step": {"1": 3, "20": 5, "400": 7},
         "seconds_by_part": {"data": 1.0, "update": 9.0},
     }  # fmt: skip
     result = loop.summarised(found)
@@ -77,7 +74,6 @@ def test_the_figures_follow_from_the_times() -> None:
     assert result["samples_per_second_from_start"] == pytest.approx(100 / 12)
     assert result["samples_per_second_later"] == 70 / 4
     assert result["first_step_seconds"] == 4.0
-    assert result["kernels_compiled"] == 7
     slow = result | {"samples_per_second": 5.0, "first_step_seconds": 6.5}
     text = loop.compared(slow, result)
     assert text.startswith(
@@ -85,17 +81,8 @@ def test_the_figures_follow_from_the_times() -> None:
     )
     assert result["samples_per_cpu_second_later"] == 70.0
     assert text.endswith("first step +2.5 s")
-    assert "7 kernels compiled, 2 of them after step 20" in loop.described(result)
+    assert "4 steps, 10 samples/s (18 after the beginning)" in loop.described(result)
     assert loop.described({"error": "Traceback\nOSError: no such file"}).endswith("such file")
-
-
-def test_kernels_on_disk_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
-    (tmp_path / "a").mkdir()
-    for name in ("a/x.cubin", "a/x.ptx", "y.cubin"):
-        (tmp_path / name).touch()
-    assert run_side.count_kernels() == 2
 
 
 @pytest.mark.parametrize(
@@ -119,11 +106,12 @@ def test_what_cannot_be_run_is_refused(
 
 
 def test_real_texts_keep_their_lengths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from shuffled_dpsgd.tasks.tokenizers import ByteTokenizer
+    from shuffled_dpsgd.tasks.tokens import load_tokenizer
 
     (tmp_path / "sst2").mkdir()
-    (tmp_path / "sst2" / "train.tsv").write_text("sentence\tlabel\nhi\t1\nlonger\t0\n")
-    monkeypatch.setattr(run_tasks, "load_tokenizer", lambda _: ByteTokenizer())
+    for split in ("train", "dev"):
+        (tmp_path / "sst2" / f"{split}.tsv").write_text("sentence\tlabel\nhi\t1\nlonger\t0\n")
+    monkeypatch.setattr(run_tasks, "load_tokenizer", lambda _: load_tokenizer("bert-tiny"))
     monkeypatch.setattr(run_tasks, "_classifier", lambda _: nn.Linear(1, 1))
     file = tmp_path / "records.npz"
     run_tasks.encode("sst2", tmp_path, tmp_path, file, None)
@@ -158,18 +146,3 @@ def test_a_run_ends_with_the_step_in_which_its_time_is_over(side: str) -> None:
     facts = {"private": run_side.run_private, "plain": run_side.run_plain}[side](chosen, log)
     assert len(log.step_ends) == len(log.samples) == 1
     assert facts["seconds_by_part"]
-
-
-def test_a_padded_plain_loop_has_the_shapes_of_the_private_one() -> None:
-    shapes = []
-    for chosen, run in (
-        (setting(pads=True), run_side.run_private),
-        (replace(setting(pads=True), padded=True), run_side.run_plain),
-    ):
-        log = Log(started=time.time())
-        run(chosen, log)
-        assert log.samples
-        shapes.append(set(log.shapes))
-    longest = {shape.split("x")[1] for shape in shapes[0]}
-    assert {shape.split("x")[1] for shape in shapes[1]} == longest
-    assert all(int(shape.split("x")[0]) % 8 == 0 for found in shapes for shape in found)

@@ -1,169 +1,186 @@
-"""Small runs of the step benchmark, with pretended steps where only the order matters."""
+"""The step benchmark: pretended sides where only the order matters, small runs of real ones."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import multiprocessing
 import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
-import torch
-from benchmarks.adapters import Setting
-from benchmarks.workloads import workload
+from benchmarks.step import Contest, SideError, Worker, planned, round_ratios
 
-from benchmarks import apart, measure
+from benchmarks import report, step, worker
 
 ROOT = Path(__file__).resolve().parents[2]
-# Steps that only write down who was called, on a model of one layer.
-PRETENDED = """
-import os, sys, time
-import torch
-from benchmarks import measure, step
-calls = []
-def build(adapter, model, setting):
-    if adapter == "ours" and setting.workload.name == "bert-small-1x4":
-        raise RuntimeError("ours is broken")
-    if adapter == "ours:ghost" and setting.workload.name == "bert-small-2x4":
-        time.sleep(30)
-    def run(batch):
-        if adapter == "opacus:hooks":
-            raise torch.OutOfMemoryError("no memory left")
-        calls.append(adapter)
-    return run
-class Workload:
-    batch_size = 2
-    def __init__(self, name):
-        self.name = name
-    def build(self):
-        return torch.nn.Linear(2, 2)
-    def batch(self, device):
-        return {}
-measure.build, step.workload = build, Workload
-status = step.main()
-print(" ".join(calls))
-sys.exit(status)
-"""
 
 
-def python(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run Python from the root, where the package of the benchmarks is found first."""
-    return subprocess.run(
-        [sys.executable, *arguments], cwd=ROOT, check=False, capture_output=True, text=True
-    )
+class Pretended:
+    """A side that only writes down what it was asked, and fails at one question."""
+
+    def __init__(self, name: str, asked: list[tuple[str, str]], fails_at: str = "") -> None:
+        self.name, self.asked, self.fails_at = name, asked, fails_at
+
+    def ask(self, question: str, *numbers: int, limit_seconds: float | None = None) -> Any:
+        self.asked.append((self.name, question))
+        if question == self.fails_at:
+            raise SideError(f"{self.name} is broken")
+        return {"prepare": {"peak_gib": 1.0}, "block": (0.5 * sum(numbers), 1.0)}.get(question, 1.0)
+
+    def close(self) -> None:
+        self.asked.append((self.name, "close"))
 
 
-@pytest.mark.slow
-def test_adapters_take_turns_in_every_round_after_all_are_prepared() -> None:
-    done = python(
-        "-c", PRETENDED, "--device", "cpu", "--workload", "bert-small-2x4", "--warmup", "2",
-        "--rounds", "3", "--steps", "2", "--adapters", "plain", "ours", "opacus:ghost",
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    calls = done.stdout.splitlines()[-1].split()
+def test_sides_take_turns_in_every_round_after_all_are_prepared() -> None:
+    asked: list[tuple[str, str]] = []
     names = ("plain", "ours", "opacus:ghost")
-    prepared = [name for name in names for _ in range(3)]  # two to warm up, one for its memory
-    # Two to lead in and one that is thrown away, then five for the host.
-    alone = [name for name in names for _ in range(2 + 1 + 5)]
-    rounds = [names[(place + number) % 3] for number in range(3) for place in range(3)]
-    assert calls == [*prepared, *alone, *(name for name in rounds for _ in range(2 + 2))]
+    contest = Contest({name: Pretended(name, asked) for name in names})
+    contest.prepare(warmup=2, limit_seconds=None)
+    contest.time(rounds=3, steps=2)
+    alone = [(name, q) for name in names for q in ("block", *["host"] * step.HOST_STEPS)]
+    rounds = [(names[(place + number) % 3], "block") for number in range(3) for place in range(3)]
+    after = [(name, question) for name in names for question in ("busy", "calls")]
+    assert asked == [*((name, "prepare") for name in names), *alone, *rounds, *after]
+    assert contest.found["ours"]["block_seconds"] == [1.0, 1.0, 1.0]
 
 
-@pytest.mark.slow
-def test_errors_are_recorded_and_only_ours_are_alarming(tmp_path: Path) -> None:
-    path = tmp_path / "numbers.json"
-    shared = (
-        "-c", PRETENDED, "--device", "cpu", "--warmup", "0", "--rounds", "2", "--steps", "1",
-        "--json", str(path),
-    )  # fmt: skip
-    theirs = python(*shared, "--workload", "bert-small-2x4", "--adapters", "plain", "opacus:hooks")
-    assert theirs.returncode == 0, theirs.stderr
-    assert "Traceback" not in theirs.stderr
-    both = ("--workload", "bert-small-1x4", "bert-small-2x4", "--prepare-seconds", "5")
-    ours = python(*shared, *both, "--adapters", "plain", "ours", "ours:ghost")
-    assert ours.returncode == 1
-    assert "Traceback" in ours.stderr
-    assert "ours is broken" in ours.stderr
+def test_a_side_that_fails_is_left_out_and_only_competitors_may(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, broken = tmp_path / "numbers.json", {"opacus:hooks": "block"}
+
+    def pretend(options: argparse.Namespace, name: str, side: str) -> Pretended:
+        return Pretended(side, [], broken.get(side, ""))
+
+    monkeypatch.setattr(step, "Worker", pretend)
+    run = ["--workload", "bert-small-2x4", "--json", str(path), "--adapters"]
+    assert step.main([*run, "plain", "opacus:hooks"]) == 0
+    broken["ours"] = "prepare"
+    assert step.main([*run, "plain", "ours"]) == 1
+    assert "failed: ours is broken" in capsys.readouterr().out
     document = json.loads(path.read_text())
-    found = {(e["workload"], e["adapter"], e["run"]): e for e in document["measurements"]}
-    first, second = document["runs"]
-    assert "no memory left" in found["bert-small-2x4", "opacus:hooks", first]["error"]
-    assert "ours is broken" in found["bert-small-1x4", "ours", second]["error"]
-    assert "not prepared within 5 s" in found["bert-small-2x4", "ours:ghost", second]["error"]
-    fine = found["bert-small-2x4", "ours", second]
-    plain = found["bert-small-2x4", "plain", second]
-    assert fine["round_ratios"]["plain"] == [
-        theirs / mine
-        for mine, theirs in zip(fine["block_seconds"], plain["block_seconds"], strict=True)
-    ]
-    assert len(plain["block_seconds"]) == 2
+    found = {entry["adapter"]: entry for entry in document["measurements"]}
+    assert found["opacus:hooks"]["error"] == "opacus:hooks is broken"
+    assert found["ours"]["block_seconds"] == []
+    assert found["plain"]["round_ratios"] == {"plain": [1.0] * 8}
+
+
+def test_ratios_are_of_one_round() -> None:
+    blocks = {"plain": [2.0, 6.0], "ours": [1.0, 2.0], "ours@before": [4.0]}
+    assert round_ratios("ours", blocks) == {"plain": [2.0, 3.0], "ours@before": [4.0]}
+
+
+def test_an_earlier_tree_runs_every_adapter_twice() -> None:
+    options = step.arguments(
+        ["--workload", "gpt2-1x8", "--adapters", "ours", "--before", str(ROOT)]
+    )
+    assert planned(options) == {"gpt2-1x8": ["ours", "ours@before", "ours@before again"]}
+
+
+def test_a_folder_that_is_no_tree_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        step.arguments(["--before", str(tmp_path), "--workload", "x"])
+    assert "--before: expected a tree of this project" in capsys.readouterr().err
+
+
+def test_what_goes_wrong_in_a_process_is_told_as_text() -> None:
+    class Broken:
+        def prepare(self, warmup: int) -> None:
+            raise RuntimeError(f"ours is\nbroken after {warmup}")
+
+    here, there = multiprocessing.Pipe()
+    serving = threading.Thread(
+        target=worker.serve, args=(there, Broken()), kwargs={"is_competitor": True}
+    )
+    serving.start()
+    here.send(("prepare", (3,)))
+    assert here.recv() == (True, "RuntimeError: ours is broken after 3")
+    here.close()
+    serving.join()
+    there.close()
+
+
+def test_a_process_that_is_not_ready_in_time_is_ended() -> None:
+    options = step.arguments(["--workload", "bert-small-2x16", "--device", "cpu"])
+    side = Worker(options, "bert-small-2x16", "plain")
+    with pytest.raises(SideError, match="no answer within 0 s"):
+        side.ask("prepare", 10**6, limit_seconds=0.01)
+    with pytest.raises(SideError, match="has ended"):
+        side.ask("host")
+    side.close()
+
+
+def test_busy_time_counts_overlaps_once_and_nothing_but_work() -> None:
+    spans = [("kernel", 0, 10), ("gpu_memcpy", 5, 10), ("kernel", 6, 2), ("kernel", 30, 1)]
+    events = [{"cat": cat, "ts": begin, "dur": length} for cat, begin, length in spans]
+    events += [{"cat": "gpu_user_annotation", "ts": 0, "dur": 100}, {"ph": "M"}]
+    assert worker.busy_time(events) == 16
+
+
+def measured(path: Path, *options: str) -> dict[str, Any]:
+    """Real sides on a tiny batch, each in a process of its own; what the command wrote."""
+    command = [
+        sys.executable, "-m", "benchmarks.step", "--workload", "bert-small-2x16", "--device", "cpu",
+        "--warmup", "0", "--rounds", "2", "--steps", "1", "--json", str(path), *options,
+    ]  # fmt: skip
+    done = subprocess.run(command, cwd=ROOT, check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(path.read_text())
+    return found
 
 
 @pytest.mark.slow
 def test_a_step_of_every_adapter_runs_on_a_cpu(tmp_path: Path) -> None:
-    path = tmp_path / "numbers.json"
-    once = ("--warmup", "0", "--rounds", "1", "--steps", "1", "--float32", "--device", "cpu")
-    adapters = ("plain", "ours", "ours:ghost", "ours:instantiate", "opacus:ghost", "opacus:hooks")
-    done = python(
-        "-m", "benchmarks.step", "--workload", "bert-small-2x16", "--json", str(path), *once,
-        "--adapters", *adapters,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    found = json.loads(path.read_text())["measurements"]
-    assert [entry["adapter"] for entry in found] == list(adapters)
-    assert all(entry["error"] is None and entry["round_ratios"]["plain"] for entry in found)
+    adapters = [
+        "plain", "ours", "ours:ghost", "ours:instantiate", "training", "opacus:ghost",
+        "opacus:hooks",
+    ]  # fmt: skip
+    document = measured(tmp_path / "numbers.json", "--adapters", *adapters)
+    found = {entry["adapter"]: entry for entry in document["measurements"]}
+    assert list(found) == adapters
+    for entry in found.values():
+        assert entry["error"] is None
+        assert entry["round_ratios"].keys() == {"plain", "opacus:ghost"}
+        assert entry["peak_gib"] > 0
+        assert entry["python_calls"] > 0
+    assert found["ours"]["backends"]["taken"]["weighted sums"] == ["host"]
+    (facts,) = document["runs"].values()
+    assert facts["versions"]["torch"]
 
 
 @pytest.mark.slow
-def test_adapters_apart_are_compared_round_by_round(tmp_path: Path) -> None:
-    path = tmp_path / "numbers.json"
-    done = python(
-        "-m", "benchmarks.step", "--apart", "--device", "cpu", "--warmup", "0", "--rounds", "2",
-        "--steps", "1", "--workload", "bert-small-2x16", "--json", str(path),
-        "--adapters", "plain", "ours",
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    document = json.loads(path.read_text())
-    plain, ours = document["measurements"]
-    assert ours["round_ratios"]["plain"] == [
-        theirs / mine
-        for mine, theirs in zip(ours["block_seconds"], plain["block_seconds"], strict=True)
-    ]
-    (run,) = document["runs"].values()
-    assert run["routes"]["ours"]["taken"]["weighted sums"] == ["host"]
-    assert "plain" not in run["routes"]
+def test_two_states_of_the_code_are_compared(tmp_path: Path) -> None:
+    """Here both are this one."""
+    options = ("--before", str(ROOT), "--adapters", "ours")
+    document = measured(tmp_path / "numbers.json", *options)
+    for entry in document["measurements"]:
+        assert entry["error"] is None
+        assert len(entry["round_ratios"]["ours@before"]) == 2
 
 
-@pytest.mark.slow
-def test_a_process_that_is_not_prepared_in_time_is_ended() -> None:
-    cpu = torch.device("cpu")
-    setting = Setting(workload=workload("bert-small-2x16"), device=cpu, bfloat16=False)
-    contest = apart.ApartContest(setting, ["plain"])
-    contest.prepare(warmup=10**6, limit_seconds=8.0)
-    assert "not prepared within 8 s" in (contest.contestants[0].error or "")
-    assert not contest._processes
-    contest.close()
+ENTRY = {
+    "workload": "gpt2-32x128", "adapter": "ours", "steps": 2, "peak_gib": 10.0,
+    "host_seconds": [0.1, 0.3, 0.2], "block_seconds": [1.0, 2.5, 2.0], "error": None,
+    "round_ratios": {"plain": [1.0, 0.8, 0.5]},
+}  # fmt: skip
 
 
-def test_what_goes_wrong_in_a_process_is_told_as_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(*_: object) -> None:
-        raise RuntimeError("ours is broken")
+def test_the_report_has_medians_and_ranges() -> None:
+    broken = {**ENTRY, "adapter": "opacus:hooks", "error": "out | of memory"}
+    lines = report.table([ENTRY, broken]).splitlines()
+    assert "| gpt2-32x128 | ours | 3 × 2 | 1000.00 |  | 200.00 |  |  | 10.00 |" in lines[2]
+    assert lines[2].endswith("| plain 0.80 (0.50 to 1.00) |")
+    assert lines[3] == "| gpt2-32x128 | opacus:hooks | failed: out / of memory |"
 
-    monkeypatch.setattr(measure, "prepare", broken)
-    here, there = multiprocessing.Pipe()
-    facts = ("bert-small-2x16", "cpu", False)
-    serving = threading.Thread(target=apart.serve, args=(there, "ours", facts, "highest"))
-    serving.start()
-    cpu = torch.device("cpu")
-    setting = Setting(workload=workload("bert-small-2x16"), device=cpu, bfloat16=False)
-    contest = apart.ApartContest(setting, ["ours"])
-    contest._pipes["ours"] = here
-    with pytest.raises(apart.ApartError, match="RuntimeError: ours is broken"):
-        contest._ask(contest.contestants[0], apart.PREPARE, 1)
-    here.close()
-    serving.join()
-    there.close()
-    with pytest.raises(apart.ApartError, match="has ended"):
-        contest._ask(contest.contestants[0], apart.HOST)
+
+def test_numbers_of_another_benchmark_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "old.json"
+    path.write_text(json.dumps({"runs": {}}))
+    with pytest.raises(SystemExit, match="no measurements"):
+        report.load(path)

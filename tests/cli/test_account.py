@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from shuffled_dpsgd.cli.accounting_tables import remark
+from shuffled_dpsgd.cli.accounting import _remark
 from shuffled_dpsgd.cli.main import app
 
 RUN = ["--sampling-prob", "0.02", "--num-steps", "500", "--delta", "5e-6"]
@@ -56,8 +56,8 @@ def test_what_it_means_to_people_with_kinds() -> None:
 
 
 def test_an_impossible_estimate_is_called_so() -> None:
-    assert remark("paper", {"kind": "heuristic", "epsilon": 0.36}) == "estimate"
-    assert "cannot be" in remark("paper", {"kind": "heuristic", "epsilon": 0.0})
+    assert _remark("paper", {"kind": "heuristic", "epsilon": 0.36}) == "estimate"
+    assert "cannot be" in _remark("paper", {"kind": "heuristic", "epsilon": 0.0})
 
 
 def test_sizes_and_probabilities_are_the_same_run() -> None:

@@ -808,9 +808,9 @@ def test_a_disk_that_fills_up_loses_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At the first checkpoint nothing is spent; later the run goes on when there is room."""
-    from shuffled_dpsgd.training import checkpoint_weights
+    from shuffled_dpsgd.training import checkpoint
 
-    write, written = checkpoint_weights.save_file, []
+    write, written = checkpoint.save_file, []
 
     def full_at(number: int) -> None:
         def save_file(tensors: Any, path: Path, **options: Any) -> None:
@@ -819,7 +819,7 @@ def test_a_disk_that_fills_up_loses_nothing(
             written.append(path)
             write(tensors, path, **options)
 
-        monkeypatch.setattr(checkpoint_weights, "save_file", save_file)
+        monkeypatch.setattr(checkpoint, "save_file", save_file)
 
     full_at(0)
     result = CliRunner().invoke(app, digits(*SHORT)(tmp_path))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import shutil
@@ -9,25 +10,28 @@ import subprocess
 import sys
 import tomllib
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
-from shuffled_dpsgd.cli import experiments
-from shuffled_dpsgd.cli.main import app
+from shuffled_dpsgd.cli import experiments, main
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
-def wheel(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """As an installed wheel is: the package without the experiments."""
-    monkeypatch.setattr(experiments, "ROOT", tmp_path)
-    monkeypatch.setitem(sys.modules, experiments.NAME, None)
+def wheel(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[typer.Typer]:
+    """The command of an installed wheel: the package without the experiments."""
+    with monkeypatch.context() as patch:
+        patch.setattr(experiments, "ROOT", tmp_path)
+        patch.setitem(sys.modules, experiments.NAME, None)
+        yield importlib.reload(main).app
+    importlib.reload(main)
 
 
-@pytest.mark.usefixtures("wheel")
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -39,18 +43,25 @@ def wheel(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     ],
     ids=lambda arguments: " ".join(arguments[:2]),
 )
-def test_a_wheel_says_on_one_line_that_a_clone_is_needed(arguments: list[str]) -> None:
-    done = CliRunner().invoke(app, arguments)
+def test_a_wheel_says_on_one_line_that_a_clone_is_needed(
+    arguments: list[str], wheel: typer.Typer
+) -> None:
+    done = CliRunner().invoke(wheel, arguments)
     assert done.exit_code == 2
     assert done.stdout == ""
     assert done.stderr.count("\n") == 1
     assert "needs the experiments, which are in no wheel: clone the repository" in done.stderr
 
 
-@pytest.mark.usefixtures("wheel")
-def test_a_wheel_has_the_recipes_and_names_them() -> None:
+def test_a_wheel_says_so_to_machines(wheel: typer.Typer) -> None:
+    done = CliRunner().invoke(wheel, ["reproduce", "all", "--json"])
+    assert done.exit_code == 2
+    assert "clone the repository" in json.loads(done.stdout)["error"]
+
+
+def test_a_wheel_has_the_recipes_and_names_them(wheel: typer.Typer) -> None:
     assert experiments.find_preset("recipe/digits").dataset_size == 1437
-    done = CliRunner().invoke(app, ["train", "--preset", "recipe/nonsense", "--epsilon", "1"])
+    done = CliRunner().invoke(wheel, ["train", "--preset", "recipe/nonsense", "--epsilon", "1"])
     assert done.exit_code == 2
     assert "one of recipe/digits, recipe/sst2-minilm" in done.stderr
 

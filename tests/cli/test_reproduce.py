@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,24 @@ def test_what_is_there_is_shown_and_nothing_is_computed_for_it() -> None:
         )
         assert done.exit_code == 0, done.output
         assert said in done.stdout
+
+
+@pytest.mark.slow
+def test_everything_is_shown_from_the_committed_results(tmp_path: Path) -> None:
+    results = tmp_path / "results"
+    shutil.copytree(Path(__file__).resolve().parents[2] / "results", results)
+    before = {path for path in results.rglob("*") if path.is_file()}
+    arguments = ["reproduce", "all", "--from-results", "--json", "--output", str(results)]
+    done = CliRunner().invoke(app, arguments)
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout)
+    for name in (*(f"fig{n}" for n in range(1, 5)), *(f"table{n}" for n in range(1, 9))):
+        assert found[name]["missing"] is None
+        assert found[name]["exhibit"]["rows"]
+        assert found[name]["written"] == []
+    written = {path for path in results.rglob("*") if path.is_file()} - before
+    assert written <= {results / f"{name}" for name in ("reproduction.html", "frontier.json")}
+    assert (results / "reproduction.html").read_text().count("<figure>") >= 4
 
 
 def test_the_list_describes_all_four() -> None:

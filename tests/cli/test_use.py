@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from cli.test_bad_input import images, run_file, settings, toml, write_good
 from shuffled_dpsgd.cli.main import app
-from shuffled_dpsgd.tasks.tokenizers import ByteTokenizer, load_tokenizer
+from shuffled_dpsgd.tasks.tokens import load_tokenizer
 
 transformers = pytest.importorskip("transformers")
 
@@ -78,7 +78,7 @@ def test_a_language_model_is_prompted_in_a_pipeline_as_it_was_trained(runs: Path
     prompt = "food[3] ||"
     # A mark of the end behind the prompt would be taken for the end of the text.
     assert list(tokenizer(prompt)) == ["input_ids", "attention_mask"]
-    assert tokenizer(prompt)["input_ids"] == ByteTokenizer().encode_plain(prompt)
+    assert tokenizer(prompt)["input_ids"] == list(prompt.encode())
     pipe = transformers.pipeline("text-generation", model=str(runs / "e2e" / "model"))
     arguments = ["generate", runs / "e2e", "food[3]", "--max-new-tokens", 4, "--json"]
     (mine,) = json.loads(run(*arguments).stdout)["continuations"]
@@ -128,13 +128,13 @@ def test_the_digits_model_loads_in_a_pipeline_and_answers_as_it_was_trained(
 
 
 def test_presets_save_a_tokenizer_with_the_same_ids(runs: Path) -> None:
-    saved, plain = load_tokenizer(str(runs / "csv" / "model")), ByteTokenizer()
-    for texts in (("a fine film",), ("café — ☂", "zwei")):
-        assert saved.encode(*texts, max_length=64) == plain.encode(*texts, max_length=64)
-        pairs = [(texts[0], texts[-1])]
-        assert saved.encode_pairs(pairs, max_length=64) == plain.encode_pairs(pairs, max_length=64)
-        assert saved.encode_plain(texts[0]) == plain.encode_plain(texts[0])
-        assert saved.decode(plain.encode_plain(texts[0])) == texts[0]
+    saved, plain = load_tokenizer(str(runs / "csv" / "model")), load_tokenizer("bert-tiny")
+    for texts in (("a fine film",), ("café — ☂", "zwei"), ("<end>", "<sep>")):
+        for typed in (False, True):
+            expected = plain.encode([texts], max_length=64, typed=typed)
+            assert saved.encode([texts], max_length=64, typed=typed) == expected
+        assert saved.encode_plain(texts) == plain.encode_plain(texts)
+        assert saved.decode(plain.encode_plain(texts)[0]) == texts[0]
     assert (saved.pad_id, saved.end_id) == (plain.pad_id, plain.end_id)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -14,9 +13,7 @@ from typer.testing import CliRunner
 
 from shuffled_dpsgd.cli import warm_up
 from shuffled_dpsgd.cli.main import app
-from shuffled_dpsgd.clipping.kernels import choices
-from shuffled_dpsgd.runtime import routes, triton_support
-from shuffled_dpsgd.training import kernel_launches
+from shuffled_dpsgd.runtime import backends
 
 
 @pytest.mark.parametrize("has_gpu", [False, True])
@@ -24,7 +21,7 @@ def test_without_a_gpu_or_triton_there_is_nothing_to_do(
     monkeypatch: pytest.MonkeyPatch, has_gpu: bool
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
-    monkeypatch.setattr(triton_support, "triton_available", lambda: not has_gpu)
+    monkeypatch.setattr(backends, "triton_available", lambda: not has_gpu)
     monkeypatch.setattr(warm_up, "run_in_processes", None)
     reason = "Triton is not available" if has_gpu else "there is no GPU"
     done = CliRunner().invoke(app, ["warm-up"])
@@ -39,7 +36,7 @@ def test_work_that_fails_stops_no_other() -> None:
     """Every process is another one than this, and one that dies is told of."""
     work = [partial(int, "7"), partial(int, "seven"), partial(os.kill, os.getpid(), 0)]
     found = dict(warm_up.run_in_processes(work, 2))
-    assert found[0] is found[2] is None
+    assert (found[0], found[2]) == (7, None)
     assert str(found[1]).startswith("ValueError: invalid literal")
     (over,) = warm_up.run_in_processes([partial(os._exit, 3)], 1)
     assert over[0] == 0
@@ -47,58 +44,55 @@ def test_work_that_fails_stops_no_other() -> None:
 
 
 @pytest.fixture
-def given(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Any, ...]]]:
-    """A made-up Hopper GPU on which every trial passes; yields what is given to processes."""
-    pytest.importorskip("triton")
-    choices.is_hopper.cache_clear()
+def given(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """A made-up GPU, on which the second run fails; filled with what is given to processes."""
     given: list[tuple[Any, ...]] = []
 
-    def run(work: list[partial[None]], jobs: int) -> list[tuple[int, str | None]]:
-        given.append((jobs, *(task.args for task in work)))
-        return [(number, "why" if number == 1 else None) for number in range(len(work))]
+    def run(work: list[partial[None]], jobs: int) -> list[tuple[int, Any]]:
+        given.append((jobs, *(task.args[0] for task in work)))
+        return [(number, "why" if number == 1 else {"A": "bad"}) for number in range(len(work))]
 
     monkeypatch.setattr(warm_up, "run_in_processes", run)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A made-up GPU")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(triton_support, "triton_available", lambda: True)
-    monkeypatch.setattr(routes, "_reasons", {})
-    monkeypatch.setattr(routes.Route, "_judge", lambda route, device: None)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    yield given
-    choices.is_hopper.cache_clear()
+    monkeypatch.setattr(backends, "triton_available", lambda: True)
+    return given
 
 
-def test_every_kernel_is_compiled_and_every_route_tried(given: list[tuple[Any, ...]]) -> None:
-    done = CliRunner().invoke(app, ["warm-up", "--length", "64", "--jobs", "3", "--json"])
+def test_models_of_every_kind_take_steps_at_every_length(given: list[tuple[Any, ...]]) -> None:
+    arguments = ["warm-up", "--length", "64", "--length", "96", "--jobs", "3", "--json"]
+    done = CliRunner().invoke(app, arguments)
     assert done.exit_code == 0, done.stderr
     found = json.loads(done.stdout)
-    names = [name for name, _ in kernel_launches.compiling_work(torch.device("cuda", 0), (64,))]
-    assert given == [(3, *((number, (64,)) for number in range(len(names))))]
-    assert found["done"] == len(names) - 1
-    assert found["failed"] == [f"{names[1]}: why"]
-    assert len(routes._reasons) == sum(name.startswith("trial: ") for name in names) == 15
-    assert "T=64, 768 to 3072" in names
-
-
-def test_people_are_told_what_failed(given: list[tuple[Any, ...]]) -> None:
-    done = CliRunner().invoke(app, ["warm-up"])
-    assert done.exit_code == 0, done.stderr
-    first, failed = done.stdout.splitlines()
-    total = len(kernel_launches.compiling_work(torch.device("cuda", 0)))
-    assert first == f"A made-up GPU: {total - 1} of {total} trials and launches done."
-    assert failed.startswith("failed: trial: ")
-    assert given[0][0] == min(8, os.cpu_count() or 1)
+    ((jobs, *runs),) = given
+    assert (jobs, len(runs)) == (3, 14)
+    assert {run.length for run in runs} == {64, 96, None}
+    assert {run.model for run in runs} == {"gpt2", "bert-base", "minilm-l6", "vit-base"}
+    assert (found["done"], found["off"]) == (13, {"A": "bad"})
+    assert found["failed"] == ["gpt2 on 64 tokens in float32: why"]
 
 
 @pytest.mark.usefixtures("given")
-def test_other_gpus_have_no_gluon(monkeypatch: pytest.MonkeyPatch) -> None:
-    everything = len(kernel_launches.compiling_work(torch.device("cuda", 0)))
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
-    choices.is_hopper.cache_clear()
-    names = [name for name, _ in kernel_launches.compiling_work(torch.device("cuda", 0))]
-    assert 50 < len(names) < everything
-    assert not [name for name in names if "Gluon" in name]
+def test_people_are_told_what_failed() -> None:
+    done = CliRunner().invoke(app, ["warm-up"])
+    assert done.exit_code == 0, done.stderr
+    assert done.stdout.splitlines() == [
+        "A made-up GPU: 13 of 14 short runs done.",
+        "failed: gpt2 on 128 tokens in float32: why",
+        "off: A: bad",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("run", "settings"),
+    [
+        (warm_up.ShortRun("gpt2", 8, True), {"n_embd": 24, "n_head": 2, "vocab_size": 101}),
+        (warm_up.ShortRun("vit-base", None, False), {"hidden_size": 24, "image_size": 32}),
+    ],
+    ids=str,
+)
+def test_a_short_run_takes_its_steps(run: warm_up.ShortRun, settings: dict[str, int]) -> None:
+    assert warm_up.take_steps(run, "cpu", 4, **settings) == {}
 
 
 @pytest.mark.gpu
@@ -107,5 +101,4 @@ def test_all_kernels_are_compiled_on_a_gpu() -> None:
     done = CliRunner().invoke(app, ["warm-up", "--json"])
     assert done.exit_code == 0, done.stderr
     found = json.loads(done.stdout)
-    assert (found["failed"], found["off"]) == ([], {})
-    assert found["done"] > 50
+    assert (found["done"], found["failed"], found["off"]) == (14, [], {})

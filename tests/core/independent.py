@@ -20,6 +20,7 @@ import itertools
 import json
 import math
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -116,23 +117,28 @@ def log_one_step_delta(steps: Steps, epsilon: float) -> float:
 
 
 class Line:
-    """The moments along one vertical line: δ(ε) for the ε near those for which c is right."""
+    """The moments along one vertical line: δ(ε) for the ε near those for which c is right.
 
-    def __init__(self, steps: Steps, epsilon: float, aside: float = 1.0) -> None:
+    Several kinds of steps compose by the product of their moments.
+    """
+
+    def __init__(self, kinds: Sequence[Steps], epsilon: float, aside: float = 1.0) -> None:
         def size(log_c: float) -> float:
-            moment = steps.count * steps.log_moment(math.exp(log_c))
+            moment = sum(steps.count * steps.log_moment(math.exp(log_c)) for steps in kinds)
             return moment - math.exp(log_c) * epsilon - log_c - math.log1p(math.exp(log_c))
 
-        self.steps = steps
         best = minimize_scalar(size, bounds=(-7.0, 16.0), options={"xatol": 1e-4})
         self.c = aside * math.exp(float(best.x))
-        self.at = steps.log_moment(self.c)
-        loss, log_mass, _ = steps.nodes(self.c, 4000)
-        weights = np.exp(log_mass + self.c * loss - self.at)
-        mean = weights @ loss
-        deviation = math.sqrt(steps.count * float(weights @ (loss - mean) ** 2))
-        self.spacing = 2.0 * math.pi / (60.0 * aside * deviation + 8.0 / self.c)
-        self.left = self._follow(float(loss.max() - loss.min()))
+        self.kinds = [(steps, steps.log_moment(self.c)) for steps in kinds]
+        self.at = sum(steps.count * moment for steps, moment in self.kinds)
+        variance, width = 0.0, 0.0
+        for steps, moment in self.kinds:
+            loss, log_mass, _ = steps.nodes(self.c, 4000)
+            weights = np.exp(log_mass + self.c * loss - moment)
+            variance += steps.count * float(weights @ (loss - weights @ loss) ** 2)
+            width = max(width, float(loss.max() - loss.min()))
+        self.spacing = 2.0 * math.pi / (60.0 * aside * math.sqrt(variance) + 8.0 / self.c)
+        self.left = self._follow(width)
 
     def _follow(self, width: float) -> float:
         """M(c + it)^T/M(c)^T for t = 0, dt, 2dt, … until negligible; what was left in the end."""
@@ -140,12 +146,15 @@ class Line:
         block, start, left = 400, 0, 1.0
         while start < 200_000 and left > 1e-12:
             t = self.spacing * np.arange(start, start + block)
-            # Several points for each oscillation of e^{it·loss}.
-            loss, log_mass, _ = self.steps.nodes(self.c, int(max(4000, 1.5 * t[-1] * width)))
-            weights = np.exp(log_mass + self.c * loss - self.at)
-            parts = np.array_split(t, max(1, t.size * loss.size // 4_000_000))
-            values = np.concatenate([np.exp(1j * np.outer(p, loss)) @ weights for p in parts])
-            found.append(values**self.steps.count)
+            values = np.ones(block, dtype=complex)
+            for steps, moment in self.kinds:
+                # Several points for each oscillation of e^{it·loss}.
+                loss, log_mass, _ = steps.nodes(self.c, int(max(4000, 1.5 * t[-1] * width)))
+                weights = np.exp(log_mass + self.c * loss - moment)
+                parts = np.array_split(t, max(1, t.size * loss.size // 4_000_000))
+                each = np.concatenate([np.exp(1j * np.outer(p, loss)) @ weights for p in parts])
+                values *= each**steps.count
+            found.append(values)
             start += block
             left = float(np.abs(found[-1]).max()) * (self.c / (self.c + t[-1])) ** 2
         self.moments = np.concatenate(found)
@@ -155,7 +164,7 @@ class Line:
         z = self.c + 1j * self.spacing * np.arange(self.moments.size)
         values = (self.moments * np.exp(-1j * z.imag * epsilon) / (z * (z + 1.0))).real
         total = self.spacing * (values.sum() - 0.5 * values[0]) / math.pi
-        return float(total) * math.exp(self.steps.count * self.at - self.c * epsilon)
+        return float(total) * math.exp(self.at - self.c * epsilon)
 
 
 def _each_direction(setting: Setting) -> list[Steps]:
@@ -170,7 +179,7 @@ def true_delta(setting: Setting, epsilon: float) -> float:
     each = [
         math.exp(log_one_step_delta(steps, epsilon))
         if steps.count == 1
-        else Line(steps, epsilon).delta(epsilon)
+        else Line([steps], epsilon).delta(epsilon)
         for steps in _each_direction(setting)
     ]
     return max(each)
@@ -178,34 +187,42 @@ def true_delta(setting: Setting, epsilon: float) -> float:
 
 def true_epsilon(setting: Setting) -> tuple[float, float]:
     """(the ε at which δ(ε) = δ, 0 if δ is smaller everywhere; how far two lines disagree)."""
-    return max(_epsilon(steps) for steps in _each_direction(setting))
+    return max(_epsilon([steps]) for steps in _each_direction(setting))
 
 
-def _epsilon(steps: Steps) -> tuple[float, float]:
-    high, target = steps.markov(), math.log(steps.delta)
-    if steps.count == 1:
-        if log_one_step_delta(steps, 0.0) <= target:
+def true_epsilon_together(settings: Sequence[Setting]) -> tuple[float, float]:
+    """The same for several runs on the same data, which name one δ and one adjacency."""
+    directions = zip(*map(_each_direction, settings), strict=True)
+    return max(_epsilon(list(kinds)) for kinds in directions)
+
+
+def _epsilon(kinds: list[Steps]) -> tuple[float, float]:
+    steps, delta = kinds[0], kinds[0].delta
+    if len(kinds) == steps.count == 1:
+        if log_one_step_delta(steps, 0.0) <= math.log(delta):
             return 0.0, 0.0
 
         def excess(epsilon: float) -> float:
-            return max(log_one_step_delta(steps, epsilon), -1e6) - target
+            return max(log_one_step_delta(steps, epsilon), -1e6) - math.log(delta)
 
-        return float(brentq(excess, 0.0, high, rtol=1e-13)), 0.0
-    nearer = _on(Line(steps, high), steps, high)
-    found = _on(Line(steps, nearer), steps, nearer)
-    other = _on(Line(steps, nearer, aside=1.05), steps, nearer)
+        return float(brentq(excess, 0.0, steps.markov(), rtol=1e-13)), 0.0
+    # Basic composition is where the search begins.
+    high = sum(each.markov() for each in kinds)
+    nearer = _on(Line(kinds, high), delta, high)
+    found = _on(Line(kinds, nearer), delta, nearer)
+    other = _on(Line(kinds, nearer, aside=1.05), delta, nearer)
     return max(found, 0.0), abs(found - other)
 
 
-def _on(line: Line, steps: Steps, start: float) -> float:
+def _on(line: Line, delta: float, start: float) -> float:
     """Where the δ of one line is the wanted one."""
     low = start
-    while line.delta(low) <= steps.delta:
+    while line.delta(low) <= delta:
         low -= 0.5 / line.c
     top = low + 0.5 / line.c
-    while line.delta(top) > steps.delta:
+    while line.delta(top) > delta:
         top += 0.5 / line.c
-    return float(brentq(lambda e: line.delta(e) / steps.delta - 1.0, low, top, rtol=1e-12))
+    return float(brentq(lambda e: line.delta(e) / delta - 1.0, low, top, rtol=1e-12))
 
 
 def settings() -> list[Setting]:

@@ -10,7 +10,14 @@ import mpmath
 import numpy as np
 import pytest
 
-from core.independent import TABLE, Setting, settings, true_delta, true_epsilon
+from core.independent import (
+    TABLE,
+    Setting,
+    settings,
+    true_delta,
+    true_epsilon,
+    true_epsilon_together,
+)
 from shuffled_dpsgd.accounting.bracket import lower_epsilon
 from shuffled_dpsgd.core.certified import certified_claim
 from shuffled_dpsgd.core.events import SampledGaussian
@@ -20,8 +27,10 @@ from shuffled_dpsgd.core.pld import (
     Mixture,
     _power,
     compose,
+    directions,
     frame_for,
     pairs_of,
+    price,
     rounded_up,
     spacing_for,
 )
@@ -97,9 +106,46 @@ def test_the_lower_bound_is_below_the_truth(row: dict[str, Any]) -> None:
     mechanism = SampledGaussian(
         **{name: row[name] for name in RUN if name != "delta"}  # type: ignore[arg-type]
     )
-    pairs, steps = pairs_of(mechanism)
-    lower = max(lower_epsilon(pair, steps, row["delta"]) for pair in pairs)
+    lower = max(lower_epsilon(steps, row["delta"]) for (steps,) in directions([mechanism]))
     assert 0.0 < lower <= row["epsilon"] + row["error"]
+
+
+SEVERAL = {
+    "three plans": [(0.015, 1.17, 204), (0.02, 3.4, 500), (0.1, 20.0, 60)],
+    "a large and a small one": [(0.02, 1.947, 500), (1e-3, 30.0, 10)],
+    "one without sampling": [(1.0, 8.0, 10), (0.01, 0.8, 300), (1.0, 5.0, 1)],
+    "little noise beside much": [(0.01, 0.5, 40), (0.5, 100.0, 2000)],
+    "two single steps": [(0.01, 0.7, 1), (0.3, 4.0, 1)],
+}
+
+
+@pytest.mark.parametrize("delta", [1e-5, 1e-12])
+@pytest.mark.parametrize("adjacency", ["add-remove", "replace-one"])
+@pytest.mark.parametrize("runs", SEVERAL.values(), ids=SEVERAL)
+def test_several_runs_cost_no_less_together_than_in_truth_and_hardly_more(
+    runs: list[tuple[float, float, int]], adjacency: str, delta: float
+) -> None:
+    truth, error = true_epsilon_together([(*run, delta, adjacency) for run in runs])
+    together = tuple(
+        SampledGaussian(
+            sampling_prob=q,
+            noise_multiplier=sigma,
+            num_steps=steps,
+            adjacency=adjacency,  # type: ignore[arg-type]
+        )
+        for q, sigma, steps in runs
+    )
+    ours = price(together, delta, 5e-5)
+    assert truth - error <= ours <= truth * (1.0 + (1e-4 if delta >= 1e-8 else 1e-3)) + error
+    assert price(together[::-1], delta, 5e-5) == pytest.approx(ours, rel=1e-9)
+
+
+def test_equal_runs_are_one_of_as_many_steps() -> None:
+    run = SampledGaussian(noise_multiplier=2.0, sampling_prob=0.02, num_steps=100)
+    longer = SampledGaussian(noise_multiplier=2.0, sampling_prob=0.02, num_steps=500)
+    assert price((run,) * 5, 1e-5, 5e-5) == price(longer, 1e-5, 5e-5)
+    silent = SampledGaussian(noise_multiplier=0.0, sampling_prob=0.02, num_steps=1)
+    assert math.isinf(price((run, silent), 1e-5, 5e-5))
 
 
 @pytest.mark.parametrize("tilt_factor", [0.3, 0.7, 1.4])
@@ -110,11 +156,12 @@ def test_any_tilt_and_any_lattice_are_sound(tilt_factor: float, coarser: float) 
 
     row = ROWS[2]
     mechanism = SampledGaussian(noise_multiplier=1.0, sampling_prob=0.0027, num_steps=6552)
-    pairs, steps = pairs_of(mechanism)
-    frame = frame_for(pairs[0], steps, delta=row["delta"])
-    frame = replace(frame, tilt=tilt_factor * frame.tilt, high=0.95 * frame.high)
-    spacing = coarser * spacing_for(pairs[0], frame, steps, 5e-5)
-    curve = compose(rounded_up(pairs[0], frame, spacing), steps, frame)
+    (steps,) = directions([mechanism])[0]
+    frame = frame_for([steps], delta=row["delta"])
+    ((low, high),) = frame.ranges
+    frame = replace(frame, tilt=tilt_factor * frame.tilt, ranges=[(low, 0.95 * high)])
+    spacing = coarser * spacing_for([steps], frame, 5e-5)
+    curve = compose([rounded_up(steps, frame.ranges[0], spacing)], frame)
     before = np.flatnonzero(curve.epsilons < row["epsilon"])
     assert not (curve.upper[before] <= row["delta"]).any()
 
@@ -173,7 +220,7 @@ def test_powers_err_by_less_than_stated(steps: int, real: type) -> None:
     size, share = 1000, 0.3
     law = np.zeros(size, dtype=real)
     law[:2] = 1.0 - share, share
-    found, bound = _power(law, steps)
+    found, bound = _power([(law, steps)])
     with mpmath.workdps(40):
         for k in (0, 1, steps // 3, steps):
             p = mpmath.mpf(float(law[1]))

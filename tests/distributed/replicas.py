@@ -20,8 +20,8 @@ from shuffled_dpsgd.distributed.exchange import ReplicatedSums
 from shuffled_dpsgd.distributed.world import leave_world
 from shuffled_dpsgd.errors import ShuffledDPError
 from shuffled_dpsgd.models import checkpoint_activations
-from shuffled_dpsgd.tasks.config import RunConfig, parse_config
-from shuffled_dpsgd.tasks.same_config import compare_configs
+from shuffled_dpsgd.tasks import RunConfig, parse_config
+from shuffled_dpsgd.tasks.start import compare_configs
 from shuffled_dpsgd.training import (
     GaussianNoise,
     PoissonSampler,

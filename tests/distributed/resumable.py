@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from distributed.sharded_models import shard, whole
-from shuffled_dpsgd.tasks.averaging import ShardedAverage, WeightAverage
+from shuffled_dpsgd.tasks.averaging import WeightAverage
 from shuffled_dpsgd.training import LoopSettings, Progress, make_private, train
 
 RECORDS = 64
@@ -34,7 +34,7 @@ def run(
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
     inputs = torch.randn(RECORDS, 5, generator=torch.Generator().manual_seed(1)).double()
     data = TensorDataset(inputs, (inputs[:, 0] > 0).long())
-    average = ShardedAverage(model, decay=0.8) if sharded else WeightAverage(model, decay=0.8)
+    average = WeightAverage(model, decay=0.8)
     private = make_private(
         model,
         optimizer,
@@ -67,15 +67,10 @@ def run(
     outcome = train(
         private, data, loss, settings=settings, callbacks=[note], scheduler=scheduler, resume=True
     )
-    if isinstance(average, ShardedAverage):
-        kept = [whole(p) for p in model.parameters()]
-        with average.standing_in(model):
-            averaged = [whole(p) for p in model.parameters()]
-        assert all(
-            torch.equal(whole(p), one) for p, one in zip(model.parameters(), kept, strict=True)
-        )
-    else:
-        averaged = [whole(p) for p in average.model.parameters()]
+    kept = [whole(p) for p in model.parameters()]
+    with average.standing_in(model):
+        averaged = [whole(p) for p in model.parameters()]
+    assert all(torch.equal(whole(p), one) for p, one in zip(model.parameters(), kept, strict=True))
     return {
         "weights": torch.cat([whole(p).flatten() for p in model.parameters()]),
         "average": torch.cat([one.flatten() for one in averaged]),

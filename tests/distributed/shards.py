@@ -29,13 +29,13 @@ from distributed.sharded_models import shard, whole
 from shuffled_dpsgd.clipping.checks.solo_runs import Autocast
 from shuffled_dpsgd.clipping.settle.layer_by_layer import LayerByLayer
 from shuffled_dpsgd.distributed import current_world
-from shuffled_dpsgd.distributed.borrowed import BorrowedGraph
-from shuffled_dpsgd.distributed.lending import Lending
-from shuffled_dpsgd.distributed.sharded_sums import ShardedSums
+from shuffled_dpsgd.distributed.exchange import ShardedSums
+from shuffled_dpsgd.distributed.unshard import ShardedWeight
+from shuffled_dpsgd.distributed.unshard_graph import UnshardedGraph
 from shuffled_dpsgd.errors import RefereeError, UnsupportedModuleError
 from shuffled_dpsgd.integrations.hf_conflicts import check_model
 from shuffled_dpsgd.permutation import apply, discover, draw
-from shuffled_dpsgd.tasks.averaging import ShardedAverage
+from shuffled_dpsgd.tasks.averaging import WeightAverage
 from shuffled_dpsgd.tasks.sharding import fill_whole
 from shuffled_dpsgd.training import (
     GaussianNoise,
@@ -265,21 +265,20 @@ def whole_weights_counted(found: dict[str, int]) -> Iterator[None]:
             alive.append((StorageWeakRef(storage), storage.nbytes()))
         found["most"] = max(found.get("most", 0), sum(size for _, size in alive))
 
-    unpacked, receive, pack = Lending._unpacked, BorrowedGraph.receive, BorrowedGraph.pack
+    gathered, receive, pack = ShardedWeight.gathered, UnshardedGraph.receive, UnshardedGraph.pack
 
-    def noted(self: Lending, parcel: Any) -> Any:
-        wholes = unpacked(self, parcel)
-        for tensor in wholes.values():
-            note(tensor)
-        found["sent"] = found.get("sent", 0) + sum(w.nbytes for w in wholes.values())
-        return wholes
+    def noted(self: ShardedWeight, world: Any) -> torch.Tensor:
+        whole = gathered(self, world)
+        note(whole)
+        found["sent"] = found.get("sent", 0) + whole.nbytes
+        return whole
 
-    def received(self: BorrowedGraph, name: str, grad: torch.Tensor) -> None:
+    def received(self: UnshardedGraph, name: str, grad: torch.Tensor) -> None:
         note(grad)
         found["gradients"] = found.get("gradients", 0) + 1
         receive(self, name, grad)
 
-    def packed(self: BorrowedGraph, tensor: torch.Tensor) -> Any:
+    def packed(self: UnshardedGraph, tensor: torch.Tensor) -> Any:
         kept = pack(self, tensor)
         is_weight = tensor.numel() == Deep.WIDTH * Deep.HIDDEN
         found["kept by graphs"] += isinstance(kept, torch.Tensor) and is_weight
@@ -288,9 +287,9 @@ def whole_weights_counted(found: dict[str, int]) -> Iterator[None]:
 
     found |= {"kept by graphs": 0, "borrowed again": 0}
     with (
-        mock.patch.object(BorrowedGraph, "pack", packed),
-        mock.patch.object(Lending, "_unpacked", noted),
-        mock.patch.object(BorrowedGraph, "receive", received),
+        mock.patch.object(UnshardedGraph, "pack", packed),
+        mock.patch.object(ShardedWeight, "gathered", noted),
+        mock.patch.object(UnshardedGraph, "receive", received),
     ):
         yield
 
@@ -339,7 +338,7 @@ def uneven_runs() -> dict[str, Any]:
     found: dict[str, Any] = {"same": []}
 
     def run(times: int, breaks: bool = False) -> None:
-        with private.lent_weights(), torch.no_grad():
+        with private.unsharded_layers(), torch.no_grad():
             for _ in range(times):
                 found["same"].append(torch.equal(model(x), plain(x)))
             if breaks:
@@ -361,7 +360,7 @@ def killed_in_a_shuffle(rank: int) -> None:
     private = start(case)
     private.sampler = FixedSampler([1, 2, 3, 4])
     if current_world().rank == rank:
-        sending = "shuffled_dpsgd.permutation.move.sharded.send_rows"
+        sending = "shuffled_dpsgd.permutation.sharded.send_rows"
         mock.patch(sending, _die).start()
     run(private, case)
 
@@ -374,7 +373,7 @@ def on_trial(name: str) -> dict[str, Any]:
     batch = next(iter(DataLoader(case.data, batch_size=3)))
     kwargs = {"input_ids": batch["input_ids"]}
     found: dict[str, int] = {}
-    with private, whole_weights_counted(found), private.lent_weights():
+    with private, whole_weights_counted(found), private.unsharded_layers():
         if rank == 1:
             checks.standing.try_batch(((), kwargs), 3, 3, Autocast.now("cpu"))
     return found | {
@@ -504,7 +503,7 @@ def collectives_of_dtensors(directory: str) -> dict[str, Any]:
     case, kept, asked = CASES["mlp"](torch.float64), Path(directory), FunctionalCollectives()
     with asked:
         private = start(case, check_rate=1.0)
-        average = ShardedAverage(private.model, decay=0.5)
+        average = WeightAverage(private.model, decay=0.5)
         run(private, case)
         average.update(private.model)
         saved = save_checkpoint(private, kept, extras={"average": average})

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from distributed.launching import Launcher
-from shuffled_dpsgd.permutation.move.sharded import find_route
+from shuffled_dpsgd.permutation.sharded import find_transfer
 from shuffled_dpsgd.runtime.shards import RowSplit
 
 HERE = "distributed.shards"
@@ -36,16 +36,16 @@ def test_shards_move_as_whole_tensors_do(
 def test_routes_carry_every_row_to_its_place(rows: int, ranks: int, seed: int) -> None:
     index = torch.randperm(rows, generator=torch.Generator().manual_seed(seed))
     split = RowSplit(rows=rows, ranks=ranks)
-    routes = [find_route(index, split, rank) for rank in range(ranks)]
+    transfers = [find_transfer(index, split, rank) for rank in range(ranks)]
     found: list[int] = []
     for rank in range(ranks):
         low, high = split.span(rank)
         placed = torch.full((high - low,), -1)
         arriving: list[int] = []
         for giver in range(ranks):
-            sent = routes[giver].sent.split(routes[giver].sent_to)[rank]
-            assert len(sent) == routes[rank].got_from[giver]
+            sent = transfers[giver].sent.split(transfers[giver].sent_to)[rank]
+            assert len(sent) == transfers[rank].got_from[giver]
             arriving += (sent + split.span(giver).low).tolist()
-        placed[routes[rank].arriving_at] = torch.tensor(arriving, dtype=torch.int64)
+        placed[transfers[rank].arriving_at] = torch.tensor(arriving, dtype=torch.int64)
         found += placed.tolist()
     assert found == index.tolist()

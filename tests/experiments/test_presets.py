@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from shuffled_dpsgd.accounting import calibrate_paper
 from shuffled_dpsgd.cli.main import app
 from shuffled_dpsgd.tasks import parse_config
-from shuffled_dpsgd_experiments.presets import PRESETS, find_preset
+from shuffled_dpsgd_experiments.presets import PRESETS, SIX, find_preset
 
 # name: (checkpoint, parameters, N, learning rate, epochs, δ or None for 1/(2N), clip, steps)
 TABLE_1: dict[str, tuple[str, float, int, float, int, float | None, float, int]] = {
@@ -125,7 +125,5 @@ def test_a_dry_run_prints_the_plan() -> None:
 
 
 def test_settings_of_the_figures_are_presets() -> None:
-    from shuffled_dpsgd_experiments.figures.settings import SIX
-
     assert all(PRESETS[setting.name] is setting for setting in SIX)
     assert math.isclose(SIX[1].delta, 1 / (2 * 67_349))

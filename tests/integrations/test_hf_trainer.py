@@ -14,6 +14,7 @@ import torch
 
 from shuffled_dpsgd.errors import BudgetExhaustedError, CheckpointError, InvalidArgumentError
 from shuffled_dpsgd.integrations import PrivacyArguments
+from shuffled_dpsgd.training.budget import BudgetFile
 
 transformers = pytest.importorskip("transformers")
 
@@ -109,6 +110,20 @@ def test_trains_the_planned_steps_and_writes_the_card(tmp_path: Path) -> None:
     assert card["shuffles_verified"] == 5
     assert card["certified"]["epsilon"] == trainer.card().certified.epsilon
     assert "certified ε · proven" in (tmp_path / "privacy_card.html").read_text()
+
+
+def test_two_trainers_on_one_budget(tmp_path: Path) -> None:
+    file = BudgetFile(tmp_path / "b.json")
+    file.create(delta=1e-5, epsilon=None, adjacency="add-remove")
+    for number in (1, 2):
+        trainer = build(
+            tmp_path / f"run{number}",
+            privacy=privacy(budget=str(file.path), noise_seed=None),
+        )
+        trainer.train()
+        assert f"{number} runs in b.json" in str(trainer.card())
+        assert f"{number} runs in b.json" in (tmp_path / f"run{number}" / "README.md").read_text()
+    assert [run.ending for run in file.read().runs] == ["finished"] * 2
 
 
 def test_logs_carry_the_kind_of_every_epsilon(tmp_path: Path) -> None:

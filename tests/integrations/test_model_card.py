@@ -6,11 +6,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from shuffled_dpsgd.accounting import PrivacyClaim
-from shuffled_dpsgd.integrations.model_card import (
+from shuffled_dpsgd.integrations.trainer_files import (
     BEGIN,
-    privacy_section,
-    update_readme,
+    PRIVATE,
     with_privacy_section,
+    write_card_files,
 )
 from shuffled_dpsgd.training import PrivacyCard, PrivacyOptions, make_plan, write_card
 
@@ -35,7 +35,7 @@ def card(epsilon: float) -> PrivacyCard:
 def test_section_is_added_at_the_end() -> None:
     text = with_privacy_section("# Model\n\nText.\n", card(1.0))
     assert text.startswith("# Model\n\nText.\n")
-    assert privacy_section(card(1.0)) in text
+    assert f"## Privacy\n\n{PRIVATE}\n\n```text\n{card(1.0)}\n```" in text
     assert "ε = 1 (proven)" in text
 
 
@@ -50,6 +50,8 @@ def test_section_is_replaced_in_place() -> None:
 
 
 def test_readme_is_created_with_metadata(tmp_path: Path) -> None:
-    path = update_readme(tmp_path, card(1.0), title="mine")
-    assert path.read_text().startswith("---\nlibrary_name: transformers\n")
-    assert "# mine" in path.read_text()
+    write_card_files(tmp_path, card(1.0))
+    text = (tmp_path / "README.md").read_text()
+    assert text.startswith("---\nlibrary_name: transformers\n")
+    assert f"# {tmp_path.name}" in text
+    assert (tmp_path / "privacy_card.txt").read_text() == f"{card(1.0)}\n"

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from shuffled_dpsgd.integrations.padded_collator import PaddedCollator, with_lengths
+from shuffled_dpsgd.integrations.trainer_parts import PaddedCollator, with_lengths
 from shuffled_dpsgd.training.data import LengthCollate
 
 BATCH = {

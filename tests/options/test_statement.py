@@ -13,7 +13,7 @@ from shuffled_dpsgd.clipping.contributions.cost import STRATEGIES
 from shuffled_dpsgd.clipping.settle.clip_functions import CLIP_FUNCTIONS
 from shuffled_dpsgd.core.claim import Adjacency as AccountedAdjacency
 from shuffled_dpsgd.errors import InvalidArgumentError
-from shuffled_dpsgd.integrations.privacy_arguments import PrivacyArguments
+from shuffled_dpsgd.integrations import PrivacyArguments
 from shuffled_dpsgd.options import (
     Adjacency,
     Budget,

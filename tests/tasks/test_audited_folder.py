@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from cli.test_bad_input import run_file
 from shuffled_dpsgd.cli.main import app
-from shuffled_dpsgd.tasks.audited_folder import SECOND_RUN
+from shuffled_dpsgd.tasks.audited import SECOND_RUN
 
 pytest.importorskip("transformers")
 pytest.importorskip("sklearn")

@@ -12,8 +12,8 @@ import torch
 from shuffled_dpsgd.clipping.reference import clipped_sum_reference
 from shuffled_dpsgd.errors import InvalidArgumentError
 from shuffled_dpsgd.tasks import build_task, digits, parse_config, start_private
-from shuffled_dpsgd.tasks.augmentation import ImageViews
 from shuffled_dpsgd.tasks.config import RunConfig
+from shuffled_dpsgd.tasks.images import ImageViews
 from shuffled_dpsgd.training.loop import LoopSettings, Progress, train
 
 

@@ -14,13 +14,13 @@ from shuffled_dpsgd.tasks.averaging import WeightAverage
 from shuffled_dpsgd.tasks.config import RunConfig
 
 
-def config(num_steps: int = 3) -> RunConfig:
+def config(*, averaging: float = 0.9) -> RunConfig:
     raw = digits.default_config().to_json()
     raw["privacy"] = {"method": "certified", "epsilon": 3.0, "delta": 1e-4, "clip_norm": 1.0}
     raw["training"] = {
         "expected_batch_size": 200,
-        "num_steps": num_steps,
-        "weight_averaging": 0.9,
+        "num_steps": 3,
+        "weight_averaging": averaging,
         "device": "cpu",
     }
     return parse_config(raw)
@@ -38,11 +38,14 @@ def test_the_average_follows_closely_at_first_and_slowly_later() -> None:
         average.update(model)
         decay = min(0.5, (1 + step) / (10 + step))
         expected = decay * expected + (1 - decay) * value
-        assert average.model.weight.item() == pytest.approx(expected, abs=1e-15)
+        assert average.weights["weight"].item() == pytest.approx(expected, abs=1e-15)
+    with average.standing_in(model):
+        assert model.weight.item() == pytest.approx(expected, abs=1e-15)
+    assert model.weight.item() == 2.0
     other = WeightAverage(torch.nn.Linear(1, 1, bias=False).double(), decay=0.5)
     other.load_state_dict(average.state_dict())
     assert other.state_dict()["steps"] == 3
-    assert torch.equal(other.model.weight, average.model.weight)
+    assert torch.equal(other.weights["weight"], average.weights["weight"])
 
 
 @pytest.mark.slow
@@ -51,16 +54,19 @@ def test_the_average_is_scored_and_saved(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     run = prepare(config(), tmp_path / "run")
     result = execute(run)
-    assert run.average is not None
+    model = run.task.model
     saved = transformers.ViTForImageClassification.from_pretrained(tmp_path / "run" / "model")
     for name, value in saved.state_dict().items():
-        if "patch_embeddings" in name:  # Saved for images of three channels.
-            continue
-        assert torch.equal(value, run.average.model.state_dict()[name]), name
-    last = next(iter(run.private.model.parameters()))
-    assert not torch.equal(last, next(iter(run.average.model.parameters())))
-    score = run.task.evaluate(run.average.model).score
-    assert result.summary["heldout_score"] == pytest.approx(score)
+        if "patch_embeddings" not in name:  # Saved for images of three channels.
+            assert torch.equal(value, model.state_dict()[name]), name
+    assert result.summary["heldout_score"] == pytest.approx(run.task.evaluate(model).score)
+    # The same run without an average, followed by hand.
+    plain = prepare(config(averaging=0.0), tmp_path / "plain")
+    average = WeightAverage(plain.task.model, decay=0.9)
+    execute(plain, observers=(lambda *_: average.update(plain.task.model),))
+    for name, value in average.weights.items():
+        assert torch.equal(value, model.get_parameter(name)), name
+    assert not torch.equal(next(model.parameters()), next(plain.task.model.parameters()))
 
 
 def test_a_shuffle_and_an_average_contradict() -> None:

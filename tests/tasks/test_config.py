@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import re
+from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from shuffled_dpsgd.errors import InvalidArgumentError
-from shuffled_dpsgd.tasks.config import ModelConfig, RunConfig, load_config, parse_config
+from shuffled_dpsgd.options.methods import OPEN
+from shuffled_dpsgd.tasks import RunConfig, load_config, parse_config
+from shuffled_dpsgd.tasks.config import SECTIONS, ModelConfig
 from shuffled_dpsgd.tasks.digits import default_config
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "configs"
@@ -51,6 +56,31 @@ def test_example_files_parse(path: Path) -> None:
     config = load_config(path)
     assert config.privacy.epsilon is not None
     assert config.seed is None
+
+
+def test_the_documents_state_every_key_with_its_default() -> None:
+    page = (EXAMPLES.parents[1] / "docs" / "training_cli.md").read_text(encoding="utf-8")
+    for name, kind in SECTIONS.items():
+        if name == "generation":
+            continue  # docs/generation.md
+        listed = page.split(f"\n[{name}]\n")[1].split("\n\n")[0].splitlines()
+        found = [re.match(r"(\w+) = (\S+)", line) for line in listed]
+        stated = {each[1]: each[2] for each in found if each is not None}
+        defaults = {item.name: item.default for item in fields(kind)} | (
+            OPEN if name == "privacy" else {}
+        )
+        assert stated == {key: written(default) for key, default in defaults.items()}
+
+
+def written(default: Any) -> str:
+    """A default as the listing has it."""
+    if default is MISSING:
+        return "…"
+    if default is None:
+        return "none"
+    if default == ():
+        return "[]"
+    return "1e-3" if default == 1e-3 else json.dumps(default)
 
 
 def test_there_are_example_files() -> None:

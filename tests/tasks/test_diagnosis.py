@@ -67,7 +67,7 @@ def test_each_fault_is_named(
     (finding,) = diagnose(records(**changes), plan)
     assert finding.kind == kind
     assert words in finding.describe()
-    assert finding.to_json()["advice"]
+    assert finding.advice
 
 
 def test_nothing_is_said_too_early_but_of_broken_records(plan: PrivacyPlan) -> None:

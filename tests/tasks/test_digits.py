@@ -18,6 +18,7 @@ from curves import DRAW_ALL
 from shuffled_dpsgd.errors import CheckpointError, InvalidArgumentError
 from shuffled_dpsgd.permutation import discover, verify
 from shuffled_dpsgd.reports import MetricsLog
+from shuffled_dpsgd.tasks import execute, load_run, prepare
 from shuffled_dpsgd.tasks.config import ModelConfig, RunConfig
 from shuffled_dpsgd.tasks.digits import (
     NUM_TRAIN,
@@ -27,7 +28,6 @@ from shuffled_dpsgd.tasks.digits import (
     load_digits,
 )
 from shuffled_dpsgd.tasks.models import prepare_model
-from shuffled_dpsgd.tasks.run import execute, load_run, prepare
 
 pytest.importorskip("transformers")
 pytest.importorskip("sklearn")
@@ -150,7 +150,7 @@ def test_the_model_is_saved_before_any_report(
     def fail(*_: Any, **__: Any) -> None:
         raise OSError("disk full")
 
-    monkeypatch.setattr("shuffled_dpsgd.tasks.run.write_report", fail)
+    monkeypatch.setattr("shuffled_dpsgd.tasks.results.write_report", fail)
     with pytest.raises(OSError, match="disk full"):
         execute(prepare(short_config(), tmp_path))
     assert (tmp_path / "model" / "model.safetensors").stat().st_size > 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import lzma
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -13,13 +12,10 @@ import numpy as np
 import pytest
 
 from shuffled_dpsgd.errors import InvalidArgumentError
-from shuffled_dpsgd.tasks import run as run_module
-from shuffled_dpsgd.tasks.config import parse_config
-from shuffled_dpsgd.tasks.data.med_codec import encode
+from shuffled_dpsgd.tasks import load_run, parse_config, results
+from shuffled_dpsgd.tasks.config import GenerationConfig
 from shuffled_dpsgd.tasks.data.published import PUBLISHED
-from shuffled_dpsgd.tasks.generation.config import GenerationConfig
-from shuffled_dpsgd.tasks.generation.decoding import Decoding
-from shuffled_dpsgd.tasks.generation.evaluation import read_generated, score_generated
+from shuffled_dpsgd.tasks.generation import read_generated, score_generated
 from shuffled_dpsgd.tasks.inference import GenerationRequest, evaluate_run, generate, predict
 from shuffled_dpsgd.tasks.run import execute, prepare
 
@@ -93,15 +89,14 @@ def cifar10(folder: Path) -> None:
 
 def cifar100(folder: Path) -> None:
     images, labels = pixels()
-    packed = lzma.compress(encode(np.concatenate([images, images])), preset=0)
-    (folder / "cifar100.med.xz").write_bytes(packed)
-    np.savez(folder / "labels.npz", train_labels=labels, test_labels=labels)
+    arrays = {"train_images": images, "train_labels": labels}
+    np.savez(folder / "images.npz", **arrays, test_images=images, test_labels=labels)
 
 
 @pytest.fixture(autouse=True)
 def no_report(monkeypatch: pytest.MonkeyPatch) -> None:
     """Figures take longer than these runs do, and have tests of their own."""
-    monkeypatch.setattr(run_module, "write_report", lambda *_, **__: None)
+    monkeypatch.setattr(results, "write_report", lambda *_, **__: None)
 
 
 WRITERS = (sst2, qqp, mnli, qnli, e2e, dart, cifar10, cifar100)
@@ -148,12 +143,12 @@ def check_use(run: Path, task: str, generation: dict[str, Any] | None) -> None:
         assert generation["num_references"] == COUNT
         assert generation["num_prompts"] == COUNT // 2
         assert all(math.isfinite(generation[metric]) for metric in generation["variants"])
-        (answer,) = generate(run, ["A : is : B"], Decoding(max_new_tokens=3, num_beams=2))
+        (answer,) = generate(run, ["A : is : B"], GenerationConfig(max_new_tokens=3, num_beams=2))
         assert isinstance(answer["text"], str)
     elif task == "text-classification":
         (answer,) = predict(run, ["a text\tand another"])
         assert answer["name"]
-        if run_module.load_run(run).data.format == "sst2":
+        if load_run(run).data.format == "sst2":
             assert predict(run, ["a text"])[0]["name"]
         else:
             # One text would be judged like a pair, and the answer would mean nothing.

@@ -10,10 +10,10 @@ from torch import nn
 
 from shuffled_dpsgd.errors import InvalidArgumentError
 from shuffled_dpsgd.tasks import start_private
+from shuffled_dpsgd.tasks.advice import preview_shapes
 from shuffled_dpsgd.tasks.config import OptimizerConfig, RunConfig
 from shuffled_dpsgd.tasks.digits import default_config
-from shuffled_dpsgd.tasks.optimizers import build_scheduler
-from shuffled_dpsgd.tasks.preview import preview_shapes
+from shuffled_dpsgd.tasks.start import build_scheduler
 
 
 def in_epochs(warmup_steps: int) -> RunConfig:

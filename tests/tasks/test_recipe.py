@@ -15,8 +15,9 @@ from cli.test_bad_input import run_file, write_good
 from shuffled_dpsgd.cli.main import app
 from shuffled_dpsgd.models import build_model
 from shuffled_dpsgd.tasks import load_run, parse_config
-from shuffled_dpsgd.tasks.preview import preview_shapes
-from shuffled_dpsgd.tasks.recipe import AVERAGING, describe_choices
+from shuffled_dpsgd.tasks.advice import preview_shapes
+from shuffled_dpsgd.tasks.config_files import AVERAGING
+from shuffled_dpsgd.tasks.models import describe_choices
 from shuffled_dpsgd_experiments.presets import PRESETS
 
 RAW: dict[str, Any] = {

@@ -12,16 +12,22 @@ import pytest
 import torch
 
 from shuffled_dpsgd.errors import InvalidArgumentError
-from shuffled_dpsgd.tasks.config import RunConfig, parse_config
-from shuffled_dpsgd.tasks.data.loading import read_texts
-from shuffled_dpsgd.tasks.data.records import Continuation
-from shuffled_dpsgd.tasks.registry import build_task
+from shuffled_dpsgd.tasks import RunConfig, parse_config
+from shuffled_dpsgd.tasks.data.loading import Continuation, read_texts
 from shuffled_dpsgd.tasks.run import execute, prepare
+from shuffled_dpsgd.tasks.task import build_task
 from shuffled_dpsgd.tasks.text import encode_continuations, evaluate_perplexity, uses_token_types
-from shuffled_dpsgd.tasks.tokenizers import ByteTokenizer, PretrainedTokenizer
-from shuffled_dpsgd.tasks.tokens import TokenCollate, TokenRecords, continuation_labels
+from shuffled_dpsgd.tasks.tokens import (
+    PairIds,
+    TokenCollate,
+    Tokenizer,
+    TokenRecords,
+    continuation_labels,
+    load_tokenizer,
+)
 
 pytest.importorskip("transformers")
+SEPARATOR = 259
 
 
 @pytest.fixture
@@ -190,11 +196,10 @@ def test_pairs_say_which_text_a_token_belongs_to(tmp_path: Path) -> None:
     task = build_task(config_for("text-classification", "bert-tiny", "qnli", tmp_path))
     assert task.collate is not None
     inputs, _ = task.collate([task.train_data[0], task.train_data[2]])
-    tokenizer = ByteTokenizer()
     for ids, types, mask in zip(
         inputs["input_ids"], inputs["token_type_ids"], inputs["attention_mask"], strict=True
     ):
-        second = ids.tolist().index(tokenizer.separator_id) + 1
+        second = ids.tolist().index(SEPARATOR) + 1
         expected = [int(second <= place < int(mask.sum())) for place in range(len(ids))]
         assert types.tolist() == expected
     embeddings = task.model.get_submodule("bert.embeddings.token_type_embeddings")
@@ -221,7 +226,7 @@ def test_token_types_are_left_out_where_a_model_has_none() -> None:
 
 
 def test_only_the_target_is_scored() -> None:
-    tokenizer = ByteTokenizer()
+    tokenizer = load_tokenizer("gpt2-tiny", marked=False)
     samples = encode_continuations(
         [Continuation(prompt="ab", target="c"), Continuation(prompt="a" * 50, target="xyz")],
         tokenizer,
@@ -271,10 +276,24 @@ def test_many_texts_are_encoded_as_one_by_one() -> None:
     fast = transformers.PreTrainedTokenizerFast(
         tokenizer_object=inner, pad_token="[PAD]", sep_token="[SEP]", unk_token="[UNK]"
     )
-    tokenizer = PretrainedTokenizer(fast)
+    tokenizer = Tokenizer(fast)
     for texts in ([("a b c a b",), ("d",), ("",)], [("a b c", "c b"), ("a", "b c a b c")]):
-        one_by_one = [tokenizer.encode(*each, max_length=5) for each in texts]
-        assert tokenizer.encode_all(texts, max_length=5) == one_by_one
+        one_by_one = [fast(*each, truncation=True, max_length=5)["input_ids"] for each in texts]
+        assert tokenizer.encode(texts, max_length=5) == one_by_one
     plain = ["a b", "", "c d"]
-    assert tokenizer.encode_all_plain(plain) == [tokenizer.encode_plain(t) for t in plain]
-    assert tokenizer.encode_all([], max_length=5) == tokenizer.encode_all_plain([]) == []
+    one_by_one = [fast(text, add_special_tokens=False)["input_ids"] for text in plain]
+    assert tokenizer.encode_plain(plain) == one_by_one
+    assert tokenizer.encode([], max_length=5) == tokenizer.encode_plain([]) == []
+
+
+def test_bytes_are_their_own_ids_between_marks() -> None:
+    tokenizer = load_tokenizer("bert-tiny")
+    assert tokenizer.encode([("hi",)], max_length=8) == [[257, 104, 105, 258]]
+    assert tokenizer.encode([("hi there",)], max_length=4) == [[257, 104, 105, 258]]
+    (pair,) = tokenizer.encode([("a", "b")], max_length=8, typed=True)
+    assert pair == PairIds([257, 97, SEPARATOR, 98, 258], [0, 0, 0, 1, 1])
+    for text in ("café — ☂", "<end> <pad>", " a  b\n", ""):
+        (ids,) = tokenizer.encode_plain([text])
+        assert ids == list(text.encode())
+        assert tokenizer.decode(ids) == text
+    assert load_tokenizer("gpt2-tiny", marked=False).encode([("a",)], max_length=4) == [[97]]

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import replace
+from html import unescape
 from typing import Any
 
 import pytest
 
+from shuffled_dpsgd.integrations.trainer_files import with_privacy_section
 from shuffled_dpsgd.reports import card_page
 from shuffled_dpsgd.training import AuditedBound, PrivacyCard, PrivacyOptions, make_plan, write_card
 
@@ -162,3 +164,36 @@ def test_a_card_without_noise_or_clip_says_so(noise: float, clip: Any, private: 
     )
     assert found.private is private
     assert ("this run is not private" in str(found)) is not private
+
+
+@pytest.mark.parametrize("taken", [1, 3, 10])
+def test_what_epsilon_means_is_on_every_form_of_the_card_for_the_whole_plan(taken: int) -> None:
+    """Also of a run that stopped early, whose claim is that of its plan."""
+    stopped, finished = certified_card(taken=taken), certified_card()
+    assert finished.certified is not None
+    meaning = stopped.meaning
+    assert meaning is not None
+    assert meaning == finished.meaning
+    assert meaning.add_remove.epsilon == finished.certified.epsilon
+    assert meaning.replace_one.epsilon > meaning.add_remove.epsilon
+    assert [k for k, _ in meaning.groups] == [2, 4, 8]
+    assert stopped.to_json()["meaning"] == meaning.to_json()
+    for text in (str(stopped), card_page(stopped), with_privacy_section("", stopped)):
+        assert all(line in unescape(text) for line in meaning.describe())
+
+
+def test_without_a_claim_there_is_nothing_to_explain() -> None:
+    for each in (certified_card(taken=0), card(accounting=None, epsilon=None, noise_multiplier=0)):
+        assert each.meaning is None
+        assert each.to_json()["meaning"] is None
+        assert "what it means" not in str(each)
+
+
+def test_a_plan_for_replaced_records_says_what_adding_one_costs() -> None:
+    replaced = card(
+        accounting="certified", batch_clip_norm=None, adjacency="replace-one", epsilon=2.0
+    )
+    assert replaced.certified is not None
+    assert replaced.meaning is not None
+    assert replaced.meaning.replace_one.epsilon == replaced.certified.epsilon
+    assert replaced.meaning.add_remove.epsilon < replaced.certified.epsilon

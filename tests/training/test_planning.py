@@ -11,8 +11,8 @@ import pytest
 
 from shuffled_dpsgd.errors import InvalidArgumentError
 from shuffled_dpsgd.training import PrivacyOptions, PrivacyPlan, SpendingCurve, make_plan
-from shuffled_dpsgd.training.paper_estimates import paper_estimate
 from shuffled_dpsgd.training.plan_identity import differences, field_fingerprints, plan_json
+from shuffled_dpsgd.training.spending import paper_estimate
 
 SIZES = {"moved": 900_000, "fixed": 1000}
 BASE: dict[str, Any] = {
@@ -76,9 +76,13 @@ def test_spending_grows_and_ends_at_the_target() -> None:
     assert epsilons == sorted(epsilons)
     assert epsilons[0] == 0.0
     assert 0.99 < epsilons[-1] <= 1.0 + 1e-9
-    exact = found.certified(13)
-    assert exact is not None
-    assert exact.epsilon * (1 - 1e-3) <= epsilons[13]
+    assert curve.certified(40) == found.certified()
+    for steps in (1, 13, 33):
+        shown, exact = curve.certified(steps), found.certified(steps)
+        assert exact is not None
+        assert shown is not None
+        assert exact.epsilon * (1 - 1e-9) <= shown.epsilon <= exact.epsilon * 1.25 + 0.05
+        assert shown.inputs["num_steps"] >= steps
     estimates = [curve.paper(step).epsilon for step in range(41)]  # type: ignore[union-attr]
     assert estimates == sorted(estimates)
 

@@ -9,15 +9,25 @@ from typing import Any
 import pytest
 import torch
 
+from shuffled_dpsgd.accounting import SampledGaussian, claim_together
 from shuffled_dpsgd.errors import InvalidArgumentError
+from shuffled_dpsgd.runtime import notices
 from shuffled_dpsgd.training import (
     Batch,
     PrivateTraining,
     load_checkpoint,
     make_private,
     save_checkpoint,
+    succession,
 )
 from training.cases import Case, classify, make_mlp, mlp_case, run, vectors
+
+
+@pytest.fixture(autouse=True)
+def fresh_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other tests train on the same rows."""
+    monkeypatch.setattr(succession, "_ON_ROWS", {})
+    monkeypatch.setattr(notices, "_said", set())
 
 
 def start(model: torch.nn.Module, **changes: Any) -> PrivateTraining:
@@ -33,6 +43,11 @@ def start(model: torch.nn.Module, **changes: Any) -> PrivateTraining:
     return make_private(model, optimizer, **(settings | changes))
 
 
+def together(number: int) -> float:
+    run = SampledGaussian(noise_multiplier=1.0, sampling_prob=0.25, num_steps=3)
+    return claim_together([run] * number, 1e-3).epsilon
+
+
 def epsilon(private: PrivateTraining) -> float:
     certified = private.card().certified
     assert certified is not None
@@ -42,23 +57,25 @@ def epsilon(private: PrivateTraining) -> float:
 def test_a_cell_run_again_adds_up_on_the_card() -> None:
     """Closed, forgotten and collected runs count: the weights carry what they released."""
     case, model = mlp_case(), make_mlp()
-    alone = 0.0
     for number in range(1, 4):
         private = start(model)
         run(private, case)
-        alone = alone or epsilon(private)
-        assert epsilon(private) == pytest.approx(number * alone)
+        assert epsilon(private) == together(number)
         private.close()
         del private
         gc.collect()
     last = start(model)
     run(last, Case(make=case.make, data=vectors(), loss=classify), num_steps=1)
     text = str(last.card())
-    assert "basic composition of 4 runs on these weights" in text
-    certified = last.card().certified
+    assert "by PLD of 4 runs" in text
+    certified, so_far = last.card().certified, last.card().certified_so_far
     assert certified is not None
-    assert certified.delta == pytest.approx(4e-3)
+    assert so_far is not None
+    assert certified.delta == 1e-3
+    assert together(3) < so_far.epsilon < certified.epsilon == together(4)
     assert last.card().exactness is None
+    assert last.card().meaning is not None
+    assert last.card().meaning.add_remove.epsilon == certified.epsilon  # type: ignore[union-attr]
 
 
 def test_a_fresh_model_on_the_same_rows_says_what_the_rows_gave_before() -> None:
@@ -67,7 +84,19 @@ def test_a_fresh_model_on_the_same_rows_says_what_the_rows_gave_before() -> None
     run(first, case)
     run(second, case)
     assert epsilon(second) == epsilon(first)
-    assert any("on these rows, other models: ε = " in line for line in second.card().not_covered)
+    said = f"1 earlier run of this process on these rows, other models: ε = {together(2):.4g}"
+    assert any(said in line for line in second.card().not_covered)
+
+
+def test_a_cell_run_five_times_is_five_runs_and_its_owner_learns_it(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    for number in range(1, 6):
+        private = start(make_mlp())
+        run(private, mlp_case())
+        private.close()
+        assert (f"run {number} of this program on these records" in caplog.text) == (number > 1)
+    assert f"{together(5):.4g} (proven)" in str(private.card())
 
 
 def test_runs_on_other_rows_are_added_too() -> None:
@@ -80,7 +109,7 @@ def test_runs_on_other_rows_are_added_too() -> None:
     other = torch.utils.data.TensorDataset(inputs + 1.0, labels)
     second = start(model)
     run(second, Case(make=make_mlp, data=other, loss=classify))
-    assert epsilon(second) == pytest.approx(2 * epsilon(first))
+    assert epsilon(second) == together(2)
 
 
 def test_weights_of_a_run_without_noise_are_not_certified_later() -> None:

@@ -17,7 +17,7 @@ import triton.language as tl
 from on_triton import DEVICE, ON_GPU
 from shuffled_dpsgd.core import noise, streams
 from shuffled_dpsgd.core.noise import LANES, GaussianNoise, Place
-from shuffled_dpsgd.runtime.routes import WrongResult
+from shuffled_dpsgd.runtime.backends import WrongResult
 from shuffled_dpsgd.training import device_noise, triton_noise
 from shuffled_dpsgd.training.device_noise import DeviceNoise, add_by_kernel_, try_kernel
 from shuffled_dpsgd.training.triton_noise import _chacha_block, add_normal_

@@ -15,7 +15,6 @@ from shuffled_dpsgd.accounting.accountants import (
 )
 from shuffled_dpsgd.accounting.bracket import Bracket, certified_bracket
 from shuffled_dpsgd.accounting.calibration import Calibration, calibrate_certified
-from shuffled_dpsgd.accounting.curve import certified_curve
 from shuffled_dpsgd.accounting.exact import (
     DeltaEstimate,
     Examination,
@@ -26,6 +25,7 @@ from shuffled_dpsgd.accounting.given_pairs import vector_pair
 from shuffled_dpsgd.accounting.meaning import Meaning, what_it_means
 from shuffled_dpsgd.accounting.pairs import Pair, constant_pair, spike_pair
 from shuffled_dpsgd.accounting.paper import PaperCalibration, calibrate_paper, paper_claim
+from shuffled_dpsgd.accounting.together import BestOf, claim_of_any_choice, claim_together
 from shuffled_dpsgd.core.certified import certified_claim
 from shuffled_dpsgd.core.claim import Adjacency, Kind, PrivacyClaim
 from shuffled_dpsgd.core.events import SampledGaussian
@@ -33,6 +33,7 @@ from shuffled_dpsgd.core.events import SampledGaussian
 __all__ = [
     "Accountant",
     "Adjacency",
+    "BestOf",
     "Bracket",
     "Calibration",
     "DeltaEstimate",
@@ -50,7 +51,8 @@ __all__ = [
     "calibrate_rdp",
     "certified_bracket",
     "certified_claim",
-    "certified_curve",
+    "claim_of_any_choice",
+    "claim_together",
     "compare",
     "compare_calibrations",
     "constant_pair",

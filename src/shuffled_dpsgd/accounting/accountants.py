@@ -14,6 +14,7 @@ from typing import Protocol
 from shuffled_dpsgd.accounting.calibration import (
     Calibration,
     calibrate_certified,
+    check_epsilon,
     smallest_noise_multiplier,
 )
 from shuffled_dpsgd.accounting.comparisons import advanced_composition_epsilon, gdp_epsilon
@@ -26,7 +27,7 @@ from shuffled_dpsgd.accounting.paper import (
 from shuffled_dpsgd.accounting.rdp import rdp_epsilon
 from shuffled_dpsgd.core.certified import ASSUMPTIONS, certified_claim
 from shuffled_dpsgd.core.claim import Adjacency, Kind, PrivacyClaim
-from shuffled_dpsgd.core.events import SampledGaussian, check_delta, check_epsilon
+from shuffled_dpsgd.core.events import SampledGaussian, check_delta
 from shuffled_dpsgd.errors import InvalidArgumentError
 
 

@@ -17,13 +17,12 @@ from shuffled_dpsgd.core.events import SampledGaussian
 from shuffled_dpsgd.core.pld import (
     ULPS,
     UNIT,
-    Frame,
     Lattice,
-    StepPair,
+    Steps,
     compose,
     cut,
+    directions,
     frame_for,
-    pairs_of,
     spacing_for,
 )
 
@@ -58,25 +57,24 @@ def certified_bracket(
     upper = certified_claim(**mechanism.to_json(), delta=delta).epsilon
     if math.isinf(upper):
         return Bracket(lower=math.inf, upper=math.inf)
-    pairs, steps = pairs_of(mechanism)
-    lower = max(lower_epsilon(pair, steps, delta) for pair in pairs)
+    lower = max(lower_epsilon(steps, delta) for (steps,) in directions([mechanism]))
     return Bracket(lower=min(lower, upper), upper=upper)
 
 
-def lower_epsilon(pair: StepPair, steps: int, delta: float) -> float:
+def lower_epsilon(steps: Steps, delta: float) -> float:
     """An ε' with δ(ε') ≥ `delta`, or 0.
 
     Mostly within 1e-3 of the largest. It is looser where very many steps at a tiny sampling rate
     put most of a step's mass into a few cells: rounding down then costs up to a spacing a step.
     """
-    frame = frame_for(pair, steps, delta=delta)
+    frame = frame_for([steps], delta=delta)
     allowed = LOWER_ERROR * frame.tilt * max(frame.centre, 1e-7)
-    lattice = rounded_down(pair, frame, spacing_for(pair, frame, steps, allowed))
+    lattice = rounded_down(steps, frame.ranges[0], spacing_for([steps], frame, allowed))
     if not lattice.masses.any():
         return 0.0
     best = 0.0
     for real in (np.float64, np.longdouble):
-        curve = compose(lattice, steps, frame, real)
+        curve = compose([lattice], frame, real)
         reached = np.flatnonzero(curve.lower >= delta)
         if reached.size:
             best = max(best, float(curve.epsilons[reached[-1]]))
@@ -85,14 +83,15 @@ def lower_epsilon(pair: StepPair, steps: int, delta: float) -> float:
     return best
 
 
-def rounded_down(pair: StepPair, frame: Frame, spacing: float) -> Lattice:
+def rounded_down(steps: Steps, outputs: tuple[float, float], spacing: float) -> Lattice:
     """A lattice law whose δ(ε) is at most the pair's, for every ε.
 
     Whoever learns only in which cell the output lies knows less: the cell's loss is log(p_i/q_i).
     It is moved down to a lattice with an offset. p_i is taken too small and q_i too large by more
     than their error, and the tails are dropped: without a P-mass δ is smaller.
     """
-    x, ends, _ = cut(pair, frame, spacing, side=1.0)
+    pair = steps.pair
+    x, ends, _ = cut(pair, outputs, spacing, side=1.0)
     above, above_error = pair.upper.log_tail(x)
     below, below_error = pair.lower.log_tail(x)
     most, least = above + above_error, above - above_error
@@ -106,7 +105,7 @@ def rounded_down(pair: StepPair, frame: Frame, spacing: float) -> Lattice:
     inside = losses >= ends[0] - spacing
     p, losses = p[inside], losses[inside]
     if p.size == 0:
-        return Lattice(spacing=spacing, first=0, masses=np.zeros(1))
+        return Lattice(spacing=spacing, first=0, masses=np.zeros(1), count=steps.count)
     # An offset c lowers the mean by Σ p·((l − c) mod h), which is least at one of the remainders.
     remainder = np.mod(losses, spacing)
     order = np.argsort(remainder)
@@ -115,4 +114,5 @@ def rounded_down(pair: StepPair, frame: Frame, spacing: float) -> Lattice:
     index = np.floor((losses - offset) / spacing).astype(np.int64)
     masses = np.zeros(int(index.max() - index.min()) + 1)
     np.add.at(masses, index - index.min(), p * (1.0 - ULPS * UNIT * p.size))
-    return Lattice(spacing=spacing, first=int(index.min()), masses=masses, offset=offset)
+    first, count = int(index.min()), steps.count
+    return Lattice(spacing=spacing, first=first, masses=masses, count=count, offset=offset)

@@ -10,9 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from shuffled_dpsgd.core.certified import certified_claim, check_certifiable
+from shuffled_dpsgd.core.certified import certified_claim
 from shuffled_dpsgd.core.claim import Adjacency, PrivacyClaim
-from shuffled_dpsgd.core.events import SampledGaussian, check_epsilon
+from shuffled_dpsgd.core.events import SampledGaussian, check_delta
 from shuffled_dpsgd.core.pld import price
 from shuffled_dpsgd.errors import InvalidArgumentError
 
@@ -23,6 +23,17 @@ SMALLEST_SIGMA = 1e-3
 LARGEST_SIGMA = 1e6
 
 Pricing = Callable[[float], float]
+
+
+def check_epsilon(epsilon: float) -> None:
+    """Refuse a target ε that is not a positive finite number."""
+    if not (math.isfinite(epsilon) and epsilon > 0.0):
+        raise InvalidArgumentError(
+            "epsilon",
+            expected="a positive finite number",
+            got=epsilon,
+            remedy="typical budgets lie between 0.1 and 10",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,7 +147,7 @@ def calibrate_certified(
     The search is only a guess: what is claimed is what the core certifies at its result.
     """
     check_epsilon(epsilon)
-    check_certifiable(delta)
+    check_delta(delta)
 
     def mechanism(noise_multiplier: float) -> SampledGaussian:
         return SampledGaussian(

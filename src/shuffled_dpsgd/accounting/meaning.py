@@ -13,22 +13,23 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
-from shuffled_dpsgd.core.certified import certified_claim
+from shuffled_dpsgd.accounting.together import claim_together
 from shuffled_dpsgd.core.claim import Kind, PrivacyClaim
 from shuffled_dpsgd.core.events import SampledGaussian
 from shuffled_dpsgd.core.pld import (
     DeltaCurve,
     compose,
+    directions,
     frame_for,
-    pairs_of,
+    lattices_for,
     price,
-    rounded_up,
-    spacing_for,
 )
 
 FALSE_POSITIVE_RATES = (0.01, 0.001)
@@ -73,8 +74,8 @@ class Meaning:
         return {
             "kind": self.kind,
             "epsilon_by_adjacency": {
-                "add-remove": self.add_remove.to_json(),
-                "replace-one": self.replace_one.to_json(),
+                "add-remove": _plain(self.add_remove),
+                "replace-one": _plain(self.replace_one),
             },
             "attacker": {
                 "kind": self.kind,
@@ -84,20 +85,21 @@ class Meaning:
                     for alpha, rate in self.true_positive_rates
                 ],
             },
-            "epsilon_by_records": [{"records": k, **claim.to_json()} for k, claim in self.groups],
+            "epsilon_by_records": [{"records": k, **_plain(claim)} for k, claim in self.groups],
         }
 
 
-def what_it_means(
-    *, noise_multiplier: float, sampling_prob: float, num_steps: int, delta: float
-) -> Meaning:
-    """All bounds of this page for one run."""
-    mechanism = SampledGaussian(
-        noise_multiplier=noise_multiplier, sampling_prob=sampling_prob, num_steps=num_steps
-    )
-    one = certified_claim(**mechanism.to_json(), delta=delta)
-    other = certified_claim(**replace(mechanism, adjacency="replace-one").to_json(), delta=delta)
-    curve = None if math.isinf(one.epsilon) else membership_curve(mechanism)
+def _plain(claim: PrivacyClaim) -> dict[str, Any]:
+    return {**claim.to_json(), "epsilon": claim.epsilon if math.isfinite(claim.epsilon) else None}
+
+
+@lru_cache(maxsize=64)
+def what_it_means(runs: tuple[SampledGaussian, ...], delta: float) -> Meaning:
+    """All bounds of this page for one run, or for several on the same data together."""
+    here = tuple(replace(run, adjacency="add-remove") for run in runs)
+    one = claim_together(here, delta)
+    other = claim_together([replace(run, adjacency="replace-one") for run in runs], delta)
+    curve = None if math.isinf(one.epsilon) else membership_curve(here)
     return Meaning(
         add_remove=one,
         replace_one=other,
@@ -106,16 +108,15 @@ def what_it_means(
             (alpha, 1.0 if curve is None else _true_positive_rate(curve, alpha))
             for alpha in FALSE_POSITIVE_RATES
         ),
-        groups=tuple((k, _group_claim(one, mechanism, k)) for k in GROUP_SIZES),
+        groups=tuple((k, _group_claim(one, here, k)) for k in GROUP_SIZES),
     )
 
 
-def membership_curve(mechanism: SampledGaussian) -> DeltaCurve:
+def membership_curve(runs: Sequence[SampledGaussian]) -> DeltaCurve:
     """An upper bound of δ(ε) of all steps with the record against all without, for many real ε."""
-    (pair, *_), steps = pairs_of(mechanism)
-    frame = frame_for(pair, steps, delta=SMALL_DELTA, epsilon=0.0)
-    spacing = spacing_for(pair, frame, steps, CURVE_ERROR)
-    return compose(rounded_up(pair, frame, spacing), steps, frame)
+    steps = directions(runs)[0]
+    frame = frame_for(steps, delta=SMALL_DELTA, epsilon=0.0)
+    return compose(lattices_for(steps, frame, CURVE_ERROR), frame)
 
 
 def _advantage(curve: DeltaCurve) -> float:
@@ -131,13 +132,15 @@ def _true_positive_rate(curve: DeltaCurve, alpha: float) -> float:
     return min(float(np.nanmin(bounds)), 1.0)
 
 
-def _group_claim(one: PrivacyClaim, mechanism: SampledGaussian, records: int) -> PrivacyClaim:
+def _group_claim(
+    one: PrivacyClaim, runs: tuple[SampledGaussian, ...], records: int
+) -> PrivacyClaim:
     """The claim about a person with so many records, added or removed together."""
-    epsilon = price(mechanism, one.delta, GROUP_ERROR, records)
     relation = f"neighbouring data sets differ by {records} records of one person, added or removed"
+    same = f"neighbouring data sets differ by {runs[0].adjacency}"
     return replace(
         one,
-        epsilon=epsilon,
-        assumptions=(*one.assumptions[:-1], relation),
+        epsilon=price(runs, one.delta, GROUP_ERROR, records),
+        assumptions=tuple(relation if each == same else each for each in one.assumptions),
         inputs={**one.inputs, "records": records},
     )

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from shuffled_dpsgd.accounting.calibration import check_epsilon
 from shuffled_dpsgd.accounting.composition import (
     StepBudget,
     check_split,
@@ -21,12 +22,7 @@ from shuffled_dpsgd.accounting.composition import (
 )
 from shuffled_dpsgd.accounting.theorem import check_theorem, smallest_epsilon, smallest_sigma
 from shuffled_dpsgd.core.claim import PrivacyClaim
-from shuffled_dpsgd.core.events import (
-    check_delta,
-    check_epsilon,
-    check_noise_multiplier,
-    check_sampling,
-)
+from shuffled_dpsgd.core.events import check_delta, check_noise_multiplier, check_sampling
 from shuffled_dpsgd.errors import InvalidArgumentError
 
 METHOD = "paper's theorem 3"

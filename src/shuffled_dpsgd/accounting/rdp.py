@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Sequence
 from functools import lru_cache
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -22,44 +23,52 @@ Array: TypeAlias = npt.NDArray[np.float64]
 
 # Orders that stop at 63 miss the optimum for strong privacy: about 130 at ε = 0.1, 900 at 0.01.
 FRACTIONAL_ORDERS = tuple(1.0 + step / 20.0 for step in range(1, 20)) + tuple(
-    2.0 + step / 5.0 for step in range(1, 40) if step % 5
+    2.0 + step / 10.0 for step in range(1, 90) if step % 10
 )
 WHOLE_ORDERS = tuple(sorted({*range(2, 129), *np.geomspace(128, 30_000, 60).astype(int).tolist()}))
+ORDERS: Array = np.array([*FRACTIONAL_ORDERS, *WHOLE_ORDERS])
 
 
 def rdp_epsilon(mechanism: SampledGaussian, delta: float) -> float:
     """ε by Rényi DP (Mironov, Talwar & Zhang 2019; conversion of Canonne et al. 2020)."""
-    from dp_accounting.rdp import rdp_privacy_accountant
+    from dp_accounting.rdp.rdp_privacy_accountant import compute_epsilon
 
     if mechanism.noise_multiplier == 0.0:
         return math.inf
-    orders, divergences = _divergences(mechanism.noise_multiplier, mechanism.sampling_prob)
-    epsilon, _ = rdp_privacy_accountant.compute_epsilon(
-        orders, mechanism.num_steps * divergences, delta
-    )
-    return float(epsilon)
+    one = divergences(mechanism.noise_multiplier, mechanism.sampling_prob)
+    return float(compute_epsilon(ORDERS, mechanism.num_steps * one, delta)[0])
 
 
 @lru_cache(maxsize=64)
-def _divergences(noise: float, sampling_prob: float) -> tuple[Array, Array]:
-    """(orders, D_α of one step)."""
-    from dp_accounting.rdp import rdp_privacy_accountant
+def divergences(noise: float, sampling_prob: float) -> Array:
+    """D_α of one step, at every one of `ORDERS`."""
+    fractional = divergences_of(sampled_gaussian(noise, sampling_prob), FRACTIONAL_ORDERS)
+    whole = [_log_moment(order, noise, sampling_prob) / (order - 1.0) for order in WHOLE_ORDERS]
+    return np.concatenate([fractional, whole])
 
-    accountant = rdp_privacy_accountant.RdpAccountant(FRACTIONAL_ORDERS)
-    one_step = SampledGaussian(noise_multiplier=noise, sampling_prob=sampling_prob, num_steps=1)
+
+def sampled_gaussian(noise: float, sampling_prob: float) -> Any:
+    """One step as dp_accounting describes it."""
+    from dp_accounting import dp_event
+
+    return dp_event.PoissonSampledDpEvent(sampling_prob, dp_event.GaussianDpEvent(noise))
+
+
+def divergences_of(event: Any, orders: Sequence[float] | Array) -> Array:
+    """D_α of anything that dp_accounting can price."""
+    from dp_accounting.rdp.rdp_privacy_accountant import RdpAccountant
+
+    accountant = RdpAccountant(orders)
     # It says of every order for which its series does not converge that it leaves it out. That is
-    # sound, for the minimum over fewer orders is larger; the whole orders below always converge.
+    # sound, for the minimum over fewer orders is larger; the whole orders always converge.
     log = logging.getLogger("absl")
     level = log.level
     log.setLevel(logging.ERROR)
     try:
-        accountant.compose(one_step.to_dp_event())
+        accountant.compose(event)
     finally:
         log.setLevel(level)
-    whole = np.array(WHOLE_ORDERS, dtype=np.float64)
-    moments = np.array([_log_moment(order, noise, sampling_prob) for order in WHOLE_ORDERS])
-    orders = np.concatenate([FRACTIONAL_ORDERS, whole])
-    return orders, np.concatenate([accountant.rdp, moments / (whole - 1.0)])
+    return np.asarray(accountant.rdp, dtype=np.float64)
 
 
 def _log_moment(order: int, noise: float, sampling_prob: float) -> float:

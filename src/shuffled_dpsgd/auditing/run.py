@@ -32,12 +32,14 @@ from shuffled_dpsgd.auditing.taps import OnProgress, train, trainable
 from shuffled_dpsgd.auditing.verdict import Attack, AuditReport, report_on, require_at_least
 from shuffled_dpsgd.core.plan import PrivacyPlan
 from shuffled_dpsgd.errors import InvalidArgumentError
+from shuffled_dpsgd.training.budget import BudgetFile, counted
 from shuffled_dpsgd.training.card import AuditedBound
 from shuffled_dpsgd.training.data import MapStyle
-from shuffled_dpsgd.training.paper_estimates import paper_estimate
 from shuffled_dpsgd.training.physical import PerSampleLoss
 from shuffled_dpsgd.training.plan_identity import plan_json
 from shuffled_dpsgd.training.private import PrivateTraining
+from shuffled_dpsgd.training.record_digest import data_mark
+from shuffled_dpsgd.training.spending import paper_estimate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +47,7 @@ class AuditTarget:
     """What is audited: how to start a fresh run on a data set of a given size, and its records.
 
     `start_plain` starts the same run with neither clip nor noise, which membership is compared
-    with.
+    with. `budget` is the file in which an audit of these records counts itself.
     """
 
     start: Callable[[int], PrivateTraining]
@@ -53,6 +55,7 @@ class AuditTarget:
     data: MapStyle
     losses: PerSampleLoss
     collate: Callable[[list[Any]], Any] | None = None
+    budget: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,6 +111,7 @@ def audit_steps(
     private = target.start(len(target.data))
     plan = private.plan
     steps = min(setting.warmup_steps, plan.num_steps)
+    _count_in_budget(target, setting, plan, steps=steps)
     if steps:
         train(private, target.data, target.losses, target.collate, num_steps=steps)
     attacks = [
@@ -204,8 +208,9 @@ def audit_one_run(
         other_records=setting.other_records,
         seed=setting.seed,
     )
-    run.train(on_progress)
     plan = run.private.plan
+    _count_in_budget(target, setting, plan, steps=plan.num_steps if setting.other_records else 0)
+    run.train(on_progress)
     noise = OrderStatistics(
         family="gaussian", sampling_prob=plan.sampling_prob, num_steps=plan.num_steps
     )
@@ -293,6 +298,27 @@ def card_bounds(attacks: Sequence[Attack], *, confidence: float) -> tuple[Audite
         )
         for attack, bound in strongest
     )
+
+
+def _count_in_budget(
+    target: AuditTarget, setting: RunSetting, plan: PrivacyPlan, *, steps: int
+) -> None:
+    """Write an audit whose runs take so many steps with the records into their budget."""
+    if target.budget is None:
+        return
+    if setting.num_input_canaries or setting.fit_steps:
+        raise InvalidArgumentError(
+            "budget",
+            expected="gradient canaries alone, and initial weights that never saw the records",
+            got=f"{setting.num_input_canaries} input canaries, {setting.fit_steps} fit steps",
+            remedy="what copies of records and fitted weights show has no noise: leave them out "
+            "with --input-canaries 0",
+        )
+    if steps:
+        file = BudgetFile(target.budget)
+        salt = file.read().salt
+        entry = counted(plan, name=f"audit, {setting.num_gradient_canaries} canaries", salt=salt)
+        file.enter(replace(entry, num_steps=steps), data_mark(target.data, salt))
 
 
 def _record_attacks(

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from shuffled_dpsgd.cli import privacy_options as opt
-from shuffled_dpsgd.cli.accounting_options import BatchSize, DatasetSize, Epochs, resolve_sampling
-from shuffled_dpsgd.cli.output import AsJson, print_json, reports_errors
+from shuffled_dpsgd.cli.accounting import BatchSize, DatasetSize, Epochs, resolve_sampling
+from shuffled_dpsgd.cli.output import AsJson, facts, print_json, reports_errors, table
+from shuffled_dpsgd.cli.run_start import ConfigFile, Task, chosen_config
 from shuffled_dpsgd.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
     from shuffled_dpsgd.tasks import RunConfig
-    from shuffled_dpsgd.tasks.advice import Advice
-    from shuffled_dpsgd.tasks.preview import Preview
+    from shuffled_dpsgd.tasks.advice import Advice, Preview
     from shuffled_dpsgd.training.prospect import Prospect
 
 EPILOG = (
@@ -24,8 +24,6 @@ EPILOG = (
     "[bold]shuffled-dpsgd advise --config sst2.toml[/bold]"
 )
 COLOURS = {"hopeless": "bold red", "doubtful": "yellow", "promising": "green"}
-Task = Annotated[str | None, typer.Argument(help="[bold]digits[/bold]: the embedded default.")]
-ConfigFile = Annotated[Path | None, typer.Option("--config", help="A TOML file with the run.")]
 Dimension = Annotated[int | None, typer.Option(help="Number d of trainable parameters.")]
 
 
@@ -54,16 +52,12 @@ def advise(
         "--epochs": epochs,
         "--dimension": dimension,
     }
-    given = [name for name, value in numbers.items() if value is not None]
+    given = {name: value for name, value in numbers.items() if value is not None}
     if task is None and config is None:
-        print_advice(_from_numbers(numbers), as_json=as_json)
+        _print(_from_numbers(numbers), as_json=as_json)
         return
-    if given:
-        raise InvalidArgumentError(
-            given[0], expected="nothing beside a task or a file", got=numbers[given[0]]
-        )
-    from shuffled_dpsgd.cli.run_start import chosen_config
-
+    for name, value in given.items():
+        raise InvalidArgumentError(name, expected="nothing beside a task or a file", got=value)
     advise_on(chosen_config(task, config), as_json=as_json)
 
 
@@ -75,15 +69,13 @@ def advise_on(config: RunConfig, *, as_json: bool, preset: str | None = None) ->
     from shuffled_dpsgd.tasks.advice import advise_run, advise_shapes
 
     if preset is None:
-        print_advice(advise_run(config), as_json=as_json)
+        _print(advise_run(config), as_json=as_json)
         return
     from shuffled_dpsgd.cli.experiments import find_preset
 
     row = find_preset(preset)
-    advice = advise_shapes(
-        config, model=row.model, dataset_size=row.dataset_size, num_labels=row.num_labels
-    )
-    print_advice(advice, as_json=as_json)
+    known = {name: getattr(row, name) for name in ("model", "dataset_size", "num_labels")}
+    _print(advise_shapes(config, **known), as_json=as_json)
 
 
 def _from_numbers(numbers: dict[str, Any]) -> Advice:
@@ -96,24 +88,25 @@ def _from_numbers(numbers: dict[str, Any]) -> Advice:
             expected="a value, or digits or --config FILE instead of the numbers",
             got=None,
         )
+    epsilon, delta, dataset_size, batch_size, epochs, dimension = numbers.values()
     _, steps = resolve_sampling(
         sampling_prob=None,
         num_steps=None,
-        dataset_size=numbers["--dataset-size"],
-        batch_size=numbers["--batch-size"],
-        epochs=numbers["--epochs"],
+        dataset_size=dataset_size,
+        batch_size=batch_size,
+        epochs=epochs,
     )
     return advise_numbers(
-        epsilon=numbers["--epsilon"],
-        delta=numbers["--delta"],
-        dataset_size=numbers["--dataset-size"],
-        expected_batch_size=numbers["--batch-size"],
+        epsilon=epsilon,
+        delta=delta,
+        dataset_size=dataset_size,
+        expected_batch_size=batch_size,
         num_steps=steps,
-        dimension=numbers["--dimension"],
+        dimension=dimension,
     )
 
 
-def print_advice(advice: Advice, *, as_json: bool) -> None:
+def _print(advice: Advice, *, as_json: bool) -> None:
     """The verdict, the neighbouring plans and the suggestions."""
     if as_json:
         print_json(advice.to_json())
@@ -125,7 +118,7 @@ def print_advice(advice: Advice, *, as_json: bool) -> None:
 
     console, now = Console(), advice.now
     if advice.preview is not None:
-        console.print(_facts(advice.preview))
+        console.print(facts(_about(advice.preview)))
         warning = large_delta(advice.preview.plan)
         if warning is not None:
             console.print(Text(warning, style="bold red"))
@@ -133,21 +126,22 @@ def print_advice(advice: Advice, *, as_json: bool) -> None:
         console.print("no noise: nothing to weigh against it, and no privacy")
         return
     console.print(Text(f"{now.verdict}: {now.explanation}", style=COLOURS[now.verdict]))
-    console.print(_table(advice))
+    headings = ("batch", "steps", "noise multiplier", "a step", "the run", "")
+    style: dict[str, Any] = {"box": None, "padding": (0, 2, 0, 0)}
+    console.print(table(headings, _neighbours(advice), words=("",), **style))
     console.print(
         "Signal to noise is an upper bound, reached if all gradients agree; in practice it is "
         "several times smaller."
     )
-    for line in suggestions(advice):
+    for line in _suggestions(advice):
         console.print(f"· {line}")
 
 
-def suggestions(advice: Advice) -> list[str]:
+def _suggestions(advice: Advice) -> Iterator[str]:
     """What to change, in the order of what it gives."""
     now, batch, needs = advice.now, advice.batch, advice.needs
-    lines = []
     if batch.expected_batch_size != now.expected_batch_size:
-        lines.append(
+        yield (
             f"batch: {batch.expected_batch_size:,} instead of {now.expected_batch_size:,}, in "
             f"{batch.num_steps:,} steps: the ratio rises from {now.over_run:.2g} to "
             f"{batch.over_run:.2g} at the same ε and the same epochs"
@@ -155,35 +149,31 @@ def suggestions(advice: Advice) -> list[str]:
     if advice.twice_as_long is not None:
         gain = advice.twice_as_long.over_run / now.over_run - 1.0
         worth = "worth it if time allows" if gain > 0.1 else "hardly worth the time"
-        lines.append(f"epochs: twice as many change the ratio by {gain:+.0%}; {worth}")
+        yield f"epochs: twice as many change the ratio by {gain:+.0%}; {worth}"
     if advice.clip_norm is not None:
-        lines.append(
+        yield (
             f"clip norm: {advice.clip_norm:g}. It cancels from the ratio as long as gradients are "
             "longer; do not search for a better one, every try spends privacy"
         )
     if advice.learning_rate is not None:
-        lines.append(
+        yield (
             f"learning rate: about {advice.learning_rate:g}; at that rate the noise moves a weight "
             "by half of its size over the run"
         )
     if now.verdict != "promising":
         reach = "; no ε up to 64 is enough"
         reach = reach if needs.epsilon is None else f", or ε = {needs.epsilon:g}"
-        lines.append(
+        yield (
             f"to be promising without any other change: {needs.dataset_size:,} records instead of "
             f"{now.dataset_size:,}, or {needs.dimension:,} trainable parameters instead of "
             f"{now.dimension:,} (lora_rank, freeze){reach}"
         )
-    return lines
 
 
-def _facts(preview: Preview) -> Any:
+def _about(preview: Preview) -> Iterator[tuple[str, str]]:
     """Plan, noise, claims and memory of a run."""
-    from rich.table import Table
-
     plan = preview.plan
-    table = Table.grid(padding=(0, 2))
-    table.add_row(
+    yield (
         "steps",
         f"{plan.num_steps:,}, Poisson batches of {plan.expected_batch_size:,} expected of "
         f"{plan.dataset_size:,} records (sampling probability {plan.sampling_prob:.4g})",
@@ -195,52 +185,34 @@ def _facts(preview: Preview) -> Any:
             name = "σ0 (rest)" if len(plan.blocks) > 1 else "σ"
         clip = block.batch_clip_norm
         batch = "" if clip is None else f", batch clip c' = {clip / plan.clip_norm:g} c"
-        table.add_row(
+        yield (
             name,
             f"{block.noise_multiplier:.4g} on {block.dimension:,} coordinates, clip c = "
             f"{plan.clip_norm:g}{batch}",
         )
     if preview.chosen is not None:
-        table.add_row("chosen by method", preview.chosen)
+        yield "chosen by method", preview.chosen
     if plan.accounting == "paper" and plan.epsilon is not None:
-        table.add_row(
-            "calibrated to", f"ε = {plan.epsilon:g} (heuristic), the paper's formula: no guarantee"
-        )
-    none = "; ".join(plan.uncertifiable)
-    table.add_row(
-        "certified ε",
-        f"none: {none}" if preview.certified is None else preview.certified.describe(),
-    )
-    table.add_row(
+        formula = "the paper's formula: no guarantee"
+        yield "calibrated to", f"ε = {plan.epsilon:g} (heuristic), {formula}"
+    none = f"none: {'; '.join(plan.uncertifiable)}"
+    yield "certified ε", none if preview.certified is None else preview.certified.describe()
+    size = preview.memory_bytes / 2**20
+    yield (
         "memory",
-        f"{_size(preview.memory_bytes)} for weights, sums and moments of "
-        f"{preview.total_parameters:,} parameters; activations come on top, as many samples at "
-        "once as fit",
+        f"{f'{size / 1024:.2f} GiB' if size >= 256 else f'{size:.2f} MiB'} for weights, sums and "
+        f"moments of {preview.total_parameters:,} parameters; activations come on top, as many "
+        "samples at once as fit",
     )
-    return table
 
 
-def _size(count: int) -> str:
-    """Bytes for people.
-
-    >>> _size(291488), _size(3 * 2**29)
-    ('0.28 MiB', '1.50 GiB')
-    """
-    return f"{count / 2**30:.2f} GiB" if count >= 2**28 else f"{count / 2**20:.2f} MiB"
-
-
-def _table(advice: Advice) -> Any:
-    from rich.table import Table
-
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    for name in ("batch", "steps", "noise multiplier", "a step", "the run", ""):
-        table.add_column(name, justify="left" if name == "" else "right")
+def _neighbours(advice: Advice) -> Iterator[tuple[str, ...]]:
     rows: list[tuple[Prospect, str]] = [(advice.now, f"this plan: {advice.now.verdict}")]
     rows += [(other, other.verdict) for other in advice.batches]
     if advice.twice_as_long is not None:
         rows.append((advice.twice_as_long, f"twice the epochs: {advice.twice_as_long.verdict}"))
     for prospect, note in rows:
-        table.add_row(
+        yield (
             f"{prospect.expected_batch_size:,}",
             f"{prospect.num_steps:,}",
             f"{prospect.noise_multiplier:.3g}",
@@ -248,4 +220,3 @@ def _table(advice: Advice) -> Any:
             f"{prospect.over_run:.2g}",
             note,
         )
-    return table

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import secrets
+from dataclasses import replace
+
 import typer
 
 from shuffled_dpsgd.cli import audit_options as opt
@@ -224,6 +227,7 @@ def run(
     accounting: privacy.Accounting = None,
     batch_clip_norm: privacy.BatchClipNorm = None,
     epochs: privacy.Epochs = None,
+    budget: privacy.BudgetFile = None,
     observations: opt.Observations = 500,
     canaries: opt.GradientCanaries = 500,
     input_canaries: opt.InputCanaries = 100,
@@ -258,6 +262,7 @@ def run(
         config,
         seed=seed,
         privacy={
+            "budget": None if budget is None else str(budget.resolve()),
             "epsilon": epsilon,
             "noise_multiplier": noise_multiplier,
             "accounting": accounting,
@@ -265,6 +270,9 @@ def run(
         },
         training={"epochs": epochs},
     )
+    if chosen.privacy.budget is not None:
+        # What a budget covers must not rest on a seed that the report shows.
+        chosen = replace(chosen, seed=secrets.randbits(62))
     check_levels(delta=0.0, confidence=confidence)
     target = audit_target(chosen, fit_steps=fit_steps)
     audit = audit_steps if mode == "step" else audit_one_run
@@ -278,7 +286,7 @@ def run(
 def run_folder(
     directory: opt.RunFolder,
     canaries: opt.GradientCanaries = 500,
-    input_canaries: opt.InputCanaries = 100,
+    input_canaries: opt.FolderCanaries = None,
     input_canary: opt.InputCanary = "mislabelled",
     confidence: opt.Confidence = 0.95,
     seed: opt.Seed = 0,
@@ -294,17 +302,21 @@ def run_folder(
     Example: shuffled-dpsgd audit run-folder runs/digits
     """
     from shuffled_dpsgd.auditing.run import RunSetting
-    from shuffled_dpsgd.tasks.audited_folder import audit_folder, write_audited_card
+    from shuffled_dpsgd.tasks.audited import audit_folder, write_audited_card
 
     setting = RunSetting(
         num_gradient_canaries=canaries,
-        num_input_canaries=input_canaries,
+        num_input_canaries=100 if input_canaries is None else input_canaries,
         input_canary=input_canary,  # type: ignore[arg-type]  # checked by RunSetting
         seed=seed,
     )
     with progress(quiet=as_json) as on_progress:
         report, card = audit_folder(
-            directory, setting, confidence=confidence, on_progress=on_progress
+            directory,
+            setting,
+            confidence=confidence,
+            on_progress=on_progress,
+            spare_budget=input_canaries is None,
         )
     write_audited_card(directory, card, report.membership)
     deliver(report, directory / "audit", as_json)

@@ -63,6 +63,10 @@ GradientCanaries = Annotated[int, typer.Option(help="one-run: gradient canaries.
 InputCanaries = Annotated[
     int, typer.Option(help="Records as canaries: so many in one-run, one in a step unless 0.")
 ]
+FolderCanaries = Annotated[
+    int | None,
+    typer.Option(help="Records as canaries: 100, or none where the run counts in a budget."),
+]
 InputCanary = Annotated[
     str,
     typer.Option(help="mislabelled or blank; for language models scrambled or new-token."),

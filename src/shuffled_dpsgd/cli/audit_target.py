@@ -86,7 +86,7 @@ def _task_records(path: Path | None, count: int) -> tuple[nn.Module, Records, st
     from shuffled_dpsgd.auditing.sensitivity import Records
     from shuffled_dpsgd.errors import InvalidArgumentError
     from shuffled_dpsgd.tasks import build_task, digits, load_config
-    from shuffled_dpsgd.tasks.privacy import chosen_device
+    from shuffled_dpsgd.tasks.start import chosen_device
 
     config = digits.default_config() if path is None else load_config(path)
     task = build_task(config)

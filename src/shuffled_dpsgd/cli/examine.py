@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shuffled_dpsgd.cli.accounting_options import (
+from shuffled_dpsgd.cli.accounting import (
     BatchSize,
     DatasetSize,
     Delta,
     Epochs,
     NumSteps,
     SamplingProb,
+    number,
     resolve_sampling,
 )
-from shuffled_dpsgd.cli.accounting_tables import number
 from shuffled_dpsgd.cli.output import AsJson, print_json, reports_errors
 from shuffled_dpsgd.errors import InvalidArgumentError
 

@@ -5,9 +5,13 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import typer
+
+from shuffled_dpsgd.cli.output import AsJson, reports_errors
 from shuffled_dpsgd.errors import InvalidArgumentError, ShuffledDPError
 
 if TYPE_CHECKING:
@@ -17,6 +21,27 @@ if TYPE_CHECKING:
 NAME = "shuffled_dpsgd_experiments"
 ROOT = Path(__file__).resolve().parents[3]
 """Of a clone, its root; of an installed wheel, a folder without the experiments."""
+
+
+def register_verbs(app: typer.Typer) -> None:
+    """Add `reproduce` and `sweep`; in a wheel they say what they need, whatever they are asked."""
+    if _are_there():
+        verbs = importlib.import_module(f"{NAME}.verbs")
+        for name, epilog in verbs.EPILOGS.items():
+            app.command(name, epilog=epilog)(getattr(verbs, name))
+        return
+    anything = {"allow_extra_args": True, "ignore_unknown_options": True}
+    for name in ("reproduce", "sweep"):
+        app.command(name, context_settings=anything)(_refused(name))
+
+
+def _refused(name: str) -> Callable[..., None]:
+    @reports_errors
+    def verb(as_json: AsJson = False) -> None:
+        """Needs a clone of the repository."""
+        need_experiments(name)
+
+    return verb
 
 
 def need_experiments(purpose: str) -> None:

@@ -2,38 +2,25 @@
 
 from __future__ import annotations
 
+from types import ModuleType
+
 import typer
 
 from shuffled_dpsgd import __version__
-from shuffled_dpsgd.cli.account import EPILOG as ACCOUNT_EPILOG
-from shuffled_dpsgd.cli.account import account
-from shuffled_dpsgd.cli.advise import EPILOG as ADVISE_EPILOG
-from shuffled_dpsgd.cli.advise import advise
-from shuffled_dpsgd.cli.audit import app as audit_app
-from shuffled_dpsgd.cli.calibrate import EPILOG as CALIBRATE_EPILOG
-from shuffled_dpsgd.cli.calibrate import calibrate
-from shuffled_dpsgd.cli.examine import EPILOG as EXAMINE_EPILOG
-from shuffled_dpsgd.cli.examine import examine
-from shuffled_dpsgd.cli.inspect import inspect
-from shuffled_dpsgd.cli.output import OneLineGroup
-from shuffled_dpsgd.cli.plan import EPILOG as PLAN_EPILOG
-from shuffled_dpsgd.cli.plan import plan
-from shuffled_dpsgd.cli.reproduce import EPILOG as REPRODUCE_EPILOG
-from shuffled_dpsgd.cli.reproduce import reproduce
-from shuffled_dpsgd.cli.sweep import EPILOG as SWEEP_EPILOG
-from shuffled_dpsgd.cli.sweep import sweep
-from shuffled_dpsgd.cli.train import EPILOG as TRAIN_EPILOG
-from shuffled_dpsgd.cli.train import train
-from shuffled_dpsgd.cli.use import (
-    EVALUATE_EPILOG,
-    GENERATE_EPILOG,
-    PREDICT_EPILOG,
-    evaluate,
-    generate,
-    predict,
+from shuffled_dpsgd.cli import (
+    account,
+    advise,
+    audit,
+    budget,
+    examine,
+    inspect,
+    plan,
+    train,
+    use,
+    warm_up,
 )
-from shuffled_dpsgd.cli.warm_up import EPILOG as WARM_UP_EPILOG
-from shuffled_dpsgd.cli.warm_up import warm_up
+from shuffled_dpsgd.cli.experiments import register_verbs
+from shuffled_dpsgd.cli.output import OneLineGroup
 
 EPILOG = (
     "Examples: [bold]shuffled-dpsgd train digits[/bold] · "
@@ -42,6 +29,7 @@ EPILOG = (
     " --epochs 10[/bold] · "
     "[bold]shuffled-dpsgd audit run-folder runs/digits[/bold]"
 )
+VERBS: tuple[ModuleType, ...] = (*(examine, inspect, train, advise, plan, warm_up),)
 
 app = typer.Typer(
     name="shuffled-dpsgd",
@@ -70,20 +58,15 @@ def options(
     """Differentially private training of Transformers, with weight shuffling."""
 
 
-app.add_typer(audit_app)
-app.command("calibrate", epilog=CALIBRATE_EPILOG)(calibrate)
-app.command("account", epilog=ACCOUNT_EPILOG)(account)
-app.command("examine", epilog=EXAMINE_EPILOG)(examine)
-app.command("reproduce", epilog=REPRODUCE_EPILOG)(reproduce)
-app.command("inspect")(inspect)
-app.command("train", epilog=TRAIN_EPILOG)(train)
-app.command("sweep", epilog=SWEEP_EPILOG)(sweep)
-app.command("advise", epilog=ADVISE_EPILOG)(advise)
-app.command("plan", epilog=PLAN_EPILOG)(plan)
-app.command("evaluate", epilog=EVALUATE_EPILOG)(evaluate)
-app.command("predict", epilog=PREDICT_EPILOG)(predict)
-app.command("generate", epilog=GENERATE_EPILOG)(generate)
-app.command("warm-up", epilog=WARM_UP_EPILOG)(warm_up)
+app.add_typer(audit.app)
+app.add_typer(budget.app)
+for module in VERBS:
+    name = module.__name__.rpartition(".")[2]
+    app.command(name.replace("_", "-"), epilog=module.EPILOG)(getattr(module, name))
+for module in (account, use):
+    for name, epilog in module.EPILOGS.items():
+        app.command(name, epilog=epilog)(getattr(module, name))
+register_verbs(app)
 
 
 def main() -> None:

@@ -1,23 +1,30 @@
-"""What every verb shares: JSON for machines, and errors on one line without a traceback."""
+"""What every verb shares: JSON for machines, tables for people, and errors on one line.
+
+Under torchrun every rank runs the command, and rank 0 speaks. Nothing heavy is imported.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps
-from typing import Annotated, Any, NoReturn, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, ParamSpec, TypeVar
 
 import typer
 from typer.core import TyperGroup
 
-from shuffled_dpsgd.cli.launching import is_first_rank, rank
 from shuffled_dpsgd.errors import ShuffledDPError
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 P = ParamSpec("P")
 R = TypeVar("R")
 FAILED = 2
+KIND_COLOURS = {"proven": "green", "heuristic": "yellow", "measured": "cyan"}
 # Typer brings its own copy of click or uses the installed one; this is the right one of either.
 UsageError: Any = typer.BadParameter.__mro__[1]
 
@@ -42,6 +49,39 @@ def _finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_finite(item) for item in value]
     return value
+
+
+def facts(rows: Iterable[tuple[str, Any]]) -> Table:
+    """Labels with what is said of each."""
+    from rich.table import Table
+
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="dim", no_wrap=True)
+    grid.add_column()
+    for row in rows:
+        grid.add_row(*row)
+    return grid
+
+
+def table(
+    headings: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    *,
+    words: Sequence[str] = (),
+    **style: Any,
+) -> Table:
+    """A table of numbers; columns of `words` are aligned to the left, an empty row is a line."""
+    from rich.table import Table
+
+    found = Table(**style)
+    for heading in headings:
+        found.add_column(heading, justify="left" if heading in words else "right", overflow="fold")
+    for row in rows:
+        if row:
+            found.add_row(*row)
+        else:
+            found.add_section()
+    return found
 
 
 def reports_errors(verb: Callable[P, R]) -> Callable[P, R]:
@@ -93,6 +133,17 @@ def fail(message: str, kind: str, *, as_json: bool) -> NoReturn:
     else:
         typer.secho(f"error: {line}", fg=typer.colors.RED, err=True)
     raise typer.Exit(FAILED)
+
+
+def rank() -> int | None:
+    """Which of several processes a launcher says this is; None for a process alone."""
+    size, number = os.environ.get("WORLD_SIZE", "1"), os.environ.get("RANK", "")
+    return int(number) if number.isdigit() and size.isdigit() and int(size) > 1 else None
+
+
+def is_first_rank() -> bool:
+    """Whether this process speaks to people."""
+    return not rank()
 
 
 class OneLineGroup(TyperGroup):

@@ -6,6 +6,7 @@ refused in the same words whether it comes from a file or from a flag.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -33,6 +34,7 @@ Scope = Annotated[str | None, stated("scope")]
 NoiseFrame = Annotated[str | None, stated("noise_frame")]
 Epochs = Annotated[int | None, stated("epochs")]
 BatchSize = Annotated[int | None, stated("expected_batch_size", "--batch-size")]
+BudgetFile = Annotated[Path | None, stated("budget", "--budget")]
 Seed = Annotated[int | None, stated("seed")]
 Clip = Annotated[str, stated("clip")]
 Strategies = Annotated[

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
 
 from shuffled_dpsgd.errors import InvalidArgumentError
 from shuffled_dpsgd.options.methods import OPEN
@@ -12,47 +14,38 @@ from shuffled_dpsgd.options.methods import OPEN
 if TYPE_CHECKING:
     from shuffled_dpsgd.tasks import RunConfig
 
+Task = Annotated[str | None, typer.Argument(help="[bold]digits[/bold]: the embedded default.")]
+ConfigFile = Annotated[Path | None, typer.Option("--config", help="A TOML file with the run.")]
 
-@dataclass(frozen=True, kw_only=True)
-class RunStart:
-    """What a run starts from: the embedded default, a file, or a preset."""
 
-    task: str | None = None
-    config: Path | None = None
-    preset: str | None = None
-    model: str | None = None
-    data: str | None = None
+def stated_run(
+    task: str | None,
+    config: Path | None,
+    *,
+    preset: str | None = None,
+    model: str | None = None,
+    data: str | None = None,
+) -> dict[str, Any]:
+    """The run as plain data, to be checked with the flags: what a file itself states.
 
-    def raw(self) -> dict[str, Any]:
-        """The run as plain data; a preset's lacks ε, which the command line gives."""
-        if self.preset is None:
-            for name in ("model", "data"):
-                if getattr(self, name) is not None:
-                    raise InvalidArgumentError(
-                        f"--{name}", expected="--preset beside it", got=getattr(self, name)
-                    )
-            return _stated(self.task, self.config)
+    A preset lacks ε, which the command line gives.
+    """
+    if preset is not None:
         from shuffled_dpsgd.cli.experiments import find_preset
 
-        for name, value in (("TASK", self.task), ("--config", self.config)):
+        for name, value in (("TASK", task), ("--config", config)):
             if value is not None:
                 raise InvalidArgumentError(name, expected="nothing beside --preset", got=str(value))
-        return find_preset(self.preset).to_run(model=self.model, data=self.data)
-
-
-def _stated(task: str | None, config: Path | None) -> dict[str, Any]:
-    """What a file itself states, to be checked with the flags; of the embedded default all."""
-    from shuffled_dpsgd.tasks.config import read_config
-
+        return find_preset(preset).to_run(model=model, data=data)
+    for name, value in (("--model", model), ("--data", data)):
+        if value is not None:
+            raise InvalidArgumentError(name, expected="--preset beside it", got=value)
     if config is None:
         return chosen_config(task, None).to_json()
+    from shuffled_dpsgd.tasks.config_files import read_config
+
     _refuse_task(task)
     return read_config(config)
-
-
-def _refuse_task(task: str | None) -> None:
-    if task is not None:
-        raise InvalidArgumentError("TASK", expected="nothing beside --config", got=task)
 
 
 def chosen_config(task: str | None, config: Path | None) -> RunConfig:
@@ -72,6 +65,11 @@ def chosen_config(task: str | None, config: Path | None) -> RunConfig:
     return digits.default_config()
 
 
+def _refuse_task(task: str | None) -> None:
+    if task is not None:
+        raise InvalidArgumentError("TASK", expected="nothing beside --config", got=task)
+
+
 def with_overrides(
     raw: dict[str, Any], overrides: dict[str, dict[str, Any]], *, seed: int | None, secure: bool
 ) -> RunConfig:
@@ -84,7 +82,12 @@ def with_overrides(
         parse_config(raw)  # Refuses what is no table, by its name.
     privacy, given = raw["privacy"], overrides["privacy"]
     if given["method"] is not None:
-        _reopen(privacy, given["method"])
+        # Left to the method is what the file decided without it.
+        dropped = [*OPEN, *["batch_clip_norm"] * (given["method"] != "shuffled")]
+        if given["method"] == "non-private":
+            dropped += ["epsilon", "noise_multiplier", "clip_norm"]
+        for name in dropped:
+            privacy.pop(name, None)
     for section, values in overrides.items():
         raw[section].update({key: value for key, value in values.items() if value is not None})
     if given["epsilon"] is not None:
@@ -107,17 +110,4 @@ def with_overrides(
             got=None,
             remedy="the paper's tables have 0.1, 0.5 and 1",
         ) from error
-    if secure:
-        return replace(parsed, seed=None)
-    return parsed if seed is None else replace(parsed, seed=seed)
-
-
-def _reopen(privacy: dict[str, Any], method: str) -> None:
-    """Leave to `method` what the file decided without it."""
-    dropped = [*OPEN]
-    if method != "shuffled":
-        dropped.append("batch_clip_norm")
-    if method == "non-private":
-        dropped += ["epsilon", "noise_multiplier", "clip_norm"]
-    for name in dropped:
-        privacy.pop(name, None)
+    return parsed if seed is None and not secure else replace(parsed, seed=seed)

@@ -21,28 +21,16 @@ TENSORBOARD = "tensorboard"
 Observer = Callable[["StepRecord", Any], object]
 
 
-def find_tracker(name: str | None, directory: Path) -> tuple[Observer, ...]:
-    """An observer for `tensorboard`, or for `module:function`; none for None.
+def find_tracker(name: str | None) -> Callable[[Path], tuple[Observer, ...]]:
+    """What makes observers of a run's folder: for `tensorboard`, or `module:function`, or nobody.
 
-    The function is called after every step with a dictionary, as `metrics.jsonl` has it.
+    One that is not there is refused at once, before anything is loaded or spent. The function is
+    called after every step with a dictionary, as `metrics.jsonl` has it.
     """
     if name is None:
-        return ()
+        return lambda _: ()
     if name == TENSORBOARD:
-        return (_tensorboard(directory / TENSORBOARD),)
-    function = _load(name)
-    return (lambda record, _: function(record.to_json()),)
-
-
-def check_tracker(name: str | None) -> None:
-    """Refuse a tracker that is not there, before anything is loaded or spent."""
-    if name == TENSORBOARD:
-        _summary_writer()
-    elif name is not None:
-        _load(name)
-
-
-def _load(name: str) -> Callable[[dict[str, Any]], object]:
+        return _tensorboard()
     module, _, attribute = name.partition(":")
     here = str(Path.cwd())
     if here not in sys.path:
@@ -58,24 +46,24 @@ def _load(name: str) -> Callable[[dict[str, Any]], object]:
         ) from error
     if not callable(function):
         raise InvalidArgumentError("--tracker", expected="a function", got=name)
-    return function
+    return lambda _: (lambda record, _: function(record.to_json()),)
 
 
-def _summary_writer() -> Any:
+def _tensorboard() -> Callable[[Path], tuple[Observer, ...]]:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
         raise MissingExtraError(TENSORBOARD, extra="tensorboard", purpose="--tracker") from error
-    return SummaryWriter
 
+    def observers(directory: Path) -> tuple[Observer, ...]:
+        writer: Any = SummaryWriter(str(directory / TENSORBOARD))
 
-def _tensorboard(directory: Path) -> Observer:
-    writer = _summary_writer()(str(directory))
+        def write(record: StepRecord, _: Any) -> None:
+            for key, value in record.to_json().items():
+                if isinstance(value, int | float) and key != "step":
+                    writer.add_scalar(key, value, record.step)
+            writer.flush()
 
-    def write(record: StepRecord, _: Any) -> None:
-        for key, value in record.to_json().items():
-            if isinstance(value, int | float) and key != "step":
-                writer.add_scalar(key, value, record.step)
-        writer.flush()
+        return (write,)
 
-    return write
+    return observers

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import os
 import time
-from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,10 +12,9 @@ import typer
 
 from shuffled_dpsgd.cli import privacy_options as opt
 from shuffled_dpsgd.cli.advise import advise_on
-from shuffled_dpsgd.cli.launching import is_first_rank, is_restart, joined, leave_launch
-from shuffled_dpsgd.cli.output import AsJson, print_json, reports_errors
-from shuffled_dpsgd.cli.run_start import RunStart, with_overrides
-from shuffled_dpsgd.cli.trackers import Observer, check_tracker, find_tracker
+from shuffled_dpsgd.cli.output import AsJson, is_first_rank, print_json, reports_errors
+from shuffled_dpsgd.cli.run_start import ConfigFile, Task, stated_run, with_overrides
+from shuffled_dpsgd.cli.trackers import Observer, find_tracker
 from shuffled_dpsgd.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
@@ -31,8 +30,6 @@ EPILOG = (
 )
 INTERRUPTED = 130
 
-Task = Annotated[str | None, typer.Argument(help="[bold]digits[/bold]: the embedded default.")]
-ConfigFile = Annotated[Path | None, typer.Option("--config", help="A TOML file with the run.")]
 Resume = Annotated[Path | None, typer.Option(help="Continue the run in this folder.")]
 Output = Annotated[Path | None, typer.Option(help="A new folder for everything the run writes.")]
 Checkpoint = Annotated[
@@ -86,6 +83,7 @@ def train(
     noise_frame: opt.NoiseFrame = None,
     epochs: opt.Epochs = None,
     batch_size: opt.BatchSize = None,
+    budget: opt.BudgetFile = None,
     learning_rate: LearningRate = None,
     seed: opt.Seed = None,
     secure: Secure = False,
@@ -98,7 +96,7 @@ def train(
     Noise is calibrated to a certified (proven) ε unless `--accounting paper` asks for the paper's
     own formula, whose ε is heuristic. Ctrl-C finishes the step and writes a checkpoint.
     """
-    check_tracker(tracker)
+    follow = find_tracker(tracker)
     overrides: dict[str, dict[str, Any]] = {
         "privacy": {
             "epsilon": epsilon,
@@ -110,35 +108,44 @@ def train(
             "shuffle": shuffle,
             "scope": scope,
             "noise_frame": noise_frame,
+            "budget": None if budget is None else str(budget.resolve()),
         },
         "training": {"epochs": epochs, "expected_batch_size": batch_size},
         "optimizer": {"learning_rate": learning_rate},
     }
-    start = RunStart(task=task, config=config, preset=preset, model=model, data=data)
     if resume is not None:
-        _refuse_with_resume(start, output, seed, secure or dry_run, overrides)
+        given: dict[str, Any] = {"TASK": task, "--config": config, "--preset": preset}
+        given |= {"--model": model, "--data": data, "--output": output, "--seed": seed}
+        _refuse_with_resume(given | {"--secure": secure, "--dry-run": dry_run}, overrides)
         if _is_finished(resume, checkpoint, as_json=as_json):
             return
         chosen = _of_folder(resume)
     elif checkpoint is not None:
         raise InvalidArgumentError("--checkpoint", expected="--resume beside it", got=checkpoint)
     else:
-        chosen = with_overrides(start.raw(), overrides, seed=seed, secure=secure)
+        raw = stated_run(task, config, preset=preset, model=model, data=data)
+        # The embedded default has a seed, whose noise would be that of every run of a budget.
+        unsaid = budget is not None and seed is None and config is None
+        chosen = with_overrides(raw, overrides, seed=seed, secure=secure or unsaid)
         if dry_run:
-            if is_first_rank():
-                leave_launch()
-                advise_on(chosen, as_json=as_json, preset=preset if data is None else None)
+            _plan_alone(chosen, preset if data is None else None, as_json=as_json)
             return
-    with joined(chosen) as world:
+    from shuffled_dpsgd.distributed import launched
+
+    with launched(chosen.training.device) as world:
         run = _prepared(world, chosen, output=output, resume=resume, checkpoint=checkpoint)
-        observers = find_tracker(tracker, run.directory) if world.leads else ()
-        if not world.leads:
-            finished = _train_silently(run)
-        else:
-            show = _train_quietly if as_json else _train_on_screen
-            finished = show(run, observers)
+        observers = follow(run.directory) if world.leads else ()
+        finished = _execute(run, observers, as_json=as_json)
     if not finished:
         raise typer.Exit(INTERRUPTED)
+
+
+def _plan_alone(config: RunConfig, preset: str | None, *, as_json: bool) -> None:
+    """Rank 0 plans as a process alone: plans do not depend on the ranks."""
+    if is_first_rank():
+        for name in ("RANK", "WORLD_SIZE"):
+            os.environ.pop(name, None)
+        advise_on(config, as_json=as_json, preset=preset)
 
 
 def _of_folder(directory: Path) -> RunConfig:
@@ -160,7 +167,7 @@ def _prepared(
 
     if resume is not None:
         return prepare(config, resume, resume=True, checkpoint=checkpoint)
-    if is_restart():
+    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") not in ("", "0"):
         if output is None:
             raise InvalidArgumentError(
                 "--output",
@@ -194,18 +201,10 @@ def _is_finished(directory: Path, checkpoint: str | None, *, as_json: bool) -> b
     return True
 
 
-def _refuse_with_resume(
-    start: RunStart,
-    output: Path | None,
-    seed: int | None,
-    flags: bool,
-    overrides: dict[str, dict[str, Any]],
-) -> None:
-    given: dict[str, Any] = {"--output": output, "--seed": seed}
-    given |= {"TASK" if key == "task" else f"--{key}": v for key, v in asdict(start).items()}
-    given |= {f"{section}.{key}": v for section, o in overrides.items() for key, v in o.items()}
-    extra = [name for name, value in given.items() if value is not None]
-    extra += ["--secure or --dry-run"] * flags
+def _refuse_with_resume(given: dict[str, Any], overrides: dict[str, dict[str, Any]]) -> None:
+    for section, values in overrides.items():
+        given |= {f"{section}.{key}": value for key, value in values.items()}
+    extra = [name for name, value in given.items() if value is not None and value is not False]
     if extra:
         raise InvalidArgumentError(
             "--resume",
@@ -215,26 +214,18 @@ def _refuse_with_resume(
         )
 
 
-def _train_silently(run: PreparedRun) -> bool:
-    """What ranks other than 0 do: their part of the work, and nothing on the screen."""
+def _execute(run: PreparedRun, observers: tuple[Observer, ...], *, as_json: bool) -> bool:
+    """Train; rank 0 shows it, and the others do their part of the work in silence."""
     from shuffled_dpsgd.tasks import execute
 
-    return execute(run).outcome.finished
-
-
-def _train_quietly(run: PreparedRun, observers: tuple[Observer, ...]) -> bool:
-    from shuffled_dpsgd.tasks import execute
-
-    result = execute(run, observers)
-    print_json(result.summary | {"output": str(result.directory)})
-    return result.outcome.finished
-
-
-def _train_on_screen(run: PreparedRun, observers: tuple[Observer, ...]) -> bool:
+    if as_json or not run.private.world.leads:
+        result = execute(run, observers)
+        if run.private.world.leads:
+            print_json(result.summary | {"output": str(result.directory)})
+        return result.outcome.finished
     from rich.console import Console
 
     from shuffled_dpsgd.cli.training_display import TrainingBar, announcement, conclusion
-    from shuffled_dpsgd.tasks import execute
 
     console = Console()
     console.print(announcement(run))

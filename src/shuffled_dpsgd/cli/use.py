@@ -3,27 +3,21 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 
 from shuffled_dpsgd.cli.output import AsJson, print_json, reports_errors
 
-if TYPE_CHECKING:
-    from shuffled_dpsgd.tasks.task import Evaluation
-
-EVALUATE_EPILOG = (
-    "Examples: [bold]shuffled-dpsgd evaluate runs/sst2[/bold] · "
+EPILOGS = {
+    "evaluate": "Examples: [bold]shuffled-dpsgd evaluate runs/sst2[/bold] · "
     "[bold]shuffled-dpsgd evaluate runs/sst2 --data data/other[/bold] · "
-    "[bold]shuffled-dpsgd evaluate runs/e2e --split test --beams 5 --texts e2e.jsonl[/bold]"
-)
-PREDICT_EPILOG = (
-    'Examples: [bold]shuffled-dpsgd predict runs/sst2 "a fine film"[/bold] · '
-    "[bold]shuffled-dpsgd predict runs/cifar cat.png dog.png[/bold]"
-)
-GENERATE_EPILOG = (
-    'Example: [bold]shuffled-dpsgd generate runs/e2e "name\\[The Mill], food\\[Thai]"[/bold]'
-)
+    "[bold]shuffled-dpsgd evaluate runs/e2e --split test --beams 5 --texts e2e.jsonl[/bold]",
+    "predict": 'Examples: [bold]shuffled-dpsgd predict runs/sst2 "a fine film"[/bold] · '
+    "[bold]shuffled-dpsgd predict runs/cifar cat.png dog.png[/bold]",
+    "generate": "Example: [bold]shuffled-dpsgd generate runs/e2e "
+    '"name\\[The Mill], food\\[Thai]"[/bold]',
+}
 
 Run = Annotated[Path, typer.Argument(help="The folder of a finished run.")]
 Data = Annotated[
@@ -69,16 +63,13 @@ def evaluate(
     A language model also continues the held-out prompts, and its texts are compared with all their
     references: BLEU, METEOR, ROUGE-L, NIST.
     """
-    from shuffled_dpsgd.tasks.generation.config import GenerationConfig
+    from shuffled_dpsgd.tasks.config import GenerationConfig
     from shuffled_dpsgd.tasks.inference import GenerationRequest, evaluate_run
 
-    request = GenerationRequest(
-        settings=GenerationConfig(
-            max_new_tokens=max_new_tokens, num_beams=num_beams, max_prompts=max_prompts
-        ),
-        meteor_jar=meteor_jar,
-        texts_to=texts,
+    settings = GenerationConfig(
+        max_new_tokens=max_new_tokens, num_beams=num_beams, max_prompts=max_prompts
     )
+    request = GenerationRequest(settings=settings, meteor_jar=meteor_jar, texts_to=texts)
     name, results, generation = evaluate_run(
         run,
         data=None if data is None else data.resolve(),
@@ -86,7 +77,12 @@ def evaluate(
         generation=request if generate_texts else None,
     )
     if as_json:
-        print_json(_as_json(run, name, results, generation))
+        fields = ("score", "loss", "baseline")
+        splits = {s: {key: getattr(one, key) for key in fields} for s, one in results.items()}
+        # The first split's result on top, as it was during training; then all of them.
+        place, first = next(iter(splits.items()))
+        found = {"score_name": name, **first, "run": str(run), "split": place, "splits": splits}
+        print_json(found if generation is None else found | {"generation": generation})
         return
     for place, result in results.items():
         share = result.baseline
@@ -100,20 +96,6 @@ def evaluate(
         )
         for metric, variant in generation["variants"].items():
             typer.echo(f"  {metric} {generation[metric]:.4f}  ({variant})")
-
-
-def _as_json(
-    run: Path, name: str, results: dict[str, Evaluation], generation: dict[str, Any] | None
-) -> dict[str, Any]:
-    """The first split's result on top, as it was during training; then all of them."""
-    splits = {place: _scores(result) for place, result in results.items()}
-    place, first = next(iter(splits.items()))
-    found = {"score_name": name, **first, "run": str(run), "split": place, "splits": splits}
-    return found if generation is None else found | {"generation": generation}
-
-
-def _scores(result: Evaluation) -> dict[str, Any]:
-    return {"score": result.score, "loss": result.loss, "baseline": result.baseline}
 
 
 @reports_errors
@@ -139,12 +121,12 @@ def generate(
 ) -> None:
     """Continue prompts with the language model a run left, greedily or by beam search."""
     from shuffled_dpsgd.tasks import inference
-    from shuffled_dpsgd.tasks.generation.decoding import Decoding
+    from shuffled_dpsgd.tasks.config import GenerationConfig
 
-    decoding = Decoding(max_new_tokens=max_new_tokens, num_beams=num_beams)
-    results = inference.generate(run, prompts, decoding)
+    settings = GenerationConfig(max_new_tokens=max_new_tokens, num_beams=num_beams)
+    results = inference.generate(run, prompts, settings)
     if as_json:
-        print_json({"continuations": results, "decoding": decoding.to_json()})
+        print_json({"continuations": results, "decoding": settings.search})
         return
     for result in results:
         typer.echo(result["text"])

@@ -24,14 +24,12 @@ from shuffled_dpsgd.clipping.capture.batch import CapturedBatch, Entry, Phase
 from shuffled_dpsgd.clipping.capture.batch_size import find_batch
 from shuffled_dpsgd.clipping.capture.counted import CountedRows
 from shuffled_dpsgd.clipping.capture.recorder import CaptureRecorder
-from shuffled_dpsgd.clipping.capture.slot import can_listen
 from shuffled_dpsgd.clipping.capture.taps import signature_of
 from shuffled_dpsgd.clipping.checks import refusals
 from shuffled_dpsgd.clipping.checks.check_turns import DEFAULT_RATE
 from shuffled_dpsgd.clipping.checks.stray_gradients import GradWatch
 from shuffled_dpsgd.clipping.contributions import cost
 from shuffled_dpsgd.clipping.plan import Plan, describe
-from shuffled_dpsgd.clipping.rules.half_copies import HalfCopies
 from shuffled_dpsgd.clipping.rules.linear import keep_no_copies
 from shuffled_dpsgd.clipping.settle import clip_functions
 from shuffled_dpsgd.clipping.settle.schedules import WholeGradient
@@ -121,7 +119,6 @@ class ClippingEngine:
         if sharding is not None and sharding.ranks > 1:
             keep_no_copies(self._slots)
         self._recorder.may_tap = isinstance(self._schedule, WholeGradient)
-        self._halves = HalfCopies(self._slots)
         self._watch = GradWatch(self._parameters)
         self._counted = CountedRows()
         self._attachment = Attachment(self._slots)
@@ -236,17 +233,12 @@ class ClippingEngine:
     def sample_norms(self) -> Tensor:
         """(B,) norms, before clipping, of all samples since the last reset."""
         self._settle_check()
-        norms = self._rule.totals.norms.batches
+        norms = self._rule.totals.norms
         return torch.cat(norms) if norms else torch.zeros(0)
 
     def read_norms(self, *others: Tensor) -> list[Tensor]:
-        """`sample_norms` on the host, and after them other tensors.
-
-        On a GPU this waits until the norms are known, and mostly not until the sums are. The other
-        tensors must have been asked for before the latest backward.
-        """
-        self._settle_check()
-        return self._rule.totals.norms.read(others)
+        """`sample_norms` on the host, and after them other tensors."""
+        return [self.sample_norms.cpu(), *(other.cpu() for other in others)]
 
     @property
     def num_nonfinite(self) -> int:
@@ -366,12 +358,6 @@ class ClippingEngine:
         batch = CapturedBatch(
             size=size, device=device, slots=len(self._slots), scale=scale, input_B=input_B
         )
-        lowers = device == "cuda" and torch.is_autocast_enabled(device) and can_listen()
-        if lowers and self._sharding is None:
-            latest = self._recorder.latest
-            batch.halves = self._halves.make(
-                torch.get_autocast_dtype(device), reuse=latest is None or latest.closed
-            )
         traced = torch.compiler.is_compiling()
         if traced:
             # Kept in every trace: keeping them only when needed would compile the model twice.
@@ -420,7 +406,7 @@ class ClippingEngine:
             with self.clock.part("settle"):
                 self._schedule.finish(batch)
             if batch.closed:
-                self._standing.finish(batch, self._rule.totals.norms.batches[-1])
+                self._standing.finish(batch, self._rule.totals.norms[-1])
         self._watch.check()
 
     def _settle_check(self) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from shuffled_dpsgd.clipping.capture.slot import Slot
 from shuffled_dpsgd.clipping.contributions import cost
 from shuffled_dpsgd.clipping.settle.shared_parameters import LayerGroup
-from shuffled_dpsgd.runtime import routes
+from shuffled_dpsgd.runtime import backends
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +67,7 @@ class Plan(tuple[PlanRow, ...]):
 def describe(groups: Iterable[LayerGroup], choose: cost.Chooser) -> Plan:
     """The plan for these groups, with the shapes of their latest calls."""
     plan = Plan(_row(group, choose) for group in groups)
-    plan.kernels = routes.taken()
+    plan.kernels = backends.taken()
     return plan
 
 
@@ -92,4 +92,4 @@ def _route(slot: Slot, choose: cost.Chooser) -> str:
         return slot.fixed_route
     if slot.last_shape is None:
         return "per call"
-    return choose(*slot.last_shape, slot.last_device, slot.sharing.tied).value
+    return choose(*slot.last_shape, slot.last_device).value

@@ -1,8 +1,6 @@
 """The guarantee anyone can rely on: the proven ε of a Poisson-sampled Gaussian mechanism.
 
-The shuffle is a post-processing of that mechanism and is credited with nothing. Every ε here is an
-upper bound on any lattice and includes the error of floats (`pld`); the lattice is chosen to cost
-about `RELATIVE_ERROR`.
+The shuffle is a post-processing of that mechanism and is credited with nothing. Proof: `pld`.
 """
 
 from __future__ import annotations
@@ -10,11 +8,9 @@ from __future__ import annotations
 from shuffled_dpsgd.core.claim import Adjacency, PrivacyClaim
 from shuffled_dpsgd.core.events import SampledGaussian, check_delta
 from shuffled_dpsgd.core.pld import price
-from shuffled_dpsgd.errors import InvalidArgumentError
 
 METHOD = "PLD"
 RELATIVE_ERROR = 5e-5
-SMALLEST_DELTA = 1e-30
 ASSUMPTIONS = (
     "every example joins each step independently with probability sampling_prob (Poisson)",
     "each example contributes at most clip_norm in Euclidean norm, over all parameters together",
@@ -43,17 +39,12 @@ def certified_claim(
         num_steps=num_steps,
         adjacency=adjacency,
     )
-    check_certifiable(delta)
+    check_delta(delta)
     return claim_of(mechanism, delta, price(mechanism, delta, RELATIVE_ERROR))
 
 
-def claim_of(
-    mechanism: SampledGaussian, delta: float, epsilon: float, priced_steps: int | None = None
-) -> PrivacyClaim:
+def claim_of(mechanism: SampledGaussian, delta: float, epsilon: float) -> PrivacyClaim:
     """The claim that `price` supports, with everything it assumes."""
-    inputs = mechanism.to_json()
-    if priced_steps is not None:
-        inputs["priced_num_steps"] = priced_steps
     relation = f"neighbouring data sets differ by {mechanism.adjacency}"
     return PrivacyClaim(
         epsilon=epsilon,
@@ -61,17 +52,5 @@ def claim_of(
         method=METHOD,
         kind="proven",
         assumptions=(*ASSUMPTIONS, relation),
-        inputs=inputs,
+        inputs=mechanism.to_json(),
     )
-
-
-def check_certifiable(delta: float) -> None:
-    """Refuse a δ outside (0, 1), or so small that nobody has compared its ε with another method."""
-    check_delta(delta)
-    if delta < SMALLEST_DELTA:
-        raise InvalidArgumentError(
-            "delta",
-            expected=f"at least {SMALLEST_DELTA:g}",
-            got=delta,
-            remedy=f"use delta={SMALLEST_DELTA:g}",
-        )

@@ -50,7 +50,7 @@ class PrivacyClaim:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle through the constructor: a read-only mapping cannot be pickled itself."""
-        return (_rebuild, (self.to_json(),))
+        return (PrivacyClaim.from_json, (self.to_json(),))
 
     def describe(self) -> str:
         """One line that always contains the kind."""
@@ -71,15 +71,4 @@ class PrivacyClaim:
     def from_json(cls, data: Mapping[str, Any]) -> PrivacyClaim:
         """The inverse of `to_json`; a null epsilon reads as infinite, as JSON has no infinity."""
         epsilon = math.inf if data["epsilon"] is None else float(data["epsilon"])
-        return cls(
-            epsilon=epsilon,
-            delta=float(data["delta"]),
-            method=data["method"],
-            kind=data["kind"],
-            assumptions=tuple(data["assumptions"]),
-            inputs=data["inputs"],
-        )
-
-
-def _rebuild(data: dict[str, Any]) -> PrivacyClaim:
-    return PrivacyClaim.from_json(data)
+        return cls(**{**data, "epsilon": epsilon})

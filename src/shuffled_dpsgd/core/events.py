@@ -7,11 +7,13 @@ accountant says what that is worth, or refuses.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, get_args
 
 from shuffled_dpsgd.core.claim import Adjacency
 from shuffled_dpsgd.errors import InvalidArgumentError
+
+SMALLEST_DELTA = 1e-30
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,43 +35,21 @@ class SampledGaussian:
     def __post_init__(self) -> None:
         check_noise_multiplier(self.noise_multiplier)
         check_sampling(self.sampling_prob, self.num_steps)
-        check_adjacency(self.adjacency)
-
-    def to_dp_event(self) -> Any:
-        """The same facts as a `dp_accounting.DpEvent`, for accountants outside this package."""
-        import dp_accounting
-
-        gaussian = dp_accounting.GaussianDpEvent(self.noise_multiplier)
-        sampled = dp_accounting.PoissonSampledDpEvent(self.sampling_prob, gaussian)
-        return dp_accounting.SelfComposedDpEvent(sampled, self.num_steps)
+        if self.adjacency not in get_args(Adjacency):
+            expected = f"one of {get_args(Adjacency)}"
+            raise InvalidArgumentError("adjacency", expected=expected, got=self.adjacency)
 
     def to_json(self) -> dict[str, Any]:
         """Plain data for a claim's inputs."""
-        return {
-            "noise_multiplier": self.noise_multiplier,
-            "sampling_prob": self.sampling_prob,
-            "num_steps": self.num_steps,
-            "adjacency": self.adjacency,
-        }
-
-
-def check_epsilon(epsilon: float) -> None:
-    """Refuse a target ε that is not a positive finite number."""
-    if not (math.isfinite(epsilon) and epsilon > 0.0):
-        raise InvalidArgumentError(
-            "epsilon",
-            expected="a positive finite number",
-            got=epsilon,
-            remedy="typical budgets lie between 0.1 and 10",
-        )
+        return asdict(self)
 
 
 def check_delta(delta: float) -> None:
-    """Refuse a δ outside (0, 1)."""
-    if not 0.0 < delta < 1.0:
+    """Refuse a δ outside (0, 1), or so small that nobody has compared its ε with another method."""
+    if not SMALLEST_DELTA <= delta < 1.0:
         raise InvalidArgumentError(
             "delta",
-            expected="a number strictly between 0 and 1",
+            expected=f"a number from {SMALLEST_DELTA:g} to less than 1",
             got=delta,
             remedy="use less than one over the data-set size",
         )
@@ -101,12 +81,4 @@ def check_sampling(sampling_prob: float, num_steps: int) -> None:
             expected="a whole number of steps, at least 1",
             got=num_steps,
             remedy="a run without a step releases nothing and needs no accounting",
-        )
-
-
-def check_adjacency(adjacency: str) -> None:
-    """Refuse a neighbouring relation nobody here prices."""
-    if adjacency not in get_args(Adjacency):
-        raise InvalidArgumentError(
-            "adjacency", expected=f"one of {get_args(Adjacency)}", got=adjacency
         )

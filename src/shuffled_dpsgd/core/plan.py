@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from shuffled_dpsgd.core.claim import Adjacency, PrivacyClaim
+from shuffled_dpsgd.core.events import SampledGaussian
 
 Accounting = Literal["certified", "rdp", "paper"]
 Shuffle = Literal["every-step", "at-release", "off"]
@@ -118,11 +119,14 @@ class PrivacyPlan:
         # Here, because options import this file and must stay light.
         from shuffled_dpsgd.core.certified import certified_claim
 
-        return certified_claim(
+        return certified_claim(**self.mechanism(steps).to_json(), delta=self.delta)
+
+    def mechanism(self, num_steps: int | None = None) -> SampledGaussian:
+        """What `num_steps` releases (all of them by default) are priced as."""
+        return SampledGaussian(
             noise_multiplier=self.smallest_noise_multiplier,
             sampling_prob=self.sampling_prob,
-            num_steps=steps,
-            delta=self.delta,
+            num_steps=self.num_steps if num_steps is None else num_steps,
             adjacency=self.adjacency,
         )
 

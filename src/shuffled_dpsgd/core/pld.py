@@ -17,6 +17,9 @@ side are parallel and as long as allowed, and the third smallest when the sides 
 pairs above. Averaging over the others' draws keeps the bound (δ is jointly convex), and pairs that
 dominate every step dominate adaptive composition (Zhu, Dong & Wang 2022, Thm. 10). ∎
 
+Steps of several runs compose in the same way, one direction at a time: a unit that is in the data
+is in them for every run. The pairs of all steps must be fixed before the first.
+
 In each pair the privacy loss l(x) = log P(dx)/Q(dx) grows with x. δ(ε) = E_P[(1 − e^{ε − l})_+]
 depends only on the law of l under P, and grows if P-mass moves to larger losses. T steps add T
 independent losses. Three moves give an upper bound, and none relies on a fine grid:
@@ -35,14 +38,15 @@ Assumed of floats: + − × ÷ √ round correctly; exp, expm1, log, log1p, pow,
 and log_ndtr of scipy are right to `ULPS` units in the last place of their value (a test compares
 log_ndtr with mpmath); the FFT is made of sums and of products with numbers of modulus one.
 
-Legend: σ noise, q sampling_prob, T steps, h spacing, l or s a privacy loss, λ tilt.
+Legend: σ noise, q sampling_prob, T steps of a kind, h spacing, l or s a privacy loss, λ tilt.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, TypeAlias
 
@@ -69,13 +73,19 @@ LARGEST_LATTICE = 2**21
 
 @lru_cache(maxsize=4096)
 def price(
-    mechanism: SampledGaussian, delta: float, relative_error: float, records: int = 1
+    runs: SampledGaussian | tuple[SampledGaussian, ...],
+    delta: float,
+    relative_error: float,
+    records: int = 1,
 ) -> float:
-    """An ε' with δ(ε') ≤ `delta` for a unit of so many records; infinite without noise."""
-    if mechanism.noise_multiplier == 0.0:
+    """An ε' with δ(ε') ≤ `delta` for a unit of so many records; infinite without noise.
+
+    Of several runs on the same data, which name the same adjacency, it covers all together.
+    """
+    runs = (runs,) if isinstance(runs, SampledGaussian) else runs
+    if any(run.noise_multiplier == 0.0 for run in runs):
         return math.inf
-    pairs, steps = pairs_of(mechanism, records)
-    return max(upper_epsilon(pair, steps, delta, relative_error) for pair in pairs)
+    return max(upper_epsilon(steps, delta, relative_error) for steps in directions(runs, records))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,15 +158,36 @@ class StepPair:
         return above - below, slope, 2.0 * (error_above + error_below)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Steps:
+    """So many steps with one worst case, in one direction."""
+
+    pair: StepPair
+    count: int
+
+
+def directions(runs: Sequence[SampledGaussian], records: int = 1) -> list[list[Steps]]:
+    """The steps of all runs together, in every direction; steps that are alike are counted once."""
+    alike: Counter[SampledGaussian] = Counter()
+    for run in runs:
+        alike[replace(run, num_steps=1)] += run.num_steps
+    kinds = [pairs_of(replace(run, num_steps=count), records) for run, count in alike.items()]
+    sides = max(len(pairs) for pairs, _ in kinds)
+    return [
+        [Steps(pair=pairs[side % len(pairs)], count=count) for pairs, count in kinds]
+        for side in range(sides)
+    ]
+
+
 def pairs_of(mechanism: SampledGaussian, records: int = 1) -> tuple[tuple[StepPair, ...], int]:
     """The worst cases of one step in every direction, and how many steps to compose.
 
     Without sampling the mean of T releases tells all that they tell: one release of noise σ/√T,
-    and the same pair in both directions.
+    and the same law of losses in both directions.
     """
     noise, q, steps = mechanism.noise_multiplier, mechanism.sampling_prob, mechanism.num_steps
     if q == 1.0:
-        noise, steps = noise / math.sqrt(steps), 1
+        noise, steps = noise / math.sqrt(steps) * (1.0 - 2.0 * UNIT), 1
         joined, weights = np.array([float(records)]), np.zeros(1)
     else:
         joined = np.arange(records + 1.0)
@@ -175,12 +206,12 @@ def pairs_of(mechanism: SampledGaussian, records: int = 1) -> tuple[tuple[StepPa
 class Frame:
     """Where to look, estimated by quadrature. It decides accuracy and never soundness.
 
-    Outputs from `low` to `high`; the `tilt`, and the tilted composed loss's `centre`, `deviation`
-    and window from `bottom` to `top`, with the exponents of Markov's inequality at its two ends.
+    The outputs of each kind of step `ranges` from here to there. `tilt`; the tilted composed loss's
+    `centre`, `deviation` and window from `bottom` to `top`, with the exponents of Markov's
+    inequality at its two ends.
     """
 
-    low: float
-    high: float
+    ranges: list[tuple[float, float]]
     tilt: float
     centre: float
     deviation: float
@@ -190,32 +221,39 @@ class Frame:
     top_exponent: float
 
 
-def frame_for(pair: StepPair, steps: int, *, delta: float, epsilon: float | None = None) -> Frame:
+def frame_for(steps: list[Steps], *, delta: float, epsilon: float | None = None) -> Frame:
     """The frame for the ε of `delta`, or for the δ (about `delta` or more) of a given ε.
 
-    With K(λ) = log E_P[e^{λl}], Markov's inequality gives δ(ε) ≤ exp(T·K(λ) − λε). The best λ
-    for δ minimises (T·K(λ) + log 1/δ)/λ, and for ε it minimises T·K(λ) − λε. Either way the
-    composed loss tilted by λ has that ε for its mean. The same inequality ends the window.
+    With K(λ) the sum of log E_P[e^{λl}] over all steps, Markov's inequality gives δ(ε) ≤
+    exp(K(λ) − λε). The best λ for δ minimises (K(λ) + log 1/δ)/λ, and for ε it minimises K(λ) −
+    λε. Either way the composed loss tilted by λ has that ε for its mean. The same inequality ends
+    the window. One row of each array is for one kind of step.
     """
-    high = pair.upper.quantile_above(LOST_SHARE * delta / steps)
-    x = np.linspace(-pair.upper.mirrored().quantile_above(LOW_TAIL), high, TABLE)
-    losses = pair.loss(x)[0]
-    density = pair.upper.log_ratio(x)[0] - 0.5 * (x / pair.upper.noise) ** 2
-    density -= np.logaddexp.reduce(density)
+    pairs, counts = [each.pair for each in steps], np.array([each.count for each in steps])
+    lost = LOST_SHARE / float(counts.sum())
+    lows = [-pair.upper.mirrored().quantile_above(LOW_TAIL) for pair in pairs]
+    x = np.linspace(lows, [pair.upper.quantile_above(lost * delta) for pair in pairs], TABLE).T
+    losses = np.stack([pair.loss(row)[0] for pair, row in zip(pairs, x, strict=True)])
+    density = np.stack([pair.upper.log_ratio(row)[0] for pair, row in zip(pairs, x, strict=True)])
+    density -= 0.5 * (x / np.array([[pair.upper.noise] for pair in pairs])) ** 2
+    density -= np.logaddexp.reduce(density, axis=1, keepdims=True)
+
+    def cumulants(tilt: float) -> Array:
+        return np.logaddexp.reduce(density + tilt * losses, axis=1, keepdims=True)
 
     def cumulant(tilt: float) -> float:
-        return float(np.logaddexp.reduce(density + tilt * losses))
+        return float(counts @ cumulants(tilt)[:, 0])
 
     def bound(tilt: float) -> float:
         if epsilon is None:
-            return (steps * cumulant(tilt) - math.log(delta)) / tilt
-        return steps * cumulant(tilt) - tilt * epsilon
+            return (cumulant(tilt) - math.log(delta)) / tilt
+        return cumulant(tilt) - tilt * epsilon
 
     def mean_and_deviation(tilt: float) -> tuple[float, float]:
-        shares = np.exp(density + tilt * losses - cumulant(tilt))
-        mean = float(shares @ losses)
-        variance = float(shares @ (losses - mean) ** 2)
-        return steps * mean, max(math.sqrt(steps * variance), 1e-12)
+        shares = np.exp(density + tilt * losses - cumulants(tilt))
+        means = (shares * losses).sum(axis=1)
+        variance = float(counts @ (shares * (losses - means[:, None]) ** 2).sum(axis=1))
+        return float(counts @ means), max(math.sqrt(variance), 1e-12)
 
     untilted = mean_and_deviation(0.0)[1]
     tilt = _best(bound, 1e-3 / untilted, 1e3 / untilted)
@@ -223,16 +261,15 @@ def frame_for(pair: StepPair, steps: int, *, delta: float, epsilon: float | None
     centre, deviation = mean_and_deviation(tilt)
 
     def reach(exponent: float) -> float:
-        return (steps * (cumulant(tilt + exponent) - at) - math.log(OUTSIDE)) / abs(exponent)
+        return (cumulant(tilt + exponent) - at - math.log(OUTSIDE)) / abs(exponent)
 
     above = _best(reach, 1e-2 / deviation, 1e2 / deviation)
     below = _best(lambda t: reach(-t), 1e-2 / deviation, 1e2 / deviation)
-    # Smaller outputs than `low` have a tilted probability of at most LOST_SHARE in all steps.
-    smaller = np.logaddexp.accumulate(density) + tilt * losses - at
-    low = x[max(int(np.searchsorted(smaller, math.log(LOST_SHARE / steps))) - 1, 0)]
+    # Smaller outputs than the first have a tilted probability of at most LOST_SHARE in all steps.
+    smaller = np.logaddexp.accumulate(density, axis=1) + tilt * losses - cumulants(tilt)
+    first = np.maximum((smaller < math.log(lost)).sum(axis=1) - 1, 0)
     return Frame(
-        low=float(low),
-        high=high,
+        ranges=[(float(row[i]), float(row[-1])) for row, i in zip(x, first, strict=True)],
         tilt=tilt,
         centre=centre,
         deviation=deviation,
@@ -249,22 +286,27 @@ def _best(objective: Callable[[float], float], low: float, high: float) -> float
     return math.exp(float(minimize_scalar(lambda t: objective(math.exp(t)), bounds=bounds).x))
 
 
-def spacing_for(pair: StepPair, frame: Frame, steps: int, allowed: float) -> float:
+def spacing_for(steps: list[Steps], frame: Frame, allowed: float) -> float:
     """A spacing whose rounding raises log δ by about `allowed`, as far as memory allows.
 
-    Rounding spreads a step's P/Q by a relative variance of h²/6 on average, which raises T·K(λ) by
-    Tλ(λ+1)h²/12. A power of two, so that lattice losses are exact floats.
+    Rounding spreads a step's P/Q by a relative variance of h²/6 on average, which raises K(λ) by
+    λ(λ+1)h²/12 for each of T steps. A power of two, so that lattice losses are exact floats.
     """
     curvature = max(frame.tilt * (frame.tilt + 1.0), frame.deviation**-2)
-    losses = pair.loss(np.array([frame.low, frame.high]))[0]
-    widest = max(float(losses[1] - losses[0]), frame.top - frame.bottom)
-    wanted = max(math.sqrt(12.0 * allowed / (steps * curvature)), widest / LARGEST_LATTICE)
+    widest = frame.top - frame.bottom
+    for each, ends in zip(steps, frame.ranges, strict=True):
+        losses = each.pair.loss(np.array(ends))[0]
+        widest = max(widest, float(losses[1] - losses[0]))
+    total = sum(each.count for each in steps)
+    wanted = max(math.sqrt(12.0 * allowed / (total * curvature)), widest / LARGEST_LATTICE)
     return 2.0 ** math.floor(math.log2(wanted))
 
 
-def cut(pair: StepPair, frame: Frame, spacing: float, *, side: float) -> tuple[Array, Array, float]:
+def cut(
+    pair: StepPair, ends: tuple[float, float], spacing: float, *, side: float
+) -> tuple[Array, Array, float]:
     """Outputs x whose losses are a hair to one `side` of all lattice points: (x, l(x), error)."""
-    table = np.linspace(frame.low, frame.high, TABLE)
+    table = np.linspace(*ends, TABLE)
     losses, _, error = pair.loss(table)
     first, last = math.ceil(losses[0] / spacing), math.floor(losses[-1] / spacing)
     wanted = spacing * np.arange(first, last + 1) + side * 4.0 * error
@@ -282,16 +324,17 @@ def cut(pair: StepPair, frame: Frame, spacing: float, *, side: float) -> tuple[A
 
 @dataclass(frozen=True, kw_only=True)
 class Lattice:
-    """P-mass `masses[i]` at loss (first + i)·spacing + offset, and `lost` mass at loss +∞."""
+    """P-mass `masses[i]` at loss (first + i)·spacing + offset, `lost` at +∞, in `count` steps."""
 
     spacing: float
     first: int
     masses: Array
+    count: int
     lost: float = 0.0
     offset: float = 0.0
 
 
-def rounded_up(pair: StepPair, frame: Frame, spacing: float) -> Lattice:
+def rounded_up(steps: Steps, ends: tuple[float, float], spacing: float) -> Lattice:
     """A lattice law whose δ(ε) is at least the pair's, for every ε.
 
     Let S_P and S_Q be the tails at the cuts x_i, l_i the losses there, and p_i, q_i the masses of
@@ -307,7 +350,8 @@ def rounded_up(pair: StepPair, frame: Frame, spacing: float) -> Lattice:
     width), at the expense of `down`, and a mass that comes out negative is dropped: both raise δ.
     A last factor covers the sums.
     """
-    x, losses, error = cut(pair, frame, spacing, side=-1.0)
+    pair = steps.pair
+    x, losses, error = cut(pair, ends, spacing, side=-1.0)
     index = np.ceil((losses + 2.0 * error) / spacing)
     index[0] = math.floor((losses[0] - 2.0 * error) / spacing)
     losses[[0, -1]] = spacing * index[[0, -1]]
@@ -328,7 +372,9 @@ def rounded_up(pair: StepPair, frame: Frame, spacing: float) -> Lattice:
     masses[place[1]] += max(-math.expm1(above[0]), 0.0)
     wider = 1.0 + 8.0 * ULPS * UNIT
     lost = math.exp(above[-1]) * wider
-    return Lattice(spacing=spacing, first=int(index[0]), masses=masses * wider, lost=lost)
+    masses *= wider
+    first, count = int(index[0]), steps.count
+    return Lattice(spacing=spacing, first=first, masses=masses, count=count, lost=lost)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -341,78 +387,90 @@ class DeltaCurve:
     noise: Array
 
 
-def compose(lattice: Lattice, steps: int, frame: Frame, real: type = np.float64) -> DeltaCurve:
-    """δ(ε) of T losses of the lattice's law, for ε over the frame's window.
+def compose(lattices: list[Lattice], frame: Frame, real: type = np.float64) -> DeltaCurve:
+    """δ(ε) of the sum of all steps' losses, for ε over the frame's window.
 
-    With K = log Σ_s p(s)e^{λs} and the tilted law t(s) = p(s)e^{λs − K}, T-fold sums satisfy
-    p*(s) = e^{TK − λs}·t*(s). `_power` computes t* in the type `real`.
+    The lattices share one spacing. With K = log Σ_s p(s)e^{λs} and the tilted law t(s) =
+    p(s)e^{λs − K} of each, and S the sum of all steps' K, sums of losses satisfy p*(s) = e^{S −
+    λs}·t*(s). `_power` computes t* in the type `real`.
 
     - Wrapping. Indices are taken modulo N, so the window also receives the mass of t* outside it:
       by Markov's inequality at most `above` + `below`, with any exponents. A sum s counts for δ(ε)
-      with e^{TK − λs}(1 − e^{ε−s}) ≤ e^{TK − λε}/(λ+1), so the lower bound loses (above +
+      with e^{S − λs}(1 − e^{ε−s}) ≤ e^{S − λε}/(λ+1), so the lower bound loses (above +
       below) times that. The upper bound may keep it, and gains what is missing above the window,
-      at most above·e^{TK − λ·top}.
+      at most above·e^{S − λ·top}.
     - δ(ε_j) = (1 − e^{−h})·Σ_{i>j} y_i with y_i = p*(s_i) + e^{−h}·y_{i+1} (`_delta`): sums of at
-      most N positive terms. Exponents are off by their size in ulps, in each of t*'s T factors.
+      most N positive terms. Exponents are off by their size in ulps, in each of t*'s factors.
     """
-    h, tilt = lattice.spacing, frame.tilt
-    places = lattice.first + np.arange(lattice.masses.size)
+    h, tilt = lattices[0].spacing, frame.tilt
+    places = [each.first + np.arange(each.masses.size) for each in lattices]
     with np.errstate(divide="ignore"):
-        log_masses = np.log(lattice.masses)
+        logs = [np.log(each.masses) for each in lattices]
 
     def cumulant(t: float) -> float:
-        return float(np.logaddexp.reduce(log_masses + t * (h * places)))
+        return float(sum(each.count * k for each, k in zip(lattices, cumulants(t), strict=True)))
 
-    at, shift = cumulant(tilt), steps * lattice.offset
+    def cumulants(t: float) -> list[float]:
+        both = zip(logs, places, strict=True)
+        return [float(np.logaddexp.reduce(log + t * (h * place))) for log, place in both]
+
+    at, shift = cumulant(tilt), sum(each.count * each.offset for each in lattices)
     bottom = math.floor((frame.bottom - shift) / h)
     size = next_fast_len(math.ceil((frame.top - shift) / h) - bottom + 1, real=True)
     top, t, u = bottom + size, frame.top_exponent, frame.bottom_exponent
-    reach = (tilt + t + u) * h * float(np.abs(places).max()) + abs(at)
-    doubt = ULPS * UNIT * steps * (places.size + reach)
-    above = math.exp(min(steps * (cumulant(tilt + t) - at) - t * h * top + doubt, 0.0))
-    below = math.exp(min(steps * (cumulant(tilt - u) - at) + u * h * bottom + doubt, 0.0))
-
-    tilted = np.exp(log_masses + tilt * (h * places) - at)
-    wrapped = np.bincount(np.mod(places, size), weights=tilted, minlength=size)
-    composed, error = _power(wrapped.astype(real), steps)
+    laws: list[tuple[npt.NDArray[Any], int]] = []
+    doubt, sizes = 0.0, size + tilt * h * float(max(abs(bottom), abs(top)))
+    for each, log, place, own in zip(lattices, logs, places, cumulants(tilt), strict=True):
+        tilted = np.exp(log + tilt * (h * place) - own)
+        wrapped = np.bincount(np.mod(place, size), weights=tilted, minlength=size)
+        laws.append((wrapped.astype(real), each.count))
+        reach = (tilt + t + u) * h * float(np.abs(place).max()) + abs(own)
+        doubt += ULPS * UNIT * each.count * (place.size + reach)
+        exponents = np.abs(log) + np.abs(tilt * (h * place)) + 2.0 * abs(own)
+        sizes += each.count * (4.0 + float(exponents[tilted > 0.0].max())) + place.size
+    above = math.exp(min(cumulant(tilt + t) - at - t * h * top + doubt, 0.0))
+    below = math.exp(min(cumulant(tilt - u) - at + u * h * bottom + doubt, 0.0))
+    composed, error = _power(laws)
     composed = np.roll(composed, -(bottom % size))
-
     epsilons = h * np.arange(bottom, top, dtype=np.float64)
-    exponents = np.abs(log_masses) + np.abs(tilt * (h * places)) + abs(at)
-    sizes = steps * (4.0 + float(exponents[tilted > 0.0].max()) + abs(at))
-    sizes += tilt * float(np.abs(epsilons).max()) + size + places.size
     roundoff = math.expm1(min(ULPS * UNIT * sizes, 700.0))
     # An overflow far below ε becomes an infinite bound, or none (nan).
     with np.errstate(over="ignore", invalid="ignore"):
-        weights = np.exp(steps * at - tilt * epsilons)
+        weights = np.exp(at - tilt * epsilons)
         noise = _delta(weights, h) * error
         upper = _delta(weights * composed, h) + noise
-        upper += above * np.exp(steps * at - tilt * h * top)
-        upper = upper * (1.0 + roundoff) + steps * lattice.lost
+        upper += above * np.exp(at - tilt * h * top)
+        upper = upper * (1.0 + roundoff) + sum(each.count * each.lost for each in lattices)
         lower = _delta(weights * np.maximum(composed - error, 0.0), h)
         lower = (lower - (above + below) * weights / (tilt + 1.0)) * max(1.0 - roundoff, 0.0)
     return DeltaCurve(epsilons=epsilons + shift, lower=lower, upper=upper, noise=noise)
 
 
-def _power(law: npt.NDArray[Any], steps: int) -> tuple[Array, float]:
-    """(the T-fold convolution modulo N of a law, a bound of its error at every place).
+def _power(laws: list[tuple[npt.NDArray[Any], int]]) -> tuple[Array, float]:
+    """(the convolution modulo N of laws, each so often; a bound of its error at every place).
 
-    Each value f of the transform sums all inputs, each after log2 N additions and products with
-    numbers of modulus one, so it errs by at most e = ULPS·unit·log2 N·Σt. Its power errs by
-    T·(e + ULPS·unit·(|f|+e))·(|f|+e)^{T−1}, and the result by the mean of that over frequencies
-    and by the mean of the powers times ULPS·unit·log2 N for the transform back. Masses and powers
-    below 1e-300 may have become zero.
+    Each value f of a transform sums all inputs, each after log2 N additions and products with
+    numbers of modulus one, so it errs by at most e = ULPS·unit·log2 N·Σt. With m = |f| + e the
+    product of all f^T errs by Π m^T·Σ T·(e/m + 5·ULPS·unit), as moduli, angles (at most π) and
+    powers err by ULPS, and sums of angles by less. The result errs by the mean of that over
+    frequencies, and by the mean of the products times ULPS·unit·log2 N for the transform back.
+    Masses and powers below 1e-300 may have become zero.
     """
-    size, unit = law.size, float(np.finfo(law.dtype).eps)
-    values = rfft(law)
+    size, unit = laws[0][0].size, float(np.finfo(laws[0][0].dtype).eps)
     rounding = ULPS * unit * math.log2(size)
-    error = rounding * float(law.sum())
-    modulus = np.abs(values)
-    powers = modulus**steps * np.exp(1j * (steps * np.angle(values)))
-    larger = (modulus + error).astype(np.float64)
-    off = steps * (error + ULPS * unit * larger) * larger ** (steps - 1)
-    off += rounding * larger**steps + steps * size * 1e-300
-    composed: Array = np.maximum(irfft(powers, size).astype(np.float64), 0.0)
+    modulus, angle = np.ones(1, laws[0][0].dtype), np.zeros(1, laws[0][0].dtype)
+    larger, share, steps = np.ones(size // 2 + 1), np.zeros(size // 2 + 1), 0
+    for law, count in laws:
+        values = rfft(law)
+        error = rounding * float(law.sum())
+        most = (np.abs(values) + error).astype(np.float64)
+        modulus = modulus * np.abs(values) ** count
+        angle = angle + count * np.angle(values)
+        larger = larger * most**count
+        share += count * (error / most + (5.0 * ULPS + 2.0 * len(laws)) * unit)
+        steps += count
+    off = larger * (share + rounding) + steps * size * 1e-300
+    composed: Array = np.maximum(irfft(modulus * np.exp(1j * angle), size).astype(np.float64), 0.0)
     return composed, 2.0 * float(off.sum()) / size
 
 
@@ -424,30 +482,37 @@ def _delta(masses: Array, spacing: float) -> Array:
     return sums
 
 
-def upper_epsilon(pair: StepPair, steps: int, delta: float, relative_error: float) -> float:
+def upper_epsilon(steps: list[Steps], delta: float, relative_error: float) -> float:
     """An ε' with δ(ε') ≤ `delta`, about `relative_error` above the smallest.
 
     A coarse lattice says where to look. Both ε' are proven, so the smaller one is.
     """
-    frame = frame_for(pair, steps, delta=delta)
-    coarse = _priced(pair, frame, steps, delta, COARSER * relative_error * frame.centre)
+    frame = frame_for(steps, delta=delta)
+    coarse = _priced(steps, frame, delta, COARSER * relative_error * frame.centre)
     if coarse == 0.0:
         return 0.0
-    frame = frame_for(pair, steps, delta=delta, epsilon=coarse)
-    return min(coarse, _priced(pair, frame, steps, delta, relative_error * coarse))
+    frame = frame_for(steps, delta=delta, epsilon=coarse)
+    return min(coarse, _priced(steps, frame, delta, relative_error * coarse))
 
 
-def _priced(pair: StepPair, frame: Frame, steps: int, delta: float, error: float) -> float:
+def lattices_for(steps: list[Steps], frame: Frame, allowed: float) -> list[Lattice]:
+    """Every kind of step on one lattice, whose rounding raises log δ by about `allowed`."""
+    spacing = spacing_for(steps, frame, allowed)
+    return [rounded_up(each, ends, spacing) for each, ends in zip(steps, frame.ranges, strict=True)]
+
+
+def _priced(steps: list[Steps], frame: Frame, delta: float, error: float) -> float:
     """An ε' with δ(ε') ≤ `delta`, from one lattice whose rounding costs about `error` of ε.
 
     Where the transform's own error costs more than that, long doubles may cost less.
     """
-    lattice = rounded_up(pair, frame, spacing_for(pair, frame, steps, error * frame.tilt))
-    largest = steps * lattice.spacing * (lattice.first + lattice.masses.size - 1)
-    # No sum of finite losses exceeds T times the largest.
-    epsilon = max(largest * (1.0 + UNIT), 0.0) if steps * lattice.lost <= delta else math.inf
+    lattices = lattices_for(steps, frame, error * frame.tilt)
+    largest = sum(at.count * at.spacing * (at.first + at.masses.size - 1) for at in lattices)
+    # No sum of finite losses exceeds the largest losses of all steps together.
+    finite = sum(each.count * each.lost for each in lattices) <= delta
+    epsilon = max(largest * (1.0 + ULPS * UNIT), 0.0) if finite else math.inf
     for real in (np.float64, np.longdouble):
-        curve = compose(lattice, steps, frame, real)
+        curve = compose(lattices, frame, real)
         epsilon = min(epsilon, _where_it_falls(curve, delta))
         at = min(int(np.searchsorted(curve.epsilons, epsilon)), curve.noise.size - 1)
         if curve.noise[at] <= frame.tilt * error * delta:
@@ -466,7 +531,7 @@ def _where_it_falls(curve: DeltaCurve, delta: float) -> float:
     node = int(enough[0])
     if node == 0:
         return max(float(curve.epsilons[0]), 0.0)
-    left, right = curve.epsilons[node - 1 : node + 1]
+    left, right = map(float, curve.epsilons[node - 1 : node + 1])
     more, less = curve.upper[node - 1 : node + 1]
     if not more < math.inf or right - left > 1.0:
         return max(float(right), 0.0)

@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from shuffled_dpsgd.distributed.launch import launched
-from shuffled_dpsgd.distributed.world import Alone, GroupWorld, World, current_world
+from shuffled_dpsgd.distributed.world import World, current_world
 
-__all__ = ["Alone", "GroupWorld", "World", "current_world", "launched"]
+__all__ = ["World", "current_world", "launched"]

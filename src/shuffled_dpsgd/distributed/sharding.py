@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_map
 
-from shuffled_dpsgd.distributed.lending import Lending, lent_modules
-from shuffled_dpsgd.distributed.sharded_sums import ShardedSums
+from shuffled_dpsgd.distributed.exchange import ShardedSums
 from shuffled_dpsgd.distributed.sharding_refusals import refuse_unsupported
+from shuffled_dpsgd.distributed.unshard import LayerwiseUnshard, sharded_modules
 from shuffled_dpsgd.distributed.world import World
 from shuffled_dpsgd.runtime.shards import any_sharded
 from shuffled_dpsgd.runtime.uncompiled import eagerly
@@ -59,7 +59,7 @@ class ShardedModel:
             module.unshard()
             module.reshard()
             self._take_hooks(module)
-        self._lending = Lending(world, lent_modules(model, self._wrapped))
+        self._layerwise = LayerwiseUnshard(world, sharded_modules(model, self._wrapped))
         trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.sums = ShardedSums(world, trainable)
 
@@ -80,18 +80,18 @@ class ShardedModel:
     @property
     def computed_in(self) -> frozenset[torch.dtype]:
         """The types that weights are gathered in."""
-        return self._lending.dtypes
+        return self._layerwise.dtypes
 
     @contextmanager
     def lending(self) -> Iterator[None]:
         """Inside, each rank may run the model at will; see `Sharding.lending`."""
         self.reshard()
-        with self._casting(), eagerly(), self._lending.open():
+        with self._casting(), eagerly(), self._layerwise.open():
             yield
 
     def gradients_to(self, take: Callable[[str, Tensor], None]) -> AbstractContextManager[None]:
         """Give whole gradients to `take`; see `Sharding.gradients_to`."""
-        return self._lending.gradients_to(take)
+        return self._layerwise.gradients_to(take)
 
     def reshard(self) -> None:
         """Have this rank hold its shards alone; whatever it wrote into whole weights is lost."""
@@ -157,15 +157,15 @@ class ShardedModel:
         return type(self._root).forward(self._root, *args, **kwargs)
 
     def _take_hooks(self, module: Any) -> None:
-        """Have FSDP's hooks do no more than its casts while the weights are whole or lent."""
+        """Have FSDP's hooks do no more than its casts while the weights are unsharded by us."""
         state = module._get_fsdp_state()
         policy = state._mp_policy
 
         def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
             if self._is_read:
                 return None
-            if self._lending.is_open:
-                self._lending.enter(module)
+            if self._layerwise.is_open:
+                self._layerwise.enter(module)
             elif not self._is_whole:
                 return gathering(module, args, kwargs)
             return _inputs(policy, args, kwargs)
@@ -173,8 +173,8 @@ class ShardedModel:
         def after(module: nn.Module, args: Any, output: Any) -> Any:
             if self._is_read:
                 return None
-            if self._lending.is_open:
-                self._lending.leave(module, output)
+            if self._layerwise.is_open:
+                self._layerwise.leave(module, output)
             elif not self._is_whole:
                 return freeing(module, args, output)
             return _cast(output, policy.output_dtype)

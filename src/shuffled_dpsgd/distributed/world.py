@@ -1,8 +1,7 @@
 """The ranks of a launch, as what one of them may ask of all: one process alone, or a process group.
 
-Everything here is collective: every rank calls it, in the same order. Small facts travel over gloo
-even where tensors travel over NCCL: so they wait for no device, and a rank that is gone is noticed
-by its closed connection, not only by a timeout.
+Small facts travel over gloo even where tensors travel over NCCL: so they wait for no device, and a
+rank that is gone is noticed by its closed connection, not only by a timeout.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import re
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,190 +28,123 @@ _scatter_sum = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatt
 _gather_parts = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-class World(Protocol):
-    """All ranks of a launch, seen from one of them."""
+class World:
+    """All ranks of a launch, seen from one of them. This is a world of one process.
 
-    @property
-    def rank(self) -> int:
-        """The number of this process, from 0."""
-        ...
+    Everything here is collective: every rank calls it, in the same order.
+    """
 
-    @property
-    def size(self) -> int:
-        """How many processes there are."""
-        ...
+    rank = 0
+    size = 1
 
     @property
     def leads(self) -> bool:
         """Whether this is rank 0, which writes files and speaks to people."""
-        ...
+        return self.rank == 0
 
     def gather(self, fact: Any) -> list[Any]:
         """A small fact of every rank, in the order of the ranks."""
-        ...
-
-    def gather_numbers(self, number: int) -> list[int]:
-        """A whole number of every rank, in their order; faster than `gather`."""
-        ...
-
-    def from_first(self, fact: Any) -> Any:
-        """The fact of rank 0."""
-        ...
-
-    def is_any(self, flag: bool) -> bool:
-        """Whether the flag is set on any rank."""
-        ...
-
-    def add_(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The sum over all ranks, in place."""
-        ...
-
-    def copy_first_(self, tensor: torch.Tensor) -> None:
-        """Overwrite with the values of rank 0."""
-        ...
-
-    def scatter_sum_(self, flat: torch.Tensor) -> torch.Tensor:
-        """Of a vector cut into one equal piece per rank, the own piece, summed over all ranks."""
-        ...
-
-    def gather_pieces_(self, flat: torch.Tensor) -> None:
-        """Fill a vector from the pieces of all ranks, each of which has its own in place."""
-        ...
-
-    def tell_failure(self, error: BaseException) -> None:
-        """Leave word of what went wrong here, for ranks that wait in vain."""
-        ...
-
-    def last_words(self, error: BaseException) -> AbstractContextManager[None]:
-        """Around the end of the process group: the others hear why before this process is gone."""
-        ...
-
-    def explain(self, error: Exception) -> Exception:
-        """The error, or the one that says so where it means that another rank is gone.
-
-        For what torch itself asks of other ranks, as a sharded model does whenever it runs.
-        """
-        ...
-
-
-class Alone:
-    """One process: every question answers itself."""
-
-    rank = 0
-    size = 1
-    leads = True
-
-    def gather(self, fact: Any) -> list[Any]:
-        """The fact."""
         return [fact]
 
     def gather_numbers(self, number: int) -> list[int]:
-        """The number."""
+        """A whole number of every rank, in their order; faster than `gather`."""
         return [number]
 
     def from_first(self, fact: Any) -> Any:
-        """The fact."""
+        """The fact of rank 0."""
         return fact
 
     def is_any(self, flag: bool) -> bool:
-        """The flag."""
+        """Whether the flag is set on any rank."""
         return flag
 
     def add_(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor."""
+        """The sum over all ranks, in place."""
         return tensor
 
     def copy_first_(self, tensor: torch.Tensor) -> None:
-        """Nothing to do."""
+        """Overwrite with the values of rank 0."""
 
     def scatter_sum_(self, flat: torch.Tensor) -> torch.Tensor:
-        """The vector."""
+        """Of a vector cut into one equal piece per rank, the own piece, summed over all ranks."""
         return flat
 
     def gather_pieces_(self, flat: torch.Tensor) -> None:
-        """Nothing to do."""
+        """Fill a vector from the pieces of all ranks, each of which has its own in place."""
 
     def tell_failure(self, error: BaseException) -> None:
-        """Nobody waits."""
+        """Leave word of what went wrong here, for ranks that wait in vain."""
 
     def last_words(self, error: BaseException) -> AbstractContextManager[None]:
-        """Nobody listens."""
+        """Around the end of the process group: the others hear why before this process is gone."""
         return nullcontext()
 
-    def explain(self, error: Exception) -> Exception:
-        """The error."""
-        return error
+    def explaining(self) -> AbstractContextManager[None]:
+        """Around what may fail because another rank is gone: an error then says so.
+
+        For what torch itself asks of other ranks, as a sharded model does whenever it runs. The
+        others are told of any error.
+        """
+        return nullcontext()
 
 
-class GroupWorld:
+class GroupWorld(World):
     """The ranks of torch's default process group."""
-
-    leads: bool
 
     def __init__(self) -> None:
         self.rank = dist.get_rank()
         self.size = dist.get_world_size()
-        self.leads = self.rank == 0
         self._has_told = False
         backend = dist.get_backend()
         with self._expecting("a second group for small facts"):
             self._facts = None if backend == "gloo" else dist.new_group(backend="gloo")
 
     def gather(self, fact: Any) -> list[Any]:
-        """A small fact of every rank, in the order of the ranks."""
         found: list[Any] = [None] * self.size
         with self._expecting("facts of all ranks"):
             dist.all_gather_object(found, fact, group=self._facts)
         return found
 
     def gather_numbers(self, number: int) -> list[int]:
-        """A whole number of every rank, in their order; faster than `gather`."""
         found = [torch.empty(1, dtype=torch.int64) for _ in range(self.size)]
         with self._expecting("numbers of all ranks"):
             dist.all_gather(found, torch.tensor([number]), group=self._facts)
         return [int(each) for each in found]
 
     def from_first(self, fact: Any) -> Any:
-        """The fact of rank 0."""
         held = [fact]
         with self._expecting("a fact of rank 0"):
             dist.broadcast_object_list(held, src=0, group=self._facts)
         return held[0]
 
     def is_any(self, flag: bool) -> bool:
-        """Whether the flag is set on any rank."""
         raised = torch.tensor([flag], dtype=torch.uint8)
         with self._expecting("a flag of all ranks"):
             dist.all_reduce(raised, op=dist.ReduceOp.MAX, group=self._facts)
         return bool(raised)
 
     def add_(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The sum over all ranks, in place."""
         with self._expecting("sums of all ranks"):
             dist.all_reduce(tensor)
         return tensor
 
     def copy_first_(self, tensor: torch.Tensor) -> None:
-        """Overwrite with the values of rank 0."""
         with self._expecting("values of rank 0"):
             dist.broadcast(tensor, src=0)
 
     def scatter_sum_(self, flat: torch.Tensor) -> torch.Tensor:
-        """Of a vector cut into one equal piece per rank, the own piece, summed over all ranks."""
         piece = self._piece(flat)
         with self._expecting("sums of all ranks"):
             _scatter_sum(piece, flat)
         return piece
 
     def gather_pieces_(self, flat: torch.Tensor) -> None:
-        """Fill a vector from the pieces of all ranks, each of which has its own in place."""
         with self._expecting("pieces of all ranks"):
             _gather_parts(flat, self._piece(flat))
 
     def tell_failure(self, error: BaseException) -> None:
-        """Leave word of what went wrong here, for ranks that wait in vain."""
         text = " ".join(f"{type(error).__name__}: {error}".split())[:500]
-        store, line = _store(), f"rank {self.rank}: {text}\n"
+        store = _store()
         agreed = isinstance(error, ShuffledDPError) and error.said_by_rank_0
         # What only says that another rank is gone explains nothing to anybody.
         of_others = isinstance(error, RankError) or _is_of_communication(error)
@@ -220,13 +152,12 @@ class GroupWorld:
             return
         self._has_told = True
         try:
-            store.append(_FAILURES, line)
+            store.append(_FAILURES, f"rank {self.rank}: {text}\n")
         except RuntimeError:
             return  # The store is gone with the rank that held it; there is nobody to tell.
 
     @contextmanager
     def last_words(self, error: BaseException) -> Iterator[None]:
-        """Around the end of the process group: the others hear why before this process is gone."""
         self.tell_failure(error)
         store = _store()
         yield
@@ -234,8 +165,7 @@ class GroupWorld:
             return
         # Where rank 0 keeps the store itself, its end is the end of what can be read there.
         waited_for = [f"{_HEARD}/{rank}" for rank in range(1, self.size)]
-        patience = _LAST_WORDS_S if self._has_told else _PARTING_S
-        until = time.monotonic() + patience
+        until = time.monotonic() + (_LAST_WORDS_S if self._has_told else _PARTING_S)
         try:
             if not self.leads:
                 store.set(f"{_HEARD}/{self.rank}", "ended")
@@ -244,6 +174,16 @@ class GroupWorld:
                 time.sleep(0.02)
         except RuntimeError:
             return  # The store is gone, and with it whoever could be waited for.
+
+    @contextmanager
+    def explaining(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            self.tell_failure(error)
+            if _is_of_communication(error):
+                raise self._gone("weights of all ranks", error) from error
+            raise
 
     def _piece(self, flat: torch.Tensor) -> torch.Tensor:
         size, rest = divmod(flat.numel(), self.size)
@@ -257,12 +197,6 @@ class GroupWorld:
             yield
         except RuntimeError as error:
             raise self._gone(what, error) from error
-
-    def explain(self, error: Exception) -> Exception:
-        """The error, or a `RankError` where it is one of communication."""
-        if not _is_of_communication(error):
-            return error
-        return self._gone("weights of all ranks", error)
 
     def _gone(self, what: str, error: Exception) -> RankError:
         known = _failures(self.rank)
@@ -292,13 +226,13 @@ def current_world() -> World:
             "torch.distributed.init_process_group; several separate runs on the same records would "
             "each spend privacy. If no launcher is meant, unset WORLD_SIZE",
         )
-    return Alone()
+    return World()
 
 
 @functools.lru_cache(maxsize=1)
 def _world_of(group: Any) -> World:
     """One for every default group, since making one is collective and starts another group."""
-    return GroupWorld() if group.size() > 1 else Alone()
+    return GroupWorld() if group.size() > 1 else World()
 
 
 def leave_world() -> None:

@@ -1,21 +1,37 @@
-"""Bridges to other libraries; each is imported when it is first asked for."""
+"""Bridges to other libraries: the Hugging Face Trainer, imported when it is first asked for."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
+
+from shuffled_dpsgd.options import Budget, help_of
 
 if TYPE_CHECKING:
     from shuffled_dpsgd.integrations.hf_trainer import ShuffledDPTrainer
-    from shuffled_dpsgd.integrations.privacy_arguments import PrivacyArguments
 
 __all__ = ["PrivacyArguments", "ShuffledDPTrainer"]
 
 
-def __getattr__(name: str) -> Any:
-    if name == "PrivacyArguments":
-        from shuffled_dpsgd.integrations.privacy_arguments import PrivacyArguments
+@dataclass(frozen=True, kw_only=True)
+class PrivacyArguments(Budget):
+    """What a private run promises, beside `TrainingArguments`, which says how it trains.
 
-        return PrivacyArguments
+    `HfArgumentParser` turns it into options. One of `epsilon` and `noise_multiplier` must be given.
+    To change a value, make a new object with `dataclasses.replace`, which checks it.
+    """
+
+    expected_batch_size: int | None = field(
+        default=None,
+        metadata={
+            "help": f"{help_of('expected_batch_size')} By default per_device_train_batch_size "
+            "times gradient_accumulation_steps."
+        },
+    )
+    noise_seed: int | None = field(default=None, metadata={"help": help_of("seed")})
+
+
+def __getattr__(name: str) -> Any:
     if name == "ShuffledDPTrainer":
         from shuffled_dpsgd.integrations.hf_trainer import ShuffledDPTrainer
 

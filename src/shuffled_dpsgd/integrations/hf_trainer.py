@@ -26,6 +26,7 @@ from shuffled_dpsgd.distributed import current_world
 from shuffled_dpsgd.distributed.agreement import first_does
 from shuffled_dpsgd.environment import subject_of
 from shuffled_dpsgd.errors import BudgetExhaustedError, InvalidArgumentError
+from shuffled_dpsgd.integrations import PrivacyArguments
 from shuffled_dpsgd.integrations.hf_conflicts import (
     check_accelerator,
     check_deciders,
@@ -34,30 +35,32 @@ from shuffled_dpsgd.integrations.hf_conflicts import (
     check_trainer_options,
     check_training_arguments,
 )
-from shuffled_dpsgd.integrations.padded_collator import with_lengths
 from shuffled_dpsgd.integrations.per_sample_loss import (
     check_labels,
     head_of,
     per_sample_losses,
     unwrapped,
 )
-from shuffled_dpsgd.integrations.privacy_arguments import PrivacyArguments
-from shuffled_dpsgd.integrations.stepped_optimizer import SteppedOptimizer
-from shuffled_dpsgd.integrations.trainer_budget import SpendingLogs, StopWhenSpent
 from shuffled_dpsgd.integrations.trainer_files import (
     LEDGER_FILE,
     claim_ledger,
     load_private_part,
     save_private_part,
-    saves_all_weights,
     write_card_files,
 )
-from shuffled_dpsgd.integrations.worker_batches import WorkerBatches
+from shuffled_dpsgd.integrations.trainer_parts import (
+    SteppedOptimizer,
+    StopWhenSpent,
+    WorkerBatches,
+    spending_of_step,
+    with_lengths,
+)
 from shuffled_dpsgd.options import PrivacyOptions, options_in
 from shuffled_dpsgd.runtime.attention import without_cudnn_attention
 from shuffled_dpsgd.training import (
     PrivacyCard,
     PrivateTraining,
+    SpendingCurve,
     assemble,
     check_independence,
 )
@@ -101,7 +104,7 @@ class ShuffledDPTrainer(Trainer):
         self._per_sample_loss = per_sample_loss
         self._data_name = data_name
         self._workers: WorkerBatches | None = None
-        self._spending = SpendingLogs()
+        self._spending: SpendingCurve | None = None
         self._data: tuple[Any, Callable[[list[Any]], Any]] | None = None
         self._resuming = False
         self._expected_batch_size = privacy.expected_batch_size or (
@@ -242,17 +245,17 @@ class ShuffledDPTrainer(Trainer):
         """Add what was spent, with its kind in the name, and drop the norm of a noised gradient."""
         private = self.private
         if "loss" in logs and private is not None and private.last_metrics is not None:
+            self._spending = self._spending or SpendingCurve(private.plan)
             logs = {key: value for key, value in logs.items() if key != "grad_norm"}
-            logs |= self._spending.of_step(private)
+            logs |= spending_of_step(private, self._spending)
         super().log(logs, start_time)
 
     # -- saving and resuming -------------------------------------------------------------------
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         # The Trainer has saved the weights beside it.
-        whole = saves_all_weights(self.model, save_only_model=self.args.save_only_model)
-        extras = {"scheduler": self.lr_scheduler}
-        save_private_part(self._started(), output_dir, extras=extras, weights=not whole)
+        extras, only_model = {"scheduler": self.lr_scheduler}, self.args.save_only_model
+        save_private_part(self._started(), output_dir, extras=extras, only_model=only_model)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is not None:

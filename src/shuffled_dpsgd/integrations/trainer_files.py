@@ -10,7 +10,6 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from shuffled_dpsgd.errors import CheckpointError
-from shuffled_dpsgd.integrations.model_card import update_readme
 from shuffled_dpsgd.reports import card_page
 from shuffled_dpsgd.training import (
     PrivacyCard,
@@ -22,6 +21,23 @@ from shuffled_dpsgd.training import (
 
 LEDGER_FILE = "privacy_ledger.jsonl"
 PRIVACY_FOLDER = "privacy"
+BEGIN = "<!-- privacy-card:begin -->"
+END = "<!-- privacy-card:end -->"
+HEADER = """---
+library_name: transformers
+tags:
+- differential-privacy
+---
+
+# {title}
+"""
+PRIVATE = (
+    "Trained with differential privacy by `shuffled-dpsgd`. The certified ε is what may be "
+    "relied on; the paper's estimate is heuristic and not a guarantee."
+)
+NOT_PRIVATE = (
+    "Trained by `shuffled-dpsgd` without noise or without a clip: this model is not private."
+)
 
 
 def claim_ledger(ledger: Path, *, resuming: bool) -> None:
@@ -35,11 +51,16 @@ def claim_ledger(ledger: Path, *, resuming: bool) -> None:
 
 
 def save_private_part(
-    private: PrivateTraining, checkpoint: str, *, extras: Mapping[str, Any], weights: bool
+    private: PrivateTraining, checkpoint: str, *, extras: Mapping[str, Any], only_model: bool
 ) -> None:
-    """Put what a private run needs to go on into one of the Trainer's checkpoints."""
+    """Put what a private run needs to go on into one of the Trainer's checkpoints.
+
+    The Trainer's own file has every tensor, but with adapters, or where it saves nothing else.
+    """
+    model: nn.Module = private.model
+    whole = isinstance(model, PreTrainedModel) and not hasattr(model, "peft_config")
     folder = Path(checkpoint) / PRIVACY_FOLDER
-    save_checkpoint(private, folder, extras=extras, keep=1, weights=weights)
+    save_checkpoint(private, folder, extras=extras, keep=1, weights=only_model or not whole)
 
 
 def load_private_part(
@@ -55,15 +76,26 @@ def load_private_part(
     load_checkpoint(private, newest, extras=extras)
 
 
-def saves_all_weights(model: nn.Module, *, save_only_model: bool) -> bool:
-    """Whether the Trainer's own file has every tensor: not with adapters, nor without it."""
-    whole = isinstance(model, PreTrainedModel) and not hasattr(model, "peft_config")
-    return whole and not save_only_model
-
-
 def write_card_files(directory: Path, card: PrivacyCard) -> None:
     """The card in the model's README, and as text, JSON and a page of its own."""
-    update_readme(directory, card, title=directory.name)
+    readme = directory / "README.md"
+    title = HEADER.format(title=directory.name)
+    old = readme.read_text(encoding="utf-8") if readme.exists() else title
+    readme.write_text(with_privacy_section(old, card), encoding="utf-8")
     (directory / "privacy_card.txt").write_text(f"{card}\n", encoding="utf-8")
     (directory / "privacy_card.json").write_text(card.dumps() + "\n", encoding="utf-8")
     (directory / "privacy_card.html").write_text(card_page(card), encoding="utf-8")
+
+
+def with_privacy_section(readme: str, card: PrivacyCard) -> str:
+    """`readme` with its privacy section replaced, or added at the end, the card's text unchanged.
+
+    Works on a README without one, and again on its own result.
+    """
+    about = PRIVATE if card.private else NOT_PRIVATE
+    section = f"{BEGIN}\n## Privacy\n\n{about}\n\n```text\n{card}\n```\n{END}"
+    if BEGIN in readme and END in readme:
+        before, _, rest = readme.partition(BEGIN)
+        return f"{before}{section}{rest.partition(END)[2]}"
+    separator = "\n" if readme.endswith("\n") or not readme else "\n\n"
+    return f"{readme}{separator}{section}\n"

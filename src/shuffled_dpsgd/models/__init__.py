@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 from shuffled_dpsgd.models.catalogue import CATALOGUE, Head, NamedModel, find_named, head_of
-from shuffled_dpsgd.models.checkpointing import checkpoint_activations
-from shuffled_dpsgd.models.loading import build_model, load_model, seeded, weights_of
+from shuffled_dpsgd.models.loading import (
+    build_model,
+    checkpoint_activations,
+    load_model,
+    seeded,
+    weights_of,
+)
 
 __all__ = [
     "CATALOGUE",

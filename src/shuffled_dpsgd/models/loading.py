@@ -170,6 +170,17 @@ def seeded(seed: int, device: str = "cpu") -> Iterator[None]:
         yield
 
 
+def checkpoint_activations(model: nn.Module) -> None:
+    """Have `model` compute its activations again in the backward instead of keeping them.
+
+    Never by reentrant checkpointing, which runs a backward inside the backward.
+    """
+    # From transformers 5.23 on, and before. The later name is asked for first: the other one warns.
+    names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
+    enable: Any = next(getattr(model, name) for name in names if hasattr(model, name))
+    enable({"use_reentrant": False})
+
+
 def _transformers() -> Any:
     try:
         import transformers

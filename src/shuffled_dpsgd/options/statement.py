@@ -117,6 +117,13 @@ class Budget:
             "compared; 1 checks every one. First batches and new kinds are always checked."
         ),
     )
+    budget: str | None = field(
+        default=None,
+        metadata=_help(
+            "File that counts every run on the same records and refuses one too many; made by "
+            "shuffled-dpsgd budget new."
+        ),
+    )
     unit: str = field(
         default="row",
         metadata=_help(

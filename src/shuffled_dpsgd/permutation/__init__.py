@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from shuffled_dpsgd.permutation.discovery import discover
-from shuffled_dpsgd.permutation.move.application import apply, apply_to_tensors
-from shuffled_dpsgd.permutation.move.drawing import Permutation, draw, from_groups, identity
+from shuffled_dpsgd.permutation.drawing import Permutation, draw, from_groups, identity
+from shuffled_dpsgd.permutation.moving import apply, apply_to_tensors
 from shuffled_dpsgd.permutation.spec import (
     AxisLayout,
     Block,

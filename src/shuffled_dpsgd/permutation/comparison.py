@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shuffled_dpsgd.permutation.describe.ports import class_name
+from shuffled_dpsgd.permutation.layers import class_name
 
 # Outputs that carry the model's inner axes and therefore move along with the weights.
 _INNER_OUTPUTS = frozenset(

@@ -5,26 +5,13 @@ from __future__ import annotations
 from torch import nn
 
 from shuffled_dpsgd.errors import InvalidArgumentError, UnsupportedModuleError
-from shuffled_dpsgd.permutation.describe import ports
-from shuffled_dpsgd.permutation.describe.families import (
-    ATTENTIONS,
-    HEADS,
-    HIDDEN_UNITS,
-    LAYERS,
-    STEMS,
-    torch_nn,
-)
-from shuffled_dpsgd.permutation.describe.families.describe import (
-    describe_attention,
-    describe_chain,
-    describe_hidden_units,
-    describe_layer,
-    describe_stream,
-)
-from shuffled_dpsgd.permutation.describe.ports import class_name
-from shuffled_dpsgd.permutation.describe.sketch import Sketch, join
+from shuffled_dpsgd.permutation import layers, torch_layers
+from shuffled_dpsgd.permutation.blocks import describe_chain, describe_layer, describe_stream
+from shuffled_dpsgd.permutation.families import HEADS, LAYERS, STEMS
+from shuffled_dpsgd.permutation.layers import class_name, join
+from shuffled_dpsgd.permutation.sketch import Sketch
 from shuffled_dpsgd.permutation.spec import SCOPES, Block, PermutationSpec, Scope
-from shuffled_dpsgd.permutation.trace.groups import describe_traced
+from shuffled_dpsgd.permutation.tracing import describe_traced
 
 # Wrappers that call what they wrap and add nothing, with the attribute that holds it.
 _WRAPPERS = {
@@ -61,8 +48,7 @@ def discover(model: nn.Module, scope: Scope = "paper") -> PermutationSpec:
             sketch.refuse(path, str(error))
     path, root = unwrap(model)
     _describe_root(sketch, path, root)
-    described = frozenset({*LAYERS, *ATTENTIONS, *HIDDEN_UNITS, *STEMS, *HEADS})
-    describe_traced(sketch, path, skip=described)
+    describe_traced(sketch, path, skip=frozenset({*LAYERS, *STEMS, *HEADS}))
     return sketch.finish()
 
 
@@ -70,20 +56,14 @@ def _describe_block(sketch: Sketch, path: str) -> None:
     module = sketch.modules[path]
     kind = class_name(module)
     owner = class_name(sketch.modules.get(path.rpartition(".")[0]))
-    if kind == torch_nn.ATTENTION and owner.startswith("peft."):
+    if kind == torch_layers.ATTENTION and owner.startswith("peft."):
         sketch.refuse(path, f"{owner} adds to its projections in a way that is not described")
         return
-    if kind in LAYERS:
-        describe_layer(sketch, path, LAYERS[kind])
-    elif kind in ATTENTIONS:
-        describe_attention(sketch, path, ATTENTIONS[kind])
-    elif kind in HIDDEN_UNITS:
-        describe_hidden_units(sketch, path, HIDDEN_UNITS[kind])
-    elif kind == torch_nn.ATTENTION:
-        torch_nn.describe_attention(sketch, path, module)
-    elif kind in torch_nn.LAYERS:
-        torch_nn.describe_feed_forward(sketch, path, module)
-    for adapter, rank in ports.ranks(path, module).items():
+    if kind == torch_layers.ATTENTION:
+        torch_layers.describe_attention(sketch, path, module)
+    elif names := LAYERS.get(kind) or torch_layers.LAYERS.get(kind):
+        describe_layer(sketch, path, names)
+    for adapter, rank in layers.ranks(path, module).items():
         if sketch.scope == "full":
             name = join(path, f"rank.{adapter}")
             sketch.add("lora-rank", name, sketch.size(rank[0]), [(rank, Block())])

@@ -19,8 +19,8 @@ from shuffled_dpsgd.permutation.comparison import (
     output_deviation,
 )
 from shuffled_dpsgd.permutation.discovery import discover
-from shuffled_dpsgd.permutation.move.application import apply, apply_to_tensors
-from shuffled_dpsgd.permutation.move.drawing import draw
+from shuffled_dpsgd.permutation.drawing import draw
+from shuffled_dpsgd.permutation.moving import apply, apply_to_tensors
 from shuffled_dpsgd.permutation.spec import PermutationSpec, Scope
 
 Loss = Callable[[Any], torch.Tensor]
@@ -83,18 +83,17 @@ def verify(
     """
     if num_draws < 1:
         raise InvalidArgumentError("num_draws", expected="at least one draw", got=num_draws)
-    _refuse_meta(model)
+    for name, parameter in model.named_parameters():
+        if parameter.is_meta:
+            raise InvalidArgumentError(
+                "model",
+                expected="weights to compute with",
+                got=f"{name} on the meta device",
+                remedy="load or initialise the weights first; discover alone needs none",
+            )
     spec = discover(model, scope=scope) if spec is None else spec
-    tolerance = default_tolerance(model) if tolerance is None else tolerance
     generator = torch.Generator().manual_seed(seed)
-    worst = Verification(
-        num_draws=num_draws,
-        output_deviation=0.0,
-        loss_deviation=0.0,
-        gradient_deviation=0.0,
-        worst_parameter="",
-        tolerance=tolerance,
-    )
+    found: list[tuple[float, float, float, str]] = []
     with _probing(model):
         before = _evaluate(model, batch, loss, seed)
         for _ in range(num_draws):
@@ -106,26 +105,25 @@ def verify(
                 apply(permutation.inverse(), model)
             expected = {name: g.clone() for name, g in before.gradients.items()}
             apply_to_tensors(permutation, expected)
-            worst = _worse(worst, before, after, expected)
-    if not worst.worst_deviation <= tolerance:
+            found.append(_compare(before, after, expected))
+    outputs, losses, _, _ = zip(*found, strict=True)
+    _, _, gradient, parameter_name = max(found, key=lambda each: each[2])
+    worst = Verification(
+        num_draws=num_draws,
+        output_deviation=max(outputs),
+        loss_deviation=max(losses),
+        gradient_deviation=gradient,
+        worst_parameter=parameter_name if gradient else "",
+        tolerance=default_tolerance(model) if tolerance is None else tolerance,
+    )
+    if not worst.worst_deviation <= worst.tolerance:
         raise InvarianceError(
             f"permuting changed the model: outputs by {worst.output_deviation:.2e}, loss by "
             f"{worst.loss_deviation:.2e}, gradients by {worst.gradient_deviation:.2e} (most in "
-            f"{worst.worst_parameter}); expected at most {tolerance:.0e}; a group of the spec is "
-            "wrong for this model, or the model is not deterministic"
+            f"{worst.worst_parameter}); expected at most {worst.tolerance:.0e}; a group of the "
+            "spec is wrong for this model, or the model is not deterministic"
         )
     return worst
-
-
-def _refuse_meta(model: nn.Module) -> None:
-    for name, parameter in model.named_parameters():
-        if parameter.is_meta:
-            raise InvalidArgumentError(
-                "model",
-                expected="weights to compute with",
-                got=f"{name} on the meta device",
-                remedy="load or initialise the weights first; discover alone needs none",
-            )
 
 
 @contextmanager
@@ -188,23 +186,15 @@ def _default_loss(output: Any, outputs: tuple[torch.Tensor, ...], seed: int) -> 
     return total
 
 
-def _worse(
-    worst: Verification, before: _Result, after: _Result, expected: dict[str, torch.Tensor]
-) -> Verification:
+def _compare(
+    before: _Result, after: _Result, expected: dict[str, torch.Tensor]
+) -> tuple[float, float, float, str]:
+    """Deviations of outputs, loss and gradients, and where gradients deviate most."""
     scale = max((float(g.abs().max()) for g in expected.values()), default=0.0)
     by_name = {
         name: gap(after.gradients.get(name), g, max(float(g.abs().max()), FLOOR * scale))
         for name, g in expected.items()
     }
     name = max(by_name, key=lambda n: by_name[n], default="")
-    gradient = by_name.get(name, 0.0)
     outputs = output_deviation(before.outputs, after.outputs)
-    further = gradient > worst.gradient_deviation
-    return Verification(
-        num_draws=worst.num_draws,
-        output_deviation=max(worst.output_deviation, outputs),
-        loss_deviation=max(worst.loss_deviation, gap(after.loss, before.loss, None)),
-        gradient_deviation=max(worst.gradient_deviation, gradient),
-        worst_parameter=name if further else worst.worst_parameter,
-        tolerance=worst.tolerance,
-    )
+    return outputs, gap(after.loss, before.loss, None), by_name.get(name, 0.0), name

@@ -8,8 +8,16 @@ from html import escape
 from shuffled_dpsgd.accounting import PrivacyClaim
 from shuffled_dpsgd.core.card import CERTIFIED_METHOD_NOTE
 from shuffled_dpsgd.reports.page import page
-from shuffled_dpsgd.training.card import SMALL_PRINT, PrivacyCard, paper_inputs
+from shuffled_dpsgd.training.card import (
+    AUDITED,
+    PAPER,
+    REFUTED,
+    SMALL_PRINT,
+    PrivacyCard,
+    paper_inputs,
+)
 
+CLAIMS = ("certified ε", PAPER)
 CARD_CSS = """
 .card { border: 1px solid var(--line); border-radius: 10px; padding: 1.2rem 1.4rem; }
 .claims { display: grid; gap: 1rem;
@@ -92,31 +100,21 @@ def _audit(card: PrivacyCard) -> Iterable[str]:
 
 
 def _terms(card: PrivacyCard) -> str:
-    verdicts = [
-        f'<span class="{"refuted" if verdict == "claim refuted" else ""}">'
-        f"{escape(name)}: {escape(verdict)}</span>"
-        for name, verdict in card.verdicts.items()
-    ]
-    by_block = card.paper_by_block
-    differ = len({claim.epsilon for claim in by_block.values()}) > 1
-    blocks = [f"block {name} alone: {escape(by_block[name].describe())}" for name in by_block]
-    rows = [
-        *((escape(name), [escape(of)]) for name, of in card.subject.items()),
-        *([] if card.exactness is None else [("certified ε", [escape(card.exactness)])]),
-        *([] if card.spent_so_far is None else [("certified ε", [escape(card.spent_so_far)])]),
-        ("verdict", verdicts or ["nothing is claimed"]),
-        *([("paper’s estimate", blocks)] if differ else []),
-        ("target", [escape(card.target)]),
-        ("sampler", [escape(card.sampler)]),
-        ("mechanism", [escape(line) for line in (*card.mechanism, *card.check_lines)]),
-        ("shuffle", [escape(line) for line in card.shuffle_lines]),
-        ("randomness", [escape(card.randomness)]),
-        ("threat model", [escape(card.threat_model)]),
-        ("assumptions", [escape(line) for line in card.assumptions]),
-        ("not covered", [escape(line) for line in card.not_covered]),
-    ]
-    items = "".join(f"<dt>{label}</dt><dd>{_listed(lines)}</dd>" for label, lines in rows)
-    return f'<dl class="terms">{items}</dl>'
+    """The other lines of the card, in its own order."""
+    rows = []
+    for label, lines in card.sections():
+        if label == AUDITED:
+            continue
+        # The first line of a claim stands above, and so does the small print.
+        kept = [line for line in lines[label in CLAIMS :] if line != SMALL_PRINT]
+        if kept:
+            rows.append(f"<dt>{escape(label)}</dt><dd>{_listed(list(map(_line, kept)))}</dd>")
+    return f'<dl class="terms">{"".join(rows)}</dl>'
+
+
+def _line(text: str) -> str:
+    refuted = text.endswith(REFUTED)
+    return f'<span class="refuted">{escape(text)}</span>' if refuted else escape(text)
 
 
 def _listed(lines: list[str]) -> str:

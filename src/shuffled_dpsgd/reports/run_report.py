@@ -14,8 +14,7 @@ from shuffled_dpsgd.reports.figures import RunView, draw_all
 from shuffled_dpsgd.reports.page import page, table
 from shuffled_dpsgd.reports.records import samples_per_second
 from shuffled_dpsgd.reports.style import on_white, save_drawing, to_svg
-from shuffled_dpsgd.training.card import PrivacyCard
-from shuffled_dpsgd.training.card_of_plan import power_of_ten
+from shuffled_dpsgd.training.card import PrivacyCard, power_of_ten
 
 if TYPE_CHECKING:
     pass

@@ -12,7 +12,6 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import pairwise
-from typing import Protocol
 
 import torch
 
@@ -21,48 +20,25 @@ OTHER = "other"
 _MAX_PENDING = 1024
 
 
-class Moment(Protocol):
-    """A point in time that a later one can be subtracted from."""
+class Moment:
+    """Now, by the host's clock; or when the device gets here in its queue."""
 
-    def is_over(self) -> bool: ...
+    __slots__ = ("at", "event")
 
-    def seconds_until(self, later: Moment) -> float: ...
-
-
-class HostMoment:
-    """Now, by the host's clock."""
-
-    __slots__ = ("at",)
-
-    def __init__(self) -> None:
+    def __init__(self, *, on_gpu: bool) -> None:
         self.at = time.perf_counter()
+        self.event = torch.cuda.Event(enable_timing=True) if on_gpu else None
+        if self.event is not None:
+            self.event.record()
 
     def is_over(self) -> bool:
-        """Always: the host has passed it."""
-        return True
-
-    def seconds_until(self, later: Moment) -> float:
-        """Seconds between this moment and a later one."""
-        assert isinstance(later, HostMoment)
-        return later.at - self.at
-
-
-class DeviceMoment:
-    """When the device gets here in its queue."""
-
-    __slots__ = ("event",)
-
-    def __init__(self) -> None:
-        self.event = torch.cuda.Event(enable_timing=True)
-        self.event.record()
-
-    def is_over(self) -> bool:
-        """Whether the device has been here."""
-        return bool(self.event.query())
+        """Whether host and device have passed it."""
+        return self.event is None or bool(self.event.query())
 
     def seconds_until(self, later: Moment) -> float:
         """Seconds between this moment and a later one; waits for the later one."""
-        assert isinstance(later, DeviceMoment)
+        if self.event is None or later.event is None:
+            return later.at - self.at
         later.event.synchronize()
         return self.event.elapsed_time(later.event) / 1e3
 
@@ -125,8 +101,7 @@ class Clock:
         if self._on_gpu and torch.cuda.is_current_stream_capturing():
             return
         self._current = part
-        moment = DeviceMoment() if self._on_gpu else HostMoment()
-        self._pending.append((part or "", moment))
+        self._pending.append((part or "", Moment(on_gpu=self._on_gpu)))
         if len(self._pending) >= _MAX_PENDING:
             self._read(wait=False)
 

@@ -180,10 +180,7 @@ def batch_seconds(shapes: ModelShapes, gpu: Gpu, *, batch: int, length: int) -> 
     stored = STORED_BYTES_COMPOSITE if shapes.composite_activation else STORED_BYTES
     bytes_stored = tokens * (stored * shapes.stored_width + LOGIT_BYTES * shapes.logits)
     per_token = 6 * shapes.products + 12 * length * shapes.width * shapes.layers
-    norms = sum(
-        min(operations(length, one.rows, one.columns, "hopper", one.is_head))
-        for one in shapes.linears
-    )
+    norms = sum(min(operations(length, one.rows, one.columns, "cuda")) for one in shapes.linears)
     done = tokens * per_token + batch * norms
     on_gpu = done / (MATMUL_SHARE * gpu.flops) + PASSES * bytes_stored / gpu.bandwidth
     return max(HOST_SECONDS_PER_LAYER * shapes.layers, on_gpu)

@@ -7,19 +7,12 @@ one's own.
 
 from __future__ import annotations
 
-from shuffled_dpsgd.tasks.config import RunConfig, load_config, parse_config
-from shuffled_dpsgd.tasks.privacy import start_private
-from shuffled_dpsgd.tasks.registry import build_task
-from shuffled_dpsgd.tasks.run import (
-    PreparedRun,
-    RunResult,
-    execute,
-    finished_summary,
-    is_run_folder,
-    load_run,
-    prepare,
-)
-from shuffled_dpsgd.tasks.task import Evaluation, Task
+from shuffled_dpsgd.tasks.config import RunConfig
+from shuffled_dpsgd.tasks.config_files import load_config, parse_config
+from shuffled_dpsgd.tasks.run import PreparedRun, RunResult, execute, prepare
+from shuffled_dpsgd.tasks.run_folder import finished_summary, is_run_folder, load_run
+from shuffled_dpsgd.tasks.start import start_private
+from shuffled_dpsgd.tasks.task import Evaluation, Task, build_task
 
 __all__ = [
     "Evaluation",

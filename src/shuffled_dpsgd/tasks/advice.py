@@ -1,4 +1,4 @@
-"""Advice on a plan before anything is spent: what it can hope for, and what would help.
+"""Advice on a run before anything is spent: its plan, what it can hope for, what would help.
 
 From public quantities alone: sizes, ε, δ, noise, and the initial weights. No record is looked at;
 their number is public, because the plan reveals it.
@@ -12,11 +12,17 @@ from typing import Any
 
 from torch import nn
 
+from shuffled_dpsgd.accounting import PrivacyClaim
 from shuffled_dpsgd.core.plan import PrivacyPlan
+from shuffled_dpsgd.models import build_model
+from shuffled_dpsgd.options import PrivacyOptions, options_in
+from shuffled_dpsgd.permutation import discover
 from shuffled_dpsgd.tasks.config import RunConfig
-from shuffled_dpsgd.tasks.preview import Preview, preview_of, preview_shapes
-from shuffled_dpsgd.tasks.privacy import chosen_device, start_private
-from shuffled_dpsgd.tasks.registry import build_task
+from shuffled_dpsgd.tasks.models import choose_trained, describe_choices
+from shuffled_dpsgd.tasks.results import count_parameters
+from shuffled_dpsgd.tasks.start import chosen_device, start_private
+from shuffled_dpsgd.tasks.task import build_task
+from shuffled_dpsgd.training.planning import large_delta, make_plan
 from shuffled_dpsgd.training.prospect import (
     Needs,
     Prospect,
@@ -28,10 +34,58 @@ from shuffled_dpsgd.training.prospect import (
     prospect_of,
     suggested_learning_rate,
 )
+from shuffled_dpsgd.training.spending import paper_estimate
 
 # About as long as gradients are. Far below that every record pulls alike, however well it is
 # answered already, and a classifier drifts to the commonest class; docs/advice.md has runs.
 _CLIP_NORM = 1.0
+_FLOAT_BYTES = 4
+# Weights, clipped sums, and AdamW's two moments; SGD has one at most.
+_TENSORS_PER_WEIGHT = {"adamw": 4, "adam": 4, "sgd": 3}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preview:
+    """A plan with what it claims; `memory_bytes` leaves activations out, which batches decide.
+
+    `chosen` says what the method chose where the file was silent.
+    """
+
+    plan: PrivacyPlan
+    certified: PrivacyClaim | None
+    paper: PrivacyClaim | None
+    total_parameters: int
+    trainable_parameters: int
+    memory_bytes: int
+    chosen: str | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data; every ε beside its kind. σ of the rest is σ0 where a block is shuffled."""
+        plan = self.plan
+        return {
+            "num_steps": plan.num_steps,
+            "sampling_prob": plan.sampling_prob,
+            "dataset_size": plan.dataset_size,
+            "clip_norm": plan.clip_norm if math.isfinite(plan.clip_norm) else None,
+            "noise_multipliers": {block.name: block.noise_multiplier for block in plan.blocks},
+            "blocks": {
+                block.name: {
+                    "dimension": block.dimension,
+                    "noise_multiplier": block.noise_multiplier,
+                    "batch_clip_norm": block.batch_clip_norm,
+                }
+                for block in plan.blocks
+            },
+            "falls_back": plan.falls_back,
+            "certified": None if self.certified is None else self.certified.to_json(),
+            "why_not_certified": list(plan.uncertifiable),
+            "paper": None if self.paper is None else self.paper.to_json(),
+            "total_parameters": self.total_parameters,
+            "trainable_parameters": self.trainable_parameters,
+            "memory_bytes_without_activations": self.memory_bytes,
+            "chosen_by_method": self.chosen,
+            "warning": large_delta(plan),
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,24 +125,9 @@ class Advice:
         }
 
 
-def advise_numbers(
-    *,
-    epsilon: float,
-    delta: float,
-    dataset_size: int,
-    expected_batch_size: int,
-    num_steps: int,
-    dimension: int,
-) -> Advice:
+def advise_numbers(*, epsilon: float, delta: float, **sizes: int) -> Advice:
     """Advice on a plan of which only the numbers are known."""
-    now = calibrated_prospect(
-        epsilon=epsilon,
-        delta=delta,
-        dataset_size=dataset_size,
-        expected_batch_size=expected_batch_size,
-        num_steps=num_steps,
-        dimension=dimension,
-    )
+    now = calibrated_prospect(epsilon=epsilon, delta=delta, **sizes)
     return _advice(now, epsilon=epsilon, delta=delta)
 
 
@@ -99,53 +138,85 @@ def advise_run(config: RunConfig) -> Advice:
     private = start_private(config, model, dataset_size=len(task.train_data))
     plan = private.plan
     private.close()
-    found = replace(_advice_on(plan), preview=preview_of(plan, model, config))
+    found = _advice_on(_preview(plan, model, config))
     if not found.now.noise_multiplier:
         return found  # Without noise no ratio speaks for a clip or a rate.
     rate = suggested_learning_rate(
         found.batch,
-        weight_scale=weight_scale(model),
+        weight_scale=_weight_scale(model),
         optimizer=config.optimizer.name,
         clip_norm=_CLIP_NORM,
     )
     return replace(found, clip_norm=_CLIP_NORM, learning_rate=rate)
 
 
-def advise_shapes(
+def advise_shapes(config: RunConfig, **known: Any) -> Advice:
+    """Advice on a run whose weights and data are not at hand; takes what `preview_shapes` takes."""
+    return _advice_on(preview_shapes(config, **known))
+
+
+def preview_shapes(
     config: RunConfig, *, model: str, dataset_size: int, num_labels: int | None = None
-) -> Advice:
-    """Advice on a run whose weights and data are not at hand, from its model's shapes."""
-    preview = preview_shapes(config, model=model, dataset_size=dataset_size, num_labels=num_labels)
-    return replace(_advice_on(preview.plan), preview=preview)
+) -> Preview:
+    """The preview of a run whose model is known by its shapes alone, without weights or data."""
+    shapes = build_model(model, num_labels=num_labels)
+    choose_trained(shapes, config.model)
+    options = PrivacyOptions(
+        **options_in(config.privacy), **options_in(config.training), dataset_size=dataset_size
+    )
+    config.optimizer.check_length(options.steps())
+    moved: frozenset[str] = frozenset()
+    if options.needs_blocks:
+        moved = discover(shapes, scope=options.scope).moved_names
+    sizes = {name: p.numel() for name, p in shapes.named_parameters() if p.requires_grad}
+    return _preview(make_plan(options, sizes=sizes, moved=moved), shapes, config)
 
 
-def _advice_on(plan: PrivacyPlan) -> Advice:
+def _preview(plan: PrivacyPlan, model: nn.Module, config: RunConfig) -> Preview:
+    sizes = count_parameters(model)
+    total, trainable = sizes["total_parameters"], sizes["trainable_parameters"]
+    weights = _TENSORS_PER_WEIGHT[config.optimizer.name] * trainable + (total - trainable)
+    return Preview(
+        plan=plan,
+        certified=plan.certified(),
+        paper=paper_estimate(plan),
+        **sizes,
+        memory_bytes=_FLOAT_BYTES * weights,
+        chosen=describe_choices(config, model),
+    )
+
+
+def _advice_on(preview: Preview) -> Advice:
     """Advice at the ε a plan was calibrated to, where that is proven, or else at what is."""
-    certified = plan.certified()
-    target = plan.epsilon if plan.accounting != "paper" else None
-    if target is None and plan.accounting != "paper" and certified is not None:
-        target = certified.epsilon
-    return _advice(prospect_of(plan), epsilon=target, delta=plan.delta)
+    plan, target = preview.plan, None
+    if plan.accounting != "paper":
+        certified = preview.certified
+        target = plan.epsilon or (None if certified is None else certified.epsilon)
+    return _advice(prospect_of(plan), epsilon=target, delta=plan.delta, preview=preview)
 
 
-def _advice(now: Prospect, *, epsilon: float | None, delta: float) -> Advice:
+def _advice(
+    now: Prospect, *, epsilon: float | None, delta: float, preview: Preview | None = None
+) -> Advice:
     """Neighbouring plans are priced at the certified ε; without one there are none."""
-    priced = epsilon is not None and math.isfinite(now.over_run)
+    target = epsilon if math.isfinite(now.over_run) else None
+    batches: tuple[Prospect, ...] = ()
+    twice = None
+    if target is not None:
+        batches = tuple(other_batches(now, epsilon=target, delta=delta))
+        twice = longer(now, epsilon=target, delta=delta)
     return Advice(
         now=now,
         epsilon=epsilon,
         delta=delta,
-        batches=tuple(other_batches(now, epsilon=epsilon, delta=delta))
-        if priced and epsilon is not None
-        else (),
-        twice_as_long=longer(now, epsilon=epsilon, delta=delta)
-        if priced and epsilon is not None
-        else None,
-        needs=needs_of(now, epsilon=epsilon if priced else None, delta=delta),
+        batches=batches,
+        twice_as_long=twice,
+        needs=needs_of(now, epsilon=target, delta=delta),
+        preview=preview,
     )
 
 
-def weight_scale(model: nn.Module) -> float:
+def _weight_scale(model: nn.Module) -> float:
     """Root mean square of the trainable matrices; norms and biases are no measure of it."""
     matrices = [p.detach() for p in model.parameters() if p.requires_grad and p.dim() > 1]
     matrices = [m for m in matrices if bool(m.any())] or list(model.parameters())

@@ -1,4 +1,4 @@
-"""Image and sequence classification: cross entropy per sample, accuracy on held-out data."""
+"""Classifying images and texts: classes that are stated, cross entropy per sample, accuracy."""
 
 from __future__ import annotations
 
@@ -11,13 +11,18 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, default_collate
 
+from shuffled_dpsgd.errors import InvalidArgumentError
 from shuffled_dpsgd.integrations.per_sample_loss import classification_losses
-from shuffled_dpsgd.tasks.data.records import Splits
+from shuffled_dpsgd.tasks.config import DataConfig
+from shuffled_dpsgd.tasks.data.loading import Splits
+from shuffled_dpsgd.tasks.data.published import PUBLISHED
 from shuffled_dpsgd.tasks.task import Evaluation, Task
 from shuffled_dpsgd.training.data import MapStyle, to_device
-from shuffled_dpsgd.training.loop import Augment
 
-EVALUATION_BATCH = 256
+_EVALUATION_BATCH = 256
+_NAMES = {name: facts.classes for name, facts in PUBLISHED.items()}
+_NAMES["digits"] = tuple("0123456789")
+Collate = Callable[[list[Any]], Any] | None
 
 
 def classification_task(
@@ -26,36 +31,74 @@ def classification_task(
     splits: Splits[Any],
     *,
     fresh_model: Callable[[int], nn.Module],
-    collate: Callable[[list[Any]], Any] | None = None,
-    save_assets: Callable[[Any], None] | None = None,
-    augment: Augment | None = None,
+    collate: Collate = None,
+    **more: Any,
 ) -> Task:
-    """A task from samples that collate to `(inputs, labels)`.
+    """A task from samples that collate to `(inputs, labels)`; `more` goes to `Task`.
 
     `inputs` is a tensor, or a dictionary of keyword arguments for the model. Logits may be
     (B, classes), or (B, K, classes) for K views of each record, whose losses are averaged.
     """
-    evaluations = {
-        split: partial(evaluate_accuracy, heldout=heldout, collate=collate)
-        for split, heldout in splits.heldout.items()
-    }
     return Task(
         name=name,
         model=model,
         train_data=splits.train,
         losses=_losses,
-        evaluate=next(iter(evaluations.values())),
-        evaluations=evaluations,
+        evaluations={
+            split: partial(evaluate_accuracy, heldout=heldout, collate=collate)
+            for split, heldout in splits.heldout.items()
+        },
         heldout_data=next(iter(splits.heldout.values())),
         score_name="accuracy",
         fresh_model=fresh_model,
         collate=collate,
-        save_assets=save_assets,
-        augment=augment,
+        **more,
     )
 
 
-def logits_of(model: nn.Module, inputs: Any) -> torch.Tensor:
+def stated_classes(data: DataConfig) -> int:
+    """The number of classes the configuration states, or that is known of the data set.
+
+    The width of the classifier is published with the model. Counted in the records it would tell
+    whether a record of a class is there that no other record has.
+
+    Raises:
+        InvalidArgumentError: neither, or both and they differ.
+    """
+    known = len(_NAMES.get(data.format, ())) or None
+    chosen = known if data.num_labels is None else data.num_labels
+    if chosen is None:
+        raise InvalidArgumentError(
+            "data.num_labels",
+            expected=f"the number of classes, stated, for data.format {data.format!r}",
+            got=None,
+            remedy="counted in the private records it would be released without noise: write "
+            "`num_labels = …` under [data]",
+        )
+    if chosen < 2 or known not in (None, chosen):
+        expected = "at least 2" if known is None else f"{known}, as {data.format} has"
+        raise InvalidArgumentError("data.num_labels", expected=expected, got=chosen)
+    return chosen
+
+
+def name_classes(model: Any, data: DataConfig, num_labels: int) -> None:
+    """Write the classes' names into the model's configuration, from where pipelines read them.
+
+    Raises:
+        InvalidArgumentError: the names stated are not one for each class.
+    """
+    names = data.label_names or _NAMES.get(data.format, ())
+    if not names:
+        return
+    if len(names) != num_labels or len(set(names)) != num_labels:
+        raise InvalidArgumentError(
+            "data.label_names", expected=f"{num_labels} different names", got=list(names)
+        )
+    model.config.id2label = dict(enumerate(names))
+    model.config.label2id = {name: index for index, name in enumerate(names)}
+
+
+def _logits(model: nn.Module, inputs: Any) -> torch.Tensor:
     """The model's logits, for plain modules and for Hugging Face outputs alike."""
     outputs = model(**inputs) if isinstance(inputs, dict) else model(inputs)
     return outputs if isinstance(outputs, torch.Tensor) else outputs.logits
@@ -63,7 +106,7 @@ def logits_of(model: nn.Module, inputs: Any) -> torch.Tensor:
 
 def _losses(model: nn.Module, batch: Any) -> torch.Tensor:
     inputs, labels = batch
-    logits = logits_of(model, inputs)
+    logits = _logits(model, inputs)
     if logits.dim() == 2:
         return classification_losses(logits, labels)
     views = logits.shape[1]
@@ -71,14 +114,12 @@ def _losses(model: nn.Module, batch: Any) -> torch.Tensor:
     return losses.unflatten(0, (-1, views)).mean(1)
 
 
-def heldout_batches(
-    model: nn.Module, heldout: MapStyle, collate: Callable[[list[Any]], Any] | None
-) -> Iterator[Any]:
+def heldout_batches(model: nn.Module, heldout: MapStyle, collate: Collate) -> Iterator[Any]:
     """Held-out batches on the model's device, in order."""
     device = next(model.parameters()).device
     loader: DataLoader[Any] = DataLoader(
         heldout,  # type: ignore[arg-type]  # any map-style data set will do
-        batch_size=EVALUATION_BATCH,
+        batch_size=_EVALUATION_BATCH,
         collate_fn=collate or default_collate,
     )
     for batch in loader:
@@ -87,10 +128,7 @@ def heldout_batches(
 
 @torch.no_grad()
 def evaluate_accuracy(
-    model: nn.Module,
-    heldout: MapStyle,
-    *,
-    collate: Callable[[list[Any]], Any] | None = None,
+    model: nn.Module, heldout: MapStyle, *, collate: Collate = None
 ) -> Evaluation:
     """Mean loss and accuracy on held-out data, in evaluation mode; the mode is put back."""
     was_training = model.training
@@ -99,7 +137,7 @@ def evaluate_accuracy(
     seen: Counter[int] = Counter()
     answered: set[int] = set()
     for inputs, labels in heldout_batches(model, heldout, collate):
-        logits = logits_of(model, inputs)
+        logits = _logits(model, inputs)
         total_loss += classification_losses(logits, labels).sum().item()
         answers = logits.argmax(dim=-1)
         correct += int((answers == labels).sum())

@@ -1,4 +1,4 @@
-"""A training run as frozen data, read from TOML: every key known, every unknown key refused.
+"""A training run as frozen data: its sections and what each of them refuses.
 
 The file `docs/training_cli.md` describes each key. `RunConfig` holds no default for ε, δ or the
 batch clip of the paper's formula: those decide what may be claimed, so whoever runs decides them.
@@ -6,21 +6,15 @@ batch clip of the paper's formula: those decide what may be claimed, so whoever 
 
 from __future__ import annotations
 
-import difflib
 import math
-import tomllib
-from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, asdict, dataclass, field, fields
-from functools import cache
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args, get_type_hints
+from typing import Any, Literal
 
 from shuffled_dpsgd.errors import InvalidArgumentError
 from shuffled_dpsgd.options import Budget, Schedule, help_of
-from shuffled_dpsgd.tasks.data.config import DataConfig
-from shuffled_dpsgd.tasks.generation.config import GenerationConfig
-from shuffled_dpsgd.tasks.ranges import check_range
-from shuffled_dpsgd.tasks.recipe import with_recipe
+from shuffled_dpsgd.tasks.data.published import PUBLISHED
 
 TaskName = Literal["digits", "image-classification", "text-classification", "causal-lm"]
 OptimizerName = Literal["adamw", "adam", "sgd"]
@@ -28,11 +22,44 @@ Precision = Literal["float32", "bf16"]
 RateSchedule = Literal["constant", "linear", "cosine"]
 Sharding = Literal["replicated", "sharded"]
 EmbeddingTraining = Literal["train", "freeze", "freeze-if-found"]
-Section = TypeVar("Section")
+NamedSet = Literal["sst2", "qqp", "mnli", "qnli", "e2e", "dart", "cifar10", "cifar100"]
+DataFormat = Literal["digits", NamedSet, "cifar", "csv", "jsonl", "hub"]
+DataSource = Literal["folder", "hub"]
+_OF_COLUMNS = ("csv", "jsonl", "hub")
+# Keys that only some formats use, so that none is ignored without a word.
+_USED_BY: Mapping[str, Collection[str]] = {
+    "source": PUBLISHED,
+    "subset": ("hub",),
+    "text_columns": _OF_COLUMNS,
+    "label_column": _OF_COLUMNS,
+    "exclude_sources": ("dart",),
+}
+_SPLITS = {"csv": ("dev", "test"), "jsonl": ("dev", "test"), "cifar": ("test",)}
+
+
+def _ranged(low: float, default: Any, *, below: float = math.inf, open_at_low: bool = False) -> Any:
+    """A key whose number lies in [low, below); None is the absence of one."""
+    return field(default=default, metadata={"range": (low, below, open_at_low)})
+
+
+class Section:
+    """A part of a configuration, whose numbers are in their ranges."""
+
+    def __post_init__(self) -> None:
+        for item in fields(self):  # type: ignore[arg-type]  # of dataclasses alone
+            value = getattr(self, item.name)
+            if "range" not in item.metadata or value is None:
+                continue
+            low, below, open_at_low = item.metadata["range"]
+            if not low <= value < below or (open_at_low and value == low):
+                least = f"more than {low:g}" if open_at_low else f"at least {low:g}"
+                most = "" if math.isinf(below) else f" and below {below:g}"
+                finite = " and finite" if isinstance(value, float) and math.isinf(below) else ""
+                raise InvalidArgumentError(item.name, expected=f"{least}{most}{finite}", got=value)
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelConfig:
+class ModelConfig(Section):
     """Which model: a name of the catalogue, a local folder, or a hub name.
 
     `embeddings` is about what the model turns tokens into vectors with; "freeze-if-found" trains
@@ -41,7 +68,7 @@ class ModelConfig:
 
     name: str
     from_scratch: bool = False
-    lora_rank: int | None = None
+    lora_rank: int | None = _ranged(1, None)
     freeze: tuple[str, ...] = ()
     train_only: tuple[str, ...] = ()
     embeddings: EmbeddingTraining = "train"
@@ -58,7 +85,7 @@ class ModelConfig:
         return place.name if is_path or place.is_dir() else self.name
 
     def __post_init__(self) -> None:
-        check_range("lora_rank", self.lora_rank, 1)
+        super().__post_init__()
         chosen = [key for key in ("lora_rank", "freeze", "train_only") if getattr(self, key)]
         chosen += ["embeddings"] * (self.embeddings != "train")
         if len(chosen) > 1:
@@ -70,6 +97,105 @@ class ModelConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class DataConfig(Section):
+    """Which data: a format, and the folder (or hub name) it is read from.
+
+    `heldout_split` is scored in place of the usual split. With `heldout_from_train` that many
+    training records are held back and scored instead: what settings are to be tuned on, so that
+    the published test data stay unseen.
+    """
+
+    format: DataFormat
+    name: str | None = None
+    source: DataSource = "folder"
+    path: str | None = None
+    subset: str | None = None
+    text_columns: tuple[str, ...] = ()
+    label_column: str = "label"
+    num_labels: int | None = None
+    label_names: tuple[str, ...] = ()
+    exclude_sources: tuple[str, ...] = ()
+    max_length: int = _ranged(4, 128)
+    max_train_examples: int | None = _ranged(1, None)
+    max_heldout_examples: int | None = _ranged(1, None)
+    heldout_split: str | None = None
+    heldout_from_train: int | None = _ranged(1, None)
+
+    @property
+    def given_name(self) -> str:
+        """What the card calls the data: the name stated, else the hub's, else the folder's."""
+        if self.name is not None or self.path is None:
+            return self.name or self.format
+        return self.path if self.is_on_hub else f"{self.format} ({Path(self.path).name})"
+
+    @property
+    def is_on_hub(self) -> bool:
+        """Whether `datasets` loads it."""
+        return "hub" in (self.format, self.source)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for item in fields(self):
+            if self.format == "digits":
+                used = item.name in ("format", "name")
+            else:
+                used = self.format in _USED_BY.get(item.name, (self.format,))
+            if not used and getattr(self, item.name) != item.default:
+                raise InvalidArgumentError(
+                    item.name,
+                    expected=f"nothing: data.format {self.format!r} does not use it",
+                    got=getattr(self, item.name),
+                )
+        if self.heldout_split is not None and self.heldout_from_train is not None:
+            raise InvalidArgumentError(
+                "heldout_split",
+                expected="nothing beside heldout_from_train: each of them says what is scored",
+                got=self.heldout_split,
+            )
+        self.check_split(self.heldout_split)
+        known = PUBLISHED["dart"].sources
+        unknown = [source for source in self.exclude_sources if source not in known]
+        if unknown:
+            raise InvalidArgumentError(
+                "exclude_sources", expected=f"some of {list(known)}", got=unknown
+            )
+
+    def check_split(self, split: str | None) -> None:
+        """Refuse a held-out split that the data set does not have."""
+        facts = PUBLISHED.get(self.format)
+        splits = _SPLITS.get(self.format) if facts is None else facts.splits
+        if split is not None and splits is not None and split not in splits:
+            raise InvalidArgumentError(
+                "heldout_split", expected=f"one of {list(splits)} of {self.format}", got=split
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationConfig(Section):
+    """How a language model's texts are searched for and scored: one beam is greedy.
+
+    A sequence's score is its log-probability over its length to the power `length_penalty`; no
+    sequence of `no_repeat_ngram_size` tokens occurs twice, unless that is 0. `split` is continued,
+    or `max_prompts` of its prompts. `bleu = "plain"` stands in files whose cells are committed. It
+    is sacrebleu's score as well.
+    """
+
+    max_new_tokens: int = _ranged(1, 64)
+    num_beams: int = _ranged(1, 1)
+    length_penalty: float = 1.0
+    no_repeat_ngram_size: int = _ranged(0, 0)
+    split: str | None = None
+    max_prompts: int | None = _ranged(1, None)
+    bleu: Literal["sacrebleu", "plain"] = "sacrebleu"
+
+    @property
+    def search(self) -> dict[str, Any]:
+        """How texts are searched for, in transformers' words."""
+        names = ("max_new_tokens", "num_beams", "length_penalty", "no_repeat_ngram_size")
+        return {name: getattr(self, name) for name in names}
+
+
+@dataclass(frozen=True, kw_only=True)
 class PrivacyConfig(Budget):
     """The budget and the mechanism; a file says its clip, which has no default that suits all."""
 
@@ -77,21 +203,18 @@ class PrivacyConfig(Budget):
 
 
 @dataclass(frozen=True, kw_only=True)
-class OptimizerConfig:
+class OptimizerConfig(Section):
     """Optimizer and learning-rate schedule."""
 
     name: OptimizerName = "adamw"
-    learning_rate: float = 1e-3
-    weight_decay: float = 0.0
-    momentum: float = 0.0
+    learning_rate: float = _ranged(0.0, 1e-3, open_at_low=True)
+    weight_decay: float = _ranged(0.0, 0.0)
+    momentum: float = _ranged(0.0, 0.0, below=1.0)
     schedule: RateSchedule = "constant"
-    warmup_steps: int = 0
+    warmup_steps: int = _ranged(0, 0)
 
     def __post_init__(self) -> None:
-        check_range("learning_rate", self.learning_rate, 0.0, open_at_low=True)
-        check_range("weight_decay", self.weight_decay, 0.0)
-        check_range("momentum", self.momentum, 0.0, below=1.0)
-        check_range("warmup_steps", self.warmup_steps, 0)
+        super().__post_init__()
         if self.momentum and self.name != "sgd":
             raise InvalidArgumentError(
                 "momentum", expected=f"0: {self.name} has none", got=self.momentum
@@ -108,37 +231,40 @@ class OptimizerConfig:
                 "⌈records / expected_batch_size⌉ steps",
             )
 
+    def factor_at(self, step: int, num_steps: int) -> float:
+        """What the learning rate is multiplied with at `step`, counted from zero.
+
+        >>> config = OptimizerConfig(schedule="linear", warmup_steps=2)
+        >>> [config.factor_at(step, 6) for step in range(7)]
+        [0.5, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0]
+        """
+        if step < self.warmup_steps:
+            return (step + 1) / self.warmup_steps
+        done = min((step - self.warmup_steps) / max(num_steps - self.warmup_steps, 1), 1.0)
+        falling = {"linear": 1.0 - done, "cosine": 0.5 * (1.0 + math.cos(math.pi * done))}
+        return falling.get(self.schedule, 1.0)
+
 
 @dataclass(frozen=True, kw_only=True)
-class ScheduleConfig(Schedule):
+class ScheduleConfig(Schedule, Section):
     """How long and in what portions, and on what machine."""
 
-    evaluate_every: int = 20
-    checkpoint_every: int = 50
+    evaluate_every: int = _ranged(1, 20)
+    checkpoint_every: int = _ranged(1, 50)
     precision: Precision = "float32"
     device: str = "auto"
-    num_threads: int | None = None
-    weight_averaging: float = 0.0
-    augmentation_multiplicity: int = 0
+    num_threads: int | None = _ranged(1, None)
+    weight_averaging: float = _ranged(0.0, 0.0, below=1.0)
+    augmentation_multiplicity: int = _ranged(0, 0)
     sharding: Sharding = "replicated"
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        check_range("weight_averaging", self.weight_averaging, 0.0, below=1.0)
-        check_range("augmentation_multiplicity", self.augmentation_multiplicity, 0)
-        if self.augmentation_multiplicity and self.sharding == "sharded":
-            raise InvalidArgumentError(
-                "training.augmentation_multiplicity",
-                expected="0 for a sharded model, with which views are not tested",
-                got=self.augmentation_multiplicity,
-            )
-        check_range("evaluate_every", self.evaluate_every, 1)
-        check_range("checkpoint_every", self.checkpoint_every, 1)
-        check_range("num_threads", self.num_threads, 1)
+        Schedule.__post_init__(self)
+        Section.__post_init__(self)
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunConfig:
+class RunConfig(Section):
     """One training run.
 
     Without `seed` all noise comes from the operating system and nothing can reproduce it; with
@@ -153,11 +279,11 @@ class RunConfig:
     training: ScheduleConfig
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     generation: GenerationConfig | None = None
-    seed: int | None = None
+    seed: int | None = _ranged(0, None, below=2**63)
     by_method: tuple[str, ...] = field(default=(), compare=False)
 
     def __post_init__(self) -> None:
-        check_range("seed", self.seed, 0, below=2**63)
+        super().__post_init__()
         # With epochs, the number of steps is known when the data are.
         if self.training.num_steps is not None:
             self.optimizer.check_length(self.training.num_steps)
@@ -168,7 +294,17 @@ class RunConfig:
                 got=self.training.weight_averaging,
                 remedy='set privacy.shuffle = "off", or a method without a shuffle',
             )
-        self._check_views()
+        views, wanted = self.training.augmentation_multiplicity, None
+        if self.task not in ("digits", "image-classification"):
+            wanted = f"0 for {self.task}: only images have views"
+        elif self.privacy.method == "opacus":
+            wanted = "0 with method 'opacus', which would clip every view by itself"
+        elif self.training.sharding == "sharded":
+            wanted = "0 for a sharded model, with which views are not tested"
+        if views and wanted is not None:
+            raise InvalidArgumentError(
+                "training.augmentation_multiplicity", expected=wanted, got=views
+            )
         if self.generation is not None and self.task != "causal-lm":
             raise InvalidArgumentError(
                 "generation", expected="nothing: only causal-lm writes texts", got=self.task
@@ -178,22 +314,6 @@ class RunConfig:
                 "data.format",
                 expected="digits for the task digits, and for no other",
                 got=self.data.format,
-            )
-
-    def _check_views(self) -> None:
-        """Refuse several views of what is no image, or where nobody gathers them by record."""
-        if not self.training.augmentation_multiplicity:
-            return
-        wanted = None
-        if self.task not in ("digits", "image-classification"):
-            wanted = f"0 for {self.task}: only images have views"
-        elif self.privacy.method == "opacus":
-            wanted = "0 with method 'opacus', which would clip every view by itself"
-        if wanted is not None:
-            raise InvalidArgumentError(
-                "training.augmentation_multiplicity",
-                expected=wanted,
-                got=self.training.augmentation_multiplicity,
             )
 
     @property
@@ -206,7 +326,7 @@ class RunConfig:
 
         Every key is written out, so reading it back leaves nothing to the method.
         """
-        found = _plain(asdict(self))
+        found: dict[str, Any] = _plain(asdict(self))
         del found["by_method"]
         return found
 
@@ -223,154 +343,6 @@ SECTIONS: Mapping[str, type] = {
     "optimizer": OptimizerConfig,
     "generation": GenerationConfig,
 }
-_OPTIONAL = ("generation",)
-
-
-def load_config(path: Path) -> RunConfig:
-    """Read a TOML file; relative folders in it are relative to the file."""
-    return parse_config(read_config(path))
-
-
-def read_config(path: Path) -> dict[str, Any]:
-    """What a TOML file states, unchecked; relative folders in it are relative to the file."""
-    if not path.is_file():
-        raise InvalidArgumentError(
-            "--config", expected="a TOML file", got=str(path), remedy="check the path"
-        )
-    try:
-        raw = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise InvalidArgumentError(
-            "--config", expected="TOML in UTF-8", got=str(path), remedy=str(error)
-        ) from error
-    except OSError as error:
-        raise InvalidArgumentError(
-            "--config", expected="a file that can be read", got=str(path), remedy=str(error)
-        ) from error
-    place_paths(raw, path.parent)
-    return raw
-
-
-def place_paths(raw: dict[str, Any], folder: Path) -> None:
-    """Make relative paths relative to the file: data always, hub names only if they are there."""
-    for section, key in (("data", "path"), ("model", "name")):
-        table = raw.get(section)
-        if not isinstance(table, dict) or not isinstance(table.get(key), str):
-            continue
-        place = (folder / Path(table[key]).expanduser()).resolve()
-        may_be_name = section == "model" or "hub" in (table.get("format"), table.get("source"))
-        written_as_path = table[key].startswith((".", "/", "~"))
-        known = place / "config.json" if section == "model" else place
-        if known.exists() or written_as_path or not may_be_name:
-            table[key] = str(place)
-
-
-def parse_config(raw: Mapping[str, Any]) -> RunConfig:
-    """Check plain data against the schema and freeze it."""
-    if not isinstance(raw, Mapping):
-        raise InvalidArgumentError("run", expected="a table of settings", got=type(raw).__name__)
-    top, chosen = with_recipe(raw)
-    given = {name: top.pop(name, {}) for name in SECTIONS if name in top or name not in _OPTIONAL}
-    hints = {"task": TaskName, "seed": int}
-    # What is misspelt is named as such, before it is missed.
-    refuse_unknown("", top, [*hints, *SECTIONS])
-    for name, table in given.items():
-        refuse_unknown(f"{name}.", _as_table(name, table), list(_hints_of(SECTIONS[name])))
-    _refuse_missing(given)
-    sections: dict[str, Any] = {
-        name: _parse_section(name, SECTIONS[name], table) for name, table in given.items()
-    }
-    if "task" not in top:
-        raise InvalidArgumentError("task", expected=f"one of {get_args(TaskName)}", got="nothing")
-    values = {key: _checked(key, hints[key], value) for key, value in top.items()}
-    return RunConfig(**values, **sections, by_method=chosen)
-
-
-@cache
-def _hints_of(kind: type) -> dict[str, Any]:
-    """The types of a section's keys. Reading them anew takes longer than the rest of a check."""
-    return get_type_hints(kind)
-
-
-def _as_table(name: str, raw: Any) -> Mapping[str, Any]:
-    if not isinstance(raw, Mapping):
-        raise InvalidArgumentError(name, expected=f"a table [{name}]", got=raw)
-    return raw
-
-
-def _parse_section(name: str, kind: type[Section], raw: Mapping[str, Any]) -> Section:
-    hints = _hints_of(SECTIONS[name])
-    values = {key: _checked(f"{name}.{key}", hints[key], value) for key, value in raw.items()}
-    if values.get("method") == "non-private":
-        values.setdefault("clip_norm", math.inf)
-    try:
-        return kind(**values)
-    except InvalidArgumentError as error:
-        raise error.about(f"{name}.{error.argument}") from error
-
-
-def _refuse_missing(given: Mapping[str, Any]) -> None:
-    """Name all values at once that a file must give and does not."""
-    missing = [
-        (name, item.name)
-        for name, table in given.items()
-        for item in fields(SECTIONS[name])
-        if _is_required(item) and item.name not in table
-        if (item.name, table.get("method")) != ("clip_norm", "non-private")
-    ]
-    if missing:
-        section, key = missing[0]
-        raise InvalidArgumentError(
-            f"{section}.{key}",
-            expected="a value",
-            got="nothing",
-            remedy="write " + ", ".join(f"`{key} = …` under [{name}]" for name, key in missing),
-        )
-
-
-def _is_required(item: Any) -> bool:
-    return item.default is MISSING and item.default_factory is MISSING
-
-
-def refuse_unknown(prefix: str, raw: Mapping[str, Any], known: list[str]) -> None:
-    """Refuse a key that is not known, with the one that was probably meant."""
-    for key in raw:
-        if key not in known:
-            raise InvalidArgumentError(
-                f"{prefix}{key}",
-                expected=f"one of {sorted(known)}",
-                got=key,
-                remedy=_nearest(key, known),
-            )
-
-
-def _nearest(word: Any, known: Sequence[str]) -> str:
-    """A question about what was probably meant; nothing if nothing known is like it."""
-    near = difflib.get_close_matches(word, known, n=1) if isinstance(word, str) else []
-    return f"did you mean `{near[0]}`?" if near else ""
-
-
-def _checked(name: str, hint: Any, value: Any) -> Any:
-    """`value` if it is of the hinted type; integers may stand for floats, lists for tuples."""
-    choices = get_args(hint)
-    if type(None) in choices:
-        (inner,) = [choice for choice in choices if choice is not type(None)]
-        return _checked(name, inner, value)
-    if choices and all(isinstance(choice, str) for choice in choices):
-        if value not in choices:
-            raise InvalidArgumentError(
-                name, expected=f"one of {choices}", got=value, remedy=_nearest(value, choices)
-            )
-        return value
-    if choices:
-        if not isinstance(value, list | tuple) or not all(isinstance(v, str) for v in value):
-            raise InvalidArgumentError(name, expected="a list of strings", got=value)
-        return tuple(value)
-    if hint is float and (value == "inf" or type(value) is int):
-        return float(value)
-    if not isinstance(value, hint) or (hint is int and isinstance(value, bool)):
-        raise InvalidArgumentError(name, expected=hint.__name__, got=value)
-    return value
 
 
 def _plain(value: Any) -> Any:

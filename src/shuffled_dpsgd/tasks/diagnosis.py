@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Literal
 
 from shuffled_dpsgd.core.plan import PrivacyPlan
 from shuffled_dpsgd.reports import StepRecord
 from shuffled_dpsgd.training.prospect import prospect_of
 
-Kind = Literal["noise", "clipped", "loss", "majority", "nonfinite"]
 FIRST_LOOK = 10
 _PART = 5
 # Of the digits; docs/advice.md has the runs.
@@ -30,7 +30,7 @@ _CHANCE = 0.01
 class Finding:
     """Something that is wrong with a run, and what to change."""
 
-    kind: Kind
+    kind: Literal["noise", "clipped", "loss", "majority", "nonfinite"]
     message: str
     advice: str
 
@@ -38,51 +38,36 @@ class Finding:
         """One line."""
         return f"{self.message}; {self.advice}"
 
-    def to_json(self) -> dict[str, Any]:
-        """Plain data."""
-        return asdict(self)
-
 
 def diagnose(records: Sequence[StepRecord], plan: PrivacyPlan) -> list[Finding]:
-    """What is wrong so far; nothing is said of the first few steps."""
-    found = [
-        _noise(records, plan),
-        _loss(records, plan),
-        _majority(records, plan),
-        _clipped(records, plan),
-        _nonfinite(records),
-    ]
-    late = [finding for finding in found if finding is not None and finding.kind != "nonfinite"]
-    always = [finding for finding in found if finding is not None and finding.kind == "nonfinite"]
-    return [*(late if len(records) >= FIRST_LOOK else []), *always]
+    """What is wrong so far; of the first few steps only records without a gradient are told."""
+    found = []
+    if len(records) >= FIRST_LOOK:
+        found = [look(records, plan) for look in (_noise, _loss, _majority, _clipped)]
+    return [finding for finding in (*found, _nonfinite(records)) if finding is not None]
 
 
 def _noise(records: Sequence[StepRecord], plan: PrivacyPlan) -> Finding | None:
     ratios = _values(records, "signal_to_noise")
     if not ratios:
         return None
-    mean = sum(ratios) / len(ratios)
+    mean = fmean(ratios)
     over_run = mean * math.sqrt(plan.num_steps)
     if over_run >= SWAMPED_BELOW:
         return None
+    now, fewer, more = prospect_of(plan), 1, "far more records"
+    if over_run:
+        factor = SWAMPED_BELOW / over_run
+        fewer = max(1, math.floor(now.dimension / factor**2))
+        more = f"{factor:,.2g} times the records"
+    batch = min(plan.dataset_size, 4 * plan.expected_batch_size)
     return Finding(
         kind="noise",
         message=f"noise swamps the signal: their ratio is {mean:.2g} a step and "
         f"{over_run:.2g} over the run; below {SWAMPED_BELOW:g} little is learned",
-        advice=_against_noise(plan, over_run),
-    )
-
-
-def _against_noise(plan: PrivacyPlan, over_run: float) -> str:
-    now = prospect_of(plan)
-    factor = SWAMPED_BELOW / over_run if over_run else math.inf
-    more = f"{factor:,.2g} times the records" if math.isfinite(factor) else "far more records"
-    fewer = max(1, math.floor(now.dimension / factor**2)) if math.isfinite(factor) else 1
-    batch = min(plan.dataset_size, 4 * plan.expected_batch_size)
-    return (
-        f"try a larger batch ({batch:,} instead of {plan.expected_batch_size:,}), fewer trainable "
-        f"parameters (lora_rank, freeze; at most {fewer:,} of {now.dimension:,} would do alone), "
-        f"{more}, or a larger ε; `shuffled-dpsgd advise` computes what each of them gives"
+        advice=f"try a larger batch ({batch:,} instead of {plan.expected_batch_size:,}), fewer "
+        f"trainable parameters (lora_rank, freeze; at most {fewer:,} of {now.dimension:,} would do "
+        f"alone), {more}, or a larger ε; `shuffled-dpsgd advise` computes what each of them gives",
     )
 
 
@@ -91,61 +76,41 @@ def _loss(records: Sequence[StepRecord], plan: PrivacyPlan) -> Finding | None:
     part = len(losses) // _PART
     if part < 2:
         return None
-    first, last = sum(losses[:part]) / part, sum(losses[-part:]) / part
+    first, last = fmean(losses[:part]), fmean(losses[-part:])
     if last <= first * _RISE:
         return None
-    rate = records[-1].learning_rate
-    peak = max(record.learning_rate for record in records)
+    rate = max(record.learning_rate for record in records)
     return Finding(
         kind="loss",
         message=f"the training loss has risen, from {first:.3g} to {last:.3g}",
-        advice=f"try a smaller learning rate than {max(rate, peak):g} (a third, then a tenth), a "
-        f"warm-up, or a larger batch than {plan.expected_batch_size:,}: noise moves the weights "
-        "more than the gradients do",
+        advice=f"try a smaller learning rate than {rate:g} (a third, then a tenth), a warm-up, or "
+        f"a larger batch than {plan.expected_batch_size:,}: noise moves the weights more than the "
+        "gradients do",
     )
 
 
 def _majority(records: Sequence[StepRecord], plan: PrivacyPlan) -> Finding | None:
-    scored = [record for record in records if record.heldout_score is not None]
-    if not scored or scored[-1].heldout_baseline is None:
+    last = next((record for record in reversed(records) if record.heldout_score is not None), None)
+    if last is None or last.heldout_score is None or last.heldout_baseline is None:
         return None
-    last = scored[-1]
-    assert last.heldout_score is not None
-    assert last.heldout_baseline is not None
     single = last.predicted_classes == 1
     if not single and last.heldout_score > last.heldout_baseline + _CHANCE:
         return None
     how = "one class for every record" if single else "no better than always the commonest class"
+    typical, clip = _typical_norm(records), ""
+    if typical is not None and typical > plan.clip_norm:
+        clip = (
+            f"; and try a clip norm of about {typical:.1g} instead of {plan.clip_norm:g}: all "
+            "gradients are clipped, so records that are answered well pull as hard as others, and "
+            "the commonest class wins"
+        )
     return Finding(
         kind="majority",
         message=f"the model answers {how}: held-out accuracy {last.heldout_score:.3f}, where the "
         f"commonest class alone gives {last.heldout_baseline:.3f}",
         advice="it has learned nothing yet: see to the noise first (larger batch, fewer trainable "
-        f"parameters, more steps), then to the learning rate{_and_the_clip(records, plan)}",
+        f"parameters, more steps), then to the learning rate{clip}",
     )
-
-
-def _and_the_clip(records: Sequence[StepRecord], plan: PrivacyPlan) -> str:
-    """Where every gradient is clipped, a record pulls as hard when it is answered well as when not.
-
-    Nothing then stops the commonest class.
-    """
-    typical = _typical_norm(records)
-    if typical is None or typical <= plan.clip_norm:
-        return ""
-    return (
-        f"; and try a clip norm of about {typical:.1g} instead of {plan.clip_norm:g}: all "
-        "gradients are clipped, so records that are answered well pull as hard as others, and the "
-        "commonest class wins"
-    )
-
-
-def _typical_norm(records: Sequence[StepRecord]) -> float | None:
-    """The median of the gradient norms, where nearly all of them were clipped."""
-    shares, norms = _values(records, "clipped_share"), _values(records, "median_norm")
-    if not shares or not norms or sum(shares) / len(shares) < _ALL:
-        return None
-    return sorted(norms)[len(norms) // 2]
 
 
 def _clipped(records: Sequence[StepRecord], plan: PrivacyPlan) -> Finding | None:
@@ -165,7 +130,7 @@ def _nonfinite(records: Sequence[StepRecord]) -> Finding | None:
     broken = [(record.step, record.num_nonfinite) for record in records if record.num_nonfinite]
     if not broken:
         return None
-    total = sum(number or 0 for _, number in broken)
+    total = sum(number for _, number in broken)
     times = "time" if total == 1 else "times"
     return Finding(
         kind="nonfinite",
@@ -173,6 +138,14 @@ def _nonfinite(records: Sequence[StepRecord]) -> Finding | None:
         f"{broken[0][0]}; it contributed nothing",
         advice='look for NaN or infinite values in the data, and try precision = "float32"',
     )
+
+
+def _typical_norm(records: Sequence[StepRecord]) -> float | None:
+    """The median of the gradient norms, where nearly all of them were clipped."""
+    shares, norms = _values(records, "clipped_share"), _values(records, "median_norm")
+    if not shares or not norms or fmean(shares) < _ALL:
+        return None
+    return sorted(norms)[len(norms) // 2]
 
 
 def _values(records: Sequence[StepRecord], name: str) -> list[float]:

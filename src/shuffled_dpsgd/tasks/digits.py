@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -17,24 +17,14 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from shuffled_dpsgd.errors import MissingExtraError
-from shuffled_dpsgd.tasks.augmentation import ImageViews, take_views
-from shuffled_dpsgd.tasks.classes import name_classes
-from shuffled_dpsgd.tasks.classification import classification_task
-from shuffled_dpsgd.tasks.config import (
-    ModelConfig,
-    OptimizerConfig,
-    PrivacyConfig,
-    RunConfig,
-    ScheduleConfig,
-)
-from shuffled_dpsgd.tasks.data.config import DataConfig
-from shuffled_dpsgd.tasks.data.records import Splits
-from shuffled_dpsgd.tasks.images import save_processor
+from shuffled_dpsgd.tasks.classification import Collate
+from shuffled_dpsgd.tasks.config import RunConfig
+from shuffled_dpsgd.tasks.config_files import parse_config
+from shuffled_dpsgd.tasks.data.loading import Splits
+from shuffled_dpsgd.tasks.images import image_task, save_processor
 from shuffled_dpsgd.tasks.models import prepare_model
-from shuffled_dpsgd.tasks.parts import check_sizes
-
-if TYPE_CHECKING:
-    from shuffled_dpsgd.tasks.task import Task
+from shuffled_dpsgd.tasks.recipes import RECIPES
+from shuffled_dpsgd.tasks.task import Task
 
 NUM_TRAIN = 1_437
 SPLIT_SEED = 0
@@ -46,22 +36,9 @@ COLOURS = 3
 
 def default_config() -> RunConfig:
     """What `train digits` runs without any flag; certified ε is calibrated, not the paper's."""
-    return RunConfig(
-        task="digits",
-        model=ModelConfig(name="vit-digits"),
-        data=DataConfig(format="digits"),
-        privacy=PrivacyConfig(epsilon=3.0, delta=1e-4, clip_norm=1.0),
-        optimizer=OptimizerConfig(learning_rate=1e-2, schedule="cosine"),
-        training=ScheduleConfig(
-            expected_batch_size=288,
-            epochs=50,
-            physical_batch_size=512,
-            evaluate_every=5,
-            checkpoint_every=50,
-            num_threads=1,  # tensors this small only wait for each other on more
-        ),
-        seed=0,
-    )
+    raw = RECIPES["recipe/digits"].to_run()
+    raw["privacy"]["epsilon"] = 3.0
+    return parse_config(raw)
 
 
 def load_digits() -> tuple[TensorDataset, TensorDataset]:
@@ -84,32 +61,26 @@ def load_digits() -> tuple[TensorDataset, TensorDataset]:
 
 def build_model(seed: int = 0) -> nn.Module:
     """The small ViT: 4 × 4 patches, two layers, four heads, hidden size 32; 18 thousand weights."""
-    return prepare_model(ModelConfig(name="vit-digits"), head="image", num_labels=10, seed=seed)
+    config = default_config().model
+    return prepare_model(config, head="image", num_labels=10, seed=seed)
 
 
 def build_task(config: RunConfig) -> Task:
     """The digits task with the model `config` names."""
     train, heldout = load_digits()
     splits: Splits[Any] = Splits(train=train, heldout={"test": heldout})
-    check_sizes(config, splits)
-    views = config.training.augmentation_multiplicity
 
-    def fresh_model(seed: int) -> nn.Module:
-        model = prepare_model(config.model, head="image", num_labels=10, seed=seed)
-        name_classes(model, config.data, 10)
-        return take_views(model) if views else model
+    def collate(known: Any) -> Collate:
+        channels = int(known.num_channels)
+        return None if channels == 1 else partial(_collate_in_channels, channels)
 
-    model = fresh_model(config.init_seed)
-    channels = int(model.config.num_channels)  # type: ignore[union-attr,arg-type]
-    return classification_task(
-        "digits",
-        model,
+    return image_task(
+        config,
         splits,
-        fresh_model=fresh_model,
-        collate=None if channels == 1 else partial(_collate_in_channels, channels),
-        save_assets=prepare_for_pipelines,
-        # Mirrored digits are no digits.
-        augment=ImageViews(views, flips=False) if views else None,
+        10,
+        collate=collate,
+        save_assets=lambda folder, _: prepare_for_pipelines(folder),
+        flips=False,  # Mirrored digits are no digits.
     )
 
 
@@ -120,20 +91,20 @@ def prepare_for_pipelines(directory: Path) -> None:
     the one grey channel becomes three equal ones of a third each: of a grey image, whose channels
     are equal, the model makes what it did before.
     """
-    weights = directory / "model.safetensors"
+    weights, path = directory / "model.safetensors", directory / "config.json"
     tensors = load_file(weights)
     kernels = [name for name in tensors if name.endswith("patch_embeddings.projection.weight")]
     if len(kernels) != 1:
         return  # not a ViT or a relative: its first layer is not known here
+    settings = json.loads(path.read_text(encoding="utf-8"))
     grey = tensors[kernels[0]]
     if grey.shape[1] == 1:
         tensors[kernels[0]] = (grey / COLOURS).repeat(1, COLOURS, 1, 1).contiguous()
         save_file(tensors, weights, metadata={"format": "pt"})
-        path = directory / "config.json"
-        settings = json.loads(path.read_text(encoding="utf-8")) | {"num_channels": COLOURS}
+        settings["num_channels"] = COLOURS
         path.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
-    size = int(json.loads((directory / "config.json").read_text())["image_size"])
-    save_processor(directory, size, mean=PIXEL_MEAN / LARGEST_PIXEL, std=PIXEL_STD / LARGEST_PIXEL)
+    mean, std = PIXEL_MEAN / LARGEST_PIXEL, PIXEL_STD / LARGEST_PIXEL
+    save_processor(directory, int(settings["image_size"]), mean=mean, std=std)
 
 
 def _collate_in_channels(

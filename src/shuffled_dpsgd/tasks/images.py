@@ -1,9 +1,16 @@
-"""Image classification: pixels scaled and resized to what the model expects."""
+"""Image classification: pixels as the model expects them, and several views of an image.
+
+The views of a record are K rows of the batch; its loss is the mean over them (De et al., 2022). So
+its gradient is one, clipped once, and nothing about the accounting changes.
+
+Shapes: B records, K views, C channels, H × W pixels.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,22 +18,46 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from shuffled_dpsgd.tasks.augmentation import ImageViews, take_views
-from shuffled_dpsgd.tasks.classes import name_classes, stated_classes
-from shuffled_dpsgd.tasks.classification import classification_task
+from shuffled_dpsgd.tasks.classification import (
+    Collate,
+    classification_task,
+    name_classes,
+    stated_classes,
+)
 from shuffled_dpsgd.tasks.config import RunConfig
-from shuffled_dpsgd.tasks.data.loading import read_images, require_task
+from shuffled_dpsgd.tasks.data.loading import Splits, check_sizes, read_images, require_task
 from shuffled_dpsgd.tasks.models import prepare_model
-from shuffled_dpsgd.tasks.parts import check_sizes
 from shuffled_dpsgd.tasks.task import Task
+
+# The share of a side by which an image is shifted at most: four pixels of 32.
+_SHIFT = 8
 
 
 def build_task(config: RunConfig) -> Task:
     """Fine-tune an image classifier; pixels are scaled to [-1, 1], as the ViT models expect."""
     require_task(config.data, "image-classification")
     num_labels = stated_classes(config.data)
-    splits = read_images(config.data, num_labels)
-    check_sizes(config, splits)
+    return image_task(
+        config,
+        read_images(config.data, num_labels),
+        num_labels,
+        collate=lambda known: partial(collate_images, size=int(known.image_size)),
+        save_assets=lambda folder, known: save_processor(folder, int(known.image_size)),
+        flips=True,
+    )
+
+
+def image_task(
+    config: RunConfig,
+    splits: Splits[Any],
+    num_labels: int,
+    *,
+    collate: Callable[[Any], Collate],
+    save_assets: Callable[[Path, Any], None],
+    flips: bool,
+) -> Task:
+    """A task of images; `collate` and `save_assets` are told the model's configuration."""
+    check_sizes(splits, batch=config.training.expected_batch_size)
     views = config.training.augmentation_multiplicity
 
     def fresh_model(seed: int) -> nn.Module:
@@ -34,16 +65,15 @@ def build_task(config: RunConfig) -> Task:
         name_classes(model, config.data, num_labels)
         return take_views(model) if views else model
 
-    model = fresh_model(config.init_seed)
-    size = int(model.config.image_size)  # type: ignore[union-attr,arg-type]
+    model: Any = fresh_model(config.init_seed)
     return classification_task(
-        "image-classification",
+        config.task,
         model,
         splits,
         fresh_model=fresh_model,
-        collate=lambda samples: collate_images(samples, size),
-        save_assets=lambda directory: save_processor(directory, size),
-        augment=ImageViews(views, flips=True) if views else None,
+        collate=collate(model.config),
+        save_assets=lambda folder: save_assets(folder, model.config),
+        augment=ImageViews(views, flips=flips) if views else None,
     )
 
 
@@ -74,7 +104,7 @@ def collate_images(
     images = torch.stack([_as_tensor(image) for image, _ in samples]).float() / 127.5 - 1.0
     if images.shape[-2:] != (size, size):
         images = F.interpolate(images, size=(size, size), mode="bilinear", antialias=True)
-    return images, torch.tensor([label for _, label in samples])
+    return images, torch.tensor([int(label) for _, label in samples])
 
 
 def _as_tensor(image: Any) -> torch.Tensor:
@@ -83,3 +113,70 @@ def _as_tensor(image: Any) -> torch.Tensor:
     import numpy as np
 
     return torch.from_numpy(np.array(image)).permute(2, 0, 1)
+
+
+class ImageViews:
+    """Shifts each image by up to an eighth of its side, and mirrors it or not, K times over.
+
+    Pixels that a shift brings in mirror those at the edge.
+    """
+
+    def __init__(self, multiplicity: int, *, flips: bool) -> None:
+        self._multiplicity = multiplicity
+        self._flips = flips
+
+    def __call__(self, batch: Any, generator: torch.Generator) -> Any:
+        """(images, labels) with images (B, C, H, W) in, (B, K, C, H, W) out."""
+        images, labels = batch
+        size, count = len(images), self._multiplicity
+        height, width = images.shape[-2:]
+
+        def draw(high: int) -> torch.Tensor:
+            drawn = torch.randint(high, (size, count, 1), generator=generator)
+            return drawn.to(images.device)
+
+        rows_BKH = torch.arange(height, device=images.device) + draw(2 * (height // _SHIFT) + 1)
+        columns_BKW = torch.arange(width, device=images.device) + draw(2 * (width // _SHIFT) + 1)
+        rows_BKH = _reflected(rows_BKH - height // _SHIFT, height)
+        columns_BKW = _reflected(columns_BKW - width // _SHIFT, width)
+        if self._flips:
+            columns_BKW = (columns_BKW - draw(2) * (width - 1)).abs()
+        records = torch.arange(size, device=images.device).view(-1, 1, 1, 1, 1)
+        channels = torch.arange(images.shape[1], device=images.device).view(-1, 1, 1)
+        rows, columns = rows_BKH[:, :, None, :, None], columns_BKW[:, :, None, None, :]
+        return images[records, channels, rows, columns], labels
+
+
+def _reflected(places: torch.Tensor, length: int) -> torch.Tensor:
+    """Places outside of 0 … length - 1 mirrored at the ends.
+
+    >>> _reflected(torch.tensor([-2, -1, 0, 3, 4]), 4).tolist()
+    [2, 1, 0, 3, 2]
+    """
+    last = length - 1
+    return last - (last - places.abs()).abs()
+
+
+class TakesViews:
+    """The forward of an image classifier that also takes images (B, K, C, H, W).
+
+    For these it returns logits (B, K, classes). It stands in the instance's dictionary, so that
+    the model keeps its class and the names of its parameters. A closure would still run the first
+    model after the model was copied.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._plain = model.forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        images, *rest = (*args, *kwargs.values())
+        if rest or not isinstance(images, torch.Tensor) or images.dim() != 5:
+            return self._plain(*args, **kwargs)
+        logits = self._plain(images.flatten(0, 1)).logits
+        return logits.unflatten(0, images.shape[:2])
+
+
+def take_views(model: nn.Module) -> nn.Module:
+    """Let `model` take several views of each image; images without views are taken as before."""
+    model.forward = TakesViews(model)
+    return model

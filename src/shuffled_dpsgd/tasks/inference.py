@@ -8,41 +8,24 @@ from typing import Any
 
 import torch
 
-from shuffled_dpsgd.errors import CheckpointError, InvalidArgumentError
-from shuffled_dpsgd.tasks.config import ModelConfig, RunConfig
-from shuffled_dpsgd.tasks.data.config import DataConfig
-from shuffled_dpsgd.tasks.data.loading import num_texts
-from shuffled_dpsgd.tasks.data.records import LabelledText
+from shuffled_dpsgd.errors import CheckpointError, InvalidArgumentError, MissingExtraError
+from shuffled_dpsgd.tasks.config import GenerationConfig, ModelConfig, RunConfig
+from shuffled_dpsgd.tasks.data.loading import LabelledText, num_texts
 from shuffled_dpsgd.tasks.digits import LARGEST_PIXEL, PIXEL_MEAN, PIXEL_STD
-from shuffled_dpsgd.tasks.generation.config import GenerationConfig
-from shuffled_dpsgd.tasks.generation.decoding import (
-    Decoding,
+from shuffled_dpsgd.tasks.generation import (
     continue_prompts,
+    evaluate_generation,
     prompt_ids,
     room_for_prompts,
 )
-from shuffled_dpsgd.tasks.generation.evaluation import evaluate_generation
-from shuffled_dpsgd.tasks.generation.libraries import require_libraries
-from shuffled_dpsgd.tasks.generation.meteor_jar import find_java
 from shuffled_dpsgd.tasks.images import collate_images
 from shuffled_dpsgd.tasks.models import prepare_model
-from shuffled_dpsgd.tasks.privacy import chosen_device
-from shuffled_dpsgd.tasks.registry import build_task
-from shuffled_dpsgd.tasks.run import load_run
-from shuffled_dpsgd.tasks.task import Evaluation
+from shuffled_dpsgd.tasks.run_folder import load_run
+from shuffled_dpsgd.tasks.start import chosen_device
+from shuffled_dpsgd.tasks.task import Evaluation, build_task
 from shuffled_dpsgd.tasks.text import encode_labelled, uses_token_types
-from shuffled_dpsgd.tasks.tokenizers import load_tokenizer
-from shuffled_dpsgd.tasks.tokens import TokenCollate, class_labels
-
-_HEADS: dict[str, Any] = {
-    "digits": "image",
-    "image-classification": "image",
-    "text-classification": "sequence",
-    "causal-lm": "causal-lm",
-}
-
-# Formats whose only held-out split is called test.
-ONE_HELDOUT_SPLIT = ("digits", "cifar")
+from shuffled_dpsgd.tasks.text_scores import find_java, require_libraries
+from shuffled_dpsgd.tasks.tokens import TokenCollate, class_labels, load_tokenizer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,6 +74,7 @@ def evaluate_run(
     language model is asked for them.
     """
     config = trained_config(directory)
+    writes = config.task == "causal-lm" and generation is not None
     if config.task != "causal-lm" and generation not in (None, GenerationRequest()):
         raise InvalidArgumentError(
             "RUN",
@@ -98,7 +82,7 @@ def evaluate_run(
             got=config.task,
             remedy="leave out what is about beams, tokens, prompts, texts and METEOR",
         )
-    if config.task == "causal-lm" and generation is not None:
+    if writes:
         require_libraries()
     if data is not None:
         if config.data.path is None:
@@ -106,8 +90,13 @@ def evaluate_run(
                 "--data", expected="a run on data from a folder", got=str(data)
             )
         config = replace(config, data=replace(config.data, path=str(data)))
-    if split is not None and (split != "test" or config.data.format not in ONE_HELDOUT_SPLIT):
-        config = replace(config, data=_with_split(config.data, split))
+    # The only held-out split of the digits is called test.
+    if split is not None and (split, config.task) != ("test", "digits"):
+        try:
+            asked = replace(config.data, heldout_split=split, heldout_from_train=None)
+        except InvalidArgumentError as error:
+            raise error.about("--split") from error
+        config = replace(config, data=asked)
     if config.task != "digits":
         # Training records are not scored, so no more of them are encoded than a task must have.
         few = config.training.expected_batch_size
@@ -115,7 +104,7 @@ def evaluate_run(
     task = build_task(config)
     model = task.model.to(chosen_device(config.training.device))
     found = {name: of(model) for name, of in task.evaluations.items()}
-    if generation is None or config.task != "causal-lm":
+    if not writes or generation is None:
         return task.score_name, found, None
     scores = evaluate_generation(
         model,
@@ -128,13 +117,6 @@ def evaluate_run(
     return task.score_name, found, scores
 
 
-def _with_split(data: DataConfig, split: str) -> DataConfig:
-    try:
-        return replace(data, heldout_split=split, heldout_from_train=None)
-    except InvalidArgumentError as error:
-        raise error.about("--split") from error
-
-
 @torch.no_grad()
 def predict(directory: Path, inputs: list[str]) -> list[dict[str, Any]]:
     """The class of each text, or of each image file, with its probability."""
@@ -143,10 +125,11 @@ def predict(directory: Path, inputs: list[str]) -> list[dict[str, Any]]:
         raise InvalidArgumentError(
             "RUN", expected="a classifier", got="a language model", remedy="use generate"
         )
-    model: Any = prepare_model(config.model, head=_HEADS[config.task]).eval()
+    reads = config.task == "text-classification"
+    model = prepare_model(config.model, head="sequence" if reads else "image").eval()
     answers = []
     for given in inputs:
-        if config.task == "text-classification":
+        if reads:
             logits = model(**_tokens(given, config, model)).logits
         else:
             logits = model(pixel_values=_pixels(Path(given), config, model)).logits
@@ -157,26 +140,28 @@ def predict(directory: Path, inputs: list[str]) -> list[dict[str, Any]]:
     return answers
 
 
-def generate(directory: Path, prompts: list[str], decoding: Decoding) -> list[dict[str, Any]]:
+def generate(
+    directory: Path, prompts: list[str], settings: GenerationConfig
+) -> list[dict[str, Any]]:
     """The likeliest continuation of each prompt, as the run was trained to give it."""
     config = trained_config(directory)
     if config.task != "causal-lm":
         raise InvalidArgumentError(
             "RUN", expected="a language model", got=config.task, remedy="use predict"
         )
-    model: Any = prepare_model(config.model, head="causal-lm")
+    model = prepare_model(config.model, head="causal-lm")
     tokenizer = load_tokenizer(config.model.name)
-    room = room_for_prompts(model, decoding)
+    room = room_for_prompts(model, settings)
     for prompt in prompts:
-        length = len(prompt_ids(prompt, tokenizer, None))
+        length = len(prompt_ids(prompt, tokenizer))
         if room is not None and length > room:
             raise InvalidArgumentError(
                 "PROMPT",
-                expected=f"at most {room} tokens, so that {decoding.max_new_tokens} more fit",
+                expected=f"at most {room} tokens, so that {settings.max_new_tokens} more fit",
                 got=length,
             )
     device = chosen_device(config.training.device)
-    texts = continue_prompts(model.to(device), tokenizer, prompts, decoding)
+    texts = continue_prompts(model.to(device), tokenizer, prompts, settings)
     return [{"prompt": prompt, "text": text} for prompt, text in zip(prompts, texts, strict=True)]
 
 
@@ -189,15 +174,14 @@ def _tokens(given: str, config: RunConfig, model: Any) -> dict[str, torch.Tensor
     tokenizer = load_tokenizer(config.model.name)
     texts: tuple[str, ...] = (given,)
     if num_texts(config.data) == 2:
-        first, tab, second = given.partition("\t")
-        if not tab:
+        texts = tuple(given.split("\t", 1))
+        if len(texts) == 1:
             raise InvalidArgumentError(
                 "INPUT",
                 expected=f"two texts with a tab between: the run's data ({config.data.format}) are "
                 "pairs",
                 got=given,
             )
-        texts = (first, second)
     example = LabelledText(texts=texts, label=0)
     records = encode_labelled([example], tokenizer, config.data.max_length, uses_token_types(model))
     return TokenCollate(pad_id=tokenizer.pad_id, labels=class_labels)(records)[0]
@@ -207,9 +191,7 @@ def _pixels(path: Path, config: RunConfig, model: Any) -> torch.Tensor:
     try:
         from PIL import Image, UnidentifiedImageError
     except ImportError as error:
-        raise InvalidArgumentError(
-            "INPUT", expected="pillow to be installed, which reads images", got="none"
-        ) from error
+        raise MissingExtraError("pillow", extra="hf", purpose="images") from error
     try:
         image = Image.open(path)
         image.load()

@@ -5,19 +5,23 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from safetensors import SafetensorError
 from torch import nn
 
 from shuffled_dpsgd.errors import InvalidArgumentError, MissingExtraError
 from shuffled_dpsgd.models import Head, checkpoint_activations, load_model, seeded
-from shuffled_dpsgd.tasks.config import ModelConfig
-from shuffled_dpsgd.tasks.embeddings import find_input_embeddings
+from shuffled_dpsgd.tasks.config import ModelConfig, RunConfig
+
+# A module made of these alone turns tokens into vectors and does nothing else.
+_OF_EMBEDDINGS = (nn.Embedding, nn.LayerNorm, nn.Dropout, nn.Identity)
+_TASK_TYPES = {"sequence": "SEQ_CLS", "causal-lm": "CAUSAL_LM", "image": None}
 
 
 def prepare_model(
     config: ModelConfig, *, head: Head, num_labels: int | None = None, seed: int = 0
-) -> nn.Module:
+) -> Any:
     """The model `config` names: a local folder, else the catalogue, else the hub.
 
     `from_scratch` keeps the architecture and draws new weights; `lora_rank` freezes the weights
@@ -72,48 +76,98 @@ def choose_trained(model: nn.Module, config: ModelConfig) -> None:
     Patterns are those of the shell: `*` stands for anything.
 
     Raises:
-        InvalidArgumentError: a pattern matches nothing, or nothing is left to train.
+        InvalidArgumentError: a pattern matches nothing, embeddings that are required cannot be
+            told, or nothing is left to train.
     """
     names = [name for name, _ in model.named_parameters()]
+    matched = set()
     for key, patterns in (("freeze", config.freeze), ("train_only", config.train_only)):
         for pattern in patterns:
-            if not fnmatch.filter(names, pattern):
+            found = {name for name in names if fnmatch.fnmatchcase(name, pattern)}
+            if not found:
                 raise InvalidArgumentError(
                     f"model.{key}",
                     expected="patterns of parameter names, each matching one at least",
                     got=pattern,
                     remedy=f"names are like {names[0]} and {names[-1]}; * stands for anything",
                 )
-    for name, parameter in model.named_parameters():
-        frozen = any(fnmatch.fnmatchcase(name, pattern) for pattern in config.freeze)
-        if config.train_only:
-            frozen = not any(fnmatch.fnmatchcase(name, p) for p in config.train_only)
-        if frozen:
-            parameter.requires_grad_(False)
+            matched |= found
+    frozen = {*names} - matched if config.train_only else matched
     if config.embeddings != "train":
-        _freeze_embeddings(model, required=config.embeddings == "freeze")
+        embeddings, why_not = find_input_embeddings(model)
+        if why_not is not None and config.embeddings == "freeze":
+            raise InvalidArgumentError(
+                "model.embeddings",
+                expected="a model whose input embeddings can be told from its structure",
+                got=why_not,
+                remedy="name them by patterns in model.freeze",
+            )
+        frozen |= {*embeddings}
+    for name in frozen:
+        model.get_parameter(name).requires_grad_(False)
     if not any(p.requires_grad for p in model.parameters()):
         raise InvalidArgumentError(
             "model.freeze", expected="something left to train", got=list(config.freeze)
         )
 
 
-def _freeze_embeddings(model: nn.Module, *, required: bool) -> None:
-    """Freeze what the model turns tokens into vectors with; if it is not `required`, where found.
+def find_input_embeddings(model: nn.Module) -> tuple[tuple[str, ...], str | None]:
+    """The parameters that turn tokens into vectors, or why they cannot be told; never guessed at.
 
-    Raises:
-        InvalidArgumentError: the embeddings are required and cannot be told.
+    Beside the words' embedding, which `get_input_embeddings` names, these are all parameters of
+    the module around it, if that has embeddings and their norms alone (BERT). Otherwise they are
+    the embeddings that stand beside it in that module: of positions, in GPT-2.
+
+    Weights that are used elsewhere, such as by a head that is tied to them, are not told.
     """
-    found = find_input_embeddings(model)
-    if required and found.why_not is not None:
-        raise InvalidArgumentError(
-            "model.embeddings",
-            expected="a model whose input embeddings can be told from its structure",
-            got=found.why_not,
-            remedy="name them by patterns in model.freeze",
+    getter: Any = getattr(model, "get_input_embeddings", None)
+    words = None if getter is None else getter()
+    if not isinstance(words, nn.Embedding):
+        return (), "the model names no input embedding"
+    everywhere = model.named_modules(remove_duplicate=False)
+    paths = [path for path, module in everywhere if module is words]
+    if len(paths) != 1:
+        return (), "the input embedding stands in several places"
+    parent = paths[0].rpartition(".")[0]
+    around = model.get_submodule(parent)
+    alone = all(isinstance(child, _OF_EMBEDDINGS) for child in around.children())
+    prefix = f"{parent}." if parent else ""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+
+    def is_inside(name: str) -> bool:
+        child = name.removeprefix(prefix).partition(".")[0]
+        return name.startswith(prefix) and (
+            alone or isinstance(getattr(around, child), nn.Embedding)
         )
-    for name in found.names:
-        model.get_parameter(name).requires_grad_(False)
+
+    inside = tuple(filter(is_inside, parameters))
+    taken = {id(parameters[name]) for name in inside}
+    shared = [n for n, p in parameters.items() if n not in inside and id(p) in taken]
+    if shared:
+        return (), f"{shared[0]} shares the input embeddings' weights"
+    return inside, None
+
+
+def describe_choices(config: RunConfig, model: nn.Module) -> str | None:
+    """What the method chose for a run of `model`, in words; None where it chose nothing."""
+    parts = []
+    if "optimizer.schedule" in config.by_method:
+        parts.append(f"{config.optimizer.schedule} schedule")
+    if "training.weight_averaging" in config.by_method:
+        parts.append(f"weights averaged with decay {config.training.weight_averaging:g}")
+    if "model.embeddings" in config.by_method:
+        why_not = find_input_embeddings(model)[1]
+        sizes = [(p.numel(), p.requires_grad) for p in model.parameters()]
+        total, trained = sum(n for n, _ in sizes), sum(n for n, trains in sizes if trains)
+        share = f"{trained:,} of {total:,}"
+        if total >= 1_000_000:
+            share = f"{trained / 1e6:.1f} of {total / 1e6:.1f} million"
+        parts.append(
+            f"embeddings frozen ({share} weights trained)"
+            if why_not is None
+            else f"all weights trained, no embeddings frozen ({why_not})"
+        )
+    return f"{config.privacy.method}: {', '.join(parts)}" if parts else None
 
 
 def _with_lora(model: nn.Module, head: Head, rank: int) -> nn.Module:
@@ -121,11 +175,10 @@ def _with_lora(model: nn.Module, head: Head, rank: int) -> nn.Module:
         import peft
     except ImportError as error:
         raise MissingExtraError("peft", extra="hf", purpose="model.lora_rank") from error
-    kinds = {"sequence": "SEQ_CLS", "causal-lm": "CAUSAL_LM", "image": None}
     settings = peft.LoraConfig(
         r=rank,
         lora_alpha=2 * rank,
-        task_type=kinds[head],
+        task_type=_TASK_TYPES[head],
         target_modules="all-linear" if head == "image" else None,
         modules_to_save=["classifier"] if head == "image" else None,
     )

@@ -2,23 +2,42 @@
 
 The folder's ledger knows what was released from the data, so starting over in it would forget
 spent privacy; that is refused. A run that fails before its first release leaves no trace.
+
+`_data.json` holds a salted digest of the training records: the budget was planned for one set of
+them, and the steps before and after an interruption must see the same one. Only its owner reads
+it, and its underscore keeps it out of uploads to the Hugging Face hub. It says nothing to somebody
+who does not have the records, but could confirm a guess of all of them.
 """
 
 from __future__ import annotations
 
+import json
+import os
+import secrets
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
-from shuffled_dpsgd.errors import InvalidArgumentError
+from shuffled_dpsgd.errors import CheckpointError, InvalidArgumentError
+from shuffled_dpsgd.tasks.config import RunConfig
+from shuffled_dpsgd.tasks.config_files import parse_config
+from shuffled_dpsgd.training.data import MapStyle
+from shuffled_dpsgd.training.record_digest import digest
 
+CONFIG_FILE = "run.json"
+SUMMARY_FILE = "summary.json"
+LEDGER_FILE = "ledger.jsonl"
+DATA_FILE = "_data.json"
 UNFINISHED = ".run.json.tmp"
 """A run's configuration while it is written."""
+_BY_METHOD = "chosen_by_method"
 # What a start leaves behind that was killed before its configuration was written.
-_BEFORE_A_RUN = frozenset({UNFINISHED, ".probe", "_data.json", "ledger.jsonl", "_ledger.jsonl.key"})
+_BEFORE_A_RUN = frozenset({UNFINISHED, ".probe", DATA_FILE, LEDGER_FILE, "_ledger.jsonl.key"})
 _CHECKPOINTS_AT_ONCE = 3
 _ADAM_STATE = 2
 
@@ -65,7 +84,7 @@ def _was_never_begun(directory: Path) -> bool:
     if not directory.is_dir():
         return False
     names = {item.name for item in directory.iterdir()}
-    ledger = directory / "ledger.jsonl"
+    ledger = directory / LEDGER_FILE
     # Its first line is the plan; every other one is a release.
     releases = ledger.read_bytes().count(b"\n") - 1 if ledger.is_file() else 0
     return bool(names) and names <= _BEFORE_A_RUN and releases <= 0
@@ -97,9 +116,8 @@ def empty_directory(directory: Path, *, made: Path) -> None:
 
 def check_space(directory: Path, model: nn.Module) -> None:
     """Refuse to start where the checkpoints and the model would not fit."""
-    sizes = [(p.numel() * p.element_size(), p.requires_grad) for p in model.parameters()]
-    weights = sum(size for size, _ in sizes)
-    moments = _ADAM_STATE * sum(size for size, trainable in sizes if trainable)
+    weights = sum(p.nbytes for p in model.parameters())
+    moments = _ADAM_STATE * sum(p.nbytes for p in model.parameters() if p.requires_grad)
     needed = _CHECKPOINTS_AT_ONCE * (weights + moments) + weights
     free = shutil.disk_usage(directory).free
     if free < needed:
@@ -109,3 +127,75 @@ def check_space(directory: Path, model: nn.Module) -> None:
             got=f"{free / 2**20:,.0f} MiB in {directory}",
             remedy="free some space, or choose a folder on another disk",
         )
+
+
+def write_start(directory: Path, config: RunConfig, data: MapStyle) -> None:
+    """Write down which records a run begins with, and its configuration."""
+    salt = secrets.token_bytes(32)
+    known = {"num_records": len(data), "salt": salt.hex(), "digest": digest(data, salt)}
+    descriptor = os.open(directory / DATA_FILE, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with open(descriptor, "w", encoding="utf-8") as file:
+        json.dump(known, file)
+    stated = config.to_json() | {_BY_METHOD: list(config.by_method)}
+    # Whole or not at all: a folder with half of it could be neither begun nor resumed.
+    unfinished = directory / UNFINISHED
+    unfinished.write_text(json.dumps(stated, indent=2) + "\n", encoding="utf-8")
+    unfinished.replace(directory / CONFIG_FILE)
+
+
+def check_data(directory: Path, data: MapStyle) -> None:
+    """Refuse records other than those the run in `directory` began with.
+
+    Raises:
+        CheckpointError: their number or their content differs, or the file is not there.
+    """
+    path = directory / DATA_FILE
+    try:
+        known = json.loads(path.read_text(encoding="utf-8"))
+        number, salt, expected = known["num_records"], known["salt"], known["digest"]
+        same = digest(data, bytes.fromhex(salt)) == expected
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"{path}: cannot be read ({error}), so nobody knows which records this run began "
+            "with; put the file back"
+        ) from error
+    if same and number == len(data):
+        return
+    how = f"began with {number} training records, now there are {len(data)}"
+    if number == len(data):
+        how = f"began with {number} training records, and they are not the ones there are now"
+    raise CheckpointError(
+        f"{directory}: this run {how}; put the data back as they were, or start another run"
+    )
+
+
+def is_run_folder(directory: Path) -> bool:
+    """Whether a run has begun there."""
+    return (directory / CONFIG_FILE).is_file()
+
+
+def load_run(directory: Path) -> RunConfig:
+    """The configuration of the run in `directory`."""
+    path = directory / CONFIG_FILE
+    if not is_run_folder(directory):
+        raise CheckpointError(
+            f"{directory}: no {CONFIG_FILE}, so not the folder of a run; "
+            "pass the folder an earlier run wrote to"
+        )
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+        # Runs that are older than the word have none.
+        chosen = raw.pop(_BY_METHOD, ()) if isinstance(raw, dict) else ()
+        return replace(parse_config(raw), by_method=tuple(chosen))
+    except (ValueError, TypeError, OSError) as error:
+        raise CheckpointError(f"{path}: not a run's configuration; {error}") from error
+
+
+def finished_summary(directory: Path) -> dict[str, Any] | None:
+    """The summary of a run that has nothing left to do; None for any other folder."""
+    try:
+        summary = json.loads((directory / SUMMARY_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    done = isinstance(summary, dict) and summary.get("finished") and (directory / "model").is_dir()
+    return summary if done else None

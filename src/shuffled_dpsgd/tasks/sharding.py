@@ -2,12 +2,28 @@
 
 from __future__ import annotations
 
+import secrets
+
 import torch
 from torch import nn
 
 from shuffled_dpsgd.distributed import World
-from shuffled_dpsgd.distributed.gathering import gather_whole
+from shuffled_dpsgd.distributed.agreement import agree
+from shuffled_dpsgd.distributed.layouts import gather_whole
 from shuffled_dpsgd.errors import InvalidArgumentError
+from shuffled_dpsgd.training.data import MapStyle
+from shuffled_dpsgd.training.record_digest import digest
+
+
+def compare_data(world: World, data: MapStyle) -> None:
+    """Refuse a launch whose ranks have loaded different records, naming the rank."""
+    if world.size > 1:
+        salt = world.from_first(secrets.token_bytes(32))
+        facts = {
+            "number of training records": len(data),
+            "set of training records": digest(data, salt),
+        }
+        agree(world, facts, remedy="give every rank the same files")
 
 
 def shard_model(model: nn.Module, world: World, device: torch.device) -> None:
@@ -44,15 +60,13 @@ def fill_whole(world: World, whole: nn.Module | None, sharded: nn.Module) -> Non
 
     One parameter is gathered at a time.
     """
-    targets = {} if whole is None else dict(whole.named_parameters())
     for name, parameter in sharded.named_parameters():
         found = gather_whole(world, parameter)
         if whole is not None:
-            targets[name].copy_(found)
-    buffers = {} if whole is None else dict(whole.named_buffers())
-    for name, buffer in sharded.named_buffers():
-        if name in buffers:
-            buffers[name].copy_(buffer)
+            whole.get_parameter(name).copy_(found)
+    if whole is not None:
+        for name, buffer in sharded.named_buffers():
+            whole.get_buffer(name).copy_(buffer)
 
 
 def has_room(whole: nn.Module, device: torch.device) -> bool:

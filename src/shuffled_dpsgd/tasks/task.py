@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from shuffled_dpsgd.training.data import MapStyle
 from shuffled_dpsgd.training.loop import Augment
+
+if TYPE_CHECKING:
+    from shuffled_dpsgd.tasks.config import RunConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,27 +34,41 @@ class Evaluation:
 class Task:
     """Everything a training run needs besides its privacy plan and optimizer.
 
-    `losses(model, batch)` returns one loss per sample, shape (B,); `evaluate(model)` sees only
-    held-out data: `heldout_data`, the first split where there are several. `evaluations` has a
-    function for each split, by its name. `collate` turns a list of samples of `train_data` into a
-    batch, or is None for torch's default. `save_assets` writes what belongs beside the weights
-    (configuration, tokenizer) into a folder. `evaluate_texts` lets a language model write texts and
-    scores them.
-    `fresh_model(seed)` builds the model once more, with initial weights from that seed; nothing
-    else of a task depends on it. `augment(batch, generator)` is what training makes of a batch
-    before `losses` sees it.
+    `losses(model, batch)` returns one loss per sample, shape (B,). `evaluations` has a function for
+    each held-out split, by its name; `heldout_data` is the first one. `collate` turns a list of
+    samples of `train_data` into a batch, or is None for torch's default. Training makes
+    `augment(batch, generator)` of a batch before `losses` sees it. `save_assets` writes what
+    belongs beside the weights (configuration, tokenizer) into a folder. `evaluate_texts` lets a
+    language model write texts and scores them. `fresh_model(seed)` builds the model once more, with
+    initial weights from that seed; nothing else of a task depends on it.
     """
 
     name: str
     model: nn.Module
     train_data: MapStyle
     losses: Callable[[nn.Module, Any], torch.Tensor]
-    evaluate: Callable[[nn.Module], Evaluation]
     score_name: str
     fresh_model: Callable[[int], nn.Module]
+    evaluations: Mapping[str, Callable[[nn.Module], Evaluation]]
     heldout_data: MapStyle = ()
-    evaluations: Mapping[str, Callable[[nn.Module], Evaluation]] = field(default_factory=dict)
     collate: Callable[[list[Any]], Any] | None = None
     save_assets: Callable[[Any], None] | None = None
     evaluate_texts: Callable[[nn.Module], dict[str, Any]] | None = None
     augment: Augment | None = None
+
+    def evaluate(self, model: nn.Module) -> Evaluation:
+        """What `model` scores on the first held-out split."""
+        return next(iter(self.evaluations.values()))(model)
+
+
+def build_task(config: RunConfig) -> Task:
+    """Load data and model; data that cannot be used are refused before the model is loaded."""
+    from shuffled_dpsgd.tasks import digits, images, text
+
+    builders: dict[str, Callable[[RunConfig], Task]] = {
+        "digits": digits.build_task,
+        "image-classification": images.build_task,
+        "text-classification": text.build_classification,
+        "causal-lm": text.build_causal_lm,
+    }
+    return builders[config.task](config)

@@ -17,26 +17,35 @@ from shuffled_dpsgd.integrations.per_sample_loss import (
     next_token_losses,
     unwrapped,
 )
-from shuffled_dpsgd.tasks.classes import name_classes, stated_classes
-from shuffled_dpsgd.tasks.classification import classification_task, heldout_batches
-from shuffled_dpsgd.tasks.config import ModelConfig, RunConfig
-from shuffled_dpsgd.tasks.data.loading import read_continuations, read_texts, require_task
-from shuffled_dpsgd.tasks.data.records import Continuation, LabelledText, Splits
-from shuffled_dpsgd.tasks.generation.decoding import MARK, cut_prompt
-from shuffled_dpsgd.tasks.generation.evaluation import evaluate_generation
-from shuffled_dpsgd.tasks.generation.libraries import require_libraries
+from shuffled_dpsgd.tasks.classification import (
+    classification_task,
+    heldout_batches,
+    name_classes,
+    stated_classes,
+)
+from shuffled_dpsgd.tasks.config import RunConfig
+from shuffled_dpsgd.tasks.data.loading import (
+    Continuation,
+    LabelledText,
+    Splits,
+    check_sizes,
+    read_continuations,
+    read_texts,
+    require_task,
+)
+from shuffled_dpsgd.tasks.generation import MARK, cut_prompt, evaluate_generation
 from shuffled_dpsgd.tasks.models import prepare_model
-from shuffled_dpsgd.tasks.parts import check_sizes
 from shuffled_dpsgd.tasks.task import Evaluation, Task
-from shuffled_dpsgd.tasks.tokenizers import Tokenizer, load_tokenizer
+from shuffled_dpsgd.tasks.text_scores import require_libraries
 from shuffled_dpsgd.tasks.tokens import (
-    PairIds,
     Record,
     TokenCollate,
+    Tokenizer,
     TokenRecords,
     class_labels,
     continuation_labels,
     ids_of,
+    load_tokenizer,
 )
 
 _LARGEST_EXPONENT = 700.0
@@ -48,7 +57,7 @@ def build_classification(config: RunConfig) -> Task:
     require_task(data, "text-classification")
     num_labels = stated_classes(data)
     splits = read_texts(data, num_labels)
-    check_sizes(config, splits)
+    check_sizes(splits, batch=config.training.expected_batch_size)
     tokenizer = load_tokenizer(config.model.name)
 
     def fresh_model(seed: int) -> nn.Module:
@@ -57,13 +66,16 @@ def build_classification(config: RunConfig) -> Task:
         return model
 
     model = fresh_model(config.init_seed)
-    typed = uses_token_types(model)
-    encoded = _map(splits, lambda part: encode_labelled(part, tokenizer, data.max_length, typed))
-    check_tokens(config, model, encoded)
+    encode = partial(
+        encode_labelled,
+        tokenizer=tokenizer,
+        max_length=data.max_length,
+        typed=uses_token_types(model),
+    )
     return classification_task(
         "text-classification",
         model,
-        encoded,
+        _encoded(config, model, splits, encode),
         fresh_model=fresh_model,
         collate=TokenCollate(pad_id=tokenizer.pad_id, labels=class_labels),
         save_assets=tokenizer.save,
@@ -72,49 +84,40 @@ def build_classification(config: RunConfig) -> Task:
 
 def build_causal_lm(config: RunConfig) -> Task:
     """Fine-tune a language model to continue prompts; only the continuation is scored."""
-    data = config.data
+    data, wanted = config.data, config.generation
     require_task(data, "causal-lm")
     splits = read_continuations(data)
-    check_sizes(config, splits)
-    wanted = config.generation
+    check_sizes(splits, batch=config.training.expected_batch_size)
     if wanted is not None:
         data.check_split(wanted.split)
         require_libraries()
-    tokenizer = load_tokenizer(config.model.name)
-    fresh_model = partial(_causal_lm, config.model)
+    tokenizer = load_tokenizer(config.model.name, marked=False)
+
+    def fresh_model(seed: int) -> nn.Module:
+        return prepare_model(config.model, head="causal-lm", seed=seed)
+
     model = fresh_model(config.init_seed)
-    encoded = _map(splits, lambda part: encode_continuations(part, tokenizer, data.max_length))
-    check_tokens(config, model, encoded)
+    encode = partial(encode_continuations, tokenizer=tokenizer, max_length=data.max_length)
+    encoded = _encoded(config, model, splits, encode)
     collate = TokenCollate(pad_id=tokenizer.pad_id, labels=continuation_labels)
-    evaluations = {
-        split: partial(evaluate_perplexity, heldout=heldout, collate=collate)
-        for split, heldout in encoded.heldout.items()
-    }
     return Task(
         name="causal-lm",
         model=model,
         train_data=encoded.train,
         losses=_continuation_losses,
-        evaluate=next(iter(evaluations.values())),
-        evaluations=evaluations,
+        evaluations={
+            split: partial(evaluate_perplexity, heldout=heldout, collate=collate)
+            for split, heldout in encoded.heldout.items()
+        },
         heldout_data=next(iter(encoded.heldout.values())),
         score_name="perplexity",
         fresh_model=fresh_model,
         collate=collate,
-        save_assets=partial(tokenizer.save, marked=False),
+        save_assets=tokenizer.save,
         evaluate_texts=None
         if wanted is None
         else lambda trained: evaluate_generation(trained, tokenizer, data, wanted),
     )
-
-
-def _causal_lm(config: ModelConfig, seed: int) -> nn.Module:
-    return prepare_model(config, head="causal-lm", seed=seed)
-
-
-def _map(splits: Splits[Any], encode: Callable[[Any], list[Record]]) -> Splits[TokenRecords]:
-    heldout = {name: TokenRecords(encode(part)) for name, part in splits.heldout.items()}
-    return Splits(train=TokenRecords(encode(splits.train)), heldout=heldout)
 
 
 def uses_token_types(model: nn.Module) -> bool:
@@ -124,48 +127,12 @@ def uses_token_types(model: nn.Module) -> bool:
     return known > 1 and "token_type_ids" in inspect.signature(inner.forward).parameters
 
 
-def check_tokens(config: RunConfig, model: nn.Module, splits: Splits[TokenRecords]) -> None:
-    """Refuse texts the model has no positions or no vocabulary for, before any of them is used."""
-    known: Any = getattr(model, "config", None)
-    positions = getattr(known, "max_position_embeddings", None)
-    if positions is not None and "roberta" in getattr(known, "model_type", ""):
-        positions -= 2  # Its position ids begin behind that of the padding.
-    named = {"training": splits.train, **{f"{k} held-out": v for k, v in splits.heldout.items()}}
-    rows = {name: [ids_of(record) for record in part] for name, part in named.items()}
-    longest = max((len(ids) for part in rows.values() for ids in part), default=0)
-    if positions is not None and longest > positions:
-        raise InvalidArgumentError(
-            "data.max_length",
-            expected=f"at most the {positions} positions of {config.model.name}",
-            got=config.data.max_length,
-        )
-    for name, part in rows.items():
-        empty = next((i for i, ids in enumerate(part) if not ids), None)
-        if empty is not None:
-            raise InvalidArgumentError(
-                f"{name} record {empty}", expected="at least one token", got="an empty text"
-            )
-    size = getattr(known, "vocab_size", None)
-    largest = max((max(ids) for part in rows.values() for ids in part), default=0)
-    if size is not None and largest >= size:
-        raise InvalidArgumentError(
-            "model.name",
-            expected=f"a tokenizer whose tokens are below {size}, as the model's embedding has",
-            got=largest,
-            remedy="save the model with the tokenizer it was trained with",
-        )
-
-
 def encode_labelled(
     examples: Sequence[LabelledText], tokenizer: Tokenizer, max_length: int, typed: bool = False
 ) -> list[Record]:
     """Token ids and class of each example; `typed` pairs say which text each token belongs to."""
     texts = [example.texts for example in examples]
-    rows: Sequence[list[int] | PairIds] | None = None
-    if typed and texts and len(texts[0]) == 2:
-        rows = tokenizer.encode_pairs(texts, max_length=max_length)
-    if rows is None:
-        rows = tokenizer.encode_all(texts, max_length=max_length)
+    rows = tokenizer.encode(texts, max_length=max_length, typed=typed)
     return [(ids, example.label) for ids, example in zip(rows, examples, strict=True)]
 
 
@@ -174,15 +141,54 @@ def encode_continuations(
 ) -> list[Record]:
     """Ids of prompt, mark, target and end; with the number of ids before the target."""
     encoded: list[Record] = []
-    mark = tokenizer.encode_plain(MARK)
-    prompts = tokenizer.encode_all_plain([f"{example.prompt}{MARK}" for example in examples])
-    targets = tokenizer.encode_all_plain([f" {example.target}" for example in examples])
+    (mark,) = tokenizer.encode_plain([MARK])
+    prompts = tokenizer.encode_plain([f"{example.prompt}{MARK}" for example in examples])
+    targets = tokenizer.encode_plain([f" {example.target}" for example in examples])
     for prompt, target in zip(prompts, targets, strict=True):
         # Cut the prompt rather than the target: without a target token there is nothing to learn.
         kept = cut_prompt(prompt, mark, max_length - len(target) - 1)
         ids = [*kept, *target, tokenizer.end_id][:max_length]
         encoded.append((ids, len(kept)))
     return encoded
+
+
+def _encoded(
+    config: RunConfig,
+    model: nn.Module,
+    splits: Splits[Any],
+    encode: Callable[[Any], list[Record]],
+) -> Splits[TokenRecords]:
+    """Token records; refuses texts the model has no positions or no vocabulary for."""
+    heldout = {name: TokenRecords(encode(part)) for name, part in splits.heldout.items()}
+    train = TokenRecords(encode(splits.train))
+    named = {"training": train, **{f"{name} held-out": part for name, part in heldout.items()}}
+    longest = largest = 0
+    for name, part in named.items():
+        for number, ids in enumerate(map(ids_of, part)):
+            if not ids:
+                raise InvalidArgumentError(
+                    f"{name} record {number}", expected="at least one token", got="an empty text"
+                )
+            longest, largest = max(longest, len(ids)), max(largest, *ids)
+    known: Any = getattr(model, "config", None)
+    positions = getattr(known, "max_position_embeddings", None)
+    if positions is not None and "roberta" in getattr(known, "model_type", ""):
+        positions -= 2  # Its position ids begin behind that of the padding.
+    if positions is not None and longest > positions:
+        raise InvalidArgumentError(
+            "data.max_length",
+            expected=f"at most the {positions} positions of {config.model.name}",
+            got=config.data.max_length,
+        )
+    size = getattr(known, "vocab_size", None)
+    if size is not None and largest >= size:
+        raise InvalidArgumentError(
+            "model.name",
+            expected=f"a tokenizer whose tokens are below {size}, as the model's embedding has",
+            got=largest,
+            remedy="save the model with the tokenizer it was trained with",
+        )
+    return Splits(train=train, heldout=heldout)
 
 
 def _continuation_losses(model: nn.Module, batch: Any) -> torch.Tensor:

@@ -1,15 +1,20 @@
-"""Records of token ids, and batches of them padded so that no padding is seen."""
+"""Text as token ids, and batches of them padded so that no padding is seen."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
+from shuffled_dpsgd.errors import InvalidArgumentError, MissingExtraError
 from shuffled_dpsgd.integrations.per_sample_loss import IGNORED_LABEL
+from shuffled_dpsgd.models import weights_of
+
+_SPECIAL = {"<pad>": 256, "<begin>": 257, "<end>": 258, "<sep>": 259}
 
 
 class PairIds(NamedTuple):
@@ -22,6 +27,116 @@ class PairIds(NamedTuple):
 # Token ids, and what belongs to them: a class, or the number of ids before the target.
 Record = tuple[list[int] | PairIds, int]
 TokenBatch = tuple[dict[str, torch.Tensor], torch.Tensor]
+
+
+class Tokenizer:
+    """A tokenizer of transformers, and what the text tasks ask of it."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+
+    @property
+    def pad_id(self) -> int:
+        """The padding id; tokenizers without one (GPT-2) pad with their end of text."""
+        own = self._tokenizer.pad_token_id
+        return self.end_id if own is None else int(own)
+
+    @property
+    def end_id(self) -> int:
+        """The id that ends a text."""
+        for name in ("eos_token_id", "sep_token_id"):
+            value = getattr(self._tokenizer, name)
+            if value is not None:
+                return int(value)
+        raise InvalidArgumentError(
+            "model.name", expected="a tokenizer with an end-of-text token", got="none"
+        )
+
+    def encode(
+        self, texts: Sequence[tuple[str, ...]], *, max_length: int, typed: bool = False
+    ) -> Sequence[list[int] | PairIds]:
+        """Texts, or pairs of them, as the model was pre-trained on them, cut to `max_length`.
+
+        Pairs that are `typed` say which text a token belongs to, if the tokenizer does.
+        """
+        if not texts:
+            return []
+        columns = [list(column) for column in zip(*texts, strict=True)]
+        found = self._tokenizer(*columns, truncation=True, max_length=max_length)
+        ids: list[list[int]] = [list(each) for each in found["input_ids"]]
+        if not typed or len(columns) == 1 or "token_type_ids" not in found:
+            return ids
+        return list(map(PairIds, ids, map(list, found["token_type_ids"])))
+
+    def encode_plain(self, texts: Sequence[str]) -> list[list[int]]:
+        """Texts without special tokens."""
+        if not texts:
+            return []
+        found = self._tokenizer(list(texts), add_special_tokens=False)
+        return [list(each) for each in found["input_ids"]]
+
+    def decode(self, ids: list[int]) -> str:
+        """The text of ids, without special tokens."""
+        return str(self._tokenizer.decode(ids, skip_special_tokens=True))
+
+    def save(self, directory: Path) -> None:
+        """Beside the weights, so that `from_pretrained` finds it."""
+        self._tokenizer.save_pretrained(directory)
+
+
+def load_tokenizer(model_name: str, *, marked: bool = True) -> Tokenizer:
+    """The tokenizer saved with the model's weights; bytes for a model that has none.
+
+    Texts of bytes begin and end with a mark if they are `marked`; a language model's are not, for
+    it continues them.
+    """
+    try:
+        from transformers import AutoTokenizer
+    except ImportError as error:
+        raise MissingExtraError("transformers", extra="hf", purpose="tokenizers") from error
+    source = weights_of(model_name)
+    if source is None:
+        return Tokenizer(_byte_tokenizer(marked=marked))
+    try:
+        return Tokenizer(AutoTokenizer.from_pretrained(source))
+    except (OSError, ValueError) as error:
+        raise InvalidArgumentError(
+            "model.name",
+            expected="a model saved with its tokenizer",
+            got=model_name,
+            remedy=f"save the tokenizer beside the weights ({str(error).splitlines()[0]})",
+        ) from error
+
+
+def _byte_tokenizer(*, marked: bool) -> Any:
+    """UTF-8 bytes as ids 0 to 255, then padding, begin, end and separator.
+
+    It is byte-level BPE without a single merge, so that it needs no vocabulary.
+    """
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    vocabulary = {letter: byte for byte, letter in bytes_to_unicode().items()}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(name, special=True) for name in _SPECIAL])
+    if marked:
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single="<begin> $A <end>",
+            pair="<begin>:0 $A:0 <sep>:0 $B:1 <end>:1",
+            special_tokens=list(_SPECIAL.items()),
+        )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        bos_token="<begin>",
+        eos_token="<end>",
+        sep_token="<sep>",
+        split_special_tokens=True,  # A text that holds "<end>" is bytes like any other.
+        model_input_names=["input_ids", *["token_type_ids"] * marked, "attention_mask"],
+    )
 
 
 def ids_of(record: Record) -> list[int]:

@@ -10,8 +10,7 @@ from shuffled_dpsgd.core.sampler import PoissonSampler, Sampler
 from shuffled_dpsgd.core.streams import RandomStreams
 from shuffled_dpsgd.options import PrivacyOptions
 from shuffled_dpsgd.training.assemble import assemble, make_private
-from shuffled_dpsgd.training.card import AuditedBound, PrivacyCard
-from shuffled_dpsgd.training.card_of_plan import write_card
+from shuffled_dpsgd.training.card import AuditedBound, PrivacyCard, write_card
 from shuffled_dpsgd.training.checkpoint import load_checkpoint, save_checkpoint
 from shuffled_dpsgd.training.checkpoint_folder import find_checkpoints, latest_checkpoint
 from shuffled_dpsgd.training.data import Batch

@@ -82,6 +82,7 @@ def make_private(
     secure: bool | None = None,
     physical_batch_size: int | None = None,
     ledger_path: str | Path | None = None,
+    budget: str | None = None,
     unit: str = "row",
 ) -> PrivateTraining:
     """Plan a private run of `model` with `optimizer`; neither changes type, name or shape.
@@ -134,6 +135,8 @@ def make_private(
         physical_batch_size: Samples in memory at once; never changes what is released.
         ledger_path: File that counts releases, written ahead of each; by default kept in memory
             only.
+        budget: File that counts every run on the same records and refuses one too many; made by
+            shuffled-dpsgd budget new.
         unit: What one row of the data is, such as patient, document or window of 512 tokens: what
             every claim is about. row: not stated.
     """
@@ -197,13 +200,13 @@ def assemble(
         ledger=_ledger(world, plan, options.ledger_path),
         streams=streams,
         spec=spec,
-        physical_batch_size=options.physical_batch_size
-        or min(DEFAULT_PHYSICAL_BATCH, plan.expected_batch_size),
+        physical_batch_size=options.physical_batch_size or DEFAULT_PHYSICAL_BATCH,
         world=world,
         exchange=exchange,
         sharding=sharding,
         check_rate=options.check_rate,
         unit=options.unit,
+        budget=options.budget,
     )
     if options.loss is not None:
         private.use_loss(options.loss)

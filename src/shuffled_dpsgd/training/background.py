@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import queue
 import random
-import threading
+from collections import deque
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 import numpy as np
@@ -14,7 +14,6 @@ import torch
 Item = TypeVar("Item")
 # One to be worked on next, one after it.
 DEPTH = 2
-_POLL_SECONDS = 0.1
 
 
 def loaded_ahead(items: Iterator[Item], *, depth: int = DEPTH) -> Iterator[Item]:
@@ -25,61 +24,22 @@ def loaded_ahead(items: Iterator[Item], *, depth: int = DEPTH) -> Iterator[Item]
     are made here, one by one. An exception is raised where its item was due.
     """
     before = _generators()
-    try:
-        first = next(items)
-    except StopIteration:
-        return
-    is_random = _have_moved(before)
-    yield first
-    yield from items if is_random else _threaded(items, depth)
+    for first in items:
+        is_random = before != _generators()
+        yield first
+        yield from items if is_random else _threaded(items, depth)
 
 
 def _threaded(items: Iterator[Item], depth: int) -> Iterator[Item]:
-    ready: queue.Queue[tuple[str, Item | BaseException | None]] = queue.Queue(maxsize=depth)
-    stopped = threading.Event()
-
-    def put(kind: str, value: Item | BaseException | None) -> bool:
-        while not stopped.is_set():
-            try:
-                ready.put((kind, value), timeout=_POLL_SECONDS)
-            except queue.Full:
-                continue
-            return True
-        return False
-
-    def work() -> None:
-        try:
-            for item in items:
-                if not put("item", item):
-                    return
-        except BaseException as error:  # raised again in the thread that waits for the item
-            put("error", error)
-        else:
-            put("end", None)
-
-    thread = threading.Thread(target=work, name="loading ahead", daemon=True)
-    thread.start()
-    try:
-        while (found := ready.get())[0] == "item":
-            yield found[1]  # type: ignore[misc]  # an "item" is one
-        if isinstance(found[1], BaseException):
-            raise found[1]
-    finally:
-        stopped.set()
-        thread.join()
+    end = object()
+    with ThreadPoolExecutor(1, thread_name_prefix="loading ahead") as thread:
+        waiting = deque(thread.submit(next, items, end) for _ in range(depth))
+        while (item := waiting.popleft().result()) is not end:
+            waiting.append(thread.submit(next, items, end))
+            yield item  # type: ignore[misc]  # it is an item, as it is not the end
 
 
 def _generators() -> tuple[object, ...]:
-    state = np.random.get_state(legacy=False)  # noqa: NPY002
-    return (
-        random.getstate(),
-        state["state"]["key"].tobytes(),
-        state["state"]["pos"],
-        torch.get_rng_state(),
-    )
-
-
-def _have_moved(before: tuple[object, ...]) -> bool:
-    *host, tensor = _generators()
-    assert isinstance(tensor, torch.Tensor)
-    return host != [*before[:-1]] or not torch.equal(tensor, before[-1])  # type: ignore[arg-type]
+    state = np.random.get_state(legacy=False)["state"]  # noqa: NPY002
+    of_torch = torch.get_rng_state().numpy().tobytes()
+    return random.getstate(), state["key"].tobytes(), state["pos"], of_torch

@@ -13,9 +13,18 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from shuffled_dpsgd.accounting import Meaning, what_it_means
+from shuffled_dpsgd.accounting.exactness import STATEMENT, is_exact
+from shuffled_dpsgd.accounting.together import runs_of
+from shuffled_dpsgd.core import card as core_card
 from shuffled_dpsgd.core.card import CertifiedCard, counted
 from shuffled_dpsgd.core.claim import PrivacyClaim
+from shuffled_dpsgd.core.plan import PrivacyPlan
+from shuffled_dpsgd.core.referee import Checks
+from shuffled_dpsgd.permutation import PermutationSpec
+from shuffled_dpsgd.training.spending import paper_by_block, paper_estimate
 
+PAPER, AUDITED, REFUTED = "paper's estimate", "audited bounds", "claim refuted"
 SMALL_PRINT = (
     "small print: the formula is for noise that it calibrated itself, and says little about other "
     "noise; this noise was not calibrated by it"
@@ -74,6 +83,15 @@ class PrivacyCard(CertifiedCard):
         return replace(self, subject={**self.subject, **subject})
 
     @property
+    def meaning(self) -> Meaning | None:
+        """What the certified ε means to people, for the whole plan; None where there is no claim.
+
+        Computed when it is first asked for.
+        """
+        runs = () if self.certified is None else runs_of(self.certified)
+        return what_it_means(runs, self.certified.delta) if self.certified and runs else None
+
+    @property
     def paper_is_small_print(self) -> bool:
         """Whether the noise was not calibrated by the paper's formula, which then only compares."""
         return self.accounting != "paper"
@@ -96,7 +114,7 @@ class PrivacyCard(CertifiedCard):
         if not comparable:
             return "not audited at this δ"
         strongest = max(comparable, key=lambda bound: bound.epsilon)
-        return "claim refuted" if strongest.epsilon > claim.epsilon else "consistent with the audit"
+        return REFUTED if strongest.epsilon > claim.epsilon else "consistent with the audit"
 
     def to_json(self) -> dict[str, Any]:
         """Plain data in the card's order; every epsilon sits beside its kind."""
@@ -107,6 +125,7 @@ class PrivacyCard(CertifiedCard):
             "certified_so_far": _claim_json(self.certified_so_far),
             "why_not_certified": list(self.why_not_certified),
             "exactness": self.exactness,
+            "meaning": None if self.meaning is None else self.meaning.to_json(),
             "paper": _claim_json(self.paper),
             "paper_by_block": {n: _claim_json(c) for n, c in self.paper_by_block.items()},
             "audits": [{**asdict(bound), "kind": "measured"} for bound in self.audits],
@@ -139,8 +158,9 @@ class PrivacyCard(CertifiedCard):
         return [
             *((name, [of]) for name, of in self.subject.items()),
             certified,
-            ("paper's estimate", self._paper_lines()),
-            ("audited bounds", audits or ["none run"]),
+            *([] if self.meaning is None else [("what it means", list(self.meaning.describe()))]),
+            (PAPER, self._paper_lines()),
+            (AUDITED, audits or ["none run"]),
             ("verdict", verdicts or ["nothing is claimed"]),
             *facts[:place],
             ("shuffle", self.shuffle_lines),
@@ -209,3 +229,76 @@ def _claim_json(claim: PrivacyClaim | None) -> dict[str, Any] | None:
         return None
     data = claim.to_json()
     return data if math.isfinite(claim.epsilon) else {**data, "epsilon": None}
+
+
+def write_card(
+    plan: PrivacyPlan,
+    *,
+    num_steps: int,
+    spec: PermutationSpec | None = None,
+    released: bool = True,
+    shuffles_verified: int = 0,
+    samples_checked: int = 0,
+    checks: Checks | None = None,
+    why_not: tuple[str, ...] = (),
+    not_checked: tuple[str, ...] = (),
+    optimizer: str | None = None,
+) -> PrivacyCard:
+    """The card of a run that made `num_steps` releases under `plan`.
+
+    `released` says whether a shuffle planned for the release has happened, `shuffles_verified`
+    how often the model's outputs were compared before and after one, and `samples_checked` for how
+    many samples what was clipped was compared with what each has among other records. That number
+    must not depend on the records. `not_checked` are assumptions that nobody has tried out.
+    `optimizer` is the name of the optimizer's class; without it the card does not say whether the
+    certified ε is attained.
+    """
+    covered = num_steps == plan.num_steps and not (plan.uncertifiable or why_not)
+    found = core_card.write_card(
+        plan,
+        PrivacyCard,
+        num_steps=num_steps,
+        checks=checks,
+        why_not=why_not,
+        shuffle=_shuffle(plan, spec, released=released),
+        paper=paper_estimate(plan, num_steps and plan.num_steps),
+        paper_by_block=paper_by_block(plan, num_steps and plan.num_steps),
+        exactness=_exactness(plan, optimizer) if covered else None,
+        accounting=plan.accounting,
+        shuffles_verified=shuffles_verified,
+        samples_checked=samples_checked,
+    )
+    return replace(found, use_assumptions=(*found.use_assumptions, *not_checked))
+
+
+def _shuffle(plan: PrivacyPlan, spec: PermutationSpec | None, *, released: bool) -> str:
+    if not plan.permutes or spec is None:
+        return "off" if plan.shuffle == "off" else "off (fallback)"
+    pending = " (not yet applied)" if plan.shuffle == "at-release" and not released else ""
+    return (
+        f"{plan.shuffle}{pending}, scope {plan.scope}: "
+        f"{spec.moved_parameters} of {spec.total_parameters} "
+        f"parameters live in tensors that move, {power_of_ten(spec.log10_group_order)} permutations"
+    )
+
+
+def _exactness(plan: PrivacyPlan, optimizer: str | None) -> str | None:
+    """That the certified epsilon is attained, where the proposition covers the run."""
+    least = min(plan.blocks, key=lambda block: block.noise_multiplier)
+    covered = is_exact(
+        clip=plan.clip,
+        clip_norm=plan.clip_norm,
+        batch_clip_norm=least.batch_clip_norm,
+        adjacency=plan.adjacency,
+        optimizer=optimizer,
+    )
+    return STATEMENT if covered else None
+
+
+def power_of_ten(exponent: float) -> str:
+    """Ten to the rounded exponent, as it is printed.
+
+    >>> power_of_ten(224.3)
+    '10²²⁴'
+    """
+    return "10" + f"{exponent:.0f}".translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))

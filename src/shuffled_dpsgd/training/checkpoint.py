@@ -2,7 +2,8 @@
 
 A checkpoint is a folder (`checkpoint_folder.py`) with three files: the weights, the state of the
 optimizer and of the run, and what the run must be for the checkpoint to fit. Weights are
-safetensors; nothing is unpickled beyond tensors and plain data.
+safetensors, or a digest where they are saved elsewhere; those of a sharded model are in files of
+their own (`sharded_checkpoint.py`). Nothing is unpickled beyond tensors and plain data.
 
 A secure run stores no randomness of ours: it resumes with fresh noise, and the ledger counts the
 steps that were taken after the checkpoint and are lost. A seeded run repeats them bit for bit.
@@ -20,7 +21,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
 
 from shuffled_dpsgd.core.ledger import LedgerEntry
 from shuffled_dpsgd.core.streams import STREAM_VERSION
@@ -38,13 +40,7 @@ from shuffled_dpsgd.training.checkpoint_folder import (
     put_in_place,
     verify_files,
 )
-from shuffled_dpsgd.training.checkpoint_weights import (
-    WEIGHTS,
-    named_tensors,
-    read_weights,
-    restore_weights,
-    save_weights,
-)
+from shuffled_dpsgd.training.fingerprints import fingerprint
 from shuffled_dpsgd.training.global_randomness import (
     global_randomness,
     seed_rank,
@@ -53,7 +49,9 @@ from shuffled_dpsgd.training.global_randomness import (
 from shuffled_dpsgd.training.plan_identity import differences, field_fingerprints
 from shuffled_dpsgd.training.private import PrivateTraining
 
-_STATE, _RUN = "state.pt", "run.json"
+WEIGHTS, _STATE, _RUN = "model.safetensors", "state.pt", "run.json"
+_DIGEST = "digest"
+Kinds = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 
 
 class Stateful(Protocol):
@@ -91,16 +89,32 @@ def save_checkpoint(
     root = Path(directory)
     temporary = first_does(private.world, lambda: _make_room(root, private.steps_taken))
     shards: dict[str, str] = {}
-    further = {name: extra.state_dict() for name, extra in (extras or {}).items()}
+    state = {
+        "optimizer": private.optimizer.state_dict(),
+        "extras": {name: extra.state_dict() for name, extra in (extras or {}).items()},
+    }
     if private.is_sharded:
         from shuffled_dpsgd.training.sharded_checkpoint import without_shards, write_shards
 
-        shards = write_shards(private.world, temporary, private.model, private.optimizer, further)
-        further = without_shards(further)
+        model, optimizer = private.model, private.optimizer
+        shards = write_shards(private.world, temporary, model, optimizer, state["extras"])
+        state = without_shards(state)
 
     def save() -> Path:
-        state = _state(private, further, randomness)
-        return _save(private, temporary, state, shards, keep=keep, weights=weights)
+        target = root / f"checkpoint-{private.steps_taken:08d}"
+        try:
+            if not shards:
+                _save_weights(private.model, temporary, whole=weights)
+            torch.save(state | _position(private, randomness), temporary / _STATE)
+            (temporary / _RUN).write_text(json.dumps(_run(private), indent=1), encoding="utf-8")
+            names = (_STATE, _RUN) if shards else (WEIGHTS, _STATE, _RUN)
+            finish_files(temporary, names, shards)
+            put_in_place(temporary, target)
+        except (OSError, SafetensorError, RuntimeError) as error:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise _not_written(target, error) from error
+        prune(root, keep=keep, spare=target)
+        return target
 
     return first_does(private.world, save)
 
@@ -118,48 +132,11 @@ def _make_room(root: Path, step: int) -> Path:
     return temporary
 
 
-def _save(
-    private: PrivateTraining,
-    temporary: Path,
-    state: dict[str, Any],
-    shards: Mapping[str, str],
-    *,
-    keep: int,
-    weights: bool,
-) -> Path:
-    root = temporary.parent
-    target = root / f"checkpoint-{private.steps_taken:08d}"
-    try:
-        _write(private, temporary, state, shards, weights=weights)
-        put_in_place(temporary, target)
-    except (OSError, SafetensorError, RuntimeError) as error:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise _not_written(target, error) from error
-    prune(root, keep=keep, spare=target)
-    return target
-
-
 def _not_written(target: Path, error: Exception) -> CheckpointError:
     return CheckpointError(
         f"{target}: could not be written ({error}); make room or mend the disk, then resume: "
         "checkpoints written before it are whole"
     )
-
-
-def _write(
-    private: PrivateTraining,
-    folder: Path,
-    state: dict[str, Any],
-    shards: Mapping[str, str],
-    *,
-    weights: bool,
-) -> None:
-    """Every file of a checkpoint but its `shards`, durable when this returns."""
-    if not shards:
-        save_weights(private.model, folder, whole=weights)
-    torch.save(state, folder / _STATE)
-    (folder / _RUN).write_text(json.dumps(_run(private), indent=1), encoding="utf-8")
-    finish_files(folder, (_STATE, _RUN) if shards else (WEIGHTS, _STATE, _RUN), shards)
 
 
 def load_checkpoint(
@@ -196,7 +173,7 @@ def load_checkpoint(
 class _Contents:
     """A checkpoint that was read and fits the run; `mark` is a digest of all of it.
 
-    The weights of a sharded run are read later, by every rank its own.
+    There are no weights where the model has them already, or where shards are read later.
     """
 
     source: Path
@@ -228,9 +205,9 @@ def _read(private: PrivateTraining, path: Path, extras: Mapping[str, Stateful]) 
     if private.is_sharded:
         from shuffled_dpsgd.training.sharded_checkpoint import check_shards
 
-        check_shards(source, named_tensors(private.model))
+        check_shards(source, private.model)
     else:
-        weights = read_weights(source, private.model)
+        weights = _read_weights(source, private.model)
     state = torch.load(source / _STATE, map_location="cpu", weights_only=True)
     wanted = set(extras)
     if set(state["extras"]) != wanted:
@@ -272,7 +249,10 @@ def _restore(
         read_shards(found.source, private.model, private.optimizer, state["optimizer"], own)
         further = with_shards(further, own)
     else:
-        restore_weights(private.model, found.weights)
+        tensors = named_tensors(private.model)
+        with torch.no_grad():
+            for name, stored in found.weights.items():
+                tensors[name].copy_(stored)
         private.optimizer.load_state_dict(state["optimizer"])
     private.trust_buffers()
     private.steps_taken = state["steps_taken"]
@@ -293,24 +273,15 @@ def _restore_randomness(world: World, state: dict[str, Any]) -> None:
         seed_rank(world.rank)
 
 
-def _state(
-    private: PrivateTraining,
-    extras: Mapping[str, Any],
-    randomness: list[dict[str, Any]],
-) -> dict[str, Any]:
-    optimizer = private.optimizer.state_dict()
-    if private.is_sharded:
-        from shuffled_dpsgd.training.sharded_checkpoint import describe_optimizer
-
-        optimizer = describe_optimizer(private.optimizer)
+def _position(private: PrivateTraining, randomness: list[dict[str, Any]]) -> dict[str, Any]:
+    """Where the run is, beside the states of optimizer and extras."""
+    frame = private.shuffling.frame
     return {
-        "optimizer": optimizer,
         "steps_taken": private.steps_taken,
         "released": private.released,
-        "frame": None if private.shuffling.frame is None else private.shuffling.frame.packed.cpu(),
+        "frame": None if frame is None else frame.packed.cpu(),
         "randomness": randomness[0],
         "other_ranks_randomness": randomness[1:],
-        "extras": extras,
     }
 
 
@@ -328,3 +299,65 @@ def _run(private: PrivateTraining) -> dict[str, Any]:
 def _spec_hash(private: PrivateTraining) -> str:
     spec = None if private.spec is None else private.spec.to_json()
     return hashlib.sha256(json.dumps(spec, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def _save_weights(model: torch.nn.Module, folder: Path, *, whole: bool) -> None:
+    """Write the weights into `folder`, or, unless `whole`, only their digest."""
+    if whole:
+        save_file(_on_host(model), folder / WEIGHTS)
+    else:
+        save_file({}, folder / WEIGHTS, metadata={_DIGEST: _digest(model)})
+
+
+def _read_weights(source: Path, model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The checkpoint's weights; none where it has their digest only and the model has them.
+
+    Raises:
+        CheckpointError: they do not fit the model, or are not the ones that it has.
+    """
+    with safe_open(source / WEIGHTS, framework="pt") as file:
+        digest = (file.metadata() or {}).get(_DIGEST)
+    if digest is None:
+        weights = load_file(source / WEIGHTS)
+        compare_kinds(source, {n: (tuple(t.shape), t.dtype) for n, t in weights.items()}, model)
+        return weights
+    if _digest(model) != digest:
+        raise CheckpointError(
+            f"{source}: the weights in the model are not those of the checkpoint; load the ones "
+            "that were saved with it first"
+        )
+    return {}
+
+
+def named_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """All that is stored of a model: parameters, each once, and persistent buffers.
+
+    Tied tensors appear once in `named_parameters()`, as safetensors requires.
+    """
+    persistent = model.state_dict(keep_vars=True)
+    buffers = {name: b for name, b in model.named_buffers() if name in persistent}
+    return {**dict(model.named_parameters()), **buffers}
+
+
+def compare_kinds(source: Path, stored: Kinds, model: torch.nn.Module) -> None:
+    """Refuse tensors whose names, shapes or types differ from the model's."""
+    wanted = {name: (tuple(t.shape), t.dtype) for name, t in named_tensors(model).items()}
+    if stored.keys() != wanted.keys():
+        odd = sorted(stored.keys() ^ wanted.keys())
+        raise CheckpointError(
+            f"{source}: the model's tensors differ from the checkpoint's, first {odd[0]}"
+        )
+    for name, (shape, dtype) in wanted.items():
+        if stored[name] != (shape, dtype):
+            raise CheckpointError(
+                f"{source}: {name} is {stored[name][0]} {stored[name][1]} in the checkpoint and "
+                f"{shape} {dtype} in the model"
+            )
+
+
+def _digest(model: torch.nn.Module) -> str:
+    return fingerprint(dict(sorted(_on_host(model).items())), b"weights of a checkpoint")
+
+
+def _on_host(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: t.detach().cpu().contiguous() for name, t in named_tensors(model).items()}

@@ -50,32 +50,51 @@ def choose_checkpoint(path: Path) -> Path:
     return newest
 
 
-def finish_files(
-    folder: Path, names: Iterable[str], durable: Mapping[str, str] | None = None
-) -> None:
+def finish_files(folder: Path, names: Iterable[str], durable: Mapping[str, str]) -> None:
     """Write the manifest of these files, and make them and it durable.
 
     `durable` are the hashes of files that are durable already.
     """
     hashes = {name: hash_file(folder / name) for name in names}
-    manifest = {"format": FORMAT, "files": hashes | dict(durable or {})}
+    manifest = {"format": FORMAT, "files": {**hashes, **durable}}
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
     for name in (*hashes, MANIFEST):
-        _fsync_file(folder / name)
+        with open(folder / name, "rb") as file:
+            os.fsync(file.fileno())
     fsync_directory(folder)
+
+
+def listed_files(source: Path) -> dict[str, str]:
+    """The hash of every file in a checkpoint's manifest.
+
+    Raises:
+        CheckpointError: it has none, or one of another format.
+    """
+    path = source / MANIFEST
+    if not path.is_file():
+        raise _broken(source, f"{source}: no {MANIFEST}, so not a complete checkpoint")
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+        version, files = manifest["format"], dict(manifest["files"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise _broken(source, f"{path}: not a manifest of ours; {error}") from error
+    if version != FORMAT:
+        raise _broken(source, f"{source}: format {version}, this version reads {FORMAT}")
+    return files
 
 
 def verify_files(source: Path, names: Iterable[str]) -> None:
     """Refuse a checkpoint with a file that is missing or not as it was written."""
-    try:
-        _compare_hashes(source, names)
-    except CheckpointError as error:
-        raise CheckpointError(f"{error}{_earlier(source)}") from error
-
-
-def listed_files(source: Path) -> list[str]:
-    """The names of all files in a checkpoint's manifest."""
-    return sorted(_manifest(source)[1])
+    files = listed_files(source)
+    for name in names:
+        if not (source / name).is_file():
+            raise _broken(source, f"{source}: {name} is missing")
+        if hash_file(source / name) != files.get(name):
+            raise _broken(
+                source,
+                f"{source / name}: does not match its hash in the manifest; the file is torn or "
+                "was altered",
+            )
 
 
 def put_in_place(temporary: Path, target: Path) -> None:
@@ -103,40 +122,14 @@ def hash_file(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _manifest(source: Path) -> tuple[int, dict[str, str]]:
-    """The format of a checkpoint, and the hash of each of its files."""
-    manifest_path = source / MANIFEST
-    if not manifest_path.is_file():
-        raise CheckpointError(f"{source}: no {MANIFEST}, so not a complete checkpoint")
-    try:
-        manifest = json.loads(manifest_path.read_text(encoding="utf-8"))
-        return manifest["format"], dict(manifest["files"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{manifest_path}: not a manifest of ours; {error}") from error
-
-
-def _compare_hashes(source: Path, names: Iterable[str]) -> None:
-    version, files = _manifest(source)
-    if version != FORMAT:
-        raise CheckpointError(f"{source}: format {version}, this version reads {FORMAT}")
-    for name in names:
-        if not (source / name).is_file():
-            raise CheckpointError(f"{source}: {name} is missing")
-        if hash_file(source / name) != files.get(name):
-            raise CheckpointError(
-                f"{source / name}: does not match its hash in the manifest; the file is torn or "
-                "was altered"
-            )
-
-
-def _earlier(source: Path) -> str:
-    """How to use the checkpoint before one that is broken."""
+def _broken(source: Path, problem: str) -> CheckpointError:
+    """The error for a checkpoint that cannot be read, with how to use the one before."""
     before = [c for c in find_checkpoints(source.parent) if c.name < source.name]
     if not before:
-        return "; there is none before it"
-    return (
-        f"; the one before it is {before[-1]}: pass that to load_checkpoint, or resume with "
-        f"`--checkpoint {before[-1].name}`"
+        return CheckpointError(f"{problem}; there is none before it")
+    return CheckpointError(
+        f"{problem}; the one before it is {before[-1]}: pass that to load_checkpoint, or resume "
+        f"with `--checkpoint {before[-1].name}`"
     )
 
 
@@ -156,8 +149,3 @@ def _remove(checkpoint: Path) -> None:
 def _rename(source: Path, target: Path) -> None:
     os.rename(source, target)
     fsync_directory(target.parent)
-
-
-def _fsync_file(path: Path) -> None:
-    with open(path, "rb") as file:
-        os.fsync(file.fileno())

@@ -12,8 +12,7 @@ from collections.abc import Mapping
 import torch
 
 from shuffled_dpsgd.core.noise import GaussianNoise, Place, check_sums, normals, number
-from shuffled_dpsgd.runtime.routes import Route, expect, expect_close, took
-from shuffled_dpsgd.runtime.triton_support import triton_available
+from shuffled_dpsgd.runtime.backends import Backend, expect, expect_close, took, triton_available
 from shuffled_dpsgd.training.flat import abutting, as_flat
 
 # Not a run's key, and never used for noise. Half of its bytes have their highest bit set.
@@ -79,7 +78,7 @@ def add_by_kernel_(
 def may_take_kernel(tensor: torch.Tensor) -> bool:
     """Whether the kernel serves these sums."""
     on_gpu = tensor.device.type == "cuda" and tensor.dtype == torch.float32
-    return on_gpu and triton_available() and ROUTE.serves(tensor.device)
+    return on_gpu and triton_available() and BACKEND.serves(tensor.device)
 
 
 def try_kernel(device: torch.device) -> None:
@@ -100,11 +99,11 @@ def try_kernel(device: torch.device) -> None:
 
 
 # Not remembered: the verdict depends on the core's definition as much as on the kernel.
-ROUTE = Route(
+BACKEND = Backend(
     name="Noise in Triton",
     package="shuffled_dpsgd.training.triton_noise",
     instead="The CPU draws it",
     cost="every step waits for noise to be drawn there and copied",
-    trial=try_kernel,
-    is_remembered=False,
+    probe=try_kernel,
+    is_cached=False,
 )

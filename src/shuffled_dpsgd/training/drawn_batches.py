@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 from shuffled_dpsgd.errors import BudgetExhaustedError, InvalidArgumentError
 from shuffled_dpsgd.runtime.clock import OTHER
-from shuffled_dpsgd.training.batch_stream import BatchStream
 from shuffled_dpsgd.training.data import (
     LogicalBatch,
     MapStyle,
@@ -30,6 +29,27 @@ from shuffled_dpsgd.training.units import warn_of_repeats
 
 if TYPE_CHECKING:
     from shuffled_dpsgd.training.private import PrivateTraining
+
+
+class BatchStream(Iterator[Any]):
+    """Physical batches; `len` counts logical ones, which are the steps, as schedulers need it.
+
+    A logical batch may come in several physical ones, or, empty, in none.
+    """
+
+    def __init__(self, batches: Generator[Any, None, None], *, num_steps: int) -> None:
+        self._batches = batches
+        self._num_steps = num_steps
+
+    def __len__(self) -> int:
+        return self._num_steps
+
+    def __next__(self) -> Any:
+        return next(self._batches)
+
+    def close(self) -> None:
+        """Give the loop up; what was accumulated since the last step is dropped."""
+        self._batches.close()
 
 
 class DrawnBatches:
@@ -160,7 +180,7 @@ class DrawnBatches:
                 compare_records(run.world, data)
             with run.clock.part("checks"):
                 run.rows = survey(data)
-                run.history.begin(run.rows.identity)
+                run.history.begin(data, run.rows.identity)
                 warn_of_repeats(run.plan, run.rows)
             self._compared = data
         if run.finished:

@@ -133,7 +133,7 @@ def train(
             "no ε covers; use a cosine or linear schedule",
         )
     private.clock.start()
-    with private.clock.part("checks"), private.lent_weights():
+    with private.clock.part("checks"), private.unsharded_layers():
         check_independence(private.model, data, per_sample_loss, collate=settings.collate)
     extras = dict(settings.extras) | ({} if scheduler is None else {"scheduler": scheduler})
     if resume:
@@ -151,19 +151,16 @@ def train(
         stop_observing = private.on_update(observer)
         try:
             if not private.finished:
-                _run(private, data, loss, settings)
-        except Exception as error:
-            explained = private.world.explain(error)
-            private.world.tell_failure(explained)
-            if explained is not error:
-                raise explained from error
-            raise
+                with private.world.explaining():
+                    _run(private, data, loss, settings)
         finally:
             stop_observing()
     _refuse_untrained(private)
     if private.finished:
         private.release()
         observer.save()
+    else:
+        private.history.note_end()
     private.clock.stop()
     return Outcome(
         steps_taken=private.steps_taken,

@@ -7,7 +7,7 @@ the Poisson batch of one process, whatever the number of ranks, and no record is
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +15,8 @@ import torch
 from shuffled_dpsgd.distributed.agreement import comparable, compare
 from shuffled_dpsgd.distributed.world import World
 from shuffled_dpsgd.errors import RankError
+from shuffled_dpsgd.runtime.shards import all_held, any_sharded
+from shuffled_dpsgd.training.fingerprints import summary
 from shuffled_dpsgd.training.metrics import LossMeter, mean_loss
 
 
@@ -32,11 +34,27 @@ class Note:
 
 
 class Meeting:
-    """Divides logical batches among the ranks and gathers what became of the parts."""
+    """Divides logical batches among the ranks and gathers what became of the parts.
 
-    def __init__(self, world: World) -> None:
+    Before every release the ranks compare the norms and sums of their weights, to the last bit;
+    where the weights lie on several ranks, those of all of them, as last noted.
+    """
+
+    def __init__(self, world: World, trainable: Mapping[str, torch.Tensor]) -> None:
         self._world = world
+        self._trainable = trainable
+        self._is_spread = world.size > 1 and any_sharded(trainable.values())
+        self._known = ""
         self._drawn: dict[int, str] = {}
+        self.note_weights()
+
+    def note_weights(self) -> None:
+        """Take note of the weights as they are; collective where they lie on several ranks."""
+        if self._is_spread:
+            self._known = ":".join(self._world.gather(self._weights()))
+
+    def _weights(self) -> str:
+        return summary([part.detach() for part in all_held(self._trainable.values())])
 
     def part(self, step: int, indices: Sequence[int]) -> tuple[int, ...]:
         """This rank's part of what was drawn for `step`; parts differ by one record at most."""
@@ -54,11 +72,7 @@ class Meeting:
         return max(count(indices[rank::size]) for rank in range(size))
 
     def hold(
-        self,
-        step: int,
-        find_norms: Callable[[], torch.Tensor],
-        losses: LossMeter,
-        describe_weights: Callable[[], str],
+        self, step: int, find_norms: Callable[[], torch.Tensor], losses: LossMeter
     ) -> tuple[torch.Tensor, float | None]:
         """The norms of all samples of the step, and their mean loss.
 
@@ -74,7 +88,8 @@ class Meeting:
         except Exception as error:  # Raised again below, when the others know.
             norms, failure = torch.empty(0), error
         problem = None if failure is None else f"{type(failure).__name__}: {failure}"
-        facts = {"step": step, "logical batch": self._drawn.get(step), "state": describe_weights()}
+        state = self._known if self._is_spread else self._weights()
+        facts = {"step": step, "logical batch": self._drawn.get(step), "state": state}
         note = Note(norms=norms, losses=losses.totals(), problem=problem, facts=comparable(facts))
         notes: list[Note] = self._world.gather(note)
         if failure is not None:

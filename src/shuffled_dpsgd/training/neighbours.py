@@ -86,5 +86,5 @@ class NeighbourTests:
             self._loss.check(batch, drawn.rows, drawn.size)
         elif dense:
             # All ranks have as many batches, and those in which nothing counts lend weights.
-            with self._run.lent_weights():
+            with self._run.unsharded_layers():
                 self._loss.check(batch, drawn.rows, drawn.size)

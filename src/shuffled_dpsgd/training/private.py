@@ -26,19 +26,17 @@ from shuffled_dpsgd.core.referee import DEFAULT_RATE, Referee
 from shuffled_dpsgd.core.release import Door, Exchange, Inspector
 from shuffled_dpsgd.core.sampler import Sampler
 from shuffled_dpsgd.core.streams import RandomStreams, fresh_key
-from shuffled_dpsgd.distributed.sharded_totals import ShardedTotals
-from shuffled_dpsgd.distributed.world import Alone, World
+from shuffled_dpsgd.distributed.exchange import ShardedTotals
+from shuffled_dpsgd.distributed.world import World
 from shuffled_dpsgd.errors import InvalidArgumentError
 from shuffled_dpsgd.permutation import Permutation, PermutationSpec
 from shuffled_dpsgd.runtime.clock import OTHER, Clock
 from shuffled_dpsgd.runtime.replay import Witness
 from shuffled_dpsgd.runtime.shards import held
-from shuffled_dpsgd.training.batch_stream import BatchStream
-from shuffled_dpsgd.training.card import PrivacyCard
-from shuffled_dpsgd.training.card_of_plan import write_card
+from shuffled_dpsgd.training.card import PrivacyCard, write_card
 from shuffled_dpsgd.training.compiled_batches import follow
 from shuffled_dpsgd.training.data import MapStyle
-from shuffled_dpsgd.training.drawn_batches import DrawnBatches
+from shuffled_dpsgd.training.drawn_batches import BatchStream, DrawnBatches
 from shuffled_dpsgd.training.fingerprints import fingerprint
 from shuffled_dpsgd.training.guards import (
     WeightCheck,
@@ -58,7 +56,6 @@ from shuffled_dpsgd.training.succession import History
 from shuffled_dpsgd.training.units import DEFAULT_UNIT, describe_unit
 from shuffled_dpsgd.training.update import GuardedOptimizer
 from shuffled_dpsgd.training.watches import ModelWatch
-from shuffled_dpsgd.training.weight_summary import WeightSummary
 
 if TYPE_CHECKING:
     from shuffled_dpsgd.distributed.sharding import ShardedModel
@@ -90,6 +87,7 @@ class PrivateTraining:
         sharding: ShardedModel | None = None,
         check_rate: float = DEFAULT_RATE,
         unit: str = DEFAULT_UNIT,
+        budget: str | None = None,
     ) -> None:
         self.model = model
         self.optimizer = optimizer
@@ -101,15 +99,15 @@ class PrivateTraining:
         self.streams = streams
         self.spec = spec
         self.physical_batch_size = physical_batch_size
-        self.world: World = world or Alone()
+        self.world = world or World()
         self._sharding = sharding
-        self._meeting = Meeting(self.world)
         self.steps_taken = 0
         self.released = False
         self._released_as: str | None = None
         self.last_metrics: StepMetrics | None = None
         self.last_sample_norms = torch.empty(0)
         self._trainable = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        self._meeting = Meeting(self.world, self._trainable)
         self._callbacks: list[Callable[[], object]] = []
         self._losses = LossMeter()
         self.clock = engine.clock = Clock(self.device.type)
@@ -120,9 +118,8 @@ class PrivateTraining:
         self._optimizer = GuardedOptimizer(optimizer, self._trainable)
         # A subclass may update in another way, so it goes without a name.
         self._optimizer_name = "sgd" if type(optimizer) is torch.optim.SGD else None
-        self._summary = WeightSummary(self.world, self._trainable)
         self.resumed_without_ledger = False
-        self.history = History(self)
+        self.history = History(self, budget)
         self.unit = unit
         self.rows: Survey | None = None
         self._referee = Referee(
@@ -197,7 +194,7 @@ class PrivateTraining:
             yield
 
     @contextmanager
-    def lent_weights(self) -> Iterator[None]:
+    def unsharded_layers(self) -> Iterator[None]:
         """As `whole_weights`, for models that fit on no rank: weights come layer by layer.
 
         Each forward of a rank asks the others for its weights anew. All ranks must enter, and those
@@ -380,7 +377,7 @@ class PrivateTraining:
 
         Every update does. Whoever loads other weights into a sharded model calls it on all ranks.
         """
-        self._summary.note()
+        self._meeting.note_weights()
 
     def renew_streams(self) -> None:
         """Draw other batches from here on, where no seed decides; all ranks call it together."""
@@ -415,6 +412,7 @@ class PrivateTraining:
             self.shuffling.permute(self.plan.num_steps)
         self.released = True
         self.note_released()
+        self.history.note_end()
 
     def note_released(self) -> None:
         """Take the weights as they are now for those that the card is about."""
@@ -461,6 +459,8 @@ class PrivateTraining:
 
     def close(self, *, because: str = "private.close() was called") -> None:
         """Detach from the model and the optimizer; nothing of ours stays on them."""
+        if not self.closed:
+            self.history.note_end()
         self._closed_because = because
         while self._depth:
             self.__exit__(None, None, None)
@@ -511,14 +511,8 @@ class PrivateTraining:
         return ":".join(self.world.gather(fingerprint(sums, key)))
 
     def _update(self) -> None:
-        try:
+        with self.world.explaining():
             self._update_together()
-        except Exception as error:
-            explained = self.world.explain(error)
-            self.world.tell_failure(explained)
-            if explained is not error:
-                raise explained from error
-            raise
 
     def _update_together(self) -> None:
         check_usable(self._closed_because)
@@ -531,12 +525,11 @@ class PrivateTraining:
             self._sharding.reshard()
         step = self.steps_taken
         with self.clock.part("checks"):
-            norms, loss = self._meeting.hold(
-                step, self._inspected_norms, self._losses, self._summary.describe
-            )
+            norms, loss = self._meeting.hold(step, self._inspected_norms, self._losses)
             check_finite(norms, step=step)
             self.shuffling.try_out()
         frame = self.shuffling.frame
+        self.history.enter()
         release = self._door.release(
             step=step,
             count=norms.numel(),

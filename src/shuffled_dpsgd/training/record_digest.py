@@ -10,7 +10,11 @@ from typing import Any
 
 import torch
 
+from shuffled_dpsgd.errors import InvalidArgumentError
 from shuffled_dpsgd.training.data import MapStyle
+from shuffled_dpsgd.training.global_randomness import randomness_kept, seed_dropout
+
+_RECORDS = 256
 
 
 def digest(data: MapStyle, salt: bytes) -> str:
@@ -23,6 +27,34 @@ def digest(data: MapStyle, salt: bytes) -> str:
     for index in range(len(data)):
         _add(whole, data[index])
     return whole.hexdigest()
+
+
+def data_mark(data: MapStyle, salt: str) -> str:
+    """Equal for equal records, known from their number and from records spread over them.
+
+    Records that are drawn anew at each load are compared under the same random numbers.
+    """
+    chosen = range(0, len(data), max(1, len(data) // _RECORDS))
+
+    def once() -> str:
+        with randomness_kept():
+            seed_dropout(0)
+            return digest([data[index] for index in chosen], bytes.fromhex(salt))
+
+    found = once()
+    if found != once():
+        raise InvalidArgumentError(
+            "budget",
+            expected="records that load alike each time, by which a budget knows its data",
+            got="records that differ from one load to the next",
+            remedy="augment in the collate function, or by the generators of torch or numpy",
+        )
+    return keyed(f"{len(data)}:{found}".encode(), salt)
+
+
+def keyed(content: bytes, salt: str) -> str:
+    """A short digest under a salt in hexadecimal digits."""
+    return hashlib.blake2b(content, key=bytes.fromhex(salt), digest_size=12).hexdigest()
 
 
 def row_digest(record: Any) -> bytes:

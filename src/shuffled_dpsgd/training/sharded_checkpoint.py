@@ -21,13 +21,12 @@ from shuffled_dpsgd.core.ledger import fsync_directory
 from shuffled_dpsgd.distributed.world import World
 from shuffled_dpsgd.errors import CheckpointError
 from shuffled_dpsgd.runtime.shards import is_sharded
+from shuffled_dpsgd.training.checkpoint import Kinds, compare_kinds, named_tensors
 from shuffled_dpsgd.training.checkpoint_folder import hash_file
-from shuffled_dpsgd.training.checkpoint_weights import named_tensors
 
 # The folder of the shards inside a checkpoint.
 SHARDS = "shards"
 _METADATA = ".metadata"
-Tensors = dict[str, torch.Tensor]
 
 
 def write_shards(
@@ -47,7 +46,7 @@ def write_shards(
     folder = checkpoint / SHARDS
     try:
         save(
-            _contents(named_tensors(model), optimizer) | dict(_spread_in(extras, "extras")),
+            _contents(model, optimizer, extras),
             storage_writer=FileSystemWriter(folder, sync_files=True),
         )
     except (CheckpointException, OSError) as error:
@@ -68,52 +67,41 @@ def read_shards(
 ) -> None:
     """Read this rank's rows into the model and into the states, in place. Collective.
 
-    `described` is what `describe_optimizer` said of the optimizer. Of `extras`, the sharded tensors
-    are filled.
+    `described` is the optimizer's state `without_shards`. Of `extras`, the sharded tensors are
+    filled.
 
     Raises:
         CheckpointError: some rank could not read.
     """
     folder = checkpoint / SHARDS
     _prepare_optimizer(optimizer, described)
-    wanted = _contents(named_tensors(model), optimizer) | dict(_spread_in(extras, "extras"))
+    wanted = _contents(model, optimizer, extras)
     try:
         load(wanted, storage_reader=FileSystemReader(folder))
     except (CheckpointException, OSError) as error:
         raise CheckpointError(f"{folder}: could not be read ({_line(error)})") from error
 
 
-def check_shards(source: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+def check_shards(source: Path, model: torch.nn.Module) -> None:
     """Refuse shards of another model.
 
     Raises:
         CheckpointError: naming the first tensor that is missing, new, or of another shape or type.
     """
     metadata: Metadata = FileSystemReader(source / SHARDS).read_metadata()
-    stored = {
+    stored: Kinds = {
         name.removeprefix("model."): (tuple(found.size), found.properties.dtype)
         for name, found in metadata.state_dict_metadata.items()
         if name.startswith("model.") and isinstance(found, TensorStorageMetadata)
     }
-    wanted = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
-    if stored.keys() != wanted.keys():
-        odd = sorted(stored.keys() ^ wanted.keys())
-        raise CheckpointError(
-            f"{source}: the model's tensors differ from the checkpoint's, first {odd[0]}"
-        )
-    for name, kind in wanted.items():
-        if stored[name] != kind:
-            raise CheckpointError(
-                f"{source}: {name} is {stored[name][0]} {stored[name][1]} in the checkpoint and "
-                f"{kind[0]} {kind[1]} in the model"
-            )
+    compare_kinds(source, stored, model)
 
 
 def without_shards(state: Any) -> Any:
-    """A state whose sharded tensors are replaced by what is said of them."""
+    """A state with the types of its sharded tensors in their place."""
     if isinstance(state, dict):
         return {key: without_shards(value) for key, value in state.items()}
-    return _described(state)
+    return {"sharded": str(state.dtype).removeprefix("torch.")} if _is_spread(state) else state
 
 
 def with_shards(stored: Any, own: Any) -> Any:
@@ -121,16 +109,6 @@ def with_shards(stored: Any, own: Any) -> Any:
     if isinstance(stored, dict) and isinstance(own, dict):
         return {key: with_shards(value, own.get(key)) for key, value in stored.items()}
     return own if _is_spread(own) else stored
-
-
-def describe_optimizer(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The optimizer's settings, and its state without the tensors that are sharded."""
-    found = optimizer.state_dict()
-    state = {
-        index: {key: _described(value) for key, value in kept.items()}
-        for index, kept in found["state"].items()
-    }
-    return {"param_groups": found["param_groups"], "state": state}
 
 
 def _prepare_optimizer(optimizer: torch.optim.Optimizer, described: Mapping[str, Any]) -> None:
@@ -147,16 +125,13 @@ def _prepare_optimizer(optimizer: torch.optim.Optimizer, described: Mapping[str,
         }
 
 
-def _contents(tensors: Tensors, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+def _contents(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, extras: Mapping[str, Any]
+) -> dict[str, torch.Tensor]:
     """Everything that is stored in shards, under names of its own; the tensors themselves."""
+    weights = {f"model.{name}": tensor.detach() for name, tensor in named_tensors(model).items()}
     state = optimizer.state_dict()["state"]
-    moments = {
-        f"optimizer.{index}.{key}": value
-        for index, kept in state.items()
-        for key, value in kept.items()
-        if _is_spread(value)
-    }
-    return {f"model.{name}": tensor.detach() for name, tensor in tensors.items()} | moments
+    return weights | dict(_spread_in(state, "optimizer")) | dict(_spread_in(extras, "extras"))
 
 
 def _spread_in(state: Any, path: str) -> Iterator[tuple[str, torch.Tensor]]:
@@ -166,11 +141,6 @@ def _spread_in(state: Any, path: str) -> Iterator[tuple[str, torch.Tensor]]:
             yield from _spread_in(value, f"{path}.{key}")
     elif _is_spread(state):
         yield path, state
-
-
-def _described(value: Any) -> Any:
-    """The value, or the type of a sharded tensor."""
-    return {"sharded": str(value.dtype).removeprefix("torch.")} if _is_spread(value) else value
 
 
 def _is_spread(value: Any) -> bool:

@@ -63,6 +63,11 @@ class SharedLedger:
         """Steps that were released more than once, with different sums."""
         return self._ledger.repeated_steps
 
+    @property
+    def own_key(self) -> bytes:
+        """On rank 0, the secret of the file."""
+        return self._ledger.key
+
     def allows(self, step: int, *, secure: bool) -> bool:
         """Whether a release at `step` may stay within the budget."""
         return self._ledger.allows(step, secure=secure)

@@ -1,13 +1,15 @@
-"""One private run at a time on a model, and what earlier runs have spent on it.
+"""What other runs have spent on a run's weights and rows: those of this process, and of a budget.
 
 In a notebook a cell is run again. The run it made before would still guard the optimizer, so a new
-one closes it; and the weights carry what both released, so the card of the new one adds up. What a
-run spent is kept for the life of the process: by the model object, and by a digest of the rows. It
-survives `close()`, and a model that was copied or saved and loaded again is a new one here.
+one closes it; and the weights carry what both released, so the card of the new one prices them
+together. What a run spent is kept for the life of the process: by the model object, and by a digest
+of the rows. It survives `close()`, and a model that was copied or saved and loaded again is a new
+one here. A budget file (`budget.py`) keeps it for good.
 """
 
 from __future__ import annotations
 
+import hashlib
 import warnings
 import weakref
 from dataclasses import dataclass, replace
@@ -16,14 +18,24 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from shuffled_dpsgd.core.claim import PrivacyClaim
+from shuffled_dpsgd.accounting import PrivacyClaim, claim_together
+from shuffled_dpsgd.core.ledger import Ledger
 from shuffled_dpsgd.core.plan import PrivacyPlan
-from shuffled_dpsgd.errors import InvalidArgumentError
+from shuffled_dpsgd.distributed.agreement import first_does
+from shuffled_dpsgd.errors import InvalidArgumentError, ShuffledDPError
+from shuffled_dpsgd.runtime.notices import say_once
+from shuffled_dpsgd.training.budget import BudgetFile, CountedRun, counted
 from shuffled_dpsgd.training.card import PrivacyCard
+from shuffled_dpsgd.training.data import MapStyle
+from shuffled_dpsgd.training.record_digest import data_mark
 
 if TYPE_CHECKING:
     from shuffled_dpsgd.training.private import PrivateTraining
 
+SAME_ROWS = (
+    "run {} of this program on these records: each spends privacy of its own. private.card() "
+    "prices them together; budget= counts them in a file"
+)
 _SUPERSEDED = "make_private was called again on its model or its optimizer"
 
 
@@ -64,24 +76,39 @@ def remember_run(run: PrivateTraining) -> None:
 
 
 class History:
-    """What this process has released before a run, on its model and of its rows."""
+    """What was released before a run, on its model and of its rows, and the budget it counts in.
 
-    def __init__(self, run: PrivateTraining) -> None:
+    `tells` says whether another run of this process on the same rows is worth a warning, and
+    `in_budget` what its budget has counted, from the first release on.
+    """
+
+    def __init__(self, run: PrivateTraining, budget: str | Path | None = None) -> None:
+        self.tells = budget is None
         self._run = weakref.ref(run)
         self._own = _Spent(plan=run.plan, ledger=run.ledger.path)
         self._on_model = _ON_MODEL.setdefault(run.model, [])
         self._before = tuple(self._on_model)
         self._beside: tuple[_Spent, ...] = ()
         self._on_model.append(self._own)
+        self._budget = None if budget is None else BudgetFile(budget)
+        self._data = self.in_budget = ""
+        if self._budget is not None:
+            first_does(run.world, lambda: self._counted().identity)
 
-    def begin(self, rows: str) -> None:
-        """The run is about to draw from `rows`; refuse noise that hid other sums before."""
-        own, seed = self._own, self._own.plan.seed
+    def begin(self, data: MapStyle, rows: str) -> None:
+        """The run is about to draw from `data`; refuse what may not be released of it.
+
+        Noise that hid other sums before, and runs that do not fit into the budget.
+        """
+        own, seed, run = self._own, self._own.plan.seed, self._owner()
         if own.rows != rows:
             known = _ON_ROWS.setdefault(rows, [])
             self._beside = tuple(each for each in known if each not in self._on_model)
             known.append(own)
             own.rows = rows
+            number = 1 + sum(each.releases > 0 for each in known if each is not own)
+            if self.tells and number > 1:
+                say_once(SAME_ROWS.format(number))
         if seed is not None and any(each.plan.seed == seed for each in self._earlier()):
             raise InvalidArgumentError(
                 "seed",
@@ -90,26 +117,57 @@ class History:
                 remedy="leave the seed out; to repeat a run start from a new model, and to go on "
                 "with one load its checkpoint",
             )
+        budget = self._budget
+        if budget is not None:
+            self._data = first_does(run.world, lambda: data_mark(data, budget.read().salt))
+            first_does(run.world, lambda: self._fitted(budget))
+
+    def _fitted(self, budget: BudgetFile) -> None:
+        """Refuse before the first batch what would be refused before the first release."""
+        budget.read().with_run(self._counted(), self._data, budget.path)
+
+    def enter(self) -> None:
+        """The run is about to make a release: count it in its budget, on disk, unless it is."""
+        budget = self._budget
+        if budget is None or self.in_budget:
+            return
+
+        def entered() -> str:
+            account = budget.enter(self._counted(), self._data)
+            total = account.together().describe()
+            return f"{len(account.runs)} runs in {budget.path.name}, together {total}"
+
+        self.in_budget = first_does(self._owner().world, entered)
 
     def note(self) -> None:
         """A step was released."""
-        run = self._run()
-        assert run is not None, "a step is taken by a run"
+        run = self._owner()
         if not self._own.releases:
             self._own.first = run.ledger.entries()[0].token
         self._own.releases = run.ledger.spent
+
+    def note_end(self) -> None:
+        """Tell the budget how far the run got. It is counted already, so a failure only warns."""
+        run = self._owner()
+        if self._budget is None or not self.in_budget or not run.world.leads:
+            return
+        try:
+            self._budget.note(self._identity(), run.ledger.spent)
+        except (ShuffledDPError, OSError) as error:
+            warnings.warn(f"{error}; it was not told how far this run got", stacklevel=3)
 
     def added_to(self, card: PrivacyCard) -> PrivacyCard:
         """The card with what the weights carry of earlier runs, and what else the rows gave."""
         # Whatever their rows: data in another order, or with one row more, hold the same records.
         same = self._earlier()
+        notes = [f"the other runs on these records: {self.in_budget}"] if self.in_budget else []
         beside = [each for each in self._beside if each.releases]
-        if beside:
-            note = (
+        if beside and self._budget is None:
+            notes.append(
                 f"{len(beside)} earlier run{'s' if len(beside) > 1 else ''} of this process on "
-                f"these rows, other models: {_summed(beside)}"
+                f"these rows, other models: {self._with_these(beside)}"
             )
-            card = replace(card, not_covered=(*card.not_covered, note))
+        card = replace(card, not_covered=(*card.not_covered, *notes))
         reasons = {why for each in same for why in each.plan.uncertifiable}
         if reasons and card.certified is not None:
             why = f"an earlier run on these weights had no claim: {'; '.join(sorted(reasons))}"
@@ -120,22 +178,28 @@ class History:
                 exactness=None,
                 why_not_certified=(why,),
             )
-        claims = [claim for each in same if (claim := each.plan.certified()) is not None]
-        if not claims or card.certified is None:
+        if not same or card.certified is None:
             return card
-        so_far = card.certified_so_far
-        return replace(
-            card,
-            certified=_sum(card.certified, *claims),
-            certified_so_far=None if so_far is None else _sum(so_far, *claims),
-            exactness=None,
-        )
+        releases = self._owner().ledger.spent
+        so_far = None if card.certified_so_far is None else self._together(same, releases)
+        whole = self._together(same, releases and self._own.plan.num_steps)
+        return replace(card, certified=whole, certified_so_far=so_far, exactness=None)
+
+    def _together(self, others: list[_Spent], num_steps: int) -> PrivacyClaim:
+        """What others cost with the first `num_steps` of this run, at its δ and adjacency."""
+        plan = self._own.plan
+        runs = [replace(each.plan.mechanism(), adjacency=plan.adjacency) for each in others]
+        return claim_together([*runs, *([plan.mechanism(num_steps)] * bool(num_steps))], plan.delta)
+
+    def _with_these(self, beside: list[_Spent]) -> str:
+        others = [*self._earlier(), *beside]
+        if self._own.plan.uncertifiable or any(each.plan.uncertifiable for each in others):
+            return "not all of them have a certified ε"
+        return f"{self._together(others, self._own.plan.num_steps).describe()} with this one"
 
     def _earlier(self) -> list[_Spent]:
         """Runs on the model that released something, but for those that this run goes on with."""
-        run = self._run()
-        assert run is not None, "asked by the run itself"
-        tokens = {entry.token for entry in run.ledger.entries()}
+        tokens = {entry.token for entry in self._owner().ledger.entries()}
         return [
             each
             for each in self._before
@@ -144,25 +208,25 @@ class History:
             and (each.ledger is None or each.ledger != self._own.ledger)
         ]
 
+    def _owner(self) -> PrivateTraining:
+        run = self._run()
+        assert run is not None, "asked by the run itself"
+        return run
 
-def _sum(*claims: PrivacyClaim) -> PrivacyClaim:
-    """Basic composition: ε and δ of several runs add up, whatever they are."""
-    shown = " + ".join(f"{claim.epsilon:.4g}" for claim in claims)
-    return PrivacyClaim(
-        epsilon=sum(claim.epsilon for claim in claims),
-        delta=min(sum(claim.delta for claim in claims), 1.0 - 2.0**-53),
-        method=f"basic composition of {len(claims)} runs on these weights ({shown}), each by "
-        f"{claims[0].method}",
-        kind="proven",
-        assumptions=claims[0].assumptions,
-        inputs={"runs": [dict(claim.inputs) for claim in claims]},
-    )
+    def _identity(self) -> str:
+        """What a budget knows the run by, on rank 0: its ledger's secret, by a hash."""
+        ledger = self._owner().ledger
+        key = ledger.key if isinstance(ledger, Ledger) else ledger.own_key
+        return hashlib.sha256(b"budget" + key).hexdigest()[:32]
 
-
-def _summed(runs: list[_Spent]) -> str:
-    claims = [each.plan.certified() for each in runs]
-    known = [claim for claim in claims if claim is not None]
-    if len(known) < len(claims):
-        return "not all of them have a certified ε"
-    total = _sum(*known)
-    return f"ε = {total.epsilon:.4g} (proven) at δ = {total.delta:.3g} for them alone, to be added"
+    def _counted(self) -> CountedRun:
+        assert self._budget is not None
+        run = self._owner()
+        place = "" if self._own.ledger is None else f"{self._own.ledger.resolve().parent.name}: "
+        return counted(
+            run.plan,
+            name=f"{place}{type(run.model).__name__}",
+            salt=self._budget.read().salt,
+            identity=self._identity(),
+            releases=run.ledger.spent,
+        )

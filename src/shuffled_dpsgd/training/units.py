@@ -11,7 +11,6 @@ from __future__ import annotations
 import warnings
 
 from shuffled_dpsgd.core.claim import PrivacyClaim
-from shuffled_dpsgd.core.events import SampledGaussian
 from shuffled_dpsgd.core.plan import PrivacyPlan
 from shuffled_dpsgd.training.rows import Survey
 
@@ -58,14 +57,8 @@ def claim_for_rows(plan: PrivacyPlan, rows: int) -> PrivacyClaim | None:
     # Here, because importing a run must not load the accountant.
     from shuffled_dpsgd.core.pld import price
 
-    mechanism = SampledGaussian(
-        noise_multiplier=plan.smallest_noise_multiplier,
-        sampling_prob=plan.sampling_prob,
-        num_steps=plan.num_steps,
-        adjacency=plan.adjacency,
-    )
     return PrivacyClaim(
-        epsilon=price(mechanism, plan.delta, _RELATIVE_ERROR, records=rows),
+        epsilon=price(plan.mechanism(), plan.delta, _RELATIVE_ERROR, records=rows),
         delta=plan.delta,
         method=f"PLD of a binomial mixture, {rows} rows",
         kind="proven",

@@ -35,4 +35,4 @@ def test_captures_of_real_models_name_all_their_tensors(
         held = [getattr(capture, field.name) for field in fields(capture)]  # type: ignore[arg-type]
         tensors = [value for value in held if isinstance(value, Tensor)]
         assert [*map(id, capture.tensors())] == [*map(id, tensors)]
-        assert {type(value) for value in held} <= {Tensor, type(None), int, float, cost.NormRoute}
+        assert {type(value) for value in held} <= {Tensor, type(None), int, float, cost.NormMethod}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shuffled_dpsgd.clipping.contributions.cost import NormRoute
+from shuffled_dpsgd.clipping.contributions.cost import NormMethod
 from shuffled_dpsgd.clipping.contributions.kinds import (
     Contribution,
     DenseGrad,
@@ -23,7 +23,7 @@ def drawn(*shape: int) -> torch.Tensor:
 
 
 CASES: dict[str, tuple[Contribution, tuple[int, ...]]] = {
-    "outer": (OuterGrad(left_BTR=drawn(B, T, 3), right_BTC=drawn(B, T, 4), route=NormRoute.GRAM),
+    "outer": (OuterGrad(left_BTR=drawn(B, T, 3), right_BTC=drawn(B, T, 4), route=NormMethod.GRAM),
               (3, 4)),
     "rows": (RowsGrad(ids_BT=torch.arange(B * T).view(B, T) % 6, grad_BTD=drawn(B, T, 2),
                       padding_idx=1), (6, 2)),

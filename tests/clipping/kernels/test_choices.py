@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from shuffled_dpsgd.clipping.kernels import choices
-from shuffled_dpsgd.runtime import routes
-from shuffled_dpsgd.runtime.routes import Route
+from shuffled_dpsgd.runtime import backends
+from shuffled_dpsgd.runtime.backends import Backend
 
-GPU = torch.device("cuda:0")
-EVERY_ROUTE = [value for value in vars(choices).values() if isinstance(value, Route)]
+GPU, HALF = torch.device("cuda:0"), torch.bfloat16
+EVERY_ROUTE = [value for value in vars(choices).values() if isinstance(value, Backend)]
 
 
 @pytest.fixture
@@ -21,30 +21,28 @@ def verdicts(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[str, torch.device], 
     reasons: dict[tuple[str, torch.device], str | None] = {}
     for route in EVERY_ROUTE:
         reasons[route.name, GPU] = None
-    monkeypatch.setattr(routes, "_reasons", reasons)
+    monkeypatch.setattr(backends, "_reasons", reasons)
     monkeypatch.setattr(choices, "triton_available", lambda: True)
     monkeypatch.setattr(choices, "is_hopper", lambda device: True)
     return reasons
 
 
 def modules() -> list[str | None]:
-    """The modules for norms by tiles, for sums, and for norms by Gram matrices of three kinds."""
+    """The modules for norms by tiles, for sums, and for norms by Gram matrices, narrow and wide."""
     return [
-        choices.tile_norms(GPU, 128),
-        choices.outer_sums(GPU, 128),
-        choices.gram_norms(GPU, 128, 768),
-        choices.gram_norms(GPU, 197, 768),
-        choices.gram_norms(GPU, 197, 50257),
+        choices.tile_norms(GPU),
+        choices.outer_sums(GPU, HALF),
+        choices.gram_norms(GPU, 768),
+        choices.gram_norms(GPU, 50257),
     ]
 
 
 @pytest.mark.usefixtures("verdicts")
 def test_hopper_takes_gluon_where_it_serves() -> None:
     assert modules() == [
-        "gluon.squares",
+        "triton.tiles",
         "gluon.weighted_sums",
         "triton.linear",
-        "gluon.strips",
         "triton.wide",
     ]
 
@@ -52,60 +50,34 @@ def test_hopper_takes_gluon_where_it_serves() -> None:
 @pytest.mark.usefixtures("verdicts")
 def test_other_gpus_take_plain_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choices, "is_hopper", lambda device: False)
-    expected = ["triton.tiles", "triton.sums", "triton.linear", "triton.gram", "triton.wide"]
+    expected = ["triton.tiles", "triton.sums", "triton.linear", "triton.wide"]
     assert modules() == expected
     for name in expected:
         assert importlib.util.find_spec(f"{choices.PACKAGE}.{name}")
 
 
-@pytest.mark.parametrize("family", [choices.GLUON_PRODUCTS, choices.PRODUCTS])
-def test_norms_and_sums_of_a_family_go_together(
-    family: Route, verdicts: dict[tuple[str, torch.device], str | None]
-) -> None:
-    """Norms from one family would be too small for the sums of another."""
-    verdicts[choices.GLUON_PRODUCTS.name, GPU] = "wrong"
-    verdicts[family.name, GPU] = "wrong"
-    pair = (choices.tile_norms(GPU, 128), choices.outer_sums(GPU, 128))
-    plain = family is choices.PRODUCTS
-    assert pair == ((None, None) if plain else ("triton.tiles", "triton.sums"))
-
-
-def test_lengths_with_a_few_tokens_apart_have_a_trial_of_their_own(
+def test_norms_by_tiles_and_sums_in_triton_go_together(
     verdicts: dict[tuple[str, torch.device], str | None],
 ) -> None:
-    """The kernel for them is another one; norms and sums still go together."""
-    verdicts[choices.GLUON_PRODUCTS_OF_A_FEW.name, GPU] = "wrong"
-    for tokens in (135, 197):
-        pair = (choices.tile_norms(GPU, tokens), choices.outer_sums(GPU, tokens))
-        assert pair == ("triton.tiles", "triton.sums")
-    assert choices.tile_norms(GPU, 128) == "gluon.squares"
+    verdicts[choices.GLUON_SUMS.name, GPU] = "wrong"
+    assert (choices.tile_norms(GPU), choices.outer_sums(GPU, HALF)) == (
+        "triton.tiles",
+        "triton.sums",
+    )
+    verdicts[choices.PRODUCTS.name, GPU] = "wrong"
+    assert (choices.tile_norms(GPU), choices.outer_sums(GPU, HALF)) == (None, None)
 
 
-def test_lengths_of_two_parts_fall_back_one_by_one(
-    verdicts: dict[tuple[str, torch.device], str | None],
-) -> None:
-    for route, expected in (
-        (choices.GLUON_STRIPS, "triton.gram"),
-        (choices.TWO_PART_GRAM, "triton.linear"),
-        (choices.GRAM, None),
-    ):
-        verdicts[route.name, GPU] = "wrong"
-        assert choices.gram_norms(GPU, 197, 768) == expected
+@pytest.mark.usefixtures("verdicts")
+def test_gluon_takes_no_float32() -> None:
+    assert choices.outer_sums(GPU, torch.float32) == "triton.sums"
 
 
 @pytest.mark.usefixtures("verdicts")
 def test_without_triton_nothing_of_it_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choices, "triton_available", lambda: False)
-    assert modules() == [None] * 5
-    assert choices.kind_of(torch.zeros(1, dtype=torch.bfloat16)) == "cpu"
-
-
-def test_the_lengths_of_two_parts_are_those_of_the_kernels() -> None:
-    pytest.importorskip("triton")
-    gram = choices.module("triton.gram")
-    lengths = (choices.FEWEST_IN_TWO_PARTS, choices.MOST_IN_TWO_PARTS)
-    assert lengths == (gram.MIN_TOKENS, gram.MAX_TOKENS)
+    assert modules() == [None] * 4
 
 
 def test_every_route_has_a_name_of_its_own() -> None:
-    assert len({route.name for route in EVERY_ROUTE}) == len(EVERY_ROUTE) == 13
+    assert len({route.name for route in EVERY_ROUTE}) == len(EVERY_ROUTE) == 6

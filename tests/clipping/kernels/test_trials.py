@@ -14,31 +14,23 @@ import torch
 
 from on_triton import DEVICE, ON_GPU
 from shuffled_dpsgd.clipping.kernels import choices, trials
-from shuffled_dpsgd.runtime.routes import WrongResult
+from shuffled_dpsgd.runtime.backends import WrongResult
 
 WHERE = torch.device(DEVICE)
 # Each trial with a function that it should try, and where that function leaves its result.
 TRIALS = [
     (trials.try_gram, "triton.linear", "gram_sq_norms", None),
-    (trials.try_two_part_gram, "triton.gram", "gram_sq_norms", None),
     (trials.try_wide_gram, "triton.wide", "gram_sq_norms", None),
     (trials.try_products, "triton.tiles", "tile_sq_norms", None),
     (trials.try_products, "triton.sums", "weighted_outer_sums", 3),
-    (trials.try_split_products, "triton.split_gram", "gram_sq_norms", None),
-    (trials.try_split_products, "triton.sums", "weighted_outer_sums", 3),
-    (trials.try_rows, "triton.rows", "weighted_row_sums", 2),
-    (trials.try_rows, "triton.rows", "weighted_stored_sum", 2),
+    (trials.try_float32_products, "triton.linear", "gram_sq_norms", None),
+    (trials.try_float32_products, "triton.tiles", "tile_sq_norms", None),
+    (trials.try_float32_products, "triton.wide", "gram_sq_norms", None),
+    (trials.try_float32_products, "triton.sums", "weighted_outer_sums", 3),
     (trials.try_norm_layers, "triton.norms", "norm_sums", None),
-    (trials.try_tables, "triton.tables", "embedding_sq_norms", None),
-    (trials.try_tied_tables, "triton.tables", "tied_cross_terms", None),
-    (trials.try_tied_tables, "triton.tables", "stored_cross_terms", None),
-    (trials.try_tables, "triton.tables", "weighted_embedding_sum", 4),
-    (trials.try_casts, "triton.casts", "copy_all", 0),
 ]
 GLUON = [
-    (trials.try_gluon_strips, "gluon.strips", "gram_sq_norms", None),
-    (trials.try_gluon_products, "gluon.squares", "tile_sq_norms", None),
-    (trials.try_gluon_products, "gluon.weighted_sums", "weighted_outer_sums", 3),
+    (trials.try_gluon_sums, "gluon.weighted_sums", "weighted_outer_sums", 3),
 ]
 Trial = Callable[[torch.device], None]
 
@@ -95,11 +87,8 @@ def test_gluon_passes_and_is_seen_to_be_wrong(
 @pytest.mark.skipif(not ON_GPU, reason="needs a CUDA device")
 def test_every_route_serves_on_this_gpu() -> None:
     device = torch.device("cuda:0")
-    plain = [choices.PRODUCTS, choices.ROWS, choices.GRAM, choices.TWO_PART_GRAM]
-    plain += [choices.WIDE_GRAM, choices.NORM_LAYERS, choices.CASTS]
-    plain += [choices.TABLES, choices.TIED_TABLES]
+    plain = [choices.PRODUCTS, choices.GRAM]
+    plain += [choices.WIDE_GRAM, choices.NORM_LAYERS]
     assert all(choices.may_take(route, device) for route in plain)
-    gluon = [choices.GLUON_PRODUCTS, choices.GLUON_STRIPS]
-    assert all(choices.may_take_gluon(route, device) for route in gluon) == choices.is_hopper(
-        device
-    )
+    if choices.is_hopper(device):
+        assert choices.may_take(choices.GLUON_SUMS, device)

@@ -10,9 +10,9 @@ from shuffled_dpsgd.clipping import ClippingEngine
 from shuffled_dpsgd.clipping.contributions import cost
 
 
-@pytest.mark.parametrize("route", [cost.NormRoute.GRAM, cost.NormRoute.TILES])
+@pytest.mark.parametrize("route", [cost.NormMethod.GRAM, cost.NormMethod.TILES])
 def test_layers_settled_together_by_either_route_agree_with_stored_gradients(
-    route: cost.NormRoute, monkeypatch: pytest.MonkeyPatch
+    route: cost.NormMethod, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.manual_seed(0)
     layers = [nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6, bias=False), nn.Tanh(), nn.Linear(6, 4)]

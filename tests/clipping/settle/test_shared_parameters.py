@@ -153,8 +153,8 @@ class TiedHead(nn.Module):
 def test_a_tied_head_stored_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     from shuffled_dpsgd.clipping.kernels.gluon import squares as triton_squares
 
-    def stored(T: int, R: int, C: int, device: str, tied: bool = False) -> cost.NormRoute:
-        return cost.NormRoute.INSTANTIATE if tied else cost.NormRoute.TILES
+    def stored(T: int, R: int, C: int, device: str, tied: bool = False) -> cost.NormMethod:
+        return cost.NormMethod.INSTANTIATE if tied else cost.NormMethod.TILES
 
     monkeypatch.setattr(triton_squares, "MIN_BLOCKS", 1)
     monkeypatch.setitem(cost.STRATEGIES, "mixed", stored)

@@ -131,9 +131,9 @@ def test_bad_options_are_refused_by_name(argument: str, value: object) -> None:
 def test_the_route_of_a_call_is_chosen_once(clip: str, monkeypatch: pytest.MonkeyPatch) -> None:
     chosen: list[tuple[object, ...]] = []
 
-    def choose(*shape: object) -> cost.NormRoute:
+    def choose(*shape: object) -> cost.NormMethod:
         chosen.append(shape)
-        return cost.NormRoute.TILES
+        return cost.NormMethod.TILES
 
     monkeypatch.setitem(cost.STRATEGIES, "bookkeeping", choose)
     conv = nn.Conv1d(5, 5, 3, padding=1)

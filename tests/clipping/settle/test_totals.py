@@ -181,3 +181,13 @@ def test_double_parameters_have_double_sums() -> None:
     sums = Totals(owned).sums
     assert sums["double"].dtype == torch.float64
     assert sums["odd"].dtype == torch.float32
+
+
+def test_an_engine_reads_its_norms() -> None:
+    engine = ClippingEngine(nn.Linear(3, 2), clip_norm=1.0)
+    for size in (2, 3):
+        with engine:
+            engine.backward(engine.model(torch.randn(size, 3)).square().sum(1))
+    found, other = engine.read_norms(torch.tensor(1.5))
+    assert torch.equal(found, engine.sample_norms)
+    assert (len(found), other.item()) == (5, 1.5)

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from shuffled_dpsgd.errors import DivergenceError, InvalidArgumentError
-from shuffled_dpsgd.tasks.config import parse_config
-from shuffled_dpsgd.tasks.registry import build_task
+from shuffled_dpsgd.tasks import parse_config
+from shuffled_dpsgd.tasks.task import build_task
 from shuffled_dpsgd_experiments.pretraining import language_model, vision
-from shuffled_dpsgd_experiments.pretraining.corpus import read_corpus
-from shuffled_dpsgd_experiments.pretraining.schedule import Pace, refuse_divergence
+from shuffled_dpsgd_experiments.pretraining.common import Pace, refuse_divergence
+from shuffled_dpsgd_experiments.pretraining.language_model import read_corpus
 
 transformers = pytest.importorskip("transformers")
 SMALL = ["--hidden", "16", "--layers", "1", "--heads", "2", "--batch-size", "8", "--epochs", "2"]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 import multiprocessing
 import os
-import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,19 +15,13 @@ import pytest
 from experiments.sweeps.test_grid import RAW
 from experiments.sweeps.test_running import pretended, sweep_in
 from shuffled_dpsgd.errors import InvalidArgumentError, ShuffledDPError
-from shuffled_dpsgd_experiments.sweeps import (
-    SweepProgress,
-    load_sweep,
-    run_in_jobs,
-    run_sweep,
-    run_sweeps,
-)
+from shuffled_dpsgd_experiments.sweeps import SweepProgress, load_sweep, run_sweeps, running
 from shuffled_dpsgd_experiments.sweeps.cell import Tasks
-from shuffled_dpsgd_experiments.sweeps.failures import CellFailedError
 from shuffled_dpsgd_experiments.sweeps.grid import Cell, laid_over
-from shuffled_dpsgd_experiments.sweeps.jobs import INCOMPLETE, _Workers
 from shuffled_dpsgd_experiments.sweeps.reading import parse_sweep
+from shuffled_dpsgd_experiments.sweeps.running import ATTEMPTS, _Scheduler
 from shuffled_dpsgd_experiments.sweeps.store import Store
+from shuffled_dpsgd_experiments.sweeps.workers import CellOutcome, Process
 
 
 def test_a_claimed_cell_is_no_one_elses_until_its_owner_is_gone(tmp_path: Path) -> None:
@@ -72,64 +66,90 @@ def test_folders_that_a_claim_made_go_with_it_unless_there_is_a_result(tmp_path:
     assert there.is_dir()
 
 
-def test_a_cell_that_processes_die_of_is_left_to_another_call(tmp_path: Path) -> None:
+class Scripted:
+    """A worker that says of each cell what it was told to, some time after it began."""
+
+    def __init__(self, outcomes: dict[str, list[CellOutcome]]) -> None:
+        self.at: tuple[Store, Cell] | None = None
+        self.outcomes, self.began = outcomes, [""]
+
+    def start(self, store: Store, cell: Cell) -> None:
+        self.at = store, cell
+        self.began.append(cell.file_name)
+
+    def outcome(self) -> CellOutcome | None:
+        assert self.at is not None
+        store, cell = self.at
+        told = self.outcomes.get(cell.file_name)
+        if told:
+            return told.pop(0)
+        store.add(cell, pretended([])(cell, Tasks()) or {})
+        return CellOutcome(kind="found", seconds=1.0)
+
+
+def test_a_cell_that_processes_die_of_is_left_to_another_call(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     sweep = sweep_in(tmp_path)
     cells = list(sweep.main_cells({}))
-    ran: list[str] = []
-
-    def run(cell: Cell, tasks: Tasks) -> dict[str, Any]:
-        if cell.file_name == cells[2].file_name:
-            raise RuntimeError("out of memory")
-        return pretended(ran)(cell, tasks)
-
-    store = Store(tmp_path)
-    for deaths in (1, 2):
-        with pytest.raises(CellFailedError, match=r"ε = 8, seed 0: RuntimeError: out of memory"):
-            run_sweeps([sweep], is_replaced=True, run=run)
-        assert store.deaths(cells[2]) == deaths
-    assert ran == [cell.file_name for cell in cells[:2]]
-    assert not run_sweeps([sweep], is_replaced=True, run=run)  # All but that one.
-    assert len(ran) == len(cells) - 1
-    store.forget_deaths()
-    assert store.deaths(cells[2]) == 0
-    assert run_sweeps([sweep], is_replaced=True, run=pretended(ran))
-    assert ran[-1] == cells[2].file_name
-    assert not list(tmp_path.glob(".*"))
+    died = CellOutcome(kind="failed", why="its process ended with status -9")
+    outcomes = {cells[2].file_name: [died, died, died]}
+    workers = [Scripted(outcomes), Scripted(outcomes)]
+    scheduler = _Scheduler([sweep], workers, lambda progress: None, None, ATTEMPTS)
+    with pytest.raises(ShuffledDPError, match=r"^1 cell failed: "):
+        scheduler.work()
+    began = [name for worker in workers for name in worker.began[1:]]
+    assert began.count(cells[2].file_name) == ATTEMPTS
+    assert len(began) == len(cells) + 1
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == ATTEMPTS
+    assert all("ε = 8, seed 0: its process ended with status -9" in line for line in lines)
+    assert run_sweeps([sweep], run=pretended([]))
 
 
-def test_a_claim_that_is_held_is_no_death(tmp_path: Path) -> None:
+def test_a_cell_that_another_command_has_taken_is_asked_for_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(running, "POLL_SECONDS", 0.0)
+    sweep = sweep_in(tmp_path)
+    (first, *_) = sweep.main_cells({})
+    worker = Scripted({first.file_name: [CellOutcome(kind="taken"), CellOutcome(kind="taken")]})
+    assert _Scheduler([sweep], [worker], lambda progress: None, None).work()
+    assert worker.began.count(first.file_name) == 3
+
+
+def test_a_signal_ends_what_is_running_and_starts_nothing_after_it(tmp_path: Path) -> None:
+    sweep = sweep_in(tmp_path)
+    (first, *_) = sweep.main_cells({})
+    worker = Scripted({first.file_name: [CellOutcome(kind="stopped")]})
+    assert not _Scheduler([sweep], [worker], lambda progress: None, None).work()
+    assert worker.began[1:] == [first.file_name]
+
+
+def test_a_process_that_ends_is_a_failure_and_the_next_cell_gets_a_fresh_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TEST_FOLDER", str(tmp_path))
     cell = next(iter(sweep_in(tmp_path).main_cells({})))
-    with Store(tmp_path).claim(cell) as mine:
-        assert mine
-        Store(tmp_path).forget_deaths()
-        assert Store(tmp_path).deaths(cell) == 0
-        with Store(tmp_path).claim(cell) as second:
-            assert not second
+    process = Process(_end_or_find)
+    numbers = []
+    for score, kind in ((9, "failed"), (1, "found")):
+        (tmp_path / "score").write_text(str(score))
+        process.start(Store(tmp_path), cell)
+        numbers.append(process._process.pid)
+        while (outcome := process.outcome()) is None:
+            time.sleep(0.01)
+        assert outcome.kind == kind, outcome.why
+        assert kind == "found" or outcome.why == "its process ended with status 9"
+    process.close()
+    assert numbers[0] != numbers[1]
+    assert Store(tmp_path).find(cell) is not None
 
 
-def test_a_process_that_failed_is_replaced_while_there_are_new_results() -> None:
-    workers = _Workers([sys.executable, "-S", "-c", "raise SystemExit(7)"], 2, stop_after=None)
-    started, results = 2, 0
-    while workers.running:
-        before = len(workers.running)
-        for worker in workers.running:
-            worker.wait()
-        results = min(results + 1, 2)
-        workers.replace_failed(results)
-        started += len(workers.running)
-        assert len(workers.running) <= before
-    # Two rounds with a new result each, then as many replacements as jobs in vain.
-    assert started == len(workers.failed) == 6
-    assert set(workers.failed) == {7}
-
-
-def test_processes_that_end_as_asked_are_not_replaced() -> None:
-    workers = _Workers([sys.executable, "-S", "-c", f"raise SystemExit({INCOMPLETE})"], 2, None)
-    for worker in workers.running:
-        worker.wait()
-    workers.replace_failed(0)
-    assert workers.running == []
-    assert workers.failed == []
+def _end_or_find(cell: Cell, tasks: Tasks) -> dict[str, Any] | None:
+    """Ends its process where the folder says so."""
+    score = int((Path(os.environ["TEST_FOLDER"]) / "score").read_text())
+    return os._exit(score) if score > 1 else pretended([])(cell, tasks)
 
 
 def test_workers_share_the_cells_and_wait_for_the_trials_of_a_method(tmp_path: Path) -> None:
@@ -147,7 +167,7 @@ def test_workers_share_the_cells_and_wait_for_the_trials_of_a_method(tmp_path: P
                 meet.wait(timeout=10)
             return pretended(ran[number])(cell, tasks)
 
-        assert run_sweep(sweep, run=run)
+        assert run_sweeps([sweep], run=run)
 
     workers = [threading.Thread(target=work, args=(number,)) for number in ran]
     for worker in workers:
@@ -162,14 +182,7 @@ def test_workers_share_the_cells_and_wait_for_the_trials_of_a_method(tmp_path: P
 
 def test_jobs_are_refused_below_one(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgumentError, match="--jobs"):
-        run_in_jobs([sweep_in(tmp_path)], [tmp_path / "absent.toml"], 0)
-
-
-@pytest.mark.slow
-def test_the_failure_of_processes_is_told(tmp_path: Path) -> None:
-    sweep = sweep_in(tmp_path)
-    with pytest.raises(ShuffledDPError, match="4 processes failed"):
-        run_in_jobs([sweep], [tmp_path / "absent.toml"], 2)
+        run_sweeps([sweep_in(tmp_path)], jobs=0)
 
 
 @pytest.mark.slow
@@ -188,7 +201,7 @@ def test_a_cell_that_fails_is_named_and_all_others_are_run(
     )
     sweep = load_sweep(file, results=tmp_path / "results")
     with pytest.raises(ShuffledDPError, match=r"2 cells failed: bad, ε = 1, seed 0; bad, ε = 1, "):
-        run_in_jobs([sweep], [file], jobs, results=sweep.results)
+        run_sweeps([sweep], jobs=jobs)
     assert len(list(sweep.results.glob("main_certified_*.json"))) == 2
     said = capfd.readouterr().err.splitlines()
     for seed in (0, 1):
@@ -209,9 +222,9 @@ def test_processes_run_a_sweep_together(tmp_path: Path) -> None:
     )
     sweep = load_sweep(file, results=tmp_path / "results")
     seen: list[SweepProgress] = []
-    assert run_in_jobs([sweep], [file], 2, results=sweep.results, on_progress=seen.append)
+    assert run_sweeps([sweep], jobs=2, on_progress=seen.append)
     assert [each.done for each in seen] == [1, 2, 3]
     assert all(each.seconds is not None for each in seen)
     again: list[SweepProgress] = []
-    assert run_in_jobs([sweep], [file], 2, results=sweep.results, on_progress=again.append)
+    assert run_sweeps([sweep], jobs=2, on_progress=again.append)
     assert all(each.seconds is None for each in again)

@@ -12,7 +12,7 @@ from shuffled_dpsgd.errors import CheckpointError
 from shuffled_dpsgd_experiments.sweeps.cell import Tasks
 from shuffled_dpsgd_experiments.sweeps.grid import Cell
 from shuffled_dpsgd_experiments.sweeps.reading import parse_sweep
-from shuffled_dpsgd_experiments.sweeps.running import run_sweep
+from shuffled_dpsgd_experiments.sweeps.running import run_sweeps
 from shuffled_dpsgd_experiments.sweeps.store import read_records
 from shuffled_dpsgd_experiments.sweeps.table import rows_of, table_of
 
@@ -105,7 +105,7 @@ def test_settings_that_are_words_can_be_tuned(tmp_path: Path) -> None:
     def run(cell: Cell, tasks: Tasks) -> dict[str, Any]:
         return record(0) | {"tuned": dict(cell.tuned)}
 
-    assert run_sweep(sweep, run=run, on_progress=lambda p: said.append(p.describe()))
+    assert run_sweeps([sweep], run=run, on_progress=lambda p: said.append(p.describe()))
     assert "schedule cosine" in said[1]
     assert "| plain | schedule linear | 3 |" in table_of(sweep)
 
@@ -124,7 +124,7 @@ def test_cells_write_texts_and_tuning_does_not(tmp_path: Path) -> None:
     tuning = {"epsilon": 8.0, "run": {"data": {"heldout_from_train": 4}}}
     raw = {"name": "x", "epsilons": [8.0], "seeds": [0], "run": run, "methods": [method]}
     sweep = parse_sweep(raw | {"tuning": tuning}, results=tmp_path / "results")
-    assert run_sweep(sweep)
+    assert run_sweeps([sweep])
     (trial,) = read_records(sweep.results, "tuning")
     assert "generation" not in trial
     (cell,) = read_records(sweep.results)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import statistics
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +15,21 @@ import torch
 from shuffled_dpsgd.environment import environment
 from shuffled_dpsgd.tasks import parse_config
 from shuffled_dpsgd.tasks.data.published import PUBLISHED
-from shuffled_dpsgd_experiments.reproduction_page import write_page
-from shuffled_dpsgd_experiments.reproductions import (
-    EXHIBITS,
-    REPRODUCTIONS,
+from shuffled_dpsgd_experiments.exhibits import (
+    NOT_RUN,
+    Exhibit,
+    ExhibitRow,
     Reproduced,
     Request,
-    find,
 )
+from shuffled_dpsgd_experiments.reproductions import EXHIBITS, REPRODUCTIONS, find, write_page
 from shuffled_dpsgd_experiments.tables import table1, table2, table6, table7, table8, training
-from shuffled_dpsgd_experiments.tables.demo_texts import write_restaurants, write_sentences
-from shuffled_dpsgd_experiments.tables.demonstrations import DEMONSTRATIONS, GENERATED
-from shuffled_dpsgd_experiments.tables.exhibit import NOT_RUN, Exhibit, ExhibitRow
+from shuffled_dpsgd_experiments.tables.demonstrations import (
+    DEMONSTRATIONS,
+    GENERATED,
+    write_restaurants,
+    write_sentences,
+)
 from shuffled_dpsgd_experiments.tables.printed import RESULTS
 from shuffled_dpsgd_experiments.tables.training_rows import lost_samples, rows_from
 
@@ -34,7 +39,7 @@ ENVIRONMENT = environment()
 
 def test_every_exhibit_of_the_paper_has_a_name() -> None:
     figures = [f"fig{number}" for number in range(1, 5)]
-    assert list(EXHIBITS) == [*figures, *(f"table{number}" for number in range(1, 9))]
+    assert list(EXHIBITS) == ["frontier", *figures, *(f"table{number}" for number in range(1, 9))]
     assert [each.name for each in find(["all"])] == list(EXHIBITS)
     assert all(each.name == name for name, each in REPRODUCTIONS.items())
 
@@ -49,7 +54,7 @@ def test_an_exhibit_is_markdown_and_escaped_html() -> None:
 
 def test_without_results_nothing_is_shown_but_the_paper(tmp_path: Path) -> None:
     request = Request(output=tmp_path, from_results=True)
-    for name in ("table1", "table2", "table6", "table7", "table8"):
+    for name in ("frontier", "table1", "table2", "table6", "table7", "table8"):
         found = REPRODUCTIONS[name].reproduce(request)
         assert found.exhibit is None
         assert found.missing is not None
@@ -65,13 +70,12 @@ def test_committed_results_make_a_page(tmp_path: Path) -> None:
     request = Request(output=ROOT / "results", from_results=True)
     names = [name for name in EXHIBITS if name.startswith("table")]
     found = [REPRODUCTIONS[name].reproduce(request) for name in names]
-    drawing = "<?xml?><svg><g/></svg>"
+    drawing = "<svg><g/></svg>"
     found.append(Reproduced(name="fig1", title="drawn", drawing=drawing))
     shown = Exhibit(name="fig2", title="both", origin="", rows=())
     found.append(Reproduced(name="fig2", title="both", drawing=drawing, exhibit=shown))
     text = write_page(found, tmp_path).read_text(encoding="utf-8")
     assert text.count("<figure><svg>") == 2
-    assert "<?xml" not in text
     assert "http" not in text.replace("http://www.w3.org", "")
     assert all(f'id="{name}"' in text for name in names)
 
@@ -186,7 +190,7 @@ def test_parts_random_weights_and_texts_are_named_as_such(tmp_path: Path) -> Non
     part["config"]["data"]["name"] = "SST-2, a part"
     scratch["config"]["model"]["from_scratch"] = True
     scratch |= {"generation": {"bleu": 12.5, "rouge_l": 0.5}}
-    shown = training.exhibit(training.TABLES["table4"], [whole, part, scratch], "paper")
+    shown = training.TABLES["table4"].show(([whole, part, scratch], "paper"))
     model = whole["config"]["model"]["name"]
     assert [row.what.removesuffix(", mixopt, certified, ε = 0.1") for row in shown.rows[:3]] == [
         f"{model} on SST-2",
@@ -203,7 +207,7 @@ def test_settings_say_how_much_really_moves() -> None:
     pytest.importorskip("transformers")
     row = table1._row(table1.PRESETS["paper/bert-sst2"])
     raw = {"scale": "demo", "rows": [row], "environment": ENVIRONMENT}
-    (shown,) = table1.exhibit(raw).rows
+    (shown,) = table1.show(raw).rows
     assert "shuffled 78%" in shown.ours
     assert "204 steps" in shown.ours
     assert float(shown.certified) > 50
@@ -234,13 +238,13 @@ def test_shuffled_and_unshuffled_runs_agree_in_the_common_frame(
 
 
 def test_table_2_quotes_the_paper_and_says_equal(invariance: dict[str, Any]) -> None:
-    rows = table2.exhibit(invariance).rows
+    rows = table2.show(invariance).rows
     assert "0.6362 / 89.68 %" in rows[0].paper
     assert all("equal to rounding" in row.verdict for row in rows[:2])
     assert "1063.02" in rows[2].paper
     other = json.loads(json.dumps(invariance))
     other["modes"]["DPSGD"]["shuffled"]["loss"] *= 2
-    assert "differ by" in table2.exhibit(other).rows[1].verdict
+    assert "differ by" in table2.show(other).rows[1].verdict
 
 
 def test_matrix_ways_agree_and_compare_by_ratio(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -250,7 +254,7 @@ def test_matrix_ways_agree_and_compare_by_ratio(monkeypatch: pytest.MonkeyPatch)
         assert torch.allclose(way(), matrix[rows][:, cols])
     raw = table7.run("demo")
     raw["milliseconds"] = {"index": 1.0, "dense matmul": 50.0, "sparse matmul": 7.0}
-    shown = table7.exhibit(raw).rows
+    shown = table7.show(raw).rows
     assert shown[0].verdict == "the fastest, as printed"
     assert shown[1].verdict == "50 times indexing; the paper has 1344 times"
 
@@ -274,7 +278,7 @@ def test_epochs_compare_by_share() -> None:
             }
         ],
     }
-    rows = {row.what: row for row in table8.exhibit(raw).rows}
+    rows = {row.what: row for row in table8.show(raw).rows}
     assert rows["BERT, QNLI"].paper == "28:28 → 28:53 (+1.5%)"
     assert rows["BERT, QNLI"].ours == "50.0 s → 50.4 s (+0.80%; 3 of 108 steps timed)"
     assert rows["BERT, QNLI"].verdict == ("costs less than printed (rounds from +0.7% to +0.9%)")
@@ -285,23 +289,23 @@ def test_a_demonstration_stands_beside_the_only_set_that_the_paper_has() -> None
     cell = row_of("mixopt, certified", "certified", 0.8, 0.1)
     cell["config"]["data"] = {"format": "digits"}
     cell["config"]["privacy"]["method"] = "mixopt"
-    (row,) = training.exhibit(training.TABLES["table3"], [cell], "demo").rows
+    (row,) = training.TABLES["table3"].show(([cell], "demo")).rows
     assert row.paper == "ViT on CIFAR-100, accuracy 1.26"
     # Table 4 has several sets, and digits are none of them.
-    (row,) = training.exhibit(training.TABLES["table4"], [cell], "demo").rows
+    (row,) = training.TABLES["table4"].show(([cell], "demo")).rows
     assert row.paper == "not printed"
 
 
 def test_the_audit_stands_beside_pure_noise() -> None:
     raw = json.loads((ROOT / "results" / table6.RESULT).read_text(encoding="utf-8"))
-    rows = table6.exhibit(raw).rows
+    rows = table6.show(raw).rows
     assert [row.paper for row in rows] == ["audited 0.4771", "audited 0.7005"]
     assert all("pure noise" in row.verdict for row in rows)
 
 
 def test_demonstrations_are_grids_of_the_papers_methods(tmp_path: Path) -> None:
     for table in training.TABLES.values():
-        (sweep,) = training.sweeps_at(table, "demo", tmp_path, None)
+        (sweep,) = table.sweeps("demo", tmp_path, None)
         cells = list(sweep.main_cells({}))
         assert len(cells) == 1 + 3 * 3
         demo = DEMONSTRATIONS[table.name]
@@ -309,9 +313,9 @@ def test_demonstrations_are_grids_of_the_papers_methods(tmp_path: Path) -> None:
         assert named == ("digits" if table.name == "table3" else GENERATED)
         rates = {cell.method: cell.config.optimizer.learning_rate for cell in cells}
         assert rates.pop("non-private") == demo.plain_learning_rate
-        assert set(rates.values()) == {demo.learning_rate}
+        assert set(rates.values()) == {demo.run["optimizer"]["learning_rate"]}
         assert (cells[0].config.generation is None) == (table.name != "table5")
-    presets = training.sweeps_at(training.TABLES["table4"], "paper", tmp_path, tmp_path / "data")
+    presets = training.TABLES["table4"].sweeps("paper", tmp_path, tmp_path / "data")
     assert len(presets) == 8
     cell = next(iter(presets[0].main_cells({})))
     assert cell.config.data.path == str(tmp_path / "data" / "sst2")
@@ -324,3 +328,57 @@ def test_generated_texts_have_the_published_layouts(tmp_path: Path) -> None:
     rows = (write_restaurants(tmp_path / "b", train=5, dev=2) / "trainset.csv").read_text()
     assert rows.startswith("mr,ref")
     assert "serves" in rows
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["table1", "table2", "table6", "table7"])
+def test_a_table_is_run_at_small_size(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("sklearn")
+    pytest.importorskip("transformers")
+    monkeypatch.setattr(table1, "DEMO", ("paper/bert-sst2",))
+    raw = table2.demo_config().to_json()
+    raw["training"] = {"expected_batch_size": 200, "num_steps": 2, "device": "cpu"}
+    small = parse_config(raw)
+    monkeypatch.setattr(table2, "demo_config", lambda: small)
+    few = partial(table6.PaperSetting, num_observations=200)
+    monkeypatch.setattr(
+        table6, "PaperSetting", lambda repetitions: few(repetitions=repetitions // 10)
+    )
+    monkeypatch.setattr(table7, "SIZES", {"demo": 16})
+    found = REPRODUCTIONS[name].reproduce(Request(output=tmp_path))
+    assert [path.name for path in found.written] == [f"{name}_demo.json"]
+    assert found.exhibit is not None
+    assert found.exhibit.rows
+    assert all(row.ours != NOT_RUN for row in found.exhibit.rows)
+    shown = REPRODUCTIONS[name].reproduce(Request(output=tmp_path, from_results=True))
+    assert shown.exhibit == found.exhibit
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:the most frequent row")
+@pytest.mark.parametrize("name", ["table3", "table4", "table5"])
+def test_a_table_of_runs_is_run_at_small_size(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("sklearn")
+    pytest.importorskip("sacrebleu")
+    monkeypatch.setattr(training, "EPSILONS", (1.0,))
+    demo = DEMONSTRATIONS[name]
+    write = demo.write_texts
+    small = replace(
+        demo,
+        run={**demo.run, "training": {"expected_batch_size": 100, "num_steps": 1}},
+        write_texts=None if write is None else lambda folder: write(folder, train=400, dev=4),
+    )
+    monkeypatch.setattr(training, "DEMONSTRATIONS", {name: small})
+    found = REPRODUCTIONS[name].reproduce(Request(output=tmp_path))
+    assert found.exhibit is not None
+    methods = [row.what.split(", ", 1)[1] for row in found.exhibit.rows]
+    own = "shuffled, paper, c' = c"
+    assert methods == ["non-private", *(f"{m}, ε = 1" for m in ("ghost", "mixopt", own))]
+    assert all(row.ours != NOT_RUN for row in found.exhibit.rows)
+    assert found.exhibit.origin.startswith("Scale: demo. 4 runs")
+    shown = REPRODUCTIONS[name].reproduce(Request(output=tmp_path, from_results=True))
+    assert shown.exhibit == found.exhibit

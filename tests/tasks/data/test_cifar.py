@@ -1,8 +1,7 @@
-"""CIFAR from official binary files and from packs, both written here."""
+"""CIFAR from official binary files, written here."""
 
 from __future__ import annotations
 
-import lzma
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +9,7 @@ import numpy as np
 import pytest
 
 from shuffled_dpsgd.errors import InvalidArgumentError
-from shuffled_dpsgd.tasks.data.cifar import read_cifar_set
-from shuffled_dpsgd.tasks.data.med_codec import decode, encode
+from shuffled_dpsgd.tasks.data.image_files import read_cifar
 
 
 def pictures(count: int, side: int = 32) -> Any:
@@ -25,9 +23,8 @@ def binary(path: Path, images: Any, *labels: Any) -> None:
     path.write_bytes(np.concatenate([*columns, pixels], axis=1).tobytes())
 
 
-def pack(folder: Path, name: str, images: Any, train: Any, test: Any) -> None:
-    (folder / f"{name}.med.xz").write_bytes(lzma.compress(encode(images), preset=0))
-    np.savez(folder / "labels.npz", train_labels=train, test_labels=test)
+def read_both(name: str, folder: Path) -> dict[str, tuple[Any, Any]]:
+    return {split: read_cifar(name, folder, split) for split in ("train", "test")}
 
 
 def test_the_binary_version_of_cifar10(tmp_path: Path) -> None:
@@ -38,7 +35,7 @@ def test_the_binary_version_of_cifar10(tmp_path: Path) -> None:
         part = slice(2 * number, 2 * number + 2)
         binary(folder / f"data_batch_{number + 1}.bin", images[part], [number, 9])
     binary(folder / "test_batch.bin", images[10:], [3, 4])
-    found = read_cifar_set("cifar10", tmp_path)
+    found = read_both("cifar10", tmp_path)
     assert np.array_equal(found["train"][0], images[:10])
     assert found["train"][1].tolist() == [0, 9, 1, 9, 2, 9, 3, 9, 4, 9]
     assert np.array_equal(found["test"][0], images[10:])
@@ -48,58 +45,24 @@ def test_the_binary_version_of_cifar100_counts_fine_classes(tmp_path: Path) -> N
     images = pictures(3)
     binary(tmp_path / "train.bin", images[:2], [1, 2], [30, 99])
     binary(tmp_path / "test.bin", images[2:], [0], [7])
-    found = read_cifar_set("cifar100", tmp_path)
+    found = read_both("cifar100", tmp_path)
     assert found["train"][1].tolist() == [30, 99]
     assert np.array_equal(found["test"][0], images[2:])
 
 
-def test_a_pack_gives_back_every_pixel(tmp_path: Path) -> None:
-    images = pictures(5)
-    pack(tmp_path, "cifar100", images, np.array([1, 2, 99]), np.array([0, 5]))
-    found = read_cifar_set("cifar100", tmp_path)
-    assert np.array_equal(found["train"][0], images[:3])
-    assert np.array_equal(found["test"][0], images[3:])
-    assert found["train"][1].tolist() == [1, 2, 99]
-
-
-def test_the_codec_by_hand() -> None:
-    """One grey 2 × 2 image: first pixel as it is, then differences from left, above and MED."""
-    grey = np.array([[10, 12], [11, 40]], np.uint8)
-    image = np.repeat(grey[None, :, :, None], 3, axis=-1)
-    # Below right: left 11, above 12, corner 10; corner is at most both, so 12 is predicted.
-    planes = [10, 2, 1, 28] + [128, 0, 0, 0] * 2
-    assert encode(image) == bytes(planes)
-    assert np.array_equal(decode(bytes(planes), 1, side=2), image)
-
-
 def test_faults_name_the_file_and_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgumentError, match=r"cifar-100-binary\.tar\.gz"):
-        read_cifar_set("cifar100", tmp_path)
+        read_both("cifar100", tmp_path)
     (tmp_path / "train").write_bytes(b"\x80\x03")
     with pytest.raises(InvalidArgumentError, match="pickles, which can run any code"):
-        read_cifar_set("cifar100", tmp_path)
+        read_both("cifar100", tmp_path)
     images = pictures(2)
     binary(tmp_path / "train.bin", images, [0, 0], [5, 100])
     with pytest.raises(InvalidArgumentError, match=r"train\.bin, record 1: expected a class"):
-        read_cifar_set("cifar100", tmp_path)
+        read_both("cifar100", tmp_path)
     (tmp_path / "train.bin").write_bytes(b"0" * 3073)
     with pytest.raises(InvalidArgumentError, match=r"train\.bin: expected records of 3074 bytes"):
-        read_cifar_set("cifar100", tmp_path)
+        read_both("cifar100", tmp_path)
     binary(tmp_path / "train.bin", images, [0, 0], [5, 6])
     with pytest.raises(InvalidArgumentError, match=r"test\.bin"):
-        read_cifar_set("cifar100", tmp_path)
-
-
-def test_faults_of_a_pack(tmp_path: Path) -> None:
-    pack(tmp_path, "cifar10", pictures(2), np.array([1]), np.array([2]))
-    content = (tmp_path / "cifar10.med.xz").read_bytes()
-    (tmp_path / "cifar10.med.xz").write_bytes(content[:100])
-    with pytest.raises(InvalidArgumentError, match=r"cifar10\.med\.xz: expected a complete"):
-        read_cifar_set("cifar10", tmp_path)
-    (tmp_path / "cifar10.med.xz").write_bytes(content)
-    np.savez(tmp_path / "labels.npz", train_labels=np.array([1]), test_labels=np.array([2, 3]))
-    with pytest.raises(InvalidArgumentError, match="9216 bytes for 3 images"):
-        read_cifar_set("cifar10", tmp_path)
-    (tmp_path / "labels.npz").unlink()
-    with pytest.raises(InvalidArgumentError, match=r"labels\.npz beside"):
-        read_cifar_set("cifar10", tmp_path)
+        read_both("cifar100", tmp_path)

@@ -9,14 +9,17 @@ from typing import Any
 import pytest
 
 from shuffled_dpsgd.errors import InvalidArgumentError
-from shuffled_dpsgd.tasks.data.config import DataConfig
+from shuffled_dpsgd.tasks.config import DataConfig
 from shuffled_dpsgd.tasks.data.loading import (
+    Continuation,
+    LabelledText,
+    Referenced,
+    Splits,
     read_continuations,
     read_images,
     read_references,
     read_texts,
 )
-from shuffled_dpsgd.tasks.data.records import Continuation, LabelledText, Referenced, Splits
 
 datasets = pytest.importorskip("datasets")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,18 +12,11 @@ import torch
 from shuffled_dpsgd.errors import InvalidArgumentError
 from shuffled_dpsgd.integrations.per_sample_loss import next_token_losses
 from shuffled_dpsgd.models import build_model
-from shuffled_dpsgd.tasks.data.records import Continuation
-from shuffled_dpsgd.tasks.generation.decoding import (
-    MARK,
-    Decoding,
-    continue_ids,
-    continue_prompts,
-    continue_slowly,
-    prompt_ids,
-)
+from shuffled_dpsgd.tasks.config import GenerationConfig
+from shuffled_dpsgd.tasks.data.loading import Continuation
+from shuffled_dpsgd.tasks.generation import MARK, continue_ids, continue_prompts, prompt_ids
 from shuffled_dpsgd.tasks.text import encode_continuations
-from shuffled_dpsgd.tasks.tokenizers import ByteTokenizer
-from shuffled_dpsgd.tasks.tokens import TokenCollate, continuation_labels
+from shuffled_dpsgd.tasks.tokens import TokenCollate, Tokenizer, continuation_labels, load_tokenizer
 
 transformers = pytest.importorskip("transformers")
 PROMPTS = ["name[A]", "name[The Vaults], food[Thai], near[Café]", "x"]
@@ -38,21 +32,37 @@ def lively(name: str, **settings: Any) -> Any:
     return model
 
 
+def byte_tokenizer() -> Tokenizer:
+    return load_tokenizer("gpt2-tiny", marked=False)
+
+
+@torch.no_grad()
+def continue_slowly(model: Any, row: list[int], end: int, max_new_tokens: int) -> list[int]:
+    """The oracle: the likeliest token, one after the other, without padding or cache."""
+    ids = list(row)
+    for _ in range(max_new_tokens):
+        best = int(model(input_ids=torch.tensor([ids])).logits[0, -1].argmax())
+        if best == end:
+            break
+        ids.append(best)
+    return ids[len(row) :]
+
+
 @pytest.mark.parametrize("name", ["gpt2-tiny", "llama-tiny"])
 def test_greedy_batches_equal_one_prompt_at_a_time(name: str) -> None:
     small = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
     model = lively(name, **(small if name == "llama-tiny" else {}))
-    tokenizer = ByteTokenizer()
-    rows = [prompt_ids(prompt, tokenizer, None) for prompt in PROMPTS]
-    found = continue_ids(model, tokenizer, rows, Decoding(max_new_tokens=12))
-    slow = [continue_slowly(model, tokenizer, row, 12) for row in rows]
+    tokenizer = byte_tokenizer()
+    rows = [prompt_ids(prompt, tokenizer) for prompt in PROMPTS]
+    found = continue_ids(model, tokenizer, rows, GenerationConfig(max_new_tokens=12))
+    slow = [continue_slowly(model, row, tokenizer.end_id, 12) for row in rows]
     assert found == slow
     assert len({tuple(ids) for ids in slow}) == 3
 
 
 def test_texts_come_back_in_the_order_of_their_prompts() -> None:
-    model, tokenizer = lively("gpt2-tiny"), ByteTokenizer()
-    decoding = Decoding(max_new_tokens=6)
+    model, tokenizer = lively("gpt2-tiny"), byte_tokenizer()
+    decoding = GenerationConfig(max_new_tokens=6)
     together = continue_prompts(model, tokenizer, PROMPTS, decoding)
     alone = [continue_prompts(model, tokenizer, [prompt], decoding)[0] for prompt in PROMPTS]
     assert together == alone
@@ -62,14 +72,14 @@ def test_beam_search_finds_the_likeliest_text() -> None:
     """With as many beams as there are beginnings, nothing is overlooked."""
     ends = {"bos_token_id": 1, "eos_token_id": 1}
     model = lively("gpt2-tiny", vocab_size=5, n_embd=16, n_head=2, **ends)
-    tokenizer = ByteTokenizer(pad_id=0, end_id=1)
+    tokenizer = Tokenizer(SimpleNamespace(pad_token_id=0, eos_token_id=1))
     rows, length = [[2, 3], [4, 2, 2, 3]], 3
-    decoding = Decoding(max_new_tokens=length, num_beams=64, length_penalty=0.0)
+    decoding = GenerationConfig(max_new_tokens=length, num_beams=64, length_penalty=0.0)
     found = continue_ids(model, tokenizer, rows, decoding)
     for row, ids in zip(rows, found, strict=True):
         best = max(endings(length), key=lambda ending: log_probability(model, row, ending))
         assert ids == [i for i in best if i != 1]
-    greedy = continue_ids(model, tokenizer, rows, Decoding(max_new_tokens=length))
+    greedy = continue_ids(model, tokenizer, rows, GenerationConfig(max_new_tokens=length))
     assert found != greedy
 
 
@@ -96,7 +106,7 @@ def test_a_model_writes_what_it_learnt() -> None:
         Continuation(prompt=f"name[{name}], food[{food}]", target=f"{name} serves {food}.")
         for name, food in places.items()
     ]
-    model, tokenizer = build_model("gpt2-tiny", device="cpu"), ByteTokenizer()
+    model, tokenizer = build_model("gpt2-tiny", device="cpu"), byte_tokenizer()
     collate = TokenCollate(pad_id=tokenizer.pad_id, labels=continuation_labels)
     inputs, labels = collate(encode_continuations(examples, tokenizer, 64))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
@@ -105,19 +115,19 @@ def test_a_model_writes_what_it_learnt() -> None:
         next_token_losses(model(**inputs).logits, labels).mean().backward()
         optimizer.step()
     for beams in (1, 3):
-        decoding = Decoding(max_new_tokens=40, num_beams=beams)
+        decoding = GenerationConfig(max_new_tokens=40, num_beams=beams)
         texts = continue_prompts(model, tokenizer, [one.prompt for one in examples], decoding)
         assert texts == [one.target for one in examples]
 
 
 def test_long_prompts_are_cut_before_the_mark() -> None:
-    tokenizer = ByteTokenizer()
+    tokenizer = byte_tokenizer()
     assert bytes(prompt_ids("a" * 50, tokenizer, 9)) == b"aaaaaa" + MARK.encode()
     model = lively("gpt2-tiny", n_positions=16)
-    (text,) = continue_prompts(model, tokenizer, ["a" * 50], Decoding(max_new_tokens=4))
+    (text,) = continue_prompts(model, tokenizer, ["a" * 50], GenerationConfig(max_new_tokens=4))
     assert isinstance(text, str)
     with pytest.raises(InvalidArgumentError, match="fewer than the model's 16 positions"):
-        continue_prompts(model, tokenizer, ["a"], Decoding(max_new_tokens=16))
+        continue_prompts(model, tokenizer, ["a"], GenerationConfig(max_new_tokens=16))
     for wrong in ({"max_new_tokens": 0}, {"num_beams": 0}):
         with pytest.raises(InvalidArgumentError, match="at least 1"):
-            Decoding(**wrong)
+            GenerationConfig(**wrong)

@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 
 from shuffled_dpsgd.errors import InvalidArgumentError, MissingExtraError
-from shuffled_dpsgd.tasks.generation.libraries import (
+from shuffled_dpsgd.tasks.text_scores import (
     corpus_bleu,
     corpus_nist,
+    jar_meteor,
     mean_meteor,
     require_libraries,
+    rouge_l,
+    score_texts,
 )
-from shuffled_dpsgd.tasks.generation.meteor_jar import jar_meteor
-from shuffled_dpsgd.tasks.generation.rouge import rouge_l
-from shuffled_dpsgd.tasks.generation.scores import score_texts
 
 CAT = "the cat sat on the mat"
 
@@ -157,7 +157,7 @@ def test_nist_by_hand() -> None:
 
 def test_scores_say_what_they_are() -> None:
     pytest.importorskip("sacrebleu")
-    found = score_texts([CAT, CAT], [[CAT], [CAT, "a dog"]]).to_json()
+    found = score_texts([CAT, CAT], [[CAT], [CAT, "a dog"]])
     assert found["bleu"] == pytest.approx(100.0)
     assert found["rouge_l"] == pytest.approx(1.0)
     assert "exact and stem" in found["variants"]["meteor_nltk"]

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from shuffled_dpsgd.clipping import kernels
 from shuffled_dpsgd.clipping.capture.captures import Capture
@@ -131,7 +130,6 @@ class CapturedBatch:
     `scale` is what a captured gradient must be multiplied by to be the gradient of that sample's
     own loss: the batch size under a mean, one under a sum. `calls` counts the calls that the
     forward made of each slot. `input_B` is the input of the model that `size` was read off.
-    `halves` are this forward's half-precision copies of parameters, by the parameter's id.
     `has_losses` says that the backward is one of losses, one for each sample. Of a padded batch
     only the first `counted` samples count, which `counts_B` marks.
     """
@@ -143,7 +141,6 @@ class CapturedBatch:
         "counted",
         "counts_B",
         "device",
-        "halves",
         "has_losses",
         "input_B",
         "phase",
@@ -163,33 +160,14 @@ class CapturedBatch:
         self.scale = scale
         self.phase = Phase.ONLY
         self.calls = [0] * slots
-        self.halves: dict[int, Tensor] = {}
         self.has_losses = False
         self.closed = False
         self.compiled = CompiledForward()
         self.settling = Settling()
 
-    def cast(self, parameter: Tensor, dtype: torch.dtype, padded_rows: int = 0) -> Tensor:
-        """The parameter detached and in `dtype`, from the copies made when the forward began.
-
-        Without such copies, as for sharded weights, one is made now; on a GPU it gets rows of zeros
-        added to have `padded_rows`.
-        """
-        if parameter.dtype is dtype:
-            return parameter.detach()
-        copy = self.halves.get(id(parameter))
-        if copy is not None:
-            return copy
-        lower = parameter.detach().to(dtype)
-        missing = padded_rows - lower.shape[0]
-        if missing <= 0 or not lower.is_cuda:
-            return lower
-        return pad(lower, (*(0, 0) * (lower.dim() - 1), 0, missing))
-
     def close(self) -> None:
         """Drop every captured tensor; the batch takes no further backward."""
         self.closed = True
-        self.halves = {}
         self.input_B = None
         self.compiled.late = self.compiled.inputs = None
         self.settling = Settling()

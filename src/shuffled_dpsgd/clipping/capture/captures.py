@@ -16,7 +16,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from shuffled_dpsgd.clipping.contributions.cost import NormRoute
+from shuffled_dpsgd.clipping.contributions.cost import NormMethod
 
 
 class Capture(Protocol):
@@ -49,7 +49,7 @@ class InputAndGradient:
 
     x: Tensor | None
     g: Tensor
-    route: NormRoute = NormRoute.GRAM
+    route: NormMethod = NormMethod.GRAM
 
     @property
     def kind(self) -> Hashable:
@@ -73,7 +73,7 @@ class Projection:
     part: int
     x: Tensor
     g: Tensor
-    route: NormRoute = NormRoute.GRAM
+    route: NormMethod = NormMethod.GRAM
 
     @property
     def kind(self) -> Hashable:

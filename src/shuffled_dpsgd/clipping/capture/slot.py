@@ -57,13 +57,11 @@ def unfolded(x: Tensor, size: int) -> Tensor:
 class Sharing:
     """Which group a slot belongs to; set once, by the group.
 
-    The slot is `shared` if a parameter of its group is used in more than one place, and `tied` if
-    one of those is an embedding.
+    The slot is `shared` if a parameter of its group is used in more than one place.
     """
 
     group: int
     shared: bool
-    tied: bool
 
 
 @dataclass(slots=True, eq=False)
@@ -118,7 +116,7 @@ class Slot:
         self.handle = recorder.handle
         self.parameters = module._parameters
         self.plain = module.forward
-        self.sharing = Sharing(group=index, shared=False, tied=False)
+        self.sharing = Sharing(group=index, shared=False)
         self.layout = InputLayout()
         self.last_shape: tuple[int, int, int] | None = None
         self.last_device = "cpu"

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from shuffled_dpsgd.clipping import kernels
-from shuffled_dpsgd.clipping.contributions.cost import NormRoute
+from shuffled_dpsgd.clipping.contributions.cost import NormMethod
 from shuffled_dpsgd.clipping.kernels.float32 import full_float32
 
 
@@ -78,7 +78,8 @@ def positions(tensor: Tensor) -> Tensor:
 @full_float32()
 def stored_outer(left_BTR: Tensor, right_BTC: Tensor) -> tuple[Tensor, Tensor]:
     """Every sample's left^T right in float32 or float64, (B, R, C), and its (B,) squared norm."""
-    return kernels.stored_products(left_BTR, right_BTC)
+    stored_BRC = kernels.outer_products(left_BTR, right_BTC)
+    return stored_BRC, kernels.row_sq_norms(stored_BRC.flatten(1))
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -91,7 +92,7 @@ class OuterGrad:
 
     left_BTR: Tensor
     right_BTC: Tensor
-    route: NormRoute
+    route: NormMethod
 
     def of_samples(self, samples: slice) -> OuterGrad:
         return replace(self, left_BTR=self.left_BTR[samples], right_BTC=self.right_BTC[samples])
@@ -202,7 +203,7 @@ class RowSumGrad:
         return kernels.weighted_row_sum(self.grad_BTP, factors_B, flat).view(shape)
 
 
-def outer_sq_norms(x_BTD: Tensor, g_BTP: Tensor, bias: bool, route: NormRoute) -> Tensor:
+def outer_sq_norms(x_BTD: Tensor, g_BTP: Tensor, bias: bool, route: NormMethod) -> Tensor:
     """Squared norms of g^T x, and of sum_t g_t with `bias`."""
-    norms = kernels.gram_sq_norms if route is NormRoute.GRAM else kernels.tile_sq_norms
+    norms = kernels.gram_sq_norms if route is NormMethod.GRAM else kernels.tile_sq_norms
     return norms(x_BTD, g_BTP, bias)

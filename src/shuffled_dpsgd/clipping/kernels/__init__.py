@@ -1,21 +1,13 @@
 """The numeric primitives of per-sample clipping, each picked for the tensors it is given.
 
 `plain` defines them all in ordinary torch operations and runs anywhere. `host` is faster on a CPU,
-the modules in `triton` and `gluon` on a GPU. `linear_maps`, `embeddings` and `norm_layers` choose
-among them by `choices`.
+the modules in `triton` and `gluon` on a GPU. `linear_maps` and `norm_layers` choose among
+them by `choices`.
 """
 
 from __future__ import annotations
 
 from shuffled_dpsgd.clipping.kernels.alignment import aligned_copy, as_aligned
-from shuffled_dpsgd.clipping.kernels.casts import copy_all
-from shuffled_dpsgd.clipping.kernels.choices import kind_of
-from shuffled_dpsgd.clipping.kernels.embeddings import (
-    embedding_sq_norms,
-    stored_cross_terms,
-    tied_cross_terms,
-    weighted_embedding_sum,
-)
 from shuffled_dpsgd.clipping.kernels.linear_maps import (
     add_weighted_outer_sums,
     add_weighted_row_sums,
@@ -23,17 +15,20 @@ from shuffled_dpsgd.clipping.kernels.linear_maps import (
     gram_sq_norm_sums,
     gram_sq_norms,
     row_sq_norms,
-    stored_products,
     tile_sq_norm_sums,
     tile_sq_norms,
     weighted_outer_sum,
-    weighted_row_sum,
 )
 from shuffled_dpsgd.clipping.kernels.norm_layers import norm_sum_runs
 from shuffled_dpsgd.clipping.kernels.plain import (
+    embedding_sq_norms,
     layer_norm_backward,
     outer_products,
     rms_norm_backward,
+    stored_cross_terms,
+    tied_cross_terms,
+    weighted_embedding_sum,
+    weighted_row_sum,
 )
 
 __all__ = [
@@ -42,18 +37,15 @@ __all__ = [
     "aligned_copy",
     "alike",
     "as_aligned",
-    "copy_all",
     "embedding_sq_norms",
     "gram_sq_norm_sums",
     "gram_sq_norms",
-    "kind_of",
     "layer_norm_backward",
     "norm_sum_runs",
     "outer_products",
     "rms_norm_backward",
     "row_sq_norms",
     "stored_cross_terms",
-    "stored_products",
     "tied_cross_terms",
     "tile_sq_norm_sums",
     "tile_sq_norms",

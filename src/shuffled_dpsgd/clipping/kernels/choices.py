@@ -1,8 +1,7 @@
-"""Which kernels serve a tensor: by its device, its type, and a trial of each family of kernels.
+"""Which kernels serve a tensor: by its device, its type, and a probe of each family of kernels.
 
-A family is switched on or off as a whole, because its members rely on each other: norms from
-`gluon.squares` are exact for the sums of `gluon.weighted_sums` and for no others, and norms from
-`triton.tiles` leave room for what the sums of `triton.sums` lose.
+Norms by tiles and sums in Triton are one family, because these norms leave room for what such sums
+lose.
 """
 
 from __future__ import annotations
@@ -12,117 +11,64 @@ import importlib
 from types import ModuleType
 
 import torch
-from torch import Tensor
 
 from shuffled_dpsgd.clipping.kernels import trials
 from shuffled_dpsgd.clipping.kernels.float32 import allows_tf32
-from shuffled_dpsgd.runtime.routes import Route
-from shuffled_dpsgd.runtime.triton_support import triton_available
+from shuffled_dpsgd.runtime.backends import Backend, triton_available
 
 HALF = (torch.bfloat16, torch.float16)
 PACKAGE = "shuffled_dpsgd.clipping.kernels"
 # One program reads a pair of blocks of tokens alone; past this width they are shared out.
 MAX_GRAM_WIDTH = 16384
-# The lengths that `gluon.strips` and `triton.gram` are written for.
-FEWEST_IN_TWO_PARTS, MOST_IN_TWO_PARTS = 129, 208
 _PLAIN = "Plain torch operations serve"
 
-GLUON_PRODUCTS = Route(
-    name="Sums and norms of linear layers in Gluon",
+GLUON_SUMS = Backend(
+    name="Sums of linear layers in Gluon",
     package=PACKAGE,
     instead="Plain Triton serves",
     cost="weighted sums of linear layers took 1.2 to 1.4 times as long on an H200",
-    trial=trials.try_gluon_products,
+    probe=trials.try_gluon_sums,
 )
-GLUON_PRODUCTS_OF_A_FEW = Route(
-    name="Sums and norms of linear layers in Gluon, with a few tokens apart",
-    package=PACKAGE,
-    instead="Plain Triton serves",
-    cost="weighted sums of linear layers took 1.2 to 1.4 times as long on an H200",
-    trial=trials.try_gluon_products_of_a_few,
-)
-GLUON_STRIPS = Route(
-    name="Norms of 129 to 208 tokens in Gluon",
-    package=PACKAGE,
-    instead="Plain Triton serves",
-    cost="these norms took 1.5 times as long on an H200",
-    trial=trials.try_gluon_strips,
-)
-PRODUCTS = Route(
+PRODUCTS = Backend(
     name="Sums and tile norms of linear layers in Triton",
     package=PACKAGE,
     instead=_PLAIN,
     cost="products run in float32, several times slower",
-    trial=trials.try_products,
+    probe=trials.try_products,
 )
-SPLIT_PRODUCTS = Route(
+FLOAT32_PRODUCTS = Backend(
     name="Products of float32 linear layers on tensor cores in Triton",
     package=PACKAGE,
     instead=_PLAIN,
     cost="norms are found in float64 and sums in float32, without tensor cores",
-    trial=trials.try_split_products,
+    probe=trials.try_float32_products,
 )
-ROWS = Route(
-    name="Sums of biases and of stored gradients in Triton",
-    package=PACKAGE,
-    instead=_PLAIN,
-    cost="gradients are widened, scaled and summed in passes of their own",
-    trial=trials.try_rows,
-)
-GRAM = Route(
+GRAM = Backend(
     name="Gram norms of linear layers in Triton",
     package=PACKAGE,
     instead=_PLAIN,
     cost="Gram matrices are written to memory and read back, for every layer alone",
-    trial=trials.try_gram,
+    probe=trials.try_gram,
 )
-TWO_PART_GRAM = Route(
-    name="Gram norms of 129 to 208 tokens in Triton",
-    package=PACKAGE,
-    instead="The kernel for any length serves",
-    cost="it computes twice as many products at these lengths",
-    trial=trials.try_two_part_gram,
-)
-WIDE_GRAM = Route(
+WIDE_GRAM = Backend(
     name="Gram norms of very wide layers in Triton",
     package=PACKAGE,
     instead=_PLAIN,
     cost="a vocabulary's Gram matrices are written to memory and read back",
-    trial=trials.try_wide_gram,
+    probe=trials.try_wide_gram,
 )
-NORM_LAYERS = Route(
+NORM_LAYERS = Backend(
     name="Gradients of norm layers in Triton",
     package=PACKAGE,
     instead=_PLAIN,
     cost="every layer takes a dozen launches instead of a share of one",
-    trial=trials.try_norm_layers,
-)
-TABLES = Route(
-    name="Norms and sums of embedding tables in Triton",
-    package=PACKAGE,
-    instead=_PLAIN,
-    cost="gradients of tables are written and read again some twenty times",
-    trial=trials.try_tables,
-)
-TIED_TABLES = Route(
-    name="Cross terms of embedding tables and their heads in Triton",
-    package=PACKAGE,
-    instead=_PLAIN,
-    cost="products of all pairs of tokens run in float64, a fifteenth of the speed",
-    trial=trials.try_tied_tables,
-)
-CASTS = Route(
-    name="Half-precision copies in Triton",
-    package=PACKAGE,
-    instead="torch's own copies serve",
-    cost="all weights take more than one launch",
-    trial=trials.try_casts,
+    probe=trials.try_norm_layers,
 )
 
 
-def may_take(route: Route, device: torch.device) -> bool:
-    """Whether a route written in Triton serves on a device."""
-    return device.type == "cuda" and triton_available() and route.serves(device)
+def may_take(backend: Backend, device: torch.device) -> bool:
+    """Whether a backend written in Triton serves on a device."""
+    return device.type == "cuda" and triton_available() and backend.serves(device)
 
 
 @functools.cache
@@ -131,23 +77,11 @@ def is_hopper(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
 
 
-def may_take_gluon(route: Route, device: torch.device) -> bool:
-    """Whether a route written in Gluon serves on a device."""
-    return is_hopper(device) and may_take(route, device)
-
-
-def splits_float32(device: torch.device) -> bool:
-    """Whether products of float32 are split there; only where the user lets them run in TF32."""
-    return device.type == "cuda" and allows_tf32() and may_take(SPLIT_PRODUCTS, device)
-
-
-def kind_of(tensor: Tensor) -> str:
-    """The kind of device, as far as it matters to the cost of products of such tensors."""
-    if tensor.dtype is torch.float32 and splits_float32(tensor.device):
-        return "split"
-    if tensor.dtype in HALF and may_take_gluon(GLUON_PRODUCTS, tensor.device):
-        return "hopper"
-    return tensor.device.type
+def multiplies(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether tensor cores multiply this type here; float32 only where the user allows TF32."""
+    if dtype is torch.float32:
+        return device.type == "cuda" and allows_tf32() and may_take(FLOAT32_PRODUCTS, device)
+    return device.type == "cuda" and dtype in HALF
 
 
 @functools.cache
@@ -156,38 +90,23 @@ def module(name: str) -> ModuleType:
     return importlib.import_module(f"{PACKAGE}.{name}")
 
 
-def tile_norms(device: torch.device, tokens: int) -> str | None:
-    """The module whose norms by tiles are fastest for samples of so many tokens, if any serves."""
-    if _may_take_gluon_products(device, tokens):
-        return "gluon.squares"
+def tile_norms(device: torch.device) -> str | None:
+    """The module for norms by tiles, if any serves."""
     return "triton.tiles" if may_take(PRODUCTS, device) else None
 
 
-def outer_sums(device: torch.device, tokens: int) -> str | None:
-    """The module whose weighted sums are fastest for samples of so many tokens, if any serves."""
-    if _may_take_gluon_products(device, tokens):
+def outer_sums(device: torch.device, dtype: torch.dtype) -> str | None:
+    """The module whose weighted sums are fastest, if any serves."""
+    if dtype in HALF and is_hopper(device) and may_take(GLUON_SUMS, device):
         return "gluon.weighted_sums"
     return "triton.sums" if may_take(PRODUCTS, device) else None
 
 
-def _may_take_gluon_products(device: torch.device, tokens: int) -> bool:
-    """Norms and sums of samples of one length always decide alike."""
-    if not may_take_gluon(GLUON_PRODUCTS, device):
-        return False
-    has_few: bool = module("gluon.products").has_few(tokens)
-    return not has_few or may_take_gluon(GLUON_PRODUCTS_OF_A_FEW, device)
-
-
-def gram_norms(device: torch.device, tokens: int, width: int) -> str | None:
+def gram_norms(device: torch.device, width: int) -> str | None:
     """The module whose norms by Gram matrices are fastest on this device, if any serves.
 
     `width` is the number of inputs or outputs, whichever is larger.
     """
     if width > MAX_GRAM_WIDTH:
         return "triton.wide" if may_take(WIDE_GRAM, device) else None
-    if FEWEST_IN_TWO_PARTS <= tokens <= MOST_IN_TWO_PARTS:
-        if may_take_gluon(GLUON_STRIPS, device):
-            return "gluon.strips"
-        if may_take(TWO_PART_GRAM, device):
-            return "triton.gram"
     return "triton.linear" if may_take(GRAM, device) else None

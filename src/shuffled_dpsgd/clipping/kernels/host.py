@@ -168,22 +168,6 @@ def _product_sq_norms(left_BST: Tensor, right_BTC: Tensor) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
 
 
-def embedding_sq_norms(ids_BT: Tensor, g_BTD: Tensor, padding_idx: int | None) -> Tensor:
-    """`plain.embedding_sq_norms` by adding up the tokens that share a row of a sample's table."""
-    B, _, D = g_BTD.shape
-    if padding_idx is not None:
-        g_BTD = torch.where((ids_BT == padding_idx)[:, :, None], 0.0, g_BTD)
-    ids_in_all = int(ids_BT.max()) + 1
-    shifted_BT = ids_BT + ids_in_all * torch.arange(B)[:, None]
-    rows_N, places = torch.unique(shifted_BT, return_inverse=True)
-    sums_ND = torch.zeros(len(rows_N), D, dtype=torch.float64)
-    sums_ND.index_add_(0, places.flatten(), g_BTD.flatten(0, 1).double())
-    squares_B = torch.zeros(B, dtype=torch.float64)
-    squares_B.index_add_(0, rows_N // ids_in_all, sums_ND.square_().sum(1))
-    reach_B = torch.linalg.vector_norm(g_BTD.float(), dim=2).double().sum(1)
-    return plain.not_too_small(squares_B, reach_B, torch.float32)
-
-
 def weighted_outer_sum(
     x_BTD: Tensor, g_BTP: Tensor, factors_B: Tensor, out_PD: Tensor, accumulate: bool = True
 ) -> Tensor:
@@ -202,13 +186,3 @@ def weighted_outer_sum(
         g_BTP = g_BTP * factors_B11
     left, right = g_BTP.flatten(0, 1).mT, x_BTD.flatten(0, 1)
     return out_PD.addmm_(left, right) if accumulate else torch.mm(left, right, out=out_PD)
-
-
-def weighted_row_sum(g_BTP: Tensor, factors_B: Tensor, out_P: Tensor) -> Tensor:
-    """`plain.weighted_row_sum` without a scaled copy."""
-    if plain.may_hold_zeros(factors_B):
-        return plain.weighted_row_sum(g_BTP, factors_B, out_P)
-    # Positions are added up first, pairwise. One matrix-vector product over everything would add
-    # them one after the other, and round more.
-    g_BP = g_BTP[:, 0].float() if g_BTP.shape[1] == 1 else g_BTP.sum(1, dtype=torch.float32)
-    return out_P.addmv_(g_BP.mT, factors_B.to(out_P.dtype))

@@ -1,7 +1,7 @@
 """Linear maps: per-sample norms and clipped sums, by the fastest kernels that serve the tensors.
 
-Triton serves half precision on a CUDA device, `host` single and half precision on a CPU, and
-`plain` everything else. All results agree to float32 rounding.
+On a CUDA device Triton serves half precision, and float32 where TF32 is allowed. `host` serves
+both on a CPU, and `plain` everything else. All results agree to float32 rounding.
 Shapes as in `plain`; L is a number of layers.
 """
 
@@ -12,34 +12,31 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from shuffled_dpsgd.clipping.kernels import choices, host, plain, split_products
+from shuffled_dpsgd.clipping.kernels import choices, host, plain
 from shuffled_dpsgd.clipping.kernels.alignment import MIN_WIDTH, ROW_ALIGNMENT_BYTES, aligned
-from shuffled_dpsgd.clipping.kernels.choices import HALF
-from shuffled_dpsgd.runtime.routes import took
+from shuffled_dpsgd.runtime.backends import took
 
 # A shorter sample does not fill blocks of 16 tokens well enough.
 MIN_TOKENS = 8
-# Fewer numbers than this are not worth a launch of their own.
-MIN_STORED = 1 << 16
 
 
 def fits_triton_linear(x_BTD: Tensor, g_BTP: Tensor) -> bool:
-    """Whether the Triton kernels take this pair."""
-    return x_BTD.dtype in HALF and _fits_triton(x_BTD, g_BTP)
-
-
-def _fits_triton(x_BTD: Tensor, g_BTP: Tensor) -> bool:
-    """The same but for the precision."""
+    """Whether the Triton kernels take this pair. Rows of halves must be read in wide words."""
     B, T, D = x_BTD.shape
     return (
-        x_BTD.is_cuda
-        and x_BTD.dtype == g_BTP.dtype
+        x_BTD.dtype == g_BTP.dtype
         and B > 0
         and T >= MIN_TOKENS
         and min(D, g_BTP.shape[2]) >= MIN_WIDTH
-        and aligned(x_BTD)
-        and aligned(g_BTP)
+        and all(map(_is_readable, (x_BTD, g_BTP)))
+        and choices.multiplies(x_BTD.dtype, x_BTD.device)
     )
+
+
+def _is_readable(tensor: Tensor) -> bool:
+    if tensor.dtype in choices.HALF:
+        return aligned(tensor)
+    return tensor.stride(-1) == 1 and tensor.data_ptr() % ROW_ALIGNMENT_BYTES == 0
 
 
 def alike(pairs: Sequence[tuple[Tensor, Tensor]], labels: Sequence[object]) -> list[list[int]]:
@@ -63,10 +60,7 @@ def gram_sq_norm_sums(
         x, g = pairs[run[0]]
         kernel = None
         if fits_triton_linear(x, g):
-            kernel = choices.gram_norms(x.device, x.shape[1], max(x.shape[2], g.shape[2]))
-        elif split_products.serves(x, g):
-            found += _split_sq_norms([pairs[i] for i in run], biases[run[0]])
-            continue
+            kernel = choices.gram_norms(x.device, max(x.shape[2], g.shape[2]))
         took("norms by Gram matrices", kernel or host.name_for(x, g))
         if kernel == "triton.wide":
             wide = choices.module(kernel)
@@ -91,11 +85,9 @@ def tile_sq_norm_sums(
     found: list[Tensor] = []
     for run in alike(pairs, biases):
         x, g = pairs[run[0]]
-        if split_products.serves(x, g):
-            # There are no tiles of halves, and norms must leave room for what their sums lose.
-            found += _split_sq_norms([pairs[i] for i in run], biases[run[0]])
-            continue
-        kernel = choices.tile_norms(x.device, x.shape[1]) if fits_triton_linear(x, g) else None
+        kernel = None
+        if fits_triton_linear(x, g):
+            kernel = choices.tile_norms(x.device)
         took("norms by tiles", kernel or host.name_for(x, g))
         if kernel is not None:
             xs, gs = zip(*(pairs[i] for i in run), strict=True)
@@ -104,27 +96,6 @@ def tile_sq_norm_sums(
             module = host if host.serves(x, g) else plain
             found += [module.tile_sq_norms(*pairs[i], biases[i]) for i in run]
     return found
-
-
-def _split_sq_norms(pairs: Sequence[tuple[Tensor, Tensor]], bias: bool) -> list[Tensor]:
-    took("norms by Gram matrices", "triton.split_gram")
-    return split_products.gram_sq_norms(pairs, bias)
-
-
-def stored_products(left_BTR: Tensor, right_BTC: Tensor) -> tuple[Tensor, Tensor]:
-    """Every sample's left^T right, (B, R, C), accumulated wide, and its (B,) squared norm."""
-    (B, _, R), C = left_BTR.shape, right_BTC.shape[2]
-    fits = fits_triton_linear(right_BTC, left_BTR)
-    if fits and choices.tile_norms(left_BTR.device, left_BTR.shape[1]) == "gluon.squares":
-        squares = choices.module("gluon.squares")
-        if squares.fills_gpu(left_BTR.shape[1], R, C):
-            took("stored products", "gluon.squares")
-            stored = torch.empty(B, R, C, dtype=torch.float32, device=left_BTR.device)
-            norms_LB = squares.tile_sq_norms([right_BTC], [left_BTR], False, [stored])
-            return stored, norms_LB[0]
-    took("stored products", "plain")
-    stored = plain.outer_products(left_BTR, right_BTC)
-    return stored, row_sq_norms(stored.flatten(1))
 
 
 def add_weighted_outer_sums(
@@ -150,9 +121,10 @@ def add_weighted_outer_sums(
         targets = [outs[i] for i in run]
         added = [bias for i in run if (bias := wanted[i]) is not None]
         x, g = chosen[0]
-        kernel = choices.outer_sums(x.device, x.shape[1]) if fits_triton_linear(x, g) else None
-        splits = split_products.serves(x, g)
-        if (splits or kernel is not None) and not all(_fits_triton_sum(out) for out in targets):
+        kernel = None
+        if fits_triton_linear(x, g):
+            kernel = choices.outer_sums(x.device, x.dtype)
+        if kernel is not None and not all(_fits_triton_sum(out) for out in targets):
             _add_through_copies(chosen, factors_B, targets, accumulate)
         elif kernel == "gluon.weighted_sums":
             took("weighted sums", kernel)
@@ -160,10 +132,6 @@ def add_weighted_outer_sums(
             by = choices.module(kernel)
             by.weighted_outer_sums(xs, gs, factors_B.float(), targets, accumulate, added)
             continue
-        elif splits:
-            took("weighted sums", "split_products")
-            with_bias = wanted[run[0]] is not None
-            split_products.add_outer_sums(chosen, factors_B, targets, accumulate, with_bias)
         else:
             _add_outer_sums(chosen, factors_B, targets, accumulate, kernel)
         if added:
@@ -218,47 +186,12 @@ def _fits_triton_sum(out: Tensor) -> bool:
     return out.dtype is torch.float32 and whole and out.data_ptr() % ROW_ALIGNMENT_BYTES == 0
 
 
-def is_stored_gradient(g_B1N: Tensor) -> bool:
-    """Whether these are large per-sample gradients of the kind that Triton sums."""
-    return (
-        g_B1N.is_cuda
-        and g_B1N.dtype is torch.float32
-        and g_B1N.shape[1] == 1
-        and g_B1N.shape[2] >= MIN_STORED
-        and g_B1N.is_contiguous()
-    )
-
-
 def add_weighted_row_sums(
     gs: Sequence[Tensor], factors_B: Tensor, outs: Sequence[Tensor], accumulate: bool = True
 ) -> None:
     """Add each sum_b f_b sum_t g_bt into its (P,) `out`, or overwrite it unless `accumulate`."""
-    for run in alike([(g, g) for g in gs], [out.dtype for out in outs]):
-        g, targets = gs[run[0]], [outs[i] for i in run]
-        is_rows = g.dtype is not torch.float64 and _fits_triton(g, g)
-        is_stored = is_stored_gradient(g) and all(out.is_contiguous() for out in targets)
-        # Asked last: a route that nobody wants is not tried.
-        may_write = (
-            targets[0].dtype is torch.float32
-            and (is_rows or is_stored)
-            and choices.may_take(choices.ROWS, g.device)
-        )
-        if may_write and is_rows:
-            took("sums of biases", "triton.rows")
-            rows = choices.module("triton.rows")
-            rows.weighted_row_sums([gs[i] for i in run], factors_B.float(), targets, accumulate)
-        elif may_write:
-            took("sums of stored gradients", "triton.rows")
-            rows = choices.module("triton.rows")
-            for i in run:
-                stored_BN = gs[i].squeeze(1)
-                rows.weighted_stored_sum(stored_BN, factors_B.float(), outs[i], accumulate)
-        else:
-            took("sums of biases", host.name_for(g, targets[0]))
-            for i in run:
-                out = outs[i] if accumulate else outs[i].zero_()
-                module = host if host.serves(gs[i], out) else plain
-                module.weighted_row_sum(gs[i], factors_B, out)
+    for g, out in zip(gs, outs, strict=True):
+        plain.weighted_row_sum(g, factors_B, out if accumulate else out.zero_())
 
 
 def row_sq_norms(rows_BN: Tensor) -> Tensor:
@@ -293,13 +226,3 @@ def weighted_outer_sum(
     else:
         add_weighted_outer_sums([(x_BTD, g_BTP)], factors_B, [out_PD])
     return out_PD
-
-
-def weighted_row_sum(g_BTP: Tensor, factors_B: Tensor, out_P: Tensor | None = None) -> Tensor:
-    """`plain.weighted_row_sum` by the fastest means at hand."""
-    if out_P is None:
-        out_P = torch.zeros(
-            g_BTP.shape[2], dtype=plain.accumulator_dtype(g_BTP), device=g_BTP.device
-        )
-    add_weighted_row_sums([g_BTP], factors_B, [out_P])
-    return out_P

@@ -10,7 +10,7 @@ from torch import Tensor
 from shuffled_dpsgd.clipping.kernels import choices, plain
 from shuffled_dpsgd.clipping.kernels.alignment import aligned
 from shuffled_dpsgd.clipping.kernels.linear_maps import alike
-from shuffled_dpsgd.runtime.routes import took
+from shuffled_dpsgd.runtime.backends import took
 
 
 def fits_triton_norm(x_BTD: Tensor, g_BTD: Tensor) -> bool:

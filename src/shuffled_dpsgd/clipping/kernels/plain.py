@@ -33,8 +33,10 @@ def widen(tensor: Tensor) -> Tensor:
     return tensor.to(accumulator_dtype(tensor))
 
 
-def above_cut_off(squares: Tensor, reach: Tensor, *widths: int) -> Tensor:
-    """Squared norms from half-precision tensor cores, made to err upwards.
+def above_cut_off(
+    squares: Tensor, reach: Tensor, *widths: int, dtype: torch.dtype = torch.bfloat16
+) -> Tensor:
+    """Squared norms from tensor cores that multiply this type, made to err upwards.
 
     The cores add 16 products at a time and cut the running sum off instead of rounding it, so a
     sum of n products comes out wrong by up to n/16 units in the last place of its terms' total
@@ -42,8 +44,16 @@ def above_cut_off(squares: Tensor, reach: Tensor, *widths: int) -> Tensor:
     sample's gradient, sum_t |x_t| |g_t|. Norms found too small would let a sample exceed the clip
     norm; these are too large, by at most width · T / 2^28 of themselves where T tokens have nothing
     in common: by Gram matrices of 3840 features 0.2 % at 128 tokens, 1.5 % at 1024.
+
+    A product of float32 is three products of TF32. The cores add these 8 at a time, but no more
+    than 64 (24 units); what they find is added as usual, rounded by half a unit. The three leave
+    out the product of what TF32 cuts off of both numbers, and the last bits of that: 8 units.
     """
-    cut_off = 2.0**-23 * sum(-(-width // 16) for width in widths)
+    if dtype is torch.float32:
+        units = [24 + 8 + -(-width // 128) for width in widths]
+    else:
+        units = [-(-width // 16) for width in widths]
+    cut_off = 2.0**-23 * sum(units)
     return squares.clamp(min=0.0) + cut_off * reach.square()
 
 
@@ -166,25 +176,23 @@ def tile_sq_norms(x_BTD: Tensor, g_BTP: Tensor, bias: bool) -> Tensor:
 
 
 def embedding_sq_norms(ids_BT: Tensor, g_BTD: Tensor, padding_idx: int | None) -> Tensor:
-    """Squared norm of each sample's table gradient: tokens that share a row add up first.
+    """Squared norm of each sample's table gradient.
 
-    sum_{t,s} [id_t = id_s] <g_t, g_s>, without the tokens equal to `padding_idx`.
+    Tokens that share a row are added up first, in float64, at the place of the first of them.
     """
-    B, T = ids_BT.shape
-    on_cores = on_tensor_cores(g_BTD)
-    products = inner_products if on_cores else exact_inner_products
+    B, T, D = g_BTD.shape
     if padding_idx is not None:
         g_BTD = torch.where((ids_BT == padding_idx)[:, :, None], 0.0, g_BTD)
-    parts = []
-    for rows in slices(T, B * T):
-        same = tokens(ids_BT, rows)[:, :, None] == ids_BT[:, None, :]
-        gram = products(tokens(g_BTD, rows), g_BTD)
-        parts.append(torch.where(same, gram, 0.0).sum((1, 2)))
-    total_B = added_up(parts, g_BTD)
-    reach_B = torch.linalg.vector_norm(g_BTD, dim=2, dtype=total_B.dtype).sum(1)
-    if on_cores:
-        return above_cut_off(total_B, reach_B, g_BTD.shape[2])
-    return not_too_small(total_B, reach_B, accumulator_dtype(g_BTD))
+    squares_B = torch.zeros(B, dtype=torch.float64, device=g_BTD.device)
+    for some in slices(B, T * max(T, D)):
+        ids, g = ids_BT[some], g_BTD[some].double()
+        first_BT = (ids[:, :, None] == ids[:, None, :]).byte().argmax(2)
+        first_BT += T * torch.arange(len(ids), device=ids.device)[:, None]
+        rows_ND = torch.zeros_like(g).flatten(0, 1)
+        rows_ND.index_add_(0, first_BT.flatten(), g.flatten(0, 1))
+        squares_B[some] = rows_ND.square_().view_as(g).sum((1, 2))
+    reach_B = torch.linalg.vector_norm(widen(g_BTD), dim=2).double().sum(1)
+    return not_too_small(squares_B, reach_B, accumulator_dtype(g_BTD))
 
 
 def tied_cross_terms(
@@ -192,18 +200,32 @@ def tied_cross_terms(
 ) -> Tensor:
     """<head's gradient, embedding's gradient> of each sample, for a table that serves as both.
 
-    sum_{t,s} gl_t[id_s] <x_t, ge_s>; the squared norm of the tied table needs twice this.
+    sum_s <ge_s, sum_t gl_t[id_s] x_t>; the squared norm of the tied table needs twice this. The
+    inner sums are in float64, or on tensor cores. There the result errs upwards: cutting off loses
+    at most T/16 units in the last place of sum_t |gl_t[id_s]| |x_t| (see `above_cut_off`), and
+    multiplying by ge_s fewer than two more.
     """
-    B, S = ids_BS.shape
-    total_B = torch.zeros(B, dtype=torch.float64, device=x_BTD.device)
+    (B, T, D), S = x_BTD.shape, ids_BS.shape[1]
     if padding_idx is not None:
         ge_BSD = torch.where((ids_BS != padding_idx)[:, :, None], ge_BSD, 0.0)
-    for rows in slices(x_BTD.shape[1], B * S):
-        x_rows = tokens(x_BTD, rows)
-        picked = tokens(gl_BTV, rows).gather(2, ids_BS[:, None, :].expand(-1, x_rows.shape[1], -1))
-        pairs = exact_inner_products(x_rows, ge_BSD)
-        total_B = total_B + (picked.to(pairs.dtype) * pairs).sum((1, 2))
-    return total_B.to(accumulator_dtype(x_BTD, ge_BSD))
+    on_cores = on_tensor_cores(x_BTD) and x_BTD.dtype == gl_BTV.dtype
+    wide = torch.float32 if on_cores else torch.float64
+    rows_BSD = torch.zeros(B, S, D, dtype=wide, device=x_BTD.device)
+    reach_BS = torch.zeros(B, S, dtype=torch.float32, device=x_BTD.device)
+    for some in slices(T, B * S):
+        x, gl = tokens(x_BTD, some), tokens(gl_BTV, some)
+        picked_BTS = gl.gather(2, ids_BS[:, None, :].expand(-1, x.shape[1], -1))
+        if on_cores:
+            rows_BSD += torch.bmm(picked_BTS.mT, x, out_dtype=torch.float32)
+            lengths_BT1 = torch.linalg.vector_norm(x, dim=2, keepdim=True, dtype=torch.float32)
+            reach_BS += (picked_BTS.abs() * lengths_BT1).sum(1)
+        else:
+            rows_BSD.baddbmm_(picked_BTS.double().mT, x.double())
+    cross_B = (rows_BSD.double() * ge_BSD).sum((1, 2)).to(accumulator_dtype(x_BTD, ge_BSD))
+    if not on_cores:
+        return cross_B
+    reach_B = (reach_BS * torch.linalg.vector_norm(ge_BSD, dim=2, dtype=torch.float32)).sum(1)
+    return cross_B + 2.0**-23 * (-(-T // 16) + 2) * reach_B
 
 
 def stored_cross_terms(
@@ -243,9 +265,17 @@ def weighted_outer_sum(
 
 
 def weighted_row_sum(g_BTP: Tensor, factors_B: Tensor, out_P: Tensor | None = None) -> Tensor:
-    """sum_b f_b sum_t g_bt, (P,); added into `out_P` when that is given."""
-    total_P = scaled_rows(g_BTP, factors_B).sum((0, 1))
-    return total_P if out_P is None else out_P.add_(total_P)
+    """sum_b f_b sum_t g_bt, (P,); added into `out_P` when that is given.
+
+    Positions are added up first, pairwise: one matrix-vector product over everything would add them
+    one after the other, and round more.
+    """
+    wide = accumulator_dtype(g_BTP)
+    sums_BP = g_BTP[:, 0].to(wide) if g_BTP.shape[1] == 1 else g_BTP.sum(1, dtype=wide)
+    factors_B = factors_B.to(wide)
+    if may_hold_zeros(factors_B):
+        sums_BP = torch.where(factors_B[:, None] == 0, 0.0, sums_BP)
+    return sums_BP.mT @ factors_B if out_P is None else out_P.addmv_(sums_BP.mT, factors_B)
 
 
 def weighted_embedding_sum(

@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 
 from shuffled_dpsgd.clipping.kernels import plain
-from shuffled_dpsgd.runtime.routes import expect, expect_close
+from shuffled_dpsgd.runtime.backends import expect, expect_close
 
 SAMPLES = 3
-TABLE_TOKENS, TABLE_WIDTH, TABLE_ROWS = 7, 24, 4
 # What a norm may fall short of the exact one, by rounding alone.
 SHORT = 1e-6
 
@@ -65,16 +64,6 @@ def try_gram(device: torch.device) -> None:
     _try_norms("triton.linear", device, 37, 80, 144, 1e-2)
 
 
-def try_two_part_gram(device: torch.device) -> None:
-    """`triton.gram`: norms by Gram matrices for samples of a few more than 128 tokens."""
-    _try_norms("triton.gram", device, 197, 72, 64, 1e-2)
-
-
-def try_gluon_strips(device: torch.device) -> None:
-    """`gluon.strips`: the same on Hopper."""
-    _try_norms("gluon.strips", device, 197, 72, 64, 1e-2)
-
-
 def try_wide_gram(device: torch.device) -> None:
     """`triton.wide`: norms by Gram matrices of very wide layers."""
     from shuffled_dpsgd.clipping.kernels.triton import wide
@@ -98,71 +87,49 @@ def try_products(device: torch.device) -> None:
     expect_close(out, exact, rtol=1e-5, what="sums")
 
 
-def try_gluon_products(device: torch.device) -> None:
-    """`gluon.squares` and `gluon.weighted_sums`, with a last chunk of tokens that is not whole."""
-    _try_gluon_products(device, 77)
+def try_gluon_sums(device: torch.device) -> None:
+    """`gluon.weighted_sums`, with a last chunk of tokens that is not whole, and with a few apart.
 
-
-def try_gluon_products_of_a_few(device: torch.device) -> None:
-    """The same where a few tokens are multiplied together with the chunk before them."""
-    _try_gluon_products(device, 197)
-
-
-def _try_gluon_products(device: torch.device, T: int) -> None:
-    """Norms are no smaller than what is summed."""
-    from shuffled_dpsgd.clipping.kernels.gluon import squares, weighted_sums
+    No sample's part of a sum is longer than its norm by Gram matrices says.
+    """
+    from shuffled_dpsgd.clipping.kernels.gluon import weighted_sums
+    from shuffled_dpsgd.clipping.kernels.triton import linear
 
     D, P = 208, 144
-    x, clean = _draw(device, SAMPLES, T, D), _draw(device, SAMPLES, T, P)
-    found = squares.tile_sq_norms([x], [clean], True)[0]
-    expect_close(found, plain.tile_sq_norms(_wide(x), _wide(clean), True), rtol=1e-4, what="norms")
-    out = torch.empty(P, D, device=device, dtype=torch.float32)
-    bias = torch.empty(P, device=device, dtype=torch.float32)
-    alone = torch.eye(SAMPLES, device=device, dtype=torch.float32)[0]
-    weighted_sums.weighted_outer_sums([x], [clean], alone, [out], False, [bias])
-    length = out.double().square().sum() + bias.double().square().sum()
-    is_long = bool(length <= found[0].double())
-    expect(is_long, "a norm smaller than the sum of its sample alone")
-    g, factors = _poisoned(device, clean)
-    weighted_sums.weighted_outer_sums([x], [g], factors, [out], False, [bias])
-    wide_g, wide_factors = _wide(g), _wide(factors)
-    exact = plain.weighted_outer_sum(_wide(x), wide_g, wide_factors)
-    expect_close(out, exact, rtol=1e-5, what="sums")
-    exact = plain.weighted_row_sum(wide_g, wide_factors)
-    expect_close(bias, exact, rtol=1e-5, what="sums of biases")
+    for T in (77, 197):
+        x, clean = _draw(device, SAMPLES, T, D), _draw(device, SAMPLES, T, P)
+        norms = linear.gram_sq_norms([x], [clean], True)[0]
+        out = torch.empty(P, D, device=device, dtype=torch.float32)
+        bias = torch.empty(P, device=device, dtype=torch.float32)
+        alone = torch.eye(SAMPLES, device=device, dtype=torch.float32)[0]
+        weighted_sums.weighted_outer_sums([x], [clean], alone, [out], False, [bias])
+        length = out.double().square().sum() + bias.double().square().sum()
+        is_long = bool(length <= norms[0].double())
+        expect(is_long, "a norm smaller than the sum of its sample alone")
+        g, factors = _poisoned(device, clean)
+        weighted_sums.weighted_outer_sums([x], [g], factors, [out], False, [bias])
+        wide_g, wide_factors = _wide(g), _wide(factors)
+        exact = plain.weighted_outer_sum(_wide(x), wide_g, wide_factors)
+        expect_close(out, exact, rtol=1e-5, what="sums")
+        exact = plain.weighted_row_sum(wide_g, wide_factors)
+        expect_close(bias, exact, rtol=1e-5, what="sums of biases")
 
 
-def try_split_products(device: torch.device) -> None:
-    """`triton.halves` and `triton.split_gram`, and the sums of halves by `triton.sums`."""
-    from shuffled_dpsgd.clipping.kernels import split_products
+def try_float32_products(device: torch.device) -> None:
+    """`triton.linear`, `triton.tiles`, `triton.wide` and `triton.sums` with float32 operands."""
+    from shuffled_dpsgd.clipping.kernels.triton import linear, sums, tiles, wide
 
     floats = torch.float32
     x, clean = (_draw(device, SAMPLES, 70, width, dtype=floats) for width in (72, 136))
-    # Samples of very different size, each with its own scale.
-    clean *= torch.tensor([1e-20, 1.0, 1e15], device=device)[:, None, None]
     exact = plain.tile_sq_norms(_wide(x), _wide(clean), True)
-    found = split_products.gram_sq_norms([(x, clean)], True)[0]
-    _expect_norms(found / exact.to(device, floats), torch.ones_like(exact), 1e-3)
+    _expect_norms(linear.gram_sq_norms([x], [clean], True)[0], exact, 2e-3)
+    _expect_norms(tiles.tile_sq_norms([x], [clean], True)[0], exact, 1e-4)
+    _expect_norms(wide.gram_sq_norms(x, clean, True), exact, 2e-3)
     g, factors = _poisoned(device, clean)
     out = torch.ones(136, 72, device=device, dtype=floats)
-    split_products.add_outer_sums([(x, g)], factors, [out], True, True)
+    sums.weighted_outer_sums([x], [g], factors, [out])
     exact = 1 + plain.weighted_outer_sum(_wide(x), _wide(g), _wide(factors))
     expect_close(out, exact, rtol=2e-6, what="sums")
-
-
-def try_rows(device: torch.device) -> None:
-    """`triton.rows`: sums of biases' gradients and of stored gradients."""
-    from shuffled_dpsgd.clipping.kernels.triton import rows
-
-    g, factors = _poisoned(device, _draw(device, SAMPLES, 45, 200))
-    out = torch.ones(200, device=device, dtype=torch.float32)
-    rows.weighted_row_sums([g], factors, [out])
-    expect_close(out, 1 + plain.weighted_row_sum(_wide(g), _wide(factors)), rtol=1e-5)
-    stored, factors = _poisoned(device, _draw(device, SAMPLES, 1337, dtype=torch.float32))
-    out = torch.ones(1337, device=device, dtype=torch.float32)
-    rows.weighted_stored_sum(stored, factors, out)
-    exact = plain.weighted_row_sum(_wide(stored).unsqueeze(1), _wide(factors))
-    expect_close(out, 1 + exact, rtol=1e-5)
 
 
 def try_norm_layers(device: torch.device) -> None:
@@ -174,56 +141,3 @@ def try_norm_layers(device: torch.device) -> None:
     for centred in (True, False):
         found = norms.norm_sums([x], [g], 1e-5, centred)[0]
         expect_close(found, plain.norm_sums(_wide(x), _wide(g), 1e-5, centred), rtol=1e-5)
-
-
-def _table(device: torch.device) -> tuple[Tensor, Tensor]:
-    """Token ids on the host, of a few rows that come several times, and float32 gradients."""
-    ids = torch.arange(SAMPLES * TABLE_TOKENS, device="cpu").mul(5).remainder(TABLE_ROWS)
-    gradients = _draw(device, SAMPLES, TABLE_TOKENS, TABLE_WIDTH, dtype=torch.float32)
-    return ids.view(SAMPLES, TABLE_TOKENS), gradients
-
-
-def try_tables(device: torch.device) -> None:
-    """`triton.tables`: norms and sums of embedding tables."""
-    from shuffled_dpsgd.clipping.kernels.triton import tables
-
-    ids, ge = _table(device)
-    there = ids.to(device)
-    exact = plain.embedding_sq_norms(ids, _wide(ge), 1)
-    _expect_norms(tables.embedding_sq_norms(there, ge, 1), exact, 1e-5)
-    ge, factors = _poisoned(device, ge)
-    out = torch.ones(TABLE_ROWS, TABLE_WIDTH, device=device, dtype=torch.float32)
-    tables.weighted_embedding_sum(there, ge, factors, 1, out)
-    exact = torch.ones(TABLE_ROWS, TABLE_WIDTH, device="cpu", dtype=torch.float64)
-    plain.weighted_embedding_sum(ids, _wide(ge), _wide(factors), 1, exact)
-    expect_close(out, exact, rtol=1e-5)
-
-
-def try_tied_tables(device: torch.device) -> None:
-    """`triton.tables`: products of an embedding table's gradients with those of its head."""
-    from shuffled_dpsgd.clipping.kernels.triton import tables
-
-    ids, ge = _table(device)
-    there = ids.to(device)
-    x = _draw(device, SAMPLES, TABLE_TOKENS, TABLE_WIDTH)
-    gl = _draw(device, SAMPLES, TABLE_TOKENS, TABLE_ROWS)
-    cross = plain.tied_cross_terms(_wide(x), _wide(gl), ids, _wide(ge), 1)
-    found = tables.tied_cross_terms(x, gl, there, ge, 1)
-    lengths = float(_wide(x).norm() * _wide(gl).norm() * _wide(ge).norm())
-    are_close = bool(((found.cpu() - cross).abs() <= 1e-5 * lengths).all())
-    expect(are_close, "cross terms of a tied head are off")
-    head = _draw(device, SAMPLES, TABLE_ROWS, TABLE_WIDTH, dtype=torch.float32)
-    exact = plain.stored_cross_terms(_wide(head), ids, _wide(ge), 1)
-    expect_close(tables.stored_cross_terms(head, there, ge, 1), exact, rtol=1e-5)
-
-
-def try_casts(device: torch.device) -> None:
-    """`triton.casts`: copies in half precision, rounded to nearest."""
-    from shuffled_dpsgd.clipping.kernels.triton import casts
-
-    sources = [_draw(device, size, dtype=torch.float32) for size in (3, 4200)]
-    targets = [torch.empty_like(source, dtype=_half(device)) for source in sources]
-    casts.copy_all(targets, sources)
-    for target, source in zip(targets, sources, strict=True):
-        are_nearest = torch.equal(target.cpu(), source.cpu().to(target.dtype))
-        expect(are_nearest, "half-precision copies are not rounded to nearest")

@@ -20,8 +20,6 @@ from torch import Tensor
 
 from shuffled_dpsgd.clipping.capture.captures import Capture
 from shuffled_dpsgd.clipping.kernels.triton.addresses import Tables, holding
-from shuffled_dpsgd.clipping.replay.early_norms import Announcement
-from shuffled_dpsgd.clipping.replay.side_streams import CudaSideStreams, using_side_streams
 from shuffled_dpsgd.runtime import cuda_graphs
 
 # Many, because a step may have dozens of physical batches, and what it keeps of each may shift the
@@ -73,11 +71,10 @@ def places_of(
 
 
 class _Recorded(NamedTuple):
-    """A recording, the tables of addresses that it reads, and what it announces."""
+    """A recording, and the tables of addresses that it reads."""
 
     recording: RecordedWork
     tables: Tables
-    announced: Announcement | None
 
 
 class Replays:
@@ -85,8 +82,6 @@ class Replays:
 
     The first time, work is done as it is; the second time it is recorded. `record` is replaced in
     tests. Should recording fail, a warning says so and the engine goes on without.
-
-    Work may put an announcement into `announced`, where a replay puts it again.
     """
 
     def __init__(self, record: WorkRecorder | None = None) -> None:
@@ -95,11 +90,9 @@ class Replays:
         self._recorded: OrderedDict[Places, _Recorded] = OrderedDict()
         self.enabled = cuda_graphs.may_record()
         self.replayed = 0
-        self.announced: Announcement | None = None
 
     def run(self, places: Places | None, work: Work) -> Tensor:
         """The result of `work`, which must depend on nothing but `places`."""
-        self.announced = None
         if places is None or not self.enabled:
             return work()
         found = self._recorded.get(places)
@@ -116,18 +109,11 @@ class Replays:
                     recording = self._record(work)
             except cuda_graphs.CaptureFailed as error:
                 self._give_up(error)
-                self.announced = None
                 return work()
-            made = _Recorded(recording, tables, self.announced)
+            made = _Recorded(recording, tables)
             found = _added(self._recorded, places, made, MAX_RECORDINGS)
         self.replayed += 1
-        self.announced = found.announced
         return found.recording.replay()
-
-    def take_announced(self) -> Announcement | None:
-        """What the latest run announced; it is not kept, for it holds memory of its batch."""
-        found, self.announced = self.announced, None
-        return found
 
     def _give_up(self, error: cuda_graphs.CaptureFailed) -> None:
         self.enabled = False
@@ -154,22 +140,15 @@ class GraphRecorder:
     def __init__(self) -> None:
         self._pool: Any = None
         self._stream: torch.cuda.Stream | None = None
-        self._side_streams: CudaSideStreams | None = None
         self._alive: WeakSet[RecordedGraph] = WeakSet()
 
     def __call__(self, work: Work) -> RecordedWork:
-        if self._stream is None or self._side_streams is None:
-            self._stream, self._side_streams = torch.cuda.Stream(), CudaSideStreams()
+        if self._stream is None:
+            self._stream = torch.cuda.Stream()
         if not self._alive:
             self._pool = torch.cuda.graph_pool_handle()
         self._stream.wait_stream(torch.cuda.current_stream())
-        streams = self._side_streams
-
-        def on_side_streams() -> Tensor:
-            with using_side_streams(streams):
-                return work()
-
-        graph, result = cuda_graphs.capture(on_side_streams, self._stream, pool=self._pool)
+        graph, result = cuda_graphs.capture(work, self._stream, pool=self._pool)
         torch.cuda.current_stream().wait_stream(self._stream)
         recording = RecordedGraph(graph, result)
         self._alive.add(recording)

@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shuffled_dpsgd.clipping import kernels
 from shuffled_dpsgd.clipping.capture.captures import Capture, Projection, StoredWeight
 from shuffled_dpsgd.clipping.capture.slot import Slot, batch_of, no_view, recorder_of, size_of
 from shuffled_dpsgd.clipping.contributions import cost
@@ -172,11 +171,11 @@ class MultiheadAttentionSlot(Slot):
         part, x_BTE = capture.part, capture.x
         g_BTP = self._padded(part, capture.g)
         shape = (x_BTE.shape[1], g_BTP.shape[2], x_BTE.shape[2])
-        device = kernels.kind_of(g_BTP)
+        device = g_BTP.device.type
         if part != OUT:
             self.last_shape, self.last_device = shape, device
         capture.route = choose(*shape, device)
-        if capture.route is not cost.NormRoute.INSTANTIATE:
+        if capture.route is not cost.NormMethod.INSTANTIATE:
             return capture
         grads_BPE, squares_B = stored_outer(g_BTP, x_BTE)
         return StoredWeight(grads_BPE, capture.g, squares_B, part)

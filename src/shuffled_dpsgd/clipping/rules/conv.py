@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shuffled_dpsgd.clipping import kernels
 from shuffled_dpsgd.clipping.capture.captures import Capture, InputAndGradient, StoredWeight
 from shuffled_dpsgd.clipping.capture.slot import Slot, batch_of, recorder_of, size_of, unfolded
 from shuffled_dpsgd.clipping.contributions import cost
@@ -153,9 +152,9 @@ class ConvSlot(Slot):
         weight = cast(Tensor, self.parameters["weight"])
         positions = g[0].numel() // weight.shape[0]
         self.last_shape = (positions, weight.shape[0], weight[0].numel())
-        self.last_device = kernels.kind_of(g)
+        self.last_device = g.device.type
         capture.route = choose(*self.last_shape, self.last_device)
-        if self.groups == 1 and capture.route is not cost.NormRoute.INSTANTIATE:
+        if self.groups == 1 and capture.route is not cost.NormMethod.INSTANTIATE:
             return capture
         return StoredWeight(self._stored(capture), g)
 

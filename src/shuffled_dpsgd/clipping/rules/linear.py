@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shuffled_dpsgd.clipping import kernels
 from shuffled_dpsgd.clipping.capture.captures import (
     Capture,
     InputAndGradient,
@@ -158,7 +157,9 @@ def _padded(g: Tensor, width: int) -> Tensor:
 
 
 def lowered(parameter: Tensor, dtype: torch.dtype, rows: int) -> Tensor:
-    """A half-precision copy; on a GPU with `rows` rows of zeros added."""
+    """The parameter in another precision; on a GPU with `rows` rows of zeros added."""
+    if parameter.dtype is dtype:
+        return parameter
     lower = parameter.to(dtype)
     if rows == 0 or not lower.is_cuda:
         return lower
@@ -213,7 +214,7 @@ class LinearSlot(Slot):
         if not self.transposed and self.outputs >= _MIN_PADDED_ROWS:
             self.padded_outputs = -(-self.outputs // _ROW_BLOCK) * _ROW_BLOCK
         # The route of the latest call, and of which inputs it holds.
-        self._route = cost.NormRoute.GRAM
+        self._route = cost.NormMethod.GRAM
         self._decided_for: tuple[torch.Size, torch.dtype, torch.device] | None = None
 
     def forward(self, input: Tensor) -> Tensor:
@@ -223,9 +224,9 @@ class LinearSlot(Slot):
         self, x: Tensor, weight: Tensor, bias: Tensor | None, batch: CapturedBatch
     ) -> Tensor:
         """The same by autograd's own operations, for eager mode."""
-        rows = 0 if self.transposed else self.padded_outputs
-        weight = batch.cast(weight, x.dtype, rows)
-        bias = None if bias is None else batch.cast(bias, x.dtype, rows)
+        rows = self.padded_outputs - self.outputs
+        weight = lowered(weight.detach(), x.dtype, rows)
+        bias = None if bias is None else lowered(bias.detach(), x.dtype, rows)
         out = self.multiply(x, weight, bias)
         self.recorder.listen(out, batch, self, x if self.keeps_input else None)
         # The weight's half-precision copy may have had rows of zeros added.
@@ -286,9 +287,9 @@ class LinearSlot(Slot):
             self._decided_for = like
             T = x.numel() // (x.shape[0] * x.shape[-1])
             self.last_shape = (T, self.outputs, x.shape[-1])
-            self.last_device = kernels.kind_of(x)
-            self._route = choose(*self.last_shape, self.last_device, self.sharing.tied)
-            self.stores = self._route is cost.NormRoute.INSTANTIATE
+            self.last_device = x.device.type
+            self._route = choose(*self.last_shape, self.last_device)
+            self.stores = self._route is cost.NormMethod.INSTANTIATE
         if not self.stores:
             capture.route = self._route
             return capture

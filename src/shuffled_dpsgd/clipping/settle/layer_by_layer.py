@@ -16,7 +16,6 @@ from torch import Tensor
 from shuffled_dpsgd.clipping.capture.batch import CapturedBatch, Entry
 from shuffled_dpsgd.clipping.contributions.norm_sums import UnsummedNorm
 from shuffled_dpsgd.clipping.kernels.float32 import full_float32
-from shuffled_dpsgd.clipping.replay.early_norms import Announcement, announce
 from shuffled_dpsgd.clipping.settle.many_layers import ManyLayers
 from shuffled_dpsgd.clipping.settle.schedules import ClippingRule, summed_norms
 from shuffled_dpsgd.clipping.settle.shared_parameters import LayerGroup
@@ -45,7 +44,6 @@ class LayerByLayer:
         self.rule = rule
         self._scatter = scatter
         self._buckets: list[Bucket] = []
-        self._announced: Announcement | None = None
 
     def receive(self, batch: CapturedBatch, entry: Entry) -> None:
         slot = entry.slot
@@ -60,8 +58,7 @@ class LayerByLayer:
 
     def finish(self, batch: CapturedBatch) -> None:
         norms_B = self._settle_all(batch)
-        self.rule.totals.norms.add(norms_B[: batch.counted], self._announced)
-        self._announced = None  # It holds memory of its batch.
+        self.rule.totals.norms.append(norms_B[: batch.counted])
         batch.close()
 
     @full_float32()
@@ -72,7 +69,6 @@ class LayerByLayer:
         layers = [self._layers(bucket, batch) for bucket in self._buckets]
         squares = [settled.squares() for settled in layers]
         norms_B = rule.norms([part_B for parts in squares for part_B in parts], batch)
-        self._announced = announce(norms_B)
         whole_B = None if rule.per_group else rule.factors(norms_B, batch)
         # Also says that parts of this batch are in the sums, until all of them are.
         kept.squares[0] = norms_B

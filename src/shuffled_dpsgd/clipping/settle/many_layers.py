@@ -3,7 +3,7 @@
 A GPU is slowed down less by the arithmetic than by the number of operations asked of it, and a
 Transformer repeats its few layer shapes dozens of times. So linear layers of one shape share a
 launch, and all small per-sample gradients are put side by side. What fits neither pattern is left
-to its group. Small work runs beside large work where `replay.side_streams` allows it.
+to its group.
 
 Shapes: B samples, T positions, D inputs, P outputs, N coordinates of all small per-sample gradients
 together.
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
-from functools import partial
 from typing import TypeVar
 
 import torch
@@ -30,19 +29,16 @@ from shuffled_dpsgd.clipping.contributions.kinds import (
     RowsGrad,
     RowSumGrad,
 )
-from shuffled_dpsgd.clipping.replay.side_streams import side_by_side
 from shuffled_dpsgd.clipping.settle.shared_parameters import LayerGroup, Named, contributions_of
 
 # Per-sample gradients larger than this are worth an operation of their own.
 _SMALL, _SMALL_ON_CPU = 1 << 16, 1 << 12
-# Launches for linear layers are dealt out to so many lanes; see `side_streams.NUM_SIDE_STREAMS`.
-LINEAR_LANES = 3
 NormRun = tuple[Sequence[Slot], Tensor]
 Kind = TypeVar("Kind", OuterGrad, RowSumGrad)
 # The norms that many linear layers find together.
 _LINEAR_NORMS = {
-    cost.NormRoute.GRAM: kernels.gram_sq_norm_sums,
-    cost.NormRoute.TILES: kernels.tile_sq_norm_sums,
+    cost.NormMethod.GRAM: kernels.gram_sq_norm_sums,
+    cost.NormMethod.TILES: kernels.tile_sq_norm_sums,
 }
 
 
@@ -63,7 +59,7 @@ class LinearLayer:
 class LinearRun:
     """Linear layers of one shape and route, which share every launch."""
 
-    def __init__(self, route: cost.NormRoute, layers: Sequence[LinearLayer]) -> None:
+    def __init__(self, route: cost.NormMethod, layers: Sequence[LinearLayer]) -> None:
         self._norms = _LINEAR_NORMS[route]
         self._layers = layers
         self._pairs = [(layer.x_BTD, layer.g_BTP) for layer in layers]
@@ -107,7 +103,7 @@ class ManyLayers:
         self._small: list[tuple[str, DenseGrad]] = []
         self._side_by_side_BN: Tensor | None = None
         self._linear_names: set[str] = set()
-        linear: dict[cost.NormRoute, list[LinearLayer]] = {}
+        linear: dict[cost.NormMethod, list[LinearLayer]] = {}
         for group, entries in filed:
             self._sort(group, entries, linear)
         self._linear = [run for route, layers in linear.items() for run in _runs(route, layers)]
@@ -116,7 +112,7 @@ class ManyLayers:
         self,
         group: LayerGroup,
         entries: Sequence[Entry],
-        linear: dict[cost.NormRoute, list[LinearLayer]],
+        linear: dict[cost.NormMethod, list[LinearLayer]],
     ) -> None:
         parts = contributions_of(entries)
         if not group.is_alone(entries):
@@ -142,16 +138,10 @@ class ManyLayers:
 
     def squares(self) -> list[Tensor]:
         """(B,) squared norms whose sum is the squared norm over all parameters."""
-        launches = [run.squares for run in self._linear]
-        lanes = [launches[first::LINEAR_LANES] for first in range(LINEAR_LANES)]
-        others = [partial(self._group_square, *left) for left in self._grouped]
-        found = side_by_side(lanes[0], [*others, self._norm_and_small_squares], *lanes[1:])
-        return [square_B for lane in found for squares in lane for square_B in squares]
-
-    def _group_square(
-        self, group: LayerGroup, entries: Sequence[Entry], parts: Sequence[Named]
-    ) -> list[Tensor]:
-        return [group.sq_norms(entries, parts, self._choose)]
+        found = [square_B for run in self._linear for square_B in run.squares()]
+        for group, entries, parts in self._grouped:
+            found.append(group.sq_norms(entries, parts, self._choose))
+        return found + self._norm_and_small_squares()
 
     def _norm_and_small_squares(self) -> list[Tensor]:
         self._norm_runs = self._find_norm_runs()
@@ -180,21 +170,14 @@ class ManyLayers:
             others = [total for name, total in sums.items() if name not in written]
             if others:
                 torch._foreach_zero_(others)
-        launches = _matrix_sums(rounds[:1], factors_B, sums, new)
-        launches += [partial(run.add_sums, factors_B, sums, new) for run in self._linear]
-        launches += [partial(_add_stored, stored, factors_B, sums, new)] if stored else []
-        lanes = [launches[first::LINEAR_LANES] for first in range(LINEAR_LANES)]
-        apart = [named for named in self._parts if named[0] not in written]
-        side_by_side(
-            lanes[0],
-            [
-                partial(_add_others, apart, factors_B, sums),
-                partial(self._add_norms_and_small, factors_B, sums),
-            ],
-            *lanes[1:],
-        )
-        for launch in _matrix_sums(rounds[1:], factors_B, sums, False):
-            launch()
+        _add_matrices(rounds[:1], factors_B, sums, new)
+        for run in self._linear:
+            run.add_sums(factors_B, sums, new)
+        if stored:
+            _add_stored(stored, factors_B, sums, new)
+        _add_others([part for part in self._parts if part[0] not in written], factors_B, sums)
+        self._add_norms_and_small(factors_B, sums)
+        _add_matrices(rounds[1:], factors_B, sums, False)
         # The rest of what a matrix gets, such as the rows of a table that is also a head.
         taken = {id(part) for part in stored.values()}
         rest = [(name, part) for name, part in self._parts if name in written]
@@ -230,7 +213,7 @@ def _linear_layer(parts: Sequence[Named]) -> LinearLayer:
     return LinearLayer(right, left, weight, bias_name, transposed=False)
 
 
-def _runs(route: cost.NormRoute, layers: Sequence[LinearLayer]) -> Iterator[LinearRun]:
+def _runs(route: cost.NormMethod, layers: Sequence[LinearLayer]) -> Iterator[LinearRun]:
     """The layers of one route, sorted into runs of one shape, the same for norms and sums."""
     pairs = [(layer.x_BTD, layer.g_BTP) for layer in layers]
     labels = [(layer.bias is None, layer.transposed) for layer in layers]
@@ -238,28 +221,17 @@ def _runs(route: cost.NormRoute, layers: Sequence[LinearLayer]) -> Iterator[Line
         yield LinearRun(route, [layers[i] for i in run])
 
 
-def _matrix_sums(
+def _add_matrices(
     rounds: Sequence[Sequence[tuple[str, OuterGrad]]],
     factors_B: Tensor,
     sums: dict[str, Tensor],
     new: bool,
-) -> list[Callable[[], None]]:
-    """One launch for the matrices of each shape among those that are left to their groups."""
-    launches: list[Callable[[], None]] = []
+) -> None:
+    """Add the matrices among those that are left to their groups."""
     for outers in rounds:
         pairs = [(part.right_BTC, part.left_BTR) for _, part in outers]
         outs = [_matrix(sums[name], part.left_BTR.shape[2]) for name, part in outers]
-        for run in kernels.alike(pairs, [None] * len(pairs)):
-            launches.append(
-                partial(
-                    kernels.add_weighted_outer_sums,
-                    [pairs[i] for i in run],
-                    factors_B,
-                    [outs[i] for i in run],
-                    accumulate=not new,
-                )
-            )
-    return launches
+        kernels.add_weighted_outer_sums(pairs, factors_B, outs, accumulate=not new)
 
 
 def _rounds(parts: Iterable[Named], kind: type[Kind]) -> Iterator[list[tuple[str, Kind]]]:

@@ -19,8 +19,6 @@ from shuffled_dpsgd.clipping.capture.slot import Slot
 from shuffled_dpsgd.clipping.contributions import cost
 from shuffled_dpsgd.clipping.contributions.norm_sums import UnsummedNorm, settle
 from shuffled_dpsgd.clipping.kernels.float32 import full_float32
-from shuffled_dpsgd.clipping.kernels.split_products import keeping_halves
-from shuffled_dpsgd.clipping.replay.early_norms import announce
 from shuffled_dpsgd.clipping.replay.recordings import Places, Replays, places_of
 from shuffled_dpsgd.clipping.replay.stable_places import StablePlaces
 from shuffled_dpsgd.clipping.settle.clip_functions import ClipFunction
@@ -115,7 +113,7 @@ class WholeGradient:
         with self.rule.totals.adding() as (sums, new):
             places = self._places(batch, new) if self._may_replay(batch) else None
             norms_B = self.replays.run(places, lambda: self._settle_all(batch, sums, new))
-        self.rule.totals.norms.add(norms_B[: batch.counted], self.replays.take_announced())
+        self.rule.totals.norms.append(norms_B[: batch.counted])
         batch.close()
 
     @full_float32()
@@ -133,10 +131,8 @@ class WholeGradient:
             entries.setdefault(entry.slot.sharing.group, []).append(entry)
         filed = [(rule.groups[index], found) for index, found in entries.items()]
         layers = ManyLayers(filed, lambda: _norm_runs(kept), rule.choose)
-        with keeping_halves():
-            norms_B = rule.norms(layers.squares(), batch)
-            self.replays.announced = announce(norms_B)
-            layers.add_sums(rule.factors(norms_B, batch), sums, new)
+        norms_B = rule.norms(layers.squares(), batch)
+        layers.add_sums(rule.factors(norms_B, batch), sums, new)
         return norms_B
 
     def _may_replay(self, batch: CapturedBatch) -> bool:
@@ -191,7 +187,7 @@ class GroupByGroup:
         for index in list(batch.settling.entries):
             self._settle(batch, self.rule.groups[index])
         norms_B = self.rule.norms(batch.settling.squares.values(), batch)
-        self.rule.totals.norms.add(norms_B[: batch.counted])
+        self.rule.totals.norms.append(norms_B[: batch.counted])
         batch.close()
 
     @full_float32()
@@ -236,7 +232,7 @@ class TwoPasses:
         for index in list(batch.settling.entries):
             self._settle(batch, self.rule.groups[index])
         norms_B = self.rule.norms(batch.settling.squares.values(), batch)
-        self.rule.totals.norms.add(norms_B[: batch.counted])
+        self.rule.totals.norms.append(norms_B[: batch.counted])
         whole_B = self.rule.factors(norms_B, batch)
         for index, squares_B in batch.settling.squares.items():
             batch.settling.factors[index] = (

@@ -32,9 +32,8 @@ class LayerGroup:
         self.shapes = {name: shapes[name] for name in self.names}
         uses = sum(len(slot.names) for slot in slots)
         self.shared = len(slots) > 1 or uses > len(self.names)
-        tied = self.shared and any(slot.kind == "embedding" for slot in slots)
         for slot in slots:
-            slot.sharing = Sharing(group=index, shared=self.shared, tied=tied)
+            slot.sharing = Sharing(group=index, shared=self.shared)
 
     def is_complete(self, batch: CapturedBatch, entries: Sequence[Entry]) -> bool:
         """Whether every call the forward made has been recorded, so that no more can come."""

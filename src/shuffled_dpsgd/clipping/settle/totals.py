@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shuffled_dpsgd.clipping.replay.early_norms import EarlyNorms
 from shuffled_dpsgd.clipping.settle.reused_memory import (
     ReusableBuffer,
     ReusableTensors,
@@ -81,7 +80,7 @@ class Totals:
         self._reusable_buffers: list[ReusableBuffer] = []
         self._kinds: list[tuple[torch.device, torch.dtype]] = []
         self._allocations: list[Allocation] = []
-        self.norms = EarlyNorms()
+        self.norms: list[Tensor] = []
 
     @property
     def sums(self) -> dict[str, Tensor]:
@@ -116,7 +115,7 @@ class Totals:
         if self._sums and not self._buffers:
             self._reusable = ReusableTensors(self._sums)
         self._sums, self._buffers = {}, []
-        self.norms.clear()
+        self.norms = []
         self.let_go()
 
     def let_go(self) -> None:

@@ -13,27 +13,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from shuffled_dpsgd.clipping.kernels.gluon.compatibility import fix_keys
 from shuffled_dpsgd.clipping.kernels.gluon.products import (
+    COLUMNS,
+    ELEMENT,
+    GROUPS,
     ROWS,
-    TALL,
-    block_at,
     buffers,
+    cut_of,
+    fix_keys,
     load,
     segment,
     tensor_of,
     zeros,
 )
-from shuffled_dpsgd.clipping.kernels.gluon.ring import ELEMENT
 from shuffled_dpsgd.clipping.kernels.triton.addresses import address_table
-from shuffled_dpsgd.clipping.kernels.triton.sums import factors_row, scratch
-
-TAKES_BIASES = True
 
 
 @gluon.jit
@@ -53,8 +52,7 @@ def write(  # type: ignore[no-untyped-def]
 @gluon.jit
 def add_up(  # type: ignore[no-untyped-def]
     todo, geometry, rings, GROUP: gl.constexpr, FULL: gl.constexpr, TAIL: gl.constexpr,
-    GROUPS: gl.constexpr, COLUMNS: gl.constexpr, STAGES: gl.constexpr, HAS_FEW: gl.constexpr,
-    BIAS: gl.constexpr,
+    HAS_FEW: gl.constexpr, BIAS: gl.constexpr,
 ):  # fmt: skip
     """One group's rows of the block: the sum over samples of factor times product.
 
@@ -62,15 +60,15 @@ def add_up(  # type: ignore[no-untyped-def]
     """
     factors_B, out, bias, out_row, out_col, add = todo
     B, segments, D, P, p, d = geometry
-    total, total_1 = zeros(COLUMNS)
-    part, part_1 = zeros(COLUMNS)
+    total, total_1 = zeros()
+    part, part_1 = zeros()
     stage = 0
     phase = 0
     for step in range(B * segments):
         factor = gl.load(factors_B + step // segments)
         part, part_1, stage, phase = segment(
             part, part_1, rings, step, stage, phase,
-            GROUP, FULL, TAIL, GROUPS, COLUMNS, STAGES, HAS_FEW, BIAS,
+            GROUP, FULL, TAIL, HAS_FEW, BIAS,
         )  # fmt: skip
         # A factor of zero must silence infinities and NaNs too.
         if factor != 0.0:
@@ -86,70 +84,65 @@ def add_up(  # type: ignore[no-untyped-def]
 @gluon.jit
 def run_groups(  # type: ignore[no-untyped-def]
     todo, source, geometry, rings, SEGMENT: gl.constexpr, FULL: gl.constexpr, TAIL: gl.constexpr,
-    GROUPS: gl.constexpr, COLUMNS: gl.constexpr, STAGES: gl.constexpr, HAS_FEW: gl.constexpr,
-    BIAS: gl.constexpr,
+    HAS_FEW: gl.constexpr, BIAS: gl.constexpr,
 ):  # fmt: skip
     """Three groups of warps multiply while one warp loads."""
     gl.warp_specialize(
         [
-            (add_up, (todo, geometry, rings, gl.constexpr(0), FULL, TAIL, GROUPS, COLUMNS, STAGES,
-                      HAS_FEW, BIAS)),
-            (add_up, (todo, geometry, rings, gl.constexpr(1), FULL, TAIL, GROUPS, COLUMNS, STAGES,
-                      HAS_FEW, BIAS)),
-            (add_up, (todo, geometry, rings, gl.constexpr(2), FULL, TAIL, GROUPS, COLUMNS, STAGES,
-                      HAS_FEW, BIAS)),
-            (load, (source, geometry, rings, SEGMENT, FULL, TAIL, GROUPS, COLUMNS, STAGES,
-                    HAS_FEW)),
+            (add_up, (todo, geometry, rings, gl.constexpr(0), FULL, TAIL, HAS_FEW, BIAS)),
+            (add_up, (todo, geometry, rings, gl.constexpr(1), FULL, TAIL, HAS_FEW, BIAS)),
+            (add_up, (todo, geometry, rings, gl.constexpr(2), FULL, TAIL, HAS_FEW, BIAS)),
+            (load, (source, geometry, rings, SEGMENT, FULL, TAIL, HAS_FEW)),
         ],
         [4, 4, 1],
         [160, 160, 24],
-    )  # fmt: skip
+    )
 
 
-@gluon.jit(do_not_specialize=["B", "T", "add", "factors_row"])
+@gluon.jit(do_not_specialize=["B", "T", "add"])
 def parted_outer_kernel(  # type: ignore[no-untyped-def]
-    x_table, g_table, out_table, bias_table, factors, factors_row, B, T, D, P,
+    x_table, g_table, out_table, bias_table, factors_B, B, T, D, P,
     x_batch, x_row, g_batch, g_row, out_row, out_col, add, segments,
-    SEGMENT: gl.constexpr, FULL: gl.constexpr, TAIL: gl.constexpr, GROUPS: gl.constexpr,
-    COLUMNS: gl.constexpr, STAGES: gl.constexpr, HAS_FEW: gl.constexpr, BIAS: gl.constexpr,
-    ELEMENT: gl.constexpr,
+    SEGMENT: gl.constexpr, FULL: gl.constexpr, TAIL: gl.constexpr, HAS_FEW: gl.constexpr,
+    BIAS: gl.constexpr, ELEMENT: gl.constexpr,
 ):  # fmt: skip
     """One block of one layer's sum_b f_b g_b^T x_b.
 
     With BIAS, blocks of the first columns also form their rows of sum_b f_b sum_t g_bt.
     """
     layer = gl.program_id(1)
-    p, d = block_at(gl.program_id(0), D, GROUPS, COLUMNS)
+    blocks_d = gl.cdiv(D, COLUMNS)
+    p = (gl.program_id(0) // blocks_d) * (GROUPS * ROWS)
+    d = (gl.program_id(0) % blocks_d) * COLUMNS
     x = tensor_of(x_table, layer, ELEMENT)
     g = tensor_of(g_table, layer, ELEMENT)
     out = tensor_of(out_table, layer, gl.float32)
     bias = out
     if BIAS:
         bias = gl.load(bias_table + layer).to(gl.pointer_type(gl.float32))
-    rings = buffers(GROUPS, COLUMNS, STAGES, HAS_FEW, BIAS, ELEMENT)
+    rings = buffers(HAS_FEW, BIAS, ELEMENT)
     source = (x, g, T, x_batch, x_row, g_batch, g_row)
     geometry = (B, segments, D, P, p, d)
-    todo = (factors + layer * factors_row, out, bias, out_row, out_col, add)
+    todo = (factors_B, out, bias, out_row, out_col, add)
     # Two specialised kinds of blocks, so that none has to ask at every product what to do.
     if BIAS and d == 0:
-        run_groups(
-            todo, source, geometry, rings,
-            SEGMENT, FULL, TAIL, GROUPS, COLUMNS, STAGES, HAS_FEW, True,
-        )  # fmt: skip
+        run_groups(todo, source, geometry, rings, SEGMENT, FULL, TAIL, HAS_FEW, True)
     else:
-        run_groups(
-            todo, source, geometry, rings,
-            SEGMENT, FULL, TAIL, GROUPS, COLUMNS, STAGES, HAS_FEW, False,
-        )  # fmt: skip
+        run_groups(todo, source, geometry, rings, SEGMENT, FULL, TAIL, HAS_FEW, False)
 
 
 fix_keys(write, add_up, run_groups, parted_outer_kernel)
 
 
+def scratch(size: int, alignment: int, stream: int | None) -> Tensor:
+    """Device memory for a launch's copy-engine descriptors."""
+    return torch.empty(size, dtype=torch.int8, device="cuda")
+
+
 def weighted_outer_sums(
     xs: Sequence[Tensor],
     gs: Sequence[Tensor],
-    factors: Tensor,
+    factors_B: Tensor,
     outs: Sequence[Tensor],
     add: bool = True,
     biases: Sequence[Tensor] = (),
@@ -157,15 +150,15 @@ def weighted_outer_sums(
     """Add sum_b f_b g_b^T x_b of L layers of one shape into their (P, D) float32 `outs`.
 
     The outputs may be transposed views. With (P,) float32 `biases`, sum_b f_b sum_t g_bt is added
-    into these. Factors are (B,), or (L, B) where every layer has its own. Without `add`, what the
-    outputs hold is overwritten.
+    into these. Without `add`, what the outputs hold is overwritten.
     """
     (B, T, D), P, L = xs[0].shape, gs[0].shape[2], len(xs)
     x, g = xs[0], gs[0]
     table = address_table((xs, gs, outs, biases or outs), x.device)
     triton.set_allocator(scratch)
     strides = x.stride(0), x.stride(1), g.stride(0), g.stride(1), *outs[0].stride()
-    parted_outer_kernel[(TALL.number(P, D), L)](
-        *table, factors, factors_row(factors), B, T, D, P, *strides, int(add), **TALL.of(T),
+    blocks = triton.cdiv(P, GROUPS.value * ROWS.value) * triton.cdiv(D, COLUMNS.value)
+    parted_outer_kernel[(blocks, L)](
+        *table, factors_B, B, T, D, P, *strides, int(add), **cut_of(T),
         BIAS=len(biases) > 0, ELEMENT=ELEMENT[x.dtype], num_warps=4,
     )  # fmt: skip

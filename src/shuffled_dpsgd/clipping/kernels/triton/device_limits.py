@@ -1,4 +1,4 @@
-"""What a GPU has of what kernels take: multiprocessors, shared memory, a copy engine."""
+"""What a GPU has of what kernels take: multiprocessors and shared memory."""
 
 from __future__ import annotations
 
@@ -27,12 +27,6 @@ def shared_bytes(device: torch.device) -> int:
     properties: Any = torch.cuda.get_device_properties(device)
     usual = properties.shared_memory_per_block
     return int(getattr(properties, "shared_memory_per_block_optin", usual))
-
-
-@functools.cache
-def has_copy_engine(device: torch.device) -> bool:
-    """Whether the device has Hopper's tensor copy engine."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def stages_that_fit(wanted: int, stage_bytes: int, device: torch.device) -> int:

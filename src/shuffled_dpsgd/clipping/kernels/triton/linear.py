@@ -1,11 +1,12 @@
 """Linear layers on a GPU: many layers of one shape in a single launch, nothing materialised.
 
-Shapes: L layers, B samples, T tokens, D input features, P output features. Operands are bfloat16
-or float16; every product is accumulated in float32. The tensors of the L layers are found through
-tables of addresses, so captured activations are read where they lie.
+Shapes: L layers, B samples, T tokens, D input features, P output features. Operands are bfloat16,
+float16, or float32, which Triton multiplies as three products of TF32 ("tf32x3"); that keeps some
+22 bits of a number. Every product is accumulated in float32. The tensors of the L layers are found
+through tables of addresses, so captured activations are read where they lie.
 
-This file has the norms by Gram matrices, `wide` those of very wide layers, `gram` those of a few
-more than 128 tokens. `tiles` and `sums` multiply gradients out.
+This file has the norms by Gram matrices, `wide` those of very wide layers. `tiles` and `sums`
+multiply gradients out.
 """
 
 from __future__ import annotations
@@ -34,6 +35,14 @@ def tile_at(table, layer, ELEMENT: tl.constexpr):  # type: ignore[no-untyped-def
 
 
 @triton.jit
+def add_product(a, b, acc):  # type: ignore[no-untyped-def]
+    """acc + a b. Tensor cores cut sums of TF32 off more often, so these are added beside them."""
+    if a.dtype == tl.float32:
+        return acc + tl.dot(a, b, input_precision="tf32x3")
+    return tl.dot(a, b, acc)
+
+
+@triton.jit
 def gram_block(  # type: ignore[no-untyped-def]
     base, rows, cols, T, WIDTH, stride, SAME: tl.constexpr, BLOCK: tl.constexpr,
     STEP: tl.constexpr, EVEN: tl.constexpr,
@@ -53,13 +62,13 @@ def gram_block(  # type: ignore[no-untyped-def]
         else:
             a = tl.load(row_ptrs + start, mask=(rows < T)[:, None] & inside, other=0.0)
         if SAME:
-            acc = tl.dot(a, tl.trans(a), acc)
+            acc = add_product(a, tl.trans(a), acc)
         else:
             if EVEN:
                 b = tl.load(col_ptrs + start)
             else:
                 b = tl.load(col_ptrs + start, mask=(cols < T)[:, None] & inside, other=0.0)
-            acc = tl.dot(a, tl.trans(b), acc)
+            acc = add_product(a, tl.trans(b), acc)
     return acc
 
 
@@ -97,9 +106,10 @@ def gram_kernel(  # type: ignore[no-untyped-def]
     tl.store(out + 1, tl.sum(lengths))
 
 
-def gram_stages(block: int, num_blocks: int, device: torch.device) -> int:
+def gram_stages(block: int, num_blocks: int, of: Tensor) -> int:
     """Stages in which one block of tokens, or two different ones, are read."""
-    return stages_that_fit(NUM_STAGES, min(num_blocks, 2) * block * STEP * 2, device)
+    tokens = min(num_blocks, 2) * block
+    return stages_that_fit(NUM_STAGES, tokens * STEP * of.element_size(), of.device)
 
 
 def gram_sq_norms(xs: Sequence[Tensor], gs: Sequence[Tensor], bias: bool) -> Tensor:
@@ -114,10 +124,10 @@ def gram_sq_norms(xs: Sequence[Tensor], gs: Sequence[Tensor], bias: bool) -> Ten
         *table, out, B, T, D, P, *strides, BIAS=bias, NUM_BLOCKS=num_blocks, BLOCK=block, STEP=STEP,
         EVEN_D=T % block == 0 and D % STEP == 0, EVEN_P=T % block == 0 and P % STEP == 0,
         ELEMENT=ELEMENT[x.dtype], num_warps=8 if block == 128 else 4,
-        num_stages=gram_stages(block, num_blocks, x.device),
+        num_stages=gram_stages(block, num_blocks, x),
     )  # fmt: skip
     squares_LB, reach_LB = out.sum(2).unbind(2)
-    return plain.above_cut_off(squares_LB, reach_LB, D, P)
+    return plain.above_cut_off(squares_LB, reach_LB, D, P, dtype=x.dtype)
 
 
 def blocks_of(tokens: int) -> tuple[int, int]:

@@ -1,7 +1,7 @@
 """Weighted sums of linear layers' gradients on a GPU, multiplied out tile by tile.
 
 Shapes: L layers of one shape, B samples, T tokens, D input features, P output features. Operands
-are bfloat16 or float16; every product is accumulated in float32.
+as in `linear`; every product is accumulated in float32.
 
 Why the weighted sum is a kernel of its own: scaling bfloat16 rows by a clip factor would round
 them again, and a sample could then contribute a part in 256 more than the clip norm. Here each
@@ -12,17 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from shuffled_dpsgd.clipping.kernels.triton.addresses import address_table
-from shuffled_dpsgd.clipping.kernels.triton.device_limits import has_copy_engine, stages_that_fit
-from shuffled_dpsgd.clipping.kernels.triton.linear import ELEMENT, tile_at
+from shuffled_dpsgd.clipping.kernels.triton.device_limits import stages_that_fit
+from shuffled_dpsgd.clipping.kernels.triton.linear import ELEMENT, add_product, tile_at
 
-# Whether the sums of biases can be asked for along with those of weights.
-TAKES_BIASES = False
 BLOCK = 128
 # Tokens of a sample that fit into shared memory whole, twice: 2 x 2 x 128 features of 2 bytes each.
 MAX_SHORT = 208
@@ -49,12 +46,12 @@ def outer_chunk(  # type: ignore[no-untyped-def]
         x_tile = tl.load(x_ptrs)
     else:
         x_tile = tl.load(x_ptrs, mask=(t < T)[:, None] & (d < D)[None, :], other=0.0)
-    return tl.dot(tl.trans(g_tile), x_tile, acc)
+    return add_product(tl.trans(g_tile), x_tile, acc)
 
 
-@triton.jit(do_not_specialize=["B", "factors_row"])
+@triton.jit(do_not_specialize=["B"])
 def outer_kernel(  # type: ignore[no-untyped-def]
-    x_table, g_table, out_table, factors, factors_row, B, T, D, P, x_batch, x_row, g_batch, g_row,
+    x_table, g_table, out_table, factors_B, B, T, D, P, x_batch, x_row, g_batch, g_row,
     segments, SEGMENT: tl.constexpr, FULL: tl.constexpr, CHUNK: tl.constexpr, TAIL: tl.constexpr,
     EVEN_T: tl.constexpr, EVEN_P: tl.constexpr, EVEN_D: tl.constexpr,
     BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr, ADD: tl.constexpr, ELEMENT: tl.constexpr,
@@ -64,7 +61,6 @@ def outer_kernel(  # type: ignore[no-untyped-def]
     A sample's tokens come in `segments` segments of FULL chunks of CHUNK tokens and one of TAIL.
     """
     layer = tl.program_id(1)
-    factors += layer * factors_row
     tiles_d = tl.cdiv(D, BLOCK_D)
     p = (tl.program_id(0) // tiles_d) * BLOCK_P + tl.arange(0, BLOCK_P)
     d = (tl.program_id(0) % tiles_d) * BLOCK_D + tl.arange(0, BLOCK_D)
@@ -74,7 +70,7 @@ def outer_kernel(  # type: ignore[no-untyped-def]
     for step in range(B * segments):
         sample = (step // segments).to(tl.int64)
         first = (step % segments) * SEGMENT
-        factor = tl.load(factors + sample)
+        factor = tl.load(factors_B + sample)
         x_b = x + sample * x_batch
         g_b = g + sample * g_batch
         part = tl.zeros((BLOCK_P, BLOCK_D), dtype=tl.float32)
@@ -96,55 +92,6 @@ def outer_kernel(  # type: ignore[no-untyped-def]
     if ADD:
         total += tl.load(out_ptrs, mask=inside, other=0.0)
     tl.store(out_ptrs, total, mask=inside)
-
-
-@triton.jit(do_not_specialize=["B", "factors_row"])
-def bulk_outer_kernel(  # type: ignore[no-untyped-def]
-    x_table, g_table, out_table, factors, factors_row, B, T, D, P, x_batch, x_row, g_batch, g_row,
-    segments, SEGMENT: tl.constexpr, FULL: tl.constexpr, CHUNK: tl.constexpr, TAIL: tl.constexpr,
-    BLOCK: tl.constexpr, ADD: tl.constexpr, ELEMENT: tl.constexpr,
-):  # fmt: skip
-    """`outer_kernel` with the copy engine of Hopper and later, which fills in zeros by itself."""
-    layer = tl.program_id(1)
-    factors += layer * factors_row
-    tiles_d = tl.cdiv(D, BLOCK)
-    p = (tl.program_id(0) // tiles_d) * BLOCK
-    d = (tl.program_id(0) % tiles_d) * BLOCK
-    x = tile_at(x_table, layer, ELEMENT)
-    g = tile_at(g_table, layer, ELEMENT)
-    gs = tl.make_tensor_descriptor(g, [B, T, P], [g_batch, g_row, 1], [1, CHUNK, BLOCK])
-    xs = tl.make_tensor_descriptor(x, [B, T, D], [x_batch, x_row, 1], [1, CHUNK, BLOCK])
-    if TAIL > 0:
-        g_tail = tl.make_tensor_descriptor(g, [B, T, P], [g_batch, g_row, 1], [1, TAIL, BLOCK])
-        x_tail = tl.make_tensor_descriptor(x, [B, T, D], [x_batch, x_row, 1], [1, TAIL, BLOCK])
-    total = tl.zeros((BLOCK, BLOCK), dtype=tl.float32)
-    for step in range(B * segments):
-        b = step // segments
-        t = (step % segments) * SEGMENT
-        factor = tl.load(factors + b)
-        part = tl.zeros((BLOCK, BLOCK), dtype=tl.float32)
-        for chunk in tl.static_range(FULL):
-            g_tile = gs.load([b, t + chunk * CHUNK, p]).reshape(CHUNK, BLOCK)
-            x_tile = xs.load([b, t + chunk * CHUNK, d]).reshape(CHUNK, BLOCK)
-            part = tl.dot(g_tile.T, x_tile, part)
-        if TAIL > 0:
-            g_tile = g_tail.load([b, t + FULL * CHUNK, p]).reshape(TAIL, BLOCK)
-            x_tile = x_tail.load([b, t + FULL * CHUNK, d]).reshape(TAIL, BLOCK)
-            part = tl.dot(g_tile.T, x_tile, part)
-        total += tl.where(factor == 0.0, 0.0, factor * part)
-    out = tl.multiple_of(tl.load(out_table + layer).to(tl.pointer_type(tl.float32)), 16)
-    rows = p + tl.arange(0, BLOCK)
-    cols = d + tl.arange(0, BLOCK)
-    out_ptrs = out + rows.to(tl.int64)[:, None] * D + cols[None, :]
-    inside = (rows < P)[:, None] & (cols < D)[None, :]
-    if ADD:
-        total += tl.load(out_ptrs, mask=inside, other=0.0)
-    tl.store(out_ptrs, total, mask=inside)
-
-
-def scratch(size: int, alignment: int, stream: int | None) -> Tensor:
-    """Device memory for a launch's copy-engine descriptors."""
-    return torch.empty(size, dtype=torch.int8, device="cuda")
 
 
 def may_read_past(tensor: Tensor, width: int) -> bool:
@@ -176,42 +123,28 @@ def segmentation(tokens: int) -> dict[str, int]:
             "TAIL": 0}  # fmt: skip
 
 
-def factors_row(factors: Tensor) -> int:
-    """How far a layer's factors are from those of the layer before: (B,) serve all layers."""
-    return 0 if factors.dim() == 1 else factors.stride(0)
-
-
 def weighted_outer_sums(
     xs: Sequence[Tensor],
     gs: Sequence[Tensor],
-    factors: Tensor,
+    factors_B: Tensor,
     outs: Sequence[Tensor],
     add: bool = True,
-    bulk: bool | None = None,
 ) -> None:
     """Add sum_b f_b g_b^T x_b of L layers of one shape into their (P, D) float32 `outs`.
 
-    The factors are (B,), or (L, B) where every layer has its own. Without `add`, what the outputs
-    hold is overwritten. `bulk` picks the kernel by hand; by default the device decides.
+    Without `add`, what the outputs hold is overwritten.
     """
     (B, T, D), P, L = xs[0].shape, gs[0].shape[2], len(xs)
     x, g = xs[0], gs[0]
     table = address_table((xs, gs, outs), x.device)
     cut = segmentation(T)
-    by_layer = (factors, factors_row(factors))
     grid = (triton.cdiv(P, BLOCK) * triton.cdiv(D, BLOCK), L)
     strides = (x.stride(0), x.stride(1), g.stride(0), g.stride(1))
     tokens = cut["FULL"] * cut["CHUNK"] + cut["TAIL"]
-    stages = stages_that_fit(3 if tokens <= 128 else 2, tokens * 2 * BLOCK * 2, x.device)
-    if has_copy_engine(x.device) if bulk is None else bulk:
-        triton.set_allocator(scratch)
-        bulk_outer_kernel[grid](
-            table[0], table[1], table[2], *by_layer, B, T, D, P, *strides, **cut,
-            BLOCK=BLOCK, ADD=add, ELEMENT=ELEMENT[x.dtype], num_warps=8, num_stages=stages,
-        )  # fmt: skip
-        return
+    stage_bytes = tokens * 2 * BLOCK * x.element_size()
+    stages = stages_that_fit(3 if tokens <= 128 else 2, stage_bytes, x.device)
     outer_kernel[grid](
-        table[0], table[1], table[2], *by_layer, B, T, D, P, *strides, **cut,
+        table[0], table[1], table[2], factors_B, B, T, D, P, *strides, **cut,
         EVEN_T=T % (cut["CHUNK"] * cut["segments"]) == 0 or cut["segments"] == 1,
         EVEN_P=may_read_past(g, triton.cdiv(P, BLOCK) * BLOCK),
         EVEN_D=may_read_past(x, triton.cdiv(D, BLOCK) * BLOCK),

@@ -1,7 +1,7 @@
 """Norms of linear layers on a GPU from tiles of the gradient, for samples of many tokens.
 
 Shapes: L layers of one shape, B samples, T tokens, S slices of them, D input features, P output
-features. Operands are bfloat16 or float16; every product is accumulated in float32. All layers
+features. Operands as in `linear`; every product is accumulated in float32. All layers
 share two launches: one multiplies tiles out and squares them; the other reads the tokens once for
 their lengths, which bound what the matrix units may have cut off, and for the bias's gradient.
 """
@@ -105,17 +105,21 @@ def tile_sq_norms(xs: Sequence[Tensor], gs: Sequence[Tensor], bias: bool) -> Ten
     """`plain.tile_sq_norms` of L layers of one shape, (L, B)."""
     (B, T, D), P, L = xs[0].shape, gs[0].shape[2], len(xs)
     x, g = xs[0], gs[0]
-    tiles = triton.cdiv(P, BLOCK_P) * triton.cdiv(D, BLOCK_D)
-    stages = stages_that_fit(NUM_STAGES, CHUNK * (BLOCK_P + BLOCK_D) * 2, x.device)
+    # As many bytes for a row of either type.
+    block_d = 2 * BLOCK_D // x.element_size()
+    tiles = triton.cdiv(P, BLOCK_P) * triton.cdiv(D, block_d)
+    stage_bytes = CHUNK * (BLOCK_P + block_d) * x.element_size()
+    stages = stages_that_fit(NUM_STAGES, stage_bytes, x.device)
     table = address_table((xs, gs), x.device)
     out = torch.empty(L, B, tiles, dtype=torch.float32, device=x.device)
     tile_kernel[(tiles, B, L)](
         table[0], table[1], out, B, T, D, P, x.stride(0), x.stride(1), g.stride(0), g.stride(1),
         EVEN_T=T % CHUNK == 0, EVEN_P=may_read_past(g, triton.cdiv(P, BLOCK_P) * BLOCK_P),
-        EVEN_D=may_read_past(x, triton.cdiv(D, BLOCK_D) * BLOCK_D), CHUNK=CHUNK, BLOCK_P=BLOCK_P,
-        BLOCK_D=BLOCK_D, ELEMENT=ELEMENT[x.dtype], num_warps=8, num_stages=stages,
+        EVEN_D=may_read_past(x, triton.cdiv(D, block_d) * block_d), CHUNK=CHUNK, BLOCK_P=BLOCK_P,
+        BLOCK_D=block_d, ELEMENT=ELEMENT[x.dtype], num_warps=8, num_stages=stages,
     )  # fmt: skip
     reach_LB, bias_LB = reach_and_bias(xs, gs, bias)
     # The cut-off is one of the gradient here, not of its square.
-    squares_LB = plain.above_cut_off(out.sum(2).sqrt_(), reach_LB.sqrt_(), T).square_()
+    squares_LB = plain.above_cut_off(out.sum(2).sqrt_(), reach_LB.sqrt_(), T, dtype=x.dtype)
+    squares_LB.square_()
     return squares_LB.add_(bias_LB) if bias else squares_LB

@@ -1,7 +1,7 @@
 """Norms of very wide linear layers on a GPU by Gram matrices, such as a vocabulary head's.
 
 Shapes: B samples, T tokens in blocks of K, N pairs (i, j) of blocks with i <= j, S shares of the
-wide side's W features, D features of the other side. Operands are bfloat16 or float16.
+wide side's W features, D features of the other side. Operands as in `linear`.
 
 A Gram matrix is symmetric, so every pair of blocks is multiplied once. There are too few samples
 and pairs to keep a GPU busy, so the features are divided into shares. One launch writes the blocks
@@ -202,7 +202,7 @@ def gram_sq_norms(x_BTD: Tensor, g_BTP: Tensor, bias: bool) -> Tensor:
     stored = torch.empty(by.parts, B, pairs, block, block, dtype=torch.float32, device=w.device)
     out = torch.empty(B, pairs, 2, dtype=torch.float32, device=w.device)
     num_warps, even = 8 if block == 128 else 4, T % block == 0
-    stages = gram_stages(block, num_blocks, w.device)
+    stages = gram_stages(block, num_blocks, w)
     share_kernel[(pairs, by.parts, B)](
         w, stored, T, by.whole, by.share, by.stretch, w.stride(0), w.stride(1),
         ONE_PAIR=pairs == 1, ONE=by.stretch >= by.share, EVEN=even, BLOCK=block, STEP=STEP,
@@ -216,4 +216,4 @@ def gram_sq_norms(x_BTD: Tensor, g_BTP: Tensor, bias: bool) -> Tensor:
         num_warps=num_warps, num_stages=stages,
     )  # fmt: skip
     squares_B, reach_B = out.sum(1).unbind(1)
-    return plain.above_cut_off(squares_B, reach_B, D, by.width)
+    return plain.above_cut_off(squares_B, reach_B, D, by.width, dtype=w.dtype)

@@ -1,0 +1,1 @@
+"""Accuracy over certified ε: DP-SGD against the paper's algorithm, on three workloads."""

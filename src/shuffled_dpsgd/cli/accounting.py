@@ -1,0 +1,173 @@
+"""What `account`, `calibrate`, `examine` and `budget` share: options, and how figures are shown."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from shuffled_dpsgd.cli.output import table
+from shuffled_dpsgd.cli.privacy_options import stated
+from shuffled_dpsgd.errors import InvalidArgumentError, ShuffledDPError
+from shuffled_dpsgd.options import Adjacency
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from shuffled_dpsgd.accounting import Accountant
+
+Delta = Annotated[float, stated("delta")]
+SamplingProb = Annotated[
+    float | None, typer.Option(help="Probability q that an example joins a step.")
+]
+NumSteps = Annotated[int | None, typer.Option(help="Number of optimizer steps T.")]
+DatasetSize = Annotated[int | None, stated("dataset_size")]
+BatchSize = Annotated[int | None, typer.Option(help="Expected batch size B; q = B/N.")]
+Epochs = Annotated[float | None, typer.Option(help="T = epochs · ⌈N/B⌉.")]
+Dimension = Annotated[
+    int | None, typer.Option(help="Number d of shuffled coordinates, for the paper's estimate.")
+]
+BatchClip = Annotated[
+    float | None,
+    typer.Option(help="Ratio c'/c of batch clip to per-example clip; the paper never states it."),
+]
+DeltaSplitOption = Annotated[
+    str, typer.Option("--delta-split", help="Share of δ for composition, or 'optimised'.")
+]
+AdjacencyOption = Annotated[Adjacency, stated("adjacency", "--adjacency")]
+KIND_STYLE = {"proven": "green", "heuristic": "yellow", "measured": "cyan"}
+REMARKS = {"certified": "rely on this", "gdp": "no bound of ε", "paper": "estimate"}
+
+
+def resolve_sampling(
+    *,
+    sampling_prob: float | None,
+    num_steps: int | None,
+    dataset_size: int | None,
+    batch_size: int | None,
+    epochs: float | None,
+) -> tuple[float, int]:
+    """(q, T) from themselves or from data-set size, batch size and epochs; never half of each."""
+    direct = {"sampling_prob": sampling_prob, "num_steps": num_steps}
+    derived = {"dataset_size": dataset_size, "batch_size": batch_size, "epochs": epochs}
+    given = {name: value for name, value in (direct | derived).items() if value is not None}
+    if given.keys() == direct.keys():
+        assert sampling_prob is not None
+        assert num_steps is not None
+        return sampling_prob, num_steps
+    if given.keys() != derived.keys():
+        raise InvalidArgumentError(
+            "sampling",
+            expected="either --sampling-prob and --num-steps, "
+            "or --dataset-size, --batch-size and --epochs",
+            got=given,
+            remedy="give exactly one of the two sets",
+        )
+    assert dataset_size is not None
+    assert batch_size is not None
+    assert epochs is not None
+    if dataset_size < 1 or not 1 <= batch_size <= dataset_size:
+        raise InvalidArgumentError(
+            "batch_size",
+            expected=f"between 1 and the data-set size {dataset_size}",
+            got=batch_size,
+            remedy="the expected batch cannot hold more than the data",
+        )
+    if not (math.isfinite(epochs) and epochs > 0.0):
+        raise InvalidArgumentError("epochs", expected="a positive number", got=epochs)
+    steps = math.ceil(epochs * math.ceil(dataset_size / batch_size))
+    return batch_size / dataset_size, max(1, steps)
+
+
+def parse_delta_split(text: str) -> float | Literal["optimised"]:
+    """A share or the word `optimised`."""
+    if text == "optimised":
+        return "optimised"
+    try:
+        return float(text)
+    except ValueError:
+        raise InvalidArgumentError(
+            "delta_split", expected="a share in (0, 1) or 'optimised'", got=text
+        ) from None
+
+
+def price_each(
+    accountants: Sequence[Accountant], row: Callable[[Accountant], dict[str, Any]], quiet: bool
+) -> dict[str, dict[str, Any]]:
+    """One JSON object per accountant, with a progress bar on stderr.
+
+    The certified accountant must answer; another that refuses keeps its row, with its reason.
+    """
+    from rich.console import Console
+    from rich.progress import track
+
+    rows: dict[str, dict[str, Any]] = {}
+    console = Console(stderr=True)
+    silent = quiet or not console.is_terminal
+    for each in track(accountants, "pricing", console=console, transient=True, disable=silent):
+        try:
+            rows[each.name] = row(each)
+        except ShuffledDPError as error:
+            if each.name == "certified":
+                raise
+            nothing = {"epsilon": None, "noise_multiplier": None}
+            rows[each.name] = {**nothing, "kind": each.kind, "refusal": str(error)}
+    return rows
+
+
+def print_comparison(title: str, rows: Mapping[str, Mapping[str, Any]]) -> None:
+    """A table for people, one row a method, its kind always shown; notes under it."""
+    from rich.console import Console
+
+    words = ("method", "kind", "remark")
+    shown = [
+        (
+            name.replace("_", " "),
+            f"[{KIND_STYLE[row['kind']]}]{row['kind']}[/]",
+            number(row["epsilon"]),
+            number(row["noise_multiplier"]),
+            _remark(name, row),
+        )
+        for name, row in rows.items()
+    ]
+    headings = ("method", "kind", "ε", "noise multiplier", "remark")
+    console = Console()
+    console.print(table(headings, shown, words=words, title=title, title_justify="left"))
+    for line in _notes(rows):
+        console.print(line, highlight=False)
+
+
+def number(value: float | None) -> str:
+    """Four digits, a sign for infinity, a dash for nothing."""
+    if value is None:
+        return "–"
+    if math.isinf(value):
+        return "∞"
+    return f"{value:.4g}" if abs(value) < 1e4 else f"{value:.3e}"
+
+
+def _remark(name: str, row: Mapping[str, Any]) -> str:
+    if "refusal" in row:
+        return "refused"
+    if name == "paper" and row["epsilon"] == 0.0:
+        return "cannot be: noise never gives ε = 0"
+    return REMARKS.get(name, "")
+
+
+def _notes(rows: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Why a method refused, and what the paper's estimate rests on."""
+    lines = [f"{name}: {row['refusal']}" for name, row in rows.items() if "refusal" in row]
+    paper = rows.get("paper", {})
+    if paper.get("step_epsilon") is not None:
+        inputs = paper["inputs"]
+        lines.append(
+            f"paper (heuristic, no guarantee): d = {inputs['dimension']:,}, "
+            f"c'/c = {inputs['batch_clip']:g}, share of δ for composition "
+            f"{inputs['delta_split']:.3g}; one step before sampling is said to be "
+            f"({number(paper['step_epsilon'])}, {number(paper['step_delta'])}); unshuffled "
+            f"coordinates need σ0 = {number(paper['unshuffled_noise_multiplier'])}"
+            + ("; falls back to σ0" if paper["falls_back"] else "")
+        )
+    return lines

@@ -1,0 +1,116 @@
+"""How tensors are laid out in what the ranks exchange, and how their coordinates are numbered."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from shuffled_dpsgd.core.clip import sum_dtype
+from shuffled_dpsgd.core.noise import Place
+from shuffled_dpsgd.distributed.world import World
+from shuffled_dpsgd.runtime.shards import RowSplit, Span, held, is_sharded
+
+
+class Numbering:
+    """The coordinates of all sums, numbered through per dtype, in the order of the parameters.
+
+    What noise a coordinate receives depends on its number and on nothing else, so it does not
+    matter which rank draws it.
+
+    >>> sums = {"a": torch.zeros(2, 3), "b": torch.zeros(4)}
+    >>> numbering = Numbering(sums)
+    >>> numbering.totals, numbering.place("b")
+    ([10], Place(group=0, first=6))
+    """
+
+    def __init__(self, sums: Mapping[str, Tensor]) -> None:
+        self.shapes = {name: tensor.shape for name, tensor in sums.items()}
+        self.dtypes: list[torch.dtype] = []
+        self.totals: list[int] = []
+        self._firsts: dict[str, tuple[int, int]] = {}
+        for name, tensor in sums.items():
+            dtype = sum_dtype(tensor.dtype)
+            if tensor.numel() and dtype not in self.dtypes:
+                self.dtypes.append(dtype)
+                self.totals.append(0)
+            group = self.dtypes.index(dtype) if dtype in self.dtypes else 0
+            first = self.totals[group] if self.totals else 0
+            self._firsts[name] = group, first
+            if tensor.numel():
+                self.totals[group] += tensor.numel()
+
+    def place(self, name: str, low: int = 0) -> Place:
+        """Where the coordinates of a parameter lie, from its own number `low` on."""
+        group, first = self._firsts[name]
+        return Place(group, first + low)
+
+    def names(self, group: int) -> list[str]:
+        """The parameters of one dtype, in order."""
+        return [name for name, (own, _) in self._firsts.items() if own == group]
+
+    def span(self, name: str, start: int, stop: int) -> Span:
+        """Which of a parameter's own coordinates have numbers from `start` to `stop`."""
+        first = self._firsts[name][1]
+        size = self.shapes[name].numel()
+        low = min(max(start - first, 0), size)
+        return Span(low, min(max(stop - first, low), size))
+
+
+class RowPieces:
+    """Tensors of these shapes as one vector of equal pieces, a piece with every rank's rows."""
+
+    def __init__(self, world: World, shapes: Sequence[torch.Size]) -> None:
+        self._world = world
+        self._shapes = shapes
+        self._splits = [RowSplit(rows=shape[0], ranks=world.size) for shape in shapes]
+        self._widths = [
+            split.per_rank * shape[1:].numel()
+            for split, shape in zip(self._splits, shapes, strict=True)
+        ]
+
+    def gather(self, rows: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+        """Whole tensors from the rows that every rank has of them, sent in `dtype`. Collective.
+
+        Beside the result there is a copy of it for a moment, unless it is a single tensor.
+        """
+        size = self._world.size, sum(self._widths)
+        pieces = torch.empty(size, dtype=dtype, device=rows[0].device)
+        parts = pieces.split(self._widths, dim=1)
+        for own, part in zip(rows, parts, strict=True):
+            part[self._world.rank, : own.numel()] = own.reshape(-1)
+        self._world.gather_pieces_(pieces.view(-1))
+        return [
+            part.reshape(-1)[: shape.numel()].view(shape)
+            for part, shape in zip(parts, self._shapes, strict=True)
+        ]
+
+    def scatter_sum(self, wholes: Sequence[Tensor]) -> list[Tensor]:
+        """This rank's rows of the sums over all ranks of whole tensors of one dtype. Collective."""
+        pieces = wholes[0].new_zeros(self._world.size, sum(self._widths))
+        for part, whole in zip(pieces.split(self._widths, dim=1), wholes, strict=True):
+            flat, width = whole.reshape(-1), part.shape[1]
+            full = flat.numel() // max(width, 1)
+            part[:full] = flat[: full * width].view(full, width)
+            if rest := flat.numel() - full * width:
+                part[full, :rest] = flat[full * width :]
+        own = self._world.scatter_sum_(pieces.view(-1)).split(self._widths)
+        found = []
+        for piece, split, shape in zip(own, self._splits, self._shapes, strict=True):
+            low, high = split.span(self._world.rank)
+            rows = torch.Size((high - low, *shape[1:]))
+            found.append(piece[: rows.numel()].view(rows))
+        return found
+
+
+def gather_whole(world: World, tensor: Tensor) -> Tensor:
+    """All of a tensor, wherever its rows lie; itself where it is not spread. Collective.
+
+    `DTensor.full_tensor` is not used: with gloo and CUDA tensors, as two processes on one GPU have
+    them, it ends in a segmentation fault in PyTorch 2.11.
+    """
+    if not is_sharded(tensor):
+        return tensor
+    (found,) = RowPieces(world, [tensor.shape]).gather([held(tensor).detach()], tensor.dtype)
+    return found

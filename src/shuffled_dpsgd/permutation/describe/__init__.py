@@ -1,1 +1,0 @@
-"""Modules described by hand: which axes carry features, and which groups follow."""

@@ -1,1 +1,0 @@
-"""Draw a permutation and move weights, gradients and optimizer state by it."""

@@ -1,1 +1,0 @@
-"""Modules that nobody described: groups read off their traced forwards."""

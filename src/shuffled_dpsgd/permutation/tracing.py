@@ -1,0 +1,144 @@
+"""Groups of modules no family describes, read off their traced forwards.
+
+A module is traced once for every way its optional arguments may be given or left out, in training
+and in evaluation mode; what moves must be right in all of them. A module that cannot be traced is
+left alone, and its children are traced one by one.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import product
+
+from torch import fx, nn
+
+from shuffled_dpsgd.permutation.layers import Port, class_name, join
+from shuffled_dpsgd.permutation.operations import GraphReader
+from shuffled_dpsgd.permutation.sketch import Sketch
+from shuffled_dpsgd.permutation.spaces import Space, Spaces
+from shuffled_dpsgd.permutation.spec import Block, Kind
+
+_MOST_OPTIONAL = 3
+# A forward run on symbols may fail wherever it needs a number, so in as many ways as there are
+# operations; fx's own errors are among these.
+_UNTRACEABLE = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    LookupError,
+    NameError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+# A symbol answers these otherwise than a tensor would, or they ask for something that may change
+# between calls; a forward that uses them may take a branch the trace does not see.
+_QUESTIONS = {"hasattr", "isinstance", "type", "is_tensor"}
+_QUESTIONS |= {"is_autocast_enabled", "is_grad_enabled", "is_inference_mode_enabled"}
+_QUESTIONS |= {"is_compiling", "is_scripting", "is_tracing"}
+
+
+class _Tracer(fx.Tracer):
+    """Does not look inside PyTorch's and other libraries' modules: rules know them, or nothing."""
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return _is_known(m)
+
+
+def describe_traced(sketch: Sketch, path: str, skip: frozenset[str]) -> None:
+    """Add the groups of the module at `path`, or of its children where it cannot be traced.
+
+    Modules whose class is in `skip` are described elsewhere.
+    """
+    module = sketch.modules[path]
+    if class_name(module) in skip:
+        return
+    if _may_be_traced(module):
+        spaces = Spaces()
+        try:
+            reader = GraphReader(sketch, path, spaces)
+            for graph in _graphs(module):
+                reader.read(graph)
+        except _UNTRACEABLE as error:
+            reason = (str(error) or type(error).__name__).split("\n")[0].split(". ")[0]
+            sketch.note(f"{type(module).__name__}: forward cannot be traced ({reason})")
+        else:
+            for index, space in enumerate(spaces.roots()):
+                _add(sketch, path, index, space)
+            return
+    for name, _ in module.named_children():
+        describe_traced(sketch, join(path, name), skip)
+
+
+def _may_be_traced(module: nn.Module) -> bool:
+    """Not PyTorch's own modules, nor containers; of other libraries' only the innermost."""
+    if type(module).forward is nn.Module.forward or fx.Tracer().is_leaf_module(module, ""):
+        return False
+    if _is_foreign(module):
+        return all(not list(child.children()) for child in module.children())
+    return True
+
+
+def _is_known(module: nn.Module) -> bool:
+    """Whether rules know the module, or nothing does: a trace does not look inside."""
+    return _is_foreign(module) or fx.Tracer().is_leaf_module(module, "")
+
+
+def _is_foreign(module: nn.Module) -> bool:
+    return class_name(module).split(".")[0] in ("transformers", "peft")
+
+
+def _graphs(module: nn.Module) -> Iterator[fx.Graph]:
+    for inner in module.modules():
+        if inner is module or not _is_known(inner):
+            code = getattr(inspect.unwrap(type(inner).forward), "__code__", None)
+            asked = _QUESTIONS.intersection(code.co_names if code is not None else ())
+            if asked:
+                raise ValueError(f"it asks {', '.join(sorted(asked))}")
+    defaults = {
+        name: parameter.default
+        for name, parameter in inspect.signature(module.forward).parameters.items()
+        if parameter.default is not inspect.Parameter.empty
+    }
+    if len(defaults) > _MOST_OPTIONAL:
+        raise ValueError(f"{len(defaults)} optional arguments, at most {_MOST_OPTIONAL} are tried")
+    for training, *given in product((False, True), repeat=1 + len(defaults)):
+        left_out = {name: defaults[name] for name, g in zip(defaults, given, strict=True) if not g}
+        with _mode(module, training):
+            yield _Tracer().trace(module, concrete_args=left_out or None)
+
+
+@contextmanager
+def _mode(module: nn.Module, training: bool) -> Iterator[None]:
+    before = {m: m.training for m in module.modules()}
+    try:
+        for m in before:
+            m.training = training
+        yield
+    finally:
+        for m, mode in before.items():
+            m.training = mode
+
+
+def _add(sketch: Sketch, path: str, index: int, space: Space) -> None:
+    roles = set(space.axes.values())
+    chain = {"read", "write"} <= roles and not space.is_stream
+    wanted = chain or (sketch.scope == "full" and ("read" in roles or space.is_stream))
+    if space.pinned or not wanted or not space.axes:
+        if space.pinned:
+            for name, _ in space.axes:
+                sketch.refuse(name, space.pinned)
+        return
+    below = f"{path}." if path else ""
+    within = [
+        Port(parameter=alias, axis=axis)
+        for name, axis in space.axes
+        for alias, known in sketch.canonical.items()
+        if known == name and alias.startswith(below)
+    ]
+    kind: Kind = "mlp-hidden" if chain else "residual"
+    writers = [n for (n, _), role in space.axes.items() if role == "write"]
+    label = writers[0].rpartition(".")[0] if writers else join(path, f"space.{index}")
+    sketch.add(kind, label, space.size, [(within, Block())])

@@ -1,0 +1,145 @@
+"""Images and classes from an `.npz` file or from CIFAR's binary files: checked, never guessed at.
+
+A layout or a scale that is guessed wrong trains on noise and spends the budget for it. Files that
+hold pickles run whatever code is in them when they are read, so they are never read here.
+"""
+
+from __future__ import annotations
+
+import zipfile
+import zlib
+from pathlib import Path
+from typing import Any
+
+from shuffled_dpsgd.errors import InvalidArgumentError
+from shuffled_dpsgd.tasks.data.published import PUBLISHED
+from shuffled_dpsgd.tasks.data.tables import find_file, shortened
+
+_SIDE = 32
+_PIXELS = 3 * _SIDE * _SIDE
+_PICKLES = ("data_batch_1", "train", "cifar-10-batches-py", "cifar-100-python")
+_REMEDY = (
+    "with numpy, images.transpose(0, 2, 3, 1) puts the channels last, numpy.repeat(images.reshape("
+    "n, h, w, 1), 3, axis=-1) makes three of a grey one, and (images * 255).round().astype('uint8')"
+    " scales images in [0, 1]"
+)
+
+
+def read_npz(path: Path, split: str, num_labels: int) -> tuple[Any, Any]:
+    """Images uint8 (N, H, W, 3) and classes of `train`, or of `test` for any other split.
+
+    `path` is an `.npz` file, or a folder with exactly one, holding `train_images`, `train_labels`,
+    `test_images`, `test_labels`. Python objects in it are never unpickled.
+    """
+    import numpy as np
+
+    if path.is_dir():
+        found = sorted(path.glob("*.npz"))
+        if len(found) != 1:
+            raise InvalidArgumentError(
+                "data.path",
+                expected="a folder with exactly one .npz of images",
+                got=f"{path} ({len(found)} found)",
+                remedy="unpack the images to one .npz and name that file",
+            )
+        path = found[0]
+    part = "train" if split == "train" else "test"
+    names = [f"{part}_images", f"{part}_labels"]
+    try:
+        with path.open("rb") as file:  # numpy leaves a file open that it cannot read
+            arrays = np.load(file)
+            there = getattr(arrays, "files", ["a single array"])
+            images, labels = (arrays[n] if n in there else None for n in names)
+    except (ValueError, EOFError, OSError, zipfile.BadZipFile, zlib.error) as error:
+        raise InvalidArgumentError(
+            str(path),
+            expected="an .npz file of numbers",
+            got=str(error) or type(error).__name__,
+            remedy="save the arrays, which must be numbers and no Python objects, by numpy.savez",
+        ) from error
+    if images is None or labels is None:
+        raise InvalidArgumentError(str(path), expected=f"an .npz with {names}", got=there)
+    _check_images(f"{path}: {names[0]}", images)
+    where = f"{path}: {names[1]}"
+    _check_classes(where, labels, num_labels)
+    if len(images) != len(labels):
+        raise InvalidArgumentError(
+            where, expected=f"one for each of {len(images)} images", got=len(labels)
+        )
+    return images, labels.astype("int64")
+
+
+def read_cifar(name: str, path: Path, split: str) -> tuple[Any, Any]:
+    """Images uint8 (N, 32, 32, 3) and classes: the binary version in a folder, or one `.npz`."""
+    facts = PUBLISHED[name]
+    folders = [path, *(path / folder for folder in facts.folders)]
+    first = find_file(folders, facts.files("train")[:1])
+    if first is not None:
+        return _read_binary(name, first.parent, split)
+    if path.is_file() or any(path.glob("*.npz")):
+        return read_npz(path, split, len(facts.classes))
+    if any((folder / pickle).exists() for folder in folders for pickle in _PICKLES):
+        raise InvalidArgumentError(
+            "data.path",
+            expected=f"the binary version of {facts.title}",
+            got=f"{path} with pickles, which can run any code when they are read",
+            remedy=f"fetch {facts.what}",
+        )
+    raise facts.missing_file(path, facts.files("train")[0])
+
+
+def _read_binary(name: str, folder: Path, split: str) -> tuple[Any, Any]:
+    import numpy as np
+
+    facts = PUBLISHED[name]
+    images, labels = [], []
+    for file in facts.files(split):
+        path = folder / file
+        if not path.is_file():
+            raise facts.missing_file(folder, file)
+        content = np.frombuffer(path.read_bytes(), np.uint8)
+        size = facts.label_bytes + _PIXELS
+        if len(content) == 0 or len(content) % size:
+            raise InvalidArgumentError(
+                str(path),
+                expected=f"records of {size} bytes each",
+                got=f"{len(content)} bytes",
+                remedy="fetch it again; a complete file has no remainder",
+            )
+        records = content.reshape(-1, size)
+        found = records[:, facts.label_bytes - 1]
+        _check_classes(str(path), found, len(facts.classes))
+        labels.append(found.astype(np.int64))
+        planes = records[:, facts.label_bytes :].reshape(-1, 3, _SIDE, _SIDE)
+        images.append(np.ascontiguousarray(planes.transpose(0, 2, 3, 1)))
+    return np.concatenate(images), np.concatenate(labels)
+
+
+def _check_images(where: str, images: Any) -> None:
+    shape = tuple(images.shape)
+    if len(shape) != 4 or shape[-1] != 3 or 0 in shape[1:] or images.dtype != "uint8":
+        raise InvalidArgumentError(
+            where,
+            expected="uint8 images of shape (N, height, width, 3), from 0 to 255",
+            got=f"{images.dtype} of shape {shape}",
+            remedy=_REMEDY,
+        )
+
+
+def _check_classes(where: str, labels: Any, num_labels: int) -> None:
+    """Refuse labels that are not one class from 0 to `num_labels` - 1 for each image."""
+    if labels.ndim != 1 or labels.dtype.kind not in "iu":
+        raise InvalidArgumentError(
+            where,
+            expected="one whole number per image",
+            got=f"{labels.dtype} of shape {tuple(labels.shape)}",
+            remedy="number the classes from 0",
+        )
+    wrong = ((labels < 0) | (labels >= num_labels)).nonzero()[0]
+    if len(wrong):
+        raise InvalidArgumentError(
+            f"{where}, record {wrong[0]}",
+            expected=f"a class from 0 to {num_labels - 1}",
+            got=shortened(int(labels[wrong[0]])),
+            remedy="correct the record, or data.num_labels",
+        )

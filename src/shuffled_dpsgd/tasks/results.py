@@ -1,0 +1,223 @@
+"""What a run leaves for machines: a record of each step, weights, and `summary.json`."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from shuffled_dpsgd import __version__
+from shuffled_dpsgd.environment import environment, subject_of
+from shuffled_dpsgd.reports import (
+    MetricsLog,
+    RunView,
+    StepRecord,
+    count_norms,
+    samples_per_second,
+    write_report,
+)
+from shuffled_dpsgd.runtime import backends
+from shuffled_dpsgd.runtime.clock import Clock
+from shuffled_dpsgd.tasks.config import RunConfig
+from shuffled_dpsgd.tasks.diagnosis import Finding
+from shuffled_dpsgd.tasks.models import describe_choices, no_progress_bars
+from shuffled_dpsgd.tasks.run_folder import SUMMARY_FILE
+from shuffled_dpsgd.tasks.task import Evaluation, Task
+from shuffled_dpsgd.training.loop import Outcome, Progress
+from shuffled_dpsgd.training.private import PrivateTraining
+from shuffled_dpsgd.training.rows import shared_rows
+
+Observer = Callable[[StepRecord, Progress], object]
+
+
+class Recorder:
+    """Turns the loop's progress into records: evaluates now and then, writes each step down."""
+
+    def __init__(
+        self,
+        log: MetricsLog,
+        task: Task,
+        *,
+        evaluate_every: int,
+        num_steps: int,
+        clock: Clock,
+        observers: tuple[Observer, ...],
+    ) -> None:
+        self._log = log
+        self._task = task
+        self._evaluate_every = evaluate_every
+        self._num_steps = num_steps
+        self._clock = clock
+        self._observers = observers
+        self._rewound = False
+
+    def __call__(self, progress: Progress, model: nn.Module) -> None:
+        """Record one update; the first call drops records of steps that are repeated now."""
+        record = self._record(progress, model)
+        if not self._rewound:
+            self._log.rewind(record.step - 1)
+            self._rewound = True
+        self._log.append(record)
+        for observer in self._observers:
+            observer(record, progress)
+
+    def evaluates(self, step: int) -> bool:
+        """Whether the record of a step, counted from 1, comes with an evaluation."""
+        return step % self._evaluate_every == 0 or step == self._num_steps
+
+    def score_last(self, model: nn.Module) -> None:
+        """Evaluate the weights a run ended with, if its last step was not evaluated.
+
+        That is so when a crash lost steps whose releases stay spent.
+        """
+        records = self._log.read()
+        if records and records[-1].heldout_score is None:
+            last = replace(records[-1], **_scores(self._task.evaluate(model)))
+            self._log.rewind(last.step - 1)
+            self._log.append(last)
+
+    def _record(self, progress: Progress, model: nn.Module) -> StepRecord:
+        metrics, scores = progress.metrics, {}
+        step = metrics.step + 1
+        if self.evaluates(step):
+            with self._clock.part("evaluation"):
+                scores = _scores(self._task.evaluate(model))
+        certified, paper = progress.certified, progress.paper
+        return StepRecord(
+            step=step,
+            batch_size=metrics.batch_size,
+            seconds=progress.seconds,
+            learning_rate=progress.learning_rate,
+            loss=_finite(metrics.loss),
+            clipped_share=metrics.clipped_share,
+            median_norm=_finite(metrics.median_norm),
+            signal_to_noise=_finite(metrics.signal_to_noise),
+            certified_epsilon=None if certified is None else _finite(certified.epsilon),
+            paper_epsilon=None if paper is None else _finite(paper.epsilon),
+            **scores,
+            num_nonfinite=metrics.num_nonfinite or None,
+            norm_counts=count_norms(progress.sample_norms.tolist()),
+        )
+
+
+def _scores(evaluation: Evaluation) -> dict[str, Any]:
+    return {
+        "heldout_loss": _finite(evaluation.loss),
+        "heldout_score": _finite(evaluation.score),
+        "heldout_baseline": evaluation.baseline,
+        "predicted_classes": evaluation.predicted_classes,
+    }
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
+
+
+def save_weights(task: Task, model: nn.Module, directory: Path) -> None:
+    """Weights and what belongs to them, so that `from_pretrained` reads the folder.
+
+    Low-rank factors are merged into the weights, in place: a shuffle moves the frozen weights
+    too, so factors saved alone would no longer fit the model they were made for.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    found: Any = model
+    if hasattr(found, "merge_and_unload"):
+        found = found.merge_and_unload()
+    with no_progress_bars():
+        found.save_pretrained(directory)
+    if task.save_assets is not None:
+        task.save_assets(directory)
+
+
+def count_parameters(model: nn.Module) -> dict[str, int]:
+    """How large the model is; to be asked before low-rank factors are merged."""
+    sizes = [(p.numel(), p.requires_grad) for p in model.parameters()]
+    return {
+        "total_parameters": sum(size for size, _ in sizes),
+        "trainable_parameters": sum(size for size, trainable in sizes if trainable),
+    }
+
+
+def scores_by_split(
+    task: Task, model: nn.Module, records: list[StepRecord]
+) -> dict[str, dict[str, float | None]]:
+    """What a finished run scored on each held-out split; the first was scored during training."""
+    found: dict[str, dict[str, float | None]] = {}
+    last = records[-1] if records else None
+    for split, evaluate in task.evaluations.items():
+        if not found and last is not None and last.heldout_score is not None:
+            found[split] = {"score": last.heldout_score, "loss": last.heldout_loss}
+        else:
+            result = evaluate(model)
+            found[split] = {"score": _finite(result.score), "loss": _finite(result.loss)}
+    return found
+
+
+def write_results(
+    directory: Path,
+    config: RunConfig,
+    task: Task,
+    private: PrivateTraining,
+    outcome: Outcome,
+    records: list[StepRecord],
+    findings: tuple[Finding, ...],
+    more: dict[str, Any],
+) -> dict[str, Any]:
+    """The report for people and `summary.json`, which is returned; every ε beside its kind.
+
+    `more` is what the summary holds besides.
+    """
+    plan, spec, device = private.plan, private.spec, str(private.device)
+    chosen = describe_choices(config, private.model)
+    subject = subject_of(config.model.given_name, config.data.given_name, directory / "model")
+    card = private.card().about(**subject, **({"chosen by method": chosen} if chosen else {}))
+    machine = environment(device)
+    moved = {} if spec is None else spec.count_by_kind()
+    view = RunView(
+        title=f"{subject['model']} on {subject['data']}, {subject['date']}",
+        subtitle=f"Private training with shuffled DP-SGD: {task.name}",
+        warnings=[finding.describe() for finding in findings],
+        shared_rows=shared_rows(task.train_data, task.heldout_data),
+        environment={key: machine[key] for key in ("hardware", "cpu_cores", "python", "torch")},
+        records=records,
+        clip_norm=plan.clip_norm,
+        epsilon_budget=plan.epsilon,
+        budget_kind="heuristic" if plan.accounting == "paper" else "proven",
+        score_name=task.score_name,
+        moved_by_kind={kind: int(counts["moved_parameters"]) for kind, counts in moved.items()},
+        unmoved_parameters=0 if spec is None else spec.total_parameters - spec.moved_parameters,
+        seconds_by_part=outcome.seconds,
+    )
+    write_report(directory, view, card, spec=spec, facts=config.without_seed())
+    last = next((record for record in reversed(records) if record.heldout_score is not None), None)
+    summary = {
+        "task": task.name,
+        "finished": outcome.finished,
+        "interrupted_by": outcome.interrupted_by,
+        "steps_taken": outcome.steps_taken,
+        "steps_lost": outcome.steps_lost,
+        "score_name": task.score_name,
+        "heldout_score": last and last.heldout_score,
+        "heldout_loss": last and last.heldout_loss,
+        "seconds_in_steps": sum(record.seconds for record in records),
+        "samples_per_second": samples_per_second(records),
+        "seconds_by_part": {name: round(value, 6) for name, value in outcome.seconds.items()},
+        "dataset_size": len(task.train_data),
+        "privacy_card": card.to_json(),
+        "routes": backends.report(),
+        "config": config.without_seed(),
+        "environment": {**machine, "shuffled_dpsgd": __version__, "device": device},
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        **more,
+        "warnings": [asdict(finding) for finding in findings],
+        "chosen_by_method": chosen,
+    }
+    text = json.dumps(summary, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+    (directory / SUMMARY_FILE).write_text(text, encoding="utf-8")
+    return summary

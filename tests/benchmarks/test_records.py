@@ -1,0 +1,53 @@
+"""Rows of single steps in benchmarks/README.md say what their records hold."""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+FOLDER = Path(__file__).parents[2] / "benchmarks"
+ROWS = [
+    [cell.strip() for cell in line.strip("|").split("|")]
+    for line in (FOLDER / "README.md").read_text(encoding="utf-8").splitlines()
+    if re.match(r"\| 20\d\d-\d\d-\d\d \|", line)
+]
+STEPS = [row for row in ROWS if row[3].startswith("step `")]
+
+
+def compared(entries: list[dict[str, Any]], adapter: str, baseline: str) -> dict[str, Any] | None:
+    """The measurement of `adapter` beside `baseline` that has most rounds."""
+    found = [e for e in entries if e["adapter"] == adapter and baseline in e["round_ratios"]]
+    return max(found, key=lambda e: (len(e["block_seconds"]), e["run"]), default=None)
+
+
+def ratio(entries: list[dict[str, Any]], adapter: str, baseline: str) -> float:
+    found = compared(entries, adapter, baseline)
+    assert found is not None
+    return statistics.median(found["round_ratios"][baseline])
+
+
+@pytest.mark.parametrize("row", STEPS, ids=lambda row: f"{row[0]} {row[3]}")
+def test_a_row_of_a_step_is_its_record(row: list[str]) -> None:
+    name = re.findall(r"`(.+?)`", row[3])[0]
+    path = FOLDER / re.findall(r"\]\((.+?)\)", row[7])[0]
+    measurements = json.loads(path.read_text(encoding="utf-8"))["measurements"]
+    entries = [e for e in measurements if e["workload"] == name and not e["error"]]
+    of_plain = f"{ratio(entries, 'ours', 'plain'):.2f}"
+    if "compiled" in row[4]:
+        of_plain += f", compiled {ratio(entries, 'ours:compiled', 'plain:compiled'):.2f}"
+    assert row[4] == of_plain
+    if row[5] != "–":
+        assert row[5] == f"{ratio(entries, 'ours', 'opacus:ghost'):.1f}"
+    ours = compared(entries, "ours", "plain")
+    assert ours is not None
+    (plain,) = (e for e in entries if (e["adapter"], e["run"]) == ("plain", ours["run"]))
+    assert row[6] == f"{ours['peak_gib'] / plain['peak_gib']:.2f}"
+
+
+def test_there_are_such_rows() -> None:
+    assert len(STEPS) >= 9

@@ -1,0 +1,188 @@
+"""The frontier: its file of cells, a committed cell repeated, and curves whose answer is known."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shuffled_dpsgd.errors import CheckpointError
+from shuffled_dpsgd_experiments.frontier.cells import CellFile, Record, Stage
+from shuffled_dpsgd_experiments.frontier.curves import curves_of, statement
+from shuffled_dpsgd_experiments.frontier.figure import caption, draw
+from shuffled_dpsgd_experiments.frontier.running import tried_rates, tuned_rates
+from shuffled_dpsgd_experiments.frontier.workloads import WORKLOADS, Point, Workload
+
+ROOT = Path(__file__).parents[2]
+WORKLOAD = WORKLOADS["digits"]
+POINT = WORKLOAD.points()[0]
+SMALL = replace(
+    WORKLOADS["digits"], budgets=(0.5, 2.0, 8.0, 128.0), claims=(1.0,), num_tuning_seeds=1
+)
+
+
+def accuracy(epsilon: float) -> float:
+    return 0.5 + 0.1 * math.log2(1.0 + epsilon)
+
+
+def made_up(
+    workload: Workload,
+    point: Point,
+    *,
+    certified: float | None = None,
+    score: float | None = None,
+    seed: int = 100,
+    stage: Stage = "figure",
+    rate: float | None = None,
+) -> Record:
+    """One record; DP-SGD by default lies on the curve at the ε that it was asked for."""
+    certified = point.epsilon if certified is None else certified
+    score = accuracy(certified) if score is None else score
+    found: dict[str, Any] = {
+        "workload": workload.name,
+        "stage": stage,
+        "algorithm": "paper" if point.is_paper else "dp-sgd",
+        "epsilon": point.epsilon,
+        "batch_clip_ratio": point.batch_clip_ratio,
+        "learning_rate": workload.middle_rate if rate is None else rate,
+        "seed": seed,
+        "streams": 2,
+        "settings": "made up",
+        "accuracy": {"held back" if stage == "tuning" else "test": score + 0.001 * (seed % 3 - 1)},
+        "certified_epsilon": certified,
+        "paper_epsilon": point.epsilon,
+        "noise_multipliers": {"rest": 1.0},
+        "commit": "0123456789",
+        "date": "2026-11-18",
+    }
+    return found
+
+
+def whole(workload: Workload, *, loss: float = 0.05) -> list[Record]:
+    """Every point with three seeds; the paper's lie `loss` below the curve."""
+    found = []
+    for point in workload.points():
+        certified = None if point.batch_clip_ratio is None else 100.0 / point.batch_clip_ratio
+        score = accuracy(certified or point.epsilon) - (loss if point.is_paper else 0.0)
+        found += [
+            made_up(workload, point, certified=certified, score=score, seed=seed)
+            for seed in (100, 101, 102)
+        ]
+        found += [
+            made_up(workload, point, stage="tuning", seed=seed, rate=workload.middle_rate * power)
+            for power in (0.5, 1.0, 2.0, 4.0)
+            for seed in range(workload.num_tuning_seeds)
+        ]
+    return found
+
+
+def test_cells_are_appended_and_never_changed(tmp_path: Path) -> None:
+    file = CellFile(tmp_path / "cells.jsonl")
+    first = made_up(WORKLOAD, POINT, seed=100)
+    file.add(first)
+    other = CellFile(file.path)
+    other.add(made_up(WORKLOAD, POINT, seed=101))
+    with pytest.raises(CheckpointError, match="never changed"):
+        file.add(made_up(WORKLOAD, POINT, seed=101, score=0.99))
+    assert [each["seed"] for each in file.read()] == [100, 101]
+    assert file.find(first) == first
+
+
+def test_a_half_written_line_is_cut(tmp_path: Path) -> None:
+    path = tmp_path / "cells.jsonl"
+    CellFile(path).add(made_up(WORKLOAD, POINT, seed=100))
+    with path.open("a") as file:
+        file.write('{"workload": "dig')
+    file = CellFile(path)
+    assert len(file.read()) == 1
+    file.add(made_up(WORKLOAD, POINT, seed=101))
+    assert [json.loads(line)["seed"] for line in path.read_text().splitlines()] == [100, 101]
+
+
+def test_a_damaged_line_is_an_error(tmp_path: Path) -> None:
+    path = tmp_path / "cells.jsonl"
+    path.write_text('{"seed": 1}\n')
+    with pytest.raises(CheckpointError, match="no cell"):
+        CellFile(path)
+
+
+def test_every_committed_record_says_what_made_it() -> None:
+    wanted = {
+        "commit",
+        "versions",
+        "streams",
+        "data",
+        "initial_weights",
+        "first_losses",
+        "settings",
+    }
+    for path in sorted((ROOT / "results" / "frontier").glob("*.jsonl")):
+        for record in CellFile(path).read():
+            assert wanted <= record.keys()
+            assert not record["commit"].endswith("changed")
+            assert len(record["first_losses"]) == 5
+
+
+def test_a_point_below_the_curve_is_found_below_it() -> None:
+    """Between its neighbours the line is below a curve that bends upwards, never by 5 points."""
+    curves = curves_of(SMALL, whole(SMALL, loss=0.15))
+    found = curves.comparisons()
+    assert len(found) == len(SMALL.ratios)
+    assert {each.verdict for each in found} == {"below DP-SGD"}
+    at_ten = next(each for each in found if each.point.batch_clip_ratio == 10.0)
+    assert at_ten.at_the_claim == pytest.approx(100 * (accuracy(10) - 0.15 - accuracy(1)), abs=3)
+    assert "5 lie below, 0 above" in statement([curves])
+
+
+def test_a_gain_is_reported_as_well() -> None:
+    curves = curves_of(SMALL, whole(SMALL, loss=-0.15))
+    assert {each.verdict for each in curves.comparisons()} == {"above DP-SGD"}
+    assert "0 lie below, 5 above" in statement([curves])
+
+
+def test_no_difference_is_claimed_within_the_spread_or_with_one_seed() -> None:
+    records = whole(SMALL, loss=0.15)
+    single = [each for each in records if each["stage"] == "tuning" or each["seed"] == 100]
+    found = curves_of(SMALL, single).comparisons()
+    assert {each.verdict for each in found} == {"no difference shown"}
+
+
+def test_nothing_is_compared_beyond_the_points_of_dp_sgd() -> None:
+    records = whole(replace(SMALL, budgets=(2.0, 8.0)))
+    found = curves_of(replace(SMALL, budgets=(2.0, 8.0)), records).comparisons()
+    assert {each.point.batch_clip_ratio for each in found} == {30.0}
+    assert found[0].at_the_claim is None
+
+
+def test_a_grid_is_extended_until_its_best_rate_is_inside() -> None:
+    point = SMALL.points()[0]
+    scores = {0.01: 0.1, 0.02: 0.2, 0.04: 0.3, 0.08: 0.4}
+    records = [
+        made_up(SMALL, point, stage="tuning", seed=1, rate=rate, score=score)
+        for rate, score in scores.items()
+    ]
+    assert point not in tuned_rates(SMALL, records)
+    records.append(made_up(SMALL, point, stage="tuning", seed=1, rate=0.16, score=0.35))
+    assert tuned_rates(SMALL, records)[point] == pytest.approx(0.08)
+    assert list(tried_rates(SMALL, records, point)) == pytest.approx([*scores, 0.16])
+
+
+def test_everything_drawn_is_in_the_caption_or_the_file() -> None:
+    curves = curves_of(SMALL, whole(SMALL))
+    figure = draw([curves])
+    labels = figure.axes[0].get_legend_handles_labels()[1]
+    assert labels == ["DP-SGD", "paper's algorithm, ε = 1 claimed"]
+    assert "3 seeds a point" in caption([curves])
+    raw = curves.to_json()
+    assert len(raw["points"]) == len(SMALL.points())
+    assert all(each["verdict"] for each in raw["comparisons"])
+
+
+def test_points_say_what_make_private_is_told() -> None:
+    assert Point(epsilon=1.0).options()["accounting"] == "certified"
+    options = Point(epsilon=1.0, batch_clip_ratio=10.0).options()
+    assert (options["accounting"], options["batch_clip_norm"]) == ("paper", 10.0)

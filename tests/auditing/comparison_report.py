@@ -1,7 +1,8 @@
 """Our bounds beside those of jax_privacy, on identical scores of two worlds and of one run.
 
 Run as a script with a file name and their `auditing.py`, which is not part of this repository:
-`python tests/auditing/comparison_report.py results/audit_comparison.json PATH/auditing.py VERSION`.
+`python tests/auditing/comparison_report.py results/audit_comparison.json PATH/auditing.py VERSION`,
+or `results/audit_comparison_one_run.json` for the canaries of one run.
 """
 
 from __future__ import annotations
@@ -25,16 +26,12 @@ from shuffled_dpsgd.auditing.estimators import (
 from shuffled_dpsgd.auditing.estimators.order_statistics import gaussian_epsilon
 from shuffled_dpsgd.environment import environment
 
-COMMAND = (
-    "python tests/auditing/comparison_report.py results/audit_comparison.json"
-    " PATH/auditing.py VERSION"
-)
 MUS = (0.0, 0.5, 1.0, 2.0, 3.0, 4.0)
 SIZES = (500, 1000, 5000)
 DELTA, LEVEL, DATA_SETS = 1e-5, 0.05, 20
 ANY = {"order-statistics": OrderStatistics(), "clopper-pearson": ClopperPearson()}
 GAUSSIAN = {"order-statistics-gaussian": OrderStatistics(family="gaussian")}
-CANARIES, ONE_RUN_MUS = 1000, (0.5, 1.0, 2.0, 3.0)
+CANARIES, ONE_RUN_MUS = 1000, (1.0,)
 
 
 def scores(mu: float, size: int, data_set: int) -> ScorePair:
@@ -136,7 +133,7 @@ def point(module: Any, mu: float, size: int) -> dict[str, Any]:
     }
 
 
-def report(path: Path, version: str) -> dict[str, Any]:
+def report(path: Path, version: str, *, one_run: bool) -> dict[str, Any]:
     spec = importlib.util.spec_from_file_location("their_auditing", path)
     assert spec is not None
     assert spec.loader is not None
@@ -145,24 +142,27 @@ def report(path: Path, version: str) -> dict[str, Any]:
     spec.loader.exec_module(module)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        points = [point(module, mu, size) for mu in MUS for size in SIZES]
-        one_run = [one_run_point(module, mu) for mu in ONE_RUN_MUS]
+        points = (
+            [one_run_point(module, mu) for mu in ONE_RUN_MUS]
+            if one_run
+            else [point(module, mu, size) for mu in MUS for size in SIZES]
+        )
     return {
         "their_version": f"jax_privacy {version}, auditing.py",
         "delta": DELTA,
         "confidence": 1.0 - LEVEL,
         "data_sets": DATA_SETS,
         "points": points,
-        "one_run": one_run,
     }
 
 
 if __name__ == "__main__":
-    found = report(Path(sys.argv[2]), sys.argv[3])
-    Path(sys.argv[1]).write_text(
-        json.dumps({**found, "command": COMMAND, "environment": environment()}, indent=1) + "\n",
-        encoding="utf-8",
-    )
-    for row in [*found["points"], *found["one_run"]]:
+    written = Path(sys.argv[1])
+    found = report(Path(sys.argv[2]), sys.argv[3], one_run="one_run" in written.name)
+    own = f"python tests/auditing/comparison_report.py results/{written.name}"
+    found["command"] = f"{own} PATH/auditing.py VERSION"
+    text = json.dumps({**found, "environment": environment()}, indent=1)
+    written.write_text(text + "\n", encoding="utf-8")
+    for row in found["points"]:
         hidden = ("ours", "theirs", "bounds")
         print({key: value for key, value in row.items() if key not in hidden})

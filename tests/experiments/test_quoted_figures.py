@@ -70,7 +70,7 @@ def test_the_table_of_one_step(row: str) -> None:
         f"| {closed}| {found['order-statistics']:.2f} | {found['clopper-pearson']:.2f} "
         f"| {gaussian:.{digits}f} |"
     )
-    assert re.search(re.escape(f"| {row} | ") + r"[a-z ]+ " + re.escape(last), page(AUDITING)), last
+    assert f"| {row} {last}" in page(AUDITING), last
 
 
 def test_samples_cap_bounds() -> None:
@@ -168,9 +168,10 @@ def test_table_six_and_its_control() -> None:
         both = [row["readings"]["strict"][key] for row in rows]
         return [f"{low:.2f} – {high:.2f}" for low, _, high in both]
 
-    def share(key: str) -> list[str]:
-        return [f"{100 * row['readings']['literal'][key]:.0f} %" for row in rows]
-
+    for row in rows:
+        literal = row["readings"]["literal"]
+        assert min(literal["share_infinite"], literal["share_infinite_on_pure_noise"]) > 0.5
+    assert "it prints infinity in most runs, on pure noise as well" in text
     printed = [f"{row['printed_in_the_paper']:.4f}" for row in rows]
     strongest = [
         f"{max(row[name]['epsilon'] for name in ('clopper_pearson', 'order_statistics')):.2f}"
@@ -182,8 +183,6 @@ def test_table_six_and_its_control() -> None:
         cells("audited ε printed in the paper", printed),
         cells(own, spread("quantiles")),
         cells("the same on pure noise", spread("quantiles_on_pure_noise")),
-        cells("its estimator, literal: infinite in", share("share_infinite")),
-        cells("the same on pure noise: infinite in", share("share_infinite_on_pure_noise")),
         cells("Clopper–Pearson and order statistics at 95 % (measured)", strongest),
     ):
         assert expected in text
@@ -215,7 +214,8 @@ def test_the_papers_audit_inside_training() -> None:
 
 
 def test_one_run_beside_jax_privacy() -> None:
-    (point,) = (p for p in result("audit_comparison")["one_run"] if p["mu"] == 1.0)
+    (point,) = result("audit_comparison_one_run")["points"]
+    assert point["mu"] == 1.0
     mean = {name: f"{value:.2f}" for name, value in point["mean"].items()}
     assert f"{point['canaries']} canaries in one step" in page(AUDITING)
     assert f"where the truth is {point['true_epsilon']:.2f}" in page(AUDITING)
@@ -233,7 +233,7 @@ def test_one_run_beside_jax_privacy() -> None:
         ),
     )
     for row in rows:
-        assert f"| {' | '.join(row)} |" in page(AUDITING)
+        assert f"| {' | '.join(row)} |".replace("| –", "|") in page(AUDITING)
     ours = point["mean"]["ours, independent Gaussian scores"]
     assert ours > 1.5 * point["mean"]["theirs, guesses against a Gaussian curve"]
 
@@ -244,7 +244,11 @@ def test_how_often_ours_is_at_least_theirs() -> None:
     gaussian = sum(p["data_sets_where_our_gaussian_is_at_least_theirs"] for p in points)
     text = page(AUDITING)
     assert f"at least theirs on {wins} of {20 * len(points)} data sets" in text
-    assert f"our Gaussian bound at least theirs on {gaussian}." in text
+    assert f"Our Gaussian bound is at least theirs on {gaussian}." in text
+    for point in points:
+        assert point["mean_of_ours"] >= point["mean_of_their_best_on_each_data_set"]
+        ours, theirs = point["ours"]["order-statistics-gaussian"], point["theirs"]["gdp"]
+        assert sum(ours) >= sum(theirs)
 
 
 def test_coverage() -> None:
@@ -256,7 +260,8 @@ def test_coverage() -> None:
     assert (
         f"{worst('order-statistics')} for order statistics, {worst('clopper-pearson')} for "
         f"Clopper–Pearson, {worst('one-run-fdp')} for one-run-fdp, "
-        f"{worst('order-statistics-gaussian')} for order statistics over Gaussian curves, "
+        f"{worst('order-statistics-gaussian')} for order statistics over Gaussian curves "
+        f"(1000 repetitions leave ± 1.4 points), "
         f"{worst('order-statistics-gaussian, over a run')} over a run of them, and "
         f"{worst('order-statistics-gaussian, real runs')} for real runs" in text
     )

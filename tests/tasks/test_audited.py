@@ -24,7 +24,7 @@ def task(model: nn.Module) -> Task:
         model=model,
         train_data=records(),
         losses=cross_entropies,
-        evaluate=lambda model: Evaluation(loss=0.0, score=0.0),
+        evaluations={"test": lambda model: Evaluation(loss=0.0, score=0.0)},
         score_name="accuracy",
         fresh_model=lambda seed: model,
     )

@@ -381,12 +381,12 @@ def test_real_models_in_words() -> None:
     assert f"the record {record:.2f} of {proven[1]:.1f} for GPT-2" in text
     of_runs = verdict(runs, "heuristic")
     counts = [runs["setting"][key] for key in ("runs_without", "runs_with")]
-    assert f"{counts[0]} + {counts[1]} runs of 8 steps" in text
+    assert f"{counts[0]} + {counts[1]} runs of 8 steps refute the claim ε = 1" in text
     assert f"about the *run*: ε ≥ {of_runs['strongest_bound']:.2f}." in text
     shown = verdict(many, "proven")["strongest_bound"]
     assert f"4000 gradient canaries, certified for 8, shows {shown:.2f}" in text
     alone = verdict(result("audit_bert_tiny_alone_one_run_paper"), "heuristic")
-    assert f"the same adversary shows {alone['strongest_bound']:.2f}: more than" in text
+    assert f"on a small BERT, {alone['strongest_bound']:.2f}." in text
     claimed = [verdict(audit, "heuristic") for audit in (mini, gpt2)]
     for words_before, found in zip(("ε ≥", "shows"), claimed, strict=True):
         epsilon, strongest = found["claim"]["epsilon"], found["strongest_bound"]

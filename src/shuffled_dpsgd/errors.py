@@ -65,7 +65,14 @@ class UnsupportedModuleError(ShuffledDPError):
 
 
 class RefereeError(ShuffledDPError):
-    """What was about to be released is not what was promised; nothing was released."""
+    """What was about to be released is not what was promised; nothing was released.
+
+    `name` is the parameter in which it shows, if it shows in one.
+    """
+
+    def __init__(self, message: str, *, name: str = "") -> None:
+        super().__init__(message)
+        self.name = name
 
 
 class CannotReplayError(ShuffledDPError):
@@ -89,12 +96,12 @@ class DivergenceError(ShuffledDPError):
 
 
 class MissingExtraError(ShuffledDPError, ImportError):
-    """An optional dependency is needed for what was asked."""
+    """A package that not everybody needs is needed for what was asked; `extra` has it."""
 
     def __init__(self, package: str, *, extra: str, purpose: str) -> None:
         super().__init__(
-            f"{package} is needed for {purpose}; install it with "
-            f"`pip install 'shuffled-dpsgd[{extra}]'`"
+            f"{package} is needed for {purpose}; `pip install {package}`, or in a clone of "
+            f"shuffled-dpsgd `pip install -e '.[{extra}]'`, which has all of its kind"
         )
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from scipy.stats import kstest
 
-from shuffled_dpsgd.accounting.exactness import STATEMENT
+from shuffled_dpsgd.accounting.bracket import STATEMENT
 from shuffled_dpsgd.auditing.model_attacks import inner, normalised
 from shuffled_dpsgd.auditing.probes import Prober
 from shuffled_dpsgd.auditing.taps import trainable

@@ -26,7 +26,6 @@ from torch.utils.data import DataLoader
 from distributed import replicas
 from distributed.replicas import CASES, refusal
 from distributed.sharded_models import shard, whole
-from shuffled_dpsgd.clipping.checks.solo_runs import Autocast
 from shuffled_dpsgd.clipping.settle.layer_by_layer import LayerByLayer
 from shuffled_dpsgd.distributed import current_world
 from shuffled_dpsgd.distributed.exchange import ShardedSums
@@ -35,6 +34,7 @@ from shuffled_dpsgd.distributed.unshard_graph import UnshardedGraph
 from shuffled_dpsgd.errors import RefereeError, UnsupportedModuleError
 from shuffled_dpsgd.integrations.hf_conflicts import check_model
 from shuffled_dpsgd.permutation import apply, discover, draw
+from shuffled_dpsgd.runtime.replay import Call
 from shuffled_dpsgd.tasks.averaging import WeightAverage
 from shuffled_dpsgd.tasks.sharding import fill_whole
 from shuffled_dpsgd.training import (
@@ -144,20 +144,20 @@ def held_in_a_run() -> dict[str, Any]:
     run(plain, case)
     private = start(case, **options)
     private.sampler = FixedSampler(*batches)
-    found: dict[str, Any] = {"lent": 0, "batches": 0, "largest sums": 0}
+    found: dict[str, Any] = {"unsharded": 0, "batches": 0, "largest sums": 0}
     sharding: Any = private._sharding
-    scatter, lending = sharding.sums.scatter, sharding.lending
+    scatter, unsharded = sharding.sums.scatter, sharding.unsharded
 
     def scattered(sums: Any) -> Any:
         size = sum(tensor.numel() for tensor in sums.values())
         found["largest sums"] = max(found["largest sums"], size)
         return scatter(sums)
 
-    def lent() -> Any:
-        found["lent"] += 1
-        return lending()
+    def counted() -> Any:
+        found["unsharded"] += 1
+        return unsharded()
 
-    sharding.sums.scatter, sharding.lending = scattered, lent
+    sharding.sums.scatter, sharding.unsharded = scattered, counted
 
     def evaluate() -> None:
         with torch.no_grad():
@@ -282,10 +282,10 @@ def whole_weights_counted(found: dict[str, int]) -> Iterator[None]:
         kept = pack(self, tensor)
         is_weight = tensor.numel() == Deep.WIDTH * Deep.HIDDEN
         found["kept by graphs"] += isinstance(kept, torch.Tensor) and is_weight
-        found["borrowed again"] += is_weight
+        found["gathered again"] += is_weight
         return kept
 
-    found |= {"kept by graphs": 0, "borrowed again": 0}
+    found |= {"kept by graphs": 0, "gathered again": 0}
     with (
         mock.patch.object(UnshardedGraph, "pack", packed),
         mock.patch.object(ShardedWeight, "gathered", noted),
@@ -294,7 +294,7 @@ def whole_weights_counted(found: dict[str, int]) -> Iterator[None]:
         yield
 
 
-def lent_in_checks(kinds: list[str]) -> dict[str, Any]:
+def unsharded_in_checks(kinds: list[str]) -> dict[str, Any]:
     """Steps of which every batch is checked, and a shuffle: what is whole at once on a rank."""
     case = replace(CASES["mlp"](torch.float32), make=Deep)
     found: dict[str, Any] = {}
@@ -326,7 +326,7 @@ def lent_in_checks(kinds: list[str]) -> dict[str, Any]:
 
 
 def uneven_runs() -> dict[str, Any]:
-    """Ranks run the model on loan three times, once, and half way."""
+    """Ranks run the model by themselves three times, once, and half way."""
     torch.manual_seed(0)
     x, plain = torch.randn(3, Deep.WIDTH), Deep()
     private = replicas.start(
@@ -365,19 +365,25 @@ def killed_in_a_shuffle(rank: int) -> None:
     run(private, case)
 
 
-def on_trial(name: str) -> dict[str, Any]:
-    """Batches that are booked for the standing check alone, by one rank and by the other not."""
+def beside_other_records(name: str) -> dict[str, Any]:
+    """A batch that one rank runs twice among other records, and the other rank not at all."""
     case = CASES[name](torch.float64)
     private = start(case, shuffle="off")
     checks, rank = private.engine._checks, current_world().rank
     batch = next(iter(DataLoader(case.data, batch_size=3)))
     kwargs = {"input_ids": batch["input_ids"]}
-    found: dict[str, int] = {}
+    found: dict[str, Any] = {"same": None}
     with private, whole_weights_counted(found), private.unsharded_layers():
         if rank == 1:
-            checks.standing.try_batch(((), kwargs), 3, 3, Autocast.now("cpu"))
+            call, take = Call.now(private.model, (), kwargs), private._sharding.gradients_to
+            with checks.witness.replay(call, 3, checks.taken_off(), take=take) as rerun:
+                rerun.invent_gradients(numbers=False)
+                one, two = (rerun.observe(order, [1]) for order in ([0, 1, 2], [2, 1, 0]))
+                found["same"] = all(
+                    torch.allclose(one.grads[name], two.grads[name], atol=1e-12)
+                    for name in one.grads
+                )
     return found | {
-        "checked": private.engine.num_checked,
         "shards": all(isinstance(p, DTensor) for p in private.model.parameters()),
     }
 

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-from shuffled_dpsgd.errors import InvalidArgumentError
 from shuffled_dpsgd.training.data import Batch, LogicalBatch, physical_batches, shaped, to_device
 from shuffled_dpsgd.training.layout import Layout
 from training.cases import Sentences, vectors
@@ -71,8 +70,3 @@ def test_devices_are_changed_inside_containers() -> None:
     assert batch.x.device == batch[1][0].device == meta
     assert batch[2] == "text"
     assert to_device({"a": torch.ones(1)}, meta)["a"].device == meta
-
-
-def test_streams_are_refused() -> None:
-    with pytest.raises(InvalidArgumentError, match="map-style"):
-        load(iter([1, 2]), 2)

@@ -142,8 +142,8 @@ def counting(model: nn.Module) -> Callable[[], int]:
 @pytest.mark.slow
 def test_fifty_lengths_cost_a_handful_of_forwards_more() -> None:
     private = private_bert(shuffle="off", num_steps=50, expected_batch_size=2, dataset_size=100)
-    # The random part of the standing check is left out: it does not depend on lengths.
-    private.engine._standing.turns._rate = 0.0
+    # Checks at random are left out: they do not depend on lengths.
+    private.engine._checks.turns._rate = 0.0
     # Each step has two records of one length, and no two steps the same.
     private.sampler = FixedSampler(*([i, i + 50] for i in range(50)), dataset_size=100)
     forwards = counting(private.model)

@@ -85,7 +85,7 @@ def _examine(
 ) -> tuple[dict[str, Any], list[Examination]]:
     """The JSON object, and the examinations it came from."""
     from shuffled_dpsgd.accounting import certified_bracket, certified_claim, examine_pair
-    from shuffled_dpsgd.accounting.exactness import CONDITIONS, STATEMENT
+    from shuffled_dpsgd.accounting.bracket import CONDITIONS, STATEMENT
 
     names = ("noise_multiplier", "step_epsilon", "step_delta")
     step = {name: claim.inputs[name] for name in names}

@@ -17,6 +17,7 @@ from shuffled_dpsgd.cli import (
     plan,
     train,
     use,
+    verify,
     warm_up,
 )
 from shuffled_dpsgd.cli.experiments import register_verbs
@@ -29,7 +30,7 @@ EPILOG = (
     " --epochs 10[/bold] · "
     "[bold]shuffled-dpsgd audit run-folder runs/digits[/bold]"
 )
-VERBS: tuple[ModuleType, ...] = (*(examine, inspect, train, advise, plan, warm_up),)
+VERBS: tuple[ModuleType, ...] = (*(examine, inspect, train, advise, plan, verify, warm_up),)
 
 app = typer.Typer(
     name="shuffled-dpsgd",

@@ -1,12 +1,14 @@
-"""When each check of a batch runs: before its forward, after it, with its losses, and at the end.
+"""When each check of a batch runs: before its forward, with its losses, and after its backward.
 
 The checks themselves are in `checks/`. Here is their order, and how they borrow the model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+import random
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,32 +18,50 @@ from torch.utils.hooks import RemovableHandle
 from shuffled_dpsgd.clipping.attachment import Attachment
 from shuffled_dpsgd.clipping.capture.batch import CapturedBatch
 from shuffled_dpsgd.clipping.capture.batch_size import find_batch
-from shuffled_dpsgd.clipping.capture.output_tensors import tensors_in, with_tensors
 from shuffled_dpsgd.clipping.capture.recorder import CaptureRecorder
 from shuffled_dpsgd.clipping.capture.samples import BatchKinds
 from shuffled_dpsgd.clipping.capture.slot import Slot
 from shuffled_dpsgd.clipping.checks.batch_axis import BatchAxisCheck
-from shuffled_dpsgd.clipping.checks.loss_independence import LossCheck
-from shuffled_dpsgd.clipping.checks.random_states import randomness_kept
-from shuffled_dpsgd.clipping.checks.solo_runs import Autocast, without_a_trace
-from shuffled_dpsgd.clipping.checks.standing import StandingCheck
-from shuffled_dpsgd.clipping.checks.watch import tap_output
-from shuffled_dpsgd.errors import UnsupportedModuleError
+from shuffled_dpsgd.clipping.checks.check_turns import CheckTurns
+from shuffled_dpsgd.clipping.checks.compiled_calls import follow
+from shuffled_dpsgd.clipping.checks.exchange import (
+    ExchangeTest,
+    Moved,
+    tolerance_for,
+)
+from shuffled_dpsgd.clipping.checks.loss_independence import check_losses
+from shuffled_dpsgd.core.referee import Referee
+from shuffled_dpsgd.errors import CannotReplayError, RefereeError, UnsupportedModuleError
 from shuffled_dpsgd.runtime.clock import Clock
+from shuffled_dpsgd.runtime.output_tensors import tensors_in, with_tensors
+from shuffled_dpsgd.runtime.replay import Call, Rerun, Witness, without_a_trace
 from shuffled_dpsgd.runtime.shards import Sharding
 from shuffled_dpsgd.runtime.uncompiled import eagerly
 
 
+@dataclass(kw_only=True)
+class _Watched:
+    """A batch that is going to be looked at, and the norms that were booked for it."""
+
+    batch: CapturedBatch
+    kind: Hashable
+    by_coin: bool
+    norms: Tensor | None = None
+    call: Call | None = None
+
+
 class BatchChecks:
-    """The checks of the batch axis, of the losses and of single samples, for one engine.
+    """The checks of an engine: of the batch axis, of losses, and of samples that see each other.
 
     While a check runs the model, `is_running` is set: the engine's hooks then do nothing. `trial`
-    is the batch, if any, that is booked for the standing check alone. With `numbers_are_means`, a
-    single number among the outputs is the mean of the samples' losses.
+    is the batch, if any, of a forward that is only tried. With `numbers_are_means`, a single number
+    among the outputs is the mean of the samples' losses. `num_samples` have been watched among
+    exchanged records so far, `num_by_coin` of them in the first batch or in one chosen at random:
+    how many others there are depends on the lengths of the records.
 
     With a `sharding`, all ranks lend each other weights for the checks of a batch that any of them
     checks, so that each can run the model as often as its checks ask. A batch without samples that
-    count (`has_samples`) is not compared with single ones.
+    count (`has_samples`) is not watched.
     """
 
     def __init__(
@@ -59,80 +79,114 @@ class BatchChecks:
         self.clock = Clock()
         self.is_running = False
         self.has_samples = True
-        self._sharding = sharding
-        # Whether some rank compares samples of the latest batch with single ones.
-        self._owes_lending = False
+        self.num_samples = self.num_by_coin = 0
         self.trial: CapturedBatch | None = None
         self.axis = BatchAxisCheck(model, slots)
+        self.turns = CheckTurns(rate)
+        self.witness = Witness(model, self._is_busy)
+        self.witness.wants.append(self._is_watching)
+        self._sharding = sharding
+        # Whether some rank looks at the latest batch.
+        self._owes_unshard = False
         self._model = model
         self._slots = slots
+        self._parameters = parameters
         self._recorder = recorder
         self._attachment = attachment
-        self._numbers_are_means = numbers_are_means
-        self._kinds = BatchKinds(model)
-        self._losses = LossCheck(None if sharding is not None else parameters)
-        self.standing = StandingCheck(
-            model=model,
-            slots=slots,
-            parameters=parameters,
-            rate=rate,
-            numbers_are_means=numbers_are_means,
-            inputs=self._kinds.inputs,
-            detached=self.taken_off,
-            attached=self._put_on_trial,
-            sharding=sharding,
-        )
-        self._compiled_call: tuple[tuple[Any, Any], int, int, Autocast, bool] | None = None
+        self._kinds = BatchKinds(model, labels_count=numbers_are_means)
+        self._test = ExchangeTest(model, random.Random(0))
+        self._losses_checked = False
+        self._outputs: Sequence[Tensor] = ()
+        # Decided before a forward; of the batch whose backward is over, waiting to be looked at.
+        self._watched: _Watched | None = None
+        self._compilers = ExitStack()
         self._forward_hook: RemovableHandle | None = None
 
-    def before_forward(self, args: Any, kwargs: Any, size: int, device: str) -> bool:
-        """Check the batch axis of a call of the model; returns whether to watch its forward."""
-        kind = self._kinds.of(args, kwargs, size, device)
-        checks_axis = self.axis.is_due(args, kwargs, size, kind)
-        watches = self.has_samples and self.standing.turns.is_due(size, kind)
-        with self._lending_before(checks_axis or watches):
+    def _is_busy(self) -> bool:
+        return self.is_running
+
+    def _is_watching(self, args: Any, kwargs: Any) -> bool:
+        return self._watched is not None
+
+    # --- a batch ---------------------------------------------------------------------------------
+
+    def before_forward(self, args: Any, kwargs: Any, batch: CapturedBatch) -> None:
+        """Check the batch axis of a call of the model, and decide whether to watch the batch."""
+        self.witness.inputs.note(args, kwargs, batch.size)
+        kind = self._kinds.of(args, kwargs, batch.size, batch.device)
+        checks_axis = self.axis.is_due(args, kwargs, batch.size, kind)
+        watches = batch.size > 0 and self.has_samples and self.turns.is_due(kind)
+        unsharded: Any = nullcontext()
+        if self._sharding is not None:
+            self._owes_unshard = self._sharding.is_any(checks_axis or watches)
+            unsharded = self._sharding.unsharded() if self._owes_unshard else unsharded
+        with unsharded:
             if checks_axis:
-                self._check_axis(args, kwargs, size, kind)
-        self.axis.expect(args, kwargs, size, kind)
-        return watches
+                self._check_axis(args, kwargs, batch.size, kind)
+        self.axis.expect(args, kwargs, batch.size, kind)
+        self._watched = None
+        if watches:
+            self._watched = _Watched(batch=batch, kind=kind, by_coin=self.turns.by_coin)
+            # Compiled blocks would draw other random numbers than the blocks themselves.
+            self.detach()
+            self._compilers.enter_context(eagerly())
+            self._forward_hook = self._model.register_forward_hook(
+                lambda *_: self._compilers.close(), always_call=True
+            )
 
-    def watch_forward(self, batch: CapturedBatch, args: Any, kwargs: Any) -> None:
-        """Keep what the forward that begins needs to be repeated; it runs without a compiler.
+    def after_forward(self, batch: CapturedBatch, output: Any) -> Any:
+        """Keep the outputs until the losses come; returns what the caller must get instead."""
+        if self._losses_checked and (self._watched is None or self._watched.batch is not batch):
+            return None
+        if self._sharding is not None:
+            # FSDP gathers weights when a gradient arrives at the outputs that it has seen.
+            views = {id(tensor): tensor.view_as(tensor) for tensor in tensors_in(output)}
+            output = with_tensors(output, views)
+        self._outputs = tensors_in(output)
+        return None if self._sharding is None else output
 
-        Compiled blocks would draw other random numbers than the blocks themselves.
-        """
-        self.standing.begin(batch, (args, kwargs), batch.size, batch.device)
-        self.detach()
-        compilers = ExitStack()
-        compilers.enter_context(eagerly())
-        self._forward_hook = self._model.register_forward_hook(
-            lambda *_: compilers.close(), always_call=True
-        )
-
-    def after_forward(self, batch: CapturedBatch, args: Any, kwargs: Any, output: Any) -> Any:
-        """The outputs that the caller must get instead, or None if they stay as they are."""
-        tapped = None
-        watch = self.standing.watch
-        is_watched = watch is not None and watch.batch is batch
-        if watch is not None and is_watched:
-            output = tap_output(watch, output, lambda: self._recorder.muted)
-            tapped = output
-        if is_watched or not self._losses.done:
-            if self._sharding is not None and not is_watched:
-                # FSDP gathers weights when a gradient arrives at the outputs that it has seen.
-                tapped = output = with_tensors(output, _views(output))
-            self._losses.note(output, batch.size)
-        return tapped
+    def note_counted(self, counted: int) -> None:
+        """Only so many samples of the latest batch count; the others may hold anything."""
+        if self.witness.call is not None:
+            self.witness.call.counted = counted
 
     def check_losses(self, batch: CapturedBatch, losses: Tensor) -> None:
-        """Follow the losses back to the outputs: the first losses, and those of watched samples."""
-        samples = self.standing.samples_of(batch)
-        if samples or not self._losses.done:
-            self._recorder.muted = True
-            try:
-                self._losses.run(losses, samples)
-            finally:
-                self._recorder.muted = False
+        """Follow the first losses, and those of watched batches, back to the outputs."""
+        outputs, self._outputs = self._outputs, ()
+        self._recorder.muted = True
+        try:
+            parameters = None if self._sharding is not None else self._parameters
+            self._losses_checked |= check_losses(losses, outputs, parameters)
+        finally:
+            self._recorder.muted = False
+        self.follow_compiled(batch, losses)
+
+    def follow_compiled(self, batch: CapturedBatch, losses: Tensor | None) -> None:
+        """Decide whether to watch a batch that a compiler has run; its backward is about to come.
+
+        Without `losses` nobody can tell which gradients are going to arrive at its outputs.
+        """
+        if batch.compiled.inputs is None or batch.compiled.is_followed:
+            return
+        batch.compiled.is_followed = True
+        args, kwargs, dtype = batch.compiled.inputs
+        self.witness.inputs.note(args, kwargs, batch.size)
+        kind = self._kinds.of(args, kwargs, batch.size, batch.device)
+        self._watched = None
+        if batch.size > 0 and self.has_samples and self.turns.is_due(kind):
+            self._watched = _Watched(batch=batch, kind=kind, by_coin=self.turns.by_coin)
+        self.witness.call = None
+        is_wanted = losses is not None and self.witness.ask(args, kwargs)
+        if self._watched is None and not is_wanted:
+            return
+        lower = dtype or torch.get_autocast_dtype(batch.device)
+        autocast = batch.device, dtype is not None, lower
+        call = replace(Call.now(self._model, args, kwargs), autocast=autocast)
+        if self._watched is not None:
+            self._watched.call = call
+        if losses is not None and is_wanted:
+            followed = follow(self._model, self.taken_off(), losses, call)
+            self.witness.call = call if followed else None
 
     def check_late(self, batch: CapturedBatch) -> None:
         """Check what a compiled forward could not, before anything of its batch is handed out."""
@@ -143,38 +197,44 @@ class BatchChecks:
         if self.axis.is_due(args, kwargs, batch.size, kind):
             with torch.autocast(batch.device, dtype=dtype, enabled=dtype is not None):
                 self._check_axis(args, kwargs, batch.size, kind, late=True)
-        if self.standing.turns.is_due(batch.size, kind):
-            lower = dtype or torch.get_autocast_dtype(batch.device)
-            cast = Autocast(device=batch.device, enabled=dtype is not None, dtype=lower)
-            self._compiled_call = (args, kwargs), batch.size, batch.counted, cast, batch.has_losses
+        self.follow_compiled(batch, None)
+
+    def finish(self, batch: CapturedBatch, norms: Tensor) -> None:
+        """The backward is over: a batch that is watched waits for `settle`."""
+        if self._watched is not None and self._watched.batch is batch:
+            self._watched.norms = norms
 
     def settle(self) -> None:
-        """Finish the standing check of the latest batch, before anything of it is handed out.
+        """Look at the latest batch if it is watched, before anything of it is handed out.
 
         Raises:
-            UnsupportedModuleError: what was booked for a sample is not its gradient.
+            UnsupportedModuleError: what a sample has depends on others, or is not what was booked.
         """
-        call, self._compiled_call = self._compiled_call, None
-        owes, self._owes_lending = self._owes_lending, False
-        if call is None and not self.standing.is_pending and not owes:
+        watched, owes, latest = self._watched, self._owes_unshard, self._recorder.latest
+        if not (watched or owes) or latest is None or not latest.closed:
             return
-        lending = nullcontext() if self._sharding is None or not owes else self._sharding.lending()
-        with self.clock.part("checks"), lending:
-            self.standing.settle()
-            if call is not None:
-                self.standing.try_batch(*call)
+        self._watched, self._owes_unshard = None, False
+        unsharded = (
+            nullcontext() if self._sharding is None or not owes else self._sharding.unsharded()
+        )
+        with self.clock.part("checks"), self.turns.time.spent(), unsharded:
+            if watched is not None and watched.norms is not None:
+                self._look_at(watched)
 
-    def _lending_before(self, checks: bool) -> AbstractContextManager[None]:
-        """Around what a rank checks before a forward; collective where the model is sharded."""
-        if self._sharding is None:
-            return nullcontext()
-        self._owes_lending = self._sharding.is_any(checks)
-        return self._sharding.lending() if self._owes_lending else nullcontext()
+    def refuse_where_it_shows(self, referee: Referee) -> None:
+        """Have the latest batch compared with plain autograd, if it is due.
+
+        Raises:
+            UnsupportedModuleError: naming the module whose sums are others.
+        """
+        try:
+            referee.settle()
+        except RefereeError as error:
+            raise self._refusal(Moved(name=error.name, got=str(error))) from error
 
     def forget(self) -> None:
         """Drop what has not been compared yet."""
-        self.standing.forget()
-        self._compiled_call = None
+        self._watched = None
 
     def detach(self) -> None:
         """Leave no hook on the model."""
@@ -182,12 +242,75 @@ class BatchChecks:
             self._forward_hook.remove()
             self._forward_hook = None
 
+    # --- looks -----------------------------------------------------------------------------------
+
+    def _look_at(self, watched: _Watched) -> None:
+        call = watched.call or self.witness.call
+        assert call is not None, "kept while it ran"
+        assert watched.norms is not None, "known since its backward"
+        norms = watched.norms.double().cpu()
+        finite = torch.isfinite(norms).nonzero().flatten().tolist()
+        if not finite:
+            return
+        take = None if self._sharding is None else self._sharding.gradients_to
+        with self.witness.replay(call, watched.batch.size, self.taken_off(), take=take) as rerun:
+            if not call.cotangents and watched.call is not None:
+                rerun.invent_gradients(numbers=not watched.batch.has_losses)
+            try:
+                found = self._find_change(rerun, call, watched, finite)
+            except CannotReplayError as error:
+                found = Moved(name="", got=str(error))
+        if found is not None:
+            raise self._refusal(found)
+        self.turns.note_checked(watched.kind)
+        self.num_samples += self._test.num_watched
+        self.num_by_coin += self._test.num_watched * watched.by_coin
+
+    def _find_change(
+        self, rerun: Rerun, call: Call, watched: _Watched, finite: list[int]
+    ) -> Moved | None:
+        """What moves in every way that the outputs can be read."""
+        if not call.cotangents:
+            return Moved(name="", got="a loss that reaches no output of the model")
+        assert watched.norms is not None, "known since its backward"
+        typical = float(watched.norms[finite].median()) / abs(watched.batch.scale)
+        found = None
+        for reading in range(rerun.num_readings):
+            rerun.reading = reading
+            found = self._test.find_change(
+                rerun.observe,
+                watched.batch.size,
+                sources=finite,
+                states=call.before,
+                tolerance=tolerance_for(self._model),
+                typical=typical,
+                is_new=self.turns.is_new(watched.kind),
+            )
+            if found is None:
+                break
+        return found
+
+    def _refusal(self, found: Moved) -> UnsupportedModuleError:
+        paths = [slot.path for slot in self._slots if found.name in slot.names.values()]
+        return UnsupportedModuleError(
+            paths[0] if paths else found.name,
+            expected="every sample of a batch to have outputs and a gradient of its own, whatever "
+            "the others are",
+            got=found.got,
+            remedy="let no sample see another, in training mode too; return what the loss needs "
+            "from the model, with the batch on one axis; draw random numbers from torch's "
+            "generator, one row per sample; keep nothing from one forward to the next; checkpoint "
+            "with use_reentrant=False; or freeze this module",
+        )
+
+    # --- the model on loan -----------------------------------------------------------------------
+
     def _check_axis(
         self, args: Any, kwargs: Any, size: int, kind: Hashable, late: bool = False
     ) -> None:
         folded = [slot.folded for slot in self._slots]
         # Compiled blocks would be compiled with the check's hooks, as often as the compiler may.
-        with self.clock.part("checks"), eagerly():
+        with self.clock.part("checks"), self.turns.time.spent(), eagerly():
             self.axis.run(args, kwargs, size, kind, late)
         self._recorder.axis_checked = True
         if [slot.folded for slot in self._slots] != folded:
@@ -204,7 +327,7 @@ class BatchChecks:
         """
         device = find_batch(args, kwargs).device
         batch = CapturedBatch(size=size, device=device.type, slots=len(self._slots), scale=1.0)
-        with randomness_kept(self._model, device), without_a_trace(self._model):
+        with without_a_trace(self._model):
             try:
                 with self._put_on_trial(batch), torch.enable_grad():
                     self._model(*args, **kwargs)
@@ -228,27 +351,19 @@ class BatchChecks:
         finally:
             self.is_running = False
 
-    def _graph_on_loan(self) -> AbstractContextManager[None]:
-        """A forward and backward whose gradients go to the book-keeping, not to parameters."""
-        if self._sharding is None:
-            return nullcontext()
-        return self._sharding.gradients_to(lambda name, grad: None)
-
     @contextmanager
-    def _put_on_trial(self, batch: CapturedBatch) -> Iterator[Callable[[], None]]:
-        """Run the model with book-keeping for the standing check alone."""
+    def _put_on_trial(self, batch: CapturedBatch) -> Iterator[None]:
+        """Run the model with book-keeping for nobody."""
         latest = self._recorder.latest
         self.is_running, self.trial = True, batch
         self._recorder.open(batch)
+        graph: Any = nullcontext()
+        if self._sharding is not None:
+            graph = self._sharding.gradients_to(lambda name, grad: None)
         try:
-            with self._attachment.lent(), eagerly(), self._graph_on_loan():
-                yield self._recorder.close_forward
+            with self._attachment.lent(), eagerly(), graph:
+                yield
         finally:
             self._recorder.close_forward()
             self._recorder.latest = latest
             self.is_running, self.trial = False, None
-
-
-def _views(output: Any) -> dict[int, Tensor]:
-    """Every tensor of an output as another one with the same numbers."""
-    return {id(tensor): tensor.view_as(tensor) for tensor in tensors_in(output)}

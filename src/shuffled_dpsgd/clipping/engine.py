@@ -26,14 +26,14 @@ from shuffled_dpsgd.clipping.capture.counted import CountedRows
 from shuffled_dpsgd.clipping.capture.recorder import CaptureRecorder
 from shuffled_dpsgd.clipping.capture.taps import signature_of
 from shuffled_dpsgd.clipping.checks import refusals
-from shuffled_dpsgd.clipping.checks.check_turns import DEFAULT_RATE
-from shuffled_dpsgd.clipping.checks.stray_gradients import GradWatch
+from shuffled_dpsgd.clipping.checks.check_turns import TimeShare
 from shuffled_dpsgd.clipping.contributions import cost
 from shuffled_dpsgd.clipping.plan import Plan, describe
 from shuffled_dpsgd.clipping.rules.linear import keep_no_copies
 from shuffled_dpsgd.clipping.settle import clip_functions
 from shuffled_dpsgd.clipping.settle.schedules import WholeGradient
 from shuffled_dpsgd.clipping.settle.strategies import make_rule, schedule_for
+from shuffled_dpsgd.core.referee import DEFAULT_RATE, Referee
 from shuffled_dpsgd.errors import InvalidArgumentError, UnsupportedModuleError
 from shuffled_dpsgd.runtime.clock import Clock
 from shuffled_dpsgd.runtime.shards import LiveParameters, Sharding, held
@@ -61,11 +61,10 @@ class ClippingEngine:
             the rule 2T² < PD), "instantiate" (per-sample gradients) or "ghost" (two backwards).
         loss_reduction: Whether the scalar given to `backward()` is the sum or the mean of the
             samples' losses.
-        check_rate: The share of backwards, chosen at random, in which a few samples are run once
-            more among other records and compared with what was booked for them (see
-            `checks/standing.py`). The first batches of every kind are always checked. A rate of
-            one checks every batch. Up to the default rate, checks at random take at most one
-            percent of the time so far.
+        check_rate: The share of backwards, chosen at random, in which the batch is run once more
+            with some of its records exchanged (see `checks/exchange.py`). The first batch of every
+            kind is always checked. A rate of one checks every batch. Up to the default rate, checks
+            at random are made while all checks have taken one percent of the time at most.
         sharding: How the model is spread over ranks, if it is. Every rank must then run as many
             batches as the others, and the sums are its own rows of the total over all ranks.
 
@@ -119,7 +118,7 @@ class ClippingEngine:
         if sharding is not None and sharding.ranks > 1:
             keep_no_copies(self._slots)
         self._recorder.may_tap = isinstance(self._schedule, WholeGradient)
-        self._watch = GradWatch(self._parameters)
+        self._gradients: list[Any] = []
         self._counted = CountedRows()
         self._attachment = Attachment(self._slots)
         self._checks = BatchChecks(
@@ -132,7 +131,11 @@ class ClippingEngine:
             numbers_are_means=loss_reduction == "mean",
             sharding=sharding,
         )
-        self._standing = self._checks.standing
+        self.witness = self._checks.witness
+        self._referee: Referee | None = None
+        if sharding is None:
+            self._referee = self._own_referee(check_rate)
+            self.use_referee(self._referee)
         self._hooks: list[RemovableHandle] = []
         self._was_entered = False
 
@@ -145,9 +148,10 @@ class ClippingEngine:
         build.refuse_changes(self._structure)
         refusals.refuse_replaced(self._slots)
         self._attachment.put_on()
+        self.witness.listen()
         begin = self.model.register_forward_pre_hook(self._begin, prepend=True, with_kwargs=True)
-        self._hooks = [begin, self.model.register_forward_hook(self._end, with_kwargs=True)]
-        self._watch.begin()
+        self._hooks = [begin, self.model.register_forward_hook(self._end)]
+        self._gradients = refusals.gradients_of(self._parameters)
         self._rule.totals.let_go()
         for parameter in self._parameters.values():
             self._recorder.use_device(parameter.device)
@@ -168,8 +172,10 @@ class ClippingEngine:
         self._checks.detach()
         self._recorder.close_forward()
         if error is None:
-            self._watch.check()
+            refusals.refuse_stray_gradients(self._parameters, self._gradients)
             self._settle_check()
+            self.witness.call = None
+        self.witness.stop()
 
     def __getstate__(self) -> dict[str, Any]:
         """Refuse copies and pickles of an active model: its hooks would take the engine along."""
@@ -198,6 +204,7 @@ class ClippingEngine:
         counting = losses
         if counted is not None:
             counting, batch.counted = losses[:counted], counted
+            self._checks.note_counted(counted)
             batch.counts_B = self._counted.mark(batch.size, counted, losses.device)
         self._checks.check_losses(batch, losses)
         self._rule.totals.let_go()
@@ -247,12 +254,12 @@ class ClippingEngine:
 
     def check_densely(self, dense: bool) -> None:
         """Have every batch checked from here on, or only those whose turn it is."""
-        self._standing.turns.dense = dense
+        self._checks.turns.dense = dense
 
     @property
     def num_checked(self) -> int:
         """Samples so far that had the gradient booked for them among exchanged records too."""
-        return self._standing.num_samples
+        return self._checks.num_samples
 
     @property
     def num_checked_by_coin(self) -> int:
@@ -260,7 +267,7 @@ class ClippingEngine:
 
         The others are of batches unlike any before: how many depends on the records' lengths.
         """
-        return self._standing.num_by_coin
+        return self._checks.num_by_coin
 
     @property
     def num_replayed(self) -> int:
@@ -273,11 +280,30 @@ class ClippingEngine:
         """Whether the model is being run for a check of the engine's own."""
         return self._checks.is_running
 
+    def use_referee(self, referee: Referee | None) -> None:
+        """Have this one compare what is handed out, or nobody, and no longer the engine's own."""
+        if self._referee is not None and self._referee is not referee:
+            self.witness.wants.remove(self._referee.wants)
+            self._referee = None
+        if referee is not None:
+            referee.witness = self.witness
+            self.witness.wants.append(referee.wants)
+
     @property
-    def compiled_inputs(self) -> tuple[Any, Any, torch.dtype | None] | None:
-        """What a compiled forward was called with, and what it was cast to; until its backward."""
+    def scale(self) -> float:
+        """What a gradient that comes back from the loss of the latest batch is multiplied by."""
         latest = self._recorder.latest
-        return None if latest is None else latest.compiled.inputs
+        return 1.0 if latest is None else latest.scale
+
+    @property
+    def check_time(self) -> TimeShare:
+        """What checks have taken; whoever makes others for the same run adds to it."""
+        return self._checks.turns.time
+
+    def follow_compiled(self, losses: Tensor) -> None:
+        """Say what the latest batch goes backward from, where `backward` is not called."""
+        if self._recorder.latest is not None:
+            self._checks.follow_compiled(self._recorder.latest, losses)
 
     def lifted(self) -> AbstractContextManager[None]:
         """Inside, the model runs as its owner wrote it, and nothing is booked."""
@@ -351,13 +377,12 @@ class ClippingEngine:
             self._rule.totals.let_go()
         input_B = find_batch(args, kwargs)
         size, device = input_B.shape[0], input_B.device.type
-        watches = False
-        if not torch.compiler.is_compiling():
-            watches = self._checks.before_forward(args, kwargs, size, device)
         scale = float(size) if self.loss_reduction == "mean" else 1.0
         batch = CapturedBatch(
             size=size, device=device, slots=len(self._slots), scale=scale, input_B=input_B
         )
+        if not torch.compiler.is_compiling():
+            self._checks.before_forward(args, kwargs, batch)
         traced = torch.compiler.is_compiling()
         if traced:
             # Kept in every trace: keeping them only when needed would compile the model twice.
@@ -365,16 +390,14 @@ class ClippingEngine:
             dtype = torch.get_autocast_dtype(device) if lower else None
             batch.compiled.inputs = (args, kwargs, dtype)
         self._recorder.open(batch, signature_of(args, kwargs, device) if traced else None)
-        if watches:
-            self._checks.watch_forward(batch, args, kwargs)
 
-    def _end(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+    def _end(self, module: nn.Module, args: Any, output: Any) -> Any:
         if not torch.is_grad_enabled() or self._checks.is_running:
             return None
         batch = self._recorder.batch
         tapped = None
         if batch is not None and not torch.compiler.is_compiling():
-            tapped = self._checks.after_forward(batch, args, kwargs, output)
+            tapped = self._checks.after_forward(batch, output)
         self._recorder.close_forward()
         return tapped
 
@@ -393,10 +416,8 @@ class ClippingEngine:
             )
 
     def _receive(self, batch: CapturedBatch, entry: Entry) -> None:
-        if batch.size > 0:
-            self._standing.book(batch, entry)
-            if batch is not self._checks.trial:
-                self._schedule.receive(batch, entry)
+        if batch.size > 0 and batch is not self._checks.trial:
+            self._schedule.receive(batch, entry)
 
     def _finish(self, batch: CapturedBatch) -> None:
         if batch is self._checks.trial:
@@ -406,25 +427,44 @@ class ClippingEngine:
             with self.clock.part("settle"):
                 self._schedule.finish(batch)
             if batch.closed:
-                self._standing.finish(batch, self._rule.totals.norms[-1])
-        self._watch.check()
+                self._checks.finish(batch, self._rule.totals.norms[-1])
+        refusals.refuse_stray_gradients(self._parameters, self._gradients)
 
     def _settle_check(self) -> None:
-        """Finish the standing check of the latest batch, before anything of it is handed out.
+        """Finish the checks of the latest batch, before anything of it is handed out.
 
         Raises:
             UnsupportedModuleError: what was booked for a sample is not its gradient. Norms and
                 sums are forgotten.
         """
+        latest = self._recorder.latest
+        is_over = latest is None or latest.closed
         try:
             self._checks.settle()
+            if self._referee is not None and is_over:
+                self._checks.refuse_where_it_shows(self._referee)
         except UnsupportedModuleError:
             self.reset()
             raise
         finally:
-            latest = self._recorder.latest
-            if latest is None or latest.closed:
+            if is_over:
                 self._reshard()
+
+    def _own_referee(self, rate: float) -> Referee:
+        """Compares the sums of whoever uses the engine by itself."""
+        return Referee(
+            self.model,
+            self,
+            clip_norm=self.clip_norm,
+            clip=self.clip,
+            groups=lambda: self.clip_groups,
+            rate=rate,
+            scale=lambda: self.scale,
+            rows=lambda: None if self._recorder.latest is None else self._recorder.latest.size,
+            may_check=self.check_time.allows,
+            timed=self.check_time.spent,
+            door=False,
+        )
 
     def _reshard(self) -> None:
         """Let go of the weights of other ranks, gathered for a check or left by an evaluation."""

@@ -22,9 +22,8 @@ from __future__ import annotations
 
 import math
 import random
-import time
 from collections.abc import Callable, Hashable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -41,8 +40,6 @@ DEFAULT_RATE = 1 / 256
 # Steps with records in them whose sums are always compared. Faults that carry something over from
 # an earlier batch show from the second on.
 FIRST_STEPS = 3
-# Share of the time so far that comparisons at random may take, up to the default rate.
-SHARE_OF_TIME = 0.01
 SAMPLES = 2
 NOISE_COORDINATES = 4
 # On an accelerator, where each look waits for it: always at first, then one release in so many.
@@ -84,16 +81,6 @@ class _Pending:
     sums: dict[str, Tensor] | None
 
 
-class KeptCall(Protocol):
-    """A forward of the model that was kept, so that it can be run once more."""
-
-    autocast: tuple[str, bool, torch.dtype]
-
-    def problem(self) -> str | None:
-        """Why it cannot be run once more, as far as can be told before it is."""
-        ...
-
-
 class SecondRun(Protocol):
     """A batch run once more, by nothing but the model and autograd.
 
@@ -107,18 +94,25 @@ class SecondRun(Protocol):
         """The gradient of Σ weights_i·loss_i; `last` lets go of the forward."""
         ...
 
+    def cancels(self) -> bool:
+        """Whether the gradient of all samples is a small rest of much larger terms."""
+        ...
 
+
+Tensors = dict[str, Tensor]
 Pull = Callable[[list[Tensor], list[Tensor]], dict[str, Tensor]]
 
 
 class BatchWitness(Protocol):
     """Keeps the latest call of the model whenever the referee `wants` it.
 
-    A witness that is wrong can raise a false alarm or none at all. It cannot make two different
-    sums equal, so it is handed in, and nothing is counted as compared that it did not deliver.
+    A call says whether it was cast (`autocast`) and why it cannot be repeated (`problem`). A wrong
+    witness can raise a false alarm or none at all. It cannot make two different sums equal, so it
+    is handed in, and nothing is counted as compared that it did not deliver.
     """
 
     call: Any
+    wants: list[Callable[[Any, Mapping[str, Any]], bool]]
 
     def replay(
         self, call: Any, rows: int, lifted: Any, pull: Pull | None = None
@@ -152,7 +146,10 @@ class Referee:
 
     `rate` is the share of steps compared at random; one compares every step. `rows` says how many
     rows the next batch has, those that only pad it included, or None if all of them count. With
-    `shards`, the engine has this process's rows of sums over all processes.
+    `shards`, the engine has this process's rows of sums over all processes. What comes back from
+    the loss must be multiplied by `scale`. `may_check` says whether there is time for a comparison
+    at random, up to the default rate; what comparisons take is `timed`. Without a `door` there are
+    no steps: batches of new kinds are compared, and others at random.
     """
 
     def __init__(
@@ -164,9 +161,12 @@ class Referee:
         clip: str = "flat",
         groups: Callable[[], list[list[str]]] | None = None,
         rate: float = DEFAULT_RATE,
-        takes_means: bool = False,
+        scale: Callable[[], float] = lambda: 1.0,
         shards: Shards | None = None,
         rows: Callable[[], int | None] = lambda: None,
+        may_check: Callable[[], bool] = lambda: True,
+        timed: Callable[[], AbstractContextManager[object]] = nullcontext,
+        door: bool = True,
     ) -> None:
         self.checks = Checks()
         self.witness: BatchWitness | None = None
@@ -176,16 +176,16 @@ class Referee:
         self._clip = clip if math.isfinite(clip_norm) else "none"
         self._groups = groups
         self._rate = rate
-        self._takes_means = takes_means
+        self._scale = scale
+        self._has_door = door
         self._shards = shards
         self._rows = rows
         self._coin = random.SystemRandom()
         self._steps_compared = 0
         self._kinds: set[Hashable] = set()
         self._pending: _Pending | None = None
-        self._has_losses = False
-        self._began = time.perf_counter()
-        self._seconds = 0.0
+        self._may_check = may_check
+        self._timed = timed
         self._noise: list[tuple[str, int, Tensor]] = []
         self.begin_step()
 
@@ -201,31 +201,21 @@ class Referee:
         self._new_kinds: set[Hashable] = set()
         self._pending = None
 
-    def note_losses(self) -> None:
-        """The backward that follows begins at one loss per sample, whatever was declared."""
-        self._has_losses = True
-
-    def follow(
-        self, args: Any, kwargs: Mapping[str, Any], find: Callable[[], KeptCall | None]
-    ) -> None:
-        """For a batch that the witness did not see: have `find` put its call together, if due."""
-        unseen = self.witness is not None and self._pending is None and self._shards is None
-        if unseen and self.wants(args, kwargs) and self.witness is not None:
-            self.witness.call = find()
-
     def wants(self, args: Any, kwargs: Mapping[str, Any]) -> bool:
         """Whether the batch that is about to run is going to be compared."""
         self.settle()
-        if self._compares is None:
+        chosen = self._compares
+        if chosen is None:
             first = self._steps_compared < FIRST_STEPS
-            by_chance = self._coin.random() < self._rate and self._is_affordable()
+            by_chance = self._coin.random() < self._rate
+            by_chance = by_chance and (self._rate > DEFAULT_RATE or self._may_check())
             if self._shards is not None:
                 by_chance = self._shards.coin()
-            self._compares = first or by_chance
+            chosen = by_chance or (first and self._has_door)
+            self._compares = chosen if self._has_door else None
         rows = self._rows()
         kind = _kind_of(self._model, args, kwargs)
-        self._has_losses = False
-        if not self._compares and (kind in self._kinds or self._shards is not None):
+        if not chosen and (kind in self._kinds or self._shards is not None):
             return False
         sums = None
         if not self._compares:
@@ -244,23 +234,39 @@ class Referee:
         pending, self._pending, witness = self._pending, None, self.witness
         if pending is None or witness is None or witness.call is None:
             return
-        call, witness.call = witness.call, None
+        call = witness.call
         norms = self._engine.sample_norms[pending.num_norms :].double().cpu()
         if not norms.numel() and self._shards is None:
             return
-        started = time.perf_counter()
         self._half = self._half or call.autocast[1]
         rows = norms.numel() if pending.rows is None else pending.rows
+        pull = None if self._shards is None else self._shards.rows
         try:
             self._refuse_to_replay(call, norms)
-            pull = None if self._shards is None else self._shards.rows
-            with witness.replay(call, rows, self._engine.lifted(), pull) as replay:
-                total = self._expected(replay, norms, rows)
+            lifted = self._engine.lifted()
+            with self._timed(), witness.replay(call, rows, lifted, pull) as replay:
+                total, lengths = self._expected(replay, norms, rows)
+                try:
+                    self._weigh(pending, norms, total, lengths)
+                except RefereeError as error:
+                    if replay.cancels():
+                        raise CannotReplayError("gradients are all rounding") from None
+                    if self._compares:
+                        raise
+                    try:
+                        # A backward that its author has changed need not be linear in the losses.
+                        self._weigh(pending, norms, *self._one_by_one(replay, norms, rows))
+                    except RefereeError:
+                        raise error from None
         except CannotReplayError as reason:
             self.checks.not_made += pending.sums is not None
             self.checks.reasons.add(str(reason))
             self._total = None
-            return
+
+    def _weigh(
+        self, pending: _Pending, norms: Tensor, total: Tensors, lengths: Mapping[int, float]
+    ) -> None:
+        """Compare one batch, or add it to what its step is going to be compared with."""
         if pending.sums is not None:
             found = self._engine.clipped_sum()
             delivered = {name: found[name] - before for name, before in pending.sums.items()}
@@ -271,9 +277,9 @@ class Referee:
             self._new_kinds.add(pending.kind)
             for name, part in total.items():
                 self._total[name] = part if name not in self._total else self._total[name] + part
-        self._seconds += time.perf_counter() - started
+        self._check_norms(norms, lengths)
 
-    def _refuse_to_replay(self, call: KeptCall, norms: Tensor) -> None:
+    def _refuse_to_replay(self, call: Any, norms: Tensor) -> None:
         """Where processes run the model together, all of them do or none does."""
         problem = None if torch.isfinite(norms).all() else "a sample's gradient is not finite"
         problem = problem or call.problem()
@@ -281,55 +287,55 @@ class Referee:
         if is_any:
             raise CannotReplayError(problem or "another process could not run its batch once more")
 
-    def _expected(self, replay: SecondRun, norms: Tensor, rows: int) -> dict[str, Tensor]:
-        """The clipped sum of one batch by plain autograd; checks the norms of a few samples."""
-        scale = 1.0
-        if self._takes_means and not self._has_losses and not replay.has_numbers:
-            scale = float(rows)
+    def _expected(
+        self, replay: SecondRun, norms: Tensor, rows: int
+    ) -> tuple[Tensors, dict[int, float]]:
+        """The clipped sum of one batch by plain autograd, and the norms of a few samples."""
+        scale = 1.0 if replay.has_numbers else self._scale()
         if self._clip == "per-layer":
-            return self._by_groups(replay, norms, rows, scale)
+            return self._one_by_one(replay, norms, rows)
         # Rows of a gradient summed over processes say nothing of a single sample.
         watched = 0 if self._shards is not None else min(SAMPLES, len(norms))
+        lengths = {}
         for sample in self._coin.sample(range(len(norms)), watched):
             weights = torch.zeros(rows, dtype=torch.float64)
             weights[sample] = scale
             grads = replay.gradient(weights)
-            expected = float(joint_norm(grads.values()))
-            factor = clip_factor(expected, self._bound, self._clip)
+            lengths[sample] = float(joint_norm(grads.values()))
+            factor = clip_factor(lengths[sample], self._bound, self._clip)
             for name, grad in grads.items():
                 own = factor * float(joint_norm([grad]))
                 self._single[name] = max(own, self._single.get(name, 0.0))
-            self._check_norm(float(norms[sample]), expected, sample, float(norms.median()))
         weights = torch.zeros(rows, dtype=torch.float64)
         factors = [clip_factor(norm, self._bound, self._clip) for norm in norms.tolist()]
         weights[: len(norms)] = torch.tensor(factors, dtype=torch.float64) * scale
-        return _widened(replay.gradient(weights, last=True))
+        return _widened(replay.gradient(weights, last=True)), lengths
 
-    def _by_groups(
-        self, replay: SecondRun, norms: Tensor, rows: int, scale: float
-    ) -> dict[str, Tensor]:
-        """Groups of parameters have factors of their own: every sample by itself."""
+    def _one_by_one(
+        self, replay: SecondRun, norms: Tensor, rows: int
+    ) -> tuple[Tensors, dict[int, float]]:
+        """The same with every sample by itself: groups of parameters have factors of their own."""
         groups = None if self._groups is None else self._groups()
-        plain = PlainClipping(self._model, clip_norm=self._bound, clip="per-layer", groups=groups)
+        plain = PlainClipping(self._model, clip_norm=self._bound, clip=self._clip, groups=groups)
         for sample in range(len(norms)):
             weights = torch.zeros(rows, dtype=torch.float64)
-            weights[sample] = scale
+            weights[sample] = 1.0 if replay.has_numbers else self._scale()
             plain.add_gradient(replay.gradient(weights))
-            found, expected = float(norms[sample]), float(plain.sample_norms[-1])
-            self._check_norm(found, expected, sample, float(norms.median()))
-        return plain.clipped_sum()
+        return plain.clipped_sum(), dict(enumerate(plain.sample_norms.tolist()))
 
-    def _check_norm(self, found: float, expected: float, sample: int, typical: float) -> None:
+    def _check_norms(self, norms: Tensor, lengths: Mapping[int, float]) -> None:
         tolerance = max(self._tolerance(), 2e-3)
-        low, high = (1 - tolerance) * expected, (1 + tolerance + NORM_ROOM) * expected
         # Gradients far below their batch's typical one are all rounding.
-        slack = 1e-3 * typical
-        if not low - slack <= found <= high + slack:
-            raise RefereeError(
-                f"sample {sample} of a batch: a norm of {found:.6g}, where plain autograd finds "
-                f"{expected:.6g}; nothing was released: {_REMEDY}"
-            )
-        self.checks.norms += bool(self._compares)
+        slack = 1e-3 * float(norms.median()) if len(norms) else 0.0
+        for sample, expected in lengths.items():
+            found = float(norms[sample])
+            low, high = (1 - tolerance) * expected, (1 + tolerance + NORM_ROOM) * expected
+            if not low - slack <= found <= high + slack:
+                raise RefereeError(
+                    f"sample {sample} of a batch: a norm of {found:.6g}, where plain autograd "
+                    f"finds {expected:.6g}; nothing was released: {_REMEDY}"
+                )
+            self.checks.norms += bool(self._compares)
 
     # --- at the door -----------------------------------------------------------------------------
 
@@ -428,7 +434,8 @@ class Referee:
             raise RefereeError(
                 f"{name}: the sum of clipped gradients is {lengths[name] / scale:.2%} of its norm "
                 f"away from what plain autograd finds ({distance / scale:.2%} over all "
-                f"parameters); nothing was released: {_REMEDY}"
+                f"parameters); nothing was released: {_REMEDY}",
+                name=name,
             )
 
     # --- the noise -------------------------------------------------------------------------------
@@ -489,11 +496,6 @@ class Referee:
         if self._device == "cuda" and torch.backends.cuda.matmul.allow_tf32:
             return TF32_TOLERANCE
         return max(TOLERANCES.get(dtype, HALF_TOLERANCE) for dtype in dtypes)
-
-    def _is_affordable(self) -> bool:
-        if self._rate > DEFAULT_RATE:
-            return True
-        return self._seconds <= SHARE_OF_TIME * (time.perf_counter() - self._began)
 
 
 _REMEDY = (

@@ -176,7 +176,9 @@ def audit_folder(
     noised = [a for a in report.attacks if a.evidence.threat_model is not ThreatModel.BLACK_BOX]
     bounds = card_bounds(noised, confidence=confidence)
     audited = replace(
-        card.with_audits(*map(_of_a_repeat, bounds)), not_covered=(*card.not_covered, SECOND_RUN)
+        card.with_audits(*map(_of_a_repeat, bounds)),
+        not_covered=(*card.not_covered, SECOND_RUN),
+        weights=old.get("weights", {}),
     )
     return replace(report, card=audited), audited
 

@@ -14,12 +14,13 @@ from shuffled_dpsgd.training.card import AuditedBound, PrivacyCard, write_card
 from shuffled_dpsgd.training.checkpoint import load_checkpoint, save_checkpoint
 from shuffled_dpsgd.training.checkpoint_folder import find_checkpoints, latest_checkpoint
 from shuffled_dpsgd.training.data import Batch
-from shuffled_dpsgd.training.independence import check_independence
 from shuffled_dpsgd.training.loop import LoopSettings, Outcome, Progress, train
+from shuffled_dpsgd.training.loss_check import check_independence
 from shuffled_dpsgd.training.metrics import StepMetrics
 from shuffled_dpsgd.training.physical import find_physical_batch_size
 from shuffled_dpsgd.training.planning import make_plan
 from shuffled_dpsgd.training.private import PrivateTraining
+from shuffled_dpsgd.training.released_weights import compare_weights
 from shuffled_dpsgd.training.spending import SpendingCurve
 
 __all__ = [
@@ -45,6 +46,7 @@ __all__ = [
     "StepMetrics",
     "assemble",
     "check_independence",
+    "compare_weights",
     "find_checkpoints",
     "find_physical_batch_size",
     "latest_checkpoint",

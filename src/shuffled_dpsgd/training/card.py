@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from shuffled_dpsgd.accounting import Meaning, what_it_means
-from shuffled_dpsgd.accounting.exactness import STATEMENT, is_exact
+from shuffled_dpsgd.accounting.bracket import STATEMENT, is_exact
 from shuffled_dpsgd.accounting.together import runs_of
 from shuffled_dpsgd.core import card as core_card
 from shuffled_dpsgd.core.card import CertifiedCard, counted
@@ -68,6 +68,8 @@ class PrivacyCard(CertifiedCard):
     exactness: str | None = None
     accounting: str = "certified"
     subject: Mapping[str, str] = field(default_factory=dict)
+    # Digests of what was released, by which saved weights are known; see `released_weights.py`.
+    weights: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     __str__ = CertifiedCard.__str__
 
@@ -120,6 +122,7 @@ class PrivacyCard(CertifiedCard):
         """Plain data in the card's order; every epsilon sits beside its kind."""
         return {
             "subject": dict(self.subject),
+            "weights": {kind: list(digests) for kind, digests in self.weights.items()},
             "private": self.private,
             "certified": _claim_json(self.certified),
             "certified_so_far": _claim_json(self.certified_so_far),

@@ -16,7 +16,6 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
 
-from shuffled_dpsgd.errors import InvalidArgumentError
 from shuffled_dpsgd.training.background import loaded_ahead
 from shuffled_dpsgd.training.layout import Layout, Part
 
@@ -140,7 +139,7 @@ def _physical_batches(
                 tags.append(_tag(batch, Part(records=(), counted=0), completes=True))
 
     loader: DataLoader[Any] = DataLoader(
-        PartLoader(_checked(data), collate or default_collate),
+        PartLoader(data, collate or default_collate),
         batch_size=None,
         sampler=every_part(),
         collate_fn=_as_it_is,
@@ -248,14 +247,3 @@ def _tag(batch: LogicalBatch, part: Part, *, completes: bool) -> PhysicalBatch:
         data=None,
         part=part,
     )
-
-
-def _checked(data: MapStyle) -> Dataset[Any]:
-    if not hasattr(data, "__len__") or not hasattr(data, "__getitem__"):
-        raise InvalidArgumentError(
-            "data",
-            expected="a map-style data set (with len() and indexing)",
-            got=type(data).__name__,
-            remedy="Poisson sampling needs random access; load streams into a map-style data set",
-        )
-    return data  # type: ignore[return-value]  # DataLoader only indexes and measures it

@@ -21,6 +21,7 @@ from shuffled_dpsgd.training.data import (
 )
 from shuffled_dpsgd.training.global_randomness import loader_generator
 from shuffled_dpsgd.training.guards import check_count, check_records
+from shuffled_dpsgd.training.label_check import warn_of_labels
 from shuffled_dpsgd.training.launch_check import compare_records
 from shuffled_dpsgd.training.layout import Layout, lengths_of
 from shuffled_dpsgd.training.meeting import Meeting
@@ -182,6 +183,7 @@ class DrawnBatches:
                 run.rows = survey(data)
                 run.history.begin(data, run.rows.identity)
                 warn_of_repeats(run.plan, run.rows)
+                warn_of_labels(run.model, run.rows)
             self._compared = data
         if run.finished:
             raise BudgetExhaustedError(

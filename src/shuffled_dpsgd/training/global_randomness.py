@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
 
 from shuffled_dpsgd.core.streams import Purpose, RandomStreams
+from shuffled_dpsgd.runtime.random_states import seed_all
 
 
 def global_randomness() -> dict[str, Any]:
@@ -56,20 +55,7 @@ def seed_dropout(seed: int) -> None:
 
 
 def _begin_at(label: str) -> None:
-    own = int.from_bytes(hashlib.sha256(label.encode()).digest()[:8], "little")
-    torch.manual_seed(own)
-    random.seed(own)
-    np.random.seed(own % 2**32)  # noqa: NPY002
-
-
-@contextmanager
-def randomness_kept() -> Iterator[None]:
-    """Whatever is drawn meanwhile, the generators stand afterwards where they stood before."""
-    before = global_randomness()
-    try:
-        yield
-    finally:
-        set_global_randomness(before)
+    seed_all(int.from_bytes(hashlib.sha256(label.encode()).digest()[:8], "little"))
 
 
 def loader_generator(

@@ -23,8 +23,9 @@ from shuffled_dpsgd.distributed.exchange import ReplicatedSums
 from shuffled_dpsgd.distributed.world import World
 from shuffled_dpsgd.errors import InvalidArgumentError
 from shuffled_dpsgd.permutation import PermutationSpec
+from shuffled_dpsgd.runtime.random_states import randomness_kept
 from shuffled_dpsgd.training.data import MapStyle
-from shuffled_dpsgd.training.global_randomness import randomness_kept, seed_rank
+from shuffled_dpsgd.training.global_randomness import seed_rank
 from shuffled_dpsgd.training.plan_identity import field_fingerprints
 from shuffled_dpsgd.training.record_digest import digest
 

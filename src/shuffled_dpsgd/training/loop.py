@@ -26,7 +26,7 @@ from shuffled_dpsgd.training.checkpoint import Stateful, load_checkpoint, save_c
 from shuffled_dpsgd.training.checkpoint_folder import latest_checkpoint
 from shuffled_dpsgd.training.data import MapStyle
 from shuffled_dpsgd.training.global_randomness import loader_generator
-from shuffled_dpsgd.training.independence import check_independence
+from shuffled_dpsgd.training.loss_check import check_independence
 from shuffled_dpsgd.training.metrics import StepMetrics
 from shuffled_dpsgd.training.physical import PerSampleLoss, find_physical_batch_size
 from shuffled_dpsgd.training.private import PrivateTraining

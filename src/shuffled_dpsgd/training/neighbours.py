@@ -7,12 +7,16 @@ out; then every new kind of batch, and others at random. The model itself is tri
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
 from torch.utils.data import default_collate
 
+from shuffled_dpsgd.clipping.checks.check_turns import CheckTurns, TimeShare
 from shuffled_dpsgd.runtime.notices import say_once
 from shuffled_dpsgd.training.data import MapStyle, PartLoader, PhysicalBatch
+from shuffled_dpsgd.training.label_check import LabelCheck
 from shuffled_dpsgd.training.loader_check import LoaderCheck
 from shuffled_dpsgd.training.loss_check import LossExchange, PerSampleLoss
 
@@ -26,14 +30,19 @@ NO_LOSS = (
 
 
 class NeighbourTests:
-    """Tries out the loader and the loss of `run` on the batches it draws."""
+    """Tries out the loader and the loss of `run` on the batches it draws.
 
-    def __init__(self, run: PrivateTraining, *, rate: float) -> None:
+    `check_time` is what all checks of the run have taken.
+    """
+
+    def __init__(self, run: PrivateTraining, *, rate: float, check_time: TimeShare) -> None:
         self._run = run
-        self._rate = rate
+        self._turns = partial(CheckTurns, rate, check_time, run.plan.seed)
         self._loader: LoaderCheck | None = None
         self._loss: LossExchange | None = None
         self._made_of: tuple[Any, Any] | None = None
+        self._labels = LabelCheck()
+        self._batch: Any = None
 
     def use_loss(self, loss: PerSampleLoss) -> None:
         """Test this loss from here on."""
@@ -41,7 +50,7 @@ class NeighbourTests:
             self._run.model,
             loss,
             self._run.engine.lifted,
-            rate=self._rate,
+            turns=self._turns(),
             with_gradients=not self._run.is_sharded,
         )
 
@@ -51,7 +60,8 @@ class NeighbourTests:
             return
         self._made_of = data, collate
         loader = PartLoader(data, collate or default_collate)
-        self._loader = LoaderCheck(loader, dataset_size=len(data), rate=self._rate)
+        self._labels = LabelCheck(self._run.rows)
+        self._loader = LoaderCheck(loader, dataset_size=len(data), turns=self._turns())
 
     @property
     def not_checked(self) -> tuple[str, ...]:
@@ -63,9 +73,17 @@ class NeighbourTests:
             )
         return tuple(reasons)
 
+    def check_labels(self, losses: Tensor) -> None:
+        """Before the first release: refuse labels that are no class of the loss."""
+        if self._run.ledger.spent == 0 and self._batch is not None:
+            self._labels.learn(losses, self._batch)
+
     def check(self, drawn: PhysicalBatch, batch: Any) -> None:
         """Try out a batch that is about to be handed out, if its turn has come."""
         run = self._run
+        if drawn.size:
+            self._labels.check(drawn.data)
+        self._batch = batch if run.ledger.spent == 0 else None
         dense = run.ledger.spent == 0
         run.engine.check_densely(dense)
         with run.clock.part("checks"):

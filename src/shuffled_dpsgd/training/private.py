@@ -10,13 +10,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from functools import partial
+from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from shuffled_dpsgd.clipping import ClippingEngine
+from shuffled_dpsgd.clipping.checks.check_turns import TimeShare
 from shuffled_dpsgd.clipping.checks.loss_independence import refuse_foreign_parameters
 from shuffled_dpsgd.core.card import NO_LEDGER, SEEDED_TWICE
 from shuffled_dpsgd.core.ledger import Ledger
@@ -34,7 +35,6 @@ from shuffled_dpsgd.runtime.clock import OTHER, Clock
 from shuffled_dpsgd.runtime.replay import Witness
 from shuffled_dpsgd.runtime.shards import held
 from shuffled_dpsgd.training.card import PrivacyCard, write_card
-from shuffled_dpsgd.training.compiled_batches import follow
 from shuffled_dpsgd.training.data import MapStyle
 from shuffled_dpsgd.training.drawn_batches import BatchStream, DrawnBatches
 from shuffled_dpsgd.training.fingerprints import fingerprint
@@ -49,6 +49,7 @@ from shuffled_dpsgd.training.layout import Layout
 from shuffled_dpsgd.training.meeting import Meeting
 from shuffled_dpsgd.training.metrics import LossMeter, StepMetrics, describe_step
 from shuffled_dpsgd.training.neighbours import NeighbourTests
+from shuffled_dpsgd.training.released_weights import describe_weights
 from shuffled_dpsgd.training.rows import Survey
 from shuffled_dpsgd.training.shared_ledger import SharedLedger
 from shuffled_dpsgd.training.shuffling import PermutedFrame, Shuffling
@@ -103,7 +104,7 @@ class PrivateTraining:
         self._sharding = sharding
         self.steps_taken = 0
         self.released = False
-        self._released_as: str | None = None
+        self._released_as: dict[str, list[str]] | None = None
         self.last_metrics: StepMetrics | None = None
         self.last_sample_norms = torch.empty(0)
         self._trainable = {n: p for n, p in model.named_parameters() if p.requires_grad}
@@ -122,6 +123,7 @@ class PrivateTraining:
         self.history = History(self, budget)
         self.unit = unit
         self.rows: Survey | None = None
+        self._check_time = getattr(engine, "check_time", None) or TimeShare()
         self._referee = Referee(
             model,
             engine,
@@ -129,12 +131,19 @@ class PrivateTraining:
             clip=plan.clip,
             groups=lambda: engine.clip_groups,
             rate=check_rate,
-            takes_means=plan.loss_reduction == "mean",
+            scale=lambda: getattr(engine, "scale", 1.0),
             shards=self._shards(check_rate),
             rows=self._rows_in_hand,
+            may_check=self._check_time.allows,
+            timed=self._check_time.spent,
         )
-        self._witness = Witness(model, self._referee.wants, lambda: engine.is_checking)
-        self._referee.witness = self._witness
+        # Other engines than our own have none.
+        self._witness = None if hasattr(engine, "witness") else Witness(model, self._is_checking)
+        if self._witness is None:
+            engine.use_referee(self._referee)
+        else:
+            self._referee.witness = self._witness
+            self._witness.wants.append(self._referee.wants)
         self.referee: Inspector = self._referee
         self._door = Door(
             names=tuple(self._trainable),
@@ -153,7 +162,7 @@ class PrivateTraining:
             update=self._update,
             try_out=lambda drawn, batch: self._neighbours.check(drawn, batch),
         )
-        self._neighbours = NeighbourTests(self, rate=check_rate)
+        self._neighbours = NeighbourTests(self, rate=check_rate, check_time=self._check_time)
         self.shuffling = Shuffling(
             model=model,
             optimizer=optimizer,
@@ -200,7 +209,7 @@ class PrivateTraining:
         Each forward of a rank asks the others for its weights anew. All ranks must enter, and those
         that do not run the model answer until all others leave.
         """
-        with nullcontext() if self._sharding is None else self._sharding.lending():
+        with nullcontext() if self._sharding is None else self._sharding.unsharded():
             yield
 
     @property
@@ -294,16 +303,12 @@ class PrivateTraining:
         reduced = losses.dim() == 0
         if self.steps_taken == 0 and self.plan.sampling == "poisson":
             warn_if_scaled(losses)
+        self._neighbours.check_labels(losses)
         # Here, so that the outcome is known before the norms are, for which a step waits.
         self._weights.ask()
-        inputs = getattr(self.engine, "compiled_inputs", None)
-        if inputs is not None:
-            args, kwargs, _ = inputs
-            find = partial(follow, self.model, self.engine, losses, inputs)
-            self._referee.follow(args, kwargs, find)
-        if not reduced:
-            self._referee.note_losses()
-        elif self.ledger.spent == 0 and not self.is_sharded:
+        if reduced and self._witness is None:
+            self.engine.follow_compiled(losses)
+        if reduced and self.ledger.spent == 0 and not self.is_sharded:
             refuse_foreign_parameters(losses, self._trainable)
         if current is not None and (self._drawn.pads or current.size < current.rows):
             if current.size > 0:
@@ -416,11 +421,11 @@ class PrivateTraining:
 
     def note_released(self) -> None:
         """Take the weights as they are now for those that the card is about."""
-        self._released_as = self._weights_mark() if self.released else None
+        self._released_as = describe_weights(self.model) if self.released else None
 
     def check_released(self) -> None:
         """Refuse weights that are others than `release()` left; before it, all may be saved."""
-        if self._released_as not in (None, self._weights_mark()):
+        if self._released_as not in (None, describe_weights(self.model)):
             raise InvalidArgumentError(
                 "model",
                 expected="the weights as release() left them, which the privacy card is about",
@@ -428,10 +433,6 @@ class PrivateTraining:
                 remedy="save before you train on or change them; what is made of released weights "
                 "without the private records may be saved by itself, as model.save_pretrained does",
             )
-
-    def _weights_mark(self) -> str:
-        weights = {name: held(p) for name, p in self.model.named_parameters()}
-        return fingerprint(weights, b"the weights of a release")
 
     def card(self) -> PrivacyCard:
         """What may be said about everything released so far."""
@@ -447,6 +448,9 @@ class PrivateTraining:
             not_checked=self._neighbours.not_checked,
             optimizer=self._optimizer_name,
         )
+        # Where weights are spread over processes, each knows its own rows of them alone.
+        known = {} if self.is_sharded else self._released_as or {}
+        card = replace(card, weights=known)
         unit = describe_unit(self.plan, self.unit, self.rows)
         return self.history.added_to(card).about(unit=unit)
 
@@ -471,7 +475,8 @@ class PrivateTraining:
     def __enter__(self) -> PrivateTraining:
         if self._depth == 0:
             self.engine.__enter__()
-            self._witness.listen()
+            if self._witness is not None:
+                self._witness.listen()
             self.shuffling.listen()
         self._depth += 1
         return self
@@ -489,7 +494,8 @@ class PrivateTraining:
         self._depth -= 1
         if self._depth == 0:
             self.shuffling.stop_listening()
-            self._witness.stop()
+            if self._witness is not None:
+                self._witness.stop()
             self.engine.__exit__(kind, error, trace)
 
     def _may_release(self) -> bool:
@@ -501,6 +507,9 @@ class PrivateTraining:
         return ShardedTotals(
             self._sharding, self._trainable, lambda: self.streams.coin(self.steps_taken, rate)
         )
+
+    def _is_checking(self) -> bool:
+        return self.engine.is_checking
 
     def _rows_in_hand(self) -> int | None:
         current = self._drawn.current

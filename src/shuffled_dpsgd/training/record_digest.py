@@ -1,18 +1,23 @@
-"""A keyed digest of records: equal for equal records in equal order.
+"""Whether records, or rows of two batches, are the same bit for bit; and digests to know them by.
 
-Whoever has neither the key nor the records learns nothing from it.
+Whoever has neither the key nor the records learns nothing from a keyed digest.
 """
 
 from __future__ import annotations
 
 import hashlib
+import pickle
+from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from shuffled_dpsgd.errors import InvalidArgumentError
+from shuffled_dpsgd.runtime.random_states import randomness_kept
 from shuffled_dpsgd.training.data import MapStyle
-from shuffled_dpsgd.training.global_randomness import randomness_kept, seed_dropout
+from shuffled_dpsgd.training.global_randomness import seed_dropout
 
 _RECORDS = 256
 
@@ -64,6 +69,52 @@ def row_digest(record: Any) -> bytes:
     return whole.digest()
 
 
+def same(one: Any, other: Any) -> bool:
+    """Whether two records are the same."""
+    return row_digest(one) == row_digest(other)
+
+
+def same_row(one: Any, other: Any, row: int, size: int) -> bool:
+    """Whether one of `size` rows is the same in two batches, over the width that both have."""
+    for leaves in zip(_leaves(one), _leaves(other), strict=False):
+        a, b = (_row(leaf, row, size) for leaf in leaves)
+        if a is None or b is None or same(a, b):
+            continue
+        if not (isinstance(a, Tensor) and isinstance(b, Tensor) and a.dim() == b.dim()):
+            return False
+        common = [min(lengths) for lengths in zip(a.shape, b.shape, strict=True)]
+        # Padding may be at either end.
+        if not any(same(_cut(a, common, end), _cut(b, common, end)) for end in (False, True)):
+            return False
+    return True
+
+
+def shapes(batch: Any) -> list[Any]:
+    """The shapes of everything in a batch that has one."""
+    return [tuple(leaf.shape) for leaf in _leaves(batch) if hasattr(leaf, "shape")]
+
+
+def _leaves(value: Any) -> list[Any]:
+    if isinstance(value, Mapping):
+        return [leaf for key in value for leaf in _leaves(value[key])]
+    has_arrays = isinstance(value, list) and any(isinstance(v, Tensor | np.ndarray) for v in value)
+    if isinstance(value, tuple) or has_arrays:
+        return [leaf for part in value for leaf in _leaves(part)]
+    return [value]
+
+
+def _row(leaf: Any, row: int, size: int) -> Any:
+    """One row of what has an entry for each row."""
+    if isinstance(leaf, Tensor | np.ndarray) and leaf.shape[:1] == (size,):
+        return torch.as_tensor(leaf[row])
+    return leaf[row] if isinstance(leaf, list) and len(leaf) == size else None
+
+
+def _cut(tensor: Tensor, lengths: list[int], at_end: bool) -> Tensor:
+    pairs = zip(tensor.shape, lengths, strict=True)
+    return tensor[tuple(slice(have - n, have) if at_end else slice(n) for have, n in pairs)]
+
+
 def _add(whole: Any, value: Any) -> None:
     """Each value with its kind and length before it, so that no two can run together."""
     if isinstance(value, tuple | list):
@@ -73,18 +124,27 @@ def _add(whole: Any, value: Any) -> None:
         whole.update(f"sequence:{len(value)}:".encode())
         for item in value:
             _add(whole, item)
-    elif isinstance(value, dict):
+    elif isinstance(value, Mapping):
         _add(whole, [part for key in sorted(value) for part in (key, value[key])])
-    elif isinstance(value, torch.Tensor):
+    elif isinstance(value, Tensor):
         array = value.detach().cpu().contiguous()
         kind = f"tensor:{array.dtype}:{tuple(array.shape)}"
         _add_bytes(whole, kind, array.reshape(-1).view(torch.uint8).numpy().tobytes())
-    elif hasattr(value, "tobytes"):
+    elif hasattr(value, "tobytes") and not (
+        isinstance(value, np.ndarray) and value.dtype.hasobject
+    ):
         shape = getattr(value, "shape", None) or getattr(value, "size", None)
         content = getattr(value, "dtype", None) or getattr(value, "mode", None)
         _add_bytes(whole, f"array:{content}:{shape}", value.tobytes())
+    elif isinstance(value, np.ndarray) or not _has_text(value):
+        # A text would leave entries out, or tell where an object lies.
+        _add_bytes(whole, type(value).__name__, pickle.dumps(value))
     else:
         _add_bytes(whole, type(value).__name__, repr(value).encode())
+
+
+def _has_text(value: Any) -> bool:
+    return any("__repr__" in vars(kind) for kind in type(value).__mro__ if kind is not object)
 
 
 def _add_bytes(whole: Any, kind: str, content: bytes) -> None:

@@ -13,15 +13,17 @@ import math
 import time
 import weakref
 from collections import Counter
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
 
 import numpy as np
 import torch.utils.data
+from torch import Tensor
 
-from shuffled_dpsgd.training.data import MapStyle
-from shuffled_dpsgd.training.global_randomness import randomness_kept
+from shuffled_dpsgd.runtime.random_states import randomness_kept
+from shuffled_dpsgd.training.data import MapStyle, PartLoader
 from shuffled_dpsgd.training.record_digest import row_digest
 
 _SECONDS = 3.0
@@ -33,13 +35,15 @@ _FOR_IDENTITY = 64
 class Survey:
     """How often the most frequent row stands in a data set, as far as it was looked at.
 
-    `identity` is equal for equal rows in equal order, and known from some of them.
+    `identity` is equal for equal rows in equal order, and known from some of them. `extremes` are
+    the least and the largest whole number of every field that has one, each with its row.
     """
 
     largest: int
     compared: int
     total: int
     identity: str
+    extremes: Mapping[Hashable, tuple[tuple[int, int], tuple[int, int]]]
 
     @property
     def looked_at(self) -> str:
@@ -66,49 +70,60 @@ def survey(data: MapStyle) -> Survey:
 
 
 def _survey(data: MapStyle) -> Survey:
-    digests = list(_digests(data))
+    digests: list[bytes] = []
+    extremes: dict[Hashable, tuple[tuple[int, int], tuple[int, int]]] = {}
+    for row, record in _records(data):
+        digests.append(row_digest(record))
+        for key, field in fields_of(record):
+            if isinstance(field, Integral) or (isinstance(field, Tensor) and _is_whole(field)):
+                found = int(field), row
+                least, most = extremes.get(key, (found, found))
+                extremes[key] = min(least, found), max(most, found)
     counts = Counter(digests)
     some = b"".join(digests[:_FOR_IDENTITY])
     identity = hashlib.blake2b(some, key=f"{len(data)}".encode(), digest_size=16).hexdigest()
     places = np.unique(_places(data, {}), return_counts=True)[1] if _is_made_of(data) else [1]
     largest = max(max(counts.values(), default=1), int(max(places, default=1)))
-    return Survey(largest=largest, compared=len(digests), total=len(data), identity=identity)
+    return Survey(
+        largest=largest,
+        compared=len(digests),
+        total=len(data),
+        identity=identity,
+        extremes=extremes,
+    )
 
 
 def shared_rows(training: MapStyle, heldout: MapStyle) -> int:
     """How many rows of `heldout` are rows of `training`, as far as they were looked at."""
     if heldout is training:
         return len(training)
-    known = set(_digests(training))
-    return sum(digest in known for digest in _digests(heldout))
+    known = {row_digest(record) for _, record in _records(training)}
+    return sum(row_digest(record) in known for _, record in _records(heldout))
 
 
-def _digests(data: MapStyle) -> Iterator[bytes]:
+def fields_of(record: Any) -> list[tuple[Hashable, Any]]:
+    """The parts of a record or a batch that has several, each with its key."""
+    if isinstance(record, Mapping):
+        return list(record.items())
+    return list(enumerate(record)) if isinstance(record, tuple | list) else []
+
+
+def _is_whole(field: Tensor) -> bool:
+    return field.dim() == 0 and not field.is_floating_point()
+
+
+def _records(data: MapStyle) -> Iterator[tuple[int, Any]]:
     """Rows all over the data, each once, until they are through or time is up."""
     total, until = len(data), time.monotonic() + _SECONDS
     # About the golden section: whatever part of the rows is reached, it is spread over all.
     stride = next((s for s in range(int(total * 0.618) or 1, total) if math.gcd(s, total) == 1), 1)
+    loader = PartLoader(data, list)
     with randomness_kept():
         for start in range(0, total, _AT_ONCE):
             some = [i * stride % total for i in range(start, min(start + _AT_ONCE, total))]
-            yield from map(row_digest, _load(data, some))
+            yield from zip(some, loader.samples(some), strict=True)
             if time.monotonic() > until:
                 return
-
-
-def _load(data: Any, indices: list[int]) -> list[Any]:
-    loaded: list[Any] = []
-    many = hasattr(data, "__getitems__")
-    try:
-        if many:
-            return list(data.__getitems__(indices))
-        for index in indices:
-            loaded.append(data[index])
-    except Exception as error:
-        which = f"records {indices}" if many else f"record {indices[len(loaded)]}"
-        error.add_note(f"while loading {which} of the data set, to compare rows")
-        raise
-    return loaded
 
 
 def _is_made_of(data: Any) -> bool:

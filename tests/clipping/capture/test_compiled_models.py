@@ -555,7 +555,9 @@ def test_samples_mixed_in_a_compiled_model_are_found_before_their_sums_are_used(
     model, ids = Mixing(fault), torch.randint(9, (4, 6))
     engine = ClippingEngine(model)
     torch._dynamo.reset()
-    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    # Attribution is compared with plain autograd where the compiler compiles backwards too.
+    backend = "aot_eager" if fault == "first row" else "eager"
+    compiled = torch.compile(model, fullgraph=True, backend=backend)
     for _ in ("found", "found again"):
         with engine, pytest.raises(UnsupportedModuleError):
             engine.backward(compiled(ids).square().sum(1))
@@ -575,7 +577,7 @@ def test_the_check_of_a_compiled_model_runs_under_the_autocast_of_its_forward() 
             out = compiled(x)
         engine.backward(out.float().square().sum(1))
     assert bool((engine.sample_norms > 0).all())
-    assert engine.num_checked == 2
+    assert engine.num_checked == 1
 
 
 def test_a_compiled_model_is_checked_once_and_compiled_no_more_often() -> None:

@@ -113,13 +113,14 @@ def batch(size: int, dtype: torch.dtype = torch.float32) -> Inputs:
 def test_samples_that_move_or_meet_are_refused(inner: Inner, size: int, seed: int) -> None:
     """Unnoticed, the norms of one sample would be made of several samples' gradients."""
     torch.manual_seed(seed)
-    engine = ClippingEngine(Around(inner))
+    # Two samples may lie in the order that a model brings them into.
+    often = {"check_rate": 1.0} if inner is sorted_by_content and size == 2 else {}
+    engine = ClippingEngine(Around(inner), **often)
 
     def first_batches() -> None:
         for step in range(8):
-            inputs = batch(size)
             torch.manual_seed(8 * seed + step)
-            run(engine, losses, inputs)
+            run(engine, losses, {"x": torch.randn(size, 6)})
 
     with pytest.raises(UnsupportedModuleError, match=REFUSED):
         first_batches()

@@ -177,6 +177,8 @@ class TestCancellation:
 
         torch.manual_seed(7)
         engine = ClippingEngine(Opposed(), clip_norm=1e-7)
+        # Plain autograd rounds otherwise, and all of this is rounding.
+        engine.use_referee(None)
         ids = torch.zeros(1, 3, dtype=torch.long)
         got = run(engine, lambda m, i: m(i["x"]).sum((1, 2)), {"x": ids})
         assert total_norm(got) <= 1e-7 * (1 + 1e-6)

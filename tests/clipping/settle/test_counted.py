@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from clipping.tiny_models import Inputs, class_losses, token_ids
 from shuffled_dpsgd.clipping import ClippingEngine
 from shuffled_dpsgd.clipping.settle import schedules
 from shuffled_dpsgd.errors import InvalidArgumentError
+from shuffled_dpsgd.runtime.replay import Rerun
 
 REAL, SIZE = 3, 5
 POISONS = (math.nan, math.inf, 1e300)
@@ -105,21 +107,26 @@ def test_hidden_positions_change_nothing() -> None:
     assert engine.num_checked > 0
 
 
-def test_the_standing_check_looks_at_counted_samples_only(model: nn.Module, real: Inputs) -> None:
+def test_checks_look_at_counted_samples_only(
+    model: nn.Module, real: Inputs, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine = ClippingEngine(model, check_rate=1.0)
-    looked_at: list[int] = []
+    looked_at: list[tuple[int, int]] = []
+    observe = Rerun.observe
+
+    def noted(rerun: Rerun, order: list[int], kept: list[int], gradients: bool = True) -> Any:
+        looked_at.extend((count, order[place]) for place in kept)
+        assert set(order) <= set(range(count))
+        return observe(rerun, order, kept, gradients)
+
+    monkeypatch.setattr(Rerun, "observe", noted)
     for count in (1, 2, 3) * 8:
         inputs = padded(real, 1.0)
         with engine:
-            losses = losses_of(model, inputs)
-            watch = engine._standing.watch
-            engine.backward(losses, counted=count)
-        assert watch is not None
-        assert len(watch.samples) == min(2, count)
-        assert max(watch.samples) < count
-        looked_at += watch.samples
+            engine.backward(losses_of(model, inputs), counted=count)
         engine.reset()
-    assert set(looked_at) == {0, 1, 2}
+    assert all(sample < counted for counted, sample in looked_at)
+    assert {sample for _, sample in looked_at} == {0, 1, 2}
 
 
 def test_recorded_work_is_shared_by_any_number_counted(
@@ -135,12 +142,13 @@ def test_recorded_work_is_shared_by_any_number_counted(
     monkeypatch.setattr(schedules, "places_of", noted)
     monkeypatch.setattr(schedules.WholeGradient, "_may_replay", lambda *_: True)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=0))
-    for count in (1, 2, SIZE):
+    for count in (SIZE, 1, 2, SIZE):
         with engine:
             engine.backward(losses_of(model, padded(real, 1.0)), counted=count)
         engine.reset()
-    assert len(keys) == 3
-    assert len(set(keys)) == 1
+    # The first batch of a kind is compared, and starts from a copy of the sums.
+    assert len(keys) == 4
+    assert len(set(keys[1:])) == 1
 
 
 @pytest.mark.gpu

@@ -77,13 +77,24 @@ class CompiledForward:
     what the shapes of its captures depend on. `captures` describes the calls that a compiled
     backward has recorded through the operator, and `graphs` holds the ids of the autograd nodes,
     one per compiled graph, that did so. `taps` are those given to the forward, if any. `tapped`
-    says whether their gradients have come, which then wait in `late`.
+    says whether their gradients have come, which then wait in `late`. `is_followed` says that it
+    was decided whether the batch is checked.
     """
 
-    __slots__ = ("captures", "graphs", "inputs", "late", "signature", "tapped", "taps")
+    __slots__ = (
+        "captures",
+        "graphs",
+        "inputs",
+        "is_followed",
+        "late",
+        "signature",
+        "tapped",
+        "taps",
+    )
 
     def __init__(self) -> None:
         self.inputs: tuple[Any, Any, torch.dtype | None] | None = None
+        self.is_followed = False
         self.signature: Signature | None = None
         self.captures: dict[CallKey, tuple[Spec, ...]] = {}
         self.graphs: set[int] = set()

@@ -1,53 +1,16 @@
-"""Which inputs of a call carry the batch, and the inputs of some of its samples."""
+"""What tells batches apart that may take other paths through a model."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves
 
 # The label that loss functions ignore.
 NO_LABEL = -100
-
-
-class BatchedInputs:
-    """Learns which tensors of a call have the batch on their first axis.
-
-    A mask of shape (T, T) looks like it whenever T happens to be the batch size. Once it has been
-    seen with another length, it is known to be shared by all samples.
-    """
-
-    def __init__(self) -> None:
-        self._shared: set[tuple[Any, int]] = set()
-
-    def note(self, args: Any, kwargs: Mapping[str, Any], size: int) -> None:
-        """Look at one more call with a batch of `size`."""
-        leaves, spec = tree_flatten((args, dict(kwargs)))
-        for place, leaf in enumerate(leaves):
-            if isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] != size:
-                self._shared.add((spec, place))
-
-    def take(
-        self, args: Any, kwargs: Mapping[str, Any], size: int, samples: Sequence[int]
-    ) -> tuple[Any, dict[str, Any]]:
-        """The call with these samples only; its tensors share no graph with the original ones."""
-        leaves, spec = tree_flatten((args, dict(kwargs)))
-        rows = list(samples)
-
-        def taken(place: int, leaf: Any) -> Any:
-            if not isinstance(leaf, Tensor):
-                return leaf
-            found = leaf.detach()
-            has_batch = leaf.dim() > 0 and leaf.shape[0] == size
-            if has_batch and (spec, place) not in self._shared:
-                found = found[rows]
-            return found.requires_grad_(leaf.requires_grad)
-
-        chosen = [taken(place, leaf) for place, leaf in enumerate(leaves)]
-        return tree_unflatten(chosen, spec)
 
 
 def are_ragged(args: Any, kwargs: Mapping[str, Any], size: int) -> tuple[bool, ...]:
@@ -115,19 +78,18 @@ class BatchKinds:
     """Tells apart the batches that may take other paths through a model.
 
     Besides the inputs, what counts is which modules are in training mode and whether the forward
-    is cast to half precision.
+    is cast to half precision; and with `labels_count`, whether samples have different numbers of
+    labels, because a mean over tokens cannot be told from one over samples until they do.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self.inputs = BatchedInputs()
+    def __init__(self, model: nn.Module, *, labels_count: bool = True) -> None:
+        self._labels_count = labels_count
         self._modules = list(model.modules())
 
     def of(self, args: Any, kwargs: Mapping[str, Any], size: int, device: str) -> Hashable:
         """The kind of a call with a batch of `size`."""
-        self.inputs.note(args, kwargs, size)
         modes = tuple([module.training for module in self._modules])
-        # A mean over tokens cannot be told from one over samples until samples differ in labels.
-        uneven = are_uneven(args, kwargs, size)
+        uneven = self._labels_count and are_uneven(args, kwargs, size)
         return kind_of_call(args, kwargs, size), uneven, modes, torch.is_autocast_enabled(device)
 
 

@@ -1,62 +1,74 @@
-"""Checks that the first axis of every layer's input really is the batch.
+"""Finds out where the inputs of every layer have the batch, and refuses what has it nowhere.
 
 Some inputs have no batch axis: the ids of a table of positions, of shape (T,), or a table (T, D)
 that goes through a linear map. Their gradient arrives already summed over the samples. Where T
 differs from the batch size, the shapes show it. Where T happens to equal the batch size, nothing
-shows it, and the clipping would be silently wrong. So a few samples of the first batch are run
-twice without gradients, once as they are and once with one sample added. Inputs that carry the
+shows it, and the clipping would be silently wrong. So a few samples of every new kind of batch are
+run twice without gradients, once as they are and once with one sample added. Inputs that carry the
 batch grow. All others do not.
 
-The first batch may mislead: with a single token, (T, D) has one row, like an input that is
-broadcast. So a few samples of every new kind of batch are run once without gradients. If a layer
-then sees a length it should not, everything is checked again.
-
 Some models fold the batch into another axis. There the number of rows of a sample is counted, and
-the count must be right every time. So such a model is checked with the whole batch, for every new
+the count must be right every time. So such a model is run with the whole batch, for every new
 shape, and again once its samples have different lengths.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Any
+from contextlib import ExitStack
+from enum import Enum
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
-from shuffled_dpsgd.clipping.capture.batch_size import shapes_beside_batch
+from shuffled_dpsgd.clipping.capture.batch_size import first_tensor, shapes_beside_batch
 from shuffled_dpsgd.clipping.capture.samples import are_ragged
 from shuffled_dpsgd.clipping.capture.slot import ONE_FOR_ALL, Slot
-from shuffled_dpsgd.clipping.checks.changed_batches import first_few, one_more
-from shuffled_dpsgd.clipping.checks.input_growth import (
-    Calls,
-    Given,
-    Growth,
-    find_calls,
-    fits,
-    judge_growth,
-)
+from shuffled_dpsgd.clipping.rules.embedding import EmbeddingSlot
 from shuffled_dpsgd.clipping.rules.trial_runs import buffers_kept, in_eval_mode
 from shuffled_dpsgd.errors import UnsupportedModuleError
 
+# Samples that are enough to see how inputs grow.
+_FEW = 8
+
+
+class Given(NamedTuple):
+    """The first input of a call: the length of the axis that should be the batch, and its axes."""
+
+    length: int
+    axes: int
+
+
+# What each slot is given, call by call; nothing for a call without inputs.
+Calls = dict[int, list[Given]]
+
+
+class Growth(Enum):
+    """What becomes of the length of an input when the batch has one sample more."""
+
+    BATCH = "it is the batch"
+    FOLDED = "it is a multiple of the batch"
+    ONE = "it stays one"
+    NONE = "it stays as it is"
+    OTHER = "it changes otherwise"
+
 
 class BatchAxisCheck:
-    """Checks the batch axis on the first batch, and on every kind not seen before."""
+    """Checks the batch axis on every kind of batch not seen before; `folds` once any input does."""
 
     def __init__(self, model: nn.Module, slots: Sequence[Slot]) -> None:
-        self._seen = 0
+        self.folds = False
         # The kinds that were checked, with the rows a sample then has in calls of folded slots.
         self._known: dict[Hashable, dict[int, tuple[int, ...]]] = {}
-        self._latest: Calls = {}
-        # What was found out, call by call, and how many axes the input had.
-        self._found: dict[int, list[tuple[Growth, int]]] = {}
+        # What was found out of every slot, call by call.
+        self._found: dict[int, list[Growth]] = {}
         self._model = model
         self._slots = slots
 
     def is_due(self, args: Any, kwargs: Mapping[str, Any], size: int, kind: Hashable) -> bool:
         """Whether a batch of `size` and of this kind would show what no batch has shown yet."""
-        if min(size, 2) > self._seen:
-            return True
         return size > 0 and self._key(args, kwargs, size, kind) not in self._known
 
     def run(
@@ -75,85 +87,56 @@ class BatchAxisCheck:
             UnsupportedModuleError: a layer's input does not grow with the batch, or the model
                 cannot be run with one sample more.
         """
-        is_first = min(size, 2) > self._seen
-        if is_first or self._folds() or not self._is_as_before(args, kwargs, size):
-            self._check(args, kwargs, size, late)
-            self._seen = max(self._seen, min(size, 2))
-        self._remember(args, kwargs, size, kind)
+        given: Calls | None = None
+        if size > _FEW and not self.folds:
+            few = [*range(_FEW)]
+            some = chosen(args, size, few), chosen(dict(kwargs), size, few)
+            try:
+                given = self._check(*some, _FEW, size, late)
+            except (RuntimeError, ValueError, IndexError):
+                given = None  # A model may have been made for batches of one size.
+        if given is None or self.folds:
+            given = self._check(args, kwargs, size, size, late)
+        self._known[self._key(args, kwargs, size, kind)] = {
+            slot.index: self._rows(slot.index, given, size) for slot in self._slots if slot.folded
+        }
+
+    def expect(self, args: Any, kwargs: Mapping[str, Any], size: int, kind: Hashable) -> None:
+        """Tell folded slots how many rows a sample has in inputs of these shapes."""
+        if size > 0 and self.folds:
+            key = self._key(args, kwargs, size, kind)
+            for slot in self._slots:
+                slot.layout.rows = self._known[key].get(slot.index)
 
     @property
     def shared(self) -> list[Slot]:
         """Slots that compute something once for all samples."""
         kinds = {Growth.ONE, Growth.NONE}
-        found = self._found
-        return [s for s in self._slots if {g for g, _ in found.get(s.index, [])} & kinds]
-
-    def _folds(self) -> bool:
-        return any(slot.folded for slot in self._slots)
+        return [s for s in self._slots if kinds & {*self._found.get(s.index, [])}]
 
     def _key(self, args: Any, kwargs: Mapping[str, Any], size: int, kind: Hashable) -> Hashable:
-        if not self._folds():
+        if not self.folds:
             return kind
         return kind, shapes_beside_batch(args, kwargs, size), are_ragged(args, kwargs, size)
 
-    def _remember(self, args: Any, kwargs: Mapping[str, Any], size: int, kind: Hashable) -> None:
-        self._known[self._key(args, kwargs, size, kind)] = {
-            slot.index: self._rows(slot.index, size) for slot in self._slots if slot.folded
-        }
-
-    def _rows(self, index: int, size: int) -> tuple[int, ...]:
-        """The rows a sample had in each of a slot's latest calls; empty if calls come and go."""
-        given, found = self._latest.get(index, []), self._found.get(index, [])
+    def _rows(self, index: int, calls: Calls, size: int) -> tuple[int, ...]:
+        """The rows a sample had in each of a slot's calls; empty if calls come and go."""
+        given, found = calls.get(index, []), self._found.get(index, [])
         if len(given) != len(found):
             return ()
         pairs = zip(given, found, strict=True)
-        return tuple([ONE_FOR_ALL if g is Growth.ONE else x.length // size for x, (g, _) in pairs])
+        return tuple([ONE_FOR_ALL if g is Growth.ONE else x.length // size for x, g in pairs])
 
-    def expect(self, args: Any, kwargs: Mapping[str, Any], size: int, kind: Hashable) -> None:
-        """Tell folded slots how many rows a sample has in inputs of these shapes."""
-        if size > 0 and self._folds():
-            key = self._key(args, kwargs, size, kind)
-            for slot in self._slots:
-                slot.layout.rows = self._known[key].get(slot.index)
-
-    def _is_as_before(self, args: Any, kwargs: Mapping[str, Any], size: int) -> bool:
-        """Whether every layer sees the lengths it should, by what was found before."""
-        args, kwargs, size = first_few(args, kwargs, size)
-        with in_eval_mode(self._model), buffers_kept(self._model), torch.random.fork_rng():
-            calls = self._latest = find_calls(self._model, self._slots, args, kwargs)
-        for index, given in calls.items():
-            found = self._found.get(index, [])
-            if len(given) != len(found):
-                return False
-            for call, (growth, axes_before) in zip(given, found, strict=True):
-                if call.axes != axes_before or not fits(call.length, growth, size):
-                    return False
-        return True
-
-    def _check(self, args: Any, kwargs: Mapping[str, Any], size: int, late: bool) -> None:
-        """Check a few samples; the whole batch if the model folds it or takes no smaller one."""
-        few_args, few_kwargs, few = first_few(args, kwargs, size)
-        if few < size and not self._folds():
-            try:
-                self._check_these(few_args, few_kwargs, few, size, late)
-            except (RuntimeError, ValueError, IndexError):
-                # A model may have been made for batches of one size.
-                self._check_these(args, kwargs, size, size, late)
-                return
-            if not self._folds():
-                return
-        self._check_these(args, kwargs, size, size, late)
-
-    def _check_these(
+    def _check(
         self, args: Any, kwargs: Mapping[str, Any], size: int, whole: int, late: bool
-    ) -> None:
-        """Check `size` samples of a batch of `whole`."""
-        more_args, more_kwargs = one_more(args, size), one_more(dict(kwargs), size)
+    ) -> Calls:
+        """Check `size` samples of a batch of `whole`; returns what the slots were given."""
+        more = [*range(size), 0]
         with in_eval_mode(self._model), buffers_kept(self._model), torch.random.fork_rng():
             # An error of the model's own comes up here, and is raised as it is.
-            before = self._latest = find_calls(self._model, self._slots, args, kwargs)
+            before = self._find_calls(args, kwargs)
             try:
-                after = find_calls(self._model, self._slots, more_args, more_kwargs)
+                after = self._find_calls(chosen(args, size, more), chosen(dict(kwargs), size, more))
             except (RuntimeError, ValueError, IndexError) as error:
                 raise UnsupportedModuleError(
                     "",
@@ -162,46 +145,116 @@ class BatchAxisCheck:
                     remedy="give every input that belongs to samples a batch axis 0, and no "
                     "other input that length",
                 ) from error
-            self._refuse_other_batch(after, size)
-            found: dict[int, list[tuple[Growth, int]]] = {}
-            for slot in self._slots:
-                given = before.get(slot.index, [])
-                found[slot.index] = judge_growth(
-                    slot, given, after.get(slot.index, []), size, self._found.get(slot.index, [])
-                )
-                if Growth.NONE in {growth for growth, _ in found[slot.index]}:
-                    if late and not slot.shared_by_batch:
-                        _refuse_late(slot, given, whole)
-                    slot.layout.shared_by_batch = True
-            if any(slot.folded for slot in self._slots):
-                self._refuse_without_input(after)
-                for slot in self._slots:
-                    # A mixture of experts may call a layer later that it has not called now.
-                    unseen = slot.may_fold and slot.index not in before
-                    slot.layout.folded = slot.folded or unseen
-        self._found = found
-
-    def _refuse_other_batch(self, after: Calls, size: int) -> None:
-        given = [call for calls in after.values() for call in calls]
-        if given and all(call.length == 1 for call in given):
-            raise UnsupportedModuleError(
-                "",
-                expected=f"the first tensor of the call to be a batch of {size} samples",
-                got="layers whose inputs all have length one",
-                remedy="pass the samples first, other tensors after them; expand what all samples "
-                "share before the first trainable layer",
-            )
-
-    def _refuse_without_input(self, calls: Calls) -> None:
-        """Parameters without input get a row per sample; folded ones would need more."""
+        _refuse_other_batch(after, size)
+        found: dict[int, list[Growth]] = {}
         for slot in self._slots:
-            if calls.get(slot.index) == []:
-                raise UnsupportedModuleError(
-                    slot.path,
-                    expected="an input that tells how many rows belong to a sample",
-                    got="none, in a model that folds its batch into another axis",
-                    remedy="freeze this module with requires_grad_(False)",
+            given, then = before.get(slot.index, []), after.get(slot.index, [])
+            found[slot.index] = _judge(slot, given, then, size, self._found.get(slot.index, []))
+            if Growth.NONE in found[slot.index]:
+                if late and not slot.shared_by_batch:
+                    _refuse_late(slot, given, whole)
+                slot.layout.shared_by_batch = True
+        self.folds = any(slot.folded for slot in self._slots)
+        if self.folds:
+            for slot in self._slots:
+                if after.get(slot.index) == []:
+                    raise _without_input(slot)
+                # A mixture of experts may call a layer later that it has not called now.
+                unseen = slot.may_fold and slot.index not in before
+                slot.layout.folded = slot.folded or unseen
+        self._found = found
+        return before
+
+    def _find_calls(self, args: Any, kwargs: Mapping[str, Any]) -> Calls:
+        """What the slots are given in a forward."""
+        calls: Calls = {}
+
+        def note(slot: Slot, args: Any, kwargs: Any) -> None:
+            x = first_tensor(args, kwargs)
+            noted = calls.setdefault(slot.index, [])
+            if x is not None and x.dim() > slot.batch_axis:
+                noted.append(Given(x.shape[slot.batch_axis], x.dim()))
+
+        with ExitStack() as hooks:
+            for slot in self._slots:
+                handle = slot.module.register_forward_pre_hook(
+                    lambda _, args, kwargs, slot=slot: note(slot, args, kwargs), with_kwargs=True
                 )
+                hooks.callback(handle.remove)
+            self._model.forward(*args, **kwargs)
+        return calls
+
+
+def chosen(inputs: Any, size: int, samples: list[int]) -> Any:
+    """Inputs with these samples in every tensor that has the batch."""
+
+    def choose(leaf: Any) -> Any:
+        has_batch = isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] == size
+        return leaf[samples] if has_batch else leaf
+
+    return tree_map(choose, inputs)
+
+
+def growth_of(before: int, after: int, size: int) -> Growth:
+    """The growth of an input from a batch of `size` to one of a sample more.
+
+    >>> growth_of(3, 4, 3).name, growth_of(4, 4, 3).name, growth_of(15, 20, 3).name
+    ('BATCH', 'NONE', 'FOLDED')
+    """
+    if (before, after) == (size, size + 1):
+        return Growth.BATCH
+    if before % size == 0 and before // size * (size + 1) == after:
+        # Zero rows are a multiple too: an expert that received no token.
+        return Growth.FOLDED
+    if before == after:
+        return Growth.ONE if after == 1 else Growth.NONE
+    return Growth.OTHER
+
+
+def _judge(
+    slot: Slot, before: Sequence[Given], after: Sequence[Given], size: int, earlier: list[Growth]
+) -> list[Growth]:
+    """How a slot's inputs grow with the batch; marks the slot if they are folded.
+
+    `earlier` is what an earlier batch showed. Lengths do not show in which order the rows of folded
+    inputs come; norms do.
+
+    Raises:
+        UnsupportedModuleError: they grow in a way that no rule can handle.
+    """
+    if len(before) != len(after):
+        # How often the slot is called depends on the samples. Only the second run is judged.
+        before = [a._replace(length=size if a.length == size + 1 else a.length) for a in after]
+    found: list[Growth] = []
+    for was, is_now in zip(before, after, strict=True):
+        growth = growth_of(was.length, is_now.length, size)
+        if growth is Growth.ONE and is_now.axes == 1 and isinstance(slot, EmbeddingSlot):
+            # A single position: ids of one axis have no room for both batch and tokens.
+            growth = Growth.NONE
+        if growth is Growth.OTHER or (growth is Growth.FOLDED and not slot.may_fold):
+            raise slot.refuse_length(is_now.length, size + 1)
+        found.append(growth)
+    if Growth.NONE in found:
+        if not isinstance(slot, EmbeddingSlot) or len({*found, *earlier}) > 1:
+            stays = [given.length for given in after if given.length != size + 1]
+            raise slot.refuse_length(min(stays, default=size + 1), size + 1)
+    elif isinstance(slot, EmbeddingSlot) and slot.shared_by_batch and found:
+        raise slot.refuse_length(after[0].length, size + 1)
+    if Growth.FOLDED in found:
+        slot.layout.folded = True
+    return found
+
+
+def _refuse_other_batch(after: Calls, size: int) -> None:
+    given = [call for calls in after.values() for call in calls]
+    if given and all(call.length == 1 for call in given):
+        raise UnsupportedModuleError(
+            "",
+            expected=f"the first tensor of the call to be a batch of {size} samples",
+            got="layers whose inputs all have length one",
+            remedy="pass the samples first, other tensors after them; expand what all samples "
+            "share before the first trainable layer",
+        )
 
 
 def _refuse_late(slot: Slot, given: Sequence[Given], size: int) -> None:
@@ -217,3 +270,13 @@ def _refuse_late(slot: Slot, given: Sequence[Given], size: int) -> None:
             got="ids that were taken for one row per sample",
             remedy="run one batch without torch.compile first",
         )
+
+
+def _without_input(slot: Slot) -> UnsupportedModuleError:
+    """Parameters without input get a row per sample; folded ones would need more."""
+    return UnsupportedModuleError(
+        slot.path,
+        expected="an input that tells how many rows belong to a sample",
+        got="none, in a model that folds its batch into another axis",
+        remedy="freeze this module with requires_grad_(False)",
+    )

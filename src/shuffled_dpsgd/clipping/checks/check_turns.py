@@ -1,66 +1,65 @@
-"""Which batches the standing check looks at: every new kind of batch, and others by chance."""
+"""Which batches are checked: the first, every new kind, and others by a coin."""
 
 from __future__ import annotations
 
 import random
 import time
-from collections import Counter
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
 
-# The share of backwards that are checked at random.
-DEFAULT_RATE = 1 / 256
-# The share of the time so far that such checks may take, unless a higher rate was asked for.
-_SHARE_OF_TIME = 0.01
-_SAMPLES = 2
+from shuffled_dpsgd.core.referee import DEFAULT_RATE
+
+# Of the time so far, what all checks of a run together may take.
+SHARE_OF_TIME = 0.01
+
+
+class TimeShare:
+    """What checks have taken; those at random are made while it is a small share of the time."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._began = time.perf_counter()
+
+    def allows(self) -> bool:
+        """Whether another check may be made by chance."""
+        return self.seconds <= SHARE_OF_TIME * (time.perf_counter() - self._began)
+
+    @contextmanager
+    def spent(self) -> Iterator[None]:
+        """The time inside is that of a check."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds += time.perf_counter() - started
 
 
 class CheckTurns:
-    """Decides which batches are checked, and which of their samples.
+    """Decides when a check is made; `time` is what all checks of a run have taken.
 
-    `kind` is the kind of the batch that `is_due` was asked for last. `by_coin` says whether that
-    batch is the first of all or was chosen at random. While it is `dense`, every batch is checked.
+    `by_coin` says whether the batch asked for last is the first of all or was chosen at random.
+    While it is `dense`, every batch is checked.
     """
 
-    def __init__(self, rate: float) -> None:
-        self.kind: Hashable = None
+    def __init__(self, rate: float, share: TimeShare | None = None, seed: int | None = 0) -> None:
         self.by_coin = False
         self.dense = False
+        self.time = share or TimeShare()
+        self.draws = random.Random(seed)
         self._rate = rate
-        # How often each kind of batch has been checked, and how often it must be at first.
-        self._checked: Counter[Hashable] = Counter()
-        self._wanted: dict[Hashable, int] = {}
-        self._draws = random.Random(0)
-        self._began: float | None = None
-        self._seconds_by_chance = 0.0
+        self._seen: set[Hashable] = set()
 
-    def is_due(self, size: int, kind: Hashable) -> bool:
+    def is_due(self, kind: Hashable) -> bool:
         """Whether a batch is of a new kind, or its turn has come at random."""
-        self.kind = kind
-        by_chance = self._draws.random() < self._rate and self._is_affordable()
-        self.by_coin = by_chance or not self._checked
-        return size > 0 and (by_chance or self.dense or self.is_new(kind))
+        by_chance = self.draws.random() < self._rate
+        by_chance = by_chance and (self._rate > DEFAULT_RATE or self.time.allows())
+        self.by_coin = by_chance or not self._seen
+        return by_chance or self.dense or self.is_new(kind)
 
     def is_new(self, kind: Hashable) -> bool:
-        """Whether a kind of batch has not been checked as often as it must be at first."""
-        return self._checked[kind] < self._wanted.get(kind, 1)
+        """Whether no batch of this kind has been checked."""
+        return kind not in self._seen
 
-    def draw_samples(self, counted: int) -> list[int]:
-        """A few of the `counted` first samples of a batch."""
-        return sorted(self._draws.sample(range(counted), min(_SAMPLES, counted)))
-
-    def note_checked(self, kind: Hashable, wanted: int) -> None:
-        """Count a checked batch of this kind, of which the first `wanted` must be checked."""
-        self._checked[kind] += 1
-        self._wanted[kind] = wanted
-
-    def note_seconds(self, seconds: float) -> None:
-        """Add to the time that checks at random have taken."""
-        self._seconds_by_chance += seconds
-
-    def _is_affordable(self) -> bool:
-        """Whether checks at random have kept to their share of the time, if they must."""
-        if self._rate > DEFAULT_RATE:
-            return True
-        now = time.perf_counter()
-        self._began = now if self._began is None else self._began
-        return self._seconds_by_chance <= _SHARE_OF_TIME * (now - self._began)
+    def note_checked(self, kind: Hashable) -> None:
+        """A batch of this kind has been checked."""
+        self._seen.add(kind)

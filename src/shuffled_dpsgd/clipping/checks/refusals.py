@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import repeat
+from operator import attrgetter, is_
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
@@ -202,4 +204,41 @@ def refuse_thawed(frozen: Mapping[str, nn.Parameter]) -> None:
                 expected="the parameters that were frozen at first to stay frozen",
                 got="a parameter made trainable later, which nobody would clip",
                 remedy="build a new engine after changing what is trainable",
+            )
+
+
+_grad = attrgetter("grad")
+
+
+def gradients_of(parameters: Mapping[str, nn.Parameter]) -> list[tuple[Tensor | None, int]]:
+    """What every parameter has as its `.grad`, and how often that was written to."""
+    found = map(_grad, parameters.values())
+    return [(None, 0) if grad is None else (grad, grad._version) for grad in found]
+
+
+def refuse_stray_gradients(
+    parameters: Mapping[str, nn.Parameter], before: Sequence[tuple[Tensor | None, int]]
+) -> None:
+    """Drop gradients that have arrived at a parameter since `before`, and refuse to go on.
+
+    A parameter used outside its own module, such as `F.linear(x, model.embedding.weight)`, receives
+    an ordinary gradient that no clipping has seen.
+
+    Raises:
+        UnsupportedModuleError: naming the parameter.
+    """
+    # Most often there is none; found by C, because it is asked in every step.
+    if all(map(is_, map(_grad, parameters.values()), repeat(None))):
+        return
+    for name, (grad, version) in zip(parameters, before, strict=True):
+        now = parameters[name].grad
+        if now is not None and (now is not grad or now._version != version):
+            for parameter in parameters.values():
+                parameter.grad = None
+            raise UnsupportedModuleError(
+                name,
+                expected="a parameter used only by its own module",
+                got="an ordinary gradient from somewhere else",
+                remedy="make the forward inside `with engine:`, and call the module instead of "
+                "using its weight directly; or freeze it",
             )

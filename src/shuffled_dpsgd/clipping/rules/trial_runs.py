@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from shuffled_dpsgd.runtime.attention import without_cudnn_attention
+from shuffled_dpsgd.runtime.attention import without_fast_attention
 
 
 @contextmanager
@@ -30,23 +30,6 @@ def in_eval_mode(module: nn.Module) -> Iterator[None]:
     finally:
         for child, mode in modes:
             child.training = mode
-
-
-@contextmanager
-def without_fast_attention() -> Iterator[None]:
-    """Have attention run without what is fast for many batches of one shape only.
-
-    PyTorch's encoders have a shortcut for inference that packs a padded batch into a nested tensor,
-    which has no shape. In training they call their layers, so they do here. And cuDNN plans for
-    every new shape of attention, which takes 0.1 s on an H200: a check sees a shape once.
-    """
-    before = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        with without_cudnn_attention():
-            yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(before)
 
 
 @contextmanager

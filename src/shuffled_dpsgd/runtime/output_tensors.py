@@ -86,17 +86,14 @@ def _attributes(value: Any) -> list[str]:
     return [*getattr(value, "__dict__", {}), *slots]
 
 
-def batch_axis_of(tensor: Tensor, size: int) -> int | None:
-    """The axis that has one entry, or the same number of entries, for each of `size` samples.
+def batch_axes_of(tensor: Tensor, size: int) -> list[int]:
+    """The axes that may be the batch's: as long as `size`, or the first with rows for each sample.
 
-    >>> batch_axis_of(torch.zeros(3, 5), 3), batch_axis_of(torch.zeros(5, 3), 3)
-    (0, 1)
-    >>> batch_axis_of(torch.zeros(6, 5), 3), batch_axis_of(torch.zeros(5), 3)
-    (0, None)
+    >>> batch_axes_of(torch.zeros(3, 5), 3), batch_axes_of(torch.zeros(5, 3), 3)
+    ([0], [1])
+    >>> batch_axes_of(torch.zeros(6, 5), 3), batch_axes_of(torch.zeros(5), 3)
+    ([0], [])
     """
-    if tensor.dim() == 0:
-        return None
     exact = [axis for axis, length in enumerate(tensor.shape) if length == size]
-    if exact:
-        return exact[0]
-    return 0 if tensor.shape[0] % size == 0 and tensor.shape[0] > 0 else None
+    first = tensor.shape[0] if tensor.dim() else 0
+    return exact or ([0] if first and size and first % size == 0 else [])

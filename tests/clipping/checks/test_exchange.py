@@ -1,4 +1,4 @@
-"""What was booked for a sample is compared with the sample alone; planted faults are stopped.
+"""A sample's outputs and gradient stay where they are among others; planted faults are stopped.
 
 None of the models here is of a kind that the check was written for: it knows nothing of running
 means, mix-up, checkpointing or folding.
@@ -21,11 +21,10 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 from shuffled_dpsgd.clipping import ClippingEngine
-from shuffled_dpsgd.clipping.checks import standing
-from shuffled_dpsgd.clipping.checks.exchange import Disagreement, ExchangeTest
-from shuffled_dpsgd.clipping.checks.standing import StandingCheck
-from shuffled_dpsgd.clipping.checks.watch import Watch
+from shuffled_dpsgd.clipping.checks import check_turns
+from shuffled_dpsgd.clipping.checks.check_turns import CheckTurns
 from shuffled_dpsgd.errors import InvalidArgumentError, UnsupportedModuleError
+from shuffled_dpsgd.runtime.replay import Rerun
 
 DISAGREES = "whatever the others are|depend on that sample"
 WIDTH, CLASSES = 6, 3
@@ -128,32 +127,6 @@ def checkpointed(net: Net, h: Tensor) -> Tensor:
 def test_independent_samples_pass(between: Callable[[Net, Tensor], Tensor], dropout: float) -> None:
     engine = train(Net(between, dropout), check_rate=1.0)
     assert engine.num_checked == 6
-
-
-def test_what_is_booked_is_each_samples_own_gradient_at_once_or_in_turn(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Samples whose gradients are large are booked one after the other."""
-    booked: list[list[dict[str, Tensor]]] = []
-    compare = StandingCheck._compare
-
-    def keep(check: StandingCheck, watch: Watch) -> Any:
-        if not watch.on_trial:
-            booked.append(watch.booked)
-        assert len(watch.rounding) == len(watch.samples) == 2
-        return compare(check, watch)
-
-    monkeypatch.setattr(StandingCheck, "_compare", keep)
-    for most in (1 << 23, 0):
-        monkeypatch.setattr(standing, "_MOST_AT_ONCE", most)
-        torch.manual_seed(0)
-        train(Net(plain), batches=1)
-    together, in_turn = booked
-    assert not torch.equal(together[0]["first.weight"], together[1]["first.weight"])
-    for one, other in zip(together, in_turn, strict=True):
-        assert one.keys() == other.keys() == {*dict(Net(plain).named_parameters())}
-        for name, found in one.items():
-            torch.testing.assert_close(found, other[name])
 
 
 def test_batches_checked_for_their_shape_are_counted_apart() -> None:
@@ -259,60 +232,79 @@ def test_rare_mix_up_is_stopped_when_it_happens() -> None:
         train(Net(rarely), batches=40, check_rate=1.0)
 
 
-def test_an_engine_that_draws_in_another_order_is_compared_without_dropout(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A module may be run on one sample after the other; the batch is then run on trial."""
-    again, trials = StandingCheck._second_opinion, []
+class OneByOne(nn.Module):
+    """Its own parameter beside a layer's: samples are run with copies of it."""
 
-    class OneByOne(nn.Module):
-        """Its own parameter beside a layer's: samples are run with copies of it."""
+    def __init__(self, mixes: bool) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+        self.drop = nn.Dropout(0.5)
+        self.mixes = mixes
 
-        def __init__(self) -> None:
-            super().__init__()
-            self.scale = nn.Parameter(torch.ones(WIDTH))
-            self.drop = nn.Dropout(0.5)
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.drop(x * self.scale)
+        return h + h.mean(0) if self.mixes else h
 
-        def forward(self, x: Tensor) -> Tensor:
-            return self.drop(x * self.scale)
 
-    def noted(check: StandingCheck, watch: Watch) -> Any:
-        trials.append(watch)
-        return again(check, watch)
-
-    monkeypatch.setattr(StandingCheck, "_second_opinion", noted)
-    net = nn.Sequential(OneByOne(), nn.Linear(WIDTH, CLASSES))
+def test_an_engine_that_draws_in_another_order_is_not_blamed() -> None:
+    """A module may be run on one sample after the other; two runs without the engine agree."""
+    net = nn.Sequential(OneByOne(mixes=False), nn.Linear(WIDTH, CLASSES))
     assert train(net, batches=2, strategy="instantiate").num_checked > 0
-    monkeypatch.setattr(ExchangeTest, "_drew_other_numbers", lambda *_: True)
-    judged = ExchangeTest._judge
-
-    def wrong_at_first(test: ExchangeTest, watch: Watch, *rest: Any) -> Any:
-        bent = rest[2] > 0.0 and not watch.on_trial
-        return Disagreement(path="", got="") if bent else judged(test, watch, *rest)
-
-    monkeypatch.setattr(ExchangeTest, "_judge", wrong_at_first)
-    trials.clear()
-    assert train(Net(plain, dropout=0.5), batches=1).num_checked == 2
-    assert len(trials) == 1
-
-
-def test_a_disagreement_that_was_seen_is_not_explained_away(monkeypatch: Any) -> None:
-    """Run once more, samples that meet now and then may keep apart."""
-    monkeypatch.setattr(StandingCheck, "_second_opinion", lambda *_: None)
-    with pytest.raises(UnsupportedModuleError, match=DISAGREES):
-        train(Net(mixing_beside_noise, dropout=0.5))
+    net = nn.Sequential(nn.Linear(WIDTH, WIDTH), OneByOne(mixes=True))
+    with pytest.raises(UnsupportedModuleError):
+        train(net, batches=2, strategy="instantiate")
 
 
 def test_a_gradient_that_is_not_a_number_alone_is_a_disagreement(monkeypatch: Any) -> None:
-    run = ExchangeTest._run
+    observe = Rerun.observe
 
     def no_number(*args: Any, **options: Any) -> Any:
-        found = run(*args, **options)
+        found = observe(*args, **options)
         return replace(found, grads={name: g * torch.nan for name, g in found.grads.items()})
 
-    monkeypatch.setattr(ExchangeTest, "_run", no_number)
+    monkeypatch.setattr(Rerun, "observe", no_number)
     with pytest.raises(UnsupportedModuleError, match="whatever the others are"):
         train(Net(plain), batches=1)
+
+
+class OutputsOf(nn.Module):
+    """Whatever is done to the outputs of a plain model."""
+
+    def __init__(self, end: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.body, self.end = nn.Linear(WIDTH, CLASSES), end
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.end(self.body(x))
+
+
+def two_of_many(z: Tensor) -> Tensor:
+    rows = list(range(len(z)))
+    rows[0], rows[-1] = rows[-1], rows[0]
+    return z + 0.5 * z.detach()[rows]
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        lambda z: z - z.detach().mean(0),
+        lambda z: z / z.detach().std(0),
+        lambda z: z / len(z),
+        lambda z: z + (z - z.detach()) * z.detach().square().mean(),
+        lambda z: torch.where(z.detach() > z.detach().median(), z, 0.1 * z),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_what_reaches_a_sample_without_a_gradient_is_stopped(
+    end: Callable[[Tensor], Tensor], dtype: torch.dtype
+) -> None:
+    with pytest.raises(UnsupportedModuleError, match=DISAGREES):
+        train(OutputsOf(end), batches=1, size=8, dtype=dtype)
+
+
+def test_two_samples_of_many_that_meet_are_found_where_every_batch_is_checked() -> None:
+    with pytest.raises(UnsupportedModuleError, match=DISAGREES):
+        train(OutputsOf(two_of_many), batches=60, size=32, check_rate=1.0)
 
 
 class OwnPositions(nn.Embedding):
@@ -341,7 +333,7 @@ def test_outputs_of_another_shape_than_without_the_engine_are_refused_by_name() 
     engine.clipped_sum()
     with engine:
         losses = net(torch.randn(4, 1, WIDTH).double()).square().flatten(1).sum(1)
-        with pytest.raises(UnsupportedModuleError, match="without the engine"):
+        with pytest.raises(UnsupportedModuleError, match="when the model is run once more"):
             engine.backward(losses)
 
 
@@ -640,25 +632,25 @@ def test_half_precision_is_given_its_rounding(dtype: torch.dtype) -> None:
 
 def test_checks_at_random_keep_to_their_share_of_the_time(monkeypatch: Any) -> None:
     now = [0.0]
-    monkeypatch.setattr(
-        "shuffled_dpsgd.clipping.checks.check_turns.time.perf_counter", lambda: now[0]
-    )
-    engine = ClippingEngine(Net(plain))
-    turns = engine._standing.turns
-    kind = "seen"
-    turns._checked[kind] = 1
-    turns._draws = SimpleNamespace(random=lambda: 0.0)
-    assert turns.is_due(3, kind)
-    turns._seconds_by_chance = 1.0
+    monkeypatch.setattr(check_turns.time, "perf_counter", lambda: now[0])
+
+    def turns(rate: float) -> CheckTurns:
+        found = CheckTurns(rate)
+        found.note_checked("seen")
+        found.draws = SimpleNamespace(random=lambda: 0.0)  # type: ignore[assignment]
+        return found
+
+    usual, often = turns(1 / 256), turns(0.5)
+    assert usual.is_due("seen")
+    with usual.time.spent():
+        now[0] += 1.0
+    often.time.seconds = 1e9
     now[0] = 99.0
-    assert not turns.is_due(3, kind)
-    assert turns.is_due(3, "not seen")
+    assert not usual.is_due("seen")
+    assert usual.is_due("not seen")
     now[0] = 101.0
-    assert turns.is_due(3, kind)
-    dense = ClippingEngine(Net(plain), check_rate=0.5)._standing.turns
-    dense._checked[kind], dense._seconds_by_chance = 1, 1e9
-    dense._draws = SimpleNamespace(random=lambda: 0.0)
-    assert dense.is_due(3, kind)
+    assert usual.is_due("seen")
+    assert often.is_due("seen")
 
 
 def test_the_rate_must_be_a_share() -> None:

@@ -1,0 +1,71 @@
+"""Batches that a compiler has run, followed to their outputs.
+
+A witness sees a model's calls through hooks, which a compiler traces and does not run. Here the
+gradients are caught that arrive at the compiled code's outputs when the losses go backward. An
+uncompiled forward tells which outputs they belong to. A model that draws random numbers cannot be
+followed like this, because compiled code draws others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shuffled_dpsgd.runtime.output_tensors import tensors_in
+from shuffled_dpsgd.runtime.replay import Call
+
+_COMPILED = "CompiledFunctionBackward"
+
+
+def follow(
+    model: nn.Module, lifted: AbstractContextManager[None], losses: Tensor, call: Call
+) -> bool:
+    """Have the gradients of `call` come with the backward of `losses`; False if they cannot.
+
+    Of the outputs of an uncompiled forward, those with the shapes of the compiled code's outputs
+    are taken, in order.
+    """
+    nodes = list(_compiled_nodes(losses.grad_fn))
+    if len(nodes) != 1:
+        return False
+    kind, enabled, dtype = call.autocast
+    with lifted, torch.no_grad(), torch.autocast(kind, dtype=dtype, enabled=enabled):
+        outputs = dict(enumerate(tensors_in(model(*call.args, **call.kwargs))))
+    is_random = call.before.digest() != call.before.again().digest()
+    call.before.restore()
+    if is_random:
+        return False
+
+    def keep(grads: tuple[Tensor | None, ...]) -> None:
+        left = dict(outputs)
+        found = {}
+        for grad in grads:
+            if grad is None:
+                continue
+            place = next((i for i, out in left.items() if out.shape == grad.shape), None)
+            if place is None:
+                return  # An output that the model does not have uncompiled: nothing is followed.
+            left = {i: out for i, out in left.items() if i > place}
+            found[place] = grad.detach()
+        call.cotangents.update(found)
+
+    nodes[0].register_prehook(keep)
+    return True
+
+
+def _compiled_nodes(root: Any) -> Iterator[Any]:
+    """The pieces of compiled code that a backward reaches first."""
+    seen, waiting = set(), [root]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if node.name() == _COMPILED:
+            yield node
+        else:
+            waiting += [following for following, _ in node.next_functions]

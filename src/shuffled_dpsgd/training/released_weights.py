@@ -1,0 +1,103 @@
+"""Which weights a card is about: digests of every tensor that was released.
+
+A card says nothing of weights that were trained on afterwards, and `model.save_pretrained` or
+`torch.save` ask nobody. So the card carries a digest of each tensor as `release()` left it, and
+`compare_weights` says whether a saved model, whatever its format, has those tensors.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shuffled_dpsgd.errors import InvalidArgumentError
+from shuffled_dpsgd.runtime.shards import all_held
+
+_DIGITS = 24
+
+
+def describe_weights(model: nn.Module) -> dict[str, list[str]]:
+    """Digests of the trained tensors, and of all others that a saved model has."""
+    trained = all_held(p for p in model.parameters() if p.requires_grad)
+    every = all_held(v for v in model.state_dict().values() if isinstance(v, Tensor))
+    known = _digests(trained)
+    return {"trained": sorted(known), "others": sorted(_digests(every) - known)}
+
+
+def compare_weights(card: Mapping[str, Any], saved: Any) -> None:
+    """Refuse saved weights that are others than those a card is about.
+
+    `card` is the card's JSON; `saved` a folder or file of weights, a state dict or a model. What is
+    saved may lack tensors that were not trained, as an adapter alone does, and names do not matter.
+    A copy in another type is not the same to a digest.
+
+    Raises:
+        InvalidArgumentError: a trained tensor is missing, or one is there that nobody released.
+    """
+    weights = card.get("weights")
+    if not weights:
+        raise InvalidArgumentError(
+            "card",
+            expected="a card with digests of released weights",
+            got="one without",
+            remedy="write it after private.release(); a model under fully_shard has none",
+        )
+    found = _digests(_tensors_of(saved))
+    missing = len(set(weights["trained"]) - found)
+    if missing:
+        raise _refusal(f"{missing} of {len(weights['trained'])} trained tensors that are others")
+    strange = len(found - {*weights["trained"], *weights["others"]})
+    if strange:
+        raise _refusal(f"{strange} tensors beside them that nobody released")
+
+
+def _digests(tensors: Iterable[Tensor]) -> set[str]:
+    """By content: tied tensors are one, whatever they are called."""
+    found = set()
+    for tensor in tensors:
+        whole = hashlib.sha256(f"{tensor.dtype}:{tuple(tensor.shape)}:".encode())
+        flat = tensor.detach().cpu().contiguous().reshape(-1)
+        whole.update(flat.view(torch.uint8).numpy().data if flat.numel() else b"")
+        found.add(whole.hexdigest()[:_DIGITS])
+    return found
+
+
+def _tensors_of(saved: Any) -> list[Tensor]:
+    if isinstance(saved, nn.Module):
+        saved = saved.state_dict()
+    if isinstance(saved, Mapping):
+        return [value for value in saved.values() if isinstance(value, Tensor)]
+    path = Path(saved)
+    files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
+    files = files or sorted([*path.glob("*.bin"), *path.glob("*.pt"), *path.glob("*.pth")])
+    if not files:
+        raise InvalidArgumentError(
+            "saved",
+            expected="a folder or a file of weights",
+            got=str(saved),
+            remedy="pass what save_pretrained or torch.save(model.state_dict()) wrote",
+        )
+    found: list[Tensor] = []
+    for file in files:
+        if file.suffix == ".safetensors":
+            from safetensors.torch import load_file
+
+            found += load_file(file).values()
+        else:
+            found += _tensors_of(torch.load(file, map_location="cpu", weights_only=True))
+    return found
+
+
+def _refusal(got: str) -> InvalidArgumentError:
+    return InvalidArgumentError(
+        "saved",
+        expected="the weights that release() left, which the privacy card is about",
+        got=got,
+        remedy="save right after release(), in the type they were trained in; weights that were "
+        "trained on without privacy have no claim",
+    )

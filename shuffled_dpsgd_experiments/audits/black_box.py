@@ -43,7 +43,7 @@ from shuffled_dpsgd.errors import InvalidArgumentError
 from shuffled_dpsgd.options import NoiseFrame, Shuffle
 from shuffled_dpsgd.training.data import MapStyle
 from shuffled_dpsgd.training.physical import PerSampleLoss
-from shuffled_dpsgd.training.plan_identity import plan_json
+from shuffled_dpsgd.training.planning import plan_json
 from shuffled_dpsgd.training.private import PrivateTraining
 from shuffled_dpsgd.training.spending import paper_estimate
 

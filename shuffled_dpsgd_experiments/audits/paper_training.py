@@ -30,7 +30,7 @@ from shuffled_dpsgd.auditing.verdict import AuditReport, Evidence, assess, judge
 from shuffled_dpsgd.auditing.watched_training import train_watched
 from shuffled_dpsgd.errors import InvalidArgumentError
 from shuffled_dpsgd.permutation import apply_to_tensors, draw, identity
-from shuffled_dpsgd.training.plan_identity import plan_json
+from shuffled_dpsgd.training.planning import plan_json
 from shuffled_dpsgd.training.private import PrivateTraining
 
 

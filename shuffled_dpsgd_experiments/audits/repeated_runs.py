@@ -22,7 +22,7 @@ from shuffled_dpsgd.auditing.run import AuditTarget
 from shuffled_dpsgd.auditing.verdict import AuditReport, Evidence, assess, judge
 from shuffled_dpsgd.core.plan import PrivacyPlan
 from shuffled_dpsgd.errors import InvalidArgumentError
-from shuffled_dpsgd.training.plan_identity import plan_json
+from shuffled_dpsgd.training.planning import plan_json
 from shuffled_dpsgd.training.private import PrivateTraining
 from shuffled_dpsgd.training.spending import paper_estimate
 

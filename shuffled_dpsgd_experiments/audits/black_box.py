@@ -38,7 +38,7 @@ from shuffled_dpsgd.auditing.verdict import require_at_least
 from shuffled_dpsgd.core.plan import PrivacyPlan
 from shuffled_dpsgd.errors import InvalidArgumentError
 from shuffled_dpsgd.tasks.audited import WITHOUT_PRIVACY
-from shuffled_dpsgd.training.plan_identity import plan_json
+from shuffled_dpsgd.training.planning import plan_json
 from shuffled_dpsgd.training.private import PrivateTraining
 
 Start = Callable[[int, int, Mapping[str, Any]], PrivateTraining]

@@ -25,7 +25,7 @@ from shuffled_dpsgd.auditing.verdict import (
 )
 from shuffled_dpsgd.core.plan import PrivacyPlan
 from shuffled_dpsgd.errors import InvalidArgumentError
-from shuffled_dpsgd.training.plan_identity import plan_json
+from shuffled_dpsgd.training.planning import plan_json
 from shuffled_dpsgd.training.private import PrivateTraining
 
 LEAST_RUNS = 20

@@ -36,7 +36,7 @@ from shuffled_dpsgd.training.budget import BudgetFile, counted
 from shuffled_dpsgd.training.card import AuditedBound
 from shuffled_dpsgd.training.data import MapStyle
 from shuffled_dpsgd.training.physical import PerSampleLoss
-from shuffled_dpsgd.training.plan_identity import plan_json
+from shuffled_dpsgd.training.planning import plan_json
 from shuffled_dpsgd.training.private import PrivateTraining
 from shuffled_dpsgd.training.record_digest import data_mark
 from shuffled_dpsgd.training.spending import paper_estimate

@@ -3,7 +3,7 @@
     python examples/train_private.py --epsilon 8 --output runs/example
 
 The task: two topics, each with its half of the vocabulary; three words out of four are on topic.
-Needs `pip install 'shuffled-dpsgd[hf]'`; nothing is downloaded. About half a minute on one core.
+Needs `pip install -e '.[hf]'` in a clone; nothing is downloaded. About half a minute on one core.
 """
 
 from __future__ import annotations

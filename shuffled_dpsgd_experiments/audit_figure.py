@@ -1,16 +1,71 @@
-"""One picture of all audits of real models: what is claimed, what was shown, what is certified."""
+"""One picture of all audits of real models: what is claimed, what was shown, what is certified.
+
+python -m shuffled_dpsgd_experiments.audit_figure results docs/figures/real-models.svg
+"""
 
 from __future__ import annotations
 
+import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from shuffled_dpsgd.reports.style import BLUE, HEURISTIC, PROVEN, house_style, save_drawing
-from shuffled_dpsgd_experiments.audit_page import Record, bound_of, claim_of, words_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+KINDS = {
+    "step": "one step",
+    "runs": "repeated runs",
+    "one-run": "one run",
+    "black-box": "black box",
+}
+NAMES = {"e2e": "E2E", "sst2": "SST-2"}
+Record = dict[str, Any]
+
+
+def audits_in(results: Path) -> list[Record]:
+    """Every audit of a real model in the folder, steps first."""
+    found = []
+    for path in sorted(results.glob("audit_*.json")):
+        record = json.loads(path.read_text(encoding="utf-8"))
+        if record.get("mode") in KINDS:
+            found.append({"file": path.name, **record})
+    return sorted(found, key=lambda record: (list(KINDS).index(record["mode"]), record["file"]))
+
+
+def words_of(record: Record) -> str:
+    """The model, the data and the kind of audit."""
+    config = record["config"]
+    model = f"{config['model']['name']} on {NAMES.get(config['data']['format'], '')}"
+    extra = []
+    if record["mode"] == "one-run" and not record["setting"].get("other_records", True):
+        extra.append("canaries alone")
+    if record.get("fit_steps"):
+        extra.append("initial weights fitted")
+    return ", ".join([model, KINDS[record["mode"]], *extra])
+
+
+def judged(record: Record, kind: str) -> Record | None:
+    """The verdict on a claim; the paper's is on trial only where its noise was used."""
+    if kind == "heuristic" and record["config"]["privacy"]["accounting"] != "paper":
+        return None
+    found: list[Record] = [v for v in record["verdicts"] if v["claim"]["kind"] == kind]
+    return found[0] if found else None
+
+
+def claim_of(record: Record, kind: str) -> float | None:
+    found = judged(record, kind)
+    return None if found is None else float(found["claim"]["epsilon"])
+
+
+def bound_of(record: Record) -> float:
+    """The bound that judged the paper's claim, or the certified one where that is alone."""
+    found = judged(record, "heuristic") or judged(record, "proven")
+    assert found is not None, "every audit judges the certified claim"
+    return float(found["strongest_bound"])
 
 
 @house_style()
@@ -20,26 +75,16 @@ def draw(audits: Sequence[Record]) -> Figure:
 
     figure = Figure(figsize=(10.0, 1.6 + 0.42 * len(audits)), layout="constrained")
     axes = figure.subplots()
-    looks = {
-        "the paper's claim (heuristic)": (HEURISTIC, "x"),
-        "strongest joint bound (measured)": (BLUE, "o"),
-        "certified (proven)": (PROVEN, "|"),
-    }
-    values = [
-        (
-            claim_of(record, "heuristic"),
-            bound_of(record),
-            claim_of(record, "proven"),
-        )
-        for record in audits
-    ]
-    for (label, (colour, mark)), column in zip(
-        looks.items(), zip(*values, strict=True), strict=True
-    ):
-        places = [(x, row) for row, x in enumerate(column) if x is not None]
+    looks = (
+        ("the paper's claim (heuristic)", HEURISTIC, "x", lambda r: claim_of(r, "heuristic")),
+        ("strongest joint bound (measured)", BLUE, "o", bound_of),
+        ("certified (proven)", PROVEN, "|", lambda r: claim_of(r, "proven")),
+    )
+    for label, colour, mark, value_of in looks:
+        values = [value_of(record) for record in audits]
+        places = [(x, row) for row, x in enumerate(values) if x is not None]
         axes.plot(
-            [x for x, _ in places],
-            [row for _, row in places],
+            *zip(*places, strict=True),
             mark,
             color=colour,
             markersize=9,
@@ -48,13 +93,16 @@ def draw(audits: Sequence[Record]) -> Figure:
         )
     axes.set_yticks(range(len(audits)), [words_of(record) for record in audits])
     axes.set_xscale("symlog", linthresh=0.1)
-    largest = max(x for row in values for x in row if x is not None)
-    axes.set(xlabel="ε", xlim=(-0.02, 2.0 * largest))
+    axes.set(xlabel="ε", xlim=(-0.02, None))
     axes.invert_yaxis()
     figure.legend(loc="outside lower center", ncols=3)
     return figure
 
 
-def save(audits: Sequence[Record], path: Path) -> None:
-    """As SVG or PNG, by the name's ending."""
-    save_drawing(draw(audits), path)
+def main(arguments: Sequence[str]) -> None:
+    results, figure = map(Path, arguments)
+    save_drawing(draw(audits_in(results)), figure)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -16,12 +16,11 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from torch.utils.data import default_collate
-
 from shuffled_dpsgd.tasks.audited import prepared_task, target_of
 from shuffled_dpsgd.tasks.config import RunConfig
 from shuffled_dpsgd.training.private import PrivateTraining
 from shuffled_dpsgd_experiments.audits.black_box import (
+    PRIVATE_ARMS,
     BlackBoxRuns,
     BlackBoxSetting,
     Start,
@@ -53,11 +52,10 @@ def run_share(share: Share) -> list[Any]:
     run: Callable[[int], Any]
     task = prepared_task(share.config, fit_steps=share.fit_steps)
     start = starts_of(share.config, task.model)
+    target = target_of(share.config, task)
     if isinstance(share.setting, BlackBoxSetting):
-        collate = task.collate or default_collate
-        run = BlackBoxRuns(start, task.train_data, task.losses, share.setting, collate=collate).run
+        run = BlackBoxRuns(start, target, share.setting).run
     else:
-        target = target_of(share.config, task)
         run = RepeatedRuns(target, partial(_shuffled, start), share.setting).run
     found, journal = [], Journal(share.journal)
     for number in share.numbers:
@@ -109,4 +107,4 @@ def report_runs(
 
 
 def _shuffled(start: Start, dataset_size: int, seed: int) -> PrivateTraining:
-    return start(dataset_size, seed, "every-step", "shuffled")
+    return start(dataset_size, seed, PRIVATE_ARMS["on"])

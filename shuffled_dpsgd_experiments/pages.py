@@ -76,7 +76,7 @@ def grid_lines(sweep: Sweep, rows: Sequence[SweepRow]) -> list[str]:
     for name, mine in asked.items():
         if any(row is not None and not meets_its_budget(row) for row in mine):
             proven = ["" if row is None else row.describe_certified() for row in mine]
-            lines.append(line_of([f"certified ε (proven) of {name}", *proven]))
+            lines.append(line_of([f"proven ε of {name}", *proven]))
     return lines
 
 

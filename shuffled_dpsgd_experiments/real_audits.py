@@ -29,16 +29,16 @@ from shuffled_dpsgd.auditing.run import (
     RunSetting,
     audit_one_run,
     audit_steps,
-    report_steps,
 )
 from shuffled_dpsgd.environment import environment
+from shuffled_dpsgd.errors import InvalidArgumentError
 from shuffled_dpsgd.runtime.attention import without_cudnn_attention
 from shuffled_dpsgd.tasks import RunConfig, parse_config
 from shuffled_dpsgd.tasks.audited import audit_target
 from shuffled_dpsgd_experiments.audit_processes import make_runs, report_runs
 from shuffled_dpsgd_experiments.audits.black_box import BlackBoxSetting
 from shuffled_dpsgd_experiments.audits.repeated_runs import RepeatedSetting
-from shuffled_dpsgd_experiments.journal import Journal, device_name, read_journals
+from shuffled_dpsgd_experiments.journal import device_name, read_journals
 
 MODES = ("one-run", "step", "black-box", "runs")
 PROGRESS_SECONDS = 10.0
@@ -88,7 +88,7 @@ def parser() -> argparse.ArgumentParser:
     add("--runs", type=int, default=200, help="whole runs of the mode runs")
     add("--processes", type=int, default=1, help="that share the runs of black-box and runs")
     add("--fit-steps", type=int, default=0, help="fit the initial weights to the records first")
-    add("--finish", action="store_true", help="report on the journals of an audit cut short")
+    add("--finish", action="store_true", help="report on the journals of runs that were cut short")
     add("--device", default="auto")
     add("--seed", type=int, default=0)
     return found
@@ -149,8 +149,10 @@ def two_worlds(
     mode: str, config: RunConfig, options: argparse.Namespace, stem: str
 ) -> dict[str, Any]:
     """A one-run or a step audit."""
-    if options.finish and mode == "step":
-        return report_steps(read_journals(options.out, stem)[1][-1]).to_json()
+    if options.finish:
+        raise InvalidArgumentError(
+            "--finish", expected="a mode of many runs: black-box or runs", got=mode
+        )
     target: AuditTarget = audit_target(config, fit_steps=options.fit_steps)
     setting = RunSetting(
         num_observations=options.observations,
@@ -162,11 +164,8 @@ def two_worlds(
         max_seconds=options.max_seconds,
         seed=options.seed,
     )
-    if mode == "one-run":
-        return audit_one_run(target, setting, on_progress=progress(mode)).to_json()
-    journal = Journal(options.out / f"{stem}.journal")
-    report = audit_steps(target, setting, on_progress=progress(mode), on_seen=journal.add)
-    return report.to_json()
+    audit = audit_one_run if mode == "one-run" else audit_steps
+    return audit(target, setting, on_progress=progress(mode)).to_json()
 
 
 def many_runs(

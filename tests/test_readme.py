@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
+import subprocess
+import sys
+import tomllib
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import pytest
+from packaging.requirements import Requirement
 
 README = Path(__file__).resolve().parents[1] / "README.md"
 CODE = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
@@ -63,3 +70,84 @@ def test_the_loop_runs(
     assert private.finished
     assert private.released
     assert "proven" in capsys.readouterr().out
+
+
+# Refuses every module of a distribution that the install line does not bring.
+AS_INSTALLED = """
+import runpy, sys
+from importlib.metadata import packages_distributions
+
+ALLOWED = set({allowed!r})
+OTHERS = {{
+    module
+    for module, owners in packages_distributions().items()
+    if not any(owner.lower().replace("_", "-") in ALLOWED for owner in owners)
+}}
+
+class Without:
+    def __init__(self, finder):
+        self.finder = finder
+
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] not in OTHERS:
+            return self.finder.find_spec(name, path, target)
+
+    def __getattr__(self, name):
+        return getattr(self.finder, name)
+
+sys.meta_path[:] = map(Without, sys.meta_path)
+sys.argv = {command!r}
+runpy.run_module("shuffled_dpsgd", run_name="__main__")
+"""
+
+
+def installed_by(requirements: list[str]) -> set[str]:
+    """The distributions that pip would install for these, as far as they are here."""
+    found: set[str] = set()
+    waiting = [(Requirement(line), "") for line in requirements]
+    while waiting:
+        wanted, extra = waiting.pop()
+        name = wanted.name.lower().replace("_", "-")
+        if wanted.marker is not None and not wanted.marker.evaluate({"extra": extra}):
+            continue
+        known = name in found and not wanted.extras
+        try:
+            needs = [] if known else metadata.requires(name) or []
+        except metadata.PackageNotFoundError:
+            continue
+        found.add(name)
+        for inner in wanted.extras or {""}:
+            waiting += [(Requirement(line), inner) for line in needs]
+    return found
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["train", "digits", "--epochs", "1", "--batch-size", "480", "--json"],
+        ["inspect", "--model", "gpt2", "--scope", "full", "--json"],
+    ],
+    ids=lambda command: command[0],
+)
+def test_the_install_line_brings_what_the_commands_need(command: list[str], tmp_path: Path) -> None:
+    """The first command of the page would not run if its extra lacked a package."""
+    (extra,) = re.findall(r"-e\s+'\.\[(\w+)\]'", README.read_text())
+    assert f"shuffled-dpsgd {command[0]}" in README.read_text()
+    project = tomllib.loads((README.parent / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    allowed = installed_by([*project["dependencies"], *extras[extra]])
+    assert "opacus" not in allowed
+    allowed.add("shuffled-dpsgd")
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            AS_INSTALLED.format(allowed=sorted(allowed), command=["", *command]),
+        ],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(README.parent / "src")},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert json.loads(done.stdout)

@@ -2,13 +2,14 @@
 
 The shuffle preserves the model's function, and training commutes with it, so whoever only queries
 the released model faces the same distribution with the shuffle and without. Here both are run over
-many seeds, with the same records and the same membership attacks. Three arms per seed:
+many seeds, with the same records and the same membership attacks. Four arms per seed:
 
-    off        no shuffle
-    on         shuffle after every step, noise drawn in the shuffled frame: equal in distribution
-    on-paired  the same with the noise of `off`, drawn in the un-permuted frame: equal run by run
+    off              no shuffle
+    on               shuffle after every step, noise drawn in the shuffled frame: equal in law
+    on-paired        the same with the noise of `off`, in the un-permuted frame: equal run by run
+    without-privacy  neither clip nor noise: what the attacks reach where nothing protects
 
-The audited records are mislabelled, each in the training data by a fair coin. Attacks: the loss
+The audited records are canaries, each in the training data by a fair coin. Attacks: the loss
 itself, and a likelihood ratio per record with the other seeds' runs as shadow models (Carlini et
 al. 2022).
 """
@@ -27,33 +28,28 @@ from scipy.stats import t as student
 from torch.utils.data import default_collate
 
 from shuffled_dpsgd.accounting import PrivacyClaim
-from shuffled_dpsgd.auditing.estimators import Inclusion, OneRun, ScorePair, roc, tpr_at_fpr
+from shuffled_dpsgd.auditing.estimators import Inclusion, OneRunFDP, ScorePair, roc
+from shuffled_dpsgd.auditing.estimators.curves import tpr_at_fpr
 from shuffled_dpsgd.auditing.estimators.scores import Floats
-from shuffled_dpsgd.auditing.input_canaries import (
-    Extended,
-    InputCanary,
-    Leaving,
-    losses_of,
-    plant,
-)
-from shuffled_dpsgd.auditing.probes import OnProgress
-from shuffled_dpsgd.auditing.ranges import require_at_least
+from shuffled_dpsgd.auditing.input_canaries import Extended, InputCanary, Leaving, losses_of, plant
+from shuffled_dpsgd.auditing.run import AuditTarget, claims_of
+from shuffled_dpsgd.auditing.taps import OnProgress, train
+from shuffled_dpsgd.auditing.verdict import require_at_least
 from shuffled_dpsgd.core.plan import PrivacyPlan
 from shuffled_dpsgd.errors import InvalidArgumentError
-from shuffled_dpsgd.options import NoiseFrame, Shuffle
-from shuffled_dpsgd.training.data import MapStyle
-from shuffled_dpsgd.training.physical import PerSampleLoss
-from shuffled_dpsgd.training.plan_identity import plan_json
+from shuffled_dpsgd.tasks.audited import WITHOUT_PRIVACY
+from shuffled_dpsgd.training.planning import plan_json
 from shuffled_dpsgd.training.private import PrivateTraining
-from shuffled_dpsgd.training.spending import paper_estimate
 
-Start = Callable[[int, int, Shuffle, NoiseFrame], PrivateTraining]
-"""(data set size, seed, shuffle, noise frame) -> a fresh run."""
-ARMS: dict[str, tuple[Shuffle, NoiseFrame]] = {
-    "off": ("off", "shuffled"),
-    "on": ("every-step", "shuffled"),
-    "on-paired": ("every-step", "unshuffled"),
+Start = Callable[[int, int, Mapping[str, Any]], PrivateTraining]
+"""(data set size, seed, privacy options to change) -> a fresh run."""
+PRIVATE_ARMS: dict[str, dict[str, Any]] = {
+    "off": {"shuffle": "off", "noise_frame": "shuffled"},
+    "on": {"shuffle": "every-step", "noise_frame": "shuffled"},
+    "on-paired": {"shuffle": "every-step", "noise_frame": "unshuffled"},
 }
+PLAIN = "without-privacy"
+ARMS = {**PRIVATE_ARMS, PLAIN: WITHOUT_PRIVACY}
 ATTACKS = ("loss", "ratio")
 LEAST_SEEDS = 3
 
@@ -143,14 +139,15 @@ class BlackBoxReport:
 
     def comparison(self, attack: str) -> dict[str, float]:
         """Mean difference of the areas, on minus off, with Student's interval over seeds."""
-        gaps = self.areas("on", attack) - self.areas("off", attack)
-        half = float(
-            student.ppf(0.5 + self.confidence / 2.0, len(gaps) - 1)
-            * gaps.std(ddof=1)
-            / len(gaps) ** 0.5
-        )
-        mean = float(gaps.mean())
-        return {"mean_difference": mean, "low": mean - half, "high": mean + half}
+        found = self._mean_of(self.areas("on", attack) - self.areas("off", attack))
+        return {"mean_difference": found.pop("mean"), **found}
+
+    def _mean_of(self, values: Floats) -> dict[str, float]:
+        """Mean over seeds with Student's interval."""
+        quantile = student.ppf(0.5 + self.confidence / 2.0, len(values) - 1)
+        half = float(quantile * values.std(ddof=1) / len(values) ** 0.5)
+        mean = float(values.mean())
+        return {"mean": mean, "low": mean - half, "high": mean + half}
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -171,11 +168,12 @@ class BlackBoxReport:
 
     @cached_property
     def strongest(self) -> tuple[float, str]:
-        """The largest one-run bound of any run, arm and attack, all at the joint level."""
-        level = (1.0 - self.confidence) / (self.num_seeds * len(self.arms) * len(ATTACKS))
+        """The largest one-run bound of any private run, arm and attack, at the joint level."""
+        private = [arm for arm in self.arms if arm in PRIVATE_ARMS]
+        level = (1.0 - self.confidence) / (self.num_seeds * len(private) * len(ATTACKS))
         return max(
             (max(self._bounds(arm, attack, confidence=1.0 - level)), f"{attack}, shuffle {arm}")
-            for arm in self.arms
+            for arm in private
             for attack in ATTACKS
         )
 
@@ -193,7 +191,7 @@ class BlackBoxReport:
         """A bound from each run by itself; the ratio's shadow models are other runs."""
         delta = float(self.plan["delta"])
         return [
-            OneRun()
+            OneRunFDP()
             .lower_bound(Inclusion(scores=row, included=was), delta=delta, confidence=confidence)
             .epsilon
             for row, was in zip(self.scores(arm, attack), self.arms[arm].included, strict=True)
@@ -205,6 +203,7 @@ class BlackBoxReport:
             pair = self.pooled(name, attack)
             shown[attack] = {
                 "area_by_seed": self.areas(name, attack).tolist(),
+                "area_over_seeds": self._mean_of(self.areas(name, attack)),
                 "pooled_area": roc(pair).area,
                 "pooled_tpr_at_1_percent_fpr": tpr_at_fpr(pair, 0.01).true_positive_rate,
             }
@@ -226,40 +225,36 @@ class SeedRuns:
 class BlackBoxRuns:
     """Trains every arm of any seed; canaries and coins are the same in all arms of a seed."""
 
-    def __init__(
-        self,
-        start: Start,
-        data: MapStyle,
-        losses: PerSampleLoss,
-        setting: BlackBoxSetting,
-        *,
-        collate: Callable[[list[Any]], Any] = default_collate,
-    ) -> None:
-        self._start, self._losses, self._collate = start, losses, collate
-        self._setting = setting
-        self._num_records = len(data)
-        rng = np.random.default_rng([setting.seed, 7])
-        self._canaries = plant(setting.input_canary, data, setting.num_canaries, rng)
-        self._data = Extended(data, self._canaries)
+    def __init__(self, start: Start, target: AuditTarget, setting: BlackBoxSetting) -> None:
+        self._start, self._setting = start, setting
+        self._losses, self._records = target.losses, target.data
+        self._collate = target.collate or default_collate
+        self._canaries: list[Any] = []
 
     def run(self, index: int) -> SeedRuns:
         """Seed number `index`, whichever others are run, and where."""
-        seed = self._setting.seed
-        coins = np.random.default_rng([seed, 8]).random((index + 1, len(self._canaries)))
+        setting, num_records = self._setting, len(self._records)
+        coins = np.random.default_rng([setting.seed, 8]).random((index + 1, setting.num_canaries))
         included = coins[index] < 0.5
-        left_out = self._num_records + np.flatnonzero(~included)
+        left_out = num_records + np.flatnonzero(~included)
         found: dict[str, Floats] = {}
-        for name, (shuffle, frame) in ARMS.items():
-            private = self._start(len(self._data), 1000 * seed + index, shuffle, frame)
+        plans: dict[str, PrivacyPlan] = {}
+        for name, changes in ARMS.items():
+            size, seed = num_records + setting.num_canaries, 1000 * setting.seed + index
+            private = self._start(size, seed, changes)
             private.sampler = Leaving(private.sampler, left_out)
+            plans[name] = private.plan
             found[name] = self._train_and_query(private)
-        return SeedRuns(index=index, included=included, losses=found, plan=private.plan)
+        return SeedRuns(index=index, included=included, losses=found, plan=plans["on"])
 
     def _train_and_query(self, private: PrivateTraining) -> Floats:
         """The loss of every canary under the released model."""
-        for batch in private.batches(self._data, collate=self._collate):
-            private.backward(self._losses(private.model, batch))
-            private.step()
+        if not self._canaries:
+            rng = np.random.default_rng([self._setting.seed, 7])
+            kind, count = self._setting.input_canary, self._setting.num_canaries
+            self._canaries = plant(kind, self._records, count, rng, private.model)
+        data = Extended(self._records, self._canaries)
+        train(private, data, self._losses, self._collate)
         private.release()
         queried = losses_of(private, self._canaries, self._losses, self._collate)
         private.close()
@@ -290,23 +285,21 @@ def gather_seeds(
         },
         confidence=confidence,
         seconds=seconds,
-        claims=tuple(c for c in (plan.certified(), paper_estimate(plan)) if c is not None),
+        claims=claims_of(plan),
     )
 
 
 def audit_black_box(
     start: Start,
-    data: MapStyle,
-    losses: PerSampleLoss,
+    target: AuditTarget,
     setting: BlackBoxSetting,
     *,
-    collate: Callable[[list[Any]], Any] = default_collate,
     confidence: float = 0.95,
     on_progress: OnProgress | None = None,
 ) -> BlackBoxReport:
     """Every arm with every seed, one after the other."""
     started = time.perf_counter()
-    runs = BlackBoxRuns(start, data, losses, setting, collate=collate)
+    runs = BlackBoxRuns(start, target, setting)
     found = []
     for index in range(setting.num_seeds):
         found.append(runs.run(index))

@@ -15,22 +15,23 @@ from dataclasses import asdict, dataclass
 import numpy as np
 import torch
 
-from shuffled_dpsgd.auditing.adversaries import ThreatModel
-from shuffled_dpsgd.auditing.alignment import realign
+from shuffled_dpsgd.auditing.alignment import ShuffleFollower
 from shuffled_dpsgd.auditing.estimators import ScorePair
-from shuffled_dpsgd.auditing.gradient_canaries import InjectingEngine
 from shuffled_dpsgd.auditing.model_attacks import inner, orbit_canary, step_attacks, widest_axis
-from shuffled_dpsgd.auditing.probes import OnProgress, Prober, probe, trainable
-from shuffled_dpsgd.auditing.ranges import require_at_least
+from shuffled_dpsgd.auditing.probes import Prober, probe
 from shuffled_dpsgd.auditing.run import AuditTarget, step_claims
-from shuffled_dpsgd.auditing.sensitivity import RecordingMechanism
 from shuffled_dpsgd.auditing.step import ESTIMATORS
-from shuffled_dpsgd.auditing.unwatched import Unwatched
-from shuffled_dpsgd.auditing.verdict import AuditReport, Evidence, assess, judge
-from shuffled_dpsgd.auditing.watched_training import train_watched
+from shuffled_dpsgd.auditing.taps import OnProgress, Tensors, tap, train, trainable
+from shuffled_dpsgd.auditing.verdict import (
+    AuditReport,
+    Evidence,
+    ThreatModel,
+    report_on,
+    require_at_least,
+)
 from shuffled_dpsgd.errors import InvalidArgumentError
-from shuffled_dpsgd.permutation import apply_to_tensors, draw, identity
-from shuffled_dpsgd.training.plan_identity import plan_json
+from shuffled_dpsgd.permutation import Permutation, apply_to_tensors
+from shuffled_dpsgd.training.planning import plan_json
 from shuffled_dpsgd.training.private import PrivateTraining
 
 
@@ -49,63 +50,64 @@ class WatchedRun:
     """A run whose every step may carry the canary; scores by what was read and by the coin."""
 
     def __init__(self, private: PrivateTraining, *, seed: int) -> None:
-        if private.spec is None or private.plan.shuffle != "every-step" or private.plan.secure:
+        spec = private.spec
+        if spec is None or private.plan.shuffle != "every-step":
             raise InvalidArgumentError(
-                "private", expected="a seeded run that shuffles every step", got=private.plan
+                "private", expected="a run that shuffles every step", got=private.plan
             )
-        self.private = private
-        self._spec = private.spec
+        self.private, self._shuffle = private, ShuffleFollower(private)
         self._rng = np.random.default_rng([seed, 6])
         weights = trainable(private.model)
-        moved = {n: w for n, w in weights.items() if n in self._spec.moved_names}
-        self.parameter, axis = widest_axis(self._spec, moved)
+        moved = {n: w for n, w in weights.items() if n in spec.moved_names}
+        self.parameter, axis = widest_axis(spec, moved)
         self._dirac = {self.parameter: orbit_canary(weights[self.parameter], (axis,), 1)}
         self._place = self._dirac[self.parameter].nonzero()[0].tolist()
-        self._known = weights
         self._joined = False
-        self._true = self._found = identity(self._spec, private.device)
         self.coins: list[bool] = []
         self.fixed: list[float] = []
         self.followed: list[float] = []
-        self._recorder = RecordingMechanism(private.mechanism)
-        private.engine = InjectingEngine(private.engine, self._injected)  # type: ignore[assignment]
-        private.mechanism = self._recorder
-        private.referee = Unwatched()
+        self._recorder = tap(private, self._injected)
 
     def train(self, target: AuditTarget, on_progress: OnProgress | None) -> None:
-        train_watched(
-            self.private, target.data, target.losses, target.collate, self._observe, on_progress
+        train(
+            self.private,
+            target.data,
+            target.losses,
+            target.collate,
+            watch=self._observe,
+            on_progress=on_progress,
         )
 
     def scores(self, read: list[float]) -> ScorePair:
         values, coins = np.array(read), np.array(self.coins)
         return ScorePair(out=values[~coins], present=values[coins])
 
-    def _injected(self) -> dict[str, torch.Tensor]:
+    def _injected(self, records: Tensors) -> dict[str, torch.Tensor]:
         """The canary, where this step's frame has it, if the coin says so."""
         self._joined = bool(self._rng.random() < 0.5)
         canary = {n: t.clone() * self.private.plan.clip_norm for n, t in self._dirac.items()}
-        apply_to_tensors(self._true, canary)
+        self._move(canary, self._shuffle.true)
         return canary if self._joined else {}
 
     def _observe(self) -> None:
         """Read this step's release: at the planted index, and where re-alignment says it went."""
-        private = self.private
+        private, before = self.private, self._shuffle.true
         scale = private.plan.expected_batch_size / private.plan.clip_norm
         noisy = {self.parameter: self._recorder.last[self.parameter].clone() * scale}
         expected = {name: tensor.clone() for name, tensor in self._dirac.items()}
-        apply_to_tensors(self._found, expected)
+        self._move(expected, self._shuffle.found)
         self.followed.append(inner(expected, noisy))
-        key = private.streams.key("permutation", private.steps_taken - 1)
-        step = draw(self._spec, key, private.device)
-        apply_to_tensors(step, noisy)
+        self._shuffle.follow()
+        self._move(noisy, before, back=True)
+        self._move(noisy, self._shuffle.true)
         self.fixed.append(float(noisy[self.parameter][tuple(self._place)]))
         self.coins.append(self._joined)
-        self._true = self._true.then(step)
-        current = trainable(private.model)
-        undone = realign(self._spec, self._known, current).permutation
-        self._found = self._found.then(undone.to(private.device))
-        self._known = current
+
+    def _move(
+        self, tensors: dict[str, torch.Tensor], to: Permutation | None, *, back: bool = False
+    ) -> None:
+        assert to is not None
+        apply_to_tensors(to.inverse() if back else to, tensors)
 
 
 def audit_paper_training(
@@ -140,15 +142,16 @@ def audit_paper_training(
         ),
     ]
     claims = step_claims(plan)
-    attacks = assess(evidence, ESTIMATORS, delta=claims[0].delta, confidence=confidence)
     private.close()
-    return AuditReport(
+    return report_on(
+        evidence,
+        ESTIMATORS,
         unit=f"a training run of {plan.num_steps} steps, observed at every step",
         setting={**asdict(setting), "plan": plan_json(plan)},
         claims=claims,
-        attacks=attacks,
-        verdicts=judge(claims, attacks, confidence=confidence),
-        seconds=time.perf_counter() - started,
+        delta=claims[0].delta,
+        confidence=confidence,
+        started=started,
         notes=(
             "during training the batch clip shrinks the canary with the batch it joined; "
             "after it, the other records of the attacked step contribute nothing",

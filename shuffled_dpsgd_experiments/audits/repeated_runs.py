@@ -8,23 +8,25 @@ ratios of the steps. No other record takes part, as in the worst case of the def
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 
-from shuffled_dpsgd.auditing.adversaries import ThreatModel
+from shuffled_dpsgd.auditing.canary_run import CanaryRun
 from shuffled_dpsgd.auditing.estimators import ClopperPearson, OrderStatistics, ScorePair
-from shuffled_dpsgd.auditing.one_run_training import CanaryRun
-from shuffled_dpsgd.auditing.ranges import require_at_least
-from shuffled_dpsgd.auditing.run import AuditTarget
-from shuffled_dpsgd.auditing.verdict import AuditReport, Evidence, assess, judge
+from shuffled_dpsgd.auditing.run import AuditTarget, claims_of
+from shuffled_dpsgd.auditing.verdict import (
+    AuditReport,
+    Evidence,
+    ThreatModel,
+    report_on,
+    require_at_least,
+)
 from shuffled_dpsgd.core.plan import PrivacyPlan
 from shuffled_dpsgd.errors import InvalidArgumentError
-from shuffled_dpsgd.training.plan_identity import plan_json
+from shuffled_dpsgd.training.planning import plan_json
 from shuffled_dpsgd.training.private import PrivateTraining
-from shuffled_dpsgd.training.spending import paper_estimate
 
 LEAST_RUNS = 20
 
@@ -110,36 +112,23 @@ def gather_runs(
         threat_model=ThreatModel.STEP_GRADIENTS,
         scores=ScorePair(out=scores[~included], present=scores[included]),
     )
-    claims = tuple(c for c in (plan.certified(), paper_estimate(plan)) if c is not None)
-    estimators = (ClopperPearson(), OrderStatistics())
-    attacks = assess([evidence], estimators, delta=plan.delta, confidence=confidence)
     share = min(one.recovered for one in ordered)
-    return AuditReport(
-        unit="whole runs, repeated",
-        setting={
-            **asdict(setting),
-            "runs_without": int((~included).sum()),
-            "runs_with": int(included.sum()),
-            "plan": plan_json(plan),
-        },
-        claims=claims,
-        attacks=attacks,
-        verdicts=judge(claims, attacks, confidence=confidence),
+    return replace(
+        report_on(
+            [evidence],
+            (ClopperPearson(), OrderStatistics()),
+            unit="whole runs, repeated",
+            setting={
+                **asdict(setting),
+                "runs_without": int((~included).sum()),
+                "runs_with": int(included.sum()),
+                "plan": plan_json(plan),
+            },
+            claims=claims_of(plan),
+            delta=plan.delta,
+            confidence=confidence,
+            started=0.0,
+            notes=(f"re-alignment recovered at least {share:.1%} of the permuted positions",),
+        ),
         seconds=seconds,
-        notes=(f"re-alignment recovered at least {share:.1%} of the permuted positions",),
     )
-
-
-def audit_repeated_runs(
-    target: AuditTarget,
-    start: Callable[[int, int], PrivateTraining],
-    setting: RepeatedSetting,
-    *,
-    confidence: float = 0.95,
-) -> AuditReport:
-    """All runs, one after the other."""
-    started = time.perf_counter()
-    runs = RepeatedRuns(target, start, setting)
-    found = [runs.run(index) for index in range(setting.num_runs)]
-    seconds = time.perf_counter() - started
-    return gather_runs(found, setting, seconds=seconds, confidence=confidence)

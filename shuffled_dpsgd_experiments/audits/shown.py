@@ -3,75 +3,82 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from shuffled_dpsgd_experiments.audits.black_box import BlackBoxReport
-from shuffled_dpsgd_experiments.audits.paper_audit import PaperRow, PaperSetting, Reading
+from shuffled_dpsgd.auditing.estimators import roc
+from shuffled_dpsgd.auditing.plots import visible, write
+from shuffled_dpsgd.reports.style import BLUE, MUTED, ORANGE, house_style
+from shuffled_dpsgd_experiments.audits.black_box import ATTACKS, BlackBoxReport
+from shuffled_dpsgd_experiments.audits.paper_audit import LACKS
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+Row = dict[str, Any]
 
 
-def show_paper(rows: list[PaperRow], setting: PaperSetting, console: Console | None = None) -> None:
+def show_paper(found: dict[str, Any]) -> None:
     """Table 6 of the paper beside what its estimator prints on pure noise."""
-    out = console or Console()
-    table = Table(
-        title="The paper's audit: Dirac canary read at a fixed index, "
-        f"{setting.num_observations}+{setting.num_observations} steps, "
-        f"d = {setting.dimension:,}, c'/c = {setting.batch_clip:g}",
-        title_justify="left",
-        box=SIMPLE_HEAD,
-        pad_edge=False,
+    setting, rows = found["setting"], found["rows"]
+    observations = setting["num_observations"]
+    table = _table(
+        f"The paper's audit: Dirac canary read at a fixed index, {observations}+{observations} "
+        f"steps, d = {setting['dimension']:,}, c'/c = {setting['batch_clip']:g}"
     )
     table.add_column("claimed ε of the run (heuristic)")
     for row in rows:
-        table.add_column(f"{row.run_epsilon:g}", justify="right")
-    lines: tuple[tuple[str, Callable[[PaperRow], str]], ...] = (
-        ("ε of one step by its formula (heuristic)", lambda row: f"{row.step_epsilon:.3f}"),
-        ("noise multiplier", lambda row: f"{row.noise_multiplier:.3f}"),
+        table.add_column(f"{row['run_epsilon']['epsilon']:g}", justify="right")
+    lines: tuple[tuple[str, Callable[[Row], str]], ...] = (
+        ("ε of one step by its formula (heuristic)", lambda r: _epsilon(r["step_epsilon"])),
+        ("noise multiplier", lambda r: f"{r['noise_multiplier']:.3f}"),
+        ("audited ε printed in the paper", lambda r: str(r["printed_in_the_paper"] or "–")),
         (
-            "audited ε printed in the paper",
-            lambda row: f"{row.printed:.4f}" if row.printed else "–",
+            "its estimator, this run (measured, no level)",
+            lambda r: _epsilon(r["paper_estimator"]),
         ),
-        ("its estimator, this run (measured, no level)", lambda row: f"{row.estimate.epsilon:.3f}"),
-        ("  strict reading, 5 to 95 %", lambda row: _reading(row.strict, noise=False)),
-        ("    the same on pure noise", lambda row: _reading(row.strict, noise=True)),
-        ("  literal reading, 5 to 95 %", lambda row: _reading(row.literal, noise=False)),
-        ("    the same on pure noise", lambda row: _reading(row.literal, noise=True)),
-        ("Clopper–Pearson at 95 % (measured)", lambda row: f"{row.bound.epsilon:.3f}"),
-        ("order statistics at 95 % (measured)", lambda row: f"{row.order_statistics.epsilon:.3f}"),
+        ("  strict reading, 5 to 95 %", lambda r: _reading(r, "strict", "")),
+        ("    the same on pure noise", lambda r: _reading(r, "strict", "_on_pure_noise")),
+        ("  literal reading, 5 to 95 %", lambda r: _reading(r, "literal", "")),
+        ("    the same on pure noise", lambda r: _reading(r, "literal", "_on_pure_noise")),
+        ("Clopper–Pearson at 95 % (measured)", lambda r: _epsilon(r["clopper_pearson"])),
+        ("order statistics at 95 % (measured)", lambda r: _epsilon(r["order_statistics"])),
     )
     for label, cell in lines:
         table.add_row(label, *(cell(row) for row in rows))
+    out = Console()
     out.print(table)
-    for lack in rows[0].estimate.assumptions if rows else ():
+    for lack in LACKS:
         out.print(f"  lacks: {lack}")
 
 
-def show_black_box(report: BlackBoxReport, console: Console | None = None) -> None:
+def show_black_box(report: BlackBoxReport) -> None:
     """Both attacks on all arms, then what differs between them."""
-    out = console or Console()
-    table = Table(
-        title=f"What a black box learns: {report.setting.num_seeds} seeds, "
-        f"{report.setting.num_canaries} mislabelled records ({report.seconds:.0f} s)",
-        title_justify="left",
-        box=SIMPLE_HEAD,
-        pad_edge=False,
+    setting, out = report.setting, Console()
+    table = _table(
+        f"What a black box learns: {setting.num_seeds} seeds, {setting.num_canaries} "
+        f"{setting.input_canary} records ({report.seconds:.0f} s)"
     )
-    columns = ("shuffle", "attack", "area under ROC", "TPR at 1 % FPR", "one-run ε (measured)")
+    columns = ("arm", "attack", "area under ROC", "TPR at 1 % FPR", "one-run ε (measured)")
     for column in columns:
-        table.add_column(column, justify="left" if column in ("shuffle", "attack") else "right")
+        table.add_column(column, justify="left" if column in ("arm", "attack") else "right")
     found = report.to_json()
     for name, arm in found["arms"].items():
-        for attack in ("loss", "ratio"):
+        for attack in ATTACKS:
+            seeds = arm[attack]["area_over_seeds"]
             table.add_row(
-                name,
+                name if name == "without-privacy" else f"shuffle {name}",
                 attack,
-                f"{arm[attack]['pooled_area']:.3f}",
+                f"{seeds['mean']:.3f} ({seeds['low']:.3f} to {seeds['high']:.3f})",
                 f"{arm[attack]['pooled_tpr_at_1_percent_fpr']:.3f}",
                 f"{arm['largest_one_run_bound']['epsilon']:.2f}" if attack == "loss" else "",
             )
     out.print(table)
+    out.print(f"  areas are means over seeds, with {100 * report.confidence:g} % intervals")
     for attack, gap in found["on_minus_off"].items():
         out.print(
             f"  {attack} attack, area with shuffle minus without: {gap['mean_difference']:+.4f} "
@@ -83,9 +90,61 @@ def show_black_box(report: BlackBoxReport, console: Console | None = None) -> No
     )
 
 
-def _reading(reading: Reading, *, noise: bool) -> str:
+@house_style()
+def draw_black_box(report: BlackBoxReport) -> Figure:
+    """Pooled ROC of both attacks in three arms, and the area of every run."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10.5, 4.6), layout="constrained")
+    curves, areas = figure.subplots(1, 2)
+    looks = {"loss": ("loss", BLUE), "ratio": ("likelihood ratio", ORANGE)}
+    arms = (("off", "-", "shuffle off"), ("on", "--", "shuffle on"))
+    for attack, (name, colour) in looks.items():
+        for arm, dashes, words in (*arms, ("without-privacy", ":", "without privacy")):
+            curve = roc(report.pooled(arm, attack))
+            rates = visible(curve.false_positive_rate), visible(curve.true_positive_rate)
+            curves.plot(*rates, color=colour, linestyle=dashes, label=f"{name}, {words}")
+        off = report.areas("off", attack)
+        for arm, mark, words in (("on", "o", "own noise"), ("on-paired", "+", "same noise")):
+            label = f"{name}, {words}"
+            areas.plot(off, report.areas(arm, attack), mark, color=colour, label=label)
+    areas.axline((1.0, 1.0), slope=1.0, color=MUTED, linewidth=0.8)
+    curves.set(
+        title="All seeds pooled",
+        xlabel="false-positive rate",
+        ylabel="true-positive rate",
+        xscale="log",
+        yscale="log",
+        xlim=(1e-3, 1.0),
+        ylim=(1e-3, 1.2),
+    )
+    areas.set(
+        title="Seed by seed",
+        xlabel="area under ROC, shuffle off",
+        ylabel="area under ROC, shuffle on",
+    )
+    for axes in (curves, areas):
+        axes.legend()
+    figure.suptitle("Membership attacks on the released function: with the shuffle and without")
+    return figure
+
+
+def save_black_box(report: BlackBoxReport, stem: Path) -> tuple[Path, ...]:
+    """Write the drawing as PNG and SVG beside each other; returns what was written."""
+    return write(draw_black_box(report), stem)
+
+
+def _table(title: str) -> Table:
+    return Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+
+
+def _epsilon(found: Row) -> str:
+    return f"{found['epsilon']:.3f}"
+
+
+def _reading(row: Row, name: str, where: str) -> str:
     """The range of finite figures, and how often the figure is infinite."""
-    quantiles = reading.quantiles_on_noise if noise else reading.quantiles
-    infinite = reading.infinite_on_noise if noise else reading.infinite
+    reading = row["readings"][name]
+    quantiles, infinite = reading[f"quantiles{where}"], reading[f"share_infinite{where}"]
     shown = "" if quantiles is None else f"{quantiles[0]:.2f} – {quantiles[2]:.2f}"
     return shown + (f", ∞ in {100 * infinite:.0f} %" if infinite else "")

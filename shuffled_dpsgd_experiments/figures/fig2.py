@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from shuffled_dpsgd.accounting.lognormal_sum import METHODS, LognormalSum
 from shuffled_dpsgd.environment import environment
 from shuffled_dpsgd.reports.style import BLUE, GREEN, INK, ORANGE, RED
 from shuffled_dpsgd_experiments.exhibits import Exhibit, ExhibitRow, figure_exhibit, in_one_file
+from shuffled_dpsgd_experiments.figures.lognormal_sum import METHODS, LognormalSum
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

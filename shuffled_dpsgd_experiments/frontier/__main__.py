@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -18,12 +19,15 @@ def main() -> int:
     parser.add_argument("workloads", nargs="+", choices=[*WORKLOADS])
     parser.add_argument("--data", type=Path, help="a folder with sst2 in it")
     parser.add_argument("--results", type=Path, default=Path("results"))
+    parser.add_argument("--claims", type=float, nargs="+", help="run these claimed ε alone")
     parser.add_argument("--stop-after", type=float, metavar="SECONDS")
     chosen = parser.parse_args()
     torch.set_num_threads(1)
     complete = True
     for name in chosen.workloads:
         workload = WORKLOADS[name]
+        if chosen.claims is not None:
+            workload = replace(workload, claims=tuple(chosen.claims))
         material = workload.load(chosen.data)
         cells = cells_of(workload, chosen.results)
 

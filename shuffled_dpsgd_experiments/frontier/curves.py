@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from statistics import fmean, stdev
@@ -16,6 +17,8 @@ from shuffled_dpsgd_experiments.frontier.workloads import Point, Workload
 
 BAND = (10, 90)
 """Percentiles over seeds that a band reaches from and to."""
+SPLIT = "test"
+"""What is drawn and compared. SST-2's test set is twice its development set."""
 ERRORS = 2.0
 """A difference counts when it is larger than so many standard errors."""
 
@@ -32,7 +35,7 @@ class Score:
     @classmethod
     def of(cls, values: Sequence[float]) -> Score:
         low, high = np.percentile(values, BAND)
-        error = stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.inf
+        error = stdev(values) / math.sqrt(len(values))
         return cls(mean=fmean(values), low=float(low), high=float(high), error=error)
 
 
@@ -81,11 +84,6 @@ class Curves:
     commits: tuple[str, ...]
     dates: tuple[str, ...]
 
-    @property
-    def split(self) -> str:
-        """The held-out set that is drawn and compared: the larger one where there are two."""
-        return "test"
-
     def plain(self) -> list[Measured]:
         """DP-SGD by rising certified ε."""
         own = [each for each in self.measured if not each.point.is_paper]
@@ -103,7 +101,7 @@ class Curves:
             other = self._plain_at(each.certified_epsilon)
             if not each.point.is_paper or other is None:
                 continue
-            score, claimed = each.scores[self.split], self._plain_at(each.point.epsilon)
+            score, claimed = each.scores[SPLIT], self._plain_at(each.point.epsilon)
             found.append(
                 Difference(
                     point=each.point,
@@ -122,8 +120,8 @@ class Curves:
         # Calibration stays below what was asked for by less than this.
         if not own or not places[0] <= at <= places[-1] + 1e-3:
             return None
-        means = [each.scores[self.split].mean for each in own]
-        errors = [each.scores[self.split].error for each in own]
+        means = [each.scores[SPLIT].mean for each in own]
+        errors = [each.scores[SPLIT].error for each in own]
         return float(np.interp(at, places, means)), float(np.interp(at, places, errors))
 
     def to_json(self) -> dict[str, Any]:
@@ -131,7 +129,7 @@ class Curves:
         return {
             "title": self.workload.title,
             "settings": self.workload.settings(),
-            "split": self.split,
+            "split": SPLIT,
             "points": [asdict(each) for each in self.measured],
             "comparisons": [
                 asdict(each) | {"verdict": each.verdict} for each in self.comparisons()
@@ -142,7 +140,7 @@ class Curves:
 
 
 def curves_of(workload: Workload, records: list[Record]) -> Curves:
-    """The points that have a score."""
+    """The points that have a score and a spread, so at least two seeds."""
     runs: dict[Point, list[Record]] = {point: [] for point in workload.points()}
     for record in records:
         if record["stage"] == "figure":
@@ -150,7 +148,9 @@ def curves_of(workload: Workload, records: list[Record]) -> Curves:
     return Curves(
         workload=workload,
         measured=tuple(
-            _measured(workload, records, point, found) for point, found in runs.items() if found
+            _measured(workload, records, point, found)
+            for point, found in runs.items()
+            if len(found) > 1
         ),
         commits=tuple(sorted({record["commit"] for record in records})),
         dates=tuple(sorted({record["date"] for record in records})),
@@ -181,7 +181,8 @@ def _measured(
 
 def statement(curves: Sequence[Curves]) -> str:
     """What the figure shows, in sentences that follow from its numbers."""
-    return " ".join(_sentence(each) for each in curves if each.comparisons())
+    text = " ".join(_sentence(each) for each in curves if each.comparisons())
+    return re.sub(r"(?<= )-(?=\d)", "−", text)
 
 
 def _sentence(curves: Curves) -> str:
@@ -198,7 +199,7 @@ def _sentence(curves: Curves) -> str:
         f"{curves.workload.title} ({_span(seeds)} seeds a point): at its claimed ε = "
         f"{best.point.epsilon:g} (heuristic) the paper's algorithm with c' = "
         f"{best.point.batch_clip_ratio:g}c is {abs(gain):.1f} points "
-        f"{'more' if gain > 0 else 'less'} accurate than DP-SGD certified at that ε, but what is "
+        f"{'more' if gain > 0 else 'less'} accurate than DP-SGD certified at that ε, and what is "
         f"proven of it there is ε = {proven.certified_epsilon:.3g}. Of its {len(found)} points, "
         f"compared with DP-SGD at the same certified ε, {below} lie below, {above} above, and "
         f"{len(found) - below - above} show no difference beyond two standard errors (differences "

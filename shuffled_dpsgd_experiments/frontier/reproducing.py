@@ -12,7 +12,7 @@ import torch
 
 from shuffled_dpsgd.reports.style import house_style, save_figure, to_svg
 from shuffled_dpsgd_experiments.exhibits import Exhibit, ExhibitRow, Reproduced, Request
-from shuffled_dpsgd_experiments.frontier.curves import Curves, curves_of, statement
+from shuffled_dpsgd_experiments.frontier.curves import SPLIT, Curves, curves_of, statement
 from shuffled_dpsgd_experiments.frontier.figure import caption, draw
 from shuffled_dpsgd_experiments.frontier.running import cells_of, run
 from shuffled_dpsgd_experiments.frontier.workloads import WORKLOADS, Workload
@@ -97,7 +97,7 @@ def _rows(curves: Curves) -> list[ExhibitRow]:
     compared = {each.point: each for each in curves.comparisons()}
     rows = []
     for each in curves.measured:
-        score, verdict = each.scores[curves.split], ""
+        score, verdict = each.scores[SPLIT], ""
         if each.point in compared:
             found = compared[each.point]
             verdict = f"{found.verdict} at this ε: {found.difference:+.1f} ± {found.error:.1f}"

@@ -6,6 +6,7 @@ are tuned on training records that are held back; the held-out sets are looked a
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -17,19 +18,23 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import TensorDataset
 
 from shuffled_dpsgd.models import seeded
 from shuffled_dpsgd.tasks import Task
 from shuffled_dpsgd.tasks.classification import classification_task
-from shuffled_dpsgd.tasks.config import ModelConfig
 from shuffled_dpsgd.tasks.data.loading import Splits, drawn_part
 from shuffled_dpsgd.tasks.digits import build_model, load_digits
-from shuffled_dpsgd.tasks.models import prepare_model
-from shuffled_dpsgd.tasks.text import encode_labelled
-from shuffled_dpsgd.tasks.tokens import TokenCollate, TokenRecords, class_labels, load_tokenizer
 from shuffled_dpsgd.training.record_digest import digest
-from shuffled_dpsgd_experiments.frontier.sst2 import SPLITS, encoder_folder, features, sentences
+from shuffled_dpsgd_experiments.frontier.sst2 import (
+    SPLITS,
+    WIDTH,
+    before_last_layer,
+    encoder,
+    features,
+    sentences,
+)
 
 CLIP_NORM = 1.0
 RATIOS = (1.0, 3.0, 10.0, 30.0, 100.0)
@@ -142,21 +147,19 @@ def _load_features(data: Path | None) -> Material:
         for name in SPLITS
     }
     train = splits.pop("train")
-    return _material("sst2-features", train, splits, 6_000, partial(_mlp, 384, 64, 2), _collate)
+    return _material("sst2-features", train, splits, 6_000, partial(_mlp, WIDTH, 64, 2), _collate)
 
 
 def _load_lora(data: Path | None) -> Material:
-    folder = encoder_folder()
-    tokenizer = load_tokenizer(str(folder))
     texts = sentences(_folder(data))
     chosen = drawn_part(len(texts["train"]), 6_000)
     texts["train"] = [texts["train"][place] for place in chosen]
-    splits = {name: encode_labelled(each, tokenizer, 64) for name, each in texts.items()}
-    train = splits.pop("train")
-    config = ModelConfig(name=str(folder), lora_rank=8)
-    collate = TokenCollate(pad_id=tokenizer.pad_id, labels=class_labels)
-    fresh = partial(_adapted, config)
-    return _material("sst2-lora", train, splits, 1_000, fresh, collate)
+    splits = {
+        name: list(zip(before_last_layer(each), (text.label for text in each), strict=True))
+        for name, each in texts.items()
+    }
+    train, layer = splits.pop("train"), encoder().encoder.layer[-1]
+    return _material("sst2-lora", train, splits, 1_000, partial(_adapted, layer), _collate_tokens)
 
 
 def _material(
@@ -176,13 +179,8 @@ def _material(
     )
 
     def task(splits: Splits[Any]) -> Task:
-        wrapped = splits
-        if isinstance(collate, TokenCollate):
-            # A data set that knows the lengths of its records, so that batches come sorted.
-            held_out = {split: TokenRecords(each) for split, each in splits.heldout.items()}
-            wrapped = Splits(train=TokenRecords(splits.train), heldout=held_out)
         model = fresh_model(0)
-        return classification_task(name, model, wrapped, fresh_model=fresh_model, collate=collate)
+        return classification_task(name, model, splits, fresh_model=fresh_model, collate=collate)
 
     records = [train, *(heldout[split] for split in sorted(heldout))]
     return Material(tuning=task(part), scored=task(whole), digest=_short(records))
@@ -206,8 +204,42 @@ def _mlp(inputs: int, hidden: int, classes: int, seed: int) -> nn.Module:
     return nn.Sequential(nn.Flatten(), *layers)
 
 
-def _adapted(config: ModelConfig, seed: int) -> nn.Module:
-    return prepare_model(config, head="sequence", num_labels=2, seed=seed)
+class _LastLayer(nn.Module):
+    """The last layer of an encoder, the mean over tokens, and a head."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+        self.head = nn.Linear(WIDTH, 2)
+
+    def forward(self, hidden: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        unseen = torch.where(mask[:, None, None, :], 0.0, torch.finfo(hidden.dtype).min)
+        weights = mask[:, :, None].to(hidden.dtype)
+        means = (self.layer(hidden, unseen) * weights).sum(1) / weights.sum(1)
+        return torch.as_tensor(self.head(means))
+
+
+def _adapted(layer: nn.Module, seed: int) -> nn.Module:
+    """Of LoRA's two factors, Theorem 2 moves the second one: half of what is trained."""
+    import peft
+
+    with seeded(seed):
+        settings = peft.LoraConfig(
+            r=8, lora_alpha=16, target_modules=["query", "value"], modules_to_save=["head"]
+        )
+        adapted: nn.Module = peft.get_peft_model(_LastLayer(copy.deepcopy(layer)), settings)
+        return adapted
+
+
+def _collate_tokens(samples: list[tuple[Any, int]]) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """Sentences padded to the longest, with a mask of their tokens."""
+    rows = [torch.from_numpy(row).float() for row, _ in samples]
+    lengths = torch.tensor([len(row) for row in rows])
+    inputs = {
+        "hidden": pad_sequence(rows, batch_first=True),
+        "mask": torch.arange(int(lengths.max())) < lengths[:, None],
+    }
+    return inputs, torch.tensor([label for _, label in samples])
 
 
 def _folder(data: Path | None) -> Path:
@@ -225,7 +257,7 @@ WORKLOADS: Mapping[str, Workload] = {
             expected_batch_size=144,
             delta=1e-4,
             middle_rate=0.02,
-            budgets=(0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 60.0),
+            budgets=(0.5, 0.8, 1.0, 1.75, 2.0, 4.0, 8.0, 16.0, 60.0),
             claims=(0.5, 3.0),
             num_seeds=50,
             num_tuning_seeds=2,
@@ -258,13 +290,13 @@ WORKLOADS: Mapping[str, Workload] = {
         ),
         Workload(
             name="sst2-lora",
-            title="6,000 sentences of SST-2, LoRA on MiniLM",
+            title="6,000 sentences of SST-2, LoRA on MiniLM's last layer",
             load=_load_lora,
             num_steps=40,
             expected_batch_size=100,
             delta=8e-5,
             middle_rate=0.005,
-            budgets=(0.1, 0.25, 1.0, 4.0, 16.0),
+            budgets=(0.1, 0.25, 0.6, 1.0, 4.0, 16.0),
             claims=(1.0,),
             num_seeds=5,
             num_tuning_seeds=1,

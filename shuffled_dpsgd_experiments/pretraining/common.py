@@ -1,8 +1,4 @@
-"""What public pre-training programs share: options, a loop that ends by the clock, the files.
-
-Progress is by steps or by time, whichever is further, and the learning rate follows it: a run that
-is cut short by the clock still ends at a rate near zero.
-"""
+"""What public pre-training programs share: options, a loop that ends by the clock, the files."""
 
 from __future__ import annotations
 
@@ -11,7 +7,6 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -42,30 +37,6 @@ def make_parser(name: str, description: str, **defaults: int) -> argparse.Argume
     return found
 
 
-@dataclass(kw_only=True)
-class Pace:
-    """Progress from 0 to 1 through `num_steps` steps, or through `seconds` if they end first."""
-
-    num_steps: int
-    seconds: float
-    step: int = 0
-    started: float = field(default_factory=time.monotonic)
-
-    @property
-    def elapsed(self) -> float:
-        """Seconds since the start."""
-        return time.monotonic() - self.started
-
-    @property
-    def progress(self) -> float:
-        """The larger of the share of steps and the share of time."""
-        return min(max(self.step / self.num_steps, self.elapsed / self.seconds), 1.0)
-
-    @property
-    def done(self) -> bool:
-        return self.progress >= 1.0
-
-
 def rate_at(progress: float) -> float:
     """The share of the peak learning rate: a linear warm-up, then a cosine to zero.
 
@@ -88,71 +59,65 @@ def pretrain(
 ) -> dict[str, Any]:
     """Train to the end of the epochs or of the time: what was done, and scores of every epoch.
 
-    `losses` gives one epoch, a loss for each step; `evaluate` has the held-out scores. The model is
-    left with its last weights, or with those of the least `heldout_loss`.
+    `losses` gives one epoch, a loss for each step; `evaluate` has the held-out scores. Progress is
+    by steps or by the clock, whichever is further, so the learning rate ends near zero either way.
+    The model is left with its last weights, or with those of the least `heldout_loss`.
 
     Raises:
         DivergenceError: a loss is infinite or NaN; nothing would be kept of the rest.
     """
     optimizer = decaying_matrices(model, options.weight_decay)
-    pace = Pace(num_steps=options.epochs * steps_per_epoch, seconds=options.seconds)
+    num_steps, started, step = options.epochs * steps_per_epoch, time.monotonic(), 0
     curve: list[dict[str, float]] = []
     best: dict[str, torch.Tensor] = {}
+
+    def progress() -> float:
+        return max(step / num_steps, (time.monotonic() - started) / options.seconds)
+
     model.train()
-    while not pace.done:
+    while progress() < 1.0:
         for loss in losses():
-            descend(model, optimizer, loss, pace, options.learning_rate)
-            if pace.step % CHECK_EVERY == 1:
-                refuse_divergence(loss, pace)
-            if pace.done:
+            # The first step would have a rate of zero.
+            rate = options.learning_rate * rate_at(min(max(progress(), WARM_UP / num_steps), 1.0))
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+            optimizer.zero_grad(set_to_none=True)
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            step += 1
+            if step % CHECK_EVERY == 1:
+                refuse_divergence(loss, step)
+            if progress() >= 1.0:
                 break
-        refuse_divergence(loss, pace)
+        refuse_divergence(loss, step)
         scores = {"train_loss": loss.item(), **evaluate()}
         scores = {name: round(value, 4) for name, value in scores.items()}
-        curve.append({"step": pace.step, "seconds": round(pace.elapsed, 1), **scores})
+        curve.append({"step": step, "seconds": round(time.monotonic() - started, 1), **scores})
         print(curve[-1], flush=True)
         if keeps_best and scores["heldout_loss"] <= min(one["heldout_loss"] for one in curve):
             best = {name: value.clone() for name, value in model.state_dict().items()}
     if keeps_best:
         model.load_state_dict(best)
-    return {"steps": pace.step, "seconds": round(pace.elapsed, 1), "curve": curve}
+    return {"steps": step, "seconds": round(time.monotonic() - started, 1), "curve": curve}
 
 
 def decaying_matrices(model: torch.nn.Module, weight_decay: float) -> torch.optim.AdamW:
     """AdamW that decays matrices and leaves biases and norms alone."""
     matrices = [p for p in model.parameters() if p.ndim > 1]
     others = [p for p in model.parameters() if p.ndim <= 1]
-    groups = [
+    groups: list[dict[str, Any]] = [
         {"params": matrices, "weight_decay": weight_decay},
-        {"params": others, "weight_decay": 0.0},
+        {"params": others},
     ]
     fused = next(model.parameters()).is_cuda
-    return torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.95), fused=fused)
+    return torch.optim.AdamW(groups, lr=0.0, weight_decay=0.0, betas=(0.9, 0.95), fused=fused)
 
 
-def descend(
-    model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer,
-    loss: torch.Tensor,
-    pace: Pace,
-    peak_rate: float,
-) -> None:
-    """One step at the rate of the moment; the gradient as a whole is clipped to 1."""
-    # The first step would have a rate of zero.
-    share = rate_at(max(pace.progress, 1 / max(pace.num_steps, 1) * WARM_UP))
-    for group in optimizer.param_groups:
-        group["lr"] = peak_rate * share
-    optimizer.zero_grad(set_to_none=True)
-    loss.backward()
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    optimizer.step()
-    pace.step += 1
-
-
-def refuse_divergence(loss: torch.Tensor, pace: Pace) -> None:
+def refuse_divergence(loss: torch.Tensor, steps: int) -> None:
     if not math.isfinite(loss.item()):
         raise DivergenceError(
-            f"the loss is {loss.item()} after {pace.step} steps; lower --learning-rate"
+            f"the loss is {loss.item()} after {steps} steps; lower --learning-rate"
         )
 
 

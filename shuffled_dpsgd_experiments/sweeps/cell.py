@@ -132,19 +132,15 @@ def _plan_of(cell: Cell, tasks: Tasks) -> PrivacyPlan:
     return private.plan
 
 
+def _start(cell: Cell, task: Task) -> PrivateTraining:
+    model = copy.deepcopy(task.model).to(chosen_device(cell.config.training.device))
+    return start_private(cell.noisy_config, model, dataset_size=len(task.train_data))
+
+
 def _alone(cell: Cell) -> Cell:
     """A run of a search: it is the search that counts in the budget, and no noise is repeated."""
     privacy = replace(cell.config.privacy, budget=None)
     return replace(cell, config=replace(cell.config, privacy=privacy), own_noise=True)
-
-
-def _start(cell: Cell, task: Task) -> PrivateTraining:
-    """Seeds share their noise between cells, so where runs are priced together there is none."""
-    config = cell.config
-    if cell.own_noise or config.privacy.budget is not None:
-        config = replace(config, seed=None)
-    model = copy.deepcopy(task.model).to(chosen_device(config.training.device))
-    return start_private(config, model, dataset_size=len(task.train_data))
 
 
 def _free_memory() -> None:
@@ -164,7 +160,7 @@ def _record(cell: Cell, tasks: Tasks) -> dict[str, Any] | None:
     callbacks: list[Callback] = [meter]
     if average is not None:
         callbacks.append(lambda progress: average.update(model))
-    plan, outcome = train_on(config, task, model, callbacks)
+    outcome = train_on(config, task, private, callbacks)
     if not outcome.finished:
         return None
     trained = time.perf_counter()
@@ -180,7 +176,7 @@ def _record(cell: Cell, tasks: Tasks) -> dict[str, Any] | None:
         "tuned": dict(cell.tuned),
         "score_name": task.score_name,
         **scores,
-        **describe_plan(plan),
+        **describe_plan(private.plan),
         "steps_taken": outcome.steps_taken,
         "samples_without_finite_gradient": meter.nonfinite,
         "seconds": {
@@ -189,18 +185,17 @@ def _record(cell: Cell, tasks: Tasks) -> dict[str, Any] | None:
         },
         "samples_per_second_when_warm": meter.samples_per_second(),
         "config": cell.described,
-        "environment": environment(str(next(model.parameters()).device)),
+        "environment": environment(str(private.device)),
     }
 
 
 def train_on(
-    config: RunConfig, task: Task, model: torch.nn.Module, callbacks: Sequence[Callback] = ()
-) -> tuple[PrivacyPlan, Outcome]:
-    """Train a model on a task's records as a file asks, and keep nothing but the model."""
-    private = start_private(config, model, dataset_size=len(task.train_data))
+    config: RunConfig, task: Task, private: PrivateTraining, callbacks: Sequence[Callback] = ()
+) -> Outcome:
+    """Train what was started on a task's records as a file asks; nothing is kept but the model."""
     find = config.training.physical_batch_size is None and private.device.type == "cuda"
     with contextlib.closing(private):
-        outcome = train(
+        return train(
             private,
             task.train_data,
             task.losses,
@@ -214,7 +209,6 @@ def train_on(
             callbacks=callbacks,
             scheduler=build_scheduler(private.optimizer, config.optimizer, private.plan.num_steps),
         )
-    return private.plan, outcome
 
 
 def evaluate(task: Task, model: torch.nn.Module, *, texts: bool) -> dict[str, Any]:

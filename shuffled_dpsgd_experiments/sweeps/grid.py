@@ -56,6 +56,13 @@ class Cell:
     own_noise: bool = False
 
     @property
+    def noisy_config(self) -> RunConfig:
+        """What it is trained by. Equal seeds have equal noise, so runs that are priced together
+        have none."""
+        counted = self.own_noise or self.config.privacy.budget is not None
+        return replace(self.config, seed=None) if counted else self.config
+
+    @property
     def described(self) -> dict[str, Any]:
         """The configuration without what names a place or a machine."""
         config = self.config.without_seed()

@@ -113,13 +113,8 @@ def _check(sweep: Sweep) -> None:
 
 def _check_budget(cell: Cell) -> None:
     """Refuse what no budget covers, before anything is spent."""
-    if cell.config.privacy.budget is None:
-        return
-    if cell.config.privacy.method == "non-private" or cell.config.privacy.noise_multiplier == 0.0:
-        raise InvalidArgumentError(
-            f"methods.{cell.method}", expected="a private method under a budget", got="no noise"
-        )
-    if cell.stage == "tuning" and cell.config.data.heldout_from_train:
+    counted = cell.config.privacy.budget is not None
+    if counted and cell.stage == "tuning" and cell.config.data.heldout_from_train:
         raise InvalidArgumentError(
             "tuning.run.data.heldout_from_train",
             expected="0 under a budget, whose records would be scored without noise",

@@ -25,7 +25,7 @@ from shuffled_dpsgd.environment import environment
 from shuffled_dpsgd.errors import InvalidArgumentError
 from shuffled_dpsgd.permutation import apply, discover, draw
 from shuffled_dpsgd.tasks import RunConfig, Task, build_task, load_config, parse_config
-from shuffled_dpsgd.tasks.start import chosen_device
+from shuffled_dpsgd.tasks.start import chosen_device, start_private
 from shuffled_dpsgd_experiments.exhibits import Exhibit, ExhibitRow, in_one_file, origin_of
 from shuffled_dpsgd_experiments.programs import errors_on_one_line
 from shuffled_dpsgd_experiments.sweeps.cell import train_on
@@ -118,9 +118,10 @@ def _compare(config: RunConfig, task: Task, mode: str) -> dict[str, Any]:
 def _train(config: RunConfig, task: Task) -> dict[str, Any]:
     model = copy.deepcopy(task.model).to(chosen_device(config.training.device))
     model.eval()  # No dropout; layers without it compute the same in either mode.
-    plan, _ = train_on(config, task, model)
+    private = start_private(config, model, dataset_size=len(task.train_data))
+    train_on(config, task, private)
     found = task.evaluate(model)
-    certified = plan.certified()
+    certified = private.plan.certified()
     return {
         "loss": found.loss,
         "score": found.score,

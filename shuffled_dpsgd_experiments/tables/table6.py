@@ -22,7 +22,7 @@ def run(scale: str) -> dict[str, Any]:
     return {
         "scale": scale,
         "setting": asdict(setting),
-        "rows": [row.to_json() for row in rows],
+        "rows": rows,
         "environment": environment(),
     }
 

@@ -96,12 +96,12 @@ class DivergenceError(ShuffledDPError):
 
 
 class MissingExtraError(ShuffledDPError, ImportError):
-    """An optional dependency is needed for what was asked."""
+    """A package that not everybody needs is needed for what was asked; `extra` has it."""
 
     def __init__(self, package: str, *, extra: str, purpose: str) -> None:
         super().__init__(
-            f"{package} is needed for {purpose}; install it with "
-            f"`pip install 'shuffled-dpsgd[{extra}]'`"
+            f"{package} is needed for {purpose}; `pip install {package}`, or in a clone of "
+            f"shuffled-dpsgd `pip install -e '.[{extra}]'`, which has all of its kind"
         )
 
 

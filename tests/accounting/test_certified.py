@@ -15,7 +15,7 @@ from shuffled_dpsgd.accounting import (
     certified_bracket,
     certified_claim,
 )
-from shuffled_dpsgd.accounting.comparisons import gaussian_epsilon
+from shuffled_dpsgd.accounting.theorem import gaussian_epsilon
 from shuffled_dpsgd.errors import InvalidArgumentError
 
 VIT = {"sampling_prob": 0.02, "num_steps": 500, "delta": 5e-6}

@@ -9,13 +9,9 @@ from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent
 from dp_accounting.rdp import RdpAccountant
 
 from shuffled_dpsgd.accounting import SampledGaussian, certified_claim
-from shuffled_dpsgd.accounting.comparisons import (
-    advanced_composition_epsilon,
-    gaussian_epsilon,
-    gdp_epsilon,
-)
+from shuffled_dpsgd.accounting.accountants import advanced_composition_epsilon, gdp_epsilon
 from shuffled_dpsgd.accounting.rdp import FRACTIONAL_ORDERS, WHOLE_ORDERS, rdp_epsilon
-from shuffled_dpsgd.accounting.theorem import theorem_delta
+from shuffled_dpsgd.accounting.theorem import gaussian_epsilon, theorem_delta
 
 RUNS = [
     SampledGaussian(noise_multiplier=noise, sampling_prob=prob, num_steps=steps)

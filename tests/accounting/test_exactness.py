@@ -10,7 +10,7 @@ from scipy.signal import fftconvolve
 from scipy.stats import norm
 
 from shuffled_dpsgd.accounting import certified_bracket, certified_claim
-from shuffled_dpsgd.accounting.exactness import STATEMENT, is_exact
+from shuffled_dpsgd.accounting.bracket import STATEMENT, is_exact
 from shuffled_dpsgd.accounting.theorem import smallest_epsilon
 
 

@@ -17,7 +17,7 @@ from shuffled_dpsgd.accounting import (
     calibrate_certified,
     what_it_means,
 )
-from shuffled_dpsgd.accounting.comparisons import gaussian_epsilon
+from shuffled_dpsgd.accounting.theorem import gaussian_epsilon
 from shuffled_dpsgd.core.pld import price
 
 SST2 = {"sampling_prob": 1000 / 67_349, "num_steps": 202, "delta": 0.5 / 67_349}

@@ -20,7 +20,7 @@ MOST_LINES = 3_000
 FOREIGN = {"torch", "numpy", "scipy", "dp_accounting", "cryptography"}
 # Auditing attacks the mechanism itself, on sums without records.
 MAY_PRIVATIZE = {"core/mechanism.py", "core/release.py", "auditing/probes.py"}
-MAY_PRIVATIZE |= {"auditing/sensitivity.py"}
+MAY_PRIVATIZE |= {"auditing/taps.py"}
 MAY_ADD_NOISE = {"core/noise.py", "core/mechanism.py", "training/device_noise.py"}
 
 

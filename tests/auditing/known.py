@@ -10,7 +10,9 @@ import numpy as np
 from scipy.optimize import brentq
 from scipy.stats import norm
 
-from shuffled_dpsgd.auditing.estimators import Inclusion, ScorePair, gaussian_epsilon
+from shuffled_dpsgd.accounting import certified_claim
+from shuffled_dpsgd.auditing.estimators import Inclusion, ScorePair
+from shuffled_dpsgd.auditing.estimators.order_statistics import gaussian_epsilon
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,6 +129,17 @@ def sampled_gaussian(mu: float, sampling_prob: float, delta: float) -> Known:
         release=lambda bits, rng: (
             bits * mu * (rng.random(bits.size) < sampling_prob) + rng.standard_normal(bits.size)
         ),
+    )
+
+
+def sampled_run(sigma: float, sampling_prob: float, num_steps: int, delta: float) -> Known:
+    """Many sampled Gaussian steps; a release is what one step shows of a canary that joined it."""
+    run = {"noise_multiplier": sigma, "sampling_prob": sampling_prob, "num_steps": num_steps}
+    return Known(
+        name=f"{num_steps} steps at sigma={sigma} q={sampling_prob}",
+        epsilon=float(certified_claim(**run, delta=delta).epsilon),
+        delta=delta,
+        release=lambda bits, rng: bits + sigma * rng.standard_normal(bits.size),
     )
 
 

@@ -13,10 +13,10 @@ import numpy as np
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from shuffled_dpsgd.auditing.checks import check_sampler
 from shuffled_dpsgd.auditing.run import audit_mechanism
-from shuffled_dpsgd.auditing.sampling import check_sampler
 from shuffled_dpsgd.auditing.sensitivity import Records, check_sensitivity, quiet_run
-from shuffled_dpsgd.auditing.unwatched import Unwatched
+from shuffled_dpsgd.auditing.taps import Unwatched
 from shuffled_dpsgd.integrations.per_sample_loss import next_token_losses
 from shuffled_dpsgd.training import GaussianNoise, ShuffledGaussianMechanism, make_private
 from shuffled_dpsgd.training.private import PrivateTraining

@@ -17,6 +17,8 @@ if __name__ == "__main__":
 from auditing.planted import BUGS, CHECKS, Plant
 from shuffled_dpsgd.environment import environment
 
+COMMAND = "python tests/auditing/planted_report.py results/audit_planted_bugs.json"
+
 
 def row(plant: Plant) -> dict[str, Any]:
     """Every check on one planted mistake, with its seconds."""
@@ -40,5 +42,6 @@ def report() -> dict[str, Any]:
 
 if __name__ == "__main__":
     Path(sys.argv[1]).write_text(
-        json.dumps({**report(), "environment": environment()}, indent=2) + "\n", encoding="utf-8"
+        json.dumps({**report(), "command": COMMAND, "environment": environment()}, indent=2) + "\n",
+        encoding="utf-8",
     )

@@ -9,15 +9,21 @@ import pytest
 import torch
 from scipy.stats import kstest
 
-from shuffled_dpsgd.accounting.exactness import STATEMENT
-from shuffled_dpsgd.auditing.model_attacks import inner, invariant_direction
-from shuffled_dpsgd.auditing.probes import Prober, trainable
+from shuffled_dpsgd.accounting.bracket import STATEMENT
+from shuffled_dpsgd.auditing.model_attacks import inner, normalised
+from shuffled_dpsgd.auditing.probes import Prober
+from shuffled_dpsgd.auditing.taps import trainable
 from shuffled_dpsgd.models import build_model
 from shuffled_dpsgd.permutation import apply_to_tensors, draw
 from shuffled_dpsgd.training import make_private
 from shuffled_dpsgd.training.card import write_card
 
 SIGMA = 0.7
+
+
+def invariant_direction(weights, names) -> dict[str, torch.Tensor]:
+    """A unit vector constant over each of the named tensors: no permutation of axes moves it."""
+    return normalised({name: torch.ones_like(weights[name]) for name in names})
 
 
 def start(scope: str, preset: str, **changes: object):

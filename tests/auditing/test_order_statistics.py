@@ -135,7 +135,7 @@ def test_the_gaussian_family_bounds_mu_and_says_so() -> None:
     found = OrderStatistics(family="gaussian").lower_bound(pair, delta=1e-5)
     assert 1.7 < found.counts["mu"] < 2.0
     assert found.may_refute == "Gaussian claims"
-    assert "the trade-off curve is Gaussian" in found.assumptions
+    assert "the trade-off curve of a step is Gaussian" in found.assumptions
     with pytest.raises(InvalidArgumentError, match="family"):
         OrderStatistics(family="laplace")  # type: ignore[arg-type]
 

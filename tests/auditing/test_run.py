@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,17 +13,23 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
-from shuffled_dpsgd.auditing.adversaries import ThreatModel
-from shuffled_dpsgd.auditing.gradient_canaries import CanaryField
-from shuffled_dpsgd.auditing.input_canaries import Extended, Leaving, blank, label_of, mislabelled
+from shuffled_dpsgd.auditing.canary_run import CanaryField
+from shuffled_dpsgd.auditing.input_canaries import (
+    Extended,
+    Leaving,
+    blank,
+    label_of,
+    mislabelled,
+    plant,
+)
 from shuffled_dpsgd.auditing.model_attacks import (
     normalised,
     random_direction,
+    record_attack,
     step_attacks,
     widest_axis,
 )
-from shuffled_dpsgd.auditing.probes import LEAST_OBSERVATIONS, Prober, trainable
-from shuffled_dpsgd.auditing.record_canaries import ReadRecord, RecordGradient
+from shuffled_dpsgd.auditing.probes import LEAST_OBSERVATIONS, Prober
 from shuffled_dpsgd.auditing.run import (
     AuditTarget,
     RunSetting,
@@ -30,10 +38,14 @@ from shuffled_dpsgd.auditing.run import (
     card_bounds,
     step_claims,
 )
+from shuffled_dpsgd.auditing.taps import trainable
+from shuffled_dpsgd.auditing.verdict import ThreatModel
 from shuffled_dpsgd.errors import InvalidArgumentError
+from shuffled_dpsgd.integrations.per_sample_loss import next_token_losses
 from shuffled_dpsgd.models import build_model
 from shuffled_dpsgd.tasks.classification import classification_task
 from shuffled_dpsgd.tasks.data.loading import Splits
+from shuffled_dpsgd.tasks.tokens import TokenCollate, TokenRecords, continuation_labels
 from shuffled_dpsgd.training import make_private
 from shuffled_dpsgd.training.budget import BudgetFile
 
@@ -114,12 +126,13 @@ def test_one_run_at_little_noise_finds_the_canaries_through_the_shuffle() -> Non
     assert not report.refutes_a_proven_claim
     by_threat = {attack.evidence.threat_model: attack for attack in report.attacks}
     assert set(by_threat) == {
+        ThreatModel.MECHANISM_OUTPUT,
         ThreatModel.STEP_GRADIENTS,
         ThreatModel.FINAL_WITH_INITIAL,
         ThreatModel.FINAL_WITHOUT_INITIAL,
         ThreatModel.BLACK_BOX,
     }
-    for threat in (ThreatModel.STEP_GRADIENTS, ThreatModel.FINAL_WITH_INITIAL):
+    for threat in set(by_threat) - {ThreatModel.FINAL_WITHOUT_INITIAL, ThreatModel.BLACK_BOX}:
         assert by_threat[threat].bounds[0].epsilon > 2.0
     assert report.notes == (
         "re-alignment along the run recovered 100.0% of the permuted positions",
@@ -182,8 +195,8 @@ def test_a_record_is_found_through_adamw_and_the_shuffle() -> None:
     aimed = target(noise_multiplier=1e-4)
     private = aimed.start(300)
     record = mislabelled(aimed.data, 1, np.random.default_rng(0))[0]
-    gradient = RecordGradient(private, record, aimed.losses, None)
-    attack = ReadRecord(private, gradient, kind="mislabelled")
+    attack = record_attack(private, record, aimed.losses, None, kind="mislabelled")
+    assert attack.contribution is not None
     norm = sum(float(t.square().sum()) for t in attack.canary.values())
     assert norm <= 1.0 + 1e-6
     prober = Prober(private, seed=0)
@@ -272,3 +285,81 @@ def test_input_canaries() -> None:
         blank([([1, 2], 0), ([3], 1)], 1, rng)
     with pytest.raises(InvalidArgumentError, match="count"):
         mislabelled(records, 41, rng)
+
+
+def continuations(vocabulary: int = 60, count: int = 40) -> list[tuple[list[int], int]]:
+    rng = np.random.default_rng(0)
+    return [(rng.integers(vocabulary, size=9).tolist(), 4) for _ in range(count)]
+
+
+def test_new_tokens_are_in_no_record_and_no_other_canary() -> None:
+    model = build_model("gpt2-tiny", num_labels=None, device="cpu")
+    records, rng = continuations(), np.random.default_rng(1)
+    canaries = plant("new-token", records, 30, rng, model)
+    used = {token for ids, _ in records for token in ids}
+    last = [ids[-1] for ids, _ in canaries]
+    assert len(set(last)) == 30
+    assert not used & set(last)
+    assert max(last) < model.config.vocab_size
+    prompts = [ids[:prompt] for ids, prompt in records]
+    assert all(ids[:-1] in prompts and len(ids) == prompt + 1 for ids, prompt in canaries)
+    with pytest.raises(InvalidArgumentError, match="tokens of the vocabulary"):
+        plant("new-token", continuations(vocabulary=370, count=400), 30, rng, model)
+    with pytest.raises(InvalidArgumentError, match="length of the prompt"):
+        plant("new-token", data(40), 10, rng, model)
+    with pytest.raises(InvalidArgumentError, match="language model"):
+        plant("new-token", records, 10, rng, torch.nn.Linear(2, 2))
+
+
+def language_target(**privacy: object) -> AuditTarget:
+    """A tiny GPT-2 that continues prompts, as the causal-lm task trains it."""
+    initial = build_model("gpt2-tiny", num_labels=None, device="cpu")
+
+    def start_with(options: dict[str, object]):
+        def start(size: int):
+            model = copy.deepcopy(initial)
+            return make_private(
+                model,
+                torch.optim.AdamW(model.parameters(), lr=1e-2),
+                dataset_size=size,
+                expected_batch_size=20,
+                num_steps=25,
+                delta=1e-4,
+                seed=0,
+                **options,
+            )
+
+        return start
+
+    def losses(model: torch.nn.Module, batch: object) -> torch.Tensor:
+        inputs, labels = batch
+        return next_token_losses(model(**inputs).logits, labels)
+
+    return AuditTarget(
+        start=start_with({"clip_norm": 1.0, **privacy}),
+        start_plain=start_with({"clip_norm": math.inf, "noise_multiplier": 0.0, "shuffle": "off"}),
+        data=TokenRecords(continuations()),
+        losses=losses,
+        collate=TokenCollate(pad_id=0, labels=continuation_labels),
+    )
+
+
+def test_new_tokens_tell_members_of_a_language_model_apart_and_privacy_hides_them() -> None:
+    setting = RunSetting(num_gradient_canaries=20, num_input_canaries=40, input_canary="new-token")
+    found = audit_one_run(language_target(noise_multiplier=4.0), setting).membership
+    assert found.canary == "new-token input"
+    assert found.num_records == 40
+    assert found.without_privacy.low > 0.8
+    assert found.with_privacy.high < found.without_privacy.low
+    assert found.to_json()["without_privacy"]["kind"] == "measured"
+
+
+@pytest.mark.slow
+def test_new_tokens_are_stronger_than_scrambled_continuations() -> None:
+    """The reason to have them: with a little noise, the same run shows more of its members."""
+    areas = {}
+    for kind in ("new-token", "scrambled"):
+        setting = RunSetting(num_gradient_canaries=20, num_input_canaries=40, input_canary=kind)
+        report = audit_one_run(language_target(noise_multiplier=0.3), setting)
+        areas[kind] = report.membership.with_privacy
+    assert areas["new-token"].area > areas["scrambled"].area

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from auditing.planted import NormWithoutBias, build_model, build_records, noisy, quiet
-from shuffled_dpsgd.auditing.checks import Check
-from shuffled_dpsgd.auditing.sampling import check_sampler
+from shuffled_dpsgd.auditing.checks import Check, check_sampler
 from shuffled_dpsgd.auditing.sensitivity import Replay, check_sensitivity, joint_norm, quiet_run
 from shuffled_dpsgd.clipping.reference import clipped_sum_reference
 from shuffled_dpsgd.errors import InvalidArgumentError

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from shuffled_dpsgd.auditing import step as step_module
 from shuffled_dpsgd.auditing.checks import Check, CheckReport
-from shuffled_dpsgd.cli import audit_target
+from shuffled_dpsgd.cli import audit as verbs
 from shuffled_dpsgd.cli.main import app
 
 STEP = ["--dimension", "85800000", "--sigma", "0.274", "--claim", "0.198"]
@@ -33,6 +33,7 @@ def test_step_prints_claims_then_bounds_then_verdicts() -> None:
     assert "batch_clip 1" in text
     assert "% FPR" in text
     assert "consistent" in text
+    assert "* tests the noise of Gaussian steps, not any claim" in text
 
 
 @pytest.mark.slow
@@ -109,7 +110,7 @@ def test_black_box_is_the_same_with_the_shuffle_and_without(tmp_path: Path) -> N
     found = json.loads(run("blackbox", *options, "--json").stdout)
     assert found["largest_paired_difference"] < 1e-3
     arms = found["arms"]
-    assert set(arms) == {"off", "on", "on-paired"}
+    assert set(arms) == {"off", "on", "on-paired", "without-privacy"}
     assert arms["off"]["loss"]["area_by_seed"] == arms["on-paired"]["loss"]["area_by_seed"]
     assert arms["off"]["loss"]["area_by_seed"] != arms["on"]["loss"]["area_by_seed"]
     assert {path.name for path in tmp_path.iterdir()} == {
@@ -135,7 +136,7 @@ def test_sensitivity_that_fails_exits_with_one(monkeypatch: pytest.MonkeyPatch) 
         setting={},
         checks=(Check(name="one record alone", measured=1.2, allowed=1.0, detail="record 3"),),
     )
-    monkeypatch.setattr(audit_target, "replay_target", lambda *_, **__: [broken])
+    monkeypatch.setattr(verbs, "replay_target", lambda *_, **__: [broken])
     assert "record 3" in run("sensitivity", code=1).stdout
 
 
@@ -147,6 +148,12 @@ def test_run_audits_the_digits_vit(tmp_path: Path) -> None:
     assert report["unit"] == "one whole run"
     assert report["verdicts"][0]["outcome"] == "consistent"
     assert report["card"]["audits"]
+    assert report["attacks"][0]["adversary"] == "noise of every step"
+    assert len(report["attacks"][0]["assumptions"]) == 3
+    for trained in ("with_privacy", "without_privacy"):
+        area = report["membership"][trained]
+        assert area["low"] <= area["area"] <= area["high"]
+        assert area["kind"] == "measured"
     assert "certified ε" in (tmp_path / "card.txt").read_text()
     paper = ["--accounting", "paper", "--epsilon", 1, "--batch-clip-norm", 1]
     text = run("run", "--mode", "step", *paper, "--epochs", 1, "--observations", 30).stdout

@@ -15,7 +15,7 @@ from shuffled_dpsgd.accounting import (
     compare,
     compare_calibrations,
 )
-from shuffled_dpsgd.accounting.comparisons import gaussian_epsilon
+from shuffled_dpsgd.accounting.theorem import gaussian_epsilon
 from shuffled_dpsgd.errors import InvalidArgumentError
 
 ALL = accountants(dimension=10**6, batch_clip=10.0)

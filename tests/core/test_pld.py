@@ -231,7 +231,7 @@ def test_powers_err_by_less_than_stated(steps: int, real: type) -> None:
 
 def test_a_unit_of_one_record_replaced_is_the_exact_gaussian() -> None:
     """Without sampling a replaced record is a Gaussian of twice the mean, in closed form."""
-    from shuffled_dpsgd.accounting.comparisons import gaussian_epsilon
+    from shuffled_dpsgd.accounting.theorem import gaussian_epsilon
 
     claim = certified_claim(
         noise_multiplier=3.0, sampling_prob=1.0, num_steps=4, delta=1e-9, adjacency="replace-one"
@@ -245,7 +245,7 @@ def test_a_unit_of_one_record_replaced_is_the_exact_gaussian() -> None:
 )
 def test_a_hundred_million_steps_are_priced(noise: float, prob: float) -> None:
     """There the central limit theorem is exact to a few parts in a thousand."""
-    from shuffled_dpsgd.accounting.comparisons import gdp_epsilon
+    from shuffled_dpsgd.accounting.accountants import gdp_epsilon
 
     run = SampledGaussian(noise_multiplier=noise, sampling_prob=prob, num_steps=10**8)
     epsilon = certified_claim(**run.to_json(), delta=5e-6).epsilon

@@ -144,20 +144,20 @@ def held_in_a_run() -> dict[str, Any]:
     run(plain, case)
     private = start(case, **options)
     private.sampler = FixedSampler(*batches)
-    found: dict[str, Any] = {"lent": 0, "batches": 0, "largest sums": 0}
+    found: dict[str, Any] = {"unsharded": 0, "batches": 0, "largest sums": 0}
     sharding: Any = private._sharding
-    scatter, lending = sharding.sums.scatter, sharding.lending
+    scatter, unsharded = sharding.sums.scatter, sharding.unsharded
 
     def scattered(sums: Any) -> Any:
         size = sum(tensor.numel() for tensor in sums.values())
         found["largest sums"] = max(found["largest sums"], size)
         return scatter(sums)
 
-    def lent() -> Any:
-        found["lent"] += 1
-        return lending()
+    def counted() -> Any:
+        found["unsharded"] += 1
+        return unsharded()
 
-    sharding.sums.scatter, sharding.lending = scattered, lent
+    sharding.sums.scatter, sharding.unsharded = scattered, counted
 
     def evaluate() -> None:
         with torch.no_grad():
@@ -282,10 +282,10 @@ def whole_weights_counted(found: dict[str, int]) -> Iterator[None]:
         kept = pack(self, tensor)
         is_weight = tensor.numel() == Deep.WIDTH * Deep.HIDDEN
         found["kept by graphs"] += isinstance(kept, torch.Tensor) and is_weight
-        found["borrowed again"] += is_weight
+        found["gathered again"] += is_weight
         return kept
 
-    found |= {"kept by graphs": 0, "borrowed again": 0}
+    found |= {"kept by graphs": 0, "gathered again": 0}
     with (
         mock.patch.object(UnshardedGraph, "pack", packed),
         mock.patch.object(ShardedWeight, "gathered", noted),
@@ -294,7 +294,7 @@ def whole_weights_counted(found: dict[str, int]) -> Iterator[None]:
         yield
 
 
-def lent_in_checks(kinds: list[str]) -> dict[str, Any]:
+def unsharded_in_checks(kinds: list[str]) -> dict[str, Any]:
     """Steps of which every batch is checked, and a shuffle: what is whole at once on a rank."""
     case = replace(CASES["mlp"](torch.float32), make=Deep)
     found: dict[str, Any] = {}
@@ -326,7 +326,7 @@ def lent_in_checks(kinds: list[str]) -> dict[str, Any]:
 
 
 def uneven_runs() -> dict[str, Any]:
-    """Ranks run the model on loan three times, once, and half way."""
+    """Ranks run the model by themselves three times, once, and half way."""
     torch.manual_seed(0)
     x, plain = torch.randn(3, Deep.WIDTH), Deep()
     private = replicas.start(
@@ -365,7 +365,7 @@ def killed_in_a_shuffle(rank: int) -> None:
     run(private, case)
 
 
-def on_loan(name: str) -> dict[str, Any]:
+def beside_other_records(name: str) -> dict[str, Any]:
     """A batch that one rank runs twice among other records, and the other rank not at all."""
     case = CASES[name](torch.float64)
     private = start(case, shuffle="off")

@@ -84,7 +84,7 @@ def test_every_rank_draws_the_noise_of_its_rows(launcher: Launcher, ranks: int) 
 )
 def test_checks_hold_a_layer_or_two_at_once(launcher: Launcher, kinds: list[str]) -> None:
     """Of eight blocks: all are checked, and no rank ever has more than two, gradients included."""
-    for one in launcher.run(HERE, "lent_in_checks", kinds=kinds):
+    for one in launcher.run(HERE, "unsharded_in_checks", kinds=kinds):
         for kind in kinds:
             found, checkpoints = one[kind], kind.startswith("checkpointing")
             assert found["checked"] > 0
@@ -94,7 +94,7 @@ def test_checks_hold_a_layer_or_two_at_once(launcher: Launcher, kinds: list[str]
             assert found["most"] <= found["root"] + 2 * found["block"] < found["whole"] / 3
             assert found["kept by graphs"] == 0
             # A checkpoint keeps nothing of a block, and computes it again.
-            assert (found["borrowed again"] > 0) == (not checkpoints)
+            assert (found["gathered again"] > 0) == (not checkpoints)
             assert found["shards"], "a check left whole weights behind"
 
 
@@ -109,7 +109,7 @@ def test_sums_are_held_a_layer_at_once_and_no_weight_is_gathered_for_them(
         assert one["own"] < 0.6 * one["whole"]
 
 
-def test_ranks_on_loan_run_as_often_as_they_like(launcher: Launcher) -> None:
+def test_ranks_by_themselves_run_as_often_as_they_like(launcher: Launcher) -> None:
     """One not at all, one with an error half way: none waits for another in vain."""
     one, two = launcher.run(HERE, "uneven_runs")
     assert one == {"same": [True] * 4, "refused": "", "shards": True}
@@ -120,9 +120,9 @@ def test_ranks_on_loan_run_as_often_as_they_like(launcher: Launcher) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["bert", "gpt2"])
-def test_a_batch_among_other_records_on_loan(launcher: Launcher, name: str) -> None:
-    """Gradients are whole on loan, and stay; a rank that runs nothing answers."""
-    one, two = launcher.run(HERE, "on_loan", name=name)
+def test_a_batch_among_other_records_by_one_rank(launcher: Launcher, name: str) -> None:
+    """Gradients are whole there, and stay; a rank that runs nothing answers."""
+    one, two = launcher.run(HERE, "beside_other_records", name=name)
     assert (one["same"], two["same"]) == (None, True)
     assert two["gradients"] > 0
     assert one["shards"]
@@ -130,10 +130,10 @@ def test_a_batch_among_other_records_on_loan(launcher: Launcher, name: str) -> N
 
 
 @pytest.mark.slow
-def test_weights_are_lent_only_where_something_is_checked(launcher: Launcher) -> None:
+def test_weights_are_gathered_only_where_something_is_checked(launcher: Launcher) -> None:
     """And no rank ever holds sums of more than the largest layer beside its own rows."""
     for one in launcher.run(HERE, "held_in_a_run"):
-        assert 0 < one["lent"] < 2 * one["batches"]
+        assert 0 < one["unsharded"] < 2 * one["batches"]
         assert 0 < one["largest sums"] <= one["largest layer"] < one["all sums"]
         assert one["own sums"] <= one["all sums"] // 2 + one["rows to spare"]
         assert one["same"], "a check or an evaluation between steps changed what is trained"

@@ -217,9 +217,9 @@ def test_the_examination_claims_less_than_the_truth() -> None:
         draws=2000,
         seed=0,
     )
-    assert [truth.pair for truth in comparison.truths] == ["spike", "spike", "constant"]
-    for truth in comparison.truths:
-        assert truth.estimates[0].low > comparison.claimed[0]
+    assert [pair for pair, _ in comparison.truths] == ["spike", "spike", "constant"]
+    for estimates in comparison.truths.values():
+        assert estimates[0].low > comparison.claimed[0]
     assert examination.draw(comparison).axes[0].get_yscale() == "log"
 
 

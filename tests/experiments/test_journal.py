@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shuffled_dpsgd.auditing.adversaries import ThreatModel
 from shuffled_dpsgd.auditing.estimators import ScorePair
-from shuffled_dpsgd.auditing.verdict import Evidence
+from shuffled_dpsgd.auditing.verdict import Evidence, ThreatModel
 from shuffled_dpsgd.errors import CheckpointError, InvalidArgumentError
 from shuffled_dpsgd_experiments.journal import Journal, read_journals
 

@@ -106,6 +106,19 @@ def test_gpt2_with_scrambled_records_and_a_step_audit(e2e: Path) -> None:
 
 
 @pytest.mark.slow
+def test_gpt2_by_black_box_with_new_tokens(e2e: Path) -> None:
+    """Where nothing protects, the loss of a token that no other record has tells members apart."""
+    modes = ["--mode", "black-box", "--noise-multiplier", 2, "--input-canary", "new-token"]
+    longer = ["--steps", 20, "--batch-size", 20, "--learning-rate", 1e-2, "--input-canaries", 20]
+    (path,) = main(arguments("gpt2-tiny", "e2e", e2e, *modes, *longer))
+    found = json.loads(path.read_text(encoding="utf-8"))
+    assert found["setting"]["input_canary"] == "new-token"
+    areas = {name: arm["loss"]["area_over_seeds"] for name, arm in found["arms"].items()}
+    assert areas["without-privacy"]["mean"] > 0.8 > areas["on"]["mean"]
+    assert found["verdicts"][0]["outcome"] == "consistent"
+
+
+@pytest.mark.slow
 def test_it_needs_neither_the_command_line_nor_drawing() -> None:
     """The machine beside the GPU has no typer, no rich, no pydantic and no matplotlib."""
     code = (

@@ -34,7 +34,7 @@ def test_the_bounds_reach_every_form_of_the_card(finished: Path, tmp_path: Path)
     folder = tmp_path / "run"
     shutil.copytree(finished, folder)
     before = json.loads((folder / "privacy_card.json").read_text())
-    status, printed = audit(folder, "--canaries", "30", "--json")
+    status, printed = audit(folder, "--canaries", "30", "--input-canaries", "0", "--json")
     assert status == 0, printed
     report = json.loads(printed)
     card = json.loads((folder / "privacy_card.json").read_text())
@@ -54,8 +54,9 @@ def test_the_bounds_reach_every_form_of_the_card(finished: Path, tmp_path: Path)
     assert not list(folder.glob(".*.new"))
 
 
-@pytest.mark.slow
-def test_the_repeat_has_the_runs_noise_and_steps(finished: Path, tmp_path: Path) -> None:
+def test_the_repeat_has_the_runs_noise_and_steps_and_membership_is_in_the_report_alone(
+    finished: Path, tmp_path: Path
+) -> None:
     folder = tmp_path / "run"
     shutil.copytree(finished, folder)
     _, printed = audit(folder, "--canaries", "20", "--input-canaries", "10", "--json")
@@ -63,7 +64,19 @@ def test_the_repeat_has_the_runs_noise_and_steps(finished: Path, tmp_path: Path)
     assert plan["num_steps"] == 2
     assert plan["dataset_size"] == 1437 + 10
     assert {block["noise_multiplier"] for block in plan["blocks"]} == {1.0}
-    assert "copies of records" in (folder / "privacy_card.txt").read_text()
+    assert "loss threshold" not in (folder / "privacy_card.txt").read_text()
+    again, _ = audit(folder, "--canaries", "20", "--input-canaries", "10")
+    page = (folder / "report.html").read_text()
+    assert again == 0
+    assert page.count('<section class="membership">') == 1
+    assert page.count('<section class="card">') == 1
+    membership = json.loads((folder / "audit" / "report.json").read_text())["membership"]
+    for trained in ("with privacy", "without privacy"):
+        area = membership[trained.replace(" ", "_")]
+        shown = f"{area['area']:.3f} (95 %: {area['low']:.3f} to {area['high']:.3f})"
+        assert f"trained {trained}" in page
+        assert shown in page
+    assert "no ε covers publishing them" in page
 
 
 def test_what_is_not_a_finished_run_is_refused(finished: Path, tmp_path: Path) -> None:

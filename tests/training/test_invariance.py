@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from shuffled_dpsgd.auditing.unwatched import Unwatched
+from shuffled_dpsgd.auditing.taps import Unwatched
 from shuffled_dpsgd.core.noise import Place
 from shuffled_dpsgd.permutation import Permutation, apply, apply_to_tensors, draw, identity
 from shuffled_dpsgd.training import GaussianNoise, ShuffledGaussianMechanism, make_private

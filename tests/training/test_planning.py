@@ -11,7 +11,7 @@ import pytest
 
 from shuffled_dpsgd.errors import InvalidArgumentError
 from shuffled_dpsgd.training import PrivacyOptions, PrivacyPlan, SpendingCurve, make_plan
-from shuffled_dpsgd.training.plan_identity import differences, field_fingerprints, plan_json
+from shuffled_dpsgd.training.planning import differences, field_fingerprints, plan_json
 from shuffled_dpsgd.training.spending import paper_estimate
 
 SIZES = {"moved": 900_000, "fixed": 1000}

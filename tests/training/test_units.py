@@ -12,8 +12,7 @@ from torch.utils.data import ConcatDataset, Subset, TensorDataset
 from shuffled_dpsgd.accounting import certified_claim
 from shuffled_dpsgd.errors import InvalidArgumentError
 from shuffled_dpsgd.training import PrivacyOptions, PrivateTraining, make_plan, make_private, rows
-from shuffled_dpsgd.training.rows import shared_rows, survey
-from shuffled_dpsgd.training.units import claim_for_rows
+from shuffled_dpsgd.training.rows import claim_for_rows, shared_rows, survey
 from training.cases import Case, classify, make_mlp, run, vectors
 
 

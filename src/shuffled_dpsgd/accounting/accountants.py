@@ -7,9 +7,10 @@ paper compares itself with.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from shuffled_dpsgd.accounting.calibration import (
     Calibration,
@@ -17,7 +18,7 @@ from shuffled_dpsgd.accounting.calibration import (
     check_epsilon,
     smallest_noise_multiplier,
 )
-from shuffled_dpsgd.accounting.comparisons import advanced_composition_epsilon, gdp_epsilon
+from shuffled_dpsgd.accounting.composition import step_delta, total_epsilon
 from shuffled_dpsgd.accounting.paper import (
     DeltaSplit,
     PaperCalibration,
@@ -25,6 +26,7 @@ from shuffled_dpsgd.accounting.paper import (
     paper_claim,
 )
 from shuffled_dpsgd.accounting.rdp import rdp_epsilon
+from shuffled_dpsgd.accounting.theorem import gaussian_epsilon
 from shuffled_dpsgd.core.certified import ASSUMPTIONS, certified_claim
 from shuffled_dpsgd.core.claim import Adjacency, Kind, PrivacyClaim
 from shuffled_dpsgd.core.events import SampledGaussian, check_delta
@@ -56,135 +58,122 @@ class Target:
         )
 
 
-class Accountant(Protocol):
+@dataclass(frozen=True, kw_only=True)
+class Accountant:
     """Prices a mechanism, and finds the noise for a price; refuses adjacencies it cannot price."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def kind(self) -> Kind: ...
-
-    @property
-    def adjacencies(self) -> tuple[Adjacency, ...]: ...
-
-    def claim(self, mechanism: SampledGaussian, delta: float) -> PrivacyClaim: ...
-
-    def calibrate(self, target: Target) -> Calibration | PaperCalibration: ...
-
-
-@dataclass(frozen=True, kw_only=True)
-class CertifiedAccountant:
-    """Privacy-loss distributions, pessimistic: see `certified`."""
-
-    name: str = "certified"
-    kind: Kind = "proven"
-    adjacencies: tuple[Adjacency, ...] = ("add-remove", "replace-one")
-
-    def claim(self, mechanism: SampledGaussian, delta: float) -> PrivacyClaim:
-        return certified_claim(**mechanism.to_json(), delta=delta)
-
-    def calibrate(self, target: Target) -> Calibration:
-        return calibrate_certified(
-            epsilon=target.epsilon,
-            delta=target.delta,
-            sampling_prob=target.sampling_prob,
-            num_steps=target.num_steps,
-            adjacency=target.adjacency,
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class FormulaAccountant:
-    """An accountant given by one function (mechanism, δ) -> ε, decreasing in the noise."""
 
     name: str
     kind: Kind
-    method: str
-    formula: Callable[[SampledGaussian, float], float]
-    note: str
+    price: Callable[[SampledGaussian, float], PrivacyClaim]
+    find: Callable[[Target], Calibration | PaperCalibration]
     adjacencies: tuple[Adjacency, ...] = ("add-remove",)
 
     def claim(self, mechanism: SampledGaussian, delta: float) -> PrivacyClaim:
+        """What a run costs."""
+        self._check(mechanism.adjacency)
+        return self.price(mechanism, delta)
+
+    def calibrate(self, target: Target) -> Calibration | PaperCalibration:
+        """The least noise that meets a budget."""
+        self._check(target.adjacency)
+        return self.find(target)
+
+    def _check(self, adjacency: Adjacency) -> None:
+        if adjacency not in self.adjacencies:
+            raise InvalidArgumentError(
+                "adjacency",
+                expected=f"one of {self.adjacencies} for {self.name}",
+                got=adjacency,
+                remedy="use the certified accountant for it",
+            )
+
+
+def by_formula(
+    name: str, kind: Kind, *, method: str, formula: Callable[[SampledGaussian, float], float],
+    note: str,
+) -> Accountant:  # fmt: skip
+    """An accountant given by one function (mechanism, δ) -> ε, decreasing in the noise."""
+
+    def price(mechanism: SampledGaussian, delta: float) -> PrivacyClaim:
         check_delta(delta)
-        _check_adjacency(self, mechanism.adjacency)
         return PrivacyClaim(
-            epsilon=self.formula(mechanism, delta),
+            epsilon=formula(mechanism, delta),
             delta=delta,
-            method=self.method,
-            kind=self.kind,
-            assumptions=(*ASSUMPTIONS, self.note),
+            method=method,
+            kind=kind,
+            assumptions=(*ASSUMPTIONS, note),
             inputs=mechanism.to_json(),
         )
 
-    def calibrate(self, target: Target) -> Calibration:
-        _check_adjacency(self, target.adjacency)
-
+    def find(target: Target) -> Calibration:
         def pricing(sigma: float) -> float:
-            return self.formula(target.mechanism(sigma), target.delta)
+            return formula(target.mechanism(sigma), target.delta)
 
-        noise = smallest_noise_multiplier(
-            target.epsilon, coarse=pricing, fine=pricing, guess=1.0 + 1.0 / target.epsilon
-        )
-        claim = self.claim(target.mechanism(noise), target.delta)
-        return Calibration(noise_multiplier=noise, claim=claim)
-
-
-@dataclass(frozen=True, kw_only=True)
-class PaperAccountant:
-    """The paper's estimate for one dimension and batch clip: see `paper`."""
-
-    dimension: int
-    batch_clip: float
-    delta_split: DeltaSplit = 0.5
-    name: str = "paper"
-    kind: Kind = "heuristic"
-    adjacencies: tuple[Adjacency, ...] = ("add-remove",)
-
-    def claim(self, mechanism: SampledGaussian, delta: float) -> PrivacyClaim:
-        _check_adjacency(self, mechanism.adjacency)
-        return paper_claim(
-            noise_multiplier=mechanism.noise_multiplier,
-            sampling_prob=mechanism.sampling_prob,
-            num_steps=mechanism.num_steps,
-            delta=delta,
-            dimension=self.dimension,
-            batch_clip=self.batch_clip,
-            delta_split=self.delta_split,
+        guess = 1.0 + 1.0 / target.epsilon
+        noise = smallest_noise_multiplier(target.epsilon, coarse=pricing, fine=pricing, guess=guess)
+        return Calibration(
+            noise_multiplier=noise, claim=price(target.mechanism(noise), target.delta)
         )
 
-    def calibrate(self, target: Target) -> PaperCalibration:
-        _check_adjacency(self, target.adjacency)
-        return calibrate_paper(
-            epsilon=target.epsilon,
-            delta=target.delta,
-            sampling_prob=target.sampling_prob,
-            num_steps=target.num_steps,
-            dimension=self.dimension,
-            batch_clip=self.batch_clip,
-            delta_split=self.delta_split,
-        )
+    return Accountant(name=name, kind=kind, price=price, find=find)
 
 
-STANDARD: tuple[Accountant, ...] = (
-    CertifiedAccountant(),
-    FormulaAccountant(
-        name="rdp",
+def gdp_epsilon(mechanism: SampledGaussian, delta: float) -> float:
+    """ε by the central limit theorem of Gaussian DP (Bu et al. 2020): no bound in either direction.
+
+    The run is taken for a Gaussian mechanism with μ = q·√(T·(e^{1/σ²} − 1)).
+    """
+    noise = mechanism.noise_multiplier
+    if noise < 0.05:
+        # e^{1/σ²} overflows near 0.038; the approximation is meaningless long before.
+        return math.inf
+    mu = mechanism.sampling_prob * math.sqrt(mechanism.num_steps * math.expm1(noise**-2))
+    return gaussian_epsilon(1.0 / mu, delta)
+
+
+def advanced_composition_epsilon(
+    mechanism: SampledGaussian, delta: float, delta_split: float = 0.5
+) -> float:
+    """ε by the paper's composition with d = 1: the exact Gaussian, sampled, composed (Thm. 22)."""
+    if mechanism.noise_multiplier == 0.0:
+        return math.inf
+    prob, steps = mechanism.sampling_prob, mechanism.num_steps
+    inner_delta = step_delta(delta, prob, steps, delta_split)
+    return total_epsilon(
+        gaussian_epsilon(mechanism.noise_multiplier, inner_delta),
+        delta=delta,
+        sampling_prob=prob,
+        num_steps=steps,
+        delta_split=delta_split,
+    )
+
+
+RDP = by_formula(
+    "rdp",
+    "proven",
+    method="Rényi DP",
+    formula=rdp_epsilon,
+    note="proven but loose: moments at a finite set of orders",
+)
+STANDARD = (
+    Accountant(
+        name="certified",
         kind="proven",
-        method="Rényi DP",
-        formula=rdp_epsilon,
-        note="proven but loose: moments at a finite set of orders",
+        price=lambda mechanism, delta: certified_claim(**mechanism.to_json(), delta=delta),
+        find=lambda target: calibrate_certified(**asdict(target)),
+        adjacencies=("add-remove", "replace-one"),
     ),
-    FormulaAccountant(
-        name="gdp",
-        kind="heuristic",
+    RDP,
+    by_formula(
+        "gdp",
+        "heuristic",
         method="Gaussian DP, central limit",
         formula=gdp_epsilon,
         note="approximate: the central limit theorem bounds epsilon in neither direction",
     ),
-    FormulaAccountant(
-        name="advanced_composition",
-        kind="proven",
+    by_formula(
+        "advanced_composition",
+        "proven",
         method="advanced composition, d = 1",
         formula=advanced_composition_epsilon,
         note="the exact Gaussian, sampled and composed (Steinke 2022, Thms. 22 and 29)",
@@ -218,72 +207,51 @@ def accountants(
             got=None,
             remedy="leave batch_clip out, too, if the paper's estimate is not wanted",
         )
-    paper = PaperAccountant(dimension=dimension, batch_clip=batch_clip, delta_split=delta_split)
+    given: dict[str, Any] = {
+        "dimension": dimension,
+        "batch_clip": batch_clip,
+        "delta_split": delta_split,
+    }
+
+    def facts(of: SampledGaussian | Target) -> dict[str, Any]:
+        found = asdict(of)
+        del found["adjacency"]
+        return given | found
+
+    paper = Accountant(
+        name="paper",
+        kind="heuristic",
+        price=lambda mechanism, delta: paper_claim(**facts(mechanism), delta=delta),
+        find=lambda target: calibrate_paper(**facts(target)),
+    )
     return (*STANDARD, paper)
 
 
 def compare(
     *,
-    noise_multiplier: float,
-    sampling_prob: float,
-    num_steps: int,
     delta: float,
     dimension: int | None = None,
     batch_clip: float | None = None,
     delta_split: DeltaSplit = 0.5,
+    **run: Any,
 ) -> dict[str, PrivacyClaim]:
-    """One run priced by every accountant, add-remove adjacency."""
-    mechanism = SampledGaussian(
-        noise_multiplier=noise_multiplier, sampling_prob=sampling_prob, num_steps=num_steps
-    )
+    """One `run` (the fields of a `SampledGaussian`) priced by every accountant, add-remove."""
     chosen = accountants(dimension=dimension, batch_clip=batch_clip, delta_split=delta_split)
-    return {each.name: each.claim(mechanism, delta) for each in chosen}
+    return {each.name: each.claim(SampledGaussian(**run), delta) for each in chosen}
 
 
 def compare_calibrations(
     *,
-    epsilon: float,
-    delta: float,
-    sampling_prob: float,
-    num_steps: int,
     dimension: int | None = None,
     batch_clip: float | None = None,
     delta_split: DeltaSplit = 0.5,
+    **target: Any,
 ) -> dict[str, Calibration | PaperCalibration]:
-    """The noise every accountant asks for to meet `epsilon`, add-remove adjacency."""
-    target = Target(epsilon=epsilon, delta=delta, sampling_prob=sampling_prob, num_steps=num_steps)
+    """The noise every accountant asks for to meet a `target` (the fields of one), add-remove."""
     chosen = accountants(dimension=dimension, batch_clip=batch_clip, delta_split=delta_split)
-    return {each.name: each.calibrate(target) for each in chosen}
+    return {each.name: each.calibrate(Target(**target)) for each in chosen}
 
 
-def calibrate_rdp(
-    *,
-    epsilon: float,
-    delta: float,
-    sampling_prob: float,
-    num_steps: int,
-    adjacency: Adjacency = "add-remove",
-) -> Calibration:
-    """The noise Rényi DP asks for to meet `epsilon`: proven, more than `certified` needs."""
-    rdp = next(each for each in STANDARD if each.name == "rdp")
-    found = rdp.calibrate(
-        Target(
-            epsilon=epsilon,
-            delta=delta,
-            sampling_prob=sampling_prob,
-            num_steps=num_steps,
-            adjacency=adjacency,
-        )
-    )
-    assert isinstance(found, Calibration)
-    return found
-
-
-def _check_adjacency(accountant: Accountant, adjacency: Adjacency) -> None:
-    if adjacency not in accountant.adjacencies:
-        raise InvalidArgumentError(
-            "adjacency",
-            expected=f"one of {accountant.adjacencies} for {accountant.name}",
-            got=adjacency,
-            remedy="use the certified accountant for it",
-        )
+def calibrate_rdp(**target: Any) -> Calibration | PaperCalibration:
+    """The noise Rényi DP asks for to meet a `target`: proven, more than `certified` needs."""
+    return RDP.calibrate(Target(**target))

@@ -1,13 +1,17 @@
-"""The exact ε from both sides: the certified one above, and a proven lower bound.
+"""How little the certified ε can be improved: a proven lower bound, and where it is attained.
 
-Nobody is promised the lower end. It shows how little the certified ε can be improved, and audits
-need it: a lower bound on a mechanism's noise becomes a lower bound on ε.
+Nobody is promised the lower end. Audits need it: a lower bound on a mechanism's noise becomes a
+lower bound on ε. Where `is_exact` holds, the certified ε is attained by a gradient that no
+permutation moves, so no accountant that knows clip, sampling rate, noise and steps alone can
+certify less. docs/claims.md, section 2, states and proves that, and the theorem that the shuffle
+gains nothing for losses of such gradients.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
@@ -26,8 +30,22 @@ from shuffled_dpsgd.core.pld import (
     spacing_for,
 )
 
+Released = Literal["sums", "weights"]
+
 LOWER_ERROR = 1e-6
 NOISE_SHARE = 1e-3
+STATEMENT = (
+    "exact, not merely an upper bound: a gradient that no permutation moves attains it, so no "
+    "accountant that knows only clip, sampling rate, noise and steps can certify less"
+)
+CONDITIONS = (
+    "Poisson sampling",
+    "flat clipping to c over all trainable parameters",
+    "a batch clip c' of at least c, or none, on the block with the smallest noise",
+    "one record added or removed",
+    "every step's noisy sums released, or every step's weights under SGD (momentum or not)",
+)
+LINEAR_OPTIMIZERS = ("sgd",)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,3 +134,22 @@ def rounded_down(steps: Steps, outputs: tuple[float, float], spacing: float) -> 
     np.add.at(masses, index - index.min(), p * (1.0 - ULPS * UNIT * p.size))
     first, count = int(index.min()), steps.count
     return Lattice(spacing=spacing, first=first, masses=masses, count=count, offset=offset)
+
+
+def is_exact(
+    *,
+    clip: str,
+    clip_norm: float,
+    batch_clip_norm: float | None,
+    adjacency: str,
+    released: Released = "weights",
+    optimizer: str | None = None,
+) -> bool:
+    """Whether the proposition covers a run; `batch_clip_norm` is that of its least noisy block.
+
+    `optimizer` is the name of the optimizer's class, in any case; None means that it is not known,
+    and then only released sums are covered. Elsewhere the certified ε holds, attained or not.
+    """
+    unhurt = batch_clip_norm is None or batch_clip_norm >= clip_norm
+    readable = released == "sums" or (optimizer or "").lower() in LINEAR_OPTIMIZERS
+    return clip == "flat" and unhurt and adjacency == "add-remove" and readable

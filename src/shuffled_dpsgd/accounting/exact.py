@@ -10,19 +10,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 
-from shuffled_dpsgd.accounting.pairs import Array, Pair, World
+from shuffled_dpsgd.accounting.pairs import WORLDS, Array, Pair, World
 from shuffled_dpsgd.accounting.theorem import theorem_delta
 from shuffled_dpsgd.core.claim import Kind
 from shuffled_dpsgd.errors import InvalidArgumentError
 
 DRAWS = 20_000
 CONFIDENCE = 0.95
-WORLDS: tuple[World, World] = ("first", "second")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,15 +41,7 @@ class DeltaEstimate:
 
     def to_json(self) -> dict[str, Any]:
         """Plain data."""
-        return {
-            "epsilon": self.epsilon,
-            "world": self.world,
-            "delta": self.delta,
-            "low": self.low,
-            "high": self.high,
-            "confidence": self.confidence,
-            "kind": self.kind,
-        }
+        return asdict(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,16 +67,7 @@ class Examination:
 
     def to_json(self) -> dict[str, Any]:
         """Plain data with the verdict."""
-        return {
-            "pair": self.pair,
-            "dimension": self.dimension,
-            "noise_multiplier": self.noise_multiplier,
-            "claimed_epsilon": self.claimed_epsilon,
-            "claimed_delta": self.claimed_delta,
-            "claimed_kind": "heuristic",
-            "truth": [each.to_json() for each in self.truth],
-            "verdict": self.verdict,
-        }
+        return asdict(self) | {"claimed_kind": "heuristic", "verdict": self.verdict}
 
 
 def exact_delta(

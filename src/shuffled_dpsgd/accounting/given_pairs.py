@@ -10,55 +10,53 @@ Legend: f, f' the two vectors; m how often the rarer value occurs.
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-from shuffled_dpsgd.accounting.pairs import CHUNK, Array, OneOddPair, Pair, World
+from shuffled_dpsgd.accounting.pairs import Array, OneOddPair, Pair
 from shuffled_dpsgd.errors import InvalidArgumentError
 
 LARGEST_ARBITRARY = 10
 LARGEST_TWO_VALUED = 20_000
 
 
+class DensityPair(Pair):
+    """A pair whose densities are computed at every draw."""
+
+    def losses(self, here: int, sigma: float, draws: int, rng: np.random.Generator) -> Array:
+        y = self.vector(here) + sigma * rng.standard_normal((draws, self.dimension))
+        return self.log_density(here, y, sigma) - self.log_density(1 - here, y, sigma)
+
+    @abstractmethod
+    def vector(self, index: int) -> Array: ...
+
+    @abstractmethod
+    def log_density(self, index: int, y: Array, sigma: float) -> Array:
+        """Up to a term that both vectors share."""
+
+
 @dataclass(frozen=True, kw_only=True)
-class ArbitraryPair:
+class ArbitraryPair(DensityPair):
     """Any two short vectors, by the permanent of the matrix e^{y_i f_j/σ²} (d up to 10)."""
 
     name: str
-    first: tuple[float, ...]
-    second: tuple[float, ...]
+    dimension: int
+    vectors: tuple[Array, Array]
 
-    @property
-    def dimension(self) -> int:
-        return len(self.first)
+    def vector(self, index: int) -> Array:
+        return self.vectors[index]
 
-    @property
-    def constant_distance(self) -> float | None:
-        return None
-
-    def draw_losses(
-        self, world: World, noise_multiplier: float, draws: int, rng: np.random.Generator
-    ) -> Array:
-        here, there = np.array(self.first), np.array(self.second)
-        if world == "second":
-            here, there = there, here
-        losses = []
-        for start in range(0, draws, CHUNK):
-            size = (min(CHUNK, draws - start), here.size)
-            y = here + noise_multiplier * rng.standard_normal(size)
-            density = [
-                _log_permanent(y[:, :, None] * f / noise_multiplier**2)
-                - float(f @ f) / (2.0 * noise_multiplier**2)
-                for f in (here, there)
-            ]
-            losses.append(density[0] - density[1])
-        return np.concatenate(losses)
+    def log_density(self, index: int, y: Array, sigma: float) -> Array:
+        f = self.vectors[index]
+        return _log_permanent(y[:, :, None] * f / sigma**2) - float(f @ f) / (2.0 * sigma**2)
 
 
 @dataclass(frozen=True, kw_only=True)
-class TwoValuedPair:
+class TwoValuedPair(DensityPair):
     """Vectors of two values each, such as half a head's entries up and half down.
 
     With m entries `odd` and the rest `base`, the mean over arrangements is the elementary symmetric
@@ -71,25 +69,12 @@ class TwoValuedPair:
     base: tuple[float, float]
     odd_count: tuple[int, int]
 
-    @property
-    def constant_distance(self) -> float | None:
-        return None
+    def vector(self, index: int) -> Array:
+        mean = np.full(self.dimension, self.base[index])
+        mean[: self.odd_count[index]] = self.odd[index]
+        return mean
 
-    def draw_losses(
-        self, world: World, noise_multiplier: float, draws: int, rng: np.random.Generator
-    ) -> Array:
-        here = 0 if world == "first" else 1
-        mean = np.full(self.dimension, self.base[here])
-        mean[: self.odd_count[here]] = self.odd[here]
-        losses = []
-        for start in range(0, draws, CHUNK):
-            size = (min(CHUNK, draws - start), self.dimension)
-            y = mean + noise_multiplier * rng.standard_normal(size)
-            ratio = [self._log_density(index, y, noise_multiplier) for index in (here, 1 - here)]
-            losses.append(ratio[0] - ratio[1])
-        return np.concatenate(losses)
-
-    def _log_density(self, index: int, y: Array, sigma: float) -> Array:
+    def log_density(self, index: int, y: Array, sigma: float) -> Array:
         odd, base, count = self.odd[index], self.base[index], self.odd_count[index]
         norm = count * odd**2 + (self.dimension - count) * base**2
         arrangements = (
@@ -117,39 +102,23 @@ def vector_pair(first: Sequence[float], second: Sequence[float]) -> Pair:
         )
     if not np.all(np.isfinite([*first, *second])):
         raise InvalidArgumentError("vectors", expected="finite entries", got="nan or infinity")
-    here, there = _one_odd(first), _one_odd(second)
-    if here is not None and there is not None:
-        return OneOddPair(
-            name="given",
-            dimension=len(first),
-            odd=(here[0], there[0]),
-            base=(here[1], there[1]),
-        )
+    shapes = [shape for shape in map(_two_values, (first, second)) if shape is not None]
+    most = max((shape[2] for shape in shapes), default=0)
+    facts: Any = {"name": "given", "dimension": len(first)}
+    if len(shapes) == 2:
+        values: Any = {name: (shapes[0][i], shapes[1][i]) for i, name in enumerate(("odd", "base"))}
+        if most <= 1:
+            return OneOddPair(**facts, **values)
     if len(first) <= LARGEST_ARBITRARY:
-        return ArbitraryPair(
-            name="given", first=tuple(map(float, first)), second=tuple(map(float, second))
-        )
-    return _two_valued_pair(first, second)
-
-
-def _two_valued_pair(first: Sequence[float], second: Sequence[float]) -> TwoValuedPair:
-    shapes = [_two_values(vector) for vector in (first, second)]
-    work = max((shape[2] * len(first) for shape in shapes if shape is not None), default=0)
-    if None in shapes or work > LARGEST_TWO_VALUED:
-        raise InvalidArgumentError(
-            "vectors",
-            expected=f"all entries but one equal; or two values each, the rarer one's count times "
-            f"the length at most {LARGEST_TWO_VALUED}; or at most {LARGEST_ARBITRARY} entries",
-            got=f"{len(first)} entries with several values",
-            remedy="the likelihood is a permanent; shorten the vectors or give them fewer values",
-        )
-    known = [shape for shape in shapes if shape is not None]
-    return TwoValuedPair(
-        name="given",
-        dimension=len(first),
-        odd=(known[0][0], known[1][0]),
-        base=(known[0][1], known[1][1]),
-        odd_count=(known[0][2], known[1][2]),
+        return ArbitraryPair(**facts, vectors=(np.array(first, float), np.array(second, float)))
+    if len(shapes) == 2 and most * len(first) <= LARGEST_TWO_VALUED:
+        return TwoValuedPair(**facts, **values, odd_count=(shapes[0][2], shapes[1][2]))
+    raise InvalidArgumentError(
+        "vectors",
+        expected=f"all entries but one equal; or two values each, the rarer one's count times "
+        f"the length at most {LARGEST_TWO_VALUED}; or at most {LARGEST_ARBITRARY} entries",
+        got=f"{len(first)} entries with several values",
+        remedy="the likelihood is a permanent; shorten the vectors or give them fewer values",
     )
 
 
@@ -161,17 +130,6 @@ def _two_values(vector: Sequence[float]) -> tuple[float, float, int] | None:
     if values.size == 2:
         rarer = int(np.argmin(counts))
         return float(values[rarer]), float(values[1 - rarer]), int(counts[rarer])
-    return None
-
-
-def _one_odd(vector: Sequence[float]) -> tuple[float, float] | None:
-    """(odd, base) if all entries but one are equal; two entries count as one odd and one base."""
-    values, counts = np.unique(np.asarray(vector, dtype=np.float64), return_counts=True)
-    if values.size == 1:
-        return float(values[0]), float(values[0])
-    if values.size == 2 and counts.min() == 1:
-        odd = int(np.argmin(counts))
-        return float(values[odd]), float(values[1 - odd])
     return None
 
 

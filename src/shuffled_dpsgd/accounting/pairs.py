@@ -11,8 +11,9 @@ Legend: f, f' the two vectors; a world is "first" (f) or "second" (f').
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Literal, Protocol, TypeAlias
+from typing import Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -25,31 +26,36 @@ Array: TypeAlias = npt.NDArray[np.float64]
 World: TypeAlias = Literal["first", "second"]
 
 CHUNK = 2000
+WORLDS: tuple[World, World] = ("first", "second")
 
 
-class Pair(Protocol):
+class Pair(ABC):
     """Two vectors, known up to their order, that a shuffled Gaussian may not tell apart."""
 
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def dimension(self) -> int: ...
+    name: str
+    dimension: int
 
     @property
     def constant_distance(self) -> float | None:
         """‖f − f'‖ if shuffling changes neither vector, so that the plain Gaussian is exact."""
-        ...
+        return None
 
     def draw_losses(
         self, world: World, noise_multiplier: float, draws: int, rng: np.random.Generator
     ) -> Array:
         """log of the density of `world` over the other's, at draws from `world`."""
-        ...
+        here, sizes = WORLDS.index(world), range(0, draws, CHUNK)
+        return np.concatenate(
+            [self.losses(here, noise_multiplier, min(CHUNK, draws - at), rng) for at in sizes]
+        )
+
+    @abstractmethod
+    def losses(self, here: int, sigma: float, draws: int, rng: np.random.Generator) -> Array:
+        """A chunk of them, from the vector of that number."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class OneOddPair:
+class OneOddPair(Pair):
     """f = (odd, base, …, base) and f' likewise, in `dimension` coordinates; d up to 1e9 and more.
 
     log p(y) = −‖y‖²/2σ² − ‖f‖²/2σ² + base·Σy/σ² + log (1/d) Σ_i e^{(odd−base)·y_i/σ²}: only two
@@ -68,17 +74,7 @@ class OneOddPair:
         spread = (self.dimension - 1) * (self.base[0] - self.base[1]) ** 2
         return math.sqrt(spread + (self.odd[0] - self.odd[1]) ** 2)
 
-    def draw_losses(
-        self, world: World, noise_multiplier: float, draws: int, rng: np.random.Generator
-    ) -> Array:
-        here = 0 if world == "first" else 1
-        rounds = [
-            self._draw_chunk(here, noise_multiplier, min(CHUNK, draws - start), rng)
-            for start in range(0, draws, CHUNK)
-        ]
-        return np.concatenate(rounds)
-
-    def _draw_chunk(self, here: int, sigma: float, draws: int, rng: np.random.Generator) -> Array:
+    def losses(self, here: int, sigma: float, draws: int, rng: np.random.Generator) -> Array:
         # Measured from the drawn world's base, the many equal coordinates are pure noise.
         odd = [value - self.base[here] for value in (self.odd[here], self.odd[1 - here])]
         base = [0.0, self.base[1 - here] - self.base[here]]

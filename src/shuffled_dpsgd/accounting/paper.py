@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from shuffled_dpsgd.accounting.calibration import check_epsilon
@@ -58,16 +58,9 @@ class PaperCalibration:
 
     def to_json(self) -> dict[str, Any]:
         """The claim's data with both noise multipliers and the per-step budget beside it."""
-        return {
-            "noise_multiplier": self.noise_multiplier,
-            "unshuffled_noise_multiplier": self.unshuffled_noise_multiplier,
-            "theorem_noise_multiplier": self.theorem_noise_multiplier,
-            "falls_back": self.falls_back,
-            "step_epsilon": self.step_epsilon,
-            "step_delta": self.step_delta,
-            "delta_split": self.delta_split,
-            **self.claim.to_json(),
-        }
+        found = {item.name: getattr(self, item.name) for item in fields(self)}
+        del found["claim"]
+        return {**found, **self.claim.to_json()}
 
 
 def paper_claim(

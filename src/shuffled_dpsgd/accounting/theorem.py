@@ -106,6 +106,11 @@ def smallest_epsilon(
     return _last_crossing(excess, float(grid[last]), float(grid[last + 1]))
 
 
+def gaussian_epsilon(noise_multiplier: float, delta: float) -> float:
+    """The exact ε of one Gaussian release (Balle & Wang 2018), by the theorem at d = 1."""
+    return smallest_epsilon(noise_multiplier, delta, dimension=1, batch_clip=1.0)
+
+
 def check_theorem(dimension: int, batch_clip: float) -> None:
     """Refuse a dimension or a batch clip the theorem does not speak about."""
     if dimension != int(dimension) or not 1 <= dimension <= LARGEST_DIMENSION:

@@ -15,14 +15,19 @@ from dataclasses import asdict, dataclass
 import numpy as np
 
 from shuffled_dpsgd.accounting import PrivacyClaim, certified_claim, paper_claim
-from shuffled_dpsgd.auditing.adversaries import ThreatModel
-from shuffled_dpsgd.auditing.estimators import ClopperPearson, OrderStatistics, PaperPoint
+from shuffled_dpsgd.auditing.estimators import ClopperPearson, OrderStatistics
 from shuffled_dpsgd.auditing.estimators.scores import Floats, ScorePair
-from shuffled_dpsgd.auditing.ranges import require_at_least, require_positive
-from shuffled_dpsgd.auditing.verdict import AuditReport, Evidence, assess, judge
+from shuffled_dpsgd.auditing.verdict import (
+    AuditReport,
+    Evidence,
+    ThreatModel,
+    report_on,
+    require_at_least,
+    require_positive,
+)
 from shuffled_dpsgd.errors import InvalidArgumentError
 
-ESTIMATORS = (PaperPoint(), ClopperPearson(), OrderStatistics())
+ESTIMATORS = (ClopperPearson(), OrderStatistics())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,14 +108,15 @@ def audit_composition(
         )
         for adversary, canary, rate in seen
     ]
-    attacks = assess(evidence, ESTIMATORS, delta=setting.delta, confidence=confidence)
-    return AuditReport(
+    return report_on(
+        evidence,
+        ESTIMATORS,
         unit="a run in isolation",
         setting=asdict(setting),
         claims=claims,
-        attacks=attacks,
-        verdicts=judge(claims, attacks, confidence=confidence),
-        seconds=time.perf_counter() - started,
+        delta=setting.delta,
+        confidence=confidence,
+        started=started,
     )
 
 

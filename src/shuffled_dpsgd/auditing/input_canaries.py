@@ -20,7 +20,7 @@ from shuffled_dpsgd.training.data import MapStyle, shaped, to_device
 from shuffled_dpsgd.training.physical import PerSampleLoss
 from shuffled_dpsgd.training.private import PrivateTraining
 
-InputCanary = Literal["mislabelled", "blank", "scrambled"]
+InputCanary = Literal["mislabelled", "blank", "scrambled", "new-token"]
 SCORING_BATCH = 64
 
 
@@ -104,14 +104,7 @@ def scrambled(data: MapStyle, count: int, rng: np.random.Generator) -> list[Any]
     For language models: a text nobody writes, which a model only predicts if it saw it. Ids are
     drawn up to the largest one in the first records.
     """
-    _check_count(data, count)
-    sample = [data[i] for i in range(min(len(data), 2000))]
-    for record in sample[:1]:
-        if not isinstance(record[0], list) or not isinstance(record[1], int):
-            raise InvalidArgumentError(
-                "data", expected="(list of ids, length of the prompt) records", got=type(record[0])
-            )
-    largest = max(max(ids) for ids, _ in sample)
+    largest = max(max(ids) for ids, _ in _continuations(data, count))
     records = []
     for i in rng.choice(len(data), size=count, replace=False):
         ids, prompt = data[int(i)]
@@ -120,12 +113,44 @@ def scrambled(data: MapStyle, count: int, rng: np.random.Generator) -> list[Any]
     return records
 
 
-PLANTS = {"mislabelled": mislabelled, "blank": blank, "scrambled": scrambled}
+def new_token(
+    data: MapStyle, count: int, rng: np.random.Generator, model: torch.nn.Module
+) -> list[Any]:
+    """Prompts of `data`, each continued by one token that is in no record and no other canary.
+
+    For language models (Panda et al. 2025): only the last token is scored, and what the model
+    learns of it, it learns from the canary alone. Tokens are those of the model's vocabulary that
+    no record has; where these are fewer than the canaries, there are none of this kind.
+    """
+    _continuations(data, count)
+    vocabulary = _vocabulary(model)
+    used = set[int]().union(*(data[i][0] for i in range(len(data))))
+    unused = sorted(set(range(vocabulary)) - used)
+    if len(unused) < count:
+        raise InvalidArgumentError(
+            "input_canaries",
+            expected=f"at most {len(unused)}: tokens of the vocabulary that are in no record",
+            got=count,
+            remedy="plant fewer, or scrambled ones",
+        )
+    chosen = rng.choice(len(data), size=count, replace=False)
+    tokens = rng.choice(unused, size=count, replace=False)
+    prompts = (data[int(i)][0][: max(data[int(i)][1], 1)] for i in chosen)
+    return [
+        ([*prompt, int(token)], len(prompt)) for prompt, token in zip(prompts, tokens, strict=True)
+    ]
 
 
-def plant(kind: InputCanary, data: MapStyle, count: int, rng: np.random.Generator) -> list[Any]:
-    """`count` canaries of one kind, none for zero."""
-    return PLANTS[kind](data, count, rng) if count else []
+def plant(
+    kind: InputCanary, data: MapStyle, count: int, rng: np.random.Generator, model: torch.nn.Module
+) -> list[Any]:
+    """`count` canaries of one kind for this model, none for zero."""
+    if count == 0:
+        return []
+    if kind == "new-token":
+        return new_token(data, count, rng, model)
+    makers = {"mislabelled": mislabelled, "blank": blank, "scrambled": scrambled}
+    return makers[kind](data, count, rng)
 
 
 def losses_of(
@@ -145,6 +170,28 @@ def losses_of(
             found.append(losses(private.model, batch).double().cpu())
     private.model.train(was_training)
     return np.asarray(torch.cat(found).numpy(), dtype=np.float64)
+
+
+def _continuations(data: MapStyle, count: int) -> list[Any]:
+    """The first records, which must be (ids, length of the prompt) pairs."""
+    _check_count(data, count)
+    sample = [data[i] for i in range(min(len(data), 2000))]
+    if not isinstance(sample[0][0], list) or not isinstance(sample[0][1], int):
+        raise InvalidArgumentError(
+            "data", expected="(list of ids, length of the prompt) records", got=type(sample[0])
+        )
+    return sample
+
+
+def _vocabulary(model: torch.nn.Module) -> int:
+    """How many tokens a language model has embeddings for."""
+    find: Any = getattr(model, "get_input_embeddings", None)
+    embeddings = None if find is None else find()
+    if not isinstance(embeddings, torch.nn.Embedding):
+        raise InvalidArgumentError(
+            "model", expected="a language model with token embeddings", got=type(model).__name__
+        )
+    return embeddings.num_embeddings
 
 
 def _with_label(record: Any, shift: int, num_classes: int) -> Any:

@@ -1,95 +1,28 @@
 """Canaries in the tensors of a real model, each with the adversary that reads it.
 
-The counterparts of `adversaries` on a permutation spec: the axis is the widest one that a group
-moves, the un-permuted tensor the largest that no group touches.
+The counterparts of `axis` on a permutation spec: the axis is the widest one that a group moves, the
+un-permuted tensor the largest that no group touches. A record is a canary too: its gradient goes
+through the run's own clipping.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
+from torch.utils.data import default_collate
 
-from shuffled_dpsgd.auditing.adversaries import ThreatModel
-from shuffled_dpsgd.auditing.probes import ModelAttack, Seen, Tensors
+from shuffled_dpsgd.auditing.probes import ModelAttack, Seen
+from shuffled_dpsgd.auditing.taps import Tensors
+from shuffled_dpsgd.auditing.verdict import ThreatModel
 from shuffled_dpsgd.errors import InvalidArgumentError
 from shuffled_dpsgd.permutation import PermutationSpec
+from shuffled_dpsgd.training.data import shaped, to_device
+from shuffled_dpsgd.training.physical import PerSampleLoss
+from shuffled_dpsgd.training.private import PrivateTraining
 
-
-class FixedCanary:
-    """What joins the sum is what the adversary looks for."""
-
-    canary: Tensors
-
-    def contribution(self) -> Tensors:
-        return self.canary
-
-
-@dataclass(frozen=True, kw_only=True)
-class ReadOrbit(FixedCanary):
-    """The places of a tensor that the shuffle mixes: a single entry, their maximum, or their sum.
-
-    `axes` are those that move; along every other axis the last place is read.
-    """
-
-    name: str
-    canary_name: str
-    canary: Tensors
-    parameter: str
-    axes: tuple[int, ...]
-    how: Literal["first", "maximum", "sum"]
-    threat_model: ThreatModel = ThreatModel.STEP_GRADIENTS
-
-    def read(self, seen: Seen) -> float:
-        tensor = seen.shuffled(self.parameter)
-        places = tensor[_places(tensor.ndim, self.axes)].double().flatten()
-        if self.how == "first":
-            return float(places[0])
-        total = places.sum() / places.numel() ** 0.5
-        return float(places.max() if self.how == "maximum" else total)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ReadInner(FixedCanary):
-    """Inner product with the canary: in the shuffled release, or in what precedes the shuffle."""
-
-    name: str
-    canary_name: str
-    canary: Tensors
-    threat_model: ThreatModel = ThreatModel.STEP_GRADIENTS
-
-    def read(self, seen: Seen) -> float:
-        if self.threat_model is ThreatModel.MECHANISM_OUTPUT:
-            return inner(self.canary, seen.noisy)
-        return inner(self.canary, {name: seen.shuffled(name) for name in self.canary})
-
-
-@dataclass(frozen=True, kw_only=True)
-class ReadDifference(FixedCanary):
-    """Inner product with the difference of two steps: finds noise that repeats itself."""
-
-    canary: Tensors
-    name: str = "difference of two steps"
-    canary_name: str = "random-direction"
-    threat_model: ThreatModel = ThreatModel.MECHANISM_OUTPUT
-
-    def read(self, seen: Seen) -> float:
-        return inner(self.canary, seen.noisy) - inner(self.canary, seen.previous)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ReadRealigned(FixedCanary):
-    """Re-align the new weights with the old ones, undo the update, and look for the canary."""
-
-    canary: Tensors
-    name: str = "re-alignment against W_t"
-    canary_name: str = "random-direction"
-    threat_model: ThreatModel = ThreatModel.ITERATES
-
-    def read(self, seen: Seen) -> float:
-        return inner(self.canary, seen.from_iterates)
+DRAWS = 32
 
 
 def inner(left: Tensors, right: Tensors) -> float:
@@ -115,15 +48,6 @@ def normalised(tensors: Tensors) -> dict[str, torch.Tensor]:
     return {name: tensor.double() / norm for name, tensor in tensors.items()}
 
 
-def invariant_direction(weights: Tensors, names: Collection[str]) -> dict[str, torch.Tensor]:
-    """A unit vector constant over each of the named tensors: no permutation of axes moves it.
-
-    The canary for which the shuffled release is the plain Gaussian pair
-    (`shuffled_dpsgd.accounting.exactness`).
-    """
-    return normalised({name: torch.ones_like(weights[name]) for name in names})
-
-
 def step_attacks(weights: Tensors, spec: PermutationSpec | None, *, seed: int) -> list[ModelAttack]:
     """Every adversary that the spec leaves room for, on the trainable tensors `weights`."""
     generator = torch.Generator().manual_seed(seed)
@@ -133,58 +57,138 @@ def step_attacks(weights: Tensors, spec: PermutationSpec | None, *, seed: int) -
     if spec is not None and moved:
         parameter, _ = widest_axis(spec, moved)
         axes = tuple(axis for axis, _ in spec.axes_of[parameter])
-        dirac = {parameter: orbit_canary(weights[parameter], axes, 1)}
-        constant = {parameter: orbit_canary(weights[parameter], axes, None)}
-        orbits: tuple[tuple[str, str, Tensors, Literal["first", "maximum", "sum"]], ...] = (
-            ("fixed index", "dirac", dirac, "first"),
-            ("orbit maximum", "dirac", dirac, "maximum"),
-            ("axis sum", "constant-on-axis", constant, "sum"),
-        )
-        attacks += [
-            ReadOrbit(
-                name=name,
-                canary_name=kind,
-                canary=canary,
-                parameter=parameter,
-                axes=axes,
-                how=how,
-            )
-            for name, kind, canary, how in orbits
-        ]
-        attacks.append(ReadRealigned(canary=random_direction(moved, generator)))
+        attacks += orbit_attacks(parameter, weights[parameter], axes)
+        attacks.append(realigned_attack(random_direction(moved, generator), "random-direction"))
     if unmoved:
         largest = max(unmoved, key=lambda name: unmoved[name].numel())
         canary = random_direction({largest: unmoved[largest]}, generator)
         attacks.append(
-            ReadInner(name="un-permuted tensor", canary_name="random-direction", canary=canary)
+            ModelAttack(
+                name="un-permuted tensor",
+                canary_name="random-direction",
+                canary=canary,
+                read=lambda seen: inner(canary, {name: seen.shuffled(name) for name in canary}),
+            )
         )
     return attacks + noise_attacks(weights, seed=seed)
+
+
+def orbit_attacks(
+    parameter: str, weights: torch.Tensor, axes: tuple[int, ...]
+) -> list[ModelAttack]:
+    """On the places of a tensor that the shuffle mixes: one entry, their maximum, and their sum.
+
+    `axes` are those that move; along every other axis the last place is read.
+    """
+    where = _places(weights.ndim, axes)
+    dirac = {parameter: orbit_canary(weights, axes, 1)}
+    constant = {parameter: orbit_canary(weights, axes, None)}
+
+    def attack(
+        name: str, canary_name: str, canary: Tensors, of: Callable[[torch.Tensor], torch.Tensor]
+    ) -> ModelAttack:
+        def read(seen: Seen) -> float:
+            return float(of(seen.shuffled(parameter)[where].double().flatten()))
+
+        return ModelAttack(name=name, canary_name=canary_name, canary=canary, read=read)
+
+    return [
+        attack("fixed index", "dirac", dirac, lambda places: places[0]),
+        attack("orbit maximum", "dirac", dirac, lambda places: places.max()),
+        attack(
+            "axis sum",
+            "constant-on-axis",
+            constant,
+            lambda places: places.sum() / places.numel() ** 0.5,
+        ),
+    ]
+
+
+def realigned_attack(
+    canary: Tensors, canary_name: str, contribution: Callable[[], Tensors] | None = None
+) -> ModelAttack:
+    """Re-align the new weights with the old ones, undo the update, and look for the canary."""
+    return ModelAttack(
+        name="re-alignment against W_t",
+        canary_name=canary_name,
+        canary=canary,
+        read=lambda seen: inner(canary, seen.from_iterates),
+        threat_model=ThreatModel.ITERATES,
+        contribution=contribution,
+    )
 
 
 def noise_attacks(weights: Tensors, *, seed: int) -> list[ModelAttack]:
     """On the mechanism's output: one direction over all tensors, in one step and between two."""
     canary = random_direction(weights, torch.Generator().manual_seed(seed))
-    direct = ReadInner(
-        name="noise on all tensors",
-        canary_name="random-direction",
-        canary=canary,
-        threat_model=ThreatModel.MECHANISM_OUTPUT,
-    )
-    return [direct, ReadDifference(canary=canary)]
+    return [
+        _noise_attack("noise on all tensors", canary),
+        # Finds noise that repeats itself.
+        ModelAttack(
+            name="difference of two steps",
+            canary_name="random-direction",
+            canary=canary,
+            read=lambda seen: inner(canary, seen.noisy) - inner(canary, seen.previous),
+            threat_model=ThreatModel.MECHANISM_OUTPUT,
+        ),
+    ]
 
 
 def tensor_attacks(weights: Tensors, *, seed: int) -> list[ModelAttack]:
     """One attack per tensor on the mechanism's output: finds noise that is missing somewhere."""
     generator = torch.Generator().manual_seed(seed)
     return [
-        ReadInner(
-            name=f"noise on {name}",
-            canary_name="random-direction",
-            canary=random_direction({name: tensor}, generator),
-            threat_model=ThreatModel.MECHANISM_OUTPUT,
-        )
+        _noise_attack(f"noise on {name}", random_direction({name: tensor}, generator))
         for name, tensor in weights.items()
     ]
+
+
+def _noise_attack(name: str, canary: Tensors) -> ModelAttack:
+    return ModelAttack(
+        name=name,
+        canary_name="random-direction",
+        canary=canary,
+        read=lambda seen: inner(canary, seen.noisy),
+        threat_model=ThreatModel.MECHANISM_OUTPUT,
+    )
+
+
+def record_attack(
+    private: PrivateTraining,
+    record: Any,
+    losses: PerSampleLoss,
+    collate: Callable[[list[Any]], Any] | None,
+    *,
+    kind: str,
+) -> ModelAttack:
+    """A record as the canary, looked for after re-alignment, blocks weighted by their noise.
+
+    Dropout makes its gradient a random one. It is computed anew for every release, as in training;
+    the adversary, who knows record and weights, looks for the mean of draws of its own.
+    """
+    batch = to_device(shaped((collate or default_collate)([record])), private.device)
+
+    def gradient() -> dict[str, torch.Tensor]:
+        """The record's clipped gradient at the run's present weights, in units of the clip."""
+        with private:
+            private.backward(losses(private.model, batch))
+            sums = private.engine.clipped_sum()
+            found = {name: tensor / private.plan.clip_norm for name, tensor in sums.items()}
+            private.discard()
+        return found
+
+    mean = {name: tensor.double() / DRAWS for name, tensor in gradient().items()}
+    for _ in range(DRAWS - 1):
+        for name, tensor in gradient().items():
+            mean[name].add_(tensor, alpha=1.0 / DRAWS)
+    least = private.plan.smallest_noise_multiplier
+    weight = {
+        name: (least / block.noise_multiplier) ** 2 if least else 1.0
+        for block in private.plan.blocks
+        for name in block.parameters
+    }
+    canary = {name: weight[name] * tensor for name, tensor in mean.items()}
+    return realigned_attack(canary, f"{kind} record", gradient)
 
 
 def widest_axis(spec: PermutationSpec, moved: Mapping[str, torch.Tensor]) -> tuple[str, int]:

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from shuffled_dpsgd.auditing.estimators.curves import claim_trade_off, roc
-from shuffled_dpsgd.auditing.estimators.one_run import Inclusion
-from shuffled_dpsgd.auditing.estimators.scores import Floats, ScorePair
+from shuffled_dpsgd.auditing.estimators import ScorePair, claim_trade_off, roc
+from shuffled_dpsgd.auditing.estimators.scores import Floats
 from shuffled_dpsgd.auditing.verdict import AuditReport
 from shuffled_dpsgd.reports.style import (
     HEURISTIC,
@@ -39,7 +38,10 @@ def draw(report: AuditReport) -> Figure:
     trade_off, logarithmic = figure.subplots(1, 2)
     grid = np.concatenate([[0.0], np.geomspace(FLOOR, 1.0, 400)])
     for attack in report.attacks:
-        curve = roc(_two_worlds(attack.evidence.scores))
+        scores = attack.evidence.scores
+        if attack.evidence.assumptions:
+            continue  # scores of single steps, while the claims are about the run
+        curve = roc(scores if isinstance(scores, ScorePair) else scores.as_pair())
         fpr, tpr = curve.false_positive_rate, curve.true_positive_rate
         trade_off.plot(fpr, 1.0 - tpr, linewidth=1.2, label=attack.label)
         logarithmic.plot(visible(fpr), visible(tpr), linewidth=1.2)
@@ -81,13 +83,6 @@ def write(figure: Figure, stem: Path) -> tuple[Path, ...]:
     for path in written:
         save_drawing(figure, path)
     return written
-
-
-def _two_worlds(scores: ScorePair | Inclusion) -> ScorePair:
-    """The canaries of one run as two worlds: those that were left out, and those that were not."""
-    if isinstance(scores, ScorePair):
-        return scores
-    return ScorePair(out=scores.scores[~scores.included], present=scores.scores[scores.included])
 
 
 def visible(rates: Floats) -> Floats:

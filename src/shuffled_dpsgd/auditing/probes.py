@@ -9,27 +9,22 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
 
 import numpy as np
 import torch
 
-from shuffled_dpsgd.auditing.adversaries import ThreatModel
 from shuffled_dpsgd.auditing.alignment import Aligner
 from shuffled_dpsgd.auditing.estimators.scores import ScorePair
+from shuffled_dpsgd.auditing.taps import OnProgress, Tensors
 from shuffled_dpsgd.auditing.updates import RewoundOptimizer
-from shuffled_dpsgd.auditing.verdict import Evidence
+from shuffled_dpsgd.auditing.verdict import Evidence, ThreatModel
 from shuffled_dpsgd.permutation import Permutation, apply_to_tensors, draw
 from shuffled_dpsgd.training.private import PrivateTraining
 
-Tensors = Mapping[str, torch.Tensor]
-OnProgress = Callable[[int, int], object]
-"""Called with (done, total)."""
 LEAST_OBSERVATIONS = 20
-SAVE_SECONDS = 15.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,28 +78,20 @@ class Seen:
         return {name: tensor / self.start.unit for name, tensor in found.items()}
 
 
-class ModelAttack(Protocol):
+@dataclass(frozen=True, kw_only=True)
+class ModelAttack:
     """A canary in a model's own tensors and how its presence is read.
 
-    `contribution` is what joins the sum in one release, of joint norm at most one; `canary` is what
-    the adversary looks for.
+    `canary` is what the adversary looks for; `contribution` draws what joins the sum in a release,
+    of joint norm at most one: the canary itself where it is not given.
     """
 
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def canary_name(self) -> str: ...
-
-    @property
-    def threat_model(self) -> ThreatModel: ...
-
-    @property
-    def canary(self) -> Tensors: ...
-
-    def contribution(self) -> Tensors: ...
-
-    def read(self, seen: Seen) -> float: ...
+    name: str
+    canary_name: str
+    canary: Tensors
+    read: Callable[[Seen], float]
+    threat_model: ThreatModel = ThreatModel.STEP_GRADIENTS
+    contribution: Callable[[], Tensors] | None = None
 
 
 class Prober:
@@ -149,11 +136,6 @@ class Prober:
         return seen
 
 
-def trainable(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Copies of the trainable weights, by name."""
-    return {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
-
-
 def probe(
     prober: Prober,
     attacks: Sequence[ModelAttack],
@@ -161,42 +143,30 @@ def probe(
     count: int,
     max_seconds: float | None = None,
     on_progress: OnProgress | None = None,
-    on_evidence: Callable[[list[Evidence]], object] | None = None,
 ) -> list[Evidence]:
     """`count` releases without and with each attack's canary, read by that attack.
 
     The releases without a canary are shared by all attacks, those with by attacks on the same one.
     After `max_seconds` no further ones are made. When to stop is decided by the clock, and not by
     what was read, so the scores are as independent as ever and every bound keeps its level.
-    `on_evidence` is handed what there is so far, now and then.
     """
     out: list[list[float]] = [[] for _ in attacks]
     present: list[list[float]] = [[] for _ in attacks]
-    started = saved = time.monotonic()
-    deadline = started + (math.inf if max_seconds is None else max_seconds)
+    deadline = time.monotonic() + (math.inf if max_seconds is None else max_seconds)
     for done in range(1, count + 1):
         plain = prober.release(None)
         marked: dict[int, Seen] = {}
         for index, attack in enumerate(attacks):
             key = id(attack.canary)
             if key not in marked:
-                marked[key] = prober.release(attack.contribution())
+                joining = attack.canary if attack.contribution is None else attack.contribution()
+                marked[key] = prober.release(joining)
             out[index].append(attack.read(plain))
             present[index].append(attack.read(marked[key]))
         if on_progress is not None:
             on_progress(done, count)
-        now = time.monotonic()
-        if on_evidence is not None and done >= LEAST_OBSERVATIONS and now > saved + SAVE_SECONDS:
-            on_evidence(_evidence(attacks, out, present))
-            saved = now
-        if now > deadline and done >= LEAST_OBSERVATIONS:
+        if time.monotonic() > deadline and done >= LEAST_OBSERVATIONS:
             break
-    return _evidence(attacks, out, present)
-
-
-def _evidence(
-    attacks: Sequence[ModelAttack], out: list[list[float]], present: list[list[float]]
-) -> list[Evidence]:
     return [
         Evidence(
             adversary=attack.name,

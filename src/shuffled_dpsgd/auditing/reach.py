@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shuffled_dpsgd.auditing.estimators import Inclusion, OneRun, OrderStatistics, ScorePair
+from shuffled_dpsgd.auditing.estimators import Inclusion, OneRunFDP, OrderStatistics, ScorePair
 
 STEP_CATCHES = {
     "fixed index": "a canary left where it was planted: no shuffle, or one that repeats itself",
@@ -22,6 +22,7 @@ STEP_CATCHES = {
     "difference of two steps": "noise that repeats itself between steps",
 }
 ONE_RUN_CATCHES = {
+    "noise of every step": "noise below the certified multiplier, on the average over the run",
     "re-alignment along the run": "noise too small over the run, seen by whoever has every step",
     "re-alignment against W_0": "noise too small over the run, seen in first and last weights",
     "un-permuted tensors": "noise too small in tensors that do not move, seen in the last weights",
@@ -36,7 +37,7 @@ NOT_RUN = {
 }
 NEVER_CAUGHT = (
     "a clip that is not respected, or sums that carry over: audit sensitivity",
-    "batches that are not Poisson: auditing.sampling.check_sampler",
+    "batches that are not Poisson: auditing.checks.check_sampler",
     "noise missing on one small tensor: auditing.run.audit_mechanism, tensor by tensor",
     "shadow models for every record: audit blackbox, on the digits; real_audits, on text",
     "a true ε between the largest bound below and the certified one",
@@ -77,13 +78,13 @@ def one_run_reach(
     """Of a one-run audit whose largest group of canaries has `num_canaries` members."""
     included = np.arange(num_canaries) % 2 == 0
     perfect = Inclusion(scores=included.astype(float), included=included)
-    bound = OneRun().lower_bound(perfect, delta=delta, confidence=confidence)
+    bound = OneRunFDP().lower_bound(perfect, delta=delta, confidence=confidence)
     return _reach("one-run", adversaries, ONE_RUN_CATCHES, bound.epsilon)
 
 
 def _reach(mode: str, adversaries: tuple[str, ...], catches: dict[str, str], bound: float) -> Reach:
     missing = tuple(
-        f"{what}: {name} was not run, this model leaves no room for it"
+        f"{what}: {name} was not run, this run leaves no room for it"
         for name, what in catches.items()
         if name not in adversaries
     )

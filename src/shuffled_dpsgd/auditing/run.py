@@ -15,23 +15,28 @@ from typing import Any, get_args
 import numpy as np
 
 from shuffled_dpsgd.accounting import PrivacyClaim, certified_claim
-from shuffled_dpsgd.auditing.estimators import OneRun, OneRunFDP, ScorePair
+from shuffled_dpsgd.auditing.canary_run import CanaryRun
+from shuffled_dpsgd.auditing.estimators import OneRunFDP, OrderStatistics, ScorePair
 from shuffled_dpsgd.auditing.input_canaries import InputCanary, plant
-from shuffled_dpsgd.auditing.model_attacks import noise_attacks, step_attacks, tensor_attacks
-from shuffled_dpsgd.auditing.one_run_training import CanaryRun
-from shuffled_dpsgd.auditing.probes import OnProgress, Prober, probe, trainable
-from shuffled_dpsgd.auditing.ranges import require_at_least
+from shuffled_dpsgd.auditing.membership import Membership
+from shuffled_dpsgd.auditing.model_attacks import (
+    noise_attacks,
+    record_attack,
+    step_attacks,
+    tensor_attacks,
+)
+from shuffled_dpsgd.auditing.probes import ModelAttack, Prober, probe
 from shuffled_dpsgd.auditing.reach import one_run_reach, step_reach
-from shuffled_dpsgd.auditing.record_canaries import ReadRecord, RecordGradient
-from shuffled_dpsgd.auditing.step import ESTIMATORS, composition_notes
-from shuffled_dpsgd.auditing.verdict import Attack, AuditReport, Evidence, assess, judge
+from shuffled_dpsgd.auditing.step import ESTIMATORS, RunLength, composition_notes
+from shuffled_dpsgd.auditing.taps import OnProgress, train, trainable
+from shuffled_dpsgd.auditing.verdict import Attack, AuditReport, report_on, require_at_least
 from shuffled_dpsgd.core.plan import PrivacyPlan
 from shuffled_dpsgd.errors import InvalidArgumentError
 from shuffled_dpsgd.training.budget import BudgetFile, counted
 from shuffled_dpsgd.training.card import AuditedBound
 from shuffled_dpsgd.training.data import MapStyle
 from shuffled_dpsgd.training.physical import PerSampleLoss
-from shuffled_dpsgd.training.plan_identity import plan_json
+from shuffled_dpsgd.training.planning import plan_json
 from shuffled_dpsgd.training.private import PrivateTraining
 from shuffled_dpsgd.training.record_digest import data_mark
 from shuffled_dpsgd.training.spending import paper_estimate
@@ -41,10 +46,12 @@ from shuffled_dpsgd.training.spending import paper_estimate
 class AuditTarget:
     """What is audited: how to start a fresh run on a data set of a given size, and its records.
 
-    `budget` is the file in which an audit of these records counts itself.
+    `start_plain` starts the same run with neither clip nor noise, which membership is compared
+    with. `budget` is the file in which an audit of these records counts itself.
     """
 
     start: Callable[[int], PrivateTraining]
+    start_plain: Callable[[int], PrivateTraining] | None = None
     data: MapStyle
     losses: PerSampleLoss
     collate: Callable[[list[Any]], Any] | None = None
@@ -87,82 +94,63 @@ class RunSetting:
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class StepsSeen:
-    """What a step audit has read so far, and all that its report needs besides."""
-
-    evidence: tuple[Evidence, ...]
-    plan: PrivacyPlan
-    setting: RunSetting
-    seconds: float
-
-
 def audit_steps(
     target: AuditTarget,
     setting: RunSetting,
     *,
     confidence: float = 0.95,
     on_progress: OnProgress | None = None,
-    on_seen: Callable[[StepsSeen], object] | None = None,
 ) -> AuditReport:
     """Train a few steps, then release one step many times with and without each canary.
 
     The other records of that step contribute nothing: the neighbouring batches an adversary would
     choose, since a batch clip shrinks a canary among many records. Neighbours are arbitrary in the
-    definition, so a claim refuted there is refuted. `on_seen` is handed what there is now and then,
-    for a report by `report_steps` should the audit not come to its end.
+    definition, so a claim refuted there is refuted.
     """
     started = time.perf_counter()
     private = target.start(len(target.data))
-    warmup = min(setting.warmup_steps, private.plan.num_steps)
-    _count_in_budget(target, setting, private.plan, steps=warmup)
-    _train(private, target, num_steps=warmup)
+    plan = private.plan
+    steps = min(setting.warmup_steps, plan.num_steps)
+    _count_in_budget(target, setting, plan, steps=steps)
+    if steps:
+        train(private, target.data, target.losses, target.collate, num_steps=steps)
     attacks = [
         *step_attacks(trainable(private.model), private.spec, seed=setting.seed),
         *_record_attacks(private, target, setting),
     ]
-
-    def seen(evidence: Sequence[Evidence]) -> StepsSeen:
-        seconds = time.perf_counter() - started
-        return StepsSeen(
-            evidence=tuple(evidence), plan=private.plan, setting=setting, seconds=seconds
-        )
-
     evidence = probe(
         Prober(private, seed=setting.seed),
         attacks,
         count=setting.num_observations,
         max_seconds=setting.max_seconds,
         on_progress=on_progress,
-        on_evidence=None if on_seen is None else lambda found: on_seen(seen(found)),
     )
     private.close()
-    return report_steps(seen(evidence), confidence=confidence)
-
-
-def report_steps(seen: StepsSeen, *, confidence: float = 0.95) -> AuditReport:
-    """The report of a step audit on what was read."""
-    plan, evidence = seen.plan, seen.evidence
-    claims = step_claims(plan)
-    delta, made = claims[0].delta, _count(evidence)
-    assessed = assess(evidence, ESTIMATORS, delta=delta, confidence=confidence)
-    return AuditReport(
+    claims, scores = step_claims(plan), evidence[0].scores
+    assert isinstance(scores, ScorePair)
+    made = scores.num_out
+    report = report_on(
+        evidence,
+        ESTIMATORS,
         unit="one step of a run",
-        setting={**asdict(seen.setting), "observations_made": made, "plan": plan_json(plan)},
+        setting={**asdict(setting), "observations_made": made, "plan": plan_json(plan)},
         claims=claims,
-        attacks=assessed,
-        verdicts=judge(claims, assessed, confidence=confidence),
-        seconds=seen.seconds,
-        notes=composition_notes(
-            assessed,
-            sampling_prob=plan.sampling_prob,
-            num_steps=plan.num_steps,
-            delta=plan.delta,
-        ),
+        delta=claims[0].delta,
+        confidence=confidence,
+        started=started,
+    )
+    run: RunLength = {
+        "sampling_prob": plan.sampling_prob,
+        "num_steps": plan.num_steps,
+        "delta": plan.delta,
+    }
+    return replace(
+        report,
+        notes=composition_notes(report.attacks, **run),
         reach=step_reach(
             tuple(dict.fromkeys(item.adversary for item in evidence)),
             num_observations=made,
-            delta=delta,
+            delta=claims[0].delta,
             confidence=confidence,
         ),
     )
@@ -188,14 +176,15 @@ def audit_mechanism(
     evidence = probe(prober, noise_attacks(weights, seed=seed), count=num_observations)
     if num_sweep:
         evidence += probe(prober, tensor_attacks(weights, seed=seed), count=num_sweep)
-    attacks = assess(evidence, ESTIMATORS, delta=claim.delta, confidence=confidence)
-    return AuditReport(
+    return report_on(
+        evidence,
+        ESTIMATORS,
         unit="the mechanism of a run",
         setting={"num_observations": num_observations, "num_sweep": num_sweep, "seed": seed},
         claims=(claim,),
-        attacks=attacks,
-        verdicts=judge((claim,), attacks, confidence=confidence),
-        seconds=time.perf_counter() - started,
+        delta=claim.delta,
+        confidence=confidence,
+        started=started,
     )
 
 
@@ -222,26 +211,43 @@ def audit_one_run(
     plan = run.private.plan
     _count_in_budget(target, setting, plan, steps=plan.num_steps if setting.other_records else 0)
     run.train(on_progress)
-    claims = tuple(c for c in (plan.certified(), paper_estimate(plan)) if c is not None)
-    estimators = (OneRun(), OneRunFDP(), OneRunFDP(family="gaussian"))
-    assessed = assess(run.evidence(), estimators, delta=plan.delta, confidence=confidence)
-    run.private.close()
-    return AuditReport(
+    noise = OrderStatistics(
+        family="gaussian", sampling_prob=plan.sampling_prob, num_steps=plan.num_steps
+    )
+    membership = None
+    if setting.num_input_canaries > 1:
+        plain = None if target.start_plain is None else run.queried_after(target.start_plain)
+        seen = run.queried(run.private)
+        membership = Membership.of(run.input_name, seen, plain, confidence=confidence)
+    report = report_on(
+        run.evidence(),
+        (OneRunFDP(), noise),
         unit="one whole run",
         setting={**asdict(setting), "plan": plan_json(plan)},
-        claims=claims,
-        attacks=assessed,
-        verdicts=judge(claims, assessed, confidence=confidence),
-        seconds=time.perf_counter() - started,
+        claims=claims_of(plan),
+        delta=plan.delta,
+        confidence=confidence,
+        started=started,
         notes=run.notes(),
-        card=run.private.card().with_audits(*card_bounds(assessed, confidence=confidence)),
+    )
+    bounds = card_bounds(report.attacks, confidence=confidence)
+    run.private.close()
+    return replace(
+        report,
+        card=run.private.card().with_audits(*bounds),
         reach=one_run_reach(
-            tuple(attack.evidence.adversary for attack in assessed),
+            tuple(attack.evidence.adversary for attack in report.attacks),
             num_canaries=max(setting.num_gradient_canaries, setting.num_input_canaries),
             delta=plan.delta,
             confidence=confidence,
         ),
+        membership=membership,
     )
+
+
+def claims_of(plan: PrivacyPlan) -> tuple[PrivacyClaim, ...]:
+    """Certified and paper's ε of a whole run, where it has them."""
+    return tuple(c for c in (plan.certified(), paper_estimate(plan)) if c is not None)
 
 
 def step_claims(plan: PrivacyPlan) -> tuple[PrivacyClaim, ...]:
@@ -276,15 +282,11 @@ def certified_step(plan: PrivacyPlan, delta: float) -> PrivacyClaim:
 
 
 def card_bounds(attacks: Sequence[Attack], *, confidence: float) -> tuple[AuditedBound, ...]:
-    """Each attack's strongest joint bound that holds for any mechanism, as the card words it.
+    """Each attack's strongest joint bound, as the card words it.
 
     The joint bounds hold all together at `confidence`, the level they were divided from.
     """
-    strongest = [
-        (attack, max(admitted, key=lambda bound: bound.epsilon))
-        for attack in attacks
-        if (admitted := [b for b in attack.joint if b.may_refute == "any claim"])
-    ]
+    strongest = [(attack, max(attack.joint, key=lambda b: b.epsilon)) for attack in attacks]
     return tuple(
         AuditedBound(
             adversary=attack.label,
@@ -292,6 +294,7 @@ def card_bounds(attacks: Sequence[Attack], *, confidence: float) -> tuple[Audite
             epsilon=bound.epsilon,
             delta=bound.delta,
             confidence=confidence,
+            tests_noise=bound.may_refute == "Gaussian claims",
         )
         for attack, bound in strongest
     )
@@ -318,33 +321,13 @@ def _count_in_budget(
         file.enter(replace(entry, num_steps=steps), data_mark(target.data, salt))
 
 
-def _count(evidence: Sequence[Evidence]) -> int:
-    """Releases in each world, the same for all adversaries of a step audit."""
-    scores = evidence[0].scores
-    assert isinstance(scores, ScorePair)
-    return scores.num_out
-
-
 def _record_attacks(
     private: PrivateTraining, target: AuditTarget, setting: RunSetting
-) -> list[ReadRecord]:
+) -> list[ModelAttack]:
     """One record as a canary, if the setting has any."""
-    rng = np.random.default_rng([setting.seed, 9])
+    rng, kind = np.random.default_rng([setting.seed, 9]), setting.input_canary
+    count = min(setting.num_input_canaries, 1)
     return [
-        ReadRecord(
-            private,
-            RecordGradient(private, record, target.losses, target.collate),
-            kind=setting.input_canary,
-        )
-        for record in plant(
-            setting.input_canary, target.data, min(setting.num_input_canaries, 1), rng
-        )
+        record_attack(private, record, target.losses, target.collate, kind=kind)
+        for record in plant(kind, target.data, count, rng, private.model)
     ]
-
-
-def _train(private: PrivateTraining, target: AuditTarget, *, num_steps: int) -> None:
-    if num_steps == 0:
-        return
-    for batch in private.batches(target.data, num_steps=num_steps, collate=target.collate):
-        private.backward(target.losses(private.model, batch))
-        private.step()

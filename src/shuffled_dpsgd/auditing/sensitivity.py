@@ -19,8 +19,7 @@ import torch
 from torch.utils.data import default_collate
 
 from shuffled_dpsgd.auditing.checks import Check, CheckReport
-from shuffled_dpsgd.auditing.unwatched import Unwatched
-from shuffled_dpsgd.core.mechanism import Mechanism, NoiseWatch, Release, SumFrame
+from shuffled_dpsgd.auditing.taps import RecordingMechanism, Unwatched
 from shuffled_dpsgd.errors import InvalidArgumentError
 from shuffled_dpsgd.options import Clip, Strategy
 from shuffled_dpsgd.training.assemble import make_private
@@ -47,26 +46,6 @@ class Records:
     def batch(self, indices: Sequence[int], device: torch.device, dtype: torch.dtype) -> Any:
         loaded = (self.collate or default_collate)([self.examples[i] for i in indices])
         return _cast(to_device(shaped(loaded), device), dtype)
-
-
-class RecordingMechanism:
-    """Passes everything on and keeps a copy of the last release."""
-
-    def __init__(self, inner: Mechanism) -> None:
-        self.inner = inner
-        self.last: Sums = {}
-
-    def privatize(
-        self,
-        sums: Mapping[str, torch.Tensor],
-        *,
-        key: bytes,
-        frame: SumFrame | None = None,
-        watch: NoiseWatch | None = None,
-    ) -> Release:
-        release = self.inner.privatize(sums, key=key, frame=frame, watch=watch)
-        self.last = {name: tensor.detach().clone() for name, tensor in sums.items()}
-        return release
 
 
 class Replay:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TypedDict
 
 import numpy as np
@@ -18,29 +18,26 @@ import numpy as np
 from shuffled_dpsgd.accounting import PrivacyClaim, certified_claim
 from shuffled_dpsgd.accounting.paper import ASSUMPTIONS
 from shuffled_dpsgd.accounting.theorem import smallest_epsilon
-from shuffled_dpsgd.auditing import canaries
-from shuffled_dpsgd.auditing.adversaries import (
-    Adversary,
-    AxisSum,
-    FixedIndex,
-    MatchedFilter,
-    OrbitLikelihoodRatio,
-    OrbitMaximum,
-    ThreatModel,
-)
-from shuffled_dpsgd.auditing.canaries import AxisCanary
-from shuffled_dpsgd.auditing.estimators import ClopperPearson, OrderStatistics, PaperPoint
-from shuffled_dpsgd.auditing.estimators.gaussian_dp import composed_epsilon, gaussian_epsilon
+from shuffled_dpsgd.auditing import axis
+from shuffled_dpsgd.auditing.axis import AxisCanary, Reading
+from shuffled_dpsgd.auditing.estimators import ClopperPearson, OrderStatistics
+from shuffled_dpsgd.auditing.estimators.order_statistics import composed_epsilon, gaussian_epsilon
 from shuffled_dpsgd.auditing.estimators.scores import Floats, ScorePair
-from shuffled_dpsgd.auditing.matching import match_rows
-from shuffled_dpsgd.auditing.ranges import require_at_least, require_positive
-from shuffled_dpsgd.auditing.verdict import Attack, AuditReport, Evidence, assess, judge
+from shuffled_dpsgd.auditing.verdict import (
+    Attack,
+    AuditReport,
+    Evidence,
+    ThreatModel,
+    report_on,
+    require_at_least,
+    require_positive,
+)
 from shuffled_dpsgd.auditing.worst_case import worst_case_evidence
 from shuffled_dpsgd.errors import InvalidArgumentError
 
 CHUNK_VALUES = 1 << 21
 GAUSSIAN = OrderStatistics(family="gaussian")
-ESTIMATORS = (PaperPoint(), ClopperPearson(), OrderStatistics(), GAUSSIAN)
+ESTIMATORS = (ClopperPearson(), OrderStatistics(), GAUSSIAN)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,19 +125,20 @@ def audit_step(
     """
     started = time.perf_counter()
     evidence = [*axis_evidence(setting, given), aligned_evidence(setting), *worst_case(setting)]
-    attacks = assess(evidence, ESTIMATORS, delta=setting.delta, confidence=confidence)
-    return AuditReport(
+    report = report_on(
+        evidence,
+        ESTIMATORS,
         unit="one step",
         setting=asdict(setting),
         claims=claims,
-        attacks=attacks,
-        verdicts=judge(claims, attacks, confidence=confidence),
-        seconds=time.perf_counter() - started,
-        notes=(
-            cap_note(setting.num_observations, delta=setting.delta, confidence=confidence),
-            *(() if run is None else composition_notes(attacks, **run)),
-        ),
+        delta=setting.delta,
+        confidence=confidence,
+        started=started,
+        notes=(cap_note(setting.num_observations, delta=setting.delta, confidence=confidence),),
     )
+    if run is None:
+        return report
+    return replace(report, notes=(*report.notes, *composition_notes(report.attacks, **run)))
 
 
 def cap_note(num_observations: int, *, delta: float, confidence: float) -> str:
@@ -179,85 +177,76 @@ def composition_notes(
     )
 
 
+@dataclass(frozen=True, kw_only=True)
+class AxisAttack:
+    """A canary on one axis, and how it is read; whether a permutation moves its tensor."""
+
+    name: str
+    canary: AxisCanary
+    read: Reading
+    permuted: bool = True
+
+    def closed_form(self, setting: StepSetting) -> float | None:
+        """The exact ε where the score is N(0, σ²) without the canary and N(1, σ²) with it.
+
+        The sum along the axis of a constant canary, and the inner product with one that stays.
+        """
+        if self.permuted and not (self.canary.is_constant and self.read is axis.axis_sum):
+            return None
+        return gaussian_epsilon(1.0 / setting.noise_multiplier, setting.delta)
+
+
 def axis_attacks(
     setting: StepSetting, given: AxisCanary | None, rng: np.random.Generator
-) -> list[tuple[AxisCanary, bool, Adversary]]:
-    """Canary, whether its tensor is permuted, adversary: what is tried on one axis."""
+) -> list[AxisAttack]:
+    """What is tried on one axis."""
     size = setting.axis_size
     if given is not None and given.size != size:
         raise InvalidArgumentError("canary", expected=f"{size} entries", got=given.size)
-    own: list[tuple[AxisCanary, bool, Adversary]] = [
-        (canary, True, adversary)
-        for canary in (() if given is None else (given,))
-        for adversary in (OrbitMaximum(), AxisSum())
+    dirac, constant = axis.dirac(size), axis.constant(size)
+    direction = axis.random_direction(size, rng)
+    attacks = [
+        AxisAttack(name="fixed index", canary=dirac, read=axis.at_fixed_index),
+        AxisAttack(name="orbit maximum", canary=dirac, read=axis.orbit_maximum),
+        AxisAttack(name="orbit likelihood ratio", canary=dirac, read=axis.orbit_likelihood_ratio),
+        AxisAttack(name="orbit maximum", canary=direction, read=axis.orbit_maximum),
+        AxisAttack(name="axis sum", canary=constant, read=axis.axis_sum),
+        AxisAttack(
+            name="un-permuted tensor", canary=direction, read=axis.matched_filter, permuted=False
+        ),
     ]
-    dirac, constant = canaries.dirac(size), canaries.constant(size)
-    direction = canaries.random_direction(size, rng)
-    return [
-        (dirac, True, FixedIndex()),
-        (dirac, True, OrbitMaximum()),
-        (dirac, True, OrbitLikelihoodRatio()),
-        (direction, True, OrbitMaximum()),
-        (constant, True, AxisSum()),
-        (direction, False, MatchedFilter(name="un-permuted tensor")),
-        *own,
-    ]
+    if given is not None:
+        attacks.append(AxisAttack(name="orbit maximum", canary=given, read=axis.orbit_maximum))
+        attacks.append(AxisAttack(name="axis sum", canary=given, read=axis.axis_sum))
+    return attacks
 
 
 def axis_evidence(setting: StepSetting, given: AxisCanary | None = None) -> list[Evidence]:
     """All attacks on one axis, each on the same noise in both of its worlds."""
     rng = np.random.default_rng([setting.seed, 1])
-    attacks = axis_attacks(setting, given, rng)
+    attacks, sigma = axis_attacks(setting, given, rng), setting.noise_multiplier
     found: list[dict[bool, list[Floats]]] = [{False: [], True: []} for _ in attacks]
     for present in (False, True):
         for rows in _chunks(setting.num_observations, setting.axis_size):
-            noise = setting.noise_multiplier * rng.standard_normal((rows, setting.axis_size))
+            noise = sigma * rng.standard_normal((rows, setting.axis_size))
             observed: dict[tuple[str, bool], Floats] = {}
-            for (canary, permuted, adversary), scores in zip(attacks, found, strict=True):
+            for attack, scores in zip(attacks, found, strict=True):
+                canary, permuted = attack.canary, attack.permuted
                 key = (canary.name, permuted)
                 if key not in observed:
-                    observed[key] = noise + place(canary, rows, rng, permuted) if present else noise
-                scores[present].append(
-                    adversary.scores(observed[key], canary, setting.noise_multiplier)
-                )
+                    planted = axis.place(canary, rows, rng, permuted) if present else None
+                    observed[key] = noise if planted is None else noise + planted
+                scores[present].append(attack.read(observed[key], canary, sigma))
     return [
         Evidence(
-            adversary=adversary.name,
-            canary=canary.name,
-            threat_model=adversary.threat_model,
-            scores=ScorePair(
-                out=np.concatenate(scores[False]), present=np.concatenate(scores[True])
-            ),
-            closed_form=closed_form(setting, canary, permuted, adversary),
+            adversary=attack.name,
+            canary=attack.canary.name,
+            threat_model=ThreatModel.STEP_GRADIENTS,
+            scores=_two_worlds(scores),
+            closed_form=attack.closed_form(setting),
         )
-        for (canary, permuted, adversary), scores in zip(attacks, found, strict=True)
+        for attack, scores in zip(attacks, found, strict=True)
     ]
-
-
-def closed_form(
-    setting: StepSetting, canary: AxisCanary, permuted: bool, adversary: Adversary
-) -> float | None:
-    """The exact ε where the score is N(0, σ²) without the canary and N(1, σ²) with it.
-
-    The sum along the axis of a constant canary, and the inner product with one that nothing moves.
-    """
-    invariant = np.ptp(canary.vector) == 0.0 and isinstance(adversary, AxisSum)
-    if invariant or (not permuted and isinstance(adversary, MatchedFilter)):
-        return gaussian_epsilon(1.0 / setting.noise_multiplier, setting.delta)
-    return None
-
-
-def place(canary: AxisCanary, rows: int, rng: np.random.Generator, permuted: bool) -> Floats:
-    """The canary in `rows` releases, under an independent uniform permutation in each."""
-    if not permuted:
-        return np.broadcast_to(canary.vector, (rows, canary.size))
-    if canary.spike is not None:
-        placed = np.zeros((rows, canary.size))
-        placed[np.arange(rows), rng.integers(canary.size, size=rows)] = canary.spike
-        return placed
-    if np.ptp(canary.vector) == 0.0:
-        return np.broadcast_to(canary.vector, (rows, canary.size))
-    return rng.permuted(np.tile(canary.vector, (rows, 1)), axis=1)
 
 
 def aligned_evidence(setting: StepSetting) -> Evidence:
@@ -269,7 +258,7 @@ def aligned_evidence(setting: StepSetting) -> Evidence:
     rng = np.random.default_rng([setting.seed, 2])
     rows, width = setting.aligned_rows, setting.aligned_width
     known = setting.weight_std * rng.standard_normal((rows, width))
-    canary = canaries.random_direction(rows * width, rng)
+    canary = axis.random_direction(rows * width, rng)
     scores: dict[bool, list[Floats]] = {False: [], True: []}
     for present in (False, True):
         for count in _chunks(setting.num_observations, rows * width):
@@ -279,15 +268,15 @@ def aligned_evidence(setting: StepSetting) -> Evidence:
             order = rng.permuted(np.tile(np.arange(rows), (count, 1)), axis=1)
             moved = known - setting.step_size * gradient
             released = np.take_along_axis(moved, order[:, :, None], axis=1)
-            undo = match_rows(known, released)
+            undo = axis.match_rows(known, released)
             aligned = np.take_along_axis(released, undo[:, :, None], axis=1)
             read = ((known - aligned) / setting.step_size).reshape(count, -1)
-            scores[present].append(MatchedFilter().scores(read, canary, setting.noise_multiplier))
+            scores[present].append(read @ canary.vector)
     return Evidence(
         adversary="re-alignment against W_t",
         canary=canary.name,
         threat_model=ThreatModel.ITERATES,
-        scores=ScorePair(out=np.concatenate(scores[False]), present=np.concatenate(scores[True])),
+        scores=_two_worlds(scores),
     )
 
 
@@ -300,6 +289,10 @@ def worst_case(setting: StepSetting) -> list[Evidence]:
         num_observations=setting.num_observations,
         rng=np.random.default_rng([setting.seed, 3]),
     )
+
+
+def _two_worlds(scores: dict[bool, list[Floats]]) -> ScorePair:
+    return ScorePair(out=np.concatenate(scores[False]), present=np.concatenate(scores[True]))
 
 
 def _chunks(total: int, row_size: int) -> Iterator[int]:

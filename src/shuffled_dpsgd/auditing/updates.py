@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
+from shuffled_dpsgd.auditing.taps import Tensors
 from shuffled_dpsgd.training.private import PrivateTraining
 
-Tensors = Mapping[str, torch.Tensor]
 FARTHEST = 10.0
 """No noise is larger than so many standard deviations: what is read back beyond that and a canary
 is rounding."""

@@ -7,30 +7,46 @@ single bound is also reported at its own 95 %.
 
 from __future__ import annotations
 
+import enum
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from shuffled_dpsgd.auditing.adversaries import ThreatModel
 from shuffled_dpsgd.auditing.estimators.curves import RateAt, tpr_at_fpr
-from shuffled_dpsgd.auditing.estimators.one_run import Inclusion
-from shuffled_dpsgd.auditing.estimators.scores import EstimatedBound, Refutable, ScorePair
+from shuffled_dpsgd.auditing.estimators.scores import EstimatedBound, Inclusion, ScorePair
 from shuffled_dpsgd.auditing.reach import Reach
 from shuffled_dpsgd.core.claim import PrivacyClaim
 from shuffled_dpsgd.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
+    from shuffled_dpsgd.auditing.membership import Membership
     from shuffled_dpsgd.training.card import PrivacyCard
 
 
 LOW_RATES = (0.01, 0.001)
 
 
+class ThreatModel(enum.Enum):
+    """What the adversary sees. Each includes all that comes after it."""
+
+    MECHANISM_OUTPUT = "noisy sums"
+
+    STEP_GRADIENTS = "step gradients"
+    ITERATES = "iterates"
+    FINAL_WITH_INITIAL = "final weights, initial weights known"
+    FINAL_WITHOUT_INITIAL = "final weights, initial weights unknown"
+    BLACK_BOX = "black box"
+
+
 class Estimator(Protocol):
-    """Draws a bound from the scores of two worlds, or from the canaries of one run."""
+    """Draws a bound from scores of the kind that it reads: of two worlds, or of one run."""
 
     @property
     def name(self) -> str: ...
+
+    @property
+    def reads(self) -> type: ...
 
     def lower_bound(self, scores: Any, *, delta: float, confidence: float) -> EstimatedBound: ...
 
@@ -41,6 +57,7 @@ class Evidence:
 
     `closed_form` is the exact ε of the two worlds, at the audit's δ, where the score is known to be
     Gaussian in both. Bounds from scores stay below it, capped by the size of the sample.
+    `assumptions` are those under which the scores are what the estimators take them for.
     """
 
     adversary: str
@@ -48,6 +65,7 @@ class Evidence:
     threat_model: ThreatModel
     scores: ScorePair | Inclusion
     closed_form: float | None = None
+    assumptions: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,15 +81,14 @@ class Attack:
         return f"{self.evidence.adversary} ({self.evidence.canary})"
 
     def strongest_against(self, claim: PrivacyClaim) -> float:
-        """Largest joint bound that may refute `claim`."""
-        admitted = (b.epsilon for b in self.joint if b.may_refute in refuters_of(claim))
-        return max(admitted, default=0.0)
+        """Largest joint bound that may refute `claim`; below zero where none may."""
+        return max((b.epsilon for b in self.joint if b.refutes_such(claim)), default=-1.0)
 
     @property
     def true_positive_rates(self) -> dict[float, RateAt]:
-        """TPR at low FPR (Carlini et al. 2022); empty for one-run evidence."""
+        """TPR at low FPR (Carlini et al. 2022); empty for the canaries of one run."""
         scores = self.evidence.scores
-        if not isinstance(scores, ScorePair):
+        if not isinstance(scores, ScorePair) or self.evidence.assumptions:
             return {}
         return {rate: tpr_at_fpr(scores, rate) for rate in LOW_RATES}
 
@@ -80,6 +97,7 @@ class Attack:
             "adversary": self.evidence.adversary,
             "canary": self.evidence.canary,
             "threat_model": self.evidence.threat_model.value,
+            "assumptions": list(self.evidence.assumptions),
             "closed_form": None
             if self.evidence.closed_form is None
             else {"epsilon": self.evidence.closed_form, "kind": "proven"},
@@ -127,6 +145,7 @@ class AuditReport:
     notes: tuple[str, ...] = ()
     card: PrivacyCard | None = None
     reach: Reach | None = None
+    membership: Membership | None = None
 
     @property
     def refutes_a_proven_claim(self) -> bool:
@@ -144,18 +163,8 @@ class AuditReport:
             "notes": list(self.notes),
             "card": None if self.card is None else self.card.to_json(),
             "reach": None if self.reach is None else self.reach.to_json(),
+            "membership": None if self.membership is None else self.membership.to_json(),
         }
-
-
-def refuters_of(claim: PrivacyClaim) -> tuple[Refutable, ...]:
-    """Kinds of bounds that may refute `claim`.
-
-    A proven claim about steps without sampling asserts more than its (ε, δ): the whole trade-off
-    curve of the Gaussian mechanism. A point below that curve refutes it, whatever the mechanism is.
-    """
-    if claim.kind == "proven" and claim.inputs.get("sampling_prob") == 1.0:
-        return ("any claim", "Gaussian claims")
-    return ("any claim",)
 
 
 def assess(
@@ -165,22 +174,22 @@ def assess(
     delta: float,
     confidence: float = 0.95,
 ) -> tuple[Attack, ...]:
-    """Every estimator on every piece of evidence, at the stated and at the joint level."""
-    tables = [
-        [one.lower_bound(item.scores, delta=delta, confidence=confidence) for one in estimators]
-        for item in evidence
-    ]
-    comparisons = sum(bound.may_refute != "no claim" for bounds in tables for bound in bounds)
+    """Every estimator on all evidence that it reads, at the stated and at the joint level."""
+    fitting = [[e for e in estimators if isinstance(item.scores, e.reads)] for item in evidence]
+    comparisons = sum(map(len, fitting))
     joint_confidence = 1.0 - (1.0 - confidence) / max(comparisons, 1)
-    attacks = []
-    for item, bounds in zip(evidence, tables, strict=True):
-        joint = tuple(
-            estimator.lower_bound(item.scores, delta=delta, confidence=joint_confidence)
-            for estimator, bound in zip(estimators, bounds, strict=True)
-            if bound.may_refute != "no claim"
+
+    def bounds(item: Evidence, those: Sequence[Estimator], at: float) -> tuple[EstimatedBound, ...]:
+        return tuple(e.lower_bound(item.scores, delta=delta, confidence=at) for e in those)
+
+    return tuple(
+        Attack(
+            evidence=item,
+            bounds=bounds(item, those, confidence),
+            joint=bounds(item, those, joint_confidence),
         )
-        attacks.append(Attack(evidence=item, bounds=tuple(bounds), joint=joint))
-    return tuple(attacks)
+        for item, those in zip(evidence, fitting, strict=True)
+    )
 
 
 def judge(
@@ -195,14 +204,57 @@ def judge(
                 "claims", expected=f"the δ of the bounds, {sorted(deltas)}", got=claim.delta
             )
         bounds = [attack.strongest_against(claim) for attack in attacks]
-        strongest = max(bounds)
+        strongest = max(bounds, default=-1.0)
         verdicts.append(
             Verdict(
                 claim=claim,
                 refuted=strongest > claim.epsilon,
                 confidence=confidence,
-                strongest_bound=strongest,
-                strongest_attack=attacks[bounds.index(strongest)].label,
+                strongest_bound=max(strongest, 0.0),
+                strongest_attack=attacks[bounds.index(strongest)].label if bounds else "nobody",
             )
         )
     return tuple(verdicts)
+
+
+def report_on(
+    evidence: Sequence[Evidence],
+    estimators: Sequence[Estimator],
+    *,
+    unit: str,
+    setting: Mapping[str, Any],
+    claims: tuple[PrivacyClaim, ...],
+    delta: float,
+    confidence: float,
+    started: float,
+    notes: tuple[str, ...] = (),
+) -> AuditReport:
+    """Assess and judge what was read since `started`, by the performance counter."""
+    attacks = assess(evidence, estimators, delta=delta, confidence=confidence)
+    return AuditReport(
+        unit=unit,
+        setting=setting,
+        claims=claims,
+        attacks=attacks,
+        verdicts=judge(claims, attacks, confidence=confidence),
+        seconds=time.perf_counter() - started,
+        notes=notes,
+    )
+
+
+def require_positive(setting: object, *names: str) -> None:
+    """Refuse a field of an audit's setting that is not a positive number; nan is refused too."""
+    for name in names:
+        if not getattr(setting, name) > 0.0:
+            raise InvalidArgumentError(
+                name, expected="a positive number", got=getattr(setting, name)
+            )
+
+
+def require_at_least(setting: object, **least: int) -> None:
+    """Refuse a field of an audit's setting that is below its limit, by its name."""
+    for name, limit in least.items():
+        if getattr(setting, name) < limit:
+            raise InvalidArgumentError(
+                name, expected=f"at least {limit}", got=getattr(setting, name)
+            )

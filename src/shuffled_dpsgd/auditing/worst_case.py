@@ -13,9 +13,8 @@ import numpy as np
 from scipy.special import ndtri
 
 from shuffled_dpsgd.accounting.order_statistics import draw_sums
-from shuffled_dpsgd.auditing.adversaries import ThreatModel
 from shuffled_dpsgd.auditing.estimators.scores import Floats, ScorePair
-from shuffled_dpsgd.auditing.verdict import Evidence
+from shuffled_dpsgd.auditing.verdict import Evidence, ThreatModel
 
 
 def largest_of_normals(count: int, size: int, rng: np.random.Generator) -> Floats:

@@ -9,9 +9,16 @@ import typer
 
 from shuffled_dpsgd.cli import audit_options as opt
 from shuffled_dpsgd.cli import privacy_options as privacy
-from shuffled_dpsgd.cli.audit_delivery import deliver, progress, read_canary, write_json
+from shuffled_dpsgd.cli.audit_output import (
+    deliver,
+    hand_over,
+    progress,
+    show_checks,
+    show_report,
+)
+from shuffled_dpsgd.cli.audit_target import chosen_config, replay_target
 from shuffled_dpsgd.cli.experiments import need_experiments
-from shuffled_dpsgd.cli.output import AsJson, print_json, reports_errors
+from shuffled_dpsgd.cli.output import AsJson, reports_errors
 from shuffled_dpsgd.errors import InvalidArgumentError
 from shuffled_dpsgd.options import choices_of
 
@@ -55,6 +62,7 @@ def step(
 
     Example: shuffled-dpsgd audit step --dimension 85800000 --sigma 0.274 --claim 0.198
     """
+    from shuffled_dpsgd.auditing.axis import load_canary
     from shuffled_dpsgd.auditing.step import RunLength, StepSetting, audit_step, step_claims
 
     setting = StepSetting(
@@ -74,7 +82,7 @@ def step(
     if sampling_prob is not None and num_steps is not None:
         run = {"sampling_prob": sampling_prob, "num_steps": num_steps, "delta": run_delta}
     claims = step_claims(setting, paper_epsilon=claim)
-    given = None if canary is None else read_canary(canary)
+    given = None if canary is None else load_canary(canary)
     report = audit_step(setting, claims, confidence=confidence, given=given, run=run)
     deliver(report, output, as_json)
 
@@ -137,44 +145,35 @@ def paper(
 
     Example: shuffled-dpsgd audit paper --epsilon 0.5 --epsilon 1
     """
-    from dataclasses import asdict
-
-    from shuffled_dpsgd.cli.audit_tables import show_report
-
     need_experiments("audit paper")
-    from shuffled_dpsgd_experiments.audits.paper_audit import PaperSetting, paper_audit
+    from shuffled_dpsgd_experiments.audits.paper_audit import PaperSetting
     from shuffled_dpsgd_experiments.audits.shown import show_paper
-    from shuffled_dpsgd_experiments.audits.targets import watch_training
+    from shuffled_dpsgd_experiments.audits.targets import audit_the_paper
 
     setting = PaperSetting(
         batch_clip=batch_clip, num_observations=observations, repetitions=repetitions, seed=seed
     )
-    claims = tuple(epsilon or (0.5, 1.0))
-    rows = paper_audit(setting, claims)
     with progress(quiet=as_json) as on_progress:
-        trained = watch_training(claims, training_steps, batch_clip, seed, on_progress)
-    found = {
-        "setting": asdict(setting),
-        "rows": [row.to_json() for row in rows],
-        "training": [report.to_json() for report in trained],
-    }
-    if output is not None:
-        write_json(found, output)
-    if as_json:
-        print_json(found)
-    else:
-        show_paper(rows, setting)
-        for report in trained:
-            show_report(report)
+        found, trained = audit_the_paper(
+            setting,
+            tuple(epsilon or (0.5, 1.0)),
+            training_steps=training_steps,
+            on_progress=on_progress,
+        )
+    hand_over(found, output, as_json, lambda: show_paper(found))
+    for report in () if as_json else trained:
+        show_report(report)
 
 
 @app.command()
 @reports_errors
 def blackbox(
+    config: opt.ConfigFile = None,
     seeds: opt.Seeds = 12,
     canaries: opt.InputCanaries = 100,
-    noise_multiplier: opt.Sigma = 0.1,
-    training_steps: opt.BlackBoxSteps = 60,
+    input_canary: opt.InputCanary = "mislabelled",
+    noise_multiplier: privacy.NoiseMultiplier = None,
+    training_steps: opt.BlackBoxSteps = None,
     confidence: opt.Confidence = 0.95,
     seed: opt.Seed = 0,
     output: opt.Output = None,
@@ -182,38 +181,40 @@ def blackbox(
 ) -> None:
     """The knock-out: the same membership attack with the shuffle and without, many seeds.
 
-    Needs a clone.
+    Beside them, the same training without privacy. The digits ViT by default, with noise 0.1 and 60
+    steps, or the task and model of a file. Needs a clone.
 
     Example: shuffled-dpsgd audit blackbox --output black-box
     """
     need_experiments("audit blackbox")
     from shuffled_dpsgd_experiments.audits import targets
     from shuffled_dpsgd_experiments.audits.black_box import BlackBoxSetting, audit_black_box
-    from shuffled_dpsgd_experiments.audits.shown import show_black_box
+    from shuffled_dpsgd_experiments.audits.shown import save_black_box, show_black_box
 
-    setting = BlackBoxSetting(num_seeds=seeds, num_canaries=canaries, seed=seed)
-    start = targets.small_vit_runs(
-        noise_multiplier=noise_multiplier, num_steps=training_steps, expected_batch_size=100
+    setting = BlackBoxSetting(
+        num_seeds=seeds,
+        num_canaries=canaries,
+        input_canary=input_canary,  # type: ignore[arg-type]  # checked by the setting
+        seed=seed,
     )
-    records = targets.digits_records(200)
+    chosen = None
+    if config is not None:
+        chosen = chosen_config(
+            config,
+            seed=seed,
+            privacy={"noise_multiplier": noise_multiplier},
+            training={"num_steps": training_steps},
+        )
+    start, target = targets.black_box_target(
+        chosen, noise_multiplier=noise_multiplier, num_steps=training_steps
+    )
     with progress(quiet=as_json) as on_progress:
         report = audit_black_box(
-            start,
-            records,
-            targets.cross_entropies,
-            setting,
-            confidence=confidence,
-            on_progress=on_progress,
+            start, target, setting, confidence=confidence, on_progress=on_progress
         )
     if output is not None:
-        from shuffled_dpsgd_experiments.audits.drawing import save_black_box
-
-        write_json(report.to_json(), output)
         save_black_box(report, output / "black-box")
-    if as_json:
-        print_json(report.to_json())
-    else:
-        show_black_box(report)
+    hand_over(report.to_json(), output, as_json, lambda: show_black_box(report))
 
 
 @app.command()
@@ -244,7 +245,6 @@ def run(
     """
     from shuffled_dpsgd.auditing.estimators.scores import check_levels
     from shuffled_dpsgd.auditing.run import RunSetting, audit_one_run, audit_steps
-    from shuffled_dpsgd.cli.audit_target import chosen_config
     from shuffled_dpsgd.tasks.audited import audit_target
 
     if mode not in MODES:
@@ -268,7 +268,7 @@ def run(
             "accounting": accounting,
             "batch_clip_norm": batch_clip_norm,
         },
-        epochs=epochs,
+        training={"epochs": epochs},
     )
     if chosen.privacy.budget is not None:
         # What a budget covers must not rest on a seed that the report shows.
@@ -286,7 +286,7 @@ def run(
 def run_folder(
     directory: opt.RunFolder,
     canaries: opt.GradientCanaries = 500,
-    input_canaries: opt.InputCanaries = 0,
+    input_canaries: opt.FolderCanaries = None,
     input_canary: opt.InputCanary = "mislabelled",
     confidence: opt.Confidence = 0.95,
     seed: opt.Seed = 0,
@@ -296,7 +296,8 @@ def run_folder(
 
     The repeat has the run's own records, noise, clip and steps, and is thrown away. What was found
     is in DIR/audit, and on the run's card, report and summary. Publishing it spends as much
-    privacy as the run did; the card says so.
+    privacy as the run did; the card says so. With input canaries it is trained a third time,
+    without privacy, and the report compares what a membership attack reaches.
 
     Example: shuffled-dpsgd audit run-folder runs/digits
     """
@@ -305,15 +306,19 @@ def run_folder(
 
     setting = RunSetting(
         num_gradient_canaries=canaries,
-        num_input_canaries=input_canaries,
+        num_input_canaries=100 if input_canaries is None else input_canaries,
         input_canary=input_canary,  # type: ignore[arg-type]  # checked by RunSetting
         seed=seed,
     )
     with progress(quiet=as_json) as on_progress:
         report, card = audit_folder(
-            directory, setting, confidence=confidence, on_progress=on_progress
+            directory,
+            setting,
+            confidence=confidence,
+            on_progress=on_progress,
+            spare_budget=input_canaries is None,
         )
-    write_audited_card(directory, card)
+    write_audited_card(directory, card, report.membership)
     deliver(report, directory / "audit", as_json)
 
 
@@ -335,10 +340,7 @@ def sensitivity(
 
     Example: shuffled-dpsgd audit sensitivity --model gpt2-tiny --strategy bookkeeping
     """
-    from shuffled_dpsgd.cli import audit_target
-    from shuffled_dpsgd.cli.audit_tables import show_checks
-
-    reports = audit_target.replay_target(
+    reports = replay_target(
         config,
         model=model,
         strategies=tuple(strategy or choices_of("strategy")),
@@ -349,11 +351,6 @@ def sensitivity(
         double=not single,
     )
     found = {"reports": [report.to_json() for report in reports]}
-    if output is not None:
-        write_json(found, output)
-    if as_json:
-        print_json(found)
-    else:
-        show_checks(reports)
+    hand_over(found, output, as_json, lambda: show_checks(reports))
     if not all(report.passed for report in reports):
         raise typer.Exit(1)

@@ -40,8 +40,8 @@ Claims = Annotated[
 TrainingSteps = Annotated[
     int, typer.Option(help="Steps of real training to audit as the paper did; 0 for none.")
 ]
-Seeds = Annotated[int, typer.Option(help="Runs with the shuffle, and as many without.")]
-BlackBoxSteps = Annotated[int, typer.Option(help="Steps of every run.")]
+Seeds = Annotated[int, typer.Option(help="Runs of each kind.")]
+BlackBoxSteps = Annotated[int | None, typer.Option(help="Steps of every run.")]
 Repetitions = Annotated[int, typer.Option(help="Repeats that show the estimator's spread.")]
 
 RunFolder = Annotated[Path, typer.Argument(metavar="DIR", help="The folder of a finished run.")]
@@ -63,7 +63,14 @@ GradientCanaries = Annotated[int, typer.Option(help="one-run: gradient canaries.
 InputCanaries = Annotated[
     int, typer.Option(help="Records as canaries: so many in one-run, one in a step unless 0.")
 ]
-InputCanary = Annotated[str, typer.Option(help="mislabelled, blank, or scrambled (text).")]
+FolderCanaries = Annotated[
+    int | None,
+    typer.Option(help="Records as canaries: 100, or none where the run counts in a budget."),
+]
+InputCanary = Annotated[
+    str,
+    typer.Option(help="mislabelled or blank; for language models scrambled or new-token."),
+]
 
 Model = Annotated[
     str | None,

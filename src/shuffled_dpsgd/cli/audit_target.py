@@ -18,23 +18,26 @@ NUM_LABELS = 10
 
 
 def chosen_config(
-    path: Path | None, *, seed: int, privacy: Mapping[str, object], epochs: int | None
+    path: Path | None,
+    *,
+    seed: int,
+    privacy: Mapping[str, object],
+    training: Mapping[str, object],
 ) -> RunConfig:
-    """The file's configuration, or the digits default, with the values of `privacy` not None.
+    """The file's configuration, or the digits default, with the given values that are not None.
 
-    A given ε takes the place of the file's noise multiplier, and the other way round.
+    A given ε takes the place of the file's noise multiplier, and the other way round; so do epochs
+    and number of steps.
     """
     from shuffled_dpsgd.tasks import digits, load_config, parse_config
 
     raw: dict[str, Any] = (digits.default_config() if path is None else load_config(path)).to_json()
-    given = {key: value for key, value in privacy.items() if value is not None}
-    if given.keys() & {"epsilon", "noise_multiplier"}:
-        raw["privacy"].pop("epsilon", None)
-        raw["privacy"].pop("noise_multiplier", None)
-    raw["privacy"].update(given)
-    if epochs is not None:
-        raw["training"].pop("num_steps", None)
-        raw["training"]["epochs"] = epochs
+    instead = (("privacy", {"epsilon", "noise_multiplier"}), ("training", {"epochs", "num_steps"}))
+    for (section, either), values in zip(instead, (privacy, training), strict=True):
+        given = {key: value for key, value in values.items() if value is not None}
+        if given.keys() & either:
+            raw[section] = {key: v for key, v in raw[section].items() if key not in either}
+        raw[section] |= given
     return replace(parse_config(raw), seed=seed)
 
 

@@ -18,7 +18,7 @@ from shuffled_dpsgd.cli.accounting import (
     number,
     resolve_sampling,
 )
-from shuffled_dpsgd.cli.output import AsJson, print_json, reports_errors
+from shuffled_dpsgd.cli.output import AsJson, print_json, reports_errors, table
 from shuffled_dpsgd.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
@@ -70,7 +70,8 @@ def examine(
     )
     if figure is not None and figure.suffix not in (".png", ".svg", ".pdf"):
         raise InvalidArgumentError("figure", expected="a .png, .svg or .pdf path", got=str(figure))
-    claim = _claim(epsilon, noise_multiplier, delta, prob, steps, dimension, batch_clip)
+    run = {"sampling_prob": prob, "num_steps": steps, "delta": delta}
+    claim = _claim(epsilon, noise_multiplier, run, dimension=dimension, batch_clip=batch_clip)
     result, found = _examine(claim, _pairs(dimension, batch_clip, vectors), draws, seed, figure)
     if as_json:
         print_json(result)
@@ -85,20 +86,16 @@ def _examine(
 ) -> tuple[dict[str, Any], list[Examination]]:
     """The JSON object, and the examinations it came from."""
     from shuffled_dpsgd.accounting import certified_bracket, certified_claim, examine_pair
-    from shuffled_dpsgd.accounting.exactness import CONDITIONS, STATEMENT
+    from shuffled_dpsgd.accounting.bracket import CONDITIONS, STATEMENT
 
-    names = ("noise_multiplier", "step_epsilon", "step_delta")
-    step = {name: claim.inputs[name] for name in names}
+    inputs = claim.inputs
+    step = {name: inputs[name] for name in ("noise_multiplier", "step_epsilon", "step_delta")}
     found = [examine_pair(pair, **step, draws=draws, seed=seed) for pair in pairs]
-    run = {
-        "noise_multiplier": step["noise_multiplier"],
-        "sampling_prob": claim.inputs["sampling_prob"],
-        "num_steps": claim.inputs["num_steps"],
-        "delta": claim.delta,
-    }
+    run = {name: inputs[name] for name in ("noise_multiplier", "sampling_prob", "num_steps")}
+    run["delta"] = claim.delta
     certified = certified_claim(**run)
     attained = None
-    if claim.inputs["batch_clip"] >= 1.0:
+    if inputs["batch_clip"] >= 1.0:
         attained = {
             "epsilon": certified_bracket(**run).lower,
             "kind": "proven",
@@ -113,52 +110,39 @@ def _examine(
         "verdict": next((e.verdict for e in found if e.refuted), "not refuted by these pairs"),
     }
     if figure is not None:
-        result["curves"] = _draw(figure, pairs, claim, step, draws, seed)
+        from shuffled_dpsgd.reports.examination import compute, draw
+        from shuffled_dpsgd.reports.style import house_style, save_drawing
+
+        of_theorem = {name: inputs[name] for name in ("dimension", "batch_clip")}
+        comparison = compute(pairs, **of_theorem, draws=draws, seed=seed, **step)
+        with house_style():
+            save_drawing(draw(comparison), figure)
+        result["curves"] = comparison.to_json()
     return result, found
 
 
 def _claim(
-    epsilon: float | None,
-    noise_multiplier: float | None,
-    delta: float,
-    sampling_prob: float,
-    num_steps: int,
-    dimension: int,
-    batch_clip: float,
+    epsilon: float | None, noise: float | None, run: dict[str, Any], **of_theorem: Any
 ) -> PrivacyClaim:
     from shuffled_dpsgd.accounting import calibrate_paper, paper_claim
 
-    if (epsilon is None) == (noise_multiplier is None):
+    if (epsilon is None) == (noise is None):
         raise InvalidArgumentError(
             "epsilon",
             expected="exactly one of --epsilon and --noise-multiplier",
-            got={"epsilon": epsilon, "noise_multiplier": noise_multiplier},
+            got={"epsilon": epsilon, "noise_multiplier": noise},
             remedy="give a budget to calibrate to, or the noise that was used",
         )
     if epsilon is not None:
-        return calibrate_paper(
-            epsilon=epsilon,
-            delta=delta,
-            sampling_prob=sampling_prob,
-            num_steps=num_steps,
-            dimension=dimension,
-            batch_clip=batch_clip,
-        ).claim
-    if not noise_multiplier:
+        return calibrate_paper(epsilon=epsilon, **run, **of_theorem).claim
+    if not noise:
         raise InvalidArgumentError(
             "noise_multiplier",
             expected="a positive number",
-            got=noise_multiplier,
+            got=noise,
             remedy="without noise there is no claim to examine",
         )
-    return paper_claim(
-        noise_multiplier=noise_multiplier,
-        sampling_prob=sampling_prob,
-        num_steps=num_steps,
-        delta=delta,
-        dimension=dimension,
-        batch_clip=batch_clip,
-    )
+    return paper_claim(noise_multiplier=noise, **run, **of_theorem)
 
 
 def _pairs(dimension: int, batch_clip: float, vectors: Path | None) -> list[Pair]:
@@ -178,57 +162,33 @@ def _pairs(dimension: int, batch_clip: float, vectors: Path | None) -> list[Pair
     return pairs
 
 
-def _draw(
-    path: Path,
-    pairs: Sequence[Pair],
-    claim: PrivacyClaim,
-    step: dict[str, float],
-    draws: int,
-    seed: int,
-) -> dict[str, Any]:
-    from shuffled_dpsgd.reports.examination import compute, draw
-    from shuffled_dpsgd.reports.style import house_style, save_drawing
-
-    comparison = compute(
-        pairs,
-        dimension=claim.inputs["dimension"],
-        batch_clip=claim.inputs["batch_clip"],
-        draws=draws,
-        seed=seed,
-        **step,
-    )
-    with house_style():
-        save_drawing(draw(comparison), path)
-    return comparison.to_json()
-
-
 def _print(claim: PrivacyClaim, result: dict[str, Any], found: Sequence[Examination]) -> None:
     from rich.console import Console
-    from rich.table import Table
 
     from shuffled_dpsgd.accounting import PrivacyClaim
 
     inputs = claim.inputs
-    console = Console()
-    table = Table(
-        title=f"one step at σ = {number(inputs['noise_multiplier'])}, said to be "
-        f"({number(inputs['step_epsilon'])}, {number(inputs['step_delta'])})",
-        title_justify="left",
+    rows = [
+        (
+            each.pair,
+            "P‖Q" if truth.world == "first" else "Q‖P",
+            number(each.claimed_delta),
+            f"{truth.delta:.3g}",
+            "exact" if truth.kind == "proven" else f"{truth.low:.3f}–{truth.high:.3f}",
+            truth.kind,
+            "refuted" if truth.low > each.claimed_delta else "not refuted",
+        )
+        for each in found
+        for truth in each.truth
+    ]
+    words = ("pair", "direction", "interval", "kind", "verdict")
+    title = (
+        f"one step at σ = {number(inputs['noise_multiplier'])}, said to be "
+        f"({number(inputs['step_epsilon'])}, {number(inputs['step_delta'])})"
     )
-    for heading in ("pair", "direction", "claimed δ", "true δ", "interval", "kind", "verdict"):
-        table.add_column(heading, justify="right" if "δ" in heading else "left")
-    for each in found:
-        for truth in each.truth:
-            table.add_row(
-                each.pair,
-                "P‖Q" if truth.world == "first" else "Q‖P",
-                number(each.claimed_delta),
-                f"{truth.delta:.3g}",
-                "exact" if truth.kind == "proven" else f"{truth.low:.3f}–{truth.high:.3f}",
-                truth.kind,
-                "refuted" if truth.low > each.claimed_delta else "not refuted",
-            )
-    console.print(table)
+    headings = (*words[:2], "claimed δ", "true δ", *words[2:])
+    console = Console()
+    console.print(table(headings, rows, words=words, title=title, title_justify="left"))
     console.print(f"whole run, paper:     {claim.describe()}", highlight=False)
     certified = PrivacyClaim.from_json(result["certified"])
     console.print(f"whole run, certified: {certified.describe()}", highlight=False)

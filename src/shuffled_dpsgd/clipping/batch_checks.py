@@ -87,7 +87,7 @@ class BatchChecks:
         self.witness.wants.append(self._is_watching)
         self._sharding = sharding
         # Whether some rank looks at the latest batch.
-        self._owes_lending = False
+        self._owes_unshard = False
         self._model = model
         self._slots = slots
         self._parameters = parameters
@@ -116,11 +116,11 @@ class BatchChecks:
         kind = self._kinds.of(args, kwargs, batch.size, batch.device)
         checks_axis = self.axis.is_due(args, kwargs, batch.size, kind)
         watches = batch.size > 0 and self.has_samples and self.turns.is_due(kind)
-        lending: Any = nullcontext()
+        unsharded: Any = nullcontext()
         if self._sharding is not None:
-            self._owes_lending = self._sharding.is_any(checks_axis or watches)
-            lending = self._sharding.lending() if self._owes_lending else lending
-        with lending:
+            self._owes_unshard = self._sharding.is_any(checks_axis or watches)
+            unsharded = self._sharding.unsharded() if self._owes_unshard else unsharded
+        with unsharded:
             if checks_axis:
                 self._check_axis(args, kwargs, batch.size, kind)
         self.axis.expect(args, kwargs, batch.size, kind)
@@ -210,12 +210,14 @@ class BatchChecks:
         Raises:
             UnsupportedModuleError: what a sample has depends on others, or is not what was booked.
         """
-        watched, owes, latest = self._watched, self._owes_lending, self._recorder.latest
+        watched, owes, latest = self._watched, self._owes_unshard, self._recorder.latest
         if not (watched or owes) or latest is None or not latest.closed:
             return
-        self._watched, self._owes_lending = None, False
-        lending = nullcontext() if self._sharding is None or not owes else self._sharding.lending()
-        with self.clock.part("checks"), self.turns.time.spent(), lending:
+        self._watched, self._owes_unshard = None, False
+        unsharded = (
+            nullcontext() if self._sharding is None or not owes else self._sharding.unsharded()
+        )
+        with self.clock.part("checks"), self.turns.time.spent(), unsharded:
             if watched is not None and watched.norms is not None:
                 self._look_at(watched)
 

@@ -2,7 +2,7 @@
 
 Every rank holds some rows of every parameter. While a module runs, FSDP gathers its weights: that
 is collective, so all ranks must run the model equally often. Whoever needs to run it at will has
-the weights lent, layer by layer, as checks do, or gathers all of them first. FSDP's hooks then do
+it unsharded layer by layer, as checks do, or gathers all of them first. FSDP's hooks then do
 no more than cast until the weights are shards again.
 """
 
@@ -83,8 +83,8 @@ class ShardedModel:
         return self._layerwise.dtypes
 
     @contextmanager
-    def lending(self) -> Iterator[None]:
-        """Inside, each rank may run the model at will; see `Sharding.lending`."""
+    def unsharded(self) -> Iterator[None]:
+        """Inside, each rank may run the model at will; see `Sharding.unsharded`."""
         self.reshard()
         with self._casting(), eagerly(), self._layerwise.open():
             yield

@@ -99,20 +99,15 @@ def settle(method: str | None, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def without_privacy(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Noise and clip of the method `non-private`; refuses a budget beside it."""
-    for name in ("epsilon", "unshuffled_noise_multiplier"):
-        if given.get(name) is not None:
+    """Noise and clip of the method `non-private`; refuses what only a private run has."""
+    neutral: dict[str, tuple[Any, ...]] = {
+        **dict.fromkeys(("epsilon", "unshuffled_noise_multiplier", "budget"), (None,)),
+        "noise_multiplier": (None, 0),
+        "clip_norm": (None, _USUAL_CLIP, math.inf),
+    }
+    for name, values in neutral.items():
+        if given.get(name) not in values:
             raise InvalidArgumentError(
                 name, expected="nothing with method='non-private'", got=given[name]
             )
-    if given.get("noise_multiplier"):
-        raise InvalidArgumentError(
-            "noise_multiplier",
-            expected="0 or nothing with method='non-private'",
-            got=given["noise_multiplier"],
-        )
-    if given.get("clip_norm") not in (None, _USUAL_CLIP, math.inf):
-        raise InvalidArgumentError(
-            "clip_norm", expected="nothing with method='non-private'", got=given["clip_norm"]
-        )
     return {"noise_multiplier": 0.0, "clip_norm": math.inf}

@@ -39,6 +39,13 @@ def _help(text: str) -> dict[str, str]:
     return {"help": text}
 
 
+def _option(default: Any, text: str) -> Any:
+    return field(default=default, metadata=_help(text))
+
+
+# ruff: noqa: RUF009 (`_option` is `field`)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Budget:
     """What is promised, and the mechanism that keeps the promise.
@@ -48,88 +55,65 @@ class Budget:
     """
 
     delta: float = field(metadata=_help("δ of every claim; well below 1 / number of records."))
-    epsilon: float | None = field(
-        default=None,
-        metadata=_help("Budget ε that the noise is calibrated to; this or noise_multiplier."),
+    epsilon: float | None = _option(
+        None, "Budget ε that the noise is calibrated to; this or noise_multiplier."
     )
-    noise_multiplier: float | None = field(
-        default=None,
-        metadata=_help("Noise std in units of clip_norm; this or epsilon."),
+    noise_multiplier: float | None = _option(
+        None, "Noise std in units of clip_norm; this or epsilon."
     )
-    unshuffled_noise_multiplier: float | None = field(
-        default=None,
-        metadata=_help(
-            "σ0, the noise multiplier of parameters that do not move; given exactly when "
-            "accounting is paper and noise_multiplier is given."
-        ),
+    unshuffled_noise_multiplier: float | None = _option(
+        None,
+        "σ0, the noise multiplier of parameters that do not move; given exactly when "
+        "accounting is paper and noise_multiplier is given.",
     )
-    clip_norm: float = field(
-        default=1.0,
-        metadata=_help("c, the clip of each sample's gradient over all trainable weights."),
+    clip_norm: float = _option(
+        1.0, "c, the clip of each sample's gradient over all trainable weights."
     )
-    batch_clip_norm: float | None = field(
-        default=None,
-        metadata=_help("c', the clip of the shuffled block as a whole; paper needs it."),
+    batch_clip_norm: float | None = _option(
+        None, "c', the clip of the shuffled block as a whole; paper needs it."
     )
-    method: Method | None = field(
-        default=None,
-        metadata=_help(
-            "A name for a choice of the options below: shuffled (the paper's Algorithm 1), mixopt, "
-            "ghost, opacus (needs it installed), certified (recommended) or non-private."
-        ),
+    method: Method | None = _option(
+        None,
+        "A name for a choice of the options below: shuffled (the paper's Algorithm 1), mixopt, "
+        "ghost, opacus (needs it installed), certified (recommended) or non-private.",
     )
-    accounting: Accounting | None = field(
-        default=None,
-        metadata=_help(
-            "What the noise is calibrated by. certified (the default): proven ε, tight. rdp: "
-            "proven, looser. paper: the paper's own formula, heuristic."
-        ),
+    accounting: Accounting | None = _option(
+        None,
+        "What the noise is calibrated by. certified (the default): proven ε, tight. rdp: "
+        "proven, looser. paper: the paper's own formula, heuristic.",
     )
-    shuffle: Shuffle | None = field(
-        default=None,
-        metadata=_help(
-            "When weights are permuted: every-step (the default, unless a method is named), "
-            "at-release or off."
-        ),
+    shuffle: Shuffle | None = _option(
+        None,
+        "When weights are permuted: every-step (the default, unless a method is named), "
+        "at-release or off.",
     )
-    scope: Scope = field(
-        default="paper",
-        metadata=_help("Which weights move. paper: Theorems 1-2. full: every exact symmetry."),
+    scope: Scope = _option(
+        "paper", "Which weights move. paper: Theorems 1-2. full: every exact symmetry."
     )
-    noise_frame: NoiseFrame = field(
-        default="shuffled",
-        metadata=_help(
-            "shuffled: noise is drawn for the weights as they lie. unshuffled: as if they had "
-            "never moved, so that runs with and without a shuffle can be compared."
-        ),
+    noise_frame: NoiseFrame = _option(
+        "shuffled",
+        "shuffled: noise is drawn for the weights as they lie. unshuffled: as if they had "
+        "never moved, so that runs with and without a shuffle can be compared.",
     )
-    strategy: Strategy | None = field(
-        default=None,
-        metadata=_help(
-            "How the clipping engine computes, bookkeeping unless a method is named; never "
-            "changes what is released."
-        ),
+    strategy: Strategy | None = _option(
+        None,
+        "How the clipping engine computes, bookkeeping unless a method is named; never "
+        "changes what is released.",
     )
-    check_rate: float = field(
-        default=1 / 256,
-        metadata=_help(
-            "Share of batches in which a few samples are run once more among other records and "
-            "compared; 1 checks every one. First batches and new kinds are always checked."
-        ),
+    check_rate: float = _option(
+        1 / 256,
+        "Share of batches in which a few samples are run once more among other records and "
+        "compared; 1 checks every one. First batches and new kinds are always checked.",
     )
-    budget: str | None = field(
-        default=None,
-        metadata=_help(
-            "File that counts every run on the same records and refuses one too many; made by "
-            "shuffled-dpsgd budget new."
-        ),
+    budget: str | None = _option(
+        None,
+        "File that counts every run on the same records and refuses one too many; made by "
+        "shuffled-dpsgd budget new.",
     )
-    unit: str = field(
-        default="row",
-        metadata=_help(
-            "What one row of the data is, such as patient, document or window of 512 tokens: what "
-            "every claim is about. row: not stated."
-        ),
+    unit: str = _option(
+        "row",
+        "What one row of the data is, such as patient, document or window of 512 tokens: what "
+        "every claim is about. row: not stated.",
     )
 
     def __post_init__(self) -> None:
@@ -151,15 +135,10 @@ class Schedule:
     expected_batch_size: int = field(
         metadata=_help("B, the expected size of a Poisson batch; actual sizes vary around it.")
     )
-    epochs: int | None = field(
-        default=None, metadata=_help("Length in epochs of ⌈N/B⌉ steps; this or num_steps.")
-    )
-    num_steps: int | None = field(
-        default=None, metadata=_help("Length in optimizer steps; this or epochs.")
-    )
-    physical_batch_size: int | None = field(
-        default=None,
-        metadata=_help("Samples in memory at once; never changes what is released."),
+    epochs: int | None = _option(None, "Length in epochs of ⌈N/B⌉ steps; this or num_steps.")
+    num_steps: int | None = _option(None, "Length in optimizer steps; this or epochs.")
+    physical_batch_size: int | None = _option(
+        None, "Samples in memory at once; never changes what is released."
     )
 
     def __post_init__(self) -> None:
@@ -171,53 +150,36 @@ class PrivacyOptions(Budget, Schedule):
     """Everything that can be asked of a private run."""
 
     dataset_size: int = field(metadata=_help("N, the number of training records."))
-    clip: Clip = field(
-        default="flat",
-        metadata=_help(
-            "How a sample is clipped: flat, automatic, per-layer, or none, which allows no claim."
-        ),
+    clip: Clip = _option(
+        "flat",
+        "How a sample is clipped: flat, automatic, per-layer, or none, which allows no claim.",
     )
-    sampling: Sampling = field(
-        default="poisson",
-        metadata=_help(
-            "poisson: the sampler accounted for. unaccounted: batches of your own, and no claim."
-        ),
+    sampling: Sampling = _option(
+        "poisson",
+        "poisson: the sampler accounted for. unaccounted: batches of your own, and no claim.",
     )
-    adjacency: Adjacency = field(
-        default="add-remove",
-        metadata=_help("How neighbouring data sets differ: add-remove or replace-one."),
+    adjacency: Adjacency = _option(
+        "add-remove", "How neighbouring data sets differ: add-remove or replace-one."
     )
-    delta_split: float = field(
-        default=0.5,
-        metadata=_help("Share of δ that the paper's formula keeps for composition."),
+    delta_split: float = _option(0.5, "Share of δ that the paper's formula keeps for composition.")
+    loss_reduction: LossReduction = _option(
+        "sum", "What a scalar loss is: the sum over its samples, or their mean."
     )
-    loss_reduction: LossReduction = field(
-        default="sum",
-        metadata=_help("What a scalar loss is: the sum over its samples, or their mean."),
+    loss: Callable[[Any, Any], Any] | None = _option(
+        None,
+        "The loss, as a function of the model and a batch that returns one loss per record. "
+        "It is tried out on the first batches; without it the card lists it as not checked.",
     )
-    loss: Callable[[Any, Any], Any] | None = field(
-        default=None,
-        metadata=_help(
-            "The loss, as a function of the model and a batch that returns one loss per record. "
-            "It is tried out on the first batches; without it the card lists it as not checked."
-        ),
+    seed: int | None = _option(
+        None,
+        "Repeatable noise, for experiments: whoever knows the seed can remove it. "
+        "None: noise from the operating system.",
     )
-    seed: int | None = field(
-        default=None,
-        metadata=_help(
-            "Repeatable noise, for experiments: whoever knows the seed can remove it. "
-            "None: noise from the operating system."
-        ),
+    secure: bool | None = _option(
+        None, "True: refuse a seed. False: require one. By default neither."
     )
-    secure: bool | None = field(
-        default=None,
-        metadata=_help("True: refuse a seed. False: require one. By default neither."),
-    )
-    ledger_path: str | Path | None = field(
-        default=None,
-        metadata=_help(
-            "File that counts releases, written ahead of each; by default kept in memory only."
-        ),
+    ledger_path: str | Path | None = _option(
+        None, "File that counts releases, written ahead of each; by default kept in memory only."
     )
 
     def __post_init__(self) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from html import escape
 
 from shuffled_dpsgd.accounting import PrivacyClaim
@@ -13,6 +12,7 @@ from shuffled_dpsgd.training.card import (
     PAPER,
     REFUTED,
     SMALL_PRINT,
+    AuditedBound,
     PrivacyCard,
     paper_inputs,
 )
@@ -40,11 +40,14 @@ dl.terms ul { margin: 0; padding-left: 1.1rem; }
 
 def card_fragment(card: PrivacyCard) -> str:
     """The card as one `<section>`; `CARD_CSS` styles it."""
-    claims = [_certified(card), _paper(card), *(_audit(card))]
+    if card.certified is None:
+        certified = _box("", "certified ε", card.no_claim, "; ".join(card.why_not_certified))
+    else:
+        certified = _claim("certified ε", card.certified, CERTIFIED_METHOD_NOTE)
+    claims = "".join([certified, _paper(card), *map(_audit, card.audits or (None,))])
     return (
         f'<section class="card"><h2>Privacy card after {card.steps_released} of '
-        f"{card.steps_planned} steps</h2>"
-        f'<div class="claims">{"".join(claims)}</div>{_terms(card)}</section>'
+        f'{card.steps_planned} steps</h2><div class="claims">{claims}</div>{_terms(card)}</section>'
     )
 
 
@@ -53,50 +56,39 @@ def card_page(card: PrivacyCard) -> str:
     return page(title="Privacy card", body=card_fragment(card), css=CARD_CSS)
 
 
-def _certified(card: PrivacyCard) -> str:
-    if card.certified is None:
-        why = escape("; ".join(card.why_not_certified))
-        none = escape(card.no_claim)
-        return f'<div class="claim"><span class="kind">certified ε</span><b>{none}</b>{why}</div>'
-    return _claim("certified ε", card.certified, CERTIFIED_METHOD_NOTE)
+def _box(style: str, label: str, headline: str, text: str) -> str:
+    return (
+        f'<div class="claim {style}"><span class="kind">{label}</span><b>{escape(headline)}</b>'
+        f"{escape(text)}</div>"
+    )
+
+
+def _claim(label: str, claim: PrivacyClaim, note: str) -> str:
+    text = f"δ = {claim.delta:.3g}, {claim.method}; {note}"
+    return _box(claim.kind, f"{label} · {claim.kind}", f"ε = {claim.epsilon:.4g}", text)
 
 
 def _paper(card: PrivacyCard) -> str:
     if card.paper is None:
-        return (
-            '<div class="claim"><span class="kind">paper’s estimate</span><b>none</b>'
-            "the formula needs Poisson sampling, a clip and noise</div>"
-        )
+        why = "the formula needs Poisson sampling, a clip and noise"
+        return _box("", "paper’s estimate", "none", why)
     note = "; ".join(part for part in (paper_inputs(card.paper), "not a guarantee") if part)
-    if card.paper_is_small_print:
-        return (
-            '<div class="claim small"><span class="kind">paper’s estimate · heuristic</span>'
-            f"<span>ε = {card.paper.epsilon:.4g}, δ = {card.paper.delta:.3g}; {escape(note)}; "
-            f"{escape(SMALL_PRINT)}</span></div>"
-        )
-    return _claim("paper’s estimate", card.paper, note)
-
-
-def _claim(label: str, claim: PrivacyClaim, note: str) -> str:
+    if not card.paper_is_small_print:
+        return _claim("paper’s estimate", card.paper, note)
     return (
-        f'<div class="claim {claim.kind}"><span class="kind">{label} · {claim.kind}</span>'
-        f"<b>ε = {claim.epsilon:.4g}</b>δ = {claim.delta:.3g}, {escape(claim.method)}; "
-        f"{escape(note)}</div>"
+        '<div class="claim small"><span class="kind">paper’s estimate · heuristic</span>'
+        f"<span>ε = {card.paper.epsilon:.4g}, δ = {card.paper.delta:.3g}; {escape(note)}; "
+        f"{escape(SMALL_PRINT)}</span></div>"
     )
 
 
-def _audit(card: PrivacyCard) -> Iterable[str]:
-    if not card.audits:
-        yield (
-            '<div class="claim"><span class="kind">audited bounds · measured</span>'
-            "<b>none run</b>an audit gives lower bounds on ε</div>"
-        )
-    for bound in card.audits:
-        yield (
-            '<div class="claim measured"><span class="kind">audited bound · measured</span>'
-            f"<b>ε ≥ {bound.epsilon:.4g}</b>{escape(bound.adversary)}, {escape(bound.estimator)}, "
-            f"{bound.confidence:.0%} confidence, δ = {bound.delta:.3g}</div>"
-        )
+def _audit(bound: AuditedBound | None) -> str:
+    if bound is None:
+        why = "an audit gives lower bounds on ε"
+        return _box("", "audited bounds · measured", "none run", why)
+    text = f"{bound.adversary}, {bound.estimator}, {bound.confidence:.0%} confidence"
+    text = f"{text}, δ = {bound.delta:.3g}"
+    return _box("measured", "audited bound · measured", f"ε ≥ {bound.epsilon:.4g}", text)
 
 
 def _terms(card: PrivacyCard) -> str:

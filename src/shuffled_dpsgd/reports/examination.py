@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
@@ -24,13 +24,8 @@ POINTS = 41
 COLOURS = {"spike": (BLUE, PURPLE), "constant": (GREEN, GREEN), "given": (ORANGE, RED)}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Truth:
-    """True δ(ε) of one pair in one direction along the axis of a `Comparison`."""
-
-    pair: str
-    direction: str
-    estimates: tuple[DeltaEstimate, ...]
+Truths: TypeAlias = dict[tuple[str, str], tuple[DeltaEstimate, ...]]
+"""True δ(ε) by pair and direction, along the axis of a `Comparison`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,24 +39,19 @@ class Comparison:
     step_delta: float
     epsilons: tuple[float, ...]
     claimed: tuple[float, ...]
-    truths: tuple[Truth, ...]
+    truths: Truths
 
     def to_json(self) -> dict[str, Any]:
         """The curves with the kind of each."""
+        truths = [
+            {"pair": pair, "direction": direction, "kind": estimates[0].kind}
+            | {key: [getattr(each, key) for each in estimates] for key in ("delta", "low", "high")}
+            for (pair, direction), estimates in self.truths.items()
+        ]
         return {
             "epsilons": list(self.epsilons),
             "claimed": {"kind": "heuristic", "delta": list(self.claimed)},
-            "truths": [
-                {
-                    "pair": truth.pair,
-                    "direction": truth.direction,
-                    "kind": truth.estimates[0].kind,
-                    "delta": [each.delta for each in truth.estimates],
-                    "low": [each.low for each in truth.estimates],
-                    "high": [each.high for each in truth.estimates],
-                }
-                for truth in self.truths
-            ],
+            "truths": truths,
         }
 
 
@@ -80,15 +70,14 @@ def compute(
     reach = max(2.0 * step_epsilon, 0.5 / noise_multiplier**2 + 4.0 / noise_multiplier)
     wide, near = np.linspace(0.0, reach, POINTS), np.linspace(0.0, 2.0 * step_epsilon, POINTS)
     axis = tuple(float(value) for value in np.union1d(wide, near))
-    truths = []
+    truths: Truths = {}
     for pair in pairs:
         found = exact_delta(
             pair, noise_multiplier=noise_multiplier, epsilons=axis, draws=draws, seed=seed
         )
         worlds = list(found.items())
         for world, estimates in worlds[:1] if pair.constant_distance is not None else worlds:
-            direction = "P‖Q" if world == "first" else "Q‖P"
-            truths.append(Truth(pair=pair.name, direction=direction, estimates=tuple(estimates)))
+            truths[pair.name, "P‖Q" if world == "first" else "Q‖P"] = tuple(estimates)
     return Comparison(
         dimension=dimension,
         batch_clip=batch_clip,
@@ -100,7 +89,7 @@ def compute(
             theorem_delta(e, noise_multiplier, dimension=dimension, batch_clip=batch_clip)
             for e in axis
         ),
-        truths=tuple(truths),
+        truths=truths,
     )
 
 
@@ -110,8 +99,8 @@ def draw(comparison: Comparison) -> Figure:
 
     figure = Figure(figsize=(7.0, 4.5), layout="constrained")
     axes = figure.subplots()
-    for truth in comparison.truths:
-        _draw_truth(axes, comparison.epsilons, truth)
+    for (pair, direction), estimates in comparison.truths.items():
+        _draw_truth(axes, comparison.epsilons, pair, direction, estimates)
     claimed = np.array(comparison.claimed)
     axes.plot(
         comparison.epsilons,
@@ -141,20 +130,18 @@ def draw(comparison: Comparison) -> Figure:
     return figure
 
 
-def _draw_truth(axes: Axes, epsilons: tuple[float, ...], truth: Truth) -> None:
-    colour = COLOURS[truth.pair][truth.direction != "P‖Q"]
-    kind = truth.estimates[0].kind
-    direction = "both directions" if truth.pair == "constant" else truth.direction
-    values, low, high = (
-        np.array([getattr(each, name) for each in truth.estimates])
-        for name in ("delta", "low", "high")
-    )
+def _draw_truth(
+    axes: Axes,
+    epsilons: tuple[float, ...],
+    pair: str,
+    direction: str,
+    estimates: tuple[DeltaEstimate, ...],
+) -> None:
+    colour, kind = COLOURS[pair][direction != "P‖Q"], estimates[0].kind
+    named = "both directions" if pair == "constant" else direction
+    values, low, high = np.array([(each.delta, each.low, each.high) for each in estimates]).T
     # Where the interval reaches zero the draws no longer resolve δ: draw nothing there.
     resolved = low > 0.0
-    axes.plot(
-        epsilons,
-        np.where(resolved, values, np.nan),
-        color=colour,
-        label=f"true, {truth.pair}, {direction} ({kind})",
-    )
+    shown = np.where(resolved, values, np.nan)
+    axes.plot(epsilons, shown, color=colour, label=f"true, {pair}, {named} ({kind})")
     axes.fill_between(epsilons, low, high, where=resolved, color=colour, alpha=0.15, lw=0)

@@ -134,7 +134,7 @@ class Sharding(Protocol):
         """The types that weights are gathered in."""
         ...
 
-    def lending(self) -> AbstractContextManager[None]:
+    def unsharded(self) -> AbstractContextManager[None]:
         """Inside, each rank may run the model at will; entering and leaving are collective.
 
         Weights are sent on demand, layer by layer, by all ranks to those that need them.
@@ -142,7 +142,7 @@ class Sharding(Protocol):
         ...
 
     def gradients_to(self, take: Callable[[str, Tensor], None]) -> AbstractContextManager[None]:
-        """Inside `lending`, around a forward and its backward: parameters get no gradients.
+        """Inside `unsharded`, around a forward and its backward: parameters get no gradients.
 
         `take` gets the whole gradient of each, by name, as soon as it is known.
         """

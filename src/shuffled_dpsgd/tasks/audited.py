@@ -13,33 +13,54 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import re
 import secrets
 from dataclasses import replace
+from html import escape
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch.utils.data import default_collate
+
 from shuffled_dpsgd.auditing.estimators.scores import check_levels
-from shuffled_dpsgd.auditing.fitted_start import fit_to_records
-from shuffled_dpsgd.auditing.probes import OnProgress
-from shuffled_dpsgd.auditing.run import AuditTarget, RunSetting, audit_one_run
-from shuffled_dpsgd.auditing.verdict import AuditReport
+from shuffled_dpsgd.auditing.membership import Membership
+from shuffled_dpsgd.auditing.run import AuditTarget, RunSetting, audit_one_run, card_bounds
+from shuffled_dpsgd.auditing.taps import OnProgress
+from shuffled_dpsgd.auditing.verdict import AuditReport, ThreatModel
 from shuffled_dpsgd.core.plan import PrivacyPlan
 from shuffled_dpsgd.environment import describe_weights
 from shuffled_dpsgd.errors import CheckpointError, InvalidArgumentError
 from shuffled_dpsgd.reports import card_fragment, card_page
+from shuffled_dpsgd.reports.page import table
 from shuffled_dpsgd.tasks.config import RunConfig
 from shuffled_dpsgd.tasks.run_folder import SUMMARY_FILE, check_data, finished_summary, load_run
 from shuffled_dpsgd.tasks.start import chosen_device, start_private
 from shuffled_dpsgd.tasks.task import Task, build_task
 from shuffled_dpsgd.training.card import AuditedBound, PrivacyCard, write_card
+from shuffled_dpsgd.training.data import shaped, to_device
 from shuffled_dpsgd.training.private import PrivateTraining
 
 SECOND_RUN = (
     "the audited bounds: they were read off a second run on the same records with the same noise, "
     "so publishing them spends as much again"
 )
-COPIED_RECORDS = "; some of its canaries are copies of records, whose losses carry no noise at all"
+MEMBERSHIP_WARNING = (
+    "Read off a second run with {count} records planted by fair coins ({canary}), and off the same "
+    "training without privacy. These losses carry no noise: no ε covers publishing them."
+)
+WITHOUT_PRIVACY: dict[str, Any] = {
+    "epsilon": None,
+    "noise_multiplier": 0.0,
+    "unshuffled_noise_multiplier": None,
+    "batch_clip_norm": None,
+    "clip_norm": math.inf,
+    "accounting": "certified",
+    "shuffle": "off",
+    "noise_frame": "shuffled",
+}
+FIT_RATE, FIT_BATCH = 1e-3, 64
 
 
 def prepared_task(config: RunConfig, *, fit_steps: int = 0) -> Task:
@@ -47,15 +68,31 @@ def prepared_task(config: RunConfig, *, fit_steps: int = 0) -> Task:
     task = build_task(config)
     if fit_steps:
         task.model.to(chosen_device(config.training.device))
-        fit_to_records(
-            task.model,
-            task.train_data,
-            task.losses,
-            num_steps=fit_steps,
-            collate=task.collate,
-            seed=config.init_seed,
-        )
+        fit_to_records(task, num_steps=fit_steps, seed=config.init_seed)
     return task
+
+
+def fit_to_records(task: Task, *, num_steps: int, seed: int) -> None:
+    """Fit the trainable weights in place by AdamW, without privacy: the worst case of an audit.
+
+    A guarantee holds whatever the initial weights are, so an auditor may choose them. Weights that
+    fit the records already have small gradients, among which a canary stands out (Annamalai & De
+    Cristofaro, 2024). They are part of the audit alone and are never released.
+    """
+    model, data, mode = task.model, task.train_data, task.model.training
+    device = next(model.parameters()).device
+    generator = torch.Generator().manual_seed(seed)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=FIT_RATE)
+    model.train()
+    for _ in range(num_steps):
+        chosen = torch.randint(len(data), (min(FIT_BATCH, len(data)),), generator=generator)
+        batch = (task.collate or default_collate)([data[int(i)] for i in chosen])
+        optimizer.zero_grad(set_to_none=True)
+        task.losses(model, to_device(shaped(batch), device)).mean().backward()
+        optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    model.train(mode)
 
 
 def audit_target(config: RunConfig, *, fit_steps: int = 0) -> AuditTarget:
@@ -72,12 +109,17 @@ def target_of(config: RunConfig, task: Task) -> AuditTarget:
     An audit counts itself in the run's budget; the runs that it starts have none of their own.
     """
     uncounted = replace(config, privacy=replace(config.privacy, budget=None))
+    plain = replace(config, privacy=replace(uncounted.privacy, **WITHOUT_PRIVACY))
 
     def start(dataset_size: int) -> PrivateTraining:
         return start_private(uncounted, copy.deepcopy(task.model), dataset_size=dataset_size)
 
+    def start_plain(dataset_size: int) -> PrivateTraining:
+        return start_private(plain, copy.deepcopy(task.model), dataset_size=dataset_size)
+
     return AuditTarget(
         start=start,
+        start_plain=start_plain,
         data=task.train_data,
         losses=task.losses,
         collate=task.collate,
@@ -91,14 +133,20 @@ def audit_folder(
     *,
     confidence: float = 0.95,
     on_progress: OnProgress | None = None,
+    spare_budget: bool = False,
 ) -> tuple[AuditReport, PrivacyCard]:
     """Audit the run in `directory`; the report, and the run's card with the bounds on it.
+
+    With `spare_budget` no records are canaries where the run counts in a budget, which cannot cover
+    what their losses show.
 
     Raises:
         CheckpointError: the run is not finished, its data or its weights are no longer the same.
     """
     check_levels(delta=0.0, confidence=confidence)
     config, old = load_run(directory), _card_in(directory)
+    if spare_budget and config.privacy.budget is not None:
+        setting = replace(setting, num_input_canaries=0)
     if describe_weights(directory / "model") != old["subject"].get("weights"):
         raise CheckpointError(
             f"{directory / 'model'}: not the weights that the card names; audit a folder as its "
@@ -124,18 +172,24 @@ def audit_folder(
         shuffles_verified=old["shuffles_verified"],
         samples_checked=int(old["samples_checked"]),
     ).about(**old["subject"])
-    assert report.card is not None
-    price = SECOND_RUN + COPIED_RECORDS * bool(setting.num_input_canaries)
+    # Bounds from releases alone: losses of records carry no noise and have no place on a card.
+    noised = [a for a in report.attacks if a.evidence.threat_model is not ThreatModel.BLACK_BOX]
+    bounds = card_bounds(noised, confidence=confidence)
     audited = replace(
-        card.with_audits(*map(_of_a_repeat, report.card.audits)),
-        not_covered=(*card.not_covered, price),
+        card.with_audits(*map(_of_a_repeat, bounds)),
+        not_covered=(*card.not_covered, SECOND_RUN),
         weights=old.get("weights", {}),
     )
     return replace(report, card=audited), audited
 
 
-def write_audited_card(directory: Path, card: PrivacyCard) -> list[Path]:
-    """Put `card` in the place of the folder's, on every page and in every file that has it."""
+def write_audited_card(
+    directory: Path, card: PrivacyCard, membership: Membership | None
+) -> list[Path]:
+    """Put `card` in the place of the folder's, on every page and in every file that has it.
+
+    What the membership attack reached goes into the report, which is not for publishing.
+    """
     summary = json.loads((directory / SUMMARY_FILE).read_text(encoding="utf-8"))
     summary["privacy_card"] = card.to_json()
     texts = {
@@ -146,15 +200,30 @@ def write_audited_card(directory: Path, card: PrivacyCard) -> list[Path]:
     }
     report = directory / "report.html"
     if report.is_file():
-        page, fragment = report.read_text(encoding="utf-8"), card_fragment(card)
-        texts[report.name] = re.sub(
-            r'<section class="card">.*?</section>', lambda _: fragment, page, flags=re.DOTALL
-        )
+        page = report.read_text(encoding="utf-8")
+        page = _with_section(page, "membership", "")
+        page = _with_section(page, "card", card_fragment(card) + _membership_section(membership))
+        texts[report.name] = page
     for name, text in texts.items():
         beside = directory / f".{name}.new"
         beside.write_text(text, encoding="utf-8")
         beside.replace(directory / name)
     return [directory / name for name in texts]
+
+
+def _with_section(page: str, name: str, fragment: str) -> str:
+    section = rf'<section class="{name}">.*?</section>'
+    return re.sub(section, lambda _: fragment, page, flags=re.DOTALL)
+
+
+def _membership_section(found: Membership | None) -> str:
+    if found is None:
+        return ""
+    warning = MEMBERSHIP_WARNING.format(count=found.num_records, canary=found.canary)
+    return (
+        '<section class="membership"><h2>Membership attack: area under the ROC curve</h2>'
+        f'<p class="warning">{escape(warning)}</p>{table(found.rows())}</section>'
+    )
 
 
 def _card_in(directory: Path) -> dict[str, Any]:

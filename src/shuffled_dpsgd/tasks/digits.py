@@ -46,7 +46,7 @@ def load_digits() -> tuple[TensorDataset, TensorDataset]:
     try:
         from sklearn.datasets import load_digits as load
     except ImportError as error:
-        raise MissingExtraError("scikit-learn", extra="digits", purpose="the digits") from error
+        raise MissingExtraError("scikit-learn", extra="hf", purpose="the digits") from error
     bunch = load()
     images = torch.tensor(bunch.images, dtype=torch.float32).unsqueeze(1)
     images = (images - PIXEL_MEAN) / PIXEL_STD

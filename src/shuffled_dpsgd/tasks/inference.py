@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from shuffled_dpsgd.errors import CheckpointError, InvalidArgumentError, MissingExtraError
+from shuffled_dpsgd.errors import CheckpointError, InvalidArgumentError
 from shuffled_dpsgd.tasks.config import GenerationConfig, ModelConfig, RunConfig
 from shuffled_dpsgd.tasks.data.loading import LabelledText, num_texts
 from shuffled_dpsgd.tasks.digits import LARGEST_PIXEL, PIXEL_MEAN, PIXEL_STD
@@ -188,10 +188,8 @@ def _tokens(given: str, config: RunConfig, model: Any) -> dict[str, torch.Tensor
 
 
 def _pixels(path: Path, config: RunConfig, model: Any) -> torch.Tensor:
-    try:
-        from PIL import Image, UnidentifiedImageError
-    except ImportError as error:
-        raise MissingExtraError("pillow", extra="hf", purpose="images") from error
+    from PIL import Image, UnidentifiedImageError  # matplotlib needs pillow
+
     try:
         image = Image.open(path)
         image.load()

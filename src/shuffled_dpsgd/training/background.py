@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import random
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-import numpy as np
-import torch
+from shuffled_dpsgd.runtime.random_states import RandomStates
 
 Item = TypeVar("Item")
 # One to be worked on next, one after it.
@@ -23,9 +21,9 @@ def loaded_ahead(items: Iterator[Item], *, depth: int = DEPTH) -> Iterator[Item]
     a thread would draw from generators that the caller draws from as well, in no order: then all
     are made here, one by one. An exception is raised where its item was due.
     """
-    before = _generators()
+    before = RandomStates.now().digest()
     for first in items:
-        is_random = before != _generators()
+        is_random = before != RandomStates.now().digest()
         yield first
         yield from items if is_random else _threaded(items, depth)
 
@@ -37,9 +35,3 @@ def _threaded(items: Iterator[Item], depth: int) -> Iterator[Item]:
         while (item := waiting.popleft().result()) is not end:
             waiting.append(thread.submit(next, items, end))
             yield item  # type: ignore[misc]  # it is an item, as it is not the end
-
-
-def _generators() -> tuple[object, ...]:
-    state = np.random.get_state(legacy=False)["state"]  # noqa: NPY002
-    of_torch = torch.get_rng_state().numpy().tobytes()
-    return random.getstate(), state["key"].tobytes(), state["pos"], of_torch

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from shuffled_dpsgd.accounting import Meaning, what_it_means
-from shuffled_dpsgd.accounting.exactness import STATEMENT, is_exact
+from shuffled_dpsgd.accounting.bracket import STATEMENT, is_exact
 from shuffled_dpsgd.accounting.together import runs_of
 from shuffled_dpsgd.core import card as core_card
 from shuffled_dpsgd.core.card import CertifiedCard, counted
@@ -33,18 +33,24 @@ SMALL_PRINT = (
 
 @dataclass(frozen=True, kw_only=True)
 class AuditedBound:
-    """A lower bound on epsilon that an attack demonstrated, at a confidence."""
+    """A lower bound on epsilon that an attack demonstrated, at a confidence.
+
+    With `tests_noise` it bounds the noise of the certified mechanism, and so speaks about the
+    certified claim alone.
+    """
 
     adversary: str
     estimator: str
     epsilon: float
     delta: float
     confidence: float
+    tests_noise: bool = False
 
     def describe(self) -> str:
         """One line with the word measured."""
+        provided = ", if every step is Gaussian" if self.tests_noise else ""
         return (
-            f"ε ≥ {self.epsilon:.4g} (measured) by {self.adversary}, {self.estimator}, "
+            f"ε ≥ {self.epsilon:.4g} (measured{provided}) by {self.adversary}, {self.estimator}, "
             f"{self.confidence:.0%} confidence, δ = {self.delta:.3g}"
         )
 
@@ -102,7 +108,11 @@ class PrivacyCard(CertifiedCard):
         if not self.audits:
             return "not audited"
         # A bound at a larger delta also holds at every smaller one, never the other way round.
-        comparable = [bound for bound in self.audits if bound.delta >= claim.delta]
+        comparable = [
+            bound
+            for bound in self.audits
+            if bound.delta >= claim.delta and (claim.kind == "proven" or not bound.tests_noise)
+        ]
         if not comparable:
             return "not audited at this δ"
         strongest = max(comparable, key=lambda bound: bound.epsilon)

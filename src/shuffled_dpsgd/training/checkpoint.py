@@ -46,7 +46,7 @@ from shuffled_dpsgd.training.global_randomness import (
     seed_rank,
     set_global_randomness,
 )
-from shuffled_dpsgd.training.plan_identity import differences, field_fingerprints
+from shuffled_dpsgd.training.planning import differences, field_fingerprints
 from shuffled_dpsgd.training.private import PrivateTraining
 
 WEIGHTS, _STATE, _RUN = "model.safetensors", "state.pt", "run.json"

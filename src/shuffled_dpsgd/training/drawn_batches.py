@@ -25,8 +25,7 @@ from shuffled_dpsgd.training.label_check import warn_of_labels
 from shuffled_dpsgd.training.launch_check import compare_records
 from shuffled_dpsgd.training.layout import Layout, lengths_of
 from shuffled_dpsgd.training.meeting import Meeting
-from shuffled_dpsgd.training.rows import survey
-from shuffled_dpsgd.training.units import warn_of_repeats
+from shuffled_dpsgd.training.rows import survey, warn_of_repeats
 
 if TYPE_CHECKING:
     from shuffled_dpsgd.training.private import PrivateTraining

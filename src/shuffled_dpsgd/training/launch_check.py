@@ -26,7 +26,7 @@ from shuffled_dpsgd.permutation import PermutationSpec
 from shuffled_dpsgd.runtime.random_states import randomness_kept
 from shuffled_dpsgd.training.data import MapStyle
 from shuffled_dpsgd.training.global_randomness import seed_rank
-from shuffled_dpsgd.training.plan_identity import field_fingerprints
+from shuffled_dpsgd.training.planning import field_fingerprints
 from shuffled_dpsgd.training.record_digest import digest
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""From what a user asks for to a frozen plan: calibrate, split into blocks.
+"""From what a user asks for to a frozen plan: calibrate, split into blocks. How two plans differ.
 
 Three accountings. `certified` finds one noise multiplier by privacy-loss distributions and gives it
 to every parameter; `rdp` does so by Rényi DP, which asks for more noise. `paper` is Algorithm 1's
@@ -8,6 +8,9 @@ sigma is not smaller; its epsilon is heuristic.
 
 from __future__ import annotations
 
+import hashlib
+import json
+import math
 from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
@@ -111,3 +114,31 @@ def large_delta(plan: PrivacyPlan) -> str | None:
         f"δ = {plan.delta:.3g} is not below 1/{plan.dataset_size:,}: publishing one record drawn "
         "at random meets such a δ. Choose one well below that."
     )
+
+
+def field_fingerprints(plan: PrivacyPlan) -> dict[str, str]:
+    """One hash per field, so that a refusal can name what differs."""
+    return {
+        key: hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
+        for key, value in plan.comparable().items()
+    }
+
+
+def differences(plan: PrivacyPlan, fingerprints: dict[str, str]) -> list[str]:
+    """Names of the fields whose fingerprints differ from those of another plan."""
+    mine = field_fingerprints(plan)
+    return sorted(
+        key for key in mine.keys() | fingerprints if mine.get(key) != fingerprints.get(key)
+    )
+
+
+def plan_json(plan: PrivacyPlan) -> dict[str, Any]:
+    """Plain data without the seed, which would let a reader remove the noise."""
+    data = plan.comparable()
+    del data["seed"]
+    data["blocks"] = [{**b, "parameters": list(b["parameters"])} for b in data["blocks"]]
+    return data | {
+        "clip_norm": plan.clip_norm if math.isfinite(plan.clip_norm) else None,
+        "sampling_prob": plan.sampling_prob,
+        "secure": plan.secure,
+    }

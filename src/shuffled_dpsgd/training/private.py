@@ -50,11 +50,10 @@ from shuffled_dpsgd.training.meeting import Meeting
 from shuffled_dpsgd.training.metrics import LossMeter, StepMetrics, describe_step
 from shuffled_dpsgd.training.neighbours import NeighbourTests
 from shuffled_dpsgd.training.released_weights import describe_weights
-from shuffled_dpsgd.training.rows import Survey
+from shuffled_dpsgd.training.rows import DEFAULT_UNIT, Survey, describe_unit
 from shuffled_dpsgd.training.shared_ledger import SharedLedger
 from shuffled_dpsgd.training.shuffling import PermutedFrame, Shuffling
 from shuffled_dpsgd.training.succession import History
-from shuffled_dpsgd.training.units import DEFAULT_UNIT, describe_unit
 from shuffled_dpsgd.training.update import GuardedOptimizer
 from shuffled_dpsgd.training.watches import ModelWatch
 
@@ -209,7 +208,7 @@ class PrivateTraining:
         Each forward of a rank asks the others for its weights anew. All ranks must enter, and those
         that do not run the model answer until all others leave.
         """
-        with nullcontext() if self._sharding is None else self._sharding.lending():
+        with nullcontext() if self._sharding is None else self._sharding.unsharded():
             yield
 
     @property

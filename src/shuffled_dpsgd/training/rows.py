@@ -1,9 +1,9 @@
 """Which rows of a data set stand there several times, and which two data sets share.
 
-The unit of every claim is one row. A row that stands there k times is protected k times less well,
-and a held-out row that is trained on as well is not held out. Both are found by comparing rows as
-they are loaded, for a limited time; rows whose content is drawn anew at every load (augmentation)
-compare as different.
+The unit of every claim is one row. Whoever owns k rows has more than k times the ε of one, which
+`core/pld.py` prices by the mixture over how many of them join a step. A held-out row that is
+trained on as well is not held out. Both are found by comparing rows as they are loaded, for a
+limited time; rows whose content is drawn anew at every load (augmentation) compare as different.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import math
 import time
+import warnings
 import weakref
 from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping
@@ -22,10 +23,16 @@ import numpy as np
 import torch.utils.data
 from torch import Tensor
 
+from shuffled_dpsgd.core.claim import PrivacyClaim
+from shuffled_dpsgd.core.plan import PrivacyPlan
 from shuffled_dpsgd.runtime.random_states import randomness_kept
 from shuffled_dpsgd.training.data import MapStyle, PartLoader
 from shuffled_dpsgd.training.record_digest import row_digest
 
+DEFAULT_UNIT = "row"
+# Of more rows nothing useful is left, and pricing takes long.
+_MOST_ROWS = 32
+_RELATIVE_ERROR = 0.01
 _SECONDS = 3.0
 _AT_ONCE = 64
 _FOR_IDENTITY = 64
@@ -152,3 +159,49 @@ def _places(data: Any, bases: dict[int, tuple[int, Any]]) -> np.ndarray:
 def _first_place(base: Any, bases: dict[int, tuple[int, Any]]) -> int:
     after = sum(len(known) for _, known in bases.values())
     return bases.setdefault(id(base), (after, base))[0]
+
+
+def describe_unit(plan: PrivacyPlan, unit: str, survey: Survey | None) -> str:
+    """What the card says of the unit: its name, and the ε of the row that is there most often."""
+    named = "one row" if unit == DEFAULT_UNIT else f"one {unit}, as stated: one row each"
+    if survey is None:
+        return named
+    if survey.largest == 1:
+        return f"{named}; no row was found twice ({survey.looked_at})"
+    return f"{named}; {_repeated(plan, survey)}"
+
+
+def warn_of_repeats(plan: PrivacyPlan, survey: Survey) -> None:
+    """Say before the first release that some rows are worth less protection."""
+    if survey.largest > 1 and not plan.uncertifiable:
+        warnings.warn(
+            f"{_repeated(plan, survey)}. Remove repeated rows; draw views, chunks and balanced "
+            "classes inside __getitem__",
+            UserWarning,
+            stacklevel=5,
+        )
+
+
+def _repeated(plan: PrivacyPlan, survey: Survey) -> str:
+    found = f"the most frequent row is there {survey.largest} times ({survey.looked_at})"
+    if plan.uncertifiable:
+        return found
+    claim = claim_for_rows(plan, survey.largest)
+    worth = f"no useful ε is left beyond {_MOST_ROWS}" if claim is None else claim.describe()
+    return f"{found}; for whoever owns it: {worth}"
+
+
+def claim_for_rows(plan: PrivacyPlan, rows: int) -> PrivacyClaim | None:
+    """The proven claim for a unit of so many rows; None for more than can be priced."""
+    if rows > _MOST_ROWS:
+        return None
+    # Here, because importing a run must not load the accountant.
+    from shuffled_dpsgd.core.pld import price
+
+    return PrivacyClaim(
+        epsilon=price(plan.mechanism(), plan.delta, _RELATIVE_ERROR, records=rows),
+        delta=plan.delta,
+        method=f"PLD of a binomial mixture, {rows} rows",
+        kind="proven",
+        inputs={"rows": rows},
+    )

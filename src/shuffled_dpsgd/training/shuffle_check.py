@@ -47,7 +47,7 @@ class ShuffleCheck:
 
     A model is run in evaluation mode, and in the mode it trains in if nothing is random there:
     dropout strikes places, not units, so masks do not move with the weights. Of a
-    sharded model, weights are lent as they are needed; each rank runs it with inputs of its own.
+    sharded model, weights are gathered as needed; each rank runs it with inputs of its own.
     """
 
     def __init__(
@@ -170,7 +170,7 @@ class ShuffleCheck:
 
     def _outputs(self) -> list[Outputs]:
         """In evaluation mode; at first also in the present mode, if nothing is random there."""
-        with self._lending():
+        with self._unsharded():
             return self._outputs_of_this_rank()
 
     def _outputs_of_this_rank(self) -> list[Outputs]:
@@ -235,7 +235,7 @@ class ShuffleCheck:
                 warnings.catch_warnings(action="ignore"),
             ):
                 if self._needs_autocast is None:
-                    with self._lending():
+                    with self._unsharded():
                         self._needs_autocast = self._cannot_do_without_autocast()
                 least = _HALF_TOLERANCE if self._needs_autocast else 0.0
                 dtypes = frozenset[torch.dtype]()
@@ -245,8 +245,8 @@ class ShuffleCheck:
         finally:
             torch.backends.mha.set_fastpath_enabled(fast)
 
-    def _lending(self) -> AbstractContextManager[None]:
-        return nullcontext() if self._sharding is None else self._sharding.lending()
+    def _unsharded(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._sharding is None else self._sharding.unsharded()
 
     def _cannot_do_without_autocast(self) -> bool:
         """Without it rounding is smaller; but some kernels and inputs are half precision only."""

@@ -28,7 +28,7 @@ class OneOfTwo:
     def is_any(self, flag: bool) -> bool:
         return flag
 
-    def lending(self) -> AbstractContextManager[None]:
+    def unsharded(self) -> AbstractContextManager[None]:
         return nullcontext()
 
     def gradients_to(self, take: Callable[[str, Tensor], None]) -> AbstractContextManager[None]:

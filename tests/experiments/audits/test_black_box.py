@@ -15,7 +15,7 @@ def report(num_seeds: int = 40, leak: float = 1.0) -> BlackBoxReport:
     included = rng.random((num_seeds, 60)) < 0.5
     hard = 3.0 * rng.standard_normal(60)
 
-    def arm(shift: float) -> Arm:
+    def arm(shift: float, leak: float = leak) -> Arm:
         logits = hard + leak * included + 0.5 * rng.standard_normal(included.shape) + shift
         return Arm(losses=np.logaddexp(0.0, -logits), included=included)
 
@@ -23,7 +23,7 @@ def report(num_seeds: int = 40, leak: float = 1.0) -> BlackBoxReport:
     return BlackBoxReport(
         setting=BlackBoxSetting(num_seeds=num_seeds, num_canaries=60),
         plan={"delta": 1e-5},
-        arms={"off": off, "on": arm(0.0), "on-paired": off},
+        arms={"off": off, "on": arm(0.0), "on-paired": off, "without-privacy": arm(0.0, 1.0)},
         confidence=0.95,
         seconds=0.0,
     )
@@ -37,6 +37,21 @@ def test_ratios_beat_losses_and_equal_arms_compare_as_equal() -> None:
         gap = found.comparison(attack)
         assert gap["low"] < 0.0 < gap["high"]
         assert abs(gap["mean_difference"]) < 0.05
+
+
+def test_areas_come_with_privacy_and_without_and_with_intervals() -> None:
+    found = report(num_seeds=10, leak=0.2).to_json()["arms"]
+    areas = {name: arm["ratio"]["area_over_seeds"] for name, arm in found.items()}
+    for name, area in areas.items():
+        assert area["low"] < area["mean"] < area["high"], name
+    assert areas["without-privacy"]["low"] > areas["on"]["high"]
+
+
+def test_runs_without_privacy_are_not_held_against_the_claims() -> None:
+    """Their leak is not what the claims are about."""
+    loud = report(num_seeds=10, leak=0.0)
+    assert loud.areas("without-privacy", "ratio").mean() > 0.8
+    assert loud.strongest[0] == 0.0
 
 
 def test_without_a_leak_ratios_guess() -> None:

@@ -12,7 +12,6 @@ from shuffled_dpsgd.training import make_private
 from shuffled_dpsgd_experiments.audits.repeated_runs import (
     RepeatedRuns,
     RepeatedSetting,
-    audit_repeated_runs,
     gather_runs,
 )
 from shuffled_dpsgd_experiments.audits.targets import cross_entropies, small_network
@@ -35,12 +34,18 @@ def start(size: int, seed: int, **privacy: object):
     )
 
 
+def audit_repeated_runs(start, setting: RepeatedSetting):
+    runs = RepeatedRuns(TARGET, start, setting)
+    found = [runs.run(index) for index in range(setting.num_runs)]
+    return gather_runs(found, setting, seconds=1.0)
+
+
 TARGET = AuditTarget(start=lambda size: start(size, 0), data=RECORDS, losses=cross_entropies)
 
 
 @pytest.mark.slow
 def test_little_noise_is_seen_and_the_proven_claim_stands() -> None:
-    report = audit_repeated_runs(TARGET, start, RepeatedSetting(num_runs=60))
+    report = audit_repeated_runs(start, RepeatedSetting(num_runs=60))
     (attack,) = report.attacks
     assert 0.5 < attack.strongest_against(report.claims[0]) < report.claims[0].epsilon
     assert [v.outcome for v in report.verdicts if v.claim.kind == "proven"] == ["consistent"]
@@ -54,7 +59,7 @@ def test_the_papers_claim_about_a_run_is_refuted() -> None:
     def paper(size: int, seed: int):
         return start(size, seed, epsilon=0.3, accounting="paper", batch_clip_norm=1.0)
 
-    report = audit_repeated_runs(TARGET, paper, RepeatedSetting(num_runs=80))
+    report = audit_repeated_runs(paper, RepeatedSetting(num_runs=80))
     outcomes = {verdict.claim.kind: verdict.outcome for verdict in report.verdicts}
     assert outcomes == {"proven": "consistent", "heuristic": "refuted at 95 %"}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,9 +15,11 @@ from experiments.sweeps.test_grid import RAW
 from shuffled_dpsgd.accounting import BestOf, claim_together
 from shuffled_dpsgd.core.plan import NoiseBlock, PrivacyPlan
 from shuffled_dpsgd.errors import InvalidArgumentError
+from shuffled_dpsgd.tasks import RunConfig
 from shuffled_dpsgd.training.budget import BudgetFile
+from shuffled_dpsgd_experiments.sweeps import cell as cell_module
 from shuffled_dpsgd_experiments.sweeps import run_sweeps, table_of
-from shuffled_dpsgd_experiments.sweeps.cell import Tasks, _alone, _start
+from shuffled_dpsgd_experiments.sweeps.cell import Tasks, run_cell
 from shuffled_dpsgd_experiments.sweeps.grid import Cell, laid_over
 from shuffled_dpsgd_experiments.sweeps.reading import parse_sweep
 from shuffled_dpsgd_experiments.sweeps.search import run_search
@@ -108,22 +111,36 @@ def test_a_search_counts_once_and_says_nothing_of_its_number(tmp_path: Path) -> 
     assert {each.ending for each in found.runs} == {"counted as a whole"}
     search = BestOf(run=plan().mechanism(), mean=10.0)
     assert found.together() == claim_together([search] * 2, 1e-5)
-    assert _alone(cell.candidates[0]).config.privacy.budget is None
 
 
-def test_a_cell_of_a_budget_has_noise_of_its_own(tmp_path: Path) -> None:
+def test_runs_that_are_counted_together_follow_no_seed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file = BudgetFile(tmp_path / "b.json")
     file.create(delta=1e-5, epsilon=None, adjacency="add-remove")
-    tasks = Tasks()
-    plain, counted = (
-        searches(run={"privacy": budget})[0].candidates[0]
-        for budget in ({}, {"budget": str(file.path)})
-    )
-    seeds = [
-        _start(cell, tasks.of(cell.config)).plan.seed
-        for cell in (plain, _alone(plain), counted, _alone(counted))
+    seen: list[RunConfig] = []
+    original = cell_module.start_private
+
+    def start(config: RunConfig, *arguments: Any, **options: Any) -> Any:
+        seen.append(config)
+        return original(config, *arguments, **options)
+
+    monkeypatch.setattr(cell_module, "start_private", start)
+    plain = searches(tuning={"best_of": 3})[0]
+    for budget in (None, str(file.path)):
+        privacy = replace(plain.config.privacy, budget=budget)
+        counted = replace(plain, config=replace(plain.config, privacy=privacy))
+        run_cell(replace(counted, best_of=None), Tasks())
+    assert [(config.seed, config.privacy.budget) for config in seen] == [
+        (0, None),
+        (None, str(file.path)),
     ]
-    assert seeds == [0, None, None, None]
+    assert len(file.read().runs) == 1
+    seen.clear()
+    run_cell(counted, Tasks())
+    assert len(seen) >= 3  # Every candidate is priced.
+    assert {(config.seed, config.privacy.budget) for config in seen} == {(None, None)}
+    assert [each.best_of for each in file.read().runs] == [None, 3.0]
 
 
 def test_runs_of_another_price_are_refused_before_any_is_trained() -> None:
@@ -154,7 +171,7 @@ def test_what_a_search_cannot_be_is_refused_on_reading(changes: Any, named: str)
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({}, "a private method under a budget"),
+        ({}, "privacy.budget: expected nothing with method"),
         (
             {
                 "methods": [METHOD],

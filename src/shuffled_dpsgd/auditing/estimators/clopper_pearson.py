@@ -3,11 +3,15 @@
 (ε, δ)-DP forces `TPR ≤ e^ε·FPR + δ` and `TNR ≤ e^ε·FNR + δ` for every decision (Kairouz et al.
 2015). Bounding FPR and FNR from above at half the error level each gives both inequalities at
 once, for any mechanism: no assumption but independent observations.
+
+Looking at all thresholds and keeping the best one would cost the stated confidence. So threshold
+and tail are chosen on the first half of the scores, and errors are counted on the second.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 from scipy.special import betaincinv
@@ -18,7 +22,11 @@ from shuffled_dpsgd.auditing.estimators.scores import (
     ScorePair,
     check_levels,
 )
-from shuffled_dpsgd.auditing.estimators.threshold import HeldOut, ThresholdRule
+from shuffled_dpsgd.errors import InvalidArgumentError
+
+Tail = Literal["upper", "lower"]
+EXTREMES = 48
+EVENLY_SPACED = 160
 
 
 def upper_limit(errors: Floats | int, trials: int, level: float) -> Floats:
@@ -52,47 +60,105 @@ def epsilon_of_counts(
 
 
 @dataclass(frozen=True, kw_only=True)
+class Decision:
+    """Guess "present" when the score lies beyond `threshold` on the side `tail`."""
+
+    threshold: float
+    tail: Tail = "upper"
+
+    def errors(self, scores: ScorePair) -> tuple[int, int]:
+        """False positives and false negatives."""
+        sign = 1.0 if self.tail == "upper" else -1.0
+        false_positives = int((sign * scores.out > sign * self.threshold).sum())
+        false_negatives = int((sign * scores.present <= sign * self.threshold).sum())
+        return false_positives, false_negatives
+
+
+@dataclass(frozen=True, kw_only=True)
 class ClopperPearson:
     """Lower bound valid for every mechanism, capped by the number of observations.
 
     With n observations counted per world no bound can exceed about `ln(n / 3.7)` at 95 %.
     """
 
-    rule: ThresholdRule = field(default_factory=HeldOut)
     name: str = "clopper-pearson"
+    reads: type = ScorePair
 
     def lower_bound(
         self, scores: ScorePair, *, delta: float, confidence: float = 0.95
     ) -> EstimatedBound:
         check_levels(delta=delta, confidence=confidence)
         level = 1.0 - confidence
-
-        def gain(fp: Floats, num_out: int, fn: Floats, num_present: int) -> Floats:
-            return epsilon_of_counts(fp, num_out, fn, num_present, delta, level)
-
-        trial = self.rule.plan(scores, gain)
-        counted = [(decision, decision.errors(trial.scores)) for decision in trial.decisions]
-        bounds = [
-            float(
-                epsilon_of_counts(
-                    errors.false_positives,
-                    errors.num_out,
-                    errors.false_negatives,
-                    errors.num_present,
-                    delta,
-                    level / len(trial.decisions),
-                )
-            )
-            for _, errors in counted
-        ]
-        at = int(np.argmax(bounds))
-        decision, errors = counted[at]
+        first, second = halves(scores)
+        decision = best_decision(first, second, delta=delta, level=level)
+        fp, fn = decision.errors(second)
+        bound = epsilon_of_counts(fp, second.num_out, fn, second.num_present, delta, level)
         return EstimatedBound(
-            epsilon=bounds[at],
+            epsilon=float(bound),
             delta=delta,
             method=self.name,
             confidence=confidence,
             may_refute="any claim",
             assumptions=("observations are independent",),
-            counts={**errors.to_json(), "threshold": decision.threshold},
+            counts={
+                "false_positives": fp,
+                "num_out": second.num_out,
+                "false_negatives": fn,
+                "num_present": second.num_present,
+                "threshold": decision.threshold,
+            },
         )
+
+
+def halves(scores: ScorePair) -> tuple[ScorePair, ScorePair]:
+    """The leading half of each world, and the rest (scores are exchangeable)."""
+    if min(scores.num_out, scores.num_present) < 4:
+        raise InvalidArgumentError(
+            "scores", expected="at least four per world to split", got=scores.num_out
+        )
+    cut_out, cut_in = round(0.5 * scores.num_out), round(0.5 * scores.num_present)
+    return (
+        ScorePair(out=scores.out[:cut_out], present=scores.present[:cut_in]),
+        ScorePair(out=scores.out[cut_out:], present=scores.present[cut_in:]),
+    )
+
+
+def best_decision(
+    chosen_on: ScorePair, counted_on: ScorePair, *, delta: float, level: float
+) -> Decision:
+    """The threshold and tail with the largest bound if rates carried over exactly."""
+    thresholds = candidates(chosen_on)
+    fp_rate = survival(chosen_on.out, thresholds)
+    fn_rate = 1.0 - survival(chosen_on.present, thresholds)
+    tails: tuple[tuple[Tail, Floats, Floats], ...] = (
+        ("upper", fp_rate, fn_rate),
+        ("lower", 1.0 - fp_rate, 1.0 - fn_rate),
+    )
+    options = []
+    for tail, fp, fn in tails:
+        num_out, num_present = counted_on.num_out, counted_on.num_present
+        counts = np.round(fp * num_out), num_out, np.round(fn * num_present), num_present
+        bounds = epsilon_of_counts(*counts, delta, level)
+        at = int(np.argmax(bounds))
+        options.append((bounds[at], Decision(threshold=float(thresholds[at]), tail=tail)))
+    return max(options, key=lambda option: float(option[0]))[1]
+
+
+def survival(values: Floats, thresholds: Floats) -> Floats:
+    """Share of `values` strictly above each threshold."""
+    ordered = np.sort(values)
+    above: Floats = 1.0 - np.searchsorted(ordered, thresholds, side="right") / ordered.size
+    return above
+
+
+def candidates(scores: ScorePair) -> Floats:
+    """Mid-points between pooled scores: every extreme one, and an even selection in between."""
+    pooled = np.unique(np.concatenate([scores.out, scores.present]))
+    if pooled.size == 1:
+        return pooled
+    middles: Floats = pooled[:-1] + 0.5 * np.diff(pooled)
+    if middles.size <= 2 * EXTREMES + EVENLY_SPACED:
+        return middles
+    inner = np.linspace(EXTREMES, middles.size - EXTREMES - 1, EVENLY_SPACED).astype(int)
+    keep = np.concatenate([np.arange(EXTREMES), inner, np.arange(-EXTREMES, 0) + middles.size])
+    return np.asarray(middles[np.unique(keep)], dtype=np.float64)

@@ -1,151 +1,113 @@
-"""Privacy auditing with one training run (Steinke, Nasr, Jagielski, NeurIPS 2023).
+"""Privacy auditing with one training run, assuming nothing but fair coins.
 
 m canaries are each included with probability one half, independently; the adversary guesses the
-inclusion of some of them and abstains on the rest. If the run is (ε, δ)-DP with respect to adding
-or removing any one canary, the number W of right guesses among r satisfies (their Theorem 5.2)
+inclusion of some of them and abstains on the rest (Steinke, Nasr, Jagielski 2023). The bound is
+that of Mahloujifar, Melis and Chaudhuri (2024), which loses less to δ when there are many canaries.
 
-    P[W ≥ v] ≤ f(v) + 2·m·δ·max_i (f(v−i) − f(v)) / i,   f(v) = P[Binomial(r, 1/(1+e^−ε)) ≥ v].
+Legend: g guesses of which W are right, f̄(x) = 1 − f(x) the largest power at size x that the
+trade-off function f of (ε, δ)-DP allows. Flipping the bit of canary j turns "j guessed right and
+W = i" into "j guessed wrong and W = i − 1" on the same output. Applying f-DP to the event
+W ∈ {i+1, …, g} for each j and averaging (f̄ is concave) gives, with p_i = P[W = i],
 
-The largest ε for which the right side stays at or below the error level is refuted.
+    R_{i+1} ≤ f̄(H_i),   R_i = Σ_{j≥i} (j/m)·p_j,   H_i = Σ_{j≥i} ((g−j)/m)·p_j.
+
+Suppose P[W ≥ v] = τ. The smallest total mass is reached when all of the tail sits at v; the
+recursion then adds, level by level, the least mass the inequalities demand. If that needs more
+than Σ p_j = 1, then P[W ≥ v] < τ, and having seen W ≥ v refutes (ε, δ) at error level τ.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import math
+from dataclasses import asdict, dataclass
 
 import numpy as np
-from numpy.typing import NDArray
-from scipy.special import bdtrc, expit
 
-from shuffled_dpsgd.auditing.estimators.scores import EstimatedBound, Floats, check_levels
-from shuffled_dpsgd.errors import InvalidArgumentError
+from shuffled_dpsgd.auditing.estimators.scores import EstimatedBound, Inclusion, check_levels
 
-LARGEST_EPSILON = 60.0
+LARGEST_EPSILON = 20.0
+ACCURACY = 1e-4
+
+
+def least_size(power: float, *, epsilon: float, delta: float) -> float:
+    """f̄⁻¹: the least size (false-positive mass) with which (ε, δ)-DP allows this power."""
+    first = (power - delta) * math.exp(-epsilon)
+    second = 1.0 - delta - (1.0 - power) * math.exp(epsilon)
+    return max(first, second, 0.0)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Inclusion:
-    """One score per canary and whether the canary was in the run; higher means "more present"."""
+class Guesses:
+    """How many canaries there are, how many were guessed, and how many of those rightly."""
 
-    scores: Floats
-    included: NDArray[np.bool_]
+    num_canaries: int
+    num_guesses: int
+    num_right: int
 
-    def __post_init__(self) -> None:
-        scores = np.asarray(self.scores, dtype=np.float64)
-        included = np.asarray(self.included, dtype=np.bool_)
-        if scores.ndim != 1 or scores.shape != included.shape or scores.size < 2:
-            raise InvalidArgumentError(
-                "scores",
-                expected="one score and one bit per canary, at least two",
-                got=scores.shape,
-            )
-        if not np.isfinite(scores).all():
-            raise InvalidArgumentError("scores", expected="finite numbers", got="nan or inf")
-        object.__setattr__(self, "scores", scores)
-        object.__setattr__(self, "included", included)
-
-    @property
-    def num_canaries(self) -> int:
-        return int(self.scores.size)
-
-    def guess(self, num_guesses: int) -> int:
-        """Call the highest half of `num_guesses` present and the lowest half absent: right ones."""
-        order = np.argsort(self.scores, kind="stable")
+    @classmethod
+    def of(cls, inclusion: Inclusion, num_guesses: int) -> Guesses:
+        """Call the highest half of `num_guesses` present and the lowest half absent."""
+        order = np.argsort(inclusion.scores, kind="stable")
         lowest, highest = num_guesses // 2, num_guesses - num_guesses // 2
-        right_low = int((~self.included[order[:lowest]]).sum())
-        return right_low + int(self.included[order[self.num_canaries - highest :]].sum())
-
-
-def p_value(
-    epsilon: float, *, delta: float, num_canaries: int, num_guesses: int, num_right: int
-) -> float:
-    """Bound on the chance of so many right guesses if the run is (`epsilon`, `delta`)-DP.
-
-    >>> round(p_value(0.0, delta=0.0, num_canaries=10, num_guesses=10, num_right=10), 9)
-    0.000976562
-    """
-    if num_right == 0:
-        return 1.0
-    right_prob = float(expit(epsilon))
-    tail = float(bdtrc(num_right - 1, num_guesses, right_prob))
-    if delta == 0.0:
-        return min(tail, 1.0)
-    # Tails of the binomial at v−1, …, 0 minus that at v: the mass in between, summed downwards.
-    tails = bdtrc(np.arange(num_right - 2, -1, -1), num_guesses, right_prob)
-    below = np.append(tails, 1.0) - tail
-    steepest = float((below / np.arange(1, num_right + 1)).max())
-    return min(tail + 2.0 * num_canaries * delta * steepest, 1.0)
-
-
-def one_run_epsilon(
-    *, num_canaries: int, num_guesses: int, num_right: int, delta: float, level: float
-) -> float:
-    """Largest refuted ε at error level `level`; zero when chance explains the guesses."""
-
-    def refuted(epsilon: float) -> bool:
-        return (
-            p_value(
-                epsilon,
-                delta=delta,
-                num_canaries=num_canaries,
-                num_guesses=num_guesses,
-                num_right=num_right,
-            )
-            <= level
+        right_low = int((~inclusion.included[order[:lowest]]).sum())
+        right_high = int(inclusion.included[order[inclusion.num_canaries - highest :]].sum())
+        return cls(
+            num_canaries=inclusion.num_canaries,
+            num_guesses=num_guesses,
+            num_right=right_low + right_high,
         )
 
-    return last_refuted(refuted, largest=LARGEST_EPSILON, accuracy=1e-5)
+    def refute(self, epsilon: float, *, delta: float, level: float) -> bool:
+        """Whether so many right guesses are too many, at error level `level`, for (ε, δ)-DP."""
+        m, g, v = self.num_canaries, self.num_guesses, self.num_right
+        right, wrong = level * v / m, level * (g - v) / m
+        for i in range(v - 1, -1, -1):
+            needed = least_size(right, epsilon=epsilon, delta=delta)
+            if needed <= wrong:
+                return False  # nothing more is demanded here, so nothing further down either
+            right += (needed - wrong) * i / (g - i)
+            wrong = needed
+            if right + wrong > g / m:
+                return True
+        return False
 
-
-def last_refuted(refuted: Callable[[float], bool], *, largest: float, accuracy: float) -> float:
-    """The largest parameter up to `largest` that is refuted, to `accuracy` below; zero if none is.
-
-    Whatever is below a refuted parameter must be refuted too.
-    """
-    if not refuted(0.0):
-        return 0.0
-    low, high = 0.0, largest
-    while high - low > accuracy:
-        middle = 0.5 * (low + high)
-        low, high = (middle, high) if refuted(middle) else (low, middle)
-    return low
+    def largest_refuted(self, *, delta: float, level: float) -> float:
+        """The largest ε that is refuted, to `ACCURACY` below: all smaller ones are as well."""
+        if not self.refute(0.0, delta=delta, level=level):
+            return 0.0
+        low, high = 0.0, LARGEST_EPSILON
+        while high - low > ACCURACY:
+            middle = 0.5 * (low + high)
+            refuted = self.refute(middle, delta=delta, level=level)
+            low, high = (middle, high) if refuted else (low, middle)
+        return low
 
 
 @dataclass(frozen=True, kw_only=True)
-class OneRun:
+class OneRunFDP:
     """Lower bound from one run; shares of canaries to guess are fixed, Bonferroni over them."""
 
     guess_shares: tuple[float, ...] = (0.02, 0.1, 0.4, 1.0)
-    name: str = "one-run"
+    name: str = "one-run-fdp"
+    reads: type = Inclusion
 
     def lower_bound(
         self, inclusion: Inclusion, *, delta: float, confidence: float = 0.95
     ) -> EstimatedBound:
         check_levels(delta=delta, confidence=confidence)
         level = (1.0 - confidence) / len(self.guess_shares)
-        best = (-1.0, 0, 0)
-        for share in self.guess_shares:
-            num_guesses = max(1, round(share * inclusion.num_canaries))
-            num_right = inclusion.guess(num_guesses)
-            epsilon = one_run_epsilon(
-                num_canaries=inclusion.num_canaries,
-                num_guesses=num_guesses,
-                num_right=num_right,
-                delta=delta,
-                level=level,
-            )
-            best = max(best, (epsilon, num_guesses, num_right))
+        tried = [
+            Guesses.of(inclusion, max(1, round(share * inclusion.num_canaries)))
+            for share in self.guess_shares
+        ]
+        refuted = [guesses.largest_refuted(delta=delta, level=level) for guesses in tried]
+        best = int(np.argmax(refuted))
         return EstimatedBound(
-            epsilon=best[0],
+            epsilon=refuted[best],
             delta=delta,
             method=self.name,
             confidence=confidence,
             may_refute="any claim",
             assumptions=("every canary is included by its own fair coin",),
-            counts={
-                "num_canaries": inclusion.num_canaries,
-                "num_guesses": best[1],
-                "num_right": best[2],
-            },
+            counts=asdict(tried[best]),
         )

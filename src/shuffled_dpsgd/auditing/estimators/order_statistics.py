@@ -37,7 +37,8 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.special import betainc, betaincinv, ndtr, ndtri
 
-from shuffled_dpsgd.auditing.estimators.gaussian_dp import gaussian_epsilon
+from shuffled_dpsgd.accounting import certified_bracket
+from shuffled_dpsgd.accounting.theorem import smallest_epsilon
 from shuffled_dpsgd.auditing.estimators.scores import (
     EstimatedBound,
     Floats,
@@ -57,6 +58,7 @@ CROSSINGS = 20
 LARGEST_PARAMETER = 60.0
 STREAM = 0x5EED0F715
 """Keeps our draws apart from scores that were made with the same small seed."""
+GAUSSIAN_STEPS = "the trade-off curve of a step is Gaussian"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,13 +174,17 @@ class SingleRanks:
 class OrderStatistics:
     """Lower bound over (ε, δ) curves (`any`) or Gaussian ones (`gaussian`); higher means present.
 
-    Valid for every mechanism, sample size and score, ties included. The `gaussian` family bounds μ,
-    and its ε holds for mechanisms whose trade-off curve is Gaussian. `seed` breaks ties and draws
-    the reference law; it must not depend on the scores.
+    Valid for every mechanism, sample size and score, ties included. The `gaussian` family bounds
+    the μ of one step; its ε is that of `num_steps` such steps, each joined with probability
+    `sampling_prob`, and holds for that mechanism alone. `seed` breaks ties and draws the reference
+    law; it must not depend on the scores.
     """
 
     family: Family = "any"
+    sampling_prob: float = 1.0
+    num_steps: int = 1
     seed: int = 0
+    reads: type = ScorePair
 
     def __post_init__(self) -> None:
         if self.family not in ("any", "gaussian"):
@@ -206,24 +212,38 @@ class OrderStatistics:
         if alone[best] > 0.0:
             needed = np.minimum(single.fewest_counts(float(alone[best])), scores.num_present + 1)
             bound = smallest_crossings(curve, scores, ranks, needed, level, rng)
-        gaussian = self.family == "gaussian"
-        found: dict[str, float | int] = {
+        found = {
             "false_positives": int(ranks[best]) - 1,
             "num_out": scores.num_out,
             "false_negatives": scores.num_present - int(counts[best]),
             "num_present": scores.num_present,
         }
+        return self._stated(bound, found, delta=delta, confidence=confidence)
+
+    def _stated(
+        self, bound: float, counts: dict[str, int], *, delta: float, confidence: float
+    ) -> EstimatedBound:
+        """The bound with what it assumes, and for which claims it counts."""
         independent = "observations are independent"
+        if self.family == "any":
+            return EstimatedBound(
+                epsilon=bound,
+                delta=delta,
+                method=self.name,
+                confidence=confidence,
+                may_refute="any claim",
+                assumptions=(independent,),
+                counts=counts,
+            )
+        rate, steps = self.sampling_prob, self.num_steps
         return EstimatedBound(
-            epsilon=gaussian_epsilon(bound, delta) if gaussian else bound,
+            epsilon=composed_epsilon(bound, sampling_prob=rate, num_steps=steps, delta=delta),
             delta=delta,
             method=self.name,
             confidence=confidence,
-            may_refute="Gaussian claims" if gaussian else "any claim",
-            assumptions=(independent, "the trade-off curve is Gaussian")
-            if gaussian
-            else (independent,),
-            counts={**found, "mu": bound} if gaussian else found,
+            may_refute="Gaussian claims",
+            assumptions=(independent, GAUSSIAN_STEPS),
+            counts={**counts, "mu": bound, "sampling_prob": rate, "num_steps": steps},
         )
 
 
@@ -245,3 +265,29 @@ def smallest_crossings(
     # 1e-9: level·(M+1) is often a whole number that rounding would push just below.
     allowed = math.floor(level * (draws + 1) + 1e-9)
     return float(np.partition(crossings, allowed - 1)[allowed - 1])
+
+
+def gaussian_epsilon(mu: float, delta: float) -> float:
+    """ε(δ) of a μ-GDP mechanism, the exact Gaussian mechanism; infinite at δ = 0 unless μ = 0.
+
+    >>> round(gaussian_epsilon(1.0, 1e-5), 3)
+    4.377
+    """
+    if mu <= 0.0:
+        return 0.0
+    if delta == 0.0:
+        return math.inf
+    return smallest_epsilon(1.0 / mu, delta, dimension=1, batch_clip=1.0)
+
+
+def composed_epsilon(mu: float, *, sampling_prob: float, num_steps: int, delta: float) -> float:
+    """ε of `num_steps` Poisson-sampled steps that are each μ-GDP when the canary takes part.
+
+    Never above the exact value: the lower end of the accountant's bracket. It grows with μ, so a
+    lower bound on μ gives one on ε, for mechanisms that are Gaussian in every step.
+    """
+    if mu <= 0.0 or (sampling_prob, num_steps) == (1.0, 1):
+        return gaussian_epsilon(mu, delta)
+    return certified_bracket(
+        noise_multiplier=1.0 / mu, sampling_prob=sampling_prob, num_steps=num_steps, delta=delta
+    ).lower

@@ -1,8 +1,9 @@
-"""Scores of two worlds, the error counts of a decision, and the bound an estimator draws from them.
+"""Scores of two worlds or of one run's canaries, and the bound an estimator draws from them.
 
 An adversary turns each observation into one number. `ScorePair` holds those numbers for the world
-without the canary and the world with it; every estimator starts there and ends in an
-`EstimatedBound`, which says at which confidence, and under which assumptions, ε is at least what.
+without the canary and the world with it, `Inclusion` those of the canaries of one run. Every
+estimator starts there and ends in an `EstimatedBound`, which says at which confidence, and under
+which assumptions, ε is at least what.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from shuffled_dpsgd.core.claim import PrivacyClaim
 from shuffled_dpsgd.errors import InvalidArgumentError
 
 Floats = NDArray[np.float64]
-Refutable = Literal["any claim", "Gaussian claims", "no claim"]
+Refutable = Literal["any claim", "Gaussian claims"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,44 +51,35 @@ class ScorePair:
     def num_present(self) -> int:
         return int(self.present.size)
 
-    def split(self, fraction: float) -> tuple[ScorePair, ScorePair]:
-        """The leading `fraction` of each world, and the rest (scores are exchangeable)."""
-        cut_out = min(max(round(fraction * self.num_out), 2), self.num_out - 2)
-        cut_in = min(max(round(fraction * self.num_present), 2), self.num_present - 2)
-        if min(cut_out, cut_in) < 2:
-            raise InvalidArgumentError(
-                "scores", expected="at least four per world to split", got=self.num_out
-            )
-        return (
-            ScorePair(out=self.out[:cut_out], present=self.present[:cut_in]),
-            ScorePair(out=self.out[cut_out:], present=self.present[cut_in:]),
-        )
-
 
 @dataclass(frozen=True, kw_only=True)
-class ErrorCounts:
-    """What one decision rule got wrong: raw counts, from which every rate follows."""
+class Inclusion:
+    """One score per canary and whether the canary was in the run; higher means "more present"."""
 
-    false_positives: int
-    num_out: int
-    false_negatives: int
-    num_present: int
+    scores: Floats
+    included: NDArray[np.bool_]
+
+    def __post_init__(self) -> None:
+        scores = np.asarray(self.scores, dtype=np.float64)
+        included = np.asarray(self.included, dtype=np.bool_)
+        if scores.ndim != 1 or scores.shape != included.shape or scores.size < 2:
+            raise InvalidArgumentError(
+                "scores",
+                expected="one score and one bit per canary, at least two",
+                got=scores.shape,
+            )
+        if not np.isfinite(scores).all():
+            raise InvalidArgumentError("scores", expected="finite numbers", got="nan or inf")
+        object.__setattr__(self, "scores", scores)
+        object.__setattr__(self, "included", included)
 
     @property
-    def false_positive_rate(self) -> float:
-        return self.false_positives / self.num_out
+    def num_canaries(self) -> int:
+        return int(self.scores.size)
 
-    @property
-    def true_positive_rate(self) -> float:
-        return 1.0 - self.false_negatives / self.num_present
-
-    def to_json(self) -> dict[str, int]:
-        return {
-            "false_positives": self.false_positives,
-            "num_out": self.num_out,
-            "false_negatives": self.false_negatives,
-            "num_present": self.num_present,
-        }
+    def as_pair(self) -> ScorePair:
+        """The canaries that were left out, and those that were not, as two worlds."""
+        return ScorePair(out=self.scores[~self.included], present=self.scores[self.included])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,17 +87,24 @@ class EstimatedBound:
     """ε is at least `epsilon` at level `confidence`, provided the `assumptions` hold.
 
     `may_refute` says which claims it can overturn. A bound that holds for every mechanism: any. One
-    that reads a whole Gaussian trade-off curve off one point: only claims that assert that curve.
-    A point estimate or a credible level: none. `confidence` is None for a point estimate.
+    over Gaussian curves tests the parameters of a mechanism, and overturns only proven claims about
+    that mechanism: the one of `counts["num_steps"]` steps sampled at `counts["sampling_prob"]`.
     """
 
     epsilon: float
     delta: float
     method: str
-    confidence: float | None
+    confidence: float
     may_refute: Refutable
     assumptions: tuple[str, ...] = ()
     counts: Mapping[str, float | int] = field(default_factory=dict)
+
+    def refutes_such(self, claim: PrivacyClaim) -> bool:
+        """Whether a claim like this one can be overturned by the bound, whatever its ε."""
+        if self.may_refute == "any claim":
+            return True
+        same = all(claim.inputs.get(k) == self.counts[k] for k in ("sampling_prob", "num_steps"))
+        return claim.kind == "proven" and same
 
     def as_claim(self) -> PrivacyClaim:
         """The bound as a measured claim: what an attack showed, not what is guaranteed."""

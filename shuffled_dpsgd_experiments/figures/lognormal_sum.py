@@ -8,14 +8,14 @@ statistics in well under a second at d = 1e8 where the paper's brute force took 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from types import MappingProxyType
 from typing import Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+from scipy.special import ndtr, ndtri
 
 from shuffled_dpsgd.accounting.order_statistics import draw_sums
 from shuffled_dpsgd.errors import InvalidArgumentError
@@ -99,8 +99,6 @@ def schwartz_yeh(total: LognormalSum, *, draws: int = 1000, seed: int = 0) -> Cd
 
 def least_squares(total: LognormalSum, *, draws: int = 1000, seed: int = 0) -> Cdf:
     """Normal whose quantiles fit those of a sample by least squares (Zhao & Ding 2007, linear)."""
-    from scipy.special import ndtri
-
     sample = np.sort(total.draw_log(draws, np.random.default_rng(seed)))
     quantiles = ndtri((np.arange(draws) + 0.5) / draws)
     slope = float(quantiles @ (sample - sample.mean()) / (quantiles @ quantiles))
@@ -109,8 +107,6 @@ def least_squares(total: LognormalSum, *, draws: int = 1000, seed: int = 0) -> C
 
 def kernel_density(total: LognormalSum, *, draws: int = 1000, seed: int = 0) -> Cdf:
     """Gaussian kernels on a sample of log S, Silverman's bandwidth."""
-    from scipy.special import ndtr
-
     sample = total.draw_log(draws, np.random.default_rng(seed))
     low, high = np.quantile(sample, [0.25, 0.75])
     width = 0.9 * min(float(sample.std()), float(high - low) / 1.349) * draws**-0.2
@@ -133,20 +129,16 @@ def monte_carlo(total: LognormalSum, *, draws: int = 1000, seed: int = 0) -> Cdf
     return cdf
 
 
-METHODS: Mapping[str, Method] = MappingProxyType(
-    {
-        "fenton-wilkinson": fenton_wilkinson,
-        "schwartz-yeh": schwartz_yeh,
-        "least-squares": least_squares,
-        "kernel-density": kernel_density,
-        "monte-carlo": monte_carlo,
-    }
-)
+METHODS: dict[str, Method] = {
+    "fenton-wilkinson": fenton_wilkinson,
+    "schwartz-yeh": schwartz_yeh,
+    "least-squares": least_squares,
+    "kernel-density": kernel_density,
+    "monte-carlo": monte_carlo,
+}
 
 
 def _normal_cdf(mean: float, std: float) -> Cdf:
-    from scipy.special import ndtr
-
     def cdf(at: npt.ArrayLike) -> Array:
         return ndtr((np.atleast_1d(np.asarray(at, dtype=np.float64)) - mean) / std)
 

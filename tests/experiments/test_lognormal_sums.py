@@ -9,9 +9,9 @@ import pytest
 from scipy.special import ndtr
 from scipy.stats import ks_2samp
 
-from shuffled_dpsgd.accounting.lognormal_sum import METHODS, LognormalSum, monte_carlo
 from shuffled_dpsgd.accounting.order_statistics import draw_sums
 from shuffled_dpsgd.errors import InvalidArgumentError
+from shuffled_dpsgd_experiments.figures.lognormal_sum import METHODS, LognormalSum, monte_carlo
 
 every = pytest.mark.parametrize("name", METHODS)
 

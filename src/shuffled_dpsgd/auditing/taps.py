@@ -1,0 +1,142 @@
+"""What an audit puts into a run: canaries into its sums, and somebody who reads its releases."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from shuffled_dpsgd.core.mechanism import Mechanism, NoiseWatch, Release, SumFrame
+from shuffled_dpsgd.core.referee import Checks
+from shuffled_dpsgd.training.data import MapStyle
+from shuffled_dpsgd.training.physical import PerSampleLoss
+from shuffled_dpsgd.training.private import PrivateTraining
+
+Tensors = Mapping[str, torch.Tensor]
+OnProgress = Callable[[int, int], object]
+"""Called with (done, total)."""
+
+
+def trainable(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Copies of the trainable weights, by name."""
+    return {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
+
+
+class Unwatched:
+    """Takes the referee's place and looks at nothing; its counts stay zero, and the card shows it.
+
+    A canary that is added to the sums is what the referee exists to stop.
+    """
+
+    def __init__(self) -> None:
+        self.checks = Checks()
+
+    def begin_step(self) -> None:
+        """Nothing is kept of a step."""
+
+    def inspect(self, sums: Any, *, norm: float | None, count: int, drawn: int) -> None:
+        """Every sum passes."""
+
+    def inspect_rows(self, sums: Any) -> None:
+        """All rows pass."""
+
+    def check_bound(self, norm: float, *, count: int) -> None:
+        """Every norm passes."""
+
+    def before_noise(self, sums: Any) -> None:
+        """Nothing is kept."""
+
+    def after_noise(self, sums: Any, **_: Any) -> None:
+        """All noise passes."""
+
+
+class RecordingMechanism:
+    """Passes everything on; keeps the last sums it was given, their release, and its record."""
+
+    def __init__(self, inner: Mechanism) -> None:
+        self.inner = inner
+        self.given: dict[str, torch.Tensor] = {}
+        self.last: dict[str, torch.Tensor] = {}
+        self.release = Release(blocks=())
+
+    def privatize(
+        self,
+        sums: Mapping[str, torch.Tensor],
+        *,
+        key: bytes,
+        frame: SumFrame | None = None,
+        watch: NoiseWatch | None = None,
+    ) -> Release:
+        self.given = {name: tensor.detach().clone() for name, tensor in sums.items()}
+        self.release = self.inner.privatize(sums, key=key, frame=frame, watch=watch)
+        self.last = {name: tensor.detach().clone() for name, tensor in sums.items()}
+        return self.release
+
+
+class InjectingEngine:
+    """A clipping engine whose clipped sum also holds what `extra` returns.
+
+    Everything else is the engine's own; `extra` is handed the records' sums. The injected vectors
+    must obey the clip by themselves.
+    """
+
+    def __init__(self, inner: Any, extra: Callable[[Tensors], Tensors]) -> None:
+        self._inner = inner
+        self._extra = extra
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def __enter__(self) -> InjectingEngine:
+        self._inner.__enter__()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._inner.__exit__(kind, error, trace)
+
+    def clipped_sum(self) -> dict[str, torch.Tensor]:
+        sums: dict[str, torch.Tensor] = self._inner.clipped_sum()
+        for name, tensor in self._extra(sums).items():
+            sums[name] = sums[name] + tensor.to(sums[name])
+        return sums
+
+
+def tap(private: PrivateTraining, extra: Callable[[Tensors], Tensors]) -> RecordingMechanism:
+    """Inject `extra` into every step of the run, with nobody at the door, and record releases."""
+    recorder = RecordingMechanism(private.mechanism)
+    private.engine = InjectingEngine(private.engine, extra)  # type: ignore[assignment]
+    private.mechanism = recorder
+    private.referee = Unwatched()
+    return recorder
+
+
+def train(
+    private: PrivateTraining,
+    data: MapStyle,
+    losses: PerSampleLoss,
+    collate: Callable[[list[Any]], Any] | None,
+    *,
+    num_steps: int | None = None,
+    watch: Callable[[], object] = lambda: None,
+    on_progress: OnProgress | None = None,
+) -> None:
+    """Train so many steps, or to the end of the plan, and call `watch` after each update."""
+
+    def observe() -> None:
+        watch()
+        if on_progress is not None:
+            on_progress(private.steps_taken, private.plan.num_steps)
+
+    private.use_loss(losses)
+    stop = private.on_update(observe)
+    for batch in private.batches(data, num_steps=num_steps, collate=collate):
+        private.backward(losses(private.model, batch))
+        private.step()
+    stop()

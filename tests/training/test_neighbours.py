@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset, default_collate
 
+from benchmarks import false_alarms, planted_mixing
 from shuffled_dpsgd.errors import InvalidArgumentError, UnsupportedModuleError
 from shuffled_dpsgd.training import LoopSettings, PrivateTraining, make_private, train
 from training.cases import FixedSampler, vectors
@@ -617,35 +618,25 @@ def test_a_record_that_always_raises_cannot_be_skipped() -> None:
 
 # --- how often -----------------------------------------------------------------------------------
 
-PLANTED: dict[str, Callable[[], tuple[nn.Module, Any, dict[str, Any]]]] = {
-    "a model that mixes one batch of ten": lambda: (Between(in_one_batch_of_ten), None, {}),
-    "a model that mixes one of ten by Python": lambda: (Between(seldom_by_python), None, {}),
-    "a model with a generator of its own": lambda: (Between(by_its_own_generator), None, {}),
-    "a model that mixes inputs": lambda: (Between(by_index_select), None, {}),
-    "a collate that mixes one batch of ten": lambda: (mlp(), None, {"collate": one_in_ten}),
-    "a collate that mixes at 0.3": lambda: (mlp(), None, {"collate": seldom_mixed}),
-    "a data set with broken records": lambda: (mlp(), BrokenByChance(), {}),
-    "a data set that draws a second record": lambda: (mlp(), SecondDrawn(), {}),
-}
+
+@pytest.mark.parametrize("name", planted_mixing.PLANTED)
+def test_mixing_that_nobody_thought_of_is_stopped(name: str) -> None:
+    assert not planted_mixing.is_missed(name, seed=1)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", PLANTED)
+@pytest.mark.parametrize("name", planted_mixing.PLANTED)
 def test_ninety_nine_of_a_hundred_runs_are_stopped_before_the_first_release(name: str) -> None:
-    missed = 0
-    for seed in range(100):
-        torch.manual_seed(seed)
-        random.seed(seed)
-        model, data, options = PLANTED[name]()
-        private = start(model, seed=None)
-        try:
-            run(private, vectors(count=RECORDS) if data is None else data, **options)
-        except (InvalidArgumentError, UnsupportedModuleError):
-            missed += private.ledger.spent > 0
-        else:
-            missed += 1
-        private.close()
-    assert missed <= 1
+    assert sum(planted_mixing.is_missed(name) for _ in range(100)) <= 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", false_alarms.ZOO)
+@pytest.mark.parametrize("precision", false_alarms.PRECISIONS)
+def test_healthy_models_of_every_kind_pass(name: str, precision: str) -> None:
+    found = false_alarms.run(name, precision, 2)
+    assert found["alarm"] is None
+    assert found["steps"] == 2
 
 
 @pytest.mark.slow

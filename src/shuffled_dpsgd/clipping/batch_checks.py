@@ -285,6 +285,7 @@ class BatchChecks:
                 tolerance=tolerance_for(self._model),
                 typical=typical,
                 is_new=self.turns.is_new(watched.kind),
+                thorough=self.turns.dense,
             )
             if found is None:
                 break

@@ -13,6 +13,7 @@ Whatever a replay changes is put back: generators, buffers, attributes of module
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -185,6 +186,8 @@ class Witness:
                 torch.enable_grad(),
                 without_fast_attention(),
                 without_a_trace(self._model),
+                # The real forward has given them.
+                warnings.catch_warnings(action="ignore"),
             ):
                 yield Rerun(self._model, call, rows, inputs=self.inputs, pull=pull, take=take)
         finally:

@@ -77,7 +77,8 @@ class LossExchange:
                 sources=range(counted),
                 states=RandomStates.of_model(self._model),
                 tolerance=tolerance_for(self._model),
-                is_new=self.turns.dense or self.turns.is_new(kind),
+                is_new=self.turns.is_new(kind),
+                thorough=self.turns.dense,
                 gradients=self._with_gradients,
             )
         if found is not None:

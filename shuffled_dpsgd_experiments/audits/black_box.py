@@ -31,7 +31,14 @@ from shuffled_dpsgd.accounting import PrivacyClaim
 from shuffled_dpsgd.auditing.estimators import Inclusion, OneRunFDP, ScorePair, roc
 from shuffled_dpsgd.auditing.estimators.curves import tpr_at_fpr
 from shuffled_dpsgd.auditing.estimators.scores import Floats
-from shuffled_dpsgd.auditing.input_canaries import Extended, InputCanary, Leaving, losses_of, plant
+from shuffled_dpsgd.auditing.input_canaries import (
+    Extended,
+    InputCanary,
+    Leaving,
+    check_kind,
+    losses_of,
+    plant,
+)
 from shuffled_dpsgd.auditing.run import AuditTarget, claims_of
 from shuffled_dpsgd.auditing.taps import OnProgress, train
 from shuffled_dpsgd.auditing.verdict import require_at_least
@@ -64,6 +71,7 @@ class BlackBoxSetting:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        check_kind(self.input_canary)
         require_at_least(self, num_seeds=LEAST_SEEDS, num_canaries=10)
 
 

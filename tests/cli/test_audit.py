@@ -170,6 +170,8 @@ def test_run_audits_the_digits_vit(tmp_path: Path) -> None:
         (["step", *QUICK, "--confidence", "1"], "confidence"),
         (["run", "--mode", "both"], "--mode"),
         (["run", "--input-canary", "loud"], "input_canary"),
+        (["blackbox", "--input-canary", "loud"], "input_canary"),
+        (["blackbox", "--config", "nowhere.toml"], "--config"),
         (["run", "--config", "nowhere.toml"], "--config"),
         (["sensitivity", "--records", "1"], "--records"),
         (["sensitivity", "--model", "no-such-model"], "model"),

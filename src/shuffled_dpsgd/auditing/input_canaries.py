@@ -7,7 +7,7 @@ in training; the adversary needs nothing but the model's loss.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -22,6 +22,14 @@ from shuffled_dpsgd.training.private import PrivateTraining
 
 InputCanary = Literal["mislabelled", "blank", "scrambled", "new-token"]
 SCORING_BATCH = 64
+
+
+def check_kind(kind: str) -> None:
+    """Refuse a kind of canary that there is none of."""
+    if kind not in get_args(InputCanary):
+        raise InvalidArgumentError(
+            "input_canary", expected=f"one of {get_args(InputCanary)}", got=kind
+        )
 
 
 class Extended:
@@ -178,7 +186,10 @@ def _continuations(data: MapStyle, count: int) -> list[Any]:
     sample = [data[i] for i in range(min(len(data), 2000))]
     if not isinstance(sample[0][0], list) or not isinstance(sample[0][1], int):
         raise InvalidArgumentError(
-            "data", expected="(list of ids, length of the prompt) records", got=type(sample[0])
+            "data",
+            expected="(list of ids, length of the prompt) records",
+            got=f"({type(sample[0][0]).__name__}, {type(sample[0][1]).__name__})",
+            remedy="for labelled records take mislabelled or blank",
         )
     return sample
 

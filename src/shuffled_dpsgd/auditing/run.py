@@ -10,14 +10,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 
 from shuffled_dpsgd.accounting import PrivacyClaim, certified_claim
 from shuffled_dpsgd.auditing.canary_run import CanaryRun
 from shuffled_dpsgd.auditing.estimators import OneRunFDP, OrderStatistics, ScorePair
-from shuffled_dpsgd.auditing.input_canaries import InputCanary, plant
+from shuffled_dpsgd.auditing.input_canaries import InputCanary, check_kind, plant
 from shuffled_dpsgd.auditing.membership import Membership
 from shuffled_dpsgd.auditing.model_attacks import (
     noise_attacks,
@@ -80,10 +80,7 @@ class RunSetting:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.input_canary not in get_args(InputCanary):
-            raise InvalidArgumentError(
-                "input_canary", expected=f"one of {get_args(InputCanary)}", got=self.input_canary
-            )
+        check_kind(self.input_canary)
         require_at_least(
             self,
             num_observations=20,

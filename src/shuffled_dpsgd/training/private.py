@@ -51,7 +51,6 @@ from shuffled_dpsgd.training.metrics import LossMeter, StepMetrics, describe_ste
 from shuffled_dpsgd.training.neighbours import NeighbourTests
 from shuffled_dpsgd.training.released_weights import describe_weights
 from shuffled_dpsgd.training.rows import DEFAULT_UNIT, Survey, describe_unit
-from shuffled_dpsgd.training.shared_ledger import SharedLedger
 from shuffled_dpsgd.training.shuffling import PermutedFrame, Shuffling
 from shuffled_dpsgd.training.succession import History
 from shuffled_dpsgd.training.update import GuardedOptimizer
@@ -78,7 +77,7 @@ class PrivateTraining:
         engine: ClippingEngine,
         sampler: Sampler,
         mechanism: Mechanism,
-        ledger: Ledger | SharedLedger,
+        ledger: Ledger,
         streams: RandomStreams,
         spec: PermutationSpec | None,
         physical_batch_size: int,

@@ -215,9 +215,7 @@ class History:
 
     def _identity(self) -> str:
         """What a budget knows the run by, on rank 0: its ledger's secret, by a hash."""
-        ledger = self._owner().ledger
-        key = ledger.key if isinstance(ledger, Ledger) else ledger.own_key
-        return hashlib.sha256(b"budget" + key).hexdigest()[:32]
+        return hashlib.sha256(b"budget" + self._owner().ledger.key).hexdigest()[:32]
 
     def _counted(self) -> CountedRun:
         assert self._budget is not None

@@ -322,7 +322,9 @@ def _ledger(world: World, plan: PrivacyPlan, path: str | Path | None) -> Ledger:
         "max_releases": plan.num_steps,
         "path": path,
     }
-    return Ledger(**planned) if world.size == 1 else SharedLedger(world, secure=plan.secure, **planned)
+    return (
+        Ledger(**planned) if world.size == 1 else SharedLedger(world, secure=plan.secure, **planned)
+    )
 
 
 def _refuse_wrappers(model: torch.nn.Module) -> None:

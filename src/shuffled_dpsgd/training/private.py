@@ -155,10 +155,9 @@ class PrivateTraining:
         self._drawn = DrawnBatches(
             self,
             meeting=self._meeting,
-            may_release=self._may_release,
-            begin_step=self._watch.begin,
-            update=self._update,
-            try_out=lambda drawn, batch: self._neighbours.check(drawn, batch),
+            before_step=self._begin_step,
+            take_empty_step=self._update,
+            check=lambda drawn, batch: self._neighbours.check(drawn, batch),
         )
         self._neighbours = NeighbourTests(self, rate=check_rate, check_time=self._check_time)
         self.shuffling = Shuffling(
@@ -495,6 +494,13 @@ class PrivateTraining:
             if self._witness is not None:
                 self._witness.stop()
             self.engine.__exit__(kind, error, trace)
+
+    def _begin_step(self, step: int) -> bool:
+        """Watch the weights from here to the update; False where the ledger allows none."""
+        if not self._may_release():
+            return False
+        self._watch.begin(step)
+        return True
 
     def _may_release(self) -> bool:
         return self.ledger.allows(self.steps_taken, secure=self.plan.secure)

@@ -19,9 +19,7 @@ class SharedLedger(Ledger):
     rank proposes its own, and rank 0's counts.
     """
 
-    def __init__(
-        self, world: World, *, secure: bool, path: str | Path | None, **plan: Any
-    ) -> None:
+    def __init__(self, world: World, *, secure: bool, path: str | Path | None, **plan: Any) -> None:
         self._world = world
         self._secure = secure
 

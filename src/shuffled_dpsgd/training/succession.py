@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from shuffled_dpsgd.accounting import PrivacyClaim, claim_together
-from shuffled_dpsgd.core.ledger import Ledger
 from shuffled_dpsgd.core.plan import PrivacyPlan
 from shuffled_dpsgd.distributed.agreement import first_does
 from shuffled_dpsgd.errors import InvalidArgumentError, ShuffledDPError

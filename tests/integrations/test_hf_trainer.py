@@ -15,6 +15,7 @@ import torch
 from shuffled_dpsgd.errors import BudgetExhaustedError, CheckpointError, InvalidArgumentError
 from shuffled_dpsgd.integrations import PrivacyArguments
 from shuffled_dpsgd.training.budget import BudgetFile
+from shuffled_dpsgd.training.saved_card import read_card
 
 transformers = pytest.importorskip("transformers")
 
@@ -109,6 +110,7 @@ def test_trains_the_planned_steps_and_writes_the_card(tmp_path: Path) -> None:
     assert card["certified"]["kind"] == "proven"
     assert card["shuffles_verified"] == 5
     assert card["certified"]["epsilon"] == trainer.card().certified.epsilon
+    assert read_card(tmp_path) == trainer.card()
     assert "certified ε · proven" in (tmp_path / "privacy_card.html").read_text()
 
 

@@ -25,7 +25,7 @@ _CHECKPOINTING = ("activation_checkpointing_kwargs", "gradient_checkpointing_kwa
 
 
 @dataclass(frozen=True, kw_only=True)
-class Decision:
+class FieldRule:
     """What is made of a field; see the head of the table."""
 
     word: Literal["used", "inert", "set", "refused"]
@@ -35,11 +35,11 @@ class Decision:
 
 
 @cache
-def decisions() -> Mapping[str, Decision]:
+def decisions() -> Mapping[str, FieldRule]:
     """The table."""
     text = Path(__file__).with_name("trainer_fields.toml").read_text(encoding="utf-8")
     lines = {k: v if isinstance(v, dict) else {"word": v} for k, v in tomllib.loads(text).items()}
-    return {k: Decision(**v | {"only": tuple(v.get("only", ()))}) for k, v in lines.items()}
+    return {k: FieldRule(**v | {"only": tuple(v.get("only", ()))}) for k, v in lines.items()}
 
 
 def settled(args: Any) -> Any:

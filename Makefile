@@ -47,7 +47,7 @@ format: $(STAMP)
 
 # The site in site/, offline and strictly: a link that leads nowhere fails.
 docs: $(STAMP)
-	$(BIN)/mkdocs build --strict --quiet
+	$(BIN)/python -m mkdocs build --strict --quiet
 
 # Wheel and source distribution in dist/; their version is the newest tag.
 package: $(STAMP)

@@ -20,6 +20,7 @@ LINK = re.compile(r"(?<=\]\()([^)\s#:]+)(?=[)#])")
 FENCE = re.compile(r"(^```.*?^```)", re.DOTALL | re.MULTILINE)
 PAGES = {
     "CHANGELOG.md": "changelog.md",
+    "CODE_OF_CONDUCT.md": "conduct.md",
     "CONTRIBUTING.md": "contributing.md",
     "README.md": "index.md",
     "SECURITY.md": "security.md",

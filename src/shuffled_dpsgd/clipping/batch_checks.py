@@ -29,7 +29,7 @@ from shuffled_dpsgd.clipping.checks.exchange import (
     Moved,
     tolerance_for,
 )
-from shuffled_dpsgd.clipping.checks.loss_independence import check_losses
+from shuffled_dpsgd.clipping.checks.loss_independence import check_losses, refuse_foreign
 from shuffled_dpsgd.core.referee import Referee
 from shuffled_dpsgd.errors import CannotReplayError, RefereeError, UnsupportedModuleError
 from shuffled_dpsgd.runtime.clock import Clock
@@ -160,6 +160,14 @@ class BatchChecks:
         finally:
             self._recorder.muted = False
         self.follow_compiled(batch, losses)
+
+    def check_number(self, batch: CapturedBatch, loss: Tensor) -> None:
+        """Follow one number for the whole batch back to the outputs."""
+        outputs, self._outputs = self._outputs, ()
+        if outputs:
+            refuse_foreign(loss, outputs, self._parameters if self._sharding is None else None)
+            self._losses_checked = True
+        self.follow_compiled(batch, loss)
 
     def follow_compiled(self, batch: CapturedBatch, losses: Tensor | None) -> None:
         """Decide whether to watch a batch that a compiler has run; its backward is about to come.

@@ -300,10 +300,10 @@ class ClippingEngine:
         """What checks have taken; whoever makes others for the same run adds to it."""
         return self._checks.turns.time
 
-    def follow_compiled(self, losses: Tensor) -> None:
-        """Say what the latest batch goes backward from, where `backward` is not called."""
+    def check_number(self, loss: Tensor) -> None:
+        """Say what number the latest batch goes backward from, where `backward` is not called."""
         if self._recorder.latest is not None:
-            self._checks.follow_compiled(self._recorder.latest, losses)
+            self._checks.check_number(self._recorder.latest, loss)
 
     def lifted(self) -> AbstractContextManager[None]:
         """Inside, the model runs as its owner wrote it, and nothing is booked."""

@@ -18,7 +18,7 @@ import torch
 
 from shuffled_dpsgd.clipping import ClippingEngine
 from shuffled_dpsgd.clipping.checks.check_turns import TimeShare
-from shuffled_dpsgd.clipping.checks.loss_independence import refuse_foreign_parameters
+from shuffled_dpsgd.clipping.checks.loss_independence import refuse_foreign
 from shuffled_dpsgd.core.card import NO_LEDGER, SEEDED_TWICE
 from shuffled_dpsgd.core.ledger import Ledger
 from shuffled_dpsgd.core.mechanism import Mechanism
@@ -306,9 +306,9 @@ class PrivateTraining:
         # Here, so that the outcome is known before the norms are, for which a step waits.
         self._weights.ask()
         if reduced and self._witness is None:
-            self.engine.follow_compiled(losses)
-        if reduced and self.ledger.spent == 0 and not self.is_sharded:
-            refuse_foreign_parameters(losses, self._trainable)
+            self.engine.check_number(losses)
+        elif self._witness is not None and self.ledger.spent == 0:
+            refuse_foreign(losses, (), self._trainable)
         if current is not None and (self._drawn.pads or current.size < current.rows):
             if current.size > 0:
                 self._losses.add(losses[: current.size], count=current.size, mean=False)

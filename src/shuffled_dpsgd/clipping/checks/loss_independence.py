@@ -37,9 +37,7 @@ def check_losses(
     outputs = [output for output in outputs if output.requires_grad]
     if len(losses) < 2 or not outputs or not losses.requires_grad:
         return False
-    reached, leaves = _first_reached(losses, outputs)
-    if parameters is not None and reached:
-        refuse_foreign(leaves, parameters)
+    reached = refuse_foreign(losses, outputs, parameters)
     axes = [batch_axes_of(output, len(losses)) for output in reached]
     if not all(axes):
         raise _mixed("a number that the model computed from all samples")
@@ -60,21 +58,21 @@ def check_losses(
     return True
 
 
-def refuse_foreign_parameters(loss: Tensor, parameters: Mapping[str, nn.Parameter]) -> None:
-    """Refuse a loss that trains parameters which are not the model's, wherever they stand."""
-    leaves = [leaf for leaf in _first_reached(loss, [])[1] if isinstance(leaf, nn.Parameter)]
-    refuse_foreign(leaves, parameters)
+def refuse_foreign(
+    losses: Tensor, outputs: Sequence[Tensor], parameters: Mapping[str, nn.Parameter] | None
+) -> list[Tensor]:
+    """The outputs that losses come from; refuse other tensors that would be trained on the way.
 
-
-def refuse_foreign(leaves: Sequence[Tensor], parameters: Mapping[str, nn.Parameter]) -> None:
-    """Refuse leaves that require gradients and are no parameters of the model.
+    Without `parameters` nothing is refused. Where no output is reached, the way leads through the
+    model, which may make leaves of its own: then only parameters of others are refused.
 
     Raises:
         UnsupportedModuleError: naming the first of them.
     """
-    known = {id(parameter) for parameter in parameters.values()}
-    for leaf in leaves:
-        if id(leaf) not in known:
+    reached, leaves = _first_reached(losses, outputs)
+    known = {id(parameter) for parameter in (parameters or {}).values()}
+    for leaf in leaves if parameters is not None else ():
+        if id(leaf) not in known and (reached or isinstance(leaf, nn.Parameter)):
             raise UnsupportedModuleError(
                 _name_of(leaf),
                 expected="a loss whose only trainable parameters are the model's",
@@ -83,6 +81,7 @@ def refuse_foreign(leaves: Sequence[Tensor], parameters: Mapping[str, nn.Paramet
                 remedy="make it a parameter of a module of the model, or call "
                 "requires_grad_(False) on it",
             )
+    return reached
 
 
 def _first_reached(losses: Tensor, outputs: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:

@@ -8,10 +8,7 @@ samples are followed back to the outputs, and must not arrive at others.
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Mapping, Sequence
-from inspect import isfunction
-from types import CellType
 
 import torch
 from torch import Tensor, nn
@@ -74,7 +71,7 @@ def refuse_foreign(
     for leaf in leaves if parameters is not None else ():
         if id(leaf) not in known and (reached or isinstance(leaf, nn.Parameter)):
             raise UnsupportedModuleError(
-                _name_of(leaf),
+                "losses",
                 expected="a loss whose only trainable parameters are the model's",
                 got=f"a tensor of shape {tuple(leaf.shape)} in the loss that requires gradients: "
                 "it would be trained on gradients that nobody clips",
@@ -118,23 +115,6 @@ def _touched(grad: Tensor, size: int) -> Tensor:
     # In two operations: a GPU takes as long as it reads and writes.
     finite = (torch.nan_to_num(part, nan=0.0, posinf=0.0, neginf=0.0) for part in parts)
     return torch.cat([part.any(1) for part in finite])
-
-
-def _name_of(leaf: Tensor) -> str:
-    """The name under which something holds the tensor."""
-    for holder in gc.get_referrers(leaf):
-        if isinstance(holder, dict):
-            for key, value in holder.items():
-                if value is leaf and isinstance(key, str) and key not in ("leaf", "self"):
-                    return key
-        elif isinstance(holder, CellType):
-            for closure in gc.get_referrers(holder):
-                for function in filter(isfunction, gc.get_referrers(closure)):
-                    cells = function.__closure__ or ()
-                    for name, cell in zip(function.__code__.co_freevars, cells, strict=True):
-                        if cell is holder:
-                            return name
-    return "a tensor of the loss"
 
 
 def _mixed(got: str) -> UnsupportedModuleError:

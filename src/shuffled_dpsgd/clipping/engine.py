@@ -416,12 +416,10 @@ class ClippingEngine:
             )
 
     def _receive(self, batch: CapturedBatch, entry: Entry) -> None:
-        if batch.size > 0 and batch is not self._checks.trial:
+        if batch.size > 0:
             self._schedule.receive(batch, entry)
 
     def _finish(self, batch: CapturedBatch) -> None:
-        if batch is self._checks.trial:
-            return
         if batch.size > 0:
             self._checks.check_late(batch)
             with self.clock.part("settle"):

@@ -22,7 +22,6 @@ from training.cases import (
     vit_case,
 )
 
-
 pytestmark = [
     pytest.mark.filterwarnings("ignore:the most frequent row"),
     pytest.mark.filterwarnings("ignore:δ = "),

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import ConcatDataset, Dataset, Subset
+from torch.utils.data import ConcatDataset, Dataset, Subset, default_collate
 
 from shuffled_dpsgd.errors import InvalidArgumentError, UnsupportedModuleError
 from training.cases import vectors
@@ -132,49 +132,24 @@ def test_a_table_whose_transform_looks_elsewhere_is_stopped() -> None:
 # --- collate functions that can hardly be compared ------------------------------------------------
 
 
-class Together:
-    """Takes only records that belong together, and centres them."""
+class Fussy:
+    """Takes only the batch that it has seen first."""
 
-    def __init__(self, records: Tensor) -> None:
-        self.known = {float(row[0]): float(row.sum()) for row in records}
-        self.first = True
+    def __init__(self) -> None:
+        self.known: set[float] = set()
 
     def __call__(self, samples: list[Any]) -> Any:
-        x, y = torch.stack([x for x, _ in samples]), torch.stack([y for _, y in samples])
-        keys = [float(row[0]) for row in x]
-        if sorted(keys) != sorted(self.seen if not self.first else keys):
+        x, y = default_collate(samples)
+        found = {float(each) for each in x[:, 0]}
+        if self.known and found != self.known:
             raise ValueError("records that do not belong together")
-        self.first, self.seen = False, keys
-        return x - x.mean(0), y
+        self.known = found
+        return x, y
 
 
 def test_where_no_exchange_could_be_made_the_card_says_so() -> None:
-    class Fussy:
-        """Fails for every batch but the first that it has seen."""
-
-        def __init__(self) -> None:
-            self.known: set[tuple[float, ...]] = set()
-            self.open = True
-
-        def __call__(self, samples: list[Any]) -> Any:
-            key = tuple(float(x[0]) for x, _ in samples)
-            if not self.open and key not in self.known:
-                raise ValueError("records that do not belong together")
-            self.known.add(key)
-            return torch.stack([x for x, _ in samples]), torch.stack([y for _, y in samples])
-
-    collate = Fussy()
     private = start(mlp(), num_steps=1, physical_batch_size=100)
-    collate.open = True
-    data = vectors(count=RECORDS)
-
-    class Once(Fussy):
-        def __call__(self, samples: list[Any]) -> Any:
-            found = super().__call__(samples)
-            self.open = False
-            return found
-
-    run(private, data, collate=Once())
+    run(private, vectors(count=RECORDS), collate=Fussy())
     assert ROW in str(private.card())
 
 

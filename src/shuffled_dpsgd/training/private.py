@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from shuffled_dpsgd.clipping import ClippingEngine
 from shuffled_dpsgd.clipping.checks.check_turns import TimeShare
@@ -49,7 +50,7 @@ from shuffled_dpsgd.training.layout import Layout
 from shuffled_dpsgd.training.meeting import Meeting
 from shuffled_dpsgd.training.metrics import LossMeter, StepMetrics, describe_step
 from shuffled_dpsgd.training.neighbours import NeighbourTests
-from shuffled_dpsgd.training.released_weights import describe_weights
+from shuffled_dpsgd.training.released_weights import SaveWatch, describe_weights
 from shuffled_dpsgd.training.rows import DEFAULT_UNIT, Survey, describe_unit
 from shuffled_dpsgd.training.shared_ledger import SharedLedger
 from shuffled_dpsgd.training.shuffling import PermutedFrame, Shuffling
@@ -104,6 +105,7 @@ class PrivateTraining:
         self.steps_taken = 0
         self.released = False
         self._released_as: dict[str, list[str]] | None = None
+        self._save_watch: RemovableHandle | None = None
         self.last_metrics: StepMetrics | None = None
         self.last_sample_norms = torch.empty(0)
         self._trainable = {n: p for n, p in model.named_parameters() if p.requires_grad}
@@ -420,7 +422,12 @@ class PrivateTraining:
 
     def note_released(self) -> None:
         """Take the weights as they are now for those that the card is about."""
+        if self._save_watch is not None:
+            self._save_watch.remove()
         self._released_as = describe_weights(self.model) if self.released else None
+        if self._released_as is not None and not self.is_sharded:
+            watch = SaveWatch(frozenset(self._released_as["trained"]))
+            self._save_watch = self.model.register_state_dict_pre_hook(watch)
 
     def check_released(self) -> None:
         """Refuse weights that are others than `release()` left; before it, all may be saved."""
@@ -468,6 +475,8 @@ class PrivateTraining:
         while self._depth:
             self.__exit__(None, None, None)
         self._optimizer.remove()
+        if self._save_watch is not None:
+            self._save_watch.remove()
         if self._sharding is not None:
             self._sharding.detach()
 

@@ -97,6 +97,7 @@ def _exchanged(data: Any, kept: Sequence[int], draws: random.Random) -> Any:
         replaced = {"dataset": inside}
     elif isinstance(data, ConcatDataset):
         first, parts = 0, []
+        part: Any
         for part in data.datasets:
             places = [at - first for at in kept if 0 <= at - first < len(part)]
             parts.append(_exchanged(part, places, draws))

@@ -13,9 +13,9 @@ from scipy.special import ndtr, ndtri
 
 from shuffled_dpsgd.accounting import (
     BestOf,
+    Filter,
     SampledGaussian,
     calibrate_certified,
-    claim_of_any_choice,
     claim_together,
 )
 from shuffled_dpsgd.accounting.rdp import rdp_epsilon
@@ -87,13 +87,11 @@ def test_a_claim_of_several_names_all_of_them_and_what_it_assumes() -> None:
     claim = claim_together(runs, DELTA)
     assert claim.describe().endswith("by PLD of 2 runs")
     assert runs_of(claim) == tuple(runs)
-    assert any(
-        "settings" not in line and "no run were chosen" in line for line in claim.assumptions
-    )
+    assert any(line.startswith("neither how many runs there are") for line in claim.assumptions)
     assert claim_together(runs[::-1], DELTA).epsilon == claim.epsilon
     alone = claim_together(runs[:1], DELTA)
     assert runs_of(alone) == (runs[0],)
-    assert not any("no run were chosen" in line for line in alone.assumptions)
+    assert not any("neither how many" in line for line in alone.assumptions)
 
 
 def test_choosing_the_second_run_by_the_first_breaks_one_price_and_not_the_other() -> None:
@@ -129,10 +127,41 @@ def test_choosing_the_second_run_by_the_first_breaks_one_price_and_not_the_other
     for exact in (of_rare, of_steady):
         assert weights @ exact(settled - loss) == pytest.approx(delta, rel=2e-3)
     assert worst(settled) > 1.3 * delta
-    chosen = [claim_of_any_choice([first, each], delta, limit=2.0) for each in (rare, steady)]
-    assert worst(max(each.epsilon for each in chosen if each is not None)) <= delta
-    assert len({each.method for each in chosen if each is not None}) == 1, "one order for both"
-    assert not any("no run were chosen" in line for line in chosen[0].assumptions)  # type: ignore[union-attr]
+    for limit in (settled, 2.5 * settled):
+        kept = Filter(epsilon=limit, delta=delta, first=first)
+        claims = [kept.claim([first, each]) for each in (rare, steady)]
+        assert {each.epsilon for each in claims} <= {limit, math.inf}
+        assert len({each.method for each in claims}) == 1, "one order for both"
+        if any(each.epsilon == math.inf for each in claims):
+            continue
+        assert worst(limit) <= delta
+        assert all("may have been chosen" in each.assumptions[-1] for each in claims)
+    assert claims[0].epsilon == limit, "some limit lets both through"
+    assert Filter(epsilon=settled, delta=delta, first=first).share([first, steady]) > 1.0
+
+
+def test_a_limit_that_no_order_reaches_leaves_room_for_nothing() -> None:
+    run = SampledGaussian(noise_multiplier=100.0, sampling_prob=0.01, num_steps=1)
+    none = Filter(epsilon=1e-6, delta=1e-30, first=run)
+    assert none.share([run]) == math.inf
+    assert none.claim([run]).epsilon == math.inf
+
+
+def test_what_a_filter_lets_through_converts_to_its_limit() -> None:
+    """By dp_accounting's own moments and conversion, at the order that the filter names."""
+    run = SampledGaussian(noise_multiplier=2.0, sampling_prob=0.05, num_steps=100)
+    kept = Filter(epsilon=3.0, delta=1e-6, first=run)
+    order = float(kept.claim([run]).method.split()[-1])
+    times = int(1.0 / kept.share([run]))
+    gaussian = dp_event.PoissonSampledDpEvent(0.05, dp_event.GaussianDpEvent(2.0))
+
+    def theirs(runs: int) -> float:
+        accountant = RdpAccountant([order])
+        accountant.compose(gaussian, 100 * runs)
+        return float(accountant.get_epsilon(1e-6))
+
+    assert theirs(times) <= 3.0 * (1.0 + 1e-6) < theirs(times + 1)
+    assert kept.share([run] * times) <= 1.0 < kept.share([run] * (times + 1))
 
 
 def test_what_is_not_covered_is_refused() -> None:
@@ -146,4 +175,3 @@ def test_what_is_not_covered_is_refused() -> None:
         BestOf(run=plain, mean=0.5)
     with pytest.raises(InvalidArgumentError, match="one and the same"):
         claim_together([plain, replaced], 1e-5)
-    assert claim_of_any_choice([replaced], 1e-5, limit=1.0) is None

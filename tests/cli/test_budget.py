@@ -10,6 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from shuffled_dpsgd.cli.main import app
+from shuffled_dpsgd.training.budget import BudgetFile, CountedRun
 
 SHORT = ["--epochs", "1", "--batch-size", "400", "--json"]
 
@@ -44,13 +45,29 @@ def test_a_user_s_two_runs_and_a_third_that_is_one_too_many(file: Path, tmp_path
     assert 3.0 < together["epsilon"] < 4.5
     assert found["left"] == pytest.approx(4.5 - together["epsilon"])
     assert found["with_another_like_the_last"] > together["epsilon"]
-    assert found["whatever_settings_were_chosen_by"]["epsilon"] > together["epsilon"]
+    printed = " ".join(invoke("budget", "show", "b.json").split())
+    assert "if neither their number nor their settings were chosen by" in printed
     card = json.loads((tmp_path / "run2" / "privacy_card.json").read_text())
     assert any("2 runs in b.json, together ε" in line for line in card["not_covered"])
     refused = invoke("train", "digits", "--budget", "b.json", "--output", "run3", *SHORT, code=2)
     assert "above the limit of 4.5" in refused
     assert not (tmp_path / "run3").exists()
     assert shown(file) == found
+
+
+def test_an_adaptive_budget_says_what_share_is_used(tmp_path: Path) -> None:
+    file, said = tmp_path / "a.json", ("--adaptive", "--json")
+    made = json.loads(invoke("budget", "new", file, "--epsilon", 8, "--delta", 1e-4, *said))
+    assert (made["adaptive"], made["share_used"]) == (True, None)
+    facts = {"noise_multiplier": 2.0, "sampling_prob": 0.1, "num_steps": 20}
+    BudgetFile(file).enter(CountedRun(identity="a", name="a", began="2026", **facts), "data")
+    found = shown(file)
+    assert found["together"]["epsilon"] == 8
+    assert (found["left"], found["with_another_like_the_last"]) == (None, None)
+    share = f"{found['share_used']:.1%} of it is used"
+    assert 0.0 < found["share_used"] < 1.0
+    assert share in " ".join(invoke("budget", "show", file).split())
+    assert "adaptive" in invoke("budget", "new", tmp_path / "n", "--delta", 1e-4, *said, code=2)
 
 
 def test_a_run_that_goes_on_and_its_audit_use_the_folder_s_budget(

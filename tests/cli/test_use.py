@@ -47,6 +47,13 @@ def test_the_report_does_not_call_training_rows_held_out(runs: Path) -> None:
         assert "12 of the held-out rows are training records" in page
 
 
+def test_a_folder_has_a_card_for_the_registry(runs: Path) -> None:
+    record = run("card", runs / "csv", "--format", "registry").stdout
+    assert "status: Draft" in record
+    assert "films of the week" in record
+    assert "films of the week" in run("card", runs / "csv").stdout
+
+
 def test_evaluate_repeats_the_runs_score(runs: Path) -> None:
     for layout in ("csv", "e2e"):
         summary = json.loads((runs / layout / "summary.json").read_text())

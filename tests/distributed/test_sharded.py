@@ -91,7 +91,10 @@ def test_checks_hold_a_layer_or_two_at_once(launcher: Launcher, kinds: list[str]
             assert found["verified"] > 0 or checkpoints
             assert found["gradients"] >= 2 * found["checked"]
             assert found["sent"] > 3 * found["whole"], "some check did not run the model"
-            assert found["most"] <= found["root"] + 2 * found["block"] < found["whole"] / 3
+            # A gradient may be one number that is expanded, alive until it is collected.
+            number = 4
+            most = found["root"] + 2 * found["block"] + number
+            assert found["most"] <= most < found["whole"] / 3
             assert found["kept by graphs"] == 0
             # A checkpoint keeps nothing of a block, and computes it again.
             assert (found["gathered again"] > 0) == (not checkpoints)

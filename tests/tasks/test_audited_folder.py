@@ -43,7 +43,15 @@ def test_the_bounds_reach_every_form_of_the_card(finished: Path, tmp_path: Path)
     assert card["audits"]
     assert card["verdicts"]["certified"] == "consistent with the audit"
     assert SECOND_RUN in card["not_covered"]
-    for key in ("subject", "certified", "paper", "mechanism", "shuffle", "steps_released"):
+    for key in (
+        "subject",
+        "certified",
+        "paper",
+        "mechanism",
+        "shuffle",
+        "steps_released",
+        "checks",
+    ):
         assert card[key] == before[key]
     for name in ("privacy_card.txt", "privacy_card.html", "report.html"):
         text = (folder / name).read_text()

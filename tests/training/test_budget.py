@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from core.independent import true_epsilon_together
-from shuffled_dpsgd.accounting import SampledGaussian, claim_together
+from shuffled_dpsgd.accounting import Filter, SampledGaussian, claim_together
 from shuffled_dpsgd.errors import BudgetExhaustedError, CheckpointError, InvalidArgumentError
 from shuffled_dpsgd.training import PrivateTraining, load_checkpoint, make_private, save_checkpoint
 from shuffled_dpsgd.training.budget import BudgetFile, CountedRun
@@ -130,6 +130,43 @@ def test_what_would_exceed_the_limit_is_refused_and_releases_nothing(file: Budge
         run(third, mlp_case())
     assert third.ledger.spent == 0
     assert file.path.read_bytes() == before
+
+
+def test_an_adaptive_budget_prices_all_runs_at_its_limit_and_keeps_it(tmp_path: Path) -> None:
+    file = BudgetFile(tmp_path / "adaptive.json")
+    file.create(delta=DELTA, epsilon=4.0, adjacency="add-remove", adaptive=True)
+
+    def enter_many() -> None:
+        for number in range(40):
+            file.enter(a_run(str(number), noise_multiplier=1.5 + number % 3), "data")
+
+    with pytest.raises(BudgetExhaustedError, match=r"% of what keeps ε = 4"):
+        enter_many()
+    account = file.read()
+    assert 1 < len(account.runs) < 39
+    claim = account.together()
+    assert (claim.epsilon, claim.kind) == (4.0, "proven")
+    assert any("may have been chosen" in line for line in claim.assumptions)
+    by_orders = Filter(epsilon=4.0, delta=DELTA, first=account.spent[0])
+    assert 0.5 < by_orders.share(account.spent) <= 1.0
+    assert claim_together(account.spent, DELTA).epsilon < 4.0
+    for wrong in ({"epsilon": None, "adjacency": "add-remove"}, {"adjacency": "replace-one"}):
+        other = BudgetFile(tmp_path / "other.json")
+        with pytest.raises(InvalidArgumentError, match="adaptive"):
+            other.create(**{"delta": DELTA, "epsilon": 1.0, "adaptive": True} | wrong)
+
+
+def test_a_budget_has_one_name_however_it_is_reached(file: BudgetFile, tmp_path: Path) -> None:
+    link = tmp_path / "folder" / "link.json"
+    link.parent.mkdir()
+    link.symlink_to(file.path)
+    BudgetFile(link).enter(a_run("through the link"), "data")
+    file.enter(a_run("by its name"), "data")
+    assert link.is_symlink()
+    assert len(BudgetFile(link).read().runs) == len(file.read().runs) == 2
+    os.link(file.path, tmp_path / "second.json")
+    with pytest.raises(CheckpointError, match="second name"):
+        file.enter(a_run("after a hard link"), "data")
 
 
 def test_of_two_runs_that_both_fit_alone_the_second_to_release_is_refused(

@@ -25,7 +25,7 @@ from shuffled_dpsgd.accounting.given_pairs import vector_pair
 from shuffled_dpsgd.accounting.meaning import Meaning, what_it_means
 from shuffled_dpsgd.accounting.pairs import Pair, constant_pair, spike_pair
 from shuffled_dpsgd.accounting.paper import PaperCalibration, calibrate_paper, paper_claim
-from shuffled_dpsgd.accounting.together import BestOf, claim_of_any_choice, claim_together
+from shuffled_dpsgd.accounting.together import BestOf, Filter, claim_together
 from shuffled_dpsgd.core.certified import certified_claim
 from shuffled_dpsgd.core.claim import Adjacency, Kind, PrivacyClaim
 from shuffled_dpsgd.core.events import SampledGaussian
@@ -38,6 +38,7 @@ __all__ = [
     "Calibration",
     "DeltaEstimate",
     "Examination",
+    "Filter",
     "Kind",
     "Meaning",
     "Pair",
@@ -51,7 +52,6 @@ __all__ = [
     "calibrate_rdp",
     "certified_bracket",
     "certified_claim",
-    "claim_of_any_choice",
     "claim_together",
     "compare",
     "compare_calibrations",

@@ -1,12 +1,15 @@
 """Several runs on the same data, priced as one: what whoever sees all of them learns.
 
-By privacy-loss distributions (`price`), where noise, sampling probability and steps of every run
-are settled before the first. Models, data order, learning rates and the number of runs that are
-made of those may depend on what earlier runs released.
+By privacy-loss distributions (`price`), where the number of runs and the noise, sampling
+probability and steps of each are settled before the first. Models, data order and learning rates
+may depend on what earlier runs released. How many of the settled runs are made may depend on it
+too, but then the ε of all that might have been made counts.
 
 By Rényi DP, which also covers
-- settings that were chosen by what earlier runs released, if one order is fixed beforehand: the
-  divergences at that order add up (Feldman & Zrnic 2021, Thm. 3.1);
+- a `Filter`, where everything may depend on what earlier runs released: an order and a limit are
+  fixed beforehand, and no run is made that would bring the sum of the divergences at that order
+  above the limit (Feldman & Zrnic 2021, Thm. 3.1). Only the limit is proven, and not what the runs
+  made so far add up to: had they released something else, other runs would have been made;
 - the best of a random number of runs, of which only the best is published (Papernot & Steinke
   2022, Thm. 6 by `dp_accounting`).
 """
@@ -35,8 +38,12 @@ from shuffled_dpsgd.core.pld import price
 from shuffled_dpsgd.errors import InvalidArgumentError
 
 SETTLED = (
-    "noise, sampling probability and steps of no run were chosen by what another released, or by "
-    "the records"
+    "neither how many runs there are nor the noise, sampling probability and steps of any were "
+    "chosen by what another released, or by the records"
+)
+FILTERED = (
+    "every run is refused that would exceed the limit; how many there are, and what each is, may "
+    "have been chosen by what others released"
 )
 DRAWN = (
     "a search drew the number of its runs from a Poisson distribution before the first, the "
@@ -74,7 +81,7 @@ def claim_together(runs: Sequence[Spent], delta: float) -> PrivacyClaim:
     check_delta(delta)
     plain = [run for run in runs if isinstance(run, SampledGaussian)]
     if len(plain) < len(runs):
-        return _renyi_claim(runs, delta, None)
+        return _renyi_claim(runs, delta)
     if len({run.adjacency for run in plain}) != 1:
         raise InvalidArgumentError(
             "adjacency", expected="one and the same for all runs", got=[r.adjacency for r in plain]
@@ -84,34 +91,52 @@ def claim_together(runs: Sequence[Spent], delta: float) -> PrivacyClaim:
     return _claim(runs, epsilon, delta, method)
 
 
-def claim_of_any_choice(
-    runs: Sequence[Spent], delta: float, *, limit: float
-) -> PrivacyClaim | None:
-    """The proven ε of all runs, whatever their settings were chosen by.
+@dataclass(frozen=True, kw_only=True)
+class Filter:
+    """A limit of ε for runs of any choice: a Rényi order, and the divergence it has room for.
 
-    The order is fixed before the first release: by δ, a `limit` of ε that was stated beforehand,
-    and the settings of the first run, which it lets fill that limit most often. None for
-    adjacencies that Rényi DP is not computed for.
+    The order is fixed before the first release, by δ, the limit and the settings of the first run,
+    which it lets fill the limit most often.
     """
-    if any(run.adjacency != "add-remove" for run in runs if isinstance(run, SampledGaussian)):
-        return None
-    room = limit - np.log1p(-1.0 / ORDERS) + (math.log(delta) + np.log(ORDERS)) / (ORDERS - 1.0)
-    return _renyi_claim(runs, delta, int(np.argmax(room / _divergences_of(runs[0]))))
+
+    epsilon: float
+    delta: float
+    first: Spent
+
+    def share(self, runs: Sequence[Spent]) -> float:
+        """How much of the limit is used; above one the limit does not hold."""
+        room = float(self._room[self._at])
+        used = float(sum(_divergences_of(run)[self._at] for run in runs))
+        return used / room if room > 0.0 else math.inf
+
+    def claim(self, runs: Sequence[Spent]) -> PrivacyClaim:
+        """The limit, proven for runs that it was kept for; nothing for others."""
+        epsilon = self.epsilon if self.share(runs) <= 1.0 else math.inf
+        method = f"a Rényi filter of order {ORDERS[self._at]:.4g}"
+        return _claim(runs, epsilon, self.delta, method, FILTERED)
+
+    @property
+    def _room(self) -> Array:
+        """The divergence at every order that converts to the limit (Canonne et al. 2020)."""
+        log_terms = (math.log(self.delta) + np.log(ORDERS)) / (ORDERS - 1.0)
+        return self.epsilon - np.log1p(-1.0 / ORDERS) + log_terms
+
+    @property
+    def _at(self) -> int:
+        return int(np.argmax(self._room / _divergences_of(self.first)))
 
 
-def _renyi_claim(runs: Sequence[Spent], delta: float, at: int | None) -> PrivacyClaim:
-    """By the order of this number, or by the best one for runs that are settled."""
+def _renyi_claim(runs: Sequence[Spent], delta: float) -> PrivacyClaim:
+    """By the best order for runs that are settled."""
     from dp_accounting.rdp.rdp_privacy_accountant import compute_epsilon
 
     total = np.sum([_divergences_of(run) for run in runs], axis=0)
-    chosen = slice(None) if at is None else slice(at, at + 1)
-    epsilon, order = compute_epsilon(ORDERS[chosen], total[chosen], delta)
-    method = f"Rényi DP of order {order:.4g}"
-    return _claim(runs, float(epsilon), delta, method, settled=at is None)
+    epsilon, order = compute_epsilon(ORDERS, total, delta)
+    return _claim(runs, float(epsilon), delta, f"Rényi DP of order {order:.4g}")
 
 
 def _claim(
-    runs: Sequence[Spent], epsilon: float, delta: float, method: str, *, settled: bool = True
+    runs: Sequence[Spent], epsilon: float, delta: float, method: str, chosen: str = SETTLED
 ) -> PrivacyClaim:
     first = runs[0] if isinstance(runs[0], SampledGaussian) else runs[0].run
     searched = any(isinstance(run, BestOf) for run in runs)
@@ -123,7 +148,7 @@ def _claim(
         assumptions=(
             *ASSUMPTIONS,
             f"neighbouring data sets differ by {first.adjacency}",
-            *([SETTLED] if settled and len(runs) > 1 else []),
+            *([chosen] if len(runs) > 1 or chosen != SETTLED else []),
             *([DRAWN] if searched else []),
         ),
         inputs={"runs": [_plain(run) for run in runs]} if len(runs) > 1 else _plain(runs[0]),

@@ -37,6 +37,10 @@ def new(
         float | None, typer.Option(help="Refuse what would cost more than this. None: only count.")
     ] = None,
     adjacency: AdjacencyOption = "add-remove",
+    adaptive: Annotated[
+        bool,
+        typer.Option("--adaptive", help="Runs may be chosen by what others released. Costs more."),
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Make a budget for the records of the first run that names it. An old one stays as it is.
@@ -45,7 +49,9 @@ def new(
     """
     from shuffled_dpsgd.training.budget import BudgetFile
 
-    made = BudgetFile(file).create(delta=delta, epsilon=epsilon, adjacency=adjacency)
+    made = BudgetFile(file).create(
+        delta=delta, epsilon=epsilon, adjacency=adjacency, adaptive=adaptive
+    )
     _print(file, made, as_json)
 
 
@@ -104,23 +110,28 @@ def _print(file: Path, account: Account, as_json: bool) -> None:
 
 
 def _described(account: Account) -> dict[str, Any]:
-    from shuffled_dpsgd.accounting import claim_of_any_choice, claim_together
+    from shuffled_dpsgd.accounting import claim_together
 
     spent, delta, limit = account.spent, account.delta, account.epsilon
-    together = any_choice = again = None
+    together = again = share = None
     if spent:
-        together = claim_together(spent, delta).to_json()
-        again = claim_together([*spent, spent[-1]], delta).epsilon
-        chosen = None if limit is None else claim_of_any_choice(spent, delta, limit=limit)
-        any_choice = None if chosen is None else chosen.to_json()
+        together = account.together().to_json()
+        if account.filter is None:
+            again = claim_together([*spent, spent[-1]], delta).epsilon
+        else:
+            share = account.filter.share(spent)
     alone = [claim_together([each], delta).epsilon for each in spent]
+    left = None
+    if limit is not None and not account.adaptive:
+        left = limit - (together["epsilon"] if together else 0.0)
     return {
         "delta": delta,
         "adjacency": account.adjacency,
         "limit": limit,
+        "adaptive": account.adaptive,
         "together": together,
-        "whatever_settings_were_chosen_by": any_choice,
-        "left": None if limit is None else limit - (together["epsilon"] if together else 0.0),
+        "left": left,
+        "share_used": share,
         "with_another_like_the_last": again,
         "runs": [
             {**asdict(run), "epsilon": epsilon, "kind": "proven", "ending": run.ending}
@@ -133,19 +144,17 @@ def _totals(account: Account, found: dict[str, Any]) -> list[str]:
     limit = "no limit" if account.epsilon is None else f"limit ε = {account.epsilon:g}"
     if found["together"] is None:
         return [f"Nothing is spent yet; {limit} at δ = {account.delta:g}."]
-    together, chosen = found["together"], found["whatever_settings_were_chosen_by"]
-    count = len(account.runs)
-    lines = [
+    together, count = found["together"], len(account.runs)
+    total = (
         f"{count} run{'s' if count > 1 else ''} together: ε = {number(together['epsilon'])} "
         f"(proven) at δ = {account.delta:g} by {together['method']}"
-        + (", if no settings were chosen by what other runs released." if count > 1 else ".")
-    ]
-    if chosen is not None and count > 1:
-        lines.append(
-            f"Whatever their noise and steps were chosen by: ε = {number(chosen['epsilon'])} "
-            f"(proven), by {chosen['method']}."
-        )
+    )
+    if found["share_used"] is not None:
+        return [f"{total}, whatever they were chosen by; {found['share_used']:.1%} of it is used."]
+    settled = ", if neither their number nor their settings were chosen by what they released"
     left = "" if found["left"] is None else f", {number(found['left'])} of it left"
     again = number(found["with_another_like_the_last"])
-    lines.append(f"{limit}{left}; another run like the last would make it {again}.".capitalize())
-    return lines
+    return [
+        f"{total}{settled if count > 1 else ''}.",
+        f"{limit}{left}; another run like the last would make it {again}.".capitalize(),
+    ]

@@ -12,6 +12,7 @@ from shuffled_dpsgd.cli import (
     advise,
     audit,
     budget,
+    card,
     examine,
     inspect,
     plan,
@@ -30,7 +31,7 @@ EPILOG = (
     " --epochs 10[/bold] · "
     "[bold]shuffled-dpsgd audit run-folder runs/digits[/bold]"
 )
-VERBS: tuple[ModuleType, ...] = (*(examine, inspect, train, advise, plan, verify, warm_up),)
+VERBS: tuple[ModuleType, ...] = (*(examine, inspect, train, advise, card, plan, verify, warm_up),)
 
 app = typer.Typer(
     name="shuffled-dpsgd",

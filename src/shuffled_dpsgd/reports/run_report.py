@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from shuffled_dpsgd import __version__
 from shuffled_dpsgd.permutation import PermutationSpec
@@ -15,9 +15,6 @@ from shuffled_dpsgd.reports.page import page, table
 from shuffled_dpsgd.reports.records import samples_per_second
 from shuffled_dpsgd.reports.style import on_white, save_drawing, to_svg
 from shuffled_dpsgd.training.card import PrivacyCard, power_of_ten
-
-if TYPE_CHECKING:
-    pass
 
 CAPTIONS: Mapping[str, str] = {
     "loss": "Mean loss of each Poisson batch, and of the held-out data.",

@@ -38,9 +38,10 @@ from shuffled_dpsgd.tasks.config import RunConfig
 from shuffled_dpsgd.tasks.run_folder import SUMMARY_FILE, check_data, finished_summary, load_run
 from shuffled_dpsgd.tasks.start import chosen_device, start_private
 from shuffled_dpsgd.tasks.task import Task, build_task
-from shuffled_dpsgd.training.card import AuditedBound, PrivacyCard, write_card
+from shuffled_dpsgd.training.card import AuditedBound, PrivacyCard
 from shuffled_dpsgd.training.data import shaped, to_device
 from shuffled_dpsgd.training.private import PrivateTraining
+from shuffled_dpsgd.training.saved_card import read_card
 
 SECOND_RUN = (
     "the audited bounds: they were read off a second run on the same records with the same noise, "
@@ -147,7 +148,7 @@ def audit_folder(
     config, old = load_run(directory), _card_in(directory)
     if spare_budget and config.privacy.budget is not None:
         setting = replace(setting, num_input_canaries=0)
-    if describe_weights(directory / "model") != old["subject"].get("weights"):
+    if describe_weights(directory / "model") != old.subject.get("weights"):
         raise CheckpointError(
             f"{directory / 'model'}: not the weights that the card names; audit a folder as its "
             "run left it"
@@ -155,7 +156,7 @@ def audit_folder(
     task = build_task(config)
     check_data(directory, task.train_data)
     first = target_of(config, task).start(len(task.train_data))
-    plan, spec = first.plan, first.spec
+    plan = first.plan
     first.close()
     if plan.uncertifiable:
         raise InvalidArgumentError(
@@ -165,20 +166,13 @@ def audit_folder(
     seed = setting.seed if config.privacy.budget is None else secrets.randbits(62)
     target = target_of(_repeated(config, plan, seed=seed), task)
     report = audit_one_run(target, setting, confidence=confidence, on_progress=on_progress)
-    card = write_card(
-        plan,
-        num_steps=old["steps_released"],
-        spec=spec,
-        shuffles_verified=old["shuffles_verified"],
-        samples_checked=int(old["samples_checked"]),
-    ).about(**old["subject"])
     # Bounds from releases alone: losses of records carry no noise and have no place on a card.
     noised = [a for a in report.attacks if a.evidence.threat_model is not ThreatModel.BLACK_BOX]
     bounds = card_bounds(noised, confidence=confidence)
     audited = replace(
-        card.with_audits(*map(_of_a_repeat, bounds)),
-        not_covered=(*card.not_covered, SECOND_RUN),
-        weights=old.get("weights", {}),
+        old,
+        audits=tuple(map(_of_a_repeat, bounds)),
+        not_covered=(*(line for line in old.not_covered if line != SECOND_RUN), SECOND_RUN),
     )
     return replace(report, card=audited), audited
 
@@ -226,21 +220,14 @@ def _membership_section(found: Membership | None) -> str:
     )
 
 
-def _card_in(directory: Path) -> dict[str, Any]:
-    """The card of the finished run in `directory`, as its summary has it."""
-    summary = finished_summary(directory)
-    if summary is None:
+def _card_in(directory: Path) -> PrivacyCard:
+    """The card of the finished run in `directory`."""
+    if finished_summary(directory) is None:
         raise CheckpointError(
             f"{directory}: the run is not finished; continue it with "
             f"`shuffled-dpsgd train --resume {directory}`"
         )
-    card = summary.get("privacy_card")
-    needed = {"subject", "steps_released", "shuffles_verified", "samples_checked"}
-    if not isinstance(card, dict) or not needed <= card.keys():
-        raise CheckpointError(
-            f"{directory / SUMMARY_FILE}: no privacy card of this version in it; put the file back"
-        )
-    return card
+    return read_card(directory)
 
 
 def _of_a_repeat(bound: AuditedBound) -> AuditedBound:

@@ -315,16 +315,15 @@ def _uncompiled(model: torch.nn.Module) -> torch.nn.Module:
     return inner if isinstance(inner, torch.nn.Module) else model
 
 
-def _ledger(world: World, plan: PrivacyPlan, path: str | Path | None) -> Ledger | SharedLedger:
+def _ledger(world: World, plan: PrivacyPlan, path: str | Path | None) -> Ledger:
     """The ledger of the plan: opened by this process, or by rank 0 for all."""
-
-    def opened(path: str | Path | None = path) -> Ledger:
-        return Ledger(plan_fingerprint=plan.fingerprint(), max_releases=plan.num_steps, path=path)
-
-    if world.size == 1:
-        return opened()
-    return SharedLedger(
-        world, open_file=opened, in_memory=lambda: opened(None), has_key=not plan.secure
+    planned: dict[str, Any] = {
+        "plan_fingerprint": plan.fingerprint(),
+        "max_releases": plan.num_steps,
+        "path": path,
+    }
+    return (
+        Ledger(**planned) if world.size == 1 else SharedLedger(world, secure=plan.secure, **planned)
     )
 
 

@@ -2,12 +2,14 @@
 
 A run writes itself in before its first release. From then on it counts with its whole plan, however
 early it stops: when it stopped may depend on the records. All runs are priced together, at the δ
-that the file was made with.
+that the file was made with: as settled beforehand, or by a filter where each may be chosen by what
+the others released (`adaptive`).
 
 The file is replaced as a whole, under a lock, and is on disk before the release is made. A run is
 refused if the file is missing or damaged, if the data are others, if the total would exceed the
 limit, or if its seed was used before, so that its noise would not be its own. That the file is kept
-as it is, and that every run names it, remains the user's word.
+as it is, that every run names it, and that no copy of a run goes on beside it, remains the user's
+word.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from shuffled_dpsgd.accounting import PrivacyClaim, SampledGaussian, claim_together
+from shuffled_dpsgd.accounting import Filter, PrivacyClaim, SampledGaussian, claim_together
 from shuffled_dpsgd.accounting.calibration import check_epsilon
 from shuffled_dpsgd.accounting.together import BestOf, Spent
 from shuffled_dpsgd.core.claim import Adjacency
@@ -79,12 +81,17 @@ class CountedRun:
 
 @dataclass(frozen=True, kw_only=True)
 class Account:
-    """What a budget file holds. `data` are marks of the data it is about, under its salt."""
+    """What a budget file holds. `data` are marks of the data it is about, under its salt.
+
+    If it is `adaptive`, the settings and the number of runs may be chosen by what runs released,
+    and what all runs cost is the limit itself.
+    """
 
     delta: float
     epsilon: float | None
     adjacency: Adjacency
     salt: str
+    adaptive: bool = False
     data: tuple[str, ...] = ()
     runs: tuple[CountedRun, ...] = ()
 
@@ -95,7 +102,17 @@ class Account:
 
     def together(self) -> PrivacyClaim:
         """The proven ε of all runs; there must be one."""
+        if self.filter is not None:
+            return self.filter.claim(self.spent)
         return claim_together(self.spent, self.delta)
+
+    @property
+    def filter(self) -> Filter | None:
+        """What keeps the limit, if the account is adaptive and has a run."""
+        if not (self.adaptive and self.runs):
+            return None
+        assert self.epsilon is not None, "seen to by `create`"
+        return Filter(epsilon=self.epsilon, delta=self.delta, first=self.spent[0])
 
     def with_run(self, run: CountedRun, data: str, path: Path) -> Account:
         """The account once `run` has begun on data of this mark; refuses what does not fit."""
@@ -122,28 +139,52 @@ class Account:
             )
         grown = replace(self, data=self.data or (data,), runs=(*self.runs, run))
         if self.epsilon is not None and not grown.together().epsilon <= self.epsilon:
-            before = f"ε = {self.together().epsilon:.4g}" if self.runs else "nothing"
             raise BudgetExhaustedError(
-                f"{path}: {before} is spent, and this run would make it "
-                f"{grown.together().describe()}, above the limit of {self.epsilon:g}; nothing was "
+                f"{path}: {self.described()} is spent, and this run would make it "
+                f"{grown.described()}, above the limit of {self.epsilon:g}; nothing was "
                 "released. Plan a run with a smaller ε"
             )
         return grown
+
+    def described(self) -> str:
+        """What is spent, in words."""
+        if not self.runs:
+            return "nothing"
+        if self.filter is None:
+            return self.together().describe()
+        return f"{self.filter.share(self.spent):.1%} of what keeps ε = {self.epsilon:g} (proven)"
 
 
 class BudgetFile:
     """The file at `path`, read anew each time: several processes may use it at once."""
 
     def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
+        # The file itself: replacing a link would leave two budgets.
+        self.path = Path(path).resolve()
 
-    def create(self, *, delta: float, epsilon: float | None, adjacency: Adjacency) -> Account:
+    def create(
+        self,
+        *,
+        delta: float,
+        epsilon: float | None,
+        adjacency: Adjacency,
+        adaptive: bool = False,
+    ) -> Account:
         """Make the file; an existing one is never overwritten."""
         check_delta(delta)
         if epsilon is not None:
             check_epsilon(epsilon)
+        if adaptive and (epsilon is None or adjacency != "add-remove"):
+            raise InvalidArgumentError(
+                "adaptive",
+                expected="a limit of ε, and adjacency add-remove",
+                got=f"{epsilon}, {adjacency}",
+                remedy="what is proven of runs of any choice is a limit that was kept",
+            )
         salt = secrets.token_hex(32)
-        made = Account(delta=delta, epsilon=epsilon, adjacency=adjacency, salt=salt)
+        made = Account(
+            delta=delta, epsilon=epsilon, adjacency=adjacency, salt=salt, adaptive=adaptive
+        )
         with self._locked():
             if self.path.exists():
                 raise InvalidArgumentError(
@@ -159,6 +200,8 @@ class BudgetFile:
             CheckpointError: it is missing, or not as it was written.
         """
         try:
+            if self.path.stat().st_nlink > 1:
+                raise ValueError("it has a second name, under which it would not change")
             found = json.loads(self.path.read_text(encoding="utf-8"))
             if found.pop("checksum") != _checksum(found) or found.pop("version") != _VERSION:
                 raise ValueError("its checksum or its version is another")

@@ -124,6 +124,7 @@ class PrivacyCard(CertifiedCard):
             "subject": dict(self.subject),
             "weights": {kind: list(digests) for kind, digests in self.weights.items()},
             "private": self.private,
+            "accounting": self.accounting,
             "certified": _claim_json(self.certified),
             "certified_so_far": _claim_json(self.certified_so_far),
             "why_not_certified": list(self.why_not_certified),

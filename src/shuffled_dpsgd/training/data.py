@@ -1,8 +1,7 @@
 """From logical batches of indices to physical batches of tensors.
 
-A logical batch is what Poisson sampling drew; a physical batch is what fits in memory. Tags travel
-beside the loader so that the consumer knows which physical batch completes which logical one, and
-so that empty logical batches, for which there is nothing to load, are not forgotten.
+A logical batch is what Poisson sampling drew; a physical batch is what fits in memory. An empty
+logical batch has one physical batch without data, so that its step is taken as well.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
 
-from shuffled_dpsgd.training.background import loaded_ahead
 from shuffled_dpsgd.training.layout import Layout, Part
 
 # A thread may load ahead while records are loaded for a check: a data set need not be prepared for
@@ -71,16 +69,23 @@ class LogicalBatch:
 class PhysicalBatch:
     """A part of a logical batch; `data` is None when the logical batch is empty.
 
-    It has `rows` samples, of which the first `size` count, perhaps none; the others only fill it.
-    `part` says which records they are.
+    `part` says which records are in it. `completes` marks the last part of its logical batch.
     """
 
     step: int
-    size: int
-    rows: int
-    completes: bool
-    data: Any
     part: Part
+    completes: bool
+    data: Any = None
+
+    @property
+    def rows(self) -> int:
+        """How many samples are in it."""
+        return len(self.part.records)
+
+    @property
+    def size(self) -> int:
+        """How many of them count: the first ones. The others only pad the batch."""
+        return self.part.counted
 
 
 @runtime_checkable
@@ -100,31 +105,13 @@ def physical_batches(
     *,
     layout: Layout,
     collate: Callable[[list[Any]], Any] | None = None,
-    num_workers: int = 0,
-    pin_memory: bool = False,
-    background: bool = False,
-    generator: torch.Generator | None = None,
+    **loading: Any,
 ) -> Iterator[PhysicalBatch]:
     """Load logical batches in the parts of a layout, in order, none skipped.
 
-    With `background`, a thread loads ahead of what is asked for, unless `num_workers` processes
-    do so already.
+    `loading` goes to torch's `DataLoader`.
     """
-    loaded = _physical_batches(
-        data, logical, layout, collate, num_workers=num_workers, pin_memory=pin_memory,
-        generator=generator,
-    )  # fmt: skip
-    return loaded_ahead(loaded) if background and num_workers == 0 else loaded
-
-
-def _physical_batches(
-    data: MapStyle,
-    logical: Iterable[LogicalBatch],
-    layout: Layout,
-    collate: Callable[[list[Any]], Any] | None,
-    **options: Any,
-) -> Iterator[PhysicalBatch]:
-    tags: deque[PhysicalBatch] = deque()
+    waiting: deque[PhysicalBatch] = deque()
 
     def every_part() -> Iterator[Part]:
         for batch in logical:
@@ -133,23 +120,25 @@ def _physical_batches(
                 idle = Part(records=(batch.filler,), counted=0)
                 parts = [*parts, *[idle] * (batch.num_parts - len(parts))]
             for number, part in enumerate(parts, start=1):
-                tags.append(_tag(batch, part, completes=number == len(parts)))
+                last = number == len(parts)
+                waiting.append(PhysicalBatch(step=batch.step, part=part, completes=last))
                 yield part
             if not parts:
-                tags.append(_tag(batch, Part(records=(), counted=0), completes=True))
+                nothing = Part(records=(), counted=0)
+                waiting.append(PhysicalBatch(step=batch.step, part=nothing, completes=True))
 
     loader: DataLoader[Any] = DataLoader(
         PartLoader(data, collate or default_collate),
         batch_size=None,
         sampler=every_part(),
         collate_fn=_as_it_is,
-        **options,
+        **loading,
     )
     for loaded in loader:
-        while tags[0].rows == 0:
-            yield tags.popleft()
-        yield replace(tags.popleft(), data=loaded)
-    yield from tags
+        while waiting[0].rows == 0:
+            yield waiting.popleft()
+        yield replace(waiting.popleft(), data=loaded)
+    yield from waiting
 
 
 class PartLoader(Dataset[Any]):
@@ -236,14 +225,3 @@ def _rebuilt(original: Mapping[str, Any], moved: dict[str, Any]) -> Any:
     if hasattr(original, "to"):
         return original.to(next((v.device for v in moved.values() if hasattr(v, "device")), "cpu"))
     return moved
-
-
-def _tag(batch: LogicalBatch, part: Part, *, completes: bool) -> PhysicalBatch:
-    return PhysicalBatch(
-        step=batch.step,
-        size=part.counted,
-        rows=len(part.records),
-        completes=completes,
-        data=None,
-        part=part,
-    )

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from shuffled_dpsgd.errors import BudgetExhaustedError, InvalidArgumentError
 from shuffled_dpsgd.runtime.clock import OTHER
+from shuffled_dpsgd.training.background import loaded_ahead
 from shuffled_dpsgd.training.data import (
     LogicalBatch,
     MapStyle,
@@ -53,15 +54,15 @@ class BatchStream(Iterator[Any]):
 
 
 class DrawnBatches:
-    """Draws the batches of `run` and knows which of them the loop is at.
+    """Draws the batches of `run` and knows which of them the user's loop is at.
 
-    `may_release` says whether the ledger allows a next step. `begin_step` is told of every step
-    before its first batch. `update` takes the step of an empty logical batch. `try_out` looks at
-    every physical batch before it is handed out.
+    `before_step(step)` is called before the first batch of a step and says whether the step may be
+    taken. `take_empty_step()` takes the step of an empty logical batch. `check(batch, tensors)`
+    looks at every physical batch before it is handed out.
 
     `current` is the physical batch in the user's hands, None between two. `num_drawn` counts the
     records of the logical batch up to and including it. With `pads`, a physical batch may end in
-    copies that do not count. Ranks that keep in step have physical batches in which nothing counts.
+    copies that do not count.
     """
 
     def __init__(
@@ -69,17 +70,15 @@ class DrawnBatches:
         run: PrivateTraining,
         *,
         meeting: Meeting,
-        may_release: Callable[[], bool],
-        begin_step: Callable[[int], None],
-        update: Callable[[], None],
-        try_out: Callable[[PhysicalBatch, Any], None],
+        before_step: Callable[[int], bool],
+        take_empty_step: Callable[[], None],
+        check: Callable[[PhysicalBatch, Any], None],
     ) -> None:
         self._run = run
         self._meeting = meeting
-        self._may_release = may_release
-        self._begin_step = begin_step
-        self._update = update
-        self._try_out = try_out
+        self._before_step = before_step
+        self._take_empty_step = take_empty_step
+        self._check = check
         self.current: PhysicalBatch | None = None
         self.num_drawn = 0
         self.pads = False
@@ -95,27 +94,23 @@ class DrawnBatches:
         data: MapStyle,
         *,
         num_steps: int | None,
-        collate: Callable[[list[Any]], Any] | None,
-        num_workers: int,
-        pin_memory: bool | None,
         pad_batches: bool,
         background: bool | None,
+        **loading: Any,
     ) -> BatchStream:
-        """What `private.batches` returns."""
+        """What `private.batches` returns; `loading` goes to `physical_batches`."""
         run = self._run
         self._check_request(data, pad_batches=pad_batches)
-        on_gpu = run.device.type == "cuda"
         last = run.plan.num_steps if self._epoch_end is None else self._epoch_end
         last = last if num_steps is None else min(last, run.steps_taken + num_steps)
         steps = range(run.steps_taken, last)
-        options = {
-            "layout": self.layout(data, pad_batches=pad_batches),
-            "collate": collate,
-            "num_workers": num_workers,
-            "pin_memory": on_gpu if pin_memory is None else pin_memory,
-            "background": on_gpu if background is None else background,
-        }
-        return BatchStream(self._batches(data, steps, options), num_steps=len(steps))
+        on_gpu = run.device.type == "cuda"
+        if loading["pin_memory"] is None:
+            loading["pin_memory"] = on_gpu
+        # Worker processes load ahead already.
+        ahead = (on_gpu if background is None else background) and not loading["num_workers"]
+        layout = self.layout(data, pad_batches=pad_batches)
+        return BatchStream(self._batches(data, steps, layout, ahead, loading), num_steps=len(steps))
 
     def epochs(self) -> Iterator[int]:
         """What `private.epochs` returns."""
@@ -200,38 +195,34 @@ class DrawnBatches:
             )
 
     def _batches(
-        self, data: MapStyle, steps: range, options: dict[str, Any]
+        self, data: MapStyle, steps: range, layout: Layout, ahead: bool, loading: dict[str, Any]
     ) -> Generator[Any, None, None]:
         run = self._run
-        logical = (self._logical(step, options["layout"]) for step in steps)
+        logical = (self._logical(step, layout) for step in steps)
         stream = self._stream = object()
-        self.pads = options["layout"].pads
+        self.pads = layout.pads
         self._pausing = False
         with run:
             run.discard()
-            loaded = physical_batches(
-                data,
-                logical,
-                generator=loader_generator(run.streams, "loader", run.steps_taken),
-                **options,
-            )
+            generator = loader_generator(run.streams, "loader", run.steps_taken)
+            loaded = physical_batches(data, logical, layout=layout, generator=generator, **loading)
+            loaded = loaded_ahead(loaded) if ahead else loaded
             try:
                 while not self._pausing and (part := self._next(loaded)) is not None:
                     if self._begun != part.step:
-                        if not self._may_release():
+                        if not self._before_step(part.step):
                             break
-                        self._begin_step(part.step)
                         self._begun = part.step
                     self.current = part
                     self.num_drawn += part.size
                     if run.keeps_in_step:
                         run.engine.expect_samples(any_count=part.size > 0)
                     if part.data is None:
-                        self._update()
+                        self._take_empty_step()
                         continue
                     with run.clock.part("data"):
                         batch = to_device(shaped(part.data), run.device)
-                    self._try_out(part, batch)
+                    self._check(part, batch)
                     run.clock.turn_to("forward and backward")
                     yield batch
                     run.clock.turn_to(OTHER)

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from shuffled_dpsgd.core.ledger import fingerprint as core_fingerprint
 from shuffled_dpsgd.training.flat import merged
 
 # Each word tells two tensors apart but for a chance of 2^-32; four of them but for 2^-128.
@@ -21,25 +22,23 @@ _CHUNK = 1 << 21
 
 
 def fingerprint(tensors: Mapping[str, torch.Tensor], key: bytes) -> str:
-    """A digest of names, shapes, dtypes and every bit of the tensors, 64 hexadecimal digits.
+    """The core's fingerprint, with little to copy from an accelerator.
 
-    Tensors in main memory are hashed by BLAKE2b. Copying a model from an accelerator at every step
-    would take longer than the step; there vectors are first compressed by a universal hash, and
-    all that is left of them is copied at once.
+    Copying a model from a GPU at every step would take longer than the step. There, vectors are
+    compressed by a universal hash first, and only the result is copied.
     """
-    whole = hashlib.blake2b(key=key, digest_size=32)
+    described: dict[str, torch.Tensor] = {}
+    on_devices: dict[torch.device, list[torch.Tensor]] = {}
     for name, tensor in tensors.items():
-        whole.update(f"{name}:{tuple(tensor.shape)}:{tensor.dtype}:".encode())
-    by_device: dict[torch.device, list[torch.Tensor]] = {}
-    for flat in merged([tensor.detach().contiguous() for tensor in tensors.values()]):
-        by_device.setdefault(flat.device, []).append(flat)
-    for index, (device, flats) in enumerate(by_device.items()):
-        if device.type == "cpu":
-            for flat in flats:
-                whole.update(flat.view(torch.uint8).numpy().data)
+        if tensor.device.type == "cpu":
+            described[name] = tensor
         else:
-            whole.update(compress(flats, _subkey(key, index)).cpu().numpy().data)
-    return whole.hexdigest()
+            described[f"{name}:{tuple(tensor.shape)}:{tensor.dtype}"] = torch.empty(0)
+            on_devices.setdefault(tensor.device, []).append(tensor.detach().contiguous())
+    for index, whole in enumerate(on_devices.values()):
+        words = compress(merged(whole), _subkey(key, index))
+        described[f"words of device {index}"] = words.cpu()
+    return core_fingerprint(described, key)
 
 
 def summary(tensors: list[torch.Tensor]) -> str:

@@ -52,7 +52,6 @@ from shuffled_dpsgd.training.metrics import LossMeter, StepMetrics, describe_ste
 from shuffled_dpsgd.training.neighbours import NeighbourTests
 from shuffled_dpsgd.training.released_weights import SaveWatch, describe_weights
 from shuffled_dpsgd.training.rows import DEFAULT_UNIT, Survey, describe_unit
-from shuffled_dpsgd.training.shared_ledger import SharedLedger
 from shuffled_dpsgd.training.shuffling import PermutedFrame, Shuffling
 from shuffled_dpsgd.training.succession import History
 from shuffled_dpsgd.training.update import GuardedOptimizer
@@ -79,7 +78,7 @@ class PrivateTraining:
         engine: ClippingEngine,
         sampler: Sampler,
         mechanism: Mechanism,
-        ledger: Ledger | SharedLedger,
+        ledger: Ledger,
         streams: RandomStreams,
         spec: PermutationSpec | None,
         physical_batch_size: int,
@@ -158,10 +157,9 @@ class PrivateTraining:
         self._drawn = DrawnBatches(
             self,
             meeting=self._meeting,
-            may_release=self._may_release,
-            begin_step=self._watch.begin,
-            update=self._update,
-            try_out=lambda drawn, batch: self._neighbours.check(drawn, batch),
+            before_step=self._begin_step,
+            take_empty_step=self._update,
+            check=lambda drawn, batch: self._neighbours.check(drawn, batch),
         )
         self._neighbours = NeighbourTests(self, rate=check_rate, check_time=self._check_time)
         self.shuffling = Shuffling(
@@ -505,6 +503,13 @@ class PrivateTraining:
             if self._witness is not None:
                 self._witness.stop()
             self.engine.__exit__(kind, error, trace)
+
+    def _begin_step(self, step: int) -> bool:
+        """Watch the weights from here to the update; False where the ledger allows none."""
+        if not self._may_release():
+            return False
+        self._watch.begin(step)
+        return True
 
     def _may_release(self) -> bool:
         return self.ledger.allows(self.steps_taken, secure=self.plan.secure)

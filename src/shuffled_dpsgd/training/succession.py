@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from shuffled_dpsgd.accounting import PrivacyClaim, claim_together
-from shuffled_dpsgd.core.ledger import Ledger
 from shuffled_dpsgd.core.plan import PrivacyPlan
 from shuffled_dpsgd.distributed.agreement import first_does
 from shuffled_dpsgd.errors import InvalidArgumentError, ShuffledDPError
@@ -215,9 +214,7 @@ class History:
 
     def _identity(self) -> str:
         """What a budget knows the run by, on rank 0: its ledger's secret, by a hash."""
-        ledger = self._owner().ledger
-        key = ledger.key if isinstance(ledger, Ledger) else ledger.own_key
-        return hashlib.sha256(b"budget" + key).hexdigest()[:32]
+        return hashlib.sha256(b"budget" + self._owner().ledger.key).hexdigest()[:32]
 
     def _counted(self) -> CountedRun:
         assert self._budget is not None

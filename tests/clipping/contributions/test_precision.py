@@ -148,6 +148,8 @@ class TestCancellation:
         weights = weights.to("cuda", torch.bfloat16)
         for strategy in ("bookkeeping", "ghost"):
             engine = ClippingEngine(model, clip_norm=1e-3, strategy=strategy)
+            # Norms are rounded up where terms cancel, so plain autograd's are smaller.
+            engine.use_referee(None)
             for one in x.split(1):
                 engine.reset()
                 got = run(engine, lambda m, i: (m(i["x"]) * weights).sum((1, 2)), {"x": one})

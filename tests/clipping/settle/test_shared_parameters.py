@@ -151,12 +151,9 @@ class TiedHead(nn.Module):
 
 @pytest.mark.gpu
 def test_a_tied_head_stored_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    from shuffled_dpsgd.clipping.kernels.gluon import squares as triton_squares
-
     def stored(T: int, R: int, C: int, device: str, tied: bool = False) -> cost.NormMethod:
         return cost.NormMethod.INSTANTIATE if tied else cost.NormMethod.TILES
 
-    monkeypatch.setattr(triton_squares, "MIN_BLOCKS", 1)
     monkeypatch.setitem(cost.STRATEGIES, "mixed", stored)
     torch.manual_seed(0)
     model = TiedHead().cuda()

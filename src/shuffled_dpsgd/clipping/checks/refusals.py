@@ -14,6 +14,8 @@ from torch.nn.parameter import is_lazy
 from shuffled_dpsgd.clipping.capture.slot import Slot
 from shuffled_dpsgd.errors import InvalidArgumentError, UnsupportedModuleError
 
+_LINEAR_4BIT = "bitsandbytes.nn.modules.Linear4bit"
+
 
 def refuse_known(module: nn.Module, path: str) -> None:
     """Refuse, by name, modules whose use of their parameters cannot be told apart by samples."""
@@ -50,6 +52,28 @@ def refuse_scripted(model: nn.Module) -> None:
                 got="a scripted module, inside which nothing can be recorded",
                 remedy="use the module as it was before torch.jit.script",
             )
+
+
+def keep_unpacked(model: nn.Module) -> None:
+    """Have bitsandbytes leave 4-bit weights as they are on a CPU, where a gradient must pass them.
+
+    In evaluation mode it packs them for inference. No gradient comes through packed weights: the
+    backward goes on without them and says nothing.
+
+    Raises:
+        UnsupportedModuleError: weights that are packed already.
+    """
+    for path, module in model.named_modules():
+        if f"{type(module).__module__}.{type(module).__name__}" != _LINEAR_4BIT:
+            continue
+        if getattr(module.weight.quant_state, "packing_format_for_cpu", False):
+            raise UnsupportedModuleError(
+                path,
+                expected="4-bit weights that a gradient can pass",
+                got="weights that bitsandbytes has packed for inference on this CPU",
+                remedy="load the model again, and do not evaluate it before it is made private",
+            )
+        module.support_avx512bf16_for_cpu = False
 
 
 def refuse_hooks(model: nn.Module) -> None:

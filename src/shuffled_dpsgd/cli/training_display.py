@@ -11,24 +11,20 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
 from shuffled_dpsgd.cli.output import KIND_COLOURS, facts
+from shuffled_dpsgd.cli.plan_rows import plan_rows
 
 if TYPE_CHECKING:
     from shuffled_dpsgd.accounting import PrivacyClaim
     from shuffled_dpsgd.reports import StepRecord
     from shuffled_dpsgd.tasks import PreparedRun, RunResult
     from shuffled_dpsgd.tasks.diagnosis import Finding
-    from shuffled_dpsgd.training import Outcome, PrivacyCard, PrivacyPlan
+    from shuffled_dpsgd.training import Outcome, PrivacyCard
 
 # The speed shown is that of so many steps.
 RECENT_STEPS = 20
 LOOK_EVERY = 10
 SECONDS_BETWEEN_LINES = 30.0
 NO_ESTIMATE = "none: the formula does not apply"
-CALIBRATED = {
-    "certified": "calibrated to the certified ε, which is proven",
-    "rdp": "calibrated by Rényi DP, which is proven and looser than the certified ε",
-    "paper": "calibrated by the paper's formula, which is heuristic: not a guarantee",
-}
 
 
 def announcement(run: PreparedRun) -> RenderableType:
@@ -57,20 +53,12 @@ def _planned(
 
     private, model = run.private, run.private.model
     plan = private.plan
-    yield "task", f"{run.task.name}, {plan.dataset_size:,} training records"
+    yield "task", run.task.name
     # `fully_shard` puts a word before the name of a model's class.
     name = type(model).__name__.removeprefix("FSDP" if private.is_sharded else "")
     total = sum(p.numel() for p in model.parameters() if p.requires_grad)
     yield "model", f"{name}, {total:,} trainable parameters"
-    yield (
-        "steps",
-        f"{plan.num_steps}, Poisson batches of {plan.expected_batch_size} expected "
-        f"(sampling probability {plan.sampling_prob:.4g})",
-    )
-    chosen = describe_choices(run.config, model)
-    if chosen is not None:
-        yield "chosen by method", chosen
-    yield "noise", _noise(plan)
+    yield from plan_rows(plan, describe_choices(run.config, model))
     yield "shuffle", card.shuffle
     yield "certified ε", _claim(certified, card)
     yield "paper's estimate", _paper(paper_estimate(plan), card)
@@ -78,16 +66,6 @@ def _planned(
         part = "every batch and of the weights" if private.is_sharded else "every batch"
         yield "ranks", f"{private.world.size}, each with a part of {part}"
     yield "output", str(run.directory)
-
-
-def _noise(plan: PrivacyPlan) -> str:
-    parts = []
-    for block in plan.blocks:
-        clip = block.batch_clip_norm
-        batch = "" if clip is None else f", batch clip c' = {clip / plan.clip_norm:g} c"
-        parts.append(f"{block.noise_multiplier:.4g} on {block.dimension:,} ({block.name}{batch})")
-    source = "given" if plan.epsilon is None else CALIBRATED[plan.accounting]
-    return f"multiplier {'; '.join(parts)}; {source}"
 
 
 def _claim(claim: PrivacyClaim | None, card: PrivacyCard) -> Text:

@@ -6,6 +6,7 @@ model of any size costs nothing. `load_model` reads weights where there are any.
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -77,6 +78,8 @@ def load_model(
     do the parts of a head that the saved model lacks. Weights are float32 in whatever precision
     they are stored: updates of half-precision weights would be rounded away.
     """
+    if _adapter_in(name) is not None:
+        return _load_adapter(name, head)
     source = weights_of(name)
     if source is None:
         if CATALOGUE[name].head != head:
@@ -97,6 +100,34 @@ def load_model(
             return auto.from_pretrained(source, dtype=torch.float32, **extra, **mismatch)
     except OSError as error:
         raise _unknown(name, remedy=str(error).splitlines()[0]) from error
+
+
+def _load_adapter(folder: str, head: Head) -> nn.Module:
+    """The model that a folder's adapter (LoRA) was made for, with the adapter."""
+    try:
+        import peft
+        import torch
+    except ImportError as error:
+        raise MissingExtraError("peft", extra="hf", purpose="adapters") from error
+    transformers = _transformers()
+    base = str(_adapter_in(folder))
+    # Labels and their names are those of the training, which are saved beside the adapter.
+    config = transformers.AutoConfig.from_pretrained(folder)
+    try:
+        model = getattr(transformers, _AUTO_CLASSES[head]).from_pretrained(
+            base, config=config, dtype=torch.float32, ignore_mismatched_sizes=head != "causal-lm"
+        )
+    except OSError as error:
+        raise _unknown(base, remedy=str(error).splitlines()[0]) from error
+    return peft.PeftModel.from_pretrained(model, folder, is_trainable=True)
+
+
+def _adapter_in(folder: str) -> str | None:
+    """The name of the model that a folder's adapter belongs to, if it holds an adapter."""
+    file = Path(folder) / "adapter_config.json"
+    if not folder or not file.is_file():
+        return None
+    return str(json.loads(file.read_text(encoding="utf-8"))["base_model_name_or_path"])
 
 
 def weights_of(name: str) -> str | None:

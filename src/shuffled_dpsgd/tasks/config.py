@@ -16,14 +16,16 @@ from shuffled_dpsgd.errors import InvalidArgumentError
 from shuffled_dpsgd.options import Budget, Schedule, help_of
 from shuffled_dpsgd.tasks.data.published import PUBLISHED
 
-TaskName = Literal["digits", "image-classification", "text-classification", "causal-lm"]
+TaskName = Literal[
+    "digits", "image-classification", "image-folder", "text-classification", "causal-lm", "sft"
+]
 OptimizerName = Literal["adamw", "adam", "sgd"]
 Precision = Literal["float32", "bf16"]
 RateSchedule = Literal["constant", "linear", "cosine"]
 Sharding = Literal["replicated", "sharded"]
 EmbeddingTraining = Literal["train", "freeze", "freeze-if-found"]
 NamedSet = Literal["sst2", "qqp", "mnli", "qnli", "e2e", "dart", "cifar10", "cifar100"]
-DataFormat = Literal["digits", NamedSet, "cifar", "csv", "jsonl", "hub"]
+DataFormat = Literal["digits", NamedSet, "cifar", "image-folder", "csv", "jsonl", "hub"]
 DataSource = Literal["folder", "hub"]
 _OF_COLUMNS = ("csv", "jsonl", "hub")
 # Keys that only some formats use, so that none is ignored without a word.
@@ -34,7 +36,15 @@ _USED_BY: Mapping[str, Collection[str]] = {
     "label_column": _OF_COLUMNS,
     "exclude_sources": ("dart",),
 }
-_SPLITS = {"csv": ("dev", "test"), "jsonl": ("dev", "test"), "cifar": ("test",)}
+_SPLITS = {
+    **dict.fromkeys(("csv", "jsonl", "image-folder"), ("dev", "test")),
+    "cifar": ("test",),
+}
+# What a task's data are where a file is silent.
+USUAL_DATA: Mapping[str, Mapping[str, Any]] = {
+    "sft": {"format": "jsonl", "max_length": 1024},
+    "image-folder": {"format": "image-folder"},
+}
 
 
 def _ranged(low: float, default: Any, *, below: float = math.inf, open_at_low: bool = False) -> Any:
@@ -295,7 +305,7 @@ class RunConfig(Section):
                 remedy='set privacy.shuffle = "off", or a method without a shuffle',
             )
         views, wanted = self.training.augmentation_multiplicity, None
-        if self.task not in ("digits", "image-classification"):
+        if self.task not in ("digits", "image-classification", "image-folder"):
             wanted = f"0 for {self.task}: only images have views"
         elif self.privacy.method == "opacus":
             wanted = "0 with method 'opacus', which would clip every view by itself"
@@ -313,6 +323,12 @@ class RunConfig(Section):
             raise InvalidArgumentError(
                 "data.format",
                 expected="digits for the task digits, and for no other",
+                got=self.data.format,
+            )
+        if self.task == "image-folder" != self.data.format:
+            raise InvalidArgumentError(
+                "data.format",
+                expected="image-folder, or nothing, for the task image-folder",
                 got=self.data.format,
             )
 

@@ -18,7 +18,7 @@ from typing import Any, get_args, get_type_hints
 
 from shuffled_dpsgd.errors import InvalidArgumentError
 from shuffled_dpsgd.models import weights_of
-from shuffled_dpsgd.tasks.config import SECTIONS, RunConfig, TaskName
+from shuffled_dpsgd.tasks.config import SECTIONS, USUAL_DATA, RunConfig, TaskName
 
 AVERAGING = 0.95
 """Decay of the average of weights that stands in for a falling rate, where a file forbids one."""
@@ -74,6 +74,8 @@ def parse_config(raw: Mapping[str, Any]) -> RunConfig:
         if not isinstance(table, Mapping):
             raise InvalidArgumentError(name, expected=f"a table [{name}]", got=table)
         refuse_unknown(f"{name}.", table, list(_hints_of(SECTIONS[name])))
+    usual = USUAL_DATA.get(str(top.get("task")), {})
+    given["data"] = {**usual, **given["data"]}
     chosen = _choices_of_method(top.get("task"), given)
     for place, value in chosen.items():
         section, key = place.split(".")

@@ -67,13 +67,24 @@ def room_for_prompts(model: Any, settings: GenerationConfig) -> int | None:
     return int(positions) - settings.max_new_tokens
 
 
-@torch.no_grad()
 def continue_prompts(
     model: Any, tokenizer: Tokenizer, prompts: Sequence[str], settings: GenerationConfig
 ) -> list[str]:
     """The text that follows each prompt, in the order of the prompts."""
     room = room_for_prompts(model, settings)
     rows = [prompt_ids(prompt, tokenizer, room) for prompt in prompts]
+    return continue_rows(model, tokenizer, rows, settings)
+
+
+@torch.no_grad()
+def continue_rows(
+    model: Any,
+    tokenizer: Tokenizer,
+    rows: Sequence[list[int]],
+    settings: GenerationConfig,
+    end: int | None = None,
+) -> list[str]:
+    """The text that follows each row of ids, up to `end`, the tokenizer's own by default."""
     # Like lengths together, the longest first: what does not fit into memory fails at once.
     order = sorted(range(len(rows)), key=lambda i: -len(rows[i]))
     longest = max(map(len, rows), default=0) + settings.max_new_tokens
@@ -83,7 +94,7 @@ def continue_prompts(
     model.eval()
     for at in range(0, len(order), size):
         chosen = order[at : at + size]
-        found = continue_ids(model, tokenizer, [rows[i] for i in chosen], settings)
+        found = continue_ids(model, tokenizer, [rows[i] for i in chosen], settings, end)
         for i, ids in zip(chosen, found, strict=True):
             texts[i] = tokenizer.decode(ids).strip()
     model.train(was_training)
@@ -91,12 +102,16 @@ def continue_prompts(
 
 
 def continue_ids(
-    model: Any, tokenizer: Tokenizer, rows: Sequence[list[int]], settings: GenerationConfig
+    model: Any,
+    tokenizer: Tokenizer,
+    rows: Sequence[list[int]],
+    settings: GenerationConfig,
+    end: int | None = None,
 ) -> list[list[int]]:
     """The new ids of each row, without the end."""
     from transformers import GenerationConfig as Search
 
-    longest, end = max(map(len, rows)), tokenizer.end_id
+    longest, end = max(map(len, rows)), tokenizer.end_id if end is None else end
     missing = [longest - len(row) for row in rows]
     filled = [[tokenizer.pad_id] * n + row for n, row in zip(missing, rows, strict=True)]
     mask = [[0] * n + [1] * len(row) for n, row in zip(missing, rows, strict=True)]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,9 @@ from shuffled_dpsgd.tasks.classification import (
     stated_classes,
 )
 from shuffled_dpsgd.tasks.config import RunConfig
+from shuffled_dpsgd.tasks.data.image_files import folder_classes
 from shuffled_dpsgd.tasks.data.loading import Splits, check_sizes, read_images, require_task
+from shuffled_dpsgd.tasks.data.sources import folder_of
 from shuffled_dpsgd.tasks.models import prepare_model
 from shuffled_dpsgd.tasks.task import Task
 
@@ -36,6 +39,10 @@ _SHIFT = 8
 def build_task(config: RunConfig) -> Task:
     """Fine-tune an image classifier; pixels are scaled to [-1, 1], as the ViT models expect."""
     require_task(config.data, "image-classification")
+    if config.data.format == "image-folder":
+        names = config.data.label_names or folder_classes(folder_of(config.data))
+        known = config.data.num_labels or len(names)
+        config = replace(config, data=replace(config.data, label_names=names, num_labels=known))
     num_labels = stated_classes(config.data)
     return image_task(
         config,
@@ -100,19 +107,21 @@ def save_processor(directory: Path, size: int, *, mean: float = 0.5, std: float 
 def collate_images(
     samples: Sequence[tuple[Any, int]], size: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Stack, scale to [-1, 1] and resize to `size` × `size`."""
-    images = torch.stack([_as_tensor(image) for image, _ in samples]).float() / 127.5 - 1.0
-    if images.shape[-2:] != (size, size):
-        images = F.interpolate(images, size=(size, size), mode="bilinear", antialias=True)
-    return images, torch.tensor([int(label) for _, label in samples])
-
-
-def _as_tensor(image: Any) -> torch.Tensor:
-    if isinstance(image, torch.Tensor):
-        return image
+    """Stack, scale to [-1, 1] and resize to `size` × `size`; PIL images may differ in size."""
+    labels = torch.tensor([int(label) for _, label in samples])
+    if all(isinstance(image, torch.Tensor) for image, _ in samples):
+        return _fitted(torch.stack([image for image, _ in samples]), size), labels
     import numpy as np
 
-    return torch.from_numpy(np.array(image)).permute(2, 0, 1)
+    pixels = (torch.from_numpy(np.array(image)).permute(2, 0, 1) for image, _ in samples)
+    return torch.cat([_fitted(each[None], size) for each in pixels]), labels
+
+
+def _fitted(pixels: torch.Tensor, size: int) -> torch.Tensor:
+    images = pixels.float() / 127.5 - 1.0
+    if images.shape[-2:] == (size, size):
+        return images
+    return F.interpolate(images, size=(size, size), mode="bilinear", antialias=True)
 
 
 class ImageViews:

@@ -181,5 +181,7 @@ def _with_lora(model: nn.Module, head: Head, rank: int) -> nn.Module:
         task_type=_TASK_TYPES[head],
         target_modules="all-linear" if head == "image" else None,
         modules_to_save=["classifier"] if head == "image" else None,
+        # GPT-2 stores its matrices transposed.
+        fan_in_fan_out=any(type(module).__name__ == "Conv1D" for module in model.modules()),
     )
     return peft.get_peft_model(model, settings)

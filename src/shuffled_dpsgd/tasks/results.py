@@ -119,15 +119,17 @@ def _finite(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
 
 
-def save_weights(task: Task, model: nn.Module, directory: Path) -> None:
+def save_weights(task: Task, model: nn.Module, directory: Path, *, adapter: bool) -> None:
     """Weights and what belongs to them, so that `from_pretrained` reads the folder.
 
-    Low-rank factors are merged into the weights, in place: a shuffle moves the frozen weights
-    too, so factors saved alone would no longer fit the model they were made for.
+    With `adapter`, low-rank factors are saved alone, as peft loads them, with the model's
+    configuration. Otherwise they are merged into the weights, in place.
     """
     directory.mkdir(parents=True, exist_ok=True)
     found: Any = model
-    if hasattr(found, "merge_and_unload"):
+    if adapter:
+        found.config.save_pretrained(directory)
+    elif hasattr(found, "merge_and_unload"):
         found = found.merge_and_unload()
     with no_progress_bars():
         found.save_pretrained(directory)

@@ -20,6 +20,7 @@ from torch import nn
 
 from shuffled_dpsgd.distributed import current_world
 from shuffled_dpsgd.distributed.agreement import first_does
+from shuffled_dpsgd.models import weights_of
 from shuffled_dpsgd.reports import MetricsLog
 from shuffled_dpsgd.tasks.averaging import WeightAverage
 from shuffled_dpsgd.tasks.config import RunConfig
@@ -238,7 +239,22 @@ def _save(run: PreparedRun) -> None:
     if private.is_sharded:
         fill_whole(private.world, run.whole, model)
     if private.world.leads:
-        save_weights(run.task, run.whole or model, run.directory / "model")
+        adapter = _fits_public_model(run)
+        save_weights(run.task, run.whole or model, run.directory / "model", adapter=adapter)
+
+
+def _fits_public_model(run: PreparedRun) -> bool:
+    """Whether low-rank factors can be saved alone: others have the frozen weights as they are.
+
+    A shuffle may have moved them, and weights that were drawn from a seed are nowhere to load.
+    """
+    model, spec = run.config.model, run.private.spec
+    moved = frozenset[str]()
+    if spec is not None and run.private.plan.permutes:
+        moved = spec.moved_names
+    frozen = {name for name, p in run.task.model.named_parameters() if not p.requires_grad}
+    is_public = weights_of(model.name) is not None and not model.from_scratch
+    return model.lora_rank is not None and is_public and not moved & frozen
 
 
 @contextmanager

@@ -70,5 +70,7 @@ def build_task(config: RunConfig) -> Task:
         "image-classification": images.build_task,
         "text-classification": text.build_classification,
         "causal-lm": text.build_causal_lm,
+        "sft": text.build_sft,
+        "image-folder": images.build_task,
     }
     return builders[config.task](config)

@@ -24,8 +24,9 @@ class PairIds(NamedTuple):
     type_ids: list[int]
 
 
-# Token ids, and what belongs to them: a class, or the number of ids before the target.
-Record = tuple[list[int] | PairIds, int]
+# Token ids, and what belongs to them: a class, the number of ids before the target, or labels.
+Record = tuple[list[int] | PairIds, Any]
+Message = dict[str, str]
 TokenBatch = tuple[dict[str, torch.Tensor], torch.Tensor]
 
 
@@ -51,6 +52,55 @@ class Tokenizer:
         raise InvalidArgumentError(
             "model.name", expected="a tokenizer with an end-of-text token", got="none"
         )
+
+    @property
+    def begin_ids(self) -> list[int]:
+        """What the tokenizer puts before every text: Llama's begin of text, GPT-2's nothing."""
+        begin = self._tokenizer.bos_token_id
+        return [int(begin)] if begin in self._tokenizer("")["input_ids"] else []
+
+    @property
+    def answer_end_id(self) -> int:
+        """The id that ends an answer in the chat template, or else a text."""
+        if not self.has_template:
+            return self.end_id
+        asked: list[Message] = [{"role": "user", "content": "?"}]
+        before = self.render(asked, answer_next=True)
+        answered = self.render([*asked, {"role": "assistant", "content": "!"}])
+        behind = answered.removeprefix(before).partition("!")[2]
+        ids = self.encode_plain([behind])[0][:1]
+        return ids[0] if ids and ids[0] in self._tokenizer.all_special_ids else self.end_id
+
+    @property
+    def has_template(self) -> bool:
+        """Whether there is a chat template."""
+        return bool(getattr(self._tokenizer, "chat_template", None))
+
+    def render(self, messages: Sequence[Message], *, answer_next: bool = False) -> str:
+        """Messages as the chat template writes them, up to the next answer if there is to be one.
+
+        Raises:
+            InvalidArgumentError: there is no template, or it refuses these messages.
+        """
+        if not self.has_template:
+            raise InvalidArgumentError(
+                "model.name",
+                expected="a tokenizer with a chat template",
+                got="none",
+                remedy="take a model for chats (its name often ends in Instruct), or texts in "
+                "`prompt` and `completion`",
+            )
+        from jinja2 import TemplateError  # torch needs it
+
+        try:
+            text = self._tokenizer.apply_chat_template(
+                list(messages), tokenize=False, add_generation_prompt=answer_next
+            )
+        except TemplateError as error:
+            raise InvalidArgumentError(
+                "messages", expected="messages that the chat template takes", got=str(error)
+            ) from error
+        return str(text)
 
     def encode(
         self, texts: Sequence[tuple[str, ...]], *, max_length: int, typed: bool = False
@@ -196,6 +246,11 @@ def continuation_labels(samples: Sequence[Record], length: int) -> torch.Tensor:
     labels, _ = padded([ids_of(sample) for sample in samples], IGNORED_LABEL, length)
     starts = torch.tensor([start for _, start in samples])
     return labels.masked_fill(torch.arange(length) < starts[:, None], IGNORED_LABEL)
+
+
+def given_labels(samples: Sequence[Record], length: int) -> torch.Tensor:
+    """The labels that the records carry."""
+    return padded([labels for _, labels in samples], IGNORED_LABEL, length)[0]
 
 
 def padded(

@@ -11,8 +11,9 @@ import torch
 from torch.utils.data import TensorDataset
 
 from shuffled_dpsgd.errors import InvalidArgumentError
+from shuffled_dpsgd.tasks.chat import CHAT_COLUMNS, Chat, read_chat
 from shuffled_dpsgd.tasks.config import DataConfig
-from shuffled_dpsgd.tasks.data.image_files import read_cifar, read_npz
+from shuffled_dpsgd.tasks.data.image_files import read_cifar, read_image_folder, read_npz
 from shuffled_dpsgd.tasks.data.published import PUBLISHED
 from shuffled_dpsgd.tasks.data.sources import folder_of, open_source
 from shuffled_dpsgd.tasks.data.tables import Columns, Row, shortened
@@ -79,6 +80,13 @@ def read_continuations(data: DataConfig) -> Splits[list[Continuation]]:
     return _splits(data, lambda split: [*chain.from_iterable(read_items(split))], heldout)
 
 
+def read_chats(data: DataConfig) -> Splits[list[Chat]]:
+    """Chats, or prompts with their completions."""
+    _check_columns(data, (0, 1, 2), "nothing, the chat's column, or prompt and completion")
+    source = open_source(data, *((data.text_columns,) if data.text_columns else CHAT_COLUMNS))
+    return _splits(data, lambda split: source.read(split, read_chat), source.heldout)
+
+
 def read_references(data: DataConfig, split: str | None = None) -> list[Referenced]:
     """Every prompt of a held-out split, with all its references.
 
@@ -95,7 +103,7 @@ def read_references(data: DataConfig, split: str | None = None) -> list[Referenc
 
 
 def read_images(data: DataConfig, num_labels: int) -> Splits[Any]:
-    """Images with their classes: decoded ones, or tensors uint8 (3, H, W)."""
+    """Images with their classes: PIL's, or tensors uint8 (3, H, W)."""
     if data.is_on_hub:
         _check_columns(data, (0, 1), "at most the image column")
         source = open_source(data, (*(data.text_columns or ("image",)), data.label_column))
@@ -110,6 +118,8 @@ def read_images(data: DataConfig, num_labels: int) -> Splits[Any]:
 
         return _splits(data, lambda split: source.read(split, convert), source.heldout)
     folder = folder_of(data)
+    if data.format == "image-folder":
+        return _splits(data, lambda split: read_image_folder(folder, split), ("dev",))
 
     def read(split: str) -> TensorDataset:
         if data.format == "cifar":
@@ -140,7 +150,8 @@ def num_texts(data: DataConfig) -> int:
 def require_task(data: DataConfig, task: str) -> None:
     """Refuse the data of another task."""
     fitting = [name for name, facts in PUBLISHED.items() if facts.task == task]
-    fitting += ["cifar", "hub"] if task == "image-classification" else ["csv", "jsonl", "hub"]
+    own = {"image-classification": ["image-folder", "cifar", "hub"], "sft": ["jsonl", "hub"]}
+    fitting += own.get(task, ["csv", "jsonl", "hub"])
     if data.format not in fitting:
         raise InvalidArgumentError(
             "data.format", expected=f"one of {fitting} for {task}", got=data.format

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from shuffled_dpsgd.errors import InvalidArgumentError
-from shuffled_dpsgd.runtime.shards import all_held
+from shuffled_dpsgd.runtime.shards import all_held, parts_of
 
 _DIGITS = 24
 
@@ -59,7 +60,7 @@ def compare_weights(card: Mapping[str, Any], saved: Any) -> None:
 def _digests(tensors: Iterable[Tensor]) -> set[str]:
     """By content: tied tensors are one, whatever they are called."""
     found = set()
-    for tensor in tensors:
+    for tensor in chain.from_iterable(map(parts_of, tensors)):
         whole = hashlib.sha256(f"{tensor.dtype}:{tuple(tensor.shape)}:".encode())
         flat = tensor.detach().cpu().contiguous().reshape(-1)
         whole.update(flat.view(torch.uint8).numpy().data if flat.numel() else b"")

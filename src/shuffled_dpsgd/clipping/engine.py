@@ -102,7 +102,7 @@ class ClippingEngine:
         self._frozen = {n: p for n, p in model.named_parameters() if not p.requires_grad}
         refusals.refuse_unfit(self._parameters)
         refusals.refuse_scripted(model)
-        refusals.keep_unpacked(model)
+        refusals.check_quantized(model)
         self._structure = Structure(model)
         self._recorder = CaptureRecorder(receive=self._receive, finish=self._finish)
         self._batch_norms = refusals.batch_norms(model)

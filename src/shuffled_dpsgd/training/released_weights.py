@@ -12,6 +12,7 @@ import hashlib
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from shuffled_dpsgd.errors import InvalidArgumentError
-from shuffled_dpsgd.runtime.shards import all_held
+from shuffled_dpsgd.runtime.shards import all_held, parts_of
 
 _DIGITS = 24
 
@@ -82,7 +83,7 @@ def compare_weights(card: Mapping[str, Any], saved: Any) -> None:
 def _digests(tensors: Iterable[Tensor]) -> set[str]:
     """By content: tied tensors are one, whatever they are called."""
     found = set()
-    for tensor in tensors:
+    for tensor in chain.from_iterable(map(parts_of, tensors)):
         whole = hashlib.sha256(f"{tensor.dtype}:{tuple(tensor.shape)}:".encode())
         flat = tensor.detach().cpu().contiguous().reshape(-1)
         whole.update(flat.view(torch.uint8).numpy().data if flat.numel() else b"")

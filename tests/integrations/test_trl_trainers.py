@@ -28,7 +28,7 @@ from integrations.tiny_llms import (
     trl,
 )
 from shuffled_dpsgd.core.clip import PlainClipping
-from shuffled_dpsgd.errors import InvalidArgumentError, UnsupportedModuleError
+from shuffled_dpsgd.errors import InvalidArgumentError
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -383,14 +383,26 @@ def test_trls_own_script_runs_privately_with_five_changed_lines(tmp_path: Path) 
     assert (tmp_path / "out" / "adapter_model.safetensors").exists()
 
 
-def test_four_bits_packed_for_inference_are_refused() -> None:
-    bnb = pytest.importorskip("bitsandbytes")
-    from shuffled_dpsgd.clipping import ClippingEngine
-
-    layer = bnb.nn.Linear4bit(32, 32, quant_type="nf4").to("cpu")
-    model = torch.nn.Sequential(layer, torch.nn.Linear(32, 4))
-    layer.weight.requires_grad_(False)
-    ClippingEngine(model)
-    layer.weight.quant_state.packing_format_for_cpu = True
-    with pytest.raises(UnsupportedModuleError, match="packed for inference"):
-        ClippingEngine(model)
+@pytest.mark.slow
+@pytest.mark.parametrize("bits", [4, 8])
+def test_quantised_models_are_fine_tuned_from_their_folder(tmp_path: Path, bits: int) -> None:
+    """As in TRL's script: a model by name, a quantization, a PEFT config."""
+    pytest.importorskip("bitsandbytes")
+    llama(hidden_size=64).save_pretrained(tmp_path / "model")
+    config = (
+        transformers.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+        if bits == 4
+        else transformers.BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0)
+    )
+    trainer = sft(
+        tmp_path / "out",
+        model=str(tmp_path / "model"),
+        quantization_config=config,
+        config={"model_init_kwargs": {"device_map": "cpu"}, "eval_strategy": "steps"},
+        eval_dataset=records("text", 30).select(range(24, 30)),
+    )
+    assert {p.dtype for p in trainer.model.parameters() if p.requires_grad} == {torch.float32}
+    trainer.train()
+    trainer.save_model()
+    assert trainer.private.ledger.spent == 2
+    assert (tmp_path / "out" / "adapter_model.safetensors").exists()

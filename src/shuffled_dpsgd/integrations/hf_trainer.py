@@ -64,7 +64,6 @@ from shuffled_dpsgd.training import (
     PrivateTraining,
     SpendingCurve,
     assemble,
-    check_independence,
 )
 from shuffled_dpsgd.training.adapters import check_adapters
 
@@ -355,10 +354,7 @@ class DPTrainer(Trainer):
         return math.ceil(self._dataset_size() / self._expected_batch_size)
 
     def _training_data(self) -> tuple[Any, Callable[[list[Any]], Any]]:
-        """Data and collator with the columns the model does not take removed; made once.
-
-        That is also when the loss is tried out on a few records.
-        """
+        """Data and collator with the columns the model does not take removed; made once."""
         if self._data is None:
             data, collate = self._taken_by_model(self.train_dataset), self._collator()
             if not hasattr(data, "column_names"):
@@ -367,7 +363,6 @@ class DPTrainer(Trainer):
                 config: Any = unwrapped(self.model).config
                 if config.num_labels > 1:  # one logit is a regression
                     check_labels(_labels_of(self.train_dataset), config.num_labels)
-            check_independence(self.model, data, self._losses_of_batch, collate=collate)
             self._data = data, with_lengths(collate, self.processing_class)
         return self._data
 

@@ -28,7 +28,7 @@ from shuffled_dpsgd.core.plan import (
     Scope,
     Shuffle,
 )
-from shuffled_dpsgd.options import checks
+from shuffled_dpsgd.options import validation
 from shuffled_dpsgd.options.methods import Method, settle, without_privacy
 
 Strategy = Literal["bookkeeping", "mixed", "ghost", "instantiate"]
@@ -118,14 +118,14 @@ class Budget:
 
     def __post_init__(self) -> None:
         kind: type = type(self)
-        checks.check_choices(self, _choices(kind))
+        validation.check_choices(self, _choices(kind))
         given = {item.name: getattr(self, item.name) for item in fields(self)}
         decided = settle(self.method, given)
         if self.method == "non-private":
             decided |= without_privacy(given)
         for name, value in decided.items():
             object.__setattr__(self, name, value)
-        checks.check_budget(self)
+        validation.check_budget(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,7 +142,7 @@ class Schedule:
     )
 
     def __post_init__(self) -> None:
-        checks.check_schedule(self)
+        validation.check_schedule(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,7 +185,7 @@ class PrivacyOptions(Budget, Schedule):
     def __post_init__(self) -> None:
         Budget.__post_init__(self)
         Schedule.__post_init__(self)
-        checks.check_together(self)
+        validation.check_together(self)
 
     @property
     def needs_blocks(self) -> bool:

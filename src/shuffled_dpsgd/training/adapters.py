@@ -38,10 +38,13 @@ def check_adapters(model: torch.nn.Module) -> None:
     """Refuse kinds of adapters whose gradients per sample cannot be had, before anything runs."""
     for config in (getattr(model, "peft_config", None) or {}).values():
         kind = str(getattr(config, "peft_type", "")).rpartition(".")[2]
-        if kind in _UNSUPPORTED:
+        reason = _UNSUPPORTED.get(kind)
+        if getattr(config, "target_parameters", None):
+            reason = "target_parameters adds its product to a weight before any sample comes in"
+        if reason is not None:
             raise InvalidArgumentError(
                 "model",
-                expected=f"adapters that can be clipped per sample ({_UNSUPPORTED[kind]})",
+                expected=f"adapters that can be clipped per sample ({reason})",
                 got=f"PEFT's {kind}",
                 remedy="use LoRA, IA³ or prefix tuning",
             )

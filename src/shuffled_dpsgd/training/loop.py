@@ -26,7 +26,6 @@ from shuffled_dpsgd.training.checkpoint import Stateful, load_checkpoint, save_c
 from shuffled_dpsgd.training.checkpoint_folder import latest_checkpoint
 from shuffled_dpsgd.training.data import MapStyle
 from shuffled_dpsgd.training.global_randomness import loader_generator
-from shuffled_dpsgd.training.loss_check import check_independence
 from shuffled_dpsgd.training.metrics import StepMetrics
 from shuffled_dpsgd.training.physical import PerSampleLoss, find_physical_batch_size
 from shuffled_dpsgd.training.private import PrivateTraining
@@ -133,8 +132,6 @@ def train(
             "no ε covers; use a cosine or linear schedule",
         )
     private.clock.start()
-    with private.clock.part("checks"), private.unsharded_layers():
-        check_independence(private.model, data, per_sample_loss, collate=settings.collate)
     extras = dict(settings.extras) | ({} if scheduler is None else {"scheduler": scheduler})
     if resume:
         _resume(private, settings, extras)

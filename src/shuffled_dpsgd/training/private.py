@@ -15,10 +15,11 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from shuffled_dpsgd.clipping import ClippingEngine
 from shuffled_dpsgd.clipping.checks.check_turns import TimeShare
-from shuffled_dpsgd.clipping.checks.loss_independence import refuse_foreign_parameters
+from shuffled_dpsgd.clipping.checks.loss_independence import refuse_foreign
 from shuffled_dpsgd.core.card import NO_LEDGER, SEEDED_TWICE
 from shuffled_dpsgd.core.ledger import Ledger
 from shuffled_dpsgd.core.mechanism import Mechanism
@@ -49,7 +50,7 @@ from shuffled_dpsgd.training.layout import Layout
 from shuffled_dpsgd.training.meeting import Meeting
 from shuffled_dpsgd.training.metrics import LossMeter, StepMetrics, describe_step
 from shuffled_dpsgd.training.neighbours import NeighbourTests
-from shuffled_dpsgd.training.released_weights import describe_weights
+from shuffled_dpsgd.training.released_weights import SaveWatch, describe_weights
 from shuffled_dpsgd.training.rows import DEFAULT_UNIT, Survey, describe_unit
 from shuffled_dpsgd.training.shuffling import PermutedFrame, Shuffling
 from shuffled_dpsgd.training.succession import History
@@ -103,6 +104,7 @@ class PrivateTraining:
         self.steps_taken = 0
         self.released = False
         self._released_as: dict[str, list[str]] | None = None
+        self._save_watch: RemovableHandle | None = None
         self.last_metrics: StepMetrics | None = None
         self.last_sample_norms = torch.empty(0)
         self._trainable = {n: p for n, p in model.named_parameters() if p.requires_grad}
@@ -303,9 +305,9 @@ class PrivateTraining:
         # Started here, so that a GPU has finished it when the step waits for the norms.
         self._weights.ask()
         if reduced and self._witness is None:
-            self.engine.follow_compiled(losses)
-        if reduced and self.ledger.spent == 0 and not self.is_sharded:
-            refuse_foreign_parameters(losses, self._trainable)
+            self.engine.check_number(losses)
+        elif self._witness is not None and self.ledger.spent == 0:
+            refuse_foreign(losses, (), self._trainable)
         if current is not None and (self._drawn.pads or current.size < current.rows):
             if current.size > 0:
                 self._losses.add(losses[: current.size], count=current.size, mean=False)
@@ -416,8 +418,13 @@ class PrivateTraining:
         self.history.note_end()
 
     def note_released(self) -> None:
-        """Record digests of the released weights, for the card."""
+        """Record digests of the released weights, for the card and for whoever saves others."""
+        if self._save_watch is not None:
+            self._save_watch.remove()
         self._released_as = describe_weights(self.model) if self.released else None
+        if self._released_as is not None and not self.is_sharded:
+            watch = SaveWatch(frozenset(self._released_as["trained"]))
+            self._save_watch = self.model.register_state_dict_pre_hook(watch)
 
     def check_released(self) -> None:
         """Refuse weights that were changed after `release()`."""
@@ -465,6 +472,8 @@ class PrivateTraining:
         while self._depth:
             self.__exit__(None, None, None)
         self._optimizer.remove()
+        if self._save_watch is not None:
+            self._save_watch.remove()
         if self._sharding is not None:
             self._sharding.detach()
 

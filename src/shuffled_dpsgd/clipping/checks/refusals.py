@@ -15,6 +15,7 @@ from shuffled_dpsgd.clipping.capture.slot import Slot
 from shuffled_dpsgd.errors import InvalidArgumentError, UnsupportedModuleError
 
 _LINEAR_4BIT = "bitsandbytes.nn.modules.Linear4bit"
+_LINEAR_8BIT = "bitsandbytes.nn.modules.Linear8bitLt"
 
 
 def refuse_known(module: nn.Module, path: str) -> None:
@@ -54,26 +55,36 @@ def refuse_scripted(model: nn.Module) -> None:
             )
 
 
-def keep_unpacked(model: nn.Module) -> None:
-    """Have bitsandbytes leave 4-bit weights as they are on a CPU, where a gradient must pass them.
+def check_quantized(model: nn.Module) -> None:
+    """Refuse weights of bitsandbytes that a gradient cannot pass, or that mix the samples.
 
-    In evaluation mode it packs them for inference. No gradient comes through packed weights: the
-    backward goes on without them and says nothing.
+    On a CPU, in evaluation mode, it packs 4-bit weights for inference. A backward through packed
+    weights stops there and says nothing, so it is kept from doing that. With 8 bits and a threshold
+    it computes those columns precisely in which any sample of the batch has a large value.
 
     Raises:
-        UnsupportedModuleError: weights that are packed already.
+        UnsupportedModuleError: naming the first such module.
     """
     for path, module in model.named_modules():
-        if f"{type(module).__module__}.{type(module).__name__}" != _LINEAR_4BIT:
-            continue
-        if getattr(module.weight.quant_state, "packing_format_for_cpu", False):
+        name = f"{type(module).__module__}.{type(module).__name__}"
+        if name == _LINEAR_4BIT:
+            if getattr(module.weight.quant_state, "packing_format_for_cpu", False):
+                raise UnsupportedModuleError(
+                    path,
+                    expected="4-bit weights that a gradient can pass",
+                    got="weights that bitsandbytes has packed for inference on this CPU",
+                    remedy="load the model again, and do not evaluate it before it is made private",
+                )
+            module.support_avx512bf16_for_cpu = False
+        elif name == _LINEAR_8BIT and module.state.threshold > 0:
             raise UnsupportedModuleError(
                 path,
-                expected="4-bit weights that a gradient can pass",
-                got="weights that bitsandbytes has packed for inference on this CPU",
-                remedy="load the model again, and do not evaluate it before it is made private",
+                expected="8-bit weights that treat every sample on its own",
+                got=f"llm_int8_threshold={module.state.threshold}: a large value of one sample "
+                "changes what others are multiplied with",
+                remedy="load with BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0), "
+                "or in 4 bits",
             )
-        module.support_avx512bf16_for_cpu = False
 
 
 def refuse_hooks(model: nn.Module) -> None:

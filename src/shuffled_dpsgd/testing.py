@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from shuffled_dpsgd.clipping import ClippingEngine, ReferenceSum, clipped_sum_reference
 from shuffled_dpsgd.errors import InvalidArgumentError, RefereeError
 
+__all__ = ["Conformance", "check_model", "check_rule"]
+
 Batch: TypeAlias = "Tensor | tuple[Any, ...] | list[Any] | Mapping[str, Any]"
 Losses: TypeAlias = Callable[[nn.Module, Any], Tensor]
 TOLERANCE = 1e-9

@@ -1,7 +1,8 @@
-"""`shuffled-dpsgd card`: a run's card for whoever publishes the model."""
+"""`card` and `verify`: a run's card for whoever publishes the model, and whose weights it is."""
 
 from __future__ import annotations
 
+import json
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -9,11 +10,14 @@ from typing import Annotated
 import typer
 
 from shuffled_dpsgd.cli.output import AsJson, print_json, reports_errors
+from shuffled_dpsgd.errors import InvalidArgumentError
 
-EPILOG = (
-    "Examples: [bold]shuffled-dpsgd card runs/digits --format registry[/bold] · "
-    "[bold]shuffled-dpsgd card privacy_card.json --format markdown --output README.md[/bold]"
-)
+EPILOGS = {
+    "card": "Examples: [bold]shuffled-dpsgd card runs/digits --format registry[/bold] · "
+    "[bold]shuffled-dpsgd card privacy_card.json --format markdown --output README.md[/bold]",
+    "verify": "Example: [bold]shuffled-dpsgd verify runs/digits/privacy_card.json "
+    "runs/digits/model[/bold]",
+}
 
 
 class Format(StrEnum):
@@ -46,7 +50,6 @@ def card(
     Only the certified claim enters the first three. The ε is computed again from what the card says
     of noise and steps; a card that was changed by hand is refused.
     """
-    from shuffled_dpsgd.errors import InvalidArgumentError
     from shuffled_dpsgd.reports import card_page, publishing
     from shuffled_dpsgd.training.saved_card import read_card
 
@@ -70,3 +73,28 @@ def card(
         typer.echo(written, nl=False)
     else:
         typer.echo(f"{output}: the card as {format.value}")
+
+
+@reports_errors
+def verify(
+    card: Annotated[Path, typer.Argument(help="The card as JSON.")],
+    saved: Annotated[Path, typer.Argument(help="A folder or a file of weights.")],
+    as_json: AsJson = False,
+) -> None:
+    """Compare saved weights with those that were released, tensor by tensor.
+
+    Weights that were trained on afterwards without privacy have no claim, whatever lies beside
+    them. Names and formats do not matter; a copy in another type is not the same.
+    """
+    from shuffled_dpsgd.training import compare_weights
+
+    try:
+        known = json.loads(card.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise InvalidArgumentError("card", expected="a card as JSON", got=str(card)) from error
+    compare_weights(known, saved)
+    count = len(known["weights"]["trained"])
+    if as_json:
+        print_json({"card": str(card), "saved": str(saved), "trained_tensors": count})
+    else:
+        typer.echo(f"{saved}: the {count} trained tensors are those that the card is about")

@@ -18,7 +18,6 @@ from shuffled_dpsgd.cli import (
     plan,
     train,
     use,
-    verify,
     warm_up,
 )
 from shuffled_dpsgd.cli.experiments import register_verbs
@@ -31,7 +30,7 @@ EPILOG = (
     " --epochs 10[/bold] · "
     "[bold]shuffled-dpsgd audit run-folder runs/digits[/bold]"
 )
-VERBS: tuple[ModuleType, ...] = (*(examine, inspect, train, advise, card, plan, verify, warm_up),)
+VERBS: tuple[ModuleType, ...] = (*(examine, inspect, train, advise, plan, warm_up),)
 
 app = typer.Typer(
     name="shuffled-dpsgd",
@@ -65,7 +64,7 @@ app.add_typer(budget.app)
 for module in VERBS:
     name = module.__name__.rpartition(".")[2]
     app.command(name.replace("_", "-"), epilog=module.EPILOG)(getattr(module, name))
-for module in (account, use):
+for module in (account, card, use):
     for name, epilog in module.EPILOGS.items():
         app.command(name, epilog=epilog)(getattr(module, name))
 register_verbs(app)

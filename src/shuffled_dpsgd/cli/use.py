@@ -1,4 +1,4 @@
-"""`evaluate`, `predict` and `generate`: what a finished run's folder is for."""
+"""`evaluate`, `predict`, `generate` and `report`: what a finished run's folder is for."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ EPILOGS = {
     "[bold]shuffled-dpsgd evaluate runs/e2e --split test --beams 5 --texts e2e.jsonl[/bold]",
     "predict": 'Examples: [bold]shuffled-dpsgd predict runs/sst2 "a fine film"[/bold] · '
     "[bold]shuffled-dpsgd predict runs/cifar cat.png dog.png[/bold]",
+    "report": "Example: [bold]shuffled-dpsgd report runs/a runs/b --output runs.html[/bold]",
     "generate": "Examples: [bold]shuffled-dpsgd generate runs/e2e "
     '"name\\[The Mill], food\\[Thai]"[/bold] · '
     '[bold]shuffled-dpsgd generate runs/chat "Where is my parcel?"[/bold]',
@@ -98,6 +99,26 @@ def evaluate(
         )
         for metric, variant in generation["variants"].items():
             typer.echo(f"  {metric} {generation[metric]:.4f}  ({variant})")
+
+
+@reports_errors
+def report(
+    runs: Annotated[list[Path], typer.Argument(help="Folders of finished runs, two or more.")],
+    output: Annotated[Path, typer.Option(help="Write the page to this file.")] = Path("runs.html"),
+    as_json: AsJson = False,
+) -> None:
+    """Put finished runs beside each other on one page: results, claims, settings, curves.
+
+    The curves were computed from the training data without noise: the page is not for publishing.
+    """
+    from shuffled_dpsgd.reports.comparison import comparison_page, differing, read_runs
+
+    found = read_runs(runs)
+    output.write_text(comparison_page(found), encoding="utf-8")
+    if as_json:
+        print_json({"output": str(output), "runs": [run.name for run in found]})
+        return
+    typer.echo(f"{output}: {len(found)} runs, {len(differing(found))} settings differ")
 
 
 @reports_errors

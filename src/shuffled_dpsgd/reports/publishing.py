@@ -16,7 +16,7 @@ import yaml
 from shuffled_dpsgd.core.card import CERTIFIED_METHOD_NOTE, CertifiedCard
 from shuffled_dpsgd.core.claim import PrivacyClaim
 from shuffled_dpsgd.errors import ShuffledDPError
-from shuffled_dpsgd.reports.deployment import TO_FILL, Record, check_record
+from shuffled_dpsgd.reports.deployment import TO_FILL, check_record
 from shuffled_dpsgd.training.card import REFUTED, PrivacyCard
 
 SOFTWARE = "shuffled-dpsgd"
@@ -49,10 +49,10 @@ def certified_claim_of(card: PrivacyCard) -> PrivacyClaim:
 
 def registry_yaml(card: PrivacyCard) -> str:
     """The draft of the registry's record, checked."""
-    return to_yaml(registry_record(card).to_json())
+    return to_yaml(registry_record(card))
 
 
-def registry_record(card: PrivacyCard) -> Record:
+def registry_record(card: PrivacyCard) -> dict[str, Any]:
     """The draft of a tier-3 record; fields of the curator begin with `TO_FILL`."""
     claim = certified_claim_of(card)
     subject = card.subject

@@ -46,7 +46,7 @@ def report_page(
     facts: Mapping[str, Any],
     figures: Mapping[str, str] | None = None,
 ) -> str:
-    """The page: card first, then results, figures, permutation and configuration.
+    """The page: results first, then the card, figures, permutation and configuration.
 
     `figures`, as `to_svg` returns them, spares drawing them again when the caller has them.
     """
@@ -62,14 +62,14 @@ def report_page(
     body = (
         f"<h1>{escape(view.title)}</h1>"
         f'<p class="muted">{escape(view.subtitle)}</p>'
-        f"{_warnings(view)}{card_fragment(card)}"
-        f"<section><h2>Results</h2>{table(_results(view))}</section>"
+        f"{_warnings(view)}<section><h2>Results</h2>{table(_results(view))}</section>"
+        f"{card_fragment(card)}"
         f'<section><h2>Curves</h2><p class="warning">{escape(PRIVATE_METRICS_WARNING)}</p>'
         f'<br><div class="figures">{drawn}</div></section>'
         f"<section><h2>Time</h2>{table(_times(view))}</section>"
-        f"<section><h2>Machine</h2>{table(_flatten(view.environment))}</section>"
+        f"<section><h2>Machine</h2>{table(flatten(view.environment))}</section>"
         f"<section><h2>Permutation</h2>{_permutation(spec)}</section>"
-        f"<section><h2>Settings</h2>{table(_flatten(facts))}</section>"
+        f"<section><h2>Settings</h2>{table(flatten(facts))}</section>"
         f"<footer>shuffled-dpsgd {__version__}; this file fetches nothing.</footer>"
     )
     return page(title=view.title, body=body, css=CARD_CSS)
@@ -157,11 +157,12 @@ def _permutation(spec: PermutationSpec | None) -> str:
     )
 
 
-def _flatten(facts: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
+def flatten(facts: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
+    """Nested settings by dotted name."""
     rows: list[tuple[str, str]] = []
     for key, value in facts.items():
         if isinstance(value, Mapping):
-            rows += _flatten(value, f"{prefix}{key}.")
+            rows += flatten(value, f"{prefix}{key}.")
         else:
             rows.append((f"{prefix}{key}", "none" if value == () else str(value)))
     return rows

@@ -1,0 +1,187 @@
+"""Several runs on one page: what they reached, at which ε, and in which settings they differ.
+
+The one script of the page is inlined, draws the curves, and shows the values under the pointer.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from shuffled_dpsgd.errors import CheckpointError, InvalidArgumentError
+from shuffled_dpsgd.reports.page import page
+from shuffled_dpsgd.reports.records import MetricsLog, StepRecord
+from shuffled_dpsgd.reports.run_report import PRIVATE_METRICS_WARNING, flatten
+from shuffled_dpsgd.reports.style import BLUE, GREEN, ORANGE, PURPLE, RED
+from shuffled_dpsgd.training.card import PrivacyCard
+from shuffled_dpsgd.training.saved_card import read_card
+
+COLOURS = (BLUE, ORANGE, GREEN, RED, PURPLE)
+CURVES = {
+    "heldout_score": "Held-out score",
+    "heldout_loss": "Held-out loss",
+    "loss": "Training loss",
+    "certified_epsilon": "Certified ε spent so far (proven)",
+}
+CSS = """
+.curve { position: relative; } .curve svg { display: block; filter: none; touch-action: none; }
+.curve text { fill: var(--muted); font-size: 11px; } .curve .frame { stroke: var(--line); }
+.read { min-height: 1.4em; font-size: .85rem; } .wide { overflow-x: auto; }
+"""
+SCRIPT = """
+const runs = JSON.parse(document.getElementById("runs").textContent);
+const W = 480, H = 220, L = 48, B = 24, NS = "http://www.w3.org/2000/svg";
+const add = (to, name, set, text) => { const e = document.createElementNS(NS, name);
+  for (const k in set) e.setAttribute(k, set[k]); if (text) e.textContent = text;
+  return to.appendChild(e); };
+for (const place of document.querySelectorAll(".curve")) {
+  const lines = runs.map(r => r.curves[place.dataset.name] || []), all = lines.flat();
+  if (!all.length) { place.closest("figure").remove(); continue; }
+  const last = Math.max(...all.map(p => p[0])), ys = all.map(p => p[1]);
+  const low = Math.min(0, ...ys), high = Math.max(...ys) || 1;
+  const x = s => L + (W - L - 8) * s / last;
+  const y = v => H - B - (H - B - 8) * (v - low) / (high - low);
+  const svg = add(place, "svg", {viewBox: `0 0 ${W} ${H}`, role: "img"});
+  add(svg, "path", {class: "frame", fill: "none", d: `M${L},8V${H - B}H${W - 8}`});
+  for (const v of [low, high]) add(svg, "text", {x: 2, y: y(v) + 4}, v.toPrecision(3));
+  add(svg, "text", {x: W - 60, y: H - 6}, `step ${last}`);
+  lines.forEach((line, i) => add(svg, "polyline", {fill: "none", stroke: runs[i].colour,
+    "stroke-width": 2, points: line.map(p => `${x(p[0])},${y(p[1])}`).join(" ")}));
+  const bar = add(svg, "path", {class: "frame", d: ""}), read = place.nextElementSibling;
+  svg.addEventListener("pointermove", event => {
+    const box = svg.getBoundingClientRect();
+    const step = ((event.clientX - box.left) * W / box.width - L) / (W - L - 8) * last;
+    bar.setAttribute("d", `M${x(Math.max(0, Math.min(last, step)))},8V${H - B}`);
+    read.textContent = lines.map((line, i) => { if (!line.length) return "";
+      const p = line.reduce((a, b) => Math.abs(b[0] - step) < Math.abs(a[0] - step) ? b : a);
+      return `${runs[i].name}: ${p[1].toPrecision(4)} at step ${p[0]}`; }).join(" · ");
+  });
+}
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComparedRun:
+    """One finished run: its folder's name, its card, its settings and its steps."""
+
+    name: str
+    card: PrivacyCard
+    settings: Mapping[str, Any]
+    records: Sequence[StepRecord]
+    score_name: str
+    score: float | None
+
+
+def read_runs(folders: Sequence[Path]) -> list[ComparedRun]:
+    """Finished runs from their folders, of which there must be two or more.
+
+    Raises:
+        CheckpointError: a folder is not that of a finished run.
+    """
+    if len(folders) < 2:
+        raise InvalidArgumentError("runs", expected="two folders or more", got=len(folders))
+    return [_read_run(folder) for folder in folders]
+
+
+def _read_run(folder: Path) -> ComparedRun:
+    try:
+        summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+        done = summary["finished"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{folder}: not the folder of a finished run; {error}") from error
+    if not done:
+        raise CheckpointError(
+            f"{folder}: the run is not finished; continue it with "
+            f"`shuffled-dpsgd train --resume {folder}`"
+        )
+    return ComparedRun(
+        name=folder.resolve().name,
+        card=read_card(folder),
+        settings=summary["config"],
+        records=MetricsLog(folder / "metrics.jsonl").read(),
+        score_name=summary["score_name"],
+        score=summary["heldout_score"],
+    )
+
+
+def comparison_page(runs: Sequence[ComparedRun]) -> str:
+    """The page: results and claims, then the settings that differ, then curves."""
+    figures = "".join(
+        f'<figure><figcaption>{escape(title)}</figcaption><div class="curve" data-name="{name}">'
+        '</div><p class="read muted"></p></figure>'
+        for name, title in CURVES.items()
+    )
+    body = (
+        f"<h1>{len(runs)} runs beside each other</h1>"
+        f'<section><h2>Results</h2><div class="wide">{_table(_results(runs), runs)}</div>'
+        "<p>Runs on the same records add up: what all of them spent together is in their budget "
+        "file, if they have one.</p></section>"
+        "<section><h2>Settings that differ</h2>"
+        f'<div class="wide">{_table(differing(runs), runs)}</div></section>'
+        f'<section><h2>Curves</h2><p class="warning">{escape(PRIVATE_METRICS_WARNING)}</p>'
+        f'<div class="figures">{figures}</div></section>'
+        f'<script type="application/json" id="runs">{_data(runs)}</script>'
+        f"<script>{SCRIPT}</script>"
+    )
+    return page(title="Runs beside each other", body=body, css=CSS)
+
+
+def _results(runs: Sequence[ComparedRun]) -> list[tuple[str, list[str]]]:
+    def claim(run: ComparedRun) -> str:
+        found = run.card.certified
+        return run.card.no_claim if found is None else found.describe()
+
+    scores = [
+        "not measured" if run.score is None else f"{run.score_name} {run.score:.4f}" for run in runs
+    ]
+    return [
+        ("held out", scores),
+        ("certified ε", [claim(run) for run in runs]),
+        ("verdict", [run.card.verdicts.get("certified", "nothing is claimed") for run in runs]),
+        ("steps", [f"{run.card.steps_released} of {run.card.steps_planned}" for run in runs]),
+        ("unit", [run.card.subject.get("unit", "one row") for run in runs]),
+    ]
+
+
+def differing(runs: Sequence[ComparedRun]) -> list[tuple[str, list[str]]]:
+    """Settings by dotted name that are not the same in all runs."""
+    flat = [dict(flatten(run.settings)) for run in runs]
+    names = dict.fromkeys(name for each in flat for name in each)
+    rows = [(name, [each.get(name, "–") for each in flat]) for name in names]
+    return [(name, values) for name, values in rows if len(set(values)) > 1]
+
+
+def _table(rows: Sequence[tuple[str, Sequence[str]]], runs: Sequence[ComparedRun]) -> str:
+    if not rows:
+        return "<p>None.</p>"
+    marks = zip(runs, _colours(runs), strict=True)
+    heads = "".join(f'<th style="color:{c}">{escape(run.name)}</th>' for run, c in marks)
+    lines = "".join(
+        f"<tr><th>{escape(name)}</th>{''.join(f'<td>{escape(v)}</td>' for v in values)}</tr>"
+        for name, values in rows
+    )
+    return f"<table><tr><th></th>{heads}</tr>{lines}</table>"
+
+
+def _colours(runs: Sequence[ComparedRun]) -> list[str]:
+    return [COLOURS[i % len(COLOURS)] for i in range(len(runs))]
+
+
+def _data(runs: Sequence[ComparedRun]) -> str:
+    """The curves as JSON that cannot end its element."""
+    plain = [
+        {
+            "name": run.name,
+            "colour": colour,
+            "curves": {
+                name: [[r.step, v] for r in run.records if (v := getattr(r, name)) is not None]
+                for name in CURVES
+            },
+        }
+        for run, colour in zip(runs, _colours(runs), strict=True)
+    ]
+    return json.dumps(plain, allow_nan=False).replace("<", "\\u003c")

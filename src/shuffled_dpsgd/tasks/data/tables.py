@@ -1,7 +1,7 @@
 """Rows of text files, each with the place it came from.
 
-Tab-separated, comma-separated, JSON and JSON-lines files, compressed (`.xz`) or not. Whatever cannot
-be read is an error that names the file and the line, or the item of a JSON list.
+Tab-separated, comma-separated, JSON and JSON-lines files, compressed (`.xz`) or not. Whatever
+cannot be read is an error that names the file and the line, or the item of a JSON list.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`card` and `verify`: a run's card for whoever publishes the model, and whose weights it is."""
+"""`card` and `verify`: a run's card for publishing, and whether saved weights are its own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`evaluate`, `predict`, `generate` and `report`: what a finished run's folder is for."""
+"""`evaluate`, `predict`, `generate` and `report`: verbs that use a finished run's folder."""
 
 from __future__ import annotations
 

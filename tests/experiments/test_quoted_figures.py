@@ -48,14 +48,6 @@ STEP_ROWS = {
     "re-alignment against W_t (random direction)": ("re-alignment against W_t", None),
     "orbit maximum (Dirac, axis of 3072)": ("orbit maximum", "dirac"),
     "orbit likelihood ratio (Dirac)": ("orbit likelihood ratio", "dirac"),
-    "orbit maximum, ideal shuffle of all d (worst-case pair)": (
-        "orbit maximum, ideal shuffle",
-        None,
-    ),
-    "orbit likelihood ratio, ideal shuffle (worst-case pair)": (
-        "orbit likelihood ratio, ideal shuffle",
-        None,
-    ),
     "fixed index (Dirac), the paper's": ("fixed index", "dirac"),
 }
 

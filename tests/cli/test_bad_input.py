@@ -19,6 +19,7 @@ import pytest
 from typer.testing import CliRunner
 
 from shuffled_dpsgd.cli.main import app
+from shuffled_dpsgd.training import PrivacyCard, PrivacyOptions, make_plan, write_card
 
 pytest.importorskip("transformers")
 pytest.importorskip("sklearn")
@@ -270,7 +271,9 @@ def beside_a_file(*words: str) -> Case:
     return prepare
 
 
-def a_run(*words: str, summary: Any, more: Sequence[str] = ()) -> Case:
+def a_run(
+    *words: str, summary: Any, more: Sequence[str] = (), card: PrivacyCard | None = None
+) -> Case:
     """A verb on a run's folder with this summary; only a finished one has a model's folder."""
 
     def prepare(folder: Path) -> Arguments:
@@ -281,18 +284,27 @@ def a_run(*words: str, summary: Any, more: Sequence[str] = ()) -> Case:
             (run / "model").mkdir()
             (run / "model" / "model.safetensors").write_bytes(b"weights")
             found = {"finished": True, **summary} if isinstance(summary, dict) else summary
+            if card is not None:
+                (run / "privacy_card.json").write_text(card.dumps())
             (run / "summary.json").write_text(json.dumps(found))
         return [*words, "run", *more]
 
     return prepare
 
 
-CARD = {
-    "subject": {"weights": "others"},
-    "steps_released": 2,
-    "shuffles_verified": 1,
-    "samples_checked": 2,
-}
+PLAN = make_plan(
+    PrivacyOptions(
+        dataset_size=100,
+        expected_batch_size=10,
+        num_steps=2,
+        noise_multiplier=1.0,
+        delta=1e-3,
+        shuffle="off",
+    ),
+    sizes={"w": 4},
+    moved=frozenset(),
+)
+CARD = write_card(PLAN, num_steps=2).about(weights="others")
 PIXELS = np.zeros((NUM_RECORDS, 8, 8, 3), dtype=np.uint8)
 NAN = PIXELS.astype(np.float32) * np.nan
 ONE_NAN = PIXELS.astype(np.float32)
@@ -640,7 +652,7 @@ CASES: dict[str, tuple[Case, str]] = {
         "no privacy",
     ),
     "audit other weights": (
-        a_run("audit", "run-folder", summary={"privacy_card": CARD}),
+        a_run("audit", "run-folder", summary={}, card=CARD),
         "weights",
     ),
     "audit surely": (verb("audit", "run-folder", "x", "--confidence", "1"), "confidence"),

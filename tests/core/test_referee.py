@@ -11,9 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shuffled_dpsgd.clipping import ClippingEngine
 from shuffled_dpsgd.clipping.settle import clip_functions
 from shuffled_dpsgd.core.noise import GaussianNoise, Place
-from shuffled_dpsgd.core.referee import FIRST_STEPS
+from shuffled_dpsgd.core.referee import FIRST_STEPS, MOST_TRIES
 from shuffled_dpsgd.core.release import Door
 from shuffled_dpsgd.core.streams import RandomStreams
 from shuffled_dpsgd.errors import RefereeError
@@ -419,3 +420,33 @@ def test_two_thousand_healthy_steps_are_never_stopped() -> None:
         assert private.ledger.spent == 2000
         assert private.referee.checks.sums > 150
         private.close()
+
+
+class Shifted(nn.Module):
+    """Needs its input no more once the forward is over."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 2)
+        self.forwards = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.forwards += 1
+        return self.linear(x + 1.0)
+
+
+def test_comparisons_that_cannot_be_made_are_not_tried_forever() -> None:
+    model = Shifted()
+    engine = ClippingEngine(model, clip_norm=0.1, check_rate=0.0)
+    asked = []
+    assert engine._referee is not None
+    for _ in range(MOST_TRIES + 3):
+        engine.reset()
+        with engine:
+            x = torch.randn(3, 4)
+            losses = model(x).square().sum(1)
+            x.zero_()
+            engine.backward(losses)
+            asked.append(engine.witness.call is not None)
+    assert engine._referee.checks.not_made == MOST_TRIES
+    assert asked == [True] * MOST_TRIES + [False] * 3

@@ -13,11 +13,18 @@ pytest.importorskip("sklearn")
 NOTEBOOKS = sorted((Path(__file__).resolve().parents[2] / "examples" / "notebooks").glob("*.ipynb"))
 
 
-def test_there_are_two() -> None:
-    assert [path.stem for path in NOTEBOOKS] == ["own_loop", "trainer"]
+def test_there_are_some() -> None:
+    assert {"audit", "own_loop", "trainer"} <= {path.stem for path in NOTEBOOKS}
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+QUICK = ("own_loop", "trainer")
+
+
+@pytest.mark.parametrize(
+    "path",
+    [pytest.param(p, marks=[] if p.stem in QUICK else pytest.mark.slow) for p in NOTEBOOKS],
+    ids=lambda path: path.stem,
+)
 def test_a_notebook_runs(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import random
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -302,8 +301,7 @@ def test_own_per_sample_loss(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "name"),
     [
-        ({"max_grad_norm": 1.0}, "max_grad_norm"),
-        ({"label_smoothing_factor": 0.1}, "label_smoothing_factor"),
+        ({"max_grad_norm": 0.5}, "max_grad_norm"),
         ({"auto_find_batch_size": True}, "auto_find_batch_size"),
         ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha"),
         (
@@ -483,82 +481,6 @@ def test_an_override_that_is_never_called_is_refused(tmp_path: Path, name: str) 
             train_dataset=records(),
             privacy=privacy(),
         )
-
-
-def sft(output: Path, peft_config: Any, privacy: PrivacyArguments, **changes: Any) -> Any:
-    """TRL's own trainer, made private: a tiny GPT-2 and forty lines of five words."""
-    datasets, trl = pytest.importorskip("datasets"), pytest.importorskip("trl")
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    from shuffled_dpsgd.integrations import ShuffledDPTrainer
-
-    words = ["<pad>", "<eos>", *"abcde"]
-    tokenizer = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="a"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    draws = random.Random(0)
-    texts = [" ".join(draws.choices("abcde", k=draws.randrange(3, 9))) for _ in range(40)]
-    config = transformers.GPT2Config(
-        vocab_size=7, n_positions=64, n_embd=16, n_layer=1, n_head=2, bos_token_id=1, eos_token_id=1
-    )
-    settings: dict[str, Any] = {
-        "per_device_train_batch_size": 4,
-        "gradient_accumulation_steps": 2,
-        "max_steps": 2,
-        "max_grad_norm": 0,
-        "report_to": [],
-        "use_cpu": True,
-        "bf16": False,
-        "save_strategy": "no",
-        "disable_tqdm": True,
-    }
-    mine = type("Mine", (ShuffledDPTrainer, trl.SFTTrainer), {})
-    return mine(
-        model=transformers.GPT2LMHeadModel(config),
-        args=trl.SFTConfig(output_dir=str(output), **settings | changes),
-        train_dataset=datasets.Dataset.from_list([{"text": text} for text in texts]),
-        processing_class=transformers.PreTrainedTokenizerFast(
-            tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>"
-        ),
-        peft_config=peft_config,
-        privacy=privacy,
-    )
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_trl_fine_tunes_adapters_privately(tmp_path: Path) -> None:
-    peft = pytest.importorskip("peft")
-    lora = peft.LoraConfig(
-        r=2, target_modules=["c_attn"], fan_in_fan_out=True, task_type="CAUSAL_LM"
-    )
-    trainer = sft(tmp_path, lora, privacy(shuffle="off"))
-    trainer.train()
-    assert trainer.private.ledger.spent == 2
-    trained = {n for n, p in trainer.model.named_parameters() if p.requires_grad}
-    assert trained
-    assert all("lora_" in name for name in trained)
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_what_trl_adds_is_checked_before_anything_is_spent(tmp_path: Path) -> None:
-    peft = pytest.importorskip("peft")
-    lora = peft.LoraConfig(
-        r=2, target_modules=["c_attn"], fan_in_fan_out=True, task_type="CAUSAL_LM"
-    )
-    with pytest.raises(InvalidArgumentError, match="off for a model with adapters"):
-        sft(tmp_path, lora, privacy())
-    prompt = peft.PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM")
-    with pytest.raises(InvalidArgumentError, match="PROMPT_TUNING"):
-        sft(tmp_path, prompt, privacy(shuffle="off"))
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_the_objective_of_another_trainer_is_not_dropped(tmp_path: Path) -> None:
-    trl = pytest.importorskip("trl")
-    from shuffled_dpsgd.integrations import ShuffledDPTrainer
-
-    given = {"args": arguments(tmp_path), "train_dataset": records(), "privacy": privacy()}
-    with pytest.raises(InvalidArgumentError, match=r"DPOTrainer\.compute_loss"):
-        type("Mine", (ShuffledDPTrainer, trl.DPOTrainer), {})(model=tiny_bert(), **given)
 
 
 def test_a_router_loss_that_is_left_out_is_said(tmp_path: Path) -> None:

@@ -154,7 +154,7 @@ def test_pages_suit_dark_screens_and_small_ones(page: str) -> None:
     assert "min(24rem, 100%)" in page
     assert "a &lt;b&gt;" in page
     assert 'class="claim small"' in page
-    assert "; small print: " in page
+    assert ">small print: " in page
     assert "fill: #ffffff" not in page  # no white plates behind the figures
     assert "10^" not in re.sub("<svg.*?</svg>", "", page, flags=re.DOTALL)
 

@@ -519,9 +519,9 @@ class ArcFace(nn.Module):
         return F.cross_entropy(logits @ self.centres, y, reduction="none")
 
 
-def test_parameters_of_a_loss_are_refused_by_name() -> None:
+def test_parameters_of_a_loss_are_refused() -> None:
     private = start(mlp())
-    with pytest.raises(UnsupportedModuleError, match="centres"):
+    with pytest.raises(UnsupportedModuleError, match=r"shape \(3, 3\) in the loss"):
         run(private, vectors(count=RECORDS), ArcFace())
     assert private.ledger.spent == 0
 
@@ -529,7 +529,7 @@ def test_parameters_of_a_loss_are_refused_by_name() -> None:
 def test_a_temperature_is_refused_also_in_a_mean() -> None:
     temperature = nn.Parameter(torch.ones(()))
     private = start(mlp(), loss_reduction="mean")
-    with pytest.raises(UnsupportedModuleError, match="temperature"):
+    with pytest.raises(UnsupportedModuleError, match="requires gradients"):
         run(private, vectors(count=RECORDS), lambda z, y: F.cross_entropy(z * temperature, y))
     free = torch.ones((), requires_grad=True)
     private = start(mlp())

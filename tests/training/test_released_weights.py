@@ -131,3 +131,23 @@ def test_a_card_before_the_release_knows_none() -> None:
         compare_weights(private.card().to_json(), private.model)
     with pytest.raises(InvalidArgumentError, match="folder or a file"):
         compare_weights({"weights": {"trained": ["0"]}}, "/nowhere")
+
+
+def test_saving_other_weights_than_the_released_ones_is_warned_of(tmp_path: Path) -> None:
+    model = make_bert()
+    private, _ = trained(model)
+    private.release()
+    model.save_pretrained(tmp_path / "as released")
+    torch.save(model, tmp_path / "pickled")
+    with torch.no_grad():
+        model.classifier.weight.add_(0.1)
+    for save in (
+        lambda: model.save_pretrained(tmp_path / "others"),
+        lambda: torch.save(model.state_dict(), tmp_path / "others.pt"),
+        lambda: copy.deepcopy(model).state_dict(),
+    ):
+        with pytest.warns(UserWarning, match="others than release"):
+            save()
+    private.close()
+    model.save_pretrained(tmp_path / "closed")
+    assert not model._state_dict_pre_hooks

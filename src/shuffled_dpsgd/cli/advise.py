@@ -1,4 +1,4 @@
-"""`shuffled-dpsgd advise`: what a plan can hope for, before anything is spent."""
+"""`shuffled-dpsgd advise`: the signal-to-noise ratio of a plan, before anything is spent."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import typer
 from shuffled_dpsgd.cli import privacy_options as opt
 from shuffled_dpsgd.cli.accounting import BatchSize, DatasetSize, Epochs, resolve_sampling
 from shuffled_dpsgd.cli.output import AsJson, facts, print_json, reports_errors, table
+from shuffled_dpsgd.cli.plan_rows import plan_rows
 from shuffled_dpsgd.cli.run_start import ConfigFile, Task, chosen_config
 from shuffled_dpsgd.errors import InvalidArgumentError
 
@@ -107,7 +108,7 @@ def _from_numbers(numbers: dict[str, Any]) -> Advice:
 
 
 def _print(advice: Advice, *, as_json: bool) -> None:
-    """The verdict, the neighbouring plans and the suggestions."""
+    """Print the verdict, similar plans and suggestions."""
     if as_json:
         print_json(advice.to_json())
         return
@@ -138,7 +139,7 @@ def _print(advice: Advice, *, as_json: bool) -> None:
 
 
 def _suggestions(advice: Advice) -> Iterator[str]:
-    """What to change, in the order of what it gives."""
+    """What to change, the most useful first."""
     now, batch, needs = advice.now, advice.batch, advice.needs
     if batch.expected_batch_size != now.expected_batch_size:
         yield (
@@ -173,28 +174,7 @@ def _suggestions(advice: Advice) -> Iterator[str]:
 def _about(preview: Preview) -> Iterator[tuple[str, str]]:
     """Plan, noise, claims and memory of a run."""
     plan = preview.plan
-    yield (
-        "steps",
-        f"{plan.num_steps:,}, Poisson batches of {plan.expected_batch_size:,} expected of "
-        f"{plan.dataset_size:,} records (sampling probability {plan.sampling_prob:.4g})",
-    )
-    for block in plan.blocks:
-        name = f"σ ({block.name})"
-        if block.name == "rest":
-            # Where nothing is shuffled the rest is everything.
-            name = "σ0 (rest)" if len(plan.blocks) > 1 else "σ"
-        clip = block.batch_clip_norm
-        batch = "" if clip is None else f", batch clip c' = {clip / plan.clip_norm:g} c"
-        yield (
-            name,
-            f"{block.noise_multiplier:.4g} on {block.dimension:,} coordinates, clip c = "
-            f"{plan.clip_norm:g}{batch}",
-        )
-    if preview.chosen is not None:
-        yield "chosen by method", preview.chosen
-    if plan.accounting == "paper" and plan.epsilon is not None:
-        formula = "the paper's formula: no guarantee"
-        yield "calibrated to", f"ε = {plan.epsilon:g} (heuristic), {formula}"
+    yield from plan_rows(plan, preview.chosen)
     none = f"none: {'; '.join(plan.uncertifiable)}"
     yield "certified ε", none if preview.certified is None else preview.certified.describe()
     size = preview.memory_bytes / 2**20

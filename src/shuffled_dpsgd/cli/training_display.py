@@ -1,4 +1,4 @@
-"""What `train` shows people: the plan, a progress bar, the result. Every ε carries its kind."""
+"""What `train` prints: the plan, a progress bar, the result. Every ε is shown with its kind."""
 
 from __future__ import annotations
 
@@ -11,28 +11,24 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
 from shuffled_dpsgd.cli.output import KIND_COLOURS, facts
+from shuffled_dpsgd.cli.plan_rows import plan_rows
 
 if TYPE_CHECKING:
     from shuffled_dpsgd.accounting import PrivacyClaim
     from shuffled_dpsgd.reports import StepRecord
     from shuffled_dpsgd.tasks import PreparedRun, RunResult
     from shuffled_dpsgd.tasks.diagnosis import Finding
-    from shuffled_dpsgd.training import Outcome, PrivacyCard, PrivacyPlan
+    from shuffled_dpsgd.training import Outcome, PrivacyCard
 
-# The speed shown is that of so many steps.
+# The speed shown is the mean over so many steps.
 RECENT_STEPS = 20
 LOOK_EVERY = 10
 SECONDS_BETWEEN_LINES = 30.0
 NO_ESTIMATE = "none: the formula does not apply"
-CALIBRATED = {
-    "certified": "calibrated to the certified ε, which is proven",
-    "rdp": "calibrated by Rényi DP, which is proven and looser than the certified ε",
-    "paper": "calibrated by the paper's formula, which is heuristic: not a guarantee",
-}
 
 
 def announcement(run: PreparedRun) -> RenderableType:
-    """What will be trained, on what noise, and what that is worth."""
+    """The plan of a run, as it starts."""
     from shuffled_dpsgd.training.planning import large_delta
 
     plan, card = run.private.plan, run.private.card()
@@ -57,20 +53,12 @@ def _planned(
 
     private, model = run.private, run.private.model
     plan = private.plan
-    yield "task", f"{run.task.name}, {plan.dataset_size:,} training records"
+    yield "task", run.task.name
     # `fully_shard` puts a word before the name of a model's class.
     name = type(model).__name__.removeprefix("FSDP" if private.is_sharded else "")
     total = sum(p.numel() for p in model.parameters() if p.requires_grad)
     yield "model", f"{name}, {total:,} trainable parameters"
-    yield (
-        "steps",
-        f"{plan.num_steps}, Poisson batches of {plan.expected_batch_size} expected "
-        f"(sampling probability {plan.sampling_prob:.4g})",
-    )
-    chosen = describe_choices(run.config, model)
-    if chosen is not None:
-        yield "chosen by method", chosen
-    yield "noise", _noise(plan)
+    yield from plan_rows(plan, describe_choices(run.config, model))
     yield "shuffle", card.shuffle
     yield "certified ε", _claim(certified, card)
     yield "paper's estimate", _paper(paper_estimate(plan), card)
@@ -80,16 +68,6 @@ def _planned(
     yield "output", str(run.directory)
 
 
-def _noise(plan: PrivacyPlan) -> str:
-    parts = []
-    for block in plan.blocks:
-        clip = block.batch_clip_norm
-        batch = "" if clip is None else f", batch clip c' = {clip / plan.clip_norm:g} c"
-        parts.append(f"{block.noise_multiplier:.4g} on {block.dimension:,} ({block.name}{batch})")
-    source = "given" if plan.epsilon is None else CALIBRATED[plan.accounting]
-    return f"multiplier {'; '.join(parts)}; {source}"
-
-
 def _claim(claim: PrivacyClaim | None, card: PrivacyCard) -> Text:
     if claim is None:
         return Text(f"{card.no_claim}: {'; '.join(card.why_not_certified)}")
@@ -97,7 +75,7 @@ def _claim(claim: PrivacyClaim | None, card: PrivacyCard) -> Text:
 
 
 def _paper(claim: PrivacyClaim | None, card: PrivacyCard) -> Text:
-    """In small print where the noise was not calibrated by it."""
+    """The paper's estimate, in small print unless the noise was calibrated by it."""
     if claim is None:
         return Text(NO_ESTIMATE)
     if not card.paper_is_small_print:
@@ -108,9 +86,9 @@ def _paper(claim: PrivacyClaim | None, card: PrivacyCard) -> Text:
 
 
 class TrainingBar:
-    """Progress with loss, held-out score and certified ε: a bar, or lines without a terminal.
+    """Progress with loss, held-out score and certified ε: a bar, or lines if there is no terminal.
 
-    What is wrong with a run is said once, when it is first seen.
+    Each finding about the run is printed once.
     """
 
     def __init__(self, run: PreparedRun, console: Console) -> None:
@@ -168,7 +146,7 @@ class TrainingBar:
                 self._console.print(_warning_line(finding), soft_wrap=True)
 
     def _is_due(self, step: int) -> bool:
-        """At the first and last step, and in between every half minute or tenth of the run."""
+        """At the first and last step, every tenth of the run, and every half minute."""
         tenth = max(1, self._plan.num_steps // 10)
         waited = time.monotonic() - self._last_line >= SECONDS_BETWEEN_LINES
         return waited or step % tenth == 0 or step in (1, self._plan.num_steps)
@@ -200,7 +178,7 @@ def _lost(outcome: Outcome) -> Text:
 
 
 def scored(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """What a finished run scored, for people: on every split, and by the texts it wrote."""
+    """Rows with the scores of a finished run: on every split, and of its texts."""
     name, splits = summary["score_name"], summary["heldout_scores"]
     several = {split: found["score"] for split, found in splits.items() if len(splits) > 1}
     for split, score in (several or {"": summary["heldout_score"]}).items():
@@ -214,7 +192,7 @@ def scored(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def conclusion(result: RunResult, run: PreparedRun, seconds: float) -> RenderableType:
-    """The result, the claims in the order every surface keeps, and where everything is."""
+    """The result, the claims, and where the files are."""
     card, outcome = run.private.card(), result.outcome
     if not outcome.finished:
         stopped = f"Stopped by {outcome.interrupted_by} after step {outcome.steps_taken}"

@@ -1,4 +1,4 @@
-"""`evaluate`, `predict` and `generate`: what a finished run's folder is for."""
+"""`evaluate`, `predict` and `generate`: verbs that use a finished run's folder."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ EPILOGS = {
     "[bold]shuffled-dpsgd evaluate runs/e2e --split test --beams 5 --texts e2e.jsonl[/bold]",
     "predict": 'Examples: [bold]shuffled-dpsgd predict runs/sst2 "a fine film"[/bold] · '
     "[bold]shuffled-dpsgd predict runs/cifar cat.png dog.png[/bold]",
-    "generate": "Example: [bold]shuffled-dpsgd generate runs/e2e "
-    '"name\\[The Mill], food\\[Thai]"[/bold]',
+    "generate": "Examples: [bold]shuffled-dpsgd generate runs/e2e "
+    '"name\\[The Mill], food\\[Thai]"[/bold] · '
+    '[bold]shuffled-dpsgd generate runs/chat "Where is my parcel?"[/bold]',
 }
 
 Run = Annotated[Path, typer.Argument(help="The folder of a finished run.")]
@@ -29,6 +30,7 @@ Inputs = Annotated[
 Prompts = Annotated[list[str], typer.Argument(help="Prompts to continue.")]
 MaxNewTokens = Annotated[int, typer.Option(help="Stop after so many tokens.")]
 NumBeams = Annotated[int, typer.Option("--beams", help="Beams to search with; 1 is greedy.")]
+Plain = Annotated[bool, typer.Option("--plain", help="Leave the chat template out.")]
 Split = Annotated[
     str | None, typer.Option(help="The held-out split to score; the run's own if not given.")
 ]
@@ -117,14 +119,18 @@ def generate(
     prompts: Prompts,
     max_new_tokens: MaxNewTokens = 64,
     num_beams: NumBeams = 1,
+    plain: Plain = False,
     as_json: AsJson = False,
 ) -> None:
-    """Continue prompts with the language model a run left, greedily or by beam search."""
+    """Continue prompts with the language model a run left, greedily or by beam search.
+
+    After `task = "sft"` a prompt is a user's message, put into the tokenizer's chat template.
+    """
     from shuffled_dpsgd.tasks import inference
     from shuffled_dpsgd.tasks.config import GenerationConfig
 
     settings = GenerationConfig(max_new_tokens=max_new_tokens, num_beams=num_beams)
-    results = inference.generate(run, prompts, settings)
+    results = inference.generate(run, prompts, settings, plain=plain)
     if as_json:
         print_json({"continuations": results, "decoding": settings.search})
         return

@@ -46,16 +46,6 @@ class Attachment:
             if self._is_on:
                 self._put()
 
-    @contextmanager
-    def lent(self) -> Iterator[None]:
-        """Put the slots on inside the context, and restore what was before."""
-        self._put()
-        try:
-            yield
-        finally:
-            if not self._is_on:
-                self._take()
-
     def _find_forwards(self) -> list[tuple[dict[str, Any], Callable[..., Any]]]:
         return [
             (slot.module.__dict__, slot.folded_forward() if slot.folded else slot.forward)

@@ -6,6 +6,7 @@ The checks themselves are in `checks/`. Here is their order, and how they borrow
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -17,7 +18,6 @@ from torch.utils.hooks import RemovableHandle
 
 from shuffled_dpsgd.clipping.attachment import Attachment
 from shuffled_dpsgd.clipping.capture.batch import CapturedBatch
-from shuffled_dpsgd.clipping.capture.batch_size import find_batch
 from shuffled_dpsgd.clipping.capture.recorder import CaptureRecorder
 from shuffled_dpsgd.clipping.capture.samples import BatchKinds
 from shuffled_dpsgd.clipping.capture.slot import Slot
@@ -29,12 +29,12 @@ from shuffled_dpsgd.clipping.checks.exchange import (
     Moved,
     tolerance_for,
 )
-from shuffled_dpsgd.clipping.checks.loss_independence import check_losses
+from shuffled_dpsgd.clipping.checks.loss_independence import check_losses, refuse_foreign
 from shuffled_dpsgd.core.referee import Referee
 from shuffled_dpsgd.errors import CannotReplayError, RefereeError, UnsupportedModuleError
 from shuffled_dpsgd.runtime.clock import Clock
 from shuffled_dpsgd.runtime.output_tensors import tensors_in, with_tensors
-from shuffled_dpsgd.runtime.replay import Call, Rerun, Witness, without_a_trace
+from shuffled_dpsgd.runtime.replay import Call, Rerun, Witness
 from shuffled_dpsgd.runtime.shards import Sharding
 from shuffled_dpsgd.runtime.uncompiled import eagerly
 
@@ -53,9 +53,9 @@ class _Watched:
 class BatchChecks:
     """The checks of an engine: of the batch axis, of losses, and of samples that see each other.
 
-    While a check runs the model, `is_running` is set: the engine's hooks then do nothing. `trial`
-    is the batch, if any, of a forward that is only tried. With `numbers_are_means`, a single number
-    among the outputs is the mean of the samples' losses. `num_samples` have been watched among
+    While a check runs the model, `is_running` is set: the engine's hooks then do nothing. With
+    `numbers_are_means`, a single number among the outputs is the mean of the samples' losses.
+    `num_samples` have been watched among
     exchanged records so far, `num_by_coin` of them in the first batch or in one chosen at random:
     how many others there are depends on the lengths of the records.
 
@@ -80,7 +80,6 @@ class BatchChecks:
         self.is_running = False
         self.has_samples = True
         self.num_samples = self.num_by_coin = 0
-        self.trial: CapturedBatch | None = None
         self.axis = BatchAxisCheck(model, slots)
         self.turns = CheckTurns(rate)
         self.witness = Witness(model, self._is_busy)
@@ -115,23 +114,39 @@ class BatchChecks:
         self.witness.inputs.note(args, kwargs, batch.size)
         kind = self._kinds.of(args, kwargs, batch.size, batch.device)
         checks_axis = self.axis.is_due(args, kwargs, batch.size, kind)
-        watches = batch.size > 0 and self.has_samples and self.turns.is_due(kind)
+        watched = self._watched_if_due(batch, kind)
         unsharded: Any = nullcontext()
         if self._sharding is not None:
-            self._owes_unshard = self._sharding.is_any(checks_axis or watches)
+            self._owes_unshard = self._sharding.is_any(checks_axis or watched is not None)
             unsharded = self._sharding.unsharded() if self._owes_unshard else unsharded
         with unsharded:
             if checks_axis:
                 self._check_axis(args, kwargs, batch.size, kind)
         self.axis.expect(args, kwargs, batch.size, kind)
-        self._watched = None
-        if watches:
-            self._watched = _Watched(batch=batch, kind=kind, by_coin=self.turns.by_coin)
+        self._watched = watched
+        if watched is not None:
             # Compiled blocks would draw other random numbers than the blocks themselves.
-            self.detach()
             self._compilers.enter_context(eagerly())
+        self.detach()
+        if watched is not None or self.axis.shared:
             self._forward_hook = self._model.register_forward_hook(
-                lambda *_: self._compilers.close(), always_call=True
+                lambda *_: self._end_forward(), always_call=True
+            )
+
+    def _watched_if_due(self, batch: CapturedBatch, kind: Hashable) -> _Watched | None:
+        if batch.size > 0 and self.has_samples and self.turns.is_due(kind):
+            return _Watched(batch=batch, kind=kind, by_coin=self.turns.by_coin)
+        return None
+
+    def _end_forward(self) -> None:
+        """The forward is over, by its end or by an error of the model's own."""
+        self._compilers.close()
+        error = sys.exception()
+        if isinstance(error, RuntimeError | ValueError | IndexError) and self.axis.shared:
+            error.add_note(
+                f"{self.axis.shared[0].path} has no batch axis, and gives a row for every sample: "
+                "add its outputs to the samples' as they are, expand its input over the batch "
+                "before the layer, or freeze it with requires_grad_(False)"
             )
 
     def after_forward(self, batch: CapturedBatch, output: Any) -> Any:
@@ -161,6 +176,14 @@ class BatchChecks:
             self._recorder.muted = False
         self.follow_compiled(batch, losses)
 
+    def check_number(self, batch: CapturedBatch, loss: Tensor) -> None:
+        """Follow one number for the whole batch back to the outputs."""
+        outputs, self._outputs = self._outputs, ()
+        if outputs:
+            refuse_foreign(loss, outputs, self._parameters if self._sharding is None else None)
+            self._losses_checked = True
+        self.follow_compiled(batch, loss)
+
     def follow_compiled(self, batch: CapturedBatch, losses: Tensor | None) -> None:
         """Decide whether to watch a batch that a compiler has run; its backward is about to come.
 
@@ -172,9 +195,7 @@ class BatchChecks:
         args, kwargs, dtype = batch.compiled.inputs
         self.witness.inputs.note(args, kwargs, batch.size)
         kind = self._kinds.of(args, kwargs, batch.size, batch.device)
-        self._watched = None
-        if batch.size > 0 and self.has_samples and self.turns.is_due(kind):
-            self._watched = _Watched(batch=batch, kind=kind, by_coin=self.turns.by_coin)
+        self._watched = self._watched_if_due(batch, kind)
         self.witness.call = None
         is_wanted = losses is not None and self.witness.ask(args, kwargs)
         if self._watched is None and not is_wanted:
@@ -317,30 +338,6 @@ class BatchChecks:
         if [slot.folded for slot in self._slots] != folded:
             # Only then: replaced forwards make a compiled model compile again.
             self._attachment.renew()
-        if self.axis.shared:
-            self._try_shared(args, kwargs, size)
-
-    def _try_shared(self, args: Any, kwargs: Any, size: int) -> None:
-        """Run the model as it is going to run: what is shared gets a row for every sample.
-
-        Raises:
-            UnsupportedModuleError: the model cannot use what it computes once for all so.
-        """
-        device = find_batch(args, kwargs).device
-        batch = CapturedBatch(size=size, device=device.type, slots=len(self._slots), scale=1.0)
-        with without_a_trace(self._model):
-            try:
-                with self._put_on_trial(batch), torch.enable_grad():
-                    self._model(*args, **kwargs)
-            except (RuntimeError, ValueError, IndexError) as error:
-                raise UnsupportedModuleError(
-                    self.axis.shared[0].path,
-                    expected="a layer without batch axis whose outputs are only broadcast over the "
-                    "samples",
-                    got=f"{type(error).__name__}: {str(error).splitlines()[0]}",
-                    remedy="add its outputs to the samples' as they are, or expand its input over "
-                    "the batch before the layer; or freeze it with requires_grad_(False)",
-                ) from error
 
     @contextmanager
     def taken_off(self) -> Iterator[None]:
@@ -351,20 +348,3 @@ class BatchChecks:
                 yield
         finally:
             self.is_running = False
-
-    @contextmanager
-    def _put_on_trial(self, batch: CapturedBatch) -> Iterator[None]:
-        """Run the model with book-keeping for nobody."""
-        latest = self._recorder.latest
-        self.is_running, self.trial = True, batch
-        self._recorder.open(batch)
-        graph: Any = nullcontext()
-        if self._sharding is not None:
-            graph = self._sharding.gradients_to(lambda name, grad: None)
-        try:
-            with self._attachment.lent(), eagerly(), graph:
-                yield
-        finally:
-            self._recorder.close_forward()
-            self._recorder.latest = latest
-            self.is_running, self.trial = False, None

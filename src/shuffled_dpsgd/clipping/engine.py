@@ -102,6 +102,7 @@ class ClippingEngine:
         self._frozen = {n: p for n, p in model.named_parameters() if not p.requires_grad}
         refusals.refuse_unfit(self._parameters)
         refusals.refuse_scripted(model)
+        refusals.check_quantized(model)
         self._structure = Structure(model)
         self._recorder = CaptureRecorder(receive=self._receive, finish=self._finish)
         self._batch_norms = refusals.batch_norms(model)
@@ -300,10 +301,10 @@ class ClippingEngine:
         """What checks have taken; whoever makes others for the same run adds to it."""
         return self._checks.turns.time
 
-    def follow_compiled(self, losses: Tensor) -> None:
-        """Say what the latest batch goes backward from, where `backward` is not called."""
+    def check_number(self, loss: Tensor) -> None:
+        """Say what number the latest batch goes backward from, where `backward` is not called."""
         if self._recorder.latest is not None:
-            self._checks.follow_compiled(self._recorder.latest, losses)
+            self._checks.check_number(self._recorder.latest, loss)
 
     def lifted(self) -> AbstractContextManager[None]:
         """Inside, the model runs as its owner wrote it, and nothing is booked."""
@@ -416,12 +417,10 @@ class ClippingEngine:
             )
 
     def _receive(self, batch: CapturedBatch, entry: Entry) -> None:
-        if batch.size > 0 and batch is not self._checks.trial:
+        if batch.size > 0:
             self._schedule.receive(batch, entry)
 
     def _finish(self, batch: CapturedBatch) -> None:
-        if batch is self._checks.trial:
-            return
         if batch.size > 0:
             self._checks.check_late(batch)
             with self.clock.part("settle"):

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections import Counter
 from collections.abc import Callable, Hashable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -40,6 +41,8 @@ DEFAULT_RATE = 1 / 256
 # Steps with records in them whose sums are always compared. Faults that carry something over from
 # an earlier batch show from the second on.
 FIRST_STEPS = 3
+# Comparisons that cannot be made are tried so often, and from then on at random.
+MOST_TRIES = 8
 SAMPLES = 2
 NOISE_COORDINATES = 4
 # On an accelerator, where each look waits for it: always at first, then one release in so many.
@@ -183,13 +186,12 @@ class Referee:
         self._coin = random.SystemRandom()
         self._steps_compared = 0
         self._kinds: set[Hashable] = set()
+        self._failed: Counter[Hashable] = Counter()
         self._pending: _Pending | None = None
         self._may_check = may_check
         self._timed = timed
         self._noise: list[tuple[str, int, Tensor]] = []
         self.begin_step()
-
-    # --- while a step is computed ----------------------------------------------------------------
 
     def begin_step(self) -> None:
         """Whatever was accumulated is gone; the next batch begins a step."""
@@ -206,7 +208,7 @@ class Referee:
         self.settle()
         chosen = self._compares
         if chosen is None:
-            first = self._steps_compared < FIRST_STEPS
+            first = self._steps_compared < FIRST_STEPS and self.checks.not_made < MOST_TRIES
             by_chance = self._coin.random() < self._rate
             by_chance = by_chance and (self._rate > DEFAULT_RATE or self._may_check())
             if self._shards is not None:
@@ -215,7 +217,8 @@ class Referee:
             self._compares = chosen if self._has_door else None
         rows = self._rows()
         kind = _kind_of(self._model, args, kwargs)
-        if not chosen and (kind in self._kinds or self._shards is not None):
+        is_known = kind in self._kinds or self._failed[kind] >= MOST_TRIES
+        if not chosen and (is_known or self._shards is not None):
             return False
         sums = None
         if not self._compares:
@@ -261,6 +264,7 @@ class Referee:
         except CannotReplayError as reason:
             self.checks.not_made += pending.sums is not None
             self.checks.reasons.add(str(reason))
+            self._failed[pending.kind] += 1
             self._total = None
 
     def _weigh(
@@ -336,8 +340,6 @@ class Referee:
                     f"finds {expected:.6g}; nothing was released: {_REMEDY}"
                 )
             self.checks.norms += bool(self._compares)
-
-    # --- at the door -----------------------------------------------------------------------------
 
     def inspect(
         self, sums: Mapping[str, Tensor], *, norm: float | None, count: int, drawn: int
@@ -438,8 +440,6 @@ class Referee:
                 name=name,
             )
 
-    # --- the noise -------------------------------------------------------------------------------
-
     def before_noise(self, sums: Mapping[str, Tensor]) -> None:
         """Keep a few coordinates as they are before the noise."""
         self._noise = []
@@ -480,8 +480,6 @@ class Referee:
                 )
             self.checks.noise += 1
         self._noise = []
-
-    # --- how close, how often --------------------------------------------------------------------
 
     @property
     def _device(self) -> str:

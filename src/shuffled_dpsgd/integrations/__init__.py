@@ -1,16 +1,25 @@
-"""Bridges to other libraries: the Hugging Face Trainer, imported when it is first asked for."""
+"""Bridges to other libraries: trainers of Hugging Face and TRL, imported when first asked for."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from shuffled_dpsgd.options import Budget, help_of
 
 if TYPE_CHECKING:
-    from shuffled_dpsgd.integrations.hf_trainer import ShuffledDPTrainer
+    from shuffled_dpsgd.integrations.hf_trainer import DPTrainer, ShuffledDPTrainer
+    from shuffled_dpsgd.integrations.trl_trainers import DPDPOTrainer, DPSFTTrainer
 
-__all__ = ["PrivacyArguments", "ShuffledDPTrainer"]
+__all__ = ["DPDPOTrainer", "DPSFTTrainer", "DPTrainer", "PrivacyArguments", "ShuffledDPTrainer"]
+
+_HOMES = {
+    "DPTrainer": "hf_trainer",
+    "ShuffledDPTrainer": "hf_trainer",
+    "DPSFTTrainer": "trl_trainers",
+    "DPDPOTrainer": "trl_trainers",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,8 +41,6 @@ class PrivacyArguments(Budget):
 
 
 def __getattr__(name: str) -> Any:
-    if name == "ShuffledDPTrainer":
-        from shuffled_dpsgd.integrations.hf_trainer import ShuffledDPTrainer
-
-        return ShuffledDPTrainer
+    if name in _HOMES:
+        return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,14 +1,13 @@
-"""Settings of the Trainer that contradict private training, refused by name.
+"""What contradicts private training besides the fields of the Trainer's arguments.
 
-The Trainer has many knobs that quietly change what one record contributes or how often it is
-seen. Each is refused here rather than ignored, with what to use instead.
+Those are decided on in `trainer_fields.toml`. Here it is processes, options of `Trainer(...)`,
+methods that nobody would call, scores that decide, and models.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -18,75 +17,12 @@ from shuffled_dpsgd.errors import InvalidArgumentError
 from shuffled_dpsgd.runtime.shards import is_wrapped
 from shuffled_dpsgd.training.rows import shared_rows
 
-
-@dataclass(frozen=True, kw_only=True)
-class Conflict:
-    """A setting of `TrainingArguments` that may hold `allowed` only."""
-
-    name: str
-    allowed: object
-    remedy: str
-
-
-CONFLICTS = (
-    Conflict(
-        name="max_grad_norm",
-        allowed=0,
-        remedy="it clips after the noise; clip_norm of PrivacyArguments clips each sample, "
-        "so set max_grad_norm to 0",
-    ),
-    Conflict(
-        name="fp16", allowed=False, remedy="its gradient scaler rescales what is clipped: use bf16"
-    ),
-    Conflict(name="label_smoothing_factor", allowed=0, remedy="smooth inside per_sample_loss"),
-    Conflict(
-        name="auto_find_batch_size",
-        allowed=False,
-        remedy="set per_device_train_batch_size to what fits in memory",
-    ),
-    Conflict(
-        name="train_sampling_strategy",
-        allowed="random",
-        remedy="records must be drawn by Poisson sampling, the sampler accounted for",
-    ),
-    Conflict(
-        name="dataloader_prefetch_factor",
-        allowed=None,
-        remedy="workers load ahead by themselves: leave it out",
-    ),
-    Conflict(
-        name="neftune_noise_alpha",
-        allowed=None,
-        remedy="its noise depends on the longest text of a batch, so one record changes what "
-        "others contribute, and it protects nobody: leave it out",
-    ),
-    Conflict(
-        name="use_liger_kernel", allowed=False, remedy="fused kernels hide per-sample gradients"
-    ),
-)
-# Two names for one setting: transformers 5.23 has both, earlier releases the second.
-_CHECKPOINTING = ("activation_checkpointing", "gradient_checkpointing")
 # How accelerate calls processes with a model each.
 _SERVED = ("NO", "MULTI_CPU", "MULTI_GPU")
-UNSUPPORTED = {
-    "deepspeed": "run without it",
-    "fsdp": "run without it",
-}
 
 
-def check_training_arguments(args: Any) -> None:
-    """Raise `InvalidArgumentError` for the first setting that private training cannot honour."""
-    for conflict in CONFLICTS:
-        got = getattr(args, conflict.name)
-        if got != conflict.allowed:
-            raise InvalidArgumentError(
-                conflict.name, expected=repr(conflict.allowed), got=got, remedy=conflict.remedy
-            )
-    for name, remedy in UNSUPPORTED.items():
-        if getattr(args, name):
-            raise InvalidArgumentError(
-                name, expected="nothing", got=getattr(args, name), remedy=remedy
-            )
+def check_processes(args: Any) -> None:
+    """Refuse workers beside several processes, and several devices in one."""
     if args.world_size > 1 and args.dataloader_num_workers:
         raise InvalidArgumentError(
             "dataloader_num_workers",
@@ -102,15 +38,6 @@ def check_training_arguments(args: Any) -> None:
             got=args.n_gpu,
             remedy="restrict CUDA_VISIBLE_DEVICES to one",
         )
-    for name in _CHECKPOINTING:
-        given = getattr(args, f"{name}_kwargs", None) or {}
-        if getattr(args, name, False) and given.get("use_reentrant"):
-            raise InvalidArgumentError(
-                f"{name}_kwargs",
-                expected="use_reentrant=False",
-                got=given,
-                remedy="reentrant checkpointing runs backward inside backward",
-            )
 
 
 def check_accelerator(accelerator: Any) -> None:
@@ -171,16 +98,18 @@ _NOT_CALLED = {
 }
 
 
-def check_overrides(trainer: Any, own: type) -> None:
-    """Refuse methods of a user's class that would never be called; `own` is our Trainer.
+def check_overrides(trainer: Any, own: type, replaced: Sequence[str]) -> None:
+    """Refuse methods of a class that would never be called; `own` is our Trainer.
 
-    TRL's SFTTrainer has a `compute_loss` that adds logs to the usual loss and is left out.
+    The losses of trainers in the modules `replaced` are computed record by record by `trainer`.
     """
+    known = ("transformers.", __package__, *replaced)
     for owner in type(trainer).__mro__:
-        ours = owner is own or owner.__module__.startswith(("transformers.", "trl.trainer.sft"))
         comes_first = issubclass(owner, own)
         for name, remedy in _NOT_CALLED.items():
-            if ours or name not in vars(owner) or not (comes_first or name == "compute_loss"):
+            if owner.__module__.startswith(known) or name not in vars(owner):
+                continue
+            if not (comes_first or name == "compute_loss"):
                 continue
             raise InvalidArgumentError(
                 f"{owner.__name__}.{name}",

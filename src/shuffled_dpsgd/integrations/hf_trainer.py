@@ -1,4 +1,4 @@
-"""`ShuffledDPTrainer`: the Hugging Face Trainer with private steps.
+"""`DPTrainer`: the Hugging Face Trainer with private steps, alone or in front of TRL's.
 
 The Trainer keeps its loop, logging, evaluation, callbacks and schedulers. What changes: one turn
 of its loop is one logical batch drawn by Poisson sampling, the loss is one number per sample, and
@@ -10,10 +10,11 @@ model and a part of each logical batch, which is that of all processes together.
 
 from __future__ import annotations
 
-import copy
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +33,8 @@ from shuffled_dpsgd.integrations.hf_conflicts import (
     check_deciders,
     check_model,
     check_overrides,
+    check_processes,
     check_trainer_options,
-    check_training_arguments,
 )
 from shuffled_dpsgd.integrations.per_sample_loss import (
     check_labels,
@@ -41,6 +42,7 @@ from shuffled_dpsgd.integrations.per_sample_loss import (
     per_sample_losses,
     unwrapped,
 )
+from shuffled_dpsgd.integrations.trainer_fields import settled
 from shuffled_dpsgd.integrations.trainer_files import (
     LEDGER_FILE,
     claim_ledger,
@@ -62,14 +64,13 @@ from shuffled_dpsgd.training import (
     PrivateTraining,
     SpendingCurve,
     assemble,
-    check_independence,
 )
 from shuffled_dpsgd.training.adapters import check_adapters
 
 LossFunction = Callable[[Any, torch.Tensor], torch.Tensor]
 
 
-class ShuffledDPTrainer(Trainer):
+class DPTrainer(Trainer):
     """A `Trainer` whose `train()` is differentially private under a plan made from `privacy`.
 
     `per_sample_loss(outputs, labels)` replaces the loss chosen by the model's head; it must return
@@ -78,9 +79,12 @@ class ShuffledDPTrainer(Trainer):
     privacy card calls the training data. `dataloader_num_workers` processes load them.
     """
 
+    # Modules of trainers behind this one whose loss `per_sample_losses` computes for each record.
+    replaces: tuple[str, ...] = ()
+
     def __init__(
         self,
-        model: nn.Module | None = None,
+        model: nn.Module | str | None = None,
         args: TrainingArguments | None = None,
         *,
         privacy: PrivacyArguments,
@@ -92,35 +96,28 @@ class ShuffledDPTrainer(Trainer):
             raise InvalidArgumentError(
                 "args", expected="model= and args=TrainingArguments(...)", got=args
             )
-        check_training_arguments(args)
+        self._expected_batch_size = privacy.expected_batch_size or (
+            args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
+        )
+        args = settled(args)
+        # The logical batch is split here, not by the Trainer; the caller's arguments stay as given.
+        args.gradient_accumulation_steps = 1
+        check_processes(args)
         check_trainer_options(options)
-        check_overrides(self, ShuffledDPTrainer)
-        assert privacy.shuffle is not None, "filled in on construction"
-        check_model(model, privacy.shuffle)
-        if per_sample_loss is None:
-            head_of(model)
+        check_overrides(self, DPTrainer, self.replaces)
         self.privacy = privacy
         self.private: PrivateTraining | None = None
         self._per_sample_loss = per_sample_loss
+        self._check_model(model)
         self._data_name = data_name
         self._workers: WorkerBatches | None = None
         self._spending: SpendingCurve | None = None
         self._data: tuple[Any, Callable[[list[Any]], Any]] | None = None
         self._resuming = False
-        self._expected_batch_size = privacy.expected_batch_size or (
-            args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
-        )
-        # The logical batch is split here, not by the Trainer; the caller's arguments stay as given.
-        args = copy.copy(args)
-        args.gradient_accumulation_steps = 1
-        # It multiplies the losses of an evaluation by the number of processes, and means by it that
-        # they were divided by the labels of all of them; a classifier's are not.
-        args.average_tokens_across_devices = False
         super().__init__(model=model, args=args, **options)
         if self.model is not model:
-            # A base class of another library has wrapped it, in adapters for example.
-            check_model(self.model, privacy.shuffle)
-            check_adapters(self.model)
+            # A base class of another library has loaded it, or wrapped it in adapters.
+            self._check_model(self.model)
         check_accelerator(self.accelerator)
         # Evaluation mode leaves the model as it is: wrapped, its gradients would be averaged over
         # the processes before anything is clipped.
@@ -156,10 +153,11 @@ class ShuffledDPTrainer(Trainer):
         self._resuming = bool(resume_from_checkpoint)
         output = super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
         private = self._started()
-        if self._workers is not None:
-            self._workers.close()
-        private.release()
-        private.close()
+        with self._calling_model():
+            if self._workers is not None:
+                self._workers.close()
+            private.release()
+            private.close()
         self._write_card()
         return output
 
@@ -203,13 +201,12 @@ class ShuffledDPTrainer(Trainer):
         """One logical batch: forward, per-sample clip, noise, update, shuffle."""
         private = self._started()
         model.train()
-        for batch in self._batches_of_one_step(private):
-            prepared = self._prepare_inputs(batch)
-            with self.compute_loss_context_manager():
-                losses = self.per_sample_losses(model, prepared)
-            private.backward(losses)
-            private.step()
-            self.current_flos += float(super().floating_point_ops(prepared))
+        with self._calling_model():
+            for batch in self._batches_of_one_step(private):
+                prepared = self._prepare_inputs(batch)
+                private.backward(self._losses_of_batch(model, prepared))
+                private.step()
+                self.current_flos += float(super().floating_point_ops(prepared))
         assert private.last_metrics is not None
         return torch.tensor(private.last_metrics.loss or 0.0, device=self.args.device)
 
@@ -235,7 +232,7 @@ class ShuffledDPTrainer(Trainer):
         outputs = model(**inputs)
         if self._per_sample_loss is not None:
             return self._per_sample_loss(outputs, labels)
-        return per_sample_losses(model, outputs, labels)
+        return per_sample_losses(model, outputs, labels, self.args.label_smoothing_factor)
 
     def floating_point_ops(self, inputs: Any) -> int:
         """Counted batch by batch in `training_step`; the loop's own items are empty."""
@@ -291,6 +288,13 @@ class ShuffledDPTrainer(Trainer):
 
     # -- parts ---------------------------------------------------------------------------------
 
+    def _check_model(self, model: Any) -> None:
+        if isinstance(model, nn.Module):
+            check_model(model, str(self.privacy.shuffle))
+            check_adapters(model)
+            if self._per_sample_loss is None:
+                head_of(model)
+
     def _make_private(self, optimizer: torch.optim.Optimizer) -> PrivateTraining:
         args = self.args
         ledger = Path(args.output_dir) / LEDGER_FILE
@@ -311,8 +315,12 @@ class ShuffledDPTrainer(Trainer):
         return private
 
     def _losses_of_batch(self, model: nn.Module, batch: Any) -> torch.Tensor:
-        """The losses as `training_step` computes them."""
-        with self.compute_loss_context_manager():
+        """The losses as `training_step` computes them.
+
+        accelerate casts inside the model's forward alone. Cast from outside as well, everything
+        that looks at the call sees in which precision it runs.
+        """
+        with self.compute_loss_context_manager(), self.accelerator.autocast():
             return self.per_sample_losses(model, self._prepare_inputs(batch))
 
     def _started(self) -> PrivateTraining:
@@ -346,21 +354,34 @@ class ShuffledDPTrainer(Trainer):
         return math.ceil(self._dataset_size() / self._expected_batch_size)
 
     def _training_data(self) -> tuple[Any, Callable[[list[Any]], Any]]:
-        """Data and collator with the columns the model does not take removed; made once.
-
-        That is also when the loss is tried out on a few records.
-        """
+        """Data and collator with the columns the model does not take removed; made once."""
         if self._data is None:
-            data, collate = self._taken_by_model(self.train_dataset), self.data_collator
+            data, collate = self._taken_by_model(self.train_dataset), self._collator()
             if not hasattr(data, "column_names"):
                 collate = self._get_collator_with_removed_columns(collate, "training")
             if self._per_sample_loss is None and head_of(self.model) == "classification":
                 config: Any = unwrapped(self.model).config
                 if config.num_labels > 1:  # one logit is a regression
                     check_labels(_labels_of(self.train_dataset), config.num_labels)
-            check_independence(self.model, data, self.per_sample_losses, collate=collate)
             self._data = data, with_lengths(collate, self.processing_class)
         return self._data
+
+    def _calling_model(self) -> AbstractContextManager[None]:
+        """Entered wherever the private run calls the model."""
+        return nullcontext()
+
+    def _collator(self) -> Callable[[list[Any]], Any]:
+        """What makes a batch in which every tensor has one row for each record."""
+        return self.data_collator
+
+
+class ShuffledDPTrainer(DPTrainer):
+    """The paper's method: weights are shuffled after every step, or the model is refused."""
+
+    def __init__(self, *args: Any, privacy: PrivacyArguments, **options: Any) -> None:
+        if str(privacy.shuffle) == "auto":
+            privacy = dataclasses.replace(privacy, shuffle="every-step")
+        super().__init__(*args, privacy=privacy, **options)
 
 
 def _labels_of(data: Any) -> Sequence[Any]:

@@ -54,7 +54,9 @@ def unwrapped(model: nn.Module) -> nn.Module:
             return inner
 
 
-def classification_losses(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+def classification_losses(
+    logits: torch.Tensor, labels: torch.Tensor, smoothing: float = 0.0
+) -> torch.Tensor:
     """Cross entropy per sample; with a single logit, squared error; float labels per class, BCE.
 
     >>> classification_losses(torch.zeros(3, 2), torch.tensor([0, 1, 1])).shape
@@ -67,7 +69,7 @@ def classification_losses(logits: torch.Tensor, labels: torch.Tensor) -> torch.T
         return F.binary_cross_entropy_with_logits(logits, labels, reduction="none").mean(-1)
     if labels.device.type == "cpu":
         check_labels(labels.flatten().tolist(), logits.shape[-1])
-    return F.cross_entropy(logits, labels.reshape(-1), reduction="none")
+    return F.cross_entropy(logits, labels.reshape(-1), reduction="none", label_smoothing=smoothing)
 
 
 def check_labels(labels: Sequence[Any], num_labels: int) -> None:
@@ -82,37 +84,60 @@ def check_labels(labels: Sequence[Any], num_labels: int) -> None:
             )
 
 
-def token_losses(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+def loss_of_tokens(logits: torch.Tensor, labels: torch.Tensor, smoothing: float) -> torch.Tensor:
+    """(B, T) cross entropy of every token; zero where there is no label."""
+    # Every token is a row of its own: a softmax over the last axis, which is contiguous, reads
+    # memory in order. Over the middle axis it takes several times as long on a GPU.
+    return F.cross_entropy(
+        logits.float().flatten(0, 1),
+        labels.flatten(),
+        ignore_index=IGNORED_LABEL,
+        reduction="none",
+        label_smoothing=smoothing,
+    ).view(labels.shape)
+
+
+def token_losses(
+    logits: torch.Tensor, labels: torch.Tensor, smoothing: float = 0.0, dynamic: bool = False
+) -> torch.Tensor:
     """Cross entropy averaged over each sample's own labelled tokens; none labelled gives zero.
+
+    `dynamic` weighs every token by the probability it has (DFT, arXiv:2508.05629), as a constant.
 
     >>> labels = torch.tensor([[1, -100], [-100, -100]])
     >>> token_losses(torch.zeros(2, 2, 4), labels).tolist() == [torch.tensor(4.0).log().item(), 0]
     True
     """
-    # Every token is a row of its own: a softmax over the last axis, which is contiguous, reads
-    # memory in order. Over the middle axis it takes several times as long on a GPU.
-    rows = logits.float().flatten(0, 1)
-    per_token = F.cross_entropy(
-        rows, labels.flatten(), ignore_index=IGNORED_LABEL, reduction="none"
-    ).view(labels.shape)
+    per_token = loss_of_tokens(logits, labels, smoothing)
+    if dynamic:
+        per_token = per_token * (-per_token.detach()).exp()
     counts = (labels != IGNORED_LABEL).sum(dim=1).clamp(min=1)
     return per_token.sum(dim=1) / counts
 
 
-def next_token_losses(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """`token_losses` of predicting each token from those before it.
+def following(labels: torch.Tensor) -> torch.Tensor:
+    """The label of the next token at every place.
 
     The labels are shifted, not the logits, which are far larger and would have to be copied.
     """
-    return token_losses(logits, F.pad(labels[:, 1:], (0, 1), value=IGNORED_LABEL))
+    return F.pad(labels[:, 1:], (0, 1), value=IGNORED_LABEL)
 
 
-def per_sample_losses(model: nn.Module, outputs: Any, labels: torch.Tensor) -> torch.Tensor:
+def next_token_losses(
+    logits: torch.Tensor, labels: torch.Tensor, smoothing: float = 0.0, dynamic: bool = False
+) -> torch.Tensor:
+    """`token_losses` of predicting each token from those before it."""
+    return token_losses(logits, following(labels), smoothing, dynamic)
+
+
+def per_sample_losses(
+    model: nn.Module, outputs: Any, labels: torch.Tensor, smoothing: float = 0.0
+) -> torch.Tensor:
     """One loss per sample from a model's outputs, by the kind of head the model has."""
     head = head_of(model)
     logits = outputs["logits"] if isinstance(outputs, dict) else outputs.logits
     if head == "classification":
-        return classification_losses(logits, labels)
+        return classification_losses(logits, labels, smoothing)
     if head == "tokens":
-        return token_losses(logits, labels)
-    return next_token_losses(logits, labels)
+        return token_losses(logits, labels, smoothing)
+    return next_token_losses(logits, labels, smoothing)

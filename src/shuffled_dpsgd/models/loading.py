@@ -1,11 +1,12 @@
-"""From a name to a model: a saved model's folder, else the catalogue, else the hub.
+"""From a name to a model: the folder of a saved model, else the catalogue, else the hub.
 
-`build_model` reads configurations only, so catalogue names work offline, and on the meta device a
-model of any size costs nothing. `load_model` reads weights where there are any.
+`build_model` reads the configuration only: catalogue names work offline, and models on the meta
+device need no memory. `load_model` reads weights if there are any.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -71,12 +72,13 @@ def load_model(
     seed: int = 0,
     from_scratch: bool = False,
 ) -> nn.Module:
-    """The named model with its weights and the `head` a task needs.
+    """The named model with its weights, and with the `head` that a task needs.
 
-    What has no weights anywhere, or is wanted `from_scratch`, gets weights drawn from `seed`; so
-    do the parts of a head that the saved model lacks. Weights are float32 in whatever precision
-    they are stored: updates of half-precision weights would be rounded away.
+    Weights that are not saved anywhere, or all with `from_scratch`, are drawn from `seed`. They are
+    float32, whatever is stored: small updates of half-precision weights would be rounded away.
     """
+    if _adapter_in(name) is not None:
+        return _load_adapter(name, head)
     source = weights_of(name)
     if source is None:
         if CATALOGUE[name].head != head:
@@ -97,6 +99,34 @@ def load_model(
             return auto.from_pretrained(source, dtype=torch.float32, **extra, **mismatch)
     except OSError as error:
         raise _unknown(name, remedy=str(error).splitlines()[0]) from error
+
+
+def _load_adapter(folder: str, head: Head) -> nn.Module:
+    """The model that a folder's adapter (LoRA) was made for, with the adapter."""
+    try:
+        import peft
+        import torch
+    except ImportError as error:
+        raise MissingExtraError("peft", extra="hf", purpose="adapters") from error
+    transformers = _transformers()
+    base = str(_adapter_in(folder))
+    # Labels and their names are those of the training, which are saved beside the adapter.
+    config = transformers.AutoConfig.from_pretrained(folder)
+    try:
+        model = getattr(transformers, _AUTO_CLASSES[head]).from_pretrained(
+            base, config=config, dtype=torch.float32, ignore_mismatched_sizes=head != "causal-lm"
+        )
+    except OSError as error:
+        raise _unknown(base, remedy=str(error).splitlines()[0]) from error
+    return peft.PeftModel.from_pretrained(model, folder, is_trainable=True)
+
+
+def _adapter_in(folder: str) -> str | None:
+    """The name of the model that a folder's adapter belongs to, if it holds an adapter."""
+    file = Path(folder) / "adapter_config.json"
+    if not folder or not file.is_file():
+        return None
+    return str(json.loads(file.read_text(encoding="utf-8"))["base_model_name_or_path"])
 
 
 def weights_of(name: str) -> str | None:
@@ -149,7 +179,7 @@ def _unknown(name: str, *, remedy: str = "") -> InvalidArgumentError:
 
 @contextmanager
 def _quiet_hub() -> Iterator[None]:
-    """Without a line for each time that the hub is asked again: what comes of it is said once."""
+    """Silence the hub's retries; the final error is reported."""
     logger = logging.getLogger("huggingface_hub")
     before = logger.level
     logger.setLevel(logging.ERROR)
@@ -161,7 +191,7 @@ def _quiet_hub() -> Iterator[None]:
 
 @contextmanager
 def seeded(seed: int, device: str = "cpu") -> Iterator[None]:
-    """Draw from `seed` inside, and leave torch's own generators as they were."""
+    """Inside, torch's generators start from `seed`; afterwards they are restored."""
     import torch
 
     drawn_on = [] if device in ("cpu", "meta") else [torch.device(device)]
@@ -171,11 +201,8 @@ def seeded(seed: int, device: str = "cpu") -> Iterator[None]:
 
 
 def checkpoint_activations(model: nn.Module) -> None:
-    """Have `model` compute its activations again in the backward instead of keeping them.
-
-    Never by reentrant checkpointing, which runs a backward inside the backward.
-    """
-    # From transformers 5.23 on, and before. The later name is asked for first: the other one warns.
+    """Recompute activations in the backward, without reentrant checkpointing."""
+    # The name from transformers 5.23 on, and the older one, which warns there.
     names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
     enable: Any = next(getattr(model, name) for name in names if hasattr(model, name))
     enable({"use_reentrant": False})

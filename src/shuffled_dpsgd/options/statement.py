@@ -1,12 +1,11 @@
 """The options of a private run: name, type, default and one line of help each.
 
-`PrivacyOptions` has them all. It is put together from two parts that others inherit, so that no
-option is declared twice: `Budget` is the `[privacy]` section of a TOML file and the Trainer's
-`PrivacyArguments`; `Schedule` is in the `[training]` section. `make_private` has the options as
-parameters; a test compares the two. The command line reads its help from here.
+`PrivacyOptions` has all of them. It inherits from `Budget`, which is also the `[privacy]` section
+of a TOML file and the Trainer's `PrivacyArguments`, and from `Schedule`, which is also part of the
+`[training]` section. `make_private` has the options as parameters; a test compares the two. The
+command line takes its help from here.
 
-An object that exists is valid: each class refuses contradictions when it is made, which is before
-any data or model is loaded.
+Each class validates its values when an object is made, before data or model are loaded.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from shuffled_dpsgd.core.plan import (
     Scope,
     Shuffle,
 )
-from shuffled_dpsgd.options import checks
+from shuffled_dpsgd.options import validation
 from shuffled_dpsgd.options.methods import Method, settle, without_privacy
 
 Strategy = Literal["bookkeeping", "mixed", "ghost", "instantiate"]
@@ -118,14 +117,14 @@ class Budget:
 
     def __post_init__(self) -> None:
         kind: type = type(self)
-        checks.check_choices(self, _choices(kind))
+        validation.check_choices(self, _choices(kind))
         given = {item.name: getattr(self, item.name) for item in fields(self)}
         decided = settle(self.method, given)
         if self.method == "non-private":
             decided |= without_privacy(given)
         for name, value in decided.items():
             object.__setattr__(self, name, value)
-        checks.check_budget(self)
+        validation.check_budget(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,7 +141,7 @@ class Schedule:
     )
 
     def __post_init__(self) -> None:
-        checks.check_schedule(self)
+        validation.check_schedule(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,7 +184,7 @@ class PrivacyOptions(Budget, Schedule):
     def __post_init__(self) -> None:
         Budget.__post_init__(self)
         Schedule.__post_init__(self)
-        checks.check_together(self)
+        validation.check_together(self)
 
     @property
     def needs_blocks(self) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 
@@ -48,3 +49,44 @@ def without_fast_attention() -> Iterator[None]:
             yield
     finally:
         torch.backends.mha.set_fastpath_enabled(before)
+
+
+class AttentionKernels(NamedTuple):
+    """Which kernels PyTorch may choose from; each draws other dropout masks from the same state."""
+
+    math: bool
+    flash: bool
+    efficient: bool
+    cudnn: bool
+
+    @classmethod
+    def allowed(cls) -> AttentionKernels:
+        """Those that may be chosen now."""
+        kinds = torch.backends.cuda
+        return cls(
+            kinds.math_sdp_enabled(),
+            kinds.flash_sdp_enabled(),
+            kinds.mem_efficient_sdp_enabled(),
+            kinds.cudnn_sdp_enabled(),
+        )
+
+    def allow(self) -> None:
+        """Have PyTorch choose from these."""
+        kinds = torch.backends.cuda
+        kinds.enable_math_sdp(self.math)
+        kinds.enable_flash_sdp(self.flash)
+        kinds.enable_mem_efficient_sdp(self.efficient)
+        kinds.enable_cudnn_sdp(self.cudnn)
+
+
+@contextmanager
+def same_attention(kernels: AttentionKernels) -> Iterator[None]:
+    """Have a second run choose from these kernels, and not from shortcuts for inference."""
+    before, shortcut = AttentionKernels.allowed(), torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    kernels.allow()
+    try:
+        yield
+    finally:
+        before.allow()
+        torch.backends.mha.set_fastpath_enabled(shortcut)

@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.hooks import RemovableHandle
 
 from shuffled_dpsgd.errors import CannotReplayError
-from shuffled_dpsgd.runtime.attention import without_fast_attention
+from shuffled_dpsgd.runtime.attention import AttentionKernels, same_attention
 from shuffled_dpsgd.runtime.output_tensors import batch_axes_of, tensors_in, with_tensors
 from shuffled_dpsgd.runtime.random_states import RandomStates
 
@@ -48,6 +48,7 @@ class Call:
     versions: list[int]
     before: RandomStates
     autocast: tuple[str, bool, torch.dtype]
+    attention: AttentionKernels
     cotangents: dict[int, Tensor] = field(default_factory=dict)
     outputs: dict[int, Tensor] = field(default_factory=dict)
     is_random: bool = False
@@ -64,6 +65,7 @@ class Call:
             versions=versions_of(args, kwargs),
             before=RandomStates.of_model(model),
             autocast=(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)),
+            attention=AttentionKernels.allowed(),
         )
 
     @property
@@ -184,7 +186,7 @@ class Witness:
                 lifted,
                 torch.autocast(kind, dtype=dtype, enabled=enabled),
                 torch.enable_grad(),
-                without_fast_attention(),
+                same_attention(call.attention),
                 without_a_trace(self._model),
                 # The real forward has given them.
                 warnings.catch_warnings(action="ignore"),

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 
 class Span(NamedTuple):
@@ -64,6 +65,14 @@ def held(tensor: Tensor) -> Tensor:
     if not is_sharded(tensor):
         return tensor
     return cast(Tensor, cast(Any, tensor)._local_tensor)
+
+
+def parts_of(tensor: Tensor) -> list[Tensor]:
+    """The ordinary tensors that a quantised one of torchao keeps, or the tensor itself."""
+    if not is_traceable_wrapper_subclass(tensor):
+        return [tensor]
+    names, _ = tensor.__tensor_flatten__()
+    return [part for name in names for part in parts_of(getattr(tensor, name))]
 
 
 def all_held(tensors: Iterable[Tensor]) -> list[Tensor]:

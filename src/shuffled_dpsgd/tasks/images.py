@@ -1,7 +1,7 @@
 """Image classification: pixels as the model expects them, and several views of an image.
 
-The views of a record are K rows of the batch; its loss is the mean over them (De et al., 2022). So
-its gradient is one, clipped once, and nothing about the accounting changes.
+The views of a record are K rows of the batch; its loss is the mean over them (De et al., 2022). The
+record has one gradient, which is clipped once, so the accounting does not change.
 
 Shapes: B records, K views, C channels, H × W pixels.
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,9 @@ from shuffled_dpsgd.tasks.classification import (
     stated_classes,
 )
 from shuffled_dpsgd.tasks.config import RunConfig
+from shuffled_dpsgd.tasks.data.image_files import folder_classes
 from shuffled_dpsgd.tasks.data.loading import Splits, check_sizes, read_images, require_task
+from shuffled_dpsgd.tasks.data.sources import folder_of
 from shuffled_dpsgd.tasks.models import prepare_model
 from shuffled_dpsgd.tasks.task import Task
 
@@ -36,6 +39,10 @@ _SHIFT = 8
 def build_task(config: RunConfig) -> Task:
     """Fine-tune an image classifier; pixels are scaled to [-1, 1], as the ViT models expect."""
     require_task(config.data, "image-classification")
+    if config.data.format == "image-folder":
+        names = config.data.label_names or folder_classes(folder_of(config.data))
+        known = config.data.num_labels or len(names)
+        config = replace(config, data=replace(config.data, label_names=names, num_labels=known))
     num_labels = stated_classes(config.data)
     return image_task(
         config,
@@ -56,7 +63,7 @@ def image_task(
     save_assets: Callable[[Path, Any], None],
     flips: bool,
 ) -> Task:
-    """A task of images; `collate` and `save_assets` are told the model's configuration."""
+    """An image task; `collate` and `save_assets` are given the model's configuration."""
     check_sizes(splits, batch=config.training.expected_batch_size)
     views = config.training.augmentation_multiplicity
 
@@ -78,10 +85,7 @@ def image_task(
 
 
 def save_processor(directory: Path, size: int, *, mean: float = 0.5, std: float = 0.5) -> None:
-    """What `AutoImageProcessor` needs to treat an image as `collate_images` does.
-
-    Another `mean` and `std` of pixels from 0 to 1 suit a model that was trained on those.
-    """
+    """Write what `AutoImageProcessor` needs to prepare an image as `collate_images` does."""
     processor = {
         "image_processor_type": "ViTImageProcessor",
         "do_resize": True,
@@ -100,19 +104,21 @@ def save_processor(directory: Path, size: int, *, mean: float = 0.5, std: float 
 def collate_images(
     samples: Sequence[tuple[Any, int]], size: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Stack, scale to [-1, 1] and resize to `size` × `size`."""
-    images = torch.stack([_as_tensor(image) for image, _ in samples]).float() / 127.5 - 1.0
-    if images.shape[-2:] != (size, size):
-        images = F.interpolate(images, size=(size, size), mode="bilinear", antialias=True)
-    return images, torch.tensor([int(label) for _, label in samples])
-
-
-def _as_tensor(image: Any) -> torch.Tensor:
-    if isinstance(image, torch.Tensor):
-        return image
+    """Stack, scale to [-1, 1] and resize to `size` × `size`; PIL images may differ in size."""
+    labels = torch.tensor([int(label) for _, label in samples])
+    if all(isinstance(image, torch.Tensor) for image, _ in samples):
+        return _fitted(torch.stack([image for image, _ in samples]), size), labels
     import numpy as np
 
-    return torch.from_numpy(np.array(image)).permute(2, 0, 1)
+    pixels = (torch.from_numpy(np.array(image)).permute(2, 0, 1) for image, _ in samples)
+    return torch.cat([_fitted(each[None], size) for each in pixels]), labels
+
+
+def _fitted(pixels: torch.Tensor, size: int) -> torch.Tensor:
+    images = pixels.float() / 127.5 - 1.0
+    if images.shape[-2:] == (size, size):
+        return images
+    return F.interpolate(images, size=(size, size), mode="bilinear", antialias=True)
 
 
 class ImageViews:
@@ -158,11 +164,11 @@ def _reflected(places: torch.Tensor, length: int) -> torch.Tensor:
 
 
 class TakesViews:
-    """The forward of an image classifier that also takes images (B, K, C, H, W).
+    """A forward for an image classifier that also takes images (B, K, C, H, W).
 
-    For these it returns logits (B, K, classes). It stands in the instance's dictionary, so that
-    the model keeps its class and the names of its parameters. A closure would still run the first
-    model after the model was copied.
+    For these it returns logits (B, K, classes). It is an attribute of the instance, so that the
+    model keeps its class and its parameters' names. It is an object and not a closure, so that
+    `deepcopy` copies the model inside.
     """
 
     def __init__(self, model: nn.Module) -> None:

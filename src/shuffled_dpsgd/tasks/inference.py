@@ -1,4 +1,4 @@
-"""A finished run put to use: scores on a split, answers for texts and images, continuations."""
+"""Uses of a finished run: scores on a split, classes of texts and images, continuations."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ from typing import Any
 import torch
 
 from shuffled_dpsgd.errors import CheckpointError, InvalidArgumentError
+from shuffled_dpsgd.tasks.chat import encode_question
 from shuffled_dpsgd.tasks.config import GenerationConfig, ModelConfig, RunConfig
+from shuffled_dpsgd.tasks.data.image_files import open_image
 from shuffled_dpsgd.tasks.data.loading import LabelledText, num_texts
 from shuffled_dpsgd.tasks.digits import LARGEST_PIXEL, PIXEL_MEAN, PIXEL_STD
 from shuffled_dpsgd.tasks.generation import (
-    continue_prompts,
+    continue_rows,
     evaluate_generation,
     prompt_ids,
     room_for_prompts,
@@ -30,10 +32,7 @@ from shuffled_dpsgd.tasks.tokens import TokenCollate, class_labels, load_tokeniz
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationRequest:
-    """What `evaluate` is to do with a language model's texts.
-
-    Whatever is needed once they are written is looked for now: writing them takes long.
-    """
+    """How `evaluate` generates and scores texts; what scoring needs is looked for beforehand."""
 
     settings: GenerationConfig = field(default_factory=GenerationConfig)
     meteor_jar: Path | None = None
@@ -52,7 +51,7 @@ def trained_config(directory: Path) -> RunConfig:
     """The configuration of a finished run, with the weights it left as its model."""
     config = load_run(directory)
     saved = directory / "model"
-    if not (saved / "config.json").is_file():
+    if not any((saved / name).is_file() for name in ("config.json", "adapter_config.json")):
         raise CheckpointError(
             f"{directory}: no model/ yet, so the run has not finished; continue it with "
             f"`shuffled-dpsgd train --resume {directory}`"
@@ -70,8 +69,7 @@ def evaluate_run(
 ) -> tuple[str, dict[str, Evaluation], dict[str, Any] | None]:
     """Score a run on its held-out data, or on those in another folder of the same layout.
 
-    Returns the score's name, the scores of each split, and those of generated texts if a
-    language model is asked for them.
+    Returns the score's name, the scores of each split, and those of generated texts, if any.
     """
     config = trained_config(directory)
     writes = config.task == "causal-lm" and generation is not None
@@ -121,7 +119,7 @@ def evaluate_run(
 def predict(directory: Path, inputs: list[str]) -> list[dict[str, Any]]:
     """The class of each text, or of each image file, with its probability."""
     config = trained_config(directory)
-    if config.task == "causal-lm":
+    if config.task in ("causal-lm", "sft"):
         raise InvalidArgumentError(
             "RUN", expected="a classifier", got="a language model", remedy="use generate"
         )
@@ -141,27 +139,35 @@ def predict(directory: Path, inputs: list[str]) -> list[dict[str, Any]]:
 
 
 def generate(
-    directory: Path, prompts: list[str], settings: GenerationConfig
+    directory: Path, prompts: list[str], settings: GenerationConfig, *, plain: bool = False
 ) -> list[dict[str, Any]]:
-    """The likeliest continuation of each prompt, as the run was trained to give it."""
+    """The likeliest continuation of each prompt, as the run was trained to give it.
+
+    After `sft`, a prompt is a user's message, and the chat template asks for the answer. `plain`
+    prompts are continued as they are; so are all where the tokenizer has no template.
+    """
     config = trained_config(directory)
-    if config.task != "causal-lm":
+    if config.task not in ("causal-lm", "sft"):
         raise InvalidArgumentError(
             "RUN", expected="a language model", got=config.task, remedy="use predict"
         )
     model = prepare_model(config.model, head="causal-lm")
     tokenizer = load_tokenizer(config.model.name)
-    room = room_for_prompts(model, settings)
-    for prompt in prompts:
-        length = len(prompt_ids(prompt, tokenizer))
-        if room is not None and length > room:
-            raise InvalidArgumentError(
-                "PROMPT",
-                expected=f"at most {room} tokens, so that {settings.max_new_tokens} more fit",
-                got=length,
-            )
-    device = chosen_device(config.training.device)
-    texts = continue_prompts(model.to(device), tokenizer, prompts, settings)
+    if config.task == "sft":
+        plain = plain or not tokenizer.has_template
+        rows = [encode_question(prompt, tokenizer, plain=plain) for prompt in prompts]
+        end = tokenizer.end_id if plain else tokenizer.answer_end_id
+    else:
+        rows, end = [prompt_ids(prompt, tokenizer) for prompt in prompts], tokenizer.end_id
+    room, longest = room_for_prompts(model, settings), max(map(len, rows), default=0)
+    if room is not None and longest > room:
+        raise InvalidArgumentError(
+            "PROMPT",
+            expected=f"at most {room} tokens, so that {settings.max_new_tokens} more fit",
+            got=longest,
+        )
+    model.to(chosen_device(config.training.device))
+    texts = continue_rows(model, tokenizer, rows, settings, end)
     return [{"prompt": prompt, "text": text} for prompt, text in zip(prompts, texts, strict=True)]
 
 
@@ -188,13 +194,7 @@ def _tokens(given: str, config: RunConfig, model: Any) -> dict[str, torch.Tensor
 
 
 def _pixels(path: Path, config: RunConfig, model: Any) -> torch.Tensor:
-    from PIL import Image, UnidentifiedImageError  # matplotlib needs pillow
-
-    try:
-        image = Image.open(path)
-        image.load()
-    except (OSError, UnidentifiedImageError) as error:
-        raise InvalidArgumentError("INPUT", expected="an image file", got=str(path)) from error
+    image = open_image(path)
     size = int(model.config.image_size)
     if config.task == "digits":
         import numpy as np
@@ -202,4 +202,4 @@ def _pixels(path: Path, config: RunConfig, model: Any) -> torch.Tensor:
         grey = np.asarray(image.convert("L").resize((size, size)), dtype=np.float32)
         scaled = torch.from_numpy((grey * LARGEST_PIXEL / 255 - PIXEL_MEAN) / PIXEL_STD)
         return scaled.expand(1, int(model.config.num_channels), size, size)
-    return collate_images([(image.convert("RGB"), 0)], size)[0]
+    return collate_images([(image, 0)], size)[0]

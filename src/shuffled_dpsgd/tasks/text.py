@@ -1,4 +1,4 @@
-"""Text tasks: sequence classification (GLUE) and causal language models (E2E, DART)."""
+"""Text tasks: sequence classification, language models that continue prompts, and chats."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from shuffled_dpsgd.integrations.per_sample_loss import (
     next_token_losses,
     unwrapped,
 )
+from shuffled_dpsgd.tasks.chat import encode_chats
 from shuffled_dpsgd.tasks.classification import (
     classification_task,
     heldout_batches,
@@ -29,6 +30,7 @@ from shuffled_dpsgd.tasks.data.loading import (
     LabelledText,
     Splits,
     check_sizes,
+    read_chats,
     read_continuations,
     read_texts,
     require_task,
@@ -44,6 +46,7 @@ from shuffled_dpsgd.tasks.tokens import (
     TokenRecords,
     class_labels,
     continuation_labels,
+    given_labels,
     ids_of,
     load_tokenizer,
 )
@@ -87,24 +90,53 @@ def build_causal_lm(config: RunConfig) -> Task:
     data, wanted = config.data, config.generation
     require_task(data, "causal-lm")
     splits = read_continuations(data)
-    check_sizes(splits, batch=config.training.expected_batch_size)
     if wanted is not None:
         data.check_split(wanted.split)
         require_libraries()
+
+    def evaluate_texts(model: nn.Module, tokenizer: Tokenizer) -> dict[str, Any]:
+        assert wanted is not None
+        return evaluate_generation(model, tokenizer, data, wanted)
+
+    return _language_task(
+        config,
+        splits,
+        encode_continuations,
+        continuation_labels,
+        evaluate_texts=None if wanted is None else evaluate_texts,
+    )
+
+
+def build_sft(config: RunConfig) -> Task:
+    """Fine-tune a language model on chats, or on prompts with completions; answers are scored."""
+    require_task(config.data, "sft")
+    return _language_task(config, read_chats(config.data), encode_chats, given_labels)
+
+
+def _language_task(
+    config: RunConfig,
+    splits: Splits[Any],
+    encode: Callable[[Any, Tokenizer, int], list[Record]],
+    labels: Callable[[Sequence[Record], int], torch.Tensor],
+    *,
+    evaluate_texts: Callable[[nn.Module, Tokenizer], dict[str, Any]] | None = None,
+) -> Task:
+    check_sizes(splits, batch=config.training.expected_batch_size)
     tokenizer = load_tokenizer(config.model.name, marked=False)
 
     def fresh_model(seed: int) -> nn.Module:
         return prepare_model(config.model, head="causal-lm", seed=seed)
 
     model = fresh_model(config.init_seed)
-    encode = partial(encode_continuations, tokenizer=tokenizer, max_length=data.max_length)
-    encoded = _encoded(config, model, splits, encode)
-    collate = TokenCollate(pad_id=tokenizer.pad_id, labels=continuation_labels)
+    encoded = _encoded(
+        config, model, splits, lambda part: encode(part, tokenizer, config.data.max_length)
+    )
+    collate = TokenCollate(pad_id=tokenizer.pad_id, labels=labels)
     return Task(
-        name="causal-lm",
+        name=config.task,
         model=model,
         train_data=encoded.train,
-        losses=_continuation_losses,
+        losses=_next_token_losses,
         evaluations={
             split: partial(evaluate_perplexity, heldout=heldout, collate=collate)
             for split, heldout in encoded.heldout.items()
@@ -115,13 +147,13 @@ def build_causal_lm(config: RunConfig) -> Task:
         collate=collate,
         save_assets=tokenizer.save,
         evaluate_texts=None
-        if wanted is None
-        else lambda trained: evaluate_generation(trained, tokenizer, data, wanted),
+        if evaluate_texts is None
+        else lambda trained: evaluate_texts(trained, tokenizer),
     )
 
 
 def uses_token_types(model: nn.Module) -> bool:
-    """Whether a model tells the two texts of a pair apart (BERT does, RoBERTa does not)."""
+    """Whether a model takes `token_type_ids` (BERT does, RoBERTa does not)."""
     inner = unwrapped(model)
     known = getattr(getattr(inner, "config", None), "type_vocab_size", 0)
     return known > 1 and "token_type_ids" in inspect.signature(inner.forward).parameters
@@ -191,7 +223,7 @@ def _encoded(
     return Splits(train=train, heldout=heldout)
 
 
-def _continuation_losses(model: nn.Module, batch: Any) -> torch.Tensor:
+def _next_token_losses(model: nn.Module, batch: Any) -> torch.Tensor:
     inputs, labels = batch
     return next_token_losses(model(**inputs).logits, labels)
 
@@ -213,6 +245,6 @@ def evaluate_perplexity(
         tokens += int(counts.sum())
     model.train(was_training)
     mean = token_loss / max(tokens, 1)
-    # Beyond any float: of a model that diverged, which must not end the run that paid for it.
+    # A model that diverged: the overflow must not end the run.
     perplexity = math.inf if mean > _LARGEST_EXPONENT else math.exp(mean)
     return Evaluation(loss=sample_loss / max(len(heldout), 1), score=perplexity)

@@ -1,4 +1,4 @@
-"""Text as token ids, and batches of them padded so that no padding is seen."""
+"""Text as token ids, in padded batches with attention masks."""
 
 from __future__ import annotations
 
@@ -24,13 +24,14 @@ class PairIds(NamedTuple):
     type_ids: list[int]
 
 
-# Token ids, and what belongs to them: a class, or the number of ids before the target.
-Record = tuple[list[int] | PairIds, int]
+# Token ids, and what belongs to them: a class, the number of ids before the target, or labels.
+Record = tuple[list[int] | PairIds, Any]
+Message = dict[str, str]
 TokenBatch = tuple[dict[str, torch.Tensor], torch.Tensor]
 
 
 class Tokenizer:
-    """A tokenizer of transformers, and what the text tasks ask of it."""
+    """What the text tasks need of a tokenizer of transformers."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -51,6 +52,55 @@ class Tokenizer:
         raise InvalidArgumentError(
             "model.name", expected="a tokenizer with an end-of-text token", got="none"
         )
+
+    @property
+    def begin_ids(self) -> list[int]:
+        """What the tokenizer puts before every text: Llama's begin of text, GPT-2's nothing."""
+        begin = self._tokenizer.bos_token_id
+        return [int(begin)] if begin in self._tokenizer("")["input_ids"] else []
+
+    @property
+    def answer_end_id(self) -> int:
+        """The id that ends an answer in the chat template, or else a text."""
+        if not self.has_template:
+            return self.end_id
+        asked: list[Message] = [{"role": "user", "content": "?"}]
+        before = self.render(asked, answer_next=True)
+        answered = self.render([*asked, {"role": "assistant", "content": "!"}])
+        behind = answered.removeprefix(before).partition("!")[2]
+        ids = self.encode_plain([behind])[0][:1]
+        return ids[0] if ids and ids[0] in self._tokenizer.all_special_ids else self.end_id
+
+    @property
+    def has_template(self) -> bool:
+        """Whether there is a chat template."""
+        return bool(getattr(self._tokenizer, "chat_template", None))
+
+    def render(self, messages: Sequence[Message], *, answer_next: bool = False) -> str:
+        """Messages as the chat template writes them, up to the next answer if there is to be one.
+
+        Raises:
+            InvalidArgumentError: there is no template, or it refuses these messages.
+        """
+        if not self.has_template:
+            raise InvalidArgumentError(
+                "model.name",
+                expected="a tokenizer with a chat template",
+                got="none",
+                remedy="take a model for chats (its name often ends in Instruct), or texts in "
+                "`prompt` and `completion`",
+            )
+        from jinja2 import TemplateError  # torch needs it
+
+        try:
+            text = self._tokenizer.apply_chat_template(
+                list(messages), tokenize=False, add_generation_prompt=answer_next
+            )
+        except TemplateError as error:
+            raise InvalidArgumentError(
+                "messages", expected="messages that the chat template takes", got=str(error)
+            ) from error
+        return str(text)
 
     def encode(
         self, texts: Sequence[tuple[str, ...]], *, max_length: int, typed: bool = False
@@ -85,10 +135,10 @@ class Tokenizer:
 
 
 def load_tokenizer(model_name: str, *, marked: bool = True) -> Tokenizer:
-    """The tokenizer saved with the model's weights; bytes for a model that has none.
+    """The tokenizer saved with the model's weights; one of bytes for a model that has none.
 
-    Texts of bytes begin and end with a mark if they are `marked`; a language model's are not, for
-    it continues them.
+    With `marked`, texts of bytes begin and end with special tokens. A language model's have none,
+    so that they can be continued.
     """
     try:
         from transformers import AutoTokenizer
@@ -145,7 +195,7 @@ def ids_of(record: Record) -> list[int]:
 
 
 class TokenRecords(Sequence[Record]):
-    """Encoded records as a data set that knows how long each is."""
+    """Encoded records as a data set with their lengths."""
 
     def __init__(self, records: Sequence[Record]) -> None:
         self._records = records
@@ -196,6 +246,11 @@ def continuation_labels(samples: Sequence[Record], length: int) -> torch.Tensor:
     labels, _ = padded([ids_of(sample) for sample in samples], IGNORED_LABEL, length)
     starts = torch.tensor([start for _, start in samples])
     return labels.masked_fill(torch.arange(length) < starts[:, None], IGNORED_LABEL)
+
+
+def given_labels(samples: Sequence[Record], length: int) -> torch.Tensor:
+    """The labels that the records carry."""
+    return padded([labels for _, labels in samples], IGNORED_LABEL, length)[0]
 
 
 def padded(

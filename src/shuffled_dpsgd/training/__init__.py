@@ -15,7 +15,6 @@ from shuffled_dpsgd.training.checkpoint import load_checkpoint, save_checkpoint
 from shuffled_dpsgd.training.checkpoint_folder import find_checkpoints, latest_checkpoint
 from shuffled_dpsgd.training.data import Batch
 from shuffled_dpsgd.training.loop import LoopSettings, Outcome, Progress, train
-from shuffled_dpsgd.training.loss_check import check_independence
 from shuffled_dpsgd.training.metrics import StepMetrics
 from shuffled_dpsgd.training.physical import find_physical_batch_size
 from shuffled_dpsgd.training.planning import make_plan
@@ -45,7 +44,6 @@ __all__ = [
     "SpendingCurve",
     "StepMetrics",
     "assemble",
-    "check_independence",
     "compare_weights",
     "find_checkpoints",
     "find_physical_batch_size",

@@ -1,4 +1,4 @@
-"""Loading ahead: a thread prepares the next items while the current one is worked on."""
+"""Prefetching: a thread loads the next batches while the current one is used."""
 
 from __future__ import annotations
 
@@ -10,16 +10,15 @@ from typing import TypeVar
 from shuffled_dpsgd.runtime.random_states import RandomStates
 
 Item = TypeVar("Item")
-# One to be worked on next, one after it.
 DEPTH = 2
 
 
 def loaded_ahead(items: Iterator[Item], *, depth: int = DEPTH) -> Iterator[Item]:
-    """The same items in the same order, up to `depth` of them made in a thread beforehand.
+    """The same items in the same order, up to `depth` of them prefetched in a thread.
 
-    The first is made here. If that moved one of the global generators, the items are random, and
-    a thread would draw from generators that the caller draws from as well, in no order: then all
-    are made here, one by one. An exception is raised where its item was due.
+    The first item is made by the caller. If it used a global random generator, so are all others:
+    two threads would draw from that generator in no fixed order. An exception is raised where its
+    item was due.
     """
     before = RandomStates.now().digest()
     for first in items:

@@ -17,8 +17,8 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 
 from shuffled_dpsgd.training.layout import Layout, Part
 
-# A thread may load ahead while records are loaded for a check: a data set need not be prepared for
-# two at a time, and a check moves the generators that all threads share.
+# Held while records are loaded, by the thread that loads ahead or by a check. Data sets need not be
+# thread-safe, and checks change the global generators, which all threads share.
 LOADING = threading.RLock()
 
 
@@ -156,7 +156,7 @@ class PartLoader(Dataset[Any]):
 
     @property
     def loads_many(self) -> bool:
-        """Whether the data set loads several records in one call."""
+        """Whether the data set has `__getitems__`."""
         return self._load_many is not None
 
     def collated(self, samples: list[Any], part: Part) -> Any:
@@ -170,7 +170,7 @@ class PartLoader(Dataset[Any]):
             raise
 
     def samples(self, records: list[int]) -> list[Any]:
-        """What the data set holds at these places, in their order."""
+        """These records of the data set, in order."""
         if self._load_many is not None:
             try:
                 return self._load_many(records)
@@ -197,7 +197,7 @@ def _as_it_is(loaded: Any) -> Any:
 
 
 def shaped(loaded: Any) -> Any:
-    """What the user sees: tuples as `Batch`, mappings and everything else as collated."""
+    """A collated batch as the user gets it: tuples as `Batch`, mappings as they are."""
     if isinstance(loaded, Mapping):
         return loaded
     if isinstance(loaded, tuple | list):

@@ -1,6 +1,7 @@
-"""The batches of a run: drawn by Poisson sampling, laid out, loaded, and handed out in turn.
+"""The batches of a run: drawn by Poisson sampling, divided, loaded, and yielded in order.
 
-A logical batch is what was drawn for one step; it comes in physical batches that fit in memory.
+A logical batch is what was drawn for one step; it is divided into physical batches that fit in
+memory.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class BatchStream(Iterator[Any]):
         return next(self._batches)
 
     def close(self) -> None:
-        """Give the loop up; what was accumulated since the last step is dropped."""
+        """End the loop early; what was accumulated since the last step is dropped."""
         self._batches.close()
 
 
@@ -127,7 +128,7 @@ class DrawnBatches:
             self._epoch_end = None
 
     def layout(self, data: MapStyle, *, pad_batches: bool) -> Layout:
-        """How logical batches of `data` are put into physical ones."""
+        """How logical batches of `data` are divided into physical ones."""
         run = self._run
         key = run.physical_batch_size, pad_batches
         if self._layout is None or self._layout[0] is not data or self._layout[1] != key:
@@ -150,7 +151,7 @@ class DrawnBatches:
         self._pausing = True
 
     def forget(self) -> None:
-        """No batch is in hand any more."""
+        """Forget the current batch."""
         self.current = None
         self.num_drawn = 0
         self._begun = None
@@ -229,12 +230,12 @@ class DrawnBatches:
                     self._check_stepped(part, stream)
                 run.check()
             finally:
-                # A loop given up earlier may be closed only now, in the middle of another one.
+                # An abandoned loop may be closed while another one is running.
                 if self._stream is stream:
                     run.discard()
 
     def _logical(self, step: int, layout: Layout) -> LogicalBatch:
-        """This rank's part of what is drawn for a step; filled up where ranks keep in step."""
+        """This rank's part of what is drawn for a step; padded where ranks keep in step."""
         drawn = self._run.sampler.indices(step).tolist()
         part = self._meeting.part(step, drawn)
         if not self._run.keeps_in_step or not drawn:

@@ -1,4 +1,4 @@
-"""Tensors that lie side by side in memory, seen as one."""
+"""Adjacent views of one buffer, joined into one vector."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from torch import Tensor
 def abutting(
     tensors: Sequence[Tensor], labels: Sequence[object] | None = None
 ) -> list[list[Tensor]]:
-    """The tensors in order, in runs whose elements follow one another in one storage.
+    """Group tensors, in order, into runs that are contiguous in one storage.
 
-    A run can be seen whole by `as_flat`. Only views of one tensor are joined: two allocations may
-    border on each other by chance. With `labels`, one per tensor, a run has a single label.
+    `as_flat` makes one vector of a run. Only views of one tensor are joined: separate allocations
+    may be adjacent by chance. With `labels`, one per tensor, a run has a single label.
     """
     runs: list[list[Tensor]] = []
     base: Tensor | None = None
@@ -35,7 +35,7 @@ def abutting(
 
 
 def as_flat(run: Sequence[Tensor]) -> Tensor:
-    """One run of `abutting` as a vector that shares its memory."""
+    """A run of `abutting` as one vector that shares its memory."""
     first = run[0]
     if len(run) == 1:
         return first.view(-1)
@@ -44,5 +44,5 @@ def as_flat(run: Sequence[Tensor]) -> Tensor:
 
 
 def merged(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Contiguous tensors as few vectors: one where all lie in one buffer, in order."""
+    """Contiguous tensors as few vectors: one, if all are adjacent in one buffer."""
     return [as_flat(run) for run in abutting(tensors)]

@@ -1,10 +1,8 @@
-"""In which physical batches the samples of a logical batch are put, so that little is padding.
+"""How a logical batch is divided into physical batches, with little padding.
 
-Which samples are drawn is not decided here, only their order and company. Samples of similar
-length share a physical batch. Where batches are padded, the shapes are planned once for a whole
-run, and samples that do not count fill what is left of a batch: then the same few shapes come
-again in every step, whatever is drawn. What is released does not depend on any of it, except by
-rounding.
+Samples of similar length share a physical batch. With `pads`, a run uses a few fixed shapes, chosen
+once: copies of samples, which do not count, fill the rest of a batch. Fixed shapes are faster on a
+GPU. The division changes what is released by rounding only.
 """
 
 from __future__ import annotations
@@ -16,9 +14,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-# What a physical batch costs before its first token, in tokens of a small Transformer: mostly
-# launches, which an accelerator waits for. On an H200, MiniLM took 15,900 to 17,500 samples a
-# second in two batches a step and 11,700 in three (16 November 2026).
+# Fixed cost of a physical batch, in tokens of a small Transformer: mostly kernel launches. On an
+# H200, MiniLM took 15,900 to 17,500 samples a second in two batches a step and 11,700 in three
+# (16 November 2026).
 TOKENS_PER_BATCH = {"cpu": 256, "cuda": 32768}
 # Planned batches hold draws this many standard deviations above the expected one.
 HEAD_ROOM = 2.0
@@ -42,7 +40,7 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """A planned physical batch: no sample is longer than `length`, no batch larger than `size`.
+    """A fixed shape of physical batches: at most `size` samples of at most `length` tokens.
 
     `room` is how many samples of a logical batch are put into batches of this shape.
     """
@@ -63,10 +61,10 @@ def length_class(length: int) -> int:
 
 
 def lengths_of(data: Any) -> Sequence[int] | None:
-    """How long every record is, if the data can say so cheaply; None if not, or if all are alike.
+    """The length of every record; None if it is not cheaply known, or if all are equally long.
 
-    Asked are a method `length(index)` of the data set, a column `input_ids` of a Hugging Face data
-    set, and `input_ids` of the records of a list.
+    Known from a method `length(index)` of the data set, from a column `input_ids` of a Hugging Face
+    data set, and from `input_ids` in the records of a list.
     """
     found: list[int] | None = None
     if callable(getattr(data, "length", None)):
@@ -84,12 +82,11 @@ def _has_tokens(record: Any) -> bool:
 
 
 class Layout:
-    """Puts logical batches into physical ones of at most `batch_size` samples.
+    """Divides logical batches into physical ones of at most `batch_size` samples.
 
-    With `pads`, batches are filled up with copies of one of their own samples, which do not count.
-    `lengths` of all records are None where they are alike or not known. `expected` is the expected
-    size of a logical batch. Nothing is padded beyond `max_length`, the positions a model has;
-    where that is not known, not beyond the longest record.
+    With `pads`, batches are filled with copies of one of their own samples, which do not count.
+    `lengths` are those of all records, or None. `expected` is the expected size of a logical batch.
+    No batch is padded beyond `max_length`, the model's positions, or else the longest record.
     """
 
     def __init__(
@@ -119,7 +116,7 @@ class Layout:
         return self._filled(ordered) if self.pads else self._cut(ordered)
 
     def _filled(self, ordered: Sequence[int]) -> list[Part]:
-        """As planned: what finds no room in a shape goes to the next longer one."""
+        """Into the fixed shapes: what does not fit into one goes to the next longer one."""
         assert self._lengths is not None
         parts, rest = [], ordered
         for shape in self.shapes:
@@ -132,7 +129,7 @@ class Layout:
         return parts
 
     def _cut(self, ordered: Sequence[int]) -> list[Part]:
-        """Where it is cheapest for this very batch, with no sample more than it has."""
+        """Into the cheapest division of this batch, without copies."""
         lengths = self._lengths
         assert lengths is not None
         counts = Counter(length_class(lengths[record]) for record in ordered)
@@ -157,7 +154,7 @@ class Layout:
         return Part(records=records, counted=len(chunk), length=length)
 
     def _planned(self, expected: int) -> tuple[Shape, ...]:
-        """The cheapest shapes for an expected batch, the last with room for larger ones too."""
+        """The cheapest shapes for an expected batch; the last has room for larger batches."""
         extra = HEAD_ROOM * math.sqrt(expected)
         if self._lengths is None:
             return (self._shape(expected + extra, 0),)
@@ -190,7 +187,7 @@ class Layout:
         return Shape(length=length, size=size, room=max(room, 1.0))
 
     def _cost(self, count: float, length: int) -> float:
-        """In tokens, of `count` samples padded to `length`."""
+        """The cost, in tokens, of `count` samples padded to `length`."""
         batches = math.ceil(count / self._batch_size)
         return batches * self._tokens_per_batch + count * length
 
@@ -200,9 +197,9 @@ def cheapest_cuts(
     counts: Sequence[float],
     cost: Callable[[float, int, bool], float],
 ) -> list[tuple[int, int]]:
-    """Runs of ascending lengths that cost least together, as (start, end) places.
+    """Divide ascending lengths into groups of least total cost, as (start, end) indices.
 
-    `cost(count, length, is_last)` is that of one run, which is padded to its longest.
+    `cost(count, length, is_last)` is that of one group, padded to its longest length.
 
     >>> cheapest_cuts([8, 16, 64], [90, 10, 5], lambda n, length, _: 500 + n * length)
     [(0, 1), (1, 3)]
@@ -228,7 +225,7 @@ def _chunks(records: Sequence[int], size: int) -> list[Sequence[int]]:
 
 
 def _even(count: int, at_most: int) -> int:
-    """The size of the fewest equal parts of at most so many."""
+    """The size of the parts when `count` is divided evenly into parts of at most `at_most`."""
     return math.ceil(count / max(1, math.ceil(count / at_most)))
 
 

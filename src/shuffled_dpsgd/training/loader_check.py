@@ -7,22 +7,27 @@ generators, once with some records exchanged for others. Every other row must be
 bit, over the common width.
 
 Where random numbers are drawn, a record may use up more of them than the one it stands for, and
-shift those of the rows behind it. Then only rows before it are compared. What cannot be repeated at
-all cannot be compared: `why_not` says so.
+shift those of the rows behind it. Then only rows before it are compared. What could not be compared
+at all is in `not_checked`.
 """
 
 from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from shuffled_dpsgd.clipping.checks.check_turns import CheckTurns
 from shuffled_dpsgd.clipping.checks.exchange import FIRST_LOOKS, MORE_LOOKS
 from shuffled_dpsgd.errors import InvalidArgumentError
-from shuffled_dpsgd.runtime.random_states import RandomStates, generators_in, seed_all
+from shuffled_dpsgd.runtime.random_states import (
+    RandomStates,
+    generators_in,
+    randomness_kept,
+    seed_all,
+)
 from shuffled_dpsgd.training.data import LOADING, PartLoader
 from shuffled_dpsgd.training.layout import Part
 from shuffled_dpsgd.training.record_check import check_records_alone
@@ -30,6 +35,7 @@ from shuffled_dpsgd.training.record_digest import same, same_row, shapes
 
 # Trials of a later part where nothing is drawn at random.
 _FEW_TRIALS = 2
+_FEW_SAMPLES = 4
 # Trials of the first part stop after so long, but not before the usual number. So do the exchanges
 # in the data set, for all parts together.
 _SECONDS = 20.0
@@ -46,19 +52,56 @@ class _Loaded:
     end: str
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Tried:
+    """One exchange: whether numbers were drawn, whether rows were compared, and which changed.
+
+    A row is a suspect where a shift of random numbers may explain that it changed.
+    """
+
+    is_random: bool = False
+    is_compared: bool = False
+    suspect: int | None = None
+
+
 class LoaderCheck:
     """Tries out parts of the batches that a run draws, as `turns` say."""
 
     def __init__(self, loader: PartLoader, *, dataset_size: int, turns: CheckTurns) -> None:
         self.turns = turns
-        self.why_not: str | None = None
+        self.collate = loader.collate
         self._loader = loader
         self._size = dataset_size
         self._draws = turns.draws
         self._is_first = True
         self._seconds_of_records = 0.0
         self._has_shifted = False
+        self._repeats = self._has_records = True
+        # Kinds of parts of which no exchange could be compared.
+        self._unseen: set[Hashable] = set()
         self._own = generators_in([loader.data, loader.collate], 4)
+
+    @property
+    def not_checked(self) -> list[str]:
+        """What the card lists because it could not be tried."""
+        found = []
+        if not self._has_records:
+            found.append(
+                "not checked: that an item of the data set is made of one record (it holds no list "
+                "of records in which others could be exchanged)"
+            )
+        if self._unseen:
+            why = "no exchange of records could be compared"
+            if not self._repeats:
+                why = "loading the same records twice, under the same random numbers, differs"
+            found.append(f"not checked: that a row of a batch is made of one record ({why})")
+        return found
+
+    def some_samples(self, part: Part) -> list[Any]:
+        """A few of the part's records, loaded once more."""
+        records = self._draws.sample(part.records, min(_FEW_SAMPLES, len(part.records)))
+        with LOADING, randomness_kept():
+            return self._loader.samples(records)
 
     def check(self, part: Part) -> None:
         """Try out a part, if its turn has come.
@@ -72,26 +115,34 @@ class LoaderCheck:
         with LOADING, self.turns.time.spent():
             states = RandomStates.now(self._own)
             try:
-                self._check(part)
+                self._check(part, kind)
             finally:
                 states.restore()
         self.turns.note_checked(kind)
 
-    def _check(self, part: Part) -> None:
+    def _check(self, part: Part, kind: Hashable) -> None:
         began = time.perf_counter()
-        if self._seconds_of_records < _SECONDS:
-            check_records_alone(self._loader.data, part.records, self._draws, self._own)
+        if self._has_records and self._seconds_of_records < _SECONDS:
+            self._has_records = check_records_alone(
+                self._loader.data, part.records, self._draws, self._own
+            )
             self._seconds_of_records += time.perf_counter() - began
         first, self._is_first = self._is_first, False
         rows = len(part.records)
-        if rows < 2 or not self._repeats(part):
+        if rows < 2:
+            return
+        self._unseen.add(kind)
+        self._repeats = self._repeats and self._loads_alike(part)
+        if not self._repeats:
             return
         began, suspects = time.perf_counter(), list[int]()
         for done, places in enumerate(self._exchanges(rows), start=1):
-            is_random, row = self._try(part, places)
-            suspects += [] if row is None else [row]
+            tried = self._try(part, places)
+            suspects += [] if tried.suspect is None else [tried.suspect]
+            if tried.is_compared:
+                self._unseen.discard(kind)
             wanted = 2 * (rows - 1).bit_length() if first else _FEW_TRIALS
-            if is_random:
+            if tried.is_random:
                 slow = time.perf_counter() - began > _SECONDS
                 wanted = FIRST_LOOKS if first and not slow else MORE_LOOKS
             if done >= wanted:
@@ -112,20 +163,15 @@ class LoaderCheck:
             yield set(range(self._draws.randrange(1, rows), rows))
             yield set(self._draws.sample(range(rows), self._draws.randrange(1, rows)))
 
-    def _repeats(self, part: Part) -> bool:
+    def _loads_alike(self, part: Part) -> bool:
         """Whether the same part comes out the same under the same states."""
         states, seed = RandomStates.now(self._own), self._draws.getrandbits(32)
         one, two = (self._load(part.records, part, seed, states).batch for _ in range(2))
         rows = len(part.records)
-        if not all(same_row(one, two, row, rows) for row in range(rows)):
-            self.why_not = "loading the same records twice, under the same random numbers, differs"
-        return self.why_not is None
+        return all(same_row(one, two, row, rows) for row in range(rows))
 
-    def _try(self, part: Part, places: set[int]) -> tuple[bool, int | None]:
-        """Exchange the records at some places: whether numbers are drawn, and what row changed.
-
-        Such a row is returned where a shift of random numbers may explain it.
-        """
+    def _try(self, part: Part, places: set[int]) -> _Tried:
+        """Exchange the records at some places."""
         states, seed = RandomStates.now(self._own), self._draws.getrandbits(32)
         size = len(part.records)
         one = self._load(part.records, part, seed, states)
@@ -133,7 +179,7 @@ class LoaderCheck:
             two = self._exchanged(part, places, one, seed, states)
         except Exception:  # What is told of records that do not belong together is no finding.
             self._has_shifted = True
-            return False, None
+            return _Tried()
         rest = [row for row in range(size) if row not in places]
         # What is drawn for several records at once may be shifted by the first that is exchanged.
         shifted = min(places) if two.loads_at_random else size
@@ -146,9 +192,9 @@ class LoaderCheck:
         for row in rest if not shifts else []:
             if not same_row(one.batch, two.batch, row, size):
                 if is_random and row > min(places):
-                    return True, row
+                    return _Tried(is_random=True, is_compared=True, suspect=row)
                 raise _refusal("collate", part, row)
-        return is_random, None
+        return _Tried(is_random=is_random, is_compared=not shifts)
 
     def _exchanged(
         self, part: Part, places: set[int], one: _Loaded, seed: int, states: RandomStates

@@ -7,28 +7,28 @@ others, by more than the clip allows, and no norm shows it.
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from functools import partial
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import default_collate
 
 from shuffled_dpsgd.clipping.checks.check_turns import CheckTurns
 from shuffled_dpsgd.clipping.checks.exchange import ExchangeTest, Moved, tolerance_for
-from shuffled_dpsgd.clipping.checks.loss_independence import refuse_foreign_parameters
+from shuffled_dpsgd.clipping.checks.loss_independence import refuse_foreign
 from shuffled_dpsgd.errors import InvalidArgumentError
 from shuffled_dpsgd.runtime.attention import without_fast_attention
+from shuffled_dpsgd.runtime.output_tensors import tensors_in
 from shuffled_dpsgd.runtime.random_states import RandomStates
 from shuffled_dpsgd.runtime.replay import Observed, some_entries, without_a_trace
-from shuffled_dpsgd.training.data import Batch, MapStyle, shaped, to_device
+from shuffled_dpsgd.training.data import Batch, shaped, to_device
 from shuffled_dpsgd.training.label_check import labels_named
+from shuffled_dpsgd.training.record_digest import shapes
 
 PerSampleLoss = Callable[[nn.Module, Any], Tensor]
-_RECORDS, _TRIALS = 4, 8
+_TRIALS = 8
 _MOST_ENTRIES = 1 << 12
 
 
@@ -36,6 +36,7 @@ class LossExchange:
     """Tries a loss out on batches of the run; `lifted` takes the engine off the model.
 
     Without `with_gradients` (weights spread over processes) the losses alone are compared.
+    `why_not_padding` says why records could not be collated with others, where they could not.
     """
 
     def __init__(
@@ -48,6 +49,8 @@ class LossExchange:
         with_gradients: bool = True,
     ) -> None:
         self.turns = turns
+        self.why_not_padding = ""
+        self._has_padded = False
         self._model = model
         self._loss = loss
         self._lifted = lifted
@@ -64,13 +67,7 @@ class LossExchange:
         kind = rows.bit_length()
         if counted < 1 or not self.turns.is_due(kind):
             return
-        with (
-            self.turns.time.spent(),
-            labels_named(),
-            self._lifted(),
-            without_a_trace(self._model),
-            without_fast_attention(),
-        ):
+        with self._on_loan():
             found = self._test.find_change(
                 lambda order, *kept: self._observe(taken(batch, order, rows), *kept),
                 rows,
@@ -85,80 +82,77 @@ class LossExchange:
             raise _refusal(found)
         self.turns.note_checked(kind)
 
-    def _observe(self, batch: Any, kept: Sequence[int], gradients: bool) -> Observed:
-        with torch.set_grad_enabled(gradients):
-            return _observed(self._model, self._loss(self._model, batch), kept)
+    def check_padding(self, samples: list[Any], collate: Callable[[list[Any]], Any]) -> None:
+        """Once: collate samples with others anew, in evaluation mode, if that pads them otherwise.
 
+        Raises:
+            InvalidArgumentError: a loss changes with the other records.
+        """
+        alone = [shapes(collate(copy.deepcopy([sample]))) for sample in samples]
+        if self._has_padded or all(each == alone[0] for each in alone):
+            return
+        self._has_padded = True
+        device, rows = next(self._model.parameters()).device, range(len(samples))
 
-def check_independence(
-    model: nn.Module,
-    data: MapStyle,
-    per_sample_loss: PerSampleLoss,
-    *,
-    collate: Callable[[list[Any]], Any] | None = None,
-) -> None:
-    """Compare the losses of the first records in batches with others.
+        def observe(order: Sequence[int], kept: Sequence[int], gradients: bool) -> Observed:
+            batch = collate(copy.deepcopy([samples[place] for place in order]))
+            return self._observe(to_device(shaped(batch), device), kept, gradients)
 
-    In evaluation mode batches are collated anew, so that others also change what records are padded
-    to; in training mode they stay as they are. Nothing is released, and the model and all global
-    generators are put back. Passing proves nothing about other records: it catches the mistakes
-    that show everywhere. Batches of the run are tried out when they come.
-
-    Raises:
-        InvalidArgumentError: a loss changes with the company its record is in.
-    """
-    device = next(model.parameters()).device
-    gather = collate or default_collate
-    count = min(_RECORDS, len(data))
-
-    def losses(order: Sequence[int], kept: Sequence[int], gradients: bool) -> Observed:
-        batch = to_device(shaped(gather([records[place] for place in order])), device)
-        with torch.set_grad_enabled(gradients):
-            return _observed(model, per_sample_loss(model, batch), kept)
-
-    with labels_named(), without_a_trace(model), without_fast_attention():
-        records = [data[place] for place in range(count)]
-        test = partial(
-            ExchangeTest(model, random.Random(0)).find_change,
-            rows=count,
-            sources=range(count),
-            tolerance=tolerance_for(model),
-            gradients=False,
-        )
-        model.eval()
-        states = RandomStates.of_model(model)
-        losses(range(count), range(count), False)
-        found = None
-        if states.digest() == states.again().digest():
-            trials = (test(losses, states=states) for _ in range(_TRIALS))
+        with self._on_loan():
+            self._model.eval()
+            states = RandomStates.of_model(self._model)
+            observe(rows, rows, False)
+            if states.digest() != states.again().digest():
+                self.why_not_padding = "numbers are drawn at random in evaluation mode"
+                return
+            trials = (
+                self._test.find_change(
+                    observe,
+                    len(rows),
+                    sources=rows,
+                    states=states,
+                    tolerance=tolerance_for(self._model),
+                    gradients=False,
+                )
+                for _ in range(_TRIALS)
+            )
             found = next((change for change in trials if change is not None), None)
-        model.train()
-        whole = to_device(shaped(gather(list(records))), device)
-        found = found or test(
-            lambda order, kept, gradients: _observed(
-                model, per_sample_loss(model, taken(whole, order, count)), kept
-            ),
-            states=RandomStates.of_model(model),
+        if found is not None:
+            raise _refusal(found)
+
+    @contextmanager
+    def _on_loan(self) -> Iterator[None]:
+        with (
+            self.turns.time.spent(),
+            labels_named(),
+            self._lifted(),
+            without_a_trace(self._model),
+            without_fast_attention(),
+        ):
+            yield
+
+    def _observe(self, batch: Any, kept: Sequence[int], gradients: bool) -> Observed:
+        """The losses of some records, or the one of the batch, and their gradients."""
+        outputs: list[Tensor] = []
+        hook = self._model.register_forward_hook(lambda *got: outputs.extend(tensors_in(got[-1])))
+        try:
+            with torch.set_grad_enabled(gradients):
+                losses = self._loss(self._model, batch)
+        finally:
+            hook.remove()
+        own = losses if losses.dim() == 0 else losses[list(kept)]
+        value = own.detach() if own.dim() == 0 else own.detach().reshape(len(kept), -1)
+        if not own.requires_grad:
+            return Observed(values=[value], grads={})
+        parameters = {n: p for n, p in self._model.named_parameters() if p.requires_grad}
+        refuse_foreign(losses, [out for out in outputs if out.requires_grad], parameters)
+        for parameter in parameters.values():
+            parameter.grad = None
+        own.sum().backward()
+        grads = {n: p.grad for n, p in parameters.items() if p.grad is not None}
+        return Observed(
+            values=[value], grads={n: some_entries(g, _MOST_ENTRIES) for n, g in grads.items()}
         )
-    if found is not None:
-        raise _refusal(found)
-
-
-def _observed(model: nn.Module, losses: Tensor, kept: Sequence[int]) -> Observed:
-    """The losses of some records, or the one of the batch, and their gradients."""
-    parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
-    own = losses if losses.dim() == 0 else losses[list(kept)]
-    value = own.detach() if own.dim() == 0 else own.detach().reshape(len(kept), -1)
-    if not own.requires_grad:
-        return Observed(values=[value], grads={})
-    for parameter in parameters.values():
-        parameter.grad = None
-    refuse_foreign_parameters(losses, parameters)
-    own.sum().backward()
-    grads = {name: p.grad for name, p in parameters.items() if p.grad is not None}
-    return Observed(
-        values=[value], grads={n: some_entries(g, _MOST_ENTRIES) for n, g in grads.items()}
-    )
 
 
 def taken(batch: Any, order: Sequence[int], rows: int) -> Any:

@@ -67,10 +67,12 @@ class NeighbourTests:
     def not_checked(self) -> tuple[str, ...]:
         """What the card lists among the assumptions because nobody has tried it."""
         reasons = [] if self._loss is not None else [NO_LOSS]
-        if self._loader is not None and self._loader.why_not is not None:
+        if self._loss is not None and self._loss.why_not_padding:
             reasons.append(
-                f"not checked: that a row of a batch is made of one record ({self._loader.why_not})"
+                "not checked: that the loss of a record does not depend on what it is padded to "
+                f"({self._loss.why_not_padding})"
             )
+        reasons += [] if self._loader is None else self._loader.not_checked
         return tuple(reasons)
 
     def check_labels(self, losses: Tensor) -> None:
@@ -102,8 +104,13 @@ class NeighbourTests:
             )
         elif not self._run.keeps_in_step:
             self._loss.turns.dense = dense
-            self._loss.check(batch, drawn.rows, drawn.size)
+            self._try_loss(self._loss, drawn, batch)
         elif dense:
             # All ranks have as many batches, and those in which nothing counts lend weights.
             with self._run.unsharded_layers():
-                self._loss.check(batch, drawn.rows, drawn.size)
+                self._try_loss(self._loss, drawn, batch)
+
+    def _try_loss(self, loss: LossExchange, drawn: PhysicalBatch, batch: Any) -> None:
+        if self._loader is not None and drawn.size and self._run.ledger.spent == 0:
+            loss.check_padding(self._loader.some_samples(drawn.part), self._loader.collate)
+        loss.check(batch, drawn.rows, drawn.size)

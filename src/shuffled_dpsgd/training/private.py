@@ -1,8 +1,8 @@
-"""What a user holds during a run. The model and the optimizer keep their types and names.
+"""The object a user works with during a run. Model and optimizer keep their types and names.
 
-`PrivateTraining` owns no arithmetic: it passes clipped sums from the engine through the mechanism
-to the user's own optimizer, and writes the ledger before each release. Its parts are attributes,
-so that a test can replace one and watch the audits catch it.
+`PrivateTraining` computes nothing itself. It passes clipped sums from the engine through the core's
+door to the user's own optimizer. Its parts are attributes, so that a test can replace one by a
+faulty one.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from shuffled_dpsgd.clipping import ClippingEngine
 from shuffled_dpsgd.clipping.checks.check_turns import TimeShare
-from shuffled_dpsgd.clipping.checks.loss_independence import refuse_foreign_parameters
+from shuffled_dpsgd.clipping.checks.loss_independence import refuse_foreign
 from shuffled_dpsgd.core.card import NO_LEDGER, SEEDED_TWICE
 from shuffled_dpsgd.core.ledger import Ledger
 from shuffled_dpsgd.core.mechanism import Mechanism
@@ -49,7 +50,7 @@ from shuffled_dpsgd.training.layout import Layout
 from shuffled_dpsgd.training.meeting import Meeting
 from shuffled_dpsgd.training.metrics import LossMeter, StepMetrics, describe_step
 from shuffled_dpsgd.training.neighbours import NeighbourTests
-from shuffled_dpsgd.training.released_weights import describe_weights
+from shuffled_dpsgd.training.released_weights import SaveWatch, describe_weights
 from shuffled_dpsgd.training.rows import DEFAULT_UNIT, Survey, describe_unit
 from shuffled_dpsgd.training.shuffling import PermutedFrame, Shuffling
 from shuffled_dpsgd.training.succession import History
@@ -61,11 +62,11 @@ if TYPE_CHECKING:
 
 
 class PrivateTraining:
-    """One private run: Poisson batches in, noisy updates out, Algorithm 1 in between.
+    """One private run: draws Poisson batches and updates the weights by Algorithm 1.
 
-    Invariants: a step's ledger entry is durable before its noise is drawn; the batches are those
-    of the sampler the plan accounts for; the optimizer only ever sees privatized gradients; what is
-    released went through the core's one door, past its referee.
+    Invariants: a step's ledger entry is on disk before its noise is drawn; batches are drawn by the
+    sampler that the plan accounts for; the optimizer only sees privatized gradients; every release
+    is checked by the core's referee.
     """
 
     def __init__(
@@ -103,6 +104,7 @@ class PrivateTraining:
         self.steps_taken = 0
         self.released = False
         self._released_as: dict[str, list[str]] | None = None
+        self._save_watch: RemovableHandle | None = None
         self.last_metrics: StepMetrics | None = None
         self.last_sample_norms = torch.empty(0)
         self._trainable = {n: p for n, p in model.named_parameters() if p.requires_grad}
@@ -176,7 +178,7 @@ class PrivateTraining:
 
     @property
     def closed(self) -> bool:
-        """Whether the run has let go of the model and the optimizer."""
+        """Whether the run is detached from the model and the optimizer."""
         return self._closed_because is not None
 
     @property
@@ -186,37 +188,36 @@ class PrivateTraining:
 
     @property
     def keeps_in_step(self) -> bool:
-        """Whether every rank must run the model as often as the others, as sharded ranks must."""
+        """Whether all ranks must run the model equally often, as sharded ranks must."""
         return self.is_sharded and self.world.size > 1
 
     @contextmanager
     def whole_weights(self) -> Iterator[None]:
-        """Inside, a sharded model is whole on every rank, and each may run it at will.
+        """Inside, every rank has all weights of a sharded model, for example to evaluate it.
 
-        For evaluation by one rank, for example. All ranks must enter; writes into the weights are
-        lost. Weights that are not sharded are whole anyway.
+        All ranks must enter. Changes to the weights are lost. Without sharding nothing happens.
         """
         with nullcontext() if self._sharding is None else self._sharding.whole():
             yield
 
     @contextmanager
     def unsharded_layers(self) -> Iterator[None]:
-        """As `whole_weights`, for models that fit on no rank: weights come layer by layer.
+        """As `whole_weights`, for models that fit on no rank: weights are gathered layer by layer.
 
-        Each forward of a rank asks the others for its weights anew. All ranks must enter, and those
-        that do not run the model answer until all others leave.
+        All ranks must enter. Those that do not run the model send their rows until all others
+        leave.
         """
         with nullcontext() if self._sharding is None else self._sharding.unsharded():
             yield
 
     @property
     def frame(self) -> Permutation | None:
-        """How the weights lie now, where noise is drawn as if they had never moved."""
+        """With `noise_frame="unshuffled"`, the product of all permutations so far."""
         return self.shuffling.frame
 
     @property
     def steps_per_epoch(self) -> int:
-        """⌈N/B⌉: after so many steps every record was drawn about once."""
+        """⌈N/B⌉ steps, in which a record is drawn once on average."""
         return math.ceil(self.plan.dataset_size / self.plan.expected_batch_size)
 
     @property
@@ -266,10 +267,10 @@ class PrivateTraining:
         return stream
 
     def epochs(self) -> Iterator[int]:
-        """Number the epochs of the plan; inside, `batches` stops where the epoch ends.
+        """Yield the number of each epoch; inside, `batches` stops where the epoch ends.
 
-        Goes on where a resumed run was. An epoch is `steps_per_epoch` steps of Poisson sampling:
-        a record is drawn once on average, sometimes twice, sometimes never.
+        A resumed run continues with its epoch. An epoch is `steps_per_epoch` steps of Poisson
+        sampling: a record is drawn once on average, sometimes twice, sometimes never.
         """
         return self._drawn.epochs()
 
@@ -279,7 +280,7 @@ class PrivateTraining:
         return self.device.type == "cuda" and self.plan.loss_reduction == "sum"
 
     def layout(self, data: MapStyle, *, pad_batches: bool = False) -> Layout:
-        """How logical batches of `data` are put into physical ones."""
+        """How logical batches of `data` are divided into physical ones."""
         return self._drawn.layout(data, pad_batches=pad_batches)
 
     def backward(self, losses: torch.Tensor) -> None:
@@ -295,18 +296,18 @@ class PrivateTraining:
             may_be_mean=self.plan.loss_reduction == "mean",
         )
         if losses.dim() == 0 and current is not None and current.size < current.rows == 1:
-            # The mean of the single record that a rank runs along with others, and does not count.
+            # This rank has nothing to count and runs one record to keep in step with the others.
             losses = losses.reshape(1)
         reduced = losses.dim() == 0
         if self.steps_taken == 0 and self.plan.sampling == "poisson":
             warn_if_scaled(losses)
         self._neighbours.check_labels(losses)
-        # Here, so that the outcome is known before the norms are, for which a step waits.
+        # Started here, so that a GPU has finished it when the step waits for the norms.
         self._weights.ask()
         if reduced and self._witness is None:
-            self.engine.follow_compiled(losses)
-        if reduced and self.ledger.spent == 0 and not self.is_sharded:
-            refuse_foreign_parameters(losses, self._trainable)
+            self.engine.check_number(losses)
+        elif self._witness is not None and self.ledger.spent == 0:
+            refuse_foreign(losses, (), self._trainable)
         if current is not None and (self._drawn.pads or current.size < current.rows):
             if current.size > 0:
                 self._losses.add(losses[: current.size], count=current.size, mean=False)
@@ -322,7 +323,7 @@ class PrivateTraining:
         self._settle_referee()
 
     def _settle_referee(self) -> None:
-        """Have the batch compared, if it is due, while its inputs are as they were."""
+        """Have the referee compare this batch, if it is due, before its inputs can change."""
         if self._referee.is_pending:
             self._watch.check(self.steps_taken)
             self._referee.settle()
@@ -349,7 +350,7 @@ class PrivateTraining:
         return True
 
     def use_loss(self, loss: Callable[[Any, Any], torch.Tensor]) -> None:
-        """Try out `loss(model, batch)` on batches of the run: it must treat every record alone."""
+        """Test on batches of the run that `loss(model, batch)` treats each record by itself."""
         self._neighbours.use_loss(loss)
 
     def discard(self) -> None:
@@ -361,28 +362,28 @@ class PrivateTraining:
         self.shuffling.forget()
 
     def pause(self) -> None:
-        """End the present loop over `batches` after this step; another may go on later.
+        """End the current loop over `batches` after this step; a later loop continues the run.
 
-        For a callback of `on_update`. Of several ranks, all must call it after the same step.
+        To be called by an `on_update` callback, and by all ranks after the same step.
         """
         self._drawn.pause()
 
     def trust_buffers(self) -> None:
-        """Take the model's buffers as they are now for public.
+        """Declare the model's buffers, with their present values, public.
 
-        A forward that changes them afterwards is noticed at the next step and refused.
+        Later changes are refused at the next step.
         """
         self._watch.trust_buffers()
 
     def note_weights(self) -> None:
-        """Take the weights as they are now for those that the next step starts from.
+        """Record the present weights, which ranks compare before the next release.
 
-        Every update does. Whoever loads other weights into a sharded model calls it on all ranks.
+        Done after every update. After loading weights into a sharded model, call it on all ranks.
         """
         self._meeting.note_weights()
 
     def renew_streams(self) -> None:
-        """Draw other batches from here on, where no seed decides; all ranks call it together."""
+        """Take a fresh key for batches and noise, unless the run is seeded. Collective."""
         self.streams.renew(self.world.from_first(fresh_key() if self.world.leads else None))
 
     def check(self) -> None:
@@ -417,11 +418,16 @@ class PrivateTraining:
         self.history.note_end()
 
     def note_released(self) -> None:
-        """Take the weights as they are now for those that the card is about."""
+        """Record digests of the released weights, for the card and for whoever saves others."""
+        if self._save_watch is not None:
+            self._save_watch.remove()
         self._released_as = describe_weights(self.model) if self.released else None
+        if self._released_as is not None and not self.is_sharded:
+            watch = SaveWatch(frozenset(self._released_as["trained"]))
+            self._save_watch = self.model.register_state_dict_pre_hook(watch)
 
     def check_released(self) -> None:
-        """Refuse weights that are others than `release()` left; before it, all may be saved."""
+        """Refuse weights that were changed after `release()`."""
         if self._released_as not in (None, describe_weights(self.model)):
             raise InvalidArgumentError(
                 "model",
@@ -432,7 +438,7 @@ class PrivateTraining:
             )
 
     def card(self) -> PrivacyCard:
-        """What may be said about everything released so far."""
+        """The privacy card: what may be claimed about everything released so far."""
         card = write_card(
             self.plan,
             num_steps=self.ledger.spent,
@@ -445,27 +451,29 @@ class PrivateTraining:
             not_checked=self._neighbours.not_checked,
             optimizer=self._optimizer_name,
         )
-        # Where weights are spread over processes, each knows its own rows of them alone.
+        # A rank of a sharded run has its own rows only, so it has no digest of the whole.
         known = {} if self.is_sharded else self._released_as or {}
         card = replace(card, weights=known)
         unit = describe_unit(self.plan, self.unit, self.rows)
         return self.history.added_to(card).about(unit=unit)
 
     def _why_not_certified(self) -> tuple[str, ...]:
-        """What happened in this run that no price covers."""
+        """Events of this run after which no ε can be certified."""
         if self.plan.secure:
             return ()
         reasons = [SEEDED_TWICE] if self.ledger.repeated_steps else []
         return (*reasons, *([NO_LEDGER] if self.resumed_without_ledger else ()))
 
     def close(self, *, because: str = "private.close() was called") -> None:
-        """Detach from the model and the optimizer; nothing of ours stays on them."""
+        """Remove all hooks from the model and the optimizer."""
         if not self.closed:
             self.history.note_end()
         self._closed_because = because
         while self._depth:
             self.__exit__(None, None, None)
         self._optimizer.remove()
+        if self._save_watch is not None:
+            self._save_watch.remove()
         if self._sharding is not None:
             self._sharding.detach()
 
@@ -484,7 +492,7 @@ class PrivateTraining:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if self._depth == 0:  # A loop that was suspended when the run was closed ends only now.
+        if self._depth == 0:  # A suspended loop that ends after the run was closed.
             return
         if isinstance(error, Exception):
             self.world.tell_failure(error)
@@ -520,7 +528,7 @@ class PrivateTraining:
         return None if current is None else current.rows
 
     def _fingerprinted(self, sums: Mapping[str, torch.Tensor], key: bytes) -> str:
-        """What sums are known by: over all ranks, where each has a share of them."""
+        """A fingerprint of the sums, joined over all ranks."""
         return ":".join(self.world.gather(fingerprint(sums, key)))
 
     def _update(self) -> None:
@@ -574,17 +582,17 @@ class PrivateTraining:
             callback()
 
     def _inspected_norms(self) -> torch.Tensor:
-        """The norms of this rank's part of the batch, once the referee has seen its sums.
+        """The norms of this rank's part of the batch, after the referee has checked its sums.
 
-        What else can be looked at before a release is looked at here, while a GPU is still busy
-        with the backward.
+        The other checks before a release are started first, so that they overlap with the backward
+        on a GPU.
         """
         self._watch.check(self.steps_taken)
         holders: list[LossMeter | WeightCheck] = [self._losses]
         if not self._weights.ask():
             holders.append(self._weights)
         unread = [(holder, holder.unread) for holder in holders if holder.unread is not None]
-        # The one wait for the backward: nothing is released before its outcome is known.
+        # The only wait for the backward, and for all results at once.
         norms, *found = self.engine.read_norms(*(tensor for _, tensor in unread))
         for (holder, _), value in zip(unread, found, strict=True):
             holder.unread = value

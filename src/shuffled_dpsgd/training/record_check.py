@@ -3,7 +3,8 @@
 `__getitem__` may return another record when one is broken, or draw a second one to mix with. Then a
 record is in several rows of a batch. A copy of the data set, in which the lists and arrays of
 records have other records at all other places, must give the same items under the same random
-numbers. Data sets that hold no such list (a table on disk, a stream of files) are passed over.
+numbers. So must what is inside a subset, a data set of several parts or one that wraps another. Of
+data sets that hold no such list (records on disk, a stream of files) nobody can tell.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 
 import numpy as np
 from torch import Tensor
+from torch.utils.data import ConcatDataset, Subset
 
 from shuffled_dpsgd.errors import InvalidArgumentError
 from shuffled_dpsgd.runtime.random_states import Own, RandomStates, seed_all
@@ -29,15 +31,18 @@ _IN_ORDER = 0.6
 
 def check_records_alone(
     data: MapStyle, records: Sequence[int], draws: random.Random, own: Sequence[Own]
-) -> None:
+) -> bool:
     """Compare items with those of a data set that has other records at all other places.
 
     Besides the `records` a few others are tried, so that one item that changes can be told from a
     list that lies in another order than the records. `own` are generators besides the shared ones.
+    Returns whether the records could be exchanged.
 
     Raises:
         InvalidArgumentError: the item of one record changes with the others.
     """
+    if type(data) in (list, tuple) or _is_table(data):
+        return True  # An item is its place, or made of the row there.
     size = len(data)
     tried = sorted({*records, *draws.sample(range(size), min(_BESIDES, size))})
     draws.shuffle(tried)
@@ -63,7 +68,7 @@ def check_records_alone(
     for group in groups:
         neighbour = _exchanged(data, group, draws)
         if neighbour is None:
-            return
+            return False
         changed += [(r, group) for r in group if changes(r, neighbour, is_needed=r in records)]
     if changed and len(changed) < _IN_ORDER * sum(map(len, groups)):
         raise _refusal(changed[0][0])
@@ -73,22 +78,38 @@ def check_records_alone(
         if 0 < times < _STATES:
             # What lies in another order would change every time or never.
             raise _refusal(record)
+    return True
 
 
 def _exchanged(data: Any, kept: Sequence[int], draws: random.Random) -> Any:
-    """A copy of the data set with its lists and arrays of records in another order, if any.
+    """A copy of the data set with its records in another order, or None if it has none to exchange.
 
     The `kept` places keep their record; at all others they change places with each other.
     """
-    held = getattr(data, "__dict__", None)
-    if not held or isinstance(data, list | tuple):
-        return None
-    order, fixed = list(range(len(data))), set(kept)
-    others = [place for place in order if place not in fixed]
-    draws.shuffle(others)
-    for place, source in zip(others, [*others[1:], *others[:1]], strict=True):
-        order[place] = source
-    replaced = {name: _reordered(value, order) for name, value in held.items()}
+    order = _order(len(data), kept, draws)
+    if _is_table(data):
+        return data.select(order, keep_in_memory=True)
+    if type(data) in (list, tuple):
+        return type(data)(data[source] for source in order)
+    held = dict(getattr(data, "__dict__", {}))
+    if isinstance(data, Subset):
+        inside = _exchanged(data.dataset, [data.indices[at] for at in kept], draws)
+        replaced = {"dataset": inside}
+    elif isinstance(data, ConcatDataset):
+        first, parts = 0, []
+        part: Any
+        for part in data.datasets:
+            places = [at - first for at in kept if 0 <= at - first < len(part)]
+            parts.append(_exchanged(part, places, draws))
+            first += len(part)
+        replaced = {"datasets": None if any(part is None for part in parts) else parts}
+    else:
+        replaced = {
+            name: _exchanged(value, kept, draws)
+            if _is_data(value, len(order))
+            else _reordered(value, order)
+            for name, value in held.items()
+        }
     replaced = {name: value for name, value in replaced.items() if value is not None}
     if not replaced:
         return None
@@ -98,6 +119,26 @@ def _exchanged(data: Any, kept: Sequence[int], draws: random.Random) -> Any:
     except Exception:  # A class that does not let itself be copied.
         return None
     return neighbour
+
+
+def _order(size: int, kept: Sequence[int], draws: random.Random) -> list[int]:
+    """Which record each place gets: its own at those `kept`, another at all others."""
+    order = np.roll(np.arange(size), draws.randrange(1, size)) if size > 1 else np.arange(size)
+    order[list(kept)] = kept
+    found: list[int] = order.tolist()
+    return found
+
+
+def _is_table(data: Any) -> bool:
+    """Whether this is a table of the library `datasets`."""
+    return hasattr(data, "select") and hasattr(data, "with_transform")
+
+
+def _is_data(value: Any, size: int) -> bool:
+    """Whether something is another data set of as many records."""
+    plain = isinstance(value, list | tuple | dict | str | bytes | Tensor | np.ndarray)
+    is_sized = hasattr(type(value), "__getitem__") and hasattr(type(value), "__len__")
+    return is_sized and not plain and len(value) == size
 
 
 def _reordered(value: Any, order: list[int], depth: int = 0) -> Any:

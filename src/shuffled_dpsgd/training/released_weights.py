@@ -1,14 +1,18 @@
 """Which weights a card is about: digests of every tensor that was released.
 
 A card says nothing of weights that were trained on afterwards, and `model.save_pretrained` or
-`torch.save` ask nobody. So the card carries a digest of each tensor as `release()` left it, and
-`compare_weights` says whether a saved model, whatever its format, has those tensors.
+`torch.save` ask nobody. So the card carries a digest of each tensor as `release()` left it.
+`compare_weights` says whether a saved model, whatever its format, has those tensors, and a
+`SaveWatch` warns whoever saves others.
 """
 
 from __future__ import annotations
 
 import hashlib
+import warnings
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from shuffled_dpsgd.errors import InvalidArgumentError
-from shuffled_dpsgd.runtime.shards import all_held
+from shuffled_dpsgd.runtime.shards import all_held, parts_of
 
 _DIGITS = 24
 
@@ -27,6 +31,26 @@ def describe_weights(model: nn.Module) -> dict[str, list[str]]:
     every = all_held(v for v in model.state_dict().values() if isinstance(v, Tensor))
     known = _digests(trained)
     return {"trained": sorted(known), "others": sorted(_digests(every) - known)}
+
+
+@dataclass(frozen=True)
+class SaveWatch:
+    """Says so when the `state_dict` is taken of a model whose `trained` tensors are others by now.
+
+    Plain data and no more, because a model is copied and pickled with what hangs on it.
+    """
+
+    trained: frozenset[str]
+
+    def __call__(self, model: nn.Module, prefix: str, keep_vars: bool) -> None:
+        if not self.trained <= _digests(all_held(model.parameters())):
+            warnings.warn(
+                "the weights about to be saved are others than release() left, which the privacy "
+                "card is about: whatever used private records since has no claim. private.close() "
+                "ends this watch",
+                UserWarning,
+                stacklevel=4,
+            )
 
 
 def compare_weights(card: Mapping[str, Any], saved: Any) -> None:
@@ -59,7 +83,7 @@ def compare_weights(card: Mapping[str, Any], saved: Any) -> None:
 def _digests(tensors: Iterable[Tensor]) -> set[str]:
     """By content: tied tensors are one, whatever they are called."""
     found = set()
-    for tensor in tensors:
+    for tensor in chain.from_iterable(map(parts_of, tensors)):
         whole = hashlib.sha256(f"{tensor.dtype}:{tuple(tensor.shape)}:".encode())
         flat = tensor.detach().cpu().contiguous().reshape(-1)
         whole.update(flat.view(torch.uint8).numpy().data if flat.numel() else b"")

@@ -18,7 +18,6 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from shuffled_dpsgd.clipping.capture.batch_size import find_batch
-from shuffled_dpsgd.clipping.checks.batch_axis import chosen
 from shuffled_dpsgd.errors import InvalidArgumentError, InvarianceError
 from shuffled_dpsgd.permutation import Permutation, PermutationSpec, apply, from_groups
 from shuffled_dpsgd.permutation.comparison import (
@@ -27,6 +26,7 @@ from shuffled_dpsgd.permutation.comparison import (
     output_deviation,
 )
 from shuffled_dpsgd.runtime.random_states import randomness_kept
+from shuffled_dpsgd.runtime.replay import BatchedInputs
 from shuffled_dpsgd.runtime.shards import Sharding
 from shuffled_dpsgd.runtime.uncompiled import eagerly
 
@@ -136,18 +136,12 @@ class ShuffleCheck:
                 self._is_noted = True
 
     def _culprit(self, groups: range, before: list[Outputs], tolerance: float) -> str:
-        """One group that changes the outputs by itself, by halving."""
-        while len(groups) > 1:
-            halves = groups[: len(groups) // 2], groups[len(groups) // 2 :]
-            guilty = [
-                half
-                for half in halves
-                if self._is_any(not self._deviation(half, before) <= tolerance)
-            ]
-            if not guilty:
-                return f"{len(groups)} groups together, first {self._spec.groups[groups[0]].name}"
-            groups = guilty[0]
-        return self._spec.groups[groups[0]].name
+        """The first group that changes the outputs by itself."""
+        for index in groups:
+            alone = self._deviation(range(index, index + 1), before)
+            if self._is_any(not alone <= tolerance):
+                return self._spec.groups[index].name
+        return "all groups together"
 
     def _rolled(self, moving: range) -> Permutation:
         """Each of the groups by one place, so that no slot stays; the others not at all."""
@@ -213,8 +207,8 @@ class ShuffleCheck:
             try:
                 size = len(find_batch(args, kwargs))
                 if size > _MOST_SAMPLES:
-                    few = [*range(_MOST_SAMPLES)]
-                    return self._model(*chosen(args, size, few), **chosen(kwargs, size, few))
+                    few, some = BatchedInputs().take(args, kwargs, size, range(_MOST_SAMPLES))
+                    return self._model(*few, **some)
             except (InvalidArgumentError, RuntimeError, ValueError, IndexError):
                 # An error of the model's own comes up once more.
                 self._takes_few = False

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from shuffled_dpsgd.errors import InvalidArgumentError, UnsupportedModuleError
-from shuffled_dpsgd.runtime.shards import held
+from shuffled_dpsgd.runtime.shards import held, parts_of
 from shuffled_dpsgd.runtime.structure import Structure
 
 
@@ -35,9 +35,10 @@ class ModelWatch:
         self._names = {id(parameter): name for name, parameter in self._parameters.items()}
         self._trainable = {id(p): p.requires_grad for p in self._parameters.values()}
         self._values = {
-            name: held(parameter)
+            f"{name}{f' (part {number})' if number else ''}": part
             for name, parameter in self._parameters.items()
-            if parameter.is_floating_point() and held(parameter).numel()
+            for number, part in enumerate(parts_of(held(parameter)))
+            if part.is_floating_point() and part.numel()
         }
         self._versions: list[int] = []
         self._norms: Tensor | None = None

@@ -20,8 +20,7 @@ from enum import Enum
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch import nn
 
 from shuffled_dpsgd.clipping.capture.batch_size import first_tensor, shapes_beside_batch
 from shuffled_dpsgd.clipping.capture.samples import are_ragged
@@ -29,6 +28,7 @@ from shuffled_dpsgd.clipping.capture.slot import ONE_FOR_ALL, Slot
 from shuffled_dpsgd.clipping.rules.embedding import EmbeddingSlot
 from shuffled_dpsgd.clipping.rules.trial_runs import buffers_kept, in_eval_mode
 from shuffled_dpsgd.errors import UnsupportedModuleError
+from shuffled_dpsgd.runtime.replay import BatchedInputs
 
 # Samples that are enough to see how inputs grow.
 _FEW = 8
@@ -89,8 +89,7 @@ class BatchAxisCheck:
         """
         given: Calls | None = None
         if size > _FEW and not self.folds:
-            few = [*range(_FEW)]
-            some = chosen(args, size, few), chosen(dict(kwargs), size, few)
+            some = BatchedInputs().take(args, kwargs, size, range(_FEW))
             try:
                 given = self._check(*some, _FEW, size, late)
             except (RuntimeError, ValueError, IndexError):
@@ -131,12 +130,12 @@ class BatchAxisCheck:
         self, args: Any, kwargs: Mapping[str, Any], size: int, whole: int, late: bool
     ) -> Calls:
         """Check `size` samples of a batch of `whole`; returns what the slots were given."""
-        more = [*range(size), 0]
+        more = BatchedInputs().take(args, kwargs, size, [*range(size), 0])
         with in_eval_mode(self._model), buffers_kept(self._model), torch.random.fork_rng():
             # An error of the model's own comes up here, and is raised as it is.
             before = self._find_calls(args, kwargs)
             try:
-                after = self._find_calls(chosen(args, size, more), chosen(dict(kwargs), size, more))
+                after = self._find_calls(*more)
             except (RuntimeError, ValueError, IndexError) as error:
                 raise UnsupportedModuleError(
                     "",
@@ -183,16 +182,6 @@ class BatchAxisCheck:
                 hooks.callback(handle.remove)
             self._model.forward(*args, **kwargs)
         return calls
-
-
-def chosen(inputs: Any, size: int, samples: list[int]) -> Any:
-    """Inputs with these samples in every tensor that has the batch."""
-
-    def choose(leaf: Any) -> Any:
-        has_batch = isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] == size
-        return leaf[samples] if has_batch else leaf
-
-    return tree_map(choose, inputs)
 
 
 def growth_of(before: int, after: int, size: int) -> Growth:

@@ -8,10 +8,7 @@ samples are followed back to the outputs, and must not arrive at others.
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Mapping, Sequence
-from inspect import isfunction
-from types import CellType
 
 import torch
 from torch import Tensor, nn
@@ -37,9 +34,7 @@ def check_losses(
     outputs = [output for output in outputs if output.requires_grad]
     if len(losses) < 2 or not outputs or not losses.requires_grad:
         return False
-    reached, leaves = _first_reached(losses, outputs)
-    if parameters is not None and reached:
-        refuse_foreign(leaves, parameters)
+    reached = refuse_foreign(losses, outputs, parameters)
     axes = [batch_axes_of(output, len(losses)) for output in reached]
     if not all(axes):
         raise _mixed("a number that the model computed from all samples")
@@ -60,29 +55,30 @@ def check_losses(
     return True
 
 
-def refuse_foreign_parameters(loss: Tensor, parameters: Mapping[str, nn.Parameter]) -> None:
-    """Refuse a loss that trains parameters which are not the model's, wherever they stand."""
-    leaves = [leaf for leaf in _first_reached(loss, [])[1] if isinstance(leaf, nn.Parameter)]
-    refuse_foreign(leaves, parameters)
+def refuse_foreign(
+    losses: Tensor, outputs: Sequence[Tensor], parameters: Mapping[str, nn.Parameter] | None
+) -> list[Tensor]:
+    """The outputs that losses come from; refuse other tensors that would be trained on the way.
 
-
-def refuse_foreign(leaves: Sequence[Tensor], parameters: Mapping[str, nn.Parameter]) -> None:
-    """Refuse leaves that require gradients and are no parameters of the model.
+    Without `parameters` nothing is refused. Where no output is reached, the way leads through the
+    model, which may make leaves of its own: then only parameters of others are refused.
 
     Raises:
         UnsupportedModuleError: naming the first of them.
     """
-    known = {id(parameter) for parameter in parameters.values()}
-    for leaf in leaves:
-        if id(leaf) not in known:
+    reached, leaves = _first_reached(losses, outputs)
+    known = {id(parameter) for parameter in (parameters or {}).values()}
+    for leaf in leaves if parameters is not None else ():
+        if id(leaf) not in known and (reached or isinstance(leaf, nn.Parameter)):
             raise UnsupportedModuleError(
-                _name_of(leaf),
+                "losses",
                 expected="a loss whose only trainable parameters are the model's",
                 got=f"a tensor of shape {tuple(leaf.shape)} in the loss that requires gradients: "
                 "it would be trained on gradients that nobody clips",
                 remedy="make it a parameter of a module of the model, or call "
                 "requires_grad_(False) on it",
             )
+    return reached
 
 
 def _first_reached(losses: Tensor, outputs: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
@@ -119,23 +115,6 @@ def _touched(grad: Tensor, size: int) -> Tensor:
     # In two operations: a GPU takes as long as it reads and writes.
     finite = (torch.nan_to_num(part, nan=0.0, posinf=0.0, neginf=0.0) for part in parts)
     return torch.cat([part.any(1) for part in finite])
-
-
-def _name_of(leaf: Tensor) -> str:
-    """The name under which something holds the tensor."""
-    for holder in gc.get_referrers(leaf):
-        if isinstance(holder, dict):
-            for key, value in holder.items():
-                if value is leaf and isinstance(key, str) and key not in ("leaf", "self"):
-                    return key
-        elif isinstance(holder, CellType):
-            for closure in gc.get_referrers(holder):
-                for function in filter(isfunction, gc.get_referrers(closure)):
-                    cells = function.__closure__ or ()
-                    for name, cell in zip(function.__code__.co_freevars, cells, strict=True):
-                        if cell is holder:
-                            return name
-    return "a tensor of the loss"
 
 
 def _mixed(got: str) -> UnsupportedModuleError:

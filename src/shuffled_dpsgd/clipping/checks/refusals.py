@@ -14,6 +14,9 @@ from torch.nn.parameter import is_lazy
 from shuffled_dpsgd.clipping.capture.slot import Slot
 from shuffled_dpsgd.errors import InvalidArgumentError, UnsupportedModuleError
 
+_LINEAR_4BIT = "bitsandbytes.nn.modules.Linear4bit"
+_LINEAR_8BIT = "bitsandbytes.nn.modules.Linear8bitLt"
+
 
 def refuse_known(module: nn.Module, path: str) -> None:
     """Refuse, by name, modules whose use of their parameters cannot be told apart by samples."""
@@ -49,6 +52,38 @@ def refuse_scripted(model: nn.Module) -> None:
                 expected="modules that run in Python",
                 got="a scripted module, inside which nothing can be recorded",
                 remedy="use the module as it was before torch.jit.script",
+            )
+
+
+def check_quantized(model: nn.Module) -> None:
+    """Refuse weights of bitsandbytes that a gradient cannot pass, or that mix the samples.
+
+    On a CPU, in evaluation mode, it packs 4-bit weights for inference. A backward through packed
+    weights stops there and says nothing, so it is kept from doing that. With 8 bits and a threshold
+    it computes those columns precisely in which any sample of the batch has a large value.
+
+    Raises:
+        UnsupportedModuleError: naming the first such module.
+    """
+    for path, module in model.named_modules():
+        name = f"{type(module).__module__}.{type(module).__name__}"
+        if name == _LINEAR_4BIT:
+            if getattr(module.weight.quant_state, "packing_format_for_cpu", False):
+                raise UnsupportedModuleError(
+                    path,
+                    expected="4-bit weights that a gradient can pass",
+                    got="weights that bitsandbytes has packed for inference on this CPU",
+                    remedy="load the model again, and do not evaluate it before it is made private",
+                )
+            module.support_avx512bf16_for_cpu = False
+        elif name == _LINEAR_8BIT and module.state.threshold > 0:
+            raise UnsupportedModuleError(
+                path,
+                expected="8-bit weights that treat every sample on its own",
+                got=f"llm_int8_threshold={module.state.threshold}: a large value of one sample "
+                "changes what others are multiplied with",
+                remedy="load with BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0), "
+                "or in 4 bits",
             )
 
 

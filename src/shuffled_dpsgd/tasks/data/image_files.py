@@ -1,13 +1,14 @@
-"""Images and classes from an `.npz` file or from CIFAR's binary files: checked, never guessed at.
+"""Images and classes from folders, an `.npz` file or CIFAR's binary files: never guessed at.
 
-A layout or a scale that is guessed wrong trains on noise and spends the budget for it. Files that
-hold pickles run whatever code is in them when they are read, so they are never read here.
+A layout or a scale that is guessed wrong would spend the budget on garbage. Files with pickles can
+run any code when they are read, so they are never read here.
 """
 
 from __future__ import annotations
 
 import zipfile
 import zlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,79 @@ _REMEDY = (
     "n, h, w, 1), 3, axis=-1) makes three of a grey one, and (images * 255).round().astype('uint8')"
     " scales images in [0, 1]"
 )
+
+
+class ImageFolder(Sequence[tuple[Any, int]]):
+    """Image files with their classes; a file is read each time it is asked for."""
+
+    def __init__(self, files: Sequence[tuple[Path, int]]) -> None:
+        self._files = files
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+    def __getitem__(self, index: int) -> tuple[Any, int]:  # type: ignore[override]  # no slices
+        path, label = self._files[index]
+        return open_image(path), label
+
+    def part(self, chosen: Sequence[int]) -> ImageFolder:
+        """The records at these places."""
+        return ImageFolder([self._files[index] for index in chosen])
+
+
+def open_image(path: Path) -> Any:
+    """An image file in RGB.
+
+    Raises:
+        InvalidArgumentError: it cannot be read as an image.
+    """
+    from PIL import Image, UnidentifiedImageError  # matplotlib needs pillow
+
+    try:
+        with Image.open(path) as image:
+            return image.convert("RGB")
+    except (OSError, UnidentifiedImageError) as error:
+        raise InvalidArgumentError(str(path), expected="an image file", got=str(error)) from error
+
+
+def folder_classes(path: Path) -> tuple[str, ...]:
+    """The names of the folders in `path/train`, in order: a class each, also without images."""
+    train = path / "train"
+    found = sorted(each.name for each in train.iterdir() if each.is_dir()) if train.is_dir() else []
+    if len(found) < 2:
+        raise InvalidArgumentError(
+            "data.path",
+            expected="a folder with train/CLASS/… for two classes or more",
+            got=f"{path} with {len(found)} classes",
+        )
+    return tuple(found)
+
+
+def read_image_folder(path: Path, split: str) -> ImageFolder:
+    """The images in `path/SPLIT/CLASS/`; `dev` may be called `val`, `validation` or `test`."""
+    names = {"dev": ("dev", "val", "validation", "test")}.get(split, (split,))
+    root = next((path / name for name in names if (path / name).is_dir()), None)
+    if root is None:
+        raise InvalidArgumentError(
+            "data.path",
+            expected=f"a folder {split} in {path}",
+            got="none",
+            remedy="hold training records back with data.heldout_from_train",
+        )
+    classes = folder_classes(path)
+    strange = [each.name for each in sorted(root.iterdir()) if each.name not in classes]
+    if strange:
+        raise InvalidArgumentError(
+            str(root), expected=f"folders of the classes {list(classes)}", got=strange[0]
+        )
+    return ImageFolder(
+        [
+            (file, label)
+            for label, name in enumerate(classes)
+            for file in sorted((root / name).rglob("*"))
+            if file.is_file()
+        ]
+    )
 
 
 def read_npz(path: Path, split: str, num_labels: int) -> tuple[Any, Any]:

@@ -1,4 +1,4 @@
-"""From the `[data]` section of a run to its splits, wherever they come from."""
+"""From the `[data]` section of a run to its splits."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ import torch
 from torch.utils.data import TensorDataset
 
 from shuffled_dpsgd.errors import InvalidArgumentError
+from shuffled_dpsgd.tasks.chat import CHAT_COLUMNS, Chat, read_chat
 from shuffled_dpsgd.tasks.config import DataConfig
-from shuffled_dpsgd.tasks.data.image_files import read_cifar, read_npz
+from shuffled_dpsgd.tasks.data.image_files import read_cifar, read_image_folder, read_npz
 from shuffled_dpsgd.tasks.data.published import PUBLISHED
 from shuffled_dpsgd.tasks.data.sources import folder_of, open_source
 from shuffled_dpsgd.tasks.data.tables import Columns, Row, shortened
@@ -79,6 +80,13 @@ def read_continuations(data: DataConfig) -> Splits[list[Continuation]]:
     return _splits(data, lambda split: [*chain.from_iterable(read_items(split))], heldout)
 
 
+def read_chats(data: DataConfig) -> Splits[list[Chat]]:
+    """Chats, or prompts with their completions."""
+    _check_columns(data, (0, 1, 2), "nothing, the chat's column, or prompt and completion")
+    source = open_source(data, *((data.text_columns,) if data.text_columns else CHAT_COLUMNS))
+    return _splits(data, lambda split: source.read(split, read_chat), source.heldout)
+
+
 def read_references(data: DataConfig, split: str | None = None) -> list[Referenced]:
     """Every prompt of a held-out split, with all its references.
 
@@ -95,7 +103,7 @@ def read_references(data: DataConfig, split: str | None = None) -> list[Referenc
 
 
 def read_images(data: DataConfig, num_labels: int) -> Splits[Any]:
-    """Images with their classes: decoded ones, or tensors uint8 (3, H, W)."""
+    """Images with their classes: PIL's, or tensors uint8 (3, H, W)."""
     if data.is_on_hub:
         _check_columns(data, (0, 1), "at most the image column")
         source = open_source(data, (*(data.text_columns or ("image",)), data.label_column))
@@ -110,6 +118,8 @@ def read_images(data: DataConfig, num_labels: int) -> Splits[Any]:
 
         return _splits(data, lambda split: source.read(split, convert), source.heldout)
     folder = folder_of(data)
+    if data.format == "image-folder":
+        return _splits(data, lambda split: read_image_folder(folder, split), ("dev",))
 
     def read(split: str) -> TensorDataset:
         if data.format == "cifar":
@@ -124,7 +134,7 @@ def read_images(data: DataConfig, num_labels: int) -> Splits[Any]:
 
 
 def scored_split(data: DataConfig) -> str:
-    """What `read_references` reads when no split is asked for, in a word."""
+    """The name of what `read_references` reads when no split is asked for."""
     if data.heldout_from_train is not None:
         return HELD_BACK
     return data.heldout_split or ("held-out" if data.format == "hub" else "dev")
@@ -140,7 +150,8 @@ def num_texts(data: DataConfig) -> int:
 def require_task(data: DataConfig, task: str) -> None:
     """Refuse the data of another task."""
     fitting = [name for name, facts in PUBLISHED.items() if facts.task == task]
-    fitting += ["cifar", "hub"] if task == "image-classification" else ["csv", "jsonl", "hub"]
+    own = {"image-classification": ["image-folder", "cifar", "hub"], "sft": ["jsonl", "hub"]}
+    fitting += own.get(task, ["csv", "jsonl", "hub"])
     if data.format not in fitting:
         raise InvalidArgumentError(
             "data.format", expected=f"one of {fitting} for {task}", got=data.format
@@ -168,7 +179,7 @@ def check_sizes(splits: Splits[Any], *, batch: int) -> None:
 def drawn_part(size: int, limit: int | None) -> list[int]:
     """At most `limit` of `size` record numbers, drawn from a public seed, in order.
 
-    The beginning of a file is not like the rest: files are often sorted, by class or by source.
+    Not the first ones: files are often sorted, by class or by source.
 
     >>> len(drawn_part(10, 3)), drawn_part(3, None), drawn_part(3, 8)
     (3, [0, 1, 2], [0, 1, 2])
@@ -204,7 +215,7 @@ def _check_columns(data: DataConfig, counts: Sequence[int], expected: str) -> No
 def _continuations(
     data: DataConfig,
 ) -> tuple[Callable[[str], Iterable[Iterable[Continuation]]], tuple[str, ...]]:
-    """A function that reads a split, item by item, and the splits to score."""
+    """A function that reads a split, and the splits to score."""
     _check_columns(data, (2,), "[prompt column, target column]")
     source = open_source(data, data.text_columns)
 
@@ -246,7 +257,7 @@ def _is_list(kind: type, value: Any) -> bool:
 
 
 def _splits(data: DataConfig, read: Callable[[str], Any], usual: tuple[str, ...]) -> Splits[Any]:
-    """Read what is wanted and take the parts that are wanted of it, drawn without looking."""
+    """Read the splits and take the parts that are asked for, drawn from fixed seeds."""
     train = read("train")
     kept = list(range(len(train)))
     limit, count = data.max_heldout_examples, data.heldout_from_train

@@ -17,16 +17,16 @@ _OWN_STEMS = {"train": ("train",), "dev": ("dev", "validation", "test"), "test":
 Convert = Callable[[Row, Columns], Any]
 
 
-def open_source(data: DataConfig, own_columns: Columns) -> FolderSource | HubSource:
-    """Where the rows of `data` come from; `own_columns` are those of a set without a name."""
+def open_source(data: DataConfig, *own_columns: Columns) -> FolderSource | HubSource:
+    """Where the rows of `data` come from; a set without a name has one of `own_columns`."""
     kind = HubSource if data.is_on_hub else FolderSource
     return kind(data, own_columns)
 
 
 class FolderSource:
-    """Text files in the folder that `[data]` names, laid out as published or as one's own are."""
+    """Text files in the folder that `[data]` names, of a published set or of the user's own."""
 
-    def __init__(self, data: DataConfig, own_columns: Columns) -> None:
+    def __init__(self, data: DataConfig, own_columns: Sequence[Columns]) -> None:
         self._path = folder_of(data)
         self._facts = PUBLISHED.get(data.format) or PublishedSet(
             title="data of your own",
@@ -34,7 +34,7 @@ class FolderSource:
             what=f"train.{data.format} and dev.{data.format}",
             stems=_OWN_STEMS,
             kinds=(data.format,),
-            columns=(own_columns,),
+            columns=tuple(own_columns),
         )
 
     @property
@@ -63,11 +63,12 @@ class FolderSource:
 class HubSource:
     """A data set of the hub, or a folder that `datasets.load_dataset` understands."""
 
-    def __init__(self, data: DataConfig, own_columns: Columns) -> None:
+    def __init__(self, data: DataConfig, own_columns: Sequence[Columns]) -> None:
         self._known = PUBLISHED.get(data.format)
         place = None if self._known is None else self._known.hub
+        self._choices = own_columns if place is None else [place.columns]
         if data.path is not None:
-            known = place or HubPlace("", own_columns, data.subset)
+            known = place or HubPlace("", own_columns[0], data.subset)
             # A copy of a named set in a folder has no configurations.
             subset = None if place and Path(data.path).is_dir() else known.subset
             place = HubPlace(data.path, known.columns, subset)
@@ -91,13 +92,15 @@ class HubSource:
 
     def read(self, split: str, convert: Convert) -> HubRecords:
         """The rows of a split."""
-        name, columns = self._place.name, self._place.columns
+        name = self._place.name
         found = self._splits.get(HUB_SPLITS.get(split, split) if self._known else split)
         if found is None:
             raise InvalidArgumentError(
                 "data.path", expected=f"a split {split} in {name}", got=sorted(self._splits)
             )
-        missing = [column for column in columns if column not in found.column_names]
+        there = set(found.column_names)
+        columns = next((c for c in self._choices if there.issuperset(c)), self._choices[0])
+        missing = [column for column in columns if column not in there]
         if missing:
             raise InvalidArgumentError(
                 "data.text_columns", expected=f"columns of {found.column_names}", got=missing
@@ -107,7 +110,7 @@ class HubSource:
 
 @dataclass(frozen=True)
 class HubRecords:
-    """Rows of the hub, converted when they are asked for: decoding images takes long."""
+    """Rows of the hub, converted when they are asked for, because decoding images is slow."""
 
     rows: Any
     where: str

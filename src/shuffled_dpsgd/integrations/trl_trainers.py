@@ -1,0 +1,180 @@
+"""TRL's trainers with private steps: fine-tuning on chats and completions, and on preferences.
+
+TRL prepares model, adapters, chat templates and data as always. What changes is that every record,
+or every preference pair, has a loss of its own, which is clipped by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from trl import DPOTrainer, SFTTrainer
+
+from shuffled_dpsgd.errors import InvalidArgumentError
+from shuffled_dpsgd.integrations.hf_trainer import DPTrainer
+from shuffled_dpsgd.integrations.pair_losses import (
+    Answers,
+    answer_logps,
+    pair_losses,
+    taking_pairs,
+    token_weights,
+)
+from shuffled_dpsgd.integrations.per_sample_loss import IGNORED_LABEL, next_token_losses
+from shuffled_dpsgd.runtime.notices import say_once
+
+PACKED = "sequence after packing"
+_SIDES = ("chosen", "rejected")
+_STACKED = ("input_ids", "attention_mask", "completion_mask")
+
+
+class DPSFTTrainer(DPTrainer, SFTTrainer):
+    """TRL's `SFTTrainer` with private steps. A record is a row of `train_dataset`.
+
+    A record's loss is the mean over its own tokens that have labels. With packing, a row is a
+    sequence that texts of several people may share; `unit` of `privacy` must say so.
+    """
+
+    replaces = ("trl.trainer.sft_trainer",)
+
+    def __init__(
+        self, model: Any = None, args: Any = None, *, privacy: Any, **options: Any
+    ) -> None:
+        packs = getattr(args, "packing", False)
+        if packs and privacy.unit != PACKED:
+            raise InvalidArgumentError(
+                "packing",
+                expected="False: one row for each record",
+                got=True,
+                remedy="records that share a row are protected as one, and one that is cut in two "
+                "is protected half; if a packed sequence is what you want to protect, say "
+                f"unit={PACKED!r} in PrivacyArguments",
+            )
+        super().__init__(model=model, args=args, privacy=privacy, **options)
+        if packs:
+            # It would join the rows of a batch. Rows stay apart, and their texts know their places.
+            self.data_collator.padding_free = self.padding_free = False
+            self.data_collator.return_position_ids = True
+        keep_adapters_precise(self.model)
+
+    def per_sample_losses(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
+        """The mean over the labelled tokens of each record."""
+        if self._per_sample_loss is not None:
+            return super().per_sample_losses(model, inputs)
+        inputs = dict(inputs)
+        labels = inputs.pop("labels")
+        if self.args.packing:
+            # Without a mask, places that begin again tell the model where a text does.
+            del inputs["attention_mask"]
+            labels = labels.masked_fill(inputs["position_ids"] == 0, IGNORED_LABEL)
+        logits = model(**inputs, use_cache=False).logits
+        dynamic = self.args.loss_type == "dft"
+        smoothing = 0.0 if dynamic else self.args.label_smoothing_factor
+        # Prompt learning puts virtual tokens in front.
+        return next_token_losses(logits[:, -labels.shape[1] :], labels, smoothing, dynamic)
+
+
+class DPDPOTrainer(DPTrainer, DPOTrainer):
+    """TRL's `DPOTrainer` with private steps. A record is a preference pair, clipped as one.
+
+    The reference's log-probabilities are computed as in TRL: by a reference model, with adapters
+    switched off, or beforehand. The reference is public, and no gradient comes from it.
+    """
+
+    replaces = ("trl.trainer.dpo_trainer",)
+
+    def __init__(
+        self, model: Any = None, args: Any = None, *, privacy: Any, **options: Any
+    ) -> None:
+        super().__init__(model=model, args=args, privacy=privacy, **options)
+        refused = {"torch_compile": self.args.torch_compile, "images": self._is_vision_dataset}
+        for name, got in refused.items():
+            if got:
+                raise InvalidArgumentError(
+                    name,
+                    expected="nothing of the kind for preference pairs",
+                    got=got,
+                    remedy="it has not been tried: leave it out",
+                )
+        keep_adapters_precise(self.model)
+
+    def per_sample_losses(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
+        """The loss of each pair."""
+        references = self._references(inputs)
+        labels = {side: _labels(inputs, side) for side in _SIDES}
+        weights = token_weights(labels["chosen"], labels["rejected"], self.ld_alpha)
+        found = model(**{side: _of_model(inputs, side) for side in _SIDES})
+        chosen, rejected = (
+            Answers(
+                logps=answer_logps(found[side], labels[side], weight),
+                ref_logps=references[side],
+                tokens=(labels[side] != IGNORED_LABEL).sum(1),
+            )
+            for side, weight in zip(_SIDES, weights, strict=True)
+        )
+        kinds = zip(self.loss_types, self.loss_weights, strict=True)
+        losses = [w * pair_losses(kind, chosen, rejected, self.args) for kind, w in kinds]
+        return torch.stack(losses).sum(0)
+
+    def _references(self, inputs: dict[str, Any]) -> dict[str, Tensor]:
+        names = {side: f"ref_{side}_logps" for side in _SIDES}
+        if names["chosen"] in inputs:
+            return {side: inputs[name] for side, name in names.items()}
+        stacked = {
+            name: torch.cat([inputs[f"{side}_{name}"] for side in _SIDES]) for name in _STACKED
+        }
+        found = self.compute_ref_log_probs(self.ref_model or self.model, stacked)
+        return dict(zip(_SIDES, found, strict=True))
+
+    def _calling_model(self) -> AbstractContextManager[None]:
+        return taking_pairs(self.model)
+
+    def _collator(self) -> Callable[[list[Any]], Any]:
+        return PairCollator(super()._collator())
+
+
+@dataclass(frozen=True)
+class PairCollator:
+    """TRL's collator puts chosen answers above rejected ones; here every pair is one row."""
+
+    collate: Callable[[list[Any]], Any]
+
+    def __call__(self, samples: list[Any]) -> dict[str, Any]:
+        """The batch with `chosen_` and `rejected_` before the names of what TRL stacks."""
+        found = {}
+        for name, value in self.collate(samples).items():
+            if len(value) == len(samples):
+                found[name] = value
+            else:
+                found |= {
+                    f"{s}_{name}": part for s, part in zip(_SIDES, value.chunk(2), strict=True)
+                }
+        return found
+
+
+def _of_model(inputs: dict[str, Any], side: str) -> dict[str, Any]:
+    names = ("input_ids", "attention_mask")
+    return {name: inputs[f"{side}_{name}"] for name in names} | {"use_cache": False}
+
+
+def _labels(inputs: dict[str, Any], side: str) -> Tensor:
+    """The answer's tokens, without the prompt and the padding."""
+    ids, mask = inputs[f"{side}_input_ids"], inputs[f"{side}_completion_mask"]
+    return cast(Tensor, ids.masked_fill(mask == 0, IGNORED_LABEL))
+
+
+def keep_adapters_precise(model: nn.Module) -> None:
+    """Adapters in float32, where TRL has rounded those of a quantised model to bfloat16.
+
+    Noise makes private updates small; most would be rounded away.
+    """
+    rounded = [p for p in model.parameters() if p.requires_grad and p.dtype == torch.bfloat16]
+    quantised = any(getattr(model, f"is_loaded_in_{bits}bit", False) for bits in (4, 8))
+    if rounded and quantised:
+        say_once("adapters are trained in float32: in bfloat16 most updates are rounded away")
+        for parameter in rounded:
+            parameter.data = parameter.data.float()

@@ -10,14 +10,21 @@ import pytest
 
 pytest.importorskip("transformers")
 pytest.importorskip("sklearn")
-NOTEBOOKS = sorted((Path(__file__).resolve().parents[2] / "examples" / "notebooks").glob("*.ipynb"))
+NOTEBOOKS = sorted((Path(__file__).resolve().parents[2] / "examples").rglob("*.ipynb"))
 
 
-def test_there_are_two() -> None:
-    assert [path.stem for path in NOTEBOOKS] == ["own_loop", "trainer"]
+def test_there_are_three() -> None:
+    assert [path.stem for path in NOTEBOOKS] == ["llm_lora", "own_loop", "trainer"]
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "path",
+    [
+        pytest.param(path, marks=pytest.mark.slow if path.stem == "llm_lora" else (), id=path.stem)
+        for path in NOTEBOOKS
+    ],
+)
 def test_a_notebook_runs(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -29,4 +36,9 @@ def test_a_notebook_runs(
         assert not cell.get("outputs"), "notebooks are kept without outputs"
         if cell["cell_type"] == "code":
             exec(compile("".join(cell["source"]), f"{path.name}, cell {number}", "exec"), names)
-    assert "(proven)" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "(proven)" in printed
+    if "after" in names:
+        right = [f"{thing} cost {price} coins" for thing, price in names["PRICES"].items()]
+        assert sum(words in printed for words in right) >= 6, printed
+        assert sum(words in str(names["before"]) for words in right) < 6

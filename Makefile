@@ -8,7 +8,7 @@ export HF_HUB_OFFLINE ?= 1
 # Modules stay compiled for the next process, whatever the shell says: tests start many.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-slow test-gpu test-kernels attack check size format clean
+.PHONY: demo test test-slow test-gpu test-kernels attack check size format docs package clean
 
 demo: $(STAMP)
 	rm -rf runs/demo
@@ -44,6 +44,15 @@ size:
 format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# The site in site/, offline and strictly: a link that leads nowhere fails.
+docs: $(STAMP)
+	$(BIN)/python -m mkdocs build --strict --quiet
+
+# Wheel and source distribution in dist/; their version is the newest tag.
+package: $(STAMP)
+	rm -rf dist
+	$(BIN)/python -m build
 
 clean:
 	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache

@@ -6,7 +6,7 @@ importing this package loads neither torch nor numpy.
 
 from __future__ import annotations
 
-from importlib import import_module
+from importlib import import_module, metadata
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     )
     from shuffled_dpsgd.clipping import ClippingEngine
     from shuffled_dpsgd.permutation import apply, discover, draw, verify
+
+    __version__: str
     from shuffled_dpsgd.training import (
         PrivacyCard,
         PrivacyPlan,
@@ -28,8 +30,6 @@ if TYPE_CHECKING:
         save_checkpoint,
         train,
     )
-
-__version__ = "0.1.0"
 
 _HOME = {
     "ClippingEngine": "clipping",
@@ -74,6 +74,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":  # Stated once, by the tag that the package was built from.
+        return metadata.version("shuffled-dpsgd")
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(import_module(f"{__name__}.{_HOME[name]}"), name)

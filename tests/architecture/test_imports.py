@@ -35,6 +35,7 @@ ALLOWED = {
     "integrations": TRAINING | {"reports", "environment"},
     "auditing": TRAINING | {"reports"},
     "reports": TRAINING,
+    "testing": {"errors", "clipping"},
     "tasks": PRODUCT | {"auditing"},
     "experiments": PRODUCT | {"auditing", "tasks", "cli"},
     "cli": PRODUCT | {"auditing", "tasks", "experiments"},

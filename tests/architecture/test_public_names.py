@@ -20,10 +20,11 @@ IMPORT = re.compile(r"from (shuffled_dpsgd[\w.]*) import (\([^)]*\)|[\w, ]+)")
 def offered() -> dict[str, set[str]]:
     """The `__all__` of the package and of every room that has one."""
     found = {"shuffled_dpsgd": set(shuffled_dpsgd.__all__)}
-    for path in sorted(PACKAGE.glob("*/__init__.py")):
+    for path in sorted([*PACKAGE.glob("*/__init__.py"), PACKAGE / "testing.py"]):
+        name = path.stem if path.parent == PACKAGE else path.parent.name
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
             if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
-                found[f"shuffled_dpsgd.{path.parent.name}"] = set(ast.literal_eval(node.value))
+                found[f"shuffled_dpsgd.{name}"] = set(ast.literal_eval(node.value))
     return found
 
 

@@ -1,4 +1,4 @@
-"""`shuffled-dpsgd advise`: what a plan can hope for, before anything is spent."""
+"""`shuffled-dpsgd advise`: the signal-to-noise ratio of a plan, before anything is spent."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def _from_numbers(numbers: dict[str, Any]) -> Advice:
 
 
 def _print(advice: Advice, *, as_json: bool) -> None:
-    """The verdict, the neighbouring plans and the suggestions."""
+    """Print the verdict, similar plans and suggestions."""
     if as_json:
         print_json(advice.to_json())
         return
@@ -139,7 +139,7 @@ def _print(advice: Advice, *, as_json: bool) -> None:
 
 
 def _suggestions(advice: Advice) -> Iterator[str]:
-    """What to change, in the order of what it gives."""
+    """What to change, the most useful first."""
     now, batch, needs = advice.now, advice.batch, advice.needs
     if batch.expected_batch_size != now.expected_batch_size:
         yield (

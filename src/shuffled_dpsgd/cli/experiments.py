@@ -1,4 +1,4 @@
-"""The way to the paper's experiments: they stand beside `src` in a clone and are in no wheel."""
+"""Imports the paper's experiments, which are in a clone beside `src` and in no wheel."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 def register_verbs(app: typer.Typer) -> None:
-    """Add `reproduce` and `sweep`; in a wheel they say what they need, whatever they are asked."""
+    """Add `reproduce` and `sweep`; without the experiments they say what they need."""
     if _are_there():
         verbs = importlib.import_module(f"{NAME}.verbs")
         for name, epilog in verbs.EPILOGS.items():

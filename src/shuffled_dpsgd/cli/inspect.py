@@ -1,4 +1,4 @@
-"""`shuffled-dpsgd inspect`: what of a model a shuffle can move, without allocating its weights."""
+"""`shuffled-dpsgd inspect`: which weights of a model a shuffle can move; allocates none."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Registers the verbs. Verb modules import nothing heavy at the top, so `--help` is instant."""
+"""Registers the verbs. Their modules import nothing slow at the top, so that `--help` is fast."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What every verb shares: JSON for machines, tables for people, and errors on one line.
+"""What every verb uses for its output: JSON, tables, and errors on one line.
 
-Under torchrun every rank runs the command, and rank 0 speaks. Nothing heavy is imported.
+Under torchrun every rank runs the command, and rank 0 prints. Nothing slow is imported.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def _finite(value: Any) -> Any:
 
 
 def facts(rows: Iterable[tuple[str, Any]]) -> Table:
-    """Labels with what is said of each."""
+    """A grid of labels and values."""
     from rich.table import Table
 
     grid = Table.grid(padding=(0, 2))
@@ -85,10 +85,7 @@ def table(
 
 
 def reports_errors(verb: Callable[P, R]) -> Callable[P, R]:
-    """Turn the library's own errors into one line and exit status 2.
-
-    So are those of the operating system that nobody expected: a full disk, a folder taken away.
-    """
+    """Turn the library's errors, and those of the operating system, into one line and status 2."""
 
     verb.__doc__ = unwrapped(verb.__doc__ or "")
 
@@ -101,7 +98,7 @@ def reports_errors(verb: Callable[P, R]) -> Callable[P, R]:
                 raise typer.Exit(FAILED) from error
             fail(str(error), type(error).__name__, as_json=bool(kwargs.get("as_json")))
         except BrokenPipeError:
-            raise  # Whoever read our output has stopped; there is nobody to tell.
+            raise  # The reader of our output has stopped.
         except OSError as error:
             place = f"{error.filename}: " if error.filename else ""
             text = f"{place}{error.strerror or error}"
@@ -111,7 +108,7 @@ def reports_errors(verb: Callable[P, R]) -> Callable[P, R]:
 
 
 def unwrapped(text: str) -> str:
-    """Paragraphs on one line each: help is broken where a terminal ends, not where a file does.
+    """Paragraphs on one line each, so that the terminal breaks the lines.
 
     >>> unwrapped("One line.\\n\\n    Two,\\n    of it.")
     'One line.\\n\\nTwo, of it.'
@@ -136,21 +133,21 @@ def fail(message: str, kind: str, *, as_json: bool) -> NoReturn:
 
 
 def rank() -> int | None:
-    """Which of several processes a launcher says this is; None for a process alone."""
+    """The rank of this process among several; None if it is the only one."""
     size, number = os.environ.get("WORLD_SIZE", "1"), os.environ.get("RANK", "")
     return int(number) if number.isdigit() and size.isdigit() and int(size) > 1 else None
 
 
 def is_first_rank() -> bool:
-    """Whether this process speaks to people."""
+    """Whether this process is the only one, or rank 0."""
     return not rank()
 
 
 class OneLineGroup(TyperGroup):
-    """Reports a flag that does not exist or does not parse like every other error."""
+    """Reports an unknown or malformed flag on one line, like every other error."""
 
     def make_context(self, info_name: Any, args: Any, *rest: Any, **extra: Any) -> Any:
-        """As typer does, but for the report."""
+        """As typer's, with errors on one line."""
         given = list(args)
         with _usage_errors_on_one_line(given):
             context = super().make_context(info_name, args, *rest, **extra)
@@ -158,7 +155,7 @@ class OneLineGroup(TyperGroup):
         return context
 
     def invoke(self, ctx: Any) -> Any:
-        """As typer does, but for the report."""
+        """As typer's, with errors on one line."""
         with _usage_errors_on_one_line(ctx.meta.get("arguments", [])):
             return super().invoke(ctx)
 

@@ -1,4 +1,4 @@
-"""What a run starts from: the embedded default, a file or a preset, and the flags laid over it."""
+"""The configuration of a run: the built-in default, a file or a preset, changed by flags."""
 
 from __future__ import annotations
 
@@ -26,10 +26,7 @@ def stated_run(
     model: str | None = None,
     data: str | None = None,
 ) -> dict[str, Any]:
-    """The run as plain data, to be checked with the flags: what a file itself states.
-
-    A preset lacks ε, which the command line gives.
-    """
+    """The run as plain data, before flags are applied; a preset lacks ε, which a flag gives."""
     if preset is not None:
         from shuffled_dpsgd.cli.experiments import find_preset
 
@@ -49,7 +46,7 @@ def stated_run(
 
 
 def chosen_config(task: str | None, config: Path | None) -> RunConfig:
-    """The run a file describes, or the embedded default."""
+    """The run that a file describes, or the built-in default."""
     from shuffled_dpsgd.tasks import digits, load_config
 
     if config is not None:
@@ -73,7 +70,7 @@ def _refuse_task(task: str | None) -> None:
 def with_overrides(
     raw: dict[str, Any], overrides: dict[str, dict[str, Any]], *, seed: int | None, secure: bool
 ) -> RunConfig:
-    """The configuration with the command line's values, checked like a file's."""
+    """The configuration with the values of flags, checked like a file's."""
     from shuffled_dpsgd.tasks import parse_config
 
     if secure and seed is not None:
@@ -82,7 +79,7 @@ def with_overrides(
         parse_config(raw)  # Refuses what is no table, by its name.
     privacy, given = raw["privacy"], overrides["privacy"]
     if given["method"] is not None:
-        # Left to the method is what the file decided without it.
+        # The method decides what the file decided without it.
         dropped = [*OPEN, *["batch_clip_norm"] * (given["method"] != "shuffled")]
         if given["method"] == "non-private":
             dropped += ["epsilon", "noise_multiplier", "clip_norm"]
@@ -97,7 +94,7 @@ def with_overrides(
     default = "paper" if privacy.get("method") == "shuffled" else "certified"
     by_paper = privacy.get("accounting", default) == "paper"
     if raw.get("task") == "digits" and by_paper and "clip_norm" in privacy:
-        # What the paper's text implies; the announcement prints it.
+        # c' = c, as the paper's text implies; it is printed at the start.
         privacy.setdefault("batch_clip_norm", privacy["clip_norm"])
     try:
         parsed = parse_config(raw)

@@ -1,7 +1,7 @@
-"""Whoever wants to follow a run: a function of one's own, or TensorBoard.
+"""Trackers of a run: the user's own function, or TensorBoard.
 
-What they see are training metrics, computed from the records without noise: they are for whoever
-holds the data, and publishing them is not covered by any ε.
+They receive training metrics, which are computed from the records without noise. No ε covers
+publishing them.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ Observer = Callable[["StepRecord", Any], object]
 
 
 def find_tracker(name: str | None) -> Callable[[Path], tuple[Observer, ...]]:
-    """What makes observers of a run's folder: for `tensorboard`, or `module:function`, or nobody.
+    """A function that makes the observers for a run's folder.
 
-    One that is not there is refused at once, before anything is loaded or spent. The function is
-    called after every step with a dictionary, as `metrics.jsonl` has it.
+    `name` is `tensorboard`, `module:function` or None. It is imported at once, before data and
+    model are loaded. The function is called after every step with a line of `metrics.jsonl`.
     """
     if name is None:
         return lambda _: ()

@@ -124,7 +124,7 @@ def train(
         raise InvalidArgumentError("--checkpoint", expected="--resume beside it", got=checkpoint)
     else:
         raw = stated_run(task, config, preset=preset, model=model, data=data)
-        # The embedded default has a seed, whose noise would be that of every run of a budget.
+        # The built-in default has a seed. A budget refuses the same seed twice.
         unsaid = budget is not None and seed is None and config is None
         chosen = with_overrides(raw, overrides, seed=seed, secure=secure or unsaid)
         if dry_run:
@@ -141,7 +141,7 @@ def train(
 
 
 def _plan_alone(config: RunConfig, preset: str | None, *, as_json: bool) -> None:
-    """Rank 0 plans as a process alone: plans do not depend on the ranks."""
+    """Print the plan on rank 0, which needs no other rank for it."""
     if is_first_rank():
         for name in ("RANK", "WORLD_SIZE"):
             os.environ.pop(name, None)
@@ -162,7 +162,7 @@ def _prepared(
     resume: Path | None,
     checkpoint: str | None,
 ) -> PreparedRun:
-    """The run as asked for; after a restart by torchrun, the run it began in its folder."""
+    """A new or resumed run; after a restart by torchrun, the run that was begun in the folder."""
     from shuffled_dpsgd.tasks import is_run_folder, prepare
 
     if resume is not None:
@@ -182,7 +182,7 @@ def _prepared(
 
 
 def _is_finished(directory: Path, checkpoint: str | None, *, as_json: bool) -> bool:
-    """Say so of a run that has ended, instead of loading everything to do nothing."""
+    """Whether the run has ended; if so, say it without loading model and data."""
     from shuffled_dpsgd.tasks import finished_summary
 
     summary = None if checkpoint else finished_summary(directory)
@@ -215,7 +215,7 @@ def _refuse_with_resume(given: dict[str, Any], overrides: dict[str, dict[str, An
 
 
 def _execute(run: PreparedRun, observers: tuple[Observer, ...], *, as_json: bool) -> bool:
-    """Train; rank 0 shows it, and the others do their part of the work in silence."""
+    """Train; rank 0 shows the progress."""
     from shuffled_dpsgd.tasks import execute
 
     if as_json or not run.private.world.leads:

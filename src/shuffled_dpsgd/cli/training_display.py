@@ -1,4 +1,4 @@
-"""What `train` shows people: the plan, a progress bar, the result. Every ε carries its kind."""
+"""What `train` prints: the plan, a progress bar, the result. Every ε is shown with its kind."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from shuffled_dpsgd.tasks.diagnosis import Finding
     from shuffled_dpsgd.training import Outcome, PrivacyCard
 
-# The speed shown is that of so many steps.
+# The speed shown is the mean over so many steps.
 RECENT_STEPS = 20
 LOOK_EVERY = 10
 SECONDS_BETWEEN_LINES = 30.0
@@ -28,7 +28,7 @@ NO_ESTIMATE = "none: the formula does not apply"
 
 
 def announcement(run: PreparedRun) -> RenderableType:
-    """What will be trained, on what noise, and what that is worth."""
+    """The plan of a run, as it starts."""
     from shuffled_dpsgd.training.planning import large_delta
 
     plan, card = run.private.plan, run.private.card()
@@ -75,7 +75,7 @@ def _claim(claim: PrivacyClaim | None, card: PrivacyCard) -> Text:
 
 
 def _paper(claim: PrivacyClaim | None, card: PrivacyCard) -> Text:
-    """In small print where the noise was not calibrated by it."""
+    """The paper's estimate, in small print unless the noise was calibrated by it."""
     if claim is None:
         return Text(NO_ESTIMATE)
     if not card.paper_is_small_print:
@@ -86,9 +86,9 @@ def _paper(claim: PrivacyClaim | None, card: PrivacyCard) -> Text:
 
 
 class TrainingBar:
-    """Progress with loss, held-out score and certified ε: a bar, or lines without a terminal.
+    """Progress with loss, held-out score and certified ε: a bar, or lines if there is no terminal.
 
-    What is wrong with a run is said once, when it is first seen.
+    Each finding about the run is printed once.
     """
 
     def __init__(self, run: PreparedRun, console: Console) -> None:
@@ -146,7 +146,7 @@ class TrainingBar:
                 self._console.print(_warning_line(finding), soft_wrap=True)
 
     def _is_due(self, step: int) -> bool:
-        """At the first and last step, and in between every half minute or tenth of the run."""
+        """At the first and last step, every tenth of the run, and every half minute."""
         tenth = max(1, self._plan.num_steps // 10)
         waited = time.monotonic() - self._last_line >= SECONDS_BETWEEN_LINES
         return waited or step % tenth == 0 or step in (1, self._plan.num_steps)
@@ -178,7 +178,7 @@ def _lost(outcome: Outcome) -> Text:
 
 
 def scored(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """What a finished run scored, for people: on every split, and by the texts it wrote."""
+    """Rows with the scores of a finished run: on every split, and of its texts."""
     name, splits = summary["score_name"], summary["heldout_scores"]
     several = {split: found["score"] for split, found in splits.items() if len(splits) > 1}
     for split, score in (several or {"": summary["heldout_score"]}).items():
@@ -192,7 +192,7 @@ def scored(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def conclusion(result: RunResult, run: PreparedRun, seconds: float) -> RenderableType:
-    """The result, the claims in the order every surface keeps, and where everything is."""
+    """The result, the claims, and where the files are."""
     card, outcome = run.private.card(), result.outcome
     if not outcome.finished:
         stopped = f"Stopped by {outcome.interrupted_by} after step {outcome.steps_taken}"

@@ -1,4 +1,4 @@
-"""`evaluate`, `predict` and `generate`: what a finished run's folder is for."""
+"""`evaluate`, `predict` and `generate`: verbs that use a finished run's folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`shuffled-dpsgd verify`: are these the weights that a privacy card is about?"""
+"""`shuffled-dpsgd verify`: whether saved weights are those of a privacy card."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """`shuffled-dpsgd warm-up`: compiles the GPU kernels in several processes, once for a machine.
 
-Each process takes two private steps with one block of a usual model. Whatever kernels these steps
-launch are then in Triton's cache, and the outcomes of their probes in ours.
+Each process takes two private steps with one block of a usual model. Afterwards the kernels of
+these steps are in Triton's cache, and the results of their probes in ours.
 """
 
 from __future__ import annotations

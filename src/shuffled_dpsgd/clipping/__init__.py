@@ -7,8 +7,18 @@ are defined in `docs/overview.md`.
 
 from __future__ import annotations
 
+from shuffled_dpsgd.clipping.capture.slot import Slot
 from shuffled_dpsgd.clipping.engine import ClippingEngine
 from shuffled_dpsgd.clipping.plan import Plan, PlanRow
 from shuffled_dpsgd.clipping.reference import ReferenceSum, clipped_sum_reference
+from shuffled_dpsgd.clipping.rules import BY_TYPE
 
-__all__ = ["ClippingEngine", "Plan", "PlanRow", "ReferenceSum", "clipped_sum_reference"]
+__all__ = [
+    "BY_TYPE",
+    "ClippingEngine",
+    "Plan",
+    "PlanRow",
+    "ReferenceSum",
+    "Slot",
+    "clipped_sum_reference",
+]

@@ -21,7 +21,7 @@ _HEAD_OF_ENDING: Mapping[str, Head] = {
 
 @dataclass(frozen=True, kw_only=True)
 class NamedModel:
-    """An architecture of transformers, and what differs from its configuration's defaults."""
+    """An architecture of transformers, with the settings that are not its defaults."""
 
     architecture: str
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -29,7 +29,7 @@ class NamedModel:
 
     @property
     def head(self) -> Head | None:
-        """What the model ends in."""
+        """The head of the model, if it is one that tasks train."""
         return head_of(self.architecture)
 
     @property
@@ -43,7 +43,7 @@ class NamedModel:
 
 
 def head_of(architecture: str) -> Head | None:
-    """What a model of this class ends in, if it is one of the heads that tasks train.
+    """The head of a model of this class, if it is one that tasks train.
 
     >>> head_of("GPT2LMHeadModel"), head_of("ViTForImageClassification"), head_of("ViTModel")
     ('causal-lm', 'image', None)

@@ -1,7 +1,7 @@
-"""From a name to a model: a saved model's folder, else the catalogue, else the hub.
+"""From a name to a model: the folder of a saved model, else the catalogue, else the hub.
 
-`build_model` reads configurations only, so catalogue names work offline, and on the meta device a
-model of any size costs nothing. `load_model` reads weights where there are any.
+`build_model` reads the configuration only: catalogue names work offline, and models on the meta
+device need no memory. `load_model` reads weights if there are any.
 """
 
 from __future__ import annotations
@@ -72,11 +72,10 @@ def load_model(
     seed: int = 0,
     from_scratch: bool = False,
 ) -> nn.Module:
-    """The named model with its weights and the `head` a task needs.
+    """The named model with its weights, and with the `head` that a task needs.
 
-    What has no weights anywhere, or is wanted `from_scratch`, gets weights drawn from `seed`; so
-    do the parts of a head that the saved model lacks. Weights are float32 in whatever precision
-    they are stored: updates of half-precision weights would be rounded away.
+    Weights that are not saved anywhere, or all with `from_scratch`, are drawn from `seed`. They are
+    float32, whatever is stored: small updates of half-precision weights would be rounded away.
     """
     if _adapter_in(name) is not None:
         return _load_adapter(name, head)
@@ -180,7 +179,7 @@ def _unknown(name: str, *, remedy: str = "") -> InvalidArgumentError:
 
 @contextmanager
 def _quiet_hub() -> Iterator[None]:
-    """Without a line for each time that the hub is asked again: what comes of it is said once."""
+    """Silence the hub's retries; the final error is reported."""
     logger = logging.getLogger("huggingface_hub")
     before = logger.level
     logger.setLevel(logging.ERROR)
@@ -192,7 +191,7 @@ def _quiet_hub() -> Iterator[None]:
 
 @contextmanager
 def seeded(seed: int, device: str = "cpu") -> Iterator[None]:
-    """Draw from `seed` inside, and leave torch's own generators as they were."""
+    """Inside, torch's generators start from `seed`; afterwards they are restored."""
     import torch
 
     drawn_on = [] if device in ("cpu", "meta") else [torch.device(device)]
@@ -202,11 +201,8 @@ def seeded(seed: int, device: str = "cpu") -> Iterator[None]:
 
 
 def checkpoint_activations(model: nn.Module) -> None:
-    """Have `model` compute its activations again in the backward instead of keeping them.
-
-    Never by reentrant checkpointing, which runs a backward inside the backward.
-    """
-    # From transformers 5.23 on, and before. The later name is asked for first: the other one warns.
+    """Recompute activations in the backward, without reentrant checkpointing."""
+    # The name from transformers 5.23 on, and the older one, which warns there.
     names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
     enable: Any = next(getattr(model, name) for name in names if hasattr(model, name))
     enable({"use_reentrant": False})

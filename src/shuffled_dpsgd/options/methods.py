@@ -1,8 +1,7 @@
 """Training methods by name: what each decides of the options that were left open.
 
-A method is a name for a choice of options, nothing else: everything it decides can be written out
-by hand. Options that are given win where the method leaves a choice, and are refused where they
-contradict it.
+A method is a name for a choice of options, and all of them can be stated without it. Options that
+are given are used if the method allows them, and refused if they contradict it.
 """
 
 from __future__ import annotations

@@ -1,12 +1,11 @@
 """The options of a private run: name, type, default and one line of help each.
 
-`PrivacyOptions` has them all. It is put together from two parts that others inherit, so that no
-option is declared twice: `Budget` is the `[privacy]` section of a TOML file and the Trainer's
-`PrivacyArguments`; `Schedule` is in the `[training]` section. `make_private` has the options as
-parameters; a test compares the two. The command line reads its help from here.
+`PrivacyOptions` has all of them. It inherits from `Budget`, which is also the `[privacy]` section
+of a TOML file and the Trainer's `PrivacyArguments`, and from `Schedule`, which is also part of the
+`[training]` section. `make_private` has the options as parameters; a test compares the two. The
+command line takes its help from here.
 
-An object that exists is valid: each class refuses contradictions when it is made, which is before
-any data or model is loaded.
+Each class validates its values when an object is made, before data or model are loaded.
 """
 
 from __future__ import annotations

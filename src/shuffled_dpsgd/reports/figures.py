@@ -1,7 +1,7 @@
 """The figures of a training run, drawn from its records; each function draws one.
 
-Colour and line style carry the standing of a number: solid green is proven, dashed is
-heuristic, everything else is measured. A figure whose data were not measured is not drawn.
+Solid green is proven, dashed is heuristic, everything else is measured. A figure without data is
+not drawn.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class RunView:
-    """What the figures and the page need to know of a run."""
+    """What the figures and the page show of a run."""
 
     title: str
     records: Sequence[StepRecord]

@@ -1,4 +1,4 @@
-"""The shell of every HTML page: one file, no script, nothing fetched from anywhere."""
+"""The frame of every HTML page: one file without scripts, which fetches nothing."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ td.short {{ white-space: nowrap; }}
 figure {{ margin: 0; min-width: 0;
   border: 1px solid var(--line); border-radius: 10px; padding: .6rem; }}
 figure svg {{ width: 100%; height: auto; }}
-/* Drawn in dark ink on nothing: turned over, hues kept, they are light ink on a dark page. */
+/* Figures have no background; on a dark page they are inverted, with their hues kept. */
 @media (prefers-color-scheme: dark) {{ figure svg {{
   filter: invert(.9) hue-rotate(180deg) brightness(1.15); }} }}
 figcaption {{ color: var(--muted); font-size: .85rem; padding: 0 .4rem .2rem; }}

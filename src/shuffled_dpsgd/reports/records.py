@@ -1,8 +1,7 @@
-"""What a run writes down about each step: `metrics.jsonl`, one JSON object per line.
+"""The record of each step in `metrics.jsonl`, one JSON object per line.
 
 Loss, gradient norms, clipped share and signal-to-noise are computed from the private training data
-and carry no noise of their own. They help whoever holds the data to steer a run; no ε covers
-publishing them, and every page drawn from them says so.
+without noise. No ε covers publishing them, and every page that shows them says so.
 """
 
 from __future__ import annotations
@@ -57,11 +56,11 @@ def count_norms(norms: Iterable[float]) -> dict[int, int]:
 class StepRecord:
     """One optimizer step. `None` means not measured at this step.
 
-    `certified_epsilon` is spent up to and including this step, of the plan's, which is what may be
-    claimed; `paper_epsilon` is the paper's estimate for the same steps, heuristic.
-    `heldout_baseline` is the score of always answering the commonest held-out class,
-    `predicted_classes` how many classes were answered at all, `num_nonfinite` how many records of
-    the batch had no finite gradient; those contribute nothing.
+    `certified_epsilon` is spent up to and including this step; the plan's ε is what may be claimed.
+    `paper_epsilon` is the paper's estimate (heuristic) for the same steps. `heldout_baseline` is
+    the score of always answering the commonest held-out class, `predicted_classes` the number of
+    classes that were answered. `num_nonfinite` records had no finite gradient and contributed
+    nothing.
     """
 
     step: int
@@ -104,7 +103,7 @@ def samples_per_second(records: Collection[StepRecord]) -> float | None:
 
 
 class MetricsLog:
-    """Appends records to a `metrics.jsonl`; a resumed run drops what its checkpoint never saw."""
+    """Appends records to `metrics.jsonl`; a resumed run drops records after its checkpoint."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -48,7 +48,7 @@ def report_page(
 ) -> str:
     """The page: card first, then results, figures, permutation and configuration.
 
-    `figures`, as `to_svg` returns them, spares drawing them again when the caller has them.
+    `figures` are SVGs by name, if the caller has drawn them already.
     """
     if figures is None:
         figures = {name: to_svg(figure) for name, figure in draw_all(view).items()}
@@ -99,7 +99,7 @@ def write_report(
     for name, figure in figures.items():
         png = directory / "figures" / f"{name}.png"
         save_drawing(figure, png)
-        # Drawing takes longer than anything else here, so the page's drawing serves twice.
+        # Drawing is slow, so the page's SVG is used again.
         svg = png.with_suffix(".svg")
         svg.write_text(on_white(drawn[name]), encoding="utf-8")
         written += [png, svg]

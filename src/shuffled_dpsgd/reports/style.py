@@ -1,4 +1,4 @@
-"""How every figure looks: one palette, one set of matplotlib settings, one way to save."""
+"""The style of all figures: colours, matplotlib settings, and how they are saved."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HEURISTIC = "#c2571a"
 TRAIN = "#3b6fb6"
 HELDOUT = "#8a3ffc"
 SOFT = "#c7d7ee"
-# For series without a meaning of their own: Okabe and Ito's, which survive colour blindness.
+# For other series: Okabe and Ito's palette, for colour-blind readers.
 BLUE, ORANGE, GREEN, RED, PURPLE = "#0072b2", "#e69f00", "#009e73", "#d55e00", "#cc79a7"
 
 SETTINGS: Any = {
@@ -76,10 +76,7 @@ def drawing(width: float = 5.4, height: float = 3.2) -> Iterator[tuple[Figure, A
 
 
 def to_svg(figure: Figure) -> str:
-    """The figure as an `<svg>` element, ready to sit inside a page; equal input, equal text.
-
-    It has no background, so that a page can show it on its own.
-    """
+    """The figure as an `<svg>` element without a background; equal input gives equal text."""
     buffer = io.StringIO()
     with house_style():
         _lay_out_once(figure)
@@ -118,9 +115,9 @@ def save_figure(figure: Figure, directory: Path, name: str) -> list[Path]:
 
 
 def _lay_out_once(figure: Figure) -> None:
-    """Place everything, for all saves to come: left to do so, each would draw the figure twice.
+    """Compute the layout once; otherwise each save draws the figure twice.
 
-    So a figure must be complete when it is first saved.
+    A figure must be complete when it is first saved.
     """
     if figure.get_layout_engine() is not None:
         figure.draw_without_rendering()

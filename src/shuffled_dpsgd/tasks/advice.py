@@ -36,8 +36,8 @@ from shuffled_dpsgd.training.prospect import (
 )
 from shuffled_dpsgd.training.spending import paper_estimate
 
-# About as long as gradients are. Far below that every record pulls alike, however well it is
-# answered already, and a classifier drifts to the commonest class; docs/advice.md has runs.
+# About the norm of usual gradients. With a far smaller clip all gradients have the same norm, and a
+# classifier drifts to the commonest class; docs/advice.md has runs.
 _CLIP_NORM = 1.0
 _FLOAT_BYTES = 4
 # Weights, clipped sums, and AdamW's two moments; SGD has one at most.
@@ -46,7 +46,7 @@ _TENSORS_PER_WEIGHT = {"adamw": 4, "adam": 4, "sgd": 3}
 
 @dataclass(frozen=True, kw_only=True)
 class Preview:
-    """A plan with what it claims; `memory_bytes` leaves activations out, which batches decide.
+    """A plan and its claims. `memory_bytes` does not include activations.
 
     `chosen` says what the method chose where the file was silent.
     """
@@ -126,7 +126,7 @@ class Advice:
 
 
 def advise_numbers(*, epsilon: float, delta: float, **sizes: int) -> Advice:
-    """Advice on a plan of which only the numbers are known."""
+    """Advice from numbers alone, without a model."""
     now = calibrated_prospect(epsilon=epsilon, delta=delta, **sizes)
     return _advice(now, epsilon=epsilon, delta=delta)
 
@@ -151,7 +151,7 @@ def advise_run(config: RunConfig) -> Advice:
 
 
 def advise_shapes(config: RunConfig, **known: Any) -> Advice:
-    """Advice on a run whose weights and data are not at hand; takes what `preview_shapes` takes."""
+    """Advice on a run without its weights and data; takes what `preview_shapes` takes."""
     return _advice_on(preview_shapes(config, **known))
 
 
@@ -187,7 +187,7 @@ def _preview(plan: PrivacyPlan, model: nn.Module, config: RunConfig) -> Preview:
 
 
 def _advice_on(preview: Preview) -> Advice:
-    """Advice at the ε a plan was calibrated to, where that is proven, or else at what is."""
+    """Advice at the plan's target ε if that is proven, else at its certified ε."""
     plan, target = preview.plan, None
     if plan.accounting != "paper":
         certified = preview.certified

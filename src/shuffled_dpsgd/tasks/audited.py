@@ -1,12 +1,11 @@
-"""Tasks as audits take them, and a finished run's folder put on trial.
+"""Audits of tasks, and of the folder of a finished run.
 
-`audit_folder` trains the run once more in memory, from the same initial weights and on the same
-records, with its own noise, clip and number of steps and with canaries among the records (a one-run
-audit). The records of the finished run keep their chance to join a step or have a slightly smaller
-one, since the canaries are counted too, and ε grows with that chance: what the canaries show of the
-repeated run is a lower bound for the finished one. The released weights themselves are not touched.
+`audit_folder` repeats the run in memory with the same initial weights, records, noise, clip and
+number of steps, and with canaries among the records (a one-run audit). The canaries make the
+sampling probability slightly smaller, and ε grows with that probability. So a lower bound for the
+repeated run is one for the finished run. The released weights are not changed.
 
-A second run spends privacy of its own if what it shows is published, and the card says so.
+Publishing what the second run shows spends privacy of its own; the card says so.
 """
 
 from __future__ import annotations
@@ -74,11 +73,11 @@ def prepared_task(config: RunConfig, *, fit_steps: int = 0) -> Task:
 
 
 def fit_to_records(task: Task, *, num_steps: int, seed: int) -> None:
-    """Fit the trainable weights in place by AdamW, without privacy: the worst case of an audit.
+    """Fit the trainable weights to the records, without privacy: the worst case for an audit.
 
-    A guarantee holds whatever the initial weights are, so an auditor may choose them. Weights that
-    fit the records already have small gradients, among which a canary stands out (Annamalai & De
-    Cristofaro, 2024). They are part of the audit alone and are never released.
+    A guarantee holds for any initial weights, so an auditor may choose them. Weights that fit the
+    records have small gradients, among which a canary stands out (Annamalai & De Cristofaro, 2024).
+    They are never released.
     """
     model, data, mode = task.model, task.train_data, task.model.training
     device = next(model.parameters()).device
@@ -105,9 +104,9 @@ def audit_target(config: RunConfig, *, fit_steps: int = 0) -> AuditTarget:
 
 
 def target_of(config: RunConfig, task: Task) -> AuditTarget:
-    """A task that is built already, as audits take it.
+    """What audits need of a task.
 
-    An audit counts itself in the run's budget; the runs that it starts have none of their own.
+    An audit counts itself in the run's budget, so the runs that it starts do not.
     """
     uncounted = replace(config, privacy=replace(config.privacy, budget=None))
     plain = replace(config, privacy=replace(uncounted.privacy, **WITHOUT_PRIVACY))
@@ -180,9 +179,9 @@ def audit_folder(
 def write_audited_card(
     directory: Path, card: PrivacyCard, membership: Membership | None
 ) -> list[Path]:
-    """Put `card` in the place of the folder's, on every page and in every file that has it.
+    """Replace the folder's card by `card` in every file that shows it.
 
-    What the membership attack reached goes into the report, which is not for publishing.
+    The membership attack's result goes into the report, which is not for publishing.
     """
     summary = json.loads((directory / SUMMARY_FILE).read_text(encoding="utf-8"))
     summary["privacy_card"] = card.to_json()

@@ -1,7 +1,7 @@
-"""An average of the weights along a run, which carries less noise than the last weights do.
+"""An average of the weights over a run, which has less noise than the last weights.
 
-Privacy costs nothing here: the average is a function of weights that were all released. Under a
-shuffle the weights of different steps lie in different orders, so it is refused there.
+It costs no privacy, because it is a function of released weights. It is refused under a shuffle,
+which orders the weights differently in every step.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from torch import nn
 
 from shuffled_dpsgd.runtime.shards import held
 
-# Early on the average follows closely, so that it does not remember the start of the run.
+# Early on the decay is small, so that the average forgets the initial weights.
 _WARM_UP = 10
 
 
 class WeightAverage:
     """An exponential moving average of a model's trainable weights.
 
-    The decay grows as (1 + t) / (10 + t) up to `decay`, so short runs are not held at their start.
-    Of a model that is spread over ranks, each has the average of its own rows.
+    The decay grows as (1 + t) / (10 + t) up to `decay`. With sharded weights, each rank averages
+    its own rows.
     """
 
     def __init__(self, model: nn.Module, *, decay: float) -> None:
@@ -42,7 +42,7 @@ class WeightAverage:
 
     @contextmanager
     def standing_in(self, model: nn.Module) -> Iterator[None]:
-        """Inside, the model has the average for weights; afterwards its own again, to the bit."""
+        """Inside, the model has the average as its weights; its own are restored exactly."""
         self.change_places(model)
         try:
             yield
@@ -51,7 +51,7 @@ class WeightAverage:
 
     @torch.no_grad()
     def change_places(self, model: nn.Module) -> None:
-        """Give the model the average, and keep its weights in the average's place."""
+        """Swap the model's weights and the average."""
         for name, mine in self.weights.items():
             theirs = held(model.get_parameter(name))
             kept = theirs.clone()
@@ -63,7 +63,7 @@ class WeightAverage:
         return {"steps": self._steps, "model": dict(self.weights)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """From a checkpoint. It has read the rows of a sharded model into their places already."""
+        """From a checkpoint, which has filled the tensors of a sharded model already."""
         self._steps = int(state_dict["steps"])
         for name, kept in state_dict["model"].items():
             if kept is not self.weights[name]:

@@ -57,10 +57,10 @@ def classification_task(
 
 
 def stated_classes(data: DataConfig) -> int:
-    """The number of classes the configuration states, or that is known of the data set.
+    """The number of classes that the configuration states, or that is known of the data set.
 
-    The width of the classifier is published with the model. Counted in the records it would tell
-    whether a record of a class is there that no other record has.
+    It is published with the model. If it were counted in the records, it would reveal the only
+    record of a class.
 
     Raises:
         InvalidArgumentError: neither, or both and they differ.
@@ -82,7 +82,7 @@ def stated_classes(data: DataConfig) -> int:
 
 
 def name_classes(model: Any, data: DataConfig, num_labels: int) -> None:
-    """Write the classes' names into the model's configuration, from where pipelines read them.
+    """Write the classes' names into the model's configuration, where pipelines read them.
 
     Raises:
         InvalidArgumentError: the names stated are not one for each class.

@@ -1,7 +1,7 @@
-"""A training run as frozen data: its sections and what each of them refuses.
+"""A training run as frozen dataclasses, one for each section of a file, which refuse bad values.
 
-The file `docs/training_cli.md` describes each key. `RunConfig` holds no default for ε, δ or the
-batch clip of the paper's formula: those decide what may be claimed, so whoever runs decides them.
+`docs/training_cli.md` describes each key. ε, δ and the batch clip of the paper's formula have no
+default, because they decide what may be claimed.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ USUAL_DATA: Mapping[str, Mapping[str, Any]] = {
 
 
 def _ranged(low: float, default: Any, *, below: float = math.inf, open_at_low: bool = False) -> Any:
-    """A key whose number lies in [low, below); None is the absence of one."""
+    """A key whose number must lie in [low, below), unless it is None."""
     return field(default=default, metadata={"range": (low, below, open_at_low)})
 
 
@@ -72,8 +72,8 @@ class Section:
 class ModelConfig(Section):
     """Which model: a name of the catalogue, a local folder, or a hub name.
 
-    `embeddings` is about what the model turns tokens into vectors with; "freeze-if-found" trains
-    them where they cannot be told from the model's structure.
+    With `embeddings = "freeze-if-found"` input embeddings are frozen if they can be found in the
+    model's structure, and trained if not.
     """
 
     name: str
@@ -86,10 +86,7 @@ class ModelConfig(Section):
 
     @property
     def given_name(self) -> str:
-        """What the card calls the model: its name, or that of its folder.
-
-        A path that no name on the hub can be is a folder's, also where the folder is missing.
-        """
+        """What the card calls the model: its name, or the last part of its folder's path."""
         place = Path(self.name)
         is_path = place.is_absolute() or ".." in place.parts or len(place.parts) > 2
         return place.name if is_path or place.is_dir() else self.name
@@ -110,9 +107,8 @@ class ModelConfig(Section):
 class DataConfig(Section):
     """Which data: a format, and the folder (or hub name) it is read from.
 
-    `heldout_split` is scored in place of the usual split. With `heldout_from_train` that many
-    training records are held back and scored instead: what settings are to be tuned on, so that
-    the published test data stay unseen.
+    `heldout_split` is scored instead of the usual split. With `heldout_from_train` that many
+    training records are held back and scored instead, for tuning.
     """
 
     format: DataFormat
@@ -182,12 +178,10 @@ class DataConfig(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationConfig(Section):
-    """How a language model's texts are searched for and scored: one beam is greedy.
+    """How a language model generates the texts that are scored, in transformers' words.
 
-    A sequence's score is its log-probability over its length to the power `length_penalty`; no
-    sequence of `no_repeat_ngram_size` tokens occurs twice, unless that is 0. `split` is continued,
-    or `max_prompts` of its prompts. `bleu = "plain"` stands in files whose cells are committed. It
-    is sacrebleu's score as well.
+    The prompts of `split` are continued, or `max_prompts` of them. `bleu = "plain"` stands in older
+    files and means sacrebleu's score as well.
     """
 
     max_new_tokens: int = _ranged(1, 64)
@@ -200,14 +194,14 @@ class GenerationConfig(Section):
 
     @property
     def search(self) -> dict[str, Any]:
-        """How texts are searched for, in transformers' words."""
+        """The arguments of transformers' `generate`."""
         names = ("max_new_tokens", "num_beams", "length_penalty", "no_repeat_ngram_size")
         return {name: getattr(self, name) for name in names}
 
 
 @dataclass(frozen=True, kw_only=True)
 class PrivacyConfig(Budget):
-    """The budget and the mechanism; a file says its clip, which has no default that suits all."""
+    """The budget and the mechanism. A file must state its clip norm."""
 
     clip_norm: float = field(metadata={"help": help_of("clip_norm")})
 
@@ -277,9 +271,9 @@ class ScheduleConfig(Schedule, Section):
 class RunConfig(Section):
     """One training run.
 
-    Without `seed` all noise comes from the operating system and nothing can reproduce it; with
-    one, whoever learns the seed can remove the noise. Initial weights follow `init_seed`.
-    `by_method` has the dotted keys whose values the method chose, for a file was silent.
+    Without `seed` all noise comes from the operating system. With one, the run can be repeated, and
+    whoever learns the seed can remove the noise. `by_method` has the dotted keys that the method
+    chose because the file did not state them.
     """
 
     task: TaskName
@@ -334,7 +328,7 @@ class RunConfig(Section):
 
     @property
     def init_seed(self) -> int:
-        """Initial weights are public, so they may always be seeded."""
+        """The seed of the initial weights, which are public."""
         return self.seed or 0
 
     def to_json(self) -> dict[str, Any]:
@@ -347,7 +341,7 @@ class RunConfig(Section):
         return found
 
     def without_seed(self) -> dict[str, Any]:
-        """`to_json` for what leaves the run's folder: whoever has the seed can remove the noise."""
+        """`to_json` without the seed, by which noise can be removed: for what others may see."""
         return {key: value for key, value in self.to_json().items() if key != "seed"}
 
 

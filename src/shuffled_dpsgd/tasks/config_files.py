@@ -1,8 +1,8 @@
 """From a TOML file to a `RunConfig`: every key known, every unknown key refused.
 
-The method `certified` decides part of a run where its file is silent: a learning rate that falls
-linearly to zero, and the input embeddings of a pretrained text classifier as they are. Each part
-was measured, and docs/ingredients.md has the tables. A key that a file states is never changed.
+The method `certified` sets keys that a file does not state: a learning rate that falls linearly to
+zero, and frozen input embeddings of a pretrained text classifier (docs/ingredients.md has the
+measurements). A key that a file states is never changed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from shuffled_dpsgd.models import weights_of
 from shuffled_dpsgd.tasks.config import SECTIONS, USUAL_DATA, RunConfig, TaskName
 
 AVERAGING = 0.95
-"""Decay of the average of weights that stands in for a falling rate, where a file forbids one."""
+"""Decay of the weight average that is used instead where a file states a constant rate."""
 _SAYS_WHAT_TRAINS = ("freeze", "train_only", "embeddings", "lora_rank")
 _OPTIONAL = ("generation",)
 _TOP = {"task": TaskName, "seed": int}
@@ -49,7 +49,7 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def place_paths(raw: dict[str, Any], folder: Path) -> None:
-    """Make relative paths relative to the file: data always, hub names only if they are there."""
+    """Make relative paths relative to the file; what may be a hub name, only if it exists there."""
     for section, key in (("data", "path"), ("model", "name"), ("privacy", "budget")):
         table = raw.get(section)
         if not isinstance(table, dict) or not isinstance(table.get(key), str):
@@ -68,7 +68,7 @@ def parse_config(raw: Mapping[str, Any]) -> RunConfig:
         raise InvalidArgumentError("run", expected="a table of settings", got=type(raw).__name__)
     top = dict(raw)
     given = {name: top.pop(name, {}) for name in SECTIONS if name in top or name not in _OPTIONAL}
-    # What is misspelt is named as such, before it is missed.
+    # Before missing keys are looked for: a misspelt key is reported as misspelt.
     refuse_unknown("", top, [*_TOP, *SECTIONS])
     for name, table in given.items():
         if not isinstance(table, Mapping):
@@ -101,7 +101,7 @@ def refuse_unknown(prefix: str, raw: Mapping[str, Any], known: list[str]) -> Non
 
 
 def _choices_of_method(task: Any, tables: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """What the method decides where a file is silent, by dotted key."""
+    """What the method chooses because a file does not state it, by dotted key."""
     if tables["privacy"].get("method") != "certified":
         return {}
     chosen: dict[str, Any] = {}
@@ -113,7 +113,7 @@ def _choices_of_method(task: Any, tables: Mapping[str, Mapping[str, Any]]) -> di
             chosen["training.weight_averaging"] = AVERAGING
     model = tables["model"]
     name, silent = model.get("name"), not any(key in model for key in _SAYS_WHAT_TRAINS)
-    # Only weights that were learnt elsewhere are worth keeping as they are.
+    # Only pretrained embeddings are worth freezing.
     reads = task == "text-classification" and not model.get("from_scratch")
     if reads and silent and isinstance(name, str) and weights_of(name) is not None:
         chosen["model.embeddings"] = "freeze-if-found"
@@ -122,7 +122,7 @@ def _choices_of_method(task: Any, tables: Mapping[str, Mapping[str, Any]]) -> di
 
 @cache
 def _hints_of(kind: type) -> dict[str, Any]:
-    """The types of a section's keys. Reading them anew takes longer than the rest of a check."""
+    """The types of a section's keys; cached, because evaluating annotations is slow."""
     return get_type_hints(kind)
 
 
@@ -138,7 +138,7 @@ def _section(name: str, raw: Mapping[str, Any]) -> Any:
 
 
 def _refuse_missing(given: Mapping[str, Any]) -> None:
-    """Name all values at once that a file must give and does not."""
+    """Name all required keys at once that a file lacks."""
     missing = [
         (name, item.name)
         for name, table in given.items()
@@ -157,7 +157,7 @@ def _refuse_missing(given: Mapping[str, Any]) -> None:
 
 
 def _nearest(word: Any, known: Sequence[str]) -> str:
-    """A question about what was probably meant; nothing if nothing known is like it."""
+    """A suggestion of what was probably meant, or nothing."""
     near = difflib.get_close_matches(word, known, n=1) if isinstance(word, str) else []
     return f"did you mean `{near[0]}`?" if near else ""
 

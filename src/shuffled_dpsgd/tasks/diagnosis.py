@@ -1,7 +1,7 @@
-"""Is a run learning? What its records say, in words, with what to do about it.
+"""Finds out from a run's metrics whether it learns, and says what to change.
 
-Everything here is computed from training metrics, which carry no noise: it is for whoever holds
-the data, and publishing it is not covered by any ε. So is choosing settings of another run by it.
+Training metrics have no noise. No ε covers publishing what is said here, nor choosing the settings
+of another run by it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Finding:
 
 
 def diagnose(records: Sequence[StepRecord], plan: PrivacyPlan) -> list[Finding]:
-    """What is wrong so far; of the first few steps only records without a gradient are told."""
+    """What is wrong so far; in the first steps only records without a finite gradient."""
     found = []
     if len(records) >= FIRST_LOOK:
         found = [look(records, plan) for look in (_noise, _loss, _majority, _clipped)]

@@ -1,7 +1,6 @@
-"""Text from a language model: prompts continued, and a held-out split's texts scored.
+"""Continues prompts with a language model, and scores the texts of a held-out split.
 
-Prompts are padded on the left, so that every continuation begins at the same place; padding is
-masked and positions are counted without it. transformers' `generate` does the search.
+Prompts are padded on the left and the padding is masked. transformers' `generate` decodes.
 """
 
 from __future__ import annotations
@@ -23,13 +22,13 @@ from shuffled_dpsgd.tasks.tokens import Tokenizer
 MARK = " ||"
 """Stands between prompt and target, in training and here."""
 _ROWS = 256
-"""Sequences that are continued at once, where more would hardly be faster."""
+"""Sequences that are continued at once; more are hardly faster."""
 _GPU_ROWS = 1024
-"""The same on a GPU, if a tenth of its free memory holds what attention remembers of them."""
+"""The same on a GPU, if their keys and values fit into a tenth of its free memory."""
 
 
 class Generated(NamedTuple):
-    """A prompt, what the model made of it, and what people wrote."""
+    """A prompt, the model's text, and the references."""
 
     prompt: str
     text: str
@@ -43,7 +42,7 @@ def prompt_ids(prompt: str, tokenizer: Tokenizer, room: int | None = None) -> li
 
 
 def cut_prompt(ids: list[int], mark: list[int], room: int) -> list[int]:
-    """Of ids that are too many the last before the mark are left out; one at least is kept.
+    """Cut ids to `room` by leaving out the last ones before the mark; at least one is kept.
 
     >>> cut_prompt([1, 2, 3, 9, 9], [9, 9], 4), cut_prompt([1, 2], [9, 9], -3)
     ([1, 2, 9, 9], [9])
@@ -54,7 +53,7 @@ def cut_prompt(ids: list[int], mark: list[int], room: int) -> list[int]:
 
 
 def room_for_prompts(model: Any, settings: GenerationConfig) -> int | None:
-    """How many tokens a prompt may have beside its continuation; None: any number."""
+    """How many tokens a prompt may have; None if there is no limit."""
     positions = getattr(model.config, "max_position_embeddings", None)
     if positions is None:
         return None
@@ -85,7 +84,7 @@ def continue_rows(
     end: int | None = None,
 ) -> list[str]:
     """The text that follows each row of ids, up to `end`, the tokenizer's own by default."""
-    # Like lengths together, the longest first: what does not fit into memory fails at once.
+    # Sorted by length to save padding, the longest first so that a lack of memory shows at once.
     order = sorted(range(len(rows)), key=lambda i: -len(rows[i]))
     longest = max(map(len, rows), default=0) + settings.max_new_tokens
     size = max(_rows_at_once(model, longest) // settings.num_beams, 1)
@@ -133,7 +132,7 @@ def continue_ids(
 
 
 def _rows_at_once(model: Any, length: int) -> int:
-    """How many sequences of `length` tokens to continue at once: a step takes as long for many."""
+    """How many sequences of `length` tokens to continue at once."""
     weight, known = next(model.parameters()), model.config
     sizes = [getattr(known, name, 0) for name in ("num_hidden_layers", "hidden_size")]
     # Keys and values; models that share them between heads need less.
@@ -195,7 +194,7 @@ def evaluate_generation(
 
 
 def read_generated(path: Path) -> list[Generated]:
-    """What was kept in `texts_to`; texts may come from any other program as well."""
+    """Read a file that was written to `texts_to`, or by another program."""
     if not path.is_file():
         raise InvalidArgumentError("--texts", expected="a .jsonl file", got=str(path))
     found = []

@@ -1,7 +1,7 @@
 """Image classification: pixels as the model expects them, and several views of an image.
 
-The views of a record are K rows of the batch; its loss is the mean over them (De et al., 2022). So
-its gradient is one, clipped once, and nothing about the accounting changes.
+The views of a record are K rows of the batch; its loss is the mean over them (De et al., 2022). The
+record has one gradient, which is clipped once, so the accounting does not change.
 
 Shapes: B records, K views, C channels, H × W pixels.
 """
@@ -63,7 +63,7 @@ def image_task(
     save_assets: Callable[[Path, Any], None],
     flips: bool,
 ) -> Task:
-    """A task of images; `collate` and `save_assets` are told the model's configuration."""
+    """An image task; `collate` and `save_assets` are given the model's configuration."""
     check_sizes(splits, batch=config.training.expected_batch_size)
     views = config.training.augmentation_multiplicity
 
@@ -85,10 +85,7 @@ def image_task(
 
 
 def save_processor(directory: Path, size: int, *, mean: float = 0.5, std: float = 0.5) -> None:
-    """What `AutoImageProcessor` needs to treat an image as `collate_images` does.
-
-    Another `mean` and `std` of pixels from 0 to 1 suit a model that was trained on those.
-    """
+    """Write what `AutoImageProcessor` needs to prepare an image as `collate_images` does."""
     processor = {
         "image_processor_type": "ViTImageProcessor",
         "do_resize": True,
@@ -167,11 +164,11 @@ def _reflected(places: torch.Tensor, length: int) -> torch.Tensor:
 
 
 class TakesViews:
-    """The forward of an image classifier that also takes images (B, K, C, H, W).
+    """A forward for an image classifier that also takes images (B, K, C, H, W).
 
-    For these it returns logits (B, K, classes). It stands in the instance's dictionary, so that
-    the model keeps its class and the names of its parameters. A closure would still run the first
-    model after the model was copied.
+    For these it returns logits (B, K, classes). It is an attribute of the instance, so that the
+    model keeps its class and its parameters' names. It is an object and not a closure, so that
+    `deepcopy` copies the model inside.
     """
 
     def __init__(self, model: nn.Module) -> None:

@@ -1,4 +1,4 @@
-"""A finished run put to use: scores on a split, answers for texts and images, continuations."""
+"""Uses of a finished run: scores on a split, classes of texts and images, continuations."""
 
 from __future__ import annotations
 
@@ -32,10 +32,7 @@ from shuffled_dpsgd.tasks.tokens import TokenCollate, class_labels, load_tokeniz
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationRequest:
-    """What `evaluate` is to do with a language model's texts.
-
-    Whatever is needed once they are written is looked for now: writing them takes long.
-    """
+    """How `evaluate` generates and scores texts; what scoring needs is looked for beforehand."""
 
     settings: GenerationConfig = field(default_factory=GenerationConfig)
     meteor_jar: Path | None = None
@@ -72,8 +69,7 @@ def evaluate_run(
 ) -> tuple[str, dict[str, Evaluation], dict[str, Any] | None]:
     """Score a run on its held-out data, or on those in another folder of the same layout.
 
-    Returns the score's name, the scores of each split, and those of generated texts if a
-    language model is asked for them.
+    Returns the score's name, the scores of each split, and those of generated texts, if any.
     """
     config = trained_config(directory)
     writes = config.task == "causal-lm" and generation is not None

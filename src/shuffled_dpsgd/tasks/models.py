@@ -1,4 +1,4 @@
-"""The model of a run: loaded by name, then prepared as its configuration asks."""
+"""The model of a run: loaded by name, with some weights frozen and low-rank factors added."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shuffled_dpsgd.errors import InvalidArgumentError, MissingExtraError
 from shuffled_dpsgd.models import Head, checkpoint_activations, load_model, seeded
 from shuffled_dpsgd.tasks.config import ModelConfig, RunConfig
 
-# A module made of these alone turns tokens into vectors and does nothing else.
+# A module of these alone embeds tokens and does nothing else.
 _OF_EMBEDDINGS = (nn.Embedding, nn.LayerNorm, nn.Dropout, nn.Identity)
 _TASK_TYPES = {"sequence": "SEQ_CLS", "causal-lm": "CAUSAL_LM", "image": None}
 
@@ -56,7 +56,7 @@ def prepare_model(
 
 @contextmanager
 def no_progress_bars() -> Iterator[None]:
-    """transformers draws bars of its own while it loads and saves, through the one on screen."""
+    """Inside, transformers shows no progress bars, which would break the one on screen."""
     try:
         from transformers.utils import logging
     except ImportError as error:
@@ -71,13 +71,13 @@ def no_progress_bars() -> Iterator[None]:
 
 
 def choose_trained(model: nn.Module, config: ModelConfig) -> None:
-    """Freeze what `freeze` matches, all that `train_only` does not, or the input embeddings.
+    """Freeze what `freeze` matches, all that `train_only` does not match, or input embeddings.
 
     Patterns are those of the shell: `*` stands for anything.
 
     Raises:
-        InvalidArgumentError: a pattern matches nothing, embeddings that are required cannot be
-            told, or nothing is left to train.
+        InvalidArgumentError: a pattern matches nothing, input embeddings are to be frozen and
+            cannot be found, or nothing is left to train.
     """
     names = [name for name, _ in model.named_parameters()]
     matched = set()
@@ -112,13 +112,11 @@ def choose_trained(model: nn.Module, config: ModelConfig) -> None:
 
 
 def find_input_embeddings(model: nn.Module) -> tuple[tuple[str, ...], str | None]:
-    """The parameters that turn tokens into vectors, or why they cannot be told; never guessed at.
+    """The names of the parameters that embed tokens, or the reason why they cannot be found.
 
-    Beside the words' embedding, which `get_input_embeddings` names, these are all parameters of
-    the module around it, if that has embeddings and their norms alone (BERT). Otherwise they are
-    the embeddings that stand beside it in that module: of positions, in GPT-2.
-
-    Weights that are used elsewhere, such as by a head that is tied to them, are not told.
+    They are the embedding that `get_input_embeddings` returns and what belongs to it in the module
+    around it: everything, if that holds only embeddings and their norms (BERT), or else the other
+    embeddings (positions in GPT-2). Weights that are shared with a head are not input embeddings.
     """
     getter: Any = getattr(model, "get_input_embeddings", None)
     words = None if getter is None else getter()
@@ -149,7 +147,7 @@ def find_input_embeddings(model: nn.Module) -> tuple[tuple[str, ...], str | None
 
 
 def describe_choices(config: RunConfig, model: nn.Module) -> str | None:
-    """What the method chose for a run of `model`, in words; None where it chose nothing."""
+    """What the method chose for a run of `model`, in words; None if it chose nothing."""
     parts = []
     if "optimizer.schedule" in config.by_method:
         parts.append(f"{config.optimizer.schedule} schedule")

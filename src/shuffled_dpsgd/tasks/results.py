@@ -1,4 +1,4 @@
-"""What a run leaves for machines: a record of each step, weights, and `summary.json`."""
+"""What a run writes: a record of each step, weights, `summary.json` and the report."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ Observer = Callable[[StepRecord, Progress], object]
 
 
 class Recorder:
-    """Turns the loop's progress into records: evaluates now and then, writes each step down."""
+    """Turns the loop's progress into records, one line a step, with an evaluation now and then."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class Recorder:
         self._rewound = False
 
     def __call__(self, progress: Progress, model: nn.Module) -> None:
-        """Record one update; the first call drops records of steps that are repeated now."""
+        """Record one update; the first call drops old records of steps that are repeated."""
         record = self._record(progress, model)
         if not self._rewound:
             self._log.rewind(record.step - 1)
@@ -72,9 +72,9 @@ class Recorder:
         return step % self._evaluate_every == 0 or step == self._num_steps
 
     def score_last(self, model: nn.Module) -> None:
-        """Evaluate the weights a run ended with, if its last step was not evaluated.
+        """Evaluate the final weights if the last step was not evaluated.
 
-        That is so when a crash lost steps whose releases stay spent.
+        That happens when a crash lost steps whose releases stay spent.
         """
         records = self._log.read()
         if records and records[-1].heldout_score is None:
@@ -138,7 +138,7 @@ def save_weights(task: Task, model: nn.Module, directory: Path, *, adapter: bool
 
 
 def count_parameters(model: nn.Module) -> dict[str, int]:
-    """How large the model is; to be asked before low-rank factors are merged."""
+    """The size of the model; to be called before low-rank factors are merged."""
     sizes = [(p.numel(), p.requires_grad) for p in model.parameters()]
     return {
         "total_parameters": sum(size for size, _ in sizes),
@@ -149,7 +149,7 @@ def count_parameters(model: nn.Module) -> dict[str, int]:
 def scores_by_split(
     task: Task, model: nn.Module, records: list[StepRecord]
 ) -> dict[str, dict[str, float | None]]:
-    """What a finished run scored on each held-out split; the first was scored during training."""
+    """The scores of a finished run on each held-out split; the first was scored in training."""
     found: dict[str, dict[str, float | None]] = {}
     last = records[-1] if records else None
     for split, evaluate in task.evaluations.items():
@@ -171,10 +171,7 @@ def write_results(
     findings: tuple[Finding, ...],
     more: dict[str, Any],
 ) -> dict[str, Any]:
-    """The report for people and `summary.json`, which is returned; every ε beside its kind.
-
-    `more` is what the summary holds besides.
-    """
+    """Write the report and `summary.json`, with `more` in it; returns the summary."""
     plan, spec, device = private.plan, private.spec, str(private.device)
     chosen = describe_choices(config, private.model)
     subject = subject_of(config.model.given_name, config.data.given_name, directory / "model")

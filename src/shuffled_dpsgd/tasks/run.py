@@ -1,9 +1,9 @@
-"""One training run, from a configuration to a folder with everything it leaves behind.
+"""One training run, from a configuration to a folder with its results.
 
 The folder holds `run.json` (the configuration), `ledger.jsonl` and `checkpoints/` while training,
 and at the end `model/` (weights), `metrics.jsonl`, `summary.json`, the privacy card, `report.html`
-and `figures/`. Weights and card may be published; the others have numbers without noise, or more.
-Interrupted runs resume from the folder alone.
+and `figures/`. Only weights and card may be published: the others have numbers without noise.
+An interrupted run resumes from its folder alone.
 """
 
 from __future__ import annotations
@@ -59,9 +59,8 @@ from shuffled_dpsgd.training.private import PrivateTraining
 class PreparedRun:
     """A run whose model is built and whose noise is calibrated, before its first step.
 
-    `made` is the first folder that was made for it, and None for a run that was begun before.
-    `whole`, of a sharded run on rank 0, is a model that the trained weights are gathered into at
-    the end.
+    `made` is the first folder that was made for it; None for a run that is resumed. `whole`, on
+    rank 0 of a sharded run, is the model that the trained weights are gathered into at the end.
     """
 
     config: RunConfig
@@ -76,11 +75,11 @@ class PreparedRun:
 
     @property
     def resumed(self) -> bool:
-        """Whether the run was begun before, in this folder."""
+        """Whether the run was begun before."""
         return self.made is None
 
     def scoring(self) -> AbstractContextManager[None]:
-        """Around what scores the model: inside, it has the average of its weights, if any."""
+        """Inside, the model has the average of its weights, if the run keeps one."""
         return nullcontext() if self.average is None else self.average.standing_in(self.task.model)
 
 
@@ -146,9 +145,9 @@ def prepare(
 
 
 def execute(run: PreparedRun, observers: tuple[Observer, ...] = ()) -> RunResult:
-    """Train to the end of the plan or to a signal, then write everything down.
+    """Train to the end of the plan or to a signal, then write all results.
 
-    Of several ranks, rank 0 evaluates and writes; the result of the others has no summary.
+    Of several ranks, rank 0 evaluates and writes; the others' result has no summary.
     """
     private, leads = run.private, run.private.world.leads
     log = MetricsLog(run.directory / "metrics.jsonl")
@@ -176,7 +175,7 @@ def execute(run: PreparedRun, observers: tuple[Observer, ...] = ()) -> RunResult
         raise
     more: dict[str, Any] = {**count_parameters(private.model), "heldout_scores": {}}
     if outcome.finished:
-        # First of all: whatever happens to a report, the model was paid for.
+        # Before anything else can fail: the budget of this model is spent.
         _save(run)
         with _scored(run) as model:
             if leads:
@@ -212,9 +211,9 @@ def _settings(run: PreparedRun) -> LoopSettings:
 
 
 def _callbacks(run: PreparedRun, recorder: Recorder) -> list[Callback]:
-    """What follows every update: the average first, for it is what is evaluated.
+    """Callbacks after every update: first the average, which is evaluated, then the recorder.
 
-    Rank 0 records. All ranks of a sharded run lend it their weights where that means to evaluate.
+    Rank 0 records. For an evaluation all ranks of a sharded run send it their weights.
     """
     average, private = run.average, run.private
 
@@ -231,7 +230,7 @@ def _callbacks(run: PreparedRun, recorder: Recorder) -> list[Callback]:
 
 
 def _save(run: PreparedRun) -> None:
-    """Write the trained weights, or their average, which stays in the model; collective."""
+    """Write the trained weights, or their average, which stays in the model. Collective."""
     private, model = run.private, run.task.model
     private.check_released()
     if run.average is not None:
@@ -259,7 +258,7 @@ def _fits_public_model(run: PreparedRun) -> bool:
 
 @contextmanager
 def _scored(run: PreparedRun) -> Iterator[nn.Module]:
-    """The saved model as rank 0 scores it: the whole copy, unless its device has no room for it."""
+    """The model for rank 0 to score: the whole copy, if its device has room for it."""
     private, room = run.private, True
     if private.is_sharded:
         room = private.world.from_first(run.whole is None or has_room(run.whole, private.device))

@@ -1,12 +1,10 @@
-"""The folder of a run: taken when nothing else is in it, given back if nothing was released.
+"""The folder of a run: it must be empty at first, and is emptied again if nothing was released.
 
-The folder's ledger knows what was released from the data, so starting over in it would forget
-spent privacy; that is refused. A run that fails before its first release leaves no trace.
+Starting another run in it is refused, because its ledger says what was released from the data.
 
-`_data.json` holds a salted digest of the training records: the budget was planned for one set of
-them, and the steps before and after an interruption must see the same one. Only its owner reads
-it, and its underscore keeps it out of uploads to the Hugging Face hub. It says nothing to somebody
-who does not have the records, but could confirm a guess of all of them.
+`_data.json` holds a salted digest of the training records, so that a run is resumed with the same
+records. Only its owner can read it, and uploads to the Hugging Face hub leave it out because of its
+underscore: it could confirm a guess of all records.
 """
 
 from __future__ import annotations
@@ -36,16 +34,16 @@ DATA_FILE = "_data.json"
 UNFINISHED = ".run.json.tmp"
 """A run's configuration while it is written."""
 _BY_METHOD = "chosen_by_method"
-# What a start leaves behind that was killed before its configuration was written.
+# Files of a start that was killed before its configuration was written.
 _BEFORE_A_RUN = frozenset({UNFINISHED, ".probe", DATA_FILE, LEDGER_FILE, "_ledger.jsonl.key"})
 _CHECKPOINTS_AT_ONCE = 3
 _ADAM_STATE = 2
 
 
 def claim_directory(directory: Path) -> Path:
-    """Create an empty folder that can be written to, or refuse; the first folder made for it.
+    """Create an empty folder, or refuse; returns the first folder that was made for it.
 
-    What a start left that was killed before its run began is removed: it released nothing.
+    Files of a start that was killed before its run began are removed: it released nothing.
     """
     try:
         if _was_never_begun(directory):
@@ -76,10 +74,9 @@ def claim_directory(directory: Path) -> Path:
 
 
 def _was_never_begun(directory: Path) -> bool:
-    """Whether a folder holds nothing but what comes before a run, with no release in its ledger.
+    """Whether a folder holds only files of a start, with no release in its ledger.
 
-    A process that is still starting there loses nothing: it notices that its ledger is another one
-    before it releases anything.
+    A process that is still starting there releases nothing: it notices that its ledger changed.
     """
     if not directory.is_dir():
         return False
@@ -92,7 +89,7 @@ def _was_never_begun(directory: Path) -> bool:
 
 @contextmanager
 def given_back_on_error(directory: Path, *, made: Path | None) -> Iterator[None]:
-    """Empty a folder again when what follows fails; `made` is what `claim_directory` said.
+    """Empty the folder if what is done inside fails; `made` is what `claim_directory` returned.
 
     Only for what comes before the first release: a ledger with one must stay.
     """
@@ -130,14 +127,14 @@ def check_space(directory: Path, model: nn.Module) -> None:
 
 
 def write_start(directory: Path, config: RunConfig, data: MapStyle) -> None:
-    """Write down which records a run begins with, and its configuration."""
+    """Write the digest of the run's records, and its configuration."""
     salt = secrets.token_bytes(32)
     known = {"num_records": len(data), "salt": salt.hex(), "digest": digest(data, salt)}
     descriptor = os.open(directory / DATA_FILE, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     with open(descriptor, "w", encoding="utf-8") as file:
         json.dump(known, file)
     stated = config.to_json() | {_BY_METHOD: list(config.by_method)}
-    # Whole or not at all: a folder with half of it could be neither begun nor resumed.
+    # Renamed when complete: a folder with half a configuration could not be resumed.
     unfinished = directory / UNFINISHED
     unfinished.write_text(json.dumps(stated, indent=2) + "\n", encoding="utf-8")
     unfinished.replace(directory / CONFIG_FILE)
@@ -184,7 +181,7 @@ def load_run(directory: Path) -> RunConfig:
         )
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
-        # Runs that are older than the word have none.
+        # Older runs do not have it.
         chosen = raw.pop(_BY_METHOD, ()) if isinstance(raw, dict) else ()
         return replace(parse_config(raw), by_method=tuple(chosen))
     except (ValueError, TypeError, OSError) as error:
@@ -192,7 +189,7 @@ def load_run(directory: Path) -> RunConfig:
 
 
 def finished_summary(directory: Path) -> dict[str, Any] | None:
-    """The summary of a run that has nothing left to do; None for any other folder."""
+    """The summary of a finished run; None for any other folder."""
     try:
         summary = json.loads((directory / SUMMARY_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""A task's model spread over the ranks of a launch, and made whole again to be saved."""
+"""Sharding a task's model over ranks, and gathering it again to be saved."""
 
 from __future__ import annotations
 
@@ -27,10 +27,9 @@ def compare_data(world: World, data: MapStyle) -> None:
 
 
 def shard_model(model: nn.Module, world: World, device: torch.device) -> None:
-    """Spread a model over all ranks: every block by itself, the rest with the root.
+    """Shard a model over all ranks by FSDP: each module of a `ModuleList`, then the rest.
 
-    Blocks are what lists of modules hold; each is gathered when it runs. FSDP moves them to the
-    device one by one, so that no device ever has the whole model.
+    They are moved to the device one by one, so that no device ever has the whole model.
 
     Raises:
         InvalidArgumentError: there are no ranks to spread it over.
@@ -56,10 +55,7 @@ def shard_model(model: nn.Module, world: World, device: torch.device) -> None:
 
 @torch.no_grad()
 def fill_whole(world: World, whole: nn.Module | None, sharded: nn.Module) -> None:
-    """Copy a sharded model into a whole one, on the ranks that have one. Collective.
-
-    One parameter is gathered at a time.
-    """
+    """Copy a sharded model into a whole one, on the ranks that have one. Collective."""
     for name, parameter in sharded.named_parameters():
         found = gather_whole(world, parameter)
         if whole is not None:
@@ -70,7 +66,7 @@ def fill_whole(world: World, whole: nn.Module | None, sharded: nn.Module) -> Non
 
 
 def has_room(whole: nn.Module, device: torch.device) -> bool:
-    """Whether a whole model fits beside what a device holds, with half of it again to run it."""
+    """Whether the device has free memory for one and a half times the whole model."""
     if device.type != "cuda":
         return True
     free, _ = torch.cuda.mem_get_info(device)

@@ -15,7 +15,7 @@ from shuffled_dpsgd.tasks.config import OptimizerConfig, RunConfig
 from shuffled_dpsgd.training import assemble
 from shuffled_dpsgd.training.private import PrivateTraining
 
-# May differ from machine to machine. What the folders hold is compared later, when it is loaded.
+# May differ between machines. The contents of the folders are compared when they are loaded.
 _OF_A_MACHINE = ("data.path", "model.name", "training.device", "training.num_threads")
 
 
@@ -33,7 +33,7 @@ def start_private(
     )
     config.optimizer.check_length(options.steps())
     private = assemble(model, build_optimizer(model, config.optimizer), options)
-    private.history.tells = False  # Whoever runs several of these from one command knows.
+    private.history.tells = False  # Commands that start several runs say so themselves.
     return private
 
 

@@ -35,12 +35,11 @@ class Task:
     """Everything a training run needs besides its privacy plan and optimizer.
 
     `losses(model, batch)` returns one loss per sample, shape (B,). `evaluations` has a function for
-    each held-out split, by its name; `heldout_data` is the first one. `collate` turns a list of
-    samples of `train_data` into a batch, or is None for torch's default. Training makes
-    `augment(batch, generator)` of a batch before `losses` sees it. `save_assets` writes what
-    belongs beside the weights (configuration, tokenizer) into a folder. `evaluate_texts` lets a
-    language model write texts and scores them. `fresh_model(seed)` builds the model once more, with
-    initial weights from that seed; nothing else of a task depends on it.
+    each held-out split; `heldout_data` is the first split. `collate` makes a batch of a list of
+    samples; None is torch's default. `augment(batch, generator)` changes a batch before `losses`
+    is called. `save_assets` writes what belongs beside the weights, such as a tokenizer, into a
+    folder. `evaluate_texts` generates texts and scores them. `fresh_model(seed)` builds the model
+    again with other initial weights.
     """
 
     name: str
@@ -62,7 +61,7 @@ class Task:
 
 
 def build_task(config: RunConfig) -> Task:
-    """Load data and model; data that cannot be used are refused before the model is loaded."""
+    """Load the data, check them, and load the model."""
     from shuffled_dpsgd.tasks import digits, images, text
 
     builders: dict[str, Callable[[RunConfig], Task]] = {

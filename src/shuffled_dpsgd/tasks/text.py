@@ -153,7 +153,7 @@ def _language_task(
 
 
 def uses_token_types(model: nn.Module) -> bool:
-    """Whether a model tells the two texts of a pair apart (BERT does, RoBERTa does not)."""
+    """Whether a model takes `token_type_ids` (BERT does, RoBERTa does not)."""
     inner = unwrapped(model)
     known = getattr(getattr(inner, "config", None), "type_vocab_size", 0)
     return known > 1 and "token_type_ids" in inspect.signature(inner.forward).parameters
@@ -245,6 +245,6 @@ def evaluate_perplexity(
         tokens += int(counts.sum())
     model.train(was_training)
     mean = token_loss / max(tokens, 1)
-    # Beyond any float: of a model that diverged, which must not end the run that paid for it.
+    # A model that diverged: the overflow must not end the run.
     perplexity = math.inf if mean > _LARGEST_EXPONENT else math.exp(mean)
     return Evaluation(loss=sample_loss / max(len(heldout), 1), score=perplexity)

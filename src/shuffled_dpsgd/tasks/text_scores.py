@@ -1,4 +1,4 @@
-"""Metrics of generated texts against any number of references, each labelled with its variant.
+"""Metrics of generated texts against any number of references; each says which variant it is.
 
 BLEU is sacrebleu's, METEOR and NIST are nltk's. ROUGE-L (Lin, 2004) is computed as the scripts of
 the E2E challenge do; neither library has it. METEOR 1.5 is asked where Java and its jar are.
@@ -60,7 +60,7 @@ def score_texts(
 
 
 def require_libraries() -> None:
-    """Look for both libraries now rather than when a run has been paid for.
+    """Look for both libraries before the run begins.
 
     Raises:
         MissingExtraError: one is not installed.
@@ -87,7 +87,7 @@ def corpus_bleu(texts: Texts, references: References) -> tuple[float, str]:
 
 
 class _NoSynonyms:
-    """In the place of WordNet, whose data would have to be downloaded."""
+    """Used instead of WordNet, whose data would have to be downloaded."""
 
     def synsets(self, word: str) -> list[Any]:
         return []

@@ -1,4 +1,4 @@
-"""Text as token ids, and batches of them padded so that no padding is seen."""
+"""Text as token ids, in padded batches with attention masks."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ TokenBatch = tuple[dict[str, torch.Tensor], torch.Tensor]
 
 
 class Tokenizer:
-    """A tokenizer of transformers, and what the text tasks ask of it."""
+    """What the text tasks need of a tokenizer of transformers."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -135,10 +135,10 @@ class Tokenizer:
 
 
 def load_tokenizer(model_name: str, *, marked: bool = True) -> Tokenizer:
-    """The tokenizer saved with the model's weights; bytes for a model that has none.
+    """The tokenizer saved with the model's weights; one of bytes for a model that has none.
 
-    Texts of bytes begin and end with a mark if they are `marked`; a language model's are not, for
-    it continues them.
+    With `marked`, texts of bytes begin and end with special tokens. A language model's have none,
+    so that they can be continued.
     """
     try:
         from transformers import AutoTokenizer
@@ -195,7 +195,7 @@ def ids_of(record: Record) -> list[int]:
 
 
 class TokenRecords(Sequence[Record]):
-    """Encoded records as a data set that knows how long each is."""
+    """Encoded records as a data set with their lengths."""
 
     def __init__(self, records: Sequence[Record]) -> None:
         self._records = records

@@ -1,7 +1,7 @@
-"""Adapters (PEFT) under a shuffle: saved alone, they would no longer fit the public model.
+"""Adapters (PEFT): which kinds are refused, and when an adapter must not be saved alone.
 
-A shuffle moves the frozen weights along with the adapter's. The model is the same function, but
-the adapter belongs to weights that nobody else has.
+A shuffle that moves the frozen weights keeps the model's function, but the adapter no longer fits
+the public model.
 """
 
 from __future__ import annotations
@@ -17,14 +17,13 @@ from shuffled_dpsgd.errors import InvalidArgumentError
 def guard_adapters(model: torch.nn.Module) -> None:
     """From now on refuse to save the adapter of a model whose frozen weights are shuffled.
 
-    The refusal stays on the model, as the shuffle does; `merge_and_unload` returns a model
-    without it.
+    `merge_and_unload` returns a model without this refusal.
     """
     if hasattr(model, "peft_config") and hasattr(model, "save_pretrained"):
         model.save_pretrained = partial(_refuse, type(model).__name__)  # type: ignore[assignment]
 
 
-# Those of PEFT's kinds that cannot be run sample by sample, each with the reason.
+# PEFT's kinds of adapters that have no gradient per sample, with the reason.
 _UNSUPPORTED = {
     "VBLORA": "it picks vectors of a shared bank by a top-k that vmap cannot run",
     "ADAPTION_PROMPT": "its attention repeats a prompt over the batch by the size of the batch",
@@ -35,7 +34,7 @@ _UNSUPPORTED = {
 
 
 def check_adapters(model: torch.nn.Module) -> None:
-    """Refuse kinds of adapters whose gradients per sample cannot be had, before anything runs."""
+    """Refuse kinds of adapters that have no gradient per sample, before anything runs."""
     for config in (getattr(model, "peft_config", None) or {}).values():
         kind = str(getattr(config, "peft_type", "")).rpartition(".")[2]
         reason = _UNSUPPORTED.get(kind)

@@ -1,12 +1,12 @@
-"""Checkpoints: everything a run needs to go on as if nothing had happened.
+"""Checkpoints: everything that is needed to continue a run.
 
 A checkpoint is a folder (`checkpoint_folder.py`) with three files: the weights, the state of the
-optimizer and of the run, and what the run must be for the checkpoint to fit. Weights are
-safetensors, or a digest where they are saved elsewhere; those of a sharded model are in files of
-their own (`sharded_checkpoint.py`). Nothing is unpickled beyond tensors and plain data.
+optimizer and of the run, and fingerprints of the plan that it belongs to. Weights are safetensors,
+or a digest if they are saved elsewhere; a sharded model has files of its own
+(`sharded_checkpoint.py`). Only tensors and plain data are unpickled.
 
-A secure run stores no randomness of ours: it resumes with fresh noise, and the ledger counts the
-steps that were taken after the checkpoint and are lost. A seeded run repeats them bit for bit.
+A secure run resumes with fresh noise, and the ledger counts the steps that were lost after the
+checkpoint. A seeded run repeats them bit for bit.
 """
 
 from __future__ import annotations
@@ -70,14 +70,11 @@ def save_checkpoint(
     keep: int = 2,
     weights: bool = True,
 ) -> Path:
-    """Write `directory/checkpoint-<step>` atomically, and prune all but the newest `keep`.
+    """Write `directory/checkpoint-<step>` atomically, and delete all but the newest `keep`.
 
-    Without `weights` only their digest is kept: whoever saves them elsewhere must have put them
-    back into the model before `load_checkpoint`, which compares.
-
-    At every instant the checkpoint written last is complete in `directory`, or the one before.
-    Only between steps: a partial logical batch is not part of the state. Of several ranks, all of
-    which call this, rank 0 writes, and all learn whether it could.
+    Without `weights` only their digest is saved: they must be loaded into the model before
+    `load_checkpoint`, which compares. Call it between steps, on all ranks; rank 0 writes. Until
+    the new checkpoint is complete, the last one stays.
     """
     if keep < 1:
         raise InvalidArgumentError("keep", expected="at least 1", got=keep)
@@ -145,13 +142,12 @@ def load_checkpoint(
     *,
     extras: Mapping[str, Stateful] | None = None,
 ) -> None:
-    """Put a freshly assembled run where the checkpoint left it.
+    """Restore a new run of the same plan to the checkpoint.
 
-    `path` is a checkpoint, or the folder that `save_checkpoint` was given: then the newest in
-    it. To go back further, name one of `find_checkpoints(folder)`. The plan, the parameters and
-    the symmetries must be those of the checkpoint; the ledger must know at least its releases.
-    Everything is checked before anything is changed. The number of ranks may be another than
-    the checkpoint was written by; every rank must be able to read it.
+    `path` is a checkpoint, or the folder that `save_checkpoint` was given: then its newest one.
+    Plan, parameters and symmetries must be those of the checkpoint, and the ledger must contain its
+    releases. Everything is checked before anything is changed. The number of ranks may differ;
+    every rank must be able to read the files.
     """
     found = all_do(private.world, lambda: _read(private, Path(path), extras or {}))
     agree(
@@ -171,9 +167,9 @@ def load_checkpoint(
 
 @dataclass(frozen=True, kw_only=True)
 class _Contents:
-    """A checkpoint that was read and fits the run; `mark` is a digest of all of it.
+    """A checkpoint that was read and fits the run; `mark` is a digest of all its files.
 
-    There are no weights where the model has them already, or where shards are read later.
+    `weights` is empty if the model has them already, or if shards are read later.
     """
 
     source: Path
@@ -184,7 +180,7 @@ class _Contents:
 
 
 def _read(private: PrivateTraining, path: Path, extras: Mapping[str, Stateful]) -> _Contents:
-    """Everything in a checkpoint, compared with the run before anything is changed."""
+    """Read a checkpoint and compare it with the run."""
     source = choose_checkpoint(path)
     verify_files(source, _files_to_verify(source, private))
     run = json.loads((source / _RUN).read_text(encoding="utf-8"))
@@ -219,7 +215,7 @@ def _read(private: PrivateTraining, path: Path, extras: Mapping[str, Stateful]) 
 
 
 def _files_to_verify(source: Path, private: PrivateTraining) -> list[str]:
-    """Every file; of shards, the part that falls to this rank.
+    """The files that this rank verifies: all, but its part of the shards only.
 
     Raises:
         CheckpointError: a sharded run wrote it and this is none, or the other way round.
@@ -239,7 +235,7 @@ def _files_to_verify(source: Path, private: PrivateTraining) -> list[str]:
 def _restore(
     private: PrivateTraining, found: _Contents, extras: Mapping[str, Stateful]
 ) -> dict[str, Any]:
-    """Put everything back but the extras, whose states are returned."""
+    """Restore everything but the extras, whose states are returned."""
     state = found.state
     further: dict[str, Any] = state["extras"]
     if private.is_sharded:
@@ -266,7 +262,7 @@ def _restore(
 
 
 def _restore_randomness(world: World, state: dict[str, Any]) -> None:
-    """Each rank as it was; a rank that was not there before begins a sequence of its own."""
+    """Restore each rank's generators; a rank that is new is seeded by its number."""
     known = [state["randomness"], *state.get("other_ranks_randomness", [])]
     set_global_randomness(known[min(world.rank, len(known) - 1)])
     if world.rank >= len(known):
@@ -274,7 +270,7 @@ def _restore_randomness(world: World, state: dict[str, Any]) -> None:
 
 
 def _position(private: PrivateTraining, randomness: list[dict[str, Any]]) -> dict[str, Any]:
-    """Where the run is, beside the states of optimizer and extras."""
+    """The state of the run, without that of optimizer and extras."""
     frame = private.shuffling.frame
     return {
         "steps_taken": private.steps_taken,
@@ -310,10 +306,10 @@ def _save_weights(model: torch.nn.Module, folder: Path, *, whole: bool) -> None:
 
 
 def _read_weights(source: Path, model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The checkpoint's weights; none where it has their digest only and the model has them.
+    """The checkpoint's weights; none if it has their digest only, and the model has the weights.
 
     Raises:
-        CheckpointError: they do not fit the model, or are not the ones that it has.
+        CheckpointError: they do not fit the model, or the model has others.
     """
     with safe_open(source / WEIGHTS, framework="pt") as file:
         digest = (file.metadata() or {}).get(_DIGEST)
@@ -330,10 +326,7 @@ def _read_weights(source: Path, model: torch.nn.Module) -> dict[str, torch.Tenso
 
 
 def named_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """All that is stored of a model: parameters, each once, and persistent buffers.
-
-    Tied tensors appear once in `named_parameters()`, as safetensors requires.
-    """
+    """What is stored of a model: parameters, tied ones once, and persistent buffers."""
     persistent = model.state_dict(keep_vars=True)
     buffers = {name: b for name, b in model.named_buffers() if name in persistent}
     return {**dict(model.named_parameters()), **buffers}

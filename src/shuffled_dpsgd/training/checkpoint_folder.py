@@ -1,7 +1,7 @@
-"""Checkpoints as folders on a disk: written whole or not at all, hashed, found and pruned.
+"""Checkpoint folders: written atomically, hashed, found and deleted.
 
-A checkpoint is written under a temporary name, synced, then renamed. What it replaces is there
-until it is. Its manifest holds a hash per file, so that a torn or altered one is refused.
+A checkpoint is written under a temporary name, synced, and renamed. What it replaces is deleted
+afterwards. Its manifest has a hash of each file, so that an incomplete or changed one is refused.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from shuffled_dpsgd.errors import CheckpointError
 
 FORMAT = 1
 MANIFEST = "manifest.json"
-# One that replaces another of the same step has the longer name until the other is gone.
+# A checkpoint that replaces one of the same step has this suffix until the old one is deleted.
 _NEWER = "-new"
 _NAME = re.compile(rf"checkpoint-\d{{8}}({_NEWER})?")
 
@@ -51,10 +51,7 @@ def choose_checkpoint(path: Path) -> Path:
 
 
 def finish_files(folder: Path, names: Iterable[str], durable: Mapping[str, str]) -> None:
-    """Write the manifest of these files, and make them and it durable.
-
-    `durable` are the hashes of files that are durable already.
-    """
+    """Write the manifest, and sync these files and it; `durable` are hashes of synced files."""
     hashes = {name: hash_file(folder / name) for name in names}
     manifest = {"format": FORMAT, "files": {**hashes, **durable}}
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
@@ -98,7 +95,7 @@ def verify_files(source: Path, names: Iterable[str]) -> None:
 
 
 def put_in_place(temporary: Path, target: Path) -> None:
-    """Give a complete checkpoint its name, after it has been found under another one."""
+    """Rename a complete checkpoint to its final name; an old one of that name is replaced."""
     newer = target.with_name(f"{target.name}{_NEWER}")
     if newer.exists():  # A process was killed at the last line of this function.
         _replace(target, newer)
@@ -123,7 +120,7 @@ def hash_file(path: Path) -> str:
 
 
 def _broken(source: Path, problem: str) -> CheckpointError:
-    """The error for a checkpoint that cannot be read, with how to use the one before."""
+    """The error for a checkpoint that cannot be read, naming the one before."""
     before = [c for c in find_checkpoints(source.parent) if c.name < source.name]
     if not before:
         return CheckpointError(f"{problem}; there is none before it")
@@ -140,7 +137,7 @@ def _replace(target: Path, newer: Path) -> None:
 
 
 def _remove(checkpoint: Path) -> None:
-    """Delete a checkpoint so that a part of it is never taken for one."""
+    """Delete a checkpoint; it is renamed first, so that a partly deleted one is never found."""
     hidden = checkpoint.with_name(f".{checkpoint.name}.removed.tmp")
     _rename(checkpoint, hidden)
     shutil.rmtree(hidden)

@@ -1,8 +1,8 @@
-"""Noise where the sums are: a kernel on a GPU, the core's definition everywhere else.
+"""Noise on the device of the sums: by a Triton kernel on a GPU, else by the core's definition.
 
-Both compute the same numbers from the same key, to rounding, and the referee recomputes some.
-Whether the kernel serves on a device is found by comparing it with the definition, once in a
-process. Where it does not, noise is drawn on the CPU and copied.
+Both compute the same numbers from the same key, up to rounding, and the referee recomputes some.
+The kernel is compared with the definition once in a process. If it fails, noise is drawn on the CPU
+and copied.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _TRIAL_PLACE, _TRIAL_SIZE = Place(1, 4080), 9008
 
 
 class DeviceNoise:
-    """Adds the noise of the core's definition, wherever each sum is."""
+    """Adds the noise that the core defines, on the device of each sum."""
 
     def __init__(self) -> None:
         self._plain = GaussianNoise()
@@ -57,7 +57,7 @@ def add_by_kernel_(
     places: Mapping[str, Place],
     divide_by: float,
 ) -> None:
-    """The same for float32 sums, by the kernel: one launch where memory, place and std go on."""
+    """The same by the kernel, for float32 sums: adjacent ones with one std share a launch."""
     from shuffled_dpsgd.training.triton_noise import add_normal_
 
     # Neighbours in memory are one stretch only if their numbers are neighbours as well.
@@ -82,7 +82,7 @@ def may_take_kernel(tensor: torch.Tensor) -> bool:
 
 
 def try_kernel(device: torch.device) -> None:
-    """Some thousand numbers against the definition, in the middle of a guarded buffer."""
+    """Compare some thousand numbers with the definition, and see that nothing else is written."""
     guarded = torch.full((_TRIAL_SIZE + 64,), 9.0, device=device, dtype=torch.float32)
     add_by_kernel_(
         {"sums": guarded[32:-32]},
@@ -98,7 +98,7 @@ def try_kernel(device: torch.device) -> None:
     expect(is_guarded, "noise outside the sums")
 
 
-# Not remembered: the verdict depends on the core's definition as much as on the kernel.
+# The result is not cached on disk: it depends on the core's definition as well as on the kernel.
 BACKEND = Backend(
     name="Noise in Triton",
     package="shuffled_dpsgd.training.triton_noise",

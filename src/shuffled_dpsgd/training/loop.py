@@ -36,10 +36,10 @@ Precision = Literal["float32", "bf16"]
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """What a callback sees after each update.
+    """What a callback receives after each update.
 
-    `certified` and `paper` (heuristic) say what was spent so far. That is no claim: the card of a
-    run that stops here claims the plan's ε. The metrics come from private data without noise.
+    `certified` and `paper` (heuristic) are spent so far. They are no claims: the card of a run that
+    stops here claims the plan's ε. The metrics are computed from private data without noise.
     """
 
     metrics: StepMetrics
@@ -56,16 +56,14 @@ Augment = Callable[[Any, torch.Generator], Any]
 
 @dataclass(frozen=True, kw_only=True)
 class LoopSettings:
-    """How to run, none of which changes what is released.
+    """Settings of the loop, which do not change what is released.
 
-    `checkpoint` names the one in `checkpoint_dir` to resume from, instead of the newest.
-    `checkpoint_dir` turns on checkpoints every `checkpoint_every` steps and at the end or at a
-    signal. `physical_batch="find"` tries sizes until one fits. `price_steps=False` leaves
-    epsilon out of the progress, so that no accountant is needed. `pad_batches` fills physical
-    batches up to a few fixed shapes (`private.batches`); None does so on a GPU, where shapes that
-    come again are faster. `augment(batch, generator)` makes of a batch what the loss is given; the
-    generator (on the CPU) is of the run's own streams, another for every physical batch, and has
-    nothing to do with which records are drawn. It must treat every record on its own.
+    `checkpoint_dir` turns on checkpoints every `checkpoint_every` steps, at the end and at a
+    signal; `checkpoint` names the one to resume from, instead of the newest. With
+    `physical_batch="find"` sizes are tried until one fits. `price_steps=False` leaves ε out of the
+    progress. `pad_batches` is that of `private.batches`; None pads on a GPU. `augment(batch,
+    generator)` changes a batch before the loss is computed, each record by itself; every physical
+    batch has a generator (on the CPU) of its own.
     """
 
     checkpoint_dir: str | Path | None = None
@@ -86,10 +84,9 @@ class LoopSettings:
 class Outcome:
     """How a call of `train` ended: the plan finished, or a signal's name.
 
-    `seconds` says where its time went: data, forward and backward, settle, noise, update, shuffle,
-    checks, ledger, evaluation, checkpoints and other. They add up to the time of the call.
-    `steps_lost` counts steps that a crash lost for good: their releases are spent, and the run
-    has ended without them.
+    `seconds` is the time of each part: data, forward and backward, settle, noise, update, shuffle,
+    checks, ledger, evaluation, checkpoints and other. `steps_lost` counts steps whose releases are
+    spent and whose updates were lost in a crash.
     """
 
     steps_taken: int
@@ -188,12 +185,12 @@ def _run(
             private.backward(per_sample_loss(private.model, views.of(batch)))
             private.step()
     except BudgetExhaustedError:
-        # The last steps before a crash, repeated with other bits: there is no budget for them.
+        # Steps before a crash, repeated with other sums: there is no budget for them.
         return
 
 
 class _Views:
-    """Batches as the loss is given them: as they are, or augmented by streams of the run."""
+    """Augments the batches of a run, each with a generator of its own."""
 
     def __init__(self, private: PrivateTraining, augment: Augment | None) -> None:
         self._private = private
@@ -213,7 +210,7 @@ class _Views:
 
 
 def _augmented(loss: PerSampleLoss, augment: Augment | None) -> PerSampleLoss:
-    """The loss of augmented batches, for trials that are of no run."""
+    """The loss of augmented batches, for trials outside of the run."""
     if augment is None:
         return loss
 
@@ -225,7 +222,7 @@ def _augmented(loss: PerSampleLoss, augment: Augment | None) -> PerSampleLoss:
 
 
 class _Observer:
-    """Runs after every update, those of empty batches included: schedule, report, save."""
+    """Called after every update: steps the scheduler, calls the callbacks, saves checkpoints."""
 
     def __init__(
         self,
@@ -309,7 +306,7 @@ def _resume(
 
 
 def _refuse_untrained(private: PrivateTraining) -> None:
-    """A run that can take no step at all has nothing to release but what it was given."""
+    """Refuse to release a run that took no step and can take none."""
     if private.steps_taken == 0 and private.finished:
         raise BudgetExhaustedError(
             f"{private.ledger.spent} of {private.plan.num_steps} releases are spent, and this run "
@@ -320,7 +317,7 @@ def _refuse_untrained(private: PrivateTraining) -> None:
 def _in_precision(
     per_sample_loss: PerSampleLoss, precision: Precision, device: torch.device
 ) -> PerSampleLoss:
-    """The forward under autocast if asked for; backward and update stay outside, as they must."""
+    """The loss under autocast, if asked for; backward and update are outside of it."""
     if precision == "float32":
         return per_sample_loss
 
@@ -333,7 +330,7 @@ def _in_precision(
 
 @contextmanager
 def _signals() -> Iterator[list[str]]:
-    """Collect SIGINT and SIGTERM instead of dying of them; a second one acts as usual."""
+    """Collect SIGINT and SIGTERM; a second one acts as usual."""
     received: list[str] = []
     if threading.current_thread() is not threading.main_thread():
         yield received

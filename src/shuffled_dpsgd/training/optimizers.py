@@ -1,8 +1,7 @@
-"""Which optimizers a shuffled run may use.
+"""Which optimizers a shuffled run may use: those whose update commutes with a permutation.
 
-Permuting weights, gradients and state commutes with an update that treats every coordinate alike
-and on its own. For those, moving the moments along is exact; for the others the shuffle would
-change the training itself, so they are refused with the reason.
+An elementwise update does: weights, gradients and optimizer state can be permuted together. Under
+any other update the shuffle would change the training, so it is refused.
 """
 
 from __future__ import annotations
@@ -55,8 +54,8 @@ def check_optimizer(
 ) -> None:
     """Refuse an optimizer whose step needs a closure, or does not commute with permutations.
 
-    Torch's elementwise optimizers pass by type, known others are refused by name; anything else
-    is tried: its class, with its own settings, must commute with a permutation of coordinates.
+    Torch's elementwise optimizers are accepted by type, and known others refused by name. Anything
+    else is tried out on a small tensor.
     """
     name = type(optimizer).__name__
     two_steps = hasattr(optimizer, "first_step") and hasattr(optimizer, "second_step")

@@ -1,4 +1,4 @@
-"""Finding a physical batch that fits, by trying."""
+"""Finds the largest physical batch that fits into memory, by trying."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def find_physical_batch_size(
 ) -> int:
     """Try a forward and backward at `start` (the expected batch), halving on out-of-memory.
 
-    Sets and returns `private.physical_batch_size`. Nothing is released and no randomness of the
-    run is used: the probes' sums are dropped and torch's global generators put back. The longest
-    records are tried where the data can say how long they are, else the first ones.
+    Sets and returns `private.physical_batch_size`. Nothing is released, and torch's global
+    generators are restored. The longest records are tried if their lengths are known, else the
+    first ones.
     """
     if private.is_sharded:
         raise InvalidArgumentError(

@@ -1,9 +1,9 @@
-"""From what a user asks for to a frozen plan: calibrate, split into blocks. How two plans differ.
+"""From options to a privacy plan: calibrates the noise and divides the parameters into blocks.
 
-Three accountings. `certified` finds one noise multiplier by privacy-loss distributions and gives it
-to every parameter; `rdp` does so by Rényi DP, which asks for more noise. `paper` is Algorithm 1's
-own calibration: sigma on the shuffled block, sigma_0 on the rest, and plain DP-SGD at sigma_0 when
-sigma is not smaller; its epsilon is heuristic.
+There are three ways to calibrate. `certified` finds one noise multiplier by privacy-loss
+distributions for all parameters; `rdp` does so by Rényi DP, which needs more noise. `paper` is
+Algorithm 1's own formula (heuristic): sigma for the shuffled block, sigma_0 for the rest, and
+sigma_0 everywhere if sigma is not smaller.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def _freeze(
 
 
 def large_delta(plan: PrivacyPlan) -> str | None:
-    """What is wrong with a δ of 1/N or more, to be said before anything is spent."""
+    """A warning about a δ of 1/N or more; None if it is smaller."""
     if plan.uncertifiable or plan.delta * plan.dataset_size < 1.0:
         return None
     return (

@@ -1,14 +1,13 @@
-"""What a plan can hope for, from public quantities alone, before anything is spent.
+"""A bound on a plan's signal-to-noise ratio, from public quantities alone.
 
-Every clipped gradient is at most c long, so the sum of a batch of B is at most B·c long, and is
-that only if all of them point the same way. The noise added to it is about σ·c·√d long, in d
-trainable coordinates. Their ratio B / (σ·√d) bounds the signal-to-noise ratio of one step; c
-cancels. Over T steps signal adds up like T and noise like √T, so √T·B / (σ·√d) bounds that of the
-run. Nothing of this looks at a record.
+The norm of a clipped gradient is at most c, so that of the sum of a batch of B is at most B·c. The
+norm of the noise is about σ·c·√d, for d trainable coordinates. Their ratio B / (σ·√d) bounds the
+signal-to-noise ratio of one step. Over T steps the signal grows like T and the noise like √T, so
+√T·B / (σ·√d) bounds that of the run. No record is needed for it.
 
-The bound is not a forecast. Real gradients disagree, and the ratio they reach is many times
-smaller; on the other hand noise is spread over all d directions, while a model may learn along a
-few. The verdicts rest on runs that were measured: docs/advice.md has them.
+It is a bound and no forecast. Real gradients disagree, so the ratio is many times smaller. On the
+other hand the noise is spread over d directions, while a model may learn in a few. The verdicts
+rest on measured runs (docs/advice.md).
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ _EXPLAINED: dict[Outlook, str] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Prospect:
-    """The noise of a plan beside the longest signal it can carry.
+    """The noise of a plan, and the largest signal that is possible.
 
     `signal_limit` is in units of the clip norm: B, or less under a batch clip. `noise_norm`, in
     the same units, is the expected norm of one step's noise.
@@ -61,7 +60,7 @@ class Prospect:
 
     @property
     def verdict(self) -> Outlook:
-        """What may be hoped for."""
+        """How promising the ratio of the run is."""
         if self.over_run < HOPELESS_BELOW:
             return "hopeless"
         return "doubtful" if self.over_run < PROMISING_FROM else "promising"
@@ -159,10 +158,9 @@ def best_batch(prospects: Sequence[Prospect]) -> Prospect:
 
 @dataclass(frozen=True, kw_only=True)
 class Needs:
-    """What alone would lift a plan to where it is promising; None where nothing within reach does.
+    """What a plan would need to be promising, by changing one quantity alone; None if out of reach.
 
-    Records at the same sampling probability, steps and ε; trainable coordinates with all else
-    the same; ε with all else the same.
+    More records are meant at the same sampling probability, steps and ε.
     """
 
     dataset_size: int
@@ -171,7 +169,7 @@ class Needs:
 
 
 def needs_of(now: Prospect, *, epsilon: float | None, delta: float) -> Needs:
-    """How far a plan is from promising, in records, in parameters and in ε."""
+    """The records, the parameters or the ε that would make a plan promising."""
     factor = max(1.0, PROMISING_FROM / now.over_run) if now.over_run else math.inf
     enough = None if epsilon is None else _epsilon_needed(now, epsilon, delta)
     return Needs(

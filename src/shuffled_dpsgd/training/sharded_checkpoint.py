@@ -1,7 +1,7 @@
-"""The weights and moments of a sharded model in a checkpoint, by `torch.distributed.checkpoint`.
+"""Weights and optimizer state of a sharded model in a checkpoint (`torch.distributed.checkpoint`).
 
-Every rank writes its own rows into files of its own, and none ever holds the whole. Any number of
-ranks reads them again. What is small (settings, step counts) is kept beside them by rank 0.
+Every rank writes its own rows into its own files, and any number of ranks can read them. Small data
+(settings, step counts) are written by rank 0.
 """
 
 from __future__ import annotations
@@ -98,21 +98,21 @@ def check_shards(source: Path, model: torch.nn.Module) -> None:
 
 
 def without_shards(state: Any) -> Any:
-    """A state with the types of its sharded tensors in their place."""
+    """A state in which sharded tensors are replaced by their types."""
     if isinstance(state, dict):
         return {key: without_shards(value) for key, value in state.items()}
     return {"sharded": str(state.dtype).removeprefix("torch.")} if _is_spread(state) else state
 
 
 def with_shards(stored: Any, own: Any) -> Any:
-    """A stored state with the sharded tensors of one's own, which `read_shards` has filled."""
+    """A stored state with the sharded tensors of `own`, which `read_shards` has filled."""
     if isinstance(stored, dict) and isinstance(own, dict):
         return {key: with_shards(value, own.get(key)) for key, value in stored.items()}
     return own if _is_spread(own) else stored
 
 
 def _prepare_optimizer(optimizer: torch.optim.Optimizer, described: Mapping[str, Any]) -> None:
-    """Give the optimizer the settings and a state of the shape described, sharded tensors empty."""
+    """Give the optimizer the stored settings, and a state whose sharded tensors are still zero."""
     optimizer.load_state_dict({"state": {}, "param_groups": described["param_groups"]})
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for index, kept in described["state"].items():
@@ -128,7 +128,7 @@ def _prepare_optimizer(optimizer: torch.optim.Optimizer, described: Mapping[str,
 def _contents(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer, extras: Mapping[str, Any]
 ) -> dict[str, torch.Tensor]:
-    """Everything that is stored in shards, under names of its own; the tensors themselves."""
+    """All tensors that are stored in shards, by name."""
     weights = {f"model.{name}": tensor.detach() for name, tensor in named_tensors(model).items()}
     state = optimizer.state_dict()["state"]
     return weights | dict(_spread_in(state, "optimizer")) | dict(_spread_in(extras, "extras"))

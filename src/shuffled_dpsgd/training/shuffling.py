@@ -1,4 +1,4 @@
-"""The shuffle of a run: draws a permutation, applies it, and has some shuffles verified."""
+"""The shuffle of a run: draws a permutation, applies it, and has some of them verified."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from shuffled_dpsgd.training.shuffle_check import ShuffleCheck
 class PermutedFrame:
     """Draws noise as if the weights had never been permuted by `permutation`.
 
-    Same distribution, and the same trajectory as an unshuffled run up to rounding. The sums are
-    moved there and back rather than the noise, which would need a model-sized buffer.
+    The trajectory is that of an unshuffled run up to rounding. The sums are moved back and forth
+    instead of the noise, which would need a buffer of the model's size.
     """
 
     def __init__(self, permutation: Permutation) -> None:
@@ -77,7 +77,7 @@ class Shuffling:
         return 0 if self._check is None else self._check.num_verified
 
     def listen(self) -> None:
-        """Note what the model is called with, for the shuffles that are verified."""
+        """Record the model's inputs, for shuffles that are verified."""
         if self._check is not None:
             self._listening = self._check.listen()
 
@@ -93,7 +93,7 @@ class Shuffling:
             self._check.try_out()
 
     def forget(self) -> None:
-        """The batch is over: the next one's inputs take the place of its own."""
+        """Drop the inputs of the batch."""
         if self._check is not None:
             self._check.forget()
 

@@ -1,4 +1,4 @@
-"""What a plan has spent along a run: a few step counts are priced once and looked up later."""
+"""The ε spent after each step of a plan: priced for a few step counts, and looked up in between."""
 
 from __future__ import annotations
 
@@ -17,9 +17,8 @@ _ERROR = 2e-3
 class SpendingCurve:
     """Certified claim and paper's estimate after any number of releases of a plan.
 
-    Priced at a few step counts, the last as precisely as a card does. In between, the next priced
-    count above is charged. Both curves grow with the number of releases, so what is shown is never
-    below what is spent.
+    A few step counts are priced, the last as precisely as on a card. In between, the next larger
+    one is charged. ε grows with the number of releases, so it is never understated.
     """
 
     def __init__(self, plan: PrivacyPlan) -> None:

@@ -1,4 +1,4 @@
-"""The one way to the user's optimizer: privatized gradients in, an update out, nothing left."""
+"""Steps the user's optimizer with privatized gradients, and with nothing else."""
 
 from __future__ import annotations
 
@@ -12,11 +12,7 @@ from shuffled_dpsgd.runtime.shards import any_sharded, spread_like
 
 
 class GuardedOptimizer:
-    """Steps the user's optimizer with given gradients, and refuses steps by anybody else.
-
-    Only privatized gradients may reach the weights, so a direct `optimizer.step()` is an error
-    until `remove`.
-    """
+    """Steps the user's optimizer; direct calls of `optimizer.step()` are refused until `remove`."""
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, trainable: Mapping[str, torch.nn.Parameter]
@@ -28,9 +24,9 @@ class GuardedOptimizer:
         self._hook = optimizer.register_step_pre_hook(self._refuse_foreign_step)
 
     def update(self, gradients: Mapping[str, torch.Tensor]) -> None:
-        """One step with these gradients, which are gone from the parameters afterwards.
+        """One step with these gradients, which are removed from the parameters afterwards.
 
-        Of a sharded parameter, the gradient is that of the rows this rank holds.
+        For a sharded parameter, the gradient is that of this rank's rows.
         """
         for name, parameter in self._trainable.items():
             gradient = gradients[name].to(parameter.dtype)
@@ -44,7 +40,7 @@ class GuardedOptimizer:
             parameter.grad = None
 
     def remove(self) -> None:
-        """Let the optimizer be stepped by anybody again."""
+        """Allow direct steps again."""
         self._hook.remove()
 
     def _refuse_foreign_step(

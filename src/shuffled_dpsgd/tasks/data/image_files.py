@@ -1,7 +1,7 @@
 """Images and classes from folders, an `.npz` file or CIFAR's binary files: never guessed at.
 
-A layout or a scale that is guessed wrong trains on noise and spends the budget for it. Files that
-hold pickles run whatever code is in them when they are read, so they are never read here.
+A layout or a scale that is guessed wrong would spend the budget on garbage. Files with pickles can
+run any code when they are read, so they are never read here.
 """
 
 from __future__ import annotations

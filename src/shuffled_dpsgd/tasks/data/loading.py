@@ -1,4 +1,4 @@
-"""From the `[data]` section of a run to its splits, wherever they come from."""
+"""From the `[data]` section of a run to its splits."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def read_images(data: DataConfig, num_labels: int) -> Splits[Any]:
 
 
 def scored_split(data: DataConfig) -> str:
-    """What `read_references` reads when no split is asked for, in a word."""
+    """The name of what `read_references` reads when no split is asked for."""
     if data.heldout_from_train is not None:
         return HELD_BACK
     return data.heldout_split or ("held-out" if data.format == "hub" else "dev")
@@ -179,7 +179,7 @@ def check_sizes(splits: Splits[Any], *, batch: int) -> None:
 def drawn_part(size: int, limit: int | None) -> list[int]:
     """At most `limit` of `size` record numbers, drawn from a public seed, in order.
 
-    The beginning of a file is not like the rest: files are often sorted, by class or by source.
+    Not the first ones: files are often sorted, by class or by source.
 
     >>> len(drawn_part(10, 3)), drawn_part(3, None), drawn_part(3, 8)
     (3, [0, 1, 2], [0, 1, 2])
@@ -215,7 +215,7 @@ def _check_columns(data: DataConfig, counts: Sequence[int], expected: str) -> No
 def _continuations(
     data: DataConfig,
 ) -> tuple[Callable[[str], Iterable[Iterable[Continuation]]], tuple[str, ...]]:
-    """A function that reads a split, item by item, and the splits to score."""
+    """A function that reads a split, and the splits to score."""
     _check_columns(data, (2,), "[prompt column, target column]")
     source = open_source(data, data.text_columns)
 
@@ -257,7 +257,7 @@ def _is_list(kind: type, value: Any) -> bool:
 
 
 def _splits(data: DataConfig, read: Callable[[str], Any], usual: tuple[str, ...]) -> Splits[Any]:
-    """Read what is wanted and take the parts that are wanted of it, drawn without looking."""
+    """Read the splits and take the parts that are asked for, drawn from fixed seeds."""
     train = read("train")
     kept = list(range(len(train)))
     limit, count = data.max_heldout_examples, data.heldout_from_train

@@ -1,4 +1,4 @@
-"""The data sets that have a name: their classes, splits, files and columns, here and on the hub."""
+"""The named data sets: their classes, splits, files and columns, in folders and on the hub."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ HUB_SPLITS = {
 
 @dataclass(frozen=True)
 class HubPlace:
-    """Where the hub has a data set: its name, columns and configuration.
+    """A data set on the hub: its name, columns and configuration.
 
     `revision` is the branch of Parquet files that the hub makes of sets whose own branch holds
-    code: code from the hub is never run.
+    code. Code from the hub is never run.
     """
 
     name: str
@@ -40,13 +40,12 @@ class HubPlace:
 class PublishedSet:
     """One named data set.
 
-    `folders` are the names its folder may have, and `what` says what to fetch, and where. The files
-    of a split are called by one of its `stems` and end in one of `kinds`. They have one of the sets
-    of `columns`, in which the class or the target comes last. Records whose class is `unlabelled`
-    are left out, as their publisher says; `broken_share` is the share of lines that the published
-    file itself has broken. Of binary images, `label_bytes` stand before each, the last of which
-    counts. `heldout` are the splits that are scored unless others are asked for, `sources` the
-    collections a set is made of, as its records name them.
+    `folders` are the names its folder may have; `what` says what to fetch, and where. The files of
+    a split are named by one of its `stems` and one of `kinds`. They have one of the sets of
+    `columns`, whose last is the class or the target. Records whose class is `unlabelled` are left
+    out, as their publisher says. `broken_share` is the share of broken lines in the published file.
+    Each binary image follows `label_bytes`, the last of which is its class. `heldout` are the
+    splits that are usually scored, `sources` the collections that the records name.
     """
 
     title: str
@@ -74,7 +73,7 @@ class PublishedSet:
         return [f"{stem}.{kind}" for kind in self.kinds for stem in self.stems[split]]
 
     def missing_file(self, folder: Path, file: str) -> InvalidArgumentError:
-        """The error about a file that is not there: what to put where."""
+        """The error for a missing file: what to put where."""
         packed = "" if file.endswith(".bin") else f" or {file}.xz"
         there = "" if folder.is_dir() else ", which is not there"
         hub = "" if self.hub is None else 'or write `source = "hub"`; '

@@ -24,7 +24,7 @@ def open_source(data: DataConfig, *own_columns: Columns) -> FolderSource | HubSo
 
 
 class FolderSource:
-    """Text files in the folder that `[data]` names, laid out as published or as one's own are."""
+    """Text files in the folder that `[data]` names, of a published set or of the user's own."""
 
     def __init__(self, data: DataConfig, own_columns: Sequence[Columns]) -> None:
         self._path = folder_of(data)
@@ -110,7 +110,7 @@ class HubSource:
 
 @dataclass(frozen=True)
 class HubRecords:
-    """Rows of the hub, converted when they are asked for: decoding images takes long."""
+    """Rows of the hub, converted when they are asked for, because decoding images is slow."""
 
     rows: Any
     where: str

@@ -1,8 +1,7 @@
 """Rows of text files, each with the place it came from.
 
-Tab-separated, comma-separated, JSON and JSON-lines files, compressed (`.xz`) or not. What cannot be
-read is an error that names the file and the line, or the item of a JSON list. Nothing is skipped
-and nothing is converted silently.
+Tab-separated, comma-separated, JSON and JSON-lines files, compressed (`.xz`) or not. Whatever
+cannot be read is an error that names the file and the line, or the item of a JSON list.
 """
 
 from __future__ import annotations
@@ -137,7 +136,7 @@ def _separated(path: Path, kind: str) -> Iterator[tuple[int, list[str]]]:
             yield began, cells
             began = reader.line_num + 1
     except csv.Error as error:
-        # A quote that nobody closes is noticed many lines below, at the end of the file.
+        # The line is where the record begins: an open quote is noticed at the end of the file only.
         raise InvalidArgumentError(
             f"{path}:{began}",
             expected="comma-separated values, quoted as CSV has it",

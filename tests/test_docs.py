@@ -1,0 +1,201 @@
+"""The site: code in pages runs, every public name is on the reference page, and pages are short."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from torch import Tensor, nn
+from torch.nn import functional as F
+from typer.testing import CliRunner
+
+import shuffled_dpsgd
+from shuffled_dpsgd import integrations, make_private, testing
+from shuffled_dpsgd.cli.main import app
+from shuffled_dpsgd.clipping import ClippingEngine
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCS = ROOT / "docs"
+TEN_MINUTES = 2400  # words, at 240 a minute
+BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.DOTALL | re.MULTILINE)
+OPTIONS = "dataset_size=200, expected_batch_size=50, num_steps=2, noise_multiplier=1.0, delta=1e-3"
+# Pages that the words of others are still cut on; a page leaves this list and never enters it.
+LONG = {"claims.md", "results.md"}
+
+
+def blocks(page: str, language: str) -> list[str]:
+    return [code for kind, code in BLOCK.findall((DOCS / page).read_text()) if kind == language]
+
+
+TAKES_LONG = ("accounting.md", "huggingface.md", "training.md")
+CODE = [
+    pytest.param(p.name, number, marks=[pytest.mark.slow] if p.name in TAKES_LONG else [])
+    for p in sorted(DOCS.glob("*.md"))
+    for number in range(len(blocks(p.name, "python")))
+]
+
+
+class MyLayer(nn.Linear):
+    """A layer of the reader's own."""
+
+
+def prepared(page: str) -> dict[str, Any]:
+    """What a page's reader has: a model, data, a loss, an optimizer, under the page's names."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 4))
+    data = torch.utils.data.TensorDataset(torch.randn(200, 16), torch.randint(4, (200,)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+    def loss_of(model_or_outputs: Any, batch_or_labels: Any) -> Tensor:
+        if isinstance(model_or_outputs, Tensor):
+            return F.cross_entropy(model_or_outputs, batch_or_labels, reduction="none")
+        x, y = batch_or_labels
+        return F.cross_entropy(model_or_outputs(x), y, reduction="none")
+
+    names: dict[str, Any] = {
+        "torch": torch,
+        "model": model,
+        "optimizer": optimizer,
+        "data": data,
+        "x": data.tensors[0][:8],
+        "y": data.tensors[1][:8],
+        "batch": data.tensors[0][:8],
+        "layer": nn.Linear(8, 3),
+        "MyLayer": MyLayer,
+        "per_sample_loss": loss_of,
+        "scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.99),
+        "ClippingEngine": ClippingEngine,
+        "make_private": make_private,
+    }
+    if page == "publish.md":
+        sizes: dict[str, Any] = eval(f"dict({OPTIONS})")
+        names["private"] = make_private(model, optimizer, **sizes)
+    if page in ("index.md", "huggingface.md"):
+        names |= with_transformers()
+    if page == "add_a_rule.md":
+        from shuffled_dpsgd.clipping.rules.linear import LinearSlot
+
+        names["MySlot"] = LinearSlot
+    return names
+
+
+def with_transformers() -> dict[str, Any]:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = transformers.BertForSequenceClassification(
+        transformers.BertConfig(vocab_size=30, intermediate_size=20, **sizes)
+    )
+    ids = torch.randint(30, (100, 6))
+    records = [{"input_ids": row, "labels": torch.tensor(i % 2)} for i, row in enumerate(ids)]
+    names = {"model": model, "records": records, "data": records, "transformers": transformers}
+    return {
+        **names,
+        "HfArgumentParser": transformers.HfArgumentParser,
+        "TrainingArguments": transformers.TrainingArguments,
+    }
+
+
+@pytest.mark.parametrize(("page", "number"), CODE, ids=lambda value: str(value))
+def test_code_in_pages_runs(
+    page: str, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code = blocks(page, "python")[number]
+    compiled = compile(code, f"{page}, block {number}", "exec")
+    if "fully_shard" in code:
+        return  # Needs a launch of several processes: tests/distributed runs what it says.
+    if page == "huggingface.md":
+        arguments = "--output_dir out --use_cpu --max_steps 2 --report_to none --disable_tqdm True"
+        privacy = "--noise_multiplier 1.0 --delta 1e-3"
+        monkeypatch.setattr(sys, "argv", ["program", *arguments.split(), *privacy.split()])
+    for written, meant in ((", ...)", f", {OPTIONS})"), ("epochs=10", "epochs=1")):
+        code = code.replace(written, meant)
+    code = code.replace("expected_batch_size=1000", "expected_batch_size=50")
+    compiled = compile(code, f"{page}, block {number}", "exec")
+    names = prepared(page)
+    try:
+        exec(compiled, names)
+    finally:
+        if "private" in names:
+            names["private"].close()
+        if page == "add_a_rule.md":
+            from shuffled_dpsgd.clipping.rules import BY_TYPE
+
+            BY_TYPE.pop(MyLayer, None)
+
+
+@pytest.mark.slow
+def test_the_landing_page_leads_from_a_csv_to_a_card(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every command of the page, as it stands, on a thousand rows of the file it shows."""
+    monkeypatch.chdir(tmp_path)
+    (header, *rows) = blocks("index.md", "text")[0].splitlines()
+    (tmp_path / "data").mkdir()
+    for name, count in (("train", 500), ("dev", 20)):
+        lines = [row.replace(",", f" {i},") for i in range(count) for row in rows]
+        (tmp_path / "data" / f"{name}.csv").write_text("\n".join([header, *lines]) + "\n")
+    (tmp_path / "run.toml").write_text(blocks("index.md", "toml")[0])
+    page = (DOCS / "index.md").read_text()
+    commands = re.findall(r"^shuffled-dpsgd (.*?)(?: +#.*)?$", page, re.MULTILINE)
+    assert [command.split()[0] for command in commands] == ["train", "train", "predict", "card"]
+    for command in commands:
+        words = [quoted or plain for quoted, plain in re.findall(r'"([^"]*)"|(\S+)', command)]
+        done = CliRunner().invoke(app, words)
+        assert done.exit_code == 0, f"{command}: {done.output}"
+    assert "kind: proven" in done.output
+    assert tomllib.loads((tmp_path / "run.toml").read_text())["privacy"]["epsilon"] == 3.0
+
+
+def test_the_main_names_are_on_the_reference_page() -> None:
+    named = set(re.findall(r"^::: ([\w.]+)$", (DOCS / "reference.md").read_text(), re.MULTILINE))
+    public = {f"shuffled_dpsgd.{name}" for name in shuffled_dpsgd.__all__ if name[0] != "_"}
+    public |= {f"{integrations.__name__}.{name}" for name in integrations.__all__}
+    public |= {testing.__name__, "shuffled_dpsgd.errors"}
+    assert public - named == set()
+
+
+def pages_of(entry: Any) -> list[str]:
+    if isinstance(entry, str):
+        return [entry]
+    values = entry.values() if isinstance(entry, dict) else entry
+    return [page for value in values for page in pages_of(value)]
+
+
+def test_no_page_takes_longer_than_ten_minutes() -> None:
+    long = {page.name for page in DOCS.glob("*.md") if len(page.read_text().split()) > TEN_MINUTES}
+    assert long <= LONG
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    pages = pages_of(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"])
+    assert len(pages) == len(set(pages))
+    assert {page.name for page in DOCS.glob("*.md")} <= set(pages)
+
+
+@pytest.mark.slow
+def test_the_site_builds_strictly_and_asks_nothing_of_the_outside(tmp_path: Path) -> None:
+    pytest.importorskip("mkdocs")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (tmp_path / "search" / "search_index.json").is_file()
+    reference = "".join((tmp_path / name).read_text() for name in ("api.html", "reference.html"))
+    rows = re.findall(r"^\| `([\w.]+)` \| (.*) \|$", (DOCS / "api.md").read_text(), re.MULTILINE)
+    for module, names in rows:
+        for name in re.findall(r"`(\w+)`", names):
+            # A function may have the name of its module, and then stands below that.
+            found = rf'id="{module}\.({name}\.)?{name}"'
+            assert name == "__version__" or re.search(found, reference), f"{module}.{name}"
+    for page in tmp_path.rglob("*.html"):
+        text = page.read_text(encoding="utf-8")
+        loaded = re.findall(r"<(?:script|img|iframe)[^>]* src=\"(?:https?:)?//[^\"]*\"", text)
+        links = re.findall(r"<link [^>]*href=\"(?:https?:)?//[^\"]*\"", text)
+        assert [*loaded, *links] == [], page

@@ -597,7 +597,7 @@ def refusals() -> dict[str, str]:
             )
         ),
         "frame": attempt(fully_shard(square()), noise_frame="unshuffled", shuffle="every-step"),
-        "trainer": refusal(lambda: check_model(fully_shard(square()), "off")),
+        "trainer": refusal(lambda: check_model(fully_shard(square()))),
         "size": attempt(fully_shard(square()), physical_batch_size=2 + rank),
     }
 

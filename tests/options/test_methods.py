@@ -25,7 +25,10 @@ def test_every_method_has_a_summary() -> None:
 @pytest.mark.parametrize(
     ("given", "decided"),
     [
-        ({}, ("certified", "every-step", "bookkeeping")),
+        ({}, ("certified", "auto", "bookkeeping")),
+        ({"batch_clip_norm": 1.0}, ("certified", "every-step", "bookkeeping")),
+        ({"noise_frame": "unshuffled"}, ("certified", "every-step", "bookkeeping")),
+        ({"accounting": "paper", "batch_clip_norm": 1}, ("paper", "every-step", "bookkeeping")),
         ({"method": "shuffled", "batch_clip_norm": 1.0}, ("paper", "every-step", "bookkeeping")),
         (
             {"method": "shuffled", "accounting": "certified", "shuffle": "at-release"},
@@ -42,6 +45,7 @@ def test_what_is_left_open_is_filled_in(
 ) -> None:
     budget = Budget(**BUDGET, **given)
     assert (budget.accounting, budget.shuffle, budget.strategy) == decided
+    assert budget.scope == ("full" if budget.shuffle == "auto" else "paper")
 
 
 @pytest.mark.parametrize(

@@ -46,18 +46,19 @@ def test_lora_factors_train_and_the_frozen_base_keeps_its_function() -> None:
     case = bert_case()
     config = peft.LoraConfig(r=2, target_modules=["query", "value"], task_type="SEQ_CLS")
     model = peft.get_peft_model(make_bert(), config)
+    with pytest.raises(InvalidArgumentError, match="scope='full'"):
+        start(model, shuffle="every-step", scope="paper")
     before = weights(model)
     trainable = {name for name, p in model.named_parameters() if p.requires_grad}
-    private = start(model)
+    private = start(model, shuffle="every-step", scope="full")
     assert {name for block in private.plan.blocks for name in block.parameters} == trainable
     run(private, case)
     after = weights(model)
     lora = [name for name in trainable if "lora_" in name]
     assert lora
     assert all(not torch.equal(before[name], after[name]) for name in lora)
-    unmoved = set(before) - trainable - private.spec.moved_names  # type: ignore[union-attr]
-    assert unmoved
-    assert all(torch.equal(before[name], after[name]) for name in unmoved)
+    assert {group.kind for group in private.spec.groups} == {"lora-rank"}  # type: ignore[union-attr]
+    assert all(torch.equal(before[name], after[name]) for name in set(before) - trainable)
 
 
 def test_gradient_checkpointing_changes_nothing() -> None:

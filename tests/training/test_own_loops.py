@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import IterableDataset
 
 from shuffled_dpsgd.errors import (
     BudgetExhaustedError,
@@ -25,7 +25,7 @@ from shuffled_dpsgd.training import (
     save_checkpoint,
     train,
 )
-from training.cases import bert_case, classify, make_bert, make_mlp, mlp_case, run, vectors
+from training.cases import classify, make_bert, make_mlp, mlp_case, run, vectors
 
 SETTINGS: dict[str, Any] = {
     "dataset_size": 40,
@@ -102,25 +102,6 @@ def test_a_cell_run_again_closes_the_first_run_and_says_so() -> None:
     take(third, third.batches(vectors(), num_steps=1))
 
 
-def test_adapters_of_a_shuffled_model_are_not_saved_alone(tmp_path: Path) -> None:
-    peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(r=2, target_modules=["query", "value"], task_type="SEQ_CLS")
-    for shuffle in ("off", "every-step"):
-        model = peft.get_peft_model(make_bert(), config)
-        trainable = [p for p in model.parameters() if p.requires_grad]
-        private = make_private(
-            model, torch.optim.SGD(trainable, lr=0.1), **(SETTINGS | {"shuffle": shuffle})
-        )
-        run(private, bert_case(), num_steps=1)
-        private.close()
-        if shuffle == "off":
-            model.save_pretrained(tmp_path / shuffle)
-            continue
-        with pytest.raises(InvalidArgumentError, match="merge_and_unload"):
-            model.save_pretrained(tmp_path / shuffle)
-        model.merge_and_unload().save_pretrained(tmp_path / shuffle)
-
-
 def test_the_folder_given_to_save_is_enough_to_load(tmp_path: Path) -> None:
     private = private_mlp()
     for _ in range(2):
@@ -152,7 +133,6 @@ class Stream(IterableDataset[int]):
     [
         (Stream(), "map-style"),
         (iter(range(40)), "map-style"),
-        (DataLoader(vectors(), batch_size=4), r"private\.batches\(loader\.dataset"),
         (vectors(count=41), "40 records"),
     ],
 )

@@ -127,12 +127,23 @@ def test_contradictions_are_refused_by_name(changes: dict[str, Any], named: str)
 
 
 def test_nothing_to_shuffle_is_refused_unless_shuffling_is_off() -> None:
-    request = PrivacyOptions(**BASE)
+    request = PrivacyOptions(**(BASE | {"shuffle": "every-step"}))
     with pytest.raises(InvalidArgumentError, match="shuffle='off'"):
         make_plan(request, sizes=SIZES, moved=frozenset())
-    off = dataclasses.replace(request, shuffle="off")
-    (block,) = make_plan(off, sizes=SIZES, moved=frozenset()).blocks
-    assert block.dimension == sum(SIZES.values())
+    for shuffle in ("off", "auto"):
+        left_out = dataclasses.replace(request, shuffle=shuffle)
+        made = make_plan(left_out, sizes=SIZES, moved=frozenset())
+        (block,) = made.blocks
+        assert made.shuffle == "off"
+        assert block.dimension == sum(SIZES.values())
+
+
+def test_auto_shuffles_every_step_where_something_moves() -> None:
+    assert plan(shuffle="auto").shuffle == "every-step"
+    with pytest.raises(InvalidArgumentError, match="shuffle='off'"):
+        make_plan(
+            PrivacyOptions(**(BASE | {"batch_clip_norm": 1.0})), sizes=SIZES, moved=frozenset()
+        )
 
 
 @pytest.mark.parametrize(

@@ -56,6 +56,12 @@ class PrivacyClaim:
         """One line that always contains the kind."""
         return f"ε = {self.epsilon:.4g} ({self.kind}) at δ = {self.delta:.3g} by {self.method}"
 
+    __str__ = describe
+
+    def __format__(self, spec: str) -> str:
+        """The number as `spec` asks for it, never without its kind."""
+        return f"{self.epsilon:{spec}} ({self.kind})" if spec else self.describe()
+
     def to_json(self) -> dict[str, Any]:
         """Plain data; the kind travels with the number."""
         return {

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from shuffled_dpsgd.core.events import check_sampling
 from shuffled_dpsgd.core.streams import RandomStreams, words
 from shuffled_dpsgd.errors import InvalidArgumentError
 
@@ -47,16 +48,8 @@ class PoissonSampler:
 
     def __init__(self, *, dataset_size: int, sampling_prob: float, streams: RandomStreams) -> None:
         if dataset_size < 1:
-            raise InvalidArgumentError(
-                "dataset_size", expected="a positive integer", got=dataset_size
-            )
-        if not 0.0 < sampling_prob <= 1.0:
-            raise InvalidArgumentError(
-                "sampling_prob",
-                expected="a probability in (0, 1]",
-                got=sampling_prob,
-                remedy="expected_batch_size must not exceed dataset_size",
-            )
+            raise InvalidArgumentError("dataset_size", expected="at least 1", got=dataset_size)
+        check_sampling(sampling_prob, num_steps=1)
         self._dataset_size = dataset_size
         self._sampling_prob = sampling_prob
         self._streams = streams

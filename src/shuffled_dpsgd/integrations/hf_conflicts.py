@@ -142,8 +142,8 @@ def check_deciders(
             )
 
 
-def check_model(model: Any, shuffle: str) -> None:
-    """Refuse what the Trainer would save wrongly: a sharded model, a shuffle under an adapter."""
+def check_model(model: Any) -> None:
+    """Refuse what the Trainer would save wrongly: a sharded model."""
     if isinstance(model, nn.Module) and is_wrapped(model):
         raise InvalidArgumentError(
             "model",
@@ -158,12 +158,4 @@ def check_model(model: Any, shuffle: str) -> None:
             "which has no share per sample; experts may end up unevenly used",
             UserWarning,
             stacklevel=3,
-        )
-    if hasattr(model, "peft_config") and shuffle != "off":
-        raise InvalidArgumentError(
-            "shuffle",
-            expected="off for a model with adapters",
-            got=shuffle,
-            remedy="a shuffle moves the frozen weights too, so an adapter saved alone would no "
-            "longer fit the public model",
         )

@@ -290,7 +290,7 @@ class DPTrainer(Trainer):
 
     def _check_model(self, model: Any) -> None:
         if isinstance(model, nn.Module):
-            check_model(model, str(self.privacy.shuffle))
+            check_model(model)
             check_adapters(model)
             if self._per_sample_loss is None:
                 head_of(model)

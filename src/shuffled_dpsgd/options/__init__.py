@@ -10,13 +10,13 @@ from shuffled_dpsgd.core.plan import (
     NoiseFrame,
     Sampling,
     Scope,
-    Shuffle,
 )
 from shuffled_dpsgd.options.methods import METHODS, Method
 from shuffled_dpsgd.options.statement import (
     Budget,
     PrivacyOptions,
     Schedule,
+    Shuffle,
     Strategy,
     choices_of,
     help_of,

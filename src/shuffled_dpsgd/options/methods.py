@@ -16,7 +16,7 @@ from shuffled_dpsgd.errors import InvalidArgumentError
 
 Method = Literal["shuffled", "mixopt", "ghost", "opacus", "certified", "non-private"]
 OPEN: Mapping[str, str] = MappingProxyType(
-    {"accounting": "certified", "shuffle": "every-step", "strategy": "bookkeeping"}
+    {"accounting": "certified", "shuffle": "auto", "scope": "full", "strategy": "bookkeeping"}
 )
 """Options that may be left open, with their values where no method is named."""
 
@@ -70,7 +70,7 @@ def settle(method: str | None, given: Mapping[str, Any]) -> dict[str, Any]:
     """A value for every open option: the given one, else the method's, else the usual one.
 
     >>> settle("mixopt", {"accounting": "certified"})
-    {'accounting': 'certified', 'shuffle': 'off', 'strategy': 'mixed'}
+    {'accounting': 'certified', 'shuffle': 'off', 'scope': 'paper', 'strategy': 'mixed'}
 
     Raises:
         InvalidArgumentError: a given value contradicts the method.
@@ -78,6 +78,10 @@ def settle(method: str | None, given: Mapping[str, Any]) -> dict[str, Any]:
     allowed = METHODS[method].allowed if method is not None else {}
     found: dict[str, Any] = {}
     for name, usual in OPEN.items():
+        if name == "shuffle" and _needs_a_shuffle(given):
+            usual = "every-step"
+        if name == "scope" and found["shuffle"] != "auto":
+            usual = "paper"
         value = given.get(name)
         choices = allowed.get(name, ())
         if value is not None and choices and value not in choices:
@@ -95,6 +99,15 @@ def settle(method: str | None, given: Mapping[str, Any]) -> dict[str, Any]:
             got=given["batch_clip_norm"],
         )
     return found
+
+
+def _needs_a_shuffle(given: Mapping[str, Any]) -> bool:
+    """Whether something else that was asked for makes no sense where nothing moves."""
+    return (
+        given.get("accounting") == "paper"
+        or given.get("batch_clip_norm") is not None
+        or given.get("noise_frame") == "unshuffled"
+    )
 
 
 def without_privacy(given: Mapping[str, Any]) -> dict[str, Any]:

@@ -25,11 +25,11 @@ from shuffled_dpsgd.core.plan import (
     NoiseFrame,
     Sampling,
     Scope,
-    Shuffle,
 )
 from shuffled_dpsgd.options import validation
 from shuffled_dpsgd.options.methods import Method, settle, without_privacy
 
+Shuffle = Literal["auto", "every-step", "at-release", "off"]
 Strategy = Literal["bookkeeping", "mixed", "ghost", "instantiate"]
 
 
@@ -49,8 +49,8 @@ def _option(default: Any, text: str) -> Any:
 class Budget:
     """What is promised, and the mechanism that keeps the promise.
 
-    `accounting`, `shuffle` and `strategy` may be left open when the object is made; the method,
-    or the default, fills them in, so that an object always has them.
+    `accounting`, `shuffle`, `scope` and `strategy` may be left open when the object is made; the
+    method, or the default, fills them in, so that an object always has them.
     """
 
     delta: float = field(metadata=_help("δ of every claim; well below 1 / number of records."))
@@ -83,11 +83,13 @@ class Budget:
     )
     shuffle: Shuffle | None = _option(
         None,
-        "When weights are permuted: every-step (the default, unless a method is named), "
-        "at-release or off.",
+        "When weights are permuted: every-step, at-release or off. auto (the default, unless a "
+        "method is named): every step, where some of what is trained can move.",
     )
-    scope: Scope = _option(
-        "paper", "Which weights move. paper: Theorems 1-2. full: every exact symmetry."
+    scope: Scope | None = _option(
+        None,
+        "Which weights move. paper: Theorems 1-2. full (the default under shuffle auto): every "
+        "exact symmetry.",
     )
     noise_frame: NoiseFrame = _option(
         "shuffled",

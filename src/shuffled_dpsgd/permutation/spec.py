@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -162,6 +162,13 @@ class PermutationSpec:
             for name, axis in layout.targets:
                 found.setdefault(name, []).append((axis, index))
         return {name: tuple(sorted(axes)) for name, axes in found.items()}
+
+    def within(self, names: Collection[str]) -> PermutationSpec:
+        """The groups all of whose parameters are among these; each is a symmetry by itself."""
+        kept = tuple(g for g in self.groups if all(m.parameter in names for m in g.members))
+        moved = {member.parameter for group in kept for member in group.members}
+        left = dict.fromkeys(self.moved_names - moved, "moves with weights that are not trained")
+        return replace(self, groups=kept, unmoved={**self.unmoved, **left})
 
     @cached_property
     def derived(self) -> dict[str, dict[Any, Any]]:

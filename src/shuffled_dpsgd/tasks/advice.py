@@ -16,7 +16,6 @@ from shuffled_dpsgd.accounting import PrivacyClaim
 from shuffled_dpsgd.core.plan import PrivacyPlan
 from shuffled_dpsgd.models import build_model
 from shuffled_dpsgd.options import PrivacyOptions, options_in
-from shuffled_dpsgd.permutation import discover
 from shuffled_dpsgd.tasks.config import RunConfig
 from shuffled_dpsgd.tasks.models import choose_trained, describe_choices
 from shuffled_dpsgd.tasks.results import count_parameters
@@ -35,6 +34,7 @@ from shuffled_dpsgd.training.prospect import (
     suggested_learning_rate,
 )
 from shuffled_dpsgd.training.spending import paper_estimate
+from shuffled_dpsgd.training.symmetries import symmetries_of
 
 # About the norm of usual gradients. With a far smaller clip all gradients have the same norm, and a
 # classifier drifts to the commonest class; docs/advice.md has runs.
@@ -165,9 +165,8 @@ def preview_shapes(
         **options_in(config.privacy), **options_in(config.training), dataset_size=dataset_size
     )
     config.optimizer.check_length(options.steps())
-    moved: frozenset[str] = frozenset()
-    if options.needs_blocks:
-        moved = discover(shapes, scope=options.scope).moved_names
+    spec = symmetries_of(shapes, options)
+    moved = frozenset() if spec is None else spec.moved_names
     sizes = {name: p.numel() for name, p in shapes.named_parameters() if p.requires_grad}
     return _preview(make_plan(options, sizes=sizes, moved=moved), shapes, config)
 

@@ -10,6 +10,7 @@ from shuffled_dpsgd.core.sampler import PoissonSampler, Sampler
 from shuffled_dpsgd.core.streams import RandomStreams
 from shuffled_dpsgd.options import PrivacyOptions
 from shuffled_dpsgd.training.assemble import assemble, make_private
+from shuffled_dpsgd.training.batch_norm import fix_model
 from shuffled_dpsgd.training.card import AuditedBound, PrivacyCard, write_card
 from shuffled_dpsgd.training.checkpoint import load_checkpoint, save_checkpoint
 from shuffled_dpsgd.training.checkpoint_folder import find_checkpoints, latest_checkpoint
@@ -47,6 +48,7 @@ __all__ = [
     "compare_weights",
     "find_checkpoints",
     "find_physical_batch_size",
+    "fix_model",
     "latest_checkpoint",
     "load_checkpoint",
     "make_plan",

@@ -1,27 +1,10 @@
-"""Adapters (PEFT): which kinds are refused, and when an adapter must not be saved alone.
-
-A shuffle that moves the frozen weights keeps the model's function, but the adapter no longer fits
-the public model.
-"""
+"""Kinds of adapters (PEFT) that cannot be run sample by sample."""
 
 from __future__ import annotations
-
-from functools import partial
-from typing import Any, NoReturn
 
 import torch
 
 from shuffled_dpsgd.errors import InvalidArgumentError
-
-
-def guard_adapters(model: torch.nn.Module) -> None:
-    """From now on refuse to save the adapter of a model whose frozen weights are shuffled.
-
-    `merge_and_unload` returns a model without this refusal.
-    """
-    if hasattr(model, "peft_config") and hasattr(model, "save_pretrained"):
-        model.save_pretrained = partial(_refuse, type(model).__name__)  # type: ignore[assignment]
-
 
 # PEFT's kinds of adapters that have no gradient per sample, with the reason.
 _UNSUPPORTED = {
@@ -47,13 +30,3 @@ def check_adapters(model: torch.nn.Module) -> None:
                 got=f"PEFT's {kind}",
                 remedy="use LoRA, IA³ or prefix tuning",
             )
-
-
-def _refuse(name: str, *_: Any, **__: Any) -> NoReturn:
-    raise InvalidArgumentError(
-        "save_pretrained",
-        expected="the whole model: model.merge_and_unload().save_pretrained(...)",
-        got=f"the adapter of a shuffled {name} alone",
-        remedy="the shuffle has moved the frozen weights, so the adapter no longer fits the "
-        "public model; to save adapters, train with shuffle='off'",
-    )

@@ -34,7 +34,7 @@ from shuffled_dpsgd.options import (
     Shuffle,
     Strategy,
 )
-from shuffled_dpsgd.permutation import PermutationSpec, discover
+from shuffled_dpsgd.options.other_names import answers_other_names
 from shuffled_dpsgd.runtime.shards import any_sharded, is_wrapped
 from shuffled_dpsgd.training.adapters import check_adapters
 from shuffled_dpsgd.training.device_noise import DeviceNoise
@@ -44,6 +44,7 @@ from shuffled_dpsgd.training.planning import large_delta, make_plan
 from shuffled_dpsgd.training.private import PrivateTraining
 from shuffled_dpsgd.training.shared_ledger import SharedLedger
 from shuffled_dpsgd.training.succession import close_predecessors, remember_run
+from shuffled_dpsgd.training.symmetries import usable_symmetries
 
 if TYPE_CHECKING:
     from shuffled_dpsgd.distributed.sharding import ShardedModel
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
 DEFAULT_PHYSICAL_BATCH = 64
 
 
+@answers_other_names
 def make_private(
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -69,7 +71,7 @@ def make_private(
     method: Method | None = None,
     accounting: Accounting | None = None,
     shuffle: Shuffle | None = None,
-    scope: Scope = "paper",
+    scope: Scope | None = None,
     noise_frame: NoiseFrame = "shuffled",
     strategy: Strategy | None = None,
     check_rate: float = 1 / 256,
@@ -95,7 +97,8 @@ def make_private(
     A run with a `seed` can be repeated and resumed bit for bit.
 
     Args:
-        model: Any module the clipping engine and, unless `shuffle="off"`, the shuffle understand.
+        model: Any module the clipping engine understands and, under a shuffle that is asked for by
+            name, the shuffle.
         optimizer: An optimizer over all of the model's trainable parameters.
         dataset_size: N, the number of training records.
         expected_batch_size: B, the expected size of a Poisson batch; actual sizes vary around it.
@@ -113,9 +116,10 @@ def make_private(
             mixopt, ghost, opacus (needs it installed), certified (recommended) or non-private.
         accounting: What the noise is calibrated by. certified (the default): proven ε, tight. rdp:
             proven, looser. paper: the paper's own formula, heuristic.
-        shuffle: When weights are permuted: every-step (the default, unless a method is named),
-            at-release or off.
-        scope: Which weights move. paper: Theorems 1-2. full: every exact symmetry.
+        shuffle: When weights are permuted: every-step, at-release or off. auto (the default, unless
+            a method is named): every step, where some of what is trained can move.
+        scope: Which weights move. paper: Theorems 1-2. full (the default under shuffle auto): every
+            exact symmetry.
         noise_frame: shuffled: noise is drawn for the weights as they lie. unshuffled: as if they
             had never moved, so that runs with and without a shuffle can be compared.
         strategy: How the clipping engine computes, bookkeeping unless a method is named; never
@@ -146,7 +150,7 @@ def make_private(
     private = assemble(model, optimizer, PrivacyOptions(**options))
     warning = large_delta(private.plan)
     if warning is not None:
-        warnings.warn(warning, UserWarning, stacklevel=2)
+        warnings.warn(warning, UserWarning, stacklevel=3)
     return private
 
 
@@ -160,18 +164,16 @@ def assemble(
     inner = _uncompiled(model)
     _refuse_wrappers(inner)
     check_adapters(inner)
-    check_optimizer(
-        optimizer, shuffled=options.shuffle != "off", sharded=any_sharded(inner.parameters())
-    )
+    # Under auto a shuffle is left out where the optimizer rules it out.
+    by_name = options.shuffle not in ("auto", "off")
+    check_optimizer(optimizer, shuffled=by_name, sharded=any_sharded(inner.parameters()))
     check_parameters(inner, optimizer)
     check_precision(inner)
     close_predecessors(inner, optimizer)
     world = current_world()
     sharding = _find_sharding(world, inner, options, compiled=inner is not model)
-    spec: PermutationSpec | None = None
-    if options.needs_blocks:
-        with _as_written(sharding):
-            spec = discover(inner, scope=options.scope)
+    with _as_written(sharding):
+        spec = usable_symmetries(inner, optimizer, options)
     plan = make_plan(
         options,
         sizes={n: p.numel() for n, p in inner.named_parameters() if p.requires_grad},

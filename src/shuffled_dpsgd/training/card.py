@@ -15,7 +15,7 @@ from typing import Any
 
 from shuffled_dpsgd.accounting import Meaning, what_it_means
 from shuffled_dpsgd.accounting.bracket import STATEMENT, is_exact
-from shuffled_dpsgd.accounting.together import runs_of
+from shuffled_dpsgd.accounting.together import claim_together, runs_of
 from shuffled_dpsgd.core import card as core_card
 from shuffled_dpsgd.core.card import CertifiedCard, counted
 from shuffled_dpsgd.core.claim import PrivacyClaim
@@ -29,6 +29,8 @@ SMALL_PRINT = (
     "small print: the formula is for noise that it calibrated itself, and says little about other "
     "noise; this noise was not calibrated by it"
 )
+
+NUMBER_SETTLED = "so many steps and no more were settled on before the first"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,6 +85,21 @@ class PrivacyCard(CertifiedCard):
         Only what is public: names as they were given, and a hash of weights that were released.
         """
         return replace(self, subject={**self.subject, **subject})
+
+    def epsilon(self, delta: float, *, so_far: bool = False) -> PrivacyClaim:
+        """The certified ε at any δ: of the plan, or `so_far` of as many steps as were taken.
+
+        Infinite, which claims nothing, where none can be certified.
+        """
+        claim = (self.certified_so_far if so_far else None) or self.certified
+        if claim is None:
+            why = f"no accountant: {'; '.join(self.why_not_certified)}"
+            return PrivacyClaim(epsilon=math.inf, delta=delta, method=why, kind="proven")
+        runs = runs_of(claim)
+        found = claim_together(runs, delta) if runs else replace(claim, delta=delta)
+        if claim is not self.certified_so_far:
+            return found
+        return replace(found, assumptions=(*found.assumptions, NUMBER_SETTLED))
 
     @property
     def meaning(self) -> Meaning | None:

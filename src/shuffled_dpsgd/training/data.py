@@ -15,6 +15,8 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
 
+from shuffled_dpsgd.errors import InvalidArgumentError
+from shuffled_dpsgd.runtime.notices import say_once
 from shuffled_dpsgd.training.layout import Layout, Part
 
 # Held while records are loaded, by the thread that loads ahead or by a check. Data sets need not be
@@ -185,6 +187,30 @@ class PartLoader(Dataset[Any]):
         except Exception as error:
             error.add_note(f"while loading record {record} of the data set")
             raise
+
+
+def taken_from(loader: MapStyle | DataLoader[Any]) -> tuple[MapStyle, dict[str, Any]]:
+    """The data set of a loader and how it loads; what draws its batches is replaced, said once.
+
+    What is no loader is the data set.
+    """
+    if not isinstance(loader, DataLoader):
+        return loader, {}
+    if loader.batch_sampler is None or loader.worker_init_fn is not None:
+        raise InvalidArgumentError(
+            "data",
+            expected="a DataLoader that makes batches of single records, without worker_init_fn",
+            got=f"batch_size={loader.batch_size}, worker_init_fn={loader.worker_init_fn}",
+            remedy="pass the data set itself, with collate= and num_workers=",
+        )
+    say_once(
+        "of the DataLoader, private.batches uses the data set, collate_fn and workers; its batches "
+        f"({type(loader.sampler).__name__}, batch_size={loader.batch_size}) are replaced by those "
+        "of Poisson sampling, which ε is about"
+    )
+    taken = {"collate": loader.collate_fn, "num_workers": loader.num_workers}
+    records: Any = loader.dataset
+    return records, taken | {"pin_memory": loader.pin_memory or None}
 
 
 def _listed(records: Sequence[int]) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import IterableDataset
 
 from shuffled_dpsgd.errors import DivergenceError, InvalidArgumentError
 
@@ -32,14 +32,6 @@ def check_usable(closed_because: str | None) -> None:
 
 def check_records(data: Any, *, dataset_size: int) -> None:
     """Refuse anything but a map-style data set of the size the plan accounts for."""
-    if isinstance(data, DataLoader):
-        raise InvalidArgumentError(
-            "data",
-            expected="the data set, not a loader of it",
-            got=type(data).__name__,
-            remedy="batches are drawn here, by Poisson sampling: "
-            "private.batches(loader.dataset, collate=loader.collate_fn)",
-        )
     iterable = isinstance(data, IterableDataset) or not hasattr(data, "__getitem__")
     if iterable or not hasattr(data, "__len__"):
         raise InvalidArgumentError(

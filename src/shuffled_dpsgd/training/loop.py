@@ -12,19 +12,20 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any, Literal
 
 import torch
+from torch.utils.data import DataLoader
 
 from shuffled_dpsgd.accounting import PrivacyClaim
 from shuffled_dpsgd.errors import BudgetExhaustedError, CheckpointError, InvalidArgumentError
 from shuffled_dpsgd.runtime.attention import without_cudnn_attention
 from shuffled_dpsgd.training.checkpoint import Stateful, load_checkpoint, save_checkpoint
 from shuffled_dpsgd.training.checkpoint_folder import latest_checkpoint
-from shuffled_dpsgd.training.data import MapStyle
+from shuffled_dpsgd.training.data import MapStyle, taken_from
 from shuffled_dpsgd.training.global_randomness import loader_generator
 from shuffled_dpsgd.training.metrics import StepMetrics
 from shuffled_dpsgd.training.physical import PerSampleLoss, find_physical_batch_size
@@ -100,7 +101,7 @@ class Outcome:
 @without_cudnn_attention()
 def train(
     private: PrivateTraining,
-    data: MapStyle,
+    data: MapStyle | DataLoader[Any],
     per_sample_loss: PerSampleLoss,
     *,
     settings: LoopSettings | None = None,
@@ -120,6 +121,12 @@ def train(
         BudgetExhaustedError: no release is left to take a first step with.
     """
     settings = settings or LoopSettings()
+    records, taken = taken_from(data)
+    settings = replace(
+        settings,
+        collate=settings.collate or taken.get("collate"),
+        num_workers=settings.num_workers or taken.get("num_workers", 0),
+    )
     if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
         raise InvalidArgumentError(
             "scheduler",
@@ -136,7 +143,7 @@ def train(
     shown = _augmented(loss, settings.augment)
     private.use_loss(shown)
     if settings.physical_batch == "find":
-        find_physical_batch_size(private, data, shown, collate=settings.collate)
+        find_physical_batch_size(private, records, shown, collate=settings.collate)
     _refuse_untrained(private)
     with _signals() as received:
         observer = _Observer(private, settings, callbacks, scheduler, extras, received)
@@ -146,7 +153,7 @@ def train(
         try:
             if not private.finished:
                 with private.world.explaining():
-                    _run(private, data, loss, settings)
+                    _run(private, records, loss, settings)
         finally:
             stop_observing()
     _refuse_untrained(private)

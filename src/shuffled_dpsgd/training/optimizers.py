@@ -120,7 +120,7 @@ def check_precision(model: torch.nn.Module) -> None:
             f"{len(narrow)} trainable parameters are bfloat16, first {narrow[0]}: most updates "
             f"will be rounded away; {_MASTER_WEIGHTS}",
             UserWarning,
-            stacklevel=4,
+            stacklevel=5,
         )
 
 

@@ -12,7 +12,7 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 from shuffled_dpsgd.accounting import calibrate_certified, calibrate_paper, calibrate_rdp
@@ -27,8 +27,10 @@ def make_plan(
     """Calibrate and freeze.
 
     `sizes` maps every trainable parameter to its number of coordinates, `moved` names those a
-    permutation moves.
+    permutation moves. Under `shuffle="auto"` they decide whether there is a shuffle.
     """
+    if options.shuffle == "auto":
+        options = replace(options, shuffle="off" if moved.isdisjoint(sizes) else "every-step")
     shuffled = tuple(name for name in sizes if name in moved) if options.needs_blocks else ()
     if options.needs_blocks and not shuffled:
         wider = "" if options.scope == "full" else ", or scope='full'"

@@ -15,12 +15,14 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils.data import DataLoader
 from torch.utils.hooks import RemovableHandle
 
 from shuffled_dpsgd.clipping import ClippingEngine
 from shuffled_dpsgd.clipping.checks.check_turns import TimeShare
 from shuffled_dpsgd.clipping.checks.loss_independence import refuse_foreign
 from shuffled_dpsgd.core.card import NO_LEDGER, SEEDED_TWICE
+from shuffled_dpsgd.core.claim import PrivacyClaim
 from shuffled_dpsgd.core.ledger import Ledger
 from shuffled_dpsgd.core.mechanism import Mechanism
 from shuffled_dpsgd.core.plan import PrivacyPlan
@@ -36,7 +38,7 @@ from shuffled_dpsgd.runtime.clock import OTHER, Clock
 from shuffled_dpsgd.runtime.replay import Witness
 from shuffled_dpsgd.runtime.shards import held
 from shuffled_dpsgd.training.card import PrivacyCard, write_card
-from shuffled_dpsgd.training.data import MapStyle
+from shuffled_dpsgd.training.data import MapStyle, taken_from
 from shuffled_dpsgd.training.drawn_batches import BatchStream, DrawnBatches
 from shuffled_dpsgd.training.fingerprints import fingerprint
 from shuffled_dpsgd.training.guards import (
@@ -231,11 +233,11 @@ class PrivateTraining:
 
     def batches(
         self,
-        data: MapStyle,
+        data: MapStyle | DataLoader[Any],
         *,
         num_steps: int | None = None,
         collate: Callable[[list[Any]], Any] | None = None,
-        num_workers: int = 0,
+        num_workers: int | None = None,
         pin_memory: bool | None = None,
         pad_batches: bool = False,
         background: bool | None = None,
@@ -252,18 +254,22 @@ class PrivateTraining:
         is (`layout.lengths_of`). With `pad_batches`, physical batches have a few fixed shapes: the
         last rows of some are copies that do not count, and only `private.backward` knows which.
         With `background`, a thread loads ahead; that and `pin_memory` are on for a GPU by default.
+        Of a `DataLoader`, its data set, collate function and workers are used, unless others are
+        given; its sampler and batch size are replaced.
         """
         check_usable(self._closed_because)
+        records, taken = taken_from(data)
+        collate = taken.get("collate") if collate is None else collate
         stream = self._drawn.open(
-            data,
+            records,
             num_steps=num_steps,
             collate=collate,
-            num_workers=num_workers,
-            pin_memory=pin_memory,
+            num_workers=taken.get("num_workers", 0) if num_workers is None else num_workers,
+            pin_memory=taken.get("pin_memory") if pin_memory is None else pin_memory,
             pad_batches=pad_batches,
             background=background,
         )
-        self._neighbours.use_loader(data, collate)
+        self._neighbours.use_loader(records, collate)
         return stream
 
     def epochs(self) -> Iterator[int]:
@@ -456,6 +462,22 @@ class PrivateTraining:
         card = replace(card, weights=known)
         unit = describe_unit(self.plan, self.unit, self.rows)
         return self.history.added_to(card).about(unit=unit)
+
+    @property
+    def epsilon(self) -> PrivacyClaim:
+        """The certified ε that may be claimed: that of the whole plan, at its δ.
+
+        A claim: printed or formatted it shows its kind; the number alone is `epsilon.epsilon`.
+        """
+        return self.card().epsilon(self.plan.delta)
+
+    def get_epsilon(self, delta: float | None = None) -> PrivacyClaim:
+        """The certified ε of the steps taken so far, at any δ, as if no more had been planned.
+
+        At the end of the plan it is what may be claimed. Of a run that stops before, claim
+        `epsilon`, unless the number of steps was settled on before the first.
+        """
+        return self.card().epsilon(self.plan.delta if delta is None else delta, so_far=True)
 
     def _why_not_certified(self) -> tuple[str, ...]:
         """Events of this run after which no ε can be certified."""

@@ -19,7 +19,6 @@ from shuffled_dpsgd.permutation import (
     identity,
 )
 from shuffled_dpsgd.runtime.shards import Sharding
-from shuffled_dpsgd.training.adapters import guard_adapters
 from shuffled_dpsgd.training.shuffle_check import ShuffleCheck
 
 
@@ -100,7 +99,6 @@ class Shuffling:
     def permute(self, step: int) -> None:
         """Draw the permutation of `step` and apply it."""
         assert self._spec is not None, "a plan that permutes has a spec"
-        guard_adapters(self._model)
         key = self._streams.key("permutation", step)
         permutation = draw(self._spec, key, self._device)
         check = self._check

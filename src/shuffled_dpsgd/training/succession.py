@@ -65,7 +65,7 @@ def close_predecessors(model: torch.nn.Module, optimizer: torch.optim.Optimizer)
             f"{run.steps_taken} steps. What it spent stays spent, and a new run on the same "
             "records adds to it; the model and optimizer are as it left them",
             UserWarning,
-            stacklevel=4,
+            stacklevel=5,
         )
 
 

@@ -21,7 +21,7 @@ _ROWS = 32
 
 
 def check_losses(
-    losses: Tensor, outputs: Sequence[Tensor], parameters: Mapping[str, nn.Parameter] | None
+    losses: Tensor, outputs: Sequence[Tensor], parameters: Mapping[str, Tensor] | None
 ) -> bool:
     """For any two samples, follow the one's loss and not the other's back to the `outputs`.
 
@@ -56,7 +56,7 @@ def check_losses(
 
 
 def refuse_foreign(
-    losses: Tensor, outputs: Sequence[Tensor], parameters: Mapping[str, nn.Parameter] | None
+    losses: Tensor, outputs: Sequence[Tensor], parameters: Mapping[str, Tensor] | None
 ) -> list[Tensor]:
     """The outputs that losses come from; refuse other tensors that would be trained on the way.
 

@@ -130,7 +130,8 @@ def refuse_batch_statistics(norms: Iterable[tuple[str, _BatchNorm]]) -> None:
                 path,
                 expected="layers that treat every sample on its own",
                 got=f"{type(module).__name__} with batch statistics",
-                remedy="replace it by GroupNorm or LayerNorm, or put it in eval mode",
+                remedy="replace it by GroupNorm, as shuffled_dpsgd.fix_model(model) does, or put "
+                "it in eval mode",
             )
 
 

@@ -93,6 +93,13 @@ def black_box_target(
             start=lambda size: start(size, 0, {}), data=records, losses=cross_entropies
         )
         return start, target
+    if config.privacy.budget is not None:
+        raise InvalidArgumentError(
+            "budget",
+            expected="none for an audit of the black box",
+            got=config.privacy.budget,
+            remedy="it shows losses of records, which carry no noise, so no budget covers it",
+        )
     task = prepared_task(config)
     return starts_of(config, task.model), target_of(config, task)
 

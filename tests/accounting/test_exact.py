@@ -17,8 +17,7 @@ from shuffled_dpsgd.accounting import (
     spike_pair,
     vector_pair,
 )
-from shuffled_dpsgd.accounting.given_pairs import ArbitraryPair, TwoValuedPair
-from shuffled_dpsgd.accounting.pairs import OneOddPair
+from shuffled_dpsgd.accounting.pairs import ArbitraryPair, OneOddPair
 from shuffled_dpsgd.accounting.theorem import theorem_delta
 from shuffled_dpsgd.errors import InvalidArgumentError
 
@@ -98,30 +97,10 @@ def test_given_vectors_agree_with_every_arrangement_written_out(
             assert overlap(estimate, mean_delta(brute, estimate.epsilon), slack=0.01)
 
 
-def test_two_valued_vectors_agree_with_every_arrangement_written_out() -> None:
-    first, second = np.array([1.0, 1.0, 0.0, 0.0, 0.0]), np.array([-0.5, -0.5, 0.7, 0.7, 0.7])
-    pair = TwoValuedPair(
-        name="given", dimension=5, odd=(1.0, -0.5), base=(0.0, 0.7), odd_count=(2, 2)
-    )
-    found = exact_delta(pair, noise_multiplier=0.9, epsilons=[0.2, 1.0], draws=10_000)
-    for world, here, there in (("first", first, second), ("second", second, first)):
-        brute = brute_losses(here, there, 0.9, 10_000, seed=5)
-        for estimate in found[world]:  # type: ignore[index]
-            assert overlap(estimate, mean_delta(brute, estimate.epsilon), slack=0.01)
-
-
-def test_half_a_head_up_half_down_is_hardly_hidden_by_its_permutation() -> None:
-    """64 entries, as in a head: the sum of squares and the spread stay visible."""
-    up, stronger = [0.25] * 32 + [-0.25] * 32, [0.375] * 32 + [-0.375] * 32
-    found = exact_delta(vector_pair(up, stronger), noise_multiplier=0.1, epsilons=[0.5], draws=1000)
-    assert found["first"][0].low > 0.9
-
-
 def test_one_odd_entry_is_recognised_at_any_length() -> None:
     assert isinstance(vector_pair([0.0] * 99 + [3.0], [0.0] * 99 + [4.0]), OneOddPair)
     assert isinstance(vector_pair([1.0, 2.0, 3.0], [0.0, 0.0, 1.0]), ArbitraryPair)
-    assert isinstance(vector_pair([1.0] * 5 + [0.0] * 9, [0.0] * 14), TwoValuedPair)
-    for refused in (list(range(20)), [1.0] * 500 + [0.0] * 500):
+    for refused in (list(range(20)), [1.0] * 7 + [0.0] * 7):
         with pytest.raises(InvalidArgumentError, match="permanent"):
             vector_pair(refused, [0.0] * len(refused))
     with pytest.raises(InvalidArgumentError, match="same length"):

@@ -39,7 +39,7 @@ from shuffled_dpsgd.training.private import PrivateTraining
 
 COMMAND = "python tests/auditing/coverage_report.py results/audit_coverage.json"
 CONFIDENCE = 0.95
-REPETITIONS, OF_REAL_RUNS = 1000, 500
+OBSERVATIONS, REPETITIONS, OF_REAL_RUNS = 500, 1000, 500
 MECHANISMS = [
     gaussian(1.0, 1e-5),
     gaussian(3.0, 1e-5),
@@ -59,6 +59,17 @@ GAUSSIAN_ONLY = {"order-statistics-gaussian": OrderStatistics(family="gaussian")
 RUN = {"sampling_prob": 0.1, "num_steps": 20}
 OVER_A_RUN = {"order-statistics-gaussian, over a run": OrderStatistics(family="gaussian", **RUN)}
 LONG_RUN = sampled_run(2.0, delta=1e-5, **RUN)
+CASES = [
+    (name, estimator, known, estimators is ONE_RUN)
+    for estimators, mechanisms in (
+        (TWO_WORLDS, MECHANISMS),
+        (ONE_RUN, MECHANISMS),
+        (GAUSSIAN_ONLY, MECHANISMS[:2]),
+        (OVER_A_RUN, [LONG_RUN]),
+    )
+    for name, estimator in estimators.items()
+    for known in mechanisms
+]
 REAL = {"sampling_prob": 0.5, "num_steps": 4}
 """Real training: 16 records and 40 canaries, one hidden layer, shuffled in every step, AdamW."""
 
@@ -134,22 +145,14 @@ def row(found: np.ndarray, truth: float) -> dict[str, float | int]:
     }
 
 
-def report(count: int = 500) -> dict[str, Any]:
+def report(count: int = OBSERVATIONS) -> dict[str, Any]:
     """Share of bounds above the truth, and the median bound, per estimator and mechanism."""
     table: dict[str, Any] = {}
-    groups = (
-        (TWO_WORLDS, MECHANISMS, False),
-        (ONE_RUN, MECHANISMS, True),
-        (GAUSSIAN_ONLY, MECHANISMS[:2], False),
-        (OVER_A_RUN, [LONG_RUN], False),
-    )
-    for estimators, mechanisms, one_run in groups:
-        for name, estimator in estimators.items():
-            rows = table[name] = {}
-            for known in mechanisms:
-                found = bounds(estimator, known, count, one_run=one_run, repetitions=REPETITIONS)
-                rows[known.name] = row(found, known.epsilon)
-                print(name, known.name, rows[known.name], file=sys.stderr, flush=True)
+    for name, estimator, known, one_run in CASES:
+        found = bounds(estimator, known, count, one_run=one_run, repetitions=REPETITIONS)
+        rows = table.setdefault(name, {})
+        rows[known.name] = row(found, known.epsilon)
+        print(name, known.name, rows[known.name], file=sys.stderr, flush=True)
     truth = sampled_run(1.0, delta=1e-5, **REAL).epsilon
     table["order-statistics-gaussian, real runs"] = {
         "4 steps of real training": row(bounds_of_real_runs(OF_REAL_RUNS), truth)

@@ -37,3 +37,19 @@ def test_the_table_says_what_does_not_fit() -> None:
         CliRunner().invoke(app, ["plan", "--model", "llama-70b", "--gpus", "8"]).stdout.split()
     )
     assert "Neither way fits: shard it over 16 GPUs, train adapters (LoRA)" in words
+
+
+def test_eight_billion_weights_in_four_bits_fit_in_24_gib() -> None:
+    asked = ["plan", "--model", "llama-8b", "--lora-rank", "16", "--gpu", "rtx4090"]
+    asked += ["--length", "1024"]
+    found = json.loads(CliRunner().invoke(app, [*asked, "--bits", "4", "--json"]).stdout)
+    memory = found["memory"]
+    assert found["fits"]
+    assert found["largest_physical_batch"] == 4
+    terms = sum(value for name, value in memory.items() if name != "peak_gib")
+    assert memory["peak_gib"] == terms <= 0.8 * 24
+    shown = CliRunner().invoke(app, [*asked, "--bits", "4"]).stdout
+    assert f"{memory['peak_gib']:.2f}" in shown
+    assert "not measured" in shown
+    two = [*asked, "--bits", "16", "--physical-batch", "2", "--json"]
+    assert not json.loads(CliRunner().invoke(app, two).stdout)["fits"]

@@ -27,6 +27,7 @@ from pathlib import Path
 import numpy as np
 from scipy.optimize import brentq, minimize_scalar
 from scipy.special import log_ndtr, ndtri_exp
+from scipy.stats import binom
 
 TABLE = Path(__file__).with_name("independent.json")
 DIRECTIONS = {"add-remove": ("remove", "add"), "replace-one": ("replace",)}
@@ -36,20 +37,27 @@ Setting = tuple[float, float, int, float, str]  # q, σ, T, δ, adjacency
 
 @dataclass(frozen=True)
 class Steps:
-    """T steps at rate q and noise σ in one direction; δ says how rare is too rare to matter."""
+    """T steps at rate q and noise σ in one direction; δ says how rare is too rare to matter.
+
+    A unit of so many `records` joins with a binomial number of them.
+    """
 
     q: float
     sigma: float
     count: int
     delta: float
     direction: str
+    records: int = 1
 
     def mixed(self, y: np.ndarray) -> np.ndarray:
-        """log of (1 − q)·N(0, σ²) + q·N(1, σ²) over N(0, σ²)."""
-        gain = (y - 0.5) / self.sigma**2
-        if self.q == 1.0:
-            return gain
-        return np.logaddexp(math.log1p(-self.q), math.log(self.q) + gain)
+        """log of Σ_j Bin(j; k, q)·N(j, σ²) over N(0, σ²)."""
+        gains = [
+            log_weight + (joined * y - 0.5 * joined**2) / self.sigma**2
+            for joined, log_weight in enumerate(
+                binom.logpmf(range(self.records + 1), self.records, self.q)
+            )
+        ]
+        return np.logaddexp.reduce(gains)
 
     def step(self, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(log density of the output, privacy loss) of one step, at outputs x."""
@@ -62,7 +70,7 @@ class Steps:
 
     def nodes(self, c: float, count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """(losses, log of weights times density, x) where density·e^{c·l} is not negligible."""
-        far = 1.0 - self.sigma * float(ndtri_exp(math.log(1e-9 * self.delta / self.count)))
+        far = self.records - self.sigma * float(ndtri_exp(math.log(1e-9 * self.delta / self.count)))
         x = np.linspace(-45.0 * self.sigma - 2.0, far, 20_001)
         density, loss = self.step(x)
         size = density + c * loss
@@ -167,11 +175,11 @@ class Line:
         return float(total) * math.exp(self.at - self.c * epsilon)
 
 
-def _each_direction(setting: Setting) -> list[Steps]:
+def _each_direction(setting: Setting, records: int = 1) -> list[Steps]:
     q, sigma, count, delta, adjacency = setting
-    if q == 1.0:  # the mean of T releases holds all that they tell
-        sigma, count = sigma / math.sqrt(count), 1
-    return [Steps(q, sigma, count, delta, each) for each in DIRECTIONS[adjacency]]
+    if q == 1.0:  # the mean of T releases holds all that they tell, and all records join
+        sigma, count, records = sigma / math.sqrt(count) / records, 1, 1
+    return [Steps(q, sigma, count, delta, each, records) for each in DIRECTIONS[adjacency]]
 
 
 def true_delta(setting: Setting, epsilon: float) -> float:
@@ -185,9 +193,9 @@ def true_delta(setting: Setting, epsilon: float) -> float:
     return max(each)
 
 
-def true_epsilon(setting: Setting) -> tuple[float, float]:
+def true_epsilon(setting: Setting, records: int = 1) -> tuple[float, float]:
     """(the ε at which δ(ε) = δ, 0 if δ is smaller everywhere; how far two lines disagree)."""
-    return max(_epsilon([steps]) for steps in _each_direction(setting))
+    return max(_epsilon([steps]) for steps in _each_direction(setting, records))
 
 
 def true_epsilon_together(settings: Sequence[Setting]) -> tuple[float, float]:
@@ -198,7 +206,7 @@ def true_epsilon_together(settings: Sequence[Setting]) -> tuple[float, float]:
 
 def _epsilon(kinds: list[Steps]) -> tuple[float, float]:
     steps, delta = kinds[0], kinds[0].delta
-    if len(kinds) == steps.count == 1:
+    if len(kinds) == steps.count == steps.records == 1:
         if log_one_step_delta(steps, 0.0) <= math.log(delta):
             return 0.0, 0.0
 

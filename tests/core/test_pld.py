@@ -140,6 +140,30 @@ def test_several_runs_cost_no_less_together_than_in_truth_and_hardly_more(
     assert price(together[::-1], delta, 5e-5) == pytest.approx(ours, rel=1e-9)
 
 
+@pytest.mark.parametrize(
+    ("records", "setting"),
+    [
+        (2, (0.02, 2.33, 500, 1e-30, "add-remove")),
+        (3, (0.013, 0.9, 1234, 1e-20, "replace-one")),
+        (8, (0.015, 1.17, 204, 1e-12, "add-remove")),
+        (4, (1.0, 40.0, 100, 1e-12, "replace-one")),
+    ],
+    ids=str,
+)
+def test_people_with_several_records_cost_no_less_than_in_truth(
+    records: int, setting: Setting
+) -> None:
+    truth, error = true_epsilon(setting, records)
+    q, sigma, steps, delta, adjacency = setting
+    run = SampledGaussian(
+        sampling_prob=q,
+        noise_multiplier=sigma,
+        num_steps=steps,
+        adjacency=adjacency,  # type: ignore[arg-type]
+    )
+    assert truth - error <= price(run, delta, 5e-5, records) <= truth * (1.0 + 1e-3) + error
+
+
 def test_equal_runs_are_one_of_as_many_steps() -> None:
     run = SampledGaussian(noise_multiplier=2.0, sampling_prob=0.02, num_steps=100)
     longer = SampledGaussian(noise_multiplier=2.0, sampling_prob=0.02, num_steps=500)

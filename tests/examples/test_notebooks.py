@@ -10,16 +10,17 @@ import pytest
 
 pytest.importorskip("transformers")
 pytest.importorskip("sklearn")
-NOTEBOOKS = sorted((Path(__file__).resolve().parents[2] / "examples" / "notebooks").glob("*.ipynb"))
+NOTEBOOKS = sorted((Path(__file__).resolve().parents[2] / "examples").rglob("*.ipynb"))
 
 
 def test_there_are_some() -> None:
-    assert {"audit", "own_loop", "trainer"} <= {path.stem for path in NOTEBOOKS}
+    assert {"audit", "llm_lora", "own_loop", "trainer"} <= {path.stem for path in NOTEBOOKS}
 
 
 QUICK = ("own_loop", "trainer")
 
 
+@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     "path",
     [pytest.param(p, marks=[] if p.stem in QUICK else pytest.mark.slow) for p in NOTEBOOKS],
@@ -36,4 +37,9 @@ def test_a_notebook_runs(
         assert not cell.get("outputs"), "notebooks are kept without outputs"
         if cell["cell_type"] == "code":
             exec(compile("".join(cell["source"]), f"{path.name}, cell {number}", "exec"), names)
-    assert "(proven)" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "(proven)" in printed
+    if "after" in names:
+        right = [f"{thing} cost {price} coins" for thing, price in names["PRICES"].items()]
+        assert sum(words in printed for words in right) >= 6, printed
+        assert sum(words in str(names["before"]) for words in right) < 6

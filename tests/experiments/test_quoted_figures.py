@@ -15,6 +15,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 CLAIMS, AUDITING, README = "docs/claims.md", "docs/auditing.md", "README.md"
+ACCOUNTING = "docs/accounting.md"
 
 
 def result(name: str) -> Any:
@@ -42,20 +43,13 @@ def verdict(audit: Any, kind: str) -> Any:
     return next(found for found in audit["verdicts"] if found["claim"]["kind"] == kind)
 
 
+ADJACENCIES = ("add-remove", "replace-one")
 STEP_ROWS = {
     "axis sum (constant along the axis)": ("axis sum", "constant-on-axis"),
     "un-permuted tensor (random direction)": ("un-permuted tensor", "random-direction"),
     "re-alignment against W_t (random direction)": ("re-alignment against W_t", None),
     "orbit maximum (Dirac, axis of 3072)": ("orbit maximum", "dirac"),
     "orbit likelihood ratio (Dirac)": ("orbit likelihood ratio", "dirac"),
-    "orbit maximum, ideal shuffle of all d (worst-case pair)": (
-        "orbit maximum, ideal shuffle",
-        None,
-    ),
-    "orbit likelihood ratio, ideal shuffle (worst-case pair)": (
-        "orbit likelihood ratio, ideal shuffle",
-        None,
-    ),
     "fixed index (Dirac), the paper's": ("fixed index", "dirac"),
 }
 
@@ -316,6 +310,20 @@ def test_groups_constants_and_remarks() -> None:
     assert f"at c' = c it is {smallest[0]:.1f} to {smallest[-1]:.1f} %" in text
 
 
+def test_ordinary_records_on_fixed_points() -> None:
+    found, text = result("claims")["gradients_on_fixed_points"], page(CLAIMS)
+    paper, full = (
+        (
+            f"{found[scope]['median']:.2f}",
+            f"({found[scope]['least']:.2f} to {found[scope]['most']:.2f})",
+        )
+        for scope in ("paper", "full")
+    )
+    stated = f"it is {paper[0]} of the norm in the median of {found['records']} ordinary records"
+    assert f"{stated} {paper[1]} in scope `paper`" in text
+    assert f"and {full[0]} {full[1]} in scope `full`" in text
+
+
 def test_where_the_gain_comes_from() -> None:
     strong, weak = result("claims")["where_the_gain_comes_from"]
     text = page(CLAIMS)
@@ -342,6 +350,48 @@ def test_fenton_wilkinson() -> None:
     assert f"off by {found['log-standard deviation 4']:.2f} from Monte-Carlo" in text
     assert f"by {result('fig2')['kolmogorov']['kernel-density']:.2f})" in text
     assert f"it is off by {found['log-standard deviation 0.25']:.3f}" in text
+
+
+def test_how_close_the_accountants_are() -> None:
+    found, text = result("claims")["against_the_truth"], page(ACCOUNTING)
+    certified, others = found["certified"], found["rdp"]
+    assert certified["least"] >= 1.0
+    assert f"Over its {found['settings']} settings" in text
+    median = f"{certified['median'] - 1.0:.0e}".replace("e-0", "e-")
+    worst = f"{certified['most'] - 1.0:.0e}".replace("e-0", "e-")
+    assert found["at 1e-8"]["most"] < 1.0 + 1e-4
+    assert (
+        f"above it by {median} in the median, by less than 1e-4 where δ ≥ 1e-8, and by {worst} at "
+        "worst" in text
+    )
+    assert (
+        f"Rényi DP is proven and looser: by {100 * (others['least'] - 1.0):.0f} % to "
+        f"{others['most']:.0f}-fold over the settings of `tests/core`, "
+        f"{100 * (others['median'] - 1.0):.0f} % in the median" in text
+    )
+    assert 1 / 55 < found["gdp"]["least"] < 1 / 45
+    assert "between a fiftieth of ε and" in text
+    assert found["gdp"]["most"] > 1e6
+    assert "absurdly more" in text
+
+
+def test_what_epsilon_means_to_people() -> None:
+    found, text = result("claims")["what_epsilon_means"], page(ACCOUNTING)
+    vit, sst2 = found["vit"], found["sst2"]
+    one, other = (vit["epsilon_by_adjacency"][name]["epsilon"] for name in ADJACENCIES)
+    assert (
+        f"σ = {vit['noise_multiplier']:.3f} in the running example is ε = {one:.2f} if a record "
+        f"is added or removed, {other:.2f} if it is replaced" in text
+    )
+    rates = [each["true_positive_rate"] for each in vit["attacker"]["true_positive_rates"]]
+    assert (
+        f"at most {vit['attacker']['advantage']:.3f}, true positives at most {100 * rates[0]:.1f} "
+        f"% at 1 % false positives and {100 * rates[1]:.2f} % at 0.1 %" in text
+    )
+    people = [each["epsilon"] for each in sst2["epsilon_by_records"]]
+    assert f"{people[0]:.2f}, {people[1]:.2f} and {people[2]:.1f} for people with 2, 4" in text
+    ten, best = sst2["ten_runs"]["epsilon"], sst2["best_of_ten"]["epsilon"]
+    assert f"then costs {best:.2f}, where publishing ten runs costs {ten:.2f} (proven" in text
 
 
 def test_the_readmes_box() -> None:

@@ -21,9 +21,8 @@ from shuffled_dpsgd.accounting.exact import (
     exact_delta,
     examine_pair,
 )
-from shuffled_dpsgd.accounting.given_pairs import vector_pair
 from shuffled_dpsgd.accounting.meaning import Meaning, what_it_means
-from shuffled_dpsgd.accounting.pairs import Pair, constant_pair, spike_pair
+from shuffled_dpsgd.accounting.pairs import Pair, constant_pair, spike_pair, vector_pair
 from shuffled_dpsgd.accounting.paper import PaperCalibration, calibrate_paper, paper_claim
 from shuffled_dpsgd.accounting.together import BestOf, Filter, claim_together
 from shuffled_dpsgd.core.certified import certified_claim

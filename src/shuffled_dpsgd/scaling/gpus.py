@@ -51,5 +51,14 @@ GPUS: Mapping[str, Gpu] = MappingProxyType(
             link=300e9,
             network=25e9,
         ),
+        # A desktop's: linked by PCIe, and no node of eight.
+        "rtx4090": Gpu(
+            name="NVIDIA RTX 4090",
+            memory=24 * 2**30,
+            flops=165e12,
+            bandwidth=1.01e12,
+            link=32e9,
+            network=3e9,
+        ),
     }
 )

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from shuffled_dpsgd.errors import InvalidArgumentError
+from shuffled_dpsgd.tasks import digits
 from shuffled_dpsgd_experiments.audits.black_box import Arm, BlackBoxReport, BlackBoxSetting
+from shuffled_dpsgd_experiments.audits.targets import black_box_target
 
 
 def report(num_seeds: int = 40, leak: float = 1.0) -> BlackBoxReport:
@@ -27,6 +31,13 @@ def report(num_seeds: int = 40, leak: float = 1.0) -> BlackBoxReport:
         confidence=0.95,
         seconds=0.0,
     )
+
+
+def test_a_run_that_counts_in_a_budget_has_no_black_box() -> None:
+    config = digits.default_config()
+    config = replace(config, privacy=replace(config.privacy, budget="b.json"))
+    with pytest.raises(InvalidArgumentError, match=r"budget: .*black box"):
+        black_box_target(config, noise_multiplier=None, num_steps=None)
 
 
 def test_ratios_beat_losses_and_equal_arms_compare_as_equal() -> None:

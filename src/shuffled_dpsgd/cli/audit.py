@@ -62,7 +62,7 @@ def step(
     Example: shuffled-dpsgd audit step --dimension 85800000 --sigma 0.274 --claim 0.198
     """
     from shuffled_dpsgd.auditing.axis import load_canary
-    from shuffled_dpsgd.auditing.step import RunLength, StepSetting, audit_step, step_claims
+    from shuffled_dpsgd.auditing.step import StepSetting, audit_step, step_claims
 
     setting = StepSetting(
         noise_multiplier=noise_multiplier,
@@ -77,12 +77,12 @@ def step(
         raise InvalidArgumentError(
             "--sampling-prob", expected="both of it and --num-steps, or neither", got=sampling_prob
         )
-    run: RunLength | None = None
-    if sampling_prob is not None and num_steps is not None:
-        run = {"sampling_prob": sampling_prob, "num_steps": num_steps, "delta": run_delta}
+    run = {"sampling_prob": sampling_prob, "num_steps": num_steps, "delta": run_delta}
     claims = step_claims(setting, paper_epsilon=claim)
     given = None if canary is None else load_canary(canary)
-    report = audit_step(setting, claims, confidence=confidence, given=given, run=run)
+    report = audit_step(
+        setting, claims, confidence=confidence, given=given, run=None if num_steps is None else run
+    )
     deliver(report, output, as_json)
 
 

@@ -25,9 +25,9 @@ CATCHES: dict[str, dict[str, str]] = {
     },
     "one-run": {
         "noise of every step": "noise below the certified multiplier, on the average over the run",
-        "re-alignment along the run": "noise too small over the run, seen by whoever has every step",
+        "re-alignment along the run": "noise too small over the run, by whoever has every step",
         "re-alignment against W_0": "noise too small over the run, seen in first and last weights",
-        "un-permuted tensors": "noise too small in tensors that do not move, seen in the last weights",
+        "un-permuted tensors": "noise too small in tensors that do not move, by last weights",
         "loss threshold": "records that the released model remembers, seen by its loss alone",
     },
 }

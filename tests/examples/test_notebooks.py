@@ -15,7 +15,9 @@ NOTEBOOKS = sorted((Path(__file__).resolve().parents[2] / "examples").rglob("*.i
 
 
 def test_there_are_some() -> None:
-    assert {"audit", "from_opacus", "llm_lora", "own_loop", "trainer"} == {path.stem for path in NOTEBOOKS}
+    assert {"audit", "from_opacus", "llm_lora", "own_loop", "trainer"} == {
+        path.stem for path in NOTEBOOKS
+    }
 
 
 QUICK = ("from_opacus", "own_loop", "trainer")

@@ -3,8 +3,8 @@
 Nobody is promised the lower end. Audits need it: a lower bound on a mechanism's noise becomes a
 lower bound on ε. Where `is_exact` holds, the certified ε is attained by a gradient that no
 permutation moves, so no accountant that knows clip, sampling rate, noise and steps alone can
-certify less. docs/claims.md, section 2, states and proves that, and the theorem that the shuffle
-gains nothing for losses of such gradients.
+certify less. docs/attained.md states and proves that, and the theorem that the shuffle gains
+nothing for losses of such gradients.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from cli.test_bad_input import images, run_file, settings, toml, write_good
+from cli.test_bad_input import images, settings, toml, write_good
 from shuffled_dpsgd.cli.main import app
 from shuffled_dpsgd.tasks.tokens import load_tokenizer
 

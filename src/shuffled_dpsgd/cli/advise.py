@@ -129,6 +129,13 @@ def _print(advice: Advice, *, as_json: bool) -> None:
 def _suggestions(advice: Advice) -> Iterator[str]:
     """What to change, the most useful first."""
     now, batch, needs = advice.now, advice.batch, advice.needs
+    if advice.simpler is not None:
+        other = advice.simpler.prospect
+        yield (
+            f"model: `{advice.simpler.keys}` trains {other.dimension:,} weights instead of "
+            f"{now.dimension:,}: the ratio rises from {now.over_run:.2g} to {other.over_run:.2g}. "
+            "Under so much noise the simpler model is likely to win (docs/advice.md)"
+        )
     if batch.expected_batch_size != now.expected_batch_size:
         yield (
             f"batch: {batch.expected_batch_size:,} instead of {now.expected_batch_size:,}, in "

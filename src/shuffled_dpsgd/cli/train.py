@@ -38,8 +38,8 @@ Checkpoint = Annotated[
 PresetName = Annotated[
     str | None,
     typer.Option(
-        help="A row of the paper's Table 1, such as paper/vit-cifar100, or a recipe, "
-        "recipe/digits or recipe/sst2-minilm; needs --epsilon."
+        help="A row of the paper's Table 1, such as paper/vit-cifar100, or a recipe: "
+        "recipe/digits, recipe/digits-linear or recipe/sst2-minilm; needs --epsilon."
     ),
 ]
 ModelFolder = Annotated[

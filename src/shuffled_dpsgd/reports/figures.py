@@ -109,10 +109,11 @@ def _draw_epsilon(view: RunView, axes: Axes) -> None:
     axes.fill_between(steps, certified, color=PROVEN, alpha=0.10, linewidth=0)
     axes.plot(steps, certified, color=PROVEN, label="certified, spent so far")
     if paper_steps:
-        label, style = "paper's estimate (heuristic)", {"color": HEURISTIC}
+        label, colour, width = "paper's estimate (heuristic)", HEURISTIC, 1.8
         if view.budget_kind != "heuristic":
-            label, style = f"{label}, noise not its own", {"color": MUTED, "linewidth": 0.8}
-        axes.plot(paper_steps, paper, linestyle=(0, (4, 2)), label=label, **style)
+            label, colour, width = f"{label}, noise not its own", MUTED, 0.8
+        dashes = (0, (4, 2))
+        axes.plot(paper_steps, paper, linestyle=dashes, label=label, color=colour, linewidth=width)
     if view.epsilon_budget is not None:
         label = f"budget ({view.budget_kind})"
         axes.axhline(view.epsilon_budget, color=MUTED, label=label, **DOTTED)
@@ -195,7 +196,8 @@ def draw(name: str, view: RunView) -> Figure | None:
     needed, body = FIGURES[name]
     there = bool(view.moved_by_kind or view.unmoved_parameters)
     if needed is not None:
-        there = any(value != {} for value in view.series(needed)[1])
+        # A step without samples has no norms; a share of zero is a number.
+        there = any(value or value == 0 for value in view.series(needed)[1])
     if not there:
         return None
     with drawing() as (figure, axes):

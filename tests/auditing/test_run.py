@@ -98,6 +98,7 @@ def test_an_audit_counts_itself_with_the_steps_that_see_the_records(
     audit(aimed, setting)
     (entry,) = file.read().runs
     assert entry.num_steps == (4 if audit is audit_one_run else 3)
+    assert entry.ending == "finished"
     with pytest.raises(InvalidArgumentError, match="gradient canaries alone"):
         audit(aimed, replace(setting, num_input_canaries=1))
     with pytest.raises(InvalidArgumentError, match="fit steps"):

@@ -1,4 +1,4 @@
-"""Figures in docs/claims.md, docs/auditing.md and the README are those of the committed results.
+"""Figures on pages about claims and audits, and in the README, are those of committed results.
 
 Each check rebuilds a sentence, or a row of a table, from the JSON and looks for it on the page.
 """
@@ -311,7 +311,7 @@ def test_groups_constants_and_remarks() -> None:
 
 
 def test_ordinary_records_on_fixed_points() -> None:
-    found, text = result("claims")["gradients_on_fixed_points"], page(CLAIMS)
+    found, text = result("claims")["gradients_on_fixed_points"], page("docs/attained.md")
     paper, full = (
         (
             f"{found[scope]['median']:.2f}",

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -108,9 +109,10 @@ def audit_steps(
     private = target.start(len(target.data))
     plan = private.plan
     steps = min(setting.warmup_steps, plan.num_steps)
-    _count_in_budget(target, setting, plan, steps=steps)
+    ended = _count_in_budget(target, setting, plan, steps=steps)
     if steps:
         train(private, target.data, target.losses, target.collate, num_steps=steps)
+        ended()
     attacks = [
         *step_attacks(trainable(private.model), private.spec, seed=setting.seed),
         *_record_attacks(private, target, setting),
@@ -206,8 +208,10 @@ def audit_one_run(
         seed=setting.seed,
     )
     plan = run.private.plan
-    _count_in_budget(target, setting, plan, steps=plan.num_steps if setting.other_records else 0)
+    steps = plan.num_steps if setting.other_records else 0
+    ended = _count_in_budget(target, setting, plan, steps=steps)
     run.train(on_progress)
+    ended()
     noise = OrderStatistics(
         family="gaussian", sampling_prob=plan.sampling_prob, num_steps=plan.num_steps
     )
@@ -299,10 +303,13 @@ def card_bounds(attacks: Sequence[Attack], *, confidence: float) -> tuple[Audite
 
 def _count_in_budget(
     target: AuditTarget, setting: RunSetting, plan: PrivacyPlan, *, steps: int
-) -> None:
-    """Write an audit whose runs take so many steps with the records into their budget."""
+) -> Callable[[], object]:
+    """Write an audit whose run takes so many steps with the records into their budget.
+
+    What it returns is called when the run has ended.
+    """
     if target.budget is None:
-        return
+        return lambda: None
     if setting.num_input_canaries or setting.fit_steps:
         raise InvalidArgumentError(
             "budget",
@@ -311,11 +318,13 @@ def _count_in_budget(
             remedy="what copies of records and fitted weights show has no noise: leave them out "
             "with --input-canaries 0",
         )
-    if steps:
-        file = BudgetFile(target.budget)
-        salt = file.read().salt
-        entry = counted(plan, name=f"audit, {setting.num_gradient_canaries} canaries", salt=salt)
-        file.enter(replace(entry, num_steps=steps), data_mark(target.data, salt))
+    if not steps:
+        return lambda: None
+    file = BudgetFile(target.budget)
+    salt = file.read().salt
+    entry = counted(plan, name=f"audit, {setting.num_gradient_canaries} canaries", salt=salt)
+    file.enter(replace(entry, num_steps=steps), data_mark(target.data, salt))
+    return partial(file.note, entry.identity, steps)
 
 
 def _record_attacks(

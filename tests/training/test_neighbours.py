@@ -631,6 +631,8 @@ def test_ninety_nine_of_a_hundred_runs_are_stopped_before_the_first_release(name
 
 
 @pytest.mark.slow
+# Recurrent layers run one sample after the other, and say so.
+@pytest.mark.filterwarnings("default:.*vmap cannot run:RuntimeWarning")
 @pytest.mark.parametrize("name", healthy_zoo.ZOO)
 @pytest.mark.parametrize("precision", healthy_zoo.PRECISIONS)
 def test_healthy_models_of_every_kind_pass(name: str, precision: str) -> None:

@@ -36,6 +36,7 @@ from training.cases import (
     gpt2_case,
     mlp_case,
     run,
+    vectors,
     vit_case,
     weights,
 )
@@ -236,6 +237,46 @@ def other_data(case: Case, odd: bool) -> None:
     changed = TensorDataset(inputs + 0.5 if odd else inputs, labels)
     private = start(case)
     run(private, Case(make=case.make, data=changed, loss=case.loss), num_steps=1)
+
+
+class Doubtful:
+    """Data of one rank that differ from the others': a seventh of them, or all later."""
+
+    def __init__(self, odd: bool, count: int, augments: bool = False) -> None:
+        self._inputs, self._labels = vectors(count=count).tensors
+        self._augments = augments
+        self.changed = range(3, count, 7) if odd else range(0)
+
+    def __len__(self) -> int:
+        return len(self._labels)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        noise = torch.rand(6) if self._augments else 0.0
+        return self._inputs[index] + noise + 0.5 * (index in self.changed), self._labels[index]
+
+
+def data_that_differ() -> dict[str, Any]:
+    """Records that differ on rank 1 off any fixed positions, and from the second epoch on."""
+    case, odd = mlp_case(), current_world().rank == 1
+
+    def train(data: Doubtful) -> None:
+        private = start(case, dataset_size=1800, expected_batch_size=600)
+        private.on_update(lambda: after(data, private.steps_taken))
+        run(private, Case(make=case.make, data=data, loss=case.loss))
+
+    steps: list[int] = []
+    later = Doubtful(False, 1800)
+
+    def after(data: Doubtful, step: int) -> None:
+        if data is later:
+            steps.append(step)
+            later.changed = range(1800 if odd and step > 1 else 0)
+
+    found: dict[str, Any] = {"some": refusal(lambda: train(Doubtful(odd, 1800)))}
+    found["augmented"] = refusal(lambda: train(Doubtful(odd, 1800, augments=True)))
+    found["alike"] = refusal(lambda: train(Doubtful(False, 1800, augments=True)))
+    found["later"] = refusal(lambda: train(later))
+    return found | {"steps before": [*steps]}
 
 
 def other_rate(case: Case, odd: bool) -> None:

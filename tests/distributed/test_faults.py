@@ -32,6 +32,21 @@ def test_bad_launches_are_refused_before_the_first_step(launcher: Launcher) -> N
     }
     for name, words in named.items():
         assert words in one[name], one[name]
+    rates = one["optimizer"].split("than rank 0: ")[1]
+    assert "'lr': '0.2'" in rates
+    assert "'lr': '0.1'" in rates
+
+
+def test_data_that_differ_anywhere_or_from_some_epoch_on_are_refused(launcher: Launcher) -> None:
+    one, two = launcher.run(HERE, "data_that_differ")
+    assert one == two
+    other = "rank 1 has another set of records than rank 0"
+    assert other in one["some"]
+    assert other in one["augmented"]
+    assert one["alike"] == ""
+    # Three steps are an epoch; the data change during the second of them.
+    assert other in one["later"]
+    assert one["steps before"] == [1, 2, 3]
 
 
 def test_ranks_that_draw_different_batches_release_nothing(launcher: Launcher) -> None:

@@ -84,6 +84,7 @@ class DrawnBatches:
         self.num_drawn = 0
         self.pads = False
         self._compared: MapStyle | None = None
+        self._compared_in: int | None = None
         self._layout: tuple[MapStyle, tuple[int, bool], Layout] | None = None
         self._pausing = False
         self._epoch_end: int | None = None
@@ -172,8 +173,8 @@ class DrawnBatches:
             )
         check_records(data, dataset_size=run.plan.dataset_size)
         if self._compared is not data:
-            if run.world.size > 1:
-                compare_records(run.world, data)
+            self._compared_in = None
+            self._compare(data, run.steps_taken)
             with run.clock.part("checks"):
                 run.rows = survey(data)
                 run.history.begin(data, run.rows.identity)
@@ -195,6 +196,14 @@ class DrawnBatches:
                 got="loss_reduction='mean', a mean over the rows that do not count as well",
             )
 
+    def _compare(self, data: MapStyle, step: int) -> None:
+        """Compare the records of all ranks, once in every epoch."""
+        epoch = step // self._run.steps_per_epoch
+        if self._run.world.size > 1 and self._compared_in != epoch:
+            with self._run.clock.part("checks"):
+                compare_records(self._run.world, data)
+            self._compared_in = epoch
+
     def _batches(
         self, data: MapStyle, steps: range, layout: Layout, ahead: bool, loading: dict[str, Any]
     ) -> Generator[Any, None, None]:
@@ -211,6 +220,7 @@ class DrawnBatches:
             try:
                 while not self._pausing and (part := self._next(loaded)) is not None:
                     if self._begun != part.step:
+                        self._compare(data, part.step)
                         if not self._before_step(part.step):
                             break
                         self._begun = part.step

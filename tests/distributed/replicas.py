@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import math
 import os
 import signal
 import time
 from collections.abc import Callable
+from contextlib import redirect_stderr
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -15,9 +17,9 @@ import torch
 from torch.utils.data import TensorDataset
 
 from distributed.sharded_models import shard, whole
-from shuffled_dpsgd.distributed import current_world
+from shuffled_dpsgd.distributed import current_world, heartbeat
 from shuffled_dpsgd.distributed.exchange import ReplicatedSums
-from shuffled_dpsgd.distributed.world import leave_world
+from shuffled_dpsgd.distributed.world import GroupWorld, _store, leave_world
 from shuffled_dpsgd.errors import ShuffledDPError
 from shuffled_dpsgd.models import checkpoint_activations
 from shuffled_dpsgd.tasks import RunConfig, parse_config
@@ -339,16 +341,27 @@ def killed_in_a_step(rank: int) -> None:
     run(private, case)
 
 
-def hanging(rank: int, seconds: float) -> None:
-    """One rank takes too long over a step."""
-    case = mlp_case()
+def hanging(rank: int, seconds: float) -> dict[str, str]:
+    """One rank takes too long over a step; what the others say of it."""
+    case, world = mlp_case(), current_world()
     private = start(case)
     private.sampler = FixedSampler([1, 2, 3, 4])
-    for batch in private.batches(case.data, num_steps=1):
-        if current_world().rank == rank:
-            time.sleep(seconds)
-        private.backward(case.loss(private.model, batch))
-        private.step()
+    assert isinstance(world, GroupWorld)
+    world.end()
+    heartbeat.BEAT_S, heartbeat.PATIENCE_S = 0.2, 0.6
+    world._heartbeat = heartbeat.Heartbeat(_store(), world.rank, world.size)
+
+    def step() -> None:
+        for batch in private.batches(case.data, num_steps=1):
+            if world.rank == rank:
+                time.sleep(seconds)
+            private.backward(case.loss(private.model, batch))
+            private.step()
+
+    with redirect_stderr(io.StringIO()) as said:
+        found = refusal(step)
+        time.sleep(0.5)  # Rank 0 holds the store in which the others look.
+    return {"refusal": found, "said": said.getvalue()}
 
 
 def refusal(work: Callable[[], object]) -> str:

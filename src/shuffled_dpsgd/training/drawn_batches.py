@@ -33,6 +33,10 @@ if TYPE_CHECKING:
     from shuffled_dpsgd.training.private import PrivateTraining
 
 
+# What the generator of a stream gives after every step.
+_STEP_ENDS = object()
+
+
 class BatchStream(Iterator[Any]):
     """Physical batches; `len` counts logical ones, which are the steps, as schedulers need it.
 
@@ -47,7 +51,16 @@ class BatchStream(Iterator[Any]):
         return self._num_steps
 
     def __next__(self) -> Any:
-        return next(self._batches)
+        while (batch := next(self._batches)) is _STEP_ENDS:
+            pass
+        return batch
+
+    def of_next_step(self) -> Iterator[Any]:
+        """The physical batches of the next logical batch, whose step has been taken at the end."""
+        for batch in self._batches:
+            if batch is _STEP_ENDS:
+                return
+            yield batch
 
     def close(self) -> None:
         """End the loop early; what was accumulated since the last step is dropped."""
@@ -230,6 +243,7 @@ class DrawnBatches:
                         run.engine.expect_samples(any_count=part.size > 0)
                     if part.data is None:
                         self._take_empty_step()
+                        yield _STEP_ENDS
                         continue
                     with run.clock.part("data"):
                         batch = to_device(shaped(part.data), run.device)
@@ -238,6 +252,8 @@ class DrawnBatches:
                     yield batch
                     run.clock.turn_to(OTHER)
                     self._check_stepped(part, stream)
+                    if part.completes:
+                        yield _STEP_ENDS
                 run.check()
             finally:
                 # An abandoned loop may be closed while another one is running.

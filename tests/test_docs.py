@@ -210,6 +210,8 @@ def test_every_page_is_in_the_navigation() -> None:
     pages = pages_of(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"])
     assert len(pages) == len(set(pages))
     assert {page.name for page in DOCS.glob("*.md")} <= set(pages)
+    named = re.findall(r"\((\w+)\.html\)", (DOCS / "llms.txt").read_text(encoding="utf-8"))
+    assert {f"{name}.md" for name in named} <= set(pages)
     notebooks = {f"tutorials/{path.stem}.md" for path in (ROOT / "examples").rglob("*.ipynb")}
     assert notebooks == {page for page in pages if page.startswith("tutorials/")}
 

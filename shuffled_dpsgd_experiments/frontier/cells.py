@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import fcntl
 import json
-import os
 import subprocess
 import time
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
@@ -37,6 +35,8 @@ Stage = Literal["tuning", "figure"]
 Record = dict[str, Any]
 FIRST_STEPS = 5
 FIRST_SEED = {"tuning": 0, "figure": 100}
+_KEYS = ("workload", "stage", "algorithm", "epsilon", "batch_clip_ratio", "learning_rate", "seed")
+_KEYS += ("streams", "settings")
 
 
 def run_cell(
@@ -107,30 +107,11 @@ def cell_key(
     workload: Workload, material: Material, point: Point, *, stage: Stage, rate: float, seed: int
 ) -> Record:
     """What tells a cell from all others; everything it finds follows from this and the code."""
-    return {
-        "workload": workload.name,
-        "stage": stage,
-        "algorithm": "paper" if point.is_paper else "dp-sgd",
-        "epsilon": point.epsilon,
-        "batch_clip_ratio": point.batch_clip_ratio,
-        "learning_rate": rate,
-        "seed": seed,
-        "streams": STREAM_VERSION,
-        "settings": settings_digest(workload, material),
-    }
-
-
-_KEYS = (
-    "workload",
-    "stage",
-    "algorithm",
-    "epsilon",
-    "batch_clip_ratio",
-    "learning_rate",
-    "seed",
-    "streams",
-    "settings",
-)
+    algorithm = "paper" if point.is_paper else "dp-sgd"
+    settings = settings_digest(workload, material)
+    ratio, streams = point.batch_clip_ratio, STREAM_VERSION
+    values = workload.name, stage, algorithm, point.epsilon, ratio, rate, seed, streams, settings
+    return dict(zip(_KEYS, values, strict=True))
 
 
 def point_of(record: Record) -> Point:
@@ -180,31 +161,23 @@ class CellFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._found: dict[str, Record] = {}
-        self._read_to = 0
+        self._size = 0
         self.read()
 
     def read(self) -> list[Record]:
         """Every record, with what others have added since."""
-        if self.path.is_file():
-            with self.path.open("rb") as file:
-                file.seek(self._read_to)
-                whole = file.read()
-            whole = whole[: whole.rfind(b"\n") + 1]
-            self._read_to += len(whole)
-            for record in self._lines(whole.decode()):
-                self._found.setdefault(_name(record), record)
+        if self.path.is_file() and self.path.stat().st_size != self._size:
+            whole = self.path.read_bytes()
+            self._size = len(whole)
+            for line in whole[: whole.rfind(b"\n") + 1].splitlines():
+                try:
+                    record = json.loads(line)
+                    self._found.setdefault(_name(record), record)
+                except (ValueError, KeyError, TypeError) as error:
+                    raise CheckpointError(
+                        f"{self.path}: a line that is no cell ({error}); move the file away"
+                    ) from error
         return list(self._found.values())
-
-    def _lines(self, text: str) -> Iterator[Record]:
-        for line in text.splitlines():
-            try:
-                record = json.loads(line)
-                _name(record)
-            except (ValueError, KeyError, TypeError) as error:
-                raise CheckpointError(
-                    f"{self.path}: a line that is no cell ({error}); move the file away"
-                ) from error
-            yield record
 
     def find(self, key: Record) -> Record | None:
         """The record of a cell, if it was run."""
@@ -217,23 +190,15 @@ class CellFile:
             CheckpointError: the cell has a record.
         """
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        line = json.dumps(record, allow_nan=False, separators=(",", ":")) + "\n"
         with self.path.open("ab+") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
-            _cut_half_line(file.fileno())
             self.read()
             if self.find(record) is not None:
                 raise CheckpointError(f"{self.path}: the cell has a record, which is never changed")
-            file.write(line.encode())
+            file.seek(0)
+            file.truncate(file.read().rfind(b"\n") + 1)
+            file.write((json.dumps(record, allow_nan=False, separators=(",", ":")) + "\n").encode())
         self.read()
-
-
-def _cut_half_line(descriptor: int) -> None:
-    """Remove what a process that was killed left of a line."""
-    size = os.fstat(descriptor).st_size
-    while size and os.pread(descriptor, 1, size - 1) != b"\n":
-        size -= 1
-    os.ftruncate(descriptor, size)
 
 
 def _name(key: Record) -> str:

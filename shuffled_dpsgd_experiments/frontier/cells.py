@@ -35,8 +35,8 @@ Stage = Literal["tuning", "figure"]
 Record = dict[str, Any]
 FIRST_STEPS = 5
 FIRST_SEED = {"tuning": 0, "figure": 100}
-_KEYS = ("workload", "stage", "algorithm", "epsilon", "batch_clip_ratio", "learning_rate", "seed")
-_KEYS += ("streams", "settings")
+_KEYS = ["workload", "stage", "algorithm", "epsilon", "batch_clip_ratio", "learning_rate", "seed"]
+_KEYS += ["streams", "settings"]
 
 
 def run_cell(

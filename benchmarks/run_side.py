@@ -29,6 +29,7 @@ from shuffled_dpsgd.runtime import backends
 from shuffled_dpsgd.runtime.attention import without_cudnn_attention
 from shuffled_dpsgd.runtime.clock import Clock
 from shuffled_dpsgd.training import make_private
+from shuffled_dpsgd.training.background import loaded_ahead
 from shuffled_dpsgd.training.data import LogicalBatch, physical_batches, shaped, to_device
 from shuffled_dpsgd.training.layout import Layout, Part, lengths_of
 
@@ -186,10 +187,11 @@ def _parts(setting: Setting, sampler: PoissonSampler) -> Iterator[Any]:
         for step in range(setting.steps)
     )
     on_gpu = setting.device.type == "cuda"
-    return physical_batches(
+    batches = physical_batches(
         setting.task.data, logical, layout=layout, collate=setting.task.collate,
-        pin_memory=on_gpu, background=on_gpu,
+        pin_memory=on_gpu,
     )  # fmt: skip
+    return loaded_ahead(batches) if on_gpu else batches
 
 
 @without_cudnn_attention()

@@ -38,6 +38,7 @@ TAKES_LONG = ("accounting.md", "huggingface.md", "training.md")
 CODE = [
     pytest.param(p.name, number, marks=[pytest.mark.slow] if p.name in TAKES_LONG else [])
     for p in sorted(DOCS.glob("*.md"))
+    if p.name != "from_opacus.md"  # Two programs at once: tests/examples/test_from_opacus.py.
     for number in range(len(blocks(p.name, "python")))
 ]
 

@@ -25,10 +25,17 @@ from shuffled_dpsgd.runtime.shards import all_held, parts_of
 _DIGITS = 24
 
 
+class ChangedWeightsWarning(UserWarning):
+    """A `state_dict` was taken of weights that are others than `release()` left."""
+
+
 def describe_weights(model: nn.Module) -> dict[str, list[str]]:
     """Digests of the trained tensors, and of all others that a saved model has."""
     trained = all_held(p for p in model.parameters() if p.requires_grad)
-    every = all_held(v for v in model.state_dict().values() if isinstance(v, Tensor))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ChangedWeightsWarning)  # This saves nothing.
+        state = model.state_dict()
+    every = all_held(v for v in state.values() if isinstance(v, Tensor))
     known = _digests(trained)
     return {"trained": sorted(known), "others": sorted(_digests(every) - known)}
 
@@ -48,7 +55,7 @@ class SaveWatch:
                 "the weights about to be saved are others than release() left, which the privacy "
                 "card is about: whatever used private records since has no claim. private.close() "
                 "ends this watch",
-                UserWarning,
+                ChangedWeightsWarning,
                 stacklevel=4,
             )
 

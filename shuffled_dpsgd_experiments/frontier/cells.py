@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import json
-import subprocess
 import time
-from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,12 +13,12 @@ import torch
 from shuffled_dpsgd import make_private
 from shuffled_dpsgd.core.streams import STREAM_VERSION
 from shuffled_dpsgd.environment import PACKAGES, today, versions
-from shuffled_dpsgd.errors import CheckpointError, ShuffledDPError
+from shuffled_dpsgd.errors import CheckpointError
 from shuffled_dpsgd.tasks import Task
 from shuffled_dpsgd.tasks.config import OptimizerConfig
 from shuffled_dpsgd.tasks.start import build_optimizer, build_scheduler
 from shuffled_dpsgd.training.global_randomness import seed_dropout
-from shuffled_dpsgd.training.loop import LoopSettings, Progress, train
+from shuffled_dpsgd.training.loop import LoopSettings, train
 from shuffled_dpsgd.training.spending import paper_estimate
 from shuffled_dpsgd_experiments.frontier.workloads import (
     CLIP_NORM,
@@ -28,12 +26,11 @@ from shuffled_dpsgd_experiments.frontier.workloads import (
     Point,
     Workload,
     settings_digest,
-    weights_digest,
 )
+from shuffled_dpsgd_experiments.provenance import Provenance
 
 Stage = Literal["tuning", "figure"]
 Record = dict[str, Any]
-FIRST_STEPS = 5
 FIRST_SEED = {"tuning": 0, "figure": 100}
 _KEYS = ["workload", "stage", "algorithm", "epsilon", "batch_clip_ratio", "learning_rate", "seed"]
 _KEYS += ["streams", "settings"]
@@ -47,7 +44,7 @@ def run_cell(
     started = time.perf_counter()
     seed_dropout(seed)
     model = task.fresh_model(seed)
-    initial = weights_digest(model)
+    provenance = Provenance(model, material.digest)
     config = OptimizerConfig(learning_rate=rate, schedule="cosine")
     private = make_private(
         model,
@@ -62,12 +59,6 @@ def run_cell(
         physical_batch_size=2 * workload.expected_batch_size,
         **point.options(),
     )
-    losses: list[float] = []
-
-    def note(progress: Progress) -> None:
-        if len(losses) < FIRST_STEPS and progress.metrics.loss is not None:
-            losses.append(round(progress.metrics.loss, 6))
-
     scheduler = build_scheduler(private.optimizer, config, private.plan.num_steps)
     settings = LoopSettings(collate=task.collate, price_steps=False)
     try:
@@ -76,7 +67,7 @@ def run_cell(
             task.train_data,
             task.losses,
             settings=settings,
-            callbacks=[note],
+            callbacks=[provenance],
             scheduler=scheduler,
         )
     finally:
@@ -93,10 +84,7 @@ def run_cell(
         "paper_epsilon": None if paper is None else paper.epsilon,
         "noise_multipliers": {block.name: block.noise_multiplier for block in plan.blocks},
         "dimensions": {block.name: block.dimension for block in plan.blocks},
-        "first_losses": losses,
-        "initial_weights": initial,
-        "data": material.digest,
-        "commit": commit(),
+        **provenance.to_json(),
         "versions": versions(PACKAGES),
         "date": today(),
         "seconds": round(time.perf_counter() - started, 2),
@@ -126,30 +114,6 @@ def _scores(task: Task, model: torch.nn.Module) -> Record:
         "loss": {name: round(each.loss, 6) for name, each in found.items()},
         "classes_answered": {name: each.predicted_classes for name, each in found.items()},
     }
-
-
-@cache
-def commit() -> str:
-    """The commit of the code that runs, with a mark if files of it have been changed.
-
-    Raises:
-        ShuffledDPError: the code is not in a git repository.
-    """
-    folder = Path(__file__).parents[2]
-
-    def git(*arguments: str) -> str:
-        done = subprocess.run(
-            ["git", "-C", str(folder), *arguments], capture_output=True, text=True, check=False
-        )
-        if done.returncode:
-            raise ShuffledDPError(
-                f"{folder}: every record names the commit that made it, and git says "
-                f"{done.stderr.strip()}; run this in a clone"
-            )
-        return done.stdout.strip()
-
-    changed = git("status", "--porcelain", "--", "src", "shuffled_dpsgd_experiments")
-    return git("rev-parse", "HEAD") + ("-changed" if changed else "")
 
 
 class CellFile:

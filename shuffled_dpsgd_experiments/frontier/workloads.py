@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -26,7 +26,6 @@ from shuffled_dpsgd.tasks import Task
 from shuffled_dpsgd.tasks.classification import classification_task
 from shuffled_dpsgd.tasks.data.loading import Splits, drawn_part
 from shuffled_dpsgd.tasks.digits import load_digits
-from shuffled_dpsgd.training.record_digest import digest
 from shuffled_dpsgd_experiments.frontier.sst2 import (
     SPLITS,
     WIDTH,
@@ -35,10 +34,10 @@ from shuffled_dpsgd_experiments.frontier.sst2 import (
     features,
     sentences,
 )
+from shuffled_dpsgd_experiments.provenance import data_digest
 
 CLIP_NORM = 1.0
 RATIOS = (1.0, 3.0, 10.0, 30.0, 100.0)
-_KEY = b"frontier"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,19 +121,10 @@ class Workload:
         }
 
 
-def weights_digest(model: nn.Module) -> str:
-    """Of every tensor of a model, by name."""
-    return _short([(name, tensor) for name, tensor in sorted(model.state_dict().items())])
-
-
 def settings_digest(workload: Workload, material: Material) -> str:
     """Equal for runs that differ in point, rate and seed alone."""
     text = json.dumps([workload.settings(), material.digest], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
-
-
-def _short(records: Sequence[Any]) -> str:
-    return digest(records, _KEY)[:16]
 
 
 def _load_digits(fresh_model: Callable[[int], nn.Module], data: Path | None) -> Material:
@@ -185,7 +175,7 @@ def _material(
         return classification_task(name, model, splits, fresh_model=fresh_model, collate=collate)
 
     records = [train, *(heldout[split] for split in sorted(heldout))]
-    return Material(tuning=task(part), scored=task(whole), digest=_short(records))
+    return Material(tuning=task(part), scored=task(whole), digest=data_digest(records))
 
 
 def _plain(data: TensorDataset) -> list[tuple[Any, int]]:

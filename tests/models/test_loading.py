@@ -17,7 +17,9 @@ from shuffled_dpsgd.tasks.tokens import load_tokenizer
 transformers = pytest.importorskip("transformers")
 
 WITHOUT_WEIGHTS = [name for name, model in CATALOGUE.items() if model.checkpoint is None]
-BUILT_QUICKLY = [name for name in WITHOUT_WEIGHTS if name not in ("llama-7b", "llama-8b", "llama-70b")]
+BUILT_QUICKLY = [
+    name for name in WITHOUT_WEIGHTS if name not in ("llama-7b", "llama-8b", "llama-70b")
+]
 
 
 @pytest.mark.parametrize("name", CATALOGUE)

@@ -57,7 +57,7 @@ def run_cell(
         seed=seed,
         # Every logical batch in one piece.
         physical_batch_size=2 * workload.expected_batch_size,
-        **point.options(),
+        **point.options(workload.scope),
     )
     scheduler = build_scheduler(private.optimizer, config, private.plan.num_steps)
     settings = LoopSettings(collate=task.collate, price_steps=False)

@@ -190,7 +190,7 @@ def _shuffle(made: Tensors, rows: int, cols: int, dtype: torch.dtype) -> None:
     spec = gpu.small_spec(rows, cols)
     permutation = draw(spec, torch.Generator(made.device))
     pairs = [(name, made.halves(*shape, dtype=dtype)) for name, shape in spec.shapes.items()]
-    gpu.move(permutation, gpu.prepare(spec, pairs))
+    gpu.move(permutation, pairs)
 
 
 def _name(one: Map) -> str:

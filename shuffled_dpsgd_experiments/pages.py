@@ -1,6 +1,6 @@
 """The tables of documents about sweeps and recipes, from the committed records alone.
 
-    python -m shuffled_dpsgd_experiments.pages docs/results.md docs/ingredients.md docs/recipes.md
+    python -m shuffled_dpsgd_experiments.pages docs/{results,parts,ingredients,recipes}.md
 
 rewrites what stands between two marks, wherever a page has them: `grid NAME` is the table of
 `results/NAME`, `ingredients NAME` also has how far each row is from the first, seed by seed, and

@@ -27,6 +27,8 @@ PAGES = {
     "benchmarks/README.md": "benchmarks.md",
 }
 NOTEBOOKS = "examples/notebooks"
+# On the page of all names, those that the main page has as well are not listed for links again.
+ALL_NAMES = r"\g<0>\n    options: {skip_local_inventory: true, show_if_no_docstring: true}"
 
 
 def place_of(path: str) -> str:
@@ -94,6 +96,8 @@ def on_files(files: Files, config: Any) -> Files:
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Links as the site has them; those to folders become plain text, as a site lists none."""
+    if page.parent is None:
+        page.meta.setdefault("hide", []).append("navigation")  # It would list this page alone.
     source = source_of(page.file.src_uri)
     here = posixpath.dirname(page.file.src_uri) or "."
 
@@ -109,4 +113,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     for number in range(0, len(parts), 2):
         text = re.sub(r"(?<!!)\[([^\]]+)\]\(([^)\s#:]+)\)", without_folders, parts[number])
         parts[number] = LINK.sub(moved, text)
-    return "".join(parts)
+    text = "".join(parts)
+    if page.file.src_uri == "api.md":
+        text = re.sub(r"^::: .+$", ALL_NAMES, text, flags=re.MULTILINE)
+    return text

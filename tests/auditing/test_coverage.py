@@ -35,6 +35,7 @@ TIGHT = [
 ]
 COMMITTED = Path(__file__).parents[2] / "results" / "audit_coverage.json"
 GAUSSIANS = MECHANISMS[:2]
+SLOW = pytest.mark.slow
 
 
 def bounds(estimator: object, mechanism: Known, count: int, *, one_run: bool) -> np.ndarray:
@@ -109,6 +110,24 @@ def test_committed_coverage_holds_for_every_estimator_that_may_refute() -> None:
             assert row["repetitions"] >= AT_LEAST
             misses = row["above_the_truth"] * row["repetitions"]
             assert misses <= most_misses(row["repetitions"])
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        case if case[0] in ("clopper-pearson", "one-run-fdp") else pytest.param(case, marks=SLOW)
+        for case in CASES
+    ],
+    ids=lambda case: f"{case[0]}: {case[2].name}",
+)
+def test_the_committed_coverage_is_that_of_todays_estimators(case: Any) -> None:
+    name, estimator, known, one_run = case
+    row = json.loads(COMMITTED.read_text(encoding="utf-8"))["estimators"][name][known.name]
+    repetitions = row["repetitions"]
+    found = coverage_report.bounds(
+        estimator, known, OBSERVATIONS, one_run=one_run, repetitions=repetitions
+    )
+    assert coverage_report.row(found, known.epsilon) == pytest.approx(row, rel=1e-6, abs=1e-9)
 
 
 @pytest.mark.parametrize("mechanism", MECHANISMS[:6], ids=lambda m: m.name)

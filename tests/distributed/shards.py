@@ -423,7 +423,7 @@ def in_half_precision(name: str) -> dict[str, Any]:
 
 
 class OtherLayers(nn.Module):
-    """PyTorch's own attention, and a recurrent layer that only the generic rule takes."""
+    """PyTorch's own attention, and recurrent layers, one of which only the generic rule takes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -431,11 +431,14 @@ class OtherLayers(nn.Module):
         layer = nn.TransformerEncoderLayer(6, 2, 12, dropout=0.0, batch_first=True)
         self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
         self.recurrent = nn.GRU(6, 5, batch_first=True)
+        self.other = type("Own", (nn.RNN,), {"forward": lambda self, x: nn.RNN.forward(self, x)})(
+            5, 5, batch_first=True
+        )
         self.head = nn.Linear(5, 3)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.encoder(x.unsqueeze(1).expand(-1, 3, -1))
-        found: torch.Tensor = self.head(self.recurrent(x)[0][:, -1])
+        found: torch.Tensor = self.head(self.other(self.recurrent(x)[0])[0][:, -1])
         return found
 
 
@@ -448,7 +451,7 @@ def other_layers() -> dict[str, Any]:
 
     def sharded() -> nn.Module:
         model = OtherLayers().double()
-        for layer in [*model.encoder.layers, model.recurrent]:
+        for layer in [*model.encoder.layers, model.recurrent, model.other]:
             fully_shard(layer)
         return fully_shard(model)
 

@@ -188,7 +188,7 @@ def test_compiled_blocks(launcher: Launcher, name: str, backend: str) -> None:
 def test_layers_of_other_kinds(launcher: Launcher) -> None:
     """Also one that its rule runs more often than the model does, sharded as a whole."""
     for one in launcher.run(HERE, "other_layers"):
-        assert {"generic", "linear", "layer-norm"} <= set(one["kinds"])
+        assert {"generic", "recurrent", "linear", "layer-norm"} <= set(one["kinds"])
         assert one["same"]
 
 

@@ -10,14 +10,17 @@ import pytest
 
 pytest.importorskip("transformers")
 pytest.importorskip("sklearn")
+pytest.importorskip("opacus")
 NOTEBOOKS = sorted((Path(__file__).resolve().parents[2] / "examples").rglob("*.ipynb"))
 
 
 def test_there_are_some() -> None:
-    assert {"audit", "llm_lora", "own_loop", "trainer"} <= {path.stem for path in NOTEBOOKS}
+    assert {"audit", "from_opacus", "llm_lora", "own_loop", "trainer"} == {
+        path.stem for path in NOTEBOOKS
+    }
 
 
-QUICK = ("own_loop", "trainer")
+QUICK = ("from_opacus", "own_loop", "trainer")
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -11,7 +11,7 @@ import pytest
 from shuffled_dpsgd_experiments.pages import MARKED, NOTHING, part_of, rewritten
 
 ROOT = Path(__file__).parents[2]
-PAGES = ("docs/results.md", "docs/ingredients.md", "docs/recipes.md")
+PAGES = tuple(f"docs/{name}.md" for name in ("results", "parts", "ingredients", "recipes"))
 SWEEP = """
 name = "small"
 epsilons = [1.0]

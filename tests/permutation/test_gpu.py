@@ -26,7 +26,13 @@ from shuffled_dpsgd.permutation import (
     draw,
     gpu,
 )
-from shuffled_dpsgd.permutation.gpu import Launch, MatrixShape, num_warps, probe_kernels, tile_of
+from shuffled_dpsgd.permutation.gpu import (
+    Launch,
+    MatrixShape,
+    _num_warps,
+    _tile_of,
+    probe_kernels,
+)
 from shuffled_dpsgd.runtime.backends import WrongResult
 from waiting import waiting_is_an_error
 
@@ -82,7 +88,7 @@ def _assert_moves_agree(spec: PermutationSpec, tensors: dict[str, Tensor], seed:
     permutation = draw(spec, torch.Generator().manual_seed(seed))
     expected = {n: t.clone() for n, t in tensors.items()}
     apply_to_tensors(permutation, expected)
-    gpu.move(permutation, gpu.prepare(spec, list(tensors.items())))
+    gpu.move(permutation, list(tensors.items()))
     assert all(torch.equal(tensors[n], expected[n]) for n in tensors)
 
 
@@ -179,7 +185,7 @@ def test_every_tensor_of_the_families_is_served() -> None:
     for build in FAMILIES.values():
         for scope in ("paper", "full"):
             spec = discover(build().model, scope=scope)
-            assert all(gpu.matrix_shape(spec, name) for name in spec.axes_of)
+            assert all(gpu.matrix_shapes(spec).values())
 
 
 @pytest.mark.parametrize("program_bytes", [16 << 10, 64])
@@ -188,16 +194,16 @@ def test_programs_share_no_element_and_miss_none(family: str, program_bytes: int
     spec = discover(FAMILIES[family]().model, scope="full")
     names = tuple(spec.axes_of)
     sizes = {"columns": program_bytes, "rows": program_bytes}
-    shapes = [gpu.matrix_shape(spec, name) for name in names]
+    shapes = [gpu.matrix_shapes(spec)[name] for name in names]
     with mock.patch.dict(gpu.PROGRAM_BYTES, sizes):
-        found = gpu.build_launches([shape for shape in shapes if shape is not None], 4, CPU)
+        found = gpu.build_launches(shapes, 4, CPU)
     for moving in ("columns", "rows"):
         touched = {name: torch.zeros(spec.shapes[name], dtype=torch.int64) for name in names}
         for launch in found:
             if launch.tile.moving == moving:
                 _touch(launch, [touched[name] for name in names])
         for name in names:
-            shape = gpu.matrix_shape(spec, name)
+            shape = gpu.matrix_shapes(spec)[name]
             assert shape is not None
             moves = shape.col_start if moving == "columns" else shape.row_start
             assert (touched[name] == int(moves is not None)).all(), name
@@ -232,9 +238,9 @@ def test_tiles_fit_and_tell_the_truth_about_alignment(size: int) -> None:
         for cols in (1, 6, 768, 3072, 16384):
             shape = MatrixShape(rows=rows, cols=cols, row_start=0, col_start=0)
             for moving in ("columns", "rows"):
-                tile = tile_of(shape, moving, size)
+                tile = _tile_of(shape, moving, size)
                 assert tile.rows * tile.cols * size <= 128 << 10
-                assert 4 <= num_warps(tile, size) <= 32
+                assert 4 <= _num_warps(tile, size) <= 32
                 assert tile.alignment >= size
                 assert cols * size % tile.alignment == 0
                 assert tile.moving == "columns" or tile.cols * size % tile.alignment == 0
@@ -244,4 +250,4 @@ def test_tiles_fit_and_tell_the_truth_about_alignment(size: int) -> None:
 def test_slabs_are_a_sector_wide_as_long_as_registers_take_that(size: int) -> None:
     for rows, width in ((768, 64), (3072, 32), (4096, 32), (5120, 16), (16384, 8)):
         shape = MatrixShape(rows=rows, cols=768, row_start=0, col_start=None)
-        assert tile_of(shape, "rows", size).cols * size == width
+        assert _tile_of(shape, "rows", size).cols * size == width

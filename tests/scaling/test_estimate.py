@@ -73,6 +73,8 @@ def test_one_gpu_exchanges_nothing_and_a_second_node_is_slower() -> None:
     one, eight, sixteen = weak_scaling(shapes, H100, JOB, [1, 8, 16], physical_batch=64)
     assert one.exchange_seconds == 0.0
     assert 0.0 < eight.exchange_seconds < sixteen.exchange_seconds
+    # Two nodes of eight adapters of 50 GB/s, of which 70 % are assumed to be reached.
+    assert sixteen.exchange_bytes / sixteen.exchange_seconds == pytest.approx(280e9)
     assert one.compute_seconds == eight.compute_seconds == sixteen.compute_seconds
     assert [e.job.logical_batch for e in (one, eight, sixteen)] == [250, 2000, 4000]
 

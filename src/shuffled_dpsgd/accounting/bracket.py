@@ -3,15 +3,14 @@
 Nobody is promised the lower end. Audits need it: a lower bound on a mechanism's noise becomes a
 lower bound on ε. Where `is_exact` holds, the certified ε is attained by a gradient that no
 permutation moves, so no accountant that knows clip, sampling rate, noise and steps alone can
-certify less. docs/claims.md, section 2, states and proves that, and the theorem that the shuffle
-gains nothing for losses of such gradients.
+certify less. docs/attained.md states and proves that, and the theorem that the shuffle gains
+nothing for losses of such gradients.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 
@@ -30,8 +29,6 @@ from shuffled_dpsgd.core.pld import (
     spacing_for,
 )
 
-Released = Literal["sums", "weights"]
-
 LOWER_ERROR = 1e-6
 NOISE_SHARE = 1e-3
 STATEMENT = (
@@ -45,7 +42,6 @@ CONDITIONS = (
     "one record added or removed",
     "every step's noisy sums released, or every step's weights under SGD (momentum or not)",
 )
-LINEAR_OPTIMIZERS = ("sgd",)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,14 +138,12 @@ def is_exact(
     clip_norm: float,
     batch_clip_norm: float | None,
     adjacency: str,
-    released: Released = "weights",
-    optimizer: str | None = None,
+    shows_sums: bool,
 ) -> bool:
     """Whether the proposition covers a run; `batch_clip_norm` is that of its least noisy block.
 
-    `optimizer` is the name of the optimizer's class, in any case; None means that it is not known,
-    and then only released sums are covered. Elsewhere the certified ε holds, attained or not.
+    `shows_sums`: what is released tells the noisy sum of every step. Elsewhere the certified ε
+    holds, attained or not.
     """
     unhurt = batch_clip_norm is None or batch_clip_norm >= clip_norm
-    readable = released == "sums" or (optimizer or "").lower() in LINEAR_OPTIMIZERS
-    return clip == "flat" and unhurt and adjacency == "add-remove" and readable
+    return clip == "flat" and unhurt and adjacency == "add-remove" and shows_sums

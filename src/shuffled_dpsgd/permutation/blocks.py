@@ -8,13 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import reduce
-from typing import Any
+from operator import attrgetter
 
 from torch import nn
 
-from shuffled_dpsgd.errors import UnsupportedModuleError
-from shuffled_dpsgd.permutation.layers import Port, class_name, is_elementwise, join
+from shuffled_dpsgd.permutation.layers import Port, class_name, is_elementwise, join, stays
 from shuffled_dpsgd.permutation.sketch import Sketch
 from shuffled_dpsgd.permutation.spec import Block, Kind
 
@@ -23,27 +21,19 @@ Ports = Sequence[Port]
 
 @dataclass(frozen=True, kw_only=True)
 class Attention:
-    """One attention. With `fused`, one projection writes query, key and value side by side.
+    """One attention. `reads` are its query, key and value, or one module that writes all three.
 
     `fixed_heads` says why whole heads must not trade places, where something else knows them by
     their number.
     """
 
-    query: str = ""
-    key: str = ""
-    value: str = ""
-    fused: str = ""
+    reads: tuple[str, ...]
     output: str
     num_heads: str
     num_kv_heads: str = ""
     head_dim: str
     rotary: bool = False
     fixed_heads: str = ""
-
-    @property
-    def reads(self) -> tuple[str, ...]:
-        """The modules that read its input."""
-        return (self.fused,) if self.fused else (self.query, self.key, self.value)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,7 +116,7 @@ def _describe_hidden_units(sketch: Sketch, path: str, names: HiddenUnits) -> Non
 
     Gated units (several `up`) multiply entry by entry, so they share the permutation.
     """
-    activation = attribute(sketch.modules[path], names.activation)
+    activation = attrgetter(names.activation)(sketch.modules[path])
     if not is_elementwise(activation):
         for name in (*names.up, names.down):
             sketch.refuse(join(path, name), _not_elementwise(activation))
@@ -144,7 +134,7 @@ def _describe_attention(sketch: Sketch, path: str, names: Attention, *, whole: b
     """
     module = sketch.modules[path]
     written = [sketch.outputs(join(path, name)) for name in names.reads]
-    if names.fused:
+    if len(written) == 1:
         third = sketch.size(written[0][0]) // 3
         written = [
             [Port(parameter=p.parameter, axis=p.axis, start=i * third) for p in written[0]]
@@ -152,14 +142,14 @@ def _describe_attention(sketch: Sketch, path: str, names: Attention, *, whole: b
         ]
     if names.fixed_heads:
         sketch.keep(path, names.fixed_heads, "heads")
-    heads = int(attribute(module, names.num_heads))
+    heads = int(attrgetter(names.num_heads)(module))
     add_attention(
         sketch,
         path if whole else join(path, "attention"),
         (written[0], written[1], written[2], sketch.inputs(join(path, names.output))),
         heads=heads,
-        kv_heads=int(attribute(module, names.num_kv_heads)) if names.num_kv_heads else heads,
-        size=int(attribute(module, names.head_dim)),
+        kv_heads=int(attrgetter(names.num_kv_heads)(module)) if names.num_kv_heads else heads,
+        size=int(attrgetter(names.head_dim)(module)),
         rotary=names.rotary,
     )
 
@@ -215,7 +205,7 @@ def add_attention(
 def describe_chain(sketch: Sketch, root: str, chain: Chain) -> None:
     """Theorem 1 above the blocks; a norm in between needs scope 'full'."""
     if chain.activation:
-        found = attribute(sketch.modules[root], chain.activation)
+        found = attrgetter(chain.activation)(sketch.modules[root])
         if not is_elementwise(found):
             sketch.refuse(join(root, chain.up), _not_elementwise(found))
             return
@@ -239,9 +229,9 @@ def describe_stream(
     for name in (*stem.writes, *(name for name in stem.optional if _has(module, name))):
         stream += sketch.outputs(join(base, name))
     for name in stem.parameters:
-        if (parameter := attribute(module, name)) is not None:
+        if (parameter := attrgetter(name)(module)) is not None:
             stream.append(sketch.parameter(join(base, name), parameter.ndim - 1))
-    for index, block in enumerate(attribute(module, stem.layers)):
+    for index, block in enumerate(attrgetter(stem.layers)(module)):
         path = join(base, f"{stem.layers}.{index}")
         names = _check_parts(sketch, path, layers.get(class_name(block)), whole=True)
         for name in names.reads:
@@ -252,12 +242,8 @@ def describe_stream(
         stream += sketch.inputs(join(root, name))
     copies = {join(root, name) for name in head.copies}
     if missing := [name for name in sketch.undescribed(root) if name not in copies]:
-        raise UnsupportedModuleError(
-            missing[0],
-            expected=f"only parts known of {class_name(sketch.modules[root])}",
-            got=f"{len(missing)} parameters of unknown use",
-            remedy="the residual stream stays where it is",
-        )
+        expected = f"only parts known of {class_name(sketch.modules[root])}"
+        raise stays(missing[0], expected=expected, got=f"{len(missing)} parameters of unknown use")
     sketch.add("residual", join(root, "residual"), sketch.size(stream[0]), [(stream, Block())])
 
 
@@ -267,18 +253,9 @@ def _check_parts(sketch: Sketch, path: str, names: Layer | None, *, whole: bool 
     known = names is not None and (bool(names.norms) or not whole)
     if names is None or not known or not all(_has(module, n) for n in names.reads + names.writes):
         children = ", ".join(name for name, _ in module.named_children())
-        raise UnsupportedModuleError(
-            path,
-            expected="a known kind of block, with the submodule names known of it",
-            got=f"{class_name(module)} with {children}",
-            remedy="its parameters stay where they are",
-        )
+        expected = "a known kind of block, with the submodule names known of it"
+        raise stays(path, expected=expected, got=f"{class_name(module)} with {children}")
     return names
-
-
-def attribute(module: nn.Module, dotted: str) -> Any:
-    """The attribute a dotted path leads to."""
-    return reduce(getattr, dotted.split("."), module)
 
 
 def _not_elementwise(activation: object) -> str:
@@ -288,6 +265,6 @@ def _not_elementwise(activation: object) -> str:
 
 def _has(module: nn.Module, dotted: str) -> bool:
     try:
-        return attribute(module, dotted) is not None
+        return attrgetter(dotted)(module) is not None
     except AttributeError:
         return False

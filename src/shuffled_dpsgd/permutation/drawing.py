@@ -2,20 +2,20 @@
 
 A `Permutation` holds one index vector per `AxisLayout`, packed into a single tensor. Every
 operation is a handful of kernels whatever the number of groups, and none waits for the device.
+Where the index vectors lie, and which groups fill them, is worked out once per spec.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
 
 from shuffled_dpsgd.core.streams import uniform_keys
 from shuffled_dpsgd.errors import InvalidArgumentError
-from shuffled_dpsgd.permutation.packing import packing_of
-from shuffled_dpsgd.permutation.spec import PermutationSpec
+from shuffled_dpsgd.permutation.spec import Block, PermutationSpec
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -48,13 +48,13 @@ class Permutation:
             raise InvalidArgumentError(
                 "other", expected="a permutation of the same spec", got="another spec"
             )
-        offsets = packing_of(self.spec, self.packed.device).offsets
+        offsets = _packing_of(self.spec, self.packed.device).offsets
         after = other.packed.to(self.packed.device) + offsets
         return Permutation(spec=self.spec, packed=self.packed[after])
 
     def inverse(self) -> Permutation:
         """The element that undoes this one bit for bit."""
-        packing = packing_of(self.spec, self.packed.device)
+        packing = _packing_of(self.spec, self.packed.device)
         undone = torch.empty_like(self.packed)
         undone[self.packed + packing.offsets] = packing.here - packing.offsets
         return Permutation(spec=self.spec, packed=undone)
@@ -67,7 +67,7 @@ class Permutation:
 
 def identity(spec: PermutationSpec, device: torch.device | str = "cpu") -> Permutation:
     """The element that moves nothing."""
-    packing = packing_of(spec, torch.device(device))
+    packing = _packing_of(spec, torch.device(device))
     return Permutation(spec=spec, packed=packing.here - packing.offsets)
 
 
@@ -86,7 +86,7 @@ def draw(
     if isinstance(source, torch.Generator):
         device = source.device
     device = torch.device("cpu" if device is None else device)
-    packing = packing_of(spec, device)
+    packing = _packing_of(spec, device)
     if isinstance(source, torch.Generator):
         keys = torch.empty(packing.slots, dtype=torch.int64, device=device)
         keys.random_(generator=source)
@@ -115,6 +115,97 @@ def from_groups(spec: PermutationSpec, permutations: Sequence[torch.Tensor]) -> 
             )
     if not permutations:
         return identity(spec)
-    packing = packing_of(spec, permutations[0].device)
+    packing = _packing_of(spec, permutations[0].device)
     drawn = [permutations[g] for groups in packing.by_size.values() for g in groups]
     return Permutation(spec=spec, packed=packing.fill(torch.cat(drawn).to(torch.int64)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Packing:
+    """How the permutations of groups fill one packed vector, each layout's index after another.
+
+    `by_size` lists the groups of each size. In that order their permutations lie one after another
+    in a vector of `slots` entries, `drawn`. Groups that touch no common position act at once, on
+    one level. There position p takes the value at `base[p] + step[p] * drawn[slot[p]]`, where
+    `base`, `slot` and `step` are the rows of the level's table. `offsets` says where the index
+    vector of each position starts.
+    """
+
+    slots: int
+    by_size: dict[int, list[int]]
+    offsets: torch.Tensor
+    tables: torch.Tensor
+
+    def fill(self, drawn: torch.Tensor) -> torch.Tensor:
+        """The packed index vectors that the groups' permutations make."""
+        source = self.here
+        for base, slot, step in self.tables:
+            source = source[torch.addcmul(base, step, drawn[slot])]
+        return source - self.offsets
+
+    @property
+    def here(self) -> torch.Tensor:
+        """Every position of the packed vector."""
+        return torch.arange(len(self.offsets), device=self.offsets.device)
+
+
+def _packing_of(spec: PermutationSpec, device: torch.device) -> _Packing:
+    """The spec's packing on `device`, built once per spec and device."""
+    cache: dict[torch.device, _Packing] = spec.derived["packing"]
+    if device not in cache:
+        packing = _build(spec) if device.type == "cpu" else _packing_of(spec, torch.device("cpu"))
+        cache[device] = replace(
+            packing, offsets=packing.offsets.to(device), tables=packing.tables.to(device)
+        )
+    return cache[device]
+
+
+def _build(spec: PermutationSpec) -> _Packing:
+    by_size: dict[int, list[int]] = {}
+    for index, group in enumerate(spec.groups):
+        by_size.setdefault(group.size, []).append(index)
+    slots_of: dict[int, torch.Tensor] = {}
+    slots = 0
+    for size, groups in by_size.items():
+        for index in groups:
+            slots_of[index] = torch.arange(slots, slots + size)
+            slots += size
+    sizes = torch.tensor([layout.size for layout in spec.layouts], dtype=torch.int64)
+    starts, total = sizes.cumsum(0) - sizes, int(sizes.sum())
+    tables: list[torch.Tensor] = []
+    # For each position, the first level after the groups that have acted on it.
+    free = torch.zeros(total, dtype=torch.int64)
+    for index, places in enumerate(_places(spec, starts.tolist())):
+        level = max(int(free[where].max()) for where, _ in places)
+        if level == len(tables):
+            tables.append(torch.zeros(3, total, dtype=torch.int64))
+            tables[level][0] = torch.arange(total)
+        base, slot, step = tables[level]
+        for where, width in places:
+            free[where] = level + 1
+            base[where] = where[:, :1, :].expand_as(where)
+            slot[where] = slots_of[index][:, None].expand_as(where)
+            step[where] = width
+    return _Packing(
+        slots=slots,
+        by_size=by_size,
+        offsets=starts.repeat_interleave(sizes),
+        tables=torch.stack(tables) if tables else torch.zeros(0, 3, total, dtype=torch.int64),
+    )
+
+
+def _places(spec: PermutationSpec, starts: list[int]) -> list[list[tuple[torch.Tensor, int]]]:
+    """For each group, the packed positions that it moves, and the width of its slots there."""
+    found: list[list[tuple[torch.Tensor, int]]] = [[] for _ in spec.groups]
+    for start, layout in zip(starts, spec.layouts, strict=True):
+        for index, block in layout.pieces:
+            where = start + _positions(block, spec.groups[index].size)
+            found[index].append((where, block.width))
+    return found
+
+
+def _positions(block: Block, size: int) -> torch.Tensor:
+    """Positions owned, of shape repeats x slots x width."""
+    repeats = block.repeat_every * torch.arange(block.repeats)
+    slots = block.width * torch.arange(size)
+    return block.start + repeats[:, None, None] + slots[:, None] + torch.arange(block.width)

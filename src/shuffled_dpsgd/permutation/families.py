@@ -9,7 +9,7 @@ from __future__ import annotations
 from shuffled_dpsgd.permutation.blocks import Attention, Chain, Head, HiddenUnits, Layer, Stem
 
 _BERT = "transformers.models.bert.modeling_bert.Bert"
-# The same code under other names.
+# BERT's code under other names.
 _ROBERTAS = (
     "transformers.models.camembert.modeling_camembert.Camembert",
     "transformers.models.roberta.modeling_roberta.Roberta",
@@ -33,9 +33,7 @@ _BARTS = (
 
 _BERT_LAYER = Layer(
     attention=Attention(
-        query="attention.self.query",
-        key="attention.self.key",
-        value="attention.self.value",
+        reads=("attention.self.query", "attention.self.key", "attention.self.value"),
         output="attention.output.dense",
         num_heads="attention.self.num_attention_heads",
         head_dim="attention.self.attention_head_size",
@@ -49,9 +47,7 @@ _BERT_LAYER = Layer(
 )
 _DISTILBERT_LAYER = Layer(
     attention=Attention(
-        query="attention.q_lin",
-        key="attention.k_lin",
-        value="attention.v_lin",
+        reads=("attention.q_lin", "attention.k_lin", "attention.v_lin"),
         output="attention.out_lin",
         num_heads="attention.n_heads",
         head_dim="attention.attention_head_size",
@@ -61,9 +57,7 @@ _DISTILBERT_LAYER = Layer(
 )
 _VIT_LAYER = Layer(
     attention=Attention(
-        query="attention.q_proj",
-        key="attention.k_proj",
-        value="attention.v_proj",
+        reads=("attention.q_proj", "attention.k_proj", "attention.v_proj"),
         output="attention.o_proj",
         num_heads="attention.num_attention_heads",
         head_dim="attention.head_dim",
@@ -73,7 +67,7 @@ _VIT_LAYER = Layer(
 )
 _GPT2_LAYER = Layer(
     attention=Attention(
-        fused="attn.c_attn",
+        reads=("attn.c_attn",),
         output="attn.c_proj",
         num_heads="attn.num_heads",
         head_dim="attn.head_dim",
@@ -83,9 +77,7 @@ _GPT2_LAYER = Layer(
 )
 _OPT_LAYER = Layer(
     attention=Attention(
-        query="self_attn.q_proj",
-        key="self_attn.k_proj",
-        value="self_attn.v_proj",
+        reads=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
         output="self_attn.out_proj",
         num_heads="self_attn.num_heads",
         head_dim="self_attn.head_dim",
@@ -95,9 +87,7 @@ _OPT_LAYER = Layer(
 )
 _LLAMA_LAYER = Layer(
     attention=Attention(
-        query="self_attn.q_proj",
-        key="self_attn.k_proj",
-        value="self_attn.v_proj",
+        reads=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
         output="self_attn.o_proj",
         num_heads="self_attn.config.num_attention_heads",
         num_kv_heads="self_attn.config.num_key_value_heads",
@@ -112,9 +102,7 @@ _LLAMA_LAYER = Layer(
 # The first block of a stack computes one bias per head from the distance of two positions, and
 # every later block adds it to its own heads by number.
 _T5_ATTENTION = Attention(
-    query="q",
-    key="k",
-    value="v",
+    reads=("q", "k", "v"),
     output="o",
     num_heads="n_heads",
     head_dim="key_value_proj_dim",
@@ -123,9 +111,7 @@ _T5_ATTENTION = Attention(
 # Attention to the encoder has its queries from one stream, keys and values from the other; inside a
 # head that makes no difference.
 _BART_ATTENTION = Attention(
-    query="q_proj",
-    key="k_proj",
-    value="v_proj",
+    reads=("q_proj", "k_proj", "v_proj"),
     output="out_proj",
     num_heads="num_heads",
     head_dim="head_dim",
@@ -133,8 +119,7 @@ _BART_ATTENTION = Attention(
 _BART_HIDDEN = HiddenUnits(up=("fc1",), down="fc2", activation="activation_fn")
 
 LAYERS: dict[str, Layer] = {
-    f"{_BERT}Layer": _BERT_LAYER,
-    **{f"{roberta}Layer": _BERT_LAYER for roberta in _ROBERTAS},
+    **{f"{bert}Layer": _BERT_LAYER for bert in (_BERT, *_ROBERTAS)},
     f"{_DISTILBERT}.TransformerBlock": _DISTILBERT_LAYER,
     f"{_VIT}Layer": _VIT_LAYER,
     f"{_GPT2}Block": _GPT2_LAYER,
@@ -164,8 +149,7 @@ _BERT_STEM = Stem(
     ),
 )
 STEMS: dict[str, Stem] = {
-    f"{_BERT}Model": _BERT_STEM,
-    **{f"{roberta}Model": _BERT_STEM for roberta in _ROBERTAS},
+    **{f"{bert}Model": _BERT_STEM for bert in (_BERT, *_ROBERTAS)},
     f"{_DISTILBERT}.DistilBertModel": Stem(
         layers="transformer.layer",
         writes=(

@@ -2,7 +2,8 @@
 
 A launch per tensor and axis would cost more than the data it moves. Here one launch moves the
 columns of many tensors of similar row length, another the rows of many tensors with a similar
-number of them. Both work in place. What to launch depends on shapes and addresses, not on a draw.
+number of them. Both work in place. What to launch depends on shapes alone and is kept; addresses
+are sent with every move.
 """
 
 from __future__ import annotations
@@ -68,24 +69,14 @@ class Launch:
     programs: torch.Tensor
 
 
-@dataclass(frozen=True, kw_only=True)
-class Table:
-    """Tensors of one element size on one device, ready to be moved while their addresses hold."""
-
-    launches: tuple[Launch, ...]
-    pointers: torch.Tensor
-    element_size: int
-    aligned: bool
-
-
 def can_move(spec: PermutationSpec, name: str, tensor: torch.Tensor) -> bool:
     """Whether the kernels can move a tensor shaped like the named parameter.
 
     A subclass may hold its data elsewhere or in parts; its address would mean nothing.
     """
-    if not tensor.is_cuda or type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
         return False
-    shape, size = matrix_shape(spec, name), tensor.element_size()
+    shape, size = matrix_shapes(spec)[name], tensor.element_size()
     return (
         tensor.layout == torch.strided
         and tensor.is_contiguous()
@@ -99,50 +90,51 @@ def can_move(spec: PermutationSpec, name: str, tensor: torch.Tensor) -> bool:
 
 def fits_shared_memory(shape: MatrixShape, size: int) -> bool:
     """Whether a program can hold a whole row of elements of `size` bytes, if columns move."""
-    return shape.col_start is None or tile_of(shape, "columns", size).cols * size <= _SHARED_BYTES
+    return shape.col_start is None or _tile_of(shape, "columns", size).cols * size <= _SHARED_BYTES
 
 
-def matrix_shape(spec: PermutationSpec, name: str) -> MatrixShape | None:
-    """How the kernels see a parameter; None if it moves along axes they do not serve."""
-    starts = [0, *accumulate(layout.size for layout in spec.layouts)]
-    axes = {axis: starts[layout] for axis, layout in spec.axes_of[name]}
-    shape = spec.shapes[name]
-    elements, last = math.prod(shape), len(shape) - 1
+def matrix_shapes(spec: PermutationSpec) -> dict[str, MatrixShape | None]:
+    """How the kernels see every parameter; None if it moves along axes they do not serve."""
+    found: dict[str, MatrixShape | None] = spec.derived["matrix shapes"]
+    if not found:
+        starts = [0, *accumulate(layout.size for layout in spec.layouts)]
+        for name, moving in spec.axes_of.items():
+            axes = {axis: starts[layout] for axis, layout in moving}
+            found[name] = _matrix_shape(spec.shapes[name], axes)
+    return found
+
+
+def _matrix_shape(shape: tuple[int, ...], axes: dict[int, int]) -> MatrixShape | None:
+    last = len(shape) - 1
     if any(shape[axis] > _LONGEST_AXIS for axis in axes):
         return None
     if set(axes) == {last}:
-        rows, cols = elements // shape[last], shape[last]
-        return MatrixShape(rows=rows, cols=cols, row_start=None, col_start=axes[last])
+        rows = math.prod(shape[:last])
+        return MatrixShape(rows=rows, cols=shape[last], row_start=None, col_start=axes[last])
     if set(axes) == {0} or (set(axes) == {0, last} and last == 1):
-        rows, cols = shape[0], elements // shape[0]
-        return MatrixShape(rows=rows, cols=cols, row_start=axes[0], col_start=axes.get(last))
+        cols = math.prod(shape[1:])
+        return MatrixShape(rows=shape[0], cols=cols, row_start=axes[0], col_start=axes.get(last))
     return None
 
 
-def prepare(spec: PermutationSpec, moving: Sequence[tuple[str, torch.Tensor]]) -> Table:
-    """A table of tensors of one element size on one device, by their addresses as they are now."""
-    device, size = moving[0][1].device, moving[0][1].element_size()
-    pointers = torch.tensor([tensor.data_ptr() for _, tensor in moving])
-    aligned = bool((pointers % _VECTOR_BYTES == 0).all())
+def move(permutation: Permutation, moving: Sequence[tuple[str, torch.Tensor]]) -> None:
+    """Permute tensors in place, all of one element size and on the permutation's device."""
+    device, size = permutation.packed.device, moving[0][1].element_size()
+    addresses = torch.tensor([tensor.data_ptr() for _, tensor in moving])
+    aligned = bool((addresses % _VECTOR_BYTES == 0).all())
     if device.type == "cuda":
-        pointers = pointers.pin_memory().to(device, non_blocking=True)
-    shapes = [matrix_shape(spec, name) for name, _ in moving]
-    return Table(
-        launches=build_launches([s for s in shapes if s is not None], size, device),
-        pointers=pointers,
-        element_size=size,
-        aligned=aligned,
-    )
-
-
-def move(permutation: Permutation, table: Table) -> None:
-    """Permute the tensors in place."""
-    code, size = kernels(), table.element_size
-    for launch in table.launches:
+        addresses = addresses.pin_memory().to(device, non_blocking=True)
+    kept = permutation.spec.derived["launches"]
+    key = device, size, tuple(name for name, _ in moving)
+    if key not in kept:
+        shapes = matrix_shapes(permutation.spec)
+        kept[key] = build_launches([shapes[name] for name, _ in moving], size, device)
+    code = kernels()
+    for launch in kept[key]:
         tile = launch.tile
         kernel = code.permute_columns if tile.moving == "columns" else code.permute_rows
         kernel[(launch.programs.shape[0],)](
-            table.pointers,
+            addresses,
             launch.jobs,
             launch.programs,
             permutation.packed,
@@ -151,7 +143,7 @@ def move(permutation: Permutation, table: Table) -> None:
             ROWS=tile.rows,
             COLS=tile.cols,
             SIZE=size,
-            ALIGNMENT=tile.alignment if table.aligned else size,
+            ALIGNMENT=tile.alignment if aligned else size,
             num_warps=launch.warps,
         )
 
@@ -162,22 +154,23 @@ def kernels() -> ModuleType:
 
 
 def build_launches(
-    shapes: Sequence[MatrixShape], size: int, device: torch.device
+    shapes: Sequence[MatrixShape | None], size: int, device: torch.device
 ) -> tuple[Launch, ...]:
     """A pass over columns, then one over rows; the two commute. One launch for each tile."""
+    passes: tuple[Pass, Pass] = ("columns", "rows")
     alike: dict[Tile, list[tuple[int, ...]]] = {}
-    for place, shape in enumerate(shapes):
-        if shape.col_start is not None:
-            job = place, shape.rows, shape.cols, shape.col_start
-            alike.setdefault(tile_of(shape, "columns", size), []).append(job)
-    for place, shape in enumerate(shapes):
-        if shape.row_start is not None:
-            job = place, shape.rows, shape.cols, shape.row_start
-            alike.setdefault(tile_of(shape, "rows", size), []).append(job)
+    for moving in passes:
+        for place, shape in enumerate(shapes):
+            if shape is None:
+                raise AssertionError(f"tensor {place} is none the kernels serve")
+            start = shape.col_start if moving == "columns" else shape.row_start
+            if start is not None:
+                job = place, shape.rows, shape.cols, start
+                alike.setdefault(_tile_of(shape, moving, size), []).append(job)
     return tuple(_launch(tile, jobs, size, device) for tile, jobs in alike.items())
 
 
-def tile_of(shape: MatrixShape, moving: Pass, size: int) -> Tile:
+def _tile_of(shape: MatrixShape, moving: Pass, size: int) -> Tile:
     """The region one program moves: whole along the moving axis, powers of two along both."""
     whole = 1 << ((shape.cols if moving == "columns" else shape.rows) - 1).bit_length()
     across = PROGRAM_BYTES[moving] // whole
@@ -190,7 +183,7 @@ def tile_of(shape: MatrixShape, moving: Pass, size: int) -> Tile:
     return Tile(moving=moving, rows=whole, cols=cols, alignment=alignment)
 
 
-def num_warps(tile: Tile, size: int) -> int:
+def _num_warps(tile: Tile, size: int) -> int:
     """Warps for a tile; an element takes a register of 4 bytes even if it is smaller."""
     held = tile.rows * tile.cols * max(size, 4)
     return min(max(held // BYTES_PER_WARP[tile.moving], 4), 32)
@@ -206,7 +199,7 @@ def _launch(tile: Tile, jobs: Sequence[tuple[int, ...]], size: int, device: torc
     owners = torch.arange(len(jobs), dtype=torch.int32).repeat_interleave(programs)
     return Launch(
         tile=tile,
-        warps=num_warps(tile, size),
+        warps=_num_warps(tile, size),
         jobs=torch.cat([fields, first[:, None]], dim=1).to(device),
         programs=owners.to(device),
     )
@@ -214,33 +207,29 @@ def _launch(tile: Tile, jobs: Sequence[tuple[int, ...]], size: int, device: torc
 
 def small_spec(rows: int, cols: int) -> PermutationSpec:
     """Two matrices, one shaped as the other's transpose, that move along both axes."""
+    up, down = "up", "down"
     groups = [
         Group(
-            name=name,
+            name=f"axis {axis}",
             kind="mlp-hidden",
             size=size,
-            members=(Member(parameter="up", axis=axis), Member(parameter="down", axis=1 - axis)),
+            members=(Member(parameter=up, axis=axis), Member(parameter=down, axis=1 - axis)),
         )
-        for axis, (name, size) in enumerate([("rows", rows), ("columns", cols)])
+        for axis, size in enumerate((rows, cols))
     ]
-    return PermutationSpec(
-        scope="full",
-        groups=tuple(groups),
-        shapes={"up": (rows, cols), "down": (cols, rows)},
-        unmoved={},
-    )
+    shapes = {up: (rows, cols), down: (cols, rows)}
+    return PermutationSpec(scope="full", groups=tuple(groups), shapes=shapes, unmoved={})
 
 
 def probe_kernels(device: torch.device) -> None:
     """Move two small matrices, bit for bit as indexing does."""
-    spec = small_spec(40, 24)
     generator = torch.Generator("cpu").manual_seed(0)
-    permutation = draw(spec, generator)
+    permutation = draw(small_spec(40, 24), generator)
     rows, cols = permutation.index("up", 0), permutation.index("up", 1)
     up = torch.randn(40, 24, generator=generator, device="cpu", dtype=torch.float32)
     moved = up[rows][:, cols]
     tensors = {"up": up.to(device), "down": up.mT.contiguous().to(device)}
-    move(permutation.to(device), prepare(spec, list(tensors.items())))
+    move(permutation.to(device), list(tensors.items()))
     for name, wanted in (("up", moved), ("down", moved.mT)):
         is_moved = torch.equal(tensors[name].cpu(), wanted)
         expect(is_moved, "a matrix is not moved as indexing moves it")

@@ -16,9 +16,8 @@ from torch import fx, nn
 
 from shuffled_dpsgd.errors import UnsupportedModuleError
 from shuffled_dpsgd.permutation import layers, torch_layers
-from shuffled_dpsgd.permutation.calls import argument, note_call
 from shuffled_dpsgd.permutation.layers import Port, class_name, is_elementwise, join
-from shuffled_dpsgd.permutation.sketch import Sketch
+from shuffled_dpsgd.permutation.sketch import Sketch, is_below
 from shuffled_dpsgd.permutation.spaces import Role, Space, Spaces
 
 _Value = Space | tuple["_Value", ...] | None
@@ -48,13 +47,12 @@ class GraphReader:
         """Take in one more way the module may be executed."""
         self._values = {}
         for node in graph.nodes:
-            note_call(self._sketch, self._path, node)
             self._values[node] = self._rule(node)(node)
 
     def _rule(self, node: fx.Node) -> Callable[[fx.Node], _Value]:
         if node.op == "call_module":
             return self._module
-        if node.op == "get_attr" or node.op == "placeholder":
+        if node.op in ("get_attr", "placeholder"):
             return lambda _: None
         if node.op == "output":
             return lambda n: self._unknown(n, "is part of the module's output")
@@ -213,16 +211,13 @@ class GraphReader:
         return space
 
     def _unknown(self, node: fx.Node, reason: str) -> _Value:
-        self._pin_inputs(node, reason)
+        for source in node.all_input_nodes:
+            self._pin_node(source, reason)
         return None
 
     def _unknown_module(self, node: fx.Node, path: str) -> _Value:
         self._pin_parameters(path)
         return self._unknown(node, f"enters {path}, of which nothing is known")
-
-    def _pin_inputs(self, node: fx.Node, reason: str) -> None:
-        for source in node.all_input_nodes:
-            self._pin_node(source, reason)
 
     def _pin_node(self, node: fx.Node, reason: str) -> None:
         if node.op == "get_attr":
@@ -233,7 +228,7 @@ class GraphReader:
     def _pin_parameters(self, prefix: str) -> None:
         """Nothing is known about the use of these parameters: no axis of theirs may move."""
         for name, parameter in self._sketch.parameters.items():
-            if name == prefix or name.startswith(f"{prefix}."):
+            if name == prefix or is_below(name, prefix):
                 for axis, size in enumerate(parameter.shape):
                     space = self._spaces.new(int(size), pinned="is used in a way not known")
                     self._spaces.attach(space, (self._sketch.canonical[name], axis), "scale")
@@ -247,6 +242,11 @@ class GraphReader:
         sources = node.all_input_nodes
         value = self._values[sources[0]] if sources else None
         return value if isinstance(value, Space) else None
+
+
+def argument(node: fx.Node, position: int, name: str) -> Any:
+    """What a call is given, by position or by name."""
+    return node.args[position] if len(node.args) > position else node.kwargs.get(name)
 
 
 def _flatten(value: _Value) -> Iterator[Space]:

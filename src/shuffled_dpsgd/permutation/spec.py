@@ -13,20 +13,13 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 Scope = Literal["paper", "full"]
-SCOPES: tuple[Scope, ...] = ("paper", "full")
+SCOPES: tuple[Scope, ...] = get_args(Scope)
 
 Kind = Literal["mlp-hidden", "query-key", "value-output", "heads", "residual", "lora-rank"]
-KINDS: tuple[Kind, ...] = (
-    "mlp-hidden",
-    "query-key",
-    "value-output",
-    "heads",
-    "residual",
-    "lora-rank",
-)
+KINDS: tuple[Kind, ...] = get_args(Kind)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,14 +205,13 @@ class PermutationSpec:
                     "name": group.name,
                     "kind": group.kind,
                     "size": group.size,
-                    "members": [_member_json(member) for member in group.members],
+                    "members": [
+                        {"parameter": m.parameter, "axis": m.axis, **vars(m.block)}
+                        for m in group.members
+                    ],
                 }
                 for group in self.groups
             ],
             "unmoved": dict(self.unmoved),
             "notes": list(self.notes),
         }
-
-
-def _member_json(member: Member) -> dict[str, Any]:
-    return {"parameter": member.parameter, "axis": member.axis, **vars(member.block)}

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from shuffled_dpsgd.errors import UnsupportedModuleError
 from shuffled_dpsgd.permutation.blocks import HiddenUnits, Layer, add_attention
-from shuffled_dpsgd.permutation.layers import Port, class_name, join
+from shuffled_dpsgd.permutation.layers import Port, class_name, join, stays
 from shuffled_dpsgd.permutation.sketch import Sketch
 
 _TRANSFORMER = "torch.nn.modules.transformer.Transformer"
@@ -24,13 +23,11 @@ def describe_attention(sketch: Sketch, path: str, module: Any) -> None:
     for index, name in enumerate("qkv"):
         start = index * module.embed_dim
         if module.in_proj_weight is not None:
-            port = sketch.parameter(join(path, "in_proj_weight"), 0)
-            ports = [Port(parameter=port.parameter, axis=0, start=start)]
+            ports = [sketch.parameter(join(path, "in_proj_weight"), 0, start)]
         else:
             ports = [sketch.parameter(join(path, f"{name}_proj_weight"), 0)]
         if module.in_proj_bias is not None:
-            port = sketch.parameter(join(path, "in_proj_bias"), 0)
-            ports.append(Port(parameter=port.parameter, axis=0, start=start))
+            ports.append(sketch.parameter(join(path, "in_proj_bias"), 0, start))
         if name != "q" and getattr(module, f"bias_{name}") is not None:
             ports.append(sketch.parameter(join(path, f"bias_{name}"), 2))
         written.append(ports)
@@ -84,9 +81,5 @@ def _add_layer(
         elif name == "linear2" or name.startswith("norm"):
             stream += sketch.outputs(inside)
         elif any(True for _ in child.parameters()):
-            raise UnsupportedModuleError(
-                inside,
-                expected="only the parts PyTorch's layer has",
-                got=class_name(child),
-                remedy="the stream through this layer stays where it is",
-            )
+            expected = "only the parts PyTorch's layer has"
+            raise stays(inside, expected=expected, got=class_name(child))

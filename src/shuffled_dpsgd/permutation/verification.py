@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from shuffled_dpsgd.errors import InvalidArgumentError, InvarianceError
 from shuffled_dpsgd.permutation.comparison import (
@@ -23,7 +23,9 @@ from shuffled_dpsgd.permutation.drawing import draw
 from shuffled_dpsgd.permutation.moving import apply, apply_to_tensors
 from shuffled_dpsgd.permutation.spec import PermutationSpec, Scope
 
-Loss = Callable[[Any], torch.Tensor]
+Loss = Callable[[Any], Tensor]
+# Outputs, loss, and gradients by parameter.
+_Result = tuple[list[Tensor], Tensor, dict[str, Tensor]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,13 +52,6 @@ class Verification:
     def to_json(self) -> dict[str, Any]:
         """Plain data for reports."""
         return asdict(self)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Result:
-    outputs: tuple[torch.Tensor, ...]
-    loss: torch.Tensor
-    gradients: dict[str, torch.Tensor]
 
 
 def verify(
@@ -103,17 +98,17 @@ def verify(
                 after = _evaluate(model, batch, loss, seed)
             finally:
                 apply(permutation.inverse(), model)
-            expected = {name: g.clone() for name, g in before.gradients.items()}
+            expected = {name: g.clone() for name, g in before[2].items()}
             apply_to_tensors(permutation, expected)
-            found.append(_compare(before, after, expected))
+            found.append(_deviations(before, after, expected))
     outputs, losses, _, _ = zip(*found, strict=True)
-    _, _, gradient, parameter_name = max(found, key=lambda each: each[2])
+    _, _, gradient, name = max(found, key=lambda each: each[2])
     worst = Verification(
         num_draws=num_draws,
         output_deviation=max(outputs),
         loss_deviation=max(losses),
         gradient_deviation=gradient,
-        worst_parameter=parameter_name if gradient else "",
+        worst_parameter=name if gradient else "",
         tolerance=default_tolerance(model) if tolerance is None else tolerance,
     )
     if not worst.worst_deviation <= worst.tolerance:
@@ -147,54 +142,44 @@ def _probing(model: nn.Module) -> Iterator[None]:
 
 
 def _evaluate(model: nn.Module, batch: Any, loss: Loss | None, seed: int) -> _Result:
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     with torch.enable_grad():
-        output = _call(model, batch)
-        outputs = tuple(function_outputs(output))
+        if isinstance(batch, Mapping):
+            output = model(**batch)
+        else:
+            output = model(batch) if isinstance(batch, Tensor) else model(*batch)
+        outputs = [*function_outputs(output)]
         value = _default_loss(output, outputs, seed) if loss is None else loss(output)
-        names = [name for name, p in model.named_parameters() if p.requires_grad]
-        found = torch.autograd.grad(
-            value.sum(), [p for p in model.parameters() if p.requires_grad], allow_unused=True
-        )
-    gradients = {name: g for name, g in zip(names, found, strict=True) if g is not None}
-    return _Result(
-        outputs=tuple(o.detach() for o in outputs), loss=value.detach(), gradients=gradients
-    )
+        found = torch.autograd.grad(value.sum(), [*trained.values()], allow_unused=True)
+    gradients = {name: g for name, g in zip(trained, found, strict=True) if g is not None}
+    return [o.detach() for o in outputs], value.detach(), gradients
 
 
-def _call(model: nn.Module, batch: Any) -> Any:
-    if isinstance(batch, Mapping):
-        return model(**batch)
-    if isinstance(batch, torch.Tensor):
-        return model(batch)
-    return model(*batch)
-
-
-def _default_loss(output: Any, outputs: tuple[torch.Tensor, ...], seed: int) -> torch.Tensor:
+def _default_loss(output: Any, outputs: list[Tensor], seed: int) -> Tensor:
     own = getattr(output, "loss", None)
-    total: torch.Tensor | None = own.sum() if isinstance(own, torch.Tensor) else None
+    parts = [own.sum()] if isinstance(own, Tensor) else []
     generator = torch.Generator().manual_seed(seed)
     for tensor in outputs:
         weight = torch.randn(tensor.shape, generator=generator, device="cpu").to(tensor)
-        part = (weight * tensor).sum() / max(tensor.numel(), 1) ** 0.5
-        total = part if total is None else total + part
-    if total is None:
+        parts.append((weight * tensor).sum() / max(tensor.numel(), 1) ** 0.5)
+    if not parts:
         raise InvalidArgumentError(
             "batch",
             expected="a batch for which the model returns floating-point numbers",
             got=type(output).__name__,
         )
-    return total
+    return sum(parts[1:], parts[0])
 
 
-def _compare(
-    before: _Result, after: _Result, expected: dict[str, torch.Tensor]
+def _deviations(
+    before: _Result, after: _Result, expected: dict[str, Tensor]
 ) -> tuple[float, float, float, str]:
     """Deviations of outputs, loss and gradients, and where gradients deviate most."""
-    scale = max((float(g.abs().max()) for g in expected.values()), default=0.0)
-    by_name = {
-        name: gap(after.gradients.get(name), g, max(float(g.abs().max()), FLOOR * scale))
-        for name, g in expected.items()
+    largest = {name: float(g.abs().max()) for name, g in expected.items()}
+    floor = FLOOR * max(largest.values(), default=0.0)
+    apart = {
+        name: gap(after[2].get(name), g, max(largest[name], floor)) for name, g in expected.items()
     }
-    name = max(by_name, key=lambda n: by_name[n], default="")
-    outputs = output_deviation(before.outputs, after.outputs)
-    return outputs, gap(after.loss, before.loss, None), by_name.get(name, 0.0), name
+    name = max(apart, key=lambda each: apart[each], default="")
+    outputs = output_deviation(before[0], after[0])
+    return outputs, gap(after[1], before[1], None), apart.get(name, 0.0), name

@@ -2,8 +2,8 @@
 
 bfloat16 autocast, float32 weights, AdamW, eager. Its constants were fitted to the steps measured on
 one H200 (benchmarks/reports/2026-11-15-h200.json); `tests/scaling` holds them against all of them.
-On other GPUs the measured shares of peak rates are assumed to hold; nothing was measured there, and
-no communication was measured anywhere.
+On other GPUs the measured shares of peak rates are assumed to hold. Nothing was measured there, and
+we measured no communication anywhere.
 
 Memory of a rank, in bytes, for P parameters and n tokens:
 
@@ -26,6 +26,7 @@ parameter for noise, update and shuffle (at 4.8 TB/s).
 
 from __future__ import annotations
 
+import bisect
 import math
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -44,12 +45,15 @@ HOST_SECONDS_PER_LAYER = 3.1e-3
 STEP_SECONDS = 6e-3
 # 28 ps per parameter on an H200, as bytes at its bandwidth.
 STEP_BYTES_PER_PARAMETER = 28e-12 * 4.8e12
-# Of the links' peak rates; assumed, not measured.
+# Of the links' peak rates; assumed. It gives 280 GB/s between nodes of eight H100, where others
+# report 216 to 470 GB/s for all-reduce (github.com/NVIDIA/nccl/issues/2409) and some 200 GB/s for
+# all-gather on 256 GPUs (issue 1218).
 LINK_SHARE = 0.7
 # How far steps measured on an H200 were from this model, which `tests/scaling` holds against them.
 TIME_ERROR, MEMORY_ERROR = 0.45, 0.08
 # What is left for the first batch's checks, fragmentation and the driver.
 USABLE_MEMORY = 0.8
+_MOST_SAMPLES = 1 << 32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,16 +146,8 @@ def largest_batch(shapes: ModelShapes, gpu: Gpu, job: Job) -> int:
     def fits(batch: int) -> bool:
         return memory_of(shapes, job, batch=batch).peak <= USABLE_MEMORY * gpu.memory
 
-    if not fits(1):
-        return 0
-    size = 1
-    while fits(2 * size):
-        size *= 2
-    low, high = size, 2 * size
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
+    # Memory grows with the batch, so the sizes that fit come first.
+    return bisect.bisect_left(range(1, _MOST_SAMPLES), True, key=lambda size: not fits(size))
 
 
 def memory_of(shapes: ModelShapes, job: Job, *, batch: int) -> RankMemory:
@@ -209,13 +205,16 @@ def fewest_gpus(shapes: ModelShapes, gpu: Gpu, job: Job) -> int | None:
 
 
 def _exchanged_bytes(shapes: ModelShapes, job: Job, batches: int) -> float:
-    """Bytes through one rank's link in a logical step, one direction, by ring algorithms."""
+    """Bytes that a rank sends in a logical step, by ring algorithms.
+
+    Sharded: float32 weights before forward and backward, float32 sums after, in every batch.
+    """
     ring = (job.gpus - 1) / job.gpus
     if job.strategy == "replicated":
         return 2 * ring * 4 * shapes.parameters
-    # Float32 weights before forward and backward, float32 sums after, in every batch.
     return batches * ring * (2 * 4 + 4) * shapes.parameters
 
 
 def _slowest_link(gpu: Gpu, gpus: int) -> float:
-    return gpu.link if gpus <= GPUS_PER_NODE else gpu.network
+    """Of the rings that pass through every GPU, and beyond one node through all its adapters."""
+    return gpu.link if gpus <= GPUS_PER_NODE else min(gpu.link, gpu.network)

@@ -263,7 +263,7 @@ def write_card(
     checks: Checks | None = None,
     why_not: tuple[str, ...] = (),
     not_checked: tuple[str, ...] = (),
-    optimizer: str | None = None,
+    shows_sums: bool = False,
 ) -> PrivacyCard:
     """The card of a run that made `num_steps` releases under `plan`.
 
@@ -271,8 +271,8 @@ def write_card(
     how often the model's outputs were compared before and after one, and `samples_checked` for how
     many samples what was clipped was compared with what each has among other records. That number
     must not depend on the records. `not_checked` are assumptions that nobody has tried out.
-    `optimizer` is the name of the optimizer's class; without it the card does not say whether the
-    certified ε is attained.
+    `shows_sums` says whether the released weights tell every sum; otherwise the card does not say
+    that the certified ε is attained.
     """
     covered = num_steps == plan.num_steps and not (plan.uncertifiable or why_not)
     found = core_card.write_card(
@@ -284,7 +284,7 @@ def write_card(
         shuffle=_shuffle(plan, spec, released=released),
         paper=paper_estimate(plan, num_steps and plan.num_steps),
         paper_by_block=paper_by_block(plan, num_steps and plan.num_steps),
-        exactness=_exactness(plan, optimizer) if covered else None,
+        exactness=_exactness(plan, shows_sums) if covered else None,
         accounting=plan.accounting,
         shuffles_verified=shuffles_verified,
         samples_checked=samples_checked,
@@ -303,7 +303,7 @@ def _shuffle(plan: PrivacyPlan, spec: PermutationSpec | None, *, released: bool)
     )
 
 
-def _exactness(plan: PrivacyPlan, optimizer: str | None) -> str | None:
+def _exactness(plan: PrivacyPlan, shows_sums: bool) -> str | None:
     """That the certified epsilon is attained, where the proposition covers the run."""
     least = min(plan.blocks, key=lambda block: block.noise_multiplier)
     covered = is_exact(
@@ -311,7 +311,7 @@ def _exactness(plan: PrivacyPlan, optimizer: str | None) -> str | None:
         clip_norm=plan.clip_norm,
         batch_clip_norm=least.batch_clip_norm,
         adjacency=plan.adjacency,
-        optimizer=optimizer,
+        shows_sums=shows_sums,
     )
     return STATEMENT if covered else None
 

@@ -122,12 +122,12 @@ class LoaderCheck:
 
     def _check(self, part: Part, kind: Hashable) -> None:
         began = time.perf_counter()
+        first, self._is_first = self._is_first, False
         if self._has_records and self._seconds_of_records < _SECONDS:
             self._has_records = check_records_alone(
-                self._loader.data, part.records, self._draws, self._own
+                self._loader.data, part.records, self._draws, self._own, thorough=first
             )
             self._seconds_of_records += time.perf_counter() - began
-        first, self._is_first = self._is_first, False
         rows = len(part.records)
         if rows < 2:
             return

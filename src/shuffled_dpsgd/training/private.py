@@ -119,8 +119,6 @@ class PrivateTraining:
         self._watch = ModelWatch(model, optimizer)
         self._weights = WeightCheck({name: held(p) for name, p in self._trainable.items()})
         self._optimizer = GuardedOptimizer(optimizer, self._trainable)
-        # A subclass may update in another way, so it goes without a name.
-        self._optimizer_name = "sgd" if type(optimizer) is torch.optim.SGD else None
         self.resumed_without_ledger = False
         self.history = History(self, budget)
         self.unit = unit
@@ -455,7 +453,7 @@ class PrivateTraining:
             checks=self.referee.checks,
             why_not=self._why_not_certified(),
             not_checked=self._neighbours.not_checked,
-            optimizer=self._optimizer_name,
+            shows_sums=self._optimizer.shows_sums,
         )
         # A rank of a sharded run has its own rows only, so it has no digest of the whole.
         known = {} if self.is_sharded else self._released_as or {}

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import random
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,27 +25,37 @@ from shuffled_dpsgd.training.data import MapStyle
 from shuffled_dpsgd.training.record_digest import same
 
 _MOST_BYTES = 1 << 30
-_BESIDES, _MOST_GROUPS, _TRIED, _STATES = 32, 8, 4, 16
+_MOST_GROUPS, _TRIED, _STATES = 8, 4, 16
+# Besides the records of a part: a few; and many before the first release, for what happens to one
+# record of a hundred, as long as that takes little time.
+_BESIDES, _MANY, _SECONDS = 32, 1024, 2.0
 # Where more items than this share change, an array may lie in another order than the records.
 _IN_ORDER = 0.6
 
 
 def check_records_alone(
-    data: MapStyle, records: Sequence[int], draws: random.Random, own: Sequence[Own]
+    data: MapStyle,
+    records: Sequence[int],
+    draws: random.Random,
+    own: Sequence[Own],
+    *,
+    thorough: bool = False,
 ) -> bool:
     """Compare items with those of a data set that has other records at all other places.
 
-    Besides the `records` a few others are tried, so that one item that changes can be told from a
-    list that lies in another order than the records. `own` are generators besides the shared ones.
-    Returns whether the records could be exchanged.
+    Besides the `records` others are tried, many if `thorough`, so that one item that changes can be
+    told from a list that lies in another order than the records. `own` are generators besides the
+    shared ones. Returns whether the records could be exchanged.
 
     Raises:
         InvalidArgumentError: the item of one record changes with the others.
     """
     if type(data) in (list, tuple) or _is_table(data):
         return True  # An item is its place, or made of the row there.
-    size = len(data)
-    tried = sorted({*records, *draws.sample(range(size), min(_BESIDES, size))})
+    size, until = len(data), time.perf_counter() + _SECONDS
+    others = draws.sample(range(size), min(_MANY if thorough else _BESIDES, size))
+    tried = [*dict.fromkeys([*records, *others])]
+    first = {*tried[: len({*records}) + _BESIDES]}
     draws.shuffle(tried)
     most = max(1, size // 8)
     groups = [tried[first : first + most] for first in range(0, len(tried), most)][:_MOST_GROUPS]
@@ -65,12 +76,18 @@ def check_records_alone(
         return not same(*items)
 
     changed: list[tuple[int, list[int]]] = []
+    num_tried = 0
     for group in groups:
         neighbour = _exchanged(data, group, draws)
         if neighbour is None:
             return False
-        changed += [(r, group) for r in group if changes(r, neighbour, is_needed=r in records)]
-    if changed and len(changed) < _IN_ORDER * sum(map(len, groups)):
+        for record in group:
+            if record not in first and time.perf_counter() > until:
+                continue
+            num_tried += 1
+            if changes(record, neighbour, is_needed=record in records):
+                changed.append((record, group))
+    if changed and len(changed) < _IN_ORDER * num_tried:
         raise _refusal(changed[0][0])
     for record, group in changed[:_TRIED]:
         half = _exchanged(data, [*group, *draws.sample(range(size), size // 2)], draws)

@@ -12,7 +12,10 @@ from shuffled_dpsgd.runtime.shards import any_sharded, spread_like
 
 
 class GuardedOptimizer:
-    """Steps the user's optimizer; direct calls of `optimizer.step()` are refused until `remove`."""
+    """Steps the user's optimizer; direct calls of `optimizer.step()` are refused until `remove`.
+
+    `shows_sums` says whether the weights after every update so far tell the sums it was given.
+    """
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, trainable: Mapping[str, torch.nn.Parameter]
@@ -20,6 +23,8 @@ class GuardedOptimizer:
         self._optimizer = optimizer
         self._trainable = trainable
         self._updating = False
+        # Plain SGD is linear in the sums; a subclass may update in another way.
+        self.shows_sums = type(optimizer) is torch.optim.SGD
         self._is_sharded = any_sharded(trainable.values())
         self._hook = optimizer.register_step_pre_hook(self._refuse_foreign_step)
 
@@ -31,6 +36,8 @@ class GuardedOptimizer:
         for name, parameter in self._trainable.items():
             gradient = gradients[name].to(parameter.dtype)
             parameter.grad = spread_like(gradient, parameter) if self._is_sharded else gradient
+        groups = self._optimizer.param_groups
+        self.shows_sums &= all(g["lr"] != 0 and g.get("dampening") != 1 for g in groups)
         self._updating = True
         try:
             self._optimizer.step()

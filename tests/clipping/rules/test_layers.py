@@ -306,3 +306,22 @@ def test_hooks_on_an_output_change_what_is_clipped(
 
 def test_embeddings_are_called_by_keyword() -> None:
     check(ByKeyword(nn.Embedding(9, 4)), torch.randint(9, (3, 5)))
+
+
+@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
+@pytest.mark.parametrize(
+    "layer", [nn.GroupNorm(2, 4), nn.RMSNorm(4), nn.LayerNorm(4)], ids=lambda m: type(m).__name__
+)
+def test_norms_round_under_autocast_as_torch_does(layer: nn.Module) -> None:
+    """To the last bit: a maximum further on would be another one, and so its gradient."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), layer)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.normal_()
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = model(x := torch.randn(64, 4, 4))
+        with ClippingEngine(model, clip_norm=1.0):
+            found = model(x)
+    assert found.dtype is expected.dtype is torch.bfloat16
+    assert torch.equal(found, expected)

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.nn.utils.rnn import PackedSequence
 
 from shuffled_dpsgd.clipping.capture.batch_size import first_tensor, shapes_beside_batch
 from shuffled_dpsgd.clipping.capture.samples import are_ragged
@@ -169,8 +170,11 @@ class BatchAxisCheck:
         calls: Calls = {}
 
         def note(slot: Slot, args: Any, kwargs: Any) -> None:
-            x = first_tensor(args, kwargs)
             noted = calls.setdefault(slot.index, [])
+            if args and isinstance(args[0], PackedSequence):
+                noted.append(Given(int(args[0].batch_sizes[0]), 3))
+                return
+            x = first_tensor(args, kwargs)
             if x is not None and x.dim() > slot.batch_axis:
                 noted.append(Given(x.shape[slot.batch_axis], x.dim()))
 

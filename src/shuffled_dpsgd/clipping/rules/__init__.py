@@ -16,6 +16,7 @@ from shuffled_dpsgd.clipping.rules.norms import (
     LlamaRMSNormSlot,
     RMSNormSlot,
 )
+from shuffled_dpsgd.clipping.rules.recurrent import RecurrentSlot
 from shuffled_dpsgd.clipping.rules.tiling import TilingConvSlot
 
 BY_TYPE: dict[type[nn.Module], type[Slot]] = {
@@ -26,6 +27,9 @@ BY_TYPE: dict[type[nn.Module], type[Slot]] = {
     nn.GroupNorm: GroupNormSlot,
     nn.Conv1d: ConvSlot,
     nn.Conv2d: ConvSlot,
+    nn.LSTM: RecurrentSlot,
+    nn.GRU: RecurrentSlot,
+    nn.RNN: RecurrentSlot,
     nn.MultiheadAttention: MultiheadAttentionSlot,
 }
 BY_NAME: dict[str, type[Slot]] = {

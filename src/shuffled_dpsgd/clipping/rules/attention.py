@@ -6,6 +6,7 @@ Shapes: B samples, T and S positions, E the width, H heads.
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
@@ -65,11 +66,55 @@ class ProjectionFunction(torch.autograd.Function):
         return grad_x, None, None, None, None, None, *taps
 
 
-class MultiheadAttentionSlot(Slot):
+class ProjectionsSlot(Slot):
+    """A layer of several linear maps, numbered as `part`, each with its weight and its bias."""
+
+    fixed_route = None
+
+    @abstractmethod
+    def names_of(self, part: int) -> tuple[str, str]:
+        """The module's own names of a map's weight and bias."""
+
+    def _padded(self, part: int, g_BTP: Tensor) -> Tensor:
+        """The gradient of all outputs of the weight, where a map is but a part of it."""
+        return g_BTP
+
+    def decide(self, capture: Capture, choose: cost.Chooser) -> Capture:
+        assert isinstance(capture, Projection)
+        part, x_BTE = capture.part, capture.x
+        g_BTP = self._padded(part, capture.g)
+        shape = (x_BTE.shape[1], g_BTP.shape[2], x_BTE.shape[2])
+        device = g_BTP.device.type
+        if part != OUT:
+            self.last_shape, self.last_device = shape, device
+        capture.route = choose(*shape, device)
+        if capture.route is not cost.NormMethod.INSTANTIATE:
+            return capture
+        grads_BPE, squares_B = stored_outer(g_BTP, x_BTE)
+        return StoredWeight(grads_BPE, capture.g, squares_B, part)
+
+    def captured(self, part: int, tensors: Sequence[Tensor]) -> Capture:
+        return Projection(part, tensors[0], tensors[1])
+
+    def contributions(self, capture: Capture) -> Iterator[tuple[str, Contribution]]:
+        assert isinstance(capture, Projection | StoredWeight)
+        g_BTP = self._padded(capture.part, capture.g)
+        weight, bias = self.names_of(capture.part)
+        if weight in self.names:
+            if isinstance(capture, StoredWeight):
+                stored = DenseGrad(grads_BS=capture.weight_BS, squares_B=capture.squares_B)
+                yield self.names[weight], stored
+            else:
+                outer = OuterGrad(left_BTR=g_BTP, right_BTC=capture.x, route=capture.route)
+                yield self.names[weight], outer
+        if bias in self.names:
+            yield self.names[bias], RowSumGrad(grad_BTP=g_BTP)
+
+
+class MultiheadAttentionSlot(ProjectionsSlot):
     """Self- and cross-attention with a packed input projection."""
 
     kind = "attention"
-    fixed_route = None
 
     def __init__(self, **site: Any) -> None:
         super().__init__(**site)
@@ -166,37 +211,8 @@ class MultiheadAttentionSlot(Slot):
         taps = recorder_of(self).taps_of(batch, self, part)
         return cast(Tensor, ProjectionFunction.apply(x, weight, bias, part, self, batch, *taps))
 
-    def decide(self, capture: Capture, choose: cost.Chooser) -> Capture:
-        assert isinstance(capture, Projection)
-        part, x_BTE = capture.part, capture.x
-        g_BTP = self._padded(part, capture.g)
-        shape = (x_BTE.shape[1], g_BTP.shape[2], x_BTE.shape[2])
-        device = g_BTP.device.type
-        if part != OUT:
-            self.last_shape, self.last_device = shape, device
-        capture.route = choose(*shape, device)
-        if capture.route is not cost.NormMethod.INSTANTIATE:
-            return capture
-        grads_BPE, squares_B = stored_outer(g_BTP, x_BTE)
-        return StoredWeight(grads_BPE, capture.g, squares_B, part)
-
-    def captured(self, part: int, tensors: Sequence[Tensor]) -> Capture:
-        return Projection(part, tensors[0], tensors[1])
-
-    def contributions(self, capture: Capture) -> Iterator[tuple[str, Contribution]]:
-        assert isinstance(capture, Projection | StoredWeight)
-        part = capture.part
-        g_BTP = self._padded(part, capture.g)
-        weight, bias = ("out_proj.weight", "out_proj.bias") if part == OUT else PACKED_NAMES
-        if weight in self.names:
-            if isinstance(capture, StoredWeight):
-                stored = DenseGrad(grads_BS=capture.weight_BS, squares_B=capture.squares_B)
-                yield self.names[weight], stored
-            else:
-                outer = OuterGrad(left_BTR=g_BTP, right_BTC=capture.x, route=capture.route)
-                yield self.names[weight], outer
-        if bias in self.names:
-            yield self.names[bias], RowSumGrad(grad_BTP=g_BTP)
+    def names_of(self, part: int) -> tuple[str, str]:
+        return ("out_proj.weight", "out_proj.bias") if part == OUT else PACKED_NAMES
 
     def _padded(self, part: int, g_BTP: Tensor) -> Tensor:
         """The gradient of all three projections, with zeros for the two that were not used."""

@@ -1,8 +1,8 @@
 """Two ways to run a module once per sample, each with its own copy of the parameters.
 
-`at_once` has `torch.func.vmap` do it in one go. What that cannot run (recurrent layers, branches on
-data, functions with a backward of their own) is left to `one_by_one`, a loop: as exact, and as much
-slower as there are samples.
+`at_once` has `torch.func.vmap` do it in one go. What that cannot run (branches on data, functions
+with a backward of their own) is left to `one_by_one`, a loop: as exact, and as much slower as there
+are samples.
 """
 
 from __future__ import annotations

@@ -182,9 +182,13 @@ class GainSlot(NormSlot):
         if x.shape[0] != size_of(batch):
             x = self.over_batch(x, size_of(batch))
         weight, bias = self.parameters["weight"], self.parameters.get("bias")
-        normed = self.normalise(x)
+        # A CPU rounds once, after the gain, to the type of the input. Rounded otherwise, maxima
+        # further on may be others.
+        on_host = batch.device == "cpu"
+        normed = self.normalise(plain.widen(x) if on_host else x)
         taps = recorder_of(self).taps_of(batch, self)
-        return cast(Tensor, GainFunction.apply(normed, weight, bias, self, batch, *taps))
+        out = cast(Tensor, GainFunction.apply(normed, weight, bias, self, batch, *taps))
+        return out.to(x.dtype if on_host else normed.dtype)
 
 
 class RMSNormSlot(GainSlot):

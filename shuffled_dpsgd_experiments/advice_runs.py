@@ -1,7 +1,8 @@
 """The runs behind the verdicts of `advise`: the embedded digits at five budgets.
 
 `python -m shuffled_dpsgd_experiments.advice_runs results/advice_digits.json` trains them, some two
-minutes on two cores, and prints the table of docs/advice.md.
+minutes on two cores, and prints the table of docs/advice.md. With `results/linear_digits.json
+recipe/digits-linear` it trains the linear model that the table compares with.
 """
 
 from __future__ import annotations
@@ -10,14 +11,14 @@ import json
 import math
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from shuffled_dpsgd.environment import environment
 from shuffled_dpsgd.reports import MetricsLog
-from shuffled_dpsgd.tasks import digits
+from shuffled_dpsgd.tasks import parse_config
+from shuffled_dpsgd.tasks.recipes import RECIPES
 from shuffled_dpsgd.tasks.run import execute, prepare
 from shuffled_dpsgd.training.prospect import prospect_of
 
@@ -28,10 +29,11 @@ HEADER = """\
 |---|---|---|---|---|---|"""
 
 
-def train_at(epsilon: float) -> dict[str, Any]:
-    """One run of the embedded default at a budget: what was predicted of it, and what it did."""
-    base = digits.default_config()
-    config = replace(base, privacy=replace(base.privacy, epsilon=epsilon))
+def train_at(epsilon: float, recipe: str) -> dict[str, Any]:
+    """One run of a recipe at a budget: what was predicted of it, and what it did."""
+    settings = RECIPES[recipe].to_run()
+    settings["privacy"]["epsilon"] = epsilon
+    config = parse_config(settings)
     with TemporaryDirectory() as name:
         run = prepare(config, Path(name) / "run")
         now = prospect_of(run.private.plan)
@@ -67,13 +69,13 @@ def table_of(rows: Iterable[Mapping[str, Any]]) -> str:
     )
 
 
-def main(path: Path) -> None:
+def main(path: Path, recipe: str = "recipe/digits") -> None:
     """Train all of them, write the results with their origin, print the table."""
-    rows = [train_at(epsilon) for epsilon in EPSILONS]
+    rows = [train_at(epsilon, recipe) for epsilon in EPSILONS]
     found = {"runs": rows, "environment": environment()}
     path.write_text(json.dumps(found, indent=2, allow_nan=False) + "\n", encoding="utf-8")
     print(table_of(rows))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), *sys.argv[2:])

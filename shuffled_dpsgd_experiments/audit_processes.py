@@ -13,7 +13,6 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing import get_context
-from pathlib import Path
 from typing import Any
 
 from shuffled_dpsgd.tasks.audited import prepared_task, target_of
@@ -32,7 +31,6 @@ from shuffled_dpsgd_experiments.audits.repeated_runs import (
     gather_runs,
 )
 from shuffled_dpsgd_experiments.audits.targets import starts_of
-from shuffled_dpsgd_experiments.journal import Journal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +42,6 @@ class Share:
     numbers: tuple[int, ...]
     until: float
     fit_steps: int
-    journal: Path
 
 
 def run_share(share: Share) -> list[Any]:
@@ -57,12 +54,11 @@ def run_share(share: Share) -> list[Any]:
         run = BlackBoxRuns(start, target, share.setting).run
     else:
         run = RepeatedRuns(target, partial(_shuffled, start), share.setting).run
-    found, journal = [], Journal(share.journal)
+    found = []
     for number in share.numbers:
         if time.time() > share.until:
             break
         found.append(run(number))
-        journal.add(found[-1])
         print(f"run {number} done", file=sys.stderr, flush=True)
     return found
 
@@ -74,9 +70,8 @@ def make_runs(
     processes: int,
     max_seconds: float | None,
     fit_steps: int,
-    journal: Path,
 ) -> list[Any]:
-    """All runs of the setting, or as many as begin in time; each is in a journal when it ends."""
+    """All runs of the setting, or as many as begin in time."""
     count = setting.num_seeds if isinstance(setting, BlackBoxSetting) else setting.num_runs
     until = time.time() + (1e9 if max_seconds is None else max_seconds)
     shares = [
@@ -86,7 +81,6 @@ def make_runs(
             numbers=tuple(range(count))[first::processes],
             until=until,
             fit_steps=fit_steps,
-            journal=journal.with_name(f"{journal.name}.{first}.journal"),
         )
         for first in range(processes)
     ]

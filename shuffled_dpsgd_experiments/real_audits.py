@@ -31,14 +31,12 @@ from shuffled_dpsgd.auditing.run import (
     audit_steps,
 )
 from shuffled_dpsgd.environment import environment
-from shuffled_dpsgd.errors import InvalidArgumentError
 from shuffled_dpsgd.runtime.attention import without_cudnn_attention
 from shuffled_dpsgd.tasks import RunConfig, parse_config
 from shuffled_dpsgd.tasks.audited import audit_target
 from shuffled_dpsgd_experiments.audit_processes import make_runs, report_runs
 from shuffled_dpsgd_experiments.audits.black_box import BlackBoxSetting
 from shuffled_dpsgd_experiments.audits.repeated_runs import RepeatedSetting
-from shuffled_dpsgd_experiments.journal import device_name, read_journals
 
 MODES = ("one-run", "step", "black-box", "runs")
 PROGRESS_SECONDS = 10.0
@@ -88,7 +86,6 @@ def parser() -> argparse.ArgumentParser:
     add("--runs", type=int, default=200, help="whole runs of the mode runs")
     add("--processes", type=int, default=1, help="that share the runs of black-box and runs")
     add("--fit-steps", type=int, default=0, help="fit the initial weights to the records first")
-    add("--finish", action="store_true", help="report on the journals of runs that were cut short")
     add("--device", default="auto")
     add("--seed", type=int, default=0)
     return found
@@ -145,14 +142,8 @@ def progress(mode: str) -> Callable[[int, int], None]:
     return report
 
 
-def two_worlds(
-    mode: str, config: RunConfig, options: argparse.Namespace, stem: str
-) -> dict[str, Any]:
+def two_worlds(mode: str, config: RunConfig, options: argparse.Namespace) -> dict[str, Any]:
     """A one-run or a step audit."""
-    if options.finish:
-        raise InvalidArgumentError(
-            "--finish", expected="a mode of many runs: black-box or runs", got=mode
-        )
     target: AuditTarget = audit_target(config, fit_steps=options.fit_steps)
     setting = RunSetting(
         num_observations=options.observations,
@@ -168,9 +159,7 @@ def two_worlds(
     return audit(target, setting, on_progress=progress(mode)).to_json()
 
 
-def many_runs(
-    mode: str, config: RunConfig, options: argparse.Namespace, stem: str
-) -> dict[str, Any]:
+def many_runs(mode: str, config: RunConfig, options: argparse.Namespace) -> dict[str, Any]:
     """A black-box audit or one of repeated runs, in as many processes as are asked for."""
     setting: RepeatedSetting | BlackBoxSetting = RepeatedSetting(
         num_runs=options.runs, seed=options.seed
@@ -183,16 +172,12 @@ def many_runs(
             seed=options.seed,
         )
     started = time.perf_counter()
-    if options.finish:
-        origin, found = read_journals(options.out, stem)
-        return report_runs(found, setting, seconds=origin.seconds)
     found = make_runs(
         config,
         setting,
         processes=options.processes,
         max_seconds=options.max_seconds,
         fit_steps=options.fit_steps,
-        journal=options.out / stem,
     )
     return report_runs(found, setting, seconds=time.perf_counter() - started)
 
@@ -210,7 +195,7 @@ def command(arguments: Sequence[str], mode: str) -> str:
     kept: list[str] = []
     for place, word in enumerate(arguments):
         before = arguments[place - 1] if place else ""
-        if "--mode" in (word, before) or word == "--finish":
+        if "--mode" in (word, before):
             continue
         folder = before in ("--model-dir", "--data")
         kept.append("results" if before == "--out" else Path(word).name if folder else word)
@@ -221,17 +206,11 @@ def command(arguments: Sequence[str], mode: str) -> str:
 
 def spent(started: float) -> dict[str, Any]:
     """What the audit took, on what, and what produced it."""
-    cost: dict[str, Any] = {"seconds": time.perf_counter() - started, "device": device_name()}
+    cost: dict[str, Any] = {"seconds": time.perf_counter() - started, "device": "cpu"}
     if torch.cuda.is_available():
+        cost["device"] = torch.cuda.get_device_name()
         cost["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
     return {"cost": cost, "environment": environment()}
-
-
-def spent_before(folder: Path, stem: str) -> dict[str, Any]:
-    """The same of an audit that was cut short, by its journals."""
-    origin, _ = read_journals(folder, stem)
-    cost = {"seconds": origin.seconds, "device": origin.device, "cut_short": True}
-    return {"cost": cost, "environment": origin.environment}
 
 
 @without_cudnn_attention()
@@ -247,7 +226,7 @@ def main(arguments: Sequence[str] | None = None) -> list[Path]:
         name = options.name or options.format
         stem = f"audit_{name}_{mode.replace('-', '_')}_{options.accounting}"
         audit = many_runs if mode in ("black-box", "runs") else two_worlds
-        found = audit(mode, config, options, stem)
+        found = audit(mode, config, options)
         path = options.out / f"{stem}.json"
         record = {
             "mode": mode,
@@ -255,7 +234,7 @@ def main(arguments: Sequence[str] | None = None) -> list[Path]:
             "fit_steps": options.fit_steps,
             "config": described(config),
             **found,
-            **(spent_before(options.out, stem) if options.finish else spent(started)),
+            **spent(started),
         }
         path.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
         print(path, flush=True)

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from typer.testing import CliRunner
 
 import shuffled_dpsgd
-from shuffled_dpsgd import integrations, make_private, testing
+from shuffled_dpsgd import integrations, make_private, save_checkpoint, testing
 from shuffled_dpsgd.cli.main import app
 from shuffled_dpsgd.clipping import ClippingEngine
 
@@ -131,6 +131,28 @@ def test_code_in_pages_runs(
             BY_TYPE.pop(MyLayer, None)
 
 
+def test_the_page_about_resuming_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (code,) = blocks("resume.md", "python")
+    steps: list[int] = []
+
+    def stopping(private: Any, folder: str) -> None:
+        save_checkpoint(private, folder)
+        steps.append(private.steps_taken)
+        if steps == [1, 2]:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(shuffled_dpsgd, "save_checkpoint", stopping)
+    first, second = prepared("resume.md"), prepared("resume.md")
+    with pytest.raises(KeyboardInterrupt):
+        exec(code, first)
+    first["private"].close()
+    exec(code, second)
+    second["private"].close()
+    assert steps == [1, 2, 3, 4]
+    assert second["private"].released
+
+
 @pytest.mark.slow
 def test_the_landing_page_leads_from_a_csv_to_a_card(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -188,6 +210,8 @@ def test_every_page_is_in_the_navigation() -> None:
     pages = pages_of(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"])
     assert len(pages) == len(set(pages))
     assert {page.name for page in DOCS.glob("*.md")} <= set(pages)
+    named = re.findall(r"\((\w+)\.html\)", (DOCS / "llms.txt").read_text(encoding="utf-8"))
+    assert {f"{name}.md" for name in named} <= set(pages)
     notebooks = {f"tutorials/{path.stem}.md" for path in (ROOT / "examples").rglob("*.ipynb")}
     assert notebooks == {page for page in pages if page.startswith("tutorials/")}
 

@@ -41,7 +41,7 @@ from shuffled_dpsgd.auditing.input_canaries import (
 )
 from shuffled_dpsgd.auditing.run import AuditTarget, claims_of
 from shuffled_dpsgd.auditing.taps import OnProgress, train
-from shuffled_dpsgd.auditing.verdict import require_at_least
+from shuffled_dpsgd.auditing.verdict import require
 from shuffled_dpsgd.core.plan import PrivacyPlan
 from shuffled_dpsgd.errors import InvalidArgumentError
 from shuffled_dpsgd.tasks.audited import WITHOUT_PRIVACY
@@ -72,7 +72,7 @@ class BlackBoxSetting:
 
     def __post_init__(self) -> None:
         check_kind(self.input_canary)
-        require_at_least(self, num_seeds=LEAST_SEEDS, num_canaries=10)
+        require(self, num_seeds=LEAST_SEEDS, num_canaries=10)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,7 +21,7 @@ from shuffled_dpsgd.auditing.verdict import (
     Evidence,
     ThreatModel,
     report_on,
-    require_at_least,
+    require,
 )
 from shuffled_dpsgd.core.plan import PrivacyPlan
 from shuffled_dpsgd.errors import InvalidArgumentError
@@ -39,7 +39,7 @@ class RepeatedSetting:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        require_at_least(self, num_runs=LEAST_RUNS)
+        require(self, num_runs=LEAST_RUNS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,7 +125,6 @@ def gather_runs(
                 "plan": plan_json(plan),
             },
             claims=claims_of(plan),
-            delta=plan.delta,
             confidence=confidence,
             started=0.0,
             notes=(f"re-alignment recovered at least {share:.1%} of the permuted positions",),

@@ -6,12 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
 
 from shuffled_dpsgd.auditing.estimators import roc
 from shuffled_dpsgd.auditing.plots import visible, write
+from shuffled_dpsgd.cli.audit_output import plain_table
 from shuffled_dpsgd.reports.style import BLUE, MUTED, ORANGE, house_style
 from shuffled_dpsgd_experiments.audits.black_box import ATTACKS, BlackBoxReport
 from shuffled_dpsgd_experiments.audits.paper_audit import LACKS
@@ -26,21 +25,11 @@ def show_paper(found: dict[str, Any]) -> None:
     """Table 6 of the paper beside what its estimator prints on pure noise."""
     setting, rows = found["setting"], found["rows"]
     observations = setting["num_observations"]
-    table = _table(
-        f"The paper's audit: Dirac canary read at a fixed index, {observations}+{observations} "
-        f"steps, d = {setting['dimension']:,}, c'/c = {setting['batch_clip']:g}"
-    )
-    table.add_column("claimed ε of the run (heuristic)")
-    for row in rows:
-        table.add_column(f"{row['run_epsilon']['epsilon']:g}", justify="right")
     lines: tuple[tuple[str, Callable[[Row], str]], ...] = (
         ("ε of one step by its formula (heuristic)", lambda r: _epsilon(r["step_epsilon"])),
         ("noise multiplier", lambda r: f"{r['noise_multiplier']:.3f}"),
         ("audited ε printed in the paper", lambda r: str(r["printed_in_the_paper"] or "–")),
-        (
-            "its estimator, this run (measured, no level)",
-            lambda r: _epsilon(r["paper_estimator"]),
-        ),
+        ("its estimator, this run (measured, no level)", lambda r: _epsilon(r["paper_estimator"])),
         ("  strict reading, 5 to 95 %", lambda r: _reading(r, "strict", "")),
         ("    the same on pure noise", lambda r: _reading(r, "strict", "_on_pure_noise")),
         ("  literal reading, 5 to 95 %", lambda r: _reading(r, "literal", "")),
@@ -48,36 +37,38 @@ def show_paper(found: dict[str, Any]) -> None:
         ("Clopper–Pearson at 95 % (measured)", lambda r: _epsilon(r["clopper_pearson"])),
         ("order statistics at 95 % (measured)", lambda r: _epsilon(r["order_statistics"])),
     )
-    for label, cell in lines:
-        table.add_row(label, *(cell(row) for row in rows))
-    out = Console()
-    out.print(table)
+    title = (
+        f"The paper's audit: Dirac canary read at a fixed index, {observations}+{observations} "
+        f"steps, d = {setting['dimension']:,}, c'/c = {setting['batch_clip']:g}"
+    )
+    first, out = "claimed ε of the run (heuristic)", Console()
+    headings = [first, *(f"{row['run_epsilon']['epsilon']:g}" for row in rows)]
+    cells = [(label, *(cell(row) for row in rows)) for label, cell in lines]
+    out.print(plain_table(title, headings, cells, [first]))
     for lack in LACKS:
         out.print(f"  lacks: {lack}")
 
 
 def show_black_box(report: BlackBoxReport) -> None:
     """Both attacks on all arms, then what differs between them."""
-    setting, out = report.setting, Console()
-    table = _table(
+    setting, found, out = report.setting, report.to_json(), Console()
+    rows = [
+        (
+            name if name == "without-privacy" else f"shuffle {name}",
+            attack,
+            "{mean:.3f} ({low:.3f} to {high:.3f})".format(**arm[attack]["area_over_seeds"]),
+            f"{arm[attack]['pooled_tpr_at_1_percent_fpr']:.3f}",
+            f"{arm['largest_one_run_bound']['epsilon']:.2f}" if attack == "loss" else "",
+        )
+        for name, arm in found["arms"].items()
+        for attack in ATTACKS
+    ]
+    headings = ("arm", "attack", "area under ROC", "TPR at 1 % FPR", "one-run ε (measured)")
+    title = (
         f"What a black box learns: {setting.num_seeds} seeds, {setting.num_canaries} "
         f"{setting.input_canary} records ({report.seconds:.0f} s)"
     )
-    columns = ("arm", "attack", "area under ROC", "TPR at 1 % FPR", "one-run ε (measured)")
-    for column in columns:
-        table.add_column(column, justify="left" if column in ("arm", "attack") else "right")
-    found = report.to_json()
-    for name, arm in found["arms"].items():
-        for attack in ATTACKS:
-            seeds = arm[attack]["area_over_seeds"]
-            table.add_row(
-                name if name == "without-privacy" else f"shuffle {name}",
-                attack,
-                f"{seeds['mean']:.3f} ({seeds['low']:.3f} to {seeds['high']:.3f})",
-                f"{arm[attack]['pooled_tpr_at_1_percent_fpr']:.3f}",
-                f"{arm['largest_one_run_bound']['epsilon']:.2f}" if attack == "loss" else "",
-            )
-    out.print(table)
+    out.print(plain_table(title, headings, rows, headings[:2]))
     out.print(f"  areas are means over seeds, with {100 * report.confidence:g} % intervals")
     for attack, gap in found["on_minus_off"].items():
         out.print(
@@ -132,10 +123,6 @@ def draw_black_box(report: BlackBoxReport) -> Figure:
 def save_black_box(report: BlackBoxReport, stem: Path) -> tuple[Path, ...]:
     """Write the drawing as PNG and SVG beside each other; returns what was written."""
     return write(draw_black_box(report), stem)
-
-
-def _table(title: str) -> Table:
-    return Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
 
 
 def _epsilon(found: Row) -> str:

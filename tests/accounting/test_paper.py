@@ -7,13 +7,7 @@ import math
 import pytest
 
 from shuffled_dpsgd.accounting import calibrate_paper, paper_claim
-from shuffled_dpsgd.accounting.composition import (
-    amplify,
-    compose,
-    decompose,
-    step_delta,
-    unamplify,
-)
+from shuffled_dpsgd.accounting.paper import amplify, compose, decompose, unamplify
 from shuffled_dpsgd.errors import InvalidArgumentError
 
 VIT = {"delta": 5e-6, "sampling_prob": 0.02, "num_steps": 500, "dimension": 85_800_000}
@@ -102,7 +96,7 @@ def test_composition_takes_the_better_of_basic_and_advanced() -> None:
     assert compose(0.01, 2, 1e-6) == 0.02
     advanced = 0.5 * 1e4 * 1e-4 + 0.01 * math.sqrt(2e4 * math.log(1e6))
     assert compose(0.01, 10_000, 1e-6) == pytest.approx(advanced)
-    assert step_delta(5e-6, 0.02, 500, 0.5) == pytest.approx(2.5e-7)
+    assert calibrate_paper(epsilon=1.0, batch_clip=1.0, **VIT).step_delta == pytest.approx(2.5e-7)
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ from shuffled_dpsgd.auditing.model_attacks import (
     random_direction,
     record_attack,
     step_attacks,
-    widest_axis,
+    widest_matrix,
 )
 from shuffled_dpsgd.auditing.probes import LEAST_OBSERVATIONS, Prober
 from shuffled_dpsgd.auditing.run import (
@@ -241,10 +241,10 @@ def test_widest_axis_and_given_directions() -> None:
     private = target(noise_multiplier=1.0).start(300)
     weights = trainable(private.model)
     moved = {name: weights[name] for name in private.spec.moved_names}
-    parameter, axis = widest_axis(private.spec, moved)
-    assert weights[parameter].shape[axis] == max(group.size for group in private.spec.groups)
+    parameter = widest_matrix(private.spec, moved)
+    assert max(group.size for group in private.spec.groups) in weights[parameter].shape
     with pytest.raises(InvalidArgumentError, match="axis"):
-        widest_axis(private.spec, {})
+        widest_matrix(private.spec, {})
     with pytest.raises(InvalidArgumentError, match="non-zero"):
         normalised({"w": torch.zeros(3)})
     drawn = random_direction({"w": torch.zeros(2, 3)}, torch.Generator().manual_seed(0))

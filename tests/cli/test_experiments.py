@@ -37,7 +37,7 @@ def wheel(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[typer.Typ
     [
         ["reproduce", "--list"],
         ["sweep", "sweeps/digits.toml", "--table"],
-        ["audit", "paper", "--training-steps", "0"],
+        ["audit", "paper"],
         ["audit", "blackbox"],
         ["train", "--preset", "paper/bert-sst2", "--epsilon", "1", "--dry-run"],
     ],
@@ -63,7 +63,7 @@ def test_a_wheel_has_the_recipes_and_names_them(wheel: typer.Typer) -> None:
     assert experiments.find_preset("recipe/digits").dataset_size == 1437
     done = CliRunner().invoke(wheel, ["train", "--preset", "recipe/nonsense", "--epsilon", "1"])
     assert done.exit_code == 2
-    assert "one of recipe/digits, recipe/sst2-minilm" in done.stderr
+    assert "one of recipe/digits, recipe/digits-linear, recipe/sst2-minilm" in done.stderr
 
 
 def test_a_clone_finds_them_from_any_folder_and_so_do_its_processes(tmp_path: Path) -> None:

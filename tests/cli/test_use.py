@@ -10,7 +10,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from cli.test_bad_input import images, run_file, settings, toml, write_good
+from cli.test_bad_input import images, settings, toml, write_good
 from shuffled_dpsgd.cli.main import app
 from shuffled_dpsgd.tasks.tokens import load_tokenizer
 
@@ -99,39 +99,6 @@ def test_the_image_model_loads_in_a_pipeline(runs: Path) -> None:
     (best, *_) = pipe(image)
     answer = pipe.model(**pipe.image_processor(image, return_tensors="pt")).logits.argmax()
     assert best["label"] == ("cat", "dog", "emu")[int(answer)]
-
-
-@pytest.mark.slow
-def test_the_digits_model_loads_in_a_pipeline_and_answers_as_it_was_trained(
-    tmp_path: Path,
-) -> None:
-    datasets = pytest.importorskip("sklearn.datasets")
-    image = pytest.importorskip("PIL.Image")
-    arguments = run_file(
-        tmp_path,
-        "digits",
-        training__expected_batch_size=200,
-        training__num_steps=12,
-        privacy__noise_multiplier=0.5,
-        optimizer__learning_rate=0.01,
-    )
-    run(*arguments, "--json")
-    folder = tmp_path / "out"
-    summary = json.loads((folder / "summary.json").read_text())
-    found = json.loads(run("evaluate", folder, "--json").stdout)
-    assert found["score"] == pytest.approx(summary["heldout_score"], abs=1e-6)
-    pipe = transformers.pipeline("image-classification", model=str(folder / "model"))
-    digits = datasets.load_digits()
-    for number in range(5):
-        # Pixels of 0 to 16 as a grey image of 0 to 255, which rounds by less than 1/500.
-        picture = image.fromarray((digits.images[number] * 255 / 16).round().astype("uint8"))
-        picture.save(tmp_path / "digit.png")
-        best = pipe(picture)[0]
-        (answer,) = json.loads(run("predict", folder, tmp_path / "digit.png", "--json").stdout)[
-            "answers"
-        ]
-        assert answer["name"] == best["label"]
-        assert answer["share"] == pytest.approx(best["score"], abs=1e-4)
 
 
 def test_presets_save_a_tokenizer_with_the_same_ids(runs: Path) -> None:

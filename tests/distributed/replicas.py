@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import math
 import os
 import signal
 import time
 from collections.abc import Callable
+from contextlib import redirect_stderr
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -15,9 +17,9 @@ import torch
 from torch.utils.data import TensorDataset
 
 from distributed.sharded_models import shard, whole
-from shuffled_dpsgd.distributed import current_world
+from shuffled_dpsgd.distributed import current_world, heartbeat
 from shuffled_dpsgd.distributed.exchange import ReplicatedSums
-from shuffled_dpsgd.distributed.world import leave_world
+from shuffled_dpsgd.distributed.world import GroupWorld, _store, leave_world
 from shuffled_dpsgd.errors import ShuffledDPError
 from shuffled_dpsgd.models import checkpoint_activations
 from shuffled_dpsgd.tasks import RunConfig, parse_config
@@ -36,6 +38,7 @@ from training.cases import (
     gpt2_case,
     mlp_case,
     run,
+    vectors,
     vit_case,
     weights,
 )
@@ -238,6 +241,46 @@ def other_data(case: Case, odd: bool) -> None:
     run(private, Case(make=case.make, data=changed, loss=case.loss), num_steps=1)
 
 
+class Doubtful:
+    """Data of one rank that differ from the others': a seventh of them, or all later."""
+
+    def __init__(self, odd: bool, count: int, augments: bool = False) -> None:
+        self._inputs, self._labels = vectors(count=count).tensors
+        self._augments = augments
+        self.changed = range(3, count, 7) if odd else range(0)
+
+    def __len__(self) -> int:
+        return len(self._labels)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        noise = torch.rand(6) if self._augments else 0.0
+        return self._inputs[index] + noise + 0.5 * (index in self.changed), self._labels[index]
+
+
+def data_that_differ() -> dict[str, Any]:
+    """Records that differ on rank 1 off any fixed positions, and from the second epoch on."""
+    case, odd = mlp_case(), current_world().rank == 1
+
+    def train(data: Doubtful) -> None:
+        private = start(case, dataset_size=1800, expected_batch_size=600)
+        private.on_update(lambda: after(data, private.steps_taken))
+        run(private, Case(make=case.make, data=data, loss=case.loss))
+
+    steps: list[int] = []
+    later = Doubtful(False, 1800)
+
+    def after(data: Doubtful, step: int) -> None:
+        if data is later:
+            steps.append(step)
+            later.changed = range(1800 if odd and step > 1 else 0)
+
+    found: dict[str, Any] = {"some": refusal(lambda: train(Doubtful(odd, 1800)))}
+    found["augmented"] = refusal(lambda: train(Doubtful(odd, 1800, augments=True)))
+    found["alike"] = refusal(lambda: train(Doubtful(False, 1800, augments=True)))
+    found["later"] = refusal(lambda: train(later))
+    return found | {"steps before": [*steps]}
+
+
 def other_rate(case: Case, odd: bool) -> None:
     model = case.make()
     make_private(
@@ -298,16 +341,27 @@ def killed_in_a_step(rank: int) -> None:
     run(private, case)
 
 
-def hanging(rank: int, seconds: float) -> None:
-    """One rank takes too long over a step."""
-    case = mlp_case()
+def hanging(rank: int, seconds: float) -> dict[str, str]:
+    """One rank takes too long over a step; what the others say of it."""
+    case, world = mlp_case(), current_world()
     private = start(case)
     private.sampler = FixedSampler([1, 2, 3, 4])
-    for batch in private.batches(case.data, num_steps=1):
-        if current_world().rank == rank:
-            time.sleep(seconds)
-        private.backward(case.loss(private.model, batch))
-        private.step()
+    assert isinstance(world, GroupWorld)
+    world.end()
+    heartbeat.BEAT_S, heartbeat.PATIENCE_S = 0.2, 0.6
+    world._heartbeat = heartbeat.Heartbeat(_store(), world.rank, world.size)
+
+    def step() -> None:
+        for batch in private.batches(case.data, num_steps=1):
+            if world.rank == rank:
+                time.sleep(seconds)
+            private.backward(case.loss(private.model, batch))
+            private.step()
+
+    with redirect_stderr(io.StringIO()) as said:
+        found = refusal(step)
+        time.sleep(0.5)  # Rank 0 holds the store in which the others look.
+    return {"refusal": found, "said": said.getvalue()}
 
 
 def refusal(work: Callable[[], object]) -> str:

@@ -32,6 +32,21 @@ def test_bad_launches_are_refused_before_the_first_step(launcher: Launcher) -> N
     }
     for name, words in named.items():
         assert words in one[name], one[name]
+    rates = one["optimizer"].split("than rank 0: ")[1]
+    assert "'lr': '0.2'" in rates
+    assert "'lr': '0.1'" in rates
+
+
+def test_data_that_differ_anywhere_or_from_some_epoch_on_are_refused(launcher: Launcher) -> None:
+    one, two = launcher.run(HERE, "data_that_differ")
+    assert one == two
+    other = "rank 1 has another set of records than rank 0"
+    assert other in one["some"]
+    assert other in one["augmented"]
+    assert one["alike"] == ""
+    # Three steps are an epoch; the data change during the second of them.
+    assert other in one["later"]
+    assert one["steps before"] == [1, 2, 3]
 
 
 def test_ranks_that_draw_different_batches_release_nothing(launcher: Launcher) -> None:
@@ -69,14 +84,18 @@ def test_a_rank_killed_in_a_shuffle_of_shards_ends_the_others(launcher: Launcher
     assert "another rank failed" not in said
 
 
-@pytest.mark.slow
-def test_a_rank_that_hangs_is_not_waited_for_for_ever(launcher: Launcher) -> None:
+def test_a_rank_that_hangs_is_named_and_not_waited_for_for_ever(launcher: Launcher) -> None:
     launcher.start(
-        HERE, "hanging", rank=1, seconds=3.0, environment={"SHUFFLED_DPSGD_TIMEOUT_S": "1.5"}
-    )
-    assert launcher.wait()[0] == 1
-    said = launcher.error(0)
-    assert "rank 0 of 2 waited for facts of all ranks, but a rank is gone (Timed out" in said
+        HERE, "hanging", ranks=3, rank=1, seconds=3.0,
+        environment={"SHUFFLED_DPSGD_TIMEOUT_S": "1.5"},
+    )  # fmt: skip
+    assert launcher.wait() == [0, 0, 0]
+    for rank, found in enumerate(launcher.results(3)):
+        if rank != 1:
+            assert f"rank {rank} has waited" in found["said"]
+            assert found["said"].endswith(" s for rank 1\n")
+            expected = f"rank {rank} of 3 waited for facts of all ranks, but rank 1 did not come ("
+            assert expected in found["refusal"]
 
 
 @pytest.mark.parametrize("seconds", ["soon", "0", "-1", "inf"])

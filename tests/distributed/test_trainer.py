@@ -33,6 +33,23 @@ def test_two_ranks_train_what_one_trains(launcher: Launcher, tmp_path: Path) -> 
     assert (both / "checkpoint-6").exists()
 
 
+def test_workers_load_for_ranks_of_which_some_have_nothing(
+    launcher: Launcher, tmp_path: Path
+) -> None:
+    """A rank with an empty part takes the step when the others do, not while it looks ahead."""
+    small = {"batch_size": 2, "gradient_accumulation_steps": 1, "max_steps": 7}
+    (expected,) = launcher.run(HERE, "trained", ranks=1, directory=str(tmp_path / "1"), **small)
+    found = launcher.run(
+        HERE, "trained", directory=str(tmp_path / "2"), dataloader_num_workers=1, **small
+    )
+    assert min(expected["drawn"]) < 2, "every rank has a record in every step"
+    for one in found:
+        assert one["steps"] == one["spent"] == expected["steps"] == 7
+        assert one["evaluated"] == pytest.approx(expected["evaluated"], rel=1e-6)
+        for name, tensor in expected["weights"].items():
+            assert torch.allclose(one["weights"][name], tensor, rtol=1e-9, atol=1e-9)
+
+
 def started(folder: Path, *launcher: str) -> dict[str, Any]:
     """What rank 0 of `accelerated.py` found."""
     folder.mkdir()

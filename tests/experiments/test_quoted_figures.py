@@ -176,29 +176,6 @@ def test_table_six_and_its_control() -> None:
     assert f"whose median is {median:.2f}" in text
 
 
-def test_the_papers_audit_inside_training() -> None:
-    half, one = result("audit_paper_table6")["training"]
-    text = page(AUDITING)
-
-    def shown(audit: Any) -> list[str]:
-        names = ("fixed index, during training", "re-alignment, during training", "axis sum")
-        return [f"{bound(audit, name)['order-statistics']:.2f}" for name in names]
-
-    for audit in (half, one):
-        assert audit["setting"]["plan"]["num_steps"] == 10_000
-    fixed, followed, summed = shown(half)
-    assert f"the planted index shows {fixed};" in text
-    assert f"shows ε ≥ {followed} (measured, 95 %)" in text
-    assert f"shows {summed} by its axis sum" in text
-    claimed = [verdict(audit, "heuristic")["claim"]["epsilon"] for audit in (half, one)]
-    assert f"{claimed[0]:.3f} for a step (heuristic)" in text
-    fixed, followed, summed = shown(one)
-    assert f"At claim 1 ({claimed[1]:.3f} a step): {fixed}, {followed} and {summed}." in text
-    proven = {f"{verdict(audit, 'proven')['claim']['epsilon']:.1f}" for audit in (half, one)}
-    assert f"The certified ε of a step, {proven.pop()} (proven), stands" in text
-    assert not proven
-
-
 def test_one_run_beside_jax_privacy() -> None:
     (point,) = result("audit_comparison_one_run")["points"]
     assert point["mu"] == 1.0

@@ -79,22 +79,6 @@ def test_several_processes_share_the_runs(sst2: Path, mode: str) -> None:
 
 
 @pytest.mark.slow
-def test_what_was_cut_short_is_finished_from_its_journals(sst2: Path) -> None:
-    """Same runs, same report; what was read is not read again."""
-    modes = ["--mode", "runs", "--noise-multiplier", 0.1, "--runs", 24]
-    words = arguments("bert-tiny", "sst2", sst2, *modes)
-    (path,) = main(words)
-    whole = json.loads(path.read_text(encoding="utf-8"))
-    journal = next((sst2 / "out").glob("*.journal"))
-    journal.write_bytes(journal.read_bytes()[:-7])
-    (path,) = main([*words, "--finish"])
-    found = json.loads(path.read_text(encoding="utf-8"))
-    assert found["cost"]["cut_short"]
-    assert found["setting"]["runs_with"] + found["setting"]["runs_without"] == 23
-    assert found["claims"] == whole["claims"]
-
-
-@pytest.mark.slow
 def test_gpt2_with_scrambled_records_and_a_step_audit(e2e: Path) -> None:
     modes = ["--mode", "step", "--mode", "one-run", "--noise-multiplier", 0.5]
     step, one_run = main(arguments("gpt2-tiny", "e2e", e2e, *modes, "--name", "tiny"))

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from shuffled_dpsgd.reports import RunView
-from shuffled_dpsgd.reports.figures import FIGURES, draw_all, draw_epsilon, draw_norms, smooth
+from shuffled_dpsgd.reports.figures import FIGURES, draw, draw_all, smooth
 from shuffled_dpsgd.reports.style import on_white, save_figure, to_svg
 
 
@@ -22,7 +22,7 @@ def test_nothing_is_drawn_from_nothing(view: RunView) -> None:
 
 
 def test_epsilon_curves_carry_their_kind(view: RunView) -> None:
-    figure = draw_epsilon(view)
+    figure = draw("epsilon", view)
     assert figure is not None
     (axes,) = figure.axes
     lines = {str(line.get_label()): line for line in axes.lines}
@@ -34,13 +34,13 @@ def test_epsilon_curves_carry_their_kind(view: RunView) -> None:
     assert paper.get_linestyle() != "-"
     assert paper.get_linewidth() < certified.get_linewidth()
     assert lines["budget (proven)"].get_ydata()[0] == 3.0  # type: ignore[index]
-    own = draw_epsilon(replace(view, budget_kind="heuristic"))
+    own = draw("epsilon", replace(view, budget_kind="heuristic"))
     assert own is not None
     assert "paper's estimate (heuristic)" in {str(line.get_label()) for line in own.axes[0].lines}
 
 
 def test_histogram_counts_all_samples_and_marks_the_clipped(view: RunView) -> None:
-    figure = draw_norms(view)
+    figure = draw("gradient_norms", view)
     assert figure is not None
     (axes,) = figure.axes
     heights = [patch.get_height() for patch in axes.patches]  # type: ignore[attr-defined]
@@ -66,8 +66,8 @@ def test_smoothing_follows_a_constant_from_the_start() -> None:
 
 
 def test_files_are_written_and_svg_is_repeatable(view: RunView, tmp_path: Path) -> None:
-    figure = draw_epsilon(view)
-    again = draw_epsilon(view)
+    figure = draw("epsilon", view)
+    again = draw("epsilon", view)
     assert figure is not None
     assert again is not None
     png, svg = save_figure(figure, tmp_path / "figures", "epsilon")

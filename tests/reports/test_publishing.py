@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 import yaml
 
+from reports.registry import check_record
 from shuffled_dpsgd.errors import InvalidArgumentError, ShuffledDPError
 from shuffled_dpsgd.reports import publishing
-from shuffled_dpsgd.reports.deployment import TO_FILL, check_record
+from shuffled_dpsgd.reports.publishing import TO_FILL
 from shuffled_dpsgd.training import AuditedBound, PrivacyCard, PrivacyOptions, make_plan, write_card
 from shuffled_dpsgd.training.saved_card import card_from_json
 
@@ -98,6 +99,11 @@ def test_the_record_fits_the_published_schema(record: dict[str, Any]) -> None:
         if path[-1] in ("status", "tier", "model_name", "publication_date"):
             broken = changed(record, path, "something else")
             assert list(validator.iter_errors(broken)) != []
+
+
+def test_a_card_about_no_day_is_refused(made: PrivacyCard) -> None:
+    with pytest.raises(InvalidArgumentError, match="YYYY-MM-DD"):
+        publishing.registry_yaml(made.about(date="yesterday"))
 
 
 def test_every_broken_field_of_a_record_is_found(record: dict[str, Any]) -> None:

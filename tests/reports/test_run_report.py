@@ -160,9 +160,9 @@ def test_pages_suit_dark_screens_and_small_ones(page: str) -> None:
 
 
 def test_steps_are_whole_numbers(view: RunView) -> None:
-    from shuffled_dpsgd.reports.figures import draw_loss
+    from shuffled_dpsgd.reports.figures import draw
 
-    figure = draw_loss(replace(view, records=view.records[:3]))
+    figure = draw("loss", replace(view, records=view.records[:3]))
     assert figure is not None
     ticks = figure.axes[0].get_xticks()
     assert all(float(tick).is_integer() for tick in ticks)

@@ -18,7 +18,6 @@ from shuffled_dpsgd.accounting.calibration import (
     check_epsilon,
     smallest_noise_multiplier,
 )
-from shuffled_dpsgd.accounting.composition import step_delta, total_epsilon
 from shuffled_dpsgd.accounting.paper import (
     DeltaSplit,
     PaperCalibration,
@@ -131,21 +130,11 @@ def gdp_epsilon(mechanism: SampledGaussian, delta: float) -> float:
     return gaussian_epsilon(1.0 / mu, delta)
 
 
-def advanced_composition_epsilon(
-    mechanism: SampledGaussian, delta: float, delta_split: float = 0.5
-) -> float:
+def advanced_composition_epsilon(mechanism: SampledGaussian, delta: float) -> float:
     """ε by the paper's composition with d = 1: the exact Gaussian, sampled, composed (Thm. 22)."""
-    if mechanism.noise_multiplier == 0.0:
-        return math.inf
-    prob, steps = mechanism.sampling_prob, mechanism.num_steps
-    inner_delta = step_delta(delta, prob, steps, delta_split)
-    return total_epsilon(
-        gaussian_epsilon(mechanism.noise_multiplier, inner_delta),
-        delta=delta,
-        sampling_prob=prob,
-        num_steps=steps,
-        delta_split=delta_split,
-    )
+    facts = mechanism.to_json()
+    del facts["adjacency"]
+    return paper_claim(**facts, delta=delta, dimension=1, batch_clip=1.0).epsilon
 
 
 RDP = by_formula(

@@ -2,7 +2,11 @@
 
 Nothing here is a guarantee for d > 1: the theorem bounds δ from the wrong side and fails on its own
 worst-case pair (docs/claims.md, `shuffled-dpsgd examine`). It is implemented faithfully because the
-paper's experiments are calibrated with it.
+paper's experiments are calibrated with it. Sampling and composition themselves are proven (Steinke
+2022, Theorems 22 and 29), so at d = 1 all of it is.
+
+Legend: (ε_s, δ_s) of the mechanism inside a step, before sampling; δ' the part of δ spent on
+composition, a `share` of it; T num_steps; q sampling_prob.
 """
 
 from __future__ import annotations
@@ -13,13 +17,6 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from shuffled_dpsgd.accounting.calibration import check_epsilon
-from shuffled_dpsgd.accounting.composition import (
-    StepBudget,
-    check_split,
-    step_budget,
-    step_delta,
-    total_epsilon,
-)
 from shuffled_dpsgd.accounting.theorem import check_theorem, smallest_epsilon, smallest_sigma
 from shuffled_dpsgd.core.claim import PrivacyClaim
 from shuffled_dpsgd.core.events import check_delta, check_noise_multiplier, check_sampling
@@ -36,6 +33,53 @@ ASSUMPTIONS = (
     "coordinates that do not move received the unshuffled noise multiplier",
     "advanced composition and amplification by Poisson sampling (Steinke 2022, Thms. 22 and 29)",
 )
+
+
+def compose(step_epsilon: float, num_steps: int, slack: float) -> float:
+    """ε of T steps of ε each: the better of basic and advanced composition (Thm. 22).
+
+    `slack` is δ'; the composed δ is T·δ_step + δ'.
+    """
+    square = num_steps * step_epsilon * step_epsilon
+    advanced = 0.5 * square + math.sqrt(2.0 * square * math.log(1.0 / slack))
+    return min(num_steps * step_epsilon, advanced)
+
+
+def decompose(epsilon: float, num_steps: int, slack: float) -> float:
+    """The per-step ε whose T-fold `compose` is exactly `epsilon`.
+
+    >>> round(compose(decompose(1.0, 500, 2.5e-6), 500, 2.5e-6), 12)
+    1.0
+    """
+    root = math.sqrt(2.0 * num_steps * math.log(1.0 / slack))
+    # The positive root of T/2·e² + root·e − ε, in the form that does not cancel.
+    advanced = 2.0 * epsilon / (root + math.sqrt(root * root + 2.0 * num_steps * epsilon))
+    return max(epsilon / num_steps, advanced)
+
+
+def amplify(step_epsilon: float, sampling_prob: float) -> float:
+    """ε after Poisson sampling (Thm. 29): log(1 + q(e^ε − 1)), without overflow."""
+    if sampling_prob == 1.0:
+        return step_epsilon
+    if step_epsilon > 30.0:
+        log_q = math.log(sampling_prob)
+        rest = math.log1p(math.exp(-step_epsilon - log_q) * (1.0 - sampling_prob))
+        return step_epsilon + log_q + rest
+    return math.log1p(sampling_prob * math.expm1(step_epsilon))
+
+
+def unamplify(step_epsilon: float, sampling_prob: float) -> float:
+    """The ε before sampling that `amplify` brings to `step_epsilon`.
+
+    >>> round(amplify(unamplify(0.3, 0.02), 0.02), 12)
+    0.3
+    """
+    if sampling_prob == 1.0:
+        return step_epsilon
+    if step_epsilon > 30.0:
+        rest = math.log1p(-(1.0 - sampling_prob) * math.exp(-step_epsilon))
+        return step_epsilon + rest - math.log(sampling_prob)
+    return math.log1p(math.expm1(step_epsilon) / sampling_prob)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +122,7 @@ def paper_claim(
     If the theorem gives more than the unshuffled mechanism does at the same noise, the unshuffled
     value is reported and `inputs["falls_back"]` is true, as in Algorithm 1.
     """
-    run = _Run(
+    facts = _Run(
         sampling_prob=sampling_prob,
         num_steps=num_steps,
         delta=delta,
@@ -87,17 +131,19 @@ def paper_claim(
     )
     check_noise_multiplier(noise_multiplier)
     if noise_multiplier == 0.0:
-        return run.claim(math.inf, noise_multiplier=0.0)
-    share = _resolve_split(delta_split, lambda s: run.epsilon(noise_multiplier, s, dimension))
-    shuffled = run.epsilon(noise_multiplier, share, dimension)
-    unshuffled = run.epsilon(noise_multiplier, share, 1)
+        return facts.claim(math.inf, noise_multiplier=0.0)
+    share = _resolve_split(delta_split, lambda s: facts.epsilon(noise_multiplier, s))
+    shuffled = facts.epsilon(noise_multiplier, share)
+    unshuffled = facts.epsilon(noise_multiplier, share, dimension=1)
     falls_back = shuffled >= unshuffled * (1.0 - ROUNDING)
-    return run.claim(
+    return facts.claim(
         unshuffled if falls_back else shuffled,
         noise_multiplier=noise_multiplier,
         delta_split=share,
-        step_epsilon=run.step_epsilon(noise_multiplier, share, 1 if falls_back else dimension),
-        step_delta=step_delta(delta, sampling_prob, num_steps, share),
+        step_epsilon=facts.step_epsilon(
+            noise_multiplier, share, dimension=1 if falls_back else None
+        ),
+        step_delta=facts.step_delta(share),
         falls_back=falls_back,
     )
 
@@ -105,9 +151,9 @@ def paper_claim(
 def calibrate_paper(
     *,
     epsilon: float,
-    delta: float,
     sampling_prob: float,
     num_steps: int,
+    delta: float,
     dimension: int,
     batch_clip: float,
     delta_split: DeltaSplit = 0.5,
@@ -117,7 +163,7 @@ def calibrate_paper(
     Both come from one per-step budget; an optimised split therefore minimises their product.
     """
     check_epsilon(epsilon)
-    run = _Run(
+    facts = _Run(
         sampling_prob=sampling_prob,
         num_steps=num_steps,
         delta=delta,
@@ -125,35 +171,29 @@ def calibrate_paper(
         batch_clip=batch_clip,
     )
     share = _resolve_split(
-        delta_split, lambda s: run.noise(epsilon, s, dimension) * run.noise(epsilon, s, 1)
+        delta_split, lambda s: facts.noise(epsilon, s) * facts.noise(epsilon, s, dimension=1)
     )
-    theorem, unshuffled = run.noise(epsilon, share, dimension), run.noise(epsilon, share, 1)
+    theorem, unshuffled = facts.noise(epsilon, share), facts.noise(epsilon, share, dimension=1)
     falls_back = theorem >= unshuffled * (1.0 - ROUNDING)
-    noise = unshuffled if falls_back else theorem
-    budget = run.budget(epsilon, share)
+    found: dict[str, Any] = {
+        "noise_multiplier": unshuffled if falls_back else theorem,
+        "unshuffled_noise_multiplier": unshuffled,
+        "delta_split": share,
+        "step_epsilon": facts.step_budget(epsilon, share),
+        "step_delta": facts.step_delta(share),
+        "falls_back": falls_back,
+    }
     return PaperCalibration(
-        noise_multiplier=noise,
-        unshuffled_noise_multiplier=unshuffled,
-        theorem_noise_multiplier=theorem,
-        falls_back=falls_back,
-        step_epsilon=budget.epsilon,
-        step_delta=budget.delta,
-        delta_split=share,
-        claim=run.claim(
-            epsilon,
-            noise_multiplier=noise,
-            unshuffled_noise_multiplier=unshuffled,
-            delta_split=share,
-            step_epsilon=budget.epsilon,
-            step_delta=budget.delta,
-            falls_back=falls_back,
-        ),
+        theorem_noise_multiplier=theorem, claim=facts.claim(epsilon, **found), **found
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Run:
-    """The facts of a run that both directions share; `coordinates` is d, or 1 for unshuffled."""
+    """The facts of a run, and the route in both directions.
+
+    Where a method takes a `dimension`, it is d, or 1 for coordinates that do not move.
+    """
 
     sampling_prob: float
     num_steps: int
@@ -166,70 +206,88 @@ class _Run:
         check_delta(self.delta)
         check_theorem(self.dimension, self.batch_clip)
 
-    def step_epsilon(self, noise_multiplier: float, share: float, coordinates: int) -> float:
-        inner_delta = step_delta(self.delta, self.sampling_prob, self.num_steps, share)
+    def step_delta(self, share: float) -> float:
+        """δ_s = (δ − δ')/(T·q)."""
+        _check_split(share)
+        result = (1.0 - share) * self.delta / (self.num_steps * self.sampling_prob)
+        if result >= 1.0:
+            raise InvalidArgumentError(
+                "delta_split",
+                expected="a split that leaves each step a delta below 1",
+                got=f"{share:g}, a step delta of {result:.3g}",
+                remedy="lower delta, or account for more steps or a larger sampling_prob",
+            )
+        return result
+
+    def step_epsilon(
+        self, noise_multiplier: float, share: float, *, dimension: int | None = None
+    ) -> float:
+        """ε_s with this noise."""
         return smallest_epsilon(
-            noise_multiplier, inner_delta, dimension=coordinates, batch_clip=self.batch_clip
+            noise_multiplier, self.step_delta(share), **self._of_theorem(dimension)
         )
 
-    def epsilon(self, noise_multiplier: float, share: float, coordinates: int) -> float:
-        return total_epsilon(
-            self.step_epsilon(noise_multiplier, share, coordinates),
-            delta=self.delta,
-            sampling_prob=self.sampling_prob,
-            num_steps=self.num_steps,
-            delta_split=share,
-        )
+    def epsilon(
+        self, noise_multiplier: float, share: float, *, dimension: int | None = None
+    ) -> float:
+        """ε of the run with this noise: sampling, then composition."""
+        inside = self.step_epsilon(noise_multiplier, share, dimension=dimension)
+        return compose(amplify(inside, self.sampling_prob), self.num_steps, share * self.delta)
 
-    def budget(self, epsilon: float, share: float) -> StepBudget:
-        return step_budget(
-            epsilon=epsilon,
-            delta=self.delta,
-            sampling_prob=self.sampling_prob,
-            num_steps=self.num_steps,
-            delta_split=share,
-        )
+    def step_budget(self, epsilon: float, share: float) -> float:
+        """The ε_s that the mechanism inside a step may spend: composition undone, then sampling."""
+        sampled = decompose(epsilon, self.num_steps, share * self.delta)
+        return unamplify(sampled, self.sampling_prob)
 
-    def noise(self, epsilon: float, share: float, coordinates: int) -> float:
-        budget = self.budget(epsilon, share)
-        return smallest_sigma(
-            budget.epsilon, budget.delta, dimension=coordinates, batch_clip=self.batch_clip
-        )
+    def noise(self, epsilon: float, share: float, *, dimension: int | None = None) -> float:
+        """σ for this ε of the run."""
+        inner_delta, budget = self.step_delta(share), self.step_budget(epsilon, share)
+        return smallest_sigma(budget, inner_delta, **self._of_theorem(dimension))
 
     def claim(self, epsilon: float, **found: Any) -> PrivacyClaim:
-        facts = {
-            "sampling_prob": self.sampling_prob,
-            "num_steps": self.num_steps,
-            "adjacency": "add-remove",
-            "dimension": self.dimension,
-            "batch_clip": self.batch_clip,
-        }
+        facts = {item.name: getattr(self, item.name) for item in fields(self)}
+        del facts["delta"]
         return PrivacyClaim(
             epsilon=epsilon,
             delta=self.delta,
             method=METHOD,
             kind="heuristic",
             assumptions=ASSUMPTIONS,
-            inputs={**facts, **found},
+            inputs={**facts, "adjacency": "add-remove", **found},
         )
+
+    def _of_theorem(self, dimension: int | None) -> dict[str, Any]:
+        return {"dimension": dimension or self.dimension, "batch_clip": self.batch_clip}
 
 
 def _resolve_split(delta_split: DeltaSplit, cost: Callable[[float], float]) -> float:
     """A fixed share, or the one that minimises `cost` (noise or ε) over the logit of the share."""
     if delta_split == "optimised":
         from scipy.optimize import minimize_scalar
+        from scipy.special import expit
 
         found = minimize_scalar(
-            lambda logit: cost(1.0 / (1.0 + math.exp(-logit))),
+            lambda logit: cost(float(expit(logit))),
             bounds=(-9.0, 9.0),
             method="bounded",
             options={"xatol": 1e-3},
         )
-        share = 1.0 / (1.0 + math.exp(-float(found.x)))
+        share = float(expit(found.x))
         return share if cost(share) <= cost(0.5) else 0.5
     if isinstance(delta_split, str):
         raise InvalidArgumentError(
             "delta_split", expected="a share in (0, 1) or 'optimised'", got=delta_split
         )
-    check_split(delta_split)
+    _check_split(delta_split)
     return float(delta_split)
+
+
+def _check_split(share: float) -> None:
+    """Refuse a split that leaves one of the two parts of δ empty."""
+    if not 0.0 < share < 1.0:
+        raise InvalidArgumentError(
+            "delta_split",
+            expected="a share strictly between 0 and 1",
+            got=share,
+            remedy="0.5 halves delta between composition and the steps; 'optimised' searches",
+        )

@@ -16,6 +16,7 @@ are independent, whatever the weights did. Where that is not so, they are not ha
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -138,7 +139,7 @@ class CanaryRun:
         self._quiet_norms = np.sqrt(self._field.read(everything, self._quiet))
         self._of_records = np.zeros(num_gradient_canaries)
         self._steps: dict[bool, list[Floats]] = {True: [], False: []}
-        self._faults: dict[str, int] = {}
+        self._faults = Counter[str]()
         self.iterate_scores = np.zeros(num_gradient_canaries)
         self._recorder = tap(private, self._injected)
 
@@ -162,9 +163,12 @@ class CanaryRun:
         unmoved = frozenset(final) - moved
         aligned = final if spec is None else realign(spec, self._initial, final).tensors
         displacement = {n: self._initial[n] - aligned[n] for n in final}
-        entries = [
-            ("re-alignment along the run", ThreatModel.STEP_GRADIENTS, self.iterate_scores),
-            (
+        found = [] if self.why_not_step_by_step else [self._step_by_step()]
+        found += [
+            self._guessed(
+                "re-alignment along the run", ThreatModel.STEP_GRADIENTS, self.iterate_scores
+            ),
+            self._guessed(
                 "re-alignment against W_0",
                 ThreatModel.FINAL_WITH_INITIAL,
                 self._field.read(displacement),
@@ -172,16 +176,8 @@ class CanaryRun:
         ]
         if unmoved:
             read = -self._field.read(final, only=unmoved)
-            entries.append(("un-permuted tensors", ThreatModel.FINAL_WITHOUT_INITIAL, read))
-        found = [
-            Evidence(
-                adversary=name,
-                canary="gradient",
-                threat_model=threat,
-                scores=Inclusion(scores=scores, included=self.included),
-            )
-            for name, threat, scores in entries
-        ]
+            threat = ThreatModel.FINAL_WITHOUT_INITIAL
+            found.append(self._guessed("un-permuted tensors", threat, read))
         if len(self._inputs) > 1:
             found.append(
                 Evidence(
@@ -191,9 +187,15 @@ class CanaryRun:
                     scores=self.queried(self.private),
                 )
             )
-        if not self.why_not_step_by_step:
-            found.insert(0, self._step_by_step())
         return found
+
+    def _guessed(self, name: str, threat: ThreatModel, scores: Floats) -> Evidence:
+        return Evidence(
+            adversary=name,
+            canary="gradient",
+            threat_model=threat,
+            scores=Inclusion(scores=scores, included=self.included),
+        )
 
     def _step_by_step(self) -> Evidence:
         out, present = (np.concatenate(self._steps[included]) for included in (False, True))
@@ -291,9 +293,7 @@ class CanaryRun:
             "a canary was not whole in the sums": np.abs(given - expected).max() > WHOLE,
             "the batch clip shrank the sums": any(b.batch_clip_factor < 1.0 for b in quiet),
         }
-        for fault, found in faults.items():
-            if found:
-                self._faults[fault] = self._faults.get(fault, 0) + 1
+        self._faults.update(fault for fault, found in faults.items() if found)
         scores = (read - self._of_records) / np.maximum(self._quiet_norms, 1e-12)
         for included, found_scores in self._steps.items():
             found_scores.append(scores[self._joined & (self.included == included)])

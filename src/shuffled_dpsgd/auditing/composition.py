@@ -10,7 +10,7 @@ canary lands once in `axis_size`. All values are in units of `clip_norm`.
 from __future__ import annotations
 
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 
@@ -22,10 +22,9 @@ from shuffled_dpsgd.auditing.verdict import (
     Evidence,
     ThreatModel,
     report_on,
-    require_at_least,
-    require_positive,
+    require,
 )
-from shuffled_dpsgd.errors import InvalidArgumentError
+from shuffled_dpsgd.core.events import check_sampling
 
 ESTIMATORS = (ClopperPearson(), OrderStatistics())
 
@@ -45,12 +44,8 @@ class CompositionSetting:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not 0.0 < self.sampling_prob <= 1.0:
-            raise InvalidArgumentError(
-                "sampling_prob", expected="a probability in (0, 1]", got=self.sampling_prob
-            )
-        require_positive(self, "noise_multiplier")
-        require_at_least(self, num_steps=1, axis_size=2, num_observations=100)
+        check_sampling(self.sampling_prob, self.num_steps)
+        require(self, "noise_multiplier", axis_size=2, num_observations=100)
 
 
 def run_claims(
@@ -60,30 +55,14 @@ def run_claims(
 
     The formula is so steep in σ that three digits of σ do not fix it; a figure is better given.
     """
-    certified = certified_claim(
-        noise_multiplier=setting.noise_multiplier,
-        sampling_prob=setting.sampling_prob,
-        num_steps=setting.num_steps,
-        delta=setting.delta,
-    )
-    paper = paper_claim(
-        noise_multiplier=setting.noise_multiplier,
-        sampling_prob=setting.sampling_prob,
-        num_steps=setting.num_steps,
-        delta=setting.delta,
-        dimension=setting.dimension,
-        batch_clip=setting.batch_clip,
-    )
+    facts = asdict(setting)
+    run = {key: facts[key] for key in ("noise_multiplier", "sampling_prob", "num_steps", "delta")}
+    of_theorem = {key: facts[key] for key in ("dimension", "batch_clip")}
+    paper = paper_claim(**run, **of_theorem)
     if paper_epsilon is not None:
-        paper = PrivacyClaim(
-            epsilon=paper_epsilon,
-            delta=setting.delta,
-            method=f"{paper.method}, as given",
-            kind="heuristic",
-            assumptions=paper.assumptions,
-            inputs={"dimension": setting.dimension, "batch_clip": setting.batch_clip},
-        )
-    return certified, paper
+        method = f"{paper.method}, as given"
+        paper = replace(paper, epsilon=paper_epsilon, method=method, inputs=of_theorem)
+    return certified_claim(**run), paper
 
 
 def audit_composition(
@@ -114,7 +93,6 @@ def audit_composition(
         unit="a run in isolation",
         setting=asdict(setting),
         claims=claims,
-        delta=setting.delta,
         confidence=confidence,
         started=started,
     )

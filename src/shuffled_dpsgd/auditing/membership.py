@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from shuffled_dpsgd.auditing.estimators import Area, Inclusion, area_of
+from shuffled_dpsgd.auditing.estimators import Area
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,26 +25,10 @@ class Membership:
     with_privacy: Area
     without_privacy: Area | None
 
-    @classmethod
-    def of(
-        cls, canary: str, private: Inclusion, plain: Inclusion | None, *, confidence: float
-    ) -> Membership:
-        def area(seen: Inclusion) -> Area:
-            return area_of(seen.as_pair(), confidence=confidence)
-
-        return cls(
-            canary=canary,
-            num_records=private.num_canaries,
-            with_privacy=area(private),
-            without_privacy=None if plain is None else area(plain),
-        )
-
     def rows(self) -> list[tuple[str, str]]:
         """Name and value of each area, for tables."""
-        found = [("trained with privacy", str(self.with_privacy))]
-        if self.without_privacy is not None:
-            found.append(("trained without privacy", str(self.without_privacy)))
-        return found
+        areas = {"with": self.with_privacy, "without": self.without_privacy}
+        return [(f"trained {n} privacy", str(a)) for n, a in areas.items() if a is not None]
 
     def to_json(self) -> dict[str, Any]:
         areas = {"with_privacy": self.with_privacy, "without_privacy": self.without_privacy}

@@ -7,7 +7,7 @@ through the run's own clipping.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -55,7 +55,7 @@ def step_attacks(weights: Tensors, spec: PermutationSpec | None, *, seed: int) -
     moved = {n: w for n, w in weights.items() if spec is not None and n in spec.moved_names}
     unmoved = {name: tensor for name, tensor in weights.items() if name not in moved}
     if spec is not None and moved:
-        parameter, _ = widest_axis(spec, moved)
+        parameter = widest_matrix(spec, moved)
         axes = tuple(axis for axis, _ in spec.axes_of[parameter])
         attacks += orbit_attacks(parameter, weights[parameter], axes)
         attacks.append(realigned_attack(random_direction(moved, generator), "random-direction"))
@@ -78,11 +78,19 @@ def orbit_attacks(
 ) -> list[ModelAttack]:
     """On the places of a tensor that the shuffle mixes: one entry, their maximum, and their sum.
 
-    `axes` are those that move; along every other axis the last place is read.
+    `axes` are those that move; along every other axis the last place is read. The canary of the sum
+    is a fixed point of every permutation of these axes.
     """
-    where = _places(weights.ndim, axes)
-    dirac = {parameter: orbit_canary(weights, axes, 1)}
-    constant = {parameter: orbit_canary(weights, axes, None)}
+    where = tuple(slice(None) if axis in axes else -1 for axis in range(weights.ndim))
+
+    def canary(count: int | None) -> Tensors:
+        found = torch.zeros(weights.shape, dtype=torch.float64, device=weights.device)
+        spread = torch.zeros_like(found[where]).flatten()
+        spread[:count] = 1.0
+        found[where] = spread.view(found[where].shape)
+        return {parameter: found / found.norm()}
+
+    dirac, constant = canary(1), canary(None)
 
     def attack(
         name: str, canary_name: str, canary: Tensors, of: Callable[[torch.Tensor], torch.Tensor]
@@ -124,13 +132,7 @@ def noise_attacks(weights: Tensors, *, seed: int) -> list[ModelAttack]:
     return [
         _noise_attack("noise on all tensors", canary),
         # Finds noise that repeats itself.
-        ModelAttack(
-            name="difference of two steps",
-            canary_name="random-direction",
-            canary=canary,
-            read=lambda seen: inner(canary, seen.noisy) - inner(canary, seen.previous),
-            threat_model=ThreatModel.MECHANISM_OUTPUT,
-        ),
+        _noise_attack("difference of two steps", canary, minus_previous=True),
     ]
 
 
@@ -143,12 +145,16 @@ def tensor_attacks(weights: Tensors, *, seed: int) -> list[ModelAttack]:
     ]
 
 
-def _noise_attack(name: str, canary: Tensors) -> ModelAttack:
+def _noise_attack(name: str, canary: Tensors, *, minus_previous: bool = False) -> ModelAttack:
+    def read(seen: Seen) -> float:
+        before = inner(canary, seen.previous) if minus_previous else 0.0
+        return inner(canary, seen.noisy) - before
+
     return ModelAttack(
         name=name,
         canary_name="random-direction",
         canary=canary,
-        read=lambda seen: inner(canary, seen.noisy),
+        read=read,
         threat_model=ThreatModel.MECHANISM_OUTPUT,
     )
 
@@ -191,32 +197,13 @@ def record_attack(
     return realigned_attack(canary, f"{kind} record", gradient)
 
 
-def widest_axis(spec: PermutationSpec, moved: Mapping[str, torch.Tensor]) -> tuple[str, int]:
-    """Parameter and axis of a matrix that the largest group moves as a whole."""
+def widest_matrix(spec: PermutationSpec, moved: Tensors) -> str:
+    """A matrix with an axis that the largest group moves as a whole."""
     for group in sorted(spec.groups, key=lambda group: -group.size):
         for member in group.members:
             tensor = moved.get(member.parameter)
             if tensor is not None and tensor.ndim > 1 and tensor.shape[member.axis] == group.size:
-                return member.parameter, member.axis
+                return member.parameter
     raise InvalidArgumentError(
         "spec", expected="a matrix with an axis that one group moves as a whole", got="none"
     )
-
-
-def orbit_canary(like: torch.Tensor, axes: tuple[int, ...], spikes: int | None) -> torch.Tensor:
-    """A unit vector on the places that `axes` span: constant, or on the first `spikes` of them.
-
-    Along every other axis it lies at the last place. The constant one is a fixed point of every
-    permutation of these axes.
-    """
-    canary = torch.zeros(like.shape, dtype=torch.float64, device=like.device)
-    where = _places(like.ndim, axes)
-    spread = torch.zeros_like(canary[where]).flatten()
-    spread[:spikes] = 1.0
-    canary[where] = spread.view(canary[where].shape)
-    return canary / canary.norm()
-
-
-def _places(ndim: int, axes: tuple[int, ...]) -> tuple[slice | int, ...]:
-    """Everything along `axes`, the last place along every other axis."""
-    return tuple(slice(None) if axis in axes else -1 for axis in range(ndim))

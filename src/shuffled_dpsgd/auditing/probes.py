@@ -28,29 +28,19 @@ LEAST_OBSERVATIONS = 20
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepStart:
-    """Where the audited step starts from, and what the adversary knows of it.
-
-    `optimizer` holds the weights before the step and takes it; `aligner` is None where nothing is
-    shuffled; `unit` is the gradient that counts as one.
-    """
-
-    optimizer: RewoundOptimizer
-    aligner: Aligner | None
-    unit: float
-
-
-@dataclass(frozen=True, kw_only=True)
 class Seen:
     """One release. Who may look at what is the threat model's business.
 
     `noisy` is the mechanism's output before the shuffle, `previous` that of an earlier step without
-    canary.
+    canary. `optimizer` holds the weights before the step and takes it; `aligner` is None where
+    nothing is shuffled; `unit` is the gradient that counts as one.
     """
 
     noisy: Tensors
     previous: Tensors
-    start: StepStart
+    optimizer: RewoundOptimizer
+    aligner: Aligner | None
+    unit: float
     permutation: Permutation | None
 
     def shuffled(self, name: str) -> torch.Tensor:
@@ -62,8 +52,7 @@ class Seen:
 
     def new_weights(self) -> dict[str, torch.Tensor]:
         """The weights after the step of the run's own optimizer, and the shuffle."""
-        unit = self.start.unit
-        after = self.start.optimizer.step({n: t * unit for n, t in self.noisy.items()})
+        after = self.optimizer.step({n: t * self.unit for n, t in self.noisy.items()})
         if self.permutation is not None:
             apply_to_tensors(self.permutation, after)
         return after
@@ -71,11 +60,11 @@ class Seen:
     @cached_property
     def from_iterates(self) -> Tensors:
         """The gradient as whoever sees the iterates gets it: re-align, then undo the update."""
-        after, aligner = self.new_weights(), self.start.aligner
-        if aligner is not None:
-            after = aligner.align(after).tensors
-        found = self.start.optimizer.read_back(after)
-        return {name: tensor / self.start.unit for name, tensor in found.items()}
+        after = self.new_weights()
+        if self.aligner is not None:
+            after = self.aligner.align(after).tensors
+        found = self.optimizer.read_back(after)
+        return {name: tensor / self.unit for name, tensor in found.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,12 +91,9 @@ class Prober:
         self._private = private
         self._spec = private.spec if plan.permutes else None
         self._scale = plan.expected_batch_size / plan.clip_norm
-        optimizer = RewoundOptimizer(private)
-        self._start = StepStart(
-            optimizer=optimizer,
-            aligner=None if self._spec is None else Aligner(self._spec, optimizer.weights),
-            unit=1.0 / self._scale,
-        )
+        self._optimizer = RewoundOptimizer(private)
+        known = self._optimizer.weights
+        self._aligner = None if self._spec is None else Aligner(self._spec, known)
         self._generator = torch.Generator(private.device).manual_seed(seed)
         self._step = plan.num_steps
         self._previous: Tensors = {}
@@ -118,7 +104,7 @@ class Prober:
         private = self._private
         sums = {
             name: torch.zeros_like(w, dtype=torch.promote_types(w.dtype, torch.float32))
-            for name, w in self._start.optimizer.weights.items()
+            for name, w in self._optimizer.weights.items()
         }
         for name, tensor in (canary or {}).items():
             sums[name] += private.plan.clip_norm * tensor.to(sums[name])
@@ -128,7 +114,9 @@ class Prober:
         seen = Seen(
             noisy={name: tensor * self._scale for name, tensor in sums.items()},
             previous=self._previous,
-            start=self._start,
+            optimizer=self._optimizer,
+            aligner=self._aligner,
+            unit=1.0 / self._scale,
             permutation=None if self._spec is None else draw(self._spec, self._generator),
         )
         if canary is None:

@@ -7,33 +7,34 @@ the sample could have given, which mistakes a clean report excludes and which it
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from shuffled_dpsgd.auditing.estimators import Inclusion, OneRunFDP, OrderStatistics, ScorePair
 
-STEP_CATCHES = {
-    "fixed index": "a canary left where it was planted: no shuffle, or one that repeats itself",
-    "orbit maximum": "a spike that stands out of the noise wherever the shuffle put it",
-    "axis sum": "noise too small along an axis sum, which no permutation changes",
-    "re-alignment against W_t": "a shuffle that can be undone from the weights before the step",
-    "un-permuted tensor": "noise too small on the largest tensor that does not move",
-    "noise on all tensors": "noise too small overall, before the shuffle",
-    "difference of two steps": "noise that repeats itself between steps",
-}
-ONE_RUN_CATCHES = {
-    "noise of every step": "noise below the certified multiplier, on the average over the run",
-    "re-alignment along the run": "noise too small over the run, seen by whoever has every step",
-    "re-alignment against W_0": "noise too small over the run, seen in first and last weights",
-    "un-permuted tensors": "noise too small in tensors that do not move, seen in the last weights",
-    "loss threshold": "records that the released model remembers, seen by its loss alone",
+CATCHES: dict[str, dict[str, str]] = {
+    "step": {
+        "fixed index": "a canary left where it was planted: no shuffle, or one that repeats itself",
+        "orbit maximum": "a spike that stands out of the noise wherever the shuffle put it",
+        "axis sum": "noise too small along an axis sum, which no permutation changes",
+        "re-alignment against W_t": "a shuffle that can be undone from the weights before the step",
+        "un-permuted tensor": "noise too small on the largest tensor that does not move",
+        "noise on all tensors": "noise too small overall, before the shuffle",
+        "difference of two steps": "noise that repeats itself between steps",
+    },
+    "one-run": {
+        "noise of every step": "noise below the certified multiplier, on the average over the run",
+        "re-alignment along the run": "noise too small over the run, by whoever has every step",
+        "re-alignment against W_0": "noise too small over the run, seen in first and last weights",
+        "un-permuted tensors": "noise too small in tensors that do not move, by last weights",
+        "loss threshold": "records that the released model remembers, seen by its loss alone",
+    },
 }
 NOT_RUN = {
-    "step": ("leaks that build up over a run: audit run --mode one-run",),
-    "one-run": (
-        "the worst neighbours of one step, where the other records contribute nothing: "
-        "audit run --mode step",
-    ),
+    "step": "leaks that build up over a run: audit run --mode one-run",
+    "one-run": "the worst neighbours of one step, where the other records contribute nothing: "
+    "audit run --mode step",
 }
 NEVER_CAUGHT = (
     "a clip that is not respected, or sums that carry over: audit sensitivity",
@@ -63,26 +64,17 @@ class Reach:
         }
 
 
-def step_reach(
-    adversaries: tuple[str, ...], *, num_observations: int, delta: float, confidence: float
+def reach_of(
+    mode: str, adversaries: tuple[str, ...], *, count: int, delta: float, confidence: float
 ) -> Reach:
-    """Of a step audit with `num_observations` releases in each world."""
-    perfect = ScorePair(out=np.zeros(num_observations), present=np.ones(num_observations))
-    bound = OrderStatistics().lower_bound(perfect, delta=delta, confidence=confidence)
-    return _reach("step", adversaries, STEP_CATCHES, bound.epsilon)
-
-
-def one_run_reach(
-    adversaries: tuple[str, ...], *, num_canaries: int, delta: float, confidence: float
-) -> Reach:
-    """Of a one-run audit whose largest group of canaries has `num_canaries` members."""
-    included = np.arange(num_canaries) % 2 == 0
-    perfect = Inclusion(scores=included.astype(float), included=included)
-    bound = OneRunFDP().lower_bound(perfect, delta=delta, confidence=confidence)
-    return _reach("one-run", adversaries, ONE_RUN_CATCHES, bound.epsilon)
-
-
-def _reach(mode: str, adversaries: tuple[str, ...], catches: dict[str, str], bound: float) -> Reach:
+    """Of a step audit with `count` releases in each world, or `count` canaries in one run."""
+    step, included = mode == "step", np.arange(count) % 2 == 0
+    perfect: Any = Inclusion(scores=included.astype(float), included=included)
+    if step:
+        perfect = ScorePair(out=np.zeros(count), present=np.ones(count))
+    estimator: Any = OrderStatistics() if step else OneRunFDP()
+    bound = estimator.lower_bound(perfect, delta=delta, confidence=confidence)
+    catches = CATCHES[mode]
     missing = tuple(
         f"{what}: {name} was not run, this run leaves no room for it"
         for name, what in catches.items()
@@ -91,6 +83,6 @@ def _reach(mode: str, adversaries: tuple[str, ...], catches: dict[str, str], bou
     return Reach(
         ran=adversaries,
         would_have_caught=tuple(catches[name] for name in adversaries if name in catches),
-        could_not=(*missing, *NOT_RUN[mode], *NEVER_CAUGHT),
-        largest_bound=bound,
+        could_not=(*missing, NOT_RUN[mode], *NEVER_CAUGHT),
+        largest_bound=bound.epsilon,
     )

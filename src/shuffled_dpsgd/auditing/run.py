@@ -17,7 +17,7 @@ import numpy as np
 
 from shuffled_dpsgd.accounting import PrivacyClaim, certified_claim
 from shuffled_dpsgd.auditing.canary_run import CanaryRun
-from shuffled_dpsgd.auditing.estimators import OneRunFDP, OrderStatistics, ScorePair
+from shuffled_dpsgd.auditing.estimators import OneRunFDP, OrderStatistics, ScorePair, area_of
 from shuffled_dpsgd.auditing.input_canaries import InputCanary, check_kind, plant
 from shuffled_dpsgd.auditing.membership import Membership
 from shuffled_dpsgd.auditing.model_attacks import (
@@ -27,10 +27,10 @@ from shuffled_dpsgd.auditing.model_attacks import (
     tensor_attacks,
 )
 from shuffled_dpsgd.auditing.probes import ModelAttack, Prober, probe
-from shuffled_dpsgd.auditing.reach import one_run_reach, step_reach
-from shuffled_dpsgd.auditing.step import ESTIMATORS, RunLength, composition_notes
+from shuffled_dpsgd.auditing.reach import reach_of
+from shuffled_dpsgd.auditing.step import ESTIMATORS, composition_note
 from shuffled_dpsgd.auditing.taps import OnProgress, train, trainable
-from shuffled_dpsgd.auditing.verdict import Attack, AuditReport, report_on, require_at_least
+from shuffled_dpsgd.auditing.verdict import Attack, AuditReport, report_on, require
 from shuffled_dpsgd.core.plan import PrivacyPlan
 from shuffled_dpsgd.errors import InvalidArgumentError
 from shuffled_dpsgd.training.budget import BudgetFile, counted
@@ -82,7 +82,7 @@ class RunSetting:
 
     def __post_init__(self) -> None:
         check_kind(self.input_canary)
-        require_at_least(
+        require(
             self,
             num_observations=20,
             warmup_steps=0,
@@ -134,24 +134,15 @@ def audit_steps(
         unit="one step of a run",
         setting={**asdict(setting), "observations_made": made, "plan": plan_json(plan)},
         claims=claims,
-        delta=claims[0].delta,
         confidence=confidence,
         started=started,
     )
-    run: RunLength = {
-        "sampling_prob": plan.sampling_prob,
-        "num_steps": plan.num_steps,
-        "delta": plan.delta,
-    }
+    names = tuple(dict.fromkeys(item.adversary for item in evidence))
+    length: Any = {"sampling_prob": plan.sampling_prob, "num_steps": plan.num_steps}
     return replace(
         report,
-        notes=composition_notes(report.attacks, **run),
-        reach=step_reach(
-            tuple(dict.fromkeys(item.adversary for item in evidence)),
-            num_observations=made,
-            delta=claims[0].delta,
-            confidence=confidence,
-        ),
+        notes=(composition_note(report.attacks, delta=plan.delta, **length),),
+        reach=reach_of("step", names, count=made, delta=claims[0].delta, confidence=confidence),
     )
 
 
@@ -181,7 +172,6 @@ def audit_mechanism(
         unit="the mechanism of a run",
         setting={"num_observations": num_observations, "num_sweep": num_sweep, "seed": seed},
         claims=(claim,),
-        delta=claim.delta,
         confidence=confidence,
         started=started,
     )
@@ -219,14 +209,20 @@ def audit_one_run(
     if setting.num_input_canaries > 1:
         plain = None if target.start_plain is None else run.queried_after(target.start_plain)
         seen = run.queried(run.private)
-        membership = Membership.of(run.input_name, seen, plain, confidence=confidence)
+        membership = Membership(
+            canary=run.input_name,
+            num_records=seen.num_canaries,
+            with_privacy=area_of(seen.as_pair(), confidence=confidence),
+            without_privacy=None
+            if plain is None
+            else area_of(plain.as_pair(), confidence=confidence),
+        )
     report = report_on(
         run.evidence(),
         (OneRunFDP(), noise),
         unit="one whole run",
         setting={**asdict(setting), "plan": plan_json(plan)},
         claims=claims_of(plan),
-        delta=plan.delta,
         confidence=confidence,
         started=started,
         notes=run.notes(),
@@ -236,9 +232,10 @@ def audit_one_run(
     return replace(
         report,
         card=run.private.card().with_audits(*bounds),
-        reach=one_run_reach(
+        reach=reach_of(
+            "one-run",
             tuple(attack.evidence.adversary for attack in report.attacks),
-            num_canaries=max(setting.num_gradient_canaries, setting.num_input_canaries),
+            count=max(setting.num_gradient_canaries, setting.num_input_canaries),
             delta=plan.delta,
             confidence=confidence,
         ),

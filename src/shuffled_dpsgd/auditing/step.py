@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import TypedDict
+from typing import Any
 
 import numpy as np
 
@@ -29,8 +29,7 @@ from shuffled_dpsgd.auditing.verdict import (
     Evidence,
     ThreatModel,
     report_on,
-    require_at_least,
-    require_positive,
+    require,
 )
 from shuffled_dpsgd.errors import InvalidArgumentError
 
@@ -62,18 +61,9 @@ class StepSetting:
     """Learning rate over batch size: how far one unit of gradient moves a weight."""
 
     def __post_init__(self) -> None:
-        require_positive(self, "noise_multiplier", "batch_clip", "weight_std", "step_size")
-        require_at_least(
-            self, dimension=2, axis_size=2, aligned_rows=2, aligned_width=1, num_observations=100
-        )
-
-
-class RunLength(TypedDict):
-    """A run of Poisson-sampled steps, and the δ of its claims."""
-
-    sampling_prob: float
-    num_steps: int
-    delta: float
+        positive = ("noise_multiplier", "batch_clip", "weight_std", "step_size")
+        least = {"dimension": 2, "axis_size": 2, "aligned_rows": 2, "aligned_width": 1}
+        require(self, *positive, **least, num_observations=100)
 
 
 def step_claims(
@@ -84,28 +74,20 @@ def step_claims(
     Without `paper_epsilon` the paper's comes from Theorem 3 at this σ; it is so steep in σ that
     three digits of σ do not fix it, so a figure read from a table is better given.
     """
-    certified = certified_claim(
-        noise_multiplier=setting.noise_multiplier,
-        sampling_prob=1.0,
-        num_steps=1,
-        delta=setting.delta,
-    )
+    noise, delta = setting.noise_multiplier, setting.delta
+    of_theorem: dict[str, Any] = {"dimension": setting.dimension, "batch_clip": setting.batch_clip}
     source = "as given" if paper_epsilon is not None else "by theorem 3"
     if paper_epsilon is None:
-        paper_epsilon = smallest_epsilon(
-            setting.noise_multiplier,
-            setting.delta,
-            dimension=setting.dimension,
-            batch_clip=setting.batch_clip,
-        )
+        paper_epsilon = smallest_epsilon(noise, delta, **of_theorem)
     paper = PrivacyClaim(
         epsilon=paper_epsilon,
-        delta=setting.delta,
+        delta=delta,
         method=f"the paper's step estimate, {source}",
         kind="heuristic",
         assumptions=ASSUMPTIONS,
-        inputs={"dimension": setting.dimension, "batch_clip": setting.batch_clip},
+        inputs=of_theorem,
     )
+    certified = certified_claim(noise_multiplier=noise, sampling_prob=1.0, num_steps=1, delta=delta)
     return certified, paper
 
 
@@ -115,12 +97,12 @@ def audit_step(
     *,
     confidence: float = 0.95,
     given: AxisCanary | None = None,
-    run: RunLength | None = None,
+    run: dict[str, Any] | None = None,
 ) -> AuditReport:
     """Every adversary against one step, judged against `claims` (all at the setting's δ).
 
     `given` is a canary of the user's own, of the setting's axis size, tried beside the others;
-    `run` adds what the step amounts to over a run.
+    `run` (sampling_prob, num_steps and delta) adds what the step amounts to over a run.
     """
     started = time.perf_counter()
     evidence = [*axis_evidence(setting, given), aligned_evidence(setting)]
@@ -130,14 +112,13 @@ def audit_step(
         unit="one step",
         setting=asdict(setting),
         claims=claims,
-        delta=setting.delta,
         confidence=confidence,
         started=started,
         notes=(cap_note(setting.num_observations, delta=setting.delta, confidence=confidence),),
     )
     if run is None:
         return report
-    return replace(report, notes=(*report.notes, *composition_notes(report.attacks, **run)))
+    return replace(report, notes=(*report.notes, composition_note(report.attacks, **run)))
 
 
 def cap_note(num_observations: int, *, delta: float, confidence: float) -> str:
@@ -154,9 +135,9 @@ def cap_note(num_observations: int, *, delta: float, confidence: float) -> str:
     )
 
 
-def composition_notes(
+def composition_note(
     attacks: Sequence[Attack], *, sampling_prob: float, num_steps: int, delta: float
-) -> tuple[str, ...]:
+) -> str:
     """What the largest measured μ of a step amounts to over a run of sampled steps.
 
     Holds if every step is Gaussian, as the certified claim has it; it refutes nothing else.
@@ -172,7 +153,7 @@ def composition_notes(
     return (
         f"μ ≥ {mu:.3f} of a step, composed over {num_steps} steps sampled at "
         f"{sampling_prob:.4g}: ε ≥ {epsilon:.4g} (measured, if every step is Gaussian) "
-        f"at δ = {delta:.3g}",
+        f"at δ = {delta:.3g}"
     )
 
 

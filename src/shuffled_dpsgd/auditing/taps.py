@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -33,23 +32,10 @@ class Unwatched:
     def __init__(self) -> None:
         self.checks = Checks()
 
-    def begin_step(self) -> None:
-        """Nothing is kept of a step."""
+    def _pass(self, *_: Any, **__: Any) -> None:
+        """Anything passes."""
 
-    def inspect(self, sums: Any, *, norm: float | None, count: int, drawn: int) -> None:
-        """Every sum passes."""
-
-    def inspect_rows(self, sums: Any) -> None:
-        """All rows pass."""
-
-    def check_bound(self, norm: float, *, count: int) -> None:
-        """Every norm passes."""
-
-    def before_noise(self, sums: Any) -> None:
-        """Nothing is kept."""
-
-    def after_noise(self, sums: Any, **_: Any) -> None:
-        """All noise passes."""
+    begin_step = inspect = inspect_rows = check_bound = before_noise = after_noise = _pass
 
 
 class RecordingMechanism:
@@ -93,13 +79,8 @@ class InjectingEngine:
         self._inner.__enter__()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._inner.__exit__(kind, error, trace)
+    def __exit__(self, *raised: Any) -> None:
+        self._inner.__exit__(*raised)
 
     def clipped_sum(self) -> dict[str, torch.Tensor]:
         sums: dict[str, torch.Tensor] = self._inner.clipped_sum()

@@ -161,9 +161,9 @@ class AuditReport:
             "verdicts": [verdict.to_json() for verdict in self.verdicts],
             "seconds": self.seconds,
             "notes": list(self.notes),
-            "card": None if self.card is None else self.card.to_json(),
-            "reach": None if self.reach is None else self.reach.to_json(),
-            "membership": None if self.membership is None else self.membership.to_json(),
+            "card": self.card and self.card.to_json(),
+            "reach": self.reach and self.reach.to_json(),
+            "membership": self.membership and self.membership.to_json(),
         }
 
 
@@ -224,13 +224,12 @@ def report_on(
     unit: str,
     setting: Mapping[str, Any],
     claims: tuple[PrivacyClaim, ...],
-    delta: float,
     confidence: float,
     started: float,
     notes: tuple[str, ...] = (),
 ) -> AuditReport:
     """Assess and judge what was read since `started`, by the performance counter."""
-    attacks = assess(evidence, estimators, delta=delta, confidence=confidence)
+    attacks = assess(evidence, estimators, delta=claims[0].delta, confidence=confidence)
     return AuditReport(
         unit=unit,
         setting=setting,
@@ -242,19 +241,15 @@ def report_on(
     )
 
 
-def require_positive(setting: object, *names: str) -> None:
-    """Refuse a field of an audit's setting that is not a positive number; nan is refused too."""
-    for name in names:
+def require(setting: object, *positive: str, **least: int) -> None:
+    """Refuse fields of an audit's setting that are not positive or below a limit; nan is either."""
+    for name in positive:
         if not getattr(setting, name) > 0.0:
             raise InvalidArgumentError(
                 name, expected="a positive number", got=getattr(setting, name)
             )
-
-
-def require_at_least(setting: object, **least: int) -> None:
-    """Refuse a field of an audit's setting that is below its limit, by its name."""
     for name, limit in least.items():
-        if getattr(setting, name) < limit:
+        if not getattr(setting, name) >= limit:
             raise InvalidArgumentError(
                 name, expected=f"at least {limit}", got=getattr(setting, name)
             )

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from shuffled_dpsgd.cli.output import table
+from shuffled_dpsgd.cli.output import KIND_COLOURS, table
 from shuffled_dpsgd.cli.privacy_options import stated
 from shuffled_dpsgd.errors import InvalidArgumentError, ShuffledDPError
 from shuffled_dpsgd.options import Adjacency
@@ -37,7 +37,6 @@ DeltaSplitOption = Annotated[
     str, typer.Option("--delta-split", help="Share of δ for composition, or 'optimised'.")
 ]
 AdjacencyOption = Annotated[Adjacency, stated("adjacency", "--adjacency")]
-KIND_STYLE = {"proven": "green", "heuristic": "yellow", "measured": "cyan"}
 REMARKS = {"certified": "rely on this", "gdp": "no bound of ε", "paper": "estimate"}
 
 
@@ -53,11 +52,9 @@ def resolve_sampling(
     direct = {"sampling_prob": sampling_prob, "num_steps": num_steps}
     derived = {"dataset_size": dataset_size, "batch_size": batch_size, "epochs": epochs}
     given = {name: value for name, value in (direct | derived).items() if value is not None}
-    if given.keys() == direct.keys():
-        assert sampling_prob is not None
-        assert num_steps is not None
+    if sampling_prob is not None and num_steps is not None and len(given) == 2:
         return sampling_prob, num_steps
-    if given.keys() != derived.keys():
+    if dataset_size is None or batch_size is None or epochs is None or len(given) != 3:
         raise InvalidArgumentError(
             "sampling",
             expected="either --sampling-prob and --num-steps, "
@@ -65,9 +62,6 @@ def resolve_sampling(
             got=given,
             remedy="give exactly one of the two sets",
         )
-    assert dataset_size is not None
-    assert batch_size is not None
-    assert epochs is not None
     if dataset_size < 1 or not 1 <= batch_size <= dataset_size:
         raise InvalidArgumentError(
             "batch_size",
@@ -125,7 +119,7 @@ def print_comparison(title: str, rows: Mapping[str, Mapping[str, Any]]) -> None:
     shown = [
         (
             name.replace("_", " "),
-            f"[{KIND_STYLE[row['kind']]}]{row['kind']}[/]",
+            f"[{KIND_COLOURS[row['kind']]}]{row['kind']}[/]",
             number(row["epsilon"]),
             number(row["noise_multiplier"]),
             _remark(name, row),

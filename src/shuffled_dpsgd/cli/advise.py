@@ -17,7 +17,6 @@ from shuffled_dpsgd.errors import InvalidArgumentError
 if TYPE_CHECKING:
     from shuffled_dpsgd.tasks import RunConfig
     from shuffled_dpsgd.tasks.advice import Advice, Preview
-    from shuffled_dpsgd.training.prospect import Prospect
 
 EPILOG = (
     "Examples: [bold]shuffled-dpsgd advise --epsilon 8 --delta 1e-5 --dataset-size 20000 "
@@ -46,19 +45,20 @@ def advise(
     bound, reached only if all gradients agree; docs/advice.md says why, and what it is worth.
     """
     numbers = {
-        "--epsilon": epsilon,
-        "--delta": delta,
-        "--dataset-size": dataset_size,
-        "--batch-size": batch_size,
-        "--epochs": epochs,
-        "--dimension": dimension,
+        "epsilon": epsilon,
+        "delta": delta,
+        "dataset_size": dataset_size,
+        "batch_size": batch_size,
+        "epochs": epochs,
+        "dimension": dimension,
     }
-    given = {name: value for name, value in numbers.items() if value is not None}
     if task is None and config is None:
-        _print(_from_numbers(numbers), as_json=as_json)
+        _print(_from_numbers(**numbers), as_json=as_json)
         return
-    for name, value in given.items():
-        raise InvalidArgumentError(name, expected="nothing beside a task or a file", got=value)
+    for name, value in numbers.items():
+        if value is not None:
+            flag = f"--{name.replace('_', '-')}"
+            raise InvalidArgumentError(flag, expected="nothing beside a task or a file", got=value)
     advise_on(chosen_config(task, config), as_json=as_json)
 
 
@@ -79,32 +79,20 @@ def advise_on(config: RunConfig, *, as_json: bool, preset: str | None = None) ->
     _print(advise_shapes(config, **known), as_json=as_json)
 
 
-def _from_numbers(numbers: dict[str, Any]) -> Advice:
+def _from_numbers(**numbers: Any) -> Advice:
     from shuffled_dpsgd.tasks.advice import advise_numbers
 
-    missing = [name for name, value in numbers.items() if value is None]
-    if missing:
+    missing = next((name for name, value in numbers.items() if value is None), None)
+    if missing is not None:
         raise InvalidArgumentError(
-            missing[0],
+            f"--{missing.replace('_', '-')}",
             expected="a value, or digits or --config FILE instead of the numbers",
             got=None,
         )
-    epsilon, delta, dataset_size, batch_size, epochs, dimension = numbers.values()
-    _, steps = resolve_sampling(
-        sampling_prob=None,
-        num_steps=None,
-        dataset_size=dataset_size,
-        batch_size=batch_size,
-        epochs=epochs,
-    )
-    return advise_numbers(
-        epsilon=epsilon,
-        delta=delta,
-        dataset_size=dataset_size,
-        expected_batch_size=batch_size,
-        num_steps=steps,
-        dimension=dimension,
-    )
+    sizes = {name: numbers.pop(name) for name in ("dataset_size", "batch_size", "epochs")}
+    _, steps = resolve_sampling(sampling_prob=None, num_steps=None, **sizes)
+    known = {"dataset_size": sizes["dataset_size"], "expected_batch_size": sizes["batch_size"]}
+    return advise_numbers(**numbers, **known, num_steps=steps)
 
 
 def _print(advice: Advice, *, as_json: bool) -> None:
@@ -141,6 +129,13 @@ def _print(advice: Advice, *, as_json: bool) -> None:
 def _suggestions(advice: Advice) -> Iterator[str]:
     """What to change, the most useful first."""
     now, batch, needs = advice.now, advice.batch, advice.needs
+    if advice.simpler is not None:
+        other = advice.simpler.prospect
+        yield (
+            f"model: `{advice.simpler.keys}` trains {other.dimension:,} weights instead of "
+            f"{now.dimension:,}: the ratio rises from {now.over_run:.2g} to {other.over_run:.2g}. "
+            "Under so much noise the simpler model is likely to win (docs/advice.md)"
+        )
     if batch.expected_batch_size != now.expected_batch_size:
         yield (
             f"batch: {batch.expected_batch_size:,} instead of {now.expected_batch_size:,}, in "
@@ -187,16 +182,10 @@ def _about(preview: Preview) -> Iterator[tuple[str, str]]:
 
 
 def _neighbours(advice: Advice) -> Iterator[tuple[str, ...]]:
-    rows: list[tuple[Prospect, str]] = [(advice.now, f"this plan: {advice.now.verdict}")]
-    rows += [(other, other.verdict) for other in advice.batches]
+    rows = [(advice.now, "this plan: "), *((other, "") for other in advice.batches)]
     if advice.twice_as_long is not None:
-        rows.append((advice.twice_as_long, f"twice the epochs: {advice.twice_as_long.verdict}"))
-    for prospect, note in rows:
-        yield (
-            f"{prospect.expected_batch_size:,}",
-            f"{prospect.num_steps:,}",
-            f"{prospect.noise_multiplier:.3g}",
-            f"{prospect.per_step:.2g}",
-            f"{prospect.over_run:.2g}",
-            note,
-        )
+        rows.append((advice.twice_as_long, "twice the epochs: "))
+    for found, note in rows:
+        sizes = (f"{found.expected_batch_size:,}", f"{found.num_steps:,}")
+        ratios = (f"{found.per_step:.2g}", f"{found.over_run:.2g}")
+        yield (*sizes, f"{found.noise_multiplier:.3g}", *ratios, f"{note}{found.verdict}")

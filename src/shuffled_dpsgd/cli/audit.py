@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import typer
 
@@ -14,7 +14,6 @@ from shuffled_dpsgd.cli.audit_output import (
     hand_over,
     progress,
     show_checks,
-    show_report,
 )
 from shuffled_dpsgd.cli.audit_target import chosen_config, replay_target
 from shuffled_dpsgd.cli.experiments import need_experiments
@@ -63,7 +62,7 @@ def step(
     Example: shuffled-dpsgd audit step --dimension 85800000 --sigma 0.274 --claim 0.198
     """
     from shuffled_dpsgd.auditing.axis import load_canary
-    from shuffled_dpsgd.auditing.step import RunLength, StepSetting, audit_step, step_claims
+    from shuffled_dpsgd.auditing.step import StepSetting, audit_step, step_claims
 
     setting = StepSetting(
         noise_multiplier=noise_multiplier,
@@ -78,12 +77,12 @@ def step(
         raise InvalidArgumentError(
             "--sampling-prob", expected="both of it and --num-steps, or neither", got=sampling_prob
         )
-    run: RunLength | None = None
-    if sampling_prob is not None and num_steps is not None:
-        run = {"sampling_prob": sampling_prob, "num_steps": num_steps, "delta": run_delta}
+    run = {"sampling_prob": sampling_prob, "num_steps": num_steps, "delta": run_delta}
     claims = step_claims(setting, paper_epsilon=claim)
     given = None if canary is None else load_canary(canary)
-    report = audit_step(setting, claims, confidence=confidence, given=given, run=run)
+    report = audit_step(
+        setting, claims, confidence=confidence, given=given, run=None if num_steps is None else run
+    )
     deliver(report, output, as_json)
 
 
@@ -133,36 +132,26 @@ def paper(
     batch_clip: opt.BatchClip = 1.0,
     observations: opt.Observations = 5000,
     repetitions: opt.Repetitions = 200,
-    training_steps: opt.TrainingSteps = 10_000,
     seed: opt.Seed = 0,
     output: opt.Output = None,
     as_json: AsJson = False,
 ) -> None:
-    """Repeat the paper's Table 6, show what its estimator prints on pure noise, and train.
+    """Repeat the paper's Table 6, and show what its estimator prints on pure noise.
 
-    The last part takes a minute or two for each claim; --training-steps 0 leaves it out. Needs a
-    clone.
+    Needs a clone.
 
     Example: shuffled-dpsgd audit paper --epsilon 0.5 --epsilon 1
     """
     need_experiments("audit paper")
-    from shuffled_dpsgd_experiments.audits.paper_audit import PaperSetting
+    from shuffled_dpsgd_experiments.audits.paper_audit import PaperSetting, paper_audit
     from shuffled_dpsgd_experiments.audits.shown import show_paper
-    from shuffled_dpsgd_experiments.audits.targets import audit_the_paper
 
     setting = PaperSetting(
         batch_clip=batch_clip, num_observations=observations, repetitions=repetitions, seed=seed
     )
-    with progress(quiet=as_json) as on_progress:
-        found, trained = audit_the_paper(
-            setting,
-            tuple(epsilon or (0.5, 1.0)),
-            training_steps=training_steps,
-            on_progress=on_progress,
-        )
+    rows = paper_audit(setting, tuple(epsilon or (0.5, 1.0)))
+    found = {"setting": asdict(setting), "rows": rows}
     hand_over(found, output, as_json, lambda: show_paper(found))
-    for report in () if as_json else trained:
-        show_report(report)
 
 
 @app.command()

@@ -37,9 +37,6 @@ Output = Annotated[
 Claims = Annotated[
     list[float] | None, typer.Option(help="Claims of the run; repeat. Table 6 has 0.5 and 1.")
 ]
-TrainingSteps = Annotated[
-    int, typer.Option(help="Steps of real training to audit as the paper did; 0 for none.")
-]
 Seeds = Annotated[int, typer.Option(help="Runs of each kind.")]
 BlackBoxSteps = Annotated[int | None, typer.Option(help="Steps of every run.")]
 Repetitions = Annotated[int, typer.Option(help="Repeats that show the estimator's spread.")]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING
 import typer
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
 
-from shuffled_dpsgd.cli.output import json_text, print_json
+from shuffled_dpsgd.cli.output import json_text, print_json, table
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from shuffled_dpsgd.auditing.checks import CheckReport
     from shuffled_dpsgd.auditing.reach import Reach
     from shuffled_dpsgd.auditing.verdict import Attack, AuditReport
@@ -140,40 +141,41 @@ def _one_line(setting: Mapping[str, object]) -> str:
     )
 
 
-def _table(title: str, caption: str | None = None) -> Table:
-    return Table(
-        title=title,
-        caption=caption,
-        title_justify="left",
-        caption_justify="left",
-        box=SIMPLE_HEAD,
-        pad_edge=False,
-    )
+def plain_table(
+    title: str,
+    headings: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    words: Sequence[str] = (),
+    caption: str | None = None,
+) -> Table:
+    """As audits are shown: no frame, everything to the left but numbers."""
+    left = {"title_justify": "left", "caption_justify": "left"}
+    look = {"title": title, "caption": caption, "box": SIMPLE_HEAD, "pad_edge": False}
+    return table(headings, rows, words=words, **left, **look)
 
 
 def _attack_table(report: AuditReport) -> Table:
     every = [bound for attack in report.attacks for bound in attack.bounds]
     level = f" at {100 * every[0].confidence:g} % each" if every else ""
-    caption = "* tests the noise of Gaussian steps, not any claim"
     methods = {bound.method: "*" * (bound.may_refute != "any claim") for bound in every}
     exact = any(attack.evidence.closed_form is not None for attack in report.attacks)
     rate = next((r for a in report.attacks for r in a.true_positive_rates), None)
-    table = _table(
-        f"ε (measured), lower bounds{level}", caption if "*" in methods.values() else None
-    )
-    table.add_column("threat model: adversary (canary)")
-    if exact:
-        table.add_column("closed\nform\n(proven)", justify="right")
-    for method, mark in methods.items():
-        table.add_column(method.replace("-", "\n") + mark, justify="right")
-    if rate is not None:
-        table.add_column(f"TPR at\n{100 * rate:g} % FPR", justify="right")
+    first = "threat model: adversary (canary)"
+    headings = [
+        first,
+        *(["closed\nform\n(proven)"] if exact else []),
+        *(method.replace("-", "\n") + mark for method, mark in methods.items()),
+        *([] if rate is None else [f"TPR at\n{100 * rate:g} % FPR"]),
+    ]
+    rows: list[Sequence[str]] = []
     for threat in dict.fromkeys(attack.evidence.threat_model for attack in report.attacks):
-        table.add_row(f"[italic]{threat.value}[/italic]")
+        rows.append([f"[italic]{threat.value}[/italic]"])
         for attack in report.attacks:
             if attack.evidence.threat_model is threat:
-                table.add_row(f"  {attack.label}", *_cells(attack, methods, rate, exact=exact))
-    return table
+                rows.append([f"  {attack.label}", *_cells(attack, methods, rate, exact=exact)])
+    note = "* tests the noise of Gaussian steps, not any claim"
+    caption = note if "*" in methods.values() else None
+    return plain_table(f"ε (measured), lower bounds{level}", headings, rows, [first], caption)
 
 
 def _cells(
@@ -193,11 +195,16 @@ def _cells(
 
 def show_checks(reports: list[CheckReport]) -> None:
     """One table per report: what was measured, what is allowed, whether it holds."""
+    headings = ("check", "measured", "allowed", "")
     for report in reports:
-        table = _table(f"{report.unit} ({report.seconds:.1f} s): {_one_line(report.setting)}")
-        for column in ("check", "measured", "allowed", ""):
-            table.add_column(column)
-        for check in report.checks:
-            word = "[green]holds[/green]" if check.passed else f"[red]fails[/red]: {check.detail}"
-            table.add_row(check.name, f"{check.measured:.7g}", f"{check.allowed:.7g}", word)
-        Console().print(table)
+        rows = [
+            (
+                check.name,
+                f"{check.measured:.7g}",
+                f"{check.allowed:.7g}",
+                "[green]holds[/green]" if check.passed else f"[red]fails[/red]: {check.detail}",
+            )
+            for check in report.checks
+        ]
+        title = f"{report.unit} ({report.seconds:.1f} s): {_one_line(report.setting)}"
+        Console().print(plain_table(title, headings, rows, headings))

@@ -38,8 +38,8 @@ Checkpoint = Annotated[
 PresetName = Annotated[
     str | None,
     typer.Option(
-        help="A row of the paper's Table 1, such as paper/vit-cifar100, or a recipe, "
-        "recipe/digits or recipe/sst2-minilm; needs --epsilon."
+        help="A row of the paper's Table 1, such as paper/vit-cifar100, or a recipe: "
+        "recipe/digits, recipe/digits-linear or recipe/sst2-minilm; needs --epsilon."
     ),
 ]
 ModelFolder = Annotated[
@@ -119,7 +119,9 @@ def train(
         _refuse_with_resume(given | {"--secure": secure, "--dry-run": dry_run}, overrides)
         if _is_finished(resume, checkpoint, as_json=as_json):
             return
-        chosen = _of_folder(resume)
+        from shuffled_dpsgd.tasks import load_run
+
+        chosen = load_run(resume)
     elif checkpoint is not None:
         raise InvalidArgumentError("--checkpoint", expected="--resume beside it", got=checkpoint)
     else:
@@ -148,12 +150,6 @@ def _plan_alone(config: RunConfig, preset: str | None, *, as_json: bool) -> None
         advise_on(config, as_json=as_json, preset=preset)
 
 
-def _of_folder(directory: Path) -> RunConfig:
-    from shuffled_dpsgd.tasks import load_run
-
-    return load_run(directory)
-
-
 def _prepared(
     world: World,
     config: RunConfig,
@@ -163,7 +159,7 @@ def _prepared(
     checkpoint: str | None,
 ) -> PreparedRun:
     """A new or resumed run; after a restart by torchrun, the run that was begun in the folder."""
-    from shuffled_dpsgd.tasks import is_run_folder, prepare
+    from shuffled_dpsgd.tasks import is_run_folder, load_run, prepare
 
     if resume is not None:
         return prepare(config, resume, resume=True, checkpoint=checkpoint)
@@ -176,7 +172,7 @@ def _prepared(
                 remedy="pass --output, or resume the folder it wrote to with --resume",
             )
         if is_run_folder(output):
-            return prepare(_of_folder(output), output, resume=True)
+            return prepare(load_run(output), output, resume=True)
     stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
     return prepare(config, world.from_first(output or Path("runs") / f"{config.task}-{stamp}"))
 

@@ -33,16 +33,17 @@ def announcement(run: PreparedRun) -> RenderableType:
 
     plan, card = run.private.plan, run.private.card()
     certified = plan.certified()
-    warnings = [Text(large_delta(plan) or "", style="bold red")]
-    missed = plan.epsilon is not None and certified is not None and certified.epsilon > plan.epsilon
-    if plan.accounting == "paper" and certified is not None and missed:
-        text = f"What is proven of this noise is ε = {certified.epsilon:.4g}, not {plan.epsilon:g}."
-        advice = "For a guarantee at the target use --accounting certified."
-        warnings.insert(0, Text(f"{text} {advice}", style="bold red"))
+    warnings = [large_delta(plan)]
+    if plan.accounting == "paper" and plan.epsilon and certified is not None:
+        text = (
+            f"What is proven of this noise is ε = {certified.epsilon:.4g}, not {plan.epsilon:g}. "
+            "For a guarantee at the target use --accounting certified."
+        )
+        warnings.insert(0, text if certified.epsilon > plan.epsilon else None)
     how = Text("privately") if card.private else Text("without privacy", style="red")
     title = Text("Resuming " if run.resumed else "Training ", style="bold").append(how)
-    table = facts(_planned(run, card, certified))
-    return Group(title, table, *(each for each in warnings if each), Text())
+    shown = [Text(each, style="bold red") for each in warnings if each]
+    return Group(title, facts(_planned(run, card, certified)), *shown, Text())
 
 
 def _planned(
@@ -101,25 +102,22 @@ class TrainingBar:
         self._records: list[StepRecord] = []
         self._said: set[str] = set()
         self._last_line = self._started = time.monotonic()
-        self._progress: Progress | None = None
-        if console.is_terminal:
-            self._progress = Progress(
-                TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
-                BarColumn(),
-                TextColumn("{task.fields[status]}"),
-                TimeRemainingColumn(compact=True),
-                console=console,
-            )
-            self._bar = self._progress.add_task("", total=self._plan.num_steps, status="")
+        self._progress = Progress(
+            TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
+            BarColumn(),
+            TextColumn("{task.fields[status]}"),
+            TimeRemainingColumn(compact=True),
+            console=console,
+            disable=not console.is_terminal,
+        )
+        self._bar = self._progress.add_task("", total=self._plan.num_steps, status="")
 
     def __enter__(self) -> TrainingBar:
-        if self._progress is not None:
-            self._progress.start()
+        self._progress.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._progress is not None:
-            self._progress.stop()
+        self._progress.stop()
 
     def update(self, record: StepRecord, _: object) -> None:
         """Show one finished step."""
@@ -134,11 +132,10 @@ class TrainingBar:
         epsilon = "no certified ε" if spent is None else f"ε {spent:.3f} spent so far{self._of}"
         speed = samples_per_second(self._records[-RECENT_STEPS:])
         said = "" if speed is None else f"{speed:,.0f} samples/s"
-        if self._progress is not None:
-            coloured = f"[{'red' if spent is None else 'green'}]{epsilon}[/]"
-            status = _joined(loss, self._score, coloured, said)
-            self._progress.update(self._bar, completed=record.step, status=status)
-        elif self._is_due(record.step):
+        coloured = f"[{'red' if spent is None else 'green'}]{epsilon}[/]"
+        status = _joined(loss, self._score, coloured, said)
+        self._progress.update(self._bar, completed=record.step, status=status)
+        if not self._console.is_terminal and self._is_due(record.step):
             self._print_line(record.step, loss, self._score, epsilon, said)
         for finding in diagnose(self._records, self._plan) if record.step % LOOK_EVERY == 0 else ():
             if finding.kind not in self._said:
@@ -196,12 +193,9 @@ def conclusion(result: RunResult, run: PreparedRun, seconds: float) -> Renderabl
     card, outcome = run.private.card(), result.outcome
     if not outcome.finished:
         stopped = f"Stopped by {outcome.interrupted_by} after step {outcome.steps_taken}"
-        return Group(
-            Text(stopped, style="bold yellow"),
-            Text(f"continue with: shuffled-dpsgd train --resume {result.directory}"),
-            _claim(card.certified, card),
-            Text(card.spent_so_far or ""),
-        )
+        resume = f"continue with: shuffled-dpsgd train --resume {result.directory}"
+        spent = (_claim(card.certified, card), Text(card.spent_so_far or ""))
+        return Group(Text(stopped, style="bold yellow"), Text(resume), *spent)
     rows: list[tuple[str, Any]] = [*scored(result.summary)]
     if outcome.steps_lost:
         rows.append(("lost", _lost(outcome)))

@@ -15,6 +15,7 @@ from shuffled_dpsgd.errors import (
 )
 
 Result = TypeVar("Result")
+_MOST_SHOWN = 80
 # Raised anew on the other ranks, where callers tell them apart.
 _PASSED_ON: dict[str, type[ShuffledDPError]] = {
     kind.__name__: kind for kind in (BudgetExhaustedError, CheckpointError)
@@ -51,7 +52,7 @@ def compare(everyone: Sequence[Mapping[str, str]], *, remedy: str) -> None:
             raise _on_all_ranks(
                 RankError(
                     f"rank {odd} has another {name} than rank {values.index(usual)}: "
-                    f"{_short(values[odd])} and {_short(usual)}; {remedy}"
+                    f"{_shown(values[odd], usual)} and {_shown(usual, values[odd])}; {remedy}"
                 )
             )
 
@@ -115,5 +116,12 @@ def _usual(values: list[str]) -> str:
     return max(values, key=lambda value: counts[value])
 
 
-def _short(text: str) -> str:
-    return text if len(text) <= 80 else f"{text[:77]}..."
+def _shown(text: str, other: str) -> str:
+    """All of a short text; of a longer one, what is around its first difference from another."""
+    if len(text) <= _MOST_SHOWN:
+        return text
+    pairs = enumerate(zip(text, other, strict=False))
+    first = next((place for place, (one, two) in pairs if one != two), len(other))
+    start = max(0, first - _MOST_SHOWN // 2)
+    end = start + _MOST_SHOWN
+    return f"{'...' * (start > 0)}{text[start:end]}{'...' * (end < len(text))}"

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from shuffled_dpsgd.distributed.heartbeat import Heartbeat
 from shuffled_dpsgd.errors import InvalidArgumentError, RankError, ShuffledDPError
 
 _FAILURES = "shuffled_dpsgd/failures"
@@ -95,6 +96,8 @@ class GroupWorld(World):
         self.rank = dist.get_rank()
         self.size = dist.get_world_size()
         self._has_told = False
+        store = _store()
+        self._heartbeat = None if store is None else Heartbeat(store, self.rank, self.size)
         backend = dist.get_backend()
         with self._expecting("a second group for small facts"):
             self._facts = None if backend == "gloo" else dist.new_group(backend="gloo")
@@ -185,6 +188,11 @@ class GroupWorld(World):
                 raise self._gone("weights of all ranks", error) from error
             raise
 
+    def end(self) -> None:
+        """End the thread that tells the others how far this rank is."""
+        if self._heartbeat is not None:
+            self._heartbeat.end()
+
     def _piece(self, flat: torch.Tensor) -> torch.Tensor:
         size, rest = divmod(flat.numel(), self.size)
         assert rest == 0, "a vector of equal pieces"
@@ -194,13 +202,16 @@ class GroupWorld(World):
     def _expecting(self, what: str) -> Iterator[None]:
         """Say which rank is gone, if one is, instead of which socket."""
         try:
-            yield
+            with nullcontext() if self._heartbeat is None else self._heartbeat.waiting():
+                yield
         except RuntimeError as error:
             raise self._gone(what, error) from error
 
     def _gone(self, what: str, error: Exception) -> RankError:
         known = _failures(self.rank)
-        cause = f"another rank failed: {known}" if known else f"a rank is gone ({_line(error)})"
+        who = self._heartbeat.missing() if self._heartbeat is not None else ""
+        gone = f"{who} did not come" if who else "a rank is gone"
+        cause = f"another rank failed: {known}" if known else f"{gone} ({_line(error)})"
         return RankError(
             f"rank {self.rank} of {self.size} waited for {what}, but {cause}; the job ends "
             "here: nothing was released by this step unless the ledger counts it. Mend the "
@@ -237,6 +248,9 @@ def _world_of(group: Any) -> World:
 
 def leave_world() -> None:
     """End the process group, and with it the connections by which others know of this rank."""
+    world = _world_of(dist.group.WORLD)
+    if isinstance(world, GroupWorld):
+        world.end()
     _world_of.cache_clear()
     dist.destroy_process_group()
 

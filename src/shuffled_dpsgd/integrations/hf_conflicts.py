@@ -22,15 +22,7 @@ _SERVED = ("NO", "MULTI_CPU", "MULTI_GPU")
 
 
 def check_processes(args: Any) -> None:
-    """Refuse workers beside several processes, and several devices in one."""
-    if args.world_size > 1 and args.dataloader_num_workers:
-        raise InvalidArgumentError(
-            "dataloader_num_workers",
-            expected="0 with several processes",
-            got=args.dataloader_num_workers,
-            remedy="workers look ahead for the next batch, and a process with an empty part would "
-            "take the next step before the others; prepare the data beforehand",
-        )
+    """Refuse several devices in one process."""
     if args.n_gpu > 1:
         raise InvalidArgumentError(
             "n_gpu",

@@ -55,7 +55,6 @@ from shuffled_dpsgd.integrations.trainer_files import (
 from shuffled_dpsgd.integrations.trainer_parts import (
     SteppedOptimizer,
     StopWhenSpent,
-    WorkerBatches,
     spending_of_step,
     with_lengths,
 )
@@ -68,6 +67,7 @@ from shuffled_dpsgd.training import (
     assemble,
 )
 from shuffled_dpsgd.training.adapters import check_adapters
+from shuffled_dpsgd.training.drawn_batches import BatchStream
 from shuffled_dpsgd.training.planning import large_delta
 
 LossFunction = Callable[[Any, torch.Tensor], torch.Tensor]
@@ -112,7 +112,7 @@ class DPTrainer(Trainer):
         self._per_sample_loss = per_sample_loss
         self._check_model(model)
         self._data_name = data_name
-        self._workers: WorkerBatches | None = None
+        self._loaded_by_workers: BatchStream | None = None
         self._spending: SpendingCurve | None = None
         self._data: tuple[Any, Callable[[list[Any]], Any]] | None = None
         self._resuming = False
@@ -156,8 +156,8 @@ class DPTrainer(Trainer):
         output = super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
         private = self._started()
         with self._calling_model():
-            if self._workers is not None:
-                self._workers.close()
+            if self._loaded_by_workers is not None:
+                self._loaded_by_workers.close()
             private.release()
             private.close()
         self._write_card()
@@ -218,10 +218,10 @@ class DPTrainer(Trainer):
         number = self.args.dataloader_num_workers
         if number == 0:
             return private.batches(data, num_steps=1, **options)
-        if self._workers is None:
-            stream = private.batches(data, num_workers=number, **options)
-            self._workers = WorkerBatches(private, stream)
-        return self._workers.of_next_step()
+        if self._loaded_by_workers is None:
+            # One stream for the whole plan: a stream for each step would start its workers anew.
+            self._loaded_by_workers = private.batches(data, num_workers=number, **options)
+        return self._loaded_by_workers.of_next_step()
 
     def per_sample_losses(self, model: nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
         """One loss per sample; the labels never reach the model, whose own loss is a mean."""

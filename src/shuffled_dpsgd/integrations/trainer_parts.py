@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,6 @@ from transformers import TrainerCallback
 
 from shuffled_dpsgd.integrations.per_sample_loss import IGNORED_LABEL
 from shuffled_dpsgd.training import PrivateTraining, SpendingCurve
-from shuffled_dpsgd.training.drawn_batches import BatchStream
 
 Collate = Callable[[list[Any]], Any]
 
@@ -51,38 +50,6 @@ class SteppedOptimizer(torch.optim.Optimizer):
 
     def __repr__(self) -> str:
         return f"SteppedOptimizer({self._inner!r})"
-
-
-class WorkerBatches:
-    """One stream over the rest of the plan, handed out step by step.
-
-    A stream made anew for each step would start its workers anew as well. Steps of empty batches
-    happen inside the stream, while it looks for the next batch: a turn of the loop that is already
-    done then gets nothing, and the batch that was found waits for the turn it belongs to.
-    """
-
-    def __init__(self, private: PrivateTraining, stream: BatchStream) -> None:
-        self._private = private
-        self._stream = stream
-        self._turn = private.steps_taken
-        self._waiting: Any = None
-
-    def of_next_step(self) -> Iterator[Any]:
-        """The physical batches of one logical batch, which the caller ends with a step."""
-        self._turn += 1
-        while self._private.steps_taken < self._turn:
-            batch = self._waiting if self._waiting is not None else next(self._stream, None)
-            self._waiting = None
-            if batch is None:
-                return
-            if self._private.steps_taken >= self._turn:
-                self._waiting = batch
-                return
-            yield batch
-
-    def close(self) -> None:
-        """Let the workers go."""
-        self._stream.close()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -43,7 +43,7 @@ def build_model(
     if num_labels is not None:
         changes["num_labels"] = num_labels
     config, architecture = _describe(name, changes)
-    kind = getattr(_transformers(), architecture, None)
+    kind = _class_named(architecture)
     if kind is None:
         raise InvalidArgumentError(
             "model",
@@ -142,7 +142,7 @@ def _describe(name: str, changes: Mapping[str, Any]) -> tuple[Any, str]:
     transformers = _transformers()
     named = None if _is_saved(name) else find_named(name)
     if named is not None:
-        config = getattr(transformers, named.config_class)(**{**named.settings, **changes})
+        config = _class_named(named.config_class)(**{**named.settings, **changes})
         return config, named.architecture
     if not name:
         raise _unknown(name)
@@ -208,9 +208,19 @@ def checkpoint_activations(model: nn.Module) -> None:
     enable({"use_reentrant": False})
 
 
+def _class_named(name: str) -> Any:
+    """A class of transformers, or the project's own beside them; None if there is none."""
+    transformers = _transformers()
+    from shuffled_dpsgd.models import pixels
+
+    return getattr(transformers, name, None) or getattr(pixels, name, None)
+
+
 def _transformers() -> Any:
     try:
         import transformers
+
+        from shuffled_dpsgd.models import pixels  # noqa: F401  # it registers its classes
     except ImportError as error:
         raise MissingExtraError("transformers", extra="hf", purpose="Transformer models") from error
     return transformers

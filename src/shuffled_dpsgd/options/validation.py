@@ -19,7 +19,18 @@ if TYPE_CHECKING:
 
 
 _LEAST_EPSILON = 1e-6
-_NUMBERS = ("epsilon", "noise_multiplier", "unshuffled_noise_multiplier", "batch_clip_norm")
+_TINY = math.ulp(0.0)
+# The least and the greatest value of each number, and those in words.
+_RANGES = {
+    "delta": (_TINY, math.nextafter(1.0, 0.0), "a number in (0, 1)"),
+    "clip_norm": (_TINY, math.inf, "a positive number"),
+    "check_rate": (0.0, 1.0, "a number from 0 to 1"),
+    "epsilon": (_TINY, math.nextafter(math.inf, 0.0), "a positive number"),
+    "noise_multiplier": (0.0, math.nextafter(math.inf, 0.0), "a non-negative number"),
+    "unshuffled_noise_multiplier": (0.0, math.nextafter(math.inf, 0.0), "a non-negative number"),
+    "batch_clip_norm": (_TINY, math.inf, "a positive number or None"),
+}
+_REQUIRED = ("delta", "clip_norm", "check_rate")
 
 
 def check_choices(options: object, choices: Mapping[str, tuple[str, ...]]) -> None:
@@ -27,55 +38,69 @@ def check_choices(options: object, choices: Mapping[str, tuple[str, ...]]) -> No
     for name, allowed in choices.items():
         value = getattr(options, name)
         may_be_open = name in OPEN or name == "method"
-        if value not in allowed and not (value is None and may_be_open):
-            raise InvalidArgumentError(name, expected=f"one of {allowed}", got=value)
+        _demand(
+            value in allowed or (value is None and may_be_open), name, f"one of {allowed}", value
+        )
 
 
 def check_budget(budget: Budget) -> None:
     """ε, δ, noise and clips are in range, and say the same thing once."""
-    _check_numbers(budget)
-    _check_clips(budget)
-    if not 0.0 < budget.delta < 1.0:
-        raise InvalidArgumentError("delta", expected="a number in (0, 1)", got=budget.delta)
-    if (budget.epsilon is None) == (budget.noise_multiplier is None):
-        raise InvalidArgumentError(
-            "epsilon",
-            expected="exactly one of epsilon and noise_multiplier",
-            got={"epsilon": budget.epsilon, "noise_multiplier": budget.noise_multiplier},
-            remedy="epsilon calibrates the noise, noise_multiplier fixes it",
-        )
-    if budget.epsilon is not None and not 0.0 < budget.epsilon < math.inf:
-        raise InvalidArgumentError("epsilon", expected="a positive number", got=budget.epsilon)
-    if budget.epsilon is not None and budget.epsilon < _LEAST_EPSILON:
-        raise InvalidArgumentError(
-            "epsilon",
-            expected=f"at least {_LEAST_EPSILON:g}",
-            got=budget.epsilon,
-            remedy="under so much noise nothing is learned, and no accountant is exact; leave the "
-            "records out instead",
-        )
-    for name in ("noise_multiplier", "unshuffled_noise_multiplier"):
+    for name, (least, most, expected) in _RANGES.items():
         value = getattr(budget, name)
-        if value is not None and not 0.0 <= value < math.inf:
-            raise InvalidArgumentError(name, expected="a non-negative number", got=value)
-    if not isinstance(budget.unit, str) or not budget.unit.strip():
-        raise InvalidArgumentError(
-            "unit", expected="a name for what one row is, such as patient", got=budget.unit
-        )
-    if not 0.0 <= budget.check_rate <= 1.0:
-        raise InvalidArgumentError(
-            "check_rate", expected="a number from 0 to 1", got=budget.check_rate
-        )
+        if value is None and name not in _REQUIRED:
+            continue
+        _demand(isinstance(value, Real) and not isinstance(value, bool), name, "a number", value)
+        _demand(least <= value <= most, name, expected, value)
+    epsilon, noise = budget.epsilon, budget.noise_multiplier
+    _demand(
+        (epsilon is None) != (noise is None),
+        "epsilon",
+        "exactly one of epsilon and noise_multiplier",
+        {"epsilon": epsilon, "noise_multiplier": noise},
+        "epsilon calibrates the noise, noise_multiplier fixes it",
+    )
+    _demand(
+        epsilon is None or epsilon >= _LEAST_EPSILON,
+        "epsilon",
+        f"at least {_LEAST_EPSILON:g}",
+        epsilon,
+        "under so much noise nothing is learned, and no accountant is exact; leave the records "
+        "out instead",
+    )
+    named = isinstance(budget.unit, str) and budget.unit.strip()
+    _demand(named, "unit", "a name for what one row is, such as patient", budget.unit)
+    _demand(
+        math.isfinite(budget.clip_norm) or noise == 0.0,
+        "clip_norm",
+        "a finite number, unless noise_multiplier=0",
+        budget.clip_norm,
+        "noise is scaled by clip_norm",
+    )
     if budget.noise_frame == "unshuffled" and budget.shuffle != "every-step":
         raise _clash("noise_frame='unshuffled'", f"shuffle={budget.shuffle!r}", "every-step")
-    two = budget.accounting == "paper" and budget.noise_multiplier is not None
-    if two != (budget.unshuffled_noise_multiplier is not None):
-        raise InvalidArgumentError(
-            "unshuffled_noise_multiplier",
-            expected="a value exactly when accounting='paper' and noise_multiplier is given",
-            got=budget.unshuffled_noise_multiplier,
-            remedy="Algorithm 1 needs sigma for the shuffled block and sigma_0 for the rest",
-        )
+    _check_paper(budget)
+
+
+def _check_paper(budget: Budget) -> None:
+    """The paper's formula has what it needs, and what only it uses is given with it alone."""
+    by_paper = budget.accounting == "paper"
+    _demand(
+        not by_paper or budget.batch_clip_norm is not None,
+        "batch_clip_norm",
+        "an explicit value with accounting='paper'",
+        None,
+        "the paper's formula depends on it more than on anything else",
+    )
+    if by_paper and budget.shuffle == "off":
+        raise _clash("accounting='paper'", "shuffle='off'", "every-step or at-release")
+    two = by_paper and budget.noise_multiplier is not None
+    _demand(
+        two == (budget.unshuffled_noise_multiplier is not None),
+        "unshuffled_noise_multiplier",
+        "a value exactly when accounting='paper' and noise_multiplier is given",
+        budget.unshuffled_noise_multiplier,
+        "Algorithm 1 needs sigma for the shuffled block and sigma_0 for the rest",
+    )
 
 
 def check_schedule(schedule: Schedule) -> None:
@@ -84,74 +109,43 @@ def check_schedule(schedule: Schedule) -> None:
     for name in ("epochs", "num_steps", "physical_batch_size"):
         if getattr(schedule, name) is not None:
             _check_positive_integer(name, getattr(schedule, name))
-    if (schedule.epochs is None) == (schedule.num_steps is None):
-        raise InvalidArgumentError(
-            "epochs",
-            expected="exactly one of epochs and num_steps",
-            got={"epochs": schedule.epochs, "num_steps": schedule.num_steps},
-        )
+    lengths = {"epochs": schedule.epochs, "num_steps": schedule.num_steps}
+    given = [length for length in lengths.values() if length is not None]
+    _demand(len(given) == 1, "epochs", "exactly one of epochs and num_steps", lengths)
 
 
 def check_together(options: PrivacyOptions) -> None:
     """What only all the options together can contradict."""
     _check_positive_integer("dataset_size", options.dataset_size)
-    if options.expected_batch_size > options.dataset_size:
-        raise InvalidArgumentError(
-            "expected_batch_size",
-            expected=f"at most dataset_size = {options.dataset_size}",
-            got=options.expected_batch_size,
-            remedy="the sampling probability cannot exceed 1",
-        )
+    _demand(
+        options.expected_batch_size <= options.dataset_size,
+        "expected_batch_size",
+        f"at most dataset_size = {options.dataset_size}",
+        options.expected_batch_size,
+        "the sampling probability cannot exceed 1",
+    )
     if options.clip == "none" and options.epsilon is not None:
         raise _clash("clip='none'", "epsilon", "a clip that bounds each record's contribution")
     if options.sampling == "unaccounted" and options.epsilon is not None:
         raise _clash("epsilon", "sampling='unaccounted'", "sampling='poisson'")
     if options.seed is not None and options.secure:
         raise _clash("secure=True", "seed", "one of them: a seed lets its holder remove the noise")
-    if options.seed is None and options.secure is False:
-        raise InvalidArgumentError("seed", expected="a seed with secure=False", got=None)
-
-
-def _check_numbers(budget: Budget) -> None:
-    for name in ("delta", "clip_norm"):
-        if getattr(budget, name) is None:
-            raise InvalidArgumentError(name, expected="a number", got=None)
-    for name in (*_NUMBERS, "delta", "clip_norm"):
-        value = getattr(budget, name)
-        if isinstance(value, bool) or not isinstance(value, Real | None):
-            raise InvalidArgumentError(name, expected="a number", got=value)
-
-
-def _check_clips(budget: Budget) -> None:
-    if not budget.clip_norm > 0.0:
-        raise InvalidArgumentError("clip_norm", expected="a positive number", got=budget.clip_norm)
-    batch_clip = budget.batch_clip_norm
-    if batch_clip is not None and not batch_clip > 0.0:
-        raise InvalidArgumentError(
-            "batch_clip_norm", expected="a positive number or None", got=batch_clip
-        )
-    if math.isinf(budget.clip_norm) and budget.noise_multiplier != 0.0:
-        raise InvalidArgumentError(
-            "clip_norm",
-            expected="a finite number, unless noise_multiplier=0",
-            got=budget.clip_norm,
-            remedy="noise is scaled by clip_norm",
-        )
-    if budget.accounting == "paper":
-        if batch_clip is None:
-            raise InvalidArgumentError(
-                "batch_clip_norm",
-                expected="an explicit value with accounting='paper'",
-                got=None,
-                remedy="the paper's formula depends on it more than on anything else",
-            )
-        if budget.shuffle == "off":
-            raise _clash("accounting='paper'", "shuffle='off'", "every-step or at-release")
+    _demand(
+        options.seed is not None or options.secure is not False,
+        "seed",
+        "a seed with secure=False",
+        None,
+    )
 
 
 def _check_positive_integer(name: str, value: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise InvalidArgumentError(name, expected="a positive integer", got=value)
+    fine = isinstance(value, int) and not isinstance(value, bool) and value >= 1
+    _demand(fine, name, "a positive integer", value)
+
+
+def _demand(holds: object, name: str, expected: str, got: object, remedy: str = "") -> None:
+    if not holds:
+        raise InvalidArgumentError(name, expected=expected, got=got, remedy=remedy)
 
 
 def _clash(one: str, other: str, wanted: str) -> InvalidArgumentError:

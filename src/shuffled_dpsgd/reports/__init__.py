@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from shuffled_dpsgd.reports.card_html import card_fragment, card_page
 from shuffled_dpsgd.reports.figures import RunView, draw_all
+from shuffled_dpsgd.reports.page import card_fragment, card_page
 from shuffled_dpsgd.reports.records import (
     MetricsLog,
     StepRecord,

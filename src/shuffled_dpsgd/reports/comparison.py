@@ -1,7 +1,4 @@
-"""Several runs on one page: what they reached, at which ε, and in which settings they differ.
-
-The one script of the page is inlined, draws the curves, and shows the values under the pointer.
-"""
+"""Several runs on one page: what they reached, at which ε, and in which settings they differ."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from shuffled_dpsgd.errors import CheckpointError, InvalidArgumentError
-from shuffled_dpsgd.reports.page import page
+from shuffled_dpsgd.reports.page import PARTS, page
 from shuffled_dpsgd.reports.records import MetricsLog, StepRecord
 from shuffled_dpsgd.reports.run_report import PRIVATE_METRICS_WARNING, flatten
 from shuffled_dpsgd.reports.style import BLUE, GREEN, ORANGE, PURPLE, RED
@@ -27,41 +24,6 @@ CURVES = {
     "loss": "Training loss",
     "certified_epsilon": "Certified ε spent so far (proven)",
 }
-CSS = """
-.curve { position: relative; } .curve svg { display: block; filter: none; touch-action: none; }
-.curve text { fill: var(--muted); font-size: 11px; } .curve .frame { stroke: var(--line); }
-.read { min-height: 1.4em; font-size: .85rem; } .wide { overflow-x: auto; }
-"""
-SCRIPT = """
-const runs = JSON.parse(document.getElementById("runs").textContent);
-const W = 480, H = 220, L = 48, B = 24, NS = "http://www.w3.org/2000/svg";
-const add = (to, name, set, text) => { const e = document.createElementNS(NS, name);
-  for (const k in set) e.setAttribute(k, set[k]); if (text) e.textContent = text;
-  return to.appendChild(e); };
-for (const place of document.querySelectorAll(".curve")) {
-  const lines = runs.map(r => r.curves[place.dataset.name] || []), all = lines.flat();
-  if (!all.length) { place.closest("figure").remove(); continue; }
-  const last = Math.max(...all.map(p => p[0])), ys = all.map(p => p[1]);
-  const low = Math.min(0, ...ys), high = Math.max(...ys) || 1;
-  const x = s => L + (W - L - 8) * s / last;
-  const y = v => H - B - (H - B - 8) * (v - low) / (high - low);
-  const svg = add(place, "svg", {viewBox: `0 0 ${W} ${H}`, role: "img"});
-  add(svg, "path", {class: "frame", fill: "none", d: `M${L},8V${H - B}H${W - 8}`});
-  for (const v of [low, high]) add(svg, "text", {x: 2, y: y(v) + 4}, v.toPrecision(3));
-  add(svg, "text", {x: W - 60, y: H - 6}, `step ${last}`);
-  lines.forEach((line, i) => add(svg, "polyline", {fill: "none", stroke: runs[i].colour,
-    "stroke-width": 2, points: line.map(p => `${x(p[0])},${y(p[1])}`).join(" ")}));
-  const bar = add(svg, "path", {class: "frame", d: ""}), read = place.nextElementSibling;
-  svg.addEventListener("pointermove", event => {
-    const box = svg.getBoundingClientRect();
-    const step = ((event.clientX - box.left) * W / box.width - L) / (W - L - 8) * last;
-    bar.setAttribute("d", `M${x(Math.max(0, Math.min(last, step)))},8V${H - B}`);
-    read.textContent = lines.map((line, i) => { if (!line.length) return "";
-      const p = line.reduce((a, b) => Math.abs(b[0] - step) < Math.abs(a[0] - step) ? b : a);
-      return `${runs[i].name}: ${p[1].toPrecision(4)} at step ${p[0]}`; }).join(" · ");
-  });
-}
-"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,9 +87,9 @@ def comparison_page(runs: Sequence[ComparedRun]) -> str:
         f'<section><h2>Curves</h2><p class="warning">{escape(PRIVATE_METRICS_WARNING)}</p>'
         f'<div class="figures">{figures}</div></section>'
         f'<script type="application/json" id="runs">{_data(runs)}</script>'
-        f"<script>{SCRIPT}</script>"
+        f"<script>{PARTS['script']}</script>"
     )
-    return page(title="Runs beside each other", body=body, css=CSS)
+    return page(title="Runs beside each other", body=body, css=PARTS["comparison"])
 
 
 def _results(runs: Sequence[ComparedRun]) -> list[tuple[str, list[str]]]:

@@ -15,11 +15,11 @@ import yaml
 
 from shuffled_dpsgd.core.card import CERTIFIED_METHOD_NOTE, CertifiedCard
 from shuffled_dpsgd.core.claim import PrivacyClaim
-from shuffled_dpsgd.errors import ShuffledDPError
-from shuffled_dpsgd.reports.deployment import TO_FILL, check_record
+from shuffled_dpsgd.errors import InvalidArgumentError, ShuffledDPError
 from shuffled_dpsgd.training.card import REFUTED, PrivacyCard
 
 SOFTWARE = "shuffled-dpsgd"
+TO_FILL = "TO BE FILLED IN BY THE CURATOR"
 SEEDED = "keyed by a seed"
 FLOATING_POINT = (
     "No measure is taken against floating-point leaks through the lowest bits of the noise, nor "
@@ -48,18 +48,17 @@ def certified_claim_of(card: PrivacyCard) -> PrivacyClaim:
 
 
 def registry_yaml(card: PrivacyCard) -> str:
-    """The draft of the registry's record, checked."""
-    return to_yaml(registry_record(card))
-
-
-def registry_record(card: PrivacyCard) -> dict[str, Any]:
-    """The draft of a tier-3 record; fields of the curator begin with `TO_FILL`."""
+    """The draft of a tier-3 record of the registry; fields of the curator begin with `TO_FILL`."""
     claim = certified_claim_of(card)
     subject = card.subject
     model, data = (subject.get(name, TO_FILL) for name in ("model", "data"))
     day = subject.get("date") or date.today().isoformat()
+    try:
+        date.fromisoformat(day)
+    except ValueError as error:
+        raise InvalidArgumentError("date", expected="a day as YYYY-MM-DD", got=day) from error
     slug = "-".join([subject.get("model", "model"), subject.get("data", "data"), day])
-    return check_record(
+    return to_yaml(
         {
             "url_slug": re.sub(r"[^a-z0-9]+", "-", slug.lower()).strip("-"),
             "status": "Draft",

@@ -9,9 +9,8 @@ from typing import Any
 
 from shuffled_dpsgd import __version__
 from shuffled_dpsgd.permutation import PermutationSpec
-from shuffled_dpsgd.reports.card_html import CARD_CSS, card_fragment, card_page
 from shuffled_dpsgd.reports.figures import RunView, draw_all
-from shuffled_dpsgd.reports.page import page, table
+from shuffled_dpsgd.reports.page import PARTS, card_fragment, card_page, page, table
 from shuffled_dpsgd.reports.records import samples_per_second
 from shuffled_dpsgd.reports.style import on_white, save_drawing, to_svg
 from shuffled_dpsgd.training.card import PrivacyCard, power_of_ten
@@ -72,7 +71,7 @@ def report_page(
         f"<section><h2>Settings</h2>{table(flatten(facts))}</section>"
         f"<footer>shuffled-dpsgd {__version__}; this file fetches nothing.</footer>"
     )
-    return page(title=view.title, body=body, css=CARD_CSS)
+    return page(title=view.title, body=body, css=PARTS["card"])
 
 
 def write_report(

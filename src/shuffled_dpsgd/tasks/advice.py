@@ -17,7 +17,7 @@ from shuffled_dpsgd.core.plan import PrivacyPlan
 from shuffled_dpsgd.models import build_model
 from shuffled_dpsgd.options import PrivacyOptions, options_in
 from shuffled_dpsgd.tasks.config import RunConfig
-from shuffled_dpsgd.tasks.models import choose_trained, describe_choices
+from shuffled_dpsgd.tasks.models import choose_trained, describe_choices, simpler_model
 from shuffled_dpsgd.tasks.results import count_parameters
 from shuffled_dpsgd.tasks.start import chosen_device, start_private
 from shuffled_dpsgd.tasks.task import build_task
@@ -39,16 +39,31 @@ from shuffled_dpsgd.training.symmetries import symmetries_of
 # About the norm of usual gradients. With a far smaller clip all gradients have the same norm, and a
 # classifier drifts to the commonest class; docs/advice.md has runs.
 _CLIP_NORM = 1.0
+# Of the digits: below this bound over the run a linear model of pixels learned more than a ViT.
+SIMPLE_WINS_BELOW = 10.0
 _FLOAT_BYTES = 4
 # Weights, clipped sums, and AdamW's two moments; SGD has one at most.
 _TENSORS_PER_WEIGHT = {"adamw": 4, "adam": 4, "sgd": 3}
 
 
 @dataclass(frozen=True, kw_only=True)
+class Simpler:
+    """A model of fewer weights for the same task: the keys that ask for it, and its prospect."""
+
+    keys: str
+    prospect: Prospect
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data."""
+        return {"keys": self.keys, "dimension": self.prospect.dimension, **self.prospect.to_json()}
+
+
+@dataclass(frozen=True, kw_only=True)
 class Preview:
     """A plan and its claims. `memory_bytes` does not include activations.
 
-    `chosen` says what the method chose where the file was silent.
+    `chosen` says what the method chose where the file was silent. `simpler` has the keys and the
+    number of weights of a simpler model, if there is one.
     """
 
     plan: PrivacyPlan
@@ -58,6 +73,7 @@ class Preview:
     trainable_parameters: int
     memory_bytes: int
     chosen: str | None = None
+    simpler: tuple[str, int] | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Plain data; every ε beside its kind. σ of the rest is σ0 where a block is shuffled."""
@@ -103,6 +119,16 @@ class Advice:
     preview: Preview | None = None
 
     @property
+    def simpler(self) -> Simpler | None:
+        """The simpler model that is likely to learn more under the same noise."""
+        now, known = self.now, None if self.preview is None else self.preview.simpler
+        if known is None or now.over_run >= SIMPLE_WINS_BELOW:
+            return None
+        keys, dimension = known
+        noise = now.noise_multiplier * math.sqrt(dimension)
+        return Simpler(keys=keys, prospect=replace(now, dimension=dimension, noise_norm=noise))
+
+    @property
     def batch(self) -> Prospect:
         """The batch size to take, with its number of steps."""
         return best_batch([self.now, *self.batches])
@@ -116,6 +142,7 @@ class Advice:
             "other_batches": [other.to_json() for other in self.batches],
             "twice_as_long": None if self.twice_as_long is None else self.twice_as_long.to_json(),
             "needed_alone": asdict(self.needs),
+            "simpler_model": None if self.simpler is None else self.simpler.to_json(),
             "suggested": {
                 "expected_batch_size": self.batch.expected_batch_size,
                 "num_steps": self.batch.num_steps,
@@ -182,6 +209,7 @@ def _preview(plan: PrivacyPlan, model: nn.Module, config: RunConfig) -> Preview:
         **sizes,
         memory_bytes=_FLOAT_BYTES * weights,
         chosen=describe_choices(config, model),
+        simpler=simpler_model(config, model),
     )
 
 

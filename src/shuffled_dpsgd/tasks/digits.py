@@ -6,13 +6,10 @@
 
 from __future__ import annotations
 
-import json
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -21,7 +18,7 @@ from shuffled_dpsgd.tasks.classification import Collate
 from shuffled_dpsgd.tasks.config import RunConfig
 from shuffled_dpsgd.tasks.config_files import parse_config
 from shuffled_dpsgd.tasks.data.loading import Splits
-from shuffled_dpsgd.tasks.images import image_task, save_processor
+from shuffled_dpsgd.tasks.images import image_task
 from shuffled_dpsgd.tasks.models import prepare_model
 from shuffled_dpsgd.tasks.recipes import RECIPES
 from shuffled_dpsgd.tasks.task import Task
@@ -31,7 +28,6 @@ SPLIT_SEED = 0
 # Constants of the published collection, not statistics of the training split: those would leak.
 PIXEL_MEAN, PIXEL_STD = 4.9, 6.0
 LARGEST_PIXEL = 16.0
-COLOURS = 3
 
 
 def default_config() -> RunConfig:
@@ -79,32 +75,8 @@ def build_task(config: RunConfig) -> Task:
         splits,
         10,
         collate=collate,
-        save_assets=lambda folder, _: prepare_for_pipelines(folder),
         flips=False,  # Mirrored digits are no digits.
     )
-
-
-def prepare_for_pipelines(directory: Path) -> None:
-    """Let a saved model take colour images, and say how pixels are scaled.
-
-    `transformers.pipeline` makes every image one of three channels. The first layer's kernel for
-    the one grey channel becomes three equal ones of a third each: of a grey image, whose channels
-    are equal, the model makes what it did before.
-    """
-    weights, path = directory / "model.safetensors", directory / "config.json"
-    tensors = load_file(weights)
-    kernels = [name for name in tensors if name.endswith("patch_embeddings.projection.weight")]
-    if len(kernels) != 1:
-        return  # not a ViT or a relative: its first layer is not known here
-    settings = json.loads(path.read_text(encoding="utf-8"))
-    grey = tensors[kernels[0]]
-    if grey.shape[1] == 1:
-        tensors[kernels[0]] = (grey / COLOURS).repeat(1, COLOURS, 1, 1).contiguous()
-        save_file(tensors, weights, metadata={"format": "pt"})
-        settings["num_channels"] = COLOURS
-        path.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
-    mean, std = PIXEL_MEAN / LARGEST_PIXEL, PIXEL_STD / LARGEST_PIXEL
-    save_processor(directory, int(settings["image_size"]), mean=mean, std=std)
 
 
 def _collate_in_channels(

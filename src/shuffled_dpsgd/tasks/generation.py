@@ -22,9 +22,7 @@ from shuffled_dpsgd.tasks.tokens import Tokenizer
 MARK = " ||"
 """Stands between prompt and target, in training and here."""
 _ROWS = 256
-"""Sequences that are continued at once; more are hardly faster."""
-_GPU_ROWS = 1024
-"""The same on a GPU, if their keys and values fit into a tenth of its free memory."""
+"""Sequences that are continued at once."""
 
 
 class Generated(NamedTuple):
@@ -86,8 +84,7 @@ def continue_rows(
     """The text that follows each row of ids, up to `end`, the tokenizer's own by default."""
     # Sorted by length to save padding, the longest first so that a lack of memory shows at once.
     order = sorted(range(len(rows)), key=lambda i: -len(rows[i]))
-    longest = max(map(len, rows), default=0) + settings.max_new_tokens
-    size = max(_rows_at_once(model, longest) // settings.num_beams, 1)
+    size = max(_ROWS // settings.num_beams, 1)
     texts = [""] * len(rows)
     was_training = model.training
     model.eval()
@@ -129,18 +126,6 @@ def continue_ids(
     )
     new = found[:, longest:].tolist()
     return [ids[: ids.index(end)] if end in ids else ids for ids in new]
-
-
-def _rows_at_once(model: Any, length: int) -> int:
-    """How many sequences of `length` tokens to continue at once."""
-    weight, known = next(model.parameters()), model.config
-    sizes = [getattr(known, name, 0) for name in ("num_hidden_layers", "hidden_size")]
-    # Keys and values; models that share them between heads need less.
-    each = 2 * sizes[0] * sizes[1] * length * weight.element_size()
-    if not weight.is_cuda or not each:
-        return _ROWS
-    free, _ = torch.cuda.mem_get_info(weight.device)
-    return min(max(free // (10 * each), _ROWS), _GPU_ROWS)
 
 
 def generate_split(

@@ -60,7 +60,7 @@ def image_task(
     num_labels: int,
     *,
     collate: Callable[[Any], Collate],
-    save_assets: Callable[[Path, Any], None],
+    save_assets: Callable[[Path, Any], None] | None = None,
     flips: bool,
 ) -> Task:
     """An image task; `collate` and `save_assets` are given the model's configuration."""
@@ -79,12 +79,14 @@ def image_task(
         splits,
         fresh_model=fresh_model,
         collate=collate(model.config),
-        save_assets=lambda folder: save_assets(folder, model.config),
+        save_assets=None
+        if save_assets is None
+        else lambda folder: save_assets(folder, model.config),
         augment=ImageViews(views, flips=flips) if views else None,
     )
 
 
-def save_processor(directory: Path, size: int, *, mean: float = 0.5, std: float = 0.5) -> None:
+def save_processor(directory: Path, size: int) -> None:
     """Write what `AutoImageProcessor` needs to prepare an image as `collate_images` does."""
     processor = {
         "image_processor_type": "ViTImageProcessor",
@@ -94,8 +96,8 @@ def save_processor(directory: Path, size: int, *, mean: float = 0.5, std: float 
         "do_rescale": True,
         "rescale_factor": 1 / 255,
         "do_normalize": True,
-        "image_mean": 3 * [mean],
-        "image_std": 3 * [std],
+        "image_mean": 3 * [0.5],
+        "image_std": 3 * [0.5],
     }
     text = json.dumps(processor, indent=2) + "\n"
     (directory / "preprocessor_config.json").write_text(text, encoding="utf-8")

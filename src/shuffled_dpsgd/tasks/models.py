@@ -11,7 +11,14 @@ from safetensors import SafetensorError
 from torch import nn
 
 from shuffled_dpsgd.errors import InvalidArgumentError, MissingExtraError
-from shuffled_dpsgd.models import Head, checkpoint_activations, load_model, seeded
+from shuffled_dpsgd.models import (
+    Head,
+    build_model,
+    checkpoint_activations,
+    load_model,
+    seeded,
+    weights_of,
+)
 from shuffled_dpsgd.tasks.config import ModelConfig, RunConfig
 
 # A module of these alone embeds tokens and does nothing else.
@@ -144,6 +151,26 @@ def find_input_embeddings(model: nn.Module) -> tuple[tuple[str, ...], str | None
     if shared:
         return (), f"{shared[0]} shares the input embeddings' weights"
     return inside, None
+
+
+def simpler_model(config: RunConfig, model: Any) -> tuple[str, int] | None:
+    """The keys under [model] that ask for a simpler model, and its weights; None if there is none.
+
+    For images it is a linear classifier of pixels; for texts, the head on a pre-trained encoder
+    that is frozen.
+    """
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    keys, count = "", trained
+    if config.task in ("digits", "image-classification", "image-folder"):
+        name = "linear-digits" if config.task == "digits" else "linear-images"
+        shapes = build_model(name, num_labels=model.config.num_labels)
+        keys, count = f'name = "{name}"', sum(p.numel() for p in shapes.parameters())
+    elif config.task == "text-classification" and weights_of(config.model.name) is not None:
+        # What transformers calls the head; peft keeps the original of one that it trains.
+        sizes = {n: p.numel() for n, p in model.named_parameters() if "original_module" not in n}
+        count = sum(size for name, size in sizes.items() if "classifier" in name)
+        keys = 'train_only = ["*classifier*"]' if count else ""
+    return (keys, count) if keys and count < trained else None
 
 
 def describe_choices(config: RunConfig, model: nn.Module) -> str | None:

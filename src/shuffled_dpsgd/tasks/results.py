@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -36,58 +36,49 @@ from shuffled_dpsgd.training.rows import shared_rows
 Observer = Callable[[StepRecord, Progress], object]
 
 
+@dataclass
 class Recorder:
     """Turns the loop's progress into records, one line a step, with an evaluation now and then."""
 
-    def __init__(
-        self,
-        log: MetricsLog,
-        task: Task,
-        *,
-        evaluate_every: int,
-        num_steps: int,
-        clock: Clock,
-        observers: tuple[Observer, ...],
-    ) -> None:
-        self._log = log
-        self._task = task
-        self._evaluate_every = evaluate_every
-        self._num_steps = num_steps
-        self._clock = clock
-        self._observers = observers
-        self._rewound = False
+    log: MetricsLog
+    task: Task
+    evaluate_every: int
+    num_steps: int
+    clock: Clock
+    observers: tuple[Observer, ...]
+    rewound: bool = False
 
     def __call__(self, progress: Progress, model: nn.Module) -> None:
         """Record one update; the first call drops old records of steps that are repeated."""
         record = self._record(progress, model)
-        if not self._rewound:
-            self._log.rewind(record.step - 1)
-            self._rewound = True
-        self._log.append(record)
-        for observer in self._observers:
+        if not self.rewound:
+            self.log.rewind(record.step - 1)
+            self.rewound = True
+        self.log.append(record)
+        for observer in self.observers:
             observer(record, progress)
 
     def evaluates(self, step: int) -> bool:
         """Whether the record of a step, counted from 1, comes with an evaluation."""
-        return step % self._evaluate_every == 0 or step == self._num_steps
+        return step % self.evaluate_every == 0 or step == self.num_steps
 
     def score_last(self, model: nn.Module) -> None:
         """Evaluate the final weights if the last step was not evaluated.
 
         That happens when a crash lost steps whose releases stay spent.
         """
-        records = self._log.read()
+        records = self.log.read()
         if records and records[-1].heldout_score is None:
-            last = replace(records[-1], **_scores(self._task.evaluate(model)))
-            self._log.rewind(last.step - 1)
-            self._log.append(last)
+            last = replace(records[-1], **_scores(self.task.evaluate(model)))
+            self.log.rewind(last.step - 1)
+            self.log.append(last)
 
     def _record(self, progress: Progress, model: nn.Module) -> StepRecord:
         metrics, scores = progress.metrics, {}
         step = metrics.step + 1
         if self.evaluates(step):
-            with self._clock.part("evaluation"):
-                scores = _scores(self._task.evaluate(model))
+            with self.clock.part("evaluation"):
+                scores = _scores(self.task.evaluate(model))
         certified, paper = progress.certified, progress.paper
         return StepRecord(
             step=step,

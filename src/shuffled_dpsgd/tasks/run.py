@@ -151,14 +151,8 @@ def execute(run: PreparedRun, observers: tuple[Observer, ...] = ()) -> RunResult
     """
     private, leads = run.private, run.private.world.leads
     log = MetricsLog(run.directory / "metrics.jsonl")
-    recorder = Recorder(
-        log,
-        run.task,
-        evaluate_every=run.config.training.evaluate_every,
-        num_steps=private.plan.num_steps,
-        clock=private.clock,
-        observers=observers,
-    )
+    every, steps = run.config.training.evaluate_every, private.plan.num_steps
+    recorder = Recorder(log, run.task, every, steps, private.clock, observers)
     try:
         outcome = train(
             private,

@@ -33,6 +33,10 @@ if TYPE_CHECKING:
     from shuffled_dpsgd.training.private import PrivateTraining
 
 
+# What the generator of a stream gives after every step.
+_STEP_ENDS = object()
+
+
 class BatchStream(Iterator[Any]):
     """Physical batches; `len` counts logical ones, which are the steps, as schedulers need it.
 
@@ -47,7 +51,16 @@ class BatchStream(Iterator[Any]):
         return self._num_steps
 
     def __next__(self) -> Any:
-        return next(self._batches)
+        while (batch := next(self._batches)) is _STEP_ENDS:
+            pass
+        return batch
+
+    def of_next_step(self) -> Iterator[Any]:
+        """The physical batches of the next logical batch, whose step has been taken at the end."""
+        for batch in self._batches:
+            if batch is _STEP_ENDS:
+                return
+            yield batch
 
     def close(self) -> None:
         """End the loop early; what was accumulated since the last step is dropped."""
@@ -84,6 +97,7 @@ class DrawnBatches:
         self.num_drawn = 0
         self.pads = False
         self._compared: MapStyle | None = None
+        self._compared_in: int | None = None
         self._layout: tuple[MapStyle, tuple[int, bool], Layout] | None = None
         self._pausing = False
         self._epoch_end: int | None = None
@@ -172,8 +186,8 @@ class DrawnBatches:
             )
         check_records(data, dataset_size=run.plan.dataset_size)
         if self._compared is not data:
-            if run.world.size > 1:
-                compare_records(run.world, data)
+            self._compared_in = None
+            self._compare(data, run.steps_taken)
             with run.clock.part("checks"):
                 run.rows = survey(data)
                 run.history.begin(data, run.rows.identity)
@@ -195,6 +209,14 @@ class DrawnBatches:
                 got="loss_reduction='mean', a mean over the rows that do not count as well",
             )
 
+    def _compare(self, data: MapStyle, step: int) -> None:
+        """Compare the records of all ranks, once in every epoch."""
+        epoch = step // self._run.steps_per_epoch
+        if self._run.world.size > 1 and self._compared_in != epoch:
+            with self._run.clock.part("checks"):
+                compare_records(self._run.world, data)
+            self._compared_in = epoch
+
     def _batches(
         self, data: MapStyle, steps: range, layout: Layout, ahead: bool, loading: dict[str, Any]
     ) -> Generator[Any, None, None]:
@@ -211,6 +233,7 @@ class DrawnBatches:
             try:
                 while not self._pausing and (part := self._next(loaded)) is not None:
                     if self._begun != part.step:
+                        self._compare(data, part.step)
                         if not self._before_step(part.step):
                             break
                         self._begun = part.step
@@ -220,6 +243,7 @@ class DrawnBatches:
                         run.engine.expect_samples(any_count=part.size > 0)
                     if part.data is None:
                         self._take_empty_step()
+                        yield _STEP_ENDS
                         continue
                     with run.clock.part("data"):
                         batch = to_device(shaped(part.data), run.device)
@@ -228,6 +252,8 @@ class DrawnBatches:
                     yield batch
                     run.clock.turn_to(OTHER)
                     self._check_stepped(part, stream)
+                    if part.completes:
+                        yield _STEP_ENDS
                 run.check()
             finally:
                 # An abandoned loop may be closed while another one is running.

@@ -10,6 +10,8 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
+import random
+import secrets
 import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -24,8 +26,8 @@ from shuffled_dpsgd.distributed.world import World
 from shuffled_dpsgd.errors import InvalidArgumentError
 from shuffled_dpsgd.permutation import PermutationSpec
 from shuffled_dpsgd.runtime.random_states import randomness_kept
-from shuffled_dpsgd.training.data import MapStyle
-from shuffled_dpsgd.training.global_randomness import seed_rank
+from shuffled_dpsgd.training.data import LOADING, MapStyle
+from shuffled_dpsgd.training.global_randomness import seed_dropout, seed_rank
 from shuffled_dpsgd.training.planning import field_fingerprints
 from shuffled_dpsgd.training.record_digest import digest
 
@@ -76,20 +78,25 @@ def join_ranks(
 
 
 def compare_records(world: World, data: MapStyle) -> None:
-    """Refuse data that differ between ranks, by their number and by records spread over them.
+    """Refuse data that differ between ranks, by their number and by records that rank 0 draws.
 
-    Records that are random when loaded (augmented ones) are compared by number alone.
+    Which records are compared is not known beforehand, and others are drawn at every call. All
+    ranks load them under the same random numbers. Records that differ even then from one load to
+    the next are compared by number alone.
     """
-    chosen = range(0, len(data), max(1, len(data) // _RECORDS))
+    remedy = "give every rank the same data, in the same order"
+    agree(world, {"number of records": len(data)}, remedy=remedy)
+    seed = world.from_first(secrets.randbits(64))
+    chosen = random.Random(seed).sample(range(len(data)), min(len(data), _RECORDS))
 
     def once() -> str:
-        with randomness_kept():
+        with LOADING, randomness_kept():
+            seed_dropout(seed)
             return digest([data[index] for index in chosen], b"records of a launch")
 
     first = once()
     content = first if first == once() else "random"
-    facts = {"number of records": len(data), "set of records": content}
-    agree(world, facts, remedy="give every rank the same data, in the same order")
+    agree(world, {"set of records": content}, remedy=remedy)
 
 
 def _facts(

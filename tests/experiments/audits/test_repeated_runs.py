@@ -14,13 +14,16 @@ from shuffled_dpsgd_experiments.audits.repeated_runs import (
     RepeatedSetting,
     gather_runs,
 )
-from shuffled_dpsgd_experiments.audits.targets import cross_entropies, small_network
+from shuffled_dpsgd_experiments.audits.targets import cross_entropies
 
 RECORDS = torch.utils.data.TensorDataset(torch.randn(40, 1, 8, 8), torch.randint(10, (40,)))
 
 
 def start(size: int, seed: int, **privacy: object):
-    model = small_network(0)
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(
+        torch.nn.Flatten(), torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 10)
+    )
     return make_private(
         model,
         torch.optim.SGD(model.parameters(), lr=0.05),

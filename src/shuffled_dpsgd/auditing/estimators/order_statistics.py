@@ -29,9 +29,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -224,26 +224,24 @@ class OrderStatistics:
         self, bound: float, counts: dict[str, int], *, delta: float, confidence: float
     ) -> EstimatedBound:
         """The bound with what it assumes, and for which claims it counts."""
-        independent = "observations are independent"
-        if self.family == "any":
-            return EstimatedBound(
-                epsilon=bound,
-                delta=delta,
-                method=self.name,
-                confidence=confidence,
-                may_refute="any claim",
-                assumptions=(independent,),
-                counts=counts,
-            )
-        rate, steps = self.sampling_prob, self.num_steps
-        return EstimatedBound(
-            epsilon=composed_epsilon(bound, sampling_prob=rate, num_steps=steps, delta=delta),
+        found = EstimatedBound(
+            epsilon=bound,
             delta=delta,
             method=self.name,
             confidence=confidence,
+            may_refute="any claim",
+            assumptions=("observations are independent",),
+            counts=counts,
+        )
+        if self.family == "any":
+            return found
+        run: Any = {"sampling_prob": self.sampling_prob, "num_steps": self.num_steps}
+        return replace(
+            found,
+            epsilon=composed_epsilon(bound, delta=delta, **run),
             may_refute="Gaussian claims",
-            assumptions=(independent, GAUSSIAN_STEPS),
-            counts={**counts, "mu": bound, "sampling_prob": rate, "num_steps": steps},
+            assumptions=(*found.assumptions, GAUSSIAN_STEPS),
+            counts={**counts, "mu": bound, **run},
         )
 
 

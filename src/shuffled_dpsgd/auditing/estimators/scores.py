@@ -106,9 +106,9 @@ class EstimatedBound:
         same = all(claim.inputs.get(k) == self.counts[k] for k in ("sampling_prob", "num_steps"))
         return claim.kind == "proven" and same
 
-    def as_claim(self) -> PrivacyClaim:
+    def to_json(self) -> dict[str, object]:
         """The bound as a measured claim: what an attack showed, not what is guaranteed."""
-        return PrivacyClaim(
+        claim = PrivacyClaim(
             epsilon=self.epsilon,
             delta=self.delta,
             method=self.method,
@@ -116,13 +116,8 @@ class EstimatedBound:
             assumptions=self.assumptions,
             inputs={"confidence": self.confidence, **self.counts},
         )
-
-    def to_json(self) -> dict[str, object]:
-        return {
-            **self.as_claim().to_json(),
-            "confidence": self.confidence,
-            "may_refute": self.may_refute,
-        }
+        facts = {"confidence": self.confidence, "may_refute": self.may_refute}
+        return claim.to_json() | facts
 
 
 def check_levels(*, delta: float, confidence: float) -> None:

@@ -83,15 +83,13 @@ def read_table(
             rows.append(Row(where=f"{path}:{number}", cells=cell_of))
         else:
             broken.append((number, len(cells)))
-    if len(broken) > broken_share * number:
-        first, found = broken[0]
-        raise InvalidArgumentError(f"{path}:{first}", expected=f"{len(header)} columns", got=found)
     if broken:
-        warnings.warn(
-            f"{path}: left out {len(broken)} lines that do not have {len(header)} columns, line "
-            f"{broken[0][0]} the first of them",
-            stacklevel=2,
-        )
+        first, found = broken[0]
+        expected = f"{len(header)} columns"
+        if len(broken) > broken_share * number:
+            raise InvalidArgumentError(f"{path}:{first}", expected=expected, got=found)
+        left = f"left out {len(broken)} lines that do not have {expected}, line {first} the first"
+        warnings.warn(f"{path}: {left}", stacklevel=2)
     return rows, columns
 
 
@@ -195,14 +193,9 @@ def _text(path: Path) -> str:
             got=error.object[error.start : error.start + 8],
             remedy="convert the file, for example with `iconv -f LATIN1 -t UTF-8`",
         ) from error
-    except lzma.LZMAError as error:
+    except (lzma.LZMAError, OSError) as error:
         raise InvalidArgumentError(
             str(path),
-            expected="a complete .xz file",
-            got=str(error),
-            remedy="fetch or compress it again",
-        ) from error
-    except OSError as error:
-        raise InvalidArgumentError(
-            str(path), expected="a file that can be read", got=error.strerror or str(error)
+            expected="a complete .xz file" if path.suffix == ".xz" else "a file that can be read",
+            got=getattr(error, "strerror", None) or str(error),
         ) from error

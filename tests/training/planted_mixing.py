@@ -1,20 +1,13 @@
 """Mixing planted in loaders, transforms, collates, models and losses: is it found in time?
 
 None of it is of a kind that the neighbour test was written for: the test knows nothing of ranks,
-quantiles, capacities or hard examples. Each case is run a hundred times without a seed. A run
-counts as missed if anything was released.
-
-    python -m benchmarks.planted_mixing --runs 100 --json benchmarks/reports/NAME.json
+quantiles, capacities or hard examples. A run counts as missed if anything was released.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import random
-import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -22,7 +15,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset, default_collate
 
-from benchmarks.false_alarms import record
 from shuffled_dpsgd.errors import ShuffledDPError
 from shuffled_dpsgd.training import make_private
 
@@ -234,24 +226,3 @@ def is_missed(name: str, seed: int | None = None) -> bool:
     finally:
         private.close()
     return True
-
-
-def main() -> None:
-    """Count, and write after every case."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--runs", type=int, default=100)
-    parser.add_argument("--json", type=Path, required=True)
-    options = parser.parse_args()
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    rows = []
-    for name in PLANTED:
-        missed = sum(is_missed(name) for _ in range(options.runs))
-        rows.append({"planted": name, "runs": options.runs, "missed": missed})
-        print(json.dumps(rows[-1]), flush=True)
-        found = json.dumps(record(rows), indent=1)
-        options.json.write_text(found + "\n", encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main()

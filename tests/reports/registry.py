@@ -1,7 +1,7 @@
 """A record of the Differential Privacy Deployments Registry (OpenDP and NIST): its fields, checked.
 
 The names and the choices are those of the registry's schema of July 2026, at tier 3, where every
-field is filled in. What only whoever publishes the model knows begins with `TO_FILL`.
+field is filled in.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from typing import Any
 
 from shuffled_dpsgd.errors import InvalidArgumentError
 
-TO_FILL = "TO BE FILLED IN BY THE CURATOR"
 OPTIONAL = ("data_product_sector",)
 PRODUCTS = (
     *("Summary statistics", "Machine learning model", "Dataset", "Synthetic data"),

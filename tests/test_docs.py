@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 import shuffled_dpsgd
 from shuffled_dpsgd import integrations, make_private, save_checkpoint, testing
 from shuffled_dpsgd.cli.main import app
-from shuffled_dpsgd.clipping import ClippingEngine
+from shuffled_dpsgd.clipping import BY_TYPE, ClippingEngine
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
@@ -42,8 +42,15 @@ CODE = [
 ]
 
 
-class MyLayer(nn.Linear):
+class Scale(nn.Module):
     """A layer of the reader's own."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.linspace(0.5, 2.0, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale
 
 
 def prepared(page: str) -> dict[str, Any]:
@@ -68,7 +75,8 @@ def prepared(page: str) -> dict[str, Any]:
         "y": data.tensors[1][:8],
         "batch": data.tensors[0][:8],
         "layer": nn.Linear(8, 3),
-        "MyLayer": MyLayer,
+        "Scale": Scale,
+        "check_rule": testing.check_rule,
         "per_sample_loss": loss_of,
         "scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.99),
         "ClippingEngine": ClippingEngine,
@@ -79,10 +87,6 @@ def prepared(page: str) -> dict[str, Any]:
         names["private"] = make_private(model, optimizer, **sizes)
     if page in ("index.md", "huggingface.md"):
         names |= with_transformers()
-    if page == "add_a_rule.md":
-        from shuffled_dpsgd.clipping.rules.linear import LinearSlot
-
-        names["MySlot"] = LinearSlot
     return names
 
 
@@ -104,7 +108,11 @@ def with_transformers() -> dict[str, Any]:
 
 @pytest.mark.parametrize(("page", "number"), CODE, ids=lambda value: str(value))
 def test_code_in_pages_runs(
-    page: str, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    page: str,
+    number: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
     code = blocks(page, "python")[number]
@@ -125,10 +133,8 @@ def test_code_in_pages_runs(
     finally:
         if "private" in names:
             names["private"].close()
-        if page == "add_a_rule.md":
-            from shuffled_dpsgd.clipping.rules import BY_TYPE
-
-            BY_TYPE.pop(MyLayer, None)
+        if BY_TYPE.pop(Scale, None) is not None:
+            assert "rules={'scale': 'scale'}" in capsys.readouterr().out
 
 
 def test_the_page_about_resuming_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

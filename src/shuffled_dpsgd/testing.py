@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from shuffled_dpsgd.clipping import ClippingEngine, ReferenceSum, clipped_sum_reference
 from shuffled_dpsgd.errors import InvalidArgumentError, RefereeError
@@ -138,49 +139,31 @@ def _weighted_outputs(model: nn.Module, batch: Any) -> Tensor:
         outputs = model(**batch)
     else:
         outputs = model(*batch) if isinstance(batch, tuple | list) else model(batch)
-    values = outputs.values() if isinstance(outputs, Mapping) else outputs
-    found = [values] if isinstance(values, Tensor) else list(values)
-    size = _size(batch)
-    kept = [v for v in found if isinstance(v, Tensor) and v.is_floating_point() and v.dim()]
-    totals = []
-    for value in kept:
-        if len(value) == size:
-            shape, draw = value.shape[1:], torch.Generator().manual_seed(value[0].numel())
-            weights = torch.randn(shape, generator=draw, dtype=value.dtype).to(value.device)
-            totals.append((value * weights).reshape(size, -1).sum(1))
+    found = outputs.values() if isinstance(outputs, Mapping) else outputs
+    size, totals = _size(batch), []
+    for value in [found] if isinstance(found, Tensor) else found:
+        if not isinstance(value, Tensor) or not value.is_floating_point():
+            continue
+        if value.shape[:1] == (size,):
+            draw = torch.Generator().manual_seed(value[0].numel())
+            weights = torch.randn(value.shape[1:], generator=draw, dtype=value.dtype)
+            totals.append((value * weights.to(value.device)).reshape(size, -1).sum(1))
     if not totals:
         raise InvalidArgumentError("losses", expected="one loss per sample", got="no such output")
     return torch.stack(totals).sum(0)
 
 
-def _tensors(batch: Any) -> list[Tensor]:
-    values = batch.values() if isinstance(batch, Mapping) else batch
-    found = [batch] if isinstance(batch, Tensor) else list(values)
-    return [value for value in found if isinstance(value, Tensor)]
-
-
 def _size(batch: Any) -> int:
-    tensors = _tensors(batch)
-    return len(tensors[0]) if tensors else 0
+    return next((len(value) for value in tree_leaves(batch) if isinstance(value, Tensor)), 0)
 
 
 def _rows(batch: Any, rows: slice) -> Any:
-    return _mapped(batch, lambda value: value[rows])
+    return tree_map_only(Tensor, lambda value: value[rows], batch)
 
 
 def _double(batch: Any) -> Any:
-    return _mapped(batch, lambda value: value.double() if value.is_floating_point() else value)
-
-
-def _mapped(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    def one(value: Any) -> Any:
-        return change(value) if isinstance(value, Tensor) else value
-
-    if isinstance(batch, Tensor):
-        return change(batch)
-    if isinstance(batch, Mapping):
-        return {key: one(value) for key, value in batch.items()}
-    return tuple(map(one, batch))
+    plain = dict(batch) if isinstance(batch, Mapping) else batch
+    return tree_map_only(Tensor, lambda v: v.double() if v.is_floating_point() else v, plain)
 
 
 def _norm(tensors: Iterable[Tensor]) -> float:

@@ -134,9 +134,7 @@ def claimed_and_true_delta(setting: Preset = VIT, *, draws: int = 20_000) -> lis
 def fenton_wilkinson() -> dict[str, float]:
     """Kolmogorov distance to Monte-Carlo at d = 1e8, by what σ = 0.25 is taken to mean."""
     return {
-        f"log-standard deviation {std:g}": fig2.compute(sigma=1.0 / std)["kolmogorov"][
-            "fenton-wilkinson"
-        ]
+        f"log-standard deviation {std:g}": fig2.compute_at(std)["kolmogorov"]["fenton-wilkinson"]
         for std in (1.0 / fig2.SIGMA, fig2.SIGMA)
     }
 

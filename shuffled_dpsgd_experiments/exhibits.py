@@ -131,7 +131,8 @@ class Reproduced:
 class Reproduction:
     """One figure or table: `run` makes its data, `read` finds them, `show` and `draw` are of them.
 
-    `run` gives the files that it wrote. `read` gives None where there are no data.
+    `run` gives the files that it wrote. `read` gives None where there are no data. One that
+    `redraws` is run for results too, and then only writes anew what follows from them.
     """
 
     name: str
@@ -140,10 +141,12 @@ class Reproduction:
     read: Callable[[Request], Any]
     show: Callable[[Any], Exhibit | None]
     draw: Callable[[Any], Figure] | None = None
+    redraws: bool = False
 
     def reproduce(self, request: Request) -> Reproduced:
         """Run it, or read what an earlier run left, and show that."""
-        written = [] if request.from_results else self.run(request)
+        runs = not request.from_results or (self.redraws and not request.drawings)
+        written = self.run(request) if runs else []
         raw = self.read(request)
         if raw is None:
             why = f"no {self.name}.json in {request.output}"
@@ -153,7 +156,8 @@ class Reproduction:
             with house_style():
                 figure = self.draw(raw)
                 drawing = on_white(to_svg(figure))
-                written += save_figure(figure, request.output, self.name) if written else []
+                if written:
+                    written += save_figure(figure, request.output, written[0].stem)
         exhibit = self.show(raw)
         where = (
             None if exhibit or written else f"its numbers are in {request.output}/{self.name}.json"

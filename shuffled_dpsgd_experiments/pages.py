@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from shuffled_dpsgd.tasks.recipes import RECIPES, Recipe
+from shuffled_dpsgd_experiments.frontier.cells import CellFile
 from shuffled_dpsgd_experiments.sweeps import Sweep, load_sweep
 from shuffled_dpsgd_experiments.sweeps.store import read_records
 from shuffled_dpsgd_experiments.sweeps.table import (
@@ -31,6 +32,12 @@ from shuffled_dpsgd_experiments.sweeps.table import (
 MARKED = re.compile(
     r"(<!-- (grid|ingredients|recipes) (\w+): begin -->).*?(<!-- \2 \3: end -->)", re.DOTALL
 )
+# The workload of the frontier, its held-out set and what it is, by the sweep it stands under.
+FLOORS = {
+    "sst2": ("sst2-linear", "dev", "certified logistic regression on frozen MiniLM features"),
+    "recipe_digits": ("digits-linear", "test", "certified logistic regression on pixels"),
+    "opacus_digits": ("digits-linear", "test", "certified logistic regression on pixels"),
+}
 NOTHING = "No cell has been run yet."
 
 
@@ -52,56 +59,70 @@ def part_of(kind: str, name: str, root: Path) -> str:
     rows = ordered_rows(sweep)
     if not rows:
         return NOTHING
-    lines = grid_lines(sweep, rows) if kind == "grid" else ingredient_lines(sweep, rows)
+    lines = grid_lines(sweep, rows, paired=kind == "ingredients")
     counts = {len(row.scores) for row in rows}
     return "\n".join([*lines, *(f"\n{n} seeds each." for n in counts if counts == {n} != {1})])
 
 
-def grid_lines(sweep: Sweep, rows: Sequence[SweepRow]) -> list[str]:
-    """Methods by budgets, then what is proven of those that do not meet the budget asked for."""
-    epsilons = sorted(sweep.epsilons)
-    found = {(row.method, row.epsilon): row for row in rows if not row.variant}
-    names = [method.name for method in sweep.methods]
-    lines = [f"Non-private: {shown(row, rows)}.\n" for row in rows if row.epsilon is None]
-    lines += [
-        line_of([f"{score_of(rows)} at ε =", *[f"{epsilon:g}" for epsilon in epsilons]]),
-        "|---" * (1 + len(epsilons)) + "|",
-    ]
-    asked = {name: [found.get((name, epsilon)) for epsilon in epsilons] for name in names}
-    for name, mine in asked.items():
-        if any(mine):
-            lines.append(
-                line_of([name, *["" if row is None else shown(row, rows) for row in mine]])
-            )
-    for name, mine in asked.items():
-        if any(row is not None and not meets_its_budget(row) for row in mine):
-            proven = ["" if row is None else row.describe_certified() for row in mine]
-            lines.append(line_of([f"proven ε of {name}", *proven]))
-    return lines
+def grid_lines(sweep: Sweep, rows: Sequence[SweepRow], *, paired: bool) -> list[str]:
+    """Methods by budgets, a floor where one was run, and what is proven where it is not ε.
 
-
-def ingredient_lines(sweep: Sweep, rows: Sequence[SweepRow]) -> list[str]:
-    """The grid with the difference to its first method, over the seeds that both have."""
-    found = {(row.method, row.epsilon): row for row in rows if not row.variant}
-    score, epsilons = score_of(rows), sorted(sweep.epsilons)
-    heads = [head for e in epsilons for head in (f"{score}, ε = {e:g}", "to the first")]
-    lines = [line_of(["what", *heads]), "|---" * (1 + len(heads)) + "|"]
-    for method in sweep.methods:
-        cells = []
-        for epsilon in epsilons:
-            row = found.get((method.name, epsilon))
-            away = difference(sweep, method.name, epsilon)
-            cells += ["", ""] if row is None else [shown(row, rows), away]
-        if any(cells):
-            lines.append(line_of([method.name, *cells]))
-    first = [found.get((sweep.methods[0].name, epsilon)) for epsilon in epsilons]
-    if all(row is not None and not meets_its_budget(row) for row in first):
-        proven = " and ".join(row.describe_certified() for row in first if row is not None)
+    With `paired` each cell has the difference to the first method beside it, over the seeds that
+    both have.
+    """
+    epsilons, score = sorted(sweep.epsilons), score_of(rows)
+    rows_at = {(row.method, row.epsilon): row for row in rows if not row.variant}
+    asked = {
+        m.name: [rows_at.get((m.name, epsilon)) for epsilon in epsilons] for m in sweep.methods
+    }
+    there = {name: mine for name, mine in asked.items() if any(mine)}
+    plain = [row for row in rows if row.epsilon is None]
+    lines = [] if paired else [f"Non-private: {shown(row, rows)}.\n" for row in plain]
+    if paired:
+        heads = ["what", *(h for e in epsilons for h in (f"{score}, ε = {e:g}", "to the first"))]
+    else:
+        heads = [f"{score} at ε =", *(f"{epsilon:g}" for epsilon in epsilons)]
+    lines += [line_of(heads), "|---" * len(heads) + "|"]
+    for name, mine in there.items():
+        cells = [name]
+        for epsilon, row in zip(epsilons, mine, strict=True):
+            cells.append("" if row is None else shown(row, rows))
+            cells += [difference(sweep, name, epsilon)] if paired else []
+        lines.append(line_of(cells))
+    lines += floor_lines(sweep, epsilons, paired=paired)
+    off = {
+        name: ["" if row is None else row.describe_certified() for row in mine]
+        for name, mine in there.items()
+        if any(row is not None and not meets_its_budget(row) for row in mine)
+    }
+    if not paired:
+        return lines + [line_of([f"proven ε of {name}", *proven]) for name, proven in off.items()]
+    if proven := off.get(sweep.methods[0].name):
         lines.append(
-            f"\nThe first row's certified ε (proven) is {proven}, that of the others what was "
-            "asked for."
+            f"\nThe first row's certified ε (proven) is {' and '.join(proven)}, that of the others "
+            "what was asked for."
         )
     return lines
+
+
+def floor_lines(sweep: Sweep, epsilons: Sequence[float], *, paired: bool) -> list[str]:
+    """Logistic regression by DP-SGD on the same held-out records, from the frontier's runs."""
+    if sweep.name not in FLOORS:
+        return []
+    workload, split, what = FLOORS[sweep.name]
+    scores: dict[float, list[float]] = {}
+    for record in CellFile(sweep.results.parent / "frontier" / f"{workload}.jsonl").read():
+        if record["stage"] == "figure":
+            scores.setdefault(record["epsilon"], []).append(record["accuracy"][split])
+    cells = [what]
+    for found in map(scores.get, epsilons):
+        if found is None:
+            cells.append("")
+        else:
+            mean, spread = statistics.fmean(found), statistics.stdev(found)
+            cells.append(f"{100 * mean:.1f} ± {100 * spread:.1f} ({len(found)})")
+        cells += [""] if paired else []
+    return [line_of(cells)]
 
 
 def score_of(rows: Sequence[SweepRow]) -> str:

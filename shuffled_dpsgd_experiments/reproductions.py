@@ -17,12 +17,11 @@ from shuffled_dpsgd.reports.page import page
 from shuffled_dpsgd_experiments import claims
 from shuffled_dpsgd_experiments.exhibits import Reproduced, Reproduction
 from shuffled_dpsgd_experiments.figures import fig1, fig2, noise
-from shuffled_dpsgd_experiments.frontier.reproducing import FrontierReproduction
+from shuffled_dpsgd_experiments.frontier.reproducing import FRONTIER
 from shuffled_dpsgd_experiments.tables import table1, table2, table6, table7, table8, training
 
-Reproducible = Reproduction | FrontierReproduction
-_ALL: tuple[Reproducible, ...] = (
-    FrontierReproduction(),
+_ALL: tuple[Reproduction, ...] = (
+    FRONTIER,
     fig1.FIGURE,
     fig2.FIGURE,
     *noise.FIGURES,
@@ -34,7 +33,7 @@ _ALL: tuple[Reproducible, ...] = (
     table8.TABLE,
     claims.CLAIMS,
 )
-REPRODUCTIONS: Mapping[str, Reproducible] = MappingProxyType({each.name: each for each in _ALL})
+REPRODUCTIONS: Mapping[str, Reproduction] = MappingProxyType({each.name: each for each in _ALL})
 EXHIBITS = tuple(name for name in REPRODUCTIONS if name != "claims")
 PAGE = "reproduction.html"
 _INTRODUCTION = (
@@ -44,7 +43,7 @@ _INTRODUCTION = (
 )
 
 
-def find(names: list[str]) -> list[Reproducible]:
+def find(names: list[str]) -> list[Reproduction]:
     """The named reproductions in order, `all` for every exhibit of the paper."""
     chosen = [*EXHIBITS] if names == ["all"] else names
     for name in chosen:

@@ -1,27 +1,25 @@
-"""The law of log Σ_j e^{Y_j}, by the five methods the paper compares (Lemma 1, Fig. 2).
+"""The law of log Σ_j e^{Y_j}, Y_j ~ N(0, std²), by five methods (the paper's Lemma 1, Fig. 2).
 
-One signature: a method takes a `LognormalSum` and returns the CDF of its logarithm.
-Fenton–Wilkinson is what the paper's theorem uses; Monte-Carlo is the ground truth, drawn by order
-statistics in well under a second at d = 1e8 where the paper's brute force took an hour.
+A method takes the number of terms, their std and a sorted sample of the logarithm, and returns the
+logarithm's CDF. Fenton–Wilkinson is what the paper's theorem uses. The sample is drawn by order
+statistics, in well under a second at d = 1e8 where the paper's brute force took an hour.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 from scipy.special import ndtr, ndtri
 
 from shuffled_dpsgd.accounting.order_statistics import draw_sums
-from shuffled_dpsgd.errors import InvalidArgumentError
 
 Array: TypeAlias = npt.NDArray[np.float64]
-Cdf: TypeAlias = Callable[[npt.ArrayLike], Array]
+Cdf: TypeAlias = Callable[[Array], Array]
 Moments: TypeAlias = tuple[float, float]
 
 KEPT = 512
@@ -29,107 +27,58 @@ CHUNK = 1000
 EXACT_ADDITIONS = 500
 
 
-@dataclass(frozen=True, kw_only=True)
-class LognormalSum:
-    """S = e^{Y_1 + spike} + Σ_{j=2}^{d} e^{Y_j} with independent Y_j ~ N(0, std²).
-
-    `spike` is the amount by which one term's mean exceeds the others', as for the theorem's pair;
-    0 makes the terms identically distributed.
-    """
-
-    dimension: int
-    std: float
-    spike: float = 0.0
-
-    def __post_init__(self) -> None:
-        if self.dimension != int(self.dimension) or self.dimension < 1:
-            raise InvalidArgumentError(
-                "dimension", expected="a whole number >= 1", got=self.dimension
-            )
-        if not (math.isfinite(self.std) and self.std > 0.0):
-            raise InvalidArgumentError("std", expected="a positive number", got=self.std)
-
-    def draw_log(self, draws: int, rng: np.random.Generator) -> Array:
-        """`draws` independent values of log S, in chunks that bound the memory."""
-        first = self.spike + self.std * rng.standard_normal(draws)
-        if self.dimension == 1:
-            return first
-        others = [
-            draw_sums(
-                self.dimension - 1, [self.std], min(CHUNK, draws - start), rng, kept=KEPT
-            ).log_exponential[:, 0]
-            for start in range(0, draws, CHUNK)
-        ]
-        return np.logaddexp(first, np.concatenate(others))
+def draw_log(dimension: int, std: float, draws: int, seed: int) -> Array:
+    """Sorted independent values of the logarithm, drawn in chunks that bound the memory."""
+    rng = np.random.default_rng(seed)
+    parts = [
+        draw_sums(dimension, [std], min(CHUNK, draws - start), rng, kept=KEPT).log_exponential[:, 0]
+        for start in range(0, draws, CHUNK)
+    ]
+    return np.sort(np.concatenate(parts))
 
 
-class Method(Protocol):
-    """An approximation of the law of log S; `draws` and `seed` matter to sampling methods only."""
-
-    def __call__(self, total: LognormalSum, *, draws: int = 1000, seed: int = 0) -> Cdf: ...
-
-
-def fenton_wilkinson(total: LognormalSum, *, draws: int = 1000, seed: int = 0) -> Cdf:
-    """Normal with the first two moments of S matched (Fenton 1960; Lemma 1 of the paper)."""
-    variance = total.std**2
-    others = math.log(total.dimension - 1) if total.dimension > 1 else -math.inf
-    log_sum = float(np.logaddexp(total.spike, others))
-    log_squares = float(np.logaddexp(2.0 * total.spike, others))
-    log_growth = variance + math.log(-math.expm1(-variance))
-    spread = float(np.logaddexp(0.0, log_squares - 2.0 * log_sum + log_growth))
-    return _normal_cdf(log_sum + variance / 2.0 - spread / 2.0, math.sqrt(spread))
+def fenton_wilkinson(dimension: int, std: float, sample: Array) -> Cdf:
+    """Normal with the first two moments of the sum matched (Fenton 1960; Lemma 1 of the paper)."""
+    spread = math.log1p(math.expm1(std**2) / dimension)
+    return _normal(math.log(dimension) + (std**2 - spread) / 2.0, math.sqrt(spread))
 
 
-def schwartz_yeh(total: LognormalSum, *, draws: int = 1000, seed: int = 0) -> Cdf:
-    """Normal with the first two moments of log S, one term added at a time (Schwartz & Yeh 1982).
+def schwartz_yeh(dimension: int, std: float, sample: Array) -> Cdf:
+    """Normal with the logarithm's first two moments, a term at a time (Schwartz & Yeh 1982).
 
     Each addition takes the sum so far for log-normal, which is the method's own error. Beyond
     `EXACT_ADDITIONS` terms the recursion moves slowly and is followed by the midpoint rule in
     strides of a hundredth of the terms so far: 1,200 strides reach d = 1e8.
     """
-    term = (0.0, total.std**2)
-    state, count = (total.spike, total.std**2), 1
-    while count < total.dimension:
+    term, state, count = (0.0, std**2), (0.0, std**2), 1
+    while count < dimension:
         stride = 1 if count < EXACT_ADDITIONS else math.ceil(count / 100)
-        stride = min(stride, total.dimension - count)
+        stride = min(stride, dimension - count)
         state = _add_many(state, term, stride)
         count += stride
-    return _normal_cdf(state[0], math.sqrt(state[1]))
+    return _normal(state[0], math.sqrt(state[1]))
 
 
-def least_squares(total: LognormalSum, *, draws: int = 1000, seed: int = 0) -> Cdf:
-    """Normal whose quantiles fit those of a sample by least squares (Zhao & Ding 2007, linear)."""
-    sample = np.sort(total.draw_log(draws, np.random.default_rng(seed)))
-    quantiles = ndtri((np.arange(draws) + 0.5) / draws)
+def least_squares(dimension: int, std: float, sample: Array) -> Cdf:
+    """Normal whose quantiles fit the sample's by least squares (Zhao & Ding 2007, linear)."""
+    quantiles = ndtri((np.arange(sample.size) + 0.5) / sample.size)
     slope = float(quantiles @ (sample - sample.mean()) / (quantiles @ quantiles))
-    return _normal_cdf(float(sample.mean()), slope)
+    return _normal(float(sample.mean()), slope)
 
 
-def kernel_density(total: LognormalSum, *, draws: int = 1000, seed: int = 0) -> Cdf:
-    """Gaussian kernels on a sample of log S, Silverman's bandwidth."""
-    sample = total.draw_log(draws, np.random.default_rng(seed))
+def kernel_density(dimension: int, std: float, sample: Array) -> Cdf:
+    """Gaussian kernels on the sample, Silverman's bandwidth."""
     low, high = np.quantile(sample, [0.25, 0.75])
-    width = 0.9 * min(float(sample.std()), float(high - low) / 1.349) * draws**-0.2
-
-    def cdf(at: npt.ArrayLike) -> Array:
-        points = np.atleast_1d(np.asarray(at, dtype=np.float64))
-        return ndtr((points[:, None] - sample[None, :]) / width).mean(axis=1)
-
-    return cdf
+    width = 0.9 * min(float(sample.std()), float(high - low) / 1.349) * sample.size**-0.2
+    return lambda at: ndtr((at[:, None] - sample) / width).mean(axis=1)
 
 
-def monte_carlo(total: LognormalSum, *, draws: int = 1000, seed: int = 0) -> Cdf:
-    """The empirical CDF of draws of log S: the ground truth, up to sampling error."""
-    sample = np.sort(total.draw_log(draws, np.random.default_rng(seed)))
-
-    def cdf(at: npt.ArrayLike) -> Array:
-        points = np.atleast_1d(np.asarray(at, dtype=np.float64))
-        return np.searchsorted(sample, points, side="right") / draws
-
-    return cdf
+def monte_carlo(dimension: int, std: float, sample: Array) -> Cdf:
+    """The sample's own CDF: the ground truth, up to sampling error."""
+    return lambda at: np.searchsorted(sample, at, side="right") / sample.size
 
 
-METHODS: dict[str, Method] = {
+METHODS: dict[str, Callable[[int, float, Array], Cdf]] = {
     "fenton-wilkinson": fenton_wilkinson,
     "schwartz-yeh": schwartz_yeh,
     "least-squares": least_squares,
@@ -138,11 +87,8 @@ METHODS: dict[str, Method] = {
 }
 
 
-def _normal_cdf(mean: float, std: float) -> Cdf:
-    def cdf(at: npt.ArrayLike) -> Array:
-        return ndtr((np.atleast_1d(np.asarray(at, dtype=np.float64)) - mean) / std)
-
-    return cdf
+def _normal(mean: float, std: float) -> Cdf:
+    return lambda at: ndtr((at - mean) / std)
 
 
 def _add_many(state: Moments, term: Moments, stride: int) -> Moments:
@@ -150,16 +96,12 @@ def _add_many(state: Moments, term: Moments, stride: int) -> Moments:
     after = _add_lognormals(state, term)
     if stride == 1:
         return after
-    half = stride / 2.0
-    middle = (
-        state[0] + half * (after[0] - state[0]),
-        state[1] + half * (after[1] - state[1]),
-    )
-    beyond = _add_lognormals(middle, term)
-    return (
-        state[0] + stride * (beyond[0] - middle[0]),
-        state[1] + stride * (beyond[1] - middle[1]),
-    )
+    middle = _moved(state, state, after, stride / 2.0)
+    return _moved(state, middle, _add_lognormals(middle, term), stride)
+
+
+def _moved(state: Moments, start: Moments, end: Moments, times: float) -> Moments:
+    return state[0] + times * (end[0] - start[0]), state[1] + times * (end[1] - start[1])
 
 
 def _add_lognormals(a: Moments, b: Moments) -> Moments:

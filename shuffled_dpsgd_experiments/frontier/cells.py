@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import json
-import os
-import subprocess
 import time
-from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,12 +13,12 @@ import torch
 from shuffled_dpsgd import make_private
 from shuffled_dpsgd.core.streams import STREAM_VERSION
 from shuffled_dpsgd.environment import PACKAGES, today, versions
-from shuffled_dpsgd.errors import CheckpointError, ShuffledDPError
+from shuffled_dpsgd.errors import CheckpointError
 from shuffled_dpsgd.tasks import Task
 from shuffled_dpsgd.tasks.config import OptimizerConfig
 from shuffled_dpsgd.tasks.start import build_optimizer, build_scheduler
 from shuffled_dpsgd.training.global_randomness import seed_dropout
-from shuffled_dpsgd.training.loop import LoopSettings, Progress, train
+from shuffled_dpsgd.training.loop import LoopSettings, train
 from shuffled_dpsgd.training.spending import paper_estimate
 from shuffled_dpsgd_experiments.frontier.workloads import (
     CLIP_NORM,
@@ -30,13 +26,14 @@ from shuffled_dpsgd_experiments.frontier.workloads import (
     Point,
     Workload,
     settings_digest,
-    weights_digest,
 )
+from shuffled_dpsgd_experiments.provenance import Provenance
 
 Stage = Literal["tuning", "figure"]
 Record = dict[str, Any]
-FIRST_STEPS = 5
 FIRST_SEED = {"tuning": 0, "figure": 100}
+_KEYS = ["workload", "stage", "algorithm", "epsilon", "batch_clip_ratio", "learning_rate", "seed"]
+_KEYS += ["streams", "settings"]
 
 
 def run_cell(
@@ -47,7 +44,7 @@ def run_cell(
     started = time.perf_counter()
     seed_dropout(seed)
     model = task.fresh_model(seed)
-    initial = weights_digest(model)
+    provenance = Provenance(model, material.digest)
     config = OptimizerConfig(learning_rate=rate, schedule="cosine")
     private = make_private(
         model,
@@ -60,14 +57,8 @@ def run_cell(
         seed=seed,
         # Every logical batch in one piece.
         physical_batch_size=2 * workload.expected_batch_size,
-        **point.options(),
+        **point.options(workload.scope),
     )
-    losses: list[float] = []
-
-    def note(progress: Progress) -> None:
-        if len(losses) < FIRST_STEPS and progress.metrics.loss is not None:
-            losses.append(round(progress.metrics.loss, 6))
-
     scheduler = build_scheduler(private.optimizer, config, private.plan.num_steps)
     settings = LoopSettings(collate=task.collate, price_steps=False)
     try:
@@ -76,7 +67,7 @@ def run_cell(
             task.train_data,
             task.losses,
             settings=settings,
-            callbacks=[note],
+            callbacks=[provenance],
             scheduler=scheduler,
         )
     finally:
@@ -93,10 +84,7 @@ def run_cell(
         "paper_epsilon": None if paper is None else paper.epsilon,
         "noise_multipliers": {block.name: block.noise_multiplier for block in plan.blocks},
         "dimensions": {block.name: block.dimension for block in plan.blocks},
-        "first_losses": losses,
-        "initial_weights": initial,
-        "data": material.digest,
-        "commit": commit(),
+        **provenance.to_json(),
         "versions": versions(PACKAGES),
         "date": today(),
         "seconds": round(time.perf_counter() - started, 2),
@@ -107,30 +95,11 @@ def cell_key(
     workload: Workload, material: Material, point: Point, *, stage: Stage, rate: float, seed: int
 ) -> Record:
     """What tells a cell from all others; everything it finds follows from this and the code."""
-    return {
-        "workload": workload.name,
-        "stage": stage,
-        "algorithm": "paper" if point.is_paper else "dp-sgd",
-        "epsilon": point.epsilon,
-        "batch_clip_ratio": point.batch_clip_ratio,
-        "learning_rate": rate,
-        "seed": seed,
-        "streams": STREAM_VERSION,
-        "settings": settings_digest(workload, material),
-    }
-
-
-_KEYS = (
-    "workload",
-    "stage",
-    "algorithm",
-    "epsilon",
-    "batch_clip_ratio",
-    "learning_rate",
-    "seed",
-    "streams",
-    "settings",
-)
+    algorithm = "paper" if point.is_paper else "dp-sgd"
+    settings = settings_digest(workload, material)
+    ratio, streams = point.batch_clip_ratio, STREAM_VERSION
+    values = workload.name, stage, algorithm, point.epsilon, ratio, rate, seed, streams, settings
+    return dict(zip(_KEYS, values, strict=True))
 
 
 def point_of(record: Record) -> Point:
@@ -147,30 +116,6 @@ def _scores(task: Task, model: torch.nn.Module) -> Record:
     }
 
 
-@cache
-def commit() -> str:
-    """The commit of the code that runs, with a mark if files of it have been changed.
-
-    Raises:
-        ShuffledDPError: the code is not in a git repository.
-    """
-    folder = Path(__file__).parents[2]
-
-    def git(*arguments: str) -> str:
-        done = subprocess.run(
-            ["git", "-C", str(folder), *arguments], capture_output=True, text=True, check=False
-        )
-        if done.returncode:
-            raise ShuffledDPError(
-                f"{folder}: every record names the commit that made it, and git says "
-                f"{done.stderr.strip()}; run this in a clone"
-            )
-        return done.stdout.strip()
-
-    changed = git("status", "--porcelain", "--", "src", "shuffled_dpsgd_experiments")
-    return git("rev-parse", "HEAD") + ("-changed" if changed else "")
-
-
 class CellFile:
     """Cells of one workload. Lines are appended and never edited; a half-written last one is cut.
 
@@ -180,31 +125,23 @@ class CellFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._found: dict[str, Record] = {}
-        self._read_to = 0
+        self._size = 0
         self.read()
 
     def read(self) -> list[Record]:
         """Every record, with what others have added since."""
-        if self.path.is_file():
-            with self.path.open("rb") as file:
-                file.seek(self._read_to)
-                whole = file.read()
-            whole = whole[: whole.rfind(b"\n") + 1]
-            self._read_to += len(whole)
-            for record in self._lines(whole.decode()):
-                self._found.setdefault(_name(record), record)
+        if self.path.is_file() and self.path.stat().st_size != self._size:
+            whole = self.path.read_bytes()
+            self._size = len(whole)
+            for line in whole[: whole.rfind(b"\n") + 1].splitlines():
+                try:
+                    record = json.loads(line)
+                    self._found.setdefault(_name(record), record)
+                except (ValueError, KeyError, TypeError) as error:
+                    raise CheckpointError(
+                        f"{self.path}: a line that is no cell ({error}); move the file away"
+                    ) from error
         return list(self._found.values())
-
-    def _lines(self, text: str) -> Iterator[Record]:
-        for line in text.splitlines():
-            try:
-                record = json.loads(line)
-                _name(record)
-            except (ValueError, KeyError, TypeError) as error:
-                raise CheckpointError(
-                    f"{self.path}: a line that is no cell ({error}); move the file away"
-                ) from error
-            yield record
 
     def find(self, key: Record) -> Record | None:
         """The record of a cell, if it was run."""
@@ -217,23 +154,15 @@ class CellFile:
             CheckpointError: the cell has a record.
         """
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        line = json.dumps(record, allow_nan=False, separators=(",", ":")) + "\n"
         with self.path.open("ab+") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
-            _cut_half_line(file.fileno())
             self.read()
             if self.find(record) is not None:
                 raise CheckpointError(f"{self.path}: the cell has a record, which is never changed")
-            file.write(line.encode())
+            file.seek(0)
+            file.truncate(file.read().rfind(b"\n") + 1)
+            file.write((json.dumps(record, allow_nan=False, separators=(",", ":")) + "\n").encode())
         self.read()
-
-
-def _cut_half_line(descriptor: int) -> None:
-    """Remove what a process that was killed left of a line."""
-    size = os.fstat(descriptor).st_size
-    while size and os.pread(descriptor, 1, size - 1) != b"\n":
-        size -= 1
-    os.ftruncate(descriptor, size)
 
 
 def _name(key: Record) -> str:

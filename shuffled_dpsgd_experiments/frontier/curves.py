@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import fmean, stdev
 from typing import Any
@@ -56,7 +56,7 @@ class Measured:
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """A point of the paper's algorithm less DP-SGD at the same certified ε.
+    """A point of the paper's algorithm, or of the floor, less DP-SGD at the same certified ε.
 
     `at_the_claim` is less DP-SGD certified at the ε that is only claimed; None if that is beyond
     DP-SGD's points.
@@ -83,6 +83,7 @@ class Curves:
     measured: tuple[Measured, ...]
     commits: tuple[str, ...]
     dates: tuple[str, ...]
+    floor: Curves | None = None
 
     def plain(self) -> list[Measured]:
         """DP-SGD by rising certified ε."""
@@ -96,10 +97,17 @@ class Curves:
 
     def comparisons(self) -> list[Difference]:
         """Every point of the paper's algorithm that DP-SGD can be compared with."""
+        return self._compared([each for each in self.measured if each.point.is_paper])
+
+    def floor_comparisons(self) -> list[Difference]:
+        """The linear model less DP-SGD on this one, wherever both can be compared."""
+        return [] if self.floor is None else self._compared(self.floor.plain())
+
+    def _compared(self, measured: Sequence[Measured]) -> list[Difference]:
         found = []
-        for each in self.measured:
+        for each in measured:
             other = self._plain_at(each.certified_epsilon)
-            if not each.point.is_paper or other is None:
+            if other is None:
                 continue
             score, claimed = each.scores[SPLIT], self._plain_at(each.point.epsilon)
             found.append(
@@ -136,10 +144,11 @@ class Curves:
             ],
             "commits": list(self.commits),
             "dates": list(self.dates),
+            "floor": None if self.floor is None else self.floor.to_json(),
         }
 
 
-def curves_of(workload: Workload, records: list[Record]) -> Curves:
+def curves_of(workload: Workload, records: list[Record], floor: Curves | None = None) -> Curves:
     """The points that have a score and a spread, so at least two seeds."""
     runs: dict[Point, list[Record]] = {point: [] for point in workload.points()}
     for record in records:
@@ -148,20 +157,18 @@ def curves_of(workload: Workload, records: list[Record]) -> Curves:
     return Curves(
         workload=workload,
         measured=tuple(
-            _measured(workload, records, point, found)
+            _measured(tried_rates(workload, records, point), point, found)
             for point, found in runs.items()
             if len(found) > 1
         ),
         commits=tuple(sorted({record["commit"] for record in records})),
         dates=tuple(sorted({record["date"] for record in records})),
+        floor=floor,
     )
 
 
-def _measured(
-    workload: Workload, records: list[Record], point: Point, runs: list[Record]
-) -> Measured:
+def _measured(tried: Mapping[float, float], point: Point, runs: list[Record]) -> Measured:
     first = runs[0]
-    tried = tried_rates(workload, records, point)
     rate = first["learning_rate"]
     return Measured(
         point=point,
@@ -203,8 +210,21 @@ def _sentence(curves: Curves) -> str:
         f"proven of it there is ε = {proven.certified_epsilon:.3g}. Of its {len(found)} points, "
         f"compared with DP-SGD at the same certified ε, {below} lie below, {above} above, and "
         f"{len(found) - below - above} show no difference beyond two standard errors (differences "
-        f"from {ranges[0]:+.1f} to {ranges[-1]:+.1f} points)."
+        f"from {ranges[0]:+.1f} to {ranges[-1]:+.1f} points).{_floor_sentence(curves)}"
     )
+
+
+def _floor_sentence(curves: Curves) -> str:
+    """Where a linear model does as well as the one that is drawn."""
+    found = curves.floor_comparisons()
+    if not found:
+        return ""
+    ahead = [f"{each.point.epsilon:g}" for each in found if each.verdict == "above DP-SGD"]
+    behind = [f"{each.point.epsilon:g}" for each in found if each.verdict == "below DP-SGD"]
+    places = [
+        f"{how} it at ε = {', '.join(e)}" for how, e in (("above", ahead), ("below", behind)) if e
+    ]
+    return f" Logistic regression by DP-SGD is {' and '.join(places) or 'not told from it'}."
 
 
 def _span(numbers: Sequence[int]) -> str:

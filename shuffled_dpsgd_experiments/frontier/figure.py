@@ -53,12 +53,14 @@ def _panel(axes: Axes, curves: Curves) -> None:
     axes.set(xscale="log", xlabel="certified ε (proven)")
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axes.xaxis.set_minor_locator(NullLocator())
-    _line(axes, curves, curves.plain(), PROVEN, "D", "DP-SGD")
+    _line(axes, curves.plain(), PROVEN, "D", "DP-SGD")
+    if curves.floor is not None:
+        _line(axes, curves.floor.plain(), MUTED, "x", "DP-SGD, logistic regression")
     for claim, colour, marker in zip(curves.workload.claims, _COLOURS, _MARKERS, strict=False):
         found = curves.papers(claim)
         if not found:
             continue
-        _line(axes, curves, found, colour, marker, f"paper's algorithm, ε = {claim:g} claimed")
+        _line(axes, found, colour, marker, f"paper's algorithm, ε = {claim:g} claimed")
         best = max(found, key=lambda each: each.scores[SPLIT].mean)
         height = best.scores[SPLIT].mean
         axes.plot([claim, best.certified_epsilon], [height] * 2, ":", color=colour, linewidth=1)
@@ -66,9 +68,7 @@ def _panel(axes: Axes, curves: Curves) -> None:
     _name_clips(axes, curves)
 
 
-def _line(
-    axes: Axes, curves: Curves, found: list[Measured], colour: str, marker: str, label: str
-) -> None:
+def _line(axes: Axes, found: list[Measured], colour: str, marker: str, label: str) -> None:
     places = [each.certified_epsilon for each in found]
     scores = [each.scores[SPLIT] for each in found]
     axes.fill_between(

@@ -4,126 +4,126 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from shuffled_dpsgd.reports.style import house_style, save_figure, to_svg
-from shuffled_dpsgd_experiments.exhibits import Exhibit, ExhibitRow, Reproduced, Request
-from shuffled_dpsgd_experiments.frontier.curves import SPLIT, Curves, curves_of, statement
+from shuffled_dpsgd_experiments.exhibits import Exhibit, ExhibitRow, Reproduction, Request
+from shuffled_dpsgd_experiments.frontier.curves import (
+    SPLIT,
+    Curves,
+    Difference,
+    curves_of,
+    statement,
+)
 from shuffled_dpsgd_experiments.frontier.figure import caption, draw
 from shuffled_dpsgd_experiments.frontier.running import cells_of, run
 from shuffled_dpsgd_experiments.frontier.workloads import WORKLOADS, Workload
 
+NAME, TITLE = "frontier", "Accuracy over certified ε: DP-SGD and the paper's algorithm"
+_FEW: dict[str, Any] = {"budgets": (0.5, 2.0, 8.0, 60.0), "num_seeds": 3, "num_tuning_seeds": 1}
 DEMO: tuple[Workload, ...] = (
     replace(
         WORKLOADS["digits"],
         name="digits-demo",
-        budgets=(0.5, 2.0, 8.0, 60.0),
         claims=(1.0,),
         ratios=(1.0, 10.0, 100.0),
-        num_seeds=3,
-        num_tuning_seeds=1,
+        floor="digits-linear-demo",
+        **_FEW,
     ),
+    replace(WORKLOADS["digits-linear"], name="digits-linear-demo", **_FEW),
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class FrontierReproduction:
-    """Accuracy over certified ε: the figure that decides, which the paper does not have."""
+def reproduce(request: Request) -> list[Path]:
+    """Run what is missing, unless only results are asked for, and write the numbers.
 
-    name: str = "frontier"
-    title: str = "Accuracy over certified ε: DP-SGD and the paper's algorithm"
-
-    def reproduce(self, request: Request) -> Reproduced:
-        wanted = DEMO if request.scale == "demo" else tuple(WORKLOADS.values())
-        if not request.from_results:
-            _run(wanted, request)
-        else:
-            wanted = tuple(WORKLOADS.values())
-        curves = _read(wanted, request.output)
-        if request.from_results and not curves:
-            wanted = DEMO
-            curves = _read(wanted, request.output)
-        if not curves:
-            why = f"no finished cells in {request.output / 'frontier'}"
-            return Reproduced(name=self.name, title=self.title, missing=why)
-        with house_style():
-            figure = draw(curves)
-        written: tuple[Path, ...] = ()
-        if not (request.from_results and request.drawings):
-            name = "frontier_demo" if wanted is DEMO else "frontier"
-            written = (
-                _write(curves, request.output / f"{name}.json"),
-                *save_figure(figure, request.output, name),
-            )
-        return Reproduced(
-            name=self.name,
-            title=self.title,
-            written=written,
-            exhibit=self._exhibit(curves),
-            drawing=to_svg(figure),
-        )
-
-    def _exhibit(self, curves: Sequence[Curves]) -> Exhibit:
-        made = [f"{each.workload.name} by {_commits(each)}" for each in curves]
-        return Exhibit(
-            name=self.name,
-            title=self.title,
-            origin=f"From {'; '.join(made)}.",
-            rows=tuple(row for each in curves for row in _rows(each)),
-            notes=(statement(curves),),
-        )
-
-
-def _run(workloads: Sequence[Workload], request: Request) -> None:
-    """Stops, and leaves the rest to the next call, after a signal."""
-    # Models this small only wait for each other on more threads.
-    torch.set_num_threads(1)
-    for workload in workloads:
-        material = workload.load(request.data)
-        if not run(workload, material, cells_of(workload, request.output), say=request.say):
-            raise KeyboardInterrupt
-
-
-def _read(workloads: Sequence[Workload], folder: Path) -> list[Curves]:
-    found = [curves_of(each, cells_of(each, folder).read()) for each in workloads]
-    return [each for each in found if each.measured]
-
-
-def _rows(curves: Curves) -> list[ExhibitRow]:
-    compared = {each.point: each for each in curves.comparisons()}
-    rows = []
-    for each in curves.measured:
-        score, verdict = each.scores[SPLIT], ""
-        if each.point in compared:
-            found = compared[each.point]
-            verdict = f"{found.verdict} at this ε: {found.difference:+.1f} ± {found.error:.1f}"
-        rows.append(
-            ExhibitRow(
-                what=f"{curves.workload.name}: {each.point.describe()}",
-                paper="",
-                ours=f"{score.mean:.1f} % (n = {each.num_seeds})",
-                certified=f"{each.certified_epsilon:.3g}",
-                verdict=verdict,
-            )
-        )
-    return rows
-
-
-def _commits(curves: Curves) -> str:
-    commits = ", ".join(commit[:7] for commit in curves.commits)
-    return f"{commits} on {' and '.join(curves.dates)}"
-
-
-def _write(curves: Sequence[Curves], path: Path) -> Path:
+    After a signal it stops, and leaves the rest to the next call.
+    """
+    workloads = DEMO if request.scale == "demo" else tuple(WORKLOADS.values())
+    if not request.from_results:
+        # Models this small only wait for each other on more threads.
+        torch.set_num_threads(1)
+        for workload in workloads:
+            material = workload.load(request.data)
+            if not run(workload, material, cells_of(workload, request.output), say=request.say):
+                raise KeyboardInterrupt
+    curves = read(request)
+    if not curves:
+        return []
+    demo = curves[0].workload.name == DEMO[0].name
+    path = request.output / f"{NAME}{'_demo' if demo else ''}.json"
     raw: dict[str, Any] = {
         "figure": path.stem,
         "caption": caption(curves),
         "workloads": {each.workload.name: each.to_json() for each in curves},
     }
-    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(raw, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    return path
+    return [path]
+
+
+def read(request: Request) -> list[Curves] | None:
+    """The workloads that have points; of committed results those at full size, if there are any."""
+    demo = _read(DEMO, request.output)
+    if request.scale == "demo" and not request.from_results:
+        return demo or None
+    return _read(tuple(WORKLOADS.values()), request.output) or demo or None
+
+
+def _read(workloads: Sequence[Workload], folder: Path) -> list[Curves]:
+    found: dict[str, Curves] = {}
+    for each in reversed(workloads):
+        floor = found.get(each.floor or "")
+        found[each.name] = curves_of(each, cells_of(each, folder).read(), floor)
+    floors = {each.floor for each in workloads}
+    chosen = [found[each.name] for each in workloads if each.name not in floors]
+    return [each for each in chosen if each.measured]
+
+
+def show(curves: Sequence[Curves]) -> Exhibit:
+    """A row for every point, the floors' among them."""
+    made = [f"{each.workload.name} by {_commits(each)}" for each in curves]
+    return Exhibit(
+        name=NAME,
+        title=TITLE,
+        origin=f"From {'; '.join(made)}.",
+        rows=tuple(row for each in curves for row in _rows(each)),
+        notes=(statement(curves),),
+    )
+
+
+def _rows(curves: Curves) -> list[ExhibitRow]:
+    """Points of the curves beside DP-SGD, then of the floor beside the same DP-SGD."""
+    found = _rows_of(curves, curves.comparisons())
+    if curves.floor is not None:
+        found += _rows_of(curves.floor, curves.floor_comparisons())
+    return found
+
+
+def _rows_of(curves: Curves, compared: Sequence[Difference]) -> list[ExhibitRow]:
+    verdicts = {
+        each.point: f"{each.verdict} at this ε: {each.difference:+.1f} ± {each.error:.1f}"
+        for each in compared
+    }
+    return [
+        ExhibitRow(
+            what=f"{curves.workload.name}: {each.point.describe()}",
+            paper="",
+            ours=f"{each.scores[SPLIT].mean:.1f} % (n = {each.num_seeds})",
+            certified=f"{each.certified_epsilon:.3g}",
+            verdict=verdicts.get(each.point, ""),
+        )
+        for each in curves.measured
+    ]
+
+
+def _commits(curves: Curves) -> str:
+    commits = ", ".join(commit[:7] + commit[40:] for commit in curves.commits)
+    return f"{commits} on {' and '.join(curves.dates)}"
+
+
+FRONTIER = Reproduction(
+    name=NAME, title=TITLE, run=reproduce, read=read, show=show, draw=draw, redraws=True
+)

@@ -7,12 +7,12 @@ records held back. While the best lies at an end, the grid is extended there.
 from __future__ import annotations
 
 import gc
+import itertools
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from statistics import fmean
-
-import torch
 
 from shuffled_dpsgd_experiments.frontier.cells import (
     FIRST_SEED,
@@ -31,16 +31,28 @@ FURTHEST = 8
 Say = Callable[[str], object]
 
 
-def run(
-    workload: Workload,
-    material: Material,
-    cells: CellFile,
-    *,
-    say: Say,
-    stop_after: float | None = None,
-) -> bool:
-    """Run every cell without a record; True when all have one, False after a signal or in time."""
-    return _Run(workload, material, cells, say, stop_after).go()
+def run(workload: Workload, material: Material, cells: CellFile, *, say: Say) -> bool:
+    """Run every cell without a record; True when all have one, False after a signal."""
+    gc.collect()
+    # What a cell leaves is collected after it; what is there now stays, and is not looked at.
+    gc.freeze()
+    started, ran = time.monotonic(), 0
+    for point, stage, rate, seed, done in _wanted(workload, cells):
+        if cells.find(cell_key(workload, material, point, stage=stage, rate=rate, seed=seed)):
+            continue
+        record = run_cell(workload, material, point, stage=stage, rate=rate, seed=seed)
+        gc.collect()
+        if record is None:
+            return False
+        cells.add(record)
+        ran += 1
+        score = ", ".join(f"{100 * s:.1f} % {name}" for name, s in record["accuracy"].items())
+        each = (time.monotonic() - started) / ran
+        say(
+            f"{workload.name}, {done}: {point.describe()}, rate {rate:g}, seed {seed}: "
+            f"{score}; {each:.1f} s a cell"
+        )
+    return True
 
 
 def tuned_rates(workload: Workload, records: list[Record]) -> dict[Point, float]:
@@ -64,9 +76,7 @@ def _means(workload: Workload, records: list[Record], point: Point) -> dict[int,
     scores: dict[int, list[float]] = {}
     for record in records:
         if record["stage"] == "tuning" and point_of(record) == point:
-            power = round(
-                torch.tensor(record["learning_rate"] / workload.middle_rate).log2().item()
-            )
+            power = round(math.log2(record["learning_rate"] / workload.middle_rate))
             scores.setdefault(power, []).append(record["accuracy"]["held back"])
     return {p: fmean(s) for p, s in scores.items() if len(s) >= workload.num_tuning_seeds}
 
@@ -86,70 +96,19 @@ def _next_power(means: Mapping[int, float]) -> int | None:
     return beyond if beyond is not None and abs(beyond) <= FURTHEST else None
 
 
-class _Run:
-    def __init__(
-        self,
-        workload: Workload,
-        material: Material,
-        cells: CellFile,
-        say: Say,
-        stop_after: float | None,
-    ) -> None:
-        self._workload = workload
-        self._material = material
-        self._cells = cells
-        self._say = say
-        self._started = time.monotonic()
-        self._stop_after = stop_after
-        self._ran = 0
-
-    def go(self) -> bool:
-        gc.collect()
-        # What a cell leaves is collected after it; what is there now stays, and is not looked at.
-        gc.freeze()
-        for point in self._workload.points():
-            for rate, seed in self._trials(point):
-                if not self._cell(point, "tuning", rate, seed, "tuning"):
-                    return False
-        rates = tuned_rates(self._workload, self._cells.read())
-        points, seeds = self._workload.points(), self._workload.num_seeds
-        for number in range(seeds):
-            for place, point in enumerate(points):
-                done = f"{number * len(points) + place + 1} of {seeds * len(points)}"
-                seed = FIRST_SEED["figure"] + number
-                if not self._cell(point, "figure", rates[point], seed, done):
-                    return False
-        return True
-
-    def _trials(self, point: Point) -> Iterator[tuple[float, int]]:
-        """Rate and seed, one after the other, as what was found so far asks for."""
-        while True:
-            power = _next_power(_means(self._workload, self._cells.read(), point))
-            if power is None:
-                return
-            for number in range(self._workload.num_tuning_seeds):
-                yield self._workload.middle_rate * 2.0**power, FIRST_SEED["tuning"] + number
-
-    def _cell(self, point: Point, stage: Stage, rate: float, seed: int, done: str) -> bool:
-        key = cell_key(self._workload, self._material, point, stage=stage, rate=rate, seed=seed)
-        if self._cells.find(key) is not None:
-            return True
-        passed = time.monotonic() - self._started
-        if self._stop_after is not None and passed > self._stop_after:
-            return False
-        record = run_cell(self._workload, self._material, point, stage=stage, rate=rate, seed=seed)
-        gc.collect()
-        if record is None:
-            return False
-        self._cells.add(record)
-        self._ran += 1
-        score = ", ".join(f"{100 * s:.1f} % {name}" for name, s in record["accuracy"].items())
-        each = (time.monotonic() - self._started) / self._ran
-        self._say(
-            f"{self._workload.name}, {done}: {point.describe()}, rate {rate:g}, seed {seed}: "
-            f"{score}; {each:.1f} s a cell"
-        )
-        return True
+def _wanted(workload: Workload, cells: CellFile) -> Iterator[tuple[Point, Stage, float, int, str]]:
+    """Every cell in the order of running; what tuning tries next depends on what it has found."""
+    points = workload.points()
+    for point in points:
+        while (power := _next_power(_means(workload, cells.read(), point))) is not None:
+            for number in range(workload.num_tuning_seeds):
+                rate = workload.middle_rate * 2.0**power
+                yield point, "tuning", rate, FIRST_SEED["tuning"] + number, "tuning"
+    rates = tuned_rates(workload, cells.read())
+    places = list(itertools.product(range(workload.num_seeds), points))
+    for place, (number, point) in enumerate(places, start=1):
+        done = f"{place} of {len(places)}"
+        yield point, "figure", rates[point], FIRST_SEED["figure"] + number, done
 
 
 def cells_of(workload: Workload, folder: Path) -> CellFile:

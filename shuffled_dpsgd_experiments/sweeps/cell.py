@@ -28,6 +28,7 @@ from shuffled_dpsgd.tasks.start import build_scheduler, chosen_device
 from shuffled_dpsgd.training.loop import Callback, LoopSettings, Outcome, Progress, train
 from shuffled_dpsgd.training.private import PrivateTraining
 from shuffled_dpsgd.training.spending import paper_estimate
+from shuffled_dpsgd_experiments.provenance import Provenance, data_digest
 from shuffled_dpsgd_experiments.sweeps.grid import Cell
 from shuffled_dpsgd_experiments.sweeps.search import run_search
 
@@ -43,6 +44,7 @@ class Tasks:
         self._kept = kept
         self._found: dict[str, tuple[int, Task]] = {}
         self._missing: dict[str, Exception] = {}
+        self._digests: dict[str, str] = {}
 
     def of(self, config: RunConfig) -> Task:
         """The configured task with the initial weights of the configured seed."""
@@ -67,6 +69,13 @@ class Tasks:
         except Exception as error:
             self._missing[key] = error
             raise
+
+    def digest_of(self, config: RunConfig) -> str:
+        """Of the training records."""
+        key = self.key_of(config)
+        if key not in self._digests:
+            self._digests[key] = data_digest(self.of(config).train_data)
+        return self._digests[key]
 
     def are_missing(self, config: RunConfig) -> bool:
         """Whether the data or the model of a run could not be had."""
@@ -157,7 +166,8 @@ def _record(cell: Cell, tasks: Tasks) -> dict[str, Any] | None:
     private = _start(cell, task)
     model, decay = private.model, config.training.weight_averaging
     average = WeightAverage(model, decay=decay) if decay else None
-    callbacks: list[Callback] = [meter]
+    provenance = Provenance(model, tasks.digest_of(config))
+    callbacks: list[Callback] = [meter, provenance]
     if average is not None:
         callbacks.append(lambda progress: average.update(model))
     outcome = train_on(config, task, private, callbacks)
@@ -185,6 +195,7 @@ def _record(cell: Cell, tasks: Tasks) -> dict[str, Any] | None:
         },
         "samples_per_second_when_warm": meter.samples_per_second(),
         "config": cell.described,
+        **provenance.to_json(),
         "environment": environment(str(private.device)),
     }
 

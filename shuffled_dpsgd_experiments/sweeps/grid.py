@@ -12,6 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
+from shuffled_dpsgd.core.streams import STREAM_VERSION
 from shuffled_dpsgd.tasks import RunConfig, parse_config
 from shuffled_dpsgd.tasks.config import SECTIONS
 
@@ -20,6 +21,9 @@ Stage = Literal["tuning", "main"]
 MACHINE = ("device", "num_threads", "physical_batch_size", "evaluate_every", "checkpoint_every")
 # Defaults that have changed since cells were first named.
 NAMED_WITH = {"scope": "paper"}
+
+# Up to this version of the streams a cell's name does not say which one its noise is from.
+_UNNAMED_STREAMS = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,6 +89,8 @@ class Cell:
     def file_name(self) -> str:
         """Where its result goes: readable, and different for every configuration."""
         facts = [self.identity, self.seed, self.stage]
+        if STREAM_VERSION > _UNNAMED_STREAMS:
+            facts.append({"streams": STREAM_VERSION})
         if self.best_of is not None:
             facts += [self.best_of, [each.identity for each in self.candidates]]
         text = json.dumps(facts, sort_keys=True)

@@ -8,14 +8,15 @@ claims it by a lock, so commands that share a folder of results share the work.
 
 from __future__ import annotations
 
+import multiprocessing
 import signal
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
-from multiprocessing.connection import wait
 from types import FrameType
 from typing import Any
 
@@ -24,7 +25,7 @@ from shuffled_dpsgd_experiments.sweeps.cell import Tasks, run_cell
 from shuffled_dpsgd_experiments.sweeps.grid import Cell, Sweep
 from shuffled_dpsgd_experiments.sweeps.search import merit
 from shuffled_dpsgd_experiments.sweeps.store import Store
-from shuffled_dpsgd_experiments.sweeps.workers import CellOutcome, Here, Process, Run, Worker
+from shuffled_dpsgd_experiments.sweeps.workers import CellOutcome, OtherProcess, Run, Worker
 
 POLL_SECONDS = 0.5
 ATTEMPTS = 2
@@ -76,11 +77,11 @@ def run_sweeps(
     if jobs < 1:
         raise InvalidArgumentError("--jobs", expected="at least 1", got=jobs)
     if jobs == 1:
-        return _Scheduler(sweeps, [Here(run)], on_progress, stop_after).work()
-    processes = [Process(run) for _ in range(jobs)]
+        return _Scheduler(sweeps, [Worker(run)], on_progress, stop_after).work()
+    processes = [OtherProcess(run) for _ in range(jobs)]
+    scheduler = _Scheduler(sweeps, processes, on_progress, stop_after, ATTEMPTS)
     try:
-        scheduler = _Scheduler(sweeps, processes, on_progress, stop_after, ATTEMPTS)
-        with _passed_on(scheduler, processes):
+        with _passed_on(scheduler):
             return scheduler.work()
     finally:
         for process in processes:
@@ -88,13 +89,16 @@ def run_sweeps(
 
 
 @contextmanager
-def _passed_on(scheduler: _Scheduler, processes: Sequence[Process]) -> Iterator[None]:
-    """Pass a request to end on to the processes, and start nothing after it."""
+def _passed_on(scheduler: _Scheduler) -> Iterator[None]:
+    """Pass a request to end on to the processes, and start nothing after it.
+
+    Ctrl-C reaches every process of a terminal by itself.
+    """
 
     def pass_on(number: int, frame: FrameType | None) -> None:
         scheduler.is_stopping = True
-        for process in processes:
-            process.stop(number)
+        for process in multiprocessing.active_children() if number == signal.SIGTERM else ():
+            process.terminate()
 
     before = {each: signal.signal(each, pass_on) for each in (signal.SIGINT, signal.SIGTERM)}
     try:
@@ -178,8 +182,13 @@ class _Scheduler:
             busy = [worker for worker in self._workers if worker.at is not None]
             if not busy and (self._is_over() or not hopeful):
                 break
-            if not [worker for worker in busy if self._collect(worker)]:
-                self._wait(busy)
+            waiting = {worker.future: worker for worker in busy}
+            done = wait(waiting, POLL_SECONDS, FIRST_COMPLETED).done
+            for future in done:
+                self._collect(waiting[future])
+            if not done:  # Others may have ended what they had taken.
+                self._taken.clear()
+                time.sleep(0.0 if busy else POLL_SECONDS)
         failed = [cell for _, cell in self._missing() if self._failures[cell.key]]
         if failed:
             raise _all_failed(failed)
@@ -212,19 +221,9 @@ class _Scheduler:
             if worker.at is None and (chosen := next(waiting, None)) is not None:
                 worker.start(*chosen)
 
-    def _wait(self, busy: Sequence[Worker]) -> None:
-        """Until a worker has something to say, or others may have ended what they had taken."""
-        pipes = [worker.pipe for worker in busy if isinstance(worker, Process)]
-        if not wait(pipes, POLL_SECONDS):
-            self._taken.clear()
-        if not pipes:
-            time.sleep(POLL_SECONDS)
-
-    def _collect(self, worker: Worker) -> bool:
-        """Whether a worker has done with its cell."""
+    def _collect(self, worker: Worker) -> None:
         outcome = worker.outcome()
-        if outcome is None or worker.at is None:
-            return False
+        assert worker.at is not None
         (store, cell), worker.at = worker.at, None
         if outcome.kind == "found":
             self._times.append(outcome.seconds)
@@ -235,7 +234,6 @@ class _Scheduler:
             self.is_stopping = True
         else:
             self._step_over(cell, outcome)
-        return True
 
     def _step_over(self, cell: Cell, outcome: CellOutcome) -> None:
         """Leave a cell that failed; end at once where all of them lack their data or model."""

@@ -7,14 +7,15 @@ twice and nobody waits for the dead.
 from __future__ import annotations
 
 import multiprocessing
-import signal
 import time
 import traceback
 from collections.abc import Callable
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
+from functools import cache
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from shuffled_dpsgd.errors import ShuffledDPError
 from shuffled_dpsgd_experiments.sweeps.cell import Tasks
@@ -39,94 +40,65 @@ class CellOutcome:
     lacks: bool = False
 
 
-class Worker(Protocol):
-    """Whatever runs one cell at a time; `at` is the one it is at."""
-
-    at: tuple[Store, Cell] | None
-
-    def start(self, store: Store, cell: Cell) -> None: ...
-
-    def outcome(self) -> CellOutcome | None:
-        """What became of the cell; None while it is being run."""
-
-
-class Here:
-    """This process, which is busy until a cell is done."""
+class Worker:
+    """This process, which is busy until a cell is done. `at` is the cell that `future` is of."""
 
     def __init__(self, run: Run) -> None:
         self.at: tuple[Store, Cell] | None = None
+        self.future: Future[CellOutcome] = Future()
         self._run, self._tasks = run, Tasks()
-        self._outcome: CellOutcome | None = None
 
     def start(self, store: Store, cell: Cell) -> None:
-        self.at = store, cell
-        self._outcome = attempt(store, cell, self._tasks, self._run)
+        self.at, self.future = (store, cell), Future()
+        self.future.set_result(attempt(store.directory, cell, self._run, self._tasks))
 
-    def outcome(self) -> CellOutcome | None:
-        return self._outcome
+    def outcome(self) -> CellOutcome:
+        """What became of the cell, once it is done."""
+        return self.future.result()
+
+    def close(self) -> None:
+        """End what it has started."""
 
 
-class Process:
+class OtherProcess(Worker):
     """A process of its own, with its own data and kernels.
 
     One that has failed is replaced by a fresh one, whatever it has done to its GPU.
     """
 
-    def __init__(self, run: Run) -> None:
-        self.at: tuple[Store, Cell] | None = None
-        self.pipe: Connection
-        self._run = run
-        self._process: Any = None
+    _pool: ProcessPoolExecutor | None = None
 
     def start(self, store: Store, cell: Cell) -> None:
+        if self._pool is None:
+            spawn = multiprocessing.get_context("spawn")
+            self._pool = ProcessPoolExecutor(max_workers=1, mp_context=spawn)
         self.at = store, cell
-        if self._process is None:
-            context = multiprocessing.get_context("spawn")
-            self.pipe, there = context.Pipe()
-            self._process = context.Process(target=serve, args=(there, self._run))
-            self._process.start()
-            there.close()
-        self.pipe.send((store.directory, cell))
+        self.future = self._pool.submit(attempt, store.directory, cell, self._run)
 
-    def outcome(self) -> CellOutcome | None:
-        if not self.pipe.poll():
-            return None
+    def outcome(self) -> CellOutcome:
         try:
-            found: CellOutcome = self.pipe.recv()
-        except EOFError:
-            self._process.join()
-            status = self._process.exitcode
-            found = CellOutcome(kind="failed", why=f"its process ended with status {status}")
+            found = super().outcome()
+        except BrokenProcessPool:
+            found = CellOutcome(kind="failed", why="its process ended, or was killed")
         if found.kind == "failed":
             self.close()
         return found
 
-    def stop(self, number: int) -> None:
-        """Pass a signal on. Ctrl-C reaches every process of a terminal by itself."""
-        if self._process is not None and number == signal.SIGTERM:
-            self._process.terminate()
-
     def close(self) -> None:
-        if self._process is not None:
-            self._process.kill()
-            self._process.join()
-            self.pipe.close()
-        self._process = None
+        if self._pool is not None:
+            self._pool.shutdown()
+        self._pool = None
 
 
-def serve(pipe: Connection, run: Run) -> None:
-    """One of several processes: runs the cells that it is sent until nobody sends any."""
-    tasks = Tasks()
-    while True:
-        try:
-            folder, cell = pipe.recv()
-        except EOFError:
-            return
-        pipe.send(attempt(Store(folder), cell, tasks, run))
+@cache
+def _own_tasks() -> Tasks:
+    """Those of a process that does nothing but run cells."""
+    return Tasks()
 
 
-def attempt(store: Store, cell: Cell, tasks: Tasks, run: Run) -> CellOutcome:
+def attempt(folder: Path, cell: Cell, run: Run, tasks: Tasks | None = None) -> CellOutcome:
     """Claim a cell, run it and write its result."""
+    store, tasks = Store(folder), tasks or _own_tasks()
     with store.claim(cell) as mine:
         if not mine:
             return CellOutcome(kind="taken")

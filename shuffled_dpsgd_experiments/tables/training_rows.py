@@ -19,14 +19,15 @@ _OWN = METHODS.index("shuffled")
 
 
 def rows_from(table: str, records: Iterable[Record]) -> list[ExhibitRow]:
-    """The cells of each model and data set, by budget and method."""
-    groups: dict[tuple[str, str], list[Record]] = {}
+    """The cells of each model, data set and sweep, by budget and method."""
+    groups: dict[tuple[str, str, str], list[Record]] = {}
     for record in records:
-        key = f"{_model_of(record)} on {_data_of(record)}", record["config"]["data"]["format"]
+        what = f"{_model_of(record)} on {_data_of(record)}"
+        key = what, record["config"]["data"]["format"], record["sweep"]
         groups.setdefault(key, []).append(record)
     return [
         row
-        for (what, format_), group in groups.items()
+        for (what, format_, _), group in groups.items()
         for row in _rows(what, _printed_for(table, format_), group)
     ]
 
@@ -138,10 +139,7 @@ def _beside(row: SweepRow, printed: Printed) -> str:
 
 
 def _verdict(row: SweepRow, rows: Sequence[SweepRow], printed: Printed, guess: float) -> str:
-    """What is proven, and whether anything was learnt.
-
-    For the paper's method also how it compares with DP-SGD, here and there.
-    """
+    """What is proven, and whether anything was learnt; of the paper's method also a comparison."""
     if row.epsilon is None:
         return "no privacy"
     if row.certified is None:
@@ -150,37 +148,37 @@ def _verdict(row: SweepRow, rows: Sequence[SweepRow], printed: Printed, guess: f
         return "no run has a finite score"
     proven = row.certified <= 1.001 * row.epsilon
     words = "ε is proven" if proven else f"ε = {row.epsilon:g} is claimed, not proven"
-    learnt_nothing = bool(guess) and row.mean <= guess + _CLOSE
+    if _is_a_guess(row, guess):
+        return f"{words}; it has learnt nothing: the commonest class alone gives {100 * guess:.1f}"
     if row.privacy.get("accounting") == "paper":
-        words += _compared(row, rows, printed, learnt_nothing=learnt_nothing)
-    if learnt_nothing:
-        words += f"; it has learnt nothing: the commonest class alone gives {100 * guess:.1f}"
+        words += _compared(row, [each for each in rows if not _is_a_guess(each, guess)], printed)
     return words
 
 
-def _compared(
-    row: SweepRow, rows: Sequence[SweepRow], printed: Printed, *, learnt_nothing: bool
-) -> str:
-    """How the paper's method compares with the best DP-SGD.
+def _is_a_guess(row: SweepRow, guess: float) -> bool:
+    return bool(guess) and row.mean <= guess + _CLOSE
 
-    A guess is not called better, nor is a mean that is ahead by less than a spread over seeds.
+
+def _compared(row: SweepRow, rows: Sequence[SweepRow], printed: Printed) -> str:
+    """How the paper's method compares with the best DP-SGD of the same sweep, so of its recipe.
+
+    Nothing is said of a single seed, nor of means that are no further apart than one of them
+    spreads over its seeds.
     """
     same = (other for other in rows if other.scores and other.epsilon == row.epsilon)
     honest = [other for other in same if other.privacy.get("accounting") != "paper"]
     if not honest:
         return ""
-    better = min if row.score_name in LOWER_IS_BETTER else max
-    best = better(honest, key=lambda other: other.mean)
-    beats = better(row.mean, best.mean) == row.mean and row.mean != best.mean
-    if beats and learnt_nothing:
-        return ""
-    spread = max(row.spread or 0.0, best.spread or 0.0)
-    if beats and abs(row.mean - best.mean) <= spread:
-        more = "scores no better, by its spread over seeds,"
-    else:
-        more = "scores better" if beats else "does not score better"
-    words = f"; {more} than DP-SGD with a proven ε ({best.score_name} {best.describe()})"
-    if not beats and row.epsilon in EPSILONS and _printed_ahead(printed, row.epsilon):
+    lower = row.score_name in LOWER_IS_BETTER
+    best = (min if lower else max)(honest, key=lambda other: other.mean)
+    other = f"DP-SGD with a proven ε ({best.score_name} {best.describe()})"
+    if row.spread is None or best.spread is None:
+        return f"; a single seed, so not compared with {other}"
+    ahead = (row.mean - best.mean) * (-1 if lower else 1)
+    if abs(ahead) <= max(row.spread, best.spread):
+        return f"; no difference beyond the spread over seeds to {other}"
+    words = f"; scores {'better' if ahead > 0 else 'worse'} than {other}"
+    if ahead < 0 and row.epsilon in EPSILONS and _printed_ahead(printed, row.epsilon):
         words += ", while the paper prints it ahead of both its baselines"
     return words
 

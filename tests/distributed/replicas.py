@@ -210,7 +210,8 @@ def bad_launches() -> dict[str, str]:
         "frame": refusal(lambda: start(case, noise_frame="unshuffled")),
         "kind": refusal(lambda: start(sharded if odd else case)),
         "command": refusal(lambda: compare_configs(current_world(), config(3 if odd else 2))),
-        "wrapped": refusal(lambda: wrapped(case)),
+        "wrapped": refusal(lambda: wrapped(ddp(case.make()))),
+        "wrapped inside": refusal(lambda: wrapped(torch.nn.Sequential(ddp(case.make())))),
     }
     version = torch.__version__
     torch.__version__ = "1.0" if odd else version  # type: ignore[assignment]
@@ -221,8 +222,10 @@ def bad_launches() -> dict[str, str]:
     return found
 
 
-def wrapped(case: Case) -> None:
-    model = torch.nn.parallel.DistributedDataParallel(case.make())
+ddp = torch.nn.parallel.DistributedDataParallel
+
+
+def wrapped(model: torch.nn.Module) -> None:
     make_private(
         model,
         torch.optim.SGD(model.parameters(), lr=0.1),

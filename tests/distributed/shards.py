@@ -507,6 +507,15 @@ class FunctionalCollectives(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+def written_on_a_full_disk(directory: str) -> dict[str, Any]:
+    """What saving shards says where no rank can write, and the files it leaves."""
+    private, kept = start(CASES["mlp"](torch.float64)), Path(directory)
+    writer = "shuffled_dpsgd.training.sharded_checkpoint.save"
+    with mock.patch(writer, side_effect=OSError(28, "No space left on device")):
+        found = refusal(lambda: save_checkpoint(private, kept))
+    return {"refused": found, "left": [path.name for path in kept.iterdir()]}
+
+
 def collectives_of_dtensors(directory: str) -> dict[str, Any]:
     """All that a run asks of a sharded model: checks, steps, shuffles, checkpoints, weights."""
     case, kept, asked = CASES["mlp"](torch.float64), Path(directory), FunctionalCollectives()

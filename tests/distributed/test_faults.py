@@ -29,6 +29,7 @@ def test_bad_launches_are_refused_before_the_first_step(launcher: Launcher) -> N
         "optimizer": "rank 1 has another optimizer than rank 0",
         "frame": "noise_frame: expected 'shuffled' with several ranks",
         "wrapped": "got DistributedDataParallel; pass the wrapped model, usually .module",
+        "wrapped inside": "0: expected the model itself on every rank, got DistributedDataParallel",
     }
     for name, words in named.items():
         assert words in one[name], one[name]

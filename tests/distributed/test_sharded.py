@@ -232,3 +232,9 @@ def test_sums_of_shards_are_compared_with_a_stock_backward(launcher: Launcher) -
     assert "another process" in healthy["said"]
     # Nothing but the noise of an empty first batch.
     assert healthy["spent"] == faulty["spent"] <= 1
+
+
+def test_shards_that_cannot_be_written_leave_nothing(launcher: Launcher, tmp_path: Path) -> None:
+    found = launcher.run(HERE, "written_on_a_full_disk", directory=str(tmp_path))
+    assert all("No space left on device" in one["refused"] for one in found)
+    assert found[0]["left"] == []

@@ -537,3 +537,29 @@ def test_a_transform_that_standardises_its_rows_is_refused(tmp_path: Path) -> No
         else:
             trainer.train()
             assert "not checked" not in str(trainer.card())
+
+
+def test_a_delta_that_protects_nobody_is_said(tmp_path: Path) -> None:
+    trainer = build(tmp_path, privacy=privacy(delta=1 / NUM_RECORDS))
+    with pytest.warns(UserWarning, match=f"is not below 1/{NUM_RECORDS}"):
+        trainer.create_optimizer()
+
+
+def test_streams_are_refused_before_anything_is_prepared(tmp_path: Path) -> None:
+    class Stream(torch.utils.data.IterableDataset):
+        def __iter__(self) -> Any:
+            yield from records()
+
+    with pytest.raises(InvalidArgumentError, match=r"train_dataset: .* got 'Stream'"):
+        build(tmp_path, data=Stream())
+
+
+def test_without_arguments_it_takes_the_trainers_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from shuffled_dpsgd.integrations import DPTrainer
+
+    monkeypatch.chdir(tmp_path)
+    trainer = DPTrainer(tiny_bert(), train_dataset=records(), privacy=privacy())
+    assert trainer.args.output_dir == "tmp_trainer"
+    assert trainer.args.max_grad_norm == 0.0

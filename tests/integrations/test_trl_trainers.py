@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import difflib
+import functools
 import inspect
 import json
 import types
@@ -289,6 +290,29 @@ def test_what_must_differ_is_said_once_and_the_callers_arguments_stay(tmp_path: 
         )
     assert (config.max_grad_norm, config.gradient_accumulation_steps) == (1.0, 2)
     assert (trainer.args.max_grad_norm, trainer.args.gradient_accumulation_steps) == (0.0, 1)
+
+
+def test_without_arguments_it_takes_trls_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in TRL's first example; here on a CPU, which TRL has to be told."""
+    from shuffled_dpsgd.integrations import DPDPOTrainer, DPSFTTrainer, trl_trainers
+
+    monkeypatch.chdir(tmp_path)
+    for name, kind, data in (("SFT", DPSFTTrainer, "text"), ("DPO", DPDPOTrainer, "pairs")):
+        config = functools.partial(getattr(trl, f"{name}Config"), use_cpu=True, bf16=False)
+        monkeypatch.setattr(trl_trainers, f"{name}Config", config)
+        model = llama()
+        model.config.name_or_path = "tiny/llama"
+        trainer = kind(
+            model,
+            train_dataset=records(data),
+            processing_class=tokenizer(),
+            privacy=privacy(),
+            peft_config=lora(),
+        )
+        assert trainer.args.output_dir == f"llama-{name}"
+        assert trainer.args.max_grad_norm == 0.0
 
 
 def test_evaluation_generation_and_the_saved_adapter(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -210,6 +211,25 @@ class DiesAt:
             return call(*args, **kwargs)
 
         return counted
+
+
+def test_a_full_disk_is_called_full_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch says of it that a file ends too soon."""
+
+    def fail(*args: Any) -> None:
+        raise RuntimeError("unexpected pos 64 vs 0")
+
+    monkeypatch.setattr("torch.save", fail)
+    private = start(mlp_case())
+    with pytest.raises(CheckpointError, match="unexpected pos"):
+        save_checkpoint(private, tmp_path)
+    full = SimpleNamespace(free=4096)
+    monkeypatch.setattr("shutil.disk_usage", lambda path: full)
+    with pytest.raises(CheckpointError, match="the disk has 4,096 bytes free"):
+        save_checkpoint(private, tmp_path)
+    assert not [*tmp_path.iterdir()]
 
 
 @pytest.mark.parametrize("again", [True, False], ids=["same step", "next step"])

@@ -63,7 +63,9 @@ def check_accelerator(accelerator: Any) -> None:
 
 
 def check_trainer_options(options: Mapping[str, Any]) -> None:
-    """Refuse options of `Trainer(...)` that replace the per-sample loss or the model."""
+    """Refuse options of `Trainer(...)` that replace the per-sample loss or the model; streams."""
+    if options.get("train_dataset") is not None:
+        size_of_data(options["train_dataset"])
     if options.get("compute_loss_func") is not None:
         raise InvalidArgumentError(
             "compute_loss_func",
@@ -78,6 +80,23 @@ def check_trainer_options(options: Mapping[str, Any]) -> None:
             got="a function",
             remedy="a model drawn anew for each trial spends privacy anew; pass one model",
         )
+
+
+def size_of_data(data: Any) -> int:
+    """The number of records.
+
+    Raises:
+        InvalidArgumentError: nobody knows, because they come as a stream.
+    """
+    if hasattr(data, "__len__"):
+        return len(data)
+    raise InvalidArgumentError(
+        "train_dataset",
+        expected="a map-style data set (with len() and indexing)",
+        got=type(data).__name__,
+        remedy="Poisson sampling needs random access to every record: load the data without "
+        "streaming=True",
+    )
 
 
 # Methods of the Trainer that a private run does not call, with what takes their place.

@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -35,6 +36,7 @@ from shuffled_dpsgd.integrations.hf_conflicts import (
     check_overrides,
     check_processes,
     check_trainer_options,
+    size_of_data,
 )
 from shuffled_dpsgd.integrations.per_sample_loss import (
     check_labels,
@@ -66,6 +68,7 @@ from shuffled_dpsgd.training import (
 )
 from shuffled_dpsgd.training.adapters import check_adapters
 from shuffled_dpsgd.training.drawn_batches import BatchStream
+from shuffled_dpsgd.training.planning import large_delta
 
 LossFunction = Callable[[Any, torch.Tensor], torch.Tensor]
 
@@ -92,10 +95,9 @@ class DPTrainer(Trainer):
         data_name: str | None = None,
         **options: Any,
     ) -> None:
-        if args is None or model is None:
-            raise InvalidArgumentError(
-                "args", expected="model= and args=TrainingArguments(...)", got=args
-            )
+        if model is None:
+            raise InvalidArgumentError("model", expected="a model, or its name", got=None)
+        args = args or self._usual_args(model)
         self._expected_batch_size = privacy.expected_batch_size or (
             args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
         )
@@ -180,7 +182,7 @@ class DPTrainer(Trainer):
     def num_examples(self, dataloader: Any) -> int:
         """Number of records; the training loader itself only counts steps."""
         if isinstance(dataloader.dataset, range):
-            return self._dataset_size()
+            return size_of_data(self.train_dataset)
         return int(super().num_examples(dataloader))
 
     def get_total_train_batch_size(self, args: TrainingArguments) -> int:
@@ -288,6 +290,10 @@ class DPTrainer(Trainer):
 
     # -- parts ---------------------------------------------------------------------------------
 
+    def _usual_args(self, model: Any) -> TrainingArguments:
+        """What the Trainer behind this one would take for arguments where none are given."""
+        return TrainingArguments("tmp_trainer")
+
     def _check_model(self, model: Any) -> None:
         if isinstance(model, nn.Module):
             check_model(model)
@@ -303,7 +309,7 @@ class DPTrainer(Trainer):
         if steps <= 0:
             steps = math.ceil(args.num_train_epochs * self._steps_per_epoch())
         given = options_in(self.privacy) | {
-            "dataset_size": self._dataset_size(),
+            "dataset_size": size_of_data(self.train_dataset),
             "expected_batch_size": self._expected_batch_size,
             "num_steps": steps,
             "seed": self.privacy.noise_seed,
@@ -311,6 +317,9 @@ class DPTrainer(Trainer):
             "ledger_path": ledger,
         }
         private = assemble(self.model, optimizer, PrivacyOptions(**given))
+        warning = large_delta(private.plan)
+        if warning is not None:
+            warnings.warn(warning, UserWarning, stacklevel=2)
         private.use_loss(self._losses_of_batch)
         return private
 
@@ -330,17 +339,6 @@ class DPTrainer(Trainer):
             )
         return self.private
 
-    def _dataset_size(self) -> int:
-        data = self.train_dataset
-        if data is None or not hasattr(data, "__len__"):
-            raise InvalidArgumentError(
-                "train_dataset",
-                expected="a map-style data set (with len() and indexing)",
-                got=type(data).__name__,
-                remedy="Poisson sampling needs random access to every record",
-            )
-        return len(data)
-
     def _heldout(self) -> dict[str, Any]:
         data = self.eval_dataset
         return data if isinstance(data, dict) else {} if data is None else {"": data}
@@ -351,7 +349,7 @@ class DPTrainer(Trainer):
         return self._remove_unused_columns(data, description="training")
 
     def _steps_per_epoch(self) -> int:
-        return math.ceil(self._dataset_size() / self._expected_batch_size)
+        return math.ceil(size_of_data(self.train_dataset) / self._expected_batch_size)
 
     def _training_data(self) -> tuple[Any, Callable[[list[Any]], Any]]:
         """Data and collator with the columns the model does not take removed; made once."""

@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from trl import DPOTrainer, SFTTrainer
+from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
 from shuffled_dpsgd.errors import InvalidArgumentError
 from shuffled_dpsgd.integrations.hf_trainer import DPTrainer
@@ -61,6 +61,9 @@ class DPSFTTrainer(DPTrainer, SFTTrainer):
             self.data_collator.return_position_ids = True
         keep_adapters_precise(self.model)
 
+    def _usual_args(self, model: Any) -> SFTConfig:
+        return SFTConfig(f"{_name_of(model)}-SFT")
+
     def per_sample_losses(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
         """The mean over the labelled tokens of each record."""
         if self._per_sample_loss is not None:
@@ -101,6 +104,9 @@ class DPDPOTrainer(DPTrainer, DPOTrainer):
                     remedy="it has not been tried: leave it out",
                 )
         keep_adapters_precise(self.model)
+
+    def _usual_args(self, model: Any) -> DPOConfig:
+        return DPOConfig(f"{_name_of(model)}-DPO")
 
     def per_sample_losses(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
         """The loss of each pair."""
@@ -154,6 +160,11 @@ class PairCollator:
                     f"{s}_{name}": part for s, part in zip(_SIDES, value.chunk(2), strict=True)
                 }
         return found
+
+
+def _name_of(model: Any) -> str:
+    """The last part of a model's name, as TRL makes folders of it."""
+    return str(model if isinstance(model, str) else model.config.name_or_path).rpartition("/")[2]
 
 
 def _of_model(inputs: dict[str, Any], side: str) -> dict[str, Any]:

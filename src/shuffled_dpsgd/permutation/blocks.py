@@ -91,14 +91,14 @@ class Chain:
 
 @dataclass(frozen=True, kw_only=True)
 class Head:
-    """A complete model: where its stem is, what reads the stream, and chains above it.
+    """A complete model: where its stem is, and what reads the stream: modules, or a chain.
 
     `copies` are second names of parameters that only serve saving and loading.
     """
 
     stem: str
-    reads: tuple[str, ...]
-    chains: tuple[Chain, ...] = ()
+    reads: tuple[str, ...] = ()
+    chain: Chain | None = None
     copies: tuple[str, ...] = ()
 
 
@@ -238,7 +238,7 @@ def describe_stream(
             stream += sketch.inputs(join(path, name))
         for name in names.writes:
             stream += sketch.outputs(join(path, name))
-    for name in head.reads:
+    for name in (*head.reads, *([head.chain.up] if head.chain else [])):
         stream += sketch.inputs(join(root, name))
     copies = {join(root, name) for name in head.copies}
     if missing := [name for name in sketch.undescribed(root) if name not in copies]:

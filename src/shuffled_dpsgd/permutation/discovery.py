@@ -46,7 +46,7 @@ def discover(model: nn.Module, scope: Scope = "paper") -> PermutationSpec:
             _describe_block(sketch, path)
         except UnsupportedModuleError as error:
             sketch.refuse(path, str(error))
-    path, root = unwrap(model)
+    path, root = _unwrap(model)
     _describe_root(sketch, path, root)
     describe_traced(sketch, path, skip=frozenset({*LAYERS, *STEMS, *HEADS}))
     return sketch.finish()
@@ -79,11 +79,11 @@ def _describe_root(sketch: Sketch, path: str, root: nn.Module) -> None:
         return
     try:
         if sketch.scope == "full":
-            for name in (*head.reads, *(chain.down for chain in head.chains)):
+            for name in (*head.reads, *([head.chain.down] if head.chain else [])):
                 for place in sketch.places(join(path, name)):
                     sketch.refuse(place, "runs over classes, whose order is the model's output")
-        for chain in head.chains:
-            describe_chain(sketch, path, chain)
+        if head.chain is not None:
+            describe_chain(sketch, path, head.chain)
         if sketch.scope == "full":
             stem = STEMS[class_name(sketch.modules[join(path, head.stem)])]
             describe_stream(sketch, path, head, stem, LAYERS)
@@ -91,17 +91,13 @@ def _describe_root(sketch: Sketch, path: str, root: nn.Module) -> None:
         sketch.note(f"residual stream: not permuted, {error}")
 
 
-def unwrap(model: nn.Module) -> tuple[str, nn.Module]:
+def _unwrap(model: nn.Module) -> tuple[str, nn.Module]:
     """The model inside wrappers that only pass calls on, and the path to it."""
     path = ""
-    while (name := _inner(model)) is not None:
-        model = getattr(model, name)
-        path = join(path, name)
-    return path, model
-
-
-def _inner(model: nn.Module) -> str | None:
-    kind = class_name(model)
-    if kind.startswith("peft.peft_model.PeftModel"):
-        return "base_model"
-    return _WRAPPERS.get(kind)
+    while True:
+        kind = class_name(model)
+        is_peft = kind.startswith("peft.peft_model.PeftModel")
+        name = "base_model" if is_peft else _WRAPPERS.get(kind)
+        if name is None:
+            return path, model
+        model, path = getattr(model, name), join(path, name)

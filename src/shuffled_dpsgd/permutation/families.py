@@ -185,7 +185,7 @@ STEMS: dict[str, Stem] = {
 def _pooled(stem: str, classifier: str) -> Head:
     pooler = f"{stem}.pooler"
     chain = Chain(up=f"{pooler}.dense", activation=f"{pooler}.activation", down=classifier)
-    return Head(stem=stem, reads=(f"{pooler}.dense",), chains=(chain,))
+    return Head(stem=stem, chain=chain)
 
 
 _BERT_MLM = Chain(
@@ -195,6 +195,7 @@ _BERT_MLM = Chain(
     down="cls.predictions.decoder",
 )
 _ROBERTA_MLM = Chain(up="lm_head.dense", norms=("lm_head.layer_norm",), down="lm_head.decoder")
+_ROBERTA_CLASSIFIER = Chain(up="classifier.dense", down="classifier.out_proj")
 _DISTILBERT_MLM = Chain(
     up="vocab_transform",
     activation="activation",
@@ -203,31 +204,18 @@ _DISTILBERT_MLM = Chain(
 )
 _PRE_CLASSIFIER = Chain(up="pre_classifier", down="classifier")
 _ROBERTA_HEADS = {
-    "ForSequenceClassification": Head(
-        stem="roberta",
-        reads=("classifier.dense",),
-        chains=(Chain(up="classifier.dense", down="classifier.out_proj"),),
-    ),
+    "ForSequenceClassification": Head(stem="roberta", chain=_ROBERTA_CLASSIFIER),
     "ForMultipleChoice": _pooled("roberta", "classifier"),
     "ForTokenClassification": Head(stem="roberta", reads=("classifier",)),
     "ForQuestionAnswering": Head(stem="roberta", reads=("qa_outputs",)),
-    "ForMaskedLM": Head(
-        stem="roberta",
-        reads=(_ROBERTA_MLM.up,),
-        chains=(_ROBERTA_MLM,),
-        copies=("lm_head.bias",),
-    ),
+    "ForMaskedLM": Head(stem="roberta", chain=_ROBERTA_MLM, copies=("lm_head.bias",)),
 }
 _DISTILBERT_HEADS = {
-    "ForSequenceClassification": Head(
-        stem="distilbert", reads=("pre_classifier",), chains=(_PRE_CLASSIFIER,)
-    ),
-    "ForMultipleChoice": Head(
-        stem="distilbert", reads=("pre_classifier",), chains=(_PRE_CLASSIFIER,)
-    ),
+    "ForSequenceClassification": Head(stem="distilbert", chain=_PRE_CLASSIFIER),
+    "ForMultipleChoice": Head(stem="distilbert", chain=_PRE_CLASSIFIER),
     "ForTokenClassification": Head(stem="distilbert", reads=("classifier",)),
     "ForQuestionAnswering": Head(stem="distilbert", reads=("qa_outputs",)),
-    "ForMaskedLM": Head(stem="distilbert", reads=("vocab_transform",), chains=(_DISTILBERT_MLM,)),
+    "ForMaskedLM": Head(stem="distilbert", chain=_DISTILBERT_MLM),
 }
 _LLAMA_HEADS = {
     "ForCausalLM": Head(stem="model", reads=("lm_head",)),
@@ -241,12 +229,7 @@ HEADS: dict[str, Head] = {
     f"{_BERT}ForNextSentencePrediction": _pooled("bert", "cls.seq_relationship"),
     f"{_BERT}ForTokenClassification": Head(stem="bert", reads=("classifier",)),
     f"{_BERT}ForQuestionAnswering": Head(stem="bert", reads=("qa_outputs",)),
-    f"{_BERT}ForMaskedLM": Head(
-        stem="bert",
-        reads=(_BERT_MLM.up,),
-        chains=(_BERT_MLM,),
-        copies=("cls.predictions.bias",),
-    ),
+    f"{_BERT}ForMaskedLM": Head(stem="bert", chain=_BERT_MLM, copies=("cls.predictions.bias",)),
     **{f"{roberta}{task}": head for roberta in _ROBERTAS for task, head in _ROBERTA_HEADS.items()},
     **{f"{_DISTILBERT}.DistilBert{task}": head for task, head in _DISTILBERT_HEADS.items()},
     f"{_VIT}ForImageClassification": Head(stem="vit", reads=("classifier",)),

@@ -9,7 +9,7 @@ act in the order in which the spec lists them, everywhere the same.
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -177,15 +177,14 @@ class PermutationSpec:
 
         A tensor moved by two kinds counts in both, so the parameter counts do not add up.
         """
-        groups = Counter(group.kind for group in self.groups)
         table: dict[str, dict[str, float]] = {}
         for kind in KINDS:
-            if kind not in groups:
-                continue
             of_kind = [group for group in self.groups if group.kind == kind]
             names = {member.parameter for group in of_kind for member in group.members}
+            if not of_kind:
+                continue
             table[kind] = {
-                "groups": groups[kind],
+                "groups": len(of_kind),
                 "moved_parameters": sum(math.prod(self.shapes[name]) for name in names),
                 "log10_group_order": math.fsum(group.log10_order for group in of_kind),
             }

@@ -13,6 +13,10 @@ _UNSUPPORTED = {
     "PROMPT_TUNING": "its prompt is repeated over the batch before it is joined to the inputs",
     "MULTITASK_PROMPT_TUNING": "its prompt is repeated over the batch before it is joined",
     "P_TUNING": "its prompt is repeated over the batch before it is joined to the inputs",
+    "UNILORA": "it takes its weights from a shared vector in a way that vmap cannot run",
+    "POLY": "it has not been tried",
+    "XLORA": "it has not been tried",
+    "CARTRIDGE": "it has not been tried",
 }
 
 

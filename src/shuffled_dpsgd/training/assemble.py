@@ -332,12 +332,13 @@ def _ledger(world: World, plan: PrivacyPlan, path: str | Path | None) -> Ledger:
 def _refuse_wrappers(model: torch.nn.Module) -> None:
     """What reduces gradients by itself reduces them before they are clipped, sample by sample."""
     parallel = (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel)
-    name = type(model).__name__
-    if isinstance(model, parallel) or name == "FullyShardedDataParallel":
-        raise UnsupportedModuleError(
-            "",
-            expected="the model itself on every rank",
-            got=name,
-            remedy="pass the wrapped model, usually .module: under torchrun this library divides "
-            "the batch and reduces clipped sums itself, once a step",
-        )
+    for path, module in model.named_modules():
+        name = type(module).__name__
+        if isinstance(module, parallel) or name == "FullyShardedDataParallel":
+            raise UnsupportedModuleError(
+                path,
+                expected="the model itself on every rank",
+                got=name,
+                remedy="pass the wrapped model, usually .module: under torchrun this library "
+                "divides the batch and reduces clipped sums itself, once a step",
+            )

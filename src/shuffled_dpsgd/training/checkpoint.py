@@ -51,6 +51,8 @@ from shuffled_dpsgd.training.private import PrivateTraining
 
 WEIGHTS, _STATE, _RUN = "model.safetensors", "state.pt", "run.json"
 _DIGEST = "digest"
+# With fewer bytes free, a disk is full.
+_ROOM_LEFT = 1 << 20
 Kinds = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 
 
@@ -94,7 +96,12 @@ def save_checkpoint(
         from shuffled_dpsgd.training.sharded_checkpoint import without_shards, write_shards
 
         model, optimizer = private.model, private.optimizer
-        shards = write_shards(private.world, temporary, model, optimizer, state["extras"])
+        try:
+            shards = write_shards(private.world, temporary, model, optimizer, state["extras"])
+        except CheckpointError:
+            if private.world.leads:
+                shutil.rmtree(temporary, ignore_errors=True)
+            raise
         state = without_shards(state)
 
     def save() -> Path:
@@ -108,8 +115,9 @@ def save_checkpoint(
             finish_files(temporary, names, shards)
             put_in_place(temporary, target)
         except (OSError, SafetensorError, RuntimeError) as error:
+            failure = _not_written(target, error)
             shutil.rmtree(temporary, ignore_errors=True)
-            raise _not_written(target, error) from error
+            raise failure from error
         prune(root, keep=keep, spare=target)
         return target
 
@@ -130,8 +138,11 @@ def _make_room(root: Path, step: int) -> Path:
 
 
 def _not_written(target: Path, error: Exception) -> CheckpointError:
+    # Of a full disk torch only says that the file is shorter than it should be.
+    free = shutil.disk_usage(target.parent).free
+    reason = f"the disk has {free:,} bytes free" if free < _ROOM_LEFT else str(error)
     return CheckpointError(
-        f"{target}: could not be written ({error}); make room or mend the disk, then resume: "
+        f"{target}: could not be written ({reason}); make room or mend the disk, then resume: "
         "checkpoints written before it are whole"
     )
 

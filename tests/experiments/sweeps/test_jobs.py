@@ -6,7 +6,7 @@ import copy
 import multiprocessing
 import os
 import threading
-import time
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from shuffled_dpsgd_experiments.sweeps.grid import Cell, laid_over
 from shuffled_dpsgd_experiments.sweeps.reading import parse_sweep
 from shuffled_dpsgd_experiments.sweeps.running import ATTEMPTS, _Scheduler
 from shuffled_dpsgd_experiments.sweeps.store import Store
-from shuffled_dpsgd_experiments.sweeps.workers import CellOutcome, Process
+from shuffled_dpsgd_experiments.sweeps.workers import CellOutcome, OtherProcess, Worker
 
 
 def test_a_claimed_cell_is_no_one_elses_until_its_owner_is_gone(tmp_path: Path) -> None:
@@ -66,25 +66,20 @@ def test_folders_that_a_claim_made_go_with_it_unless_there_is_a_result(tmp_path:
     assert there.is_dir()
 
 
-class Scripted:
-    """A worker that says of each cell what it was told to, some time after it began."""
+class Scripted(Worker):
+    """A worker that says of each cell what it was told to."""
 
     def __init__(self, outcomes: dict[str, list[CellOutcome]]) -> None:
-        self.at: tuple[Store, Cell] | None = None
+        super().__init__(pretended([]))
         self.outcomes, self.began = outcomes, [""]
 
     def start(self, store: Store, cell: Cell) -> None:
-        self.at = store, cell
         self.began.append(cell.file_name)
-
-    def outcome(self) -> CellOutcome | None:
-        assert self.at is not None
-        store, cell = self.at
         told = self.outcomes.get(cell.file_name)
-        if told:
-            return told.pop(0)
-        store.add(cell, pretended([])(cell, Tasks()) or {})
-        return CellOutcome(kind="found", seconds=1.0)
+        if not told:
+            return super().start(store, cell)
+        self.at, self.future = (store, cell), Future()
+        return self.future.set_result(told.pop(0))
 
 
 def test_a_cell_that_processes_die_of_is_left_to_another_call(
@@ -131,18 +126,14 @@ def test_a_process_that_ends_is_a_failure_and_the_next_cell_gets_a_fresh_one(
 ) -> None:
     monkeypatch.setenv("TEST_FOLDER", str(tmp_path))
     cell = next(iter(sweep_in(tmp_path).main_cells({})))
-    process = Process(_end_or_find)
-    numbers = []
+    process = OtherProcess(_end_or_find)
     for score, kind in ((9, "failed"), (1, "found")):
         (tmp_path / "score").write_text(str(score))
         process.start(Store(tmp_path), cell)
-        numbers.append(process._process.pid)
-        while (outcome := process.outcome()) is None:
-            time.sleep(0.01)
+        outcome = process.outcome()
         assert outcome.kind == kind, outcome.why
-        assert kind == "found" or outcome.why == "its process ended with status 9"
+        assert kind == "found" or outcome.why == "its process ended, or was killed"
     process.close()
-    assert numbers[0] != numbers[1]
     assert Store(tmp_path).find(cell) is not None
 
 

@@ -118,7 +118,7 @@ def test_cells_stand_beside_the_printed_method_with_what_is_proven(tmp_path: Pat
     assert shuffled.paper == "BERT accuracy 87.5; RoBERTa accuracy 92.32"
     assert shuffled.certified == "57"
     assert "claimed, not proven" in shuffled.verdict
-    assert "does not score better than DP-SGD" in shuffled.verdict
+    assert "DP-SGD" not in shuffled.verdict
     assert "learnt nothing" in shuffled.verdict
     assert "learnt nothing" not in mixopt.verdict
     # What has no cell keeps the paper's line and says so; SST-2 has cells.
@@ -156,24 +156,32 @@ def test_committed_cells_of_e2e_stand_beside_the_printed_scores() -> None:
     assert not any("did not count" in note for note in shown.notes)
 
 
-def test_a_guess_is_not_called_better_than_another() -> None:
+def test_a_guess_is_compared_with_nothing() -> None:
     cells = [row_of("mixopt, certified", "certified", 0.511, 0.1)]
     cells.append(row_of("shuffled, c' = c", "paper", 0.513, 57.0))
+    cells.append(row_of("shuffled, c' = 10c", "paper", 0.8, 5.7))
     for cell in cells:
         cell["baseline"] = 0.505
-    _, shuffled = rows_from("table4", cells)
-    assert "scores better" not in shuffled.verdict
-    assert "the commonest class alone gives 50.5" in shuffled.verdict
+    _, better, guess = rows_from("table4", cells)
+    assert better.verdict == "ε = 0.1 is claimed, not proven"
+    assert guess.verdict.endswith("the commonest class alone gives 50.5")
+    assert "DP-SGD" not in guess.verdict
 
 
-def test_a_mean_within_its_spread_is_not_called_better() -> None:
-    cells = [row_of("mixopt, certified", "certified", 0.8, 0.1)]
-    cells += [row_of("shuffled, c' = c", "paper", score, 57.0) for score in (0.79, 0.82)]
-    _, shuffled = rows_from("table4", cells)
-    assert "scores no better, by its spread over seeds, than DP-SGD" in shuffled.verdict
-    cells[0]["score"] = 0.7
-    _, shuffled = rows_from("table4", cells)
-    assert "scores better than DP-SGD" in shuffled.verdict
+def test_a_verdict_needs_seeds_and_a_difference_beyond_their_spread() -> None:
+    plain = [row_of("mixopt, certified", "certified", score, 0.1) for score in (0.8, 0.81)]
+    paper = [row_of("shuffled, c' = c", "paper", score, 57.0) for score in (0.79, 0.82)]
+    assert "a single seed, so not compared" in rows_from("table4", plain + paper[:1])[1].verdict
+    assert "no difference beyond the spread" in rows_from("table4", plain + paper)[1].verdict
+    for cell in plain:
+        cell["score"] -= 0.1
+    assert "; scores better than DP-SGD" in rows_from("table4", plain + paper)[1].verdict
+    for cell in plain:
+        cell["score"] += 0.2
+    assert "; scores worse than DP-SGD" in rows_from("table4", plain + paper)[1].verdict
+    for cell in plain:
+        cell["sweep"] = "another recipe"
+    assert "DP-SGD" not in rows_from("table4", plain + paper)[1].verdict
 
 
 def test_samples_that_contributed_nothing_are_told_of() -> None:

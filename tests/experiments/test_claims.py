@@ -51,7 +51,7 @@ def test_no_single_batch_clip_fits_the_remark() -> None:
 def test_fenton_wilkinson_depends_on_the_reading() -> None:
     committed = COMMITTED["fenton_wilkinson_distance"]
     assert committed["log-standard deviation 4"] == pytest.approx(0.40, abs=0.02)
-    narrow = fig2.compute(sigma=1.0 / fig2.SIGMA)["kolmogorov"]["fenton-wilkinson"]
+    narrow = fig2.compute_at(fig2.SIGMA)["kolmogorov"]["fenton-wilkinson"]
     # Processors round differently: a few draws may fall on the other side of a point of the axis.
     few_draws = 3 / fig2.TRUTH_DRAWS
     assert narrow == pytest.approx(committed["log-standard deviation 0.25"], abs=few_draws)

@@ -4,7 +4,8 @@ python -m benchmarks.loop --workload sst2 e2e images --data DIR --model DIR --js
 
 Poisson batches with the lengths that the data have, private (`make_private`, shuffled after every
 step) against plain loops, eager and compiled. `--data` holds the folders `sst2` and `e2e`;
-`--model` is a folder with a BERT and its tokenizer. Every side runs in a process of its own, one
+`--model` is a folder with a BERT and its tokenizer. `images` and `texts` are made up and need
+neither. Every side runs in a process of its own, one
 after the other. A cold run begins with empty caches of compiled kernels, a warm one with those
 that the cold run left. Ratios compare sides of one round with equally filled caches. A run that
 reaches `--limit-seconds` ends with the step it is at, and says how many it took; one whose step
@@ -29,7 +30,7 @@ import torch
 
 from benchmarks.results import environment, save
 from benchmarks.run_side import SIDES
-from benchmarks.run_tasks import PHYSICAL, encode
+from benchmarks.run_tasks import MADE_UP, PHYSICAL, encode
 
 DEFAULT_SIDES = SIDES[:3]
 CACHES = ("cold", "warm")
@@ -135,7 +136,7 @@ def run_workload(options: argparse.Namespace, workload: str, results: list[Resul
     """All sides in all rounds, each result printed and saved as it comes."""
     with tempfile.TemporaryDirectory() as folder:
         encoded = None
-        if workload != "images":
+        if workload not in MADE_UP:
             encoded = Path(folder) / "records.npz"
             encode(workload, options.data, options.model, encoded, options.records)
         for number in range(options.rounds):
@@ -185,7 +186,7 @@ def parsed() -> argparse.Namespace:
     options = parser.parse_args()
     if min(options.steps, options.logical, options.rounds, options.physical or 1) < 1:
         parser.error("--steps, --logical, --physical and --rounds: expected at least 1")
-    for workload in set(options.workload) - {"images"}:
+    for workload in set(options.workload) - MADE_UP:
         if options.data is None or not (options.data / workload).is_dir():
             parser.error(f"--data: expected a folder with a folder {workload} in it")
         if options.model is None or not options.model.is_dir():

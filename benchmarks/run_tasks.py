@@ -1,9 +1,10 @@
-"""What the whole-run benchmark trains: SST-2 and E2E with their real lengths, images of one size.
+"""What the whole-run benchmark trains: SST-2, E2E, images of one size, and texts made up.
 
 Texts are encoded once, by the tokenizer of the model that is named, and kept in a file, so that no
 side of a comparison is timed while it does so. SST-2 fine-tunes that model. E2E trains a GPT-2 of
 the usual small size from random weights, because no weights are at hand everywhere; so do images,
-with a small vision Transformer. Neither the weights nor the pixels change how long a step takes.
+with a small vision Transformer. Texts need no files: random tokens, as many as SST-2 has words and
+two more, for a BERT of random weights. Neither weights nor contents change how long a step takes.
 """
 
 from __future__ import annotations
@@ -32,7 +33,12 @@ from shuffled_dpsgd.tasks.tokens import (
 from shuffled_dpsgd.training.data import MapStyle
 
 # Workloads, with the samples a GPU takes at once; the logits of a language model are large.
-PHYSICAL = {"sst2": 1000, "e2e": 250, "images": 1000}
+PHYSICAL = {"sst2": 1000, "e2e": 250, "images": 1000, "texts": 1000}
+# Those that no file is needed for.
+MADE_UP = frozenset({"images", "texts"})
+# Words of SST-2's training sentences, in twentieths of all of them.
+WORDS = (1, 1, 2, 2, 3, 3, 4, 4, 5, 6, 7, 8, 9, 10, 12, 13, 15, 18, 21, 26, 52)
+NUM_TEXTS = 67_349
 MAX_LENGTH = 128
 NUM_IMAGES = 50_000
 NUM_CLASSES = 100
@@ -70,6 +76,8 @@ def build(workload: str, encoded: Path | None, model: Path | None, records: int 
     torch.manual_seed(0)
     if workload == "images":
         return _images(records or NUM_IMAGES)
+    if workload == "texts":
+        return _texts(records or NUM_TEXTS)
     assert encoded is not None
     assert model is not None
     with np.load(encoded) as arrays:
@@ -121,6 +129,25 @@ def _images(count: int) -> RunTask:
 
     model = ViTForImageClassification(config)
     return RunTask(data=range(count), collate=gather, model=model, losses=_image_losses)
+
+
+def _texts(count: int) -> RunTask:
+    from transformers import BertConfig, BertForSequenceClassification
+
+    numbers = np.random.default_rng(0)
+    words = np.interp(numbers.random(count), np.linspace(0, 1, len(WORDS)), WORDS)
+    data = TokenRecords(
+        [
+            (numbers.integers(1, 30_000, 2 + round(length)).tolist(), place % 2)
+            for place, length in enumerate(words)
+        ]
+    )
+    return RunTask(
+        data=data,
+        collate=TokenCollate(pad_id=0, labels=class_labels),
+        model=BertForSequenceClassification(BertConfig(num_labels=2)),
+        losses=_class_losses,
+    )
 
 
 def _class_losses(model: nn.Module, batch: Any) -> Tensor:

@@ -22,6 +22,7 @@ import time
 from collections.abc import Mapping, Sequence
 from multiprocessing import Pipe
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
@@ -52,9 +53,15 @@ class Asked(Protocol):
 
 
 class Worker:
-    """A side in a process of its own, with the code of one tree."""
+    """A side in a process of its own, with the code of one tree; `variables` are its alone."""
 
-    def __init__(self, options: argparse.Namespace, name: str, side: str) -> None:
+    def __init__(
+        self,
+        options: argparse.Namespace,
+        name: str,
+        side: str,
+        variables: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
         adapter, at, _ = side.partition("@")
         tree = options.before if at else HERE.parent
         self._pipe, there = Pipe()
@@ -65,10 +72,8 @@ class Worker:
             *(["--tf32"] if options.tf32 else []),
         ]  # fmt: skip
         path = os.pathsep.join([str(tree / "src"), str(tree), os.environ.get("PYTHONPATH", "")])
-        variables = os.environ | {"PYTHONPATH": path, "PYTHONSAFEPATH": "1"}
-        self._process = subprocess.Popen(
-            command, cwd=tree, env=variables, pass_fds=[there.fileno()]
-        )
+        given = {**os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1", **variables}
+        self._process = subprocess.Popen(command, cwd=tree, env=given, pass_fds=[there.fileno()])
         there.close()
 
     def ask(self, question: str, *numbers: int, limit_seconds: float | None = None) -> Any:
@@ -107,12 +112,19 @@ class Contest:
     def prepare(self, *, warmup: int, limit_seconds: float | None) -> None:
         """Build and warm up every side, so that nothing is compiled later."""
         for side in self._running():
-            start = time.monotonic()
-            self.found[side] |= self._ask(side, "prepare", warmup, limit=limit_seconds) or {}
-            self.found[side]["preparation_seconds"] = time.monotonic() - start
+            self.prepare_side(side, warmup=warmup, limit_seconds=limit_seconds)
 
-    def time(self, *, rounds: int, steps: int) -> None:
-        """Run every side once per round, each round beginning with another one."""
+    def prepare_side(self, side: str, *, warmup: int, limit_seconds: float | None) -> None:
+        """Build and warm up one side."""
+        start = time.monotonic()
+        self.found[side] |= self._ask(side, "prepare", warmup, limit=limit_seconds) or {}
+        self.found[side]["preparation_seconds"] = time.monotonic() - start
+
+    def time(self, *, rounds: int, steps: int, traces: bool = True) -> None:
+        """Run every side once per round, each round beginning with another one.
+
+        Traces tell how long a GPU is busy, and how many calls Python makes.
+        """
         for side in self._running():
             self._ask(side, "block", 1)  # the first step after a pause is slower than the others
             hosts = [self._ask(side, "host") for _ in range(HOST_STEPS)]
@@ -124,7 +136,7 @@ class Contest:
                 if (answer := self._ask(side, "block", steps)) is not None:
                     self.found[side]["block_seconds"].append(answer[0])
                     self.found[side]["core_seconds"].append(answer[1])
-        for side in self._running():
+        for side in self._running() if traces else ():
             self.found[side]["busy_seconds"] = self._ask(side, "busy")
             self.found[side]["python_calls"] = self._ask(side, "calls")
 

@@ -71,18 +71,21 @@ def fetch(options: argparse.Namespace) -> int:
     command += ["--only-binary=:all:", "--python-version", options.python]
     command += [word for name in platforms for word in ("--platform", name)]
     subprocess.run([*command, "--dest", str(options.folder), *LACKING], check=True)
+    (options.folder / "COMMIT").unlink(missing_ok=True)
     (options.folder / "COMMIT").write_text(commit_of_tree())
     return 0
 
 
 def commit_of_tree() -> str:
-    """The commit of this tree; where git knows none, the one noted beside the wheels."""
+    """The commit noted beside the wheels; without one, that of this tree."""
+    noted = WHEELS / "COMMIT"
+    if noted.exists():
+        return noted.read_text().strip()
     command = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
-        noted = WHEELS / "COMMIT"
-        return noted.read_text().strip() if noted.exists() else "unknown"
+        return "unknown"
 
 
 def unpack_lacking(folder: Path) -> list[str]:
@@ -185,6 +188,7 @@ def run_tests(lease: Lease, seconds: float) -> int:
         # What also runs in Triton's interpreter bears no mark, and shows on a GPU what that cannot.
         marks = "not slow" if "on_triton" in (ROOT / name).read_text() else "gpu"
         command = [sys.executable, "-m", "pytest", "-v", "-rsfE", "-p", "no:cacheprovider"]
+        command += ["-p", "no:benchmark"]  # its warning would be an error
         if name in TEST_PROCESSES:
             command += ["-n", str(TEST_PROCESSES[name])]
         begin = time.monotonic()

@@ -78,7 +78,10 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name == "__version__":  # Stated once, by the tag that the package was built from.
-        return metadata.version("shuffled-dpsgd")
+        try:
+            return metadata.version("shuffled-dpsgd")
+        except metadata.PackageNotFoundError:
+            return "0+source"  # run from a source tree, with PYTHONPATH=src
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(import_module(f"{__name__}.{_HOME[name]}"), name)

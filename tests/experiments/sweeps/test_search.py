@@ -71,7 +71,8 @@ def test_the_number_of_runs_is_drawn_as_priced_and_the_best_is_kept() -> None:
         found = searched(cell, trained)
         numbers.append(len(trained))
         rates = [each.config.optimizer.learning_rate for each in trained]
-        assert found["tuned"]["optimizer.learning_rate"] == 1e-2 or 1e-2 not in rates
+        if trained:  # a Poisson draw may be zero
+            assert found["tuned"]["optimizer.learning_rate"] == 1e-2 or 1e-2 not in rates
         assert found["certified"]["epsilon"] == claim.epsilon
         assert found["certified"]["kind"] == "proven"
         assert "10" not in json.dumps({**found, "best_of": 0, "config": {}, "assumptions": []})

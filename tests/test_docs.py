@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import re
 import runpy
 import subprocess
 import sys
 import tomllib
+from html import unescape
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from torch.nn import functional as F
 from typer.testing import CliRunner
 
 import shuffled_dpsgd
+from reports.browser import BROWSER, browse
 from shuffled_dpsgd import integrations, make_private, save_checkpoint, testing
 from shuffled_dpsgd.cli.main import app
 from shuffled_dpsgd.clipping import BY_TYPE, ClippingEngine
@@ -222,20 +225,52 @@ def test_every_page_is_in_the_navigation() -> None:
     assert notebooks == {page for page in pages if page.startswith("tutorials/")}
 
 
-@pytest.mark.slow
-def test_the_site_builds_strictly_and_asks_nothing_of_the_outside(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The site, built strictly."""
     pytest.importorskip("mkdocs")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert (tmp_path / "search" / "search_index.json").is_file()
-    reference = "".join((tmp_path / name).read_text() for name in ("api.html", "reference.html"))
+    return folder
+
+
+# What a page has asked of a server, and what its search box says, some time after it was opened.
+# One request of our own shows that requests are seen.
+OURS = "http://127.0.0.1:9/ours.png"
+LOOK = (
+    f"<img src='{OURS}'>"
+    + """<script>addEventListener("load", () => setTimeout(() => {
+  const loaded = performance.getEntriesByType("resource").map((entry) => entry.name);
+  const found = document.querySelector(".md-search-result__meta").textContent;
+  document.body.textContent = JSON.stringify({ loaded, found });
+}, 2000));</script></body>"""
+)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine")
+def test_search_works_in_a_page_opened_as_a_file(site: Path, tmp_path: Path) -> None:
+    page = site / "tutorials" / "looked_at.html"
+    page.write_text((page.parent / "audit.html").read_text().replace("</body>", LOOK))
+    shown = browse("--dump-dom", f"{page.as_uri()}?q=ledger_path", folder=tmp_path).stdout
+    answer = re.search(r"<body[^>]*>(.*?)</body>", shown, re.DOTALL)
+    assert answer is not None, shown
+    told = json.loads(unescape(answer[1]))
+    assert re.fullmatch(r"\d+ matching documents", told["found"]), told
+    assert told["loaded"] == [OURS]
+
+
+@pytest.mark.slow
+def test_the_site_asks_nothing_of_the_outside(site: Path) -> None:
+    reference = "".join((site / name).read_text() for name in ("api.html", "reference.html"))
     for line in (ROOT / "tests/golden/public_names.txt").read_text(encoding="utf-8").split():
         module, _, name = line.rpartition(".")
         # A function may have the name of its module, and then stands below that.
         found = rf'id="{module}\.({name}\.)?{name}"'
         assert name == "__version__" or re.search(found, reference), line
-    for page in tmp_path.rglob("*.html"):
+    for page in site.rglob("*.html"):
         text = page.read_text(encoding="utf-8")
         loaded = re.findall(r"<(?:script|img|iframe)[^>]* src=\"(?:https?:)?//[^\"]*\"", text)
         links = re.findall(r"<link [^>]*href=\"(?:https?:)?//[^\"]*\"", text)

@@ -51,7 +51,7 @@ class Shown:
 def measure(page: str, folder: Path, *, width: int, scheme: str) -> Shown:
     """Lay `page` out on a screen of `width`; `folder` takes what the browser needs on disk."""
     framed = _frame(page, folder, width=width, height=800)
-    done = _browse("--dump-dom", framed, folder=folder, scheme=scheme)
+    done = browse("--dump-dom", framed, folder=folder, scheme=scheme)
     answer = re.search(r'<pre id="found">(.*?)</pre>', done.stdout, flags=re.DOTALL)
     assert answer is not None, done.stderr
     found: dict[str, Any] = json.loads(unescape(answer[1]))
@@ -65,7 +65,7 @@ def photograph(page: str, folder: Path, *, width: int, scheme: str, path: Path) 
     height = measure(page, folder, width=width, scheme=scheme).height
     framed = _frame(page, folder, width=width, height=height)
     window = f"--window-size={max(width, LEAST_WINDOW)},{height}"
-    _browse(window, f"--screenshot={path}", framed, folder=folder, scheme=scheme)
+    browse(window, f"--screenshot={path}", framed, folder=folder, scheme=scheme)
     with Image.open(path) as picture:
         cropped = picture.crop((0, 0, width, height))
     cropped.save(path)
@@ -83,7 +83,10 @@ def _frame(page: str, folder: Path, *, width: int, height: int) -> str:
     return path.resolve().as_uri()
 
 
-def _browse(*arguments: str, folder: Path, scheme: str) -> subprocess.CompletedProcess[str]:
+def browse(
+    *arguments: str, folder: Path, scheme: str = "light"
+) -> subprocess.CompletedProcess[str]:
+    """Run the browser without a window; `folder` takes its profile."""
     assert BROWSER is not None
     settings = [
         "--headless",

@@ -16,7 +16,7 @@ from unittest import mock
 import torch
 from torch.utils.data import TensorDataset
 
-from distributed.sharded_models import shard, whole
+from distributed.sharded_models import shard, spread, whole
 from shuffled_dpsgd.distributed import current_world, heartbeat
 from shuffled_dpsgd.distributed.exchange import ReplicatedSums
 from shuffled_dpsgd.distributed.world import GroupWorld, _store, leave_world
@@ -80,11 +80,11 @@ PAPER = {
 }
 
 
-def trained(name: str, *, sharded: bool = False, **changes: Any) -> dict[str, Any]:
+def trained(name: str, *, sharded: bool | str = False, **changes: Any) -> dict[str, Any]:
     """Uneven steps in float64: everything that must not depend on the number of ranks."""
     case = CASES[name](torch.float64)
     if sharded:
-        case = replace(case, make=lambda make=case.make: shard(make()))
+        case = replace(case, make=spread(case.make, sharded))
     private = start(case, **PAPER | changes)
     metrics: list[dict[str, Any]] = []
     private.on_update(lambda: metrics.append(private.last_metrics.to_json()))  # type: ignore[union-attr]
@@ -103,7 +103,7 @@ def trained(name: str, *, sharded: bool = False, **changes: Any) -> dict[str, An
     }
 
 
-def several(names: list[str], sharded: bool = False) -> dict[str, Any]:
+def several(names: list[str], sharded: bool | str = False) -> dict[str, Any]:
     """The equalities in one launch; a name may end in "without noise"."""
     noiseless = {"noise_multiplier": 0.0, "unshuffled_noise_multiplier": 0.0}
     found = {}
@@ -160,7 +160,7 @@ def secure_steps() -> dict[str, Any]:
     return {"weights": weights(private.model), "sizes": sizes, "tokens": private.ledger.entries()}
 
 
-def one_bad_sample(sharded: bool = False) -> dict[str, Any]:
+def one_bad_sample(sharded: bool | str = False) -> dict[str, Any]:
     """A record whose gradient is not a number, in the part of one rank."""
     case = mlp_case()
     inputs, labels = case.data.tensors
@@ -168,7 +168,7 @@ def one_bad_sample(sharded: bool = False) -> dict[str, Any]:
     inputs[9] = math.nan
     bad = replace(case, data=TensorDataset(inputs, labels))
     if sharded:
-        bad = replace(bad, make=lambda: shard(case.make()))
+        bad = replace(bad, make=spread(case.make, sharded))
     private = start(bad)
     private.sampler = FixedSampler([1, 9, 4, 7])
     found: list[int] = []
@@ -352,7 +352,7 @@ def hanging(rank: int, seconds: float) -> dict[str, str]:
     assert isinstance(world, GroupWorld)
     world.end()
     heartbeat.BEAT_S, heartbeat.PATIENCE_S = 0.2, 0.6
-    world._heartbeat = heartbeat.Heartbeat(_store(), world.rank, world.size)
+    world._heartbeat = heartbeat.Heartbeat(_store(), world.rank, range(world.size), name="all")
 
     def step() -> None:
         for batch in private.batches(case.data, num_steps=1):

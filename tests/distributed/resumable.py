@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from distributed.sharded_models import shard, whole
+from distributed.sharded_models import spread, whole
 from shuffled_dpsgd.tasks.averaging import WeightAverage
 from shuffled_dpsgd.training import LoopSettings, Progress, make_private, train
 
@@ -22,14 +22,14 @@ def run(
     num_steps: int,
     stop_after: int | None = None,
     secure: bool = False,
-    sharded: bool = False,
+    sharded: bool | str = False,
 ) -> dict[str, Any]:
     """Begin or resume the run in `directory`; with `stop_after`, stop as a signal would."""
     folder = Path(directory)
     torch.manual_seed(0)
     model: nn.Module = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 2)).double()
     if sharded:
-        model = shard(model)
+        model = spread(lambda made=model: made, sharded)()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
     inputs = torch.randn(RECORDS, 5, generator=torch.Generator().manual_seed(1)).double()

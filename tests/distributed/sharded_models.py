@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+
+
+def two_by_two() -> DeviceMesh:
+    """Two copies of a model, each spread over two ranks."""
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "shards"))
 
 
 def shard(model: nn.Module, **options: Any) -> nn.Module:
@@ -17,6 +24,11 @@ def shard(model: nn.Module, **options: Any) -> nn.Module:
             for block in module:
                 fully_shard(block, **options)
     return fully_shard(model, **options)
+
+
+def spread(make: Callable[[], nn.Module], how: bool | str) -> Callable[[], nn.Module]:
+    """A model that is spread over all ranks, or "2x2": two copies, each over two ranks."""
+    return lambda: shard(make(), **({"mesh": two_by_two()} if how == "2x2" else {}))
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -25,9 +25,9 @@ from torch.utils.data import DataLoader
 
 from distributed import replicas
 from distributed.replicas import CASES, refusal
-from distributed.sharded_models import shard, whole
+from distributed.sharded_models import shard, spread, two_by_two, whole
 from shuffled_dpsgd.clipping.settle.layer_by_layer import LayerByLayer
-from shuffled_dpsgd.distributed import current_world
+from shuffled_dpsgd.distributed import World, current_world
 from shuffled_dpsgd.distributed.exchange import ShardedSums
 from shuffled_dpsgd.distributed.unshard import ShardedWeight
 from shuffled_dpsgd.distributed.unshard_graph import UnshardedGraph
@@ -35,6 +35,7 @@ from shuffled_dpsgd.errors import RefereeError, UnsupportedModuleError
 from shuffled_dpsgd.integrations.hf_conflicts import check_model
 from shuffled_dpsgd.permutation import apply, discover, draw
 from shuffled_dpsgd.runtime.replay import Call
+from shuffled_dpsgd.runtime.shards import held
 from shuffled_dpsgd.tasks.averaging import WeightAverage
 from shuffled_dpsgd.tasks.sharding import fill_whole
 from shuffled_dpsgd.training import (
@@ -43,6 +44,7 @@ from shuffled_dpsgd.training import (
     load_checkpoint,
     save_checkpoint,
 )
+from shuffled_dpsgd.training.device_noise import DeviceNoise
 from shuffled_dpsgd.training.physical import find_physical_batch_size
 from training.cases import Case, FixedSampler, run
 
@@ -125,9 +127,9 @@ def rows_of_noise(shapes: dict[str, list[int]]) -> dict[str, torch.Tensor]:
         name: torch.zeros(shape, dtype=torch.float64 if name == "wide" else torch.float32)
         for name, shape in shapes.items()
     }
-    exchange = ShardedSums(world, whole)
+    exchange = ShardedSums(world, world, World(), whole)
     narrow = {name: tensor for name, tensor in whole.items() if name != "wide"}
-    rows = exchange.scatter({"wide": whole["wide"]}) | exchange.scatter(narrow)
+    rows = exchange.scatter({"wide": whole["wide"]})() | exchange.scatter(narrow)()
     rows = {name: rows[name].contiguous() for name in whole}
     stds = dict.fromkeys(shapes, 2.0)
     GaussianNoise().add_(rows, stds, key=bytes(32), places=exchange.places())
@@ -559,6 +561,12 @@ def square(count: int = 2) -> nn.Sequential:
     return nn.Sequential(*[nn.Linear(4, 4) for _ in range(count)])
 
 
+def _on_two_meshes(mesh: DeviceMesh) -> nn.Module:
+    model = square()
+    fully_shard(model[0], mesh=mesh)
+    return fully_shard(model)
+
+
 def refusals() -> dict[str, str]:
     """What cannot be trained is refused by name, on every rank alike."""
 
@@ -566,7 +574,10 @@ def refusals() -> dict[str, str]:
         case = Case(make=lambda: model, data=None, loss=CASES["mlp"](torch.float32).loss)
         return refusal(lambda: replicas.start(case, **{"shuffle": "off"} | changes))
 
-    hybrid = init_device_mesh("cpu", (2, 1), mesh_dim_names=("copies", "shards"))
+    meshes = {
+        name: init_device_mesh("cpu", (2,) if name else (1, 2), mesh_dim_names=names)
+        for name, names in {"": ("dp", "fsdp"), "tp": ("tp",), "pp": ("pp",)}.items()
+    }
     ignoring, several, apart = square(), square(3), CASES["gpt2"](torch.float32).make()
     fully_shard([several[0], several[1]])
     fully_shard(apart.get_input_embeddings())
@@ -582,7 +593,10 @@ def refusals() -> dict[str, str]:
     narrow = MixedPrecisionPolicy(param_dtype=torch.float16)
     rank = current_world().rank
     return {
-        "hybrid": attempt(fully_shard(square(), mesh=hybrid)),
+        "axis": attempt(fully_shard(square(), mesh=meshes["pp"])),
+        "another mesh": attempt(fully_shard(square(), mesh=meshes[""]), mesh=meshes["tp"]),
+        "two meshes": attempt(_on_two_meshes(meshes[""])),
+        "not on it": attempt(square(), mesh=meshes[""]),
         "columns": attempt(fully_shard(square(), shard_placement_fn=lambda p: Shard(p.ndim - 1))),
         "half": attempt(fully_shard(square(), mesh=DeviceMesh("cpu", [1, 0]))),
         "root": attempt(half),
@@ -614,20 +628,29 @@ def refusals() -> dict[str, str]:
     }
 
 
-def refereed(fault: str) -> dict[str, Any]:
+def refereed(fault: str, how: bool | str = True) -> dict[str, Any]:
     """A few steps with or without a fault in the sums of rank 1; says what was compared."""
-    case = CASES["bert"](torch.float32)
-    private = start(case, check_rate=1.0)
+    case = replace(
+        CASES["bert"](torch.float32), make=spread(CASES["bert"](torch.float32).make, how)
+    )
+    private = replicas.start(case, check_rate=1.0)
     inner = private.engine.clipped_sum
+    world: Any = current_world()
 
     def bent() -> dict[str, torch.Tensor]:
         sums = {name: total.clone() for name, total in inner().items()}
-        if fault == "scaled" and current_world().rank == 1:
+        if fault == "scaled" and world.rank == 1:
             for total in sums.values():
                 total.mul_(1.05)
         return sums
 
+    def forgotten(flat: torch.Tensor) -> Callable[[], torch.Tensor]:
+        return lambda: flat[: flat.numel() // 2]  # Its own rows, with nothing of the copy's.
+
     private.engine.clipped_sum = bent  # type: ignore[method-assign]
+    if fault == "copies":
+        copies: Any = private._sharding.copies  # type: ignore[union-attr]
+        copies.start_scatter_sum_ = forgotten
     said = ""
     try:
         run(private, case)
@@ -640,3 +663,46 @@ def refereed(fault: str) -> dict[str, Any]:
         "spent": private.ledger.spent,
         "not": checks.not_made,
     }
+
+
+def copies() -> dict[str, Any]:
+    """A secure run on two copies of two shards, which start from different weights."""
+    case = CASES["mlp"](torch.float64)
+
+    def make() -> nn.Module:
+        model = case.make()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(current_world().rank)
+        return shard(model, mesh=two_by_two())
+
+    model = make()
+    private = replicas.start(
+        replace(case, make=lambda: model),
+        mesh=two_by_two(),
+        seed=None,
+        shuffle="every-step",
+    )
+    found = {"before": _held(model)}
+    private.sampler = FixedSampler([1, 2, 3], [4], [])
+    with _counted_noise() as drawn:
+        run(private, case, num_steps=3)
+    return found | {"after": _held(model), "drawn": drawn}
+
+
+def _held(model: nn.Module) -> torch.Tensor:
+    return torch.cat([held(p).detach().flatten() for p in model.parameters()])
+
+
+@contextmanager
+def _counted_noise() -> Iterator[list[int]]:
+    """How many coordinates this rank noises in every step."""
+    drawn: list[int] = []
+    add = DeviceNoise.add_
+
+    def counted(self: DeviceNoise, sums: Any, *args: Any, **kwargs: Any) -> None:
+        drawn.append(sum(total.numel() for total in sums.values()))
+        add(self, sums, *args, **kwargs)
+
+    with mock.patch.object(DeviceNoise, "add_", counted):
+        yield drawn

@@ -9,7 +9,7 @@ import pytest
 
 from distributed.launching import Launcher
 from shuffled_dpsgd.distributed import current_world, launched
-from shuffled_dpsgd.distributed.launch import TIMEOUT_VARIABLE
+from shuffled_dpsgd.distributed.world import TIMEOUT_VARIABLE
 from shuffled_dpsgd.errors import InvalidArgumentError
 
 HERE = "distributed.replicas"

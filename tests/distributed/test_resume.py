@@ -30,26 +30,25 @@ def updates(folder: Path) -> list[int]:
     return [int(line.split()[0]) for line in lines]
 
 
-@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("sharded", [False, True, "2x2"])
 def test_another_number_of_ranks_goes_on_where_the_first_stopped(
-    launcher: Launcher, tmp_path: Path, sharded: bool
+    launcher: Launcher, tmp_path: Path, sharded: bool | str
 ) -> None:
+    """On two copies of two shards it begins and ends, with one rank between."""
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     whole.mkdir()
     parts.mkdir()
     (expected,) = launcher.run(HERE, "run", ranks=1, directory=str(whole), num_steps=STEPS)
-    first = launcher.run(
-        HERE, "run", directory=str(parts), num_steps=STEPS, stop_after=3, sharded=sharded
-    )
-    assert [one["steps"] for one in first] == [3, 3]
+    ranks = 4 if sharded == "2x2" else 2
+    begun = {"directory": str(parts), "num_steps": STEPS, "sharded": sharded}
+    first = launcher.run(HERE, "run", ranks=ranks, stop_after=3, **begun)
+    assert [one["steps"] for one in first] == [3] * ranks
     assert [c.name for c in find_checkpoints(parts / "checkpoints")][-1] == "checkpoint-00000003"
     (second,) = launcher.run(
-        HERE, "run", ranks=1, directory=str(parts), num_steps=STEPS, stop_after=3, sharded=sharded
+        HERE, "run", ranks=1, stop_after=3, **begun | {"sharded": bool(sharded)}
     )
     assert (second["first"], second["steps"], second["spent"]) == (3, 6, 6)
-    last = launcher.run(
-        HERE, "run", ranks=3, directory=str(parts), num_steps=STEPS, sharded=sharded
-    )
+    last = launcher.run(HERE, "run", ranks=4 if sharded == "2x2" else 3, **begun)
     for one in last:
         assert (one["first"], one["steps"], one["finished"]) == (6, STEPS, True)
         assert one["spent"] == entries(parts) == STEPS

@@ -17,18 +17,20 @@ HERE = "distributed.shards"
 
 
 @pytest.mark.parametrize(
-    ("ranks", "names"),
+    ("ranks", "how", "names"),
     [
-        (2, ["bert without noise", "gpt2", "vit"]),
-        pytest.param(2, NAMES, marks=pytest.mark.slow),
-        pytest.param(4, NAMES, marks=pytest.mark.slow),
+        (2, True, ["bert without noise", "gpt2"]),
+        (4, "2x2", ["vit"]),
+        pytest.param(2, True, NAMES, marks=pytest.mark.slow),
+        pytest.param(4, True, NAMES, marks=pytest.mark.slow),
+        pytest.param(4, "2x2", NAMES, marks=pytest.mark.slow),
     ],
 )
 def test_shards_change_nothing(
-    launcher: Launcher, alone: dict[str, Any], ranks: int, names: list[str]
+    launcher: Launcher, alone: dict[str, Any], ranks: int, how: bool | str, names: list[str]
 ) -> None:
     """Empty, uneven and full parts, batch clip, noise, shuffle: float64, to 1e-9."""
-    found = launcher.run("distributed.replicas", "several", ranks=ranks, names=names, sharded=True)
+    found = launcher.run("distributed.replicas", "several", ranks=ranks, names=names, sharded=how)
     assert found[0].keys() == set(names)
     assert_all_same(found, alone)
     for one in found:
@@ -142,8 +144,11 @@ def test_weights_are_gathered_only_where_something_is_checked(launcher: Launcher
         assert one["same"], "a check or an evaluation between steps changed what is trained"
 
 
-def test_a_sample_without_a_finite_gradient_is_counted_everywhere(launcher: Launcher) -> None:
-    for one in launcher.run("distributed.replicas", "one_bad_sample", sharded=True):
+@pytest.mark.parametrize(("ranks", "how"), [(2, True), (4, "2x2")])
+def test_a_sample_without_a_finite_gradient_is_counted_everywhere(
+    launcher: Launcher, ranks: int, how: bool | str
+) -> None:
+    for one in launcher.run("distributed.replicas", "one_bad_sample", ranks=ranks, sharded=how):
         assert one == {"found": [1], "finite": True}
 
 
@@ -196,11 +201,15 @@ def test_what_cannot_be_sharded_is_refused_by_name(launcher: Launcher) -> None:
     one, two = launcher.run(HERE, "refusals")
     assert one == two
     named = {
-        "hybrid": "on a mesh of shape (2, 1); give fully_shard a one-dimensional mesh",
-        "columns": "expected rows spread over a one-dimensional mesh of ranks, Shard(0)",
+        "axis": "got an axis 'pp', as of pipeline parallelism",
+        "another mesh": "got an axis 'tp', as of tensor parallelism",
+        "two meshes": "give every call of fully_shard, and make_private, the same mesh",
+        "not on it": "mesh: expected None for a model that every rank has the whole of",
+        "columns": "expected rows spread over the last axis of a mesh, Shard(0)",
         "half": "expected a mesh of all 2 ranks in their order",
         "root": "got a model whose root it was not called on",
-        "tensor parallel": "got a DTensor of other making",
+        "tensor parallel": "got a DTensor of other making; call fully_shard on the blocks, then on "
+        "the model; tensor parallelism is not supported",
         "ignored": "got one that fully_shard was told to ignore",
         "precision": "expected a mixed-precision policy of bfloat16, or none",
         "offload": "got CPUOffloadPolicy",
@@ -232,6 +241,34 @@ def test_sums_of_shards_are_compared_with_a_stock_backward(launcher: Launcher) -
     assert "another process" in healthy["said"]
     # Nothing but the noise of an empty first batch.
     assert healthy["spent"] == faulty["spent"] <= 1
+
+
+def test_sums_of_copies_are_compared_too(launcher: Launcher) -> None:
+    """With a stock backward over all ranks, and after the copies have added up their rows."""
+    *_, healthy = launcher.run(HERE, "refereed", ranks=4, fault="", how="2x2")
+    assert (healthy["said"], healthy["not"]) == ("", 0)
+    assert healthy["sums"] >= 3
+    for fault, words in {
+        "scaled": "the sum of clipped gradients is",
+        "copies": "the total over all copies of the model is not the sum of their rows",
+    }.items():
+        found = launcher.run(HERE, "refereed", ranks=4, fault=fault, how="2x2")
+        assert any(words in one["said"] for one in found)
+        assert all("nothing was released" in one["said"] for one in found)
+        assert {one["spent"] for one in found} <= {0, 1}  # An empty batch has no sums.
+
+
+def test_copies_share_weights_and_noise(launcher: Launcher) -> None:
+    """They start from the weights of the first, draw each coordinate's noise once, and agree."""
+    found = launcher.run(HERE, "copies", ranks=4)
+    size = sum(one["before"].numel() for one in found[:2])
+    for one, other in ((found[0], found[2]), (found[1], found[3])):
+        assert torch.equal(one["before"], other["before"])
+        assert torch.equal(one["after"], other["after"])
+        assert not torch.equal(one["before"], one["after"])
+    for drawn in zip(*(one["drawn"] for one in found), strict=True):
+        assert sum(drawn) == size
+        assert max(drawn) < 0.6 * size
 
 
 def test_shards_that_cannot_be_written_leave_nothing(launcher: Launcher, tmp_path: Path) -> None:

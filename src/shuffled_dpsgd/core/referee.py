@@ -123,25 +123,23 @@ class BatchWitness(Protocol):
 
 
 class Shards(Protocol):
-    """The processes that a model's rows are spread over; every call is collective.
-
-    `computed_in` are the types that weights are gathered in.
-    """
+    """The processes that a model's rows are spread over; every call is collective."""
 
     @property
-    def computed_in(self) -> frozenset[torch.dtype]: ...
+    def computed_in(self) -> frozenset[torch.dtype]:
+        """The types that weights are gathered in."""
 
     def coin(self) -> bool:
         """Whether the step that begins is compared: the same for all."""
-        ...
 
     def rows(self, outputs: list[Tensor], grads: list[Tensor]) -> dict[str, Tensor]:
         """This process's rows of the gradients, summed over all processes."""
-        ...
+
+    def over_all(self, rows: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """The engine's rows, summed over processes that hold copies of them."""
 
     def is_any(self, flag: bool) -> bool:
         """Whether the flag is set in any process."""
-        ...
 
 
 class Referee:
@@ -366,6 +364,7 @@ class Referee:
         total = self._whole_total(self._engine.sample_norms.numel())
         error: RefereeError | None = None
         try:
+            sums = self._shards.over_all(sums)
             self._conclude(sums, None if self._shards.is_any(total is None) else total)
         except RefereeError as found:
             error = found

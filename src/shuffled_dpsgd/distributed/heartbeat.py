@@ -10,7 +10,7 @@ import atexit
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,12 +19,16 @@ _MEETINGS = "shuffled_dpsgd/meetings"
 
 
 class Heartbeat:
-    """The thread of one rank; it ends with the process, or with `end`."""
+    """The thread of one rank; it ends with the process, or with `end`.
 
-    def __init__(self, store: Any, rank: int, size: int) -> None:
+    `ranks` are those that meet. Other groups of the same ranks count by another `name`.
+    """
+
+    def __init__(self, store: Any, rank: int, ranks: Sequence[int], *, name: str) -> None:
         self._store = store
         self._rank = rank
-        self._others = [other for other in range(size) if other != rank]
+        self._name = name
+        self._others = [other for other in ranks if other != rank]
         self._meetings = 0
         self._since: float | None = None
         self._ending = threading.Event()
@@ -59,14 +63,17 @@ class Heartbeat:
         self._thread.join()
 
     def _meetings_of(self, rank: int) -> int:
-        key = f"{_MEETINGS}/{rank}"
+        key = self._key(rank)
         return int(self._store.get(key)) if self._store.check([key]) else 0
+
+    def _key(self, rank: int) -> str:
+        return f"{_MEETINGS}/{self._name}/{rank}"
 
     def _beat(self) -> None:
         told = 0
         while not self._ending.wait(BEAT_S):
             try:
-                self._store.set(f"{_MEETINGS}/{self._rank}", str(self._meetings))
+                self._store.set(self._key(self._rank), str(self._meetings))
             except RuntimeError:
                 return
             since = self._since

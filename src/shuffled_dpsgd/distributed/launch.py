@@ -17,12 +17,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from shuffled_dpsgd.distributed.world import World, current_world, declared_size, leave_world
+from shuffled_dpsgd.distributed.world import (
+    World,
+    current_world,
+    declared_size,
+    leave_world,
+    timeout_s,
+)
 from shuffled_dpsgd.errors import InvalidArgumentError, RankError
-
-# Longer than an evaluation by rank 0, for which the other ranks wait.
-TIMEOUT_VARIABLE = "SHUFFLED_DPSGD_TIMEOUT_S"
-DEFAULT_TIMEOUT_S = 1800.0
 
 
 @contextmanager
@@ -85,7 +87,7 @@ def _join(*, on_gpu: bool) -> None:
     torchrun may keep its store when it starts the ranks again, and in it the addresses of those
     that are gone: every attempt has its own part of the store.
     """
-    timeout = timedelta(seconds=_timeout_s())
+    timeout = timedelta(seconds=timeout_s())
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     try:
         store, rank, size = next(rendezvous("env://", timeout=timeout))
@@ -116,16 +118,3 @@ def _local_device() -> int:
             remedy=f"start at most {count} processes on this machine, or train with device cpu",
         )
     return number
-
-
-def _timeout_s() -> float:
-    text = os.environ.get(TIMEOUT_VARIABLE, str(DEFAULT_TIMEOUT_S))
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not 0.0 < seconds < float("inf"):
-        raise InvalidArgumentError(
-            TIMEOUT_VARIABLE, expected="a positive number of seconds", got=text
-        )
-    return seconds

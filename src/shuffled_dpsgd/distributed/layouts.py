@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ from torch import Tensor
 from shuffled_dpsgd.core.clip import sum_dtype
 from shuffled_dpsgd.core.noise import Place
 from shuffled_dpsgd.distributed.world import World
-from shuffled_dpsgd.runtime.shards import RowSplit, Span, held, is_sharded
+from shuffled_dpsgd.runtime.shards import RowAxis, RowSplit, Span, held, is_sharded
 
 
 class Numbering:
@@ -86,8 +86,11 @@ class RowPieces:
             for part, shape in zip(parts, self._shapes, strict=True)
         ]
 
-    def scatter_sum(self, wholes: Sequence[Tensor]) -> list[Tensor]:
-        """This rank's rows of the sums over all ranks of whole tensors of one dtype. Collective."""
+    def scatter_sum(self, wholes: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
+        """Begin to sum whole tensors of one dtype over all ranks. Collective.
+
+        They may be dropped at once. What is returned waits for this rank's rows of the sums.
+        """
         pieces = wholes[0].new_zeros(self._world.size, sum(self._widths))
         for part, whole in zip(pieces.split(self._widths, dim=1), wholes, strict=True):
             flat, width = whole.reshape(-1), part.shape[1]
@@ -95,13 +98,44 @@ class RowPieces:
             part[:full] = flat[: full * width].view(full, width)
             if rest := flat.numel() - full * width:
                 part[full, :rest] = flat[full * width :]
-        own = self._world.scatter_sum_(pieces.view(-1)).split(self._widths)
-        found = []
-        for piece, split, shape in zip(own, self._splits, self._shapes, strict=True):
-            low, high = split.span(self._world.rank)
-            rows = torch.Size((high - low, *shape[1:]))
-            found.append(piece[: rows.numel()].view(rows))
-        return found
+        finish = self._world.start_scatter_sum_(pieces.view(-1))
+
+        def rows_of_all() -> list[Tensor]:
+            found = []
+            own = finish().split(self._widths)
+            for piece, split, shape in zip(own, self._splits, self._shapes, strict=True):
+                low, high = split.span(self._world.rank)
+                rows = torch.Size((high - low, *shape[1:]))
+                found.append(piece[: rows.numel()].view(rows))
+            return found
+
+        return rows_of_all
+
+
+# Tensors are sent together up to this many bytes, or one by one where they are larger.
+_TOGETHER = 1 << 28
+
+
+@torch.no_grad()
+def send_first(world: World, tensors: Sequence[Tensor]) -> None:
+    """Overwrite tensors with those of rank 0, of one type many at once. Collective."""
+    if world.size == 1:
+        return
+    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+        waiting: list[Tensor] = []
+        alike = [tensor for tensor in tensors if tensor.dtype == dtype]
+        for index, tensor in enumerate(alike):
+            waiting.append(tensor)
+            if index + 1 < len(alike):
+                after = sum(each.nbytes for each in waiting) + alike[index + 1].nbytes
+                if after <= _TOGETHER:
+                    continue
+            flat = torch.cat([each.detach().reshape(-1) for each in waiting])
+            world.copy_first_(flat)
+            parts = flat.split([each.numel() for each in waiting])
+            for each, part in zip(waiting, parts, strict=True):
+                each.copy_(part.view(each.shape))
+            waiting = []
 
 
 def gather_whole(world: World, tensor: Tensor) -> Tensor:
@@ -112,5 +146,6 @@ def gather_whole(world: World, tensor: Tensor) -> Tensor:
     """
     if not is_sharded(tensor):
         return tensor
+    assert RowAxis.of(tensor).ranks == world.size, "the ranks that share the rows"
     (found,) = RowPieces(world, [tensor.shape]).gather([held(tensor).detach()], tensor.dtype)
     return found

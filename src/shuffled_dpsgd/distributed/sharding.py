@@ -1,9 +1,10 @@
 """Models that `torch.distributed.fsdp.fully_shard` has spread over all ranks.
 
-Every rank holds some rows of every parameter. While a module runs, FSDP gathers its weights: that
-is collective, so all ranks must run the model equally often. Whoever needs to run it at will has
-it unsharded layer by layer, as checks do, or gathers all of them first. FSDP's hooks then do
-no more than cast until the weights are shards again.
+Every rank holds some rows of every parameter. On a mesh of two axes the ranks of the second axis
+share a model, and the groups along the first have copies of it. While a module runs, FSDP gathers
+its weights: that is collective, so all ranks must run the model equally often. Whoever needs to run
+it at will has it unsharded layer by layer, as checks do, or gathers all of them first. FSDP's hooks
+then do no more than cast until the weights are shards again.
 """
 
 from __future__ import annotations
@@ -21,12 +22,14 @@ from shuffled_dpsgd.distributed.exchange import ShardedSums
 from shuffled_dpsgd.distributed.sharding_refusals import refuse_unsupported
 from shuffled_dpsgd.distributed.unshard import LayerwiseUnshard, sharded_modules
 from shuffled_dpsgd.distributed.world import World
-from shuffled_dpsgd.runtime.shards import any_sharded
+from shuffled_dpsgd.runtime.shards import RowAxis, any_sharded
 from shuffled_dpsgd.runtime.uncompiled import eagerly
 
 
-def find_sharding(world: World, model: nn.Module) -> ShardedModel | None:
+def find_sharding(world: World, model: nn.Module, mesh: Any = None) -> ShardedModel | None:
     """The sharding of a model, or None where every rank has the whole of it.
+
+    With a `mesh` it must be the one the model lies on.
 
     Raises:
         UnsupportedModuleError: the model is spread in a way that is not supported.
@@ -36,7 +39,7 @@ def find_sharding(world: World, model: nn.Module) -> ShardedModel | None:
             module.reshard()  # A forward without a backward leaves the root's weights whole.
     if not any_sharded(model.parameters()):
         return None
-    refuse_unsupported(world, model)
+    refuse_unsupported(world, model, mesh)
     return ShardedModel(world, model)
 
 
@@ -48,6 +51,11 @@ class ShardedModel:
 
     def __init__(self, world: World, model: nn.Module) -> None:
         self._world = world
+        axis = RowAxis.of(next(model.parameters()))
+        groups = axis.mesh.mesh.view(-1, axis.ranks)
+        # One group is all ranks, who know each other already.
+        self.shards = world.divided(groups.tolist()) if len(groups) > 1 else world
+        self.copies = world.divided(groups.T.tolist()) if len(groups) > 1 else World()
         self._root = model
         self._policy: Any = cast(Any, model)._get_fsdp_state()._mp_policy
         self._wrapped = [m for m in model.modules() if isinstance(m, FSDPModule)]
@@ -59,13 +67,18 @@ class ShardedModel:
             module.unshard()
             module.reshard()
             self._take_hooks(module)
-        self._layerwise = LayerwiseUnshard(world, sharded_modules(model, self._wrapped))
+        self._layerwise = LayerwiseUnshard(self.shards, sharded_modules(model, self._wrapped))
         trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        self.sums = ShardedSums(world, trainable)
+        self.sums = ShardedSums(world, self.shards, self.copies, trainable)
 
     @property
     def ranks(self) -> int:
         """How many ranks share the rows."""
+        return self.shards.size
+
+    @property
+    def all_ranks(self) -> int:
+        """How many ranks train, those with copies of the same rows included."""
         return self._world.size
 
     @property
@@ -112,8 +125,8 @@ class ShardedModel:
         finally:
             self.reshard()
 
-    def scatter(self, sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Of sums shaped like whole parameters, this rank's rows of the total; collective."""
+    def scatter(self, sums: Mapping[str, Tensor]) -> Callable[[], dict[str, Tensor]]:
+        """Begin to add up sums shaped like whole parameters; see `Sharding.scatter`."""
         return self.sums.scatter(sums)
 
     def detach(self) -> None:

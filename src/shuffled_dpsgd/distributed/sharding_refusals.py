@@ -10,11 +10,22 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 
 from shuffled_dpsgd.distributed.world import World
 from shuffled_dpsgd.errors import UnsupportedModuleError
-from shuffled_dpsgd.runtime.shards import is_sharded, mesh_of
+from shuffled_dpsgd.runtime.shards import RowAxis, is_sharded
+
+_TENSOR = "tensor parallelism is not supported: a sample's norm would have parts on several ranks"
+_OTHER_AXES = {
+    "tp": "tensor",
+    "sp": "sequence",
+    "pp": "pipeline",
+    "cp": "context",
+    "ep": "expert",
+}
 
 
-def refuse_unsupported(world: World, model: nn.Module) -> None:
+def refuse_unsupported(world: World, model: nn.Module, declared: Any = None) -> None:
     """Refuse all but `fully_shard` by rows over all ranks, on the root and any modules below.
+
+    The mesh must be the `declared` one, if there is one.
 
     Raises:
         UnsupportedModuleError: naming the module or parameter.
@@ -27,11 +38,20 @@ def refuse_unsupported(world: World, model: nn.Module) -> None:
             sharded[0],
             expected="parameters that fully_shard has spread, the model itself last",
             got=got,
-            remedy="call fully_shard on the blocks, then on the model; tensor parallelism is not "
-            "supported",
+            remedy=f"call fully_shard on the blocks, then on the model; {_TENSOR}",
         )
+    mesh = RowAxis.of(model.get_parameter(sharded[0])).mesh if declared is None else declared
+    _refuse_axes(sharded[0], mesh)
     for name, parameter in model.named_parameters():
         _refuse_placement(world, name, parameter)
+        own = RowAxis.of(parameter).mesh
+        if own.mesh.tolist() != mesh.mesh.tolist():
+            raise UnsupportedModuleError(
+                name,
+                expected=f"the mesh {mesh} of make_private or of other parameters",
+                got=f"{own}",
+                remedy="give every call of fully_shard, and make_private, the same mesh",
+            )
     for path, module in model.named_modules():
         if isinstance(module, FSDPModule):
             _refuse_options(path, module)
@@ -52,6 +72,18 @@ def refuse_unsupported(world: World, model: nn.Module) -> None:
     _refuse_untied(model)
 
 
+def _refuse_axes(name: str, mesh: Any) -> None:
+    """Refuse by its name an axis whose ranks do not train with records of their own."""
+    for axis in mesh.mesh_dim_names or ():
+        if axis in _OTHER_AXES:
+            raise UnsupportedModuleError(
+                name,
+                expected="a mesh of ranks that each train with records of their own",
+                got=f"an axis {axis!r}, as of {_OTHER_AXES[axis]} parallelism",
+                remedy="use fully_shard on one axis, or on two of which the first has copies",
+            )
+
+
 def _refuse_placement(world: World, name: str, parameter: nn.Parameter) -> None:
     if not is_sharded(parameter):
         raise UnsupportedModuleError(
@@ -60,21 +92,22 @@ def _refuse_placement(world: World, name: str, parameter: nn.Parameter) -> None:
             got="one that fully_shard was told to ignore",
             remedy="leave ignored_params out",
         )
-    mesh, placements = mesh_of(parameter), cast(Any, parameter).placements
-    if mesh.ndim != 1 or len(placements) != 1 or not placements[0].is_shard(0):
+    mesh, placements, ranks = RowAxis.of(parameter)
+    if ranks is None:
         raise UnsupportedModuleError(
             name,
-            expected="rows spread over a one-dimensional mesh of ranks, Shard(0)",
-            got=f"placements {tuple(placements)} on a mesh of shape {tuple(mesh.shape)}",
-            remedy="give fully_shard a one-dimensional mesh and no shard_placement_fn; hybrid "
-            "sharding and tensor parallelism are not supported",
+            expected="rows spread over the last axis of a mesh, Shard(0), with copies along "
+            "another axis before it, or none",
+            got=f"placements {placements} on a mesh of shape {tuple(mesh.shape)}",
+            remedy="give fully_shard a mesh of one or two axes, and no shard_placement_fn; "
+            f"{_TENSOR}",
         )
-    if mesh.mesh.tolist() != list(range(world.size)):
+    if mesh.mesh.flatten().tolist() != list(range(world.size)):
         raise UnsupportedModuleError(
             name,
             expected=f"a mesh of all {world.size} ranks in their order",
             got=f"a mesh of ranks {mesh.mesh.tolist()}",
-            remedy="leave `mesh` out of fully_shard",
+            remedy="leave `mesh` out of fully_shard, or make it by init_device_mesh",
         )
 
 

@@ -10,8 +10,9 @@ import functools
 import os
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -20,6 +21,9 @@ import torch.distributed as dist
 from shuffled_dpsgd.distributed.heartbeat import Heartbeat
 from shuffled_dpsgd.errors import InvalidArgumentError, RankError, ShuffledDPError
 
+# How long a rank waits for the others: longer than an evaluation by rank 0 alone.
+TIMEOUT_VARIABLE = "SHUFFLED_DPSGD_TIMEOUT_S"
+DEFAULT_TIMEOUT_S = 1800.0
 _FAILURES = "shuffled_dpsgd/failures"
 _HEARD = "shuffled_dpsgd/heard"
 # How long rank 0 stays for others to read what it said, or what another rank said.
@@ -68,10 +72,21 @@ class World:
 
     def scatter_sum_(self, flat: torch.Tensor) -> torch.Tensor:
         """Of a vector cut into one equal piece per rank, the own piece, summed over all ranks."""
-        return flat
+        return self.start_scatter_sum_(flat)()
+
+    def start_scatter_sum_(self, flat: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Begin `scatter_sum_`. What is returned waits for it, and has its result."""
+        return lambda: flat
 
     def gather_pieces_(self, flat: torch.Tensor) -> None:
         """Fill a vector from the pieces of all ranks, each of which has its own in place."""
+
+    def divided(self, parts: Sequence[Sequence[int]]) -> World:
+        """The part of this launch that this rank is in, as a world of its own.
+
+        Every rank is in one of the `parts`, which name ranks of the launch in ascending order.
+        """
+        return World()
 
     def tell_failure(self, error: BaseException) -> None:
         """Leave word of what went wrong here, for ranks that wait in vain."""
@@ -90,17 +105,31 @@ class World:
 
 
 class GroupWorld(World):
-    """The ranks of torch's default process group."""
+    """The ranks of torch's default process group, or of a part of it.
 
-    def __init__(self) -> None:
-        self.rank = dist.get_rank()
-        self.size = dist.get_world_size()
+    `ranks` are those of the launch that take part, all by default. Ranks that take no part must
+    call this too.
+    """
+
+    def __init__(self, ranks: Sequence[int] | None = None) -> None:
+        self._in_launch = dist.get_rank()
+        everyone = range(dist.get_world_size()) if ranks is None else ranks
+        self.size = len(everyone)
+        self.rank = [*everyone].index(self._in_launch) if self._in_launch in everyone else -1
+        self._parts: dict[tuple[tuple[int, ...], ...], World] = {}
         self._has_told = False
         store = _store()
-        self._heartbeat = None if store is None else Heartbeat(store, self.rank, self.size)
-        backend = dist.get_backend()
-        with self._expecting("a second group for small facts"):
-            self._facts = None if backend == "gloo" else dist.new_group(backend="gloo")
+        self._heartbeat: Heartbeat | None = None
+        if store is not None and self.rank >= 0:
+            name = "all" if ranks is None else "-".join(map(str, everyone))
+            self._heartbeat = Heartbeat(store, self._in_launch, everyone, name=name)
+        has_gloo = dist.get_backend() == "gloo"
+        with self._expecting("groups for tensors and for small facts"):
+            wait = timedelta(seconds=timeout_s())
+            self._group = None if ranks is None else dist.new_group([*ranks], timeout=wait)
+            self._facts = self._group
+            if not has_gloo:
+                self._facts = dist.new_group([*everyone], backend="gloo", timeout=wait)
 
     def gather(self, fact: Any) -> list[Any]:
         found: list[Any] = [None] * self.size
@@ -117,7 +146,7 @@ class GroupWorld(World):
     def from_first(self, fact: Any) -> Any:
         held = [fact]
         with self._expecting("a fact of rank 0"):
-            dist.broadcast_object_list(held, src=0, group=self._facts)
+            dist.broadcast_object_list(held, group=self._facts, group_src=0)
         return held[0]
 
     def is_any(self, flag: bool) -> bool:
@@ -128,22 +157,35 @@ class GroupWorld(World):
 
     def add_(self, tensor: torch.Tensor) -> torch.Tensor:
         with self._expecting("sums of all ranks"):
-            dist.all_reduce(tensor)
+            dist.all_reduce(tensor, group=self._group)
         return tensor
 
     def copy_first_(self, tensor: torch.Tensor) -> None:
         with self._expecting("values of rank 0"):
-            dist.broadcast(tensor, src=0)
+            dist.broadcast(tensor, group=self._group, group_src=0)
 
-    def scatter_sum_(self, flat: torch.Tensor) -> torch.Tensor:
+    def start_scatter_sum_(self, flat: torch.Tensor) -> Callable[[], torch.Tensor]:
         piece = self._piece(flat)
         with self._expecting("sums of all ranks"):
-            _scatter_sum(piece, flat)
-        return piece
+            work = _scatter_sum(piece, flat, group=self._group, async_op=True)
+
+        def finish() -> torch.Tensor:
+            with self._expecting("sums of all ranks"):
+                work.wait()
+            return piece
+
+        return finish
 
     def gather_pieces_(self, flat: torch.Tensor) -> None:
         with self._expecting("pieces of all ranks"):
-            _gather_parts(flat, self._piece(flat))
+            _gather_parts(flat, self._piece(flat), group=self._group)
+
+    def divided(self, parts: Sequence[Sequence[int]]) -> World:
+        key = tuple(map(tuple, parts))
+        if key not in self._parts:
+            made = [GroupWorld(part) for part in parts if len(part) > 1]
+            self._parts[key] = next((part for part in made if part.rank >= 0), World())
+        return self._parts[key]
 
     def tell_failure(self, error: BaseException) -> None:
         text = " ".join(f"{type(error).__name__}: {error}".split())[:500]
@@ -155,7 +197,7 @@ class GroupWorld(World):
             return
         self._has_told = True
         try:
-            store.append(_FAILURES, f"rank {self.rank}: {text}\n")
+            store.append(_FAILURES, f"rank {self._in_launch}: {text}\n")
         except RuntimeError:
             return  # The store is gone with the rank that held it; there is nobody to tell.
 
@@ -192,6 +234,9 @@ class GroupWorld(World):
         """End the thread that tells the others how far this rank is."""
         if self._heartbeat is not None:
             self._heartbeat.end()
+        for part in self._parts.values():
+            if isinstance(part, GroupWorld):
+                part.end()
 
     def _piece(self, flat: torch.Tensor) -> torch.Tensor:
         size, rest = divmod(flat.numel(), self.size)
@@ -208,14 +253,14 @@ class GroupWorld(World):
             raise self._gone(what, error) from error
 
     def _gone(self, what: str, error: Exception) -> RankError:
-        known = _failures(self.rank)
+        known = _failures(self._in_launch)
         who = self._heartbeat.missing() if self._heartbeat is not None else ""
         gone = f"{who} did not come" if who else "a rank is gone"
         cause = f"another rank failed: {known}" if known else f"{gone} ({_line(error)})"
         return RankError(
-            f"rank {self.rank} of {self.size} waited for {what}, but {cause}; the job ends "
-            "here: nothing was released by this step unless the ledger counts it. Mend the "
-            "cause and resume from the last checkpoint"
+            f"rank {self._in_launch} of {dist.get_world_size()} waited for {what}, but {cause}; "
+            "the job ends here: nothing was released by this step unless the ledger counts it. "
+            "Mend the cause and resume from the last checkpoint"
         )
 
 
@@ -259,6 +304,20 @@ def declared_size() -> int:
     """How many processes the launcher says it has started; 1 without a launcher."""
     text = os.environ.get("WORLD_SIZE", "1")
     return int(text) if text.isdigit() and "RANK" in os.environ else 1
+
+
+def timeout_s() -> float:
+    """How long a rank waits for the others, as the environment says."""
+    text = os.environ.get(TIMEOUT_VARIABLE, str(DEFAULT_TIMEOUT_S))
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0.0 < seconds < float("inf"):
+        raise InvalidArgumentError(
+            TIMEOUT_VARIABLE, expected="a positive number of seconds", got=text
+        )
+    return seconds
 
 
 def _is_of_communication(error: BaseException) -> bool:

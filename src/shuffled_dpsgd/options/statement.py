@@ -171,6 +171,11 @@ class PrivacyOptions(Budget, Schedule):
         "The loss, as a function of the model and a batch that returns one loss per record. "
         "It is tried out on the first batches; without it the card lists it as not checked.",
     )
+    mesh: Any = _option(
+        None,
+        "The DeviceMesh that fully_shard was given: one axis of ranks that share the weights, or "
+        "before it one of copies. None: whatever the model lies on.",
+    )
     seed: int | None = _option(
         None,
         "Repeatable noise, for experiments: whoever knows the seed can remove it. "

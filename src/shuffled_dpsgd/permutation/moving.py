@@ -19,7 +19,7 @@ from shuffled_dpsgd.permutation import gpu, sharded
 from shuffled_dpsgd.permutation.drawing import Permutation
 from shuffled_dpsgd.permutation.spec import PermutationSpec
 from shuffled_dpsgd.runtime.backends import took
-from shuffled_dpsgd.runtime.shards import all_held, mesh_of
+from shuffled_dpsgd.runtime.shards import RowAxis, all_held
 
 Named = tuple[str, torch.Tensor]
 OnAxis = tuple[int, torch.Tensor]
@@ -171,15 +171,15 @@ def _optimizer_tensors(
 
 def _is_whole(name: str, tensor: torch.Tensor) -> bool:
     """Whether a sharded tensor lies on a single rank after all; refuses all but rows in order."""
-    placements = tensor.placements  # type: ignore[attr-defined]
-    if len(placements) != 1 or not placements[0].is_shard(0):
+    axis = RowAxis.of(tensor)
+    if axis.ranks is None:
         raise UnsupportedModuleError(
             name,
             expected="rows spread over one axis of ranks, Shard(0), as fully_shard leaves them",
-            got=f"placements {tuple(placements)}",
-            remedy="use fully_shard on a one-dimensional mesh, without shard_placement_fn",
+            got=f"placements {axis.placements}",
+            remedy="use fully_shard without shard_placement_fn",
         )
-    return bool(mesh_of(tensor).size() == 1)
+    return axis.ranks == 1
 
 
 def _refuse_shared_memory(moving: Sequence[Named], parts: Sequence[torch.Tensor]) -> None:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shuffled_dpsgd.permutation.drawing import Permutation
-from shuffled_dpsgd.runtime.shards import RowSplit, held, mesh_of
+from shuffled_dpsgd.runtime.shards import RowAxis, RowSplit, held
 
 Named = tuple[str, Tensor]
 Gather = Callable[[Tensor, Sequence[tuple[int, Tensor]]], None]
@@ -42,12 +42,13 @@ def move(permutation: Permutation, tensors: Sequence[Named], gather_: Gather) ->
                 if part.numel():
                     gather_(part, columns)
         for layout in [layout for axis, layout in axes if axis == 0]:
-            mesh = mesh_of(together[0])
-            split = RowSplit(rows=together[0].shape[0], ranks=mesh.size())
+            spread = RowAxis.of(together[0])
+            assert spread.ranks is not None, "refused before"
+            split = RowSplit(rows=together[0].shape[0], ranks=spread.ranks)
             key = layout, split.rows
             if key not in transfers:
-                transfers[key] = find_transfer(indices[layout], split, mesh.get_local_rank())
-            send_rows(parts, transfers[key], mesh.get_group())
+                transfers[key] = find_transfer(indices[layout], split, spread.rank)
+            send_rows(parts, transfers[key], spread.group)
 
 
 @dataclass(frozen=True, kw_only=True)

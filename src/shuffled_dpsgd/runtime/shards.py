@@ -81,9 +81,32 @@ def all_held(tensors: Iterable[Tensor]) -> list[Tensor]:
     return [*map(held, found)] if any_sharded(found) else found
 
 
-def mesh_of(tensor: Tensor) -> Any:
-    """The ranks a tensor is spread over."""
-    return cast(Any, tensor).device_mesh
+class RowAxis(NamedTuple):
+    """The axis of a mesh that the rows of a tensor are spread over, and this process on it.
+
+    `ranks` is None where the tensor lies in another way than `fully_shard` leaves it: on one axis,
+    or on the second of two, where the first has copies.
+    """
+
+    mesh: Any
+    placements: tuple[Any, ...]
+    ranks: int | None
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> RowAxis:
+        mesh, placements = cast(Any, tensor).device_mesh, tuple(cast(Any, tensor).placements)
+        *copies, rows = placements
+        plain = type(rows).__name__ == "Shard" and rows.is_shard(0)
+        known = plain and len(copies) <= 1 and all(each.is_replicate() for each in copies)
+        return cls(mesh, placements, int(mesh.size(mesh.ndim - 1)) if known else None)
+
+    @property
+    def rank(self) -> int:
+        return int(self.mesh.get_local_rank(self.mesh.ndim - 1))
+
+    @property
+    def group(self) -> Any:
+        return self.mesh.get_group(self.mesh.ndim - 1)
 
 
 def spread_like(part: Tensor, whole: Tensor) -> Tensor:
@@ -161,6 +184,9 @@ class Sharding(Protocol):
         """Have this rank hold its shards alone; whatever it wrote into whole weights is lost."""
         ...
 
-    def scatter(self, sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Of sums shaped like whole parameters, this rank's rows of the total; collective."""
+    def scatter(self, sums: Mapping[str, Tensor]) -> Callable[[], dict[str, Tensor]]:
+        """Begin to add up sums shaped like whole parameters; collective.
+
+        What is returned waits for this rank's rows of the total.
+        """
         ...

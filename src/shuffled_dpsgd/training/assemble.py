@@ -80,6 +80,7 @@ def make_private(
     delta_split: float = 0.5,
     loss_reduction: LossReduction = "sum",
     loss: Callable[[Any, Any], Any] | None = None,
+    mesh: Any = None,
     seed: int | None = None,
     secure: bool | None = None,
     physical_batch_size: int | None = None,
@@ -133,6 +134,8 @@ def make_private(
         loss_reduction: What a scalar loss is: the sum over its samples, or their mean.
         loss: The loss, as a function of the model and a batch that returns one loss per record. It
             is tried out on the first batches; without it the card lists it as not checked.
+        mesh: The DeviceMesh that fully_shard was given: one axis of ranks that share the weights,
+            or before it one of copies. None: whatever the model lies on.
         seed: Repeatable noise, for experiments: whoever knows the seed can remove it. None: noise
             from the operating system.
         secure: True: refuse a seed. False: require one. By default neither.
@@ -248,6 +251,14 @@ def _find_sharding(
         remedy="call fully_shard on every rank, or on none",
     )
     if not spread:
+        if options.mesh is not None:
+            raise InvalidArgumentError(
+                "mesh",
+                expected="None for a model that every rank has the whole of",
+                got=options.mesh,
+                remedy="call fully_shard(module, mesh=mesh) on its blocks, then on the model; "
+                "tensor, pipeline, context and expert parallelism are not supported",
+            )
         return None
     # torch.distributed.fsdp takes a while to import.
     from shuffled_dpsgd.distributed.sharding import find_sharding
@@ -275,7 +286,7 @@ def _find_sharding(
         {"physical batch size": options.physical_batch_size},
         remedy="sharded ranks run equally many batches: give all of them the same",
     )
-    return find_sharding(world, model)
+    return find_sharding(world, model, options.mesh)
 
 
 def _as_written(sharding: ShardedModel | None) -> AbstractContextManager[None]:

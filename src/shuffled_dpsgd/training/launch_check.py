@@ -22,10 +22,12 @@ from shuffled_dpsgd.core.plan import PrivacyPlan
 from shuffled_dpsgd.core.release import Exchange
 from shuffled_dpsgd.distributed.agreement import agree
 from shuffled_dpsgd.distributed.exchange import ReplicatedSums
+from shuffled_dpsgd.distributed.layouts import send_first
 from shuffled_dpsgd.distributed.world import World
 from shuffled_dpsgd.errors import InvalidArgumentError
 from shuffled_dpsgd.permutation import PermutationSpec
 from shuffled_dpsgd.runtime.random_states import randomness_kept
+from shuffled_dpsgd.runtime.shards import held
 from shuffled_dpsgd.training.data import LOADING, MapStyle
 from shuffled_dpsgd.training.global_randomness import seed_dropout, seed_rank
 from shuffled_dpsgd.training.planning import field_fingerprints
@@ -49,7 +51,8 @@ def join_ranks(
 ) -> Exchange | None:
     """Compare the launch on all ranks, give all of them rank 0's weights; None for one process.
 
-    Of a sharded model every rank has its own weights, and buffers alone are rank 0's.
+    Of a sharded model every rank has its own weights, those of the first copy, and buffers alone
+    are rank 0's.
 
     Raises:
         RankError: naming the rank that differs, and in what.
@@ -65,13 +68,10 @@ def join_ranks(
             "this comparison in one process",
         )
     agree(world, _facts(model, optimizer, plan, spec), remedy=_REMEDY)
-    for tensor in [*([] if sharding else model.parameters()), *model.buffers()]:
-        with torch.no_grad():
-            whole = tensor.detach().contiguous()
-            world.copy_first_(whole)
-            tensor.copy_(whole)
+    send_first(world, [*([] if sharding else model.parameters()), *model.buffers()])
     seed_rank(world.rank)
     if sharding is not None:
+        send_first(sharding.copies, [held(p) for p in model.parameters()])
         return sharding.sums
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
     return ReplicatedSums(world, trainable)

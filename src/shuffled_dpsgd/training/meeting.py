@@ -37,11 +37,14 @@ class Meeting:
     """Divides logical batches among the ranks and gathers what became of the parts.
 
     Before every release the ranks compare the norms and sums of their weights, to the last bit;
-    where the weights lie on several ranks, those of all of them, as last noted.
+    where the weights lie on several ranks, those of all that `share` them, as last noted.
     """
 
-    def __init__(self, world: World, trainable: Mapping[str, torch.Tensor]) -> None:
+    def __init__(
+        self, world: World, trainable: Mapping[str, torch.Tensor], sharing: World | None = None
+    ) -> None:
         self._world = world
+        self._sharing = sharing or world
         self._trainable = trainable
         self._is_spread = world.size > 1 and any_sharded(trainable.values())
         self._known = ""
@@ -51,7 +54,7 @@ class Meeting:
     def note_weights(self) -> None:
         """Take note of the weights as they are; collective where they lie on several ranks."""
         if self._is_spread:
-            self._known = ":".join(self._world.gather(self._weights()))
+            self._known = ":".join(self._sharing.gather(self._weights()))
 
     def _weights(self) -> str:
         return summary([part.detach() for part in all_held(self._trainable.values())])

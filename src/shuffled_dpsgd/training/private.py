@@ -110,7 +110,8 @@ class PrivateTraining:
         self.last_metrics: StepMetrics | None = None
         self.last_sample_norms = torch.empty(0)
         self._trainable = {n: p for n, p in model.named_parameters() if p.requires_grad}
-        self._meeting = Meeting(self.world, self._trainable)
+        sharing = None if sharding is None else sharding.shards
+        self._meeting = Meeting(self.world, self._trainable, sharing)
         self._callbacks: list[Callable[[], object]] = []
         self._losses = LossMeter()
         self.clock = engine.clock = Clock(self.device.type)

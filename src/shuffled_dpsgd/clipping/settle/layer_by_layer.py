@@ -1,8 +1,8 @@
 """Settling for weights whose rows lie on several ranks: a rank never holds all sums at once.
 
 Norms need nobody else, because a sample lives on one rank. Once the factors are known, the sums of
-a few layers are formed, reduce-scattered, added to the rows that this rank owns, and dropped before
-the next layers' turn. All ranks go through all layers in the same order, whatever they recorded.
+a few layers are formed, reduce-scattered while those of the next are formed, and added to the rows
+that this rank owns. All ranks go through all layers in the same order, whatever they recorded.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from shuffled_dpsgd.clipping.settle.many_layers import ManyLayers
 from shuffled_dpsgd.clipping.settle.schedules import ClippingRule, summed_norms
 from shuffled_dpsgd.clipping.settle.shared_parameters import LayerGroup
 
-Scatter = Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
+Scatter = Callable[[Mapping[str, Tensor]], Callable[[], dict[str, Tensor]]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +34,7 @@ class Bucket:
 
 
 class LayerByLayer:
-    """One factor per sample and bucket, at the backward's end; `scatter` gives a rank its rows.
+    """One factor per sample and bucket, at the backward's end; `scatter` begins to send sums.
 
     Without per-layer clipping all buckets have the same factors. No bucket is larger than the
     largest layer.
@@ -72,6 +72,7 @@ class LayerByLayer:
         whole_B = None if rule.per_group else rule.factors(norms_B, batch)
         # Also says that parts of this batch are in the sums, until all of them are.
         kept.squares[0] = norms_B
+        arriving: Callable[[], dict[str, Tensor]] = dict
         for bucket, settled, parts in zip(self._buckets, layers, squares, strict=True):
             sums = {
                 name: torch.empty(shape, dtype=bucket.dtype, device=norms_B.device)
@@ -82,8 +83,9 @@ class LayerByLayer:
                 own_B = rule.norms(parts, batch) if parts else torch.zeros_like(norms_B)
                 factors_B = rule.factors(own_B, batch)
             settled.add_sums(factors_B, sums, new=True)
-            own = self._scatter(sums)
-            torch._foreach_add_([totals[name] for name in own], list(own.values()))
+            before, arriving = arriving, self._scatter(sums)
+            _add_to(totals, before())
+        _add_to(totals, arriving())
         return norms_B
 
     def _layers(self, bucket: Bucket, batch: CapturedBatch) -> ManyLayers:
@@ -96,6 +98,11 @@ class LayerByLayer:
             lambda: summed_norms(waiting),
             self.rule.choose,
         )
+
+
+def _add_to(totals: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None:
+    if own:
+        torch._foreach_add_([totals[name] for name in own], list(own.values()))
 
 
 def buckets(rule: ClippingRule, totals: Mapping[str, Tensor]) -> Iterator[Bucket]:

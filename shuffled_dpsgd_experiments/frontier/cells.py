@@ -15,13 +15,14 @@ from shuffled_dpsgd.core.streams import STREAM_VERSION
 from shuffled_dpsgd.environment import PACKAGES, today, versions
 from shuffled_dpsgd.errors import CheckpointError
 from shuffled_dpsgd.tasks import Task
-from shuffled_dpsgd.tasks.config import OptimizerConfig
+from shuffled_dpsgd.tasks.config import OptimizerConfig, RateSchedule
 from shuffled_dpsgd.tasks.start import build_optimizer, build_scheduler
 from shuffled_dpsgd.training.global_randomness import seed_dropout
 from shuffled_dpsgd.training.loop import LoopSettings, train
 from shuffled_dpsgd.training.spending import paper_estimate
 from shuffled_dpsgd_experiments.frontier.workloads import (
     CLIP_NORM,
+    OURS,
     Material,
     Point,
     Workload,
@@ -33,7 +34,7 @@ Stage = Literal["tuning", "figure"]
 Record = dict[str, Any]
 FIRST_SEED = {"tuning": 0, "figure": 100}
 _KEYS = ["workload", "stage", "algorithm", "epsilon", "batch_clip_ratio", "learning_rate", "seed"]
-_KEYS += ["streams", "settings"]
+_KEYS += ["streams", "settings", "ingredients"]
 
 
 def run_cell(
@@ -45,7 +46,8 @@ def run_cell(
     seed_dropout(seed)
     model = task.fresh_model(seed)
     provenance = Provenance(model, material.digest)
-    config = OptimizerConfig(learning_rate=rate, schedule="cosine")
+    schedule: RateSchedule = "constant" if point.ingredients else "cosine"
+    config = OptimizerConfig(learning_rate=rate, schedule=schedule)
     private = make_private(
         model,
         build_optimizer(model, config),
@@ -99,12 +101,16 @@ def cell_key(
     settings = settings_digest(workload, material)
     ratio, streams = point.batch_clip_ratio, STREAM_VERSION
     values = workload.name, stage, algorithm, point.epsilon, ratio, rate, seed, streams, settings
-    return dict(zip(_KEYS, values, strict=True))
+    return dict(zip(_KEYS, (*values, point.ingredients), strict=True))
 
 
 def point_of(record: Record) -> Point:
     """The point that a record belongs to."""
-    return Point(epsilon=record["epsilon"], batch_clip_ratio=record["batch_clip_ratio"])
+    return Point(
+        epsilon=record["epsilon"],
+        batch_clip_ratio=record["batch_clip_ratio"],
+        ingredients=record.get("ingredients", OURS),
+    )
 
 
 def _scores(task: Task, model: torch.nn.Module) -> Record:
@@ -166,4 +172,6 @@ class CellFile:
 
 
 def _name(key: Record) -> str:
-    return json.dumps([key[each] for each in _KEYS])
+    """Records from before there were ingredients to compare have those of the curves."""
+    found = {"ingredients": OURS, **key}
+    return json.dumps([found[each] for each in _KEYS])

@@ -13,7 +13,7 @@ import numpy as np
 
 from shuffled_dpsgd_experiments.frontier.cells import Record, point_of
 from shuffled_dpsgd_experiments.frontier.running import tried_rates
-from shuffled_dpsgd_experiments.frontier.workloads import Point, Workload
+from shuffled_dpsgd_experiments.frontier.workloads import OURS, Point, Workload
 
 BAND = (10, 90)
 """Percentiles over seeds that a band reaches from and to."""
@@ -86,8 +86,8 @@ class Curves:
     floor: Curves | None = None
 
     def plain(self) -> list[Measured]:
-        """DP-SGD by rising certified ε."""
-        own = [each for each in self.measured if not each.point.is_paper]
+        """DP-SGD with our ingredients by rising certified ε."""
+        own = [e for e in self.measured if not e.point.is_paper and e.point.ingredients == OURS]
         return sorted(own, key=lambda each: each.certified_epsilon)
 
     def papers(self, claim: float) -> list[Measured]:

@@ -31,6 +31,7 @@ DEMO: tuple[Workload, ...] = (
         claims=(1.0,),
         ratios=(1.0, 10.0, 100.0),
         floor="digits-linear-demo",
+        ingredients_at=None,
         **_FEW,
     ),
     replace(WORKLOADS["digits-linear"], name="digits-linear-demo", **_FEW),
@@ -77,9 +78,8 @@ def _read(workloads: Sequence[Workload], folder: Path) -> list[Curves]:
     for each in reversed(workloads):
         floor = found.get(each.floor or "")
         found[each.name] = curves_of(each, cells_of(each, folder).read(), floor)
-    floors = {each.floor for each in workloads}
-    chosen = [found[each.name] for each in workloads if each.name not in floors]
-    return [each for each in chosen if each.measured]
+    # Floors have no claims: they stand in the panels of others, and under tables.
+    return [found[each.name] for each in workloads if each.claims and found[each.name].measured]
 
 
 def show(curves: Sequence[Curves]) -> Exhibit:

@@ -105,7 +105,12 @@ def _wanted(workload: Workload, cells: CellFile) -> Iterator[tuple[Point, Stage,
                 rate = workload.middle_rate * 2.0**power
                 yield point, "tuning", rate, FIRST_SEED["tuning"] + number, "tuning"
     rates = tuned_rates(workload, cells.read())
-    places = list(itertools.product(range(workload.num_seeds), points))
+    most = max(map(workload.seeds_of, points))
+    places = [
+        (number, point)
+        for number, point in itertools.product(range(most), points)
+        if number < workload.seeds_of(point)
+    ]
     for place, (number, point) in enumerate(places, start=1):
         done = f"{place} of {len(places)}"
         yield point, "figure", rates[point], FIRST_SEED["figure"] + number, done

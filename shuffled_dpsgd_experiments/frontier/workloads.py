@@ -24,6 +24,7 @@ from torch.utils.data import TensorDataset
 from shuffled_dpsgd.models import seeded
 from shuffled_dpsgd.tasks import Task
 from shuffled_dpsgd.tasks.classification import classification_task
+from shuffled_dpsgd.tasks.data.image_files import read_cifar
 from shuffled_dpsgd.tasks.data.loading import Splits, drawn_part
 from shuffled_dpsgd.tasks.digits import load_digits
 from shuffled_dpsgd_experiments.frontier.sst2 import (
@@ -38,6 +39,11 @@ from shuffled_dpsgd_experiments.provenance import data_digest
 
 CLIP_NORM = 1.0
 RATIOS = (1.0, 3.0, 10.0, 30.0, 100.0)
+OPACUS, LESS_NOISE, OURS = "rdp, constant rate", "constant rate", ""
+INGREDIENTS = (OPACUS, LESS_NOISE, OURS)
+"""Opacus' defaults; with noise by PLD; with a cosine schedule too, as everywhere else."""
+PAIRED_SEEDS = 30
+"""Seeds at the ε where ingredients are compared, at least."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,11 +51,12 @@ class Point:
     """One point of a curve before its noise is known.
 
     Of DP-SGD, `epsilon` is certified. Of the paper's algorithm it is claimed, which is heuristic,
-    and `batch_clip_ratio` is c'/c.
+    and `batch_clip_ratio` is c'/c. `ingredients` is one of `INGREDIENTS`; the curves have `OURS`.
     """
 
     epsilon: float
     batch_clip_ratio: float | None = None
+    ingredients: str = OURS
 
     @property
     def is_paper(self) -> bool:
@@ -58,13 +65,15 @@ class Point:
     def describe(self) -> str:
         """For people."""
         if self.batch_clip_ratio is None:
-            return f"DP-SGD at certified ε = {self.epsilon:g}"
+            added = f", {self.ingredients}" if self.ingredients else ""
+            return f"DP-SGD at certified ε = {self.epsilon:g}{added}"
         return f"paper's at claimed ε = {self.epsilon:g}, c' = {self.batch_clip_ratio:g}c"
 
     def options(self, scope: str = "paper") -> dict[str, Any]:
         """What `make_private` is told of it."""
         if self.batch_clip_ratio is None:
-            return {"epsilon": self.epsilon, "accounting": "certified", "shuffle": "off"}
+            accounting = "rdp" if self.ingredients == OPACUS else "certified"
+            return {"epsilon": self.epsilon, "accounting": accounting, "shuffle": "off"}
         return {
             "epsilon": self.epsilon,
             "accounting": "paper",
@@ -102,15 +111,25 @@ class Workload:
     scope: Literal["paper", "full"] = "paper"
     floor: str | None = None
     """The workload of a linear model on the same data, which every other model should beat."""
+    ingredients_at: float | None = None
+    """Where DP-SGD is also run with the ingredients of others, by equal seeds."""
 
     def points(self) -> list[Point]:
-        """DP-SGD from little ε to much, then the paper's algorithm."""
+        """DP-SGD from little ε to much, other ingredients of it, then the paper's algorithm."""
         own = [Point(epsilon=epsilon) for epsilon in self.budgets]
+        if self.ingredients_at is not None:
+            others = (OPACUS, LESS_NOISE)
+            own += [Point(epsilon=self.ingredients_at, ingredients=each) for each in others]
         return own + [
             Point(epsilon=claim, batch_clip_ratio=ratio)
             for claim in self.claims
             for ratio in self.ratios
         ]
+
+    def seeds_of(self, point: Point) -> int:
+        """How many runs a point of the figure has."""
+        paired = point.epsilon == self.ingredients_at and not point.is_paper
+        return max(self.num_seeds, PAIRED_SEEDS) if paired else self.num_seeds
 
     def settings(self) -> dict[str, Any]:
         """What every run of the workload has in common."""
@@ -135,7 +154,7 @@ def _load_digits(fresh_model: Callable[[int], nn.Module], data: Path | None) -> 
 
 
 def _load_features(fresh_model: Callable[[int], nn.Module], data: Path | None) -> Material:
-    found = features(_folder(data))
+    found = features(_folder(data, "sst2"))
     splits = {
         name: [(row, int(label)) for row, label in zip(*found[name], strict=True)]
         for name in SPLITS
@@ -144,8 +163,19 @@ def _load_features(fresh_model: Callable[[int], nn.Module], data: Path | None) -
     return _material("sst2-features", train, splits, 6_000, fresh_model, _collate)
 
 
+def _load_cifar100(data: Path | None) -> Material:
+    folder = _folder(data, "cifar100")
+    splits = {}
+    for split in ("train", "test"):
+        images, labels = read_cifar("cifar100", folder, split)
+        splits[split] = list(zip(images.reshape(len(images), -1), labels.tolist(), strict=True))
+    train = splits.pop("train")
+    fresh_model = partial(_linear, train[0][0].size, 100)
+    return _material("cifar100", train, splits, 5_000, fresh_model, _collate_pixels)
+
+
 def _load_lora(data: Path | None) -> Material:
-    texts = sentences(_folder(data))
+    texts = sentences(_folder(data, "sst2"))
     chosen = drawn_part(len(texts["train"]), 2_000)
     texts["train"] = [texts["train"][place] for place in chosen]
     splits = {
@@ -189,6 +219,12 @@ def _plain(data: TensorDataset) -> list[tuple[Any, int]]:
 def _collate(samples: list[tuple[Any, int]]) -> tuple[torch.Tensor, torch.Tensor]:
     inputs = torch.from_numpy(np.stack([each for each, _ in samples]))
     return inputs, torch.tensor([label for _, label in samples])
+
+
+def _collate_pixels(samples: list[tuple[Any, int]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Bytes to numbers from -1 to 1."""
+    pixels, labels = _collate(samples)
+    return pixels.float() / 127.5 - 1.0, labels
 
 
 def _mlp(inputs: int, hidden: int, classes: int, seed: int) -> nn.Module:
@@ -244,8 +280,8 @@ def _collate_tokens(samples: list[tuple[Any, int]]) -> tuple[dict[str, torch.Ten
     return inputs, torch.tensor([label for _, label in samples])
 
 
-def _folder(data: Path | None) -> Path:
-    return (data or Path("data")) / "sst2"
+def _folder(data: Path | None, name: str) -> Path:
+    return (data or Path("data")) / name
 
 
 _DIGITS: dict[str, Any] = {"num_steps": 60, "expected_batch_size": 144, "delta": 1e-4}
@@ -263,6 +299,7 @@ WORKLOADS: Mapping[str, Workload] = {
             num_seeds=50,
             num_tuning_seeds=2,
             floor="digits-linear",
+            ingredients_at=1.0,
             **_DIGITS,
         ),
         Workload(
@@ -285,6 +322,7 @@ WORKLOADS: Mapping[str, Workload] = {
             num_seeds=20,
             num_tuning_seeds=1,
             floor="sst2-linear",
+            ingredients_at=1.0,
             **_SST2,
         ),
         Workload(
@@ -309,6 +347,19 @@ WORKLOADS: Mapping[str, Workload] = {
             claims=(1.0,),
             ratios=(1.0, 10.0, 100.0),
             scope="full",
+            num_seeds=5,
+            num_tuning_seeds=1,
+            ingredients_at=1.0,
+        ),
+        Workload(
+            name="cifar100-linear",
+            title="CIFAR-100, logistic regression",
+            load=_load_cifar100,
+            num_steps=250,
+            expected_batch_size=1000,
+            delta=5e-6,
+            middle_rate=0.002,
+            budgets=(0.1, 0.5, 1.0, 8.0),
             num_seeds=5,
             num_tuning_seeds=1,
         ),

@@ -18,13 +18,24 @@ from shuffled_dpsgd_experiments.frontier.curves import curves_of, statement
 from shuffled_dpsgd_experiments.frontier.figure import caption, draw
 from shuffled_dpsgd_experiments.frontier.reproducing import read
 from shuffled_dpsgd_experiments.frontier.running import cells_of, tried_rates, tuned_rates
-from shuffled_dpsgd_experiments.frontier.workloads import WORKLOADS, Point, Workload
+from shuffled_dpsgd_experiments.frontier.workloads import (
+    LESS_NOISE,
+    OPACUS,
+    OURS,
+    WORKLOADS,
+    Point,
+    Workload,
+)
 
 ROOT = Path(__file__).parents[2]
 WORKLOAD = WORKLOADS["digits"]
 POINT = WORKLOAD.points()[0]
 SMALL = replace(
-    WORKLOADS["digits"], budgets=(0.5, 2.0, 8.0, 128.0), claims=(1.0,), num_tuning_seeds=1
+    WORKLOADS["digits"],
+    budgets=(0.5, 2.0, 8.0, 128.0),
+    claims=(1.0,),
+    num_tuning_seeds=1,
+    ingredients_at=None,
 )
 
 
@@ -273,3 +284,23 @@ def test_a_linear_model_is_compared_at_the_same_certified_epsilon() -> None:
         [curves]
     )
     assert "DP-SGD, logistic regression" in draw([curves]).axes[0].get_legend_handles_labels()[1]
+
+
+def test_other_ingredients_are_points_of_their_own_and_no_part_of_the_curve() -> None:
+    """Opacus' has noise by Rényi DP; at its ε every ingredient has as many seeds."""
+    own, opacus, constant = (
+        Point(epsilon=1.0, ingredients=each) for each in (OURS, OPACUS, LESS_NOISE)
+    )
+    workload = replace(SMALL, budgets=(0.5, 1.0), claims=(), ingredients_at=1.0)
+    assert workload.points()[1:] == [own, opacus, constant]
+    assert {workload.seeds_of(each) for each in (own, opacus, constant)} == {50}
+    assert opacus.options()["accounting"] == "rdp"
+    records = [
+        {**made_up(workload, point, seed=seed), "ingredients": point.ingredients}
+        for point in workload.points()
+        for seed in (100, 101)
+    ]
+    assert [point_of(record) for record in records[::2]] == workload.points()
+    curves = curves_of(workload, records)
+    assert len(curves.measured) == 4
+    assert [each.point for each in curves.plain()] == workload.points()[:2]

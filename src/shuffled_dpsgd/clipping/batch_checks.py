@@ -171,7 +171,7 @@ class BatchChecks:
         self._recorder.muted = True
         try:
             # Where another forward of the model is behind the losses, the backward says so.
-            known = {**self._parameters, "tap": self._recorder.tap}
+            known = {**self._parameters, "anchor": self._recorder.anchor}
             parameters = None if self._sharding is not None else known
             self._losses_checked |= check_losses(losses, outputs, parameters)
         finally:

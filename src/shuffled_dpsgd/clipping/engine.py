@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, Self
@@ -24,7 +24,6 @@ from shuffled_dpsgd.clipping.capture.batch import CapturedBatch, Entry, Phase
 from shuffled_dpsgd.clipping.capture.batch_size import find_batch
 from shuffled_dpsgd.clipping.capture.counted import CountedRows
 from shuffled_dpsgd.clipping.capture.recorder import CaptureRecorder
-from shuffled_dpsgd.clipping.capture.taps import signature_of
 from shuffled_dpsgd.clipping.checks import refusals
 from shuffled_dpsgd.clipping.checks.check_turns import TimeShare
 from shuffled_dpsgd.clipping.contributions import cost
@@ -118,7 +117,6 @@ class ClippingEngine:
         self._schedule = schedule_for(strategy, self._rule, sharding)
         if sharding is not None and sharding.ranks > 1:
             keep_no_copies(self._slots)
-        self._recorder.may_tap = isinstance(self._schedule, WholeGradient)
         self._gradients: list[Any] = []
         self._counted = CountedRows()
         self._attachment = Attachment(self._slots)
@@ -342,14 +340,6 @@ class ClippingEngine:
         """Say whether any sample of the next batch is going to count."""
         self._checks.has_samples = any_count
 
-    def expect_lengths(self, lengths: Iterable[int]) -> None:
-        """Say that batches are going to be padded to these lengths.
-
-        With several, no single shape is worth a compiled graph of its own, with taps.
-        """
-        if len(tuple(lengths)) > 1:
-            self._recorder.may_tap = False
-
     def plan(self) -> Plan:
         """How each parameter's norms are found, with the cost rule's figures; prints as a table.
 
@@ -384,13 +374,12 @@ class ClippingEngine:
         )
         if not torch.compiler.is_compiling():
             self._checks.before_forward(args, kwargs, batch)
-        traced = torch.compiler.is_compiling()
-        if traced:
+        else:
             # Kept in every trace: keeping them only when needed would compile the model twice.
             lower = torch.is_autocast_enabled(device)
             dtype = torch.get_autocast_dtype(device) if lower else None
             batch.compiled.inputs = (args, kwargs, dtype)
-        self._recorder.open(batch, signature_of(args, kwargs, device) if traced else None)
+        self._recorder.open(batch)
 
     def _end(self, module: nn.Module, args: Any, output: Any) -> Any:
         if not torch.is_grad_enabled() or self._checks.is_running:

@@ -151,9 +151,6 @@ class OpacusEngine:
         """The sum of clipped per-sample gradients since the last reset, by parameter name."""
         return dict(self._sums)
 
-    def expect_lengths(self, lengths: Iterable[int]) -> None:
-        """Nothing here depends on lengths."""
-
     def reset(self) -> None:
         """Forget norms and sums."""
         self._norms = []

@@ -157,7 +157,6 @@ class DrawnBatches:
                 ),
             )
             self._layout = data, key, layout
-            run.engine.expect_lengths([shape.length for shape in layout.shapes if shape.length])
         return self._layout[2]
 
     def pause(self) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from clipping.tiny_models import CASES
 from shuffled_dpsgd.clipping import ClippingEngine
-from shuffled_dpsgd.clipping.capture.batch import CapturedBatch, Entry, Late
+from shuffled_dpsgd.clipping.capture.batch import CapturedBatch, Entry
 from shuffled_dpsgd.clipping.capture.captures import (
     Capture,
     CopyGradients,
@@ -113,19 +113,6 @@ def test_there_is_room_for_so_much(monkeypatch: pytest.MonkeyPatch) -> None:
     moved = [copy is not tensor for copy, tensor in zip(tensors(batch), before, strict=True)]
     assert moved == [True] * 4 + [False] * 2
     assert all(map(torch.equal, tensors(batch), before))
-
-
-def test_captures_of_a_compiled_backward_lie_there_too() -> None:
-    stable, seen = StablePlaces(), set()
-    for _ in range(3):
-        found = [torch.randn(2, 3), None, torch.randn(4)]
-        batch = batch_of()
-        late = batch.compiled.late = Late([], found, stacked=False)
-        stable.move(batch)
-        seen.add(places_of([], late.tensors))
-        assert late.tensors[1] is None
-        assert torch.equal(late.tensors[0], found[0])
-    assert len(seen) == 1
 
 
 def test_views_of_few_layouts_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from enum import Enum
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from shuffled_dpsgd.clipping import kernels
 from shuffled_dpsgd.clipping.capture.captures import Capture
 from shuffled_dpsgd.clipping.capture.slot import Slot
-from shuffled_dpsgd.clipping.capture.taps import CallKey, Signature, Spec, Taps
+
+# Which call of which part of which slot: (slot index, part, number of the call).
+CallKey = tuple[int, int, int]
 
 
 class Phase(Enum):
@@ -33,74 +33,20 @@ class Entry:
         self.capture = capture
 
 
-class Late:
-    """Captures as they left a compiled backward, before they are made into entries.
-
-    Making entries takes longer than replaying, and a replay does not need them. With `stacked`, the
-    last of the `tensors` is a stack of several.
-    """
-
-    __slots__ = ("_calls", "_stacked", "tensors")
-
-    def __init__(
-        self,
-        calls: Sequence[tuple[Slot, int, slice]],
-        tensors: Sequence[Tensor | None],
-        *,
-        stacked: bool,
-    ) -> None:
-        self._calls = calls
-        self._stacked = stacked
-        self.tensors = tensors
-
-    def entries(self) -> Iterator[Entry]:
-        """One entry for every call that a loss depends on."""
-        tensors = self.tensors
-        if self._stacked:
-            rows = () if tensors[-1] is None else tensors[-1].unbind(0)
-            tensors = (*tensors[:-1], *rows)
-        inputs = {slot.index: place.start for slot, part, place in self._calls if part == 0}
-        for slot, part, place in self._calls:
-            found = [kernels.as_aligned(t) for t in tensors[place] if t is not None]
-            if found and part < 0 and place.stop - place.start == 1:
-                shared = tensors[inputs[-1 - part]]
-                assert shared is not None
-                found.insert(0, kernels.as_aligned(shared))
-            if found:
-                yield Entry(slot, slot.captured(part, found))
-
-
 class CompiledForward:
     """What a batch keeps because its forward, or some layers of it, were compiled.
 
-    `inputs` is what the forward was called with, and under which autocast, if any; `signature` is
-    what the shapes of its captures depend on. `captures` describes the calls that a compiled
-    backward has recorded through the operator, and `graphs` holds the ids of the autograd nodes,
-    one per compiled graph, that did so. `taps` are those given to the forward, if any. `tapped`
-    says whether their gradients have come, which then wait in `late`. `is_followed` says that it
-    was decided whether the batch is checked.
+    `inputs` is what the forward was called with, and under which autocast, if any. `recorded` names
+    the calls that a compiled backward has recorded. `is_followed` says that it was decided whether
+    the batch is checked.
     """
 
-    __slots__ = (
-        "captures",
-        "graphs",
-        "inputs",
-        "is_followed",
-        "late",
-        "signature",
-        "tapped",
-        "taps",
-    )
+    __slots__ = ("inputs", "is_followed", "recorded")
 
     def __init__(self) -> None:
         self.inputs: tuple[Any, Any, torch.dtype | None] | None = None
         self.is_followed = False
-        self.signature: Signature | None = None
-        self.captures: dict[CallKey, tuple[Spec, ...]] = {}
-        self.graphs: set[int] = set()
-        self.taps: Taps | None = None
-        self.tapped = False
-        self.late: Late | None = None
+        self.recorded: set[CallKey] = set()
 
 
 class Settling:
@@ -180,5 +126,5 @@ class CapturedBatch:
         """Drop every captured tensor; the batch takes no further backward."""
         self.closed = True
         self.input_B = None
-        self.compiled.late = self.compiled.inputs = None
+        self.compiled.inputs = None
         self.settling = Settling()

@@ -3,8 +3,8 @@
 `torch.compile` traces the slots' functions like any other code. Only what leaves the graph needs an
 operator that the compiler does not look into. Three things keep the compiler from losing a call:
 
-- The operator returns a scalar, which becomes the gradient of the recorder's tap. Nobody reads it,
-  but without it the call would be dropped.
+- The operator returns a scalar, which becomes the gradient of the recorder's anchor. Nobody reads
+  it, but without it the call would be dropped.
 - The number of the call keeps two calls of one layer on one input from being merged.
 - The operator is marked unsafe for CUDA graphs, because a replay would skip it.
 """
@@ -26,10 +26,6 @@ class Sink(Protocol):
 
     def record_traced(self, index: int, part: int, call: int, tensors: list[Tensor]) -> None:
         """Take the tensors that the operator was given for one call of one slot."""
-        ...
-
-    def deliver(self, grads: tuple[Tensor | None, ...]) -> None:
-        """Take the gradients of all taps (see `taps`)."""
         ...
 
 

@@ -13,15 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shuffled_dpsgd.clipping.capture.batch import CapturedBatch, CompiledForward, Entry, Late, Phase
+from shuffled_dpsgd.clipping.capture.batch import CapturedBatch, Entry, Phase
 from shuffled_dpsgd.clipping.capture.captures import Capture
 from shuffled_dpsgd.clipping.capture.operator import add_sink, record
 from shuffled_dpsgd.clipping.capture.slot import Slot
-from shuffled_dpsgd.clipping.capture.taps import Signature, Taps, key_of, make_taps
 from shuffled_dpsgd.errors import UnsupportedModuleError
-
-# Taps compile a model again, so they are made for one of its first batches or for none.
-LEARNING_BATCHES = 16
 
 
 class CaptureRecorder:
@@ -29,8 +25,8 @@ class CaptureRecorder:
 
     `receive(batch, entry)` is called for every recorded call, `finish(batch)` once after the
     outermost backward. `batch` is the batch of the forward that is running, or None. `latest` is
-    the batch of the last forward. `may_tap` allows taps, which deliver all captures of a compiled
-    backward at its end.
+    the batch of the last forward. `anchor` is a number that every recorded call takes as an input:
+    it has the call differentiated where nothing before it is trained.
     """
 
     def __init__(
@@ -47,55 +43,23 @@ class CaptureRecorder:
         self.axis_checked = False
         # Set while a check computes gradients that must not be recorded.
         self.muted = False
-        self.may_tap = False
-        # The latest input of a linear layer in a traced forward, and the layer that records it.
-        self._input: Tensor | None = None
-        self._input_owner = 0
-        self.tap = torch.zeros((), requires_grad=True)
-        self._taps: Taps | None = None
-        # The rows of the stack of taps, taken apart by the traced forward that is running.
-        self._rows: tuple[Tensor, ...] = ()
-        self._last_signature: Signature | None = None
-        self._num_traced = 0
+        self.anchor = torch.zeros((), requires_grad=True)
         self.handle = add_sink(self)
         self._running: CapturedBatch | None = None
 
     def use_device(self, device: torch.device) -> None:
-        """Keep the taps where the model is."""
-        if self.tap.device != device:
-            self.tap = torch.zeros((), device=device, requires_grad=True)
-            self._taps = self._last_signature = None
+        """Keep the anchor where the model is."""
+        if self.anchor.device != device:
+            self.anchor = torch.zeros((), device=device, requires_grad=True)
 
-    def open(self, batch: CapturedBatch, signature: Signature | None = None) -> None:
-        """A forward of the model begins. What an interrupted backward left is dropped.
-
-        A traced forward gives its `signature`; if there are taps for it, they are used.
-        """
+    def open(self, batch: CapturedBatch) -> None:
+        """A forward of the model begins. What an interrupted backward left is dropped."""
         self._running = None
-        compiled = batch.compiled
-        compiled.signature = signature
-        if signature is not None and self._taps is not None:
-            compiled.taps = self._taps if self._taps.signature == signature else None
-            self._rows = () if compiled.taps is None else compiled.taps.rows()
         self.batch = self.latest = batch
 
     def close_forward(self) -> None:
         """The forward is over; later calls of layers must be recomputations."""
         self.batch = None
-        self._input = None
-        self._rows = ()
-
-    def input_part(self, batch: CapturedBatch, slot: Slot, x: Tensor) -> int:
-        """Under a compiler: zero for a call that records its input, below zero if another does.
-
-        Query, key and value read one input. If each layer recorded it, it would be written and kept
-        three times. So only the first one does, the owner, and the others get -1 - owner's index.
-        """
-        owner = self._input_owner
-        if x is self._input and batch.calls[owner] == batch.calls[slot.index] == 1:
-            return -1 - owner
-        self._input, self._input_owner = x, slot.index
-        return 0
 
     def recomputed_batch(self, path: str) -> CapturedBatch:
         """The batch of a layer that is called outside the model's forward.
@@ -116,34 +80,19 @@ class CaptureRecorder:
             self._join(self.latest)
         return self.latest
 
-    def taps_of(self, batch: CapturedBatch, slot: Slot, part: int = 0) -> tuple[Tensor, ...]:
-        """Further inputs for a slot's function: taps, or the one tensor that the operator needs."""
-        taps = batch.compiled.taps
-        if taps is None:
-            return (self.tap,)
-        key = key_of(slot.index, part, batch.calls[slot.index])
-        return taps.of(key, self._rows) or (self.tap,)
-
     def record(
         self, batch: CapturedBatch, slot: Slot, found: Sequence[Tensor | None], part: int = 0
-    ) -> tuple[Tensor | None, ...]:
+    ) -> Tensor | None:
         """Pass on the tensors found by one call of one slot; called from the slot's backward.
 
-        Returns the gradients of what `taps_of` gave to the call. Those of taps are the captured
-        tensors themselves. The operator's is a number nobody reads. Outside a compiler it is None.
+        Returns the gradient of the anchor: under a compiler a number nobody reads, else None.
         """
         tensors = [tensor for tensor in found if tensor is not None]
         if torch.compiler.is_compiling():
             # Dynamo traces a backward where its forward is called, so this is the call's number.
-            call = batch.calls[slot.index]
-            taps = batch.compiled.taps
-            tapped = 0 if taps is None else taps.count(key_of(slot.index, part, call))
-            if tapped > 0:
-                # Fewer taps than tensors where another call gives the input.
-                return tuple(tensors[-tapped:])
-            return (record(self.handle, slot.index, part, call, tensors),)
+            return record(self.handle, slot.index, part, batch.calls[slot.index], tensors)
         self.pass_on(batch, slot, slot.captured(part, tensors))
-        return (None,)
+        return None
 
     def pass_on(self, batch: CapturedBatch, slot: Slot, capture: Capture) -> None:
         """Give an entry to whoever settles the batch; never called by a traced backward."""
@@ -172,31 +121,10 @@ class CaptureRecorder:
     def record_traced(self, index: int, part: int, call: int, tensors: list[Tensor]) -> None:
         """Pass on one call that a compiled backward has handed to the operator."""
         batch, slot, key = self.latest, self.slots[index], (index, part, call)
-        if batch is None or call > batch.calls[index] or key in batch.compiled.captures:
-            raise _not_in_turn(slot.path, "a backward of an earlier forward")
-        batch.compiled.captures[key] = tuple((tensor.shape, tensor.dtype) for tensor in tensors)
-        node = torch._C._current_autograd_node()
-        # Some backends compile nothing: autograd then runs the functions of a graph one by one.
-        if node.name() == "CompiledFunctionBackward":
-            batch.compiled.graphs.add(id(node))
+        if batch is None or call > batch.calls[index] or key in batch.compiled.recorded:
+            raise _not_in_turn(slot.path)
+        batch.compiled.recorded.add(key)
         self.pass_on(batch, slot, slot.captured(part, tensors))
-
-    def deliver(self, grads: tuple[Tensor | None, ...]) -> None:
-        """Pass on the gradients of all taps: one compiled backward's captures."""
-        batch = self.latest
-        taps = None if batch is None else batch.compiled.taps
-        if batch is None or taps is None or batch is not self._running:
-            raise _not_in_turn("", "captures of another")
-        batch.compiled.tapped = True
-        calls = [(self.slots[index], part, place) for (index, part, _), place in taps.order]
-        late = Late(calls, grads, stacked=taps.stack is not None)
-        if not any(slot.stores for slot, _, _ in calls):
-            batch.compiled.late = late
-            return
-        # Storing gradients frees the captures they replace, so that is not put off.
-        with torch.autocast(batch.device, enabled=False):
-            for entry in late.entries():
-                self.receive(batch, entry)
 
     def _join(self, batch: CapturedBatch) -> None:
         _refuse_misuse(batch, self._running)
@@ -206,29 +134,10 @@ class CaptureRecorder:
 
     def _backward_done(self) -> None:
         batch, self._running = self._running, None
-        self.tap.grad = None
-        if batch is None:
-            return
-        compiled = batch.compiled
-        if compiled.taps is not None and not compiled.tapped:
-            raise _not_in_turn("", "a backward that stops before the model's first layers")
-        with torch.no_grad(), torch.autocast(batch.device, enabled=False):
-            self.finish(batch)
-        if self.may_tap and self._taps is None and compiled.signature is not None:
-            self._learn(compiled, compiled.signature)
-
-    def _learn(self, compiled: CompiledForward, signature: Signature) -> None:
-        """Make taps for the first signature that comes twice in a row soon, and for no other.
-
-        Other signatures go on through the operator: taps for each would compile the model again
-        and again. So does a model in pieces: each piece would have to know the taps of the others.
-        """
-        self._num_traced += 1
-        is_soon = self._num_traced <= LEARNING_BATCHES
-        if is_soon and signature == self._last_signature and len(compiled.graphs) < 2:
-            small = {slot.index for slot in self.slots if slot.captures_sums}
-            self._taps = make_taps(compiled.captures, small, signature, self.tap, self.handle)
-        self._last_signature = signature
+        self.anchor.grad = None
+        if batch is not None:
+            with torch.no_grad(), torch.autocast(batch.device, enabled=False):
+                self.finish(batch)
 
 
 class Listener:
@@ -301,11 +210,11 @@ def _hook(tensor: Tensor, listener: Listener) -> None:
     node._register_hook_dict(tensor)
 
 
-def _not_in_turn(path: str, got: str) -> UnsupportedModuleError:
+def _not_in_turn(path: str) -> UnsupportedModuleError:
     return UnsupportedModuleError(
         path,
         expected="one backward per forward of the compiled model, in turn",
-        got=got,
+        got="a backward of an earlier forward",
         remedy="call backward after each forward; the sums add up",
     )
 

@@ -88,10 +88,6 @@ class Slot:
     kind = "generic"
     takes_children = True
     batch_axis = 0
-    # Whether the cost rule has per-sample gradients stored in place of what was captured.
-    stores = False
-    # Whether it captures sums over positions, which are small.
-    captures_sums = False
     # How norms are found where the cost rule is not asked.
     fixed_route: str | None = "stored"
     # Whether it can tell the samples of a folded input apart; see `folded`.

@@ -7,7 +7,7 @@ them by `choices`.
 
 from __future__ import annotations
 
-from shuffled_dpsgd.clipping.kernels.alignment import aligned_copy, as_aligned
+from shuffled_dpsgd.clipping.kernels.alignment import aligned_copy
 from shuffled_dpsgd.clipping.kernels.linear_maps import (
     add_weighted_outer_sums,
     add_weighted_row_sums,
@@ -36,7 +36,6 @@ __all__ = [
     "add_weighted_row_sums",
     "aligned_copy",
     "alike",
-    "as_aligned",
     "embedding_sq_norms",
     "gram_sq_norm_sums",
     "gram_sq_norms",

@@ -36,10 +36,3 @@ def aligned_copy(tensor: Tensor) -> Tensor:
     room = -(-width // ROW_ROOM) * ROW_ROOM
     copy = tensor.new_empty((*tensor.shape[:-1], room))[..., :width]
     return copy.copy_(tensor)
-
-
-def as_aligned(tensor: Tensor) -> Tensor:
-    """The tensor itself where kernels can read it in place, else an aligned copy."""
-    if tensor.is_contiguous() and tensor.data_ptr() % ROW_ALIGNMENT_BYTES == 0:
-        return tensor
-    return aligned_copy(tensor)

@@ -44,10 +44,8 @@ class StablePlaces:
 
         This overwrites those of the batch before, whose work must have been issued by now.
         """
-        entries, late = batch.settling.all_entries(), batch.compiled.late
-        compiled = () if late is None else late.tensors
-        tensors = [tensor for entry in entries for tensor in entry.capture.tensors()]
-        small = self._fitting([*tensors, *(tensor for tensor in compiled if tensor is not None)])
+        entries = batch.settling.all_entries()
+        small = self._fitting(tensor for entry in entries for tensor in entry.capture.tensors())
         if not small:
             return
         if small[0].is_cuda:
@@ -57,8 +55,6 @@ class StablePlaces:
         places = dict(zip(map(id, small), copies, strict=True))
         for entry in entries:
             entry.capture.move(places)
-        if late is not None:
-            late.tensors = tuple([places.get(id(tensor), tensor) for tensor in compiled])
 
     def _keep_to(self, stream: int) -> None:
         """Start with new memory on another stream, as work on the last one may still be running.

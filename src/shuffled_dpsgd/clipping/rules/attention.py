@@ -46,7 +46,7 @@ class ProjectionFunction(torch.autograd.Function):
         part: int,
         slot: MultiheadAttentionSlot,
         batch: CapturedBatch,
-        *taps: Tensor,
+        anchor: Tensor,
     ) -> Tensor:
         if part in (QUERY, KEY, VALUE):
             rows = slice(slot.width * (part - QUERY), slot.width * (part - QUERY + 1))
@@ -61,9 +61,9 @@ class ProjectionFunction(torch.autograd.Function):
     def backward(ctx: Any, g: Tensor) -> Any:
         x, weight = ctx.saved_tensors
         part, slot = ctx.part, ctx.slot
-        taps = recorder_of(slot).record(ctx.batch, slot, (x, g), part)
+        anchor = recorder_of(slot).record(ctx.batch, slot, (x, g), part)
         grad_x = g.matmul(weight) if ctx.needs_input_grad[0] else None
-        return grad_x, None, None, None, None, None, *taps
+        return grad_x, None, None, None, None, None, anchor
 
 
 class ProjectionsSlot(Slot):
@@ -208,8 +208,8 @@ class MultiheadAttentionSlot(ProjectionsSlot):
             weight, bias = self.layer.out_proj.weight, self.layer.out_proj.bias
         else:
             weight, bias = self.layer.in_proj_weight, self.layer.in_proj_bias
-        taps = recorder_of(self).taps_of(batch, self, part)
-        return cast(Tensor, ProjectionFunction.apply(x, weight, bias, part, self, batch, *taps))
+        anchor = recorder_of(self).anchor
+        return cast(Tensor, ProjectionFunction.apply(x, weight, bias, part, self, batch, anchor))
 
     def names_of(self, part: int) -> tuple[str, str]:
         return ("out_proj.weight", "out_proj.bias") if part == OUT else PACKED_NAMES

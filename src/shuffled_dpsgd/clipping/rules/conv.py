@@ -40,7 +40,7 @@ class ConvFunction(torch.autograd.Function):
         cast_weights: bool,
         slot: ConvSlot,
         batch: CapturedBatch,
-        *taps: Tensor,
+        anchor: Tensor,
     ) -> Tensor:
         if cast_weights:
             weight = weight.to(x.dtype)
@@ -65,7 +65,7 @@ class ConvFunction(torch.autograd.Function):
     def backward(ctx: Any, g: Tensor) -> Any:
         x, weight = ctx.saved_tensors
         slot = ctx.slot
-        taps = recorder_of(slot).record(ctx.batch, slot, (x, g))
+        anchor = recorder_of(slot).record(ctx.batch, slot, (x, g))
         grad_x = None
         if ctx.needs_input_grad[0]:
             zeros = [0] * len(slot.stride)
@@ -83,7 +83,7 @@ class ConvFunction(torch.autograd.Function):
                 [True, False, False],
             )[0]
             grad_x = grad_x.view(x.shape)
-        return grad_x, None, None, None, None, None, *taps
+        return grad_x, None, None, None, None, None, anchor
 
 
 class ConvSlot(Slot):
@@ -123,8 +123,8 @@ class ConvSlot(Slot):
             padded = F.pad(self.images(x), self.pad_widths, mode=self.pad_mode)
             x = padded if x.dim() == padded.dim() else unfolded(padded, len(x))
         owned = self.parameters
-        weight, bias, taps = owned["weight"], owned["bias"], recorder_of(self).taps_of(batch, self)
-        return cast(Tensor, ConvFunction.apply(x, weight, bias, casts, self, batch, *taps))
+        weight, bias, anchor = owned["weight"], owned["bias"], recorder_of(self).anchor
+        return cast(Tensor, ConvFunction.apply(x, weight, bias, casts, self, batch, anchor))
 
     def contributions(self, capture: Capture) -> Iterator[tuple[str, Contribution]]:
         assert isinstance(capture, InputAndGradient | StoredWeight)

@@ -32,7 +32,7 @@ class EmbeddingFunction(torch.autograd.Function):
         weight: Tensor,
         slot: EmbeddingSlot,
         batch: CapturedBatch,
-        *taps: Tensor,
+        anchor: Tensor,
     ) -> Tensor:
         ctx.slot, ctx.batch = slot, batch
         ctx.save_for_backward(ids)
@@ -41,8 +41,8 @@ class EmbeddingFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
         (ids,) = ctx.saved_tensors
-        taps = recorder_of(ctx.slot).record(ctx.batch, ctx.slot, (ids, g))
-        return None, None, None, None, *taps
+        anchor = recorder_of(ctx.slot).record(ctx.batch, ctx.slot, (ids, g))
+        return None, None, None, None, anchor
 
 
 class EmbeddingSlot(Slot):
@@ -76,8 +76,8 @@ class EmbeddingSlot(Slot):
         size = size_of(batch)
         if self.shared_by_batch or ids.dim() < 2 or ids.shape[0] != size:
             ids = self._over_batch(ids, size)
-        weight, taps = self.parameters["weight"], recorder_of(self).taps_of(batch, self)
-        return cast(Tensor, EmbeddingFunction.apply(ids, weight, self, batch, *taps))
+        weight, anchor = self.parameters["weight"], recorder_of(self).anchor
+        return cast(Tensor, EmbeddingFunction.apply(ids, weight, self, batch, anchor))
 
     def _over_batch(self, ids: Tensor, size: int) -> Tensor:
         """Ids with the batch on axis 0, from ids that all samples share or that have few axes."""

@@ -60,7 +60,7 @@ class CopiesFunction(torch.autograd.Function):
         part: int,
         slot: CopiesSlot,
         batch: CapturedBatch,
-        *taps: Tensor,
+        anchor: Tensor,
     ) -> Tensor:
         ctx.part, ctx.slot, ctx.batch = part, slot, batch
         return parameter.expand(size_of(batch), *parameter.shape)
@@ -68,8 +68,8 @@ class CopiesFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grads_BS: Tensor) -> Any:
         part = ctx.part
-        taps = recorder_of(ctx.slot).record(ctx.batch, ctx.slot, (grads_BS,), part)
-        return None, None, None, None, *taps
+        anchor = recorder_of(ctx.slot).record(ctx.batch, ctx.slot, (grads_BS,), part)
+        return None, None, None, None, anchor
 
 
 class CopiesSlot(Slot):
@@ -97,8 +97,8 @@ class CopiesSlot(Slot):
         found = {}
         for key, parameter in parameters.items():
             part = self.keys.index(key)
-            taps = recorder_of(self).taps_of(batch, self, part)
-            found[key] = CopiesFunction.apply(parameter, part, self, batch, *taps)
+            anchor = recorder_of(self).anchor
+            found[key] = CopiesFunction.apply(parameter, part, self, batch, anchor)
         return found
 
     def captured(self, part: int, tensors: Sequence[Tensor]) -> Capture:

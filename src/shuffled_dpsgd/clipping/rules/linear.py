@@ -58,15 +58,14 @@ class LinearFunction(torch.autograd.Function):
         lower: bool,
         slot: LinearSlot,
         batch: CapturedBatch,
-        part: int,
-        *taps: Tensor,
+        anchor: Tensor,
     ) -> Tensor:
         outputs, kept = weight.shape[0], weight
         if lower:
             rows = slot.padded_outputs - outputs
             weight = lowered(weight, x.dtype, rows)
             bias = None if bias is None else lowered(bias, x.dtype, rows)
-        ctx.slot, ctx.batch, ctx.part = slot, batch, part
+        ctx.slot, ctx.batch = slot, batch
         kept = kept if _lowers_again(slot) else weight
         ctx.save_for_backward(x if slot.keeps_input else None, kept)
         weight = _matrix(weight)
@@ -88,9 +87,9 @@ class LinearFunction(torch.autograd.Function):
             g = _padded(g, weight.shape[0])
             # What leaves a compiled graph should lie in whole, aligned rows.
             kept = g if torch.compiler.is_compiling() else g[..., : kept.shape[-1]]
-        taps = recorder_of(ctx.slot).record(ctx.batch, ctx.slot, (x, kept), ctx.part)
+        anchor = recorder_of(ctx.slot).record(ctx.batch, ctx.slot, (x, kept))
         grad_x = g.matmul(weight) if ctx.needs_input_grad[0] else None
-        return grad_x, None, None, None, None, None, None, *taps
+        return grad_x, None, None, None, None, None, anchor
 
 
 class TransposedLinearFunction(torch.autograd.Function):
@@ -105,13 +104,12 @@ class TransposedLinearFunction(torch.autograd.Function):
         lower: bool,
         slot: LinearSlot,
         batch: CapturedBatch,
-        part: int,
-        *taps: Tensor,
+        anchor: Tensor,
     ) -> Tensor:
         kept = weight
         if lower:
             weight, bias = weight.to(x.dtype), bias.to(x.dtype)
-        ctx.slot, ctx.batch, ctx.part = slot, batch, part
+        ctx.slot, ctx.batch = slot, batch
         kept = kept if _lowers_again(slot) else weight
         ctx.save_for_backward(x if slot.keeps_input else None, kept)
         flat = torch.addmm(bias, x.reshape(-1, x.shape[-1]), weight)
@@ -122,9 +120,9 @@ class TransposedLinearFunction(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         weight = weight if weight.dtype is g.dtype else weight.to(g.dtype)
         g = _in_rows(g)
-        taps = recorder_of(ctx.slot).record(ctx.batch, ctx.slot, (x, g), ctx.part)
+        anchor = recorder_of(ctx.slot).record(ctx.batch, ctx.slot, (x, g))
         grad_x = g.matmul(weight.t()) if ctx.needs_input_grad[0] else None
-        return grad_x, None, None, None, None, None, None, *taps
+        return grad_x, None, None, None, None, None, anchor
 
 
 def _matrix(weight: Tensor) -> Tensor:
@@ -177,9 +175,6 @@ def run_linear(slot: LinearSlot, x: Tensor, function: type[torch.autograd.Functi
     batch = batch_of(slot)
     if x.shape[0] != size_of(batch):
         x = slot.over_batch(x, size_of(batch))
-    part = 0
-    if slot.keeps_input and torch.compiler.is_compiling():
-        part = recorder_of(slot).input_part(batch, slot, x)
     lower = torch.is_autocast_enabled(batch.device) and x.dtype is not torch.float64
     if lower:
         x = x.to(torch.get_autocast_dtype(batch.device))
@@ -187,8 +182,8 @@ def run_linear(slot: LinearSlot, x: Tensor, function: type[torch.autograd.Functi
     listens = can_listen() and not (lower and slot.lowers_again)
     if x.requires_grad and listens:
         return slot.listen(x, weight, bias, batch)
-    taps = recorder_of(slot).taps_of(batch, slot, part)
-    return cast(Tensor, function.apply(x, weight, bias, lower, slot, batch, part, *taps))
+    anchor = recorder_of(slot).anchor
+    return cast(Tensor, function.apply(x, weight, bias, lower, slot, batch, anchor))
 
 
 class LinearSlot(Slot):
@@ -289,8 +284,7 @@ class LinearSlot(Slot):
             self.last_shape = (T, self.outputs, x.shape[-1])
             self.last_device = x.device.type
             self._route = choose(*self.last_shape, self.last_device)
-            self.stores = self._route is cost.NormMethod.INSTANTIATE
-        if not self.stores:
+        if self._route is not cost.NormMethod.INSTANTIATE:
             capture.route = self._route
             return capture
         g_BTP, x_BTD = positions(g), positions(x)

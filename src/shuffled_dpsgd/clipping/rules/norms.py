@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 class NormSlot(Slot):
     """A layer whose trainable parameters are a gain and perhaps an offset."""
 
-    captures_sums = True
-
     def __init__(self, **site: Any) -> None:
         super().__init__(**site)
         self.weight_name = self.names.get("weight")
@@ -58,7 +56,7 @@ class LayerNormFunction(torch.autograd.Function):
         bias: Tensor | None,
         slot: LayerNormSlot,
         batch: CapturedBatch,
-        *taps: Tensor,
+        anchor: Tensor,
     ) -> Tensor:
         # From the weight if possible: a compiled model checks what it reads from slots in each run.
         shape = slot.normalized_shape if weight is None else weight.shape
@@ -81,8 +79,8 @@ class LayerNormFunction(torch.autograd.Function):
             rstd.view(B, -1, 1),
             ctx.needs_input_grad[0],
         )
-        taps = recorder_of(ctx.slot).record(ctx.batch, ctx.slot, (weight_BD, bias_BD))
-        return None if grad_x is None else grad_x.view(x.shape), None, None, None, None, *taps
+        anchor = recorder_of(ctx.slot).record(ctx.batch, ctx.slot, (weight_BD, bias_BD))
+        return None if grad_x is None else grad_x.view(x.shape), None, None, None, None, anchor
 
 
 class LayerNormSlot(NormSlot):
@@ -117,8 +115,8 @@ class LayerNormSlot(NormSlot):
             return self.recorder.listen(out, batch, self, x)
         if batch.device == "cuda" and torch.is_autocast_enabled("cuda"):
             x = x.float()
-        taps = recorder_of(self).taps_of(batch, self)
-        return cast(Tensor, LayerNormFunction.apply(x, weight, bias, self, batch, *taps))
+        anchor = recorder_of(self).anchor
+        return cast(Tensor, LayerNormFunction.apply(x, weight, bias, self, batch, anchor))
 
     def heard(self, size: int, x: Tensor | None, g: Tensor) -> Capture:
         assert x is not None
@@ -137,7 +135,7 @@ class GainFunction(torch.autograd.Function):
         bias: Tensor | None,
         slot: GainSlot,
         batch: CapturedBatch,
-        *taps: Tensor,
+        anchor: Tensor,
     ) -> Tensor:
         ctx.slot, ctx.batch = slot, batch
         ctx.save_for_backward(normed, weight)
@@ -153,9 +151,9 @@ class GainFunction(torch.autograd.Function):
         wide_g = plain.widen(g)
         weight_grads = slot.per_sample(wide_g * plain.widen(normed))
         bias_grads = None if slot.bias_name is None else slot.per_sample(wide_g)
-        taps = recorder_of(slot).record(ctx.batch, slot, (weight_grads, bias_grads))
+        anchor = recorder_of(slot).record(ctx.batch, slot, (weight_grads, bias_grads))
         grad = (g * slot.spread(weight, g)).to(normed.dtype) if ctx.needs_input_grad[0] else None
-        return grad, None, None, None, None, *taps
+        return grad, None, None, None, None, anchor
 
 
 class GainSlot(NormSlot):
@@ -186,8 +184,8 @@ class GainSlot(NormSlot):
         # further on may be others.
         on_host = batch.device == "cpu"
         normed = self.normalise(plain.widen(x) if on_host else x)
-        taps = recorder_of(self).taps_of(batch, self)
-        out = cast(Tensor, GainFunction.apply(normed, weight, bias, self, batch, *taps))
+        anchor = recorder_of(self).anchor
+        out = cast(Tensor, GainFunction.apply(normed, weight, bias, self, batch, anchor))
         return out.to(x.dtype if on_host else normed.dtype)
 
 
@@ -234,7 +232,7 @@ class LlamaRMSNormFunction(torch.autograd.Function):
         weight: Tensor,
         slot: LlamaRMSNormSlot,
         batch: CapturedBatch,
-        *taps: Tensor,
+        anchor: Tensor,
     ) -> Tensor:
         wide = x.float()
         rstd = torch.rsqrt(wide.square().mean(-1, keepdim=True) + slot.eps)
@@ -255,8 +253,8 @@ class LlamaRMSNormFunction(torch.autograd.Function):
             rstd.view(B, -1, 1),
             ctx.needs_input_grad[0],
         )
-        taps = recorder_of(ctx.slot).record(ctx.batch, ctx.slot, (weight_BD, None))
-        return None if grad_x is None else grad_x.view(x.shape), None, None, None, *taps
+        anchor = recorder_of(ctx.slot).record(ctx.batch, ctx.slot, (weight_BD, None))
+        return None if grad_x is None else grad_x.view(x.shape), None, None, None, anchor
 
 
 class LlamaRMSNormSlot(GainSlot):
@@ -283,5 +281,5 @@ class LlamaRMSNormSlot(GainSlot):
         batch = batch_of(self)
         if x.shape[0] != size_of(batch):
             x = self.over_batch(x, size_of(batch))
-        weight, taps = self.parameters["weight"], recorder_of(self).taps_of(batch, self)
-        return cast(Tensor, LlamaRMSNormFunction.apply(x, weight, self, batch, *taps))
+        weight, anchor = self.parameters["weight"], recorder_of(self).anchor
+        return cast(Tensor, LlamaRMSNormFunction.apply(x, weight, self, batch, anchor))

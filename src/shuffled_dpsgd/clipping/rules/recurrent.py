@@ -54,7 +54,7 @@ class RecurrenceFunction(torch.autograd.Function):
         packing: PackedSequence,
         slot: RecurrentSlot,
         batch: CapturedBatch,
-        *taps: Tensor,
+        anchor: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
         ctx.place, ctx.packing, ctx.slot, ctx.batch = place, packing, slot, batch
         ih, hh, bias, state_bias, narrow = slot.weights(place, x_ND)
@@ -237,7 +237,7 @@ class RecurrentSlot(ProjectionsSlot):
     ) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
         """The outputs of the last layer, and the final states of all."""
         data, finals = x.data, []
-        taps = recorder_of(self).taps_of(batch, self)
+        anchor = recorder_of(self).anchor
         for first in range(0, len(self.suffixes), len(self.directions)):
             if first and self.layer.dropout:
                 # Drawn for the same rows in the same order as PyTorch does on a CPU.
@@ -245,7 +245,7 @@ class RecurrentSlot(ProjectionsSlot):
             outs = []
             for place in range(first, first + len(self.directions)):
                 start = [state[place] for state in states]
-                found = RecurrenceFunction.apply(data, *start, place, x, self, batch, *taps)
+                found = RecurrenceFunction.apply(data, *start, place, x, self, batch, anchor)
                 outs.append(found[0])
                 finals.append(found[1:])
             data = torch.cat(outs, -1)

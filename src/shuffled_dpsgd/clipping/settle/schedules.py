@@ -124,12 +124,8 @@ class WholeGradient:
         twice: to be recorded, and again if that fails.
         """
         rule = self.rule
-        kept, late = batch.settling, batch.compiled.late
-        entries = {index: [*filed] for index, filed in kept.entries.items()}
-        for entry in late.entries() if late is not None else ():
-            entry.capture = entry.slot.decide(entry.capture, rule.choose)
-            entries.setdefault(entry.slot.sharing.group, []).append(entry)
-        filed = [(rule.groups[index], found) for index, found in entries.items()]
+        kept = batch.settling
+        filed = [(rule.groups[index], entries) for index, entries in kept.entries.items()]
         layers = ManyLayers(filed, lambda: _norm_runs(kept), rule.choose)
         norms_B = rule.norms(layers.squares(), batch)
         layers.add_sums(rule.factors(norms_B, batch), sums, new)
@@ -144,10 +140,9 @@ class WholeGradient:
     def _places(self, batch: CapturedBatch, new: bool) -> Places:
         """Where everything lies that settling reads and writes; moves small captures first."""
         self.stable_places.move(batch)
-        kept, late = batch.settling, batch.compiled.late
+        kept = batch.settling
         entries = kept.all_entries()
         others: list[Tensor | None] = [sums_LBCD for _, sums_LBCD in kept.norm_runs]
-        others += late.tensors if late is not None else ()
         others += (*self.rule.totals.buffers, batch.counts_B)
         slots = [entry.slot.index for entry in entries]
         slots += [slot.index for run, _ in kept.norm_runs for slot in run]

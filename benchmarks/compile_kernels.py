@@ -27,9 +27,9 @@ from typing import Any
 
 from benchmarks.results import save
 from shuffled_dpsgd.environment import today
-from shuffled_dpsgd.runtime.backends import cache_folder
 
 ROOT = Path(__file__).resolve().parents[1]
+WHEELS = Path.home() / ".cache" / "shuffled_dpsgd" / "triton"
 RELEASES = ("3.6", "3.7", "3.8", "3.9")
 CHIPS = (80, 89, 90, 100)
 
@@ -136,7 +136,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
     parser.add_argument("--triton", nargs="+", default=list(RELEASES), metavar="RELEASE")
     parser.add_argument("--chips", type=int, nargs="+", choices=CHIPS, default=list(CHIPS))
-    parser.add_argument("--folder", type=Path, default=cache_folder() / "triton")
+    parser.add_argument("--folder", type=Path, default=WHEELS)
     parser.add_argument("--jobs", type=int, default=2, help="releases at a time")
     parser.add_argument("--json", type=Path, help="a file for the record")
     options = parser.parse_args()

@@ -140,7 +140,7 @@ def run(options: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory() as folder:
         packages = Path(folder) / "packages"
         unpacked = unpack_lacking(packages)
-        caches = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "SHUFFLED_DPSGD_CACHE")
+        caches = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
         paths = [str(ROOT / "src"), str(ROOT), str(packages)]
         variables = {
             "PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1",
@@ -327,28 +327,11 @@ def worker_of(settings: argparse.Namespace, name: str, label: str) -> Any:
     from benchmarks.step import Worker
 
     side, _, without = label.partition(" without ")
-    variables = {"CUDA graphs": {"SHUFFLED_DPSGD_CUDA_GRAPHS": "0"}}.get(without, {})
-    if without == "Gluon":
-        variables = cache_without_gluon(settings.device, side)
+    variables = {
+        "CUDA graphs": {"SHUFFLED_DPSGD_CUDA_GRAPHS": "0"},
+        "Gluon": {"SHUFFLED_DPSGD_WITHOUT": "Sums of linear layers in Gluon"},
+    }.get(without, {})
     return Worker(settings, name, side, variables)
-
-
-def cache_without_gluon(device: str, side: str) -> dict[str, str]:
-    """A probe cache that says the kernels in Gluon do not serve."""
-    import torch
-
-    from shuffled_dpsgd.clipping.kernels import choices
-    from shuffled_dpsgd.runtime.backends import cache_folder, probe_path
-
-    backend = getattr(choices, "GLUON_SUMS", None)
-    if backend is None:
-        return {}
-    # A process finds its device by its number.
-    found = torch.device(device, 0) if device == "cuda" else torch.device(device)
-    folder = cache_folder().with_name(f"without-gluon-{side.replace(':', '-')}")
-    folder.mkdir(parents=True, exist_ok=True)
-    write(folder / probe_path(backend, found).name, {"reason": "switched off for a comparison"})
-    return {"SHUFFLED_DPSGD_CACHE": str(folder)}
 
 
 def time_run(options: argparse.Namespace) -> int:

@@ -30,8 +30,6 @@ LENGTHS = (128, 197)
 Map = tuple[int, int, int]
 """Tokens, inputs and outputs of a linear layer."""
 B = 2
-# Enough samples that each program of a vocabulary's norms adds up in several stretches.
-MANY = 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +72,6 @@ def all_launches(device: torch.device, lengths: Sequence[int] = LENGTHS) -> list
     maps = [(T, 768, 3072) for T in lengths] + [(T, 72, 136) for T in (37, 192, 300)]
     return [
         *linear_launches(made, maps),
-        *wide_launches(made, lengths),
         *float32_launches(made, maps),
         *gluon_launches(made, maps),
         *norm_layer_launches(made),
@@ -99,24 +96,9 @@ def linear_launches(made: Tensors, maps: Sequence[Map]) -> Iterator[KernelLaunch
         yield KernelLaunch(name=_name(one), run=partial(add, one))
 
 
-def wide_launches(made: Tensors, lengths: Sequence[int]) -> Iterator[KernelLaunch]:
-    """Norms of heads over GPT-2's vocabulary, which is odd, and over a rounded one."""
-    (wide,) = _modules("wide")
-
-    def norms(T: int, words: int, row: int, samples: int) -> None:
-        # The memory of one sample stands for that of all.
-        x, g = (made.halves(1, T, width).expand(samples, -1, -1) for width in (768, row))
-        wide.gram_sq_norms(x, g[..., :words], False)
-
-    vocabularies = ((50257, 50304), (30720, 30720))
-    for T, (words, row), samples in product((*lengths, 300), vocabularies, (B, MANY)):
-        name = f"T={T}, {words} words, {samples} samples"
-        yield KernelLaunch(name=name, run=partial(norms, T, words, row, samples))
-
-
 def float32_launches(made: Tensors, maps: Sequence[Map]) -> Iterator[KernelLaunch]:
     """Linear layers of float32 on tensor cores."""
-    linear, tiles, wide, sums = _modules("linear", "tiles", "wide", "sums")
+    linear, tiles, sums = _modules("linear", "tiles", "sums")
 
     def layer(way: Callable[..., object], T: int, D: int, P: int) -> None:
         way([made.floats(B, T, D)], [made.floats(B, T, P)], True)
@@ -125,14 +107,10 @@ def float32_launches(made: Tensors, maps: Sequence[Map]) -> Iterator[KernelLaunc
         x, g = [made.floats(B, T, D)], [made.floats(B, T, P)]
         sums.weighted_outer_sums(x, g, made.floats(B), [made.floats(P, D)])
 
-    def head() -> None:
-        wide.gram_sq_norms(made.floats(B, 37, 768), made.floats(B, 37, 50257), True)
-
     for one in maps:
         for way in (linear.gram_sq_norms, tiles.tile_sq_norms):
             yield KernelLaunch(name=f"float32, {_name(one)}", run=partial(layer, way, *one))
         yield KernelLaunch(name=f"float32, {_name(one)}", run=partial(add, *one))
-    yield KernelLaunch(name="float32, a vocabulary", run=head)
 
 
 def gluon_launches(made: Tensors, maps: Sequence[Map]) -> Iterator[KernelLaunch]:

@@ -38,7 +38,7 @@ CACHES = ("cold", "warm")
 BEGINNING = 20
 # How long a step may go on after the limit.
 GRACE_SECONDS = 60.0
-CACHE_VARIABLES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "SHUFFLED_DPSGD_CACHE")
+CACHE_VARIABLES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
 Result = dict[str, Any]
 
 

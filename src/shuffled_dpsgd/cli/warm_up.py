@@ -1,7 +1,7 @@
 """`shuffled-dpsgd warm-up`: compiles the GPU kernels in several processes, once for a machine.
 
 Each process takes two private steps with one block of a usual model. Afterwards the kernels of
-these steps are in Triton's cache, and the results of their probes in ours.
+these steps, and those of their probes, are in Triton's cache.
 """
 
 from __future__ import annotations

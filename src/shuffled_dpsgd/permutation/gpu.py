@@ -237,7 +237,6 @@ def probe_kernels(device: torch.device) -> None:
 
 BACKEND = Backend(
     name="Shuffling in Triton",
-    package="shuffled_dpsgd.permutation",
     instead="Plain indexing serves",
     cost="every tensor takes launches and a temporary of its own",
     probe=probe_kernels,

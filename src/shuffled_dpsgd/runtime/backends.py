@@ -1,32 +1,30 @@
 """Backends: which of them serve on a device, and which have run.
 
 A backend is a faster way to compute what plain torch computes too, such as a kernel in Triton.
-Whether it serves is not read off version numbers. It is probed once, on a small problem with a
-known result, and the outcome is kept in a probe cache on disk. A backend that fails its probe is
-switched off, with one warning that gives the reason and what it costs.
+Whether it serves is not read off version numbers. It is probed once in a process, on a small
+problem with a known result. A backend that fails its probe is switched off, with one warning that
+gives the reason and what it costs. What a probe compiles is in Triton's cache afterwards, so that
+probing takes milliseconds in the next process.
 """
 
 from __future__ import annotations
 
 import functools
-import hashlib
-import importlib.metadata
 import importlib.util
-import json
 import os
 import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
-from shuffled_dpsgd import __version__
 from shuffled_dpsgd.runtime.notices import say_once
 
 TRITON_SWITCH = "SHUFFLED_DPSGD_TRITON"
+# Names of backends to do without, separated by commas.
+WITHOUT = "SHUFFLED_DPSGD_WITHOUT"
 # By backend and device: why it does not serve, or None.
 _reasons: dict[tuple[str, torch.device], str | None] = {}
 # Held while a backend is probed. A probe may ask whether another backend serves.
@@ -50,17 +48,13 @@ class Backend:
     """One faster way, and how to tell whether it works.
 
     `probe` computes a small problem on a device by this backend and raises whatever goes wrong,
-    `WrongResult` included. Its outcome holds as long as the sources in `package` stay the same.
-    `instead` and `cost` are for the reader of the warning. A backend that is not cached is probed
-    in every process: its probe is quick, and what it needs may come and go.
+    `WrongResult` included. `instead` and `cost` are for the reader of the warning.
     """
 
     name: str
-    package: str
     instead: str
     cost: str
     probe: Callable[[torch.device], None]
-    is_cached: bool = True
 
     def serves(self, device: torch.device) -> bool:
         """Whether this backend may be used on `device`; probed when first asked."""
@@ -70,26 +64,13 @@ class Backend:
                 return False  # A probe reads its result, which a capture forbids.
             with _probing:
                 if key not in _reasons:
-                    _reasons[key] = self._judge(device)
+                    _reasons[key] = self._reason_against(device)
         return _reasons[key] is None
 
-    def _judge(self, device: torch.device) -> str | None:
-        """The reason against this backend, from the cache or found now."""
-        again = ""
-        if self.is_cached:
-            entry = probe_path(self, device)
-            reason, found = _read(entry)
-            if not found:
-                reason = self._probe(device)
-                _write(entry, self.name, reason)
-            again = f" To try it again, delete {entry}."
-        else:
-            reason = self._probe(device)
-        if reason is not None:
-            say_once(f"{self.name} is off: {reason}. {self.instead} instead; {self.cost}.{again}")
-        return reason
-
-    def _probe(self, device: torch.device) -> str | None:
+    def _reason_against(self, device: torch.device) -> str | None:
+        """Why this backend must not be used, said aloud; None if its probe passes."""
+        if self.name in os.environ.get(WITHOUT, "").split(","):
+            return f"switched off by {WITHOUT}"
         try:
             with _undisturbed(device):
                 self.probe(device)
@@ -97,7 +78,9 @@ class Backend:
             raise  # Says nothing about the backend.
         except Exception as error:
             lines = str(error).strip().splitlines() or [""]
-            return f"{type(error).__name__}: {lines[0][:300]}"
+            reason = f"{type(error).__name__}: {lines[0][:300]}"
+            say_once(f"{self.name} is off: {reason}. {self.instead} instead; {self.cost}.")
+            return reason
         return None
 
 
@@ -158,84 +141,3 @@ def switched_off() -> dict[str, str]:
 def report() -> dict[str, object]:
     """Both, as the summaries of runs and benchmarks record them."""
     return {"taken": taken(), "off": switched_off()}
-
-
-def cache_folder() -> Path:
-    """`$SHUFFLED_DPSGD_CACHE`, else `shuffled_dpsgd` in the user's folder for caches."""
-    chosen = os.environ.get("SHUFFLED_DPSGD_CACHE")
-    if chosen:
-        return Path(chosen)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "shuffled_dpsgd"
-
-
-def probe_path(backend: Backend, device: torch.device) -> Path:
-    """The file that keeps the outcome of a probe; its name depends on all the outcome does."""
-    facts = facts_of(device) | {"name": backend.name, "source": source_digest(backend.package)}
-    name = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
-    return cache_folder() / f"probe-{name}.json"
-
-
-def facts_of(device: torch.device) -> dict[str, object]:
-    """What the outcome of a probe depends on beside the kernels themselves."""
-    facts: dict[str, object] = {
-        "device": device.type,
-        "torch": torch.__version__,
-        "triton": _triton_version(),
-        "shuffled_dpsgd": __version__,
-    }
-    if device.type == "cuda":
-        facts |= {
-            "device": torch.cuda.get_device_name(device),
-            "capability": torch.cuda.get_device_capability(device),
-            "cuda": torch.version.cuda,
-            "driver": _driver_version(),
-        }
-    return facts
-
-
-@functools.cache
-def source_digest(package: str) -> str:
-    """A digest of all sources of a package, or of a single module."""
-    spec = importlib.util.find_spec(package)
-    assert spec is not None
-    assert spec.origin is not None
-    folders = spec.submodule_search_locations
-    paths = sorted(Path(folders[0]).rglob("*.py")) if folders else [Path(spec.origin)]
-    digest = hashlib.sha256()
-    for path in paths:
-        digest.update(path.read_bytes())
-    return digest.hexdigest()[:16]
-
-
-def _read(entry: Path) -> tuple[str | None, bool]:
-    """The reason a probe left behind, and whether there is anything to read."""
-    try:
-        kept = json.loads(entry.read_text())
-        return kept["reason"], True
-    except (OSError, ValueError, TypeError, KeyError):
-        return None, False
-
-
-def _write(entry: Path, name: str, reason: str | None) -> None:
-    unfinished = entry.with_name(f".{entry.name}.{os.getpid()}")
-    try:
-        entry.parent.mkdir(parents=True, exist_ok=True)
-        unfinished.write_text(json.dumps({"backend": name, "reason": reason}) + "\n")
-        unfinished.replace(entry)
-    except OSError:
-        return  # A read-only home: the next process probes again.
-
-
-def _driver_version() -> str | None:
-    """The line in which NVIDIA's driver on Linux says what it is."""
-    try:
-        return Path("/proc/driver/nvidia/version").read_text().splitlines()[0]
-    except (OSError, IndexError):
-        return None
-
-
-def _triton_version() -> str | None:
-    try:
-        return importlib.metadata.version("triton")
-    except importlib.metadata.PackageNotFoundError:
-        return None

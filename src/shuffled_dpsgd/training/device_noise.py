@@ -98,12 +98,9 @@ def try_kernel(device: torch.device) -> None:
     expect(is_guarded, "noise outside the sums")
 
 
-# The result is not cached on disk: it depends on the core's definition as well as on the kernel.
 BACKEND = Backend(
     name="Noise in Triton",
-    package="shuffled_dpsgd.training.triton_noise",
     instead="The CPU draws it",
     cost="every step waits for noise to be drawn there and copied",
     probe=try_kernel,
-    is_cached=False,
 )

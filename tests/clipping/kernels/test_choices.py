@@ -28,12 +28,11 @@ def verdicts(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[str, torch.device], 
 
 
 def modules() -> list[str | None]:
-    """The modules for norms by tiles, for sums, and for norms by Gram matrices, narrow and wide."""
+    """The modules for norms by tiles, for sums, and for norms by Gram matrices."""
     return [
         choices.tile_norms(GPU),
         choices.outer_sums(GPU, HALF),
-        choices.gram_norms(GPU, 768),
-        choices.gram_norms(GPU, 50257),
+        choices.gram_norms(GPU, HALF, 768),
     ]
 
 
@@ -43,14 +42,13 @@ def test_hopper_takes_gluon_where_it_serves() -> None:
         "triton.tiles",
         "gluon.weighted_sums",
         "triton.linear",
-        "triton.wide",
     ]
 
 
 @pytest.mark.usefixtures("verdicts")
 def test_other_gpus_take_plain_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choices, "is_hopper", lambda device: False)
-    expected = ["triton.tiles", "triton.sums", "triton.linear", "triton.wide"]
+    expected = ["triton.tiles", "triton.sums", "triton.linear"]
     assert modules() == expected
     for name in expected:
         assert importlib.util.find_spec(f"{choices.PACKAGE}.{name}")
@@ -74,10 +72,16 @@ def test_gluon_takes_no_float32() -> None:
 
 
 @pytest.mark.usefixtures("verdicts")
+def test_very_wide_layers_of_halves_are_shared_out_in_plain_torch() -> None:
+    assert choices.gram_norms(GPU, HALF, 50257) is None
+    assert choices.gram_norms(GPU, torch.float32, 50257) == "triton.linear"
+
+
+@pytest.mark.usefixtures("verdicts")
 def test_without_triton_nothing_of_it_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choices, "triton_available", lambda: False)
-    assert modules() == [None] * 4
+    assert modules() == [None] * 3
 
 
 def test_every_route_has_a_name_of_its_own() -> None:
-    assert len({route.name for route in EVERY_ROUTE}) == len(EVERY_ROUTE) == 6
+    assert len({route.name for route in EVERY_ROUTE}) == len(EVERY_ROUTE) == 5

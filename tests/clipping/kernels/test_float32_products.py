@@ -12,7 +12,7 @@ from torch import Tensor
 
 from on_triton import DEVICE, draw
 from shuffled_dpsgd.clipping.kernels import choices, float32, linear_maps, plain
-from shuffled_dpsgd.clipping.kernels.triton import linear, sums, tiles, wide
+from shuffled_dpsgd.clipping.kernels.triton import linear, sums, tiles
 
 SHAPES = [(2, 3, 16, 64, 128), (1, 2, 37, 72, 136), (1, 2, 70, 64, 40)]
 
@@ -60,15 +60,6 @@ def test_norms_of_tokens_that_cancel_are_not_too_small() -> None:
     x[:, 16:], g[:, 16:] = x[:, :16], -g[:, :16] * (1 + 1e-5)
     expected = plain.tile_sq_norms(x.double(), g.double(), True)
     assert (linear.gram_sq_norms([x], [g], True)[0] >= expected * (1 - 1e-6)).all()
-
-
-def test_a_vocabulary_is_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wide, "multiprocessors", lambda device: 8)
-    (x,), (g,) = pairs(1, 2, 70, 32, 301)
-    expected = plain.tile_sq_norms(x.double(), g.double(), False)
-    found = wide.gram_sq_norms(x, g, False)
-    assert (found.double() / expected - 1).abs().max() < 1e-3
-    assert (found.double() >= expected * (1 - 1e-6)).all()
 
 
 @pytest.mark.parametrize("shape", SHAPES)

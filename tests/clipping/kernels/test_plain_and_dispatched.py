@@ -67,6 +67,28 @@ def test_linear_norms(
     assert (found.double() - expected).abs().max() <= TOLERANCE[dtype] * size.square()
 
 
+@pytest.mark.parametrize("features", [7, 16, 19, 35])
+@pytest.mark.parametrize("samples", [0, 3])
+def test_products_of_very_wide_tokens_are_taken_in_shares(
+    features: int, samples: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plain, "SHARE", 8)
+    monkeypatch.setattr(plain, "MAX_TEMPORARY_ELEMENTS", 100)
+    a, b = (draw(samples, length, features, dtype=torch.float64) for length in (5, 4))
+    widths: list[int] = []
+
+    def multiply(left: Tensor, right: Tensor) -> Tensor:
+        widths.append(left.shape[2])
+        return left @ right.mT
+
+    for other in (b, a):
+        found = plain.products_in_shares(a, other, multiply)
+        torch.testing.assert_close(found, a @ other.mT)
+    assert max(widths, default=0) < 16
+    assert plain.stretch(7) == 7
+    assert max(widths, default=0) <= plain.stretch(features)
+
+
 @settings(max_examples=20, deadline=None)
 @given(shape=SHAPES, dtype=DTYPES, padding_idx=st.sampled_from([None, 0, 2]))
 def test_embedding_norms_and_sums(

@@ -20,12 +20,10 @@ WHERE = torch.device(DEVICE)
 # Each trial with a function that it should try, and where that function leaves its result.
 TRIALS = [
     (trials.try_gram, "triton.linear", "gram_sq_norms", None),
-    (trials.try_wide_gram, "triton.wide", "gram_sq_norms", None),
     (trials.try_products, "triton.tiles", "tile_sq_norms", None),
     (trials.try_products, "triton.sums", "weighted_outer_sums", 3),
     (trials.try_float32_products, "triton.linear", "gram_sq_norms", None),
     (trials.try_float32_products, "triton.tiles", "tile_sq_norms", None),
-    (trials.try_float32_products, "triton.wide", "gram_sq_norms", None),
     (trials.try_float32_products, "triton.sums", "weighted_outer_sums", 3),
     (trials.try_norm_layers, "triton.norms", "norm_sums", None),
 ]
@@ -87,8 +85,7 @@ def test_gluon_passes_and_is_seen_to_be_wrong(
 @pytest.mark.skipif(not ON_GPU, reason="needs a CUDA device")
 def test_every_route_serves_on_this_gpu() -> None:
     device = torch.device("cuda:0")
-    plain = [choices.PRODUCTS, choices.GRAM]
-    plain += [choices.WIDE_GRAM, choices.NORM_LAYERS]
+    plain = [choices.PRODUCTS, choices.GRAM, choices.NORM_LAYERS]
     assert all(choices.may_take(route, device) for route in plain)
     if choices.is_hopper(device):
         assert choices.may_take(choices.GLUON_SUMS, device)

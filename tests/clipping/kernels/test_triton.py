@@ -20,7 +20,6 @@ from shuffled_dpsgd.clipping.kernels.triton import linear as triton_linear
 from shuffled_dpsgd.clipping.kernels.triton import norms as triton_norms
 from shuffled_dpsgd.clipping.kernels.triton import sums as triton_sums
 from shuffled_dpsgd.clipping.kernels.triton import tiles as triton_tiles
-from shuffled_dpsgd.clipping.kernels.triton import wide as triton_wide
 
 SHAPES = [(2, 3, 16, 64, 128), (1, 2, 37, 72, 136), (2, 2, 197, 64, 64), (1, 2, 300, 64, 40)]
 
@@ -54,66 +53,6 @@ def test_the_length_of_all_terms_and_the_bias(shape: tuple[int, ...]) -> None:
         squares = g.double().sum(1).square().sum(1)
         torch.testing.assert_close(bias[layer].double(), squares, rtol=1e-5, atol=0.0)
     assert int(triton_tiles.reach_and_bias(xs, gs, False)[1].count_nonzero()) == 0
-
-
-@pytest.mark.parametrize("bias", cases(False, True, interpreted=[True]))
-@pytest.mark.parametrize("tokens", [16, 21])
-def test_norms_of_a_vocabulary_shared_out(
-    tokens: int, bias: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(triton_wide, "multiprocessors", lambda device: 8)
-    x, room = draw(3, tokens, 64, seed=0), draw(3, tokens, 1024, seed=1)
-    room[..., 901:] = float("nan")
-    g = room[..., :901]
-    expected = plain.tile_sq_norms(x.double(), g.double(), bias)
-    found = triton_wide.gram_sq_norms(x, g, bias)
-    assert ((found - expected) / expected).abs().max() < 1e-2
-    assert (found >= expected * (1 - 1e-6)).all()
-    found = triton_tiles.tile_sq_norms([x], [g], bias)[0]
-    assert ((found - expected) / expected).abs().max() < 1e-3
-
-
-@pytest.mark.parametrize("bias", cases(False, True, interpreted=[True]))
-@pytest.mark.parametrize("stretch", [1 << 12, 1 << 21])
-@pytest.mark.parametrize("tokens", cases(129, 200, 256, 300, interpreted=[200]))
-def test_norms_of_a_vocabulary_for_pairs_of_blocks(
-    tokens: int, stretch: int, bias: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(triton_wide, "multiprocessors", lambda device: 8)
-    monkeypatch.setattr(triton_wide, "MAX_STRETCH", stretch)
-    x, room = draw(2, tokens, 72, seed=0), draw(2, tokens, 512, seed=1)
-    room[..., 451:] = float("nan")
-    g = room[..., :451]
-    for a, b in [(x, g), (g, x)]:
-        expected = plain.gram_sq_norms(a.double(), b.double(), bias)
-        found = triton_wide.gram_sq_norms(a, b, bias)
-        assert ((found - expected) / expected).abs().max() < 1e-2
-        assert (found >= expected * (1 - 1e-6)).all()
-
-
-def test_a_poisoned_sample_of_a_vocabulary_is_seen_and_spoils_no_other() -> None:
-    x, g = draw(3, 150, 32, seed=0), draw(3, 150, 200, seed=1)
-    clean = triton_wide.gram_sq_norms(x, g, True)
-    g[1, 149, 199] = float("nan")
-    found = triton_wide.gram_sq_norms(x, g, True)
-    assert found.isnan().tolist() == [False, True, False]
-    assert torch.equal(found[[0, 2]], clean[[0, 2]])
-
-
-def test_the_shares_of_a_vocabulary_cover_it_within_their_bounds() -> None:
-    for width, tokens, samples in [
-        (50257, 1024, 8),
-        (50257, 128, 32),
-        (30001, 300, 1),
-        (130, 9, 2),
-    ]:
-        blocks = samples * (-(-tokens // 128)) * (-(-tokens // 128) + 1) // 2
-        by = triton_wide.cut(width, tokens, blocks, 1 << 16, 132)
-        assert (by.parts - 1) * by.share < by.whole <= by.parts * by.share
-        assert 0 <= width - by.whole < triton_wide.STEP
-        assert by.share % triton_wide.STEP == by.stretch % triton_wide.STEP == 0
-        assert by.parts * blocks << 16 <= triton_wide.MAX_STORED_BYTES
-        assert by.stretch * tokens < triton_wide.MAX_STRETCH + triton_wide.STEP * tokens
 
 
 @pytest.mark.gpu

@@ -18,48 +18,36 @@ from shuffled_dpsgd.runtime.backends import Backend, triton_available
 
 HALF = (torch.bfloat16, torch.float16)
 PACKAGE = "shuffled_dpsgd.clipping.kernels"
-# One program reads a pair of blocks of tokens alone; past this width they are shared out.
+# One program reads a pair of blocks of tokens alone, which takes long past this width.
 MAX_GRAM_WIDTH = 16384
 _PLAIN = "Plain torch operations serve"
 
 GLUON_SUMS = Backend(
     name="Sums of linear layers in Gluon",
-    package=PACKAGE,
     instead="Plain Triton serves",
     cost="weighted sums of linear layers took 1.2 to 1.4 times as long on an H200",
     probe=trials.try_gluon_sums,
 )
 PRODUCTS = Backend(
     name="Sums and tile norms of linear layers in Triton",
-    package=PACKAGE,
     instead=_PLAIN,
     cost="products run in float32, several times slower",
     probe=trials.try_products,
 )
 FLOAT32_PRODUCTS = Backend(
     name="Products of float32 linear layers on tensor cores in Triton",
-    package=PACKAGE,
     instead=_PLAIN,
     cost="norms are found in float64 and sums in float32, without tensor cores",
     probe=trials.try_float32_products,
 )
 GRAM = Backend(
     name="Gram norms of linear layers in Triton",
-    package=PACKAGE,
     instead=_PLAIN,
     cost="Gram matrices are written to memory and read back, for every layer alone",
     probe=trials.try_gram,
 )
-WIDE_GRAM = Backend(
-    name="Gram norms of very wide layers in Triton",
-    package=PACKAGE,
-    instead=_PLAIN,
-    cost="a vocabulary's Gram matrices are written to memory and read back",
-    probe=trials.try_wide_gram,
-)
 NORM_LAYERS = Backend(
     name="Gradients of norm layers in Triton",
-    package=PACKAGE,
     instead=_PLAIN,
     cost="every layer takes a dozen launches instead of a share of one",
     probe=trials.try_norm_layers,
@@ -102,11 +90,12 @@ def outer_sums(device: torch.device, dtype: torch.dtype) -> str | None:
     return "triton.sums" if may_take(PRODUCTS, device) else None
 
 
-def gram_norms(device: torch.device, width: int) -> str | None:
+def gram_norms(device: torch.device, dtype: torch.dtype, width: int) -> str | None:
     """The module whose norms by Gram matrices are fastest on this device, if any serves.
 
-    `width` is the number of inputs or outputs, whichever is larger.
+    `width` is the number of inputs or outputs, whichever is larger. Very wide layers of halves are
+    left to `plain`, which shares the features out.
     """
-    if width > MAX_GRAM_WIDTH:
-        return "triton.wide" if may_take(WIDE_GRAM, device) else None
+    if dtype in HALF and width > MAX_GRAM_WIDTH:
+        return None
     return "triton.linear" if may_take(GRAM, device) else None

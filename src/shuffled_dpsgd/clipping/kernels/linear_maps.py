@@ -60,12 +60,9 @@ def gram_sq_norm_sums(
         x, g = pairs[run[0]]
         kernel = None
         if fits_triton_linear(x, g):
-            kernel = choices.gram_norms(x.device, max(x.shape[2], g.shape[2]))
+            kernel = choices.gram_norms(x.device, x.dtype, max(x.shape[2], g.shape[2]))
         took("norms by Gram matrices", kernel or host.name_for(x, g))
-        if kernel == "triton.wide":
-            wide = choices.module(kernel)
-            found += [wide.gram_sq_norms(*pairs[i], biases[i]) for i in run]
-        elif kernel is not None:
+        if kernel is not None:
             xs, gs = zip(*(pairs[i] for i in run), strict=True)
             found.append(choices.module(kernel).gram_sq_norms(xs, gs, biases[run[0]]).sum(0))
         elif host.serves(x, g):

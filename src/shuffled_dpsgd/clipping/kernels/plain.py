@@ -10,13 +10,15 @@ activations or gradients are infinite or NaN.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 # Temporaries of the quadratic primitives are cut to about this many elements.
 MAX_TEMPORARY_ELEMENTS = 1 << 25
+# Features whose products tensor cores add up at a stretch.
+SHARE = 4096
 # Head room, in units in the last place, for the rounding of sums.
 ROUNDING_ULPS = 2.0
 
@@ -72,8 +74,49 @@ def slices(length: int, elements_each: int) -> Iterator[slice]:
 def inner_products(a_BTD: Tensor, b_BSD: Tensor) -> Tensor:
     """<a_t, b_s> for every pair of tokens of a sample, (B, T, S), accumulated wide."""
     if on_tensor_cores(a_BTD):
-        return torch.bmm(a_BTD, b_BSD.to(a_BTD.dtype).mT, out_dtype=torch.float32)
+        return products_in_shares(a_BTD, b_BSD.to(a_BTD.dtype), _half_products)
     return torch.bmm(widen(a_BTD), widen(b_BSD).mT)
+
+
+def _half_products(a_BTD: Tensor, b_BSD: Tensor) -> Tensor:
+    return torch.bmm(a_BTD, b_BSD.mT, out_dtype=torch.float32)
+
+
+def products_in_shares(
+    a_BTD: Tensor, b_BSD: Tensor, multiply: Callable[[Tensor, Tensor], Tensor]
+) -> Tensor:
+    """`multiply(a, b)`, (B, T, S), with the features of very wide tokens taken in shares.
+
+    One sample's product of a whole vocabulary would keep a single block of a GPU busy, and tensor
+    cores would cut more off of it.
+    """
+    B, _, D = a_BTD.shape
+    shares = D // SHARE
+    if shares < 2:
+        return multiply(a_BTD, b_BSD)
+
+    def shared(tensor: Tensor) -> Tensor:
+        return tensor[..., : shares * SHARE].unflatten(2, (shares, SHARE)).transpose(1, 2)
+
+    shape = (B, a_BTD.shape[1], b_BSD.shape[1])
+    found = a_BTD.new_empty(shape, dtype=accumulator_dtype(a_BTD))
+    for some in slices(B, D * a_BTD.shape[1]):
+        a, b = a_BTD[some], b_BSD[some]
+        left = shared(a).flatten(0, 1)
+        right = left if a_BTD is b_BSD else shared(b).flatten(0, 1)
+        total = multiply(left, right).unflatten(0, (-1, shares)).sum(1)
+        if D % SHARE:
+            total += multiply(a[..., shares * SHARE :], b[..., shares * SHARE :])
+        found[some] = total
+    return found
+
+
+def stretch(width: int) -> int:
+    """The width that counts for what `inner_products` cut off on tensor cores.
+
+    Shares are added up as usual, with half a unit of rounding each.
+    """
+    return width if width < 2 * SHARE else SHARE + 8 * (width // SHARE + 1)
 
 
 def outer_products(left_BTR: Tensor, right_BTC: Tensor) -> Tensor:
@@ -159,7 +202,7 @@ def gram_sq_norms(x_BTD: Tensor, g_BTP: Tensor, bias: bool) -> Tensor:
         x_BT = (x_BT.square() + 1.0).sqrt()
     reach_B = (x_BT * torch.linalg.vector_norm(g_BTP, dim=2, dtype=total_B.dtype)).sum(1)
     if on_cores:
-        return above_cut_off(total_B, reach_B, x_BTD.shape[2], g_BTP.shape[2])
+        return above_cut_off(total_B, reach_B, stretch(x_BTD.shape[2]), stretch(g_BTP.shape[2]))
     return not_too_small(total_B, reach_B, dtype)
 
 

@@ -64,15 +64,6 @@ def try_gram(device: torch.device) -> None:
     _try_norms("triton.linear", device, 37, 80, 144, 1e-2)
 
 
-def try_wide_gram(device: torch.device) -> None:
-    """`triton.wide`: norms by Gram matrices of very wide layers."""
-    from shuffled_dpsgd.clipping.kernels.triton import wide
-
-    x, g = _draw(device, SAMPLES, 37, 64), _draw(device, SAMPLES, 37, 512)[..., :451]
-    exact = plain.tile_sq_norms(_wide(x), _wide(g), True)
-    _expect_norms(wide.gram_sq_norms(x, g, True), exact, 2e-2)
-
-
 def try_products(device: torch.device) -> None:
     """`triton.tiles` and `triton.sums`."""
     from shuffled_dpsgd.clipping.kernels.triton import sums, tiles
@@ -116,15 +107,14 @@ def try_gluon_sums(device: torch.device) -> None:
 
 
 def try_float32_products(device: torch.device) -> None:
-    """`triton.linear`, `triton.tiles`, `triton.wide` and `triton.sums` with float32 operands."""
-    from shuffled_dpsgd.clipping.kernels.triton import linear, sums, tiles, wide
+    """`triton.linear`, `triton.tiles` and `triton.sums` with float32 operands."""
+    from shuffled_dpsgd.clipping.kernels.triton import linear, sums, tiles
 
     floats = torch.float32
     x, clean = (_draw(device, SAMPLES, 70, width, dtype=floats) for width in (72, 136))
     exact = plain.tile_sq_norms(_wide(x), _wide(clean), True)
     _expect_norms(linear.gram_sq_norms([x], [clean], True)[0], exact, 2e-3)
     _expect_norms(tiles.tile_sq_norms([x], [clean], True)[0], exact, 1e-4)
-    _expect_norms(wide.gram_sq_norms(x, clean, True), exact, 2e-3)
     g, factors = _poisoned(device, clean)
     out = torch.ones(136, 72, device=device, dtype=floats)
     sums.weighted_outer_sums([x], [g], factors, [out])

@@ -1,4 +1,4 @@
-"""What a GPU has of what kernels take: multiprocessors and shared memory."""
+"""How much shared memory a GPU has for kernels."""
 
 from __future__ import annotations
 
@@ -9,14 +9,6 @@ import torch
 
 # Shared memory that a kernel needs beside the buffers of its pipeline, to add up across warps.
 _RESERVED_BYTES = 4 << 10
-
-
-@functools.cache
-def multiprocessors(device: torch.device) -> int:
-    """How many programs of the matrix kernels a device runs at a time."""
-    if device.type != "cuda":
-        return 1
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 @functools.cache

@@ -5,8 +5,7 @@ float16, or float32, which Triton multiplies as three products of TF32 ("tf32x3"
 22 bits of a number. Every product is accumulated in float32. The tensors of the L layers are found
 through tables of addresses, so captured activations are read where they lie.
 
-This file has the norms by Gram matrices, `wide` those of very wide layers. `tiles` and `sums`
-multiply gradients out.
+This file has the norms by Gram matrices. `tiles` and `sums` multiply gradients out.
 """
 
 from __future__ import annotations

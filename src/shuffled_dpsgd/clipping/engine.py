@@ -151,7 +151,6 @@ class ClippingEngine:
         begin = self.model.register_forward_pre_hook(self._begin, prepend=True, with_kwargs=True)
         self._hooks = [begin, self.model.register_forward_hook(self._end)]
         self._gradients = refusals.gradients_of(self._parameters)
-        self._rule.totals.let_go()
         for parameter in self._parameters.values():
             self._recorder.use_device(parameter.device)
             break
@@ -206,7 +205,6 @@ class ClippingEngine:
             self._checks.note_counted(counted)
             batch.counts_B = self._counted.mark(batch.size, counted, losses.device)
         self._checks.check_losses(batch, losses)
-        self._rule.totals.let_go()
         batch.scale = 1.0 / loss_scale
         batch.has_losses = True
         total = counting.sum() if loss_scale == 1.0 else counting.sum() * loss_scale
@@ -365,7 +363,6 @@ class ClippingEngine:
             self._reshard()
             build.refuse_changes(self._structure)
             refusals.refuse_batch_statistics(self._batch_norms)
-            self._rule.totals.let_go()
         input_B = find_batch(args, kwargs)
         size, device = input_B.shape[0], input_B.device.type
         scale = float(size) if self.loss_reduction == "mean" else 1.0

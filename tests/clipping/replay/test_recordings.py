@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from shuffled_dpsgd.clipping import ClippingEngine
-from shuffled_dpsgd.clipping.capture.captures import CopyGradients, InputAndGradient
-from shuffled_dpsgd.clipping.contributions.norm_sums import UnsummedNorm
+from shuffled_dpsgd.clipping.capture.captures import CopyGradients, InputAndGradient, UnsummedNorm
 from shuffled_dpsgd.clipping.kernels.triton.addresses import address_table, holding
 from shuffled_dpsgd.clipping.replay.recordings import (
     MAX_RECORDINGS,

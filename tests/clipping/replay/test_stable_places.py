@@ -18,8 +18,8 @@ from shuffled_dpsgd.clipping.capture.captures import (
     Projection,
     StoredGradients,
     StoredWeight,
+    UnsummedNorm,
 )
-from shuffled_dpsgd.clipping.contributions.norm_sums import UnsummedNorm
 from shuffled_dpsgd.clipping.replay import stable_places
 from shuffled_dpsgd.clipping.replay.recordings import Places, places_of
 from shuffled_dpsgd.clipping.replay.stable_places import StablePlaces

@@ -3,24 +3,28 @@
 A capture owns its tensors until the batch is settled. Replaying needs to know where they lie, and
 moves the small ones, so every capture can name its tensors and exchange them.
 
-`contributions.norm_sums.UnsummedNorm` is a capture too.
-
-Shapes: B samples, S any parameter shape.
+Shapes: B samples, T positions, D the normalised width, S any parameter shape.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
 
 from torch import Tensor
 
 from shuffled_dpsgd.clipping.contributions.cost import NormMethod
 
 
-class Capture(Protocol):
-    """Tensors of one call that norms and sums are computed from."""
+class Capture:
+    """Tensors of one call that norms and sums are computed from, in the slots of a subclass."""
+
+    __slots__ = ()
+
+    def _held(self) -> Iterator[tuple[str, Any]]:
+        names: tuple[str, ...] = self.__slots__
+        return ((name, getattr(self, name)) for name in names)
 
     @property
     def kind(self) -> Hashable:
@@ -28,19 +32,22 @@ class Capture(Protocol):
 
         A route is no part of it: it follows from the shapes of the tensors and where they are.
         """
-        ...
+        others = [held for _, held in self._held() if not isinstance(held, Tensor | NormMethod)]
+        return type(self), *others
 
     def tensors(self) -> tuple[Tensor, ...]:
         """The captured tensors, always in the same order."""
-        ...
+        return tuple([held for _, held in self._held() if isinstance(held, Tensor)])
 
     def move(self, places: Mapping[int, Tensor]) -> None:
         """Hold `places[id(tensor)]` instead of a tensor, for each that is there."""
-        ...
+        for name, held in self._held():
+            if isinstance(held, Tensor):
+                setattr(self, name, places.get(id(held), held))
 
 
 @dataclass(slots=True, eq=False)
-class InputAndGradient:
+class InputAndGradient(Capture):
     """A call's input and the gradient of its output: linear maps, convolutions and tables.
 
     A linear map whose weight is frozen does without the input. `route` is how the norm of the
@@ -51,20 +58,9 @@ class InputAndGradient:
     g: Tensor
     route: NormMethod = NormMethod.GRAM
 
-    @property
-    def kind(self) -> Hashable:
-        return InputAndGradient
-
-    def tensors(self) -> tuple[Tensor, ...]:
-        return (self.g,) if self.x is None else (self.x, self.g)
-
-    def move(self, places: Mapping[int, Tensor]) -> None:
-        self.x = places.get(id(self.x), self.x)
-        self.g = places.get(id(self.g), self.g)
-
 
 @dataclass(slots=True, eq=False)
-class Projection:
+class Projection(Capture):
     """Input and output gradient of the projection `part` of an attention layer.
 
     `route` as in `InputAndGradient`.
@@ -75,20 +71,26 @@ class Projection:
     g: Tensor
     route: NormMethod = NormMethod.GRAM
 
+
+@dataclass(slots=True, eq=False)
+class UnsummedNorm(Capture):
+    """A layer norm over the last axis whose per-sample sums are still to be made.
+
+    So that many layers can share one launch.
+    """
+
+    x_BTD: Tensor
+    g_BTD: Tensor
+    eps: float
+
     @property
-    def kind(self) -> Hashable:
-        return Projection, self.part
-
-    def tensors(self) -> tuple[Tensor, ...]:
-        return self.x, self.g
-
-    def move(self, places: Mapping[int, Tensor]) -> None:
-        self.x = places.get(id(self.x), self.x)
-        self.g = places.get(id(self.g), self.g)
+    def nbytes(self) -> int:
+        """Memory held until the sums are made."""
+        return self.x_BTD.nbytes + self.g_BTD.nbytes
 
 
 @dataclass(slots=True, eq=False)
-class StoredGradients:
+class StoredGradients(Capture):
     """Per-sample gradients of a weight and of a bias, where there is one or the other.
 
     `squares_B` are the squared norms of the weight's, if they are known.
@@ -98,22 +100,9 @@ class StoredGradients:
     bias_BS: Tensor | None
     squares_B: Tensor | None = None
 
-    @property
-    def kind(self) -> Hashable:
-        return StoredGradients
-
-    def tensors(self) -> tuple[Tensor, ...]:
-        found = (self.weight_BS, self.bias_BS, self.squares_B)
-        return tuple([tensor for tensor in found if tensor is not None])
-
-    def move(self, places: Mapping[int, Tensor]) -> None:
-        self.weight_BS = places.get(id(self.weight_BS), self.weight_BS)
-        self.bias_BS = places.get(id(self.bias_BS), self.bias_BS)
-        self.squares_B = places.get(id(self.squares_B), self.squares_B)
-
 
 @dataclass(slots=True, eq=False)
-class StoredWeight:
+class StoredWeight(Capture):
     """Per-sample gradients of a weight, and the output gradient that its bias is summed from.
 
     `part` is the projection of an attention layer.
@@ -124,34 +113,10 @@ class StoredWeight:
     squares_B: Tensor | None = None
     part: int = 0
 
-    @property
-    def kind(self) -> Hashable:
-        return StoredWeight, self.part
-
-    def tensors(self) -> tuple[Tensor, ...]:
-        if self.squares_B is None:
-            return self.weight_BS, self.g
-        return self.weight_BS, self.g, self.squares_B
-
-    def move(self, places: Mapping[int, Tensor]) -> None:
-        self.weight_BS = places.get(id(self.weight_BS), self.weight_BS)
-        self.g = places.get(id(self.g), self.g)
-        self.squares_B = places.get(id(self.squares_B), self.squares_B)
-
 
 @dataclass(slots=True, eq=False)
-class CopyGradients:
+class CopyGradients(Capture):
     """Gradients of the samples' copies of a slot's parameter number `part`."""
 
     part: int
     grads_BS: Tensor
-
-    @property
-    def kind(self) -> Hashable:
-        return CopyGradients, self.part
-
-    def tensors(self) -> tuple[Tensor, ...]:
-        return (self.grads_BS,)
-
-    def move(self, places: Mapping[int, Tensor]) -> None:
-        self.grads_BS = places.get(id(self.grads_BS), self.grads_BS)

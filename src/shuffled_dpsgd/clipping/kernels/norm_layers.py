@@ -1,4 +1,4 @@
-"""Layer norms and RMS norms by the fastest kernels that serve the tensors; shapes as in `plain`."""
+"""Layer norms by the fastest kernels that serve the tensors; shapes as in `plain`."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ def fits_triton_norm(x_BTD: Tensor, g_BTD: Tensor) -> bool:
 
 
 def norm_sum_runs(
-    pairs: Sequence[tuple[Tensor, Tensor]], epsilons: Sequence[float], centred: Sequence[bool]
+    pairs: Sequence[tuple[Tensor, Tensor]], epsilons: Sequence[float]
 ) -> list[tuple[list[int], Tensor]]:
     """`plain.norm_sums` of every (x_BTD, g_BTD), stacked for layers of one shape.
 
-    Each result names the pairs it is of and holds their sums, (L, B, 2 or 1, D).
+    Each result names the pairs it is of and holds their sums, (L, B, 2, D).
     """
     found: list[tuple[list[int], Tensor]] = []
-    for run in alike(pairs, list(zip(epsilons, centred, strict=True))):
-        eps, with_mean = epsilons[run[0]], centred[run[0]]
+    for run in alike(pairs, epsilons):
+        eps = epsilons[run[0]]
         fits = fits_triton_norm(*pairs[run[0]])
         took("gradients of norm layers", "triton.norms" if fits else "plain")
         if fits:
             xs, gs = zip(*(pairs[i] for i in run), strict=True)
-            sums_LBCD = choices.module("triton.norms").norm_sums(xs, gs, eps, with_mean)
+            sums_LBCD = choices.module("triton.norms").norm_sums(xs, gs, eps)
         else:
-            sums_LBCD = torch.stack([plain.norm_sums(*pairs[i], eps, with_mean) for i in run])
+            sums_LBCD = torch.stack([plain.norm_sums(*pairs[i], eps) for i in run])
         found.append((run, sums_LBCD))
     return found

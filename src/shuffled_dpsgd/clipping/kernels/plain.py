@@ -357,32 +357,9 @@ def layer_norm_backward(
     return grad_x, (wide_g * x_hat).sum(1), wide_g.sum(1)
 
 
-def rms_norm_backward(
-    x_BTD: Tensor,
-    g_BTD: Tensor,
-    weight_D: Tensor | None,
-    rstd_BT1: Tensor,
-    needs_grad_x: bool = True,
-) -> tuple[Tensor | None, Tensor]:
-    """Gradient of an RMS norm over the last axis: (grad_x, weight's (B, D))."""
-    wide_g = widen(g_BTD)
-    x_hat = widen(x_BTD) * rstd_BT1
-    grad_x = None
-    if needs_grad_x:
-        scaled = wide_g if weight_D is None else wide_g * weight_D
-        grad_x = rstd_BT1 * (scaled - x_hat * (scaled * x_hat).mean(-1, keepdim=True))
-        grad_x = grad_x.to(x_BTD.dtype)
-    return grad_x, (wide_g * x_hat).sum(1)
-
-
-def norm_sums(x_BTD: Tensor, g_BTD: Tensor, eps: float, centred: bool) -> Tensor:
-    """Per-sample gradients of a norm's weight and, if it is `centred`, bias: (B, 2 or 1, D).
-
-    `centred` is a layer norm; otherwise nothing is subtracted, which is an RMS norm.
-    """
+def norm_sums(x_BTD: Tensor, g_BTD: Tensor, eps: float) -> Tensor:
+    """Per-sample gradients of a layer norm's weight and bias: (B, 2, D)."""
     x, g = widen(x_BTD), widen(g_BTD)
-    if centred:
-        x = x - x.mean(-1, keepdim=True)
+    x = x - x.mean(-1, keepdim=True)
     x_hat = x * (x.square().mean(-1, keepdim=True) + eps).rsqrt()
-    weight_BD = (g * x_hat).sum(1)
-    return torch.stack([weight_BD, g.sum(1)], 1) if centred else weight_BD.unsqueeze(1)
+    return torch.stack([(g * x_hat).sum(1), g.sum(1)], 1)

@@ -14,11 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shuffled_dpsgd.clipping.capture.captures import Capture, StoredGradients
+from shuffled_dpsgd.clipping.capture.captures import Capture, StoredGradients, UnsummedNorm
 from shuffled_dpsgd.clipping.capture.slot import Slot, batch_of, can_listen, recorder_of, size_of
 from shuffled_dpsgd.clipping.contributions.kinds import Contribution, DenseGrad
-from shuffled_dpsgd.clipping.contributions.norm_sums import UnsummedNorm, settle
-from shuffled_dpsgd.clipping.kernels import plain
+from shuffled_dpsgd.clipping.kernels import norm_sum_runs, plain
 
 if TYPE_CHECKING:
     from shuffled_dpsgd.clipping.capture.batch import CapturedBatch
@@ -34,7 +33,8 @@ class NormSlot(Slot):
 
     def contributions(self, capture: Capture) -> Iterator[tuple[str, Contribution]]:
         if isinstance(capture, UnsummedNorm):
-            capture = self.captured(0, settle([capture])[0][1][0].unbind(1))
+            ((_, sums_LB2D),) = norm_sum_runs([(capture.x_BTD, capture.g_BTD)], [capture.eps])
+            capture = self.captured(0, sums_LB2D[0].unbind(1))
         assert isinstance(capture, StoredGradients)
         if self.weight_name is not None and capture.weight_BS is not None:
             yield self.weight_name, DenseGrad(grads_BS=capture.weight_BS)
@@ -159,6 +159,9 @@ class GainFunction(torch.autograd.Function):
 class GainSlot(NormSlot):
     """A norm without parameters, run as it is, followed by a recorded gain."""
 
+    # Whether `normalise` rounds to the type that the gain multiplies.
+    rounds_itself = False
+
     @abstractmethod
     def normalise(self, x: Tensor) -> Tensor:
         """The layer's output before its gain."""
@@ -182,11 +185,11 @@ class GainSlot(NormSlot):
         weight, bias = self.parameters["weight"], self.parameters.get("bias")
         # A CPU rounds once, after the gain, to the type of the input. Rounded otherwise, maxima
         # further on may be others.
-        on_host = batch.device == "cpu"
+        on_host = batch.device == "cpu" and not self.rounds_itself
         normed = self.normalise(plain.widen(x) if on_host else x)
         anchor = recorder_of(self).anchor
         out = cast(Tensor, GainFunction.apply(normed, weight, bias, self, batch, anchor))
-        return out.to(x.dtype if on_host else normed.dtype)
+        return out if self.rounds_itself else out.to(x.dtype if on_host else normed.dtype)
 
 
 class RMSNormSlot(GainSlot):
@@ -222,46 +225,12 @@ class GroupNormSlot(GainSlot):
         return product.reshape(*product.shape[:2], -1).sum(2)
 
 
-class LlamaRMSNormFunction(torch.autograd.Function):
-    """Hugging Face's RMS norm (float32 inside, gain in the input's type) with a fused backward."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        slot: LlamaRMSNormSlot,
-        batch: CapturedBatch,
-        anchor: Tensor,
-    ) -> Tensor:
-        wide = x.float()
-        rstd = torch.rsqrt(wide.square().mean(-1, keepdim=True) + slot.eps)
-        ctx.slot, ctx.batch = slot, batch
-        ctx.save_for_backward(x, weight, rstd)
-        return weight * (wide * rstd).to(x.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Any:
-        x, weight, rstd = ctx.saved_tensors
-        if x.numel() == 0:
-            return torch.zeros_like(x), *(None,) * (len(ctx.needs_input_grad) - 1)
-        B, D = x.shape[0], x.shape[-1]
-        grad_x, weight_BD = plain.rms_norm_backward(
-            x.reshape(B, -1, D),
-            g.reshape(B, -1, D),
-            weight,
-            rstd.view(B, -1, 1),
-            ctx.needs_input_grad[0],
-        )
-        anchor = recorder_of(ctx.slot).record(ctx.batch, ctx.slot, (weight_BD, None))
-        return None if grad_x is None else grad_x.view(x.shape), None, None, None, anchor
-
-
 class LlamaRMSNormSlot(GainSlot):
     """The RMS norm of Llama and its relatives, which normalises in float32 whatever comes in."""
 
     kind = "rms-norm"
     may_fold = True
+    rounds_itself = True
 
     def __init__(self, **site: Any) -> None:
         super().__init__(**site)
@@ -273,13 +242,4 @@ class LlamaRMSNormSlot(GainSlot):
         return (wide * torch.rsqrt(variance + self.eps)).to(x.dtype)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        x = hidden_states
-        # In float64 models the layer rounds to float32 half way. Gradients agree to better than
-        # float32 only if the same operations run in the same order.
-        if not torch.is_grad_enabled() or x.dtype is torch.float64:
-            return self.with_gain(x)
-        batch = batch_of(self)
-        if x.shape[0] != size_of(batch):
-            x = self.over_batch(x, size_of(batch))
-        weight, anchor = self.parameters["weight"], recorder_of(self).anchor
-        return cast(Tensor, LlamaRMSNormFunction.apply(x, weight, self, batch, anchor))
+        return self.with_gain(hidden_states)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from shuffled_dpsgd.clipping.capture.batch import CapturedBatch, Entry
-from shuffled_dpsgd.clipping.contributions.norm_sums import UnsummedNorm
+from shuffled_dpsgd.clipping.capture.captures import UnsummedNorm
 from shuffled_dpsgd.clipping.kernels.float32 import full_float32
 from shuffled_dpsgd.clipping.settle.many_layers import ManyLayers
 from shuffled_dpsgd.clipping.settle.schedules import ClippingRule, summed_norms

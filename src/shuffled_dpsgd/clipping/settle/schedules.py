@@ -14,10 +14,11 @@ from typing import Protocol, cast
 import torch
 from torch import Tensor
 
+from shuffled_dpsgd.clipping import kernels
 from shuffled_dpsgd.clipping.capture.batch import CapturedBatch, Entry, Phase, Settling
+from shuffled_dpsgd.clipping.capture.captures import UnsummedNorm
 from shuffled_dpsgd.clipping.capture.slot import Slot
 from shuffled_dpsgd.clipping.contributions import cost
-from shuffled_dpsgd.clipping.contributions.norm_sums import UnsummedNorm, settle
 from shuffled_dpsgd.clipping.kernels.float32 import full_float32
 from shuffled_dpsgd.clipping.replay.recordings import Places, Replays, places_of
 from shuffled_dpsgd.clipping.replay.stable_places import StablePlaces
@@ -157,7 +158,9 @@ def _norm_runs(kept: Settling) -> list[tuple[list[Slot], Tensor]]:
 
 def summed_norms(waiting: Sequence[Entry]) -> list[tuple[list[Slot], Tensor]]:
     """The per-sample gradients of norm layers, found together because each is little work."""
-    runs = settle([cast(UnsummedNorm, entry.capture) for entry in waiting])
+    norms = [cast(UnsummedNorm, entry.capture) for entry in waiting]
+    pairs = [(norm.x_BTD, norm.g_BTD) for norm in norms]
+    runs = kernels.norm_sum_runs(pairs, [norm.eps for norm in norms])
     return [([waiting[i].slot for i in run], sums_LBCD) for run, sums_LBCD in runs]
 
 

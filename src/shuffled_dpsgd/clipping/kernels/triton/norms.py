@@ -1,4 +1,4 @@
-"""Per-sample parameter gradients of layer norms and RMS norms on a GPU, many layers at once.
+"""Per-sample parameter gradients of layer norms on a GPU, many layers at once.
 
 Shapes: L layers, B samples, T tokens, D features, S slices of a sample's tokens. Arithmetic is
 float32 whatever the operands are. Each program sums its slice's share of the weight and bias
@@ -32,10 +32,9 @@ ELEMENT = {
 @triton.jit(do_not_specialize=["B", "T", "slice_tokens", "slices"])
 def norm_kernel(  # type: ignore[no-untyped-def]
     x_table, g_table, sums_LBCSD, B, T, D, eps, slice_tokens, slices,
-    CENTRED: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
-    X: tl.constexpr, G: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_D: tl.constexpr, X: tl.constexpr, G: tl.constexpr,
 ):  # fmt: skip
-    """One slice of one sample of one layer; CENTRED is a layer norm, else RMS."""
+    """One slice of one sample of one layer."""
     part, sample, layer = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
     x_base = tl.multiple_of(tl.load(x_table + layer).to(tl.pointer_type(X)), 16)
     g_base = tl.multiple_of(tl.load(g_table + layer).to(tl.pointer_type(G)), 16)
@@ -49,28 +48,25 @@ def norm_kernel(  # type: ignore[no-untyped-def]
         at = (sample * T + t)[:, None] * D + d[None, :]
         g = tl.load(g_base + at, mask=inside, other=0.0).to(tl.float32)
         x = tl.load(x_base + at, mask=inside, other=0.0).to(tl.float32)
-        if CENTRED:
-            x = tl.where(inside, x - (tl.sum(x, 1) / D)[:, None], 0.0)
-            bias_sum += g
+        x = tl.where(inside, x - (tl.sum(x, 1) / D)[:, None], 0.0)
+        bias_sum += g
         weight_sum += g * x * tl.rsqrt(tl.sum(x * x, 1) / D + eps)[:, None]
-    channels = 2 if CENTRED else 1
-    out = sums_LBCSD + ((layer * B + sample) * channels * slices + part) * D + d
+    out = sums_LBCSD + ((layer * B + sample) * 2 * slices + part) * D + d
     tl.store(out, tl.sum(weight_sum, 0), mask=d < D)
-    if CENTRED:
-        tl.store(out + slices * D, tl.sum(bias_sum, 0), mask=d < D)
+    tl.store(out + slices * D, tl.sum(bias_sum, 0), mask=d < D)
 
 
-def norm_sums(xs: Sequence[Tensor], gs: Sequence[Tensor], eps: float, centred: bool) -> Tensor:
-    """Per-sample gradients of weight and, for a layer norm, bias: (L, B, 2 or 1, D)."""
+def norm_sums(xs: Sequence[Tensor], gs: Sequence[Tensor], eps: float) -> Tensor:
+    """Per-sample gradients of weight and bias: (L, B, 2, D)."""
     (B, T, D), L, device = xs[0].shape, len(xs), xs[0].device
     slices = max(1, min(triton.cdiv(T, ROWS), triton.cdiv(TARGET_PROGRAMS, B * L)))
     slice_tokens = triton.cdiv(triton.cdiv(T, slices), ROWS) * ROWS
     slices = triton.cdiv(T, slice_tokens)
-    sums = torch.empty(L, B, 2 if centred else 1, slices, D, dtype=torch.float32, device=device)
+    sums = torch.empty(L, B, 2, slices, D, dtype=torch.float32, device=device)
     table = address_table((xs, gs), device)
     block_d = triton.next_power_of_2(D)
     norm_kernel[(slices, B, L)](
-        *table, sums, B, T, D, eps, slice_tokens, slices, CENTRED=centred,
+        *table, sums, B, T, D, eps, slice_tokens, slices,
         ROWS=ROWS if block_d <= 2048 else 1, BLOCK_D=block_d,
         X=ELEMENT[xs[0].dtype], G=ELEMENT[gs[0].dtype], num_warps=8,
     )  # fmt: skip

@@ -343,7 +343,7 @@ CASES: dict[str, tuple[Case, str]] = {
     # Tables.
     "no training file": (without("sst2", "train.tsv"), "train.tsv"),
     "no held-out file": (without("sst2", "dev.tsv"), "dev.tsv"),
-    "no held-out csv": (without("csv", "dev.csv"), "dev.csv"),
+    "no held-out csv": (without("csv", "dev.csv"), "heldout_from_train"),
     "an empty file": (text("sst2", "train.tsv"), "columns"),
     "a header alone": (text("sst2", "train.tsv", TSV), "expected_batch_size"),
     "held-out header alone": (text("sst2", "dev.tsv", TSV), "held-out record"),

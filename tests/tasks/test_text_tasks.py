@@ -172,6 +172,30 @@ def test_the_number_of_classes_is_stated(
         build_task(config_for(task, model, layout, data, **stated))
 
 
+def test_classes_of_an_own_file_may_have_names(tmp_path: Path) -> None:
+    """Their order is stated, so nothing about the records is published with the model."""
+    for split in ("train", "dev"):
+        rows = [f"film {i},{'good' if i % 3 else 'bad'}" for i in range(12)]
+        (tmp_path / f"{split}.csv").write_text("\n".join(["text,label", *rows]) + "\n")
+    own: dict[str, Any] = {"text_columns": ["text"], "label_names": ["bad", "good"]}
+    task = build_task(config_for("text-classification", "bert-tiny", "csv", tmp_path, **own))
+    assert task.model.config.id2label == {0: "bad", 1: "good"}  # type: ignore[union-attr]
+    assert task.collate is not None
+    assert task.collate([task.train_data[i] for i in range(4)])[1].tolist() == [0, 1, 1, 0]
+    own["label_names"] = ["bad", "fair"]
+    with pytest.raises(InvalidArgumentError, match=r"train\.csv:3: .* one of \['bad', 'fair'\]"):
+        build_task(config_for("text-classification", "bert-tiny", "csv", tmp_path, **own))
+
+
+@pytest.mark.parametrize(
+    ("task", "layout"), [("text-classification", "sst2"), ("causal-lm", "e2e")]
+)
+def test_a_model_that_is_not_there_is_said_to_be_none(data: Path, task: str, layout: str) -> None:
+    """The weights are looked for before the tokenizer, whose error says less."""
+    with pytest.raises(InvalidArgumentError, match=r"model\.name: expected one of .*bert-tiny"):
+        build_task(config_for(task, "bert-tinny", layout, data))
+
+
 def test_a_record_of_a_class_of_its_own_changes_no_model(data: Path) -> None:
     """The classifier's width is published: counted, it would give that record away."""
     rows = [f"film {i}\t0" for i in range(16)]

@@ -66,14 +66,14 @@ def stated_classes(data: DataConfig) -> int:
         InvalidArgumentError: neither, or both and they differ.
     """
     known = len(_NAMES.get(data.format, ())) or None
-    chosen = known if data.num_labels is None else data.num_labels
+    chosen = data.num_labels if data.num_labels is not None else len(data.label_names) or known
     if chosen is None:
         raise InvalidArgumentError(
             "data.num_labels",
             expected=f"the number of classes, stated, for data.format {data.format!r}",
             got=None,
             remedy="counted in the private records it would be released without noise: write "
-            "`num_labels = …` under [data]",
+            "`num_labels = …` or `label_names = […]` under [data]",
         )
     if chosen < 2 or known not in (None, chosen):
         expected = "at least 2" if known is None else f"{known}, as {data.format} has"

@@ -61,7 +61,6 @@ def build_classification(config: RunConfig) -> Task:
     num_labels = stated_classes(data)
     splits = read_texts(data, num_labels)
     check_sizes(splits, batch=config.training.expected_batch_size)
-    tokenizer = load_tokenizer(config.model.name)
 
     def fresh_model(seed: int) -> nn.Module:
         model = prepare_model(config.model, head="sequence", num_labels=num_labels, seed=seed)
@@ -69,6 +68,7 @@ def build_classification(config: RunConfig) -> Task:
         return model
 
     model = fresh_model(config.init_seed)
+    tokenizer = load_tokenizer(config.model.name)
     encode = partial(
         encode_labelled,
         tokenizer=tokenizer,
@@ -122,12 +122,12 @@ def _language_task(
     evaluate_texts: Callable[[nn.Module, Tokenizer], dict[str, Any]] | None = None,
 ) -> Task:
     check_sizes(splits, batch=config.training.expected_batch_size)
-    tokenizer = load_tokenizer(config.model.name, marked=False)
 
     def fresh_model(seed: int) -> nn.Module:
         return prepare_model(config.model, head="causal-lm", seed=seed)
 
     model = fresh_model(config.init_seed)
+    tokenizer = load_tokenizer(config.model.name, marked=False)
     encoded = _encoded(
         config, model, splits, lambda part: encode(part, tokenizer, config.data.max_length)
     )

@@ -63,7 +63,7 @@ class Splits(Generic[Record]):
 def read_texts(data: DataConfig, num_labels: int) -> Splits[list[LabelledText]]:
     """Texts or pairs of texts with their classes."""
     facts = PUBLISHED.get(data.format)
-    names = () if facts is None else facts.classes
+    names = data.label_names if facts is None else facts.classes
     _check_columns(data, (1, 2), "one or two column names")
     source = open_source(data, (*data.text_columns, data.label_column))
 

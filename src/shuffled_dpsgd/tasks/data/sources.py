@@ -31,7 +31,8 @@ class FolderSource:
         self._facts = PUBLISHED.get(data.format) or PublishedSet(
             title="data of your own",
             task="",
-            what=f"train.{data.format} and dev.{data.format}",
+            what=f"train.{data.format} and dev.{data.format}, or train.{data.format} alone and "
+            "write `heldout_from_train = …` under [data]",
             stems=_OWN_STEMS,
             kinds=(data.format,),
             columns=tuple(own_columns),

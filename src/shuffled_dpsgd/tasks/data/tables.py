@@ -55,8 +55,8 @@ class Row:
                 expected=f"a class from 0 to {num_labels - 1} in {column!r}, as a whole number"
                 f"{named}",
                 got=shortened(value),
-                remedy="correct the record, number the classes from 0, or state another "
-                "data.num_labels",
+                remedy="correct the record, name the classes in data.label_names, number them "
+                "from 0, or state another data.num_labels",
             )
         return value
 

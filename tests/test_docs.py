@@ -36,7 +36,7 @@ def blocks(page: str, language: str) -> list[str]:
     return [code for kind, code in BLOCK.findall((DOCS / page).read_text()) if kind == language]
 
 
-TAKES_LONG = ("accounting.md", "huggingface.md", "training.md")
+TAKES_LONG = ("accounting.md", "huggingface.md")
 CODE = [
     pytest.param(p.name, number, marks=[pytest.mark.slow] if p.name in TAKES_LONG else [])
     for p in sorted(DOCS.glob("*.md"))
@@ -88,8 +88,10 @@ def prepared(page: str) -> dict[str, Any]:
     if page == "publish.md":
         sizes: dict[str, Any] = eval(f"dict({OPTIONS})")
         names["private"] = make_private(model, optimizer, **sizes)
-    if page in ("index.md", "huggingface.md"):
+    if page == "index.md":
         names |= with_transformers()
+    if page == "huggingface.md":
+        names |= with_trl()
     return names
 
 
@@ -101,11 +103,19 @@ def with_transformers() -> dict[str, Any]:
     )
     ids = torch.randint(30, (100, 6))
     records = [{"input_ids": row, "labels": torch.tensor(i % 2)} for i, row in enumerate(ids)]
-    names = {"model": model, "records": records, "data": records, "transformers": transformers}
+    return {"model": model, "records": records, "TrainingArguments": transformers.TrainingArguments}
+
+
+def with_trl() -> dict[str, Any]:
+    """Chats, settings, and a tiny Llama under the name that the page has, in this folder."""
+    from integrations import tiny_llms
+
+    tiny_llms.llama().save_pretrained("meta-llama/Llama-3.2-1B")
+    tiny_llms.tokenizer().save_pretrained("meta-llama/Llama-3.2-1B")
     return {
-        **names,
-        "HfArgumentParser": transformers.HfArgumentParser,
-        "TrainingArguments": transformers.TrainingArguments,
+        "chats": tiny_llms.records("chat"),
+        "SFTConfig": lambda _: tiny_llms.trl.SFTConfig(**tiny_llms.settings(Path("out"))),
+        "LoraConfig": lambda _: tiny_llms.lora(),
     }
 
 
@@ -122,10 +132,6 @@ def test_code_in_pages_runs(
     compiled = compile(code, f"{page}, block {number}", "exec")
     if "fully_shard" in code:
         return  # Needs a launch of several processes: tests/distributed runs what it says.
-    if page == "huggingface.md":
-        arguments = "--output_dir out --use_cpu --max_steps 2 --report_to none --disable_tqdm True"
-        privacy = "--noise_multiplier 1.0 --delta 1e-3"
-        monkeypatch.setattr(sys, "argv", ["program", *arguments.split(), *privacy.split()])
     for written, meant in ((", ...)", f", {OPTIONS})"), ("epochs=10", "epochs=1")):
         code = code.replace(written, meant)
     code = code.replace("expected_batch_size=1000", "expected_batch_size=50")

@@ -14,9 +14,8 @@ import pytest
 
 from shuffled_dpsgd.accounting import constant_pair, spike_pair
 from shuffled_dpsgd.errors import InvalidArgumentError
-from shuffled_dpsgd.reports import examination
 from shuffled_dpsgd_experiments.exhibits import Reproduction, Request, in_one_file
-from shuffled_dpsgd_experiments.figures import fig1, fig2, noise
+from shuffled_dpsgd_experiments.figures import claim_against_truth, fig1, fig2, noise
 from shuffled_dpsgd_experiments.presets import SIX, VIT
 from shuffled_dpsgd_experiments.reproductions import REPRODUCTIONS, find
 
@@ -207,7 +206,7 @@ def test_the_noise_of_figure_4_is_priced() -> None:
 
 
 def test_the_examination_claims_less_than_the_truth() -> None:
-    comparison = examination.compute(
+    comparison = claim_against_truth.compute(
         [spike_pair(10**6, 1.0), constant_pair(10**6, 1.0)],
         dimension=10**6,
         batch_clip=1.0,
@@ -220,7 +219,7 @@ def test_the_examination_claims_less_than_the_truth() -> None:
     assert [pair for pair, _ in comparison.truths] == ["spike", "spike", "constant"]
     for estimates in comparison.truths.values():
         assert estimates[0].low > comparison.claimed[0]
-    assert examination.draw(comparison).axes[0].get_yscale() == "log"
+    assert claim_against_truth.draw(comparison).axes[0].get_yscale() == "log"
 
 
 def test_an_unknown_reproduction_is_refused() -> None:

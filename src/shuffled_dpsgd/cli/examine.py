@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 EPILOG = (
     "Example: [bold]shuffled-dpsgd examine --epsilon 1 --delta 5e-6 --dataset-size 50000 "
-    "--batch-size 1000 --epochs 10 --dimension 85800000 --batch-clip 1 --figure truth.png[/bold]"
+    "--batch-size 1000 --epochs 10 --dimension 85800000 --batch-clip 1[/bold]"
 )
 
 
@@ -51,9 +51,6 @@ def examine(
     ] = None,
     draws: Annotated[int, typer.Option(min=2, help="Draws per direction.")] = 20_000,
     seed: Annotated[int, typer.Option(help="Seed of the draws.")] = 0,
-    figure: Annotated[
-        Path | None, typer.Option(help="Draw claim against truth here (.png, .svg or .pdf).")
-    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Hold the paper's claim for one step against the exact truth, even with an ideal shuffle.
@@ -68,21 +65,17 @@ def examine(
         batch_size=batch_size,
         epochs=epochs,
     )
-    if figure is not None and figure.suffix not in (".png", ".svg", ".pdf"):
-        raise InvalidArgumentError("figure", expected="a .png, .svg or .pdf path", got=str(figure))
     run = {"sampling_prob": prob, "num_steps": steps, "delta": delta}
     claim = _claim(epsilon, noise_multiplier, run, dimension=dimension, batch_clip=batch_clip)
-    result, found = _examine(claim, _pairs(dimension, batch_clip, vectors), draws, seed, figure)
+    result, found = _examine(claim, _pairs(dimension, batch_clip, vectors), draws, seed)
     if as_json:
         print_json(result)
         return
     _print(claim, result, found)
-    if figure is not None:
-        typer.echo(f"drawn to {figure}")
 
 
 def _examine(
-    claim: PrivacyClaim, pairs: Sequence[Pair], draws: int, seed: int, figure: Path | None
+    claim: PrivacyClaim, pairs: Sequence[Pair], draws: int, seed: int
 ) -> tuple[dict[str, Any], list[Examination]]:
     """The JSON object, and the examinations it came from."""
     from shuffled_dpsgd.accounting import certified_bracket, certified_claim, examine_pair
@@ -109,15 +102,6 @@ def _examine(
         "examinations": [each.to_json() for each in found],
         "verdict": next((e.verdict for e in found if e.refuted), "not refuted by these pairs"),
     }
-    if figure is not None:
-        from shuffled_dpsgd.reports.examination import compute, draw
-        from shuffled_dpsgd.reports.style import house_style, save_drawing
-
-        of_theorem = {name: inputs[name] for name in ("dimension", "batch_clip")}
-        comparison = compute(pairs, **of_theorem, draws=draws, seed=seed, **step)
-        with house_style():
-            save_drawing(draw(comparison), figure)
-        result["curves"] = comparison.to_json()
     return result, found
 
 

@@ -1,4 +1,6 @@
-"""What `examine` draws: the δ(ε) that the theorem claims for one step, against the true one.
+"""The δ(ε) that the theorem claims for one step of the ViT, against the true one.
+
+python -m shuffled_dpsgd_experiments.figures.claim_against_truth FILE.svg
 
 Not a figure of the paper. The claim is the theorem's formula (heuristic); the truth is measured by
 exact-likelihood draws on the theorem's own worst-case pair, and closed-form for constant vectors.
@@ -6,23 +8,32 @@ exact-likelihood draws on the theorem's own worst-case pair, and closed-form for
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
-from shuffled_dpsgd.accounting import DeltaEstimate, Pair, exact_delta
+from shuffled_dpsgd.accounting import (
+    DeltaEstimate,
+    Pair,
+    calibrate_paper,
+    constant_pair,
+    exact_delta,
+    spike_pair,
+)
 from shuffled_dpsgd.accounting.theorem import theorem_delta
-from shuffled_dpsgd.reports.style import BLUE, GREEN, INK, MUTED, ORANGE, PURPLE, RED
+from shuffled_dpsgd.reports.style import BLUE, GREEN, INK, MUTED, PURPLE, house_style, save_drawing
+from shuffled_dpsgd_experiments.presets import VIT
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 POINTS = 41
-COLOURS = {"spike": (BLUE, PURPLE), "constant": (GREEN, GREEN), "given": (ORANGE, RED)}
-
+COLOURS = {"spike": (BLUE, PURPLE), "constant": (GREEN, GREEN)}
 
 Truths: TypeAlias = dict[tuple[str, str], tuple[DeltaEstimate, ...]]
 """True δ(ε) by pair and direction, along the axis of a `Comparison`."""
@@ -40,19 +51,6 @@ class Comparison:
     epsilons: tuple[float, ...]
     claimed: tuple[float, ...]
     truths: Truths
-
-    def to_json(self) -> dict[str, Any]:
-        """The curves with the kind of each."""
-        truths = [
-            {"pair": pair, "direction": direction, "kind": estimates[0].kind}
-            | {key: [getattr(each, key) for each in estimates] for key in ("delta", "low", "high")}
-            for (pair, direction), estimates in self.truths.items()
-        ]
-        return {
-            "epsilons": list(self.epsilons),
-            "claimed": {"kind": "heuristic", "delta": list(self.claimed)},
-            "truths": truths,
-        }
 
 
 def compute(
@@ -145,3 +143,18 @@ def _draw_truth(
     shown = np.where(resolved, values, np.nan)
     axes.plot(epsilons, shown, color=colour, label=f"true, {pair}, {named} ({kind})")
     axes.fill_between(epsilons, low, high, where=resolved, color=colour, alpha=0.15, lw=0)
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Draw the ViT at ε = 1 and c' = c to the path given."""
+    d, c = VIT.dimension, 1.0
+    found = calibrate_paper(epsilon=1.0, **VIT.steps, dimension=d, batch_clip=c).claim.inputs
+    step = {name: found[name] for name in ("noise_multiplier", "step_epsilon", "step_delta")}
+    pairs = [spike_pair(d, c), constant_pair(d, c)]
+    with house_style():
+        comparison = compute(pairs, dimension=d, batch_clip=c, **step, draws=20_000, seed=0)
+        save_drawing(draw(comparison), Path(arguments[0]))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -63,16 +63,28 @@ class Exhibit:
     def to_html(self, before: str = "") -> str:
         """A section of a page, escaped, with HTML `before` its table."""
         head = "".join(f"<th>{escape(cell)}</th>" for cell in HEADINGS)
-        body = "".join(
-            "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row.cells()) + "</tr>"
-            for row in self.rows
-        )
+        body = "".join(f"<tr>{_html_cells(row)}</tr>" for row in self.rows)
         notes = "".join(f"<li>{escape(note)}</li>" for note in self.notes)
         return (
             f'<section id="{escape(self.name)}"><h2>{escape(self.title)}</h2>'
             f'<p class="muted">{escape(self.origin)}</p>{before}'
             f"<table><tr>{head}</tr>{body}</table><ul>{notes}</ul></section>"
         )
+
+
+def in_clips(ratio: float) -> str:
+    """A batch clip in units of the clip.
+
+    >>> in_clips(1.0), in_clips(10.0)
+    ('c', '10c')
+    """
+    return "c" if ratio == 1 else f"{ratio:g}c"
+
+
+def _html_cells(row: ExhibitRow) -> str:
+    """Each with its heading, which stands before it where a table is too wide for the screen."""
+    named = zip(HEADINGS, row.cells(), strict=True)
+    return "".join(f'<td data-heading="{escape(h)}">{escape(cell)}</td>' for h, cell in named)
 
 
 def _line(cells: Sequence[str]) -> str:
@@ -117,7 +129,7 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True)
 class Reproduced:
-    """What a reproduction wrote, and the table or drawing it shows, or why it shows neither."""
+    """What a reproduction wrote, and the table and drawing that it shows, or why it shows none."""
 
     name: str
     title: str
@@ -139,8 +151,8 @@ class Reproduction:
     title: str
     run: Callable[[Request], list[Path]]
     read: Callable[[Request], Any]
-    show: Callable[[Any], Exhibit | None]
-    draw: Callable[[Any], Figure] | None = None
+    show: Callable[[Any], Exhibit]
+    draw: Callable[[Any], Figure | None] | None = None
     redraws: bool = False
 
     def reproduce(self, request: Request) -> Reproduced:
@@ -155,20 +167,15 @@ class Reproduction:
         if self.draw is not None and (written or request.drawings):
             with house_style():
                 figure = self.draw(raw)
-                drawing = on_white(to_svg(figure))
-                if written:
+                drawing = None if figure is None else on_white(to_svg(figure))
+                if written and figure is not None:
                     written += save_figure(figure, request.output, written[0].stem)
-        exhibit = self.show(raw)
-        where = (
-            None if exhibit or written else f"its numbers are in {request.output}/{self.name}.json"
-        )
         return Reproduced(
             name=self.name,
             title=self.title,
             written=tuple(written),
-            exhibit=exhibit,
+            exhibit=self.show(raw),
             drawing=drawing,
-            missing=None if exhibit or written else where,
         )
 
 
@@ -176,7 +183,7 @@ def in_one_file(
     name: str,
     title: str,
     compute: Callable[[Scale], dict[str, Any]],
-    show: Callable[[dict[str, Any]], Exhibit | None],
+    show: Callable[[dict[str, Any]], Exhibit],
     draw: Callable[[dict[str, Any]], Figure] | None = None,
     *,
     result: str | None = None,

@@ -34,18 +34,27 @@ _ALL: tuple[Reproduction, ...] = (
     claims.CLAIMS,
 )
 REPRODUCTIONS: Mapping[str, Reproduction] = MappingProxyType({each.name: each for each in _ALL})
-EXHIBITS = tuple(name for name in REPRODUCTIONS if name != "claims")
 PAGE = "reproduction.html"
 _INTRODUCTION = (
     "Every figure and table of the paper beside what was found here. Numbers under “paper” are "
     "quoted; all others were produced by a run, whose machine and day stand above its table. The "
     "certified ε is proven and credits the shuffle with nothing; the paper's ε is heuristic."
 )
+_CSS = """
+nav ul { columns: 20rem; padding-left: 1.1rem; }
+@media (max-width: 56rem) {
+  table, tbody, tr, td { display: block; } tr:first-child, td:empty { display: none; }
+  tr { border-bottom: 1px solid var(--line); padding: .5rem 0; } td { border: 0; padding: 0; }
+  td:first-child { font-weight: 600; }
+  td:not(:first-child)::before { content: attr(data-heading) ": "; color: var(--muted); }
+  figure { overflow-x: auto; } figure svg { min-width: 44rem; }
+}
+"""
 
 
 def find(names: list[str]) -> list[Reproduction]:
-    """The named reproductions in order, `all` for every exhibit of the paper."""
-    chosen = [*EXHIBITS] if names == ["all"] else names
+    """The named reproductions in order, `all` for every one."""
+    chosen = [*REPRODUCTIONS] if names == ["all"] else names
     for name in chosen:
         if name not in REPRODUCTIONS:
             raise InvalidArgumentError(
@@ -59,14 +68,15 @@ def find(names: list[str]) -> list[Reproduction]:
 
 def write_page(found: Iterable[Reproduced], directory: Path) -> Path:
     """Write all exhibits into one file, which fetches nothing from anywhere."""
-    title = "The paper, exhibit by exhibit"
+    title, found = "The paper, exhibit by exhibit", list(found)
+    links = "".join(f'<li><a href="#{each.name}">{escape(_title(each))}</a></li>' for each in found)
     body = (
         f'<h1>{title}</h1><p class="muted">{today()}</p><p>{escape(_INTRODUCTION)}</p>'
-        f"{''.join(map(_section, found))}"
+        f"<nav><ul>{links}</ul></nav>{''.join(map(_section, found))}"
     )
     path = directory / PAGE
     directory.mkdir(parents=True, exist_ok=True)
-    path.write_text(page(title=title, body=body), encoding="utf-8")
+    path.write_text(page(title=title, body=body, css=_CSS), encoding="utf-8")
     return path
 
 
@@ -74,6 +84,9 @@ def _section(each: Reproduced) -> str:
     figure = "" if each.drawing is None else f"<figure>{each.drawing}</figure>"
     if each.exhibit is not None:
         return each.exhibit.to_html(before=figure)
-    title = f'<section id="{escape(each.name)}"><h2>{escape(each.name)}: {escape(each.title)}</h2>'
-    found = figure or f"<p>{escape(each.missing or 'nothing to show')}</p>"
-    return f"{title}{found}</section>"
+    title = f'<section id="{escape(each.name)}"><h2>{escape(_title(each))}</h2>'
+    return f"{title}<p>{escape(each.missing or 'nothing to show')}</p></section>"
+
+
+def _title(each: Reproduced) -> str:
+    return f"{each.name}: {each.title}" if each.exhibit is None else each.exhibit.title

@@ -18,7 +18,13 @@ import numpy as np
 from shuffled_dpsgd.accounting import calibrate_certified, calibrate_paper, certified_bracket
 from shuffled_dpsgd.environment import environment
 from shuffled_dpsgd.reports.style import BLUE, GREEN, INK, MUTED, ORANGE, PURPLE
-from shuffled_dpsgd_experiments.exhibits import Exhibit, ExhibitRow, figure_exhibit, in_one_file
+from shuffled_dpsgd_experiments.exhibits import (
+    Exhibit,
+    ExhibitRow,
+    figure_exhibit,
+    in_clips,
+    in_one_file,
+)
 from shuffled_dpsgd_experiments.presets import SIX, VIT, Preset
 
 if TYPE_CHECKING:
@@ -95,14 +101,16 @@ def show_curves(raw: dict[str, Any]) -> Exhibit:
         widest = max(shares, key=float)
         inside = [clip for clip, share in shares.items() if SHARES[0] <= share <= SHARES[1]]
         certified = _certified(panel["setting"], panel["shuffled"][widest][0])
-        where = f"at c' = {_clip(inside[0])}" if inside else "at none of the three c'"
+        where = f"at c' = {in_clips(float(inside[0]))}" if inside else "at none of the three c'"
         rows.append(
             ExhibitRow(
                 what=f"{panel['setting']['label']}: shuffled over unshuffled noise at "
                 f"ε = {epsilon:g}",
                 paper=f"{100 * SHARES[0]:g} to {100 * SHARES[1]:g} %",
-                ours="; ".join(f"{share:.1%} at c' = {_clip(c)}" for c, share in shares.items()),
-                certified=f"{certified:.3g} at c' = {_clip(widest)}",
+                ours="; ".join(
+                    f"{share:.1%} at c' = {in_clips(float(c))}" for c, share in shares.items()
+                ),
+                certified=f"{certified:.3g} at c' = {in_clips(float(widest))}",
                 verdict=f"as printed {where}; ε = {epsilon:g} is {_standing(certified, epsilon)}",
             )
         )
@@ -128,7 +136,7 @@ def show_map(raw: dict[str, Any]) -> Exhibit:
                 "noise",
             )
         )
-    clip = _clip(f"{raw['batch_clip']:g}")
+    clip = in_clips(raw["batch_clip"])
     note = f"{raw['setting']['label']}, c' = {clip}; the paper names neither."
     return figure_exhibit("fig4", MAP, raw, rows, note)
 
@@ -144,10 +152,6 @@ def _priced(label: str, noise_multiplier: float) -> float:
 
 def _certified(setting: dict[str, Any], noise_multiplier: float) -> float:
     return _priced(setting["label"], noise_multiplier)
-
-
-def _clip(ratio: str) -> str:
-    return "c" if ratio == "1" else f"{ratio}c"
 
 
 def draw_curves(raw: dict[str, Any]) -> Figure:
@@ -180,7 +184,7 @@ def _draw_panel(axes: Axes, panel: dict[str, Any]) -> None:
     needed = "what ε needs, certified (proven)"
     curve(panel["certified"], needed, color=GREEN, markersize=4, linewidth=2.4)
     for clip, values in panel["shuffled"].items():
-        estimate = f"shuffled, paper's estimate, c' = {_clip(clip)} (heuristic)"
+        estimate = f"shuffled, paper's estimate, c' = {in_clips(float(clip))} (heuristic)"
         curve(values, estimate, color=CLIP_COLOUR[clip])
     axes.set(xscale="log", yscale="log", ylim=(0.15, 80))
     axes.set_title(panel["setting"]["label"])
@@ -210,7 +214,7 @@ def draw_map(raw: dict[str, Any]) -> Figure:
     axes.set_xticks(range(len(powers)), powers)
     axes.set_yticks(range(len(raw["epsilons"])), [f"{e:g}" for e in raw["epsilons"]])
     axes.set(xlabel="shuffled coordinates d  (d = 1: unshuffled)", ylabel="ε")
-    clip = _clip(f"{raw['batch_clip']:g}")
+    clip = in_clips(raw["batch_clip"])
     label = raw["setting"]["label"]
     axes.set_title(f"Noise by the paper's estimate (heuristic), c' = {clip}, {label}")
     axes.grid(False)

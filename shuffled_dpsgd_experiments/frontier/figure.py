@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from shuffled_dpsgd.reports.style import BLUE, HELDOUT, HEURISTIC, INK, MUTED, PROVEN
+from shuffled_dpsgd_experiments.exhibits import in_clips
 from shuffled_dpsgd_experiments.frontier.curves import BAND, SPLIT, Curves, Measured, statement
 
 if TYPE_CHECKING:
@@ -81,9 +82,8 @@ def _line(axes: Axes, found: list[Measured], colour: str, marker: str, label: st
 def _name_clips(axes: Axes, curves: Curves) -> None:
     """c' beside the points of the first claim."""
     for each in curves.papers(curves.workload.claims[0]):
-        ratio = each.point.batch_clip_ratio
         axes.annotate(
-            f"c' = {'' if ratio == 1 else f'{ratio:g}'}c",
+            f"c' = {in_clips(each.point.batch_clip_ratio or 0.0)}",
             (each.certified_epsilon, each.scores[SPLIT].mean),
             xytext=(3, -11),
             textcoords="offset points",

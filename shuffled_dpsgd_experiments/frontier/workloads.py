@@ -27,6 +27,7 @@ from shuffled_dpsgd.tasks.classification import classification_task
 from shuffled_dpsgd.tasks.data.image_files import read_cifar
 from shuffled_dpsgd.tasks.data.loading import Splits, drawn_part
 from shuffled_dpsgd.tasks.digits import load_digits
+from shuffled_dpsgd_experiments.exhibits import in_clips
 from shuffled_dpsgd_experiments.frontier.sst2 import (
     SPLITS,
     WIDTH,
@@ -67,7 +68,7 @@ class Point:
         if self.batch_clip_ratio is None:
             added = f", {self.ingredients}" if self.ingredients else ""
             return f"DP-SGD at certified ε = {self.epsilon:g}{added}"
-        return f"paper's at claimed ε = {self.epsilon:g}, c' = {self.batch_clip_ratio:g}c"
+        return f"paper's at claimed ε = {self.epsilon:g}, c' = {in_clips(self.batch_clip_ratio)}"
 
     def options(self, scope: str = "paper") -> dict[str, Any]:
         """What `make_private` is told of it."""

@@ -210,6 +210,9 @@ def show(raw: dict[str, Any]) -> Exhibit:
         notes=(
             f"Epochs are {raw['epoch']}; random weights, records of one length.",
             "The paper's GPUs were an RTX 3090 and an A100: shares compare, times do not.",
+            "Our share is the median over rounds of one step with the shuffle over one without, "
+            "timed one after the other. Each printed time is a median of its own, so the share "
+            "does not follow from the two.",
         ),
     )
 

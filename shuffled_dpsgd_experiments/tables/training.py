@@ -10,17 +10,27 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shuffled_dpsgd_experiments.exhibits import SCALES, Exhibit, Reproduction, Request, Scale
 from shuffled_dpsgd_experiments.presets import PRESETS
 from shuffled_dpsgd_experiments.sweeps.grid import Sweep, laid_over
 from shuffled_dpsgd_experiments.sweeps.reading import parse_sweep
 from shuffled_dpsgd_experiments.sweeps.running import run_sweeps
+from shuffled_dpsgd_experiments.sweeps.search import LOWER_IS_BETTER
 from shuffled_dpsgd_experiments.sweeps.store import read_records
+from shuffled_dpsgd_experiments.sweeps.table import rows_of
 from shuffled_dpsgd_experiments.tables.demonstrations import DEMONSTRATIONS
 from shuffled_dpsgd_experiments.tables.printed import EPSILONS
-from shuffled_dpsgd_experiments.tables.training_rows import lost_samples, missing_rows, rows_from
+from shuffled_dpsgd_experiments.tables.training_rows import (
+    grouped,
+    lost_samples,
+    missing_rows,
+    rows_from,
+)
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 Record = Mapping[str, Any]
 _METHODS: list[dict[str, Any]] = [
@@ -126,6 +136,49 @@ def _format_of(record: Record) -> str:
     return str(record["config"]["data"]["format"])
 
 
+def draw(found: tuple[Sequence[Record], Scale]) -> Figure | None:
+    """A panel for each sweep with the paper's method: scores over certified ε, and their spread."""
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import FuncFormatter, NullLocator
+
+    every = [(what, rows_of(records)) for (what, _, _), records in grouped(found[0]).items()]
+    groups = [
+        (what, rows)
+        for what, rows in every
+        if any(row.privacy.get("accounting") == "paper" for row in rows)
+    ]
+    if not groups:
+        return None
+    lines = -(-len(groups) // 2)
+    figure = Figure(figsize=(10.0, 3.6 * lines + 0.2), layout="constrained")
+    panels = figure.subplots(lines, 2, squeeze=False).flat
+    for axes, (what, rows) in zip(panels, groups, strict=False):
+        drawn = [row for row in rows if row.scores and row.certified]
+        for method in dict.fromkeys(row.method for row in drawn):
+            mine = [row for row in drawn if row.method == method]
+            mine.sort(key=lambda row: row.certified or 0.0)
+            unit = 100.0 if rows[0].score_name == "accuracy" else 1.0
+            axes.errorbar(
+                [row.certified or 0.0 for row in mine],
+                [unit * row.mean for row in mine],
+                [unit * (row.spread or 0.0) for row in mine],
+                fmt="o-",
+                markersize=4,
+                linewidth=1.2,
+                label=method,
+            )
+        score = "accuracy, %" if rows[0].score_name == "accuracy" else rows[0].score_name
+        axes.set(title=what, xlabel="certified ε (proven)", xscale="log", ylabel=score)
+        if rows[0].score_name in LOWER_IS_BETTER:
+            axes.set(yscale="log", ylabel=f"{score}, less is better")
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axes.xaxis.set_minor_locator(NullLocator())
+        axes.legend(fontsize=7)
+    for axes in panels:
+        axes.set_axis_off()
+    return figure
+
+
 TABLES = {
     table.name: table
     for table in (
@@ -139,6 +192,6 @@ TABLES = {
     )
 }
 REPRODUCTIONS = tuple(
-    Reproduction(name=t.name, title=t.title, run=t.run, read=t.read, show=t.show)
+    Reproduction(name=t.name, title=t.title, run=t.run, read=t.read, show=t.show, draw=draw)
     for t in TABLES.values()
 )

@@ -20,16 +20,21 @@ _OWN = METHODS.index("shuffled")
 
 def rows_from(table: str, records: Iterable[Record]) -> list[ExhibitRow]:
     """The cells of each model, data set and sweep, by budget and method."""
+    return [
+        row
+        for (what, format_, _), group in grouped(records).items()
+        for row in _rows(what, _printed_for(table, format_), group)
+    ]
+
+
+def grouped(records: Iterable[Record]) -> dict[tuple[str, str, str], list[Record]]:
+    """By model and data set in words, format and sweep."""
     groups: dict[tuple[str, str, str], list[Record]] = {}
     for record in records:
         what = f"{_model_of(record)} on {_data_of(record)}"
         key = what, record["config"]["data"]["format"], record["sweep"]
         groups.setdefault(key, []).append(record)
-    return [
-        row
-        for (what, format_, _), group in groups.items()
-        for row in _rows(what, _printed_for(table, format_), group)
-    ]
+    return groups
 
 
 def missing_rows(table: str, there: set[str]) -> list[ExhibitRow]:

@@ -28,7 +28,7 @@ def test_a_figure_lands_in_the_folder(tmp_path: Path) -> None:
 
 def test_what_is_there_is_shown_and_nothing_is_computed_for_it() -> None:
     results = Path(__file__).resolve().parents[2] / "results"
-    for name, said in (("fig1", "| 13.96 |"), ("claims", "claims.json")):
+    for name, said in (("fig1", "| 13.96 |"), ("claims", "the claim does not hold")):
         done = CliRunner().invoke(
             app, ["reproduce", name, "--from-results", "--output", str(results)]
         )
@@ -45,13 +45,16 @@ def test_everything_is_shown_from_the_committed_results(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, arguments)
     assert done.exit_code == 0, done.output
     found = json.loads(done.stdout)
-    for name in (*(f"fig{n}" for n in range(1, 5)), *(f"table{n}" for n in range(1, 9))):
+    for name in (*(f"fig{n}" for n in range(1, 5)), *(f"table{n}" for n in range(1, 9)), "claims"):
         assert found[name]["missing"] is None
         assert found[name]["exhibit"]["rows"]
         assert found[name]["written"] == []
     written = {path for path in results.rglob("*") if path.is_file()} - before
     assert written <= {results / f"{name}" for name in ("reproduction.html", "frontier.json")}
-    assert (results / "reproduction.html").read_text().count("<figure>") >= 4
+    page = (results / "reproduction.html").read_text()
+    # The frontier, four figures and tables 3 to 5; a link to each section.
+    assert page.count("<figure>") == 8
+    assert all(f'href="#{name}"' in page and f'id="{name}"' in page for name in found)
 
 
 def test_the_list_describes_all_four() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import statistics
 from dataclasses import replace
 from functools import partial
@@ -22,7 +23,7 @@ from shuffled_dpsgd_experiments.exhibits import (
     Reproduced,
     Request,
 )
-from shuffled_dpsgd_experiments.reproductions import EXHIBITS, REPRODUCTIONS, find, write_page
+from shuffled_dpsgd_experiments.reproductions import REPRODUCTIONS, find, write_page
 from shuffled_dpsgd_experiments.tables import table1, table2, table6, table7, table8, training
 from shuffled_dpsgd_experiments.tables.demonstrations import (
     DEMONSTRATIONS,
@@ -39,8 +40,9 @@ ENVIRONMENT = environment()
 
 def test_every_exhibit_of_the_paper_has_a_name() -> None:
     figures = [f"fig{number}" for number in range(1, 5)]
-    assert list(EXHIBITS) == ["frontier", *figures, *(f"table{number}" for number in range(1, 9))]
-    assert [each.name for each in find(["all"])] == list(EXHIBITS)
+    tables = [f"table{number}" for number in range(1, 9)]
+    assert list(REPRODUCTIONS) == ["frontier", *figures, *tables, "claims"]
+    assert [each.name for each in find(["all"])] == list(REPRODUCTIONS)
     assert all(each.name == name for name, each in REPRODUCTIONS.items())
 
 
@@ -48,19 +50,21 @@ def test_an_exhibit_is_markdown_and_escaped_html() -> None:
     row = ExhibitRow(what="a|b", paper="<1>", ours="2", certified="3", verdict="& so")
     shown = Exhibit(name="t", title="T", origin="here", rows=(row,), notes=("n",))
     assert "| a/b | <1> | 2 | 3 | & so |" in shown.to_markdown()
-    assert "<td>&lt;1&gt;</td>" in shown.to_html()
+    assert '<td data-heading="paper">&lt;1&gt;</td>' in shown.to_html()
     assert "&amp; so" in shown.to_html()
 
 
 def test_without_results_nothing_is_shown_but_the_paper(tmp_path: Path) -> None:
     request = Request(output=tmp_path, from_results=True)
-    for name in ("frontier", "table1", "table2", "table6", "table7", "table8"):
+    for name in ("frontier", "table1", "table2", "table6", "table7", "table8", "claims"):
         found = REPRODUCTIONS[name].reproduce(request)
         assert found.exhibit is None
         assert found.missing is not None
     for name in ("table3", "table4", "table5"):
-        exhibit = REPRODUCTIONS[name].reproduce(request).exhibit
+        found = REPRODUCTIONS[name].reproduce(request)
+        exhibit = found.exhibit
         assert exhibit is not None
+        assert found.drawing is None
         assert {row.ours for row in exhibit.rows} == {NOT_RUN}
         assert len(exhibit.rows) == len(RESULTS[name])
     assert list(tmp_path.iterdir()) == []
@@ -68,15 +72,16 @@ def test_without_results_nothing_is_shown_but_the_paper(tmp_path: Path) -> None:
 
 def test_committed_results_make_a_page(tmp_path: Path) -> None:
     request = Request(output=ROOT / "results", from_results=True)
-    names = [name for name in EXHIBITS if name.startswith("table")]
+    names = [name for name in REPRODUCTIONS if name.startswith("table")]
     found = [REPRODUCTIONS[name].reproduce(request) for name in names]
     drawing = "<svg><g/></svg>"
-    found.append(Reproduced(name="fig1", title="drawn", drawing=drawing))
     shown = Exhibit(name="fig2", title="both", origin="", rows=())
     found.append(Reproduced(name="fig2", title="both", drawing=drawing, exhibit=shown))
     text = write_page(found, tmp_path).read_text(encoding="utf-8")
-    assert text.count("<figure><svg>") == 2
-    assert "http" not in text.replace("http://www.w3.org", "")
+    # Ours, and a plot of each of the tables 3 to 5.
+    assert text.count("<figure>") == 4
+    # Names of vocabularies in the figures are addresses, and nothing is fetched from anywhere.
+    assert not re.search(r"(?:src|href)=.?http", text)
     assert all(f'id="{name}"' in text for name in names)
 
 
@@ -209,6 +214,17 @@ def test_parts_random_weights_and_texts_are_named_as_such(tmp_path: Path) -> Non
         "accuracy 80.0 (n = 1)",
         "accuracy 80.0 (n = 1); BLEU 12.5; ROUGE-L 0.5",
     ]
+
+
+def test_a_plot_has_a_panel_for_every_sweep_with_the_papers_method() -> None:
+    cells = [row_of("mixopt, certified", "certified", score, 0.1) for score in (0.8, 0.81)]
+    cells.append(row_of("shuffled, c' = c", "paper", 0.5, 57.0))
+    other = {**cells[0], "sweep": "ingredients alone"}
+    figure = training.draw(([*cells, other], "paper"))
+    panels = [axes for axes in figure.axes if axes.get_title()]
+    assert [axes.get_title() for axes in panels] == ["MiniLM on SST-2"]
+    assert panels[0].get_legend_handles_labels()[1] == ["mixopt, certified", "shuffled, c' = c"]
+    assert panels[0].containers[0].lines[0].get_ydata() == pytest.approx([80.5])
 
 
 def test_settings_say_how_much_really_moves() -> None:

@@ -28,42 +28,30 @@ def verdicts(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[str, torch.device], 
 
 
 def modules() -> list[str | None]:
-    """The modules for norms by tiles, for sums, and for norms by Gram matrices."""
-    return [
-        choices.tile_norms(GPU),
-        choices.outer_sums(GPU, HALF),
-        choices.gram_norms(GPU, HALF, 768),
-    ]
+    """The modules for sums and for norms by Gram matrices."""
+    return [choices.outer_sums(GPU, HALF), choices.gram_norms(GPU, HALF, 768)]
 
 
 @pytest.mark.usefixtures("verdicts")
 def test_hopper_takes_gluon_where_it_serves() -> None:
-    assert modules() == [
-        "triton.tiles",
-        "gluon.weighted_sums",
-        "triton.linear",
-    ]
+    assert modules() == ["gluon.weighted_sums", "triton.linear"]
 
 
 @pytest.mark.usefixtures("verdicts")
 def test_other_gpus_take_plain_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choices, "is_hopper", lambda device: False)
-    expected = ["triton.tiles", "triton.sums", "triton.linear"]
-    assert modules() == expected
-    for name in expected:
+    assert modules() == ["triton.sums", "triton.linear"]
+    for name in ("triton.sums", "triton.linear"):
         assert importlib.util.find_spec(f"{choices.PACKAGE}.{name}")
 
 
-def test_norms_by_tiles_and_sums_in_triton_go_together(
+def test_what_fails_its_trial_is_not_taken(
     verdicts: dict[tuple[str, torch.device], str | None],
 ) -> None:
     verdicts[choices.GLUON_SUMS.name, GPU] = "wrong"
-    assert (choices.tile_norms(GPU), choices.outer_sums(GPU, HALF)) == (
-        "triton.tiles",
-        "triton.sums",
-    )
-    verdicts[choices.PRODUCTS.name, GPU] = "wrong"
-    assert (choices.tile_norms(GPU), choices.outer_sums(GPU, HALF)) == (None, None)
+    assert modules() == ["triton.sums", "triton.linear"]
+    verdicts[choices.KERNELS.name, GPU] = "wrong"
+    assert modules() == [None, None]
 
 
 @pytest.mark.usefixtures("verdicts")
@@ -80,8 +68,8 @@ def test_very_wide_layers_of_halves_are_shared_out_in_plain_torch() -> None:
 @pytest.mark.usefixtures("verdicts")
 def test_without_triton_nothing_of_it_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choices, "triton_available", lambda: False)
-    assert modules() == [None] * 3
+    assert modules() == [None, None]
 
 
 def test_every_route_has_a_name_of_its_own() -> None:
-    assert len({route.name for route in EVERY_ROUTE}) == len(EVERY_ROUTE) == 5
+    assert len({route.name for route in EVERY_ROUTE}) == len(EVERY_ROUTE) == 3

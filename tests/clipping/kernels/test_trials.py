@@ -19,13 +19,13 @@ from shuffled_dpsgd.runtime.backends import WrongResult
 WHERE = torch.device(DEVICE)
 # Each trial with a function that it should try, and where that function leaves its result.
 TRIALS = [
-    (trials.try_gram, "triton.linear", "gram_sq_norms", None),
-    (trials.try_products, "triton.tiles", "tile_sq_norms", None),
-    (trials.try_products, "triton.sums", "weighted_outer_sums", 3),
+    (trials.try_kernels, "triton.linear", "gram_sq_norms", None),
+    (trials.try_kernels, "triton.tiles", "tile_sq_norms", None),
+    (trials.try_kernels, "triton.sums", "weighted_outer_sums", 3),
     (trials.try_float32_products, "triton.linear", "gram_sq_norms", None),
     (trials.try_float32_products, "triton.tiles", "tile_sq_norms", None),
     (trials.try_float32_products, "triton.sums", "weighted_outer_sums", 3),
-    (trials.try_norm_layers, "triton.norms", "norm_sums", None),
+    (trials.try_kernels, "triton.norms", "norm_sums", None),
 ]
 GLUON = [
     (trials.try_gluon_sums, "gluon.weighted_sums", "weighted_outer_sums", 3),
@@ -85,7 +85,6 @@ def test_gluon_passes_and_is_seen_to_be_wrong(
 @pytest.mark.skipif(not ON_GPU, reason="needs a CUDA device")
 def test_every_route_serves_on_this_gpu() -> None:
     device = torch.device("cuda:0")
-    plain = [choices.PRODUCTS, choices.GRAM, choices.NORM_LAYERS]
-    assert all(choices.may_take(route, device) for route in plain)
+    assert choices.may_take(choices.KERNELS, device)
     if choices.is_hopper(device):
         assert choices.may_take(choices.GLUON_SUMS, device)

@@ -1,7 +1,6 @@
-"""Which kernels serve a tensor: by its device, its type, and a probe of each family of kernels.
+"""Which kernels serve a tensor: by its device, its type, and a probe of the kernels.
 
-Norms by tiles and sums in Triton are one family, because these norms leave room for what such sums
-lose.
+Those in Triton serve together or not at all: their norms leave room for what their sums lose.
 """
 
 from __future__ import annotations
@@ -20,37 +19,24 @@ HALF = (torch.bfloat16, torch.float16)
 PACKAGE = "shuffled_dpsgd.clipping.kernels"
 # One program reads a pair of blocks of tokens alone, which takes long past this width.
 MAX_GRAM_WIDTH = 16384
-_PLAIN = "Plain torch operations serve"
 
+KERNELS = Backend(
+    name="Norms and sums of layers in Triton",
+    instead="Plain torch operations serve",
+    cost="products run in float32, and every layer takes launches of its own: several times slower",
+    probe=trials.try_kernels,
+)
+FLOAT32_PRODUCTS = Backend(
+    name="Products of float32 linear layers on tensor cores in Triton",
+    instead="Plain torch operations serve",
+    cost="norms are found in float64 and sums in float32, without tensor cores",
+    probe=trials.try_float32_products,
+)
 GLUON_SUMS = Backend(
     name="Sums of linear layers in Gluon",
     instead="Plain Triton serves",
     cost="weighted sums of linear layers took 1.2 to 1.4 times as long on an H200",
     probe=trials.try_gluon_sums,
-)
-PRODUCTS = Backend(
-    name="Sums and tile norms of linear layers in Triton",
-    instead=_PLAIN,
-    cost="products run in float32, several times slower",
-    probe=trials.try_products,
-)
-FLOAT32_PRODUCTS = Backend(
-    name="Products of float32 linear layers on tensor cores in Triton",
-    instead=_PLAIN,
-    cost="norms are found in float64 and sums in float32, without tensor cores",
-    probe=trials.try_float32_products,
-)
-GRAM = Backend(
-    name="Gram norms of linear layers in Triton",
-    instead=_PLAIN,
-    cost="Gram matrices are written to memory and read back, for every layer alone",
-    probe=trials.try_gram,
-)
-NORM_LAYERS = Backend(
-    name="Gradients of norm layers in Triton",
-    instead=_PLAIN,
-    cost="every layer takes a dozen launches instead of a share of one",
-    probe=trials.try_norm_layers,
 )
 
 
@@ -78,16 +64,11 @@ def module(name: str) -> ModuleType:
     return importlib.import_module(f"{PACKAGE}.{name}")
 
 
-def tile_norms(device: torch.device) -> str | None:
-    """The module for norms by tiles, if any serves."""
-    return "triton.tiles" if may_take(PRODUCTS, device) else None
-
-
 def outer_sums(device: torch.device, dtype: torch.dtype) -> str | None:
     """The module whose weighted sums are fastest, if any serves."""
     if dtype in HALF and is_hopper(device) and may_take(GLUON_SUMS, device):
         return "gluon.weighted_sums"
-    return "triton.sums" if may_take(PRODUCTS, device) else None
+    return "triton.sums" if may_take(KERNELS, device) else None
 
 
 def gram_norms(device: torch.device, dtype: torch.dtype, width: int) -> str | None:
@@ -98,4 +79,4 @@ def gram_norms(device: torch.device, dtype: torch.dtype, width: int) -> str | No
     """
     if dtype in HALF and width > MAX_GRAM_WIDTH:
         return None
-    return "triton.linear" if may_take(GRAM, device) else None
+    return "triton.linear" if may_take(KERNELS, device) else None

@@ -84,7 +84,7 @@ def tile_sq_norm_sums(
         x, g = pairs[run[0]]
         kernel = None
         if fits_triton_linear(x, g):
-            kernel = choices.tile_norms(x.device)
+            kernel = "triton.tiles" if choices.may_take(choices.KERNELS, x.device) else None
         took("norms by tiles", kernel or host.name_for(x, g))
         if kernel is not None:
             xs, gs = zip(*(pairs[i] for i in run), strict=True)

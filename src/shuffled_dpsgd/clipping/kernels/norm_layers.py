@@ -22,7 +22,7 @@ def fits_triton_norm(x_BTD: Tensor, g_BTD: Tensor) -> bool:
         and g_BTD.is_contiguous()
         and aligned(x_BTD)
         and aligned(g_BTD)
-        and choices.may_take(choices.NORM_LAYERS, x_BTD.device)
+        and choices.may_take(choices.KERNELS, x_BTD.device)
         and x_BTD.shape[-1] <= choices.module("triton.norms").MAX_WIDTH
     )
 

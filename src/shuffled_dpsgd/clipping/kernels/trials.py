@@ -8,8 +8,6 @@ nothing.
 
 from __future__ import annotations
 
-from importlib import import_module
-
 import torch
 from torch import Tensor
 
@@ -52,22 +50,13 @@ def _poisoned(device: torch.device, g: Tensor) -> tuple[Tensor, Tensor]:
     return poisoned, factors
 
 
-def _try_norms(module: str, device: torch.device, T: int, D: int, P: int, rtol: float) -> None:
-    x, g = _draw(device, SAMPLES, T, D), _draw(device, SAMPLES, T, P)
-    kernels = import_module(f"shuffled_dpsgd.clipping.kernels.{module}")
+def try_kernels(device: torch.device) -> None:
+    """`triton.linear`, `triton.tiles`, `triton.sums` and `triton.norms`."""
+    from shuffled_dpsgd.clipping.kernels.triton import linear, norms, sums, tiles
+
+    x, g = _draw(device, SAMPLES, 37, 80), _draw(device, SAMPLES, 37, 144)
     exact = plain.tile_sq_norms(_wide(x), _wide(g), True)
-    _expect_norms(kernels.gram_sq_norms([x], [g], True)[0], exact, rtol)
-
-
-def try_gram(device: torch.device) -> None:
-    """`triton.linear`: norms by Gram matrices for samples of any length."""
-    _try_norms("triton.linear", device, 37, 80, 144, 1e-2)
-
-
-def try_products(device: torch.device) -> None:
-    """`triton.tiles` and `triton.sums`."""
-    from shuffled_dpsgd.clipping.kernels.triton import sums, tiles
-
+    _expect_norms(linear.gram_sq_norms([x], [g], True)[0], exact, 1e-2)
     x, g = _draw(device, SAMPLES, 70, 72), _draw(device, SAMPLES, 70, 136)
     exact = plain.tile_sq_norms(_wide(x), _wide(g), True)
     _expect_norms(tiles.tile_sq_norms([x], [g], True)[0], exact, 1e-3)
@@ -76,6 +65,10 @@ def try_products(device: torch.device) -> None:
     sums.weighted_outer_sums([x], [g], factors, [out])
     exact = 1 + plain.weighted_outer_sum(_wide(x), _wide(g), _wide(factors))
     expect_close(out, exact, rtol=1e-5, what="sums")
+    x = 1 + _draw(device, SAMPLES, 37, 72, dtype=torch.float32)
+    g = _draw(device, SAMPLES, 37, 72)
+    found = norms.norm_sums([x], [g], 1e-5)[0]
+    expect_close(found, plain.norm_sums(_wide(x), _wide(g), 1e-5), rtol=1e-5)
 
 
 def try_gluon_sums(device: torch.device) -> None:
@@ -120,13 +113,3 @@ def try_float32_products(device: torch.device) -> None:
     sums.weighted_outer_sums([x], [g], factors, [out])
     exact = 1 + plain.weighted_outer_sum(_wide(x), _wide(g), _wide(factors))
     expect_close(out, exact, rtol=2e-6, what="sums")
-
-
-def try_norm_layers(device: torch.device) -> None:
-    """`triton.norms`: layer norms."""
-    from shuffled_dpsgd.clipping.kernels.triton import norms
-
-    x = 1 + _draw(device, SAMPLES, 37, 72, dtype=torch.float32)
-    g = _draw(device, SAMPLES, 37, 72)
-    found = norms.norm_sums([x], [g], 1e-5)[0]
-    expect_close(found, plain.norm_sums(_wide(x), _wide(g), 1e-5), rtol=1e-5)

@@ -20,7 +20,6 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from shuffled_dpsgd.clipping.capture.captures import Capture, CopyGradients
 from shuffled_dpsgd.clipping.capture.slot import Slot, batch_of, recorder_of, size_of
 from shuffled_dpsgd.clipping.contributions.kinds import Contribution, DenseGrad
-from shuffled_dpsgd.clipping.rules.gradient_sums import add_up, as_it_is, gradients
 from shuffled_dpsgd.clipping.rules.mapping import (
     Bare,
     Outputs,
@@ -269,26 +268,23 @@ class GenericSlot(CopiesSlot):
         """The samples' gradients must add up to the batch's: vmap passes over hooks on tensors."""
         inputs = [x.detach() if isinstance(x, Tensor) else x for x in call.leaves]
         args, kwargs = tree_unflatten(inputs, call.spec)
+        copies = {k: p.detach().expand(call.size, *p.shape) for k, p in call.trainable.items()}
+        at = [copy.requires_grad_() for copy in copies.values()]
         # Hooks of a checkpoint around this module would count what is saved here as its own.
-        with (
-            in_eval_mode(self.module),
-            torch.enable_grad(),
-            torch.autograd.graph.saved_tensors_hooks(as_it_is, as_it_is),
-            torch.random.fork_rng(),
-        ):
+        keep = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
+        with in_eval_mode(self.module), torch.enable_grad(), keep, torch.random.fork_rng():
             together, _ = tree_flatten(self.plain(*args, **kwargs))
-            copies = {k: p.detach().expand(call.size, *p.shape) for k, p in call.trainable.items()}
-            for copy in copies.values():
-                copy.requires_grad_()
             try:
                 alone, _ = self._map(self, copies, inputs, call.spec, call.size)
-                singles = gradients(alone, alone, list(copies.values()))
+                singles = _gradients(alone, alone, at)
             except torch.OutOfMemoryError:
                 raise
             except FAILURES as error:
                 raise self._cannot_map(error) from error
-            whole = gradients(together, alone, list(call.trainable.values()))
-        if not add_up(singles, whole, alone):
+            whole = _gradients(together, alone, list(call.trainable.values()))
+        gaps = [one.sum(0) - other for one, other in zip(singles, whole, strict=True)]
+        rounds = any(isinstance(x, Tensor) and _is_coarse(x, x) for x in alone)
+        if not rounds and _length(gaps) > _TOLERANCE[torch.float32] * (1e-3 + _length(whole)):
             raise UnsupportedModuleError(
                 self.path,
                 expected="a module whose gradients torch.func.vmap finds",
@@ -323,11 +319,32 @@ def agree(one: Any, other: Any) -> bool:
         other = other.expand_as(one)
     if one.shape != other.shape:
         return False
-    halves = {one.dtype, other.dtype} & {torch.float16, torch.bfloat16}
-    coarse = bool(halves) or torch.is_autocast_enabled(one.device.type)
-    tolerance = _HALF_TOLERANCE if coarse else _TOLERANCE.get(one.dtype, 0.0)
+    tolerance = _HALF_TOLERANCE if _is_coarse(one, other) else _TOLERANCE.get(one.dtype, 0.0)
     other = other.to(one.dtype)
     return torch.allclose(one, other, rtol=tolerance, atol=tolerance, equal_nan=True)
+
+
+def _is_coarse(one: Tensor, other: Tensor) -> bool:
+    halves = {one.dtype, other.dtype} & {torch.float16, torch.bfloat16}
+    return bool(halves) or torch.is_autocast_enabled(one.device.type)
+
+
+def _gradients(outputs: list[Any], like: list[Any], at: list[Tensor]) -> list[Tensor]:
+    """Gradients of the mean of all outputs, expanded as in `like`, with fixed odd weights."""
+    total = torch.zeros((), device=at[0].device)
+    for output, wide in zip(outputs, like, strict=True):
+        if isinstance(output, Tensor) and output.requires_grad and not output.is_complex():
+            weights = torch.arange(wide.numel(), device=wide.device).double().cos().to(wide.dtype)
+            total = total + (output.expand_as(wide) * weights.view(wide.shape)).mean()
+    if not total.requires_grad:
+        return [torch.zeros_like(x) for x in at]
+    return list(torch.autograd.grad(total, at, allow_unused=True, materialize_grads=True))
+
+
+def _length(tensors: list[Tensor]) -> float:
+    """The length of all together; zero where it is not finite, which tells nothing."""
+    norm = torch.stack([x.double().norm() for x in tensors]).norm()
+    return float(torch.nan_to_num(norm, 0.0, 0.0))
 
 
 def _described(leaf: Any) -> Hashable:

@@ -1,4 +1,4 @@
-"""Settling for weights whose rows lie on several ranks: a rank never holds all sums at once.
+"""Settling layer by layer: for per-layer clipping, and for weights spread over several ranks.
 
 Norms need nobody else, because a sample lives on one rank. Once the factors are known, the sums of
 a few layers are formed, reduce-scattered while those of the next are formed, and added to the rows

@@ -164,40 +164,6 @@ def summed_norms(waiting: Sequence[Entry]) -> list[tuple[list[Slot], Tensor]]:
     return [([waiting[i].slot for i in run], sums_LBCD) for run, sums_LBCD in runs]
 
 
-class GroupByGroup:
-    """Per-layer clipping: each group is clipped on its own, summed and freed at once.
-
-    A group whose calls are not all in (a module called again, checkpointing) waits for the end of
-    the backward.
-    """
-
-    def __init__(self, rule: ClippingRule) -> None:
-        self.rule = rule
-
-    def receive(self, batch: CapturedBatch, entry: Entry) -> None:
-        entry.capture = entry.slot.decide(entry.capture, self.rule.choose)
-        entries = batch.settling.file(entry)
-        group = self.rule.groups[entry.slot.sharing.group]
-        if group.is_complete(batch, entries):
-            self._settle(batch, group)
-
-    def finish(self, batch: CapturedBatch) -> None:
-        for index in list(batch.settling.entries):
-            self._settle(batch, self.rule.groups[index])
-        norms_B = self.rule.norms(batch.settling.squares.values(), batch)
-        self.rule.totals.norms.append(norms_B[: batch.counted])
-        batch.close()
-
-    @full_float32()
-    def _settle(self, batch: CapturedBatch, group: LayerGroup) -> None:
-        rule, kept = self.rule, batch.settling
-        entries = kept.entries.pop(group.index)
-        parts = contributions_of(entries)
-        squares_B = kept.squares[group.index] = group.sq_norms(entries, parts, rule.choose)
-        factors_B = rule.factors(rule.norms([squares_B], batch), batch)
-        group.add_sums(parts, factors_B, rule.totals.sums)
-
-
 class TwoPasses:
     """Ghost clipping: a first backward for the norms, a second for the sums, nothing kept between.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -13,7 +14,6 @@ from shuffled_dpsgd.clipping.settle import clip_functions
 from shuffled_dpsgd.clipping.settle.layer_by_layer import LayerByLayer
 from shuffled_dpsgd.clipping.settle.schedules import (
     ClippingRule,
-    GroupByGroup,
     SettleSchedule,
     TwoPasses,
     WholeGradient,
@@ -52,4 +52,6 @@ def schedule_for(strategy: str, rule: ClippingRule, sharding: Sharding | None) -
         return LayerByLayer(rule, sharding.scatter)
     if strategy == "ghost":
         return TwoPasses(rule)
-    return GroupByGroup(rule) if rule.per_group else WholeGradient(rule)
+    if rule.per_group:
+        return LayerByLayer(rule, lambda sums: partial(dict, sums))
+    return WholeGradient(rule)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shuffled_dpsgd.cli.output import AsJson, print_json, reports_errors
+from shuffled_dpsgd.cli.output import AsJson, print_json, verb
 from shuffled_dpsgd.cli.privacy_options import BudgetFile
 from shuffled_dpsgd.errors import InvalidArgumentError
 
@@ -15,17 +15,14 @@ if TYPE_CHECKING:
     from shuffled_dpsgd_experiments.exhibits import Reproduced
     from shuffled_dpsgd_experiments.sweeps import SweepProgress
 
-EPILOGS = {
-    "reproduce": "Examples: [bold]shuffled-dpsgd reproduce fig1 fig3 --output figures[/bold] · "
-    "[bold]shuffled-dpsgd reproduce table7[/bold] · "
-    "[bold]shuffled-dpsgd reproduce all --from-results[/bold]",
-    "sweep": "Examples: [bold]shuffled-dpsgd sweep sweeps/digits.toml[/bold] · "
-    "[bold]shuffled-dpsgd sweep sweeps/sst2.toml --model MiniLM --data sst2 --table[/bold]",
-}
 INCOMPLETE = 3
 
 
-@reports_errors
+@verb(
+    "reproduce fig1 fig3 --output figures",
+    "reproduce table7",
+    "reproduce all --from-results",
+)
 def reproduce(
     names: Annotated[
         list[str] | None,
@@ -131,7 +128,7 @@ def _show(found: list[Reproduced], page_in: Path | None, *, as_json: bool) -> No
         typer.echo(path)
 
 
-@reports_errors
+@verb("sweep sweeps/digits.toml", "sweep sweeps/sst2.toml --model MiniLM --data sst2 --table")
 def sweep(
     files: Annotated[
         list[Path], typer.Argument(metavar="FILE...", help="One sweep in TOML, or several.")

@@ -24,22 +24,18 @@ from shuffled_dpsgd.cli.accounting import (
     print_comparison,
     resolve_sampling,
 )
-from shuffled_dpsgd.cli.output import AsJson, print_json, reports_errors
+from shuffled_dpsgd.cli.output import AsJson, print_json, verb
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from shuffled_dpsgd.accounting import Accountant, PrivacyClaim, SampledGaussian, Target
 
-EPILOGS = {
-    "account": "Example: [bold]shuffled-dpsgd account --noise-multiplier 2.33 --sampling-prob 0.02 "
-    "--num-steps 500 --delta 5e-6 --dimension 85800000 --batch-clip 100[/bold]",
-    "calibrate": "Example: [bold]shuffled-dpsgd calibrate --epsilon 1 --delta 5e-6 "
-    "--dataset-size 50000 --batch-size 1000 --epochs 10 --dimension 85800000 --batch-clip 1[/bold]",
-}
 
-
-@reports_errors
+@verb(
+    "account --noise-multiplier 2.33 --sampling-prob 0.02 --num-steps 500 --delta 5e-6 "
+    "--dimension 85800000 --batch-clip 100"
+)
 def account(
     noise_multiplier: Annotated[float, typer.Option(help="σ: noise std over the clip norm.")],
     delta: Delta,
@@ -131,7 +127,10 @@ def _paper_fields(claim: PrivacyClaim) -> dict[str, Any]:
     }
 
 
-@reports_errors
+@verb(
+    "calibrate --epsilon 1 --delta 5e-6 --dataset-size 50000 --batch-size 1000 --epochs 10 "
+    "--dimension 85800000 --batch-clip 1"
+)
 def calibrate(
     epsilon: Annotated[float, typer.Option(help="Target ε of the whole run.")],
     delta: Delta,

@@ -9,7 +9,7 @@ import typer
 
 from shuffled_dpsgd.cli import privacy_options as opt
 from shuffled_dpsgd.cli.accounting import BatchSize, DatasetSize, Epochs, resolve_sampling
-from shuffled_dpsgd.cli.output import AsJson, facts, print_json, reports_errors, table
+from shuffled_dpsgd.cli.output import AsJson, facts, print_json, table, verb
 from shuffled_dpsgd.cli.plan_rows import plan_rows
 from shuffled_dpsgd.cli.run_start import ConfigFile, Task, chosen_config
 from shuffled_dpsgd.errors import InvalidArgumentError
@@ -18,16 +18,15 @@ if TYPE_CHECKING:
     from shuffled_dpsgd.tasks import RunConfig
     from shuffled_dpsgd.tasks.advice import Advice, Preview
 
-EPILOG = (
-    "Examples: [bold]shuffled-dpsgd advise --epsilon 8 --delta 1e-5 --dataset-size 20000 "
-    "--batch-size 256 --epochs 3 --dimension 22700000[/bold] · "
-    "[bold]shuffled-dpsgd advise --config sst2.toml[/bold]"
-)
 COLOURS = {"hopeless": "bold red", "doubtful": "yellow", "promising": "green"}
 Dimension = Annotated[int | None, typer.Option(help="Number d of trainable parameters.")]
 
 
-@reports_errors
+@verb(
+    "advise --epsilon 8 --delta 1e-5 --dataset-size 20000 --batch-size 256 --epochs 3 "
+    "--dimension 22700000",
+    "advise --config sst2.toml",
+)
 def advise(
     task: Task = None,
     config: ConfigFile = None,

@@ -9,15 +9,8 @@ from typing import Annotated
 
 import typer
 
-from shuffled_dpsgd.cli.output import AsJson, print_json, reports_errors
+from shuffled_dpsgd.cli.output import AsJson, print_json, verb
 from shuffled_dpsgd.errors import InvalidArgumentError
-
-EPILOGS = {
-    "card": "Examples: [bold]shuffled-dpsgd card runs/digits --format registry[/bold] · "
-    "[bold]shuffled-dpsgd card privacy_card.json --format markdown --output README.md[/bold]",
-    "verify": "Example: [bold]shuffled-dpsgd verify runs/digits/privacy_card.json "
-    "runs/digits/model[/bold]",
-}
 
 
 class Format(StrEnum):
@@ -30,7 +23,10 @@ class Format(StrEnum):
     html = "html"
 
 
-@reports_errors
+@verb(
+    "card runs/digits --format registry",
+    "card privacy_card.json --format markdown --output README.md",
+)
 def card(
     run: Annotated[
         Path, typer.Argument(help="The folder of a run or of a Trainer, or a card as JSON.")
@@ -75,7 +71,7 @@ def card(
         typer.echo(f"{output}: the card as {format.value}")
 
 
-@reports_errors
+@verb("verify runs/digits/privacy_card.json runs/digits/model")
 def verify(
     card: Annotated[Path, typer.Argument(help="The card as JSON.")],
     saved: Annotated[Path, typer.Argument(help="A folder or a file of weights.")],

@@ -18,7 +18,7 @@ from shuffled_dpsgd.cli.accounting import (
     number,
     resolve_sampling,
 )
-from shuffled_dpsgd.cli.output import AsJson, print_json, reports_errors, table
+from shuffled_dpsgd.cli.output import AsJson, print_json, table, verb
 from shuffled_dpsgd.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
@@ -26,13 +26,11 @@ if TYPE_CHECKING:
 
     from shuffled_dpsgd.accounting import Examination, Pair, PrivacyClaim
 
-EPILOG = (
-    "Example: [bold]shuffled-dpsgd examine --epsilon 1 --delta 5e-6 --dataset-size 50000 "
-    "--batch-size 1000 --epochs 10 --dimension 85800000 --batch-clip 1[/bold]"
+
+@verb(
+    "examine --epsilon 1 --delta 5e-6 --dataset-size 50000 --batch-size 1000 --epochs 10 "
+    "--dimension 85800000 --batch-clip 1"
 )
-
-
-@reports_errors
 def examine(
     delta: Delta,
     dimension: Annotated[int, typer.Option(help="Number d of shuffled coordinates.")],

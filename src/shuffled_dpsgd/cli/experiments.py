@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from shuffled_dpsgd.cli.output import AsJson, reports_errors
+from shuffled_dpsgd.cli.output import AsJson, add_verb, reports_errors
 from shuffled_dpsgd.errors import InvalidArgumentError, ShuffledDPError
 
 if TYPE_CHECKING:
@@ -23,16 +23,16 @@ ROOT = Path(__file__).resolve().parents[3]
 """Of a clone, its root; of an installed wheel, a folder without the experiments."""
 
 
-def register_verbs(app: typer.Typer) -> None:
+def register_verbs(app: typer.Typer, panel: str) -> None:
     """Add `reproduce` and `sweep`; without the experiments they say what they need."""
     if _are_there():
         verbs = importlib.import_module(f"{NAME}.verbs")
-        for name, epilog in verbs.EPILOGS.items():
-            app.command(name, epilog=epilog)(getattr(verbs, name))
+        for verb in (verbs.reproduce, verbs.sweep):
+            add_verb(app, verb, panel)
         return
     anything = {"allow_extra_args": True, "ignore_unknown_options": True}
     for name in ("reproduce", "sweep"):
-        app.command(name, context_settings=anything)(_refused(name))
+        app.command(name, context_settings=anything, rich_help_panel=panel)(_refused(name))
 
 
 def _refused(name: str) -> Callable[..., None]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shuffled_dpsgd.cli.output import AsJson, print_json, reports_errors, table
+from shuffled_dpsgd.cli.output import AsJson, print_json, table, verb
 from shuffled_dpsgd.cli.privacy_options import stated
 from shuffled_dpsgd.models import CATALOGUE
 from shuffled_dpsgd.options import Scope
@@ -16,7 +16,6 @@ from shuffled_dpsgd.options import Scope
 if TYPE_CHECKING:
     from shuffled_dpsgd.permutation import PermutationSpec
 
-EPILOG = "Example: [bold]shuffled-dpsgd inspect --model gpt2 --scope full[/bold]"
 Model = Annotated[
     str,
     typer.Option(
@@ -29,7 +28,7 @@ Unmoved = Annotated[
 ]
 
 
-@reports_errors
+@verb("inspect --model gpt2 --scope full")
 def inspect(
     model: Model = "gpt2",
     scope: Annotated[Scope, stated("scope")] = "paper",

@@ -2,39 +2,36 @@
 
 from __future__ import annotations
 
-from types import ModuleType
-
 import typer
 
 from shuffled_dpsgd import __version__
-from shuffled_dpsgd.cli import (
-    account,
-    advise,
-    audit,
-    budget,
-    card,
-    examine,
-    inspect,
-    plan,
-    train,
-    use,
-    warm_up,
-)
+from shuffled_dpsgd.cli import audit, budget
+from shuffled_dpsgd.cli.account import account, calibrate
+from shuffled_dpsgd.cli.advise import advise
+from shuffled_dpsgd.cli.card import card, verify
+from shuffled_dpsgd.cli.examine import examine
 from shuffled_dpsgd.cli.experiments import register_verbs
-from shuffled_dpsgd.cli.output import OneLineGroup
+from shuffled_dpsgd.cli.inspect import inspect
+from shuffled_dpsgd.cli.output import OneLineGroup, add_verb, shown_examples
+from shuffled_dpsgd.cli.plan import plan
+from shuffled_dpsgd.cli.train import train
+from shuffled_dpsgd.cli.use import evaluate, generate, predict, report
+from shuffled_dpsgd.cli.warm_up import warm_up
 
-EPILOG = (
-    "Examples: [bold]shuffled-dpsgd train digits[/bold] · "
-    "[bold]shuffled-dpsgd inspect --model gpt2[/bold] · "
-    "[bold]shuffled-dpsgd calibrate --epsilon 1 --delta 5e-6 --dataset-size 50000 --batch-size 1000"
-    " --epochs 10[/bold] · "
-    "[bold]shuffled-dpsgd audit run-folder runs/digits[/bold]"
-)
-VERBS: tuple[ModuleType, ...] = (*(examine, inspect, train, advise, plan, warm_up),)
+PANELS = {
+    "Train": (train, advise, inspect, plan, warm_up),
+    "Use a run": (evaluate, predict, generate, report, card, verify),
+    "What ε costs and means": (calibrate, account, examine),
+}
 
 app = typer.Typer(
     name="shuffled-dpsgd",
-    epilog=EPILOG,
+    epilog=shown_examples(
+        "train digits",
+        "inspect --model gpt2",
+        "calibrate --epsilon 1 --delta 5e-6 --dataset-size 50000 --batch-size 1000 --epochs 10",
+        "audit run-folder runs/digits",
+    ),
     cls=OneLineGroup,
     help="Differentially private training of Transformers, with weight shuffling.",
     no_args_is_help=True,
@@ -59,15 +56,12 @@ def options(
     """Differentially private training of Transformers, with weight shuffling."""
 
 
-app.add_typer(audit.app)
-app.add_typer(budget.app)
-for module in VERBS:
-    name = module.__name__.rpartition(".")[2]
-    app.command(name.replace("_", "-"), epilog=module.EPILOG)(getattr(module, name))
-for module in (account, card, use):
-    for name, epilog in module.EPILOGS.items():
-        app.command(name, epilog=epilog)(getattr(module, name))
-register_verbs(app)
+for panel, verbs in PANELS.items():
+    for verb in verbs:
+        add_verb(app, verb, panel)
+app.add_typer(audit.app, rich_help_panel="What ε costs and means")
+app.add_typer(budget.app, rich_help_panel="What ε costs and means")
+register_verbs(app, "The paper's experiments")
 
 
 def main() -> None:

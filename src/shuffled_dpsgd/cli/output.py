@@ -84,6 +84,38 @@ def table(
     return found
 
 
+EXAMPLES: dict[str, str] = {}
+"""What the help of each verb ends with."""
+
+
+def verb(*examples: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Make a function a verb: errors are one line and status 2, and `--help` ends with examples."""
+
+    def made(function: Callable[P, R]) -> Callable[P, R]:
+        EXAMPLES[function.__name__] = shown_examples(*examples)
+        return reports_errors(function)
+
+    return made
+
+
+def add_verb(app: typer.Typer, function: Callable[..., Any], panel: str) -> None:
+    """Register a verb under its name, in a panel of the command's help."""
+    name = function.__name__
+    command = app.command(name.replace("_", "-"), epilog=EXAMPLES[name], rich_help_panel=panel)
+    command(function)
+
+
+def shown_examples(*examples: str) -> str:
+    """Calls of the command, for the end of a help text.
+
+    >>> shown_examples("train digits", "plan")
+    'Examples: [bold]shuffled-dpsgd train digits[/] · [bold]shuffled-dpsgd plan[/]'
+    """
+    shown = (each.replace("[", "\\[") for each in examples)
+    calls = " · ".join(f"[bold]shuffled-dpsgd {each}[/]" for each in shown)
+    return f"Example{'s' * (len(examples) > 1)}: {calls}"
+
+
 def reports_errors(verb: Callable[P, R]) -> Callable[P, R]:
     """Turn the library's errors, and those of the operating system, into one line and status 2."""
 

@@ -9,17 +9,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from shuffled_dpsgd.cli.inspect import Model
-from shuffled_dpsgd.cli.output import AsJson, print_json, reports_errors, table
+from shuffled_dpsgd.cli.output import AsJson, print_json, table, verb
 from shuffled_dpsgd.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
     from shuffled_dpsgd.scaling import Estimate, Gpu, Job, ModelShapes
 
-EPILOG = (
-    "Examples: [bold]shuffled-dpsgd plan --model gpt2-large --gpus 8 --gpu h200[/bold] · "
-    "[bold]shuffled-dpsgd plan --model llama-7b --gpus 64 --gpu h100 --length 512[/bold] · "
-    "[bold]shuffled-dpsgd plan --model llama-8b --lora-rank 16 --bits 4 --gpu rtx4090[/bold]"
-)
 GIB = 2.0**30
 IMAGE_TOKENS, USUAL_TOKENS = 197, 128
 COUNTS = [2**power for power in range(11)]
@@ -57,7 +52,11 @@ Bits = Annotated[
 Records = Annotated[int, typer.Option(min=1, help="Training records, for epochs a day.")]
 
 
-@reports_errors
+@verb(
+    "plan --model gpt2-large --gpus 8 --gpu h200",
+    "plan --model llama-7b --gpus 64 --gpu h100 --length 512",
+    "plan --model llama-8b --lora-rank 16 --bits 4 --gpu rtx4090",
+)
 def plan(
     model: Model = "gpt2-large",
     gpus: Gpus = 1,

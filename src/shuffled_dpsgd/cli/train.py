@@ -12,7 +12,7 @@ import typer
 
 from shuffled_dpsgd.cli import privacy_options as opt
 from shuffled_dpsgd.cli.advise import advise_on
-from shuffled_dpsgd.cli.output import AsJson, is_first_rank, print_json, reports_errors
+from shuffled_dpsgd.cli.output import AsJson, is_first_rank, print_json, verb
 from shuffled_dpsgd.cli.run_start import ConfigFile, Task, stated_run, with_overrides
 from shuffled_dpsgd.cli.trackers import Observer, find_tracker
 from shuffled_dpsgd.errors import InvalidArgumentError
@@ -21,13 +21,6 @@ if TYPE_CHECKING:
     from shuffled_dpsgd.distributed import World
     from shuffled_dpsgd.tasks import PreparedRun, RunConfig
 
-EPILOG = (
-    "Examples: [bold]shuffled-dpsgd train digits[/bold] · "
-    "[bold]shuffled-dpsgd train digits --epsilon 8 --shuffle at-release --output runs/eight[/bold]"
-    " · [bold]shuffled-dpsgd train --config sst2.toml[/bold] · "
-    "[bold]shuffled-dpsgd train --preset paper/bert-sst2 --epsilon 1 --dry-run[/bold] · "
-    "[bold]shuffled-dpsgd train --resume runs/eight[/bold]"
-)
 INTERRUPTED = 130
 
 Resume = Annotated[Path | None, typer.Option(help="Continue the run in this folder.")]
@@ -62,7 +55,13 @@ DryRun = Annotated[
 Secure = Annotated[bool, typer.Option("--secure", help="Noise from the operating system.")]
 
 
-@reports_errors
+@verb(
+    "train digits",
+    "train digits --epsilon 8 --shuffle at-release --output runs/eight",
+    "train --config sst2.toml",
+    "train --preset paper/bert-sst2 --epsilon 1 --dry-run",
+    "train --resume runs/eight",
+)
 def train(
     task: Task = None,
     config: ConfigFile = None,

@@ -7,19 +7,7 @@ from typing import Annotated
 
 import typer
 
-from shuffled_dpsgd.cli.output import AsJson, print_json, reports_errors
-
-EPILOGS = {
-    "evaluate": "Examples: [bold]shuffled-dpsgd evaluate runs/sst2[/bold] · "
-    "[bold]shuffled-dpsgd evaluate runs/sst2 --data data/other[/bold] · "
-    "[bold]shuffled-dpsgd evaluate runs/e2e --split test --beams 5 --texts e2e.jsonl[/bold]",
-    "predict": 'Examples: [bold]shuffled-dpsgd predict runs/sst2 "a fine film"[/bold] · '
-    "[bold]shuffled-dpsgd predict runs/cifar cat.png dog.png[/bold]",
-    "report": "Example: [bold]shuffled-dpsgd report runs/a runs/b --output runs.html[/bold]",
-    "generate": "Examples: [bold]shuffled-dpsgd generate runs/e2e "
-    '"name\\[The Mill], food\\[Thai]"[/bold] · '
-    '[bold]shuffled-dpsgd generate runs/chat "Where is my parcel?"[/bold]',
-}
+from shuffled_dpsgd.cli.output import AsJson, print_json, verb
 
 Run = Annotated[Path, typer.Argument(help="The folder of a finished run.")]
 Data = Annotated[
@@ -48,7 +36,11 @@ MeteorJar = Annotated[
 ]
 
 
-@reports_errors
+@verb(
+    "evaluate runs/sst2",
+    "evaluate runs/sst2 --data data/other",
+    "evaluate runs/e2e --split test --beams 5 --texts e2e.jsonl",
+)
 def evaluate(
     run: Run,
     data: Data = None,
@@ -101,7 +93,7 @@ def evaluate(
             typer.echo(f"  {metric} {generation[metric]:.4f}  ({variant})")
 
 
-@reports_errors
+@verb("report runs/a runs/b --output runs.html")
 def report(
     runs: Annotated[list[Path], typer.Argument(help="Folders of finished runs, two or more.")],
     output: Annotated[Path, typer.Option(help="Write the page to this file.")] = Path("runs.html"),
@@ -121,7 +113,7 @@ def report(
     typer.echo(f"{output}: {len(found)} runs, {len(differing(found))} settings differ")
 
 
-@reports_errors
+@verb('predict runs/sst2 "a fine film"', "predict runs/cifar cat.png dog.png")
 def predict(run: Run, inputs: Inputs, as_json: AsJson = False) -> None:
     """Classify texts or images with the model a run left."""
     from shuffled_dpsgd.tasks import inference
@@ -134,7 +126,10 @@ def predict(run: Run, inputs: Inputs, as_json: AsJson = False) -> None:
         typer.echo(f"{answer['name']}\t{answer['share']:.3f}\t{answer['input']}")
 
 
-@reports_errors
+@verb(
+    'generate runs/e2e "name[The Mill], food[Thai]"',
+    'generate runs/chat "Where is my parcel?"',
+)
 def generate(
     run: Run,
     prompts: Prompts,

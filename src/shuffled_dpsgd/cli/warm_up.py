@@ -13,12 +13,8 @@ from typing import Annotated, Any, NamedTuple
 
 import typer
 
-from shuffled_dpsgd.cli.output import AsJson, print_json, reports_errors
+from shuffled_dpsgd.cli.output import AsJson, print_json, verb
 
-EPILOG = (
-    "Examples: [bold]shuffled-dpsgd warm-up[/bold] · "
-    "[bold]shuffled-dpsgd warm-up --length 64 --length 512 --jobs 16[/bold]"
-)
 # Of a usual text, and of an image of 14 by 14 patches.
 LENGTHS = (128, 197)
 Lengths = Annotated[
@@ -28,7 +24,7 @@ Lengths = Annotated[
 Jobs = Annotated[int | None, typer.Option(min=1, help="Processes; one per core, at most 8.")]
 
 
-@reports_errors
+@verb("warm-up", "warm-up --length 64 --length 512 --jobs 16")
 def warm_up(length: Lengths = None, jobs: Jobs = None, as_json: AsJson = False) -> None:
     """Compile the GPU kernels into Triton's cache and probe them: a first run then starts sooner.
 

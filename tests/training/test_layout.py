@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from unittest import mock
 
 import pytest
 from hypothesis import given, settings
@@ -126,6 +127,10 @@ def test_a_column_of_a_hugging_face_data_set_says_them() -> None:
     datasets = pytest.importorskip("datasets")
     data = datasets.Dataset.from_dict({"input_ids": [[1], [1, 2]]})
     assert lengths_of(data) == [1, 2]
+    assert lengths_of(data.select([1, 0, 1]).with_format("torch")) == [2, 1, 2]
+    decoding = AssertionError("a million records would take seconds")
+    with mock.patch("datasets.arrow_dataset.Column.__iter__", side_effect=decoding):
+        assert lengths_of(data) == [1, 2]
     data.set_transform(lambda rows: rows)
     assert lengths_of(data) is None
 

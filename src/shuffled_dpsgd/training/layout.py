@@ -71,10 +71,19 @@ def lengths_of(data: Any) -> Sequence[int] | None:
         found = [*map(int, map(data.length, range(len(data))))]
     elif "input_ids" in (getattr(data, "column_names", None) or ()):
         if data.format["type"] != "custom":
-            found = [len(ids) for ids in data["input_ids"]]
+            found = _arrow_lengths(data)
     elif isinstance(data, list | tuple) and all(_has_tokens(record) for record in data):
         found = [len(record["input_ids"]) for record in data]
     return found if found and min(found) < max(found) else None
+
+
+def _arrow_lengths(data: Any) -> list[int]:
+    """From the offsets that Arrow keeps: no record is decoded."""
+    from pyarrow import compute
+
+    lengths = compute.list_value_length(data.with_format("arrow")["input_ids"])
+    found: list[int] = lengths.to_numpy().tolist()
+    return found
 
 
 def _has_tokens(record: Any) -> bool:

@@ -20,6 +20,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
@@ -507,6 +508,42 @@ class FunctionalCollectives(TorchDispatchMode):
             return NotImplemented  # What it becomes is seen here afterwards.
         self.count += func.namespace == "_c10d_functional"
         return func(*args, **(kwargs or {}))
+
+
+class Collectives(TorchDispatchMode):
+    """Every collective of this process, FSDP's too: its name, and the bytes it hands in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[str, int]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            given = [leaf for leaf in tree_leaves(args[1:2]) if isinstance(leaf, torch.Tensor)]
+            given = given or [x for x in tree_leaves(args[:1]) if isinstance(x, torch.Tensor)]
+            self.seen.append((func._schema.name, sum(tensor.nbytes for tensor in given)))
+        return func(*args, **(kwargs or {}))
+
+
+def collectives_of_a_step(how: bool | str, shuffle: str) -> dict[str, Any]:
+    """What travels in a step that nobody checks, once the run has settled in."""
+    case = CASES["bert"](torch.float32)
+    if how:
+        case = replace(case, make=spread(case.make, how))
+    private = replicas.start(case, shuffle=shuffle, check_rate=0.0, num_steps=16)
+    private.sampler = FixedSampler(*[[1, 2, 3, 4]] * 16)
+    coin = mock.patch.object(type(private.streams), "coin", return_value=False)
+    with coin:
+        run(private, case, num_steps=12)
+        pickled = mock.patch("pickle.dumps", side_effect=AssertionError("something is pickled"))
+        with pickled, Collectives() as mode:
+            run(private, case, num_steps=1)
+    return {
+        "seen": mode.seen,
+        "rows": sum(held(p).nbytes for p in private.model.parameters()),
+        "weights": sum(p.nbytes for p in private.model.parameters()),
+        "buckets": len(getattr(private.engine._schedule, "_buckets", ())),
+    }
 
 
 def written_on_a_full_disk(directory: str) -> dict[str, Any]:

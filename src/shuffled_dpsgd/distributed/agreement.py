@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -28,7 +29,8 @@ def agree(world: World, facts: Mapping[str, Any], *, remedy: str) -> None:
     Raises:
         RankError: naming the first fact that differs, and the rank in the minority.
     """
-    compare(world.gather(comparable(facts)), remedy=remedy)
+    everyone = world.gather_texts(json.dumps(comparable(facts)))
+    compare([json.loads(each) for each in everyone], remedy=remedy)
 
 
 def comparable(facts: Mapping[str, Any]) -> dict[str, str]:
@@ -65,19 +67,33 @@ def first_does(world: World, work: Callable[[], Result]) -> Result:
     Raises:
         ShuffledDPError: what rank 0 raised, on every rank.
     """
+    found: list[Result] = []
+    first_writes(world, lambda: _kept(found, work()))
+    shared: Result = world.from_first(found[0] if found else None)
+    return shared
+
+
+def first_writes(world: World, work: Callable[[], str]) -> str:
+    """As `first_does`, of a result that is a text: nothing is pickled."""
     failure: BaseException | None = None
-    result: Result | None = None
+    result = ""
     if world.leads:
         try:
             result = work()
         except (ShuffledDPError, OSError) as error:
             failure = error
-    kind, text, shared = world.from_first((_name(failure), str(failure), result))
+    said = world.first_text(json.dumps([_name(failure), str(failure), result]))
     if failure is not None:
         raise failure
+    kind, text, shared = json.loads(said)
     if kind is not None:
         raise _on_all_ranks(_PASSED_ON.get(kind, RankError)(text))
-    return shared
+    return str(shared)
+
+
+def _kept(found: list[Result], result: Result) -> str:
+    found.append(result)
+    return ""
 
 
 def all_do(world: World, work: Callable[[], Result]) -> Result:

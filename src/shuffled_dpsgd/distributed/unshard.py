@@ -198,7 +198,7 @@ class LayerwiseUnshard:
 
     def _go_round(self, wanted: int) -> bool:
         """One round: every rank says what it needs. Returns whether any needed something."""
-        asked = sorted(set(self._world.gather_numbers(wanted)) - {_DONE})
+        asked = sorted(set(map(int, self._world.gather_texts(str(wanted)))) - {_DONE})
         for number in asked:
             found = []
             for weight in self._modules[number].weights:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import os
+import pickle
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -26,6 +27,8 @@ TIMEOUT_VARIABLE = "SHUFFLED_DPSGD_TIMEOUT_S"
 DEFAULT_TIMEOUT_S = 1800.0
 _FAILURES = "shuffled_dpsgd/failures"
 _HEARD = "shuffled_dpsgd/heard"
+# Bytes of a small fact that travel with its length.
+_PREFIX, _FRAME = 8, 1016
 # How long rank 0 stays for others to read what it said, or what another rank said.
 _LAST_WORDS_S, _PARTING_S = 10.0, 1.0
 # Newer releases of torch have renamed both, and warn of the old names.
@@ -51,13 +54,21 @@ class World:
         """A small fact of every rank, in the order of the ranks."""
         return [fact]
 
-    def gather_numbers(self, number: int) -> list[int]:
-        """A whole number of every rank, in their order; faster than `gather`."""
-        return [number]
+    def gather_texts(self, text: str) -> list[str]:
+        """A text of every rank, in their order: what is said in every step, and not pickled."""
+        return [text]
+
+    def gather_vectors(self, own: torch.Tensor, lengths: Sequence[int]) -> list[torch.Tensor]:
+        """A vector of every rank on the host, of one type and of the `lengths` that all know."""
+        return [own]
 
     def from_first(self, fact: Any) -> Any:
         """The fact of rank 0."""
         return fact
+
+    def first_text(self, text: str) -> str:
+        """The text of rank 0, not pickled."""
+        return text
 
     def is_any(self, flag: bool) -> bool:
         """Whether the flag is set on any rank."""
@@ -132,22 +143,24 @@ class GroupWorld(World):
                 self._facts = dist.new_group([*everyone], backend="gloo", timeout=wait)
 
     def gather(self, fact: Any) -> list[Any]:
-        found: list[Any] = [None] * self.size
-        with self._expecting("facts of all ranks"):
-            dist.all_gather_object(found, fact, group=self._facts)
-        return found
+        return [pickle.loads(each) for each in self._gather_bytes(pickle.dumps(fact))]
 
-    def gather_numbers(self, number: int) -> list[int]:
-        found = [torch.empty(1, dtype=torch.int64) for _ in range(self.size)]
-        with self._expecting("numbers of all ranks"):
-            dist.all_gather(found, torch.tensor([number]), group=self._facts)
-        return [int(each) for each in found]
+    def gather_texts(self, text: str) -> list[str]:
+        return [each.decode() for each in self._gather_bytes(text.encode())]
+
+    def gather_vectors(self, own: torch.Tensor, lengths: Sequence[int]) -> list[torch.Tensor]:
+        padded = own.new_zeros(max(lengths))
+        padded[: own.numel()] = own
+        found = [torch.empty_like(padded) for _ in range(self.size)]
+        with self._expecting("facts of all ranks"):
+            dist.all_gather(found, padded, group=self._facts)
+        return [each[:length] for each, length in zip(found, lengths, strict=True)]
 
     def from_first(self, fact: Any) -> Any:
-        held = [fact]
-        with self._expecting("a fact of rank 0"):
-            dist.broadcast_object_list(held, group=self._facts, group_src=0)
-        return held[0]
+        return pickle.loads(self._first_bytes(pickle.dumps(fact) if self.leads else b""))
+
+    def first_text(self, text: str) -> str:
+        return self._first_bytes(text.encode() if self.leads else b"").decode()
 
     def is_any(self, flag: bool) -> bool:
         raised = torch.tensor([flag], dtype=torch.uint8)
@@ -238,6 +251,29 @@ class GroupWorld(World):
             if isinstance(part, GroupWorld):
                 part.end()
 
+    def _gather_bytes(self, own: bytes) -> list[bytes]:
+        """In one message where all are short, else in a second one with room for the longest."""
+        size = _FRAME
+        while True:
+            frame = _framed(own, size)
+            found = [torch.empty_like(frame) for _ in range(self.size)]
+            with self._expecting("facts of all ranks"):
+                dist.all_gather(found, frame, group=self._facts)
+            longest = max(map(_length_in, found))
+            if longest <= size:
+                return [*map(_unframed, found)]
+            size = longest
+
+    def _first_bytes(self, own: bytes) -> bytes:
+        size = _FRAME
+        while True:
+            frame = _framed(own, size)
+            with self._expecting("a fact of rank 0"):
+                dist.broadcast(frame, group=self._facts, group_src=0)
+            if _length_in(frame) <= size:
+                return _unframed(frame)
+            size = _length_in(frame)
+
     def _piece(self, flat: torch.Tensor) -> torch.Tensor:
         size, rest = divmod(flat.numel(), self.size)
         assert rest == 0, "a vector of equal pieces"
@@ -262,6 +298,20 @@ class GroupWorld(World):
             "the job ends here: nothing was released by this step unless the ledger counts it. "
             "Mend the cause and resume from the last checkpoint"
         )
+
+
+def _framed(data: bytes, size: int) -> torch.Tensor:
+    """The length of some bytes, and as many of them as fit."""
+    text = len(data).to_bytes(_PREFIX, "little") + data[:size].ljust(size, b"\0")
+    return torch.frombuffer(bytearray(text), dtype=torch.uint8)
+
+
+def _length_in(frame: torch.Tensor) -> int:
+    return int.from_bytes(frame[:_PREFIX].numpy().tobytes(), "little")
+
+
+def _unframed(frame: torch.Tensor) -> bytes:
+    return frame[_PREFIX : _PREFIX + _length_in(frame)].numpy().tobytes()
 
 
 def current_world() -> World:

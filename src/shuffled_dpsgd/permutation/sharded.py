@@ -2,16 +2,14 @@
 
 Columns move where they lie. A row travels to the rank that owns its new place: every rank knows the
 whole permutation, so each works out by itself what to send to whom, and one all-to-all moves the
-rows of a parameter together with those of its optimizer state. Collective: every rank moves the
-same tensors in the same order. Memory beyond the shards is twice that of one parameter's shard.
+rows of many parameters together with those of their optimizer state. Collective: every rank moves
+the same tensors in the same order.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import groupby
-from operator import itemgetter
 from typing import Any
 
 import torch
@@ -21,6 +19,8 @@ from torch import Tensor
 from shuffled_dpsgd.permutation.drawing import Permutation
 from shuffled_dpsgd.runtime.shards import RowAxis, RowSplit, held
 
+# Rows are sent together up to this many bytes, or a tensor by itself where it has more.
+_TOGETHER = 1 << 28
 Named = tuple[str, Tensor]
 Gather = Callable[[Tensor, Sequence[tuple[int, Tensor]]], None]
 
@@ -31,24 +31,30 @@ def move(permutation: Permutation, tensors: Sequence[Named], gather_: Gather) ->
     Tensors of one parameter must follow each other.
     """
     transfers: dict[tuple[int, int], RowTransfer] = {}
-    for name, named in groupby(tensors, key=itemgetter(0)):
-        together = [tensor for _, tensor in named]
-        parts = [held(tensor).detach() for tensor in together]
-        indices = permutation.to(parts[0].device).indices
+    waiting: list[tuple[Tensor, RowTransfer]] = []
+    room = _TOGETHER
+    for name, tensor in tensors:
+        part, spread = held(tensor).detach(), RowAxis.of(tensor)
+        assert spread.ranks is not None, "refused before"
+        indices = permutation.to(part.device).indices
         axes = permutation.spec.axes_of[name]
         columns = [(axis, indices[layout]) for axis, layout in axes if axis > 0]
-        if columns:
-            for part in parts:
-                if part.numel():
-                    gather_(part, columns)
+        if columns and part.numel():
+            gather_(part, columns)
         for layout in [layout for axis, layout in axes if axis == 0]:
-            spread = RowAxis.of(together[0])
-            assert spread.ranks is not None, "refused before"
-            split = RowSplit(rows=together[0].shape[0], ranks=spread.ranks)
+            split = RowSplit(rows=tensor.shape[0], ranks=spread.ranks)
             key = layout, split.rows
             if key not in transfers:
                 transfers[key] = find_transfer(indices[layout], split, spread.rank)
-            send_rows(parts, transfers[key], spread.group)
+            # As many as on any rank, so that all ranks divide the tensors alike.
+            size = split.per_rank * tensor.shape[1:].numel() * tensor.element_size()
+            if waiting and size > room:
+                send_rows(waiting, spread.group)
+                waiting, room = [], _TOGETHER
+            waiting.append((part, transfers[key]))
+            room -= size
+    if waiting:
+        send_rows(waiting, RowAxis.of(tensors[0][1]).group)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,15 +90,29 @@ def find_transfer(index: Tensor, split: RowSplit, rank: int) -> RowTransfer:
     )
 
 
-def send_rows(parts: Sequence[Tensor], transfer: RowTransfer, group: Any) -> None:
-    """Exchange the rows of several tensors, of any types, as bytes side by side."""
-    rows = [_as_bytes(part.index_select(0, transfer.sent)) for part in parts]
+def send_rows(moving: Sequence[tuple[Tensor, RowTransfer]], group: Any) -> None:
+    """Exchange the rows of several tensors, of any types, as bytes in one message to each rank."""
+    rows = [_as_bytes(part.index_select(0, transfer.sent)) for part, transfer in moving]
     widths = [row.shape[1] for row in rows]
-    leaving = torch.cat(rows, dim=1)
-    arriving = leaving.new_empty(len(transfer.arriving_at), sum(widths))
-    dist.all_to_all_single(arriving, leaving, transfer.got_from, transfer.sent_to, group=group)
-    for part, found in zip(parts, arriving.split(widths, dim=1), strict=True):
-        values = found.contiguous().view(part.dtype).view(-1, *part.shape[1:])
+    transfers = [transfer for _, transfer in moving]
+    ranks = range(len(transfers[0].sent_to))
+
+    def sizes(counts: Sequence[Sequence[int]]) -> list[list[int]]:
+        """Bytes of every tensor by rank."""
+        return [[c[r] * w for c, w in zip(counts, widths, strict=True)] for r in ranks]
+
+    leaving_in = sizes([transfer.sent_to for transfer in transfers])
+    arriving_in = sizes([transfer.got_from for transfer in transfers])
+    by_tensor = [row.split(t.sent_to) for row, t in zip(rows, transfers, strict=True)]
+    leaving = torch.cat([parts[r].reshape(-1) for r in ranks for parts in by_tensor])
+    arriving = leaving.new_empty(sum(map(sum, arriving_in)))
+    dist.all_to_all_single(
+        arriving, leaving, [*map(sum, arriving_in)], [*map(sum, leaving_in)], group=group
+    )
+    found = arriving.split([size for given in arriving_in for size in given])
+    for number, (part, transfer) in enumerate(moving):
+        own = torch.cat(found[number :: len(moving)])
+        values = own.view(part.dtype).view(-1, *part.shape[1:])
         part.index_copy_(0, transfer.arriving_at, values)
 
 

@@ -267,8 +267,8 @@ class _Observer:
 
     def _hear_others(self) -> None:
         """A signal that one rank received stops all of them, after the same step."""
-        everyone = self._private.world.gather(tuple(self._received))
-        self.told = [name for names in everyone for name in names]
+        everyone = self._private.world.gather_texts(" ".join(self._received))
+        self.told = [name for names in everyone for name in names.split()]
 
     def save(self) -> None:
         """Write a checkpoint, if asked for any."""

@@ -7,8 +7,8 @@ the Poisson batch of one process, whatever the number of ranks, and no record is
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 
@@ -18,19 +18,6 @@ from shuffled_dpsgd.errors import RankError
 from shuffled_dpsgd.runtime.shards import all_held, any_sharded
 from shuffled_dpsgd.training.fingerprints import summary
 from shuffled_dpsgd.training.metrics import LossMeter, mean_loss
-
-
-@dataclass(frozen=True, kw_only=True)
-class Note:
-    """What one rank knows of a step before it is released.
-
-    `problem` is why it must not be; `facts` must be the same on all ranks.
-    """
-
-    facts: dict[str, str]
-    norms: torch.Tensor
-    losses: tuple[float, int] | None
-    problem: str | None
 
 
 class Meeting:
@@ -54,7 +41,7 @@ class Meeting:
     def note_weights(self) -> None:
         """Take note of the weights as they are; collective where they lie on several ranks."""
         if self._is_spread:
-            self._known = ":".join(self._sharing.gather(self._weights()))
+            self._known = _mark(self._sharing.gather_texts(_mark(self._weights())))
 
     def _weights(self) -> str:
         return summary([part.detach() for part in all_held(self._trainable.values())])
@@ -63,7 +50,7 @@ class Meeting:
         """This rank's part of what was drawn for `step`; parts differ by one record at most."""
         if self._world.size == 1:
             return tuple(indices)
-        self._drawn[step] = hashlib.sha256(repr(tuple(indices)).encode()).hexdigest()
+        self._drawn[step] = _mark(tuple(indices))
         return tuple(indices[self._world.rank :: self._world.size])
 
     def most_parts(self, indices: Sequence[int], count: Callable[[Sequence[int]], int]) -> int:
@@ -91,21 +78,29 @@ class Meeting:
         except Exception as error:  # Raised again below, when the others know.
             norms, failure = torch.empty(0), error
         problem = None if failure is None else f"{type(failure).__name__}: {failure}"
-        state = self._known if self._is_spread else self._weights()
+        state = self._known if self._is_spread else _mark(self._weights())
         facts = {"step": step, "logical batch": self._drawn.get(step), "state": state}
-        note = Note(norms=norms, losses=losses.totals(), problem=problem, facts=comparable(facts))
-        notes: list[Note] = self._world.gather(note)
+        width = norms.element_size() if norms.numel() else 0
+        own = (problem, comparable(facts), losses.totals(), norms.numel(), width)
+        notes = [json.loads(note) for note in self._world.gather_texts(json.dumps(own))]
         if failure is not None:
             raise failure
-        for rank, other in enumerate(notes):
-            if other.problem is not None:
-                raise RankError(
-                    f"step {step} was not taken, because rank {rank} failed: {other.problem}"
-                )
+        problems, everyone, totals, counts, widths = zip(*notes, strict=True)
+        for rank, other in enumerate(problems):
+            if other is not None:
+                raise RankError(f"step {step} was not taken, because rank {rank} failed: {other}")
         compare(
-            [other.facts for other in notes],
+            everyone,
             remedy="ranks that are not in step cannot release anything together: resume all of "
             "them from one checkpoint",
         )
         self._drawn = {number: mark for number, mark in self._drawn.items() if number > step}
-        return torch.cat([n.norms for n in notes]), mean_loss([n.losses for n in notes])
+        if max(counts) > 0:
+            # Not all ranks need have the same type; a part without a record has any.
+            kind = torch.float32 if set(widths) <= {0, 4} else torch.float64
+            norms = torch.cat(self._world.gather_vectors(norms.to(kind), counts))
+        return norms, mean_loss(totals)
+
+
+def _mark(fact: object) -> str:
+    return hashlib.sha256(repr(fact).encode()).hexdigest()

@@ -550,7 +550,7 @@ class PrivateTraining:
 
     def _fingerprinted(self, sums: Mapping[str, torch.Tensor], key: bytes) -> str:
         """A fingerprint of the sums, joined over all ranks."""
-        return ":".join(self.world.gather(fingerprint(sums, key)))
+        return ":".join(self.world.gather_texts(fingerprint(sums, key)))
 
     def _update(self) -> None:
         with self.world.explaining():

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from shuffled_dpsgd.core.ledger import Ledger, LedgerEntry
-from shuffled_dpsgd.distributed.agreement import agree, first_does
+from shuffled_dpsgd.distributed.agreement import agree, first_does, first_writes
 from shuffled_dpsgd.distributed.world import World
 
 
@@ -46,10 +46,14 @@ class SharedLedger(Ledger):
             remedy="the ranks are about to release different things: nothing was released; resume "
             "all of them from one checkpoint",
         )
-        written = first_does(self._world, lambda: Ledger.record(self, step=step, token=token))
-        if not self._world.leads:
-            super().record(step=step, token=written.token)
-        return written
+        written: list[LedgerEntry] = []
+
+        def write() -> str:
+            written.append(Ledger.record(self, step=step, token=token))
+            return written[0].token
+
+        told = first_writes(self._world, write)
+        return written[0] if written else super().record(step=step, token=told)
 
     def adopt(self, entries: Iterable[LedgerEntry], *, durable: bool) -> None:
         """Count the releases a checkpoint knows of, as `Ledger.adopt` does."""

@@ -24,6 +24,7 @@ class OneOfTwo:
 
     def __init__(self) -> None:
         self.scattered: list[dict[str, torch.Size]] = []
+        self.waited_for: list[int] = []
 
     def is_any(self, flag: bool) -> bool:
         return flag
@@ -39,7 +40,12 @@ class OneOfTwo:
     def scatter(self, sums: Mapping[str, Tensor]) -> Callable[[], dict[str, Tensor]]:
         self.scattered.append({name: total.shape for name, total in sums.items()})
         found = {name: total.clone() for name, total in sums.items()}
-        return lambda: found
+
+        def wait() -> dict[str, Tensor]:
+            self.waited_for.append(len(self.scattered))
+            return found
+
+        return wait
 
 
 class Tied(nn.Module):
@@ -113,6 +119,10 @@ def test_no_bucket_is_larger_than_the_largest_layer_and_none_is_left_out() -> No
     assert len(sharding.scattered) > 2
     sizes = [sum(shape.numel() for shape in sums.values()) for sums in sharding.scattered]
     assert max(sizes) == 66, "the table"
+    # Two batches. What is sent is waited for when the next is on its way, and at the end.
+    half = len(sharding.scattered) // 2
+    one = [*range(2, half + 1), half]
+    assert sharding.waited_for == [*one, *(half + number for number in one)]
 
 
 def test_a_batch_in_which_nothing_counts_adds_nothing() -> None:

@@ -57,6 +57,7 @@ class PrivacyPlan:
     blocks: tuple[NoiseBlock, ...]
     epsilon: float | None = None
     clip: Clip = "flat"
+    clip_quantile: float | None = None
     accounting: Accounting = "certified"
     shuffle: Shuffle = "off"
     scope: Scope = "paper"

@@ -14,7 +14,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 _LOADER = "dataset_size and expected_batch_size here; the data go to private.batches(loader)"
-_SCHEDULE = "not an option; a run with other settings on the same model is priced with this one"
+_FOLLOWS = "not needed: clip_quantile brings its own"
 OTHER_NAMES = {
     "module": "model, the first argument",
     "data_loader": _LOADER,
@@ -40,8 +40,13 @@ OTHER_NAMES = {
     "secure_mode": "not needed: noise is cryptographically secure unless a seed is given",
     "secure_rng": "not needed: noise is cryptographically secure unless a seed is given",
     "accountant": "accounting",
-    "noise_scheduler": _SCHEDULE,
-    "grad_clip_scheduler": _SCHEDULE,
+    "noise_scheduler": "one run for each noise on the same model, whose card prices all together",
+    "grad_clip_scheduler": "private.set_clip_norm(c), called between steps",
+    "target_unclipped_quantile": "clip_quantile",
+    "clipbound_learning_rate": _FOLLOWS,
+    "unclipped_num_std": _FOLLOWS,
+    "min_clipbound": _FOLLOWS,
+    "max_clipbound": _FOLLOWS,
 }
 
 

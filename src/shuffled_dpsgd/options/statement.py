@@ -155,6 +155,11 @@ class PrivacyOptions(Budget, Schedule):
         "flat",
         "How a sample is clipped: flat, automatic, per-layer, or none, which allows no claim.",
     )
+    clip_quantile: float | None = _option(
+        None,
+        "Share of records whose gradients are to be below the clip, such as 0.5: the clip starts "
+        "at clip_norm and follows the norms, within the same ε. None: it stays.",
+    )
     sampling: Sampling = _option(
         "poisson",
         "poisson: the sampler accounted for. unaccounted: batches of your own, and no claim.",

@@ -128,6 +128,12 @@ def check_together(options: PrivacyOptions) -> None:
         raise _clash("clip='none'", "epsilon", "a clip that bounds each record's contribution")
     if options.sampling == "unaccounted" and options.epsilon is not None:
         raise _clash("epsilon", "sampling='unaccounted'", "sampling='poisson'")
+    quantile = options.clip_quantile
+    if quantile is not None:
+        _demand(0.0 < quantile < 1.0, "clip_quantile", "a number in (0, 1)", quantile)
+        if options.clip != "flat" or options.accounting == "paper" or options.clip_norm == math.inf:
+            wanted = "clip='flat' at a finite clip_norm, and accounting='certified' or 'rdp'"
+            raise _clash("clip_quantile", (options.clip, options.accounting), wanted)
     if options.seed is not None and options.secure:
         raise _clash("secure=True", "seed", "one of them: a seed lets its holder remove the noise")
     _demand(
@@ -148,5 +154,5 @@ def _demand(holds: object, name: str, expected: str, got: object, remedy: str = 
         raise InvalidArgumentError(name, expected=expected, got=got, remedy=remedy)
 
 
-def _clash(one: str, other: str, wanted: str) -> InvalidArgumentError:
+def _clash(one: str, other: object, wanted: str) -> InvalidArgumentError:
     return InvalidArgumentError(one, expected=wanted, got=other, remedy="the two contradict")

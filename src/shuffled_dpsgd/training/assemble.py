@@ -39,6 +39,7 @@ from shuffled_dpsgd.runtime.shards import any_sharded, is_wrapped
 from shuffled_dpsgd.training.adapters import check_adapters
 from shuffled_dpsgd.training.device_noise import DeviceNoise
 from shuffled_dpsgd.training.launch_check import join_ranks
+from shuffled_dpsgd.training.moving_clip import gradient_clip
 from shuffled_dpsgd.training.optimizers import check_optimizer, check_parameters, check_precision
 from shuffled_dpsgd.training.planning import large_delta, make_plan
 from shuffled_dpsgd.training.private import PrivateTraining
@@ -67,6 +68,7 @@ def make_private(
     unshuffled_noise_multiplier: float | None = None,
     clip_norm: float = 1.0,
     clip: Clip = "flat",
+    clip_quantile: float | None = None,
     batch_clip_norm: float | None = None,
     method: Method | None = None,
     accounting: Accounting | None = None,
@@ -112,6 +114,8 @@ def make_private(
             exactly when accounting is paper and noise_multiplier is given.
         clip_norm: c, the clip of each sample's gradient over all trainable weights.
         clip: How a sample is clipped: flat, automatic, per-layer, or none, which allows no claim.
+        clip_quantile: Share of records whose gradients are to be below the clip, such as 0.5: the
+            clip starts at clip_norm and follows the norms, within the same ε. None: it stays.
         batch_clip_norm: c', the clip of the shuffled block as a whole; paper needs it.
         method: A name for a choice of the options below: shuffled (the paper's Algorithm 1),
             mixopt, ghost, opacus (needs it installed), certified (recommended) or non-private.
@@ -182,6 +186,10 @@ def assemble(
         sizes={n: p.numel() for n, p in inner.named_parameters() if p.requires_grad},
         moved=frozenset() if spec is None else spec.moved_names,
     )
+    if plan.clip_quantile is not None and (world.size > 1 or sharding is not None):
+        raise InvalidArgumentError(
+            "clip_quantile", expected="nothing in several processes", got=plan.clip_quantile
+        )
     exchange = join_ranks(world, inner, optimizer, plan, spec, sharding)
     streams = RandomStreams(
         plan.seed, secret=world.from_first(fresh_key() if world.leads else None)
@@ -308,12 +316,12 @@ def _engine(
                 got=(plan.clip, plan.loss_reduction),
             )
         # The same calls, which is all that training makes of an engine.
-        return OpacusEngine(model, clip_norm=plan.clip_norm)  # type: ignore[return-value]
+        return OpacusEngine(model, clip_norm=gradient_clip(plan))  # type: ignore[return-value]
     unclipped = math.isinf(plan.clip_norm)
     assert options.strategy is not None, "filled in on construction"
     return ClippingEngine(
         model,
-        clip_norm=1.0 if unclipped else plan.clip_norm,
+        clip_norm=1.0 if unclipped else gradient_clip(plan),
         clip="none" if unclipped else plan.clip,
         strategy=options.strategy,
         check_rate=options.check_rate,

@@ -22,6 +22,7 @@ from shuffled_dpsgd.core.claim import PrivacyClaim
 from shuffled_dpsgd.core.plan import PrivacyPlan
 from shuffled_dpsgd.core.referee import Checks
 from shuffled_dpsgd.permutation import PermutationSpec
+from shuffled_dpsgd.training.moving_clip import follows
 from shuffled_dpsgd.training.spending import paper_by_block, paper_estimate
 
 PAPER, AUDITED, REFUTED = "paper's estimate", "audited bounds", "claim refuted"
@@ -289,7 +290,9 @@ def write_card(
         shuffles_verified=shuffles_verified,
         samples_checked=samples_checked,
     )
-    return replace(found, use_assumptions=(*found.use_assumptions, *not_checked))
+    mechanism = (*found.mechanism, *([] if plan.clip_quantile is None else [follows(plan)]))
+    assumptions = (*found.use_assumptions, *not_checked)
+    return replace(found, mechanism=mechanism, use_assumptions=assumptions)
 
 
 def _shuffle(plan: PrivacyPlan, spec: PermutationSpec | None, *, released: bool) -> str:

@@ -264,6 +264,7 @@ def _restore(
     private.trust_buffers()
     private.steps_taken = state["steps_taken"]
     private.released = state["released"]
+    private.moving_clip.level = state["clip_level"]
     private.note_released()
     if private.shuffling.frame is not None:
         packed = state["frame"].to(private.device)
@@ -286,6 +287,7 @@ def _position(private: PrivateTraining, randomness: list[dict[str, Any]]) -> dic
     return {
         "steps_taken": private.steps_taken,
         "released": private.released,
+        "clip_level": private.moving_clip.level,
         "frame": None if frame is None else frame.packed.cpu(),
         "randomness": randomness[0],
         "other_ranks_randomness": randomness[1:],

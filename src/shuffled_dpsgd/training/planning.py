@@ -19,6 +19,7 @@ from shuffled_dpsgd.accounting import calibrate_certified, calibrate_paper, cali
 from shuffled_dpsgd.core.plan import NoiseBlock, PrivacyPlan
 from shuffled_dpsgd.errors import InvalidArgumentError
 from shuffled_dpsgd.options import PrivacyOptions, options_in
+from shuffled_dpsgd.training.moving_clip import COORDINATE
 
 
 def make_plan(
@@ -43,6 +44,8 @@ def make_plan(
             "their relatives",
         )
     rest = tuple(name for name in sizes if name not in shuffled)
+    if options.clip_quantile is not None:
+        rest, sizes = (*rest, COORDINATE), {**sizes, COORDINATE: 1}
     dimension = sum(sizes[name] for name in shuffled)
     noise, unshuffled_noise = _noise_multipliers(options, dimension)
     falls_back = options.accounting == "paper" and noise >= unshuffled_noise

@@ -51,6 +51,7 @@ from shuffled_dpsgd.training.guards import (
 from shuffled_dpsgd.training.layout import Layout
 from shuffled_dpsgd.training.meeting import Meeting
 from shuffled_dpsgd.training.metrics import LossMeter, StepMetrics, describe_step
+from shuffled_dpsgd.training.moving_clip import MovingClip, gradient_clip
 from shuffled_dpsgd.training.neighbours import NeighbourTests
 from shuffled_dpsgd.training.released_weights import SaveWatch, describe_weights
 from shuffled_dpsgd.training.rows import DEFAULT_UNIT, Survey, describe_unit
@@ -124,11 +125,12 @@ class PrivateTraining:
         self.history = History(self, budget)
         self.unit = unit
         self.rows: Survey | None = None
+        self.moving_clip = MovingClip(plan)
         self._check_time = getattr(engine, "check_time", None) or TimeShare()
         self._referee = Referee(
             model,
             engine,
-            clip_norm=plan.clip_norm,
+            clip_norm=gradient_clip(plan),
             clip=plan.clip,
             groups=lambda: engine.clip_groups,
             rate=check_rate,
@@ -145,11 +147,11 @@ class PrivateTraining:
         else:
             self._referee.witness = self._witness
             self._witness.wants.append(self._referee.wants)
-        self.referee: Inspector = self._referee
+        self.referee: Inspector = self.moving_clip.watched(self._referee)
         self._door = Door(
-            names=tuple(self._trainable),
+            names=(*self._trainable, *self.moving_clip.names),
             streams=streams,
-            update=self._optimizer.update,
+            update=lambda grads: self._optimizer.update(self.moving_clip.taken(grads)),
             exchange=exchange,
             sharded=sharding is not None,
             fingerprinted=self._fingerprinted,
@@ -316,11 +318,13 @@ class PrivateTraining:
         if current is not None and (self._drawn.pads or current.size < current.rows):
             if current.size > 0:
                 self._losses.add(losses[: current.size], count=current.size, mean=False)
+            losses = self.moving_clip.scaled(losses, current.size)
             self.engine.backward(losses, counted=current.size)
             self._settle_referee()
             return
         if count > 0:
             self._losses.add(losses, count=count, mean=reduced)
+        losses = self.moving_clip.scaled(losses, count)
         if reduced:
             losses.backward()
         else:
@@ -362,6 +366,7 @@ class PrivateTraining:
         """Drop what was accumulated since the last update; nothing of it has been released."""
         self.engine.reset()
         self.referee.begin_step()
+        self.moving_clip.forget()
         self._losses.reset()
         self._drawn.forget()
         self.shuffling.forget()
@@ -397,6 +402,13 @@ class PrivateTraining:
         The next step does it too, as do `release`, checkpoints and the end of `batches`.
         """
         self._weights.answer()
+
+    def set_clip_norm(self, clip_norm: float) -> None:
+        """Clip, and scale the noise, by another norm from the next step on: a clip schedule.
+
+        The certified ε stays, if what is set depends on no record.
+        """
+        self.moving_clip.set(clip_norm)
 
     def on_update(self, callback: Callable[[], object]) -> Callable[[], None]:
         """Call `callback` after every update, those of empty batches included.
@@ -454,7 +466,7 @@ class PrivateTraining:
             checks=self.referee.checks,
             why_not=self._why_not_certified(),
             not_checked=self._neighbours.not_checked,
-            shows_sums=self._optimizer.shows_sums,
+            shows_sums=self._optimizer.shows_sums and self.plan.clip_quantile is None,
         )
         # A rank of a sharded run has its own rows only, so it has no digest of the whole.
         known = {} if self.is_sharded else self._released_as or {}
@@ -570,7 +582,8 @@ class PrivateTraining:
             norms, loss = self._meeting.hold(step, self._inspected_norms, self._losses)
             check_finite(norms, step=step)
             self.shuffling.try_out()
-        frame = self.shuffling.frame
+        frame, level = self.shuffling.frame, self.moving_clip.level
+        clip_norm = self.moving_clip.clip_norm
         self.history.enter()
         release = self._door.release(
             step=step,
@@ -580,11 +593,11 @@ class PrivateTraining:
             mechanism=self.mechanism,
             frame=None if frame is None else PermutedFrame(frame),
         )
-        self.last_sample_norms = norms
+        self.last_sample_norms = norms * level
         self.last_metrics = describe_step(
             step=step,
-            norms=norms,
-            clip_norm=self.plan.clip_norm,
+            norms=self.last_sample_norms,
+            clip_norm=clip_norm,
             loss=loss,
             release=release,
         )
@@ -622,5 +635,6 @@ class PrivateTraining:
             self._drawn.check_count(norms.numel())
         poisson = self.plan.sampling == "poisson"
         drawn = self._drawn.num_drawn if poisson else norms.numel()
-        self._door.inspect(self.engine, self.referee, step=self.steps_taken, drawn=drawn)
+        engine = self.moving_clip.counted(self.engine)
+        self._door.inspect(engine, self.referee, step=self.steps_taken, drawn=drawn)
         return norms

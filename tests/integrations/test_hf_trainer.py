@@ -215,6 +215,52 @@ def test_without_noise_and_clip_it_is_the_plain_trainer(tmp_path: Path) -> None:
         torch.testing.assert_close(got[name], expected[name], rtol=1e-6, atol=1e-9)
 
 
+@pytest.mark.parametrize(
+    "used",
+    [
+        {"learning_rate": 3e-3, "weight_decay": 0.9, "adam_beta1": 0.5, "adam_beta2": 0.8,
+         "adam_epsilon": 1e-3, "label_smoothing_factor": 0.3},
+        {"optim": "rmsprop", "optim_args": "alpha=0.5", "warmup_steps": 2, "num_train_epochs": 3,
+         "lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr": 1e-3}},
+        {"optim": "adagrad", "max_steps": 2, "lr_scheduler_type": "constant"},
+    ],
+)  # fmt: skip
+def test_fields_that_are_used_do_what_they_do_in_the_plain_trainer(
+    tmp_path: Path, used: dict[str, Any]
+) -> None:
+    """The weights are those of the plain Trainer, which differ where any of the fields is missing.
+
+    As above, every record is in every batch, and nothing is clipped or noised.
+    """
+    usual: dict[str, Any] = {
+        "per_device_train_batch_size": NUM_RECORDS,
+        "gradient_accumulation_steps": 1,
+        "num_train_epochs": 4,
+        "save_strategy": "no",
+    }
+
+    def trained(kind: Any, fields: dict[str, Any], **options: Any) -> torch.Tensor:
+        trainer = kind(
+            model=tiny_bert(dropout=0.0).double(),
+            args=arguments(tmp_path / str(len(fields)), **usual | fields),
+            train_dataset=records(),
+            **options,
+        )
+        trainer.train()
+        return torch.cat([value.flatten() for value in weights(trainer).values()])
+
+    from shuffled_dpsgd.integrations import DPTrainer
+
+    plain = trained(transformers.Trainer, used)
+    privacy = PrivacyArguments(method="non-private", delta=1e-3)
+    torch.testing.assert_close(trained(DPTrainer, used, privacy=privacy), plain, rtol=0, atol=3e-5)
+    needed = {"lr_scheduler_type": ["lr_scheduler_kwargs"], "optim": ["optim_args"]}
+    for name in used:
+        dropped = {name, *needed.get(name, [])}
+        others = {key: value for key, value in used.items() if key not in dropped}
+        assert (trained(transformers.Trainer, others) - plain).abs().max() > 1e-4, name
+
+
 def test_causal_language_model(tmp_path: Path) -> None:
     data = [{"input_ids": r["input_ids"], "labels": r["input_ids"]} for r in records()]
     trainer = build(tmp_path, model=tiny_gpt2(), data=data, arguments={"save_strategy": "no"})

@@ -18,6 +18,12 @@ DIVERGENCE_ADVICE = (
     "resume from the last checkpoint, the budget spent so far stays spent"
 )
 
+UNSEEN_LOSSES = (
+    "a loss went backward by itself, and nobody can see whether it is the sum over the records: a "
+    "mean, or a sum that was divided or scaled, would be clipped at another norm than clip_norm. "
+    "Call private.backward(losses) with one loss per record, or declare loss_reduction='mean'"
+)
+
 
 def check_usable(closed_because: str | None) -> None:
     """Refuse to go on with a run that has let go of its model."""

@@ -35,6 +35,7 @@ from shuffled_dpsgd.distributed.world import World
 from shuffled_dpsgd.errors import InvalidArgumentError
 from shuffled_dpsgd.permutation import Permutation, PermutationSpec
 from shuffled_dpsgd.runtime.clock import OTHER, Clock
+from shuffled_dpsgd.runtime.notices import say_once
 from shuffled_dpsgd.runtime.replay import Witness
 from shuffled_dpsgd.runtime.shards import held
 from shuffled_dpsgd.training.card import PrivacyCard, write_card
@@ -42,6 +43,7 @@ from shuffled_dpsgd.training.data import MapStyle, taken_from
 from shuffled_dpsgd.training.drawn_batches import BatchStream, DrawnBatches
 from shuffled_dpsgd.training.fingerprints import fingerprint
 from shuffled_dpsgd.training.guards import (
+    UNSEEN_LOSSES,
     WeightCheck,
     check_finite,
     check_losses,
@@ -635,6 +637,8 @@ class PrivateTraining:
             self._drawn.check_count(norms.numel())
         poisson = self.plan.sampling == "poisson"
         drawn = self._drawn.num_drawn if poisson else norms.numel()
+        if self.moving_clip.scaled_rows < norms.numel() and self.plan.loss_reduction == "sum":
+            say_once(UNSEEN_LOSSES)
         engine = self.moving_clip.counted(self.engine)
         self._door.inspect(engine, self.referee, step=self.steps_taken, drawn=drawn)
         return norms

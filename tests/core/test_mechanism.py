@@ -10,7 +10,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shuffled_dpsgd.core.mechanism import Release
 from shuffled_dpsgd.training import (
     GaussianNoise,
     PrivacyOptions,
@@ -19,7 +18,7 @@ from shuffled_dpsgd.training import (
     ShuffledGaussianMechanism,
     make_plan,
 )
-from shuffled_dpsgd.training.metrics import signal_to_noise
+from shuffled_dpsgd.training.metrics import Release, signal_to_noise
 
 
 def plan(**changes: Any) -> PrivacyPlan:
@@ -72,7 +71,8 @@ def test_signal_to_noise_compares_norms() -> None:
     found = plan(noise_multiplier=2.0, clip_norm=0.5)
     sums = {"moved": torch.full((12,), 10.0), "fixed": torch.zeros(4)}
     noise = GaussianNoise()
-    record = ShuffledGaussianMechanism(found, noise).privatize(sums, key=bytes(32))
+    norms = ShuffledGaussianMechanism(found, noise).privatize(sums, key=bytes(32))
+    record = Release.of(found, norms)
     shuffled, _ = record.blocks
     assert shuffled.sum_norm == pytest.approx(10 * math.sqrt(12))
     assert shuffled.sum_norm * shuffled.batch_clip_factor == pytest.approx(1.0)
@@ -93,8 +93,8 @@ def test_blocks_are_clipped_and_measured_alike_wherever_their_sums_lie() -> None
 
     def record(sums: dict[str, torch.Tensor]) -> tuple[Release, torch.Tensor]:
         noise = GaussianNoise()
-        done = ShuffledGaussianMechanism(found, noise).privatize(sums, key=bytes(32))
-        return done, torch.cat([sums["moved"].double(), sums["fixed"].double()])
+        norms = ShuffledGaussianMechanism(found, noise).privatize(sums, key=bytes(32))
+        return Release.of(found, norms), torch.cat([sums["moved"].double(), sums["fixed"].double()])
 
     buffer = torch.arange(16.0)
     apart = {"moved": buffer[:12].clone(), "fixed": buffer[12:].clone()}

@@ -19,6 +19,7 @@ from shuffled_dpsgd.training import (
     save_checkpoint,
 )
 from shuffled_dpsgd.training.device_noise import DeviceNoise
+from shuffled_dpsgd.training.metrics import Release
 from training.cases import Case, distance, run, vit_case, weights
 from waiting import waiting_is_an_error
 
@@ -72,8 +73,9 @@ def test_a_release_waits_for_nothing_and_is_that_of_the_cpu(scale: float) -> Non
     mechanism.privatize(sums("cuda"), key=bytes(32))
     found, expected = sums("cuda"), sums("cpu")
     with waiting_is_an_error():
-        record = mechanism.privatize(found, key=bytes(32))
-    same = mechanism.privatize(expected, key=bytes(32))
+        norms = mechanism.privatize(found, key=bytes(32))
+    record = Release.of(plan, norms)
+    same = Release.of(plan, mechanism.privatize(expected, key=bytes(32)))
     for name, tensor in expected.items():
         torch.testing.assert_close(found[name].cpu(), tensor)
     for one, other in zip(record.blocks, same.blocks, strict=True):

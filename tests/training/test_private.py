@@ -25,7 +25,6 @@ from shuffled_dpsgd.training import (
     LoopSettings,
     Mechanism,
     PrivateTraining,
-    Release,
     make_private,
     save_checkpoint,
     train,
@@ -144,7 +143,7 @@ class Witness:
         self._path = path
         self.entries: list[int] = []
 
-    def privatize(self, sums: Any, *, key: bytes, frame: Any = None, watch: Any = None) -> Release:
+    def privatize(self, sums: Any, *, key: bytes, frame: Any = None, watch: Any = None) -> Any:
         self.entries.append(self._path.read_text().count("token"))
         return self._inner.privatize(sums, key=key, frame=frame, watch=watch)
 

@@ -1,148 +1,206 @@
-"""Rows are not persons: repeated rows are found, priced and named before anything is released."""
+"""Units of several records: as the core defines them, drawn whole, and refused where unclear."""
 
 from __future__ import annotations
 
-import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import ConcatDataset, Subset, TensorDataset
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import default_collate
 
-from shuffled_dpsgd.accounting import certified_claim
+from shuffled_dpsgd import make_private
+from shuffled_dpsgd.core.run import train
 from shuffled_dpsgd.errors import InvalidArgumentError
-from shuffled_dpsgd.training import PrivacyOptions, PrivateTraining, make_plan, make_private, rows
-from shuffled_dpsgd.training.rows import claim_for_rows, shared_rows, survey
-from training.cases import Case, classify, make_mlp, run, vectors
+from shuffled_dpsgd.training import PrivateTraining, load_checkpoint, save_checkpoint
+from shuffled_dpsgd.training.data import shaped
+from shuffled_dpsgd.training.units import Units
+from training.cases import Case, bert_case, gpt2_case, mlp_case, vit_case
+
+# Of 40 records; the largest unit has seven, some have one.
+IDS = [min(index % 13, index % 7 + 3) for index in range(40)]
+CASES = [mlp_case, bert_case, gpt2_case, vit_case]
 
 
-class Augmented(TensorDataset):
-    """Draws another view at every load, so that no two loads of a row are equal."""
-
-    def __getitem__(self, index: int) -> Any:
-        inputs, label = super().__getitem__(index)
-        return inputs + torch.randn_like(inputs), label
-
-
-def start(data: Any, **changes: Any) -> PrivateTraining:
-    model = make_mlp()
-    settings: dict[str, Any] = {
-        "dataset_size": len(data),
-        "expected_batch_size": 4,
-        "num_steps": 2,
+def private_run(case: Case, model: nn.Module, **settings: Any) -> PrivateTraining:
+    usual: dict[str, Any] = {
+        "dataset_size": len(set(IDS)),
+        "expected_batch_size": 5,
+        "num_steps": 4,
         "delta": 1e-3,
-        "noise_multiplier": 1.0,
+        "clip_norm": 0.4,
+        "noise_multiplier": 0.7,
+        "seed": 11,
         "shuffle": "off",
+        "unit": IDS[: len(case.data)],
+        "records_per_unit": 3,
+        "check_rate": 1.0,
+        "physical_batch_size": 9,
     }
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return make_private(model, optimizer, **(settings | changes))
+    return make_private(model, sgd(model), **(usual | settings))
 
 
-def plan_of(**changes: Any) -> Any:
-    settings: dict[str, Any] = {
-        "dataset_size": 100,
-        "expected_batch_size": 10,
-        "num_steps": 20,
-        "delta": 1e-5,
-        "noise_multiplier": 2.0,
-        "shuffle": "off",
-    }
-    return make_plan(PrivacyOptions(**(settings | changes)), sizes={"a": 10}, moved=frozenset())
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.3)
 
 
-def hub_rows() -> Any:
-    datasets = pytest.importorskip("datasets")
-    return datasets.Dataset.from_dict({"a": list(range(40))}).select([0, 1, 2, 2, 3, 2])
+def run(private: PrivateTraining, case: Case, **options: Any) -> None:
+    for batch in private.batches(case.data, **options):
+        private.backward(case.loss(private.model, batch))
+        private.step()
+
+
+def distance(one: nn.Module, other: nn.Module) -> float:
+    pairs = zip(one.parameters(), other.parameters(), strict=True)
+    return max(float((a - b).detach().abs().max()) for a, b in pairs)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("make", CASES)
+def test_a_fast_run_of_units_releases_what_the_core_does(
+    make: Callable[[torch.dtype], Case], padded: bool
+) -> None:
+    case = make(torch.float64)
+    units = Units(IDS[: len(case.data)])
+    fast = case.make()
+    private = private_run(case, fast, dataset_size=len(units))
+    private.use_loss(case.loss)
+    run(private, case, pad_batches=padded)
+    owned = [[case.data[record] for record in units.records(u)] for u in range(len(units))]
+    slow = case.make()
+
+    def loss(model: nn.Module, record: Any) -> torch.Tensor:
+        return case.loss(model, shaped(default_collate([record]))).sum()
+
+    card = train(slow, sgd(slow), loss, owned, private.plan)
+    assert card.certified == private.card().certified
+    assert distance(fast, slow) < 1e-9
+    assert distance(fast, case.make()) > 1e-3
+    assert private.referee.checks.sums == 4
+    assert "forward" not in vars(fast)
+
+
+def test_a_unit_moves_the_sum_by_one_clip_norm_at_most() -> None:
+    """Removing a unit of seven records, all of which may be drawn."""
+    case = mlp_case(torch.float64)
+    sums = []
+    for left_out in (None, IDS[0]):
+        model = case.make()
+        private = private_run(
+            case, model, noise_multiplier=0.0, num_steps=1, records_per_unit=7, clip_norm=0.01
+        )
+        before = [p.detach().clone() for p in model.parameters()]
+        units = [u for u in range(9) if IDS[private.units.records(u)[0]] != left_out]  # type: ignore[union-attr]
+        private.sampler = Fixed(units)
+        run(private, case)
+        pairs = zip(model.parameters(), before, strict=True)
+        sums.append(torch.cat([((a - b) / 0.3 * 5).detach().flatten() for a, b in pairs]))
+    moved = float((sums[0] - sums[1]).norm())
+    assert 0.009 < moved <= 0.01 * (1 + 1e-9)
+
+
+class Fixed:
+    """Draws the same units at every step."""
+
+    dataset_size = 9
+
+    def __init__(self, units: list[int]) -> None:
+        self._units = torch.tensor(units)
+
+    def indices(self, step: int) -> torch.Tensor:
+        return self._units
+
+
+def test_resuming_draws_the_same_records(tmp_path: Any) -> None:
+    case = mlp_case(torch.float64)
+    whole = case.make()
+    run(private_run(case, whole), case)
+    private = private_run(case, case.make(), ledger_path=tmp_path / "ledger")
+    run(private, case, num_steps=2)
+    save_checkpoint(private, tmp_path / "checkpoints")
+    model = case.make()
+    again = private_run(case, model, ledger_path=tmp_path / "ledger")
+    load_checkpoint(again, tmp_path / "checkpoints")
+    run(again, case)
+    assert distance(whole, model) == 0.0
+
+
+def test_the_card_speaks_of_units() -> None:
+    case = mlp_case(torch.float64)
+    private = private_run(case, case.make())
+    run(private, case)
+    text = str(private.card())
+    assert "every unit joins each batch" in text
+    assert "with 3 of its records at most, averaged and clipped once" in text
+    assert "one unit: all of its records together; 9 of them, 40 records in all" in text
+    assert "several rows of one person" not in text
+    assert "an example is a unit" in text
+
+
+def named(case: Case) -> list[dict[str, Any]]:
+    inputs, labels = case.data.tensors
+    rows = zip(inputs, labels, IDS, strict=True)
+    return [{"x": x, "y": y, "owner": f"p{owner}"} for x, y, owner in rows]
+
+
+def collate(rows: list[dict[str, Any]]) -> Any:
+    return tuple(torch.stack([row[key] for row in rows]) for key in ("x", "y"))
+
+
+def test_a_column_says_whose_a_record_is() -> None:
+    case = mlp_case(torch.float64)
+    models = case.make(), case.make()
+    run(private_run(case, models[0]), case)
+    private = private_run(case, models[1], unit="owner")
+    for x, y in private.batches(named(case), collate=collate):
+        private.backward(F.cross_entropy(models[1](x), y, reduction="none"))
+        private.step()
+    assert distance(*models) == 0.0
+    assert "one owner: all of its records" in private.card().subject["unit"]
 
 
 @pytest.mark.parametrize(
-    ("make", "largest"),
+    ("changes", "word"),
     [
-        (vectors, 1),
-        (lambda: Subset(vectors(), [*range(40), 3, 3]), 3),
-        (lambda: ConcatDataset([vectors()] * 3), 3),
-        (lambda: Subset(Augmented(*vectors().tensors), [0, 1, 2, 1]), 2),
-        (lambda: ConcatDataset([vectors(), vectors()]), 2),
-        (lambda: [(1, "a"), (2, "b"), (1, "a")], 2),
-        (lambda: [{"text": "a", "label": i % 2} for i in range(6)], 3),
-        (hub_rows, 3),
+        ({"dataset_size": 40}, "the number of units, 9"),
+        ({"records_per_unit": None}, "unless records_per_unit goes with it"),
+        ({"unit": "row"}, "unit='row'"),
+        ({"records_per_unit": 0}, "a positive integer"),
+        ({"loss_reduction": "mean"}, "one loss for each record"),
+        ({"sampling": "unaccounted"}, "sampling='poisson'"),
+        ({"budget": "file.json"}, "runs on rows, not on units"),
+        ({"method": "opacus", "shuffle": None}, "our own engine"),
+        ({"unit": [*IDS[:39], None]}, "an id for every record"),
     ],
 )
-def test_repeated_rows_and_indices_are_found(make: Any, largest: int) -> None:
-    data = make()
-    found = survey(data)
-    assert found.largest == largest
-    assert (found.compared, found.total) == (len(data), len(data))
+def test_refused(changes: dict[str, Any], word: str) -> None:
+    case = mlp_case(torch.float64)
+    with pytest.raises(InvalidArgumentError, match=word):
+        private_run(case, case.make(), **changes)
 
 
-def test_looking_is_limited_in_time_and_leaves_the_generators_alone(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    data = Augmented(*vectors(count=1000).tensors)
-    torch.manual_seed(1)
-    expected = torch.rand(1)
-    torch.manual_seed(1)
-    monkeypatch.setattr(rows, "_SECONDS", 0.0)
-    found = survey(data)
-    assert torch.rand(1) == expected
-    assert 0 < found.compared < found.total
-    assert found.looked_at == f"{found.compared:,} of 1,000 rows compared"
+def test_a_shared_column_is_no_name_for_a_row() -> None:
+    case = mlp_case(torch.float64)
+    private = private_run(case, case.make(), unit="owner", records_per_unit=None, dataset_size=40)
+    with pytest.raises(InvalidArgumentError, match="several records share a owner"):
+        next(private.batches(named(case), collate=collate))
 
 
-def test_rows_of_two_data_sets_are_compared() -> None:
-    data = vectors()
-    assert shared_rows(data, data) == 40
-    assert shared_rows(data, Subset(vectors(), [3, 5])) == 2
-    assert shared_rows(data, TensorDataset(data.tensors[0] + 1, data.tensors[1])) == 0
+def test_other_units_than_planned_are_refused() -> None:
+    case = mlp_case(torch.float64)
+    private = private_run(case, case.make(), unit="owner", dataset_size=11)
+    with pytest.raises(InvalidArgumentError, match="9 different ids"):
+        next(private.batches(named(case), collate=collate))
 
 
-def test_the_warning_comes_before_the_first_release() -> None:
-    data = Subset(vectors(), [*range(20), 7, 7])
-    private = start(data)
-    with pytest.warns(UserWarning, match="the most frequent row is there 3 times"):
-        private.batches(data)
+def test_a_backward_of_the_users_own_is_refused() -> None:
+    case = mlp_case(torch.float64)
+    private = private_run(case, case.make())
+    for batch in private.batches(case.data):
+        case.loss(private.model, batch).sum().backward()
+        with pytest.raises(InvalidArgumentError, match="averages over the records of a unit"):
+            private.step()
+        break
     assert private.ledger.spent == 0
-    run(private, Case(make=make_mlp, data=data, loss=classify))
-    claim = claim_for_rows(private.plan, 3)
-    assert claim is not None
-    assert f"for whoever owns it: ε = {claim.epsilon:.4g} (proven)" in str(private.card())
-
-
-def test_rows_that_stand_there_once_are_not_warned_of() -> None:
-    private = start(vectors())
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        private.batches(vectors())
-    assert "one row; no row was found twice (all rows compared)" in str(private.card())
-
-
-def test_the_card_says_one_row_until_it_is_named() -> None:
-    assert start(vectors()).card().subject["unit"] == "one row"
-    named = start(vectors(), unit="patient").card()
-    assert named.subject["unit"] == "one patient, as stated: one row each"
-    assert "one patient" in str(named)
-    with pytest.raises(InvalidArgumentError, match="unit"):
-        start(vectors(), unit=" ")
-
-
-@pytest.mark.parametrize("adjacency", ["add-remove", "replace-one"])
-def test_several_rows_cost_more_than_their_number(adjacency: Any) -> None:
-    plan = plan_of(adjacency=adjacency)
-    one, ten = plan.certified(), claim_for_rows(plan, 10)
-    assert ten is not None
-    assert ten.epsilon > 10 * one.epsilon
-    assert claim_for_rows(plan, 1000) is None
-
-
-def test_the_mixture_agrees_where_the_answer_is_known() -> None:
-    """Without sampling, k rows are one row of k times the clip."""
-    plan = plan_of(expected_batch_size=100, num_steps=3)
-    found = claim_for_rows(plan, 4)
-    known = certified_claim(noise_multiplier=0.5, sampling_prob=1.0, num_steps=3, delta=1e-5)
-    assert found is not None
-    assert known.epsilon * (1 - 1e-4) <= found.epsilon <= known.epsilon * 1.01
-    sampled = plan_of(sampling="poisson")
-    single = claim_for_rows(sampled, 1)
-    assert single is not None
-    assert sampled.certified().epsilon * (1 - 1e-4) <= single.epsilon
-    assert single.epsilon <= 1.05 * sampled.certified().epsilon

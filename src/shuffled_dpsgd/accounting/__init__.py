@@ -25,6 +25,7 @@ from shuffled_dpsgd.accounting.meaning import Meaning, what_it_means
 from shuffled_dpsgd.accounting.pairs import Pair, constant_pair, spike_pair, vector_pair
 from shuffled_dpsgd.accounting.paper import PaperCalibration, calibrate_paper, paper_claim
 from shuffled_dpsgd.accounting.together import BestOf, Filter, claim_together
+from shuffled_dpsgd.accounting.units import UnitComparison, compare_units
 from shuffled_dpsgd.core.certified import certified_claim
 from shuffled_dpsgd.core.claim import Adjacency, Kind, PrivacyClaim
 from shuffled_dpsgd.core.events import SampledGaussian
@@ -45,6 +46,7 @@ __all__ = [
     "PrivacyClaim",
     "SampledGaussian",
     "Target",
+    "UnitComparison",
     "accountants",
     "calibrate_certified",
     "calibrate_paper",
@@ -54,6 +56,7 @@ __all__ = [
     "claim_together",
     "compare",
     "compare_calibrations",
+    "compare_units",
     "constant_pair",
     "exact_delta",
     "examine_pair",

@@ -34,6 +34,7 @@ from shuffled_dpsgd.auditing.verdict import Evidence, ThreatModel
 from shuffled_dpsgd.errors import InvalidArgumentError
 from shuffled_dpsgd.permutation import Permutation, apply_to_tensors
 from shuffled_dpsgd.training.data import MapStyle
+from shuffled_dpsgd.training.metrics import Release
 from shuffled_dpsgd.training.physical import PerSampleLoss
 from shuffled_dpsgd.training.private import PrivateTraining
 
@@ -287,7 +288,8 @@ class CanaryRun:
         """One score for every canary drawn for this step; notes what would make them dependent."""
         given = self._read(self._recorder.given, self._shuffle.found) - self._of_records
         expected = self._quiet_norms**2 * (self._joined & self.included)
-        quiet = [b for b in self._recorder.release.blocks if b.name in self._quiet_blocks]
+        record = Release.of(self.private.plan, self._recorder.norms)
+        quiet = [b for b in record.blocks if b.name in self._quiet_blocks]
         faults = {
             "the shuffle was not followed": self.recovered < 1.0,
             "a canary was not whole in the sums": np.abs(given - expected).max() > WHOLE,

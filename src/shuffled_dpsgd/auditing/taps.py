@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from shuffled_dpsgd.core.mechanism import Mechanism, NoiseWatch, Release, SumFrame
+from shuffled_dpsgd.core.mechanism import Mechanism, NoiseWatch, SumFrame
 from shuffled_dpsgd.core.referee import Checks
 from shuffled_dpsgd.training.data import MapStyle
 from shuffled_dpsgd.training.physical import PerSampleLoss
@@ -39,13 +39,13 @@ class Unwatched:
 
 
 class RecordingMechanism:
-    """Passes everything on; keeps the last sums it was given, their release, and its record."""
+    """Passes everything on; keeps the last sums it was given, their release, and its norms."""
 
     def __init__(self, inner: Mechanism) -> None:
         self.inner = inner
         self.given: dict[str, torch.Tensor] = {}
         self.last: dict[str, torch.Tensor] = {}
-        self.release = Release(blocks=())
+        self.norms: dict[str, torch.Tensor] = {}
 
     def privatize(
         self,
@@ -54,11 +54,11 @@ class RecordingMechanism:
         key: bytes,
         frame: SumFrame | None = None,
         watch: NoiseWatch | None = None,
-    ) -> Release:
+    ) -> dict[str, torch.Tensor]:
         self.given = {name: tensor.detach().clone() for name, tensor in sums.items()}
-        self.release = self.inner.privatize(sums, key=key, frame=frame, watch=watch)
+        self.norms = self.inner.privatize(sums, key=key, frame=frame, watch=watch)
         self.last = {name: tensor.detach().clone() for name, tensor in sums.items()}
-        return self.release
+        return self.norms
 
 
 class InjectingEngine:

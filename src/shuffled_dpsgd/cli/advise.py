@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -15,10 +16,18 @@ from shuffled_dpsgd.cli.run_start import ConfigFile, Task, chosen_config
 from shuffled_dpsgd.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
+    from shuffled_dpsgd.accounting import UnitComparison
     from shuffled_dpsgd.tasks import RunConfig
     from shuffled_dpsgd.tasks.advice import Advice, Preview
 
 COLOURS = {"hopeless": "bold red", "doubtful": "yellow", "promising": "green"}
+RecordsPerUnit = Annotated[int | None, opt.stated("records_per_unit")]
+NumRecords = Annotated[
+    int | None, typer.Option(help="Records of all units together, with --records-per-unit.")
+]
+MostOwned = Annotated[
+    int | None, typer.Option(help="Records of one unit at most, with --records-per-unit.")
+]
 Dimension = Annotated[int | None, typer.Option(help="Number d of trainable parameters.")]
 
 
@@ -36,12 +45,18 @@ def advise(
     batch_size: BatchSize = None,
     epochs: Epochs = None,
     dimension: Dimension = None,
+    records_per_unit: RecordsPerUnit = None,
+    num_records: NumRecords = None,
+    most_owned: MostOwned = None,
     as_json: AsJson = False,
 ) -> None:
     """Predict the signal-to-noise ratio of a plan, and suggest batch, clip, rate and epochs.
 
     From public quantities alone: sizes, ε, δ and the initial weights. The ratio is an upper
     bound, reached only if all gradients agree; docs/advice.md says why, and what it is worth.
+
+    With --records-per-unit, --num-records and --most-owned, sizes count units (people, say), and
+    drawing units is compared with drawing records and accounting for the group.
     """
     numbers = {
         "epsilon": epsilon,
@@ -52,7 +67,14 @@ def advise(
         "dimension": dimension,
     }
     if task is None and config is None:
-        _print(_from_numbers(**numbers), as_json=as_json)
+        owned = {
+            "records_per_unit": records_per_unit,
+            "num_records": num_records,
+            "most_owned": most_owned,
+        }
+        found = _from_numbers(**numbers)
+        units = None if set(owned.values()) == {None} else _units(found, **owned)
+        _print(replace(found, units=units), as_json=as_json)
         return
     for name, value in numbers.items():
         if value is not None:
@@ -81,17 +103,32 @@ def advise_on(config: RunConfig, *, as_json: bool, preset: str | None = None) ->
 def _from_numbers(**numbers: Any) -> Advice:
     from shuffled_dpsgd.tasks.advice import advise_numbers
 
-    missing = next((name for name, value in numbers.items() if value is None), None)
-    if missing is not None:
-        raise InvalidArgumentError(
-            f"--{missing.replace('_', '-')}",
-            expected="a value, or digits or --config FILE instead of the numbers",
-            got=None,
-        )
+    _refuse_missing(numbers, "a value, or digits or --config FILE instead of the numbers")
     sizes = {name: numbers.pop(name) for name in ("dataset_size", "batch_size", "epochs")}
     _, steps = resolve_sampling(sampling_prob=None, num_steps=None, **sizes)
     known = {"dataset_size": sizes["dataset_size"], "expected_batch_size": sizes["batch_size"]}
     return advise_numbers(**numbers, **known, num_steps=steps)
+
+
+def _units(advice: Advice, **owned: int | None) -> UnitComparison:
+    from shuffled_dpsgd.accounting import compare_units
+
+    _refuse_missing(owned, "a value beside the two others that tell of units")
+    assert advice.epsilon is not None, "given"
+    return compare_units(
+        epsilon=advice.epsilon,
+        delta=advice.delta,
+        num_units=advice.now.dataset_size,
+        expected_units=advice.now.expected_batch_size,
+        num_steps=advice.now.num_steps,
+        **owned,  # type: ignore[arg-type]
+    )
+
+
+def _refuse_missing(values: Mapping[str, object], expected: str) -> None:
+    missing = next((name for name, value in values.items() if value is None), None)
+    if missing is not None:
+        raise InvalidArgumentError(f"--{missing.replace('_', '-')}", expected=expected, got=None)
 
 
 def _print(advice: Advice, *, as_json: bool) -> None:
@@ -128,6 +165,8 @@ def _print(advice: Advice, *, as_json: bool) -> None:
 def _suggestions(advice: Advice) -> Iterator[str]:
     """What to change, the most useful first."""
     now, batch, needs = advice.now, advice.batch, advice.needs
+    if advice.units is not None:
+        yield f"units: {advice.units.describe()}"
     if advice.simpler is not None:
         other = advice.simpler.prospect
         yield (

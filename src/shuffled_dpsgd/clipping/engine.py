@@ -90,6 +90,8 @@ class ClippingEngine:
         self.clip = clip
         self.strategy = strategy
         self.loss_reduction = loss_reduction
+        # More where the model folds samples of several rows into one axis by itself.
+        self.rows_per_sample = 1
         self._sharding = sharding
         self._parameters: Mapping[str, nn.Parameter] = {
             n: p for n, p in model.named_parameters() if p.requires_grad
@@ -369,6 +371,7 @@ class ClippingEngine:
         batch = CapturedBatch(
             size=size, device=device, slots=len(self._slots), scale=scale, input_B=input_B
         )
+        batch.rows_per_sample = self.rows_per_sample
         if not torch.compiler.is_compiling():
             self._checks.before_forward(args, kwargs, batch)
         else:

@@ -27,9 +27,9 @@ NOT_COVERED = (
     "held-out records: scores, and choices made by them (best checkpoint, early stopping), are "
     "computed from those without noise",
     "the number of records, which the sampling probability and the plan reveal",
-    "several rows of one person: the unit of protection is one row",
     "side channels: timing, memory, and the lowest bits of floating-point noise",
 )
+SEVERAL_ROWS = "several rows of one person: the unit of protection is one row"
 USE_ASSUMPTIONS = (
     "the loss of a record depends on that record and the weights alone, not on its batch",
     "the training data influence the weights through this run only",
@@ -185,7 +185,12 @@ def write_card(
         randomness=_randomness(plan),
         private=is_private(plan),
         checks=checks or Checks(),
-        not_covered=(*NOT_COVERED, *(() if ended else (STOPPED_EARLY,)), *_large_delta(plan)),
+        not_covered=(
+            *NOT_COVERED,
+            *(() if plan.records_per_unit else (SEVERAL_ROWS,)),
+            *(() if ended else (STOPPED_EARLY,)),
+            *_large_delta(plan),
+        ),
         **more,
     )
 
@@ -205,15 +210,22 @@ def _target(plan: PrivacyPlan) -> str:
 def _sampler(plan: PrivacyPlan) -> str:
     if plan.sampling != "poisson":
         return "the user's own batches, unaccounted"
+    most = plan.records_per_unit
+    whole = f", with {most} of its records at most, averaged and clipped once" if most else ""
     return (
-        f"Poisson, every record joins each batch with probability {plan.sampling_prob:.6g} "
-        f"(expected batch {plan.expected_batch_size} of {plan.dataset_size}); "
+        f"Poisson, every {_noun(plan)} joins each batch with probability {plan.sampling_prob:.6g} "
+        f"(expected batch {plan.expected_batch_size} of {plan.dataset_size}){whole}; "
         f"adjacency {plan.adjacency}"
     )
 
 
+def _noun(plan: PrivacyPlan) -> str:
+    return "unit" if plan.records_per_unit else "record"
+
+
 def _mechanism(plan: PrivacyPlan) -> list[str]:
-    clip = f"per-sample clip {plan.clip} at {plan.clip_norm:g} over all trainable parameters"
+    one = "unit" if plan.records_per_unit else "sample"
+    clip = f"per-{one} clip {plan.clip} at {plan.clip_norm:g} over all trainable parameters"
     lines = [clip if plan.bounds_samples else "no per-sample clip"]
     for block in plan.blocks:
         bound = block.batch_clip_norm
@@ -232,8 +244,8 @@ def _large_delta(plan: PrivacyPlan) -> tuple[str, ...]:
     if plan.delta * plan.dataset_size < 1.0:
         return ()
     return (
-        f"every single record: δ = {plan.delta:.3g} is not below 1/{plan.dataset_size}, and a "
-        "mechanism that publishes one record drawn at random meets such a δ",
+        f"every single {_noun(plan)}: δ = {plan.delta:.3g} is not below 1/{plan.dataset_size}, and "
+        f"a mechanism that publishes one {_noun(plan)} drawn at random meets such a δ",
     )
 
 

@@ -10,44 +10,13 @@ permuting are post-processing.
 
 from __future__ import annotations
 
-import functools
-import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
 from shuffled_dpsgd.core.noise import NoiseSource, Place, number
-from shuffled_dpsgd.core.plan import NoiseBlock, PrivacyPlan
-
-
-@dataclass(frozen=True, kw_only=True)
-class BlockRelease:
-    """What one block went through: norm of its sum before and after the batch clip, and noise."""
-
-    name: str
-    norm_on_device: torch.Tensor
-    batch_clip_norm: float | None
-    noise_norm: float
-
-    @functools.cached_property
-    def sum_norm(self) -> float:
-        """Norm of the block's sum; waits for the device, so it is read only where asked for."""
-        return float(self.norm_on_device)
-
-    @property
-    def batch_clip_factor(self) -> float:
-        """What the batch clip multiplied the sum by."""
-        clip = self.batch_clip_norm
-        return 1.0 if clip is None or not self.sum_norm > clip else clip / self.sum_norm
-
-
-@dataclass(frozen=True, kw_only=True)
-class Release:
-    """The record of one release; its norms are computed from private data and not noised."""
-
-    blocks: tuple[BlockRelease, ...]
+from shuffled_dpsgd.core.plan import PrivacyPlan
 
 
 class SumFrame(Protocol):
@@ -65,8 +34,9 @@ class SumFrame(Protocol):
 class Mechanism(Protocol):
     """Turns sums of clipped gradients into a private gradient, in place.
 
-    `watch` is called twice with the sums and the stds: before the noise is added, with everything
-    clipped, and after it.
+    Returns the norm of each block's sum before its batch clip. It is computed from private data and
+    not noised, and lies on the device, which need not be waited for. `watch` is called twice with
+    the sums and the stds: before the noise is added, with everything clipped, and after it.
     """
 
     def privatize(
@@ -76,7 +46,7 @@ class Mechanism(Protocol):
         key: bytes,
         frame: SumFrame | None = None,
         watch: NoiseWatch | None = None,
-    ) -> Release: ...
+    ) -> dict[str, torch.Tensor]: ...
 
 
 class NoiseWatch(Protocol):
@@ -122,16 +92,22 @@ class ShuffledGaussianMechanism:
         key: bytes,
         frame: SumFrame | None = None,
         watch: NoiseWatch | None = None,
-    ) -> Release:
+    ) -> dict[str, torch.Tensor]:
         """Make `sums` private in place, with noise from `key`."""
         plan = self._plan
         norms = torch.stack([joint_norm(sums[n] for n in b.parameters) for b in plan.blocks])
         if self._total is not None:
             norms = self._total(norms.square()).sqrt()
-        released = [
-            self._clip(block, [sums[name] for name in block.parameters], norm)
-            for block, norm in zip(plan.blocks, norms, strict=True)
-        ]
+        before: dict[str, torch.Tensor] = {}
+        for block, norm in zip(plan.blocks, norms, strict=True):
+            before[block.name] = norm
+            if block.batch_clip_norm is not None:
+                # On the device, so that it need not be waited for. Times one changes no bit.
+                factor = torch.where(
+                    norm > block.batch_clip_norm, block.batch_clip_norm / norm, 1.0
+                )
+                for name in block.parameters:
+                    sums[name].mul_(factor.to(sums[name].dtype))
         stds = {n: b.noise_std(plan.clip_norm) for b in plan.blocks for n in b.parameters}
         stds = {name: stds[name] for name in sums}
         places = number(sums) if self._places is None else self._places
@@ -145,22 +121,7 @@ class ShuffledGaussianMechanism:
             watch.after_noise(sums, stds=stds, key=key, places=places, divide_by=divide_by)
         if frame is not None:
             frame.leave(sums)
-        return Release(blocks=tuple(released))
-
-    def _clip(
-        self, block: NoiseBlock, tensors: list[torch.Tensor], norm: torch.Tensor
-    ) -> BlockRelease:
-        if block.batch_clip_norm is not None and tensors:
-            # On the device, so that it need not be waited for. Multiplying by one changes no bit.
-            factor = torch.where(norm > block.batch_clip_norm, block.batch_clip_norm / norm, 1.0)
-            for tensor in tensors:
-                tensor.mul_(factor.to(tensor.dtype))
-        return BlockRelease(
-            name=block.name,
-            norm_on_device=norm,
-            batch_clip_norm=block.batch_clip_norm,
-            noise_norm=block.noise_std(self._plan.clip_norm) * math.sqrt(block.dimension),
-        )
+        return before
 
 
 def joint_norm(tensors: Iterable[torch.Tensor]) -> torch.Tensor:

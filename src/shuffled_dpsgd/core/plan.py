@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from shuffled_dpsgd.core.claim import Adjacency, PrivacyClaim
@@ -23,6 +23,7 @@ Sampling = Literal["poisson", "unaccounted"]
 LossReduction = Literal["sum", "mean"]
 NoiseFrame = Literal["shuffled", "unshuffled"]
 BlockName = Literal["shuffled", "rest"]
+ONE_UNIT = "an example is a unit: all of the records that share an id, and no others"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +48,9 @@ class PrivacyPlan:
     Fields named like an option of `PrivacyOptions` hold its value. `epsilon` is the target the
     noise was calibrated to, or None when the noise was given. With `falls_back`, Algorithm 1 found
     that shuffling would need more noise, and the run is plain DP-SGD.
+
+    With `records_per_unit`, whoever is drawn and protected has several records (a unit): sizes and
+    probabilities count units, and of a unit that is drawn so many records take part at most.
     """
 
     dataset_size: int
@@ -67,6 +71,7 @@ class PrivacyPlan:
     loss_reduction: LossReduction = "sum"
     noise_frame: NoiseFrame = "shuffled"
     seed: int | None = None
+    records_per_unit: int | None = None
     falls_back: bool = False
 
     @property
@@ -120,7 +125,10 @@ class PrivacyPlan:
         # Here, because options import this file and must stay light.
         from shuffled_dpsgd.core.certified import certified_claim
 
-        return certified_claim(**self.mechanism(steps).to_json(), delta=self.delta)
+        claim = certified_claim(**self.mechanism(steps).to_json(), delta=self.delta)
+        if self.records_per_unit:
+            claim = replace(claim, assumptions=(*claim.assumptions, ONE_UNIT))
+        return claim
 
     def mechanism(self, num_steps: int | None = None) -> SampledGaussian:
         """What `num_steps` releases (all of them by default) are priced as."""

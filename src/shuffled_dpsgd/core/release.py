@@ -20,7 +20,7 @@ import torch
 
 from shuffled_dpsgd.core.clip import ClippedSums
 from shuffled_dpsgd.core.ledger import ReleaseLedger, fingerprint
-from shuffled_dpsgd.core.mechanism import Mechanism, NoiseWatch, Release, SumFrame, joint_norm
+from shuffled_dpsgd.core.mechanism import Mechanism, NoiseWatch, SumFrame, joint_norm
 from shuffled_dpsgd.core.noise import Place, sketch
 from shuffled_dpsgd.core.referee import FIRST_STEPS, Checks
 from shuffled_dpsgd.core.streams import RandomStreams
@@ -122,8 +122,10 @@ class Door:
         ledger: ReleaseLedger,
         mechanism: Mechanism,
         frame: SumFrame | None = None,
-    ) -> Release:
+    ) -> Tensors:
         """Make the inspected sums private, over `count` records of all processes, and update.
+
+        Returns what the mechanism does: norms that are not private.
 
         Raises:
             RefereeError: nobody has looked at these sums, or their total or their noise is wrong.
@@ -143,7 +145,7 @@ class Door:
         with self._timed("ledger"):
             key = self._record(sums, step, ledger)
         with self._timed("noise"):
-            release = mechanism.privatize(sums, key=key, frame=frame, watch=referee)
+            norms = mechanism.privatize(sums, key=key, frame=frame, watch=referee)
         del key
         if self._exchange is not None:
             with self._timed("exchange"):
@@ -151,7 +153,7 @@ class Door:
         with self._timed("update"):
             self._update(sums)
         referee.begin_step()
-        return release
+        return norms
 
     def _reduced(self, exchange: Exchange, sums: Tensors, norm: float, step: int) -> Tensors:
         """This process's share of the total; refuses shares that are not shares of these sums.

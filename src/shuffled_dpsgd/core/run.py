@@ -22,7 +22,7 @@ from shuffled_dpsgd.core.noise import GaussianNoise
 from shuffled_dpsgd.core.plan import NoiseBlock, PrivacyPlan
 from shuffled_dpsgd.core.referee import Referee
 from shuffled_dpsgd.core.release import Door
-from shuffled_dpsgd.core.sampler import PoissonSampler
+from shuffled_dpsgd.core.sampler import PoissonSampler, some_of
 from shuffled_dpsgd.core.streams import RandomStreams
 from shuffled_dpsgd.errors import InvalidArgumentError
 
@@ -40,7 +40,8 @@ def train(
     """Train `model` on `data` under `plan` and return the card.
 
     `loss(model, record)` is the scalar loss of one record, which nothing else may influence.
-    `after_update(step)` is called after every update; it sees no record.
+    `after_update(step)` is called after every update; it sees no record. Under a plan of several
+    records per unit, `data` has for every unit the sequence of its records.
 
     >>> _ = torch.manual_seed(0)
     >>> model = nn.Linear(2, 1)
@@ -77,7 +78,12 @@ def train(
         drawn = sampler.indices(step).tolist()
         engine.reset()
         for index in drawn:
-            engine.add(loss(model, data[index]))
+            if plan.records_per_unit:
+                key = streams.key("sampling", step, 1 + index)
+                chosen = some_of(range(len(data[index])), plan.records_per_unit, key)
+                engine.add(torch.stack([loss(model, data[index][i]) for i in chosen]).mean())
+            else:
+                engine.add(loss(model, data[index]))
         door.inspect(engine, referee, step=step, drawn=len(drawn))
         door.release(
             step=step, count=len(drawn), referee=referee, ledger=ledger, mechanism=mechanism

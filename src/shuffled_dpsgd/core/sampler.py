@@ -13,6 +13,7 @@ is geometric, P(gap ≥ k) = (1 − q)^k, and gaps are independent. With U unifo
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
@@ -20,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 
 from shuffled_dpsgd.core.events import check_sampling
-from shuffled_dpsgd.core.streams import RandomStreams, words
+from shuffled_dpsgd.core.streams import RandomStreams, uniform_keys, words
 from shuffled_dpsgd.errors import InvalidArgumentError
 
 
@@ -81,6 +82,19 @@ class PoissonSampler:
             count *= 2
             found = _places(key, count, prob, size)
         return torch.from_numpy(found)
+
+
+def some_of(records: Sequence[int], at_most: int, key: bytes) -> list[int]:
+    """At most so many of a unit's own records, every choice of so many being equally likely.
+
+    The mean of their gradients is clipped once. So a unit moves the sum by one clip norm, however
+    many records it has: they and fresh random numbers decide which ones, and nobody else's do.
+
+    >>> len(some_of(range(5), 3, bytes(32))), some_of([7], 3, bytes(32))
+    (3, [7])
+    """
+    order = np.argsort(uniform_keys(key, len(records)))
+    return [records[place] for place in order[:at_most]]
 
 
 def _places(key: bytes, count: int, prob: float, size: int) -> NDArray[np.int64]:

@@ -69,6 +69,7 @@ from shuffled_dpsgd.training import (
 from shuffled_dpsgd.training.adapters import check_adapters
 from shuffled_dpsgd.training.drawn_batches import BatchStream
 from shuffled_dpsgd.training.planning import large_delta
+from shuffled_dpsgd.training.units import Units, units_of
 
 LossFunction = Callable[[Any, torch.Tensor], torch.Tensor]
 
@@ -308,8 +309,9 @@ class DPTrainer(Trainer):
         steps = args.max_steps
         if steps <= 0:
             steps = math.ceil(args.num_train_epochs * self._steps_per_epoch())
+        units = self._units()
         given = options_in(self.privacy) | {
-            "dataset_size": size_of_data(self.train_dataset),
+            "dataset_size": size_of_data(self.train_dataset) if units is None else len(units),
             "expected_batch_size": self._expected_batch_size,
             "num_steps": steps,
             "seed": self.privacy.noise_seed,
@@ -317,11 +319,19 @@ class DPTrainer(Trainer):
             "ledger_path": ledger,
         }
         private = assemble(self.model, optimizer, PrivacyOptions(**given))
+        # The column that tells may be one that the model does not take.
+        private.units = units
         warning = large_delta(private.plan)
         if warning is not None:
             warnings.warn(warning, UserWarning, stacklevel=2)
         private.use_loss(self._losses_of_batch)
         return private
+
+    def _units(self) -> Units | None:
+        """Whose the records are, by the column that `privacy` names."""
+        if self.privacy.records_per_unit is None:
+            return None
+        return units_of(self.train_dataset, self.privacy.unit)
 
     def _losses_of_batch(self, model: nn.Module, batch: Any) -> torch.Tensor:
         """The losses as `training_step` computes them.
@@ -349,7 +359,9 @@ class DPTrainer(Trainer):
         return self._remove_unused_columns(data, description="training")
 
     def _steps_per_epoch(self) -> int:
-        return math.ceil(size_of_data(self.train_dataset) / self._expected_batch_size)
+        units = self._units()
+        size = size_of_data(self.train_dataset) if units is None else len(units)
+        return math.ceil(size / self._expected_batch_size)
 
     def _training_data(self) -> tuple[Any, Callable[[list[Any]], Any]]:
         """Data and collator with the columns the model does not take removed; made once."""

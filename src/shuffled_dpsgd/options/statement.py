@@ -11,7 +11,7 @@ Each class validates its values when an object is made, before data or model are
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cache
 from pathlib import Path
@@ -43,6 +43,12 @@ def _option(default: Any, text: str) -> Any:
 
 
 # ruff: noqa: RUF009 (`_option` is `field`)
+
+_UNIT = (
+    "What one row of the data is, such as patient, document or window of 512 tokens: what every "
+    "claim is about. row: not stated. With records_per_unit, the column of the data that says "
+    "whose each record is, or the ids themselves, one for each record."
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,10 +117,11 @@ class Budget:
         "File that counts every run on the same records and refuses one too many; made by "
         "shuffled-dpsgd budget new.",
     )
-    unit: str = _option(
-        "row",
-        "What one row of the data is, such as patient, document or window of 512 tokens: what "
-        "every claim is about. row: not stated.",
+    unit: str = _option("row", _UNIT)
+    records_per_unit: int | None = _option(
+        None,
+        "Protect all of a unit's records together: units are drawn, dataset_size and "
+        "expected_batch_size count them, and so many records of each take part at most.",
     )
 
     def __post_init__(self) -> None:
@@ -151,6 +158,7 @@ class PrivacyOptions(Budget, Schedule):
     """Everything that can be asked of a private run."""
 
     dataset_size: int = field(metadata=_help("N, the number of training records."))
+    unit: str | Sequence[Hashable] = _option("row", _UNIT)  # type: ignore[assignment]
     clip: Clip = _option(
         "flat",
         "How a sample is clipped: flat, automatic, per-layer, or none, which allows no claim.",

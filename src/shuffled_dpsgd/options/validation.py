@@ -67,8 +67,26 @@ def check_budget(budget: Budget) -> None:
         "under so much noise nothing is learned, and no accountant is exact; leave the records "
         "out instead",
     )
-    named = isinstance(budget.unit, str) and budget.unit.strip()
-    _demand(named, "unit", "a name for what one row is, such as patient", budget.unit)
+    if isinstance(budget.unit, str):
+        expected = "a name for what one row is, such as patient"
+        _demand(budget.unit.strip(), "unit", expected, budget.unit)
+    else:
+        ids = "a name for what one row is, unless records_per_unit goes with it"
+        _demand(budget.records_per_unit is not None, "unit", ids, type(budget.unit).__name__)
+    if budget.records_per_unit is not None:
+        _check_positive_integer("records_per_unit", budget.records_per_unit)
+        _demand(
+            budget.budget is None,
+            "budget",
+            "nothing with records_per_unit: the file counts runs on rows, not on units",
+            budget.budget,
+        )
+        if budget.unit == "row" or budget.method == "opacus":
+            raise _clash(
+                "records_per_unit",
+                "unit='row'" if budget.unit == "row" else "method='opacus'",
+                "unit= the column or the list that says whose a record is, and our own engine",
+            )
     _demand(
         math.isfinite(budget.clip_norm) or noise == 0.0,
         "clip_norm",
@@ -134,6 +152,14 @@ def check_together(options: PrivacyOptions) -> None:
         if options.clip != "flat" or options.accounting == "paper" or options.clip_norm == math.inf:
             wanted = "clip='flat' at a finite clip_norm, and accounting='certified' or 'rdp'"
             raise _clash("clip_quantile", (options.clip, options.accounting), wanted)
+    if options.records_per_unit and (
+        options.sampling != "poisson" or options.loss_reduction != "sum"
+    ):
+        raise _clash(
+            "records_per_unit",
+            f"sampling={options.sampling!r}, loss_reduction={options.loss_reduction!r}",
+            "sampling='poisson' and one loss for each record",
+        )
     if options.seed is not None and options.secure:
         raise _clash("secure=True", "seed", "one of them: a seed lets its holder remove the noise")
     _demand(

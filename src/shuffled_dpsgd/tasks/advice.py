@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from shuffled_dpsgd.accounting import PrivacyClaim
+from shuffled_dpsgd.accounting import PrivacyClaim, UnitComparison
 from shuffled_dpsgd.core.plan import PrivacyPlan
 from shuffled_dpsgd.models import build_model
 from shuffled_dpsgd.options import PrivacyOptions, options_in
@@ -117,6 +117,7 @@ class Advice:
     clip_norm: float | None = None
     learning_rate: float | None = None
     preview: Preview | None = None
+    units: UnitComparison | None = None
 
     @property
     def simpler(self) -> Simpler | None:
@@ -142,6 +143,7 @@ class Advice:
             "other_batches": [other.to_json() for other in self.batches],
             "twice_as_long": None if self.twice_as_long is None else self.twice_as_long.to_json(),
             "needed_alone": asdict(self.needs),
+            "units": None if self.units is None else self.units.to_json(),
             "simpler_model": None if self.simpler is None else self.simpler.to_json(),
             "suggested": {
                 "expected_batch_size": self.batch.expected_batch_size,
@@ -162,7 +164,7 @@ def advise_run(config: RunConfig) -> Advice:
     """Advice on a run as its configuration has it; loads its data and its model, trains nothing."""
     task = build_task(config)
     model = task.model.to(chosen_device(config.training.device))
-    private = start_private(config, model, dataset_size=len(task.train_data))
+    private = start_private(config, model, dataset_size=task.dataset_size, units=task.units)
     plan = private.plan
     private.close()
     found = _advice_on(_preview(plan, model, config))

@@ -126,7 +126,8 @@ def prepare(
         private = start_private(
             config,
             model,
-            dataset_size=len(task.train_data),
+            dataset_size=task.dataset_size,
+            units=task.units,
             ledger_path=directory / LEDGER_FILE,
         )
         if not resume:

@@ -14,15 +14,32 @@ from shuffled_dpsgd.options import PrivacyOptions, options_in
 from shuffled_dpsgd.tasks.config import OptimizerConfig, RunConfig
 from shuffled_dpsgd.training import assemble
 from shuffled_dpsgd.training.private import PrivateTraining
+from shuffled_dpsgd.training.units import Units
 
 # May differ between machines. The contents of the folders are compared when they are loaded.
 _OF_A_MACHINE = ("data.path", "model.name", "training.device", "training.num_threads")
 
 
 def start_private(
-    config: RunConfig, model: nn.Module, *, dataset_size: int, ledger_path: Path | None = None
+    config: RunConfig,
+    model: nn.Module,
+    *,
+    dataset_size: int,
+    ledger_path: Path | None = None,
+    units: Units | None = None,
 ) -> PrivateTraining:
-    """Move `model` to the configured device, build its optimizer and calibrate its noise."""
+    """Move `model` to the configured device, build its optimizer and calibrate its noise.
+
+    `units` says whose the records are, where several of a unit may take part.
+    """
+    if config.privacy.records_per_unit and units is None:
+        raise InvalidArgumentError(
+            "privacy.records_per_unit",
+            expected="nothing for this task or audit, whose records are units of their own",
+            got=config.privacy.records_per_unit,
+            remedy='task = "text-classification" reads whose a record is, and make_private takes '
+            "it for any loop of yours",
+        )
     model.to(chosen_device(config.training.device))
     options = PrivacyOptions(
         **options_in(config.privacy),
@@ -33,6 +50,7 @@ def start_private(
     )
     config.optimizer.check_length(options.steps())
     private = assemble(model, build_optimizer(model, config.optimizer), options)
+    private.units = units
     private.history.tells = False  # Commands that start several runs say so themselves.
     return private
 

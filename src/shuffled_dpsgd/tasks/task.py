@@ -11,6 +11,7 @@ from torch import nn
 
 from shuffled_dpsgd.training.data import MapStyle
 from shuffled_dpsgd.training.loop import Augment
+from shuffled_dpsgd.training.units import Units
 
 if TYPE_CHECKING:
     from shuffled_dpsgd.tasks.config import RunConfig
@@ -39,7 +40,7 @@ class Task:
     samples; None is torch's default. `augment(batch, generator)` changes a batch before `losses`
     is called. `save_assets` writes what belongs beside the weights, such as a tokenizer, into a
     folder. `evaluate_texts` generates texts and scores them. `fresh_model(seed)` builds the model
-    again with other initial weights.
+    again with other initial weights. `units` says whose the training records are.
     """
 
     name: str
@@ -54,6 +55,12 @@ class Task:
     save_assets: Callable[[Any], None] | None = None
     evaluate_texts: Callable[[nn.Module], dict[str, Any]] | None = None
     augment: Augment | None = None
+    units: Units | None = None
+
+    @property
+    def dataset_size(self) -> int:
+        """How many may be drawn: records, or units."""
+        return len(self.train_data) if self.units is None else len(self.units)
 
     def evaluate(self, model: nn.Module) -> Evaluation:
         """What `model` scores on the first held-out split."""

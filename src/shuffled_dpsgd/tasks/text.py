@@ -50,6 +50,7 @@ from shuffled_dpsgd.tasks.tokens import (
     ids_of,
     load_tokenizer,
 )
+from shuffled_dpsgd.training.units import Units
 
 _LARGEST_EXPONENT = 700.0
 
@@ -59,7 +60,8 @@ def build_classification(config: RunConfig) -> Task:
     data = config.data
     require_task(data, "text-classification")
     num_labels = stated_classes(data)
-    splits = read_texts(data, num_labels)
+    unit = config.privacy.unit if config.privacy.records_per_unit else None
+    splits = read_texts(data, num_labels, unit)
     check_sizes(splits, batch=config.training.expected_batch_size)
 
     def fresh_model(seed: int) -> nn.Module:
@@ -82,6 +84,7 @@ def build_classification(config: RunConfig) -> Task:
         fresh_model=fresh_model,
         collate=TokenCollate(pad_id=tokenizer.pad_id, labels=class_labels),
         save_assets=tokenizer.save,
+        units=None if unit is None else Units(each.unit for each in splits.train),
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shuffled_dpsgd.core.ledger import Ledger
-from shuffled_dpsgd.core.mechanism import Mechanism, Release, ShuffledGaussianMechanism
+from shuffled_dpsgd.core.mechanism import Mechanism, ShuffledGaussianMechanism
 from shuffled_dpsgd.core.noise import GaussianNoise
 from shuffled_dpsgd.core.plan import NoiseBlock, PrivacyPlan
 from shuffled_dpsgd.core.sampler import PoissonSampler, Sampler
@@ -16,7 +16,7 @@ from shuffled_dpsgd.training.checkpoint import load_checkpoint, save_checkpoint
 from shuffled_dpsgd.training.checkpoint_folder import find_checkpoints, latest_checkpoint
 from shuffled_dpsgd.training.data import Batch
 from shuffled_dpsgd.training.loop import LoopSettings, Outcome, Progress, train
-from shuffled_dpsgd.training.metrics import StepMetrics
+from shuffled_dpsgd.training.metrics import Release, StepMetrics
 from shuffled_dpsgd.training.physical import find_physical_batch_size
 from shuffled_dpsgd.training.planning import make_plan
 from shuffled_dpsgd.training.private import PrivateTraining

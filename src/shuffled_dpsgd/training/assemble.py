@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -43,9 +43,11 @@ from shuffled_dpsgd.training.moving_clip import gradient_clip
 from shuffled_dpsgd.training.optimizers import check_optimizer, check_parameters, check_precision
 from shuffled_dpsgd.training.planning import large_delta, make_plan
 from shuffled_dpsgd.training.private import PrivateTraining
+from shuffled_dpsgd.training.rows import DEFAULT_UNIT
 from shuffled_dpsgd.training.shared_ledger import SharedLedger
 from shuffled_dpsgd.training.succession import close_predecessors, remember_run
 from shuffled_dpsgd.training.symmetries import usable_symmetries
+from shuffled_dpsgd.training.units import Units
 
 if TYPE_CHECKING:
     from shuffled_dpsgd.distributed.sharding import ShardedModel
@@ -88,7 +90,8 @@ def make_private(
     physical_batch_size: int | None = None,
     ledger_path: str | Path | None = None,
     budget: str | None = None,
-    unit: str = "row",
+    unit: str | Sequence[Hashable] = "row",
+    records_per_unit: int | None = None,
 ) -> PrivateTraining:
     """Plan a private run of `model` with `optimizer`; neither changes type, name or shape.
 
@@ -149,7 +152,10 @@ def make_private(
         budget: File that counts every run on the same records and refuses one too many; made by
             shuffled-dpsgd budget new.
         unit: What one row of the data is, such as patient, document or window of 512 tokens: what
-            every claim is about. row: not stated.
+            every claim is about. row: not stated. With records_per_unit, the column of the data
+            that says whose each record is, or the ids themselves, one for each record.
+        records_per_unit: Protect all of a unit's records together: units are drawn, dataset_size
+            and expected_batch_size count them, and so many records of each take part at most.
     """
     # All of them, by name: a parameter that is not passed on by hand cannot be forgotten.
     options = dict(locals())
@@ -218,13 +224,36 @@ def assemble(
         exchange=exchange,
         sharding=sharding,
         check_rate=options.check_rate,
-        unit=options.unit,
+        unit=options.unit if isinstance(options.unit, str) else DEFAULT_UNIT,
+        units=_units(options, compiled=inner is not model, sharded=sharding is not None),
         budget=options.budget,
     )
     if options.loss is not None:
         private.use_loss(options.loss)
     remember_run(private)
     return private
+
+
+def _units(options: PrivacyOptions, *, compiled: bool, sharded: bool) -> Units | None:
+    """The units that the options name one by one; refuses what units do not go with."""
+    if options.records_per_unit is None:
+        return None
+    for is_so, got in ((compiled, "torch.compile of it"), (sharded, "fully_shard of it")):
+        if is_so:
+            raise InvalidArgumentError(
+                "model", expected="the model itself, as a unit has several records", got=got
+            )
+    if isinstance(options.unit, str):
+        return None
+    found = Units(options.unit)
+    if len(found) != options.dataset_size:
+        raise InvalidArgumentError(
+            "dataset_size",
+            expected=f"the number of units, {len(found)}",
+            got=options.dataset_size,
+            remedy="dataset_size and expected_batch_size count units where units are drawn",
+        )
+    return found
 
 
 def _check_kinds(model: Any, optimizer: Any) -> None:

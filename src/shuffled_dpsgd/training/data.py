@@ -81,13 +81,18 @@ class PhysicalBatch:
 
     @property
     def rows(self) -> int:
-        """How many samples are in it."""
+        """How many rows it has, one for each record."""
         return len(self.part.records)
 
     @property
     def size(self) -> int:
-        """How many of them count: the first ones. The others only pad the batch."""
+        """How many samples count: the first ones. The others only pad the batch."""
         return self.part.counted
+
+    @property
+    def padded(self) -> bool:
+        """Whether some samples do not count."""
+        return self.size < self.part.samples
 
 
 @runtime_checkable
@@ -107,11 +112,13 @@ def physical_batches(
     *,
     layout: Layout,
     collate: Callable[[list[Any]], Any] | None = None,
+    rows_of: Callable[[Part, int], Part] = lambda part, step: part,
     **loading: Any,
 ) -> Iterator[PhysicalBatch]:
     """Load logical batches in the parts of a layout, in order, none skipped.
 
-    `loading` goes to torch's `DataLoader`.
+    `rows_of(part, step)` puts records in the place of the units that a part names. `loading` goes
+    to torch's `DataLoader`.
     """
     waiting: deque[PhysicalBatch] = deque()
 
@@ -121,7 +128,8 @@ def physical_batches(
             if batch.filler is not None:
                 idle = Part(records=(batch.filler,), counted=0)
                 parts = [*parts, *[idle] * (batch.num_parts - len(parts))]
-            for number, part in enumerate(parts, start=1):
+            for number, named in enumerate(parts, start=1):
+                part = rows_of(named, batch.step)
                 last = number == len(parts)
                 waiting.append(PhysicalBatch(step=batch.step, part=part, completes=last))
                 yield part

@@ -7,7 +7,7 @@ memory.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from shuffled_dpsgd.errors import BudgetExhaustedError, InvalidArgumentError
@@ -25,7 +25,7 @@ from shuffled_dpsgd.training.global_randomness import loader_generator
 from shuffled_dpsgd.training.guards import check_count, check_records
 from shuffled_dpsgd.training.label_check import warn_of_labels
 from shuffled_dpsgd.training.launch_check import compare_records
-from shuffled_dpsgd.training.layout import Layout, lengths_of
+from shuffled_dpsgd.training.layout import Layout, Part, lengths_of
 from shuffled_dpsgd.training.meeting import Meeting
 from shuffled_dpsgd.training.rows import survey, warn_of_repeats
 
@@ -147,9 +147,9 @@ class DrawnBatches:
         key = run.physical_batch_size, pad_batches
         if self._layout is None or self._layout[0] is not data or self._layout[1] != key:
             layout = Layout(
-                batch_size=run.physical_batch_size,
+                batch_size=max(1, run.physical_batch_size // (run.plan.records_per_unit or 1)),
                 expected=math.ceil(run.plan.expected_batch_size / run.world.size),
-                lengths=lengths_of(data),
+                lengths=self._lengths(data),
                 pads=pad_batches,
                 device=run.device.type,
                 max_length=getattr(
@@ -158,6 +158,11 @@ class DrawnBatches:
             )
             self._layout = data, key, layout
         return self._layout[2]
+
+    def _lengths(self, data: MapStyle) -> Sequence[int] | None:
+        """The lengths of what is drawn: records, or units."""
+        units, lengths = self._run.units, lengths_of(data)
+        return lengths if units is None else units.lengths(lengths)
 
     def pause(self) -> None:
         """End the present loop after this step."""
@@ -183,14 +188,17 @@ class DrawnBatches:
                 got=run.plan.sampling,
                 remedy="feed your own batches inside `with private:`, or plan Poisson sampling",
             )
-        check_records(data, dataset_size=run.plan.dataset_size)
+        units = run.find_units(data)
+        size = run.plan.dataset_size if units is None else units.num_records
+        check_records(data, dataset_size=size)
         if self._compared is not data:
             self._compared_in = None
             self._compare(data, run.steps_taken)
             with run.clock.part("checks"):
                 run.rows = survey(data)
                 run.history.begin(data, run.rows.identity)
-                warn_of_repeats(run.plan, run.rows)
+                if units is None:
+                    warn_of_repeats(run.plan, run.rows)
                 warn_of_labels(run.model, run.rows)
             self._compared = data
         if run.finished:
@@ -227,7 +235,9 @@ class DrawnBatches:
         with run:
             run.discard()
             generator = loader_generator(run.streams, "loader", run.steps_taken)
-            loaded = physical_batches(data, logical, layout=layout, generator=generator, **loading)
+            loaded = physical_batches(
+                data, logical, layout=layout, generator=generator, rows_of=self._rows_of, **loading
+            )
             loaded = loaded_ahead(loaded) if ahead else loaded
             try:
                 while not self._pausing and (part := self._next(loaded)) is not None:
@@ -267,6 +277,14 @@ class DrawnBatches:
             return LogicalBatch(step=step, indices=part)
         most = self._meeting.most_parts(drawn, lambda indices: len(layout.parts(indices)))
         return LogicalBatch(step=step, indices=part, num_parts=most, filler=drawn[0])
+
+    def _rows_of(self, part: Part, step: int) -> Part:
+        """The records of the units that a part names."""
+        run, units = self._run, self._run.units
+        most = run.plan.records_per_unit
+        if units is None or most is None:
+            return part
+        return units.rows(part, step, at_most=most, streams=run.streams)
 
     def _next(self, loaded: Iterator[PhysicalBatch]) -> PhysicalBatch | None:
         with self._run.clock.part("data"):

@@ -30,12 +30,20 @@ _ENDS = (64, 128)
 class Part:
     """One physical batch: records to load, how many of them count, and the length to pad to.
 
-    The first `counted` ones count. `length` is None where it is the collate function's business.
+    The first `counted` samples count. `length` is None where it is the collate function's business.
+    Where units are drawn, a sample has `rows_per_sample` records, each with its weight in the mean.
     """
 
     records: tuple[int, ...]
     counted: int
     length: int | None = None
+    rows_per_sample: int = 1
+    weights: tuple[float, ...] = ()
+
+    @property
+    def samples(self) -> int:
+        """How many samples the records make."""
+        return len(self.records) // self.rows_per_sample
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,14 +6,15 @@ holds the data, and publishing them is not covered by any epsilon.
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from shuffled_dpsgd.core.mechanism import Release
+from shuffled_dpsgd.core.plan import PrivacyPlan
 from shuffled_dpsgd.errors import InvalidArgumentError
 
 
@@ -41,6 +42,49 @@ class Unnoised(float):
 
 def _unnoised(value: float | None) -> Unnoised | None:
     return None if value is None else Unnoised(value)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockRelease:
+    """What one block went through: norm of its sum before and after the batch clip, and noise."""
+
+    name: str
+    norm_on_device: torch.Tensor
+    batch_clip_norm: float | None
+    noise_norm: float
+
+    @functools.cached_property
+    def sum_norm(self) -> float:
+        """Norm of the block's sum; waits for the device, so it is read only where asked for."""
+        return float(self.norm_on_device)
+
+    @property
+    def batch_clip_factor(self) -> float:
+        """What the batch clip multiplied the sum by."""
+        clip = self.batch_clip_norm
+        return 1.0 if clip is None or not self.sum_norm > clip else clip / self.sum_norm
+
+
+@dataclass(frozen=True, kw_only=True)
+class Release:
+    """The record of one release; its norms are computed from private data and not noised."""
+
+    blocks: tuple[BlockRelease, ...]
+
+    @classmethod
+    def of(cls, plan: PrivacyPlan, norms: Mapping[str, torch.Tensor]) -> Release:
+        """What a mechanism of this plan did to blocks of these norms."""
+        return cls(
+            blocks=tuple(
+                BlockRelease(
+                    name=block.name,
+                    norm_on_device=norms[block.name],
+                    batch_clip_norm=block.batch_clip_norm,
+                    noise_norm=block.noise_std(plan.clip_norm) * math.sqrt(block.dimension),
+                )
+                for block in plan.blocks
+            )
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -113,4 +113,4 @@ class NeighbourTests:
     def _try_loss(self, loss: LossExchange, drawn: PhysicalBatch, batch: Any) -> None:
         if self._loader is not None and drawn.size and self._run.ledger.spent == 0:
             loss.check_padding(self._loader.some_samples(drawn.part), self._loader.collate)
-        loss.check(batch, drawn.rows, drawn.size)
+        loss.check(batch, drawn.rows, drawn.size * drawn.part.rows_per_sample)

@@ -38,6 +38,13 @@ def find_physical_batch_size(
             remedy="ranks that run out of memory at different moments would wait for each other: "
             "set physical_batch_size, the same on all ranks",
         )
+    if private.plan.records_per_unit:
+        raise InvalidArgumentError(
+            "physical_batch",
+            expected="'as-planned' where units are drawn",
+            got="a search for one that fits",
+            remedy="set physical_batch_size, in records",
+        )
     size = min(start or private.plan.expected_batch_size, len(data))
     lengths = lengths_of(data)
     order = range(len(data))

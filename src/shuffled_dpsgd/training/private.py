@@ -52,13 +52,20 @@ from shuffled_dpsgd.training.guards import (
 )
 from shuffled_dpsgd.training.layout import Layout
 from shuffled_dpsgd.training.meeting import Meeting
-from shuffled_dpsgd.training.metrics import LossMeter, StepMetrics, describe_step
+from shuffled_dpsgd.training.metrics import LossMeter, Release, StepMetrics, describe_step
 from shuffled_dpsgd.training.moving_clip import MovingClip, gradient_clip
 from shuffled_dpsgd.training.neighbours import NeighbourTests
 from shuffled_dpsgd.training.released_weights import SaveWatch, describe_weights
 from shuffled_dpsgd.training.rows import DEFAULT_UNIT, Survey, describe_unit
 from shuffled_dpsgd.training.shuffling import PermutedFrame, Shuffling
 from shuffled_dpsgd.training.succession import History
+from shuffled_dpsgd.training.units import (
+    UnitRows,
+    Units,
+    by_unit,
+    refuse_shared_column,
+    units_of,
+)
 from shuffled_dpsgd.training.update import GuardedOptimizer
 from shuffled_dpsgd.training.watches import ModelWatch
 
@@ -92,6 +99,7 @@ class PrivateTraining:
         sharding: ShardedModel | None = None,
         check_rate: float = DEFAULT_RATE,
         unit: str = DEFAULT_UNIT,
+        units: Units | None = None,
         budget: str | None = None,
     ) -> None:
         self.model = model
@@ -126,6 +134,7 @@ class PrivateTraining:
         self.resumed_without_ledger = False
         self.history = History(self, budget)
         self.unit = unit
+        self.units = units
         self.rows: Survey | None = None
         self.moving_clip = MovingClip(plan)
         self._check_time = getattr(engine, "check_time", None) or TimeShare()
@@ -166,6 +175,13 @@ class PrivateTraining:
             take_empty_step=self._update,
             check=lambda drawn, batch: self._neighbours.check(drawn, batch),
         )
+        self._unit_rows: UnitRows | None = None
+        self._num_averaged = 0
+        if plan.records_per_unit:
+            engine.rows_per_sample = plan.records_per_unit
+            self._unit_rows = UnitRows(
+                model, plan.records_per_unit, self._rows_to_divide, self._is_checking
+            )
         self._neighbours = NeighbourTests(self, rate=check_rate, check_time=self._check_time)
         self.shuffling = Shuffling(
             model=model,
@@ -288,6 +304,27 @@ class PrivateTraining:
         """Whether `pad_batches` pays here: on a GPU, where shapes that come again are faster."""
         return self.device.type == "cuda" and self.plan.loss_reduction == "sum"
 
+    def find_units(self, data: MapStyle) -> Units | None:
+        """Whose records are whose, where units are drawn; read from the data if they say it.
+
+        Raises:
+            InvalidArgumentError: the plan is one of rows and the data have units, or the other way
+                round, or there are more or fewer units than the plan accounts for.
+        """
+        if not self.plan.records_per_unit:
+            refuse_shared_column(data, self.unit)
+            return None
+        if self.units is None:
+            self.units = units_of(data, self.unit)
+        if len(self.units) != self.plan.dataset_size:
+            raise InvalidArgumentError(
+                "data",
+                expected=f"records of the {self.plan.dataset_size} units the plan accounts for",
+                got=f"{len(self.units)} different ids",
+                remedy="dataset_size= is the number of units",
+            )
+        return self.units
+
     def layout(self, data: MapStyle, *, pad_batches: bool = False) -> Layout:
         """How logical batches of `data` are divided into physical ones."""
         return self._drawn.layout(data, pad_batches=pad_batches)
@@ -317,7 +354,10 @@ class PrivateTraining:
             self.engine.check_number(losses)
         elif self._witness is not None and self.ledger.spent == 0:
             refuse_foreign(losses, (), self._trainable)
-        if current is not None and (self._drawn.pads or current.size < current.rows):
+        if current is not None and current.part.weights:
+            losses, count = by_unit(losses, current.part), current.part.samples
+            self._num_averaged += current.size
+        if current is not None and (self._drawn.pads or current.padded):
             if current.size > 0:
                 self._losses.add(losses[: current.size], count=current.size, mean=False)
             losses = self.moving_clip.scaled(losses, current.size)
@@ -355,6 +395,12 @@ class PrivateTraining:
                     "sampling='unaccounted', which allows no claim",
                 )
             self._drawn.check_count(self.engine.sample_norms.numel())
+            if self._unit_rows is not None and self._num_averaged != self._drawn.num_drawn:
+                raise InvalidArgumentError(
+                    "backward",
+                    expected="private.backward(losses), which averages over the records of a unit",
+                    got="a backward of its own",
+                )
             if not self._drawn.current.completes:
                 return False
         self._update()
@@ -370,6 +416,7 @@ class PrivateTraining:
         self.referee.begin_step()
         self.moving_clip.forget()
         self._losses.reset()
+        self._num_averaged = 0
         self._drawn.forget()
         self.shuffling.forget()
 
@@ -473,7 +520,7 @@ class PrivateTraining:
         # A rank of a sharded run has its own rows only, so it has no digest of the whole.
         known = {} if self.is_sharded else self._released_as or {}
         card = replace(card, weights=known)
-        unit = describe_unit(self.plan, self.unit, self.rows)
+        unit = describe_unit(self.plan, self.unit, self.rows, self.units)
         return self.history.added_to(card).about(unit=unit)
 
     @property
@@ -518,6 +565,8 @@ class PrivateTraining:
             if self._witness is not None:
                 self._witness.listen()
             self.shuffling.listen()
+            if self._unit_rows is not None:
+                self._unit_rows.put_on()
         self._depth += 1
         return self
 
@@ -533,6 +582,8 @@ class PrivateTraining:
             self.world.tell_failure(error)
         self._depth -= 1
         if self._depth == 0:
+            if self._unit_rows is not None:
+                self._unit_rows.take_off()
             self.shuffling.stop_listening()
             if self._witness is not None:
                 self._witness.stop()
@@ -559,6 +610,10 @@ class PrivateTraining:
         return self.engine.is_checking
 
     def _rows_in_hand(self) -> int | None:
+        current = self._drawn.current
+        return None if current is None else current.part.samples
+
+    def _rows_to_divide(self) -> int | None:
         current = self._drawn.current
         return None if current is None else current.rows
 
@@ -587,7 +642,7 @@ class PrivateTraining:
         frame, level = self.shuffling.frame, self.moving_clip.level
         clip_norm = self.moving_clip.clip_norm
         self.history.enter()
-        release = self._door.release(
+        norms_of_blocks = self._door.release(
             step=step,
             count=norms.numel(),
             referee=self.referee,
@@ -601,7 +656,7 @@ class PrivateTraining:
             norms=self.last_sample_norms,
             clip_norm=clip_norm,
             loss=loss,
-            release=release,
+            release=Release.of(self.plan, norms_of_blocks),
         )
         self.steps_taken += 1
         self.history.note()

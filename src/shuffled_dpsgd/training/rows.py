@@ -28,6 +28,7 @@ from shuffled_dpsgd.core.plan import PrivacyPlan
 from shuffled_dpsgd.runtime.random_states import randomness_kept
 from shuffled_dpsgd.training.data import MapStyle, PartLoader
 from shuffled_dpsgd.training.record_digest import row_digest
+from shuffled_dpsgd.training.units import Units
 
 DEFAULT_UNIT = "row"
 # Of more rows nothing useful is left, and pricing takes long.
@@ -161,8 +162,17 @@ def _first_place(base: Any, bases: dict[int, tuple[int, Any]]) -> int:
     return bases.setdefault(id(base), (after, base))[0]
 
 
-def describe_unit(plan: PrivacyPlan, unit: str, survey: Survey | None) -> str:
+def describe_unit(
+    plan: PrivacyPlan, unit: str, survey: Survey | None, units: Units | None = None
+) -> str:
     """What the card says of the unit: its name, and the ε of the row that is there most often."""
+    if plan.records_per_unit:
+        found = "" if units is None else f", {units.num_records:,} records in all"
+        one = "one unit" if unit == DEFAULT_UNIT else f"one {unit}"
+        return (
+            f"{one}: all of its records together; {plan.dataset_size:,} of them{found}, "
+            f"{plan.records_per_unit} of one in a step at most"
+        )
     named = "one row" if unit == DEFAULT_UNIT else f"one {unit}, as stated: one row each"
     if survey is None:
         return named

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from shuffled_dpsgd.accounting.together import claim_together, runs_of
-from shuffled_dpsgd.core.card import NOT_COVERED, THREAT_MODEL, USE_ASSUMPTIONS
+from shuffled_dpsgd.core.card import NOT_COVERED, SEVERAL_ROWS, THREAT_MODEL, USE_ASSUMPTIONS
 from shuffled_dpsgd.core.claim import PrivacyClaim
 from shuffled_dpsgd.core.referee import Checks
 from shuffled_dpsgd.errors import CheckpointError
@@ -78,8 +78,9 @@ def card_from_json(data: Mapping[str, Any]) -> PrivacyCard:
 
 def _check_words(card: PrivacyCard) -> None:
     """The fixed words of every card are there."""
+    alone = () if "every unit joins" in card.sampler else (SEVERAL_ROWS,)
     for kept, words in (
-        (card.not_covered, NOT_COVERED),
+        (card.not_covered, (*NOT_COVERED, *alone)),
         (card.use_assumptions, USE_ASSUMPTIONS),
         ((card.threat_model,), (THREAT_MODEL,)),
     ):

@@ -69,6 +69,9 @@ def close_predecessors(model: torch.nn.Module, optimizer: torch.optim.Optimizer)
         )
 
 
+OTHER_UNITS = "of runs that draw units, no ε of several together is computed"
+
+
 def remember_run(run: PrivateTraining) -> None:
     """So that a successor can find it; nothing is kept alive."""
     _RUNS[id(run)] = run
@@ -168,6 +171,8 @@ class History:
             )
         card = replace(card, not_covered=(*card.not_covered, *notes))
         reasons = {why for each in same for why in each.plan.uncertifiable}
+        if same and any(plan.records_per_unit for plan in (self._own.plan, *_plans(same))):
+            reasons.add(OTHER_UNITS)
         if reasons and card.certified is not None:
             why = f"an earlier run on these weights had no claim: {'; '.join(sorted(reasons))}"
             return replace(
@@ -194,6 +199,8 @@ class History:
         others = [*self._earlier(), *beside]
         if self._own.plan.uncertifiable or any(each.plan.uncertifiable for each in others):
             return "not all of them have a certified ε"
+        if any(plan.records_per_unit for plan in (self._own.plan, *_plans(others))):
+            return OTHER_UNITS
         return f"{self._together(others, self._own.plan.num_steps).describe()} with this one"
 
     def _earlier(self) -> list[_Spent]:
@@ -227,3 +234,7 @@ class History:
             identity=self._identity(),
             releases=run.ledger.spent,
         )
+
+
+def _plans(runs: list[_Spent]) -> list[PrivacyPlan]:
+    return [each.plan for each in runs]

@@ -88,7 +88,8 @@ class CapturedBatch:
     own loss: the batch size under a mean, one under a sum. `calls` counts the calls that the
     forward made of each slot. `input_B` is the input of the model that `size` was read off.
     `has_losses` says that the backward is one of losses, one for each sample. Of a padded batch
-    only the first `counted` samples count, which `counts_B` marks.
+    only the first `counted` samples count, which `counts_B` marks. What all samples share is given
+    to each `rows_per_sample` times.
     """
 
     __slots__ = (
@@ -101,6 +102,7 @@ class CapturedBatch:
         "has_losses",
         "input_B",
         "phase",
+        "rows_per_sample",
         "scale",
         "settling",
         "size",
@@ -113,6 +115,7 @@ class CapturedBatch:
         self.input_B = input_B
         self.counted = size
         self.counts_B: Tensor | None = None
+        self.rows_per_sample = 1
         self.device = device
         self.scale = scale
         self.phase = Phase.ONLY

@@ -212,6 +212,8 @@ class Slot:
             if recorder.batch is not None and not torch.compiler.is_compiling():
                 self.refuse_other_rows(recorder.batch, len(x))
             size = 0 if batch is None else size_of(batch)
+            if batch is not None and len(x) == 1 < batch.rows_per_sample:
+                x = x.expand(size * batch.rows_per_sample, *x.shape[1:])
             if batch is None or len(x) in (1, size):
                 return self.forward(x)
             if size == 0 or len(x) % size != 0:

@@ -74,10 +74,17 @@ class EmbeddingSlot(Slot):
         """Rows of the table, one set per sample, with book-keeping in the backward."""
         batch = batch_of(self)
         size = size_of(batch)
-        if self.shared_by_batch or ids.dim() < 2 or ids.shape[0] != size:
+        # Positions that all rows share, where a sample has several: once for each row.
+        is_shared = self.shared_by_batch or (ids.dim() > 1 and ids.shape[0] == 1)
+        folds = batch.rows_per_sample > 1 and is_shared and not self.folded
+        if folds:
+            shared = ids if self.shared_by_batch else ids[0]
+            ids = shared.expand(size, batch.rows_per_sample, *shared.shape)
+        elif self.shared_by_batch or ids.dim() < 2 or ids.shape[0] != size:
             ids = self._over_batch(ids, size)
         weight, anchor = self.parameters["weight"], recorder_of(self).anchor
-        return cast(Tensor, EmbeddingFunction.apply(ids, weight, self, batch, anchor))
+        found = cast(Tensor, EmbeddingFunction.apply(ids, weight, self, batch, anchor))
+        return found.flatten(0, 1) if folds else found
 
     def _over_batch(self, ids: Tensor, size: int) -> Tensor:
         """Ids with the batch on axis 0, from ids that all samples share or that have few axes."""

@@ -29,6 +29,7 @@ class LabelledText(NamedTuple):
 
     texts: tuple[str, ...]
     label: int
+    unit: Any = None
 
 
 class Continuation(NamedTuple):
@@ -60,8 +61,10 @@ class Splits(Generic[Record]):
     heldout: Mapping[str, Record]
 
 
-def read_texts(data: DataConfig, num_labels: int) -> Splits[list[LabelledText]]:
-    """Texts or pairs of texts with their classes."""
+def read_texts(
+    data: DataConfig, num_labels: int, unit: str | None = None
+) -> Splits[list[LabelledText]]:
+    """Texts or pairs of texts with their classes, and what the column `unit` says."""
     facts = PUBLISHED.get(data.format)
     names = data.label_names if facts is None else facts.classes
     _check_columns(data, (1, 2), "one or two column names")
@@ -69,7 +72,8 @@ def read_texts(data: DataConfig, num_labels: int) -> Splits[list[LabelledText]]:
 
     def convert(row: Row, columns: Columns) -> LabelledText:
         *texts, label = columns
-        return LabelledText(tuple(map(row.text, texts)), row.label(label, num_labels, names))
+        owner = None if unit is None else row.cells.get(unit)
+        return LabelledText(tuple(map(row.text, texts)), row.label(label, num_labels, names), owner)
 
     return _splits(data, lambda split: source.read(split, convert), source.heldout)
 

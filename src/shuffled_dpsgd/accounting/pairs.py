@@ -166,7 +166,10 @@ def vector_pair(first: Sequence[float], second: Sequence[float]) -> Pair:
 
 
 def _one_odd(vector: Array) -> tuple[float, float] | None:
-    """(odd entry, the value of all others), or None; equal entries have no odd one."""
+    """(the entry that differs, the value of all others); None if several differ.
+
+    Where all are equal, both are that value.
+    """
     values, counts = np.unique(vector, return_counts=True)
     if values.size > 2 or (values.size == 2 and counts.min() > 1):
         return None

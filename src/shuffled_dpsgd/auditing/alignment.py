@@ -184,7 +184,7 @@ def realign(spec: PermutationSpec, known: Tensors, released: Tensors) -> Realign
 
 
 class ShuffleFollower:
-    """Where the shuffles of a seeded run have put things: in `true`, and as matching has `found`.
+    """Follows the shuffles of a seeded run: `true` is what they did, `found` what matching says.
 
     Both are None where nothing can move. `follow` is called after every update: the auditor draws
     the shuffle again from the run's own stream, the adversary matches the weights with the last.

@@ -96,7 +96,7 @@ class BatchChecks:
         self._test = ExchangeTest(model, random.Random(0))
         self._losses_checked = False
         self._outputs: Sequence[Tensor] = ()
-        # Decided before a forward; of the batch whose backward is over, waiting to be looked at.
+        # The batch that is watched: chosen before its forward, looked at after its backward.
         self._watched: _Watched | None = None
         self._compilers = ExitStack()
         self._forward_hook: RemovableHandle | None = None

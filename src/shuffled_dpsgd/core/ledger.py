@@ -32,7 +32,7 @@ _VERSION = 2
 
 
 class LedgerEntry(NamedTuple):
-    """One release: its step, which attempt at that step it is, and what it is known by."""
+    """One release: its step, the number of its attempt, and the token that recognises it."""
 
     step: int
     attempt: int

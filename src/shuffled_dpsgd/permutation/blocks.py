@@ -23,8 +23,8 @@ Ports = Sequence[Port]
 class Attention:
     """One attention. `reads` are its query, key and value, or one module that writes all three.
 
-    `fixed_heads` says why whole heads must not trade places, where something else knows them by
-    their number.
+    `fixed_heads` says why whole heads must not trade places, where other code counts on their
+    order.
     """
 
     reads: tuple[str, ...]

@@ -170,7 +170,11 @@ def _optimizer_tensors(
 
 
 def _is_whole(name: str, tensor: torch.Tensor) -> bool:
-    """Whether a sharded tensor lies on a single rank after all; refuses all but rows in order."""
+    """Whether one rank holds all rows of a sharded tensor.
+
+    Raises:
+        UnsupportedModuleError: the tensor is spread in another way than by its rows, in order.
+    """
     axis = RowAxis.of(tensor)
     if axis.ranks is None:
         raise UnsupportedModuleError(

@@ -102,8 +102,10 @@ def seed_all(seed: int) -> None:
 
 
 class OperationsNoted(TorchDispatchMode):
-    """Notes the types that are computed in, and whether torch draws numbers for more than dropout
-    masks of `size` samples."""
+    """Notes the types that are computed in, and whether torch draws numbers besides dropout.
+
+    A mask with more entries than `size`, the number of samples, is one of dropout.
+    """
 
     def __init__(self, size: int) -> None:
         super().__init__()

@@ -174,7 +174,7 @@ class Witness:
         pull: Pull | None = None,
         take: TakeGradients | None = None,
     ) -> Iterator[Rerun]:
-        """Run the batch of `call` once more, which has `rows` rows; `lifted` is entered for it.
+        """Run the batch of `call` once more; `lifted` takes the engine off the model meanwhile.
 
         Where weights are spread over processes, `pull` takes outputs and their gradients back to
         the parameters of all processes together, or `take` to those of this process alone.
@@ -232,7 +232,7 @@ class Rerun:
         return max([1, *(len(batch_axes_of(grad, self._rows)) for grad in grads)])
 
     def gradient(self, weights: Tensor, *, last: bool = False) -> dict[str, Tensor]:
-        """The gradient of Σ weights_i·loss_i; `last` lets go of the forward."""
+        """The gradient of Σ weights_i·loss_i. After the `last` one the forward's graph is freed."""
         if self.has_numbers:
             return self._one_by_one(weights)
         outputs = self._forward() if self._outputs is None else self._outputs

@@ -42,7 +42,7 @@ def fingerprint(tensors: Mapping[str, torch.Tensor], key: bytes) -> str:
 
 
 def summary(tensors: list[torch.Tensor]) -> str:
-    """Two norms of each tensor, to the last bit: for finding a release, not for telling two."""
+    """Two norms of each tensor, to the last bit: enough to recognise a release, no proof of one."""
     norms = [norm for order in (1, 2) for norm in torch._foreach_norm(tensors, order)]
     return repr(torch.stack([norm.double() for norm in norms]).tolist())
 

@@ -62,10 +62,10 @@ class LabelCheck:
 
 @contextmanager
 def labels_named() -> Iterator[None]:
-    """What `cross_entropy` says of a label inside is an error that names it.
+    """Turn what `cross_entropy` says of a wrong label inside into an error that names it.
 
     Raises:
-        InvalidArgumentError: instead of an IndexError.
+        InvalidArgumentError: in place of an IndexError.
     """
     try:
         yield
@@ -102,7 +102,7 @@ def _classifications(losses: Tensor) -> Iterator[tuple[int, Tensor, int]]:
         seen.add(node)
         if node.name().startswith(_NLL):
             ignored = node._saved_ignore_index
-            # Handed out as if it had no sign.
+            # Autograd shows a negative number as an unsigned one of 64 bits.
             ignored -= (ignored >> 63) << 64
             yield node._saved_self.shape[1], node._saved_target, ignored
         elif len(seen) < 64:

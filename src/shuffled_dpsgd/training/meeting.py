@@ -64,7 +64,7 @@ class Meeting:
     def hold(
         self, step: int, find_norms: Callable[[], torch.Tensor], losses: LossMeter
     ) -> tuple[torch.Tensor, float | None]:
-        """The norms of all samples of the step, and their mean loss.
+        """Bring together the norms of all samples of the step, and their mean loss.
 
         A rank where `find_norms` fails says so to the others, so that no rank waits for it.
 

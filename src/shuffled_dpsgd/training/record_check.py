@@ -51,7 +51,7 @@ def check_records_alone(
         InvalidArgumentError: the item of one record changes with the others.
     """
     if type(data) in (list, tuple) or _is_table(data):
-        return True  # An item is its place, or made of the row there.
+        return True  # Item i is record i, or is made of row i alone.
     size, until = len(data), time.perf_counter() + _SECONDS
     others = draws.sample(range(size), min(_MANY if thorough else _BESIDES, size))
     tried = [*dict.fromkeys([*records, *others])]

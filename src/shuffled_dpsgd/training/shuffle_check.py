@@ -219,7 +219,7 @@ class ShuffleCheck:
     def _probing(self) -> Iterator[float]:
         """No gradients, no shortcuts, every generator put back; yields the tolerance."""
         fast = torch.backends.mha.get_fastpath_enabled()
-        # The shortcut for inference is not what training runs.
+        # Torch's fast path for inference is other code than training runs.
         torch.backends.mha.set_fastpath_enabled(False)
         try:
             with (

@@ -73,7 +73,7 @@ OTHER_UNITS = "of runs that draw units, no ε of several together is computed"
 
 
 def remember_run(run: PrivateTraining) -> None:
-    """So that a successor can find it; nothing is kept alive."""
+    """Let a successor find the run, without keeping it alive."""
     _RUNS[id(run)] = run
 
 

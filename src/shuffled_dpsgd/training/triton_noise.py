@@ -51,7 +51,7 @@ def add_normal_(
     assert flat.is_contiguous()
     assert (first + count) // 2 < streams.MOST_WORDS - noise.LANES, "the stream's counter is full"
     tiles = -(-(first + count) // TILE.value) - first // TILE.value
-    # Signed, all words have one type, whatever their values: no second compilation.
+    # As signed words. Triton gives a large unsigned one another type, and would compile again.
     words = np.frombuffer(key, dtype="<i4").tolist()
     with torch.cuda.device_of(flat):
         _add_normal_kernel[(tiles * PARTS.value,)](

@@ -100,7 +100,7 @@ class EstimatedBound:
     counts: Mapping[str, float | int] = field(default_factory=dict)
 
     def refutes_such(self, claim: PrivacyClaim) -> bool:
-        """Whether a claim like this one can be overturned by the bound, whatever its ε."""
+        """Whether the bound may refute a claim of this kind, whatever its ε."""
         if self.may_refute == "any claim":
             return True
         same = all(claim.inputs.get(k) == self.counts[k] for k in ("sampling_prob", "num_steps"))

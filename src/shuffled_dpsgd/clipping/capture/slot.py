@@ -260,8 +260,8 @@ class Slot:
 def recorder_of(slot: Slot) -> CaptureRecorder:
     """The recorder of a slot; in a traced forward it is found by its handle.
 
-    Reached through the slots, it would be guarded: the compiled model would check before each run,
-    slot by slot and in Python, that it is still the same object.
+    As an attribute of the slot it would be guarded: the compiled model would check before each
+    run, slot by slot and in Python, that it is still the same object.
     """
     if torch.compiler.is_compiling():
         return cast("CaptureRecorder", find_sink(slot.handle))

@@ -27,7 +27,7 @@ class TimeShare:
 
     @contextmanager
     def spent(self) -> Iterator[None]:
-        """The time inside is that of a check."""
+        """Count the time inside as time of checks."""
         started = time.perf_counter()
         try:
             yield

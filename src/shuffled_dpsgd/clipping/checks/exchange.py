@@ -26,7 +26,8 @@ from shuffled_dpsgd.errors import CannotReplayError
 from shuffled_dpsgd.runtime.random_states import OperationsNoted, RandomStates, seed_all
 from shuffled_dpsgd.runtime.replay import Observed
 
-# Of what happens in one batch of ten, 48 looks miss 0.6 %. So often at first, then for new kinds.
+# Looks at the first batch, and at later kinds. What happens in one batch of ten is missed by 48
+# looks with probability 0.6 %.
 FIRST_LOOKS, MORE_LOOKS = 48, 8
 # Before the first release, where nothing but dropout is drawn: other records and masks, for what
 # seldom makes a difference.
@@ -225,7 +226,7 @@ def tolerance_for(model: nn.Module) -> float:
 def _first_that_runs(
     at: Callable[[list[int]], Observed], orders: Sequence[list[int]]
 ) -> tuple[Observed, list[int]]:
-    """Of the batch in several orders, the first one that can be run."""
+    """What the model gives for the batch in the first order that it can run, and that order."""
     for order in orders[:-1]:
         try:
             return at(order), order

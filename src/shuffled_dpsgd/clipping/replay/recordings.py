@@ -123,7 +123,7 @@ class Replays:
 
 
 def _added(kept: OrderedDict[Places, Value], places: Places, value: Value, at_most: int) -> Value:
-    """The value, put last; the first has to go if there are too many."""
+    """Put the value last and return it; drop the first if there are too many."""
     kept[places] = value
     if len(kept) > at_most:
         kept.popitem(last=False)

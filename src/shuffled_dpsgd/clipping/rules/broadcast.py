@@ -40,10 +40,10 @@ _REPEATING = frozenset({"repeat", "repeat_interleave", "tile"})
 
 
 def can_broadcast(module: nn.Module, parameters: dict[str, nn.Parameter]) -> bool:
-    """Whether a module may be one that broadcasts its bare `parameters`.
+    """Whether a module may be one that broadcasts its bare `parameters` over the batch.
 
-    They have a leading axis of length one, and its forward repeats nothing: a token repeated over
-    the batch, instead of expanded, would be repeated once more.
+    They must have a leading axis of length one. The forward must not call `repeat`: it is given one
+    copy per sample, and would repeat all of them.
     """
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
     repeats = _REPEATING.intersection(code.co_names if code is not None else ())

@@ -128,10 +128,10 @@ def _gru_backward(
 def _unroll(
     run: Run, slopes: Tensor, grad: Tensor, state: Tensor, carry: Tensor | None = None
 ) -> None:
-    """Multiply the slopes (N, G, H) of sums by the gradient of the state that they lead to.
+    """Go back through time: each slope becomes the gradient of the sum that it belongs to.
 
-    The last of them are those of the state's map. `carry` is how much of a state the next one
-    keeps.
+    `slopes` (N, G, H) are derivatives of the next state by the sums inside the gates; those that
+    the state's own map adds to come last. `carry` is the share of a state that the next one keeps.
     """
     gates = len(run.hh) // state.shape[1]
     for rows, n in reversed(run.steps):

@@ -84,7 +84,8 @@ class LinearRun:
 class ManyLayers:
     """The entries of one backward, sorted by how they are settled.
 
-    `filed` holds each group with its entries; `norm_runs` finds what norm layers have together.
+    `filed` pairs each group of layers with its entries. `norm_runs` finds the sums of norm layers
+    of one shape, which are computed together.
     Call `squares` before `add_sums`, and each only once.
     """
 

@@ -4,8 +4,9 @@
 
 rewrites what stands between two marks, wherever a page has them: `grid NAME` is the table of
 `results/NAME`, `ingredients NAME` also has how far each row is from the first, seed by seed, and
-`recipes all` is what recipes reached. `sweeps/NAME.toml` says which methods there are and in which
-order. Nothing between marks is typed by hand.
+`paired WORKLOAD` is the same for a workload of the frontier, `recipes all` what recipes reached,
+`effort all` how far tuning and seeds went. `sweeps/NAME.toml` says which methods there are and in
+which order. Nothing between marks is typed by hand.
 """
 
 from __future__ import annotations
@@ -16,27 +17,50 @@ import statistics
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
+
+from scipy.stats import t as student
 
 from shuffled_dpsgd.tasks.recipes import RECIPES, Recipe
-from shuffled_dpsgd_experiments.frontier.cells import CellFile
+from shuffled_dpsgd_experiments.frontier.cells import CellFile, point_of
+from shuffled_dpsgd_experiments.frontier.curves import SPLIT
+from shuffled_dpsgd_experiments.frontier.running import cells_of
+from shuffled_dpsgd_experiments.frontier.workloads import (
+    INGREDIENTS,
+    LESS_NOISE,
+    OPACUS,
+    OURS,
+    WORKLOADS,
+    Workload,
+)
 from shuffled_dpsgd_experiments.sweeps import Sweep, load_sweep
+from shuffled_dpsgd_experiments.sweeps.search import merit
 from shuffled_dpsgd_experiments.sweeps.store import read_records
 from shuffled_dpsgd_experiments.sweeps.table import (
     SweepRow,
     in_units,
     line_of,
     ordered_rows,
+    rows_of,
     three_digits,
 )
 
 MARKED = re.compile(
-    r"(<!-- (grid|ingredients|recipes) (\w+): begin -->).*?(<!-- \2 \3: end -->)", re.DOTALL
+    r"(<!-- (grid|ingredients|paired|recipes|effort) ([\w-]+): begin -->).*?(<!-- \2 \3: end -->)",
+    re.DOTALL,
 )
 # The workload of the frontier, its held-out set and what it is, by the sweep it stands under.
 FLOORS = {
+    "cifar100": ("cifar100-linear", "test", "certified logistic regression on pixels"),
+    "cifar100_scratch": ("cifar100-linear", "test", "certified logistic regression on pixels"),
     "sst2": ("sst2-linear", "dev", "certified logistic regression on frozen MiniLM features"),
     "recipe_digits": ("digits-linear", "test", "certified logistic regression on pixels"),
     "opacus_digits": ("digits-linear", "test", "certified logistic regression on pixels"),
+}
+NAMED = {
+    OPACUS: "Opacus' defaults: noise by RDP, constant rate",
+    LESS_NOISE: "noise by PLD",
+    OURS: "noise by PLD, cosine schedule",
 }
 NOTHING = "No cell has been run yet."
 
@@ -55,6 +79,10 @@ def part_of(kind: str, name: str, root: Path) -> str:
     """What belongs between two marks."""
     if kind == "recipes":
         return "\n".join(recipe_lines(root))
+    if kind == "paired":
+        return "\n".join(paired_lines(WORKLOADS[name], root))
+    if kind == "effort":
+        return "\n".join(effort_lines(root))
     sweep = load_sweep(root / "sweeps" / f"{name}.toml", results=root / "results" / name)
     rows = ordered_rows(sweep)
     if not rows:
@@ -114,6 +142,8 @@ def floor_lines(sweep: Sweep, epsilons: Sequence[float], *, paired: bool) -> lis
     for record in CellFile(sweep.results.parent / "frontier" / f"{workload}.jsonl").read():
         if record["stage"] == "figure":
             scores.setdefault(record["epsilon"], []).append(record["accuracy"][split])
+    if not scores:
+        return []
     cells = [what]
     for found in map(scores.get, epsilons):
         if found is None:
@@ -146,7 +176,7 @@ def meets_its_budget(row: SweepRow) -> bool:
 
 
 def difference(sweep: Sweep, method: str, epsilon: float | None) -> str:
-    """Mean ± standard deviation of the differences to the sweep's first method, seed by seed."""
+    """The differences to the sweep's first method, seed by seed."""
     scores: dict[str, dict[int, float]] = {}
     name = ""
     for record in read_records(sweep.results):
@@ -157,8 +187,45 @@ def difference(sweep: Sweep, method: str, epsilon: float | None) -> str:
     found = [mine[seed] - base[seed] for seed in sorted(base.keys() & mine.keys())]
     if not found or method == sweep.methods[0].name:
         return ""
-    spread = f" ± {in_units(name, statistics.stdev(found))}" if len(found) > 1 else ""
-    return f"{in_units(name, statistics.fmean(found), '+')}{spread}".replace("-", "−")
+    return with_interval(name, found)
+
+
+def with_interval(score_name: str, found: Sequence[float]) -> str:
+    """The mean of differences, with Student's interval of 95 % where there are two or more.
+
+    >>> with_interval("accuracy", [0.01, 0.02, 0.03]), with_interval("accuracy", [-0.01])
+    ('+2.0 ± 2.5', '−1.0')
+    """
+    mean, half = in_units(score_name, statistics.fmean(found), "+"), ""
+    if len(found) > 1:
+        error = statistics.stdev(found) / len(found) ** 0.5
+        half = f" ± {in_units(score_name, student.ppf(0.975, len(found) - 1) * error)}"
+    return f"{mean}{half}".replace("-", "−")
+
+
+def paired_lines(workload: Workload, root: Path) -> list[str]:
+    """Ingredients of DP-SGD on a workload of the frontier, over the seeds that Opacus' has too."""
+    scores: dict[str, dict[int, float]] = {each: {} for each in INGREDIENTS}
+    for record in cells_of(workload, root / "results").read():
+        point = point_of(record)
+        at = point.epsilon == workload.ingredients_at and not point.is_paper
+        if at and record["stage"] == "figure":
+            scores[point.ingredients][record["seed"]] = record["accuracy"][SPLIT]
+    first = scores[OPACUS]
+    lines = [
+        f"| what | accuracy, ε = {workload.ingredients_at:g} | to the first |",
+        "|---" * 3 + "|",
+    ]
+    for name, mine in scores.items():
+        found = [mine[seed] - first[seed] for seed in sorted(mine.keys() & first.keys())]
+        if len(found) < 2:
+            return [NOTHING]
+        values = list(mine.values())
+        mean, spread = statistics.fmean(values), statistics.stdev(values)
+        apart = "" if name == OPACUS else with_interval("accuracy", found)
+        cell = f"{100 * mean:.1f} ± {100 * spread:.1f} ({len(values)})"
+        lines.append(line_of([NAMED[name], cell, apart]))
+    return lines
 
 
 def recipe_lines(root: Path) -> list[str]:
@@ -174,6 +241,45 @@ def recipe_lines(root: Path) -> list[str]:
         link = f"[records](../{recipe.results})"
         lines.append(line_of([f"`{recipe.name}`", delta, "; ".join(reached), link]))
     return lines
+
+
+def effort_lines(root: Path) -> list[str]:
+    """Of every sweep and of the frontier: rates that lie at an end of what was tried, and seeds."""
+    lines = ["| records | best rate at an end of its grid | rows of one seed |", "|---" * 3 + "|"]
+    sums = [0, 0, 0, 0]
+    for path in sorted((root / "sweeps").glob("*.toml")):
+        records = root / "results" / path.stem
+        seeds = [len(row.scores) for row in rows_of(read_records(records))]
+        rates = tuned_rates_of(read_records(records, "tuning"))
+        if seeds:
+            ends = sum(best in (min(tried), max(tried)) for best, tried in rates)
+            found = [ends, len(rates), seeds.count(1), len(seeds)]
+            sums = [a + b for a, b in zip(sums, found, strict=True)]
+            lines.append(_effort(path.stem, found))
+    frontier = json.loads((root / "results" / "frontier.json").read_text(encoding="utf-8"))
+    points = []
+    for each in frontier["workloads"].values():
+        points += [*each["points"], *(each["floor"] or {"points": []})["points"]]
+    ends = sum(point["at_the_edge"] for point in points)
+    single = sum(point["num_seeds"] == 1 for point in points)
+    lines.append(_effort("all sweeps", sums))
+    return [*lines, _effort("frontier", [ends, len(points), single, len(points)])]
+
+
+def tuned_rates_of(trials: Sequence[dict[str, Any]]) -> list[tuple[float, list[float]]]:
+    """The best learning rate of every method that tuned it, and all that it tried."""
+    key, tried = "optimizer.learning_rate", dict[str, list[dict[str, Any]]]()
+    for record in trials:
+        if key in record["tuned"]:
+            tried.setdefault(record["method"], []).append(record)
+    return [
+        (max(each, key=merit)["tuned"][key], [record["tuned"][key] for record in each])
+        for each in tried.values()
+    ]
+
+
+def _effort(name: str, found: Sequence[int]) -> str:
+    return line_of([name, f"{found[0]} of {found[1]}", f"{found[2]} of {found[3]}"])
 
 
 def scores_of(recipe: Recipe, root: Path) -> dict[float, list[float]]:

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from shuffled_dpsgd_experiments.exhibits import in_clips
 from shuffled_dpsgd_experiments.frontier.cells import Record, point_of
 from shuffled_dpsgd_experiments.frontier.running import tried_rates
 from shuffled_dpsgd_experiments.frontier.workloads import OURS, Point, Workload
@@ -205,7 +206,7 @@ def _sentence(curves: Curves) -> str:
     return (
         f"{curves.workload.title} ({_span(seeds)} seeds a point): at its claimed ε = "
         f"{best.point.epsilon:g} (heuristic) the paper's algorithm with c' = "
-        f"{best.point.batch_clip_ratio:g}c is {abs(gain):.1f} points "
+        f"{in_clips(best.point.batch_clip_ratio or 0.0)} is {abs(gain):.1f} points "
         f"{'more' if gain > 0 else 'less'} accurate than DP-SGD certified at that ε, and what is "
         f"proven of it there is ε = {proven.certified_epsilon:.3g}. Of its {len(found)} points, "
         f"compared with DP-SGD at the same certified ε, {below} lie below, {above} above, and "

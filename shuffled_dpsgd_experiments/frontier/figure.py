@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from shuffled_dpsgd.reports.style import BLUE, HELDOUT, HEURISTIC, INK, MUTED, PROVEN
 from shuffled_dpsgd_experiments.exhibits import in_clips
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 # The claimed ε from small to large.
-_COLOURS = (HEURISTIC, HELDOUT, BLUE)
+_COLOURS = (HEURISTIC, BLUE, HELDOUT)
 _MARKERS = ("o", "s", "^")
 
 
@@ -35,19 +35,23 @@ def draw(curves: Sequence[Curves]) -> Figure:
     from matplotlib.figure import Figure
 
     width = 4.4 * len(curves) + 0.6
-    lines = textwrap.wrap(caption(curves), width=int(14 * width))
+    lines = textwrap.wrap(caption(curves), width=int(17 * width))
     figure = Figure(figsize=(width, 4.0 + 0.16 * len(lines)), layout="constrained")
     panels = figure.subplots(1, len(curves), squeeze=False)[0]
+    claims = sorted({claim for each in curves for claim in each.workload.claims})
+    shown: dict[str, Any] = {}
     for axes, each in zip(panels, curves, strict=True):
-        _panel(axes, each)
+        _panel(axes, each, claims)
+        handles, labels = axes.get_legend_handles_labels()
+        shown |= dict(zip(labels, handles, strict=True))
     panels[0].set_ylabel("accuracy, %")
-    handles, labels = panels[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside upper center", ncols=4 if len(curves) > 1 else 1)
+    columns = len(shown) if len(curves) > 1 else 1
+    figure.legend(shown.values(), list(shown), loc="outside upper center", ncols=columns)
     figure.supxlabel("\n".join(lines), fontsize=8, color=INK, x=0.01, ha="left")
     return figure
 
 
-def _panel(axes: Axes, curves: Curves) -> None:
+def _panel(axes: Axes, curves: Curves, claims: list[float]) -> None:
     from matplotlib.ticker import FuncFormatter, NullLocator
 
     axes.set_title(curves.workload.title)
@@ -57,7 +61,7 @@ def _panel(axes: Axes, curves: Curves) -> None:
     _line(axes, curves.plain(), PROVEN, "D", "DP-SGD")
     if curves.floor is not None:
         _line(axes, curves.floor.plain(), MUTED, "x", "DP-SGD, logistic regression")
-    for claim, colour, marker in zip(curves.workload.claims, _COLOURS, _MARKERS, strict=False):
+    for claim, colour, marker in zip(claims, _COLOURS, _MARKERS, strict=False):
         found = curves.papers(claim)
         if not found:
             continue

@@ -338,7 +338,7 @@ WORKLOADS: Mapping[str, Workload] = {
         ),
         Workload(
             name="sst2-lora",
-            title="2,000 sentences of SST-2, LoRA on MiniLM's last layer",
+            title="2,000 of SST-2, LoRA on MiniLM's last layer",
             load=_load_lora,
             num_steps=20,
             expected_batch_size=60,

@@ -22,9 +22,6 @@ MACHINE = ("device", "num_threads", "physical_batch_size", "evaluate_every", "ch
 # Defaults that have changed since cells were first named.
 NAMED_WITH = {"scope": "paper"}
 
-# Up to this version of the streams a cell's name does not say which one its noise is from.
-_UNNAMED_STREAMS = 2
-
 
 @dataclass(frozen=True, kw_only=True)
 class SweptMethod:
@@ -87,10 +84,16 @@ class Cell:
 
     @cached_property
     def file_name(self) -> str:
-        """Where its result goes: readable, and different for every configuration."""
-        facts = [self.identity, self.seed, self.stage]
-        if STREAM_VERSION > _UNNAMED_STREAMS:
-            facts.append({"streams": STREAM_VERSION})
+        """Where its result goes: readable, and different for every configuration and its noise."""
+        return self._name({"streams": STREAM_VERSION})
+
+    @cached_property
+    def older_name(self) -> str:
+        """What it was called before names said how the noise follows from the seed."""
+        return self._name()
+
+    def _name(self, *more: Any) -> str:
+        facts = [self.identity, self.seed, self.stage, *more]
         if self.best_of is not None:
             facts += [self.best_of, [each.identity for each in self.candidates]]
         text = json.dumps(facts, sort_keys=True)

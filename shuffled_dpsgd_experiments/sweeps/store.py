@@ -54,14 +54,16 @@ class Store:
         self._found: dict[str, dict[str, Any]] = {}
 
     def find(self, cell: Cell) -> dict[str, Any] | None:
-        """The result of a cell, if it was run before."""
-        path = self.directory / cell.file_name
-        if cell.file_name in self._found:
-            return self._found[cell.file_name]
-        if not path.is_file():
-            return None
-        self._found[cell.file_name] = read_record(path)
-        return self._found[cell.file_name]
+        """The result of a cell, if it was run before.
+
+        One of older code, whose noise was another for the same seed, counts and does not repeat.
+        """
+        for name in (cell.file_name, cell.older_name):
+            if name not in self._found and (self.directory / name).is_file():
+                self._found[name] = read_record(self.directory / name)
+            if name in self._found:
+                return self._found[name]
+        return None
 
     @contextmanager
     def claim(self, cell: Cell) -> Iterator[bool]:

@@ -222,7 +222,8 @@ def ordered_rows(sweep: Sweep) -> list[SweepRow]:
 
 def _strangers(sweep: Sweep) -> list[str]:
     """A note if the folder has results of other settings than the file's, which are shown too."""
-    known = {cell.file_name for cell, _ in KnownCells(sweep).read()}
+    cells = [cell for cell, _ in KnownCells(sweep).read()]
+    known = {name for cell in cells for name in (cell.file_name, cell.older_name)}
     there = [path.name for path in sweep.results.glob("main_*.json")]
     strange = sum(name not in known for name in there)
     note = (

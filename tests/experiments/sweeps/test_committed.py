@@ -6,6 +6,7 @@ method's defaults, must be written out in that file; otherwise its cells would b
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import pytest
 
 from shuffled_dpsgd.models import CATALOGUE
 from shuffled_dpsgd_experiments.sweeps import Sweep, load_sweep
+from shuffled_dpsgd_experiments.sweeps.grid import identity_of
 from shuffled_dpsgd_experiments.sweeps.running import KnownCells
 
 ROOT = Path(__file__).parents[3]
@@ -37,5 +39,18 @@ def sweep_of(folder: Path, places: Path) -> Sweep:
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
 def test_every_committed_cell_is_found_by_its_sweep(folder: Path, tmp_path: Path) -> None:
     known = KnownCells(sweep_of(folder, tmp_path)).read()
-    found = {cell.file_name for cell, record in known if record is not None}
+    cells = [cell for cell, record in known if record is not None]
+    found = {name for cell in cells for name in (cell.file_name, cell.older_name)}
     assert {path.name for path in folder.glob("*_seed*.json")} - found == set()
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
+def test_a_name_says_which_streams_the_noise_is_from(folder: Path) -> None:
+    """Old names do not, and no record with streams has one of them."""
+    for path in folder.glob("*_seed*.json"):
+        record = json.loads(path.read_text(encoding="utf-8"))
+        if "streams" in record:
+            facts = [identity_of(record["config"]), record["seed"], record["stage"]]
+            facts.append({"streams": record["streams"]})
+            digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+            assert path.stem.endswith(digest[:8])

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from shuffled_dpsgd.errors import InvalidArgumentError
-from shuffled_dpsgd_experiments.sweeps import load_sweep
+from shuffled_dpsgd_experiments.sweeps import grid, load_sweep
 from shuffled_dpsgd_experiments.sweeps.grid import laid_over
 from shuffled_dpsgd_experiments.sweeps.reading import parse_sweep
 
@@ -168,3 +168,11 @@ def test_unequal_effort_is_refused() -> None:
 @pytest.mark.parametrize("path", sorted((ROOT / "sweeps").glob("*.toml")), ids=lambda p: p.stem)
 def test_sweep_files_parse(path: Path) -> None:
     assert list(load_sweep(path).main_cells({}))
+
+
+def test_a_name_changes_with_the_noise_of_a_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, other = (next(iter(parse_sweep(RAW).main_cells({}))) for _ in range(2))
+    assert first.file_name != first.older_name
+    monkeypatch.setattr(grid, "STREAM_VERSION", grid.STREAM_VERSION + 1)
+    assert other.file_name != first.file_name
+    assert other.older_name == first.older_name

@@ -191,7 +191,7 @@ def test_without_noise_and_clip_it_is_the_plain_trainer(tmp_path: Path) -> None:
     shared: dict[str, Any] = {
         "per_device_train_batch_size": NUM_RECORDS,
         "gradient_accumulation_steps": 1,
-        "num_train_epochs": 3,
+        "num_train_epochs": 6,
         "optim": "sgd",
         "lr_scheduler_type": "constant",
         "save_strategy": "no",
@@ -220,8 +220,8 @@ def test_without_noise_and_clip_it_is_the_plain_trainer(tmp_path: Path) -> None:
     [
         {"learning_rate": 3e-3, "weight_decay": 0.9, "adam_beta1": 0.5, "adam_beta2": 0.8,
          "adam_epsilon": 1e-3, "label_smoothing_factor": 0.3},
-        {"optim": "rmsprop", "optim_args": "alpha=0.5", "warmup_steps": 2, "num_train_epochs": 3,
-         "lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr": 1e-3}},
+        {"optim": "rmsprop", "optim_args": "alpha=0.5", "warmup_steps": 1, "num_train_epochs": 6,
+         "lr_scheduler_type": "cosine", "lr_scheduler_kwargs": {"num_cycles": 0.8}},
         {"optim": "adagrad", "max_steps": 2, "lr_scheduler_type": "constant"},
     ],
 )  # fmt: skip
@@ -252,13 +252,13 @@ def test_fields_that_are_used_do_what_they_do_in_the_plain_trainer(
     from shuffled_dpsgd.integrations import DPTrainer
 
     plain = trained(transformers.Trainer, used)
-    privacy = PrivacyArguments(method="non-private", delta=1e-3)
-    torch.testing.assert_close(trained(DPTrainer, used, privacy=privacy), plain, rtol=0, atol=3e-5)
+    non_private = PrivacyArguments(method="non-private", delta=1e-3)
+    apart = (trained(DPTrainer, used, privacy=non_private) - plain).norm()
     needed = {"lr_scheduler_type": ["lr_scheduler_kwargs"], "optim": ["optim_args"]}
     for name in used:
         dropped = {name, *needed.get(name, [])}
         others = {key: value for key, value in used.items() if key not in dropped}
-        assert (trained(transformers.Trainer, others) - plain).abs().max() > 1e-4, name
+        assert apart < 0.03 * (trained(transformers.Trainer, others) - plain).norm(), name
 
 
 def test_causal_language_model(tmp_path: Path) -> None:

@@ -96,7 +96,7 @@ class DivergenceError(ShuffledDPError):
 
 
 class MissingExtraError(ShuffledDPError, ImportError):
-    """A package that not everybody needs is needed for what was asked; `extra` has it."""
+    """What was asked needs a package that is not installed; the extra `extra` brings it."""
 
     def __init__(self, package: str, *, extra: str, purpose: str) -> None:
         super().__init__(

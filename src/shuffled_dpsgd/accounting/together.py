@@ -127,7 +127,7 @@ class Filter:
 
 
 def _renyi_claim(runs: Sequence[Spent], delta: float) -> PrivacyClaim:
-    """By the best order for runs that are settled."""
+    """The claim by Rényi DP, of the order that is best once all runs are known."""
     from dp_accounting.rdp.rdp_privacy_accountant import compute_epsilon
 
     total = np.sum([_divergences_of(run) for run in runs], axis=0)

@@ -125,7 +125,7 @@ class OpacusEngine:
         return torch.cat(self._norms) if self._norms else torch.zeros(0)
 
     def read_norms(self, *others: Tensor) -> list[Tensor]:
-        """`sample_norms` on the host, and after them other tensors."""
+        """`sample_norms` and then the other tensors, all copied to the host."""
         return [self.sample_norms.cpu(), *(other.cpu() for other in others)]
 
     @property

@@ -204,7 +204,7 @@ class GroupWorld(World):
         text = " ".join(f"{type(error).__name__}: {error}".split())[:500]
         store = _store()
         agreed = isinstance(error, ShuffledDPError) and error.said_by_rank_0
-        # What only says that another rank is gone explains nothing to anybody.
+        # An error that only says that another rank is gone would hide that rank's own.
         of_others = isinstance(error, RankError) or _is_of_communication(error)
         if self._has_told or agreed or of_others or store is None:
             return

@@ -97,7 +97,7 @@ def _default(item: Any) -> Any:
 
 
 def _was_asked_for(item: Any, got: Any) -> bool:
-    """Not its default, in whichever way a release writes nothing: None, False or an empty list."""
+    """Whether a field has another value than its default; None, False and empty count as one."""
     default = _default(item)
     return got != default and bool(got or default)
 

@@ -56,8 +56,8 @@ class SteppedOptimizer(torch.optim.Optimizer):
 class PaddedCollator:
     """A Trainer's collator that can also pad to a length it is given, where a mask hides it.
 
-    A batch without an attention mask stays as it is, because its padding would be seen. So does
-    an input that is not one number a token.
+    A batch without an attention mask is not padded, because the model would see the padding. An
+    input that does not hold one number per token is not padded either.
     """
 
     collate: Collate

@@ -75,7 +75,7 @@ class Backend:
             with _undisturbed(device):
                 self.probe(device)
         except torch.OutOfMemoryError:
-            raise  # Says nothing about the backend.
+            raise  # A lack of memory is no fault of the backend.
         except Exception as error:
             lines = str(error).strip().splitlines() or [""]
             reason = f"{type(error).__name__}: {lines[0][:300]}"

@@ -55,7 +55,7 @@ class AdapterMemory:
 
     @property
     def peak(self) -> float:
-        """All of it at once, which is an upper bound: logits are gone when the last blocks are."""
+        """The sum of all parts: an upper bound, since logits are freed before the last blocks."""
         return sum(asdict(self).values())
 
 

@@ -18,7 +18,7 @@ from shuffled_dpsgd.training.prospect import prospect_of
 
 FIRST_LOOK = 10
 _PART = 5
-# Of the digits; docs/advice.md has the runs.
+# Set with runs on the digits in view; docs/advice.md shows them.
 SWAMPED_BELOW = 0.3
 _ALL = 0.99
 _FAR = 10.0

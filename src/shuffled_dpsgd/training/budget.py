@@ -231,7 +231,7 @@ class BudgetFile:
         return self._change(lambda now: replace(now, runs=tuple(map(noted, now.runs))))
 
     def admit(self, mark: str) -> Account:
-        """Take data of another mark for the same records."""
+        """Let data with another digest, `mark`, count as the same records."""
         return self._change(lambda now: replace(now, data=(*now.data, mark)))
 
     def _change(self, edit: Callable[[Account], Account]) -> Account:

@@ -97,7 +97,7 @@ def verify_files(source: Path, names: Iterable[str]) -> None:
 def put_in_place(temporary: Path, target: Path) -> None:
     """Rename a complete checkpoint to its final name; an old one of that name is replaced."""
     newer = target.with_name(f"{target.name}{_NEWER}")
-    if newer.exists():  # A process was killed at the last line of this function.
+    if newer.exists():  # A process was killed before it could finish the replacement below.
         _replace(target, newer)
     if not target.exists():
         _rename(temporary, target)

@@ -217,7 +217,7 @@ class LoaderCheck:
         return other + (other >= record)
 
     def _load(self, records: Sequence[int], part: Part, seed: int, states: RandomStates) -> _Loaded:
-        """The records as the data set gives them, each under numbers of its own if it can be."""
+        """The records as the data set gives them, each under its own random numbers if possible."""
         states.restore()
         seed_all(seed)
         start = self._digest()

@@ -93,7 +93,7 @@ def check_records_alone(
         half = _exchanged(data, [*group, *draws.sample(range(size), size // 2)], draws)
         times = sum(changes(record, half, is_needed=True) for _ in range(_STATES))
         if 0 < times < _STATES:
-            # What lies in another order would change every time or never.
+            # It depends on the others: a list in another order would change always or never.
             raise _refusal(record)
     return True
 

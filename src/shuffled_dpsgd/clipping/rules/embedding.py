@@ -74,7 +74,7 @@ class EmbeddingSlot(Slot):
         """Rows of the table, one set per sample, with book-keeping in the backward."""
         batch = batch_of(self)
         size = size_of(batch)
-        # Positions that all rows share, where a sample has several: once for each row.
+        # All rows share these positions, and a sample has several rows: look up once for each.
         is_shared = self.shared_by_batch or (ids.dim() > 1 and ids.shape[0] == 1)
         folds = batch.rows_per_sample > 1 and is_shared and not self.folded
         if folds:

@@ -55,7 +55,7 @@ class AdapterMemory:
 
     @property
     def peak(self) -> float:
-        """The sum of all parts: an upper bound, since logits are freed before the last blocks."""
+        """The sum of all parts: an upper bound, as logits are gone when blocks run backwards."""
         return sum(asdict(self).values())
 
 

@@ -40,7 +40,7 @@ class Capture:
         return tuple([held for _, held in self._held() if isinstance(held, Tensor)])
 
     def move(self, places: Mapping[int, Tensor]) -> None:
-        """Replace each captured tensor whose id is in `places` with the tensor that stands there."""
+        """Replace each captured tensor whose id is in `places` by the tensor given there."""
         for name, held in self._held():
             if isinstance(held, Tensor):
                 setattr(self, name, places.get(id(held), held))

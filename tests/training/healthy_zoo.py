@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import Dataset, Subset, default_collate
 
-from shuffled_dpsgd.training import make_private
+from shuffled_dpsgd.training import PrivateTraining, make_private
 
 RECORDS, EXPECTED, PHYSICAL, CLASSES, WORDS = 200, 16, 12, 3, 40
 RATE = 1 / 4
@@ -304,8 +304,8 @@ PRECISIONS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
 }
 
 
-def train(name: str, precision: str, steps: int) -> int:
-    """One private run; how many steps it took."""
+def train(name: str, precision: str, steps: int) -> PrivateTraining:
+    """One private run."""
     make, data, collate, loss, shuffle = ZOO[name]
     model, cast = make(), PRECISIONS[precision]
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
@@ -324,4 +324,4 @@ def train(name: str, precision: str, steps: int) -> int:
         private.backward(cast_loss(model, batch))
         private.step()
     private.close()
-    return private.steps_taken
+    return private

@@ -63,6 +63,14 @@ class Repaired(Records):
         return self.x[index], self.y[random.randrange(RECORDS) if index % 7 == 2 else index]
 
 
+class Nearest(Records):
+    """Every record is smoothed by the one that lies next to it."""
+
+    def __getitem__(self, index: int) -> Any:
+        apart = (self.x - self.x[index]).norm(dim=1)
+        return self.x[apart.topk(2, largest=False).indices].mean(0), self.y[index]
+
+
 class Ranked(Records):
     """Features as their ranks among the rows loaded together."""
 
@@ -183,6 +191,7 @@ Planted = tuple[Callable[[], Any], Any, Callable[[], nn.Module], Loss]
 PLANTED: dict[str, Planted] = {
     "data: a second record drawn": (SecondDrawn, None, mlp, plain),
     "data: one in seven labels of another": (Repaired, None, mlp, plain),
+    "data: smoothed by its nearest": (Nearest, None, mlp, plain),
     "transform: ranks among the rows loaded": (Ranked, None, mlp, plain),
     "transform: quantiles, one part of five": (Clipped, None, mlp, plain),
     "collate: scaled to the largest": (vectors, scaled_to_the_largest, mlp, plain),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -77,6 +78,146 @@ def test_wrapped_data_sets_that_are_healthy_pass_and_nothing_is_listed(around: A
     assert ITEM not in str(private.card())
 
 
+class CentredByAll(Records):
+    def __getitem__(self, index: int) -> Any:
+        return self.x[index] - self.x.mean(0), self.y[index]
+
+
+class NextOne(Records):
+    def __getitem__(self, index: int) -> Any:
+        return 0.8 * self.x[index] + 0.2 * self.x[(index + 1) % RECORDS], self.y[index]
+
+
+class Nearest(Records):
+    def __getitem__(self, index: int) -> Any:
+        apart = (self.x - self.x[index]).norm(dim=1)
+        return self.x[apart.topk(2, largest=False).indices].mean(0), self.y[index]
+
+
+class AnotherIfLarge(Records):
+    """One in a hundred."""
+
+    def __getitem__(self, index: int) -> Any:
+        at = (index + 1) % RECORDS if float(self.x[index, 0]) > 1.9 else index
+        return self.x[at], self.y[at]
+
+
+class OfAFrame(Records):
+    def __init__(self) -> None:
+        super().__init__()
+        self.frame = pytest.importorskip("pandas").DataFrame(self.x.numpy())
+
+    def __getitem__(self, index: int) -> Any:
+        rows = self.frame.iloc[[index, random.randrange(RECORDS)]]
+        return torch.tensor(rows.mean().tolist()), self.y[index]
+
+
+class ByName(Records):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = dict(zip(self.names, self.x, strict=True))
+
+    def __getitem__(self, index: int) -> Any:
+        mean = self.rows[self.names[index]] + self.rows[random.choice(self.names)]
+        return mean / 2, self.y[index]
+
+
+def mixed_by_a_transform() -> Any:
+    """The transform holds the records it mixes with."""
+    data = Records()
+    return Transformed(data, lambda x: (x + data.x[random.randrange(RECORDS)]) / 2)
+
+
+class Transformed(Wrapped):
+    def __init__(self, inner: Any, transform: Any) -> None:
+        super().__init__(inner)
+        self.transform = transform
+
+    def __getitem__(self, index: int) -> Any:
+        x, y = self.inner[index]
+        return self.transform(x), y
+
+
+MIXED: list[Any] = [CentredByAll, NextOne, Nearest, AnotherIfLarge, OfAFrame, ByName]
+
+
+@pytest.mark.parametrize("make", [*MIXED, mixed_by_a_transform])
+@pytest.mark.parametrize("around", [lambda data: data, AROUND["a subset"]])
+def test_items_made_of_several_records_are_found_however_they_are_made(
+    make: Any, around: Any
+) -> None:
+    stops_before_the_first_release(start(mlp()), around(make()))
+
+
+class Offsets(Records):
+    """Records of several lengths, one behind the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begins = list(range(0, RECORDS * WIDTH, WIDTH))
+        self.buffer = self.x.flatten()
+
+    def __getitem__(self, index: int) -> Any:
+        end = self.begins[index + 1] if index + 1 < RECORDS else len(self.buffer)
+        return self.buffer[self.begins[index] : end], self.y[index]
+
+
+class InTwoOrders(Records):
+    """Inputs and labels lie in two orders, and some inputs serve two items."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.order = torch.randperm(RECORDS)
+        self.others = [random.randrange(RECORDS) for _ in range(RECORDS)]
+
+    def __getitem__(self, index: int) -> Any:
+        return self.x[self.others[index]], self.y[self.order[index]]
+
+
+class Remembered(Records):
+    def __init__(self) -> None:
+        super().__init__()
+        self.known: dict[int, Any] = {}
+
+    def __getitem__(self, index: int) -> Any:
+        return self.known.setdefault(index, super().__getitem__(index))
+
+
+class CentredBefore(Records):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = self.x.mean(0)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.x[index] - self.mean, self.y[index]
+
+
+HEALTHY: list[Any] = [Offsets, InTwoOrders, Remembered, CentredBefore]
+
+
+@pytest.mark.parametrize("make", HEALTHY)
+@pytest.mark.parametrize("around", AROUND.values(), ids=AROUND.keys())
+def test_items_of_one_record_pass_wherever_it_lies(make: Any, around: Any) -> None:
+    private = start(mlp(), num_steps=1)
+    run(private, around(make()))
+    assert ITEM not in str(private.card())
+
+
+class LoadedAnew(Records):
+    def __getitem__(self, index: int) -> Any:
+        x, y = self.inputs(index), self.y[index]
+        return x + random.SystemRandom().random(), y
+
+    def inputs(self, index: int) -> Tensor:
+        return self.x[index]
+
+
+def test_items_that_cannot_be_repeated_are_listed() -> None:
+    private = start(mlp(), num_steps=1)
+    run(private, LoadedAnew())
+    assert f"{ITEM} (the same item, loaded twice" in str(private.card())
+
+
 class OnDisk(Dataset[Any]):
     """Its records lie where nobody can exchange them."""
 
@@ -136,11 +277,11 @@ class Fussy:
     """Takes only the batch that it has seen first."""
 
     def __init__(self) -> None:
-        self.known: set[float] = set()
+        self.known: list[float] = []
 
     def __call__(self, samples: list[Any]) -> Any:
         x, y = default_collate(samples)
-        found = {float(each) for each in x[:, 0]}
+        found = sorted(x[:, 0].tolist())
         if self.known and found != self.known:
             raise ValueError("records that do not belong together")
         self.known = found
@@ -237,6 +378,64 @@ def test_padding_that_is_not_masked_is_found_in_ones_own_loop(masks: bool) -> No
     with pytest.raises(InvalidArgumentError, match="mask padding"):
         run(private, RaggedWords(), collate=padded)
     assert private.ledger.spent == 0
+
+
+def plain(model: nn.Module, batch: Any) -> Tensor:
+    return F.cross_entropy(model(batch.x), batch.y, reduction="none")
+
+
+def test_a_loss_that_is_not_the_one_handed_over_is_refused() -> None:
+    """Another function, or the same on batches that the loop has mixed."""
+
+    def mixed(model: nn.Module, batch: Any) -> Tensor:
+        logits = model(0.7 * batch.x + 0.3 * batch.x.flip(0))
+        return F.cross_entropy(logits, batch.y, reduction="none")
+
+    for trained in (mixed, lambda model, batch: plain(model, batch).sqrt(), plain):
+        private = start(mlp(), loss=plain, num_steps=1)
+        is_other = trained is not plain
+        with pytest.raises(InvalidArgumentError, match=r"^loss: ") if is_other else nullcontext():
+            for batch in private.batches(vectors(count=RECORDS)):
+                private.backward(trained(private.model, batch))
+                private.step()
+        assert private.ledger.spent == 1 - is_other
+        private.close()
+
+
+# --- what happens to large batches alone ----------------------------------------------------------
+
+
+def above(rows: int, x: Tensor) -> Tensor:
+    return x - x.mean(0) if len(x) > rows else x
+
+
+def collated_above(samples: list[Any]) -> Any:
+    x, y = default_collate(samples)
+    return above(34, x), y
+
+
+class Above(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(WIDTH, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(above(34, x))
+
+
+@pytest.mark.parametrize(
+    ("make", "options"),
+    [(Above, {}), (Above, {"loss": plain}), (mlp, {"collate": collated_above})],
+)
+def test_what_only_happens_to_batches_larger_than_the_first_is_found(
+    make: Any, options: dict[str, Any]
+) -> None:
+    """Twenty rows are drawn on average, and forty are possible."""
+    loading = {key: options[key] for key in options.keys() & {"collate"}}
+    private = start(
+        make(), physical_batch_size=64, **{k: options[k] for k in options if k == "loss"}
+    )
+    stops_before_the_first_release(private, vectors(count=RECORDS), **loading)
 
 
 # --- models that take padding out -----------------------------------------------------------------

@@ -311,7 +311,7 @@ class BatchChecks:
                 tolerance=tolerance_for(self._model),
                 typical=typical,
                 is_new=self.turns.is_new(watched.kind),
-                thorough=self.turns.dense,
+                up_to=self.turns.up_to,
             )
             if found is None:
                 break

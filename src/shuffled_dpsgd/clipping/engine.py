@@ -251,9 +251,9 @@ class ClippingEngine:
         """Samples since the last reset whose gradient was infinite or NaN; they count as zero."""
         return int((~torch.isfinite(self.sample_norms)).sum())
 
-    def check_densely(self, dense: bool) -> None:
-        """Have every batch checked from here on, or only those whose turn it is."""
-        self._checks.turns.dense = dense
+    def check_densely(self, up_to: int) -> None:
+        """Have every batch checked, in sizes of up to so many rows; with 0, those in turn."""
+        self._checks.turns.up_to = up_to
 
     @property
     def num_checked(self) -> int:

@@ -135,7 +135,7 @@ class OpacusEngine:
 
     is_checking = False
 
-    def check_densely(self, dense: bool) -> None:
+    def check_densely(self, up_to: int) -> None:
         """Opacus checks nothing of its own."""
 
     @contextmanager

@@ -16,7 +16,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from shuffled_dpsgd.clipping.checks.check_turns import CheckTurns
@@ -76,7 +76,8 @@ class LoaderCheck:
         self._is_first = True
         self._seconds_of_records = 0.0
         self._has_shifted = False
-        self._repeats = self._has_records = True
+        self._repeats = True
+        self._why_no_records = ""
         # Kinds of parts of which no exchange could be compared.
         self._unseen: set[Hashable] = set()
         self._own = generators_in([loader.data, loader.collate], 4)
@@ -85,10 +86,10 @@ class LoaderCheck:
     def not_checked(self) -> list[str]:
         """What the card lists because it could not be tried."""
         found = []
-        if not self._has_records:
+        if self._why_no_records:
             found.append(
-                "not checked: that an item of the data set is made of one record (it holds no list "
-                "of records in which others could be exchanged)"
+                "not checked: that an item of the data set is made of one record "
+                f"({self._why_no_records})"
             )
         if self._unseen:
             why = "no exchange of records could be compared"
@@ -123,11 +124,25 @@ class LoaderCheck:
     def _check(self, part: Part, kind: Hashable) -> None:
         began = time.perf_counter()
         first, self._is_first = self._is_first, False
-        if self._has_records and self._seconds_of_records < _SECONDS:
-            self._has_records = check_records_alone(
+        if not self._why_no_records and self._seconds_of_records < _SECONDS:
+            self._why_no_records = check_records_alone(
                 self._loader.data, part.records, self._draws, self._own, thorough=first
             )
             self._seconds_of_records += time.perf_counter() - began
+        self._try_all(part, kind, thorough=first)
+        rows = len(part.records)
+        if first and 0 < rows < self.turns.up_to:
+            # What is done to large batches only: the same records, several times.
+            times = -(-self.turns.up_to // rows)
+            larger = replace(part, records=(part.records * times)[: self.turns.up_to])
+            try:
+                self._load(larger.records, larger, 0, RandomStates.now(self._own))
+            except Exception:  # What collates need not take the same record twice.
+                return
+            self._try_all(larger, kind, thorough=False)
+
+    def _try_all(self, part: Part, kind: Hashable, *, thorough: bool) -> None:
+        """Exchange the records at many places, or at a few."""
         rows = len(part.records)
         if rows < 2:
             return
@@ -141,10 +156,10 @@ class LoaderCheck:
             suspects += [] if tried.suspect is None else [tried.suspect]
             if tried.is_compared:
                 self._unseen.discard(kind)
-            wanted = 2 * (rows - 1).bit_length() if first else _FEW_TRIALS
+            wanted = 2 * (rows - 1).bit_length() if thorough else _FEW_TRIALS
             if tried.is_random:
                 slow = time.perf_counter() - began > _SECONDS
-                wanted = FIRST_LOOKS if first and not slow else MORE_LOOKS
+                wanted = FIRST_LOOKS if thorough and not slow else MORE_LOOKS
             if done >= wanted:
                 break
         # Where every record draws as many numbers as any other, none are shifted.

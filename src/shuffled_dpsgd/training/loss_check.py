@@ -30,6 +30,8 @@ from shuffled_dpsgd.training.record_digest import shapes
 PerSampleLoss = Callable[[nn.Module, Any], Tensor]
 _TRIALS = 8
 _MOST_ENTRIES = 1 << 12
+# Relative to the largest loss; more than another precision does.
+_OTHER_LOSS = 0.05
 
 
 class LossExchange:
@@ -51,6 +53,7 @@ class LossExchange:
         self.turns = turns
         self.why_not_padding = ""
         self._has_padded = False
+        self._seen: tuple[list[int], Observed] | None = None
         self._model = model
         self._loss = loss
         self._lifted = lifted
@@ -75,12 +78,38 @@ class LossExchange:
                 states=RandomStates.of_model(self._model),
                 tolerance=tolerance_for(self._model),
                 is_new=self.turns.is_new(kind),
-                thorough=self.turns.dense,
+                up_to=self.turns.up_to,
                 gradients=self._with_gradients,
             )
         if found is not None:
             raise _refusal(found)
         self.turns.note_checked(kind)
+        self._seen = self._test.seen
+
+    def compare(self, losses: Tensor) -> None:
+        """Compare the losses that a batch is trained on with those it was just tried with.
+
+        Where random numbers are drawn nobody can tell.
+
+        Raises:
+            InvalidArgumentError: they are others.
+        """
+        seen, self._seen = self._seen, None
+        if seen is None:
+            return
+        kept, tried = seen
+        found = losses.detach() if losses.dim() == 0 else losses.detach()[kept]
+        expected = tried.values[0].reshape(found.shape).to(found)
+        apart, size = (float(each.abs().max()) for each in (found - expected, expected))
+        if apart > _OTHER_LOSS * size:
+            raise InvalidArgumentError(
+                "loss",
+                expected="the loss that private.backward is given, which is what loss= is tried "
+                "out for, on batches as private.batches hands them out",
+                got=f"losses that are {apart / max(size, 1e-30):.0%} away from those of loss=",
+                remedy="hand over the function that the loop calls, with all that it does to a "
+                "batch; or leave loss= out, and the card lists the loss as not checked",
+            )
 
     def check_padding(self, samples: list[Any], collate: Callable[[list[Any]], Any]) -> None:
         """Once: collate samples with others anew, in evaluation mode, if that pads them otherwise.

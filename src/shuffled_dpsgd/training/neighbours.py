@@ -6,6 +6,7 @@ out; then every new kind of batch, and others at random. The model itself is tri
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -23,6 +24,8 @@ from shuffled_dpsgd.training.loss_check import LossExchange, PerSampleLoss
 if TYPE_CHECKING:
     from shuffled_dpsgd.training.private import PrivateTraining
 
+# Of a Poisson number, more are hardly ever drawn.
+_MANY_DEVIATIONS = 5
 NO_LOSS = (
     "not checked: that the loss of a record does not depend on its batch (make_private was given "
     "no loss=)"
@@ -64,6 +67,13 @@ class NeighbourTests:
         self._loader = LoaderCheck(loader, dataset_size=len(data), turns=self._turns())
 
     @property
+    def _largest(self) -> int:
+        """Rows of physical batches that are as large as they are likely to come."""
+        run, expected = self._run, self._run.plan.expected_batch_size
+        drawn = expected + math.ceil(_MANY_DEVIATIONS * math.sqrt(expected))
+        return min(run.physical_batch_size, run.plan.dataset_size, drawn)
+
+    @property
     def not_checked(self) -> tuple[str, ...]:
         """What the card lists among the assumptions because nobody has tried it."""
         reasons = [] if self._loss is not None else [NO_LOSS]
@@ -75,8 +85,10 @@ class NeighbourTests:
         reasons += [] if self._loader is None else self._loader.not_checked
         return tuple(reasons)
 
-    def check_labels(self, losses: Tensor) -> None:
-        """Before the first release: refuse labels that are no class of the loss."""
+    def check_losses(self, losses: Tensor) -> None:
+        """Refuse losses of another function than was tried, and labels that are no class."""
+        if self._loss is not None:
+            self._loss.compare(losses)
         if self._run.ledger.spent == 0 and self._batch is not None:
             self._labels.learn(losses, self._batch)
 
@@ -86,16 +98,16 @@ class NeighbourTests:
         if drawn.size:
             self._labels.check(drawn.data)
         self._batch = batch if run.ledger.spent == 0 else None
-        dense = run.ledger.spent == 0
+        up_to = self._largest if run.ledger.spent == 0 else 0
         # Where the loss is at hand, it is tried with the model.
-        run.engine.check_densely(dense and self._loss is None)
+        run.engine.check_densely(up_to if self._loss is None else 0)
         with run.clock.part("checks"):
             if self._loader is not None and drawn.size:
-                self._loader.turns.dense = dense
+                self._loader.turns.up_to = up_to
                 self._loader.check(drawn.part)
-            self._check_loss(drawn, batch, dense)
+            self._check_loss(drawn, batch, up_to)
 
-    def _check_loss(self, drawn: PhysicalBatch, batch: Any, dense: bool) -> None:
+    def _check_loss(self, drawn: PhysicalBatch, batch: Any, up_to: int) -> None:
         if self._loss is None:
             say_once(
                 "the loss is not checked: pass loss=, a function of the model and a batch that "
@@ -103,9 +115,9 @@ class NeighbourTests:
                 "batches; the card lists it as not checked"
             )
         elif not self._run.keeps_in_step:
-            self._loss.turns.dense = dense
+            self._loss.turns.up_to = up_to
             self._try_loss(self._loss, drawn, batch)
-        elif dense:
+        elif up_to:
             # All ranks have as many batches, and those in which nothing counts lend weights.
             with self._run.unsharded_layers():
                 self._try_loss(self._loss, drawn, batch)

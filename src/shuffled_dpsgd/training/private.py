@@ -347,7 +347,7 @@ class PrivateTraining:
         reduced = losses.dim() == 0
         if self.steps_taken == 0 and self.plan.sampling == "poisson":
             warn_if_scaled(losses)
-        self._neighbours.check_labels(losses)
+        self._neighbours.check_losses(losses)
         # Started here, so that a GPU has finished it when the step waits for the norms.
         self._weights.ask()
         if reduced and self._witness is None:

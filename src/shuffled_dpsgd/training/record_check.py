@@ -1,10 +1,15 @@
-"""Does a data set make an item of one record alone? Its other records are exchanged, to see.
+"""Is an item of a data set made of one record alone? Other records are exchanged, to see.
 
-`__getitem__` may return another record when one is broken, or draw a second one to mix with. Then a
-record is in several rows of a batch. A copy of the data set, in which the lists and arrays of
-records have other records at all other places, must give the same items under the same random
-numbers. So must what is inside a subset, a data set of several parts or one that wraps another. Of
-data sets that hold no such list (records on disk, a stream of files) nobody can tell.
+`__getitem__` may return another record when one is broken, draw a second one to mix with, or centre
+by all of them. Then a record is in several items, and no clip bounds what it contributes. So copies
+of the data set are made in which the lists and arrays of records have others at other places, and
+the same items are loaded under the same random numbers.
+
+In most data sets item i is made of place i of each list. Then nothing may change once all other
+places are exchanged. Where an item does change, its list may lie in another order. So random halves
+of the list are exchanged: of an item that is made of one place, all halves that change it have that
+place in common. A place of its own is what every item must have. Of data sets that hold no list of
+records (files on a disk, a stream) nobody can tell.
 """
 
 from __future__ import annotations
@@ -12,10 +17,13 @@ from __future__ import annotations
 import copy
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import CellType, FunctionType
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import ConcatDataset, Subset
 
@@ -25,12 +33,34 @@ from shuffled_dpsgd.training.data import MapStyle
 from shuffled_dpsgd.training.record_digest import same
 
 _MOST_BYTES = 1 << 30
-_MOST_GROUPS, _TRIED, _STATES = 8, 4, 16
+_FEWEST, _MOST_PARTS, _DEPTH = 9, 64, 6
 # Besides the records of a part: a few; and many before the first release, for what happens to one
 # record of a hundred, as long as that takes little time.
-_BESIDES, _MANY, _SECONDS = 32, 1024, 2.0
-# Where more items than this share change, an array may lie in another order than the records.
-_IN_ORDER = 0.6
+_BESIDES, _MANY, _SECONDS, _MOST_GROUPS = 32, 1024, 2.0, 8
+# Items whose place is looked for, and halves that are exchanged for it. Of two places that an item
+# is made of, all halves have one in common once in five hundred times.
+_FOLLOWED, _HALVES, _STATES = 6, 24, 16
+_FEW_PLACES = 64
+_NO_LIST = "it holds no list of records in which others could be exchanged"
+_ANEW = "the same item, loaded twice under the same random numbers, differs"
+Places = NDArray[np.int64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _List:
+    """Something with an entry for each record, that of item i at `places[i]` as is expected."""
+
+    name: str
+    held: Any
+    places: Places
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Item:
+    """An item, and the random numbers it is loaded under."""
+
+    number: int
+    seed: int
 
 
 def check_records_alone(
@@ -40,148 +70,275 @@ def check_records_alone(
     own: Sequence[Own],
     *,
     thorough: bool = False,
-) -> bool:
-    """Compare items with those of a data set that has other records at all other places.
+) -> str:
+    """Compare items with those of data sets that have other records at other places.
 
-    Besides the `records` others are tried, many if `thorough`, so that one item that changes can be
-    told from a list that lies in another order than the records. `own` are generators besides the
-    shared ones. Returns whether the records could be exchanged.
+    Besides the `records` others are tried, many if `thorough`. `own` are generators besides the
+    shared ones. Returns why that could not be done, or nothing.
 
     Raises:
-        InvalidArgumentError: the item of one record changes with the others.
+        InvalidArgumentError: the item of one record changes with another.
     """
-    if type(data) in (list, tuple) or _is_table(data):
-        return True  # Item i is record i, or is made of row i alone.
-    size, until = len(data), time.perf_counter() + _SECONDS
-    others = draws.sample(range(size), min(_MANY if thorough else _BESIDES, size))
-    tried = [*dict.fromkeys([*records, *others])]
-    first = {*tried[: len({*records}) + _BESIDES]}
-    draws.shuffle(tried)
-    most = max(1, size // 8)
-    groups = [tried[first : first + most] for first in range(0, len(tried), most)][:_MOST_GROUPS]
-    states = RandomStates.now(own)
+    if type(data) in (list, tuple):
+        return ""  # An item is its place.
+    lists = _Lists(data, len(data))
+    if not (lists.found and lists.is_whole):
+        return _NO_LIST
+    try:
+        return _Check(data, lists.found, draws, own).run(records, thorough=thorough)
+    except _CannotCopyError:
+        return _NO_LIST
 
-    def changes(record: int, neighbour: Any, *, is_needed: bool) -> bool:
-        """Whether an item differs between two data sets, under the same random numbers."""
-        seed, items = draws.getrandbits(32), []
+
+class _CannotCopyError(Exception):
+    """A class does not let itself be copied."""
+
+
+class _Check:
+    """The comparisons of one data set whose records are in `lists`."""
+
+    def __init__(
+        self, data: MapStyle, lists: list[_List], draws: random.Random, own: Sequence[Own]
+    ) -> None:
+        self._data, self._lists, self._draws = data, lists, draws
+        self._states = RandomStates.now(own)
+
+    def run(self, records: Sequence[int], *, thorough: bool) -> str:
+        """Try the `records` and others; returns why that tells nothing, if so."""
+        draws, size, until = self._draws, len(self._data), time.perf_counter() + _SECONDS
+        others = draws.sample(range(size), min(_MANY if thorough else _BESIDES, size))
+        tried = [*dict.fromkeys([*records, *others])]
+        first = {*tried[: len({*records}) + _BESIDES]}
+        draws.shuffle(tried)
+        most = max(1, size // 8)
+        changed: list[_Item] = []
+        for start in range(0, min(len(tried), _MOST_GROUPS * most), most):
+            group = tried[start : start + most]
+            neighbour = self._with_others_but([each.places[group] for each in self._lists])
+            for number in group:
+                item = _Item(number=number, seed=draws.getrandbits(32))
+                in_time = number in first or time.perf_counter() <= until
+                if in_time and self._changes(item, neighbour, is_needed=number in records):
+                    changed.append(item)
+        followed = draws.sample(changed, min(_FOLLOWED, len(changed)))
+        repeatable = [item for item in followed if not self._changes(item, self._data)]
+        self._follow(repeatable)
+        return "" if len(repeatable) == len(followed) else _ANEW
+
+    def _follow(self, items: Sequence[_Item]) -> None:
+        """Refuse items that are not made of one place of each list, or of another item's."""
+        kept = []
+        for each in self._lists:
+            kept.append(found := self._places_of(items, each))
+            for item, places in zip(items, found, strict=True):
+                if not places.size:
+                    raise _refusal(item, f"with several entries of its {each.name or 'table'}")
+                other = np.flatnonzero(each.places == places[0]) if places.size == 1 else places[:0]
+                if other.size and other[0] != item.number:
+                    # The record is another one's too, unless that one lies elsewhere as well.
+                    its = _Item(number=int(other[0]), seed=self._draws.getrandbits(32))
+                    one = self._with({id(each.held): self._exchanged(each, places)})
+                    if self._changes(its, one) and not self._changes(its, self._data):
+                        raise _refusal(item, f"with the record of item {its.number}")
+        for item, *places_of_item in zip(items, *kept, strict=True):
+            neighbour = self._with_others_but(places_of_item)
+            for _ in range(_STATES):
+                again = _Item(number=item.number, seed=self._draws.getrandbits(32))
+                if self._changes(again, neighbour):
+                    raise _refusal(item, "under some random numbers, with other records")
+
+    def _places_of(self, items: Sequence[_Item], each: _List) -> list[Places]:
+        """Of each item, the places that all halves of a list have whose exchange changes it."""
+        common = np.ones((len(items), len(each.held)), dtype=bool)
+        chance = np.random.default_rng(self._draws.getrandbits(32))
+        for _ in range(_HALVES if items else 0):
+            half = chance.random(len(each.held)) < 0.5
+            neighbour = self._with({id(each.held): self._exchanged(each, np.flatnonzero(half))})
+            for item, places in zip(items, common, strict=True):
+                if self._changes(item, neighbour):
+                    places &= half
+        found = [np.flatnonzero(places) for places in common]
+        return [
+            self._narrowed(item, each, places) for item, places in zip(items, found, strict=True)
+        ]
+
+    def _narrowed(self, item: _Item, each: _List, places: Places) -> Places:
+        """Those of a few places that the item is made of."""
+        for _ in range(_HALVES if 1 < places.size <= _FEW_PLACES else 0):
+            half = np.asarray(self._draws.sample(places.tolist(), places.size // 2), dtype=np.int64)
+            if self._changes(item, self._with({id(each.held): self._exchanged(each, half)})):
+                places = half
+        return places
+
+    def _exchanged(self, each: _List, places: Places) -> Any:
+        """A list whose entries at these places are others."""
+        order = np.arange(len(each.held))
+        shift = self._draws.randrange(1, len(order))
+        order[places] = (places + shift) % len(order)
+        return _in_order(each.held, order)
+
+    def _with_others_but(self, kept: Sequence[Places]) -> Any:
+        """The data set with its records in another order, but for some places of each list."""
+        new = {}
+        for each, places in zip(self._lists, kept, strict=True):
+            others = np.ones(len(each.held), dtype=bool)
+            others[places[places >= 0]] = False
+            new[id(each.held)] = self._exchanged(each, np.flatnonzero(others))
+        return self._with(new)
+
+    def _with(self, new: dict[int, Any]) -> Any:
         try:
-            for each in (data, neighbour):
-                states.restore()
-                seed_all(seed)
-                items.append(each[record])
+            return _copied(self._data, dict(new))
+        except Exception as error:
+            raise _CannotCopyError from error
+
+    def _changes(self, item: _Item, neighbour: Any, *, is_needed: bool = False) -> bool:
+        """Whether an item differs between two data sets, under the same random numbers."""
+        items = []
+        try:
+            for each in (self._data, neighbour):
+                self._states.restore()
+                seed_all(item.seed)
+                items.append(each[item.number])
         except Exception:  # Others than those of the batch may be such that cannot be loaded.
             if is_needed:
                 raise
             return False
         return not same(*items)
 
-    changed: list[tuple[int, list[int]]] = []
-    num_tried = 0
-    for group in groups:
-        neighbour = _exchanged(data, group, draws)
-        if neighbour is None:
-            return False
-        for record in group:
-            if record not in first and time.perf_counter() > until:
-                continue
-            num_tried += 1
-            if changes(record, neighbour, is_needed=record in records):
-                changed.append((record, group))
-    if changed and len(changed) < _IN_ORDER * num_tried:
-        raise _refusal(changed[0][0])
-    for record, group in changed[:_TRIED]:
-        half = _exchanged(data, [*group, *draws.sample(range(size), size // 2)], draws)
-        times = sum(changes(record, half, is_needed=True) for _ in range(_STATES))
-        if 0 < times < _STATES:
-            # It depends on the others: a list in another order would change always or never.
-            raise _refusal(record)
-    return True
 
+class _Lists:
+    """Finds what a data set of `size` records holds with one entry for each of them.
 
-def _exchanged(data: Any, kept: Sequence[int], draws: random.Random) -> Any:
-    """A copy of the data set with its records in another order, or None if it has none to exchange.
-
-    The `kept` places keep their record; at all others they change places with each other.
+    `is_whole` unless something seems to have such entries that nobody can exchange.
     """
-    order = _order(len(data), kept, draws)
-    if _is_table(data):
-        return data.select(order, keep_in_memory=True)
-    if type(data) in (list, tuple):
-        return type(data)(data[source] for source in order)
-    held = dict(getattr(data, "__dict__", {}))
-    if isinstance(data, Subset):
-        inside = _exchanged(data.dataset, [data.indices[at] for at in kept], draws)
-        replaced = {"dataset": inside}
-    elif isinstance(data, ConcatDataset):
-        first, parts = 0, []
-        part: Any
-        for part in data.datasets:
-            places = [at - first for at in kept if 0 <= at - first < len(part)]
-            parts.append(_exchanged(part, places, draws))
-            first += len(part)
-        replaced = {"datasets": None if any(part is None for part in parts) else parts}
-    else:
-        replaced = {
-            name: _exchanged(value, kept, draws)
-            if _is_data(value, len(order))
-            else _reordered(value, order)
-            for name, value in held.items()
-        }
-    replaced = {name: value for name, value in replaced.items() if value is not None}
-    if not replaced:
-        return None
-    try:
-        neighbour = copy.copy(data)
-        vars(neighbour).update(replaced)
-    except Exception:  # A class that does not let itself be copied.
-        return None
-    return neighbour
+
+    def __init__(self, data: Any, size: int) -> None:
+        self.found: list[_List] = []
+        self.is_whole = True
+        self._met = 0
+        self._find(data, "", np.arange(size), size, 0)
+
+    def _find(self, value: Any, name: str, places: Places, size: int, depth: int) -> None:
+        if isinstance(value, Subset):
+            part: Any = value.dataset
+            inside = np.where(places < 0, -1, np.asarray(value.indices)[places])
+            self._find(part, name, inside, len(part), depth + 1)
+        elif isinstance(value, ConcatDataset):
+            first = 0
+            for part in value.datasets:
+                outside = (places < first) | (places >= first + len(part))
+                self._find(part, name, np.where(outside, -1, places - first), len(part), depth + 1)
+                first += len(part)
+        else:
+            met = self._met
+            if _is_list(value, size):
+                self._note(value, name, places)
+            is_plain = met < self._met and not _is_table(value)
+            parts = {} if is_plain or depth == _DEPTH else _parts(value)
+            for key, part in parts.items():
+                self._find(part, key if isinstance(key, str) else name, places, size, depth + 1)
+            is_sized = hasattr(type(value), "__len__") and not isinstance(value, str | bytes)
+            if is_sized and met == self._met and not _is_index(value):
+                self.is_whole &= len(value) != size
+
+    def _note(self, value: Any, name: str, places: Places) -> None:
+        self._met += 1
+        known = next((each for each in self.found if each.held is value), None)
+        if known is None:
+            self.found.append(_List(name=name, held=value, places=places.copy()))
+        else:  # Several parts of a data set may lie in one list.
+            np.copyto(known.places, places, where=known.places < 0)
 
 
-def _order(size: int, kept: Sequence[int], draws: random.Random) -> list[int]:
-    """Which record each place gets: its own at those `kept`, another at all others."""
-    order = np.roll(np.arange(size), draws.randrange(1, size)) if size > 1 else np.arange(size)
-    order[list(kept)] = kept
-    found: list[int] = order.tolist()
-    return found
-
-
-def _is_table(data: Any) -> bool:
-    """Whether this is a table of the library `datasets`."""
-    return hasattr(data, "select") and hasattr(data, "with_transform")
-
-
-def _is_data(value: Any, size: int) -> bool:
-    """Whether something is another data set of as many records."""
-    plain = isinstance(value, list | tuple | dict | str | bytes | Tensor | np.ndarray)
-    is_sized = hasattr(type(value), "__getitem__") and hasattr(type(value), "__len__")
-    return is_sized and not plain and len(value) == size
-
-
-def _reordered(value: Any, order: list[int], depth: int = 0) -> Any:
-    """The records of a list or an array in this order, or of those in a short one; else None."""
-    size = len(order)
+def _is_list(value: Any, size: int) -> bool:
+    """Whether this has one entry for each of so many records, and its entries can be exchanged."""
+    if size < _FEWEST or not hasattr(type(value), "__len__"):
+        return False
     if isinstance(value, Tensor | np.ndarray):
-        fits = len(value.shape) > 0 and value.shape[0] == size and value.nbytes <= _MOST_BYTES
-        return value[order] if fits else None
-    if type(value) in (list, tuple) and len(value) == size and size > 8:
-        return type(value)(value[source] for source in order)
-    if depth or type(value) not in (list, tuple, dict) or len(value) > 64:
-        return None
-    pairs = value.items() if type(value) is dict else enumerate(value)
-    parts = {key: (part, _reordered(part, order, 1)) for key, part in pairs}
-    if all(new is None for _, new in parts.values()):
-        return None
-    found = {key: old if new is None else new for key, (old, new) in parts.items()}
-    return found if type(value) is dict else type(value)(found.values())
+        fits = value.ndim > 0 and value.nbytes <= _MOST_BYTES
+    else:
+        fits = type(value) in (list, tuple, dict) or hasattr(value, "iloc") or _is_table(value)
+    return fits and len(value) == size and not _is_index(value)
 
 
-def _refusal(record: int) -> InvalidArgumentError:
+def _is_index(value: Any) -> bool:
+    """Whether these are whole numbers of which none comes twice: an order, not records."""
+    if type(value) in (list, tuple) and value and all(type(item) is int for item in value):
+        return len({*value}) == len(value)
+    if isinstance(value, Tensor | np.ndarray) and value.ndim == 1:
+        array = np.asarray(value.cpu() if isinstance(value, Tensor) else value)
+        return array.dtype.kind in "iu" and len(np.unique(array)) == len(array)
+    return isinstance(value, range)
+
+
+def _is_table(value: Any) -> bool:
+    """Whether this is a table of the library `datasets`."""
+    return hasattr(value, "select") and hasattr(value, "with_transform")
+
+
+def _in_order(value: Any, order: Places) -> Any:
+    """The entries of a list in this order."""
+    if _is_table(value):
+        return value.select(order.tolist(), keep_in_memory=True)
+    if isinstance(value, Tensor | np.ndarray):
+        return value[order]
+    if hasattr(value, "iloc"):
+        frame = value.iloc[order]
+        frame.index = value.index
+        return frame
+    entries = list(value.values() if type(value) is dict else value)
+    moved = list(map(entries.__getitem__, order.tolist()))
+    return dict(zip(value, moved, strict=True)) if type(value) is dict else type(value)(moved)
+
+
+def _parts(value: Any) -> Mapping[Any, Any]:
+    """What something is made of, by name or number, as far as it can be replaced in a copy."""
+    if isinstance(value, FunctionType):
+        cells = value.__closure__ or ()
+        return {number: cell.cell_contents for number, cell in enumerate(cells)}
+    if type(value) in (list, tuple, dict):
+        few = value if len(value) <= _MOST_PARTS else type(value)()
+        return few if isinstance(few, dict) else dict(enumerate(few))
+    if isinstance(value, Tensor | np.ndarray | type):
+        return {}
+    if _is_table(value):
+        return {"_format_kwargs": value._format_kwargs}
+    return dict(getattr(value, "__dict__", {}))
+
+
+def _copied(value: Any, new: dict[int, Any], depth: int = 0) -> Any:
+    """The same with other lists, `new` by the identity of the old; what has none is shared."""
+    base = new.get(id(value), value)
+    if depth > _DEPTH + 2 or (base is not value and not _is_table(value)):
+        return base
+    parts = _parts(value)
+    others = {key: _copied(part, new, depth + 1) for key, part in parts.items()}
+    others = {key: part for key, part in others.items() if part is not parts[key]}
+    if not others:
+        return base
+    if isinstance(value, FunctionType):
+        cells = tuple(CellType(part) for part in {**parts, **others}.values())
+        twin: Any = FunctionType(
+            value.__code__, value.__globals__, value.__name__, value.__defaults__, cells
+        )
+        twin.__kwdefaults__ = value.__kwdefaults__
+    elif type(value) in (list, tuple, dict):
+        whole = {**parts, **others}
+        twin = whole if type(value) is dict else type(value)(whole.values())
+    else:
+        twin = copy.copy(base)
+        vars(twin).update(others)
+    new[id(value)] = twin
+    return twin
+
+
+def _refusal(item: _Item, how: str) -> InvalidArgumentError:
     return InvalidArgumentError(
         "data",
         expected="the item of a record to be made of that record alone",
-        got=f"an item {record} that changes when other records of the data set are exchanged, "
-        "under the same random numbers",
+        got=f"an item {item.number} that changes {how}",
         remedy="do not return another record for one that is broken (leave it out of the data "
-        "set), and do not draw a second one: a record would be in several rows of a batch",
+        "set), draw no second one, and centre by no other: a record would be in several rows of a "
+        "batch. What belongs to all items should not have one entry for each record",
     )

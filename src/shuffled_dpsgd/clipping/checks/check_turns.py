@@ -39,12 +39,12 @@ class CheckTurns:
     """Decides when a check is made; `time` is what all checks of a run have taken.
 
     `by_coin` says whether the batch asked for last is the first of all or was chosen at random.
-    While it is `dense`, every batch is checked.
+    With `up_to` above zero every batch is checked, in sizes of up to so many rows.
     """
 
     def __init__(self, rate: float, share: TimeShare | None = None, seed: int | None = 0) -> None:
         self.by_coin = False
-        self.dense = False
+        self.up_to = 0
         self.time = share or TimeShare()
         self.draws = random.Random(seed)
         self._rate = rate
@@ -55,7 +55,7 @@ class CheckTurns:
         by_chance = self.draws.random() < self._rate
         by_chance = by_chance and (self._rate > DEFAULT_RATE or self.time.allows())
         self.by_coin = by_chance or not self._seen
-        return by_chance or self.dense or self.is_new(kind)
+        return by_chance or self.up_to > 0 or self.is_new(kind)
 
     def is_new(self, kind: Hashable) -> bool:
         """Whether no batch of this kind has been checked."""

@@ -29,8 +29,8 @@ from shuffled_dpsgd.runtime.replay import Observed
 # Looks at the first batch, and at later kinds. What happens in one batch of ten is missed by 48
 # looks with probability 0.6 %.
 FIRST_LOOKS, MORE_LOOKS = 48, 8
-# Before the first release, where nothing but dropout is drawn: other records and masks, for what
-# seldom makes a difference.
+# Before the first release, where nothing but dropout is drawn: other records and masks, and batches
+# as large as they come, for what seldom makes a difference or in large ones alone.
 _FEW_LOOKS = 4
 # Records that are watched together.
 _MOST_KEPT = 16
@@ -60,11 +60,13 @@ class Moved:
 class ExchangeTest:
     """Compares what some records of a batch give among others; `draws` is where choices come from.
 
-    `num_watched` says how many records the latest test watched.
+    `num_watched` says how many records the latest test watched, and `seen` which they were and what
+    they gave in the batch as it was; None if numbers were drawn at random.
     """
 
     def __init__(self, model: nn.Module, draws: random.Random) -> None:
         self.num_watched = 0
+        self.seen: tuple[list[int], Observed] | None = None
         self._model = model
         self._draws = draws
         self._is_first = True
@@ -79,7 +81,7 @@ class ExchangeTest:
         tolerance: float,
         typical: float = 0.0,
         is_new: bool = True,
-        thorough: bool = False,
+        up_to: int = 0,
         gradients: bool = True,
     ) -> Moved | None:
         """What of the watched records moves, if anything, in a batch of `rows` records.
@@ -87,7 +89,7 @@ class ExchangeTest:
         `run(order, kept, gradients)` gives what the records at the `kept` places have when the
         batch has its records in this order. Records are watched and exchanged out of `sources`.
         `typical` is the length of a sample's gradient. A batch of a kind that `is_new` is looked at
-        more often, and so is any before the first release, when the test is `thorough`.
+        more often, and so is any before the first release, when batches of `up_to` rows are tried.
         """
         noted = OperationsNoted(rows)
 
@@ -99,16 +101,18 @@ class ExchangeTest:
         with noted:
             found = trial.exchange(states, gradients)
         host_moved = states.host_digest() != states.again().host_digest()
-        if found is None and states.digest() == states.again().digest():
+        is_random = states.digest() != states.again().digest()
+        self.seen = None if is_random or trial.seen is None else (trial.kept, trial.seen)
+        if found is None and not is_random:
             found = trial.leave_out(gradients)
         if found is None:
-            looks = _FEW_LOOKS * thorough
-            if (is_new or thorough) and (noted.besides_dropout or host_moved):
+            looks = _FEW_LOOKS if up_to else 0
+            if (is_new or up_to) and (noted.besides_dropout or host_moved):
                 looks = FIRST_LOOKS if self._is_first else MORE_LOOKS
                 self._is_first = False
             for _ in range(looks):
                 seed_all(self._draws.getrandbits(32))
-                trial = _Trial(run, rows, sources, self._draws, allowed, typical)
+                trial = _Trial(run, max(rows, up_to), sources, self._draws, allowed, typical)
                 found = trial.exchange(RandomStates.of_model(self._model), False)
                 if found is not None:
                     break
@@ -137,7 +141,7 @@ class _Trial:
         # Records that cannot be compared, as those without a finite gradient, are left out.
         known = set(sources)
         self._plain = [row if row in known else self.kept[0] for row in range(rows)]
-        self._seen: Observed | None = None
+        self.seen: Observed | None = None
 
     def exchange(self, states: RandomStates, gradients: bool) -> Moved | None:
         """What moves once the others are exchanged, under the random numbers of `states`."""
@@ -146,7 +150,7 @@ class _Trial:
             states.restore()
             return self._run(order, self.kept, gradients)
 
-        one = self._seen = at(self._plain)
+        one = self.seen = at(self._plain)
         orders = [self._others(), self._plain[1:] + self._plain[:1]]
         for row in self.kept:
             orders[1][row] = row
@@ -164,9 +168,9 @@ class _Trial:
 
     def leave_out(self, gradients: bool) -> Moved | None:
         """What moves once the others are left out, and the rest stand in another order."""
-        assert self._seen is not None, "what the batch as a whole gave"
+        assert self.seen is not None, "what the batch as a whole gave"
         order = self._draws.sample(self.kept, len(self.kept))
-        if any(value.dim() == 0 for value in self._seen.values) or len(self._plain) == 1:
+        if any(value.dim() == 0 for value in self.seen.values) or len(self._plain) == 1:
             return None
         places = [order.index(row) for row in self.kept]
         try:
@@ -175,7 +179,7 @@ class _Trial:
             raise
         except (RuntimeError, ValueError, IndexError, TypeError, CannotReplayError):
             return None  # A model may take batches of one size only.
-        return self._apart(self._seen, alone, slack=2.0)
+        return self._apart(self.seen, alone, slack=2.0)
 
     def _others(self) -> list[int]:
         return [

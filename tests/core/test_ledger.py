@@ -6,6 +6,7 @@ import fcntl
 import json
 import threading
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -127,8 +128,8 @@ def test_other_sums_at_a_step_are_its_next_attempt(tmp_path: Path) -> None:
 def forged(path: Path, key: bytes, tokens: list[str]) -> None:
     """A ledger as somebody with `key` would write it."""
     other = path.with_name("other.jsonl")
-    other.with_name("_other.jsonl.key").write_bytes(key)
-    ledger = open_ledger(other, budget=100)
+    with mock.patch("shuffled_dpsgd.core.ledger.secrets.token_bytes", return_value=key):
+        ledger = open_ledger(other, budget=100)
     for step, token in enumerate(tokens):
         ledger.record(step=step, token=token)
     path.write_bytes(other.read_bytes())

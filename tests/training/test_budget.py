@@ -318,6 +318,18 @@ def test_a_ledger_that_was_put_back_is_noticed(file: BudgetFile, tmp_path: Path)
         run(again, mlp_case())
 
 
+def test_a_run_after_a_ledger_that_was_removed_is_another_run(
+    file: BudgetFile, tmp_path: Path
+) -> None:
+    """The key beside the ledger stays, and with it the run would be taken for the one before."""
+    ledger = tmp_path / "ledger.jsonl"
+    for noise in (2.0, 1.0):
+        private = start(file, ledger_path=ledger, noise_multiplier=noise)
+        run(private, mlp_case(), num_steps=1)
+        ledger.unlink()
+    assert [each.noise_multiplier for each in file.read().runs] == [2.0, 1.0]
+
+
 def test_a_write_that_fails_leaves_the_file_as_it_was(
     file: BudgetFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -80,7 +80,7 @@ the budget is spent: stop here, or start a run with a larger plan
         exists = self._path is not None and self._path.exists() and self._path.stat().st_size > 0
         self.key = secrets.token_bytes(KEY_BYTES)
         if self._path is not None:
-            self.key = _read_or_write_key(self._path, self.key, must_exist=exists)
+            self.key = _key_of(self._path, self.key, is_new=not exists)
             if exists:
                 self._read(self._path)
             if not self._chain:
@@ -253,18 +253,14 @@ def _lock(descriptor: int) -> None:
     fcntl.flock(descriptor, fcntl.LOCK_EX)
 
 
-def _read_or_write_key(ledger: Path, key: bytes, *, must_exist: bool) -> bytes:
+def _key_of(ledger: Path, key: bytes, *, is_new: bool) -> bytes:
     """The secret of a ledger on disk, in a file beside it that only its owner reads.
 
-    The name begins with an underscore, which the Hugging Face hub's uploads leave out.
+    A new ledger has a new one, also where a ledger that is gone has left its own. The name begins
+    with an underscore, which the Hugging Face hub's uploads leave out.
     """
     path = ledger.with_name(f"_{ledger.name}.key")
-    if not path.exists():
-        if must_exist:
-            raise CheckpointError(
-                f"{path}: missing, and the ledger was written under it; put it back, or start in a "
-                "fresh directory"
-            )
+    if is_new:
         temporary = path.with_name(f"{path.name}.tmp")
         temporary.unlink(missing_ok=True)
         with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
@@ -273,6 +269,11 @@ def _read_or_write_key(ledger: Path, key: bytes, *, must_exist: bool) -> bytes:
             os.fsync(file.fileno())
         os.rename(temporary, path)
         fsync_directory(path.parent)
+    elif not path.exists():
+        raise CheckpointError(
+            f"{path}: missing, and the ledger was written under it; put it back, or start in a "
+            "fresh directory"
+        )
     found = path.read_bytes()
     if len(found) != KEY_BYTES:
         raise CheckpointError(f"{path}: {len(found)} bytes, expected {KEY_BYTES}; restore it")

@@ -124,6 +124,13 @@ def test_calibration_is_tight_and_never_above_target(
     assert less.epsilon > epsilon * (1 - 1e-4)
 
 
+@pytest.mark.parametrize(("prob", "steps"), [(1.0, 1), (0.01, 1000)])
+def test_calibration_to_next_to_nothing_ends(prob: float, steps: int) -> None:
+    """There a claim's own accuracy decides, and ε falls in steps."""
+    run = {"delta": 1e-5, "sampling_prob": prob, "num_steps": steps}
+    assert calibrate_certified(epsilon=1e-6, **run).claim.epsilon <= 1e-6  # type: ignore[arg-type]
+
+
 def test_replace_one_costs_more_than_add_remove() -> None:
     plain = certified_claim(noise_multiplier=2.0, **VIT)
     replaced = certified_claim(noise_multiplier=2.0, adjacency="replace-one", **VIT)
@@ -142,6 +149,7 @@ def test_replace_one_costs_more_than_add_remove() -> None:
 def test_no_noise_is_no_privacy() -> None:
     assert certified_claim(noise_multiplier=0.0, **VIT).epsilon == math.inf
     assert certified_bracket(noise_multiplier=0.0, **VIT).lower == math.inf
+    assert certified_claim(noise_multiplier=1e-300, **VIT).epsilon == math.inf
 
 
 @pytest.mark.parametrize(
@@ -152,6 +160,8 @@ def test_no_noise_is_no_privacy() -> None:
         ({"sampling_prob": 0.0}, "sampling_prob"),
         ({"sampling_prob": 1.01}, "sampling_prob"),
         ({"num_steps": 0}, "num_steps"),
+        ({"num_steps": math.nan}, "num_steps"),
+        ({"num_steps": math.inf}, "num_steps"),
         ({"delta": 0.0}, "delta"),
         ({"delta": 1.0}, "delta"),
         ({"delta": 9e-31}, "delta"),

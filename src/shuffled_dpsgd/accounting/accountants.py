@@ -109,7 +109,7 @@ def by_formula(
             return formula(target.mechanism(sigma), target.delta)
 
         guess = 1.0 + 1.0 / target.epsilon
-        noise = smallest_noise_multiplier(target.epsilon, coarse=pricing, fine=pricing, guess=guess)
+        noise = smallest_noise_multiplier(target.epsilon, pricing, guess=guess)
         return Calibration(
             noise_multiplier=noise, claim=price(target.mechanism(noise), target.delta)
         )

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from shuffled_dpsgd.core.certified import certified_claim
@@ -18,9 +19,11 @@ from shuffled_dpsgd.errors import InvalidArgumentError
 
 SIGMA_ACCURACY = 5e-4
 CALIBRATION_ERROR = 3e-4
-COARSE_ERROR = 5e-3
 SMALLEST_SIGMA = 1e-3
 LARGEST_SIGMA = 1e6
+FIRST_STRIDE = 0.1
+FAR = 50.0
+"""Of log ε: what no privacy and complete privacy count for in the search."""
 
 Pricing = Callable[[float], float]
 
@@ -51,70 +54,38 @@ class Calibration:
         return {"noise_multiplier": self.noise_multiplier, **self.claim.to_json()}
 
 
-def smallest_noise_multiplier(
-    epsilon: float, *, coarse: Pricing, fine: Pricing, guess: float
-) -> float:
-    """The smallest σ with `fine(σ) <= epsilon`, to `SIGMA_ACCURACY` relative and never below.
+def smallest_noise_multiplier(epsilon: float, pricing: Pricing, *, guess: float) -> float:
+    """The smallest σ with `pricing(σ) <= epsilon`, to `SIGMA_ACCURACY` relative and never below.
 
-    `fine` must decrease in σ; `coarse` is a cheap upper estimate that brings the search close.
-    Both are seen on logarithmic axes, where ε(σ) is nearly straight, so few evaluations are needed.
+    `pricing` must decrease in σ. On logarithmic axes it is nearly straight, so few evaluations are
+    needed.
     """
+    from scipy.optimize import brentq
+
     check_epsilon(epsilon)
-    start = min(max(guess, SMALLEST_SIGMA), LARGEST_SIGMA)
-    _, near = _bracketed(epsilon, coarse, start, spread=1.2, accuracy=20 * SIGMA_ACCURACY)
-    _, sigma = _bracketed(epsilon, fine, near, spread=1.01, accuracy=SIGMA_ACCURACY)
-    return sigma
 
+    @cache
+    def gap(log_sigma: float) -> float:
+        found = pricing(math.exp(log_sigma))
+        return min(max(math.log(max(found, 1e-300) / epsilon), -FAR), FAR)
 
-def _bracketed(
-    epsilon: float, pricing: Pricing, start: float, *, spread: float, accuracy: float
-) -> tuple[float, float]:
-    """A pair (too little noise, enough noise) closer together than `accuracy`, relative."""
-    low, high, low_gap, high_gap = _expand(epsilon, pricing, start, spread)
-    while high > low * (1.0 + accuracy):
-        middle = _interpolate(low, high, low_gap, high_gap, accuracy)
-        gap = _gap(pricing(middle), epsilon)
-        if gap > 0.0:
-            low, low_gap = middle, gap
-        else:
-            high, high_gap = middle, gap
-    return low, high
-
-
-def _expand(
-    epsilon: float, pricing: Pricing, start: float, spread: float
-) -> tuple[float, float, float, float]:
-    """Walk outwards from `start`, in growing strides, until the target lies in between."""
-    sigma, gap = start, _gap(pricing(start), epsilon)
-    direction = 1.0 if gap > 0.0 else -1.0
-    stride = math.log(spread)
-    while True:
-        further = sigma * math.exp(direction * stride)
-        if not SMALLEST_SIGMA <= further <= LARGEST_SIGMA:
-            raise unreachable(epsilon, too_strict=direction > 0)
-        further_gap = _gap(pricing(further), epsilon)
-        if (further_gap > 0.0) != (gap > 0.0):
-            ends = sorted([(sigma, gap), (further, further_gap)])
-            return ends[0][0], ends[1][0], ends[0][1], ends[1][1]
-        sigma, gap, stride = further, further_gap, 2.0 * stride
-
-
-def _interpolate(
-    low: float, high: float, low_gap: float, high_gap: float, accuracy: float
-) -> float:
-    """Regula falsi in log-log, aimed slightly to the private side and kept off the ends."""
-    width = math.log(high / low)
-    if math.isfinite(low_gap) and math.isfinite(high_gap) and low_gap > high_gap:
-        share = low_gap / (low_gap - high_gap) + 0.4 * accuracy / width
-    else:
-        share = 0.5
-    return low * math.exp(width * min(max(share, 0.05), 0.95))
-
-
-def _gap(epsilon: float, target: float) -> float:
-    if epsilon <= 0.0:
-        return -50.0
-    return math.log(epsilon / target) if math.isfinite(epsilon) else math.inf
+    least, most = math.log(SMALLEST_SIGMA), math.log(LARGEST_SIGMA)
+    low = high = min(max(math.log(guess), least), most)
+    stride = FIRST_STRIDE
+    while gap(low) <= 0.0:
+        if low == least:
+            raise unreachable(epsilon, too_strict=False)
+        low, stride = max(low - stride, least), 2.0 * stride
+    stride = FIRST_STRIDE
+    while gap(high) > 0.0:
+        if high == most:
+            raise unreachable(epsilon, too_strict=True)
+        high, stride = min(high + stride, most), 2.0 * stride
+    found = high if low == high else float(brentq(gap, low, high, xtol=0.4 * SIGMA_ACCURACY))
+    more = 0.4 * SIGMA_ACCURACY
+    while gap(found) > 0.0:
+        found, more = found + more, 2.0 * more
+    return math.exp(found)
 
 
 def unreachable(epsilon: float, *, too_strict: bool) -> InvalidArgumentError:
@@ -159,13 +130,12 @@ def calibrate_certified(
 
     noise = smallest_noise_multiplier(
         epsilon,
-        coarse=lambda sigma: price(mechanism(sigma), delta, COARSE_ERROR),
-        fine=lambda sigma: price(mechanism(sigma), delta, CALIBRATION_ERROR),
+        lambda sigma: price(mechanism(sigma), delta, CALIBRATION_ERROR),
         guess=_first_guess(mechanism(1.0), epsilon, delta),
     )
-    claim = certified_claim(**mechanism(noise).to_json(), delta=delta)
+    claim, more = certified_claim(**mechanism(noise).to_json(), delta=delta), SIGMA_ACCURACY / 4.0
     while claim.epsilon > epsilon:  # by less than the two accuracies differ
-        noise *= 1.0 + SIGMA_ACCURACY / 4.0
+        noise, more = noise * (1.0 + more), 2.0 * more
         claim = certified_claim(**mechanism(noise).to_json(), delta=delta)
     return Calibration(noise_multiplier=noise, claim=claim)
 

@@ -75,7 +75,7 @@ def check_sampling(sampling_prob: float, num_steps: int) -> None:
             got=sampling_prob,
             remedy="it is the expected batch size over the data-set size",
         )
-    if num_steps != int(num_steps) or num_steps < 1:
+    if not 1 <= num_steps < math.inf or num_steps != int(num_steps):
         raise InvalidArgumentError(
             "num_steps",
             expected="a whole number of steps, at least 1",

@@ -66,6 +66,7 @@ ULPS = 8.0
 LOST_SHARE = 1e-8  # of δ: what may be charged for the tails that are cut off
 LOW_TAIL = 1e-22  # smaller outputs than this probability has are not looked at
 OUTSIDE = 1e-10  # tilted probability outside the window of the Fourier transform
+LEAST_NOISE = 1e-6
 TABLE = 4001
 COARSER = 16.0
 LARGEST_LATTICE = 2**21
@@ -78,12 +79,12 @@ def price(
     relative_error: float,
     records: int = 1,
 ) -> float:
-    """An ε' with δ(ε') ≤ `delta` for a unit of so many records; infinite without noise.
+    """An ε' with δ(ε') ≤ `delta` for a unit of so many records; infinite with hardly any noise.
 
     Of several runs on the same data, which name the same adjacency, it covers all together.
     """
     runs = (runs,) if isinstance(runs, SampledGaussian) else runs
-    if any(run.noise_multiplier == 0.0 for run in runs):
+    if any(run.noise_multiplier < LEAST_NOISE for run in runs):
         return math.inf
     return max(upper_epsilon(steps, delta, relative_error) for steps in directions(runs, records))
 

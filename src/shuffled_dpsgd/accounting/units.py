@@ -20,7 +20,6 @@ from typing import Any
 
 from shuffled_dpsgd.accounting.calibration import (
     CALIBRATION_ERROR,
-    COARSE_ERROR,
     calibrate_certified,
     smallest_noise_multiplier,
 )
@@ -97,23 +96,15 @@ def compare_units(
         num_steps=num_steps,
     ).noise_multiplier
 
-    def pricing(error: float) -> Any:
-        def priced(noise: float) -> float:
-            run = SampledGaussian(
-                noise_multiplier=noise,
-                sampling_prob=min(1.0, rows / num_records),
-                num_steps=num_steps,
-            )
-            return price(run, delta, error, records=most_owned)
+    def priced(noise: float) -> float:
+        run = SampledGaussian(
+            noise_multiplier=noise,
+            sampling_prob=min(1.0, rows / num_records),
+            num_steps=num_steps,
+        )
+        return price(run, delta, CALIBRATION_ERROR, records=most_owned)
 
-        return priced
-
-    records = smallest_noise_multiplier(
-        epsilon,
-        coarse=pricing(COARSE_ERROR),
-        fine=pricing(CALIBRATION_ERROR),
-        guess=units * most_owned,
-    )
+    records = smallest_noise_multiplier(epsilon, priced, guess=units * most_owned)
     ratio = (units / expected_units) / (records / rows)
     return UnitComparison(
         epsilon=epsilon,

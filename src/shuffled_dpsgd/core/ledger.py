@@ -256,18 +256,16 @@ def _lock(descriptor: int) -> None:
 def _key_of(ledger: Path, key: bytes, *, is_new: bool) -> bytes:
     """The secret of a ledger on disk, in a file beside it that only its owner reads.
 
-    A new ledger has a new one, also where a ledger that is gone has left its own. The name begins
-    with an underscore, which the Hugging Face hub's uploads leave out.
+    A new ledger has a new one, also where one that is gone has left its own. The name begins with
+    an underscore, which the Hugging Face hub's uploads leave out.
     """
     path = ledger.with_name(f"_{ledger.name}.key")
     if is_new:
-        temporary = path.with_name(f"{path.name}.tmp")
-        temporary.unlink(missing_ok=True)
-        with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        path.unlink(missing_ok=True)
+        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
             file.write(key)
             file.flush()
             os.fsync(file.fileno())
-        os.rename(temporary, path)
         fsync_directory(path.parent)
     elif not path.exists():
         raise CheckpointError(

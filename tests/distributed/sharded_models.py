@@ -27,8 +27,15 @@ def shard(model: nn.Module, **options: Any) -> nn.Module:
 
 
 def spread(make: Callable[[], nn.Module], how: bool | str) -> Callable[[], nn.Module]:
-    """A model that is spread over all ranks, or "2x2": two copies, each over two ranks."""
-    return lambda: shard(make(), **({"mesh": two_by_two()} if how == "2x2" else {}))
+    """A model that is spread over all ranks, "2x2": two copies, each over two ranks, or "state":
+    whole on every rank while it computes, so that they share little but the optimizer's state."""
+
+    def spread_out() -> nn.Module:
+        if how == "state":
+            return fully_shard(make())
+        return shard(make(), **({"mesh": two_by_two()} if how == "2x2" else {}))
+
+    return spread_out
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:

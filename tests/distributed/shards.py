@@ -540,6 +540,7 @@ def collectives_of_a_step(how: bool | str, shuffle: str) -> dict[str, Any]:
             run(private, case, num_steps=1)
     return {
         "seen": mode.seen,
+        "state": sum(held(v).nbytes for v in tree_leaves([*private.optimizer.state.values()])),
         "rows": sum(held(p).nbytes for p in private.model.parameters()),
         "weights": sum(p.nbytes for p in private.model.parameters()),
         "buckets": len(getattr(private.engine._schedule, "_buckets", ())),

@@ -19,11 +19,13 @@ HERE = "distributed.shards"
 @pytest.mark.parametrize(
     ("ranks", "how", "names"),
     [
-        (2, True, ["bert without noise", "gpt2"]),
+        (2, True, ["gpt2"]),
+        (2, "state", ["bert without noise"]),
         (4, "2x2", ["vit"]),
         pytest.param(2, True, NAMES, marks=pytest.mark.slow),
         pytest.param(4, True, NAMES, marks=pytest.mark.slow),
         pytest.param(4, "2x2", NAMES, marks=pytest.mark.slow),
+        pytest.param(4, "state", NAMES, marks=pytest.mark.slow),
     ],
 )
 def test_shards_change_nothing(

@@ -68,6 +68,45 @@ def test_shards_need_the_whole_model_on_no_rank() -> None:
     assert estimate(shapes, GPUS["h200"], replace(job, physical_batch=1)).fits
 
 
+def test_copies_of_shards_send_rows_between_nodes_and_layers_inside_them() -> None:
+    shapes = shapes_of(build_model("llama-7b"))
+    job = replace(JOB, gpus=64, logical_batch=64 * 32, physical_batch=4)
+    whole, sharded, hybrid = (
+        estimate(shapes, H100, replace(job, strategy=strategy))
+        for strategy in ("replicated", "sharded", "hybrid")
+    )
+    weights = 4 * shapes.parameters
+    # Eight batches, weights twice and sums once, to 7 of 8 ranks; then rows to 7 of 8 nodes.
+    layers, rows = 8 * 3 * 7 / 8 * weights, 2 * 7 / 8 * weights / 8
+    assert hybrid.exchange_bytes == pytest.approx(layers + rows)
+    # A GPU has a link of 450 GB/s of its own, and an eighth of 400 GB/s between nodes.
+    seconds = layers / (0.7 * 450e9) + rows / (0.7 * 50e9)
+    assert hybrid.exchange_seconds == pytest.approx(seconds)
+    assert hybrid.exchange_seconds < sharded.exchange_seconds
+    assert sharded.memory.peak < hybrid.memory.peak < whole.memory.peak
+
+
+def test_what_can_be_hidden_is_hidden_behind_computing_at_most() -> None:
+    shapes = shapes_of(build_model("llama-7b"))
+    job = replace(JOB, gpus=8, strategy="sharded", logical_batch=64)
+    for size in (1, 8):
+        one = estimate(shapes, H100, replace(job, physical_batch=size))
+        hidden = one.step_seconds - one.hidden_step_seconds
+        assert hidden == pytest.approx(min(one.exchange_seconds, one.compute_seconds))
+        assert hidden > 0.0
+    whole = estimate(shapes, H100, replace(job, strategy="replicated"))
+    assert whole.hidden_step_seconds == whole.step_seconds
+
+
+def test_weights_gathered_in_half_precision_take_half_the_bytes() -> None:
+    shapes = shapes_of(build_model("llama-7b"))
+    job = replace(JOB, gpus=8, strategy="sharded", physical_batch=8)
+    full, half = (estimate(shapes, H100, replace(job, half=one)) for one in (False, True))
+    assert half.exchange_bytes == pytest.approx(full.exchange_bytes * 8 / 12)
+    assert half.memory.gathered == full.memory.gathered / 2
+    assert half.memory.half_copies == 0
+
+
 def test_one_gpu_exchanges_nothing_and_a_second_node_is_slower() -> None:
     shapes = shapes_of(build_model("gpt2"))
     one, eight, sixteen = weak_scaling(shapes, H100, JOB, [1, 8, 16], physical_batch=64)

@@ -14,9 +14,11 @@ from shuffled_dpsgd.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
     from shuffled_dpsgd.scaling import Estimate, Gpu, Job, ModelShapes
+    from shuffled_dpsgd.scaling.estimate import Strategy
 
 GIB = 2.0**30
 IMAGE_TOKENS, USUAL_TOKENS = 197, 128
+STRATEGIES: tuple[Strategy, ...] = ("replicated", "sharded", "hybrid")
 COUNTS = [2**power for power in range(11)]
 SHOWN = {
     "fits": "fits",
@@ -27,6 +29,7 @@ SHOWN = {
     "update_seconds": "noise, update, shuffle, s",
     "exchange_seconds": "exchange, s",
     "step_seconds": "step, s",
+    "hidden_step_seconds": "step if FSDP hides what it can, s",
     "samples_per_second": "samples/s, all ranks",
     "epochs_per_day": "epochs a day",
 }
@@ -49,6 +52,9 @@ LoraRank = Annotated[
 Bits = Annotated[
     Literal["4", "8", "16"], typer.Option(help="Of each frozen weight, beside --lora-rank.")
 ]
+Half = Annotated[
+    bool, typer.Option("--half-weights", help="Sharded weights are gathered in bfloat16.")
+]
 Records = Annotated[int, typer.Option(min=1, help="Training records, for epochs a day.")]
 
 
@@ -67,12 +73,13 @@ def plan(
     records: Records = 50_000,
     lora_rank: LoraRank = None,
     bits: Bits = "16",
+    half: Half = False,
     as_json: AsJson = False,
 ) -> None:
     """Estimate what a private run takes, by a stated cost model fitted to one H200.
 
-    Replicated ranks have the whole model each, sharded ones some rows of every parameter. What
-    ranks exchange was never measured.
+    Replicated ranks have the whole model each, sharded ones some rows of every parameter, hybrid
+    ones a sharded copy in every node. What ranks exchange was never measured.
     """
     from shuffled_dpsgd.models import build_model
     from shuffled_dpsgd.scaling import GPUS, Job, estimate, largest_batch, shapes_of
@@ -85,6 +92,7 @@ def plan(
         logical_batch=batch_size,
         records=records,
         physical_batch=physical_batch or 1,
+        half=half,
     )
     if shapes.length is not None and job.length > shapes.length:
         raise InvalidArgumentError(
@@ -93,8 +101,10 @@ def plan(
     if lora_rank is not None:
         _plan_adapters(model, shapes, kind, job, physical_batch, lora_rank, bits, as_json=as_json)
         return
-    estimates, described, scaling = {}, {}, {}
-    for strategy in ("replicated", "sharded"):
+    estimates: dict[Strategy, Estimate] = {}
+    described: dict[Strategy, dict[str, Any]] = {}
+    scaling = {}
+    for strategy in STRATEGIES:
         asked = replace(job, strategy=strategy)
         most = largest_batch(shapes, kind, asked)
         one = estimate(shapes, kind, replace(asked, physical_batch=physical_batch or max(1, most)))
@@ -118,10 +128,9 @@ def plan(
         f"[bold]{model}[/bold], {shapes.parameters:,} parameters, on {gpus} × {kind.name}: "
         f"batches of {batch_size} samples of {job.length} tokens"
     )
-    strategies = ("replicated", "sharded")
-    console.print(table(("", *strategies), _costs(described), words=("",), title="one rank"))
-    title = "weak scaling: share of a step that is not communication"
-    console.print(table(("GPUs", *strategies), _shares(weak), title=title))
+    console.print(table(("", *STRATEGIES), _costs(described), words=("",), title="one rank"))
+    title = "weak scaling: share of a step that is not communication, hidden by nothing or by FSDP"
+    console.print(table(("GPUs", *STRATEGIES), _shares(weak), title=title))
     more = fewest_gpus(shapes, kind, estimates["sharded"].job)
     console.print(
         f"Fitted to eager steps on one H200: time was off by at most {TIME_ERROR:.0%}, memory by "
@@ -178,7 +187,7 @@ def _default_length(model: str, shapes: ModelShapes) -> int:
 
 def _described(most: int, one: Estimate) -> dict[str, Any]:
     memory = {f"{name}_gib": value / GIB for name, value in asdict(one.memory).items()}
-    seconds = ("compute_seconds", "update_seconds", "exchange_seconds", "step_seconds")
+    seconds = [name for name in SHOWN if name.endswith("_seconds")]
     return {
         "supported": True,
         "fits": one.fits,
@@ -194,10 +203,15 @@ def _described(most: int, one: Estimate) -> dict[str, Any]:
 
 def _efficiency(one: Estimate) -> dict[str, Any]:
     """Efficiency against one GPU's compute, for the work per rank of the job."""
-    return {"efficiency": 1.0 - one.exchange_seconds / one.step_seconds, "fits": one.fits}
+    busy = one.compute_seconds + one.update_seconds
+    return {
+        "efficiency": busy / one.step_seconds,
+        "efficiency_hidden": busy / one.hidden_step_seconds,
+        "fits": one.fits,
+    }
 
 
-def _costs(described: dict[str, dict[str, Any]]) -> Iterator[tuple[str, ...]]:
+def _costs(described: dict[Strategy, dict[str, Any]]) -> Iterator[tuple[str, ...]]:
     both = described.values()
     for name in described["replicated"]["memory"]:
         label = name.removesuffix("_gib").replace("_", " ")
@@ -216,12 +230,17 @@ def _shown(value: Any) -> str:
 
 def _shares(weak: list[dict[str, Any]]) -> Iterator[tuple[str, ...]]:
     for row in weak:
-        both = (row["replicated"], row["sharded"])
-        shares = (f"{one['efficiency']:.0%}" if one["fits"] else "does not fit" for one in both)
-        yield f"{row['gpus']:,}", *shares
+        yield f"{row['gpus']:,}", *(_share(row[name]) for name in STRATEGIES)
 
 
-def _advice(estimates: dict[str, Estimate], enough: int | None) -> str:
+def _share(one: dict[str, Any]) -> str:
+    if not one["fits"]:
+        return "does not fit"
+    least, most = f"{one['efficiency']:.0%}", f"{one['efficiency_hidden']:.0%}"
+    return least if least == most else f"{least} to {most}"
+
+
+def _advice(estimates: dict[Strategy, Estimate], enough: int | None) -> str:
     whole, parts = estimates["replicated"], estimates["sharded"]
     if not whole.fits and not parts.fits:
         more = f"shard it over {enough} GPUs, " if enough and enough > parts.job.gpus else ""

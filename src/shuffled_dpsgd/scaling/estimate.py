@@ -8,14 +8,15 @@ we measured no communication anywhere.
 Memory of a rank, in bytes, for P parameters and n tokens:
 
 - weights 4 P, AdamW's moments 8 P, bfloat16 copies of weights 2 P, clipped sums 4 P; with several
-  replicated ranks another 4 P for the vector that is exchanged;
+  replicated ranks, or copies of shards, as much again for the vector that they exchange;
 - activations n (s W + 10.6 V) for W numbers in and out of all linear maps and V logits per token,
   s = 2.7 bytes, or 5.2 where the activation is computed by several stored operations (gelu_new);
 - captures 2 n (W + V), held until the sums are formed, when activations and logits are gone;
-- sharded ranks divide weights, moments and sums by their number. Beside them they hold the gathered
-  weights outside the blocks and of two blocks, with bfloat16 copies of those two, and the sums of
-  the largest module twice. Checks need no more: they gather layer by layer as well, and one
-  sample's gradient of a module takes the place of the sums.
+- sharded ranks divide weights, moments and sums by their number, or, where every node has a copy
+  (hybrid), by that of a node. Beside them they hold the gathered weights outside the blocks and of
+  two blocks, with bfloat16 copies of those two unless they are gathered in bfloat16 already, and
+  the sums of the largest module three times. Checks need no more: they gather layer by layer as
+  well, and one sample's gradient of a module takes the place of the sums.
 
 Time of a physical batch: the larger of what the host needs to issue it, 3.1 ms a layer, and what
 the GPU needs: operations at 74 % of its peak, and 13 passes over the activations at its bandwidth.
@@ -35,7 +36,7 @@ from shuffled_dpsgd.clipping.contributions.cost import operations
 from shuffled_dpsgd.scaling.gpus import GPUS_PER_NODE, Gpu
 from shuffled_dpsgd.scaling.shapes import ModelShapes
 
-Strategy = Literal["replicated", "sharded"]
+Strategy = Literal["replicated", "sharded", "hybrid"]
 
 STORED_BYTES, STORED_BYTES_COMPOSITE = 2.7, 5.2
 LOGIT_BYTES = 10.6
@@ -58,7 +59,10 @@ _MOST_SAMPLES = 1 << 32
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What is to be run: batch sizes count samples of `length` tokens, over all ranks."""
+    """What is to be run: batch sizes count samples of `length` tokens, over all ranks.
+
+    `half` is a mixed-precision policy, by which sharded weights are gathered in bfloat16.
+    """
 
     gpus: int
     length: int
@@ -66,6 +70,19 @@ class Job:
     records: int
     physical_batch: int
     strategy: Strategy = "replicated"
+    half: bool = False
+
+    @property
+    def sharers(self) -> int:
+        """How many ranks have one copy of the weights among them."""
+        if self.strategy == "hybrid":
+            return min(self.gpus, GPUS_PER_NODE)
+        return self.gpus if self.strategy == "sharded" else 1
+
+    @property
+    def copies(self) -> float:
+        """How many copies of the weights there are."""
+        return self.gpus / self.sharers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +109,11 @@ class RankMemory:
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """A job's costs; seconds are those of one logical step."""
+    """A job's costs; seconds are those of one logical step.
+
+    `prefetched_seconds` is the part of the exchange that FSDP can hide behind computing: weights
+    that are gathered ahead, and sums that travel while those of other layers are formed.
+    """
 
     job: Job
     memory: RankMemory
@@ -102,11 +123,17 @@ class Estimate:
     update_seconds: float
     exchange_seconds: float
     exchange_bytes: float
+    prefetched_seconds: float
 
     @property
     def step_seconds(self) -> float:
         """Nothing overlaps: an upper bound where communication could hide behind computing."""
         return self.compute_seconds + self.update_seconds + self.exchange_seconds
+
+    @property
+    def hidden_step_seconds(self) -> float:
+        """All that can be hidden is: a lower bound."""
+        return self.step_seconds - min(self.prefetched_seconds, self.compute_seconds)
 
     @property
     def samples_per_second(self) -> float:
@@ -125,9 +152,10 @@ def estimate(shapes: ModelShapes, gpu: Gpu, job: Job) -> Estimate:
     batches = max(1, math.ceil(per_rank / job.physical_batch))
     in_each = min(job.physical_batch, math.ceil(per_rank / batches))
     memory = memory_of(shapes, job, batch=in_each)
-    moved = _exchanged_bytes(shapes, job, batches)
-    share = job.gpus if job.strategy == "sharded" else 1
-    update = STEP_BYTES_PER_PARAMETER * shapes.parameters / share / gpu.bandwidth
+    layers, rows = _exchanged_bytes(shapes, job, batches)
+    layer_link, row_link = _links(gpu, job)
+    in_layers = layers / (LINK_SHARE * layer_link)
+    update = STEP_BYTES_PER_PARAMETER * shapes.parameters / job.sharers / gpu.bandwidth
     return Estimate(
         job=job,
         memory=memory,
@@ -135,8 +163,9 @@ def estimate(shapes: ModelShapes, gpu: Gpu, job: Job) -> Estimate:
         batches_per_rank=batches,
         compute_seconds=batches * batch_seconds(shapes, gpu, batch=in_each, length=job.length),
         update_seconds=STEP_SECONDS + update,
-        exchange_seconds=moved / (LINK_SHARE * _slowest_link(gpu, job.gpus)),
-        exchange_bytes=moved,
+        exchange_seconds=in_layers + rows / (LINK_SHARE * row_link),
+        exchange_bytes=layers + rows,
+        prefetched_seconds=in_layers,
     )
 
 
@@ -152,19 +181,20 @@ def largest_batch(shapes: ModelShapes, gpu: Gpu, job: Job) -> int:
 
 def memory_of(shapes: ModelShapes, job: Job, *, batch: int) -> RankMemory:
     """Bytes on one rank, with so many samples in a physical batch."""
-    tokens, sharded = batch * job.length, job.strategy == "sharded"
-    held = shapes.parameters / job.gpus if sharded else shapes.parameters
-    # Sharded: the layer at work and the next; the largest module's sums as they are formed and once
-    # more as they are sent.
-    layers, modules = 2 * shapes.largest_layer, 2 * shapes.largest_module
-    vector = 4 * shapes.parameters if job.gpus > 1 else 0
+    tokens, sharded = batch * job.length, job.strategy != "replicated"
+    held = shapes.parameters / job.sharers
+    # Sharded: the layer at work and the next; the largest module's sums as they are formed, and
+    # those that are on their way of this and the last.
+    layers, modules = 2 * shapes.largest_layer, 3 * shapes.largest_module
+    vector = held if job.copies > 1 else 0.0
+    width = 2 if job.half else 4
     stored = STORED_BYTES_COMPOSITE if shapes.composite_activation else STORED_BYTES
     return RankMemory(
         weights=4 * held,
-        gathered=4 * (shapes.outside_layers + layers) if sharded else 0,
-        half_copies=2 * (layers if sharded else shapes.parameters),
+        gathered=width * (shapes.outside_layers + layers) if sharded else 0,
+        half_copies=2 * ((0 if job.half else layers) if sharded else shapes.parameters),
         state=8 * held,
-        sums=4 * (held + modules) if sharded else 4 * shapes.parameters + vector,
+        sums=4 * (held + vector + (modules if sharded else 0)),
         activations=tokens * (stored * shapes.stored_width + LOGIT_BYTES * shapes.logits),
         captures=2 * tokens * (shapes.stored_width + shapes.logits),
     )
@@ -204,17 +234,25 @@ def fewest_gpus(shapes: ModelShapes, gpu: Gpu, job: Job) -> int | None:
     return next((one.gpus for one in counts if largest_batch(shapes, gpu, one)), None)
 
 
-def _exchanged_bytes(shapes: ModelShapes, job: Job, batches: int) -> float:
-    """Bytes that a rank sends in a logical step, by ring algorithms.
+def _exchanged_bytes(shapes: ModelShapes, job: Job, batches: int) -> tuple[float, float]:
+    """Bytes that a rank sends in a logical step, by ring algorithms: of layers, and at its end.
 
-    Sharded: float32 weights before forward and backward, float32 sums after, in every batch.
+    Sharded: weights before forward and backward, float32 sums after, in every batch. Where there
+    are copies of a model, or of a shard, they add up their sums once.
     """
-    ring = (job.gpus - 1) / job.gpus
-    if job.strategy == "replicated":
-        return 2 * ring * 4 * shapes.parameters
-    return batches * ring * (2 * 4 + 4) * shapes.parameters
+    shards, copies = ((n - 1) / n for n in (job.sharers, job.copies))
+    layers = batches * shards * (2 * (2 if job.half else 4) + 4) * shapes.parameters
+    return layers, 2 * copies * 4 * shapes.parameters / job.sharers
 
 
-def _slowest_link(gpu: Gpu, gpus: int) -> float:
-    """Of the rings that pass through every GPU, and beyond one node through all its adapters."""
-    return gpu.link if gpus <= GPUS_PER_NODE else min(gpu.link, gpu.network)
+def _links(gpu: Gpu, job: Job) -> tuple[float, float]:
+    """The slowest links that layers and copies' sums pass, as a rank sees them.
+
+    Rings pass through every GPU of a node, and leave it through all its adapters. Ranks of a node
+    with different rows share the adapters.
+    """
+    between = min(gpu.link, gpu.network)
+    one_node = job.gpus <= GPUS_PER_NODE
+    if job.strategy == "hybrid":
+        return gpu.link, gpu.network / job.sharers
+    return gpu.link if one_node else between, gpu.link if one_node else between

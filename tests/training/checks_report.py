@@ -1,7 +1,7 @@
 """How often planted mixing is found in time, whether healthy runs are stopped, and what it costs.
 
 Run as a script, in parts: `python checks_report.py FILE planted 100`, `... FILE healthy 10000` and
-`... FILE cost 2000`. Each part is written into the file as soon as it is known.
+`... FILE cost 2000`. What is known of a part is in the file after every round of it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ if __name__ == "__main__":
 
 import torch
 from torch import nn
+from torch.utils.data import TensorDataset
 
 from shuffled_dpsgd.environment import environment
 from shuffled_dpsgd.training import make_private
@@ -31,27 +32,26 @@ COMMAND = "python tests/training/checks_report.py results/checks.json {part} {si
 STEPS_OF_A_RUN = 60
 
 
-def planted(runs: int) -> dict[str, Any]:
+def planted(runs: int) -> Iterator[dict[str, Any]]:
     """Of so many runs with each kind of mixing, those in which anything was released."""
-    missed = {
-        name: sum(planted_mixing.is_missed(name) for _ in range(runs))
-        for name in planted_mixing.PLANTED
-    }
-    return {
-        "runs_of_each": runs,
-        "kinds": len(missed),
-        "missed": missed,
-        "most_missed_of_one_kind": max(missed.values()),
-        "found_in_all": 1 - sum(missed.values()) / (runs * len(missed)),
-    }
+    missed = dict.fromkeys(planted_mixing.PLANTED, 0)
+    for number in range(1, runs + 1):
+        for name in missed:
+            missed[name] += planted_mixing.is_missed(name)
+        yield {
+            "runs_of_each": number,
+            "kinds": len(missed),
+            "missed": missed,
+            "most_missed_of_one_kind": max(missed.values()),
+            "found_in_all": 1 - sum(missed.values()) / (number * len(missed)),
+        }
 
 
-def healthy(steps: int) -> dict[str, Any]:
+def healthy(steps: int) -> Iterator[dict[str, Any]]:
     """So many steps over all models of the zoo; a false alarm would be an exception."""
     pairs = [(name, kind) for name in healthy_zoo.ZOO for kind in healthy_zoo.PRECISIONS]
-    runs = math.ceil(steps / len(pairs) / STEPS_OF_A_RUN)
-    taken, alarms, samples = dict.fromkeys(healthy_zoo.ZOO, 0), [], 0
-    for name, kind in pairs * runs:
+    taken, samples, alarms = dict.fromkeys(healthy_zoo.ZOO, 0), 0, list[str]()
+    for name, kind in pairs * math.ceil(steps / len(pairs) / STEPS_OF_A_RUN):
         try:
             private = healthy_zoo.train(name, kind, STEPS_OF_A_RUN)
         except Exception as error:  # Counted, and told in full.
@@ -59,16 +59,16 @@ def healthy(steps: int) -> dict[str, Any]:
             continue
         taken[name] += private.steps_taken
         samples += private.engine.num_checked
-    return {
-        "steps": sum(taken.values()),
-        "check_rate": healthy_zoo.RATE,
-        "samples_exchanged": samples,
-        "steps_of_each": taken,
-        "false_alarms": alarms,
-    }
+        yield {
+            "steps": sum(taken.values()),
+            "check_rate": healthy_zoo.RATE,
+            "samples_exchanged": samples,
+            "steps_of_each": taken,
+            "false_alarms": alarms,
+        }
 
 
-def cost(steps: int) -> dict[str, Any]:
+def cost(steps: int) -> Iterator[dict[str, Any]]:
     """The share of the time that all checks of one run take, after some steps and after all."""
 
     def model() -> nn.Module:
@@ -78,18 +78,11 @@ def cost(steps: int) -> dict[str, Any]:
         return torch.nn.functional.cross_entropy(model(batch.x), batch.y, reduction="none")
 
     records = torch.randn(20_000, 256), torch.randint(10, (20_000,))
-    return {
-        name: _shares(make, steps, *case)
-        for name, make, case in (
-            ("MLP, batches of 256", model, (torch.utils.data.TensorDataset(*records), loss, 256)),
-            ("BERT of the zoo", *_of_the_zoo("BERT")),
-        )
+    make, texts, collate, of_texts, _ = healthy_zoo.ZOO["BERT"]
+    yield {
+        "MLP": _shares(model, steps, TensorDataset(*records), loss, 256),
+        "BERT of the zoo": _shares(make, steps, texts, of_texts, healthy_zoo.EXPECTED, collate),
     }
-
-
-def _of_the_zoo(name: str) -> tuple[Callable[[], nn.Module], tuple[Any, Any, int]]:
-    make, data, collate, loss, _ = healthy_zoo.ZOO[name]
-    return make, (data, loss, healthy_zoo.EXPECTED, collate)
 
 
 def _shares(
@@ -99,8 +92,9 @@ def _shares(
     loss: Any,
     batch_size: int,
     collate: Any = None,
-) -> dict[str, float]:
-    model, found = make(), {}
+) -> dict[str, Any]:
+    """The share of the checks in the time of one run, after so many steps."""
+    model, found = make(), dict[str, Any]()
     private = make_private(
         model, torch.optim.AdamW(model.parameters()), dataset_size=len(data), delta=1e-6,
         expected_batch_size=batch_size, num_steps=steps, noise_multiplier=1.0, shuffle="off",
@@ -121,7 +115,7 @@ def _shares(
     return found
 
 
-PARTS: dict[str, Callable[[int], dict[str, Any]]] = {
+PARTS: dict[str, Callable[[int], Iterator[dict[str, Any]]]] = {
     "planted": planted, "healthy": healthy, "cost": cost
 }  # fmt: skip
 
@@ -130,17 +124,17 @@ def main(file: Path, part: str, size: int) -> None:
     """Measure one part and write it into the file, beside the others."""
     warnings.simplefilter("ignore")
     started = time.perf_counter()
-    found = PARTS[part](size)
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
-    known = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
-    known[part] = {
-        **found,
-        "seconds": round(time.perf_counter() - started),
-        "command": COMMAND.format(part=part, size=size),
-        "commit": commit.stdout.strip(),
-        "environment": environment(),
-    }
-    file.write_text(json.dumps(known, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    for found in PARTS[part](size):
+        known = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+        known[part] = {
+            **found,
+            "seconds": round(time.perf_counter() - started),
+            "command": COMMAND.format(part=part, size=size),
+            "commit": commit.stdout.strip(),
+            "environment": environment(),
+        }
+        file.write_text(json.dumps(known, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

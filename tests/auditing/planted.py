@@ -13,8 +13,7 @@ import numpy as np
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from shuffled_dpsgd.auditing.checks import check_sampler
-from shuffled_dpsgd.auditing.run import audit_mechanism
+from auditing.statistics_of_parts import audit_mechanism, check_sampler
 from shuffled_dpsgd.auditing.sensitivity import Records, check_sensitivity, quiet_run
 from shuffled_dpsgd.auditing.taps import Unwatched
 from shuffled_dpsgd.integrations.per_sample_loss import next_token_losses

@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from typer.testing import CliRunner
 
@@ -58,16 +57,6 @@ def test_step_json_has_seeds_counts_and_kinds(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_step_takes_a_canary_of_the_users_own(tmp_path: Path) -> None:
-    path = tmp_path / "mine.npy"
-    np.save(path, np.arange(256.0))
-    report = json.loads(run("step", *QUICK, "--canary", path, "--json").stdout)
-    assert [a["adversary"] for a in report["attacks"] if a["canary"] == "given"] == [
-        "orbit maximum",
-        "axis sum",
-    ]
-
-
 def test_refuting_a_proven_claim_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     """Claims proven for ten times the noise that is really there."""
     honest = step_module.step_claims
@@ -156,7 +145,6 @@ def test_run_audits_the_digits_vit(tmp_path: Path) -> None:
         (["step", "--dimension", "1", "--sigma", "1"], "dimension"),
         (["step", "--dimension", "10", "--sigma", "0"], "noise_multiplier"),
         (["step", *QUICK, "--num-steps", "5"], "--sampling-prob"),
-        (["step", *QUICK, "--canary", "nowhere.npy"], "--canary"),
         (["step", *QUICK, "--confidence", "1"], "confidence"),
         (["run", "--mode", "both"], "--mode"),
         (["run", "--input-canary", "loud"], "input_canary"),

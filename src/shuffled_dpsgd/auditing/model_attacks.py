@@ -130,22 +130,15 @@ def noise_attacks(weights: Tensors, *, seed: int) -> list[ModelAttack]:
     """On the mechanism's output: one direction over all tensors, in one step and between two."""
     canary = random_direction(weights, torch.Generator().manual_seed(seed))
     return [
-        _noise_attack("noise on all tensors", canary),
+        noise_attack("noise on all tensors", canary),
         # Finds noise that repeats itself.
-        _noise_attack("difference of two steps", canary, minus_previous=True),
+        noise_attack("difference of two steps", canary, minus_previous=True),
     ]
 
 
-def tensor_attacks(weights: Tensors, *, seed: int) -> list[ModelAttack]:
-    """One attack per tensor on the mechanism's output: finds noise that is missing somewhere."""
-    generator = torch.Generator().manual_seed(seed)
-    return [
-        _noise_attack(f"noise on {name}", random_direction({name: tensor}, generator))
-        for name, tensor in weights.items()
-    ]
+def noise_attack(name: str, canary: Tensors, *, minus_previous: bool = False) -> ModelAttack:
+    """On the mechanism's output along the canary, less an earlier step's if asked for."""
 
-
-def _noise_attack(name: str, canary: Tensors, *, minus_previous: bool = False) -> ModelAttack:
     def read(seen: Seen) -> float:
         before = inner(canary, seen.previous) if minus_previous else 0.0
         return inner(canary, seen.noisy) - before

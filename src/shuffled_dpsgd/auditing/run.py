@@ -20,12 +20,7 @@ from shuffled_dpsgd.auditing.canary_run import CanaryRun
 from shuffled_dpsgd.auditing.estimators import OneRunFDP, OrderStatistics, ScorePair, area_of
 from shuffled_dpsgd.auditing.input_canaries import InputCanary, check_kind, plant
 from shuffled_dpsgd.auditing.membership import Membership
-from shuffled_dpsgd.auditing.model_attacks import (
-    noise_attacks,
-    record_attack,
-    step_attacks,
-    tensor_attacks,
-)
+from shuffled_dpsgd.auditing.model_attacks import record_attack, step_attacks
 from shuffled_dpsgd.auditing.probes import ModelAttack, Prober, probe
 from shuffled_dpsgd.auditing.reach import reach_of
 from shuffled_dpsgd.auditing.step import ESTIMATORS, composition_note
@@ -143,37 +138,6 @@ def audit_steps(
         report,
         notes=(composition_note(report.attacks, delta=plan.delta, **length),),
         reach=reach_of("step", names, count=made, delta=claims[0].delta, confidence=confidence),
-    )
-
-
-def audit_mechanism(
-    private: PrivateTraining,
-    *,
-    num_observations: int = 400,
-    num_sweep: int = 120,
-    seed: int = 0,
-    confidence: float = 0.95,
-) -> AuditReport:
-    """The mechanism's own output against its proven claim: noise too small, repeated or missing.
-
-    A direction over all tensors and the difference of two steps, `num_observations` each; then
-    every tensor on its own, `num_sweep` each (0 for none), enough to see noise that is missing.
-    """
-    started = time.perf_counter()
-    weights = trainable(private.model)
-    claim = certified_step(private.plan, private.plan.delta / private.plan.num_steps)
-    prober = Prober(private, seed=seed)
-    evidence = probe(prober, noise_attacks(weights, seed=seed), count=num_observations)
-    if num_sweep:
-        evidence += probe(prober, tensor_attacks(weights, seed=seed), count=num_sweep)
-    return report_on(
-        evidence,
-        ESTIMATORS,
-        unit="the mechanism of a run",
-        setting={"num_observations": num_observations, "num_sweep": num_sweep, "seed": seed},
-        claims=(claim,),
-        confidence=confidence,
-        started=started,
     )
 
 

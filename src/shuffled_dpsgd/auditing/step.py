@@ -31,7 +31,6 @@ from shuffled_dpsgd.auditing.verdict import (
     report_on,
     require,
 )
-from shuffled_dpsgd.errors import InvalidArgumentError
 
 CHUNK_VALUES = 1 << 21
 GAUSSIAN = OrderStatistics(family="gaussian")
@@ -96,16 +95,14 @@ def audit_step(
     claims: tuple[PrivacyClaim, ...],
     *,
     confidence: float = 0.95,
-    given: AxisCanary | None = None,
     run: dict[str, Any] | None = None,
 ) -> AuditReport:
     """Every adversary against one step, judged against `claims` (all at the setting's δ).
 
-    `given` is a canary of the user's own, of the setting's axis size, tried beside the others;
     `run` (sampling_prob, num_steps and delta) adds what the step amounts to over a run.
     """
     started = time.perf_counter()
-    evidence = [*axis_evidence(setting, given), aligned_evidence(setting)]
+    evidence = [*axis_evidence(setting), aligned_evidence(setting)]
     report = report_on(
         evidence,
         ESTIMATORS,
@@ -176,16 +173,11 @@ class AxisAttack:
         return gaussian_epsilon(1.0 / setting.noise_multiplier, setting.delta)
 
 
-def axis_attacks(
-    setting: StepSetting, given: AxisCanary | None, rng: np.random.Generator
-) -> list[AxisAttack]:
+def axis_attacks(size: int, rng: np.random.Generator) -> list[AxisAttack]:
     """What is tried on one axis."""
-    size = setting.axis_size
-    if given is not None and given.size != size:
-        raise InvalidArgumentError("canary", expected=f"{size} entries", got=given.size)
     dirac, constant = axis.dirac(size), axis.constant(size)
     direction = axis.random_direction(size, rng)
-    attacks = [
+    return [
         AxisAttack(name="fixed index", canary=dirac, read=axis.at_fixed_index),
         AxisAttack(name="orbit maximum", canary=dirac, read=axis.orbit_maximum),
         AxisAttack(name="orbit likelihood ratio", canary=dirac, read=axis.orbit_likelihood_ratio),
@@ -195,16 +187,12 @@ def axis_attacks(
             name="un-permuted tensor", canary=direction, read=axis.matched_filter, permuted=False
         ),
     ]
-    if given is not None:
-        attacks.append(AxisAttack(name="orbit maximum", canary=given, read=axis.orbit_maximum))
-        attacks.append(AxisAttack(name="axis sum", canary=given, read=axis.axis_sum))
-    return attacks
 
 
-def axis_evidence(setting: StepSetting, given: AxisCanary | None = None) -> list[Evidence]:
+def axis_evidence(setting: StepSetting) -> list[Evidence]:
     """All attacks on one axis, each on the same noise in both of its worlds."""
     rng = np.random.default_rng([setting.seed, 1])
-    attacks, sigma = axis_attacks(setting, given, rng), setting.noise_multiplier
+    attacks, sigma = axis_attacks(setting.axis_size, rng), setting.noise_multiplier
     found: list[dict[bool, list[Floats]]] = [{False: [], True: []} for _ in attacks]
     for present in (False, True):
         for rows in _chunks(setting.num_observations, setting.axis_size):

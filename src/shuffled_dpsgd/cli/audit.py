@@ -51,7 +51,6 @@ def step(
     sampling_prob: opt.ComposeProb = None,
     num_steps: opt.ComposeSteps = None,
     run_delta: opt.ComposeDelta = 5e-6,
-    canary: opt.OwnCanary = None,
     confidence: opt.Confidence = 0.95,
     seed: opt.Seed = 0,
     output: opt.Output = None,
@@ -61,7 +60,6 @@ def step(
 
     Example: shuffled-dpsgd audit step --dimension 85800000 --sigma 0.274 --claim 0.198
     """
-    from shuffled_dpsgd.auditing.axis import load_canary
     from shuffled_dpsgd.auditing.step import StepSetting, audit_step, step_claims
 
     setting = StepSetting(
@@ -79,9 +77,8 @@ def step(
         )
     run = {"sampling_prob": sampling_prob, "num_steps": num_steps, "delta": run_delta}
     claims = step_claims(setting, paper_epsilon=claim)
-    given = None if canary is None else load_canary(canary)
     report = audit_step(
-        setting, claims, confidence=confidence, given=given, run=None if num_steps is None else run
+        setting, claims, confidence=confidence, run=None if num_steps is None else run
     )
     deliver(report, output, as_json)
 

@@ -25,9 +25,6 @@ ComposeProb = Annotated[
 ]
 ComposeSteps = Annotated[int | None, typer.Option(help="Steps of that run.")]
 ComposeDelta = Annotated[float, typer.Option(help="δ of that run.")]
-OwnCanary = Annotated[
-    Path | None, typer.Option(help="A canary of your own: .npy, one row of --axis-size.")
-]
 Confidence = Annotated[float, typer.Option(help="Level of every bound, and of the verdicts.")]
 Seed = Annotated[int, typer.Option(help="Seed of every draw; it is written to the JSON.")]
 Output = Annotated[
